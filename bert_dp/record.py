@@ -1,0 +1,157 @@
+"""The lines of metrics.jsonl and evals.jsonl, and summary.json: written, read, cut back. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """One line of metrics.jsonl. Times and rates are means over the steps since the previous line."""
+
+    step: int
+    samples: int
+    tokens: int
+    epoch: int
+    progress: float
+    loss: float
+    lr: float
+    grad_norm: float
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    world_size: int
+    step_time_s: float
+    steps_per_s: float
+    global_steps_per_s: float
+    samples_per_s: float
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    data_wait_s: float
+    forward_backward_s: float
+    optimizer_s: float
+    peak_memory_gib: float
+    elapsed_s: float
+    skipped_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """One line of evals.jsonl: mean cross entropy in nats over `masked_tokens` held-out positions."""
+
+    step: int
+    tokens: int
+    loss: float
+    mask_rate: float
+    masked_tokens: int
+    elapsed_s: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Summary:
+    """summary.json: how a run ended. Rates are over the real steps, warm-up of set-up excluded."""
+
+    status: str
+    """done | stopped (by a signal, after a checkpoint) | failed"""
+    exit_code: int
+    cause: str | None
+    signal: int | None
+    step: int
+    samples: int
+    tokens: int
+    final_loss: float | None
+    heldout_loss: float | None
+    unigram_entropy_nats: float | None
+    uniform_entropy_nats: float | None
+    world_size: int
+    device: str
+    parameters: int
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    precision: str
+    compiled: bool
+    steps_per_s: float | None
+    global_steps_per_s: float | None
+    samples_per_s: float | None
+    tokens_per_s: float | None
+    tokens_per_s_per_gpu: float | None
+    mfu: float | None
+    peak_memory_gib: float | None
+    energy_j: float | None
+    skipped_steps: int
+    checkpoint: str | None
+    time_s: dict[str, float]
+    """Where the wall clock of rank 0 went: setup, compile, train, data_wait, forward_backward, optimizer, eval, save."""
+    schema_version: int = SCHEMA_VERSION
+
+
+def append_line(path: Path, record: Metrics | Evaluation) -> None:
+    """Append one flat JSON line and flush. A non-finite number becomes null: JSON has none."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(_finite(dataclasses.asdict(record)), allow_nan=False) + "\n")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a JSONL file; a line torn by a crash ends the iteration."""
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError:
+                return
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop torn lines and lines after `step`, atomically."""
+    if path.exists():
+        kept = [line for line in read_lines(path) if line["step"] <= step]
+        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Atomic: a reader sees the old file or the whole new one."""
+    write_text(path, json.dumps(_finite(data), indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Atomic: temporary file in the same directory, fsync, rename."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in `path`, or None when it is absent or not JSON."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value

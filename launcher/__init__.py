@@ -1,0 +1,1 @@
+"""The controlling process. Never imports torch at module level."""

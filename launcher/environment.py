@@ -1,0 +1,272 @@
+"""What machine is this: `probe` for environment.json, `num_gpus` for `--nproc auto`, `doctor` for what will bite.
+
+Torch-free. Every function that reads kernel files takes `root`, the directory that holds proc/ and sys/.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import dataclasses
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import resource
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+
+ROOT = Path("/")
+GIB = 2**30
+REDACTED = "<redacted>"
+PACKAGES = (
+    *("bert-dp", "torch", "numpy", "tokenizers", "safetensors", "pydantic", "typer", "rich", "PyYAML", "psutil"),
+    *("accelerate", "deepspeed", "datasets", "transformers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton"),
+)
+MIN_PYTHON, MAX_PYTHON, MIN_TORCH = (3, 11), (3, 13), (2, 11)
+DOCTOR_LIMIT_S = 29.0
+# The setting names `tokenizer*` and a numeric `tokens*` are no secrets.
+SECRET = re.compile(r"token(?!iz)|key|secret|pass", re.IGNORECASE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Gpu:
+    index: int
+    """Position among the devices of the machine, before CUDA_VISIBLE_DEVICES."""
+    name: str
+    memory_gib: float | None
+    driver: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Environment:
+    """The machine as this process may use it; `dataclasses.asdict` of it is environment.json."""
+
+    date: str
+    command: list[str]
+    platform: str
+    kernel: str
+    python: str
+    cpu_model: str
+    physical_cores: int | None
+    logical_cores: int
+    affinity_cores: int
+    cpu_quota_cores: float | None
+    """Limit of the control group; None = no limit."""
+    numa_nodes: int
+    memory_gib: float
+    memory_available_gib: float
+    memory_limit_gib: float | None
+    swap_used_gib: float
+    shm_gib: float | None
+    shm_free_gib: float | None
+    disk_free_gib: float | None
+    open_files: int
+    omp_num_threads: str | None
+    cuda_visible_devices: str | None
+    gpus: tuple[Gpu, ...]
+    gpus_present: int
+    """Devices of the machine, the ones hidden by CUDA_VISIBLE_DEVICES included."""
+    gpu_error: str | None
+    """Why nvidia-smi did not answer."""
+    gpu_topology: str | None
+    versions: dict[str, str]
+    git_commit: str | None
+    git_dirty: bool | None
+
+    @property
+    def usable_cores(self) -> float:
+        """Cores that this process may use: affinity and control-group quota, whichever is less."""
+        return min(float(self.affinity_cores), self.cpu_quota_cores or float("inf"))
+
+    @property
+    def usable_memory_gib(self) -> float:
+        """Memory that is free now, within the control group's limit."""
+        return min(self.memory_available_gib, self.memory_limit_gib or float("inf"))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON-able object, for `record.write_json`."""
+        return {**dataclasses.asdict(self), "usable_cores": self.usable_cores}
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """One line of `doctor`: what was seen and, unless it is ok, what it will cause and how to fix it."""
+
+    level: Literal["ok", "warn", "fail"]
+    what: str
+    consequence: str = ""
+    fix: str = ""
+
+
+def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
+    """The machine, the versions, and the git commit of `path`. Never raises for something that is absent."""
+    gpus, present, gpu_error = _find_gpus(root)
+    memory_limit = cgroup_limit(root, "memory")
+    memory = psutil.virtual_memory()
+    shm = _disk(root / "dev/shm")
+    disk = _disk(_existing(path))
+    commit = _output(["git", "-C", str(_existing(path)), "rev-parse", "HEAD"], 5)
+    status = _output(["git", "-C", str(_existing(path)), "status", "--porcelain"], 5) if commit else None
+    return Environment(
+        date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        command=redact_argv(sys.argv),
+        platform=f"{platform.system()} {platform.machine()}",
+        kernel=platform.release(),
+        python=platform.python_version(),
+        cpu_model=_cpu_model(root),
+        physical_cores=psutil.cpu_count(logical=False),
+        logical_cores=os.cpu_count() or 1,
+        affinity_cores=len(os.sched_getaffinity(0)),
+        cpu_quota_cores=cgroup_limit(root, "cpu"),
+        numa_nodes=max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*")))),
+        memory_gib=memory.total / GIB,
+        memory_available_gib=memory.available / GIB,
+        memory_limit_gib=None if memory_limit is None or memory_limit > memory.total else memory_limit / GIB,
+        swap_used_gib=psutil.swap_memory().used / GIB,
+        shm_gib=shm.total / GIB if shm else None,
+        shm_free_gib=shm.free / GIB if shm else None,
+        disk_free_gib=disk.free / GIB if disk else None,
+        open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        gpus=tuple(gpus),
+        gpus_present=present,
+        gpu_error=gpu_error,
+        gpu_topology=_output(["nvidia-smi", "topo", "-m"], 10) if gpus else None,
+        versions=versions(),
+        git_commit=commit,
+        git_dirty=None if status is None else bool(status),
+    )
+
+
+def num_gpus(root: Path = ROOT) -> int:
+    """GPUs that a worker will see, CUDA_VISIBLE_DEVICES respected, without importing torch."""
+    return len(_find_gpus(root)[0])
+
+
+def versions() -> dict[str, str]:
+    """Versions of the installed packages that a run depends on."""
+    found = {}
+    for package in PACKAGES:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[package] = importlib.metadata.version(package)
+    return found
+
+
+def cgroup_limit(root: Path, controller: Literal["cpu", "memory"]) -> float | None:
+    """Limit of this process' control group and its ancestors: cores or bytes; None = unlimited. v1 and v2."""
+    limits = []
+    for line in _read(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        mount = root / "sys/fs/cgroup" / (controller if controllers else "")
+        parts = [p for p in path.split("/") if p and p != ".."]
+        limits += [_own_limit(mount.joinpath(*parts[:n]), controller) for n in range(len(parts) + 1)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def _own_limit(group: Path, controller: str) -> float | None:
+    if controller == "cpu":
+        words = _read(group / "cpu.max").split()
+        words = words or [_read(group / "cpu.cfs_quota_us").strip(), _read(group / "cpu.cfs_period_us").strip()]
+        if len(words) < 2 or not words[0].isdigit() or not words[1].isdigit():  # "max", "-1" or no such file
+            return None
+        return int(words[0]) / int(words[1])
+    text = (_read(group / "memory.max") or _read(group / "memory.limit_in_bytes")).strip()
+    return float(text) if text.isdigit() and int(text) < 2**60 else None  # v1 writes about 2**63 for no limit
+
+
+def redact(mapping: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy in which the values of keys with TOKEN, KEY, SECRET or PASS in their name are replaced; nested too."""
+    return {key: _redact_value(key, value) for key, value in mapping.items()}
+
+
+def redact_argv(argv: Sequence[str]) -> list[str]:
+    """A command line without secrets: `--token=abc`, `TOKEN=abc` and `--api-key abc` lose their values."""
+    shown: list[str] = []
+    for item in argv:
+        name, equals, value = item.partition("=")
+        before = shown[-1] if shown else ""
+        if equals and _is_secret(name, value):
+            item = f"{name}={REDACTED}"
+        elif before.startswith("-") and "=" not in before and _is_secret(before, item) and not item.startswith("--"):
+            item = REDACTED
+        shown.append(item)
+    return shown
+
+
+def _redact_value(key: str, value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return redact(value)
+    if _is_secret(key, value):
+        return REDACTED
+    if isinstance(value, (list, tuple)):
+        return [_redact_value("", v) for v in value]
+    return value
+
+
+def _is_secret(key: str, value: Any) -> bool:
+    if not SECRET.search(key):
+        return False
+    count = isinstance(value, (int, float, type(None))) or re.fullmatch(r"[\d.e+_]+|null", str(value))
+    return not ("tokens" in key.lower() and count)
+
+
+def _find_gpus(root: Path) -> tuple[list[Gpu], int, str | None]:
+    """Visible GPUs, the number present, and why nvidia-smi failed. Falls back to the driver's own list."""
+    devices: list[tuple[Gpu, str]] = []  # with the UUID, which CUDA_VISIBLE_DEVICES may name
+    error = None
+    if shutil.which("nvidia-smi"):
+        query = "--query-gpu=index,uuid,name,memory.total,driver_version"
+        result = _run(["nvidia-smi", query, "--format=csv,noheader,nounits"], 10)
+        if isinstance(result, str):
+            error = result
+        for row in csv.reader((result.stdout if not isinstance(result, str) else "").splitlines(), skipinitialspace=True):
+            if len(row) == 5 and row[0].isdigit():
+                mib = float(row[3]) if row[3].replace(".", "").isdigit() else None
+                devices.append((Gpu(int(row[0]), row[2], mib and mib / 1024, row[4]), row[1]))
+    if not devices:
+        devices = _driver_gpus(root)
+    return _visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES")), len(devices), error
+
+
+def _driver_gpus(root: Path) -> list[tuple[Gpu, str]]:
+    driver = re.search(r"Module\s+([\d.]+)", _read(root / "proc/driver/nvidia/version"))
+    devices = []
+    for index, folder in enumerate(sorted((root / "proc/driver/nvidia/gpus").glob("*"))):
+        facts = dict(line.split(":", 1) for line in _read(folder / "information").splitlines() if ":" in line)
+        name, uuid = facts.get("Model", "NVIDIA GPU").strip(), facts.get("GPU UUID", "").strip()
+        devices.append((Gpu(index, name, None, driver and driver[1]), uuid))
+    return devices
+
+
+def _visible(devices: list[tuple[Gpu, str]], selection: str | None) -> list[Gpu]:
+    """CUDA's rule: devices by index, UUID or prefix of one, up to the first entry that names none."""
+    if selection is None:
+        return [gpu for gpu, _ in devices]
+    chosen: list[Gpu] = []
+    for entry in (e.strip() for e in selection.split(",")):
+        if entry.startswith("MIG-") and devices:
+            found = [dataclasses.replace(devices[0][0], name=f"{devices[0][0].name} (MIG)", memory_gib=None)]
+        elif entry.startswith("GPU-"):
+            found = [gpu for gpu, uuid in devices if uuid.startswith(entry)]
+        else:
+            found = [gpu for gpu, _ in devices if str(gpu.index) == entry]
+        if len(found) != 1 or found[0] in chosen:
+            break
+        chosen += found
+    return chosen
