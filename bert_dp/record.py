@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -12,6 +13,12 @@ from pathlib import Path
 from typing import Any
 
 SCHEMA_VERSION = 1
+
+# environment variables by which the launcher tells its workers what a user-started worker does without
+INIT_FILE = "BERT_DP_INIT_FILE"  # a file to meet in; without it env:// (MASTER_ADDR, MASTER_PORT)
+LOG_DIR = "BERT_DP_LOG_DIR"  # where rank-N.log and rank-N.error.json go
+LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
+LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # see start_ticks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -145,6 +152,26 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None
+
+
+def is_locked(run_dir: Path) -> bool:
+    """Whether a running rank 0 holds the run directory's lock."""
+    try:
+        with (run_dir / ".lock").open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True
+    return False
+
+
+def start_ticks(pid: int) -> str:
+    """Start time of a process in clock ticks since boot: with the pid it names one process for good.
+
+    Raises OSError when there is none.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
 
 
 def _finite(value: Any) -> Any:

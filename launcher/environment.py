@@ -1,4 +1,4 @@
-"""What machine is this: `probe` for environment.json, `num_gpus` for `--nproc auto`, `doctor` for what will bite.
+"""What machine is this: `probe` (environment.json), `num_gpus` (`--nproc auto`), `doctor` (what will bite).
 
 Torch-free. Every function that reads kernel files takes `root`, the directory that holds proc/ and sys/.
 """
@@ -32,8 +32,27 @@ ROOT = Path("/")
 GIB = 2**30
 REDACTED = "<redacted>"
 PACKAGES = (
-    *("bert-dp", "torch", "numpy", "tokenizers", "safetensors", "pydantic", "typer", "rich", "PyYAML", "psutil"),
-    *("accelerate", "deepspeed", "datasets", "transformers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton"),
+    *(
+        "bert-dp",
+        "torch",
+        "numpy",
+        "tokenizers",
+        "safetensors",
+        "pydantic",
+        "typer",
+        "rich",
+        "PyYAML",
+        "psutil",
+    ),
+    *(
+        "accelerate",
+        "deepspeed",
+        "datasets",
+        "transformers",
+        "nvidia-nccl-cu12",
+        "nvidia-nccl-cu13",
+        "triton",
+    ),
 )
 MIN_PYTHON, MAX_PYTHON, MIN_TORCH = (3, 11), (3, 13), (2, 11)
 DOCTOR_LIMIT_S = 29.0
@@ -93,7 +112,7 @@ class Environment:
 
     @property
     def usable_memory_gib(self) -> float:
-        """Memory that is free now, within the control group's limit."""
+        """Upper bound of what a run can still get: the memory available, capped by the control group."""
         return min(self.memory_available_gib, self.memory_limit_gib or float("inf"))
 
     def to_json(self) -> dict[str, Any]:
@@ -118,8 +137,9 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
     memory = psutil.virtual_memory()
     shm = _disk(root / "dev/shm")
     disk = _disk(_existing(path))
-    commit = _output(["git", "-C", str(_existing(path)), "rev-parse", "HEAD"], 5)
-    status = _output(["git", "-C", str(_existing(path)), "status", "--porcelain"], 5) if commit else None
+    git = ["git", "-C", str(_existing(path))]
+    commit = _run([*git, "rev-parse", "HEAD"], 5)[0]
+    status = _run([*git, "status", "--porcelain"], 5)[0] if commit else None
     return Environment(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=redact_argv(sys.argv),
@@ -145,7 +165,7 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         gpus=tuple(gpus),
         gpus_present=present,
         gpu_error=gpu_error,
-        gpu_topology=_output(["nvidia-smi", "topo", "-m"], 10) if gpus else None,
+        gpu_topology=_run(["nvidia-smi", "topo", "-m"], 10)[0] if gpus else None,
         versions=versions(),
         git_commit=commit,
         git_dirty=None if status is None else bool(status),
@@ -182,7 +202,7 @@ def cgroup_limit(root: Path, controller: Literal["cpu", "memory"]) -> float | No
 def _own_limit(group: Path, controller: str) -> float | None:
     if controller == "cpu":
         words = _read(group / "cpu.max").split()
-        words = words or [_read(group / "cpu.cfs_quota_us").strip(), _read(group / "cpu.cfs_period_us").strip()]
+        words = words or [_read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
         if len(words) < 2 or not words[0].isdigit() or not words[1].isdigit():  # "max", "-1" or no such file
             return None
         return int(words[0]) / int(words[1])
@@ -191,7 +211,7 @@ def _own_limit(group: Path, controller: str) -> float | None:
 
 
 def redact(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy in which the values of keys with TOKEN, KEY, SECRET or PASS in their name are replaced; nested too."""
+    """A copy without the values whose key holds TOKEN, KEY, SECRET or PASS, in any case; nested too."""
     return {key: _redact_value(key, value) for key, value in mapping.items()}
 
 
@@ -203,7 +223,7 @@ def redact_argv(argv: Sequence[str]) -> list[str]:
         before = shown[-1] if shown else ""
         if equals and _is_secret(name, value):
             item = f"{name}={REDACTED}"
-        elif before.startswith("-") and "=" not in before and _is_secret(before, item) and not item.startswith("--"):
+        elif re.match(r"-[^=]*$", before) and _is_secret(before, item) and not item.startswith("--"):
             item = REDACTED
         shown.append(item)
     return shown
@@ -229,13 +249,11 @@ def _is_secret(key: str, value: Any) -> bool:
 def _find_gpus(root: Path) -> tuple[list[Gpu], int, str | None]:
     """Visible GPUs, the number present, and why nvidia-smi failed. Falls back to the driver's own list."""
     devices: list[tuple[Gpu, str]] = []  # with the UUID, which CUDA_VISIBLE_DEVICES may name
-    error = None
+    error: str | None = None
     if shutil.which("nvidia-smi"):
         query = "--query-gpu=index,uuid,name,memory.total,driver_version"
-        result = _run(["nvidia-smi", query, "--format=csv,noheader,nounits"], 10)
-        if isinstance(result, str):
-            error = result
-        for row in csv.reader((result.stdout if not isinstance(result, str) else "").splitlines(), skipinitialspace=True):
+        output, error = _run(["nvidia-smi", query, "--format=csv,noheader,nounits"], 10)
+        for row in csv.reader((output or "").splitlines(), skipinitialspace=True):
             if len(row) == 5 and row[0].isdigit():
                 mib = float(row[3]) if row[3].replace(".", "").isdigit() else None
                 devices.append((Gpu(int(row[0]), row[2], mib and mib / 1024, row[4]), row[1]))
@@ -270,3 +288,174 @@ def _visible(devices: list[tuple[Gpu, str]], selection: str | None) -> list[Gpu]
             break
         chosen += found
     return chosen
+
+
+def doctor(run_dir: Path | None = None) -> list[Finding]:
+    """What this machine will do to a run, in under 30 s; `run_dir` is where the run would be written."""
+    deadline = time.monotonic() + DOCTOR_LIMIT_S
+    target = run_dir or Path()
+    findings = diagnose(probe(target))
+    findings += [_loopback(), _writable("run directory", target), _writable("cache directory", cache_dir())]
+    return [*findings, all_reduce(max(5.0, deadline - time.monotonic()))]
+
+
+def cache_dir() -> Path:
+    """Where built corpora are cached: $XDG_CACHE_HOME/bert-dp, by default ~/.cache/bert-dp."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bert-dp"
+
+
+def diagnose(env: Environment) -> list[Finding]:
+    """The findings that follow from the facts in `env` alone."""
+    checks = [*_version_checks(env), *_gpu_checks(env), *_host_checks(env)]
+    return [
+        Finding("ok", what) if good else Finding(level, what, *then) for good, level, what, *then in checks
+    ]
+
+
+# A check: good?, level if not, what was seen, what it will cause, how to fix it.
+Check = tuple[bool, Literal["warn", "fail"], str, str, str]
+
+
+def _version_checks(env: Environment) -> list[Check]:
+    torch = env.versions.get("torch")
+    new_enough = torch is not None and _version(torch) >= MIN_TORCH
+    cpu_build = torch is not None and "+cpu" in torch
+    return [
+        (MIN_PYTHON <= _version(env.python) <= MAX_PYTHON, "fail", f"python {env.python}",
+         "only 3.11 to 3.13 are supported; imports or runs may fail", "make a virtual environment with 3.13"),
+        (new_enough, "fail", f"torch {torch or 'is not installed'}",
+         "2.11 or newer is needed; every rank stops at start", "pip install 'torch>=2.11'"),
+        (not (env.gpus and cpu_build), "fail", f"torch {torch} beside {len(env.gpus)} GPUs",
+         "the GPUs stay unused", "install the CUDA build of the same version"),
+    ]  # fmt: skip
+
+
+def _gpu_checks(env: Environment) -> list[Check]:
+    visible, shm = len(env.gpus), float("inf") if env.shm_gib is None else env.shm_gib
+    names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])
+    seen = (
+        f"{visible} of {env.gpus_present} visible{names}" if env.gpus_present else "none, ranks use the CPU"
+    )
+    return [
+        (env.gpu_error is None, "fail", f"GPU driver: {env.gpu_error or 'no error'}",
+         "ranks cannot open a GPU", "reboot after a driver update; in a container pass --gpus all"),
+        (visible == env.gpus_present, "warn", f"GPUs: {seen}",
+         f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} leaves the others idle", "unset it to use all"),
+        (not visible or shm >= 1, "warn", f"shared memory (/dev/shm): {shm:.2f} GiB",
+         "NCCL between GPUs of one node fails with a bus error or cannot start",
+         "start the container with --shm-size=8g or --ipc=host"),
+    ]  # fmt: skip
+
+
+def _host_checks(env: Environment) -> list[Check]:
+    cores, disk = env.usable_cores, float("inf") if env.disk_free_gib is None else env.disk_free_gib
+    ranks = f"{len(env.gpus) or 2} {'GPU' if env.gpus else 'CPU'} ranks"
+    return [
+        (env.usable_memory_gib >= 4, "warn", f"memory: {env.usable_memory_gib:.1f} GiB available",
+         "ranks may be killed by the kernel without a message (exit code -9)",
+         "stop other programs, raise the container's memory limit, or lower --nproc"),
+        (disk >= 5, "warn", f"disk: {disk:.1f} GiB free",
+         "a checkpoint may not fit; the run stops at its first save",
+         "free space, choose another --run-dir, or lower checkpoint.keep"),
+        (env.open_files >= 1024, "warn", f"open files: limit {env.open_files}",
+         "'too many open files' with many ranks or shards", "ulimit -n 65536 before the start"),
+        (cores >= (len(env.gpus) or 2), "warn", f"cores: {cores:g} usable for {ranks}",
+         "ranks share cores, so all wait for the slowest one", "add cores, or start fewer with --nproc"),
+        (env.swap_used_gib < 0.5, "warn", f"swap: {env.swap_used_gib:.1f} GiB in use",
+         "steps become slow and uneven when a rank's memory is swapped", "free memory, then swapoff -a"),
+        (env.omp_num_threads is None, "warn", f"OMP_NUM_THREADS: {env.omp_num_threads or 'not set'}",
+         "ranks take cores / ranks threads whatever it says; other OpenMP libraries follow it",
+         "unset it unless the number is meant"),
+        (env.numa_nodes == 1, "warn", f"NUMA nodes: {env.numa_nodes}",
+         "a rank on a far node reaches its GPU and its memory over the socket link",
+         "compare a run under numactl --cpunodebind=K --membind=K (K: NUMA column of nvidia-smi topo -m)"),
+    ]  # fmt: skip
+
+
+def all_reduce(timeout_s: float, module: str = "bert_dp.dist") -> Finding:
+    """A short all-reduce of `python -m module` in its own process group, which ends with this call."""
+    consequence = "ranks cannot talk to each other: every run on more than one rank will fail"
+    fix = f"run `python -m {module}` to see the whole message"
+    output, error = _run([sys.executable, "-m", module], timeout_s)
+    try:
+        r = json.loads([line for line in (output or "").splitlines() if line.startswith("{")][-1])
+        what = (f"all-reduce: {r['world_size']} {r['backend']} ranks, {r['bytes'] / 2**20:.1f} MiB in "
+                f"{r['seconds_median'] * 1e3:.2f} ms, {r['busbw_gb_s']:.2f} GB/s bus bandwidth")  # fmt: skip
+        return Finding("ok", what)
+    except (IndexError, KeyError, TypeError, ValueError):
+        return Finding("fail", f"all-reduce: {error or 'no result line'}", consequence, fix)
+
+
+def _loopback() -> Finding:
+    try:
+        with socket.socket() as listener, socket.socket() as client:
+            listener.bind(("127.0.0.1", 0))
+            listener.listen(1)
+            client.settimeout(5)
+            client.connect(listener.getsockname())
+        return Finding("ok", "loopback: 127.0.0.1 accepts connections")
+    except OSError as error:
+        return Finding("fail", f"loopback: {error}", "ranks of one node cannot meet", "ip link set lo up")
+
+
+def _writable(role: str, path: Path) -> Finding:
+    try:
+        with tempfile.TemporaryFile(dir=_existing(path)) as file:
+            file.write(b"x")
+        return Finding("ok", f"{role}: writable")
+    except OSError as error:
+        return Finding("fail", f"{role} {path}: {error.strerror}", "the run stops at start",
+                       "make it writable or choose another (--run-dir, XDG_CACHE_HOME)")  # fmt: skip
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", text)[:2])
+
+
+def _run(argv: Sequence[str], timeout_s: float) -> tuple[str | None, str | None]:
+    """Output, or None and the last lines of the error. The whole process group ends with a timeout."""
+    try:
+        process = subprocess.Popen(
+            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            errors="replace", start_new_session=True,
+        )  # fmt: skip
+    except OSError as error:
+        return None, f"{argv[0]}: {error.strerror}"
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        lines = process.communicate()[1].strip().splitlines()
+        return None, " | ".join([f"no answer within {timeout_s:.0f} s", *lines[-3:]])
+    if process.returncode:
+        lines = (errors.strip() or output.strip()).splitlines()
+        return None, " | ".join(lines[-3:]) or f"exit code {process.returncode}"
+    return output.rstrip(), None
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def _disk(path: Path) -> Any:
+    try:
+        return shutil.disk_usage(path)
+    except OSError:
+        return None
+
+
+def _existing(path: Path) -> Path:
+    """`path` or its nearest ancestor that exists."""
+    path = path.absolute()
+    return next((p for p in (path, *path.parents) if p.is_dir()), path)
+
+
+def _cpu_model(root: Path) -> str:
+    model = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
+    return model[1].strip() if model else platform.machine()

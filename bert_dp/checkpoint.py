@@ -1,0 +1,145 @@
+"""Checkpoints: canonical (unsharded) state in safetensors + JSON, hashed, written atomically.
+
+    checkpoints/step-00000100/  model.safetensors optimizer.safetensors state.json manifest.json
+
+A directory is complete exactly when it has its final name: it is written under a temporary one and renamed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import uuid
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from bert_dp.config import ConfigError
+from bert_dp.parallel import State
+
+NAME = re.compile(r"step-(\d{8,})")
+
+
+def save(folder: Path, step: int, state: State, facts: dict[str, Any], keep: int) -> Path:
+    """Write `folder`/step-XXXXXXXX and prune to the `keep` newest. Rank 0 only.
+
+    Raises OSError; then nothing under the final name has changed.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    final = folder / f"step-{step:08d}"
+    temporary = folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
+    temporary.mkdir()
+    try:
+        save_file(state["model"], temporary / "model.safetensors")
+        save_file(state["optimizer"], temporary / "optimizer.safetensors")
+        scaler = {name: value.item() for name, value in state["scaler"].items()}
+        (temporary / "state.json").write_text(json.dumps({**facts, "step": step, "scaler": scaler}, indent=1))
+        files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(temporary.iterdir())}
+        (temporary / "manifest.json").write_text(json.dumps({"version": 1, "files": files}, indent=1))
+        for path in temporary.iterdir():
+            _fsync(path)
+        _fsync(temporary)
+        if final.exists():
+            shutil.rmtree(final)
+        temporary.rename(final)
+        _fsync(folder)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    prune(folder, keep)
+    return final
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the `keep` newest checkpoints, and the temporary directories of interrupted saves."""
+    for path in folder.glob("step-*.tmp-*"):
+        shutil.rmtree(path, ignore_errors=True)
+    for path in list_checkpoints(folder)[keep:]:
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, newest first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(m[1]), p) for p in folder.iterdir() if (m := NAME.fullmatch(p.name)) and p.is_dir()]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def check(path: Path) -> str | None:
+    """Why `path` is not a valid checkpoint, or None: every file of the manifest with its size and hash."""
+    try:
+        manifest = json.loads((path / "manifest.json").read_text())
+        for name, expected in manifest["files"].items():
+            file = path / Path(name).name
+            size = file.stat().st_size
+            if size != expected["bytes"]:
+                return f"{file}: {size} bytes, manifest says {expected['bytes']}"
+            if sha256(file) != expected["sha256"]:
+                return f"{file}: SHA-256 differs from the manifest's"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"{path}: {type(error).__name__}: {error}"
+    return None
+
+
+def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
+    """The newest checkpoint that verifies, and why newer ones were passed over."""
+    problems = []
+    for path in list_checkpoints(folder):
+        problem = check(path)
+        if problem is None:
+            return path, problems
+        problems.append(problem)
+    return None, problems
+
+
+def load(path: Path) -> tuple[State, dict[str, Any]]:
+    """State (whole, on the host) and the facts of state.json. Raises ConfigError naming a broken file."""
+    import torch
+
+    try:
+        facts = json.loads((path / "state.json").read_text())
+        state: State = {
+            "model": load_file(path / "model.safetensors"),
+            "optimizer": load_file(path / "optimizer.safetensors"),
+            "scaler": {k: torch.tensor(v, dtype=torch.float64) for k, v in facts["scaler"].items()},
+        }
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise ConfigError([f"{path}: not a checkpoint ({type(error).__name__}: {error})"]) from None
+    return state, facts
+
+
+def resolve(where: str) -> Path:
+    """A checkpoint from a path to one, or to a run directory or its checkpoints folder (the newest valid).
+
+    Raises ConfigError when there is none, with what was wrong with each.
+    """
+    path = Path(where)
+    if (path / "manifest.json").exists():
+        problem = check(path)
+        if problem:
+            raise ConfigError([problem])
+        return path
+    folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
+    found, problems = newest_valid(folder)
+    if found is None:
+        raise ConfigError([f"{where}: no valid checkpoint there", *problems])
+    return found
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

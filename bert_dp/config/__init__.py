@@ -1,0 +1,32 @@
+"""The whole configuration of a run. Torch-free."""
+
+from bert_dp.config.checks import (
+    BatchPlan,
+    ConfigError,
+    batch_at,
+    batch_plan,
+    changed_settings,
+    data_issues,
+    no_effect,
+)
+from bert_dp.config.load import dump_config, load_config, parse_overrides, resolve, setting_paths
+from bert_dp.config.schema import (
+    MAX_VOCAB_SIZE,
+    BatchConfig,
+    BuildConfig,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimConfig,
+    ParallelConfig,
+    ScheduleConfig,
+    Section,
+    num_masked,
+)
+
+__all__ = [
+    "MAX_VOCAB_SIZE", "BatchConfig", "BatchPlan", "BuildConfig", "Config", "ConfigError", "DataConfig",
+    "ModelConfig", "OptimConfig", "ParallelConfig", "ScheduleConfig", "Section", "batch_at", "batch_plan",
+    "changed_settings", "data_issues", "dump_config", "load_config", "no_effect", "num_masked",
+    "parse_overrides", "resolve", "setting_paths",
+]  # fmt: skip

@@ -1,0 +1,161 @@
+"""What can be said of a configuration before anything starts: the batch equation, what does not fit, what is idle."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from bert_dp.config.schema import BatchConfig, BuildConfig, Config, Section, divisors
+
+FREE_ON_RESUME = ("schedule.steps", "schedule.tokens", "schedule.hours", "parallel", "log", "checkpoint", "eval",
+                  "run.device", "run.init_from", "data.workers", "data.path", "data.sources", "compile")  # fmt: skip
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot run. `issues` holds one line per problem, each with the full path."""
+
+    def __init__(self, issues: Sequence[str]):
+        self.issues = tuple(issues)
+        super().__init__("\n".join(self.issues))
+
+
+class BatchPlan(BaseModel):
+    """The batch equation for one world size: global = micro x accumulation x dp."""
+
+    model_config = ConfigDict(frozen=True)
+    world_size: int
+    dp: int
+    micro_size: int
+    accumulation: int
+    global_size: int
+
+    def __str__(self) -> str:
+        return (
+            f"global batch {self.global_size} = micro {self.micro_size} x accumulation {self.accumulation} "
+            f"x dp {self.dp}"
+        )
+
+
+def batch_plan(config: Config, world_size: int) -> BatchPlan:
+    """Accumulation for `world_size` ranks at the declared global batch.
+
+    Raises ConfigError, naming the nearest batches that divide, when it does not.
+    """
+    batch, dp = config.batch, world_size
+    per_pass = batch.micro_size * dp
+    issues = []
+    if batch.global_size % per_pass:
+        low = batch.global_size // per_pass * per_pass
+        near = ", ".join(str(n) for n in (low, low + per_pass) if n)
+        issues.append(
+            f"batch.global_size: {batch.global_size} is not a multiple of batch.micro_size {batch.micro_size} x "
+            f"{dp} replicas = {per_pass}; nearest that are: {near} (or change batch.micro_size or --nproc)"
+        )
+    elif batch.ramp_fraction > 0 and batch.ramp_quantum is not None and batch.ramp_quantum % per_pass:
+        fits = [q for q in divisors(batch.global_size) if q % per_pass == 0]
+        near = ", ".join(map(str, sorted(fits, key=lambda q: abs(q - (batch.ramp_quantum or 0)))[:2]))
+        issues.append(
+            f"batch.ramp_quantum: {batch.ramp_quantum} is not a multiple of batch.micro_size {batch.micro_size} x "
+            f"{dp} replicas = {per_pass}; nearest that are: {near}"
+        )
+    if config.parallel.engine == "single" and world_size > 1:
+        issues.append(f"parallel.engine: single runs one rank, got --nproc {world_size}; use ddp")
+    if issues:
+        raise ConfigError(issues)
+    return BatchPlan(
+        world_size=world_size,
+        dp=dp,
+        micro_size=batch.micro_size,
+        accumulation=batch.global_size // per_pass,
+        global_size=batch.global_size,
+    )
+
+
+def data_issues(config: Config, manifest: dict[str, Any]) -> list[str]:
+    """What in a shard manifest does not fit the configuration; one line each."""
+    issues = []
+    where = config.data.path or "the built shards"
+    if manifest.get("format") != "bert-dp-shards":
+        return [f"data.path: {where} holds no shards of ours; make them with `bert-dp data build`"]
+    length, vocabulary = manifest["sequence_length"], manifest["vocab_size"]
+    if length != config.data.sequence_length:
+        issues.append(
+            f"data.sequence_length: {config.data.sequence_length}, but {where} holds sequences of {length}; "
+            f"set data.sequence_length={length} or build again"
+        )
+    if vocabulary > config.model.vocab_size:
+        issues.append(
+            f"model.vocab_size: {config.model.vocab_size} is below the tokenizer's {vocabulary} in {where}; "
+            f"set model.vocab_size={vocabulary} or more"
+        )
+    return issues
+
+
+def batch_at(batch: BatchConfig, progress: float) -> int:
+    """Sequences of the step that starts at progress f: the recipe's linear ramp in declared quanta."""
+    if batch.ramp_fraction <= 0 or batch.ramp_quantum is None:
+        return batch.global_size
+    quantum = batch.ramp_quantum
+    ramped = int(progress * batch.global_size / batch.ramp_fraction / quantum) * quantum + quantum
+    return min(ramped, batch.global_size)
+
+
+def no_effect(config: Config) -> list[str]:
+    """One line for each setting that was given explicitly and changes nothing in this run."""
+    lines = []
+
+    def given(section: Section, name: str) -> bool:
+        return (
+            name in section.model_fields_set
+            and getattr(section, name) != type(section).model_fields[name].default
+        )
+
+    if config.batch.ramp_fraction == 0 and given(config.batch, "ramp_quantum"):
+        lines.append("batch.ramp_quantum has no effect: batch.ramp_fraction is 0")
+    if config.schedule.name in ("budget_triangle", "constant") and given(config.schedule, "warmup_fraction"):
+        lines.append(f"schedule.warmup_fraction has no effect with schedule.name: {config.schedule.name}")
+    if config.schedule.name != "wsd" and given(config.schedule, "decay_fraction"):
+        lines.append(f"schedule.decay_fraction has no effect with schedule.name: {config.schedule.name}")
+    if config.model.position != "rope" and given(config.model, "rope_theta"):
+        lines.append(f"model.rope_theta has no effect with model.position: {config.model.position}")
+    if config.model.norm == "rmsnorm" and given(config.model, "norm_bias"):
+        lines.append("model.norm_bias has no effect with model.norm: rmsnorm")
+    if config.data.path is not None:
+        if config.data.tokenizer is not None:
+            lines.append("data.tokenizer has no effect with data.path: the shards carry their tokenizer")
+        lines += [f"data.build.{name} has no effect with data.path" for name in BuildConfig.model_fields
+                  if given(config.data.build, name)]  # fmt: skip
+    if config.data.sources is not None:
+        if config.data.tokenizer is not None and given(config.data.build, "tokenizer_model"):
+            lines.append("data.build.tokenizer_model has no effect: data.tokenizer is given")
+        if config.data.build.order != "none" and config.data.shuffle:
+            lines.append(
+                f"data.build.order: {config.data.build.order} has no effect while data.shuffle is true"
+            )
+        if config.data.build.dedup != "near" and given(config.data.build, "near_threshold"):
+            lines.append(
+                f"data.build.near_threshold has no effect with data.build.dedup: {config.data.build.dedup}"
+            )
+    if config.parallel.engine == "single" and given(config.parallel, "bucket_mib"):
+        lines.append("parallel.bucket_mib has no effect with parallel.engine: single")
+    return lines
+
+
+def changed_settings(old: dict[str, Any], new: Config) -> list[str]:
+    """Settings that differ and may not on resume: all but budget, N, engine, logging and the place of the data."""
+    before, after = _flat(old), _flat(new.model_dump(mode="json"))
+    free = tuple(f"{name}." for name in FREE_ON_RESUME)
+    return [
+        f"{key}: the run has {before.get(key)!r}, now {after.get(key)!r}"
+        for key in sorted(before.keys() | after.keys())
+        if before.get(key) != after.get(key) and not f"{key}.".startswith(free)
+    ]
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in tree.items():
+        out.update(_flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+    return out

@@ -1,0 +1,166 @@
+"""From YAML and `--set` to a Config, with every problem in one list.
+
+Precedence, lowest first: defaults < YAML file < `--set`. Example: with `optim: {lr: 1e-3}` in the file and
+`--set optim.lr=2e-3`, the run uses 2e-3. Members of an exclusive group (`schedule.steps|tokens|hours`,
+`data.path|sources`) displace the members set at a lower level; two at one level are an error.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from bert_dp.config.checks import ConfigError
+from bert_dp.config.schema import Config, Section
+
+MAX_CONFIG_BYTES = 1_000_000
+EXCLUSIVE_GROUPS = (("schedule", ("steps", "tokens", "hours")), ("data", ("path", "sources")))
+
+
+def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """Resolve defaults < YAML file < overrides (`a.b=value`, the value read as YAML).
+
+    Raises ConfigError with every problem found, each with its full path and a suggestion.
+    """
+    levels: list[dict[str, Any]] = []
+    if path is not None:
+        levels.append(_read_yaml(Path(path)))
+    if overrides:
+        levels.append(parse_overrides(overrides))
+    return resolve(levels)
+
+
+def resolve(levels: Sequence[dict[str, Any]]) -> Config:
+    """Merge nested dictionaries, lowest precedence first, and validate. Raises ConfigError."""
+    merged: dict[str, Any] = {}
+    issues: list[str] = []
+    for level in levels:
+        for section, members in EXCLUSIVE_GROUPS:
+            values = level.get(section)
+            given = [m for m in members if isinstance(values, dict) and values.get(m) is not None]
+            if len(given) > 1:
+                issues.append(f"{section}: {' and '.join(given)} are both set; keep one")
+            if given and isinstance(merged.get(section), dict):
+                for member in members:
+                    merged[section].pop(member, None)
+        _merge(merged, level)
+    if issues:
+        raise ConfigError(issues)
+    if "schedule" not in merged:
+        merged["schedule"] = {}
+    try:
+        return Config.model_validate_json(json.dumps(merged, default=str))
+    except ValidationError as error:
+        raise ConfigError([_explain(e, merged) for e in error.errors()]) from None
+
+
+def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    """`["optim.lr=1e-3"]` -> `{"optim": {"lr": 0.001}}`. Raises ConfigError on a missing `=`."""
+    tree: dict[str, Any] = {}
+    issues = []
+    for item in overrides:
+        key, sep, value = item.partition("=")
+        if not sep or not key.strip():
+            issues.append(f"--set {item}: expected a.b=value, for example --set optim.lr=1e-3")
+            continue
+        node = tree
+        *parents, leaf = key.strip().split(".")
+        for parent in parents:
+            child = node.setdefault(parent, {})
+            node = child if isinstance(child, dict) else node
+        try:
+            node[leaf] = yaml.load(value, Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
+        except (yaml.YAMLError, ValueError) as error:
+            issues.append(f"--set {item}: not a YAML value ({str(error).splitlines()[0]})")
+    if issues:
+        raise ConfigError(issues)
+    return tree
+
+
+def dump_config(config: Config) -> str:
+    """The complete configuration as YAML; loading it again gives an equal Config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+class ConfigLoader(yaml.SafeLoader):
+    """SafeLoader that reads 1e-3 as a float (YAML 1.2) and refuses duplicate keys."""
+
+
+def _construct_mapping(loader: ConfigLoader, node: yaml.MappingNode) -> dict[Any, Any]:
+    seen: set[Any] = set()
+    for key_node, _ in node.value:
+        key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+        if key in seen:
+            raise yaml.constructor.ConstructorError(
+                None, None, f"key {key!r} stands twice", key_node.start_mark
+            )
+        seen.add(key)
+    return dict(loader.construct_mapping(node, deep=True))
+
+
+ConfigLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
+    list("-+0123456789."),
+)
+ConfigLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        if path.stat().st_size > MAX_CONFIG_BYTES:
+            raise ConfigError([f"{path}: larger than {MAX_CONFIG_BYTES} bytes; not a configuration"])
+        data = yaml.load(path.read_text(encoding="utf-8"), Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
+    except OSError as error:
+        raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        if isinstance(error, ConfigError):
+            raise
+        raise ConfigError([f"{path}: not valid YAML ({' '.join(str(error).split())})"]) from None
+    if not isinstance(data, dict):
+        raise ConfigError([f"{path}: expected a mapping of settings, got {type(data).__name__}"])
+    return data
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(base.get(key), dict):
+            _merge(base[key], value)
+        else:
+            base[key] = json.loads(json.dumps(value, default=str)) if isinstance(value, dict) else value
+
+
+def setting_paths(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
+    """Every setting as a dotted path."""
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            yield from setting_paths(field.annotation, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _explain(error: Any, merged: dict[str, Any]) -> str:
+    path = ".".join(str(p) for p in error["loc"])
+    if error["type"] == "extra_forbidden":
+        known = list(setting_paths())
+        leaf = path.rpartition(".")[2]
+        close = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
+        close = close or [k for k in known if k.rpartition(".")[2] == leaf]
+        close = close or difflib.get_close_matches(path, known, n=1, cutoff=0.5)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        return f"{path}: unknown setting{hint}"
+    value = error.get("input")
+    shown = "" if isinstance(value, dict) or error["type"] == "missing" else f" (got {value!r})"
+    message = error["msg"].removeprefix("Value error, ")
+    if error["type"] == "literal_error" and isinstance(value, str):
+        options = re.findall(r"'([^']*)'", error["ctx"]["expected"])
+        close = difflib.get_close_matches(value, options, n=1, cutoff=0.4)
+        shown += f"; did you mean {close[0]}?" if close else ""
+    return f"{path}: {message}{shown}" if path else f"{message}{shown}"

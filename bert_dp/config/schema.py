@@ -1,0 +1,255 @@
+"""Every setting of a run: one tree of strict, frozen models, each field with its unit."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+MAX_VOCAB_SIZE = 65_535  # token ids are stored as uint16
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        strict=True,
+        frozen=True,
+        extra="forbid",
+        validate_default=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+    )
+
+
+class RunConfig(Section):
+    seed: int = Field(0, ge=0, lt=2**63)
+    """Seed of initial weights, sample order and masks."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto = every GPU of the machine, else the CPU."""
+    init_from: str | None = None
+    """Checkpoint directory (or run directory) whose weights start this run; optimizer and counters start fresh."""
+
+
+class BuildConfig(Section):
+    """How a corpus becomes shards (`data build`, or `data.sources` on first use)."""
+
+    normalize: bool = True
+    """TeX-style quotes to ", NFD, lowercase, strip accents, collapse spaces, drop non-ASCII (in the tokenizer)."""
+    tokenizer_model: Literal["wordpiece", "bpe"] = "wordpiece"
+    """Kind of tokenizer to train when none is given."""
+    max_tokens_per_char: float = Field(0.25, ge=0)
+    """Drop a document with more tokens per character than this; 0 = keep all."""
+    dedup: Literal["none", "exact", "near"] = "exact"
+    """exact = same normalised text once; near = MinHash LSH (extra `dedup`)."""
+    near_threshold: float = Field(0.8, gt=0, le=1)
+    """Jaccard similarity above which `near` drops the later document."""
+    order: Literal["none", "sentence_length", "unigram"] = "none"
+    """Order of the sequences in the shards: short sentences first, or likely tokens first. Needs data.shuffle: false."""
+    held_out_fraction: float = Field(0.01, ge=0, lt=0.5)
+    """Share of the documents kept for the held-out loss."""
+
+
+class DataConfig(Section):
+    path: str | None = None
+    """Directory made by `bert-dp data build`."""
+    sources: tuple[str, ...] | None = None
+    """Files, globs, `hub:NAME`, or `builtin` (the documentation every CPython carries); built on first use, cached."""
+    tokenizer: str | None = None
+    """Existing tokenizer.json; null = train one on the sources."""
+    sequence_length: int = Field(128, ge=8, le=8192)
+    """Tokens per sequence."""
+    shuffle: bool = True
+    """A new permutation of the sequences every epoch; false = the order of the shards."""
+    workers: int = Field(1, ge=0, le=64)
+    """Prefetch threads per rank; 0 = none."""
+    build: BuildConfig = BuildConfig()
+
+
+class ModelConfig(Section):
+    vocab_size: int = Field(32_768, ge=16, le=MAX_VOCAB_SIZE)
+    """Rows of the embedding; also the size of a trained tokenizer."""
+    hidden_size: int = Field(768, ge=8)
+    num_layers: int = Field(16, ge=1)
+    num_heads: int = Field(12, ge=1)
+    intermediate_size: int = Field(1536, ge=8)
+    """Width after the activation; geglu projects to twice this."""
+    position: Literal["scaled_sinusoidal", "rope", "learned"] = "scaled_sinusoidal"
+    rope_theta: float = Field(160_000.0, gt=0)
+    mlp: Literal["geglu", "gelu"] = "geglu"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    norm_bias: bool = True
+    """Bias of a layernorm."""
+    norm_eps: float = Field(1e-12, gt=0)
+    first_attention_norm: bool = True
+    """false = no norm before the first attention (ModernBERT)."""
+    head: Literal["none", "dense"] = "none"
+    """What stands before the tied decoder: nothing, or dense + GELU + norm (ModernBERT, BERT)."""
+    bias: bool = False
+    """Biases in the linear layers. There is never a key bias: its gradient is exactly zero."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Probability, on embedding, attention output and MLP output."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> ModelConfig:
+        if self.hidden_size % self.num_heads:
+            near = nearest_divisors(self.hidden_size, self.num_heads)
+            raise ValueError(
+                f"num_heads {self.num_heads} does not divide hidden_size {self.hidden_size}; use {near}"
+            )
+        if self.position == "rope" and (self.hidden_size // self.num_heads) % 2:
+            raise ValueError(f"rope needs an even head size, got {self.hidden_size // self.num_heads}")
+        if self.position == "scaled_sinusoidal" and self.hidden_size % 2:
+            raise ValueError(f"scaled_sinusoidal needs an even hidden_size, got {self.hidden_size}")
+        return self
+
+
+class ObjectiveConfig(Section):
+    mask_rate: float = Field(0.25, gt=0, lt=1)
+    """Exactly round(mask_rate x sequence_length) positions of every sequence are predicted."""
+
+
+class BatchConfig(Section):
+    global_size: int = Field(8192, ge=1)
+    """Sequences per optimizer step over all replicas. Declared; never changed by the number of GPUs."""
+    micro_size: int = Field(128, ge=1)
+    """Sequences per replica in one forward/backward."""
+    ramp_fraction: float = Field(0.0, ge=0, le=1)
+    """Progress f at which the linear batch ramp reaches global_size; 0 = no ramp."""
+    ramp_quantum: int | None = Field(None, ge=1)
+    """Sequences by which the ramp grows; a divisor of global_size."""
+
+    @model_validator(mode="after")
+    def _quantum_divides(self) -> BatchConfig:
+        if self.ramp_fraction > 0 and self.ramp_quantum is None:
+            raise ValueError("ramp_fraction is set, so ramp_quantum must be too (a divisor of global_size)")
+        if self.ramp_quantum is not None and self.global_size % self.ramp_quantum:
+            near = nearest_divisors(self.global_size, self.ramp_quantum)
+            raise ValueError(
+                f"ramp_quantum {self.ramp_quantum} does not divide global_size {self.global_size}; use {near}"
+            )
+        return self
+
+
+class ScheduleConfig(Section):
+    name: Literal["budget_triangle", "linear", "cosine", "wsd", "constant"] = "budget_triangle"
+    """Learning rate as a function of progress f: the recipe's triangle, or linear / cosine / warmup-stable-decay / constant."""
+    steps: int | None = Field(None, ge=1)
+    """Budget in optimizer steps. Exactly one of steps, tokens, hours."""
+    tokens: int | None = Field(None, ge=1)
+    """Budget in tokens over all replicas."""
+    hours: float | None = Field(None, gt=0)
+    """Budget in hours on rank 0's clock, from the first real step."""
+    warmup_fraction: float = Field(0.06, ge=0, lt=1)
+    """Share of the budget for linear warm-up (linear, cosine, wsd)."""
+    decay_fraction: float = Field(0.2, gt=0, le=1)
+    """Share of the budget for the final decay (wsd)."""
+
+    @model_validator(mode="after")
+    def _one_budget(self) -> ScheduleConfig:
+        given = [k for k in ("steps", "tokens", "hours") if getattr(self, k) is not None]
+        if len(given) != 1:
+            raise ValueError(f"set exactly one of steps, tokens, hours (got {', '.join(given) or 'none'})")
+        if self.name == "wsd" and self.warmup_fraction + self.decay_fraction > 1:
+            raise ValueError("warmup_fraction + decay_fraction is above 1")
+        return self
+
+
+class OptimConfig(Section):
+    name: Literal["adamw"] = "adamw"
+    lr: float = Field(1e-3, gt=0)
+    """Peak learning rate."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.98, ge=0, lt=1)
+    eps: float = Field(1e-12, gt=0)
+    weight_decay: float = Field(0.01, ge=0)
+    """Decoupled; not applied to biases and norms."""
+    clip: float = Field(0.5, ge=0)
+    """Global L2 norm of the reduced gradient; 0 = no clipping."""
+
+
+class ParallelConfig(Section):
+    engine: Literal["auto", "single", "ddp"] = "auto"
+    """auto = single on one rank, ddp on more."""
+    bucket_mib: float | None = Field(None, gt=0)
+    """Size of a ddp reduction bucket, MiB; null = torch's default (25, the first one 1)."""
+
+
+class CheckpointConfig(Section):
+    every_steps: int = Field(0, ge=0)
+    """Optimizer steps between checkpoints; 0 = only at the end and on a signal."""
+    keep: int = Field(2, ge=1)
+    """Newest checkpoints kept."""
+
+
+class EvalConfig(Section):
+    every_steps: int = Field(0, ge=0)
+    """Optimizer steps between held-out losses; 0 = only at the end."""
+    max_sequences: int = Field(2048, ge=1)
+    """Held-out sequences used at most."""
+
+
+class LogConfig(Section):
+    every_steps: int = Field(10, ge=1)
+    """Optimizer steps between lines of metrics.jsonl."""
+    tensorboard: bool = False
+    """Mirror metrics.jsonl to TensorBoard (extra `tensorboard`)."""
+
+
+class Config(Section):
+    run: RunConfig = RunConfig()
+    data: DataConfig = DataConfig()
+    model: ModelConfig = ModelConfig()
+    objective: ObjectiveConfig = ObjectiveConfig()
+    batch: BatchConfig = BatchConfig()
+    schedule: ScheduleConfig
+    optim: OptimConfig = OptimConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
+    """auto = bf16 on a GPU that has it, fp16 with a gradient scaler on one that has not, fp32 on a CPU."""
+    compile: Literal["auto", "on", "off"] = "auto"
+    """auto = on a GPU, and on a CPU when the run is long enough to earn the compile time back."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
+    log: LogConfig = LogConfig()
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Config:
+        if (self.data.path is None) == (self.data.sources is None):
+            which = "none" if self.data.path is None else "both"
+            raise ValueError(
+                f"set exactly one of data.path, data.sources (got {which}); `builtin` is a source"
+            )
+        if self.data.sources is not None and not self.data.sources:
+            raise ValueError("data.sources is empty; name a file, a glob or `builtin`")
+        if num_masked(self.objective.mask_rate, self.data.sequence_length) < 1:
+            raise ValueError(
+                f"objective.mask_rate {self.objective.mask_rate} masks no position of "
+                f"data.sequence_length {self.data.sequence_length}; raise either"
+            )
+        return self
+
+    @property
+    def num_masked(self) -> int:
+        """Predicted positions per training sequence."""
+        return num_masked(self.objective.mask_rate, self.data.sequence_length)
+
+    def hash(self) -> str:
+        """First 16 hex digits of the SHA-256 of the resolved configuration."""
+        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()[
+            :16
+        ]
+
+
+def num_masked(rate: float, sequence_length: int) -> int:
+    """Positions predicted per sequence: round(rate x S), halves up."""
+    return int(rate * sequence_length + 0.5)
+
+
+def divisors(n: int) -> list[int]:
+    small = [d for d in range(1, int(n**0.5) + 1) if n % d == 0]
+    return sorted({*small, *(n // d for d in small)})
+
+
+def nearest_divisors(n: int, wanted: int) -> str:
+    return " or ".join(str(d) for d in sorted(sorted(divisors(n), key=lambda d: abs(d - wanted))[:2]))

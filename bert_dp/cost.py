@@ -1,0 +1,101 @@
+"""Parameters, FLOPs, memory and peaks. Torch-free; the only place such figures are computed."""
+
+from __future__ import annotations
+
+from bert_dp.config import Config, ModelConfig, num_masked
+
+GIB = 2**30
+
+# Dense matrix peak, FLOP/s, no sparsity, by (substring of the device name, precision). Vendor data sheets.
+# First match wins, so longer names stand first. A device that is not here has no MFU.
+PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("H100 PCIe", {"bf16": 756e12, "fp16": 756e12, "fp32": 51e12}),
+    ("H100 NVL", {"bf16": 835e12, "fp16": 835e12, "fp32": 60e12}),
+    ("H200", {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}),
+    ("H100", {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}),
+    ("B200", {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12}),
+    ("A100", {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}),
+    ("A800", {"bf16": 312e12, "fp16": 312e12, "fp32": 19.5e12}),
+    ("A40", {"bf16": 149.7e12, "fp16": 149.7e12, "fp32": 37.4e12}),
+    ("RTX A6000", {"bf16": 154.8e12, "fp16": 154.8e12, "fp32": 38.7e12}),
+    ("L40S", {"bf16": 362e12, "fp16": 362e12, "fp32": 91.6e12}),
+    ("L4", {"bf16": 121e12, "fp16": 121e12, "fp32": 30.3e12}),
+    ("V100", {"fp16": 125e12, "fp32": 15.7e12}),
+    ("T4", {"fp16": 65e12, "fp32": 8.1e12}),
+)
+
+
+def num_parameters(model: ModelConfig, sequence_length: int) -> int:
+    """Trainable parameters, the tied embedding counted once.
+
+    Crammed BERT (reference values): 119,589,889 at vocabulary 32,768.
+    """
+    h, i, layers = model.hidden_size, model.intermediate_size, model.num_layers
+    norm = h * (2 if model.norm == "layernorm" and model.norm_bias else 1)
+    count = linear_parameters(model)
+    if model.bias:
+        count += layers * (3 * h + i * (2 if model.mlp == "geglu" else 1) + h)  # q, v, attention out; Wi; Wo
+    norms = 2 * layers - (0 if model.first_attention_norm else 1) + 2  # blocks, embedding, final
+    count += model.vocab_size * h + norms * norm
+    if model.head == "dense":
+        count += h * h + norm + (h if model.bias else 0)
+    if model.position == "scaled_sinusoidal":
+        count += 1
+    if model.position == "learned":
+        count += sequence_length * h
+    return count
+
+
+def linear_parameters(model: ModelConfig) -> int:
+    """Weights of the matrix products inside the blocks; N_linear of the FLOP formula."""
+    h, i = model.hidden_size, model.intermediate_size
+    return model.num_layers * (4 * h * h + (3 if model.mlp == "geglu" else 2) * h * i)
+
+
+def flops_per_token(model: ModelConfig, sequence_length: int, mask_rate: float) -> float:
+    """Model FLOPs of forward + backward per token: matrix products only, no recomputation.
+
+    6 N_linear + 12 L S H + 6 H (V + H if there is a dense head) p, p = predicted share of the positions.
+    Crammed BERT at S = 128, rate 0.25: 622.9e6.
+    """
+    h = model.hidden_size
+    predicted = num_masked(mask_rate, sequence_length) / sequence_length
+    head = h * (model.vocab_size + (h if model.head == "dense" else 0))
+    attention = 12 * model.num_layers * sequence_length * h
+    return 6 * linear_parameters(model) + attention + 6 * head * predicted
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Dense peak of a device in FLOP/s, or None when it is not known: then there is no MFU."""
+    for name, peaks in PEAK_FLOPS:
+        if name in device_name:
+            return peaks.get(precision)
+    return None
+
+
+def memory_estimate_gib(config: Config, precision: str) -> dict[str, float]:
+    """Estimated peak per rank in GiB, by part, for whole replicas (single, ddp) with AdamW, eager.
+
+    Activations are what autograd saves per token: two residual inputs of norms in the parameters' width,
+    and in the compute width the normed inputs, QKV, attention output and the MLP's intermediates. The head
+    holds logits in the compute width and, in fp32, log-probabilities and their gradient.
+    """
+    model, sequence = config.model, config.data.sequence_length
+    wide = 8 if precision == "fp64" else 4
+    narrow = {"fp32": 4, "fp64": 8}.get(precision, 2)
+    parameters = num_parameters(model, sequence)
+    h, i = model.hidden_size, model.intermediate_size
+    mlp_saved = 4 * i if model.mlp == "geglu" else 2 * i
+    per_token = model.num_layers * (2 * wide * h + narrow * (6 * h + mlp_saved))
+    tokens = config.batch.micro_size * sequence
+    predicted = config.batch.micro_size * config.num_masked
+    parts = {
+        "weights": parameters * wide,
+        "gradients": parameters * wide,
+        "optimizer": 2 * parameters * wide,
+        "activations": tokens * per_token,
+        "logits": predicted * model.vocab_size * (narrow + 2 * max(4, wide)),
+    }
+    if narrow != wide:
+        parts["autocast weights"] = parameters * narrow
+    return {name: size / GIB for name, size in parts.items()}

@@ -1,0 +1,239 @@
+"""Shards -> micro batches. Order and masks are pure functions of (seed, epoch, sample index).
+
+Axes: B sequences of a micro batch, S positions, K predicted positions per sequence, P = B * K.
+A *sample* is a position in the endless training stream; its epoch is sample // n, and the sequence it
+reads is a permutation of sample % n. Nothing depends on the number of ranks, threads or micro batches.
+"""
+
+from __future__ import annotations
+
+import collections
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from bert_dp.model import IGNORE
+
+U64 = np.uint64
+GOLDEN = U64(0x9E3779B97F4A7C15)
+FEISTEL_ROUNDS = 6
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro batch. positions are flat: b * S + s; sample_ids are positions in the training stream."""
+
+    ids_BS: Tensor
+    positions_P: Tensor
+    labels_P: Tensor
+    num_masked: int
+    sample_ids: NDArray[np.int64]
+
+    def to(self, device: torch.device) -> Batch:
+        if device.type == "cpu":
+            return self
+        moved = (t.to(device, non_blocking=True) for t in (self.ids_BS, self.positions_P, self.labels_P))
+        return Batch(*moved, self.num_masked, self.sample_ids)
+
+    def pin(self) -> Batch:
+        pinned = (t.pin_memory() for t in (self.ids_BS, self.positions_P, self.labels_P))
+        return Batch(*pinned, self.num_masked, self.sample_ids)
+
+
+def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The splitmix64 finaliser (Steele et al. 2014, doi 10.1145/2714064.2660195): a bijection of 64-bit words."""
+    x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> U64(27))) * U64(0x94D049BB133111EB)
+    return x ^ (x >> U64(31))
+
+
+def hash64(*parts: Any) -> NDArray[np.uint64]:
+    """A 64-bit hash of integers or integer arrays, broadcast together; at least one axis."""
+    state = np.zeros(1, U64)
+    for part in parts:
+        state = mix64((state ^ np.atleast_1d(part).astype(U64)) + GOLDEN)
+    return state
+
+
+def permute(index: NDArray[np.int64], size: int, key: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """A keyed permutation of range(size), O(1) memory: a balanced Feistel network over the next even number
+    of bits, walked until the value falls inside (Black & Rogaway 2002, doi 10.1007/3-540-45760-7_9).
+
+    index: [B] int64 in [0, size); key: [1] or [B] uint64. Returns [B] int64.
+    """
+    half = U64(max(1, ((size - 1).bit_length() + 1) // 2))
+    low = (U64(1) << half) - U64(1)
+    keys = np.broadcast_to(key, index.shape)
+
+    def network(x: NDArray[np.uint64], k: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = x >> half, x & low
+        for r in range(FEISTEL_ROUNDS):
+            left, right = right, left ^ (hash64(k, r, right) & low)
+        return (left << half) | right
+
+    out = network(index.astype(U64), keys)
+    while (outside := np.flatnonzero(out >= U64(size))).size:
+        out[outside] = network(out[outside], keys[outside])
+    return out.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    size: int
+    num_special: int
+    mask_id: int
+
+
+def mask(
+    rows_BS: NDArray[np.uint16], key_B: NDArray[np.uint64], num_masked: int, vocabulary: Vocabulary
+) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    """Choose exactly `num_masked` = K positions per row and corrupt them 80/10/10 by deterministic counts.
+
+    Of K, round(K / 10) become a random ordinary token, round(K / 10) stay, the rest become <mask>
+    (K = 32: 26 / 3 / 3, the recipe's counts). Returns ids [B, S], flat positions [B * K], labels [B * K].
+    """
+    batch, length = rows_BS.shape
+    columns = np.arange(1, length + 1, dtype=U64)
+    random_BS = mix64(key_B[:, None] + columns * GOLDEN)
+    chosen_BK = np.argsort(random_BS, axis=1, kind="stable")[:, :num_masked]
+    ids_BS = rows_BS.astype(np.int64)
+    rows = np.arange(batch)[:, None]
+    labels_BK = ids_BS[rows, chosen_BK]
+    tenth = int(num_masked / 10 + 0.5)
+    masked, randomised = chosen_BK[:, 2 * tenth :], chosen_BK[:, :tenth]
+    ids_BS[rows, masked] = vocabulary.mask_id
+    draw = mix64(random_BS[rows, randomised] + GOLDEN) % U64(vocabulary.size - vocabulary.num_special)
+    ids_BS[rows, randomised] = draw.astype(np.int64) + vocabulary.num_special
+    return ids_BS, (chosen_BK + rows * length).reshape(-1), labels_BK.reshape(-1)
+
+
+class Shards:
+    """The sequences of one split, memory-mapped: [n, S] uint16."""
+
+    def __init__(self, directory: Path, manifest: dict[str, Any], split: str):
+        self.length: int = manifest["sequence_length"]
+        special = manifest["special_tokens"]
+        self.vocabulary = Vocabulary(manifest["vocab_size"], manifest["num_special"], special["mask"])
+        self._maps = [
+            np.memmap(directory / s["file"], dtype="<u2", mode="r", shape=(s["sequences"], self.length))
+            for s in manifest[split]["shards"]
+        ]
+        self._starts = np.cumsum([0, *(len(m) for m in self._maps)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def rows(self, index_B: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """The sequences at `index_B`, [B, S], in that order."""
+        out = np.empty((len(index_B), self.length), np.uint16)
+        shard_B = np.searchsorted(self._starts, index_B, side="right") - 1
+        for shard in np.unique(shard_B):
+            here = shard_B == shard
+            out[here] = self._maps[shard][index_B[here] - self._starts[shard]]
+        return out
+
+
+def training_batch(
+    shards: Shards, sample_ids: NDArray[np.int64], *, seed: int, num_masked: int, shuffle: bool
+) -> Batch:
+    """The micro batch of the given stream positions."""
+    epoch_B, within_B = np.divmod(sample_ids, len(shards))
+    index_B = permute(within_B, len(shards), hash64(seed, 1, epoch_B)) if shuffle else within_B
+    key_B = hash64(seed, 2, epoch_B, index_B)
+    arrays = mask(shards.rows(index_B), key_B, num_masked, shards.vocabulary)
+    ids, positions, labels = (torch.from_numpy(a) for a in arrays)
+    return Batch(ids, positions, labels, len(labels), sample_ids)
+
+
+def held_out_batches(
+    shards: Shards, *, micro_size: int, num_masked: int, max_sequences: int, dp_rank: int, dp_size: int
+) -> list[Batch]:
+    """This replica's share of the held-out sequences, micro batches dealt round-robin, masks always the same.
+
+    The last batch is filled up with rows whose labels are IGNORE, so that shapes stay static.
+    """
+    total = min(len(shards), max_sequences)
+    batches = []
+    for start in range(dp_rank * micro_size, total, dp_size * micro_size):
+        index_B = np.arange(start, start + micro_size)
+        real_B = index_B < total
+        index_B = np.where(real_B, index_B, 0)
+        ids, positions, labels = mask(
+            shards.rows(index_B), hash64(0, 3, index_B), num_masked, shards.vocabulary
+        )
+        labels[~np.repeat(real_B, num_masked)] = IGNORE
+        count = int(real_B.sum()) * num_masked
+        batches.append(Batch(*(torch.from_numpy(a) for a in (ids, positions, labels)), count, index_B))
+    return batches
+
+
+class TrainingStream:
+    """Micro batches of one replica, prefetched by threads, in order.
+
+    From `start_sample` on, micro batches of `micro_size` samples go round-robin to the replicas, so a
+    replica's stream does not depend on accumulation or on the batch ramp.
+    """
+
+    def __init__(
+        self,
+        shards: Shards,
+        *,
+        seed: int,
+        num_masked: int,
+        shuffle: bool,
+        micro_size: int,
+        dp_rank: int,
+        dp_size: int,
+        start_sample: int,
+        workers: int,
+        pin: bool,
+    ):
+        self._make = lambda ids: training_batch(
+            shards, ids, seed=seed, num_masked=num_masked, shuffle=shuffle
+        )
+        self._pin = pin
+        self._micro_size = micro_size
+        self._next_start = start_sample + dp_rank * micro_size
+        self._stride = dp_size * micro_size
+        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="prefetch") if workers else None
+        self._queue: collections.deque[Future[Batch]] = collections.deque()
+        self._depth = 2 * workers
+        self.wait_s = 0.0
+        """Seconds `next` has blocked so far."""
+
+    def next(self) -> Batch:
+        start = time.perf_counter()
+        if self._pool is None:
+            batch = self._build(self._advance())
+        else:
+            while len(self._queue) <= self._depth:
+                self._queue.append(self._pool.submit(self._build, self._advance()))
+            batch = self._queue.popleft().result()
+        self.wait_s += time.perf_counter() - start
+        return batch
+
+    def peek(self) -> Batch:
+        """The first micro batch, without taking it; before any `next`."""
+        ids = self._advance()
+        self._next_start -= self._stride
+        return self._build(ids)
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _advance(self) -> NDArray[np.int64]:
+        ids = np.arange(self._next_start, self._next_start + self._micro_size)
+        self._next_start += self._stride
+        return ids
+
+    def _build(self, sample_ids: NDArray[np.int64]) -> Batch:
+        batch = self._make(sample_ids)
+        return batch.pin() if self._pin else batch

@@ -1,0 +1,198 @@
+"""How ranks meet and talk beside the gradients, the shared clock, and which device and cores a rank gets.
+
+Run as `python -m bert_dp.dist [N]` it measures an all-reduce over N local gloo ranks and prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from bert_dp.config import ConfigError
+from bert_dp.record import INIT_FILE
+from bert_dp.world import World
+
+TIMEOUT = datetime.timedelta(minutes=30)
+
+
+class Comm:
+    """What ranks say to each other beside the gradients: small host values on a gloo side group.
+
+    Collectives: every rank must call them in the same order. Without a group they are the identity.
+    """
+
+    def __init__(self, world: World, group: dist.ProcessGroup | None):
+        self.world = world
+        self._group = group
+
+    def gather(self, values: Sequence[float]) -> Tensor:
+        """[N, len(values)] float64: every rank's values."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        if self._group is None:
+            return mine[None]
+        parts = [torch.empty_like(mine) for _ in range(self.world.size)]
+        dist.all_gather(parts, mine, group=self._group)
+        return torch.stack(parts)
+
+    def max_async(self, values: Sequence[float]) -> Callable[[], list[float]]:
+        """Start an elementwise MAX over ranks; call the result to wait for it."""
+        mine = torch.tensor(values, dtype=torch.float64)
+        if self._group is None:
+            return mine.tolist
+        work = dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def wait() -> list[float]:
+            assert work is not None
+            work.wait()
+            return mine.tolist()
+
+        return wait
+
+    def share(self, value: Any) -> Any:
+        """Rank 0's JSON value on every rank."""
+        if self._group is None:
+            return value
+        data = json.dumps(value).encode() if self.world.rank == 0 else b""
+        size = int(self.gather([len(data)])[0, 0])
+        buffer = torch.empty(size, dtype=torch.uint8)
+        if self.world.rank == 0:
+            buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+        dist.broadcast(buffer, 0, group=self._group)
+        return json.loads(bytes(buffer.tolist()))
+
+    def barrier(self) -> None:
+        self.gather([0.0])
+
+
+def connect(world: World, device: torch.device, *, group_of_one: bool = False) -> Comm:
+    """Join the process group (nccl on GPUs, gloo on CPUs) and make the gloo side group.
+
+    A lone rank joins none unless `group_of_one` (the ddp engine on one GPU).
+    """
+    if world.size == 1 and not group_of_one:
+        return Comm(world, None)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    path = os.environ.get(INIT_FILE)
+    if path is not None:
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        where = f"file://{path}-{attempt}"
+    elif world.size == 1:
+        where = f"file://{tempfile.mkdtemp(prefix='bert-dp-')}/store"
+    else:
+        where = "env://"
+    device_id = device if device.type == "cuda" else None
+    dist.init_process_group(
+        backend,
+        init_method=where,
+        rank=world.rank,
+        world_size=world.size,
+        timeout=TIMEOUT,
+        device_id=device_id,
+    )
+    return Comm(world, dist.new_group(backend="gloo", timeout=TIMEOUT))
+
+
+def disconnect() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+class SharedClock:
+    """Elapsed seconds on rank 0's clock and the stop signal of any rank, the same on every rank.
+
+    `tick` returns what was sampled one step earlier and starts the next exchange, so no step waits for it.
+    """
+
+    def __init__(self, comm: Comm, elapsed_s: float = 0.0, now: Callable[[], float] = time.monotonic):
+        self._comm = comm
+        self._now = now
+        self._origin = now() - elapsed_s
+        self._pending: Callable[[], list[float]] | None = None
+
+    def elapsed_s(self) -> float:
+        """This rank's own reading: for records, never for decisions."""
+        return self._now() - self._origin
+
+    def tick(self, signal: int) -> tuple[float, int]:
+        """(elapsed_s, signal number or 0). Collective."""
+        pending = self._pending or self._start(signal)
+        elapsed, stop = pending()
+        self._pending = self._start(signal)
+        return elapsed, int(stop)
+
+    def finish(self) -> None:
+        if self._pending is not None:
+            self._pending()
+            self._pending = None
+
+    def _start(self, signal: int) -> Callable[[], list[float]]:
+        mine = self.elapsed_s() if self._comm.world.rank == 0 else 0.0
+        return self._comm.max_async([mine, float(signal)])
+
+
+def choose_device(setting: str, world: World) -> torch.device:
+    """The device of this rank. Raises ConfigError when there are more local ranks than GPUs."""
+    gpus = torch.cuda.device_count()
+    if setting == "cpu" or (setting == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if world.local_rank >= gpus:
+        raise ConfigError(
+            [f"run.device: {setting} needs {world.local_size} GPUs on this machine, found {gpus}; lower --nproc"]
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+def bind_cpu(world: World) -> int:
+    """Give this rank its equal share of the allowed cores and as many threads; returns the thread count.
+
+    With fewer cores than ranks nothing is pinned and each rank has one thread.
+    """
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // world.local_size
+    if share:
+        mine = cores[world.local_rank * share : (world.local_rank + 1) * share]
+        os.sched_setaffinity(0, mine)
+    threads = max(1, share)
+    torch.set_num_threads(threads)
+    return threads
+
+
+def _measure(rank: int, size: int, store: str, num_bytes: int, repeats: int) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
+    data = torch.ones(num_bytes // 4)
+    times = []
+    for _ in range(repeats + 2):
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(data)
+        times.append(time.perf_counter() - start)
+    if rank == 0:
+        median = sorted(times[2:])[repeats // 2]
+        # busbw = S / t * 2 (n - 1) / n, as nccl-tests define it
+        busbw = num_bytes / median * 2 * (size - 1) / size / 1e9
+        result = {"world_size": size, "backend": "gloo", "bytes": num_bytes, "repeats": repeats}
+        sys.stdout.write(json.dumps({**result, "seconds_median": median, "busbw_gb_s": busbw}) + "\n")
+    dist.destroy_process_group()
+
+
+def main(size: int = 2) -> None:
+    with tempfile.TemporaryDirectory(prefix="bert-dp-") as folder:
+        torch.multiprocessing.start_processes(
+            _measure, (size, f"{folder}/store", 4 * 2**20, 9), nprocs=size, start_method="spawn"
+        )
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2)

@@ -1,0 +1,175 @@
+"""Device-side sums and timers of the steps since the last log line -> one sync, one gather, one record."""
+
+from __future__ import annotations
+
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from bert_dp.config import BatchPlan
+from bert_dp.cost import GIB
+from bert_dp.dist import Comm
+from bert_dp.record import Metrics
+
+PHASES = ("forward_backward", "optimizer")
+
+
+class Timers:
+    """Seconds by phase: CUDA events on a GPU (read at the next flush, no sync), the clock on a CPU."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self.seconds = dict.fromkeys(PHASES, 0.0)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        if self._cuda:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._pairs.append((name, begin, end))
+        else:
+            start = time.perf_counter()
+            yield
+            self.seconds[name] += time.perf_counter() - start
+
+    def drain(self) -> dict[str, float]:
+        """Seconds since the last drain; the device must be synchronised."""
+        for name, begin, end in self._pairs:
+            self.seconds[name] += begin.elapsed_time(end) / 1e3
+        self._pairs.clear()
+        out, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
+        return out
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak of this rank: reserved by the allocator on a GPU, resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts KiB
+
+
+class Meter:
+    """Accumulates between log lines; `totals` (seconds, steps, samples of all real steps) feed the summary."""
+
+    def __init__(
+        self,
+        comm: Comm,
+        device: torch.device,
+        plan: BatchPlan,
+        *,
+        sequence_length: int,
+        flops_per_token: float,
+        peak_flops: float | None,
+    ):
+        self._comm, self._device, self._plan = comm, device, plan
+        self._sequence_length = sequence_length
+        self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
+        self.timers = Timers(device)
+        self.totals = dict.fromkeys(("train_s", "data_wait_s", *(f"{p}_s" for p in PHASES)), 0.0)
+        self.total_steps = self.total_samples = self.total_micro = 0
+        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._reset()
+
+    def _reset(self) -> None:
+        self._start = time.perf_counter()
+        self._paused_s = 0.0
+        self._steps = self._samples = self._micro = 0
+        self._wait_before = 0.0
+
+    def start(self, wait_s: float) -> None:
+        """Begin timing; `wait_s` is the stream's data wait so far."""
+        self._reset()
+        self._wait_before = wait_s
+
+    def observe(self, loss: Tensor, norm: Tensor, samples: int, accumulation: int) -> None:
+        """Device scalars of one step: this replica's share of the mean loss, the reduced norm. No sync."""
+        self._loss, self._norm = loss, norm
+        self.skipped += ~norm.isfinite()
+        self._steps += 1
+        self._samples += samples
+        self._micro += accumulation * self._plan.dp
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Evaluation and saving are not part of a step's time."""
+        self._sync()
+        start = time.perf_counter()
+        yield
+        self._sync()
+        self._paused_s += time.perf_counter() - start
+
+    def flush(
+        self, *, step: int, samples: int, epoch: int, progress: float, lr: float, batch: int, wait_s: float,
+        elapsed_s: float,
+    ) -> Metrics:  # fmt: skip
+        """One sync point, one gather; the line is the same on every rank. Collective."""
+        self._sync()
+        seconds = time.perf_counter() - self._start - self._paused_s
+        phases = self.timers.drain()
+        wait = wait_s - self._wait_before
+        mine = [float(self._loss), peak_memory_gib(self._device), wait, *phases.values(), seconds]
+        ranks = self._comm.gather(mine)  # [N, 6]
+        loss = ranks[:, 0].sum().item()
+        memory = ranks[:, 1].max().item()
+        mean = dict(zip(("data_wait_s", "forward_backward_s", "optimizer_s"), ranks[:, 2:5].mean(0).tolist(), strict=True))
+        seconds = ranks[0, 5].item()
+        self.totals["train_s"] += seconds
+        for name, value in mean.items():
+            self.totals[name] += value
+        self.total_steps += self._steps
+        self.total_samples += self._samples
+        self.total_micro += self._micro
+        rates = self.rates(self._steps, self._samples, self._micro, seconds)
+        line = Metrics(
+            step=step,
+            samples=samples,
+            tokens=samples * self._sequence_length,
+            epoch=epoch,
+            progress=progress,
+            loss=loss,
+            lr=lr,
+            grad_norm=float(self._norm),
+            global_batch=batch,
+            micro_batch=self._plan.micro_size,
+            accumulation=batch // (self._plan.micro_size * self._plan.dp),
+            world_size=self._plan.world_size,
+            step_time_s=seconds / self._steps,
+            **{k: v for k, v in rates.items()},
+            **{name: value / self._steps for name, value in mean.items()},
+            peak_memory_gib=memory,
+            elapsed_s=elapsed_s,
+            skipped_steps=int(self.skipped),
+        )
+        self.start(wait_s)
+        return line
+
+    def rates(self, steps: int, samples: int, micro: int, seconds: float) -> dict[str, float | None]:
+        """Throughput over all replicas; `micro` = micro-batch steps summed over replicas."""
+        tokens_per_s = samples * self._sequence_length / seconds
+        per_gpu = tokens_per_s / self._plan.world_size
+        known = self._peak_flops is not None
+        return {
+            "steps_per_s": steps / seconds,
+            "global_steps_per_s": micro / seconds,
+            "samples_per_s": samples / seconds,
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_gpu": per_gpu,
+            "mfu": per_gpu * self._flops_per_token / self._peak_flops if known else None,  # type: ignore[operator]
+        }
+
+    def total_rates(self) -> dict[str, float | None]:
+        """Rates over all real steps of this process; all None before the first flush."""
+        if not self.total_steps:
+            return dict.fromkeys(self.rates(1, 1, 1, 1.0))
+        return self.rates(self.total_steps, self.total_samples, self.total_micro, self.totals["train_s"])
+
+    def _sync(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)

@@ -1,0 +1,217 @@
+"""Crammed BERT. Knows nothing of ranks, files or optimizers.
+
+Axes: B sequences, S positions, H hidden, A heads, D = H / A, I intermediate, V vocabulary,
+P predicted positions of the whole micro batch. Parameter names and shapes are ModernBERT's
+(transformers), so a rope variant exports without code of ours.
+Source of the architecture: arXiv 2212.14034 and github JonasGeiping/cramming, `arch=crammed-bert`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bert_dp.config import ModelConfig
+
+INIT_STD = 0.02
+IGNORE = -100  # label of a position that counts for nothing
+
+
+def make_norm(config: ModelConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
+    return nn.LayerNorm(config.hidden_size, eps=config.norm_eps, bias=config.norm_bias)
+
+
+def sinusoidal_table(length: int, hidden: int) -> Tensor:
+    """[S, H] float64: sin in even columns, cos in odd ones (arXiv 1706.03762, 3.5)."""
+    angle_SH = torch.arange(length, dtype=torch.float64)[:, None] * torch.exp(
+        torch.arange(0, hidden, 2, dtype=torch.float64) * (-math.log(10_000.0) / hidden)
+    )
+    return torch.stack([angle_SH.sin(), angle_SH.cos()], dim=-1).reshape(length, hidden)
+
+
+def rotary_table(length: int, head_size: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin, each [S, D] float64, halves repeated (arXiv 2104.09864, the rotate-half layout)."""
+    frequency_D2 = theta ** (-torch.arange(0, head_size, 2, dtype=torch.float64) / head_size)
+    angle_SD = (torch.arange(length, dtype=torch.float64)[:, None] * frequency_D2).repeat(1, 2)
+    return angle_SD.cos(), angle_SD.sin()
+
+
+def rotate(x_BASD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
+    first, second = x_BASD.chunk(2, dim=-1)
+    return x_BASD * cos_SD + torch.cat([-second, first], dim=-1) * sin_SD
+
+
+class Embeddings(nn.Module):
+    def __init__(self, config: ModelConfig, sequence_length: int):
+        super().__init__()
+        self.position = config.position
+        self.tok_embeddings = nn.Embedding(config.vocab_size, config.hidden_size)
+        if config.position == "scaled_sinusoidal":
+            self.position_scale = nn.Parameter(torch.full((1,), config.hidden_size**-0.5))
+            table = sinusoidal_table(sequence_length, config.hidden_size)
+            self.register_buffer("sinusoids_SH", table.to(torch.get_default_dtype()), persistent=False)
+        elif config.position == "learned":
+            self.position_embeddings = nn.Embedding(sequence_length, config.hidden_size)
+        self.norm = make_norm(config)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        x_BSH = self.tok_embeddings(ids_BS)
+        length = ids_BS.shape[1]
+        if self.position == "scaled_sinusoidal":
+            x_BSH = x_BSH + self.position_scale * self.sinusoids_SH[:length]
+        elif self.position == "learned":
+            x_BSH = x_BSH + self.position_embeddings.weight[:length]
+        return self.drop(self.norm(x_BSH))
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        hidden = config.hidden_size
+        self.num_heads = config.num_heads
+        self.Wqkv = nn.Linear(hidden, 3 * hidden, bias=False)
+        self.Wo = nn.Linear(hidden, hidden, bias=config.bias)
+        self.drop = nn.Dropout(config.dropout)
+        # a key bias shifts all scores of a query alike: softmax ignores it and its gradient is exactly zero
+        self.q_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
+        self.v_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
+
+    def forward(self, x_BSH: Tensor, cos_SD: Tensor | None, sin_SD: Tensor | None) -> Tensor:
+        batch, length, hidden = x_BSH.shape
+        qkv = self.Wqkv(x_BSH)
+        if self.q_bias is not None:
+            qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias]).to(qkv.dtype)
+        q, k, v = (
+            part.view(batch, length, self.num_heads, -1).transpose(1, 2) for part in qkv.chunk(3, dim=-1)
+        )  # each [B, A, S, D]
+        if cos_SD is not None and sin_SD is not None:
+            cos, sin = cos_SD[:length].to(q.dtype), sin_SD[:length].to(q.dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        out_BASD = F.scaled_dot_product_attention(q, k, v)
+        return self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, hidden)))
+
+
+class MLP(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.gated = config.mlp == "geglu"
+        width = config.intermediate_size * (2 if self.gated else 1)
+        self.Wi = nn.Linear(config.hidden_size, width, bias=config.bias)
+        self.Wo = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        x = self.Wi(x_BSH)
+        if self.gated:
+            x, gate = x.chunk(2, dim=-1)  # the recipe gates with the first half; the same up to a renaming
+            return self.drop(self.Wo(F.gelu(x) * gate))
+        return self.drop(self.Wo(F.gelu(x)))
+
+
+class Layer(nn.Module):
+    """Pre-norm block."""
+
+    def __init__(self, config: ModelConfig, index: int):
+        super().__init__()
+        has_norm = index > 0 or config.first_attention_norm
+        self.attn_norm = make_norm(config) if has_norm else nn.Identity()
+        self.attn = Attention(config)
+        self.mlp_norm = make_norm(config)
+        self.mlp = MLP(config)
+
+    def forward(self, x_BSH: Tensor, cos_SD: Tensor | None, sin_SD: Tensor | None) -> Tensor:
+        x_BSH = x_BSH + self.attn(self.attn_norm(x_BSH), cos_SD, sin_SD)
+        return x_BSH + self.mlp(self.mlp_norm(x_BSH))
+
+
+class Encoder(nn.Module):
+    def __init__(self, config: ModelConfig, sequence_length: int):
+        super().__init__()
+        self.embeddings = Embeddings(config, sequence_length)
+        self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_layers))
+        self.final_norm = make_norm(config)
+        self.rope = config.position == "rope"
+        if self.rope:
+            head_size = config.hidden_size // config.num_heads
+            cos, sin = rotary_table(sequence_length, head_size, config.rope_theta)
+            self.register_buffer("cos_SD", cos.to(torch.get_default_dtype()), persistent=False)
+            self.register_buffer("sin_SD", sin.to(torch.get_default_dtype()), persistent=False)
+
+    def forward(self, ids_BS: Tensor) -> Tensor:
+        x_BSH = self.embeddings(ids_BS)
+        cos, sin = (self.cos_SD, self.sin_SD) if self.rope else (None, None)
+        for layer in self.layers:
+            x_BSH = layer(x_BSH, cos, sin)
+        return self.final_norm(x_BSH)
+
+
+class PredictionHead(nn.Module):
+    """dense + GELU + norm before the decoder."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.norm = make_norm(config)
+
+    def forward(self, x_PH: Tensor) -> Tensor:
+        return self.norm(F.gelu(self.dense(x_PH)))
+
+
+class CrammedBert(nn.Module):
+    """Masked language model with a tied, bias-free decoder that sees only the predicted positions."""
+
+    def __init__(self, config: ModelConfig, sequence_length: int):
+        super().__init__()
+        self.model = Encoder(config, sequence_length)
+        self.head = PredictionHead(config) if config.head == "dense" else nn.Identity()
+
+    def forward(self, ids_BS: Tensor, positions_P: Tensor, labels_P: Tensor | None = None) -> Tensor:
+        """Logits [P, V] of the flat positions b * S + s, or with labels the SUM of their cross entropies.
+
+        A label of IGNORE contributes nothing.
+        """
+        x_PH = self.model(ids_BS).flatten(0, 1)[positions_P]
+        return self.predict(x_PH, labels_P)
+
+    def predict(self, x_PH: Tensor, labels_P: Tensor | None) -> Tensor:
+        logits_PV = F.linear(self.head(x_PH), self.model.embeddings.tok_embeddings.weight)
+        if labels_P is None:
+            return logits_PV
+        wide = logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
+        return F.cross_entropy(wide, labels_P, ignore_index=IGNORE, reduction="sum")
+
+
+def build_model(config: ModelConfig, sequence_length: int, seed: int) -> CrammedBert:
+    """A whole model on the CPU: N(0, 0.02) for linears and embeddings, norms 1 / 0, biases 0.
+
+    The weights are a pure function of (config, sequence_length, seed): every rank builds the same ones.
+    """
+    model = CrammedBert(config, sequence_length)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for module in model.modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                module.weight.normal_(0.0, INIT_STD, generator=generator)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                module.bias.zero_()
+    return model
+
+
+def is_decayed(name: str) -> bool:
+    """Whether weight decay applies to a parameter: all but biases and norms (the recipe's groups)."""
+    return "bias" not in name and "norm" not in name
+
+
+def compile_regions(model: CrammedBert) -> None:
+    """torch.compile each block and the head in place: one graph serves all blocks, names stay as they are,
+    and DDP still sees the gradients block by block, so it can overlap their reduction."""
+    for layer in model.model.layers:
+        layer.compile(dynamic=False)
+    model.model.embeddings.compile(dynamic=False)
+    model.predict = torch.compile(model.predict, dynamic=False)  # type: ignore[method-assign]

@@ -1,0 +1,67 @@
+"""Parameter groups, optimizers, and schedules as pure functions of progress f.
+
+Contract with the engines: before `step`, `optimizer.grad_scale` (gradients are divided by it) and
+`optimizer.found_inf` (1.0 = leave everything as it is) are device scalars, as torch's fused optimizers read them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+
+import torch
+from torch import nn
+
+from bert_dp.config import OptimConfig, ScheduleConfig
+
+NamedParameters = Iterable[tuple[str, nn.Parameter]]
+
+
+def parameter_groups(
+    named: NamedParameters, weight_decay: float, is_decayed: Callable[[str], bool]
+) -> list[dict[str, object]]:
+    """Two groups in the order of `named`: with and without weight decay."""
+    groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+    for name, parameter in named:
+        groups[is_decayed(name)].append(parameter)
+    return [
+        {"params": groups[True], "weight_decay": weight_decay},
+        {"params": groups[False], "weight_decay": 0.0},
+    ]
+
+
+def make_optimizer(
+    config: OptimConfig, named: NamedParameters, is_decayed: Callable[[str], bool]
+) -> torch.optim.Optimizer:
+    """AdamW (arXiv 1711.05101) in one fused kernel; its `lr` is set before every step."""
+    groups = parameter_groups(named, config.weight_decay, is_decayed)
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
+    )
+
+
+def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+
+
+def lr_factor(schedule: ScheduleConfig, progress: float) -> float:
+    """Learning rate / peak at progress f in [0, 1].
+
+    budget_triangle: min(0.25 + f, 4 (1 - f)), the recipe's (JonasGeiping/cramming, budget-triangle2).
+    linear, cosine, wsd, constant: linear warm-up over warmup_fraction first (constant has none); wsd decays as
+    1 - sqrt over its last decay_fraction (arXiv 2405.18392).
+    """
+    f = min(max(progress, 0.0), 1.0)
+    if schedule.name == "budget_triangle":
+        return min(0.25 + f, 4.0 * (1.0 - f))
+    if schedule.name == "constant":
+        return 1.0
+    warmup = schedule.warmup_fraction
+    if f < warmup:
+        return f / warmup
+    if schedule.name == "wsd":
+        left = (1.0 - f) / schedule.decay_fraction
+        return 1.0 if left >= 1.0 else 1.0 - math.sqrt(1.0 - left)
+    done = (f - warmup) / (1.0 - warmup)
+    return 1.0 - done if schedule.name == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))

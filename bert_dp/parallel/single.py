@@ -1,0 +1,43 @@
+"""One rank, plain module, no process group: the baseline every figure is held against."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bert_dp.config import ParallelConfig
+from bert_dp.world import World
+from bert_dp.parallel import MakeOptimizer, State
+from bert_dp.parallel.replica import clip_and_step, make_scaler, read_state, write_state
+
+
+class Engine:
+    def __init__(self, config: ParallelConfig, world: World, device: torch.device, *, fp16: bool):
+        assert world.size == 1
+        self.dp_rank, self.dp_size = 0, 1
+        self._scaler = make_scaler(device, fp16)
+
+    def prepare(
+        self, model: nn.Module, make_optimizer: MakeOptimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self._model, self._optimizer = model, make_optimizer(model.named_parameters())
+        return self._model, self._optimizer
+
+    def accumulate(self, *, last: bool) -> nullcontext[None]:
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        scaled: Any = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled.backward()
+
+    def step(self, max_norm: float) -> Tensor:
+        return clip_and_step(self._optimizer, self._scaler, max_norm)
+
+    def gather_state(self) -> State:
+        return read_state(self._model, self._optimizer, self._scaler)
+
+    def scatter_state(self, state: State) -> None:
+        write_state(self._model, self._optimizer, self._scaler, state)

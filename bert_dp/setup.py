@@ -1,0 +1,292 @@
+"""From a configuration to a Job: what a rank builds before its first step."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bert_dp import checkpoint, corpus, cost, data, dist, model, optim, parallel, record
+from bert_dp.config import BatchPlan, Config, ConfigError, changed_settings, data_issues, num_masked
+from bert_dp.metrics import Meter
+from bert_dp.train import EVAL_MASK_RATE, Counters, Job, Precision, mlm_loss
+from bert_dp.world import World
+
+# torch.compile on a CPU: seconds to compile, and the share of the step time it saves (benchmarks/step_speed.py)
+CPU_COMPILE_S = 60.0
+CPU_COMPILE_GAIN = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Corpus:
+    manifest: dict[str, Any]
+    train: data.Shards
+    held_out: data.Shards
+
+
+@dataclasses.dataclass(frozen=True)
+class Resume:
+    """What an earlier part of this run left, or a fresh start."""
+
+    path: Path | None
+    state: parallel.State | None
+    counters: Counters
+    compiled: bool | None
+
+
+def say(comm: dist.Comm, text: str) -> None:
+    """A line of rank 0's log; the launcher shows it."""
+    if comm.world.rank == 0:
+        sys.stdout.write(text + "\n")
+        sys.stdout.flush()
+
+
+def bind(device: torch.device, world: World) -> int:
+    """Cores and threads of this rank; returns the thread count."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")
+        return torch.get_num_threads()
+    return dist.bind_cpu(world)
+
+
+def open_data(config: Config, comm: dist.Comm) -> Corpus:
+    """The shards, built by rank 0 on first use. Raises ConfigError on every rank alike. Collective."""
+    answer: dict[str, Any] = {}
+    if comm.world.rank == 0:
+        try:
+            answer["directory"] = str(corpus.ensure(config))
+        except ConfigError as error:
+            answer["issues"] = list(error.issues)
+    answer = comm.share(answer)
+    if "issues" in answer:
+        raise ConfigError(answer["issues"])
+    path = Path(answer["directory"])
+    manifest = corpus.read_manifest(path)
+    if problems := data_issues(config, manifest):
+        raise ConfigError(problems)
+    return Corpus(manifest, data.Shards(path, manifest, "train"), data.Shards(path, manifest, "held_out"))
+
+
+def find_resume(config: Config, run_dir: Path, comm: dist.Comm, corpus_: Corpus, policy: str) -> Resume:
+    """The checkpoint to go on from: rank 0 chooses and verifies, all ranks follow its choice and its error.
+
+    policy: auto = the newest valid one of the run directory, if any; never; or a path. Raises ConfigError when
+    a path holds none, or when settings or data differ that may not. Collective.
+    """
+    answer: dict[str, Any] = {"path": None, "passed_over": []}
+    if comm.world.rank == 0 and policy != "never":
+        try:
+            if policy == "auto":
+                found, answer["passed_over"] = checkpoint.newest_valid(run_dir / "checkpoints")
+            else:
+                found = checkpoint.resolve(policy)
+            answer["path"] = str(found) if found else None
+        except ConfigError as error:
+            answer["issues"] = list(error.issues)
+    answer = comm.share(answer)
+    if "issues" in answer:
+        raise ConfigError([f"--resume: {issue}" for issue in answer["issues"]])
+    for problem in answer["passed_over"]:
+        say(comm, f"checkpoint passed over: {problem}")
+    if answer["path"] is None:
+        return Resume(None, None, Counters(), None)
+    path = Path(answer["path"])
+    state, facts = checkpoint.load(path)
+    if changed := changed_settings(facts["config"], config):
+        raise ConfigError([f"--resume {path}: {line}; undo it or use --resume never in another run directory"
+                           for line in changed])  # fmt: skip
+    if facts["data_hash"] != corpus_.manifest["hash"]:
+        raise ConfigError([f"data: the run was trained on shards {facts['data_hash'][:16]}, these are "
+                           f"{corpus_.manifest['hash'][:16]}"])  # fmt: skip
+    counters = Counters(**{f.name: facts[f.name] for f in dataclasses.fields(Counters)})
+    say(comm, f"resuming from {path.name}: {counters.samples} samples seen")
+    return Resume(path, state, counters, facts["compiled"])
+
+
+def choose_precision(setting: str, device: torch.device) -> Precision:
+    """auto = bf16 on a GPU with native bf16, fp16 with a gradient scaler on an older one, fp32 on a CPU."""
+    if setting == "auto":
+        if device.type == "cpu":
+            setting = "fp32"
+        else:
+            setting = "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
+    wide = torch.float64 if setting == "fp64" else torch.float32
+    return Precision(setting, wide, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setting))
+
+
+def build_model(
+    config: Config, corpus_: Corpus, plan: BatchPlan, precision: Precision, comm: dist.Comm,
+    device: torch.device, compiled: bool | None,
+) -> tuple[model.CrammedBert, bool]:  # fmt: skip
+    """The whole model on its device, and whether it is compiled (as before on resume). Collective."""
+    bare = model.build_model(config.model, config.data.sequence_length, config.run.seed)
+    if config.run.init_from is not None:
+        state, _ = checkpoint.load(checkpoint.resolve(config.run.init_from))
+        try:
+            bare.load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise ConfigError([f"run.init_from: {config.run.init_from} is another model: {error}"]) from None
+    bare = bare.to(device, precision.parameters)
+    if compiled is None:
+        compiled = comm.share(compile_pays(config, corpus_, bare, plan, precision, device))
+    if compiled:
+        model.compile_regions(bare)
+    return bare, compiled
+
+
+def compile_pays(
+    config: Config, corpus_: Corpus, bare: model.CrammedBert, plan: BatchPlan, precision: Precision,
+    device: torch.device,
+) -> bool:  # fmt: skip
+    """compile: auto = always on a GPU; on a CPU when it saves more time over the run than it takes."""
+    if config.compile != "auto":
+        return config.compile == "on"
+    if device.type == "cuda":
+        return True
+    schedule = config.schedule
+    if schedule.hours is not None:
+        run_s = schedule.hours * 3600
+    else:
+        sequences = schedule.tokens / config.data.sequence_length if schedule.tokens else (
+            (schedule.steps or 0) * config.batch.global_size
+        )  # fmt: skip
+        run_s = sequences / (plan.micro_size * plan.dp) * time_micro_step(config, corpus_, bare, precision, device)
+    return run_s * CPU_COMPILE_GAIN > CPU_COMPILE_S
+
+
+def time_micro_step(
+    config: Config, corpus_: Corpus, bare: model.CrammedBert, precision: Precision, device: torch.device
+) -> float:
+    """Seconds of the second of two eager forward/backward passes; leaves no gradients."""
+    ids = torch.arange(config.batch.micro_size).numpy()
+    batch = data.training_batch(corpus_.train, ids, seed=0, num_masked=config.num_masked, shuffle=False)
+    seconds = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        with precision.context(device):
+            loss = mlm_loss(bare, batch.to(device))
+        loss.backward()  # type: ignore[no-untyped-call]
+        seconds = time.perf_counter() - start
+    bare.zero_grad(set_to_none=True)
+    return seconds
+
+
+def assemble(
+    config: Config, plan: BatchPlan, run_dir: Path, comm: dist.Comm, device: torch.device, corpus_: Corpus,
+    resume: Resume, received_signal: Callable[[], int],
+) -> Job:  # fmt: skip
+    """Everything `train` needs, positioned at `resume.counters`, its tensors not yet loaded. Collective."""
+    precision = choose_precision(config.precision, device)
+    bare, compiled = build_model(config, corpus_, plan, precision, comm, device, resume.compiled)
+    name = parallel.engine_name(config.parallel, comm.world.size)
+    fp16 = precision.name == "fp16"
+    engine = parallel.make_engine(name, config.parallel, comm.world, device, fp16=fp16)
+    wrapped, optimizer = engine.prepare(
+        bare, lambda named: optim.make_optimizer(config.optim, named, model.is_decayed)
+    )
+    stream = data.TrainingStream(
+        corpus_.train, seed=config.run.seed, num_masked=config.num_masked, shuffle=config.data.shuffle,
+        micro_size=plan.micro_size, dp_rank=engine.dp_rank, dp_size=engine.dp_size,
+        start_sample=resume.counters.samples, workers=config.data.workers, pin=device.type == "cuda",
+    )  # fmt: skip
+    held_out = data.held_out_batches(
+        corpus_.held_out, micro_size=plan.micro_size, max_sequences=config.eval.max_sequences,
+        num_masked=num_masked(EVAL_MASK_RATE, config.data.sequence_length),
+        dp_rank=engine.dp_rank, dp_size=engine.dp_size,
+    )  # fmt: skip
+    meter = Meter(
+        comm, device, plan, sequence_length=config.data.sequence_length,
+        flops_per_token=cost.flops_per_token(
+            config.model, config.data.sequence_length, config.objective.mask_rate
+        ),
+        peak_flops=cost.peak_flops(device_name(device), precision.name),
+    )  # fmt: skip
+    facts = {
+        "config": config.model_dump(mode="json"),
+        "data_hash": corpus_.manifest["hash"],
+        "compiled": compiled,
+        "world_size": comm.world.size,
+    }
+    mirror = make_mirror(config, run_dir, comm)
+    return Job(
+        config=config, plan=plan, run_dir=run_dir, comm=comm, device=device, precision=precision, engine=engine,
+        model=wrapped, bare_model=bare, optimizer=optimizer, stream=stream, held_out=held_out,
+        epoch_size=len(corpus_.train), meter=meter, facts=facts, received_signal=received_signal, mirror=mirror,
+    )  # fmt: skip
+
+
+def restore(job: Job, resume: Resume) -> None:
+    """Load the tensors of the checkpoint and cut the records back to its step; a fresh start begins them anew."""
+    job.meter.skipped.fill_(resume.counters.skipped_steps)
+    if resume.state is not None:
+        job.engine.scatter_state(resume.state)
+    if job.comm.world.rank == 0:
+        for name in ("metrics.jsonl", "evals.jsonl"):
+            record.cut_back(job.run_dir / name, resume.counters.step if resume.path else -1)
+    job.comm.barrier()
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def make_mirror(config: Config, run_dir: Path, comm: dist.Comm) -> Callable[[dict[str, Any]], None]:
+    """Where rank 0 also sends its lines: TensorBoard when asked, else nowhere.
+
+    Raises ConfigError when the extra is not installed.
+    """
+    if not config.log.tensorboard or comm.world.rank != 0:
+        return lambda line: None
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        raise ConfigError(["log.tensorboard: needs `pip install 'bert-dp[tensorboard]'`"]) from None
+    writer = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def write(line: dict[str, Any]) -> None:
+        for key, value in line.items():
+            if key != "step" and isinstance(value, (int, float)):
+                writer.add_scalar(key, value, line["step"])
+        writer.flush()
+
+    return write
+
+
+def describe(job: Job, threads: int, resume: Resume) -> None:
+    """What is about to run, in a few lines of rank 0's log."""
+    parameters = sum(p.numel() for p in job.bare_model.parameters())
+    world = job.comm.world
+    how = f"{threads} thread{'s' * (threads > 1)} per rank" if job.device.type == "cpu" else "one GPU per rank"
+    say(job.comm, f"ranks: {world.size} x {device_name(job.device)}, {how}")
+    say(job.comm, f"batch: {job.plan}")
+    compiled = "compiled" if job.facts["compiled"] else "eager"
+    engine = parallel.engine_name(job.config.parallel, world.size)
+    say(job.comm, f"model: {parameters:,} parameters, {job.precision.name}, {compiled}, engine {engine}")
+    say(job.comm, f"data: {job.epoch_size:,} training sequences of {job.config.data.sequence_length}")
+    if resume.path is None and job.config.run.init_from:
+        say(job.comm, f"weights: from {job.config.run.init_from}")
+
+
+def write_environment(job: Job, threads: int) -> None:
+    """Add what only a rank can know to environment.json (the launcher wrote the machine's part)."""
+    if job.comm.world.rank != 0:
+        return
+    path = job.run_dir / "environment.json"
+    facts = record.read_json(path) or {}
+    facts["worker"] = {
+        "torch": torch.__version__,
+        "device": device_name(job.device),
+        "cuda": torch.version.cuda,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if job.device.type == "cuda" else None,
+        "world_size": job.comm.world.size,
+        "threads_per_rank": threads,
+        "config_hash": job.config.hash(),
+        "compiled": job.facts["compiled"],
+    }
+    record.write_json(path, facts)

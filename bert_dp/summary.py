@@ -1,0 +1,58 @@
+"""summary.json of a run that ended by itself or by a signal."""
+
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+from bert_dp import record
+from bert_dp.metrics import peak_memory_gib
+from bert_dp.setup import device_name
+from bert_dp.train import Counters, Job, Outcome
+
+
+def write_summary(
+    job: Job, counters: Counters, outcome: Outcome, manifest: dict[str, Any], setup_s: float, dry_run_s: float
+) -> None:
+    """Rank 0 writes; collective, because the peak memory is the largest of all ranks'."""
+    memory = job.comm.gather([peak_memory_gib(job.device)]).max().item()
+    if job.comm.world.rank != 0:
+        return
+    totals = job.meter.totals
+    summary = record.Summary(
+        status="stopped" if outcome.signal else "done",
+        exit_code=128 + outcome.signal if outcome.signal else 0,
+        cause=signal.Signals(outcome.signal).name if outcome.signal else None,
+        signal=outcome.signal or None,
+        step=counters.step,
+        samples=counters.samples,
+        tokens=counters.samples * job.config.data.sequence_length,
+        final_loss=outcome.final_loss,
+        heldout_loss=outcome.heldout_loss,
+        unigram_entropy_nats=manifest["unigram_entropy_nats"],
+        uniform_entropy_nats=manifest["uniform_entropy_nats"],
+        world_size=job.comm.world.size,
+        device=device_name(job.device),
+        parameters=sum(p.numel() for p in job.bare_model.parameters()),
+        global_batch=job.plan.global_size,
+        micro_batch=job.plan.micro_size,
+        accumulation=job.plan.accumulation,
+        precision=job.precision.name,
+        compiled=job.facts["compiled"],
+        **job.meter.total_rates(),  # type: ignore[arg-type]
+        peak_memory_gib=memory,
+        energy_j=None,
+        skipped_steps=counters.skipped_steps,
+        checkpoint=str(outcome.checkpoint.relative_to(job.run_dir)) if outcome.checkpoint else None,
+        time_s={
+            "setup": setup_s,
+            "compile": dry_run_s,
+            "train": totals["train_s"],
+            "data_wait": totals["data_wait_s"],
+            "forward_backward": totals["forward_backward_s"],
+            "optimizer": totals["optimizer_s"],
+            "eval": outcome.eval_s,
+            "save": outcome.save_s,
+        },
+    )
+    record.write_json(job.run_dir / "summary.json", summary.__dict__)

@@ -1,0 +1,261 @@
+"""The one loop: train_step, evaluate, train."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bert_dp import checkpoint, record
+from bert_dp.config import BatchPlan, Config, batch_at
+from bert_dp.data import Batch, TrainingStream
+from bert_dp.dist import Comm, SharedClock
+from bert_dp.metrics import Meter, Timers
+from bert_dp.optim import lr_factor, set_lr
+from bert_dp.parallel import Engine
+from bert_dp.record import Evaluation
+
+EVAL_MASK_RATE = 0.15  # fixed, so that held-out losses of runs with other mask rates compare
+
+LossFn = Callable[[nn.Module, Batch], Tensor]
+"""(model, micro batch on the device) -> sum over predicted positions, a device scalar."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """Width of the parameters and of autocast (None = no autocast)."""
+
+    name: str
+    parameters: torch.dtype
+    autocast: torch.dtype | None
+
+    def context(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
+
+
+@dataclasses.dataclass
+class Counters:
+    """How far the run is; what a checkpoint keeps beside the tensors."""
+
+    step: int = 0
+    samples: int = 0
+    elapsed_s: float = 0.0
+    skipped_steps: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """Everything one rank trains with; built by the worker, held together only for the call of `train`."""
+
+    config: Config
+    plan: BatchPlan
+    run_dir: Path
+    comm: Comm
+    device: torch.device
+    precision: Precision
+    engine: Engine
+    model: nn.Module
+    bare_model: nn.Module
+    optimizer: torch.optim.Optimizer
+    stream: TrainingStream
+    held_out: Sequence[Batch]
+    epoch_size: int
+    meter: Meter
+    facts: dict[str, Any]
+    """What else state.json keeps: the configuration, the data's hash, whether the model is compiled."""
+    received_signal: Callable[[], int]
+    """The signal this rank has received, or 0."""
+    mirror: Callable[[dict[str, Any]], None]
+    """Where rank 0 also sends each line (TensorBoard, or nowhere)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    signal: int
+    """0 = the budget is spent."""
+    final_loss: float | None
+    heldout_loss: float | None
+    checkpoint: Path | None
+    eval_s: float
+    save_s: float
+
+
+def mlm_loss(model: nn.Module, batch: Batch) -> Tensor:
+    loss: Tensor = model(batch.ids_BS, batch.positions_P, batch.labels_P)
+    return loss
+
+
+def train_step(
+    engine: Engine,
+    model: nn.Module,
+    loss_fn: LossFn,
+    batches: Sequence[Batch],
+    *,
+    device: torch.device,
+    precision: Precision,
+    max_norm: float,
+    timers: Timers,
+) -> tuple[Tensor, Tensor]:
+    """Forward, backward, reduce, clip, step.
+
+    Returns this replica's share of the mean loss over all masked tokens of the step (the shares sum to it)
+    and the reduced gradient norm, both device scalars; no host sync. Every replica must hold as many masked
+    tokens as every other: the data room masks an exact count per sequence.
+    """
+    total_masked = sum(batch.num_masked for batch in batches) * engine.dp_size
+    loss_share = torch.zeros((), dtype=precision.parameters, device=device)
+    with timers.phase("forward_backward"):
+        for i, batch in enumerate(batches):
+            with engine.accumulate(last=i == len(batches) - 1):
+                with precision.context(device):
+                    loss = loss_fn(model, batch.to(device)) / total_masked
+                engine.backward(loss)
+            loss_share += loss.detach()
+    with timers.phase("optimizer"):
+        norm = engine.step(max_norm)
+    return loss_share, norm
+
+
+def dry_run(job: Job) -> None:
+    """One synchronised step that leaves no trace: compiles, finds out-of-memory early, lets DDP build its
+    buckets (at three ranks or more its first iteration reduces in another order). Collective.
+
+    The learning rate is 0, so no weight moves; the optimizer's state is then zeroed. Samples are the run's
+    first ones and are not consumed. A checkpoint, if any, must be loaded after this.
+    """
+    set_lr(job.optimizer, 0.0)
+    batches = [job.stream.peek()] * min(2, job.plan.accumulation)
+    timers = Timers(job.device)
+    train_step(
+        job.engine, job.model, mlm_loss, batches, device=job.device, precision=job.precision,
+        max_norm=job.config.optim.clip, timers=timers,
+    )  # fmt: skip
+    evaluate(job, job.held_out[:1])
+    with torch.no_grad():
+        for values in job.optimizer.state.values():
+            for value in values.values():
+                value.zero_()
+    job.comm.barrier()
+
+
+def evaluate(job: Job, batches: Sequence[Batch]) -> tuple[float, int]:
+    """Mean held-out cross entropy in nats over all ranks' batches, and the positions counted. Collective."""
+    model = job.bare_model.eval()
+    total = torch.zeros((), dtype=torch.float64, device=job.device)
+    with torch.no_grad(), job.precision.context(job.device):
+        for batch in batches:
+            total += mlm_loss(model, batch.to(job.device)).double()
+    model.train()
+    loss, count = job.comm.gather([float(total), sum(b.num_masked for b in batches)]).sum(0).tolist()
+    return loss / max(count, 1), int(count)
+
+
+def progress_of(config: Config, counters: Counters, elapsed_s: float) -> float:
+    """f in [0, 1]: consumed / declared in the budget's own unit."""
+    schedule = config.schedule
+    if schedule.steps is not None:
+        return min(counters.step / schedule.steps, 1.0)
+    if schedule.tokens is not None:
+        return min(counters.samples * config.data.sequence_length / schedule.tokens, 1.0)
+    assert schedule.hours is not None
+    return min(elapsed_s / (schedule.hours * 3600), 1.0)
+
+
+def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
+    """Steps until the budget is spent or a signal arrives on any rank; `counters` is kept up to date.
+
+    Rank 0 writes metrics.jsonl, evals.jsonl and checkpoints. Collective.
+    """
+    config, meter = job.config, job.meter
+    per_pass = job.plan.micro_size * job.plan.dp
+    spent = {"eval": 0.0, "save": 0.0}
+    final_loss = heldout = saved = None
+    logged_step = evaluated_step = saved_step = counters.step
+    line_facts: dict[str, Any] = {}
+    meter.start(job.stream.wait_s)
+    while True:
+        elapsed_s, signal = clock.tick(job.received_signal())
+        progress = progress_of(config, counters, elapsed_s)
+        if signal or progress >= 1.0:
+            break
+        batch = batch_at(config.batch, progress)
+        lr = config.optim.lr * lr_factor(config.schedule, progress)
+        set_lr(job.optimizer, lr)
+        batches = [job.stream.next() for _ in range(batch // per_pass)]
+        loss, norm = train_step(
+            job.engine, job.model, mlm_loss, batches, device=job.device, precision=job.precision,
+            max_norm=config.optim.clip, timers=meter.timers,
+        )  # fmt: skip
+        meter.observe(loss, norm, batch, len(batches))
+        counters.step += 1
+        counters.samples += batch
+        line_facts = {"progress": progress, "lr": lr, "batch": batch}
+        if counters.step % config.log.every_steps == 0:
+            final_loss = _log(job, counters, clock, line_facts)
+            logged_step = counters.step
+        if config.eval.every_steps and counters.step % config.eval.every_steps == 0:
+            with meter.paused():
+                heldout = _evaluate_and_write(job, counters, clock, spent)
+            evaluated_step = counters.step
+        if config.checkpoint.every_steps and counters.step % config.checkpoint.every_steps == 0:
+            with meter.paused():
+                saved = _save(job, counters, clock, spent)
+            saved_step = counters.step
+    clock.finish()
+    if counters.step > logged_step:
+        final_loss = _log(job, counters, clock, line_facts)
+    if not signal and (heldout is None or counters.step > evaluated_step):
+        heldout = _evaluate_and_write(job, counters, clock, spent)
+    if saved is None or counters.step > saved_step:
+        saved = _save(job, counters, clock, spent)
+    return Outcome(signal, final_loss, heldout, saved, spent["eval"], spent["save"])
+
+
+def _log(job: Job, counters: Counters, clock: SharedClock, facts: dict[str, Any]) -> float:
+    line = job.meter.flush(
+        step=counters.step,
+        samples=counters.samples,
+        epoch=counters.samples // job.epoch_size,
+        wait_s=job.stream.wait_s,
+        elapsed_s=clock.elapsed_s(),
+        **facts,
+    )
+    counters.skipped_steps = line.skipped_steps
+    if job.comm.world.rank == 0:
+        record.append_line(job.run_dir / "metrics.jsonl", line)
+        job.mirror(dataclasses.asdict(line))
+    return line.loss
+
+
+def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, spent: dict[str, float]) -> float:
+    start = clock.elapsed_s()
+    loss, count = evaluate(job, job.held_out)
+    elapsed = clock.elapsed_s()
+    spent["eval"] += elapsed - start
+    if job.comm.world.rank == 0:
+        tokens = counters.samples * job.config.data.sequence_length
+        line = Evaluation(counters.step, tokens, loss, EVAL_MASK_RATE, count, elapsed)
+        record.append_line(job.run_dir / "evals.jsonl", line)
+        job.mirror({"step": counters.step, "heldout_loss": loss})
+    return loss
+
+
+def _save(job: Job, counters: Counters, clock: SharedClock, spent: dict[str, float]) -> Path | None:
+    start = clock.elapsed_s()
+    counters.elapsed_s = start
+    counters.skipped_steps = int(job.meter.skipped)
+    state = job.engine.gather_state()
+    path = None
+    if state is not None:
+        facts = {**job.facts, **dataclasses.asdict(counters)}
+        path = checkpoint.save(
+            job.run_dir / "checkpoints", counters.step, state, facts, job.config.checkpoint.keep
+        )
+    job.comm.barrier()
+    spent["save"] += clock.elapsed_s() - start
+    return path

@@ -1,0 +1,164 @@
+"""The command line: one verb, one call."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bert_dp import __version__
+from bert_dp.config import ConfigError
+
+app = typer.Typer(
+    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Pretrain a crammed BERT on every GPU of this machine, and know what each one contributed.",
+)  # fmt: skip
+data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build and inspect token shards.")
+app.add_typer(data_app, name="data")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def _console() -> Any:
+    from rich.console import Console
+
+    return Console()
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"bert-dp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    config: Annotated[
+        str | None, typer.Argument(help="YAML file or the name of a shipped one; default: quickstart.")
+    ] = None,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="a.b=v", help="Override a setting; repeatable.")
+    ] = None,
+    nproc: Annotated[
+        str, typer.Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a number.")
+    ] = "auto",
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Run directory; default: runs/NAME-DATE-TIME.")
+    ] = None,
+    resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint or run.")] = "auto",
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
+    ] = False,
+) -> None:
+    """Pretrain. Without arguments: the quickstart, two minutes on the built-in corpus."""
+    from launcher import training
+
+    raise typer.Exit(
+        training.train(
+            config, set_ or [], nproc=nproc, run_dir=run_dir, resume=resume, dry_run=dry_run, console=_console()
+        )
+    )
+
+
+@data_app.command("build")
+def data_build(
+    sources: Annotated[
+        list[str],
+        typer.Argument(
+            help="Files, directories, globs (text, JSONL, Parquet; .gz .xz .zst), hub:NAME, or builtin."
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="Directory to write.")],
+    vocab_size: Annotated[int, typer.Option(help="Size of the tokenizer to train.")] = 32_768,
+    sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 128,
+    tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json; train none.")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="name=v", help="Override a build option (data.build.NAME of a config); repeatable."
+        ),
+    ] = None,
+    processes: Annotated[int | None, typer.Option(help="Tokenising processes; default: one per core.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what OUT holds.")] = False,
+) -> None:
+    """Corpus -> filter -> dedup -> tokenizer -> packed shards with a manifest of hashes."""
+    from launcher import datasets
+
+    raise typer.Exit(
+        datasets.build(
+            sources, out, vocab_size=vocab_size, sequence_length=sequence_length, tokenizer=tokenizer,
+            overrides=set_ or [], processes_=processes, force=force,
+        )
+    )  # fmt: skip
+
+
+@data_app.command("inspect")
+def data_inspect(
+    directory: Annotated[Path, typer.Argument(help="Directory made by data build.")], json: Json = False
+) -> None:
+    """Verify every hash; show counts, entropy, frequent tokens and samples."""
+    from launcher import datasets
+
+    raise typer.Exit(datasets.inspect(directory, as_json=json, console=_console()))
+
+
+@app.command()
+def doctor(
+    run_dir: Annotated[Path | None, typer.Option(help="Also check that runs can be written here.")] = None,
+    json: Json = False,
+) -> None:
+    """What this machine is, and what will bite: devices, memory, disk, versions, a short all-reduce."""
+    from launcher import environment, report
+
+    findings = environment.doctor(run_dir)
+    if json:
+        facts = environment.probe().to_json()
+        typer.echo(jsonlib.dumps({"environment": facts, "findings": [f.__dict__ for f in findings]}, indent=1))
+    else:
+        _console().print(report.findings_table(environment.probe(), findings))
+    raise typer.Exit(1 if any(f.level == "fail" for f in findings) else 0)
+
+
+@app.command()
+def report(
+    run_dirs: Annotated[list[Path], typer.Argument(help="One run, or several to compare.")],
+    out: Annotated[Path | None, typer.Option(help="HTML file; default: report.html in the first run.")] = None,
+) -> None:
+    """One self-contained HTML page of a run or a comparison of runs."""
+    from launcher import report as pages
+
+    missing = [str(d) for d in run_dirs if not (d / "config.yaml").exists()]
+    if missing:
+        raise ConfigError([f"RUN_DIR: {name} is not a run directory (no config.yaml)" for name in missing])
+    target = out or run_dirs[0] / "report.html"
+    pages.write(run_dirs, target)
+    typer.echo(str(target))
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
+    try:
+        app(standalone_mode=True)
+    except ConfigError as error:
+        for issue in error.issues:
+            typer.echo(f"error: {issue}", err=True)
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""`bert-dp data`: options checked here, the work in `python -m bert_dp.corpus`."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bert_dp.config import ConfigError, resolve
+from launcher import processes, report
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def build(
+    sources: Sequence[str], out: Path, *, vocab_size: int, sequence_length: int, tokenizer: str | None,
+    overrides: Sequence[str], processes_: int | None, force: bool,
+) -> int:  # fmt: skip
+    """Returns the exit code. Raises ConfigError for an option that a run could not use."""
+    from bert_dp.config import parse_overrides
+
+    if processes_ is not None and processes_ < 1:
+        raise ConfigError([f"--processes: {processes_} is below 1"])
+    config = resolve(
+        [
+            {
+                "data": {
+                    "sources": list(sources),
+                    "tokenizer": tokenizer,
+                    "sequence_length": sequence_length,
+                    "build": parse_overrides(overrides),
+                },
+                "model": {"vocab_size": vocab_size},
+                "schedule": {"steps": 1},
+            }
+        ]
+    )
+    options = {
+        "sources": list(sources),
+        "out": str(out),
+        "options": config.data.build.model_dump(mode="json"),
+        "vocab_size": vocab_size,
+        "sequence_length": sequence_length,
+        "tokenizer": tokenizer,
+        "processes": processes_,
+        "force": force,
+    }
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(options, file)
+        file.flush()
+        return processes.run_module(
+            "bert_dp.corpus", ["build", file.name], stdout=processes.DEVNULL
+        ).returncode
+
+
+def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
+    """Returns 0, 1 when a hash differs, 2 when `directory` holds no shards."""
+    code, facts = processes.capture_json("bert_dp.corpus", ["inspect", str(directory)])
+    if facts is None:
+        return code or 1
+    if as_json:
+        console.print_json(json.dumps(facts))
+    else:
+        console.print(report.shards_table(facts))
+    return code

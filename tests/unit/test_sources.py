@@ -1,0 +1,264 @@
+"""Readers: every format and compression, and every way in which input can be bad."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert_dp import sources
+from bert_dp.config import ConfigError
+
+DOCS = ["First document.", "Zwölf Boxkämpfer — jagen", 'third "quoted"', "x" * 5000]
+
+
+def read(*items: object) -> list[str]:
+    return [text for source in sources.resolve([str(i) for i in items]) for text in sources.documents(source)]
+
+
+def as_text(docs: list[str]) -> bytes:
+    return ("\n\n".join(docs) + "\n").encode()
+
+
+def as_jsonl(docs: list[str]) -> bytes:
+    return "".join(json.dumps({"id": i, "text": d}) + "\n" for i, d in enumerate(docs)).encode()
+
+
+def as_parquet(docs: list[str]) -> bytes:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    sink = pyarrow.BufferOutputStream()
+    parquet.write_table(pyarrow.table({"text": docs, "n": list(range(len(docs)))}), sink, row_group_size=2)
+    return bytes(sink.getvalue().to_pybytes())
+
+
+def as_zst(data: bytes) -> bytes:
+    return bytes(pytest.importorskip("zstandard").ZstdCompressor().compress(data))
+
+
+FORMATS: dict[str, Callable[[list[str]], bytes]] = {
+    ".txt": as_text,
+    ".jsonl": as_jsonl,
+    ".parquet": as_parquet,
+}
+COMPRESSIONS: dict[str, Callable[[bytes], bytes]] = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": as_zst,
+}
+
+
+def fails(path: Path | str, *expected: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(path)
+    message = "\n".join(caught.value.issues)
+    for part in (Path(str(path)).name, *expected):
+        assert part in message
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("form", FORMATS)
+def test_every_format_and_compression_reads_the_same_documents(
+    tmp_path: Path, form: str, compression: str
+) -> None:
+    path = tmp_path / f"dätä dir {form}{compression}"
+    path.write_bytes(COMPRESSIONS[compression](FORMATS[form](DOCS)))
+    assert read(path) == DOCS
+
+
+@pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
+def test_two_frames_in_one_file(tmp_path: Path, compression: str) -> None:
+    path = tmp_path / f"a.txt{compression}"
+    path.write_bytes(COMPRESSIONS[compression](b"one\n") + COMPRESSIONS[compression](b"two\n"))
+    assert read(path) == ["one", "two"]
+
+
+@pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
+def test_cut_and_corrupt_compressed_files_are_refused(tmp_path: Path, compression: str) -> None:
+    whole = COMPRESSIONS[compression](as_text([str(i) * 50 for i in range(2000)]))
+    cut, corrupt = tmp_path / f"cut.txt{compression}", tmp_path / f"corrupt.txt{compression}"
+    cut.write_bytes(whole[: len(whole) // 2])
+    corrupt.write_bytes(b"plain text, not compressed at all\n" * 9)
+    fails(cut, "cut" if compression == ".zst" else "corrupt or cut", "fetch it again")
+    fails(corrupt, "corrupt")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(
+        st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\n\r\0\ufeff"), max_size=30)
+    )
+)
+def test_lines_across_chunk_borders(tmp_path_factory: pytest.TempPathFactory, lines: list[str]) -> None:
+    wanted = [line for line in lines if line and not line.isspace()]
+    if not wanted:
+        return
+    path = tmp_path_factory.mktemp("t") / "a.txt"
+    path.write_bytes("\r\n".join(lines).encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sources, "CHUNK_BYTES", 7)
+        assert read(path) == wanted
+
+
+def test_globs_and_directories_are_sorted_and_literal_names_win(tmp_path: Path) -> None:
+    for name in ("b.txt", "a.txt", "[x].txt", "sub/c.jsonl", "sub/skipped.py", ".hidden.txt"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(as_jsonl([name]) if name.endswith("jsonl") else name.encode())
+    assert read(tmp_path / "*.txt") == ["[x].txt", "a.txt", "b.txt"]
+    assert read(tmp_path) == ["[x].txt", "a.txt", "b.txt", "sub/c.jsonl"]
+    assert read(tmp_path / "[x].txt") == ["[x].txt"]
+    assert read(tmp_path / "b.txt", tmp_path / "a.txt") == ["b.txt", "a.txt"]
+
+
+def test_all_unmatched_sources_are_named_at_once(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        sources.resolve([str(tmp_path / "no*.txt"), str(tmp_path / "gone.txt")])
+    assert len(caught.value.issues) == 2
+    assert "no*.txt" in caught.value.issues[0]
+    with pytest.raises(ConfigError, match="is empty"):
+        sources.resolve([])
+
+
+def test_bad_text_names_file_line_and_byte(tmp_path: Path) -> None:
+    path = tmp_path / "bad.txt"
+    path.write_bytes("good\nna\xefve".encode("latin1"))
+    fails(path, "line 2, byte 3", "0xef", "iconv")
+    path.write_bytes("utf-16".encode("utf-16-le"))
+    fails(path, "line 1, byte 2", "binary")
+    path.write_bytes(b"\xef\xbb\xbfwith a mark\n")
+    assert read(path) == ["with a mark"]
+
+
+@pytest.mark.parametrize("data", [b"", b"\n \n\t\n"])
+def test_empty_file_is_refused(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "empty.txt"
+    path.write_bytes(data)
+    fails(path, "holds no text", "remove it")
+
+
+def test_endless_line_is_refused_before_it_fills_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 2**20)
+    path = tmp_path / "long.txt"
+    path.write_bytes(b"short\n" + b"a" * 3 * 2**20)
+    fails(path, "line 2", "1 MiB")
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ('{"text": "cut', "is not JSON"),
+        ('{"content": "x"}', "no string 'text' (got keys ['content'])"),
+        ('{"text": 3}', "no string 'text'"),
+        ('["text"]', "got list"),
+        ('{"text": "\\ud800"}', "lone surrogate"),
+    ],
+)
+def test_bad_jsonl_names_the_line(tmp_path: Path, line: str, expected: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text('{"text": "fine"}\n\n' + line + "\n")
+    fails(path, "line 3", expected)
+
+
+def test_bad_parquet(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "bad.parquet"
+    path.write_bytes(as_parquet(DOCS)[:-9])
+    fails(path, "corrupt Parquet")
+    parquet.write_table(pyarrow.table({"body": ["x"]}), path)
+    fails(path, "no column 'text'", "body")
+    parquet.write_table(pyarrow.table({"text": ["x", None]}), path)
+    fails(path, "row 2", "NoneType")
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "extra"),
+    [
+        ("a.parquet", "pyarrow", "parquet"),
+        ("a.txt.zst", "zstandard", "zstd"),
+        ("hub:some/set", "datasets", "hub"),
+    ],
+)
+def test_absent_optional_package_names_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str, extra: str
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setitem(sys.modules, f"{module}.parquet", None)
+    item = name if name.startswith("hub:") else str(tmp_path / name)
+    if item != name:
+        Path(item).write_bytes(b"anything")
+    with pytest.raises(ConfigError, match=rf"needs {module}; pip install 'bert-dp\[{extra}\]'"):
+        read(item)
+
+
+def fake_hub(monkeypatch: pytest.MonkeyPatch, rows: list[object]) -> list[object]:
+    calls: list[object] = []
+
+    def load_dataset(name: str, config: str | None, *, split: str, streaming: bool) -> object:
+        calls.append((name, config, split, streaming))
+        if name == "no/such":
+            raise FileNotFoundError("no/such is not on the hub")
+        return iter(rows)
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    return calls
+
+
+def test_hub_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = fake_hub(monkeypatch, [{"text": d} for d in DOCS])
+    assert read("hub:org/name:en", "hub:plain") == DOCS * 2
+    assert calls == [("org/name", "en", "train", True), ("plain", None, "train", True)]
+
+
+def test_hub_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_hub(monkeypatch, [{"text": "fine"}, {"body": "x"}])
+    with pytest.raises(ConfigError, match="row 2 has no string 'text'"):
+        read("hub:org/name")
+    with pytest.raises(ConfigError, match="FileNotFoundError.*no/such is not on the hub"):
+        read("hub:no/such")
+
+
+def test_builtin_is_two_megabytes_of_prose_and_imports_nothing() -> None:
+    code = """if True:
+        import json, sys
+        from bert_dp import sources
+        before = set(sys.modules)
+        docs = list(sources.documents(sources.resolve(["builtin"])[0]))
+        print(json.dumps([sum(map(len, docs)), len(docs), sorted(set(sys.modules) - before),
+                          [d for d in docs if "Return True if" in d][:1]]))
+    """
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    chars, count, imported, example = json.loads(out)
+    assert 1_000_000 < chars < 6_000_000
+    assert count > 3000
+    assert not [name for name in imported if name != "_ast"]
+    assert example
+
+
+def test_builtin_without_library_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sources._builtin.cache_clear()
+    monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    with pytest.raises(ConfigError, match="holds no library sources"):
+        read("builtin")
+    sources._builtin.cache_clear()
+
+
+def test_identity_changes_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    path.write_text("one")
+    first = sources.identity(sources.Source(str(path), path))
+    path.write_text("other")
+    assert sources.identity(sources.Source(str(path), path)) != first
