@@ -8,12 +8,13 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bert_dp import checkpoint, record
 from bert_dp.config import BatchPlan, Config, batch_at
-from bert_dp.data import Batch, TrainingStream
+from bert_dp.data import Batch, TrainingStream, hash64
 from bert_dp.dist import Comm, SharedClock
 from bert_dp.metrics import Meter, Timers
 from bert_dp.optim import lr_factor, set_lr
@@ -100,17 +101,21 @@ def train_step(
     precision: Precision,
     max_norm: float,
     timers: Timers,
+    dropout_seed: int | None,
 ) -> tuple[Tensor, Tensor]:
     """Forward, backward, reduce, clip, step.
 
     Returns this replica's share of the mean loss over all masked tokens of the step (the shares sum to it)
     and the reduced gradient norm, both device scalars; no host sync. Every replica must hold as many masked
-    tokens as every other: the data room masks an exact count per sequence.
+    tokens as every other: the data room masks an exact count per sequence. With `dropout_seed` a micro batch
+    draws its dropout from (dropout_seed, its first sample), whichever rank it falls to.
     """
     total_masked = sum(batch.num_masked for batch in batches) * engine.dp_size
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
     with timers.phase("forward_backward"):
         for i, batch in enumerate(batches):
+            if dropout_seed is not None:
+                torch.manual_seed(int(hash64(dropout_seed, 4, batch.sample_ids[0])[0] >> np.uint64(1)))
             with engine.accumulate(last=i == len(batches) - 1):
                 with precision.context(device):
                     loss = loss_fn(model, batch.to(device)) / total_masked
@@ -133,7 +138,7 @@ def dry_run(job: Job) -> None:
     timers = Timers(job.device)
     train_step(
         job.engine, job.model, mlm_loss, batches, device=job.device, precision=job.precision,
-        max_norm=job.config.optim.clip, timers=timers,
+        max_norm=job.config.optim.clip, timers=timers, dropout_seed=None,
     )  # fmt: skip
     evaluate(job, job.held_out[:1])
     with torch.no_grad():
@@ -172,6 +177,7 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
     Rank 0 writes metrics.jsonl, evals.jsonl and checkpoints. Collective.
     """
     config, meter = job.config, job.meter
+    dropout_seed = config.run.seed if config.model.dropout > 0 else None
     per_pass = job.plan.micro_size * job.plan.dp
     spent = {"eval": 0.0, "save": 0.0}
     final_loss = heldout = saved = None
@@ -189,7 +195,7 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
         batches = [job.stream.next() for _ in range(batch // per_pass)]
         loss, norm = train_step(
             job.engine, job.model, mlm_loss, batches, device=job.device, precision=job.precision,
-            max_norm=config.optim.clip, timers=meter.timers,
+            max_norm=config.optim.clip, timers=meter.timers, dropout_seed=dropout_seed,
         )  # fmt: skip
         meter.observe(loss, norm, batch, len(batches))
         counters.step += 1

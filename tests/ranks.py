@@ -14,7 +14,7 @@ import torch.multiprocessing as mp
 def _enter(rank: int, size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-        GLOO_SOCKET_IFNAME="lo", BERT_DP_INIT_FILE=f"{folder}/store",
+        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", BERT_DP_INIT_FILE=f"{folder}/store",
     )  # fmt: skip
     torch.set_num_threads(1)
     function(*arguments)

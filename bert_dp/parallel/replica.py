@@ -25,8 +25,12 @@ def clip_and_step(
     norm = torch.nn.utils.get_total_norm(gradients, foreach=True)
     finite = norm.isfinite()
     scale = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
-    optimizer.grad_scale = torch.where(finite, scale, torch.ones_like(scale))  # type: ignore[attr-defined]
-    optimizer.found_inf = (~finite).to(norm.dtype)  # type: ignore[attr-defined]
+    scale = torch.where(finite, scale, torch.ones_like(scale))
+    if norm.dtype == torch.float64:  # the fused kernels take the divisor in float32 only
+        torch._foreach_div_(gradients, scale)
+        scale = torch.ones_like(scale)
+    optimizer.grad_scale = scale.float()  # type: ignore[attr-defined]
+    optimizer.found_inf = (~finite).float()  # type: ignore[attr-defined]
     optimizer.step()
     if scaler is not None:
         scaler.update()

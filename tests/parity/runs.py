@@ -1,0 +1,134 @@
+"""Run whole workers in ranks, several runs per spawn, and read what they left."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import yaml
+from numpy.typing import NDArray
+from safetensors.torch import load_file
+
+from tests.ranks import run_ranks
+
+BASE: dict[str, Any] = {
+    "data": {"sequence_length": 16},
+    "model": {
+        "vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 48,
+    },
+    "batch": {"global_size": 8, "micro_size": 2},
+    "schedule": {"steps": 50},
+    "optim": {"lr": 5e-3},
+    "log": {"every_steps": 1},
+    "eval": {"every_steps": 25},
+    "checkpoint": {"keep": 9},
+    "compile": "off",
+}  # fmt: skip
+
+
+def settings(shards: Path, **sections: Any) -> dict[str, Any]:
+    """BASE with sections merged in; a section that is no dictionary replaces."""
+    out = json.loads(json.dumps(BASE))
+    out["data"]["path"] = str(shards)
+    for name, value in sections.items():
+        out[name] = {**out.get(name, {}), **value} if isinstance(value, dict) else value
+    if "schedule" in sections:
+        out["schedule"] = sections["schedule"]
+    return out
+
+
+def write_run(run_dir: Path, config: dict[str, Any]) -> Path:
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "config.yaml").write_text(yaml.safe_dump(config))
+    return run_dir
+
+
+def train_runs(size: int, run_dirs: Sequence[Path], **options: Any) -> None:
+    """Train every RUN/config.yaml on `size` ranks, one spawn for all."""
+    run_ranks(size, _train_all, [str(d) for d in run_dirs], options)
+
+
+def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
+    from bert_dp import data, dist, worker
+
+    store = os.environ["BERT_DP_INIT_FILE"]
+    rank = int(os.environ["RANK"])
+    plain_next, plain_clock = data.TrainingStream.next, dist.SharedClock
+    for number, run_dir in enumerate(run_dirs):
+        os.environ["BERT_DP_INIT_FILE"] = f"{store}-{number}"
+        seen: list[Any] = []
+
+        def watched(stream: Any, seen: list[Any] = seen) -> Any:
+            batch = plain_next(stream)
+            positions = batch.positions_P.view(len(batch.sample_ids), -1) % batch.ids_BS.shape[1]
+            seen.append((batch.sample_ids, positions.numpy(), batch.ids_BS.numpy()))
+            return batch
+
+        data.TrainingStream.next = watched  # type: ignore[method-assign]
+        if "seconds_per_call" in options:  # every rank's own clock runs at another speed; only rank 0's may count
+            ticks = itertools.count(step=options["seconds_per_call"] * (1 + 3 * rank))
+            dist.SharedClock = functools.partial(plain_clock, now=ticks.__next__)  # type: ignore[misc,assignment]
+        code = worker.main([f"{run_dir}/config.yaml", "--resume", options.get("resume", "auto")])
+        assert code == 0, f"worker exit code {code}"
+        np.savez(
+            f"{run_dir}/seen-{rank}.npz",
+            ids=np.concatenate([s[0] for s in seen]) if seen else np.empty(0, np.int64),
+            positions=np.concatenate([s[1] for s in seen]) if seen else np.empty((0, 1), np.int64),
+            inputs=np.concatenate([s[2] for s in seen]) if seen else np.empty((0, 1), np.int64),
+        )
+
+
+def metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def evals(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "evals.jsonl").read_text().splitlines()]
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return data
+
+
+def samples_by_step(run_dir: Path) -> list[dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]]:
+    """For each step: sample id -> (masked positions, corrupted input), over all ranks."""
+    parts = [np.load(p) for p in sorted(run_dir.glob("seen-*.npz"))]
+    where = {
+        int(i): (p, x)
+        for part in parts
+        for i, p, x in zip(part["ids"], part["positions"], part["inputs"], strict=True)
+    }
+    assert len(where) == sum(len(part["ids"]) for part in parts), "a sample was seen twice"
+    out, start = [], min(where)
+    for line in metrics(run_dir):
+        if line["samples"] <= start:
+            continue
+        stop = line["samples"]
+        out.append({i: where[i] for i in range(start, stop)})
+        start = stop
+    return out
+
+
+def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
+    """Weights and optimizer state of a checkpoint, in one dictionary."""
+    folder = run_dir / "checkpoints" / f"step-{step:08d}"
+    return {**load_file(folder / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
+
+
+def largest_relative_error(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    """max over tensors of |a - b| / |b| in the L2 norm."""
+    assert a.keys() == b.keys()
+    errors = []
+    for name, tensor in a.items():
+        norm = b[name].double().norm()
+        error = (tensor.double() - b[name].double()).norm()
+        errors.append(float(error / norm) if norm > 0 else float(error))
+    return max(errors)

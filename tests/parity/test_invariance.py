@@ -1,0 +1,113 @@
+"""Promise 1: N ranks train the model that 1 rank trains."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bert_dp.config import load_config
+from bert_dp.model import build_model
+from tests.parity.runs import (
+    evals,
+    largest_relative_error,
+    metrics,
+    samples_by_step,
+    settings,
+    state,
+    summary,
+    train_runs,
+    write_run,
+)
+from tests.shards import write_shards
+
+CASES = ("fp32", "fp64", "ramp", "tokens", "hours", "threads")
+SIZES = (1, 2, 4)
+
+
+def case_settings(shards: Path, case: str) -> dict:
+    if case == "fp64":
+        return settings(shards, precision="fp64")
+    if case == "ramp":
+        ramp = {"global_size": 24, "micro_size": 2, "ramp_fraction": 0.6, "ramp_quantum": 8}
+        return settings(shards, precision="fp64", batch=ramp, schedule={"steps": 30, "name": "cosine"})
+    if case == "tokens":
+        return settings(shards, precision="fp64", schedule={"tokens": 5000, "name": "wsd"})
+    if case == "threads":
+        return settings(shards, data={"workers": 3})
+    return settings(shards)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """root/<case>/<N>: every case trained at 1, 2 and 4 ranks; 3 prefetch threads beside 1 in `threads`."""
+    root = tmp_path_factory.mktemp("invariance")
+    shards = write_shards(root / "shards")
+    for size in SIZES:
+        plain = [write_run(root / c / str(size), case_settings(shards, c)) for c in CASES if c != "hours"]
+        train_runs(size, plain)
+        hours = settings(shards, precision="fp64", schedule={"hours": 90 / 3600},
+                         batch={"global_size": 16, "micro_size": 2, "ramp_fraction": 0.6, "ramp_quantum": 8})  # fmt: skip
+        train_runs(size, [write_run(root / "hours" / str(size), hours)], seconds_per_call=1.0)
+    return root
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize("case", CASES)
+def test_same_samples_and_masks_at_every_step(runs: Path, case: str, size: int) -> None:
+    one, many = samples_by_step(runs / case / "1"), samples_by_step(runs / case / str(size))
+    assert len(one) == len(many) >= 20
+    for step_one, step_many in zip(one, many, strict=True):
+        assert step_one.keys() == step_many.keys()
+        for sample, (positions, inputs) in step_one.items():
+            assert np.array_equal(positions, step_many[sample][0])
+            assert np.array_equal(inputs, step_many[sample][1])
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize("case", CASES)
+def test_same_schedule_loss_and_weights(runs: Path, case: str, size: int) -> None:
+    one, many = runs / case / "1", runs / case / str(size)
+    exact = case in ("fp64", "ramp", "tokens", "hours")
+    loss_tolerance, weight_tolerance = (1e-10, 1e-10) if exact else (1e-5, 1e-4)
+    for a, b in zip(metrics(one), metrics(many), strict=True):
+        for key in ("step", "samples", "tokens", "epoch", "progress", "lr", "global_batch"):
+            assert a[key] == b[key], key
+        assert a["loss"] == pytest.approx(b["loss"], abs=loss_tolerance)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=loss_tolerance * 10)
+    for a, b in zip(evals(one), evals(many), strict=True):
+        assert a["step"] == b["step"]
+        assert a["masked_tokens"] == b["masked_tokens"]
+        assert a["loss"] == pytest.approx(b["loss"], abs=loss_tolerance)
+    step = summary(one)["step"]
+    assert largest_relative_error(state(many, step), state(one, step)) < weight_tolerance
+
+
+def test_the_weights_moved_far_beyond_the_tolerances(runs: Path) -> None:
+    config = load_config(runs / "fp64" / "1" / "config.yaml")
+    start = build_model(config.model, config.data.sequence_length, config.run.seed).double().state_dict()
+    end = state(runs / "fp64" / "1", 50)
+    moved = {name: float((end[name] - start[name]).norm() / end[name].norm()) for name in start}
+    assert min(moved.values()) > 1e-2, moved
+
+
+def test_the_ramp_ramps(runs: Path) -> None:
+    batches = [line["global_batch"] for line in metrics(runs / "ramp" / "1")]
+    assert batches[0] == 8
+    assert batches[-1] == 24
+    assert sorted(batches) == batches
+
+
+def test_hours_end_on_rank_zeros_clock(runs: Path) -> None:
+    """Other ranks' clocks run 4, 7 and 10 times as fast; had one of them counted, the run would be shorter."""
+    lengths = {size: summary(runs / "hours" / str(size))["step"] for size in SIZES}
+    assert len(set(lengths.values())) == 1
+    assert metrics(runs / "hours" / "1")[-1]["progress"] < 1.0
+
+
+def test_prefetch_threads_change_nothing(runs: Path) -> None:
+    """Bit for bit: threads only move the work."""
+    one, three = state(runs / "fp32" / "1", 50), state(runs / "threads" / "1", 50)
+    assert all(torch.equal(one[name], three[name]) for name in one)

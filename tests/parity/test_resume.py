@@ -1,0 +1,79 @@
+"""Promise 3: bit-equal resume at the same N, exact sample order at another N."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tests.parity.runs import metrics, samples_by_step, settings, state, summary, train_runs, write_run
+from tests.shards import write_shards
+
+SIZES = (1, 2, 4)
+TIMES = {"step_time_s", "steps_per_s", "global_steps_per_s", "samples_per_s", "tokens_per_s",
+         "tokens_per_s_per_gpu", "data_wait_s", "forward_backward_s", "optimizer_s", "peak_memory_gib",
+         "elapsed_s"}  # fmt: skip
+
+
+def config(shards: Path, steps: int) -> dict:
+    return settings(
+        shards, schedule={"steps": 30}, checkpoint={"every_steps": 14, "keep": 9}, model={"dropout": 0.1}
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """root/whole/N: uninterrupted. root/cut/N: resumed from the whole run's checkpoint at step 14, same N.
+    root/moved/N: resumed from the 1-rank checkpoint at N ranks."""
+    root = tmp_path_factory.mktemp("resume")
+    shards = write_shards(root / "shards")
+    for size in SIZES:
+        whole = write_run(root / "whole" / str(size), config(shards, 30))
+        train_runs(size, [whole])
+        again = []
+        for kind, origin in (("cut", size), ("moved", 1)):
+            run_dir = write_run(root / kind / str(size), config(shards, 30))
+            shutil.copytree(
+                root / "whole" / str(origin) / "checkpoints" / "step-00000014",
+                run_dir / "checkpoints" / "step-00000014",
+            )
+            source = (root / "whole" / str(origin) / "metrics.jsonl").read_text().splitlines()[:17]
+            (run_dir / "metrics.jsonl").write_text("\n".join(source) + '\n{"step": 18, "torn')
+            again.append(run_dir)
+        train_runs(size, again)
+    return root
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_resume_at_the_same_n_is_bit_equal(runs: Path, size: int) -> None:
+    whole, cut = runs / "whole" / str(size), runs / "cut" / str(size)
+    for step in (28, 30):
+        a, b = state(whole, step), state(cut, step)
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[name], b[name]) for name in a)
+    lines = list(zip(metrics(whole), metrics(cut), strict=True))
+    assert len(lines) == 30, "the lines after the checkpoint and the torn one were cut, then written anew"
+    for a, b in lines:
+        assert {k: v for k, v in a.items() if k not in TIMES} == {k: v for k, v in b.items() if k not in TIMES}
+    assert summary(whole)["heldout_loss"] == summary(cut)["heldout_loss"]
+
+
+@pytest.mark.parametrize("size", SIZES[1:])
+def test_resume_at_another_n_continues_with_the_same_samples(runs: Path, size: int) -> None:
+    whole, moved = runs / "whole" / "1", runs / "moved" / str(size)
+    expected = samples_by_step(whole)[14:]
+    found = samples_by_step(moved)
+    assert len(found) == 16
+    for a, b in zip(expected, found, strict=True):
+        assert a.keys() == b.keys()
+        assert all(np.array_equal(a[i][0], b[i][0]) for i in a)
+    for a, b in zip(metrics(whole)[14:], metrics(moved)[14:], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+
+
+def test_elapsed_time_goes_on(runs: Path) -> None:
+    lines = metrics(runs / "cut" / "1")
+    assert all(a["elapsed_s"] < b["elapsed_s"] for a, b in zip(lines[13:], lines[14:], strict=False))
