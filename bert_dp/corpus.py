@@ -1,10 +1,10 @@
 """Text -> filtered, deduplicated, tokenised, packed shards. Torch-free.
 
 The sources are read twice: once for a sample to train the tokenizer (left out when one is given), once to
-build. Held in memory: the sample (at most 128 MiB of text), a few batches per process, 8 bytes per document
-for exact dedup (up to 24 while two tables are merged; about 2 kB per document for near dedup), and 12-20 bytes
-per sequence when `order` is set. The result does not depend on the number of processes. Nothing half-made is
-ever reused: a build works in a temporary directory beside OUT, which takes OUT's place as its last act.
+build. Held in memory: the sample (at most 128 MiB of text, twice), a few batches per process, 8 bytes per
+document for exact dedup (24 while two tables are merged; about 2 kB for near dedup), and 12-20 bytes per
+sequence when `order` is set. The result does not depend on the number of processes. Nothing half-made is ever
+reused: a build works in a temporary directory beside OUT, which takes OUT's place as its last act.
 """
 
 from __future__ import annotations
@@ -238,10 +238,10 @@ def _build(
     encoding = tokens.Encoding(
         tokenizer_json, special["sep"], options.max_tokens_per_char, options.dedup == "near", settings["seed"]
     )
-    batches = _batches(_documents(found, records))
+    batches = in_batches(_documents(found, records))
     encoded = tokens.encode_all(batches, encoding, processes or _processes(found))
-    splits, dropped = _route(encoded, work, options, settings, vocab_size, tell, total)
-    train, held_out = splits
+    with contextlib.closing(encoded):  # ends the processes, however this ends
+        (train, held_out), dropped = _route(encoded, work, options, settings, vocab_size, tell, total)
     _check_enough(train, held_out, settings, dropped)
     if options.order != "none":
         train = _order(work, train, options.order, tokenizer, tell)
@@ -295,7 +295,8 @@ def _source_record(source: inputs.Source) -> dict[str, Any]:
     if source.path is None:
         return {"name": source.name, "bytes": 0, "sha256": "", "documents": 0}
     size = inputs.identity(source)["bytes"]
-    return {"name": source.name, "bytes": size, "sha256": inputs.file_hash(source.path), "documents": 0}
+    name = source.path.name  # not the directory: the same text elsewhere is the same build
+    return {"name": name, "bytes": size, "sha256": inputs.file_hash(source.path), "documents": 0}
 
 
 def _documents(found: list[inputs.Source], records: list[dict[str, Any]] | None) -> Iterator[str]:
@@ -338,7 +339,8 @@ def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
     return [text for _, text in sample], total
 
 
-def _batches(documents: Iterable[str]) -> Iterator[list[str]]:
+def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
+    """Lists of at most BATCH_DOCUMENTS documents and, but for a last one, BATCH_CHARS characters."""
     batch: list[str] = []
     chars = 0
     for text in documents:
@@ -501,8 +503,8 @@ def _check_enough(
     raise ConfigError(
         [
             f"data.sources: too little text for data.sequence_length {length}: training {counts[0]}, "
-            f"held-out {counts[1]} (dropped: {lost}); add text, raise data.build.held_out_fraction {share} or "
-            f"data.build.max_tokens_per_char {rate} (0 = no filter)"
+            f"held-out {counts[1]} (dropped: {lost}); add text, raise "
+            f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char {rate} (0 = no filter)"
         ]
     )
 

@@ -18,7 +18,7 @@ import re
 import signal
 import threading
 import unicodedata
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain
@@ -95,10 +95,13 @@ def normalizer() -> normalizers.Normalizer:
 
 def document_key(text: str, seed: int) -> int:
     """64-bit hash of a document: the same for texts that differ in case and white space only."""
-    plain = " ".join(text.lower().split()).encode()
-    return int.from_bytes(
-        hashlib.blake2b(plain, digest_size=8, key=seed.to_bytes(8, "little")).digest(), "little"
-    )
+    lower = text.lower()
+    if (
+        not lower.isprintable() or "  " in lower
+    ):  # a white space other than one blank; the test is the cheaper part
+        lower = " ".join(lower.split())
+    digest = hashlib.blake2b(lower.strip().encode(), digest_size=8, key=seed.to_bytes(8, "little"))
+    return int.from_bytes(digest.digest(), "little")
 
 
 def train(
@@ -249,7 +252,9 @@ def _shingles(text: str) -> list[str]:
     return [" ".join(words[i : i + SHINGLE_WORDS]) for i in range(max(1, len(words) - SHINGLE_WORDS + 1))]
 
 
-def encode_all(batches: Iterable[list[str]], settings: Encoding, processes: int) -> Iterator[Encoded]:
+def encode_all(
+    batches: Iterable[list[str]], settings: Encoding, processes: int
+) -> Generator[Encoded, None, None]:
     """Encode batches in `processes` spawned processes (1 = in this one); results in the order of the batches.
 
     At most three batches per process are held. The processes end with this one, however it ends.

@@ -300,8 +300,8 @@ def doctor(run_dir: Path | None = None) -> list[Finding]:
 
 
 def cache_dir() -> Path:
-    """Where built corpora are cached: $XDG_CACHE_HOME/bert-dp, by default ~/.cache/bert-dp."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "bert-dp"
+    """Where built corpora are cached: $BERT_DP_CACHE, by default ~/.cache/bert-dp."""
+    return Path(os.environ.get("BERT_DP_CACHE") or Path.home() / ".cache" / "bert-dp")
 
 
 def diagnose(env: Environment) -> list[Finding]:
@@ -317,34 +317,37 @@ Check = tuple[bool, Literal["warn", "fail"], str, str, str]
 
 
 def _version_checks(env: Environment) -> list[Check]:
-    torch = env.versions.get("torch")
-    new_enough = torch is not None and _version(torch) >= MIN_TORCH
-    cpu_build = torch is not None and "+cpu" in torch
-    return [
-        (MIN_PYTHON <= _version(env.python) <= MAX_PYTHON, "fail", f"python {env.python}",
-         "only 3.11 to 3.13 are supported; imports or runs may fail", "make a virtual environment with 3.13"),
-        (new_enough, "fail", f"torch {torch or 'is not installed'}",
+    torch, supported = env.versions.get("torch"), MIN_PYTHON <= _version(env.python) <= MAX_PYTHON
+    checks: list[Check] = [
+        (supported, "fail", f"python {env.python}", "supported are 3.11 to 3.13; imports or runs may fail",
+         "make a virtual environment with python 3.13"),
+        (torch is not None and _version(torch) >= MIN_TORCH, "fail", f"torch {torch or 'is not installed'}",
          "2.11 or newer is needed; every rank stops at start", "pip install 'torch>=2.11'"),
-        (not (env.gpus and cpu_build), "fail", f"torch {torch} beside {len(env.gpus)} GPUs",
-         "the GPUs stay unused", "install the CUDA build of the same version"),
     ]  # fmt: skip
+    if env.gpus and "+cpu" in (torch or ""):
+        checks.append((False, "fail", f"torch {torch} is a CPU build beside {len(env.gpus)} GPUs",
+                       "the GPUs stay unused", "install the CUDA build of the same version"))  # fmt: skip
+    return checks
 
 
 def _gpu_checks(env: Environment) -> list[Check]:
     visible, shm = len(env.gpus), float("inf") if env.shm_gib is None else env.shm_gib
+    checks: list[Check] = []
+    if env.gpu_error:
+        checks.append((False, "fail", f"GPU driver: {env.gpu_error}", "ranks cannot open a GPU",
+                       "reboot after a driver update; in a container pass --gpus all"))  # fmt: skip
     names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])
     seen = (
         f"{visible} of {env.gpus_present} visible{names}" if env.gpus_present else "none, ranks use the CPU"
     )
-    return [
-        (env.gpu_error is None, "fail", f"GPU driver: {env.gpu_error or 'no error'}",
-         "ranks cannot open a GPU", "reboot after a driver update; in a container pass --gpus all"),
-        (visible == env.gpus_present, "warn", f"GPUs: {seen}",
-         f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} leaves the others idle", "unset it to use all"),
-        (not visible or shm >= 1, "warn", f"shared memory (/dev/shm): {shm:.2f} GiB",
-         "NCCL between GPUs of one node fails with a bus error or cannot start",
-         "start the container with --shm-size=8g or --ipc=host"),
-    ]  # fmt: skip
+    checks.append((visible == env.gpus_present, "warn", f"GPUs: {seen}",
+                   f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} leaves the others idle",
+                   "unset it to use all"))  # fmt: skip
+    if visible:
+        checks.append((shm >= 1, "warn", f"shared memory (/dev/shm): {shm:.2f} GiB",
+                       "NCCL between GPUs of one node fails with a bus error or cannot start",
+                       "start the container with --shm-size=8g or --ipc=host"))  # fmt: skip
+    return checks
 
 
 def _host_checks(env: Environment) -> list[Check]:
@@ -405,7 +408,7 @@ def _writable(role: str, path: Path) -> Finding:
         return Finding("ok", f"{role}: writable")
     except OSError as error:
         return Finding("fail", f"{role} {path}: {error.strerror}", "the run stops at start",
-                       "make it writable or choose another (--run-dir, XDG_CACHE_HOME)")  # fmt: skip
+                       "make it writable or choose another (--run-dir, BERT_DP_CACHE)")  # fmt: skip
 
 
 def _version(text: str) -> tuple[int, ...]:

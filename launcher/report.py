@@ -19,7 +19,10 @@ from launcher import plots
 from launcher.environment import redact
 
 if TYPE_CHECKING:
+    from rich.console import Group
     from rich.table import Table
+
+    from launcher.environment import Environment, Finding
 
 NA = "n/a"
 ETA_LINES = 20  # logged steps over which the remaining time is extrapolated
@@ -201,19 +204,44 @@ def closing_rows(run: Run) -> list[Row]:
             *_resource_rows(run)]  # fmt: skip
 
 
-def closing_table(run_dir: Path) -> Table:
+def closing_table(run_dir: Path) -> Group:
     """The closing table of a run as a rich renderable; works on a crashed run too."""
+    from rich.console import Group
     from rich.table import Table
     from rich.text import Text
 
     run = load(run_dir)
-    table = Table(title=Text(run.name), box=None, title_justify="left", pad_edge=False, show_header=False)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for style in ("", "bold", "dim"):
+        table.add_column(style=style, no_wrap=style == "", overflow="fold")
     section = ""
     for row in closing_rows(run):
         if row.section != section:
             section = row.section
             table.add_row(Text(section, style="bold"))
-        table.add_row(Text(f"  {row.label}"), Text(_safe(row.value)), Text(_safe(row.note), style="dim"))
+        table.add_row(Text(f"  {row.label}"), Text(_safe(row.value)), Text(_safe(row.note)))
+    page = run.path / "report.html"
+    notes = [Text(_safe(note)) for note in run.missing]
+    where = Text(_safe(f"report: {page if page.exists() else NA}"), overflow="fold")
+    return Group(Text(_safe(verdict(run)[1]), style="bold"), table, *notes, where)
+
+
+def findings_table(environment: Environment, findings: Sequence[Finding]) -> Table:
+    """What `doctor` found as a rich renderable: the machine, each finding, its consequence and fix."""
+    from rich.table import Table
+    from rich.text import Text
+
+    gpus = ", ".join(f"{gpu.name} {format_gib(gpu.memory_gib)}" for gpu in environment.gpus) or "no GPU"
+    machine = f"{environment.cpu_model}, {environment.usable_cores:g} usable cores, {gpus}"
+    table = Table(
+        title=Text(_safe(machine)), box=None, title_justify="left", pad_edge=False, show_header=False
+    )
+    for finding in findings:
+        colour = {"ok": "green", "warn": "yellow", "fail": "red"}[finding.level]
+        text = Text(_safe(finding.what))
+        if finding.level != "ok":
+            text.append(_safe(f"\n  causes: {finding.consequence}\n  fix: {finding.fix}"), style="dim")
+        table.add_row(Text(finding.level, style=f"bold {colour}"), text)
     return table
 
 
@@ -222,14 +250,14 @@ def _outcome_rows(run: Run) -> list[Row]:
     loss, unigram, uniform = (_number(facts.get(k)) for k in
                               ("heldout_loss", "unigram_entropy_nats", "uniform_entropy_nats"))  # fmt: skip
     return [
-        Row(section, "status", str(facts.get("status") or "not recorded"), verdict(run)[1]),
+        Row(section, "status", str(facts.get("status") or NA), f"exit code {facts.get('exit_code', NA)}"),
         Row(section, "cause", str(facts.get("cause") or "none recorded")),
         Row(section, "held-out loss", format_nats(loss), "mean over held-out masked tokens"),
         Row(
             section,
             "unigram entropy",
             format_nats(unigram),
-            f"a model without context; {_gap(loss, unigram)}",
+            f"model without context; {_gap(loss, unigram)}",
         ),
         Row(section, "ln V", format_nats(uniform), f"a uniform guess; {_gap(loss, uniform)}"),
         Row(
@@ -286,8 +314,8 @@ def _time_rows(facts: Mapping[str, Any]) -> list[Row]:
         seconds = shares.get(name)
         share = format_percent(seconds / wall) if wall and seconds is not None else NA
         inside = name == "other" or name in TRAIN_PARTS
-        label = f"of train: {TRAIN_PARTS.get(name, name)}" if inside else name
-        rows.append(Row(section, label, format_duration(seconds), f"{share} of wall"))
+        note = f"{share} of wall{', part of train' if inside else ''}"
+        rows.append(Row(section, TRAIN_PARTS.get(name, name), format_duration(seconds), note))
     return rows
 
 
@@ -297,12 +325,10 @@ def _resource_rows(run: Run) -> list[Row]:
     per_token = (
         f"{format_energy(energy / tokens * 1e6)} per million tokens" if energy is not None and tokens else NA
     )
-    page = run.path / "report.html"
     return [
         Row(section, "peak memory", format_gib(facts.get("peak_memory_gib")), f"greatest of {_ranks(facts)}"),
         Row(section, "energy", format_energy(energy), f"{per_token}, {_ranks(facts)}"),
         Row(section, "checkpoint", str(facts.get("checkpoint") or NA), "in the run directory"),
-        Row(section, "report", str(page) if page.exists() else NA),
     ]
 
 
@@ -360,14 +386,13 @@ def _cards(runs: Sequence[Run]) -> list[str]:
     )
     keys = plots.legend([(s.label, s.colour, s.style) for s in losses if s.points])
     both = f'<div class="linear">{linear}</div><div class="log">{log}</div>{keys}'
-    unit, divide = _time_unit(runs)
+    (unit, divide), share = _time_unit(runs), "progress (share of the budget)"
     return [
         _card("Loss", both, switch),
         _metric_card(runs, "Throughput", "tokens_per_s", "tokens/s, summed over all ranks",
                      "elapsed_s", f"elapsed ({unit})", divide),
-        _metric_card(runs, "Learning rate", "lr", "learning rate", "progress", "progress (share of the budget)"),
-        _metric_card(runs, "Global batch", "global_batch", "sequences per optimizer step", "progress",
-                     "progress (share of the budget)"),
+        _metric_card(runs, "Learning rate", "lr", "learning rate", "progress", share),
+        _metric_card(runs, "Global batch", "global_batch", "sequences per optimizer step", "progress", share),
     ]  # fmt: skip
 
 

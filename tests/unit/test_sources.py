@@ -227,7 +227,7 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_hub(monkeypatch, [{"text": "fine"}, {"body": "x"}])
     with pytest.raises(ConfigError, match="row 2 has no string 'text'"):
         read("hub:org/name")
-    with pytest.raises(ConfigError, match="FileNotFoundError.*no/such is not on the hub"):
+    with pytest.raises(ConfigError, match=r"FileNotFoundError.*no/such is not on the hub"):
         read("hub:no/such")
 
 

@@ -1,0 +1,39 @@
+"""`bert-dp` as a user runs it, in a process of its own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+TINY = (
+    "model.vocab_size=64", "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2",
+    "model.intermediate_size=32", "data.sequence_length=16", "batch.global_size=8", "batch.micro_size=2",
+    "batch.ramp_fraction=0", "batch.ramp_quantum=null", "schedule.steps=2", "log.every_steps=1",
+    "checkpoint.every_steps=0", "eval.every_steps=0", "eval.max_sequences=8",
+)  # fmt: skip
+
+
+def tiny(shards: Path, *more: str) -> list[str]:
+    """`--set` options that shrink any shipped configuration to a second's work on `shards`."""
+    items = (*TINY, f"data.path={shards}", *more)
+    return [part for item in items for part in ("--set", item)]
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "launcher", *arguments]
+
+
+def bert_dp(*arguments: str, cwd: Path | None = None, timeout: float = 180, **environ: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        command(*arguments), cwd=cwd, timeout=timeout, text=True, capture_output=True, check=False,
+        env={**os.environ, "COLUMNS": "160", **environ},
+    )  # fmt: skip
+
+
+def start(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command(*arguments), cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        env={**os.environ, "COLUMNS": "160", **environ},
+    )  # fmt: skip

@@ -1,0 +1,105 @@
+"""The other verbs, every help text, and the worker without our launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.cli import bert_dp, tiny
+from tests.parity.runs import settings, write_run
+from tests.shards import write_shards
+
+VERBS = ([], ["train"], ["data"], ["data", "build"], ["data", "inspect"], ["doctor"], ["report"])
+
+
+@pytest.mark.parametrize("verb", VERBS, ids=lambda v: " ".join(v) or "bert-dp")
+def test_help(verb: list[str]) -> None:
+    done = bert_dp(*verb, "--help")
+    assert done.returncode == 0
+    assert "Usage:" in done.stdout
+
+
+def test_help_and_version_do_not_import_torch() -> None:
+    code = "import sys; sys.argv = ['bert-dp', '--version']; from launcher.cli import main\n" \
+           "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"  # fmt: skip
+    done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
+    assert done.stdout.startswith("bert-dp ")
+
+
+def test_data_build_inspect_and_train_on_own_text(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    words = "the quick brown fox jumps over a lazy dog while seven old ships sail slowly past".split()
+    text.write_text("\n".join(" ".join(words[(i * j) % len(words)] for j in range(1, 30)) for i in range(1, 900)))
+    out = tmp_path / "shards"
+    options = ["--vocab-size", "200", "--sequence-length", "16", "--set", "max_tokens_per_char=0",
+               "--set", "dedup=none", "--set", "held_out_fraction=0.1"]  # fmt: skip
+    built = bert_dp("data", "build", str(text), "--out", str(out), *options)
+    assert built.returncode == 0, built.stderr
+    shown = bert_dp("data", "inspect", str(out), "--json")
+    assert shown.returncode == 0, shown.stderr
+    assert json.loads(shown.stdout)
+    assert bert_dp("data", "inspect", str(out)).returncode == 0
+    done = bert_dp("train", "quickstart", *tiny(out, "model.vocab_size=200"), "--nproc", "1",
+                   "--run-dir", str(tmp_path / "run"))  # fmt: skip
+    assert done.returncode == 0, done.stderr + done.stdout
+    with (out / "train-00000.bin").open("r+b") as file:
+        file.write(b"\xff")
+    broken = bert_dp("data", "inspect", str(out))
+    assert broken.returncode != 0
+    assert "train-00000.bin" in broken.stdout + broken.stderr
+
+
+def test_data_build_refuses_what_it_cannot_read(tmp_path: Path) -> None:
+    (tmp_path / "bad.txt").write_bytes(b"fine\n\xff\xfe broken\n")
+    done = bert_dp("data", "build", str(tmp_path / "bad.txt"), "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert "bad.txt" in done.stderr
+    assert not (tmp_path / "out").exists()
+    unknown = bert_dp("data", "build", "builtin", "--out", str(tmp_path / "out"), "--set", "dedupe=exact")
+    assert unknown.returncode == 2
+    assert "did you mean" in unknown.stderr
+    missing = bert_dp("data", "inspect", str(tmp_path))
+    assert missing.returncode == 2
+
+
+def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path) -> None:
+    done = bert_dp("doctor", "--json", "--run-dir", str(tmp_path))
+    assert done.returncode in (0, 1), done.stderr
+    facts = json.loads(done.stdout)
+    assert any("all-reduce" in f["what"] for f in facts["findings"])
+    assert bert_dp("doctor").returncode == done.returncode
+
+
+def test_report_of_runs_and_of_nothing(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "s")
+    for name in ("a", "b"):
+        assert bert_dp("train", "quickstart", *tiny(shards), "--nproc", "1", "--run-dir", str(tmp_path / name)).returncode == 0
+    done = bert_dp("report", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both.html"))
+    assert done.returncode == 0, done.stderr
+    assert "<svg" in (tmp_path / "both.html").read_text()
+    assert bert_dp("report", str(tmp_path / "none")).returncode == 2
+
+
+def test_ranks_started_by_hand_with_bare_variables(tmp_path: Path) -> None:
+    """As srun or mpirun start them: RANK, WORLD_SIZE and MASTER_* only."""
+    run_dir = write_run(tmp_path / "run", settings(write_shards(tmp_path / "s"), schedule={"steps": 2}))
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "bert_dp.worker", str(run_dir / "config.yaml"), "--local_rank", str(rank)],
+            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
+                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
+    assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 2

@@ -1,0 +1,327 @@
+"""Checkpoints: bit-equal round trip, atomic saves, verification that names what is wrong, nothing executed."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from bert_dp import checkpoint
+from bert_dp.config import ConfigError
+from bert_dp.parallel import State
+
+
+def make_state(seed: int = 0) -> State:
+    g = torch.Generator().manual_seed(seed)
+    return {
+        "model": {
+            "a.weight": torch.randn(3, 5, generator=g),
+            "b": torch.tensor([float("nan"), -0.0, float("inf"), 1e-45]),
+            "wide": torch.randn(4, generator=g, dtype=torch.float64),
+            "half": torch.randn(4, generator=g).bfloat16(),
+        },
+        "optimizer": {"a.weight/exp_avg": torch.randn(3, 5, generator=g), "a.weight/step": torch.tensor(7.0)},
+        "scaler": {
+            "scale": torch.tensor(65536.0, dtype=torch.float64),
+            "growth_factor": torch.tensor(2.0).double(),
+        },
+    }
+
+
+def bits(state: State) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    return {
+        f"{part}:{name}": (t.dtype, t.shape, t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        for part, tensors in state.items()
+        for name, t in tensors.items()
+    }
+
+
+def save(folder: Path, step: int, keep: int = 9) -> Path:
+    return checkpoint.save(folder, step, make_state(step), {"samples": step * 8, "elapsed_s": 0.1}, keep)
+
+
+def tree(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_round_trip_is_bit_equal(tmp_path: Path) -> None:
+    path = save(tmp_path / "checkpoints", 100)
+    assert path.name == "step-00000100"
+    assert {p.name for p in path.iterdir()} == {
+        "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json",
+    }  # fmt: skip
+    state, facts = checkpoint.load(path)
+    assert bits(state) == bits(make_state(100))
+    assert (facts["step"], facts["samples"], facts["elapsed_s"]) == (100, 800, 0.1)
+    assert checkpoint.check(path) is None
+
+
+def test_the_manifest_holds_sizes_and_hashes_of_all_other_files(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    assert set(files) == {"model.safetensors", "optimizer.safetensors", "state.json"}
+    for name, facts in files.items():
+        assert facts == {"bytes": (path / name).stat().st_size, "sha256": checkpoint.sha256(path / name)}
+
+
+def test_newest_are_kept_and_listed_first(tmp_path: Path) -> None:
+    for step in (1, 2, 30, 100_000_000):
+        save(tmp_path, step, keep=2)
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-100000000", "step-00000030"]
+    assert {p.name for p in tmp_path.iterdir()} == {"step-100000000", "step-00000030"}
+
+
+def test_order_is_by_number_not_by_name(tmp_path: Path) -> None:
+    for step in (99_999_999, 100_000_000):
+        (tmp_path / f"step-{step:08d}").mkdir()
+    assert checkpoint.list_checkpoints(tmp_path)[0].name == "step-100000000"
+
+
+def test_foreign_names_are_neither_listed_nor_removed(tmp_path: Path) -> None:
+    (tmp_path / "step-7").mkdir()
+    (tmp_path / "best").mkdir()
+    (tmp_path / "step-00000009").write_text("a file")
+    save(tmp_path, 1, keep=1)
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-00000001"]
+    assert {p.name for p in tmp_path.iterdir()} == {"step-7", "best", "step-00000009", "step-00000001"}
+
+
+def test_left_overs_of_interrupted_saves_are_pruned(tmp_path: Path) -> None:
+    stale = tmp_path / "step-00000005.tmp-0123abcd"
+    stale.mkdir()
+    (stale / "model.safetensors").write_bytes(b"half")
+    assert checkpoint.list_checkpoints(tmp_path) == []
+    save(tmp_path, 1)
+    assert not stale.exists()
+
+
+@pytest.mark.parametrize("fails_at", ["first tensors", "second tensors", "manifest", "fsync", "rename"])
+def test_a_save_that_fails_leaves_the_old_ones_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
+) -> None:
+    save(tmp_path, 1)
+    before = tree(tmp_path)
+    calls = {"save_file": 0}
+    real_save, real_sha = checkpoint.save_file, checkpoint.sha256
+
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def save_some(tensors: object, path: Path) -> None:
+        calls["save_file"] += 1
+        if calls["save_file"] == {"first tensors": 1, "second tensors": 2}[fails_at]:
+            path.write_bytes(b"half")
+            fail()
+        real_save(tensors, path)  # type: ignore[arg-type]
+
+    if fails_at in ("first tensors", "second tensors"):
+        monkeypatch.setattr(checkpoint, "save_file", save_some)
+    elif fails_at == "manifest":
+        monkeypatch.setattr(checkpoint, "sha256", lambda p: fail() if p.name == "state.json" else real_sha(p))
+    elif fails_at == "fsync":
+        monkeypatch.setattr(checkpoint, "_fsync", fail)
+    else:
+        monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="No space left"):
+        save(tmp_path, 2)
+    assert tree(tmp_path) == before
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_saving_a_step_again_never_loses_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The docstring's promise: after an OSError nothing under the final name has changed."""
+    # fails: save removes the old step-N before the rename that may fail (or the kill between the two)
+    save(tmp_path, 1)
+    before = tree(tmp_path)
+
+    def fail(*_: object) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(OSError, match="Input/output"):
+        checkpoint.save(tmp_path, 1, make_state(2), {}, 9)
+    assert tree(tmp_path) == before
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    path = checkpoint.save(tmp_path, 1, make_state(5), {}, 9)
+    assert bits(checkpoint.load(path)[0]) == bits(make_state(5))
+    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+# --- what is wrong is said
+
+
+def truncate(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+
+
+def flip(path: Path) -> None:
+    file = path / "optimizer.safetensors"
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+
+
+def no_manifest(path: Path) -> None:
+    (path / "manifest.json").unlink()
+
+
+def missing_file(path: Path) -> None:
+    (path / "state.json").unlink()
+
+
+def not_json(path: Path) -> None:
+    (path / "manifest.json").write_text('{"files": ')
+
+
+def binary(path: Path) -> None:
+    (path / "manifest.json").write_bytes(b"\xff\xfe\x00")
+
+
+def a_list(path: Path) -> None:
+    (path / "manifest.json").write_text("[1, 2]")
+
+
+def wrong_shape(path: Path) -> None:
+    (path / "manifest.json").write_text('{"files": {"model.safetensors": 3}}')
+
+
+def empty_manifest(path: Path) -> None:
+    (path / "manifest.json").write_text('{"files": {}}')
+
+
+def lacks_a_file(path: Path) -> None:
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["files"]["optimizer.safetensors"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    (path / "optimizer.safetensors").unlink()
+
+
+def outside(path: Path) -> None:
+    """A manifest that points out of its directory at a file that verifies."""
+    secret = path.parent.parent / "secret"
+    secret.write_bytes(b"outside")
+    files = {"../../secret": {"bytes": 7, "sha256": checkpoint.sha256(secret)}}
+    (path / "manifest.json").write_text(json.dumps({"version": 1, "files": files}))
+
+
+def manifest_is_a_directory(path: Path) -> None:
+    (path / "manifest.json").unlink()
+    (path / "manifest.json").mkdir()
+
+
+DAMAGE: list[tuple[Callable[[Path], None], str]] = [
+    (truncate, "model.safetensors: .* bytes, manifest says"),
+    (flip, "optimizer.safetensors: SHA-256 differs"),
+    (no_manifest, "FileNotFoundError: .*manifest.json"),
+    (missing_file, "FileNotFoundError: .*state.json"),
+    (not_json, "JSONDecodeError"),
+    (binary, "UnicodeDecodeError"),
+    (a_list, "TypeError"),
+    (wrong_shape, "TypeError"),
+    (outside, "secret"),
+    (manifest_is_a_directory, "IsADirectoryError"),
+    # fails: check() is content with a manifest that names no file, or not all of them
+    (empty_manifest, "."),
+    (lacks_a_file, "."),
+]
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=[d.__name__ for d, _ in DAMAGE])
+def test_a_broken_newest_is_passed_over_and_named(
+    tmp_path: Path, damage: Callable[[Path], None], message: str
+) -> None:
+    folder = tmp_path / "run" / "checkpoints"
+    good = save(folder, 1)
+    broken = save(folder, 2)
+    damage(broken)
+    found, problems = checkpoint.newest_valid(folder)
+    assert found == good
+    (problem,) = problems
+    assert broken.name in problem
+    assert re.search(message, problem), problem
+    assert checkpoint.resolve(str(tmp_path / "run")) == good
+    shutil.rmtree(good)
+    with pytest.raises(ConfigError, match="no valid checkpoint there") as caught:
+        checkpoint.resolve(str(tmp_path / "run"))
+    assert caught.value.issues[1:] == (problem,)
+
+
+def test_all_broken_ones_are_named_newest_first(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        truncate(save(tmp_path, step))
+    found, problems = checkpoint.newest_valid(tmp_path)
+    assert found is None
+    assert [next(s for s in (1, 2, 3) if f"step-0000000{s}" in p) for p in problems] == [3, 2, 1]
+
+
+def test_resolve_takes_a_checkpoint_a_run_and_a_folder(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    old, new = save(run / "checkpoints", 1), save(run / "checkpoints", 2)
+    assert checkpoint.resolve(str(old)) == old
+    assert checkpoint.resolve(str(run)) == new
+    assert checkpoint.resolve(str(run / "checkpoints")) == new
+
+
+def test_resolve_refuses_a_named_broken_checkpoint_and_does_not_take_another(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    save(run / "checkpoints", 1)
+    broken = save(run / "checkpoints", 2)
+    flip(broken)
+    with pytest.raises(ConfigError, match="SHA-256 differs"):
+        checkpoint.resolve(str(broken))
+
+
+def test_resolve_of_nonsense(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "empty").mkdir()
+    for where in (tmp_path / "file", tmp_path / "empty", tmp_path / "none", tmp_path / "a" / "b"):
+        with pytest.raises(ConfigError, match="no valid checkpoint there"):
+            checkpoint.resolve(str(where))
+
+
+class Bomb:
+    def __init__(self, canary: str):
+        self.canary = canary
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return os.mkdir, (self.canary,)
+
+
+@pytest.mark.parametrize("writer", ["pickle", "torch"])
+def test_a_pickle_is_refused_and_not_executed(tmp_path: Path, writer: str) -> None:
+    canary = tmp_path / "canary"
+    path = save(tmp_path / "checkpoints", 1)
+    file = path / "model.safetensors"
+    if writer == "pickle":
+        file.write_bytes(pickle.dumps(Bomb(str(canary))))
+    else:
+        torch.save(Bomb(str(canary)), file)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": checkpoint.sha256(file)}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    assert checkpoint.check(path) is None  # its hashes are right: only the format can stop it
+    with pytest.raises(ConfigError, match="not a checkpoint"):
+        checkpoint.load(path)
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", '"x"', '{"scaler": 3}', '{"scaler": {"scale": "x"}}', "{}", "not json"]
+)
+def test_a_state_json_of_another_shape_is_a_configuration_error(tmp_path: Path, text: str) -> None:
+    # fails: TypeError and AttributeError leave load() as they are
+    path = save(tmp_path, 1)
+    (path / "state.json").write_text(text)
+    with pytest.raises(ConfigError, match="not a checkpoint"):
+        checkpoint.load(path)

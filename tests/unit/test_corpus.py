@@ -1,0 +1,524 @@
+"""Text to shards: exactness, independence of the number of processes, interruption, refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from bert_dp import corpus, sources, tokenizer
+from bert_dp.config import BuildConfig, Config, ConfigError, resolve
+
+LENGTH, VOCAB = 16, 300
+PLAIN: dict[str, Any] = {"max_tokens_per_char": 0.0, "held_out_fraction": 0.1}
+WORDS = [
+    a + b
+    for a in ("ba", "ko", "mi", "re", "tu", "sal", "pon")
+    for b in ("la", "ner", "st", "ing", "um", "dy")
+]
+
+
+def prose(num: int, seed: int = 0) -> list[str]:
+    rng = random.Random(seed)
+    return [
+        " ".join(rng.choices(WORDS, k=rng.randint(3, 30))).capitalize() + f". {i} "
+        + ". ".join(rng.choices(WORDS, k=rng.randint(0, 5)))
+        for i in range(num)
+    ]  # fmt: skip
+
+
+def write(path: Path, docs: list[str]) -> str:
+    path.write_text("\n".join(docs) + "\n", encoding="utf-8")
+    return str(path)
+
+
+def make(source: str | list[str], out: Path, *, seed: int = 0, **options: Any) -> dict[str, Any]:
+    keys = ("processes", "force", "tokenizer", "progress", "vocab_size")
+    rest = {k: options.pop(k) for k in keys if k in options}
+    rest = {"processes": 1, "tokenizer": None, "vocab_size": VOCAB, **rest}
+    items = [source] if isinstance(source, str) else source
+    build_options = BuildConfig(**{**PLAIN, **options})
+    return corpus.build(items, out, options=build_options, sequence_length=LENGTH, seed=seed, **rest)
+
+
+def split(out: Path, name: str) -> np.ndarray:
+    manifest = corpus.read_manifest(out)
+    parts = [np.fromfile(out / s["file"], "<u2") for s in manifest[name]["shards"]]
+    return np.concatenate(parts).reshape(-1, LENGTH)
+
+
+def restated(out: Path, docs: list[str], fraction: float, *, seed: int = 0) -> dict[str, list[int]]:
+    """The pipeline said again, one document at a time, with the saved tokenizer as it is."""
+    tok = Tokenizer.from_file(str(out / "tokenizer.json"))
+    streams: dict[str, list[int]] = {"train": [], "held_out": []}
+    seen = set()
+    for doc in docs:
+        key = tokenizer.document_key(doc, seed)
+        ids = tok.encode(doc, add_special_tokens=False).ids
+        if key in seen or not ids:
+            continue
+        seen.add(key)
+        streams["held_out" if key < fraction * 2**64 else "train"] += [*ids, tok.token_to_id("<sep>")]
+    return {name: ids[: len(ids) // LENGTH * LENGTH] for name, ids in streams.items()}
+
+
+def test_packing_is_exact(tmp_path: Path) -> None:
+    docs = prose(300)
+    manifest = make(write(tmp_path / "a.txt", docs), tmp_path / "out")
+    for name, ids in restated(tmp_path / "out", docs, 0.1).items():
+        rows = split(tmp_path / "out", name)
+        assert rows.ravel().tolist() == ids
+        assert manifest[name]["sequences"] == len(rows)
+        assert manifest[name]["tokens"] == rows.size
+    assert manifest["train"]["documents"] + manifest["held_out"]["documents"] == len(docs)
+    assert manifest["special_tokens"] == {"pad": 0, "unk": 3, "cls": 4, "sep": 5, "mask": 6}
+    assert manifest["num_special"] == 7
+    assert manifest["dtype"] == "uint16"
+    assert manifest["uniform_entropy_nats"] == math.log(manifest["vocab_size"])
+    assert corpus.verify(tmp_path / "out") == []
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.lists(st.integers(0, 49), max_size=40), max_size=12),
+    st.integers(1, 9),
+    st.integers(1, 5),
+)
+def test_shard_writer_against_plain_lists(
+    tmp_path_factory: pytest.TempPathFactory, pieces: list[list[int]], length: int, per_shard: int
+) -> None:
+    directory = tmp_path_factory.mktemp("w")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "SHARD_BYTES", per_shard * length * 2)
+        writer = corpus.ShardWriter(directory, "x", length, 50)
+        for piece in pieces:
+            writer.write(np.array(piece, np.uint16))
+        writer.close()
+    flat = [i for piece in pieces for i in piece]
+    flat = flat[: len(flat) // length * length]
+    files = [np.fromfile(directory / s["file"], "<u2").tolist() for s in writer.shards]
+    assert [i for ids in files for i in ids] == flat
+    assert [len(ids) // length for ids in files[:-1]] == [per_shard] * len(files[:-1])
+    assert writer.counts.tolist() == np.bincount(np.array(flat, int), minlength=50).tolist()
+    assert all(s["bytes"] == (directory / s["file"]).stat().st_size for s in writer.shards)
+    assert all(s["sha256"] == sources.file_hash(directory / s["file"]) for s in writer.shards)
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+def test_the_number_of_processes_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.setattr(corpus, "BATCH_DOCUMENTS", 37)
+    docs = prose(400) + prose(50)
+    source = write(tmp_path / "a.txt", docs)
+    options = {"tokenizer_model": kind, "max_tokens_per_char": 0.5, "order": "unigram"}
+    one = make(source, tmp_path / "one", processes=1, **options)
+    two = make(source, tmp_path / "two", processes=2, **options)
+    assert one == two
+    assert one["dropped"]["exact_duplicate"] == 50
+    for name in ("tokenizer.json", "train-00000.bin", "held_out-00000.bin"):
+        assert (tmp_path / "one" / name).read_bytes() == (tmp_path / "two" / name).read_bytes()
+
+
+def test_the_directory_of_the_source_changes_nothing(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    first = make(write(tmp_path / "a.txt", prose(100)), tmp_path / "one")
+    assert make(write(tmp_path / "elsewhere/a.txt", prose(100)), tmp_path / "two") == first
+    assert str(tmp_path) not in json.dumps(first)
+
+
+def test_held_out_is_disjoint_and_does_not_depend_on_order(tmp_path: Path) -> None:
+    docs = prose(200)
+    shuffled = random.Random(1).sample(docs, len(docs)) + [d.upper() for d in docs[:50]]
+    first = make(write(tmp_path / "a.txt", docs), tmp_path / "a")
+    second = make(write(tmp_path / "b.txt", shuffled), tmp_path / "b")
+    assert first["held_out"]["documents"] == second["held_out"]["documents"] > 0
+    assert second["dropped"]["exact_duplicate"] == 50
+    other = make(write(tmp_path / "a.txt", docs), tmp_path / "c", seed=7)
+    assert (tmp_path / "a/held_out-00000.bin").read_bytes() != (
+        tmp_path / "c/held_out-00000.bin"
+    ).read_bytes()
+    assert other["build"]["seed"] == 7
+    # without dedup the copies of a held-out document are held out too
+    assert tokenizer.document_key("Some  text", 0) == tokenizer.document_key("some text\t", 0)
+
+
+def test_no_held_out_on_request(tmp_path: Path) -> None:
+    manifest = make(write(tmp_path / "a.txt", prose(50)), tmp_path / "out", held_out_fraction=0.0)
+    assert manifest["held_out"] == {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
+    assert manifest["unigram_entropy_nats"] is None
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 60), max_size=20), max_size=12))
+def test_exact_filter_against_a_set(batches: list[list[int]]) -> None:
+    is_new = corpus._exact_filter()
+    seen: set[int] = set()
+    for batch in batches:
+        expected = []
+        for key in batch:
+            expected.append(key not in seen)
+            seen.add(key)
+        assert is_new(np.array(batch, np.uint64) << np.uint64(50)).tolist() == expected
+
+
+def test_near_dedup_drops_the_later_document(tmp_path: Path) -> None:
+    pytest.importorskip("rensa")
+    rng = random.Random(0)
+    docs = [" ".join(rng.choices(WORDS, k=120)) for _ in range(60)]
+    edited = [" ".join([*d.split()[:118], "other", "end"]) for d in docs[:20]]
+    source = write(tmp_path / "a.txt", docs + edited + docs[:5])
+    manifest = make(source, tmp_path / "near", dedup="near", held_out_fraction=0.2)
+    assert manifest["dropped"]["exact_duplicate"] == 5
+    assert 18 <= manifest["dropped"]["near_duplicate"] <= 20
+    two = make(source, tmp_path / "two", dedup="near", held_out_fraction=0.2, processes=2)
+    assert two["hash"] == manifest["hash"]
+    assert make(source, tmp_path / "exact", held_out_fraction=0.2)["dropped"]["exact_duplicate"] == 5
+    assert (
+        make(source, tmp_path / "none", dedup="none", held_out_fraction=0.2)["dropped"]["exact_duplicate"]
+        == 0
+    )
+
+
+def test_near_dedup_without_rensa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rensa", None)
+    with pytest.raises(ConfigError, match=r"needs rensa; pip install 'bert-dp\[dedup\]'"):
+        make(write(tmp_path / "a.txt", prose(60)), tmp_path / "out", dedup="near")
+
+
+def test_filter_drops_by_tokens_per_character(tmp_path: Path) -> None:
+    docs = prose(200)
+    trash = [f"q {c} z j x v 1 2 3" for c in "abc"]
+    source = write(tmp_path / "a.txt", [*docs, *trash, "日本語", "   ́  "])
+    manifest = make(source, tmp_path / "out", max_tokens_per_char=0.5, held_out_fraction=0.2)
+    tok = Tokenizer.from_file(str(tmp_path / "out/tokenizer.json"))
+    too_many = [
+        d for d in [*docs, *trash] if len(tok.encode(d, add_special_tokens=False).ids) >= 0.5 * len(d)
+    ]
+    assert manifest["dropped"]["tokens_per_char"] == len(too_many)
+    assert 0 < len(too_many) < len(docs)
+    assert manifest["dropped"]["empty"] == 2
+
+
+def test_orders(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", prose(300))
+    make(source, tmp_path / "none")
+    plain = split(tmp_path / "none", "train")
+    counts = np.bincount(plain.ravel(), minlength=VOCAB)
+    log_p = np.log((counts + 1) / (counts.sum() + VOCAB))
+    stop = Tokenizer.from_file(str(tmp_path / "none/tokenizer.json")).token_to_id(".")
+    keys = {"sentence_length": (plain == stop).sum(1), "unigram": log_p[plain].sum(1).astype(np.float32)}
+    for order, key in keys.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(corpus, "SHARD_BYTES", LENGTH * 2 * 10)  # several shards
+            make(source, tmp_path / order, order=order)
+        ordered = split(tmp_path / order, "train")
+        assert ordered.tolist() == plain[np.argsort(-key, kind="stable")].tolist()
+        assert not list((tmp_path / order).glob("unordered*"))
+        assert corpus.verify(tmp_path / order) == []
+
+
+def test_entropy_by_hand(tmp_path: Path) -> None:
+    manifest = make(write(tmp_path / "a.txt", prose(200)), tmp_path / "out")
+    train, held_out = (split(tmp_path / "out", n).ravel().tolist() for n in ("train", "held_out"))
+    size = manifest["vocab_size"]
+    total = sum(math.log((train.count(t) + 1) / (len(train) + size)) for t in held_out)
+    assert manifest["unigram_entropy_nats"] == pytest.approx(-total / len(held_out), rel=1e-12)
+    assert manifest["unigram_entropy_nats"] < manifest["uniform_entropy_nats"]
+
+
+def test_python_normalisation_is_the_tokenizers_for_every_character() -> None:
+    rust = tokenizer.normalizer()
+    for start in range(0, 0x110000, 4096):
+        text = "|".join(chr(c) for c in range(start, start + 4096) if not 0xD800 <= c < 0xE000)
+        assert tokenizer.normalize(text) == rust.normalize_str(text), hex(start)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text("aAé'`\"  .ßİK\n\t\0<>-", max_size=30))
+def test_python_normalisation_is_the_tokenizers(text: str) -> None:
+    assert tokenizer.normalize(text) == tokenizer.normalizer().normalize_str(text)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.text("aB é\t\n\xa0\u2003\x1f\u0130", max_size=12), st.integers(0, 3))
+def test_document_key_ignores_case_and_white_space_only(text: str, seed: int) -> None:
+    plain = " ".join(text.lower().split())
+    assert tokenizer.document_key(text, seed) == tokenizer.document_key(plain, seed)
+    assert tokenizer.document_key(text + "x", seed) != tokenizer.document_key(text, seed)
+
+
+@pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
+@pytest.mark.parametrize("with_normalizer", [True, False])
+def test_training_is_deterministic_and_saved_whole(kind: Any, with_normalizer: bool) -> None:
+    docs = [*prose(200), "Ünïcode “quotes” ``tex''"]
+    first, second = (
+        tokenizer.train(docs, model=kind, vocab_size=VOCAB, with_normalizer=with_normalizer) for _ in range(2)
+    )
+    assert first.to_str() == second.to_str()
+    assert [first.id_to_token(i) for i in range(7)] == list(tokenizer.SPECIALS)
+    loaded = Tokenizer.from_str(first.to_str())
+    assert loaded.encode("<cls> bala Koner").ids == first.encode("<cls> bala Koner").ids
+    assert loaded.encode("bala", "koner").type_ids[-1] == 1
+    if with_normalizer:
+        assert loaded.encode("Bála  ``KONER''").ids == loaded.encode('bala "koner"').ids
+    else:
+        assert loaded.encode("bala").ids != loaded.encode("BALA").ids
+
+
+def test_special_tokens_in_a_text_are_text(tmp_path: Path) -> None:
+    make(write(tmp_path / "a.txt", [f"{d} <mask> <pad> <cls> <s>" for d in prose(100)]), tmp_path / "out")
+    ids = set(split(tmp_path / "out", "train").ravel().tolist())
+    assert not ids & {0, 1, 2, 4, 6}
+
+
+def test_vocabulary_larger_than_the_data_give(tmp_path: Path) -> None:
+    manifest = make(
+        write(tmp_path / "a.txt", ["ab ba"] * 50 + prose(60)), tmp_path / "out", vocab_size=30_000
+    )
+    assert 50 < manifest["vocab_size"] < 2000
+    assert (
+        manifest["vocab_size"] == Tokenizer.from_file(str(tmp_path / "out/tokenizer.json")).get_vocab_size()
+    )
+    tiny = make(write(tmp_path / "b.txt", prose(60)), tmp_path / "tiny", vocab_size=16)
+    assert tiny["vocab_size"] <= 16
+
+
+def bert_like(path: Path, specials: list[str], extra: int = 0) -> str:
+    vocab = {t: i for i, t in enumerate([*specials, *WORDS, ".", *(f"x{i}" for i in range(extra))])}
+    tok = Tokenizer(models.WordPiece(vocab, unk_token="[UNK]"))
+    tok.pre_tokenizer = pre_tokenizers.Whitespace()
+    tok.enable_truncation(4)
+    tok.enable_padding()
+    tok.save(str(path))
+    return str(path)
+
+
+def test_given_tokenizer(tmp_path: Path) -> None:
+    docs = prose(300)
+    source = write(tmp_path / "a.txt", docs)
+    specials = ["[PAD]", "[unused0]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    path = bert_like(tmp_path / "t.json", specials)
+    manifest = make(source, tmp_path / "out", tokenizer=path)
+    assert manifest["special_tokens"] == {"pad": 0, "unk": 2, "cls": 3, "sep": 4, "mask": 5}
+    assert manifest["num_special"] == 6
+    assert manifest["tokenizer"]["sha256"] == sources.file_hash(Path(path))
+    rows = split(tmp_path / "out", "train")
+    assert (rows == 4).sum() == pytest.approx(manifest["train"]["documents"], abs=5)
+    assert not (rows == 0).any()
+    with pytest.raises(ConfigError, match="no token <mask> or"):
+        make(source, tmp_path / "no", tokenizer=bert_like(tmp_path / "u.json", specials[:-1]))
+    with pytest.raises(ConfigError, match=r"model\.vocab_size is 300"):
+        make(source, tmp_path / "no", tokenizer=bert_like(tmp_path / "v.json", specials, extra=500))
+    with pytest.raises(ConfigError, match="at most 65535 fit"):
+        make(source, tmp_path / "no", tokenizer=bert_like(tmp_path / "w.json", specials, extra=70_000))
+    (tmp_path / "x.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"not a tokenizer\.json"):
+        make(source, tmp_path / "no", tokenizer=str(tmp_path / "x.json"))
+    assert not (tmp_path / "no").exists()
+
+
+def test_too_little_text_tells_the_counts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"training \d+ sequences from \d+ documents, held-out 0 sequences"):
+        make(write(tmp_path / "a.txt", prose(12)), tmp_path / "out", held_out_fraction=0.001)
+    assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
+
+
+def test_existing_output_is_kept_refused_or_replaced(tmp_path: Path) -> None:
+    source, out = write(tmp_path / "a.txt", prose(100)), tmp_path / "out put ü"
+    first = make(source, out)
+    before = (out / "manifest.json").stat().st_mtime_ns
+    said: list[str] = []
+    assert make(source, out, progress=lambda stage, done, total: said.append(stage)) == first
+    assert any("kept" in stage for stage in said)
+    assert (out / "manifest.json").stat().st_mtime_ns == before
+    with pytest.raises(ConfigError, match="--force"):
+        make(source, out, dedup="none")
+    write(tmp_path / "a.txt", prose(100, seed=1))
+    with pytest.raises(ConfigError, match="--force"):
+        make(source, out)
+    assert make(source, out, force=True)["hash"] != first["hash"]
+    (out / "notes.md").write_text("mine")
+    with pytest.raises(ConfigError, match="not shards"):
+        make(source, out, dedup="none", force=True)
+    assert not list(tmp_path.glob(".*building*"))
+
+
+def test_damage_is_found(tmp_path: Path) -> None:
+    make(write(tmp_path / "a.txt", prose(100)), tmp_path / "out")
+    shard, manifest = tmp_path / "out/train-00000.bin", tmp_path / "out/manifest.json"
+    data = shard.read_bytes()
+    shard.write_bytes(data[:-2] + b"\xff\xff")
+    assert corpus.read_manifest(tmp_path / "out")
+    problems = corpus.verify(tmp_path / "out")
+    assert any("SHA-256" in p for p in problems)
+    assert any("token id 65535" in p for p in problems)
+    shard.write_bytes(data[:-2])
+    with pytest.raises(
+        ConfigError, match=rf"train-00000.bin: expected {len(data)} bytes, found {len(data) - 2}"
+    ):
+        corpus.read_manifest(tmp_path / "out")
+    shard.unlink()
+    with pytest.raises(ConfigError, match="no such file"):
+        corpus.read_manifest(tmp_path / "out")
+    shard.write_bytes(data)
+    (tmp_path / "out/tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"tokenizer\.json: missing or another"):
+        corpus.read_manifest(tmp_path / "out")
+    text = manifest.read_text()
+    manifest.write_text(text.replace('"num_special": 7', '"num_special": 8'))
+    with pytest.raises(ConfigError, match="edited or torn"):
+        corpus.read_manifest(tmp_path / "out")
+    manifest.write_text(text.replace('"version": 1', '"version": 2'))
+    with pytest.raises(ConfigError, match="version 1, found"):
+        corpus.read_manifest(tmp_path / "out")
+    manifest.unlink()
+    with pytest.raises(ConfigError, match="no manifest"):
+        corpus.read_manifest(tmp_path / "out")
+
+
+def test_inspect(tmp_path: Path) -> None:
+    make(write(tmp_path / "a.txt", prose(100)), tmp_path / "out")
+    facts = corpus.inspect(tmp_path / "out")
+    json.dumps(facts)
+    assert facts["problems"] == []
+    assert len(facts["samples"]) == 3
+    assert facts["frequent_tokens"][0]["share"] >= facts["frequent_tokens"][1]["share"] > 0
+    assert facts["tokens_per_document"] > 3
+
+
+def test_a_big_sample_is_bounded_and_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "SAMPLE_BYTES", 5000)
+    docs = prose(500)
+    sample, total = corpus._sample(docs, lambda stage, done, total: None)
+    assert total == 500
+    assert 1000 < sum(map(len, sample)) <= 5000
+    assert sorted(sample) == sorted(corpus._sample(docs[::-1], lambda stage, done, total: None)[0])
+
+
+def config(source: str, **extra: Any) -> Config:
+    data = {"sources": [source], "sequence_length": LENGTH, "build": PLAIN, **extra}
+    return resolve([{"data": data, "model": {"vocab_size": VOCAB}, "schedule": {"steps": 1}}])
+
+
+def test_ensure_builds_once_and_follows_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
+    source = write(tmp_path / "a.txt", prose(100))
+    first = corpus.ensure(config(source))
+    assert first == corpus.cache_dir(config(source))
+    stamp = (first / "manifest.json").stat().st_mtime_ns
+    assert corpus.ensure(config(source)) == first
+    assert (first / "manifest.json").stat().st_mtime_ns == stamp
+    (first / "train-00000.bin").write_bytes(b"")  # damaged: made again
+    assert corpus.verify(corpus.ensure(config(source))) == []
+    write(tmp_path / "a.txt", prose(101))
+    assert corpus.ensure(config(source)) != first
+    assert corpus.ensure(config(source, build={**PLAIN, "dedup": "none"})).parent == first.parent
+
+
+def test_ensure_with_a_given_path(tmp_path: Path) -> None:
+    make(write(tmp_path / "a.txt", prose(100)), tmp_path / "out")
+    given = {"path": str(tmp_path / "out"), "sources": None}
+    assert corpus.ensure(config("", **given)) == tmp_path / "out"
+    with pytest.raises(ConfigError, match="no manifest"):
+        corpus.ensure(config("", **{**given, "path": str(tmp_path)}))
+    with pytest.raises(ConfigError, match=r"data\.sequence_length"):
+        corpus.ensure(config("", **given, sequence_length=32))
+
+
+def start(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "bert_dp.corpus", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **(env or {})},
+        cwd=Path(corpus.__file__).parents[1],
+    )
+
+
+def test_two_processes_ensure_at_once(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", prose(3000))
+    tree = config(source).model_dump(mode="json")
+    (tmp_path / "c.yaml").write_text(json.dumps(tree))
+    env = {"BERT_DP_CACHE": str(tmp_path / "cache")}
+    both = [start("ensure", str(tmp_path / "c.yaml"), env=env) for _ in range(2)]
+    answers = [p.communicate(timeout=60) for p in both]
+    assert [p.returncode for p in both] == [0, 0], answers
+    assert answers[0][0] == answers[1][0]
+    assert corpus.verify(Path(answers[0][0].strip())) == []
+    assert sum("tokenize" in err for _, err in answers) == 1
+
+
+def options_file(tmp_path: Path, **extra: Any) -> str:
+    path = tmp_path / "options.json"
+    given = {"sources": [str(tmp_path / "a.txt")], "out": str(tmp_path / "out"), "options": PLAIN}
+    path.write_text(json.dumps({**given, "sequence_length": LENGTH, "vocab_size": VOCAB, **extra}))
+    return str(path)
+
+
+def children(pid: int) -> list[int]:
+    return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number: signal.Signals) -> None:
+    write(tmp_path / "a.txt", prose(40_000))
+    options = options_file(tmp_path, processes=2)
+    process = start("build", options)
+    assert process.stderr is not None
+    while "tokenize" not in process.stderr.readline():
+        assert process.poll() is None
+    workers = children(process.pid)
+    process.send_signal(number)
+    process.communicate(timeout=30)
+    expected = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[number]
+    assert process.returncode == expected
+    assert not (tmp_path / "out").exists()
+    assert bool(list(tmp_path.glob(".out.building-*"))) == (number == signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in workers):  # no orphan outlives the build
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    if number == signal.SIGKILL:
+        again = start("build", options)
+        out, err = again.communicate(timeout=60)
+        assert again.returncode == 0, err
+        assert json.loads(out) == corpus.read_manifest(tmp_path / "out")
+        assert not list(tmp_path.glob(".out.building-*"))
+
+
+def test_main_refuses_bad_options_with_exit_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    bad = options_file(tmp_path, sauces=1, options={"dedup": "fuzzy"}, vocab_size=3)
+    assert corpus.main(["build", bad]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3
+    assert all(line.startswith("error: ") for line in lines)
+    assert corpus.main(["build", options_file(tmp_path)]) == 2
+    assert "matches no file" in capsys.readouterr().err
+    write(tmp_path / "a.txt", prose(100))
+    assert corpus.main(["build", options_file(tmp_path)]) == 0
+    assert corpus.main(["inspect", str(tmp_path / "out")]) == 0
+    assert corpus.main(["inspect", str(tmp_path / "gone")]) == 2
+    assert corpus.main(["build", str(tmp_path / "gone.json")]) == 2
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys, bert_dp.corpus; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(corpus.__file__).parents[1])

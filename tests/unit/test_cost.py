@@ -1,0 +1,152 @@
+"""Parameters and FLOPs against the model itself, peaks against their table."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from bert_dp.config import Config, ModelConfig, resolve
+from bert_dp.cost import (
+    GIB,
+    PEAK_FLOPS,
+    flops_per_token,
+    linear_parameters,
+    memory_estimate_gib,
+    num_parameters,
+    peak_flops,
+)
+from bert_dp.model import build_model
+
+TINY = {"vocab_size": 40, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "intermediate_size": 20}
+
+
+def config(**overrides: object) -> Config:
+    return resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 1}}, overrides])
+
+
+def test_crammed_bert_reference_values() -> None:
+    crammed = ModelConfig()
+    assert num_parameters(crammed, 128) == 119_589_889
+    assert linear_parameters(crammed) == 94_371_840
+    assert flops_per_token(crammed, 128, 0.25) / 1e6 == pytest.approx(622.9, abs=0.05)
+
+
+CHOICES = {
+    "position": ("scaled_sinusoidal", "rope", "learned"),
+    "mlp": ("geglu", "gelu"),
+    "norm": ("layernorm", "rmsnorm"),
+    "norm_bias": (True, False),
+    "bias": (False, True),
+    "head": ("none", "dense"),
+    "first_attention_norm": (True, False),
+}
+
+
+@pytest.mark.parametrize("position", CHOICES["position"])
+def test_parameters_are_those_of_the_model(position: str) -> None:
+    others = [name for name in CHOICES if name != "position"]
+    for values in itertools.product(*(CHOICES[name] for name in others)):
+        chosen = dict(zip(others, values, strict=True))
+        model_config = ModelConfig(**TINY, position=position, **chosen)  # type: ignore[arg-type]
+        model = build_model(model_config, 24, seed=0)
+        assert num_parameters(model_config, 24) == sum(p.numel() for p in model.parameters()), chosen
+
+
+def counted_flops(model_config: ModelConfig, length: int, batch: int, predicted: int) -> int:
+    """Forward and backward of every matrix product and attention, as torch counts them."""
+    model = build_model(model_config, length, seed=0)
+    ids = torch.randint(0, model_config.vocab_size, (batch, length))
+    positions = torch.arange(batch)[:, None] * length + torch.arange(predicted)
+    labels = torch.zeros(batch * predicted, dtype=torch.int64)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        model(ids, positions.flatten(), labels).backward()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize("mlp", ["geglu", "gelu"])
+@pytest.mark.parametrize("head", ["none", "dense"])
+@pytest.mark.parametrize("first_attention_norm", [True, False])
+def test_flops_are_those_torch_counts(mlp: str, head: str, first_attention_norm: bool) -> None:
+    """The formula counts matrix products, as torch's counter does, so they agree to the operation: the math kernel
+    shows attention as two batched products (torch's fused kernels count recomputation in their backward, which a
+    model FLOP does not), and every weight's input needs a gradient, the embedding's included."""
+    model_config = ModelConfig(**TINY, mlp=mlp, head=head, first_attention_norm=first_attention_norm)  # type: ignore[arg-type]
+    batch, length, predicted = 3, 16, 4
+    wanted = flops_per_token(model_config, length, predicted / length) * batch * length
+    assert counted_flops(model_config, length, batch, predicted) == wanted
+
+
+def test_flops_follow_the_masked_count_not_the_rate() -> None:
+    """0.15 of 128 positions is 19.2: 19 are predicted."""
+    crammed = ModelConfig()
+    per_prediction = 6 * 768 * 32_768
+    difference = flops_per_token(crammed, 128, 0.15) - flops_per_token(crammed, 128, 18 / 128)
+    assert difference == pytest.approx(per_prediction / 128, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "peak"),
+    [
+        ("NVIDIA H100 80GB HBM3", "bf16", 989e12),
+        ("NVIDIA H100 PCIe", "bf16", 756e12),
+        ("NVIDIA H100 NVL", "bf16", 835e12),
+        ("NVIDIA H200", "bf16", 989e12),
+        ("NVIDIA A100-SXM4-40GB", "bf16", 312e12),
+        ("NVIDIA A100 80GB PCIe", "fp32", 19.5e12),
+        ("NVIDIA A40", "bf16", 149.7e12),
+        ("NVIDIA RTX A6000", "bf16", 154.8e12),
+        ("NVIDIA L4", "bf16", 121e12),
+        ("NVIDIA L40S", "bf16", 362e12),
+        ("Tesla V100-SXM2-16GB", "fp16", 125e12),
+        ("Tesla T4", "fp16", 65e12),
+        ("NVIDIA B200", "bf16", 2250e12),
+        ("Tesla V100-SXM2-16GB", "bf16", None),
+        ("NVIDIA H100 80GB HBM3", "fp64", None),
+        ("CPU", "fp32", None),
+        ("", "bf16", None),
+        ("AMD Instinct MI300X", "bf16", None),
+        ("NVIDIA GeForce RTX 4090", "bf16", None),
+        ("NVIDIA RTX 6000 Ada Generation", "bf16", None),
+    ],
+)
+def test_peak_of_a_device(name: str, precision: str, peak: float | None) -> None:
+    assert peak_flops(name, precision) == peak
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "NVIDIA L40",  # 181 TFLOP/s, not the L4's 121
+        "NVIDIA T400",
+        "NVIDIA RTX A4000",
+        "NVIDIA A400",
+        "Quadro T4000",
+    ],
+)
+def test_a_device_whose_name_only_begins_like_a_known_one_has_no_peak(name: str) -> None:
+    # fails: the table is searched by substring, so an L40 is an L4, an RTX A4000 an A40, a T400 a T4
+    assert peak_flops(name, "fp16") is None
+
+
+def test_every_entry_is_reached_by_its_own_name() -> None:
+    for name, peaks in PEAK_FLOPS:
+        for precision, value in peaks.items():
+            assert peak_flops(f"NVIDIA {name}", precision) == value, name
+
+
+def test_memory_parts_scale_as_they_must() -> None:
+    small, twice = config(batch={"micro_size": 8}), config(batch={"micro_size": 16})
+    parts, more = memory_estimate_gib(small, "fp32"), memory_estimate_gib(twice, "fp32")
+    assert parts["weights"] == parts["gradients"] == num_parameters(small.model, 128) * 4 / GIB
+    assert parts["optimizer"] == 2 * parts["weights"]
+    for name in ("activations", "logits"):
+        assert more[name] == pytest.approx(2 * parts[name])
+    assert memory_estimate_gib(small, "fp64")["weights"] == 2 * parts["weights"]
+    mixed = memory_estimate_gib(small, "bf16")
+    assert mixed["weights"] == parts["weights"]
+    assert mixed["autocast weights"] == parts["weights"] / 2
+    assert mixed["activations"] < parts["activations"]

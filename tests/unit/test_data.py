@@ -1,0 +1,483 @@
+"""Order and masks: a permutation, exact counts, and the same samples whatever the ranks, threads and batches."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from bert_dp.data import (
+    Batch,
+    Shards,
+    TrainingStream,
+    Vocabulary,
+    hash64,
+    held_out_batches,
+    mask,
+    mix64,
+    permute,
+    training_batch,
+)
+from bert_dp.model import IGNORE
+from tests.shards import SPECIAL, write_shards
+
+VOCABULARY = Vocabulary(size=64, num_special=7, mask_id=SPECIAL["mask"])
+LENGTH = 16
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards"), length=LENGTH, train=50, held_out=21)
+
+
+@pytest.fixture(scope="module")
+def shards(directory: Path) -> Shards:
+    return open_shards(directory, "train")
+
+
+def open_shards(directory: Path, split: str) -> Shards:
+    return Shards(directory, json.loads((directory / "manifest.json").read_text()), split)
+
+
+def stream(shards: Shards, **changed: object) -> TrainingStream:
+    arguments: dict[str, object] = {
+        "seed": 3, "num_masked": 4, "shuffle": True, "micro_size": 4, "dp_rank": 0, "dp_size": 1, "start_sample": 0,
+        "workers": 0, "pin": False,
+    }  # fmt: skip
+    return TrainingStream(shards, **{**arguments, **changed})  # type: ignore[arg-type]
+
+
+def rows_of(batch: Batch) -> list[tuple[int, bytes]]:
+    """Each row of a batch as (sample, everything it holds), independent of the micro batch it stands in."""
+    size, length = batch.ids_BS.shape
+    positions = batch.positions_P.reshape(size, -1) - torch.arange(size)[:, None] * length
+    labels = batch.labels_P.reshape(size, -1)
+    return [
+        (int(s), b"|".join(t[i].numpy().tobytes() for t in (batch.ids_BS, positions, labels)))
+        for i, s in enumerate(batch.sample_ids)
+    ]
+
+
+def same(a: Batch, b: Batch) -> bool:
+    return rows_of(a) == rows_of(b) and a.num_masked == b.num_masked
+
+
+# --- permutation
+
+
+def whole(size: int, *key: int) -> NDArray[np.int64]:
+    return permute(np.arange(size), size, hash64(*key))
+
+
+@given(size=st.integers(1, 5000), key=st.integers(0, 2**63 - 1))
+@settings(max_examples=60)
+def test_permute_is_a_bijection(size: int, key: int) -> None:
+    out = whole(size, key)
+    assert out.dtype == np.int64
+    assert np.array_equal(np.sort(out), np.arange(size))
+
+
+@given(size=st.integers(2, 2000), key=st.integers(0, 2**32))
+@settings(max_examples=25)
+def test_permute_of_one_index_equals_permute_of_all(size: int, key: int) -> None:
+    out = whole(size, key)
+    index = np.array([0, size - 1, size // 2])
+    assert np.array_equal(permute(index, size, hash64(key)), out[index])
+    mixed = permute(np.array([1, 1]), size, np.concatenate([hash64(key), hash64(key + 1)]))
+    assert mixed[0] == out[1]  # a key per index
+    assert mixed[1] == whole(size, key + 1)[1]
+
+
+def test_permute_at_sizes_about_powers_of_two() -> None:
+    for size in (1, 2, 3, 4, 5, 15, 16, 17, 255, 256, 257, 1023, 1024, 1025):
+        assert np.array_equal(np.sort(whole(size, 1)), np.arange(size))
+
+
+def test_permute_reaches_beyond_32_bits() -> None:
+    size = 2**40 + 3
+    index = np.array([0, 1, 2**33, size - 1])
+    out = permute(index, size, hash64(1))
+    assert len(set(out.tolist())) == 4
+    assert ((out >= 0) & (out < size)).all()
+
+
+def test_epochs_and_seeds_have_orders_of_their_own() -> None:
+    orders = {whole(100, seed, 1, epoch).tobytes() for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+def chi_square(counts: NDArray[np.int64]) -> float:
+    expected = counts.sum() / counts.size
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_permute_is_uniform_over_places_and_pairs() -> None:
+    """10 x 10 table of (index, image) over 4000 keys: 81 degrees of freedom, mean 81, s.d. 12.7."""
+    keys, size = 4000, 10
+    index = np.tile(np.arange(size), keys)
+    key = np.repeat(hash64(np.arange(keys)), size)
+    out = permute(index, size, key)
+    table = np.zeros((size, size), np.int64)
+    np.add.at(table, (index, out), 1)
+    assert 81 - 5 * 12.7 < chi_square(table) < 81 + 5 * 12.7
+    following = (out.reshape(keys, size)[:, 1:] - out.reshape(keys, size)[:, :-1]) % size
+    steps = np.bincount(following.ravel(), minlength=size)[1:]  # uniform over 1..9: 8 degrees of freedom
+    assert chi_square(steps) < 8 + 5 * 4
+
+
+def test_mix64_is_the_published_splitmix64() -> None:
+    """First outputs of splitmix64 seeded with 1234567 (the reference implementation's)."""
+    golden = 0x9E3779B97F4A7C15
+    states = np.array([(1234567 + (i + 1) * golden) % 2**64 for i in range(3)], np.uint64)
+    assert mix64(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+
+
+def test_hash64_feels_every_part_and_its_place() -> None:
+    seen = [hash64(*parts)[0] for parts in ((0,), (0, 0), (1, 0), (0, 1), (0, 0, 0), (1,), (2**63,))]
+    assert len(set(seen)) == len(seen)
+
+
+# --- masks
+
+
+def random_rows(count: int, length: int, seed: int = 0) -> NDArray[np.uint16]:
+    return np.random.default_rng(seed).integers(7, 64, (count, length)).astype(np.uint16)
+
+
+@pytest.mark.parametrize(
+    ("num_masked", "masked", "random", "kept"),
+    [
+        (32, 26, 3, 3),
+        (19, 15, 2, 2),
+        (10, 8, 1, 1),
+        (4, 4, 0, 0),
+        (5, 3, 1, 1),
+        (1, 1, 0, 0),
+        (128, 102, 13, 13),
+    ],
+)
+def test_mask_counts_are_exact(num_masked: int, masked: int, random: int, kept: int) -> None:
+    rows = random_rows(40, 128)
+    ids, positions, labels = mask(rows, hash64(np.arange(40)), num_masked, VOCABULARY)
+    where = positions.reshape(40, num_masked) - np.arange(40)[:, None] * 128
+    assert ((where >= 0) & (where < 128)).all()
+    assert all(len(set(row)) == num_masked for row in where.tolist())
+    now = ids.reshape(-1)[positions].reshape(40, num_masked)
+    original = rows.reshape(-1)[positions].reshape(40, num_masked)
+    assert ((now == VOCABULARY.mask_id).sum(1) == masked).all()
+    unmasked = now != VOCABULARY.mask_id
+    assert (unmasked.sum(1) == random + kept).all()
+    assert ((now == original).sum(1) >= kept).all()
+    changed = (unmasked & (now != original)).sum()
+    assert changed <= random * 40
+    if random:  # a random token is the original by chance in 1 of 57
+        assert changed >= random * 40 * 0.7
+    assert np.array_equal(labels.reshape(40, num_masked), original)
+
+
+@given(batch=st.integers(1, 5), length=st.integers(8, 40), data=st.data())
+@settings(max_examples=50)
+def test_mask_touches_nothing_else_and_labels_are_originals(
+    batch: int, length: int, data: st.DataObject
+) -> None:
+    num_masked = data.draw(st.integers(1, length))
+    rows = random_rows(batch, length, data.draw(st.integers(0, 999)))
+    before = rows.copy()
+    ids, positions, labels = mask(rows, hash64(np.arange(batch), 9), num_masked, VOCABULARY)
+    assert np.array_equal(rows, before)  # the memory map is never written
+    assert (ids.dtype, positions.dtype, labels.dtype) == (np.int64, np.int64, np.int64)
+    assert len(positions) == len(set(positions.tolist())) == batch * num_masked
+    untouched = np.ones(batch * length, bool)
+    untouched[positions] = False
+    assert np.array_equal(ids.reshape(-1)[untouched], before.reshape(-1)[untouched])
+    assert np.array_equal(labels, before.reshape(-1)[positions])
+
+
+def test_random_tokens_are_ordinary_and_uniform() -> None:
+    count, num_masked = 4000, 10
+    rows = np.full((count, 16), 7, np.uint16)
+    ids, positions, _ = mask(rows, hash64(np.arange(count)), num_masked, VOCABULARY)
+    now = ids.reshape(-1)[positions]
+    drawn = now[(now != VOCABULARY.mask_id) & (now != 7)]
+    assert drawn.min() >= VOCABULARY.num_special
+    assert drawn.max() < VOCABULARY.size
+    counts = np.bincount(drawn, minlength=64)[8:]  # 56 other tokens: 55 degrees of freedom, s.d. 10.5
+    assert chi_square(counts) < 55 + 5 * 10.5
+
+
+def test_every_kind_of_position_is_uniform_over_the_row() -> None:
+    count, length, num_masked = 6000, 16, 10
+    rows = np.tile(np.arange(20, 20 + length, dtype=np.uint16), (count, 1))
+    ids, positions, _ = mask(rows, hash64(np.arange(count), 1), num_masked, VOCABULARY)
+    column = positions.reshape(count, num_masked) % length
+    now = ids.reshape(-1)[positions].reshape(count, num_masked)
+    kinds = {
+        "all": column.ravel(),
+        "masked": column[now == VOCABULARY.mask_id],
+        "random or kept": column[now != VOCABULARY.mask_id],
+    }
+    for name, columns in kinds.items():
+        value = chi_square(np.bincount(columns, minlength=length))
+        assert value < 15 + 5 * 5.5, name  # 15 degrees of freedom (fewer: without replacement), s.d. 5.5
+
+
+def test_mask_is_a_function_of_the_key_alone() -> None:
+    rows = random_rows(6, 16)
+    keys = hash64(np.arange(6))
+    ids, positions, labels = mask(rows, keys, 4, VOCABULARY)
+    order = np.array([4, 2, 0])
+    some_ids, some_positions, some_labels = mask(rows[order], keys[order], 4, VOCABULARY)
+    assert np.array_equal(some_ids, ids[order])
+    assert np.array_equal(some_labels.reshape(3, 4), labels.reshape(6, 4)[order])
+    assert np.array_equal(some_positions.reshape(3, 4) % 16, positions.reshape(6, 4)[order] % 16)
+    other, _, _ = mask(rows, hash64(np.arange(6), 1), 4, VOCABULARY)
+    assert not np.array_equal(other, ids)
+
+
+# --- batches
+
+
+def batch_of(shards: Shards, start: int, stop: int, **changed: object) -> Batch:
+    arguments: dict[str, object] = {"seed": 3, "num_masked": 4, "shuffle": True}
+    return training_batch(shards, np.arange(start, stop), **{**arguments, **changed})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("start", [0, 42, 50, 95])
+def test_a_batch_does_not_depend_on_how_it_is_cut(shards: Shards, start: int, shuffle: bool) -> None:
+    """42 and 95 put an epoch's end (50 sequences) inside the batch."""
+    one = batch_of(shards, start, start + 16, shuffle=shuffle)
+    two = [batch_of(shards, start + i, start + i + 8, shuffle=shuffle) for i in (0, 8)]
+    assert rows_of(one) == rows_of(two[0]) + rows_of(two[1])
+    assert one.num_masked == two[0].num_masked + two[1].num_masked == 64
+    assert one.ids_BS.shape == (16, LENGTH)
+    assert one.positions_P.shape == one.labels_P.shape == (64,)
+
+
+def unmasked(batch: Batch) -> NDArray[np.int64]:
+    ids = batch.ids_BS.clone().reshape(-1)
+    ids[batch.positions_P] = batch.labels_P
+    return ids.reshape(batch.ids_BS.shape).numpy()
+
+
+def test_each_epoch_is_every_sequence_once_in_another_order(shards: Shards) -> None:
+    everything = sorted(map(bytes, shards.rows(np.arange(50)).astype(np.int64)))
+    epochs = [unmasked(batch_of(shards, 50 * e, 50 * (e + 1))) for e in range(2)]
+    for rows in epochs:
+        assert sorted(map(bytes, rows)) == everything
+    assert not np.array_equal(*epochs)
+
+
+def test_without_shuffle_the_order_is_the_shards_and_masks_still_move(shards: Shards) -> None:
+    first, second = (batch_of(shards, 50 * e, 50 * (e + 1), shuffle=False) for e in range(2))
+    assert np.array_equal(unmasked(first), shards.rows(np.arange(50)))
+    assert np.array_equal(unmasked(first), unmasked(second))
+    assert not torch.equal(first.positions_P, second.positions_P)
+
+
+def test_seed_moves_order_and_masks(shards: Shards) -> None:
+    a, b = batch_of(shards, 0, 16, seed=1), batch_of(shards, 0, 16, seed=2)
+    assert not np.array_equal(unmasked(a), unmasked(b))
+    fixed = [batch_of(shards, 0, 16, seed=s, shuffle=False) for s in (1, 2)]
+    assert not torch.equal(fixed[0].positions_P, fixed[1].positions_P)
+
+
+def test_large_seeds_are_told_apart(shards: Shards) -> None:
+    batches = [batch_of(shards, 0, 8, seed=s) for s in (2**63 - 1, 2**63 - 2, 2**53, 2**53 + 1)]
+    assert len({rows_of(b)[0] for b in batches}) == 4
+
+
+def test_several_shard_files_read_as_their_concatenation(tmp_path: Path, directory: Path) -> None:
+    manifest = json.loads((directory / "manifest.json").read_text())
+    tokens = np.fromfile(directory / "train-00000.bin", "<u2").reshape(50, LENGTH)
+    pieces = []
+    for name, start, stop in (("a", 0, 7), ("b", 7, 8), ("c", 8, 50)):
+        tokens[start:stop].tofile(tmp_path / name)
+        pieces.append({"file": name, "sequences": stop - start})
+    manifest["train"]["shards"] = pieces
+    split, one = Shards(tmp_path, manifest, "train"), open_shards(directory, "train")
+    assert len(split) == len(one) == 50
+    for index in (np.arange(50), np.array([49, 0, 7, 6, 8, 8]), np.array([], np.int64)):
+        assert np.array_equal(split.rows(index), tokens[index])
+        assert np.array_equal(one.rows(index), tokens[index])
+    assert same(batch_of(split, 0, 60), batch_of(one, 0, 60))
+
+
+# --- streams
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_threads_change_nothing(shards: Shards, workers: int) -> None:
+    plain, threaded = stream(shards), stream(shards, workers=workers)
+    try:
+        assert same(plain.peek(), threaded.peek())
+        for _ in range(30):  # more than two epochs
+            assert same(plain.next(), threaded.next())
+    finally:
+        threaded.close()
+
+
+@pytest.mark.parametrize("dp_size", [1, 2, 3, 4])
+def test_replicas_together_read_the_single_stream(shards: Shards, dp_size: int) -> None:
+    """Round-robin by micro batch, so the order of the replicas' batches is the single stream itself."""
+    single = stream(shards)
+    replicas = [stream(shards, dp_rank=r, dp_size=dp_size) for r in range(dp_size)]
+    for _ in range(12):
+        for replica in replicas:
+            assert same(replica.next(), single.next())
+
+
+@given(
+    dp_size=st.integers(1, 4),
+    accumulations=st.lists(st.integers(1, 4), min_size=1, max_size=4),
+    start=st.integers(0, 120),
+)
+@settings(max_examples=25)
+def test_each_step_holds_the_same_samples_for_any_replicas(
+    shards: Shards, dp_size: int, accumulations: list[int], start: int
+) -> None:
+    """A step of accumulation x dp micro batches holds consecutive samples, also while a ramp changes it."""
+    replicas = [
+        stream(shards, micro_size=2, dp_rank=r, dp_size=dp_size, start_sample=start) for r in range(dp_size)
+    ]
+    seen = start
+    for accumulation in accumulations:
+        step = [row for r in replicas for _ in range(accumulation) for row in rows_of(r.next())]
+        whole_step = batch_of(shards, seen, seen + 2 * accumulation * dp_size)
+        assert sorted(step) == rows_of(whole_step)
+        seen += 2 * accumulation * dp_size
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_peek_does_not_consume(shards: Shards, workers: int) -> None:
+    peeked, plain = (
+        stream(shards, workers=workers, dp_rank=1, dp_size=2),
+        stream(shards, dp_rank=1, dp_size=2),
+    )
+    try:
+        first = peeked.peek()
+        assert same(first, peeked.peek())
+        assert same(first, peeked.next())
+        plain.next()
+        for _ in range(5):
+            assert same(peeked.next(), plain.next())
+    finally:
+        peeked.close()
+
+
+@pytest.mark.parametrize("dp_size", [1, 2])
+def test_start_sample_goes_on_exactly(shards: Shards, dp_size: int) -> None:
+    """After 3 steps at 3 replicas x 4 sequences, at another number of replicas."""
+    straight = stream(shards)
+    for _ in range(9):
+        straight.next()
+    resumed = [stream(shards, dp_rank=r, dp_size=dp_size, start_sample=36) for r in range(dp_size)]
+    for _ in range(8):
+        for replica in resumed:
+            assert same(replica.next(), straight.next())
+
+
+def test_close_leaves_no_thread(shards: Shards) -> None:
+    before = set(threading.enumerate())
+    used = stream(shards, workers=3)
+    used.next()
+    assert any(t.name.startswith("prefetch") for t in set(threading.enumerate()) - before)
+    used.close()
+    assert set(threading.enumerate()) <= before
+    idle = stream(shards, workers=2)
+    idle.close()
+    stream(shards).close()
+    assert set(threading.enumerate()) <= before
+
+
+def test_an_error_in_a_prefetch_thread_reaches_the_loop(
+    shards: Shards, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: Shards, index_B: NDArray[np.int64]) -> NDArray[np.uint16]:
+        raise OSError("gone")
+
+    broken = stream(shards, workers=1)
+    monkeypatch.setattr(Shards, "rows", fail)
+    try:
+        with pytest.raises(OSError, match="gone"):
+            broken.next()
+    finally:
+        broken.close()
+
+
+def test_waiting_is_counted(shards: Shards) -> None:
+    used = stream(shards)
+    assert used.wait_s == 0
+    used.next()
+    assert used.wait_s > 0
+
+
+# --- held-out loss
+
+
+def held_out(
+    shards: Shards, dp_size: int, micro_size: int = 4, max_sequences: int = 1000
+) -> list[list[Batch]]:
+    return [
+        held_out_batches(
+            shards, micro_size=micro_size, num_masked=3, max_sequences=max_sequences, dp_rank=r, dp_size=dp_size
+        )
+        for r in range(dp_size)
+    ]  # fmt: skip
+
+
+def real_rows(batch: Batch) -> list[tuple[int, bytes]]:
+    labels = batch.labels_P.reshape(len(batch.ids_BS), -1)
+    ignored = labels == IGNORE
+    assert torch.equal(ignored.any(1), ignored.all(1))  # a row counts whole or not at all
+    rows = rows_of(batch)
+    index = torch.nonzero(~ignored.any(1)).flatten().tolist()
+    size = len(batch.ids_BS)
+    assert batch.num_masked == len(index) * batch.labels_P.numel() // size
+    return [rows[i] for i in index]
+
+
+@pytest.mark.parametrize("micro_size", [1, 4, 5, 32])
+@pytest.mark.parametrize("max_sequences", [1000, 13, 1])
+def test_every_held_out_row_counts_once_for_any_replicas(
+    directory: Path, micro_size: int, max_sequences: int
+) -> None:
+    shards = open_shards(directory, "held_out")
+    total = min(21, max_sequences)
+    expected = None
+    for dp_size in (1, 2, 3, 4, 7):
+        ranks = held_out(shards, dp_size, micro_size, max_sequences)
+        rows = sorted(row for batches in ranks for batch in batches for row in real_rows(batch))
+        assert [sample for sample, _ in rows] == list(range(total))
+        assert sum(b.num_masked for batches in ranks for b in batches) == total * 3
+        shapes = {(*b.ids_BS.shape, b.positions_P.numel()) for batches in ranks for b in batches}
+        assert shapes == {(micro_size, LENGTH, micro_size * 3)}
+        expected = expected or rows
+        assert rows == expected  # the same masks for any number of replicas
+
+
+def test_held_out_masks_do_not_move_and_originals_are_the_rows(directory: Path) -> None:
+    shards = open_shards(directory, "held_out")
+    (first,), (second,) = held_out(shards, 1, 21), held_out(shards, 1, 21)
+    assert same(first[0], second[0])
+    assert np.array_equal(unmasked(first[0]), shards.rows(np.arange(21)))
+
+
+def test_padding_rows_carry_no_label(directory: Path) -> None:
+    (batches,) = held_out(open_shards(directory, "held_out"), 1, 8)
+    labels = batches[-1].labels_P.reshape(8, 3)
+    assert (labels[:5] != IGNORE).all()
+    assert (labels[5:] == IGNORE).all()
+    assert batches[-1].num_masked == 15
+
+
+def test_a_batch_stays_where_it_is_on_a_cpu(shards: Shards) -> None:
+    batch = batch_of(shards, 0, 4)
+    assert batch.to(torch.device("cpu")) is batch

@@ -1,0 +1,245 @@
+"""Which rank this is, what ranks say to each other, and one clock for all."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bert_dp.config import ConfigError
+from bert_dp.dist import Comm, SharedClock, bind_cpu, choose_device, connect, disconnect
+from bert_dp.world import World, read_world
+from tests.ranks import run_ranks
+
+TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_SIZE": "6",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+LONE = World(0, 0, 1, 1)
+CPU = torch.device("cpu")
+
+
+# --- who am I
+
+
+@pytest.mark.parametrize(
+    ("environ", "world"),
+    [
+        ({}, LONE),
+        ({"PATH": "/bin", "RANK": "1"}, LONE),  # half a scheme is none
+        (TORCHRUN, World(5, 1, 8, 4)),
+        (SLURM, World(3, 1, 4, 2)),
+        (OPEN_MPI, World(2, 0, 6, 2)),
+        ({**SLURM, **TORCHRUN}, World(5, 1, 8, 4)),  # torchrun inside a Slurm job
+        ({**OPEN_MPI, **SLURM}, World(3, 1, 4, 2)),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, World(0, 0, 2, 2)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, World(1, 1, 2, 2)),
+    ],
+)
+def test_read_world(environ: dict[str, str], world: World) -> None:
+    assert read_world(environ) == world
+
+
+@pytest.mark.parametrize(
+    ("scheme", "changed"),
+    [
+        (TORCHRUN, {"RANK": "x"}),
+        (TORCHRUN, {"RANK": ""}),
+        (TORCHRUN, {"WORLD_SIZE": "2.0"}),
+        (TORCHRUN, {"LOCAL_RANK": "a"}),
+        (TORCHRUN, {"RANK": "8"}),
+        (TORCHRUN, {"RANK": "-1"}),
+        (TORCHRUN, {"WORLD_SIZE": "0"}),
+        (SLURM, {"SLURM_PROCID": "4"}),
+        (OPEN_MPI, {"OMPI_COMM_WORLD_SIZE": "many"}),
+    ],
+)
+def test_bad_variables_are_named(scheme: dict[str, str], changed: dict[str, str]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_world({**scheme, **changed})
+    (line,) = caught.value.issues
+    first = next(iter(scheme))
+    assert first in line
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"LOCAL_RANK": "4"}, {"LOCAL_RANK": "-1"}, {"LOCAL_WORLD_SIZE": "0"}, {"LOCAL_WORLD_SIZE": "-2"}],
+)
+def test_bad_local_variables_are_refused(changed: dict[str, str]) -> None:
+    # fails: only RANK is held against its world; LOCAL_WORLD_SIZE=0 then divides by zero in bind_cpu
+    with pytest.raises(ConfigError):
+        read_world({**TORCHRUN, **changed})
+
+
+@pytest.mark.parametrize("per_node", ["2(x2)", "2(x1),1"])
+def test_slurm_without_a_plain_number_of_tasks_per_node(per_node: str) -> None:
+    """SLURM_TASKS_PER_NODE has this form; SLURM_NTASKS_PER_NODE is a plain number, set only when asked for."""
+    with pytest.raises(ConfigError):
+        read_world({**SLURM, "SLURM_NTASKS_PER_NODE": per_node})
+    environ = {k: v for k, v in SLURM.items() if k != "SLURM_NTASKS_PER_NODE"}
+    assert read_world(environ) == World(3, 1, 4, 4)
+
+
+@given(size=st.integers(1, 64), data=st.data())
+def test_every_rank_of_a_world_reads_itself(size: int, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, size - 1))
+    assert read_world({"RANK": str(rank), "WORLD_SIZE": str(size)}) == World(rank, rank, size, size)
+
+
+# --- devices and cores
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
+def test_devices_of_a_machine_without_a_gpu() -> None:
+    assert choose_device("cpu", LONE) == CPU
+    assert choose_device("auto", World(1, 1, 2, 2)) == CPU
+    with pytest.raises(ConfigError, match=r"run\.device: cuda needs 1 GPUs on this machine, found 0"):
+        choose_device("cuda", LONE)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", World(1, 1, 2, 2)) == torch.device("cuda", 1)
+    assert choose_device("cpu", World(5, 5, 8, 8)) == CPU
+    with pytest.raises(ConfigError, match="needs 3 GPUs on this machine, found 2; lower --nproc"):
+        choose_device("auto", World(2, 2, 3, 3))
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(1, 6), (2, 3), (3, 2), (4, 1), (6, 1), (7, 0)])
+def test_ranks_share_cores_without_overlap(monkeypatch: pytest.MonkeyPatch, ranks: int, share: int) -> None:
+    cores = {0, 2, 4, 8, 9, 11}
+    bound: list[list[int]] = []
+    threads: list[int] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mine: bound.append(list(mine)))
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    for rank in range(ranks):
+        assert bind_cpu(World(rank, rank, ranks, ranks)) == max(1, share)
+    assert threads == [max(1, share)] * ranks
+    taken = [core for mine in bound for core in mine]
+    assert len(taken) == len(set(taken)) == share * ranks
+    assert set(taken) <= cores
+
+
+# --- talking
+
+
+def test_a_lone_rank_talks_to_itself() -> None:
+    comm = connect(LONE, CPU)
+    assert not torch.distributed.is_initialized()
+    check_comm(comm, [7.5])
+    check_clock(comm)
+
+
+def check_comm(comm: Comm, values: list[float]) -> None:
+    """`values`: what each rank says, by rank."""
+    rank, size = comm.world.rank, comm.world.size
+    told = comm.gather([values[rank], float(rank)])
+    assert told.dtype == torch.float64
+    assert told.tolist() == [[value, float(r)] for r, value in enumerate(values)]
+    third = comm.gather([1 / 3 + rank])
+    assert third.flatten().tolist() == [1 / 3 + r for r in range(size)]  # doubles, unrounded
+    wait = comm.max_async([float(rank), -float(rank), values[rank]])
+    assert wait() == [float(size - 1), 0.0, max(values)]
+    for value in ({"a": [1, None, "ü"], "rank": 0}, "", [], None, "x" * 10_000):
+        assert comm.share(value if rank == 0 else "not this") == value
+    comm.barrier()
+
+
+class FakeTime:
+    """A clock of its own on each rank: another origin and another rate."""
+
+    def __init__(self, start: float, rate: float):
+        self.value, self.rate = start, rate
+
+    def __call__(self) -> float:
+        return self.value
+
+    def pass_(self, seconds: float) -> None:
+        self.value += seconds * self.rate
+
+
+def check_clock(comm: Comm) -> None:
+    rank, size = comm.world.rank, comm.world.size
+    now = FakeTime(start=1000.0 * (rank + 1), rate=1.0 + rank)
+    clock = SharedClock(comm, elapsed_s=50.0, now=now)
+    ticks = []
+    for _ in range(5):
+        ticks.append(clock.tick(0))
+        now.pass_(10.0)
+    clock.finish()
+    # what rank 0 read one step before; the first tick has nothing earlier to give
+    expected = [(50.0, 0), (50.0, 0), (60.0, 0), (70.0, 0), (80.0, 0)]
+    assert ticks == expected
+    assert comm.gather([t for t, _ in ticks]).tolist() == [[t for t, _ in expected]] * size
+    assert clock.elapsed_s() == 50.0 + 50.0 * (1.0 + rank)  # its own reading
+    clock.finish()  # twice is harmless
+
+
+def check_signal(comm: Comm, sender: int) -> None:
+    """A signal on one rank reaches all at one tick, the next."""
+    clock = SharedClock(comm, now=lambda: 0.0)
+    stops = [clock.tick(15 if comm.world.rank == sender and i >= 2 else 0)[1] for i in range(5)]
+    clock.finish()
+    assert comm.gather([float(s) for s in stops]).tolist() == [[0.0, 0.0, 0.0, 15.0, 15.0]] * comm.world.size
+
+
+def test_a_signal_before_the_first_step_is_seen_at_once() -> None:
+    clock = SharedClock(Comm(LONE, None), now=lambda: 0.0)
+    assert clock.tick(2) == (0.0, 2)
+
+
+def check_two_signals(comm: Comm) -> None:
+    """Two ranks with different signals agree on one."""
+    clock = SharedClock(comm, now=lambda: 0.0)
+    stops = [clock.tick(10 + comm.world.rank)[1] for _ in range(2)]
+    clock.finish()
+    assert len(set(comm.gather([float(s) for s in stops]).flatten().tolist())) == 1
+
+
+def everything(told: Any) -> None:
+    world = read_world(os.environ)
+    comm = connect(world, CPU)
+    check_comm(comm, [3.5, -1.25, 1e300][: world.size])
+    check_clock(comm)
+    for sender in range(world.size):
+        check_signal(comm, sender)
+    check_two_signals(comm)
+    comm.barrier()
+    disconnect()
+    disconnect()  # twice is harmless
+    told.put(world.rank)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_ranks_talk_and_share_a_clock(size: int) -> None:
+    told = multiprocessing.get_context("spawn").SimpleQueue()
+    run_ranks(size, everything, told)
+    assert sorted(told.get() for _ in range(size)) == list(range(size))
+
+
+def test_a_group_of_one_rank_talks_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.delenv("BERT_DP_INIT_FILE", raising=False)
+    comm = connect(LONE, CPU, group_of_one=True)
+    try:
+        assert torch.distributed.get_world_size() == 1
+        checks: list[Callable[[], None]] = [
+            lambda: check_comm(comm, [7.5]), lambda: check_clock(comm), lambda: check_signal(comm, 0)
+        ]  # fmt: skip
+        for check in checks:
+            check()
+    finally:
+        disconnect()
+    assert not torch.distributed.is_initialized()

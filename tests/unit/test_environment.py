@@ -1,0 +1,280 @@
+"""The machine as seen through fake kernel files and a fake nvidia-smi; redaction; every finding of doctor."""
+
+import dataclasses
+import json
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launcher import environment as env_module
+from launcher.environment import (
+    Environment,
+    Gpu,
+    cgroup_limit,
+    diagnose,
+    num_gpus,
+    probe,
+    redact,
+    redact_argv,
+)
+
+CSV = """0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 81559, 570.124.06
+1, GPU-bbbb2222, NVIDIA H100 80GB HBM3, 81559, 570.124.06
+2, GPU-bbcc3333, NVIDIA H100 80GB HBM3, [N/A], 570.124.06
+"""
+
+
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """Installs a shell script as nvidia-smi, alone on PATH but for the shell's own tools."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def install(script: str) -> None:
+        folder = tmp_path / "bin"
+        folder.mkdir(exist_ok=True)
+        (folder / "nvidia-smi").write_text(f"#!/bin/sh\n{script}\n")
+        (folder / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
+
+    return install
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+GOOD = Environment(
+    date="2026-01-01T00:00:00+00:00", command=["bert-dp"], platform="Linux x86_64", kernel="6",
+    python="3.12.1", cpu_model="cpu", physical_cores=16, logical_cores=32, affinity_cores=32,
+    cpu_quota_cores=None, numa_nodes=1, memory_gib=256.0, memory_available_gib=200.0, memory_limit_gib=None,
+    swap_used_gib=0.0, shm_gib=64.0, shm_free_gib=64.0, disk_free_gib=500.0, open_files=65536,
+    omp_num_threads=None, cuda_visible_devices=None, gpu_error=None, gpu_topology=None,
+    gpus=(Gpu(0, "H100", 80.0, "570"), Gpu(1, "H100", 80.0, "570")), gpus_present=2,
+    versions={"torch": "2.13.0+cu130"}, git_commit=None, git_dirty=None,
+)  # fmt: skip
+
+
+def test_probe_is_json_and_holds_no_host_name(tmp_path):
+    facts = probe(tmp_path / "not" / "yet" / "there").to_json()
+    text = json.dumps(facts)
+    assert f'"{socket.gethostname()}"' not in text
+    assert facts["usable_cores"] >= 0.1
+    assert facts["disk_free_gib"] > 0
+    assert facts["versions"]["pydantic"]
+
+
+def test_gpus_from_nvidia_smi(smi):
+    smi(f"cat <<'END'\n{CSV}END")
+    facts = probe()
+    assert num_gpus() == facts.gpus_present == 3
+    assert facts.gpus[0] == Gpu(0, "NVIDIA H100 80GB HBM3", 81559 / 1024, "570.124.06")
+    assert facts.gpus[2].memory_gib is None
+    assert "GPU-aaaa" not in json.dumps(facts.to_json()["gpus"])
+
+
+@pytest.mark.parametrize(
+    ("selection", "indices"),
+    [
+        ("", []),
+        ("-1", []),
+        ("1,0", [1, 0]),
+        ("0,7,1", [0]),
+        ("GPU-bbbb", [1]),
+        ("GPU-bb", []),
+        ("MIG-x", [0]),
+    ],
+)
+def test_cuda_visible_devices_is_respected(smi, monkeypatch, selection, indices):
+    smi(f"cat <<'END'\n{CSV}END")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selection)
+    assert [gpu.index for gpu in probe().gpus] == indices
+
+
+def test_broken_driver_is_a_finding_and_the_drivers_list_still_counts(smi, tmp_path):
+    smi("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
+    root = write(
+        tmp_path,
+        {
+            "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat",
+            "proc/driver/nvidia/gpus/0000:01:00.0/information": "Model: \t\t NVIDIA A100\nGPU UUID: GPU-1\n",
+        },
+    )
+    facts = probe(root=root)
+    assert facts.gpus == (Gpu(0, "NVIDIA A100", None, "535.104.05"),)
+    finding = next(f for f in diagnose(facts) if f.level == "fail" and "driver" in f.what)
+    assert "version mismatch" in finding.what
+
+
+def test_cgroup_v2_takes_the_tightest_ancestor(tmp_path):
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "0::/slice/job\n",
+            "sys/fs/cgroup/slice/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/slice/job/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/slice/job/memory.max": f"{3 * 2**30}\n",
+        },
+    )
+    assert cgroup_limit(root, "cpu") == 1.5
+    assert cgroup_limit(root, "memory") == 3 * 2**30
+    assert probe(root=root).usable_cores <= 1.5
+
+
+def test_cgroup_v1_and_no_limit(tmp_path):
+    root = write(
+        tmp_path,
+        {
+            "proc/self/cgroup": "4:memory:/job\n1:cpu,cpuacct:/job\n",
+            "sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/job/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+    )
+    assert cgroup_limit(root, "cpu") is None
+    assert cgroup_limit(root, "memory") is None
+    write(root, {"sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "50000\n"})
+    assert cgroup_limit(root, "cpu") == 0.5
+    assert cgroup_limit(tmp_path / "nothing", "cpu") is None
+
+
+def test_git_commit_and_dirty_flag(tmp_path):
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x@x"]
+    assert probe(tmp_path).git_commit is None
+    subprocess.run([*git, "init", "-q"], check=True)
+    subprocess.run([*git, "commit", "-q", "--allow-empty", "-m", "x"], check=True)
+    clean = probe(tmp_path)
+    assert len(clean.git_commit or "") == 40
+    assert clean.git_dirty is False
+    (tmp_path / "new").write_text("x")
+    assert probe(tmp_path).git_dirty is True
+
+
+def test_redact():
+    secrets = {
+        "HF_TOKEN": "a",
+        "api_key": "b",
+        "Secret": 1,
+        "db": {"password": ["c"]},
+        "list": [{"token": "d"}],
+    }
+    assert redact(secrets) == {
+        "HF_TOKEN": "<redacted>", "api_key": "<redacted>", "Secret": "<redacted>",
+        "db": {"password": "<redacted>"}, "list": [{"token": "<redacted>"}],
+    }  # fmt: skip
+    settings = {"tokens": 1000, "tokenizer": "t.json", "tokens_per_s": 1.5, "max_tokens_per_char": None}
+    assert redact(settings) == settings
+    assert redact({"API_TOKENS": "abc"}) == {"API_TOKENS": "<redacted>"}
+
+
+def test_redact_argv():
+    shown = redact_argv(
+        ["x", "--token=abc", "TOKEN=abc", "--api-key", "abc", "--set", "schedule.tokens=5", "--key"]
+    )
+    assert "abc" not in " ".join(shown)
+    assert shown[0] == "x"
+    assert shown[-2:] == ["schedule.tokens=5", "--key"]
+    assert redact_argv(["--secret", "--verbose", "on"]) == ["--secret", "--verbose", "on"]
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "word"),
+    [
+        ({"shm_gib": 0.0625}, "warn", "shared memory"),
+        ({"memory_available_gib": 3.0}, "warn", "memory: 3.0 GiB"),
+        ({"memory_limit_gib": 2.0}, "warn", "memory: 2.0 GiB"),
+        ({"disk_free_gib": 4.0}, "warn", "disk"),
+        ({"open_files": 256}, "warn", "open files"),
+        ({"affinity_cores": 1}, "warn", "cores"),
+        ({"cpu_quota_cores": 1.5}, "warn", "cores"),
+        ({"swap_used_gib": 2.0}, "warn", "swap"),
+        ({"omp_num_threads": "64"}, "warn", "OMP_NUM_THREADS"),
+        ({"numa_nodes": 2}, "warn", "NUMA"),
+        ({"python": "3.10.4"}, "fail", "python 3.10.4"),
+        ({"python": "3.14.0"}, "fail", "python 3.14.0"),
+        ({"versions": {}}, "fail", "torch is not installed"),
+        ({"versions": {"torch": "2.9.1"}}, "fail", "torch 2.9.1"),
+        ({"versions": {"torch": "2.13.0+cpu"}}, "fail", "torch 2.13.0+cpu is a CPU build beside 2 GPUs"),
+        ({"gpus": GOOD.gpus[:1], "cuda_visible_devices": "0"}, "warn", "GPUs: 1 of 2"),
+        ({"gpu_error": "no answer within 10 s"}, "fail", "no answer"),
+    ],
+)
+def test_each_finding_says_consequence_and_fix(change, level, word):
+    bad = [f for f in diagnose(dataclasses.replace(GOOD, **change)) if f.level != "ok"]
+    assert [f.level for f in bad] == [level]
+    assert word in bad[0].what
+    assert bad[0].consequence
+    assert bad[0].fix
+
+
+def test_a_good_machine_has_no_findings():
+    assert {f.level for f in diagnose(GOOD)} == {"ok"}
+    no_gpu = dataclasses.replace(GOOD, gpus=(), gpus_present=0, shm_gib=0.0, versions={"torch": "2.13.0+cpu"})
+    assert {f.level for f in diagnose(no_gpu)} == {"ok"}
+
+
+@pytest.fixture
+def fake_module(tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def make(source: str) -> str:
+        (tmp_path / "fake_dist.py").write_text(source)
+        return "fake_dist"
+
+    return make
+
+
+def test_all_reduce_result(fake_module):
+    line = {"world_size": 2, "backend": "gloo", "bytes": 2**22, "seconds_median": 0.004, "busbw_gb_s": 1.05}
+    finding = env_module.all_reduce(20, fake_module(f"print('noise'); print('''{json.dumps(line)}''')"))
+    assert finding.level == "ok"
+    assert "2 gloo ranks, 4.0 MiB in 4.00 ms, 1.05 GB/s" in finding.what
+
+
+@pytest.mark.parametrize(
+    ("source", "word"),
+    [("raise RuntimeError('no gloo here')", "no gloo here"), ("print('hi')", "no result line")],
+)
+def test_all_reduce_failure(fake_module, source, word):
+    finding = env_module.all_reduce(20, fake_module(source))
+    assert finding.level == "fail"
+    assert word in finding.what
+
+
+def test_all_reduce_timeout_ends_the_grandchildren_and_shows_stderr(fake_module, tmp_path):
+    source = f"""
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
+print("rank 1 is late", file=sys.stderr, flush=True)
+time.sleep(600)
+"""
+    finding = env_module.all_reduce(3, fake_module(source))
+    assert finding.level == "fail"
+    assert "no answer within 3 s | rank 1 is late" in finding.what
+    status = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
+    deadline = time.monotonic() + 5
+    while status.exists() and status.read_text().split()[2] != "Z" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not status.exists() or status.read_text().split()[2] == "Z"
+
+
+def test_doctor_names_a_directory_that_cannot_be_written(monkeypatch):
+    monkeypatch.setattr(
+        env_module, "all_reduce", lambda timeout_s: env_module.Finding("ok", f"{timeout_s > 5}")
+    )
+    findings = env_module.doctor(Path("/proc/runs"))
+    assert [f.what for f in findings if f.level == "fail" and "run directory" in f.what]
+    assert any(f.what.startswith("loopback") and f.level == "ok" for f in findings)
+
+
+def test_import_is_free_of_torch_and_rich():
+    heavy = "{'torch', 'rich', 'yaml', 'pydantic'} & set(sys.modules)"
+    code = f"import sys, launcher.environment, launcher.report; sys.exit(bool({heavy}))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -1,0 +1,205 @@
+"""Records: whole lines or none, null for what is not finite, atomic files, locks, process identity."""
+
+from __future__ import annotations
+
+import dataclasses
+import fcntl
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bert_dp import record
+from bert_dp.record import Evaluation, Metrics, Summary
+
+PROMISED = """step samples tokens epoch progress loss lr grad_norm global_batch micro_batch accumulation world_size
+step_time_s steps_per_s global_steps_per_s samples_per_s tokens_per_s tokens_per_s_per_gpu mfu data_wait_s
+peak_memory_gib elapsed_s""".split()
+
+
+def evaluation(step: int, loss: float = 1.5) -> Evaluation:
+    return Evaluation(step, step * 10, loss, 0.15, 7, 0.5)
+
+
+def steps(path: Path) -> list[int]:
+    return [line["step"] for line in record.read_lines(path)]
+
+
+def test_metrics_keys_are_the_promised_ones() -> None:
+    assert set(PROMISED) <= {f.name for f in dataclasses.fields(Metrics)}
+    assert {f.name for f in dataclasses.fields(Evaluation)} >= {"step", "tokens", "loss", "mask_rate"}
+    promised = {
+        "status",
+        "final_loss",
+        "heldout_loss",
+        "unigram_entropy_nats",
+        "uniform_entropy_nats",
+        "energy_j",
+        "cause",
+    }
+    assert promised <= {f.name for f in dataclasses.fields(Summary)}
+
+
+def test_append_then_read(tmp_path: Path) -> None:
+    path = tmp_path / "evals.jsonl"
+    assert list(record.read_lines(path)) == []
+    for step in (1, 2, 3):
+        record.append_line(path, evaluation(step))
+    assert [Evaluation(**line) for line in record.read_lines(path)] == [evaluation(s) for s in (1, 2, 3)]
+    assert path.read_bytes().count(b"\n") == 3
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_becomes_null(tmp_path: Path, value: float) -> None:
+    record.append_line(tmp_path / "a", evaluation(1, value))
+    (line,) = record.read_lines(tmp_path / "a")
+    assert line["loss"] is None
+    record.write_json(tmp_path / "b", {"a": [value, {"b": (value, 1.5)}], "c": "NaN"})
+    assert json.loads((tmp_path / "b").read_text()) == {"a": [None, {"b": [None, 1.5]}], "c": "NaN"}
+
+
+@given(cut=st.integers(0, 400))
+def test_a_file_torn_anywhere_gives_its_whole_lines(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
+) -> None:
+    path = tmp_path_factory.mktemp("torn") / "evals.jsonl"
+    for step in (1, 2, 3):
+        record.append_line(path, evaluation(step))
+    data = path.read_bytes()
+    path.write_bytes(data[:cut])
+    whole = data[:cut].count(b"\n")
+    assert steps(path) == [1, 2, 3][:whole]
+    record.cut_back(path, 99)
+    assert path.read_bytes() == b"".join(data.splitlines(keepends=True)[:whole])
+    record.append_line(path, evaluation(9))
+    assert steps(path) == [*[1, 2, 3][:whole], 9]
+
+
+def test_a_whole_line_that_is_not_json_ends_the_reading(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b'{"step": 1}\n\x00\x00\x00\n{"step": 3}\n')
+    assert steps(path) == [1]
+
+
+def test_cut_back_drops_later_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    for step in (2, 4, 6, 8):
+        record.append_line(path, evaluation(step))
+    record.cut_back(path, 5)
+    assert steps(path) == [2, 4]
+    record.cut_back(path, 4)
+    assert steps(path) == [2, 4]
+    record.cut_back(path, -1)
+    assert path.read_bytes() == b""
+    record.cut_back(tmp_path / "absent", 3)
+    assert not (tmp_path / "absent").exists()
+
+
+def test_cut_back_keeps_numbers_as_they_are(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    record.append_line(path, evaluation(1, 0.1 + 0.2))
+    before = path.read_bytes()
+    record.cut_back(path, 1)
+    assert path.read_bytes() == before
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # fails: write_text leaves its hidden temporary file behind
+    path = tmp_path / "summary.json"
+    record.write_json(path, {"a": 1})
+
+    def fail(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="No space left"):
+        record.write_json(path, {"a": 2})
+    assert record.read_json(path) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    record.write_json(path, {"n": 0, "pad": "x" * 100_000})
+    seen: list[object] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            seen.append(record.read_json(path))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for n in range(40):
+        record.write_json(path, {"n": n, "pad": "x" * 100_000})
+    done.set()
+    reader.join()
+    assert None not in seen
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"\xff\xfe", b"null"])
+def test_read_json_of_anything_else_is_none(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x").write_bytes(content)
+    assert record.read_json(tmp_path / "x") is None
+    assert record.read_json(tmp_path / "absent") is None
+    assert record.read_json(tmp_path) is None
+
+
+def test_a_run_is_locked_while_its_holder_lives(tmp_path: Path) -> None:
+    assert not record.is_locked(tmp_path)
+    assert not (tmp_path / ".lock").exists()  # asking makes nothing
+    (tmp_path / ".lock").touch()
+    assert not record.is_locked(tmp_path)
+    code = "import fcntl, sys\nf = open(sys.argv[1], 'w')\nfcntl.flock(f, fcntl.LOCK_EX)\nprint('held', flush=True)\ninput()"
+    holder = subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        assert record.is_locked(tmp_path)
+        assert record.is_locked(tmp_path)
+    finally:
+        holder.kill()
+        holder.communicate()
+    assert not record.is_locked(tmp_path)
+
+
+def test_asking_for_the_lock_does_not_keep_it(tmp_path: Path) -> None:
+    (tmp_path / ".lock").touch()
+    assert not record.is_locked(tmp_path)
+    with (tmp_path / ".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if is_locked still held it
+
+
+def test_start_ticks_names_a_process() -> None:
+    psutil = pytest.importorskip("psutil")
+    ticks = record.start_ticks(os.getpid())
+    assert ticks == record.start_ticks(os.getpid())
+    since_boot = psutil.Process().create_time() - psutil.boot_time()
+    assert int(ticks) / os.sysconf("SC_CLK_TCK") == pytest.approx(since_boot, abs=2.0)
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        record.start_ticks(2**22 + 1)
+
+
+def test_start_ticks_survives_a_name_with_brackets_and_spaces(tmp_path: Path) -> None:
+    program = tmp_path / "a ) b"
+    program.symlink_to("/bin/sleep")
+    process = subprocess.Popen([str(program), "30"])
+    try:
+        assert record.start_ticks(process.pid).isdigit()
+        stat = Path(f"/proc/{process.pid}/stat").read_text()
+        assert record.start_ticks(process.pid) == stat.rpartition(")")[2].split()[19]
+        assert int(record.start_ticks(process.pid)) >= int(record.start_ticks(os.getpid()))
+    finally:
+        process.kill()
+        process.wait()

@@ -1,0 +1,360 @@
+"""Stepping: the norm, the clip, the skip, the freed gradients, and an engine's state there and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bert_dp import checkpoint
+from bert_dp.config import OptimConfig, ParallelConfig, resolve
+from bert_dp.dist import connect, disconnect
+from bert_dp.model import is_decayed
+from bert_dp.optim import make_optimizer
+from bert_dp.parallel import Engine, State, engine_name, make_engine
+from bert_dp.parallel.replica import clip_and_step
+from bert_dp.world import World
+
+CPU = torch.device("cpu")
+LONE = World(0, 0, 1, 1)
+# with an eps this large AdamW's step is nearly proportional to the gradient, so a wrong clip shows
+OPTIM = OptimConfig(lr=0.1, eps=1.0, weight_decay=0.1)
+
+
+class Tied(nn.Module):
+    """Two layers of which one serves twice, a norm and a buffer that is saved."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.inner = nn.Linear(4, 4, bias=False)
+        self.norm = nn.LayerNorm(4)
+        self.outer = nn.Linear(4, 4)
+        self.outer.weight = self.inner.weight
+        self.register_buffer("seen", torch.zeros(()))
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(generator=generator)
+        self.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.outer(self.norm(self.inner(x)))
+
+
+def loss_of(model: nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    loss: Tensor = model(x).square().sum()
+    return loss
+
+
+def build(dtype: torch.dtype = torch.float32) -> tuple[Tied, torch.optim.Optimizer]:
+    model = Tied(dtype)
+    return model, make_optimizer(OPTIM, model.named_parameters(), is_decayed)
+
+
+def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
+    return {
+        n: t.detach().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes() for n, t in tensors.items()
+    }
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, bytes]:
+    out = bits(dict(model.state_dict()))
+    for name, parameter in model.named_parameters():
+        out.update({f"{name}/{k}": v for k, v in bits(optimizer.state.get(parameter, {})).items()})
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
+def test_clip_is_torchs_and_the_norm_is_the_one_before(dtype: torch.dtype, max_norm: float) -> None:
+    ours, theirs = build(dtype), build(dtype)
+    for step in range(3):
+        loss_of(ours[0], step, dtype).backward()
+        loss_of(theirs[0], step, dtype).backward()
+        norm = clip_and_step(ours[1], None, max_norm)
+        parameters = list(theirs[0].parameters())
+        wanted = torch.stack([p.grad.double().norm() for p in parameters if p.grad is not None]).norm()
+        if max_norm:  # torch divides by norm + 1e-6; without that it is exactly ours
+            factor = min(1.0, max_norm / float(wanted))
+            for p in parameters:
+                assert p.grad is not None
+                p.grad.mul_(factor)
+        theirs[1].step()
+        theirs[1].zero_grad()
+        exact = {"rtol": 1e-6, "atol": 1e-7} if dtype == torch.float32 else {"rtol": 1e-7, "atol": 1e-9}
+        torch.testing.assert_close(norm.double(), wanted, rtol=exact["rtol"], atol=0)
+        for p, q in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
+            torch.testing.assert_close(p, q, **exact)
+
+
+def test_clip_agrees_with_torchs_own_function() -> None:
+    ours, theirs = build(), build()
+    for step in range(3):
+        loss_of(ours[0], step).backward()
+        loss_of(theirs[0], step).backward()
+        norm = clip_and_step(ours[1], None, 0.5)
+        wanted = nn.utils.clip_grad_norm_(theirs[0].parameters(), 0.5)
+        theirs[1].step()
+        theirs[1].zero_grad()
+        torch.testing.assert_close(norm, wanted, rtol=1e-6, atol=0)
+        assert norm > 0.5  # the norm before clipping
+        for p, q in zip(ours[0].parameters(), theirs[0].parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_clipping_matters_here() -> None:
+    """The comparison above could not see a missing clip otherwise."""
+    one, two = build(), build()
+    loss_of(one[0], 0).backward()
+    loss_of(two[0], 0).backward()
+    clip_and_step(one[1], None, 0.5)
+    clip_and_step(two[1], None, 0.0)
+    assert not torch.allclose(one[0].inner.weight, two[0].inner.weight, rtol=1e-3)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_a_gradient_that_is_not_finite_changes_nothing(bad: float, max_norm: float) -> None:
+    model, optimizer = build()
+    loss_of(model, 0).backward()
+    clip_and_step(optimizer, None, max_norm)
+    before = everything(model, optimizer)
+    loss_of(model, 1).backward()
+    assert model.norm.weight.grad is not None
+    model.norm.weight.grad[2] = bad
+    norm = clip_and_step(optimizer, None, max_norm)
+    assert not norm.isfinite()
+    assert everything(model, optimizer) == before
+    loss_of(model, 2).backward()
+    assert clip_and_step(optimizer, None, max_norm).isfinite()  # the next step goes on
+    assert everything(model, optimizer) != before
+
+
+def test_a_skip_on_the_very_first_step_changes_no_weight() -> None:
+    model, optimizer = build()
+    before = bits(dict(model.state_dict()))
+    loss_of(model, 0).backward()
+    model.inner.weight.grad.fill_(float("nan"))  # type: ignore[union-attr]
+    clip_and_step(optimizer, None, 0.5)
+    assert bits(dict(model.state_dict())) == before
+    for values in optimizer.state.values():
+        assert all(not value.any() for value in values.values())
+
+
+def test_gradients_are_freed() -> None:
+    model, optimizer = build()
+    loss_of(model, 0).backward()
+    clip_and_step(optimizer, None, 0.5)
+    assert [p.grad for p in model.parameters()] == [None] * 4
+
+
+def test_a_parameter_without_a_gradient_is_left_alone() -> None:
+    model, optimizer = build()
+    before = model.norm.bias.detach().clone()
+    loss_of(model, 0).backward()
+    model.norm.bias.grad = None
+    assert clip_and_step(optimizer, None, 0.5).isfinite()
+    assert torch.equal(model.norm.bias, before)
+
+
+# --- engines
+
+
+@pytest.fixture
+def group_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.delenv("BERT_DP_INIT_FILE", raising=False)
+    connect(LONE, CPU, group_of_one=True)
+    yield
+    disconnect()
+
+
+def prepare(name: str, *, fp16: bool = False) -> tuple[Engine, nn.Module, Tied, torch.optim.Optimizer]:
+    engine = make_engine(name, ParallelConfig(), LONE, CPU, fp16=fp16)
+    bare = Tied()
+    wrapped, optimizer = engine.prepare(bare, lambda named: make_optimizer(OPTIM, named, is_decayed))
+    return engine, wrapped, bare, optimizer
+
+
+def run_step(engine: Engine, model: nn.Module, step: int, *, fp16: bool = False) -> Tensor:
+    for i in range(2):
+        with engine.accumulate(last=i == 1):
+            with torch.autocast("cpu", torch.float16, enabled=fp16):
+                loss = loss_of(model, 10 * step + i) / (256 if fp16 else 1)  # far from the end of fp16
+            engine.backward(loss)
+    return engine.step(0.5)
+
+
+def gathered(engine: Engine) -> State:
+    state = engine.gather_state()
+    assert state is not None
+    return state
+
+
+def state_bits(state: State) -> dict[str, bytes]:
+    return {f"{part}:{name}": b for part, tensors in state.items() for name, b in bits(tensors).items()}
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+@pytest.mark.parametrize("name", ["single", "ddp"])
+def test_state_goes_there_and_back(name: str, fp16: bool, group_of_one: None) -> None:
+    """Three steps, save, load into a fresh engine, three more: bit-equal to six in one go."""
+    straight, model, _, _ = prepare(name, fp16=fp16)
+    for step in range(3):
+        run_step(straight, model, step, fp16=fp16)
+    state = gathered(straight)
+    kept = state_bits(state)
+    resumed, model_2, _, optimizer_2 = prepare(name, fp16=fp16)
+    run_step(resumed, model_2, 77, fp16=fp16)  # the dry run, whose traces loading must remove
+    resumed.scatter_state(state)
+    assert state_bits(gathered(resumed)) == kept
+    assert all(v.dtype == torch.float32 for values in optimizer_2.state.values() for v in values.values())
+    for step in range(3, 6):
+        norm, norm_2 = run_step(straight, model, step, fp16=fp16), run_step(resumed, model_2, step, fp16=fp16)
+        assert norm.isfinite()
+        assert norm.item() == norm_2.item()
+    assert state_bits(gathered(straight)) == state_bits(gathered(resumed))
+    assert state_bits(state) == kept  # a gathered state is a copy
+
+
+def test_both_engines_keep_one_canonical_state(group_of_one: None) -> None:
+    """Names are the bare model's; the engines agree bit for bit at one rank; each loads the other's."""
+    single, model, _, _ = prepare("single")
+    ddp, wrapped, _, _ = prepare("ddp")
+    for step in range(3):
+        run_step(single, model, step)
+        run_step(ddp, wrapped, step)
+    one, other = gathered(single), gathered(ddp)
+    assert state_bits(one) == state_bits(other)
+    assert set(one["model"]) == set(Tied().state_dict())
+    first = dict(Tied().named_parameters())
+    assert {k.rpartition("/")[0] for k in one["optimizer"]} == set(first)
+    single.scatter_state(other)
+    ddp.scatter_state(one)
+    assert state_bits(gathered(single)) == state_bits(gathered(ddp))
+
+
+def test_a_state_with_a_tied_weight_can_be_saved_and_loaded(tmp_path: Path) -> None:
+    """safetensors refuses tensors that share memory."""
+    engine, model, _, _ = prepare("single")
+    run_step(engine, model, 0)
+    path = checkpoint.save(tmp_path, 1, gathered(engine), {}, 1)
+    assert state_bits(checkpoint.load(path)[0]) == state_bits(gathered(engine))
+
+
+def without(state: State, name: str) -> State:
+    return {**state, "model": {k: v for k, v in state["model"].items() if k != name}}
+
+
+def reshaped(state: State) -> State:
+    return {**state, "model": {**state["model"], "norm.weight": torch.ones(5)}}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda s: without(s, "norm.weight"), r"differ in: norm\.weight"),
+        (lambda s: {**s, "model": {**s["model"], "extra": torch.ones(1)}}, "differ in: extra"),
+        (reshaped, r"norm\.weight: checkpoint has \(5,\), model \(4,\)"),
+    ],
+)
+def test_another_models_state_is_refused_by_name(change: Callable[[State], State], message: str) -> None:
+    engine, model, bare, _ = prepare("single")
+    run_step(engine, model, 0)
+    state = gathered(engine)
+    before = bits(dict(bare.state_dict()))
+    with pytest.raises(ValueError, match=message):
+        engine.scatter_state(change({**state, "model": {k: v + 1 for k, v in state["model"].items()}}))
+    if "differ" in message:
+        assert bits(dict(bare.state_dict())) == before
+
+
+def test_an_optimizer_state_that_lacks_a_parameter_is_refused() -> None:
+    # fails: write_state gives such a parameter an empty state without a word, so Adam starts it anew
+    engine, model, _, _ = prepare("single")
+    run_step(engine, model, 0)
+    state = gathered(engine)
+    lacking = {k: v for k, v in state["optimizer"].items() if not k.startswith("norm.weight/")}
+    with pytest.raises(ValueError, match=r"norm\.weight"):
+        engine.scatter_state({**state, "optimizer": lacking})
+
+
+# --- fp16
+
+
+def test_an_overflow_in_fp16_halves_the_scale_and_skips() -> None:
+    engine, model, bare, optimizer = prepare("single", fp16=True)
+    run_step(engine, model, 0, fp16=True)
+    state = gathered(engine)
+    scale = state["scaler"]["scale"].item()
+    before = everything(bare, optimizer)
+    with torch.autocast("cpu", torch.float16):
+        loss = loss_of(model, 1)
+    engine.backward(loss * 1e30)
+    engine.backward(loss_of(model, 2) * 1e38)  # infinite once scaled
+    assert not engine.step(0.5).isfinite()
+    assert everything(bare, optimizer) == before
+    assert gathered(engine)["scaler"]["scale"].item() == scale / 2
+
+
+def test_the_scale_does_not_reach_the_norm_or_the_step() -> None:
+    """The same loss with and without a scaler, in float32: the scale is a power of two, so nothing rounds."""
+    scaled, model, bare, optimizer = prepare("single", fp16=True)
+    plain, model_2, bare_2, optimizer_2 = prepare("single")
+    for step in range(3):
+        assert run_step(scaled, model, step).item() == run_step(plain, model_2, step).item()
+    assert everything(bare, optimizer) == everything(bare_2, optimizer_2)
+
+
+def test_the_scaler_goes_on_where_it_was() -> None:
+    engine, model, _, _ = prepare("single", fp16=True)
+    for step in range(3):
+        run_step(engine, model, step, fp16=True)
+    state = gathered(engine)
+    assert state["scaler"]["_growth_tracker"].item() == 3
+    state["scaler"]["scale"] = torch.tensor(1024.0, dtype=torch.float64)
+    state["scaler"]["_growth_tracker"] = torch.tensor(1999.0, dtype=torch.float64)
+    fresh, model_2, _, _ = prepare("single", fp16=True)
+    fresh.scatter_state(state)
+    assert gathered(fresh)["scaler"]["scale"].item() == 1024.0
+    run_step(fresh, model_2, 3, fp16=True)  # the 2000th good step doubles it
+    after = gathered(fresh)["scaler"]
+    assert (after["scale"].item(), after["_growth_tracker"].item()) == (2048.0, 0.0)
+
+
+def test_no_scaler_no_state_and_a_state_without_one_loads() -> None:
+    plain, model, _, _ = prepare("single")
+    run_step(plain, model, 0)
+    state = gathered(plain)
+    assert state["scaler"] == {}
+    scaled, _, _, _ = prepare("single", fp16=True)
+    scaled.scatter_state(state)
+    assert gathered(scaled)["scaler"]["scale"].item() == 65536.0
+
+
+# --- choosing
+
+
+@pytest.mark.parametrize(
+    ("setting", "ranks", "name"),
+    [
+        ("auto", 1, "single"),
+        ("auto", 2, "ddp"),
+        ("ddp", 1, "ddp"),
+        ("single", 1, "single"),
+        ("ddp", 4, "ddp"),
+    ],
+)
+def test_engine_by_name(setting: str, ranks: int, name: str) -> None:
+    base = {"data": {"sources": ["builtin"]}, "schedule": {"steps": 1}, "parallel": {"engine": setting}}
+    assert engine_name(resolve([base]).parallel, ranks) == name
+
+
+def test_engine_numbers(group_of_one: None) -> None:
+    for name in ("single", "ddp"):
+        engine = make_engine(name, ParallelConfig(), LONE, CPU, fp16=False)
+        assert (engine.dp_rank, engine.dp_size) == (0, 1)
