@@ -148,8 +148,11 @@ def dry_run(job: Job) -> None:
     job.comm.barrier()
 
 
-def evaluate(job: Job, batches: Sequence[Batch]) -> tuple[float, int]:
-    """Mean held-out cross entropy in nats over all ranks' batches, and the positions counted. Collective."""
+def evaluate(job: Job, batches: Sequence[Batch]) -> tuple[float | None, int]:
+    """Mean held-out cross entropy in nats over all ranks' batches, and the positions counted. Collective.
+
+    None when nothing is held out.
+    """
     model = job.bare_model.eval()
     total = torch.zeros((), dtype=torch.float64, device=job.device)
     with torch.no_grad(), job.precision.context(job.device):
@@ -157,7 +160,7 @@ def evaluate(job: Job, batches: Sequence[Batch]) -> tuple[float, int]:
             total += mlm_loss(model, batch.to(job.device)).double()
     model.train()
     loss, count = job.comm.gather([float(total), sum(b.num_masked for b in batches)]).sum(0).tolist()
-    return loss / max(count, 1), int(count)
+    return (loss / count if count else None), int(count)
 
 
 def progress_of(config: Config, counters: Counters, elapsed_s: float) -> float:
@@ -238,12 +241,12 @@ def _log(job: Job, counters: Counters, clock: SharedClock, facts: dict[str, Any]
     return line.loss
 
 
-def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, spent: dict[str, float]) -> float:
+def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, spent: dict[str, float]) -> float | None:
     start = clock.elapsed_s()
     loss, count = evaluate(job, job.held_out)
     elapsed = clock.elapsed_s()
     spent["eval"] += elapsed - start
-    if job.comm.world.rank == 0:
+    if job.comm.world.rank == 0 and loss is not None:
         tokens = counters.samples * job.config.data.sequence_length
         line = Evaluation(counters.step, tokens, loss, EVAL_MASK_RATE, count, elapsed)
         record.append_line(job.run_dir / "evals.jsonl", line)

@@ -56,13 +56,13 @@ def find_config(name: str | None, run_dir: Path | None) -> Path:
 def choose_nproc(setting: str, config: Config) -> int:
     """Number of ranks. Raises ConfigError for more ranks than GPUs or something that is not a number."""
     gpus = 0 if config.run.device == "cpu" else environment.num_gpus()
-    if setting == "auto":
-        return gpus or CPU_RANKS
-    if not setting.isdigit() or int(setting) < 1:
-        raise ConfigError([f"--nproc: {setting} is not auto or a whole number of at least 1"])
-    ranks = int(setting)
     if config.run.device == "cuda" and gpus == 0:
         raise ConfigError(["run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"])
+    if setting == "auto":
+        return gpus or CPU_RANKS
+    if not setting.isdecimal() or int(setting) < 1:
+        raise ConfigError([f"--nproc: {setting} is not auto or a whole number of at least 1"])
+    ranks = int(setting)
     if gpus and ranks > gpus:
         raise ConfigError(
             [f"--nproc: {ranks} ranks but {gpus} GPUs; use --nproc {gpus}, or --set run.device=cpu"]

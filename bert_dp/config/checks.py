@@ -128,8 +128,9 @@ def no_effect(config: Config) -> list[str]:
         lines += [f"data.build.{name} has no effect with data.path" for name in BuildConfig.model_fields
                   if given(config.data.build, name)]  # fmt: skip
     if config.data.sources is not None:
-        if config.data.tokenizer is not None and given(config.data.build, "tokenizer_model"):
-            lines.append("data.build.tokenizer_model has no effect: data.tokenizer is given")
+        if config.data.tokenizer is not None:
+            lines += [f"data.build.{name} has no effect: data.tokenizer is given"
+                      for name in ("tokenizer_model", "normalize") if given(config.data.build, name)]  # fmt: skip
         if config.data.build.order != "none" and config.data.shuffle:
             lines.append(
                 f"data.build.order: {config.data.build.order} has no effect while data.shuffle is true"

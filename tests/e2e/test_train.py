@@ -58,7 +58,7 @@ def test_a_run_writes_its_directory_and_a_second_one_continues_it(tmp_path: Path
     summary = json.loads((run_dir / "summary.json").read_text())
     assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 2, 2)
     assert summary["accumulation"] * summary["micro_batch"] * summary["world_size"] == summary["global_batch"]
-    for text in ("held-out loss", "unigram entropy", "ln V", "tokens/s", "global steps/s", "MFU", "report.html"):
+    for text in ("held-out", "unigram", "ln V", "tokens/s", "global steps/s", "MFU", "report.html"):
         assert text in done.stdout, text
     for line in lines(run_dir / "metrics.jsonl"):
         assert line["tokens_per_s"] == pytest.approx(line["samples_per_s"] * 16)
@@ -190,7 +190,7 @@ def test_a_killed_rank_is_named_first(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     process = start("train", "quickstart", *tiny(shards, "schedule.steps=100000"), "--run-dir", str(run_dir))
     wait_for(step_reached(run_dir, 2))
-    ranks = [m for m in members(run_dir) if "bert_dp.worker" in m.cmdline() and m.environ()["RANK"] == "1"]
+    ranks = [m for m in members(run_dir) if m.environ().get("RANK") == "1"]
     ranks[0].kill()
     out, err = process.communicate(timeout=60)
     assert process.returncode == 1
