@@ -26,7 +26,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # read by tokenizers at its firs
 
 from tokenizers import Tokenizer
 
-from bert_dp import corpus, sources, tokenizer
+from bert_dp import encode, sources, tokenizer
 
 Batches = list[list[str]]
 
@@ -53,7 +53,7 @@ def _alone_together(tokenizer_json: str, batches: Batches, barrier: object) -> f
     return alone(tokenizer_json, batches)
 
 
-def ours(settings: tokenizer.Encoding, batches: Batches, processes: int) -> tuple[float, float]:
+def ours(settings: encode.Encoding, batches: Batches, processes: int) -> tuple[float, float]:
     """(cold, warm) seconds of the tokenising stage."""
     begun = []
 
@@ -64,7 +64,7 @@ def ours(settings: tokenizer.Encoding, batches: Batches, processes: int) -> tupl
         yield from batches
 
     start = time.perf_counter()
-    for _ in tokenizer.encode_all(feed(), settings, processes):
+    for _ in encode.encode_all(feed(), settings, processes):
         end = time.perf_counter()
     return end - start, end - begun[0]
 
@@ -103,8 +103,8 @@ def main() -> None:
         docs, model="wordpiece", vocab_size=given.vocab_size, with_normalizer=not given.cased
     )
     text = trained.to_str()
-    settings = tokenizer.Encoding(text, sep=5, max_tokens_per_char=0.25, near=False, seed=0)
-    batches = list(corpus.in_batches(docs))
+    settings = encode.Encoding(text, sep=5, max_tokens_per_char=0.25, near=False, seed=0)
+    batches = list(encode.in_batches(docs))
     size = sum(len(doc.encode()) for doc in docs)
 
     runs: dict[str, Callable[[], tuple[float, ...]]] = {

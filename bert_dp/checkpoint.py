@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from bert_dp.config import ConfigError
 from bert_dp.parallel import State
 
-NAME = re.compile(r"step-(\d{8,})")
+NAME = re.compile(r"step-(\d{8,})(\.old-\w+)?")
 
 
 def save(folder: Path, step: int, state: State, facts: dict[str, Any], keep: int) -> Path:
@@ -44,8 +44,8 @@ def save(folder: Path, step: int, state: State, facts: dict[str, Any], keep: int
         for path in temporary.iterdir():
             _fsync(path)
         _fsync(temporary)
-        if final.exists():
-            shutil.rmtree(final)
+        if final.exists():  # set aside under a name that still counts, in case the next line is the last
+            final.rename(folder / f"{final.name}.old-{uuid.uuid4().hex[:8]}")
         temporary.rename(final)
         _fsync(folder)
     except BaseException:
@@ -59,22 +59,27 @@ def prune(folder: Path, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints, and the temporary directories of interrupted saves."""
     for path in folder.glob("step-*.tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
+    for path in folder.glob("step-*.old-*"):
+        if path.with_suffix("").exists():
+            shutil.rmtree(path, ignore_errors=True)
     for path in list_checkpoints(folder)[keep:]:
         shutil.rmtree(path, ignore_errors=True)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, newest first."""
+    """Complete checkpoints, newest first; one set aside by an interrupted save comes after its replacement."""
     if not folder.is_dir():
         return []
-    found = [(int(m[1]), p) for p in folder.iterdir() if (m := NAME.fullmatch(p.name)) and p.is_dir()]
-    return [path for _, path in sorted(found, reverse=True)]
+    found = [(int(m[1]), not m[2], p) for p in folder.iterdir() if (m := NAME.fullmatch(p.name)) and p.is_dir()]
+    return [path for *_, path in sorted(found, reverse=True)]
 
 
 def check(path: Path) -> str | None:
     """Why `path` is not a valid checkpoint, or None: every file of the manifest with its size and hash."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
+        if missing := {"model.safetensors", "optimizer.safetensors", "state.json"} - manifest["files"].keys():
+            return f"{path}: the manifest does not name {', '.join(sorted(missing))}"
         for name, expected in manifest["files"].items():
             file = path / Path(name).name
             size = file.stat().st_size
@@ -89,7 +94,7 @@ def check(path: Path) -> str | None:
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     """The newest checkpoint that verifies, and why newer ones were passed over."""
-    problems = []
+    problems: list[str] = []
     for path in list_checkpoints(folder):
         problem = check(path)
         if problem is None:
@@ -109,7 +114,7 @@ def load(path: Path) -> tuple[State, dict[str, Any]]:
             "optimizer": load_file(path / "optimizer.safetensors"),
             "scaler": {k: torch.tensor(v, dtype=torch.float64) for k, v in facts["scaler"].items()},
         }
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ConfigError([f"{path}: not a checkpoint ({type(error).__name__}: {error})"]) from None
     return state, facts
 

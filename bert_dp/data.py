@@ -39,12 +39,14 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         if device.type == "cpu":
             return self
-        moved = (t.to(device, non_blocking=True) for t in (self.ids_BS, self.positions_P, self.labels_P))
-        return Batch(*moved, self.num_masked, self.sample_ids)
+        ids, positions, labels = (
+            t.to(device, non_blocking=True) for t in (self.ids_BS, self.positions_P, self.labels_P)
+        )
+        return Batch(ids, positions, labels, self.num_masked, self.sample_ids)
 
     def pin(self) -> Batch:
-        pinned = (t.pin_memory() for t in (self.ids_BS, self.positions_P, self.labels_P))
-        return Batch(*pinned, self.num_masked, self.sample_ids)
+        ids, positions, labels = (t.pin_memory() for t in (self.ids_BS, self.positions_P, self.labels_P))
+        return Batch(ids, positions, labels, self.num_masked, self.sample_ids)
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -101,7 +103,7 @@ def mask(
     """
     batch, length = rows_BS.shape
     columns = np.arange(1, length + 1, dtype=U64)
-    random_BS = mix64(key_B[:, None] + columns * GOLDEN)
+    random_BS = mix64((key_B[:, None] + columns * GOLDEN).astype(U64, copy=False))
     chosen_BK = np.argsort(random_BS, axis=1, kind="stable")[:, :num_masked]
     ids_BS = rows_BS.astype(np.int64)
     rows = np.arange(batch)[:, None]
@@ -170,7 +172,8 @@ def held_out_batches(
         )
         labels[~np.repeat(real_B, num_masked)] = IGNORE
         count = int(real_B.sum()) * num_masked
-        batches.append(Batch(*(torch.from_numpy(a) for a in (ids, positions, labels)), count, index_B))
+        tensors = (torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(labels))
+        batches.append(Batch(*tensors, count, index_B))
     return batches
 
 

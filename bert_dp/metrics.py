@@ -6,6 +6,7 @@ import resource
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,7 +142,7 @@ class Meter:
             accumulation=batch // (self._plan.micro_size * self._plan.dp),
             world_size=self._plan.world_size,
             step_time_s=seconds / self._steps,
-            **{k: v for k, v in rates.items()},
+            **rates,
             **{name: value / self._steps for name, value in mean.items()},
             peak_memory_gib=memory,
             elapsed_s=elapsed_s,
@@ -150,21 +151,20 @@ class Meter:
         self.start(wait_s)
         return line
 
-    def rates(self, steps: int, samples: int, micro: int, seconds: float) -> dict[str, float | None]:
+    def rates(self, steps: int, samples: int, micro: int, seconds: float) -> dict[str, Any]:
         """Throughput over all replicas; `micro` = micro-batch steps summed over replicas."""
         tokens_per_s = samples * self._sequence_length / seconds
         per_gpu = tokens_per_s / self._plan.world_size
-        known = self._peak_flops is not None
         return {
             "steps_per_s": steps / seconds,
             "global_steps_per_s": micro / seconds,
             "samples_per_s": samples / seconds,
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_per_gpu": per_gpu,
-            "mfu": per_gpu * self._flops_per_token / self._peak_flops if known else None,  # type: ignore[operator]
+            "mfu": per_gpu * self._flops_per_token / self._peak_flops if self._peak_flops else None,
         }
 
-    def total_rates(self) -> dict[str, float | None]:
+    def total_rates(self) -> dict[str, Any]:
         """Rates over all real steps of this process; all None before the first flush."""
         if not self.total_steps:
             return dict.fromkeys(self.rates(1, 1, 1, 1.0))

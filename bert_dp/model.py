@@ -47,6 +47,8 @@ def rotate(x_BASD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
 
 
 class Embeddings(nn.Module):
+    sinusoids_SH: Tensor
+
     def __init__(self, config: ModelConfig, sequence_length: int):
         super().__init__()
         self.position = config.position
@@ -85,7 +87,7 @@ class Attention(nn.Module):
     def forward(self, x_BSH: Tensor, cos_SD: Tensor | None, sin_SD: Tensor | None) -> Tensor:
         batch, length, hidden = x_BSH.shape
         qkv = self.Wqkv(x_BSH)
-        if self.q_bias is not None:
+        if self.q_bias is not None and self.v_bias is not None:
             qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias]).to(qkv.dtype)
         q, k, v = (
             part.view(batch, length, self.num_heads, -1).transpose(1, 2) for part in qkv.chunk(3, dim=-1)

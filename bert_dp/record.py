@@ -99,7 +99,7 @@ class Summary:
     skipped_steps: int
     checkpoint: str | None
     time_s: dict[str, float]
-    """Where the wall clock of rank 0 went: setup, compile, train, data_wait, forward_backward, optimizer, eval, save."""
+    """Of rank 0's wall clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save."""
     schema_version: int = SCHEMA_VERSION
 
 
@@ -172,6 +172,11 @@ def start_ticks(pid: int) -> str:
     Raises OSError when there is none.
     """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def cache_root() -> Path:
+    """Where built corpora are cached: $BERT_DP_CACHE, by default ~/.cache/bert-dp."""
+    return Path(os.environ.get("BERT_DP_CACHE") or Path.home() / ".cache" / "bert-dp")
 
 
 def _finite(value: Any) -> Any:

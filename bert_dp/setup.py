@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from bert_dp import checkpoint, corpus, cost, data, dist, model, optim, parallel, record
+from bert_dp import checkpoint, corpus, cost, data, dist, model, optim, parallel, record, shards
 from bert_dp.config import BatchPlan, Config, ConfigError, changed_settings, data_issues, num_masked
 from bert_dp.metrics import Meter
 from bert_dp.train import EVAL_MASK_RATE, Counters, Job, Precision, mlm_loss
@@ -67,7 +67,7 @@ def open_data(config: Config, comm: dist.Comm) -> Corpus:
     if "issues" in answer:
         raise ConfigError(answer["issues"])
     path = Path(answer["directory"])
-    manifest = corpus.read_manifest(path)
+    manifest = shards.read_manifest(path)
     if problems := data_issues(config, manifest):
         raise ConfigError(problems)
     return Corpus(manifest, data.Shards(path, manifest, "train"), data.Shards(path, manifest, "held_out"))
@@ -171,7 +171,7 @@ def time_micro_step(
         start = time.perf_counter()
         with precision.context(device):
             loss = mlm_loss(bare, batch.to(device))
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         seconds = time.perf_counter() - start
     bare.zero_grad(set_to_none=True)
     return seconds
@@ -221,11 +221,16 @@ def assemble(
     )  # fmt: skip
 
 
-def restore(job: Job, resume: Resume) -> None:
-    """Load the tensors of the checkpoint and cut the records back to its step; a fresh start begins them anew."""
+def fresh_state(job: Job) -> parallel.State:
+    """The canonical state of a model that has not trained: its weights on the host, no optimizer state."""
+    weights = {name: t.detach().to("cpu", copy=True) for name, t in job.bare_model.state_dict().items()}
+    return {"model": weights, "optimizer": {}, "scaler": {}}
+
+
+def restore(job: Job, resume: Resume, state: parallel.State) -> None:
+    """Load `state` over what the dry run left, and cut the records back to the step that it belongs to."""
     job.meter.skipped.fill_(resume.counters.skipped_steps)
-    if resume.state is not None:
-        job.engine.scatter_state(resume.state)
+    job.engine.scatter_state(state)
     if job.comm.world.rank == 0:
         for name in ("metrics.jsonl", "evals.jsonl"):
             record.cut_back(job.run_dir / name, resume.counters.step if resume.path else -1)

@@ -7,9 +7,7 @@ Parquet row group is held. The order is that of the arguments; a glob or directo
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import functools
 import glob
 import gzip
 import hashlib
@@ -17,14 +15,13 @@ import importlib
 import json
 import lzma
 import platform
-import sysconfig
 import tempfile
-import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from bert_dp import builtin
 from bert_dp.config import ConfigError
 
 TEXT_KEY = "text"  # field of a JSONL record, column of a Parquet file or hub data set
@@ -32,10 +29,6 @@ MAX_DOCUMENT_BYTES = 16 * 2**20
 CHUNK_BYTES = 2**20
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
-# the library's own tests are not documentation, and site-packages differs from machine to machine
-NOT_DOCUMENTATION = frozenset(
-    ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__")
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,7 +98,7 @@ def documents(source: Source) -> Iterator[str]:
     Raises ConfigError naming file, line (or row) and a fix for corrupt, empty, binary or non-UTF-8 input.
     """
     if source.path is None:
-        texts = _builtin() if source.name.startswith("builtin:") else _hub(source.name)
+        texts = builtin.documents() if source.name.startswith("builtin:") else _hub(source.name)
     else:
         reader = {"text": _text, "jsonl": _jsonl, "parquet": _parquet}[
             FORMATS.get(_suffixes(source.path)[0], "text")
@@ -294,31 +287,3 @@ def _hub(name: str) -> Iterator[str]:
         raise ConfigError(
             [f"{name}: {type(error).__name__} after row {row}: {why}; check the name and network"]
         ) from None
-
-
-@functools.cache
-def _builtin() -> tuple[str, ...]:
-    """Docstrings of the standard library and the help topics, about 2 MB; parsed, never imported or run."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    texts: list[str] = []
-    for path in sorted(root.rglob("*.py")):
-        if not NOT_DOCUMENTATION.isdisjoint(path.relative_to(root).parts):
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # old escape sequences in the library
-                tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError, OSError):
-            continue
-        for node in ast.walk(tree):
-            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
-                texts.append(ast.get_docstring(node) or "")
-            elif isinstance(node, ast.Dict) and path.name == "topics.py":
-                texts += [
-                    v.value for v in node.values if isinstance(v, ast.Constant) and isinstance(v.value, str)
-                ]
-    if sum(map(len, texts)) < 100_000:
-        raise ConfigError(
-            [f"data.sources: builtin: {root} holds no library sources; name a text file instead"]
-        )
-    return tuple(texts)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from typing import Any
 
 from bert_dp import record
@@ -22,7 +21,7 @@ def write_summary(
     summary = record.Summary(
         status="stopped" if outcome.signal else "done",
         exit_code=128 + outcome.signal if outcome.signal else 0,
-        cause=signal.Signals(outcome.signal).name if outcome.signal else None,
+        cause=None,  # of a failure; what stopped a run stands in `signal`
         signal=outcome.signal or None,
         step=counters.step,
         samples=counters.samples,
@@ -39,7 +38,7 @@ def write_summary(
         accumulation=job.plan.accumulation,
         precision=job.precision.name,
         compiled=job.facts["compiled"],
-        **job.meter.total_rates(),  # type: ignore[arg-type]
+        **job.meter.total_rates(),
         peak_memory_gib=memory,
         energy_j=None,
         skipped_steps=counters.skipped_steps,

@@ -1,4 +1,4 @@
-"""The tokenizer: normalisation, training, loading, and the processes that encode. Torch-free.
+"""The tokenizer: normalisation, training, loading, special tokens. Torch-free.
 
 Recipe (cramming, `tokenizer_preparation.py`): WordPiece of 32768, split at white space and punctuation, `##`,
 the normaliser in the tokenizer itself, so that a tokenizer.json carries it.
@@ -7,29 +7,17 @@ the normaliser in the tokenizer itself, so that a tokenizer.json carries it.
 from __future__ import annotations
 
 import collections
-import contextlib
-import dataclasses
-import hashlib
 import json
-import multiprocessing
-import multiprocessing.connection
-import os
 import re
-import signal
-import threading
 import unicodedata
-from collections.abc import Callable, Generator, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from bert_dp.config import MAX_VOCAB_SIZE, ConfigError
-from bert_dp.sources import require
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<cls>", "<sep>", "<mask>")  # ids 0..6
 UNK = SPECIALS[3]
@@ -37,35 +25,7 @@ ROLES = ("pad", "unk", "cls", "sep", "mask")
 ROBERTA = {"cls": "<s>", "sep": "</s>"}
 PREFIX = "##"
 MAX_ALPHABET = 1000  # characters; rarer ones become <unk>
-NUM_PERMUTATIONS = 128  # of a MinHash sketch
-SHINGLE_WORDS = 5
 SPACES = re.compile(" {2,}")
-
-
-@dataclasses.dataclass(frozen=True)
-class Encoding:
-    """How a batch of texts is encoded; travels to every process."""
-
-    tokenizer_json: str
-    sep: int
-    """Id put after every document."""
-    max_tokens_per_char: float
-    near: bool
-    """Also make the MinHash sketches for near dedup."""
-    seed: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Encoded:
-    """The D kept documents of a batch, in order."""
-
-    ids: np.ndarray  # [T] uint16, each document followed by sep
-    lengths: np.ndarray  # [D] int64, tokens with sep
-    keys: np.ndarray  # [D] uint64, hash of the text
-    sketches: list[Any]  # [D] rensa.RMinHash, or empty
-    read: int
-    empty: int
-    filtered: int
 
 
 def normalize(text: str) -> str:
@@ -91,17 +51,6 @@ def normalizer() -> normalizers.Normalizer:
             normalizers.Replace(Regex(" {2,}"), " "),
         ]
     )
-
-
-def document_key(text: str, seed: int) -> int:
-    """64-bit hash of a document: the same for texts that differ in case and white space only."""
-    lower = text.lower()
-    if (
-        not lower.isprintable() or "  " in lower
-    ):  # a white space other than one blank; the test is the cheaper part
-        lower = " ".join(lower.split())
-    digest = hashlib.blake2b(lower.strip().encode(), digest_size=8, key=seed.to_bytes(8, "little"))
-    return int.from_bytes(digest.digest(), "little")
 
 
 def train(
@@ -207,114 +156,8 @@ def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
     return 1 + max((i for i in known if i is not None and i < size(tokenizer) / 2), default=-1)
 
 
-def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
-    """The function that turns a list of texts into their tokens, keys and sketches, in one process."""
-    tree = json.loads(settings.tokenizer_json)
-    own = tree["normalizer"] is not None and tree["normalizer"] == json.loads(_own_normalizer_json())
-    if own:
-        tree["normalizer"] = None
-    tokenizer = Tokenizer.from_str(json.dumps(tree))
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
-    tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
-    rensa = require("rensa", "dedup", "data.build.dedup: near") if settings.near else None
-    rate = settings.max_tokens_per_char
-
-    def encode(texts: list[str]) -> Encoded:
-        plain = [normalize(text) for text in texts] if own else texts
-        rows = [e.ids for e in tokenizer.encode_batch_fast(plain, add_special_tokens=False)]
-        full = [i for i, row in enumerate(rows) if row]
-        kept = [i for i in full if not rate or len(rows[i]) < rate * len(texts[i])]
-        for i in kept:
-            rows[i].append(settings.sep)
-        lengths = np.fromiter((len(rows[i]) for i in kept), np.int64, len(kept))
-        ids = np.fromiter(chain.from_iterable(rows[i] for i in kept), np.uint16, int(lengths.sum()))
-        keys = np.fromiter((document_key(texts[i], settings.seed) for i in kept), np.uint64, len(kept))
-        sketches = []
-        if rensa is not None:
-            shingles = [_shingles(texts[i]) for i in kept]
-            sketches = rensa.RMinHash.from_token_sets(shingles, NUM_PERMUTATIONS, settings.seed)
-        return Encoded(
-            ids, lengths, keys, sketches, len(texts), len(texts) - len(full), len(full) - len(kept)
-        )
-
-    return encode
-
-
-def _own_normalizer_json() -> str:
+def normalizer_json() -> str:
+    """`normalizer()` as it stands in a tokenizer.json."""
     bare = Tokenizer(models.WordPiece(unk_token=UNK))
     bare.normalizer = normalizer()
     return json.dumps(json.loads(bare.to_str())["normalizer"])
-
-
-def _shingles(text: str) -> list[str]:
-    words = text.lower().split()
-    return [" ".join(words[i : i + SHINGLE_WORDS]) for i in range(max(1, len(words) - SHINGLE_WORDS + 1))]
-
-
-def encode_all(
-    batches: Iterable[list[str]], settings: Encoding, processes: int
-) -> Generator[Encoded, None, None]:
-    """Encode batches in `processes` spawned processes (1 = in this one); results in the order of the batches.
-
-    At most three batches per process are held. The processes end with this one, however it ends.
-    """
-    if processes == 1:
-        encode = make_encoder(settings)
-        for batch in batches:
-            with single_threaded():
-                encoded = encode(batch)
-            yield encoded
-        return
-    pool = ProcessPoolExecutor(
-        processes, multiprocessing.get_context("spawn"), initializer=_start, initargs=(settings,)
-    )
-    pending: collections.deque[Future[Encoded]] = collections.deque()
-    try:
-        for batch in batches:
-            pending.append(pool.submit(_encode, batch))
-            if len(pending) == 3 * processes:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
-    except BrokenProcessPool:
-        raise RuntimeError("a tokenising process died (memory full?); try fewer processes") from None
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-@contextlib.contextmanager
-def single_threaded() -> Iterator[None]:
-    """Rust threads of `tokenizers` off: many processes or many threads, never both."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        del os.environ["TOKENIZERS_PARALLELISM"]
-        if before is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
-def _start(settings: Encoding) -> None:
-    """First call in a spawned process: end with the parent, leave Ctrl-C to it, load the tokenizer once."""
-    global _encoder
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    _encoder = make_encoder(settings)
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    multiprocessing.connection.wait([parent.sentinel])
-    os._exit(1)
-
-
-_encoder: Callable[[list[str]], Encoded] | None = None  # of a spawned process
-
-
-def _encode(texts: list[str]) -> Encoded:
-    assert _encoder is not None
-    return _encoder(texts)

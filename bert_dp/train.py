@@ -127,13 +127,11 @@ def train_step(
 
 
 def dry_run(job: Job) -> None:
-    """One synchronised step that leaves no trace: compiles, finds out-of-memory early, lets DDP build its
+    """One synchronised step before the first real one: compiles, finds out-of-memory early, lets DDP build its
     buckets (at three ranks or more its first iteration reduces in another order). Collective.
 
-    The learning rate is 0, so no weight moves; the optimizer's state is then zeroed. Samples are the run's
-    first ones and are not consumed. A checkpoint, if any, must be loaded after this.
+    It moves weights and optimizer state, so `setup.restore` must follow. Its samples are not consumed.
     """
-    set_lr(job.optimizer, 0.0)
     batches = [job.stream.peek()] * min(2, job.plan.accumulation)
     timers = Timers(job.device)
     train_step(
@@ -141,10 +139,6 @@ def dry_run(job: Job) -> None:
         max_norm=job.config.optim.clip, timers=timers, dropout_seed=None,
     )  # fmt: skip
     evaluate(job, job.held_out[:1])
-    with torch.no_grad():
-        for values in job.optimizer.state.values():
-            for value in values.values():
-                value.zero_()
     job.comm.barrier()
 
 

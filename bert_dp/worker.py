@@ -22,7 +22,11 @@ def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done or stopped after a checkpoint, 2 bad input, 1 failed."""
     signals = Signals()
     arguments = parse_arguments(argv)
-    world = read_world(os.environ)
+    try:
+        world = read_world(os.environ)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
     redirect_output(world.rank)
     follow_launcher()
     try:
@@ -68,8 +72,9 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals) -> None:
         setup.describe(job, threads, resume)
         setup.write_environment(job, threads)
         setup_s = time.monotonic() - started
+        start = resume.state or setup.fresh_state(job)
         train.dry_run(job)
-        setup.restore(job, resume)
+        setup.restore(job, resume, start)
         dry_run_s = time.monotonic() - started - setup_s
         setup.say(comm, f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
         clock = dist.SharedClock(comm, resume.counters.elapsed_s)

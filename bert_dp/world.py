@@ -47,5 +47,12 @@ def read_world(environ: Mapping[str, str]) -> World:
             raise ConfigError([f"{rank}, {size} and their local kin must be whole numbers"]) from None
         if not 0 <= world.rank < world.size:
             raise ConfigError([f"{rank}={world.rank} is outside {size}={world.size}"])
+        if not 0 <= world.local_rank < world.local_size <= world.size:
+            raise ConfigError(
+                [
+                    f"{local_rank}={world.local_rank} and {local_size}={world.local_size} do not fit "
+                    f"{size}={world.size}"
+                ]
+            )
         return world
     return World(0, 0, 1, 1)

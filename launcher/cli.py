@@ -52,12 +52,8 @@ def train(
     set_: Annotated[
         list[str] | None, typer.Option("--set", metavar="a.b=v", help="Override a setting; repeatable.")
     ] = None,
-    nproc: Annotated[
-        str, typer.Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a number.")
-    ] = "auto",
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Run directory; default: runs/NAME-DATE-TIME.")
-    ] = None,
+    nproc: Annotated[str, typer.Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a number.")] = "auto",
+    run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME-DATE-TIME.")] = None,
     resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint or run.")] = "auto",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
@@ -68,7 +64,13 @@ def train(
 
     raise typer.Exit(
         training.train(
-            config, set_ or [], nproc=nproc, run_dir=run_dir, resume=resume, dry_run=dry_run, console=_console()
+            config,
+            set_ or [],
+            nproc=nproc,
+            run_dir=run_dir,
+            resume=resume,
+            dry_run=dry_run,
+            console=_console(),
         )
     )
 
@@ -88,10 +90,14 @@ def data_build(
     set_: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="name=v", help="Override a build option (data.build.NAME of a config); repeatable."
+            "--set",
+            metavar="name=v",
+            help="Override a build option (data.build.NAME of a config); repeatable.",
         ),
     ] = None,
-    processes: Annotated[int | None, typer.Option(help="Tokenising processes; default: one per core.")] = None,
+    processes: Annotated[
+        int | None, typer.Option(help="Tokenising processes; default: one per core.")
+    ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what OUT holds.")] = False,
 ) -> None:
     """Corpus -> filter -> dedup -> tokenizer -> packed shards with a manifest of hashes."""
@@ -121,12 +127,15 @@ def doctor(
     json: Json = False,
 ) -> None:
     """What this machine is, and what will bite: devices, memory, disk, versions, a short all-reduce."""
+    from launcher import doctor as checks
     from launcher import environment, report
 
-    findings = environment.doctor(run_dir)
+    findings = checks.doctor(run_dir)
     if json:
         facts = environment.probe().to_json()
-        typer.echo(jsonlib.dumps({"environment": facts, "findings": [f.__dict__ for f in findings]}, indent=1))
+        typer.echo(
+            jsonlib.dumps({"environment": facts, "findings": [f.__dict__ for f in findings]}, indent=1)
+        )
     else:
         _console().print(report.findings_table(environment.probe(), findings))
     raise typer.Exit(1 if any(f.level == "fail" for f in findings) else 0)
@@ -135,16 +144,18 @@ def doctor(
 @app.command()
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(help="One run, or several to compare.")],
-    out: Annotated[Path | None, typer.Option(help="HTML file; default: report.html in the first run.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="HTML file; default: report.html in the first run.")
+    ] = None,
 ) -> None:
     """One self-contained HTML page of a run or a comparison of runs."""
-    from launcher import report as pages
+    from launcher import page
 
     missing = [str(d) for d in run_dirs if not (d / "config.yaml").exists()]
     if missing:
         raise ConfigError([f"RUN_DIR: {name} is not a run directory (no config.yaml)" for name in missing])
     target = out or run_dirs[0] / "report.html"
-    pages.write(run_dirs, target)
+    page.write(run_dirs, target)
     typer.echo(str(target))
 
 

@@ -20,7 +20,7 @@ def handler_factory() -> Callable[[Any], Any]:
         RendezvousStoreInfo,
     )
 
-    class FileRendezvous(RendezvousHandler):  # type: ignore[misc]
+    class FileRendezvous(RendezvousHandler):
         """One agent, one node; `--rdzv-endpoint` is the path of the store file."""
 
         def __init__(self, path: str, run_id: str):

@@ -25,7 +25,8 @@ from bert_dp.config import (
     no_effect,
 )
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
-from launcher import environment, processes, report
+from launcher import closing, environment, page, processes, report
+from launcher.redact import redact_argv
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -254,17 +255,17 @@ def train(
     where.mkdir(parents=True, exist_ok=True, mode=0o700)
     record.write_text(where / "config.yaml", dump_config(config))
     facts = environment.probe().to_json()
-    record.write_json(where / "environment.json", {**facts, "command": environment.redact_argv(sys.argv)})
+    record.write_json(where / "environment.json", {**facts, "command": redact_argv(sys.argv)})
     console.print(f"run directory: {where}", **PLAIN)
     prepare_data(config, where)
     log = where / "logs" / "rank-0.log"
     with Display(where, console, log.stat().st_size if log.exists() else 0) as display:
         result = processes.run(where, ranks, resume, display.poll)
-    report.write([where], where / "report.html")
+    page.write([where], where / "report.html")
     if result.failure is not None:
         print_failure(result.failure, where, console)
     else:
-        console.print(report.closing_table(where))
+        console.print(closing.closing_table(where))
     return result.exit_code
 
 

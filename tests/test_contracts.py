@@ -16,8 +16,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("bert_dp", "launcher")
 OPTIONAL = (
-    "accelerate", "deepspeed", "datasets", "transformers", "onnx", "onnxruntime", "tensorboard", "trackio", "rensa",
-    "matplotlib", "pynvml", "optuna", "pyarrow", "zstandard",
+    "accelerate", "deepspeed", "datasets", "transformers", "onnx", "onnxruntime", "tensorboard", "trackio",
+    "rensa", "matplotlib", "pynvml", "optuna", "pyarrow", "zstandard",
 )  # fmt: skip
 MAX_FUNCTION_LINES = 60
 MAX_FILE_LINES = 350
@@ -124,7 +124,8 @@ def test_bert_dp_imports_neither_launcher_nor_typer_and_rich_only_in_corpus() ->
 def test_engines_import_neither_model_nor_data_nor_train() -> None:
     bad = [
         i for i in imports()
-        if within(i.module, "bert_dp.parallel") and within(i.target, "bert_dp.model", "bert_dp.data", "bert_dp.train")
+        if within(i.module, "bert_dp.parallel")
+        and within(i.target, "bert_dp.model", "bert_dp.data", "bert_dp.train")
     ]  # fmt: skip
     assert say(bad) == []
 
@@ -256,14 +257,13 @@ def test_functions_are_short() -> None:
 
 
 def test_files_are_short() -> None:
-    # fails while corpus, environment and report are longer than a file may be
     lengths = {p.relative_to(ROOT).as_posix(): len(p.read_text().splitlines()) for p in sources().values()}
     assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
 
 
 def undocumented() -> list[str]:
-    """Public functions of more than 6 statements, and classes of more than 12, without a docstring. A method of
-    the documented Engine protocol, forward and private names need none; a settings Section documents its fields."""
+    """Public functions of more than 6 statements, and classes of more than 12, without a docstring. A method
+    of the documented Engine protocol, forward and private names need none; a Section documents its fields."""
     protocol = {
         f.name for n in ast.walk(tree("bert_dp.parallel")) if isinstance(n, ast.ClassDef)
         for f in n.body if isinstance(f, Function)

@@ -72,13 +72,17 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             continue
         node = tree
         *parents, leaf = key.strip().split(".")
-        for parent in parents:
+        for i, parent in enumerate(parents):
             child = node.setdefault(parent, {})
-            node = child if isinstance(child, dict) else node
-        try:
-            node[leaf] = yaml.load(value, Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
-        except (yaml.YAMLError, ValueError) as error:
-            issues.append(f"--set {item}: not a YAML value ({str(error).splitlines()[0]})")
+            if not isinstance(child, dict):
+                issues.append(f"--set {item}: {'.'.join(parents[: i + 1])} is also set to a plain value; keep one")
+                break
+            node = child
+        else:
+            try:
+                node[leaf] = yaml.load(value, Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
+            except (yaml.YAMLError, ValueError, RecursionError) as error:
+                issues.append(f"--set {item}: not a YAML value ({str(error).splitlines()[0]})")
     if issues:
         raise ConfigError(issues)
     return tree
@@ -96,7 +100,9 @@ class ConfigLoader(yaml.SafeLoader):
 def _construct_mapping(loader: ConfigLoader, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+        key = loader.construct_object(key_node)
+        if not isinstance(key, str | int | float | bool | None):
+            raise yaml.constructor.ConstructorError(None, None, "a key must be a plain word", key_node.start_mark)
         if key in seen:
             raise yaml.constructor.ConstructorError(
                 None, None, f"key {key!r} stands twice", key_node.start_mark
@@ -105,11 +111,20 @@ def _construct_mapping(loader: ConfigLoader, node: yaml.MappingNode) -> dict[Any
     return dict(loader.construct_mapping(node, deep=True))
 
 
-ConfigLoader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(r"^[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"),
-    list("-+0123456789."),
-)
+# the scalars of YAML 1.2: `off` and `on` are words, 1e-3 is a float, 010 and 1:30 are no special numbers
+ConfigLoader.yaml_implicit_resolvers = {}
+for _tag, _pattern, _first in (
+    ("bool", r"^(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    ("null", r"^(?:~|null|Null|NULL|)$", ["~", "n", "N", ""]),
+    ("int", r"^[-+]?(?:0|[1-9][0-9_]*)$", "-+0123456789"),
+    (
+        "float",
+        r"^[-+]?(?:[0-9]+\.[0-9]*|\.[0-9]+|[0-9]+(?:\.[0-9]*)?[eE][-+]?[0-9]+|\.[0-9]+[eE][-+]?[0-9]+"
+        r"|[0-9]+\.[0-9]*[eE][-+]?[0-9]+|\.(?:inf|Inf|INF))$|^\.(?:nan|NaN|NAN)$",
+        "-+0123456789.",
+    ),
+):
+    ConfigLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
 ConfigLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
 
 
@@ -120,7 +135,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         raise ConfigError([f"{path}: not valid YAML ({' '.join(str(error).split())})"]) from None

@@ -17,7 +17,7 @@ from bert_dp.parallel.replica import clip_and_step, make_scaler, read_state, wri
 
 # every rank builds the same buffers; the option's name changed after torch 2.11
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
-NO_BUFFER_SYNC = {"forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False}
+NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False}
 
 
 class Engine:

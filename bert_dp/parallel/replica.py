@@ -59,7 +59,10 @@ def read_state(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch
 def write_state(
     model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None, state: State
 ) -> None:
-    """Load a canonical state in place. Raises ValueError naming a parameter that is missing or of another shape."""
+    """Load a canonical state in place; empty optimizer or scaler parts start those anew.
+
+    Raises ValueError naming a parameter that is missing or of another shape.
+    """
     with torch.no_grad():
         _copy(dict(model.state_dict()), state["model"])
         for name, parameter in model.named_parameters():
@@ -68,12 +71,15 @@ def write_state(
                 for key, value in state["optimizer"].items()
                 if key.rpartition("/")[0] == name
             }
+            if state["optimizer"] and not values:
+                raise ValueError(f"{name}: the checkpoint has no optimizer state for it")
             optimizer.state[parameter] = {
                 key: value.to(parameter.device, value.dtype if key == "step" else parameter.dtype, copy=True)
                 for key, value in values.items()
             }
-    if scaler is not None and state["scaler"]:
-        saved = {k: v.item() for k, v in state["scaler"].items()}
+    if scaler is not None:
+        fresh = torch.amp.GradScaler("cpu").state_dict()
+        saved = {**fresh, **{k: v.item() for k, v in state["scaler"].items()}}
         saved["growth_interval"] = int(saved["growth_interval"])
         saved["_growth_tracker"] = int(saved["_growth_tracker"])
         scaler.load_state_dict(saved)

@@ -199,7 +199,6 @@ def test_python_tags_are_refused_and_nothing_runs(tmp_path: Path, payload: str) 
 
 @pytest.mark.parametrize("value", ["on", "off", "auto"])
 def test_compile_can_be_set_as_documented(tmp_path: Path, value: str) -> None:
-    # fails: YAML 1.1 reads on/off as booleans, so `compile: off` and `--set compile=off` are refused
     assert make(f"compile={value}").compile == value
     path = write(tmp_path, f"data: {{sources: [builtin]}}\nschedule: {{steps: 1}}\ncompile: {value}\n")
     assert load_config(path).compile == value
@@ -296,7 +295,6 @@ def test_override_of_a_scalar_and_of_a_part_of_it_is_refused() -> None:
 
 
 def test_override_below_a_scalar_does_not_land_beside_it() -> None:
-    # fails: parse_overrides walks past the scalar, so this sets batch.micro_size without a word
     with pytest.raises(ConfigError):
         make("batch.global_size=8", "batch.global_size.micro_size=4")
 
@@ -386,7 +384,6 @@ def test_file_that_is_no_configuration(tmp_path: Path, content: bytes, message: 
 
 @pytest.mark.parametrize("text", ["? [a, b]\n: 1\n", "? {a: 1}\n: 1\n", "1: 2\n", "null: 1\n", "true: 1\n"])
 def test_keys_that_are_not_names_are_a_configuration_error(tmp_path: Path, text: str) -> None:
-    # fails: an unhashable key leaves _construct_mapping as a TypeError
     with pytest.raises(ConfigError):
         load_config(write(tmp_path, text))
 
@@ -398,13 +395,14 @@ def test_a_value_that_contains_itself_is_a_configuration_error(tmp_path: Path, t
 
 
 def test_deep_nesting_is_a_configuration_error(tmp_path: Path) -> None:
-    # fails: PyYAML's RecursionError is not caught
     with pytest.raises(ConfigError):
         load_config(write(tmp_path, "a: " + "[" * 5000 + "]" * 5000))
 
 
-def test_merge_keys_and_anchors_still_work(tmp_path: Path) -> None:
-    text = "data: {sources: [builtin]}\nschedule: &s {steps: 4}\nlog: {every_steps: &n 2}\neval: {every_steps: *n}\n"
+def test_anchors_still_work(tmp_path: Path) -> None:
+    text = (
+        "data: {sources: [builtin]}\nschedule: {steps: &n 2}\nlog: {every_steps: *n}\neval: {every_steps: *n}"
+    )
     config = load_config(write(tmp_path, text))
     assert (config.log.every_steps, config.eval.every_steps) == (2, 2)
 
@@ -494,19 +492,22 @@ def test_hash_does_not_depend_on_how_a_value_came(tmp_path: Path) -> None:
     assert load_config(path).hash() == make("optim.lr=1e-3").hash() == make().hash()
 
 
-PROMISED = """
-run.seed run.device run.init_from data.path data.sources data.tokenizer data.sequence_length data.workers
-model.vocab_size model.hidden_size model.num_layers model.num_heads model.intermediate_size model.position
-model.mlp model.norm model.bias model.dropout objective.mask_rate batch.global_size batch.micro_size
-batch.ramp_fraction batch.ramp_quantum schedule.name schedule.steps schedule.tokens schedule.hours
-optim.name optim.lr optim.weight_decay optim.clip parallel.engine precision compile
-checkpoint.every_steps checkpoint.keep eval.every_steps log.every_steps
-""".split()  # DESIGN section 4 without parallel.tensor and parallel.zero_stage, whose engines do not exist yet
+# DESIGN section 4 without parallel.tensor and parallel.zero_stage, whose engines do not exist yet
+PROMISED = {
+    "run.seed", "run.device", "run.init_from", "data.path", "data.sources", "data.tokenizer",
+    "data.sequence_length", "data.workers", "model.vocab_size", "model.hidden_size",
+    "model.num_layers", "model.num_heads", "model.intermediate_size", "model.position", "model.mlp",
+    "model.norm", "model.bias", "model.dropout", "objective.mask_rate", "batch.global_size",
+    "batch.micro_size", "batch.ramp_fraction", "batch.ramp_quantum", "schedule.name",
+    "schedule.steps", "schedule.tokens", "schedule.hours", "optim.name", "optim.lr",
+    "optim.weight_decay", "optim.clip", "parallel.engine", "precision", "compile",
+    "checkpoint.every_steps", "checkpoint.keep", "eval.every_steps", "log.every_steps",
+}  # fmt: skip
 
 
 def test_the_promised_settings_exist() -> None:
     paths = list(setting_paths())
-    assert set(PROMISED) <= set(paths)
+    assert set(paths) >= PROMISED
     assert len(paths) == len(set(paths))
 
 
@@ -735,8 +736,8 @@ def test_a_changed_setting_is_named_on_resume(override: str, key: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["schedule.steps=99", "parallel.engine=ddp", "log.every_steps=1", "checkpoint.keep=9", "eval.every_steps=5",
-     "run.device=cpu", "data.workers=3", "compile='off'"],
+    ["schedule.steps=99", "parallel.engine=ddp", "log.every_steps=1", "checkpoint.keep=9",
+     "eval.every_steps=5", "run.device=cpu", "data.workers=3", "compile='off'"],
 )  # fmt: skip
 def test_budget_ranks_and_logging_may_change_on_resume(override: str) -> None:
     assert changed_settings(make().model_dump(mode="json"), make(override, base=BASE)) == []

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from bert_dp import corpus, sources, tokenizer
+from bert_dp import corpus, dedup, encode, pipeline, shards, sources, tokenizer
 from bert_dp.config import BuildConfig, Config, ConfigError, resolve
 
 LENGTH, VOCAB = 16, 300
@@ -55,7 +55,7 @@ def make(source: str | list[str], out: Path, *, seed: int = 0, **options: Any) -
 
 
 def split(out: Path, name: str) -> np.ndarray:
-    manifest = corpus.read_manifest(out)
+    manifest = shards.read_manifest(out)
     parts = [np.fromfile(out / s["file"], "<u2") for s in manifest[name]["shards"]]
     return np.concatenate(parts).reshape(-1, LENGTH)
 
@@ -66,7 +66,7 @@ def restated(out: Path, docs: list[str], fraction: float, *, seed: int = 0) -> d
     streams: dict[str, list[int]] = {"train": [], "held_out": []}
     seen = set()
     for doc in docs:
-        key = tokenizer.document_key(doc, seed)
+        key = dedup.document_key(doc, seed)
         ids = tok.encode(doc, add_special_tokens=False).ids
         if key in seen or not ids:
             continue
@@ -88,7 +88,7 @@ def test_packing_is_exact(tmp_path: Path) -> None:
     assert manifest["num_special"] == 7
     assert manifest["dtype"] == "uint16"
     assert manifest["uniform_entropy_nats"] == math.log(manifest["vocab_size"])
-    assert corpus.verify(tmp_path / "out") == []
+    assert shards.verify(tmp_path / "out") == []
 
 
 @settings(max_examples=40, deadline=None)
@@ -102,8 +102,8 @@ def test_shard_writer_against_plain_lists(
 ) -> None:
     directory = tmp_path_factory.mktemp("w")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(corpus, "SHARD_BYTES", per_shard * length * 2)
-        writer = corpus.ShardWriter(directory, "x", length, 50)
+        patch.setattr(shards, "SHARD_BYTES", per_shard * length * 2)
+        writer = shards.ShardWriter(directory, "x", length, 50)
         for piece in pieces:
             writer.write(np.array(piece, np.uint16))
         writer.close()
@@ -121,7 +121,7 @@ def test_shard_writer_against_plain_lists(
 def test_the_number_of_processes_changes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    monkeypatch.setattr(corpus, "BATCH_DOCUMENTS", 37)
+    monkeypatch.setattr(encode, "BATCH_DOCUMENTS", 37)
     docs = prose(400) + prose(50)
     source = write(tmp_path / "a.txt", docs)
     options = {"tokenizer_model": kind, "max_tokens_per_char": 0.5, "order": "unigram"}
@@ -153,7 +153,7 @@ def test_held_out_is_disjoint_and_does_not_depend_on_order(tmp_path: Path) -> No
     ).read_bytes()
     assert other["build"]["seed"] == 7
     # without dedup the copies of a held-out document are held out too
-    assert tokenizer.document_key("Some  text", 0) == tokenizer.document_key("some text\t", 0)
+    assert dedup.document_key("Some  text", 0) == dedup.document_key("some text\t", 0)
 
 
 def test_no_held_out_on_request(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_no_held_out_on_request(tmp_path: Path) -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.integers(0, 60), max_size=20), max_size=12))
 def test_exact_filter_against_a_set(batches: list[list[int]]) -> None:
-    is_new = corpus._exact_filter()
+    is_new = dedup.exact_filter()
     seen: set[int] = set()
     for batch in batches:
         expected = []
@@ -223,12 +223,12 @@ def test_orders(tmp_path: Path) -> None:
     keys = {"sentence_length": (plain == stop).sum(1), "unigram": log_p[plain].sum(1).astype(np.float32)}
     for order, key in keys.items():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(corpus, "SHARD_BYTES", LENGTH * 2 * 10)  # several shards
+            patch.setattr(shards, "SHARD_BYTES", LENGTH * 2 * 10)  # several shards
             make(source, tmp_path / order, order=order)
         ordered = split(tmp_path / order, "train")
         assert ordered.tolist() == plain[np.argsort(-key, kind="stable")].tolist()
         assert not list((tmp_path / order).glob("unordered*"))
-        assert corpus.verify(tmp_path / order) == []
+        assert shards.verify(tmp_path / order) == []
 
 
 def test_entropy_by_hand(tmp_path: Path) -> None:
@@ -257,8 +257,8 @@ def test_python_normalisation_is_the_tokenizers(text: str) -> None:
 @given(st.text("aB é\t\n\xa0\u2003\x1f\u0130", max_size=12), st.integers(0, 3))
 def test_document_key_ignores_case_and_white_space_only(text: str, seed: int) -> None:
     plain = " ".join(text.lower().split())
-    assert tokenizer.document_key(text, seed) == tokenizer.document_key(plain, seed)
-    assert tokenizer.document_key(text + "x", seed) != tokenizer.document_key(text, seed)
+    assert dedup.document_key(text, seed) == dedup.document_key(plain, seed)
+    assert dedup.document_key(text + "x", seed) != dedup.document_key(text, seed)
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
@@ -362,37 +362,37 @@ def test_damage_is_found(tmp_path: Path) -> None:
     shard, manifest = tmp_path / "out/train-00000.bin", tmp_path / "out/manifest.json"
     data = shard.read_bytes()
     shard.write_bytes(data[:-2] + b"\xff\xff")
-    assert corpus.read_manifest(tmp_path / "out")
-    problems = corpus.verify(tmp_path / "out")
+    assert shards.read_manifest(tmp_path / "out")
+    problems = shards.verify(tmp_path / "out")
     assert any("SHA-256" in p for p in problems)
     assert any("token id 65535" in p for p in problems)
     shard.write_bytes(data[:-2])
     with pytest.raises(
         ConfigError, match=rf"train-00000.bin: expected {len(data)} bytes, found {len(data) - 2}"
     ):
-        corpus.read_manifest(tmp_path / "out")
+        shards.read_manifest(tmp_path / "out")
     shard.unlink()
     with pytest.raises(ConfigError, match="no such file"):
-        corpus.read_manifest(tmp_path / "out")
+        shards.read_manifest(tmp_path / "out")
     shard.write_bytes(data)
     (tmp_path / "out/tokenizer.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"tokenizer\.json: missing or another"):
-        corpus.read_manifest(tmp_path / "out")
+        shards.read_manifest(tmp_path / "out")
     text = manifest.read_text()
     manifest.write_text(text.replace('"num_special": 7', '"num_special": 8'))
     with pytest.raises(ConfigError, match="edited or torn"):
-        corpus.read_manifest(tmp_path / "out")
+        shards.read_manifest(tmp_path / "out")
     manifest.write_text(text.replace('"version": 1', '"version": 2'))
     with pytest.raises(ConfigError, match="version 1, found"):
-        corpus.read_manifest(tmp_path / "out")
+        shards.read_manifest(tmp_path / "out")
     manifest.unlink()
     with pytest.raises(ConfigError, match="no manifest"):
-        corpus.read_manifest(tmp_path / "out")
+        shards.read_manifest(tmp_path / "out")
 
 
 def test_inspect(tmp_path: Path) -> None:
     make(write(tmp_path / "a.txt", prose(100)), tmp_path / "out")
-    facts = corpus.inspect(tmp_path / "out")
+    facts = shards.inspect(tmp_path / "out")
     json.dumps(facts)
     assert facts["problems"] == []
     assert len(facts["samples"]) == 3
@@ -401,12 +401,12 @@ def test_inspect(tmp_path: Path) -> None:
 
 
 def test_a_big_sample_is_bounded_and_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "SAMPLE_BYTES", 5000)
+    monkeypatch.setattr(pipeline, "SAMPLE_BYTES", 5000)
     docs = prose(500)
-    sample, total = corpus._sample(docs, lambda stage, done, total: None)
+    sample, total = pipeline._sample(docs, lambda stage, done, total: None)
     assert total == 500
     assert 1000 < sum(map(len, sample)) <= 5000
-    assert sorted(sample) == sorted(corpus._sample(docs[::-1], lambda stage, done, total: None)[0])
+    assert sorted(sample) == sorted(pipeline._sample(docs[::-1], lambda stage, done, total: None)[0])
 
 
 def config(source: str, **extra: Any) -> Config:
@@ -423,7 +423,7 @@ def test_ensure_builds_once_and_follows_the_source(tmp_path: Path, monkeypatch: 
     assert corpus.ensure(config(source)) == first
     assert (first / "manifest.json").stat().st_mtime_ns == stamp
     (first / "train-00000.bin").write_bytes(b"")  # damaged: made again
-    assert corpus.verify(corpus.ensure(config(source))) == []
+    assert shards.verify(corpus.ensure(config(source))) == []
     write(tmp_path / "a.txt", prose(101))
     assert corpus.ensure(config(source)) != first
     assert corpus.ensure(config(source, build={**PLAIN, "dedup": "none"})).parent == first.parent
@@ -459,7 +459,7 @@ def test_two_processes_ensure_at_once(tmp_path: Path) -> None:
     answers = [p.communicate(timeout=60) for p in both]
     assert [p.returncode for p in both] == [0, 0], answers
     assert answers[0][0] == answers[1][0]
-    assert corpus.verify(Path(answers[0][0].strip())) == []
+    assert shards.verify(Path(answers[0][0].strip())) == []
     assert sum("tokenize" in err for _, err in answers) == 1
 
 
@@ -497,7 +497,7 @@ def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number:
         again = start("build", options)
         out, err = again.communicate(timeout=60)
         assert again.returncode == 0, err
-        assert json.loads(out) == corpus.read_manifest(tmp_path / "out")
+        assert json.loads(out) == shards.read_manifest(tmp_path / "out")
         assert not list(tmp_path.glob(".out.building-*"))
 
 
@@ -515,6 +515,9 @@ def test_main_refuses_bad_options_with_exit_2(
     write(tmp_path / "a.txt", prose(100))
     assert corpus.main(["build", options_file(tmp_path)]) == 0
     assert corpus.main(["inspect", str(tmp_path / "out")]) == 0
+    with (tmp_path / "out/train-00000.bin").open("r+b") as file:
+        file.write(b"\xff\xff")
+    assert corpus.main(["inspect", str(tmp_path / "out")]) == 1
     assert corpus.main(["inspect", str(tmp_path / "gone")]) == 2
     assert corpus.main(["build", str(tmp_path / "gone.json")]) == 2
 

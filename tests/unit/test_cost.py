@@ -71,8 +71,8 @@ def counted_flops(model_config: ModelConfig, length: int, batch: int, predicted:
 @pytest.mark.parametrize("head", ["none", "dense"])
 @pytest.mark.parametrize("first_attention_norm", [True, False])
 def test_flops_are_those_torch_counts(mlp: str, head: str, first_attention_norm: bool) -> None:
-    """The formula counts matrix products, as torch's counter does, so they agree to the operation: the math kernel
-    shows attention as two batched products (torch's fused kernels count recomputation in their backward, which a
+    """The formula counts matrix products, as torch's counter does, so they agree to the operation: the math
+    kernel shows attention as two batched products (fused ones count recomputation in their backward, which a
     model FLOP does not), and every weight's input needs a gradient, the embedding's included."""
     model_config = ModelConfig(**TINY, mlp=mlp, head=head, first_attention_norm=first_attention_norm)  # type: ignore[arg-type]
     batch, length, predicted = 3, 16, 4

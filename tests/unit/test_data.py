@@ -1,4 +1,4 @@
-"""Order and masks: a permutation, exact counts, and the same samples whatever the ranks, threads and batches."""
+"""Order and masks: a permutation, exact counts, and the same samples for any ranks, threads and batches."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ def open_shards(directory: Path, split: str) -> Shards:
 
 def stream(shards: Shards, **changed: object) -> TrainingStream:
     arguments: dict[str, object] = {
-        "seed": 3, "num_masked": 4, "shuffle": True, "micro_size": 4, "dp_rank": 0, "dp_size": 1, "start_sample": 0,
-        "workers": 0, "pin": False,
+        "seed": 3, "num_masked": 4, "shuffle": True, "micro_size": 4, "dp_rank": 0, "dp_size": 1,
+        "start_sample": 0, "workers": 0, "pin": False,
     }  # fmt: skip
     return TrainingStream(shards, **{**arguments, **changed})  # type: ignore[arg-type]
 
@@ -427,7 +427,8 @@ def held_out(
 ) -> list[list[Batch]]:
     return [
         held_out_batches(
-            shards, micro_size=micro_size, num_masked=3, max_sequences=max_sequences, dp_rank=r, dp_size=dp_size
+            shards, micro_size=micro_size, num_masked=3, max_sequences=max_sequences, dp_rank=r,
+            dp_size=dp_size,
         )
         for r in range(dp_size)
     ]  # fmt: skip

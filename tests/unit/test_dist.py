@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,14 +80,23 @@ def test_bad_variables_are_named(scheme: dict[str, str], changed: dict[str, str]
     [{"LOCAL_RANK": "4"}, {"LOCAL_RANK": "-1"}, {"LOCAL_WORLD_SIZE": "0"}, {"LOCAL_WORLD_SIZE": "-2"}],
 )
 def test_bad_local_variables_are_refused(changed: dict[str, str]) -> None:
-    # fails: only RANK is held against its world; LOCAL_WORLD_SIZE=0 then divides by zero in bind_cpu
     with pytest.raises(ConfigError):
         read_world({**TORCHRUN, **changed})
 
 
+def test_the_worker_calls_bad_variables_bad_input(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "bert_dp.worker", str(tmp_path / "config.yaml")],
+        env={**os.environ, "RANK": "9", "WORLD_SIZE": "2"}, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "RANK=9 is outside WORLD_SIZE=2" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("per_node", ["2(x2)", "2(x1),1"])
 def test_slurm_without_a_plain_number_of_tasks_per_node(per_node: str) -> None:
-    """SLURM_TASKS_PER_NODE has this form; SLURM_NTASKS_PER_NODE is a plain number, set only when asked for."""
+    """SLURM_TASKS_PER_NODE has this form; SLURM_NTASKS_PER_NODE is a plain number, set only if asked for."""
     with pytest.raises(ConfigError):
         read_world({**SLURM, "SLURM_NTASKS_PER_NODE": per_node})
     environ = {k: v for k, v in SLURM.items() if k != "SLURM_NTASKS_PER_NODE"}

@@ -10,17 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from launcher import environment as env_module
+from launcher import doctor
+from launcher.doctor import diagnose
 from launcher.environment import (
     Environment,
     Gpu,
     cgroup_limit,
-    diagnose,
     num_gpus,
     probe,
-    redact,
-    redact_argv,
 )
+from launcher.redact import redact, redact_argv
 
 CSV = """0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 81559, 570.124.06
 1, GPU-bbbb2222, NVIDIA H100 80GB HBM3, 81559, 570.124.06
@@ -232,7 +231,7 @@ def fake_module(tmp_path, monkeypatch):
 
 def test_all_reduce_result(fake_module):
     line = {"world_size": 2, "backend": "gloo", "bytes": 2**22, "seconds_median": 0.004, "busbw_gb_s": 1.05}
-    finding = env_module.all_reduce(20, fake_module(f"print('noise'); print('''{json.dumps(line)}''')"))
+    finding = doctor.all_reduce(20, fake_module(f"print('noise'); print('''{json.dumps(line)}''')"))
     assert finding.level == "ok"
     assert "2 gloo ranks, 4.0 MiB in 4.00 ms, 1.05 GB/s" in finding.what
 
@@ -242,7 +241,7 @@ def test_all_reduce_result(fake_module):
     [("raise RuntimeError('no gloo here')", "no gloo here"), ("print('hi')", "no result line")],
 )
 def test_all_reduce_failure(fake_module, source, word):
-    finding = env_module.all_reduce(20, fake_module(source))
+    finding = doctor.all_reduce(20, fake_module(source))
     assert finding.level == "fail"
     assert word in finding.what
 
@@ -255,7 +254,7 @@ open({str(tmp_path / "pid")!r}, "w").write(str(child.pid))
 print("rank 1 is late", file=sys.stderr, flush=True)
 time.sleep(600)
 """
-    finding = env_module.all_reduce(3, fake_module(source))
+    finding = doctor.all_reduce(3, fake_module(source))
     assert finding.level == "fail"
     assert "no answer within 3 s | rank 1 is late" in finding.what
     status = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
@@ -266,15 +265,13 @@ time.sleep(600)
 
 
 def test_doctor_names_a_directory_that_cannot_be_written(monkeypatch):
-    monkeypatch.setattr(
-        env_module, "all_reduce", lambda timeout_s: env_module.Finding("ok", f"{timeout_s > 5}")
-    )
-    findings = env_module.doctor(Path("/proc/runs"))
+    monkeypatch.setattr(doctor, "all_reduce", lambda timeout_s: doctor.Finding("ok", f"{timeout_s > 5}"))
+    findings = doctor.doctor(Path("/proc/runs"))
     assert [f.what for f in findings if f.level == "fail" and "run directory" in f.what]
     assert any(f.what.startswith("loopback") and f.level == "ok" for f in findings)
 
 
 def test_import_is_free_of_torch_and_rich():
     heavy = "{'torch', 'rich', 'yaml', 'pydantic'} & set(sys.modules)"
-    code = f"import sys, launcher.environment, launcher.report; sys.exit(bool({heavy}))"
+    code = f"import sys, launcher.doctor, launcher.environment, launcher.page; sys.exit(bool({heavy}))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

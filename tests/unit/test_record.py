@@ -18,9 +18,12 @@ from hypothesis import strategies as st
 from bert_dp import record
 from bert_dp.record import Evaluation, Metrics, Summary
 
-PROMISED = """step samples tokens epoch progress loss lr grad_norm global_batch micro_batch accumulation world_size
-step_time_s steps_per_s global_steps_per_s samples_per_s tokens_per_s tokens_per_s_per_gpu mfu data_wait_s
-peak_memory_gib elapsed_s""".split()
+PROMISED = {
+    "step", "samples", "tokens", "epoch", "progress", "loss", "lr", "grad_norm", "global_batch",
+    "micro_batch", "accumulation", "world_size", "step_time_s", "steps_per_s", "global_steps_per_s",
+    "samples_per_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "data_wait_s",
+    "peak_memory_gib", "elapsed_s",
+}  # fmt: skip
 
 
 def evaluation(step: int, loss: float = 1.5) -> Evaluation:
@@ -32,7 +35,7 @@ def steps(path: Path) -> list[int]:
 
 
 def test_metrics_keys_are_the_promised_ones() -> None:
-    assert set(PROMISED) <= {f.name for f in dataclasses.fields(Metrics)}
+    assert {f.name for f in dataclasses.fields(Metrics)} >= PROMISED
     assert {f.name for f in dataclasses.fields(Evaluation)} >= {"step", "tokens", "loss", "mask_rate"}
     promised = {
         "status",
@@ -159,7 +162,10 @@ def test_a_run_is_locked_while_its_holder_lives(tmp_path: Path) -> None:
     assert not (tmp_path / ".lock").exists()  # asking makes nothing
     (tmp_path / ".lock").touch()
     assert not record.is_locked(tmp_path)
-    code = "import fcntl, sys\nf = open(sys.argv[1], 'w')\nfcntl.flock(f, fcntl.LOCK_EX)\nprint('held', flush=True)\ninput()"
+    code = (
+        "import fcntl, sys\nf = open(sys.argv[1], 'w')\nfcntl.flock(f, fcntl.LOCK_EX)\n"
+        "print('held', flush=True)\ninput()"
+    )
     holder = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )

@@ -11,8 +11,9 @@ import pytest
 from rich.console import Console
 
 from bert_dp import record
-from launcher import plots, report
-from launcher.environment import Finding, probe
+from launcher import closing, page, plots, report, runs
+from launcher.doctor import Finding
+from launcher.environment import probe
 
 VOID = {"meta", "input", "br"}
 NA = report.NA
@@ -79,22 +80,22 @@ class Checker(html.parser.HTMLParser):
         assert self.open.pop() == tag
 
 
-def check(page: str) -> Checker:
+def check(text: str) -> Checker:
     checker = Checker()
-    checker.feed(page)
+    checker.feed(text)
     checker.close()
     assert checker.open == []
     assert checker.links == []
     assert "script" not in checker.tags
-    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
         ElementTree.fromstring(svg)
-    page.encode("utf-8")
+    text.encode("utf-8")
     return checker
 
 
 def shown(run_dir: Path) -> str:
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(report.closing_table(run_dir))
+    console.print(closing.closing_table(run_dir))
     return console.export_text()
 
 
@@ -140,6 +141,7 @@ def test_progress_line():
                  "8 global steps/s", "left 2 min 05 s"):  # fmt: skip
         assert part in line
     assert "left n/a" in report.progress_line({})
+    assert "left <1 s" in report.progress_line({}, eta=0.007)
 
 
 def test_eta():
@@ -155,7 +157,7 @@ def test_eta():
 
 def test_every_number_stands_beside_its_denominator(tmp_path):
     run = make_run(tmp_path / "run", summary={"energy_j": 4096.0})
-    rows = {(r.section, r.label): f"{r.value} | {r.note}" for r in report.closing_rows(report.load(run))}
+    rows = {(r.section, r.label): f"{r.value} | {r.note}" for r in closing.detail_rows(runs.load(run))}
     expected = {
         ("Outcome", "held-out loss"): "6.2500 nats | mean over held-out masked tokens",
         (
@@ -184,11 +186,41 @@ def test_every_number_stands_beside_its_denominator(tmp_path):
         assert rows[key] == value
 
 
+def lines_of(renderable, width: int = 80) -> list[str]:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(renderable)
+    return [line.rstrip() for line in console.export_text().splitlines()]
+
+
+def test_closing_table_is_compact_and_folds_between_parts(tmp_path):
+    lines = lines_of(closing.closing_table(make_run(tmp_path / "run")))
+    assert len(lines) <= 22
+    text = "\n".join(lines)
+    for part in (
+        "held-out loss  6.2500 nats, unigram entropy 6.7500 nats, ln V 8.3178 nats",
+        "100 x global batch 64 = micro 16 x accumulation 2 x dp 2",
+        "16.4 k tokens/s over 2 CPU ranks, 8.19 k per rank",
+        "2 steps/s; 8 global steps/s = x accumulation 2 x dp 2",
+        "75.0 s: data wait 4.0 %, forward+backward 80.0 %,\n",
+        "optimizer 12.0 %, other 4.0 %",
+        "setup 10.0 s, compile 5.0 s, train 75.0 s, eval 6.0 s,\n",
+        "n/a, peak of this device unknown",
+        "skipped steps  2 = 2.0 %, gradient norm not finite",
+    ):
+        assert part in text
+    assert "energy" not in text
+    assert "cause" not in text
+    quiet = "\n".join(lines_of(closing.closing_table(make_run(tmp_path / "b", summary={"skipped_steps": 0}))))
+    assert "skipped" not in quiet
+    used = closing.closing_table(make_run(tmp_path / "c", summary={"energy_j": 2.1e7}))
+    assert "21 MJ of 2 CPU ranks" in "\n".join(lines_of(used))
+
+
 def test_closing_table_names_the_report_and_keeps_hostile_markup_as_text(tmp_path):
     run = make_run(
         tmp_path / "run", summary={"status": "failed", "exit_code": 1, "cause": "[red]boom\x1b[31m"}
     )
-    report.write([run], run / "report.html")
+    page.write([run], run / "report.html")
     text = shown(run)
     assert "[red]boom" in text
     assert "\x1b" not in text
@@ -207,29 +239,29 @@ def test_closing_table_names_the_report_and_keeps_hostile_markup_as_text(tmp_pat
             "fail",
             "exit code 1): OOM on rank 1",
         ),
-        ({"status": "stopped", "signal": 15}, "warn", "Stopped by SIGTERM at step 100, after a checkpoint."),
+        ({"status": "stopped", "signal": 15}, "warn", "Stopped by SIGTERM after a checkpoint at step 100."),
     ],
 )
 def test_verdict(tmp_path, change, level, words):
-    found, text = report.verdict(report.load(make_run(tmp_path / "run", summary=change)))
+    found, text = closing.verdict(runs.load(make_run(tmp_path / "run", summary=change)))
     assert found == level
     assert words in text
 
 
 def test_page_is_well_formed_and_self_contained(tmp_path):
-    page = report.html([make_run(tmp_path / "run")])
-    checker = check(page)
-    assert not re.search(r"https?://", page)
+    whole = page.html([make_run(tmp_path / "run")])
+    checker = check(whole)
+    assert not re.search(r"https?://", whole)
     assert "link" not in checker.tags
     for words in ("Done after step 100", "unigram entropy 6.75", "ln V 8.32", "8.19 k tokens/s", "loss (nats",
                   "elapsed (s)", "prefers-color-scheme", "to-log", "lr: 0.001"):  # fmt: skip
-        assert words in page
+        assert words in whole
 
 
 def test_comparison_names_the_runs_and_what_differs(tmp_path):
     runs = [make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", run={"seed": 7})]
-    page = report.html(runs)
-    check(page)
+    whole = page.html(runs)
+    check(whole)
     for words in (
         "2 runs compared",
         "run (1)",
@@ -238,8 +270,8 @@ def test_comparison_names_the_runs_and_what_differs(tmp_path):
         "run (1): training",
         "run (2): held-out",
     ):
-        assert words in page
-    differing = re.search(r"Settings that differ.*?</section>", page, re.DOTALL)
+        assert words in whole
+    differing = re.search(r"Settings that differ.*?</section>", whole, re.DOTALL)
     assert differing is not None
     assert "optim.lr" not in differing[0]
 
@@ -254,12 +286,12 @@ def test_hostile_strings_are_escaped(tmp_path):
     (run / "environment.json").write_text(
         json.dumps({"cpu_model": evil, "versions": {"torch": evil}, "HF_TOKEN": "hf_x"})
     )
-    report.write([run, run], tmp_path / "out" / "page.html")
-    page = (tmp_path / "out" / "page.html").read_text(encoding="utf-8")
-    check(page)
-    assert "&lt;script&gt;" in page
-    assert "<script" not in page
-    assert "hf_x" not in page
+    page.write([run, run], tmp_path / "out" / "page.html")
+    whole = (tmp_path / "out" / "page.html").read_text(encoding="utf-8")
+    check(whole)
+    assert "&lt;script&gt;" in whole
+    assert "<script" not in whole
+    assert "hf_x" not in whole
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["page.html"]
 
 
@@ -269,13 +301,13 @@ def test_crashed_run_renders_and_says_what_is_missing(tmp_path):
         (run / name).unlink()
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 40, "los')
-    page = report.html([run])
-    check(page)
+    whole = page.html([run])
+    check(whole)
     torn = "metrics.jsonl is torn or empty: 3 whole lines read"
     for words in ("No end recorded", "Last logged: step 30", torn):
-        assert words in page
+        assert words in whole
     for name in ("summary.json", "evals.jsonl", "environment.json"):
-        assert f"{name} is missing" in page
+        assert f"{name} is missing" in whole
     assert "7.4000 nats" in shown(run)
 
 
@@ -285,7 +317,7 @@ def test_almost_empty_runs_render(tmp_path, num_lines):
     run.mkdir()
     if num_lines:
         record.append_line(run / "metrics.jsonl", metrics(1))
-    check(report.html([run]))
+    check(page.html([run]))
     assert NA in shown(run)
 
 
@@ -295,9 +327,9 @@ def test_files_of_the_wrong_type_render(tmp_path):
     (run / "summary.json").write_text('{"status": 3, "time_s": [], "step": "x", "world_size": null}')
     (run / "config.yaml").write_text("- not\n- a mapping\n")
     (run / "environment.json").write_text('{"versions": 3, "gpus": "x"}')
-    page = report.html([run])
-    check(page)
-    assert "config.yaml is not a YAML mapping" in page
+    whole = page.html([run])
+    check(whole)
+    assert "config.yaml is not a YAML mapping" in whole
     shown(run)
 
 
@@ -305,9 +337,9 @@ def test_lost_and_not_finite_losses_are_gaps(tmp_path):
     run = make_run(tmp_path / "run")
     record.append_line(run / "metrics.jsonl", metrics(110, loss=math.nan))
     record.append_line(run / "metrics.jsonl", metrics(120))
-    page = report.html([run])
-    check(page)
-    assert "nan" not in re.sub(r"<style>.*?</style>", "", page).lower()
+    whole = page.html([run])
+    check(whole)
+    assert "nan" not in re.sub(r"<style>.*?</style>", "", whole).lower()
 
 
 def test_downsample_keeps_ends_and_spikes():
@@ -336,3 +368,36 @@ def test_findings_table(tmp_path):
     text = console.export_text()
     assert "causes: ranks stop" in text
     assert "fix: pip install [torch]" in text
+
+
+FACTS = {
+    "manifest": {
+        "sequence_length": 128, "vocab_size": 4096, "unigram_entropy_nats": 6.75, "uniform_entropy_nats": 8.3178,
+        "train": {"documents": 1200, "tokens": 128_000, "sequences": 1000, "shards": [{"file": "train-00000.bin"}]},
+        "held_out": {"documents": 12, "tokens": 1280, "sequences": 10, "shards": [{"file": "held_out-00000.bin"}]},
+        "dropped": {"empty": 3, "tokens_per_char": 0, "exact_duplicate": 7, "near_duplicate": 0},
+    },
+    "tokens_per_document": 106.7,
+    "frequent_tokens": [{"token": f"[red]{i}", "id": i, "share": 0.05} for i in range(20)],
+    "samples": ["a [bold]sample[/bold]\x1b[31m\nof text", "x" * 1000],
+    "problems": [],
+}  # fmt: skip
+
+
+def test_shards_table():
+    lines = lines_of(report.shards_table(FACTS))
+    text = "\n".join(lines)
+    for words in ("sound: every hash", "1,200", "128,000", "1,000", "6.7500 nats per held-out token", "8.3178 nats",
+                  "107 tokens on average", "3 without a token, 7 exact duplicates", "[red]0 5.0 %, [red]1 5.0 %",
+                  "a [bold]sample[/bold]\ufffd[31m of text"):  # fmt: skip
+        assert words in text
+    assert "x" * 301 not in text.replace("\n", "")
+
+
+def test_shards_table_names_the_damaged_file_in_red():
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    problem = "train-00000.bin: expected SHA-256 ab, found cd [x]"
+    console.print(report.shards_table({**FACTS, "problems": [problem]}))
+    shown_table = console.export_text(styles=True)
+    assert f"\x1b[1;31mdamaged: {problem}" in shown_table
+    assert "sound" not in shown_table

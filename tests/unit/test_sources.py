@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_dp import sources
+from bert_dp import builtin, sources
 from bert_dp.config import ConfigError
 
 DOCS = ["First document.", "Zwölf Boxkämpfer — jagen", 'third "quoted"', "x" * 5000]
@@ -249,11 +249,11 @@ def test_builtin_is_two_megabytes_of_prose_and_imports_nothing() -> None:
 
 
 def test_builtin_without_library_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sources._builtin.cache_clear()
-    monkeypatch.setattr(sources.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    builtin.documents.cache_clear()
+    monkeypatch.setattr(builtin.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
     with pytest.raises(ConfigError, match="holds no library sources"):
         read("builtin")
-    sources._builtin.cache_clear()
+    builtin.documents.cache_clear()
 
 
 def test_identity_changes_with_the_file(tmp_path: Path) -> None:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_dp import checkpoint
-from bert_dp.config import OptimConfig, ParallelConfig, resolve
-from bert_dp.dist import connect, disconnect
-from bert_dp.model import is_decayed
+from bert_dp import checkpoint, setup
+from bert_dp.config import OptimConfig, ParallelConfig, batch_plan, resolve
+from bert_dp.data import Shards, TrainingStream, held_out_batches
+from bert_dp.dist import Comm, connect, disconnect
+from bert_dp.model import build_model, is_decayed
 from bert_dp.optim import make_optimizer
 from bert_dp.parallel import Engine, State, engine_name, make_engine
 from bert_dp.parallel.replica import clip_and_step
+from bert_dp.train import Counters, Precision, dry_run
 from bert_dp.world import World
+from tests.shards import write_shards
 
 CPU = torch.device("cpu")
 LONE = World(0, 0, 1, 1)
@@ -46,7 +52,7 @@ class Tied(nn.Module):
 
 def loss_of(model: nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     x = torch.randn(8, 4, generator=torch.Generator().manual_seed(seed)).to(dtype)
-    loss: Tensor = model(x).square().sum()
+    loss: Tensor = model(x).to(dtype).square().sum()  # a loss is never fp16: the scale would not fit into it
     return loss
 
 
@@ -184,7 +190,7 @@ def run_step(engine: Engine, model: nn.Module, step: int, *, fp16: bool = False)
     for i in range(2):
         with engine.accumulate(last=i == 1):
             with torch.autocast("cpu", torch.float16, enabled=fp16):
-                loss = loss_of(model, 10 * step + i) / (256 if fp16 else 1)  # far from the end of fp16
+                loss = loss_of(model, 10 * step + i) / (256 if fp16 else 1)
             engine.backward(loss)
     return engine.step(0.5)
 
@@ -274,7 +280,6 @@ def test_another_models_state_is_refused_by_name(change: Callable[[State], State
 
 
 def test_an_optimizer_state_that_lacks_a_parameter_is_refused() -> None:
-    # fails: write_state gives such a parameter an empty state without a word, so Adam starts it anew
     engine, model, _, _ = prepare("single")
     run_step(engine, model, 0)
     state = gathered(engine)
@@ -315,7 +320,7 @@ def test_the_scaler_goes_on_where_it_was() -> None:
     for step in range(3):
         run_step(engine, model, step, fp16=True)
     state = gathered(engine)
-    assert state["scaler"]["_growth_tracker"].item() == 3
+    assert state["scaler"]["_growth_tracker"].item() == 3  # no step was skipped
     state["scaler"]["scale"] = torch.tensor(1024.0, dtype=torch.float64)
     state["scaler"]["_growth_tracker"] = torch.tensor(1999.0, dtype=torch.float64)
     fresh, model_2, _, _ = prepare("single", fp16=True)
@@ -334,6 +339,59 @@ def test_no_scaler_no_state_and_a_state_without_one_loads() -> None:
     scaled, _, _, _ = prepare("single", fp16=True)
     scaled.scatter_state(state)
     assert gathered(scaled)["scaler"]["scale"].item() == 65536.0
+
+
+# --- the dry run
+
+
+@pytest.mark.parametrize("fp16", [False, True])
+def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, fp16: bool) -> None:
+    config = resolve(
+        [
+            {
+                "data": {"path": "x", "sequence_length": 16},
+                "schedule": {"steps": 1},
+                "batch": {"global_size": 8, "micro_size": 4},
+                "model": {
+                    "vocab_size": 64, "hidden_size": 16, "num_layers": 1, "num_heads": 2,
+                    "intermediate_size": 16,
+                },
+            }
+        ]
+    )  # fmt: skip
+    folder = write_shards(tmp_path / "shards")
+    shards = {
+        s: Shards(folder, json.loads((folder / "manifest.json").read_text()), s)
+        for s in ("train", "held_out")
+    }
+    stream = TrainingStream(
+        shards["train"], seed=0, num_masked=4, shuffle=True, micro_size=4, dp_rank=0, dp_size=1,
+        start_sample=0, workers=0, pin=False,
+    )  # fmt: skip
+    engine = make_engine("single", config.parallel, LONE, CPU, fp16=fp16)
+    bare = build_model(config.model, 16, seed=0)
+    model, optimizer = engine.prepare(bare, lambda named: make_optimizer(config.optim, named, is_decayed))
+    before = gathered(engine)
+    held_out = held_out_batches(
+        shards["held_out"], micro_size=4, num_masked=2, max_sequences=99, dp_rank=0, dp_size=1
+    )
+    precision = Precision("x", torch.float32, torch.float16 if fp16 else None)
+    job: Any = SimpleNamespace(
+        config=config, plan=batch_plan(config, 1), stream=stream, engine=engine, model=model, bare_model=bare,
+        optimizer=optimizer, held_out=held_out, precision=precision, device=CPU, comm=Comm(LONE, None),
+        run_dir=tmp_path, meter=SimpleNamespace(skipped=torch.ones((), dtype=torch.int64)),
+    )  # fmt: skip
+    start = setup.fresh_state(job)
+    dry_run(job)
+    setup.restore(job, setup.Resume(None, None, Counters(), None), start)
+    after = gathered(engine)
+    assert bits(after["model"]) == bits(before["model"])
+    assert after["optimizer"] == {}
+    assert job.meter.skipped.item() == 0
+    assert all(p.grad is None for p in bare.parameters())
+    assert stream.next().sample_ids.tolist() == [0, 1, 2, 3]
+    assert bare.training
+    assert bits(after["scaler"]) == bits(before["scaler"])
 
 
 # --- choosing

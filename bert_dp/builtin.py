@@ -1,0 +1,44 @@
+"""The corpus in every CPython: docstrings of the standard library and the help topics. Torch-free."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sysconfig
+import warnings
+from pathlib import Path
+
+from bert_dp.config import ConfigError
+
+# the library's own tests are not documentation, and site-packages differs from machine to machine
+NOT_DOCUMENTATION = frozenset(
+    ("site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "__pycache__")
+)
+
+
+@functools.cache
+def documents() -> tuple[str, ...]:
+    """Docstrings of the standard library and the help topics, about 2 MB; parsed, never imported or run."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    texts: list[str] = []
+    for path in sorted(root.rglob("*.py")):
+        if not NOT_DOCUMENTATION.isdisjoint(path.relative_to(root).parts):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # old escape sequences in the library
+                tree = ast.parse(path.read_bytes())
+        except (SyntaxError, ValueError, OSError):
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                texts.append(ast.get_docstring(node) or "")
+            elif isinstance(node, ast.Dict) and path.name == "topics.py":
+                texts += [
+                    v.value for v in node.values if isinstance(v, ast.Constant) and isinstance(v.value, str)
+                ]
+    if sum(map(len, texts)) < 100_000:
+        raise ConfigError(
+            [f"data.sources: builtin: {root} holds no library sources; name a text file instead"]
+        )
+    return tuple(texts)

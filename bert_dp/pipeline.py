@@ -1,0 +1,222 @@
+"""Sources -> filtered, deduplicated, tokenised, packed shards in one directory. Torch-free.
+
+The sources are read twice: once for a sample to train the tokenizer (left out when one is given), once to
+build. Held in memory: the sample (at most 128 MiB of text, twice), a few batches per process, 8 bytes per
+document for exact dedup (24 while two tables are merged; about 2 kB for near dedup), and 12-20 bytes per
+sequence when `order` is set. The result does not depend on the number of processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import os
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from bert_dp import dedup, encode, shards
+from bert_dp import sources as inputs
+from bert_dp import tokenizer as tokens
+from bert_dp.config import BuildConfig, ConfigError
+from bert_dp.record import write_json, write_text
+from bert_dp.shards import ShardWriter
+
+SAMPLE_BYTES = 128 * 2**20  # text that the tokenizer is trained on, at most
+BYTES_PER_PROCESS = 8 * 2**20  # of source; for less, starting a process costs more than it saves
+
+Progress = Callable[[str, int, int | None], None]  # stage, done, total (None = unknown)
+
+
+def build_in(
+    found: list[inputs.Source],
+    records: list[dict[str, Any]],
+    work: Path,
+    options: BuildConfig,
+    settings: dict[str, Any],
+    tokenizer_path: str | None,
+    processes: int | None,
+    tell: Progress,
+) -> dict[str, Any]:
+    tokenizer_json, total = _tokenizer(found, options, settings, tokenizer_path, tell)
+    write_text(work / "tokenizer.json", tokenizer_json)
+    tokenizer = Tokenizer.from_str(tokenizer_json)
+    vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, tokenizer_path or "trained")
+    encoding = encode.Encoding(
+        tokenizer_json, special["sep"], options.max_tokens_per_char, options.dedup == "near", settings["seed"]
+    )
+    batches = encode.in_batches(_documents(found, records))
+    encoded = encode.encode_all(batches, encoding, processes or _processes(found))
+    with contextlib.closing(encoded):  # ends the processes, however this ends
+        (train, held_out), dropped = _route(encoded, work, options, settings, vocab_size, tell, total)
+    _check_enough(train, held_out, settings, dropped)
+    if options.order != "none":
+        train = shards.order_shards(work, train, options.order, tokenizer, tell)
+    manifest = {
+        "format": shards.FORMAT,
+        "version": shards.VERSION,
+        "sequence_length": settings["sequence_length"],
+        "dtype": "uint16",
+        "vocab_size": vocab_size,
+        "special_tokens": special,
+        "num_special": tokens.first_ordinary(tokenizer, special),
+        "train": train.record(),
+        "held_out": held_out.record(),
+        "unigram_entropy_nats": shards.cross_entropy(train.counts, held_out.counts),
+        "uniform_entropy_nats": math.log(vocab_size),
+        "tokenizer": {"file": "tokenizer.json", "sha256": inputs.file_hash(work / "tokenizer.json")},
+        "sources": records,
+        "build": settings,
+        "dropped": dropped,
+    }
+    manifest["hash"] = shards.manifest_hash(manifest)
+    write_json(work / "manifest.json", manifest)
+    return manifest
+
+
+def _tokenizer(
+    found: list[inputs.Source],
+    options: BuildConfig,
+    settings: dict[str, Any],
+    path: str | None,
+    tell: Progress,
+) -> tuple[str, int | None]:
+    """(tokenizer.json, number of all documents if it was counted)."""
+    most = settings["vocab_size"]
+    if path is None:
+        sample, total = _sample(_documents(found, None), tell)
+        tell("train tokenizer", 0, None)
+        kind = options.tokenizer_model
+        trained = tokens.train(sample, model=kind, vocab_size=most, with_normalizer=options.normalize)
+        return trained.to_str(), total
+    size = tokens.size(tokens.load(Path(path)))
+    if size > most:
+        raise ConfigError(
+            [f"data.tokenizer: {path} has {size} tokens, but model.vocab_size is {most}; raise it"]
+        )
+    return Path(path).read_text(encoding="utf-8"), None
+
+
+def source_record(source: inputs.Source) -> dict[str, Any]:
+    """Bytes and hash of a file; of anything else those of its text, filled in when it is read."""
+    if source.path is None:
+        return {"name": source.name, "bytes": 0, "sha256": "", "documents": 0}
+    size = inputs.identity(source)["bytes"]
+    name = source.path.name  # not the directory: the same text elsewhere is the same build
+    return {"name": name, "bytes": size, "sha256": inputs.file_hash(source.path), "documents": 0}
+
+
+def _documents(found: list[inputs.Source], records: list[dict[str, Any]] | None) -> Iterator[str]:
+    """All documents; fills in the records of the sources."""
+    for source, record in zip(found, records or [{} for _ in found], strict=True):
+        digest, size, count = hashlib.sha256(), 0, 0
+        for text in inputs.documents(source):
+            count += 1
+            if source.path is None and records is not None:
+                data = text.encode() + b"\n"
+                digest.update(data)
+                size += len(data)
+            yield text
+        record["documents"] = count
+        if source.path is None:
+            record |= {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
+    """(documents to train a tokenizer on, number of all documents).
+
+    Those whose CRC-32 lies below a bound, which halves whenever more than SAMPLE_BYTES are held: a function
+    of the texts alone.
+    """
+    bound, held, sample, total = 2**32, 0, [], 0
+    for text in documents:
+        total += 1
+        if total % 10_000 == 0:
+            tell("read", total, None)
+        key = zlib.crc32(text.encode())
+        if key >= bound:
+            continue
+        sample.append((key, text))
+        held += len(text)
+        while held > SAMPLE_BYTES and len(sample) > 1:
+            bound //= 2
+            sample = [pair for pair in sample if pair[0] < bound]
+            held = sum(len(text) for _, text in sample)
+    tell("read", total, total)
+    return [text for _, text in sample], total
+
+
+def _processes(found: list[inputs.Source]) -> int:
+    cores = len(os.sched_getaffinity(0))
+    if any(source.name.startswith("hub:") for source in found):
+        return cores
+    size: int = sum(inputs.identity(source).get("bytes", 0) for source in found)
+    return min(cores, 1 + size // BYTES_PER_PROCESS)
+
+
+def _route(
+    encoded: Iterable[encode.Encoded],
+    work: Path,
+    options: BuildConfig,
+    settings: dict[str, Any],
+    vocab_size: int,
+    tell: Progress,
+    total: int | None,
+) -> tuple[tuple[ShardWriter, ShardWriter], dict[str, int]]:
+    """Drop duplicates, then send each document to training or held-out by the hash of its text."""
+    length = settings["sequence_length"]
+    name = "train" if options.order == "none" else "unordered"
+    train = ShardWriter(work, name, length, vocab_size)
+    held_out = ShardWriter(work, "held_out", length, vocab_size)
+    bound = np.uint64(int(options.held_out_fraction * 2.0**64))
+    is_new = dedup.exact_filter()
+    is_unlike = (
+        dedup.near_filter(options.near_threshold, settings["seed"]) if options.dedup == "near" else None
+    )
+    dropped = {"empty": 0, "tokens_per_char": 0, "exact_duplicate": 0, "near_duplicate": 0}
+    read = 0
+    for batch in encoded:
+        keep = np.ones(len(batch.keys), bool)
+        if options.dedup != "none":
+            keep = is_new(batch.keys)
+            dropped["exact_duplicate"] += int((~keep).sum())
+        if is_unlike is not None:
+            exact = keep.copy()
+            keep[exact] = [is_unlike(batch.sketches[i]) for i in np.flatnonzero(exact)]
+            dropped["near_duplicate"] += int((exact & ~keep).sum())
+        apart = batch.keys < bound
+        for writer, mine in ((train, keep & ~apart), (held_out, keep & apart)):
+            writer.documents += int(mine.sum())
+            writer.write(batch.ids[np.repeat(mine, batch.lengths)])
+        dropped["empty"] += batch.empty
+        dropped["tokens_per_char"] += batch.filtered
+        read += batch.read
+        tell("tokenize", read, total)
+    train.close()
+    held_out.close()
+    return (train, held_out), dropped
+
+
+def _check_enough(
+    train: ShardWriter, held_out: ShardWriter, settings: dict[str, Any], dropped: dict[str, int]
+) -> None:
+    needs_held_out = settings["held_out_fraction"] > 0
+    if train.sequences and (held_out.sequences or not needs_held_out):
+        return
+    counts = [f"{w.sequences} sequences from {w.documents} documents" for w in (train, held_out)]
+    lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
+    length, share, rate = (
+        settings[k] for k in ("sequence_length", "held_out_fraction", "max_tokens_per_char")
+    )
+    raise ConfigError(
+        [
+            f"data.sources: too little text for data.sequence_length {length}: training {counts[0]}, "
+            f"held-out {counts[1]} (dropped: {lost}); add text, raise "
+            f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char {rate} (0 = no filter)"
+        ]
+    )

@@ -1,0 +1,61 @@
+"""The benchmark scripts run and their figures follow from their raw records. Timings decide nothing."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "step_speed.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+
+
+def test_step_speed_quick(tmp_path):
+    pytest.importorskip("transformers")
+    record = tmp_path / "record.json"
+    done = run("--quick", "--profile", "--date", "2000-01-02", "--json", str(record))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(record.read_text())
+    assert result["environment"]["date"] == "2000-01-02"
+    assert result["environment"]["versions"].keys() >= {"torch", "transformers"}
+    variants = result["variants"]
+    assert variants.keys() == {"ours:eager", "bert:eager", "modernbert:eager", "matmul:eager"}
+    tokens = 2 * 16 * 2  # micro batch x sequence x accumulation
+    for name, variant in variants.items():
+        assert len(variant["rounds"]) == 2
+        if name == "matmul:eager":
+            continue
+        assert f"\n{name} " in done.stdout
+        # all variants learn the same thing: they start at a uniform guess of 128 tokens
+        assert 4.5 < variant["first_loss"] < 5.5
+        seconds = [r["step_time_s"] for r in variant["rounds"]]
+        own = [r["step_time_s"] for r in variants["ours:eager"]["rounds"]]
+        assert variant["tokens_per_s"]["median"] == pytest.approx(
+            statistics.median(tokens / s for s in seconds)
+        )
+        ratio = statistics.median(s / t for s, t in zip(seconds, own, strict=True))
+        assert variant["ours_over_this"]["ours:eager"]["median"] == pytest.approx(ratio)
+        assert sum(variant["self_cpu_s"].values()) > 0
+    # 6 N_linear + 12 L S H + 6 H V p
+    expected = 6 * (4 * 32 * 32 + 3 * 32 * 32) + 12 * 16 * 32 + 6 * 32 * 128 * 0.25
+    assert variants["ours:eager"]["flops_per_token"] == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("--variants", "ours:fast"), ("--variants", "bert:eager"), ("--variants", "ours:eager,cramming:eager")],
+)
+def test_step_speed_refuses_what_it_cannot_measure(arguments):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert "--variants" in done.stderr or "--cramming" in done.stderr or "unknown variant" in done.stderr

@@ -1,0 +1,353 @@
+"""The model against restatements of its sources, and the contracts that the engines rely on."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bert_dp.config import ModelConfig
+from bert_dp.cost import num_parameters
+from bert_dp.model import IGNORE, INIT_STD, CrammedBert, build_model, compile_regions, sinusoidal_table
+
+Case = tuple[Tensor, Tensor, Tensor]  # ids [B, S], flat positions [P], labels [P]
+SMALL = {"vocab_size": 100, "hidden_size": 48, "num_layers": 3, "num_heads": 4, "intermediate_size": 40}
+MODERN = {
+    "position": "rope", "norm_bias": False, "norm_eps": 1e-5, "first_attention_norm": False, "head": "dense",
+}  # fmt: skip
+
+
+def small(**changes) -> ModelConfig:
+    return ModelConfig(**(SMALL | changes))
+
+
+def make_case(batch: int = 3, length: int = 16, vocab: int = 100, seed: int = 7) -> Case:
+    """A micro batch with a quarter of every sequence predicted."""
+    generator = torch.Generator().manual_seed(seed)
+    ids_BS = torch.randint(vocab, (batch, length), generator=generator)
+    rows = [torch.randperm(length, generator=generator)[: length // 4].sort().values for _ in range(batch)]
+    positions_P = torch.cat([row + length * b for b, row in enumerate(rows)])
+    labels_P = torch.randint(vocab, positions_P.shape, generator=generator)
+    return ids_BS, positions_P, labels_P
+
+
+def randomise(model: torch.nn.Module, seed: int = 3) -> None:
+    """Weights large enough for every term to matter: norms and biases off their trivial 1 and 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            parameter.copy_(centre + 0.15 * torch.randn(parameter.shape, generator=generator))
+
+
+def gradients(loss: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+    return dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    """Relative in the norm of each tensor."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.norm() > 0, f"{name}: the check is empty"
+        error = ((actual[name] - value).norm() / value.norm()).item()
+        assert error <= tolerance, f"{name}: relative difference {error:.2e}"
+
+
+# The recipe, restated from its description (arXiv 2212.14034 and JonasGeiping/cramming): sequence first, one
+# explicit matrix product after another, in the order they are written there.
+
+
+def restated_norm(x: Tensor, weights: dict[str, Tensor], name: str, eps: float) -> Tensor:
+    centred = x - x.mean(-1, keepdim=True)
+    normed = centred / (centred.square().mean(-1, keepdim=True) + eps).sqrt()
+    return normed * weights[f"{name}.weight"] + weights[f"{name}.bias"]
+
+
+def restated_gelu(x: Tensor) -> Tensor:
+    return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+
+def restated_attention(x_SBH: Tensor, Wqkv: Tensor, Wo: Tensor, heads: int) -> Tensor:
+    length, batch, hidden = x_SBH.shape
+    size = hidden // heads
+    # rows of Wqkv: all heads of the query, then of the key, then of the value
+    q, k, v = (
+        (x_SBH @ Wqkv[i * hidden : (i + 1) * hidden].T).reshape(length, batch * heads, size).transpose(0, 1)
+        for i in range(3)
+    )
+    scores = torch.bmm(q, k.transpose(1, 2)) / math.sqrt(size)
+    out = torch.bmm(scores.softmax(-1), v)  # [B A, S, D]
+    return out.transpose(0, 1).reshape(length, batch, hidden) @ Wo.T
+
+
+def restated_loss(w: dict[str, Tensor], case: Case, *, layers: int, heads: int, gated: bool = True) -> Tensor:
+    """Summed cross entropy at the predicted positions, of the crammed variant."""
+    ids_BS, positions_P, labels_P = case
+    length = ids_BS.shape[1]
+    embedding_VH = w["model.embeddings.tok_embeddings.weight"]
+    hidden = embedding_VH.shape[1]
+    table_SH = torch.zeros(length, hidden, dtype=torch.float64)
+    for s in range(length):
+        for i in range(0, hidden, 2):
+            angle = s / 10_000 ** (i / hidden)
+            table_SH[s, i], table_SH[s, i + 1] = math.sin(angle), math.cos(angle)
+    x_BSH = embedding_VH[ids_BS] + w["model.embeddings.position_scale"] * table_SH.to(embedding_VH.dtype)
+    x_SBH = restated_norm(x_BSH, w, "model.embeddings.norm", 1e-12).transpose(0, 1)
+    for i in range(layers):
+        name = f"model.layers.{i}"
+        normed = restated_norm(x_SBH, w, f"{name}.attn_norm", 1e-12)
+        Wqkv, Wo = w[f"{name}.attn.Wqkv.weight"], w[f"{name}.attn.Wo.weight"]
+        x_SBH = x_SBH + restated_attention(normed, Wqkv, Wo, heads)
+        normed = restated_norm(x_SBH, w, f"{name}.mlp_norm", 1e-12)
+        both = normed @ w[f"{name}.mlp.Wi.weight"].T
+        width = both.shape[-1] // 2
+        gated_x = restated_gelu(both[..., :width]) * both[..., width:]
+        x_SBH = x_SBH + gated_x @ w[f"{name}.mlp.Wo.weight"].T
+    x_BSH = restated_norm(x_SBH, w, "model.final_norm", 1e-12).transpose(0, 1)
+    loss = torch.zeros((), dtype=embedding_VH.dtype)
+    for position, label in zip(positions_P.tolist(), labels_P.tolist(), strict=True):
+        logits_V = embedding_VH @ x_BSH[position // length, position % length]
+        loss = loss + logits_V.logsumexp(0) - logits_V[label]
+    return loss
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
+def test_the_crammed_variant_is_the_published_recipe(dtype, tolerance):
+    model = build_model(small(), 16, seed=1)
+    randomise(model)
+    model.model.embeddings.sinusoids_SH.data = sinusoidal_table(16, 48).to(
+        dtype
+    )  # not rounded to fp32 on the way
+    model = model.to(dtype)
+    case = make_case()
+    parameters = dict(model.named_parameters())
+    # the reference runs in fp64 for both, so that only the model's own rounding is judged
+    wide = {name: p.detach().double().requires_grad_() for name, p in parameters.items()}
+    expected = restated_loss(wide, case, layers=3, heads=4)
+    loss = model(*case)
+    assert loss.dtype == dtype
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    actual = {name: g.double() for name, g in gradients(loss, parameters).items()}
+    reference = gradients(expected, wide)
+    scale = "model.embeddings.position_scale"  # one number, a sum of B S H terms that nearly cancel
+    torch.testing.assert_close(actual.pop(scale), reference.pop(scale), rtol=50 * tolerance, atol=0.0)
+    assert_same(actual, reference, tolerance)
+
+
+def test_the_crammed_variant_has_the_published_size_and_scale():
+    with torch.device("meta"):
+        model = CrammedBert(ModelConfig(), 128)
+    assert sum(p.numel() for p in model.parameters()) == 119_589_889
+    assert build_model(small(), 16, 0).model.embeddings.position_scale.item() == pytest.approx(48**-0.5)
+
+
+@pytest.mark.parametrize("length", [16, 128])
+def test_the_compatible_variant_is_modernbert_name_by_name(length):
+    transformers = pytest.importorskip("transformers")
+    config = small(num_heads=4, **MODERN)
+    model = build_model(config, length, seed=1)
+    randomise(model)
+    peer_config = transformers.ModernBertConfig(
+        vocab_size=100, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=40,
+        layer_types=["full_attention"] * 3, max_position_embeddings=length, norm_eps=1e-5, norm_bias=False,
+        decoder_bias=False, sparse_prediction=True, attn_implementation="sdpa", pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+        rope_parameters={
+            kind: {"rope_type": "default", "rope_theta": config.rope_theta}
+            for kind in ("full_attention", "sliding_attention")
+        },
+    )  # fmt: skip
+    peer = transformers.ModernBertForMaskedLM(peer_config)
+    peer.model.embeddings.tok_embeddings.padding_idx = None  # ours trains the padding row as any other
+    result = peer.load_state_dict(model.state_dict(), strict=False)
+    assert result.unexpected_keys == []
+    assert set(result.missing_keys) <= {"decoder.weight"}
+    assert peer.decoder.weight is peer.model.embeddings.tok_embeddings.weight
+    case = ids_BS, positions_P, labels_P = make_case(length=length)
+    labels_BS = (
+        torch.full(ids_BS.shape, IGNORE).flatten().index_copy(0, positions_P, labels_P).view_as(ids_BS)
+    )
+    loss = model(*case) / len(labels_P)
+    expected = peer.eval()(input_ids=ids_BS, labels=labels_BS).loss
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert_same(
+        gradients(loss, dict(model.named_parameters())),
+        gradients(expected, dict(peer.named_parameters())),
+        1e-5,
+    )
+
+
+OPTIONS = {
+    "crammed": {},
+    "modern": MODERN,
+    "bert": {"mlp": "gelu", "bias": True, "position": "learned", "head": "dense"},
+    "rms": {"norm": "rmsnorm", "norm_eps": 1e-6},
+    "rope with biases": {"position": "rope", "bias": True, "norm_bias": False},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_every_parameter_of_every_variant_learns(options):
+    config = small(**options)
+    model = build_model(config, 16, seed=1)
+    names = [name for name, _ in model.named_parameters()]
+    assert not [name for name in names if "k_bias" in name or name.endswith("Wqkv.bias")], "a dead parameter"
+    assert sum(p.numel() for p in model.parameters()) == num_parameters(config, 16)
+    model(*make_case()).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.isfinite().all(), name
+        assert parameter.grad.abs().max() > 0, name
+
+
+def test_learned_positions_biases_and_the_dense_head_restated():
+    """One layer without a gate, in other words than the model's."""
+    model = build_model(small(num_layers=1, **OPTIONS["bert"]), 16, seed=1)
+    randomise(model)
+    w = {name: p.detach() for name, p in model.named_parameters()}
+    ids_BS, positions_P, _ = make_case(batch=1)
+    x = (
+        w["model.embeddings.tok_embeddings.weight"][ids_BS[0]]
+        + w["model.embeddings.position_embeddings.weight"]
+    )
+    x = restated_norm(x, w, "model.embeddings.norm", 1e-12)
+    block = "model.layers.0"
+    normed = restated_norm(x, w, f"{block}.attn_norm", 1e-12)
+    Wq, Wk, Wv = w[f"{block}.attn.Wqkv.weight"].split(48)
+    q, k = normed @ Wq.T + w[f"{block}.attn.q_bias"], normed @ Wk.T
+    v = normed @ Wv.T + w[f"{block}.attn.v_bias"]
+    heads = [slice(h * 12, (h + 1) * 12) for h in range(4)]
+    out = torch.cat([(q[:, h] @ k[:, h].T / math.sqrt(12)).softmax(-1) @ v[:, h] for h in heads], -1)
+    x = x + out @ w[f"{block}.attn.Wo.weight"].T + w[f"{block}.attn.Wo.bias"]
+    normed = restated_norm(x, w, f"{block}.mlp_norm", 1e-12)
+    inner = restated_gelu(normed @ w[f"{block}.mlp.Wi.weight"].T + w[f"{block}.mlp.Wi.bias"])
+    x = x + inner @ w[f"{block}.mlp.Wo.weight"].T + w[f"{block}.mlp.Wo.bias"]
+    x = restated_norm(x, w, "model.final_norm", 1e-12)[positions_P]
+    x = restated_norm(
+        restated_gelu(x @ w["head.dense.weight"].T + w["head.dense.bias"]), w, "head.norm", 1e-12
+    )
+    logits_PV = x @ w["model.embeddings.tok_embeddings.weight"].T
+    torch.testing.assert_close(model(ids_BS, positions_P), logits_PV, rtol=1e-4, atol=1e-4)
+
+
+def test_rmsnorm_divides_by_the_root_mean_square():
+    model = build_model(small(**OPTIONS["rms"]), 16, seed=1)
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    torch.testing.assert_close(model.model.final_norm(x), expected)
+
+
+def test_rotary_scores_depend_on_distance_only():
+    """With all tokens alike, what position s sees does not depend on s."""
+    model = build_model(small(**MODERN), 16, seed=1)
+    randomise(model)
+    x_BSH = model.model(torch.full((1, 16), 5))
+    torch.testing.assert_close(x_BSH, x_BSH[:, :1].expand_as(x_BSH), rtol=1e-4, atol=1e-4)
+    learned = build_model(small(), 16, seed=1).model(torch.full((1, 16), 5))
+    assert (learned - learned[:, :1]).abs().max() > 0.01
+
+
+def test_a_shorter_sequence_uses_the_first_positions():
+    for options in ({}, MODERN, OPTIONS["bert"]):
+        long, short = (build_model(small(**options), length, seed=1) for length in (32, 16))
+        if options is OPTIONS["bert"]:
+            short.load_state_dict(
+                {k: v[:16] if "position_emb" in k else v for k, v in long.state_dict().items()}
+            )
+        case = make_case()
+        torch.testing.assert_close(long(*case), short(*case))
+
+
+def test_dropout_works_in_train_mode_only():
+    model = build_model(small(dropout=0.5), 16, seed=1)
+    plain = build_model(small(), 16, seed=1)
+    case = make_case()
+    torch.manual_seed(0)
+    assert model.train()(*case).item() != model(*case).item()
+    assert model.eval()(*case).item() == model(*case).item() == plain(*case).item()
+
+
+def test_an_ignored_label_contributes_nothing():
+    model = build_model(small(), 16, seed=1)
+    ids_BS, positions_P, labels_P = make_case()
+    kept = torch.arange(len(labels_P)) % 3 > 0
+    ignored = torch.where(kept, labels_P, IGNORE)
+    parameters = dict(model.named_parameters())
+    with_ignored, without = (
+        model(ids_BS, positions_P, ignored),
+        model(ids_BS, positions_P[kept], labels_P[kept]),
+    )
+    assert with_ignored.item() == pytest.approx(without.item(), rel=1e-6)
+    assert_same(gradients(with_ignored, parameters), gradients(without, parameters), 1e-5)
+    assert model(ids_BS, positions_P, torch.full_like(labels_P, IGNORE)).item() == 0.0
+
+
+def test_logits_and_loss_agree():
+    model = build_model(small(), 16, seed=1)
+    ids_BS, positions_P, labels_P = make_case()
+    logits_PV = model(ids_BS, positions_P)
+    assert logits_PV.shape == (len(positions_P), 100)
+    expected = F.cross_entropy(logits_PV, labels_P, reduction="sum")
+    assert model(ids_BS, positions_P, labels_P).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_the_loss_is_a_sum_over_any_split_of_the_micro_batch():
+    model = build_model(small(), 16, seed=1)
+    ids_BS, positions_P, labels_P = make_case(batch=4)
+    parts = [
+        model(
+            ids_BS[i : i + 2], positions_P[8 * i // 2 : 8 * i // 2 + 8] - 16 * i, labels_P[4 * i : 4 * i + 8]
+        )
+        for i in (0, 2)
+    ]
+    assert sum(parts).item() == pytest.approx(model(ids_BS, positions_P, labels_P).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS.keys())
+def test_initial_weights_are_a_pure_function_of_the_seed(options):
+    def weights(seed: int, noise: int) -> dict[str, Tensor]:
+        torch.manual_seed(noise)
+        return build_model(small(**options), 16, seed).state_dict()
+
+    first, again, other = weights(5, noise=0), weights(5, noise=1), weights(6, noise=0)
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    random = [n for n in first if first[n].dim() == 2]
+    assert random
+    assert not any(torch.equal(first[name], other[name]) for name in random)
+
+
+def test_initial_weights_have_the_published_spread():
+    model = build_model(small(hidden_size=96, vocab_size=2000, **OPTIONS["bert"]), 128, seed=1)
+    for name, p in model.named_parameters():
+        if p.dim() == 2:
+            assert p.std().item() == pytest.approx(INIT_STD, rel=0.05), name
+            assert abs(p.mean().item()) < 5 * INIT_STD / math.sqrt(p.numel()), name
+        elif "norm" in name and name.endswith("weight"):
+            assert (p == 1).all(), name
+        else:
+            assert (p == 0).all(), name
+
+
+def test_the_first_loss_is_near_that_of_a_uniform_guess():
+    model = build_model(small(hidden_size=96), 16, seed=1)
+    case = make_case(batch=16)
+    assert (model(*case) / len(case[2])).item() == pytest.approx(math.log(100), abs=0.15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, MODERN], ids=["crammed", "modern"])
+def test_compiled_regions_keep_names_and_loss(options):
+    model = build_model(small(**options), 16, seed=1)
+    names = list(model.state_dict())
+    case, parameters = make_case(), dict(model.named_parameters())
+    expected = model(*case)
+    expected_gradients = gradients(expected, parameters)
+    compile_regions(model)
+    assert list(model.state_dict()) == names
+    assert [name for name, _ in model.named_parameters()] == list(parameters)
+    loss = model(*case)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert_same(gradients(loss, parameters), expected_gradients, 1e-4)
