@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 from bert_dp.config import Config, ModelConfig, num_masked
 
 GIB = 2**30
 
-# Dense matrix peak, FLOP/s, no sparsity, by (substring of the device name, precision). Vendor data sheets.
+# Dense matrix peak, FLOP/s, no sparsity, by (word of the device name, precision). Vendor data sheets.
 # First match wins, so longer names stand first. A device that is not here has no MFU.
 PEAK_FLOPS: tuple[tuple[str, dict[str, float]], ...] = (
     ("H100 PCIe", {"bf16": 756e12, "fp16": 756e12, "fp32": 51e12}),
     ("H100 NVL", {"bf16": 835e12, "fp16": 835e12, "fp32": 60e12}),
+    ("GH200", {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}),
     ("H200", {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}),
     ("H100", {"bf16": 989e12, "fp16": 989e12, "fp32": 67e12}),
     ("B200", {"bf16": 2250e12, "fp16": 2250e12, "fp32": 75e12}),
@@ -68,7 +71,7 @@ def flops_per_token(model: ModelConfig, sequence_length: int, mask_rate: float) 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Dense peak of a device in FLOP/s, or None when it is not known: then there is no MFU."""
     for name, peaks in PEAK_FLOPS:
-        if name in device_name:
+        if re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", device_name):
             return peaks.get(precision)
     return None
 

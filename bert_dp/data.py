@@ -212,6 +212,7 @@ class TrainingStream:
         """Seconds `next` has blocked so far."""
 
     def next(self) -> Batch:
+        """This replica's next micro batch, on the host; waits when the threads are behind."""
         start = time.perf_counter()
         if self._pool is None:
             batch = self._build(self._advance())
@@ -229,6 +230,7 @@ class TrainingStream:
         return self._build(ids)
 
     def close(self) -> None:
+        """Stop the threads."""
         if self._pool is not None:
             self._pool.shutdown(wait=True, cancel_futures=True)
 

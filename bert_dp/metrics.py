@@ -29,6 +29,7 @@ class Timers:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        """Count the block as one of PHASES."""
         if self._cuda:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()

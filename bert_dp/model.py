@@ -47,6 +47,8 @@ def rotate(x_BASD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
 
 
 class Embeddings(nn.Module):
+    """Token embedding plus positions, then a norm: [B, S] -> [B, S, H]."""
+
     sinusoids_SH: Tensor
 
     def __init__(self, config: ModelConfig, sequence_length: int):
@@ -73,6 +75,8 @@ class Embeddings(nn.Module):
 
 
 class Attention(nn.Module):
+    """Bidirectional self-attention over whole sequences, no mask: [B, S, H] -> [B, S, H]."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         hidden = config.hidden_size
@@ -100,6 +104,8 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
+    """GELU or gated GELU (arXiv 2002.05202): [B, S, H] -> [B, S, H]."""
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.gated = config.mlp == "geglu"
@@ -133,6 +139,8 @@ class Layer(nn.Module):
 
 
 class Encoder(nn.Module):
+    """Embeddings, blocks, final norm: [B, S] -> [B, S, H]."""
+
     def __init__(self, config: ModelConfig, sequence_length: int):
         super().__init__()
         self.embeddings = Embeddings(config, sequence_length)

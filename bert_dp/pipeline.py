@@ -43,6 +43,7 @@ def build_in(
     processes: int | None,
     tell: Progress,
 ) -> dict[str, Any]:
+    """Build the shards, tokenizer.json and manifest.json in the directory `work`; returns the manifest."""
     tokenizer_json, total = _tokenizer(found, options, settings, tokenizer_path, tell)
     write_text(work / "tokenizer.json", tokenizer_json)
     tokenizer = Tokenizer.from_str(tokenizer_json)

@@ -136,8 +136,8 @@ def inspect(directory: Path, *, samples: int = 3, most: int = 20) -> dict[str, A
     tokenizer = tokens.load(directory / manifest["tokenizer"]["file"])
     mapped = _mapped(directory, manifest["train"]["shards"], manifest["sequence_length"])
     counts = np.zeros(manifest["vocab_size"], np.int64)
-    for part in _chunks(mapped):
-        counts += np.bincount(part.ravel(), minlength=len(counts))
+    for part in _chunks(mapped):  # an id beyond the vocabulary is among the problems
+        counts += np.bincount(part.ravel(), minlength=len(counts))[: len(counts)]
     top = np.argsort(-counts, kind="stable")[:most]
     total = manifest["train"]["sequences"]
     picked = _rows(mapped, np.linspace(0, total - 1, min(samples, total)).astype(np.int64))

@@ -98,7 +98,7 @@ def closing_rows(run: Run) -> list[tuple[str, str]]:
         ("", f"{format_si(facts.get('steps_per_s'), 'steps/s')}; "
              f"{format_si(facts.get('global_steps_per_s'), 'global steps/s')} = "
              f"x {_batch_equation(facts, short=True)}"),
-        ("MFU", f"{NA}, peak of this device unknown" if mfu is None else f"{format_percent(mfu)} of the peak"),
+        ("MFU", f"{NA}, peak of this device unknown" if mfu is None else f"{format_percent(mfu)} of peak"),
         ("train", _train_split(parts)),
         ("wall (rank 0)", _wall_split(parts)),
         ("peak memory", f"{format_gib(facts.get('peak_memory_gib'))}, greatest of {ranks(facts)}"),

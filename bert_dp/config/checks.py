@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bert_dp.config.schema import BatchConfig, BuildConfig, Config, Section, divisors
 
@@ -146,6 +147,10 @@ def no_effect(config: Config) -> list[str]:
 
 def changed_settings(old: dict[str, Any], new: Config) -> list[str]:
     """Settings that differ and may not on resume: all but budget, N, engine, logging and the place of the data."""
+    try:  # a setting that this version added has its default in the old run
+        old = Config.model_validate_json(json.dumps(old)).model_dump(mode="json")
+    except ValidationError:
+        pass
     before, after = _flat(old), _flat(new.model_dump(mode="json"))
     free = tuple(f"{name}." for name in FREE_ON_RESUME)
     return [

@@ -94,7 +94,13 @@ def dump_config(config: Config) -> str:
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """SafeLoader that reads 1e-3 as a float (YAML 1.2) and refuses duplicate keys."""
+    """SafeLoader with the scalars of YAML 1.2; refuses duplicate keys, and aliases, which can grow without bound."""
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        if self.check_event(yaml.events.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.composer.ComposerError(None, None, "aliases are not supported", mark)
+        return super().compose_node(parent, index)
 
 
 def _construct_mapping(loader: ConfigLoader, node: yaml.MappingNode) -> dict[Any, Any]:

@@ -6,7 +6,7 @@ import hashlib
 import json
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 MAX_VOCAB_SIZE = 65_535  # token ids are stored as uint16
 
@@ -144,6 +144,11 @@ class ScheduleConfig(Section):
     """Share of the budget for linear warm-up (linear, cosine, wsd)."""
     decay_fraction: float = Field(0.2, gt=0, le=1)
     """Share of the budget for the final decay (wsd)."""
+
+    @field_validator("tokens", mode="before")
+    @classmethod
+    def _whole(cls, value: object) -> object:
+        return int(value) if isinstance(value, float) and value.is_integer() else value  # 1e9 is a float in YAML
 
     @model_validator(mode="after")
     def _one_budget(self) -> ScheduleConfig:

@@ -21,6 +21,8 @@ NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffer
 
 
 class Engine:
+    """See `bert_dp.parallel.Engine`."""
+
     def __init__(self, config: ParallelConfig, world: World, device: torch.device, *, fp16: bool):
         self.dp_rank, self.dp_size = world.rank, world.size
         self._bucket_mib = config.bucket_mib

@@ -15,6 +15,8 @@ from bert_dp.parallel.replica import clip_and_step, make_scaler, read_state, wri
 
 
 class Engine:
+    """See `bert_dp.parallel.Engine`."""
+
     def __init__(self, config: ParallelConfig, world: World, device: torch.device, *, fp16: bool):
         assert world.size == 1
         self.dp_rank, self.dp_size = 0, 1

@@ -21,7 +21,7 @@ from bert_dp.world import World, read_world
 from tests.ranks import run_ranks
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
-SLURM = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_NTASKS": "4", "SLURM_NTASKS_PER_NODE": "2"}
+SLURM = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "2"}
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "2",
     "OMPI_COMM_WORLD_LOCAL_RANK": "0",
@@ -94,13 +94,15 @@ def test_the_worker_calls_bad_variables_bad_input(tmp_path: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("per_node", ["2(x2)", "2(x1),1"])
-def test_slurm_without_a_plain_number_of_tasks_per_node(per_node: str) -> None:
-    """SLURM_TASKS_PER_NODE has this form; SLURM_NTASKS_PER_NODE is a plain number, set only if asked for."""
-    with pytest.raises(ConfigError):
-        read_world({**SLURM, "SLURM_NTASKS_PER_NODE": per_node})
-    environ = {k: v for k, v in SLURM.items() if k != "SLURM_NTASKS_PER_NODE"}
+def test_slurm_says_how_many_tasks_each_node_has() -> None:
+    assert read_world({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}) == World(3, 1, 4, 2)
+    environ = {k: v for k, v in SLURM.items() if k != "SLURM_STEP_TASKS_PER_NODE"}
     assert read_world(environ) == World(3, 1, 4, 4)
+
+
+def test_a_batch_script_itself_is_one_rank() -> None:
+    """sbatch sets these in the script too; only srun makes ranks of a step."""
+    assert read_world({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}) == World(0, 0, 1, 1)
 
 
 @given(size=st.integers(1, 64), data=st.data())
