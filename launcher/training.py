@@ -234,8 +234,8 @@ class Display:
 
 
 def train(
-    name: str | None, overrides: Sequence[str], *, nproc: str, run_dir: Path | None, resume: str, dry_run: bool,
-    console: Console,
+    name: str | None, overrides: Sequence[str], *, nproc: str, run_dir: Path | None, resume: str,
+    dry_run: bool, console: Console,
 ) -> int:  # fmt: skip
     """Returns the exit code. Raises ConfigError, before any rank starts, with everything that is wrong."""
     path = find_config(name, run_dir)
