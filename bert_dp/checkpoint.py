@@ -39,7 +39,9 @@ def save(folder: Path, step: int, state: State, facts: dict[str, Any], keep: int
         save_file(state["optimizer"], temporary / "optimizer.safetensors")
         scaler = {name: value.item() for name, value in state["scaler"].items()}
         (temporary / "state.json").write_text(json.dumps({**facts, "step": step, "scaler": scaler}, indent=1))
-        files = {p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(temporary.iterdir())}
+        files = {
+            p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(temporary.iterdir())
+        }
         (temporary / "manifest.json").write_text(json.dumps({"version": 1, "files": files}, indent=1))
         for path in temporary.iterdir():
             _fsync(path)
@@ -67,10 +69,12 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, newest first; one set aside by an interrupted save comes after its replacement."""
+    """Complete checkpoints, newest first; one set aside by a save comes after its replacement."""
     if not folder.is_dir():
         return []
-    found = [(int(m[1]), not m[2], p) for p in folder.iterdir() if (m := NAME.fullmatch(p.name)) and p.is_dir()]
+    found = [
+        (int(m[1]), not m[2], p) for p in folder.iterdir() if (m := NAME.fullmatch(p.name)) and p.is_dir()
+    ]
     return [path for *_, path in sorted(found, reverse=True)]
 
 

@@ -50,7 +50,7 @@ class Batch:
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The splitmix64 finaliser (Steele et al. 2014, doi 10.1145/2714064.2660195): a bijection of 64-bit words."""
+    """splitmix64's finaliser (Steele et al. 2014, doi 10.1145/2714064.2660195): a 64-bit bijection."""
     x = (x ^ (x >> U64(30))) * U64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> U64(27))) * U64(0x94D049BB133111EB)
     return x ^ (x >> U64(31))

@@ -1,6 +1,6 @@
 """How ranks meet and talk beside the gradients, the shared clock, and which device and cores a rank gets.
 
-Run as `python -m bert_dp.dist [N]` it measures an all-reduce over N local gloo ranks and prints one JSON line.
+`python -m bert_dp.dist [N]` measures an all-reduce over N local gloo ranks and prints one JSON line.
 """
 
 from __future__ import annotations
@@ -147,7 +147,10 @@ def choose_device(setting: str, world: World) -> torch.device:
         return torch.device("cpu")
     if world.local_rank >= gpus:
         raise ConfigError(
-            [f"run.device: {setting} needs {world.local_size} GPUs on this machine, found {gpus}; lower --nproc"]
+            [
+                f"run.device: {setting} needs {world.local_size} GPUs on this machine, found {gpus}; "
+                "lower --nproc"
+            ]
         )
     return torch.device("cuda", world.local_rank)
 

@@ -1,4 +1,4 @@
-"""What a rank sets up before it imports torch: signals, its log, the launcher's life, its error file. Torch-free."""
+"""What a rank sets up before it imports torch: signals, log, the launcher's life, error file. Torch-free."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def peak_memory_gib(device: torch.device) -> float:
 
 
 class Meter:
-    """Accumulates between log lines; `totals` (seconds, steps, samples of all real steps) feed the summary."""
+    """Accumulates between log lines; `totals` (seconds, of all real steps) feed the summary."""
 
     def __init__(
         self,
@@ -120,7 +120,13 @@ class Meter:
         ranks = self._comm.gather(mine)  # [N, 6]
         loss = ranks[:, 0].sum().item()
         memory = ranks[:, 1].max().item()
-        mean = dict(zip(("data_wait_s", "forward_backward_s", "optimizer_s"), ranks[:, 2:5].mean(0).tolist(), strict=True))
+        mean = dict(
+            zip(
+                ("data_wait_s", "forward_backward_s", "optimizer_s"),
+                ranks[:, 2:5].mean(0).tolist(),
+                strict=True,
+            )
+        )
         seconds = ranks[0, 5].item()
         self.totals["train_s"] += seconds
         for name, value in mean.items():

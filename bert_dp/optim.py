@@ -1,7 +1,8 @@
 """Parameter groups, optimizers, and schedules as pure functions of progress f.
 
 Contract with the engines: before `step`, `optimizer.grad_scale` (gradients are divided by it) and
-`optimizer.found_inf` (1.0 = leave everything as it is) are device scalars, as torch's fused optimizers read them.
+`optimizer.found_inf` (1.0 = leave everything as it is) are float32 device scalars, as torch's fused
+optimizers read them.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ def lr_factor(schedule: ScheduleConfig, progress: float) -> float:
     """Learning rate / peak at progress f in [0, 1].
 
     budget_triangle: min(0.25 + f, 4 (1 - f)), the recipe's (JonasGeiping/cramming, budget-triangle2).
-    linear, cosine, wsd, constant: linear warm-up over warmup_fraction first (constant has none); wsd decays as
-    1 - sqrt over its last decay_fraction (arXiv 2405.18392).
+    linear, cosine, wsd: linear warm-up over warmup_fraction first; wsd decays as 1 - sqrt over its last
+    decay_fraction (arXiv 2405.18392).
     """
     f = min(max(progress, 0.0), 1.0)
     if schedule.name == "budget_triangle":

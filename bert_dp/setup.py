@@ -17,7 +17,7 @@ from bert_dp.metrics import Meter
 from bert_dp.train import EVAL_MASK_RATE, Counters, Job, Precision, mlm_loss
 from bert_dp.world import World
 
-# torch.compile on a CPU: seconds to compile, and the share of the step time it saves (benchmarks/step_speed.py)
+# torch.compile on a CPU: seconds to compile, and the share of the step it saves (benchmarks/step_speed.py)
 CPU_COMPILE_S = 60.0
 CPU_COMPILE_GAIN = 0.05
 
@@ -76,8 +76,8 @@ def open_data(config: Config, comm: dist.Comm) -> Corpus:
 def find_resume(config: Config, run_dir: Path, comm: dist.Comm, corpus_: Corpus, policy: str) -> Resume:
     """The checkpoint to go on from: rank 0 chooses and verifies, all ranks follow its choice and its error.
 
-    policy: auto = the newest valid one of the run directory, if any; never; or a path. Raises ConfigError when
-    a path holds none, or when settings or data differ that may not. Collective.
+    policy: auto = the newest valid one of the run directory, if any; never; or a path. Raises ConfigError
+    when a path holds none, or when settings or data differ that may not. Collective.
     """
     answer: dict[str, Any] = {"path": None, "passed_over": []}
     if comm.world.rank == 0 and policy != "never":
@@ -156,7 +156,11 @@ def compile_pays(
         sequences = schedule.tokens / config.data.sequence_length if schedule.tokens else (
             (schedule.steps or 0) * config.batch.global_size
         )  # fmt: skip
-        run_s = sequences / (plan.micro_size * plan.dp) * time_micro_step(config, corpus_, bare, precision, device)
+        run_s = (
+            sequences
+            / (plan.micro_size * plan.dp)
+            * time_micro_step(config, corpus_, bare, precision, device)
+        )
     return run_s * CPU_COMPILE_GAIN > CPU_COMPILE_S
 
 
@@ -213,11 +217,11 @@ def assemble(
         "compiled": compiled,
         "world_size": comm.world.size,
     }
-    mirror = make_mirror(config, run_dir, comm)
     return Job(
-        config=config, plan=plan, run_dir=run_dir, comm=comm, device=device, precision=precision, engine=engine,
-        model=wrapped, bare_model=bare, optimizer=optimizer, stream=stream, held_out=held_out,
-        epoch_size=len(corpus_.train), meter=meter, facts=facts, received_signal=received_signal, mirror=mirror,
+        config=config, plan=plan, run_dir=run_dir, comm=comm, device=device, precision=precision,
+        engine=engine, model=wrapped, bare_model=bare, optimizer=optimizer, stream=stream,
+        held_out=held_out, epoch_size=len(corpus_.train), meter=meter, facts=facts,
+        received_signal=received_signal, mirror=make_mirror(config, run_dir, comm),
     )  # fmt: skip
 
 
@@ -267,7 +271,9 @@ def describe(job: Job, threads: int, resume: Resume) -> None:
     """What is about to run, in a few lines of rank 0's log."""
     parameters = sum(p.numel() for p in job.bare_model.parameters())
     world = job.comm.world
-    how = f"{threads} thread{'s' * (threads > 1)} per rank" if job.device.type == "cpu" else "one GPU per rank"
+    how = (
+        f"{threads} thread{'s' * (threads > 1)} per rank" if job.device.type == "cpu" else "one GPU per rank"
+    )
     say(job.comm, f"ranks: {world.size} x {device_name(job.device)}, {how}")
     say(job.comm, f"batch: {job.plan}")
     compiled = "compiled" if job.facts["compiled"] else "eager"

@@ -127,8 +127,8 @@ def train_step(
 
 
 def dry_run(job: Job) -> None:
-    """One synchronised step before the first real one: compiles, finds out-of-memory early, lets DDP build its
-    buckets (at three ranks or more its first iteration reduces in another order). Collective.
+    """One synchronised step before the first real one: compiles, finds out-of-memory early, lets DDP build
+    its buckets (at three ranks or more its first iteration reduces in another order). Collective.
 
     It moves weights and optimizer state, so `setup.restore` must follow. Its samples are not consumed.
     """
@@ -235,7 +235,9 @@ def _log(job: Job, counters: Counters, clock: SharedClock, facts: dict[str, Any]
     return line.loss
 
 
-def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, spent: dict[str, float]) -> float | None:
+def _evaluate_and_write(
+    job: Job, counters: Counters, clock: SharedClock, spent: dict[str, float]
+) -> float | None:
     start = clock.elapsed_s()
     loss, count = evaluate(job, job.held_out)
     elapsed = clock.elapsed_s()

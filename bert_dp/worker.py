@@ -45,7 +45,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("config", type=Path, help="resolved configuration, usually RUN/config.yaml")
     parser.add_argument("--run-dir", type=Path, help="default: the directory of the configuration")
     parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)  # deepspeed passes it
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
+    )  # deepspeed passes it
     return parser.parse_args(argv)
 
 
@@ -66,9 +68,7 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals) -> None:
     try:
         corpus = setup.open_data(config, comm)
         resume = setup.find_resume(config, run_dir, comm, corpus, arguments.resume)
-        job = setup.assemble(
-            config, plan, run_dir, comm, device, corpus, resume, lambda: signals.received
-        )
+        job = setup.assemble(config, plan, run_dir, comm, device, corpus, resume, lambda: signals.received)
         setup.describe(job, threads, resume)
         setup.write_environment(job, threads)
         setup_s = time.monotonic() - started

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from bert_dp.config import ConfigError
 
-# (rank, local rank, world size, local world size) as torchrun / accelerate / deepspeed, Slurm and Open MPI set them
+# (rank, local rank, world size, local world size): torchrun / accelerate / deepspeed, Slurm, Open MPI
 _SCHEMES = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
-    # the step's variables: only srun sets them, while a batch script itself also sees SLURM_PROCID and SLURM_NTASKS
+    # the step's own: only srun sets them, while a batch script itself also sees SLURM_PROCID, SLURM_NTASKS
     ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", "SLURM_STEP_TASKS_PER_NODE"),
     (
         "OMPI_COMM_WORLD_RANK",
@@ -42,7 +42,9 @@ def read_world(environ: Mapping[str, str]) -> World:
                 int(environ[rank]),
                 int(environ.get(local_rank, environ[rank])),
                 int(environ[size]),
-                int(environ.get(local_size, environ[size]).partition("(")[0]),  # Slurm: 4(x2) = 4 on each of 2 nodes
+                int(
+                    environ.get(local_size, environ[size]).partition("(")[0]
+                ),  # Slurm: 4(x2) = 4 on each of 2 nodes
             )
         except ValueError:
             raise ConfigError([f"{rank}, {size} and their local kin must be whole numbers"]) from None

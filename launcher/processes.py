@@ -1,7 +1,8 @@
-"""Start one worker per rank through torchrun, follow the run, pass signals on, find the first cause, exit code."""
+"""Start one worker per rank through torchrun; follow them, pass signals on, find the first cause."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -76,8 +77,8 @@ def run(
     """Train RUN/config.yaml on `nproc` ranks of this node and return how it ended.
 
     `on_poll` is called several times a second. The first stop signal is passed to every worker, which
-    checkpoints at its next step and ends; the second, or `grace_s` seconds, kills. Whatever happens, no process
-    of the run is left. Writes summary.json when the workers could not.
+    checkpoints at its next step and ends; the second, or `grace_s` seconds, kills. Whatever happens, no
+    process of the run is left. Writes summary.json when the workers could not.
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -110,7 +111,11 @@ def run(
 
 
 def _follow(
-    process: subprocess.Popen[bytes], logs: Path, pending: list[int], on_poll: Callable[[], None], grace_s: float
+    process: subprocess.Popen[bytes],
+    logs: Path,
+    pending: list[int],
+    on_poll: Callable[[], None],
+    grace_s: float,
 ) -> None:
     """Until torchrun ends, a second signal comes, or the time to stop is over."""
     passed_on = 0
@@ -148,10 +153,8 @@ def _is_worker(child: psutil.Process) -> bool:
 
 
 def _signal(worker: psutil.Process, number: int) -> None:
-    try:
+    with contextlib.suppress(psutil.Error):
         worker.send_signal(number)  # psutil checks that the pid is still the same process
-    except psutil.Error:
-        pass
 
 
 def _kill_tree(process: subprocess.Popen[bytes]) -> None:
@@ -196,7 +199,9 @@ def first_cause(logs: Path, torchrun_said: str) -> Failure | None:
         if facts is not None:
             errors.append(facts)
     died = _killed_rank(torchrun_said)
-    if died is not None:  # a rank that died by a signal leaves no file; the others' errors are its consequences
+    if (
+        died is not None
+    ):  # a rank that died by a signal leaves no file; the others' errors are its consequences
         rank, number = died
         name = signal.Signals(number).name
         return Failure(rank, f"killed by signal {number} ({name})", None, *_log_tail(logs, rank), ())
@@ -231,7 +236,7 @@ def _killed_rank(text: str) -> tuple[int, int] | None:
 
 
 def run_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """`python -m module` to its end, text mode; for the verbs that need torch or the data room outside a run."""
+    """`python -m module` to its end; for the verbs that need torch or the data room outside a run."""
     return subprocess.run([sys.executable, "-m", module, *arguments], text=True, check=False, **kwargs)
 
 

@@ -11,7 +11,9 @@ import torch
 import torch.multiprocessing as mp
 
 
-def _enter(rank: int, size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _enter(
+    rank: int, size: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
     os.environ.update(
         RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
         OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", BERT_DP_INIT_FILE=f"{folder}/store",
@@ -21,8 +23,6 @@ def _enter(rank: int, size: int, folder: str, function: Callable[..., Any], argu
 
 
 def run_ranks(size: int, function: Callable[..., Any], *arguments: Any) -> None:
-    """Call `function(*arguments)` in `size` processes with their RANK variables set; raises what a rank raises."""
+    """Call `function(*arguments)` in `size` ranks; raises what a rank raises."""
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _enter, (size, folder, function, arguments), nprocs=size, start_method="spawn"
-        )
+        mp.start_processes(_enter, (size, folder, function, arguments), nprocs=size, start_method="spawn")

@@ -13,7 +13,13 @@ SPECIAL = {"pad": 0, "bos": 1, "eos": 2, "unk": 3, "cls": 4, "sep": 5, "mask": 6
 
 
 def write_shards(
-    directory: Path, *, vocab_size: int = 64, length: int = 16, train: int = 96, held_out: int = 20, seed: int = 0
+    directory: Path,
+    *,
+    vocab_size: int = 64,
+    length: int = 16,
+    train: int = 96,
+    held_out: int = 20,
+    seed: int = 0,
 ) -> Path:
     """A directory as `data build` leaves it, without text or a usable tokenizer."""
     rng = np.random.default_rng(seed)
@@ -39,13 +45,25 @@ def write_shards(
         data = tokens.astype("<u2").tobytes()
         file = f"{split}-00000.bin"
         (directory / file).write_bytes(data)
-        shard = {"file": file, "sequences": count, "bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        manifest[split] = {"sequences": count, "tokens": count * length, "documents": count, "shards": [shard]}
+        shard = {
+            "file": file,
+            "sequences": count,
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+        }
+        manifest[split] = {
+            "sequences": count,
+            "tokens": count * length,
+            "documents": count,
+            "shards": [shard],
+        }
     (directory / "tokenizer.json").write_text("{}")
     sha = hashlib.sha256(b"{}").hexdigest()
     manifest["tokenizer"] = {"file": "tokenizer.json", "sha256": sha}
     manifest["sources"] = []
     manifest["build"] = {}
-    manifest["hash"] = hashlib.sha256(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    manifest["hash"] = hashlib.sha256(
+        json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
     (directory / "manifest.json").write_text(json.dumps(manifest))
     return directory

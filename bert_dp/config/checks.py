@@ -1,7 +1,8 @@
-"""What can be said of a configuration before anything starts: the batch equation, what does not fit, what is idle."""
+"""What can be said before anything starts: the batch equation, what does not fit, what has no effect."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -10,8 +11,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bert_dp.config.schema import BatchConfig, BuildConfig, Config, Section, divisors
 
-FREE_ON_RESUME = ("schedule.steps", "schedule.tokens", "schedule.hours", "parallel", "log", "checkpoint", "eval",
-                  "run.device", "run.init_from", "data.workers", "data.path", "data.sources", "compile")  # fmt: skip
+FREE_ON_RESUME = (
+    "schedule.steps", "schedule.tokens", "schedule.hours", "parallel", "log", "checkpoint", "eval", "compile",
+    "run.device", "run.init_from", "data.workers", "data.path", "data.sources",
+)  # fmt: skip
 
 
 class ConfigError(ValueError):
@@ -51,15 +54,16 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
         low = batch.global_size // per_pass * per_pass
         near = ", ".join(str(n) for n in (low, low + per_pass) if n)
         issues.append(
-            f"batch.global_size: {batch.global_size} is not a multiple of batch.micro_size {batch.micro_size} x "
-            f"{dp} replicas = {per_pass}; nearest that are: {near} (or change batch.micro_size or --nproc)"
+            f"batch.global_size: {batch.global_size} is not a multiple of batch.micro_size "
+            f"{batch.micro_size} x {dp} replicas = {per_pass}; nearest that are: {near} "
+            "(or change batch.micro_size or --nproc)"
         )
     elif batch.ramp_fraction > 0 and batch.ramp_quantum is not None and batch.ramp_quantum % per_pass:
         fits = [q for q in divisors(batch.global_size) if q % per_pass == 0]
         near = ", ".join(map(str, sorted(fits, key=lambda q: abs(q - (batch.ramp_quantum or 0)))[:2]))
         issues.append(
-            f"batch.ramp_quantum: {batch.ramp_quantum} is not a multiple of batch.micro_size {batch.micro_size} x "
-            f"{dp} replicas = {per_pass}; nearest that are: {near}"
+            f"batch.ramp_quantum: {batch.ramp_quantum} is not a multiple of batch.micro_size "
+            f"{batch.micro_size} x {dp} replicas = {per_pass}; nearest that are: {near}"
         )
     if config.parallel.engine == "single" and world_size > 1:
         issues.append(f"parallel.engine: single runs one rank, got --nproc {world_size}; use ddp")
@@ -130,8 +134,11 @@ def no_effect(config: Config) -> list[str]:
                   if given(config.data.build, name)]  # fmt: skip
     if config.data.sources is not None:
         if config.data.tokenizer is not None:
-            lines += [f"data.build.{name} has no effect: data.tokenizer is given"
-                      for name in ("tokenizer_model", "normalize") if given(config.data.build, name)]  # fmt: skip
+            lines += [
+                f"data.build.{name} has no effect: data.tokenizer is given"
+                for name in ("tokenizer_model", "normalize")
+                if given(config.data.build, name)
+            ]
         if config.data.build.order != "none" and config.data.shuffle:
             lines.append(
                 f"data.build.order: {config.data.build.order} has no effect while data.shuffle is true"
@@ -146,11 +153,9 @@ def no_effect(config: Config) -> list[str]:
 
 
 def changed_settings(old: dict[str, Any], new: Config) -> list[str]:
-    """Settings that differ and may not on resume: all but budget, N, engine, logging and the place of the data."""
-    try:  # a setting that this version added has its default in the old run
+    """Settings that differ and may not on resume: all but budget, N, engine, logging, place of the data."""
+    with contextlib.suppress(ValidationError):  # a setting that this version added had its default then
         old = Config.model_validate_json(json.dumps(old)).model_dump(mode="json")
-    except ValidationError:
-        pass
     before, after = _flat(old), _flat(new.model_dump(mode="json"))
     free = tuple(f"{name}." for name in FREE_ON_RESUME)
     return [

@@ -75,7 +75,9 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
         for i, parent in enumerate(parents):
             child = node.setdefault(parent, {})
             if not isinstance(child, dict):
-                issues.append(f"--set {item}: {'.'.join(parents[: i + 1])} is also set to a plain value; keep one")
+                issues.append(
+                    f"--set {item}: {'.'.join(parents[: i + 1])} is also set to a plain value; keep one"
+                )
                 break
             node = child
         else:
@@ -94,7 +96,7 @@ def dump_config(config: Config) -> str:
 
 
 class ConfigLoader(yaml.SafeLoader):
-    """SafeLoader with the scalars of YAML 1.2; refuses duplicate keys, and aliases, which can grow without bound."""
+    """SafeLoader with the scalars of YAML 1.2; no duplicate keys, no aliases: they grow without bound."""
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.events.AliasEvent):
@@ -108,7 +110,9 @@ def _construct_mapping(loader: ConfigLoader, node: yaml.MappingNode) -> dict[Any
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
         if not isinstance(key, str | int | float | bool | None):
-            raise yaml.constructor.ConstructorError(None, None, "a key must be a plain word", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(
+                None, None, "a key must be a plain word", key_node.start_mark
+            )
         if key in seen:
             raise yaml.constructor.ConstructorError(
                 None, None, f"key {key!r} stands twice", key_node.start_mark

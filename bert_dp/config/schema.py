@@ -28,14 +28,14 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = every GPU of the machine, else the CPU."""
     init_from: str | None = None
-    """Checkpoint directory (or run directory) whose weights start this run; optimizer and counters start fresh."""
+    """Checkpoint or run directory whose weights start this run; optimizer and counters start fresh."""
 
 
 class BuildConfig(Section):
     """How a corpus becomes shards (`data build`, or `data.sources` on first use)."""
 
     normalize: bool = True
-    """TeX-style quotes to ", NFD, lowercase, strip accents, collapse spaces, drop non-ASCII (in the tokenizer)."""
+    """In the tokenizer: TeX-style quotes to ", NFD, lowercase, no accents, single spaces, no non-ASCII."""
     tokenizer_model: Literal["wordpiece", "bpe"] = "wordpiece"
     """Kind of tokenizer to train when none is given."""
     max_tokens_per_char: float = Field(0.25, ge=0)
@@ -45,7 +45,7 @@ class BuildConfig(Section):
     near_threshold: float = Field(0.8, gt=0, le=1)
     """Jaccard similarity above which `near` drops the later document."""
     order: Literal["none", "sentence_length", "unigram"] = "none"
-    """Order of the sequences in the shards: short sentences first, or likely tokens first. Needs data.shuffle: false."""
+    """Of the sequences in the shards: short sentences, or likely tokens, first. Needs data.shuffle: false."""
     held_out_fraction: float = Field(0.01, ge=0, lt=0.5)
     """Share of the documents kept for the held-out loss."""
 
@@ -54,7 +54,7 @@ class DataConfig(Section):
     path: str | None = None
     """Directory made by `bert-dp data build`."""
     sources: tuple[str, ...] | None = None
-    """Files, globs, `hub:NAME`, or `builtin` (the documentation every CPython carries); built on first use, cached."""
+    """Files, globs, `hub:NAME`, or `builtin` (CPython's own documentation); built on first use, cached."""
     tokenizer: str | None = None
     """Existing tokenizer.json; null = train one on the sources."""
     sequence_length: int = Field(128, ge=8, le=8192)
@@ -133,7 +133,7 @@ class BatchConfig(Section):
 
 class ScheduleConfig(Section):
     name: Literal["budget_triangle", "linear", "cosine", "wsd", "constant"] = "budget_triangle"
-    """Learning rate as a function of progress f: the recipe's triangle, or linear / cosine / warmup-stable-decay / constant."""
+    """Learning rate as a function of progress f; wsd = warm-up, stable, decay."""
     steps: int | None = Field(None, ge=1)
     """Budget in optimizer steps. Exactly one of steps, tokens, hours."""
     tokens: int | None = Field(None, ge=1)
@@ -148,7 +148,9 @@ class ScheduleConfig(Section):
     @field_validator("tokens", mode="before")
     @classmethod
     def _whole(cls, value: object) -> object:
-        return int(value) if isinstance(value, float) and value.is_integer() else value  # 1e9 is a float in YAML
+        return (
+            int(value) if isinstance(value, float) and value.is_integer() else value
+        )  # 1e9 is a float in YAML
 
     @model_validator(mode="after")
     def _one_budget(self) -> ScheduleConfig:

@@ -54,7 +54,9 @@ def engine_name(config: ParallelConfig, world_size: int) -> str:
     return config.engine
 
 
-def make_engine(name: str, config: ParallelConfig, world: World, device: torch.device, *, fp16: bool) -> Engine:
+def make_engine(
+    name: str, config: ParallelConfig, world: World, device: torch.device, *, fp16: bool
+) -> Engine:
     """The engine `name`: class Engine of bert_dp.parallel.<name>. `fp16` adds a gradient scaler."""
     module = importlib.import_module(f"bert_dp.parallel.{name}")
     engine: Engine = module.Engine(config, world, device, fp16=fp16)

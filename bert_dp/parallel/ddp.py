@@ -11,13 +11,15 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_dp.config import ParallelConfig
-from bert_dp.world import World
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.replica import clip_and_step, make_scaler, read_state, write_state
+from bert_dp.world import World
 
 # every rank builds the same buffers; the option's name changed after torch 2.11
 _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
-NO_BUFFER_SYNC: dict[str, Any] = {"forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False}
+NO_BUFFER_SYNC: dict[str, Any] = {
+    "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False
+}
 
 
 class Engine:

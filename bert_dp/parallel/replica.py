@@ -42,7 +42,9 @@ def make_scaler(device: torch.device, fp16: bool) -> torch.amp.GradScaler | None
     return torch.amp.GradScaler(device.type) if fp16 else None
 
 
-def read_state(model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> State:
+def read_state(
+    model: nn.Module, optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None
+) -> State:
     """Copies on the host; a tied tensor stands once, under its first name."""
     state: State = {"model": _host(model.state_dict().items()), "optimizer": {}, "scaler": {}}
     for name, parameter in model.named_parameters():
@@ -94,5 +96,7 @@ def _copy(into: dict[str, Tensor], state: dict[str, Tensor]) -> None:
         raise ValueError(f"checkpoint and model differ in: {', '.join(sorted(into.keys() ^ state.keys()))}")
     for name, tensor in into.items():
         if tensor.shape != state[name].shape:
-            raise ValueError(f"{name}: checkpoint has {tuple(state[name].shape)}, model {tuple(tensor.shape)}")
+            raise ValueError(
+                f"{name}: checkpoint has {tuple(state[name].shape)}, model {tuple(tensor.shape)}"
+            )
         tensor.copy_(state[name])

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp.config import ParallelConfig
-from bert_dp.world import World
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.replica import clip_and_step, make_scaler, read_state, write_state
+from bert_dp.world import World
 
 
 class Engine:

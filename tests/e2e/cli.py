@@ -25,7 +25,9 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "launcher", *arguments]
 
 
-def bert_dp(*arguments: str, cwd: Path | None = None, timeout: float = 180, **environ: str) -> subprocess.CompletedProcess[str]:
+def bert_dp(
+    *arguments: str, cwd: Path | None = None, timeout: float = 180, **environ: str
+) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command(*arguments), cwd=cwd, timeout=timeout, text=True, capture_output=True, check=False,
         env={**os.environ, "COLUMNS": "160", **environ},

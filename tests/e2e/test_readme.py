@@ -28,7 +28,8 @@ WORDS = ("the crew of the old ship sailed past seven grey islands while rain fel
 def test_commands_run_in_order(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     text = "\n".join(
-        " ".join(WORDS[(i * j + i) % len(WORDS)] for j in range(1, 60)) + f" number {i}" for i in range(1, 600)
+        " ".join(WORDS[(i * j + i) % len(WORDS)] for j in range(1, 60)) + f" number {i}"
+        for i in range(1, 600)
     )
     (tmp_path / "corpus" / "part.txt").write_text(text)
     ours = [shlex.split(command) for command in COMMANDS if command.startswith("bert-dp ")]
@@ -37,7 +38,11 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
         arguments = words[1:]
         if arguments[0] == "train":
             kept = [a for a in arguments if "schedule." not in a]
-            kept = [a for a, following in zip(kept, [*kept[1:], ""], strict=True) if a != "--set" or "=" in following]
+            kept = [
+                a
+                for a, following in zip(kept, [*kept[1:], ""], strict=True)
+                if a != "--set" or "=" in following
+            ]
             first_build = "--run-dir" in arguments and "runs/first" in arguments
             arguments = [*kept, *SHRINK, "--set", f"schedule.steps={4 if arguments[1] == '--run-dir' else 2}"]
             if first_build:
@@ -53,7 +58,11 @@ def expand(arguments: list[str], folder: Path) -> list[str]:
     """What the shell does with `corpus/*.txt`."""
     out: list[str] = []
     for argument in arguments:
-        out += [str(p.relative_to(folder)) for p in sorted(folder.glob(argument))] if "*" in argument else [argument]
+        out += (
+            [str(p.relative_to(folder)) for p in sorted(folder.glob(argument))]
+            if "*" in argument
+            else [argument]
+        )
     return out
 
 

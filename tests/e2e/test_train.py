@@ -51,8 +51,10 @@ def test_a_run_writes_its_directory_and_a_second_one_continues_it(tmp_path: Path
     run_dir = tmp_path / "a run with spaces"
     done = bert_dp("train", "quickstart", *tiny(shards, "log.tensorboard=true"), "--run-dir", str(run_dir))
     assert done.returncode == 0, done.stderr
-    for name in ("config.yaml", "environment.json", "metrics.jsonl", "evals.jsonl", "summary.json", "report.html",
-                 "logs/rank-0.log", "logs/rank-1.log", "checkpoints/step-00000002/manifest.json"):  # fmt: skip
+    for name in (
+        "config.yaml", "environment.json", "metrics.jsonl", "evals.jsonl", "summary.json", "report.html",
+        "logs/rank-0.log", "logs/rank-1.log", "checkpoints/step-00000002/manifest.json",
+    ):  # fmt: skip
         assert (run_dir / name).is_file(), name
     assert list((run_dir / "tensorboard").glob("events*"))
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -87,7 +89,9 @@ def test_a_run_writes_its_directory_and_a_second_one_continues_it(tmp_path: Path
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
-def test_every_shipped_configuration_trains_two_steps_when_shrunk(tmp_path: Path, shards: Path, config: Path) -> None:
+def test_every_shipped_configuration_trains_two_steps_when_shrunk(
+    tmp_path: Path, shards: Path, config: Path
+) -> None:
     done = bert_dp("train", str(config), *tiny(shards), "--nproc", "1", "--run-dir", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr + done.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["step"] == 2
@@ -96,10 +100,15 @@ def test_every_shipped_configuration_trains_two_steps_when_shrunk(tmp_path: Path
 BAD = {
     "unknown key": (["--set", "optim.lrr=1"], ["optim.lrr", "did you mean optim.lr?"]),
     "wrong type": (["--set", "schedule.steps=ten"], ["schedule.steps", "ten"]),
-    "batch does not divide": (["--set", "batch.global_size=10", "--nproc", "2"], ["batch.global_size", "nearest", "8, 12"]),
+    "batch does not divide": (
+        ["--set", "batch.global_size=10", "--nproc", "2"], ["batch.global_size", "nearest", "8, 12"],
+    ),
     "vocabulary": (["--set", "model.vocab_size=70000"], ["model.vocab_size", "65535"]),
     "missing data": (["--set", "data.path=/nowhere"], ["data.path", "/nowhere"]),
-    "missing source": (["--set", "data.path=null", "--set", "data.sources=[nothing/*.txt]"], ["data.sources", "nothing/*.txt"]),
+    "missing source": (
+        ["--set", "data.path=null", "--set", "data.sources=[nothing/*.txt]"],
+        ["data.sources", "nothing/*.txt"],
+    ),
     "missing weights": (["--set", "run.init_from=/nowhere"], ["run.init_from", "/nowhere"]),
     "wrong length": (["--set", "data.sequence_length=32"], ["data.sequence_length", "16"]),
     "small vocabulary": (["--set", "model.vocab_size=32"], ["model.vocab_size", "64"]),
@@ -118,7 +127,9 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, shards: Pat
     if what == "gpus" and Path("/dev/nvidia0").exists():
         pytest.skip("this machine has a GPU")
     extra, texts = BAD[what]
-    done = bert_dp("train", "quickstart", *tiny(shards), *extra, "--run-dir", str(tmp_path / "run"), cwd=tmp_path)
+    done = bert_dp(
+        "train", "quickstart", *tiny(shards), *extra, "--run-dir", str(tmp_path / "run"), cwd=tmp_path
+    )
     assert done.returncode == 2, done.stdout
     for text in texts:
         assert text in done.stderr, done.stderr
@@ -132,7 +143,9 @@ def test_missing_configuration_names_the_file(tmp_path: Path) -> None:
 
 
 def test_dry_run_prints_the_equation_and_starts_nothing(tmp_path: Path) -> None:
-    done = bert_dp("train", "crammed-bert", "--set", "data.sources=[builtin]", "--nproc", "4", "--dry-run", cwd=tmp_path)
+    done = bert_dp(
+        "train", "crammed-bert", "--set", "data.sources=[builtin]", "--nproc", "4", "--dry-run", cwd=tmp_path
+    )
     assert done.returncode == 0, done.stderr
     assert "8192 = micro 128 x accumulation 16 x dp 4" in done.stdout
     for text in ("119,589,889 parameters", "622.9 MFLOP", "GiB", "24.0 h"):
@@ -141,7 +154,9 @@ def test_dry_run_prints_the_equation_and_starts_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_checkpoints_and_the_run_goes_on_later(tmp_path: Path, shards: Path, number: signal.Signals) -> None:
+def test_a_signal_checkpoints_and_the_run_goes_on_later(
+    tmp_path: Path, shards: Path, number: signal.Signals
+) -> None:
     run_dir = tmp_path / "run"
     options = tiny(shards, "schedule.steps=100000")
     process = start("train", "quickstart", *options, "--run-dir", str(run_dir))

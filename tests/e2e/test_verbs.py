@@ -34,7 +34,9 @@ def test_help_and_version_do_not_import_torch() -> None:
 def test_data_build_inspect_and_train_on_own_text(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     words = "the quick brown fox jumps over a lazy dog while seven old ships sail slowly past".split()
-    text.write_text("\n".join(" ".join(words[(i * j) % len(words)] for j in range(1, 30)) for i in range(1, 900)))
+    text.write_text(
+        "\n".join(" ".join(words[(i * j) % len(words)] for j in range(1, 30)) for i in range(1, 900))
+    )
     out = tmp_path / "shards"
     options = ["--vocab-size", "200", "--sequence-length", "16", "--set", "max_tokens_per_char=0",
                "--set", "dedup=none", "--set", "held_out_fraction=0.1"]  # fmt: skip
@@ -78,7 +80,12 @@ def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path) -> None:
 def test_report_of_runs_and_of_nothing(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "s")
     for name in ("a", "b"):
-        assert bert_dp("train", "quickstart", *tiny(shards), "--nproc", "1", "--run-dir", str(tmp_path / name)).returncode == 0
+        assert (
+            bert_dp(
+                "train", "quickstart", *tiny(shards), "--nproc", "1", "--run-dir", str(tmp_path / name)
+            ).returncode
+            == 0
+        )
     done = bert_dp("report", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both.html"))
     assert done.returncode == 0, done.stderr
     assert "<svg" in (tmp_path / "both.html").read_text()

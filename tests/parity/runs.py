@@ -72,7 +72,9 @@ def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
             return batch
 
         data.TrainingStream.next = watched  # type: ignore[method-assign]
-        if "seconds_per_call" in options:  # every rank's own clock runs at another speed; only rank 0's may count
+        if (
+            "seconds_per_call" in options
+        ):  # every rank's own clock runs at another speed; only rank 0's may count
             ticks = itertools.count(step=options["seconds_per_call"] * (1 + 3 * rank))
             dist.SharedClock = functools.partial(plain_clock, now=ticks.__next__)  # type: ignore[misc,assignment]
         code = worker.main([f"{run_dir}/config.yaml", "--resume", options.get("resume", "auto")])

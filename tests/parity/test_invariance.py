@@ -48,8 +48,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for size in SIZES:
         plain = [write_run(root / c / str(size), case_settings(shards, c)) for c in CASES if c != "hours"]
         train_runs(size, plain)
-        hours = settings(shards, precision="fp64", schedule={"hours": 90 / 3600},
-                         batch={"global_size": 16, "micro_size": 2, "ramp_fraction": 0.6, "ramp_quantum": 8})  # fmt: skip
+        ramp = {"global_size": 16, "micro_size": 2, "ramp_fraction": 0.6, "ramp_quantum": 8}
+        hours = settings(shards, precision="fp64", schedule={"hours": 90 / 3600}, batch=ramp)
         train_runs(size, [write_run(root / "hours" / str(size), hours)], seconds_per_call=1.0)
     return root
 
@@ -101,7 +101,7 @@ def test_the_ramp_ramps(runs: Path) -> None:
 
 
 def test_hours_end_on_rank_zeros_clock(runs: Path) -> None:
-    """Other ranks' clocks run 4, 7 and 10 times as fast; had one of them counted, the run would be shorter."""
+    """Other ranks' clocks run 4, 7 and 10 times as fast; had one counted, the run would be shorter."""
     lengths = {size: summary(runs / "hours" / str(size))["step"] for size in SIZES}
     assert len(set(lengths.values())) == 1
     assert metrics(runs / "hours" / "1")[-1]["progress"] < 1.0
