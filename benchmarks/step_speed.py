@@ -14,9 +14,11 @@ models and the loop around them differ; ours runs by bert_dp.train.train_step an
     matmul       no model: the products of ours       see below
 
 `whole` is one torch.compile(model, dynamic=False) with default settings. Every variant lives in a process of
-its own with the same environment; steps run one at a time, one of each variant per round, in an order drawn
-anew each round from a fixed seed. The first step (with its compilation) and --warmup more are outside the
-timing; the time of the first step is shown.
+its own with the same environment (but for --allocator ours); steps run one at a time, one of each variant per
+round, in an order drawn anew each round from a fixed seed. The first step (with its compilation) and --warmup
+more are outside the timing; the time of the first step is shown.
+
+On a machine shared with other work use --threads 1: then the ratios of CPU time (cpu_s) do not see the load.
 
 Formulas
     model FLOP/token  6 N_linear + 12 L S H + 6 N_head p, forward + backward;
@@ -45,7 +47,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -112,8 +114,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="timed steps per variant")
     add("--warmup", type=int, default=1, help="untimed steps per variant, after compilation")
     add("--seed", type=int, default=0, help="of weights, tokens, masks and the order of the variants")
-    add("--allocator", choices=("system", "keep"), default="system",
-        help="keep: glibc keeps freed memory, for all variants (spares page faults)")  # fmt: skip
+    add("--allocator", choices=("system", "keep", "ours"), default="system",
+        help="keep: glibc keeps freed memory (no page faults), for all; ours: for ours only")  # fmt: skip
     add("--profile", action="store_true", help="also break one micro batch of each variant down by operation")
     add("--date", help="for the record, as YYYY-MM-DD")
     add("--json", metavar="FILE", help="write environment and raw figures here")
@@ -424,6 +426,18 @@ def ask(name: str, pipe: Connection, command: tuple[Any, ...] | None) -> dict[st
     return answer
 
 
+@contextlib.contextmanager
+def variables(extra: dict[str, str]) -> Iterator[None]:
+    """Environment of a child; its libc reads it when it starts."""
+    before = dict(os.environ)
+    os.environ.update(extra)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def measure_all(o: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Per variant: facts and the list of its rounds."""
     context = multiprocessing.get_context("spawn")
@@ -432,7 +446,8 @@ def measure_all(o: argparse.Namespace) -> dict[str, dict[str, Any]]:
         for name in o.names:  # one at a time: compile times are not to disturb each other
             pipes[name], theirs = context.Pipe()
             process = context.Process(target=child, args=(name, o, theirs), daemon=False)
-            process.start()
+            with variables(KEEP if o.allocator in ("keep", name.partition(":")[0]) else {}):
+                process.start()
             processes.append(process)
             theirs.close()
             records[name] = {**ask(name, pipes[name], None), "rounds": []}
@@ -491,6 +506,11 @@ def summarise(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> dict
             own: spread([s / r["step_time_s"] for s, r in zip(seconds, models[own]["rounds"], strict=True)])
             for own in ours
         }
+        cpu = [r["cpu_s"] for r in record["rounds"]]
+        record["ours_over_this_cpu"] = {
+            own: spread([s / r["cpu_s"] for s, r in zip(cpu, models[own]["rounds"], strict=True)])
+            for own in ours
+        }
     return records
 
 
@@ -527,6 +547,7 @@ def with_range(values: dict[str, float], digits: int) -> str:
 def show(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> None:
     models = [name for name in records if not name.startswith("matmul")]
     ours = [name for name in models if name.startswith("ours:")]
+    ratios = "ours_over_this_cpu" if o.threads == 1 else "ours_over_this"
     head = ["variant", "tokens/s", "GFLOP/s", "share", "loss", "faults/step", "peak GiB", "first step"]
     rows = [head + [f"x {name}" for name in ours]]
     for name in models:
@@ -541,12 +562,13 @@ def show(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> None:
             str(last["page_faults"]),
             f"{last['peak_memory_gib']:.2f}",
             f"{r['first_step_s']:.0f} s",
-            *(with_range(ratio, 3) for ratio in r["ours_over_this"].values()),
+            *(with_range(ratio, 3) for ratio in r[ratios].values()),
         ])  # fmt: skip
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
-    print("x ours:MODE = tokens/s of ours in that mode / tokens/s of the row; median of the rounds (min-max)")
+    of = "CPU time" if o.threads == 1 else "wall time"
+    print(f"x ours:MODE = {of} of the row / {of} of ours in that mode; median of the rounds (min-max)")
     if "matmul:eager" in records:
         m = records["matmul:eager"]
         parts = ", ".join(f"{k[:-2]} {1e3 * m[k]['median']:.0f} ms" for k in m if k in PRODUCTS)
@@ -564,8 +586,6 @@ def show(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> None:
 
 def main(arguments: list[str] | None = None) -> dict[str, Any]:
     o = parse(arguments)
-    if o.allocator == "keep":
-        os.environ.update(KEEP)  # read by the children's libc when they start
     where = environment(o)
     variants = summarise(o, measure_all(o))
     show(o, variants)

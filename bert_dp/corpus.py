@@ -71,6 +71,8 @@ def build(
             if before != [inputs.identity(source) for source in found]:
                 raise ConfigError(["data.sources: a source changed while it was read; run again"])
             _install(work, out)
+            if warning := filter_warning(manifest):
+                tell(warning, 0, None)
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return manifest
@@ -178,6 +180,19 @@ def _install(work: Path, out: Path) -> None:
         shutil.rmtree(old)
     else:
         work.rename(out)
+
+
+def filter_warning(manifest: dict[str, Any]) -> str | None:
+    """What to say when the token filter took more than a fifth of the documents: a small vocabulary does that."""
+    filtered = manifest["dropped"]["tokens_per_char"]
+    total = filtered + manifest["train"]["documents"] + manifest["held_out"]["documents"]
+    if filtered <= 0.2 * total:
+        return None
+    limit = manifest["build"]["max_tokens_per_char"]
+    return (
+        f"warning: {filtered / total:.0%} of the documents were dropped for more than {limit} tokens per character; "
+        "raise max_tokens_per_char (0 keeps all) or the vocabulary"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:

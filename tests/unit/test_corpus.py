@@ -525,3 +525,14 @@ def test_main_refuses_bad_options_with_exit_2(
 def test_no_torch_is_imported() -> None:
     code = "import sys, bert_dp.corpus; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(corpus.__file__).parents[1])
+
+
+def test_a_filter_that_takes_much_is_told() -> None:
+    manifest = {
+        "dropped": {"tokens_per_char": 30},
+        "train": {"documents": 65},
+        "held_out": {"documents": 5},
+        "build": {"max_tokens_per_char": 0.25},
+    }
+    assert "30% of the documents" in (corpus.filter_warning(manifest) or "")
+    assert corpus.filter_warning({**manifest, "dropped": {"tokens_per_char": 5}}) is None
