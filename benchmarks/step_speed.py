@@ -23,9 +23,9 @@ On a machine shared with other work use --threads 1: then the ratios of CPU time
 Formulas
     model FLOP/token  6 N_linear + 12 L S H + 6 N_head p, forward + backward;
                       p = share of the positions that the head sees
-    matmul rate       FLOPs of all linear products of one micro batch / their time by torch.mm (forward,
-                      gradient of the input, gradient of the weight) at exactly the model's shapes, into
-                      preallocated outputs; a variant of the round-robin, so it meets the same load
+    matmul rate       FLOPs of all linear products of one micro batch / their time (forward, gradient of the
+                      input, gradient of the weight) at exactly the model's shapes, by torch.mm into given
+                      outputs or by oneDNN, whichever is faster in the round; it takes its turn like a model
     share             (model FLOP/s over the whole step) / (matmul rate), paired within a round
     attention         scaled_dot_product_attention forward + backward at the model's shape, beside it;
                       its products are in the model's FLOPs, not in the matmul rate
@@ -69,7 +69,8 @@ DEFAULT = (
 )
 # else glibc gives large tensors back to the kernel when they are freed, and pays the page faults again
 KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**26)}
-PRODUCTS = ("forward_s", "input_gradient_s", "weight_gradient_s", "attention_s")
+PRODUCTS = ("forward_s", "input_gradient_s", "weight_gradient_s")  # by torch.mm
+BESIDE = ("onednn_s", "attention_s")  # all three again by oneDNN; scaled_dot_product_attention
 OP_GROUPS = {  # first match wins; what matches none is "compiled kernels and other"
     "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "matmul", "mkl::", "mkldnn::"),
     "attention": ("scaled_dot_product", "_flash_attention", "aten::_softmax", "aten::_safe_softmax"),
@@ -316,7 +317,7 @@ def make_matmul(o: argparse.Namespace) -> Callable[[], dict[str, float]]:
     up = torch.randn(shape)
 
     def measure() -> dict[str, float]:
-        seconds = dict.fromkeys(PRODUCTS, 0.0)
+        seconds = dict.fromkeys((*PRODUCTS, *BESIDE), 0.0)
         for count, x, w, g, y, gx, gw in work:
             products = {
                 "forward_s": lambda x=x, w=w, y=y: torch.mm(x, w.t(), out=y),
@@ -328,6 +329,11 @@ def make_matmul(o: argparse.Namespace) -> Callable[[], dict[str, float]]:
                 for _ in range(count):
                     product()
                 seconds[name] += time.perf_counter() - start
+            start = time.perf_counter()
+            for _ in range(count):
+                for a, b in ((x, w), (g, w.t()), (g.t(), x.t())):
+                    torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+            seconds["onednn_s"] += time.perf_counter() - start
         start = time.perf_counter()
         for _ in range(o.layers):
             torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), up)
@@ -488,7 +494,7 @@ def summarise(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> dict
     rates: list[float] = []
     if "matmul:eager" in records:
         matmul = records["matmul:eager"]
-        products = [sum(v for k, v in r.items() if k != "attention_s") for r in matmul["rounds"]]
+        products = [min(sum(r[k] for k in PRODUCTS), r["onednn_s"]) for r in matmul["rounds"]]
         rates = [gemm_flops / seconds for seconds in products]
         matmul["gflop_per_s"] = spread([rate / 1e9 for rate in rates])
         for name in matmul["rounds"][0]:
@@ -571,7 +577,7 @@ def show(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> None:
     print(f"x ours:MODE = {of} of the row / {of} of ours in that mode; median of the rounds (min-max)")
     if "matmul:eager" in records:
         m = records["matmul:eager"]
-        parts = ", ".join(f"{k[:-2]} {1e3 * m[k]['median']:.0f} ms" for k in m if k in PRODUCTS)
+        parts = ", ".join(f"{k[:-2]} {1e3 * m[k]['median']:.0f} ms" for k in (*PRODUCTS, *BESIDE))
         print(f"matmul: {with_range(m['gflop_per_s'], 1)} GFLOP/s; one micro batch: {parts}")
     for name in models:
         seconds = records[name].get("self_cpu_s")

@@ -31,7 +31,7 @@ def save(folder: Path, step: int, state: State, facts: dict[str, Any], keep: int
     Raises OSError; then nothing under the final name has changed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    final = folder / f"step-{step:08d}"
+    final = path_of(folder, step)
     temporary = folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     try:
@@ -57,6 +57,10 @@ def save(folder: Path, step: int, state: State, facts: dict[str, Any], keep: int
     return final
 
 
+def path_of(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
 def prune(folder: Path, keep: int) -> None:
     """Remove all but the `keep` newest checkpoints, and the temporary directories of interrupted saves."""
     for path in folder.glob("step-*.tmp-*"):
@@ -66,6 +70,13 @@ def prune(folder: Path, keep: int) -> None:
             shutil.rmtree(path, ignore_errors=True)
     for path in list_checkpoints(folder)[keep:]:
         shutil.rmtree(path, ignore_errors=True)
+
+
+def set_aside_after(folder: Path, step: int) -> None:
+    """Rename checkpoints beyond `step`: a run that goes on from there must not meet them. Rank 0 only."""
+    for path in list_checkpoints(folder):
+        if int(path.name[5:].partition(".")[0]) > step:
+            path.rename(folder / f"{path.name}.abandoned-{uuid.uuid4().hex[:8]}")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from bert_dp import pipeline, record, shards
 from bert_dp import sources as inputs
 from bert_dp.config import MAX_VOCAB_SIZE, BuildConfig, Config, ConfigError, data_issues, load_config
+from bert_dp.lifeline import follow_launcher
 from bert_dp.pipeline import Progress
 
 
@@ -183,15 +184,15 @@ def _install(work: Path, out: Path) -> None:
 
 
 def filter_warning(manifest: dict[str, Any]) -> str | None:
-    """What to say when the token filter took more than a fifth of the documents: a small vocabulary does that."""
+    """What to say when the token filter took over a fifth of the documents: a small vocabulary does that."""
     filtered = manifest["dropped"]["tokens_per_char"]
     total = filtered + manifest["train"]["documents"] + manifest["held_out"]["documents"]
     if filtered <= 0.2 * total:
         return None
     limit = manifest["build"]["max_tokens_per_char"]
     return (
-        f"warning: {filtered / total:.0%} of the documents were dropped for more than {limit} tokens per character; "
-        "raise max_tokens_per_char (0 keeps all) or the vocabulary"
+        f"warning: {filtered / total:.0%} of the documents were dropped for more than {limit} tokens per "
+        "character; raise max_tokens_per_char (0 keeps all) or the vocabulary"
     )
 
 
@@ -207,6 +208,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         verbs.add_parser(verb).add_argument("path", type=Path, metavar=argument)
     arguments = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    follow_launcher()
     code = 0
     try:
         with _shown_progress() as progress:

@@ -70,6 +70,8 @@ def flops_per_token(model: ModelConfig, sequence_length: int, mask_rate: float) 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
     """Dense peak of a device in FLOP/s, or None when it is not known: then there is no MFU."""
+    if "MIG" in device_name:  # a slice of the device
+        return None
     for name, peaks in PEAK_FLOPS:
         if re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", device_name):
             return peaks.get(precision)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
@@ -90,4 +91,5 @@ def record_error(rank: int, error: BaseException) -> None:
         "bad_input": list(error.issues) if isinstance(error, ConfigError) else None,
     }
     path = Path(folder) / f"rank-{rank}.error.json"
-    path.write_text(json.dumps(facts, indent=1))
+    with contextlib.suppress(OSError):  # a full disk must not hide the cause: the log has it too
+        path.write_text(json.dumps(facts, indent=1))

@@ -120,16 +120,16 @@ class Meter:
         ranks = self._comm.gather(mine)  # [N, 6]
         loss = ranks[:, 0].sum().item()
         memory = ranks[:, 1].max().item()
-        mean = dict(
+        split = dict(
             zip(
                 ("data_wait_s", "forward_backward_s", "optimizer_s"),
-                ranks[:, 2:5].mean(0).tolist(),
+                ranks[0, 2:5].tolist(),
                 strict=True,
             )
         )
         seconds = ranks[0, 5].item()
         self.totals["train_s"] += seconds
-        for name, value in mean.items():
+        for name, value in split.items():
             self.totals[name] += value
         self.total_steps += self._steps
         self.total_samples += self._samples
@@ -150,7 +150,7 @@ class Meter:
             world_size=self._plan.world_size,
             step_time_s=seconds / self._steps,
             **rates,
-            **{name: value / self._steps for name, value in mean.items()},
+            **{name: value / self._steps for name, value in split.items()},
             peak_memory_gib=memory,
             elapsed_s=elapsed_s,
             skipped_steps=int(self.skipped),

@@ -9,12 +9,14 @@ Source of the architecture: arXiv 2212.14034 and github JonasGeiping/cramming, `
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import ModelConfig
+from bert_dp.products import Linear, linear
 
 INIT_STD = 0.02
 IGNORE = -100  # label of a position that counts for nothing
@@ -46,6 +48,24 @@ def rotate(x_BASD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
     return x_BASD * cos_SD + torch.cat([-second, first], dim=-1) * sin_SD
 
 
+class TiedLookup(torch.autograd.Function):
+    """(weight[ids], weight): the second for the decoder, which is tied to the embedding.
+
+    So the matrix gets one gradient, not two: the looked-up rows' share is added into the decoder's in place,
+    without a dense [V, H] tensor that is zero almost everywhere. index_put_ is deterministic on every device.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(ids_BS)
+        return F.embedding(ids_BS, weight_VH), weight_VH.view_as(weight_VH)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSH: Tensor, grad_VH: Tensor) -> tuple[None, Tensor]:
+        (ids_BS,) = ctx.saved_tensors
+        return None, grad_VH.index_put_((ids_BS,), grad_BSH, accumulate=True)
+
+
 class Embeddings(nn.Module):
     """Token embedding plus positions, then a norm: [B, S] -> [B, S, H]."""
 
@@ -64,9 +84,9 @@ class Embeddings(nn.Module):
         self.norm = make_norm(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, ids_BS: Tensor) -> Tensor:
-        x_BSH = self.tok_embeddings(ids_BS)
-        length = ids_BS.shape[1]
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """Of looked-up tokens."""
+        length = x_BSH.shape[1]
         if self.position == "scaled_sinusoidal":
             x_BSH = x_BSH + self.position_scale * self.sinusoids_SH[:length]
         elif self.position == "learned":
@@ -81,8 +101,8 @@ class Attention(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.num_heads = config.num_heads
-        self.Wqkv = nn.Linear(hidden, 3 * hidden, bias=False)
-        self.Wo = nn.Linear(hidden, hidden, bias=config.bias)
+        self.Wqkv = Linear(hidden, 3 * hidden, bias=False)
+        self.Wo = Linear(hidden, hidden, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
         # a key bias shifts all scores of a query alike: softmax ignores it and its gradient is exactly zero
         self.q_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
@@ -110,8 +130,8 @@ class MLP(nn.Module):
         super().__init__()
         self.gated = config.mlp == "geglu"
         width = config.intermediate_size * (2 if self.gated else 1)
-        self.Wi = nn.Linear(config.hidden_size, width, bias=config.bias)
-        self.Wo = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
+        self.Wi = Linear(config.hidden_size, width, bias=config.bias)
+        self.Wo = Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x_BSH: Tensor) -> Tensor:
@@ -154,7 +174,11 @@ class Encoder(nn.Module):
             self.register_buffer("sin_SD", sin.to(torch.get_default_dtype()), persistent=False)
 
     def forward(self, ids_BS: Tensor) -> Tensor:
-        x_BSH = self.embeddings(ids_BS)
+        return self.encode(self.embeddings.tok_embeddings(ids_BS))
+
+    def encode(self, x_BSH: Tensor) -> Tensor:
+        """Of looked-up tokens."""
+        x_BSH = self.embeddings(x_BSH)
         cos, sin = (self.cos_SD, self.sin_SD) if self.rope else (None, None)
         for layer in self.layers:
             x_BSH = layer(x_BSH, cos, sin)
@@ -166,7 +190,7 @@ class PredictionHead(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.dense = nn.Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+        self.dense = Linear(config.hidden_size, config.hidden_size, bias=config.bias)
         self.norm = make_norm(config)
 
     def forward(self, x_PH: Tensor) -> Tensor:
@@ -186,11 +210,12 @@ class CrammedBert(nn.Module):
 
         A label of IGNORE contributes nothing.
         """
-        x_PH = self.model(ids_BS).flatten(0, 1)[positions_P]
-        return self.predict(x_PH, labels_P)
+        x_BSH, weight_VH = TiedLookup.apply(ids_BS, self.model.embeddings.tok_embeddings.weight)
+        x_PH = self.model.encode(x_BSH).flatten(0, 1)[positions_P]
+        return self.predict(x_PH, weight_VH, labels_P)
 
-    def predict(self, x_PH: Tensor, labels_P: Tensor | None) -> Tensor:
-        logits_PV = F.linear(self.head(x_PH), self.model.embeddings.tok_embeddings.weight)
+    def predict(self, x_PH: Tensor, weight_VH: Tensor, labels_P: Tensor | None) -> Tensor:
+        logits_PV = linear(self.head(x_PH), weight_VH)
         if labels_P is None:
             return logits_PV
         wide = logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()

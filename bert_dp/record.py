@@ -10,7 +10,7 @@ import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 SCHEMA_VERSION = 1
 
@@ -158,16 +158,28 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return data if isinstance(data, dict) else None
 
 
-def is_locked(run_dir: Path) -> bool:
-    """Whether a running rank 0 holds the run directory's lock."""
+def lock(path: Path) -> IO[str] | None:
+    """Hold the lock file at `path` until the returned file is closed; None when another process holds it.
+
+    Raises OSError when the file cannot be written.
+    """
+    file = path.open("a")
     try:
-        with (run_dir / ".lock").open("r+") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True
-    return False
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        return None
+    return file
+
+
+def newest_checkpoint_facts(where: Path) -> tuple[Path, dict[str, Any]] | None:
+    """state.json of a checkpoint, or of the newest one in a run or checkpoints directory; unverified."""
+    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
+    for path in [where, *sorted(folder.glob(f"step-{'[0-9]' * 8}*"), reverse=True)]:
+        facts = read_json(path / "state.json")
+        if facts is not None and isinstance(facts.get("config"), dict):
+            return path, facts
+    return None
 
 
 def start_ticks(pid: int) -> str:

@@ -46,11 +46,12 @@ def say(comm: dist.Comm, text: str) -> None:
         sys.stdout.flush()
 
 
-def bind(device: torch.device, world: World) -> int:
+def bind(config: Config, device: torch.device, world: World) -> int:
     """Cores and threads of this rank; returns the thread count."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")
+        # fp32 means fp32: the peak that MFU divides by is not TF32's
+        torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
         return torch.get_num_threads()
     return dist.bind_cpu(world)
 
@@ -73,7 +74,9 @@ def open_data(config: Config, comm: dist.Comm) -> Corpus:
     return Corpus(manifest, data.Shards(path, manifest, "train"), data.Shards(path, manifest, "held_out"))
 
 
-def find_resume(config: Config, run_dir: Path, comm: dist.Comm, corpus_: Corpus, policy: str) -> Resume:
+def find_resume(
+    config: Config, run_dir: Path, comm: dist.Comm, device: torch.device, corpus_: Corpus, policy: str
+) -> Resume:
     """The checkpoint to go on from: rank 0 chooses and verifies, all ranks follow its choice and its error.
 
     policy: auto = the newest valid one of the run directory, if any; never; or a path. Raises ConfigError
@@ -106,7 +109,11 @@ def find_resume(config: Config, run_dir: Path, comm: dist.Comm, corpus_: Corpus,
                            f"{corpus_.manifest['hash'][:16]}"])  # fmt: skip
     counters = Counters(**{f.name: facts[f.name] for f in dataclasses.fields(Counters)})
     say(comm, f"resuming from {path.name}: {counters.samples} samples seen")
-    return Resume(path, state, counters, facts["compiled"])
+    same_device = facts["device"] == device.type
+    precision = choose_precision(config.precision, device).name
+    if precision != facts["precision"]:
+        say(comm, f"warning: the run was trained in {facts['precision']} so far, from here in {precision}")
+    return Resume(path, state, counters, facts["compiled"] if same_device else None)
 
 
 def choose_precision(setting: str, device: torch.device) -> Precision:
@@ -215,6 +222,8 @@ def assemble(
         "config": config.model_dump(mode="json"),
         "data_hash": corpus_.manifest["hash"],
         "compiled": compiled,
+        "device": device.type,
+        "precision": precision.name,
         "world_size": comm.world.size,
     }
     return Job(
@@ -238,6 +247,7 @@ def restore(job: Job, resume: Resume, state: parallel.State) -> None:
     if job.comm.world.rank == 0:
         for name in ("metrics.jsonl", "evals.jsonl"):
             record.cut_back(job.run_dir / name, resume.counters.step if resume.path else -1)
+        checkpoint.set_aside_after(job.run_dir / "checkpoints", resume.counters.step)
     job.comm.barrier()
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp import checkpoint, record
-from bert_dp.config import BatchPlan, Config, batch_at
+from bert_dp.config import BatchPlan, Config, batch_at, progress_at
 from bert_dp.data import Batch, TrainingStream, hash64
 from bert_dp.dist import Comm, SharedClock
 from bert_dp.metrics import Meter, Timers
@@ -157,17 +157,6 @@ def evaluate(job: Job, batches: Sequence[Batch]) -> tuple[float | None, int]:
     return (loss / count if count else None), int(count)
 
 
-def progress_of(config: Config, counters: Counters, elapsed_s: float) -> float:
-    """f in [0, 1]: consumed / declared in the budget's own unit."""
-    schedule = config.schedule
-    if schedule.steps is not None:
-        return min(counters.step / schedule.steps, 1.0)
-    if schedule.tokens is not None:
-        return min(counters.samples * config.data.sequence_length / schedule.tokens, 1.0)
-    assert schedule.hours is not None
-    return min(elapsed_s / (schedule.hours * 3600), 1.0)
-
-
 def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
     """Steps until the budget is spent or a signal arrives on any rank; `counters` is kept up to date.
 
@@ -177,13 +166,14 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
     dropout_seed = config.run.seed if config.model.dropout > 0 else None
     per_pass = job.plan.micro_size * job.plan.dp
     spent = {"eval": 0.0, "save": 0.0}
-    final_loss = heldout = saved = None
-    logged_step = evaluated_step = saved_step = counters.step
+    final_loss = heldout = None
+    first_step = logged_step = evaluated_step = saved_step = counters.step
+    saved = checkpoint.path_of(job.run_dir / "checkpoints", first_step) if first_step else None
     line_facts: dict[str, Any] = {}
     meter.start(job.stream.wait_s)
     while True:
         elapsed_s, signal = clock.tick(job.received_signal())
-        progress = progress_of(config, counters, elapsed_s)
+        progress = progress_at(config, counters.step, counters.samples, elapsed_s)
         if signal or progress >= 1.0:
             break
         batch = batch_at(config.batch, progress)
@@ -212,9 +202,10 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
     clock.finish()
     if counters.step > logged_step:
         final_loss = _log(job, counters, clock, line_facts)
-    if not signal and (heldout is None or counters.step > evaluated_step):
+    fresh = counters.step > first_step or first_step == 0
+    if not signal and fresh and (heldout is None or counters.step > evaluated_step):
         heldout = _evaluate_and_write(job, counters, clock, spent)
-    if saved is None or counters.step > saved_step:
+    if fresh and (saved is None or counters.step > saved_step):
         saved = _save(job, counters, clock, spent)
     return Outcome(signal, final_loss, heldout, saved, spent["eval"], spent["save"])
 

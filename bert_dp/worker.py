@@ -6,13 +6,14 @@ torchrun, accelerate launch, deepspeed, srun and mpirun can all start it; the la
 from __future__ import annotations
 
 import argparse
-import fcntl
+import contextlib
 import os
 import sys
 import time
 from pathlib import Path
 from typing import IO
 
+from bert_dp import record
 from bert_dp.config import ConfigError, batch_plan, load_config
 from bert_dp.lifeline import Signals, follow_launcher, record_error, redirect_output
 from bert_dp.world import World, read_world
@@ -45,14 +46,17 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("config", type=Path, help="resolved configuration, usually RUN/config.yaml")
     parser.add_argument("--run-dir", type=Path, help="default: the directory of the configuration")
     parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
-    )  # deepspeed passes it
+    # deepspeed passes it
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def run(arguments: argparse.Namespace, world: World, signals: Signals) -> None:
-    """One rank from its environment to its summary. Raises ConfigError for bad input."""
+    """One rank from its environment to its summary. Raises ConfigError for bad input.
+
+    After an error the process group is left to the process's end: a peer that sees its connections close
+    would otherwise report first.
+    """
     started = time.monotonic()
     from bert_dp import dist, parallel, setup, train
     from bert_dp.summary import write_summary
@@ -62,42 +66,42 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals) -> None:
     plan = batch_plan(config, world.size)
     device = dist.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
-    threads = setup.bind(device, world)
+    threads = setup.bind(config, device, world)
     engine = parallel.engine_name(config.parallel, world.size)
     comm = dist.connect(world, device, group_of_one=engine != "single")
-    try:
-        corpus = setup.open_data(config, comm)
-        resume = setup.find_resume(config, run_dir, comm, corpus, arguments.resume)
-        job = setup.assemble(config, plan, run_dir, comm, device, corpus, resume, lambda: signals.received)
-        setup.describe(job, threads, resume)
-        setup.write_environment(job, threads)
-        setup_s = time.monotonic() - started
-        start = resume.state or setup.fresh_state(job)
-        train.dry_run(job)
-        setup.restore(job, resume, start)
-        dry_run_s = time.monotonic() - started - setup_s
-        setup.say(comm, f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
-        clock = dist.SharedClock(comm, resume.counters.elapsed_s)
-        outcome = train.train(job, resume.counters, clock)
-        job.stream.close()
-        write_summary(job, resume.counters, outcome, corpus.manifest, setup_s, dry_run_s)
+    corpus = setup.open_data(config, comm)
+    resume = setup.find_resume(config, run_dir, comm, device, corpus, arguments.resume)
+    job = setup.assemble(config, plan, run_dir, comm, device, corpus, resume, lambda: signals.received)
+    setup.describe(job, threads, resume)
+    setup.write_environment(job, threads)
+    setup_s = time.monotonic() - started
+    start = resume.state or setup.fresh_state(job)
+    train.dry_run(job)
+    setup.restore(job, resume, start)
+    dry_run_s = time.monotonic() - started - setup_s
+    setup.say(comm, f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
+    clock = dist.SharedClock(comm, resume.counters.elapsed_s)
+    outcome = train.train(job, resume.counters, clock)
+    job.stream.close()
+    write_summary(job, resume.counters, outcome, corpus.manifest, setup_s, dry_run_s)
+    with contextlib.suppress(RuntimeError):  # all is written; a peer that has left first is no failure
         comm.barrier()  # no rank ends while another still saves
-    finally:
-        dist.disconnect()
-        if lock is not None:
-            lock.close()
+    dist.disconnect()
+    if lock is not None:
+        lock.close()
 
 
 def lock_run(run_dir: Path) -> IO[str]:
     """Hold the run directory while this process lives. Raises ConfigError when another run holds it."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    file = (run_dir / ".lock").open("w")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        raise ConfigError([f"--run-dir {run_dir}: in use by another run; choose another directory"]) from None
-    return file
+    held = record.lock(run_dir / ".lock")
+    if held is None:
+        raise ConfigError([f"--run-dir {run_dir}: in use by another run; choose another directory"])
+    return held
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code:  # peers may be gone: leave without the process group's own farewell
+        sys.stdout.flush()
+        os._exit(code)

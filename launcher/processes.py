@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from bert_dp.record import INIT_FILE, LAUNCHER_PID, LAUNCHER_START, LOG_DIR, sta
 DEVNULL = subprocess.DEVNULL
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S = 5.0
+PEER_GONE = ("closed by peer", "reset by peer", "ncclRemoteError")  # a rank only saw another one go
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
@@ -72,7 +74,7 @@ def worker_environment(run_dir: Path, scratch: Path, nproc: int) -> dict[str, st
 
 
 def run(
-    run_dir: Path, nproc: int, resume: str, on_poll: Callable[[], None], *, grace_s: float = 120.0
+    run_dir: Path, nproc: int, resume: str, on_poll: Callable[[], None], *, grace_s: float = 300.0
 ) -> RunResult:
     """Train RUN/config.yaml on `nproc` ranks of this node and return how it ended.
 
@@ -118,16 +120,17 @@ def _follow(
     grace_s: float,
 ) -> None:
     """Until torchrun ends, a second signal comes, or the time to stop is over."""
-    passed_on = 0
+    signalled: set[psutil.Process] = set()
     deadline: float | None = None
     while process.poll() is None:
         if len(pending) >= 2:
             return
-        if pending and not passed_on:
-            passed_on = pending[0]
-            deadline = time.monotonic() + grace_s
+        if pending:
+            deadline = deadline or time.monotonic() + grace_s
             for worker in _workers(process):
-                _signal(worker, passed_on)
+                if worker not in signalled:  # torchrun may have started it after the signal came
+                    signalled.add(worker)
+                    _signal(worker, pending[0])
         if deadline is None and any(logs.glob("rank-*.error.json")):
             deadline = time.monotonic() + KILL_AFTER_FAILURE_S
         if deadline is not None and time.monotonic() > deadline:
@@ -171,7 +174,7 @@ def _kill_tree(process: subprocess.Popen[bytes]) -> None:
 def _result(run_dir: Path, torchrun_said: str, pending: list[int]) -> RunResult:
     summary = record.read_json(run_dir / "summary.json")
     failure = first_cause(run_dir / "logs", torchrun_said)
-    if summary is not None and summary.get("status") in ("done", "stopped") and failure is None:
+    if summary is not None and summary.get("status") in ("done", "stopped"):  # written after all was saved
         return RunResult(int(summary["exit_code"]), None)
     if failure is not None and failure.bad_input:
         return RunResult(2, failure)
@@ -182,32 +185,28 @@ def _result(run_dir: Path, torchrun_said: str, pending: list[int]) -> RunResult:
         failure = Failure(None, what, None, run_dir / "logs" / "torchrun.log", (), ())
     cause = failure.message if failure.rank is None else f"rank {failure.rank}: {failure.message}"
     lines = list(record.read_lines(run_dir / "metrics.jsonl"))
-    record.write_json(
-        run_dir / "summary.json",
-        {"status": "failed", "exit_code": code, "cause": cause, "where": failure.where,
-         "signal": pending[0] if pending else None, "step": lines[-1]["step"] if lines else 0,
-         "schema_version": record.SCHEMA_VERSION},
-    )  # fmt: skip
+    facts = {"status": "failed", "exit_code": code, "cause": cause, "where": failure.where,
+             "signal": pending[0] if pending else None, "step": lines[-1]["step"] if lines else 0,
+             "schema_version": record.SCHEMA_VERSION}  # fmt: skip
+    with contextlib.suppress(OSError):  # a full disk must not hide the cause
+        record.write_json(run_dir / "summary.json", facts)
     return RunResult(code, failure)
 
 
 def first_cause(logs: Path, torchrun_said: str) -> Failure | None:
-    """The earliest error a rank recorded; else what torchrun says of a rank that died without a word."""
-    errors: list[dict[str, Any]] = []
-    for path in logs.glob("rank-*.error.json"):
-        facts = record.read_json(path)
-        if facts is not None:
-            errors.append(facts)
-    died = _killed_rank(torchrun_said)
-    if (
-        died is not None
-    ):  # a rank that died by a signal leaves no file; the others' errors are its consequences
+    """The earliest error that a rank recorded; a rank that died by a signal left none, and the errors of the
+    others are then its consequences."""
+    found = [record.read_json(path) for path in logs.glob("rank-*.error.json")]
+    errors = sorted((e for e in found if e), key=lambda e: (e["bad_input"] is None, e["time_ns"]))
+    causes = [e for e in errors if not any(text in e["message"] for text in PEER_GONE)]
+    died = _killed_rank(torchrun_said, {e["rank"] for e in errors})
+    if died is not None and not causes:
         rank, number = died
         name = signal.Signals(number).name
         return Failure(rank, f"killed by signal {number} ({name})", None, *_log_tail(logs, rank), ())
     if not errors:
         return None
-    first = min(errors, key=lambda e: (e["bad_input"] is None, e["time_ns"]))
+    first = (causes or errors)[0]
     rank = int(first["rank"])
     return Failure(
         rank, f"{first['type']}: {first['message']}", first["where"], *_log_tail(logs, rank),
@@ -225,19 +224,20 @@ def _log_tail(logs: Path, rank: int, lines: int = 20) -> tuple[Path, tuple[str, 
     return path, tuple(text.splitlines()[-lines:])
 
 
-def _killed_rank(text: str) -> tuple[int, int] | None:
-    """(rank, signal) from torchrun's own report of its first failed worker, when that died by a signal."""
-    for line in text.splitlines():
-        if "failed (exitcode: -" in line and "local_rank: " in line:
-            number = int(line.partition("(exitcode: -")[2].partition(")")[0])
-            rank = int(line.partition("local_rank: ")[2].split()[0])
-            return rank, number
+def _killed_rank(text: str, recorded: set[int]) -> tuple[int, int] | None:
+    """(rank, signal) of the first worker in torchrun's report that died by a signal without a record."""
+    pattern = r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)"
+    for rank, number in re.findall(pattern, text):
+        if int(rank) not in recorded:
+            return int(rank), int(number)
     return None
 
 
 def run_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
     """`python -m module` to its end; for the verbs that need torch or the data room outside a run."""
-    return subprocess.run([sys.executable, "-m", module, *arguments], text=True, check=False, **kwargs)
+    mine = {LAUNCHER_PID: str(os.getpid()), LAUNCHER_START: start_ticks(os.getpid())}
+    command = [sys.executable, "-m", module, *arguments]
+    return subprocess.run(command, text=True, check=False, env={**os.environ, **mine}, **kwargs)
 
 
 def capture_json(module: str, arguments: list[str]) -> tuple[int, Any]:

@@ -115,8 +115,14 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None) -> st
     )
 
 
-def eta_s(lines: Sequence[Mapping[str, Any]]) -> float | None:
-    """Seconds left at the pace of the last lines of metrics.jsonl; None until there are two."""
+def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> float | None:
+    """Seconds left: what remains of a budget in hours, else at the pace of the last lines of metrics.jsonl.
+
+    None until the lines tell.
+    """
+    if hours is not None and lines:
+        done = number(lines[-1].get("progress"))
+        return None if done is None else (1 - done) * hours * 3600
     recent = [(number(line.get("elapsed_s")), number(line.get("progress"))) for line in lines[-ETA_LINES:]]
     known = [(t, f) for t, f in recent if t is not None and f is not None]
     while len(known) > 1 and known[0] >= known[-1]:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import importlib.util
-import json
+import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import (
@@ -23,17 +26,17 @@ from bert_dp.config import (
     dump_config,
     load_config,
     no_effect,
+    progress_at,
 )
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
-from launcher import closing, environment, page, processes, report
+from launcher import closing, environment, page, processes
+from launcher.display import PLAIN, Display, show
 from launcher.redact import redact_argv
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
-PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
-PLAIN_PROGRESS_S = 10.0  # between progress lines when the console is not a terminal
 
 
 def shipped_configs() -> Path:
@@ -112,22 +115,21 @@ def input_issues(config: Config) -> list[str]:
 
 def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
     """Why this directory cannot take this run; one line each."""
-    if run_dir.exists() and not run_dir.is_dir():
-        return [f"--run-dir: {run_dir} is a file"]
-    if resume not in ("auto", "never") and not Path(resume).exists():
-        return [f"--resume: {resume} does not exist; use auto, never, or a checkpoint's directory"]
-    if record.is_locked(run_dir):
-        return [f"--run-dir: {run_dir} is in use by another run; choose another directory"]
+    standing = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+    if not standing.is_dir():
+        return [f"--run-dir: {run_dir} cannot be made, {standing} is a file"]
+    if not os.access(standing, os.W_OK | os.X_OK):
+        return [f"--run-dir: {standing} cannot be written; choose another directory"]
+    if resume not in ("auto", "never") and record.newest_checkpoint_facts(Path(resume)) is None:
+        return [f"--resume: {resume} holds no checkpoint; use auto, never, or a checkpoint's directory"]
     has_run = any((run_dir / "checkpoints").glob("step-*")) or (run_dir / "metrics.jsonl").exists()
     if not has_run:
         return []
     if resume == "never":
         return [f"--resume never: {run_dir} already holds a run; choose another --run-dir"]
-    try:
-        before = load_config(run_dir / "config.yaml").model_dump(mode="json")
-    except ConfigError:
-        return []
-    return [f"{line}; undo it or choose another --run-dir" for line in changed_settings(before, config)]
+    found = record.newest_checkpoint_facts(run_dir)
+    lines = changed_settings(found[1]["config"], config) if found else []
+    return [f"{line}; undo it or choose another --run-dir" for line in lines]
 
 
 def expected_steps(config: Config) -> int | None:
@@ -168,69 +170,45 @@ def describe(config: Config, plan: BatchPlan, on_gpu: bool) -> list[str]:
     ]
 
 
-def prepare_data(config: Config, run_dir: Path) -> None:
-    """Build `data.sources` before any rank starts, with its progress on our console. Raises ConfigError."""
-    if config.data.sources is None:
-        return
-    code = processes.run_module(
-        "bert_dp.corpus", ["ensure", str(run_dir / "config.yaml")], stdout=processes.DEVNULL
-    ).returncode
-    if code == 2:
+def prepare_data(config: Config) -> Path:
+    """The shards' directory, checked; built from `data.sources` on first use, with progress on our stderr.
+
+    Raises ConfigError.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(dump_config(config))
+        file.flush()
+        done = processes.run_module("bert_dp.corpus", ["ensure", file.name], stdout=subprocess.PIPE)
+    if done.returncode == 2:
         raise ConfigError([])  # the data room has said why
-    if code:
-        raise RuntimeError(f"building the corpus failed with exit code {code}")
+    if done.returncode:
+        raise RuntimeError(f"the data room failed with exit code {done.returncode}")
+    return Path(done.stdout.strip())
 
 
-class Display:
-    """What the console shows while the ranks run: rank 0's lines, and one live line of progress."""
+def resume_issues(run_dir: Path, config: Config, resume: str, data_hash: str) -> list[str]:
+    """Why the checkpoint that this run would go on from does not fit; one line each."""
+    if resume == "never":
+        return []
+    found = record.newest_checkpoint_facts(run_dir if resume == "auto" else Path(resume))
+    if found is None:
+        return [] if resume == "auto" else [f"--resume: {resume} holds no checkpoint"]
+    path, facts = found
+    undo = "undo it or choose another --run-dir"
+    issues = [f"{line}; {undo}" for line in changed_settings(facts["config"], config)]
+    if facts.get("data_hash") != data_hash:
+        issues.append(f"data: {path.name} was trained on other shards ({facts.get('data_hash')}); {undo}")
+    return issues
 
-    def __init__(self, run_dir: Path, console: Console, log_offset: int):
-        self._run_dir, self._console = run_dir, console
-        self._log_offset, self._metrics_offset = log_offset, 0
-        self._last_plain = 0.0
-        self._lines: list[dict[str, Any]] = []
-        self._live: Any = None
 
-    def __enter__(self) -> Display:
-        if self._console.is_terminal:
-            from rich.live import Live
-
-            self._live = Live("starting", console=self._console, refresh_per_second=4, transient=True)
-            self._live.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._live is not None:
-            self._live.stop()
-
-    def poll(self) -> None:
-        for line in self._new_lines("logs/rank-0.log", "_log_offset"):
-            self._console.print(line, **PLAIN)
-        fresh = []
-        for line in self._new_lines("metrics.jsonl", "_metrics_offset"):
-            try:
-                fresh.append(json.loads(line))
-            except ValueError:
-                continue
-        self._lines = (self._lines + fresh)[-50:]
-        if not fresh:
-            return
-        text = report.progress_line(self._lines[-1], eta=report.eta_s(self._lines))
-        if self._live is not None:
-            self._live.update(text)
-        elif time.monotonic() - self._last_plain >= PLAIN_PROGRESS_S:
-            self._last_plain = time.monotonic()
-            self._console.print(text, **PLAIN)
-
-    def _new_lines(self, name: str, offset: str) -> list[str]:
-        path = self._run_dir / name
-        if not path.exists():
-            return []
-        with path.open("rb") as file:
-            file.seek(getattr(self, offset))
-            whole, newline, _ = file.read().rpartition(b"\n")
-        setattr(self, offset, getattr(self, offset) + len(whole) + len(newline))
-        return whole.decode("utf-8", "replace").splitlines() if newline else []
+def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
+    """Whether the run has ended by itself and its newest checkpoint has spent the budget."""
+    summary = record.read_json(run_dir / "summary.json")
+    found = record.newest_checkpoint_facts(run_dir)
+    if resume != "auto" or summary is None or found is None or summary.get("status") != "done":
+        return False
+    facts = found[1]
+    return progress_at(config, facts["step"], facts["samples"], facts["elapsed_s"]) >= 1.0
 
 
 def train(
@@ -242,30 +220,51 @@ def train(
     config = absolute(load_config(path, overrides))
     ranks = choose_nproc(nproc, config)
     plan = batch_plan(config, ranks)
-    where = (run_dir or Path("runs") / time.strftime(f"{path.stem}-%Y%m%d-%H%M%S")).resolve()
+    where = (run_dir or Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     if issues := [*input_issues(config), *run_dir_issues(where, config, resume)]:
         raise ConfigError(issues)
-    for line in no_effect(config):
-        console.print(f"warning: {line}", style="yellow", **PLAIN)
+    cores = len(os.sched_getaffinity(0))
+    on_gpu = config.run.device != "cpu" and environment.num_gpus() > 0
+    crowded = [f"{ranks} CPU ranks share {cores} cores"] if ranks > cores and not on_gpu else []
+    for line in [*no_effect(config), *crowded]:
+        show(console, f"warning: {line}", style="yellow", **PLAIN)
     if dry_run:
-        on_gpu = config.run.device != "cpu" and environment.num_gpus() > 0
         for line in describe(config, plan, on_gpu):
-            console.print(line, **PLAIN)
+            show(console, line, **PLAIN)
         return 0
-    where.mkdir(parents=True, exist_ok=True, mode=0o700)
+    try:
+        where.mkdir(parents=True, exist_ok=True, mode=0o700)
+        held = record.lock(where / ".launcher.lock")
+    except OSError as error:
+        raise ConfigError([f"--run-dir: {where} cannot be written ({error.strerror})"]) from None
+    if held is None:
+        raise ConfigError([f"--run-dir: {where} is in use by another run; choose another directory"])
+    with held:
+        return run_locked(config, ranks, where, resume, console)
+
+
+def run_locked(config: Config, ranks: int, where: Path, resume: str, console: Console) -> int:
+    """The run itself, once the directory is ours. Nothing in it changes before the last check has passed."""
+    show(console, f"run directory: {where}", **PLAIN)
+    directory = prepare_data(config)
+    manifest = record.read_json(directory / "manifest.json") or {}
+    if issues := resume_issues(where, config, resume, str(manifest.get("hash"))):
+        raise ConfigError(issues)
+    if is_complete(where, config, resume):
+        show(console, "this run is complete: its budget is spent; raise schedule.* to go on", **PLAIN)
+        show(console, closing.closing_table(where))
+        return 0
     record.write_text(where / "config.yaml", dump_config(config))
-    facts = environment.probe().to_json()
+    facts = environment.probe(where).to_json()
     record.write_json(where / "environment.json", {**facts, "command": redact_argv(sys.argv)})
-    console.print(f"run directory: {where}", **PLAIN)
-    prepare_data(config, where)
-    log = where / "logs" / "rank-0.log"
-    with Display(where, console, log.stat().st_size if log.exists() else 0) as display:
+    with Display(where, console, config.schedule.hours) as display:
         result = processes.run(where, ranks, resume, display.poll)
-    page.write([where], where / "report.html")
+    with contextlib.suppress(OSError):  # a full disk: the result still has to be told
+        page.write([where], where / "report.html")
     if result.failure is not None:
         print_failure(result.failure, where, console)
     else:
-        console.print(closing.closing_table(where))
+        show(console, closing.closing_table(where))
     return result.exit_code
 
 
@@ -273,13 +272,13 @@ def print_failure(failure: processes.Failure, run_dir: Path, console: Console) -
     """The cause first, then where, the log's last lines, and paths."""
     if failure.bad_input:
         for issue in failure.bad_input:
-            console.print(f"error: {issue}", style="red", **PLAIN)
+            show(console, f"error: {issue}", style="red", **PLAIN)
         return
     who = "" if failure.rank is None else f"rank {failure.rank}: "
-    console.print(f"failed: {who}{failure.message}", style="bold red", **PLAIN)
+    show(console, f"failed: {who}{failure.message}", style="bold red", **PLAIN)
     if failure.where:
-        console.print(f"  at {failure.where}", **PLAIN)
+        show(console, f"  at {failure.where}", **PLAIN)
     for line in failure.tail:
-        console.print(f"  | {line}", **PLAIN)
-    console.print(f"  log: {failure.log}", **PLAIN)
-    console.print(f"  run: {run_dir}", **PLAIN)
+        show(console, f"  | {line}", **PLAIN)
+    show(console, f"  log: {failure.log}", **PLAIN)
+    show(console, f"  run: {run_dir}", **PLAIN)

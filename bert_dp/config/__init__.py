@@ -8,6 +8,7 @@ from bert_dp.config.checks import (
     changed_settings,
     data_issues,
     no_effect,
+    progress_at,
 )
 from bert_dp.config.load import dump_config, load_config, parse_overrides, resolve, setting_paths
 from bert_dp.config.schema import (
@@ -27,6 +28,6 @@ from bert_dp.config.schema import (
 __all__ = [
     "MAX_VOCAB_SIZE", "BatchConfig", "BatchPlan", "BuildConfig", "Config", "ConfigError", "DataConfig",
     "ModelConfig", "OptimConfig", "ParallelConfig", "ScheduleConfig", "Section", "batch_at", "batch_plan",
-    "changed_settings", "data_issues", "dump_config", "load_config", "no_effect", "num_masked",
+    "changed_settings", "data_issues", "dump_config", "load_config", "no_effect", "num_masked", "progress_at",
     "parse_overrides", "resolve", "setting_paths",
 ]  # fmt: skip

@@ -84,7 +84,9 @@ def data_issues(config: Config, manifest: dict[str, Any]) -> list[str]:
     where = config.data.path or "the built shards"
     if manifest.get("format") != "bert-dp-shards":
         return [f"data.path: {where} holds no shards of ours; make them with `bert-dp data build`"]
-    length, vocabulary = manifest["sequence_length"], manifest["vocab_size"]
+    length, vocabulary = manifest.get("sequence_length"), manifest.get("vocab_size")
+    if not isinstance(length, int) or not isinstance(vocabulary, int):
+        return [f"data.path: the manifest in {where} is incomplete; build the shards again"]
     if length != config.data.sequence_length:
         issues.append(
             f"data.sequence_length: {config.data.sequence_length}, but {where} holds sequences of {length}; "
@@ -96,6 +98,17 @@ def data_issues(config: Config, manifest: dict[str, Any]) -> list[str]:
             f"set model.vocab_size={vocabulary} or more"
         )
     return issues
+
+
+def progress_at(config: Config, step: int, samples: int, elapsed_s: float) -> float:
+    """f in [0, 1]: consumed / declared in the budget's own unit."""
+    schedule = config.schedule
+    if schedule.steps is not None:
+        return min(step / schedule.steps, 1.0)
+    if schedule.tokens is not None:
+        return min(samples * config.data.sequence_length / schedule.tokens, 1.0)
+    assert schedule.hours is not None
+    return min(elapsed_s / (schedule.hours * 3600), 1.0)
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:

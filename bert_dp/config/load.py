@@ -48,8 +48,8 @@ def resolve(levels: Sequence[dict[str, Any]]) -> Config:
             if len(given) > 1:
                 issues.append(f"{section}: {' and '.join(given)} are both set; keep one")
             if given and isinstance(merged.get(section), dict):
-                for member in members:
-                    merged[section].pop(member, None)
+                for member in (*members, *(("build", "tokenizer") if given == ["path"] else ())):
+                    merged[section].pop(member, None)  # how to build goes with what to build from
         _merge(merged, level)
     if issues:
         raise ConfigError(issues)

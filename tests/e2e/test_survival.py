@@ -1,0 +1,171 @@
+"""What must not be lost: runs stopped early, refused, repeated, or left by their reader."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.cli import bert_dp, command, start, tiny
+from tests.e2e.test_train import lines, members, step_reached, wait_for
+from tests.shards import write_shards
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """A run of 4 steps at 1 rank, a checkpoint at each."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    options = tiny(shards, "schedule.steps=4", "checkpoint.every_steps=1", "checkpoint.keep=9")
+    done = bert_dp("train", "quickstart", *options, "--nproc", "1", "--run-dir", str(run_dir))
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run_dir
+
+
+def files(run_dir: Path) -> dict[str, bytes]:
+    return {
+        str(p.relative_to(run_dir)): p.read_bytes()
+        for p in run_dir.rglob("*")
+        if p.is_file() and not p.name.endswith(".lock")
+    }
+
+
+def test_a_refused_resume_changes_nothing(finished: Path, tmp_path: Path) -> None:
+    before = files(finished)
+    other = write_shards(tmp_path / "other", seed=1)
+    for extra, text in (
+        (["--set", f"data.path={other}"], "other shards"),
+        (["--set", "optim.lr=0.5"], "optim.lr"),
+        (["--resume", str(tmp_path)], "holds no checkpoint"),
+    ):
+        refused = bert_dp("train", "--run-dir", str(finished), "--set", "schedule.steps=9", *extra)
+        assert refused.returncode == 2, refused.stdout
+        assert text in refused.stderr
+        assert files(finished) == before
+
+
+def test_a_complete_run_is_shown_and_not_touched(finished: Path) -> None:
+    before = files(finished)
+    again = bert_dp("train", "--run-dir", str(finished), "--nproc", "1")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "this run is complete" in again.stdout
+    assert files(finished) == before
+
+
+def test_going_back_to_an_earlier_checkpoint_sets_the_later_ones_aside(
+    finished: Path, tmp_path: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    early = run_dir / "checkpoints" / "step-00000002"
+    done = bert_dp("train", "--run-dir", str(run_dir), "--resume", str(early), "--nproc", "1",
+                   "--set", "schedule.steps=3", "--set", "checkpoint.keep=1")  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["step"] for line in lines(run_dir / "metrics.jsonl")] == [1, 2, 3]
+    kept = sorted(p.name for p in (run_dir / "checkpoints").iterdir() if ".abandoned-" not in p.name)
+    assert kept == ["step-00000003"]
+
+
+def test_a_signal_during_start_up_is_not_lost(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start("train", "quickstart", *tiny(shards, "schedule.steps=100000"), "--run-dir", str(run_dir))
+    wait_for(lambda: (run_dir / "logs" / "torchrun.log").exists())
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert not members(run_dir)
+
+
+def test_two_signals_end_at_once(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start("train", "quickstart", *tiny(shards, "schedule.steps=100000"), "--run-dir", str(run_dir))
+    wait_for(step_reached(run_dir, 2))
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=30)
+    assert process.returncode in (130, 143)
+    wait_for(lambda: not members(run_dir), seconds=10)
+
+
+def test_two_launchers_on_one_directory_only_one_runs(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = [
+        "train",
+        "quickstart",
+        *tiny(shards, "schedule.steps=300"),
+        "--nproc",
+        "1",
+        "--run-dir",
+        str(run_dir),
+    ]
+    both = [start(*options) for _ in range(2)]
+    texts = [process.communicate(timeout=120) for process in both]
+    codes = sorted(process.returncode for process in both)
+    assert codes == [0, 2], texts
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "done"
+
+
+def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = subprocess.Popen(
+        command(
+            "train",
+            "quickstart",
+            *tiny(shards, "schedule.steps=60"),
+            "--nproc",
+            "1",
+            "--run-dir",
+            str(run_dir),
+        ),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert json.loads((run_dir / "summary.json").read_text())["step"] == 60
+
+
+def test_the_corpus_build_ends_with_its_launcher(tmp_path: Path) -> None:
+    text = tmp_path / "big.txt"
+    text.write_text(
+        "".join(f"document {i} tells of {i * i} grey ships and {i % 97} lamps\n" for i in range(400_000))
+    )
+    process = start(
+        "data", "build", str(text), "--out", str(tmp_path / "out"), "--set", "max_tokens_per_char=0"
+    )
+
+    def builders() -> list[psutil.Process]:
+        return [p for p in psutil.process_iter(["cmdline"]) if "bert_dp.corpus" in (p.info["cmdline"] or [])
+                and p.ppid() == process.pid]  # fmt: skip
+
+    wait_for(lambda: bool(builders()))
+    family = [*builders(), *builders()[0].children(recursive=True)]
+    time.sleep(1.0)
+    family = [*family, *family[0].children(recursive=True)]
+    process.kill()
+    process.communicate()
+    wait_for(
+        lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), seconds=10
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("where", ["/proc/none", "/etc/passwd/run"])
+def test_a_directory_that_cannot_be_made_is_refused(shards: Path, where: str) -> None:
+    done = bert_dp("train", "quickstart", *tiny(shards), "--run-dir", where)
+    assert done.returncode == 2
+    assert "--run-dir" in done.stderr
+    assert "Traceback" not in done.stderr
