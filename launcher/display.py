@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -23,7 +24,7 @@ def show(console: Console, what: Any, **options: Any) -> None:
     try:
         console.print(what, **options)
         console.file.flush()
-    except (OSError, ValueError):
+    except (OSError, ValueError, SystemExit):  # rich answers a broken pipe with SystemExit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -75,7 +76,8 @@ class Display:
 
     def __exit__(self, *_: object) -> None:
         if self._live is not None:
-            self._live.stop()
+            with contextlib.suppress(OSError, SystemExit):
+                self._live.stop()
 
     def poll(self) -> None:
         """Show what the ranks have written since the last call."""
