@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
 import os
 import subprocess
@@ -157,34 +156,27 @@ def test_read_json_of_anything_else_is_none(tmp_path: Path, content: bytes) -> N
     assert record.read_json(tmp_path) is None
 
 
-def test_a_run_is_locked_while_its_holder_lives(tmp_path: Path) -> None:
-    assert not record.is_locked(tmp_path)
-    assert not (tmp_path / ".lock").exists()  # asking makes nothing
-    (tmp_path / ".lock").touch()
-    assert not record.is_locked(tmp_path)
-    code = (
-        "import fcntl, sys\nf = open(sys.argv[1], 'w')\nfcntl.flock(f, fcntl.LOCK_EX)\n"
-        "print('held', flush=True)\ninput()"
-    )
+def test_a_lock_is_held_while_its_holder_lives(tmp_path: Path) -> None:
+    path = tmp_path / ".lock"
+    code = "import sys\nfrom pathlib import Path\nfrom bert_dp import record\nheld = record.lock(Path(sys.argv[1]))\n"
+    code += "print(held is not None, flush=True)\ninput()"
     holder = subprocess.Popen(
-        [sys.executable, "-c", code, str(tmp_path / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
     try:
         assert holder.stdout is not None
-        assert holder.stdout.readline() == b"held\n"
-        assert record.is_locked(tmp_path)
-        assert record.is_locked(tmp_path)
+        assert holder.stdout.readline() == b"True\n"
+        assert record.lock(path) is None
+        assert record.lock(path) is None
     finally:
         holder.kill()
         holder.communicate()
-    assert not record.is_locked(tmp_path)
-
-
-def test_asking_for_the_lock_does_not_keep_it(tmp_path: Path) -> None:
-    (tmp_path / ".lock").touch()
-    assert not record.is_locked(tmp_path)
-    with (tmp_path / ".lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises if is_locked still held it
+    held = record.lock(path)
+    assert held is not None
+    held.close()
+    again = record.lock(path)
+    assert again is not None
+    again.close()
 
 
 def test_start_ticks_names_a_process() -> None:
