@@ -158,8 +158,10 @@ def test_read_json_of_anything_else_is_none(tmp_path: Path, content: bytes) -> N
 
 def test_a_lock_is_held_while_its_holder_lives(tmp_path: Path) -> None:
     path = tmp_path / ".lock"
-    code = "import sys\nfrom pathlib import Path\nfrom bert_dp import record\nheld = record.lock(Path(sys.argv[1]))\n"
-    code += "print(held is not None, flush=True)\ninput()"
+    code = (
+        "import sys\nfrom pathlib import Path\nfrom bert_dp import record\n"
+        "held = record.lock(Path(sys.argv[1]))\nprint(held is not None, flush=True)\ninput()"
+    )
     holder = subprocess.Popen(
         [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     )
