@@ -183,10 +183,10 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
     import numpy as np
     import torch
 
-    from bert_dp.config import OptimConfig, ParallelConfig
+    from bert_dp.config import OptimConfig, resolve
     from bert_dp.data import Batch
     from bert_dp.metrics import Timers
-    from bert_dp.model import build_model, compile_regions, is_decayed
+    from bert_dp.model import build_model, compile_regions, is_decayed, is_matrix
     from bert_dp.optim import make_optimizer
     from bert_dp.parallel.single import Engine
     from bert_dp.train import Precision, mlm_loss, train_step
@@ -202,8 +202,9 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
     settings = OptimConfig(
         name="adamw", lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=CLIP
     )
-    engine = Engine(ParallelConfig(), read_world({}), device, fp16=False)
-    model, _ = engine.prepare(model, lambda named: make_optimizer(settings, named, is_decayed))
+    run = resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 1}}])
+    engine = Engine(run, read_world({}), device, precision="fp32", run_dir=Path())
+    model, _ = engine.prepare(model, lambda named: make_optimizer(settings, named, is_decayed, is_matrix))
     timers = Timers(device)
 
     def step(micro_batches: list[tuple[Any, Any]]) -> tuple[float, float]:

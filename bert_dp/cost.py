@@ -78,29 +78,70 @@ def peak_flops(device_name: str, precision: str) -> float | None:
     return None
 
 
-def memory_estimate_gib(config: Config, precision: str) -> dict[str, float]:
-    """Estimated peak per rank in GiB, by part, for whole replicas (single, ddp) with AdamW, eager.
+def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> dict[str, float]:
+    """Estimated peak of a rank in GiB, by part, eager, for the engine that runs on `world_size` ranks.
 
-    Activations are what autograd saves per token: two residual inputs of norms in the parameters' width,
-    and in the compute width the normed inputs, QKV, attention output and the MLP's intermediates. The head
-    holds logits in the compute width and, in fp32, log-probabilities and their gradient.
+    Weights, gradients and optimizer state as arXiv 1910.02054 counts them, divided as the engine divides
+    them; fsdp and ZeRO stage 3 gather one block beside the embedding, and without a reduction on every micro
+    batch fsdp keeps whole gradients between them.
     """
-    model, sequence = config.model, config.data.sequence_length
-    wide = 8 if precision == "fp64" else 4
-    narrow = {"fp32": 4, "fp64": 8}.get(precision, 2)
-    parameters = num_parameters(model, sequence)
-    h, i = model.hidden_size, model.intermediate_size
-    mlp_saved = 4 * i if model.mlp == "geglu" else 2 * i
-    per_token = model.num_layers * (2 * wide * h + narrow * (6 * h + mlp_saved))
-    tokens = config.batch.micro_size * sequence
-    predicted = config.batch.micro_size * config.num_masked
+    model, parallel = config.model, config.parallel
+    wide, narrow = _widths(precision)
+    tensor = parallel.tensor
+    dp = max(1, world_size // tensor)
+    total = num_parameters(model, config.data.sequence_length)
+    divided = linear_parameters(model) + model.vocab_size * model.hidden_size
+    parameters = total - divided + divided / tensor
+    block = linear_parameters(model) / model.num_layers / tensor
+    gathered = (model.vocab_size * model.hidden_size / tensor + 2 * block) * narrow
+    weights = gradients = parameters * wide
+    moments = 2.0 * parameters
+    if config.optim.name == "muon":
+        moments -= linear_parameters(model)
+    optimizer = moments * wide
+    stage = parallel.zero_stage if parallel.engine == "deepspeed" else 0
+    accumulates = config.batch.global_size > config.batch.micro_size * dp
+    if parallel.engine == "zero1" or stage >= 1:
+        optimizer /= dp
+    if stage in (1, 2):
+        weights += parameters * wide / dp  # the owner's copy that its optimizer works on
+    if stage == 2:
+        gradients /= dp
+    if parallel.engine == "fsdp" or stage == 3:
+        shards = dp // parallel.fsdp_replicas if stage == 0 else dp
+        weights = weights / shards + gathered
+        optimizer = moments * wide / shards
+        whole = stage == 0 and accumulates
+        gradients = parameters * wide if whole else parameters * wide / shards + gathered
     parts = {
-        "weights": parameters * wide,
-        "gradients": parameters * wide,
-        "optimizer": 2 * parameters * wide,
-        "activations": tokens * per_token,
-        "logits": predicted * model.vocab_size * (narrow + 2 * max(4, wide)),
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer": optimizer,
+        **_activation_bytes(config, wide, narrow),
     }
-    if narrow != wide:
+    if narrow != wide and parallel.engine != "fsdp":
         parts["autocast weights"] = parameters * narrow
     return {name: size / GIB for name, size in parts.items()}
+
+
+def _widths(precision: str) -> tuple[int, int]:
+    """Bytes of a parameter, and of what autocast computes in."""
+    return (8 if precision == "fp64" else 4), {"fp32": 4, "fp64": 8}.get(precision, 2)
+
+
+def _activation_bytes(config: Config, wide: int, narrow: int) -> dict[str, float]:
+    """What autograd saves of one micro batch: per token two residual inputs of norms as wide as parameters,
+    and in the compute width the normed inputs, QKV, attention output and the MLP's intermediates, of which
+    tensor parallelism divides all but the normed inputs. The head holds logits in the compute width and, in
+    fp32, log-probabilities and their gradient. Activation checkpointing keeps one block's, and all inputs."""
+    model, tensor = config.model, config.parallel.tensor
+    h, i = model.hidden_size, model.intermediate_size
+    mlp_saved = 4 * i if model.mlp == "geglu" else 2 * i
+    a_block = 2 * wide * h + narrow * (2 * h + (4 * h + mlp_saved) / tensor)
+    tokens = config.batch.micro_size * config.data.sequence_length
+    saved = model.num_layers * a_block
+    if config.parallel.activation_checkpointing:
+        saved = a_block + model.num_layers * wide * h
+    predicted = config.batch.micro_size * config.num_masked
+    logits = predicted * model.vocab_size / tensor * (narrow + 2 * max(4, wide))
+    return {"activations": tokens * saved, "logits": logits}

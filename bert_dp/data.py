@@ -159,11 +159,13 @@ def held_out_batches(
 ) -> list[Batch]:
     """This replica's share of the held-out sequences, micro batches dealt round-robin, masks always the same.
 
-    The last batch is filled up with rows whose labels are IGNORE, so that shapes stay static.
+    Every replica gets as many batches, filled up with rows whose labels are IGNORE: shapes stay static, and
+    engines that communicate in the forward pass stay together.
     """
     total = min(len(shards), max_sequences)
     batches = []
-    for start in range(dp_rank * micro_size, total, dp_size * micro_size):
+    rounds = -(-total // (micro_size * dp_size))
+    for start in range(dp_rank * micro_size, rounds * dp_size * micro_size, dp_size * micro_size):
         index_B = np.arange(start, start + micro_size)
         real_B = index_B < total
         index_B = np.where(real_B, index_B, 0)

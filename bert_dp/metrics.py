@@ -118,7 +118,7 @@ class Meter:
         wait = wait_s - self._wait_before
         mine = [float(self._loss), peak_memory_gib(self._device), wait, *phases.values(), seconds]
         ranks = self._comm.gather(mine)  # [N, 6]
-        loss = ranks[:, 0].sum().item()
+        loss = ranks[:: self._plan.tensor, 0].sum().item()  # the ranks of a replica hold the same share
         memory = ranks[:, 1].max().item()
         split = dict(
             zip(

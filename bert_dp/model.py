@@ -8,12 +8,14 @@ Source of the architecture: arXiv 2212.14034 and github JonasGeiping/cramming, `
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from bert_dp.config import ModelConfig
 from bert_dp.products import Linear, linear
@@ -66,6 +68,23 @@ class TiedLookup(torch.autograd.Function):
         return None, grad_VH.index_put_((ids_BS,), grad_BSH, accumulate=True)
 
 
+class Vocabulary:
+    """The tied embedding and decoder, and the loss over the vocabulary; tensor parallelism has its own."""
+
+    def look_up(self, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
+        """(x [B, S, H], the weight for the decoder)."""
+        out: tuple[Tensor, Tensor] = TiedLookup.apply(ids_BS, weight_VH)
+        return out
+
+    def logits(self, x_PH: Tensor, weight_VH: Tensor) -> Tensor:
+        return linear(x_PH, weight_VH)
+
+    def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
+        """Sum of the cross entropies; a label of IGNORE contributes nothing."""
+        wide = logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
+        return F.cross_entropy(wide, labels_P, ignore_index=IGNORE, reduction="sum")
+
+
 class Embeddings(nn.Module):
     """Token embedding plus positions, then a norm: [B, S] -> [B, S, H]."""
 
@@ -100,7 +119,7 @@ class Attention(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         hidden = config.hidden_size
-        self.num_heads = config.num_heads
+        self.head_size = hidden // config.num_heads
         self.Wqkv = Linear(hidden, 3 * hidden, bias=False)
         self.Wo = Linear(hidden, hidden, bias=config.bias)
         self.drop = nn.Dropout(config.dropout)
@@ -109,18 +128,18 @@ class Attention(nn.Module):
         self.v_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
 
     def forward(self, x_BSH: Tensor, cos_SD: Tensor | None, sin_SD: Tensor | None) -> Tensor:
-        batch, length, hidden = x_BSH.shape
+        batch, length, _ = x_BSH.shape
         qkv = self.Wqkv(x_BSH)
         if self.q_bias is not None and self.v_bias is not None:
             qkv = qkv + torch.cat([self.q_bias, torch.zeros_like(self.q_bias), self.v_bias]).to(qkv.dtype)
         q, k, v = (
-            part.view(batch, length, self.num_heads, -1).transpose(1, 2) for part in qkv.chunk(3, dim=-1)
-        )  # each [B, A, S, D]
+            part.view(batch, length, -1, self.head_size).transpose(1, 2) for part in qkv.chunk(3, dim=-1)
+        )  # each [B, A, S, D], A the heads that this rank's weights make
         if cos_SD is not None and sin_SD is not None:
             cos, sin = cos_SD[:length].to(q.dtype), sin_SD[:length].to(q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         out_BASD = F.scaled_dot_product_attention(q, k, v)
-        return self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, hidden)))
+        return self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, -1)))
 
 
 class MLP(nn.Module):
@@ -204,22 +223,36 @@ class CrammedBert(nn.Module):
         super().__init__()
         self.model = Encoder(config, sequence_length)
         self.head = PredictionHead(config) if config.head == "dense" else nn.Identity()
+        self.vocabulary = Vocabulary()
+        self.gated = config.mlp == "geglu"
 
     def forward(self, ids_BS: Tensor, positions_P: Tensor, labels_P: Tensor | None = None) -> Tensor:
         """Logits [P, V] of the flat positions b * S + s, or with labels the SUM of their cross entropies.
 
         A label of IGNORE contributes nothing.
         """
-        x_BSH, weight_VH = TiedLookup.apply(ids_BS, self.model.embeddings.tok_embeddings.weight)
+        x_BSH, weight_VH = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
         x_PH = self.model.encode(x_BSH).flatten(0, 1)[positions_P]
         return self.predict(x_PH, weight_VH, labels_P)
 
     def predict(self, x_PH: Tensor, weight_VH: Tensor, labels_P: Tensor | None) -> Tensor:
-        logits_PV = linear(self.head(x_PH), weight_VH)
-        if labels_P is None:
-            return logits_PV
-        wide = logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
-        return F.cross_entropy(wide, labels_P, ignore_index=IGNORE, reduction="sum")
+        logits_PV = self.vocabulary.logits(self.head(x_PH), weight_VH)
+        return logits_PV if labels_P is None else self.vocabulary.loss(logits_PV, labels_P)
+
+    def tensor_plan(self) -> dict[str, tuple[int, int]]:
+        """How tensor parallelism divides parameters, as data: name -> (dimension, fused matrices in it).
+
+        Attention by heads, the MLP by intermediate columns, the vocabulary by rows; the rest stays whole.
+        """
+        plan = {"model.embeddings.tok_embeddings.weight": (0, 1)}
+        for i, layer in enumerate(self.model.layers):
+            blocks = 2 if self.gated else 1
+            here = {"attn.Wqkv.weight": (0, 3), "attn.q_bias": (0, 1), "attn.v_bias": (0, 1),
+                    "attn.Wo.weight": (1, 1), "mlp.Wi.weight": (0, blocks), "mlp.Wi.bias": (0, blocks),
+                    "mlp.Wo.weight": (1, 1)}  # fmt: skip
+            names = dict(layer.named_parameters())
+            plan.update({f"model.layers.{i}.{name}": split for name, split in here.items() if name in names})
+        return plan
 
 
 def build_model(config: ModelConfig, sequence_length: int, seed: int) -> CrammedBert:
@@ -241,6 +274,17 @@ def build_model(config: ModelConfig, sequence_length: int, seed: int) -> Crammed
 def is_decayed(name: str) -> bool:
     """Whether weight decay applies to a parameter: all but biases and norms (the recipe's groups)."""
     return "bias" not in name and "norm" not in name
+
+
+def is_matrix(name: str) -> bool:
+    """Whether Muon updates a parameter: the weights of the blocks' linear layers."""
+    return ".layers." in name and name.endswith(".weight") and "norm" not in name
+
+
+def checkpoint_activations(model: CrammedBert) -> None:
+    """Keep only the input of each block for the backward pass, and compute the block again there."""
+    for layer in model.model.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def compile_regions(model: CrammedBert) -> None:

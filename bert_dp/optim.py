@@ -2,7 +2,8 @@
 
 Contract with the engines: before `step`, `optimizer.grad_scale` (gradients are divided by it) and
 `optimizer.found_inf` (1.0 = leave everything as it is) are float32 device scalars, as torch's fused
-optimizers read them.
+optimizers read them. Where a rank holds parts of tensors, `optimizer.whole_sums` turns [k, N] sums over the
+parts, N in the order of the optimizer's parameters, into sums over the tensors; LAMB's norms need it.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import torch
 from torch import nn
 
 from bert_dp.config import OptimConfig, ScheduleConfig
+from bert_dp.lamb import Lamb
+from bert_dp.muon import Muon
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -32,13 +35,24 @@ def parameter_groups(
 
 
 def make_optimizer(
-    config: OptimConfig, named: NamedParameters, is_decayed: Callable[[str], bool]
-) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101) in one fused kernel; its `lr` is set before every step."""
+    config: OptimConfig, named: NamedParameters, is_decayed: Callable[[str], bool],
+    is_matrix: Callable[[str], bool], *, compiled: bool = False,
+) -> torch.optim.Optimizer:  # fmt: skip
+    """AdamW (arXiv 1711.05101) in one fused kernel, LAMB or Muon; `lr` is set before every step."""
+    named = list(named)
+    betas = (config.beta1, config.beta2)
+    lr = 0.0 if config.lr == "auto" else config.lr
+    if config.name == "muon":
+        groups = parameter_groups(
+            [pair for pair in named if not is_matrix(pair[0])], config.weight_decay, is_decayed
+        )
+        matrices = [parameter for name, parameter in named if is_matrix(name)]
+        groups.append({"params": matrices, "weight_decay": config.weight_decay, "matrix": True})
+        return Muon(groups, lr=lr, momentum=config.momentum, betas=betas, eps=config.eps)
     groups = parameter_groups(named, config.weight_decay, is_decayed)
-    return torch.optim.AdamW(
-        groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True
-    )
+    if config.name == "lamb":
+        return Lamb(groups, lr=lr, betas=betas, eps=config.eps, compiled=compiled)
+    return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.eps, fused=True)
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:

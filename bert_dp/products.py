@@ -36,6 +36,13 @@ def _backward(ctx: Any, grad_MN: Tensor) -> tuple[Tensor, Tensor]:
 matmul_nt.register_autograd(_backward, setup_context=_save)
 
 
+def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
+    """a @ b.T, [M, N], by the faster library for this device and dtype; for code with its own backward."""
+    fast = HAS_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
+    out: Tensor = matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
+    return out
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear. Sharded weights, autocast, other widths and devices, and evaluation take torch's own way."""
     if not (

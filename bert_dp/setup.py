@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from bert_dp import checkpoint, corpus, cost, data, dist, model, optim, parallel, record, shards
-from bert_dp.config import BatchPlan, Config, ConfigError, changed_settings, data_issues, num_masked
+from bert_dp.config import BatchPlan, Config, ConfigError, changed_settings, data_issues, num_masked, peak_lr
 from bert_dp.metrics import Meter
 from bert_dp.train import EVAL_MASK_RATE, Counters, Job, Precision, mlm_loss
 from bert_dp.world import World
@@ -142,6 +142,8 @@ def build_model(
     bare = bare.to(device, precision.parameters)
     if compiled is None:
         compiled = comm.share(compile_pays(config, corpus_, bare, plan, precision, device))
+    if config.parallel.activation_checkpointing:
+        model.checkpoint_activations(bare)
     if compiled:
         model.compile_regions(bare)
     return bare, compiled
@@ -154,6 +156,8 @@ def compile_pays(
     """compile: auto = always on a GPU; on a CPU when it saves more time over the run than it takes."""
     if config.compile != "auto":
         return config.compile == "on"
+    if config.parallel.engine == "deepspeed" and config.parallel.zero_stage == 3:
+        return False  # its hooks on every module make torch compile anew until it gives up
     if device.type == "cuda":
         return True
     schedule = config.schedule
@@ -191,16 +195,19 @@ def time_micro_step(
 def assemble(
     config: Config, plan: BatchPlan, run_dir: Path, comm: dist.Comm, device: torch.device, corpus_: Corpus,
     resume: Resume, received_signal: Callable[[], int],
-) -> Job:  # fmt: skip
-    """Everything `train` needs, positioned at `resume.counters`, its tensors not yet loaded. Collective."""
+) -> tuple[Job, parallel.State]:  # fmt: skip
+    """Everything `train` needs, positioned at `resume.counters`, and the state that it starts from, not yet
+    loaded. Collective."""
     precision = choose_precision(config.precision, device)
     bare, compiled = build_model(config, corpus_, plan, precision, comm, device, resume.compiled)
+    start = resume.state or fresh_state(bare)
     name = parallel.engine_name(config.parallel, comm.world.size)
-    fp16 = precision.name == "fp16"
-    engine = parallel.make_engine(name, config.parallel, comm.world, device, fp16=fp16)
-    wrapped, optimizer = engine.prepare(
-        bare, lambda named: optim.make_optimizer(config.optim, named, model.is_decayed)
-    )
+    engine = parallel.make_engine(name, config, comm.world, device, precision=precision.name, run_dir=run_dir)
+
+    def make_optimizer(named: optim.NamedParameters) -> torch.optim.Optimizer:
+        return optim.make_optimizer(config.optim, named, model.is_decayed, model.is_matrix, compiled=compiled)
+
+    wrapped, optimizer = engine.prepare(bare, make_optimizer)
     stream = data.TrainingStream(
         corpus_.train, seed=config.run.seed, num_masked=config.num_masked, shuffle=config.data.shuffle,
         micro_size=plan.micro_size, dp_rank=engine.dp_rank, dp_size=engine.dp_size,
@@ -226,17 +233,18 @@ def assemble(
         "precision": precision.name,
         "world_size": comm.world.size,
     }
-    return Job(
+    job = Job(
         config=config, plan=plan, run_dir=run_dir, comm=comm, device=device, precision=precision,
         engine=engine, model=wrapped, bare_model=bare, optimizer=optimizer, stream=stream,
         held_out=held_out, epoch_size=len(corpus_.train), meter=meter, facts=facts,
         received_signal=received_signal, mirror=make_mirror(config, run_dir, comm),
     )  # fmt: skip
+    return job, start
 
 
-def fresh_state(job: Job) -> parallel.State:
+def fresh_state(bare: torch.nn.Module) -> parallel.State:
     """The canonical state of a model that has not trained: its weights on the host, no optimizer state."""
-    weights = {name: t.detach().to("cpu", copy=True) for name, t in job.bare_model.state_dict().items()}
+    weights = {name: t.detach().to("cpu", copy=True) for name, t in bare.state_dict().items()}
     return {"model": weights, "optimizer": {}, "scaler": {}}
 
 
@@ -279,7 +287,7 @@ def make_mirror(config: Config, run_dir: Path, comm: dist.Comm) -> Callable[[dic
 
 def describe(job: Job, threads: int, resume: Resume) -> None:
     """What is about to run, in a few lines of rank 0's log."""
-    parameters = sum(p.numel() for p in job.bare_model.parameters())
+    parameters = cost.num_parameters(job.config.model, job.config.data.sequence_length)
     world = job.comm.world
     how = (
         f"{threads} thread{'s' * (threads > 1)} per rank" if job.device.type == "cpu" else "one GPU per rank"
@@ -288,7 +296,10 @@ def describe(job: Job, threads: int, resume: Resume) -> None:
     say(job.comm, f"batch: {job.plan}")
     compiled = "compiled" if job.facts["compiled"] else "eager"
     engine = parallel.engine_name(job.config.parallel, world.size)
+    if job.plan.tensor > 1:
+        engine += f", tensor {job.plan.tensor}"
     say(job.comm, f"model: {parameters:,} parameters, {job.precision.name}, {compiled}, engine {engine}")
+    say(job.comm, f"learning rate: {peak_lr(job.config).equation}, {job.config.optim.name}")
     say(job.comm, f"data: {job.epoch_size:,} training sequences of {job.config.data.sequence_length}")
     if resume.path is None and job.config.run.init_from:
         say(job.comm, f"weights: from {job.config.run.init_from}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bert_dp import record
+from bert_dp import cost, record
 from bert_dp.metrics import peak_memory_gib
 from bert_dp.setup import device_name
 from bert_dp.train import Counters, Job, Outcome
@@ -32,7 +32,7 @@ def write_summary(
         uniform_entropy_nats=manifest["uniform_entropy_nats"],
         world_size=job.comm.world.size,
         device=device_name(job.device),
-        parameters=sum(p.numel() for p in job.bare_model.parameters()),
+        parameters=cost.num_parameters(job.config.model, job.config.data.sequence_length),
         global_batch=job.plan.global_size,
         micro_batch=job.plan.micro_size,
         accumulation=job.plan.accumulation,

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp import checkpoint, record
-from bert_dp.config import BatchPlan, Config, batch_at, progress_at
+from bert_dp.config import BatchPlan, Config, batch_at, peak_lr, progress_at
 from bert_dp.data import Batch, TrainingStream, hash64
 from bert_dp.dist import Comm, SharedClock
 from bert_dp.metrics import Meter, Timers
@@ -153,7 +153,8 @@ def evaluate(job: Job, batches: Sequence[Batch]) -> tuple[float | None, int]:
         for batch in batches:
             total += mlm_loss(model, batch.to(job.device)).double()
     model.train()
-    loss, count = job.comm.gather([float(total), sum(b.num_masked for b in batches)]).sum(0).tolist()
+    ranks = job.comm.gather([float(total), sum(b.num_masked for b in batches)])
+    loss, count = ranks[:: job.plan.tensor].sum(0).tolist()  # the ranks of a replica see the same batches
     return (loss / count if count else None), int(count)
 
 
@@ -165,9 +166,11 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
     config, meter = job.config, job.meter
     dropout_seed = config.run.seed if config.model.dropout > 0 else None
     per_pass = job.plan.micro_size * job.plan.dp
+    peak = peak_lr(config).value
     spent = {"eval": 0.0, "save": 0.0}
     final_loss = heldout = None
-    first_step = logged_step = evaluated_step = saved_step = counters.step
+    first_step = logged_step = evaluated_step = counters.step
+    saved_step = first_step or None  # None = nothing is saved yet
     saved = checkpoint.path_of(job.run_dir / "checkpoints", first_step) if first_step else None
     line_facts: dict[str, Any] = {}
     meter.start(job.stream.wait_s)
@@ -177,7 +180,7 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
         if signal or progress >= 1.0:
             break
         batch = batch_at(config.batch, progress)
-        lr = config.optim.lr * lr_factor(config.schedule, progress)
+        lr = peak * lr_factor(config.schedule, progress)
         set_lr(job.optimizer, lr)
         batches = [job.stream.next() for _ in range(batch // per_pass)]
         loss, norm = train_step(
@@ -205,7 +208,9 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
     fresh = counters.step > first_step or first_step == 0
     if not signal and fresh and (heldout is None or counters.step > evaluated_step):
         heldout = _evaluate_and_write(job, counters, clock, spent)
-    if fresh and (saved is None or counters.step > saved_step):
+    if fresh and (
+        saved_step is None or counters.step > saved_step
+    ):  # alike on every rank: saving is collective
         saved = _save(job, counters, clock, spent)
     return Outcome(signal, final_loss, heldout, saved, spent["eval"], spent["save"])
 

@@ -1,12 +1,13 @@
 """main() of one rank: `python -m bert_dp.worker RUN/config.yaml`. Reads like a table of contents.
 
-torchrun, accelerate launch, deepspeed, srun and mpirun can all start it; the launcher uses torchrun.
+torchrun, accelerate launch and deepspeed start it, by `bert-dp train` or without it; so do srun and mpirun.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -16,7 +17,7 @@ from typing import IO
 from bert_dp import record
 from bert_dp.config import ConfigError, batch_plan, load_config
 from bert_dp.lifeline import Signals, follow_launcher, record_error, redirect_output
-from bert_dp.world import World, read_world
+from bert_dp.world import World, check_meeting_point, read_world
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parse_arguments(argv)
     try:
         world = read_world(os.environ)
+        check_meeting_point(world, os.environ)
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return 2
@@ -71,13 +73,14 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals) -> None:
     comm = dist.connect(world, device, group_of_one=engine != "single")
     corpus = setup.open_data(config, comm)
     resume = setup.find_resume(config, run_dir, comm, device, corpus, arguments.resume)
-    job = setup.assemble(config, plan, run_dir, comm, device, corpus, resume, lambda: signals.received)
+    job, start = setup.assemble(config, plan, run_dir, comm, device, corpus, resume, lambda: signals.received)
     setup.describe(job, threads, resume)
     setup.write_environment(job, threads)
     setup_s = time.monotonic() - started
-    start = resume.state or setup.fresh_state(job)
     train.dry_run(job)
     setup.restore(job, resume, start)
+    resume = dataclasses.replace(resume, state=None)  # or a whole state stays on the host of every rank
+    del start
     dry_run_s = time.monotonic() - started - setup_s
     setup.say(comm, f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
     clock = dist.SharedClock(comm, resume.counters.elapsed_s)

@@ -1,13 +1,14 @@
-"""The only reader of RANK and its kin: which rank this process is. Torch-free."""
+"""The only reader of RANK and its kin: which rank this process is, where it meets others. Torch-free."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from bert_dp.config import ConfigError
+from bert_dp.record import INIT_FILE
 
-# (rank, local rank, world size, local world size): torchrun / accelerate / deepspeed, Slurm, Open MPI
+# (rank, local rank, world size, local world size): torchrun / accelerate, deepspeed, Slurm, Open MPI
 _SCHEMES = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     # the step's own: only srun sets them, while a batch script itself also sees SLURM_PROCID, SLURM_NTASKS
@@ -21,7 +22,7 @@ _SCHEMES = (
 )
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class World:
     rank: int
     local_rank: int
@@ -42,9 +43,7 @@ def read_world(environ: Mapping[str, str]) -> World:
                 int(environ[rank]),
                 int(environ.get(local_rank, environ[rank])),
                 int(environ[size]),
-                int(
-                    environ.get(local_size, environ[size]).partition("(")[0]
-                ),  # Slurm: 4(x2) = 4 on each of 2 nodes
+                _local_size(environ, local_size, environ[size]),
             )
         except ValueError:
             raise ConfigError([f"{rank}, {size} and their local kin must be whole numbers"]) from None
@@ -59,3 +58,35 @@ def read_world(environ: Mapping[str, str]) -> World:
             )
         return world
     return World(0, 0, 1, 1)
+
+
+def _local_size(environ: Mapping[str, str], name: str, default: str) -> int:
+    """Ranks on this node. Slurm lists all nodes: 4(x2),1 = 4 on each of two nodes, 1 on the third.
+
+    Raises ValueError.
+    """
+    if name == "LOCAL_WORLD_SIZE":
+        default = environ.get("LOCAL_SIZE", default)  # deepspeed's name for it
+    nodes: list[int] = []
+    for part in environ.get(name, default).split(","):
+        count, _, times = part.rstrip(")").partition("(x")
+        nodes += [int(count)] * int(times or 1)
+    node = int(environ.get("SLURM_NODEID", "0")) if len(nodes) > 1 else 0
+    return nodes[min(node, len(nodes) - 1)]
+
+
+def check_meeting_point(world: World, environ: Mapping[str, str]) -> None:
+    """Raises ConfigError when several ranks have nowhere to meet: no file of our launcher's, no env://."""
+    missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not environ.get(name)]
+    if world.size > 1 and INIT_FILE not in environ and missing:
+        raise ConfigError(
+            [
+                f"{' and '.join(missing)}: not set, and {world.size} ranks need a place to meet; on one "
+                "machine MASTER_ADDR=127.0.0.1 and any free MASTER_PORT, else rank 0's host"
+            ]
+        )
+
+
+def standard_variables(world: World) -> dict[str, str]:
+    """RANK and its kin, for packages that read nothing else."""
+    return dict(zip(_SCHEMES[0], map(str, dataclasses.astuple(world)), strict=True))

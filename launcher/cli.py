@@ -53,6 +53,9 @@ def train(
         list[str] | None, typer.Option("--set", metavar="a.b=v", help="Override a setting; repeatable.")
     ] = None,
     nproc: Annotated[str, typer.Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a number.")] = "auto",
+    launcher: Annotated[
+        str, typer.Option(help="Starts the ranks: torchrun, accelerate or deepspeed.")
+    ] = "torchrun",
     run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME-DATE-TIME.")] = None,
     resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint or run.")] = "auto",
     dry_run: Annotated[
@@ -67,6 +70,7 @@ def train(
             config,
             set_ or [],
             nproc=nproc,
+            launcher=launcher,
             run_dir=run_dir,
             resume=resume,
             dry_run=dry_run,

@@ -1,4 +1,4 @@
-"""Start one worker per rank through torchrun; follow them, pass signals on, find the first cause."""
+"""Start one worker per rank; follow them, pass signals on, find the first cause."""
 
 from __future__ import annotations
 
@@ -7,24 +7,27 @@ import dataclasses
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from bert_dp import record
-from bert_dp.record import INIT_FILE, LAUNCHER_PID, LAUNCHER_START, LOG_DIR, start_ticks
+from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
+from launcher.starters import WORKER, start_command, start_environment
 
 DEVNULL = subprocess.DEVNULL
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S = 5.0
+TAIL_LINES = 20
 PEER_GONE = ("closed by peer", "reset by peer", "ncclRemoteError")  # a rank only saw another one go
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -47,36 +50,92 @@ class RunResult:
     failure: Failure | None
 
 
-def torchrun_command(nproc: int, store: Path, worker: list[str]) -> list[str]:
-    """torchrun on one node with our socket-free rendezvous."""
-    return [
-        sys.executable, "-m", "torch.distributed.run",
-        "--nnodes=1", f"--nproc-per-node={nproc}",
-        "--rdzv-backend=bert-dp-file", f"--rdzv-endpoint={store}", "--rdzv-id=bert-dp",
-        *worker,
-    ]  # fmt: skip
+@dataclasses.dataclass(frozen=True)
+class Departure:
+    """A worker that has ended: its exit code, -N for signal N, None when its parent had already taken it."""
+
+    rank: int
+    code: int | None
+    time_ns: int
 
 
-def worker_environment(run_dir: Path, scratch: Path, nproc: int) -> dict[str, str]:
-    """The workers' environment: a file to meet in, loopback only, our life to follow, threads per rank."""
-    cores = len(os.sched_getaffinity(0))
-    return {
-        **os.environ,
-        INIT_FILE: str(scratch / "workers"),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // nproc))),
-        "TORCHELASTIC_LOG_LEVEL": "WARNING",
-        LAUNCHER_PID: str(os.getpid()),
-        LAUNCHER_START: start_ticks(os.getpid()),
-        LOG_DIR: str(run_dir / "logs"),
-    }
+class Roll:
+    """The workers as they come and go.
+
+    A pidfd wakes us the moment one ends: only while it is a zombie can anyone but its parent read how.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], size: int):
+        self._process, self._size = process, size
+        self._poller = select.poll()
+        self._present: dict[int, tuple[psutil.Process, int]] = {}  # pidfd -> worker, rank
+        self._ended: set[psutil.Process] = set()
+        self.departures: list[Departure] = []
+
+    def present(self) -> list[psutil.Process]:
+        return [worker for worker, _ in self._present.values()]
+
+    def wait(self, seconds: float) -> None:
+        """Up to `seconds`, less when a worker ends."""
+        if len(self._present) < self._size:
+            self._find()
+        for descriptor, _ in self._poller.poll(seconds * 1000):
+            worker, rank = self._present.pop(descriptor)
+            self._ended.add(worker)
+            self.departures.append(Departure(rank, _exit_code(worker.pid), time.time_ns()))
+            self._poller.unregister(descriptor)
+            os.close(descriptor)
+
+    def close(self) -> None:
+        for descriptor in self._present:
+            os.close(descriptor)
+
+    def _find(self) -> None:
+        known = {*self.present(), *self._ended}
+        for child in _tree(self._process):
+            if child in known or (rank := _rank(child)) is None:
+                continue
+            with contextlib.suppress(OSError):  # it has ended in this moment
+                descriptor = os.pidfd_open(child.pid)
+                self._present[descriptor] = child, rank
+                self._poller.register(descriptor, select.POLLIN)
+
+
+def _tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    """What the launcher has started, and what that has."""
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def _rank(child: psutil.Process) -> int | None:
+    """The rank of a worker; None for a process in between, which has the worker's command in its own."""
+    try:
+        command = child.cmdline()
+        module = command[command.index("-m") + 1] if "-m" in command[:-1] else None
+        return int(child.environ().get("RANK", "0")) if module == WORKER else None
+    except (psutil.Error, ValueError):
+        return None
+
+
+def _exit_code(pid: int) -> int | None:
+    """How a zombie ended, as proc_pid_stat(5) has it in its last field."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    if fields[0] != "Z":
+        return None
+    status = int(fields[49])
+    return -(status & 127) if status & 127 else status >> 8
 
 
 def run(
-    run_dir: Path, nproc: int, resume: str, on_poll: Callable[[], None], *, grace_s: float = 300.0
-) -> RunResult:
-    """Train RUN/config.yaml on `nproc` ranks of this node and return how it ended.
+    run_dir: Path, nproc: int, resume: str, on_poll: Callable[[], None], *, launcher: str = "torchrun",
+    on_gpu: bool = False, grace_s: float = 300.0,
+) -> RunResult:  # fmt: skip
+    """Train RUN/config.yaml on `nproc` ranks of this node, started by `launcher`, and return how it ended.
 
     `on_poll` is called several times a second. The first stop signal is passed to every worker, which
     checkpoints at its next step and ends; the second, or `grace_s` seconds, kills. Whatever happens, no
@@ -87,72 +146,74 @@ def run(
     for stale in (*logs.glob("rank-*.error.json"), run_dir / "summary.json"):
         stale.unlink(missing_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
-    worker = ["-m", "bert_dp.worker", str(run_dir / "config.yaml"), "--resume", resume]
-    torchrun_log = logs / "torchrun.log"
-    offset = torchrun_log.stat().st_size if torchrun_log.exists() else 0
+    worker = [str(run_dir / "config.yaml"), "--resume", resume]
+    launcher_log = logs / f"{launcher}.log"
+    offset = launcher_log.stat().st_size if launcher_log.exists() else 0
     pending: list[int] = []
     previous = {number: signal.signal(number, lambda n, _: pending.append(n)) for number in STOP_SIGNALS}
     try:
-        with torchrun_log.open("ab") as log:
+        with launcher_log.open("ab") as log:
             process = subprocess.Popen(
-                torchrun_command(nproc, scratch / "agent", worker),
-                env=worker_environment(run_dir, scratch, nproc),
+                start_command(launcher, nproc, scratch, worker),
+                env=start_environment(launcher, run_dir, scratch, nproc, on_gpu=on_gpu, grace_s=grace_s),
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 start_new_session=True,  # a terminal's Ctrl-C is ours to pass on
             )  # fmt: skip
+        roll = Roll(process, nproc)
         try:
-            _follow(process, logs, pending, on_poll, grace_s)
+            _follow(process, roll, run_dir, pending, on_poll, grace_s)
         finally:
-            _kill_tree(process)
+            _kill_tree(process, roll)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
         shutil.rmtree(scratch, ignore_errors=True)
-    said = torchrun_log.read_bytes()[offset:].decode("utf-8", "replace")
-    return _result(run_dir, said, pending)
+    said = launcher_log.read_bytes()[offset:].decode("utf-8", "replace")
+    how = _ended(process.returncode, "and no summary")
+    unknown = Failure(None, f"{launcher}: {how}", None, launcher_log, _tail(said), ())
+    return _result(run_dir, first_cause(logs, said, roll.departures), unknown, pending)
 
 
 def _follow(
     process: subprocess.Popen[bytes],
-    logs: Path,
+    roll: Roll,
+    run_dir: Path,
     pending: list[int],
     on_poll: Callable[[], None],
     grace_s: float,
 ) -> None:
-    """Until torchrun ends, a second signal comes, or the time to stop is over."""
+    """Until the launcher ends, a second signal comes, or the time to stop is over.
+
+    A batch system may signal every process of a job, and deepspeed's runner dies of it at once: its workers
+    then still have their time to save.
+    """
     signalled: set[psutil.Process] = set()
     deadline: float | None = None
-    while process.poll() is None:
+    while (ended := process.poll()) is None or (roll.present() and -ended in STOP_SIGNALS):
+        if ended is not None and not pending:
+            pending.append(-ended)
         if len(pending) >= 2:
             return
         if pending:
             deadline = deadline or time.monotonic() + grace_s
-            for worker in _workers(process):
-                if worker not in signalled:  # torchrun may have started it after the signal came
+            for worker in roll.present():
+                if worker not in signalled:  # it may have started after the signal came
                     signalled.add(worker)
                     _signal(worker, pending[0])
-        if deadline is None and any(logs.glob("rank-*.error.json")):
+        if deadline is None and _has_failed(run_dir, roll):
             deadline = time.monotonic() + KILL_AFTER_FAILURE_S
         if deadline is not None and time.monotonic() > deadline:
             return
         on_poll()
-        time.sleep(POLL_S)
+        roll.wait(POLL_S)
     on_poll()
 
 
-def _workers(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    try:
-        children = psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-    return [child for child in children if _is_worker(child)]
-
-
-def _is_worker(child: psutil.Process) -> bool:
-    try:
-        return "bert_dp.worker" in child.cmdline()
-    except psutil.Error:
-        return False
+def _has_failed(run_dir: Path, roll: Roll) -> bool:
+    """A rank has recorded an error, or has ended before the summary was written."""
+    if any((run_dir / "logs").glob("rank-*.error.json")):
+        return True
+    return bool(roll.departures) and not (run_dir / "summary.json").exists()
 
 
 def _signal(worker: psutil.Process, number: int) -> None:
@@ -160,29 +221,34 @@ def _signal(worker: psutil.Process, number: int) -> None:
         worker.send_signal(number)  # psutil checks that the pid is still the same process
 
 
-def _kill_tree(process: subprocess.Popen[bytes]) -> None:
-    try:
-        tree = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
-    except psutil.NoSuchProcess:
-        tree = []
+def _kill_tree(process: subprocess.Popen[bytes], roll: Roll) -> None:
+    """Also the workers that a launcher which was killed has left behind."""
+    tree = {*_tree(process), *roll.present()}
+    with contextlib.suppress(psutil.NoSuchProcess):
+        tree.add(psutil.Process(process.pid))
     for member in tree:
         _signal(member, signal.SIGKILL)
     psutil.wait_procs(tree, timeout=10)
     process.wait()
+    roll.close()
 
 
-def _result(run_dir: Path, torchrun_said: str, pending: list[int]) -> RunResult:
+def _result(run_dir: Path, failure: Failure | None, unknown: Failure, pending: list[int]) -> RunResult:
+    """`unknown`: what is told when no rank's end explains the run's."""
     summary = record.read_json(run_dir / "summary.json")
-    failure = first_cause(run_dir / "logs", torchrun_said)
     if summary is not None and summary.get("status") in ("done", "stopped"):  # written after all was saved
         return RunResult(int(summary["exit_code"]), None)
     if failure is not None and failure.bad_input:
         return RunResult(2, failure)
     code = 128 + pending[0] if pending else 1
-    if failure is None or pending:
-        name = signal.Signals(pending[0]).name if pending else ""
-        what = f"{name}: stopped before this run's next checkpoint" if pending else "ended without a summary"
-        failure = Failure(None, what, None, run_dir / "logs" / "torchrun.log", (), ())
+    if pending:
+        name = signal.Signals(pending[0]).name
+        what = f"{name}: stopped before this run's next checkpoint"
+        failure = dataclasses.replace(unknown, message=what, tail=())
+    elif failure is None:
+        failure = unknown
+    elif failure.log is None or not failure.log.exists():  # the rank ended before it had a log of its own
+        failure = dataclasses.replace(failure, log=unknown.log, tail=unknown.tail)
     cause = failure.message if failure.rank is None else f"rank {failure.rank}: {failure.message}"
     lines = list(record.read_lines(run_dir / "metrics.jsonl"))
     facts = {"status": "failed", "exit_code": code, "cause": cause, "where": failure.where,
@@ -193,17 +259,19 @@ def _result(run_dir: Path, torchrun_said: str, pending: list[int]) -> RunResult:
     return RunResult(code, failure)
 
 
-def first_cause(logs: Path, torchrun_said: str) -> Failure | None:
-    """The earliest error that a rank recorded; a rank that died by a signal left none, and the errors of the
-    others are then its consequences."""
+def first_cause(logs: Path, launcher_said: str, departures: Sequence[Departure] = ()) -> Failure | None:
+    """The earliest error that a rank recorded. A rank that died by a signal left none: the errors of the
+    others are its consequences when they came later or only say that a peer has gone."""
     found = [record.read_json(path) for path in logs.glob("rank-*.error.json")]
     errors = sorted((e for e in found if e), key=lambda e: (e["bad_input"] is None, e["time_ns"]))
     causes = [e for e in errors if not any(text in e["message"] for text in PEER_GONE)]
-    died = _killed_rank(torchrun_said, {e["rank"] for e in errors})
-    if died is not None and not causes:
-        rank, number = died
-        name = signal.Signals(number).name
-        return Failure(rank, f"killed by signal {number} ({name})", None, *_log_tail(logs, rank), ())
+    recorded = {e["rank"] for e in errors}
+    silent = [d for d in departures if d.rank not in recorded and d.code != 0]
+    died_first = bool(silent) and all(silent[0].time_ns < e["time_ns"] for e in causes)
+    if not causes or died_first:
+        how = _silent_end(silent) or _reported_end(launcher_said, recorded, silent)
+        if how is not None:
+            return Failure(*how, None, *_log_tail(logs, how[0]), ())
     if not errors:
         return None
     first = (causes or errors)[0]
@@ -214,23 +282,43 @@ def first_cause(logs: Path, torchrun_said: str) -> Failure | None:
     )  # fmt: skip
 
 
-def _log_tail(logs: Path, rank: int, lines: int = 20) -> tuple[Path, tuple[str, ...]]:
+def _log_tail(logs: Path, rank: int) -> tuple[Path, tuple[str, ...]]:
     path = logs / f"rank-{rank}.log"
     if not path.exists():
         return path, ()
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - 16_384))
-        text = file.read().decode("utf-8", "replace")
-    return path, tuple(text.splitlines()[-lines:])
+        return path, _tail(file.read().decode("utf-8", "replace"))
 
 
-def _killed_rank(text: str, recorded: set[int]) -> tuple[int, int] | None:
-    """(rank, signal) of the first worker in torchrun's report that died by a signal without a record."""
-    pattern = r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)"
-    for rank, number in re.findall(pattern, text):
+def _silent_end(silent: Sequence[Departure]) -> tuple[int, str] | None:
+    """(rank, how) of the first rank that ended without a record, if we saw how."""
+    if not silent or silent[0].code is None:
+        return None
+    return silent[0].rank, _ended(silent[0].code, "and left no cause")
+
+
+def _reported_end(text: str, recorded: set[int], silent: Sequence[Departure]) -> tuple[int, str] | None:
+    """The same from the launcher's report; deepspeed's does not name the rank."""
+    for rank, number in re.findall(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)", text):
         if int(rank) not in recorded:
-            return int(rank), int(number)
-    return None
+            return int(rank), _ended(-int(number), "")
+    if not silent:
+        return None
+    number = re.search(r"exits with return code = -(\d+)", text)
+    return silent[0].rank, _ended(-int(number[1]), "") if number else "ended and left no cause"
+
+
+def _ended(code: int, without: str) -> str:
+    """In words: an exit code, or -N for signal N."""
+    if code >= 0:
+        return f"ended with exit code {code} {without}"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else "real-time"
+    return f"killed by signal {-code} ({name})"
+
+
+def _tail(text: str) -> tuple[str, ...]:
+    return tuple(text.splitlines()[-TAIL_LINES:])
 
 
 def run_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:

@@ -26,10 +26,11 @@ from bert_dp.config import (
     dump_config,
     load_config,
     no_effect,
+    peak_lr,
     progress_at,
 )
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
-from launcher import closing, environment, page, processes
+from launcher import closing, environment, page, processes, starters
 from launcher.display import PLAIN, Display, show
 from launcher.redact import redact_argv
 
@@ -108,6 +109,9 @@ def input_issues(config: Config) -> list[str]:
             issues.append(f"{setting}: {value} does not exist")
     if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         issues.append("log.tensorboard: true needs `pip install 'bert-dp[tensorboard]'`")
+    engine = config.parallel.engine
+    if engine in ("deepspeed", "accelerate") and importlib.util.find_spec(engine) is None:
+        issues.append(f"parallel.engine: {engine} needs `pip install 'bert-dp[{engine}]'`")
     if importlib.util.find_spec("torch") is None:
         issues.append("torch is not installed; `pip install torch`")
     return issues
@@ -150,7 +154,7 @@ def describe(config: Config, plan: BatchPlan, on_gpu: bool) -> list[str]:
     """The dry run's report: batch equation, model, memory, length of the run."""
     sequence = config.data.sequence_length
     precision = config.precision if config.precision != "auto" else ("bf16" if on_gpu else "fp32")
-    memory = memory_estimate_gib(config, precision)
+    memory = memory_estimate_gib(config, precision, plan.world_size)
     parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.items())
     flops = flops_per_token(config.model, sequence, config.objective.mask_rate)
     tokens = plan.global_size * sequence
@@ -166,7 +170,8 @@ def describe(config: Config, plan: BatchPlan, on_gpu: bool) -> list[str]:
         f"batch   {plan} = {tokens:,} tokens a step{ramp}",
         f"model   {num_parameters(config.model, sequence):,} parameters, {flops / 1e6:.1f} MFLOP a token",
         f"memory  about {sum(memory.values()):.2f} GiB a rank (estimate, {precision}, eager: {parts})",
-        f"length  {length}; schedule {config.schedule.name}, peak lr {config.optim.lr:g}",
+        f"length  {length}; schedule {config.schedule.name}",
+        f"rate    {peak_lr(config).equation}; {config.optim.name}",
     ]
 
 
@@ -213,7 +218,7 @@ def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
 
 def train(
     name: str | None, overrides: Sequence[str], *, nproc: str, run_dir: Path | None, resume: str,
-    dry_run: bool, console: Console,
+    dry_run: bool, console: Console, launcher: str = "torchrun",
 ) -> int:  # fmt: skip
     """Returns the exit code. Raises ConfigError, before any rank starts, with everything that is wrong."""
     path = find_config(name, run_dir)
@@ -221,7 +226,8 @@ def train(
     ranks = choose_nproc(nproc, config)
     plan = batch_plan(config, ranks)
     where = (run_dir or Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    if issues := [*input_issues(config), *run_dir_issues(where, config, resume)]:
+    issues = [*starters.launcher_issues(launcher), *input_issues(config)]
+    if issues := [*issues, *run_dir_issues(where, config, resume)]:
         raise ConfigError(issues)
     cores = len(os.sched_getaffinity(0))
     on_gpu = config.run.device != "cpu" and environment.num_gpus() > 0
@@ -240,10 +246,10 @@ def train(
     if held is None:
         raise ConfigError([f"--run-dir: {where} is in use by another run; choose another directory"])
     with held:
-        return run_locked(config, ranks, where, resume, console)
+        return run_locked(config, ranks, where, resume, launcher, console)
 
 
-def run_locked(config: Config, ranks: int, where: Path, resume: str, console: Console) -> int:
+def run_locked(config: Config, ranks: int, where: Path, resume: str, launcher: str, console: Console) -> int:
     """The run itself, once the directory is ours. Nothing in it changes before the last check has passed."""
     show(console, f"run directory: {where}", **PLAIN)
     directory = prepare_data(config)
@@ -256,9 +262,12 @@ def run_locked(config: Config, ranks: int, where: Path, resume: str, console: Co
         return 0
     record.write_text(where / "config.yaml", dump_config(config))
     facts = environment.probe(where).to_json()
-    record.write_json(where / "environment.json", {**facts, "command": redact_argv(sys.argv)})
+    command = {"command": redact_argv(sys.argv), "launcher": launcher}
+    record.write_json(where / "environment.json", {**facts, **command})
+    show(console, f"launcher: {launcher}", **PLAIN)
+    on_gpu = config.run.device != "cpu" and environment.num_gpus() > 0
     with Display(where, console, config.schedule.hours) as display:
-        result = processes.run(where, ranks, resume, display.poll)
+        result = processes.run(where, ranks, resume, display.poll, launcher=launcher, on_gpu=on_gpu)
     with contextlib.suppress(OSError):  # a full disk: the result still has to be told
         page.write([where], where / "report.html")
     if result.failure is not None:

@@ -11,6 +11,7 @@ from bert_dp.config.checks import (
     progress_at,
 )
 from bert_dp.config.load import dump_config, load_config, parse_overrides, resolve, setting_paths
+from bert_dp.config.rates import PeakLr, peak_lr
 from bert_dp.config.schema import (
     MAX_VOCAB_SIZE,
     BatchConfig,
@@ -27,7 +28,7 @@ from bert_dp.config.schema import (
 
 __all__ = [
     "MAX_VOCAB_SIZE", "BatchConfig", "BatchPlan", "BuildConfig", "Config", "ConfigError", "DataConfig",
-    "ModelConfig", "OptimConfig", "ParallelConfig", "ScheduleConfig", "Section", "batch_at", "batch_plan",
-    "changed_settings", "data_issues", "dump_config", "load_config", "no_effect", "num_masked", "progress_at",
-    "parse_overrides", "resolve", "setting_paths",
+    "ModelConfig", "OptimConfig", "ParallelConfig", "PeakLr", "ScheduleConfig", "Section", "batch_at",
+    "batch_plan", "changed_settings", "data_issues", "dump_config", "load_config", "no_effect", "num_masked",
+    "progress_at", "parse_overrides", "peak_lr", "resolve", "setting_paths",
 ]  # fmt: skip

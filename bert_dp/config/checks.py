@@ -9,7 +9,15 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from bert_dp.config.schema import BatchConfig, BuildConfig, Config, Section, divisors
+from bert_dp.config.schema import (
+    MAX_VOCAB_SIZE,
+    BatchConfig,
+    BuildConfig,
+    Config,
+    Section,
+    divisors,
+    nearest_divisors,
+)
 
 FREE_ON_RESUME = (
     "schedule.steps", "schedule.tokens", "schedule.hours", "parallel", "log", "checkpoint", "eval", "compile",
@@ -30,6 +38,8 @@ class BatchPlan(BaseModel):
 
     model_config = ConfigDict(frozen=True)
     world_size: int
+    tensor: int
+    """Ranks of one replica."""
     dp: int
     micro_size: int
     accumulation: int
@@ -47,9 +57,9 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
 
     Raises ConfigError, naming the nearest batches that divide, when it does not.
     """
-    batch, dp = config.batch, world_size
-    per_pass = batch.micro_size * dp
+    batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
     issues = []
+    per_pass = batch.micro_size * dp
     if batch.global_size % per_pass:
         low = batch.global_size // per_pass * per_pass
         near = ", ".join(str(n) for n in (low, low + per_pass) if n)
@@ -65,17 +75,58 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
             f"batch.ramp_quantum: {batch.ramp_quantum} is not a multiple of batch.micro_size "
             f"{batch.micro_size} x {dp} replicas = {per_pass}; nearest that are: {near}"
         )
-    if config.parallel.engine == "single" and world_size > 1:
-        issues.append(f"parallel.engine: single runs one rank, got --nproc {world_size}; use ddp")
+    issues += parallel_issues(config, world_size)
     if issues:
         raise ConfigError(issues)
     return BatchPlan(
         world_size=world_size,
+        tensor=config.parallel.tensor,
         dp=dp,
         micro_size=batch.micro_size,
         accumulation=batch.global_size // per_pass,
         global_size=batch.global_size,
     )
+
+
+def parallel_issues(config: Config, world_size: int) -> list[str]:
+    """Why this engine cannot train this model with this optimizer on `world_size` ranks; one line each."""
+    parallel, model, optim = config.parallel, config.model, config.optim.name
+    engine, tensor = parallel.engine, parallel.tensor
+    issues = []
+    if engine == "single" and world_size > 1:
+        issues.append(f"parallel.engine: single runs one rank, got --nproc {world_size}; use ddp")
+    if tensor > 1:
+        if engine not in ("auto", "ddp", "zero1", "fsdp"):
+            issues.append(f"parallel.tensor: {tensor} works with ddp, zero1 and fsdp, not with {engine}")
+        if world_size % tensor:
+            issues.append(f"parallel.tensor: {tensor} does not divide --nproc {world_size}; use "
+                          f"{nearest_divisors(world_size, tensor)}")  # fmt: skip
+        for name in ("num_heads", "intermediate_size", "vocab_size"):
+            size = getattr(model, name)
+            if size % tensor:
+                most = MAX_VOCAB_SIZE if name == "vocab_size" else size + tensor
+                fits = (size // tensor * tensor, -(-size // tensor) * tensor)
+                near = ", ".join(str(n) for n in fits if 0 < n <= most)
+                issues.append(f"model.{name}: {size} is not a multiple of parallel.tensor {tensor}; nearest "
+                              f"that are: {near}")  # fmt: skip
+    if parallel.fsdp_replicas > 1:
+        if engine != "fsdp":
+            issues.append(f"parallel.fsdp_replicas: {parallel.fsdp_replicas} needs parallel.engine: fsdp")
+        elif world_size // tensor % parallel.fsdp_replicas:
+            dp = world_size // tensor
+            issues.append(f"parallel.fsdp_replicas: {parallel.fsdp_replicas} does not divide {dp} replicas; "
+                          f"use {nearest_divisors(dp, parallel.fsdp_replicas)}")  # fmt: skip
+    if optim == "muon" and (engine in ("fsdp", "deepspeed") or tensor > 1):
+        what, fix = (f"parallel.engine: {engine}", "ddp or zero1") if tensor == 1 else (
+            f"parallel.tensor: {tensor}", "parallel.tensor: 1")  # fmt: skip
+        issues.append(f"optim.name: muon multiplies whole matrices and {what} divides them; use {fix}")
+    if optim == "lamb" and engine == "deepspeed" and parallel.zero_stage > 0:
+        issues.append("optim.name: lamb needs norms of whole tensors and DeepSpeed ZeRO flattens them; use "
+                      "parallel.engine: zero1, or parallel.zero_stage: 0")  # fmt: skip
+    if engine == "deepspeed" and config.precision in ("fp64", "fp16"):
+        issues.append(f"precision: {config.precision} is not supported with parallel.engine: deepspeed; use "
+                      "fp32 or bf16")  # fmt: skip
+    return issues
 
 
 def data_issues(config: Config, manifest: dict[str, Any]) -> list[str]:
@@ -160,8 +211,17 @@ def no_effect(config: Config) -> list[str]:
             lines.append(
                 f"data.build.near_threshold has no effect with data.build.dedup: {config.data.build.dedup}"
             )
-    if config.parallel.engine == "single" and given(config.parallel, "bucket_mib"):
-        lines.append("parallel.bucket_mib has no effect with parallel.engine: single")
+    engines = {"bucket_mib": ("auto", "ddp", "zero1", "accelerate"), "reduce_dtype": ("auto", "ddp"),
+               "static_graph": ("auto", "ddp"), "zero_stage": ("deepspeed",)}  # fmt: skip
+    lines += [
+        f"parallel.{name} has no effect with parallel.engine: {config.parallel.engine}"
+        for name, meant in engines.items()
+        if given(config.parallel, name) and config.parallel.engine not in meant
+    ]
+    if config.optim.name != "muon" and given(config.optim, "momentum"):
+        lines.append(f"optim.momentum has no effect with optim.name: {config.optim.name}")
+    if config.optim.lr_scaling == "none" and given(config.optim, "lr_batch"):
+        lines.append("optim.lr_batch has no effect with optim.lr_scaling: none")
     return lines
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 MAX_VOCAB_SIZE = 65_535  # token ids are stored as uint16
 
@@ -163,9 +164,16 @@ class ScheduleConfig(Section):
 
 
 class OptimConfig(Section):
-    name: Literal["adamw"] = "adamw"
-    lr: float = Field(1e-3, gt=0)
-    """Peak learning rate."""
+    name: Literal["adamw", "lamb", "muon"] = "adamw"
+    """muon = Muon for the matrices of the blocks, AdamW for the rest."""
+    lr: Annotated[float, Field(gt=0)] | Literal["auto"] = 1e-3
+    """Peak learning rate. auto, for lamb, is the untuned rule 5e-3 sqrt(global_size / 32768)."""
+    lr_batch: int | None = Field(None, ge=1)
+    """Global batch that lr was tuned at, for lr_scaling."""
+    lr_scaling: Literal["none", "sqrt", "linear"] = "none"
+    """Multiply lr by sqrt(global_size / lr_batch), the rule for Adam, LAMB and Muon, or by that ratio."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Of Muon."""
     beta1: float = Field(0.9, ge=0, lt=1)
     beta2: float = Field(0.98, ge=0, lt=1)
     eps: float = Field(1e-12, gt=0)
@@ -174,12 +182,48 @@ class OptimConfig(Section):
     clip: float = Field(0.5, ge=0)
     """Global L2 norm of the reduced gradient; 0 = no clipping."""
 
+    @field_validator("lr", mode="wrap")
+    @classmethod
+    def _one_reason(cls, value: object, check: Callable[[object], Any]) -> Any:
+        """One line about `lr`, not one for the number and one for the word."""
+        try:
+            return check(value)
+        except ValidationError:
+            raise ValueError("expected a number above 0, or auto (LAMB's untuned rule)") from None
+
+    @model_validator(mode="after")
+    def _rate_rules(self) -> OptimConfig:
+        if self.lr == "auto" and self.name != "lamb":
+            raise ValueError(f"lr: auto is LAMB's untuned rule; give a number for {self.name}")
+        if self.lr == "auto" and self.lr_scaling != "none":
+            raise ValueError(
+                f"lr: auto follows the batch already; lr_scaling: {self.lr_scaling} must be none"
+            )
+        if self.lr_scaling != "none" and self.lr_batch is None:
+            raise ValueError(
+                f"lr_scaling: {self.lr_scaling} needs lr_batch, the global batch lr was tuned at"
+            )
+        return self
+
 
 class ParallelConfig(Section):
-    engine: Literal["auto", "single", "ddp"] = "auto"
+    engine: Literal["auto", "single", "ddp", "zero1", "fsdp", "deepspeed", "accelerate"] = "auto"
     """auto = single on one rank, ddp on more."""
+    tensor: int = Field(1, ge=1)
+    """Ranks that share one replica (Megatron-style tensor parallelism), under ddp, zero1 and fsdp."""
     bucket_mib: float | None = Field(None, gt=0)
-    """Size of a ddp reduction bucket, MiB; null = torch's default (25, the first one 1)."""
+    """Size of a reduction bucket of ddp, zero1 and accelerate, MiB; null = 25 (torch's first one: 1)."""
+    reduce_dtype: Literal["full", "bf16", "fp16"] = "full"
+    """What ddp sends of a gradient; full = the parameters' precision."""
+    static_graph: bool = False
+    """ddp: promise that every step runs the same graph, which spares it a search."""
+    fsdp_replicas: int = Field(1, ge=1)
+    """fsdp: shard over dp / fsdp_replicas ranks and replicate that over fsdp_replicas (hybrid sharding)."""
+    zero_stage: int = Field(1, ge=0, le=3)
+    """DeepSpeed ZeRO stage: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too."""
+    activation_checkpointing: bool = False
+    """Keep only each block's input for the backward pass and compute the block again: less memory, a third
+    more compute."""
 
 
 class CheckpointConfig(Section):

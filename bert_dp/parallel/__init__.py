@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from bert_dp.config import ParallelConfig
+from bert_dp.config import Config, ConfigError, ParallelConfig
 from bert_dp.world import World
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -39,7 +40,7 @@ class Engine(Protocol):
 
     def step(self, max_norm: float) -> Tensor:
         """Clip by the reduced norm (0 = do not), skip on all ranks if it is not finite, step, zero the
-        gradients. Returns the norm before clipping, a device scalar."""
+        gradients. Returns the norm before clipping, a device scalar; not finite when the step was skipped."""
 
     def gather_state(self) -> State | None:
         """Canonical state on rank 0, None elsewhere. Collective."""
@@ -55,9 +56,16 @@ def engine_name(config: ParallelConfig, world_size: int) -> str:
 
 
 def make_engine(
-    name: str, config: ParallelConfig, world: World, device: torch.device, *, fp16: bool
+    name: str, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path
 ) -> Engine:
-    """The engine `name`: class Engine of bert_dp.parallel.<name>. `fp16` adds a gradient scaler."""
+    """The engine `name`: class Engine of bert_dp.parallel.<name>. precision fp16 adds a gradient scaler.
+
+    Raises ConfigError when a package that it wraps is not installed.
+    """
     module = importlib.import_module(f"bert_dp.parallel.{name}")
-    engine: Engine = module.Engine(config, world, device, fp16=fp16)
+    try:
+        engine: Engine = module.Engine(config, world, device, precision=precision, run_dir=run_dir)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        raise ConfigError([f"parallel.engine: {name} needs `pip install 'bert-dp[{missing}]'`"]) from None
     return engine

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import inspect
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from bert_dp.config import ParallelConfig
+from bert_dp.config import Config
 from bert_dp.parallel import MakeOptimizer, State
-from bert_dp.parallel.replica import clip_and_step, make_scaler, read_state, write_state
+from bert_dp.parallel.grid import Grid
+from bert_dp.parallel.state import read_state, write_state
+from bert_dp.parallel.stepping import clip_and_step, make_scaler
+from bert_dp.parallel.tensor import TensorParallel
 from bert_dp.world import World
 
 # every rank builds the same buffers; the option's name changed after torch 2.11
@@ -20,33 +25,50 @@ _OPTIONS = inspect.signature(DistributedDataParallel.__init__).parameters
 NO_BUFFER_SYNC: dict[str, Any] = {
     "forward_sync_buffers" if "forward_sync_buffers" in _OPTIONS else "broadcast_buffers": False
 }
+REDUCE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Engine:
     """See `bert_dp.parallel.Engine`."""
 
-    def __init__(self, config: ParallelConfig, world: World, device: torch.device, *, fp16: bool):
-        self.dp_rank, self.dp_size = world.rank, world.size
-        self._bucket_mib = config.bucket_mib
+    def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
+        self._grid = Grid(world, config.parallel.tensor, device)
+        self.dp_rank, self.dp_size = self._grid.dp_rank, self._grid.dp_size
+        self._tensor = TensorParallel(self._grid)
+        self._config = config.parallel
         self._device = device
-        self._scaler = make_scaler(device, fp16)
+        self._first = True
+        self._scaler = make_scaler(device, precision == "fp16")
 
     def prepare(
         self, model: nn.Module, make_optimizer: MakeOptimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self._tensor.shard(model)
         self._model = model
         self._ddp = DistributedDataParallel(
             model,
             device_ids=[self._device] if self._device.type == "cuda" else None,
-            bucket_cap_mb=self._bucket_mib,
+            process_group=self._grid.dp_group,
+            bucket_cap_mb=self._config.bucket_mib,
             gradient_as_bucket_view=True,
+            static_graph=self._config.static_graph,
+            init_sync=False,  # every rank builds the same weights
             **NO_BUFFER_SYNC,
         )
-        self._optimizer = make_optimizer(model.named_parameters())
+        if self._config.reduce_dtype != "full":
+            state = (self._grid.dp_group, REDUCE_DTYPES[self._config.reduce_dtype])
+            self._ddp.register_comm_hook(state, reduce_narrow)
+        named = list(model.named_parameters())
+        self._optimizer = make_optimizer(named)
+        self._sums = self._tensor.whole_sums(self._optimizer, named)
         return self._ddp, self._optimizer
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
-        return nullcontext() if last else self._ddp.no_sync()
+        first, self._first = self._first, False
+        if last or (first and self._config.static_graph):
+            # the graph is learned from a first reduction, here the dry run's, whose gradients are dropped
+            return nullcontext()
+        return self._ddp.no_sync()
 
     def backward(self, loss: Tensor) -> None:
         whole = loss * self.dp_size  # DDP divides the sum over replicas by their number
@@ -54,12 +76,34 @@ class Engine:
         scaled.backward()
 
     def step(self, max_norm: float) -> Tensor:
-        return clip_and_step(self._optimizer, self._scaler, max_norm)
+        norm = clip_and_step(self._optimizer, self._scaler, max_norm, self._sums)
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def gather_state(self) -> State | None:
         if self.dp_rank:
             return None
-        return read_state(self._model, self._optimizer, self._scaler)
+        state = read_state(self._model, self._optimizer, self._scaler, whole=self._tensor.whole)
+        return state if self._grid.tp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
-        write_state(self._model, self._optimizer, self._scaler, state)
+        write_state(self._model, self._optimizer, self._scaler, state, part=self._tensor.part)
+
+
+def reduce_narrow(
+    state: tuple[dist.ProcessGroup, torch.dtype], bucket: dist.GradBucket
+) -> torch.futures.Future[Tensor]:
+    """Mean over the ranks of a bucket sent in 16 bits: divided first, so that fp16 cannot overflow.
+
+    torch's own bf16 hook refuses gloo.
+    """
+    group, dtype = state
+    buffer = bucket.buffer()
+    narrow = (buffer / group.size()).to(dtype)
+    work = dist.all_reduce(narrow, group=group, async_op=True)
+    assert work is not None
+    future: torch.futures.Future[Tensor] = work.get_future().then(lambda f: buffer.copy_(f.value()[0]))
+    return future
+
+
+reduce_narrow.__annotations__.clear()  # torch compares them with types, and here they are text

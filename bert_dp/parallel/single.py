@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from bert_dp.config import ParallelConfig
+from bert_dp.config import Config
 from bert_dp.parallel import MakeOptimizer, State
-from bert_dp.parallel.replica import clip_and_step, make_scaler, read_state, write_state
+from bert_dp.parallel.state import read_state, write_state
+from bert_dp.parallel.stepping import clip_and_step, make_scaler
 from bert_dp.world import World
 
 
 class Engine:
     """See `bert_dp.parallel.Engine`."""
 
-    def __init__(self, config: ParallelConfig, world: World, device: torch.device, *, fp16: bool):
+    def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
         assert world.size == 1
         self.dp_rank, self.dp_size = 0, 1
-        self._scaler = make_scaler(device, fp16)
+        self._scaler = make_scaler(device, precision == "fp16")
 
     def prepare(
         self, model: nn.Module, make_optimizer: MakeOptimizer
@@ -36,7 +38,9 @@ class Engine:
         scaled.backward()
 
     def step(self, max_norm: float) -> Tensor:
-        return clip_and_step(self._optimizer, self._scaler, max_norm)
+        norm = clip_and_step(self._optimizer, self._scaler, max_norm)
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
 
     def gather_state(self) -> State:
         return read_state(self._model, self._optimizer, self._scaler)

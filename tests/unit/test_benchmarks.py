@@ -59,3 +59,37 @@ def test_step_speed_refuses_what_it_cannot_measure(arguments):
     done = run(*arguments)
     assert done.returncode == 2
     assert "--variants" in done.stderr or "--cramming" in done.stderr or "unknown variant" in done.stderr
+
+
+SMALL = (
+    "model.vocab_size=64", "model.hidden_size=32", "model.num_heads=2", "model.num_layers=1",
+    "model.intermediate_size=48",
+)  # fmt: skip
+
+
+def test_engines_small(tmp_path):
+    record = tmp_path / "record.json"
+    settings = [part for setting in SMALL for part in ("--set", setting)]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/engines.py"), "--engines", "single,ddp", "--rounds", "1",
+         "--steps", "3", "--json", str(record), *settings],
+        capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    single, ddp = json.loads(record.read_text())["runs"]
+    assert (single["ranks"], ddp["ranks"]) == (1, 2)
+    assert len(single["step_time_s"]) == 2  # the first is left out
+    assert single["losses"] == pytest.approx(ddp["losses"], abs=1e-4)
+    assert sum(single["estimate_gib"].values()) > 0
+    assert "ddp " in done.stdout
+
+
+def test_optimizer_speed_small():
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/optimizer_speed.py"), "--rounds", "1", "--layers", "1"],
+        capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    out = json.loads(done.stdout)
+    assert out["adamw"]["ratio_to_adamw_median"] == 1.0
+    assert out["lamb"]["seconds_median"] > 0

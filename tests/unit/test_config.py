@@ -29,6 +29,7 @@ from bert_dp.config import (
     resolve,
     setting_paths,
 )
+from bert_dp.config.checks import parallel_issues
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = ("data.sources=[builtin]", "schedule.steps=10")
@@ -763,3 +764,168 @@ def test_what_in_the_shards_does_not_fit() -> None:
     assert data_issues(config, {**manifest, "vocab_size": 99}) == []
     (line,) = data_issues(config, {"format": "other"})
     assert "no shards of ours" in line
+
+
+# --- what an engine cannot do
+
+
+TENSOR = ("parallel.engine=ddp", "parallel.tensor=2")
+REFUSED: dict[str, tuple[tuple[str, ...], int, str, tuple[tuple[str, ...], ...]]] = {
+    # overrides, --nproc, the line, and what it tells to change, each by itself enough
+    "single": (
+        ("parallel.engine=single",), 4,
+        "parallel.engine: single runs one rank, got --nproc 4; use ddp", (("parallel.engine=ddp",),),
+    ),
+    "tensor with accelerate": (
+        ("parallel.engine=accelerate", "parallel.tensor=2"), 2,
+        "parallel.tensor: 2 works with ddp, zero1 and fsdp, not with accelerate",
+        (("parallel.engine=ddp",), ("parallel.engine=zero1",), ("parallel.engine=fsdp",)),
+    ),
+    "tensor with deepspeed": (
+        ("parallel.engine=deepspeed", "parallel.tensor=4"), 4,
+        "parallel.tensor: 4 works with ddp, zero1 and fsdp, not with deepspeed",
+        (("parallel.engine=ddp",), ("parallel.engine=zero1",), ("parallel.engine=fsdp",)),
+    ),
+    "tensor and ranks": (
+        ("parallel.engine=ddp", "parallel.tensor=3", "model.vocab_size=32760"), 4,
+        "parallel.tensor: 3 does not divide --nproc 4; use 2 or 4",
+        (("parallel.tensor=2",), ("parallel.tensor=4",)),
+    ),
+    "more tensor ranks than ranks": (
+        TENSOR, 1, "parallel.tensor: 2 does not divide --nproc 1; use 1", (("parallel.tensor=1",),),
+    ),
+    "heads": (
+        ("parallel.tensor=8", "model.num_heads=12"), 8,
+        "model.num_heads: 12 is not a multiple of parallel.tensor 8; nearest that are: 8, 16",
+        (("model.num_heads=8",), ("model.num_heads=16",)),
+    ),
+    "fewer heads than ranks": (
+        (*TENSOR, "model.num_heads=1"), 2,
+        "model.num_heads: 1 is not a multiple of parallel.tensor 2; nearest that are: 2",
+        (("model.num_heads=2",),),
+    ),
+    "intermediate": (
+        (*TENSOR, "model.intermediate_size=1535"), 2,
+        "model.intermediate_size: 1535 is not a multiple of parallel.tensor 2; nearest that are: 1534, 1536",
+        (("model.intermediate_size=1534",), ("model.intermediate_size=1536",)),
+    ),
+    "vocabulary": (
+        ("parallel.engine=fsdp", "parallel.tensor=4", "model.vocab_size=30522"), 8,
+        "model.vocab_size: 30522 is not a multiple of parallel.tensor 4; nearest that are: 30520, 30524",
+        (("model.vocab_size=30520",), ("model.vocab_size=30524",)),
+    ),
+    "replicas without fsdp": (
+        ("parallel.engine=zero1", "parallel.fsdp_replicas=2"), 4,
+        "parallel.fsdp_replicas: 2 needs parallel.engine: fsdp", (("parallel.engine=fsdp",),),
+    ),
+    "replicas and ranks": (
+        ("parallel.engine=fsdp", "parallel.fsdp_replicas=3"), 4,
+        "parallel.fsdp_replicas: 3 does not divide 4 replicas; use 2 or 4",
+        (("parallel.fsdp_replicas=2",), ("parallel.fsdp_replicas=4",)),
+    ),
+    "replicas beside tensor": (
+        ("parallel.engine=fsdp", "parallel.tensor=2", "parallel.fsdp_replicas=4"), 4,
+        "parallel.fsdp_replicas: 4 does not divide 2 replicas; use 1 or 2",
+        (("parallel.fsdp_replicas=1",), ("parallel.fsdp_replicas=2",)),
+    ),
+    "muon with fsdp": (
+        ("optim.name=muon", "parallel.engine=fsdp"), 2,
+        "optim.name: muon multiplies whole matrices and parallel.engine: fsdp divides them; use ddp or zero1",
+        (("parallel.engine=ddp",), ("parallel.engine=zero1",)),
+    ),
+    "muon with deepspeed": (
+        ("optim.name=muon", "parallel.engine=deepspeed"), 2,
+        "optim.name: muon multiplies whole matrices and parallel.engine: deepspeed divides them; use ddp or "
+        "zero1",
+        (("parallel.engine=ddp",), ("parallel.engine=zero1",)),
+    ),
+    "muon with tensor": (
+        ("optim.name=muon", *TENSOR), 2,
+        "optim.name: muon multiplies whole matrices and parallel.tensor: 2 divides them; use "
+        "parallel.tensor: 1",
+        (("parallel.tensor=1",),),
+    ),
+    "lamb with zero": (
+        ("optim.name=lamb", "parallel.engine=deepspeed"), 2,
+        "optim.name: lamb needs norms of whole tensors and DeepSpeed ZeRO flattens them; use "
+        "parallel.engine: zero1, or parallel.zero_stage: 0",
+        (("parallel.engine=zero1",), ("parallel.zero_stage=0",)),
+    ),
+    "deepspeed in fp64": (
+        ("parallel.engine=deepspeed", "precision=fp64"), 2,
+        "precision: fp64 is not supported with parallel.engine: deepspeed; use fp32 or bf16",
+        (("precision=fp32",), ("precision=bf16",)),
+    ),
+    "deepspeed in fp16": (
+        ("parallel.engine=deepspeed", "precision=fp16"), 1,
+        "precision: fp16 is not supported with parallel.engine: deepspeed; use fp32 or bf16",
+        (("precision=fp32",), ("precision=bf16",)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_an_engine_cannot_do_is_refused_with_what_helps(what: str) -> None:
+    """Setting, value and fix in one line, nothing else; and what the line names does help."""
+    overrides, ranks, line, fixes = REFUSED[what]
+    config = make(*overrides)
+    assert parallel_issues(config, ranks) == [line]
+    with pytest.raises(ConfigError) as caught:
+        batch_plan(config, ranks)
+    assert line in caught.value.issues
+    for fix in fixes:
+        assert parallel_issues(make(*overrides, *fix), ranks) == [], fix
+
+
+def test_everything_that_an_engine_cannot_do_is_told_at_once() -> None:
+    config = make(
+        "parallel.engine=deepspeed", "parallel.tensor=4", "model.num_heads=6", "model.intermediate_size=10",
+        "model.vocab_size=30", "parallel.fsdp_replicas=2", "optim.name=muon", "precision=fp64",
+    )  # fmt: skip
+    settings = [line.partition(":")[0] for line in parallel_issues(config, 2)]
+    assert settings == [
+        "parallel.tensor", "parallel.tensor", "model.num_heads", "model.intermediate_size",
+        "model.vocab_size", "parallel.fsdp_replicas", "optim.name", "precision",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("overrides", "ranks"),
+    [
+        ((), 3),
+        (("parallel.engine=single", "precision=fp64", "optim.name=muon"), 1),
+        (("optim.name=muon",), 4),
+        (("optim.name=muon", "parallel.engine=zero1"), 4),
+        (("optim.name=muon", "parallel.engine=accelerate"), 2),
+        (("optim.name=lamb", *TENSOR), 4),
+        (("optim.name=lamb", "parallel.engine=fsdp", "parallel.tensor=4", "parallel.fsdp_replicas=2"), 8),
+        (("optim.name=lamb", "parallel.engine=deepspeed", "parallel.zero_stage=0", "precision=bf16"), 2),
+        (("parallel.engine=deepspeed", "parallel.zero_stage=3", "precision=fp32"), 2),
+        (("parallel.tensor=4",), 4),
+    ],
+)
+def test_what_an_engine_can_do_is_not_refused(overrides: tuple[str, ...], ranks: int) -> None:
+    assert parallel_issues(make(*overrides), ranks) == []
+
+
+@pytest.mark.parametrize(("tensor", "dp", "accumulation"), [(1, 4, 16), (2, 2, 32), (4, 1, 64)])
+def test_the_batch_counts_replicas_not_ranks(tensor: int, dp: int, accumulation: int) -> None:
+    plan = batch_plan(make(f"parallel.tensor={tensor}"), 4)
+    assert (plan.world_size, plan.tensor, plan.dp, plan.accumulation) == (4, tensor, dp, accumulation)
+    assert str(plan) == f"global batch 8192 = micro 128 x accumulation {accumulation} x dp {dp}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        (("parallel.engine=zero1", "parallel.zero_stage=2"),
+         "parallel.zero_stage has no effect with parallel.engine: zero1"),
+        (("parallel.engine=fsdp", "parallel.reduce_dtype=bf16"),
+         "parallel.reduce_dtype has no effect with parallel.engine: fsdp"),
+        (("parallel.engine=zero1", "parallel.static_graph=true"),
+         "parallel.static_graph has no effect with parallel.engine: zero1"),
+        (("optim.name=lamb", "optim.momentum=0.9"), "optim.momentum has no effect with optim.name: lamb"),
+    ],
+)  # fmt: skip
+def test_what_an_engine_or_optimizer_does_not_read_is_named(overrides: tuple[str, ...], line: str) -> None:
+    assert no_effect(make(*overrides)) == [line]

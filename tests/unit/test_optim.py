@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bert_dp.config import ModelConfig, OptimConfig, ScheduleConfig
-from bert_dp.model import build_model, is_decayed
+from bert_dp.model import build_model, is_decayed, is_matrix
 from bert_dp.optim import lr_factor, make_optimizer, parameter_groups, set_lr
 
 NAMES = ("budget_triangle", "linear", "cosine", "wsd", "constant")
@@ -138,7 +138,7 @@ def test_fused_adamw_equals_one_written_by_hand() -> None:
     start = {"weight": rng.normal(size=(5, 7)), "bias": rng.normal(size=7)}
     parameters = {n: nn.Parameter(torch.from_numpy(v.copy())) for n, v in start.items()}
     reference = {n: Reference(v, 0.1 if n == "weight" else 0.0, config) for n, v in start.items()}
-    optimizer = make_optimizer(config, parameters.items(), is_decayed)
+    optimizer = make_optimizer(config, parameters.items(), is_decayed, is_matrix)
     for step in range(5):
         lr, scale, skip = 0.01 * (step + 1), 3.75 if step == 2 else 1.0, step == 3
         set_lr(optimizer, lr)
@@ -178,7 +178,7 @@ def snapshot(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Paramete
 
 def test_set_lr_reaches_every_group() -> None:
     named = [("weight", nn.Parameter(torch.ones(2, 2))), ("bias", nn.Parameter(torch.ones(2)))]
-    optimizer = make_optimizer(OptimConfig(), named, is_decayed)
+    optimizer = make_optimizer(OptimConfig(), named, is_decayed, is_matrix)
     set_lr(optimizer, 0.125)
     assert [g["lr"] for g in optimizer.param_groups] == [0.125, 0.125]
     assert all(g["fused"] for g in optimizer.param_groups)

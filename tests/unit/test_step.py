@@ -13,13 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp import checkpoint, setup
-from bert_dp.config import OptimConfig, ParallelConfig, batch_plan, resolve
+from bert_dp.config import OptimConfig, batch_plan, resolve
 from bert_dp.data import Shards, TrainingStream, held_out_batches
 from bert_dp.dist import Comm, connect, disconnect
-from bert_dp.model import build_model, is_decayed
+from bert_dp.model import build_model, is_decayed, is_matrix
 from bert_dp.optim import make_optimizer
 from bert_dp.parallel import Engine, State, engine_name, make_engine
-from bert_dp.parallel.replica import clip_and_step
+from bert_dp.parallel.stepping import clip_and_step
 from bert_dp.train import Counters, Precision, dry_run
 from bert_dp.world import World
 from tests.shards import write_shards
@@ -58,7 +58,7 @@ def loss_of(model: nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> 
 
 def build(dtype: torch.dtype = torch.float32) -> tuple[Tied, torch.optim.Optimizer]:
     model = Tied(dtype)
-    return model, make_optimizer(OPTIM, model.named_parameters(), is_decayed)
+    return model, make_optimizer(OPTIM, model.named_parameters(), is_decayed, is_matrix)
 
 
 def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
@@ -74,6 +74,12 @@ def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, 
     return out
 
 
+def step_once(optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+    norm = clip_and_step(optimizer, None, max_norm)
+    optimizer.zero_grad()
+    return norm
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("max_norm", [0.0, 0.5, 1e6])
 def test_clip_is_torchs_and_the_norm_is_the_one_before(dtype: torch.dtype, max_norm: float) -> None:
@@ -81,7 +87,7 @@ def test_clip_is_torchs_and_the_norm_is_the_one_before(dtype: torch.dtype, max_n
     for step in range(3):
         loss_of(ours[0], step, dtype).backward()
         loss_of(theirs[0], step, dtype).backward()
-        norm = clip_and_step(ours[1], None, max_norm)
+        norm = step_once(ours[1], max_norm)
         parameters = list(theirs[0].parameters())
         wanted = torch.stack([p.grad.double().norm() for p in parameters if p.grad is not None]).norm()
         if max_norm:  # torch divides by norm + 1e-6; without that it is exactly ours
@@ -102,7 +108,7 @@ def test_clip_agrees_with_torchs_own_function() -> None:
     for step in range(3):
         loss_of(ours[0], step).backward()
         loss_of(theirs[0], step).backward()
-        norm = clip_and_step(ours[1], None, 0.5)
+        norm = step_once(ours[1], 0.5)
         wanted = nn.utils.clip_grad_norm_(theirs[0].parameters(), 0.5)
         theirs[1].step()
         theirs[1].zero_grad()
@@ -117,8 +123,8 @@ def test_clipping_matters_here() -> None:
     one, two = build(), build()
     loss_of(one[0], 0).backward()
     loss_of(two[0], 0).backward()
-    clip_and_step(one[1], None, 0.5)
-    clip_and_step(two[1], None, 0.0)
+    step_once(one[1], 0.5)
+    step_once(two[1], 0.0)
     assert not torch.allclose(one[0].inner.weight, two[0].inner.weight, rtol=1e-3)
 
 
@@ -127,16 +133,16 @@ def test_clipping_matters_here() -> None:
 def test_a_gradient_that_is_not_finite_changes_nothing(bad: float, max_norm: float) -> None:
     model, optimizer = build()
     loss_of(model, 0).backward()
-    clip_and_step(optimizer, None, max_norm)
+    step_once(optimizer, max_norm)
     before = everything(model, optimizer)
     loss_of(model, 1).backward()
     assert model.norm.weight.grad is not None
     model.norm.weight.grad[2] = bad
-    norm = clip_and_step(optimizer, None, max_norm)
+    norm = step_once(optimizer, max_norm)
     assert not norm.isfinite()
     assert everything(model, optimizer) == before
     loss_of(model, 2).backward()
-    assert clip_and_step(optimizer, None, max_norm).isfinite()  # the next step goes on
+    assert step_once(optimizer, max_norm).isfinite()  # the next step goes on
     assert everything(model, optimizer) != before
 
 
@@ -145,17 +151,16 @@ def test_a_skip_on_the_very_first_step_changes_no_weight() -> None:
     before = bits(dict(model.state_dict()))
     loss_of(model, 0).backward()
     model.inner.weight.grad.fill_(float("nan"))  # type: ignore[union-attr]
-    clip_and_step(optimizer, None, 0.5)
+    step_once(optimizer, 0.5)
     assert bits(dict(model.state_dict())) == before
     for values in optimizer.state.values():
         assert all(not value.any() for value in values.values())
 
 
 def test_gradients_are_freed() -> None:
-    model, optimizer = build()
-    loss_of(model, 0).backward()
-    clip_and_step(optimizer, None, 0.5)
-    assert [p.grad for p in model.parameters()] == [None] * 4
+    engine, wrapped, bare, _ = prepare("single")
+    run_step(engine, wrapped, 0)
+    assert [p.grad for p in bare.parameters()] == [None] * 4
 
 
 def test_a_parameter_without_a_gradient_is_left_alone() -> None:
@@ -163,7 +168,7 @@ def test_a_parameter_without_a_gradient_is_left_alone() -> None:
     before = model.norm.bias.detach().clone()
     loss_of(model, 0).backward()
     model.norm.bias.grad = None
-    assert clip_and_step(optimizer, None, 0.5).isfinite()
+    assert step_once(optimizer, 0.5).isfinite()
     assert torch.equal(model.norm.bias, before)
 
 
@@ -179,10 +184,17 @@ def group_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     disconnect()
 
 
+def engine_of(name: str, *, fp16: bool = False) -> Engine:
+    config = resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 1}}])
+    return make_engine(name, config, LONE, CPU, precision="fp16" if fp16 else "fp32", run_dir=Path())
+
+
 def prepare(name: str, *, fp16: bool = False) -> tuple[Engine, nn.Module, Tied, torch.optim.Optimizer]:
-    engine = make_engine(name, ParallelConfig(), LONE, CPU, fp16=fp16)
+    engine = engine_of(name, fp16=fp16)
     bare = Tied()
-    wrapped, optimizer = engine.prepare(bare, lambda named: make_optimizer(OPTIM, named, is_decayed))
+    wrapped, optimizer = engine.prepare(
+        bare, lambda named: make_optimizer(OPTIM, named, is_decayed, is_matrix)
+    )
     return engine, wrapped, bare, optimizer
 
 
@@ -368,9 +380,11 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, fp16: bool
         shards["train"], seed=0, num_masked=4, shuffle=True, micro_size=4, dp_rank=0, dp_size=1,
         start_sample=0, workers=0, pin=False,
     )  # fmt: skip
-    engine = make_engine("single", config.parallel, LONE, CPU, fp16=fp16)
+    engine = engine_of("single", fp16=fp16)
     bare = build_model(config.model, 16, seed=0)
-    model, optimizer = engine.prepare(bare, lambda named: make_optimizer(config.optim, named, is_decayed))
+    model, optimizer = engine.prepare(
+        bare, lambda named: make_optimizer(config.optim, named, is_decayed, is_matrix)
+    )
     before = gathered(engine)
     held_out = held_out_batches(
         shards["held_out"], micro_size=4, num_masked=2, max_sequences=99, dp_rank=0, dp_size=1
@@ -381,7 +395,7 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, fp16: bool
         optimizer=optimizer, held_out=held_out, precision=precision, device=CPU, comm=Comm(LONE, None),
         run_dir=tmp_path, meter=SimpleNamespace(skipped=torch.ones((), dtype=torch.int64)),
     )  # fmt: skip
-    start = setup.fresh_state(job)
+    start = setup.fresh_state(bare)
     dry_run(job)
     setup.restore(job, setup.Resume(None, None, Counters(), None), start)
     after = gathered(engine)
@@ -414,5 +428,5 @@ def test_engine_by_name(setting: str, ranks: int, name: str) -> None:
 
 def test_engine_numbers(group_of_one: None) -> None:
     for name in ("single", "ddp"):
-        engine = make_engine(name, ParallelConfig(), LONE, CPU, fp16=False)
+        engine = engine_of(name, fp16=False)
         assert (engine.dp_rank, engine.dp_size) == (0, 1)

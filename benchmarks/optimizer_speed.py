@@ -1,0 +1,77 @@
+"""Time of one optimizer step on the 120 M model: LAMB (eager, compiled) and Muon beside fused AdamW.
+
+    python benchmarks/optimizer_speed.py [--rounds 5] [--threads 2] [--device cpu|cuda]
+
+In turn within each round; medians and ratios over the rounds. Random gradients, no clipping. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import torch
+
+from bert_dp.config import ModelConfig, OptimConfig
+from bert_dp.model import build_model, is_decayed, is_matrix
+from bert_dp.optim import make_optimizer
+
+VARIANTS = {"adamw": ("adamw", False), "lamb": ("lamb", False), "lamb compiled": ("lamb", True),
+            "muon": ("muon", False)}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--layers", type=int, default=16)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    device = torch.device(arguments.device)
+    model = build_model(ModelConfig(num_layers=arguments.layers), 128, seed=0).to(device)
+    generator = torch.Generator(device).manual_seed(0)
+    gradients = [torch.randn(p.shape, generator=generator, device=device) for p in model.parameters()]
+    optimizers = {
+        name: make_optimizer(
+            OptimConfig(name=kind), model.named_parameters(), is_decayed, is_matrix, compiled=compiled
+        )
+        for name, (kind, compiled) in VARIANTS.items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
+    for number in range(arguments.rounds + 1):
+        for name, optimizer in optimizers.items():
+            for p, gradient in zip(model.parameters(), gradients, strict=True):
+                p.grad = gradient.clone()
+            _wait(device)
+            start = time.perf_counter()
+            optimizer.step()
+            _wait(device)
+            if number:  # the first compiles and makes the state
+                seconds[name].append(time.perf_counter() - start)
+    ratios = {n: [a / b for a, b in zip(s, seconds["adamw"], strict=True)] for n, s in seconds.items()}
+    out = {name: {"seconds_median": statistics.median(seconds[name]), "seconds": seconds[name],
+                  "ratio_to_adamw_median": statistics.median(ratios[name]),
+                  "ratio_min": min(ratios[name]), "ratio_max": max(ratios[name])}
+           for name in VARIANTS}  # fmt: skip
+    facts = {"torch": torch.__version__, "device": arguments.device, "threads": arguments.threads}
+    print(
+        json.dumps({"environment": facts, "parameters": sum(g.numel() for g in gradients), **out}, indent=1)
+    )
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""LAMB (arXiv 1904.00962) with the meaning of NVIDIA apex's FusedLAMB: Adam's bias correction, eps outside
+the root, trust ratio ||w|| / ||u|| over a whole tensor, and only for tensors with weight decay. Clipping by
+the global norm belongs to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+Tensors = list[Tensor]
+
+
+def as_they_are(sums: Tensor) -> Tensor:
+    return sums
+
+
+class Lamb(torch.optim.Optimizer):
+    """State per tensor: step, exp_avg, exp_avg_sq, as Adam's. `step` leaves the update in .grad.
+
+    An engine sets `grad_scale`, `found_inf` and `whole_sums` (see optim.py).
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self, params: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float,
+        compiled: bool = False,
+    ):  # fmt: skip
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
+        self.whole_sums: Callable[[Tensor], Tensor] = as_they_are
+        self._moments = torch.compile(moments, dynamic=False) if compiled else moments
+        self._descend = torch.compile(descend, dynamic=False) if compiled else descend
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every tensor that has a gradient, without a host sync."""
+        work = []
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if not params:
+                continue
+            device, dtype = params[0].device, params[0].dtype
+            skip = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
+            keep = 1.0 - skip.to(dtype)
+            divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
+            for p in params:
+                if not self.state[p]:
+                    self.state[p] = {"step": torch.zeros((), device=device), "exp_avg": torch.zeros_like(p),
+                                     "exp_avg_sq": torch.zeros_like(p)}  # fmt: skip
+            states = [self.state[p] for p in params]
+            torch._foreach_add_([s["step"] for s in states], keep.float())
+            grads = [p.grad for p in params]
+            beta1, beta2 = group["betas"]
+            sums_2N = self._moments(
+                params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states],
+                states[0]["step"].to(torch.float64 if dtype == torch.float64 else torch.float32), keep,
+                divisor.to(dtype), beta1, beta2, group["eps"], group["weight_decay"],
+            )  # fmt: skip
+            lr = torch.full((), group["lr"], dtype=dtype, device=device) * keep
+            work.append((params, grads, sums_2N, lr, group["weight_decay"] != 0))
+        if work:
+            sums_2N = self.whole_sums(torch.cat([sums for _, _, sums, _, _ in work], dim=1))
+            parts = sums_2N.split([len(params) for params, *_ in work], dim=1)
+            for (params, updates, _, lr, adapted), part in zip(work, parts, strict=True):
+                self._descend(params, updates, part, lr, adapted)
+
+
+def moments(
+    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: Tensor, keep: Tensor,
+    divisor: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float,
+) -> Tensor:  # fmt: skip
+    """Moments and updates in place (the update over the gradient); [2, N] squared norms, tensors first.
+
+    `keep` = 0 leaves the moments as they are. A tensor with no element on this rank counts 0.
+    """
+    new1, new2 = (1.0 - beta1) * keep, (1.0 - beta2) * keep
+    correction1 = 1.0 - beta1 ** step.clamp(min=1.0)
+    correction2 = 1.0 - beta2 ** step.clamp(min=1.0)
+    sums = []
+    for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
+        gradient = torch.where(keep > 0, g / divisor, 0.0)
+        m.copy_(m + new1 * (gradient - m))
+        v.copy_(v + new2 * (gradient * gradient - v))
+        update = (m / correction1) / ((v / correction2).sqrt() + eps) + weight_decay * p
+        g.copy_(update)
+        sums.append(torch.stack([(p * p).sum(), (update * update).sum()]))
+    return torch.stack(sums, dim=1)
+
+
+def descend(params: Tensors, updates: Tensors, sums_2N: Tensor, lr: Tensor, adapted: bool) -> None:
+    """p -= lr x ratio x update; ratio = 1 where a norm is zero or nothing is adapted."""
+    weight_N, update_N = sums_2N.sqrt()
+    ratio_N = torch.where((weight_N > 0) & (update_N > 0), weight_N / update_N, 1.0)
+    for i, (p, update) in enumerate(zip(params, updates, strict=True)):
+        p.sub_((lr * ratio_N[i] if adapted else lr) * update)

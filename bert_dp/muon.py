@@ -1,0 +1,95 @@
+"""Muon (Keller Jordan, kellerjordan.github.io/posts/muon) for matrices and AdamW for the rest, in one.
+
+The update of a matrix is its Nesterov momentum, orthogonalised, times 0.2 sqrt(max(rows, columns)), so that
+its size is that of an AdamW update and one learning rate serves both (arXiv 2502.16982, 2.2).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+# Newton-Schulz: x <- a x + b (x x') x + c (x x')^2 x, five times
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+
+
+class Muon(torch.optim.Optimizer):
+    """Groups carry `matrix`: True = Muon (state momentum_buffer), False = AdamW (its state).
+
+    An engine sets `grad_scale` and `found_inf` (see optim.py). Matrices must be whole on their rank.
+    """
+
+    grad_scale: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def __init__(
+        self, params: Iterable[dict[str, Any]], *, lr: float, momentum: float, betas: tuple[float, float],
+        eps: float,
+    ):  # fmt: skip
+        super().__init__(
+            params,
+            {
+                "lr": lr,
+                "momentum": momentum,
+                "betas": betas,
+                "eps": eps,
+                "weight_decay": 0.0,
+                "matrix": False,
+            },
+        )
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every tensor that has a gradient, without a host sync."""
+        for group in self.param_groups:
+            params = [p for p in group["params"] if p.grad is not None]
+            if params and group["matrix"]:
+                self._muon(group, params)
+            elif params:
+                self._adamw(group, params)
+
+    def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        device, dtype = params[0].device, params[0].dtype
+        skip = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
+        keep = 1.0 - skip.to(dtype)
+        divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
+        lr, momentum = group["lr"] * keep, group["momentum"]
+        for p in params:
+            assert p.grad is not None
+            if not self.state[p]:
+                self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
+            buffer = self.state[p]["momentum_buffer"]
+            gradient = torch.where(keep > 0, p.grad / divisor.to(dtype), 0.0)
+            buffer.lerp_(gradient, (1.0 - momentum) * keep)
+            update = orthogonalize(gradient.lerp(buffer, momentum))
+            p.mul_(1.0 - lr * group["weight_decay"]).sub_(lr * (0.2 * max(p.shape) ** 0.5) * update)
+
+    def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
+                                 "exp_avg_sq": torch.zeros_like(p)}  # fmt: skip
+        states = [self.state[p] for p in params]
+        beta1, beta2 = group["betas"]
+        adamw(
+            params, [p.grad for p in params if p.grad is not None], [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states], fused=True,
+            grad_scale=self.grad_scale, found_inf=self.found_inf, amsgrad=False, beta1=beta1, beta2=beta2,
+            lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        )  # fmt: skip
+
+
+def orthogonalize(matrix: Tensor) -> Tensor:
+    """[R, C] -> about U V' of its singular value decomposition, in the matrix' own precision."""
+    a, b, c = COEFFICIENTS
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / x.norm().clamp(min=1e-7)
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x

@@ -1,0 +1,97 @@
+"""Hugging Face Accelerate: DistributedDataParallel as `Accelerator.prepare` makes it.
+
+Autocast, loss scaling and the learning rate stay with us: a scheduler of Accelerate's steps once per process.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from bert_dp.config import Config, ConfigError
+from bert_dp.parallel import MakeOptimizer, State
+from bert_dp.parallel.state import read_state, write_state
+from bert_dp.parallel.stepping import clip_and_step, make_scaler
+from bert_dp.world import World, standard_variables
+
+
+class Engine:
+    """See `bert_dp.parallel.Engine`."""
+
+    def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
+        from accelerate import Accelerator
+        from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
+
+        self.dp_rank, self.dp_size = world.rank, world.size
+        self._scaler = make_scaler(device, precision == "fp16")
+        # srun and mpirun set other names than accelerate looks for; without a thread count it sets its own
+        os.environ.update(standard_variables(world))
+        os.environ.setdefault("OMP_NUM_THREADS", str(torch.get_num_threads()))
+        # 25 MiB is accelerate's default and so is not passed on: torch's own, whose first bucket is 1 MiB
+        bucket = {} if config.parallel.bucket_mib is None else {"bucket_cap_mb": config.parallel.bucket_mib}
+        self._accelerator = Accelerator(
+            cpu=device.type == "cpu",
+            device_placement=False,  # it is done, and would rebuild the parameter groups
+            mixed_precision="no",
+            dynamo_backend="no",
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=1),  # not the environment's
+            kwargs_handlers=[
+                DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True, **bucket)
+            ],
+        )
+
+    def prepare(
+        self, model: nn.Module, make_optimizer: MakeOptimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Raises ConfigError when the environment makes accelerate use something else than DDP."""
+        self._model, self._optimizer = model, make_optimizer(model.named_parameters())
+        with warnings.catch_warnings():  # accelerate knows only broadcast_buffers, torch 2.13 has a new name
+            warnings.simplefilter("ignore", FutureWarning)
+            self._wrapped, prepared = self._accelerator.prepare(model, self._optimizer)
+        if self.dp_size > 1 and not isinstance(self._wrapped, DistributedDataParallel):
+            kind = self._accelerator.distributed_type.value
+            raise ConfigError([f"parallel.engine: accelerate chose {kind} for {self.dp_size} ranks; "
+                               "unset ACCELERATE_USE_*, start its launcher with --multi_gpu"])  # fmt: skip
+        self._stepper: Any = Stepper(prepared)
+        return self._wrapped, self._optimizer
+
+    def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
+        return nullcontext() if last else self._accelerator.no_sync(self._wrapped)
+
+    def backward(self, loss: Tensor) -> None:
+        whole = loss * self.dp_size  # DDP divides the sum over replicas by their number
+        self._accelerator.backward(whole if self._scaler is None else self._scaler.scale(whole))
+
+    def step(self, max_norm: float) -> Tensor:
+        norm = clip_and_step(self._stepper, self._scaler, max_norm)
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def gather_state(self) -> State | None:
+        return None if self.dp_rank else read_state(self._model, self._optimizer, self._scaler)
+
+    def scatter_state(self, state: State) -> None:
+        write_state(self._model, self._optimizer, self._scaler, state)
+
+
+class Stepper:
+    """The inner optimizer, on which `clip_and_step` sets attributes, stepped through accelerate's wrapper."""
+
+    def __init__(self, prepared: Any):
+        self.__dict__["_prepared"] = prepared
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._prepared.optimizer, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._prepared.optimizer, name, value)
+
+    def step(self) -> None:
+        self._prepared.step()

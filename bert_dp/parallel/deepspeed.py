@@ -1,0 +1,184 @@
+"""DeepSpeed ZeRO (arXiv 1910.02054) around our model, optimizer and loop: its engine reduces, clips, steps.
+
+Stage 0 shares nothing out, 1 the optimizer state, 2 the gradients too, 3 the parameters too. Stages 0 and 1
+reduce on the last micro batch only, 2 and 3 every micro batch. Tensors are flattened, so there is no Muon,
+and LAMB at stage 0 only. Clipping divides by (norm + 1e-6) / clip, ours by norm / clip. Stages 1 to 3 read
+the norm on the host in every step, to skip one that is not finite; stage 0 would step and gets `found_inf`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import warnings
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bert_dp import record
+from bert_dp.config import Config, ConfigError
+from bert_dp.parallel import MakeOptimizer, State
+from bert_dp.parallel.state import read_state, write_state
+from bert_dp.world import World, standard_variables
+
+OLDEST = (0, 19, 8)  # of the versions tried; others may step in fp32 with a gradient that is not finite
+BUCKET_ELEMENTS = 25 * 2**20 // 4  # 25 MiB of fp32, as ddp; DeepSpeed allocates its default of 2 GB whole
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Engine:
+    """See `bert_dp.parallel.Engine`. RUN/deepspeed.json is what DeepSpeed was given."""
+
+    def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
+        """Raises ConfigError when DeepSpeed is too old."""
+        # srun and mpirun set other names than DeepSpeed looks for
+        os.environ.update(standard_variables(world))
+        if device.type == "cpu":
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")
+            # or it runs numactl at every reduction to count devices
+            os.environ.setdefault("LOCAL_SIZE", str(world.local_size))
+        import deepspeed
+
+        version = tuple(getattr(deepspeed, f"__version_{part}__") for part in ("major", "minor", "patch"))
+        if version < OLDEST:
+            raise ConfigError([f"parallel.engine: deepspeed {deepspeed.__version__} is too old; install "
+                               f"{'.'.join(map(str, OLDEST))} or newer"])  # fmt: skip
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # its calls
+        if device.type == "cpu":
+            deepspeed.ops.__compatible_ops__ = {}  # or it compiles a shared-memory all-reduce for inference
+        if deepspeed.comm.is_initialized():  # the groups of an earlier run in this process are gone
+            deepspeed.utils.groups._release_process_group_references()
+        self._package: Any = deepspeed
+        self.dp_rank, self.dp_size = world.rank, world.size
+        self._stage = config.parallel.zero_stage
+        self._device = device
+        self._settings = settings(config, precision)
+        if world.rank == 0:
+            record.write_json(run_dir / "deepspeed.json", self._settings)
+
+    def prepare(
+        self, model: nn.Module, make_optimizer: MakeOptimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self._model, self._parameters = model, dict(model.named_parameters())
+        self._optimizer = make_optimizer(self._parameters.items())
+        self._engine, zero, _, _ = self._package.initialize(
+            model=model, optimizer=self._optimizer, config=self._settings, dist_init_required=False
+        )
+        if self._stage > 0:  # torch makes the moments at the first step, too late to load them
+            parts = "fp32_partitioned_groups_flat" if self._stage == 3 else "single_partition_of_fp32_groups"
+            for flat in getattr(zero, parts):
+                moments = {key: torch.zeros_like(flat) for key in MOMENTS}
+                self._optimizer.state[flat] = {"step": torch.zeros((), device=flat.device), **moments}
+        if self._stage in (1, 2):
+            zero._lazy_init_hp_params_optimizer_state()  # makes them known to safe_get_full_optimizer_state
+        return self._engine, self._optimizer
+
+    def accumulate(self, *, last: bool) -> nullcontext[None]:
+        self._engine.set_gradient_accumulation_boundary(last)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        # DeepSpeed divides the sum over replicas by their number
+        self._engine.backward(loss * self.dp_size, scale_wrt_gas=False)
+
+    def step(self, max_norm: float) -> Tensor:
+        assert max_norm == self._settings["gradient_clipping"], "DeepSpeed clips as it was configured"
+        if self._stage == 0:
+            gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+            norm = torch.stack(torch._foreach_norm(gradients)).square().sum().sqrt()
+            self._optimizer.grad_scale = torch.ones_like(norm)  # type: ignore[attr-defined]
+            self._optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+            self._engine.step()
+            return norm
+        self._engine.step()
+        norm = self._engine.get_global_grad_norm()  # inf when skipped
+        return torch.as_tensor(norm, dtype=torch.float32, device=self._device)
+
+    def gather_state(self) -> State | None:
+        if self._stage == 0:
+            return None if self.dp_rank else read_state(self._model, self._optimizer, None)
+        state: State = {"model": {}, "optimizer": {}, "scaler": {}}
+        step = next(iter(self._optimizer.state.values()))["step"]
+        for name, tensor in self._model.state_dict().items():
+            if name not in self._parameters:
+                state["model"][name] = tensor.to("cpu", copy=True)
+                continue
+            whole = {key: self._whole(self._parameters[name], key) for key in ("", *MOMENTS)}
+            if self.dp_rank == 0:
+                state["model"][name] = whole.pop("").to("cpu", copy=True)
+                state["optimizer"][f"{name}/step"] = step.to("cpu", copy=True)
+                state["optimizer"].update({f"{name}/{k}": v.to("cpu", copy=True) for k, v in whole.items()})
+        return state if self.dp_rank == 0 else None
+
+    def scatter_state(self, state: State) -> None:
+        """Raises ValueError when the steps of the parameters differ: DeepSpeed has one count for all."""
+        if self._stage == 0:
+            write_state(self._model, self._optimizer, None, state)
+            return
+        tensors = self._model.state_dict()
+        if tensors.keys() != state["model"].keys():
+            differing = ", ".join(sorted(tensors.keys() ^ state["model"].keys()))
+            raise ValueError(f"checkpoint and model differ in: {differing}")
+        steps = {float(value) for name, value in state["optimizer"].items() if name.endswith("/step")}
+        if len(steps) > 1:
+            raise ValueError(f"the checkpoint's parameters have done different numbers of steps: {steps}")
+        for name, tensor in tensors.items():
+            value = state["model"][name].to(self._device)
+            if name not in self._parameters:
+                tensor.copy_(value)
+                continue
+            parameter = self._parameters[name]
+            shape = getattr(parameter, "ds_shape", parameter.shape)
+            if shape != value.shape:
+                raise ValueError(f"{name}: checkpoint has {tuple(value.shape)}, model {tuple(shape)}")
+            with self._package.zero.GatheredParameters([parameter], modifier_rank=0), torch.no_grad():
+                parameter.copy_(value)
+            self._write(parameter, value, "")
+            for key in MOMENTS:
+                if state["optimizer"] and f"{name}/{key}" not in state["optimizer"]:
+                    raise ValueError(f"{name}: the checkpoint has no optimizer state for it")
+                moment = state["optimizer"].get(f"{name}/{key}", torch.zeros(shape))
+                self._write(parameter, moment.to(self._device, value.dtype), key)
+        for values in self._optimizer.state.values():
+            values["step"].fill_(max(steps, default=0.0))
+
+    def _whole(self, parameter: nn.Parameter, key: str) -> Tensor:
+        """The weight (key "") or a moment of it, gathered. Collective."""
+        extra, what = ([key], "optimizer_state") if key else ([], "fp32_param")
+        whole: Tensor = getattr(self._package.utils, f"safe_get_full_{what}")(parameter, *extra)
+        return whole.detach()
+
+    def _write(self, parameter: Any, whole: Tensor, key: str) -> None:
+        """This rank's part of the weight that the optimizer has (key ""), or of a moment."""
+        extra, what = ([key], "optimizer_state") if key else ([], "fp32_param")
+        if self._stage == 3:  # its safe_set_full_* fail where the number of ranks does not divide a tensor
+            size = parameter.ds_tensor.numel()
+            padded = F.pad(whole.flatten(), (0, size * self.dp_size - whole.numel()))
+            part = padded[self.dp_rank * size :][:size]
+            getattr(self._package.utils, f"safe_set_local_{what}")(parameter, part, *extra)
+        else:
+            getattr(self._package.utils, f"safe_set_full_{what}")(parameter, whole, *extra)
+
+
+def settings(config: Config, precision: str) -> dict[str, Any]:
+    """DeepSpeed's configuration: what we set, its defaults for the rest."""
+    return {
+        "train_micro_batch_size_per_gpu": config.batch.micro_size,
+        "gradient_accumulation_steps": 1,  # the loop counts them, and a ramp changes their number
+        "gradient_clipping": config.optim.clip,
+        "zero_optimization": {"stage": config.parallel.zero_stage, "reduce_bucket_size": BUCKET_ELEMENTS},
+        "fp16": {"enabled": False},
+        "bf16": {"enabled": False},  # would be bf16 parameters
+        # on a GPU its forward switches off the autocast around it, so it must enter the same one itself
+        "torch_autocast": {
+            "enabled": precision == "bf16",
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],  # the gradients of those would be reduced in bf16
+        },
+        "timers": {"throughput": {"enabled": False}},  # synchronises the device in every step
+    }

@@ -1,0 +1,104 @@
+"""FSDP2 (torch fully_shard): weights, gradients and optimizer state in parts, gathered block by block.
+
+The optimizer works on this rank's parts as plain tensors: all that needs whole tensors is a norm, and that
+is a sum over ranks.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from bert_dp.config import Config
+from bert_dp.parallel import MakeOptimizer, State
+from bert_dp.parallel.grid import Grid
+from bert_dp.parallel.state import read_state, write_state
+from bert_dp.parallel.stepping import clip_and_step, make_scaler
+from bert_dp.parallel.tensor import TensorParallel
+from bert_dp.world import World
+
+GATHER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Engine:
+    """See `bert_dp.parallel.Engine`."""
+
+    def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
+        parallel = config.parallel
+        self._grid = Grid(world, parallel.tensor, device, replicas=parallel.fsdp_replicas)
+        self.dp_rank, self.dp_size = self._grid.dp_rank, self._grid.dp_size
+        self._tensor = TensorParallel(self._grid)
+        # autocast would cast the gathered weights down anyway: gather them so; sum gradients wide
+        self._policy = MixedPrecisionPolicy(
+            param_dtype=GATHER_DTYPES.get(precision), reduce_dtype=torch.float32, cast_forward_inputs=False
+        ) if precision in GATHER_DTYPES else MixedPrecisionPolicy()  # fmt: skip
+        self._scaler = make_scaler(device, precision == "fp16")
+
+    def prepare(
+        self, model: nn.Module, make_optimizer: MakeOptimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self._tensor.shard(model)
+        options: dict[str, Any] = {"mesh": self._grid.data_mesh, "mp_policy": self._policy}
+        blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+        for block in blocks:
+            fully_shard(block, **options)
+        fully_shard(model, **options, reshard_after_forward=False)
+        assert isinstance(model, FSDPModule)
+        for module in (model, *blocks):
+            module.set_gradient_divide_factor(1.0)  # the loss is divided already: sum
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
+        self._model: Any = model
+        self._sharded: dict[str, Any] = dict(model.named_parameters())
+        self._local = {name: nn.Parameter(p.to_local().detach()) for name, p in self._sharded.items()}
+        named = list(self._local.items())
+        self._optimizer = make_optimizer(named)
+        self._sums = self._tensor.whole_sums(self._optimizer, named, self._grid.dp_group)
+        return model, self._optimizer
+
+    def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
+        self._model.set_requires_gradient_sync(last)
+        self._model.set_is_last_backward(last)
+        return nullcontext()
+
+    def backward(self, loss: Tensor) -> None:
+        scaled: Any = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled.backward()
+
+    def step(self, max_norm: float) -> Tensor:
+        for name, sharded in self._sharded.items():
+            self._local[name].grad = sharded.grad.to_local()
+            sharded.grad = None
+        norm = clip_and_step(self._optimizer, self._scaler, max_norm, self._sums)
+        self._optimizer.zero_grad(set_to_none=True)
+        return norm
+
+    def gather_state(self) -> State | None:
+        state = read_state(
+            self._model, self._optimizer, self._scaler, whole=self._whole, parameters=self._local
+        )
+        return state if self.dp_rank == 0 and self._grid.tp_rank == 0 else None
+
+    def scatter_state(self, state: State) -> None:
+        write_state(
+            self._model, self._optimizer, self._scaler, state, part=self._part,
+            optimizer_part=lambda name, whole: self._part(name, whole).to_local(), parameters=self._local,
+        )  # fmt: skip
+
+    def _whole(self, name: str, part: Tensor) -> Tensor:
+        like = self._sharded[name]
+        if not isinstance(part, DTensor):
+            part = DTensor.from_local(
+                part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+            )
+        return self._tensor.whole(name, part.full_tensor())
+
+    def _part(self, name: str, whole: Tensor) -> DTensor:
+        like = self._sharded[name]
+        part = self._tensor.part(name, whole).to(like.device)
+        return distribute_tensor(part, like.device_mesh, like.placements, src_data_rank=None)

@@ -1,0 +1,107 @@
+"""Canonical state to and from what a rank holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from bert_dp.parallel import State
+
+Convert = Callable[[str, Tensor], Tensor]
+"""(parameter name, tensor of that parameter's shape) -> whole from part, or part from whole."""
+
+
+def as_it_is(name: str, tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def read_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    *,
+    whole: Convert = as_it_is,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> State:
+    """Copies on the host; a tied tensor stands once, under its first name. Collective as far as `whole` is.
+
+    `parameters`: name -> the tensor that the optimizer knows; default: the model's own.
+    """
+    tensors = dict(model.state_dict())
+    state: State = {"model": _host((name, whole(name, t)) for name, t in tensors.items()), "optimizer": {}}
+    for name, parameter in (parameters or dict(model.named_parameters())).items():
+        values = optimizer.state.get(parameter, {})
+        state["optimizer"].update(
+            _host(
+                (f"{name}/{key}", whole(name, value) if value.shape == parameter.shape else value)
+                for key, value in values.items()
+            )
+        )
+    state["scaler"] = read_scaler(scaler)
+    return state
+
+
+def read_scaler(scaler: torch.amp.GradScaler | None) -> dict[str, Tensor]:
+    if scaler is None:
+        return {}
+    numbers = scaler.state_dict()
+    return {k: torch.tensor(float(v), dtype=torch.float64) for k, v in numbers.items() if k != "enabled"}
+
+
+def write_state(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    state: State,
+    *,
+    part: Convert = as_it_is,
+    optimizer_part: Convert | None = None,
+    parameters: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Load a canonical state in place; empty optimizer or scaler parts start those anew.
+
+    Raises ValueError naming a parameter that is missing or of another shape.
+    """
+    tensors = dict(model.state_dict())
+    if tensors.keys() != state["model"].keys():
+        differing = ", ".join(sorted(tensors.keys() ^ state["model"].keys()))
+        raise ValueError(f"checkpoint and model differ in: {differing}")
+    saved: dict[str, dict[str, Tensor]] = {}
+    for name_key, value in state["optimizer"].items():
+        name, _, key = name_key.rpartition("/")
+        saved.setdefault(name, {})[key] = value
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            value = part(name, state["model"][name])
+            if tensor.shape != value.shape:
+                raise ValueError(f"{name}: checkpoint has {tuple(value.shape)}, model {tuple(tensor.shape)}")
+            tensor.copy_(value)
+        for name, parameter in (parameters or dict(model.named_parameters())).items():
+            if state["optimizer"] and name not in saved:
+                raise ValueError(f"{name}: the checkpoint has no optimizer state for it")
+            optimizer.state[parameter] = {
+                key: _like(
+                    parameter, key, value if value.dim() == 0 else (optimizer_part or part)(name, value)
+                )
+                for key, value in saved.get(name, {}).items()
+            }
+    if scaler is not None:
+        write_scaler(scaler, state["scaler"])
+
+
+def write_scaler(scaler: torch.amp.GradScaler, saved: Mapping[str, Tensor]) -> None:
+    values = {**torch.amp.GradScaler("cpu").state_dict(), **{k: v.item() for k, v in saved.items()}}
+    values["growth_interval"] = int(values["growth_interval"])
+    values["_growth_tracker"] = int(values["_growth_tracker"])
+    scaler.load_state_dict(values)
+
+
+def _like(parameter: Tensor, key: str, value: Tensor) -> Tensor:
+    dtype = value.dtype if key == "step" else parameter.dtype
+    return value.to(parameter.device, dtype, copy=True).contiguous()
+
+
+def _host(items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in items}

@@ -1,0 +1,56 @@
+"""The end of a step, the same for every engine that steps itself: norm, clip, skip, update."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from bert_dp.parallel.grid import WholeSums
+
+
+def make_scaler(device: torch.device, fp16: bool) -> torch.amp.GradScaler | None:
+    return torch.amp.GradScaler(device.type) if fp16 else None
+
+
+def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def clip_and_step(
+    optimizer: torch.optim.Optimizer,
+    scaler: torch.amp.GradScaler | None,
+    max_norm: float,
+    whole_sums: WholeSums | None = None,
+    *,
+    norm_sums: WholeSums | None = None,
+) -> Tensor:
+    """One optimizer step on reduced gradients, without a host sync; returns the norm before clipping.
+
+    Clipping rides on the fused step's own division (`grad_scale`), so the gradients are read once, not twice.
+    A norm that is not finite skips the step through `found_inf`; the norm is of reduced gradients, so
+    all ranks skip together. Gradients stay for the caller to free.
+
+    `whole_sums` covers the ranks that hold parts of the optimizer's tensors (None = it holds them whole),
+    `norm_sums` those that hold the other tensors as well (None = the same).
+    """
+    if scaler is not None:
+        scaler.unscale_(optimizer)
+    gradients = [p.grad for p in optimizer_parameters(optimizer) if p.grad is not None]
+    whole_sums = whole_sums or WholeSums()
+    norm = (norm_sums or whole_sums).total(torch.stack(torch._foreach_norm(gradients)).square()).sqrt()
+    finite = norm.isfinite()
+    scale = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
+    scale = torch.where(finite, scale, torch.ones_like(scale))
+    if norm.dtype == torch.float64:  # the fused kernels take the divisor in float32 only
+        torch._foreach_div_(gradients, scale)
+        scale = torch.ones_like(scale)
+    found = (~finite).float()
+    optimizer.grad_scale = scale.float()  # type: ignore[attr-defined]
+    optimizer.found_inf = found  # type: ignore[attr-defined]
+    optimizer.whole_sums = whole_sums  # type: ignore[attr-defined]
+    optimizer.step()
+    if scaler is not None:
+        for local in scaler._found_inf_per_device(optimizer).values():
+            local.copy_(found)  # one rank's parts may be finite where another's are not
+        scaler.update()
+    return norm

@@ -1,0 +1,230 @@
+"""Tensor parallelism (Megatron-LM, arXiv 1909.08053): explicit layers on plain tensors, by a plan that the
+model gives as data.
+
+A column-parallel linear holds some outputs: its input gradient is summed over the ranks. A row-parallel
+linear holds some inputs: its output is. The vocabulary's rows are divided; logits are never gathered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bert_dp.parallel.grid import Grid, WholeSums
+from bert_dp.parallel.stepping import optimizer_parameters
+from bert_dp.products import Linear, linear, product
+
+Group = dist.ProcessGroup | None
+
+
+class Split(NamedTuple):
+    """`dim` is divided over the ranks, each of its `blocks` fused matrices for itself."""
+
+    dim: int
+    blocks: int = 1
+
+
+class TensorParallel:
+    """Divides a whole model over the ranks of `grid.tp_group`; with one rank it changes nothing."""
+
+    def __init__(self, grid: Grid):
+        self._group, self._rank, self._size = grid.tp_group, grid.tp_rank, grid.tp_size
+        self._plan: dict[str, Split] = {}
+
+    def shard(self, model: nn.Module) -> None:
+        """Keep this rank's part of every parameter in `model.tensor_plan()`, whole ones stay replicated."""
+        if self._size == 1:
+            return
+        plan: Mapping[str, tuple[int, int]] = model.tensor_plan()  # type: ignore[operator]
+        self._plan = {name: Split(*split) for name, split in plan.items()}
+        for name, split in self._plan.items():
+            path, _, leaf = name.rpartition(".")
+            module = model.get_submodule(path)
+            parameter = getattr(module, leaf)
+            parameter.data = self.part(name, parameter.data).clone()
+            if isinstance(module, nn.Linear) and leaf == "weight":
+                parent, _, child = path.rpartition(".")
+                parallel = (ColumnLinear, RowLinear)[split.dim](module, self._group)
+                setattr(model.get_submodule(parent), child, parallel)
+        model.vocabulary = ParallelVocabulary(self._group, self._rank)  # type: ignore[assignment]
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor with the whole shape of parameter `name`."""
+        split = self._plan.get(name)
+        if split is None:
+            return whole
+        blocks = whole.chunk(split.blocks, split.dim)
+        return torch.cat([block.chunk(self._size, split.dim)[self._rank] for block in blocks], split.dim)
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """The inverse of `part`. Collective over the ranks of a replica."""
+        split = self._plan.get(name)
+        if split is None:
+            return part
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(self._size)]
+        dist.all_gather(parts, part, group=self._group)
+        pieces = [p.chunk(split.blocks, split.dim) for p in parts]
+        ordered = [piece[block] for block in range(split.blocks) for piece in pieces]
+        return torch.cat(ordered, split.dim)
+
+    def whole_sums(
+        self, optimizer: torch.optim.Optimizer, named: list[tuple[str, Any]], *groups: Group
+    ) -> WholeSums:
+        """Sums for the optimizer's parameters over the ranks of a replica, a replicated tensor counted on
+        one, and over `groups`."""
+        if self._size == 1:
+            return WholeSums(None, groups)
+        names = {parameter: name for name, parameter in named}
+        ordered = optimizer_parameters(optimizer)
+        counts = [1.0 if self._rank == 0 or names[p] in self._plan else 0.0 for p in ordered]
+        return WholeSums(ordered[0].new_tensor(counts), (self._group, *groups))
+
+
+class ColumnLinear(Linear):
+    """[..., in] -> [..., out / ranks]; the input is the same on every rank."""
+
+    def __init__(self, linear: nn.Linear, group: Group):
+        nn.Module.__init__(self)
+        self.weight, self.bias, self._group = linear.weight, linear.bias, group
+        self._product = torch.compiler.disable(column_product)  # not at import: it loads the compiler
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self._product(x, self.weight, self._group)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class RowLinear(Linear):
+    """[..., in / ranks] -> [..., out], summed over the ranks; the bias is added once, after the sum."""
+
+    def __init__(self, linear: nn.Linear, group: Group):
+        nn.Module.__init__(self)
+        self.weight, self.bias, self._group = linear.weight, linear.bias, group
+        self._sum = torch.compiler.disable(sum_over_ranks)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self._sum(linear(x, self.weight), self._group)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+
+class ParallelVocabulary:
+    """The tied embedding and decoder and the loss, each rank with its rows of the vocabulary."""
+
+    def __init__(self, group: Group, rank: int):
+        self._group, self._rank = group, rank
+        self.logits = torch.compiler.disable(self.logits)  # type: ignore[method-assign]
+        self.loss = torch.compiler.disable(self.loss)  # type: ignore[method-assign]
+
+    def look_up(self, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
+        start = self._rank * weight_VH.shape[0]
+        out: tuple[Tensor, Tensor] = _LookUp.apply(ids_BS, weight_VH, start, self._group)
+        return out
+
+    def logits(self, x_PH: Tensor, weight_VH: Tensor) -> Tensor:
+        """[P, V / ranks]: this rank's columns."""
+        return column_product(x_PH, weight_VH, self._group)
+
+    def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
+        """Sum of the cross entropies over the whole vocabulary; negative labels count for nothing."""
+        wide = logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
+        start = self._rank * logits_PV.shape[1]
+        loss: Tensor = _CrossEntropy.apply(wide, labels_P, start, self._group)
+        return loss
+
+
+def column_product(x: Tensor, weight: Tensor, group: Group) -> Tensor:
+    """x @ weight.T, under autocast in its precision; the backward pass sums the input gradient over ranks."""
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        x, weight = x.to(dtype), weight.to(dtype)
+    out: Tensor = _ColumnProduct.apply(x, weight, group)
+    return out
+
+
+class _ColumnProduct(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        return product(x.flatten(0, -2), weight).view(*x.shape[:-1], weight.shape[0])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        grad_MN, x_MK = grad.flatten(0, -2), x.flatten(0, -2)
+        grad_x = product(grad_MN, weight.t())
+        work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
+        grad_weight = product(grad_MN.t(), x_MK.t())  # while the other gradient is on its way
+        assert work is not None
+        work.wait()
+        return grad_x.view(x.shape), grad_weight, None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        out = x.contiguous().clone()
+        dist.all_reduce(out, group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
+    out: Tensor = _SumOverRanks.apply(x, group)
+    return out
+
+
+class _LookUp(torch.autograd.Function):
+    """(weight[ids], weight) with one gradient for both uses of the matrix, as the model's own look-up."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, ids_BS: Tensor, weight_VH: Tensor, start: int, group: Group
+    ) -> tuple[Tensor, Tensor]:
+        foreign_BS = (ids_BS < start) | (ids_BS >= start + weight_VH.shape[0])
+        local_BS = (ids_BS - start).masked_fill(foreign_BS, 0)
+        ctx.save_for_backward(local_BS, foreign_BS)
+        out_BSH = F.embedding(local_BS, weight_VH).masked_fill_(foreign_BS[..., None], 0.0)
+        dist.all_reduce(out_BSH, group=group)
+        return out_BSH, weight_VH.view_as(weight_VH)
+
+    @staticmethod
+    def backward(ctx: Any, grad_BSH: Tensor, grad_VH: Tensor) -> tuple[None, Tensor, None, None]:
+        local_BS, foreign_BS = ctx.saved_tensors
+        grad_BSH = grad_BSH.masked_fill(foreign_BS[..., None], 0.0)
+        return None, grad_VH.index_put_((local_BS,), grad_BSH, accumulate=True), None, None
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Two reductions of P and 2 P numbers instead of a gather of P x V."""
+
+    @staticmethod
+    def forward(ctx: Any, logits_PV: Tensor, labels_P: Tensor, start: int, group: Group) -> Tensor:
+        top_P = logits_PV.max(dim=-1).values
+        dist.all_reduce(top_P, dist.ReduceOp.MAX, group=group)
+        shifted_PV = logits_PV - top_P[:, None]
+        mine_P = (labels_P >= start) & (labels_P < start + logits_PV.shape[1])
+        local_P = (labels_P - start).masked_fill(~mine_P, 0)
+        target_P = shifted_PV.gather(1, local_P[:, None])[:, 0].masked_fill(~mine_P, 0.0)
+        exp_PV = shifted_PV.exp_()
+        sums_2P = torch.stack([exp_PV.sum(-1), target_P])
+        dist.all_reduce(sums_2P, group=group)
+        counts_P = labels_P >= 0
+        ctx.save_for_backward(exp_PV, sums_2P[0], local_P, mine_P, counts_P)
+        return ((sums_2P[0].log() - sums_2P[1]) * counts_P).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        exp_PV, sum_P, local_P, mine_P, counts_P = ctx.saved_tensors
+        grad_PV = exp_PV / sum_P[:, None]
+        grad_PV.scatter_add_(1, local_P[:, None], -mine_P[:, None].to(grad_PV.dtype))
+        return grad_PV * (counts_P * grad)[:, None], None, None, None

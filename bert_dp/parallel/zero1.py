@@ -1,0 +1,189 @@
+"""ZeRO stage 1 (arXiv 1910.02054): every rank holds all weights, and optimizer state of some whole tensors.
+
+A gradient goes only to its owner, and the new weights come back from there: the bytes of one all-reduce.
+Tensors stay whole, so norms over a tensor (LAMB) and products with it (Muon) stay right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from bert_dp.config import Config, ConfigError
+from bert_dp.parallel import MakeOptimizer, State
+from bert_dp.parallel.grid import Grid
+from bert_dp.parallel.state import read_state, write_state
+from bert_dp.parallel.stepping import clip_and_step, make_scaler
+from bert_dp.parallel.tensor import TensorParallel
+from bert_dp.world import World
+
+MIB = 2**20
+DEFAULT_BUCKET_MIB = 25.0
+
+
+@dataclass
+class Bucket:
+    """Tensors of one owner: their weights lie in one buffer, their gradients in another."""
+
+    owner: int
+    names: list[str]
+    weights: Tensor
+    gradients: Tensor
+    missing: set[str] = field(default_factory=set)
+
+
+class Engine:
+    """See `bert_dp.parallel.Engine`."""
+
+    def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
+        self._grid = Grid(world, config.parallel.tensor, device)
+        self.dp_rank, self.dp_size = self._grid.dp_rank, self._grid.dp_size
+        self._tensor = TensorParallel(self._grid)
+        self._bucket_bytes = (config.parallel.bucket_mib or DEFAULT_BUCKET_MIB) * MIB
+        self._scaler = make_scaler(device, precision == "fp16")
+        self._last = True
+        self._works: list[Any] = []
+
+    def prepare(
+        self, model: nn.Module, make_optimizer: MakeOptimizer
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Raises ConfigError when there are more replicas than tensors."""
+        self._tensor.shard(model)
+        self._model = model
+        self._parameters = dict(model.named_parameters())
+        if len(self._parameters) < self.dp_size:
+            raise ConfigError([f"parallel.engine: zero1 shares out {len(self._parameters)} tensors, too few "
+                               f"for {self.dp_size} replicas; use ddp or fsdp"])  # fmt: skip
+        sizes = {name: p.numel() for name, p in self._parameters.items()}
+        self._owners = assign(sizes, self.dp_size)
+        self._buckets = self._make_buckets()
+        mine = [(name, p) for name, p in self._parameters.items() if self._owners[name] == self.dp_rank]
+        self._optimizer = make_optimizer(mine)
+        self._sums = self._tensor.whole_sums(self._optimizer, mine)
+        self._norm_sums = self._tensor.whole_sums(self._optimizer, mine, self._grid.dp_group)
+        return model, self._optimizer
+
+    def _make_buckets(self) -> list[Bucket]:
+        """In the order in which the backward pass completes them; every rank makes the same list."""
+        open_buckets: dict[int, list[str]] = {}
+        closed: list[list[str]] = []
+        for name in reversed(self._parameters):
+            owner, parameter = self._owners[name], self._parameters[name]
+            names = open_buckets.setdefault(owner, [])
+            names.append(name)
+            total = sum(self._parameters[n].numel() for n in names) * parameter.element_size()
+            if total >= self._bucket_bytes:
+                closed.append(open_buckets.pop(owner))
+        order = {name: i for i, name in enumerate(reversed(self._parameters))}
+        groups = sorted([*closed, *open_buckets.values()], key=lambda names: order[names[-1]])
+        return [self._make_bucket(names) for names in groups]
+
+    def _make_bucket(self, names: list[str]) -> Bucket:
+        parameters = [self._parameters[name] for name in names]
+        weights = torch.cat([p.detach().flatten() for p in parameters])
+        bucket = Bucket(self._owners[names[0]], names, weights, torch.zeros_like(weights), set(names))
+        offset = 0
+        for name, p in zip(names, parameters, strict=True):
+            end = offset + p.numel()
+            p.data = weights[offset:end].view_as(p)
+            p.grad = bucket.gradients[offset:end].view_as(p)
+            offset = end
+
+            def arrived(_: Tensor, name: str = name, bucket: Bucket = bucket) -> None:
+                if self._last:
+                    bucket.missing.discard(name)
+                    self._send_complete()
+
+            p.register_post_accumulate_grad_hook(arrived)
+        return bucket
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        self._last = last
+        yield
+
+    def backward(self, loss: Tensor) -> None:
+        scaled: Any = loss if self._scaler is None else self._scaler.scale(loss)
+        scaled.backward()
+
+    def _send_complete(self) -> None:
+        """Reduce complete buckets to their owners, always in the same order on every rank."""
+        while len(self._works) < len(self._buckets):
+            bucket = self._buckets[len(self._works)]
+            if bucket.missing:
+                return
+            self._works.append(
+                dist.reduce(
+                    bucket.gradients, group_dst=bucket.owner, group=self._grid.dp_group, async_op=True
+                )
+            )
+
+    def step(self, max_norm: float) -> Tensor:
+        for bucket in self._buckets:
+            bucket.missing.clear()  # a tensor without a gradient counts as zero
+        self._send_complete()
+        self._wait()
+        norm = clip_and_step(self._optimizer, self._scaler, max_norm, self._sums, norm_sums=self._norm_sums)
+        for bucket in self._buckets:
+            self._works.append(
+                dist.broadcast(
+                    bucket.weights, group_src=bucket.owner, group=self._grid.dp_group, async_op=True
+                )
+            )
+            bucket.gradients.zero_()
+            bucket.missing.update(bucket.names)
+        self._wait()
+        return norm
+
+    def _wait(self) -> None:
+        for work in self._works:
+            work.wait()
+        self._works.clear()
+
+    def gather_state(self) -> State | None:
+        """Every owner's state goes to all ranks, tensor by tensor, and stays on rank 0."""
+        mine = {name: p for name, p in self._parameters.items() if self._owners[name] == self.dp_rank}
+        state = read_state(
+            self._model, self._optimizer, self._scaler, whole=self._tensor.whole, parameters=mine
+        )
+        everyone: list[Any] = [None] * self.dp_size
+        facts = [(key, t.shape, t.dtype) for key, t in state["optimizer"].items()]
+        dist.all_gather_object(everyone, facts, group=self._grid.dp_group)
+        for owner, tensors in enumerate(everyone):
+            for key, shape, dtype in tensors:
+                device = next(iter(self._parameters.values())).device
+                value = torch.empty(shape, dtype=dtype, device=device)
+                if owner == self.dp_rank:
+                    value.copy_(state["optimizer"][key])
+                dist.broadcast(value, group_src=owner, group=self._grid.dp_group)
+                if self.dp_rank == 0:
+                    state["optimizer"][key] = value.cpu()
+        order = {name: i for i, name in enumerate(self._parameters)}
+        state["optimizer"] = dict(
+            sorted(state["optimizer"].items(), key=lambda item: order[item[0].rpartition("/")[0]])
+        )
+        return state if self.dp_rank == 0 and self._grid.tp_rank == 0 else None
+
+    def scatter_state(self, state: State) -> None:
+        mine = {name: p for name, p in self._parameters.items() if self._owners[name] == self.dp_rank}
+        write_state(
+            self._model, self._optimizer, self._scaler, state, part=self._tensor.part, parameters=mine
+        )
+
+
+def assign(sizes: dict[str, int], ranks: int) -> dict[str, int]:
+    """Owner of each tensor: the largest first, each to the rank with the least so far."""
+    load = [0] * ranks
+    owners = {}
+    for name in sorted(sizes, key=lambda name: -sizes[name]):
+        owner = load.index(min(load))
+        owners[name] = owner
+        load[owner] += sizes[name]
+    return owners

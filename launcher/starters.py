@@ -1,0 +1,109 @@
+"""The command and the environment by which torchrun, accelerate or deepspeed start the workers of one node.
+
+Each is told everything, so that no file of the user's or the machine's (accelerate's default configuration,
+deepspeed's hostfile) and no variable of a launcher around us changes what starts.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+from bert_dp.record import INIT_FILE, LAUNCHER_PID, LAUNCHER_START, LOG_DIR, start_ticks
+
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+WORKER = "bert_dp.worker"
+RENDEZVOUS = "bert-dp-file"  # ours, see rendezvous.py: torchrun's own listen on every interface
+# what a launcher around us may have left: torchrun's defaults (PET_*), and variables not all three set anew
+FOREIGN = ("PET_", "TORCHELASTIC_", "ACCELERATE_")
+FOREIGN_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
+
+
+def launcher_issues(launcher: str) -> list[str]:
+    """Why this launcher cannot start anything; one line each."""
+    if launcher not in LAUNCHERS:
+        return [f"--launcher: {launcher} is none of {', '.join(LAUNCHERS)}"]
+    if launcher != "torchrun" and importlib.util.find_spec(launcher) is None:
+        return [f"--launcher: {launcher} needs pip install 'bert-dp[{launcher}]'"]
+    return []
+
+
+def start_command(launcher: str, nproc: int, scratch: Path, worker: list[str]) -> list[str]:
+    """`worker`: the arguments of `python -m bert_dp.worker`."""
+    if launcher == "accelerate":
+        return _accelerate(nproc, scratch, worker)
+    if launcher == "deepspeed":
+        return _deepspeed(nproc, scratch, worker)
+    return [
+        sys.executable, "-m", "torch.distributed.run",
+        "--nnodes=1", f"--nproc-per-node={nproc}", f"--log-dir={scratch / 'torchrun'}",
+        f"--rdzv-backend={RENDEZVOUS}", f"--rdzv-endpoint={scratch / 'agent'}", "--rdzv-id=bert-dp",
+        "-m", WORKER, *worker,
+    ]  # fmt: skip
+
+
+def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
+    """accelerate launch runs torchrun inside itself.
+
+    A configuration file of ours displaces the user's ~/.cache/huggingface/accelerate/default_config.yaml.
+    MULTI_GPU is also how N ranks start on CPUs (its --cpu starts one) and, from a file, may have one rank. A
+    port in use would switch it to a rendezvous that listens on every interface; nothing is ever heard on port
+    1, and our rendezvous uses none.
+    """
+    settings = {
+        "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_machines": 1,
+        "machine_rank": 0, "num_processes": nproc, "gpu_ids": "all", "main_process_ip": "127.0.0.1",
+        "main_process_port": 1, "mixed_precision": "no", "use_cpu": False, "debug": False,
+    }  # fmt: skip
+    path = scratch / "accelerate.json"
+    path.write_text(json.dumps(settings))
+    return [
+        sys.executable, "-m", "accelerate.commands.launch", f"--config_file={path}",
+        f"--rdzv_backend={RENDEZVOUS}", f"--log_dir={scratch / 'torchrun'}", "--module", WORKER, *worker,
+    ]  # fmt: skip
+
+
+def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
+    """deepspeed's runner starts its node launcher, and that the workers.
+
+    It sets CUDA_VISIBLE_DEVICES to 0..N-1 whatever the user chose; `env` puts the user's choice back.
+    """
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    restore = ["-u", "CUDA_VISIBLE_DEVICES"] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
+    return [
+        sys.executable, "-m", "deepspeed.launcher.runner", f"--num_gpus={nproc}",
+        f"--hostfile={scratch / 'none'}", "--master_addr=127.0.0.1", "--no_local_rank", "--no_python",
+        "--log_level=warning", "env", *restore, sys.executable, "-u", "-m", WORKER, *worker,
+    ]  # fmt: skip
+
+
+def start_environment(
+    launcher: str, run_dir: Path, scratch: Path, nproc: int, *, on_gpu: bool, grace_s: float
+) -> dict[str, str]:
+    """The workers' environment: a file to meet in, loopback only, our life to follow, threads per rank."""
+    cores = len(os.sched_getaffinity(0))
+    kept = {
+        name: value for name, value in os.environ.items()
+        if not name.startswith(FOREIGN) and name not in FOREIGN_LOCAL_SIZE
+    }  # fmt: skip
+    environ = {
+        **kept,
+        INIT_FILE: str(scratch / "workers"),
+        "GLOO_SOCKET_IFNAME": "lo",
+        "NCCL_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(max(1, cores // nproc))),
+        "TORCHELASTIC_LOG_LEVEL": "WARNING",
+        # a batch system signals every process of a job: torchrun must not end a rank that still saves
+        "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_s)),
+        LAUNCHER_PID: str(os.getpid()),
+        LAUNCHER_START: start_ticks(os.getpid()),
+        LOG_DIR: str(run_dir / "logs"),
+    }
+    if launcher == "accelerate":  # it has no option for these two; torchrun takes their defaults from here
+        environ |= {"PET_RDZV_ENDPOINT": str(scratch / "agent"), "PET_RDZV_ID": "bert-dp"}
+    if launcher == "deepspeed" and not on_gpu:
+        environ["DS_ACCELERATOR"] = "cpu"
+    return environ

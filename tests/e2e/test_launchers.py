@@ -1,0 +1,277 @@
+"""torchrun, accelerate and deepspeed start the same ranks with the same behaviour; so does a shell."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bert_dp.config import dump_config, load_config
+from launcher.processes import Departure, first_cause
+from launcher.starters import LAUNCHERS, start_command, start_environment
+from launcher.training import shipped_configs
+from tests.e2e.cli import TINY, bert_dp, start, tiny
+from tests.e2e.test_train import lines, members, step_reached, wait_for
+from tests.shards import write_shards
+
+TOOLS = [
+    pytest.param(
+        name,
+        marks=pytest.mark.skipif(
+            name != "torchrun" and importlib.util.find_spec(name) is None, reason=f"{name} is not installed"
+        ),
+    )
+    for name in LAUNCHERS
+]
+EAGER = ("schedule.steps=100000", "compile=off")
+FAIL = """
+import os, sys
+if os.environ.get("RANK") == "1" and "bert_dp.worker" in sys.orig_argv:
+    from bert_dp import train
+    def dry_run(job):
+        raise ValueError("injected")
+    train.dry_run = dry_run
+"""
+NO_PACKAGE = """
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *a: None if name in ("accelerate", "deepspeed") else find(name, *a)
+"""
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+def with_site(folder: Path, code: str) -> str:
+    """PYTHONPATH with a module that every Python process runs at its start."""
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(code)
+    return os.pathsep.join([str(folder / "site"), os.environ.get("PYTHONPATH", str(Path.cwd()))])
+
+
+@contextlib.contextmanager
+def running(run_dir: Path, launcher: str, shards: Path) -> Iterator[subprocess.Popen[str]]:
+    """A long run that has reached its third step."""
+    options = ["--launcher", launcher, "--nproc", "2", "--run-dir", str(run_dir)]
+    process = start("train", "quickstart", *tiny(shards, *EAGER), *options)
+    try:
+        wait_for(lambda: step_reached(run_dir, 3)() or process.poll() is not None, seconds=150)
+        assert process.poll() is None, process.communicate()
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def rank(run_dir: Path, number: int) -> psutil.Process:
+    """A worker; no process between it and us has a rank."""
+    (found,) = [m for m in members(run_dir) if m.environ().get("RANK") == str(number)]
+    return found
+
+
+@pytest.mark.parametrize("launcher", TOOLS)
+def test_sigterm_checkpoints_only_loopback_listens_and_the_run_goes_on_to_its_end(
+    tmp_path: Path, shards: Path, launcher: str
+) -> None:
+    run_dir = tmp_path / "a run"
+    with running(run_dir, launcher, shards) as process:
+        sockets = [c for m in members(run_dir) for c in m.net_connections("inet") if c.status == "LISTEN"]
+        assert sockets, "gloo listens somewhere"
+        assert all(c.laddr.ip in ("127.0.0.1", "::1") for c in sockets), sockets
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=90)
+        assert process.returncode == 143, out + err
+    assert f"launcher: {launcher}" in out
+    assert not members(run_dir)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["signal"], summary["world_size"]) == ("stopped", signal.SIGTERM, 2)
+    assert (run_dir / summary["checkpoint"] / "manifest.json").is_file()
+    steps = summary["step"] + 2
+    more = bert_dp("train", "--run-dir", str(run_dir), "--launcher", launcher, "--nproc", "2",
+                   "--set", f"schedule.steps={steps}")  # fmt: skip
+    assert more.returncode == 0, more.stdout + more.stderr
+    assert [line["step"] for line in lines(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "done"
+    assert json.loads((run_dir / "environment.json").read_text())["launcher"] == launcher
+    assert (run_dir / "logs" / "rank-1.log").exists()
+
+
+@pytest.mark.parametrize("launcher", TOOLS)
+def test_the_rank_that_fails_is_named_first(tmp_path: Path, shards: Path, launcher: str) -> None:
+    run_dir = tmp_path / "run"
+    failed = bert_dp("train", "quickstart", *tiny(shards, *EAGER), "--launcher", launcher, "--nproc", "2",
+                     "--run-dir", str(run_dir), PYTHONPATH=with_site(tmp_path, FAIL))  # fmt: skip
+    assert failed.returncode == 1, failed.stdout + failed.stderr
+    assert "failed: rank 1: ValueError: injected" in failed.stdout
+    assert "rank-1.log" in failed.stdout
+    assert not members(run_dir)
+
+
+@pytest.mark.parametrize("launcher", TOOLS[2:])  # torchrun's, which accelerate runs, is in test_train
+def test_a_killed_rank_is_named_first(tmp_path: Path, shards: Path, launcher: str) -> None:
+    run_dir = tmp_path / "run"
+    with running(run_dir, launcher, shards) as process:
+        rank(run_dir, 1).kill()
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 1, out + err
+    assert "failed: rank 1: killed by signal 9 (SIGKILL)" in out, out + err
+    assert not members(run_dir)
+
+
+@pytest.mark.parametrize("launcher", TOOLS)
+def test_sigkill_of_our_launcher_leaves_no_process(tmp_path: Path, shards: Path, launcher: str) -> None:
+    run_dir = tmp_path / "run"
+    with running(run_dir, launcher, shards) as process:
+        assert len(members(run_dir)) == (4 if launcher == "deepspeed" else 3)
+        process.kill()
+        process.wait()
+        wait_for(lambda: not members(run_dir), seconds=30)
+
+
+@pytest.mark.parametrize("launcher", TOOLS[2:])
+def test_a_stop_signal_to_the_tool_alone_checkpoints_too(tmp_path: Path, shards: Path, launcher: str) -> None:
+    """deepspeed's runner has no handler and dies of it at once."""
+    run_dir = tmp_path / "run"
+    with running(run_dir, launcher, shards) as process:
+        (runner,) = psutil.Process(process.pid).children()
+        runner.terminate()
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 143, out + err
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (run_dir / summary["checkpoint"] / "manifest.json").is_file()
+    wait_for(lambda: not members(run_dir), seconds=10)
+
+
+GONE = {"rank": 0, "time_ns": 50, "type": "RuntimeError", "message": "Connection closed by peer",
+        "where": "a.py:1", "bad_input": None}  # fmt: skip
+LATER = {**GONE, "message": "out of luck"}
+DEEPSPEED = "[ERROR] ['python', '-m', 'bert_dp.worker'] exits with return code = -11"
+
+
+@pytest.mark.parametrize(
+    ("error", "departures", "said", "message"),
+    [
+        (GONE, [Departure(0, 1, 52), Departure(1, -9, 51)], "", "rank 1: killed by signal 9 (SIGKILL)"),
+        (LATER, [Departure(1, -9, 40), Departure(0, 1, 52)], "", "rank 1: killed by signal 9 (SIGKILL)"),
+        (LATER, [Departure(1, -9, 60), Departure(0, 1, 52)], "", "rank 0: RuntimeError: out of luck"),
+        (GONE, [Departure(1, None, 51)], DEEPSPEED, "rank 1: killed by signal 11 (SIGSEGV)"),
+        (GONE, [Departure(1, None, 51)], "", "rank 1: ended and left no cause"),
+        (GONE, [Departure(1, 7, 51)], "", "rank 1: ended with exit code 7 and left no cause"),
+        (GONE, [Departure(1, 0, 51)], "", "rank 0: RuntimeError: Connection closed by peer"),
+    ],
+)
+def test_the_first_to_go_is_the_cause_unless_an_error_came_before(
+    tmp_path: Path, error: dict, departures: list[Departure], said: str, message: str
+) -> None:
+    (tmp_path / "rank-0.error.json").write_text(json.dumps(error))
+    failure = first_cause(tmp_path, said, departures)
+    assert failure is not None
+    assert f"rank {failure.rank}: {failure.message}" == message
+
+
+@pytest.mark.parametrize(
+    ("launcher", "line"),
+    [
+        ("mpirun", "--launcher: mpirun is none of torchrun, accelerate, deepspeed"),
+        ("accelerate", "--launcher: accelerate needs pip install 'bert-dp[accelerate]'"),
+        ("deepspeed", "--launcher: deepspeed needs pip install 'bert-dp[deepspeed]'"),
+    ],
+)
+def test_a_launcher_that_is_unknown_or_not_installed_is_refused(
+    tmp_path: Path, shards: Path, launcher: str, line: str
+) -> None:
+    options = ["--launcher", launcher, "--run-dir", str(tmp_path / "run")]
+    site = with_site(tmp_path, NO_PACKAGE)
+    done = bert_dp("train", "quickstart", *tiny(shards), *options, PYTHONPATH=site)
+    assert (done.returncode, done.stderr.strip()) == (2, f"error: {line}")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_surrounds_a_launcher_does_not_change_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables that torchrun or accelerate take defaults from, GPUs that deepspeed would choose anew."""
+    for name in ("PET_NNODES", "ACCELERATE_USE_FSDP", "TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "8")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    for launcher in LAUNCHERS:
+        environ = start_environment(launcher, tmp_path, tmp_path, 2, on_gpu=True, grace_s=9.0)
+        assert not {"PET_NNODES", "ACCELERATE_USE_FSDP", "TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE",
+                    "DS_ACCELERATOR"} & set(environ)  # fmt: skip
+        assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+    assert "CUDA_VISIBLE_DEVICES=2,3" in start_command("deepspeed", 2, tmp_path, ["config.yaml"])
+
+
+def bare(rank: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+
+
+def slurm(rank: int) -> dict[str, str]:
+    return {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": "2",
+            "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}  # fmt: skip
+
+
+def open_mpi(rank: int) -> dict[str, str]:
+    local = {"OMPI_COMM_WORLD_LOCAL_RANK": str(rank), "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    return {"OMPI_COMM_WORLD_RANK": str(rank), "OMPI_COMM_WORLD_SIZE": "2", **local}
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def write_config(folder: Path, shards: Path) -> Path:
+    folder.mkdir()
+    settings = [*TINY, f"data.path={shards}", "compile=off"]
+    path = folder / "config.yaml"
+    path.write_text(dump_config(load_config(shipped_configs() / "quickstart.yaml", settings)))
+    return path
+
+
+@pytest.mark.parametrize("scheme", [bare, slurm, open_mpi])
+def test_ranks_started_by_hand_train_to_the_end(
+    tmp_path: Path, shards: Path, scheme: Callable[[int], dict[str, str]]
+) -> None:
+    config = write_config(tmp_path / "run", shards)
+    meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "bert_dp.worker", str(config)], env={**os.environ, **meet, **scheme(rank)},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [process.communicate(timeout=240)[0] for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 2, 2)
+
+
+def test_ranks_started_by_hand_without_a_meeting_point_say_so(tmp_path: Path, shards: Path) -> None:
+    config = write_config(tmp_path / "run", shards)
+    environ = {k: v for k, v in os.environ.items() if not k.startswith("MASTER_")}
+    done = subprocess.run(
+        [sys.executable, "-m", "bert_dp.worker", str(config)], env={**environ, **slurm(1)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert "MASTER_ADDR and MASTER_PORT" in done.stderr
+    assert "Traceback" not in done.stderr

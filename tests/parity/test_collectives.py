@@ -1,0 +1,160 @@
+"""What each engine sends in one step: every collective with its size, and nothing else (gloo, counted)."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from bert_dp.config import load_config
+from bert_dp.model import build_model
+from bert_dp.parallel.zero1 import assign
+from tests.parity.runs import settings, write_run
+from tests.ranks import run_ranks
+from tests.shards import write_shards
+
+Counts = collections.Counter[tuple[str, int]]
+"""(operation, elements) -> number in one optimizer step, on rank 0."""
+CELLS = (
+    ("ddp", 2, 1), ("zero1", 2, 1), ("fsdp", 2, 1), ("ddp", 2, 2), ("ddp", 4, 2), ("zero1", 4, 2),
+    ("fsdp", 4, 2),
+)  # fmt: skip
+OPTIMIZERS = ("adamw", "lamb")
+ACCUMULATION, LAYERS, MICRO, LENGTH, HIDDEN, PREDICTED = 2, 2, 2, 16, 32, 4
+CONTROL = ("all_reduce", 2)  # elapsed time and stop signal, one step ahead
+
+
+def count_step(run_dir: str) -> None:
+    """Train; write what the ranks sent between the start of one step and the start of the next."""
+    from bert_dp import train
+
+    plain, number = train.train_step, itertools.count(-1)
+    profiler = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+
+    def watched(*arguments: Any, **options: Any) -> Any:
+        step = next(number)
+        if step == 3:
+            profiler.start()
+        if step == 4:
+            profiler.stop()
+            events = [e for e in profiler.events() or [] if e.name.startswith("gloo:")]
+            found = [(e.name[5:], int(torch.tensor(e.input_shapes[0]).prod())) for e in events]
+            (Path(run_dir) / f"sent-{os.environ['RANK']}.json").write_text(json.dumps(found))
+        return plain(*arguments, **options)
+
+    train.train_step = watched
+    try:
+        from tests.parity.runs import _train_all
+
+        _train_all([run_dir], {})
+    finally:
+        train.train_step = plain
+
+
+def count_all(run_dirs: list[str]) -> None:
+    store = os.environ["BERT_DP_INIT_FILE"]
+    for number, run_dir in enumerate(run_dirs):
+        os.environ["BERT_DP_INIT_FILE"] = f"{store}-run{number}"
+        count_step(run_dir)
+
+
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, int, str], Counts]:
+    root = tmp_path_factory.mktemp("collectives")
+    shards = write_shards(root / "shards")
+    runs: dict[int, dict[tuple[str, int, int, str], Path]] = {2: {}, 4: {}}
+    for (engine, ranks, tensor), optimizer in itertools.product(CELLS, OPTIMIZERS):
+        dp = ranks // tensor
+        config = settings(
+            shards, schedule={"steps": 6}, optim={"name": optimizer}, log={"every_steps": 100},
+            parallel={"engine": engine, "tensor": tensor},
+            batch={"global_size": MICRO * ACCUMULATION * dp, "micro_size": MICRO},
+        )  # fmt: skip
+        run_dir = write_run(root / f"{engine}-{ranks}-{tensor}-{optimizer}", config)
+        runs[ranks][engine, ranks, tensor, optimizer] = run_dir
+    for ranks, group in runs.items():
+        run_ranks(ranks, count_all, [str(d) for d in group.values()])
+    return {
+        key: collections.Counter(tuple(pair) for pair in json.loads((run_dir / "sent-0.json").read_text()))
+        for group in runs.values()
+        for key, run_dir in group.items()
+    }
+
+
+def expected(engine: str, ranks: int, tensor: int, optimizer: str, run_dir: Path) -> Counts:
+    """The list. A block: two sums forward and two backward. The vocabulary: the embedding's sum, the
+    decoder's input gradient, two of the loss. Once a step: gradients, a norm, LAMB's norms."""
+    config = load_config(run_dir / "config.yaml")
+    model = build_model(config.model, LENGTH, 0)
+    plan = model.tensor_plan()
+    shapes = {name: list(p.shape) for name, p in model.named_parameters()}
+    if tensor > 1:
+        for name, (dim, _) in plan.items():
+            shapes[name][dim] //= tensor
+    mine = {name: math.prod(shape) for name, shape in shapes.items()}
+    dp = ranks // tensor
+    counts: Counts = collections.Counter()
+    if tensor > 1:
+        activations, predicted = MICRO * LENGTH * HIDDEN, MICRO * PREDICTED
+        counts["all_reduce", activations] += ACCUMULATION * (4 * LAYERS + 1)
+        counts["all_reduce", predicted * HIDDEN] += ACCUMULATION
+        counts["all_reduce", predicted] += ACCUMULATION  # the greatest logit
+        counts["all_reduce", 2 * predicted] += ACCUMULATION  # the sum of exponentials, the label's logit
+        counts["all_reduce", 1] += 1  # squared norm
+        if optimizer == "lamb":
+            number = len(mine) if engine != "zero1" else num_owned(mine, dp)
+            counts["all_reduce", 2 * number] += 1
+    if engine == "ddp":
+        counts["all_reduce", sum(mine.values())] += 1  # one bucket, on the last micro batch alone
+    if engine == "zero1":
+        for owner in set(assign(mine, dp).values()):
+            size = sum(mine[name] for name, rank in assign(mine, dp).items() if rank == owner)
+            counts["reduce", size] += 1
+            counts["broadcast", size] += 1
+        counts["all_reduce", 1] += 1
+    if engine == "fsdp":
+        add_fsdp(counts, shapes, dp)
+        counts["all_reduce", 1] += 1
+        if optimizer == "lamb":
+            counts["all_reduce", 2 * len(mine)] += 1
+    return counts
+
+
+def num_owned(sizes: dict[str, int], dp: int) -> int:
+    return sum(rank == 0 for rank in assign(sizes, dp).values())
+
+
+def add_fsdp(counts: Counts, shapes: dict[str, list[int]], dp: int) -> None:
+    """The embedding's group is gathered once a micro batch, a block's for each pass; all are reduced once.
+
+    Parts are padded to equal rows. gloo has no reduce-scatter: torch makes it of an all-reduce.
+    """
+    groups: dict[str, int] = collections.defaultdict(int)
+    for name, (rows, *rest) in shapes.items():
+        block = ".".join(name.split(".")[:3]) if ".layers." in name else ""
+        groups[block] += -(-rows // dp) * math.prod(rest)
+    for block, part in groups.items():
+        counts["all_gather", part] += ACCUMULATION * (2 if block else 1)
+        counts["all_reduce", part * dp] += 1
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("engine", "ranks", "tensor"), CELLS)
+def test_a_step_sends_what_is_listed(
+    sent: dict[tuple[str, int, int, str], Counts], tmp_path: Path, engine: str, ranks: int, tensor: int,
+    optimizer: str,
+) -> None:  # fmt: skip
+    found = sent[engine, ranks, tensor, optimizer].copy()
+    assert found.pop(CONTROL, 0) <= 2  # it may straddle either end of the window
+    write_run(tmp_path, settings(tmp_path, optim={"name": optimizer}))
+    wanted = expected(engine, ranks, tensor, optimizer, tmp_path)
+    wanted.pop(CONTROL, None)
+    assert found == wanted

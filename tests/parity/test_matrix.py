@@ -1,0 +1,185 @@
+"""Promise 1 over the whole matrix: every engine, optimizer, number of ranks and tensor-parallel size."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from bert_dp.config import OptimConfig, ParallelConfig
+from tests.parity import matrix
+from tests.parity.matrix import Cell, Deviation
+from tests.parity.runs import metrics, settings, state, train_runs, write_run
+from tests.shards import write_shards
+
+
+def ci_cells() -> list[Cell]:
+    """Every engine x optimizer, every engine x (ranks, tensor), both precisions and accumulations."""
+    chosen = {}
+    for cell in matrix.cells():
+        if matrix.excuse(cell) is not None:
+            continue
+        chosen.setdefault((cell.engine, cell.optimizer), cell if cell.ranks == 2 else None)
+        if cell.ranks == 2 and cell.accumulation == 3 and cell.precision == "fp32":
+            chosen[cell.engine, cell.optimizer] = cell
+        exact = cell.precision == "fp64" or cell.engine.startswith("deepspeed")
+        if exact and cell.optimizer == "adamw" and cell.accumulation == (3 if cell.tensor > 1 else 1):
+            chosen[cell.engine, cell.ranks, cell.tensor] = cell
+        if cell.optimizer == "lamb" and cell.tensor == 2 and cell.ranks == 4 and cell.accumulation == 1:
+            chosen["lamb", cell.engine, cell.precision] = cell
+    return sorted({cell for cell in chosen.values() if cell is not None})
+
+
+CELLS = ci_cells()
+
+
+@pytest.fixture(scope="module")
+def deviations(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Deviation | str]:
+    return dict(matrix.run_cells(CELLS, tmp_path_factory.mktemp("matrix")))
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_cell(deviations: dict[Cell, Deviation | str], cell: Cell) -> None:
+    found = deviations[cell]
+    assert isinstance(found, Deviation), found
+    assert found.problems(cell) == []
+
+
+def test_no_cell_is_missing() -> None:
+    """Every engine and optimizer that the configuration knows is in the matrix, at each N and tensor size."""
+    engines = set(get_args(ParallelConfig.model_fields["engine"].annotation)) - {"auto", "single"}
+    assert {cell.engine.partition("-")[0] for cell in matrix.cells()} == engines
+    assert {c.optimizer for c in matrix.cells()} == set(get_args(OptimConfig.model_fields["name"].annotation))
+    assert len(set(matrix.cells())) == 8 * 3 * 6 * 2 * 2
+    assert {c.engine for c in CELLS} == set(matrix.ENGINES)
+
+
+def test_refused_cells_are_those_that_cannot_be_right() -> None:
+    for cell in matrix.cells():
+        wrapped = cell.engine.startswith(("deepspeed", "accelerate"))
+        deepspeed = cell.engine.startswith("deepspeed")
+        wrong = (
+            (cell.tensor > 1 and (wrapped or cell.optimizer == "muon"))
+            or (cell.optimizer == "muon" and (deepspeed or cell.engine == "fsdp"))
+            or (cell.optimizer == "lamb" and deepspeed and cell.engine != "deepspeed-0")
+            or (deepspeed and cell.precision == "fp64")
+        )
+        assert (cell.refusal() is not None) == wrong, (cell, cell.refusal())
+
+
+def test_a_checkpoint_of_any_engine_goes_on_in_any_other(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards")
+    chain = (
+        ("zero1", 2, 1), ("fsdp", 4, 2), ("ddp", 2, 2), ("fsdp", 2, 1), ("zero1", 4, 2), ("single", 1, 1),
+        ("ddp", 4, 1), ("zero1", 4, 1),
+    )  # fmt: skip
+    common = {"precision": "fp64", "optim": {"name": "lamb", "lr": 1e-2}, "checkpoint": {"keep": 99}}
+    common |= {"batch": {"global_size": 8, "micro_size": 2}}
+
+    def config(steps: int, engine: str, tensor: int) -> dict:
+        parallel = {"engine": engine, "tensor": tensor}
+        return settings(shards, schedule={"steps": steps, "name": "constant"}, parallel=parallel, **common)
+
+    whole = write_run(tmp_path / "whole", config(4 * len(chain), "single", 1))
+    train_runs(1, [whole])
+    moving = tmp_path / "moving"
+    for number, (engine, ranks, tensor) in enumerate(chain):
+        write_run(moving, config(4 * (number + 1), engine, tensor))
+        train_runs(ranks, [moving])
+    lines = list(zip(metrics(whole), metrics(moving), strict=True))
+    assert len(lines) == 4 * len(chain)
+    for a, b in lines:
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-9), a["step"]
+    last = 4 * len(chain)
+    one, many = state(whole, last), state(moving, last)
+    assert one.keys() == many.keys()
+    assert all(one[name].shape == many[name].shape for name in one)
+    assert matrix.largest_relative_error(many, one) < 1e-9
+
+
+NAN_ENGINES = (("ddp", 2, 1), ("zero1", 2, 1), ("fsdp", 2, 1), ("ddp", 2, 2), ("zero1", 4, 2), ("fsdp", 4, 2))
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "lamb"])
+def test_a_nan_on_one_rank_skips_the_step_on_all(tmp_path: Path, optimizer: str) -> None:
+    """A poisoned step leaves no trace: the run equals one of which that step has learning rate 0."""
+    shards = write_shards(tmp_path / "shards")
+    for size in (2, 4):
+        runs = [
+            write_run(
+                tmp_path / f"{engine}-{ranks}-{tensor}",
+                settings(
+                    shards, precision="fp64", schedule={"steps": 6}, optim={"name": optimizer},
+                    parallel={"engine": engine, "tensor": tensor},
+                    checkpoint={"every_steps": 1, "keep": 99},
+                ),
+            )
+            for engine, ranks, tensor in NAN_ENGINES
+            if ranks == size
+        ]  # fmt: skip
+        train_runs(size, runs, poison=(size - 1, 3))
+        for run_dir in runs:
+            before, after, end = (state(run_dir, step) for step in (3, 4, 6))
+            assert all(before[name].equal(after[name]) for name in before), run_dir.name
+            assert not all(before[name].equal(end[name]) for name in before)
+            lines = metrics(run_dir)
+            assert [line["skipped_steps"] for line in lines] == [0, 0, 0, 1, 1, 1], run_dir.name
+
+
+OPTIONS: dict[str, tuple[int, dict[str, object], float]] = {
+    "ddp small buckets": (2, {"engine": "ddp", "bucket_mib": 0.01}, 1e-10),
+    "ddp static graph": (2, {"engine": "ddp", "static_graph": True}, 1e-10),
+    "ddp bf16 sent": (2, {"engine": "ddp", "reduce_dtype": "bf16"}, 2e-2),
+    "ddp fp16 sent": (2, {"engine": "ddp", "reduce_dtype": "fp16"}, 3e-3),
+    "zero1 small buckets": (2, {"engine": "zero1", "bucket_mib": 0.01}, 1e-10),
+    "accelerate small buckets": (2, {"engine": "accelerate", "bucket_mib": 0.01}, 1e-10),
+    "ddp recomputed": (2, {"engine": "ddp", "activation_checkpointing": True}, 1e-10),
+    "fsdp recomputed": (2, {"engine": "fsdp", "activation_checkpointing": True}, 1e-10),
+    "fsdp hybrid": (4, {"engine": "fsdp", "fsdp_replicas": 2}, 1e-10),
+    "fsdp hybrid in tensor": (4, {"engine": "fsdp", "fsdp_replicas": 2, "tensor": 2}, 1e-10),
+    "tensor recomputed": (4, {"engine": "ddp", "tensor": 4, "activation_checkpointing": True}, 1e-10),
+}
+"""name -> (ranks, parallel section, how far the loss may be from one process)."""
+
+
+@pytest.fixture(scope="module")
+def option_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("options")
+    shards = write_shards(root / "shards")
+    common = {"precision": "fp64", "schedule": {"steps": 10}, "optim": {"name": "lamb", "lr": 1e-2}}
+    common["model"] = {"num_heads": 4}
+    train_runs(1, [write_run(root / "single", settings(shards, **common))])
+    for size in (2, 4):
+        runs = [
+            write_run(root / name, settings(shards, parallel=parallel, **common))
+            for name, (ranks, parallel, _) in OPTIONS.items()
+            if ranks == size and (parallel["engine"] != "accelerate" or find_spec("accelerate"))
+        ]
+        train_runs(size, runs)
+    return root
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_option(option_runs: Path, name: str) -> None:
+    _, parallel, tolerance = OPTIONS[name]
+    if parallel["engine"] == "accelerate":
+        pytest.importorskip("accelerate")
+    lines = list(zip(metrics(option_runs / name), metrics(option_runs / "single"), strict=True))
+    assert len(lines) == 10
+    far = max(abs(a["loss"] - b["loss"]) for a, b in lines)
+    assert far < tolerance
+    if tolerance > 1e-10:  # 16 bits on the wire must show, or nothing narrow was sent
+        assert far > 1e-9
+
+
+@pytest.mark.parametrize("parallel", [{"engine": "ddp", "tensor": 2}, {"engine": "fsdp"}], ids=str)
+def test_a_compiled_run_is_the_eager_one(tmp_path: Path, parallel: dict[str, object]) -> None:
+    shards = write_shards(tmp_path / "shards")
+    common = {"schedule": {"steps": 5}, "parallel": parallel, "optim": {"name": "lamb", "lr": 1e-2}}
+    runs = [write_run(tmp_path / mode, settings(shards, compile=mode, **common)) for mode in ("on", "off")]
+    train_runs(2, runs)
+    for a, b in zip(metrics(runs[0]), metrics(runs[1]), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)

@@ -1,0 +1,264 @@
+"""Muon against a rule written through singular values, torch's Muon and AdamW, and an engine's contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bert_dp.config import OptimConfig, load_config
+from bert_dp.model import CrammedBert, is_decayed, is_matrix
+from bert_dp.muon import Muon, orthogonalize
+from bert_dp.optim import make_optimizer, set_lr
+
+MOMENTUM, BETAS, EPS, DECAY = 0.9, (0.8, 0.95), 1e-6, 0.1
+MATRICES = {"wide": (6, 17), "tall": (19, 5), "square": (8, 8)}
+REST = {"embedding": (12, 4), "norm": (9,)}  # the first with decay
+SHAPES = MATRICES | REST
+CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+
+
+def random_tensors(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        name: scale * torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in SHAPES.items()
+    }
+
+
+def parameters_of(weights: dict[str, Tensor]) -> dict[str, nn.Parameter]:
+    return {name: nn.Parameter(w.clone()) for name, w in weights.items()}
+
+
+def groups(parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": [parameters["embedding"]], "weight_decay": DECAY},
+        {"params": [parameters["norm"]], "weight_decay": 0.0},
+        {"params": [parameters[name] for name in MATRICES], "weight_decay": DECAY, "matrix": True},
+    ]
+
+
+def make_muon(parameters: dict[str, nn.Parameter]) -> Muon:
+    return Muon(groups(parameters), lr=0.0, momentum=MOMENTUM, betas=BETAS, eps=EPS)
+
+
+def take_step(
+    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], grads: dict[str, Tensor], lr: float
+) -> None:
+    set_lr(optimizer, lr)
+    for name, parameter in parameters.items():
+        parameter.grad = grads[name].to(parameter.dtype).clone()
+    optimizer.step()
+
+
+def rate(step: int) -> float:
+    return 0.01 * (1 + step % 4)
+
+
+def through_singular_values(matrix: np.ndarray) -> np.ndarray:
+    """What five Newton-Schulz steps do to a matrix: an odd polynomial, five times, of each singular value.
+
+    The coefficients are those of kellerjordan.github.io/posts/muon.
+    """
+    u, s, vt = np.linalg.svd(matrix, full_matrices=False)
+    s = s / np.sqrt((s**2).sum())
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return (u * s) @ vt
+
+
+@pytest.mark.parametrize("shape", [(5, 17), (17, 5), (9, 9), (1, 6), (6, 1)])
+def test_orthogonalize_moves_the_singular_values_alone(shape: tuple[int, int]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for scale in (1.0, 1e-3, 1e4):
+        out = orthogonalize(scale * matrix)
+        assert out.shape == shape
+        expected = through_singular_values(matrix.numpy())
+        np.testing.assert_allclose(out.numpy(), expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+        singular = torch.linalg.svdvals(out)
+        assert float(singular.min()) > 0.6
+        assert float(singular.max()) < 1.3
+
+
+def test_orthogonalize_of_nothing_is_nothing() -> None:
+    assert torch.equal(orthogonalize(torch.zeros(3, 4)), torch.zeros(3, 4))
+
+
+def test_ten_steps_are_the_rule_written_by_hand() -> None:
+    """buffer <- mu buffer + (1 - mu) g; the direction looks ahead by another step of it (Nesterov)."""
+    parameters = parameters_of(random_tensors(0, 0.02))
+    optimizer = make_muon(parameters)
+    weights = {name: parameters[name].detach().numpy().copy() for name in MATRICES}
+    start = {name: w.copy() for name, w in weights.items()}
+    buffers = {name: np.zeros_like(w) for name, w in weights.items()}
+    for step in range(10):
+        grads = random_tensors(step + 1, 10.0 ** (step % 3 - 2))
+        take_step(optimizer, parameters, grads, rate(step))
+        for name, w in weights.items():
+            g = grads[name].numpy()
+            buffers[name] = MOMENTUM * buffers[name] + (1 - MOMENTUM) * g
+            ahead = MOMENTUM * buffers[name] + (1 - MOMENTUM) * g
+            size = 0.2 * max(w.shape) ** 0.5
+            kept = (1 - rate(step) * DECAY) * w
+            weights[name] = kept - rate(step) * size * through_singular_values(ahead)
+            actual = parameters[name].detach().numpy()
+            error = np.abs(actual - weights[name]).max() / np.abs(weights[name]).max()
+            assert error < 1e-12, (step, name, error)
+            np.testing.assert_allclose(
+                optimizer.state[parameters[name]]["momentum_buffer"].numpy(), buffers[name], rtol=1e-12,
+                atol=1e-15,
+            )  # fmt: skip
+    for name, w in weights.items():
+        assert np.linalg.norm(w - start[name]) > np.linalg.norm(start[name])  # far beyond the tolerance
+
+
+def test_the_update_of_a_matrix_is_as_large_as_adamws() -> None:
+    """RMS about 0.2 for any shape of full rank (arXiv 2502.16982): one learning rate serves all."""
+    for shape in ((64, 64), (32, 96), (96, 32)):
+        parameter = nn.Parameter(torch.zeros(shape))
+        optimizer = Muon(
+            [{"params": [parameter], "matrix": True}], lr=1.0, momentum=0.95, betas=BETAS, eps=EPS
+        )
+        parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        optimizer.step()
+        assert 0.15 < float(parameter.detach().square().mean().sqrt()) < 0.25, shape
+
+
+def test_it_is_nearly_torchs_muon() -> None:
+    """Theirs multiplies in bf16, 8 bits, and small singular values grow: one or two percent."""
+    ours = {n: p for n, p in parameters_of(random_tensors(0, 0.02)).items() if n in MATRICES}
+    ours = {name: nn.Parameter(p.detach().float()) for name, p in ours.items()}
+    theirs = {name: nn.Parameter(p.detach().clone()) for name, p in ours.items()}
+    own = Muon(
+        [{"params": list(ours.values()), "weight_decay": DECAY, "matrix": True}], lr=0.0, momentum=MOMENTUM,
+        betas=BETAS, eps=EPS,
+    )  # fmt: skip
+    torchs = torch.optim.Muon(
+        list(theirs.values()), lr=0.0, weight_decay=DECAY, momentum=MOMENTUM, nesterov=True,
+        adjust_lr_fn="match_rms_adamw",
+    )  # fmt: skip
+    for step in range(8):
+        grads = random_tensors(step + 1)
+        before = {name: (ours[name].detach().clone(), theirs[name].detach().clone()) for name in ours}
+        take_step(own, ours, grads, rate(step))
+        take_step(torchs, theirs, grads, rate(step))
+        for name, (a, b) in before.items():
+            moved, expected = ours[name].detach() - a, theirs[name].detach() - b
+            assert float((moved - expected).norm() / expected.norm()) < 5e-2, (step, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_the_rest_is_torchs_fused_adamw_bit_for_bit(dtype: torch.dtype) -> None:
+    start = {name: w.to(dtype) for name, w in random_tensors(0, 0.02).items()}
+    ours = parameters_of(start)
+    theirs = {name: nn.Parameter(start[name].clone()) for name in REST}
+    own = make_muon(ours)
+    adamw = torch.optim.AdamW(
+        [{"params": [theirs["embedding"]], "weight_decay": DECAY},
+         {"params": [theirs["norm"]], "weight_decay": 0.0}], lr=0.0, betas=BETAS, eps=EPS, fused=True,
+    )  # fmt: skip
+    for step in range(6):
+        grads = random_tensors(step + 1)
+        for optimizer in (own, adamw):
+            optimizer.grad_scale = torch.tensor(2.5 if step == 2 else 1.0)  # type: ignore[attr-defined]
+            optimizer.found_inf = torch.tensor(float(step == 3))  # type: ignore[attr-defined]
+        take_step(own, ours, grads, rate(step))
+        take_step(adamw, theirs, grads, rate(step))
+        for name, parameter in theirs.items():
+            assert torch.equal(ours[name], parameter), (step, name)
+            for key, value in adamw.state[parameter].items():
+                assert torch.equal(own.state[ours[name]][key], value), (step, name, key)
+        assert own.state[ours["norm"]].keys() == adamw.state[theirs["norm"]].keys()
+
+
+def snapshot(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> dict[str, bytes]:
+    out = {name: p.detach().numpy().tobytes() for name, p in parameters.items()}
+    for name, parameter in parameters.items():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            out[f"{name}/{key}"] = value.numpy().tobytes()
+    return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("skipped", [0, 3])
+def test_a_skipped_step_leaves_everything_bit_for_bit(skipped: int, dtype: torch.dtype) -> None:
+    start = {name: w.to(dtype) for name, w in random_tensors(0, 0.02).items()}
+    results = []
+    for with_bad_step in (True, False):
+        parameters = parameters_of(start)
+        optimizer = make_muon(parameters)
+        for step in range(6):
+            grads = random_tensors(step + 1)
+            if with_bad_step and step == skipped:
+                before = snapshot(optimizer, parameters)
+                optimizer.found_inf = torch.tensor(1.0)
+                bad = {name: g.clone() for name, g in grads.items()}
+                bad["wide"][0, 0], bad["tall"][1, 1], bad["norm"][0] = torch.nan, torch.inf, torch.nan
+                take_step(optimizer, parameters, bad, 0.5)
+                after = snapshot(optimizer, parameters)
+                assert {key: after[key] for key in before} == before
+                assert all(not any(after[key]) for key in after.keys() - before.keys())  # made as zeros
+            optimizer.found_inf = torch.tensor(0.0)
+            take_step(optimizer, parameters, grads, rate(step))
+        results.append(snapshot(optimizer, parameters))
+    assert results[0] == results[1]
+
+
+def test_gradients_are_divided_by_grad_scale() -> None:
+    """Seen in the momentum: the update itself has no memory of the gradient's size."""
+    results = []
+    for scale in (1.0, 8.0):
+        parameters = parameters_of(random_tensors(0, 0.02))
+        optimizer = make_muon(parameters)
+        optimizer.grad_scale = torch.tensor(scale)
+        for step in range(5):
+            grads = {name: g * scale for name, g in random_tensors(step + 1).items()}
+            take_step(optimizer, parameters, grads, rate(step))
+        results.append(snapshot(optimizer, parameters))
+    assert results[0] == results[1]  # a power of two rounds nothing
+
+
+def test_parameters_without_a_gradient_stay_as_they_are() -> None:
+    parameters = parameters_of(random_tensors(0, 0.02))
+    optimizer = make_muon(parameters)
+    set_lr(optimizer, 0.1)
+    optimizer.step()
+    for name in ("wide", "norm"):
+        parameters[name].grad = random_tensors(1)[name]
+    optimizer.step()
+    start = random_tensors(0, 0.02)
+    moved = {name for name, p in parameters.items() if not torch.equal(p, start[name])}
+    assert moved == {"wide", "norm"}
+    assert set(optimizer.state) == {parameters["wide"], parameters["norm"]}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
+def test_muon_gets_the_linear_weights_of_the_blocks(path: Path) -> None:
+    config = load_config(path, ["model.num_layers=2"])
+    with torch.device("meta"):
+        model = CrammedBert(config.model, config.data.sequence_length)
+    linears = {
+        f"model.layers.{name}.weight"
+        for name, module in model.model.layers.named_modules()
+        if isinstance(module, nn.Linear)
+    }
+    assert len(linears) == 2 * 4
+    named = dict(model.named_parameters())
+    assert {name for name in named if is_matrix(name)} == linears
+    settings = OptimConfig(name="muon", momentum=0.75, weight_decay=0.25, beta1=0.8, beta2=0.95, eps=1e-3)
+    optimizer = make_optimizer(settings, named.items(), is_decayed, is_matrix)
+    assert isinstance(optimizer, Muon)
+    plain, bare, matrices = optimizer.param_groups
+    names = {parameter: name for name, parameter in named.items()}
+    assert [g["matrix"] for g in optimizer.param_groups] == [False, False, True]
+    assert [g["weight_decay"] for g in optimizer.param_groups] == [0.25, 0.0, 0.25]
+    assert {names[p] for p in matrices["params"]} == linears
+    assert {names[p] for p in bare["params"]} == {n for n in named if not is_decayed(n)}
+    assert {names[p] for p in plain["params"]} == {n for n in named if is_decayed(n)} - linears
+    assert all(
+        (g["momentum"], g["betas"], g["eps"]) == (0.75, (0.8, 0.95), 1e-3) for g in optimizer.param_groups
+    )

@@ -1,0 +1,216 @@
+"""The learning rate rules: published values, the equation that a run prints, and what is refused."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bert_dp.config import Config, ConfigError, load_config, no_effect, peak_lr
+from bert_dp.config.rates import UNTUNED_WARMUP_STEPS
+from bert_dp.model import build_model
+from bert_dp.optim import lr_factor
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TINY = {"vocab_size": 32, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 8}
+
+
+def make(*overrides: str) -> Config:
+    return load_config(None, ["data.sources=[builtin]", "schedule.steps=10", *overrides])
+
+
+def issues(*overrides: str) -> tuple[str, ...]:
+    with pytest.raises(ConfigError) as caught:
+        make(*overrides)
+    return caught.value.issues
+
+
+def value_of(equation: str) -> float:
+    """What the printed equation `X = A [x] [sqrt](B / C)...` amounts to; its own X stands before the sign."""
+    told, _, right = equation.partition(" = ")
+    match = re.match(r"([\d.e+-]+) (?:x )?(sqrt)?\((\d+) / (\d+)\)", right)
+    assert match is not None, equation
+    base, root, above, below = match.groups()
+    ratio = int(above) / int(below)
+    value = float(base) * (ratio**0.5 if root else ratio)
+    assert float(told) == pytest.approx(value, rel=1e-3)
+    return value
+
+
+# --- LAMB's untuned rule (arXiv 1904.00962, the table of batches 512 to 32K)
+
+
+@pytest.mark.parametrize(
+    ("batch", "lr"),
+    [
+        (512, 5 / (2**3.0 * 1e3)),
+        (1024, 5 / (2**2.5 * 1e3)),
+        (2048, 5 / (2**2.0 * 1e3)),
+        (4096, 5 / (2**1.5 * 1e3)),
+        (8192, 5 / (2**1.0 * 1e3)),
+        (16384, 5 / (2**0.5 * 1e3)),
+        (32768, 5 / (2**0.0 * 1e3)),
+    ],
+)
+def test_untuned_lamb_has_the_published_rates(batch: int, lr: float) -> None:
+    peak = peak_lr(make("optim.name=lamb", "optim.lr=auto", f"batch.global_size={batch}"))
+    assert peak.value == pytest.approx(lr, rel=1e-12)
+    assert value_of(peak.equation) == pytest.approx(lr, rel=1e-12)
+    assert "untuned LAMB" in peak.equation
+    assert "3,125 steps" in peak.equation
+
+
+@pytest.mark.parametrize(
+    ("steps", "ratio"),
+    [(1_000_000, 1 / 320), (500_000, 1 / 160), (250_000, 1 / 80), (125_000, 1 / 40), (62_500, 1 / 20),
+     (31_250, 1 / 10), (15_625, 1 / 5)],
+)  # fmt: skip
+def test_the_published_warm_ups_are_the_same_number_of_steps(steps: int, ratio: float) -> None:
+    assert steps * ratio == pytest.approx(UNTUNED_WARMUP_STEPS, rel=1e-12)
+
+
+# --- scaling from a tuned rate
+
+
+@pytest.mark.parametrize(
+    ("rule", "batch", "value"),
+    [("none", 4096, 1e-3), ("sqrt", 1024, 1e-3), ("sqrt", 4096, 2e-3), ("sqrt", 256, 5e-4),
+     ("linear", 1024, 1e-3), ("linear", 4096, 4e-3), ("linear", 256, 2.5e-4)],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
+def test_scaling_from_the_batch_it_was_tuned_at(name: str, rule: str, batch: int, value: float) -> None:
+    config = make(
+        f"optim.name={name}", "optim.lr=1e-3", "optim.lr_batch=1024", f"optim.lr_scaling={rule}",
+        f"batch.global_size={batch}", "batch.micro_size=1",
+    )  # fmt: skip
+    peak = peak_lr(config)
+    assert peak.value == pytest.approx(value, rel=1e-12)
+    if rule == "none":
+        assert peak.equation == f"0.001 as given, for global batch {batch}"
+    else:
+        assert value_of(peak.equation) == pytest.approx(value, rel=1e-12)
+        assert ("sqrt" in peak.equation) == (rule == "sqrt")
+
+
+@settings(deadline=None)  # loading many configurations, on a busy machine
+@given(lr=st.floats(1e-6, 1.0), batch=st.integers(1, 10**6), factor=st.integers(1, 64))
+def test_four_times_the_batch_is_twice_the_rate(lr: float, batch: int, factor: int) -> None:
+    def value(rule: str, size: int) -> float:
+        return peak_lr(
+            make(f"optim.lr={lr}", f"optim.lr_batch={batch}", f"optim.lr_scaling={rule}",
+                 f"batch.global_size={size}")
+        ).value  # fmt: skip
+
+    for rule, power in (("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)):
+        assert value(rule, batch) == pytest.approx(lr, rel=1e-12)
+        assert value(rule, batch * factor) == pytest.approx(lr * factor**power, rel=1e-12)
+
+
+def test_without_a_rule_the_rate_is_the_one_given() -> None:
+    peak = peak_lr(make("optim.lr=3e-4", "batch.global_size=64"))
+    assert peak == (3e-4, "0.0003 as given, for global batch 64")
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_auto_is_lambs_alone(name: str) -> None:
+    (line,) = issues("optim.lr=auto", f"optim.name={name}")
+    assert line.startswith("optim: lr: auto is LAMB's untuned rule; give a number for ")
+    assert name in line
+
+
+@pytest.mark.parametrize("rule", ["sqrt", "linear"])
+def test_auto_is_not_scaled_again(rule: str) -> None:
+    (line,) = issues("optim.name=lamb", "optim.lr=auto", "optim.lr_batch=512", f"optim.lr_scaling={rule}")
+    assert line.startswith(f"optim: lr: auto follows the batch already; lr_scaling: {rule} must be none")
+
+
+@pytest.mark.parametrize("rule", ["sqrt", "linear"])
+def test_scaling_needs_the_batch_it_starts_from(rule: str) -> None:
+    (line,) = issues(f"optim.lr_scaling={rule}")
+    assert line.startswith(f"optim: lr_scaling: {rule} needs lr_batch, the global batch lr was tuned at")
+
+
+@pytest.mark.parametrize(
+    ("override", "setting"),
+    [
+        ("optim.lr=automatic", "optim.lr"),
+        ("optim.lr_scaling=cubic", "optim.lr_scaling"),
+        ("optim.lr_scaling=quadratic", "optim.lr_scaling"),
+        ("optim.lr_batch=0", "optim.lr_batch"),
+        ("optim.lr_batch=1.5", "optim.lr_batch"),
+        ("optim.momentum=1", "optim.momentum"),
+        ("optim.name=sgd", "optim.name"),
+    ],
+)
+def test_wrong_values_are_refused_with_their_path(override: str, setting: str) -> None:
+    (line,) = issues(override)
+    assert line.startswith(f"{setting}: ")
+
+
+def test_a_rate_that_scales_nothing_is_idle() -> None:
+    (line,) = no_effect(make("optim.lr_batch=512"))
+    assert line == "optim.lr_batch has no effect with optim.lr_scaling: none"
+    assert no_effect(make("optim.lr_batch=512", "optim.lr_scaling=sqrt")) == []
+
+
+# --- the shipped large-batch runs
+
+
+def peak_at(config: Config, step: int) -> float:
+    assert config.schedule.steps is not None
+    return peak_lr(config).value * lr_factor(config.schedule, step / config.schedule.steps)
+
+
+def test_lamb_32k_is_the_two_phase_run_of_the_rule() -> None:
+    first, second = (load_config(CONFIGS / f"{name}.yaml") for name in ("lamb-32k", "lamb-32k-phase2"))
+    assert (first.schedule.steps, second.schedule.steps) == (14_063, 1_562)
+    assert 14_063 + 1_562 == 15_625  # all steps of the table's 32K column
+    assert (first.data.sequence_length, second.data.sequence_length) == (128, 512)
+    assert first.batch.global_size == second.batch.global_size == 32_768
+    assert peak_lr(first).value == 5e-3
+    rates = [peak_at(first, step) for step in range(14_063)]
+    assert rates.index(max(rates)) == UNTUNED_WARMUP_STEPS
+    assert max(rates) == pytest.approx(5e-3, rel=1e-4)
+    # phase 2 starts where one linear decay over both phases has come to
+    assert peak_at(second, 0) == pytest.approx(5e-3 * 1_562 / (15_625 - 3_125), rel=1e-9)
+
+
+def test_nvidias_two_phases_are_as_published() -> None:
+    first, second = (load_config(CONFIGS / f"nvidia-64k-phase{phase}.yaml") for phase in (1, 2))
+    for config, numbers in (
+        (first, (65_536, 6e-3, 0.2843, 7_038, 128)),
+        (second, (32_768, 4e-3, 0.128, 1_563, 512)),
+    ):
+        batch, lr, warmup, steps, length = numbers
+        assert config.batch.global_size == batch
+        assert peak_lr(config).value == lr
+        assert (config.schedule.warmup_fraction, config.schedule.steps) == (warmup, steps)
+        assert config.data.sequence_length == length
+        optim = config.optim
+        assert (optim.weight_decay, optim.clip, optim.beta2, optim.eps) == (0.01, 1.0, 0.999, 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("lamb-32k", "lamb-32k-phase2"), ("nvidia-64k-phase1", "nvidia-64k-phase2")]
+)
+def test_the_second_phase_can_start_from_the_first(first: str, second: str) -> None:
+    """The same model and the same tokenizer, and no tensor whose shape follows the length of a sequence."""
+    one, two = (load_config(CONFIGS / f"{name}.yaml") for name in (first, second))
+    assert two.run.init_from == f"runs/{first}"
+    assert one.model == two.model
+    tiny = one.model.model_copy(update=TINY)
+    weights = build_model(tiny, 16, seed=0).state_dict()
+    build_model(tiny, 64, seed=1).load_state_dict(weights)
+    learned = tiny.model_copy(update={"position": "learned"})
+    with pytest.raises(RuntimeError, match="position_embeddings"):
+        build_model(learned, 64, seed=1).load_state_dict(build_model(learned, 16, seed=0).state_dict())
+    assert (one.data.sources, one.data.tokenizer, one.data.build) == (
+        two.data.sources, two.data.tokenizer, two.data.build,
+    )  # fmt: skip
+    assert one.run.seed == two.run.seed  # the same documents are held out

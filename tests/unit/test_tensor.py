@@ -1,0 +1,397 @@
+"""Tensor parallelism: a model divided over 2 and 4 ranks is the whole model.
+
+The ranks meet once and run every check; each becomes a test by its name. A check does all its collectives
+before it asserts, so that one that fails does not hold up the next.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from bert_dp.config import ModelConfig, OptimConfig
+from bert_dp.dist import connect, disconnect
+from bert_dp.model import (
+    IGNORE,
+    CrammedBert,
+    Vocabulary,
+    build_model,
+    checkpoint_activations,
+    is_decayed,
+    is_matrix,
+)
+from bert_dp.optim import make_optimizer, set_lr
+from bert_dp.parallel.grid import Grid
+from bert_dp.parallel.stepping import clip_and_step
+from bert_dp.parallel.tensor import ColumnLinear, ParallelVocabulary, RowLinear, TensorParallel
+from bert_dp.world import read_world
+from tests.ranks import run_ranks
+
+CPU = torch.device("cpu")
+SIZES = (2, 4)
+VOCABULARY, HIDDEN, HEADS, WIDTH, LENGTH = 24, 16, 4, 12, 8
+POSITIONS = ("scaled_sinusoidal", "rope", "learned")
+Check = Callable[[TensorParallel, Grid], None]
+Case = tuple[Tensor, Tensor, Tensor]
+Numbers = dict[str, Tensor]
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    f"{mlp}{'-bias' * bias}-{head}{'-dropout' * (dropout > 0)}": {
+        "mlp": mlp, "bias": bias, "head": head, "dropout": dropout, "position": POSITIONS[i % 3],
+        "norm": ("layernorm", "rmsnorm")[i // 3 % 2],
+    }
+    for i, (mlp, bias, head, dropout) in enumerate(
+        itertools.product(("geglu", "gelu"), (True, False), ("none", "dense"), (0.0, 0.1))
+    )
+}  # fmt: skip
+
+
+def small(**changes: Any) -> ModelConfig:
+    return ModelConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_layers=2, num_heads=HEADS, intermediate_size=WIDTH,
+        **changes,
+    )  # fmt: skip
+
+
+def make_model(dtype: torch.dtype = torch.float64, **changes: Any) -> CrammedBert:
+    """Weights large enough for every term to matter; the same ones at every call."""
+    model = build_model(small(**changes), LENGTH, seed=0).to(dtype)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            parameter.copy_(centre + 0.2 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def make_case() -> Case:
+    """Every token is read and every label predicted somewhere, and two labels count for nothing."""
+    generator = torch.Generator().manual_seed(2)
+    ids_BS = torch.randperm(5 * LENGTH, generator=generator).view(5, LENGTH) % VOCABULARY
+    labels_P = torch.cat([torch.arange(VOCABULARY), torch.full((2,), IGNORE)])
+    positions_P = torch.randperm(ids_BS.numel(), generator=generator)[: len(labels_P)]
+    return ids_BS, positions_P, labels_P
+
+
+def loss_and_gradients(model: CrammedBert, seed: int = 3) -> tuple[Tensor, Numbers]:
+    torch.manual_seed(seed)
+    model.zero_grad()
+    loss = model(*make_case())
+    loss.backward()
+    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_close(actual: Numbers, expected: Numbers, tolerance: float) -> None:
+    """Relative in the norm of each tensor."""
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.norm() > 0, f"{name}: the check is empty"
+        error = float((actual[name].double() - value.double()).norm() / value.double().norm())
+        assert error <= tolerance, f"{name}: relative difference {error:.1e}"
+
+
+def gathered(tensor: TensorParallel, parts: Numbers) -> Numbers:
+    return {name: tensor.whole(name, part) for name, part in parts.items()}
+
+
+# --- the checks, each on every rank
+
+
+def check_cross_entropy(tensor: TensorParallel, grid: Grid) -> None:
+    """Labels in every shard and on its borders; exp of the last rows overflows without the maximum."""
+    vocabulary = ParallelVocabulary(grid.tp_group, grid.tp_rank)
+    generator = torch.Generator().manual_seed(0)
+    labels_P = torch.cat([torch.arange(VOCABULARY), torch.tensor([IGNORE, 5, IGNORE, 17, 0, 23])])
+    whole_PV = 5 * torch.randn(len(labels_P), VOCABULARY, generator=generator, dtype=torch.float64)
+    whole_PV[-4:] *= 400
+    whole_PV.requires_grad_()
+    expected = F.cross_entropy(whole_PV, labels_P, ignore_index=IGNORE, reduction="sum")
+    (0.7 * expected).backward()
+    width = VOCABULARY // grid.tp_size
+    mine = slice(grid.tp_rank * width, (grid.tp_rank + 1) * width)
+    results = []
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        part_PV = whole_PV.detach()[:, mine].to(dtype).requires_grad_()
+        before = part_PV.detach().clone()
+        loss = vocabulary.loss(part_PV, labels_P)
+        (0.7 * loss).backward()
+        assert torch.equal(part_PV.detach(), before), "the logits changed"
+        assert part_PV.grad is not None
+        results.append((dtype, loss.detach(), part_PV.grad))
+    ignored_PV = whole_PV.detach()[:2, mine].clone().requires_grad_()
+    nothing = vocabulary.loss(ignored_PV, torch.full((2,), IGNORE))
+    nothing.backward()
+    assert whole_PV.grad is not None
+    for dtype, loss, grad in results:
+        rtol = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
+        assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+        torch.testing.assert_close(loss.double(), expected.detach(), rtol=rtol, atol=0)
+        rows = slice(None) if dtype == torch.float64 else slice(None, -4)  # large logits round too much
+        torch.testing.assert_close(
+            grad[rows].double(), whole_PV.grad[rows, mine], rtol=rtol, atol=rtol if rtol < 1e-2 else 0.1
+        )
+    assert nothing == 0
+    assert ignored_PV.grad is not None
+    assert not ignored_PV.grad.any()
+
+
+def check_look_up(tensor: TensorParallel, grid: Grid) -> None:
+    """Against an embedding and a second use of its matrix, as the decoder's."""
+    vocabulary = ParallelVocabulary(grid.tp_group, grid.tp_rank)
+    generator = torch.Generator().manual_seed(0)
+    ids_BS = torch.cat([torch.arange(VOCABULARY), torch.tensor([0, 0, 23, 7, 7, 7])]).view(5, 6)
+    whole_VH = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
+    factor_BSH = torch.randn(5, 6, HIDDEN, generator=generator, dtype=torch.float64)
+    factor_VH = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)
+    rows = VOCABULARY // grid.tp_size
+    mine = slice(grid.tp_rank * rows, (grid.tp_rank + 1) * rows)
+    part_VH = whole_VH[mine].clone().requires_grad_()
+    x_BSH, weight_VH = vocabulary.look_up(ids_BS, part_VH)
+    ((x_BSH * factor_BSH).sum() + (weight_VH * factor_VH[mine]).sum()).backward()
+    whole_VH.requires_grad_()
+    expected_BSH = F.embedding(ids_BS, whole_VH)
+    ((expected_BSH * factor_BSH).sum() + (whole_VH * factor_VH).sum()).backward()
+    assert torch.equal(x_BSH, expected_BSH)
+    assert torch.equal(weight_VH, part_VH)
+    assert whole_VH.grad is not None
+    torch.testing.assert_close(part_VH.grad, whole_VH.grad[mine], rtol=1e-12, atol=1e-12)
+
+
+def divided_names(model: CrammedBert, bias: bool) -> set[str]:
+    names = {"model.embeddings.tok_embeddings.weight"}
+    inner = ["attn.Wqkv.weight", "attn.Wo.weight", "mlp.Wi.weight", "mlp.Wo.weight"]
+    inner += ["attn.q_bias", "attn.v_bias", "mlp.Wi.bias"] * bias
+    return names | {f"model.layers.{i}.{n}" for i in range(len(model.model.layers)) for n in inner}
+
+
+def check_part_and_whole(tensor: TensorParallel, grid: Grid) -> None:
+    """Inverse of each other for every parameter of every variant; and each rank has what it should."""
+    found = []
+    for variant in VARIANTS.values():
+        model = make_model(**variant)
+        shapes = {name: p.shape for name, p in model.named_parameters()}
+        tensor.shard(model)
+        for name, p in model.named_parameters():
+            whole = torch.arange(shapes[name].numel(), dtype=torch.float64).view(shapes[name])
+            part = tensor.part(name, whole)
+            turned = part.t().contiguous().t() if part.dim() == 2 else part  # of other strides
+            found.append(
+                (variant, name, p, whole, part, tensor.whole(name, part), tensor.whole(name, turned))
+            )
+        divided = {name for name, p in model.named_parameters() if p.shape != shapes[name]}
+        assert divided == divided_names(model, variant["bias"])
+    rank, size = grid.tp_rank, grid.tp_size
+    width, rows = HIDDEN // size, VOCABULARY // size
+    columns = WIDTH // size
+    for variant, name, p, whole, part, again, turned in found:
+        assert torch.equal(again, whole), (variant, name)
+        assert torch.equal(turned, whole), (variant, name)
+        assert part.shape == p.shape, (variant, name)
+        assert p.is_contiguous(), (variant, name)
+        heads, middle = slice(rank * width, (rank + 1) * width), slice(rank * columns, (rank + 1) * columns)
+        if name.endswith("tok_embeddings.weight"):
+            expected = whole[rank * rows : (rank + 1) * rows]
+        elif name.endswith("Wqkv.weight"):  # its heads of the query, of the key, of the value
+            expected = whole.view(3, HIDDEN, HIDDEN)[:, heads].reshape(-1, HIDDEN)
+        elif name.endswith(("q_bias", "v_bias")):
+            expected = whole[heads]
+        elif name.endswith("attn.Wo.weight"):
+            expected = whole[:, heads]
+        elif ".mlp.Wi." in name:  # its columns of both halves of a geglu
+            halves = whole.view(-1, WIDTH, *whole.shape[1:])
+            expected = halves[:, middle].reshape(-1, *whole.shape[1:])
+        elif name.endswith("mlp.Wo.weight"):
+            expected = whole[:, middle]
+        else:
+            expected = whole
+        assert torch.equal(part, expected), (variant, name)
+
+
+def check_model(variant: dict[str, Any], tensor: TensorParallel, grid: Grid) -> None:
+    """Loss, gradients, logits, and the loss without dropout, of the divided and the whole model."""
+    results = []
+    for divide in (False, True):
+        model = make_model(**variant)
+        if divide:
+            tensor.shard(model)
+        loss, grads = loss_and_gradients(model)
+        with torch.no_grad():
+            evaluated = model.eval()(*make_case())
+            logits_PV = model(*make_case()[:2])
+        results.append((loss, grads, evaluated, logits_PV))
+    (loss, grads, evaluated, logits_PV), (own_loss, parts, own_evaluated, own_logits_PV) = results
+    wholes = gathered(tensor, parts)
+    torch.testing.assert_close(own_loss, loss, rtol=1e-10, atol=0)
+    torch.testing.assert_close(own_evaluated, evaluated, rtol=1e-10, atol=0)
+    assert (loss != evaluated) == (variant["dropout"] > 0)
+    assert_close(wholes, grads, 1e-10)
+    width = VOCABULARY // grid.tp_size
+    mine = logits_PV[:, grid.tp_rank * width : (grid.tp_rank + 1) * width]
+    torch.testing.assert_close(own_logits_PV, mine, rtol=1e-10, atol=1e-10)
+
+
+def output_dtypes(model: CrammedBert) -> dict[str, torch.dtype]:
+    """What comes out of every linear layer in a forward pass under bf16 autocast."""
+    dtypes: dict[str, torch.dtype] = {}
+    hooks = [
+        module.register_forward_hook(lambda _m, _x, out, name=name: dtypes.update({name: out.dtype}))
+        for name, module in model.named_modules() if isinstance(module, nn.Linear)
+    ]  # fmt: skip
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        model(*make_case())
+    for hook in hooks:
+        hook.remove()
+    return dtypes
+
+
+def check_autocast(variant: dict[str, Any], tensor: TensorParallel, grid: Grid) -> None:
+    results = []
+    for divide in (False, True):
+        model = make_model(torch.float32, **variant)
+        if divide:
+            tensor.shard(model)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss, grads = loss_and_gradients(model)
+        results.append((loss, grads, output_dtypes(model)))
+    (loss, grads, dtypes), (own_loss, parts, own_dtypes) = results
+    wholes = gathered(tensor, parts)
+    torch.testing.assert_close(own_loss, loss, rtol=2e-2, atol=0)
+    del grads["model.embeddings.position_scale"], wholes["model.embeddings.position_scale"]  # nearly cancels
+    assert_close(wholes, grads, 5e-2)
+    assert all(p.dtype == torch.float32 for p in wholes.values())
+    assert own_dtypes == dtypes, f"{own_dtypes} instead of {dtypes}"
+    assert set(dtypes.values()) == {torch.bfloat16}
+
+
+def check_checkpointing(dropout: float, tensor: TensorParallel, grid: Grid) -> None:
+    """A block that is computed again gives the same gradients bit for bit: also through its collectives."""
+    results = []
+    for again in (False, True):
+        model = make_model(bias=True, dropout=dropout)
+        if again:
+            checkpoint_activations(model)
+        tensor.shard(model)
+        results.append(loss_and_gradients(model))
+    (loss, grads), (own_loss, own_grads) = results
+    assert torch.equal(own_loss, loss)
+    assert own_grads.keys() == grads.keys()
+    for name, grad in grads.items():
+        assert torch.equal(own_grads[name], grad), name
+
+
+def check_lamb(tensor: TensorParallel, grid: Grid) -> None:
+    """Four clipped steps: norms over whole tensors, and the replicated ones counted once."""
+    results = []
+    for divide in (False, True):
+        model = make_model(bias=True, head="dense")
+        if divide:
+            tensor.shard(model)
+        named = list(model.named_parameters())
+        optimizer = make_optimizer(OptimConfig(name="lamb", eps=1e-6), named, is_decayed, is_matrix)
+        sums = tensor.whole_sums(optimizer, named) if divide else None
+        norms = []
+        for _ in range(4):
+            set_lr(optimizer, 0.05)
+            loss_and_gradients(model)
+            norms.append(clip_and_step(optimizer, None, 0.5, sums))
+        results.append((torch.stack(norms), {name: p.detach() for name, p in named}))
+    (norms, weights), (own_norms, parts) = results
+    wholes = gathered(tensor, parts)
+    torch.testing.assert_close(own_norms, norms, rtol=1e-10, atol=0)
+    assert norms.min() > 0.5
+    assert_close(wholes, weights, 1e-10)
+    start = dict(make_model(bias=True, head="dense").named_parameters())
+    assert all((weights[n] - p.detach()).norm() > 1e-3 * p.norm() for n, p in start.items())
+
+
+CHECKS: dict[str, Check] = {
+    "cross_entropy": check_cross_entropy,
+    "look_up": check_look_up,
+    "part_and_whole": check_part_and_whole,
+    **{f"model-{name}": functools.partial(check_model, variant) for name, variant in VARIANTS.items()},
+    "autocast-gelu-bias": functools.partial(
+        check_autocast, {"mlp": "gelu", "bias": True, "head": "dense"}
+    ),
+    "autocast-geglu": functools.partial(check_autocast, {}),
+    "checkpointing": functools.partial(check_checkpointing, 0.0),
+    "checkpointing-dropout": functools.partial(check_checkpointing, 0.1),
+    "lamb": check_lamb,
+}  # fmt: skip
+
+
+def run_checks(folder: str) -> None:
+    """In every rank: all checks, over pairs of ranks and over all four; writes what failed."""
+    world = read_world(os.environ)
+    connect(world, CPU)
+    told: dict[str, str] = {}
+    for size in SIZES:
+        grid = Grid(world, size, CPU)
+        for name, check in CHECKS.items():
+            told[f"{name}/{size}"] = ""
+            try:
+                check(TensorParallel(grid), grid)
+            except AssertionError:
+                told[f"{name}/{size}"] = traceback.format_exc(limit=-3)
+    (Path(folder) / f"{world.rank}.json").write_text(json.dumps(told))
+    disconnect()
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    folder = tmp_path_factory.mktemp("tensor")
+    run_ranks(4, run_checks, str(folder))
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", CHECKS)
+def test_ranks_agree_with_one(told: list[dict[str, str]], name: str, size: int) -> None:
+    for rank, results in enumerate(told):
+        assert not results[f"{name}/{size}"], f"rank {rank}:\n{results[f'{name}/{size}']}"
+
+
+# --- without ranks
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("mlp", ["geglu", "gelu"])
+def test_activation_checkpointing_changes_no_bit(mlp: str, dropout: float) -> None:
+    plain, again = (make_model(mlp=mlp, dropout=dropout) for _ in range(2))
+    checkpoint_activations(again)
+    calls: list[int] = []
+    again.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    loss, grads = loss_and_gradients(plain)
+    own_loss, own_grads = loss_and_gradients(again)
+    assert len(calls) == 2, "the block is computed twice"
+    assert torch.equal(own_loss, loss)
+    assert own_grads.keys() == grads.keys() == dict(plain.named_parameters()).keys()
+    for name, grad in grads.items():
+        assert torch.equal(own_grads[name], grad), name
+    other, _ = loss_and_gradients(plain, seed=4)
+    assert torch.equal(other, loss) == (dropout == 0)
+
+
+def test_a_replica_of_one_rank_stays_as_it_is() -> None:
+    model = make_model(bias=True)
+    before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
+    tensor = TensorParallel(SimpleNamespace(tp_group=None, tp_rank=0, tp_size=1))  # type: ignore[arg-type]
+    tensor.shard(model)
+    assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
+    assert type(model.vocabulary) is Vocabulary
+    assert not any(isinstance(module, (ColumnLinear, RowLinear)) for module in model.modules())
+    name = "model.layers.0.attn.Wqkv.weight"
+    weight = model.get_parameter(name)
+    assert tensor.part(name, weight) is weight
+    assert tensor.whole(name, weight) is weight
