@@ -77,7 +77,7 @@ class Engine:
 
     def step(self, max_norm: float) -> Tensor:
         norm = clip_and_step(self._optimizer, self._scaler, max_norm, self._sums)
-        self._optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=False)  # views of the buckets: freed, they would stand twice
         return norm
 
     def gather_state(self) -> State | None:

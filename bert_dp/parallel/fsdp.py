@@ -34,10 +34,12 @@ class Engine:
         self._grid = Grid(world, parallel.tensor, device, replicas=parallel.fsdp_replicas)
         self.dp_rank, self.dp_size = self._grid.dp_rank, self._grid.dp_size
         self._tensor = TensorParallel(self._grid)
-        # autocast would cast the gathered weights down anyway: gather them so; sum gradients wide
+        # autocast would cast the gathered weights down anyway: gather them so; sum gradients wide. A CPU's
+        # autocast leaves norms alone, and they take no weights narrower than their input
+        narrow = GATHER_DTYPES.get(precision) if device.type == "cuda" else None
         self._policy = MixedPrecisionPolicy(
-            param_dtype=GATHER_DTYPES.get(precision), reduce_dtype=torch.float32, cast_forward_inputs=False
-        ) if precision in GATHER_DTYPES else MixedPrecisionPolicy()  # fmt: skip
+            param_dtype=narrow, reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False
+        )
         self._scaler = make_scaler(device, precision == "fp16")
 
     def prepare(

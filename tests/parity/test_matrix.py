@@ -183,3 +183,24 @@ def test_a_compiled_run_is_the_eager_one(tmp_path: Path, parallel: dict[str, obj
     train_runs(2, runs)
     for a, b in zip(metrics(runs[0]), metrics(runs[1]), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], abs=1e-5)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_engines_agree_in_16_bits(tmp_path: Path, precision: str) -> None:
+    """Autocast, and for fp16 one loss scale for all ranks: not to a bit, as sums round in another order."""
+    shards = write_shards(tmp_path / "shards")
+    common = {"precision": precision, "schedule": {"name": "constant", "steps": 30}}
+    single = write_run(tmp_path / "single", settings(shards, **common))
+    train_runs(1, [single])
+    runs = [
+        write_run(tmp_path / f"{engine}-{tensor}", settings(
+            shards, parallel={"engine": engine, "tensor": tensor}, **common))
+        for engine, tensor in (("ddp", 1), ("zero1", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2))
+    ]  # fmt: skip
+    train_runs(2, runs)
+    wanted = [line["loss"] for line in metrics(single)]
+    assert max(wanted) - min(wanted) > 0.08  # against 0.005 between engines
+    for run_dir in runs:
+        lines = metrics(run_dir)
+        assert [line["loss"] for line in lines] == pytest.approx(wanted, abs=5e-3), run_dir.name
+        assert lines[-1]["skipped_steps"] == 0
