@@ -1,0 +1,94 @@
+"""`python -m tests.faults`: every fault test with its full count, resumable; prints a line per row.
+
+Results go to .faults/results.jsonl, one line per test with the rounds that it observed; a test that has
+passed there at this commit is not run again. `--rows 1,4` runs some; `--list` shows what is done.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.faults.harness import RECORD
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / ".faults" / "results.jsonl"
+
+
+def collect() -> list[str]:
+    """Node ids of the fault tests."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/faults"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return [line for line in done.stdout.splitlines() if "::" in line]
+
+
+def row_of(test: str) -> int:
+    """The number in the test's name: test_row_07_..."""
+    found = re.search(r"test_row_(\d+)", test)
+    return int(found[1]) if found else 0
+
+
+def results() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
+
+
+def run(test: str, commit: str) -> dict[str, Any]:
+    observed = RESULTS.with_name("observed.jsonl")
+    observed.unlink(missing_ok=True)
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--timeout=7200", test], cwd=ROOT, capture_output=True,
+        text=True, check=False, env={**os.environ, "BERT_DP_FAULTS": "full", RECORD: str(observed)},
+    )  # fmt: skip
+    skipped = re.search(r"^SKIPPED.*", done.stdout, re.MULTILINE)
+    return {
+        "row": row_of(test), "test": test.split("::", 1)[1], "commit": commit,
+        "outcome": "failed" if done.returncode else "skipped" if skipped else "passed",
+        "why": done.stdout[-2000:] if done.returncode else skipped[0] if skipped else None,
+        "seconds": round(time.monotonic() - start, 1),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
+        "observed": [json.loads(line) for line in observed.read_text().splitlines()]
+        if observed.exists() else [],
+    }  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--rows", help="numbers of the fault table, by commas; default: all")
+    parser.add_argument("--list", action="store_true", help="show what is done and run nothing")
+    arguments = parser.parse_args()
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.strip()
+    RESULTS.parent.mkdir(exist_ok=True)
+    wanted = {int(n) for n in arguments.rows.split(",")} if arguments.rows else None
+    for test in [] if arguments.list else sorted(collect(), key=row_of):
+        done = {r["test"] for r in results() if r["outcome"] != "failed" and r["commit"] == commit}
+        if test.split("::", 1)[1] in done or (wanted is not None and row_of(test) not in wanted):
+            continue
+        result = run(test, commit)
+        with RESULTS.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(result) + "\n")
+        sys.stdout.write(f"row {result['row']:2} {result['outcome']:7} {result['seconds']:7.1f} s  "
+                         f"{result['test']}\n")  # fmt: skip
+        sys.stdout.flush()
+    latest = {r["test"]: r for r in results()}
+    failed = [r for r in latest.values() if r["outcome"] == "failed"]
+    sys.stdout.write(f"{len(latest)} tests recorded in {RESULTS}, {len(failed)} failed\n")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""What the fault tests share: how many rounds, a broken worker, and a record of what was observed.
+
+`make faults` sets BERT_DP_FAULTS=full for the counts of the fault table; CI runs each row at least once.
+Times are recorded, and judged only by limits that a busy machine keeps too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+FULL = os.environ.get("BERT_DP_FAULTS") == "full"
+RECORD = "BERT_DP_FAULTS_RECORD"  # a file that gets a JSON line per observation
+INJECT = Path(__file__).parent / "inject"
+
+
+def rounds(short: int, full: int) -> range:
+    """`full` rounds under `make faults`, else `short`."""
+    return range(full if FULL else short)
+
+
+def observe(row: int, **facts: Any) -> None:
+    """Record what one round of a row of the fault table showed."""
+    path = os.environ.get(RECORD)
+    if path:
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"row": row, **facts}) + "\n")
+
+
+def broken(what: str, *, rank: int = 1, place: str = "step", step: int = 3, **more: Any) -> dict[str, str]:
+    """Environment of `bert_dp()` or `start()` in which one worker breaks; see inject/sitecustomize.py."""
+    fault = {"what": what, "rank": rank, "place": place, "step": step, **more}
+    path = os.pathsep.join(filter(None, [str(INJECT), os.environ.get("PYTHONPATH")]))
+    return {"BERT_DP_TEST_FAULT": json.dumps(fault), "PYTHONPATH": path}

@@ -1,0 +1,159 @@
+"""Breaks a worker on purpose. On PYTHONPATH, Python runs this at every start; nothing of it ships.
+
+BERT_DP_TEST_FAULT: JSON of what, rank, place, step [, seconds, once]. Inert without it, and in every process
+that is not the worker. `what` happens on `rank` at `place` in optimizer step `step` (from 0; place compile =
+the dry run). `once`: a path; the fault happens only while that file does not exist, and makes it.
+
+what:  raise | exit | segv | abort | kill | stop | sleep | gil | nan | spike | slow | cuda_oom | full_disk
+place: compile | data | step | eval | save
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+VARIABLE = "BERT_DP_TEST_FAULT"
+
+
+def is_worker() -> bool:
+    words = sys.orig_argv
+    return any(pair == ("-m", "bert_dp.worker") for pair in zip(words, words[1:], strict=False))
+
+
+def break_now(fault: dict) -> None:
+    import ctypes
+    import signal
+    import time
+
+    what = fault["what"]
+    if what == "raise":
+        raise ValueError("injected by a test")
+    if what == "cuda_oom":
+        import torch
+
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 10.00 GiB of which "
+            "1.00 GiB is free."
+        )
+    if what == "exit":
+        os._exit(7)
+    if what == "segv":
+        ctypes.string_at(0)
+    if what == "abort":
+        os.abort()
+    if what == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "stop":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if what in ("sleep", "slow"):
+        time.sleep(fault.get("seconds", 3600))
+    if what == "gil":  # a C call that keeps the lock
+        ctypes.PyDLL(None).sleep(int(fault.get("seconds", 3600)))
+
+
+class Counter:
+    """Which optimizer step the worker is in: -1 = the dry run, None = before it."""
+
+    def __init__(self, fault: dict):
+        self.fault, self.step = fault, -2
+
+    def due(self, place: str) -> bool:
+        fault = self.fault
+        if fault["place"] != place or str(fault["rank"]) != os.environ.get("RANK", "0"):
+            return False
+        every = fault["what"] == "slow" and self.step >= 0
+        if not every and self.step != (-1 if place == "compile" else fault["step"]):
+            return False
+        once = fault.get("once")
+        if once is not None:
+            if Path(once).exists():
+                return False
+            Path(once).touch()
+        return True
+
+
+def patch_train(train: object, counter: Counter) -> None:
+    plain_step, plain_evaluate = train.train_step, train.evaluate
+    plain_next = train.TrainingStream.next
+    offset = 0
+
+    def train_step(engine, model, loss_fn, batches, **options):
+        counter.step += 1
+        place = "compile" if counter.step < 0 else "step"
+
+        def loss(model, batch):
+            if counter.due(place) or (counter.fault["what"] in ("nan", "spike") and counter.hit):
+                what = counter.fault["what"]
+                if what in ("nan", "spike"):
+                    counter.hit = True
+                    return loss_fn(model, batch) * (float("nan") if what == "nan" else 10.0)
+                break_now(counter.fault)
+            return loss_fn(model, batch)
+
+        counter.hit = False
+        return plain_step(engine, model, loss, batches, **options)
+
+    def evaluate(job, batches, *rest, **options):
+        if counter.step >= 0 and counter.due("eval"):
+            break_now(counter.fault)
+        return plain_evaluate(job, batches, *rest, **options)
+
+    def following(stream):
+        nonlocal offset
+        counter.step += 1  # the step that this batch is for has not begun
+        try:
+            if counter.due("data"):
+                break_now(counter.fault)
+        finally:
+            counter.step -= 1
+        return plain_next(stream)
+
+    train.train_step, train.evaluate, train.TrainingStream.next = train_step, evaluate, following
+
+
+def patch_checkpoint(checkpoint: object, counter: Counter) -> None:
+    plain_save_file = checkpoint.save_file
+
+    def save_file(*arguments, **options):
+        if counter.due("save"):
+            if counter.fault["what"] == "full_disk":
+                raise OSError(28, "No space left on device")
+            break_now(counter.fault)
+        return plain_save_file(*arguments, **options)
+
+    checkpoint.save_file = save_file
+
+
+class Finder(importlib.abc.MetaPathFinder):
+    """Patches a module right after it has run."""
+
+    def __init__(self, patches: dict):
+        self.patches = patches
+
+    def find_spec(self, name, path, target=None):
+        patch = self.patches.get(name)
+        if patch is None:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        plain = spec.loader.exec_module
+
+        def exec_module(module):
+            plain(module)
+            patch(module)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if VARIABLE in os.environ and is_worker():
+    _counter = Counter(json.loads(os.environ[VARIABLE]))
+    sys.meta_path.insert(0, Finder({
+        "bert_dp.train": lambda module: patch_train(module, _counter),
+        "bert_dp.checkpoint": lambda module: patch_checkpoint(module, _counter),
+    }))  # fmt: skip
