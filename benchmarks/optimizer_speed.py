@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from bert_dp.config import ModelConfig, OptimConfig
+from bert_dp.dist import keep_freed_memory
 from bert_dp.model import build_model, is_decayed, is_matrix
 from bert_dp.optim import make_optimizer
 
@@ -36,6 +37,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=16)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
+    keep_freed_memory()  # as every CPU rank does
     device = torch.device(arguments.device)
     model = build_model(ModelConfig(num_layers=arguments.layers), 128, seed=0).to(device)
     generator = torch.Generator(device).manual_seed(0)

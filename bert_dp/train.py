@@ -142,15 +142,20 @@ def dry_run(job: Job) -> None:
     job.comm.barrier()
 
 
-def evaluate(job: Job, batches: Sequence[Batch]) -> tuple[float | None, int]:
+def evaluate(
+    job: Job, batches: Sequence[Batch], stopped: Callable[[], int] = lambda: 0
+) -> tuple[float | None, int]:
     """Mean held-out cross entropy in nats over all ranks' batches, and the positions counted. Collective.
 
-    None when nothing is held out.
+    None when nothing is held out, or when `stopped`, asked before each batch and alike on every rank, says so.
     """
     model = job.bare_model.eval()
     total = torch.zeros((), dtype=torch.float64, device=job.device)
     with torch.no_grad(), job.precision.context(job.device):
         for batch in batches:
+            if stopped():
+                model.train()
+                return None, 0
             total += mlm_loss(model, batch.to(job.device)).double()
     model.train()
     ranks = job.comm.gather([float(total), sum(b.num_masked for b in batches)])
@@ -202,15 +207,13 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
             with meter.paused():
                 saved = _save(job, counters, clock, spent)
             saved_step = counters.step
-    clock.finish()
     if counters.step > logged_step:
         final_loss = _log(job, counters, clock, line_facts)
-    fresh = counters.step > first_step or first_step == 0
-    if not signal and fresh and (heldout is None or counters.step > evaluated_step):
+    if not signal and (heldout is None or counters.step > evaluated_step):
         heldout = _evaluate_and_write(job, counters, clock, spent)
-    if fresh and (
-        saved_step is None or counters.step > saved_step
-    ):  # alike on every rank: saving is collective
+        signal = clock.tick(job.received_signal())[1] if heldout is None else 0
+    clock.finish()
+    if saved_step is None or counters.step > saved_step:  # alike on every rank: saving is collective
         saved = _save(job, counters, clock, spent)
     return Outcome(signal, final_loss, heldout, saved, spent["eval"], spent["save"])
 
@@ -235,10 +238,11 @@ def _evaluate_and_write(
     job: Job, counters: Counters, clock: SharedClock, spent: dict[str, float]
 ) -> float | None:
     start = clock.elapsed_s()
-    loss, count = evaluate(job, job.held_out)
+    loss, count = evaluate(job, job.held_out, lambda: clock.tick(job.received_signal())[1])
     elapsed = clock.elapsed_s()
     spent["eval"] += elapsed - start
     if job.comm.world.rank == 0 and loss is not None:
+        record.cut_back(job.run_dir / "evals.jsonl", counters.step - 1)  # one line a step, also when repeated
         tokens = counters.samples * job.config.data.sequence_length
         line = Evaluation(counters.step, tokens, loss, EVAL_MASK_RATE, count, elapsed)
         record.append_line(job.run_dir / "evals.jsonl", line)

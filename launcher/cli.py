@@ -58,12 +58,21 @@ def train(
     ] = "torchrun",
     run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME-DATE-TIME.")] = None,
     resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint or run.")] = "auto",
+    max_restarts: Annotated[
+        int, typer.Option(min=0, metavar="K", help="Start a failed run again from its newest checkpoint.")
+    ] = 0,
+    elastic: Annotated[
+        bool, typer.Option("--elastic", help="Restart with fewer ranks when one was killed or a GPU went.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
     ] = False,
 ) -> None:
     """Pretrain. Without arguments: the quickstart, two minutes on the built-in corpus."""
-    from launcher import training
+    from launcher import restarts, training
+
+    if elastic and not max_restarts:
+        raise ConfigError(["--elastic: only a restart changes the number of ranks; add --max-restarts K"])
 
     raise typer.Exit(
         training.train(
@@ -75,6 +84,7 @@ def train(
             resume=resume,
             dry_run=dry_run,
             console=_console(),
+            policy=restarts.Policy(max_restarts, elastic),
         )
     )
 

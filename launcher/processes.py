@@ -43,6 +43,15 @@ class Failure:
     tail: tuple[str, ...]
     bad_input: tuple[str, ...]
 
+    @property
+    def killed(self) -> bool:
+        """Whether a signal ended the rank."""
+        return self.message.startswith("killed by signal")
+
+    def headline(self) -> str:
+        who = "" if self.rank is None else f"rank {self.rank}: "
+        return who + self.message
+
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
@@ -249,9 +258,8 @@ def _result(run_dir: Path, failure: Failure | None, unknown: Failure, pending: l
         failure = unknown
     elif failure.log is None or not failure.log.exists():  # the rank ended before it had a log of its own
         failure = dataclasses.replace(failure, log=unknown.log, tail=unknown.tail)
-    cause = failure.message if failure.rank is None else f"rank {failure.rank}: {failure.message}"
     lines = list(record.read_lines(run_dir / "metrics.jsonl"))
-    facts = {"status": "failed", "exit_code": code, "cause": cause, "where": failure.where,
+    facts = {"status": "failed", "exit_code": code, "cause": failure.headline(), "where": failure.where,
              "signal": pending[0] if pending else None, "step": lines[-1]["step"] if lines else 0,
              "schema_version": record.SCHEMA_VERSION}  # fmt: skip
     with contextlib.suppress(OSError):  # a full disk must not hide the cause

@@ -30,7 +30,7 @@ from bert_dp.config import (
     progress_at,
 )
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
-from launcher import closing, environment, page, processes, starters
+from launcher import closing, environment, page, processes, restarts, starters
 from launcher.display import PLAIN, Display, show
 from launcher.redact import redact_argv
 
@@ -218,7 +218,7 @@ def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
 
 def train(
     name: str | None, overrides: Sequence[str], *, nproc: str, run_dir: Path | None, resume: str,
-    dry_run: bool, console: Console, launcher: str = "torchrun",
+    dry_run: bool, console: Console, launcher: str = "torchrun", policy: restarts.Policy = restarts.ONCE,
 ) -> int:  # fmt: skip
     """Returns the exit code. Raises ConfigError, before any rank starts, with everything that is wrong."""
     path = find_config(name, run_dir)
@@ -231,8 +231,12 @@ def train(
         raise ConfigError(issues)
     cores = len(os.sched_getaffinity(0))
     on_gpu = config.run.device != "cpu" and environment.num_gpus() > 0
-    crowded = [f"{ranks} CPU ranks share {cores} cores"] if ranks > cores and not on_gpu else []
-    for line in [*no_effect(config), *crowded]:
+    warnings = no_effect(config)
+    if ranks > cores and not on_gpu:
+        warnings.append(f"{ranks} CPU ranks share {cores} cores")
+    if policy.max_restarts and not config.checkpoint.every_steps:
+        warnings.append("--max-restarts: checkpoint.every_steps is 0, so a restart begins at the start")
+    for line in warnings:
         show(console, f"warning: {line}", style="yellow", **PLAIN)
     if dry_run:
         for line in describe(config, plan, on_gpu):
@@ -246,10 +250,13 @@ def train(
     if held is None:
         raise ConfigError([f"--run-dir: {where} is in use by another run; choose another directory"])
     with held:
-        return run_locked(config, ranks, where, resume, launcher, console)
+        return run_locked(config, ranks, where, resume, launcher, console, policy)
 
 
-def run_locked(config: Config, ranks: int, where: Path, resume: str, launcher: str, console: Console) -> int:
+def run_locked(
+    config: Config, ranks: int, where: Path, resume: str, launcher: str, console: Console,
+    policy: restarts.Policy,
+) -> int:  # fmt: skip
     """The run itself, once the directory is ours. Nothing in it changes before the last check has passed."""
     show(console, f"run directory: {where}", **PLAIN)
     directory = prepare_data(config)
@@ -266,8 +273,14 @@ def run_locked(config: Config, ranks: int, where: Path, resume: str, launcher: s
     record.write_json(where / "environment.json", {**facts, **command})
     show(console, f"launcher: {launcher}", **PLAIN)
     on_gpu = config.run.device != "cpu" and environment.num_gpus() > 0
-    with Display(where, console, config.schedule.hours) as display:
-        result = processes.run(where, ranks, resume, display.poll, launcher=launcher, on_gpu=on_gpu)
+
+    def attempt(ranks: int, resume: str) -> processes.RunResult:
+        with Display(where, console, config.schedule.hours) as display:
+            return processes.run(where, ranks, resume, display.poll, launcher=launcher, on_gpu=on_gpu)
+
+    result = restarts.supervise(
+        attempt, config, where, ranks, resume, policy, lambda line: show(console, line, **PLAIN)
+    )
     with contextlib.suppress(OSError):  # a full disk: the result still has to be told
         page.write([where], where / "report.html")
     if result.failure is not None:
@@ -283,8 +296,7 @@ def print_failure(failure: processes.Failure, run_dir: Path, console: Console) -
         for issue in failure.bad_input:
             show(console, f"error: {issue}", style="red", **PLAIN)
         return
-    who = "" if failure.rank is None else f"rank {failure.rank}: "
-    show(console, f"failed: {who}{failure.message}", style="bold red", **PLAIN)
+    show(console, f"failed: {failure.headline()}", style="bold red", **PLAIN)
     if failure.where:
         show(console, f"  at {failure.where}", **PLAIN)
     for line in failure.tail:

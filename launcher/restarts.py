@@ -1,0 +1,113 @@
+"""Whether and how a failed run is started again: from its newest checkpoint, later and later, not for ever."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from bert_dp import record
+from bert_dp.config import Config, ConfigError, batch_plan
+from launcher import environment, processes
+
+WITHOUT_PROGRESS = 3
+"""Failures in a row, with no newer checkpoint in between, after which starting again is pointless."""
+LONGEST_WAIT_S = 60.0
+
+Start = Callable[[int, str], processes.RunResult]
+"""(ranks, resume) -> how that attempt ended."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    max_restarts: int = 0
+    elastic: bool = False
+    """Go on with fewer ranks when one was killed or a GPU has gone."""
+
+
+ONCE = Policy()
+
+
+def supervise(
+    start: Start, config: Config, run_dir: Path, ranks: int, resume: str, policy: Policy,
+    say: Callable[[str], None], sleep: Callable[[float], int] | None = None,
+) -> processes.RunResult:  # fmt: skip
+    """Run to its end, or until restarting is over. Each restart stands in summary.json under `restarts`.
+
+    A run that ended by itself, by bad input or by a signal to the launcher is never started again.
+    `sleep(seconds)` returns the stop signal that came meanwhile, or 0.
+    """
+    past: list[dict[str, object]] = []
+    idle = 0
+    while True:
+        before = saved_step(run_dir)
+        result = start(ranks, resume)
+        failure = result.failure
+        if failure is None or result.exit_code != 1 or len(past) == policy.max_restarts:
+            break
+        after = saved_step(run_dir)
+        idle = 0 if after > before else idle + 1
+        if idle == WITHOUT_PROGRESS:
+            say(f"not started again: {idle} failures without a newer checkpoint")
+            break
+        fewer = ranks_left(config, ranks, failure) if policy.elastic else ranks
+        wait_s = min(LONGEST_WAIT_S, 2.0**idle)
+        resume = "auto" if after >= 0 or resume == "never" else resume
+        where = f"step {after}" if after >= 0 else "the start"
+        say(f"restart {len(past) + 1} of {policy.max_restarts} in {wait_s:.0f} s on {fewer} ranks from {where}: "
+            f"{failure.headline()}")  # fmt: skip
+        past.append({"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "step": after,
+                     "ranks": fewer, "cause": failure.headline()})  # fmt: skip
+        ranks = fewer
+        if stop := (sleep or wait_for_signal)(wait_s):
+            result = processes.RunResult(128 + stop, failure)
+            break
+    if past:
+        note(run_dir, past)
+    return result
+
+
+def saved_step(run_dir: Path) -> int:
+    """Step of the newest checkpoint, -1 without one."""
+    found = record.newest_checkpoint_facts(run_dir)
+    return int(found[1]["step"]) if found else -1
+
+
+def ranks_left(config: Config, ranks: int, failure: processes.Failure) -> int:
+    """The greatest number of ranks that the batch divides over, without the killed one or the lost GPUs."""
+    gpus = environment.num_gpus() if config.run.device != "cpu" else 0
+    most = min(ranks, gpus) if gpus else ranks
+    if most == ranks and failure.killed:
+        most = ranks - 1
+    for count in range(most, 0, -1):
+        try:
+            batch_plan(config, count)
+        except ConfigError:
+            continue
+        return count
+    return ranks
+
+
+def wait_for_signal(seconds: float) -> int:
+    """Sleep; the number of a stop signal that came, which ends the sleep, or 0."""
+    came: list[int] = []
+    previous = {
+        number: signal.signal(number, lambda n, _: came.append(n)) for number in processes.STOP_SIGNALS
+    }
+    try:
+        end = time.monotonic() + seconds
+        while not came and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, processes.POLL_S))
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    return came[0] if came else 0
+
+
+def note(run_dir: Path, past: list[dict[str, object]]) -> None:
+    summary = record.read_json(run_dir / "summary.json")
+    if summary is not None:
+        record.write_json(run_dir / "summary.json", {**summary, "restarts": past})

@@ -1,0 +1,149 @@
+"""Rows 18, 19 and 26: many launchers at once, a crash loop, and random faults for half an hour."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from tests.e2e.cli import bert_dp, start, tiny
+from tests.e2e.test_train import lines, members, wait_for
+from tests.faults.harness import FULL, broken, observe, rounds
+from tests.shards import write_shards
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+def test_row_18_launchers_at_once_do_not_collide(tmp_path: Path, shards: Path) -> None:
+    count = 8 if FULL else 4
+    for number in rounds(1, 20):
+        together = [
+            start("train", "quickstart", *tiny(shards), "--nproc", "2", "--run-dir",
+                  str(tmp_path / f"run-{number}-{k}"))
+            for k in range(count)
+        ]  # fmt: skip
+        texts = [process.communicate(timeout=300) for process in together]
+        assert [process.returncode for process in together] == [0] * count, texts
+        observe(18, launchers=count)
+
+
+def test_row_19_a_crash_loop_ends_and_keeps_its_logs(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = tiny(shards, "schedule.steps=20", "checkpoint.every_steps=2")
+    done = bert_dp("train", "quickstart", *options, "--nproc", "2", "--run-dir", str(run_dir),
+                   "--max-restarts", "50", **broken("raise", step=1))  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "not started again: 3 failures without a newer checkpoint" in done.stdout
+    summary = json.loads((run_dir / "summary.json").read_text())
+    attempts = len(summary["restarts"]) + 1
+    assert attempts <= 4
+    assert "rank 1: ValueError: injected by a test" in summary["cause"]
+    log = (run_dir / "logs" / "rank-1.log").read_text()
+    assert log.count("ValueError: injected by a test") == attempts
+    observe(19, attempts=attempts)
+
+
+def test_row_19_a_run_that_breaks_once_goes_on_to_the_same_weights(tmp_path: Path, shards: Path) -> None:
+    options = tiny(shards, "schedule.steps=8", "checkpoint.every_steps=2")
+    weights = []
+    for name, environ in (
+        ("broken", broken("kill", step=4, once=str(tmp_path / "once"))),
+        ("whole", {}),
+    ):
+        run_dir = tmp_path / name
+        done = bert_dp("train", "quickstart", *options, "--nproc", "2", "--run-dir", str(run_dir),
+                       "--max-restarts", "3", **environ)  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert [x["step"] for x in lines(run_dir / "metrics.jsonl")] == list(range(1, 9))
+        weights.append(load_file(run_dir / "checkpoints" / "step-00000008" / "model.safetensors"))
+    assert (tmp_path / "once").exists()
+    restarts = json.loads((tmp_path / "broken" / "summary.json").read_text())["restarts"]
+    assert [(r["step"], r["ranks"]) for r in restarts] == [(4, 2)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[1])
+
+
+def test_row_19_elastic_goes_on_with_fewer_ranks(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = tiny(shards, "schedule.steps=8", "checkpoint.every_steps=2")
+    done = bert_dp("train", "quickstart", *options, "--nproc", "4", "--run-dir", str(run_dir),
+                   "--max-restarts", "1", "--elastic",
+                   **broken("kill", rank=3, step=4, once=str(tmp_path / "once")))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    sizes = [line["world_size"] for line in lines(run_dir / "metrics.jsonl")]
+    assert sizes == [4] * 4 + [2] * 4  # 8 = micro 2 x accumulation x 3 has no solution
+    assert {line["global_batch"] for line in lines(run_dir / "metrics.jsonl")} == {8}
+
+
+def test_elastic_without_restarts_is_refused() -> None:
+    done = bert_dp("train", "quickstart", "--elastic", "--dry-run")
+    assert done.returncode == 2
+    assert "--max-restarts" in done.stderr
+
+
+def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path, shards: Path) -> None:
+    """A rank killed, stopped for a moment, or the whole launcher killed and started again."""
+    dice = random.Random(26)
+    steps, every, pause = (12_000, 30.0, 1800.0) if FULL else (600, 6.0, 14.0)
+    options = tiny(shards, f"schedule.steps={steps}", "checkpoint.every_steps=20", "log.every_steps=1")
+    run_dir, faults = tmp_path / "soak", []
+    command = ["train", "quickstart", *options, "--nproc", "2", "--run-dir", str(run_dir),
+               "--max-restarts", "1000"]  # fmt: skip
+    process = start(*command)
+    begun = time.monotonic()
+    try:
+        while time.monotonic() - begun < pause and process.poll() is None:
+            time.sleep(every * (0.5 + dice.random()))
+            workers = [m for m in members(run_dir) if is_rank(m)]
+            if process.poll() is not None or not workers:
+                continue
+            what = dice.choice(["rank", "rank", "pause", "launcher"])
+            before = len(lines_so_far(run_dir))
+            if what == "launcher":
+                process.kill()
+                process.communicate()
+                wait_for(lambda: not members(run_dir), seconds=60)
+                process = start(*command)
+            else:
+                victim = dice.choice(workers)
+                victim.send_signal(signal.SIGKILL if what == "rank" else signal.SIGSTOP)
+                if what == "pause":
+                    time.sleep(2.0)
+                    victim.send_signal(signal.SIGCONT)
+            faults.append(what)
+            observe(26, what=what, step=before)
+        out, err = process.communicate(timeout=1800)
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+    assert process.returncode == 0, out + err
+    assert faults
+    assert [x["step"] for x in lines(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
+    whole = tmp_path / "whole"
+    done = bert_dp("train", "quickstart", *options, "--nproc", "2", "--run-dir", str(whole), timeout=3600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    last = f"checkpoints/step-{steps:08d}/model.safetensors"
+    a, b = load_file(run_dir / last), load_file(whole / last)
+    assert all((a[name] == b[name]).all() for name in b)
+
+
+def is_rank(process: psutil.Process) -> bool:
+    try:
+        words = process.cmdline()
+        return "-m" in words and words[words.index("-m") + 1] == "bert_dp.worker"
+    except psutil.Error:
+        return False
+
+
+def lines_so_far(run_dir: Path) -> list[str]:
+    path = run_dir / "metrics.jsonl"
+    return path.read_text().splitlines() if path.exists() else []

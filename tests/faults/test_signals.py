@@ -1,0 +1,131 @@
+"""Rows 4 to 6: the launcher killed, stop signals, and a stop signal in every place of a run."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.cli import start, tiny
+from tests.e2e.test_train import lines, members, step_reached, wait_for
+from tests.faults.harness import broken, observe, rounds
+from tests.shards import write_shards
+
+ENDLESS = ("schedule.steps=100000", "checkpoint.every_steps=5")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+def begin(run_dir: Path, shards: Path, *settings: str, **environ: str) -> subprocess.Popen[str]:
+    options = tiny(shards, *ENDLESS, *settings)
+    return start("train", "quickstart", *options, "--nproc", "2", "--run-dir", str(run_dir), **environ)
+
+
+def scratch_of(process: psutil.Process) -> list[Path]:
+    """The launcher's own temporary directories, as its children know them."""
+    return [Path(value).parent for child in process.children(recursive=True)
+            for name, value in child.environ().items() if name == "BERT_DP_INIT_FILE"]  # fmt: skip
+
+
+def test_row_04_no_process_outlives_a_killed_launcher(tmp_path: Path, shards: Path) -> None:
+    for number in rounds(1, 50):
+        run_dir = tmp_path / f"run-{number}"
+        process = begin(run_dir, shards)
+        wait_for(step_reached(run_dir, 1 + number % 5))
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.kill()
+        started = time.monotonic()
+        process.communicate()
+        wait_for(lambda family=family: not any(alive(p) for p in family), seconds=30)
+        observe(4, seconds=time.monotonic() - started)
+        assert not members(run_dir)
+
+
+def alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_row_05_once_checkpoints(tmp_path: Path, shards: Path, name: str) -> None:
+    number = signal.Signals[name]
+    for attempt in rounds(1, 10):
+        run_dir = tmp_path / f"run-{attempt}"
+        process = begin(run_dir, shards)
+        family: list[psutil.Process] = []
+        wait_for(step_reached(run_dir, 2))
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(number)
+        started = time.monotonic()
+        out, err = process.communicate(timeout=90)
+        observe(5, signal=name, seconds=time.monotonic() - started)
+        assert process.returncode == 128 + number, out + err
+        assert not any(alive(p) for p in family)
+        summary = json.loads((run_dir / "summary.json").read_text())
+        assert summary["status"] == "stopped"
+        assert (run_dir / summary["checkpoint"] / "manifest.json").exists()
+
+
+def test_row_05_twice_ends_at_once(tmp_path: Path, shards: Path) -> None:
+    for attempt in rounds(1, 10):
+        run_dir = tmp_path / f"run-{attempt}"
+        process = begin(run_dir, shards, **broken("sleep", place="step", step=6))  # once would wait for ever
+        wait_for(step_reached(run_dir, 6))
+        family = psutil.Process(process.pid).children(recursive=True)
+        process.send_signal(signal.SIGINT)
+        time.sleep(1.0)
+        assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        started = time.monotonic()
+        process.communicate(timeout=60)
+        observe(5, signal="SIGINT twice", seconds=time.monotonic() - started)
+        assert process.returncode == 130
+        assert not any(alive(p) for p in family)
+
+
+# what is slow there, so that the signal finds the run in this place
+PLACES = {
+    "compile": {"place": "compile", "step": 0},
+    "step": {"place": "step", "step": 4},
+    "eval": {"place": "eval", "step": 4},
+    "data": {"place": "data", "step": 4},
+    "save": {"place": "save", "step": 4},
+}
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_row_06_a_stop_signal_anywhere_leaves_a_valid_checkpoint(
+    tmp_path: Path, shards: Path, place: str
+) -> None:
+    for attempt in rounds(1, 20):
+        run_dir = tmp_path / f"{place}-{attempt}"
+        marker = tmp_path / f"{place}-{attempt}-reached"
+        pause = 2.0 + random.Random(attempt).random()
+        rank = 0 if place == "save" else 1
+        fault = broken("sleep", rank=rank, seconds=pause, once=str(marker), **PLACES[place])
+        process = begin(run_dir, shards, "eval.every_steps=5", **fault)
+        wait_for(marker.exists)
+        time.sleep(random.Random(attempt + 1).random())
+        process.send_signal(signal.SIGTERM)
+        out, err = process.communicate(timeout=90)
+        assert process.returncode == 143, out + err
+        summary = json.loads((run_dir / "summary.json").read_text())
+        logged = lines(run_dir / "metrics.jsonl")[-1]["step"] if summary["step"] else 0
+        state = json.loads((run_dir / summary["checkpoint"] / "state.json").read_text())
+        assert state["step"] == summary["step"] == logged  # nothing that was done is lost
+        observe(6, place=place, step=summary["step"])
+        more = start("train", "--run-dir", str(run_dir), "--set", f"schedule.steps={state['step'] + 2}")
+        out, err = more.communicate(timeout=90)
+        assert more.returncode == 0, out + err
+        assert [x["step"] for x in lines(run_dir / "metrics.jsonl")] == list(range(1, state["step"] + 3))

@@ -1,0 +1,143 @@
+"""When a failed run is started again: policy alone, with attempts played from a list."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+
+from bert_dp.config import Config, resolve
+from launcher import environment, restarts
+from launcher.processes import Failure, RunResult
+from launcher.restarts import Policy, supervise
+
+KILLED = Failure(1, "killed by signal 9 (SIGKILL)", None, None, (), ())
+RAISED = Failure(0, "ValueError: no", "a.py:1", None, (), ())
+
+
+def config(**batch: int) -> Config:
+    return resolve([{"batch": {"global_size": 12, "micro_size": 1, **batch}, "schedule": {"steps": 9},
+                     "run": {"device": "cpu"}}])  # fmt: skip
+
+
+class Play:
+    """Attempts in turn: (exit code, failure, step of the checkpoint it leaves or None)."""
+
+    def __init__(self, run_dir: Path, *attempts: tuple[int, Failure | None, int | None]):
+        self.run_dir, self.attempts = run_dir, list(attempts)
+        self.started: list[tuple[int, str]] = []
+        self.said: list[str] = []
+        self.waits: list[float] = []
+        self.stop = 0
+
+    def start(self, ranks: int, resume: str) -> RunResult:
+        self.started.append((ranks, resume))
+        code, failure, step = self.attempts[len(self.started) - 1]
+        if step is not None:
+            folder = self.run_dir / "checkpoints" / f"step-{step:08d}"
+            folder.mkdir(parents=True)
+            (folder / "state.json").write_text(json.dumps({"config": {}, "step": step}))
+        (self.run_dir / "summary.json").write_text(json.dumps({"exit_code": code}))
+        return RunResult(code, failure)
+
+    def sleep(self, seconds: float) -> int:
+        self.waits.append(seconds)
+        return self.stop
+
+    def go(self, policy: Policy, ranks: int = 4, resume: str = "auto", **batch: int) -> RunResult:
+        return supervise(self.start, config(**batch), self.run_dir, ranks, resume, policy, self.said.append,
+                         self.sleep)  # fmt: skip
+
+
+def test_a_run_that_fails_goes_on_from_its_checkpoint_and_says_so(tmp_path: Path) -> None:
+    play = Play(tmp_path, (1, RAISED, 4), (0, None, 9))
+    assert play.go(Policy(3)).exit_code == 0
+    assert play.started == [(4, "auto"), (4, "auto")]
+    assert play.said == ["restart 1 of 3 in 1 s on 4 ranks from step 4: rank 0: ValueError: no"]
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert [(r["step"], r["ranks"], r["cause"]) for r in summary["restarts"]] == [
+        (4, 4, "rank 0: ValueError: no")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("code", "failure"),
+    [(0, None), (2, Failure(0, "bad", None, None, (), ("optim.lr: no",))), (143, KILLED)],
+)
+def test_only_a_failure_is_started_again(tmp_path: Path, code: int, failure: Failure | None) -> None:
+    play = Play(tmp_path, (code, failure, None))
+    assert play.go(Policy(5)).exit_code == code
+    assert len(play.started) == 1
+    assert "restarts" not in json.loads((tmp_path / "summary.json").read_text())
+
+
+def test_the_number_of_restarts_is_kept(tmp_path: Path) -> None:
+    play = Play(tmp_path, *((1, RAISED, step) for step in range(1, 9)))
+    result = play.go(Policy(2))
+    assert (result.exit_code, result.failure, len(play.started)) == (1, RAISED, 3)
+
+
+def test_without_progress_it_waits_longer_and_gives_up_after_three(tmp_path: Path) -> None:
+    play = Play(tmp_path, (1, RAISED, 2), *[(1, RAISED, None)] * 9)
+    assert play.go(Policy(100)).exit_code == 1
+    assert len(play.started) == 4
+    assert play.waits == [1.0, 2.0, 4.0]
+    assert play.said[-1] == "not started again: 3 failures without a newer checkpoint"
+
+
+def test_progress_resets_the_wait(tmp_path: Path) -> None:
+    none = (1, RAISED, None)
+    play = Play(tmp_path, none, none, (1, RAISED, 3), none, (0, None, 9))
+    assert play.go(Policy(9)).exit_code == 0
+    assert play.waits == [2.0, 4.0, 1.0, 2.0]
+
+
+def test_a_signal_while_waiting_ends_it(tmp_path: Path) -> None:
+    play = Play(tmp_path, (1, RAISED, 2))
+    play.stop = signal.SIGTERM
+    assert play.go(Policy(9)).exit_code == 143
+    assert len(play.started) == 1
+
+
+def test_another_runs_checkpoint_is_named_again_until_there_is_an_own_one(tmp_path: Path) -> None:
+    play = Play(tmp_path, (1, RAISED, None), (1, RAISED, 5), (0, None, 9))
+    play.go(Policy(9), resume="/other/run")
+    assert [resume for _, resume in play.started] == ["/other/run", "/other/run", "auto"]
+
+
+def test_never_is_not_said_twice(tmp_path: Path) -> None:
+    play = Play(tmp_path, (1, RAISED, None), (0, None, 9))
+    play.go(Policy(9), resume="never")
+    assert [resume for _, resume in play.started] == ["never", "auto"]
+
+
+def test_elastic_goes_on_with_the_most_ranks_that_divide(tmp_path: Path) -> None:
+    play = Play(tmp_path, (1, KILLED, 2), (1, KILLED, 3), (0, None, 9))
+    assert play.go(Policy(9, elastic=True), ranks=6, micro_size=2).exit_code == 0
+    assert [ranks for ranks, _ in play.started] == [6, 3, 2]  # 12 = 2 x accumulation x 5, 4 has no solution
+
+
+def test_elastic_keeps_the_ranks_after_an_exception(tmp_path: Path) -> None:
+    play = Play(tmp_path, (1, RAISED, 2), (0, None, 9))
+    play.go(Policy(9, elastic=True))
+    assert [ranks for ranks, _ in play.started] == [4, 4]
+
+
+def test_elastic_follows_the_gpus_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "num_gpus", lambda: 3)
+    free = resolve([{"batch": {"global_size": 12, "micro_size": 1}, "schedule": {"steps": 9}}])
+    assert restarts.ranks_left(free, 4, RAISED) == 3
+    assert restarts.ranks_left(free, 3, KILLED) == 2
+    assert restarts.ranks_left(config(global_size=7), 1, KILLED) == 1
+
+
+def test_the_wait_ends_with_a_stop_signal_and_leaves_the_handlers() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR1)).start()
+    assert restarts.wait_for_signal(30.0) == signal.SIGUSR1
+    assert signal.getsignal(signal.SIGUSR1) == before
+    assert restarts.wait_for_signal(0.01) == 0
