@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env train test parity lint types check clean
+.PHONY: env train test parity faults lint types check clean
 
 env: $(VENV)/.installed
 
@@ -23,6 +23,10 @@ test: env
 parity: env
 	$(BIN)/python -m tests.parity.matrix
 
+# the fault table with its full counts (hours); goes on where it was stopped (.faults/results.jsonl)
+faults: env
+	$(BIN)/python -m tests.faults
+
 lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -33,4 +37,4 @@ types: env
 check: lint types test
 
 clean:
-	rm -rf $(VENV) .parity .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .parity .faults .pytest_cache .mypy_cache .ruff_cache

@@ -3,8 +3,9 @@
     python benchmarks/engines.py [--ranks 2] [--rounds 2] [--steps 5] [--engines ddp,zero1,...] [--set a.b=v]
 
 Real runs of `bert-dp train`, each engine in turn, on synthetic shards that it makes; a step's time is
-metrics.jsonl's step_time_s, the first step left out. Peak memory is the greatest resident set of a rank (on a
-GPU: reserved by the allocator) before the closing checkpoint gathers the whole state. Prints a table and, with --json, the raw figures.
+metrics.jsonl's step_time_s, the first step left out. Peak memory is the greatest resident set of a rank (on
+a GPU: reserved by the allocator) before the closing checkpoint gathers the whole state. Prints a table and,
+with --json, the raw figures.
 """
 
 from __future__ import annotations

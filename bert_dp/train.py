@@ -147,7 +147,7 @@ def evaluate(
 ) -> tuple[float | None, int]:
     """Mean held-out cross entropy in nats over all ranks' batches, and the positions counted. Collective.
 
-    None when nothing is held out, or when `stopped`, asked before each batch and alike on every rank, says so.
+    None when nothing is held out, or when `stopped`, asked before each batch and alike on all ranks, says so.
     """
     model = job.bare_model.eval()
     total = torch.zeros((), dtype=torch.float64, device=job.device)

@@ -1,7 +1,8 @@
-"""Whether and how a failed run is started again: from its newest checkpoint, later and later, not for ever."""
+"""Whether and how a failed run is started again: from its newest checkpoint, ever later, not for ever."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import signal
@@ -57,8 +58,8 @@ def supervise(
         wait_s = min(LONGEST_WAIT_S, 2.0**idle)
         resume = "auto" if after >= 0 or resume == "never" else resume
         where = f"step {after}" if after >= 0 else "the start"
-        say(f"restart {len(past) + 1} of {policy.max_restarts} in {wait_s:.0f} s on {fewer} ranks from {where}: "
-            f"{failure.headline()}")  # fmt: skip
+        say(f"restart {len(past) + 1} of {policy.max_restarts} in {wait_s:.0f} s on {fewer} ranks "
+            f"from {where}: {failure.headline()}")  # fmt: skip
         past.append({"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "step": after,
                      "ranks": fewer, "cause": failure.headline()})  # fmt: skip
         ranks = fewer
@@ -108,6 +109,8 @@ def wait_for_signal(seconds: float) -> int:
 
 
 def note(run_dir: Path, past: list[dict[str, object]]) -> None:
+    """Add the restarts to summary.json."""
     summary = record.read_json(run_dir / "summary.json")
     if summary is not None:
-        record.write_json(run_dir / "summary.json", {**summary, "restarts": past})
+        with contextlib.suppress(OSError):  # a full disk: the console has said it
+            record.write_json(run_dir / "summary.json", {**summary, "restarts": past})

@@ -20,8 +20,16 @@ RAISED = Failure(0, "ValueError: no", "a.py:1", None, (), ())
 
 
 def config(**batch: int) -> Config:
-    return resolve([{"batch": {"global_size": 12, "micro_size": 1, **batch}, "schedule": {"steps": 9},
-                     "run": {"device": "cpu"}}])  # fmt: skip
+    return resolve(
+        [
+            {
+                "batch": {"global_size": 12, "micro_size": 1, **batch},
+                "schedule": {"steps": 9},
+                "data": {"sources": ["builtin"]},
+                "run": {"device": "cpu"},
+            }
+        ]
+    )
 
 
 class Play:
@@ -129,7 +137,15 @@ def test_elastic_keeps_the_ranks_after_an_exception(tmp_path: Path) -> None:
 
 def test_elastic_follows_the_gpus_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "num_gpus", lambda: 3)
-    free = resolve([{"batch": {"global_size": 12, "micro_size": 1}, "schedule": {"steps": 9}}])
+    free = resolve(
+        [
+            {
+                "batch": {"global_size": 12, "micro_size": 1},
+                "schedule": {"steps": 9},
+                "data": {"sources": ["builtin"]},
+            }
+        ]
+    )
     assert restarts.ranks_left(free, 4, RAISED) == 3
     assert restarts.ranks_left(free, 3, KILLED) == 2
     assert restarts.ranks_left(config(global_size=7), 1, KILLED) == 1

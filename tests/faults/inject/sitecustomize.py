@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -22,8 +23,7 @@ VARIABLE = "BERT_DP_TEST_FAULT"
 
 
 def is_worker() -> bool:
-    words = sys.orig_argv
-    return any(pair == ("-m", "bert_dp.worker") for pair in zip(words, words[1:], strict=False))
+    return ("-m", "bert_dp.worker") in itertools.pairwise(sys.orig_argv)
 
 
 def break_now(fault: dict) -> None:
@@ -38,8 +38,8 @@ def break_now(fault: dict) -> None:
         import torch
 
         raise torch.OutOfMemoryError(
-            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 10.00 GiB of which "
-            "1.00 GiB is free."
+            "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 10.00 GiB of "
+            "which 1.00 GiB is free."
         )
     if what == "exit":
         os._exit(7)
