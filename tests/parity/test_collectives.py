@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from bert_dp.config import load_config
-from bert_dp.model import build_model
+from bert_dp.model import build_model, is_decayed
 from bert_dp.parallel.zero1 import assign
 from tests.parity.runs import settings, write_run
 from tests.ranks import run_ranks
@@ -24,9 +24,10 @@ Counts = collections.Counter[tuple[str, int]]
 """(operation, elements) -> number in one optimizer step, on rank 0."""
 CELLS = (
     ("ddp", 2, 1), ("zero1", 2, 1), ("fsdp", 2, 1), ("ddp", 2, 2), ("ddp", 4, 2), ("zero1", 4, 2),
-    ("fsdp", 4, 2),
+    ("fsdp", 4, 2), ("accelerate", 2, 1),
 )  # fmt: skip
 OPTIMIZERS = ("adamw", "lamb")
+STAGES = ("deepspeed-0", "deepspeed-1", "deepspeed-2")  # 3 gathers tensor by tensor, as it foresees their use
 ACCUMULATION, LAYERS, MICRO, LENGTH, HIDDEN, PREDICTED = 2, 2, 2, 16, 32, 4
 CONTROL = ("all_reduce", 2)  # elapsed time and stop signal, one step ahead
 
@@ -74,15 +75,17 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, int, 
     root = tmp_path_factory.mktemp("collectives")
     shards = write_shards(root / "shards")
     runs: dict[int, dict[tuple[str, int, int, str], Path]] = {2: {}, 4: {}}
-    for (engine, ranks, tensor), optimizer in itertools.product(CELLS, OPTIMIZERS):
+    cells = [(*cell, optimizer) for cell in CELLS for optimizer in OPTIMIZERS]
+    for name, ranks, tensor, optimizer in [*cells, *((stage, 2, 1, "adamw") for stage in STAGES)]:
         dp = ranks // tensor
+        engine, _, stage = name.partition("-")
         config = settings(
             shards, schedule={"steps": 6}, optim={"name": optimizer}, log={"every_steps": 100},
-            parallel={"engine": engine, "tensor": tensor},
+            parallel={"engine": engine, "tensor": tensor, **({"zero_stage": int(stage)} if stage else {})},
             batch={"global_size": MICRO * ACCUMULATION * dp, "micro_size": MICRO},
         )  # fmt: skip
-        run_dir = write_run(root / f"{engine}-{ranks}-{tensor}-{optimizer}", config)
-        runs[ranks][engine, ranks, tensor, optimizer] = run_dir
+        run_dir = write_run(root / f"{name}-{ranks}-{tensor}-{optimizer}", config)
+        runs[ranks][name, ranks, tensor, optimizer] = run_dir
     for ranks, group in runs.items():
         run_ranks(ranks, count_all, [str(d) for d in group.values()])
     return {
@@ -115,7 +118,7 @@ def expected(engine: str, ranks: int, tensor: int, optimizer: str, run_dir: Path
         if optimizer == "lamb":
             number = len(mine) if engine != "zero1" else num_owned(mine, dp)
             counts["all_reduce", 2 * number] += 1
-    if engine == "ddp":
+    if engine in ("ddp", "accelerate"):
         counts["all_reduce", sum(mine.values())] += 1  # one bucket, on the last micro batch alone
     if engine == "zero1":
         for owner in set(assign(mine, dp).values()):
@@ -160,4 +163,23 @@ def test_a_step_sends_what_is_listed(
     write_run(tmp_path, settings(tmp_path, optim={"name": optimizer}))
     wanted = expected(engine, ranks, tensor, optimizer, tmp_path)
     wanted.pop(CONTROL, None)
+    assert found == wanted
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_deepspeed_sends_what_is_listed(
+    sent: dict[tuple[str, int, int, str], Counts], tmp_path: Path, name: str
+) -> None:
+    """Stage 2 reduces every micro batch; 1 and 2 gather the weights of a parameter group, padded."""
+    found = sent[name, 2, 1, "adamw"].copy()
+    assert found.pop(CONTROL, 0) <= 2
+    write_run(tmp_path, settings(tmp_path))
+    model = build_model(load_config(tmp_path / "config.yaml").model, LENGTH, 0)
+    sizes = {name: p.numel() for name, p in model.named_parameters()}
+    decayed = sum(size for name, size in sizes.items() if is_decayed(name))
+    total, stage, dp = sum(sizes.values()), int(name[-1]), 2
+    wanted: Counts = collections.Counter({("all_reduce", total): ACCUMULATION if stage == 2 else 1})
+    wanted["all_reduce", 1] = 1 if stage == 0 else 2  # the norm; with ZeRO also whether it is finite
+    for size in (decayed, total - decayed) if stage else ():
+        wanted["all_gather", -(-size // (2 * dp)) * 2] += 1
     assert found == wanted
