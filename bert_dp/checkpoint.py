@@ -1,75 +1,147 @@
 """Checkpoints: canonical (unsharded) state in safetensors + JSON, hashed, written atomically.
 
     checkpoints/step-00000100/  model.safetensors optimizer.safetensors state.json manifest.json
+    checkpoints/latest          the name of the newest, for people and scripts
 
 A directory is complete exactly when it has its final name: it is written under a temporary one and renamed.
+What is loaded is the newest that verifies, whatever `latest` says.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
 import uuid
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from bert_dp import record
 from bert_dp.config import ConfigError
+from bert_dp.cost import GIB
 from bert_dp.parallel import State
 
+VERSION = 1  # of the manifest
 NAME = re.compile(r"step-(\d{8,})(\.old-\w+)?")
+SPARE = 1.5  # free space asked for before a save, in sizes of the checkpoint: others write to the disk too
+MOMENTS = 2  # sizes of the weights that an optimizer's state will have, for a state that has none yet
 
 
-def save(folder: Path, step: int, state: State, facts: dict[str, Any], keep: int) -> Path:
-    """Write `folder`/step-XXXXXXXX and prune to the `keep` newest. Rank 0 only.
+def save(
+    folder: Path, step: int, state: State, facts: dict[str, Any], keep: int, trusted: Collection[Path] = ()
+) -> Path:
+    """Write `folder`/step-XXXXXXXX, point `latest` to it and prune to the `keep` newest. Rank 0 only.
 
-    Raises OSError; then nothing under the final name has changed.
+    Everything is on the disk before it gets its name, and the name before this returns. `trusted`: see prune.
+    Raises OSError; then no checkpoint has changed or gone.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    _check_space(folder, state)
     final = path_of(folder, step)
     temporary = folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"
     temporary.mkdir()
     try:
-        save_file(state["model"], temporary / "model.safetensors")
-        save_file(state["optimizer"], temporary / "optimizer.safetensors")
+        _write_tensors(state["model"], temporary / "model.safetensors")
+        _write_tensors(state["optimizer"], temporary / "optimizer.safetensors")
         scaler = {name: value.item() for name, value in state["scaler"].items()}
         (temporary / "state.json").write_text(json.dumps({**facts, "step": step, "scaler": scaler}, indent=1))
         files = {
             p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(temporary.iterdir())
         }
-        (temporary / "manifest.json").write_text(json.dumps({"version": 1, "files": files}, indent=1))
+        manifest = {"version": VERSION, "files": files}
+        (temporary / "manifest.json").write_text(json.dumps(manifest, indent=1))
         for path in temporary.iterdir():
             _fsync(path)
         _fsync(temporary)
         if final.exists():  # set aside under a name that still counts, in case the next line is the last
             final.rename(folder / f"{final.name}.old-{uuid.uuid4().hex[:8]}")
         temporary.rename(final)
-        _fsync(folder)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    prune(folder, keep)
+    _fsync(folder)
+    _fsync(folder.parent)
+    _point_latest(folder, final.name)
+    prune(folder, keep, (final, *trusted))
     return final
+
+
+def _write_tensors(tensors: dict[str, Any], path: Path) -> None:
+    """Raises OSError, which safetensors reports as an error of its own with the number in its text."""
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        number = int(found[1])
+        raise OSError(number, os.strerror(number), str(path)) from None
+
+
+def num_bytes(state: State) -> int:
+    """Size of the checkpoint of `state`; an optimizer that has not stepped counts as it will be."""
+    model, optimizer = (sum(t.nbytes for t in state[part].values()) for part in ("model", "optimizer"))
+    return model + (optimizer or MOMENTS * model)
+
+
+def _check_space(folder: Path, state: State) -> None:
+    """Raises OSError (ENOSPC) when the file system has less free than a save should find."""
+    free, wanted = shutil.disk_usage(folder).free, SPARE * num_bytes(state)
+    if free < wanted:
+        text = f"{free / GIB:.3f} GiB free, {wanted / GIB:.3f} wanted before a save"
+        raise OSError(errno.ENOSPC, text, str(folder))
+
+
+def first_not_finite(state: State) -> str | None:
+    """Name of a tensor with a NaN or an infinity among the weights and the optimizer's state."""
+    import torch
+
+    for part in ("model", "optimizer"):
+        for name, tensor in state[part].items():
+            if not tensor.is_floating_point() or not tensor.numel():
+                continue
+            if not torch.stack(tensor.aminmax()).isfinite().all():  # a NaN is the extreme of its tensor
+                return name
+    return None
 
 
 def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
-def prune(folder: Path, keep: int) -> None:
-    """Remove all but the `keep` newest checkpoints, and the temporary directories of interrupted saves."""
+def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
+    """Remove all but the `keep` newest checkpoints, and the temporary directories of interrupted saves.
+
+    The two newest that verify stay (one at keep = 1), so a checkpoint goes only when enough newer ones are
+    good. `trusted` are known to be, and are not read again.
+    """
     for path in folder.glob("step-*.tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
     for path in folder.glob("step-*.old-*"):
         if path.with_suffix("").exists():
-            shutil.rmtree(path, ignore_errors=True)
-    for path in list_checkpoints(folder)[keep:]:
-        shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
+    listed = list_checkpoints(folder)
+    good = 0
+    for place, path in enumerate(listed):
+        if place >= keep and good >= min(keep, 2):
+            _remove(path)
+        elif len(listed) > keep:
+            good += path in trusted or check(path) is None
+
+
+def _remove(path: Path) -> None:
+    """Under another name first: what is half removed must not look like a checkpoint."""
+    with contextlib.suppress(OSError):
+        path = path.rename(path.with_name(f"{path.name}.tmp-{uuid.uuid4().hex[:8]}"))
+    shutil.rmtree(path, ignore_errors=True)
 
 
 def set_aside_after(folder: Path, step: int) -> None:
@@ -77,6 +149,13 @@ def set_aside_after(folder: Path, step: int) -> None:
     for path in list_checkpoints(folder):
         if int(path.name[5:].partition(".")[0]) > step:
             path.rename(folder / f"{path.name}.abandoned-{uuid.uuid4().hex[:8]}")
+    for path in list_checkpoints(folder)[:1]:
+        _point_latest(folder, path.name)
+
+
+def _point_latest(folder: Path, name: str) -> None:
+    with contextlib.suppress(OSError):  # a hint only, and the checkpoint is safe
+        record.write_text(folder / "latest", f"{name}\n")
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
@@ -93,6 +172,8 @@ def check(path: Path) -> str | None:
     """Why `path` is not a valid checkpoint, or None: every file of the manifest with its size and hash."""
     try:
         manifest = json.loads((path / "manifest.json").read_text())
+        if manifest["version"] != VERSION:
+            return f"{path}: the manifest is of version {manifest['version']}, this program reads {VERSION}"
         if missing := {"model.safetensors", "optimizer.safetensors", "state.json"} - manifest["files"].keys():
             return f"{path}: the manifest does not name {', '.join(sorted(missing))}"
         for name, expected in manifest["files"].items():

@@ -21,6 +21,10 @@ from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, LOG_DIR, start_ticks
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
+class RunFailed(RuntimeError):
+    """The run has ended itself, on all ranks together; the message is the cause."""
+
+
 class Signals:
     """Remembers the first stop signal; the loop looks at it once per step."""
 
@@ -75,6 +79,8 @@ def record_error(rank: int, error: BaseException) -> None:
     """Leave the cause where the launcher looks first: $BERT_DP_LOG_DIR/rank-N.error.json."""
     if isinstance(error, ConfigError):
         sys.stderr.write("".join(f"error: {issue}\n" for issue in error.issues))
+    elif isinstance(error, RunFailed):  # no line of code is the place of it
+        sys.stderr.write(f"error: {error}\n")
     else:
         traceback.print_exception(error)
     folder = os.environ.get(LOG_DIR)

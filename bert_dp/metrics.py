@@ -77,6 +77,9 @@ class Meter:
         self.totals = dict.fromkeys(("train_s", "data_wait_s", *(f"{p}_s" for p in PHASES)), 0.0)
         self.total_steps = self.total_samples = self.total_micro = 0
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self._row, self._longest_row = torch.zeros_like(self.skipped), torch.zeros_like(self.skipped)
+        self.skipped_in_a_row = 0
+        """The longest row of skipped steps that reached into those of the last line."""
         self._reset()
 
     def _reset(self) -> None:
@@ -93,7 +96,10 @@ class Meter:
     def observe(self, loss: Tensor, norm: Tensor, samples: int, accumulation: int) -> None:
         """Device scalars of one step: this replica's share of the mean loss, the reduced norm. No sync."""
         self._loss, self._norm = loss, norm
-        self.skipped += ~norm.isfinite()
+        bad = ~norm.isfinite()
+        self.skipped += bad
+        self._row.add_(1).mul_(bad)
+        torch.maximum(self._longest_row, self._row, out=self._longest_row)
         self._steps += 1
         self._samples += samples
         self._micro += accumulation * self._plan.dp
@@ -155,6 +161,8 @@ class Meter:
             elapsed_s=elapsed_s,
             skipped_steps=int(self.skipped),
         )
+        self.skipped_in_a_row = int(self._longest_row)
+        self._longest_row.zero_()
         self.start(wait_s)
         return line
 

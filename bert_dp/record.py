@@ -99,7 +99,12 @@ class Summary:
     skipped_steps: int
     checkpoint: str | None
     time_s: dict[str, float]
-    """Of rank 0's wall clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save."""
+    """Of rank 0's wall clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (as
+    far as training stood still for it)."""
+    loss_spikes: int = 0
+    """Logged losses far above the ones before."""
+    failed_saves: int = 0
+    """Checkpoints that could not be written, since the run was last started."""
     schema_version: int = SCHEMA_VERSION
 
 

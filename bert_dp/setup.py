@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import sys
 import time
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from bert_dp import checkpoint, corpus, cost, data, dist, model, optim, parallel, record, shards
 from bert_dp.config import BatchPlan, Config, ConfigError, changed_settings, data_issues, num_masked, peak_lr
 from bert_dp.metrics import Meter
+from bert_dp.saving import Saver
 from bert_dp.train import EVAL_MASK_RATE, Counters, Job, Precision, mlm_loss
 from bert_dp.world import World
 
@@ -107,7 +109,7 @@ def find_resume(
     if facts["data_hash"] != corpus_.manifest["hash"]:
         raise ConfigError([f"data: the run was trained on shards {facts['data_hash'][:16]}, these are "
                            f"{corpus_.manifest['hash'][:16]}"])  # fmt: skip
-    counters = Counters(**{f.name: facts[f.name] for f in dataclasses.fields(Counters)})
+    counters = Counters(**{f.name: facts[f.name] for f in dataclasses.fields(Counters) if f.name in facts})
     say(comm, f"resuming from {path.name}: {counters.samples} samples seen")
     same_device = facts["device"] == device.type
     precision = choose_precision(config.precision, device).name
@@ -233,10 +235,14 @@ def assemble(
         "precision": precision.name,
         "world_size": comm.world.size,
     }
+    folder = run_dir / "checkpoints"
+    here = resume.path is not None and resume.path.parent.resolve() == folder
+    line = functools.partial(say, comm)
+    saver = Saver(folder, config.checkpoint, line, resume.counters.step if here else None)
     job = Job(
         config=config, plan=plan, run_dir=run_dir, comm=comm, device=device, precision=precision,
         engine=engine, model=wrapped, bare_model=bare, optimizer=optimizer, stream=stream,
-        held_out=held_out, epoch_size=len(corpus_.train), meter=meter, facts=facts,
+        held_out=held_out, epoch_size=len(corpus_.train), meter=meter, facts=facts, saver=saver, say=line,
         received_signal=received_signal, mirror=make_mirror(config, run_dir, comm),
     )  # fmt: skip
     return job, start

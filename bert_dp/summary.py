@@ -1,4 +1,4 @@
-"""summary.json of a run that ended by itself or by a signal."""
+"""summary.json of a run that ended by itself, well or not, or by a signal."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ def write_summary(
     if job.comm.world.rank != 0:
         return
     totals = job.meter.totals
+    status = "failed" if outcome.failure else "stopped" if outcome.signal else "done"
     summary = record.Summary(
-        status="stopped" if outcome.signal else "done",
-        exit_code=128 + outcome.signal if outcome.signal else 0,
-        cause=None,  # of a failure; what stopped a run stands in `signal`
+        status=status,
+        exit_code={"done": 0, "stopped": 128 + outcome.signal, "failed": 1}[status],
+        cause=outcome.failure,  # what stopped a run stands in `signal`
         signal=outcome.signal or None,
         step=counters.step,
         samples=counters.samples,
@@ -42,6 +43,8 @@ def write_summary(
         peak_memory_gib=memory,
         energy_j=None,
         skipped_steps=counters.skipped_steps,
+        loss_spikes=counters.loss_spikes,
+        failed_saves=job.saver.failed_saves,
         checkpoint=str(outcome.checkpoint.relative_to(job.run_dir)) if outcome.checkpoint else None,
         time_s={
             "setup": setup_s,

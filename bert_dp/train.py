@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bert_dp import checkpoint, record
+from bert_dp import health, record
 from bert_dp.config import BatchPlan, Config, batch_at, peak_lr, progress_at
 from bert_dp.data import Batch, TrainingStream, hash64
 from bert_dp.dist import Comm, SharedClock
@@ -20,7 +21,9 @@ from bert_dp.metrics import Meter, Timers
 from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine
 from bert_dp.record import Evaluation
+from bert_dp.saving import Saver
 
+GIVE_UP = 1000  # for the clock's exchange: above every signal's number, so that its MAX prefers it
 EVAL_MASK_RATE = 0.15  # fixed, so that held-out losses of runs with other mask rates compare
 
 LossFn = Callable[[nn.Module, Batch], Tensor]
@@ -47,6 +50,9 @@ class Counters:
     samples: int = 0
     elapsed_s: float = 0.0
     skipped_steps: int = 0
+    loss_spikes: int = 0
+    recent_losses: list[float] = dataclasses.field(default_factory=list)
+    """The logged ones that the next is compared with."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,16 +75,35 @@ class Job:
     meter: Meter
     facts: dict[str, Any]
     """What else state.json keeps: the configuration, the data's hash, whether the model is compiled."""
+    saver: Saver
+    say: Callable[[str], None]
+    """Writes a line of rank 0's log."""
     received_signal: Callable[[], int]
     """The signal this rank has received, or 0."""
     mirror: Callable[[dict[str, Any]], None]
     """Where rank 0 also sends each line (TensorBoard, or nowhere)."""
 
 
+@dataclasses.dataclass
+class Course:
+    """What the loop remembers for its end; alike on every rank."""
+
+    logged_step: int
+    evaluated_step: int
+    line_facts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    final_loss: float | None = None
+    heldout_loss: float | None = None
+    eval_s: float = 0.0
+    trouble: str | None = None
+    """Why the run must stop."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Outcome:
     signal: int
-    """0 = the budget is spent."""
+    """0 = the budget is spent, or `failure`."""
+    failure: str | None
+    """Why the run ended itself; the same on every rank."""
     final_loss: float | None
     heldout_loss: float | None
     checkpoint: Path | None
@@ -164,7 +189,8 @@ def evaluate(
 
 
 def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
-    """Steps until the budget is spent or a signal arrives on any rank; `counters` is kept up to date.
+    """Steps until the budget is spent, a signal arrives on any rank, or the run gives up; `counters` is kept
+    up to date.
 
     Rank 0 writes metrics.jsonl, evals.jsonl and checkpoints. Collective.
     """
@@ -172,17 +198,12 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
     dropout_seed = config.run.seed if config.model.dropout > 0 else None
     per_pass = job.plan.micro_size * job.plan.dp
     peak = peak_lr(config).value
-    spent = {"eval": 0.0, "save": 0.0}
-    final_loss = heldout = None
-    first_step = logged_step = evaluated_step = counters.step
-    saved_step = first_step or None  # None = nothing is saved yet
-    saved = checkpoint.path_of(job.run_dir / "checkpoints", first_step) if first_step else None
-    line_facts: dict[str, Any] = {}
+    course = Course(counters.step, counters.step)
     meter.start(job.stream.wait_s)
     while True:
-        elapsed_s, signal = clock.tick(job.received_signal())
+        elapsed_s, stop = clock.tick(_wish(job, course))
         progress = progress_at(config, counters.step, counters.samples, elapsed_s)
-        if signal or progress >= 1.0:
+        if stop or progress >= 1.0:
             break
         batch = batch_at(config.batch, progress)
         lr = peak * lr_factor(config.schedule, progress)
@@ -195,72 +216,95 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
         meter.observe(loss, norm, batch, len(batches))
         counters.step += 1
         counters.samples += batch
-        line_facts = {"progress": progress, "lr": lr, "batch": batch}
+        course.line_facts = {"progress": progress, "lr": lr, "batch": batch}
         if counters.step % config.log.every_steps == 0:
-            final_loss = _log(job, counters, clock, line_facts)
-            logged_step = counters.step
+            _log(job, counters, clock, course)
         if config.eval.every_steps and counters.step % config.eval.every_steps == 0:
             with meter.paused():
-                heldout = _evaluate_and_write(job, counters, clock, spent)
-            evaluated_step = counters.step
+                _evaluate_and_write(job, counters, clock, course)
         if config.checkpoint.every_steps and counters.step % config.checkpoint.every_steps == 0:
             with meter.paused():
-                saved = _save(job, counters, clock, spent)
-            saved_step = counters.step
-    if counters.step > logged_step:
-        final_loss = _log(job, counters, clock, line_facts)
-    if not signal and (heldout is None or counters.step > evaluated_step):
-        heldout = _evaluate_and_write(job, counters, clock, spent)
-        signal = clock.tick(job.received_signal())[1] if heldout is None else 0
+                _begin_to_save(job, counters, clock.elapsed_s())
+    return _finish(job, counters, clock, course, stop)
+
+
+def _wish(job: Job, course: Course) -> int:
+    """What this rank tells the others: the signal that it has received, or that the run must end."""
+    return GIVE_UP if course.trouble or job.saver.gave_up else job.received_signal()
+
+
+def _finish(job: Job, counters: Counters, clock: SharedClock, course: Course, stop: int) -> Outcome:
+    """The last line, evaluation and checkpoint. `stop`: what ended the loop, 0 = the budget is spent."""
+    if counters.step > course.logged_step:
+        _log(job, counters, clock, course)
+    evaluated = course.heldout_loss is not None and counters.step <= course.evaluated_step
+    if not (stop or course.trouble or evaluated):
+        _evaluate_and_write(job, counters, clock, course)
+        stop = clock.tick(_wish(job, course))[1] if course.heldout_loss is None else 0
     clock.finish()
-    if saved_step is None or counters.step > saved_step:  # alike on every rank: saving is collective
-        saved = _save(job, counters, clock, spent)
-    return Outcome(signal, final_loss, heldout, saved, spent["eval"], spent["save"])
+    failure = job.comm.share(course.trouble or job.saver.gave_up)
+    if not failure:  # else the state may be what made it fail, and must not push out the good ones
+        failure = save(job, counters, clock.elapsed_s())
+    return Outcome(
+        signal=0 if stop == GIVE_UP else stop, failure=failure, final_loss=course.final_loss,
+        heldout_loss=course.heldout_loss, checkpoint=job.saver.newest, eval_s=course.eval_s,
+        save_s=job.saver.held_s,
+    )  # fmt: skip
 
 
-def _log(job: Job, counters: Counters, clock: SharedClock, facts: dict[str, Any]) -> float:
+def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> None:
     line = job.meter.flush(
         step=counters.step,
         samples=counters.samples,
         epoch=counters.samples // job.epoch_size,
         wait_s=job.stream.wait_s,
         elapsed_s=clock.elapsed_s(),
-        **facts,
+        **course.line_facts,
     )
     counters.skipped_steps = line.skipped_steps
+    course.final_loss, course.logged_step = line.loss, line.step
     if job.comm.world.rank == 0:
         record.append_line(job.run_dir / "metrics.jsonl", line)
         job.mirror(dataclasses.asdict(line))
-    return line.loss
+    recent = counters.recent_losses
+    if health.is_spike(line.loss, recent):
+        counters.loss_spikes += 1
+        mean = sum(recent) / len(recent)
+        job.say(f"warning: loss spike at step {line.step}: {line.loss:.4f}, mean of the last {len(recent)} "
+                f"logged losses {mean:.4f}")  # fmt: skip
+    if math.isfinite(line.loss):
+        counters.recent_losses = [*recent, line.loss][-health.WINDOW :]
+    in_a_row = job.meter.skipped_in_a_row
+    found = health.too_many_skipped(job.config, job.precision.name, in_a_row, line.step, line.lr)
+    course.trouble = course.trouble or found
 
 
-def _evaluate_and_write(
-    job: Job, counters: Counters, clock: SharedClock, spent: dict[str, float]
-) -> float | None:
+def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, course: Course) -> None:
     start = clock.elapsed_s()
-    loss, count = evaluate(job, job.held_out, lambda: clock.tick(job.received_signal())[1])
+    loss, count = evaluate(job, job.held_out, lambda: clock.tick(_wish(job, course))[1])
     elapsed = clock.elapsed_s()
-    spent["eval"] += elapsed - start
+    course.heldout_loss, course.evaluated_step = loss, counters.step
+    course.eval_s += elapsed - start
     if job.comm.world.rank == 0 and loss is not None:
         record.cut_back(job.run_dir / "evals.jsonl", counters.step - 1)  # one line a step, also when repeated
         tokens = counters.samples * job.config.data.sequence_length
         line = Evaluation(counters.step, tokens, loss, EVAL_MASK_RATE, count, elapsed)
         record.append_line(job.run_dir / "evals.jsonl", line)
         job.mirror({"step": counters.step, "heldout_loss": loss})
-    return loss
 
 
-def _save(job: Job, counters: Counters, clock: SharedClock, spent: dict[str, float]) -> Path | None:
-    start = clock.elapsed_s()
-    counters.elapsed_s = start
+def save(job: Job, counters: Counters, elapsed_s: float) -> str | None:
+    """Save the state that the run is in, unless that is done, and wait for it; why it could not be saved, the
+    same on every rank. Collective."""
+    if job.comm.share(job.saver.settle())[0] == counters.step:
+        return None
+    _begin_to_save(job, counters, elapsed_s)
+    step, problem = job.comm.share(job.saver.settle())
+    return None if step == counters.step else problem
+
+
+def _begin_to_save(job: Job, counters: Counters, elapsed_s: float) -> None:
+    counters.elapsed_s = elapsed_s
     counters.skipped_steps = int(job.meter.skipped)
-    state = job.engine.gather_state()
-    path = None
-    if state is not None:
-        facts = {**job.facts, **dataclasses.asdict(counters)}
-        path = checkpoint.save(
-            job.run_dir / "checkpoints", counters.step, state, facts, job.config.checkpoint.keep
-        )
-    job.comm.barrier()
-    spent["save"] += clock.elapsed_s() - start
-    return path
+    facts = {**job.facts, **dataclasses.asdict(counters)}
+    job.saver.save(counters.step, job.engine.gather_state, facts)

@@ -16,7 +16,7 @@ from typing import IO
 
 from bert_dp import record
 from bert_dp.config import ConfigError, batch_plan, load_config
-from bert_dp.lifeline import Signals, follow_launcher, record_error, redirect_output
+from bert_dp.lifeline import RunFailed, Signals, follow_launcher, record_error, redirect_output
 from bert_dp.world import World, check_meeting_point, read_world
 
 
@@ -32,14 +32,15 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     redirect_output(world.rank)
     follow_launcher()
-    try:
-        run(arguments, world, signals)
-    except ConfigError as error:
-        record_error(world.rank, error)
-        return 2
-    except BaseException as error:
-        record_error(world.rank, error)
-        return 1
+    with contextlib.ExitStack() as at_end:  # once an error has been recorded
+        try:
+            run(arguments, world, signals, at_end)
+        except ConfigError as error:
+            record_error(world.rank, error)
+            return 2
+        except BaseException as error:
+            record_error(world.rank, error)
+            return 1
     return 0
 
 
@@ -53,8 +54,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(arguments: argparse.Namespace, world: World, signals: Signals) -> None:
-    """One rank from its environment to its summary. Raises ConfigError for bad input.
+def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: contextlib.ExitStack) -> None:
+    """One rank from its environment to its summary. Raises ConfigError for bad input, RunFailed on rank 0
+    when all ranks have ended the run together; the other ranks then return.
 
     After an error the process group is left to the process's end: a peer that sees its connections close
     would otherwise report first.
@@ -74,6 +76,7 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals) -> None:
     corpus = setup.open_data(config, comm)
     resume = setup.find_resume(config, run_dir, comm, device, corpus, arguments.resume)
     job, start = setup.assemble(config, plan, run_dir, comm, device, corpus, resume, lambda: signals.received)
+    at_end.callback(job.saver.close)  # a checkpoint that is being written outlives an error
     setup.describe(job, threads, resume)
     setup.write_environment(job, threads)
     setup_s = time.monotonic() - started
@@ -83,15 +86,20 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals) -> None:
     del start
     dry_run_s = time.monotonic() - started - setup_s
     setup.say(comm, f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
-    clock = dist.SharedClock(comm, resume.counters.elapsed_s)
-    outcome = train.train(job, resume.counters, clock)
+    failure = train.save(job, resume.counters, resume.counters.elapsed_s)  # before hours are spent
+    if failure is None:
+        clock = dist.SharedClock(comm, resume.counters.elapsed_s)
+        outcome = train.train(job, resume.counters, clock)
+        write_summary(job, resume.counters, outcome, corpus.manifest, setup_s, dry_run_s)
+        failure = outcome.failure
     job.stream.close()
-    write_summary(job, resume.counters, outcome, corpus.manifest, setup_s, dry_run_s)
     with contextlib.suppress(RuntimeError):  # all is written; a peer that has left first is no failure
         comm.barrier()  # no rank ends while another still saves
     dist.disconnect()
     if lock is not None:
         lock.close()
+    if failure is not None and world.rank == 0:
+        raise RunFailed(failure)
 
 
 def lock_run(run_dir: Path) -> IO[str]:

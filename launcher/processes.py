@@ -249,8 +249,9 @@ def _result(run_dir: Path, failure: Failure | None, unknown: Failure, pending: l
         return RunResult(int(summary["exit_code"]), None)
     if failure is not None and failure.bad_input:
         return RunResult(2, failure)
-    code = 128 + pending[0] if pending else 1
-    if pending:
+    told = summary is not None and summary.get("status") == "failed"  # by the ranks themselves
+    code = 128 + pending[0] if pending and not told else 1
+    if pending and not told:
         name = signal.Signals(pending[0]).name
         what = f"{name}: stopped before this run's next checkpoint"
         failure = dataclasses.replace(unknown, message=what, tail=())
@@ -259,7 +260,8 @@ def _result(run_dir: Path, failure: Failure | None, unknown: Failure, pending: l
     elif failure.log is None or not failure.log.exists():  # the rank ended before it had a log of its own
         failure = dataclasses.replace(failure, log=unknown.log, tail=unknown.tail)
     lines = list(record.read_lines(run_dir / "metrics.jsonl"))
-    facts = {"status": "failed", "exit_code": code, "cause": failure.headline(), "where": failure.where,
+    facts = {**(summary or {}), "status": "failed", "exit_code": code, "cause": failure.headline(),
+             "where": failure.where,
              "signal": pending[0] if pending else None, "step": lines[-1]["step"] if lines else 0,
              "schema_version": record.SCHEMA_VERSION}  # fmt: skip
     with contextlib.suppress(OSError):  # a full disk must not hide the cause

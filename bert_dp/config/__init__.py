@@ -16,6 +16,7 @@ from bert_dp.config.schema import (
     MAX_VOCAB_SIZE,
     BatchConfig,
     BuildConfig,
+    CheckpointConfig,
     Config,
     DataConfig,
     ModelConfig,
@@ -27,7 +28,8 @@ from bert_dp.config.schema import (
 )
 
 __all__ = [
-    "MAX_VOCAB_SIZE", "BatchConfig", "BatchPlan", "BuildConfig", "Config", "ConfigError", "DataConfig",
+    "MAX_VOCAB_SIZE", "BatchConfig", "BatchPlan", "BuildConfig", "CheckpointConfig", "Config", "ConfigError",
+    "DataConfig",
     "ModelConfig", "OptimConfig", "ParallelConfig", "PeakLr", "ScheduleConfig", "Section", "batch_at",
     "batch_plan", "changed_settings", "data_issues", "dump_config", "load_config", "no_effect", "num_masked",
     "progress_at", "parse_overrides", "peak_lr", "resolve", "setting_paths",

@@ -30,6 +30,9 @@ class RunConfig(Section):
     """auto = every GPU of the machine, else the CPU."""
     init_from: str | None = None
     """Checkpoint or run directory whose weights start this run; optimizer and counters start fresh."""
+    max_skipped_in_a_row: int = Field(5, ge=1)
+    """Steps skipped in a row, for a gradient that is not finite, that stop the run; fp16 may skip 16
+    more, while its loss scale falls."""
 
 
 class BuildConfig(Section):
@@ -231,6 +234,9 @@ class CheckpointConfig(Section):
     """Optimizer steps between checkpoints; 0 = only at the end and on a signal."""
     keep: int = Field(2, ge=1)
     """Newest checkpoints kept."""
+    on_error: Literal["continue", "stop"] = "continue"
+    """When one cannot be saved: continue, and try again at the next; or stop the run, failed. A run that
+    cannot save its first or its last state has failed in any case."""
 
 
 class EvalConfig(Section):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pickle
@@ -47,6 +48,10 @@ def save(folder: Path, step: int, keep: int = 9) -> Path:
     return checkpoint.save(folder, step, make_state(step), {"samples": step * 8, "elapsed_s": 0.1}, keep)
 
 
+def names(folder: Path) -> set[str]:
+    return {p.name for p in folder.iterdir()}
+
+
 def tree(folder: Path) -> dict[str, bytes]:
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
@@ -75,7 +80,7 @@ def test_newest_are_kept_and_listed_first(tmp_path: Path) -> None:
     for step in (1, 2, 30, 100_000_000):
         save(tmp_path, step, keep=2)
     assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-100000000", "step-00000030"]
-    assert {p.name for p in tmp_path.iterdir()} == {"step-100000000", "step-00000030"}
+    assert names(tmp_path) == {"step-100000000", "step-00000030", "latest"}
 
 
 def test_order_is_by_number_not_by_name(tmp_path: Path) -> None:
@@ -90,7 +95,7 @@ def test_foreign_names_are_neither_listed_nor_removed(tmp_path: Path) -> None:
     (tmp_path / "step-00000009").write_text("a file")
     save(tmp_path, 1, keep=1)
     assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-00000001"]
-    assert {p.name for p in tmp_path.iterdir()} == {"step-7", "best", "step-00000009", "step-00000001"}
+    assert names(tmp_path) == {"step-7", "best", "step-00000009", "step-00000001", "latest"}
 
 
 def test_left_overs_of_interrupted_saves_are_pruned(tmp_path: Path) -> None:
@@ -132,7 +137,7 @@ def test_a_save_that_fails_leaves_the_old_ones_and_nothing_else(
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, 2)
     assert tree(tmp_path) == before
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    assert names(tmp_path) == {"step-00000001", "latest"}
 
 
 def test_saving_a_step_again_never_loses_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +158,104 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = checkpoint.save(tmp_path, 1, make_state(5), {}, 9)
     assert bits(checkpoint.load(path)[0]) == bits(make_state(5))
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+    assert names(tmp_path) == {"step-00000001", "latest"}
+
+
+def test_latest_names_the_newest_and_decides_nothing(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+        assert (tmp_path / "latest").read_text() == f"step-{step:08d}\n"
+    (tmp_path / "latest").write_text("step-00000001\n")
+    assert checkpoint.newest_valid(tmp_path)[0] == tmp_path / "step-00000002"
+    checkpoint.set_aside_after(tmp_path, 1)
+    assert (tmp_path / "latest").read_text() == "step-00000001\n"
+
+
+def test_latest_that_cannot_be_written_is_no_failed_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.record, "write_text", fail)
+    assert checkpoint.check(save(tmp_path, 1)) is None
+
+
+@pytest.mark.parametrize(("keep", "left"), [(1, {5}), (2, {5, 3}), (3, {5, 4, 3}), (4, {5, 4, 3, 2})])
+def test_a_broken_one_pushes_no_good_one_out(tmp_path: Path, keep: int, left: set[int]) -> None:
+    """4 is broken: with keep = 2 the two good ones are 5 and 3, so 3 stays; 4 stays as one of the newest."""
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    flip(tmp_path / "step-00000004")
+    save(tmp_path, 5, keep=keep)
+    found = {int(p.name[5:]) for p in checkpoint.list_checkpoints(tmp_path)}
+    assert found == left | ({4} if keep > 1 else set())
+
+
+def test_what_is_trusted_is_not_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = [save(tmp_path, step) for step in (1, 2)]
+    read: list[Path] = []
+    monkeypatch.setattr(checkpoint, "check", read.append)  # None: it is good
+    checkpoint.save(tmp_path, 3, make_state(3), {}, 2, trusted={old[1]})
+    assert read == []
+    checkpoint.save(tmp_path, 4, make_state(4), {}, 2)
+    assert read == [tmp_path / "step-00000003"]
+
+
+def test_a_checkpoint_that_is_half_removed_does_not_look_like_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (1, 2):
+        save(tmp_path, step)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: None)  # as if killed there
+    save(tmp_path, 3, keep=2)
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-00000003", "step-00000002"]
+    monkeypatch.undo()
+    save(tmp_path, 4, keep=2)
+    assert names(tmp_path) == {"step-00000003", "step-00000004", "latest"}
+
+
+def test_too_little_space_is_seen_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+    before = tree(tmp_path)
+    state = make_state()
+    size = checkpoint.num_bytes(state)
+    file_bytes = sum(p.stat().st_size for p in (tmp_path / "step-00000001").glob("*.safetensors"))
+    assert size < file_bytes < size + 1000  # headers
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(1.5 * size) - 1))
+    with pytest.raises(OSError, match=r"free, .* wanted before a save") as caught:
+        checkpoint.save(tmp_path, 2, state, {}, 9)
+    assert caught.value.errno == errno.ENOSPC
+    assert tree(tmp_path) == before
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(1.5 * size) + 1))
+    checkpoint.save(tmp_path, 2, state, {}, 9)
+
+
+def test_a_state_without_moments_counts_with_them() -> None:
+    weights = {"a": torch.zeros(10), "b": torch.zeros(5, dtype=torch.float64)}
+    assert checkpoint.num_bytes({"model": weights, "optimizer": {}, "scaler": {}}) == 3 * 80
+    assert checkpoint.num_bytes({"model": weights, "optimizer": {"a/m": torch.zeros(1)}, "scaler": {}}) == 84
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+def test_a_value_that_is_not_finite_is_found_by_name(part: str, bad: float, dtype: torch.dtype) -> None:
+    state: State = {
+        "model": {"a": torch.randn(3, 70).to(dtype), "count": torch.tensor(3), "none": torch.empty(0)},
+        "optimizer": {
+            "a/step": torch.tensor(1.0),
+            "a/m": torch.full((2, 2), torch.finfo(dtype).max, dtype=dtype),
+        },
+        "scaler": {"scale": torch.tensor(float("inf"))},
+    }
+    assert checkpoint.first_not_finite(state) is None
+    name = {"model": "a", "optimizer": "a/m"}[part]
+    state[part][name][1, 1] = bad
+    assert checkpoint.first_not_finite(state) == name
 
 
 # --- what is wrong is said
@@ -198,7 +300,7 @@ def wrong_shape(path: Path) -> None:
 
 
 def empty_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text('{"files": {}}')
+    (path / "manifest.json").write_text('{"version": 1, "files": {}}')
 
 
 def lacks_a_file(path: Path) -> None:

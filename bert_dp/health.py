@@ -1,0 +1,36 @@
+"""What a run notices about itself when it logs: loss spikes, and steps skipped one after another."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from bert_dp.config import Config
+
+WINDOW = 128  # logged losses that a spike is seen against, and its height: OLMo-core's SkipStepOptimizer
+SIGMAS = 6.0
+ENOUGH = 16  # logged losses before there is a spread to speak of
+FP16_ROOM = 16  # the scaler starts at 2^16 and halves at each skip: so many may pass before it is at 1
+
+
+def is_spike(loss: float, recent: Sequence[float]) -> bool:
+    """Whether a logged loss is above mean + SIGMAS standard deviations of the ones before it."""
+    if len(recent) < ENOUGH or not math.isfinite(loss):  # the latter is skipped and counted elsewhere
+        return False
+    mean = sum(recent) / len(recent)
+    deviation = math.sqrt(sum((x - mean) ** 2 for x in recent) / len(recent))
+    return loss > mean + SIGMAS * deviation
+
+
+def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, lr: float) -> str | None:
+    """Why the run must stop, when so many steps in a row had a gradient that is not finite, up to `step`."""
+    limit = config.run.max_skipped_in_a_row + (FP16_ROOM if precision == "fp16" else 0)
+    if in_a_row < limit:
+        return None
+    advice = f"lower optim.lr (now {lr:.3g}) or resume from an earlier checkpoint"
+    if precision in ("fp16", "bf16"):
+        advice += ", or try precision: fp32"
+    return (
+        f"{in_a_row} steps in a row up to step {step} had a gradient that is not finite and were skipped, "
+        f"at learning rate {lr:.3g}; the weights did not change in them; {advice}"
+    )

@@ -1,0 +1,120 @@
+"""Saving beside training: one thread of rank 0 writes what was gathered; what becomes of an error.
+
+The long parts of a save (safetensors from 0.8 on, SHA-256, fsync, the look for NaN) leave Python's lock to
+others.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from bert_dp import checkpoint
+from bert_dp.config import CheckpointConfig
+from bert_dp.parallel import State
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+class NotFiniteError(ValueError):
+    """A state that must not become a checkpoint."""
+
+
+class Saver:
+    """Writes checkpoints one at a time; every rank has one, only rank 0's is given states.
+
+    A save that fails leaves those before it and is counted; `gave_up` then tells whether the run may go on.
+    """
+
+    def __init__(
+        self, folder: Path, settings: CheckpointConfig, say: Callable[[str], None], saved_step: int | None
+    ):
+        self._folder, self._settings, self._say = folder, settings, say
+        self.saved_step = saved_step
+        """Step of the newest checkpoint that is safe in `folder`; None = there is none."""
+        self.failed_saves = 0
+        self.held_s = 0.0
+        """Seconds that training stood still for saving: gathering, and waiting for an earlier write."""
+        self.gave_up: str | None = None
+        """Why the run must stop, once a save has failed and that is the policy."""
+        self._problem: str | None = None
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+        self._trusted: set[Path] = set()
+
+    @property
+    def newest(self) -> Path | None:
+        return None if self.saved_step is None else checkpoint.path_of(self._folder, self.saved_step)
+
+    def save(self, step: int, gather: Callable[[], State | None], facts: dict[str, Any]) -> None:
+        """Gather the state and begin to write it. Collective, as `gather` is.
+
+        An earlier write is waited for first, so the host never holds two states.
+        """
+        self.settle()
+        start = time.perf_counter()
+        state = gather()
+        if state is not None:
+            self._thread = threading.Thread(
+                target=self._write, args=(step, state, facts), name="checkpoint-writer"
+            )
+            self._thread.start()
+        self.held_s += time.perf_counter() - start
+
+    def settle(self) -> tuple[int | None, str | None]:
+        """Wait for the write; the newest step that is safe, and what went wrong with the last save.
+
+        Raises what the writer raised, if that was no failed save.
+        """
+        self.close()
+        if self._error is not None:
+            raise self._error
+        return self.saved_step, self._problem
+
+    def close(self) -> None:
+        """Wait for the write."""
+        if self._thread is not None:
+            start = time.perf_counter()
+            self._thread.join()
+            self._thread = None
+            self.held_s += time.perf_counter() - start
+
+    def _write(self, step: int, state: State, facts: dict[str, Any]) -> None:
+        try:
+            name = checkpoint.first_not_finite(state)
+            if name is not None:
+                raise NotFiniteError(f"{name} holds a value that is not finite")
+            path = self._write_or_make_room(step, state, facts)
+        except (OSError, NotFiniteError) as error:
+            self.failed_saves += 1
+            self._problem = (
+                f"{checkpoint.path_of(self._folder, step).name} could not be saved: {error}; "
+                f"the newest good checkpoint is {self._newest_good()}"
+            )
+            if self._settings.on_error == "stop":
+                self.gave_up = self.gave_up or self._problem
+            self._say(f"warning: {self._problem}")
+        except BaseException as error:
+            self._error = error
+        else:
+            self._trusted.add(path)
+            self.saved_step, self._problem = step, None
+
+    def _write_or_make_room(self, step: int, state: State, facts: dict[str, Any]) -> Path:
+        keep = self._settings.keep
+        try:
+            return checkpoint.save(self._folder, step, state, facts, keep, self._trusted)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            checkpoint.prune(self._folder, min(keep, 2), self._trusted)
+            return checkpoint.save(self._folder, step, state, facts, keep, self._trusted)
+
+    def _newest_good(self) -> str:
+        listed = checkpoint.list_checkpoints(self._folder)
+        good = (p.name for p in listed if p in self._trusted or checkpoint.check(p) is None)
+        return next(good, "none")

@@ -1,0 +1,243 @@
+"""The writer: one at a time, beside the caller; what becomes of an error."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bert_dp import checkpoint
+from bert_dp.config import CheckpointConfig
+from bert_dp.parallel import State
+from bert_dp.saving import Saver
+
+SaveFile = Callable[[dict[str, torch.Tensor], Path], None]
+PATIENCE_S = 60.0
+
+
+def state(value: float) -> State:
+    return {
+        "model": {"w": torch.full((4,), value)},
+        "optimizer": {"w/m": torch.full((4,), value)},
+        "scaler": {},
+    }
+
+
+def weight(path: Path) -> float:
+    return float(checkpoint.load(path)[0]["model"]["w"][0])
+
+
+def names(folder: Path) -> list[str]:
+    return [p.name for p in checkpoint.list_checkpoints(folder)]
+
+
+class Held:
+    """save_file that waits for `go`, and says when it has begun."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, tensors: dict[str, torch.Tensor], path: Path) -> None:
+        self.begun.set()
+        assert self.go.wait(PATIENCE_S)
+        REAL(tensors, path)
+
+
+REAL: SaveFile = checkpoint.save_file
+
+
+@pytest.fixture
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
+    hook = Held()
+    monkeypatch.setattr(checkpoint, "save_file", hook)
+    yield hook
+    hook.go.set()
+
+
+def make(folder: Path, said: list[str] | None = None, saved: int | None = None, **settings: Any) -> Saver:
+    say = (said if said is not None else []).append
+    return Saver(folder, CheckpointConfig(**settings), say, saved)
+
+
+def failing(number: int, first: int, last: int) -> SaveFile:
+    """save_file whose calls `first` to `last` (from 1) leave half a file and raise OSError(number)."""
+    calls = 0
+
+    def save_file(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        nonlocal calls
+        calls += 1
+        if first <= calls <= last:
+            path.write_bytes(b"half")
+            raise OSError(number, os.strerror(number), str(path))
+        REAL(tensors, path)
+
+    return save_file
+
+
+def test_the_caller_goes_on_while_it_is_written(tmp_path: Path, held: Held) -> None:
+    saver = make(tmp_path)
+    saver.save(1, lambda: state(1.0), {"samples": 8})
+    assert held.begun.wait(PATIENCE_S)
+    assert names(tmp_path) == []
+    assert (saver.saved_step, saver.newest) == (None, None)
+    held.go.set()
+    assert saver.settle() == (1, None)
+    assert saver.newest == tmp_path / "step-00000001"
+    assert checkpoint.load(saver.newest)[1]["samples"] == 8
+
+
+def test_a_second_save_waits_for_the_first_before_it_gathers(tmp_path: Path, held: Held) -> None:
+    saver = make(tmp_path)
+    saver.save(1, lambda: state(1.0), {})
+    assert held.begun.wait(PATIENCE_S)
+    gathered: list[list[str]] = []
+
+    def gather() -> State:
+        gathered.append(names(tmp_path))
+        return state(2.0)
+
+    threading.Timer(0.3, held.go.set).start()
+    saver.save(2, gather, {})
+    assert gathered == [["step-00000001"]]
+    assert saver.held_s >= 0.2, "waiting counts as time that saving took"
+    assert saver.settle() == (2, None)
+    assert [weight(p) for p in checkpoint.list_checkpoints(tmp_path)] == [2.0, 1.0]
+
+
+def test_another_rank_has_nothing_to_write(tmp_path: Path) -> None:
+    saver = make(tmp_path, saved=7)
+    saver.save(9, lambda: None, {})
+    assert saver.settle() == (7, None)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.EACCES])
+@pytest.mark.parametrize("policy", ["continue", "stop"])
+def test_an_error_is_said_and_counted_and_the_good_ones_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, policy: str
+) -> None:
+    said: list[str] = []
+    saver = make(tmp_path, said, keep=2, on_error=policy)
+    for step in (1, 2):
+        saver.save(step, lambda step=step: state(step), {})
+    saver.settle()
+    monkeypatch.setattr(checkpoint, "save_file", failing(number, 2, 2))
+    saver.save(3, lambda: state(3.0), {})
+    step, problem = saver.settle()
+    assert (step, saver.failed_saves) == (2, 1)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
+    (line,) = said
+    assert problem is not None
+    assert problem in line
+    for text in ("step-00000003", os.strerror(number), "step-00000002"):
+        assert text in line
+    assert saver.gave_up == (problem if policy == "stop" else None)
+    saver.save(4, lambda: state(4.0), {})  # the next one tries again
+    assert saver.settle() == (4, None)
+    assert names(tmp_path) == ["step-00000004", "step-00000002"]
+    assert saver.failed_saves == 1
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize(("keep", "left"), [(9, [4, 3, 2]), (2, [4, 3]), (1, [4])])
+def test_a_full_disk_makes_room_and_tries_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, keep: int, left: list[int]
+) -> None:
+    said: list[str] = []
+    saver = make(tmp_path, said, keep=keep)
+    for step in (1, 2, 3):
+        saver.save(step, lambda step=step: state(step), {})
+    saver.settle()
+    monkeypatch.setattr(checkpoint, "save_file", failing(number, 1, 1))
+    saver.save(4, lambda: state(4.0), {})
+    assert saver.settle() == (4, None)
+    assert names(tmp_path) == [f"step-{step:08d}" for step in left]
+    assert (said, saver.failed_saves) == ([], 0)
+
+
+def test_a_disk_that_stays_full_keeps_the_last_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saver = make(tmp_path, keep=9)
+    for step in (1, 2, 3):
+        saver.save(step, lambda step=step: state(step), {})
+    saver.settle()
+    monkeypatch.setattr(checkpoint, "save_file", failing(errno.ENOSPC, 1, 99))
+    for step in (4, 5):
+        saver.save(step, lambda step=step: state(step), {})
+        assert saver.settle()[0] == 3
+        assert names(tmp_path) == ["step-00000003", "step-00000002"]
+    assert saver.failed_saves == 2
+    assert [weight(p) for p in checkpoint.list_checkpoints(tmp_path)] == [3.0, 2.0]
+
+
+@pytest.mark.parametrize("part", ["model", "optimizer"])
+def test_what_is_not_finite_is_never_written(tmp_path: Path, part: str) -> None:
+    said: list[str] = []
+    saver = make(tmp_path, said, keep=1)
+    saver.save(1, lambda: state(1.0), {})
+    bad = state(2.0)
+    name = next(iter(bad[part]))
+    bad[part][name][2] = float("nan")
+    saver.save(2, lambda: bad, {})
+    step, problem = saver.settle()
+    assert (step, saver.failed_saves) == (1, 1)
+    assert problem is not None
+    assert f"{name} holds a value that is not finite" in problem
+    assert names(tmp_path) == ["step-00000001"]
+
+
+def test_what_is_no_failed_save_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(checkpoint, "save_file", broken)
+    saver = make(tmp_path)
+    saver.save(1, lambda: state(1.0), {})
+    saver.close()  # at the end of a process: the error that ends it comes first
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        saver.settle()
+    with pytest.raises(RuntimeError, match="a fault of ours"):
+        saver.save(2, lambda: state(2.0), {})
+
+
+def test_the_newest_good_one_is_named_past_a_broken_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints of an earlier process are verified before one is named."""
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, state(step), {}, 9)
+    (tmp_path / "step-00000002" / "model.safetensors").write_bytes(b"")
+    monkeypatch.setattr(checkpoint, "save_file", failing(errno.EIO, 1, 1))
+    saver = make(tmp_path, saved=1)
+    saver.save(3, lambda: state(3.0), {})
+    problem = saver.settle()[1]
+    assert problem is not None
+    assert problem.endswith("the newest good checkpoint is step-00000001")
+
+
+def test_other_threads_run_while_a_file_is_written(tmp_path: Path) -> None:
+    """Of ten slices of the time that save_file takes, this thread is seen in three at least, however busy the
+    machine; beside a writer that keeps Python's lock it could be seen in the first and the last only."""
+    tensors = {"w": torch.ones(64 * 2**20)}  # 256 MiB
+    times: list[float] = []
+
+    def write() -> None:
+        times.append(time.perf_counter())
+        checkpoint.save_file(tensors, tmp_path / "file")
+        times.append(time.perf_counter())
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    seen: list[float] = []
+    while writer.is_alive():
+        seen.append(time.perf_counter())
+        time.sleep(0)
+    begin, end = times
+    slices = {int(10 * (t - begin) / (end - begin)) for t in seen if begin <= t < end}
+    assert len(slices) >= 3, slices
