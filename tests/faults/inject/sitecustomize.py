@@ -1,15 +1,18 @@
 """Breaks a worker on purpose. On PYTHONPATH, Python runs this at every start; nothing of it ships.
 
-BERT_DP_TEST_FAULT: JSON of what, rank, place, step [, seconds, once]. Inert without it, and in every process
-that is not the worker. `what` happens on `rank` at `place` in optimizer step `step` (from 0; place compile =
-the dry run). `once`: a path; the fault happens only while that file does not exist, and makes it.
+BERT_DP_TEST_FAULT: JSON of what, rank, place, step [, seconds, once, times]. Inert without it, and in every
+process that is not the worker. `what` happens on `rank` at `place` in optimizer step `step` (from 0; place
+compile = the dry run; place save = the save after that step, -1 = the first), and in the `times` - 1 steps
+after it. `once`: a path; the fault happens only while that file does not exist, and makes it.
 
-what:  raise | exit | segv | abort | kill | stop | sleep | gil | nan | spike | slow | cuda_oom | full_disk
+what:  raise | exit | segv | abort | kill | stop | sleep | gil | nan | spike | slow | cuda_oom | full_disk |
+       io_error | read_only
 place: compile | data | step | eval | save
 """
 
 from __future__ import annotations
 
+import errno
 import importlib.abc
 import importlib.machinery
 import importlib.util
@@ -63,12 +66,13 @@ class Counter:
     def __init__(self, fault: dict):
         self.fault, self.step = fault, -2
 
-    def due(self, place: str) -> bool:
-        fault = self.fault
+    def due(self, place: str, step: int | None = None) -> bool:
+        fault, step = self.fault, self.step if step is None else step
         if fault["place"] != place or str(fault["rank"]) != os.environ.get("RANK", "0"):
             return False
-        every = fault["what"] == "slow" and self.step >= 0
-        if not every and self.step != (-1 if place == "compile" else fault["step"]):
+        every = fault["what"] == "slow" and step >= 0
+        first = -1 if place == "compile" else fault["step"]
+        if not every and not first <= step < first + fault.get("times", 1):
             return False
         once = fault.get("once")
         if once is not None:
@@ -120,12 +124,15 @@ def patch_train(train: object, counter: Counter) -> None:
 def patch_checkpoint(checkpoint: object, counter: Counter) -> None:
     plain_save_file = checkpoint.save_file
 
-    def save_file(*arguments, **options):
-        if counter.due("save"):
-            if counter.fault["what"] == "full_disk":
-                raise OSError(28, "No space left on device")
+    errors = {"full_disk": errno.ENOSPC, "io_error": errno.EIO, "read_only": errno.EROFS}
+
+    def save_file(tensors, path):
+        saved = int(path.parent.name[5:13])  # training may be some steps ahead of the write
+        if counter.due("save", saved - 1):
+            if (number := errors.get(counter.fault["what"])) is not None:
+                raise OSError(number, os.strerror(number), str(path))
             break_now(counter.fault)
-        return plain_save_file(*arguments, **options)
+        return plain_save_file(tensors, path)
 
     checkpoint.save_file = save_file
 

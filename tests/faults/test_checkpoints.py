@@ -1,0 +1,487 @@
+"""Rows 9 to 11, 15 and 16: saves that are killed, damaged or refused by the disk; gradients that are not
+finite, and a loss that jumps.
+
+SIGKILL leaves the page cache, so the order of fsync and rename is not what these can show; row 9 shows that
+no half-written checkpoint is ever loaded and that only the one being written is lost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bert_dp import checkpoint
+from bert_dp.config import load_config
+from bert_dp.cost import num_parameters
+from bert_dp.parallel import State
+from launcher import training
+from tests.e2e.cli import bert_dp, command, tiny
+from tests.faults.harness import broken, observe, rounds
+from tests.faults.killed_saver import state_of
+from tests.parity.runs import settings, state, write_run
+from tests.parity.test_wrapped import installed, parallel
+from tests.ranks import run_ranks
+from tests.shards import write_shards
+
+ROOT = Path(__file__).parents[2]
+FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def summary(run_dir: Path) -> dict[str, Any]:
+    data: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    return data
+
+
+def steps_kept(folder: Path) -> list[int]:
+    return [int(p.name[5:13]) for p in checkpoint.list_checkpoints(folder)]
+
+
+# --- row 9
+
+
+class Killer:
+    """`tests.faults.killed_saver` at work."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.killed_saver"], cwd=ROOT, text=True, stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def kill(self, folder: Path, **order: Any) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps({"folder": str(folder), **order}) + "\n")
+        self._process.stdin.flush()
+        answer: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return answer
+
+    def close(self) -> None:
+        self._process.communicate(timeout=60)
+
+
+@pytest.fixture
+def killer() -> Iterator[Killer]:
+    one = Killer()
+    yield one
+    one.close()
+
+
+def same(a: State, b: State) -> bool:
+    return all(a[p].keys() == b[p].keys() and all(torch.equal(a[p][k], b[p][k]) for k in a[p]) for p in a)
+
+
+def newest(folder: Path, ended: dict[str, Any]) -> int:
+    """Step of what would be loaded: whole, its own step's, and no older than the last save that returned."""
+    found, _ = checkpoint.newest_valid(folder)
+    if found is None:
+        assert ended["done"] == 0, "a save had returned and nothing is left"
+        return 0
+    state, facts = checkpoint.load(found)
+    assert same(state, state_of(facts["step"]))
+    assert facts["samples"] == facts["step"]
+    assert max(1, ended["done"]) <= facts["step"] <= ended["begun"]
+    return int(facts["step"])
+
+
+def test_row_09_killed_at_random_moments_of_a_save(tmp_path: Path, killer: Killer) -> None:
+    start = time.monotonic()
+    killer.kill(tmp_path, saves=5)
+    pace = (time.monotonic() - start) / 5
+    loaded = 5
+    lost = 0
+    for number in rounds(10, 200):
+        after_s = random.Random(number).uniform(0.0, 4 * pace)
+        ended = killer.kill(tmp_path, saves=1000, after_s=after_s)
+        assert ended["killed"]
+        if not ended["begun"]:  # killed before its first save
+            ended = {**ended, "begun": loaded, "done": loaded}
+        now = newest(tmp_path, {**ended, "done": max(ended["done"], loaded)})
+        lost += ended["begun"] - now
+        loaded = now
+        observe(9, round=number, killed_after_s=after_s, begun=ended["begun"], loaded=now)
+    assert lost <= len(rounds(10, 200)), "at most one in each round"
+
+
+def test_row_09_killed_between_any_two_changes_of_the_disk(tmp_path: Path, killer: Killer) -> None:
+    """Every write, fsync, rename and removal of a save that also prunes, in the folder that the last left."""
+    killer.kill(tmp_path, saves=2)
+    loaded, event = 2, 0
+    outcomes = set()
+    while True:
+        ended = killer.kill(tmp_path, saves=1, event=event)
+        now = newest(tmp_path, {**ended, "done": max(ended["done"], loaded)})
+        outcomes.add(now - loaded)
+        loaded = now
+        observe(9, event=event, **ended)
+        if not ended["killed"]:
+            break
+        event += 1
+    assert event >= 12, "the events are counted"
+    assert outcomes == {0, 1}, "some kills come before the rename, some after it"
+
+
+def test_row_09b_killed_on_a_slow_disk(tmp_path: Path, killer: Killer) -> None:
+    """Every fsync takes 0.1 s longer."""
+    killer.kill(tmp_path, saves=2)
+    loaded = 2
+    for number in rounds(3, 40):
+        after_s = random.Random(number).uniform(0.0, 2.0)
+        ended = killer.kill(tmp_path, saves=1000, after_s=after_s, fsync_s=0.1)
+        loaded = newest(tmp_path, {**ended, "done": max(ended["done"], loaded)}) if ended["begun"] else loaded
+        observe(9, variant="b", killed_after_s=after_s, loaded=loaded)
+
+
+def test_row_09_a_run_killed_in_the_background_write_goes_on_from_the_one_before(
+    tmp_path: Path, shards: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    options = ["train", "quickstart", *tiny(shards, "schedule.steps=8", "checkpoint.every_steps=2"),
+               "--nproc", "1", "--run-dir", str(run_dir)]  # fmt: skip
+    killed = bert_dp(*options, **broken("kill", rank=0, place="save", step=5))
+    assert killed.returncode == 1, killed.stdout + killed.stderr
+    assert "signal 9" in killed.stdout
+    assert checkpoint.newest_valid(run_dir / "checkpoints")[0] == run_dir / "checkpoints" / "step-00000004"
+    again = bert_dp(*options)
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "resuming from step-00000004" in again.stdout
+    assert [line["step"] for line in lines(run_dir / "metrics.jsonl")] == list(range(1, 9))
+    left = {p.name for p in (run_dir / "checkpoints").iterdir()}
+    assert left == {"step-00000006", "step-00000008", "latest"}
+
+
+# --- row 10
+
+
+def damage(file: Path, draw: random.Random) -> str:
+    """Cut the file somewhere, or flip one bit of one byte."""
+    data = bytearray(file.read_bytes())
+    if draw.random() < 0.5:
+        length = draw.randrange(len(data))
+        file.write_bytes(data[:length])
+        return f"cut to {length} of {len(data)} bytes"
+    place, bit = draw.randrange(len(data)), draw.randrange(8)
+    data[place] ^= 1 << bit
+    file.write_bytes(data)
+    return f"bit {bit} of byte {place} flipped"
+
+
+def test_row_10_a_damaged_newest_is_named_and_the_one_before_is_loaded(tmp_path: Path) -> None:
+    for step in (1, 2):
+        checkpoint.save(tmp_path, step, state_of(step), {"samples": step}, 9)
+    older, whole = tmp_path / "step-00000001", tmp_path / "step-00000002"
+    for number in rounds(12, 100):
+        draw = random.Random(number)
+        file = whole / FILES[number % len(FILES)]
+        before = file.read_bytes()
+        how = damage(file, draw)
+        found, problems = checkpoint.newest_valid(tmp_path)
+        assert found == older, how
+        assert len(problems) == 1
+        assert whole.name in problems[0]
+        assert file.name in problems[0] or file.name == "manifest.json"
+        observe(10, file=file.name, how=how, said=problems[0].removeprefix(f"{tmp_path}/"))
+        file.write_bytes(before)
+        assert checkpoint.newest_valid(tmp_path)[0] == whole
+
+
+def test_row_10_no_single_bit_of_the_manifest_may_change(tmp_path: Path) -> None:
+    """The manifest has no hash of its own: every bit of it must matter."""
+    tiny_state: State = {"model": {"w": torch.ones(2)}, "optimizer": {"w/m": torch.ones(2)}, "scaler": {}}
+    path = checkpoint.save(tmp_path, 1, tiny_state, {}, 9)
+    file = path / "manifest.json"
+    data = file.read_bytes()
+    for place in range(len(data)):
+        for bit in rounds(1, 8):
+            changed = bytearray(data)
+            changed[place] ^= 1 << (bit + place) % 8
+            file.write_bytes(changed)
+            assert checkpoint.check(path) is not None, (place, bit, bytes(changed))
+
+
+def test_row_10_a_run_says_what_it_passes_over(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = tiny(shards, "checkpoint.every_steps=2", "schedule.steps=4")
+    first = bert_dp("train", "quickstart", *options, "--nproc", "1", "--run-dir", str(run_dir))
+    assert first.returncode == 0, first.stdout + first.stderr
+    damage(run_dir / "checkpoints" / "step-00000004" / "optimizer.safetensors", random.Random(0))
+    again = bert_dp("train", "--run-dir", str(run_dir), "--set", "schedule.steps=6", "--nproc", "1")
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "checkpoint passed over" in again.stdout
+    assert "step-00000004/optimizer.safetensors" in again.stdout
+    assert "resuming from step-00000002" in again.stdout
+
+
+# --- row 11
+
+ERRORS = {
+    "full_disk": "No space left on device", "io_error": "Input/output error",
+    "read_only": "Read-only file system",
+}  # fmt: skip
+
+
+def test_row_11_a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path) -> None:
+    for number in rounds(1, 3):
+        a_failed_save_does_not_end_the_run(tmp_path / str(number), shards, list(ERRORS)[number])
+
+
+def a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path, what: str) -> None:
+    """Injected in the save after step 6; the ones before and after it are good."""
+    run_dir = tmp_path / "run"
+    options = tiny(shards, "schedule.steps=10", "checkpoint.every_steps=2", "checkpoint.keep=3")
+    done = bert_dp("train", "quickstart", *options, "--run-dir", str(run_dir),
+                   **broken(what, rank=0, place="save", step=5))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (said,) = [line for line in done.stdout.splitlines() if "could not be saved" in line]
+    for text in ("step-00000006", ERRORS[what], "newest good checkpoint is step-00000004"):
+        assert text in said
+    facts = summary(run_dir)
+    assert (facts["status"], facts["failed_saves"], facts["step"]) == ("done", 1, 10)
+    folder = run_dir / "checkpoints"
+    assert steps_kept(folder) == [10, 8, 4]
+    assert all(checkpoint.check(path) is None for path in checkpoint.list_checkpoints(folder))
+
+
+def test_row_11_a_failed_save_stops_the_run_when_that_is_the_policy(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = tiny(shards, "schedule.steps=100000", "checkpoint.every_steps=2", "checkpoint.on_error=stop")
+    done = bert_dp("train", "quickstart", *options, "--nproc", "2", "--run-dir", str(run_dir),
+                   **broken("io_error", rank=0, place="save", step=5))  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    facts = summary(run_dir)
+    assert (facts["status"], facts["exit_code"]) == ("failed", 1)
+    for text in ("step-00000006 could not be saved", ERRORS["io_error"], "step-00000004"):
+        assert text in facts["cause"]
+    assert facts["failed_saves"] >= 1
+    assert "step-00000006 could not be saved" in done.stdout
+    assert checkpoint.check(run_dir / "checkpoints" / "step-00000004") is None
+
+
+def test_row_11_a_first_save_that_fails_refuses_the_run(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = bert_dp("train", "quickstart", *tiny(shards), "--run-dir", str(run_dir),
+                   **broken("read_only", rank=0, place="save", step=-1))  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    facts = summary(run_dir)
+    assert facts["status"] == "failed"
+    assert "step-00000000 could not be saved" in facts["cause"]
+    assert ERRORS["read_only"] in facts["cause"]
+    assert not (run_dir / "metrics.jsonl").exists(), "before the first step"
+
+
+def test_row_11_a_last_save_that_fails_fails_the_run(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = tiny(shards, "schedule.steps=4", "checkpoint.every_steps=2")
+    done = bert_dp("train", "quickstart", *options, "--run-dir", str(run_dir),
+                   **broken("io_error", rank=0, place="save", step=3))  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    facts = summary(run_dir)
+    assert (facts["status"], facts["step"]) == ("failed", 4)
+    assert facts["failed_saves"] == 2, "once on time, once more at the end"
+    assert "step-00000004 could not be saved" in facts["cause"]
+    assert "newest good checkpoint is step-00000002" in facts["cause"]
+    assert facts["heldout_loss"] is not None
+    assert facts["checkpoint"] == "checkpoints/step-00000002"
+
+
+def can_mount() -> bool:
+    script = 'mount -t tmpfs -o size=1m tmpfs "$0"'
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script, "/mnt"], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def on_small_disk(folder: Path, size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with a file system of `size` bytes at `folder`, and copy what it left to folder-left."""
+    folder.mkdir()
+    script = f'mount -t tmpfs -o size={size} tmpfs "$0" && "$@"; code=$?; cp -a "$0" "$0-left"; exit $code'
+    return subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, str(folder), *arguments], capture_output=True, text=True,
+        check=False, timeout=180, cwd=ROOT,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None or not can_mount(), reason="mounting needs root")
+def test_row_11_a_disk_that_fills_up(tmp_path: Path, shards: Path) -> None:
+    for policy in ("continue", "stop")[: len(rounds(1, 2))]:
+        a_disk_that_fills_up(tmp_path / policy, shards, policy)
+
+
+def a_disk_that_fills_up(tmp_path: Path, shards: Path, policy: str) -> None:
+    """A file system on which the start and two checkpoints fit, and the third does not."""
+    run_dir, disk = tmp_path / "run", tmp_path / "run" / "checkpoints"
+    run_dir.mkdir(parents=True)
+    options = tiny(shards, "schedule.steps=8", "checkpoint.every_steps=2", "checkpoint.keep=9",
+                   f"checkpoint.on_error={policy}", "model.hidden_size=192",
+                   "model.intermediate_size=384")  # fmt: skip
+    config = load_config(training.find_config("quickstart", None), options[1::2])
+    size = 3 * 4 * num_parameters(config.model, 16)  # weights and two moments in fp32
+    done = on_small_disk(disk, int(3.3 * size), *command("train", "quickstart", *options, "--nproc", "1",
+                                                         "--run-dir", str(run_dir)))  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    facts, left = summary(run_dir), tmp_path / "run" / "checkpoints-left"
+    assert facts["status"] == "failed"
+    assert "wanted before a save" in facts["cause"]
+    assert steps_kept(left) == [4, 2], "the two newest stay, the first made room"
+    assert all(checkpoint.check(path) is None for path in checkpoint.list_checkpoints(left))
+    assert not list(left.glob("*.tmp-*"))
+    assert "newest good checkpoint is step-00000004" in facts["cause"]
+    if policy == "continue":
+        assert facts["step"] == 8, "training went on"
+        assert facts["failed_saves"] == 3, "after steps 6 and 8, and at the end"
+
+
+FULL_DISK = """
+import errno, pathlib, sys, torch
+from bert_dp import checkpoint
+folder = pathlib.Path(sys.argv[1])
+state = {"model": {"w": torch.ones(2**17)}, "optimizer": {"w/m": torch.ones(2**17)}, "scaler": {}}
+checkpoint.save(folder, 1, state, {}, 9)
+checkpoint._check_space = lambda *_: None
+for expected in (errno.ENOSPC, errno.EROFS):
+    try:
+        checkpoint.save(folder, 2, state, {}, 9)
+    except OSError as error:
+        assert error.errno == expected, error
+    else:
+        raise AssertionError(expected)
+    assert [p.name for p in checkpoint.list_checkpoints(folder)] == ["step-00000001"]
+    assert {p.name for p in folder.iterdir()} == {"step-00000001", "latest"}
+    import subprocess
+    subprocess.run(["mount", "-o", "remount,ro", str(folder)], check=True)
+"""
+
+
+@pytest.mark.skipif(shutil.which("unshare") is None or not can_mount(), reason="mounting needs root")
+def test_row_11_what_a_full_and_a_read_only_disk_really_answer(tmp_path: Path) -> None:
+    """Not injected: the errors as the system and safetensors give them, when space runs out in mid-write."""
+    done = on_small_disk(tmp_path / "disk", int(1.8 * 2**20), sys.executable, "-c", FULL_DISK,
+                         str(tmp_path / "disk"))  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert checkpoint.check(tmp_path / "disk-left" / "step-00000001") is None
+
+
+# --- row 15
+
+
+def test_row_15_one_bad_rank_skips_the_step_on_all(tmp_path: Path, shards: Path) -> None:
+    for rank in (1, 0)[: len(rounds(1, 2))]:
+        one_bad_rank_skips_the_step_on_all(tmp_path / str(rank), shards, rank)
+
+
+def one_bad_rank_skips_the_step_on_all(run_dir: Path, shards: Path, rank: int) -> None:
+    options = tiny(shards, "schedule.steps=8", "checkpoint.every_steps=4")
+    done = bert_dp("train", "quickstart", *options, "--run-dir", str(run_dir),
+                   **broken("nan", rank=rank, place="step", step=2, times=4))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line["skipped_steps"] for line in lines(run_dir / "metrics.jsonl")] == [0, 0, 1, 2, 3, 4, 4, 4]
+    assert summary(run_dir)["skipped_steps"] == 4
+
+
+def test_row_15_five_in_a_row_stop_the_run_with_the_last_checkpoint_intact(
+    tmp_path: Path, shards: Path
+) -> None:
+    for rank in (1, 0)[: len(rounds(1, 2))]:
+        five_in_a_row_stop_the_run(tmp_path / str(rank), shards, rank)
+
+
+def five_in_a_row_stop_the_run(run_dir: Path, shards: Path, rank: int) -> None:
+    options = tiny(shards, "schedule.steps=100000", "checkpoint.every_steps=2", "log.every_steps=3")
+    done = bert_dp("train", "quickstart", *options, "--run-dir", str(run_dir),
+                   **broken("nan", rank=rank, place="step", step=4, times=100000))  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    facts = summary(run_dir)
+    assert (facts["status"], facts["exit_code"]) == ("failed", 1)
+    assert "5 steps in a row up to step 9 " in facts["cause"], "seen at the line of step 9"
+    for text in ("learning rate", "optim.lr", "not finite"):
+        assert text in facts["cause"]
+    assert facts["step"] == 10, "the exchange is one step behind, on all ranks"
+    found, problems = checkpoint.newest_valid(run_dir / "checkpoints")
+    assert (found, problems) == (run_dir / "checkpoints" / "step-00000010", [])
+    assert found is not None
+    state, saved = checkpoint.load(found)
+    assert checkpoint.first_not_finite(state) is None
+    assert saved["skipped_steps"] == 6
+
+
+def _give_up(run_dirs: list[str]) -> None:
+    """Train each; the losses of rank 1 are NaN from step number 3 (from 0) on. Only rank 0 reports it."""
+    from bert_dp import train, worker
+
+    store, rank, plain = os.environ["BERT_DP_INIT_FILE"], int(os.environ["RANK"]), train.train_step
+    for number, run_dir in enumerate(run_dirs):
+        os.environ["BERT_DP_INIT_FILE"] = f"{store}-{number}"
+        count = itertools.count(-1)  # the dry run comes first
+
+        def poisoned(
+            engine: Any, model: Any, loss_fn: Any, *rest: Any, count: Any = count, **options: Any
+        ) -> Any:
+            bad = next(count) >= 3 and rank == 1
+            loss = (lambda m, b: loss_fn(m, b) * float("nan")) if bad else loss_fn
+            return plain(engine, model, loss, *rest, **options)
+
+        train.train_step = poisoned
+        assert worker.main([f"{run_dir}/config.yaml"]) == (1 if rank == 0 else 0)
+
+
+def test_row_15_every_engine_stops_on_all_ranks_together(tmp_path: Path, shards: Path) -> None:
+    engines = ["ddp", "zero1", "fsdp", *installed("accelerate", "deepspeed-0", "deepspeed-1", "deepspeed-3")]
+    runs = [
+        write_run(tmp_path / engine, settings(
+            shards, schedule={"steps": 1000}, checkpoint={"every_steps": 4, "keep": 9},
+            parallel=parallel(engine),
+        ))
+        for engine in engines
+    ]  # fmt: skip
+    run_ranks(2, _give_up, [str(run_dir) for run_dir in runs])
+    for run_dir in runs:
+        facts = summary(run_dir)
+        assert (facts["status"], facts["exit_code"], facts["step"]) == ("failed", 1, 9), run_dir.name
+        assert "5 steps in a row up to step 8 " in facts["cause"], run_dir.name
+        assert [line["skipped_steps"] for line in lines(run_dir / "metrics.jsonl")] == [0] * 3 + [
+            *range(1, 7)
+        ]
+        before, after = state(run_dir, 4), state(run_dir, 8)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[name], after[name]) for name in before), "skips change nothing"
+
+
+# --- row 16
+
+
+def test_row_16_a_spike_is_said_and_counted_and_no_rank_falls_out_of_step(
+    tmp_path: Path, shards: Path
+) -> None:
+    run_dir = tmp_path / "run"
+    options = tiny(shards, "schedule.steps=40", "checkpoint.every_steps=30", "checkpoint.keep=9")
+    done = bert_dp("train", "quickstart", *options, "--run-dir", str(run_dir),
+                   **broken("spike", rank=1, place="step", step=30))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (said,) = [line for line in done.stdout.splitlines() if "loss spike" in line]
+    assert "at step 31:" in said
+    facts = summary(run_dir)
+    assert (facts["loss_spikes"], facts["skipped_steps"], facts["step"]) == (1, 0, 40)
+    losses = [line["loss"] for line in lines(run_dir / "metrics.jsonl")]
+    assert losses[30] > 3 * losses[29]
+    assert all(loss < 2 * losses[0] for loss in losses[31:])
+    observe(16, losses=losses[28:34])
