@@ -110,6 +110,10 @@ def closing_rows(run: Run) -> list[tuple[str, str]]:
             4,
             ("skipped steps", f"{format_count(skipped)} = {_share(skipped, step)}, gradient norm not finite"),
         )
+    if failed := number(facts.get("failed_saves")):
+        rows.insert(-1, ("failed saves", f"{format_count(failed)}, see the log"))
+    if spikes := number(facts.get("loss_spikes")):
+        rows.insert(4, ("loss spikes", f"{format_count(spikes)} logged losses far above the ones before"))
     if energy is not None:
         rows.insert(-2, ("energy", f"{format_energy(energy)} of {ranks(facts)}"))
     return rows

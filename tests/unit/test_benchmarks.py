@@ -84,6 +84,29 @@ def test_engines_small(tmp_path):
     assert "ddp " in done.stdout
 
 
+def test_checkpoint_stall_small(tmp_path):
+    record = tmp_path / "record.json"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/checkpoint_stall.py"), "--layers", "1", "--hidden", "24",
+         "--vocab", "128", "--micro", "1", "--steps", "4", "--every", "2", "--rounds", "2", "--folder",
+         str(tmp_path), "--json", str(record)],
+        capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(record.read_text())
+    assert len(result["records"]) == 6
+    for one in result["records"]:
+        assert len(one["interval_s"]) == 4
+        assert len(one["write_s"]) == (0 if one["way"] == "none" else 2)
+        assert one["failed"] == 0
+    totals = {
+        w: [sum(r["interval_s"]) for r in result["records"] if r["way"] == w] for w in ("none", "beside")
+    }
+    costs = [(t - n) / 2 for t, n in zip(totals["beside"], totals["none"], strict=True)]
+    assert result["summary"]["beside"]["cost_s"] == pytest.approx(statistics.median(costs))
+    assert not list(tmp_path.glob("bert-dp-*")), "it cleans up"
+
+
 def test_optimizer_speed_small():
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/optimizer_speed.py"), "--rounds", "1", "--layers", "1"],

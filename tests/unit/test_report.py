@@ -212,6 +212,12 @@ def test_closing_table_is_compact_and_folds_between_parts(tmp_path):
     assert "cause" not in text
     quiet = "\n".join(lines_of(closing.closing_table(make_run(tmp_path / "b", summary={"skipped_steps": 0}))))
     assert "skipped" not in quiet
+    for text in ("failed saves", "loss spikes"):
+        assert text not in quiet
+    told = {"failed_saves": 3, "loss_spikes": 1, "skipped_steps": 0}
+    loud = "\n".join(lines_of(closing.closing_table(make_run(tmp_path / "c", summary=told))))
+    assert "failed saves   3, see the log" in loud
+    assert "loss spikes    1 logged losses far above" in loud
     used = closing.closing_table(make_run(tmp_path / "c", summary={"energy_j": 2.1e7}))
     assert "21 MJ of 2 CPU ranks" in "\n".join(lines_of(used))
 

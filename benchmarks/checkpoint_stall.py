@@ -1,0 +1,187 @@
+"""How long a save holds training up: written beside the steps (ours) and before the next step.
+
+    python benchmarks/checkpoint_stall.py [--layers 4] [--steps 24] [--every 8] [--rounds 3] [--json FILE]
+
+One rank on the CPU trains the crammed BERT cut to --layers layers, on random tokens, by bert_dp's own loop
+parts (train_step, Saver). A save comes after every --every steps; --writing beside: as the loop does it, the
+writer works while the next steps run; before: the loop waits for the writer. `none` saves nothing. The three
+run in turn within each round, in an order drawn anew from a fixed seed, all in one process.
+
+    interval   seconds from the end of a step to the end of the next, with what lies between
+    held       seconds that the loop stood still in a save: gathering, and waiting for an earlier write
+    cost       seconds that a save adds to the run: (interval total with saves - without) / saves
+    write      seconds of the writer thread, for one save
+The cost of writing beside the steps is not zero where the writer takes cores from them: here it does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from bert_dp import checkpoint, config, data, metrics, model, optim, saving, train, world  # noqa: E402
+from bert_dp.parallel import make_engine  # noqa: E402
+
+CPU = torch.device("cpu")
+WAYS = ("none", "before", "beside")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--layers", type=int, default=4)
+    add("--hidden", type=int, default=768)
+    add("--vocab", type=int, default=32_768)
+    add("--micro", type=int, default=8, help="sequences of 128 per step")
+    add("--steps", type=int, default=24, help="timed steps of each way in a round")
+    add("--every", type=int, default=8, help="steps between saves")
+    add("--rounds", type=int, default=3)
+    add("--threads", type=int, default=2)
+    add("--folder", help="where to save; default: the temporary directory")
+    add("--date", help="for the record, as YYYY-MM-DD")
+    add("--json", metavar="FILE")
+    return parser.parse_args(arguments)
+
+
+def batch(o: argparse.Namespace) -> data.Batch:
+    """Random tokens, 32 of 128 positions predicted."""
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(7, o.vocab, (o.micro, 128), generator=g)
+    positions = torch.cat([128 * i + torch.randperm(128, generator=g)[:32].sort()[0] for i in range(o.micro)])
+    return data.Batch(
+        ids_BS=ids, positions_P=positions, labels_P=ids.flatten()[positions], num_masked=len(positions),
+        sample_ids=torch.arange(o.micro).numpy(),
+    )  # fmt: skip
+
+
+def build(o: argparse.Namespace) -> tuple[Any, Any, train.Precision]:
+    """(engine, wrapped model, precision) of one rank in fp32."""
+    settings = config.resolve([{
+        "data": {"sources": ["builtin"]}, "schedule": {"steps": 1},
+        "model": {"num_layers": o.layers, "hidden_size": o.hidden, "num_heads": 12, "vocab_size": o.vocab,
+                  "intermediate_size": 2 * o.hidden},
+        "batch": {"global_size": o.micro, "micro_size": o.micro},
+    }])  # fmt: skip
+    engine = make_engine(
+        "single", settings, world.World(0, 0, 1, 1), CPU, precision="fp32", run_dir=Path(".")
+    )
+    wrapped, _ = engine.prepare(
+        model.build_model(settings.model, 128, 0),
+        lambda named: optim.make_optimizer(settings.optim, named, model.is_decayed, model.is_matrix),
+    )
+    return engine, wrapped, train.Precision("fp32", torch.float32, None)
+
+
+def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, train.Precision]) -> dict[str, Any]:
+    """The intervals of o.steps steps, and what the saves between them cost."""
+    engine, wrapped, precision = parts
+    step_batch, timers = batch(o), metrics.Timers(CPU)
+    written: list[float] = []
+    plain = checkpoint.save
+
+    def timed(*arguments: Any, **options: Any) -> Path:
+        start = time.perf_counter()
+        path = plain(*arguments, **options)
+        written.append(time.perf_counter() - start)
+        return path
+
+    folder = Path(tempfile.mkdtemp(prefix="bert-dp-", dir=o.folder))
+    saver = saving.Saver(folder / "checkpoints", config.CheckpointConfig(keep=1), print, None)
+    checkpoint.save = timed
+    intervals = []
+    try:
+        last = time.perf_counter()
+        for step in range(1, o.steps + 1):
+            train.train_step(
+                engine, wrapped, train.mlm_loss, [step_batch], device=CPU, precision=precision, max_norm=0.5,
+                timers=timers, dropout_seed=None,
+            )  # fmt: skip
+            if way != "none" and step % o.every == 0:
+                saver.save(step, engine.gather_state, {})
+                if way == "before":
+                    saver.close()
+            intervals.append(time.perf_counter() - last)
+            last = time.perf_counter()
+        held = saver.held_s
+        saver.close()
+        settled = time.perf_counter() - last
+    finally:
+        checkpoint.save = plain
+        size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+        shutil.rmtree(folder)
+    return {"way": way, "interval_s": intervals, "held_s": held, "write_s": written, "after_s": settled,
+            "bytes": size, "failed": saver.failed_saves}  # fmt: skip
+
+
+def summarise(o: argparse.Namespace, records: list[dict[str, Any]]) -> dict[str, Any]:
+    """Per way: median over the rounds, with their range."""
+    saves = o.steps // o.every
+    totals: dict[str, list[float]] = {
+        w: [sum(r["interval_s"]) for r in records if r["way"] == w] for w in WAYS
+    }
+    out: dict[str, Any] = {"step_s": statistics.median(t / o.steps for t in totals["none"])}
+    for way in WAYS[1:]:
+        cost = [(t - n) / saves for t, n in zip(totals[way], totals["none"], strict=True)]
+        mine = [r for r in records if r["way"] == way]
+        out[way] = {
+            "cost_s": statistics.median(cost),
+            "cost_s_range": [min(cost), max(cost)],
+            "held_s": statistics.median(r["held_s"] / saves for r in mine),
+            "write_s": statistics.median(s for r in mine for s in r["write_s"]),
+            "longest_interval_s": statistics.median(max(r["interval_s"]) for r in mine),
+        }
+    return out
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    o = parse(arguments)
+    torch.set_num_threads(o.threads)
+    parts = build(o)
+    measure(
+        argparse.Namespace(**{**vars(o), "steps": 2}), "none", parts
+    )  # warm-up, and the optimizer's state
+    draw, records = random.Random(0), []
+    for number in range(o.rounds):
+        for way in draw.sample(WAYS, len(WAYS)):
+            records.append({"round": number, **measure(o, way, parts)})
+    summary = summarise(o, records)
+    size = max(r["bytes"] for r in records)
+    print(f"step {summary['step_s']:.2f} s, checkpoint {size / 2**20:.0f} MiB, {o.rounds} rounds, "
+          f"{o.steps // o.every} saves each")  # fmt: skip
+    for way in WAYS[1:]:
+        w = summary[way]
+        print(f"{way:7} a save costs {w['cost_s']:.2f} s ({w['cost_s_range'][0]:.2f} to "
+              f"{w['cost_s_range'][1]:.2f}), holds the loop {w['held_s']:.2f} s, is written in "
+              f"{w['write_s']:.2f} s; longest interval {w['longest_interval_s']:.2f} s")  # fmt: skip
+    result = {
+        "environment": {
+            "date": o.date, "cores": os.cpu_count(), "machine": platform.machine(),
+            "load_average": os.getloadavg(), "python": platform.python_version(), "torch": torch.__version__,
+            "settings": vars(o),
+        },
+        "summary": summary, "records": records,
+    }  # fmt: skip
+    if o.json:
+        Path(o.json).write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()
