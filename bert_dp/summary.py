@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bert_dp import cost, record
-from bert_dp.metrics import peak_memory_gib
+from bert_dp.metrics import peak_memory_gib, straggler
 from bert_dp.setup import device_name
 from bert_dp.train import Counters, Job, Outcome
 
@@ -18,6 +18,7 @@ def write_summary(
     if job.comm.world.rank != 0:
         return
     totals = job.meter.totals
+    ratio, slowest = straggler(job.meter.own_work_s, job.meter.total_steps)
     summary = record.Summary(
         status="stopped" if outcome.signal else "done",
         exit_code=128 + outcome.signal if outcome.signal else 0,
@@ -43,6 +44,8 @@ def write_summary(
         energy_j=None,
         skipped_steps=counters.skipped_steps,
         checkpoint=str(outcome.checkpoint.relative_to(job.run_dir)) if outcome.checkpoint else None,
+        straggler_ratio=ratio,
+        straggler=slowest,
         time_s={
             "setup": setup_s,
             "compile": dry_run_s,

@@ -16,6 +16,7 @@ from bert_dp import checkpoint, record
 from bert_dp.config import BatchPlan, Config, batch_at, peak_lr, progress_at
 from bert_dp.data import Batch, TrainingStream, hash64
 from bert_dp.dist import Comm, SharedClock
+from bert_dp.heartbeat import Heartbeat
 from bert_dp.metrics import Meter, Timers
 from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine
@@ -69,6 +70,7 @@ class Job:
     meter: Meter
     facts: dict[str, Any]
     """What else state.json keeps: the configuration, the data's hash, whether the model is compiled."""
+    heartbeat: Heartbeat
     received_signal: Callable[[], int]
     """The signal this rank has received, or 0."""
     mirror: Callable[[dict[str, Any]], None]
@@ -102,25 +104,35 @@ def train_step(
     max_norm: float,
     timers: Timers,
     dropout_seed: int | None,
+    progress: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
     """Forward, backward, reduce, clip, step.
 
     Returns this replica's share of the mean loss over all masked tokens of the step (the shares sum to it)
     and the reduced gradient norm, both device scalars; no host sync. Every replica must hold as many masked
     tokens as every other: the data room masks an exact count per sequence. With `dropout_seed` a micro batch
-    draws its dropout from (dropout_seed, its first sample), whichever rank it falls to.
+    draws its dropout from (dropout_seed, its first sample), whichever rank it falls to. `progress` is called
+    after each micro batch.
+
+    Timed as own_work: up to the last micro batch's backward, before any gradient is reduced. That is this
+    rank's alone under single, ddp, zero1 and accelerate; fsdp and tensor parallelism meet in the forward.
     """
     total_masked = sum(batch.num_masked for batch in batches) * engine.dp_size
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
     with timers.phase("forward_backward"):
+        timers.start("own_work")
         for i, batch in enumerate(batches):
             if dropout_seed is not None:
                 torch.manual_seed(int(hash64(dropout_seed, 4, batch.sample_ids[0])[0] >> np.uint64(1)))
-            with engine.accumulate(last=i == len(batches) - 1):
+            last = i == len(batches) - 1
+            with engine.accumulate(last=last):
                 with precision.context(device):
                     loss = loss_fn(model, batch.to(device)) / total_masked
+                if last:
+                    timers.stop("own_work")
                 engine.backward(loss)
             loss_share += loss.detach()
+            progress()
     with timers.phase("optimizer"):
         norm = engine.step(max_norm)
     return loss_share, norm
@@ -136,7 +148,7 @@ def dry_run(job: Job) -> None:
     timers = Timers(job.device)
     train_step(
         job.engine, job.model, mlm_loss, batches, device=job.device, precision=job.precision,
-        max_norm=job.config.optim.clip, timers=timers, dropout_seed=None,
+        max_norm=job.config.optim.clip, timers=timers, dropout_seed=None, progress=job.heartbeat.progress,
     )  # fmt: skip
     evaluate(job, job.held_out[:1])
     job.comm.barrier()
@@ -157,6 +169,7 @@ def evaluate(
                 model.train()
                 return None, 0
             total += mlm_loss(model, batch.to(job.device)).double()
+            job.heartbeat.progress()
     model.train()
     ranks = job.comm.gather([float(total), sum(b.num_masked for b in batches)])
     loss, count = ranks[:: job.plan.tensor].sum(0).tolist()  # the ranks of a replica see the same batches
@@ -168,7 +181,7 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
 
     Rank 0 writes metrics.jsonl, evals.jsonl and checkpoints. Collective.
     """
-    config, meter = job.config, job.meter
+    config, meter, heartbeat = job.config, job.meter, job.heartbeat
     dropout_seed = config.run.seed if config.model.dropout > 0 else None
     per_pass = job.plan.micro_size * job.plan.dp
     peak = peak_lr(config).value
@@ -180,6 +193,7 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
     line_facts: dict[str, Any] = {}
     meter.start(job.stream.wait_s)
     while True:
+        heartbeat.enter("data", counters.step + 1)
         elapsed_s, signal = clock.tick(job.received_signal())
         progress = progress_at(config, counters.step, counters.samples, elapsed_s)
         if signal or progress >= 1.0:
@@ -188,9 +202,11 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
         lr = peak * lr_factor(config.schedule, progress)
         set_lr(job.optimizer, lr)
         batches = [job.stream.next() for _ in range(batch // per_pass)]
+        heartbeat.enter("step")
         loss, norm = train_step(
             job.engine, job.model, mlm_loss, batches, device=job.device, precision=job.precision,
             max_norm=config.optim.clip, timers=meter.timers, dropout_seed=dropout_seed,
+            progress=heartbeat.progress,
         )  # fmt: skip
         meter.observe(loss, norm, batch, len(batches))
         counters.step += 1
@@ -219,6 +235,7 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
 
 
 def _log(job: Job, counters: Counters, clock: SharedClock, facts: dict[str, Any]) -> float:
+    job.heartbeat.enter("log", counters.step)
     line = job.meter.flush(
         step=counters.step,
         samples=counters.samples,
@@ -237,6 +254,7 @@ def _log(job: Job, counters: Counters, clock: SharedClock, facts: dict[str, Any]
 def _evaluate_and_write(
     job: Job, counters: Counters, clock: SharedClock, spent: dict[str, float]
 ) -> float | None:
+    job.heartbeat.enter("evaluate", counters.step)
     start = clock.elapsed_s()
     loss, count = evaluate(job, job.held_out, lambda: clock.tick(job.received_signal())[1])
     elapsed = clock.elapsed_s()
@@ -251,6 +269,7 @@ def _evaluate_and_write(
 
 
 def _save(job: Job, counters: Counters, clock: SharedClock, spent: dict[str, float]) -> Path | None:
+    job.heartbeat.enter("save", counters.step)
     start = clock.elapsed_s()
     counters.elapsed_s = start
     counters.skipped_steps = int(job.meter.skipped)

@@ -110,9 +110,24 @@ def closing_rows(run: Run) -> list[tuple[str, str]]:
             4,
             ("skipped steps", f"{format_count(skipped)} = {_share(skipped, step)}, gradient norm not finite"),
         )
+    if slow := _straggler(facts):
+        rows.insert(-3, ("straggler", slow))
     if energy is not None:
         rows.insert(-2, ("energy", f"{format_energy(energy)} of {ranks(facts)}"))
     return rows
+
+
+def _straggler(facts: Mapping[str, Any]) -> str:
+    """The rank that the others wait for, where there is one."""
+    found = facts.get("straggler")
+    if not isinstance(found, Mapping):
+        return ""
+    rank, ratio, lost = (number(found.get(key)) for key in ("rank", "ratio", "seconds_per_step"))
+    if rank is None or ratio is None:
+        return ""
+    return (
+        f"rank {rank:.0f}: own work {ratio:.2f} x the others' median, {format_duration(lost)} lost per step"
+    )
 
 
 def _train_split(parts: Mapping[str, float]) -> str:

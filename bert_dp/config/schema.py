@@ -30,6 +30,11 @@ class RunConfig(Section):
     """auto = every GPU of the machine, else the CPU."""
     init_from: str | None = None
     """Checkpoint or run directory whose weights start this run; optimizer and counters start fresh."""
+    hang_after_s: float = Field(30.0, gt=0)
+    """Seconds without progress by which the rank that the others wait for is named with its stack; at least
+    three median steps, and 300 in set-up, compilation and saving."""
+    end_hung_after_s: float = Field(600.0, ge=0)
+    """Seconds after a hang was reported at which the run is ended as failed; 0 = never."""
 
 
 class BuildConfig(Section):
