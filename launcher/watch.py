@@ -86,13 +86,15 @@ class Watch:
             self._report(workers)
         return None
 
+    def _beat(self, rank: int, worker: psutil.Process) -> Beat:
+        beat = read_beat(heartbeat_path(self._run_dir, rank))
+        return ABSENT if beat is None or beat.pid != worker.pid else beat
+
     def _read(self, workers: Mapping[int, psutil.Process]) -> None:
         clock = self._clock_s
         self._pulses = {rank: pulse for rank, pulse in self._pulses.items() if rank in workers}
         for rank, worker in workers.items():
-            beat = read_beat(heartbeat_path(self._run_dir, rank))
-            if beat is None or beat.pid != worker.pid:
-                beat = ABSENT
+            beat = self._beat(rank, worker)
             pulse = self._pulses.setdefault(rank, Pulse(beat, clock, clock))
             if beat.progress != pulse.beat.progress:
                 pulse.moved_s = clock
@@ -138,9 +140,8 @@ class Watch:
         ]
         witnesses = examine(self._run_dir, workers, witnesses)
         verdict = hangs.judge(witnesses)
-        suspects = verdict.ranks or tuple(self._pulses)
-        after = {rank: read_beat(heartbeat_path(self._run_dir, rank)) for rank in suspects}
-        if any(beat and beat.progress != self._pulses[rank].beat.progress for rank, beat in after.items()):
+        before = {rank: self._pulses[rank].beat.progress for rank in verdict.ranks or self._pulses}
+        if any(self._beat(rank, workers[rank]).progress != count for rank, count in before.items()):
             return  # it went on while we looked
         lines = hangs.report(witnesses, verdict)
         self._hang = self._hang_of(witnesses, verdict, lines)
