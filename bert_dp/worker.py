@@ -101,6 +101,7 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals) -> None:
     with contextlib.suppress(RuntimeError):  # all is written; a peer that has left first is no failure
         comm.barrier()  # no rank ends while another still saves
     dist.disconnect()
+    heartbeat.close()
     if lock is not None:
         lock.close()
 

@@ -211,7 +211,7 @@ def _work_rows(facts: Mapping[str, Any]) -> list[Row]:
 def _speed_rows(facts: Mapping[str, Any]) -> list[Row]:
     section, over = "Throughput", f"summed over {ranks(facts)}"
     micro = f"{_batch_equation(facts, short=True)} micro batches per optimizer step"
-    mfu = number(facts.get("mfu"))
+    mfu, ratio = number(facts.get("mfu")), number(facts.get("straggler_ratio"))
     return [
         Row(section, "optimizer steps", format_si(facts.get("steps_per_s"), "steps/s"), "of the whole job"),
         Row(section, "global steps", format_si(facts.get("global_steps_per_s"), "global steps/s"), micro),
@@ -219,6 +219,8 @@ def _speed_rows(facts: Mapping[str, Any]) -> list[Row]:
         Row(section, "tokens", format_si(facts.get("tokens_per_s"), "tokens/s"), over),
         Row(section, "tokens per device", format_si(facts.get("tokens_per_s_per_gpu"), "tokens/s"),
             f"tokens/s divided by {ranks(facts)}"),
+        Row(section, "straggler ratio", NA if ratio is None else f"{ratio:.2f}",
+            "own work of the slowest rank / median of the others, before any gradient reduction"),
         Row(section, "MFU", format_percent(mfu), "model FLOPs / peak of the device" if mfu is not None
             else "peak of this device unknown"),
     ]  # fmt: skip

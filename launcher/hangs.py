@@ -23,6 +23,9 @@ UNSURE = {("autograd/graph.py", "_engine_run_backward"): "the backward pass and 
           ("cuda/__init__.py", "synchronize"): "the device"}  # fmt: skip
 
 
+UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # whose inputs may differ by rank
+
+
 @dataclasses.dataclass(frozen=True)
 class Frame:
     path: str
@@ -197,6 +200,9 @@ def _mismatch(ranks: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> Verdict |
 
 
 def _name(entry: Mapping[str, Any]) -> str:
+    """What must be alike on all ranks."""
+    if entry["operation"] in UNEVEN:
+        return str(entry["operation"])
     return f"{entry['operation']} of {entry['sizes']}"
 
 

@@ -117,13 +117,16 @@ class Watch:
         return self._clock_s - self._pulses[rank].moved_s
 
     def _is_hung(self, workers: Mapping[int, psutil.Process]) -> bool:
+        begun = [rank for rank, pulse in self._pulses.items() if pulse.beat is not ABSENT]
+        if not begun:
+            return False  # nothing to go by: workers that start, or that have no place for a heartbeat
         median = statistics.median(self._steps) if self._steps else 0.0
         limit = REPORT_AT * max(self._hang_after_s, 3 * median)
         phases = {PHASES[pulse.beat.phase] for pulse in self._pulses.values()}
         patient = bool(phases & set(PATIENT)) or not self._steps
-        if min(map(self._silent_s, self._pulses)) >= (max(limit, PATIENT_S) if patient else limit):
+        if min(map(self._silent_s, begun)) >= (max(limit, PATIENT_S) if patient else limit):
             return True
-        long = [rank for rank in self._pulses if self._silent_s(rank) >= limit]
+        long = [rank for rank in begun if self._silent_s(rank) >= limit]
         return any(self._is_still(rank, workers[rank]) for rank in long)
 
     def _is_still(self, rank: int, worker: psutil.Process) -> bool:

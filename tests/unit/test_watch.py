@@ -230,6 +230,14 @@ def test_a_process_without_a_heartbeat_of_its_own_gets_no_signal(scene: Scene) -
     assert scene.ranks[1].signals == 0
 
 
+def test_ranks_without_any_heartbeat_are_left_alone(scene: Scene) -> None:
+    for rank in scene.ranks.values():
+        rank.path.unlink()
+    for _ in range(1000):
+        scene.look()
+    assert scene.said == []
+
+
 def test_a_lone_rank_is_watched_too(tmp_path: Path) -> None:
     scene = Scene(tmp_path, num_ranks=1)
     scene.train(5)
