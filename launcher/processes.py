@@ -156,16 +156,13 @@ def run(
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    for stale in (
-        *logs.glob("rank-*.error.json"), *run_dir.glob("heartbeats/rank-*"), run_dir / "summary.json"
-    ):  # fmt: skip
+    for stale in (*logs.glob("rank-*.error.json"), *run_dir.glob("heartbeats/*"), run_dir / "summary.json"):
         stale.unlink(missing_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
     worker = [str(run_dir / "config.yaml"), "--resume", resume]
     launcher_log = logs / f"{launcher}.log"
     offset = launcher_log.stat().st_size if launcher_log.exists() else 0
     pending: list[int] = []
-    hang: Hang | None = None
     previous = {number: signal.signal(number, lambda n, _: pending.append(n)) for number in STOP_SIGNALS}
     try:
         with launcher_log.open("ab") as log:
@@ -187,10 +184,8 @@ def run(
     said = launcher_log.read_bytes()[offset:].decode("utf-8", "replace")
     how = _ended(process.returncode, "and no summary")
     unknown = Failure(None, f"{launcher}: {how}", None, launcher_log, _tail(said), ())
-    cause = first_cause(logs, said, roll.departures)
-    if hang is not None:
-        cause = Failure(hang.rank, hang.message, hang.where, hang.log, hang.report, ())
-    return _result(run_dir, cause, unknown, pending)
+    hung = hang and Failure(hang.rank, hang.message, hang.where, hang.log, hang.report, ())
+    return _result(run_dir, hung or first_cause(logs, said, roll.departures), unknown, pending)
 
 
 def _follow(
@@ -220,8 +215,7 @@ def _follow(
         if deadline is not None and time.monotonic() > deadline:
             return None
         on_poll()
-        failing = deadline is not None and not pending
-        if watch is not None and not failing and (hang := watch.poll(roll.by_rank())) is not None:
+        if watch is not None and (deadline is None or pending) and (hang := watch.poll(roll.by_rank())):
             return hang
         roll.wait(POLL_S)
     on_poll()
