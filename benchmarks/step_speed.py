@@ -216,7 +216,7 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
         loss, norm = train_step(
             engine, model, mlm_loss, batches, device=device, precision=Precision("fp32", torch.float32, None),
             max_norm=CLIP, timers=timers,
-            dropout_seed=None,
+            dropout_seed=None, progress=lambda: None,
         )  # fmt: skip
         return loss.item(), norm.item()
 

@@ -103,6 +103,30 @@ def connect(world: World, device: torch.device, *, group_of_one: bool = False) -
     return Comm(world, dist.new_group(backend="gloo", timeout=TIMEOUT))
 
 
+def recent_collectives(count: int = 200) -> list[dict[str, Any]]:
+    """The last `count` collectives that this rank has started, oldest first; [] where nothing records them.
+
+    One flight recorder holds what NCCL ran, one what the other backends did; both are private to torch and
+    have moved between versions. Sizes are of the inputs, in elements.
+    """
+    found: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        entries = json.loads(dump()).get("entries", []) if dump else []
+        found += [
+            {
+                "group": str(entry["process_group"][0]),
+                "sequence": entry["collective_seq_id"],
+                "operation": entry["profiling_name"].partition(":")[2].removeprefix("_"),
+                "sizes": entry.get("input_sizes", []),
+                "state": entry.get("state", "unknown"),
+            }
+            for entry in entries[-count:]
+            if not entry.get("is_p2p")
+        ]
+    return found
+
+
 def disconnect() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -49,6 +49,16 @@ def redirect_output(rank: int) -> None:
     faulthandler.enable()
 
 
+def show_stacks_on_signal(rank: int) -> None:
+    """On SIGUSR2 append the stacks of all threads to $BERT_DP_LOG_DIR/rank-N.stack, or to stderr without it.
+
+    A C handler writes them: also while other C code holds the interpreter lock.
+    """
+    folder = os.environ.get(LOG_DIR)
+    file = open(Path(folder) / f"rank-{rank}.stack", "a") if folder else sys.stderr  # noqa: SIM115
+    faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
+
+
 def follow_launcher() -> None:
     """End this process at once when the launcher is gone, however it went.
 

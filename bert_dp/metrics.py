@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import resource
+import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,6 +18,9 @@ from bert_dp.dist import Comm
 from bert_dp.record import Metrics
 
 PHASES = ("forward_backward", "optimizer")
+TIMED = (*PHASES, "own_work")
+STRAGGLER_RATIO = 1.2  # from here on a rank is named
+STRAGGLER_STEPS = 10  # over fewer steps nobody is: one pause would name a rank
 
 
 class Timers:
@@ -25,29 +29,59 @@ class Timers:
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
         self._pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self.seconds = dict.fromkeys(PHASES, 0.0)
+        self._begun: dict[str, Any] = {}
+        self.seconds = dict.fromkeys(TIMED, 0.0)
+
+    def start(self, name: str) -> None:
+        """From here to `stop` the time counts as `name`, one of TIMED."""
+        self._begun[name] = self._mark() if self._cuda else time.perf_counter()
+
+    def stop(self, name: str) -> None:
+        """The other end of `start`."""
+        begun = self._begun.pop(name)
+        if self._cuda:
+            self._pairs.append((name, begun, self._mark()))
+        else:
+            self.seconds[name] += time.perf_counter() - begun
+
+    def _mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Count the block as one of PHASES."""
-        if self._cuda:
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            yield
-            end.record()
-            self._pairs.append((name, begin, end))
-        else:
-            start = time.perf_counter()
-            yield
-            self.seconds[name] += time.perf_counter() - start
+        """Count the block as one of TIMED."""
+        self.start(name)
+        yield
+        self.stop(name)
 
     def drain(self) -> dict[str, float]:
         """Seconds since the last drain; the device must be synchronised."""
         for name, begin, end in self._pairs:
             self.seconds[name] += begin.elapsed_time(end) / 1e3
         self._pairs.clear()
-        out, self.seconds = self.seconds, dict.fromkeys(PHASES, 0.0)
+        out, self.seconds = self.seconds, dict.fromkeys(TIMED, 0.0)
         return out
+
+
+def straggler(own_work_s: Sequence[float], steps: int) -> tuple[float | None, dict[str, float] | None]:
+    """(ratio of the slowest rank's own work to the median of the others', the straggler or None).
+
+    own_work_s: seconds of each rank over `steps` steps. A straggler is rank, ratio and the seconds per step
+    that the others wait for it. (None, None) for a lone rank or before the first step.
+    """
+    if len(own_work_s) < 2 or not steps:
+        return None, None
+    slowest = max(own_work_s)
+    rank = list(own_work_s).index(slowest)
+    others = statistics.median([*own_work_s[:rank], *own_work_s[rank + 1 :]])
+    if others <= 0:
+        return None, None
+    ratio = slowest / others
+    if ratio <= STRAGGLER_RATIO or steps < STRAGGLER_STEPS:
+        return ratio, None
+    return ratio, {"rank": rank, "ratio": ratio, "seconds_per_step": (slowest - others) / steps}
 
 
 def peak_memory_gib(device: torch.device) -> float:
@@ -75,6 +109,8 @@ class Meter:
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self.timers = Timers(device)
         self.totals = dict.fromkeys(("train_s", "data_wait_s", *(f"{p}_s" for p in PHASES)), 0.0)
+        self.own_work_s = [0.0] * plan.world_size
+        """Seconds of each rank before any reduction, of all real steps."""
         self.total_steps = self.total_samples = self.total_micro = 0
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._row, self._longest_row = torch.zeros_like(self.skipped), torch.zeros_like(self.skipped)
@@ -123,7 +159,7 @@ class Meter:
         phases = self.timers.drain()
         wait = wait_s - self._wait_before
         mine = [float(self._loss), peak_memory_gib(self._device), wait, *phases.values(), seconds]
-        ranks = self._comm.gather(mine)  # [N, 6]
+        ranks = self._comm.gather(mine)  # [N, 7]
         loss = ranks[:: self._plan.tensor, 0].sum().item()  # the ranks of a replica hold the same share
         memory = ranks[:, 1].max().item()
         split = dict(
@@ -133,7 +169,8 @@ class Meter:
                 strict=True,
             )
         )
-        seconds = ranks[0, 5].item()
+        self.own_work_s = [s + t for s, t in zip(self.own_work_s, ranks[:, 5].tolist(), strict=True)]
+        seconds = ranks[0, 6].item()
         self.totals["train_s"] += seconds
         for name, value in split.items():
             self.totals[name] += value

@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import struct
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -98,6 +99,11 @@ class Summary:
     energy_j: float | None
     skipped_steps: int
     checkpoint: str | None
+    straggler_ratio: float | None
+    """Own work (before any gradient reduction) of the slowest rank over the median of the others'; null for
+    a lone rank."""
+    straggler: dict[str, float] | None
+    """rank, ratio and seconds_per_step lost, when the ratio is above 1.2 over the run; else null."""
     time_s: dict[str, float]
     """Of rank 0's wall clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (as
     far as training stood still for it)."""
@@ -106,6 +112,64 @@ class Summary:
     failed_saves: int = 0
     """Checkpoints that could not be written, since the run was last started."""
     schema_version: int = SCHEMA_VERSION
+
+
+PHASES = ("setup", "compile", "data", "step", "log", "evaluate", "save", "done")
+
+
+@dataclasses.dataclass(frozen=True)
+class Beat:
+    """RUN/heartbeats/rank-N: one 64-bit integer per field, in this order and the machine's byte order, so
+    that each is stored and read whole. Clocks are CLOCK_MONOTONIC, the same for all processes of a machine.
+    """
+
+    pid: int
+    step: int
+    phase: int
+    """Index into PHASES."""
+    done: int
+    """Pieces of work since the phase began: micro batches, evaluation batches."""
+    progress: int
+    """Rises with every phase and every piece of work."""
+    progress_ns: int
+    """When it last rose."""
+    alive: int
+    """Rises about once a second while the process is scheduled and its interpreter lock is given up."""
+    alive_ns: int
+    asked: int
+    """The one field a reader writes: the number of a request for the rank's recent collectives."""
+    answered: int
+    """The request that was answered last, in logs/rank-N.collectives.json."""
+
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """How far the rank is, to be compared with that of other ranks."""
+        return self.step, self.phase, self.done
+
+
+BEAT_SLOTS = {field.name: i for i, field in enumerate(dataclasses.fields(Beat))}
+BEAT_BYTES = 8 * len(BEAT_SLOTS)
+
+
+def heartbeat_path(run_dir: Path, rank: int) -> Path:
+    return run_dir / "heartbeats" / f"rank-{rank}"
+
+
+def read_beat(path: Path) -> Beat | None:
+    """What a rank last said of itself; None before it has begun."""
+    try:
+        return Beat(*struct.unpack(f"@{len(BEAT_SLOTS)}q", path.read_bytes()))
+    except (OSError, struct.error):
+        return None
+
+
+def ask_for_collectives(path: Path, number: int) -> None:
+    """Let the rank of this heartbeat answer request `number`. Raises OSError."""
+    file = os.open(path, os.O_WRONLY)
+    try:
+        os.pwrite(file, struct.pack("@q", number), 8 * BEAT_SLOTS["asked"])
+    finally:
+        os.close(file)
 
 
 def append_line(path: Path, record: Metrics | Evaluation) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from bert_dp import checkpoint, corpus, cost, data, dist, model, optim, parallel, record, shards
 from bert_dp.config import BatchPlan, Config, ConfigError, changed_settings, data_issues, num_masked, peak_lr
+from bert_dp.heartbeat import Heartbeat
 from bert_dp.metrics import Meter
 from bert_dp.saving import Saver
 from bert_dp.train import EVAL_MASK_RATE, Counters, Job, Precision, mlm_loss
@@ -196,7 +197,7 @@ def time_micro_step(
 
 def assemble(
     config: Config, plan: BatchPlan, run_dir: Path, comm: dist.Comm, device: torch.device, corpus_: Corpus,
-    resume: Resume, received_signal: Callable[[], int],
+    resume: Resume, heartbeat: Heartbeat, received_signal: Callable[[], int],
 ) -> tuple[Job, parallel.State]:  # fmt: skip
     """Everything `train` needs, positioned at `resume.counters`, and the state that it starts from, not yet
     loaded. Collective."""
@@ -243,7 +244,7 @@ def assemble(
         config=config, plan=plan, run_dir=run_dir, comm=comm, device=device, precision=precision,
         engine=engine, model=wrapped, bare_model=bare, optimizer=optimizer, stream=stream,
         held_out=held_out, epoch_size=len(corpus_.train), meter=meter, facts=facts, saver=saver, say=line,
-        received_signal=received_signal, mirror=make_mirror(config, run_dir, comm),
+        heartbeat=heartbeat, received_signal=received_signal, mirror=make_mirror(config, run_dir, comm),
     )  # fmt: skip
     return job, start
 

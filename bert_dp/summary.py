@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bert_dp import cost, record
-from bert_dp.metrics import peak_memory_gib
+from bert_dp.metrics import peak_memory_gib, straggler
 from bert_dp.setup import device_name
 from bert_dp.train import Counters, Job, Outcome
 
@@ -19,6 +19,7 @@ def write_summary(
         return
     totals = job.meter.totals
     status = "failed" if outcome.failure else "stopped" if outcome.signal else "done"
+    ratio, slowest = straggler(job.meter.own_work_s, job.meter.total_steps)
     summary = record.Summary(
         status=status,
         exit_code={"done": 0, "stopped": 128 + outcome.signal, "failed": 1}[status],
@@ -46,6 +47,8 @@ def write_summary(
         loss_spikes=counters.loss_spikes,
         failed_saves=job.saver.failed_saves,
         checkpoint=str(outcome.checkpoint.relative_to(job.run_dir)) if outcome.checkpoint else None,
+        straggler_ratio=ratio,
+        straggler=slowest,
         time_s={
             "setup": setup_s,
             "compile": dry_run_s,

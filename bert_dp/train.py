@@ -17,6 +17,7 @@ from bert_dp import health, record
 from bert_dp.config import BatchPlan, Config, batch_at, peak_lr, progress_at
 from bert_dp.data import Batch, TrainingStream, hash64
 from bert_dp.dist import Comm, SharedClock
+from bert_dp.heartbeat import Heartbeat
 from bert_dp.metrics import Meter, Timers
 from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine
@@ -78,6 +79,7 @@ class Job:
     saver: Saver
     say: Callable[[str], None]
     """Writes a line of rank 0's log."""
+    heartbeat: Heartbeat
     received_signal: Callable[[], int]
     """The signal this rank has received, or 0."""
     mirror: Callable[[dict[str, Any]], None]
@@ -127,25 +129,35 @@ def train_step(
     max_norm: float,
     timers: Timers,
     dropout_seed: int | None,
+    progress: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
     """Forward, backward, reduce, clip, step.
 
     Returns this replica's share of the mean loss over all masked tokens of the step (the shares sum to it)
     and the reduced gradient norm, both device scalars; no host sync. Every replica must hold as many masked
     tokens as every other: the data room masks an exact count per sequence. With `dropout_seed` a micro batch
-    draws its dropout from (dropout_seed, its first sample), whichever rank it falls to.
+    draws its dropout from (dropout_seed, its first sample), whichever rank it falls to. `progress` is called
+    after each micro batch.
+
+    Timed as own_work: up to the last micro batch's backward, before any gradient is reduced. That is this
+    rank's alone under single, ddp, zero1 and accelerate; fsdp and tensor parallelism meet in the forward.
     """
     total_masked = sum(batch.num_masked for batch in batches) * engine.dp_size
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
     with timers.phase("forward_backward"):
+        timers.start("own_work")
         for i, batch in enumerate(batches):
             if dropout_seed is not None:
                 torch.manual_seed(int(hash64(dropout_seed, 4, batch.sample_ids[0])[0] >> np.uint64(1)))
-            with engine.accumulate(last=i == len(batches) - 1):
+            last = i == len(batches) - 1
+            with engine.accumulate(last=last):
                 with precision.context(device):
                     loss = loss_fn(model, batch.to(device)) / total_masked
+                if last:
+                    timers.stop("own_work")
                 engine.backward(loss)
             loss_share += loss.detach()
+            progress()
     with timers.phase("optimizer"):
         norm = engine.step(max_norm)
     return loss_share, norm
@@ -161,7 +173,7 @@ def dry_run(job: Job) -> None:
     timers = Timers(job.device)
     train_step(
         job.engine, job.model, mlm_loss, batches, device=job.device, precision=job.precision,
-        max_norm=job.config.optim.clip, timers=timers, dropout_seed=None,
+        max_norm=job.config.optim.clip, timers=timers, dropout_seed=None, progress=job.heartbeat.progress,
     )  # fmt: skip
     evaluate(job, job.held_out[:1])
     job.comm.barrier()
@@ -182,6 +194,7 @@ def evaluate(
                 model.train()
                 return None, 0
             total += mlm_loss(model, batch.to(job.device)).double()
+            job.heartbeat.progress()
     model.train()
     ranks = job.comm.gather([float(total), sum(b.num_masked for b in batches)])
     loss, count = ranks[:: job.plan.tensor].sum(0).tolist()  # the ranks of a replica see the same batches
@@ -194,13 +207,14 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
 
     Rank 0 writes metrics.jsonl, evals.jsonl and checkpoints. Collective.
     """
-    config, meter = job.config, job.meter
+    config, meter, heartbeat = job.config, job.meter, job.heartbeat
     dropout_seed = config.run.seed if config.model.dropout > 0 else None
     per_pass = job.plan.micro_size * job.plan.dp
     peak = peak_lr(config).value
     course = Course(counters.step, counters.step)
     meter.start(job.stream.wait_s)
     while True:
+        heartbeat.enter("data", counters.step + 1)
         elapsed_s, stop = clock.tick(_wish(job, course))
         progress = progress_at(config, counters.step, counters.samples, elapsed_s)
         if stop or progress >= 1.0:
@@ -209,9 +223,11 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
         lr = peak * lr_factor(config.schedule, progress)
         set_lr(job.optimizer, lr)
         batches = [job.stream.next() for _ in range(batch // per_pass)]
+        heartbeat.enter("step")
         loss, norm = train_step(
             job.engine, job.model, mlm_loss, batches, device=job.device, precision=job.precision,
             max_norm=config.optim.clip, timers=meter.timers, dropout_seed=dropout_seed,
+            progress=heartbeat.progress,
         )  # fmt: skip
         meter.observe(loss, norm, batch, len(batches))
         counters.step += 1
@@ -253,6 +269,7 @@ def _finish(job: Job, counters: Counters, clock: SharedClock, course: Course, st
 
 
 def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> None:
+    job.heartbeat.enter("log", counters.step)
     line = job.meter.flush(
         step=counters.step,
         samples=counters.samples,
@@ -280,6 +297,7 @@ def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> No
 
 
 def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, course: Course) -> None:
+    job.heartbeat.enter("evaluate", counters.step)
     start = clock.elapsed_s()
     loss, count = evaluate(job, job.held_out, lambda: clock.tick(_wish(job, course))[1])
     elapsed = clock.elapsed_s()
@@ -296,6 +314,7 @@ def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, course
 def save(job: Job, counters: Counters, elapsed_s: float) -> str | None:
     """Save the state that the run is in, unless that is done, and wait for it; why it could not be saved, the
     same on every rank. Collective."""
+    job.heartbeat.enter("save", counters.step)
     if job.comm.share(job.saver.settle())[0] == counters.step:
         return None
     _begin_to_save(job, counters, elapsed_s)
@@ -304,6 +323,7 @@ def save(job: Job, counters: Counters, elapsed_s: float) -> str | None:
 
 
 def _begin_to_save(job: Job, counters: Counters, elapsed_s: float) -> None:
+    job.heartbeat.enter("save", counters.step)
     counters.elapsed_s = elapsed_s
     counters.skipped_steps = int(job.meter.skipped)
     facts = {**job.facts, **dataclasses.asdict(counters)}

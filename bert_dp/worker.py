@@ -16,7 +16,15 @@ from typing import IO
 
 from bert_dp import record
 from bert_dp.config import ConfigError, batch_plan, load_config
-from bert_dp.lifeline import RunFailed, Signals, follow_launcher, record_error, redirect_output
+from bert_dp.heartbeat import Heartbeat
+from bert_dp.lifeline import (
+    RunFailed,
+    Signals,
+    follow_launcher,
+    record_error,
+    redirect_output,
+    show_stacks_on_signal,
+)
 from bert_dp.world import World, check_meeting_point, read_world
 
 
@@ -31,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr.write(f"error: {error}\n")
         return 2
     redirect_output(world.rank)
+    show_stacks_on_signal(world.rank)
     follow_launcher()
     with contextlib.ExitStack() as at_end:  # once an error has been recorded
         try:
@@ -70,16 +79,24 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: c
     plan = batch_plan(config, world.size)
     device = dist.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
+    heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank))
     threads = setup.bind(config, device, world)
     engine = parallel.engine_name(config.parallel, world.size)
     comm = dist.connect(world, device, group_of_one=engine != "single")
+    heartbeat.answer_with(lambda: write_collectives(run_dir, world.rank))
+    heartbeat.progress()
     corpus = setup.open_data(config, comm)
+    heartbeat.progress()
     resume = setup.find_resume(config, run_dir, comm, device, corpus, arguments.resume)
-    job, start = setup.assemble(config, plan, run_dir, comm, device, corpus, resume, lambda: signals.received)
+    heartbeat.progress()
+    job, start = setup.assemble(
+        config, plan, run_dir, comm, device, corpus, resume, heartbeat, lambda: signals.received
+    )
     at_end.callback(job.saver.close)  # a checkpoint that is being written outlives an error
     setup.describe(job, threads, resume)
     setup.write_environment(job, threads)
     setup_s = time.monotonic() - started
+    heartbeat.enter("compile", resume.counters.step)
     train.dry_run(job)
     setup.restore(job, resume, start)
     resume = dataclasses.replace(resume, state=None)  # or a whole state stays on the host of every rank
@@ -92,14 +109,24 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: c
         outcome = train.train(job, resume.counters, clock)
         write_summary(job, resume.counters, outcome, corpus.manifest, setup_s, dry_run_s)
         failure = outcome.failure
+    heartbeat.enter("done")
     job.stream.close()
     with contextlib.suppress(RuntimeError):  # all is written; a peer that has left first is no failure
         comm.barrier()  # no rank ends while another still saves
     dist.disconnect()
+    heartbeat.close()
     if lock is not None:
         lock.close()
     if failure is not None and world.rank == 0:
         raise RunFailed(failure)
+
+
+def write_collectives(run_dir: Path, rank: int) -> None:
+    """What a reader of the heartbeat has asked for: logs/rank-N.collectives.json."""
+    from bert_dp import dist
+
+    found = {"rank": rank, "collectives": dist.recent_collectives()}
+    record.write_json(run_dir / "logs" / f"rank-{rank}.collectives.json", found)
 
 
 def lock_run(run_dir: Path) -> IO[str]:

@@ -114,9 +114,24 @@ def closing_rows(run: Run) -> list[tuple[str, str]]:
         rows.insert(-1, ("failed saves", f"{format_count(failed)}, see the log"))
     if spikes := number(facts.get("loss_spikes")):
         rows.insert(4, ("loss spikes", f"{format_count(spikes)} logged losses far above the ones before"))
+    if slow := _straggler(facts):
+        rows.insert(-3, ("straggler", slow))
     if energy is not None:
         rows.insert(-2, ("energy", f"{format_energy(energy)} of {ranks(facts)}"))
     return rows
+
+
+def _straggler(facts: Mapping[str, Any]) -> str:
+    """The rank that the others wait for, where there is one."""
+    found = facts.get("straggler")
+    if not isinstance(found, Mapping):
+        return ""
+    rank, ratio, lost = (number(found.get(key)) for key in ("rank", "ratio", "seconds_per_step"))
+    if rank is None or ratio is None:
+        return ""
+    return (
+        f"rank {rank:.0f}: own work {ratio:.2f} x the others' median, {format_duration(lost)} lost per step"
+    )
 
 
 def _train_split(parts: Mapping[str, float]) -> str:
@@ -200,7 +215,7 @@ def _work_rows(facts: Mapping[str, Any]) -> list[Row]:
 def _speed_rows(facts: Mapping[str, Any]) -> list[Row]:
     section, over = "Throughput", f"summed over {ranks(facts)}"
     micro = f"{_batch_equation(facts, short=True)} micro batches per optimizer step"
-    mfu = number(facts.get("mfu"))
+    mfu, ratio = number(facts.get("mfu")), number(facts.get("straggler_ratio"))
     return [
         Row(section, "optimizer steps", format_si(facts.get("steps_per_s"), "steps/s"), "of the whole job"),
         Row(section, "global steps", format_si(facts.get("global_steps_per_s"), "global steps/s"), micro),
@@ -208,6 +223,8 @@ def _speed_rows(facts: Mapping[str, Any]) -> list[Row]:
         Row(section, "tokens", format_si(facts.get("tokens_per_s"), "tokens/s"), over),
         Row(section, "tokens per device", format_si(facts.get("tokens_per_s_per_gpu"), "tokens/s"),
             f"tokens/s divided by {ranks(facts)}"),
+        Row(section, "straggler ratio", NA if ratio is None else f"{ratio:.2f}",
+            "own work of the slowest rank / median of the others, before any gradient reduction"),
         Row(section, "MFU", format_percent(mfu), "model FLOPs / peak of the device" if mfu is not None
             else "peak of this device unknown"),
     ]  # fmt: skip

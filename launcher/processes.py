@@ -23,6 +23,7 @@ import psutil
 from bert_dp import record
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from launcher.starters import WORKER, start_command, start_environment
+from launcher.watch import Hang, Watch
 
 DEVNULL = subprocess.DEVNULL
 POLL_S = 0.2
@@ -84,6 +85,9 @@ class Roll:
     def present(self) -> list[psutil.Process]:
         return [worker for worker, _ in self._present.values()]
 
+    def by_rank(self) -> dict[int, psutil.Process]:
+        return {rank: worker for worker, rank in self._present.values()}
+
     def wait(self, seconds: float) -> None:
         """Up to `seconds`, less when a worker ends."""
         if len(self._present) < self._size:
@@ -142,17 +146,17 @@ def _exit_code(pid: int) -> int | None:
 
 def run(
     run_dir: Path, nproc: int, resume: str, on_poll: Callable[[], None], *, launcher: str = "torchrun",
-    on_gpu: bool = False, grace_s: float = 300.0,
+    on_gpu: bool = False, grace_s: float = 300.0, watch: Watch | None = None,
 ) -> RunResult:  # fmt: skip
     """Train RUN/config.yaml on `nproc` ranks of this node, started by `launcher`, and return how it ended.
 
     `on_poll` is called several times a second. The first stop signal is passed to every worker, which
     checkpoints at its next step and ends; the second, or `grace_s` seconds, kills. Whatever happens, no
-    process of the run is left. Writes summary.json when the workers could not.
+    process of the run is left. Writes summary.json when the workers could not. `watch` may end a hung run.
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
-    for stale in (*logs.glob("rank-*.error.json"), run_dir / "summary.json"):
+    for stale in (*logs.glob("rank-*.error.json"), *run_dir.glob("heartbeats/*"), run_dir / "summary.json"):
         stale.unlink(missing_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
     worker = [str(run_dir / "config.yaml"), "--resume", resume]
@@ -170,7 +174,7 @@ def run(
             )  # fmt: skip
         roll = Roll(process, nproc)
         try:
-            _follow(process, roll, run_dir, pending, on_poll, grace_s)
+            hang = _follow(process, roll, run_dir, pending, on_poll, grace_s, watch)
         finally:
             _kill_tree(process, roll)
     finally:
@@ -180,21 +184,18 @@ def run(
     said = launcher_log.read_bytes()[offset:].decode("utf-8", "replace")
     how = _ended(process.returncode, "and no summary")
     unknown = Failure(None, f"{launcher}: {how}", None, launcher_log, _tail(said), ())
-    return _result(run_dir, first_cause(logs, said, roll.departures), unknown, pending)
+    hung = hang and Failure(hang.rank, hang.message, hang.where, hang.log, hang.report, ())
+    return _result(run_dir, hung or first_cause(logs, said, roll.departures), unknown, pending)
 
 
 def _follow(
-    process: subprocess.Popen[bytes],
-    roll: Roll,
-    run_dir: Path,
-    pending: list[int],
-    on_poll: Callable[[], None],
-    grace_s: float,
-) -> None:
+    process: subprocess.Popen[bytes], roll: Roll, run_dir: Path, pending: list[int],
+    on_poll: Callable[[], None], grace_s: float, watch: Watch | None,
+) -> Hang | None:  # fmt: skip
     """Until the launcher ends, a second signal comes, or the time to stop is over.
 
     A batch system may signal every process of a job, and deepspeed's runner dies of it at once: its workers
-    then still have their time to save.
+    then still have their time to save. Returns a hang when the run is ended for it.
     """
     signalled: set[psutil.Process] = set()
     deadline: float | None = None
@@ -202,7 +203,7 @@ def _follow(
         if ended is not None and not pending:
             pending.append(-ended)
         if len(pending) >= 2:
-            return
+            return None
         if pending:
             deadline = deadline or time.monotonic() + grace_s
             for worker in roll.present():
@@ -212,10 +213,13 @@ def _follow(
         if deadline is None and _has_failed(run_dir, roll):
             deadline = time.monotonic() + KILL_AFTER_FAILURE_S
         if deadline is not None and time.monotonic() > deadline:
-            return
+            return None
         on_poll()
+        if watch is not None and (deadline is None or pending) and (hang := watch.poll(roll.by_rank())):
+            return hang
         roll.wait(POLL_S)
     on_poll()
+    return None
 
 
 def _has_failed(run_dir: Path, roll: Roll) -> bool:

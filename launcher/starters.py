@@ -101,9 +101,24 @@ def start_environment(
         LAUNCHER_PID: str(os.getpid()),
         LAUNCHER_START: start_ticks(os.getpid()),
         LOG_DIR: str(run_dir / "logs"),
+        **_recorders(run_dir / "logs"),
     }
     if launcher == "accelerate":  # it has no option for these two; torchrun takes their defaults from here
         environ |= {"PET_RDZV_ENDPOINT": str(scratch / "agent"), "PET_RDZV_ID": "bert-dp"}
     if launcher == "deepspeed" and not on_gpu:
         environ["DS_ACCELERATOR"] = "cpu"
     return environ
+
+
+def _recorders(logs: Path) -> dict[str, str]:
+    """Every rank keeps its last collectives in memory (torch's flight recorder, under gloo as under NCCL).
+
+    What the user has set stays. Desync debugging stays off: it writes to the store at every collective, and
+    the records tell the same.
+    """
+    wanted = {
+        "TORCH_FR_BUFFER_SIZE": "2000",  # collectives
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": str(logs / "nccl-trace-rank-"),
+    }
+    return {name: os.environ.get(name, value) for name, value in wanted.items()}

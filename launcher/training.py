@@ -30,7 +30,7 @@ from bert_dp.config import (
     progress_at,
 )
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
-from launcher import closing, environment, page, processes, restarts, starters
+from launcher import closing, environment, page, processes, restarts, starters, watch
 from launcher.display import PLAIN, Display, show
 from launcher.redact import redact_argv
 
@@ -274,13 +274,19 @@ def run_locked(
     show(console, f"launcher: {launcher}", **PLAIN)
     on_gpu = config.run.device != "cpu" and environment.num_gpus() > 0
 
-    def attempt(ranks: int, resume: str) -> processes.RunResult:
-        with Display(where, console, config.schedule.hours) as display:
-            return processes.run(where, ranks, resume, display.poll, launcher=launcher, on_gpu=on_gpu)
+    def say(line: str) -> None:
+        show(console, line, **PLAIN)
 
-    result = restarts.supervise(
-        attempt, config, where, ranks, resume, policy, lambda line: show(console, line, **PLAIN)
-    )
+    def attempt(ranks: int, resume: str) -> processes.RunResult:
+        watched = watch.Watch(
+            where, say, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
+        )
+        with Display(where, console, config.schedule.hours) as display:
+            return processes.run(
+                where, ranks, resume, display.poll, launcher=launcher, on_gpu=on_gpu, watch=watched
+            )
+
+    result = restarts.supervise(attempt, config, where, ranks, resume, policy, say)
     with contextlib.suppress(OSError):  # a full disk: the result still has to be told
         page.write([where], where / "report.html")
     if result.failure is not None:

@@ -209,7 +209,9 @@ def test_launcher_does_not_pull_torch() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("module", ["config", "record", "cost", "world", "lifeline", "sources", "tokenizer"])
+@pytest.mark.parametrize(
+    "module", ["config", "record", "cost", "world", "lifeline", "heartbeat", "sources", "tokenizer"]
+)
 def test_torch_free_rooms(module: str) -> None:
     declared = ast.get_docstring(tree(f"bert_dp.{module}")) or ""
     if module in ("sources", "tokenizer") and "orch-free" not in declared:

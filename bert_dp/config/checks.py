@@ -21,7 +21,8 @@ from bert_dp.config.schema import (
 
 FREE_ON_RESUME = (
     "schedule.steps", "schedule.tokens", "schedule.hours", "parallel", "log", "checkpoint", "eval", "compile",
-    "run.device", "run.init_from", "run.max_skipped_in_a_row", "data.workers", "data.path", "data.sources",
+    "run.device", "run.init_from", "run.max_skipped_in_a_row", "run.hang_after_s", "run.end_hung_after_s",
+    "data.workers", "data.path", "data.sources",
 )  # fmt: skip
 
 

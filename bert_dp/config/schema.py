@@ -33,6 +33,11 @@ class RunConfig(Section):
     max_skipped_in_a_row: int = Field(5, ge=1)
     """Steps skipped in a row, for a gradient that is not finite, that stop the run; fp16 may skip 16
     more, while its loss scale falls."""
+    hang_after_s: float = Field(30.0, gt=0)
+    """Seconds without progress by which the rank that the others wait for is named with its stack; at least
+    three median steps, and 300 in set-up, compilation and saving."""
+    end_hung_after_s: float = Field(600.0, ge=0)
+    """Seconds after a hang was reported at which the run is ended as failed; 0 = never."""
 
 
 class BuildConfig(Section):

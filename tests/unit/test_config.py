@@ -736,7 +736,8 @@ def test_a_changed_setting_is_named_on_resume(override: str, key: str) -> None:
 @pytest.mark.parametrize(
     "override",
     ["schedule.steps=99", "parallel.engine=ddp", "log.every_steps=1", "checkpoint.keep=9",
-     "eval.every_steps=5", "run.device=cpu", "data.workers=3", "compile='off'"],
+     "eval.every_steps=5", "run.device=cpu", "data.workers=3", "compile='off'", "run.hang_after_s=5",
+     "run.end_hung_after_s=0"],
 )  # fmt: skip
 def test_budget_ranks_and_logging_may_change_on_resume(override: str) -> None:
     assert changed_settings(make().model_dump(mode="json"), make(override, base=BASE)) == []

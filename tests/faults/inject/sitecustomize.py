@@ -5,8 +5,8 @@ process that is not the worker. `what` happens on `rank` at `place` in optimizer
 compile = the dry run; place save = the save after that step, -1 = the first), and in the `times` - 1 steps
 after it. `once`: a path; the fault happens only while that file does not exist, and makes it.
 
-what:  raise | exit | segv | abort | kill | stop | sleep | gil | nan | spike | slow | cuda_oom | full_disk |
-       io_error | read_only
+what:  raise | exit | segv | abort | kill | stop | sleep | gil | mismatch | nan | spike | slow | cuda_oom |
+       full_disk | io_error | read_only
 place: compile | data | step | eval | save
 """
 
@@ -56,8 +56,14 @@ def break_now(fault: dict) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
     if what in ("sleep", "slow"):
         time.sleep(fault.get("seconds", 3600))
-    if what == "gil":  # a C call that keeps the lock
-        ctypes.PyDLL(None).sleep(int(fault.get("seconds", 3600)))
+    if what == "gil":  # a C call that keeps the lock; a signal makes it return the seconds that are left
+        left = int(fault.get("seconds", 3600))
+        while left:
+            left = ctypes.PyDLL(None).sleep(left)
+    if what == "mismatch":  # a collective that the other ranks do not call
+        import torch
+
+        torch.distributed.broadcast(torch.zeros(3), 0)
 
 
 class Counter:

@@ -1,0 +1,170 @@
+"""Rows 7 and 8: a rank that sleeps, is stopped or holds the interpreter lock; a mismatched collective; a slow
+rank; and no alarm where all is well.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from tests.e2e.cli import bert_dp, tiny
+from tests.e2e.test_train import lines
+from tests.faults.harness import FULL, broken, observe, rounds
+from tests.shards import write_shards
+
+LIMIT_S = 30.0 if FULL else 8.0
+WHY = {"sleep": "has not started", "stop": "stopped by a signal (SIGSTOP)", "gil": "not schedulable"}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path: Path) -> Iterator[None]:
+    """A stopped process follows nobody: whatever a failed test leaves is ended here."""
+    yield
+    left = [p for p in psutil.process_iter(["cmdline"])
+            if any(str(tmp_path) in word for word in p.info["cmdline"] or [])]  # fmt: skip
+    for process in left:
+        process.kill()
+    psutil.wait_procs(left, timeout=10)
+    assert left == []
+
+
+def hang_limits(limit_s: float = LIMIT_S, end_s: float = 1.0) -> tuple[str, str]:
+    return f"run.hang_after_s={limit_s}", f"run.end_hung_after_s={end_s}"
+
+
+def silence_of(report: str) -> float:
+    """Seconds of silence at the report."""
+    found = re.search(r"no progress for (\d+) s", report)
+    assert found
+    return float(found[1])
+
+
+def hang_once(tmp_path: Path, shards: Path, what: str, rank: int, ranks: int, place: str) -> None:
+    run_dir = tmp_path / f"{what}-{rank}-{ranks}-{place}"
+    done = bert_dp(
+        "train", "quickstart",
+        *tiny(shards, *hang_limits(), "schedule.steps=100000", "eval.every_steps=3", "batch.global_size=16"),
+        "--nproc", str(ranks), "--run-dir", str(run_dir), timeout=600,
+        **broken(what, rank=rank, place=place, step=3),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = next(line for line in done.stdout.splitlines() if line.startswith("hang"))
+    assert f"rank {rank} in step" in report
+    assert WHY[what] in report or (what == "sleep" and ("behind" in report or "not in the coll" in report))
+    if what != "stop":
+        assert f"  rank {rank} at {Path(__file__).parent / 'inject' / 'sitecustomize.py'}:" in done.stdout
+    assert report.partition(":")[2].strip() in (run_dir / "hang.txt").read_text()
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["status"] == "failed"
+    assert summary["cause"].startswith(f"rank {rank}: hang in step")
+    silence = silence_of(report)
+    observe(7, what=what, rank=rank, ranks=ranks, place=place, limit_s=LIMIT_S, silence_s=silence)
+    assert silence <= 3 * LIMIT_S
+
+
+@pytest.mark.parametrize("what", sorted(WHY) if FULL else ["gil", "stop"])  # the pause below is a sleep
+def test_row_07_the_rank_that_hangs_is_named_and_the_run_ended(
+    tmp_path: Path, shards: Path, what: str
+) -> None:
+    cases = [(rank, ranks, place) for place in ("step", "data") for ranks in (2, 4) for rank in (0, 1)]
+    if not FULL:
+        cases = random.Random(what).sample(cases[:2], 1)
+    for rank, ranks, place in cases:
+        hang_once(tmp_path, shards, what, rank, ranks, place)
+
+
+@pytest.mark.skipif(not FULL, reason="the short form hangs in a step alone")
+@pytest.mark.parametrize("place", ["eval"])
+def test_row_07_a_hang_in_evaluation(tmp_path: Path, shards: Path, place: str) -> None:
+    for rank in (0, 1):
+        hang_once(tmp_path, shards, "sleep", rank, 2, place)
+
+
+def test_row_07_a_pause_is_reported_and_its_end_too(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = bert_dp(
+        "train", "quickstart", *tiny(shards, *hang_limits(4.0, 600.0), "schedule.steps=6"), "--nproc", "2",
+        "--run-dir", str(run_dir), **broken("sleep", seconds=8),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = (run_dir / "hang.txt").read_text()
+    assert said.count("hang: rank 1 in step 4 (step") == 1
+    assert f"  rank 1 at {Path(__file__).parent / 'inject' / 'sitecustomize.py'}:" in said
+    assert re.search(r"goes on after \d+ s", said)
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "done"
+
+
+def test_row_07_no_false_alarm(tmp_path: Path, shards: Path) -> None:
+    """Healthy steps with evaluation and saving, and in the full form with compilation."""
+    steps = len(rounds(400, 10_000))
+    run_dir = tmp_path / "run"
+    done = bert_dp(
+        "train", "quickstart",
+        *tiny(shards, *hang_limits(10.0), f"schedule.steps={steps}", f"eval.every_steps={steps // 20}",
+              f"checkpoint.every_steps={steps // 10}", f"compile={'on' if FULL else 'off'}"),
+        "--nproc", "2", "--run-dir", str(run_dir), timeout=3600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert lines(run_dir / "metrics.jsonl")[-1]["step"] == steps
+    assert (run_dir / "heartbeats" / "rank-1").exists()  # or there was nothing to watch
+    alarms = (run_dir / "hang.txt").read_text() if (run_dir / "hang.txt").exists() else ""
+    observe(7, healthy_steps=steps, false_alarms=alarms.count("hang"))
+    assert alarms == ""
+    assert "hang" not in done.stdout
+
+
+def test_row_07_a_straggler_is_named(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = bert_dp(
+        "train", "quickstart", *tiny(shards, "schedule.steps=20", "log.every_steps=7"), "--nproc", "2",
+        "--run-dir", str(run_dir), **broken("slow", rank=1, seconds=0.1),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["straggler"]["rank"] == 1
+    assert summary["straggler"]["ratio"] == summary["straggler_ratio"] > 2
+    observe(7, straggler_seconds_per_step=summary["straggler"]["seconds_per_step"])
+    assert 0.1 <= summary["straggler"]["seconds_per_step"] <= 2.0  # 0.2 s were injected
+    assert re.search(r"straggler\s+rank 1: own work", done.stdout)
+
+
+def mismatch_once(tmp_path: Path, shards: Path, rank: int, device: str) -> str:
+    run_dir = tmp_path / f"rank-{rank}"
+    done = bert_dp(
+        "train", "quickstart",
+        *tiny(shards, *hang_limits(), "schedule.steps=100000", f"run.device={device}", "compile='off'"),
+        "--nproc", "2", "--run-dir", str(run_dir), **broken("mismatch", rank=rank),
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    report = next(line for line in done.stdout.splitlines() if line.startswith("hang"))
+    observe(8, rank=rank, device=device, limit_s=LIMIT_S, silence_s=silence_of(report))
+    assert silence_of(report) <= LIMIT_S + 20
+    return report
+
+
+def test_row_08_a_mismatched_collective_is_named(tmp_path: Path, shards: Path) -> None:
+    for rank in rounds(1, 2):
+        report = mismatch_once(tmp_path, shards, rank, "cpu")
+        assert "mismatched collectives" in report
+        assert re.search(rf"rank {1 - rank} calls all_reduce of \[\[\d+\]\]", report)
+        assert f"rank {rank} calls broadcast of [[3]]" in report
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_row_08_a_mismatched_collective_is_named_under_nccl(tmp_path: Path, shards: Path) -> None:
+    report = mismatch_once(tmp_path, shards, 1, "cuda")
+    assert "mismatched collectives" in report
+    assert "rank 1 calls broadcast" in report

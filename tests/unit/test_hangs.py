@@ -1,0 +1,206 @@
+"""Whom the evidence names: stacks, states, places and collectives of ranks that stand still."""
+
+from __future__ import annotations
+
+import dataclasses
+import sysconfig
+from typing import Any
+
+from bert_dp.record import PHASES, Beat
+from launcher.hangs import Frame, Verdict, Witness, compare_collectives, judge, parse_stack, report, waits_in
+
+STDLIB = sysconfig.get_paths()["stdlib"]
+TORCH = f"{STDLIB}/site-packages/torch"
+WORK = (Frame("/p/bert_dp/data.py", 40, "next"), Frame("/p/bert_dp/train.py", 99, "train"))
+GATHER = (
+    Frame(f"{TORCH}/distributed/distributed_c10d.py", 4000, "all_gather"),
+    Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper"),
+    Frame("/p/bert_dp/dist.py", 43, "gather"),
+)
+TICK = (Frame("/p/bert_dp/dist.py", 57, "wait"), Frame("/p/bert_dp/train.py", 90, "train"))
+BACKWARD = (
+    Frame(f"{TORCH}/autograd/graph.py", 979, "_engine_run_backward"),
+    Frame("/p/bert_dp/parallel/ddp.py", 76, "backward"),
+)
+
+
+def witness(rank: int, stack: tuple[Frame, ...] = (), *, step: int = 4, phase: str = "step", done: int = 0,
+            **more: Any) -> Witness:  # fmt: skip
+    beat = dataclasses.replace(
+        Beat(*[0] * len(dataclasses.fields(Beat))), pid=9, step=step, phase=PHASES.index(phase), done=done
+    )
+    return Witness(rank, beat, **{"silent_s": 30.0, "unheard_s": 0.5, "stack": stack, **more})
+
+
+def started(*names: str, group: str = "0", size: int = 8, first: int = 1) -> list[dict[str, Any]]:
+    return [{"group": group, "sequence": first + i, "operation": name, "sizes": [[size]], "state": "started"}
+            for i, name in enumerate(names)]  # fmt: skip
+
+
+# --- stacks
+
+DUMP = f"""Thread 0x00007f01 (most recent call first):
+  File "{STDLIB}/threading.py", line 331 in wait
+  File "/p/bert_dp/heartbeat.py", line 60 in _live
+
+Current thread 0x00007f02 (most recent call first):
+  File "{STDLIB}/socket.py", line 12 in recv
+  File "/users/me/my model.py", line 3 in <lambda>
+  File "/p/bert_dp/train.py", line 128 in train_step
+  File "<frozen runpy>", line 88 in _run_code
+"""
+
+
+def test_the_main_threads_frames_are_read() -> None:
+    stack = parse_stack(DUMP)
+    assert [f.function for f in stack] == ["recv", "<lambda>", "train_step"]
+    assert witness(0, stack).where == Frame("/users/me/my model.py", 3, "<lambda>")
+
+
+def test_two_dumps_in_a_row_and_none() -> None:
+    assert parse_stack(DUMP + DUMP) == parse_stack(DUMP)
+    assert parse_stack("") == ()
+    assert parse_stack("Current thread 0x1 (most recent call first):\n  <no Python frame>\n") == ()
+
+
+def test_a_stack_of_packages_alone_has_its_innermost_frame() -> None:
+    inner = Frame(f"{STDLIB}/runpy.py", 1, "run")
+    assert witness(0, (inner,)).where == inner
+    assert witness(0).where is None
+
+
+def test_what_a_stack_waits_in() -> None:
+    assert waits_in(GATHER) == (2, "all_gather")
+    assert waits_in(TICK)[0] == 2
+    assert waits_in(BACKWARD)[0] == 1
+    assert waits_in(WORK) == (0, "")
+    assert waits_in(()) == (0, "")
+
+
+# --- the verdict
+
+
+def test_a_stopped_rank_is_named_before_all_else() -> None:
+    found = judge([witness(0, WORK, step=3), witness(1, state="T", step=5, unheard_s=30.0)])
+    assert found.ranks == (1,)
+    assert "SIGSTOP" in found.why
+    assert "debugger" in judge([witness(0), witness(1, state="t")]).why
+
+
+def test_a_frozen_rank_is_named_and_the_kernel_function_with_it() -> None:
+    found = judge([witness(0, WORK), witness(1, unheard_s=29.0)])
+    assert found.ranks == (1,)
+    assert "not schedulable" in found.why
+    assert "GIL" in found.why
+    assert "stuck in the kernel in nfs_wait" in judge(
+        [witness(0), witness(1, unheard_s=29.0, state="D", kernel_wait="nfs_wait")]
+    ).why  # fmt: skip
+
+
+def test_a_late_heartbeat_is_not_a_frozen_rank() -> None:
+    assert not witness(0, unheard_s=10.0).frozen  # of 30 s
+    assert not witness(0, silent_s=2.0, unheard_s=2.0).frozen
+
+
+def test_a_rank_that_has_not_begun_is_behind_and_not_frozen() -> None:
+    absent = Witness(1, Beat(*[0] * len(dataclasses.fields(Beat))), 400.0, 400.0)
+    found = judge([witness(0, GATHER, step=0, phase="compile"), absent])
+    assert found.ranks == (1,)
+    assert found.why.startswith("behind")
+
+
+def test_the_rank_that_is_behind_is_named() -> None:
+    for other in ({"step": 5, "phase": "data"}, {"phase": "log"}, {"done": 2}):
+        found = judge([witness(0, **other), witness(1, done=1), witness(2, **other)])
+        assert found.ranks == (1,)
+        assert found.why.startswith("behind the others")
+
+
+def test_at_the_same_place_the_rank_outside_the_collective_is_named() -> None:
+    assert judge([witness(0, GATHER), witness(1, WORK), witness(2, TICK)]).ranks == (1,)
+    assert judge([witness(0, BACKWARD), witness(1, WORK)]).ranks == (1,)
+    assert judge([witness(0, BACKWARD), witness(1, GATHER)]).ranks == (0,)
+
+
+def test_nobody_is_named_when_all_wait_alike() -> None:
+    assert judge([witness(0, GATHER), witness(1, GATHER)]).ranks == ()
+    assert judge([witness(0), witness(1)]).ranks == ()
+
+
+def test_a_lone_rank_names_itself() -> None:
+    assert judge([witness(0, WORK)]).ranks == (0,)
+
+
+# --- collectives
+
+
+def test_who_has_not_started_what_the_others_wait_in() -> None:
+    ahead, behind = started("all_reduce", "all_gather"), started("all_reduce")
+    assert compare_collectives({0: ahead, 1: behind, 2: ahead}) == Verdict(
+        (1,), "has not started all_gather of [[8]], in which ranks 0, 2 wait"
+    )
+
+
+def test_equal_records_and_none_tell_nothing() -> None:
+    same = started("all_reduce", "broadcast")
+    assert compare_collectives({0: same, 1: same}) is None
+    assert compare_collectives({0: (), 1: ()}) is None
+    assert compare_collectives({0: same, 1: ()}) is None  # rank 1 could not answer
+
+
+def test_records_that_begin_at_different_numbers_are_compared_where_they_meet() -> None:
+    old = started("broadcast", "all_reduce", "all_reduce")
+    assert compare_collectives({0: old, 1: old[1:]}) is None
+
+
+def test_another_operation_or_size_under_one_number_is_a_mismatch() -> None:
+    found = compare_collectives({0: started("all_reduce"), 1: started("broadcast")})
+    assert found is not None
+    assert found.ranks == (0, 1)
+    assert "rank 0 calls all_reduce of [[8]], rank 1 calls broadcast of [[8]]" in found.why
+    found = compare_collectives({r: started("all_reduce", size=8 + (r == 2)) for r in range(4)})
+    assert found is not None
+    assert found.ranks == (2,)
+    assert "ranks 0, 1, 3 call all_reduce of [[8]], rank 2 calls all_reduce of [[9]]" in found.why
+
+
+def test_inputs_that_may_differ_are_no_mismatch() -> None:
+    assert compare_collectives({0: started("scatter"), 1: started("scatter", size=0)}) is None
+
+
+def test_a_rank_that_waits_for_another_in_its_own_group_is_not_named() -> None:
+    """Tensor parallelism 2 x data parallelism 2: rank 1 sleeps, its partner 0 waits, so 2 waits for 0."""
+    done = {0: started("all_reduce", group="tp0"), 2: started("all_reduce", group="tp1"),
+            3: started("all_reduce", group="tp1")}  # fmt: skip
+    first = started("all_reduce", group="dp0")
+    second = started("all_reduce", group="dp1")
+    recorded = {
+        0: done[0] + started("all_reduce", group="tp0", first=2) + first,
+        1: done[0] + second,
+        2: done[2] + first + started("all_reduce", group="dp0", first=2),
+        3: done[3] + second + started("all_reduce", group="dp1", first=2),
+    }
+    found = compare_collectives(recorded)
+    assert found is not None
+    assert found.ranks == (1,)
+
+
+def test_ranks_that_wait_for_each_other_are_both_named() -> None:
+    a, b = started("all_reduce", group="a"), started("all_gather", group="b")
+    more_a, more_b = started("all_reduce", group="a", first=2), started("all_gather", group="b", first=2)
+    found = compare_collectives({0: a + b + more_a, 1: a + b + more_b})
+    assert found is not None
+    assert found.ranks == (0, 1)
+    assert "wait for each other" in found.why
+
+
+# --- the report
+
+
+def test_the_report_names_rank_phase_step_seconds_and_line() -> None:
+    witnesses = [witness(0, GATHER, phase="log"), witness(1, WORK)]
+    lines = report(witnesses, judge(witnesses))
+    assert "rank 1 in step 4 (step" in lines[0]
+    assert "no progress for 30 s" in lines[0]
+    assert lines[1] == "  rank 1 at /p/bert_dp/data.py:40 in next"
+    assert "waits in all_gather (/p/bert_dp/dist.py:43 in gather)" in lines[-1]

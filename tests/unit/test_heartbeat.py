@@ -1,0 +1,153 @@
+"""A rank's heartbeat: what is written is what a reader reads, cheaply, and never at the run's cost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bert_dp.heartbeat import Heartbeat
+from bert_dp.lifeline import show_stacks_on_signal
+from bert_dp.record import BEAT_BYTES, PHASES, Beat, ask_for_collectives, heartbeat_path, read_beat
+from launcher.hangs import parse_stack
+from tests.faults.harness import observe
+
+
+def read(path: Path) -> Beat:
+    beat = read_beat(path)
+    assert beat is not None
+    return beat
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return heartbeat_path(tmp_path, 3)
+
+
+def test_a_reader_sees_every_field(path: Path) -> None:
+    beat = Heartbeat(path)
+    first = read(path)
+    assert (first.pid, PHASES[first.phase], first.step, first.done) == (os.getpid(), "setup", 0, 0)
+    beat.enter("step", 7)
+    beat.progress()
+    beat.progress()
+    now = read(path)
+    assert now.place == (7, PHASES.index("step"), 2)
+    assert now.progress == first.progress + 3
+    assert first.progress_ns <= now.progress_ns <= time.monotonic_ns()
+    beat.enter("log")
+    assert read(path).place == (7, PHASES.index("log"), 0)
+    beat.close()
+
+
+def test_places_rise_through_a_step() -> None:
+    phases = ["data", "step", "log", "evaluate", "save"]
+    order = [PHASES.index(phase) for phase in phases]
+    assert order == sorted(order)
+
+
+def test_the_thread_shows_life_and_answers(path: Path) -> None:
+    beat, answers = Heartbeat(path), list[int]()
+    before = read(path)
+    beat.answer_with(lambda: answers.append(1))
+    ask_for_collectives(path, 5)
+    deadline = time.monotonic() + 30
+    while read(path).answered != 5:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert answers == [1]
+    assert read(path).alive > before.alive
+    assert read(path).progress == before.progress  # being alive is not progress
+    beat.close()
+
+
+def test_an_answer_that_fails_is_still_an_answer(path: Path) -> None:
+    beat = Heartbeat(path)
+    beat.answer_with(lambda: 1 / 0)
+    ask_for_collectives(path, 1)
+    deadline = time.monotonic() + 30
+    while read(path).answered != 1:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    beat.close()
+
+
+def test_a_run_goes_on_where_no_file_can_be(tmp_path: Path) -> None:
+    (tmp_path / "heartbeats").write_text("a file where the directory should be")
+    beat = Heartbeat(heartbeat_path(tmp_path, 0))
+    beat.enter("step", 1)
+    beat.close()
+    assert read_beat(heartbeat_path(tmp_path, 0)) is None
+
+
+def test_an_earlier_file_is_replaced_and_a_torn_one_is_none(path: Path) -> None:
+    path.parent.mkdir()
+    path.write_bytes(b"\xff" * BEAT_BYTES)
+    old = path.stat().st_ino
+    with path.open("rb") as held:
+        beat = Heartbeat(path)
+        assert path.stat().st_ino != old
+        assert held.read() == b"\xff" * BEAT_BYTES
+    assert read(path).pid == os.getpid()
+    beat.close()
+    path.write_bytes(b"short")
+    assert read_beat(path) is None
+
+
+def test_a_beat_is_cheap(path: Path) -> None:
+    """Goal 2 microseconds; 20 is what even a busy machine keeps."""
+    beat, best = Heartbeat(path), float("inf")
+    for _ in range(5):
+        start = time.perf_counter()
+        for number in range(2000):
+            beat.enter("step", number)
+        best = min(best, (time.perf_counter() - start) / 2000)
+    beat.close()
+    observe(7, beat_us=best * 1e6)
+    assert best < 20e-6
+
+
+def test_the_stack_of_a_process_that_holds_the_lock(tmp_path: Path) -> None:
+    code = (
+        "import ctypes, sys\n"
+        "from bert_dp.lifeline import show_stacks_on_signal\n"
+        "show_stacks_on_signal(2)\n"
+        "print('ready', flush=True)\n"
+        "def held():\n"
+        "    while True: ctypes.PyDLL(None).sleep(60)\n"
+        "held()\n"
+    )
+    environ = {**os.environ, "BERT_DP_LOG_DIR": str(tmp_path)}
+    process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        written, deadline = tmp_path / "rank-2.stack", time.monotonic() + 30
+        time.sleep(0.2)
+        process.send_signal(signal.SIGUSR2)
+        while not (frames := parse_stack(written.read_text())):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert [(f.path, f.function) for f in frames] == [("<string>", "held"), ("<string>", "<module>")]
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_without_a_log_directory_stacks_go_to_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BERT_DP_LOG_DIR", raising=False)
+    code = (
+        "import os, signal\n"
+        "from bert_dp.lifeline import show_stacks_on_signal\n"
+        "show_stacks_on_signal(0)\n"
+        "os.kill(os.getpid(), signal.SIGUSR2)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "most recent call first" in done.stderr
+    assert callable(show_stacks_on_signal)

@@ -1,0 +1,57 @@
+"""The rank that the others wait for: from each rank's own work to the line of the closing table."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from bert_dp.metrics import STRAGGLER_RATIO, STRAGGLER_STEPS, Timers, straggler
+from launcher.closing import closing_rows
+from launcher.runs import load
+from tests.unit.test_report import make_run
+
+
+def test_the_slowest_is_held_against_the_median_of_the_others() -> None:
+    ratio, found = straggler([1.0, 5.0, 2.0, 3.0], 20)
+    assert ratio == 2.5
+    assert found == {"rank": 1, "ratio": 2.5, "seconds_per_step": 0.15}
+
+
+def test_even_ranks_have_a_ratio_and_no_straggler() -> None:
+    ratio, found = straggler([10.0, 10.0 * STRAGGLER_RATIO], 1000)
+    assert ratio == pytest.approx(STRAGGLER_RATIO)
+    assert found is None
+
+
+def test_nobody_is_named_over_a_few_steps() -> None:
+    ratio, found = straggler([1.0, 3.0], STRAGGLER_STEPS - 1)
+    assert (ratio, found) == (3.0, None)
+
+
+@pytest.mark.parametrize(("own", "steps"), [([4.0], 100), ([0.0, 0.0], 0), ([0.0, 3.0], 100), ([], 5)])
+def test_without_anything_to_compare_there_is_no_ratio(own: list[float], steps: int) -> None:
+    assert straggler(own, steps) == (None, None)
+
+
+def test_timers_may_overlap_and_restart() -> None:
+    timers = Timers(torch.device("cpu"))
+    with timers.phase("forward_backward"):
+        timers.start("own_work")
+        time.sleep(0.02)
+        timers.stop("own_work")
+        time.sleep(0.02)
+    seconds = timers.drain()
+    assert 0.02 <= seconds["own_work"] <= seconds["forward_backward"] - 0.02
+    assert timers.drain() == {"forward_backward": 0.0, "optimizer": 0.0, "own_work": 0.0}
+
+
+def test_the_closing_table_has_a_line_where_there_is_one(tmp_path: Path) -> None:
+    found = {"rank": 3, "ratio": 1.5, "seconds_per_step": 0.25}
+    rows = closing_rows(load(make_run(tmp_path / "a", summary={"straggler": found, "straggler_ratio": 1.5})))
+    assert ("straggler", "rank 3: own work 1.50 x the others' median, 250 ms lost per step") in rows
+    for number, nothing in enumerate((None, "x", {}, {"rank": "<b>", "ratio": None})):
+        run = load(make_run(tmp_path / f"none-{number}", summary={"straggler": nothing}))
+        assert "straggler" not in dict(closing_rows(run))

@@ -1,0 +1,245 @@
+"""When the watch speaks and when not, over heartbeats and stacks that a test writes."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import struct
+from pathlib import Path
+
+import pytest
+
+from bert_dp.record import BEAT_SLOTS, PHASES, Beat, heartbeat_path, read_beat
+from launcher.watch import PATIENT_S, Hang, Watch
+
+STACK = 'Current thread 0x1 (most recent call first):\n  File "/p/model.py", line 7 in forward\n'
+
+
+class Rank:
+    """Stands for a worker's process: a heartbeat file, and an answer to the signal."""
+
+    def __init__(self, run_dir: Path, rank: int):
+        self.pid, self.signals, self.goes_on_when_asked = os.getpid(), 0, False
+        self.path, self.stack = heartbeat_path(run_dir, rank), run_dir / "logs" / f"rank-{rank}.stack"
+        self.path.parent.mkdir(exist_ok=True)
+        self.beat = dataclasses.replace(Beat(*[0] * len(BEAT_SLOTS)), pid=self.pid)
+        self.write()
+
+    def write(self, **changes: int) -> None:
+        self.beat = dataclasses.replace(self.beat, **changes)
+        self.path.write_bytes(struct.pack(f"@{len(BEAT_SLOTS)}q", *dataclasses.astuple(self.beat)))
+
+    def live(self) -> None:
+        self.write(alive=self.beat.alive + 1)
+
+    def go(self, phase: str = "step", step: int | None = None) -> None:
+        step = self.beat.step if step is None else step
+        self.write(progress=self.beat.progress + 1, phase=PHASES.index(phase), step=step)
+
+    def send_signal(self, number: int) -> None:
+        self.signals += 1
+        with self.stack.open("a") as file:
+            file.write(STACK)
+        asked = read_beat(self.path)
+        assert asked is not None
+        self.write(asked=asked.asked, answered=asked.asked)
+        if self.goes_on_when_asked:
+            self.go()
+
+
+class Scene:
+    """A watch over ranks, a clock, and what was said."""
+
+    def __init__(self, run_dir: Path, num_ranks: int = 2, **options: float):
+        (run_dir / "logs").mkdir()
+        self.said: list[str] = []
+        self.ranks = {number: Rank(run_dir, number) for number in range(num_ranks)}
+        self.watch = Watch(run_dir, self.said.append,
+                           **{"hang_after_s": 30.0, "end_hung_after_s": 600.0, **options})  # fmt: skip
+        self.now = self.watch._looked
+        self.ended: Hang | None = None
+
+    def look(self, seconds: float = 1.0) -> None:
+        self.now += seconds
+        self.ended = self.ended or self.watch.poll(self.ranks, self.now)  # type: ignore[arg-type]
+
+    def quiet(self, seconds: float, *, frozen: int | None = None, going: int | None = None) -> float | None:
+        """All alive and none progresses, but for `frozen` and `going`; seconds until the first report."""
+        for second in range(round(seconds)):
+            for number, rank in self.ranks.items():
+                if number != frozen:
+                    rank.live()
+                if number == going:
+                    rank.go("evaluate")
+            self.look()
+            if self.said:
+                return second + 1
+        return None
+
+    def train(self, steps: int, seconds_per_step: float = 1.0) -> None:
+        """From where the ranks are."""
+        for _ in range(steps):
+            for rank in self.ranks.values():
+                rank.go("data", rank.beat.step + 1)
+            passed = 0.0
+            while passed < seconds_per_step:
+                for rank in self.ranks.values():
+                    rank.live()
+                    rank.go()
+                self.look()
+                passed += 1.0
+
+
+@pytest.fixture
+def scene(tmp_path: Path) -> Scene:
+    return Scene(tmp_path)
+
+
+def test_healthy_ranks_are_not_reported(scene: Scene) -> None:
+    scene.train(100)
+    assert scene.said == []
+    assert sum(rank.signals for rank in scene.ranks.values()) == 0
+
+
+def test_a_hang_is_reported_once_by_the_limit_and_its_end_too(scene: Scene, tmp_path: Path) -> None:
+    scene.train(5)
+    scene.ranks[0].go("log")
+    waited = scene.quiet(60)
+    assert waited is not None
+    assert 20 <= waited <= 30
+    assert "hang: rank 1 in step 5 (step" in scene.said[0]
+    assert "rank 1 at /p/model.py:7 in forward" in scene.said[1]
+    assert (tmp_path / "hang.txt").read_text().count("hang: rank 1") == 1
+    told = len(scene.said)
+    scene.quiet(100)
+    assert len(scene.said) == told
+    scene.train(3)
+    assert scene.said[told].startswith("goes on after ")
+    assert len(scene.said) == told + 1
+    assert "goes on" in (tmp_path / "hang.txt").read_text()
+    assert scene.ended is None
+
+
+def test_a_second_hang_is_reported_too(scene: Scene) -> None:
+    for _ in range(2):
+        scene.train(5)
+        scene.said.clear()
+        assert scene.quiet(60) is not None
+        assert scene.said[0].startswith("hang")
+        scene.said.clear()
+
+
+def test_a_run_that_stays_hung_is_ended(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, end_hung_after_s=50.0)
+    scene.train(5)
+    scene.ranks[0].go("log")
+    assert scene.quiet(60) is not None
+    for _ in range(45):
+        scene.look()
+    assert scene.ended is None
+    for _ in range(10):
+        scene.look()
+    assert scene.ended is not None
+    assert scene.ended.rank == 1
+    assert scene.ended.where == "/p/model.py:7"
+    assert scene.ended.message.startswith("hang in step 5")
+
+
+def test_zero_never_ends_it(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, end_hung_after_s=0.0)
+    scene.train(5)
+    assert scene.quiet(60) is not None
+    for _ in range(5000):
+        scene.look()
+    assert scene.ended is None
+
+
+@pytest.mark.parametrize("phase", ["compile", "save", "done"])
+def test_patience_where_nothing_beats_for_long(scene: Scene, phase: str) -> None:
+    scene.train(5)
+    scene.ranks[0].go(phase)
+    assert scene.quiet(PATIENT_S - 10) is None
+    assert scene.quiet(20) is not None
+
+
+def test_patience_until_a_first_step_is_done(scene: Scene) -> None:
+    for rank in scene.ranks.values():
+        rank.go("compile", 100)
+    scene.look()
+    for rank in scene.ranks.values():
+        rank.go("step", 101)
+    assert scene.quiet(PATIENT_S - 10) is None
+
+
+def test_a_hang_in_the_first_second_of_training_needs_no_patience(scene: Scene) -> None:
+    for rank in scene.ranks.values():
+        rank.go("compile", 100)
+    scene.look()
+    for rank in scene.ranks.values():
+        rank.go("step", 104)
+    scene.look()
+    waited = scene.quiet(60)
+    assert waited is not None
+    assert waited <= 30
+
+
+def test_long_steps_are_waited_for_three_times(scene: Scene) -> None:
+    scene.train(1)
+    for _ in range(5):
+        scene.train(1, seconds_per_step=40)
+    waited = scene.quiet(200)
+    assert waited is not None
+    assert 90 <= waited <= 121
+
+
+@pytest.mark.parametrize("phase", ["compile", "save"])
+def test_a_frozen_rank_is_reported_without_patience_though_others_go_on(scene: Scene, phase: str) -> None:
+    scene.train(5)
+    scene.ranks[1].go(phase)
+    waited = scene.quiet(60, frozen=1, going=0)
+    assert waited is not None
+    assert waited <= 30
+    assert "not schedulable" in scene.said[0]
+    assert "rank 1" in scene.said[0]
+
+
+def test_setup_may_hold_the_lock(scene: Scene) -> None:
+    assert scene.quiet(200, frozen=1) is None
+
+
+def test_time_in_which_the_watch_itself_did_not_run_does_not_count(scene: Scene) -> None:
+    scene.train(5)
+    scene.look(10_000.0)
+    assert scene.said == []
+
+
+def test_no_report_of_a_rank_that_goes_on_while_evidence_is_gathered(scene: Scene) -> None:
+    scene.train(5)
+    for rank in scene.ranks.values():
+        rank.goes_on_when_asked = True
+    assert scene.quiet(28) is None
+    assert scene.ranks[0].signals >= 1
+
+
+def test_a_process_without_a_heartbeat_of_its_own_gets_no_signal(scene: Scene) -> None:
+    """SIGUSR2 would end a worker that has not asked for it yet."""
+    scene.train(5)
+    scene.ranks[1].write(pid=1)  # left by an earlier run
+    assert scene.quiet(PATIENT_S + 5) is not None
+    assert scene.ranks[0].signals == 1
+    assert scene.ranks[1].signals == 0
+
+
+def test_ranks_without_any_heartbeat_are_left_alone(scene: Scene) -> None:
+    for rank in scene.ranks.values():
+        rank.path.unlink()
+    for _ in range(1000):
+        scene.look()
+    assert scene.said == []
+
+
+def test_a_lone_rank_is_watched_too(tmp_path: Path) -> None:
+    scene = Scene(tmp_path, num_ranks=1)
+    scene.train(5)
+    assert scene.quiet(30) is not None
+    assert "rank 0" in scene.said[0]
