@@ -13,6 +13,7 @@ from typing import Any, Literal
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_plan, load_config
 from bert_dp.cost import memory_estimate_gib
+from launcher.environment import ROOT
 from launcher.failure import Failure
 from launcher.memory import GIB, MemoryFacts
 from launcher.report import format_count, format_gib
@@ -29,7 +30,8 @@ MEANING: dict[int, tuple[str, str]] = {
         "its message stands in the log, above the stack",
     ),
     signal.SIGBUS: (
-        "a page of mapped memory could not be had: /dev/shm is full, or a mapped data file was cut or its disk failed",
+        "a page of mapped memory could not be had: /dev/shm is full, or a mapped data file was cut, or its "
+        "disk failed",
         "free or enlarge /dev/shm (a container's default is 64 MiB: --shm-size), and check the shards with "
         "`bert-dp data inspect`",
     ),
@@ -61,7 +63,7 @@ def explain(failure: Failure, run_dir: Path, world_size: int, memory: MemoryFact
         why, fix = MEANING[failure.killed_by]
         if failure.killed_by == signal.SIGBUS:
             with contextlib.suppress(OSError):
-                why += f"; /dev/shm has {format_gib(shutil.disk_usage('/dev/shm').free / GIB)} free"
+                why += f"; /dev/shm has {format_gib(shutil.disk_usage(ROOT / 'dev/shm').free / GIB)} free"
         return dataclasses.replace(failure, explanation=(why,), fix=(fix,))
     scarce = what_ran_out(failure.message)
     if scarce is None:
@@ -95,9 +97,7 @@ def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: Memo
         why_not = f"from outside, perhaps for want of memory: no oom_kill counter is readable; {peaked}"
     else:
         why_not = f"from outside: no out-of-memory kill was counted; {peaked}"
-    fix = (
-        "see who ended it: a batch system's or container's limit, an administrator; `dmesg` if it is readable"
-    )
+    fix = "see who ended it: a limit of the batch system or container, an administrator; `dmesg` if readable"
     return dataclasses.replace(failure, explanation=(why_not,), fix=(fix,), memory=memory)
 
 
@@ -111,8 +111,8 @@ def _what_to_lower(
     facts = record.read_json(run_dir / "environment.json") or {}
     on_gpu = config.run.device != "cpu" and bool(facts.get("gpus"))
     if scarce == "host" and on_gpu:
-        return [], ["on GPUs the host holds the data, the checkpoint's copy and the program: fewer ranks per host, "
-                    "fewer other processes, or more memory"]  # fmt: skip
+        return [], ["on GPUs the host holds the data, the checkpoint's copy and the program: fewer ranks on "
+                    "this host, fewer other processes, or more memory"]  # fmt: skip
     if scarce == "device":
         capacity, why = _device_capacity(message, facts)
     else:
@@ -138,7 +138,7 @@ def _device_capacity(message: str, facts: dict[str, Any]) -> tuple[float | None,
         return min(sizes, default=None), []
     others = total - free - mine if free is not None and mine is not None else 0.0
     if others > SPARE * total:
-        return total - others, [f"other processes hold {format_gib(others)} of this device's {format_gib(total)}"
+        return total - others, [f"other processes hold {format_gib(others)} of its {format_gib(total)}"
                                 " (`nvidia-smi` names them)"]  # fmt: skip
     return total, []
 
@@ -175,9 +175,7 @@ def what_fits(
     fixes = []
     plain = _largest(config, precision, world_size, limit, micro - 1)
     if plain is not None:
-        where = (
-            " in a new --run-dir (a run with a checkpoint keeps its micro batch)" if has_checkpoint else ""
-        )
+        where = ", in a new --run-dir (a run keeps its micro batch)" if has_checkpoint else ""
         fixes.append(_say(config, config, plain, precision, world_size) + where)
     for change in CHANGES if plain is None or has_checkpoint else ():
         parallel = config.parallel.model_copy(update=change)
@@ -186,7 +184,7 @@ def what_fits(
         if found is not None and parallel != config.parallel and (found == micro or not has_checkpoint):
             fixes.append(_say(config, changed, found, precision, world_size))
             break
-    return equation, fixes or ["no micro batch or engine fits by the estimate: a smaller model, more ranks with "
+    return equation, fixes or ["nothing fits by the estimate: a smaller model, more ranks with "
                                "parallel.engine=fsdp, or more memory"]  # fmt: skip
 
 
@@ -205,7 +203,7 @@ def _largest(config: Config, precision: str, world_size: int, limit_gib: float, 
 
 
 def _say(old: Config, new: Config, micro: int, precision: str, world_size: int) -> str:
-    """`--set` options from `old` to `new` at this micro batch, the batch equation's change, and the estimate."""
+    """`--set` options from `old` to `new` at this micro batch, what that does to the batch, the estimate."""
     new = _with_micro(new, micro)
     settings = {f"parallel.{name}": value for name, value in new.parallel.model_dump(mode="json").items()
                 if getattr(old.parallel, name) != value}  # fmt: skip
