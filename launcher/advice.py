@@ -60,11 +60,11 @@ def explain(failure: Failure, run_dir: Path, world_size: int, memory: MemoryFact
     if failure.killed_by == signal.SIGKILL:
         return _explain_kill(failure, run_dir, world_size, memory)
     if failure.killed_by in MEANING:
-        why, fix = MEANING[failure.killed_by]
+        meaning, fix = MEANING[failure.killed_by]
         if failure.killed_by == signal.SIGBUS:
             with contextlib.suppress(OSError):
-                why += f"; /dev/shm has {format_gib(shutil.disk_usage(ROOT / 'dev/shm').free / GIB)} free"
-        return dataclasses.replace(failure, explanation=(why,), fix=(fix,))
+                meaning += f"; /dev/shm has {format_gib(shutil.disk_usage(ROOT / 'dev/shm').free / GIB)} free"
+        return dataclasses.replace(failure, explanation=(meaning,), fix=(fix,))
     scarce = what_ran_out(failure.message)
     if scarce is None:
         return failure

@@ -20,6 +20,7 @@ STACK_LINES = 15
 MESSAGE_CHARS = 600
 CONSEQUENCES_SHOWN = 6
 PEER_GONE = ("closed by peer", "reset by peer", "ncclRemoteError")  # a rank only saw another one go
+CPP_PLACE = re.compile(r"\[\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ")
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -113,7 +114,9 @@ def _of_a_silent_end(
     frame = next((f for f in frames if is_own_code(f[0])), frames[0] if frames else None)
     return Failure(
         rank, "ended and left no cause" if code is None else ending(code, without), path,
-        stack or tail_of(said), *((f"{frame[0]}:{frame[1]}", f"in {frame[2]}") if frame else (None, None)),
+        stack or tail_of(said),
+        where=f"{frame[0]}:{frame[1]}" if frame else None,
+        source=f"in {frame[2]}" if frame else None,
         killed_by=-code if code is not None and code < 0 else None,
         consequences=_consequences(errors, silent, {rank}),
     )  # fmt: skip
@@ -127,7 +130,7 @@ def _consequences(
     errors: Sequence[Mapping[str, Any]], silent: Sequence[Departure], causes: set[int]
 ) -> tuple[str, ...]:
     """What the other ranks ended with. SIGTERM is only the launcher's way to end those that are left."""
-    lines = {int(e["rank"]): f"rank {e['rank']}: {first_line(_said(e))}" for e in errors}
+    lines = {int(e["rank"]): f"rank {e['rank']}: {first_line(_said(e)).partition('. ')[0]}" for e in errors}
     for departure in silent:
         if departure.code is not None and departure.code not in (-signal.SIGTERM, 1):
             lines.setdefault(departure.rank, f"rank {departure.rank}: {ending(departure.code, '')}")
@@ -189,8 +192,8 @@ def tail_of(text: str) -> tuple[str, ...]:
 
 
 def first_line(message: str) -> str:
-    """The first line that says something, cut to a readable length."""
-    lines = [line.strip() for line in message.splitlines() if line.strip()]
+    """The first line that says something, cut to a readable length, without C++ source places."""
+    lines = [line.strip() for line in CPP_PLACE.sub("", message).splitlines() if line.strip()]
     line = lines[0] if lines else ""
     return line if len(line) <= MESSAGE_CHARS else f"{line[:MESSAGE_CHARS]} ..."
 

@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from bert_dp.config import dump_config, load_config
-from launcher.processes import Departure, first_cause
+from launcher.failure import Departure, first_cause
 from launcher.starters import LAUNCHERS, start_command, start_environment
 from launcher.training import shipped_configs
 from tests.e2e.cli import TINY, bert_dp, start, tiny
