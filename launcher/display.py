@@ -27,13 +27,12 @@ ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def show(console: Console, what: Any, **options: Any) -> None:
-    """Print; a reader that has gone away, or that knows only ASCII, must not end the run."""
+    """Print; a reader that has gone away, or a console that knows only ASCII, must not end the run."""
+    if isinstance(what, str):
+        what = what.encode(console.encoding, "replace").decode(console.encoding)
     try:
         console.print(what, **options)
         console.file.flush()
-    except UnicodeEncodeError:
-        if isinstance(what, str):
-            show(console, what.encode("ascii", "replace").decode("ascii"), **options)
     except (OSError, ValueError, SystemExit):  # rich answers a broken pipe with SystemExit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

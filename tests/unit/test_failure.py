@@ -114,7 +114,7 @@ def test_a_crash_shows_the_stack_of_its_thread_and_our_line_in_it(tmp_path: Path
     assert (failure.killed_by, failure.where, failure.source) == (11, "/data/mine/hook.py:12", "in poke")
     assert failure.tail[0] == "Fatal Python error: Segmentation fault"
     assert failure.tail[1].startswith("Current thread")
-    assert failure.tail[-1].endswith("main.py\", line 3 in <module>")
+    assert failure.tail[-1].endswith('main.py", line 3 in <module>')
     killed = first_cause(tmp_path, "", [Departure(1, -signal.SIGKILL, 1)])
     assert killed is not None  # that stack is of an earlier part of the log, SIGKILL leaves none
     assert (killed.where, killed.tail[0]) == (None, "setting up")

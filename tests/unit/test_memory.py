@@ -35,7 +35,9 @@ NO_GROUP = {"proc/self/cgroup": "0::/\n", "proc/vmstat": "nr_free_pages 1\noom_k
     ("files", "kills", "used"),
     [(V2, 2, 3 * GIB), (V1, 4, GIB), (CONTAINER, 5, None), (NO_GROUP, 6, None), ({}, None, None)],
 )
-def test_the_nearest_counter_is_read(tmp_path: Path, files: dict, kills: int | None, used: int | None) -> None:
+def test_the_nearest_counter_is_read(
+    tmp_path: Path, files: dict, kills: int | None, used: int | None
+) -> None:
     root = write(tmp_path, files)
     found = oom_kills(root)
     assert (found[0] if found else None) == kills
