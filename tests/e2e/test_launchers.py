@@ -34,14 +34,6 @@ TOOLS = [
     for name in LAUNCHERS
 ]
 EAGER = ("schedule.steps=100000", "compile=off")
-FAIL = """
-import os, sys
-if os.environ.get("RANK") == "1" and "bert_dp.worker" in sys.orig_argv:
-    from bert_dp import train
-    def dry_run(job):
-        raise ValueError("injected")
-    train.dry_run = dry_run
-"""
 NO_PACKAGE = """
 import importlib.util
 find = importlib.util.find_spec
@@ -75,12 +67,6 @@ def running(run_dir: Path, launcher: str, shards: Path) -> Iterator[subprocess.P
         process.communicate()
 
 
-def rank(run_dir: Path, number: int) -> psutil.Process:
-    """A worker; no process between it and us has a rank."""
-    (found,) = [m for m in members(run_dir) if m.environ().get("RANK") == str(number)]
-    return found
-
-
 @pytest.mark.parametrize("launcher", TOOLS)
 def test_sigterm_checkpoints_only_loopback_listens_and_the_run_goes_on_to_its_end(
     tmp_path: Path, shards: Path, launcher: str
@@ -106,28 +92,6 @@ def test_sigterm_checkpoints_only_loopback_listens_and_the_run_goes_on_to_its_en
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "done"
     assert json.loads((run_dir / "environment.json").read_text())["launcher"] == launcher
     assert (run_dir / "logs" / "rank-1.log").exists()
-
-
-@pytest.mark.parametrize("launcher", TOOLS)
-def test_the_rank_that_fails_is_named_first(tmp_path: Path, shards: Path, launcher: str) -> None:
-    run_dir = tmp_path / "run"
-    failed = bert_dp("train", "quickstart", *tiny(shards, *EAGER), "--launcher", launcher, "--nproc", "2",
-                     "--run-dir", str(run_dir), PYTHONPATH=with_site(tmp_path, FAIL))  # fmt: skip
-    assert failed.returncode == 1, failed.stdout + failed.stderr
-    assert "failed: rank 1: ValueError: injected" in failed.stdout
-    assert "rank-1.log" in failed.stdout
-    assert not members(run_dir)
-
-
-@pytest.mark.parametrize("launcher", TOOLS[2:])  # torchrun's, which accelerate runs, is in test_train
-def test_a_killed_rank_is_named_first(tmp_path: Path, shards: Path, launcher: str) -> None:
-    run_dir = tmp_path / "run"
-    with running(run_dir, launcher, shards) as process:
-        rank(run_dir, 1).kill()
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 1, out + err
-    assert "failed: rank 1: killed by signal 9 (SIGKILL)" in out, out + err
-    assert not members(run_dir)
 
 
 @pytest.mark.parametrize("launcher", TOOLS)
