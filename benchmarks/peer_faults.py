@@ -4,9 +4,9 @@
 
 Two CPU ranks train our own worker on synthetic shards; the plain launchers are given one loopback port and
 nothing else of ours. Faults inside a rank come from tests/faults/inject, in optimizer step 20 of rank 1; the
-others are signals: SIGKILL and SIGTERM to the process that the user started, Ctrl-C to its process group, as a
-terminal does. Recorded of each: exit code and seconds until the end, the lines printed after the fault and in
-which of them the rank, the cause and the file:line stand, listening sockets while training, and processes
+others are signals: SIGKILL and SIGTERM to the process that the user started, Ctrl-C to its process group, as
+a terminal does. Recorded of each: exit code and seconds until the end, the lines printed after the fault and
+in which of them the rank, the cause and the file:line stand, listening sockets while training, and processes
 that live 5 s after the end. A hang is watched for --hang-s seconds and then ended.
 
 Every process carries a mark in its environment, by which all of them are found and ended.
@@ -34,14 +34,14 @@ from typing import Any
 
 import psutil
 
-ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bert_dp.config import dump_config, load_config
 from tests.e2e.cli import TINY
 from tests.faults.harness import broken
 from tests.shards import write_shards
 
+ROOT = Path(__file__).parents[1]
 MARK = "BERT_DP_PEER_FAULTS"
 LAUNCHERS = ("bert-dp", "torchrun", "accelerate", "deepspeed")
 INJECTED = {"raise": "raise", "kill": "kill", "segv": "segv", "hang": "sleep"}
@@ -63,24 +63,15 @@ def command(launcher: str, config: Path, run_dir: Path, port: int) -> list[str]:
     """How a user starts two ranks of the worker with this launcher."""
     worker = ["bert_dp.worker", str(config), "--run-dir", str(run_dir)]
     if launcher == "bert-dp":
-        return [
-            sys.executable,
-            "-m",
-            "launcher",
-            "train",
-            str(config),
-            "--nproc",
-            "2",
-            "--run-dir",
-            str(run_dir),
-        ]
+        return [sys.executable, "-m", "launcher", "train", str(config), "--nproc=2", f"--run-dir={run_dir}"]
     if launcher == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--master-addr=127.0.0.1",
-                f"--master-port={port}", "-m", *worker]  # fmt: skip
+        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
+                "--master-addr=127.0.0.1", f"--master-port={port}", "-m", *worker]  # fmt: skip
     if launcher == "accelerate":
         return [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2",
                 "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no",
-                "--main_process_ip=127.0.0.1", f"--main_process_port={port}", "--module", *worker]  # fmt: skip
+                "--main_process_ip=127.0.0.1", f"--main_process_port={port}", "--module",
+                *worker]  # fmt: skip
     return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=2", "--hostfile=none",
             "--master_addr=127.0.0.1", f"--master_port={port}", "--module", *worker]  # fmt: skip
 
@@ -89,13 +80,7 @@ def environment(fault: str, folder: Path, mark: str) -> dict[str, str]:
     """Ours without any variable of a launcher, the fault, and the mark."""
     kept = {k: v for k, v in os.environ.items() if not k.startswith(("BERT_DP_", "MASTER_", "PET_"))}
     site = os.pathsep.join(filter(None, [str(ROOT), kept.get("PYTHONPATH")]))
-    more = {
-        "PYTHONPATH": site,
-        "DS_ACCELERATOR": "cpu",
-        "HF_HOME": str(folder / "hf"),
-        "COLUMNS": "200",
-        MARK: mark,
-    }
+    more = {"PYTHONPATH": site, "DS_ACCELERATOR": "cpu", "HF_HOME": str(folder / "hf"), MARK: mark}
     if fault in INJECTED:
         more |= broken(INJECTED[fault], rank=1, step=STEP, once=str(folder / "broken"))
         more["PYTHONPATH"] += os.pathsep + site
@@ -207,8 +192,10 @@ def read(text: str, fault: str) -> dict[str, Any]:
 
 def table(runs: list[dict[str, Any]]) -> str:
     """Markdown; a dash = not told, or does not apply."""
-    head = ("fault", "launcher", "exit code", "ended after, s", "lines printed", "rank in line", "cause in line",
-            "file:line in line", "alive 5 s later", "listening beyond loopback", "checkpoint")  # fmt: skip
+    head = (
+        "fault", "launcher", "exit code", "ended after, s", "lines printed", "rank in line", "cause in line",
+        "file:line in line", "alive 5 s later", "listening beyond loopback", "checkpoint",
+    )  # fmt: skip
     rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for run in runs:
         sockets = run["listening"]

@@ -44,6 +44,7 @@ class Collapser:
         self._windows: dict[int, _Window] = {}
 
     def add(self, rank: int, line: str, now_s: float) -> None:
+        """A line of a rank, in the order that it said them."""
         if not line.strip():
             return
         window = self._window(rank, now_s)

@@ -11,6 +11,7 @@ from typing import Any
 
 from bert_dp import record
 from bert_dp.record import is_own_code
+from launcher.collapse import name_ranks
 from launcher.memory import GROUP, MemoryFacts, sparkline
 from launcher.report import format_gib, safe
 
@@ -51,7 +52,7 @@ class Failure:
     killed_by: int | None = None
     """The signal that ended the process."""
     alike: tuple[int, ...] = ()
-    """Other ranks that failed in the same way by themselves."""
+    """Other ranks that raised the same at the same line by themselves."""
     consequences: tuple[str, ...] = ()
     """One line per rank that failed because this one did."""
     explanation: tuple[str, ...] = ()
@@ -75,7 +76,7 @@ def first_cause(logs: Path, launcher_said: str, departures: Sequence[Departure] 
     others are its consequences when they came later or only say that a peer has gone."""
     found = [record.read_json(path) for path in logs.glob("rank-*.error.json")]
     errors = sorted((e for e in found if e), key=lambda e: (e["bad_input"] is None, e["time_ns"]))
-    causes = [e for e in errors if not any(text in e["message"] for text in PEER_GONE)]
+    causes = [e for e in errors if not _only_lost_a_peer(e)]
     recorded = {e["rank"] for e in errors}
     silent = [d for d in departures if d.rank not in recorded and d.code != 0]
     died_first = bool(silent) and all(silent[0].time_ns < e["time_ns"] for e in causes)
@@ -92,7 +93,9 @@ def _of_an_error(
     logs: Path, first: Mapping[str, Any], errors: Sequence[Mapping[str, Any]], silent: Sequence[Departure]
 ) -> Failure:
     rank, said = int(first["rank"]), _said(first)
-    alike = {int(e["rank"]) for e in errors if _said(e) == said} - {rank}
+    alike = {int(e["rank"]) for e in errors
+             if _only_lost_a_peer(e) == _only_lost_a_peer(first)
+             and (e["type"], e["where"]) == (first["type"], first["where"])} - {rank}  # fmt: skip
     source = f"in {first['function']}: {first['source']}" if first.get("source") else None
     path = logs / f"rank-{rank}.log"
     return Failure(
@@ -120,6 +123,10 @@ def _of_a_silent_end(
         killed_by=-code if code is not None and code < 0 else None,
         consequences=_consequences(errors, silent, {rank}),
     )  # fmt: skip
+
+
+def _only_lost_a_peer(error: Mapping[str, Any]) -> bool:
+    return any(text in error["message"] for text in PEER_GONE)
 
 
 def _said(error: Mapping[str, Any]) -> str:
@@ -206,7 +213,7 @@ def card(failure: Failure, run_dir: Path) -> list[str]:
         lines.append(f"  at {failure.where}" + (f" {failure.source}" if failure.source else ""))
     lines += [f"  log: {failure.log}", f"  run: {run_dir}"]
     if failure.alike:
-        lines.append(f"  alike: rank {', '.join(map(str, failure.alike))}")
+        lines.append(f"  alike: {name_ranks(failure.alike)}")
     lines += [f"  why: {line}" for line in failure.explanation]
     lines += [f"  fix: {line}" for line in failure.fix]
     lines += _memory_lines(failure)

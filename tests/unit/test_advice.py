@@ -19,8 +19,8 @@ from launcher.training import shipped_configs
 
 NONE = MemoryFacts({}, 1.0, 0, "memory.events")
 CUDA = (
-    "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 10.00 GiB "
-    "of which 1.00 GiB is free. Process 7 has 3.00 GiB memory in use. Including non-PyTorch memory, this "
+    "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 10.00 "
+    "GiB of which 1.00 GiB is free. Process 7 has 3.00 GiB memory in use. Including non-PyTorch memory, this "
     "process has 6.00 GiB memory in use."
 )
 ALONE = (
@@ -103,8 +103,7 @@ def test_where_one_sequence_is_too_much_the_engine_is_changed_or_nothing_fits() 
     assert "parallel.engine=zero1" in fixes[0]
     assert "activation_checkpointing" not in fixes[0].partition("parallel.engine")[0]
     _, fixes = what_fits(base, "bf16", 4, 0.1, has_checkpoint=False)
-    assert fixes == ["nothing fits by the estimate: a smaller model, more ranks with parallel.engine=fsdp, or "
-                     "more memory"]  # fmt: skip
+    assert fixes[0].startswith("nothing fits by the estimate: a smaller model")
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_the_log_tail_comes_along(tmp_path: Path) -> None:
 
 def test_what_followed_is_marked_and_who_failed_alike_is_no_consequence(tmp_path: Path) -> None:
     error(tmp_path, 1, "loss is not finite", 3)
-    error(tmp_path, 2, "loss is not finite", 4)
+    error(tmp_path, 2, "loss is nowhere finite", 4)
     error(tmp_path, 0, "[/build/gloo/pair.cc:537] Connection closed by peer [::1]:9. Typically it hangs.", 5)
     departures = [Departure(1, 1, 6), Departure(3, -signal.SIGTERM, 7), Departure(4, -signal.SIGBUS, 8)]
     failure = first_cause(tmp_path, "", departures)

@@ -4,7 +4,8 @@ BERT_DP_TEST_FAULT: JSON of what, rank, place, step [, seconds, once]. Inert wit
 that is not the worker. `what` happens on `rank` at `place` in optimizer step `step` (from 0; place compile =
 the dry run). `once`: a path; the fault happens only while that file does not exist, and makes it.
 
-what:  raise | exit | segv | abort | bus | ill | kill | stop | sleep | gil | nan | spike | slow | cuda_oom | full_disk
+what:  raise | exit | segv | abort | bus | ill | kill | stop | sleep | gil | nan | spike | slow | cuda_oom |
+       full_disk
 place: compile | data | step | eval | save
 """
 
