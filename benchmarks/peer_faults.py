@@ -52,6 +52,7 @@ CAUSE = {
     "segv": r"SIGSEGV|Segmentation fault|[Ss]ignal 11\b|code = -11\b",
     "hang": r"rank 1\b.*(hang|hung|asleep|no progress|stands still|stuck)",
 }
+PLACE = r'sitecustomize\.py(:|", line )\d+,? in break_now'
 BEFORE = re.compile(
     r"(run directory|launcher|ranks|batch|model|learning rate|data|ready|weights)\b.*: |step \d"
 )
@@ -186,7 +187,7 @@ def read(text: str, fault: str) -> dict[str, Any]:
         "lines": len(after),
         "rank_in_line": first(r"\brank\s*:?\s*1\b") if named else None,
         "cause_in_line": first(CAUSE[fault]) if named else None,
-        "place_in_line": first(r'sitecustomize\.py(:|", line )\d+') if named else None,
+        "place_in_line": first(PLACE) if fault in ("raise", "segv") else None,
     }
 
 

@@ -156,12 +156,12 @@ def test_eta():
 
 
 def test_a_failed_run_tells_where_why_and_what_to_do(tmp_path):
-    facts = {"status": "failed", "cause": "rank 1: no", "where": "a.py:1", "source": "in f: g()", "log": "l.log",
+    facts = {"status": "failed", "cause": "rank 1: no", "where": "a.py:1", "source": "in f: g()", "log": "l",
              "explanation": ["so"], "fix": ["do", "or do"], "consequences": 7}  # fmt: skip
     rows = closing.detail_rows(runs.load(make_run(tmp_path / "run", summary=facts)))
     told = [(r.label, r.value) for r in rows if r.section == "Outcome"][1:7]
     assert told == [("cause", "rank 1: no"), ("at", "a.py:1 in f: g()"), ("why", "so"), ("fix", "do"),
-                    ("fix", "or do"), ("log", "l.log")]  # fmt: skip
+                    ("fix", "or do"), ("log", "l")]  # fmt: skip
 
 
 def test_every_number_stands_beside_its_denominator(tmp_path):
