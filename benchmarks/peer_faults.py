@@ -228,11 +228,20 @@ def main() -> None:
         for fault in arguments.faults.split(","):
             for launcher in arguments.launchers.split(","):
                 run = observe(launcher, fault, config, root, arguments.hang_s)
-                runs.append(json.loads(json.dumps(run).replace(str(root), "TMP").replace(str(ROOT), "REPO")))
+                runs.append(anonymous(run, {str(root): "TMP", str(ROOT): "REPO"}))
                 print({k: v for k, v in runs[-1].items() if k not in ("output", "command")}, file=sys.stderr)
                 if arguments.json:
                     arguments.json.write_text(json.dumps({"environment": facts(), "runs": runs}, indent=1))
     print(table(runs))
+
+
+def anonymous(run: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
+    """The record without the paths of this machine."""
+    text = json.dumps(run)
+    for path, name in {**places, sys.prefix: "VENV", sys.base_prefix: "PYTHON"}.items():
+        text = text.replace(path, name)
+    cleaned: dict[str, Any] = json.loads(text)
+    return cleaned
 
 
 def facts() -> dict[str, Any]:

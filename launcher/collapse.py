@@ -64,6 +64,10 @@ class Collapser:
         """Lines that were not read: they are only counted."""
         self._window(rank, now_s).left_out += lines
 
+    def note(self, text: str, now_s: float) -> None:
+        """A line of ours, shown in its place among the ranks' lines."""
+        self._hold(text, now_s, set(), is_note=True)
+
     def release(self, now_s: float, *, everything: bool = False) -> list[str]:
         """The lines that every rank has said or that have waited, in order; `everything`: the others too."""
         for rank in list(self._windows):
@@ -95,7 +99,7 @@ class Collapser:
         if left_out := self._windows.pop(rank).left_out:
             plural = "s" if left_out > 1 else ""
             text = f"rank {rank}: {left_out:,} more line{plural}, see logs/rank-{rank}.log"
-            self._hold(text, now_s, {rank}, is_note=True)
+            self.note(text, now_s)
 
     def _hold(self, text: str, now_s: float, ranks: set[int], *, is_note: bool = False) -> _Held:
         self._number += 1

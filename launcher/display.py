@@ -136,7 +136,8 @@ class Display:
             self._live.update(text)
         elif time.monotonic() - self._last_plain >= PLAIN_PROGRESS_S:
             self._last_plain = time.monotonic()
-            show(self._console, text, **PLAIN)
+            self._collapser.note(text, self._last_plain)  # not before the lines that still wait
+            self._release()
 
     def _show_lines(self, *, everything: bool = False) -> bool:
         """Whether there was anything new."""
@@ -150,9 +151,12 @@ class Display:
                 log.passed_over = 0
         if any((self._run_dir / "logs").glob("rank-*.error.json")):  # written before its traceback
             self._collapser.drop()
-        for line in self._collapser.release(now, everything=everything):
-            show(self._console, line, **PLAIN)
+        self._release(everything=everything)
         return some
+
+    def _release(self, *, everything: bool = False) -> None:
+        for line in self._collapser.release(time.monotonic(), everything=everything):
+            show(self._console, line, **PLAIN)
 
 
 def readable(line: str) -> str:

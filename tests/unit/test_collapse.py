@@ -110,6 +110,16 @@ def test_a_flood_of_all_ranks_is_bounded_and_dropped_on_demand() -> None:
     assert merged.release(99.0, everything=True) == []
 
 
+def test_our_own_line_keeps_its_place() -> None:
+    merged = Collapser(2)
+    merged.add(0, "ready", 0.0)
+    merged.note("step 1", 0.1)
+    assert merged.release(0.2) == []
+    assert merged.release(WAIT_S) == ["ready", "step 1"]
+    merged.note("step 2", 1.0)
+    assert merged.release(1.0) == ["step 2"]
+
+
 def test_names_of_ranks() -> None:
     assert name_ranks([2]) == "rank 2"
     assert name_ranks([3, 1, 2]) == "ranks 1-3"
