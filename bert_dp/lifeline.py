@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
-import json
 import os
 import select
 import signal
@@ -14,9 +13,10 @@ import time
 import traceback
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from bert_dp.config import ConfigError
-from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, LOG_DIR, start_ticks
+from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, LOG_DIR, is_own_code, start_ticks, write_json
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -86,26 +86,34 @@ def follow_launcher() -> None:
 
 
 def record_error(rank: int, error: BaseException) -> None:
-    """Leave the cause where the launcher looks first: $BERT_DP_LOG_DIR/rank-N.error.json."""
+    """Leave the cause where the launcher looks first, $BERT_DP_LOG_DIR/rank-N.error.json, then in the log.
+
+    In this order: once the launcher sees the file it shows no more of the log, and its report comes first.
+    """
+    folder = os.environ.get(LOG_DIR)
+    if folder:
+        path = Path(folder) / f"rank-{rank}.error.json"
+        with contextlib.suppress(OSError):  # a full disk must not hide the cause: the log has it too
+            write_json(path, _error_facts(rank, error))
     if isinstance(error, ConfigError):
         sys.stderr.write("".join(f"error: {issue}\n" for issue in error.issues))
     elif isinstance(error, RunFailed):  # no line of code is the place of it
         sys.stderr.write(f"error: {error}\n")
     else:
         traceback.print_exception(error)
-    folder = os.environ.get(LOG_DIR)
-    if not folder:
-        return
+
+
+def _error_facts(rank: int, error: BaseException) -> dict[str, Any]:
+    """rank-N.error.json: what was raised, and the innermost frame of our code or the user's."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [f for f in frames if "site-packages" not in f.filename and "/torch/" not in f.filename] or frames
-    facts = {
+    frame = next((f for f in reversed(frames) if is_own_code(f.filename)), frames[-1] if frames else None)
+    return {
         "rank": rank,
         "time_ns": time.time_ns(),
         "type": type(error).__name__,
         "message": str(error),
-        "where": f"{own[-1].filename}:{own[-1].lineno}" if own else None,
+        "where": f"{frame.filename}:{frame.lineno}" if frame else None,
+        "function": frame.name if frame else None,
+        "source": (frame.line or None) if frame else None,
         "bad_input": list(error.issues) if isinstance(error, ConfigError) else None,
     }
-    path = Path(folder) / f"rank-{rank}.error.json"
-    with contextlib.suppress(OSError):  # a full disk must not hide the cause: the log has it too
-        path.write_text(json.dumps(facts, indent=1))

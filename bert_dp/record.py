@@ -8,6 +8,7 @@ import json
 import math
 import os
 import struct
+import sysconfig
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -257,6 +258,16 @@ def start_ticks(pid: int) -> str:
     Raises OSError when there is none.
     """
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def is_own_code(filename: str) -> bool:
+    """Whether a stack frame of this file is ours or the user's: not of Python, torch or another package."""
+    if filename.startswith(str(Path(__file__).parent) + os.sep):
+        return True  # also when bert_dp itself is installed among the packages
+    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    within = any(filename.startswith(library + os.sep) for library in libraries)
+    foreign = within or "site-packages" in filename or "dist-packages" in filename
+    return not foreign and not filename.startswith("<")
 
 
 def cache_root() -> Path:

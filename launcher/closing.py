@@ -176,6 +176,7 @@ def _outcome_rows(run: Run) -> list[Row]:
             "cause",
             str((facts.get("cause") if facts.get("status") == "failed" else "") or "none recorded"),
         ),
+        *(_failure_rows(facts) if facts.get("status") == "failed" else []),
         Row(section, "held-out loss", format_nats(loss), "mean over held-out masked tokens"),
         Row(
             section,
@@ -191,6 +192,15 @@ def _outcome_rows(run: Run) -> list[Row]:
             "mean over masked tokens, all ranks",
         ),
     ]
+
+
+def _failure_rows(facts: Mapping[str, Any]) -> list[Row]:
+    """Of a failed run: where, why and what to do, and what followed."""
+    place = " ".join(str(facts[key]) for key in ("where", "source") if facts.get(key))
+    named = [("at", [place] if place else []), ("why", facts.get("explanation")), ("fix", facts.get("fix")),
+             ("consequence", facts.get("consequences")), ("log", [facts.get("log")])]  # fmt: skip
+    return [Row("Outcome", label, str(line)) for label, lines in named if isinstance(lines, list)
+            for line in lines if line]  # fmt: skip
 
 
 def _work_rows(facts: Mapping[str, Any]) -> list[Row]:

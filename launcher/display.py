@@ -1,26 +1,35 @@
-"""What the console shows while the ranks run: rank 0's lines, and one live line of progress."""
+"""What the console shows while the ranks run: their lines, and one live line of progress."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import re
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
+from bert_dp import record
 from launcher import report
+from launcher.collapse import Collapser
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
 PLAIN_PROGRESS_S = 10.0  # between progress lines when the console is not a terminal
+READ_BYTES = 2**20  # of a file at once
+BEHIND_BYTES = 2**26  # a reader that is further behind goes on near the end
+LINE_CHARS = 1000
+ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def show(console: Console, what: Any, **options: Any) -> None:
-    """Print; a reader that has gone away must not end the run."""
+    """Print; a reader that has gone away, or a console that knows only ASCII, must not end the run."""
+    if isinstance(what, str):
+        what = what.encode(console.encoding, "replace").decode(console.encoding)
     try:
         console.print(what, **options)
         console.file.flush()
@@ -29,11 +38,16 @@ def show(console: Console, what: Any, **options: Any) -> None:
 
 
 class Tail:
-    """The whole lines added to a file since the last call; a replaced file is read from its start."""
+    """The whole lines added to a file since the last call; a replaced file is read from its start.
+
+    Reads READ_BYTES a call. What it passes over (of a line longer than that, or when it is BEHIND_BYTES
+    behind) is counted in `passed_over`, lines as far as they are known.
+    """
 
     def __init__(self, path: Path, *, skip_present: bool = False):
         self._path = path
         self._inode = self._offset = 0
+        self.passed_over = 0
         if skip_present and path.exists():
             status = path.stat()
             self._inode, self._offset = status.st_ino, status.st_size
@@ -49,18 +63,37 @@ class Tail:
             replaced = status.st_ino != self._inode or status.st_size < self._offset
             if replaced:
                 self._inode, self._offset = status.st_ino, 0
+            if status.st_size - self._offset > BEHIND_BYTES:
+                self._pass_over(file, status.st_size - READ_BYTES)
             file.seek(self._offset)
-            whole, newline, _ = file.read().rpartition(b"\n")
+            data = file.read(READ_BYTES)
+        whole, newline, _ = data.rpartition(b"\n")
+        if not newline and len(data) == READ_BYTES:
+            self.passed_over += 1
+            self._offset += len(data)
         self._offset += len(whole) + len(newline)
-        return (whole.decode("utf-8", "replace").splitlines() if newline else []), replaced
+        return (whole.decode("utf-8", "replace").split("\n") if newline else []), replaced
+
+    def _pass_over(self, file: IO[bytes], end: int) -> None:
+        """To the first line that begins after `end`."""
+        file.seek(self._offset)
+        while self._offset < end and (data := file.read(min(READ_BYTES, end - self._offset))):
+            self.passed_over += data.count(b"\n")
+            self._offset += len(data)
+        rest = file.readline(READ_BYTES)
+        self.passed_over += rest.endswith(b"\n")
+        self._offset += len(rest)
 
 
 class Display:
-    """A context; call `poll` several times a second."""
+    """A context; call `poll` several times a second. Once a rank has failed it shows no more of their lines:
+    what comes next is to be the cause."""
 
-    def __init__(self, run_dir: Path, console: Console, hours: float | None):
-        self._console, self._hours = console, hours
-        self._log = Tail(run_dir / "logs" / "rank-0.log", skip_present=True)
+    def __init__(self, run_dir: Path, console: Console, hours: float | None, ranks: int = 1):
+        self._console, self._hours, self._run_dir = console, hours, run_dir
+        logs = [run_dir / "logs" / f"rank-{rank}.log" for rank in range(ranks)]
+        self._logs = [Tail(log, skip_present=True) for log in logs]
+        self._collapser = Collapser(ranks)
         self._metrics = Tail(run_dir / "metrics.jsonl")
         self._lines: list[dict[str, Any]] = []
         self._last_plain = 0.0
@@ -75,14 +108,18 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
+        ended = record.read_json(self._run_dir / "summary.json") or {}
+        if ended.get("status") in ("done", "stopped"):
+            while self._show_lines():  # the ranks have ended: what they left is finite
+                pass
+            self._show_lines(everything=True)
         if self._live is not None:
             with contextlib.suppress(OSError, SystemExit):
                 self._live.stop()
 
     def poll(self) -> None:
         """Show what the ranks have written since the last call."""
-        for line in self._log.lines()[0]:
-            show(self._console, line, **PLAIN)
+        self._show_lines()
         fresh, replaced = self._metrics.lines()
         if replaced:
             self._lines = []
@@ -99,4 +136,31 @@ class Display:
             self._live.update(text)
         elif time.monotonic() - self._last_plain >= PLAIN_PROGRESS_S:
             self._last_plain = time.monotonic()
-            show(self._console, text, **PLAIN)
+            self._collapser.note(text, self._last_plain)  # not before the lines that still wait
+            self._release()
+
+    def _show_lines(self, *, everything: bool = False) -> bool:
+        """Whether there was anything new."""
+        now, some = time.monotonic(), False
+        for rank, log in enumerate(self._logs):
+            for line in log.lines()[0]:
+                self._collapser.add(rank, readable(line), now)
+                some = True
+            if log.passed_over:
+                self._collapser.count(rank, log.passed_over, now)
+                log.passed_over = 0
+        if any((self._run_dir / "logs").glob("rank-*.error.json")):  # written before its traceback
+            self._collapser.drop()
+        self._release(everything=everything)
+        return some
+
+    def _release(self, *, everything: bool = False) -> None:
+        for line in self._collapser.release(time.monotonic(), everything=everything):
+            show(self._console, line, **PLAIN)
+
+
+def readable(line: str) -> str:
+    """A log's line for the console: of a progress bar its last state, no colours, no control characters."""
+    states = [part for part in line.split("\r") if part]
+    line = report.safe(ANSI.sub("", states[-1])) if states else ""
+    return line if len(line) <= LINE_CHARS else f"{line[:LINE_CHARS]} ..."

@@ -152,15 +152,21 @@ def versions() -> dict[str, str]:
 
 def cgroup_limit(root: Path, controller: Literal["cpu", "memory"]) -> float | None:
     """Limit of this process' control group and its ancestors: cores or bytes; None = unlimited. v1 and v2."""
-    limits = []
+    limits = [_own_limit(group, controller) for group in control_groups(root, controller)]
+    return min((limit for limit in limits if limit is not None), default=None)
+
+
+def control_groups(root: Path, controller: Literal["cpu", "memory"]) -> list[Path]:
+    """Directories of this process' control group and its ancestors, outermost first; v1 and v2."""
+    groups = []
     for line in _read(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
         mount = root / "sys/fs/cgroup" / (controller if controllers else "")
         parts = [p for p in path.split("/") if p and p != ".."]
-        limits += [_own_limit(mount.joinpath(*parts[:n]), controller) for n in range(len(parts) + 1)]
-    return min((limit for limit in limits if limit is not None), default=None)
+        groups += [mount.joinpath(*parts[:n]) for n in range(len(parts) + 1)]
+    return groups
 
 
 def _own_limit(group: Path, controller: str) -> float | None:

@@ -1,4 +1,4 @@
-"""Start one worker per rank; follow them, pass signals on, find the first cause."""
+"""Start one worker per rank; follow them, pass signals on, end them, and say how the run ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import re
 import select
 import shutil
 import signal
@@ -14,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,51 +21,23 @@ import psutil
 
 from bert_dp import record
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
+from launcher import advice, failure
+from launcher.failure import Departure, Failure
+from launcher.memory import MemoryWatch
 from launcher.starters import WORKER, start_command, start_environment
 from launcher.watch import Hang, Watch
 
 DEVNULL = subprocess.DEVNULL
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S = 5.0
-TAIL_LINES = 20
-PEER_GONE = ("closed by peer", "reset by peer", "ncclRemoteError")  # a rank only saw another one go
+LAUNCHER_SAID_BYTES = 2**20
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """The first cause of a failed run."""
-
-    rank: int | None
-    message: str
-    where: str | None
-    log: Path | None
-    tail: tuple[str, ...]
-    bad_input: tuple[str, ...]
-
-    @property
-    def killed(self) -> bool:
-        """Whether a signal ended the rank."""
-        return self.message.startswith("killed by signal")
-
-    def headline(self) -> str:
-        who = "" if self.rank is None else f"rank {self.rank}: "
-        return who + self.message
 
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
     exit_code: int
     failure: Failure | None
-
-
-@dataclasses.dataclass(frozen=True)
-class Departure:
-    """A worker that has ended: its exit code, -N for signal N, None when its parent had already taken it."""
-
-    rank: int
-    code: int | None
-    time_ns: int
 
 
 class Roll:
@@ -150,9 +121,10 @@ def run(
 ) -> RunResult:  # fmt: skip
     """Train RUN/config.yaml on `nproc` ranks of this node, started by `launcher`, and return how it ended.
 
-    `on_poll` is called several times a second. The first stop signal is passed to every worker, which
-    checkpoints at its next step and ends; the second, or `grace_s` seconds, kills. Whatever happens, no
-    process of the run is left. Writes summary.json when the workers could not. `watch` may end a hung run.
+    `on_poll` is called several times a second until a rank has failed. The first stop signal is passed to
+    every worker, which checkpoints at its next step and ends; the second, or `grace_s` seconds, kills.
+    Whatever happens, no process of the run is left. Writes summary.json when the workers could not. `watch`
+    may end a hung run.
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -162,6 +134,7 @@ def run(
     worker = [str(run_dir / "config.yaml"), "--resume", resume]
     launcher_log = logs / f"{launcher}.log"
     offset = launcher_log.stat().st_size if launcher_log.exists() else 0
+    memory = MemoryWatch()
     pending: list[int] = []
     previous = {number: signal.signal(number, lambda n, _: pending.append(n)) for number in STOP_SIGNALS}
     try:
@@ -174,23 +147,30 @@ def run(
             )  # fmt: skip
         roll = Roll(process, nproc)
         try:
-            hang = _follow(process, roll, run_dir, pending, on_poll, grace_s, watch)
+            hang = _follow(process, roll, run_dir, pending, on_poll, grace_s, memory, watch)
         finally:
             _kill_tree(process, roll)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
         shutil.rmtree(scratch, ignore_errors=True)
-    said = launcher_log.read_bytes()[offset:].decode("utf-8", "replace")
-    how = _ended(process.returncode, "and no summary")
-    unknown = Failure(None, f"{launcher}: {how}", None, launcher_log, _tail(said), ())
-    hung = hang and Failure(hang.rank, hang.message, hang.where, hang.log, hang.report, ())
-    return _result(run_dir, hung or first_cause(logs, said, roll.departures), unknown, pending)
+    said = _said_since(launcher_log, offset)
+    how = failure.ending(process.returncode, "and no summary")
+    unknown = Failure(None, f"{launcher}: {how}", launcher_log, failure.tail_of(said))
+    if hang is not None:
+        cause: Failure | None = Failure(hang.rank, hang.message, hang.log, hang.report, hang.where)
+    else:
+        cause = failure.first_cause(logs, said, roll.departures)
+    if cause is not None and (cause.log is None or not cause.log.exists()):  # it ended before it had a log
+        cause = dataclasses.replace(cause, log=unknown.log, tail=unknown.tail)
+    if cause is not None:
+        cause = advice.explain(cause, run_dir, nproc, memory.facts())
+    return _result(run_dir, cause, unknown, pending)
 
 
 def _follow(
     process: subprocess.Popen[bytes], roll: Roll, run_dir: Path, pending: list[int],
-    on_poll: Callable[[], None], grace_s: float, watch: Watch | None,
+    on_poll: Callable[[], None], grace_s: float, memory: MemoryWatch, watch: Watch | None,
 ) -> Hang | None:  # fmt: skip
     """Until the launcher ends, a second signal comes, or the time to stop is over.
 
@@ -199,6 +179,7 @@ def _follow(
     """
     signalled: set[psutil.Process] = set()
     deadline: float | None = None
+    failed = False
     while (ended := process.poll()) is None or (roll.present() and -ended in STOP_SIGNALS):
         if ended is not None and not pending:
             pending.append(-ended)
@@ -210,15 +191,19 @@ def _follow(
                 if worker not in signalled:  # it may have started after the signal came
                     signalled.add(worker)
                     _signal(worker, pending[0])
-        if deadline is None and _has_failed(run_dir, roll):
+        failed = failed or _has_failed(run_dir, roll)
+        if deadline is None and failed:
             deadline = time.monotonic() + KILL_AFTER_FAILURE_S
         if deadline is not None and time.monotonic() > deadline:
             return None
-        on_poll()
+        if not failed:  # else the cause is told first
+            on_poll()
         if watch is not None and (deadline is None or pending) and (hang := watch.poll(roll.by_rank())):
             return hang
+        memory.sample(roll.by_rank())
         roll.wait(POLL_S)
-    on_poll()
+    if not _has_failed(run_dir, roll):
+        on_poll()
     return None
 
 
@@ -246,93 +231,36 @@ def _kill_tree(process: subprocess.Popen[bytes], roll: Roll) -> None:
     roll.close()
 
 
-def _result(run_dir: Path, failure: Failure | None, unknown: Failure, pending: list[int]) -> RunResult:
+def _said_since(log: Path, offset: int) -> str:
+    """What this start of the launcher has added to its log; of very much, the end."""
+    with log.open("rb") as file:
+        file.seek(max(offset, log.stat().st_size - LAUNCHER_SAID_BYTES))
+        return file.read().decode("utf-8", "replace")
+
+
+def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: list[int]) -> RunResult:
     """`unknown`: what is told when no rank's end explains the run's."""
     summary = record.read_json(run_dir / "summary.json")
     if summary is not None and summary.get("status") in ("done", "stopped"):  # written after all was saved
         return RunResult(int(summary["exit_code"]), None)
-    if failure is not None and failure.bad_input:
-        return RunResult(2, failure)
+    if cause is not None and cause.bad_input:
+        return RunResult(2, cause)
     told = summary is not None and summary.get("status") == "failed"  # by the ranks themselves
     code = 128 + pending[0] if pending and not told else 1
     if pending and not told:
         name = signal.Signals(pending[0]).name
         what = f"{name}: stopped before this run's next checkpoint"
-        failure = dataclasses.replace(unknown, message=what, tail=())
-    elif failure is None:
-        failure = unknown
-    elif failure.log is None or not failure.log.exists():  # the rank ended before it had a log of its own
-        failure = dataclasses.replace(failure, log=unknown.log, tail=unknown.tail)
-    lines = list(record.read_lines(run_dir / "metrics.jsonl"))
-    facts = {**(summary or {}), "status": "failed", "exit_code": code, "cause": failure.headline(),
-             "where": failure.where,
-             "signal": pending[0] if pending else None, "step": lines[-1]["step"] if lines else 0,
+        cause = dataclasses.replace(unknown, message=what, tail=())
+    cause = cause or unknown
+    step = 0
+    for line in record.read_lines(run_dir / "metrics.jsonl"):
+        step = line["step"]
+    facts = {**(summary or {}), "status": "failed", "exit_code": code, **failure.summary_facts(cause),
+             "signal": pending[0] if pending else None, "step": step,
              "schema_version": record.SCHEMA_VERSION}  # fmt: skip
     with contextlib.suppress(OSError):  # a full disk must not hide the cause
         record.write_json(run_dir / "summary.json", facts)
-    return RunResult(code, failure)
-
-
-def first_cause(logs: Path, launcher_said: str, departures: Sequence[Departure] = ()) -> Failure | None:
-    """The earliest error that a rank recorded. A rank that died by a signal left none: the errors of the
-    others are its consequences when they came later or only say that a peer has gone."""
-    found = [record.read_json(path) for path in logs.glob("rank-*.error.json")]
-    errors = sorted((e for e in found if e), key=lambda e: (e["bad_input"] is None, e["time_ns"]))
-    causes = [e for e in errors if not any(text in e["message"] for text in PEER_GONE)]
-    recorded = {e["rank"] for e in errors}
-    silent = [d for d in departures if d.rank not in recorded and d.code != 0]
-    died_first = bool(silent) and all(silent[0].time_ns < e["time_ns"] for e in causes)
-    if not causes or died_first:
-        how = _silent_end(silent) or _reported_end(launcher_said, recorded, silent)
-        if how is not None:
-            return Failure(*how, None, *_log_tail(logs, how[0]), ())
-    if not errors:
-        return None
-    first = (causes or errors)[0]
-    rank = int(first["rank"])
-    return Failure(
-        rank, f"{first['type']}: {first['message']}", first["where"], *_log_tail(logs, rank),
-        tuple(first["bad_input"] or ()),
-    )  # fmt: skip
-
-
-def _log_tail(logs: Path, rank: int) -> tuple[Path, tuple[str, ...]]:
-    path = logs / f"rank-{rank}.log"
-    if not path.exists():
-        return path, ()
-    with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - 16_384))
-        return path, _tail(file.read().decode("utf-8", "replace"))
-
-
-def _silent_end(silent: Sequence[Departure]) -> tuple[int, str] | None:
-    """(rank, how) of the first rank that ended without a record, if we saw how."""
-    if not silent or silent[0].code is None:
-        return None
-    return silent[0].rank, _ended(silent[0].code, "and left no cause")
-
-
-def _reported_end(text: str, recorded: set[int], silent: Sequence[Departure]) -> tuple[int, str] | None:
-    """The same from the launcher's report; deepspeed's does not name the rank."""
-    for rank, number in re.findall(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)", text):
-        if int(rank) not in recorded:
-            return int(rank), _ended(-int(number), "")
-    if not silent:
-        return None
-    number = re.search(r"exits with return code = -(\d+)", text)
-    return silent[0].rank, _ended(-int(number[1]), "") if number else "ended and left no cause"
-
-
-def _ended(code: int, without: str) -> str:
-    """In words: an exit code, or -N for signal N."""
-    if code >= 0:
-        return f"ended with exit code {code} {without}"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else "real-time"
-    return f"killed by signal {-code} ({name})"
-
-
-def _tail(text: str) -> tuple[str, ...]:
-    return tuple(text.splitlines()[-TAIL_LINES:])
+    return RunResult(code, cause)
 
 
 def run_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:

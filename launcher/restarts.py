@@ -13,6 +13,7 @@ from pathlib import Path
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_plan
 from launcher import environment, processes
+from launcher.failure import Failure, first_line
 
 WITHOUT_PROGRESS = 3
 """Failures in a row, with no newer checkpoint in between, after which starting again is pointless."""
@@ -59,7 +60,7 @@ def supervise(
         resume = "auto" if after >= 0 or resume == "never" else resume
         where = f"step {after}" if after >= 0 else "the start"
         say(f"restart {len(past) + 1} of {policy.max_restarts} in {wait_s:.0f} s on {fewer} ranks "
-            f"from {where}: {failure.headline()}")  # fmt: skip
+            f"from {where}: {first_line(failure.headline())}")  # fmt: skip
         past.append({"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "step": after,
                      "ranks": fewer, "cause": failure.headline()})  # fmt: skip
         ranks = fewer
@@ -77,7 +78,7 @@ def saved_step(run_dir: Path) -> int:
     return int(found[1]["step"]) if found else -1
 
 
-def ranks_left(config: Config, ranks: int, failure: processes.Failure) -> int:
+def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
     """The greatest number of ranks that the batch divides over, without the killed one or the lost GPUs."""
     gpus = environment.num_gpus() if config.run.device != "cpu" else 0
     most = min(ranks, gpus) if gpus else ranks

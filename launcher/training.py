@@ -32,6 +32,7 @@ from bert_dp.config import (
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
 from launcher import closing, environment, page, processes, restarts, starters, watch
 from launcher.display import PLAIN, Display, show
+from launcher.failure import Failure, card
 from launcher.redact import redact_argv
 
 if TYPE_CHECKING:
@@ -281,31 +282,26 @@ def run_locked(
         watched = watch.Watch(
             where, say, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
         )
-        with Display(where, console, config.schedule.hours) as display:
+        with Display(where, console, config.schedule.hours, ranks) as display:
             return processes.run(
                 where, ranks, resume, display.poll, launcher=launcher, on_gpu=on_gpu, watch=watched
             )
 
     result = restarts.supervise(attempt, config, where, ranks, resume, policy, say)
-    with contextlib.suppress(OSError):  # a full disk: the result still has to be told
-        page.write([where], where / "report.html")
     if result.failure is not None:
         print_failure(result.failure, where, console)
-    else:
+    with contextlib.suppress(OSError):  # a full disk: the result still has to be told
+        page.write([where], where / "report.html")
+    if result.failure is None:
         show(console, closing.closing_table(where))
     return result.exit_code
 
 
-def print_failure(failure: processes.Failure, run_dir: Path, console: Console) -> None:
-    """The cause first, then where, the log's last lines, and paths."""
-    if failure.bad_input:
-        for issue in failure.bad_input:
+def print_failure(cause: Failure, run_dir: Path, console: Console) -> None:
+    """The failure card; of bad input only what is wrong."""
+    if cause.bad_input:
+        for issue in cause.bad_input:
             show(console, f"error: {issue}", style="red", **PLAIN)
         return
-    show(console, f"failed: {failure.headline()}", style="bold red", **PLAIN)
-    if failure.where:
-        show(console, f"  at {failure.where}", **PLAIN)
-    for line in failure.tail:
-        show(console, f"  | {line}", **PLAIN)
-    show(console, f"  log: {failure.log}", **PLAIN)
-    show(console, f"  run: {run_dir}", **PLAIN)
+    for number, line in enumerate(card(cause, run_dir)):
+        show(console, line, style="bold red" if number == 0 else None, **PLAIN)

@@ -6,10 +6,11 @@ import io
 import json
 from pathlib import Path
 
+import pytest
 from rich.console import Console
 
 from bert_dp import record
-from launcher.display import Display, Tail
+from launcher.display import PLAIN, Display, Tail, readable, show
 from launcher.report import eta_s
 
 
@@ -55,3 +56,79 @@ def test_a_budget_in_hours_tells_what_is_left() -> None:
     assert eta_s([{"progress": 0.25}], hours=2.0) == 1.5 * 3600
     assert eta_s([{"progress": None}], hours=2.0) is None
     assert eta_s([], hours=2.0) is None
+
+
+def run_of(tmp_path: Path, ranks: int) -> tuple[io.StringIO, Display]:
+    (tmp_path / "logs").mkdir()
+    out = io.StringIO()
+    return out, Display(tmp_path, Console(file=out, width=200), None, ranks)
+
+
+def say(tmp_path: Path, rank: int, text: str) -> None:
+    with (tmp_path / "logs" / f"rank-{rank}.log").open("a") as file:
+        file.write(text)
+
+
+def test_the_lines_of_all_ranks_are_shown_and_the_last_ones_at_the_end(tmp_path: Path) -> None:
+    out, display = run_of(tmp_path, 2)
+    with display:
+        for rank in range(2):
+            say(tmp_path, rank, "both\n")
+        say(tmp_path, 1, "\x1b[31monly one\x1b[0m\n10 %\r20 %\r30 %\n")
+        display.poll()
+        assert out.getvalue() == "both (x2)\n"
+        record.write_json(tmp_path / "summary.json", {"status": "done"})
+    assert out.getvalue() == "both (x2)\n[rank 1] only one\n[rank 1] 30 %\n"
+
+
+def test_nothing_held_back_is_shown_once_a_rank_has_failed(tmp_path: Path) -> None:
+    """Its error file is there before its traceback; a rank that was killed leaves none, but the summary."""
+    out, display = run_of(tmp_path, 1)
+    with display:
+        (tmp_path / "logs" / "rank-0.error.json").write_text("{}")
+        say(tmp_path, 0, "Traceback\n")
+        display.poll()
+    assert out.getvalue() == ""
+    (tmp_path / "logs" / "rank-0.error.json").unlink()
+    out, display = io.StringIO(), Display(tmp_path, Console(file=out), None, 2)
+    with display:
+        say(tmp_path, 0, "Fatal Python error: Segmentation fault\n")
+        display.poll()
+        record.write_json(tmp_path / "summary.json", {"status": "failed"})
+    assert out.getvalue() == ""
+
+
+def test_a_file_far_ahead_is_followed_in_bounded_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("launcher.display.READ_BYTES", 1000)
+    monkeypatch.setattr("launcher.display.BEHIND_BYTES", 5000)
+    path = tmp_path / "f"
+    tail = Tail(path)
+    path.write_text("".join(f"{number:09}\n" for number in range(700)))
+    shown = tail.lines()[0]
+    assert tail.passed_over + len(shown) == 700  # none lost, none counted twice
+    assert shown[-1] == f"{699:09}"
+    assert len(shown) <= 100
+    assert tail.lines() == ([], False)
+    with path.open("a") as file:
+        file.write("x" * 2500)
+    tail.passed_over = 0
+    assert [tail.lines()[0] for _ in range(4)] == [[], [], [], []]
+    with path.open("a") as file:
+        file.write("\nafter\n")
+    assert tail.lines()[0][-1] == "after"
+
+
+def test_a_console_that_knows_only_ascii_still_shows_the_line() -> None:
+    raw = io.BytesIO()
+    console = Console(file=io.TextIOWrapper(raw, encoding="ascii"), width=80)
+    show(console, "memory ▂█ peak", **PLAIN)
+    assert raw.getvalue() == b"memory ?? peak\n"
+
+
+def test_a_line_is_made_readable() -> None:
+    assert readable("\x1b[1;32mok\x1b[0m\r") == "ok"
+    assert readable("\x07bell") == "\ufffdbell"
+    assert readable("") == ""
+    assert len(readable("x" * 10**6)) < 1100

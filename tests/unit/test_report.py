@@ -155,6 +155,15 @@ def test_eta():
     assert report.eta_s(resumed) == pytest.approx(90)
 
 
+def test_a_failed_run_tells_where_why_and_what_to_do(tmp_path):
+    facts = {"status": "failed", "cause": "rank 1: no", "where": "a.py:1", "source": "in f: g()", "log": "l",
+             "explanation": ["so"], "fix": ["do", "or do"], "consequences": 7}  # fmt: skip
+    rows = closing.detail_rows(runs.load(make_run(tmp_path / "run", summary=facts)))
+    told = [(r.label, r.value) for r in rows if r.section == "Outcome"][1:7]
+    assert told == [("cause", "rank 1: no"), ("at", "a.py:1 in f: g()"), ("why", "so"), ("fix", "do"),
+                    ("fix", "or do"), ("log", "l")]  # fmt: skip
+
+
 def test_every_number_stands_beside_its_denominator(tmp_path):
     run = make_run(tmp_path / "run", summary={"energy_j": 4096.0})
     rows = {(r.section, r.label): f"{r.value} | {r.note}" for r in closing.detail_rows(runs.load(run))}

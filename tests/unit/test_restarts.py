@@ -12,11 +12,12 @@ import pytest
 
 from bert_dp.config import Config, resolve
 from launcher import environment, restarts
-from launcher.processes import Failure, RunResult
+from launcher.failure import Failure
+from launcher.processes import RunResult
 from launcher.restarts import Policy, supervise
 
-KILLED = Failure(1, "killed by signal 9 (SIGKILL)", None, None, (), ())
-RAISED = Failure(0, "ValueError: no", "a.py:1", None, (), ())
+KILLED = Failure(1, "killed by signal 9 (SIGKILL)", killed_by=9)
+RAISED = Failure(0, "ValueError: no", where="a.py:1")
 
 
 def config(**batch: int) -> Config:
@@ -74,7 +75,7 @@ def test_a_run_that_fails_goes_on_from_its_checkpoint_and_says_so(tmp_path: Path
 
 @pytest.mark.parametrize(
     ("code", "failure"),
-    [(0, None), (2, Failure(0, "bad", None, None, (), ("optim.lr: no",))), (143, KILLED)],
+    [(0, None), (2, Failure(0, "bad", bad_input=("optim.lr: no",))), (143, KILLED)],
 )
 def test_only_a_failure_is_started_again(tmp_path: Path, code: int, failure: Failure | None) -> None:
     play = Play(tmp_path, (code, failure, None))

@@ -5,8 +5,8 @@ process that is not the worker. `what` happens on `rank` at `place` in optimizer
 compile = the dry run; place save = the save after that step, -1 = the first), and in the `times` - 1 steps
 after it. `once`: a path; the fault happens only while that file does not exist, and makes it.
 
-what:  raise | exit | segv | abort | kill | stop | sleep | gil | mismatch | nan | spike | slow | cuda_oom |
-       full_disk | io_error | read_only
+what:  raise | exit | segv | abort | bus | ill | kill | stop | sleep | gil | mismatch | nan | spike | slow |
+       cuda_oom | full_disk | io_error | read_only
 place: compile | data | step | eval | save
 """
 
@@ -50,8 +50,8 @@ def break_now(fault: dict) -> None:
         ctypes.string_at(0)
     if what == "abort":
         os.abort()
-    if what == "kill":
-        os.kill(os.getpid(), signal.SIGKILL)
+    if what in ("kill", "bus", "ill"):
+        os.kill(os.getpid(), getattr(signal, f"SIG{what.upper()}"))
     if what == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if what in ("sleep", "slow"):

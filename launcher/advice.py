@@ -1,0 +1,225 @@
+"""What a failure usually means and what to change: signals, and memory that did not suffice."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import re
+import shutil
+import signal
+from pathlib import Path
+from typing import Any, Literal
+
+from bert_dp import record
+from bert_dp.config import Config, ConfigError, batch_plan, load_config
+from bert_dp.cost import memory_estimate_gib
+from launcher.environment import ROOT
+from launcher.failure import Failure
+from launcher.memory import GIB, MemoryFacts
+from launcher.report import format_count, format_gib
+
+SPARE = 0.1  # of the memory, for what the estimate does not count: the program, buffers of collectives
+MEANING: dict[int, tuple[str, str]] = {
+    signal.SIGSEGV: (
+        "native code used memory that is not its own",
+        "see the stack; often packages built for another torch, CUDA or driver than these (`bert-dp doctor` "
+        "lists the versions), else faulty memory",
+    ),
+    signal.SIGABRT: (
+        "native code gave up: a failed assertion or a C++ exception that nobody caught",
+        "its message stands in the log, above the stack",
+    ),
+    signal.SIGBUS: (
+        "a page of mapped memory could not be had: /dev/shm is full, or a mapped data file was cut, or its "
+        "disk failed",
+        "free or enlarge /dev/shm (a container's default is 64 MiB: --shm-size), and check the shards with "
+        "`bert-dp data inspect`",
+    ),
+    signal.SIGILL: (
+        "an instruction that this CPU does not have",
+        "install a build of torch and of the extensions that is meant for this CPU",
+    ),
+    signal.SIGFPE: ("native code divided a whole number by zero", "see the stack"),
+    signal.SIGXCPU: ("the CPU time limit of this session is spent", "raise `ulimit -t`"),
+    signal.SIGXFSZ: ("a file reached the size limit of this session", "raise `ulimit -f`"),
+}  # fmt: skip
+CHANGES: tuple[dict[str, Any], ...] = (  # beside a smaller micro batch, the cheapest in time first
+    {"activation_checkpointing": True},
+    {"engine": "zero1"},
+    {"engine": "zero1", "activation_checkpointing": True},
+    {"engine": "fsdp"},
+    {"engine": "fsdp", "activation_checkpointing": True},
+)
+
+
+def explain(failure: Failure, run_dir: Path, world_size: int, memory: MemoryFacts) -> Failure:
+    """The failure with what it means and what to do, as far as that is known.
+
+    Reads RUN/config.yaml and RUN/environment.json; without them it says less.
+    """
+    if failure.killed_by == signal.SIGKILL:
+        return _explain_kill(failure, run_dir, world_size, memory)
+    if failure.killed_by in MEANING:
+        meaning, fix = MEANING[failure.killed_by]
+        if failure.killed_by == signal.SIGBUS:
+            with contextlib.suppress(OSError):
+                meaning += f"; /dev/shm has {format_gib(shutil.disk_usage(ROOT / 'dev/shm').free / GIB)} free"
+        return dataclasses.replace(failure, explanation=(meaning,), fix=(fix,))
+    scarce = what_ran_out(failure.message)
+    if scarce is None:
+        return failure
+    why, fixes = _what_to_lower(run_dir, world_size, scarce, failure.message)
+    return dataclasses.replace(
+        failure, explanation=tuple(why), fix=tuple(fixes), memory=memory if scarce == "host" else None
+    )
+
+
+def what_ran_out(message: str) -> Literal["device", "host"] | None:
+    """Whose memory an exception ("type: message") says was too small."""
+    if re.match(r"(\w*OutOfMemoryError\b|\w+: .*\b(CUDA|HIP|CUBLAS|XPU)\b.*out of memory)", message, re.S):
+        return "device"
+    host = r"MemoryError\b|DefaultCPUAllocator: can't allocate memory|\[Errno 12\]|Cannot allocate memory"
+    return "host" if re.search(host, message) else None
+
+
+def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: MemoryFacts) -> Failure:
+    peak = memory.peak_gib(f"rank {failure.rank}")
+    peaked = f"its memory peaked at {format_gib(peak)}" if peak else "it ended before its memory was seen"
+    if memory.oom_kills:
+        killed = f"{memory.oom_kills} process{'es' * (memory.oom_kills > 1)}"
+        first = f"the kernel killed {killed} for want of host memory (oom_kill in {memory.counter}); {peaked}"
+        why, fixes = _what_to_lower(run_dir, world_size, "host", "")
+        return dataclasses.replace(
+            failure, message=f"{failure.message}: host out of memory", explanation=(first, *why),
+            fix=tuple(fixes), memory=memory,
+        )  # fmt: skip
+    if memory.oom_kills is None:
+        why_not = f"from outside, perhaps for want of memory: no oom_kill counter is readable; {peaked}"
+    else:
+        why_not = f"from outside: no out-of-memory kill was counted; {peaked}"
+    fix = "see who ended it: a limit of the batch system or container, an administrator; `dmesg` if readable"
+    return dataclasses.replace(failure, explanation=(why_not,), fix=(fix,), memory=memory)
+
+
+def _what_to_lower(
+    run_dir: Path, world_size: int, scarce: Literal["device", "host"], message: str
+) -> tuple[list[str], list[str]]:
+    try:
+        config = load_config(run_dir / "config.yaml")
+    except (ConfigError, OSError):
+        return [], []
+    facts = record.read_json(run_dir / "environment.json") or {}
+    on_gpu = config.run.device != "cpu" and bool(facts.get("gpus"))
+    if scarce == "host" and on_gpu:
+        return [], ["on GPUs the host holds the data, the checkpoint's copy and the program: fewer ranks on "
+                    "this host, fewer other processes, or more memory"]  # fmt: skip
+    if scarce == "device":
+        capacity, why = _device_capacity(message, facts)
+    else:
+        capacity, why = _host_capacity(facts, world_size)
+    precision = ("bf16" if scarce == "device" else "fp32") if config.precision == "auto" else config.precision
+    has_checkpoint = record.newest_checkpoint_facts(run_dir) is not None
+    equation, fixes = what_fits(config, precision, world_size, capacity, has_checkpoint=has_checkpoint)
+    return [*why, equation], fixes
+
+
+def _device_capacity(message: str, facts: dict[str, Any]) -> tuple[float | None, list[str]]:
+    """GiB that this process can have of the device, from torch's message or else from environment.json."""
+
+    def said(pattern: str) -> float | None:
+        found = re.search(pattern, message)
+        return float(found[1]) / {"GiB": 1, "MiB": 1024}[found[2]] if found else None
+
+    size = r"([\d.]+) (GiB|MiB)"
+    total, free = said(rf"total capacity of {size}"), said(rf"of which {size} is free")
+    mine = said(rf"this process has {size} memory in use")
+    if total is None:
+        sizes = [gpu["memory_gib"] for gpu in facts.get("gpus") or () if gpu.get("memory_gib")]
+        return min(sizes, default=None), []
+    others = total - free - mine if free is not None and mine is not None else 0.0
+    if others > SPARE * total:
+        return total - others, [f"other processes hold {format_gib(others)} of its {format_gib(total)}"
+                                " (`nvidia-smi` names them)"]  # fmt: skip
+    return total, []
+
+
+def _host_capacity(facts: dict[str, Any], world_size: int) -> tuple[float | None, list[str]]:
+    total = facts.get("memory_limit_gib") or facts.get("memory_gib")
+    if not total:
+        return None, []
+    share = float(total) / world_size
+    of = "control group's limit" if facts.get("memory_limit_gib") else "machine"
+    return share, [f"{of} {format_gib(total)} / {world_size} ranks = {format_gib(share)} a rank"]
+
+
+def what_fits(
+    config: Config, precision: str, world_size: int, capacity_gib: float | None, *, has_checkpoint: bool
+) -> tuple[str, list[str]]:
+    """The memory equation of a rank, and the settings that bring it below `capacity_gib` with 10 % spare.
+
+    The estimate is a line in the micro batch. What did not fit is more than the estimate says where that is
+    less than the capacity: then a tenth less than the estimate is sought. The global batch always stays.
+    """
+    micro = config.batch.micro_size
+    one, two = (_estimate(_with_micro(config, n), precision, world_size) for n in (1, 2))
+    needed = _estimate(config, precision, world_size)
+    limit = (1 - SPARE) * (needed if capacity_gib is None else min(needed, capacity_gib))
+    equation = (
+        f"estimate of a rank: {format_gib(2 * one - two)} + {two - one:.4f} GiB a sequence x micro batch "
+        f"{micro} = {format_gib(needed)}"
+    )
+    if capacity_gib is not None:
+        equation += f"; there are {format_gib(capacity_gib)}"
+        if needed <= capacity_gib:
+            equation += ", so more was taken than the estimate counts"
+    fixes = []
+    plain = _largest(config, precision, world_size, limit, micro - 1)
+    if plain is not None:
+        where = ", in a new --run-dir (a run keeps its micro batch)" if has_checkpoint else ""
+        fixes.append(_say(config, config, plain, precision, world_size) + where)
+    for change in CHANGES if plain is None or has_checkpoint else ():
+        parallel = config.parallel.model_copy(update=change)
+        changed = config.model_copy(update={"parallel": parallel})
+        found = _largest(changed, precision, world_size, limit, micro)
+        if found is not None and parallel != config.parallel and (found == micro or not has_checkpoint):
+            fixes.append(_say(config, changed, found, precision, world_size))
+            break
+    return equation, fixes or ["nothing fits by the estimate: a smaller model, more ranks with "
+                               "parallel.engine=fsdp, or more memory"]  # fmt: skip
+
+
+def _largest(config: Config, precision: str, world_size: int, limit_gib: float, most: int) -> int | None:
+    """The largest micro batch up to `most` that divides, is allowed and stays below the limit."""
+    for micro in range(most, 0, -1):
+        if config.batch.global_size % micro:
+            continue
+        candidate = _with_micro(config, micro)
+        if _estimate(candidate, precision, world_size) > limit_gib:
+            continue
+        with contextlib.suppress(ConfigError):
+            batch_plan(candidate, world_size)
+            return micro
+    return None
+
+
+def _say(old: Config, new: Config, micro: int, precision: str, world_size: int) -> str:
+    """`--set` options from `old` to `new` at this micro batch, what that does to the batch, the estimate."""
+    new = _with_micro(new, micro)
+    settings = {f"parallel.{name}": value for name, value in new.parallel.model_dump(mode="json").items()
+                if getattr(old.parallel, name) != value}  # fmt: skip
+    if micro != old.batch.micro_size:
+        settings["batch.micro_size"] = micro
+    options = " ".join(f"--set {name}={str(value).lower()}" for name, value in settings.items())
+    size = format_gib(_estimate(new, precision, world_size))
+    plan = batch_plan(new, world_size)
+    before = old.batch.global_size // (old.batch.micro_size * plan.dp)
+    return (f"{options} (accumulation {before} -> {plan.accumulation}, the global batch of "
+            f"{format_count(plan.global_size)} stays): about {size}")  # fmt: skip
+
+
+def _with_micro(config: Config, micro: int) -> Config:
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": micro})})
+
+
+def _estimate(config: Config, precision: str, world_size: int) -> float:
+    return sum(memory_estimate_gib(config, precision, world_size).values())

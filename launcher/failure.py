@@ -1,0 +1,252 @@
+"""Why a run failed: the first cause among what the ranks left behind, and the card that tells it."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bert_dp import record
+from bert_dp.record import is_own_code
+from launcher.collapse import name_ranks
+from launcher.memory import GROUP, MemoryFacts, sparkline
+from launcher.report import format_gib, safe
+
+TAIL_LINES = 20
+TAIL_BYTES = 65_536  # of a log's end that is read
+STACK_LINES = 15
+MESSAGE_CHARS = 600
+CONSEQUENCES_SHOWN = 6
+PEER_GONE = ("closed by peer", "reset by peer", "ncclRemoteError")  # a rank only saw another one go
+CPP_PLACE = re.compile(r"\[\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ")
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Departure:
+    """A worker that has ended: its exit code, -N for signal N, None when its parent had already taken it."""
+
+    rank: int
+    code: int | None
+    time_ns: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Failure:
+    """The first cause of a failed run, and what followed from it."""
+
+    rank: int | None
+    message: str
+    """The exception or the end of the process; no more than is known."""
+    log: Path | None = None
+    tail: tuple[str, ...] = ()
+    """Last lines of the log, or the stack that a crash left there."""
+    where: str | None = None
+    """file:line of our code or the user's."""
+    source: str | None = None
+    """The code of that line, with its function."""
+    bad_input: tuple[str, ...] = ()
+    killed_by: int | None = None
+    """The signal that ended the process."""
+    alike: tuple[int, ...] = ()
+    """Other ranks that raised the same at the same line by themselves."""
+    consequences: tuple[str, ...] = ()
+    """One line per rank that failed because this one did."""
+    explanation: tuple[str, ...] = ()
+    fix: tuple[str, ...] = ()
+    memory: MemoryFacts | None = None
+    """Where memory has to do with it."""
+
+    @property
+    def killed(self) -> bool:
+        """Whether a signal ended the rank."""
+        return self.killed_by is not None
+
+    def headline(self) -> str:
+        """The cause in one piece."""
+        who = "" if self.rank is None else f"rank {self.rank}: "
+        return who + self.message
+
+
+def first_cause(logs: Path, launcher_said: str, departures: Sequence[Departure] = ()) -> Failure | None:
+    """The earliest error that a rank recorded. A rank that died by a signal left none: the errors of the
+    others are its consequences when they came later or only say that a peer has gone."""
+    found = [record.read_json(path) for path in logs.glob("rank-*.error.json")]
+    errors = sorted((e for e in found if e), key=lambda e: (e["bad_input"] is None, e["time_ns"]))
+    causes = [e for e in errors if not _only_lost_a_peer(e)]
+    recorded = {e["rank"] for e in errors}
+    silent = [d for d in departures if d.rank not in recorded and d.code != 0]
+    died_first = bool(silent) and all(silent[0].time_ns < e["time_ns"] for e in causes)
+    if not causes or died_first:
+        end = _silent_end(silent) or _reported_end(launcher_said, recorded, silent)
+        if end is not None:
+            return _of_a_silent_end(logs, *end, errors, silent)
+    if not errors:
+        return None
+    return _of_an_error(logs, (causes or errors)[0], errors, silent)
+
+
+def _of_an_error(
+    logs: Path, first: Mapping[str, Any], errors: Sequence[Mapping[str, Any]], silent: Sequence[Departure]
+) -> Failure:
+    rank, said = int(first["rank"]), _said(first)
+    alike = {int(e["rank"]) for e in errors
+             if _only_lost_a_peer(e) == _only_lost_a_peer(first)
+             and (e["type"], e["where"]) == (first["type"], first["where"])} - {rank}  # fmt: skip
+    source = f"in {first['function']}: {first['source']}" if first.get("source") else None
+    path = logs / f"rank-{rank}.log"
+    return Failure(
+        rank, said, path, tail_of(read_end(path)), first["where"], source,
+        bad_input=tuple(first["bad_input"] or ()), alike=tuple(sorted(alike)),
+        consequences=_consequences(errors, silent, {rank, *alike}),
+    )  # fmt: skip
+
+
+def _of_a_silent_end(
+    logs: Path, rank: int, code: int | None, without: str, errors: Sequence[Mapping[str, Any]],
+    silent: Sequence[Departure],
+) -> Failure:  # fmt: skip
+    """`without`: what is missing, when there is no signal to name."""
+    path = logs / f"rank-{rank}.log"
+    said = read_end(path)
+    stack = crash_stack(said) if code is not None and -code in CRASHES else ()
+    frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', "\n".join(stack))
+    frame = next((f for f in frames if is_own_code(f[0])), frames[0] if frames else None)
+    return Failure(
+        rank, "ended and left no cause" if code is None else ending(code, without), path,
+        stack or tail_of(said),
+        where=f"{frame[0]}:{frame[1]}" if frame else None,
+        source=f"in {frame[2]}" if frame else None,
+        killed_by=-code if code is not None and code < 0 else None,
+        consequences=_consequences(errors, silent, {rank}),
+    )  # fmt: skip
+
+
+def _only_lost_a_peer(error: Mapping[str, Any]) -> bool:
+    return any(text in error["message"] for text in PEER_GONE)
+
+
+def _said(error: Mapping[str, Any]) -> str:
+    return f"{error['type']}: {error['message']}" if error["message"] else str(error["type"])
+
+
+def _consequences(
+    errors: Sequence[Mapping[str, Any]], silent: Sequence[Departure], causes: set[int]
+) -> tuple[str, ...]:
+    """What the other ranks ended with. SIGTERM is only the launcher's way to end those that are left."""
+    lines = {int(e["rank"]): f"rank {e['rank']}: {first_line(_said(e)).partition('. ')[0]}" for e in errors}
+    for departure in silent:
+        if departure.code is not None and departure.code not in (-signal.SIGTERM, 1):
+            lines.setdefault(departure.rank, f"rank {departure.rank}: {ending(departure.code, '')}")
+    return tuple(lines[rank] for rank in sorted(lines) if rank not in causes)
+
+
+def _silent_end(silent: Sequence[Departure]) -> tuple[int, int, str] | None:
+    """Rank and exit code of the first that ended without a record, if we saw how."""
+    if not silent or silent[0].code is None:
+        return None
+    return silent[0].rank, silent[0].code, "and left no cause"
+
+
+def _reported_end(
+    text: str, recorded: set[int], silent: Sequence[Departure]
+) -> tuple[int, int | None, str] | None:
+    """The same from the launcher's report; deepspeed's does not name the rank."""
+    for rank, number in re.findall(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)", text):
+        if int(rank) not in recorded:
+            return int(rank), -int(number), ""
+    if not silent:
+        return None
+    reported = re.search(r"exits with return code = -(\d+)", text)
+    return silent[0].rank, -int(reported[1]) if reported else None, ""
+
+
+def ending(code: int, without: str) -> str:
+    """In words: an exit code, or -N for signal N."""
+    if code >= 0:
+        return f"ended with exit code {code} {without}".rstrip()
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else "real-time"
+    return f"killed by signal {-code} ({name})"
+
+
+def crash_stack(said: str) -> tuple[str, ...]:
+    """What faulthandler wrote last: the error and the stack of the thread that crashed."""
+    _, error, rest = said.rpartition("Fatal Python error: ")
+    if not error:
+        return ()
+    head, *lines = rest.splitlines()
+    starts = [i for i, line in enumerate(lines) if line.startswith("Current thread")]
+    stack = lines[starts[0] :] if starts else lines
+    ends = [i for i, line in enumerate(stack) if i and not line.startswith("  ")]
+    return (error + head, *stack[: ends[0] if ends else None][:STACK_LINES])
+
+
+def read_end(path: Path) -> str:
+    """The end of a log of any size; empty when there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+
+
+def tail_of(text: str) -> tuple[str, ...]:
+    return tuple(text.splitlines()[-TAIL_LINES:])
+
+
+def first_line(message: str) -> str:
+    """The first line that says something, cut to a readable length, without C++ source places."""
+    lines = [line.strip() for line in CPP_PLACE.sub("", message).splitlines() if line.strip()]
+    line = lines[0] if lines else ""
+    return line if len(line) <= MESSAGE_CHARS else f"{line[:MESSAGE_CHARS]} ..."
+
+
+def card(failure: Failure, run_dir: Path) -> list[str]:
+    """What the console shows: within the first lines who, what, where and the log, then why and what to do,
+    what followed, and the log's end."""
+    lines = [f"failed: {first_line(failure.headline())}"]
+    if failure.where:
+        lines.append(f"  at {failure.where}" + (f" {failure.source}" if failure.source else ""))
+    lines += [f"  log: {failure.log}", f"  run: {run_dir}"]
+    if failure.alike:
+        lines.append(f"  alike: {name_ranks(failure.alike)}")
+    lines += [f"  why: {line}" for line in failure.explanation]
+    lines += [f"  fix: {line}" for line in failure.fix]
+    lines += _memory_lines(failure)
+    lines += [f"  consequence: {line}" for line in failure.consequences[:CONSEQUENCES_SHOWN]]
+    if (more := len(failure.consequences) - CONSEQUENCES_SHOWN) > 0:
+        lines.append(f"  consequence: {more} more ranks; all in summary.json")
+    lines += [f"  | {line}" for line in failure.tail]
+    return [safe(line) for line in lines]
+
+
+def _memory_lines(failure: Failure) -> list[str]:
+    """Curves of the rank that failed, of the greatest other one, and of the control group."""
+    if failure.memory is None:
+        return []
+    curves, mine = failure.memory.curves_gib, f"rank {failure.rank}"
+    others = [name for name in curves if name not in (mine, GROUP)]
+    others.sort(key=lambda name: max(curves[name]), reverse=True)
+    return [
+        f"  memory: {name} {sparkline(curves[name])} peak {format_gib(max(curves[name]))}"
+        for name in (mine, *others[:1], GROUP) if curves.get(name)
+    ]  # fmt: skip
+
+
+def summary_facts(failure: Failure) -> dict[str, Any]:
+    """What summary.json keeps of the card."""
+    memory = failure.memory
+    curves = memory.curves_gib.items() if memory else ()
+    return {
+        "cause": failure.headline(), "rank": failure.rank, "where": failure.where, "source": failure.source,
+        "killed_by": failure.killed_by, "explanation": list(failure.explanation), "fix": list(failure.fix),
+        "alike": list(failure.alike), "consequences": list(failure.consequences),
+        "log": str(failure.log) if failure.log else None, "log_tail": list(failure.tail),
+        "memory_curve_gib": {name: list(values) for name, values in curves} or None,
+        "memory_interval_s": memory.interval_s if memory else None,
+        "oom_kills": memory.oom_kills if memory else None,
+    }  # fmt: skip

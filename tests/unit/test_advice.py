@@ -1,0 +1,191 @@
+"""What a failure is said to mean, and settings that really bring a run below its memory."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from bert_dp import record
+from bert_dp.config import Config, batch_plan, dump_config, load_config
+from bert_dp.cost import memory_estimate_gib
+from launcher.advice import SPARE, explain, what_fits, what_ran_out
+from launcher.failure import Failure
+from launcher.memory import MemoryFacts
+from launcher.training import shipped_configs
+
+NONE = MemoryFacts({}, 1.0, 0, "memory.events")
+CUDA = (
+    "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 10.00 "
+    "GiB of which 1.00 GiB is free. Process 7 has 3.00 GiB memory in use. Including non-PyTorch memory, this "
+    "process has 6.00 GiB memory in use."
+)
+ALONE = (
+    "OutOfMemoryError: CUDA out of memory. GPU 1 has a total capacity of 8192.00 MiB of which 5 MiB is free."
+)
+HOST = (
+    "RuntimeError: [enforce fail at alloc_cpu.cpp:118] err == 0. DefaultCPUAllocator: can't allocate memory: "
+    "you tried to allocate 99 bytes."
+)
+
+
+def config(*overrides: str) -> Config:
+    settings = ("batch.global_size=512", "batch.micro_size=128", "batch.ramp_fraction=0",
+                "batch.ramp_quantum=null", *overrides)  # fmt: skip
+    return load_config(shipped_configs() / "crammed-bert.yaml", settings)
+
+
+def size(of: Config, world: int) -> float:
+    return sum(memory_estimate_gib(of, "bf16", world).values())
+
+
+def applied(base: Config, fix: str) -> Config:
+    """The configuration after the `--set` options of a fix."""
+    pairs = re.findall(r"--set (\S+)=(\S+)", fix)
+    assert pairs, fix
+    tree = base.model_dump(mode="json")
+    for name, value in pairs:
+        section, key = name.split(".")
+        tree[section][key] = yaml.safe_load(value)
+    return Config.model_validate(tree, strict=False)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+@pytest.mark.parametrize("capacity", [2.5, 4.0, 6.0, 10.0])
+def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, capacity: float) -> None:
+    base = config()
+    equation, fixes = what_fits(base, "bf16", world, capacity, has_checkpoint=False)
+    assert f"there are {capacity:.2f} GiB" in equation
+    changed = applied(base, fixes[0])
+    assert batch_plan(changed, world).global_size == base.batch.global_size
+    assert size(changed, world) <= (1 - SPARE) * capacity
+    only_micro = {"batch.micro_size"} == {name for name, _ in re.findall(r"--set (\S+)=(\S+)", fixes[0])}
+    larger = changed.model_copy(
+        update={"batch": changed.batch.model_copy(update={"micro_size": 2 * changed.batch.micro_size})}
+    )
+    if only_micro:  # micro batches of 512 / world are powers of two: the next one is the double
+        assert size(larger, world) > (1 - SPARE) * capacity
+
+
+def test_the_equation_is_the_estimate() -> None:
+    base = config()
+    equation, _ = what_fits(base, "bf16", 2, None, has_checkpoint=False)
+    line = r"([\d.]+) GiB \+ ([\d.]+) GiB a sequence x micro batch (\d+) = ([\d.]+) GiB"
+    fixed, slope, micro, total = map(float, re.findall(line, equation)[0])
+    assert fixed + slope * micro == pytest.approx(total, abs=0.02)
+    assert total == pytest.approx(size(base, 2), abs=0.01)
+
+
+def test_an_estimate_that_fits_did_not_so_less_is_advised() -> None:
+    base = config("batch.micro_size=8")
+    equation, fixes = what_fits(base, "bf16", 1, 1000.0, has_checkpoint=False)
+    assert "more was taken than the estimate counts" in equation
+    assert size(applied(base, fixes[0]), 1) <= (1 - SPARE) * size(base, 1)
+
+
+def test_a_run_with_a_checkpoint_keeps_its_micro_batch() -> None:
+    base = config()
+    _, fixes = what_fits(base, "bf16", 1, 10.0, has_checkpoint=True)
+    assert fixes[0].endswith("in a new --run-dir (a run keeps its micro batch)")
+    here = applied(base, fixes[1])
+    assert here.batch == base.batch
+    assert here.parallel.activation_checkpointing
+    assert size(here, 1) <= 9.0
+
+
+def test_where_one_sequence_is_too_much_the_engine_is_changed_or_nothing_fits() -> None:
+    base = config("optim.name=adamw")
+    fixed = size(config("batch.micro_size=1"), 4)
+    _, fixes = what_fits(base, "bf16", 4, fixed, has_checkpoint=False)
+    assert "parallel.engine=zero1" in fixes[0]
+    assert "activation_checkpointing" not in fixes[0].partition("parallel.engine")[0]
+    _, fixes = what_fits(base, "bf16", 4, 0.1, has_checkpoint=False)
+    assert fixes[0].startswith("nothing fits by the estimate: a smaller model")
+
+
+@pytest.mark.parametrize(
+    ("message", "scarce"),
+    [
+        (CUDA, "device"),
+        ("AcceleratorError: CUDA error: out of memory", "device"),
+        ("OutOfMemoryError: HIP out of memory. Tried", "device"),
+        (HOST, "host"),
+        ("MemoryError", "host"),
+        ("OSError: [Errno 12] Cannot allocate memory", "host"),
+        ("ValueError: the shelf is out of memory foam", None),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", None),
+    ],
+)
+def test_whose_memory_ran_out(message: str, scarce: str | None) -> None:
+    assert what_ran_out(message) == scarce
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    (tmp_path / "config.yaml").write_text(dump_config(config()))
+    facts = {"gpus": [{"memory_gib": 12.0}], "memory_gib": 64.0, "memory_limit_gib": 20.0}
+    record.write_json(tmp_path / "environment.json", facts)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("message", "said"),
+    [(CUDA, "there are 7.00 GiB"), (ALONE, "there are 8.00 GiB"),
+     ("AcceleratorError: CUDA error: out of memory", "there are 12.00 GiB")],
+)  # fmt: skip
+def test_a_device_out_of_memory_says_what_to_lower(run_dir: Path, message: str, said: str) -> None:
+    told = explain(Failure(0, message), run_dir, 1, NONE)
+    assert said in told.explanation[-1]
+    assert told.fix[0].startswith("--set batch.micro_size=")
+    assert told.memory is None
+    others = "other processes hold 3.00 GiB of its 10.00 GiB (`nvidia-smi` names them)"
+    assert (others in told.explanation) == (message == CUDA)
+
+
+def test_a_host_out_of_memory_shares_it_between_the_ranks(run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
+    told = explain(Failure(0, HOST), run_dir, 2, NONE)
+    assert told.explanation[0] == "control group's limit 20.00 GiB / 2 ranks = 10.00 GiB a rank"
+    assert "there are 10.00 GiB" in told.explanation[1]
+    assert told.memory is NONE
+    (run_dir / "config.yaml").write_text(dump_config(config()))
+    assert explain(Failure(0, HOST), run_dir, 2, NONE).fix[0].startswith("on GPUs the host holds")
+
+
+def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) -> None:
+    (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
+    killed = Failure(1, "killed by signal 9 (SIGKILL)", killed_by=signal.SIGKILL)
+    curves = {"rank 1": (1.0, 3.5)}
+    told = explain(killed, run_dir, 2, MemoryFacts(curves, 1.0, 2, "memory.events"))
+    assert told.message == "killed by signal 9 (SIGKILL): host out of memory"
+    assert told.explanation[0] == ("the kernel killed 2 processes for want of host memory (oom_kill in "
+                                   "memory.events); its memory peaked at 3.50 GiB")  # fmt: skip
+    assert told.fix[0].startswith("--set batch.micro_size=")
+    assert told.memory is not None
+    by_someone = explain(killed, run_dir, 2, MemoryFacts(curves, 1.0, 0, "memory.events"))
+    assert by_someone.message == killed.message
+    assert by_someone.explanation == (
+        "from outside: no out-of-memory kill was counted; its memory peaked at 3.50 GiB",
+    )
+    unknown = explain(killed, run_dir, 2, MemoryFacts({}, 1.0, None, None))
+    assert "no oom_kill counter is readable; it ended before its memory was seen" in unknown.explanation[0]
+
+
+@pytest.mark.parametrize(
+    ("number", "word"),
+    [(signal.SIGSEGV, "native code"), (signal.SIGABRT, "assertion"), (signal.SIGBUS, "/dev/shm is full"),
+     (signal.SIGILL, "this CPU"), (signal.SIGFPE, "zero")],
+)  # fmt: skip
+def test_a_crash_is_explained(tmp_path: Path, number: int, word: str) -> None:
+    told = explain(Failure(0, "killed", killed_by=number), tmp_path, 1, NONE)
+    assert word in told.explanation[0]
+    assert told.fix
+
+
+@pytest.mark.parametrize("message", ["ValueError: no", HOST])
+def test_without_a_configuration_nothing_is_made_up(tmp_path: Path, message: str) -> None:
+    told = explain(Failure(0, message), tmp_path, 1, NONE)
+    assert (told.message, told.explanation, told.fix) == (message, (), ())

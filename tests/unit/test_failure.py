@@ -1,0 +1,216 @@
+"""The first cause among what ranks and torchrun left behind, and the card that tells it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from bert_dp import lifeline, record
+from bert_dp.config import ConfigError
+from launcher.failure import (
+    CONSEQUENCES_SHOWN,
+    Departure,
+    Failure,
+    card,
+    crash_stack,
+    first_cause,
+    first_line,
+    read_end,
+    summary_facts,
+)
+from launcher.memory import MemoryFacts
+
+TORCHRUN = """
+Failures:
+[1]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : -9 (pid: 22935)  (SIGKILL)
+Root Cause (first observed failure):
+[0]:
+  rank      : 0 (local_rank: 0)
+  exitcode  : 1 (pid: 22934)
+"""
+
+
+def error(logs: Path, rank: int, message: str, time_ns: int, bad_input: list[str] | None = None) -> None:
+    facts = {"rank": rank, "time_ns": time_ns, "type": "RuntimeError", "message": message, "where": "a.py:1"}
+    (logs / f"rank-{rank}.error.json").write_text(json.dumps({**facts, "bad_input": bad_input}))
+
+
+def test_a_kill_comes_before_what_the_others_saw(tmp_path: Path) -> None:
+    error(tmp_path, 0, "Connection reset by peer", 5)
+    failure = first_cause(tmp_path, TORCHRUN)
+    assert failure is not None
+    assert (failure.rank, failure.message) == (1, "killed by signal 9 (SIGKILL)")
+
+
+def test_an_exception_comes_before_the_kills_that_follow_it(tmp_path: Path) -> None:
+    error(tmp_path, 0, "out of memory", 9)
+    error(tmp_path, 2, "Connection closed by peer", 5)
+    failure = first_cause(tmp_path, TORCHRUN)
+    assert failure is not None
+    assert (failure.rank, failure.message) == (0, "RuntimeError: out of memory")
+
+
+def test_the_earliest_exception_wins_and_bad_input_before_it(tmp_path: Path) -> None:
+    error(tmp_path, 0, "late", 9)
+    error(tmp_path, 1, "early", 3)
+    assert first_cause(tmp_path, "").rank == 1  # type: ignore[union-attr]
+    error(tmp_path, 2, "optim.lr: wrong", 20, bad_input=["optim.lr: wrong"])
+    failure = first_cause(tmp_path, "")
+    assert failure is not None
+    assert failure.bad_input == ("optim.lr: wrong",)
+
+
+def test_nothing_recorded_is_no_cause(tmp_path: Path) -> None:
+    assert first_cause(tmp_path, "") is None
+
+
+def test_the_log_tail_comes_along(tmp_path: Path) -> None:
+    (tmp_path / "rank-1.log").write_text("\n".join(f"line {i}" for i in range(100)))
+    failure = first_cause(tmp_path, TORCHRUN)
+    assert failure is not None
+    assert failure.tail[-1] == "line 99"
+    assert len(failure.tail) == 20
+
+
+def test_what_followed_is_marked_and_who_failed_alike_is_no_consequence(tmp_path: Path) -> None:
+    error(tmp_path, 1, "loss is not finite", 3)
+    error(tmp_path, 2, "loss is nowhere finite", 4)
+    error(tmp_path, 0, "[/build/gloo/pair.cc:537] Connection closed by peer [::1]:9. Typically it hangs.", 5)
+    departures = [Departure(1, 1, 6), Departure(3, -signal.SIGTERM, 7), Departure(4, -signal.SIGBUS, 8)]
+    failure = first_cause(tmp_path, "", departures)
+    assert failure is not None
+    assert (failure.rank, failure.alike) == (1, (2,))
+    assert failure.consequences == (
+        "rank 0: RuntimeError: Connection closed by peer [::1]:9", "rank 4: killed by signal 7 (SIGBUS)"
+    )  # fmt: skip
+
+
+CRASH = f"""setting up
+Fatal Python error: Segmentation fault
+
+Thread 0x00007f01 (most recent call first):
+  File "other.py", line 9 in wait
+
+Current thread 0x00007f02 (most recent call first):
+  File "{sysconfig.get_path("stdlib")}/ctypes/__init__.py", line 519 in string_at
+  File "/data/mine/hook.py", line 12 in poke
+  File "/data/mine/main.py", line 3 in <module>
+
+Extension modules: numpy.core (total: 1)
+"""
+
+
+def test_a_crash_shows_the_stack_of_its_thread_and_our_line_in_it(tmp_path: Path) -> None:
+    (tmp_path / "rank-1.log").write_text(CRASH)
+    failure = first_cause(tmp_path, "", [Departure(1, -signal.SIGSEGV, 1)])
+    assert failure is not None
+    assert (failure.killed_by, failure.where, failure.source) == (11, "/data/mine/hook.py:12", "in poke")
+    assert failure.tail[0] == "Fatal Python error: Segmentation fault"
+    assert failure.tail[1].startswith("Current thread")
+    assert failure.tail[-1].endswith('main.py", line 3 in <module>')
+    killed = first_cause(tmp_path, "", [Departure(1, -signal.SIGKILL, 1)])
+    assert killed is not None  # that stack is of an earlier part of the log, SIGKILL leaves none
+    assert (killed.where, killed.tail[0]) == (None, "setting up")
+
+
+def test_no_stack_is_no_stack() -> None:
+    assert crash_stack("all is well\n") == ()
+
+
+def test_a_log_of_any_size_is_read_from_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_bytes(b"x" * 5_000_000 + b"\nlast\n")
+    assert read_end(path).endswith("last\n")
+    assert len(read_end(path)) < 100_000
+    assert read_end(tmp_path / "none") == ""
+
+
+def test_the_first_line_of_a_message_that_says_something() -> None:
+    assert first_line("\n\n  one  \ntwo") == "one"
+    assert first_line("[enforce fail at alloc_cpu.cpp:118] err") == "[enforce fail at alloc_cpu.cpp:118] err"
+    assert first_line("[/a/b/pair.cc:537] Read error") == "Read error"
+    assert len(first_line("x" * 10_000)) < 700
+
+
+def full(**more: object) -> Failure:
+    values = {"rank": 3, "message": "ValueError: no", "log": Path("logs/rank-3.log"), "tail": ("a", "b"),
+              "where": "mine.py:7", "source": "in f: g()", **more}  # fmt: skip
+    return Failure(**values)  # type: ignore[arg-type]
+
+
+def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:
+    many = tuple(f"rank {i}: RuntimeError: Connection closed by peer" for i in range(4, 40))
+    memory = MemoryFacts({"rank 3": (1.0, 2.0), "rank 1": (0.5, 1.0), "rank 2": (0.1,)}, 1.0, 0, None)
+    lines = card(full(consequences=many, explanation=("it is so",), fix=("do so",), memory=memory), tmp_path)
+    assert lines[:4] == ["failed: rank 3: ValueError: no", "  at mine.py:7 in f: g()",
+                         "  log: logs/rank-3.log", f"  run: {tmp_path}"]  # fmt: skip
+    assert lines[4:6] == ["  why: it is so", "  fix: do so"]
+    assert [line.partition(" peak ")[2] for line in lines[6:8]] == ["2.00 GiB", "1.00 GiB"]
+    assert sum(line.startswith("  consequence: rank") for line in lines) == CONSEQUENCES_SHOWN
+    assert "  consequence: 30 more ranks; all in summary.json" in lines
+    assert lines[-2:] == ["  | a", "  | b"]
+
+
+def test_the_card_cannot_control_the_terminal(tmp_path: Path) -> None:
+    assert not any("\x1b" in line for line in card(full(message="\x1b[2Jx", tail=("\x1b]0;t",)), tmp_path))
+
+
+def test_the_summary_keeps_all_that_the_card_tells(tmp_path: Path) -> None:
+    memory = MemoryFacts({"rank 3": (1.0, 2.0)}, 4.0, 1, "memory.events")
+    failure = full(consequences=("rank 0: x",), explanation=("why",), fix=("fix",), memory=memory, alike=(1,),
+                   killed_by=9)  # fmt: skip
+    facts = json.loads(json.dumps(summary_facts(failure)))
+    assert facts == {
+        "cause": "rank 3: ValueError: no", "rank": 3, "where": "mine.py:7", "source": "in f: g()",
+        "killed_by": 9, "explanation": ["why"], "fix": ["fix"], "alike": [1], "consequences": ["rank 0: x"],
+        "log": "logs/rank-3.log", "log_tail": ["a", "b"], "memory_curve_gib": {"rank 3": [1.0, 2.0]},
+        "memory_interval_s": 4.0, "oom_kills": 1,
+    }  # fmt: skip
+    told = " ".join(card(failure, tmp_path))
+    bare = summary_facts(dataclasses.replace(failure, memory=None, rank=None))
+    assert (bare["cause"], bare["memory_curve_gib"], bare["oom_kills"]) == ("ValueError: no", None, None)
+    assert all(text in told for text in ("ValueError: no", "mine.py:7", "g()", "why", "fix", "rank 0: x"))
+
+
+def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
+    path = tmp_path / "rank-2.error.json"
+    there: list[bool] = []
+    monkeypatch.setattr(lifeline.traceback, "print_exception", lambda _: there.append(path.exists()))
+    try:
+        json.loads("{")
+    except ValueError as problem:
+        lifeline.record_error(2, problem)
+    assert there == [True]
+    facts = json.loads(path.read_text())
+    assert facts["type"] == "JSONDecodeError"  # raised in the standard library, blamed on the line above
+    assert facts["where"].rpartition(":")[0] == __file__
+    assert facts["source"] == 'json.loads("{")'
+    assert facts["function"] == "test_the_cause_is_on_disk_before_its_traceback_is_in_the_log"
+
+
+def test_bad_input_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
+    lifeline.record_error(0, ConfigError(["optim.lr: wrong"]))
+    assert capsys.readouterr().err == "error: optim.lr: wrong\n"
+    failure = first_cause(tmp_path, "")
+    assert failure is not None
+    assert failure.bad_input == ("optim.lr: wrong",)
+
+
+def test_own_code_is_neither_pythons_nor_a_packages() -> None:
+    assert record.is_own_code(record.__file__)
+    assert record.is_own_code("/data/mine/hook.py")
+    packages = sysconfig.get_path("purelib")
+    for library in (json.__file__, f"{packages}/torch/nn/modules/linear.py", pytest.__file__,
+                    "/x/lib/python3/dist-packages/a.py", "<frozen runpy>", "<string>"):  # fmt: skip
+        assert not record.is_own_code(library)

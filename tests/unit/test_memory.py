@@ -1,0 +1,118 @@
+"""Memory curves and out-of-memory kills, through fake kernel files."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launcher.memory import BARS_SHOWN, GIB, GROUP, POINTS, MemoryWatch, group_bytes, oom_kills, sparkline
+
+
+def write(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+EVENTS = "low 0\nhigh 0\nmax 7\noom 3\noom_kill {}\noom_group_kill 0\n"
+V2 = {"proc/self/cgroup": "0::/user/job\n", "sys/fs/cgroup/user/job/memory.events": EVENTS.format(2),
+      "sys/fs/cgroup/user/memory.events": EVENTS.format(9),
+      "sys/fs/cgroup/user/job/memory.current": f"{3 * GIB}\n"}  # fmt: skip
+V1 = {"proc/self/cgroup": "4:cpu:/\n3:memory:/job\n",
+      "sys/fs/cgroup/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n",
+      "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{GIB}\n"}  # fmt: skip
+CONTAINER = {"proc/self/cgroup": "3:memory:/docker/abc\n",  # a path of the host's; ours is mounted at the top
+             "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 5\n"}  # fmt: skip
+NO_GROUP = {"proc/self/cgroup": "0::/\n", "proc/vmstat": "nr_free_pages 1\noom_kill 6\n"}
+
+
+@pytest.mark.parametrize(
+    ("files", "kills", "used"),
+    [(V2, 2, 3 * GIB), (V1, 4, GIB), (CONTAINER, 5, None), (NO_GROUP, 6, None), ({}, None, None)],
+)
+def test_the_nearest_counter_is_read(
+    tmp_path: Path, files: dict, kills: int | None, used: int | None
+) -> None:
+    root = write(tmp_path, files)
+    found = oom_kills(root)
+    assert (found[0] if found else None) == kills
+    assert group_bytes(root) == used
+
+
+def test_kills_during_the_run_are_counted(tmp_path: Path) -> None:
+    watch = MemoryWatch(write(tmp_path, V2))
+    assert watch.facts().oom_kills == 0
+    path = tmp_path / "sys/fs/cgroup/user/job/memory.events"
+    path.write_text(EVENTS.format(3))
+    assert (watch.facts().oom_kills, watch.facts().counter) == (1, str(path))
+    path.unlink()  # now another counter would be read: no difference between two counters
+    assert watch.facts().oom_kills is None
+
+
+@dataclasses.dataclass
+class Worker:
+    """As much of psutil.Process as is read."""
+
+    gib: float = 0.0
+    gone: bool = False
+
+    def memory_info(self) -> Worker:
+        if self.gone:
+            raise psutil.NoSuchProcess(1)
+        return self
+
+    @property
+    def rss(self) -> int:
+        return int(self.gib * GIB)
+
+
+@pytest.mark.parametrize("count", [1, 7, POINTS, POINTS + 1, 20 * POINTS + 3])
+def test_a_curve_stays_short_and_keeps_every_peak(tmp_path: Path, count: int) -> None:
+    seconds = 0.0
+    watch = MemoryWatch(tmp_path, clock=lambda: seconds)
+    worker = Worker()
+    for second in range(count):
+        seconds, worker.gib = float(second), 5.0 if second == count // 2 else 1.0
+        watch.sample({3: worker})  # type: ignore[dict-item]
+        watch.sample({3: worker})  # type: ignore[dict-item]  # within the second: nothing
+    facts = watch.facts()
+    curve = facts.curves_gib["rank 3"]
+    assert len(curve) <= POINTS
+    assert facts.peak_gib("rank 3") == max(curve) == 5.0
+    assert sum(value == 5.0 for value in curve) == 1
+    assert len(curve) * facts.interval_s >= count > (len(curve) - 1) * facts.interval_s
+
+
+def test_a_worker_that_has_gone_leaves_its_curve(tmp_path: Path) -> None:
+    seconds = 0.0
+    watch = MemoryWatch(write(tmp_path, V1), clock=lambda: seconds)
+    workers = {0: Worker(1.0), 10: Worker(2.0), 2: Worker(3.0)}
+    for seconds in (0.0, 1.0, 2.0):
+        workers[10].gone = seconds > 0
+        watch.sample(workers)  # type: ignore[arg-type]
+    curves = watch.facts().curves_gib
+    assert list(curves) == ["rank 0", "rank 2", "rank 10", GROUP]
+    assert curves["rank 10"] == (2.0,)
+    assert curves["rank 0"] == curves[GROUP] == (1.0, 1.0, 1.0)
+    assert watch.facts().peak_gib("rank 7") is None
+
+
+def test_the_memory_of_a_real_process_is_seen() -> None:
+    watch = MemoryWatch()
+    watch.sample({0: psutil.Process(os.getpid())})
+    seen = watch.facts().peak_gib("rank 0")
+    assert seen is not None
+    assert 0.005 < seen < psutil.virtual_memory().total / GIB
+
+
+def test_sparkline() -> None:
+    assert sparkline([1, 8]) == "▂█"
+    assert sparkline([]) == sparkline([0.0]) == ""
+    long = sparkline([1.0] * 500 + [8.0] + [1.0] * 499)
+    assert len(long) == BARS_SHOWN
+    assert long.count("█") == 1
