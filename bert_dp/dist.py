@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import datetime
 import json
 import os
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bert_dp.binding import Placement, place
 from bert_dp.config import ConfigError
 from bert_dp.record import INIT_FILE
 from bert_dp.world import World
@@ -166,20 +168,22 @@ def keep_freed_memory() -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink the heap
 
 
-def bind_cpu(world: World) -> int:
-    """Give this rank its equal share of the allowed cores and as many threads; returns the thread count.
+def bind(device: torch.device, world: World) -> Placement:
+    """Give this rank its cores (see binding.py) and at most as many threads; on a CPU exactly as many."""
+    if device.type == "cuda":
+        placed = place(world.local_rank, world.local_size, [pci_address(i) for i in range(world.local_size)])
+        placed = dataclasses.replace(placed, threads=min(placed.threads, torch.get_num_threads()))
+    else:
+        placed = place(world.local_rank, world.local_size)
+        keep_freed_memory()
+    torch.set_num_threads(placed.threads)
+    return placed
 
-    With fewer cores than ranks nothing is pinned and each rank has one thread.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // world.local_size
-    if share:
-        mine = cores[world.local_rank * share : (world.local_rank + 1) * share]
-        os.sched_setaffinity(0, mine)
-    threads = max(1, share)
-    torch.set_num_threads(threads)
-    keep_freed_memory()
-    return threads
+
+def pci_address(index: int) -> str:
+    """domain:bus:device.function of a visible GPU, as sysfs names it."""
+    gpu: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack the PCI fields
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
 def _measure(rank: int, size: int, store: str, num_bytes: int, repeats: int) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 
 from bert_dp.config import ConfigError
-from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, LOG_DIR, start_ticks
+from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, LOG_DIR, hide, secret_values, start_ticks
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -73,10 +73,12 @@ def follow_launcher() -> None:
 
 def record_error(rank: int, error: BaseException) -> None:
     """Leave the cause where the launcher looks first: $BERT_DP_LOG_DIR/rank-N.error.json."""
+    secrets = secret_values(os.environ)  # a library may have put one into its message
     if isinstance(error, ConfigError):
-        sys.stderr.write("".join(f"error: {issue}\n" for issue in error.issues))
+        text = "".join(f"error: {issue}\n" for issue in error.issues)
     else:
-        traceback.print_exception(error)
+        text = "".join(traceback.format_exception(error))
+    sys.stderr.write(hide(text, secrets))
     folder = os.environ.get(LOG_DIR)
     if not folder:
         return
@@ -84,11 +86,11 @@ def record_error(rank: int, error: BaseException) -> None:
     own = [f for f in frames if "site-packages" not in f.filename and "/torch/" not in f.filename] or frames
     facts = {
         "rank": rank,
-        "time_ns": time.time_ns(),
+        "time_ns": time.monotonic_ns(),  # since boot: one clock for all processes, and it never jumps
         "type": type(error).__name__,
-        "message": str(error),
+        "message": hide(str(error), secrets),
         "where": f"{own[-1].filename}:{own[-1].lineno}" if own else None,
-        "bad_input": list(error.issues) if isinstance(error, ConfigError) else None,
+        "bad_input": [hide(i, secrets) for i in error.issues] if isinstance(error, ConfigError) else None,
     }
     path = Path(folder) / f"rank-{rank}.error.json"
     with contextlib.suppress(OSError):  # a full disk must not hide the cause: the log has it too

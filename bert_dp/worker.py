@@ -68,14 +68,14 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals) -> None:
     plan = batch_plan(config, world.size)
     device = dist.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
-    threads = setup.bind(config, device, world)
+    placed = setup.bind(config, device, world)
     engine = parallel.engine_name(config.parallel, world.size)
     comm = dist.connect(world, device, group_of_one=engine != "single")
     corpus = setup.open_data(config, comm)
     resume = setup.find_resume(config, run_dir, comm, device, corpus, arguments.resume)
     job, start = setup.assemble(config, plan, run_dir, comm, device, corpus, resume, lambda: signals.received)
-    setup.describe(job, threads, resume)
-    setup.write_environment(job, threads)
+    setup.describe(job, placed, resume)
+    setup.write_environment(job, placed)
     setup_s = time.monotonic() - started
     train.dry_run(job)
     setup.restore(job, resume, start)

@@ -22,6 +22,7 @@ import psutil
 
 from bert_dp import record
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
+from launcher.redact import scrub, secrets
 from launcher.starters import WORKER, start_command, start_environment
 
 DEVNULL = subprocess.DEVNULL
@@ -91,7 +92,7 @@ class Roll:
         for descriptor, _ in self._poller.poll(seconds * 1000):
             worker, rank = self._present.pop(descriptor)
             self._ended.add(worker)
-            self.departures.append(Departure(rank, _exit_code(worker.pid), time.time_ns()))
+            self.departures.append(Departure(rank, _exit_code(worker.pid), time.monotonic_ns()))
             self._poller.unregister(descriptor)
             os.close(descriptor)
 
@@ -177,6 +178,8 @@ def run(
         for number, handler in previous.items():
             signal.signal(number, handler)
         shutil.rmtree(scratch, ignore_errors=True)
+        for problem in scrub(run_dir, secrets(sys.argv)):  # before anything is read from there and shown
+            sys.stderr.write(f"warning: {problem}\n")
     said = launcher_log.read_bytes()[offset:].decode("utf-8", "replace")
     how = _ended(process.returncode, "and no summary")
     unknown = Failure(None, f"{launcher}: {how}", None, launcher_log, _tail(said), ())

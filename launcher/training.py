@@ -6,6 +6,7 @@ import contextlib
 import glob
 import importlib.util
 import os
+import stat
 import subprocess
 import sys
 import tempfile
@@ -32,7 +33,7 @@ from bert_dp.config import (
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
 from launcher import closing, environment, page, processes, restarts, starters
 from launcher.display import PLAIN, Display, show
-from launcher.redact import redact_argv
+from launcher.redact import redact_argv, secrets, setting_issues
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -122,11 +123,14 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
     standing = next(p for p in (run_dir, *run_dir.parents) if p.exists())
     if not standing.is_dir():
         return [f"--run-dir: {run_dir} cannot be made, {standing} is a file"]
+    has_run = any((run_dir / "checkpoints").glob("step-*")) or (run_dir / "metrics.jsonl").exists()
+    if not has_run and anyone_writes(run_dir):
+        return [f"--run-dir: {run_dir} can be written by every user, who could exchange its checkpoints; "
+                f"chmod o-w it, or choose another directory"]  # fmt: skip
     if not os.access(standing, os.W_OK | os.X_OK):
         return [f"--run-dir: {standing} cannot be written; choose another directory"]
     if resume not in ("auto", "never") and record.newest_checkpoint_facts(Path(resume)) is None:
         return [f"--resume: {resume} holds no checkpoint; use auto, never, or a checkpoint's directory"]
-    has_run = any((run_dir / "checkpoints").glob("step-*")) or (run_dir / "metrics.jsonl").exists()
     if not has_run:
         return []
     if resume == "never":
@@ -134,6 +138,18 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
     found = record.newest_checkpoint_facts(run_dir)
     lines = changed_settings(found[1]["config"], config) if found else []
     return [f"{line}; undo it or choose another --run-dir" for line in lines]
+
+
+def anyone_writes(directory: Path) -> bool:
+    return directory.is_dir() and bool(directory.stat().st_mode & stat.S_IWOTH)
+
+
+def exposure_issues(config: Config, where: Path) -> list[str]:
+    """Settings that would carry a secret into the run directory; one line each."""
+    data = config.data
+    texts = {"data.path": data.path, "data.sources": " ".join(data.sources or ()), "--run-dir": str(where),
+             "data.tokenizer": data.tokenizer, "run.init_from": config.run.init_from}  # fmt: skip
+    return setting_issues(texts, secrets(sys.argv))
 
 
 def expected_steps(config: Config) -> int | None:
@@ -202,7 +218,8 @@ def resume_issues(run_dir: Path, config: Config, resume: str, data_hash: str) ->
     undo = "undo it or choose another --run-dir"
     issues = [f"{line}; {undo}" for line in changed_settings(facts["config"], config)]
     if facts.get("data_hash") != data_hash:
-        issues.append(f"data: {path.name} was trained on other shards ({facts.get('data_hash')}); {undo}")
+        hashes = f"({str(facts.get('data_hash'))[:16]}, these are {data_hash[:16]})"
+        issues.append(f"data: {path.name} was trained on other shards {hashes}; {undo}")
     return issues
 
 
@@ -226,7 +243,7 @@ def train(
     ranks = choose_nproc(nproc, config)
     plan = batch_plan(config, ranks)
     where = (run_dir or Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    issues = [*starters.launcher_issues(launcher), *input_issues(config)]
+    issues = [*starters.launcher_issues(launcher), *input_issues(config), *exposure_issues(config, where)]
     if issues := [*issues, *run_dir_issues(where, config, resume)]:
         raise ConfigError(issues)
     cores = len(os.sched_getaffinity(0))
@@ -236,6 +253,8 @@ def train(
         warnings.append(f"{ranks} CPU ranks share {cores} cores")
     if policy.max_restarts and not config.checkpoint.every_steps:
         warnings.append("--max-restarts: checkpoint.every_steps is 0, so a restart begins at the start")
+    if anyone_writes(where):  # a file system without modes must not lock a run out that stands there
+        warnings.append(f"{where} can be written by every user; chmod o-w it")
     for line in warnings:
         show(console, f"warning: {line}", style="yellow", **PLAIN)
     if dry_run:
