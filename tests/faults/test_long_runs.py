@@ -50,7 +50,8 @@ def peak_mb():
 """
 LINE = {
     "step": 0, "samples": 0, "tokens": 0, "epoch": 0, "progress": 0.0, "loss": 0.0, "lr": 1e-3,
-    "grad_norm": 1.5, "global_batch": 8, "micro_batch": 2, "accumulation": 2, "world_size": 2, "step_time_s": 0.123456789,
+    "grad_norm": 1.5, "global_batch": 8, "micro_batch": 2, "accumulation": 2, "world_size": 2,
+    "step_time_s": 0.123456789,
     "steps_per_s": 8.1, "global_steps_per_s": 32.4, "samples_per_s": 64.8, "tokens_per_s": 1036.8,
     "tokens_per_s_per_gpu": 518.4, "mfu": None, "data_wait_s": 0.001, "forward_backward_s": 0.1,
     "optimizer_s": 0.02, "peak_memory_gib": 0.3, "elapsed_s": 0.0, "skipped_steps": 0,

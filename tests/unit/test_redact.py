@@ -62,7 +62,8 @@ def test_checkpoints_and_what_lies_behind_links_are_left_alone(tmp_path: Path) -
 def test_which_values_are_secrets(tmp_path: Path) -> None:
     environ = {
         "HF_TOKEN": "hf_abcdef", "api_key": "abcdef", "PASSPHRASE": "short",
-        "TOKENIZERS_PARALLELISM": "disabled", "MAX_TOKENS": "1000000", "HOME": "/root-of-it", "KEY_FILE": str(tmp_path), "KEY_PATH": "/not/there",
+        "TOKENIZERS_PARALLELISM": "disabled", "MAX_TOKENS": "1000000",
+        "HOME": "/root-of-it", "KEY_FILE": str(tmp_path), "KEY_PATH": "/not/there",
     }  # fmt: skip
     assert secret_values(environ) == {"hf_abcdef": "HF_TOKEN", "abcdef": "api_key", "/not/there": "KEY_PATH"}
     argv = ["bert-dp", "train", "--token=abcdefg", "--api-key", "hijklmn", "--set", "schedule.tokens=1000000"]
