@@ -43,10 +43,12 @@ if os.environ.get("RANK") == "0" and "bert_dp.worker" in sys.orig_argv:
         return plain(*arguments, **options)
     train.train_step = train_step
 """
+# not ru_maxrss, which a process inherits from the one that started it
 PEAK = """
-import resource, sys
+import sys
 def peak_mb():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1e3
 """
 LINE = {
     "step": 0, "samples": 0, "tokens": 0, "epoch": 0, "progress": 0.0, "loss": 0.0, "lr": 1e-3,
