@@ -9,7 +9,6 @@ import contextlib
 import csv
 import dataclasses
 import datetime
-import functools
 import importlib.metadata
 import os
 import platform
@@ -193,8 +192,9 @@ def _find_gpus(root: Path) -> tuple[list[Gpu], int, str | None]:
     """Visible GPUs, the number present, and why nvidia-smi failed. Falls back to the driver's own list."""
     devices: list[tuple[Gpu, str]] = []  # with the UUID, which CUDA_VISIBLE_DEVICES may name
     error: str | None = None
-    if tool := shutil.which("nvidia-smi"):
-        output, error = _query_gpus(tool)
+    if shutil.which("nvidia-smi"):
+        query = "--query-gpu=index,uuid,name,memory.total,driver_version,pci.bus_id"
+        output, error = run_command(["nvidia-smi", query, "--format=csv,noheader,nounits"], 8)
         for row in csv.reader((output or "").splitlines(), skipinitialspace=True):
             if len(row) == 6 and row[0].isdigit():
                 mib = float(row[3]) if row[3].replace(".", "").isdigit() else None
@@ -203,13 +203,6 @@ def _find_gpus(root: Path) -> tuple[list[Gpu], int, str | None]:
     if not devices:
         devices = _driver_gpus(root)
     return _visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES")), len(devices), error
-
-
-@functools.cache
-def _query_gpus(tool: str) -> tuple[str | None, str | None]:
-    """Asked once: where the driver is loaded for it, nvidia-smi takes a second or more."""
-    query = "--query-gpu=index,uuid,name,memory.total,driver_version,pci.bus_id"
-    return run_command([tool, query, "--format=csv,noheader,nounits"], 8)
 
 
 def _numa_node(root: Path, address: str) -> int | None:

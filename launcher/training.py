@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,9 +60,8 @@ def find_config(name: str | None, run_dir: Path | None) -> Path:
     return path
 
 
-def choose_nproc(setting: str, config: Config) -> int:
+def choose_nproc(setting: str, config: Config, gpus: int) -> int:
     """Number of ranks. Raises ConfigError for more ranks than GPUs or something that is not a number."""
-    gpus = 0 if config.run.device == "cpu" else environment.num_gpus()
     if config.run.device == "cuda" and gpus == 0:
         raise ConfigError(["run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"])
     if setting == "auto":
@@ -240,16 +240,16 @@ def train(
     """Returns the exit code. Raises ConfigError, before any rank starts, with everything that is wrong."""
     path = find_config(name, run_dir)
     config = absolute(load_config(path, overrides))
-    ranks = choose_nproc(nproc, config)
+    gpus = 0 if config.run.device == "cpu" else environment.num_gpus()
+    ranks = choose_nproc(nproc, config, gpus)
     plan = batch_plan(config, ranks)
     where = (run_dir or Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     issues = [*starters.launcher_issues(launcher), *input_issues(config), *exposure_issues(config, where)]
     if issues := [*issues, *run_dir_issues(where, config, resume)]:
         raise ConfigError(issues)
     cores = len(os.sched_getaffinity(0))
-    on_gpu = config.run.device != "cpu" and environment.num_gpus() > 0
     warnings = no_effect(config)
-    if ranks > cores and not on_gpu:
+    if ranks > cores and not gpus:
         warnings.append(f"{ranks} CPU ranks share {cores} cores")
     if policy.max_restarts and not config.checkpoint.every_steps:
         warnings.append("--max-restarts: checkpoint.every_steps is 0, so a restart begins at the start")
@@ -258,7 +258,7 @@ def train(
     for line in warnings:
         show(console, f"warning: {line}", style="yellow", **PLAIN)
     if dry_run:
-        for line in describe(config, plan, on_gpu):
+        for line in describe(config, plan, gpus > 0):
             show(console, line, **PLAIN)
         return 0
     try:
@@ -269,16 +269,18 @@ def train(
     if held is None:
         raise ConfigError([f"--run-dir: {where} is in use by another run; choose another directory"])
     with held:
-        return run_locked(config, ranks, where, resume, launcher, console, policy)
+        return run_locked(config, ranks, where, resume, launcher, console, policy, on_gpu=gpus > 0)
 
 
 def run_locked(
     config: Config, ranks: int, where: Path, resume: str, launcher: str, console: Console,
-    policy: restarts.Policy,
+    policy: restarts.Policy, *, on_gpu: bool,
 ) -> int:  # fmt: skip
     """The run itself, once the directory is ours. Nothing in it changes before the last check has passed."""
     show(console, f"run directory: {where}", **PLAIN)
-    directory = prepare_data(config)
+    with ThreadPoolExecutor(1) as pool:  # nvidia-smi may take as long as the check of the data
+        probing = pool.submit(environment.probe, where)
+        directory = prepare_data(config)
     manifest = record.read_json(directory / "manifest.json") or {}
     if issues := resume_issues(where, config, resume, str(manifest.get("hash"))):
         raise ConfigError(issues)
@@ -287,11 +289,10 @@ def run_locked(
         show(console, closing.closing_table(where))
         return 0
     record.write_text(where / "config.yaml", dump_config(config))
-    facts = environment.probe(where).to_json()
+    facts = probing.result().to_json()
     command = {"command": redact_argv(sys.argv), "launcher": launcher}
     record.write_json(where / "environment.json", {**facts, **command})
     show(console, f"launcher: {launcher}", **PLAIN)
-    on_gpu = config.run.device != "cpu" and environment.num_gpus() > 0
 
     def attempt(ranks: int, resume: str) -> processes.RunResult:
         with Display(where, console, config.schedule.hours) as display:
