@@ -16,6 +16,9 @@ import json
 import os
 import re
 import shutil
+import sys
+import tempfile
+import time
 import uuid
 from collections.abc import Collection
 from pathlib import Path
@@ -27,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from bert_dp import record
 from bert_dp.config import ConfigError
 from bert_dp.cost import GIB
+from bert_dp.lifeline import follow_launcher
 from bert_dp.parallel import State
 
 VERSION = 1  # of the manifest
@@ -244,3 +248,31 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def main(folder: Path, num_bytes: int = 32 * 2**20) -> None:
+    """`python -m bert_dp.checkpoint DIR`: write, verify by hash, load, compare, remove; prints one JSON line.
+
+    Raises OSError or RuntimeError when the file system does not keep what was written.
+    """
+    import torch
+
+    follow_launcher()
+    parts = [torch.randint(0, 2**31, (num_bytes // 8,), dtype=torch.int64) for _ in range(2)]
+    state: State = {"model": {"w": parts[0]}, "optimizer": {"w": parts[1]}, "scaler": {}}
+    with tempfile.TemporaryDirectory(prefix=".bert-dp-", dir=folder) as place:
+        start = time.perf_counter()
+        path = save(Path(place), 0, state, {}, keep=1)
+        problem = check(path)
+        found, _ = load(path)
+        seconds = time.perf_counter() - start
+        same = (torch.equal(found[part]["w"], state[part]["w"]) for part in ("model", "optimizer"))
+        if problem or not all(same):
+            raise RuntimeError(problem or f"{path}: what was read differs from what was written")
+    size = 2 * num_bytes
+    result = {"bytes": size, "seconds": seconds, "mb_per_s": size / seconds / 1e6}
+    sys.stdout.write(json.dumps(result) + "\n")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -106,11 +106,11 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
     data = config.data
     if data.path is not None:
         directory = Path(data.path).expanduser()
-        manifest = shards.read_manifest(directory)
+        manifest = _sound(directory)
     else:
         directory = cache_dir(config)
         try:
-            manifest = shards.read_manifest(directory)
+            manifest = _sound(directory)
         except ConfigError:
             manifest = build(
                 data.sources or (),
@@ -125,6 +125,14 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
     if issues := data_issues(config, manifest):
         raise ConfigError(issues)
     return directory
+
+
+def _sound(directory: Path) -> dict[str, Any]:
+    """The manifest, checked against files and sampled blocks. Raises ConfigError with both hashes."""
+    manifest = shards.read_manifest(directory)
+    if problems := shards.check_blocks(directory, manifest):
+        raise ConfigError(problems)
+    return manifest
 
 
 @contextlib.contextmanager
@@ -151,7 +159,7 @@ def _existing(
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
     try:
-        manifest = shards.read_manifest(out)
+        manifest = _sound(out)
     except ConfigError:
         manifest = None
     if manifest is not None and manifest["build"] == settings and len(manifest["sources"]) == len(records):

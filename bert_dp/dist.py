@@ -1,11 +1,13 @@
 """How ranks meet and talk beside the gradients, the shared clock, and which device and cores a rank gets.
 
-`python -m bert_dp.dist [N]` measures an all-reduce over N local gloo ranks and prints one JSON line.
+`python -m bert_dp.dist [N]` measures an all-reduce for two seconds over N local ranks, each on a GPU of its
+own where there are as many, and prints one JSON line.
 """
 
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import datetime
 import json
 import os
@@ -19,10 +21,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from bert_dp.binding import Placement, place
 from bert_dp.config import ConfigError
+from bert_dp.lifeline import follow_launcher
 from bert_dp.record import INIT_FILE
 from bert_dp.world import World
 
+MEASURE_S = 2.0  # of `python -m bert_dp.dist`
+WARM_UP = 5
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -190,48 +196,72 @@ def keep_freed_memory() -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink the heap
 
 
-def bind_cpu(world: World) -> int:
-    """Give this rank its equal share of the allowed cores and as many threads; returns the thread count.
-
-    With fewer cores than ranks nothing is pinned and each rank has one thread.
-    """
-    cores = sorted(os.sched_getaffinity(0))
-    share = len(cores) // world.local_size
-    if share:
-        mine = cores[world.local_rank * share : (world.local_rank + 1) * share]
-        os.sched_setaffinity(0, mine)
-    threads = max(1, share)
-    torch.set_num_threads(threads)
-    keep_freed_memory()
-    return threads
+def bind(device: torch.device, world: World) -> Placement:
+    """Give this rank its cores (see binding.py) and at most as many threads; on a CPU exactly as many."""
+    if device.type == "cuda":
+        placed = place(world.local_rank, world.local_size, [pci_address(i) for i in range(world.local_size)])
+        placed = dataclasses.replace(placed, threads=min(placed.threads, torch.get_num_threads()))
+    else:
+        placed = place(world.local_rank, world.local_size)
+        keep_freed_memory()
+    torch.set_num_threads(placed.threads)
+    return placed
 
 
-def _measure(rank: int, size: int, store: str, num_bytes: int, repeats: int) -> None:
+def pci_address(index: int) -> str:
+    """domain:bus:device.function of a visible GPU, as sysfs names it."""
+    gpu: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack the PCI fields
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+
+
+def _measure(rank: int, size: int, store: str, backend: str, num_bytes: int, seconds: float) -> None:
+    """One rank: about `seconds` of all-reduces; rank 0 prints the result."""
+    follow_launcher()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-    data = torch.ones(num_bytes // 4)
-    times = []
-    for _ in range(repeats + 2):
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    data = torch.zeros(num_bytes // 4, device=device)
+
+    def once() -> float:
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(data)
-        times.append(time.perf_counter() - start)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    start = time.perf_counter()
+    for _ in range(WARM_UP):
+        once()
+    one_s = (time.perf_counter() - start) / WARM_UP  # with its barrier
+    count = torch.tensor([max(WARM_UP, int(seconds / one_s))], device=device)
+    dist.broadcast(count, 0)
+    times = sorted(once() for _ in range(int(count)))
     if rank == 0:
-        median = sorted(times[2:])[repeats // 2]
+        median = times[len(times) // 2]
         # busbw = S / t * 2 (n - 1) / n, as nccl-tests define it
         busbw = num_bytes / median * 2 * (size - 1) / size / 1e9
-        result = {"world_size": size, "backend": "gloo", "bytes": num_bytes, "repeats": repeats}
+        result = {"world_size": size, "backend": backend, "bytes": num_bytes, "repeats": len(times)}
         sys.stdout.write(json.dumps({**result, "seconds_median": median, "busbw_gb_s": busbw}) + "\n")
     dist.destroy_process_group()
 
 
-def main(size: int = 2) -> None:
+def main(size: int | None = None) -> None:
+    """`size` ranks; by default one on each GPU when there are several, else two on the CPU."""
+    follow_launcher()
+    gpus = torch.cuda.device_count()
+    size = size or (gpus if gpus > 1 else 2)
+    backend, num_bytes = ("nccl", 64 * 2**20) if 1 < size <= gpus else ("gloo", 4 * 2**20)
     with tempfile.TemporaryDirectory(prefix="bert-dp-") as folder:
         torch.multiprocessing.start_processes(
-            _measure, (size, f"{folder}/store", 4 * 2**20, 9), nprocs=size, start_method="spawn"
-        )
+            _measure, (size, f"{folder}/store", backend, num_bytes, MEASURE_S), nprocs=size,
+            start_method="spawn",
+        )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else None)

@@ -11,12 +11,22 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from bert_dp.config import ConfigError
-from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, LOG_DIR, is_own_code, start_ticks, write_json
+from bert_dp.record import (
+    LAUNCHER_PID,
+    LAUNCHER_START,
+    LOG_DIR,
+    hide,
+    is_own_code,
+    secret_values,
+    start_ticks,
+    write_json,
+)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -90,30 +100,32 @@ def record_error(rank: int, error: BaseException) -> None:
 
     In this order: once the launcher sees the file it shows no more of the log, and its report comes first.
     """
+    secrets = secret_values(os.environ)  # a library may have put one into its message
     folder = os.environ.get(LOG_DIR)
     if folder:
         path = Path(folder) / f"rank-{rank}.error.json"
         with contextlib.suppress(OSError):  # a full disk must not hide the cause: the log has it too
-            write_json(path, _error_facts(rank, error))
+            write_json(path, _error_facts(rank, error, secrets))
     if isinstance(error, ConfigError):
-        sys.stderr.write("".join(f"error: {issue}\n" for issue in error.issues))
+        text = "".join(f"error: {issue}\n" for issue in error.issues)
     elif isinstance(error, RunFailed):  # no line of code is the place of it
-        sys.stderr.write(f"error: {error}\n")
+        text = f"error: {error}\n"
     else:
-        traceback.print_exception(error)
+        text = "".join(traceback.format_exception(error))
+    sys.stderr.write(hide(text, secrets))
 
 
-def _error_facts(rank: int, error: BaseException) -> dict[str, Any]:
+def _error_facts(rank: int, error: BaseException, secrets: Iterable[str]) -> dict[str, Any]:
     """rank-N.error.json: what was raised, and the innermost frame of our code or the user's."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames) if is_own_code(f.filename)), frames[-1] if frames else None)
     return {
         "rank": rank,
-        "time_ns": time.time_ns(),
+        "time_ns": time.monotonic_ns(),  # since boot: one clock for all processes, and it never jumps
         "type": type(error).__name__,
-        "message": str(error),
+        "message": hide(str(error), secrets),
         "where": f"{frame.filename}:{frame.lineno}" if frame else None,
         "function": frame.name if frame else None,
-        "source": (frame.line or None) if frame else None,
-        "bad_input": list(error.issues) if isinstance(error, ConfigError) else None,
+        "source": hide(frame.line, secrets) if frame and frame.line else None,
+        "bad_input": [hide(i, secrets) for i in error.issues] if isinstance(error, ConfigError) else None,
     }

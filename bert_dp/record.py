@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import fcntl
+import html
 import json
 import math
 import os
+import re
 import struct
 import sysconfig
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +23,11 @@ INIT_FILE = "BERT_DP_INIT_FILE"  # a file to meet in; without it env:// (MASTER_
 LOG_DIR = "BERT_DP_LOG_DIR"  # where rank-N.log and rank-N.error.json go
 LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
 LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # see start_ticks
+
+REDACTED = "<redacted>"
+# of a variable or setting; the settings `tokenizer*` and a numeric `tokens*` are no secrets
+SECRET_NAME = re.compile(r"token(?!iz)|key|secret|pass", re.IGNORECASE)
+MIN_SECRET = 6  # characters: shorter values stand in texts by chance
 
 
 @dataclasses.dataclass(frozen=True)
@@ -194,10 +201,10 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def cut_back(path: Path, step: int) -> None:
-    """Drop torn lines and lines after `step`, atomically."""
+    """Drop torn lines and lines after `step`, atomically; a file of any size in little memory."""
     if path.exists():
-        kept = [line for line in read_lines(path) if line["step"] <= step]
-        write_text(path, "".join(json.dumps(line) + "\n" for line in kept))
+        kept = (json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step)
+        write_text(path, kept)
 
 
 def write_json(path: Path, data: Any) -> None:
@@ -205,12 +212,12 @@ def write_json(path: Path, data: Any) -> None:
     write_text(path, json.dumps(_finite(data), indent=1, allow_nan=False) + "\n")
 
 
-def write_text(path: Path, text: str) -> None:
-    """Atomic: temporary file in the same directory, fsync, rename."""
+def write_text(path: Path, text: str | Iterable[str]) -> None:
+    """Atomic: temporary file in the same directory, fsync, rename. `text`: whole, or in parts."""
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
     try:
         with temporary.open("w", encoding="utf-8") as file:
-            file.write(text)
+            file.writelines([text] if isinstance(text, str) else text)
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
@@ -268,6 +275,34 @@ def is_own_code(filename: str) -> bool:
     within = any(filename.startswith(library + os.sep) for library in libraries)
     foreign = within or "site-packages" in filename or "dist-packages" in filename
     return not foreign and not filename.startswith("<")
+
+
+def is_secret(name: str, value: object) -> bool:
+    """Whether what bears this name must not be written down."""
+    if not SECRET_NAME.search(name):
+        return False
+    count = isinstance(value, (int, float, type(None))) or re.fullmatch(r"[\d.e+_]+|null", str(value))
+    return not ("tokens" in name.lower() and count)
+
+
+def secret_values(environ: Mapping[str, str]) -> dict[str, str]:
+    """Value -> name of the variables called *TOKEN*, *KEY*, *SECRET* or *PASS*; short values are left out.
+
+    A path that exists is none: it says where a secret is kept.
+    """
+    return {
+        value: name for name, value in environ.items()
+        if len(value) >= MIN_SECRET and is_secret(name, value)
+        and not (value.startswith("/") and os.path.exists(value))
+    }  # fmt: skip
+
+
+def hide(text: str, secrets: Iterable[str]) -> str:
+    """`text` without the secrets, also as JSON or HTML would write them."""
+    for secret in sorted(secrets, key=len, reverse=True):
+        for form in dict.fromkeys((secret, json.dumps(secret)[1:-1], html.escape(secret))):
+            text = text.replace(form, REDACTED)
+    return text
 
 
 def cache_root() -> Path:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from bert_dp import checkpoint, corpus, cost, data, dist, model, optim, parallel, record, shards
+from bert_dp.binding import Placement, format_cores
 from bert_dp.config import BatchPlan, Config, ConfigError, changed_settings, data_issues, num_masked, peak_lr
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.metrics import Meter
@@ -49,14 +50,13 @@ def say(comm: dist.Comm, text: str) -> None:
         sys.stdout.flush()
 
 
-def bind(config: Config, device: torch.device, world: World) -> int:
-    """Cores and threads of this rank; returns the thread count."""
+def bind(config: Config, device: torch.device, world: World) -> Placement:
+    """Device, cores and threads of this rank."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # fp32 means fp32: the peak that MFU divides by is not TF32's
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
-        return torch.get_num_threads()
-    return dist.bind_cpu(world)
+    return dist.bind(device, world)
 
 
 def open_data(config: Config, comm: dist.Comm) -> Corpus:
@@ -292,14 +292,13 @@ def make_mirror(config: Config, run_dir: Path, comm: dist.Comm) -> Callable[[dic
     return write
 
 
-def describe(job: Job, threads: int, resume: Resume) -> None:
+def describe(job: Job, placed: Placement, resume: Resume) -> None:
     """What is about to run, in a few lines of rank 0's log."""
     parameters = cost.num_parameters(job.config.model, job.config.data.sequence_length)
     world = job.comm.world
-    how = (
-        f"{threads} thread{'s' * (threads > 1)} per rank" if job.device.type == "cpu" else "one GPU per rank"
-    )
-    say(job.comm, f"ranks: {world.size} x {device_name(job.device)}, {how}")
+    threads = f"{placed.threads} thread{'s' * (placed.threads > 1)} per rank"
+    how = threads if job.device.type == "cpu" else f"one GPU and {threads}"
+    say(job.comm, f"ranks: {world.size} x {device_name(job.device)}, {how}, {placed}")
     say(job.comm, f"batch: {job.plan}")
     compiled = "compiled" if job.facts["compiled"] else "eager"
     engine = parallel.engine_name(job.config.parallel, world.size)
@@ -312,7 +311,7 @@ def describe(job: Job, threads: int, resume: Resume) -> None:
         say(job.comm, f"weights: from {job.config.run.init_from}")
 
 
-def write_environment(job: Job, threads: int) -> None:
+def write_environment(job: Job, placed: Placement) -> None:
     """Add what only a rank can know to environment.json (the launcher wrote the machine's part)."""
     if job.comm.world.rank != 0:
         return
@@ -324,7 +323,9 @@ def write_environment(job: Job, threads: int) -> None:
         "cuda": torch.version.cuda,
         "nccl": ".".join(map(str, torch.cuda.nccl.version())) if job.device.type == "cuda" else None,
         "world_size": job.comm.world.size,
-        "threads_per_rank": threads,
+        "threads_per_rank": placed.threads,
+        "cores": [format_cores(share) for share in placed.shares],  # of each rank of rank 0's node
+        "cores_inherited": placed.inherited,
         "config_hash": job.config.hash(),
         "compiled": job.facts["compiled"],
     }

@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: c
     device = dist.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
     heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank))
-    threads = setup.bind(config, device, world)
+    placed = setup.bind(config, device, world)
     engine = parallel.engine_name(config.parallel, world.size)
     comm = dist.connect(world, device, group_of_one=engine != "single")
     heartbeat.answer_with(lambda: write_collectives(run_dir, world.rank))
@@ -93,8 +93,8 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: c
         config, plan, run_dir, comm, device, corpus, resume, heartbeat, lambda: signals.received
     )
     at_end.callback(job.saver.close)  # a checkpoint that is being written outlives an error
-    setup.describe(job, threads, resume)
-    setup.write_environment(job, threads)
+    setup.describe(job, placed, resume)
+    setup.write_environment(job, placed)
     setup_s = time.monotonic() - started
     heartbeat.enter("compile", resume.counters.step)
     train.dry_run(job)

@@ -9,14 +9,19 @@ import socket
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from bert_dp.record import cache_root
+from launcher import links
 from launcher.environment import Environment, existing, probe, run_command
+from launcher.links import Links
 
 MIN_PYTHON, MAX_PYTHON, MIN_TORCH = (3, 11), (3, 13), (2, 11)
-DOCTOR_LIMIT_S = 29.0
+DOCTOR_LIMIT_S = 28.0
+MIN_ALL_REDUCE_S = 3.0
+MIN_CHECKPOINT_MB_S = 50.0
 
 # A check: good?, level if not, what was seen, what it will cause, how to fix it.
 Check = tuple[bool, Literal["warn", "fail"], str, str, str]
@@ -32,21 +37,32 @@ class Finding:
     fix: str = ""
 
 
-def doctor(run_dir: Path | None = None) -> list[Finding]:
-    """What this machine will do to a run, in under 30 s; `run_dir` is where the run would be written."""
+def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
+    """The machine, and what it will do to a run, in under 30 s; `run_dir` is where the run would be written.
+
+    Every process that it starts has ended when it returns, and ends with it when it is killed.
+    """
     deadline = time.monotonic() + DOCTOR_LIMIT_S
     target = run_dir or Path()
-    findings = diagnose(probe(target))
-    findings += [_loopback(), _writable("run directory", target), _writable("cache directory", cache_root())]
-    return [*findings, all_reduce(max(5.0, deadline - time.monotonic()))]
+    env = probe(target)
+    findings = diagnose(env)
+    if len(env.gpus) > 1:
+        findings += link_findings(links.query(), [gpu.index for gpu in env.gpus])
+    findings += [_loopback(), _default_port()]
+    findings += [_writable("run directory", target), _writable("cache directory", cache_root())]
+    findings.append(checkpoint(target, (deadline - time.monotonic()) / 2))
+    findings.append(all_reduce(deadline - time.monotonic()))
+    return env, findings
 
 
 def diagnose(env: Environment) -> list[Finding]:
     """The findings that follow from the facts in `env` alone."""
     checks = [*_version_checks(env), *_gpu_checks(env), *_host_checks(env)]
-    return [
-        Finding("ok", what) if good else Finding(level, what, *then) for good, level, what, *then in checks
-    ]
+    return [_finding(*check) for check in checks]
+
+
+def _finding(good: bool, level: Literal["warn", "fail"], what: str, consequence: str, fix: str) -> Finding:
+    return Finding("ok", what) if good else Finding(level, what, consequence, fix)
 
 
 def _version_checks(env: Environment) -> list[Check]:
@@ -76,10 +92,9 @@ def _gpu_checks(env: Environment) -> list[Check]:
     checks.append((visible == env.gpus_present, "warn", f"GPUs: {seen}",
                    f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} leaves the others idle",
                    "unset it to use all"))  # fmt: skip
-    if visible:
-        checks.append((shm >= 1, "warn", f"shared memory (/dev/shm): {shm:.2f} GiB",
-                       "NCCL between GPUs of one node fails with a bus error or cannot start",
-                       "start the container with --shm-size=8g or --ipc=host"))  # fmt: skip
+    checks.append((not visible or shm >= 1, "warn", f"shared memory (/dev/shm): {shm:.2f} GiB",
+                   "NCCL between GPUs of one node fails with a bus error or cannot start",
+                   "start the container with --shm-size=8g or --ipc=host"))  # fmt: skip
     return checks
 
 
@@ -102,24 +117,111 @@ def _host_checks(env: Environment) -> list[Check]:
         (env.omp_num_threads is None, "warn", f"OMP_NUM_THREADS: {env.omp_num_threads or 'not set'}",
          "ranks take cores / ranks threads whatever it says; other OpenMP libraries follow it",
          "unset it unless the number is meant"),
-        (env.numa_nodes == 1, "warn", f"NUMA nodes: {env.numa_nodes}",
-         "a rank on a far node reaches its GPU and its memory over the socket link",
-         "compare a run under numactl --cpunodebind=K --membind=K (K: NUMA column of nvidia-smi topo -m)"),
+        _numa_check(env),
+        (env.max_processes is None or env.max_processes >= 2048, "warn",
+         f"processes: limit {_limit(env.max_processes)}",
+         "'resource temporarily unavailable': every thread of a rank counts, some 50 and more a rank",
+         "ulimit -u 16384 before the start, or raise the container's pids limit"),
+        (not env.gpus or env.locked_memory_gib is None or env.locked_memory_gib >= 1 / 1024, "warn",
+         f"locked memory: limit {_limit(env.locked_memory_gib and env.locked_memory_gib * 1024, ' MiB')}",
+         "drivers cannot register the buffers of GPUs or InfiniBand", "ulimit -l unlimited before the start"),
     ]  # fmt: skip
 
 
+def _numa_check(env: Environment) -> Check:
+    nodes = sorted({gpu.numa_node for gpu in env.gpus if gpu.numa_node is not None})
+    bare = [str(node) for node in nodes if not env.numa_cores.get(str(node))]
+    cores = ", ".join(f"{count} cores of node {node}" for node, count in env.numa_cores.items())
+    near = f"; GPUs at node {', '.join(map(str, nodes))}" if nodes else ""
+    return (
+        not bare, "warn", f"NUMA nodes: {env.numa_nodes}, usable {cores or 'unknown'}{near}",
+        f"no core of node {' or '.join(bare)} is usable: ranks reach their GPU over the socket link",
+        "allow cores of that node (Slurm: --cpus-per-gpu or --gpu-bind; container: --cpuset-cpus)",
+    )  # fmt: skip
+
+
+def _limit(value: float | None, unit: str = "") -> str:
+    return "none" if value is None else f"{value:g}{unit}"
+
+
+def link_findings(found: Links, gpus: Sequence[int]) -> list[Finding]:
+    """What the links between the visible GPUs (by their index) will do to a reduction."""
+    pairs = [pair for pair in found.paths if set(pair) <= set(gpus)]
+    by_kind = {kind: [p for p in pairs if found.paths[p] == kind] for kind in set(found.paths.values())}
+    slow = by_kind.get("SYS", []) + by_kind.get("NODE", [])
+    shown = ", ".join(f"{_path(k)} between {_pairs(some)}" for k, some in sorted(by_kind.items()) if some)
+    off = {p: why for p, why in found.p2p.items() if set(p) <= set(gpus) and why != "OK"}
+    why = ", ".join(sorted({links.NO_P2P.get(reason, reason) for reason in off.values()}))
+    counts = {gpu: count for gpu, count in found.nvlinks.items() if gpu in gpus}
+    most = max((active for active, _ in counts.values()), default=0)
+    bad = [f"GPU {gpu} has {active} of {every}" for gpu, (active, every) in counts.items() if active < most]
+    checks: list[tuple[bool, Check]] = [
+        (bool(pairs), (not slow, "warn", f"GPU links: {shown}",
+         f"gradients between {_pairs(slow)} cross host bridges: reductions run at the pace of these",
+         "choose near GPUs by CUDA_VISIBLE_DEVICES, or accumulate more micro batches per step")),
+        (bool(found.p2p), (not off, "warn",
+         f"P2P: {f'off between {_pairs(list(off))} ({why})' if off else 'on between all GPUs'}",
+         "each transfer goes through the host's memory, or NCCL hangs",
+         "turn ACS and the IOMMU off in the BIOS; where that is no help, NCCL_P2P_DISABLE=1 ends a hang")),
+        (most > 0, (not bad, "warn", f"NVLink: {', '.join(bad) or f'{most} active on each GPU'}",
+         "every reduction runs at the pace of that GPU",
+         "look for Xid errors in dmesg; reset the GPU, check its bridge and the fabric manager")),
+    ]  # fmt: skip
+    return [_finding(*check) for known, check in checks if known]
+
+
+def _path(kind: str) -> str:
+    return f"{kind[2:]} NVLinks" if kind.startswith("NV") else links.PATHS.get(kind, kind)
+
+
+def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
+    shown = ", ".join(f"{a}-{b}" for a, b in sorted(pairs)[:6])
+    return f"{shown}, ..." if len(pairs) > 6 else shown
+
+
+def checkpoint(target: Path, timeout_s: float, module: str = "bert_dp.checkpoint") -> Finding:
+    """A checkpoint written, verified and loaded by `python -m module` where `target` is or would be made."""
+    consequence = "a run stops, or loses its work, at its first checkpoint"
+    fix = "choose another --run-dir; free space and rights are above, dmesg names a failing disk"
+    try:
+        with tempfile.TemporaryDirectory(prefix=".bert-dp-doctor-", dir=existing(target)) as folder:
+            result, error = _json_of(module, [folder], timeout_s)
+    except OSError as problem:
+        return Finding("fail", f"checkpoint round trip: {problem.strerror}", consequence, fix)
+    try:
+        seconds, rate = result["seconds"], result["mb_per_s"]
+        what = f"checkpoint round trip: {result['bytes'] / 2**20:.0f} MiB in {seconds:.2f} s, {rate:.0f} MB/s"
+    except (KeyError, TypeError):
+        return Finding("fail", f"checkpoint round trip: {error or 'no result line'}", consequence, fix)
+    return _finding(rate >= MIN_CHECKPOINT_MB_S, "warn", what,
+                    f"1.4 GB, of a model of 120 M parameters, take {1400 / rate:.0f} s to write and verify",
+                    "choose a faster disk by --run-dir, or a larger checkpoint.every_steps")  # fmt: skip
+
+
 def all_reduce(timeout_s: float, module: str = "bert_dp.dist") -> Finding:
-    """A short all-reduce of `python -m module` in its own process group, which ends with this call."""
+    """A short all-reduce of `python -m module`: between all GPUs if there are several, else two CPU ranks."""
     consequence = "ranks cannot talk to each other: every run on more than one rank will fail"
     fix = f"run `python -m {module}` to see the whole message"
-    output, error = run_command([sys.executable, "-m", module], timeout_s)
+    if timeout_s < MIN_ALL_REDUCE_S:
+        return Finding("warn", f"all-reduce: not measured, {timeout_s:.0f} s were left",
+                       "it is not known whether ranks can talk to each other", fix)  # fmt: skip
+    r, error = _json_of(module, [], timeout_s)
     try:
-        r = json.loads([line for line in (output or "").splitlines() if line.startswith("{")][-1])
         what = (f"all-reduce: {r['world_size']} {r['backend']} ranks, {r['bytes'] / 2**20:.1f} MiB in "
                 f"{r['seconds_median'] * 1e3:.2f} ms, {r['busbw_gb_s']:.2f} GB/s bus bandwidth")  # fmt: skip
         return Finding("ok", what)
-    except (IndexError, KeyError, TypeError, ValueError):
+    except (KeyError, TypeError):
         return Finding("fail", f"all-reduce: {error or 'no result line'}", consequence, fix)
+
+
+def _json_of(module: str, arguments: list[str], timeout_s: float) -> tuple[Any, str | None]:
+    """The last JSON object that `python -m module` printed, or None and why there is none."""
+    output, error = run_command([sys.executable, "-m", module, *arguments], timeout_s)
+    lines = [line for line in (output or "").splitlines() if line.startswith("{")]
+    try:
+        return json.loads(lines[-1]), None
+    except (IndexError, ValueError):
+        return None, error
 
 
 def _loopback() -> Finding:
@@ -132,6 +234,17 @@ def _loopback() -> Finding:
         return Finding("ok", "loopback: 127.0.0.1 accepts connections")
     except OSError as error:
         return Finding("fail", f"loopback: {error}", "ranks of one node cannot meet", "ip link set lo up")
+
+
+def _default_port() -> Finding:
+    try:
+        with socket.socket() as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(("127.0.0.1", 29500))
+        state = "free"
+    except OSError:
+        state = "in use; nothing here needs it, but torchrun's and accelerate's own defaults do"
+    return Finding("ok", f"port 29500: {state}")
 
 
 def _writable(role: str, path: Path) -> Finding:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import psutil
 
+from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from launcher.redact import redact_argv
 
 ROOT = Path("/")
@@ -41,6 +42,8 @@ class Gpu:
     name: str
     memory_gib: float | None
     driver: str | None
+    numa_node: int | None = None
+    """None = the kernel does not know it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +62,8 @@ class Environment:
     cpu_quota_cores: float | None
     """Limit of the control group; None = no limit."""
     numa_nodes: int
+    numa_cores: dict[str, int]
+    """NUMA node -> cores of it that this process may use."""
     memory_gib: float
     memory_available_gib: float
     memory_limit_gib: float | None
@@ -67,6 +72,10 @@ class Environment:
     shm_free_gib: float | None
     disk_free_gib: float | None
     open_files: int
+    max_processes: int | None
+    """Of this user, threads included; None = no limit."""
+    locked_memory_gib: float | None
+    """None = no limit."""
     omp_num_threads: str | None
     cuda_visible_devices: str | None
     gpus: tuple[Gpu, ...]
@@ -97,13 +106,15 @@ class Environment:
 def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
     """The machine, the versions, and the git commit of `path`. Never raises for something that is absent."""
     gpus, present, gpu_error = _find_gpus(root)
+    numa_cores = _numa_cores(root)
+    processes, locked = (_limit(kind) for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK))
     memory_limit = cgroup_limit(root, "memory")
     memory = psutil.virtual_memory()
     shm = _disk(root / "dev/shm")
     disk = _disk(existing(path))
     git = ["git", "-C", str(existing(path))]
-    commit = run_command([*git, "rev-parse", "HEAD"], 5)[0]
-    status = run_command([*git, "status", "--porcelain"], 5)[0] if commit else None
+    commit = run_command([*git, "rev-parse", "HEAD"], 2)[0]
+    status = run_command([*git, "status", "--porcelain"], 2)[0] if commit else None
     return Environment(
         date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         command=redact_argv(sys.argv),
@@ -115,7 +126,8 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         logical_cores=os.cpu_count() or 1,
         affinity_cores=len(os.sched_getaffinity(0)),
         cpu_quota_cores=cgroup_limit(root, "cpu"),
-        numa_nodes=max(1, len(list((root / "sys/devices/system/node").glob("node[0-9]*")))),
+        numa_nodes=max(1, len(numa_cores)),
+        numa_cores=numa_cores,
         memory_gib=memory.total / GIB,
         memory_available_gib=memory.available / GIB,
         memory_limit_gib=None if memory_limit is None or memory_limit > memory.total else memory_limit / GIB,
@@ -124,12 +136,14 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         shm_free_gib=shm.free / GIB if shm else None,
         disk_free_gib=disk.free / GIB if disk else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
+        max_processes=processes,
+        locked_memory_gib=None if locked is None else locked / GIB,
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
         gpus=tuple(gpus),
         gpus_present=present,
         gpu_error=gpu_error,
-        gpu_topology=run_command(["nvidia-smi", "topo", "-m"], 10)[0] if gpus else None,
+        gpu_topology=run_command(["nvidia-smi", "topo", "-m"], 5)[0] if gpus else None,
         versions=versions(),
         git_commit=commit,
         git_dirty=None if status is None else bool(status),
@@ -185,15 +199,34 @@ def _find_gpus(root: Path) -> tuple[list[Gpu], int, str | None]:
     devices: list[tuple[Gpu, str]] = []  # with the UUID, which CUDA_VISIBLE_DEVICES may name
     error: str | None = None
     if shutil.which("nvidia-smi"):
-        query = "--query-gpu=index,uuid,name,memory.total,driver_version"
-        output, error = run_command(["nvidia-smi", query, "--format=csv,noheader,nounits"], 10)
+        query = "--query-gpu=index,uuid,name,memory.total,driver_version,pci.bus_id"
+        output, error = run_command(["nvidia-smi", query, "--format=csv,noheader,nounits"], 8)
         for row in csv.reader((output or "").splitlines(), skipinitialspace=True):
-            if len(row) == 5 and row[0].isdigit():
+            if len(row) == 6 and row[0].isdigit():
                 mib = float(row[3]) if row[3].replace(".", "").isdigit() else None
-                devices.append((Gpu(int(row[0]), row[2], mib and mib / 1024, row[4]), row[1]))
+                node = _numa_node(root, row[5])
+                devices.append((Gpu(int(row[0]), row[2], mib and mib / 1024, row[4], node), row[1]))
     if not devices:
         devices = _driver_gpus(root)
     return _visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES")), len(devices), error
+
+
+def _numa_node(root: Path, address: str) -> int | None:
+    """Of a PCI device; nvidia-smi writes its domain with 8 digits, sysfs with 4."""
+    path = root / "sys/bus/pci/devices" / address.lower()[-len("0000:00:00.0") :] / "numa_node"
+    text = _read(path).strip()
+    return int(text) if text.isdigit() else None  # -1 = not known
+
+
+def _numa_cores(root: Path) -> dict[str, int]:
+    cores = os.sched_getaffinity(0)
+    nodes = sorted((root / "sys/devices/system/node").glob("node[0-9]*"), key=lambda n: int(n.name[4:]))
+    return {node.name[4:]: sum((node / f"cpu{core}").exists() for core in cores) for node in nodes}
+
+
+def _limit(kind: int) -> int | None:
+    limit = resource.getrlimit(kind)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _driver_gpus(root: Path) -> list[tuple[Gpu, str]]:
@@ -202,7 +235,8 @@ def _driver_gpus(root: Path) -> list[tuple[Gpu, str]]:
     for index, folder in enumerate(sorted((root / "proc/driver/nvidia/gpus").glob("*"))):
         facts = dict(line.split(":", 1) for line in _read(folder / "information").splitlines() if ":" in line)
         name, uuid = facts.get("Model", "NVIDIA GPU").strip(), facts.get("GPU UUID", "").strip()
-        devices.append((Gpu(index, name, None, driver and driver[1]), uuid))
+        gpu = Gpu(index, name, None, driver and driver[1], _numa_node(root, folder.name))
+        devices.append((gpu, uuid))
     return devices
 
 
@@ -225,11 +259,13 @@ def _visible(devices: list[tuple[Gpu, str]], selection: str | None) -> list[Gpu]
 
 
 def run_command(argv: Sequence[str], timeout_s: float) -> tuple[str | None, str | None]:
-    """Output, or None and the last lines of the error. The whole process group ends with a timeout."""
+    """Output, or None and the last lines of the error. The whole process group ends with a timeout, and a
+    module of ours ends with us, however we go."""
+    mine = {LAUNCHER_PID: str(os.getpid()), LAUNCHER_START: start_ticks(os.getpid())}
     try:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            errors="replace", start_new_session=True,
+            errors="replace", start_new_session=True, env={**os.environ, **mine},
         )  # fmt: skip
     except OSError as error:
         return None, f"{argv[0]}: {error.strerror}"

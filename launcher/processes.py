@@ -24,6 +24,7 @@ from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from launcher import advice, failure
 from launcher.failure import Departure, Failure
 from launcher.memory import MemoryWatch
+from launcher.redact import scrub, secrets
 from launcher.starters import WORKER, start_command, start_environment
 from launcher.watch import Hang, Watch
 
@@ -66,7 +67,7 @@ class Roll:
         for descriptor, _ in self._poller.poll(seconds * 1000):
             worker, rank = self._present.pop(descriptor)
             self._ended.add(worker)
-            self.departures.append(Departure(rank, _exit_code(worker.pid), time.time_ns()))
+            self.departures.append(Departure(rank, _exit_code(worker.pid), time.monotonic_ns()))
             self._poller.unregister(descriptor)
             os.close(descriptor)
 
@@ -154,6 +155,8 @@ def run(
         for number, handler in previous.items():
             signal.signal(number, handler)
         shutil.rmtree(scratch, ignore_errors=True)
+        for problem in scrub(run_dir, secrets(sys.argv)):  # before anything is read from there and shown
+            sys.stderr.write(f"warning: {problem}\n")
     said = _said_since(launcher_log, offset)
     how = failure.ending(process.returncode, "and no summary")
     unknown = Failure(None, f"{launcher}: {how}", launcher_log, failure.tail_of(said))

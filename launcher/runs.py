@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from launcher.redact import redact
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # may not reach a terminal, XML or UTF-8
 WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; the parts of train are below
+NUM_STRETCHES = 1000  # of a long metrics.jsonl; at most four lines of each are kept
 TRAIN_PARTS = {"data_wait": "data wait", "forward_backward": "forward + backward", "optimizer": "optimizer"}
 
 
@@ -80,12 +82,44 @@ def number(value: object) -> float | None:
 
 
 def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
-    lines = [line for line in record.read_lines(path) if isinstance(line, dict)]
-    if path.exists():
-        whole = path.read_bytes().count(b"\n")
-        if not path.read_bytes().endswith(b"\n") or whole != len(lines):
-            missing.append(f"{path.name} is torn or empty: {len(lines)} whole lines read")
-    return lines
+    """The lines of a file of any length in little memory: all of a short one; of a long one some of each of
+    NUM_STRETCHES stretches, and the last."""
+    if not path.exists():
+        return []
+    num_lines, whole = _count_lines(path)
+    stretch = max(1, num_lines // NUM_STRETCHES)
+    lines = (line for line in record.read_lines(path) if isinstance(line, dict))
+    kept: list[dict[str, Any]] = []
+    num_read = 0
+    while part := list(itertools.islice(lines, stretch)):
+        num_read += len(part)
+        kept += _telling(part)
+        last = part[-1]
+    if kept and kept[-1] is not last:
+        kept.append(last)
+    if not whole or num_lines != num_read:
+        missing.append(f"{path.name} is torn or empty: {format(num_read, ',')} whole lines read")
+    return kept
+
+
+def _telling(part: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The first line of a stretch, those with its least and greatest loss, so that a spike stays visible, and
+    the first without one."""
+    losses = [number(line.get("loss")) for line in part]
+    finite = [i for i, loss in enumerate(losses) if loss is not None]
+    chosen = {0, *[i for i, loss in enumerate(losses) if loss is None][:1]}
+    if finite:
+        chosen |= {choose(finite, key=lambda i: losses[i] or 0.0) for choose in (min, max)}
+    return [part[i] for i in sorted(chosen)]
+
+
+def _count_lines(path: Path) -> tuple[int, bool]:
+    """Newlines, and whether the last line has one."""
+    count, last = 0, b""
+    with path.open("rb") as file:
+        while chunk := file.read(2**20):
+            count, last = count + chunk.count(b"\n"), chunk[-1:]
+    return count, last == b"\n"
 
 
 def _yaml(path: Path, missing: list[str]) -> dict[str, Any]:

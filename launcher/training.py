@@ -6,11 +6,13 @@ import contextlib
 import glob
 import importlib.util
 import os
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +35,7 @@ from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
 from launcher import closing, environment, page, processes, restarts, starters, watch
 from launcher.display import PLAIN, Display, show
 from launcher.failure import Failure, card
-from launcher.redact import redact_argv
+from launcher.redact import redact_argv, secrets, setting_issues
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -59,9 +61,8 @@ def find_config(name: str | None, run_dir: Path | None) -> Path:
     return path
 
 
-def choose_nproc(setting: str, config: Config) -> int:
+def choose_nproc(setting: str, config: Config, gpus: int) -> int:
     """Number of ranks. Raises ConfigError for more ranks than GPUs or something that is not a number."""
-    gpus = 0 if config.run.device == "cpu" else environment.num_gpus()
     if config.run.device == "cuda" and gpus == 0:
         raise ConfigError(["run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"])
     if setting == "auto":
@@ -123,11 +124,14 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
     standing = next(p for p in (run_dir, *run_dir.parents) if p.exists())
     if not standing.is_dir():
         return [f"--run-dir: {run_dir} cannot be made, {standing} is a file"]
+    has_run = any((run_dir / "checkpoints").glob("step-*")) or (run_dir / "metrics.jsonl").exists()
+    if not has_run and anyone_writes(run_dir):
+        return [f"--run-dir: {run_dir} can be written by every user, who could exchange its checkpoints; "
+                f"chmod o-w it, or choose another directory"]  # fmt: skip
     if not os.access(standing, os.W_OK | os.X_OK):
         return [f"--run-dir: {standing} cannot be written; choose another directory"]
     if resume not in ("auto", "never") and record.newest_checkpoint_facts(Path(resume)) is None:
         return [f"--resume: {resume} holds no checkpoint; use auto, never, or a checkpoint's directory"]
-    has_run = any((run_dir / "checkpoints").glob("step-*")) or (run_dir / "metrics.jsonl").exists()
     if not has_run:
         return []
     if resume == "never":
@@ -135,6 +139,18 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
     found = record.newest_checkpoint_facts(run_dir)
     lines = changed_settings(found[1]["config"], config) if found else []
     return [f"{line}; undo it or choose another --run-dir" for line in lines]
+
+
+def anyone_writes(directory: Path) -> bool:
+    return directory.is_dir() and bool(directory.stat().st_mode & stat.S_IWOTH)
+
+
+def exposure_issues(config: Config, where: Path) -> list[str]:
+    """Settings that would carry a secret into the run directory; one line each."""
+    data = config.data
+    texts = {"data.path": data.path, "data.sources": " ".join(data.sources or ()), "--run-dir": str(where),
+             "data.tokenizer": data.tokenizer, "run.init_from": config.run.init_from}  # fmt: skip
+    return setting_issues(texts, secrets(sys.argv))
 
 
 def expected_steps(config: Config) -> int | None:
@@ -203,7 +219,8 @@ def resume_issues(run_dir: Path, config: Config, resume: str, data_hash: str) ->
     undo = "undo it or choose another --run-dir"
     issues = [f"{line}; {undo}" for line in changed_settings(facts["config"], config)]
     if facts.get("data_hash") != data_hash:
-        issues.append(f"data: {path.name} was trained on other shards ({facts.get('data_hash')}); {undo}")
+        hashes = f"({str(facts.get('data_hash'))[:16]}, these are {data_hash[:16]})"
+        issues.append(f"data: {path.name} was trained on other shards {hashes}; {undo}")
     return issues
 
 
@@ -224,23 +241,25 @@ def train(
     """Returns the exit code. Raises ConfigError, before any rank starts, with everything that is wrong."""
     path = find_config(name, run_dir)
     config = absolute(load_config(path, overrides))
-    ranks = choose_nproc(nproc, config)
+    gpus = 0 if config.run.device == "cpu" else environment.num_gpus()
+    ranks = choose_nproc(nproc, config, gpus)
     plan = batch_plan(config, ranks)
     where = (run_dir or Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    issues = [*starters.launcher_issues(launcher), *input_issues(config)]
+    issues = [*starters.launcher_issues(launcher), *input_issues(config), *exposure_issues(config, where)]
     if issues := [*issues, *run_dir_issues(where, config, resume)]:
         raise ConfigError(issues)
     cores = len(os.sched_getaffinity(0))
-    on_gpu = config.run.device != "cpu" and environment.num_gpus() > 0
     warnings = no_effect(config)
-    if ranks > cores and not on_gpu:
+    if ranks > cores and not gpus:
         warnings.append(f"{ranks} CPU ranks share {cores} cores")
     if policy.max_restarts and not config.checkpoint.every_steps:
         warnings.append("--max-restarts: checkpoint.every_steps is 0, so a restart begins at the start")
+    if anyone_writes(where):  # a file system without modes must not lock a run out that stands there
+        warnings.append(f"{where} can be written by every user; chmod o-w it")
     for line in warnings:
         show(console, f"warning: {line}", style="yellow", **PLAIN)
     if dry_run:
-        for line in describe(config, plan, on_gpu):
+        for line in describe(config, plan, gpus > 0):
             show(console, line, **PLAIN)
         return 0
     try:
@@ -251,16 +270,18 @@ def train(
     if held is None:
         raise ConfigError([f"--run-dir: {where} is in use by another run; choose another directory"])
     with held:
-        return run_locked(config, ranks, where, resume, launcher, console, policy)
+        return run_locked(config, ranks, where, resume, launcher, console, policy, on_gpu=gpus > 0)
 
 
 def run_locked(
     config: Config, ranks: int, where: Path, resume: str, launcher: str, console: Console,
-    policy: restarts.Policy,
+    policy: restarts.Policy, *, on_gpu: bool,
 ) -> int:  # fmt: skip
     """The run itself, once the directory is ours. Nothing in it changes before the last check has passed."""
     show(console, f"run directory: {where}", **PLAIN)
-    directory = prepare_data(config)
+    with ThreadPoolExecutor(1) as pool:  # nvidia-smi may take as long as the check of the data
+        probing = pool.submit(environment.probe, where)
+        directory = prepare_data(config)
     manifest = record.read_json(directory / "manifest.json") or {}
     if issues := resume_issues(where, config, resume, str(manifest.get("hash"))):
         raise ConfigError(issues)
@@ -269,11 +290,10 @@ def run_locked(
         show(console, closing.closing_table(where))
         return 0
     record.write_text(where / "config.yaml", dump_config(config))
-    facts = environment.probe(where).to_json()
+    facts = probing.result().to_json()
     command = {"command": redact_argv(sys.argv), "launcher": launcher}
     record.write_json(where / "environment.json", {**facts, **command})
     show(console, f"launcher: {launcher}", **PLAIN)
-    on_gpu = config.run.device != "cpu" and environment.num_gpus() > 0
 
     def say(line: str) -> None:
         show(console, line, **PLAIN)

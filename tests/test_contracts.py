@@ -148,6 +148,7 @@ def test_downward_only() -> None:
     """style.md 4.1: the lower rooms do not know the loop; model, data and optim know no rank."""
     forbidden = {
         "bert_dp.config": ("bert_dp.",),
+        "bert_dp.binding": ("bert_dp.",),
         "bert_dp.model": ("bert_dp.dist", "bert_dp.world", "bert_dp.parallel", "bert_dp.train"),
         "bert_dp.data": ("bert_dp.dist", "bert_dp.world", "bert_dp.parallel", "bert_dp.train"),
         "bert_dp.optim": (
@@ -210,7 +211,8 @@ def test_launcher_does_not_pull_torch() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["config", "record", "cost", "world", "lifeline", "heartbeat", "sources", "tokenizer"]
+    "module",
+    ["binding", "config", "record", "cost", "world", "lifeline", "heartbeat", "sources", "tokenizer"],
 )
 def test_torch_free_rooms(module: str) -> None:
     declared = ast.get_docstring(tree(f"bert_dp.{module}")) or ""

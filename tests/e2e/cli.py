@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 TINY = (
     "model.vocab_size=64", "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2",
@@ -34,8 +35,10 @@ def bert_dp(
     )  # fmt: skip
 
 
-def start(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess.Popen[str]:
+def start(
+    *arguments: str, cwd: Path | None = None, stdout: Any = subprocess.PIPE, **environ: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(*arguments), cwd=cwd, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        command(*arguments), cwd=cwd, text=True, stdout=stdout, stderr=subprocess.PIPE,
         env={**os.environ, "COLUMNS": "160", **environ},
     )  # fmt: skip

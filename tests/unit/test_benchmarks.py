@@ -116,3 +116,18 @@ def test_optimizer_speed_small():
     out = json.loads(done.stdout)
     assert out["adamw"]["ratio_to_adamw_median"] == 1.0
     assert out["lamb"]["seconds_median"] > 0
+
+
+def test_startup_figures_follow_from_the_rounds(tmp_path):
+    record = tmp_path / "record.json"
+    script = ROOT / "benchmarks" / "startup.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--rounds", "1", "--ranks", "1", "--json", str(record)],
+        capture_output=True, text=True, cwd=ROOT, timeout=500,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(record.read_text())
+    (round_1,) = result["rounds"]
+    assert result["median_s"] == round_1
+    assert min(round_1.values()) > 0.1
+    assert result["over_s"]["median"] == pytest.approx(round_1["bert-dp"] - round_1["torchrun"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -103,6 +104,7 @@ def test_shard_writer_against_plain_lists(
     directory = tmp_path_factory.mktemp("w")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(shards, "SHARD_BYTES", per_shard * length * 2)
+        patch.setattr(shards, "BLOCK_BYTES", 8)
         writer = shards.ShardWriter(directory, "x", length, 50)
         for piece in pieces:
             writer.write(np.array(piece, np.uint16))
@@ -115,6 +117,10 @@ def test_shard_writer_against_plain_lists(
     assert writer.counts.tolist() == np.bincount(np.array(flat, int), minlength=50).tolist()
     assert all(s["bytes"] == (directory / s["file"]).stat().st_size for s in writer.shards)
     assert all(s["sha256"] == sources.file_hash(directory / s["file"]) for s in writer.shards)
+    for shard in writer.shards:
+        data = (directory / shard["file"]).read_bytes()
+        parts = [data[i : i + 8] for i in range(0, len(data), 8)]
+        assert shard["blocks"] == [hashlib.sha256(part).hexdigest()[:16] for part in parts]
 
 
 @pytest.mark.parametrize("kind", ["wordpiece", "bpe"])
@@ -376,7 +382,9 @@ def test_damage_is_found(tmp_path: Path) -> None:
         shards.read_manifest(tmp_path / "out")
     shard.write_bytes(data)
     (tmp_path / "out/tokenizer.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"tokenizer\.json: missing or another"):
+    with pytest.raises(
+        ConfigError, match=r"tokenizer\.json: expected SHA-256 \w{16}, found 44136fa355b3678a"
+    ):
         shards.read_manifest(tmp_path / "out")
     text = manifest.read_text()
     manifest.write_text(text.replace('"num_special": 7', '"num_special": 8'))
@@ -388,6 +396,60 @@ def test_damage_is_found(tmp_path: Path) -> None:
     manifest.unlink()
     with pytest.raises(ConfigError, match="no manifest"):
         shards.read_manifest(tmp_path / "out")
+
+
+@given(st.lists(st.binary(max_size=40), max_size=9))
+def test_block_hashes_do_not_depend_on_how_the_stream_is_cut(parts: list[bytes]) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "BLOCK_BYTES", 16)
+        cut, whole = shards.BlockHash(), shards.BlockHash()
+        for part in parts:
+            cut.update(part)
+        whole.update(b"".join(parts))
+        assert cut.record() == whole.record()
+
+
+def test_a_changed_block_is_found_at_the_start_with_both_hashes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shards, "BLOCK_BYTES", 64)
+    make(write(tmp_path / "a.txt", prose(100)), tmp_path / "out")
+    manifest = shards.read_manifest(tmp_path / "out")
+    assert shards.check_blocks(tmp_path / "out", manifest) == []
+    file = tmp_path / "out/train-00000.bin"
+    data = file.read_bytes()
+    assert len(manifest["train"]["shards"][0]["blocks"]) > shards.SAMPLED_BLOCKS  # so only some are read
+    file.write_bytes(bytes(len(data)))
+    problems = shards.check_blocks(tmp_path / "out", manifest, seed=0)
+    zeros = hashlib.sha256(bytes(64)).hexdigest()[:16]
+    assert any(f"has SHA-256 {zeros}, expected" in p for p in problems)
+    assert len(problems) <= shards.SAMPLED_BLOCKS
+    monkeypatch.setattr(shards, "SAMPLED_BLOCKS", 10**6)
+    at = 69  # in the second block
+    file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+    (problem,) = shards.check_blocks(tmp_path / "out", manifest)
+    assert "train-00000.bin: the block at byte 64 has SHA-256" in problem
+
+
+def test_a_manifest_without_block_hashes_still_counts(tmp_path: Path) -> None:
+    make(write(tmp_path / "a.txt", prose(100)), tmp_path / "out")
+    manifest = shards.read_manifest(tmp_path / "out")
+    for shard in (*manifest["train"]["shards"], *manifest["held_out"]["shards"]):
+        del shard["blocks"], shard["block_bytes"]
+    assert shards.check_blocks(tmp_path / "out", manifest) == []
+    file = tmp_path / "out/train-00000.bin"
+    file.write_bytes(bytes(file.stat().st_size))
+    assert len(shards.check_blocks(tmp_path / "out", manifest)) == 1
+
+
+def test_a_damaged_cache_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
+    settings = config(write(tmp_path / "a.txt", prose(100)))
+    file = corpus.ensure(settings) / "train-00000.bin"
+    good = file.read_bytes()
+    file.write_bytes(bytes(len(good)))
+    corpus.ensure(settings)
+    assert file.read_bytes() == good
 
 
 def test_inspect(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp.config import ConfigError
-from bert_dp.dist import Comm, SharedClock, bind_cpu, choose_device, connect, disconnect
+from bert_dp.dist import Comm, SharedClock, bind, choose_device, connect, disconnect
 from bert_dp.world import World, read_world
 from tests.ranks import run_ranks
 
@@ -144,7 +144,7 @@ def test_ranks_share_cores_without_overlap(monkeypatch: pytest.MonkeyPatch, rank
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mine: bound.append(list(mine)))
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     for rank in range(ranks):
-        assert bind_cpu(World(rank, rank, ranks, ranks)) == max(1, share)
+        assert bind(CPU, World(rank, rank, ranks, ranks)).threads == max(1, share)
     assert threads == [max(1, share)] * ranks
     taken = [core for mine in bound for core in mine]
     assert len(taken) == len(set(taken)) == share * ranks

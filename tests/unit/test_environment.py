@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -21,9 +22,9 @@ from launcher.environment import (
 )
 from launcher.redact import redact, redact_argv
 
-CSV = """0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 81559, 570.124.06
-1, GPU-bbbb2222, NVIDIA H100 80GB HBM3, 81559, 570.124.06
-2, GPU-bbcc3333, NVIDIA H100 80GB HBM3, [N/A], 570.124.06
+CSV = """0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 81559, 570.124.06, 00000000:1A:00.0
+1, GPU-bbbb2222, NVIDIA H100 80GB HBM3, 81559, 570.124.06, 00000000:3D:00.0
+2, GPU-bbcc3333, NVIDIA H100 80GB HBM3, [N/A], 570.124.06, 00000000:B1:00.0
 """
 
 
@@ -52,10 +53,12 @@ def write(root: Path, files: dict[str, str]) -> Path:
 GOOD = Environment(
     date="2026-01-01T00:00:00+00:00", command=["bert-dp"], platform="Linux x86_64", kernel="6",
     python="3.12.1", cpu_model="cpu", physical_cores=16, logical_cores=32, affinity_cores=32,
-    cpu_quota_cores=None, numa_nodes=1, memory_gib=256.0, memory_available_gib=200.0, memory_limit_gib=None,
+    cpu_quota_cores=None, numa_nodes=2, numa_cores={"0": 16, "1": 16},
+    memory_gib=256.0, memory_available_gib=200.0, memory_limit_gib=None,
     swap_used_gib=0.0, shm_gib=64.0, shm_free_gib=64.0, disk_free_gib=500.0, open_files=65536,
+    max_processes=None, locked_memory_gib=None,
     omp_num_threads=None, cuda_visible_devices=None, gpu_error=None, gpu_topology=None,
-    gpus=(Gpu(0, "H100", 80.0, "570"), Gpu(1, "H100", 80.0, "570")), gpus_present=2,
+    gpus=(Gpu(0, "H100", 80.0, "570", 0), Gpu(1, "H100", 80.0, "570", 1)), gpus_present=2,
     versions={"torch": "2.13.0+cu130"}, git_commit=None, git_dirty=None,
 )  # fmt: skip
 
@@ -94,6 +97,19 @@ def test_cuda_visible_devices_is_respected(smi, monkeypatch, selection, indices)
     smi(f"cat <<'END'\n{CSV}END")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selection)
     assert [gpu.index for gpu in probe().gpus] == indices
+
+
+def test_the_numa_node_of_a_gpu_and_its_usable_cores(smi, tmp_path):
+    smi(f"cat <<'END'\n{CSV}END")
+    core = min(os.sched_getaffinity(0))
+    files = {"sys/bus/pci/devices/0000:1a:00.0/numa_node": "1\n",
+             "sys/bus/pci/devices/0000:3d:00.0/numa_node": "-1\n",
+             f"sys/devices/system/node/node0/cpu{core}/online": "1\n",
+             "sys/devices/system/node/node1/cpulist": "9000\n"}  # fmt: skip
+    facts = probe(root=write(tmp_path, files))
+    assert [gpu.numa_node for gpu in facts.gpus] == [1, None, None]
+    assert facts.numa_cores == {"0": 1, "1": 0}
+    assert any("no core of node 1 is usable" in f.consequence for f in diagnose(facts))
 
 
 def test_broken_driver_is_a_finding_and_the_drivers_list_still_counts(smi, tmp_path):
@@ -194,7 +210,9 @@ def test_redact_argv():
         ({"cpu_quota_cores": 1.5}, "warn", "cores"),
         ({"swap_used_gib": 2.0}, "warn", "swap"),
         ({"omp_num_threads": "64"}, "warn", "OMP_NUM_THREADS"),
-        ({"numa_nodes": 2}, "warn", "NUMA"),
+        ({"numa_cores": {"0": 0, "1": 16}}, "warn", "NUMA nodes: 2, usable 0 cores of node 0"),
+        ({"max_processes": 512}, "warn", "processes: limit 512"),
+        ({"locked_memory_gib": 2**-14}, "warn", "locked memory: limit 0.0625 MiB"),
         ({"python": "3.10.4"}, "fail", "python 3.10.4"),
         ({"python": "3.14.0"}, "fail", "python 3.14.0"),
         ({"versions": {}}, "fail", "torch is not installed"),
@@ -266,9 +284,59 @@ time.sleep(600)
 
 def test_doctor_names_a_directory_that_cannot_be_written(monkeypatch):
     monkeypatch.setattr(doctor, "all_reduce", lambda timeout_s: doctor.Finding("ok", f"{timeout_s > 5}"))
-    findings = doctor.doctor(Path("/proc/runs"))
+    _, findings = doctor.doctor(Path("/proc/runs"))
+    assert [f.level for f in findings if f.what.startswith("checkpoint")] == ["fail"]
     assert [f.what for f in findings if f.level == "fail" and "run directory" in f.what]
     assert any(f.what.startswith("loopback") and f.level == "ok" for f in findings)
+
+
+def test_checkpoint_round_trip_results(fake_module, tmp_path):
+    target = tmp_path / "not" / "yet"
+    fast, slow = ({"bytes": 2**26, "seconds": s, "mb_per_s": 67.1 / s} for s in (0.5, 2.0))
+    finding = doctor.checkpoint(target, 20, fake_module(f"print({json.dumps(fast)!r})"))
+    assert (finding.level, finding.what) == ("ok", "checkpoint round trip: 64 MiB in 0.50 s, 134 MB/s")
+    finding = doctor.checkpoint(target, 20, fake_module(f"print({json.dumps(slow)!r})"))
+    assert finding.level == "warn"
+    assert "take 42 s" in finding.consequence
+    leave = "import pathlib, sys; (pathlib.Path(sys.argv[1]) / 'step').write_text('x'); raise OSError('full')"
+    finding = doctor.checkpoint(target, 20, fake_module(leave))
+    assert (finding.level, "OSError: full" in finding.what) == ("fail", True)
+    assert not list(tmp_path.glob(".bert-dp-doctor-*"))
+
+
+def test_a_real_checkpoint_round_trip(tmp_path):
+    finding = doctor.checkpoint(tmp_path, 100)
+    assert "64 MiB" in finding.what
+    assert finding.level in ("ok", "warn")  # a busy disk is slow
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_all_reduce_without_time_is_told(monkeypatch):
+    monkeypatch.setattr(doctor, "run_command", lambda *_: pytest.fail("started"))
+    finding = doctor.all_reduce(1.0)
+    assert finding.level == "warn"
+    assert "not measured" in finding.what
+
+
+def test_what_doctor_starts_ends_with_it(fake_module, tmp_path):
+    """Killed, it can end nothing itself: our modules follow it by the pid in their environment."""
+    name = fake_module(
+        "import os, time; from bert_dp.lifeline import follow_launcher; follow_launcher()\n"
+        f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    )
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    code = f"from launcher import doctor; doctor.all_reduce(60, {name!r})"
+    process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    status = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
+    while status.exists() and status.read_text().split()[2] != "Z":
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def test_import_is_free_of_torch_and_rich():

@@ -1,0 +1,119 @@
+"""Time from the command to the first finished step: `bert-dp train` beside bare torchrun, same worker.
+
+    python benchmarks/startup.py [--ranks 2] [--rounds 9] [--set a.b=v] [--json FILE]
+
+In turn within each round, the order swapped every round; both train the same resolved configuration on shards
+that lie ready. The clock stops when the first line of metrics.jsonl appears, which both write after one step.
+A first round warms the file cache and is left out. Prints medians and their difference; --json keeps all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bert_dp.config import dump_config, load_config
+from launcher.environment import versions
+from launcher.training import shipped_configs
+from tests.e2e.cli import TINY
+from tests.shards import write_shards
+
+
+def ours(run_dir: Path, settings: list[str], ranks: int) -> list[str]:
+    pairs = [part for setting in settings for part in ("--set", setting)]
+    return [sys.executable, "-m", "launcher", "train", "quickstart", "--nproc", str(ranks),
+            "--run-dir", str(run_dir), *pairs]  # fmt: skip
+
+
+def torchrun(run_dir: Path, settings: list[str], ranks: int) -> list[str]:
+    run_dir.mkdir()
+    config = run_dir / "config.yaml"
+    config.write_text(dump_config(load_config(shipped_configs() / "quickstart.yaml", settings)))
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+            "-m", "bert_dp.worker", str(config)]  # fmt: skip
+
+
+VARIANTS = {"bert-dp": ours, "torchrun": torchrun}
+
+
+def first_step_s(command: list[str], metrics: Path) -> float:
+    """Seconds from the start of `command` to the first line in `metrics`; waits for the command's end."""
+    start = time.perf_counter()
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        while not (metrics.exists() and metrics.stat().st_size):
+            if process.poll() is not None:
+                raise RuntimeError(
+                    f"{command} ended before its first step:\n{process.communicate()[0][-3000:]}"
+                )
+            time.sleep(0.002)
+        seconds = time.perf_counter() - start
+        process.communicate(timeout=300)
+        return seconds
+    finally:
+        process.kill()
+
+
+def measure(rounds: int, ranks: int, extra: list[str]) -> list[dict[str, float]]:
+    """Seconds of each variant in each round."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        shards = write_shards(root / "shards")
+        settings = [*TINY, f"data.path={shards}", "schedule.steps=1", "compile=off", *extra]
+        for number in range(rounds + 1):
+            names = list(VARIANTS) if number % 2 else list(VARIANTS)[::-1]
+            seconds = {}
+            for name in names:
+                run_dir = root / f"{name}-{number}"
+                seconds[name] = first_step_s(
+                    VARIANTS[name](run_dir, settings, ranks), run_dir / "metrics.jsonl"
+                )
+            print(
+                f"round {number}: " + ", ".join(f"{n} {s:.2f} s" for n, s in seconds.items()), file=sys.stderr
+            )
+            found.append(seconds)
+    return found[1:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="a.b=v")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    rounds = measure(arguments.rounds, arguments.ranks, arguments.settings)
+    medians = {name: statistics.median(r[name] for r in rounds) for name in VARIANTS}
+    over = [r["bert-dp"] - r["torchrun"] for r in rounds]
+    result = {
+        "environment": {
+            "command": " ".join(["python", "benchmarks/startup.py", *sys.argv[1:]]), "cores": os.cpu_count(),
+            "python": platform.python_version(), "versions": versions(), "ranks": arguments.ranks,
+        },
+        "rounds": rounds,
+        "median_s": medians,
+        "over_s": {"median": statistics.median(over), "min": min(over), "max": max(over)},
+    }  # fmt: skip
+    for name, seconds in medians.items():
+        print(f"{name:10} {seconds:6.2f} s to the first step, median of {len(rounds)}")
+    print(f"bert-dp over torchrun: {result['over_s']['median']:+.2f} s "
+          f"({min(over):+.2f} to {max(over):+.2f})")  # fmt: skip
+    if arguments.json:
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,149 @@
+"""Which cores a rank runs on: near its GPU, or an equal share that stays within a NUMA node. Torch-free.
+
+A GPU reached over the link between sockets costs copies and launches; a CPU rank on two nodes reads half of
+its memory over it. Linux names the nodes in sysfs (Documentation/admin-guide/mm/numaperf.rst, sysfs-bus-pci).
+Every function that reads kernel files takes `root`, the directory that holds sys/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Sequence, Set
+from pathlib import Path
+
+ROOT = Path("/")
+Cores = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Logical cores of the machine: the NUMA node of each, and the first of those on its physical core."""
+
+    node: dict[int, int]
+    sibling: dict[int, int]
+
+    def ordered(self, cores: Iterable[int]) -> list[int]:
+        """Cores of a node together, within it those of one physical core together."""
+        return sorted(cores, key=lambda c: (self.node.get(c, 0), self.sibling.get(c, c), c))
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """What `place` has done."""
+
+    shares: tuple[Cores, ...]
+    """Cores of each rank of this node; an empty share is not bound."""
+    threads: int
+    """Of this rank."""
+    inherited: bool = False
+    """Whoever started this rank had bound it already: `shares` holds its own cores alone."""
+
+    def __str__(self) -> str:
+        shown = [format_cores(share) for share in self.shares]
+        if self.inherited:
+            return f"cores {shown[0]} as started"
+        if not any(shown):
+            return "cores not bound"
+        return f"cores {' | '.join(part or 'not bound' for part in shown)}"
+
+
+def place(local_rank: int, local_size: int, gpus: Sequence[str] = (), root: Path = ROOT) -> Placement:
+    """Bind this process to its share of the cores that it may use, and say what every local rank has.
+
+    `gpus`: the PCI address of each local rank's GPU, empty for CPU ranks. With fewer cores than ranks nothing
+    is bound. A rank that has fewer cores than its parent was bound on purpose (srun, numactl) and keeps them.
+    """
+    allowed = os.sched_getaffinity(0)
+    if allowed < _parent_affinity():
+        return Placement((tuple(sorted(allowed)),), len(allowed), inherited=True)
+    topology = read_topology(root)
+    if gpus:
+        shares = gpu_shares(allowed, [pci_node(gpu, root) for gpu in gpus], topology)
+    else:
+        shares = cpu_shares(allowed, local_size, topology)
+    mine = shares[local_rank]
+    if mine:
+        os.sched_setaffinity(0, mine)
+    return Placement(shares, max(1, len(mine) or len(allowed) // local_size))
+
+
+def cpu_shares(allowed: Set[int], num_ranks: int, topology: Topology) -> tuple[Cores, ...]:
+    """Equal shares, each within one node where the nodes hold enough of them; empty ones when cores are
+    fewer than ranks. Equal, so that no rank waits for one with fewer cores."""
+    size = len(allowed) // num_ranks
+    if not size:
+        return ((),) * num_ranks
+    ordered = topology.ordered(allowed)
+    whole = []  # shares that lie within a node
+    for node in dict.fromkeys(topology.node.get(core, 0) for core in ordered):
+        members = [core for core in ordered if topology.node.get(core, 0) == node]
+        whole += [members[i : i + size] for i in range(0, len(members) - size + 1, size)]
+    if len(whole) < num_ranks:
+        whole = [ordered[i * size : (i + 1) * size] for i in range(num_ranks)]
+    spread = [whole[rank * len(whole) // num_ranks] for rank in range(num_ranks)]
+    return tuple(tuple(sorted(share)) for share in spread)
+
+
+def gpu_shares(allowed: Set[int], gpu_nodes: Sequence[int | None], topology: Topology) -> tuple[Cores, ...]:
+    """For each local rank, by the node of its GPU (None = unknown): a share of that node's allowed cores, all
+    of them when they are fewer than its ranks, none when no core of the node is allowed."""
+    shares: list[Cores] = [()] * len(gpu_nodes)
+    for node in dict.fromkeys(gpu_nodes):
+        ranks = [rank for rank, other in enumerate(gpu_nodes) if other == node]
+        near = {core for core in allowed if node is None or topology.node.get(core, 0) == node}
+        for rank, share in zip(ranks, cpu_shares(near, len(ranks), topology), strict=True):
+            shares[rank] = share or (() if node is None else tuple(sorted(near)))
+    return tuple(shares)
+
+
+def read_topology(root: Path = ROOT) -> Topology:
+    """From sysfs; what is not there counts as one node, and every core as a physical one."""
+    node, sibling = {}, {}
+    for folder in (root / "sys/devices/system/node").glob("node[0-9]*"):
+        for core in parse_cores(_read(folder / "cpulist")):
+            node[core] = int(folder.name[4:])
+    for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*"):
+        core = int(folder.name[3:])
+        sibling[core] = min(parse_cores(_read(folder / "topology/thread_siblings_list")), default=core)
+    return Topology(node, sibling)
+
+
+def pci_node(address: str, root: Path = ROOT) -> int | None:
+    """NUMA node of a PCI device, given as domain:bus:device.function; None when the kernel knows none."""
+    text = _read(root / "sys/bus/pci/devices" / address.lower() / "numa_node").strip()
+    return int(text) if text.isdigit() else None  # -1 = not known
+
+
+def parse_cores(text: str) -> list[int]:
+    """The kernel's list format: 0-3,8 -> [0, 1, 2, 3, 8]."""
+    cores: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return cores
+
+
+def format_cores(cores: Iterable[int]) -> str:
+    """The inverse of `parse_cores`."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and runs[-1][1] == core - 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _parent_affinity() -> Set[int]:
+    try:
+        return os.sched_getaffinity(os.getppid())
+    except OSError:  # it has gone, or is another user's
+        return set()
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return ""

@@ -1,0 +1,266 @@
+"""Rows 21 to 24: damaged data, hostile files, secrets, and who can reach a run from outside."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import random
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bert_dp.shards import file_hash, manifest_hash
+from launcher.starters import LAUNCHERS
+from tests.e2e.cli import bert_dp, start, tiny
+from tests.e2e.test_launchers import TOOLS, with_site
+from tests.e2e.test_train import step_reached, wait_for
+from tests.faults.harness import observe, rounds
+from tests.shards import write_shards
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
+    """A run of 2 steps; copy it before changing anything."""
+    run_dir = tmp_path_factory.mktemp("finished") / "run"
+    done = train(shards, run_dir)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return run_dir
+
+
+def train(shards: Path, run_dir: Path, *more: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    return bert_dp("train", "quickstart", *tiny(shards, *more), "--run-dir", str(run_dir), **environ)
+
+
+# --- row 21
+
+
+def damage(directory: Path, what: str, number: int) -> tuple[str, str]:
+    """Change something in a directory of shards; returns the hashes that were and are."""
+    file = directory / {"tokens": "train-00000.bin", "held-out": "held_out-00000.bin"}.get(
+        what, "tokenizer.json"
+    )
+    if what == "manifest":
+        manifest = json.loads((directory / "manifest.json").read_text())
+        before = manifest["hash"]
+        manifest["num_special"] += 1
+        (directory / "manifest.json").write_text(json.dumps(manifest))
+        return before[:16], manifest_hash(manifest)[:16]
+    before, data = file_hash(file), bytearray(file.read_bytes())
+    data[random.Random(number).randrange(len(data))] ^= 1 << number % 8
+    file.write_bytes(data)
+    return before[:16], file_hash(file)[:16]
+
+
+@pytest.mark.parametrize("what", ["tokens", "held-out", "tokenizer", "manifest"])
+def test_row_21_changed_data_are_refused_before_step_0_with_both_hashes(tmp_path: Path, what: str) -> None:
+    for number in rounds(1, 10):
+        directory = write_shards(tmp_path / f"shards-{number}")
+        before, after = damage(directory, what, number)
+        begun = time.monotonic()
+        done = train(directory, tmp_path / f"run-{number}")
+        observe(21, what=what, seconds=time.monotonic() - begun)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert before in done.stderr, done.stderr
+        assert after in done.stderr, done.stderr
+        assert "Traceback" not in done.stderr
+        assert not (tmp_path / f"run-{number}" / "metrics.jsonl").exists()
+        inspected = bert_dp("data", "inspect", str(directory))
+        assert inspected.returncode != 0, inspected.stdout
+
+
+def test_row_21_a_run_does_not_go_on_with_other_data(tmp_path: Path, shards: Path, finished: Path) -> None:
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    other = write_shards(tmp_path / "other", seed=1)
+    hashes = [json.loads((d / "manifest.json").read_text())["hash"][:16] for d in (shards, other)]
+    done = train(other, run_dir, "schedule.steps=4")
+    assert done.returncode == 2, done.stdout
+    assert all(value in done.stderr for value in hashes), done.stderr
+
+
+# --- row 22
+
+
+class Hostile:
+    def __init__(self, canary: Path):
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.canary}",)
+
+
+def test_the_canary_would_sing(tmp_path: Path) -> None:
+    """Without this the next two tests would hold of a harmless file."""
+    pickle.loads(pickle.dumps(Hostile(tmp_path / "canary")))
+    assert (tmp_path / "canary").exists()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_row_22_a_pickle_in_a_checkpoint_is_refused(tmp_path: Path, finished: Path, file: str) -> None:
+    run_dir, canary = shutil.copytree(finished, tmp_path / "run"), tmp_path / "canary"
+    (checkpoint,) = (run_dir / "checkpoints").glob("step-" + "[0-9]" * 8)
+    (checkpoint / file).write_bytes(pickle.dumps(Hostile(canary)))
+    manifest = json.loads((checkpoint / "manifest.json").read_text())  # by one who knows the format
+    facts = {"bytes": (checkpoint / file).stat().st_size, "sha256": file_hash(checkpoint / file)}
+    manifest["files"][file] = facts
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    options = ["--run-dir", str(run_dir), "--set", "schedule.steps=4", "--nproc", "1"]
+    done = bert_dp("train", *options, "--resume", str(checkpoint))
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "checkpoint" in done.stdout + done.stderr
+    if file == "model.safetensors":
+        auto = bert_dp("train", *options)
+        assert "resuming" not in auto.stdout, auto.stdout
+    assert not canary.exists()
+
+
+@pytest.mark.parametrize("tag", ["!!python/object/apply:os.system", "!!python/object/new:os.system"])
+def test_row_22_yaml_that_would_run_a_command_is_refused(tmp_path: Path, shards: Path, tag: str) -> None:
+    canary = tmp_path / "canary"
+    text = f'schedule:\n  steps: {tag} ["touch {canary}"]\n'
+    (tmp_path / "evil.yaml").write_text(text)
+    option = f'schedule.steps={tag} ["touch {canary}"]'
+    stored = tmp_path / "stored"
+    stored.mkdir()
+    (stored / "config.yaml").write_text(text)
+    commands = [
+        ["train", str(tmp_path / "evil.yaml")],
+        ["train", "quickstart", *tiny(shards), "--set", option],
+        ["train", "--run-dir", str(stored)],
+    ]
+    for command in commands:
+        done = bert_dp(*command, cwd=tmp_path)
+        assert done.returncode == 2, done.stdout
+        assert "Traceback" not in done.stderr
+    assert bert_dp("report", str(stored)).returncode == 0
+    worker = subprocess.run(
+        [sys.executable, "-m", "bert_dp.worker", str(stored / "config.yaml")],
+        capture_output=True,
+        check=False,
+    )
+    assert worker.returncode == 2
+    assert not canary.exists()
+
+
+# --- row 23
+
+SECRETS = {
+    "HF_TOKEN": "hf_AbCdEfGhIjKl", "api_key": 'with "quotes" & <tags>', "MY_SECRET": "gr\u00fc\u00dfe-geheim",
+    "DB_PASSWORD": "123456789", "WANDB_API_KEY": "0f1e2d3c4b5a",
+}  # fmt: skip
+LEAK = """
+import os, sys
+if os.environ.get("RANK") == "1" and "bert_dp.worker" in sys.orig_argv:
+    from bert_dp import train
+    plain = train.train_step
+    def train_step(*arguments, **options):
+        names = ("HF_TOKEN", "api_key", "MY_SECRET", "DB_PASSWORD", "WANDB_API_KEY")
+        values = [os.environ[name] for name in names]
+        print("request failed:", *values, "x" * (1 << 20), *values, flush=True)
+        raise RuntimeError("401 for " + " ".join(values))
+    train.train_step = train_step
+"""
+
+
+def leaks(run_dir: Path) -> list[str]:
+    """Files of a run that hold a secret, in any of the ways in which one may be written."""
+    found = []
+    for path in (p for p in run_dir.rglob("*") if p.is_file()):
+        data = path.read_bytes()
+        for name, value in SECRETS.items():
+            forms = {value, json.dumps(value)[1:-1], value.replace("&", "&amp;").replace("<", "&lt;")}
+            found += [f"{path.relative_to(run_dir)}: {name}" for form in forms if form.encode() in data]
+    return found
+
+
+def test_row_23_no_file_of_a_run_holds_a_secret(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = train(shards, run_dir, **SECRETS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert leaks(run_dir) == []
+    assert run_dir.stat().st_mode & 0o777 == 0o700
+    assert not [v for v in SECRETS.values() if v in done.stdout + done.stderr]
+
+
+def test_row_23_nor_one_of_a_failed_run_whose_error_and_log_held_them(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    done = train(shards, run_dir, "compile=off", **SECRETS, PYTHONPATH=with_site(tmp_path, LEAK))
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "401 for" in (run_dir / "logs" / "rank-1.error.json").read_text()  # the fault did happen
+    assert "request failed:" in (run_dir / "logs" / "rank-1.log").read_text()
+    assert "401 for" in (run_dir / "summary.json").read_text()
+    assert leaks(run_dir) == []
+    assert bert_dp("report", str(run_dir)).returncode == 0
+    assert leaks(run_dir) == []
+
+
+def test_row_23_a_setting_that_holds_one_is_refused(tmp_path: Path, shards: Path) -> None:
+    place = write_shards(tmp_path / SECRETS["HF_TOKEN"])
+    done = train(place, tmp_path / "run", **SECRETS)
+    assert done.returncode == 2, done.stdout
+    assert "data.path: holds the value of HF_TOKEN" in done.stderr
+    assert SECRETS["HF_TOKEN"] not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_row_23_no_other_user_can_write_a_run_directory(tmp_path: Path, shards: Path, finished: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    refused = train(shards, tmp_path / "open")
+    assert refused.returncode == 2, refused.stdout
+    assert "can be written by every user" in refused.stderr
+    assert not list((tmp_path / "open").iterdir())
+    standing = shutil.copytree(finished, tmp_path / "run")
+    standing.chmod(0o777)
+    again = train(shards, standing)  # a file system without modes must not lock a run out
+    assert again.returncode == 0, again.stdout + again.stderr
+    assert "can be written by every user" in again.stdout
+
+
+# --- row 24
+
+
+def listening(process: psutil.Process) -> set[tuple[str, int]]:
+    """(address, port) of every socket that a process of the run listens on."""
+    found = set()
+    with contextlib.suppress(psutil.Error):
+        for member in [process, *process.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                found |= {c.laddr for c in member.net_connections("inet") if c.status == psutil.CONN_LISTEN}
+    return {(address.ip, address.port) for address in found}
+
+
+@pytest.mark.parametrize("launcher", TOOLS)
+def test_row_24_nothing_listens_beyond_loopback(tmp_path: Path, shards: Path, launcher: str) -> None:
+    """From the first process to the third step, looked at 20 times a second."""
+    assert launcher in LAUNCHERS
+    run_dir = tmp_path / "run"
+    options = ["--launcher", launcher, "--nproc", "2", "--run-dir", str(run_dir)]
+    process = start("train", "quickstart", *tiny(shards, "schedule.steps=100000", "compile=off"), *options)
+    seen: set[tuple[str, int]] = set()
+    whole = psutil.Process(process.pid)
+
+    def third_step() -> bool:
+        seen.update(listening(whole))
+        assert process.poll() is None, process.communicate()
+        return step_reached(run_dir, 3)()
+
+    try:
+        wait_for(third_step, seconds=180)
+    finally:
+        process.terminate()
+        process.communicate(timeout=120)
+    observe(24, launcher=launcher, sockets=len(seen))
+    assert seen, "gloo listens somewhere"
+    assert {address for address, _ in seen} <= {"127.0.0.1", "::1"}, seen

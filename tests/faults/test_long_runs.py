@@ -1,0 +1,151 @@
+"""Row 25: clocks that jump, logs larger than memory should hold, metrics of a million steps."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.cli import bert_dp, start, tiny
+from tests.e2e.test_launchers import with_site
+from tests.e2e.test_train import lines
+from tests.faults.harness import FULL, observe
+from tests.shards import write_shards
+
+GROWTH_MB = 50
+OURS = 'any(word in ("bert_dp.worker", "launcher") for word in sys.orig_argv)'
+# the wall clock runs backwards, a hundred times as fast, and starts in another year
+CLOCK = f"""
+import sys, time
+if {OURS}:
+    real, real_ns, origin = time.time, time.time_ns, time.time()
+    time.time = lambda: 4e8 - 100 * (real() - origin)
+    time.time_ns = lambda: int(time.time() * 1e9)
+"""
+SECRET = "s3cret-in-a-log"
+FLOOD = """
+import os, sys
+if os.environ.get("RANK") == "0" and "bert_dp.worker" in sys.orig_argv:
+    from bert_dp import train
+    plain, left = train.train_step, [int(os.environ["FLOOD_BYTES"])]
+    def train_step(*arguments, **options):
+        part = b"".join(b"line %06d of a library that says too much\\n" % i for i in range(20_000))
+        while left[0] > 0:
+            os.write(1, part)
+            os.write(1, os.environ["FLOOD_TOKEN"].encode())
+            left[0] -= len(part)
+        return plain(*arguments, **options)
+    train.train_step = train_step
+"""
+# not ru_maxrss, which a process inherits from the one that started it
+PEAK = """
+import sys
+def peak_mb():
+    with open("/proc/self/status") as file:
+        return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1e3
+"""
+LINE = {
+    "step": 0, "samples": 0, "tokens": 0, "epoch": 0, "progress": 0.0, "loss": 0.0, "lr": 1e-3,
+    "grad_norm": 1.5, "global_batch": 8, "micro_batch": 2, "accumulation": 2, "world_size": 2,
+    "step_time_s": 0.123456789,
+    "steps_per_s": 8.1, "global_steps_per_s": 32.4, "samples_per_s": 64.8, "tokens_per_s": 1036.8,
+    "tokens_per_s_per_gpu": 518.4, "mfu": None, "data_wait_s": 0.001, "forward_backward_s": 0.1,
+    "optimizer_s": 0.02, "peak_memory_gib": 0.3, "elapsed_s": 0.0, "skipped_steps": 0,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+def test_row_25_a_clock_that_jumps_changes_nothing(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    options = tiny(shards, "schedule.steps=5", "compile=off")
+    done = bert_dp("train", "quickstart", *options, "--run-dir", str(run_dir),
+                   PYTHONPATH=with_site(tmp_path, CLOCK))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    written = lines(run_dir / "metrics.jsonl")
+    elapsed = [line["elapsed_s"] for line in written]
+    assert len(written) == 5
+    assert elapsed == sorted(elapsed)
+    assert all(line["step_time_s"] > 0 for line in written)
+    assert all(s >= 0 for s in json.loads((run_dir / "summary.json").read_text())["time_s"].values())
+
+
+def many_lines(path: Path, count: int) -> None:
+    """metrics.jsonl of `count` steps with one spike."""
+    with path.open("w", encoding="utf-8") as file:
+        for step in range(1, count + 1):
+            loss = 99.0 if step == count // 3 else 10 - 5 * step / count
+            file.write(json.dumps({**LINE, "step": step, "tokens": step * 128, "loss": loss,
+                                   "progress": step / count, "elapsed_s": step / 8}) + "\n")  # fmt: skip
+
+
+def growth_mb(code: str, *arguments: str) -> float:
+    """By how much a process of its own grows while it runs `code`, after what `code` imports first."""
+    imports, _, work = code.partition("---\n")
+    whole = f"{PEAK}{imports}before = peak_mb()\n{work}print(peak_mb() - before)\n"
+    done = subprocess.run(
+        [sys.executable, "-c", whole, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return float(done.stdout.splitlines()[-1])
+
+
+def test_row_25_a_million_steps_are_reported_and_cut_back_in_little_memory(tmp_path: Path) -> None:
+    count = 10**6 if FULL else 5 * 10**4
+    many_lines(tmp_path / "metrics.jsonl", count)
+    size = (tmp_path / "metrics.jsonl").stat().st_size
+    begun = time.monotonic()
+    report = growth_mb(
+        "from pathlib import Path\nfrom launcher import page\nimport yaml\n---\n"
+        "run = Path(sys.argv[1])\npage.write([run], run / 'report.html')\n", str(tmp_path),
+    )  # fmt: skip
+    assert "99" in (tmp_path / "report.html").read_text()  # the axis reaches up to the spike
+    cut = growth_mb(
+        "from pathlib import Path\nfrom bert_dp import record\n---\n"
+        "record.cut_back(Path(sys.argv[1]), int(sys.argv[2]))\n",
+        str(tmp_path / "metrics.jsonl"), str(count - 10),
+    )  # fmt: skip
+    with (tmp_path / "metrics.jsonl").open("rb") as file:
+        assert sum(1 for _ in file) == count - 10
+    seconds = time.monotonic() - begun
+    observe(25, lines=count, megabytes=size / 1e6, report_mb=report, cut_back_mb=cut, seconds=seconds)
+    assert report < GROWTH_MB
+    assert cut < GROWTH_MB
+
+
+def test_row_25_a_log_of_gigabytes_does_not_fill_the_launchers_memory(tmp_path: Path, shards: Path) -> None:
+    """Rank 0 floods its log, which the console follows, and puts a secret in between."""
+    num_bytes = 2 * 10**9 if FULL else 2 * 10**8
+    run_dir = tmp_path / "run"
+    environ = {"PYTHONPATH": with_site(tmp_path, FLOOD), "FLOOD_BYTES": str(num_bytes), "FLOOD_TOKEN": SECRET}
+    with (tmp_path / "out").open("w") as out:  # not a pipe, which would stop the launcher when it is full
+        process = start("train", "quickstart", *tiny(shards, "compile=off"), "--run-dir", str(run_dir),
+                        stdout=out, **environ)  # fmt: skip
+        log, first, peak = run_dir / "logs" / "rank-0.log", 0.0, 0.0
+        launcher = psutil.Process(process.pid)
+        while process.poll() is None:
+            try:
+                now = launcher.memory_info().rss / 1e6
+            except psutil.Error:
+                break
+            if not log.exists() or log.stat().st_size < 10**5:
+                first = now
+            peak = max(peak, now)
+            time.sleep(0.02)
+        process.communicate()
+    assert process.returncode == 0, (tmp_path / "out").read_text()[-2000:]
+    assert log.stat().st_size > num_bytes
+    observe(25, log_mb=log.stat().st_size / 1e6, launcher_growth_mb=peak - first)
+    assert peak - first < GROWTH_MB
+    done = subprocess.run(["grep", "-c", SECRET, str(log)], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "0"
+    assert os.path.getsize(tmp_path / "out") < num_bytes / 10  # nor is all of it shown
