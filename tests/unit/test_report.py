@@ -224,7 +224,7 @@ def test_closing_table_is_compact_and_folds_between_parts(tmp_path):
     for text in ("failed saves", "loss spikes"):
         assert text not in quiet
     told = {"failed_saves": 3, "loss_spikes": 1, "skipped_steps": 0}
-    loud = "\n".join(lines_of(closing.closing_table(make_run(tmp_path / "c", summary=told))))
+    loud = "\n".join(lines_of(closing.closing_table(make_run(tmp_path / "told", summary=told))))
     assert "failed saves   3, see the log" in loud
     assert "loss spikes    1 logged losses far above" in loud
     used = closing.closing_table(make_run(tmp_path / "c", summary={"energy_j": 2.1e7}))
