@@ -34,14 +34,13 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
-def fail(
-    folder: Path, shards: Path, what: str, number: int, launcher: str, place: str = "step"
-) -> dict[str, Any]:
-    """One run that breaks at a place drawn from `number`: what the console showed from the failure on, and
+def fail(folder: Path, shards: Path, what: str, number: int, launcher: str) -> dict[str, Any]:
+    """One run that breaks where `number` draws it: what the console showed from the failure on, and
     summary.json's facts. Holds what every failure must hold."""
-    chance = random.Random(number)
+    chance = random.Random(f"{what} {launcher} {number}")
     nproc = chance.choice([2, 4]) if FULL else 2
     rank, step = chance.randrange(nproc), chance.randrange(5)
+    place = chance.choice(PLACES) if what == "raise" else "step"
     run_dir, sign = folder / f"run-{number}", folder / f"broken-{number}"
     done = bert_dp(
         "train", "quickstart", *tiny(shards, "schedule.steps=100000", "compile=off"), "--nproc", str(nproc),
@@ -78,7 +77,7 @@ def installed(launcher: str) -> None:
 def test_row_01_the_rank_that_raises_is_named(tmp_path: Path, shards: Path, launcher: str) -> None:
     installed(launcher)
     for number in rounds(1, 100 if launcher == "torchrun" else 10):
-        told = fail(tmp_path, shards, "raise", number, launcher, PLACES[number % 3])
+        told = fail(tmp_path, shards, "raise", number, launcher)
         assert told["cause"].endswith("ValueError: injected by a test")
         assert any("inject/sitecustomize.py:" in line and "in break_now" in line for line in told["first"])
         assert "inject/sitecustomize.py:" in told["where"]
