@@ -24,6 +24,7 @@ from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from launcher import advice, failure
 from launcher.failure import Departure, Failure
 from launcher.memory import MemoryWatch
+from launcher.reaper import reaper
 from launcher.redact import scrub, secrets
 from launcher.starters import WORKER, start_command, start_environment
 from launcher.watch import Hang, Watch
@@ -138,19 +139,21 @@ def run(
     memory = MemoryWatch()
     pending: list[int] = []
     previous = {number: signal.signal(number, lambda n, _: pending.append(n)) for number in STOP_SIGNALS}
+    environ = start_environment(launcher, run_dir, scratch, nproc, on_gpu=on_gpu, grace_s=grace_s)
+    ours = [f"{name}={environ[name]}" for name in (LAUNCHER_PID, LAUNCHER_START)]
     try:
-        with launcher_log.open("ab") as log:
-            process = subprocess.Popen(
-                start_command(launcher, nproc, scratch, worker),
-                env=start_environment(launcher, run_dir, scratch, nproc, on_gpu=on_gpu, grace_s=grace_s),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                start_new_session=True,  # a terminal's Ctrl-C is ours to pass on
-            )  # fmt: skip
-        roll = Roll(process, nproc)
-        try:
-            hang = _follow(process, roll, run_dir, pending, on_poll, grace_s, memory, watch)
-        finally:
-            _kill_tree(process, roll)
+        with reaper(scratch, ours):
+            with launcher_log.open("ab") as log:
+                process = subprocess.Popen(
+                    start_command(launcher, nproc, scratch, worker), env=environ,
+                    stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                    start_new_session=True,  # a terminal's Ctrl-C is ours to pass on
+                )  # fmt: skip
+            roll = Roll(process, nproc)
+            try:
+                hang = _follow(process, roll, run_dir, pending, on_poll, grace_s, memory, watch)
+            finally:
+                _kill_tree(process, roll)
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)

@@ -50,6 +50,25 @@ def test_row_04_no_process_outlives_a_killed_launcher(tmp_path: Path, shards: Pa
         assert not members(run_dir)
 
 
+def test_row_04_not_even_a_stopped_rank(tmp_path: Path, shards: Path) -> None:
+    """It cannot see that its launcher is gone; nor does torchrun, which waits for it."""
+    for number in rounds(1, 10):
+        run_dir = tmp_path / f"run-{number}"
+        process = begin(run_dir, shards)
+        wait_for(step_reached(run_dir, 2))
+        family = psutil.Process(process.pid).children(recursive=True)
+        scratch = {path for path in scratch_of(psutil.Process(process.pid)) if path.exists()}
+        assert len(scratch) == 1
+        rank = next(m for m in members(run_dir) if m.environ().get("RANK") == "1")
+        rank.suspend()
+        process.kill()
+        started = time.monotonic()
+        process.communicate()
+        wait_for(lambda family=family: not any(alive(p) for p in family), seconds=30)
+        observe(4, stopped_rank=True, seconds=time.monotonic() - started)
+        assert not any(path.exists() for path in scratch)
+
+
 def alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

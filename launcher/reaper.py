@@ -1,0 +1,71 @@
+"""A small process that outlives the launcher by a moment, to end what the launcher could not.
+
+Ranks end by themselves when the launcher is gone, unless they are stopped (SIGSTOP) or hold the interpreter
+lock, and torchrun waits for those. This one waits for the other end of its standard input to close, however
+the launcher went, and then kills every process that has the launcher's number and start in its environment.
+Run as a file by a bare interpreter: nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+PATIENCE_S = 1.0
+"""Ranks that can end by themselves first have this long."""
+SEARCH_S = 5.0
+"""A process may be starting others while it is killed: look again for as long as any is found."""
+
+
+@contextlib.contextmanager
+def reaper(scratch: Path, marks: Sequence[str]) -> Iterator[None]:
+    """Should this process be killed in the block, processes with all of `marks` (NAME=value) in their
+    environment do not outlive it, and `scratch` is removed."""
+    command = [sys.executable, "-I", "-S", __file__, str(scratch), *marks]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    try:
+        yield
+    finally:
+        assert process.stdin is not None
+        with contextlib.suppress(OSError):
+            process.stdin.write(b"done")
+            process.stdin.close()
+        process.wait()
+
+
+def marked(marks: Sequence[str]) -> list[int]:
+    """Processes that have all of `marks` in their environment, this one left out."""
+    wanted = {mark.encode() for mark in marks}
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):  # gone, or another user's
+                if wanted <= set((entry / "environ").read_bytes().split(b"\0")):
+                    found.append(int(entry.name))
+    return found
+
+
+def main(scratch: str, *marks: str) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    if os.read(0, 16) == b"done":
+        return
+    time.sleep(PATIENCE_S)
+    end = time.monotonic() + SEARCH_S
+    while (found := marked(marks)) and time.monotonic() < end:
+        for pid in found:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    shutil.rmtree(scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
