@@ -119,6 +119,8 @@ def _error_facts(rank: int, error: BaseException, secrets: Iterable[str]) -> dic
     """rank-N.error.json: what was raised, and the innermost frame of our code or the user's."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames) if is_own_code(f.filename)), frames[-1] if frames else None)
+    if isinstance(error, RunFailed):
+        frame = None
     return {
         "rank": rank,
         "time_ns": time.monotonic_ns(),  # since boot: one clock for all processes, and it never jumps
