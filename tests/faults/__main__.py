@@ -1,13 +1,15 @@
 """`python -m tests.faults`: every fault test with its full count, resumable; prints a line per row.
 
 Results go to .faults/results.jsonl, one line per test with the rounds that it observed; a test that has
-passed there at this commit is not run again. `--rows 1,4` runs some; `--list` shows what is done.
+passed there with this code (launcher, bert_dp, tests/faults) is not run again. `--rows 1,4` runs some;
+`--list` runs none. Then a table by row.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -43,7 +45,14 @@ def results() -> list[dict[str, Any]]:
     return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
 
 
-def run(test: str, commit: str) -> dict[str, Any]:
+def code_version() -> str:
+    """Changes with any committed file that a fault test runs."""
+    trees = [f"HEAD:{folder}" for folder in ("launcher", "bert_dp", "tests/faults")]
+    done = subprocess.run(["git", "rev-parse", *trees], cwd=ROOT, capture_output=True, text=True, check=True)
+    return hashlib.sha256(done.stdout.encode()).hexdigest()[:12]
+
+
+def run(test: str, code: str) -> dict[str, Any]:
     observed = RESULTS.with_name("observed.jsonl")
     observed.unlink(missing_ok=True)
     start = time.monotonic()
@@ -53,7 +62,7 @@ def run(test: str, commit: str) -> dict[str, Any]:
     )  # fmt: skip
     skipped = re.search(r"^SKIPPED.*", done.stdout, re.MULTILINE)
     return {
-        "row": row_of(test), "test": test.split("::", 1)[1], "commit": commit,
+        "row": row_of(test), "test": test.split("::", 1)[1], "code": code,
         "outcome": "failed" if done.returncode else "skipped" if skipped else "passed",
         "why": done.stdout[-2000:] if done.returncode else skipped[0] if skipped else None,
         "seconds": round(time.monotonic() - start, 1),
@@ -69,25 +78,35 @@ def main() -> int:
     parser.add_argument("--rows", help="numbers of the fault table, by commas; default: all")
     parser.add_argument("--list", action="store_true", help="show what is done and run nothing")
     arguments = parser.parse_args()
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.strip()
+    code = code_version()
     RESULTS.parent.mkdir(exist_ok=True)
     wanted = {int(n) for n in arguments.rows.split(",")} if arguments.rows else None
     for test in [] if arguments.list else sorted(collect(), key=row_of):
-        done = {r["test"] for r in results() if r["outcome"] != "failed" and r["commit"] == commit}
+        done = {r["test"] for r in results() if r["outcome"] != "failed" and r["code"] == code}
         if test.split("::", 1)[1] in done or (wanted is not None and row_of(test) not in wanted):
             continue
-        result = run(test, commit)
+        result = run(test, code)
         with RESULTS.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
         sys.stdout.write(f"row {result['row']:2} {result['outcome']:7} {result['seconds']:7.1f} s  "
                          f"{result['test']}\n")  # fmt: skip
         sys.stdout.flush()
     latest = {r["test"]: r for r in results()}
-    failed = [r for r in latest.values() if r["outcome"] == "failed"]
-    sys.stdout.write(f"{len(latest)} tests recorded in {RESULTS}, {len(failed)} failed\n")
-    return 1 if failed else 0
+    print_table(list(latest.values()))
+    return 1 if any(r["outcome"] == "failed" for r in latest.values()) else 0
+
+
+def print_table(latest: list[dict[str, Any]]) -> None:
+    """By row: tests, rounds observed, outcomes, and the greatest of the seconds that were observed."""
+    sys.stdout.write("row  tests  rounds  passed  skipped  failed  greatest, s\n")
+    for row in sorted({r["row"] for r in latest}):
+        of_row = [r for r in latest if r["row"] == row]
+        observed = [o for r in of_row for o in r["observed"]]
+        seconds = [o["seconds"] for o in observed if "seconds" in o]
+        counts = [sum(r["outcome"] == name for r in of_row) for name in ("passed", "skipped", "failed")]
+        greatest = f"{max(seconds):.1f}" if seconds else "-"
+        sys.stdout.write(f"{row:3}  {len(of_row):5}  {len(observed):6}  {counts[0]:6}  {counts[1]:7}  "
+                         f"{counts[2]:6}  {greatest:>11}\n")  # fmt: skip
 
 
 if __name__ == "__main__":
