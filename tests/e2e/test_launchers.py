@@ -122,7 +122,8 @@ def test_a_stop_signal_to_the_tool_alone_checkpoints_too(tmp_path: Path, shards:
     """deepspeed's runner has no handler and dies of it at once."""
     run_dir = tmp_path / "run"
     with running(run_dir, launcher, shards) as process:
-        (runner,) = psutil.Process(process.pid).children()
+        children = psutil.Process(process.pid).children()
+        (runner,) = [child for child in children if "deepspeed.launcher.runner" in child.cmdline()]
         runner.terminate()
         out, err = process.communicate(timeout=60)
     assert process.returncode == 143, out + err
