@@ -477,7 +477,7 @@ def test_row_16_a_spike_is_said_and_counted_and_no_rank_falls_out_of_step(
     done = bert_dp("train", "quickstart", *options, "--run-dir", str(run_dir),
                    **broken("spike", rank=1, place="step", step=30))  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    (said,) = [line for line in done.stdout.splitlines() if "loss spike" in line]
+    (said,) = [line for line in done.stdout.splitlines() if line.startswith("warning: loss spike")]
     assert "at step 31:" in said
     facts = summary(run_dir)
     assert (facts["loss_spikes"], facts["skipped_steps"], facts["step"]) == (1, 0, 40)

@@ -34,7 +34,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
-def fail(folder: Path, shards: Path, what: str, number: int, launcher: str) -> dict[str, Any]:
+def fail(folder: Path, shards: Path, what: str, number: int, launcher: str, *settings: str) -> dict[str, Any]:
     """One run that breaks where `number` draws it: what the console showed from the failure on, and
     summary.json's facts. Holds what every failure must hold."""
     chance = random.Random(f"{what} {launcher} {number}")
@@ -43,7 +43,7 @@ def fail(folder: Path, shards: Path, what: str, number: int, launcher: str) -> d
     place = chance.choice(PLACES) if what == "raise" else "step"
     run_dir, sign = folder / f"run-{number}", folder / f"broken-{number}"
     done = bert_dp(
-        "train", "quickstart", *tiny(shards, "schedule.steps=100000", "compile=off"), "--nproc", str(nproc),
+        "train", "quickstart", *tiny(shards, "schedule.steps=100000", "compile=off", *settings), "--nproc", str(nproc),
         "--launcher", launcher, "--run-dir", str(run_dir),
         **broken(what, rank=rank, step=step, place=place, once=str(sign)),
     )  # fmt: skip
@@ -155,7 +155,7 @@ def test_row_03_a_crash_is_named_with_its_stack(
 
 def test_row_20_a_device_out_of_memory_says_what_to_lower(tmp_path: Path, shards: Path) -> None:
     """torch's exception with its message, raised by hand: without a GPU too the advice is read off it."""
-    told = fail(tmp_path, shards, "cuda_oom", 0, "torchrun")
+    told = fail(tmp_path, shards, "cuda_oom", 0, "torchrun", "precision=fp32")
     assert any("there are 10.00 GiB" in line for line in told["first"])
     fix = next(line for line in told["first"] if line.startswith("  fix: "))
     assert re.search(r"--set batch.micro_size=1 \(accumulation \d -> \d, the global batch of 8 stays\)", fix)
