@@ -109,7 +109,7 @@ def test_the_canary_would_sing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
 def test_row_22_a_pickle_in_a_checkpoint_is_refused(tmp_path: Path, finished: Path, file: str) -> None:
     run_dir, canary = shutil.copytree(finished, tmp_path / "run"), tmp_path / "canary"
-    (checkpoint,) = (run_dir / "checkpoints").glob("step-" + "[0-9]" * 8)
+    checkpoint = max((run_dir / "checkpoints").glob("step-" + "[0-9]" * 8))
     (checkpoint / file).write_bytes(pickle.dumps(Hostile(canary)))
     manifest = json.loads((checkpoint / "manifest.json").read_text())  # by one who knows the format
     facts = {"bytes": (checkpoint / file).stat().st_size, "sha256": file_hash(checkpoint / file)}
