@@ -14,7 +14,16 @@ import torch
 
 from bert_dp import checkpoint, corpus, cost, data, dist, model, optim, parallel, record, shards
 from bert_dp.binding import Placement, format_cores
-from bert_dp.config import BatchPlan, Config, ConfigError, changed_settings, data_issues, num_masked, peak_lr
+from bert_dp.config import (
+    BatchPlan,
+    Config,
+    ConfigError,
+    changed_settings,
+    data_issues,
+    init_issues,
+    num_masked,
+    peak_lr,
+)
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.metrics import Meter
 from bert_dp.saving import Saver
@@ -132,16 +141,12 @@ def choose_precision(setting: str, device: torch.device) -> Precision:
 
 def build_model(
     config: Config, corpus_: Corpus, plan: BatchPlan, precision: Precision, comm: dist.Comm,
-    device: torch.device, compiled: bool | None,
+    device: torch.device, compiled: bool | None, resumed: bool,
 ) -> tuple[model.CrammedBert, bool]:  # fmt: skip
     """The whole model on its device, and whether it is compiled (as before on resume). Collective."""
     bare = model.build_model(config.model, config.data.sequence_length, config.run.seed)
-    if config.run.init_from is not None:
-        state, _ = checkpoint.load(checkpoint.resolve(config.run.init_from))
-        try:
-            bare.load_state_dict(state["model"])
-        except RuntimeError as error:
-            raise ConfigError([f"run.init_from: {config.run.init_from} is another model: {error}"]) from None
+    if config.run.init_from is not None and not resumed:
+        load_weights(config, config.run.init_from, bare, corpus_, comm)
     bare = bare.to(device, precision.parameters)
     if compiled is None:
         compiled = comm.share(compile_pays(config, corpus_, bare, plan, precision, device))
@@ -150,6 +155,34 @@ def build_model(
     if compiled:
         model.compile_regions(bare)
     return bare, compiled
+
+
+def load_weights(
+    config: Config, where: str, bare: model.CrammedBert, corpus_: Corpus, comm: dist.Comm
+) -> None:
+    """run.init_from. Rank 0 chooses the checkpoint: the other run may go on, and prune. Collective.
+
+    Raises ConfigError when the weights are another model's or were trained with another tokenizer.
+    """
+    answer: dict[str, Any] = {}
+    if comm.world.rank == 0:
+        try:
+            answer["path"] = str(checkpoint.resolve(where))
+        except ConfigError as error:
+            answer["issues"] = [f"run.init_from: {issue}" for issue in error.issues]
+    answer = comm.share(answer)
+    if "issues" in answer:
+        raise ConfigError(answer["issues"])
+    state, facts = checkpoint.load(Path(answer["path"]))
+    issues = init_issues(where, facts["config"], config)
+    tokenizer = corpus_.manifest["tokenizer"]["sha256"]
+    if facts.get("tokenizer", tokenizer) != tokenizer:
+        issues.append(f"data.tokenizer: run.init_from {where} was trained with tokenizer "
+                      f"{facts['tokenizer'][:16]}, the shards have {tokenizer[:16]}; build them with "
+                      "data.tokenizer set to that run's tokenizer.json")  # fmt: skip
+    if issues:
+        raise ConfigError(issues)
+    bare.load_state_dict(state["model"])
 
 
 def compile_pays(
@@ -202,7 +235,9 @@ def assemble(
     """Everything `train` needs, positioned at `resume.counters`, and the state that it starts from, not yet
     loaded. Collective."""
     precision = choose_precision(config.precision, device)
-    bare, compiled = build_model(config, corpus_, plan, precision, comm, device, resume.compiled)
+    bare, compiled = build_model(
+        config, corpus_, plan, precision, comm, device, resume.compiled, resume.path is not None
+    )
     start = resume.state or fresh_state(bare)
     name = parallel.engine_name(config.parallel, comm.world.size)
     engine = parallel.make_engine(name, config, comm.world, device, precision=precision.name, run_dir=run_dir)
@@ -231,6 +266,7 @@ def assemble(
     facts = {
         "config": config.model_dump(mode="json"),
         "data_hash": corpus_.manifest["hash"],
+        "tokenizer": corpus_.manifest["tokenizer"]["sha256"],
         "compiled": compiled,
         "device": device.type,
         "precision": precision.name,

@@ -26,6 +26,7 @@ from bert_dp.config import (
     changed_settings,
     data_issues,
     dump_config,
+    init_issues,
     load_config,
     no_effect,
     peak_lr,
@@ -109,6 +110,10 @@ def input_issues(config: Config) -> list[str]:
     for setting, value in (("data.tokenizer", data.tokenizer), ("run.init_from", config.run.init_from)):
         if value is not None and not Path(value).exists():
             issues.append(f"{setting}: {value} does not exist")
+    if (start := config.run.init_from) is not None and Path(start).exists():
+        found = record.newest_checkpoint_facts(Path(start))
+        issues += init_issues(start, found[1]["config"], config) if found else [
+            f"run.init_from: {start} holds no checkpoint; name a checkpoint or a run directory"]  # fmt: skip
     if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         issues.append("log.tensorboard: true needs `pip install 'bert-dp[tensorboard]'`")
     engine = config.parallel.engine

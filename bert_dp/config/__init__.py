@@ -7,6 +7,7 @@ from bert_dp.config.checks import (
     batch_plan,
     changed_settings,
     data_issues,
+    init_issues,
     no_effect,
     progress_at,
 )
@@ -31,6 +32,6 @@ __all__ = [
     "MAX_VOCAB_SIZE", "BatchConfig", "BatchPlan", "BuildConfig", "CheckpointConfig", "Config", "ConfigError",
     "DataConfig",
     "ModelConfig", "OptimConfig", "ParallelConfig", "PeakLr", "ScheduleConfig", "Section", "batch_at",
-    "batch_plan", "changed_settings", "data_issues", "dump_config", "load_config", "no_effect", "num_masked",
-    "progress_at", "parse_overrides", "peak_lr", "resolve", "setting_paths",
+    "batch_plan", "changed_settings", "data_issues", "dump_config", "init_issues", "load_config", "no_effect",
+    "num_masked", "progress_at", "parse_overrides", "peak_lr", "resolve", "setting_paths",
 ]  # fmt: skip

@@ -25,6 +25,8 @@ FREE_ON_RESUME = (
     "data.workers", "data.path", "data.sources",
 )  # fmt: skip
 
+FREE_FROM_WEIGHTS = ("model.dropout", "model.norm_eps", "model.rope_theta")
+
 
 class ConfigError(ValueError):
     """A configuration that cannot run. `issues` holds one line per problem, each with the full path."""
@@ -228,15 +230,37 @@ def no_effect(config: Config) -> list[str]:
 
 def changed_settings(old: dict[str, Any], new: Config) -> list[str]:
     """Settings that differ and may not on resume: all but budget, N, engine, logging, place of the data."""
-    with contextlib.suppress(ValidationError):  # a setting that this version added had its default then
-        old = Config.model_validate_json(json.dumps(old)).model_dump(mode="json")
-    before, after = _flat(old), _flat(new.model_dump(mode="json"))
+    before, after = _flat(_complete(old)), _flat(new.model_dump(mode="json"))
     free = tuple(f"{name}." for name in FREE_ON_RESUME)
     return [
         f"{key}: the run has {before.get(key)!r}, now {after.get(key)!r}"
         for key in sorted(before.keys() | after.keys())
         if before.get(key) != after.get(key) and not f"{key}.".startswith(free)
     ]
+
+
+def init_issues(where: str, old: dict[str, Any], new: Config) -> list[str]:
+    """Why weights trained under the configuration `old` are not this model's; one line each.
+
+    Shapes alone do not tell: another number of heads, or another norm, loads and means nothing.
+    """
+    before, after = _flat(_complete(old)), _flat(new.model_dump(mode="json"))
+    fixed = [name for name in after if name.startswith("model.") and name not in FREE_FROM_WEIGHTS]
+    if new.model.position == "learned":
+        fixed.append("data.sequence_length")
+    return [
+        f"{name}: {after[name]!r}, but run.init_from {where} was trained with {before.get(name)!r}; set "
+        f"{name}={before.get(name)} or start from other weights"
+        for name in fixed
+        if before.get(name) != after[name]
+    ]
+
+
+def _complete(old: dict[str, Any]) -> dict[str, Any]:
+    """A saved configuration; a setting that this version added had its default then."""
+    with contextlib.suppress(ValidationError):
+        return Config.model_validate_json(json.dumps(old)).model_dump(mode="json")
+    return old
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -86,6 +88,31 @@ def test_a_run_writes_its_directory_and_a_second_one_continues_it(tmp_path: Path
     assert from_weights.returncode == 0, from_weights.stderr
     first = lines(tmp_path / "second" / "metrics.jsonl")[0]
     assert first["step"] == 1
+
+    shapes_fit = tiny(shards, f"run.init_from={run_dir}", "model.num_heads=4")
+    other = bert_dp("train", "quickstart", *shapes_fit, "--dry-run")
+    assert other.returncode == 2
+    assert "model.num_heads: 4, but run.init_from" in other.stderr
+    (tmp_path / "nothing").mkdir()
+    empty = bert_dp(
+        "train", "quickstart", *tiny(shards, f"run.init_from={tmp_path / 'nothing'}"), "--dry-run"
+    )
+    assert empty.returncode == 2
+    assert "run.init_from" in empty.stderr
+
+    foreign = shutil.copytree(shards, tmp_path / "foreign")
+    manifest = json.loads((foreign / "manifest.json").read_text())
+    (foreign / "tokenizer.json").write_text("{ }")
+    manifest["tokenizer"]["sha256"] = hashlib.sha256(b"{ }").hexdigest()
+    manifest.pop("hash")
+    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
+    (foreign / "manifest.json").write_text(
+        json.dumps({**manifest, "hash": hashlib.sha256(text.encode()).hexdigest()})
+    )
+    words = bert_dp("train", "quickstart", *tiny(foreign, f"run.init_from={run_dir}"), "--nproc", "1",
+                    "--run-dir", str(tmp_path / "third"))  # fmt: skip
+    assert words.returncode == 2
+    assert "data.tokenizer" in words.stdout + words.stderr
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
