@@ -34,7 +34,10 @@ class Engine:
     """See `bert_dp.parallel.Engine`. RUN/deepspeed.json is what DeepSpeed was given."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
-        """Raises ConfigError when DeepSpeed is too old."""
+        """Raises ConfigError when DeepSpeed is too old, or `precision: auto` chose fp16."""
+        if precision == "fp16":  # without a scaler, and on a GPU DeepSpeed would leave our autocast
+            raise ConfigError(["precision: auto is fp16 on this GPU, which parallel.engine: deepspeed does "
+                               "not support; use precision: fp32 or parallel.engine: zero1"])  # fmt: skip
         # srun and mpirun set other names than DeepSpeed looks for
         os.environ.update(standard_variables(world))
         if device.type == "cpu":

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from bert_dp.config import resolve
+from bert_dp.config import ConfigError, resolve
+from bert_dp.world import World
 from tests.parity.runs import BASE, _train_all, largest_relative_error, metrics, settings, state, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
@@ -188,3 +189,12 @@ def test_resume_under_deepspeed_is_bit_equal(runs: Path, engine: str) -> None:
     assert json.loads((runs / f"whole-{engine}" / "deepspeed.json").read_text())["zero_optimization"][
         "stage"
     ] == int(engine[-1])
+
+
+def test_deepspeed_refuses_the_fp16_that_auto_chose(tmp_path: Path) -> None:
+    """On a GPU without bf16; the configuration alone, checked before, says only auto."""
+    from bert_dp.parallel.deepspeed import Engine
+
+    config = resolve([{**BASE, "data": {"sources": ["builtin"]}, "parallel": {"engine": "deepspeed"}}])
+    with pytest.raises(ConfigError, match="precision: auto is fp16"):
+        Engine(config, World(0, 0, 1, 1), torch.device("cpu"), precision="fp16", run_dir=tmp_path)
