@@ -108,8 +108,14 @@ def parallel_issues(config: Config, world_size: int) -> list[str]:
             size = getattr(model, name)
             if size % tensor:
                 most = MAX_VOCAB_SIZE if name == "vocab_size" else size + tensor
-                fits = (size // tensor * tensor, -(-size // tensor) * tensor)
+                fits = [size // tensor * tensor, -(-size // tensor) * tensor]
+                if name == "num_heads":  # they divide the hidden size too
+                    both = [n for n in divisors(model.hidden_size) if n % tensor == 0]
+                    fits = [*[n for n in both if n < size][-1:], *[n for n in both if n > size][:1]] or fits
+                    most = model.hidden_size
                 near = ", ".join(str(n) for n in fits if 0 < n <= most)
+                if name == "num_heads" and not both:
+                    near += f", with a model.hidden_size that is a multiple, not {model.hidden_size}"
                 issues.append(f"model.{name}: {size} is not a multiple of parallel.tensor {tensor}; nearest "
                               f"that are: {near}")  # fmt: skip
     if parallel.fsdp_replicas > 1:

@@ -930,3 +930,19 @@ def test_the_batch_counts_replicas_not_ranks(tensor: int, dp: int, accumulation:
 )  # fmt: skip
 def test_what_an_engine_or_optimizer_does_not_read_is_named(overrides: tuple[str, ...], line: str) -> None:
     assert no_effect(make(*overrides)) == [line]
+
+
+@pytest.mark.parametrize(
+    ("hidden", "heads", "tensor", "fits"), [(32, 2, 3, "3, with a model.hidden_size"), (36, 4, 3, "3, 6")]
+)
+def test_heads_named_for_tensor_parallelism_divide_the_hidden_size(
+    hidden: int, heads: int, tensor: int, fits: str
+) -> None:
+    config = load_config(None, [
+        "data.path=x", "schedule.steps=1", f"model.hidden_size={hidden}", f"model.num_heads={heads}",
+        "model.intermediate_size=48", "model.vocab_size=96", f"parallel.tensor={tensor}",
+    ])  # fmt: skip
+    with pytest.raises(ConfigError) as caught:
+        batch_plan(config, tensor)
+    (line,) = caught.value.issues
+    assert line.partition("nearest that are: ")[2].startswith(fits)
