@@ -67,5 +67,6 @@ def make_engine(
         engine: Engine = module.Engine(config, world, device, precision=precision, run_dir=run_dir)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
-        raise ConfigError([f"parallel.engine: {name} needs `pip install 'bert-dp[{missing}]'`"]) from None
+        what = "" if missing == name else f"{missing}, from "
+        raise ConfigError([f"parallel.engine: {name} needs {what}`pip install 'bert-dp[{name}]'`"]) from None
     return engine

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import sys
+import types
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -198,3 +200,19 @@ def test_deepspeed_refuses_the_fp16_that_auto_chose(tmp_path: Path) -> None:
     config = resolve([{**BASE, "data": {"sources": ["builtin"]}, "parallel": {"engine": "deepspeed"}}])
     with pytest.raises(ConfigError, match="precision: auto is fp16"):
         Engine(config, World(0, 0, 1, 1), torch.device("cpu"), precision="fp16", run_dir=tmp_path)
+
+
+def test_what_a_package_lacks_is_told_with_an_extra_that_exists(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bert_dp.parallel import make_engine
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise ModuleNotFoundError("No module named 'hjson'", name="hjson")
+
+    fake = types.SimpleNamespace(Engine=broken)
+    monkeypatch.setitem(sys.modules, "bert_dp.parallel.deepspeed", fake)
+    config = resolve([{**BASE, "data": {"sources": ["builtin"]}}])
+    with pytest.raises(ConfigError, match=r"needs hjson, from `pip install 'bert-dp\[deepspeed\]'`"):
+        make_engine("deepspeed", config, World(0, 0, 1, 1), torch.device("cpu"), precision="fp32",
+                    run_dir=tmp_path)  # fmt: skip
