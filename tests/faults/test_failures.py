@@ -43,8 +43,8 @@ def fail(folder: Path, shards: Path, what: str, number: int, launcher: str, *set
     place = chance.choice(PLACES) if what == "raise" else "step"
     run_dir, sign = folder / f"run-{number}", folder / f"broken-{number}"
     done = bert_dp(
-        "train", "quickstart", *tiny(shards, "schedule.steps=100000", "compile=off", *settings), "--nproc", str(nproc),
-        "--launcher", launcher, "--run-dir", str(run_dir),
+        "train", "quickstart", *tiny(shards, "schedule.steps=100000", "compile=off", *settings),
+        "--nproc", str(nproc), "--launcher", launcher, "--run-dir", str(run_dir),
         **broken(what, rank=rank, step=step, place=place, once=str(sign)),
     )  # fmt: skip
     seconds = time.time() - sign.stat().st_mtime
