@@ -20,6 +20,7 @@ TAIL_BYTES = 65_536  # of a log's end that is read
 STACK_LINES = 15
 MESSAGE_CHARS = 600
 CONSEQUENCES_SHOWN = 6
+NO_CAUSE = "and left no cause"
 PEER_GONE = ("closed by peer", "reset by peer", "ncclRemoteError")  # a rank only saw another one go
 CPP_PLACE = re.compile(r"\[\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ")
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
@@ -116,7 +117,7 @@ def _of_a_silent_end(
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', "\n".join(stack))
     frame = next((f for f in frames if is_own_code(f[0])), frames[0] if frames else None)
     return Failure(
-        rank, "ended and left no cause" if code is None else ending(code, without), path,
+        rank, f"ended {NO_CAUSE}" if code is None else ending(code, without), path,
         stack or tail_of(said),
         where=f"{frame[0]}:{frame[1]}" if frame else None,
         source=f"in {frame[2]}" if frame else None,
@@ -148,7 +149,7 @@ def _silent_end(silent: Sequence[Departure]) -> tuple[int, int, str] | None:
     """Rank and exit code of the first that ended without a record, if we saw how."""
     if not silent or silent[0].code is None:
         return None
-    return silent[0].rank, silent[0].code, "and left no cause"
+    return silent[0].rank, silent[0].code, NO_CAUSE
 
 
 def _reported_end(

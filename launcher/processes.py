@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +40,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 class RunResult:
     exit_code: int
     failure: Failure | None
+    signal: int = 0
+    """The first stop signal that came, also when it is not what ended the run; 0 = none."""
 
 
 class Roll:
@@ -117,6 +119,18 @@ def _exit_code(pid: int) -> int | None:
     return -(status & 127) if status & 127 else status >> 8
 
 
+@contextlib.contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """Within the block stop signals are only noted, in the list that this gives."""
+    came: list[int] = []
+    previous = {number: signal.signal(number, lambda n, _: came.append(n)) for number in STOP_SIGNALS}
+    try:
+        yield came
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
 def run(
     run_dir: Path, nproc: int, resume: str, on_poll: Callable[[], None], *, launcher: str = "torchrun",
     on_gpu: bool = False, grace_s: float = 300.0, watch: Watch | None = None,
@@ -137,41 +151,40 @@ def run(
     launcher_log = logs / f"{launcher}.log"
     offset = launcher_log.stat().st_size if launcher_log.exists() else 0
     memory = MemoryWatch()
-    pending: list[int] = []
-    previous = {number: signal.signal(number, lambda n, _: pending.append(n)) for number in STOP_SIGNALS}
     environ = start_environment(launcher, run_dir, scratch, nproc, on_gpu=on_gpu, grace_s=grace_s)
     ours = [f"{name}={environ[name]}" for name in (LAUNCHER_PID, LAUNCHER_START)]
-    try:
-        with reaper(scratch, ours):
-            with launcher_log.open("ab") as log:
-                process = subprocess.Popen(
-                    start_command(launcher, nproc, scratch, worker), env=environ,
-                    stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                    start_new_session=True,  # a terminal's Ctrl-C is ours to pass on
-                )  # fmt: skip
-            roll = Roll(process, nproc)
-            try:
-                hang = _follow(process, roll, run_dir, pending, on_poll, grace_s, memory, watch)
-            finally:
-                _kill_tree(process, roll)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-        shutil.rmtree(scratch, ignore_errors=True)
-        for problem in scrub(run_dir, secrets(sys.argv)):  # before anything is read from there and shown
-            sys.stderr.write(f"warning: {problem}\n")
-    said = _said_since(launcher_log, offset)
-    how = failure.ending(process.returncode, "and no summary")
-    unknown = Failure(None, f"{launcher}: {how}", launcher_log, failure.tail_of(said))
-    if hang is not None:
-        cause: Failure | None = Failure(hang.rank, hang.message, hang.log, hang.report, hang.where)
-    else:
-        cause = failure.first_cause(logs, said, roll.departures)
-    if cause is not None and (cause.log is None or not cause.log.exists()):  # it ended before it had a log
-        cause = dataclasses.replace(cause, log=unknown.log, tail=unknown.tail)
-    if cause is not None:
-        cause = advice.explain(cause, run_dir, nproc, memory.facts())
-    return _result(run_dir, cause, unknown, pending)
+    with stop_signals() as pending:  # until all is told: one that comes last must not cost the summary
+        try:
+            with reaper(scratch, ours):
+                with launcher_log.open("ab") as log:
+                    process = subprocess.Popen(
+                        start_command(launcher, nproc, scratch, worker), env=environ,
+                        stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                        start_new_session=True,  # a terminal's Ctrl-C is ours to pass on
+                    )  # fmt: skip
+                roll = Roll(process, nproc)
+                try:
+                    hang = _follow(process, roll, run_dir, pending, on_poll, grace_s, memory, watch)
+                finally:
+                    _kill_tree(process, roll)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+            for problem in scrub(run_dir, secrets(sys.argv)):  # before anything is read from there and shown
+                sys.stderr.write(f"warning: {problem}\n")
+        said = _said_since(launcher_log, offset)
+        how = failure.ending(process.returncode, "and no summary")
+        unknown = Failure(None, f"{launcher}: {how}", launcher_log, failure.tail_of(said))
+        if hang is not None:
+            cause: Failure | None = Failure(hang.rank, hang.message, hang.log, hang.report, hang.where)
+        else:
+            cause = failure.first_cause(logs, said, roll.departures)
+        if cause is not None and (
+            cause.log is None or not cause.log.exists()
+        ):  # it ended before it had a log
+            cause = dataclasses.replace(cause, log=unknown.log, tail=unknown.tail)
+        if cause is not None:
+            cause = advice.explain(cause, run_dir, nproc, memory.facts())
+        return _result(run_dir, cause, unknown, pending)
 
 
 def _follow(
@@ -245,28 +258,38 @@ def _said_since(log: Path, offset: int) -> str:
 
 
 def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: list[int]) -> RunResult:
-    """`unknown`: what is told when no rank's end explains the run's."""
+    """`unknown`: what is told when no rank's end explains the run's.
+
+    A stop signal does not hide a failure that it did not make: such a run has failed, with its cause.
+    """
+    stop = pending[0] if pending else 0
     summary = record.read_json(run_dir / "summary.json")
     if summary is not None and summary.get("status") in ("done", "stopped"):  # written after all was saved
-        return RunResult(int(summary["exit_code"]), None)
+        return RunResult(int(summary["exit_code"]), None, stop)
     if cause is not None and cause.bad_input:
-        return RunResult(2, cause)
+        return RunResult(2, cause, stop)
     told = summary is not None and summary.get("status") == "failed"  # by the ranks themselves
-    code = 128 + pending[0] if pending and not told else 1
-    if pending and not told:
-        name = signal.Signals(pending[0]).name
-        what = f"{name}: stopped before this run's next checkpoint"
+    code = 1
+    if stop and not told and not _failed_anyway(cause):
+        code = 128 + stop
+        what = f"{signal.Signals(stop).name}: stopped before this run's next checkpoint"
         cause = dataclasses.replace(unknown, message=what, tail=())
     cause = cause or unknown
     step = 0
     for line in record.read_lines(run_dir / "metrics.jsonl"):
         step = line["step"]
     facts = {**(summary or {}), "status": "failed", "exit_code": code, **failure.summary_facts(cause),
-             "signal": pending[0] if pending else None, "step": step,
-             "schema_version": record.SCHEMA_VERSION}  # fmt: skip
+             "signal": stop or None, "step": step, "schema_version": record.SCHEMA_VERSION}  # fmt: skip
     with contextlib.suppress(OSError):  # a full disk must not hide the cause
         record.write_json(run_dir / "summary.json", facts)
-    return RunResult(code, cause)
+    return RunResult(code, cause, stop)
+
+
+def _failed_anyway(cause: Failure | None) -> bool:
+    """Whether this is more than what a signal that ends ranks, or the end of their peers, leaves behind."""
+    if cause is None or cause.killed_by in STOP_SIGNALS:
+        return False
+    return not any(text in cause.message for text in (failure.NO_CAUSE, *failure.PEER_GONE))
 
 
 def run_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import datetime
-import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +38,8 @@ def supervise(
 ) -> processes.RunResult:  # fmt: skip
     """Run to its end, or until restarting is over. Each restart stands in summary.json under `restarts`.
 
-    A run that ended by itself, by bad input or by a signal to the launcher is never started again.
+    A run that ended by itself, by bad input or by a signal to the launcher is never started again, nor is one
+    that failed while it was to stop.
     `sleep(seconds)` returns the stop signal that came meanwhile, or 0.
     """
     past: list[dict[str, object]] = []
@@ -48,7 +48,7 @@ def supervise(
         before = saved_step(run_dir)
         result = start(ranks, resume)
         failure = result.failure
-        if failure is None or result.exit_code != 1 or len(past) == policy.max_restarts:
+        if failure is None or result.exit_code != 1 or result.signal or len(past) == policy.max_restarts:
             break
         after = saved_step(run_dir)
         idle = 0 if after > before else idle + 1
@@ -65,10 +65,11 @@ def supervise(
                      "ranks": fewer, "cause": failure.headline()})  # fmt: skip
         ranks = fewer
         if stop := (sleep or wait_for_signal)(wait_s):
-            result = processes.RunResult(128 + stop, failure)
+            result = processes.RunResult(128 + stop, failure, stop)
             break
     if past:
-        note(run_dir, past)
+        waited = {"exit_code": result.exit_code, "signal": result.signal} if result.exit_code > 128 else {}
+        note(run_dir, {**waited, "restarts": past})
     return result
 
 
@@ -95,23 +96,16 @@ def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
 
 def wait_for_signal(seconds: float) -> int:
     """Sleep; the number of a stop signal that came, which ends the sleep, or 0."""
-    came: list[int] = []
-    previous = {
-        number: signal.signal(number, lambda n, _: came.append(n)) for number in processes.STOP_SIGNALS
-    }
-    try:
+    with processes.stop_signals() as came:
         end = time.monotonic() + seconds
         while not came and (left := end - time.monotonic()) > 0:
             time.sleep(min(left, processes.POLL_S))
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
     return came[0] if came else 0
 
 
-def note(run_dir: Path, past: list[dict[str, object]]) -> None:
-    """Add the restarts to summary.json."""
+def note(run_dir: Path, facts: dict[str, object]) -> None:
+    """Add the restarts, and the signal that ended them, to summary.json."""
     summary = record.read_json(run_dir / "summary.json")
     if summary is not None:
         with contextlib.suppress(OSError):  # a full disk: the console has said it
-            record.write_json(run_dir / "summary.json", {**summary, "restarts": past})
+            record.write_json(run_dir / "summary.json", {**summary, **facts})

@@ -41,7 +41,7 @@ class Play:
         self.started: list[tuple[int, str]] = []
         self.said: list[str] = []
         self.waits: list[float] = []
-        self.stop = 0
+        self.stop = self.signal = 0
 
     def start(self, ranks: int, resume: str) -> RunResult:
         self.started.append((ranks, resume))
@@ -51,7 +51,7 @@ class Play:
             folder.mkdir(parents=True)
             (folder / "state.json").write_text(json.dumps({"config": {}, "step": step}))
         (self.run_dir / "summary.json").write_text(json.dumps({"exit_code": code}))
-        return RunResult(code, failure)
+        return RunResult(code, failure, self.signal)
 
     def sleep(self, seconds: float) -> int:
         self.waits.append(seconds)
@@ -109,6 +109,15 @@ def test_a_signal_while_waiting_ends_it(tmp_path: Path) -> None:
     play = Play(tmp_path, (1, RAISED, 2))
     play.stop = signal.SIGTERM
     assert play.go(Policy(9)).exit_code == 143
+    assert len(play.started) == 1
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["exit_code"], summary["signal"]) == (143, signal.SIGTERM)
+
+
+def test_a_run_that_failed_while_it_was_to_stop_is_not_started_again(tmp_path: Path) -> None:
+    play = Play(tmp_path, (1, RAISED, 2))
+    play.signal = signal.SIGTERM
+    assert play.go(Policy(9)).exit_code == 1
     assert len(play.started) == 1
 
 
