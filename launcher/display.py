@@ -94,7 +94,7 @@ class Display:
         logs = [run_dir / "logs" / f"rank-{rank}.log" for rank in range(ranks)]
         self._logs = [Tail(log, skip_present=True) for log in logs]
         self._collapser = Collapser(ranks)
-        self._metrics = Tail(run_dir / "metrics.jsonl")
+        self._metrics = Tail(run_dir / "metrics.jsonl", skip_present=True)
         self._lines: list[dict[str, Any]] = []
         self._last_plain = 0.0
         self._live: Any = None

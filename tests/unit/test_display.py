@@ -45,7 +45,7 @@ def test_display_follows_a_run_that_was_cut_back(tmp_path: Path) -> None:
     out = io.StringIO()
     with Display(tmp_path, Console(file=out, width=200), None) as display:
         display.poll()
-        assert "step 90" in out.getvalue()
+        assert not out.getvalue()  # what an earlier attempt has left is no progress
         record.write_text(tmp_path / "metrics.jsonl", line(50))
         display._last_plain = -1e9
         display.poll()
