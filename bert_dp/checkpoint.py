@@ -32,9 +32,9 @@ from bert_dp.config import ConfigError
 from bert_dp.cost import GIB
 from bert_dp.lifeline import follow_launcher
 from bert_dp.parallel import State
+from bert_dp.record import list_checkpoints
 
 VERSION = 1  # of the manifest
-NAME = re.compile(r"step-(\d{8,})(\.old-\w+)?")
 SPARE = 1.5  # free space asked for before a save, in sizes of the checkpoint: others write to the disk too
 MOMENTS = 2  # sizes of the weights that an optimizer's state will have, for a state that has none yet
 
@@ -160,16 +160,6 @@ def set_aside_after(folder: Path, step: int) -> None:
 def _point_latest(folder: Path, name: str) -> None:
     with contextlib.suppress(OSError):  # a hint only, and the checkpoint is safe
         record.write_text(folder / "latest", f"{name}\n")
-
-
-def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints, newest first; one set aside by a save comes after its replacement."""
-    if not folder.is_dir():
-        return []
-    found = [
-        (int(m[1]), not m[2], p) for p in folder.iterdir() if (m := NAME.fullmatch(p.name)) and p.is_dir()
-    ]
-    return [path for *_, path in sorted(found, reverse=True)]
 
 
 def check(path: Path) -> str | None:

@@ -28,6 +28,7 @@ REDACTED = "<redacted>"
 # of a variable or setting; the settings `tokenizer*` and a numeric `tokens*` are no secrets
 SECRET_NAME = re.compile(r"token(?!iz)|key|secret|pass", re.IGNORECASE)
 MIN_SECRET = 6  # characters: shorter values stand in texts by chance
+CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(\.old-\w+)?")  # one that is whole, and no run has left behind
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,10 +250,22 @@ def lock(path: Path) -> IO[str] | None:
     return file
 
 
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, newest first; one set aside by a save comes after its replacement."""
+    if not folder.is_dir():
+        return []
+    found = [
+        (int(m[1]), not m[2], p)
+        for p in folder.iterdir()
+        if (m := CHECKPOINT_NAME.fullmatch(p.name)) and p.is_dir()
+    ]
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
 def newest_checkpoint_facts(where: Path) -> tuple[Path, dict[str, Any]] | None:
     """state.json of a checkpoint, or of the newest one in a run or checkpoints directory; unverified."""
     folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
-    for path in [where, *sorted(folder.glob(f"step-{'[0-9]' * 8}*"), reverse=True)]:
+    for path in [where, *list_checkpoints(folder)]:
         facts = read_json(path / "state.json")
         if facts is not None and isinstance(facts.get("config"), dict):
             return path, facts

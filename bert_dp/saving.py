@@ -16,6 +16,7 @@ from typing import Any
 from bert_dp import checkpoint
 from bert_dp.config import CheckpointConfig
 from bert_dp.parallel import State
+from bert_dp.record import list_checkpoints
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
@@ -115,6 +116,6 @@ class Saver:
             return checkpoint.save(self._folder, step, state, facts, keep, self._trusted)
 
     def _newest_good(self) -> str:
-        listed = checkpoint.list_checkpoints(self._folder)
+        listed = list_checkpoints(self._folder)
         good = (p.name for p in listed if p in self._trusted or checkpoint.check(p) is None)
         return next(good, "none")

@@ -57,7 +57,8 @@ def supervise(
             break
         fewer = ranks_left(config, ranks, failure) if policy.elastic else ranks
         wait_s = min(LONGEST_WAIT_S, 2.0**idle)
-        resume = "auto" if after >= 0 or resume == "never" else resume
+        if after != before or resume == "never":  # else the one that was named has not been read yet
+            resume = "auto"
         where = f"step {after}" if after >= 0 else "the start"
         say(f"restart {len(past) + 1} of {policy.max_restarts} in {wait_s:.0f} s on {fewer} ranks "
             f"from {where}: {first_line(failure.headline())}")  # fmt: skip

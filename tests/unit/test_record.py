@@ -203,3 +203,22 @@ def test_start_ticks_survives_a_name_with_brackets_and_spaces(tmp_path: Path) ->
     finally:
         process.kill()
         process.wait()
+
+
+def test_what_was_left_behind_is_no_checkpoint(tmp_path: Path) -> None:
+    def leave(name: str, step: int) -> None:
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+        facts = {"config": {}, "step": step}
+        (tmp_path / "checkpoints" / name / "state.json").write_text(json.dumps(facts))
+
+    leave("step-00000009.tmp-12345678", 9)  # of a save that was cut off
+    leave("step-00000008.abandoned-12345678", 8)
+    assert record.newest_checkpoint_facts(tmp_path) is None
+    leave("step-00000004", 4)
+    found = record.newest_checkpoint_facts(tmp_path)
+    assert found is not None
+    assert found[1]["step"] == 4
+    leave("step-100000000", 10**8)
+    found = record.newest_checkpoint_facts(tmp_path)
+    assert found is not None
+    assert found[1]["step"] == 10**8

@@ -127,6 +127,16 @@ def test_another_runs_checkpoint_is_named_again_until_there_is_an_own_one(tmp_pa
     assert [resume for _, resume in play.started] == ["/other/run", "/other/run", "auto"]
 
 
+def test_an_older_checkpoint_is_named_again_until_it_was_read(tmp_path: Path) -> None:
+    """Else the restart would go on from the newest, which the user wanted to leave."""
+    newest = tmp_path / "checkpoints" / "step-00000090"
+    newest.mkdir(parents=True)
+    (newest / "state.json").write_text(json.dumps({"config": {}, "step": 90}))
+    play = Play(tmp_path, (1, RAISED, None), (0, None, None))
+    play.go(Policy(9), resume="old/step-00000010")
+    assert [resume for _, resume in play.started] == ["old/step-00000010", "old/step-00000010"]
+
+
 def test_never_is_not_said_twice(tmp_path: Path) -> None:
     play = Play(tmp_path, (1, RAISED, None), (0, None, 9))
     play.go(Policy(9), resume="never")
