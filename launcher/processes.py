@@ -173,7 +173,10 @@ def run(
                 sys.stderr.write(f"warning: {problem}\n")
         said = _said_since(launcher_log, offset)
         how = failure.ending(process.returncode, "and no summary")
-        unknown = Failure(None, f"{launcher}: {how}", launcher_log, failure.tail_of(said))
+        stuck = watch.hang if watch is not None else None
+        unknown = Failure(
+            None, f"{launcher}: {how}", launcher_log, failure.tail_of(said), explanation=_stood_still(stuck)
+        )
         if hang is not None:
             cause: Failure | None = Failure(hang.rank, hang.message, hang.log, hang.report, hang.where)
         else:
@@ -266,11 +269,10 @@ def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: lis
     summary = record.read_json(run_dir / "summary.json")
     if summary is not None and summary.get("status") in ("done", "stopped"):  # written after all was saved
         return RunResult(int(summary["exit_code"]), None, stop)
-    if cause is not None and cause.bad_input:
-        return RunResult(2, cause, stop)
+    bad_input = cause is not None and cause.bad_input
     told = summary is not None and summary.get("status") == "failed"  # by the ranks themselves
-    code = 1
-    if stop and not told and not _failed_anyway(cause):
+    code = 2 if bad_input else 1
+    if stop and not told and not bad_input and not _failed_anyway(cause):
         code = 128 + stop
         what = f"{signal.Signals(stop).name}: stopped before this run's next checkpoint"
         cause = dataclasses.replace(unknown, message=what, tail=())
@@ -283,6 +285,15 @@ def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: lis
     with contextlib.suppress(OSError):  # a full disk must not hide the cause
         record.write_json(run_dir / "summary.json", facts)
     return RunResult(code, cause, stop)
+
+
+def _stood_still(hang: Hang | None) -> tuple[str, ...]:
+    """What to tell of a run that was stopped while it hung."""
+    if hang is None:
+        return ()
+    who = "" if hang.rank is None else f"rank {hang.rank}: "
+    where = f" at {hang.where}" if hang.where else ""
+    return (f"it stood still: {who}{hang.message}{where}; stacks in hang.txt",)
 
 
 def _failed_anyway(cause: Failure | None) -> bool:

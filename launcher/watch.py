@@ -66,7 +66,8 @@ class Watch:
         self._pulses: dict[int, Pulse] = {}
         self._steps: collections.deque[float] = collections.deque(maxlen=50)  # seconds per step
         self._completed, self._completed_s = 0, 0.0
-        self._hang: Hang | None = None
+        self.hang: Hang | None = None
+        """The one that was reported, while the run stands still."""
         self._hung_since_s = self._reported_s = 0.0
 
     def poll(self, workers: Mapping[int, psutil.Process], now: float | None = None) -> Hang | None:
@@ -80,7 +81,7 @@ class Watch:
         self._clock_s += min(now - self._looked, UNWATCHED_S)
         self._looked = now
         self._read(workers)
-        if self._hang is not None:
+        if self.hang is not None:
             return self._follow_hang()
         if self._is_hung(workers):
             self._report(workers)
@@ -147,7 +148,7 @@ class Watch:
         if any(self._beat(rank, workers[rank]).progress != count for rank, count in before.items()):
             return  # it went on while we looked
         lines = hangs.report(witnesses, verdict)
-        self._hang = self._hang_of(witnesses, verdict, lines)
+        self.hang = self._hang_of(witnesses, verdict, lines)
         self._reported_s = self._clock_s
         self._hung_since_s = min(pulse.moved_s for pulse in self._pulses.values())
         ending = (
@@ -165,13 +166,13 @@ class Watch:
         return Hang(rank, message, where, log, tuple(lines[1:]))
 
     def _follow_hang(self) -> Hang | None:
-        assert self._hang is not None
+        assert self.hang is not None
         if all(pulse.moved_s > self._reported_s for pulse in self._pulses.values()):
             self._tell([f"goes on after {self._clock_s - self._hung_since_s:.0f} s"])
-            self._hang = None
+            self.hang = None
             return None
         over = self._end_after_s and self._clock_s - self._reported_s >= self._end_after_s
-        return self._hang if over else None
+        return self.hang if over else None
 
     def _tell(self, lines: list[str]) -> None:
         with contextlib.suppress(OSError), (self._run_dir / "hang.txt").open("a", encoding="utf-8") as file:

@@ -7,6 +7,8 @@ from __future__ import annotations
 import json
 import random
 import re
+import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +16,8 @@ import psutil
 import pytest
 import torch
 
-from tests.e2e.cli import bert_dp, tiny
-from tests.e2e.test_train import lines
+from tests.e2e.cli import bert_dp, start, tiny
+from tests.e2e.test_train import lines, wait_for
 from tests.faults.harness import FULL, broken, observe, rounds
 from tests.shards import write_shards
 
@@ -104,6 +106,25 @@ def test_row_07_a_pause_is_reported_and_its_end_too(tmp_path: Path, shards: Path
     assert f"  rank 1 at {Path(__file__).parent / 'inject' / 'sitecustomize.py'}:" in said
     assert re.search(r"goes on after \d+ s", said)
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "done"
+
+
+def test_row_07_a_hung_run_that_is_ended_by_hand_tells_its_hang(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    process = start(
+        "train", "quickstart", *tiny(shards, *hang_limits(end_s=600.0), "schedule.steps=100000"),
+        "--nproc", "2", "--run-dir", str(run_dir), **broken("stop"),
+    )  # fmt: skip
+    wait_for((run_dir / "hang.txt").exists)
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(1)
+    said, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    card = said.splitlines()
+    card = card[next(i for i, line in enumerate(card) if line.startswith("failed: SIGINT")) :]
+    assert any(line.startswith("  why: it stood still: rank 1: hang in step") for line in card)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert "rank 1" in summary["explanation"][0]
 
 
 def test_row_07_no_false_alarm(tmp_path: Path, shards: Path) -> None:

@@ -50,3 +50,9 @@ def test_a_run_that_told_its_failure_while_it_was_to_stop_keeps_it(tmp_path: Pat
     (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", "exit_code": 1}))
     found, summary = result(tmp_path, Failure(0, "RunFailed: step-00000066 could not be saved"))
     assert (found.exit_code, summary["exit_code"], found.signal) == (1, 1, signal.SIGTERM)
+
+
+def test_bad_input_that_only_the_ranks_saw_stands_in_the_summary(tmp_path: Path) -> None:
+    found, summary = result(tmp_path, Failure(0, "ConfigError: optim.lr: no", bad_input=("optim.lr: no",)))
+    assert (found.exit_code, summary["status"], summary["exit_code"]) == (2, "failed", 2)
+    assert "optim.lr: no" in summary["cause"]
