@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import fcntl
 import html
 import json
@@ -182,9 +183,19 @@ def ask_for_collectives(path: Path, number: int) -> None:
 
 
 def append_line(path: Path, record: Metrics | Evaluation) -> None:
-    """Append one flat JSON line and flush. A non-finite number becomes null: JSON has none."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(_finite(dataclasses.asdict(record)), allow_nan=False) + "\n")
+    """Append one flat JSON line, whole or not at all. A non-finite number becomes null: JSON has none.
+
+    Raises OSError.
+    """
+    line = (json.dumps(_finite(dataclasses.asdict(record)), allow_nan=False) + "\n").encode()
+    with path.open("ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.truncate(size)  # what follows a torn line would not be read
+            raise
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:

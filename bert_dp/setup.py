@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import sys
@@ -43,8 +44,9 @@ class Resume:
 def say(comm: dist.Comm, text: str) -> None:
     """A line of rank 0's log; the launcher shows it."""
     if comm.world.rank == 0:
-        sys.stdout.write(text + "\n")
-        sys.stdout.flush()
+        with contextlib.suppress(OSError):  # the log's disk is full: no reason to end the run
+            sys.stdout.write(text + "\n")
+            sys.stdout.flush()
 
 
 def bind(config: Config, device: torch.device, world: World) -> Placement:

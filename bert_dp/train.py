@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from bert_dp.heartbeat import Heartbeat
 from bert_dp.metrics import Meter, Timers
 from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine
-from bert_dp.record import Evaluation
+from bert_dp.record import Evaluation, Metrics
 from bert_dp.saving import Saver
 
 GIVE_UP = 1000  # for the clock's exchange: above every signal's number, so that its MAX prefers it
@@ -281,7 +281,7 @@ def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> No
     counters.skipped_steps = line.skipped_steps
     course.final_loss, course.logged_step = line.loss, line.step
     if job.comm.world.rank == 0:
-        record.append_line(job.run_dir / "metrics.jsonl", line)
+        _append(job, "metrics.jsonl", line)
         job.mirror(dataclasses.asdict(line))
     recent = counters.recent_losses
     if health.is_spike(line.loss, recent):
@@ -296,6 +296,14 @@ def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> No
     course.trouble = course.trouble or found
 
 
+def _append(job: Job, name: str, line: Metrics | Evaluation) -> None:
+    """Add a line to a record; a full or failing disk costs this line, not the run."""
+    try:
+        record.append_line(job.run_dir / name, line)
+    except OSError as error:
+        job.say(f"warning: step {line.step} is missing in {name}: {error}")
+
+
 def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, course: Course) -> None:
     job.heartbeat.enter("evaluate", counters.step)
     start = clock.elapsed_s()
@@ -304,10 +312,11 @@ def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, course
     course.heldout_loss, course.evaluated_step = loss, counters.step
     course.eval_s += elapsed - start
     if job.comm.world.rank == 0 and loss is not None:
-        record.cut_back(job.run_dir / "evals.jsonl", counters.step - 1)  # one line a step, also when repeated
+        with suppress(OSError):
+            record.cut_back(job.run_dir / "evals.jsonl", counters.step - 1)  # one line a step, also repeated
         tokens = counters.samples * job.config.data.sequence_length
         line = Evaluation(counters.step, tokens, loss, EVAL_MASK_RATE, count, elapsed)
-        record.append_line(job.run_dir / "evals.jsonl", line)
+        _append(job, "evals.jsonl", line)
         job.mirror({"step": counters.step, "heldout_loss": loss})
 
 

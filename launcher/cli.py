@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json as jsonlib
 import sys
 from pathlib import Path
@@ -19,6 +20,8 @@ app = typer.Typer(
 )  # fmt: skip
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build and inspect token shards.")
 app.add_typer(data_app, name="data")
+
+DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
@@ -181,6 +184,11 @@ def main() -> None:
         for issue in error.issues:
             typer.echo(f"error: {issue}", err=True)
         sys.exit(2)
+    except OSError as error:
+        if error.errno not in DISK_FAILED:
+            raise
+        typer.echo(f"error: {error.filename}: {error.strerror}", err=True)
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
 

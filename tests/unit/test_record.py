@@ -222,3 +222,25 @@ def test_what_was_left_behind_is_no_checkpoint(tmp_path: Path) -> None:
     found = record.newest_checkpoint_facts(tmp_path)
     assert found is not None
     assert found[1]["step"] == 10**8
+
+
+def test_a_line_for_which_there_is_no_room_leaves_no_torn_one(tmp_path: Path) -> None:
+    """Else no later line would be read. The limit of a file's size stands for the full disk."""
+    path = tmp_path / "evals.jsonl"
+    script = (
+        "import resource, signal, sys; from pathlib import Path; from bert_dp import record\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "line = lambda step: record.Evaluation(step, 1, 1.0, 0.15, 7, 0.5)\n"
+        "add = lambda step: record.append_line(Path(sys.argv[1]), line(step))\n"
+        "add(1)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (Path(sys.argv[1]).stat().st_size + 9, -1))\n"
+        "try: add(2)\n"
+        "except OSError: print('refused')\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (-1, -1))\n"
+        "add(3)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "refused\n"
+    assert [line["step"] for line in record.read_lines(path)] == [1, 3]

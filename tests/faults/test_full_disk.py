@@ -1,0 +1,89 @@
+"""Row 11: the disk of the run directory itself is full, so that no record can grow either."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bert_dp import record
+from tests.e2e.cli import start, tiny
+from tests.e2e.test_train import lines, step_reached, wait_for
+from tests.shards import write_shards
+
+
+def can_mount() -> bool:
+    if shutil.which("unshare") is None:
+        return False
+    script = 'mount -t tmpfs -o size=1m tmpfs "$0"'
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script, "/mnt"], capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def fill_and_free(place: Path, shards: Path) -> None:
+    """In a small file system of its own: fill it while the run trains, free it, see the run end well."""
+    run_dir, filler = place / "run", place / "filler"
+    options = tiny(shards, "schedule.steps=400", "checkpoint.every_steps=20", "compile=off")
+    process = start("train", "quickstart", *options, "--nproc", "2", "--run-dir", str(run_dir))
+    wait_for(step_reached(run_dir, 5))
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    seen = len(lines(run_dir / "metrics.jsonl"))
+
+    def step() -> int:
+        beat = record.read_beat(record.heartbeat_path(run_dir, 0))
+        return beat.step if beat else 0
+
+    wait_for(lambda: process.poll() is not None or step() > seen + 60)
+    filler.unlink()
+    said, errors = process.communicate(timeout=120)
+    assert process.returncode == 0, said + errors
+    assert " is missing in metrics.jsonl: " in said
+    steps = [line["step"] for line in lines(run_dir / "metrics.jsonl")]
+    assert steps == sorted(set(steps))
+    assert steps[-1] == 400
+    assert len(steps) < 400
+    summary = record.read_json(run_dir / "summary.json") or {}
+    assert (summary["status"], summary["step"], summary["checkpoint"]) == (
+        "done", 400, "checkpoints/step-00000400",
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(not can_mount(), reason="mounting needs root")
+def test_row_11_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
+    shards, place = write_shards(tmp_path / "s"), tmp_path / "small"
+    place.mkdir()
+    script = 'mount -t tmpfs -o size=6m tmpfs "$0" && exec "$@"'
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, str(place), sys.executable, "-m", "tests.faults.test_full_disk",
+         str(place), str(shards)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not can_mount(), reason="mounting needs root")
+def test_row_11_a_run_that_finds_no_room_says_so(tmp_path: Path) -> None:
+    shards, place = write_shards(tmp_path / "s"), tmp_path / "small"
+    place.mkdir()
+    script = 'mount -t tmpfs -o size=40k tmpfs "$0" && head -c 1m /dev/zero > "$0/filler"; exec "$@"'
+    train = ["train", "quickstart", *tiny(shards), "--nproc", "2", "--run-dir", str(place / "run")]
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", script, str(place), sys.executable, "-m", "launcher", *train],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "No space left on device" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
+
+
+if __name__ == "__main__":
+    started = time.monotonic()
+    fill_and_free(Path(sys.argv[1]), Path(sys.argv[2]))
+    sys.stdout.write(f"{time.monotonic() - started:.0f} s\n")
