@@ -20,6 +20,7 @@ TAIL_BYTES = 65_536  # of a log's end that is read
 STACK_LINES = 15
 MESSAGE_CHARS = 600
 CONSEQUENCES_SHOWN = 6
+ENDED_TOGETHER = "RunFailed"  # all ranks have ended the run, one has recorded why
 NO_CAUSE = "and left no cause"
 PEER_GONE = ("closed by peer", "reset by peer", "ncclRemoteError")  # a rank only saw another one go
 CPP_PLACE = re.compile(r"\[\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ")
@@ -99,8 +100,10 @@ def _of_an_error(
              and (e["type"], e["where"]) == (first["type"], first["where"])} - {rank}  # fmt: skip
     source = f"in {first['function']}: {first['source']}" if first.get("source") else None
     path = logs / f"rank-{rank}.log"
+    together = first["type"] == ENDED_TOGETHER
     return Failure(
-        rank, said, path, tail_of(read_end(path)), first["where"], source,
+        None if together else rank, str(first["message"]) if together else said, path,
+        tail_of(read_end(path)), first["where"], source,
         bad_input=tuple(first["bad_input"] or ()), alike=tuple(sorted(alike)),
         consequences=_consequences(errors, silent, {rank, *alike}),
     )  # fmt: skip
