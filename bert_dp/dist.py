@@ -161,6 +161,12 @@ class SharedClock:
         self._pending = self._start(signal)
         return elapsed, int(stop)
 
+    def ask(self, signal: int) -> int:
+        """As `tick`, between steps: the signal alone, the clock is not read. Collective."""
+        elapsed, stop = (self._pending or self._start(signal))()
+        self._pending = self._comm.max_async([elapsed, float(signal)])
+        return int(stop)
+
     def finish(self) -> None:
         if self._pending is not None:
             self._pending()

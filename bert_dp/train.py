@@ -256,7 +256,7 @@ def _finish(job: Job, counters: Counters, clock: SharedClock, course: Course, st
     evaluated = course.heldout_loss is not None and counters.step <= course.evaluated_step
     if not (stop or course.trouble or evaluated):
         _evaluate_and_write(job, counters, clock, course)
-        stop = clock.tick(_wish(job, course))[1] if course.heldout_loss is None else 0
+        stop = clock.ask(_wish(job, course)) if course.heldout_loss is None else 0
     clock.finish()
     failure = job.comm.share(course.trouble or job.saver.gave_up)
     if not failure:  # else the state may be what made it fail, and must not push out the good ones
@@ -307,7 +307,7 @@ def _append(job: Job, name: str, line: Metrics | Evaluation) -> None:
 def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, course: Course) -> None:
     job.heartbeat.enter("evaluate", counters.step)
     start = clock.elapsed_s()
-    loss, count = evaluate(job, job.held_out, lambda: clock.tick(_wish(job, course))[1])
+    loss, count = evaluate(job, job.held_out, lambda: clock.ask(_wish(job, course)))
     elapsed = clock.elapsed_s()
     course.heldout_loss, course.evaluated_step = loss, counters.step
     course.eval_s += elapsed - start

@@ -214,6 +214,20 @@ def check_signal(comm: Comm, sender: int) -> None:
     assert comm.gather([float(s) for s in stops]).tolist() == [[0.0, 0.0, 0.0, 15.0, 15.0]] * comm.world.size
 
 
+def check_asking(comm: Comm) -> None:
+    """Asking passes signals on and reads no clock: the next tick gives what the last one sampled."""
+    now = FakeTime(start=0.0, rate=1.0)
+    clock = SharedClock(comm, now=now)
+    clock.tick(0)
+    now.pass_(10.0)
+    clock.tick(0)  # samples 10
+    now.pass_(10.0)
+    asked = [clock.ask(15 if comm.world.rank == comm.world.size - 1 else 0) for _ in range(3)]
+    elapsed, stop = clock.tick(0)
+    clock.finish()
+    assert (asked, elapsed, stop) == ([0, 15, 15], 10.0, 15)
+
+
 def test_a_signal_before_the_first_step_is_seen_at_once() -> None:
     clock = SharedClock(Comm(LONE, None), now=lambda: 0.0)
     assert clock.tick(2) == (0.0, 2)
@@ -235,6 +249,7 @@ def everything(told: Any) -> None:
     for sender in range(world.size):
         check_signal(comm, sender)
     check_two_signals(comm)
+    check_asking(comm)
     comm.barrier()
     disconnect()
     disconnect()  # twice is harmless
