@@ -61,6 +61,8 @@ class Failure:
     fix: tuple[str, ...] = ()
     memory: MemoryFacts | None = None
     """Where memory has to do with it."""
+    agreed: bool = False
+    """Whether the ranks ended the run together, by a rule; the same would end it again."""
 
     @property
     def killed(self) -> bool:
@@ -106,6 +108,7 @@ def _of_an_error(
         tail_of(read_end(path)), first["where"], source,
         bad_input=tuple(first["bad_input"] or ()), alike=tuple(sorted(alike)),
         consequences=_consequences(errors, silent, {rank, *alike}),
+        agreed=together,
     )  # fmt: skip
 
 

@@ -50,6 +50,9 @@ def supervise(
         failure = result.failure
         if failure is None or result.exit_code != 1 or result.signal or len(past) == policy.max_restarts:
             break
+        if failure.agreed:
+            say("not started again: the ranks ended the run together, and would again")
+            break
         after = saved_step(run_dir)
         idle = 0 if after > before else idle + 1
         if idle == WITHOUT_PROGRESS:

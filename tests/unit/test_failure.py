@@ -224,4 +224,5 @@ def test_what_all_ranks_decided_together_is_no_ranks_fault(tmp_path: Path) -> No
     failure = first_cause(tmp_path, "")
     assert failure is not None
     assert (failure.rank, failure.headline()) == (None, "5 steps in a row were skipped")
+    assert failure.agreed
     assert failure.log == tmp_path / "rank-0.log"

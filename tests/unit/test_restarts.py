@@ -90,6 +90,14 @@ def test_the_number_of_restarts_is_kept(tmp_path: Path) -> None:
     assert (result.exit_code, result.failure, len(play.started)) == (1, RAISED, 3)
 
 
+def test_what_the_ranks_ended_together_is_not_started_again(tmp_path: Path) -> None:
+    agreed = Failure(None, "5 steps in a row up to step 8 had a gradient that is not finite", agreed=True)
+    play = Play(tmp_path, (1, agreed, 8), (0, None, 9))
+    assert play.go(Policy(9)).exit_code == 1
+    assert len(play.started) == 1
+    assert "ended the run together" in play.said[-1]
+
+
 def test_without_progress_it_waits_longer_and_gives_up_after_three(tmp_path: Path) -> None:
     play = Play(tmp_path, (1, RAISED, 2), *[(1, RAISED, None)] * 9)
     assert play.go(Policy(100)).exit_code == 1
