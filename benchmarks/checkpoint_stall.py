@@ -111,7 +111,7 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, train.Precis
         for step in range(1, o.steps + 1):
             train.train_step(
                 engine, wrapped, train.mlm_loss, [step_batch], device=CPU, precision=precision, max_norm=0.5,
-                timers=timers, dropout_seed=None,
+                timers=timers, dropout_seed=None, progress=lambda: None,
             )  # fmt: skip
             if way != "none" and step % o.every == 0:
                 saver.save(step, engine.gather_state, {})

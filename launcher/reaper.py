@@ -53,6 +53,7 @@ def marked(marks: Sequence[str]) -> list[int]:
 
 
 def main(scratch: str, *marks: str) -> None:
+    """Wait for the launcher's end; then, unless it said that all is done, kill and clean up."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     if os.read(0, 16) == b"done":

@@ -540,7 +540,11 @@ def children(pid: int) -> list[int]:
 def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number: signal.Signals) -> None:
     write(tmp_path / "a.txt", prose(40_000))
     options = options_file(tmp_path, processes=2)
-    process = start("build", options)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    try:
+        process = start("build", options)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert process.stderr is not None
     while "tokenize" not in process.stderr.readline():
         assert process.poll() is None
