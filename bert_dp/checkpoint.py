@@ -42,7 +42,7 @@ MOMENTS = 2  # sizes of the weights that an optimizer's state will have, for a s
 def save(
     folder: Path, step: int, state: State, facts: dict[str, Any], keep: int, trusted: Collection[Path] = ()
 ) -> Path:
-    """Write `folder`/step-XXXXXXXX, point `latest` to it and prune to the `keep` newest. Rank 0 only.
+    """Write `folder`/step-NNNNNNNN, point `latest` to it and prune to the `keep` newest. Rank 0 only.
 
     Everything is on the disk before it gets its name, and the name before this returns. `trusted`: see prune.
     Raises OSError; then no checkpoint has changed or gone.

@@ -18,6 +18,7 @@ from bert_dp.config import OptimConfig
 from bert_dp.lamb import Lamb
 from bert_dp.model import is_decayed, is_matrix
 from bert_dp.optim import make_optimizer, set_lr
+from tests.unit.snapshot import snapshot
 
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-6, 0.01
 DECAYED = {"wide": (6, 11), "tall": (13, 4)}
@@ -188,14 +189,6 @@ def test_an_update_of_norm_zero_moves_nothing() -> None:
     parameter.grad = torch.zeros(4, dtype=torch.float64)
     optimizer.step()  # the squares of the update underflow
     assert torch.equal(parameter, torch.ones(4, dtype=torch.float64))
-
-
-def snapshot(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> dict[str, bytes]:
-    out = {name: p.detach().numpy().tobytes() for name, p in parameters.items()}
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            out[f"{name}/{key}"] = value.numpy().tobytes()
-    return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

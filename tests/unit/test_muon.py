@@ -14,6 +14,7 @@ from bert_dp.config import OptimConfig, load_config
 from bert_dp.model import CrammedBert, is_decayed, is_matrix
 from bert_dp.muon import Muon, orthogonalize
 from bert_dp.optim import make_optimizer, set_lr
+from tests.unit.snapshot import snapshot
 
 MOMENTUM, BETAS, EPS, DECAY = 0.9, (0.8, 0.95), 1e-6, 0.1
 MATRICES = {"wide": (6, 17), "tall": (19, 5), "square": (8, 8)}
@@ -173,14 +174,6 @@ def test_the_rest_is_torchs_fused_adamw_bit_for_bit(dtype: torch.dtype) -> None:
             for key, value in adamw.state[parameter].items():
                 assert torch.equal(own.state[ours[name]][key], value), (step, name, key)
         assert own.state[ours["norm"]].keys() == adamw.state[theirs["norm"]].keys()
-
-
-def snapshot(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> dict[str, bytes]:
-    out = {name: p.detach().numpy().tobytes() for name, p in parameters.items()}
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            out[f"{name}/{key}"] = value.numpy().tobytes()
-    return out
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
