@@ -174,7 +174,7 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
         "environment": {
             "date": o.date, "cores": os.cpu_count(), "machine": platform.machine(),
             "load_average": os.getloadavg(), "python": platform.python_version(), "torch": torch.__version__,
-            "settings": vars(o),
+            "settings": {k: v for k, v in vars(o).items() if k not in ("folder", "json", "date")},
         },
         "summary": summary, "records": records,
     }  # fmt: skip

@@ -121,11 +121,16 @@ def path_of(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}"
 
 
+def _step_of(path: Path) -> int:
+    return int(path.name[len("step-") :].partition(".")[0])
+
+
 def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
     """Remove all but the `keep` newest checkpoints, and the temporary directories of interrupted saves.
 
-    The two newest that verify stay (one at keep = 1), so a checkpoint goes only when enough newer ones are
-    good. `trusted` are known to be, and are not read again.
+    What was set aside (set_aside_after) goes once the run has got as far again. The two newest that verify
+    stay (one at keep = 1), so a checkpoint goes only when enough newer ones are good. `trusted` are known to
+    be, and are not read again.
     """
     for path in folder.glob("step-*.tmp-*"):
         shutil.rmtree(path, ignore_errors=True)
@@ -133,6 +138,9 @@ def prune(folder: Path, keep: int, trusted: Collection[Path] = ()) -> None:
         if path.with_suffix("").exists():
             _remove(path)
     listed = list_checkpoints(folder)
+    for path in folder.glob("step-*.abandoned-*") if listed else ():
+        if _step_of(path) <= _step_of(listed[0]):
+            _remove(path)
     good = 0
     for place, path in enumerate(listed):
         if place >= keep and good >= min(keep, 2):
@@ -151,7 +159,7 @@ def _remove(path: Path) -> None:
 def set_aside_after(folder: Path, step: int) -> None:
     """Rename checkpoints beyond `step`: a run that goes on from there must not meet them. Rank 0 only."""
     for path in list_checkpoints(folder):
-        if int(path.name[5:].partition(".")[0]) > step:
+        if _step_of(path) > step:
             path.rename(folder / f"{path.name}.abandoned-{uuid.uuid4().hex[:8]}")
     for path in list_checkpoints(folder)[:1]:
         _point_latest(folder, path.name)

@@ -21,6 +21,7 @@ from bert_dp.record import (
     LAUNCHER_PID,
     LAUNCHER_START,
     LOG_DIR,
+    STARTED_AGAIN,
     hide,
     is_own_code,
     secret_values,
@@ -48,12 +49,18 @@ class Signals:
 
 
 def redirect_output(rank: int) -> None:
-    """Append everything this process prints to $BERT_DP_LOG_DIR/rank-N.log, when the launcher set it."""
+    """Append everything this process prints to $BERT_DP_LOG_DIR/rank-N.log, when the launcher set it.
+
+    A line divides it from what an earlier process of that rank has left there.
+    """
     folder = os.environ.get(LOG_DIR)
     if folder:
         log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         os.dup2(log, 1)
         os.dup2(log, 2)
+        if os.fstat(log).st_size:
+            with contextlib.suppress(OSError):  # a full disk
+                os.write(log, f"{STARTED_AGAIN}\n".encode())
         os.close(log)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     faulthandler.enable()

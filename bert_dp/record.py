@@ -22,6 +22,7 @@ SCHEMA_VERSION = 1
 # environment variables by which the launcher tells its workers what a user-started worker does without
 INIT_FILE = "BERT_DP_INIT_FILE"  # a file to meet in; without it env:// (MASTER_ADDR, MASTER_PORT)
 LOG_DIR = "BERT_DP_LOG_DIR"  # where rank-N.log and rank-N.error.json go
+STARTED_AGAIN = "-- started again --"  # a line of rank-N.log
 LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
 LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # see start_ticks
 

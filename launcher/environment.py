@@ -73,7 +73,7 @@ class Environment:
     disk_free_gib: float | None
     open_files: int
     max_processes: int | None
-    """Of this user, threads included; None = no limit."""
+    """Of this user or of the control group, whichever is less, threads included; None = no limit."""
     locked_memory_gib: float | None
     """None = no limit."""
     omp_num_threads: str | None
@@ -108,7 +108,7 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
     gpus, present, gpu_error = _find_gpus(root)
     numa_cores = _numa_cores(root)
     processes, locked = (_limit(kind) for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK))
-    memory_limit = cgroup_limit(root, "memory")
+    memory_limit, pids = cgroup_limit(root, "memory"), cgroup_limit(root, "pids")
     memory = psutil.virtual_memory()
     shm = _disk(root / "dev/shm")
     disk = _disk(existing(path))
@@ -136,7 +136,7 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         shm_free_gib=shm.free / GIB if shm else None,
         disk_free_gib=disk.free / GIB if disk else None,
         open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
-        max_processes=processes,
+        max_processes=min((int(n) for n in (processes, pids) if n is not None), default=None),
         locked_memory_gib=None if locked is None else locked / GIB,
         omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
         cuda_visible_devices=os.environ.get("CUDA_VISIBLE_DEVICES"),
@@ -164,13 +164,13 @@ def versions() -> dict[str, str]:
     return found
 
 
-def cgroup_limit(root: Path, controller: Literal["cpu", "memory"]) -> float | None:
-    """Limit of this process' control group and its ancestors: cores or bytes; None = unlimited. v1 and v2."""
+def cgroup_limit(root: Path, controller: Literal["cpu", "memory", "pids"]) -> float | None:
+    """Limit of this process' control group and its ancestors: cores, bytes or processes; None = unlimited."""
     limits = [_own_limit(group, controller) for group in control_groups(root, controller)]
     return min((limit for limit in limits if limit is not None), default=None)
 
 
-def control_groups(root: Path, controller: Literal["cpu", "memory"]) -> list[Path]:
+def control_groups(root: Path, controller: Literal["cpu", "memory", "pids"]) -> list[Path]:
     """Directories of this process' control group and its ancestors, outermost first; v1 and v2."""
     groups = []
     for line in _read(root / "proc/self/cgroup").splitlines():
@@ -190,7 +190,7 @@ def _own_limit(group: Path, controller: str) -> float | None:
         if len(words) < 2 or not words[0].isdigit() or not words[1].isdigit():  # "max", "-1" or no such file
             return None
         return int(words[0]) / int(words[1])
-    text = (_read(group / "memory.max") or _read(group / "memory.limit_in_bytes")).strip()
+    text = (_read(group / f"{controller}.max") or _read(group / "memory.limit_in_bytes")).strip()
     return float(text) if text.isdigit() and int(text) < 2**60 else None  # v1 writes about 2**63 for no limit
 
 

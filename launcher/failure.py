@@ -192,13 +192,14 @@ def crash_stack(said: str) -> tuple[str, ...]:
 
 
 def read_end(path: Path) -> str:
-    """The end of a log of any size; empty when there is none."""
+    """The end of a log of any size, of its last start; empty when there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            return file.read().decode("utf-8", "replace")
+            said = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
+    return said.rpartition(f"{record.STARTED_AGAIN}\n")[2]
 
 
 def tail_of(text: str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
+from bert_dp.record import STARTED_AGAIN
 from tests.e2e.cli import bert_dp, start, tiny
 from tests.e2e.test_train import lines, members, wait_for
 from tests.faults.harness import FULL, broken, observe, rounds
@@ -49,6 +50,7 @@ def test_row_19_a_crash_loop_ends_and_keeps_its_logs(tmp_path: Path, shards: Pat
     assert "rank 1: ValueError: injected by a test" in summary["cause"]
     log = (run_dir / "logs" / "rank-1.log").read_text()
     assert log.count("ValueError: injected by a test") == attempts
+    assert log.count(STARTED_AGAIN) == attempts - 1
     observe(19, attempts=attempts)
 
 
@@ -71,11 +73,12 @@ def test_row_19_a_run_that_breaks_once_goes_on_to_the_same_weights(tmp_path: Pat
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[1])
 
 
-def test_row_19_elastic_goes_on_with_fewer_ranks(tmp_path: Path, shards: Path) -> None:
+@pytest.mark.parametrize("launcher", ["torchrun", "accelerate"] if FULL else ["torchrun"])
+def test_row_19_elastic_goes_on_with_fewer_ranks(tmp_path: Path, shards: Path, launcher: str) -> None:
     run_dir = tmp_path / "run"
     options = tiny(shards, "schedule.steps=8", "checkpoint.every_steps=2")
     done = bert_dp("train", "quickstart", *options, "--nproc", "4", "--run-dir", str(run_dir),
-                   "--max-restarts", "1", "--elastic",
+                   "--max-restarts", "1", "--elastic", "--launcher", launcher,
                    **broken("kill", rank=3, step=4, once=str(tmp_path / "once")))  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     sizes = [line["world_size"] for line in lines(run_dir / "metrics.jsonl")]

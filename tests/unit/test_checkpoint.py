@@ -171,6 +171,17 @@ def test_latest_names_the_newest_and_decides_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
 
 
+def test_what_was_set_aside_goes_once_the_run_is_as_far_again(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step)
+    checkpoint.set_aside_after(tmp_path, 1)
+    save(tmp_path, 2)
+    left = sorted(name.partition(".")[0] for name in names(tmp_path))
+    assert left == ["latest", "step-00000001", "step-00000002", "step-00000003"]
+    save(tmp_path, 3)
+    assert not [name for name in names(tmp_path) if "abandoned" in name]
+
+
 def test_latest_that_cannot_be_written_is_no_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,8 +135,11 @@ def test_cgroup_v2_takes_the_tightest_ancestor(tmp_path):
             "sys/fs/cgroup/slice/cpu.max": "150000 100000\n",
             "sys/fs/cgroup/slice/job/cpu.max": "max 100000\n",
             "sys/fs/cgroup/slice/job/memory.max": f"{3 * 2**30}\n",
+            "sys/fs/cgroup/slice/pids.max": "64\n",
+            "sys/fs/cgroup/slice/job/pids.max": "max\n",
         },
     )
+    assert probe(root=root).max_processes == 64
     assert cgroup_limit(root, "cpu") == 1.5
     assert cgroup_limit(root, "memory") == 3 * 2**30
     assert probe(root=root).usable_cores <= 1.5

@@ -12,6 +12,7 @@ import pytest
 
 from bert_dp import lifeline, record
 from bert_dp.config import ConfigError
+from bert_dp.record import STARTED_AGAIN
 from launcher.failure import (
     CONSEQUENCES_SHOWN,
     Departure,
@@ -22,6 +23,7 @@ from launcher.failure import (
     first_line,
     read_end,
     summary_facts,
+    tail_of,
 )
 from launcher.memory import MemoryFacts
 
@@ -69,6 +71,12 @@ def test_the_earliest_exception_wins_and_bad_input_before_it(tmp_path: Path) -> 
 
 def test_nothing_recorded_is_no_cause(tmp_path: Path) -> None:
     assert first_cause(tmp_path, "") is None
+
+
+def test_the_log_of_an_earlier_start_is_not_this_ones(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.log"
+    path.write_text(f"ValueError: of the first start\n{STARTED_AGAIN}\nsetting up\n")
+    assert tail_of(read_end(path)) == ("setting up",)
 
 
 def test_the_log_tail_comes_along(tmp_path: Path) -> None:
