@@ -12,7 +12,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -177,6 +177,44 @@ def held_out_batches(
         tensors = (torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(labels))
         batches.append(Batch(*tensors, count, index_B))
     return batches
+
+
+class Stream(Protocol):
+    """Where the loop takes a replica's micro batches from."""
+
+    wait_s: float
+    """Seconds `next` has blocked so far."""
+
+    def next(self) -> Batch: ...
+    def peek(self) -> Batch: ...
+    def close(self) -> None: ...
+
+
+def random_batch(seed: int, micro_size: int, sequence_length: int, num_masked: int, vocab_size: int) -> Batch:
+    """A micro batch of uniformly random tokens, its predicted positions too."""
+    g = torch.Generator().manual_seed(seed)
+    ids_BS = torch.randint(vocab_size, (micro_size, sequence_length), generator=g)
+    within = [torch.randperm(sequence_length, generator=g)[:num_masked].sort()[0] for _ in range(micro_size)]
+    positions_P = torch.cat([row * sequence_length + chosen for row, chosen in enumerate(within)])
+    labels_P = torch.randint(vocab_size, (len(positions_P),), generator=g)
+    return Batch(ids_BS, positions_P, labels_P, len(positions_P), np.arange(micro_size))
+
+
+class SameBatch:
+    """One micro batch over and over: a stream that costs nothing."""
+
+    def __init__(self, batch: Batch):
+        self._batch = batch
+        self.wait_s = 0.0
+
+    def next(self) -> Batch:
+        return self._batch
+
+    def peek(self) -> Batch:
+        return self._batch
+
+    def close(self) -> None:
+        pass
 
 
 class TrainingStream:

@@ -1,7 +1,7 @@
 """How ranks meet and talk beside the gradients, the shared clock, and which device and cores a rank gets.
 
-`python -m bert_dp.dist [N]` measures an all-reduce for two seconds over N local ranks, each on a GPU of its
-own where there are as many, and prints one JSON line.
+`python -m bert_dp.dist [N] [SECONDS BYTES...]` measures all-reduces over N local ranks, each on a GPU of its
+own where there are as many, SECONDS (2) for each size, and prints one JSON line for each.
 """
 
 from __future__ import annotations
@@ -220,8 +220,8 @@ def pci_address(index: int) -> str:
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
 
 
-def _measure(rank: int, size: int, store: str, backend: str, num_bytes: int, seconds: float) -> None:
-    """One rank: about `seconds` of all-reduces; rank 0 prints the result."""
+def _measure(rank: int, size: int, store: str, backend: str, sizes: Sequence[int], seconds: float) -> None:
+    """One rank: about `seconds` of all-reduces of each size in bytes; rank 0 prints the results."""
     follow_launcher()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
@@ -230,7 +230,18 @@ def _measure(rank: int, size: int, store: str, backend: str, num_bytes: int, sec
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
-    data = torch.zeros(num_bytes // 4, device=device)
+    for num_bytes in sizes:
+        result = _time_all_reduce(num_bytes, seconds, device)
+        if rank == 0:
+            facts = {"world_size": size, "backend": backend, **result}
+            sys.stdout.write(json.dumps(facts) + "\n")
+            sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> dict[str, Any]:
+    """About `seconds` of all-reduces; busbw as nccl-tests define it, GB = 1e9 bytes."""
+    data = torch.zeros(max(1, num_bytes // 4), device=device)
 
     def once() -> float:
         dist.barrier()
@@ -247,16 +258,13 @@ def _measure(rank: int, size: int, store: str, backend: str, num_bytes: int, sec
     count = torch.tensor([max(WARM_UP, int(seconds / one_s))], device=device)
     dist.broadcast(count, 0)
     times = sorted(once() for _ in range(int(count)))
-    if rank == 0:
-        median = times[len(times) // 2]
-        # busbw = S / t * 2 (n - 1) / n, as nccl-tests define it
-        busbw = num_bytes / median * 2 * (size - 1) / size / 1e9
-        result = {"world_size": size, "backend": backend, "bytes": num_bytes, "repeats": len(times)}
-        sys.stdout.write(json.dumps({**result, "seconds_median": median, "busbw_gb_s": busbw}) + "\n")
-    dist.destroy_process_group()
+    median, size = times[len(times) // 2], dist.get_world_size()
+    sent = data.nbytes
+    busbw = sent / median * 2 * (size - 1) / size / 1e9
+    return {"bytes": sent, "repeats": len(times), "seconds_median": median, "busbw_gb_s": busbw}
 
 
-def main(size: int | None = None) -> None:
+def main(size: int | None = None, seconds: float = MEASURE_S, sizes: Sequence[int] = ()) -> None:
     """`size` ranks; by default one on each GPU when there are several, else two on the CPU."""
     follow_launcher()
     gpus = torch.cuda.device_count()
@@ -264,10 +272,14 @@ def main(size: int | None = None) -> None:
     backend, num_bytes = ("nccl", 64 * 2**20) if 1 < size <= gpus else ("gloo", 4 * 2**20)
     with tempfile.TemporaryDirectory(prefix="bert-dp-") as folder:
         torch.multiprocessing.start_processes(
-            _measure, (size, f"{folder}/store", backend, num_bytes, MEASURE_S), nprocs=size,
+            _measure, (size, f"{folder}/store", backend, sizes or (num_bytes,), seconds), nprocs=size,
             start_method="spawn",
         )  # fmt: skip
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else None)
+    number, *measured = sys.argv[1:] or [""]
+    main(
+        int(number) if number else None, float(measured[0]) if measured else MEASURE_S,
+        [int(n) for n in measured[1:]],
+    )  # fmt: skip

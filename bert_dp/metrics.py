@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import resource
 import statistics
 import time
@@ -23,31 +24,51 @@ STRAGGLER_RATIO = 1.2  # from here on a rank is named
 STRAGGLER_STEPS = 10  # over fewer steps nobody is: one pause would name a rank
 
 
+Mark = Any
+"""A point in time: a CUDA event on a GPU, seconds of the clock on a CPU."""
+
+
 class Timers:
-    """Seconds by phase: CUDA events on a GPU (read at the next flush, no sync), the clock on a CPU."""
+    """Seconds of each step, whole and by phase: CUDA events on a GPU (read at the next drain, no sync)."""
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self._pairs: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._begun: dict[str, Any] = {}
-        self.seconds = dict.fromkeys(TIMED, 0.0)
+        self._begun: dict[str, Mark] = {}
+        self._phases: list[tuple[str, Mark, Mark]] = []
+        self._ended: list[tuple[list[tuple[str, Mark, Mark]], Mark, Mark, float]] = []
+        self.restart()
+
+    def restart(self) -> None:
+        """The next step begins here: what lies before it is no part of it."""
+        self._begin, self._host_begin = self.mark(), time.perf_counter()
 
     def start(self, name: str) -> None:
         """From here to `stop` the time counts as `name`, one of TIMED."""
-        self._begun[name] = self._mark() if self._cuda else time.perf_counter()
+        self._begun[name] = self.mark() if self._cuda else time.perf_counter()
 
     def stop(self, name: str) -> None:
         """The other end of `start`."""
-        begun = self._begun.pop(name)
-        if self._cuda:
-            self._pairs.append((name, begun, self._mark()))
-        else:
-            self.seconds[name] += time.perf_counter() - begun
+        self._phases.append((name, self._begun.pop(name), self.mark()))
 
-    def _mark(self) -> torch.cuda.Event:
+    def end_step(self) -> None:
+        """A step ends here and the next begins."""
+        begin, host_s, self._phases, phases = (
+            self._begin, time.perf_counter() - self._host_begin, [], self._phases
+        )  # fmt: skip
+        self.restart()
+        self._ended.append((phases, begin, self._begin, host_s))
+
+    def mark(self) -> Mark:
+        """Now, on the device's clock."""
+        if not self._cuda:
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+    def between(self, begin: Mark, end: Mark) -> float:
+        """Seconds; the device must be synchronised."""
+        return begin.elapsed_time(end) / 1e3 if self._cuda else end - begin
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -56,13 +77,17 @@ class Timers:
         yield
         self.stop(name)
 
-    def drain(self) -> dict[str, float]:
-        """Seconds since the last drain; the device must be synchronised."""
-        for name, begin, end in self._pairs:
-            self.seconds[name] += begin.elapsed_time(end) / 1e3
-        self._pairs.clear()
-        out, self.seconds = self.seconds, dict.fromkeys(TIMED, 0.0)
-        return out
+    def drain(self) -> dict[str, list[float]]:
+        """Of each step that has ended since the last drain, in seconds: TIMED, `step` (the whole of it) and
+        `host` (until its last operation was enqueued). The device must be synchronised."""
+        steps = []
+        for phases, begin, end, host_s in self._ended:
+            seconds = dict.fromkeys(TIMED, 0.0) | {"step": self.between(begin, end), "host": host_s}
+            for name, start, stop in phases:
+                seconds[name] += self.between(start, stop)
+            steps.append(seconds)
+        self._ended.clear()
+        return {name: [step[name] for step in steps] for name in (*TIMED, "step", "host")}
 
 
 def straggler(own_work_s: Sequence[float], steps: int) -> tuple[float | None, dict[str, float] | None]:
@@ -114,6 +139,8 @@ class Meter:
         self.total_steps = self.total_samples = self.total_micro = 0
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self._row, self._longest_row = torch.zeros_like(self.skipped), torch.zeros_like(self.skipped)
+        self.steps: dict[str, Any] = {}
+        """A line of steps/rank-N.jsonl: this rank's steps of the last flush."""
         self.skipped_in_a_row = 0
         """The longest row of skipped steps that reached into those of the last line."""
         self._reset()
@@ -122,15 +149,17 @@ class Meter:
         self._start = time.perf_counter()
         self._paused_s = 0.0
         self._steps = self._samples = self._micro = 0
-        self._wait_before = 0.0
+        self._waits = [0.0]
 
     def start(self, wait_s: float) -> None:
         """Begin timing; `wait_s` is the stream's data wait so far."""
         self._reset()
-        self._wait_before = wait_s
+        self._waits = [wait_s]
+        self.timers.restart()
 
-    def observe(self, loss: Tensor, norm: Tensor, samples: int, accumulation: int) -> None:
-        """Device scalars of one step: this replica's share of the mean loss, the reduced norm. No sync."""
+    def observe(self, loss: Tensor, norm: Tensor, samples: int, accumulation: int, wait_s: float) -> None:
+        """Device scalars of one step: this replica's share of the mean loss, the reduced norm; the stream's
+        data wait so far. No sync."""
         self._loss, self._norm = loss, norm
         bad = ~norm.isfinite()
         self.skipped += bad
@@ -139,6 +168,8 @@ class Meter:
         self._steps += 1
         self._samples += samples
         self._micro += accumulation * self._plan.dp
+        self._waits.append(wait_s)
+        self.timers.end_step()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -148,6 +179,7 @@ class Meter:
         yield
         self._sync()
         self._paused_s += time.perf_counter() - start
+        self.timers.restart()
 
     def flush(
         self, *, step: int, samples: int, epoch: int, progress: float, lr: float, batch: int, wait_s: float,
@@ -157,8 +189,17 @@ class Meter:
         self._sync()
         seconds = time.perf_counter() - self._start - self._paused_s
         phases = self.timers.drain()
-        wait = wait_s - self._wait_before
-        mine = [float(self._loss), peak_memory_gib(self._device), wait, *phases.values(), seconds]
+        memory_gib = peak_memory_gib(self._device)
+        waits = [after - before for before, after in itertools.pairwise(self._waits)]
+        self.steps = {"step": step, "data_wait_s": waits, **{f"{k}_s": v for k, v in phases.items()},
+                      "peak_memory_gib": memory_gib}  # fmt: skip
+        mine = [
+            float(self._loss),
+            memory_gib,
+            wait_s - self._waits[0],
+            *(sum(phases[k]) for k in TIMED),
+            seconds,
+        ]
         ranks = self._comm.gather(mine)  # [N, 7]
         loss = ranks[:: self._plan.tensor, 0].sum().item()  # the ranks of a replica hold the same share
         memory = ranks[:, 1].max().item()

@@ -118,6 +118,9 @@ class Summary:
     time_s: dict[str, float]
     """Of rank 0's wall clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (as
     far as training stood still for it)."""
+    ddp: dict[str, Any] | None = None
+    """What torch's DDP counted, means over its steps: bucket_bytes, comm_s (of all reductions), overlap_s (of
+    them, under the backward pass), compute_s (of the backward pass); null under other engines."""
     loss_spikes: int = 0
     """Logged losses far above the ones before."""
     failed_saves: int = 0
@@ -183,12 +186,13 @@ def ask_for_collectives(path: Path, number: int) -> None:
         os.close(file)
 
 
-def append_line(path: Path, record: Metrics | Evaluation) -> None:
+def append_line(path: Path, record: Metrics | Evaluation | Mapping[str, Any]) -> None:
     """Append one flat JSON line, whole or not at all. A non-finite number becomes null: JSON has none.
 
     Raises OSError.
     """
-    line = (json.dumps(_finite(dataclasses.asdict(record)), allow_nan=False) + "\n").encode()
+    facts = record if isinstance(record, Mapping) else dataclasses.asdict(record)
+    line = (json.dumps(_finite(dict(facts)), allow_nan=False) + "\n").encode()
     with path.open("ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         try:

@@ -49,13 +49,19 @@ class Saver:
 
     @property
     def newest(self) -> Path | None:
-        return None if self.saved_step is None else checkpoint.path_of(self._folder, self.saved_step)
+        if self.saved_step is None or self._settings.keep == 0:
+            return None
+        return checkpoint.path_of(self._folder, self.saved_step)
 
     def save(self, step: int, gather: Callable[[], State | None], facts: dict[str, Any]) -> None:
         """Gather the state and begin to write it. Collective, as `gather` is.
 
-        An earlier write is waited for first, so the host never holds two states.
+        An earlier write is waited for first, so the host never holds two states. With `keep` 0 nothing is
+        gathered or written, and the step counts as safe.
         """
+        if self._settings.keep == 0:
+            self.saved_step = step
+            return
         self.settle()
         start = time.perf_counter()
         state = gather()

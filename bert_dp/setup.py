@@ -136,11 +136,7 @@ def assemble(
         return optim.make_optimizer(config.optim, named, model.is_decayed, model.is_matrix, compiled=compiled)
 
     wrapped, optimizer = engine.prepare(bare, make_optimizer)
-    stream = data.TrainingStream(
-        corpus_.train, seed=config.run.seed, num_masked=config.num_masked, shuffle=config.data.shuffle,
-        micro_size=plan.micro_size, dp_rank=engine.dp_rank, dp_size=engine.dp_size,
-        start_sample=resume.counters.samples, workers=config.data.workers, pin=device.type == "cuda",
-    )  # fmt: skip
+    stream = make_stream(config, plan, engine, device, corpus_, resume.counters.samples)
     held_out = data.held_out_batches(
         corpus_.held_out, micro_size=plan.micro_size, max_sequences=config.eval.max_sequences,
         num_masked=num_masked(EVAL_MASK_RATE, config.data.sequence_length),
@@ -175,6 +171,25 @@ def assemble(
     return job, start
 
 
+def make_stream(
+    config: Config, plan: BatchPlan, engine: parallel.Engine, device: torch.device, corpus_: Corpus,
+    start_sample: int,
+) -> data.Stream:  # fmt: skip
+    """Where this replica's micro batches come from."""
+    pin = device.type == "cuda"
+    if config.data.synthetic:
+        batch = data.random_batch(
+            config.run.seed + engine.dp_rank, plan.micro_size, config.data.sequence_length,
+            config.num_masked, corpus_.train.vocabulary.size,
+        )  # fmt: skip
+        return data.SameBatch(batch.pin() if pin else batch)
+    return data.TrainingStream(
+        corpus_.train, seed=config.run.seed, num_masked=config.num_masked, shuffle=config.data.shuffle,
+        micro_size=plan.micro_size, dp_rank=engine.dp_rank, dp_size=engine.dp_size,
+        start_sample=start_sample, workers=config.data.workers, pin=pin,
+    )  # fmt: skip
+
+
 def fresh_state(bare: torch.nn.Module) -> parallel.State:
     """The canonical state of a model that has not trained: its weights on the host, no optimizer state."""
     weights = {name: t.detach().to("cpu", copy=True) for name, t in bare.state_dict().items()}
@@ -185,9 +200,12 @@ def restore(job: Job, resume: Resume, state: parallel.State) -> None:
     """Load `state` over what the dry run left, and cut the records back to the step that it belongs to."""
     job.meter.skipped.fill_(resume.counters.skipped_steps)
     job.engine.scatter_state(state)
+    steps = job.run_dir / "steps"
     if job.comm.world.rank == 0:
-        for name in ("metrics.jsonl", "evals.jsonl"):
-            record.cut_back(job.run_dir / name, resume.counters.step if resume.path else -1)
+        for path in (job.run_dir / "metrics.jsonl", job.run_dir / "evals.jsonl", *steps.glob("rank-*.jsonl")):
+            record.cut_back(path, resume.counters.step if resume.path else -1)
+        if job.config.log.step_times:
+            steps.mkdir(exist_ok=True)
         checkpoint.set_aside_after(job.run_dir / "checkpoints", resume.counters.step)
     job.comm.barrier()
 

@@ -10,6 +10,24 @@ from bert_dp.setup import device_name
 from bert_dp.train import Counters, Job, Outcome
 
 
+def ddp_counters(model: Any) -> dict[str, Any] | None:
+    """Summary.ddp from DDP's logging data, which is private to torch; None without it."""
+    read = getattr(model, "_get_ddp_logging_data", None)
+    if read is None:
+        return None
+    data = read()
+    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+    seconds = {
+        name: data[key] / 1e9 if data.get(key) else None
+        for name, key in (
+            ("comm_s", "avg_backward_comm_time"),
+            ("overlap_s", "avg_backward_compute_comm_overlap_time"),
+            ("compute_s", "avg_backward_compute_time"),
+        )
+    }
+    return {"bucket_bytes": [int(size) for size in sizes.split(",") if size.strip()], **seconds}
+
+
 def write_summary(
     job: Job, counters: Counters, outcome: Outcome, manifest: dict[str, Any], setup_s: float, dry_run_s: float
 ) -> None:
@@ -44,6 +62,7 @@ def write_summary(
         peak_memory_gib=memory,
         energy_j=None,
         skipped_steps=counters.skipped_steps,
+        ddp=ddp_counters(job.model),
         loss_spikes=counters.loss_spikes,
         failed_saves=job.saver.failed_saves,
         checkpoint=str(outcome.checkpoint.relative_to(job.run_dir)) if outcome.checkpoint else None,

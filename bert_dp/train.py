@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from bert_dp import health, record
 from bert_dp.config import BatchPlan, Config, batch_at, peak_lr, progress_at
-from bert_dp.data import Batch, TrainingStream, hash64
+from bert_dp.data import Batch, Stream, hash64
 from bert_dp.dist import Comm, SharedClock
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.metrics import Meter, Timers
@@ -70,7 +70,7 @@ class Job:
     model: nn.Module
     bare_model: nn.Module
     optimizer: torch.optim.Optimizer
-    stream: TrainingStream
+    stream: Stream
     held_out: Sequence[Batch]
     epoch_size: int
     meter: Meter
@@ -229,7 +229,7 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
             max_norm=config.optim.clip, timers=meter.timers, dropout_seed=dropout_seed,
             progress=heartbeat.progress,
         )  # fmt: skip
-        meter.observe(loss, norm, batch, len(batches))
+        meter.observe(loss, norm, batch, len(batches), job.stream.wait_s)
         counters.step += 1
         counters.samples += batch
         course.line_facts = {"progress": progress, "lr": lr, "batch": batch}
@@ -278,6 +278,8 @@ def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> No
         elapsed_s=clock.elapsed_s(),
         **course.line_facts,
     )
+    if job.config.log.step_times:
+        _append(job, f"steps/rank-{job.comm.world.rank}.jsonl", job.meter.steps)
     counters.skipped_steps = line.skipped_steps
     course.final_loss, course.logged_step = line.loss, line.step
     if job.comm.world.rank == 0:
@@ -296,12 +298,13 @@ def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> No
     course.trouble = course.trouble or found
 
 
-def _append(job: Job, name: str, line: Metrics | Evaluation) -> None:
+def _append(job: Job, name: str, line: Metrics | Evaluation | dict[str, Any]) -> None:
     """Add a line to a record; a full or failing disk costs this line, not the run."""
     try:
         record.append_line(job.run_dir / name, line)
     except OSError as error:
-        job.say(f"warning: step {line.step} is missing in {name}: {error}")
+        step = line["step"] if isinstance(line, dict) else line.step
+        job.say(f"warning: step {step} is missing in {name}: {error}")
 
 
 def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, course: Course) -> None:

@@ -159,6 +159,64 @@ def doctor(
 
 
 @app.command()
+def scale(
+    config: Annotated[
+        str | None, typer.Argument(help="YAML file or the name of a shipped one; default: quickstart.")
+    ] = None,
+    gpus: Annotated[str, typer.Option(help="Numbers of ranks, by commas.")] = "1,2",
+    mode: Annotated[
+        str, typer.Option(help="weak (same batch per rank), strong (same global batch) or both.")
+    ] = "weak",
+    engines: Annotated[
+        str, typer.Option(help="ddp, zero1, fsdp, accelerate, deepspeed-0 to -3, by commas.")
+    ] = "ddp",
+    tensor: Annotated[str, typer.Option(help="Ranks that share one replica, by commas.")] = "1",
+    launcher: Annotated[
+        str, typer.Option(help="Starts the ranks: torchrun, accelerate or deepspeed.")
+    ] = "torchrun",
+    repeats: Annotated[int, typer.Option(min=1, help="Runs of each cell, in random order.")] = 3,
+    steps: Annotated[int, typer.Option(min=2, help="Timed optimizer steps of a run.")] = 50,
+    warm_up: Annotated[int, typer.Option(min=1, help="Steps before them, which do not count.")] = 20,
+    accumulation: Annotated[
+        int | None, typer.Option(min=1, help="Micro batches per step in weak mode; default 1.")
+    ] = None,
+    synthetic: Annotated[bool, typer.Option(help="Also run the first engine without the loader.")] = True,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="a.b=v", help="Override a setting; repeatable.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory; the same one goes on. Default: scaling/NAME-DATE-TIME.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check every cell, print the grid, start nothing.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Benchmark: a grid of real runs, efficiency against one rank with its interval, and what costs it.
+
+    Beside the cells that are asked for: one rank without a process group (the baseline), ddp on one rank, and
+    for every N the ceiling, N independent copies.
+    """
+    from launcher import scaling
+    from launcher.scaling import grid
+
+    if accumulation is not None and mode == "strong":
+        raise ConfigError(
+            ["--accumulation: strong scaling derives it from batch.global_size; use --mode weak"]
+        )
+    settings = grid.Settings(
+        gpus=grid.parse_counts("--gpus", gpus), modes=grid.modes_of(mode),
+        engines=grid.parse_engines(engines), tensor=grid.parse_counts("--tensor", tensor), launcher=launcher,
+        repeats=repeats, steps=steps, warm_up=warm_up, accumulation=accumulation, synthetic=synthetic,
+    )  # fmt: skip
+    raise typer.Exit(
+        scaling.scale(
+            config, set_ or [], settings, out=out, dry_run=dry_run, as_json=json, console=_console()
+        )
+    )
+
+
+@app.command()
 def report(
     run_dirs: Annotated[list[Path], typer.Argument(help="One run, or several to compare.")],
     out: Annotated[

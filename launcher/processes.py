@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -134,13 +134,14 @@ def stop_signals() -> Iterator[list[int]]:
 def run(
     run_dir: Path, nproc: int, resume: str, on_poll: Callable[[], None], *, launcher: str = "torchrun",
     on_gpu: bool = False, grace_s: float = 300.0, watch: Watch | None = None,
+    cores: Collection[int] | None = None,
 ) -> RunResult:  # fmt: skip
     """Train RUN/config.yaml on `nproc` ranks of this node, started by `launcher`, and return how it ended.
 
     `on_poll` is called several times a second until a rank has failed. The first stop signal is passed to
     every worker, which checkpoints at its next step and ends; the second, or `grace_s` seconds, kills.
     Whatever happens, no process of the run is left. Writes summary.json when the workers could not. `watch`
-    may end a hung run.
+    may end a hung run. The workers share `cores`, by default all that we may use.
     """
     logs = run_dir / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -156,7 +157,7 @@ def run(
     with stop_signals() as pending:  # until all is told: one that comes last must not cost the summary
         try:
             with reaper(scratch, ours):
-                with launcher_log.open("ab") as log:
+                with launcher_log.open("ab") as log, confined(cores):
                     process = subprocess.Popen(
                         start_command(launcher, nproc, scratch, worker), env=environ,
                         stdin=subprocess.DEVNULL, stdout=log, stderr=log,
@@ -303,11 +304,34 @@ def _failed_anyway(cause: Failure | None) -> bool:
     return not any(text in cause.message for text in (failure.NO_CAUSE, *failure.PEER_GONE))
 
 
-def run_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """`python -m module` to its end; for the verbs that need torch or the data room outside a run."""
+@contextlib.contextmanager
+def confined(cores: Collection[int] | None) -> Iterator[None]:
+    """What is started within the block runs on these cores; None = on all that we may use."""
+    before = os.sched_getaffinity(0)
+    if cores is not None:
+        os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def start_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.Popen[str]:
+    """`python -m module`, which ends with us, for verbs that need torch or the data room outside a run."""
     mine = {LAUNCHER_PID: str(os.getpid()), LAUNCHER_START: start_ticks(os.getpid())}
     command = [sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, text=True, check=False, env={**os.environ, **mine}, **kwargs)
+    return subprocess.Popen(command, text=True, env={**os.environ, **mine}, **kwargs)
+
+
+def run_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """`python -m module` to its end."""
+    with start_module(module, arguments, **kwargs) as process:
+        try:
+            output, errors = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def capture_json(module: str, arguments: list[str]) -> tuple[int, Any]:

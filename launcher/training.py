@@ -119,6 +119,9 @@ def input_issues(config: Config) -> list[str]:
     engine = config.parallel.engine
     if engine in ("deepspeed", "accelerate") and importlib.util.find_spec(engine) is None:
         issues.append(f"parallel.engine: {engine} needs `pip install 'bert-dp[{engine}]'`")
+    if engine == "independent":
+        issues.append("parallel.engine: independent trains a model of its own on every rank, which only "
+                      "`bert-dp scale` does, for its ceiling; use ddp")  # fmt: skip
     if importlib.util.find_spec("torch") is None:
         issues.append("torch is not installed; `pip install torch`")
     return issues
@@ -257,8 +260,9 @@ def train(
     warnings = no_effect(config)
     if ranks > cores and not gpus:
         warnings.append(f"{ranks} CPU ranks share {cores} cores")
-    if policy.max_restarts and not config.checkpoint.every_steps:
-        warnings.append("--max-restarts: checkpoint.every_steps is 0, so a restart begins at the start")
+    if policy.max_restarts and not (config.checkpoint.every_steps and config.checkpoint.keep):
+        warnings.append("--max-restarts: checkpoint.every_steps or checkpoint.keep is 0, so a restart begins "
+                        "at the start")  # fmt: skip
     if anyone_writes(where):  # a file system without modes must not lock a run out that stands there
         warnings.append(f"{where} can be written by every user; chmod o-w it")
     for line in warnings:

@@ -98,6 +98,8 @@ def parallel_issues(config: Config, world_size: int) -> list[str]:
     issues = []
     if engine == "single" and world_size > 1:
         issues.append(f"parallel.engine: single runs one rank, got --nproc {world_size}; use ddp")
+    if engine == "independent" and world_size == 1:
+        issues.append("parallel.engine: independent is for two ranks and more; use single")
     if tensor > 1:
         if engine not in ("auto", "ddp", "zero1", "fsdp"):
             issues.append(f"parallel.tensor: {tensor} works with ddp, zero1 and fsdp, not with {engine}")
@@ -200,6 +202,8 @@ def no_effect(config: Config) -> list[str]:
         lines.append(f"model.rope_theta has no effect with model.position: {config.model.position}")
     if config.model.norm == "rmsnorm" and given(config.model, "norm_bias"):
         lines.append("model.norm_bias has no effect with model.norm: rmsnorm")
+    if config.checkpoint.keep == 0 and given(config.checkpoint, "every_steps"):
+        lines.append("checkpoint.every_steps has no effect: checkpoint.keep is 0, nothing is saved")
     if config.data.path is not None:
         if config.data.tokenizer is not None:
             lines.append("data.tokenizer has no effect with data.path: the shards carry their tokenizer")

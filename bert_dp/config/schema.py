@@ -72,6 +72,8 @@ class DataConfig(Section):
     """A new permutation of the sequences every epoch; false = the order of the shards."""
     workers: int = Field(1, ge=0, le=64)
     """Prefetch threads per rank; 0 = none."""
+    synthetic: bool = False
+    """Train on one micro batch of random tokens, made once: what a step takes without the loader."""
     build: BuildConfig = BuildConfig()
 
 
@@ -215,8 +217,11 @@ class OptimConfig(Section):
 
 
 class ParallelConfig(Section):
-    engine: Literal["auto", "single", "ddp", "zero1", "fsdp", "deepspeed", "accelerate"] = "auto"
-    """auto = single on one rank, ddp on more."""
+    engine: Literal["auto", "single", "ddp", "zero1", "fsdp", "deepspeed", "accelerate", "independent"] = (
+        "auto"
+    )
+    """auto = single on one rank, ddp on more. independent = every rank a model of its own, nothing reduced:
+    the ceiling that `scale` measures, refused by `train`."""
     tensor: int = Field(1, ge=1)
     """Ranks that share one replica (Megatron-style tensor parallelism), under ddp, zero1 and fsdp."""
     bucket_mib: float | None = Field(None, gt=0)
@@ -237,8 +242,8 @@ class ParallelConfig(Section):
 class CheckpointConfig(Section):
     every_steps: int = Field(0, ge=0)
     """Optimizer steps between checkpoints; 0 = only at the end and on a signal."""
-    keep: int = Field(2, ge=1)
-    """Newest checkpoints kept."""
+    keep: int = Field(2, ge=0)
+    """Newest checkpoints kept; 0 = none is written, and a run that ends early is lost."""
     on_error: Literal["continue", "stop"] = "continue"
     """When one cannot be saved: continue, and try again at the next; or stop the run, failed. A run that
     cannot save its first or its last state has failed in any case."""
@@ -254,6 +259,8 @@ class EvalConfig(Section):
 class LogConfig(Section):
     every_steps: int = Field(10, ge=1)
     """Optimizer steps between lines of metrics.jsonl."""
+    step_times: bool = False
+    """Every rank also writes the times of each of its steps, to steps/rank-N.jsonl."""
     tensorboard: bool = False
     """Mirror metrics.jsonl to TensorBoard (extra `tensorboard`)."""
 

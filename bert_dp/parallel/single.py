@@ -1,4 +1,7 @@
-"""One rank, plain module, no process group: the baseline every figure is held against."""
+"""One rank, plain module, no process group: the baseline every figure is held against.
+
+On N ranks (as `independent`) each trains on its own share of the samples, for itself.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,7 @@ class Engine:
     """See `bert_dp.parallel.Engine`."""
 
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
-        assert world.size == 1
-        self.dp_rank, self.dp_size = 0, 1
+        self.dp_rank, self.dp_size = world.rank, world.size
         self._scaler = make_scaler(device, precision == "fp16")
 
     def prepare(
@@ -42,8 +44,8 @@ class Engine:
         self._optimizer.zero_grad(set_to_none=True)
         return norm
 
-    def gather_state(self) -> State:
-        return read_state(self._model, self._optimizer, self._scaler)
+    def gather_state(self) -> State | None:
+        return read_state(self._model, self._optimizer, self._scaler) if self.dp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
         write_state(self._model, self._optimizer, self._scaler, state)

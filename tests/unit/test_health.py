@@ -91,7 +91,7 @@ def test_the_longest_row_of_skips_is_known_at_each_line(steps: str, rows: list[i
     for part in steps.split("|"):
         for mark in part:
             norm = torch.tensor(float("nan") if mark == "x" else 1.0)
-            meter.observe(torch.tensor(2.0), norm, 2, 1)
+            meter.observe(torch.tensor(2.0), norm, 2, 1, 0.0)
         flush(meter)
         found.append(meter.skipped_in_a_row)
     assert found == rows
@@ -111,7 +111,7 @@ def test_a_logged_spike_is_said_counted_and_remembered_with_the_checkpoint(tmp_p
     course = Course(0, 0, {"progress": 0.1, "lr": 1e-3, "batch": 2})
     for step, loss in enumerate(losses, 1):
         counters.step = step
-        meter.observe(torch.tensor(loss), torch.tensor(1.0), 2, 1)
+        meter.observe(torch.tensor(loss), torch.tensor(1.0), 2, 1, 0.0)
         _log(job, counters, clock, course)
     assert course.trouble is None
     assert counters.loss_spikes == 1

@@ -43,9 +43,23 @@ def test_timers_may_overlap_and_restart() -> None:
         time.sleep(0.02)
         timers.stop("own_work")
         time.sleep(0.02)
-    seconds = timers.drain()
+    timers.end_step()
+    seconds = {name: each[0] for name, each in timers.drain().items()}
     assert 0.02 <= seconds["own_work"] <= seconds["forward_backward"] - 0.02
-    assert timers.drain() == {"forward_backward": 0.0, "optimizer": 0.0, "own_work": 0.0}
+    assert seconds["forward_backward"] <= seconds["step"]
+    assert seconds["optimizer"] == 0.0
+    assert set(map(tuple, timers.drain().values())) == {()}
+
+
+def test_a_pause_between_steps_is_part_of_none() -> None:
+    timers = Timers(torch.device("cpu"))
+    for _ in range(2):
+        with timers.phase("optimizer"):
+            pass
+        timers.end_step()
+        time.sleep(0.05)
+        timers.restart()
+    assert all(step < 0.04 for step in timers.drain()["step"])
 
 
 def test_the_closing_table_has_a_line_where_there_is_one(tmp_path: Path) -> None:

@@ -90,7 +90,8 @@ class Counter:
 
 def patch_train(train: object, counter: Counter) -> None:
     plain_step, plain_evaluate = train.train_step, train.evaluate
-    plain_next = train.TrainingStream.next
+    stream_class = sys.modules["bert_dp.data"].TrainingStream
+    plain_next = stream_class.next
     offset = 0
 
     def train_step(engine, model, loss_fn, batches, **options):
@@ -124,7 +125,7 @@ def patch_train(train: object, counter: Counter) -> None:
             counter.step -= 1
         return plain_next(stream)
 
-    train.train_step, train.evaluate, train.TrainingStream.next = train_step, evaluate, following
+    train.train_step, train.evaluate, stream_class.next = train_step, evaluate, following
 
 
 def patch_checkpoint(checkpoint: object, counter: Counter) -> None:

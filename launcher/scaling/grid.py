@@ -1,0 +1,201 @@
+"""Which runs a scaling benchmark consists of, each checked before any starts."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import random
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from bert_dp.config import BatchPlan, Config, ConfigError, batch_plan, resolve
+from bert_dp.cost import memory_estimate_gib
+from launcher.environment import Environment
+
+Mode = Literal["weak", "strong"]
+Kind = Literal["run", "ceiling", "synthetic"]
+
+ENGINES = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
+STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are no estimate
+LOG_LINES = 10  # of metrics.jsonl in a run
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What `bert-dp scale` was asked for."""
+
+    gpus: tuple[int, ...]
+    modes: tuple[Mode, ...]
+    engines: tuple[str, ...]
+    tensor: tuple[int, ...]
+    launcher: str
+    repeats: int
+    steps: int
+    """Timed optimizer steps of a run."""
+    warm_up: int
+    """Steps before them: they fill caches, pools and buckets, and count for nothing."""
+    accumulation: int | None
+    """Micro batches per step of the weak mode; None = 1."""
+    synthetic: bool = True
+    """Whether the first engine also runs without the loader."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One configuration of the grid. `of`: the run that a ceiling or a synthetic cell belongs to."""
+
+    id: str
+    mode: Mode
+    kind: Kind
+    engine: str
+    world_size: int
+    tensor: int
+    micro_batch: int
+    accumulation: int
+    global_batch: int
+    of: str | None = None
+
+
+class Grid:
+    """The cells of `settings` for one configuration, all of them possible.
+
+    Weak: the micro batch and the accumulation of a rank stay, the global batch grows with the ranks. Strong:
+    the global batch of the configuration stays, the accumulation shrinks. Per mode and N a ceiling, N
+    independent copies with the same samples per rank, where those divide; always `single` and ddp on one
+    rank.
+    """
+
+    def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):
+        self.config, self.settings, self._machine, self._on_gpu = config, settings, machine, on_gpu
+        self.cells: list[Cell] = []
+        self.issues: list[str] = []
+        for mode in settings.modes:
+            self._add_mode(mode)
+        if not self.issues and not any(c.world_size > 1 for c in self.cells):
+            self.issues.append("--gpus: name at least one number above 1, for example --gpus 1,2")
+
+    def _add_mode(self, mode: Mode) -> None:
+        first = self.settings.engines[0]
+        self._add(mode, "run", "single", 1, 1)
+        self._add(mode, "run", "ddp", 1, 1)
+        for count in self.settings.gpus:
+            if count == 1:
+                continue
+            for engine in self.settings.engines:
+                for tensor in self.settings.tensor:
+                    run = self._add(mode, "run", engine, count, tensor)
+                    if run is not None and self.settings.synthetic and engine == first and tensor == 1:
+                        self._add(mode, "synthetic", engine, count, tensor, of=run.id)
+            self._add(mode, "ceiling", "independent", count, 1, optional=True)
+
+    def _add(
+        self, mode: Mode, kind: Kind, engine: str, ranks: int, tensor: int, *, of: str | None = None,
+        optional: bool = False,
+    ) -> Cell | None:  # fmt: skip
+        split = f"-tp{tensor}" if tensor > 1 else ""
+        what = {"run": engine, "ceiling": "ceiling", "synthetic": f"{engine}-synthetic"}[kind]
+        name = f"{mode}-{what}-n{ranks}{split}"
+        try:
+            config, plan = self._plan(mode, kind, engine, ranks, tensor)
+        except ConfigError as error:
+            if not optional:
+                self.issues += [f"cell {name}: {issue}" for issue in error.issues]
+            return None
+        self.issues += [f"cell {name}: {issue}" for issue in self._memory_issues(config, plan)]
+        cell = Cell(name, mode, kind, engine, ranks, tensor, plan.micro_size, plan.accumulation,
+                    plan.global_size, of)  # fmt: skip
+        self.cells.append(cell)
+        return cell
+
+    def _plan(self, mode: Mode, kind: Kind, engine: str, ranks: int, tensor: int) -> tuple[Config, BatchPlan]:
+        batch = self.config.batch
+        size = batch.global_size
+        if mode == "weak":
+            if ranks % tensor:  # else the batch would follow a number of replicas that there is not
+                raise ConfigError([f"--tensor {tensor} does not divide {ranks} ranks"])
+            size = batch.micro_size * (self.settings.accumulation or 1) * (ranks // tensor)
+        config = self._config(engine, tensor, batch.micro_size, size, kind)
+        return config, batch_plan(config, ranks)
+
+    def _config(self, engine: str, tensor: int, micro: int, size: int, kind: Kind) -> Config:
+        """What a cell's ranks train: the user's configuration with the cell's values, and nothing saved."""
+        name, _, stage = engine.partition("-")
+        parallel: dict[str, Any] = {"engine": name, "tensor": tensor}
+        if stage:
+            parallel["zero_stage"] = int(stage)
+        steps = self.settings.warm_up + self.settings.steps
+        compiled = self.config.compile
+        return resolve([self.config.model_dump(mode="json"), {
+            "parallel": parallel,
+            "batch": {"global_size": size, "micro_size": micro, "ramp_fraction": 0.0, "ramp_quantum": None},
+            "schedule": {"steps": steps},
+            "compile": ("on" if self._on_gpu else "off") if compiled == "auto" else compiled,
+            "checkpoint": {"keep": 0, "every_steps": 0},
+            "eval": {"every_steps": 0, "max_sequences": micro},
+            "log": {"every_steps": max(1, -(-steps // LOG_LINES)), "step_times": True, "tensorboard": False},
+            "data": {"synthetic": kind == "synthetic"},
+        }])  # fmt: skip
+
+    def config_of(self, cell: Cell) -> Config:
+        """What the ranks of this cell train."""
+        return self._config(cell.engine, cell.tensor, cell.micro_batch, cell.global_batch, cell.kind)
+
+    def _memory_issues(self, config: Config, plan: BatchPlan) -> list[str]:
+        """Only what cannot fit: weights, gradients and optimizer state alone exceed what a rank may have."""
+        limit = memory_limit_gib(self._machine, plan.world_size, self._on_gpu)
+        precision = config.precision if config.precision != "auto" else ("bf16" if self._on_gpu else "fp32")
+        parts = memory_estimate_gib(config, precision, plan.world_size)
+        state = sum(parts[name] for name in STATE)
+        if limit is None or state <= limit:
+            return []
+        return [f"weights, gradients and optimizer state take {state:.1f} GiB of a rank's {limit:.1f} GiB; "
+                "use zero1 or fsdp, more ranks, or a smaller model"]  # fmt: skip
+
+    def order(self, seed: int = 0) -> Iterator[tuple[Cell, int]]:
+        """(cell, repeat): every repeat runs all cells once, in an order drawn anew, so that a drift of the
+        machine falls on all of them."""
+        draw = random.Random(seed)  # noqa: S311 (an order, no secret)
+        for repeat in range(self.settings.repeats):
+            for cell in draw.sample(self.cells, len(self.cells)):
+                yield cell, repeat
+
+
+def memory_limit_gib(machine: Environment, ranks: int, on_gpu: bool) -> float | None:
+    """What one rank may have: the least of the GPUs, or its share of the host; None = not known."""
+    if on_gpu:
+        return min((gpu.memory_gib for gpu in machine.gpus if gpu.memory_gib is not None), default=None)
+    return machine.usable_memory_gib / ranks
+
+
+def parse_counts(name: str, text: str) -> tuple[int, ...]:
+    """`1,2,4` -> (1, 2, 4), sorted, each once. Raises ConfigError."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdecimal() and 0 < int(word) <= 65_536 for word in words):
+        raise ConfigError([f"{name}: {text} is not a list of whole numbers of at least 1, like 1,2,4"])
+    return tuple(sorted({int(word) for word in words}))
+
+
+def parse_engines(text: str) -> tuple[str, ...]:
+    """`ddp,zero1` -> ("ddp", "zero1"); the first is the one that is also run without the loader."""
+    names = list(dict.fromkeys(word.strip() for word in text.split(",")))
+    names = ["deepspeed-1" if name == "deepspeed" else name for name in names]
+    issues = [f"--engines: {name or 'nothing'} is none of {', '.join(ENGINES)}" for name in names
+              if name not in ENGINES]  # fmt: skip
+    packages = {name.partition("-")[0] for name in names} & {"accelerate", "deepspeed"}
+    issues += [f"--engines: {name} needs `pip install 'bert-dp[{name}]'`" for name in sorted(packages)
+               if importlib.util.find_spec(name) is None]  # fmt: skip
+    if issues:
+        raise ConfigError(issues)
+    return tuple(names)
+
+
+def modes_of(text: str) -> tuple[Mode, ...]:
+    """weak, strong or both. Raises ConfigError."""
+    known: dict[str, tuple[Mode, ...]] = {
+        "weak": ("weak",),
+        "strong": ("strong",),
+        "both": ("weak", "strong"),
+    }
+    if text not in known:
+        raise ConfigError([f"--mode: {text} is none of {', '.join(known)}"])
+    return known[text]

@@ -1,0 +1,186 @@
+"""Runs the grid: one real run per cell and repeat, then the links, one rank's profile, the matmul rate."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bert_dp import record
+from bert_dp.config import dump_config
+from launcher import processes, watch
+from launcher.report import format_duration, format_si
+from launcher.scaling.grid import Cell, Grid
+
+Say = Callable[[str], None]
+
+SWEEP = tuple(4**k for k in range(6, 14))  # bytes: 4 KiB to 64 MiB
+LINK_S = 0.3  # per size
+HELPER_TIMEOUT_S = 900.0
+
+
+class Stopped(Exception):
+    """A signal came; `number` says which."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+
+def run_dir(out: Path, cell: Cell, repeat: int) -> Path:
+    return out / "runs" / f"{cell.id}-r{repeat}"
+
+
+def ended(directory: Path) -> str | None:
+    """How a run of the grid ended: ok, oom or failed; None when it has not, and must be run (again)."""
+    summary = record.read_json(directory / "summary.json")
+    if summary is None or summary.get("signal"):
+        return None
+    if summary.get("status") == "done":
+        return "ok"
+    told = " ".join([str(summary.get("cause")), *map(str, summary.get("explanation") or ())]).lower()
+    return "oom" if "out of memory" in told or "outofmemory" in told else "failed"
+
+
+def run_grid(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
+    """Every run that has not ended yet. A cell that failed or ran out of memory is not repeated: that is its
+    result. Raises Stopped."""
+    todo = list(grid.order(len(grid.cells)))
+    begun, done = time.monotonic(), 0
+    left = [(cell, repeat) for cell, repeat in todo if ended(run_dir(out, cell, repeat)) is None]
+    if len(left) < len(todo):
+        say(f"going on: {len(todo) - len(left)} of {len(todo)} runs are there")
+    for number, (cell, repeat) in enumerate(todo, 1):
+        directory = run_dir(out, cell, repeat)
+        if ended(directory) is not None:
+            continue
+        if any(ended(run_dir(out, cell, r)) in ("oom", "failed") for r in range(repeat)):
+            left = [pair for pair in left if pair[0] != cell or pair[1] <= repeat]
+            continue
+        how = run_cell(grid, cell, directory, on_gpu=on_gpu, say=say)
+        done += 1
+        rest = (time.monotonic() - begun) / done * max(0, len(left) - done)
+        say(f"[{number}/{len(todo)}] {cell.id} repeat {repeat}: {how}; left {format_duration(rest)}")
+
+
+def run_cell(grid: Grid, cell: Cell, directory: Path, *, on_gpu: bool, say: Say) -> str:
+    """One run, and how it went in words. Raises Stopped."""
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True, mode=0o700)
+    config = grid.config_of(cell)
+    record.write_text(directory / "config.yaml", dump_config(config))
+    watched = watch.Watch(
+        directory, say, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
+    )
+    result = processes.run(
+        directory, cell.world_size, "never", lambda: None, launcher=grid.settings.launcher, on_gpu=on_gpu,
+        watch=watched, cores=None if on_gpu else cores_of(cell.world_size, max(grid.settings.gpus)),
+    )  # fmt: skip
+    if result.signal:
+        raise Stopped(result.signal)
+    how = ended(directory)
+    if how != "ok":
+        return f"{how}: {result.failure.headline() if result.failure else 'no cause known'}"
+    summary = record.read_json(directory / "summary.json") or {}
+    return (f"{format_si(summary['tokens_per_s'], 'tokens/s')} over {cell.world_size} ranks, warm-up "
+            "included")  # fmt: skip
+
+
+def cores_of(ranks: int, most: int) -> list[int]:
+    """The cores that `ranks` CPU ranks may use so that each has as many as one of `most` ranks: on a CPU the
+    device is a share of the cores. All of them when there are fewer cores than ranks."""
+    cores = sorted(os.sched_getaffinity(0))
+    share = len(cores) // most
+    return cores[: ranks * share] if share else cores
+
+
+def measure_links(grid: Grid, out: Path, say: Say) -> None:
+    """links-N.json: all-reduces over each number of ranks, at a sweep of sizes and DDP's real buckets."""
+    for count in sorted({c.world_size for c in grid.cells if c.world_size > 1}):
+        path = out / f"links-{count}.json"
+        if path.exists():
+            continue
+        buckets = bucket_sizes(grid, out, count)
+        sizes = sorted({*SWEEP, *buckets})
+        say(f"links: all-reduce over {count} ranks at {len(sizes)} sizes")
+        arguments = [str(count), str(LINK_S), *map(str, sizes)]
+        lines = helper("bert_dp.dist", arguments, cores=None)
+        points = [
+            {"bytes": p["bytes"], "seconds": p["seconds_median"], "busbw_gb_s": p["busbw_gb_s"],
+             "algbw_gb_s": p["bytes"] / p["seconds_median"] / 1e9, "repeats": p["repeats"],
+             "bucket": any(abs(p["bytes"] - size) < 8 for size in buckets)}
+            for p in lines
+        ]  # fmt: skip
+        if points:
+            facts = {"world_size": count, "backend": lines[0]["backend"], "points": points}
+            record.write_json(path, facts)
+
+
+def bucket_sizes(grid: Grid, out: Path, count: int) -> list[int]:
+    """Bytes of each bucket that DDP reduced over `count` ranks."""
+    for cell in grid.cells:
+        if cell.world_size == count and cell.engine == "ddp" and cell.kind == "run" and cell.tensor == 1:
+            summary = record.read_json(run_dir(out, cell, 0) / "summary.json") or {}
+            sizes = (summary.get("ddp") or {}).get("bucket_bytes") or []
+            return sorted({int(size) for size in sizes})
+    return []
+
+
+def measure_profile(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
+    """profile.json: one rank's step, taken apart."""
+    if (out / "profile.json").exists():
+        return
+    lone = next(cell for cell in grid.cells if cell.engine == "single")
+    config = grid.config_of(lone)
+    batch = config.batch.model_copy(update={"global_size": config.batch.micro_size})
+    data = config.data.model_copy(update={"synthetic": True})
+    path = out / "profile.yaml"
+    record.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
+    say("profile: when each gradient is ready")
+    lines = helper("bert_dp.profiling", [str(path)], cores=None if on_gpu else _one_share(grid))
+    path.unlink()
+    if lines:
+        record.write_json(out / "profile.json", lines[-1])
+
+
+def measure_peak(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
+    """peak.json: the matmul rate of one rank's device."""
+    if (out / "peak.json").exists():
+        return
+    say("peak: the matmul rate of one device")
+    cores = None if on_gpu else _one_share(grid)
+    lines = helper("bert_dp.peak", [grid.config.precision, "2"], cores=cores)
+    if lines:
+        record.write_json(out / "peak.json", lines[-1])
+
+
+def helper(module: str, arguments: Sequence[str], cores: Sequence[int] | None) -> list[dict[str, Any]]:
+    """The JSON lines that `python -m module` printed; [] when it failed, which its stderr has told. Raises
+    Stopped for a signal that came meanwhile."""
+    with processes.stop_signals() as came, processes.confined(cores):
+        process = processes.start_module(module, list(arguments), stdout=subprocess.PIPE)
+        deadline = time.monotonic() + HELPER_TIMEOUT_S
+        while True:
+            try:
+                text = process.communicate(timeout=processes.POLL_S)[0]
+                break
+            except subprocess.TimeoutExpired:
+                if came or time.monotonic() > deadline:
+                    process.kill()
+                    text = process.communicate()[0]
+                    break
+        if came:
+            raise Stopped(came[0])
+    if process.returncode:
+        sys.stderr.write(f"warning: {module} ended with exit code {process.returncode}\n")
+    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def _one_share(grid: Grid) -> list[int]:
+    return cores_of(1, max(grid.settings.gpus))

@@ -1,0 +1,331 @@
+"""From the raw records of a grid to scaling.json: every number there is computed here, from files alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bert_dp import record
+from launcher.scaling import stats
+from launcher.scaling.grid import Cell, Grid
+from launcher.scaling.measure import ended, run_dir
+
+LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run
+STRAGGLER_RATIO, STRAGGLER_STEPS = 1.2, 10  # as the worker has it
+CROSS_CHECK = 0.05  # share of a step by which two measures of one thing may differ
+PARTS = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
+Facts = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Repeat:
+    """The timed steps of one run: per rank, per step, in seconds."""
+
+    name: str
+    parts: dict[str, list[list[float]]]
+    """Name of PARTS -> [rank][step]."""
+    memory_gib: list[float]
+    lines: list[dict[str, Any]]
+    """metrics.jsonl."""
+    summary: dict[str, Any]
+
+
+def read_repeat(directory: Path, ranks: int, warm_up: int) -> Repeat:
+    """Raises ValueError when a rank's records do not hold every step."""
+    lines = list(record.read_lines(directory / "metrics.jsonl"))
+    parts: dict[str, list[list[float]]] = {name: [] for name in PARTS}
+    memory = []
+    for rank in range(ranks):
+        found = list(record.read_lines(directory / "steps" / f"rank-{rank}.jsonl"))
+        if not found:
+            raise ValueError(f"{directory}: no step times of rank {rank}")
+        for name in PARTS:
+            parts[name].append(list(itertools.chain.from_iterable(line[name] for line in found))[warm_up:])
+        memory.append(max(line["peak_memory_gib"] for line in found))
+    if len({len(steps) for steps in parts["step_s"]}) != 1 or not parts["step_s"][0]:
+        raise ValueError(f"{directory}: the ranks have recorded different numbers of steps")
+    summary = record.read_json(directory / "summary.json") or {}
+    return Repeat(directory.name, parts, memory, lines, summary)
+
+
+class Measured:
+    """One cell's repeats, and the figures that need no other cell."""
+
+    def __init__(self, cell: Cell, repeats: Sequence[Repeat], sequence_length: int, seed: int):
+        self.cell, self.repeats = cell, repeats
+        self.tokens = cell.global_batch * sequence_length  # of a step, over all ranks
+        self.steps = [self._step_seconds(r) for r in repeats]
+        """[repeat][step]: seconds that a step of the whole job took."""
+        self.mean_s = stats.median([sum(s) / len(s) for s in self.steps])
+        self.draws = stats.resampled_means(self.steps, seed)
+
+    def _step_seconds(self, repeat: Repeat) -> list[float]:
+        """The slowest rank's: all ranks meet in every step. Independent copies do not, so theirs is the
+        harmonic mean over the ranks: the job's throughput is the sum of theirs."""
+        by_step = zip(*repeat.parts["step_s"], strict=True)
+        if self.cell.kind == "ceiling":
+            return [len(ranks) / sum(1 / s for s in ranks) for ranks in by_step]
+        totals = [sum(steps) for steps in repeat.parts["step_s"]]
+        return repeat.parts["step_s"][totals.index(max(totals))]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens / self.mean_s
+
+    @property
+    def per_gpu(self) -> float:
+        return self.tokens_per_s / self.cell.world_size
+
+    def part(self, name: str) -> float:
+        """Seconds of a step: median over repeats of the mean over ranks and steps."""
+        flat = [[s for rank in r.parts[name] for s in rank] for r in self.repeats]
+        return stats.median([sum(each) / len(each) for each in flat])
+
+    def ranks(self) -> list[Facts]:
+        """Per rank: five numbers over all repeats' steps, and its greatest memory."""
+        out = []
+        for rank in range(self.cell.world_size):
+            steps, own = (
+                [s for r in self.repeats for s in r.parts[name][rank]] for name in ("step_s", "own_work_s")
+            )
+            memory = max(r.memory_gib[rank] for r in self.repeats)
+            out.append({"rank": rank, "step_time_s": stats.five_numbers(steps),
+                        "own_work_s": stats.five_numbers(own), "peak_memory_gib": memory})  # fmt: skip
+        return out
+
+    def straggler(self) -> tuple[float | None, int | None]:
+        """(own work of the slowest rank over the median of the others', that rank if it is named). As the
+        worker's own: fsdp and tensor parallelism meet in the forward, so theirs says little."""
+        if self.cell.world_size == 1:
+            return None, None
+        totals = [
+            stats.median([sum(r.parts["own_work_s"][rank]) for r in self.repeats])
+            for rank in range(self.cell.world_size)
+        ]
+        slowest, steps = totals.index(max(totals)), len(self.steps) * len(self.steps[0])
+        ratio = totals[slowest] / stats.median([*totals[:slowest], *totals[slowest + 1 :]])
+        return ratio, slowest if ratio > STRAGGLER_RATIO and steps >= STRAGGLER_STEPS else None
+
+    def curve(self) -> list[list[float]]:
+        """[tokens, loss] of the first repeat; the losses of the others are the same by construction."""
+        return [[line["tokens"], line["loss"]] for line in self.repeats[0].lines if line["loss"] is not None]
+
+
+def collect(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Facts:
+    """scaling.json from the files of `out`. `facts`: environment, command, config_hash."""
+    sequence = grid.config.data.sequence_length
+    measured: dict[str, Measured] = {}
+    states: dict[str, tuple[str, str | None]] = {}
+    for number, cell in enumerate(grid.cells):
+        repeats, states[cell.id] = _repeats_of(cell, grid, out)
+        if repeats:
+            measured[cell.id] = Measured(cell, repeats, sequence, number)
+    first = next(iter(measured.values()), None)
+    settings = _settings(grid, first)
+    peak = record.read_json(out / "peak.json")
+    cells = [_cell(cell, grid, measured, states[cell.id], settings, peak) for cell in grid.cells]
+    links = [found for path in sorted(out.glob("links-*.json")) if (found := record.read_json(path))]
+    modes = grid.settings.modes
+    return {
+        "schema_version": record.SCHEMA_VERSION,
+        "status": "partial" if any(c["status"] == "pending" for c in cells) else "complete",
+        **facts,
+        "mode": modes[0] if len(modes) == 1 else "both",
+        "settings": settings,
+        "baseline": "single",
+        "baselines": {n: ", ".join(f"{mode}-{n}-n1" for mode in modes) for n in ("single", "ddp")},
+        "peak": {"datasheet_flops": settings.pop("datasheet_flops"),
+                 "matmul_flops": (peak or {}).get("matmul_flops"), "shapes": (peak or {}).get("shapes")},
+        "cells": cells,
+        "links": links,
+        "profile": record.read_json(out / "profile.json"),
+        "prediction": None,
+    }  # fmt: skip
+
+
+def _repeats_of(cell: Cell, grid: Grid, out: Path) -> tuple[list[Repeat], tuple[str, str | None]]:
+    """The runs of a cell that ended well, and (status, cause): one that did not is the cell's result."""
+    repeats = []
+    for number in range(grid.settings.repeats):
+        directory = run_dir(out, cell, number)
+        how = ended(directory)
+        if how in ("oom", "failed"):
+            cause = (record.read_json(directory / "summary.json") or {}).get("cause")
+            return [], (how, cause)
+        if how == "ok":
+            repeats.append(read_repeat(directory, cell.world_size, grid.settings.warm_up))
+    return repeats, ("ok" if len(repeats) == grid.settings.repeats else "pending", None)
+
+
+def _settings(grid: Grid, first: Measured | None) -> Facts:
+    from bert_dp import cost
+
+    config, settings, summary = grid.config, grid.settings, first.repeats[0].summary if first else {}
+    model, sequence = config.model, config.data.sequence_length
+    precision = summary.get("precision", config.precision)
+    return {
+        "steps": settings.steps, "warm_up": settings.warm_up, "repeats": settings.repeats,
+        "launcher": settings.launcher, "engines": list(settings.engines), "gpus": list(settings.gpus),
+        "micro_batch": config.batch.micro_size,
+        "accumulation": settings.accumulation or 1 if "weak" in settings.modes else None,
+        "global_batch": config.batch.global_size if "strong" in settings.modes else None,
+        "sequence_length": sequence, "parameters": cost.num_parameters(model, sequence),
+        "flops_per_token": cost.flops_per_token(model, sequence, config.objective.mask_rate),
+        "precision": precision, "compiled": summary.get("compiled"), "device": summary.get("device"),
+        "datasheet_flops": cost.peak_flops(str(summary.get("device")), precision),
+        "optimizer": config.optim.name,
+        "model": f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.vocab_size:,}",
+    }  # fmt: skip
+
+
+def _cell(
+    cell: Cell, grid: Grid, measured: Mapping[str, Measured], state: tuple[str, str | None], settings: Facts,
+    peak: Mapping[str, Any] | None,
+) -> Facts:  # fmt: skip
+    status, cause = state
+    named = {f.name: getattr(cell, f.name) for f in dataclasses.fields(cell)}
+    out: Facts = {**named, "launcher": grid.settings.launcher, "status": status, "cause": cause,
+                  "repeats": []}  # fmt: skip
+    mine = measured.get(cell.id)
+    if mine is None:
+        return out | dict.fromkeys(_UNKNOWN) | {"ranks": [], "loss": None, "flags": []}
+    ceiling = measured.get(f"{cell.mode}-ceiling-n{cell.world_size}")
+    ceiling = ceiling if cell.kind == "run" and cell.world_size > 1 else None
+    single, ddp = (measured.get(f"{cell.mode}-{name}-n1") for name in ("single", "ddp"))
+    against = _against(mine, single, ddp, ceiling)
+    split = _split(mine, against["exposed_comm_fraction"])
+    ratio, rank = mine.straggler()
+    flops = mine.per_gpu * settings["flops_per_token"]
+    peaks = {"mfu": settings["datasheet_flops"], "mamfu": (peak or {}).get("matmul_flops")}
+    steps = [s for each in mine.steps for s in each]
+    micro = cell.accumulation * (cell.world_size // cell.tensor)
+    out |= {
+        "repeats": [_repeat(r, s, mine) for r, s in zip(mine.repeats, mine.steps, strict=True)],
+        "steps_per_s": 1 / mine.mean_s, "global_steps_per_s": micro / mine.mean_s,
+        "samples_per_s": cell.global_batch / mine.mean_s, "tokens_per_s": mine.tokens_per_s,
+        "tokens_per_s_per_gpu": mine.per_gpu,
+        "step_time_s": {"median": stats.median(steps), "p95": stats.percentile(steps, 0.95),
+                        "mean": mine.mean_s, "ci95": stats.interval(mine.draws)},
+        "split_s": split, "data_wait_fraction": mine.part("data_wait_s") / mine.part("step_s"),
+        **against, "exposed_comm_ddp_fraction": _ddp_exposed(mine),
+        "straggler_ratio": ratio, "straggler_rank": rank, "ranks": mine.ranks(),
+        "peak_memory_gib": max(max(r.memory_gib) for r in mine.repeats),
+        **_energy(mine), **{name: flops / value if value else None for name, value in peaks.items()},
+        "launch_fraction": _launch_fraction(mine, settings),
+        **_loss(mine, single, settings["precision"]),
+    }  # fmt: skip
+    return out | {"flags": _flags(out)}
+
+
+_UNKNOWN = (
+    "steps_per_s", "global_steps_per_s", "samples_per_s", "tokens_per_s", "tokens_per_s_per_gpu",
+    "step_time_s", "split_s", "data_wait_fraction", "exposed_comm_fraction", "exposed_comm_ddp_fraction",
+    "straggler_ratio", "straggler_rank", "peak_memory_gib", "energy_j", "energy_j_per_mtoken", "mfu", "mamfu",
+    "launch_fraction", "speedup", "efficiency", "efficiency_ci95", "efficiency_ddp1", "ceiling_tokens_per_s",
+    "ceiling_efficiency", "communication_efficiency", "communication_efficiency_ci95", "loss_agrees",
+    "loss_deviation",
+)  # fmt: skip
+
+
+def _repeat(repeat: Repeat, steps: Sequence[float], mine: Measured) -> Facts:
+    mean = sum(steps) / len(steps)
+    return {"run": f"runs/{repeat.name}", "steps": len(steps), "steps_per_s": 1 / mean,
+            "tokens_per_s": mine.tokens / mean,
+            "step_time_s": {"median": stats.median(steps), "p95": stats.percentile(steps, 0.95)}}  # fmt: skip
+
+
+def _against(mine: Measured, single: Measured | None, ddp: Measured | None, top: Measured | None) -> Facts:
+    """Speed-up and efficiencies: throughput over N x that of one rank, over that of the ceiling."""
+    n = mine.cell.world_size
+    out: Facts = dict.fromkeys(
+        ("speedup", "efficiency", "efficiency_ci95", "efficiency_ddp1", "ceiling_tokens_per_s",
+         "ceiling_efficiency", "communication_efficiency", "communication_efficiency_ci95",
+         "exposed_comm_fraction")
+    )  # fmt: skip
+    if single is not None:
+        scale = mine.tokens / single.tokens / n  # seconds per token of one rank, over those of this cell
+        out["speedup"] = mine.tokens_per_s / single.tokens_per_s
+        out["efficiency"] = out["speedup"] / n
+        out["efficiency_ci95"] = stats.ratio_interval(single.draws, mine.draws, scale)
+    if ddp is not None:
+        out["efficiency_ddp1"] = mine.tokens_per_s / ddp.tokens_per_s / n
+    if top is not None:
+        scale = mine.tokens / top.tokens
+        reached = mine.tokens_per_s / top.tokens_per_s
+        out |= {"ceiling_tokens_per_s": top.tokens_per_s, "communication_efficiency": reached,
+                "communication_efficiency_ci95": stats.ratio_interval(top.draws, mine.draws, scale),
+                "exposed_comm_fraction": 1 - reached}  # fmt: skip
+        if single is not None:
+            out["ceiling_efficiency"] = top.tokens_per_s / single.tokens_per_s / n
+    return out
+
+
+def _split(mine: Measured, exposed: float | None) -> Facts:
+    """Of a mean step, seconds, mean over ranks. Communication that is not hidden lies within
+    forward_backward, from where what the ceiling shows of it is taken."""
+    whole, data, passes, optimizer = (
+        mine.part(name) for name in ("step_s", "data_wait_s", "forward_backward_s", "optimizer_s")
+    )
+    comm = None if exposed is None else min(max(0.0, exposed * whole), passes)
+    return {"data": data, "forward_backward": passes - (comm or 0.0), "exposed_comm": comm,
+            "optimizer": optimizer, "other": max(0.0, whole - data - passes - optimizer)}  # fmt: skip
+
+
+def _ddp_exposed(mine: Measured) -> float | None:
+    """The same from DDP's own counters: what of its reductions no backward pass covered, over the step."""
+    shares: list[float | None] = []
+    for r in mine.repeats:
+        ddp = r.summary.get("ddp") or {}
+        known = ddp.get("comm_s") is not None and ddp.get("overlap_s") is not None
+        shares.append((ddp["comm_s"] - ddp["overlap_s"]) / mine.mean_s if known else None)
+    return stats.over(shares) if mine.cell.world_size > 1 else None
+
+
+def _energy(mine: Measured) -> Facts:
+    """Joules of the real steps, where every rank's device told it."""
+    joules = stats.over([r.summary.get("energy_j") for r in mine.repeats])
+    tokens = stats.over([r.summary.get("tokens") for r in mine.repeats])
+    per = joules / tokens * 1e6 if joules is not None and tokens else None
+    return {"energy_j": joules, "energy_j_per_mtoken": per}
+
+
+def _launch_fraction(mine: Measured, settings: Facts) -> float | None:
+    """Host time to enqueue a step over the step: near 1 the device waits for the host. None on a CPU."""
+    return None if settings["device"] in (None, "CPU") else mine.part("host_s") / mine.part("step_s")
+
+
+def _loss(mine: Measured, single: Measured | None, precision: str) -> Facts:
+    """The curve, and whether it is the single rank's. Only a strong grid trains one model."""
+    curve = mine.curve()
+    out: Facts = {"loss": {"final": curve[-1][1] if curve else None, "curve": curve},
+                  "loss_agrees": None, "loss_deviation": None}  # fmt: skip
+    if mine.cell.mode == "strong" and mine.cell.kind == "run" and single is not None:
+        theirs = single.curve()
+        pairs = list(zip(curve, theirs, strict=False))
+        if pairs and len(curve) == len(theirs) and all(a[0] == b[0] for a, b in pairs):
+            deviation = max(abs(a[1] - b[1]) / max(abs(b[1]), 1e-12) for a, b in pairs)
+            out["loss_deviation"] = deviation
+            out["loss_agrees"] = deviation <= LOSS_TOLERANCE.get(precision, 1e-4)
+        else:
+            out["loss_agrees"] = False
+    return out
+
+
+def _flags(cell: Facts) -> list[str]:
+    """What a reader must know before quoting the cell."""
+    flags = []
+    if cell["world_size"] > 1 and (cell["efficiency"] or 0) > 1:
+        flags.append(f"efficiency {100 * cell['efficiency']:.1f} % is above 100 %: the baseline is slow, or "
+                     "the machine changed between the runs")  # fmt: skip
+    if (cell["communication_efficiency"] or 0) > 1:
+        flags.append("faster than its ceiling: noise, or the engine does less work per rank than a copy")
+    if cell["loss_agrees"] is False:
+        flags.append(f"not the same model: losses differ from one rank's by {cell['loss_deviation']}")
+    ceiling, counters = cell["exposed_comm_fraction"], cell["exposed_comm_ddp_fraction"]
+    if ceiling is not None and counters is not None and abs(ceiling - counters) > CROSS_CHECK:
+        flags.append(f"exposed communication: {100 * ceiling:.1f} % by the ceiling, {100 * counters:.1f} % "
+                     "by DDP's own counters")  # fmt: skip
+    return flags

@@ -1,0 +1,256 @@
+"""`bert-dp scale` on real runs: killed and gone on with, every figure recomputed from the raw files."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.cli import bert_dp, start, tiny
+from tests.faults.harness import broken
+from tests.shards import write_shards
+
+WARM_UP, STEPS, SEQUENCE, REPEATS = 2, 6, 16, 2
+
+
+def command(shards: Path, out: Path, *more: str) -> list[str]:
+    return ["scale", "quickstart", *tiny(shards), "--gpus", "1,2", "--mode", "strong",
+            "--repeats", str(REPEATS), "--steps", str(STEPS), "--warm-up", str(WARM_UP), "--out", str(out),
+            *more]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+def whole_runs(out: Path) -> set[str]:
+    return {path.parent.name for path in out.glob("runs/*/summary.json")}
+
+
+@pytest.fixture(scope="module")
+def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A grid whose launcher was killed after its second run, and was started again."""
+    where = tmp_path_factory.mktemp("scaling") / "out"
+    process = start(*command(shards, where))
+    deadline = time.monotonic() + 240
+    while len(whole_runs(where)) < 2 and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    before = {name: (where / "runs" / name / "metrics.jsonl").read_text() for name in whole_runs(where)}
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(where) in " ".join(p.info["cmdline"] or ())]
+    psutil.wait_procs(left, timeout=10)
+    assert not [p for p in left if p.is_running()]
+    done = bert_dp(*command(shards, where), timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "runs are there" in done.stdout
+    for name, text in before.items():
+        assert (where / "runs" / name / "metrics.jsonl").read_text() == text, "a whole run was run again"
+    return where
+
+
+@pytest.fixture(scope="module")
+def scaling(out: Path) -> dict[str, Any]:
+    return json.loads((out / "scaling.json").read_text())
+
+
+def steps_of(out: Path, run: str, ranks: int) -> list[dict[str, list[float]]]:
+    """Per rank: the timed steps, by part."""
+    found = []
+    for rank in range(ranks):
+        lines = [json.loads(x) for x in (out / run / "steps" / f"rank-{rank}.jsonl").read_text().splitlines()]
+        parts = [key for key in lines[0] if key.endswith("_s")]
+        found.append({part: [s for line in lines for s in line[part]][WARM_UP:] for part in parts})
+    return found
+
+
+def test_every_cell_ran_as_often_as_asked(scaling: dict[str, Any], out: Path) -> None:
+    assert scaling["status"] == "complete"
+    cells = {cell["id"]: cell for cell in scaling["cells"]}
+    assert set(cells) == {"strong-single-n1", "strong-ddp-n1", "strong-ddp-n2", "strong-ddp-synthetic-n2",
+                          "strong-ceiling-n2"}  # fmt: skip
+    for cell in cells.values():
+        assert [r["run"] for r in cell["repeats"]] == [f"runs/{cell['id']}-r{k}" for k in range(REPEATS)]
+        assert all(r["steps"] == STEPS for r in cell["repeats"])
+        assert not list((out / "runs").glob(f"{cell['id']}*/checkpoints/step-*"))
+
+
+def test_every_number_is_recomputed_from_the_raw_records(scaling: dict[str, Any], out: Path) -> None:
+    means: dict[str, float] = {}
+    peak = json.loads((out / "peak.json").read_text())["matmul_flops"]
+    for cell in scaling["cells"]:
+        n, tokens = cell["world_size"], cell["global_batch"] * SEQUENCE
+        runs = [steps_of(out, r["run"], n) for r in cell["repeats"]]
+        if cell["kind"] == "ceiling":  # copies that do not wait for each other: their throughputs add up
+            jobs = [[n / sum(1 / rank["step_s"][k] for rank in run) for k in range(STEPS)] for run in runs]
+        else:
+            jobs = [max((rank["step_s"] for rank in run), key=sum) for run in runs]
+        mean = means[cell["id"]] = statistics.median(sum(job) / STEPS for job in jobs)
+        assert cell["steps_per_s"] == pytest.approx(1 / mean)
+        assert cell["samples_per_s"] == pytest.approx(cell["global_batch"] / mean)
+        assert cell["tokens_per_s"] == pytest.approx(tokens / mean)
+        assert cell["tokens_per_s_per_gpu"] == pytest.approx(tokens / mean / n)
+        assert cell["global_steps_per_s"] == pytest.approx(cell["accumulation"] * n / mean)
+        assert cell["step_time_s"]["mean"] == pytest.approx(mean)
+        assert cell["step_time_s"]["median"] == pytest.approx(statistics.median(s for j in jobs for s in j))
+        low, high = cell["step_time_s"]["ci95"]
+        assert low <= mean <= high
+        assert (
+            min(s for j in jobs for s in j) <= cell["step_time_s"]["p95"] <= max(s for j in jobs for s in j)
+        )
+        parts = {
+            part: statistics.median(
+                statistics.mean(s for rank in run for s in rank[part]) for run in runs
+            ) for part in runs[0][0]
+        }  # fmt: skip
+        assert cell["data_wait_fraction"] == pytest.approx(parts["data_wait_s"] / parts["step_s"])
+        split = cell["split_s"]
+        assert split["data"] == pytest.approx(parts["data_wait_s"])
+        assert split["optimizer"] == pytest.approx(parts["optimizer_s"])
+        whole = split["forward_backward"] + (split["exposed_comm"] or 0.0)
+        assert whole == pytest.approx(parts["forward_backward_s"])
+        assert cell["mamfu"] == pytest.approx(
+            cell["tokens_per_s_per_gpu"] * scaling["settings"]["flops_per_token"] / peak
+        )
+        memory = [json.loads((out / r["run"] / "steps" / f"rank-{k}.jsonl").read_text().splitlines()[-1])[
+            "peak_memory_gib"] for r in cell["repeats"] for k in range(n)]  # fmt: skip
+        assert cell["peak_memory_gib"] == max(memory)
+        lines = [
+            json.loads(x)
+            for x in (out / cell["repeats"][0]["run"] / "metrics.jsonl").read_text().splitlines()
+        ]
+        assert cell["loss"]["curve"] == [[x["tokens"], x["loss"]] for x in lines]
+        for rank in range(n):
+            steps = [s for run in runs for s in run[rank]["step_s"]]
+            told = cell["ranks"][rank]["step_time_s"]
+            assert (told["min"], told["max"]) == (min(steps), max(steps))
+            assert told["median"] == pytest.approx(statistics.median(steps))
+    one = means["strong-single-n1"]
+    for cell in scaling["cells"]:
+        speedup = one / means[cell["id"]]
+        assert cell["speedup"] == pytest.approx(speedup)
+        assert cell["efficiency"] == pytest.approx(speedup / cell["world_size"])
+        assert cell["efficiency_ddp1"] == pytest.approx(
+            means["strong-ddp-n1"] / means[cell["id"]] / cell["world_size"]
+        )
+        low, high = cell["efficiency_ci95"]
+        assert low <= cell["efficiency"] <= high
+    ddp = next(cell for cell in scaling["cells"] if cell["id"] == "strong-ddp-n2")
+    reached = means["strong-ceiling-n2"] / means["strong-ddp-n2"]
+    assert ddp["communication_efficiency"] == pytest.approx(reached)
+    assert ddp["exposed_comm_fraction"] == pytest.approx(1 - reached)
+    assert ddp["ceiling_efficiency"] == pytest.approx(one / means["strong-ceiling-n2"] / 2)
+    summaries = [json.loads((out / r["run"] / "summary.json").read_text())["ddp"] for r in ddp["repeats"]]
+    exposed = statistics.median((d["comm_s"] - d["overlap_s"]) / means["strong-ddp-n2"] for d in summaries)
+    assert ddp["exposed_comm_ddp_fraction"] == pytest.approx(exposed)
+
+
+def test_cells_of_one_global_batch_train_one_model(scaling: dict[str, Any]) -> None:
+    cells = {cell["id"]: cell for cell in scaling["cells"]}
+    assert cells["strong-ddp-n2"]["loss_agrees"] is True
+    assert cells["strong-ddp-n2"]["loss_deviation"] < 1e-5
+    assert cells["strong-ceiling-n2"]["loss"]["curve"] != cells["strong-single-n1"]["loss"]["curve"]
+
+
+def test_links_profile_and_peak_are_there(scaling: dict[str, Any]) -> None:
+    (links,) = scaling["links"]
+    assert (links["world_size"], links["backend"]) == (2, "gloo")
+    assert any(point["bucket"] for point in links["points"])
+    for point in links["points"]:
+        assert point["busbw_gb_s"] == pytest.approx(
+            point["bytes"] / point["seconds"] / 1e9
+        )  # 2 (n - 1) / n = 1
+    profile = scaling["profile"]
+    ready = [g["ready_s"] for g in profile["gradients"]]
+    assert ready == sorted(ready)
+    assert 0 < ready[0] <= ready[-1] <= profile["backward_s"] * 1.05
+    assert sum(g["bytes"] for g in profile["gradients"]) == 4 * profile["parameters"]
+    assert profile["parameters"] == scaling["settings"]["parameters"]
+
+
+def test_one_more_call_measures_nothing_again(out: Path, shards: Path) -> None:
+    before = (out / "scaling.json").read_text()
+    done = bert_dp(*command(shards, out, "--json"))
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert told["cells"] == json.loads(before)["cells"]
+
+
+def test_another_grid_is_refused_where_one_stands(out: Path, shards: Path) -> None:
+    done = bert_dp(*command(shards, out, "--set", "optim.lr=0.5"))
+    assert done.returncode == 2
+    assert "config_hash differ" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("more", "texts"),
+    [
+        (["--gpus", "1,3"], ["cell strong-ddp-n3", "batch.global_size", "6, 12"]),
+        (["--gpus", "x"], ["--gpus", "1,2,4"]),
+        (["--engines", "magic"], ["--engines", "zero1"]),
+        (["--mode", "odd"], ["--mode", "weak"]),
+        (["--launcher", "odd"], ["--launcher", "torchrun"]),
+        (["--accumulation", "2"], ["--accumulation", "--mode weak"]),
+        (["--tensor", "2", "--engines", "accelerate"], ["cell strong-accelerate-n2-tp2", "parallel.tensor"]),
+        (["--set", "parallel.engine=independent", "--set", "data.path=/nowhere"], ["data.path", "/nowhere"]),
+    ],
+)  # fmt: skip
+def test_a_grid_with_an_impossible_cell_is_refused(
+    tmp_path: Path, shards: Path, more: list[str], texts: list[str]
+) -> None:
+    done = bert_dp(*command(shards, tmp_path / "out", *more))
+    assert done.returncode == 2, done.stdout
+    for text in texts:
+        assert text in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_lists_the_cells(tmp_path: Path, shards: Path) -> None:
+    done = bert_dp(*command(shards, tmp_path / "out", "--dry-run"))
+    assert done.returncode == 0, done.stderr
+    assert "strong-ceiling-n2: 2 ranks, global batch 8 = 2 x 2 x 2" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_cell_that_fails_is_a_result_and_a_signal_stops(tmp_path: Path, shards: Path) -> None:
+    """Rank 1 raises wherever there is one: the lone ranks' cells stand, the others say why they do not."""
+    where = tmp_path / "out"
+    options = command(shards, where, "--repeats", "1", "--no-synthetic")
+    process = start(*options, **broken("raise", step=1))
+    deadline = time.monotonic() + 240
+    while not whole_runs(where) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGINT)
+    text, _ = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "the same command goes on" in text
+    assert json.loads((where / "scaling.json").read_text())["status"] == "partial"
+    done = bert_dp(*options, **broken("raise", step=1), timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    cells = {cell["id"]: cell for cell in json.loads((where / "scaling.json").read_text())["cells"]}
+    assert {cell["status"] for cell in cells.values() if cell["world_size"] == 1} == {"ok"}
+    assert {cell["status"] for cell in cells.values() if cell["world_size"] == 2} == {"failed"}
+    assert "injected by a test" in cells["strong-ddp-n2"]["cause"]
+    assert "failed" in done.stdout
+
+
+def test_what_train_refuses_of_this(tmp_path: Path, shards: Path) -> None:
+    done = bert_dp("train", "quickstart", *tiny(shards, "parallel.engine=independent"), "--run-dir",
+                   str(tmp_path / "run"))  # fmt: skip
+    assert done.returncode == 2
+    assert "bert-dp scale" in done.stderr
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))

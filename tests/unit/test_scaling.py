@@ -1,0 +1,298 @@
+"""The grid, its statistics, and the verdicts: without a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bert_dp import record
+from bert_dp.config import Config, ConfigError, resolve
+from launcher import environment
+from launcher.scaling import directory_issues, plan_facts, stats
+from launcher.scaling.grid import Grid, Settings, modes_of, parse_counts, parse_engines
+from launcher.scaling.measure import cores_of, ended, run_dir
+from launcher.scaling.reduce import collect
+from launcher.scaling.verdict import judge, verdicts
+
+MACHINE = environment.probe()
+SETTINGS = Settings(
+    gpus=(1, 2, 4), modes=("weak", "strong"), engines=("ddp", "zero1"), tensor=(1,), launcher="torchrun",
+    repeats=2, steps=6, warm_up=2, accumulation=2,
+)  # fmt: skip
+
+
+def config(**batch: int) -> Config:
+    return resolve([{
+        "data": {"sources": ["builtin"], "sequence_length": 16}, "schedule": {"hours": 1.0},
+        "model": {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2,
+                  "intermediate_size": 32},
+        "batch": {"global_size": 32, "micro_size": 4, "ramp_fraction": 0.5, "ramp_quantum": 8, **batch},
+    }])  # fmt: skip
+
+
+def grid(settings: Settings = SETTINGS, conf: Config | None = None, **changes: Any) -> Grid:
+    return Grid(conf or config(), dataclasses.replace(settings, **changes), MACHINE, on_gpu=False)
+
+
+def test_the_grid_has_its_baselines_ceilings_and_twins() -> None:
+    made = grid()
+    assert made.issues == []
+    ids = [cell.id for cell in made.cells]
+    assert len(set(ids)) == len(ids)
+    for mode in ("weak", "strong"):
+        wanted = ["single-n1", "ddp-n1", *(f"{what}-n{n}" for n in (2, 4) for what in (
+            "ddp", "ddp-synthetic", "zero1", "ceiling"))]  # fmt: skip
+        assert [i.removeprefix(f"{mode}-") for i in ids if i.startswith(mode)] == wanted
+    assert {c.of for c in made.cells if c.kind == "synthetic"} == {
+        f"{mode}-ddp-n{n}" for mode in ("weak", "strong") for n in (2, 4)
+    }
+
+
+def test_weak_keeps_the_batch_of_a_rank_and_strong_the_global_one() -> None:
+    for cell in grid().cells:
+        assert cell.global_batch == cell.micro_batch * cell.accumulation * cell.world_size
+        assert cell.micro_batch == 4
+        assert (cell.accumulation if cell.mode == "weak" else cell.global_batch) == (
+            2 if cell.mode == "weak" else 32
+        )
+
+
+def test_a_cell_trains_the_users_configuration_and_saves_nothing() -> None:
+    made = grid()
+    for cell in made.cells:
+        conf = made.config_of(cell)
+        assert conf.model == made.config.model
+        assert conf.optim == made.config.optim
+        assert (conf.schedule.steps, conf.schedule.hours, conf.checkpoint.keep) == (8, None, 0)
+        assert conf.batch.ramp_fraction == 0
+        assert conf.data.synthetic == (cell.kind == "synthetic")
+        assert conf.parallel.engine == cell.engine
+        assert conf.compile == "off"
+
+
+def test_every_repeat_runs_each_cell_once_in_an_order_of_its_own() -> None:
+    made = grid()
+    order = list(made.order(3))
+    half = len(made.cells)
+    for part in (order[:half], order[half:]):
+        assert {cell.id for cell, _ in part} == {cell.id for cell in made.cells}
+    assert [c.id for c, _ in order[:half]] != [c.id for c, _ in order[half:]]
+    assert order == list(made.order(3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "texts"),
+    [
+        ({"gpus": (1, 3)}, ["cell strong-ddp-n3", "batch.global_size: 32", "24, 36"]),
+        ({"tensor": (3,), "gpus": (3,), "modes": ("weak",)}, ["cell weak-ddp-n3-tp3", "num_heads"]),
+        ({"tensor": (2,), "gpus": (2,), "engines": ("accelerate",)}, ["cell weak-accelerate-n2-tp2"]),
+        ({"gpus": (1,)}, ["--gpus"]),
+    ],
+)
+def test_an_impossible_cell_is_named(changes: dict[str, Any], texts: list[str]) -> None:
+    issues = "\n".join(grid(**changes).issues)
+    for text in texts:
+        assert text in issues
+
+
+def test_a_model_that_cannot_fit_is_refused_by_its_state_alone() -> None:
+    small = dataclasses.replace(MACHINE, memory_available_gib=0.0002, memory_limit_gib=None)
+    made = Grid(config(), dataclasses.replace(SETTINGS, modes=("strong",)), small, on_gpu=False)
+    assert any("cell strong-ddp-n4: weights, gradients and optimizer" in issue for issue in made.issues)
+
+
+@pytest.mark.parametrize("text", ["", "1,,2", "0,1", "-1", "two", "1.5", "99999999"])
+def test_counts_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="--gpus"):
+        parse_counts("--gpus", text)
+
+
+def test_lists_are_read() -> None:
+    assert parse_counts("--gpus", "4, 1,2,2") == (1, 2, 4)
+    assert modes_of("both") == ("weak", "strong")
+    assert parse_engines("zero1,ddp") == ("zero1", "ddp")
+    for bad in ("ddp,magic", "", "deepspeed-9"):
+        with pytest.raises(ConfigError, match="--engines"):
+            parse_engines(bad)
+    with pytest.raises(ConfigError, match="--mode: medium"):
+        modes_of("medium")
+
+
+def test_a_cpu_rank_has_as_many_cores_at_every_n(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    assert cores_of(1, 4) == [0, 1]
+    assert cores_of(4, 4) == list(range(8))
+    assert cores_of(2, 16) == list(range(8))
+
+
+def test_another_grid_does_not_go_into_a_directory(tmp_path: Path) -> None:
+    made = grid()
+    assert directory_issues(tmp_path / "new", made) == []
+    record.write_json(tmp_path / "grid.json", plan_facts(made))
+    assert directory_issues(tmp_path, made) == []
+    (issue,) = directory_issues(tmp_path, grid(steps=7))
+    assert "settings differ" in issue
+    (tmp_path / "grid.json").unlink()
+    (tmp_path / "mine.txt").touch()
+    (issue,) = directory_issues(tmp_path, made)
+    assert "is not empty" in issue
+
+
+def test_the_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    covered, tries = 0, 100
+    for seed in range(tries):
+        draw = np.random.default_rng(seed)
+        repeats = [list(draw.normal(1.0, 0.1, 40)) for _ in range(5)]
+        low, high = stats.interval(stats.resampled_means(repeats, seed))
+        covered += low <= 1.0 <= high
+    assert covered >= 85
+
+
+def test_statistics_of_what_does_not_vary() -> None:
+    draws = stats.resampled_means([[2.0] * 7])
+    assert stats.interval(draws) == [2.0, 2.0]
+    assert stats.ratio_interval(draws, draws, 0.5) == [0.5, 0.5]
+    assert stats.five_numbers([3.0]) == dict.fromkeys(("min", "q1", "median", "q3", "max"), 3.0)
+    assert stats.over([None, None]) is None
+
+
+def write_run(directory: Path, cell: Any, step_s: float, *, status: str = "done", steps: int = 8) -> None:
+    """The records of a run whose steps all take `step_s`, after two slow ones."""
+    directory.mkdir(parents=True)
+    facts = {"status": status, "precision": "fp32", "device": "CPU", "compiled": False,
+             "tokens": steps * cell.global_batch * 16}  # fmt: skip
+    record.write_json(directory / "summary.json", facts | ({} if status == "done" else {
+        "cause": "rank 1: OutOfMemoryError: CUDA out of memory"}))  # fmt: skip
+    (directory / "steps").mkdir()
+    for rank in range(cell.world_size):
+        times = [9.0, 9.0] + [step_s] * (steps - 2)
+        line = {"step": steps, "step_s": times, "data_wait_s": [0.0] * steps,
+                "forward_backward_s": [0.8 * t for t in times], "own_work_s": [0.5 * t for t in times],
+                "optimizer_s": [0.1 * t for t in times], "host_s": times,
+                "peak_memory_gib": 1.0 + rank}  # fmt: skip
+        record.append_line(directory / "steps" / f"rank-{rank}.jsonl", line)
+    for step in (4, 8):
+        facts = {"step": step, "tokens": step * cell.global_batch * 16, "loss": 4.0 - step / 10}
+        record.append_line(directory / "metrics.jsonl", facts)
+
+
+TIMES = {"single": 1.0, "ddp": 0.625, "ceiling": 0.5, "zero1": 0.8}  # seconds of a step on 2 ranks
+
+
+@pytest.fixture
+def collected(tmp_path: Path) -> dict[str, Any]:
+    made = grid(gpus=(1, 2), modes=("strong",))
+    for cell in made.cells:
+        if cell.kind == "synthetic":
+            continue
+        kind = "ceiling" if cell.kind == "ceiling" else cell.engine
+        seconds = 1.0 if cell.world_size == 1 else TIMES[kind]
+        for repeat in range(2):
+            write_run(run_dir(tmp_path, cell, repeat), cell, seconds,
+                      status="failed" if cell.engine == "zero1" else "done")  # fmt: skip
+    scaling = collect(made, tmp_path, facts={"environment": {}, "config_hash": "x", "command": "scale"})
+    return {**scaling, "verdicts": verdicts(scaling)}
+
+
+def test_figures_follow_from_the_records(collected: dict[str, Any]) -> None:
+    cells = {cell["id"]: cell for cell in collected["cells"]}
+    ddp = cells["strong-ddp-n2"]
+    assert ddp["tokens_per_s"] == pytest.approx(32 * 16 / 0.625)
+    assert ddp["global_steps_per_s"] == pytest.approx(8 / 0.625)
+    assert (ddp["speedup"], ddp["efficiency"]) == pytest.approx((1.6, 0.8))
+    assert ddp["efficiency_ci95"] == pytest.approx([0.8, 0.8])
+    assert (ddp["ceiling_efficiency"], ddp["communication_efficiency"]) == pytest.approx((1.0, 0.8))
+    assert ddp["exposed_comm_fraction"] == pytest.approx(0.2)
+    assert sum(v for v in ddp["split_s"].values()) == pytest.approx(0.625)
+    assert ddp["split_s"]["exposed_comm"] == pytest.approx(0.125)
+    assert [r["peak_memory_gib"] for r in ddp["ranks"]] == [1.0, 2.0]
+    assert (ddp["loss_agrees"], ddp["loss_deviation"]) == (True, 0.0)
+    assert ddp["mfu"] is None
+    assert (cells["strong-zero1-n2"]["status"], cells["strong-ddp-synthetic-n2"]["status"]) == (
+        "oom",
+        "pending",
+    )
+    assert collected["status"] == "partial"
+    json.dumps(collected, allow_nan=False)
+
+
+def test_verdicts_name_the_greatest_loss(collected: dict[str, Any]) -> None:
+    told = {v["cell"]: v for v in collected["verdicts"]}
+    assert told["strong-ddp-n2"]["verdict"] == "communication-bound"
+    assert "20.0 % of the ceiling" in told["strong-ddp-n2"]["evidence"]
+    assert told["strong-zero1-n2"]["verdict"] == "out of memory"
+
+
+def made_cell(**facts: Any) -> dict[str, Any]:
+    return {
+        "id": "c", "kind": "run", "of": None, "status": "ok", "cause": None, "world_size": 4, "mode": "weak",
+        "engine": "ddp", "global_batch": 8, "tokens_per_s": 10.0,
+        "efficiency": 0.8, "efficiency_ci95": [0.78, 0.82], "data_wait_fraction": 0.0, "straggler_rank": None,
+        "straggler_ratio": 1.0, "ceiling_efficiency": 1.0, "communication_efficiency": 1.0,
+        "exposed_comm_ddp_fraction": None, "launch_fraction": None,
+        "step_time_s": {"median": 1.0, "mean": 1.0, "p95": 1.0, "ci95": [0.99, 1.01]}, **facts,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("facts", "verdict", "evidence"),
+    [
+        ({"data_wait_fraction": 0.3}, "loader-bound", "30.0 % of a step"),
+        ({"communication_efficiency": 0.7}, "communication-bound", "30.0 % of the ceiling"),
+        ({"straggler_rank": 2, "straggler_ratio": 1.5}, "straggler rank 2", "1.50 x"),
+        ({"ceiling_efficiency": 0.7}, "hardware ceiling", "70.0 %"),
+        ({"launch_fraction": 0.99}, "launch-bound", "99.0 %"),
+        ({"efficiency": 0.97, "efficiency_ci95": [0.9, 1.04]}, "scales", "97.0 %"),
+        ({"efficiency": 0.9, "efficiency_ci95": [0.7, 1.1]}, "no claim: intervals overlap", "includes 100 %"),
+        ({"efficiency_ci95": [0.7, 0.9]}, "no single cause", "80.0 %"),
+        ({"efficiency": None}, "no baseline", "did not run"),
+        ({"status": "failed", "cause": "rank 1: ValueError"}, "failed", "ValueError"),
+        (
+            {"communication_efficiency": 0.8, "ceiling_efficiency": 0.7},
+            "hardware ceiling",
+            "also communication",
+        ),
+    ],
+)
+def test_each_verdict(facts: dict[str, Any], verdict: str, evidence: str) -> None:
+    told = judge(made_cell(**facts), [])
+    assert told["verdict"] == verdict
+    assert evidence in told["evidence"]
+
+
+def test_a_loader_is_also_found_by_its_absence() -> None:
+    twin = made_cell(id="t", kind="synthetic", of="c", step_time_s={"mean": 0.8, "ci95": [0.79, 0.81]})
+    told = judge(made_cell(), [twin])
+    assert (told["verdict"], "20.0 % faster without" in told["evidence"]) == ("loader-bound", True)
+    twin["step_time_s"]["ci95"] = [0.7, 1.2]
+    assert judge(made_cell(), [twin])["verdict"] != "loader-bound"
+
+
+@pytest.mark.parametrize(
+    ("second", "claim"), [([1.5, 1.6], "fastest of 2 at N = 4"), ([1.0, 1.6], "no claim")]
+)
+def test_an_engine_is_called_faster_only_where_intervals_part(second: list[float], claim: str) -> None:
+    other = made_cell(id="d", engine="zero1", tokens_per_s=6.0, step_time_s={"mean": 1.5, "ci95": second})
+    told = verdicts({"cells": [made_cell(), other]})[-1]
+    assert told["cell"] == "c"
+    assert told["verdict"].startswith(claim)
+
+
+@pytest.mark.parametrize(
+    ("summary", "how"),
+    [
+        (None, None), ({"status": "done"}, "ok"), ({"status": "stopped", "signal": 2}, None),
+        ({"status": "failed", "cause": "ValueError"}, "failed"),
+        ({"status": "failed", "cause": "killed by signal 9", "explanation": ["host out of memory"]}, "oom"),
+        ({"status": "failed", "cause": "SIGTERM: stopped", "signal": 15}, None),
+    ],
+)  # fmt: skip
+def test_how_a_run_ended(tmp_path: Path, summary: dict[str, Any] | None, how: str | None) -> None:
+    if summary is not None:
+        record.write_json(tmp_path / "summary.json", summary)
+    assert ended(tmp_path) == how
