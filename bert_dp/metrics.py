@@ -187,29 +187,11 @@ class Meter:
     ) -> Metrics:  # fmt: skip
         """One sync point, one gather; the line is the same on every rank. Collective."""
         self._sync()
-        seconds = time.perf_counter() - self._start - self._paused_s
-        phases = self.timers.drain()
-        memory_gib = peak_memory_gib(self._device)
-        waits = [after - before for before, after in itertools.pairwise(self._waits)]
-        self.steps = {"step": step, "data_wait_s": waits, **{f"{k}_s": v for k, v in phases.items()},
-                      "peak_memory_gib": memory_gib}  # fmt: skip
-        mine = [
-            float(self._loss),
-            memory_gib,
-            wait_s - self._waits[0],
-            *(sum(phases[k]) for k in TIMED),
-            seconds,
-        ]
-        ranks = self._comm.gather(mine)  # [N, 7]
+        ranks = self._gather(step, wait_s, time.perf_counter() - self._start - self._paused_s)
         loss = ranks[:: self._plan.tensor, 0].sum().item()  # the ranks of a replica hold the same share
         memory = ranks[:, 1].max().item()
-        split = dict(
-            zip(
-                ("data_wait_s", "forward_backward_s", "optimizer_s"),
-                ranks[0, 2:5].tolist(),
-                strict=True,
-            )
-        )
+        names = ("data_wait_s", "forward_backward_s", "optimizer_s")
+        split = dict(zip(names, ranks[0, 2:5].tolist(), strict=True))
         self.own_work_s = [s + t for s, t in zip(self.own_work_s, ranks[:, 5].tolist(), strict=True)]
         seconds = ranks[0, 6].item()
         self.totals["train_s"] += seconds
@@ -243,6 +225,16 @@ class Meter:
         self._longest_row.zero_()
         self.start(wait_s)
         return line
+
+    def _gather(self, step: int, wait_s: float, seconds: float) -> Tensor:
+        """[N, 7] of every rank since the last line: loss share, peak memory in GiB, and seconds of data wait,
+        TIMED and all. Leaves this rank's own steps in `steps`."""
+        phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
+        waits = [after - before for before, after in itertools.pairwise(self._waits)]
+        parts = {f"{name}_s": each for name, each in phases.items()}
+        self.steps = {"step": step, "data_wait_s": waits, **parts, "peak_memory_gib": memory_gib}
+        sums = [sum(phases[name]) for name in TIMED]
+        return self._comm.gather([float(self._loss), memory_gib, wait_s - self._waits[0], *sums, seconds])
 
     def rates(self, steps: int, samples: int, micro: int, seconds: float) -> dict[str, Any]:
         """Throughput over all replicas; `micro` = micro-batch steps summed over replicas."""

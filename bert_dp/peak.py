@@ -53,6 +53,7 @@ def _rate(
 
 
 def main(precision: str, seconds: float = 2.0) -> None:
+    """`precision` as the configuration has it; about `seconds` in all."""
     follow_launcher()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":

@@ -47,6 +47,7 @@ def profile(config: Config, work: Path) -> dict[str, Any]:
 
 
 def measure(job: train.Job, clock: Timers) -> dict[str, Any]:
+    """The profile of an assembled job; its weights are of no use afterwards."""
     named = [(name, p) for name, p in job.bare_model.named_parameters() if p.requires_grad]
     arrived: dict[str, Any] = {}
 

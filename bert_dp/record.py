@@ -108,6 +108,7 @@ class Summary:
     mfu: float | None
     peak_memory_gib: float | None
     energy_j: float | None
+    """Joules of all ranks' GPUs in the steps, evaluations and saves of this start; null if not counted."""
     skipped_steps: int
     checkpoint: str | None
     straggler_ratio: float | None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
-from bert_dp import cost, record
+from bert_dp import cost, energy, record
 from bert_dp.metrics import peak_memory_gib, straggler
 from bert_dp.setup import device_name
 from bert_dp.train import Counters, Job, Outcome
@@ -29,10 +30,17 @@ def ddp_counters(model: Any) -> dict[str, Any] | None:
 
 
 def write_summary(
-    job: Job, counters: Counters, outcome: Outcome, manifest: dict[str, Any], setup_s: float, dry_run_s: float
-) -> None:
-    """Rank 0 writes; collective, because the peak memory is the largest of all ranks'."""
-    memory = job.comm.gather([peak_memory_gib(job.device)]).max().item()
+    job: Job, counters: Counters, outcome: Outcome, manifest: dict[str, Any], setup_s: float,
+    dry_run_s: float, before_j: float | None,
+) -> None:  # fmt: skip
+    """Rank 0 writes; collective: the peak memory is the largest of all ranks', the energy their sum.
+
+    `before_j`: this rank's counter of joules before the first step.
+    """
+    after_j = energy.joules(job.device)
+    used = math.nan if before_j is None or after_j is None else after_j - before_j
+    gathered = job.comm.gather([peak_memory_gib(job.device), used])
+    memory, used = gathered[:, 0].max().item(), gathered[:, 1].sum().item()
     if job.comm.world.rank != 0:
         return
     totals = job.meter.totals
@@ -60,7 +68,7 @@ def write_summary(
         compiled=job.facts["compiled"],
         **job.meter.total_rates(),
         peak_memory_gib=memory,
-        energy_j=None,
+        energy_j=used if math.isfinite(used) else None,
         skipped_steps=counters.skipped_steps,
         ddp=ddp_counters(job.model),
         loss_spikes=counters.loss_spikes,

@@ -71,7 +71,7 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: c
     would otherwise report first.
     """
     started = time.monotonic()
-    from bert_dp import dist, parallel, setup, train
+    from bert_dp import dist, energy, parallel, setup, train
     from bert_dp.summary import write_summary
 
     config = load_config(arguments.config)
@@ -106,8 +106,9 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: c
     failure = train.save(job, resume.counters, resume.counters.elapsed_s)  # before hours are spent
     if failure is None:
         clock = dist.SharedClock(comm, resume.counters.elapsed_s)
+        before_j = energy.joules(device)
         outcome = train.train(job, resume.counters, clock)
-        write_summary(job, resume.counters, outcome, corpus.manifest, setup_s, dry_run_s)
+        write_summary(job, resume.counters, outcome, corpus.manifest, setup_s, dry_run_s, before_j)
         failure = outcome.failure
     heartbeat.enter("done")
     job.stream.close()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
-import numpy as np
-from numpy.typing import NDArray
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
-Floats = NDArray[np.float64]
+    Floats = NDArray[np.float64]
 
 DRAWS = 2000
 BLOCK = 5  # steps that stay together: neighbours share a slow moment
@@ -20,6 +23,8 @@ def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats
     `repeats`: seconds of each timed step of each repeat. A draw takes as many repeats with replacement,
     blocks of BLOCK steps within each, and the median over the repeats of their means.
     """
+    import numpy as np
+
     draw = np.random.default_rng(seed)
     means = np.stack([_block_means(np.asarray(steps, dtype=np.float64), draw) for steps in repeats])
     chosen = draw.integers(len(repeats), size=(DRAWS, len(repeats)))
@@ -29,6 +34,8 @@ def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats
 
 def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
     """[DRAWS]: means of `steps` resampled in blocks, circular so that every step counts as much."""
+    import numpy as np
+
     count = -(-len(steps) // BLOCK)
     starts = draw.integers(len(steps), size=(DRAWS, count))
     places = (starts[:, :, None] + np.arange(min(BLOCK, len(steps)))) % len(steps)
@@ -38,6 +45,8 @@ def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
 
 def interval(draws: Floats) -> list[float]:
     """[low, high]: the central LEVEL of the draws."""
+    import numpy as np
+
     tail = 100 * (1 - LEVEL) / 2
     return [float(np.percentile(draws, tail)), float(np.percentile(draws, 100 - tail))]
 
@@ -48,12 +57,17 @@ def ratio_interval(over: Floats, under: Floats, scale: float = 1.0) -> list[floa
 
 
 def median(values: Sequence[float]) -> float:
-    return float(np.median(np.asarray(values, dtype=np.float64)))
+    """Of anything countable; the mean of the two in the middle."""
+    return statistics.median(values)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
     """Linear between the values around it."""
-    return float(np.percentile(np.asarray(values, dtype=np.float64), 100 * share))
+    ordered = sorted(values)
+    place = share * (len(ordered) - 1)
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
 
 
 def five_numbers(values: Sequence[float]) -> dict[str, float]:

@@ -107,6 +107,24 @@ def test_checkpoint_stall_small(tmp_path):
     assert not list(tmp_path.glob("bert-dp-*")), "it cleans up"
 
 
+def test_communication_small(tmp_path):
+    record = tmp_path / "record.json"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/communication.py"), "--layers", "1", "--hidden", "24",
+         "--vocab", "128", "--micro", "1", "--accumulation", "2", "--rounds", "3", "--json", str(record)],
+        capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(record.read_text())
+    assert set(result["summary"]) == {"ceiling", "ours", "accelerate", "deepspeed-1"}
+    for way, facts in result["summary"].items():
+        pairs = zip(result["seconds"]["ceiling"], result["seconds"][way], strict=True)
+        ratios = [2 / (1 / c[0] + 1 / c[1]) / (2 / (1 / t[0] + 1 / t[1]) if way == "ceiling" else max(t))
+                  for c, t in pairs]  # fmt: skip
+        assert facts["communication_efficiency"] == pytest.approx(statistics.median(ratios))
+    assert str(tmp_path) not in record.read_text(), "no path of this machine in a record"
+
+
 def test_optimizer_speed_small():
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/optimizer_speed.py"), "--rounds", "1", "--layers", "1"],
