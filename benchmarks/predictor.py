@@ -3,9 +3,10 @@
     python benchmarks/predictor.py [--rows FILE] [--verbose] [--sensitivity] [--leave-one-out] [--json FILE]
 
 The micro batch's time comes from the base row; links, memory and all constants come from
-launcher/plan/hardware.yaml; every other row is predicted. Prints the error of the efficiency in points, by tier
-and source, with and without the rows that communication is known not to explain (published_rows.DO_NOT_FIT), and
-the rows that miss. --sensitivity moves the two constants, --leave-one-out picks both on all other sources.
+launcher/plan/hardware.yaml; every other row is predicted. Prints the error of the efficiency in points, by
+tier and source, with and without the rows that communication is known not to explain
+(published_rows.DO_NOT_FIT), and the rows that miss. --sensitivity moves the two constants, --leave-one-out
+picks both on all other sources.
 """
 
 from __future__ import annotations

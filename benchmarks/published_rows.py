@@ -19,17 +19,12 @@ from bert_dp.config import ModelConfig
 from bert_dp.cost import num_parameters
 from launcher.plan import predict, timeline
 from launcher.plan.hardware import Gpu, Link, constant, hardware
+from launcher.plan.inputs import MODELS, POSITIONS
 from launcher.plan.links import GB, Fabric
 
 ROWS = Path(__file__).parent / "published" / "published_bert_throughput.csv"
 Row = dict[str, str]
 
-_BERT = {"vocab_size": 30_522, "position": "learned", "mlp": "gelu", "bias": True, "head": "dense"}
-MODELS = {
-    "bert-base": ModelConfig(**_BERT, hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072),
-    "bert-large": ModelConfig(**_BERT, hidden_size=1024, num_layers=24, num_heads=16, intermediate_size=4096),
-}
-POSITIONS = 512  # of BERT's learned ones, whatever the sequence length
 GPUS = {"V100": "V100-32G", "A100-SXM-40G": "A100-40G"}  # other names of those in hardware.yaml
 INTRA = (  # first word that the column holds
     ("hybrid cube mesh", "nvlink2"), ("8x V100 SXM2", "nvlink2"), ("NVSwitch 300", "nvswitch2"),
@@ -40,11 +35,11 @@ INTER = (("EDR", "ib-edr"), ("HDR", "ib-hdr"), ("NDR", "ib-ndr"), ("FDR", "ib-fd
 INTER_RATES = {("IB", 100): "ib-edr", ("IB", 200): "ib-hdr", ("IB", 400): "ib-ndr", ("RDMA", 100): "ib-edr",
                ("RDMA", 200): "ib-hdr", ("RoCE", 100): "ib-edr", ("RoCE", 200): "ib-hdr"}  # fmt: skip
 
-# Bytes an optimizer moves through memory per parameter. Fused Adam reads p, g, m, v and writes p, m, v: 28. Fused
-# LAMB (apex) also writes the update, takes its norm and the weights', and reads both again: 52. Written as plain
-# operations of a graph (TensorFlow's BERT, optimization.py) each operation reads and writes: 39 and 45 passes of
-# 4 bytes, counted over next_m (7), next_v (9), the ratio (7), decay (5), rate (2), new weights (3), assigning (6),
-# and for LAMB both corrections (4) and norms (2).
+# Bytes an optimizer moves through memory per parameter. Fused Adam reads p, g, m, v and writes p, m, v: 28.
+# Fused LAMB (apex) also writes the update, takes its norm and the weights', and reads both again: 52. Written
+# as plain operations of a graph (TensorFlow's BERT, optimization.py) each operation reads and writes: 39 and
+# 45 passes of 4 bytes: next_m (7), next_v (9), the ratio (7), decay (5), rate (2), new weights (3), assigning
+# (6), and for LAMB both corrections (4) and norms (2).
 FUSED, PLAIN = {"Adam": 28, "LAMB": 52}, {"Adam": 156, "LAMB": 180}
 # Horovod waits for its next cycle before it reduces what has become ready: 5 ms until 0.21 (its change 2468)
 HOROVOD_CYCLE_S, HOROVOD_FUSION = 0.005, 64 * timeline.MIB
@@ -77,7 +72,8 @@ def read(path: Path = ROWS) -> list[Row]:
 
 
 def base_of(row: Row, rows: list[Row]) -> Row:
-    """The row that `row` counts its efficiency from."""
+    """The row that `row` counts its efficiency from; where the file lacks it, `base_seq_per_s` with the same
+    batch and accumulation."""
     stem = re.sub(r"-\d+(-\d?opa)?$", "", row["id"])
     for other in rows:
         same = other["id"] == f"{stem}-{row['base_gpus']}" or (
@@ -85,7 +81,9 @@ def base_of(row: Row, rows: list[Row]) -> Row:
         )
         if same and other["gpus"] == row["base_gpus"]:
             return other
-    raise NotPredictable(f"its base of {row['base_gpus']} GPUs is not in the file")
+    per_node = math.ceil(int(row["gpus"]) / int(row["nodes"]))
+    nodes = math.ceil(int(row["base_gpus"]) / per_node)
+    return {**row, "gpus": row["base_gpus"], "nodes": str(nodes), "seq_per_s": row["base_seq_per_s"]}
 
 
 def reason_not_to_fit(row: Row) -> str | None:
@@ -131,7 +129,9 @@ def scenario(row: Row, constants: Constants) -> tuple[predict.Profile, predict.S
         raise NotPredictable("batch, sequence length or parallelism not stated")
     model, width = MODELS[row["model"]], float(row["grad_bytes_per_param"])
     parameters = num_parameters(model, POSITIONS)
-    gpu: Gpu = hardware().gpus[GPUS.get(row["gpu"], row["gpu"])]
+    gpu: Gpu | None = hardware().gpus.get(GPUS.get(row["gpu"], row["gpu"]))
+    if gpu is None:
+        raise NotPredictable(f"GPU not in hardware.yaml: {row['gpu']!r}")
     memory = gpu.memory_gb_s * GB * constant("memory_reach")
     bytes_moved = PLAIN if row["framework"].startswith("TF") else FUSED
     optimizer_s = parameters * bytes_moved["LAMB" if "LAMB" in row["optimizer"] else "Adam"] / memory
@@ -159,9 +159,10 @@ def scenario(row: Row, constants: Constants) -> tuple[predict.Profile, predict.S
 
 
 def sparse_embedding_s(row: Row, model: ModelConfig, links: Fabric) -> float:
-    """TensorFlow joins the look-up's sparse gradient and the tied decoder's dense one into one sparse gradient
-    of V + tokens rows (eager/backprop.py) in fp32, and its own strategies do not reduce that: over nodes every
-    rank gathers all, within one a single GPU joins them and sends the whole to each (cross_device_ops.py)."""
+    """TensorFlow joins the look-up's sparse gradient and the tied decoder's dense one into one sparse
+    gradient of V + tokens rows (eager/backprop.py) in fp32, and its own strategies do not reduce that: over
+    nodes every rank gathers all, within one a single GPU joins them and sends the whole to each
+    (cross_device_ops.py: "efficient allreduce is not supported")."""
     ranks = int(row["gpus"])
     if ranks == 1:
         return 0.0

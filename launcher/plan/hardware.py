@@ -47,10 +47,19 @@ class Link(_Entry):
         return (self.gpus_gb_s[max(known)] if known else self.gb_s) * self.reach
 
 
-class Latency(_Entry):
+class Protocol(BaseModel):
+    """Seconds; see the comment in the file."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
     start: float = Field(ge=0)
     hop: float = Field(ge=0)
+    tree_start: float = Field(ge=0)
     tree: float | None = Field(ge=0)
+    share: float = Field(gt=0, le=1)
+
+
+class Latency(_Entry):
+    protocols: Mapping[Literal["simple", "ll128"], Protocol]
 
 
 class Constant(_Entry):

@@ -12,10 +12,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from launcher.plan.hardware import Latency, Link, hardware
+from launcher.plan.hardware import Link, Protocol, hardware
 
 GB = 1e9
-PLATEAU = 1.9  # a ring over nodes waits that much longer per hop with large messages (NCCL tuning.cc)
+PLATEAU = 1.9  # a ring over nodes waits longer per hop with large messages, protocol Simple (NCCL tuning.cc)
 TREE_SHARE = 0.9  # of a ring's bandwidth that a tree gets (NCCL tuning.cc)
 TRAVERSALS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
@@ -73,11 +73,6 @@ class Fabric:
             raise ValueError("the link within a node is not known")
         return within[0]
 
-    def latency(self, inter: bool) -> Latency:
-        link = self.inter if inter else (self.intra or self.inter)
-        assert link is not None
-        return hardware().latencies[link.kind]
-
     def replicas(self, tensor: int) -> Fabric:
         """What the ranks of one gradient reduction see when `tensor` neighbours share a replica: each node
         holds fewer of them, and as many groups share its NICs."""
@@ -85,7 +80,7 @@ class Fabric:
             return self
         per_node = max(1, self.gpus_per_node // tensor)
         inter = self.inter and self.inter.model_copy(update={"gb_s": self.inter.gb_s / tensor})
-        return dataclasses.replace(self, gpus_per_node=per_node, inter=inter, curve=None)
+        return dataclasses.replace(self, gpus_per_node=per_node, inter=inter)
 
     def seconds(self, size: float, ranks: int, kind: str = "all_reduce") -> float:
         """Of one collective of `size` bytes per rank over `ranks` ranks."""
@@ -97,9 +92,13 @@ class Fabric:
             measured = 2 * (self.curve.ranks - 1) / self.curve.ranks
             return self.curve.seconds(size) * (traversals * (ranks - 1) / ranks) / measured
         bus = self.bus_gb_s(ranks) * GB
-        ring = self._ring_latency(ranks, traversals) + volume / bus
-        tree = self._tree_latency(ranks) if kind == "all_reduce" else None
-        return ring if tree is None else min(ring, tree + 2 * size / (bus * TREE_SHARE))
+        times: list[float] = []
+        for near, far in self._protocols(ranks):
+            times.append(self._ring_latency(ranks, traversals, near, far) + volume / (bus * near.share))
+            tree = self._tree_latency(ranks, near, far)
+            if kind == "all_reduce" and tree is not None:
+                times.append(tree + 2 * size / (bus * TREE_SHARE * near.share))
+        return min(times)
 
     def rooted_seconds(self, size: float, ranks: int) -> float:
         """Of a reduce to one rank or a broadcast from it: a pipelined chain, each byte once over each hop."""
@@ -108,7 +107,11 @@ class Fabric:
         if self.curve is not None and self.nodes(ranks) == 1:
             measured = 2 * (self.curve.ranks - 1) / self.curve.ranks
             return self.curve.seconds(size) / measured
-        return self._ring_latency(ranks, 1) + size / (self.bus_gb_s(ranks) * GB)
+        bus = self.bus_gb_s(ranks) * GB
+        return min(
+            self._ring_latency(ranks, 1, near, far) + size / (bus * near.share)
+            for near, far in self._protocols(ranks)
+        )
 
     def all_to_all_seconds(self, size: float, ranks: int) -> float:
         """Every rank sends each other one its part of `size` bytes: unlike a ring, all of a node's ranks
@@ -118,23 +121,31 @@ class Fabric:
         bus = self.bus_gb_s(ranks) * GB
         local = min(ranks, self.gpus_per_node)
         outside = local * size * (ranks - local) / ranks
-        return self.latency(inter=outside > 0).start + (outside or size * (local - 1) / ranks) / bus
+        near, far = self._protocols(ranks)[0]
+        return (far.start if outside else near.start) + (outside or size * (local - 1) / ranks) / bus
 
-    def _ring_latency(self, ranks: int, traversals: int) -> float:
+    def _protocols(self, ranks: int) -> list[tuple[Protocol, Protocol]]:
+        """Those that both levels know: (within a node, between nodes)."""
+        outer = self.inter if self.nodes(ranks) > 1 else self.intra
+        inner = self.intra or outer
+        assert inner is not None
+        assert outer is not None
+        known = hardware().latencies
+        near, far = known[inner.kind].protocols, known[outer.kind].protocols
+        return [(near[name], far[name]) for name in near if name in far]
+
+    def _ring_latency(self, ranks: int, traversals: int, near: Protocol, far: Protocol) -> float:
         nodes = self.nodes(ranks)
         across = traversals * (nodes - 1)
-        within = traversals * (ranks - 1) - across
-        near = self.latency(inter=False)
-        if nodes == 1:
-            return near.start + within * near.hop
-        return PLATEAU * (near.start + within * near.hop + across * self.latency(inter=True).hop)
+        steps = (traversals * (ranks - 1) - across) * near.hop + across * far.hop
+        plateau = PLATEAU if nodes > 1 and near.share == 1 else 1.0
+        return plateau * (near.start + steps)
 
-    def _tree_latency(self, ranks: int) -> float | None:
-        nodes = self.nodes(ranks)
-        near, far = self.latency(inter=False).tree, self.latency(inter=True).tree if nodes > 1 else 0.0
-        if near is None or far is None:
+    def _tree_latency(self, ranks: int, near: Protocol, far: Protocol) -> float | None:
+        if near.tree is None or far.tree is None:
             return None
-        return 2 * ((min(ranks, self.gpus_per_node) - 1) * near + math.log2(nodes) * far)
+        levels = (min(ranks, self.gpus_per_node) - 1) * near.tree + math.log2(self.nodes(ranks)) * far.tree
+        return near.tree_start + 2 * levels
 
 
 def bus_bandwidth(size: float, seconds: float, ranks: int) -> float:

@@ -99,7 +99,7 @@ def predict(profile: Profile, scenario: Scenario) -> Prediction:
         raise ValueError(f"tensor {scenario.tensor} does not divide {scenario.ranks} ranks")
     a = scenario.accumulation
     compute = a * profile.micro_s * scenario.slowdown / scenario.tensor
-    optimizer = profile.optimizer_s / _optimizer_parts(scenario)
+    optimizer = profile.optimizer_s * scenario.slowdown / _optimizer_parts(scenario)
     slow = slowest(scenario.ranks, scenario.spread)
     straggler = (compute + optimizer) * (slow - 1)
     exposed = exposed_s(profile, scenario)
@@ -183,9 +183,8 @@ def _tensor_s(profile: Profile, scenario: Scenario) -> float:
     """All-reduces of the activations in one micro batch: exposed, but for the backward ones beside the
     product that gives the weight's gradient, half of a block's backward time."""
     t = scenario.tensor
-    fabric = dataclasses.replace(scenario.fabric, curve=None) if scenario.fabric.intra else scenario.fabric
     size = profile.micro_batch * profile.sequence_length * profile.hidden_size * profile.activation_bytes
-    once = fabric.seconds(size, t)
+    once = scenario.fabric.seconds(size, t)
     blocks = max(1, profile.layers)
     half = TENSOR_REDUCTIONS // 2
     window = profile.backward_s * scenario.slowdown / t / blocks / 2

@@ -25,8 +25,8 @@ class Gradient:
 
 def from_layers(model: ModelConfig, sequence_length: int, width: float, backward_s: float) -> list[Gradient]:
     """Gradients of a model that was not profiled: the blocks' at even steps of the backward pass, the
-    embedding's at its very end because the decoder is tied to it, with the little that is left. `width`: bytes
-    of a number."""
+    embedding's at its very end because the decoder is tied to it, with the little that is left. `width`:
+    bytes of a number."""
     embedding = model.vocab_size * model.hidden_size
     block = linear_parameters(model) / model.num_layers
     rest = num_parameters(model, sequence_length) - embedding - linear_parameters(model)
