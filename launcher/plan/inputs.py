@@ -75,12 +75,19 @@ def from_data(data: Any, name: str, model: str | None = None) -> Source:
     if not isinstance(profile, dict) or "gradients" not in profile:
         raise ConfigError([f"--from: {name} holds no profile (gradients with ready_s); give what "
                            "`bert-dp scale` writes, or --model with --seq-per-s and --micro"])  # fmt: skip
+    shape = find_model(model)[0] if model else None
     try:
-        measured = _profile(profile, find_model(model) if model else None)
-        curves = {c.ranks: c for c in (_curve(link) for link in whole.get("links") or ()) if c}
-        accumulation = int((whole.get("settings") or {}).get("accumulation") or 1)
-    except (KeyError, TypeError, ValueError) as error:
+        return _source(whole, profile, name, shape)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError([f"--from: {name} is damaged ({type(error).__name__}: {error})"]) from None
+
+
+def _source(
+    whole: Mapping[str, Any], profile: Mapping[str, Any], name: str, shape: ModelConfig | None
+) -> Source:
+    measured = _profile(profile, shape)
+    curves = {c.ranks: c for c in (_curve(link) for link in whole.get("links") or ()) if c}
+    accumulation = int((whole.get("settings") or {}).get("accumulation") or 1)
     device = str(profile.get("device", "GPU"))
     notes = [f"profile of {device}, {profile.get('precision', 'precision not told')}: {name}"]
     cells = [cell for cell in whole.get("cells") or () if cell.get("status") == "ok"]
@@ -94,9 +101,7 @@ def from_data(data: Any, name: str, model: str | None = None) -> Source:
     if slowdowns:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
         notes.append(f"computation slowed as the measured ceiling says ({counts}), beyond as the last")
-    return Source(
-        measured, accumulation, default_spread(device), tuple(notes), curves, slowdowns, cells
-    )  # fmt: skip
+    return Source(measured, accumulation, default_spread(device), tuple(notes), curves, slowdowns, cells)
 
 
 def from_rate(model: str, seq_per_s: float, micro: int, accumulation: int, gpu: str | None) -> Source:
@@ -138,25 +143,34 @@ def find_model(name: str) -> tuple[ModelConfig, int, int]:
     return config.model, length, num_parameters(config.model, length)
 
 
-def _profile(data: Mapping[str, Any], model: tuple[ModelConfig, int, int] | None) -> Profile:
-    gradients = tuple(Gradient(float(g["bytes"]), float(g["ready_s"])) for g in data["gradients"])
-    if not gradients or min(g.size for g in gradients) <= 0:
-        raise ValueError("no gradients with bytes")
+def _profile(data: Mapping[str, Any], shape: ModelConfig | None) -> Profile:
+    def above_zero(value: object, what: str) -> float:
+        found = number(value)
+        if found is None or found <= 0:
+            raise ValueError(f"{what} is {value!r}, not a number above 0")
+        return found
+
+    gradients = []
+    for g in data["gradients"]:
+        ready = number(g["ready_s"])
+        if ready is None or ready < 0:
+            raise ValueError(f"ready_s of {g.get('name')} is {g['ready_s']!r}")
+        gradients.append(Gradient(above_zero(g["bytes"], f"bytes of {g.get('name')}"), ready))
     size, parameters = sum(g.size for g in gradients), number(data.get("parameters"))
-    width = size / parameters if parameters else 4.0
+    width = above_zero(size, "the size of all gradients") / parameters if parameters else 4.0
     blocks = {found[1] for g in data["gradients"] if (found := re.search(r"\.(\d+)\.", str(g.get("name"))))}
-    precision = str(data.get("precision"))
-    shape = model[0] if model else None
-    micro_s = float(data.get("micro_s") or data["forward_s"] + data["backward_s"])
-    profile = Profile(
-        micro_s, float(data["backward_s"]), float(data.get("optimizer_s") or 0.0), gradients,
-        int(data["micro_batch"]), int(data["sequence_length"]), layers=len(blocks),
-        hidden_size=shape.hidden_size if shape else 0, activation_bytes=NARROW.get(precision, 4.0),
+    backward_s = above_zero(data["backward_s"], "backward_s")
+    micro_s = data.get("micro_s")
+    if micro_s is None:
+        micro_s = backward_s + above_zero(data["forward_s"], "forward_s")
+    return Profile(
+        above_zero(micro_s, "micro_s"), backward_s, number(data.get("optimizer_s")) or 0.0, tuple(gradients),
+        int(above_zero(data["micro_batch"], "micro_batch")),
+        int(above_zero(data["sequence_length"], "sequence_length")), layers=len(blocks),
+        hidden_size=shape.hidden_size if shape else 0,
+        activation_bytes=NARROW.get(str(data.get("precision")), 4.0),
         parameter_bytes=width, gradient_bytes=width,
     )  # fmt: skip
-    if min(profile.micro_s, profile.backward_s, profile.micro_batch, profile.sequence_length) <= 0:
-        raise ValueError("a time or a size that is not above 0")
-    return profile
 
 
 def _curve(link: Mapping[str, Any]) -> Curve | None:

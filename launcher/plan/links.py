@@ -32,6 +32,7 @@ class Curve:
     points: tuple[tuple[float, float], ...]
 
     def seconds(self, size: float) -> float:
+        """Of `size` bytes."""
         sizes = [point[0] for point in self.points]
         if size <= sizes[0]:
             return self.points[0][1]

@@ -99,7 +99,7 @@ def predict(profile: Profile, scenario: Scenario) -> Prediction:
         raise ValueError(f"tensor {scenario.tensor} does not divide {scenario.ranks} ranks")
     a = scenario.accumulation
     compute = a * profile.micro_s * scenario.slowdown / scenario.tensor
-    optimizer = profile.optimizer_s * scenario.slowdown / _optimizer_parts(scenario)
+    optimizer = profile.optimizer_s * scenario.slowdown * _optimizer_share(profile, scenario)
     slow = slowest(scenario.ranks, scenario.spread)
     straggler = (compute + optimizer) * (slow - 1)
     exposed = exposed_s(profile, scenario)
@@ -130,9 +130,16 @@ def exposed_s(profile: Profile, scenario: Scenario) -> float:
     return seconds
 
 
-def _optimizer_parts(scenario: Scenario) -> int:
-    divided = scenario.replicas if scenario.engine in ("zero1", "fsdp") else 1
-    return divided * scenario.tensor
+def _optimizer_share(profile: Profile, scenario: Scenario) -> float:
+    """Of the whole optimizer step that the busiest rank does: ZeRO-1 divides by whole tensors, so that is at
+    least the largest one."""
+    share = 1 / scenario.tensor
+    if scenario.engine == "fsdp":
+        return share / scenario.replicas
+    if scenario.engine == "zero1":
+        largest = max(gradient.size for gradient in profile.gradients) / profile.gradient_size
+        return share * max(1 / scenario.replicas, largest)
+    return share
 
 
 def _reduction_s(profile: Profile, scenario: Scenario) -> float:

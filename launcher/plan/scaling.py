@@ -91,6 +91,7 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
 
 
 def scenario_of(source: Source, question: Question, ranks: int, tensor: int, accumulation: int) -> Scenario:
+    """Without --link the all-reduce measured over the next greater number of ranks, else over the most."""
     per_node = _per_node(question)
     curve = None
     if question.link is None and source.curves:
@@ -196,7 +197,7 @@ def _check(source: Source, question: Question) -> None:
         issues.append(f"--overlap: {question.overlap:g} is not between 0 (none) and 1 (all that can be)")
     for setting, value in (("--gpus-per-node", question.gpus_per_node), ("--nics", question.nics),
                            ("--bucket-mib", question.bucket_mib)):  # fmt: skip
-        if value is not None and value <= 0:
+        if value is not None and not value > 0:
             issues.append(f"{setting}: {value:g} is not above 0")
     for name, setting in ((question.link, "--link"), (question.inter, "--inter")):
         if name is not None:
