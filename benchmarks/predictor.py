@@ -89,7 +89,8 @@ def leave_one_out(rows: list[Row]) -> list[dict[str, Any]]:
     grid = {
         (s, g): kept(predict_all(rows, Constants(s, g))[0]) for s in SPREADS for g in GAINS
     }  # fmt: skip
-    out = []
+    out: list[dict[str, Any]] = []
+    pooled: list[Outcome] = []
     for name in sorted({family(o.row) for o in next(iter(grid.values()))}):
 
         def cost(pair: tuple[float, float], name: str = name) -> float:
@@ -97,9 +98,10 @@ def leave_one_out(rows: list[Row]) -> list[dict[str, Any]]:
             return float(found["median"] + found["p90"] / 2)
 
         best = min(grid, key=cost)
-        own = errors([o for o in grid[best] if family(o.row) == name])
-        out.append({"source": name, "device_spread": best[0], "overlap_gain": best[1], **own})
-    return out
+        own = [o for o in grid[best] if family(o.row) == name]
+        pooled += own
+        out.append({"source": name, "device_spread": best[0], "overlap_gain": best[1], **errors(own)})
+    return [*out, {"source": "all", "device_spread": None, "overlap_gain": None, **errors(pooled)}]
 
 
 def tier_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
