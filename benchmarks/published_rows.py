@@ -11,6 +11,7 @@ import dataclasses
 import math
 import re
 import sys
+from functools import cache
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -71,11 +72,16 @@ def read(path: Path = ROWS) -> list[Row]:
         return list(csv.DictReader(file))
 
 
+@cache
+def shipped() -> tuple[Row, ...]:
+    return tuple(read())
+
+
 def base_of(row: Row, rows: list[Row]) -> Row:
-    """The row that `row` counts its efficiency from; where the file lacks it, `base_seq_per_s` with the same
-    batch and accumulation."""
+    """The row that `row` counts its efficiency from, among `rows` or those committed; where both lack it,
+    `base_seq_per_s` with the same batch and accumulation."""
     stem = re.sub(r"-\d+(-\d?opa)?$", "", row["id"])
-    for other in rows:
+    for other in (*rows, *shipped()):
         same = other["id"] == f"{stem}-{row['base_gpus']}" or (
             other["source"] == row["source"] and other["id"].startswith(stem + "-")
         )
@@ -86,8 +92,8 @@ def base_of(row: Row, rows: list[Row]) -> Row:
     return {**row, "gpus": row["base_gpus"], "nodes": str(nodes), "seq_per_s": row["base_seq_per_s"]}
 
 
-def reason_not_to_fit(row: Row) -> str | None:
-    if float(row["efficiency"]) > 1:
+def reason_not_to_fit(row: Row, efficiency: float) -> str | None:
+    if efficiency > 1:
         return "an efficiency above 1 is noise"
     return next((reason for pattern, reason in DO_NOT_FIT if re.match(pattern, row["id"])), None)
 
@@ -151,7 +157,7 @@ def scenario(row: Row, constants: Constants) -> tuple[predict.Profile, predict.S
     if "apex DDP" in row["overlap"]:
         bucket = APEX_MESSAGE * width
     asked = predict.Scenario(
-        links, int(row["gpus"]), accumulation=int(row["accum"] or 1), spread=constants.spread,
+        links, int(row["gpus"]), accumulation=accumulation(row), spread=constants.spread,
         overlap=row["overlap"].startswith("yes") or row["overlap"] == "Horovod", gain=constants.gain,
         bucket_bytes=bucket, first_bucket=None, copies_s=copies_s, all_to_all=width < 1,
     )  # fmt: skip
@@ -173,8 +179,13 @@ def sparse_embedding_s(row: Row, model: ModelConfig, links: Fabric) -> float:
     return (ranks - 1) * ranks * size / (links.bus_gb_s(ranks) * GB)
 
 
+def accumulation(row: Row) -> int:
+    """1 where the table states none: the losses of those rows are in proportion to the gradients' bytes."""
+    return int(float(row["accum"] or 1))
+
+
 def step_s(row: Row) -> float:
-    return int(row["gpus"]) * float(row["micro_batch"]) * int(row["accum"] or 1) / float(row["seq_per_s"])
+    return int(row["gpus"]) * float(row["micro_batch"]) * accumulation(row) / float(row["seq_per_s"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -200,19 +211,23 @@ class Outcome:
 
 def outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
     """Raises NotPredictable."""
+    try:
+        return _outcome(row, rows, constants)
+    except ValueError as error:
+        raise NotPredictable(str(error)) from None
+
+
+def _outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
     base = base_of(row, rows)
-    if base["micro_batch"] != row["micro_batch"]:
+    if base["micro_batch"] and float(base["micro_batch"]) != float(row["micro_batch"]):
         raise NotPredictable("micro batch differs from the base's, so its own speed does")
     base_profile, base_scenario = scenario(base, constants)
     profile, asked = scenario(row, constants)
-    try:
-        micro_s = predict.micro_s_of(step_s(base), base_scenario, base_profile)
-        found = predict.predict(predict.with_micro(profile, micro_s), asked)
-    except ValueError as error:
-        raise NotPredictable(str(error)) from None
+    micro_s = predict.micro_s_of(step_s(base), base_scenario, base_profile)
+    found = predict.predict(predict.with_micro(profile, micro_s), asked)
     per_gpu = float(base["seq_per_s"]) / int(base["gpus"])
+    measured = float(row["seq_per_s"]) / int(row["gpus"]) / per_gpu
     sequences = profile.micro_batch * asked.accumulation / found.step_s
     return Outcome(
-        row, float(row["seq_per_s"]) / int(row["gpus"]) / per_gpu, sequences / per_gpu, found.step_s,
-        found.exposed_s, found.optimizer_s, found.straggler_s, reason_not_to_fit(row),
+        row, measured, sequences / per_gpu, found.step_s, found.exposed_s, found.optimizer_s, found.straggler_s, reason_not_to_fit(row, measured),
     )  # fmt: skip

@@ -423,6 +423,8 @@ def test_a_row_that_says_too_little_is_refused() -> None:
         ({"inter": "?"}, "between nodes"),
         ({"micro_batch": "128"}, "differs"),
         ({"model": "gpt"}, "not stated"),
+        ({"accum": "some"}, "could not convert"),
+        ({"seq_per_s": ""}, "could not convert"),
     ):
         with pytest.raises(published_rows.NotPredictable, match=reason):
             published_rows.outcome({**row, **change}, rows, published_rows.Constants())
@@ -432,5 +434,6 @@ def test_a_base_that_the_file_lacks_is_taken_from_the_row() -> None:
     rows = published_rows.read()
     row = next(r for r in rows if r["id"] == "dlperf-pt-FP32-b32-16")
     whole = published_rows.outcome(row, rows, published_rows.Constants())
-    alone = published_rows.outcome(row, [row], published_rows.Constants())
-    assert alone.predicted == pytest.approx(whole.predicted)
+    for alone in (row, {**row, "id": "elsewhere-16", "source": "elsewhere"}):
+        found = published_rows.outcome(alone, [alone], published_rows.Constants())
+        assert found.predicted == pytest.approx(whole.predicted)
