@@ -5,8 +5,8 @@
 The micro batch's time comes from the base row; links, memory and all constants come from
 launcher/plan/hardware.yaml; every other row is predicted. Prints the error of the efficiency in points, by
 tier and source, with and without the rows that communication is known not to explain
-(published_rows.DO_NOT_FIT), and the rows that miss. --sensitivity moves the two constants, --leave-one-out
-picks both on all other sources.
+(published_rows.DO_NOT_FIT), and the rows that miss. --sensitivity moves the two constants and leaves
+mechanisms out, --leave-one-out picks both constants on all other sources.
 """
 
 from __future__ import annotations
@@ -84,6 +84,17 @@ def sensitivity(rows: list[Row]) -> list[dict[str, Any]]:
     ]  # fmt: skip
 
 
+def ablation(rows: list[Row]) -> list[dict[str, Any]]:
+    """The headline with one mechanism left out, with all, and with none predicted at all: efficiency 1."""
+    names = published_rows.MECHANISMS
+    found = []
+    for without in (*((name,) for name in names), names):
+        outcomes = kept(predict_all(rows, Constants(without=without))[0])
+        found.append({"without": ", ".join(without), **errors(outcomes)})
+    ideal = [dataclasses.replace(o, predicted=1.0) for o in kept(predict_all(rows, Constants())[0])]
+    return [*found, {"without": "any model: efficiency 1", **errors(ideal)}]
+
+
 def leave_one_out(rows: list[Row]) -> list[dict[str, Any]]:
     """Both constants chosen for the smallest median + p90 / 2 on all other sources, judged on this one."""
     grid = {
@@ -128,6 +139,7 @@ def result(rows: list[Row], arguments: argparse.Namespace) -> dict[str, Any]:
         "tiers": tier_figures(outcomes),
         "sources": {name: errors(mine) for name, mine in sorted(sources.items())},
         "sensitivity": sensitivity(rows) if arguments.sensitivity else None,
+        "ablation": ablation(rows) if arguments.sensitivity else None,
         "leave_one_out": leave_one_out(rows) if arguments.leave_one_out else None,
         "rows": [line(o) for o in outcomes],
         "not_predictable": [{"id": row["id"], "reason": reason} for row, reason in refused],
@@ -165,6 +177,8 @@ def report(found: dict[str, Any], verbose: bool) -> None:
     for title in ("sensitivity", "leave_one_out"):
         for e in found[title] or []:
             show(f"{e.get('source', '')} spread {e['device_spread']} gain {e['overlap_gain']}".strip(), e)
+    for e in found["ablation"] or []:
+        show(f"without {e['without']}"[:44], e)
     lines = sorted(found["rows"], key=lambda r: -abs(r["error_points"]))
     for r in lines if verbose else [r for r in lines if abs(r["error_points"]) > GOAL_P90]:
         print(f"{r['id']:38} measured {r['measured']:.3f} predicted {r['predicted']:.3f} "

@@ -55,6 +55,9 @@ DO_NOT_FIT = (  # reasons: see the reference of the file
 )  # fmt: skip
 
 
+MECHANISMS = ("buffer copies", "Horovod's cycle", "TensorFlow's sparse gather", "plain optimizers")
+
+
 class NotPredictable(Exception):
     """Why."""
 
@@ -65,6 +68,8 @@ class Constants:
 
     spread: float = dataclasses.field(default_factory=lambda: constant("device_spread"))
     gain: float = dataclasses.field(default_factory=lambda: constant("overlap_gain"))
+    without: tuple[str, ...] = ()
+    """Of MECHANISMS, to show what each contributes."""
 
 
 def read(path: Path = ROWS) -> list[Row]:
@@ -139,7 +144,8 @@ def scenario(row: Row, constants: Constants) -> tuple[predict.Profile, predict.S
     if gpu is None:
         raise NotPredictable(f"GPU not in hardware.yaml: {row['gpu']!r}")
     memory = gpu.memory_gb_s * GB * constant("memory_reach")
-    bytes_moved = PLAIN if row["framework"].startswith("TF") else FUSED
+    plain = row["framework"].startswith("TF") and "plain optimizers" not in constants.without
+    bytes_moved = PLAIN if plain else FUSED
     optimizer_s = parameters * bytes_moved["LAMB" if "LAMB" in row["optimizer"] else "Adam"] / memory
     layout = timeline.from_layers(model, POSITIONS, width, 2 / 3)
     profile = predict.Profile(
@@ -148,11 +154,13 @@ def scenario(row: Row, constants: Constants) -> tuple[predict.Profile, predict.S
         gradient_bytes=width,
     )  # fmt: skip
     links = fabric(row)
-    copies_s = 4 * parameters * width / memory  # into the buffer and out of it, each read and written
-    if "Horovod" in row["framework"]:
-        copies_s += HOROVOD_CYCLE_S
-    if "MultiWorkerMirrored" in row["framework"]:
-        copies_s += sparse_embedding_s(row, model, links)
+    beside = {
+        # into the buffer and out of it, each read and written
+        "buffer copies": 4 * parameters * width / memory,
+        "Horovod's cycle": HOROVOD_CYCLE_S if "Horovod" in row["framework"] else 0.0,
+        "TensorFlow's sparse gather": sparse_embedding_s(row, model, links),
+    }
+    copies_s = sum(seconds for name, seconds in beside.items() if name not in constants.without)
     bucket = HOROVOD_FUSION if row["overlap"] == "Horovod" else timeline.BUCKET
     if "apex DDP" in row["overlap"]:
         bucket = APEX_MESSAGE * width
@@ -170,7 +178,7 @@ def sparse_embedding_s(row: Row, model: ModelConfig, links: Fabric) -> float:
     nodes every rank gathers all, within one a single GPU joins them and sends the whole to each
     (cross_device_ops.py: "efficient allreduce is not supported")."""
     ranks = int(row["gpus"])
-    if ranks == 1:
+    if ranks == 1 or "MultiWorkerMirrored" not in row["framework"]:
         return 0.0
     tokens = int(float(row["micro_batch"])) * int(row["seq_len"])
     size = (model.vocab_size + tokens) * model.hidden_size * 4.0
@@ -229,5 +237,12 @@ def _outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
     measured = float(row["seq_per_s"]) / int(row["gpus"]) / per_gpu
     sequences = profile.micro_batch * asked.accumulation / found.step_s
     return Outcome(
-        row, measured, sequences / per_gpu, found.step_s, found.exposed_s, found.optimizer_s, found.straggler_s, reason_not_to_fit(row, measured),
-    )  # fmt: skip
+        row,
+        measured,
+        sequences / per_gpu,
+        found.step_s,
+        found.exposed_s,
+        found.optimizer_s,
+        found.straggler_s,
+        reason_not_to_fit(row, measured),
+    )

@@ -144,6 +144,8 @@ def test_predictor_on_some_rows(tmp_path):
     assert result["tiers"]["B"]["median"] is None
     assert "dlperf-pt-FP32-b32-16" in done.stdout
     assert len(result["sensitivity"]) == 20
+    ideal = statistics.median(100 * (1 - row["measured"]) for row in result["rows"])
+    assert result["ablation"][-1]["median"] == pytest.approx(ideal, abs=0.01)
 
 
 def test_startup_figures_follow_from_the_rounds(tmp_path):
