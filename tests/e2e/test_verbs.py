@@ -14,7 +14,8 @@ from tests.e2e.cli import bert_dp, tiny
 from tests.parity.runs import settings, write_run
 from tests.shards import write_shards
 
-VERBS = ([], ["train"], ["data"], ["data", "build"], ["data", "inspect"], ["doctor"], ["report"])
+VERBS = ([], ["train"], ["data"], ["data", "build"], ["data", "inspect"], ["doctor"], ["report"],
+         ["plan"], ["plan", "scaling"])  # fmt: skip
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda v: " ".join(v) or "bert-dp")
@@ -75,6 +76,26 @@ def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path) -> None:
     facts = json.loads(done.stdout)
     assert any("all-reduce" in f["what"] for f in facts["findings"])
     assert bert_dp("doctor").returncode == done.returncode
+
+
+def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None:
+    asked = ("plan", "scaling", "--model", "bert-large", "--seq-per-s", "580", "--micro", "256",
+             "--gpu", "A100-80G", "--link", "nvswitch3", "--gpus", "1..16")  # fmt: skip
+    done = bert_dp(*asked, "--inter", "ib-hdr", "--nics", "8", "--engine", "zero1", "--json")
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["world_size"] for row in rows] == [1, 2, 4, 8, 16]
+    assert all(0.5 < row["efficiency"] <= 1.01 for row in rows)
+    shown = bert_dp(*asked, "--inter", "ib-hdr", "--straggler", "0.02", "--accumulation", "1,4")
+    assert shown.returncode == 0, shown.stderr
+    assert "What one change would do on 16 GPUs" in shown.stdout
+    for extra, said in (((), "--inter: 16 GPUs"), (("--inter", "ib-hdx"), "did you mean ib-"),
+                        (("--gpus", "0"), "--gpus"), (("--from", str(tmp_path)), "--from")):  # fmt: skip
+        refused = bert_dp(*asked, *extra)
+        assert refused.returncode == 2
+        assert said in refused.stderr
+        assert "Traceback" not in refused.stderr
+    assert bert_dp("plan", "scaling").returncode == 2
 
 
 def test_report_of_runs_and_of_nothing(tmp_path: Path) -> None:

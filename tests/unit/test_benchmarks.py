@@ -136,6 +136,36 @@ def test_optimizer_speed_small():
     assert out["lamb"]["seconds_median"] > 0
 
 
+def test_predictor_on_some_rows(tmp_path):
+    """Its figures follow from its rows; a file of other rows is read as well."""
+    published = (ROOT / "benchmarks/published/published_bert_throughput.csv").read_text().splitlines()
+    rows = tmp_path / "rows.csv"
+    series = ("dlperf-pt-FP32-", "onebit-adam-tcp-", "mlperf2.0-H3C")
+    rows.write_text("\n".join([published[0], *(line for line in published if line.startswith(series))]))
+    record = tmp_path / "record.json"
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/predictor.py"), "--rows", str(rows), "--sensitivity",
+         "--leave-one-out", "--verbose", "--date", "2000-01-02", "--json", str(record)],
+        capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    result = json.loads(record.read_text())
+    errors = [abs(row["error_points"]) for row in result["rows"]]
+    assert len(errors) == result["headline"]["rows"] == 7
+    assert result["headline"]["median"] == pytest.approx(statistics.median(errors), abs=0.01)
+    assert result["headline"]["max"] == pytest.approx(max(errors), abs=0.01)
+    assert {row["id"] for row in result["not_predictable"]} == {
+        "onebit-adam-tcp-2", "onebit-adam-tcp-4",
+        "mlperf2.0-H3C-A100-PCIE-80G-4", "mlperf2.0-H3C-A100-PCIE-80G-8",
+    }  # fmt: skip
+    assert result["tiers"]["A"]["rows"] == 4
+    assert result["tiers"]["B"]["median"] is None
+    assert "dlperf-pt-FP32-b32-16" in done.stdout
+    assert len(result["sensitivity"]) == 20
+    ideal = statistics.median(100 * (1 - row["measured"]) for row in result["rows"])
+    assert result["ablation"][-1]["median"] == pytest.approx(ideal, abs=0.01)
+
+
 def test_startup_figures_follow_from_the_rounds(tmp_path):
     record = tmp_path / "record.json"
     script = ROOT / "benchmarks" / "startup.py"

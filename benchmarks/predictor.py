@@ -1,0 +1,209 @@
+"""`bert-dp plan scaling` against published tables: each series is calibrated on its smallest row alone.
+
+    python benchmarks/predictor.py [--rows FILE] [--verbose] [--sensitivity] [--leave-one-out] [--json FILE]
+
+The micro batch's time comes from the base row; links, memory and all constants come from
+launcher/plan/hardware.yaml; every other row is predicted. Prints the error of the efficiency in points, by
+tier and source, with and without the rows that communication is known not to explain
+(published_rows.DO_NOT_FIT), and the rows that miss. --sensitivity moves the two constants and leaves
+mechanisms out, --leave-one-out picks both constants on all other sources.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import datetime
+import json
+import math
+import re
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import published_rows
+from benchmarks.published_rows import Constants, NotPredictable, Outcome, Row
+
+GOAL_MEDIAN, GOAL_P90 = 3.0, 8.0  # points of efficiency
+SPREADS, GAINS = (0.0, 0.0075, 0.015, 0.0225, 0.03), (0.0, 0.21, 0.5, 1.0)
+TIERS: dict[str, tuple[str, Callable[[Row], bool]]] = {
+    "A": ("no overlap, one NIC", lambda r: r["id"].startswith("dlperf-pt-FP32-")),
+    "B": ("64-256 GPUs, accumulation 4-1",
+          lambda r: r["id"].startswith("dle22-AMP-s128-strong") and int(r["gpus"]) >= 64),
+    "C": ("256 and 1024 GPUs, flat all-reduce",
+          lambda r: r["id"].startswith("dle19-mn-DGX2H-s128") and int(r["gpus"]) >= 256),
+    "D": ("fine-tuning, overlap on", lambda r: "-squad-" in r["id"]),
+    "E": ("starved of bandwidth, read off a chart", lambda r: r["id"].startswith("onebit-adam-")),
+}  # fmt: skip
+
+
+def family(row: Row) -> str:
+    """The project that published it."""
+    return re.split(r"[@:\s(]", row["source"])[0] + " " + row["framework"].split()[0]
+
+
+def predict_all(rows: list[Row], constants: Constants) -> tuple[list[Outcome], list[tuple[Row, str]]]:
+    """Every row but the bases themselves, and those that cannot be predicted with the reason."""
+    done, refused = [], []
+    for row in rows:
+        if row["gpus"] == row["base_gpus"]:
+            continue
+        try:
+            done.append(published_rows.outcome(row, rows, constants))
+        except NotPredictable as reason:
+            refused.append((row, str(reason)))
+    return done, refused
+
+
+def errors(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Absolute errors in points of efficiency."""
+    points = sorted(abs(o.points) for o in outcomes)
+    if not points:
+        return {"rows": 0, "median": None, "p90": None, "max": None, "bias": None}
+    return {
+        "rows": len(points), "median": statistics.median(points),
+        "p90": points[math.ceil(0.9 * len(points)) - 1], "max": points[-1],
+        "bias": statistics.mean(o.points for o in outcomes),
+    }  # fmt: skip
+
+
+def kept(outcomes: Sequence[Outcome]) -> list[Outcome]:
+    return [o for o in outcomes if o.dropped is None]
+
+
+def sensitivity(rows: list[Row]) -> list[dict[str, Any]]:
+    """The headline under other constants: what was not tuned shows here."""
+    return [
+        {"device_spread": s, "overlap_gain": g, **errors(kept(predict_all(rows, Constants(s, g))[0]))}
+        for s in SPREADS for g in GAINS
+    ]  # fmt: skip
+
+
+def ablation(rows: list[Row]) -> list[dict[str, Any]]:
+    """The headline with one mechanism left out, with all, and with none predicted at all: efficiency 1."""
+    names = published_rows.MECHANISMS
+    found = []
+    for without in (*((name,) for name in names), names):
+        outcomes = kept(predict_all(rows, Constants(without=without))[0])
+        found.append({"without": ", ".join(without), **errors(outcomes)})
+    ideal = [dataclasses.replace(o, predicted=1.0) for o in kept(predict_all(rows, Constants())[0])]
+    return [*found, {"without": "any model: efficiency 1", **errors(ideal)}]
+
+
+def leave_one_out(rows: list[Row]) -> list[dict[str, Any]]:
+    """Both constants chosen for the smallest median + p90 / 2 on all other sources, judged on this one."""
+    grid = {
+        (s, g): kept(predict_all(rows, Constants(s, g))[0]) for s in SPREADS for g in GAINS
+    }  # fmt: skip
+    out: list[dict[str, Any]] = []
+    pooled: list[Outcome] = []
+    for name in sorted({family(o.row) for o in next(iter(grid.values()))}):
+
+        def cost(pair: tuple[float, float], name: str = name) -> float:
+            found = errors([o for o in grid[pair] if family(o.row) != name])
+            return float(found["median"] + found["p90"] / 2)
+
+        best = min(grid, key=cost)
+        own = [o for o in grid[best] if family(o.row) == name]
+        pooled += own
+        out.append({"source": name, "device_spread": best[0], "overlap_gain": best[1], **errors(own)})
+    return [*out, {"source": "all", "device_spread": None, "overlap_gain": None, **errors(pooled)}]
+
+
+def tier_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    out = {}
+    for tier, (what, holds) in TIERS.items():
+        mine = [o for o in outcomes if holds(o.row)]
+        speed = sorted(abs(o.predicted / o.measured - 1) for o in mine)
+        middle, top = (statistics.median(speed), speed[-1]) if speed else (None, None)
+        out[tier] = {"what": what, **errors(mine), "throughput_median": middle, "throughput_max": top}
+    return out
+
+
+def result(rows: list[Row], arguments: argparse.Namespace) -> dict[str, Any]:
+    constants = Constants()
+    outcomes, refused = predict_all(rows, constants)
+    sources = collections.defaultdict(list)
+    for o in kept(outcomes):
+        sources[family(o.row)].append(o)
+    return {
+        "environment": {"date": arguments.date, "rows": len(rows)},
+        "constants": dataclasses.asdict(constants),
+        "headline": errors(kept(outcomes)),
+        "with_dropped": errors(outcomes),
+        "tiers": tier_figures(outcomes),
+        "sources": {name: errors(mine) for name, mine in sorted(sources.items())},
+        "sensitivity": sensitivity(rows) if arguments.sensitivity else None,
+        "ablation": ablation(rows) if arguments.sensitivity else None,
+        "leave_one_out": leave_one_out(rows) if arguments.leave_one_out else None,
+        "rows": [line(o) for o in outcomes],
+        "not_predictable": [{"id": row["id"], "reason": reason} for row, reason in refused],
+    }  # fmt: skip
+
+
+def line(o: Outcome) -> dict[str, Any]:
+    return {
+        "id": o.row["id"], "gpus": int(o.row["gpus"]), "measured": round(o.measured, 4),
+        "predicted": round(o.predicted, 4), "error_points": round(o.points, 2),
+        "measured_step_s": round(published_rows.step_s(o.row), 5), "step_s": round(o.step_s, 5),
+        "exposed_s": round(o.exposed_s, 5), "optimizer_s": round(o.optimizer_s, 5),
+        "straggler_s": round(o.straggler_s, 5), "dropped": o.dropped,
+    }  # fmt: skip
+
+
+def show(name: str, e: dict[str, Any]) -> None:
+    if not e["rows"]:
+        print(f"{name:44} no rows")
+        return
+    print(f"{name:44} {e['rows']:4} {e['median']:7.2f} {e['p90']:7.2f} {e['max']:7.1f} {e['bias']:+7.2f}")
+
+
+def report(found: dict[str, Any], verbose: bool) -> None:
+    print(f"{'absolute error of the efficiency, points':44} rows  median     p90     max    bias")
+    show("rows that were not fitted", found["headline"])
+    show("with those known not to be communication", found["with_dropped"])
+    for tier, e in found["tiers"].items():
+        show(f"tier {tier}: {e['what']}", e)
+        if e["rows"]:
+            speed = f"{100 * e['throughput_median']:.1f} % median, {100 * e['throughput_max']:.1f} % greatest"
+            print(f"{'':8}error of the throughput: {speed}")
+    for name, e in found["sources"].items():
+        show(name, e)
+    for title in ("sensitivity", "leave_one_out"):
+        for e in found[title] or []:
+            show(f"{e.get('source', '')} spread {e['device_spread']} gain {e['overlap_gain']}".strip(), e)
+    for e in found["ablation"] or []:
+        show(f"without {e['without']}"[:44], e)
+    lines = sorted(found["rows"], key=lambda r: -abs(r["error_points"]))
+    for r in lines if verbose else [r for r in lines if abs(r["error_points"]) > GOAL_P90]:
+        print(f"{r['id']:38} measured {r['measured']:.3f} predicted {r['predicted']:.3f} "
+              f"{r['error_points']:+6.1f}  {r['dropped'] or ''}")  # fmt: skip
+    reasons = collections.Counter(r["reason"] for r in found["not_predictable"])
+    for reason, count in reasons.most_common():
+        print(f"not predictable, {count} rows: {reason}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--rows", type=Path, default=published_rows.ROWS, help="another file of such rows")
+    parser.add_argument("--sensitivity", action="store_true")
+    parser.add_argument("--leave-one-out", action="store_true")
+    parser.add_argument("--verbose", action="store_true", help="every row, not only those that miss")
+    parser.add_argument("--date", default=datetime.date.today().isoformat())
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    found = result(published_rows.read(arguments.rows), arguments)
+    report(found, arguments.verbose)
+    if arguments.json:
+        arguments.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

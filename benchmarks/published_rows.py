@@ -1,0 +1,248 @@
+"""Rows of published BERT throughput as scenarios of the predictor, or the reason why a row is none.
+
+Nothing here is fitted: a row's columns say what was sent and over what, and the sources below say how its
+framework does it.
+"""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import math
+import re
+import sys
+from functools import cache
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bert_dp.config import ModelConfig
+from bert_dp.cost import num_parameters
+from launcher.plan import predict, timeline
+from launcher.plan.hardware import Gpu, Link, constant, hardware
+from launcher.plan.inputs import MODELS, POSITIONS
+from launcher.plan.links import GB, Fabric
+
+ROWS = Path(__file__).parent / "published" / "published_bert_throughput.csv"
+Row = dict[str, str]
+
+GPUS = {"V100": "V100-32G", "A100-SXM-40G": "A100-40G"}  # other names of those in hardware.yaml
+INTRA = (  # first word that the column holds
+    ("hybrid cube mesh", "nvlink2"), ("8x V100 SXM2", "nvlink2"), ("NVSwitch 300", "nvswitch2"),
+    ("NVSwitch 600", "nvswitch3"), ("NVLink3", "nvlink3"), ("NVLink4", "nvlink4"), ("NVSwitch", "nvswitch4"),
+    ("PCIe3", "pcie3"), ("PCIe4", "pcie4"), ("PCIe5", "pcie5"),
+)  # fmt: skip
+INTER = (("EDR", "ib-edr"), ("HDR", "ib-hdr"), ("NDR", "ib-ndr"), ("FDR", "ib-fdr"), ("OPA", "opa100"))
+INTER_RATES = {("IB", 100): "ib-edr", ("IB", 200): "ib-hdr", ("IB", 400): "ib-ndr", ("RDMA", 100): "ib-edr",
+               ("RDMA", 200): "ib-hdr", ("RoCE", 100): "ib-edr", ("RoCE", 200): "ib-hdr"}  # fmt: skip
+
+# Bytes an optimizer moves through memory per parameter. Fused Adam reads p, g, m, v and writes p, m, v: 28.
+# Fused LAMB (apex) also writes the update, takes its norm and the weights', and reads both again: 52. Written
+# as plain operations of a graph (TensorFlow's BERT, optimization.py) each operation reads and writes: 39 and
+# 45 passes of 4 bytes: next_m (7), next_v (9), the ratio (7), decay (5), rate (2), new weights (3), assigning
+# (6), and for LAMB both corrections (4) and norms (2).
+FUSED, PLAIN = {"Adam": 28, "LAMB": 52}, {"Adam": 156, "LAMB": 180}
+# Horovod waits for its next cycle before it reduces what has become ready: 5 ms until 0.21 (its change 2468)
+HOROVOD_CYCLE_S, HOROVOD_FUSION = 0.005, 64 * timeline.MIB
+APEX_MESSAGE = 10_000_000  # elements
+
+DO_NOT_FIT = (  # reasons: see the reference of the file
+    (r"pdperf-pt-.*-32$", "the loss at accumulation 22 cannot be the all-reduce: host and driver differ"),
+    (r"dle22-TF32-s512-strong-(128|256)$", "an outlier: 0.78 where AMP keeps 0.95"),
+    (r"dletf2-mn-A100-TF32-s512-", "0.86 at 2 nodes already, with 96 micro batches between reductions"),
+    (r"dle19-mn-DGX1-", "a loss of 12 % with 32 to 512 micro batches between reductions is none of theirs"),
+    (r"mlperf", "micro batches differ between the rows"),
+)  # fmt: skip
+
+
+MECHANISMS = ("buffer copies", "Horovod's cycle", "TensorFlow's sparse gather", "plain optimizers")
+
+
+class NotPredictable(Exception):
+    """Why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """Of the whole file, from hardware.yaml unless asked otherwise."""
+
+    spread: float = dataclasses.field(default_factory=lambda: constant("device_spread"))
+    gain: float = dataclasses.field(default_factory=lambda: constant("overlap_gain"))
+    without: tuple[str, ...] = ()
+    """Of MECHANISMS, to show what each contributes."""
+
+
+def read(path: Path = ROWS) -> list[Row]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@cache
+def shipped() -> tuple[Row, ...]:
+    return tuple(read())
+
+
+def base_of(row: Row, rows: list[Row]) -> Row:
+    """The row that `row` counts its efficiency from, among `rows` or those committed; where both lack it,
+    `base_seq_per_s` with the same batch and accumulation."""
+    stem = re.sub(r"-\d+(-\d?opa)?$", "", row["id"])
+    for other in (*rows, *shipped()):
+        same = other["id"] == f"{stem}-{row['base_gpus']}" or (
+            other["source"] == row["source"] and other["id"].startswith(stem + "-")
+        )
+        if same and other["gpus"] == row["base_gpus"]:
+            return other
+    per_node = math.ceil(int(row["gpus"]) / int(row["nodes"]))
+    nodes = math.ceil(int(row["base_gpus"]) / per_node)
+    return {**row, "gpus": row["base_gpus"], "nodes": str(nodes), "seq_per_s": row["base_seq_per_s"]}
+
+
+def reason_not_to_fit(row: Row, efficiency: float) -> str | None:
+    if efficiency > 1:
+        return "an efficiency above 1 is noise"
+    return next((reason for pattern, reason in DO_NOT_FIT if re.match(pattern, row["id"])), None)
+
+
+def inter_link(text: str) -> tuple[Link, int]:
+    """`8x HDR IB 200Gb/s (DGX A100)`, `1x EDR IB 100Gb/s per node`, `40GbE, 4.1 Gb/s effective (iperf)`: the
+    link of one NIC and their number. Raises NotPredictable."""
+    links = hardware().links
+    if effective := re.search(r"([\d.]+)\s*Gb/s effective", text):
+        kind = links["ethernet40"]
+        return kind.model_copy(update={"gb_s": float(effective[1]) / 8, "reach": 1.0}), 1
+    count = int(found[1]) if (found := re.match(r"(\d+)x ", text)) else 1
+    for word, name in INTER:
+        if re.search(rf"\b{word}\b", text):
+            return links[name], count
+    if ethernet := re.search(r"\b(10|25|40|100|200)\s*GbE", text):
+        return links[f"ethernet{ethernet[1]}"], count
+    rate = re.search(r"(\d+)\s*Gb", text)
+    word = next((w for w in ("RoCE", "RDMA", "IB") if re.search(rf"\b{w}\b", text)), None)
+    if rate and word and (word, int(rate[1])) in INTER_RATES:
+        return links[INTER_RATES[word, int(rate[1])]], count
+    raise NotPredictable(f"link between nodes not stated: {text!r}")
+
+
+def fabric(row: Row) -> Fabric:
+    gpus, nodes = int(row["gpus"]), int(row["nodes"])
+    intra = next((hardware().links[name] for word, name in INTRA if word in row["intra"]), None)
+    inter, nics = inter_link(row["inter"]) if nodes > 1 else (None, 1)
+    if intra is None and gpus > 1:
+        slowest = hardware().links["pcie3"].bus_gb_s(8)
+        if inter is None or inter.bus_gb_s(nodes) * nics > slowest:
+            raise NotPredictable(f"link within the node not stated: {row['intra']!r}")
+    return Fabric(math.ceil(gpus / nodes), intra, inter, nics)
+
+
+def scenario(row: Row, constants: Constants) -> tuple[predict.Profile, predict.Scenario]:
+    """The row as it would be asked for; its profile has a micro batch of 1 s. Raises NotPredictable."""
+    if row["model"] not in MODELS or not row["seq_len"].isdigit() or not row["micro_batch"]:
+        raise NotPredictable("batch, sequence length or parallelism not stated")
+    model, width = MODELS[row["model"]], float(row["grad_bytes_per_param"])
+    parameters = num_parameters(model, POSITIONS)
+    gpu: Gpu | None = hardware().gpus.get(GPUS.get(row["gpu"], row["gpu"]))
+    if gpu is None:
+        raise NotPredictable(f"GPU not in hardware.yaml: {row['gpu']!r}")
+    memory = gpu.memory_gb_s * GB * constant("memory_reach")
+    plain = row["framework"].startswith("TF") and "plain optimizers" not in constants.without
+    bytes_moved = PLAIN if plain else FUSED
+    optimizer_s = parameters * bytes_moved["LAMB" if "LAMB" in row["optimizer"] else "Adam"] / memory
+    layout = timeline.from_layers(model, POSITIONS, width, 2 / 3)
+    profile = predict.Profile(
+        1.0, 2 / 3, optimizer_s, tuple(layout), micro_batch=int(float(row["micro_batch"])),
+        sequence_length=int(row["seq_len"]), layers=model.num_layers, hidden_size=model.hidden_size,
+        gradient_bytes=width,
+    )  # fmt: skip
+    links = fabric(row)
+    beside = {
+        # into the buffer and out of it, each read and written
+        "buffer copies": 4 * parameters * width / memory,
+        "Horovod's cycle": HOROVOD_CYCLE_S if "Horovod" in row["framework"] else 0.0,
+        "TensorFlow's sparse gather": sparse_embedding_s(row, model, links),
+    }
+    copies_s = sum(seconds for name, seconds in beside.items() if name not in constants.without)
+    bucket = HOROVOD_FUSION if row["overlap"] == "Horovod" else timeline.BUCKET
+    if "apex DDP" in row["overlap"]:
+        bucket = APEX_MESSAGE * width
+    asked = predict.Scenario(
+        links, int(row["gpus"]), accumulation=accumulation(row), spread=constants.spread,
+        overlap=row["overlap"].startswith("yes") or row["overlap"] == "Horovod", gain=constants.gain,
+        bucket_bytes=bucket, first_bucket=None, copies_s=copies_s, all_to_all=width < 1,
+    )  # fmt: skip
+    return profile, asked
+
+
+def sparse_embedding_s(row: Row, model: ModelConfig, links: Fabric) -> float:
+    """TensorFlow joins the look-up's sparse gradient and the tied decoder's dense one into one sparse
+    gradient of V + tokens rows (eager/backprop.py) in fp32, and its own strategies do not reduce that: over
+    nodes every rank gathers all, within one a single GPU joins them and sends the whole to each
+    (cross_device_ops.py: "efficient allreduce is not supported")."""
+    ranks = int(row["gpus"])
+    if ranks == 1 or "MultiWorkerMirrored" not in row["framework"]:
+        return 0.0
+    tokens = int(float(row["micro_batch"])) * int(row["seq_len"])
+    size = (model.vocab_size + tokens) * model.hidden_size * 4.0
+    if links.nodes(ranks) > 1:
+        return links.seconds(ranks * size, ranks, "all_gather")
+    return (ranks - 1) * ranks * size / (links.bus_gb_s(ranks) * GB)
+
+
+def accumulation(row: Row) -> int:
+    """1 where the table states none: the losses of those rows are in proportion to the gradients' bytes."""
+    return int(float(row["accum"] or 1))
+
+
+def step_s(row: Row) -> float:
+    return int(row["gpus"]) * float(row["micro_batch"]) * accumulation(row) / float(row["seq_per_s"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """One row, predicted from its base alone."""
+
+    row: Row
+    measured: float
+    """Efficiency against the base row."""
+    predicted: float
+    step_s: float
+    exposed_s: float
+    optimizer_s: float
+    straggler_s: float
+    dropped: str | None
+    """Why it is on the list of rows not to fit."""
+
+    @property
+    def points(self) -> float:
+        """Error of the efficiency, in points."""
+        return 100 * (self.predicted - self.measured)
+
+
+def outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
+    """Raises NotPredictable."""
+    try:
+        return _outcome(row, rows, constants)
+    except ValueError as error:
+        raise NotPredictable(str(error)) from None
+
+
+def _outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
+    base = base_of(row, rows)
+    if base["micro_batch"] and float(base["micro_batch"]) != float(row["micro_batch"]):
+        raise NotPredictable("micro batch differs from the base's, so its own speed does")
+    base_profile, base_scenario = scenario(base, constants)
+    profile, asked = scenario(row, constants)
+    micro_s = predict.micro_s_of(step_s(base), base_scenario, base_profile)
+    found = predict.predict(predict.with_micro(profile, micro_s), asked)
+    per_gpu = float(base["seq_per_s"]) / int(base["gpus"])
+    measured = float(row["seq_per_s"]) / int(row["gpus"]) / per_gpu
+    sequences = profile.micro_batch * asked.accumulation / found.step_s
+    return Outcome(
+        row,
+        measured,
+        sequences / per_gpu,
+        found.step_s,
+        found.exposed_s,
+        found.optimizer_s,
+        found.straggler_s,
+        reason_not_to_fit(row, measured),
+    )

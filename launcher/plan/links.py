@@ -1,0 +1,162 @@
+"""What a collective costs: a ring or a tree over two levels of links, or a measured curve. Seconds and bytes.
+
+A ring over the GPUs of several nodes enters and leaves each node once, through all its NICs together, so its
+slowest hop decides: bus bandwidth = min(link within the node, sum of the NICs). This, the latencies and the
+choice of the faster of ring and tree are NCCL's own model (src/graph/tuning.cc).
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from launcher.plan.hardware import Link, Protocol, hardware
+
+GB = 1e9
+PLATEAU = 1.9  # a ring over nodes waits longer per hop with large messages, protocol Simple (NCCL tuning.cc)
+TREE_SHARE = 0.9  # of a ring's bandwidth that a tree gets (NCCL tuning.cc)
+TRAVERSALS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Measured all-reduce times over `ranks` ranks: (bytes, seconds), by size.
+
+    Between two sizes the logarithm of the time is linear in that of the size. Below the smallest size the
+    time stays the smallest's (latency); above the greatest it grows in proportion (bandwidth).
+    """
+
+    ranks: int
+    points: tuple[tuple[float, float], ...]
+
+    def seconds(self, size: float) -> float:
+        """Of `size` bytes."""
+        sizes = [point[0] for point in self.points]
+        if size <= sizes[0]:
+            return self.points[0][1]
+        if size >= sizes[-1]:
+            return self.points[-1][1] * size / sizes[-1]
+        i = bisect.bisect_right(sizes, size)
+        (s0, t0), (s1, t1) = self.points[i - 1], self.points[i]
+        share = math.log(size / s0) / math.log(s1 / s0)
+        return math.exp(math.log(t0) + share * math.log(t1 / t0))
+
+
+@dataclasses.dataclass(frozen=True)
+class Fabric:
+    """How ranks reach each other. Ranks fill one node after the other."""
+
+    gpus_per_node: int
+    intra: Link | None
+    """None = not known, and then slower than nothing: only usable where `inter` is slower than any."""
+    inter: Link | None = None
+    nics: int = 1
+    """Per node."""
+    curve: Curve | None = None
+    """Where it was measured over as many ranks, it is used instead; its bus bandwidth for other counts
+    within one node."""
+
+    def nodes(self, ranks: int) -> int:
+        return math.ceil(ranks / self.gpus_per_node)
+
+    def bus_gb_s(self, ranks: int) -> float:
+        """Of a large all-reduce over `ranks` ranks, GB/s."""
+        within = [self.intra.bus_gb_s(min(ranks, self.gpus_per_node))] if self.intra else []
+        if self.nodes(ranks) > 1:
+            if self.inter is None:
+                raise ValueError(
+                    f"{ranks} ranks fill {self.nodes(ranks)} nodes, and no link between nodes is known"
+                )
+            return min([*within, self.inter.bus_gb_s(self.nodes(ranks)) * self.nics])
+        if not within:
+            raise ValueError("the link within a node is not known")
+        return within[0]
+
+    def replicas(self, tensor: int) -> Fabric:
+        """What the ranks of one gradient reduction see when `tensor` neighbours share a replica: each node
+        holds fewer of them, and as many groups share its NICs."""
+        if tensor == 1:
+            return self
+        per_node = max(1, self.gpus_per_node // tensor)
+        inter = self.inter and self.inter.model_copy(update={"gb_s": self.inter.gb_s / tensor})
+        return dataclasses.replace(self, gpus_per_node=per_node, inter=inter)
+
+    def seconds(self, size: float, ranks: int, kind: str = "all_reduce") -> float:
+        """Of one collective of `size` bytes per rank over `ranks` ranks."""
+        if ranks <= 1 or size <= 0:
+            return 0.0
+        traversals = TRAVERSALS[kind]
+        volume = traversals * (ranks - 1) / ranks * size
+        if self.curve is not None and self.nodes(ranks) == 1:
+            measured = 2 * (self.curve.ranks - 1) / self.curve.ranks
+            return self.curve.seconds(size) * (traversals * (ranks - 1) / ranks) / measured
+        bus = self.bus_gb_s(ranks) * GB
+        times: list[float] = []
+        for near, far in self._protocols(ranks):
+            times.append(self._ring_latency(ranks, traversals, near, far) + volume / (bus * near.share))
+            tree = self._tree_latency(ranks, near, far)
+            if kind == "all_reduce" and tree is not None:
+                times.append(tree + 2 * size / (bus * TREE_SHARE * near.share))
+        return min(times)
+
+    def rooted_seconds(self, size: float, ranks: int) -> float:
+        """Of a reduce to one rank or a broadcast from it: a pipelined chain, each byte once over each hop."""
+        if ranks <= 1 or size <= 0:
+            return 0.0
+        if self.curve is not None and self.nodes(ranks) == 1:
+            measured = 2 * (self.curve.ranks - 1) / self.curve.ranks
+            return self.curve.seconds(size) / measured
+        bus = self.bus_gb_s(ranks) * GB
+        return min(
+            self._ring_latency(ranks, 1, near, far) + size / (bus * near.share)
+            for near, far in self._protocols(ranks)
+        )
+
+    def all_to_all_seconds(self, size: float, ranks: int) -> float:
+        """Every rank sends each other one its part of `size` bytes: unlike a ring, all of a node's ranks
+        cross its NICs with most of what they hold."""
+        if ranks <= 1 or size <= 0:
+            return 0.0
+        bus = self.bus_gb_s(ranks) * GB
+        local = min(ranks, self.gpus_per_node)
+        outside = local * size * (ranks - local) / ranks
+        near, far = self._protocols(ranks)[0]
+        return (far.start if outside else near.start) + (outside or size * (local - 1) / ranks) / bus
+
+    def _protocols(self, ranks: int) -> list[tuple[Protocol, Protocol]]:
+        """Those that both levels know: (within a node, between nodes)."""
+        outer = self.inter if self.nodes(ranks) > 1 else self.intra
+        inner = self.intra or outer
+        assert inner is not None
+        assert outer is not None
+        known = hardware().latencies
+        near, far = known[inner.kind].protocols, known[outer.kind].protocols
+        return [(near[name], far[name]) for name in near if name in far]
+
+    def _ring_latency(self, ranks: int, traversals: int, near: Protocol, far: Protocol) -> float:
+        nodes = self.nodes(ranks)
+        across = traversals * (nodes - 1)
+        steps = (traversals * (ranks - 1) - across) * near.hop + across * far.hop
+        plateau = PLATEAU if nodes > 1 and near.share == 1 else 1.0
+        return plateau * (near.start + steps)
+
+    def _tree_latency(self, ranks: int, near: Protocol, far: Protocol) -> float | None:
+        if near.tree is None or far.tree is None:
+            return None
+        levels = (min(ranks, self.gpus_per_node) - 1) * near.tree + math.log2(self.nodes(ranks)) * far.tree
+        return near.tree_start + 2 * levels
+
+
+def bus_bandwidth(size: float, seconds: float, ranks: int) -> float:
+    """GB/s, comparable over numbers of ranks (nccl-tests, doc/PERFORMANCE.md)."""
+    return 2 * (ranks - 1) / ranks * size / seconds / GB
+
+
+def curve(ranks: int, points: Sequence[tuple[float, float]]) -> Curve:
+    """Sorted, one time per size. Raises ValueError for less than one point or a time that is not above 0."""
+    ordered = dict(sorted(points))
+    if not ordered or ranks < 2 or min(ordered) <= 0 or min(ordered.values()) <= 0:
+        raise ValueError("a curve needs points of positive size and time over at least 2 ranks")
+    return Curve(ranks, tuple(ordered.items()))

@@ -1,0 +1,282 @@
+"""`bert-dp plan scaling`: predictions over numbers of GPUs, what each lever changes, what was measured."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any, get_args
+
+from bert_dp.config import ConfigError
+from launcher.plan.hardware import constant, find_link, hardware
+from launcher.plan.inputs import Source
+from launcher.plan.links import Fabric
+from launcher.plan.predict import Engine, Prediction, Profile, Scenario, predict, with_micro
+from launcher.plan.timeline import FIRST_BUCKET, MIB, Gradient
+from launcher.runs import number
+
+MAX_GPUS = 1_000_000
+BOUNDS = ("no stragglers", "perfect overlap")
+WIDTHS = {"full": None, "bf16": 2.0, "fp16": 2.0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """The options of the verb."""
+
+    gpus: tuple[int, ...]
+    link: str | None = None
+    inter: str | None = None
+    gpus_per_node: int | None = None
+    nics: int = 1
+    engine: str = "ddp"
+    tensor: tuple[int, ...] = (1,)
+    accumulation: tuple[int, ...] = ()
+    straggler: float | None = None
+    overlap: float | None = None
+    bucket_mib: float | None = None
+    reduce_dtype: str = "full"
+
+
+def parse_counts(text: str, setting: str) -> tuple[int, ...]:
+    """`1,2,4` or `1..1024` (doubling, the end included). Raises ConfigError."""
+    problem = f"{setting}: {text!r} is not a list like 1,2,4 or a range like 1..1024"
+    if found := re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", text):
+        first, last = int(found[1]), int(found[2])
+        counts = []
+        while 0 < first < last <= MAX_GPUS:
+            counts.append(first)
+            first *= 2
+        counts.append(last)
+        if not 0 < int(found[1]) <= last:
+            raise ConfigError([f"{problem}; the first must be above 0 and not above the last"])
+    else:
+        if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
+            raise ConfigError([problem])
+        counts = [int(part) for part in text.split(",")]
+    if not all(0 < count <= MAX_GPUS for count in counts):
+        raise ConfigError([f"{problem}; each between 1 and {MAX_GPUS:,}"])
+    return tuple(dict.fromkeys(counts))
+
+
+def answer(source: Source, question: Question) -> dict[str, Any]:
+    """The prediction as JSON: `rows` for each accumulation, tensor size and number of GPUs, `assumptions`,
+    `measured` cells beside their prediction. Raises ConfigError with every problem."""
+    _check(source, question)
+    profile = _narrowed(source.profile, question.reduce_dtype)
+    rows = []
+    for accumulation in question.accumulation or (source.accumulation,):
+        for tensor in question.tensor:
+            for ranks in question.gpus:
+                if ranks % tensor == 0:
+                    scenario = scenario_of(source, question, ranks, tensor, accumulation)
+                    rows.append(_row(profile, scenario, levers(profile, scenario)))
+    if not rows:
+        raise ConfigError(
+            [f"--tensor: no size of {list(question.tensor)} divides any of {list(question.gpus)}"]
+        )
+    gain = question.overlap if question.overlap is not None else constant("overlap_gain")
+    spread = question.straggler if question.straggler is not None else source.spread
+    assumptions = [
+        *source.notes,
+        _links_note(source, question),
+        f"weak scaling: every replica keeps its micro batch of {profile.micro_batch} and its accumulation",
+        f"speed of the ranks spread by {100 * spread:.2g} % (standard deviation); all wait for the slowest",
+        f"of the communication that runs beside the backward pass {100 * gain:.0f} % is gained",
+    ]
+    return {
+        "schema_version": 1, "engine": question.engine, "assumptions": assumptions, "rows": rows,
+        "measured": against_measured(source, question),
+    }  # fmt: skip
+
+
+def scenario_of(source: Source, question: Question, ranks: int, tensor: int, accumulation: int) -> Scenario:
+    """Without --link the all-reduce measured over the next greater number of ranks, else over the most."""
+    per_node = _per_node(question)
+    curve = None
+    if question.link is None and source.curves:
+        counts = sorted(source.curves)
+        curve = source.curves[next((c for c in counts if c >= ranks), counts[-1])]
+    links = Fabric(
+        per_node,
+        find_link(question.link, "--link") if question.link else None,
+        find_link(question.inter, "--inter") if question.inter else None,
+        question.nics,
+        curve,
+    )
+    engine: Engine = next(e for e in get_args(Engine) if e == question.engine)
+    bucket = question.bucket_mib
+    options: dict[str, Any] = {} if bucket is None else {"bucket_bytes": bucket * MIB}
+    return Scenario(
+        links, ranks, engine, tensor, accumulation,
+        spread=question.straggler if question.straggler is not None else source.spread,
+        slowdown=source.slowdown(min(ranks, per_node)),
+        first_bucket=FIRST_BUCKET if bucket is None and engine == "ddp" else None,
+        overlap=question.overlap != 0,
+        gain=question.overlap if question.overlap is not None else constant("overlap_gain"),
+        **options,
+    )  # fmt: skip
+
+
+def levers(profile: Profile, scenario: Scenario) -> list[dict[str, Any]]:
+    """What one change would make of the rate: `gain` = tokens/s over tokens/s now, less one; best first. A
+    `bound` is no setting: it says what is lost there. A greater batch is as fast per sequence."""
+    if scenario.ranks == 1:
+        return []
+    now = predict(profile, scenario)
+    twice = dataclasses.replace
+    changes: list[tuple[str, Profile, Scenario]] = [
+        ("2 x accumulation", profile, twice(scenario, accumulation=2 * scenario.accumulation)),
+        ("2 x micro batch", _doubled(profile), scenario),
+        ("2 x link speed", profile, twice(scenario, fabric=_faster(scenario.fabric))),
+        ("no overlap: one bucket", profile, twice(scenario, overlap=False)),
+        ("2 x bucket size", profile, twice(scenario, bucket_bytes=2 * scenario.bucket_bytes)),
+        (BOUNDS[0], profile, twice(scenario, spread=0.0)),
+        (BOUNDS[1], profile, twice(scenario, overlap=True, gain=1.0)),
+    ]
+    if profile.gradient_bytes > 2 and scenario.engine == "ddp":
+        changes.append(("16-bit gradients", _narrowed(profile, "bf16"), scenario))
+    found = []
+    for name, changed_profile, changed in changes:
+        then = predict(changed_profile, changed)
+        gain = then.tokens_per_s / now.tokens_per_s - 1
+        found.append(
+            {"lever": name, "gain": gain, "tokens_per_s": then.tokens_per_s, "bound": name in BOUNDS}
+        )
+    return sorted(found, key=lambda lever: -lever["gain"])
+
+
+def against_measured(source: Source, question: Question) -> list[dict[str, Any]]:
+    """Every measured cell of engines that are modelled, beside what is predicted for it from the one-rank
+    profile, the all-reduce curve and the ceiling."""
+    found = []
+    for cell in source.cells:
+        engine, ranks, tensor = cell.get("engine"), int(cell["world_size"]), int(cell.get("tensor", 1))
+        rate = number(cell.get("tokens_per_s"))
+        asked = dataclasses.replace(question, engine=str(engine), gpus=(ranks,), reduce_dtype="full")
+        reachable = question.link or source.curves or ranks == 1
+        known = engine in (*get_args(Engine), "single") and cell.get("kind", "run") == "run"
+        if not known or rate is None or not reachable or (tensor > 1 and not source.profile.hidden_size):
+            continue
+        if engine == "single":
+            asked = dataclasses.replace(asked, engine="ddp")
+        scenario = scenario_of(source, asked, ranks, tensor, int(cell["accumulation"]))
+        profile = _with_micro_batch(
+            source.profile, int(cell.get("micro_batch") or source.profile.micro_batch)
+        )
+        then = predict(profile, scenario)
+        interval = (cell.get("step_time_s") or {}).get("ci95")
+        found.append({
+            "cell": cell["id"], "ranks": ranks, "predicted_step_s": then.step_s,
+            "measured_step_s": (cell.get("step_time_s") or {}).get("median"), "ci95": interval,
+            "within": interval[0] <= then.step_s <= interval[1] if interval else None,
+            "predicted_tokens_per_s": then.tokens_per_s, "measured_tokens_per_s": rate,
+            "predicted_efficiency": then.efficiency, "measured_efficiency": cell.get("efficiency"),
+        })  # fmt: skip
+    return found
+
+
+def _per_node(question: Question) -> int:
+    """8 GPUs, but a measured or a loopback link joins all that are asked for."""
+    if question.gpus_per_node is not None:
+        return question.gpus_per_node
+    local = question.link is None or find_link(question.link, "--link").kind == "loopback"
+    return max(question.gpus) if local and question.inter is None else 8
+
+
+def _check(source: Source, question: Question) -> None:
+    issues = []
+    engines = get_args(Engine)
+    if question.engine not in engines:
+        issues.append(f"--engine: {question.engine!r} is not modelled; use one of {', '.join(engines)}")
+    if question.reduce_dtype not in WIDTHS:
+        issues.append(f"--reduce-dtype: {question.reduce_dtype!r}; use one of {', '.join(WIDTHS)}")
+    if question.straggler is not None and not 0 <= question.straggler < 1:
+        issues.append(f"--straggler: {question.straggler:g} is not between 0 and 1; 0.02 = 2 %")
+    if question.overlap is not None and not 0 <= question.overlap <= 1:
+        issues.append(f"--overlap: {question.overlap:g} is not between 0 (none) and 1 (all that can be)")
+    for setting, value in (("--gpus-per-node", question.gpus_per_node), ("--nics", question.nics),
+                           ("--bucket-mib", question.bucket_mib)):  # fmt: skip
+        if value is not None and not value > 0:
+            issues.append(f"{setting}: {value:g} is not above 0")
+    for name, setting in ((question.link, "--link"), (question.inter, "--inter")):
+        if name is not None:
+            find_link(name, setting)
+    issues += _link_issues(source, question)
+    if max(question.tensor) > 1 and not source.profile.hidden_size:
+        issues.append(f"--tensor: {max(question.tensor)} needs the model's shape; add --model CONFIG")
+    if issues:
+        raise ConfigError(issues)
+
+
+def _link_issues(source: Source, question: Question) -> list[str]:
+    most, per_node = max(question.gpus), _per_node(question)
+    if 0 < per_node < most and question.inter is None:
+        between = [name for name, link in hardware().links.items() if link.kind in ("net", "tcp")]
+        return [f"--inter: {most} GPUs fill more than one node of {per_node}; name the link between nodes, "
+                f"one of {', '.join(between)}"]  # fmt: skip
+    if most > 1 and question.link is None and not source.curves:
+        return [f"--link: not given, and no measured all-reduce for {most} GPUs; use one of "
+                f"{', '.join(hardware().links)}"]  # fmt: skip
+    if question.link is None and per_node < most:
+        return [f"--link: give the link within a node as well as --inter {question.inter}"]
+    return []
+
+
+def _row(profile: Profile, scenario: Scenario, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    p: Prediction = predict(profile, scenario)
+    alone = p.tokens_per_s / p.efficiency / p.ranks
+    return {
+        "world_size": p.ranks, "tensor": scenario.tensor, "accumulation": scenario.accumulation,
+        "global_batch": scenario.replicas * scenario.accumulation * profile.micro_batch,
+        "step_time_s": p.step_s,
+        "split_s": {"forward_backward": p.compute_s, "optimizer": p.optimizer_s, "straggler": p.straggler_s,
+                    "exposed_comm": p.exposed_s},
+        "exposed_comm_fraction": p.exposed_s / p.step_s, "tokens_per_s": p.tokens_per_s,
+        "samples_per_s": p.tokens_per_s / profile.sequence_length,
+        "speedup": p.tokens_per_s / alone, "efficiency": p.efficiency, "levers": list(found),
+    }  # fmt: skip
+
+
+def _links_note(source: Source, question: Question) -> str:
+    if question.link is None:
+        if not source.curves:
+            return "one rank: no link"
+        counts = ", ".join(str(n) for n in sorted(source.curves))
+        return f"all-reduce as measured over {counts} ranks; its bus bandwidth for other numbers"
+    text = f"{question.link} within a node"
+    if question.inter:
+        text += f" of {_per_node(question)} GPUs, {question.nics} x {question.inter} between nodes"
+    return text
+
+
+def _narrowed(profile: Profile, dtype: str) -> Profile:
+    width = WIDTHS[dtype]
+    if width is None or width >= profile.gradient_bytes:
+        return profile
+    share = width / profile.gradient_bytes
+    gradients = tuple(Gradient(g.size * share, g.ready) for g in profile.gradients)
+    return dataclasses.replace(profile, gradients=gradients, gradient_bytes=width)
+
+
+def _with_micro_batch(profile: Profile, micro_batch: int) -> Profile:
+    """As fast per sequence."""
+    scaled = with_micro(profile, profile.micro_s * micro_batch / profile.micro_batch)
+    return dataclasses.replace(scaled, micro_batch=micro_batch)
+
+
+def _doubled(profile: Profile) -> Profile:
+    return _with_micro_batch(profile, 2 * profile.micro_batch)
+
+
+def _faster(links: Fabric) -> Fabric:
+    def twice(link: Any) -> Any:
+        if link is None:
+            return None
+        wider = {gpus: 2 * rate for gpus, rate in link.gpus_gb_s.items()}
+        return link.model_copy(update={"gb_s": 2 * link.gb_s, "gpus_gb_s": wider})
+
+    half = links.curve and dataclasses.replace(
+        links.curve, points=tuple((size, seconds / 2) for size, seconds in links.curve.points)
+    )
+    return dataclasses.replace(links, intra=twice(links.intra), inter=twice(links.inter), curve=half)

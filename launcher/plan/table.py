@@ -1,0 +1,82 @@
+"""The answer of `plan scaling` for the console."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from launcher.report import format_count, format_duration, format_percent, format_si, safe
+
+if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.table import Table
+
+
+def scaling_table(answer: Mapping[str, Any]) -> Group:
+    """The rows, the levers at the greatest number of GPUs, measured cells, and what was assumed."""
+    from rich.console import Group
+    from rich.text import Text
+
+    rows = answer["rows"]
+    parts: list[Any] = [_rows(rows)]
+    last = max(rows, key=lambda row: row["world_size"])
+    if last["levers"]:
+        parts.append(Text(f"\nWhat one change would do on {format_count(last['world_size'])} GPUs:"))
+        for lever in last["levers"]:
+            bound = " (what is lost there; no setting)" if lever["bound"] else ""
+            parts.append(Text(f"  {_gain(lever):>8}  {lever['lever']}{bound}"))
+    if answer["measured"]:
+        parts += [Text("\nPredicted beside measured:"), _measured(answer["measured"])]
+    parts += [Text(""), *(Text(safe(f"* {line}"), style="dim") for line in answer["assumptions"])]
+    return Group(*parts)
+
+
+def _rows(rows: Sequence[Mapping[str, Any]]) -> Table:
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    heads = ("GPUs", "tensor", "accum.", "step", "exposed", "efficiency", "tokens/s", "best change")
+    for head in heads:
+        table.add_column(
+            head, justify="left" if head == "best change" else "right", no_wrap=head != "best change"
+        )
+    for row in rows:
+        levers = row["levers"]
+        table.add_row(
+            format_count(row["world_size"]), format_count(row["tensor"]), format_count(row["accumulation"]),
+            _step(row["step_time_s"]), format_percent(row["exposed_comm_fraction"]),
+            format_percent(row["efficiency"]), format_si(row["tokens_per_s"]),
+            next((f"{_gain(lever)} {lever['lever']}" for lever in levers if not lever["bound"]), ""),
+        )  # fmt: skip
+    return table
+
+
+def _measured(cells: Sequence[Mapping[str, Any]]) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for head in (
+        "cell",
+        "step predicted",
+        "measured",
+        "efficiency predicted",
+        "measured",
+        "within the interval",
+    ):
+        table.add_column(head, justify="left" if head == "cell" else "right")
+    for cell in cells:
+        within = {True: "yes", False: "no", None: "n/a"}[cell["within"]]
+        table.add_row(
+            Text(safe(cell["cell"])), _step(cell["predicted_step_s"]), _step(cell["measured_step_s"]),
+            format_percent(cell["predicted_efficiency"]), format_percent(cell["measured_efficiency"]), within,
+        )  # fmt: skip
+    return table
+
+
+def _gain(lever: Mapping[str, Any]) -> str:
+    return f"{100 * lever['gain']:+.1f} %"
+
+
+def _step(seconds: float | None) -> str:
+    return f"{1000 * seconds:.1f} ms" if seconds is not None and seconds < 1 else format_duration(seconds)
