@@ -263,6 +263,7 @@ def scale(
     for every N the ceiling, N independent copies.
     """
     from launcher import scaling
+    from launcher.plan.scaling import parse_counts
     from launcher.scaling import grid
 
     if accumulation is not None and mode == "strong":
@@ -270,8 +271,8 @@ def scale(
             ["--accumulation: strong scaling derives it from batch.global_size; use --mode weak"]
         )
     settings = grid.Settings(
-        gpus=grid.parse_counts("--gpus", gpus), modes=grid.modes_of(mode),
-        engines=grid.parse_engines(engines), tensor=grid.parse_counts("--tensor", tensor), launcher=launcher,
+        gpus=tuple(sorted(parse_counts(gpus, "--gpus"))), modes=grid.modes_of(mode),
+        engines=grid.parse_engines(engines), tensor=parse_counts(tensor, "--tensor"), launcher=launcher,
         repeats=repeats, steps=steps, warm_up=warm_up, accumulation=accumulation, synthetic=synthetic,
     )  # fmt: skip
     raise typer.Exit(

@@ -14,6 +14,8 @@ from bert_dp import record
 from bert_dp.config import ConfigError, load_config
 from launcher import environment, starters, training
 from launcher.display import PLAIN, show
+from launcher.plan import inputs
+from launcher.plan.scaling import Question, answer
 from launcher.redact import redact_argv
 from launcher.scaling.grid import Grid, Settings
 from launcher.scaling.measure import Stopped, measure_links, measure_peak, measure_profile, run_grid
@@ -141,6 +143,7 @@ def run_locked(
         say(f"stopped: {out} holds what was measured; the same command goes on")
     scaling = collect(grid, out, facts=facts)
     scaling["verdicts"] = verdicts(scaling)
+    scaling["prediction"] = predicted(scaling)
     write(scaling, out)
     if as_json:
         sys.stdout.write(json.dumps(scaling, indent=1) + "\n")
@@ -148,6 +151,17 @@ def run_locked(
         tell(scaling, out, console)
     ran = any(cell["status"] == "ok" for cell in scaling["cells"])
     return 128 + stopped if stopped else 0 if ran else 1
+
+
+def predicted(scaling: dict[str, Any]) -> dict[str, Any] | None:
+    """What `plan scaling` says of these cells from one rank's profile, the links and the ceiling; None where
+    one of them was not measured."""
+    try:
+        source = inputs.from_data(scaling, "scaling.json")
+        gpus = tuple(sorted({cell["world_size"] for cell in scaling["cells"]}))
+        return answer(source, Question(gpus=gpus))
+    except ConfigError:
+        return None
 
 
 def write(scaling: dict[str, Any], out: Path) -> None:

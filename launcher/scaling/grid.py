@@ -167,14 +167,6 @@ def memory_limit_gib(machine: Environment, ranks: int, on_gpu: bool) -> float | 
     return machine.usable_memory_gib / ranks
 
 
-def parse_counts(name: str, text: str) -> tuple[int, ...]:
-    """`1,2,4` -> (1, 2, 4), sorted, each once. Raises ConfigError."""
-    words = [word.strip() for word in text.split(",")]
-    if not all(word.isdecimal() and 0 < int(word) <= 65_536 for word in words):
-        raise ConfigError([f"{name}: {text} is not a list of whole numbers of at least 1, like 1,2,4"])
-    return tuple(sorted({int(word) for word in words}))
-
-
 def parse_engines(text: str) -> tuple[str, ...]:
     """`ddp,zero1` -> ("ddp", "zero1"); the first is the one that is also run without the loader."""
     names = list(dict.fromkeys(word.strip() for word in text.split(",")))

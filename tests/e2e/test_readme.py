@@ -47,6 +47,9 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
             arguments = [*kept, *SHRINK, "--set", f"schedule.steps={4 if arguments[1] == '--run-dir' else 2}"]
             if first_build:
                 arguments += ["--set", "data.build.max_tokens_per_char=0"]
+        if arguments[0] == "scale":
+            arguments += [*SHRINK, "--steps", "2", "--warm-up", "1", "--repeats", "1",
+                          "--set", "data.build.max_tokens_per_char=0"]  # fmt: skip
         if arguments[:2] == ["data", "build"]:
             arguments = [*expand(arguments, tmp_path), *SIZE["data build"], "--set", "max_tokens_per_char=0",
                          "--set", "held_out_fraction=0.1"]  # fmt: skip

@@ -14,7 +14,7 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError, resolve
 from launcher import environment
 from launcher.scaling import directory_issues, plan_facts, stats
-from launcher.scaling.grid import Grid, Settings, modes_of, parse_counts, parse_engines
+from launcher.scaling.grid import Grid, Settings, modes_of, parse_engines
 from launcher.scaling.measure import cores_of, ended, run_dir
 from launcher.scaling.reduce import collect
 from launcher.scaling.verdict import judge, verdicts
@@ -106,14 +106,7 @@ def test_a_model_that_cannot_fit_is_refused_by_its_state_alone() -> None:
     assert any("cell strong-ddp-n4: weights, gradients and optimizer" in issue for issue in made.issues)
 
 
-@pytest.mark.parametrize("text", ["", "1,,2", "0,1", "-1", "two", "1.5", "99999999"])
-def test_counts_that_are_none_are_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="--gpus"):
-        parse_counts("--gpus", text)
-
-
 def test_lists_are_read() -> None:
-    assert parse_counts("--gpus", "4, 1,2,2") == (1, 2, 4)
     assert modes_of("both") == ("weak", "strong")
     assert parse_engines("zero1,ddp") == ("zero1", "ddp")
     for bad in ("ddp,magic", "", "deepspeed-9"):
