@@ -1,4 +1,4 @@
-"""Inline SVG for the HTML report: line plots and stacked bars, and the style sheet that colours them.
+"""Inline SVG for the HTML pages: line plots and stacked bars; `builder.STYLE` colours them.
 
 Coordinates are in the viewBox, WIDTH wide; the page scales them. Colours are classes s0 ... s7 (Okabe-Ito).
 """
@@ -216,61 +216,3 @@ def _drawable(points: Sequence[Point], x: Axis, y: Axis) -> list[Point]:
 
 def _text(value: str) -> str:
     return html.escape(value)
-
-
-_LIGHT = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a", "#d9c800")
-_DARK = ("#3d9be0", "#f0ad1e", "#1fb88a", "#f0723c", "#dd92ba", "#7cc8f2", "#a5a5a5", "#f0e442")
-
-
-def _palette(colours: Sequence[str]) -> str:
-    return "".join(f"--c{i}:{colour};" for i, colour in enumerate(colours))
-
-
-_COLOUR_RULES = "".join(
-    f".f{i}{{fill:var(--c{i})}}svg .l{i}{{stroke:var(--c{i})}}" for i in range(NUM_COLOURS)
-)
-
-STYLE = f"""
-:root{{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--ink:#1c2430;--soft:#5b6675;--rule:#dde2e8;
---ok:#0b7a4b;--warn:#9a6700;--fail:#b3261e;{_palette(_LIGHT)}}}
-@media (prefers-color-scheme:dark){{:root{{--page:#11151b;--card:#1a2029;--ink:#e6eaf0;--soft:#9aa6b5;
---rule:#2d3642;--ok:#4cc38a;--warn:#e0b13c;--fail:#ff8a80;{_palette(_DARK)}}}}}
-*{{box-sizing:border-box}}
-body{{margin:0;background:var(--page);color:var(--ink);
-font:15px/1.5 system-ui,"Segoe UI",Roboto,Arial,sans-serif}}
-main{{max-width:1120px;margin:0 auto;padding:28px 20px 48px}}
-h1{{font-size:24px;margin:0;overflow-wrap:anywhere}}h2{{font-size:16px;margin:0 0 10px}}
-.sub,.note,.legend{{color:var(--soft)}}.sub{{margin:2px 0}}.sub+.verdict{{margin-top:16px}}
-.card,.verdict{{background:var(--card);border:1px solid var(--rule);border-radius:8px}}
-.card,.verdict{{padding:16px;margin:0 0 16px}}
-.verdict{{border-left:5px solid var(--soft);padding:12px 16px;overflow-wrap:anywhere}}
-.verdict ul{{margin:6px 0 0;padding-left:20px;color:var(--soft)}}
-.verdict.ok{{border-left-color:var(--ok)}}.verdict.warn{{border-left-color:var(--warn)}}
-.verdict.fail{{border-left-color:var(--fail)}}
-.tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(190px,1fr));gap:0 16px}}
-.tiles b{{display:block;font-size:22px;font-variant-numeric:tabular-nums}}.tiles .note{{font-size:13px}}
-.plots{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));gap:0 16px}}
-svg{{display:block;width:100%;height:auto}}svg text{{fill:var(--soft);font-size:13px}}
-svg .label,svg .name{{fill:var(--ink)}}svg .white{{fill:#fff}}svg .black{{fill:#111}}
-svg path{{fill:none;stroke-width:1.8;stroke-linejoin:round}}svg .dash{{stroke-dasharray:6 4}}{_COLOUR_RULES}
-svg .grid{{stroke:var(--rule);stroke-width:1}}svg .axis{{stroke:var(--soft);stroke-width:1}}
-svg .level{{stroke:var(--soft);stroke-width:1.2;stroke-dasharray:2 4}}
-.halo{{paint-order:stroke;stroke:var(--card);stroke-width:4px}}
-.legend{{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:13px;margin-top:6px}}
-.legend span{{display:inline-flex;align-items:center;gap:6px;overflow-wrap:anywhere}}
-svg.key{{width:22px;flex:none}}
-.scales{{float:right;font-size:13px;color:var(--soft)}}.scales input{{margin:0 4px 0 10px}}
-.card:has(.to-log:checked) .linear,.card:has(.to-linear:checked) .log{{display:none}}
-.empty{{color:var(--soft);font-style:italic}}.scroll{{overflow-x:auto}}
-table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}}
-th,td{{text-align:left;vertical-align:top;padding:5px 14px 5px 0;border-top:1px solid var(--rule)}}
-td{{font-weight:600;overflow-wrap:anywhere}}tbody th{{font-weight:500;white-space:nowrap}}
-tr.section th{{padding-top:16px;border:0;color:var(--soft);font-size:12px;letter-spacing:.06em}}
-td .note,td.note{{font-weight:400;font-size:13px}}td .note{{display:block}}
-td.note{{color:var(--soft);width:60%}}summary{{cursor:pointer;font-weight:600}}
-pre{{overflow:auto;white-space:pre-wrap;overflow-wrap:anywhere}}
-pre{{font:12.5px/1.45 ui-monospace,Menlo,Consolas,monospace}}
-@media print{{:root{{--page:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;{_palette(_LIGHT)}}}
-body{{font-size:11px}}main{{max-width:none;padding:0}}.scales{{display:none}}
-.card,.verdict{{break-inside:avoid}}.plots{{grid-template-columns:1fr 1fr}}}}
-"""
