@@ -43,11 +43,12 @@ def plot_grid(cards: Iterable[str]) -> str:
     return f'<div class="plots">{"".join(cards)}</div>'
 
 
-def verdict_card(level: str, text: str, notes: Iterable[str] = (), name: str = "") -> str:
-    """`level`: ok, warn, fail, or nothing for a plain statement."""
+def verdict_card(level: str, text: str, notes: Iterable[str] = (), name: str = "", after: str = "") -> str:
+    """`level`: ok, warn, fail, or nothing for a plain statement; `after` is HTML below the notes."""
     listed = "".join(f"<li>{escape(note)}</li>" for note in notes)
     named = f"<strong>{escape(name)}</strong> " if name else ""
-    return f'<div class="verdict {level}">{named}{escape(text)}{f"<ul>{listed}</ul>" if listed else ""}</div>'
+    shown = f"<ul>{listed}</ul>" if listed else ""
+    return f'<div class="verdict {level}">{named}{escape(text)}{shown}{after}</div>'
 
 
 def tiles(items: Iterable[tuple[str, str, str]]) -> str:
@@ -60,9 +61,10 @@ def tiles(items: Iterable[tuple[str, str, str]]) -> str:
     return f'<div class="tiles">{"".join(cards)}</div>'
 
 
-def table(lines: Iterable[str]) -> str:
-    """Rows of HTML as a table that scrolls by itself where it is too wide."""
-    return f'<div class="scroll"><table>{"".join(lines)}</table></div>'
+def table(lines: Iterable[str], kind: str = "") -> str:
+    """Rows of HTML as a table that scrolls by itself where it is too wide; `numbers`: small and aligned."""
+    named = f' class="{kind}"' if kind else ""
+    return f'<div class="scroll"><table{named}>{"".join(lines)}</table></div>'
 
 
 def head(names: Sequence[str]) -> str:
@@ -147,7 +149,15 @@ svg .label,svg .name{{fill:var(--ink)}}svg .white{{fill:#fff}}svg .black{{fill:#
 svg path{{fill:none;stroke-width:1.8;stroke-linejoin:round}}svg .dash{{stroke-dasharray:6 4}}{_COLOUR_RULES}
 svg .grid{{stroke:var(--rule);stroke-width:1}}svg .axis{{stroke:var(--soft);stroke-width:1}}
 svg .level{{stroke:var(--soft);stroke-width:1.2;stroke-dasharray:2 4}}
+svg .soft{{stroke:var(--soft);stroke-width:1.4;stroke-dasharray:5 4}}
+svg .band{{opacity:.2;stroke:none}}svg .whisker{{stroke-width:1.3}}
 .halo{{paint-order:stroke;stroke:var(--card);stroke-width:4px}}
+.figure .row{{margin:0 0 8px;break-inside:avoid}}.figure .name{{overflow-wrap:anywhere;font-size:14px}}
+svg.flow{{overflow:visible}}svg line{{stroke-width:1.6}}svg .median{{stroke:var(--ink);stroke-width:2}}
+.figure .label,.panel .note{{font-size:13px}}
+.panels{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(300px,100%),1fr));gap:14px 28px}}
+.panel{{break-inside:avoid}}.rank{{display:grid;grid-template-columns:30px 1fr}}
+.rank span{{font-size:12px;line-height:1;color:var(--soft);align-self:center}}
 .legend{{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:13px;margin-top:6px}}
 .legend span{{display:inline-flex;align-items:center;gap:6px;overflow-wrap:anywhere}}
 svg.key{{width:22px;flex:none}}
@@ -157,6 +167,12 @@ svg.key{{width:22px;flex:none}}
 table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}}
 th,td{{text-align:left;vertical-align:top;padding:5px 14px 5px 0;border-top:1px solid var(--rule)}}
 td{{font-weight:600;overflow-wrap:anywhere}}tbody th{{font-weight:500;white-space:nowrap}}
+.numbers{{font-size:13px}}.numbers td{{text-align:right;font-weight:400;overflow-wrap:normal}}
+.numbers tr:first-child th{{font-weight:600;text-align:right;vertical-align:bottom;min-width:62px}}
+.numbers th,.numbers td{{padding:4px 10px 4px 0}}
+.numbers th:first-child{{position:sticky;left:0;background:var(--card);max-width:240px}}
+.numbers th:first-child{{white-space:normal;overflow-wrap:anywhere;min-width:110px}}
+h3{{font-size:14px;margin:18px 0 4px}}
 tr.section th{{padding-top:16px;border:0;color:var(--soft);font-size:12px;letter-spacing:.06em}}
 td .note,td.note{{font-weight:400;font-size:13px}}td .note{{display:block}}
 td.note{{color:var(--soft);width:60%}}summary{{cursor:pointer;font-weight:600}}

@@ -93,6 +93,22 @@ def format_duration(seconds: object) -> str:
     return "{} d {:02d} h".format(*divmod(round(s / 3600), 24))
 
 
+def format_step_time(seconds: object) -> str:
+    """Seconds of a step with three significant digits, so that steps can be compared: `12.3 ms`, `1.23 s`."""
+    s = number(seconds)
+    if s is None:
+        return NA
+    small = 0 < abs(s) < 0.9995
+    text = _three(1000 * s if small else s)
+    return f"{text} {'ms' if small else 's'}"
+
+
+def format_ratio(value: object) -> str:
+    """A ratio around one, or a speed-up: `1.90`."""
+    n = number(value)
+    return NA if n is None else f"{n:.2f}"
+
+
 def format_eta(seconds: object) -> str:
     """A remaining time: below a second it is no more than `<1 s`."""
     s = number(seconds)
