@@ -33,6 +33,11 @@ def sub(text: str) -> str:
     return f'<p class="sub">{escape(text)}</p>'
 
 
+def note(text: str) -> str:
+    """What a reader must know, below a figure."""
+    return f'<p class="note">{escape(text)}</p>'
+
+
 def card(title: str, content: str, extra: str = "") -> str:
     """A box with a heading; `content` and `extra` (beside the heading) are HTML."""
     return f'<section class="card">{extra}<h2>{escape(title)}</h2>{content}</section>'
@@ -150,13 +155,15 @@ svg path{{fill:none;stroke-width:1.8;stroke-linejoin:round}}svg .dash{{stroke-da
 svg .grid{{stroke:var(--rule);stroke-width:1}}svg .axis{{stroke:var(--soft);stroke-width:1}}
 svg .level{{stroke:var(--soft);stroke-width:1.2;stroke-dasharray:2 4}}
 svg .soft{{stroke:var(--soft);stroke-width:1.4;stroke-dasharray:5 4}}
+svg .fine{{stroke:var(--soft);stroke-width:1.6;stroke-dasharray:2 4}}
 svg .band{{opacity:.2;stroke:none}}svg .whisker{{stroke-width:1.3}}
 .halo{{paint-order:stroke;stroke:var(--card);stroke-width:4px}}
 .figure .row{{margin:0 0 8px;break-inside:avoid}}.figure .name{{overflow-wrap:anywhere;font-size:14px}}
 svg.flow{{overflow:visible}}svg line{{stroke-width:1.6}}svg .median{{stroke:var(--ink);stroke-width:2}}
 .figure .label,.panel .note{{font-size:13px}}
 .panels{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(300px,100%),1fr));gap:14px 28px}}
-.panel{{break-inside:avoid}}.rank{{display:grid;grid-template-columns:30px 1fr}}
+.panel .name{{margin-bottom:4px}}.panel{{break-inside:avoid}}
+.rank{{display:grid;grid-template-columns:30px 1fr}}
 .rank span{{font-size:12px;line-height:1;color:var(--soft);align-self:center}}
 .legend{{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:13px;margin-top:6px}}
 .legend span{{display:inline-flex;align-items:center;gap:6px;overflow-wrap:anywhere}}
@@ -168,10 +175,13 @@ table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}}
 th,td{{text-align:left;vertical-align:top;padding:5px 14px 5px 0;border-top:1px solid var(--rule)}}
 td{{font-weight:600;overflow-wrap:anywhere}}tbody th{{font-weight:500;white-space:nowrap}}
 .numbers{{font-size:13px}}.numbers td{{text-align:right;font-weight:400;overflow-wrap:normal}}
-.numbers tr:first-child th{{font-weight:600;text-align:right;vertical-align:bottom;min-width:62px}}
+.numbers td{{white-space:nowrap}}.numbers tr:first-child th{{font-weight:600;text-align:right}}
+.numbers tr:first-child th{{vertical-align:bottom;white-space:normal;line-height:1.25}}
 .numbers th,.numbers td{{padding:4px 10px 4px 0}}
 .numbers th:first-child{{position:sticky;left:0;background:var(--card);max-width:240px}}
-.numbers th:first-child{{white-space:normal;overflow-wrap:anywhere;min-width:110px}}
+.numbers th:first-child{{white-space:normal;overflow-wrap:anywhere;min-width:120px}}
+.pairs th{{white-space:normal}}p.note{{font-size:13px;margin:8px 0 0}}.plot{{overflow-x:auto}}
+.plot svg{{min-width:420px}}
 h3{{font-size:14px;margin:18px 0 4px}}
 tr.section th{{padding-top:16px;border:0;color:var(--soft);font-size:12px;letter-spacing:.06em}}
 td .note,td.note{{font-weight:400;font-size:13px}}td .note{{display:block}}

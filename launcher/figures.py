@@ -36,24 +36,26 @@ class Box:
     series: Mapping[str, Mapping[str, float]]
 
 
-def bars(title: str, axis: str, rows: Sequence[Bar], text: Text) -> str:
-    """A bar per row, as long as its parts together; `axis` names the quantity and its unit."""
+def bars(title: str, axis: str, rows: Sequence[Bar], text: Text, tick: Text) -> str:
+    """A bar per row, as long as its parts together; `text` prints an amount, `tick` a place on the axis."""
     drawn = [row for row in rows if sum(row.parts.values()) > 0]
     if not drawn:
         return empty(title)
     names = list(dict.fromkeys(name for row in drawn for name in row.parts))
     high = max(sum(row.parts.values()) for row in drawn)
-    ticks = [tick for tick in linear_ticks(0.0, high) if tick <= high]
-    lines = [_axis(ticks, 0.0, high, text)]
+    ticks = [place for place in linear_ticks(0.0, high) if place <= high]
+    lines = [_axis(ticks, 0.0, high, tick)]
     for index, row in enumerate(drawn, 1):
         lines.append(_bar(row, names, ticks, high, text))
         if index % AXIS_EVERY == 0 or index == len(drawn):
-            lines.append(_axis(ticks, 0.0, high, text))
+            lines.append(_axis(ticks, 0.0, high, tick))
     head = f'<div class="label">{_escape(axis)}</div>'
     return _figure(title, head + "".join(lines)) + legend([(n, i, "bar") for i, n in enumerate(names)])
 
 
-def boxes(title: str, panels: Sequence[tuple[str, Sequence[Box], str]], text: Text, unit: str) -> str:
+def boxes(
+    title: str, panels: Sequence[tuple[str, Sequence[Box], str]], text: Text, tick: Text, unit: str
+) -> str:
     """A panel per (name, rows, note), each with its own axis of `unit`."""
     drawn = [(name, rows, note) for name, rows, note in panels if _values(rows)]
     if not drawn:

@@ -11,12 +11,16 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-WIDTH, HEIGHT = 640, 300
+WIDTH, HEIGHT = 560, 290
 LEFT, RIGHT, TOP, BOTTOM = 66, 16, 30, 46
 BARS_WIDTH, BAR, ROW = 1080, 26, 62
 NUM_COLOURS = 8
 MAX_POINTS = 2000
-TICK_ROOM = 30  # between the middles of two ticks that were asked for
+TICK_ROOM, ASKED_ROOM, TICK_HEIGHT = (
+    46,
+    30,
+    16,
+)  # between the middles of two ticks; of those asked for; upright
 SHAPES = (  # drawn around 0, 0
     "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0",
     "M-3.6-3.6H3.6V3.6H-3.6Z",
@@ -33,13 +37,13 @@ class Series:
     """A named line; a value that is not finite is a gap.
 
     Styles: line; marked (dashed, circles); shaped (a shape of its own at each point, so that more series than
-    colours stay apart, also in print); rule (dashed, no marks); dots (marks alone); soft (grey, dashed: what
-    no run measured)."""
+    colours stay apart, also in print); rule (dashed, no marks); dots (marks alone); soft (grey, dashed); fine
+    (grey, dotted: what no run measured)."""
 
     label: str
     points: Sequence[Point]
     colour: int
-    style: Literal["line", "marked", "shaped", "rule", "dots", "soft"] = "line"
+    style: Literal["line", "marked", "shaped", "rule", "dots", "soft", "fine"] = "line"
     band: Sequence[tuple[float, float, float]] = ()
     """(x, low, high): an interval around each point."""
     width: float | None = None
@@ -87,7 +91,7 @@ def line_plot(
     """One SVG; a paragraph that says so when there is not a single finite measured point."""
     drawn = [dataclasses.replace(s, points=downsample(_drawable(s.points, x, y))) for s in series]
     finite = [p for s in drawn for p in s.points if math.isfinite(p[1])]
-    if not any(math.isfinite(p[1]) for s in drawn for p in s.points if s.style != "soft"):
+    if not any(math.isfinite(p[1]) for s in drawn for p in s.points if s.style != "fine"):
         return f'<p class="empty">{_text(title)}: no data recorded</p>'
     xs = _Scale(x, [p[0] for p in finite], LEFT, WIDTH - RIGHT)
     ends = [
@@ -141,6 +145,7 @@ def legend(entries: Sequence[tuple[str, int, str]]) -> str:
             "line": f'<path class="l{c}" d="M1 6H21"/>',
             "rule": f'<path class="l{c} dash" d="M1 6H21"/>',
             "soft": '<path class="soft" d="M1 6H21"/>',
+            "fine": '<path class="fine" d="M1 6H21"/>',
             "mark": '<path class="level" d="M11 0V12"/>',
             "dots": shape(colour, 11, 6),
             "shaped": f'<path class="l{c}" d="M1 6H21"/>{shape(colour, 11, 6)}',
@@ -195,19 +200,20 @@ class _Scale:
             self.ticks = linear_ticks(self.low, self.high)
         room = axis.pad * (self.high - self.low)
         self.low, self.high = self.low - room, self.high + room
-        if axis.ticks:
-            self.ticks = self._apart(sorted(t for t in set(axis.ticks) if t > 0 or not axis.log))
+        asked = sorted(t for t in set(axis.ticks) if t > 0 or not axis.log)
+        self.ticks = self._apart(asked, ASKED_ROOM) if asked else self._apart(self.ticks, TICK_ROOM)
 
     def __call__(self, value: float) -> float:
         position = math.log10(value) if self.axis.log else value
         return self.start + (position - self.low) / (self.high - self.low) * (self.end - self.start)
 
-    def _apart(self, ticks: Sequence[float]) -> list[float]:
+    def _apart(self, ticks: Sequence[float], room: float) -> list[float]:
         """Without those whose text would run into the one before, or that lie outside."""
+        room = room if self.start < self.end else TICK_HEIGHT
         kept: list[float] = []
         for tick in ticks:
             inside = min(self.start, self.end) <= self(tick) <= max(self.start, self.end)
-            if inside and (not kept or abs(self(tick) - self(kept[-1])) >= TICK_ROOM):
+            if inside and (not kept or abs(self(tick) - self(kept[-1])) >= room):
                 kept.append(tick)
         return kept
 
@@ -292,8 +298,9 @@ def _line(series: Series, xs: _Scale, ys: _Scale) -> str:
         pen_down = place is not None
     dots = [p for p in places if p is not None]
     marks = ""
-    if (len(dots) == 1 and series.style != "soft") or (series.style == "marked" and len(dots) <= 60):
-        marks = "".join(f'<circle class="f{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in dots)
+    if (len(dots) == 1 and series.style != "fine") or (series.style == "marked" and len(dots) <= 60):
+        dot = 6 if series.style == "soft" else colour  # 6: grey
+        marks = "".join(f'<circle class="f{dot}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in dots)
     if series.style in ("shaped", "dots"):
         known = [(p, place) for p, place in zip(series.points, places, strict=True) if place is not None]
         marks = "".join(
@@ -302,7 +309,7 @@ def _line(series: Series, xs: _Scale, ys: _Scale) -> str:
         )
     if series.style == "dots" or not dots:
         return marks
-    name = "soft" if series.style == "soft" else f"l{colour}"
+    name = str(series.style) if series.style in ("soft", "fine") else f"l{colour}"
     dash = " dash" if series.style in ("marked", "rule") else ""
     width = f' style="stroke-width:{series.width:g}"' if series.width else ""
     return f'<path class="{name}{dash}"{width} d="{"".join(commands)}"/>{marks}'

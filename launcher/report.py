@@ -98,9 +98,14 @@ def format_step_time(seconds: object) -> str:
     s = number(seconds)
     if s is None:
         return NA
-    small = 0 < abs(s) < 0.9995
-    text = _three(1000 * s if small else s)
-    return f"{text} {'ms' if small else 's'}"
+    scaled, unit = (1000 * s, "ms") if 0 < abs(s) < 0.9995 else (s, "s")
+    return f"{_three(scaled) if abs(scaled) >= 999.5 else f'{scaled:#.3g}'.rstrip('.')} {unit}"
+
+
+def format_time_tick(seconds: float) -> str:
+    """A round time on an axis: `50 ms`, `1.5 s`."""
+    scaled, unit = (1000 * seconds, "ms") if 0 < abs(seconds) < 0.9995 else (seconds, "s")
+    return f"{_three(scaled)} {unit}"
 
 
 def format_ratio(value: object) -> str:

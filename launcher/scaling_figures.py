@@ -45,7 +45,7 @@ def speedup(scaling: Mapping[str, Any], mode: str) -> Figure:
     groups, n = view.groups(scaling, mode), _ranks_axis(scaling, mode)
     lines = [_line(group, "speedup", "efficiency_ci95", times_n=True) for group in groups]
     sizes = view.sizes(groups)
-    ideal = [plots.Series("ideal", [(size, size) for size in sizes], 0, "soft")]
+    ideal = [plots.Series("ideal", [(size, size) for size in sizes], 0, "fine")]
     y = plots.Axis(SPEEDUP, format_ratio, log=n.log, from_zero=True, ticks=n.ticks if n.log else ())
     note = "Bands and whiskers: 95 % intervals over the repeats."
     if ceilings := _ceilings(groups, times_n=True):
@@ -149,10 +149,20 @@ def loss_note(scaling: Mapping[str, Any]) -> str:
     return f"{text} Not of: {', '.join(others)}." if others else f"{text} One line means one model."
 
 
-def step_bars(scaling: Mapping[str, Any]) -> list[Bar]:
-    """The median step of each cell in its parts, in seconds."""
+def step_bars(scaling: Mapping[str, Any], mode: str) -> tuple[list[Bar], list[Bar]]:
+    """The median step in its parts, in seconds, of each run cell of a mode and of each control."""
+    runs = [cell for group in view.groups(scaling, mode) for cell in group.cells]
+    controls = [
+        cell
+        for cell in view.cells(scaling)
+        if cell.get("kind", "run") != "run" and str(cell.get("mode")) == mode
+    ]
+    return _bars(runs), _bars(controls)
+
+
+def _bars(cells: Sequence[Cell]) -> list[Bar]:
     rows = []
-    for cell in view.cells(scaling):
+    for cell in cells:
         parts = {head: s for path, head in view.SPLIT.items() if (s := view.value(cell, path)) is not None}
         rows.append(Bar(view.name(cell), {head: max(0.0, s) for head, s in parts.items()}))
     return rows
@@ -218,13 +228,17 @@ def _line(group: Group, path: str, interval: str, times_n: bool = False) -> plot
 
 def _ceilings(groups: Sequence[Group], times_n: bool = False) -> list[plots.Series]:
     """The ceiling of each group; one for all where they have the same."""
-    found = []
+    found: list[plots.Series] = []
+    at: dict[float, set[float]] = {}
     for group in groups:
         points = [(n, c * n if times_n else c) for n, c in _points(group, "ceiling_efficiency")]
         if _finite(points):
             found.append(plots.Series(f"ceiling of {group.label}", points, group.index, "rule"))
-    if len({tuple(p for p in s.points if math.isfinite(p[1])) for s in found}) == 1:
-        return [dataclasses.replace(found[0], label="ceiling")]
+            for n, height in points:
+                at.setdefault(n, set()).update({height} if math.isfinite(height) else ())
+    if all(len(heights) <= 1 for heights in at.values()):
+        points = sorted((n, height) for n, heights in at.items() for height in heights)
+        return [plots.Series("ceiling", points, 0, "soft")] if points else []
     return found
 
 

@@ -57,14 +57,20 @@ def format_deviation(value: object) -> str:
     return NA if n is None else f"{n:.1e}"
 
 
+def format_interval(cell: Cell, path: str) -> str:
+    """The two ends of an interval of fractions."""
+    low, high = (value(cell, f"{path}.{end}") for end in ENDS)
+    return NA if low is None or high is None else f"{format_percent(low)} to {format_percent(high)}"
+
+
 IDENTITY = (
     Column("mode", "mode", format_word), Column("engine", "engine", format_word),
     Column("launcher", "launcher", format_word), Column("kind", "kind", format_word),
-    Column("of", "of", format_word), Column("world_size", "N", format_count),
+    Column("world_size", "N", format_count),
     Column("tensor", "tensor", format_count), Column("micro_batch", "micro batch", format_count),
     Column("accumulation", "accumulation", format_count),
     Column("global_batch", "global batch", format_count), Column("repeats", "repeats", format_count),
-    Column("status", "status", format_word),
+    Column("status", "status", format_word), Column("of", "control of", format_word),
 )  # fmt: skip
 THROUGHPUT = (
     Column("steps_per_s", "steps/s", format_si), Column("global_steps_per_s", "global steps/s", format_si),

@@ -51,7 +51,7 @@ def scaling(
         "config_hash": "5f2c9a1e", "command": "bert-dp scale crammed-bert --gpus 1,2,4",
         "mode": modes[0] if len(modes) == 1 else "both", "settings": dict(SETTINGS), "baseline": "single",
         "baselines": {"single": first, "ddp": f"{modes[0]}-ddp-n1" if "ddp" in engines else None},
-        "peak": {"datasheet_flops": None, "matmul_flops": 1.1e11, "sizes": [1024, 2048]},
+        "peak": {"datasheet_flops": None, "matmul_flops": 6.5e11, "sizes": [1024, 2048]},
         "cells": cells, "links": [_link(rng, n) for n in sizes if n > 1], "profile": _profile(rng),
         "verdicts": [_verdict(cell) for cell in cells if cell["kind"] == "run" and cell["status"] == "ok"],
         "prediction": _prediction(rng, cells) if prediction else None,
@@ -81,6 +81,8 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
     step = batch * SEQUENCE / rate
     efficiency = rate / (900.0 * n)
     many = n > 1
+    gib = 2.0 / (1 + 0.2 * (engine == "zero1") * (n - 1))
+    ranks = [_rank(rng, k, step, many, gib) for k in range(n)]
     return {
         "id": f"{mode}-{engine}-n{n}", "mode": mode, "engine": engine, "launcher": "torchrun",
         "world_size": n, "tensor": 1, "micro_batch": 8, "accumulation": accumulation, "global_batch": batch,
@@ -92,9 +94,8 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
         "data_wait_fraction": 0.004, "exposed_comm_fraction": lost if many else None,
         "exposed_comm_ddp_fraction": lost * 0.96 if many and engine == "ddp" else None,
         "straggler_ratio": 1.02 if many else None, "straggler_rank": n - 1 if many and n > 2 else None,
-        "ranks": [_rank(rng, k, step, many) for k in range(n)],
-        "peak_memory_gib": 2.1 / (1 + 0.2 * (engine == "zero1") * (n - 1)), "energy_j": None,
-        "energy_j_per_mtoken": None, "mfu": None, "mamfu": 6.2e8 * rate / n / 1.1e11,
+        "ranks": ranks, "peak_memory_gib": max(rank["peak_memory_gib"] for rank in ranks), "energy_j": None,
+        "energy_j_per_mtoken": None, "mfu": None, "mamfu": 6.2e8 * rate / n / 6.5e11,
         "speedup": efficiency * n, "efficiency": efficiency,
         "efficiency_ci95": [efficiency - 0.015, efficiency + 0.012],
         "efficiency_ddp1": efficiency / 0.985 if many else None,
@@ -129,7 +130,7 @@ def _repeat(rng: random.Random, name: str, k: int, step_s: float, batch: int) ->
             "step_time_s": {"median": step_s, "p95": 1.05 * step_s}}  # fmt: skip
 
 
-def _rank(rng: random.Random, rank: int, step_s: float, many: bool) -> dict[str, Any]:
+def _rank(rng: random.Random, rank: int, step_s: float, many: bool, gib: float) -> dict[str, Any]:
     def box(middle: float) -> dict[str, float]:
         spread = middle * rng.uniform(0.006, 0.012)
         return {"min": middle - 3 * spread, "q1": middle - spread, "median": middle, "q3": middle + spread,
@@ -137,7 +138,7 @@ def _rank(rng: random.Random, rank: int, step_s: float, many: bool) -> dict[str,
 
     own = box(step_s * rng.uniform(0.9, 0.93)) if many else None
     return {"rank": rank, "step_time_s": box(step_s), "own_work_s": own,
-            "peak_memory_gib": 2.0 + 0.02 * rng.random()}  # fmt: skip
+            "peak_memory_gib": gib * (1 + 0.05 * rng.random())}  # fmt: skip
 
 
 def _curve(batch: int) -> list[list[float]]:
@@ -202,7 +203,7 @@ def _verdict(cell: Mapping[str, Any]) -> dict[str, str]:
     else:
         name, next_ = "hardware ceiling", "nothing in software: the devices slow each other"
     evidence = (
-        f"{100 * lost:.1f} % of a step waits for gradients, the ceiling is {cell['ceiling_efficiency']}"
+        f"{100 * lost:.1f} % of a step waits for gradients, ceiling {cell['ceiling_efficiency'] or 1:.1%}"
     )
     return {"cell": cell["id"], "verdict": name, "evidence": evidence, "next": next_}
 

@@ -1,0 +1,155 @@
+"""The tables of the page of a scaling benchmark: cells, prediction, settings, records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from launcher import builder, figures
+from launcher import scaling_view as view
+from launcher.builder import card, escape
+from launcher.redact import redact
+from launcher.report import (
+    NA,
+    format_count,
+    format_gib,
+    format_percent,
+    format_si,
+    format_step_time,
+)
+from launcher.runs import number
+from launcher.scaling_view import Column
+
+SETTINGS = (
+    Column("model", "model", view.format_word),
+    Column("parameters", "parameters", format_si),
+    Column("flops_per_token", "FLOPs per token, forward and backward", format_si),
+    Column("sequence_length", "tokens per sequence", format_count),
+    Column("micro_batch", "micro batch, sequences", format_count),
+    Column("accumulation", "accumulation, micro batches per step", format_count),
+    Column("global_batch", "global batch of strong scaling, sequences", format_count),
+    Column("steps", "timed steps per repeat", format_count),
+    Column("warm_up", "warm-up steps before them", format_count),
+    Column("repeats", "repeats of a cell", format_count),
+    Column("precision", "precision", view.format_word),
+    Column("compiled", "compiled", view.format_word),
+    Column("device", "device", view.format_word),
+)
+REPEAT = (
+    Column("steps", "steps", format_count), Column("steps_per_s", "steps/s", format_si),
+    Column("tokens_per_s", "tokens/s", format_si),
+    Column("step_time_s.median", "step, median", format_step_time),
+    Column("step_time_s.p95", "p95", format_step_time),
+)  # fmt: skip
+RANK = (
+    *(Column(f"step_time_s.{q}", f"step, {q}", format_step_time) for q in figures.QUARTILES),
+    *(Column(f"own_work_s.{q}", f"own work, {q}", format_step_time) for q in figures.QUARTILES),
+    Column("peak_memory_gib", "peak memory", format_gib),
+)
+LINK = (
+    Column("bytes", "bytes", format_count), Column("seconds", "time", format_step_time),
+    Column("busbw_gb_s", "bus bandwidth, GB/s", format_si),
+    Column("algbw_gb_s", "bytes / time, GB/s", format_si),
+    Column("bucket", "a bucket's size", view.format_word),
+)  # fmt: skip
+
+
+def tables(scaling: Mapping[str, Any]) -> str:
+    """Every number of every cell, by topic; of a control what it can have. The exact value is the title."""
+    parts = []
+    for topic, columns in view.TOPICS.items():
+        cells = view.cells(scaling, "run" if columns is view.SCALING else None)
+        parts.append(f"<h3>{escape(topic)}</h3>{_grid(cells, columns)}")
+    causes = [c for c in view.cells(scaling) if c.get("cause")]
+    lines = [builder.row(view.name(c), [f"{c.get('status')}: {c['cause']}"]) for c in causes]
+    ends = f"<h3>Cells without a result</h3>{builder.table(lines, 'pairs')}" if lines else ""
+    return card("All cells", "".join(parts) + ends)
+
+
+def _grid(cells: Sequence[Mapping[str, Any]], columns: Sequence[Column], names: Sequence[str] = ()) -> str:
+    lines = [builder.head([column.head for column in columns])]
+    for index, cell in enumerate(cells):
+        values = []
+        for column in columns:
+            entry = view.entry(cell, column)
+            exact = f' title="{escape(repr(entry))}"' if isinstance(entry, float) else ""
+            values.append(f"<td{exact}>{escape(column.text(entry))}</td>")
+        label = names[index] if names else view.name(cell)
+        lines.append(f"<tr><th>{escape(label)}</th>{''.join(values)}</tr>")
+    return builder.table(lines, "numbers") if cells else '<p class="empty">no cells recorded</p>'
+
+
+def prediction(scaling: Mapping[str, Any]) -> str:
+    """Prediction beside measurement, for each cell that the prediction names; the rest as it was recorded."""
+    told = scaling.get("prediction")
+    if not isinstance(told, Mapping) or not told:
+        return ""
+    measured = {view.name(cell): cell for cell in view.cells(scaling)}
+    names = [
+        "step, predicted",
+        "step, measured",
+        "difference",
+        "efficiency, predicted",
+        "measured",
+        "95 % interval",
+    ]
+    lines = [builder.head(names)]
+    for row in map(view.mapped, view.listed(told.get("cells"))):
+        cell = measured.get(str(row.get("cell")), {})
+        expected, found = number(row.get("step_time_s")), view.value(cell, "step_time_s.median")
+        off = format_percent(expected / found - 1) if expected is not None and found else NA
+        interval = view.format_interval(cell, "efficiency_ci95")
+        efficiencies = [format_percent(it.get("efficiency")) for it in (row, cell)]
+        times = [format_step_time(expected), format_step_time(found), off]
+        lines.append(builder.row(str(row.get("cell")), [*times, *efficiencies, interval]))
+    rest = {key: value for key, value in told.items() if key != "cells"}
+    table = builder.table(lines, "numbers") if len(lines) > 1 else ""
+    return card("Prediction and measurement", table + (builder.record_text(rest) if rest else ""))
+
+
+def settings(scaling: Mapping[str, Any]) -> str:
+    """What was asked for, and the peaks that rates are divided by."""
+    asked = view.mapped(scaling.get("settings"))
+    known = {column.path for column in SETTINGS}
+    rows = [(column.head, column.text(asked.get(column.path))) for column in SETTINGS]
+    rows += [(str(key), str(value)) for key, value in asked.items() if key not in known]
+    rows += [
+        ("peak from the data sheet", format_si(view.at(scaling, "peak.datasheet_flops"), "FLOP/s")),
+        ("matmul peak measured here", format_si(view.at(scaling, "peak.matmul_flops"), "FLOP/s")),
+        *_profile(view.mapped(scaling.get("profile"))),
+        ("configuration hash", str(scaling.get("config_hash") or NA)),
+        ("command", str(scaling.get("command") or NA)),
+    ]
+    return card("Settings", builder.table([builder.row(name, [text]) for name, text in rows], "pairs"))
+
+
+def _profile(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
+    if not profile:
+        return []
+    parts = [
+        f"{key} {format_step_time(profile.get(f'{key}_s'))}" for key in ("forward", "backward", "optimizer")
+    ]
+    sizes = [
+        size for g in view.listed(profile.get("gradients")) if (size := number(view.mapped(g).get("bytes")))
+    ]
+    return [
+        ("one rank, one micro batch", ", ".join(parts)),
+        ("gradients", f"{format_count(len(sizes))} tensors, {format_si(sum(sizes) if sizes else None, 'B')}"),
+    ]
+
+
+def details(scaling: Mapping[str, Any]) -> list[str]:
+    repeats = [(f"{view.name(c)}: {r.get('run')}", r) for c in view.cells(scaling)
+               for r in map(view.mapped, view.listed(c.get("repeats")))]  # fmt: skip
+    ranks = [(f"{view.name(c)}, rank {format_count(r.get('rank'))}", r) for c in view.cells(scaling)
+             for r in map(view.mapped, view.listed(c.get("ranks")))]  # fmt: skip
+    links = [(f"{format_count(link.get('world_size'))} ranks, {link.get('backend')}", p)
+             for link in map(view.mapped, view.listed(scaling.get("links")))
+             for p in map(view.mapped, view.listed(link.get("points")))]  # fmt: skip
+    tables = {"Repeats": (repeats, REPEAT), "Ranks": (ranks, RANK), "All-reduce": (links, LINK)}
+    folded = [
+        builder.details(title, _grid([row for _, row in rows], columns, [label for label, _ in rows]))
+        for title, (rows, columns) in tables.items() if rows
+    ]  # fmt: skip
+    environment = redact(view.mapped(scaling.get("environment")))
+    return [*folded, builder.details("Environment", builder.environment_text(environment))]
