@@ -117,7 +117,7 @@ def machine_line(environment: Mapping[str, Any], *front: str) -> str:
     return " \u00b7 ".join(part for part in parts if part)
 
 
-_LIGHT = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a", "#d9c800")
+LIGHT = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a", "#d9c800")
 _DARK = ("#3d9be0", "#f0ad1e", "#1fb88a", "#f0723c", "#dd92ba", "#7cc8f2", "#a5a5a5", "#f0e442")
 
 
@@ -131,7 +131,7 @@ _COLOUR_RULES = "".join(
 
 STYLE = f"""
 :root{{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--ink:#1c2430;--soft:#5b6675;--rule:#dde2e8;
---ok:#0b7a4b;--warn:#9a6700;--fail:#b3261e;{_palette(_LIGHT)}}}
+--ok:#0b7a4b;--warn:#9a6700;--fail:#b3261e;{_palette(LIGHT)}}}
 @media (prefers-color-scheme:dark){{:root{{--page:#11151b;--card:#1a2029;--ink:#e6eaf0;--soft:#9aa6b5;
 --rule:#2d3642;--ok:#4cc38a;--warn:#e0b13c;--fail:#ff8a80;{_palette(_DARK)}}}}}
 *{{box-sizing:border-box}}
@@ -159,7 +159,8 @@ svg .fine{{stroke:var(--soft);stroke-width:1.6;stroke-dasharray:2 4}}
 svg .band{{opacity:.2;stroke:none}}svg .whisker{{stroke-width:1.3}}
 .halo{{paint-order:stroke;stroke:var(--card);stroke-width:4px}}
 .figure .row{{margin:0 0 8px;break-inside:avoid}}.figure .name{{overflow-wrap:anywhere;font-size:14px}}
-svg.flow{{overflow:visible}}svg line{{stroke-width:1.6}}svg .median{{stroke:var(--ink);stroke-width:2}}
+svg.flow{{overflow:visible}}.row+svg.flow{{margin-bottom:6px}}
+svg line{{stroke-width:1.6}}svg .median{{stroke:var(--ink);stroke-width:2}}
 .figure .label,.panel .note{{font-size:13px}}
 .panels{{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(300px,100%),1fr));gap:14px 28px}}
 .panel .name{{margin-bottom:4px}}.panel{{break-inside:avoid}}
@@ -188,7 +189,7 @@ td .note,td.note{{font-weight:400;font-size:13px}}td .note{{display:block}}
 td.note{{color:var(--soft);width:60%}}summary{{cursor:pointer;font-weight:600}}
 pre{{overflow:auto;white-space:pre-wrap;overflow-wrap:anywhere}}
 pre{{font:12.5px/1.45 ui-monospace,Menlo,Consolas,monospace}}
-@media print{{:root{{--page:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;{_palette(_LIGHT)}}}
+@media print{{:root{{--page:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;{_palette(LIGHT)}}}
 body{{font-size:11px}}main{{max-width:none;padding:0}}.scales{{display:none}}
 .card,.verdict{{break-inside:avoid}}.plots{{grid-template-columns:1fr 1fr}}}}
 """

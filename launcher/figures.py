@@ -61,7 +61,7 @@ def boxes(
     if not drawn:
         return empty(title)
     names = list(dict.fromkeys(name for _, rows, _ in drawn for row in rows for name in row.series))
-    parts = [_panel(name, rows, note, names, text, unit) for name, rows, note in drawn]
+    parts = [_panel(name, rows, note, names, text, tick, unit) for name, rows, note in drawn]
     keys = legend([(name, i, "bar") for i, name in enumerate(names)])
     return _figure(title, f'<div class="panels">{"".join(parts)}</div>') + keys
 
@@ -97,7 +97,9 @@ def _bar(row: Bar, names: Sequence[str], ticks: Sequence[float], high: float, te
     return f'<div class="row">{name}{_flow(20, "".join(parts))}</div>'
 
 
-def _panel(name: str, rows: Sequence[Box], note: str, names: Sequence[str], text: Text, unit: str) -> str:
+def _panel(
+    name: str, rows: Sequence[Box], note: str, names: Sequence[str], text: Text, tick: Text, unit: str
+) -> str:
     values = _values(rows)
     low, high = min(values), max(values)
     room = 0.05 * (high - low) or 0.05 * abs(high) or 1.0
@@ -112,7 +114,7 @@ def _panel(name: str, rows: Sequence[Box], note: str, names: Sequence[str], text
         lines.append(
             f'<div class="rank"><span>{_escape(row.label)}</span>{_flow(height, "".join(parts))}</div>'
         )
-    axis = f'<div class="rank"><span></span>{_axis(ticks, low, high, text)}</div>'
+    axis = f'<div class="rank"><span></span>{_axis(ticks, low, high, tick)}</div>'
     below = f'<div class="note">{_escape(note)}</div>' if note else ""
     head = f'<div class="name">{_escape(name)} <span class="note">{_escape(unit)}</span></div>'
     return f'<div class="panel">{head}{"".join(lines)}{axis}{below}</div>'

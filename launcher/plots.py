@@ -268,7 +268,8 @@ def _band(series: Series, xs: _Scale, ys: _Scale) -> str:
     """The area between the ends of the intervals, and each interval as a whisker."""
     colour, parts, run = series.colour % NUM_COLOURS, [], []
     for x, low, high in [*series.band, (0.0, math.nan, math.nan)]:
-        if math.isfinite(low) and math.isfinite(high):
+        on_axis = not (ys.axis.log and low <= 0) and not (xs.axis.log and x <= 0)
+        if on_axis and math.isfinite(x + low + high):
             at, bottom, top = xs(x), ys(low), ys(high)
             run.append((at, bottom, top))
             whisker = f"M{at:.1f} {bottom:.1f}V{top:.1f}M{at - 4:.1f} {bottom:.1f}h8M{at - 4:.1f} {top:.1f}h8"

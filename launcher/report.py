@@ -109,9 +109,9 @@ def format_time_tick(seconds: float) -> str:
 
 
 def format_ratio(value: object) -> str:
-    """A ratio around one, or a speed-up: `1.90`."""
+    """A ratio around one, or a speed-up, with three digits: `1.90`, `17.6`, `1,024`."""
     n = number(value)
-    return NA if n is None else f"{n:.2f}"
+    return NA if n is None else f"{n:,.{2 if abs(n) < 9.995 else 1 if abs(n) < 99.95 else 0}f}"
 
 
 def format_eta(seconds: object) -> str:

@@ -31,6 +31,8 @@ class Figure:
     levels: Sequence[plots.Level] = ()
     marks: Sequence[plots.Mark] = ()
     note: str = ""
+    absent: str = ""
+    """Why there is nothing to draw, where that is no lack of data."""
 
     @property
     def legend(self) -> list[tuple[str, int, str]]:
@@ -121,7 +123,10 @@ def loss(scaling: Mapping[str, Any]) -> Figure:
         for i, (cell, curve) in enumerate(zip(chosen, curves, strict=True))
     ]  # fmt: skip
     x, y = plots.Axis("tokens", format_si), plots.Axis("loss (nats per masked token)", format_si)
-    return Figure("Training loss", series, x, y, note=loss_note(scaling))
+    told = loss_note(scaling)
+    if not chosen and "strong" not in view.modes(scaling):
+        return Figure("Training loss", [], x, y, absent=told)
+    return Figure("Training loss", series, x, y, note=told)
 
 
 def compared(scaling: Mapping[str, Any]) -> list[Cell]:
@@ -172,13 +177,8 @@ def rank_panels(scaling: Mapping[str, Any]) -> list[tuple[str, list[Box], str]]:
     """(cell, a box per rank, what was left out) of every run cell."""
     panels = []
     for cell in view.cells(scaling, "run"):
-        ranks = [rank for rank in view.listed(cell.get("ranks")) if isinstance(rank, Mapping)]
-        kept = _extremes(ranks)
-        left = (
-            f"{len(kept)} of {len(ranks)} ranks: the fastest and the slowest"
-            if len(kept) < len(ranks)
-            else ""
-        )
+        kept, count = extremes(cell), len(view.listed(cell.get("ranks")))
+        left = f"{len(kept)} of {count} ranks: the fastest and the slowest" if len(kept) < count else ""
         rows = [Box(format_count(rank.get("rank")), _quartiles(rank)) for rank in kept]
         panels.append((view.name(cell), rows, left))
     return panels
@@ -193,10 +193,11 @@ def _quartiles(rank: Mapping[str, Any]) -> dict[str, dict[str, float]]:
     return {name: box for name, box in found.items() if box}
 
 
-def _extremes(ranks: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def extremes(cell: Cell) -> list[Mapping[str, Any]]:
     """All of a few ranks; of many the ones with the least and the greatest median of their own work."""
+    ranks = [rank for rank in view.listed(cell.get("ranks")) if isinstance(rank, Mapping)]
     if len(ranks) <= MAX_RANKS:
-        return list(ranks)
+        return ranks
 
     def pace(rank: Mapping[str, Any]) -> float:
         return view.value(rank, "own_work_s.median") or view.value(rank, "step_time_s.median") or 0.0

@@ -61,7 +61,7 @@ def _method(scaling: Mapping[str, Any]) -> str:
     count = {key: format_count(asked.get(key)) for key in ("steps", "warm_up", "repeats")}
     return " \u00b7 ".join([
         str(asked.get("model") or "model not recorded"),
-        f"{scaling.get('mode') or NA} scaling",
+        f"{' and '.join(view.modes(scaling))} scaling",
         f"{count['repeats']} repeats of {count['steps']} steps after {count['warm_up']} of warm-up",
         f"baseline: {scaling.get('baseline') or NA} on one rank{f' ({base})' if base else ''}",
     ])  # fmt: skip
@@ -76,6 +76,8 @@ def _verdicts(scaling: Mapping[str, Any]) -> list[str]:
     for entry in map(view.mapped, view.listed(scaling.get("verdicts"))):
         key = str(entry.get("verdict")), str(entry.get("next") or "")
         found.setdefault(key, []).append(f"{entry.get('cell')}: {entry.get('evidence') or NA}")
+    order = ("fail", "warn", "ok", "")
+    found = dict(sorted(found.items(), key=lambda item: order.index(_level(item[0][0]))))
     cards = [_folded(_level(name), f"{name}. Next: {advice}" if advice else name, cells)
              for (name, advice), cells in found.items()]  # fmt: skip
     flags = [f"{view.name(cell)}: {view.format_word(cell['flags'])}" for cell in view.cells(scaling)
@@ -87,7 +89,7 @@ def _verdicts(scaling: Mapping[str, Any]) -> list[str]:
 def _ends(scaling: Mapping[str, Any]) -> list[str]:
     cells = view.cells(scaling)
     by_status = {status: [c for c in cells if c.get("status") == status] for status in ("ok", "pending")}
-    lost = [c for c in cells if c.get("status") not in by_status]
+    lost = [c for c in cells if str(c.get("status")) not in by_status]
     done = f"{len(by_status['ok'])} of {len(cells)} cells have a result"
     cards = []
     if scaling.get("status") != "complete" or by_status["pending"]:
@@ -125,19 +127,12 @@ def _first(cause: object) -> str:
 
 def _tiles(scaling: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     cell: Cell = view.headline(scaling) or {}
-    place = (
-        f"{view.name(cell)}, N = {format_count(cell.get('world_size'))}" if cell else "no cell has a result"
-    )
+    place = f"{view.name(cell)}, N = {format_count(cell.get('world_size'))}" if cell else "no cell has run"
     device = view.mapped(scaling.get("settings")).get("device") or "this device"
     mfu, mamfu = view.value(cell, "mfu"), view.value(cell, "mamfu")
-    peak = (
-        "data-sheet peak"
-        if view.at(scaling, "peak.datasheet_flops")
-        else f"data-sheet peak of {device} unknown"
-    )
-    measured = (
-        "matmul peak measured here" if view.at(scaling, "peak.matmul_flops") else "no matmul peak measured"
-    )
+    known, measured = (view.at(scaling, f"peak.{kind}_flops") for kind in ("datasheet", "matmul"))
+    peaks = "data-sheet peak" if known else f"data-sheet peak of {device} unknown"
+    peaks += "; matmul peak measured here" if measured else "; no matmul peak measured"
     keys = ("efficiency_ci95", "communication_efficiency_ci95")
     interval = [view.format_interval(cell, key) for key in keys]
     return [
@@ -145,7 +140,7 @@ def _tiles(scaling: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("Efficiency", format_percent(view.value(cell, "efficiency")), f"95 % interval {interval[0]}"),
         ("Communication efficiency", format_percent(view.value(cell, "communication_efficiency")),
          f"of the ceiling; 95 % interval {interval[1]}"),
-        ("MFU / MAMFU", f"{format_percent(mfu)} / {format_percent(mamfu)}", f"{peak}; {measured}"),
+        ("MFU / MAMFU", f"{format_percent(mfu)} / {format_percent(mamfu)}", peaks),
     ]  # fmt: skip
 
 
@@ -166,7 +161,9 @@ def _plots(scaling: Mapping[str, Any]) -> list[str]:
 
 def _plot(figure: scaling_figures.Figure) -> str:
     svg = plots.line_plot(figure.title, figure.series, figure.x, figure.y, figure.levels, figure.marks)
-    keys = plots.legend(figure.legend) if svg.startswith("<svg") else ""
+    if not svg.startswith("<svg"):
+        return card(figure.title, f'<p class="empty">{escape(figure.absent)}</p>' if figure.absent else svg)
+    keys = plots.legend(figure.legend)
     return card(figure.title, f'<div class="plot">{svg}</div>{keys}{builder.note(figure.note)}')
 
 

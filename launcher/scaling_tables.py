@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launcher import builder, figures
+from launcher import builder, figures, scaling_figures
 from launcher import scaling_view as view
 from launcher.builder import card, escape
 from launcher.redact import redact
@@ -142,7 +142,7 @@ def details(scaling: Mapping[str, Any]) -> list[str]:
     repeats = [(f"{view.name(c)}: {r.get('run')}", r) for c in view.cells(scaling)
                for r in map(view.mapped, view.listed(c.get("repeats")))]  # fmt: skip
     ranks = [(f"{view.name(c)}, rank {format_count(r.get('rank'))}", r) for c in view.cells(scaling)
-             for r in map(view.mapped, view.listed(c.get("ranks")))]  # fmt: skip
+             for r in scaling_figures.extremes(c)]  # fmt: skip
     links = [(f"{format_count(link.get('world_size'))} ranks, {link.get('backend')}", p)
              for link in map(view.mapped, view.listed(scaling.get("links")))
              for p in map(view.mapped, view.listed(link.get("points")))]  # fmt: skip

@@ -86,7 +86,9 @@ class Browser:
         self._ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
                   mobile=False)  # fmt: skip
         self.errors.clear()
-        self._ask("Page.navigate", url=page.absolute().as_uri())
+        done = self._ask("Page.navigate", url=page.absolute().as_uri())
+        if done.get("errorText"):
+            raise FileNotFoundError(f"{page}: {done['errorText']}")
         self._until("Page.loadEventFired")
         self.evaluate("new Promise(drawn => requestAnimationFrame(() => setTimeout(drawn, 50)))")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -75,7 +76,7 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
     accumulation = 4 if weak else max(1, 16 // n)
     batch = 8 * accumulation * n
     lost = COST.get(engine, 0.05) * (n > 1) + rng.uniform(0, 0.01)
-    hardware = 1 - 0.06 * (n > 1) - 0.01 * n
+    hardware = 1 - 0.06 * (n > 1) - 0.02 * math.log2(n)
     efficiency = 1.0 if engine == "single" else hardware * (1 - lost)
     rate = 900.0 * n * efficiency * (1 if engine == "single" else rng.uniform(0.995, 1.005))
     step = batch * SEQUENCE / rate
