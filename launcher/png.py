@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 WIDTH, HEIGHT, DPI = 6.4, 4.2, 150  # inches of one plot; dots per inch
 ROW = 0.28  # inches of a bar
-PANELS = 9  # cells of the plot of ranks
+PANELS = 9  # cells of the plot of ranks, those with the most
 MARKERS = ("o", "s", "D", "^")  # as plots.SHAPES
 SOFT = "#5b6675"
 NAMES = ("speedup", "efficiency", "step_time", "memory", "busbw", "ranks", "loss")
@@ -49,6 +49,7 @@ def write(scaling: Mapping[str, Any], folder: Path) -> list[Path]:
     _save(folder / "step_time.png", [_bar_drawer(mode, rows) for mode, rows in bars],
           height=max(HEIGHT, 1.4 + ROW * most))  # fmt: skip
     panels = [panel for panel in scaling_figures.rank_panels(scaling) if any(box.series for box in panel[1])]
+    panels.sort(key=lambda panel: -len(panel[1]))
     _save(folder / "ranks.png", [_box_drawer(*panel) for panel in panels[:PANELS]] or [_empty("Step times")])
     return [folder / f"{name}.png" for name in NAMES]
 
@@ -146,7 +147,7 @@ def _bar_drawer(mode: str, rows: Sequence[Bar]) -> Draw:
             left = [start + amount for start, amount in zip(left, amounts, strict=True)]
         axes.set_yticks(range(len(drawn)), [_short(row.label) for row in drawn])
         axes.invert_yaxis()
-        _dress(axes, title, "seconds of a median step", "")
+        _dress(axes, title, "seconds of a median step", "", outside=True)
 
     return draw
 
@@ -155,34 +156,32 @@ def _box_drawer(cell: str, rows: Sequence[Any], note: str) -> Draw:
     def draw(axes: Axes) -> None:
         names = list(dict.fromkeys(name for row in rows for name in row.series))
         for index, name in enumerate(names):
-            known = [
-                (at, row.series[name])
-                for at, row in enumerate(rows)
-                if row.series.get(name, {}).keys() >= set(QUARTILES)
+            boxes = [
+                (at + 0.4 * index, row.series[name]) for at, row in enumerate(rows) if name in row.series
             ]
-            stats = [
-                {
-                    "whislo": box["min"],
-                    "q1": box["q1"],
-                    "med": box["median"],
-                    "q3": box["q3"],
-                    "whishi": box["max"],
-                }
-                for _, box in known
-            ]
-            places = [at + 0.4 * index for at, _ in known]
-            if stats:
-                axes.bxp(
-                    stats, positions=places, widths=0.3, orientation="horizontal", showfliers=False,
-                    patch_artist=True, boxprops={"facecolor": _colour(index)}, medianprops={"color": "black"},
-                    manage_ticks=False, label=name,
-                )  # fmt: skip
+            _boxes(
+                axes, [(at, box) for at, box in boxes if box.keys() >= set(QUARTILES)], _colour(index), name
+            )
         axes.set_yticks(range(len(rows)), [row.label for row in rows])
-        axes.invert_yaxis()
+        axes.set_ylim(max(len(rows), 3), -0.5)
         axes.xaxis.set_major_formatter(lambda value, _: format_time_tick(value))
-        _dress(axes, f"{_short(cell)}: step times", f"time of a step{f'; {note}' if note else ''}", "rank")
+        told = f"time of a step{f'; {note}' if note else ''}"
+        _dress(axes, f"{_short(cell)}: step times", told, "rank", outside=True)
 
     return draw
+
+
+def _boxes(axes: Axes, boxes: Sequence[tuple[float, Mapping[str, float]]], colour: str, label: str) -> None:
+    """Quartiles, median, least and greatest (`Axes.bxp` would settle the global backend)."""
+    if not boxes:
+        return
+    at = [place for place, _ in boxes]
+    low, left, middle, right, high = ([box[key] for _, box in boxes] for key in QUARTILES)
+    axes.hlines(at, low, high, color=colour, linewidth=1.2)
+    widths = [b - a for a, b in zip(left, right, strict=True)]
+    axes.barh(at, widths, left=left, height=0.3, color=colour, label=label)
+    for place, value in zip(at, middle, strict=True):
+        axes.vlines(value, place - 0.2, place + 0.2, color="black", linewidth=1.4)
 
 
 def _empty(title: str) -> Draw:
@@ -195,7 +194,8 @@ def _say_empty(axes: Axes, title: str, why: str = "") -> None:
     axes.text(0.5, 0.5, why or "no data recorded", ha="center", va="center", wrap=True, color=SOFT)
 
 
-def _dress(axes: Axes, title: str, x: str, y: str) -> None:
+def _dress(axes: Axes, title: str, x: str, y: str, outside: bool = False) -> None:
+    """Titles, grid and legend; `outside`: the legend stands below the plot."""
     axes.set_title(safe(title))
     axes.set_xlabel(safe(x))
     axes.set_ylabel(safe(y))
@@ -204,7 +204,8 @@ def _dress(axes: Axes, title: str, x: str, y: str) -> None:
     for side in ("top", "right"):
         axes.spines[side].set_visible(False)
     if 0 < len(axes.get_legend_handles_labels()[1]) <= 16:
-        axes.legend(fontsize=8, frameon=False)
+        place: dict[str, Any] = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.16), "ncols": 3}
+        axes.legend(fontsize=8, frameon=False, **(place if outside else {}))
 
 
 def _once(mark: plots.Mark, figure: Figure) -> str | None:

@@ -62,7 +62,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 class Summary:
-    """The run cells and the verdicts as a rich renderable; below about 115 columns as two tables."""
+    """The run cells and the verdicts as a rich renderable; as two tables where the console is narrow."""
 
     def __init__(self, scaling: Mapping[str, Any]):
         self.scaling = scaling
@@ -88,7 +88,7 @@ class Summary:
         from rich.text import Text
 
         columns = [column for column in COLUMNS if column[3] in parts and self._known(column[1])]
-        table = Table(box=None, pad_edge=False)
+        table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
         table.add_column("cell", overflow="fold")
         for head, *_ in columns:
             table.add_column(head, justify="right", no_wrap=True)
