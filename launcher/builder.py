@@ -141,7 +141,7 @@ main{{max-width:1120px;margin:0 auto;padding:28px 20px 48px}}
 h1{{font-size:24px;margin:0;overflow-wrap:anywhere}}h2{{font-size:16px;margin:0 0 10px}}
 .sub,.note,.legend{{color:var(--soft)}}.sub{{margin:2px 0}}.sub+.verdict{{margin-top:16px}}
 .card,.verdict{{background:var(--card);border:1px solid var(--rule);border-radius:8px}}
-.card,.verdict{{padding:16px;margin:0 0 16px}}
+.card,.verdict{{padding:16px;margin:0 0 16px;min-width:0;overflow-wrap:anywhere}}
 .verdict{{border-left:5px solid var(--soft);padding:12px 16px;overflow-wrap:anywhere}}
 .verdict ul{{margin:6px 0 0;padding-left:20px;color:var(--soft)}}
 .verdict.ok{{border-left-color:var(--ok)}}.verdict.warn{{border-left-color:var(--warn)}}
@@ -177,7 +177,7 @@ th,td{{text-align:left;vertical-align:top;padding:5px 14px 5px 0;border-top:1px 
 td{{font-weight:600;overflow-wrap:anywhere}}tbody th{{font-weight:500;white-space:nowrap}}
 .numbers{{font-size:13px}}.numbers td{{text-align:right;font-weight:400;overflow-wrap:normal}}
 .numbers td{{white-space:nowrap}}.numbers tr:first-child th{{font-weight:600;text-align:right}}
-.numbers tr:first-child th{{vertical-align:bottom;white-space:normal;line-height:1.25}}
+.numbers tr:first-child th{{overflow-wrap:normal;vertical-align:bottom;white-space:normal;line-height:1.25}}
 .numbers th,.numbers td{{padding:4px 10px 4px 0}}
 .numbers th:first-child{{position:sticky;left:0;background:var(--card);max-width:240px}}
 .numbers th:first-child{{white-space:normal;overflow-wrap:anywhere;min-width:120px}}
@@ -191,5 +191,8 @@ pre{{overflow:auto;white-space:pre-wrap;overflow-wrap:anywhere}}
 pre{{font:12.5px/1.45 ui-monospace,Menlo,Consolas,monospace}}
 @media print{{:root{{--page:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;{_palette(LIGHT)}}}
 body{{font-size:11px}}main{{max-width:none;padding:0}}.scales{{display:none}}
-.card,.verdict{{break-inside:avoid}}.plots{{grid-template-columns:1fr 1fr}}}}
+.card,.verdict{{break-inside:avoid}}.plots{{grid-template-columns:1fr 1fr}}.plot svg{{min-width:0}}
+svg[role=img] text{{font-size:14px}}.tiles{{grid-template-columns:repeat(4,1fr)}}.tiles b{{font-size:17px}}
+.scroll{{overflow:visible}}.numbers{{font-size:8px}}.numbers td{{white-space:normal}}
+.numbers th,.numbers td{{padding:2px 5px 2px 0}}.numbers th:first-child{{position:static;min-width:70px}}}}
 """

@@ -139,6 +139,7 @@ def _profile(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def details(scaling: Mapping[str, Any]) -> list[str]:
+    """What opens on a click: each repeat, each rank, each all-reduce, the environment."""
     repeats = [(f"{view.name(c)}: {r.get('run')}", r) for c in view.cells(scaling)
                for r in map(view.mapped, view.listed(c.get("repeats")))]  # fmt: skip
     ranks = [(f"{view.name(c)}, rank {format_count(r.get('rank'))}", r) for c in view.cells(scaling)

@@ -12,6 +12,7 @@ import os
 import select
 import shutil
 import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -23,6 +24,12 @@ FLAGS = (
     "--disable-extensions", "--disable-background-networking", "--disable-component-update",
     "--disable-dev-shm-usage", "--remote-debugging-pipe",
 )  # fmt: skip
+# the browser wants its pipe at 3 and 4; a shell need not know descriptors above 9
+BECOME = """import fcntl, os, sys
+ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
+os.dup2(ends[0], 3)
+os.dup2(ends[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])"""
 # what a figure is and where: `svg` of a line plot, `div` of rows; the keys of legends are no figures
 FIGURES = """[...document.querySelectorAll('[role=img]')].map(e => { const b = e.getBoundingClientRect();
   return {label: e.getAttribute('aria-label'), width: b.width, height: b.height}; })"""
@@ -55,9 +62,9 @@ class Browser:
         self._profile = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
         theirs_in, self._to = os.pipe()
         self._from, theirs_out = os.pipe()
-        pipe = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
         self._process = subprocess.Popen(
-            ["sh", "-c", pipe, program, *FLAGS, f"--user-data-dir={self._profile.name}"],
+            [sys.executable, "-c", BECOME, str(theirs_in), str(theirs_out), program, *FLAGS,
+             f"--user-data-dir={self._profile.name}"],
             pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )  # fmt: skip
