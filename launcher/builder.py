@@ -180,18 +180,19 @@ td{{font-weight:600;overflow-wrap:anywhere}}tbody th{{font-weight:500;white-spac
 .numbers tr:first-child th{{overflow-wrap:normal;vertical-align:bottom;white-space:normal;line-height:1.25}}
 .numbers th,.numbers td{{padding:4px 10px 4px 0}}
 .numbers th:first-child{{position:sticky;left:0;background:var(--card);max-width:240px}}
-.numbers th:first-child{{white-space:normal;overflow-wrap:anywhere;min-width:120px}}
-.pairs th{{white-space:normal}}p.note{{font-size:13px;margin:8px 0 0}}.plot{{overflow-x:auto}}
-.plot svg{{min-width:420px}}
+.numbers th:first-child{{white-space:normal;overflow-wrap:anywhere;min-width:min(175px,28vw)}}
+.pairs th{{white-space:normal}}p.note{{font-size:13px;margin:8px 0 0}}
 h3{{font-size:14px;margin:18px 0 4px}}
 tr.section th{{padding-top:16px;border:0;color:var(--soft);font-size:12px;letter-spacing:.06em}}
 td .note,td.note{{font-weight:400;font-size:13px}}td .note{{display:block}}
 td.note{{color:var(--soft);width:60%}}summary{{cursor:pointer;font-weight:600}}
 pre{{overflow:auto;white-space:pre-wrap;overflow-wrap:anywhere}}
 pre{{font:12.5px/1.45 ui-monospace,Menlo,Consolas,monospace}}
+@media (max-width:560px){{main{{padding:16px 10px}}.card,.verdict{{padding:12px}}
+svg[role=img] text{{font-size:14px}}}}
 @media print{{:root{{--page:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;{_palette(LIGHT)}}}
 body{{font-size:11px}}main{{max-width:none;padding:0}}.scales{{display:none}}
-.card,.verdict{{break-inside:avoid}}.plots{{grid-template-columns:1fr 1fr}}.plot svg{{min-width:0}}
+.card,.verdict{{break-inside:avoid}}.plots{{grid-template-columns:1fr 1fr}}
 svg[role=img] text{{font-size:14px}}.tiles{{grid-template-columns:repeat(4,1fr)}}.tiles b{{font-size:17px}}
 .scroll{{overflow:visible}}.numbers{{font-size:8px}}.numbers td{{white-space:normal}}
 .numbers th,.numbers td{{padding:2px 5px 2px 0}}.numbers th:first-child{{position:static;min-width:70px}}}}

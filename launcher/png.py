@@ -147,7 +147,7 @@ def _bar_drawer(mode: str, rows: Sequence[Bar]) -> Draw:
             left = [start + amount for start, amount in zip(left, amounts, strict=True)]
         axes.set_yticks(range(len(drawn)), [_short(row.label) for row in drawn])
         axes.invert_yaxis()
-        _dress(axes, title, "seconds of a median step", "", outside=True)
+        _dress(axes, title, "seconds of a step", "", outside=True)
 
     return draw
 

@@ -98,7 +98,9 @@ def format_step_time(seconds: object) -> str:
     s = number(seconds)
     if s is None:
         return NA
-    scaled, unit = (1000 * s, "ms") if 0 < abs(s) < 0.9995 else (s, "s")
+    if s == 0:
+        return "0 s"
+    scaled, unit = (1000 * s, "ms") if abs(s) < 0.9995 else (s, "s")
     return f"{_three(scaled) if abs(scaled) >= 999.5 else f'{scaled:#.3g}'.rstrip('.')} {unit}"
 
 

@@ -149,13 +149,13 @@ def loss_note(scaling: Mapping[str, Any]) -> str:
     agree = [cell for cell in runs if cell.get("loss_agrees") is True]
     found = [abs(d) for cell in runs if (d := view.value(cell, "loss_deviation")) is not None]
     text = f"The loss of {len(agree)} of {len(runs)} compared cells agrees with the baseline's"
-    text += f"; greatest deviation {max(found):.1e} nats." if found else "."
+    text += f"; greatest relative deviation {max(found):.1e}." if found else "."
     others = [view.name(cell) for cell in runs if cell not in agree]
     return f"{text} Not of: {', '.join(others)}." if others else f"{text} One line means one model."
 
 
 def step_bars(scaling: Mapping[str, Any], mode: str) -> tuple[list[Bar], list[Bar]]:
-    """The median step in its parts, in seconds, of each run cell of a mode and of each control."""
+    """A step in its parts, in seconds, of each run cell of a mode and of each control."""
     runs = [cell for group in view.groups(scaling, mode) for cell in group.cells]
     controls = [
         cell
@@ -168,8 +168,8 @@ def step_bars(scaling: Mapping[str, Any], mode: str) -> tuple[list[Bar], list[Ba
 def _bars(cells: Sequence[Cell]) -> list[Bar]:
     rows = []
     for cell in cells:
-        parts = {head: s for path, head in view.SPLIT.items() if (s := view.value(cell, path)) is not None}
-        rows.append(Bar(view.name(cell), {head: max(0.0, s) for head, s in parts.items()}))
+        parts = {head: max(0.0, view.value(cell, path) or 0.0) for path, head in view.SPLIT.items()}
+        rows.append(Bar(view.name(cell), parts))  # a part that is not known is not drawn
     return rows
 
 

@@ -57,7 +57,7 @@ def _machine(scaling: Mapping[str, Any]) -> str:
 
 def _method(scaling: Mapping[str, Any]) -> str:
     asked = view.mapped(scaling.get("settings"))
-    base = view.mapped(scaling.get("baselines")).get("single")
+    base = ", ".join(view.baselines(scaling))
     count = {key: format_count(asked.get(key)) for key in ("steps", "warm_up", "repeats")}
     return " \u00b7 ".join([
         str(asked.get("model") or "model not recorded"),
@@ -76,20 +76,25 @@ def _verdicts(scaling: Mapping[str, Any]) -> list[str]:
     for entry in map(view.mapped, view.listed(scaling.get("verdicts"))):
         key = str(entry.get("verdict")), str(entry.get("next") or "")
         found.setdefault(key, []).append(f"{entry.get('cell')}: {entry.get('evidence') or NA}")
-    order = ("fail", "warn", "ok", "")
-    found = dict(sorted(found.items(), key=lambda item: order.index(_level(item[0][0]))))
-    cards = [_folded(_level(name), f"{name}. Next: {advice}" if advice else name, cells)
-             for (name, advice), cells in found.items()]  # fmt: skip
+    cards = []
+    for (name, advice), cells in found.items():
+        told = name if advice in ("", "nothing") else f"{name}. Next: {advice}"
+        cards.append((_level(name), told, cells))
     flags = [f"{view.name(cell)}: {view.format_word(cell['flags'])}" for cell in view.cells(scaling)
              if cell.get("flags")]  # fmt: skip
-    flagged = [_folded("warn", "Flags: look at these numbers before using them", flags)] if flags else []
-    return [*_ends(scaling), *cards, *flagged]
+    if flags:
+        cards.append(("warn", "Flags: look at these numbers before using them", flags))
+    order = ("fail", "warn", "ok", "")
+    cards.sort(key=lambda card: order.index(card[0]))
+    return [*_ends(scaling), *[_folded(*card) for card in cards]]
 
 
 def _ends(scaling: Mapping[str, Any]) -> list[str]:
     cells = view.cells(scaling)
     by_status = {status: [c for c in cells if c.get("status") == status] for status in ("ok", "pending")}
-    lost = [c for c in cells if str(c.get("status")) not in by_status]
+    judged = {str(view.mapped(entry).get("cell")) for entry in view.listed(scaling.get("verdicts"))}
+    ended = [c for c in cells if str(c.get("status")) not in by_status]
+    lost = [c for c in ended if view.name(c) not in judged]
     done = f"{len(by_status['ok'])} of {len(cells)} cells have a result"
     cards = []
     if scaling.get("status") != "complete" or by_status["pending"]:
@@ -114,11 +119,12 @@ def _folded(level: str, text: str, notes: Sequence[str]) -> str:
 
 
 def _level(verdict: str) -> str:
+    """The colour of a verdict: what is lost is a warning, what is not claimed has none."""
+    words = {
+        "fail": ("out of memory", "failed"), "": ("no claim", "no single cause"), "ok": ("scales", "fastest"),
+    }  # fmt: skip
     lowered = verdict.lower()
-    if "no claim" in lowered:
-        return ""
-    lossy = ("bound", "straggler", "ceiling", "100 %", "above", "flag", "disagree")
-    return "warn" if any(word in lowered for word in lossy) else "ok"
+    return next((level for level, starts in words.items() if lowered.startswith(starts)), "warn")
 
 
 def _first(cause: object) -> str:
@@ -164,16 +170,19 @@ def _plot(figure: scaling_figures.Figure) -> str:
     if not svg.startswith("<svg"):
         return card(figure.title, f'<p class="empty">{escape(figure.absent)}</p>' if figure.absent else svg)
     keys = plots.legend(figure.legend)
-    return card(figure.title, f'<div class="plot">{svg}</div>{keys}{builder.note(figure.note)}')
+    return card(figure.title, f"{svg}{keys}{builder.note(figure.note)}")
 
 
 def _steps(scaling: Mapping[str, Any], mode: str) -> str:
     """The steps of a mode, and folded below those of its controls."""
-    note = "Median step, mean over the ranks. "
+    note = "A timed step, mean over the ranks. "
     note += "Exposed communication is what the ceiling of the same cell does not have."
     title = f"Where a step's time goes, {mode} scaling"
     runs, controls = scaling_figures.step_bars(scaling, mode)
-    drawn = _bars(title, runs) + builder.note(note)
+    drawn = _bars(title, runs)
+    if not any(sum(row.parts.values()) for row in [*runs, *controls]):
+        return card(title, drawn)
+    drawn += builder.note(note)
     if controls:
         folded = _bars(f"{title}: controls", controls)
         folded += builder.note("ceiling: every collective off; synthetic: without the loader")

@@ -104,14 +104,15 @@ class Summary:
 
 def verdict_lines(scaling: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(line, rich style): failures and flags of the cells, then the verdicts."""
+    judged = {str(view.mapped(entry).get("cell")) for entry in view.listed(scaling.get("verdicts"))}
     for cell in view.cells(scaling):
-        if cell.get("status") not in ("ok", "pending"):
+        if view.name(cell) not in judged and cell.get("status") not in ("ok", "pending"):
             cause = (str(cell.get("cause") or "cause not recorded").splitlines() or [""])[0]
             yield f"{view.name(cell)}: {cell.get('status')}: {cause}", "red"
         if cell.get("flags"):
             yield f"{view.name(cell)}: {view.format_word(cell['flags'])}", "yellow"
     for found in map(view.mapped, view.listed(scaling.get("verdicts"))):
-        advice = f" Next: {found['next']}" if found.get("next") else ""
+        advice = f" Next: {found['next']}" if found.get("next") not in (None, "", "nothing") else ""
         evidence = re.sub(r"(?<![.!?])$", ".", str(found.get("evidence") or NA))
         yield f"{found.get('cell')}: {found.get('verdict')}. {evidence}{advice}", ""
 

@@ -14,6 +14,7 @@ from launcher.report import (
     format_count,
     format_gib,
     format_percent,
+    format_ratio,
     format_si,
     format_step_time,
 )
@@ -46,6 +47,13 @@ RANK = (
     *(Column(f"own_work_s.{q}", f"own work, {q}", format_step_time) for q in figures.QUARTILES),
     Column("peak_memory_gib", "peak memory", format_gib),
 )
+PREDICTED = (
+    Column("tensor", "tensor", format_count), Column("accumulation", "accumulation", format_count),
+    Column("global_batch", "global batch", format_count), Column("step_time_s", "step", format_step_time),
+    Column("exposed_comm_fraction", "exposed communication", format_percent),
+    Column("tokens_per_s", "tokens/s", format_si), Column("speedup", "speed-up", format_ratio),
+    Column("efficiency", "efficiency", format_percent),
+)  # fmt: skip
 LINK = (
     Column("bytes", "bytes", format_count), Column("seconds", "time", format_step_time),
     Column("busbw_gb_s", "bus bandwidth, GB/s", format_si),
@@ -55,11 +63,10 @@ LINK = (
 
 
 def tables(scaling: Mapping[str, Any]) -> str:
-    """Every number of every cell, by topic; of a control what it can have. The exact value is the title."""
+    """Every number of every cell, by topic. The exact value is the title of its place."""
     parts = []
     for topic, columns in view.TOPICS.items():
-        cells = view.cells(scaling, "run" if columns is view.SCALING else None)
-        parts.append(f"<h3>{escape(topic)}</h3>{_grid(cells, columns)}")
+        parts.append(f"<h3>{escape(topic)}</h3>{_grid(view.cells(scaling), columns)}")
     causes = [c for c in view.cells(scaling) if c.get("cause")]
     lines = [builder.row(view.name(c), [f"{c.get('status')}: {c['cause']}"]) for c in causes]
     ends = f"<h3>Cells without a result</h3>{builder.table(lines, 'pairs')}" if lines else ""
@@ -80,45 +87,50 @@ def _grid(cells: Sequence[Mapping[str, Any]], columns: Sequence[Column], names: 
 
 
 def prediction(scaling: Mapping[str, Any]) -> str:
-    """Prediction beside measurement, for each cell that the prediction names; the rest as it was recorded."""
-    told = scaling.get("prediction")
-    if not isinstance(told, Mapping) or not told:
+    """What `bert-dp plan scaling` says: its prediction for each measured cell beside the measurement, its
+    rows for other numbers of ranks, and what it assumes; whatever else it holds as it was recorded."""
+    told = view.mapped(scaling.get("prediction"))
+    if not told:
         return ""
     measured = {view.name(cell): cell for cell in view.cells(scaling)}
-    names = [
-        "step, predicted",
-        "step, measured",
-        "difference",
-        "efficiency, predicted",
-        "measured",
-        "95 % interval",
-    ]
-    lines = [builder.head(names)]
-    for row in map(view.mapped, view.listed(told.get("cells"))):
-        cell = measured.get(str(row.get("cell")), {})
-        expected, found = number(row.get("step_time_s")), view.value(cell, "step_time_s.median")
-        off = format_percent(expected / found - 1) if expected is not None and found else NA
-        interval = view.format_interval(cell, "efficiency_ci95")
-        efficiencies = [format_percent(it.get("efficiency")) for it in (row, cell)]
-        times = [format_step_time(expected), format_step_time(found), off]
-        lines.append(builder.row(str(row.get("cell")), [*times, *efficiencies, interval]))
-    rest = {key: value for key, value in told.items() if key != "cells"}
-    table = builder.table(lines, "numbers") if len(lines) > 1 else ""
-    return card("Prediction and measurement", table + (builder.record_text(rest) if rest else ""))
+    beside = [row for row in map(view.mapped, view.listed(told.get("measured"))) if row]
+    lines = [_beside(row, measured.get(str(row.get("cell")), {})) for row in beside]
+    names = ["step, predicted", "step, measured", "95 % interval", "difference", "efficiency, predicted",
+             "efficiency, measured", "95 % interval"]  # fmt: skip
+    parts = [builder.table([builder.head(names), *lines], "numbers")] if lines else []
+    if rows := [row for row in map(view.mapped, view.listed(told.get("rows"))) if row]:
+        labels = [f"{format_count(row.get('world_size'))} ranks" for row in rows]
+        parts.append(f"<h3>Other numbers of ranks</h3>{_grid(rows, PREDICTED, labels)}")
+    assumed = "".join(f"<li>{escape(str(line))}</li>" for line in view.listed(told.get("assumptions")))
+    parts.append(f"<ul>{assumed}</ul>" if assumed else "")
+    rest = {key: value for key, value in told.items() if key not in ("measured", "rows", "assumptions")}
+    return card("Prediction and measurement", "".join(parts) + (builder.record_text(rest) if rest else ""))
+
+
+def _beside(row: Mapping[str, Any], cell: Mapping[str, Any]) -> str:
+    expected, found = number(row.get("predicted_step_s")), number(row.get("measured_step_s"))
+    off = format_percent(expected / found - 1) if expected is not None and found else NA
+    ends = [format_step_time(view.value(row, f"ci95.{end}")) for end in view.ENDS]
+    efficiencies = [format_percent(row.get(f"{kind}_efficiency")) for kind in ("predicted", "measured")]
+    return builder.row(str(row.get("cell")), [
+        format_step_time(expected), format_step_time(found), " to ".join(ends), off, *efficiencies,
+        view.format_interval(cell, "efficiency_ci95"),
+    ])  # fmt: skip
 
 
 def settings(scaling: Mapping[str, Any]) -> str:
     """What was asked for, and the peaks that rates are divided by."""
-    asked = view.mapped(scaling.get("settings"))
+    asked, command = view.mapped(scaling.get("settings")), scaling.get("command")
     known = {column.path for column in SETTINGS}
     rows = [(column.head, column.text(asked.get(column.path))) for column in SETTINGS]
-    rows += [(str(key), str(value)) for key, value in asked.items() if key not in known]
+    rows += [(str(key), view.format_word(value)) for key, value in asked.items() if key not in known]
     rows += [
         ("peak from the data sheet", format_si(view.at(scaling, "peak.datasheet_flops"), "FLOP/s")),
         ("matmul peak measured here", format_si(view.at(scaling, "peak.matmul_flops"), "FLOP/s")),
         *_profile(view.mapped(scaling.get("profile"))),
         ("configuration hash", str(scaling.get("config_hash") or NA)),
-        ("command", str(scaling.get("command") or NA)),
+        ("data hash", str(scaling.get("data_hash") or NA)),
+        ("command", " ".join(map(str, view.listed(command))) or str(command or NA)),
     ]
     return card("Settings", builder.table([builder.row(name, [text]) for name, text in rows], "pairs"))
 

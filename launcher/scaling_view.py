@@ -52,7 +52,7 @@ def format_word(value: object) -> str:
 
 
 def format_deviation(value: object) -> str:
-    """A difference of losses."""
+    """A relative difference of losses."""
     n = number(value)
     return NA if n is None else f"{n:.1e}"
 
@@ -93,8 +93,8 @@ SCALING = (
 )  # fmt: skip
 TIME = (
     Column("step_time_s.median", "step, median", format_step_time),
-    Column("step_time_s.p95", "p95", format_step_time),
-    Column("step_time_s.ci95.low", "95 % of median from", format_step_time),
+    Column("step_time_s.p95", "p95", format_step_time), Column("step_time_s.mean", "mean", format_step_time),
+    Column("step_time_s.ci95.low", "95 % from", format_step_time),
     Column("step_time_s.ci95.high", "to", format_step_time),
     Column("split_s.data", "data wait", format_step_time),
     Column("split_s.forward_backward", "forward + backward", format_step_time),
@@ -103,15 +103,16 @@ TIME = (
     Column("split_s.other", "other", format_step_time),
 )  # fmt: skip
 LOST = (
-    Column("data_wait_fraction", "data wait", format_percent),
+    Column("data_wait_fraction", "data wait, of a step", format_percent),
     Column("exposed_comm_fraction", "exposed communication, from the ceiling", format_percent),
     Column("exposed_comm_ddp_fraction", "the same, DDP's counters", format_percent),
+    Column("launch_fraction", "host time to launch it", format_percent),
     Column("straggler_ratio", "straggler ratio", format_ratio),
     Column("straggler_rank", "straggler rank", format_count),
     Column("peak_memory_gib", "peak memory, greatest rank", format_gib),
     Column("loss.final", "final loss", format_nats),
     Column("loss_agrees", "loss agrees", format_word),
-    Column("loss_deviation", "deviation, nats", format_deviation),
+    Column("loss_deviation", "greatest deviation, relative", format_deviation),
     Column("flags", "flags", format_word),
 )  # fmt: skip
 TOPICS: Mapping[str, tuple[Column, ...]] = {
@@ -167,21 +168,21 @@ def name(cell: Cell) -> str:
 
 
 def modes(scaling: Mapping[str, Any]) -> list[str]:
-    """The modes of the run cells, weak first; the baseline is of every mode and makes none alone."""
-    runs, single = cells(scaling, "run"), _single(scaling)
-    found = {str(cell.get("mode")) for cell in runs if name(cell) != single}
+    """The modes of the run cells, weak first; a baseline that they share makes none alone."""
+    runs, shared = cells(scaling, "run"), _shared(scaling)
+    found = {str(cell.get("mode")) for cell in runs if name(cell) != shared}
     found = found or {str(cell.get("mode")) for cell in runs}
     return sorted(found, key=lambda mode: (mode != "weak", mode)) or ["weak"]
 
 
 def groups(scaling: Mapping[str, Any], mode: str) -> list[Group]:
     """The lines of `mode`, the baseline among them; one engine, launcher, tensor and micro batch each."""
-    runs, single = cells(scaling, "run"), _single(scaling)
+    runs, shared = cells(scaling, "run"), _shared(scaling)
     labels = _labels(runs)
     order = list(dict.fromkeys(labels))
     members: dict[str, list[Cell]] = {}
     for cell, label in zip(runs, labels, strict=True):
-        if str(cell.get("mode")) == mode or name(cell) == single:
+        if str(cell.get("mode")) == mode or name(cell) == shared:
             members.setdefault(label, []).append(cell)
     return [
         Group(label, order.index(label), sorted(found, key=lambda c: value(c, "world_size") or 0.0))
@@ -205,10 +206,16 @@ def headline(scaling: Mapping[str, Any]) -> Cell | None:
     )
 
 
-def _single(scaling: Mapping[str, Any]) -> str | None:
-    """The id of the baseline cell."""
-    found = mapped(scaling.get("baselines")).get("single")
-    return None if found is None else str(found)
+def baselines(scaling: Mapping[str, Any], engine: str = "single") -> list[str]:
+    """The ids of the cells that the others are compared with: one for all modes, or one of each."""
+    found = mapped(scaling.get("baselines")).get(engine)
+    return [str(name) for name in (listed(found) or [found]) if name is not None]
+
+
+def _shared(scaling: Mapping[str, Any]) -> str | None:
+    """The id of the baseline that all modes have in common."""
+    found = baselines(scaling)
+    return found[0] if len(found) == 1 else None
 
 
 def _labels(runs: Sequence[Cell]) -> list[str]:

@@ -39,22 +39,24 @@ def scaling(
     """scaling.json as a dictionary. `failed`: cell id -> (status, cause); `controls`: ceiling and synthetic
     cells; `changes` replace whole entries."""
     rng = random.Random(seed)
-    cells = [_run(rng, modes[0], "single", 1)]
-    cells += [_run(rng, mode, engine, n) for mode in modes for engine in engines for n in sizes]
-    for cell in cells[1:]:
-        if controls and cell["world_size"] > 1:
-            cells += [_control(rng, cell, kind) for kind in ("ceiling", "synthetic")]
+    cells = []
+    for mode in modes:
+        runs = [_run(rng, mode, engine, n) for engine in engines for n in sizes]
+        cells += [_run(rng, mode, "single", 1), *runs]
+        for cell in runs:
+            if controls and cell["world_size"] > 1 and cell["engine"] == engines[0]:
+                cells += [_control(rng, cell, kind) for kind in ("ceiling", "synthetic")]
     for name, (status, cause) in (failed or {}).items():
         _fail(next(cell for cell in cells if cell["id"] == name), status, cause)
-    first = cells[0]["id"]
     data: dict[str, Any] = {
         "schema_version": 1, "status": "complete", "environment": copy.deepcopy(ENVIRONMENT),
-        "config_hash": "5f2c9a1e", "command": "bert-dp scale crammed-bert --gpus 1,2,4",
+        "config_hash": "5f2c9a1e", "command": ["bert-dp", "scale", "crammed-bert", "--gpus", "1,2,4"],
         "mode": modes[0] if len(modes) == 1 else "both", "settings": dict(SETTINGS), "baseline": "single",
-        "baselines": {"single": first, "ddp": f"{modes[0]}-ddp-n1" if "ddp" in engines else None},
-        "peak": {"datasheet_flops": None, "matmul_flops": 6.5e11, "sizes": [1024, 2048]},
+        "baselines": {name: [f"{mode}-{name}-n1" for mode in modes] for name in ("single", "ddp")},
+        "peak": {"datasheet_flops": None, "matmul_flops": 6.5e11, "shapes": []},
         "cells": cells, "links": [_link(rng, n) for n in sizes if n > 1], "profile": _profile(rng),
-        "verdicts": [_verdict(cell) for cell in cells if cell["kind"] == "run" and cell["status"] == "ok"],
+        "verdicts": [_verdict(cell) for cell in cells if cell["kind"] == "run" and cell["status"] == "ok"
+                     and cell["world_size"] > 1],
         "prediction": _prediction(rng, cells) if prediction else None,
     }  # fmt: skip
     return {**data, **changes}
@@ -65,7 +67,7 @@ def nulls() -> dict[str, Any]:
     data = scaling(status="partial", links=[], verdicts=[], profile=None)
     data["environment"] = {}
     data["settings"] = {key: None for key in data["settings"]}
-    data["peak"] = {"datasheet_flops": None, "matmul_flops": None, "sizes": []}
+    data["peak"] = {"datasheet_flops": None, "matmul_flops": None, "shapes": []}
     for cell in data["cells"]:
         _fail(cell, "pending", None)
     return data
@@ -90,7 +92,8 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
         "kind": "run", "of": None, "status": "ok", "cause": None,
         "repeats": [_repeat(rng, f"{mode}-{engine}-n{n}", k, step, batch) for k in range(3)],
         **_rates(step, batch, accumulation * n, n),
-        "step_time_s": {"median": step, "p95": step * 1.06, "ci95": [step * 0.99, step * 1.01]},
+        "step_time_s": {"median": step, "p95": step * 1.06, "mean": step * 1.004,
+                        "ci95": [step * 0.99, step * 1.01]},
         "split_s": _split(step, lost if many else 0.0),
         "data_wait_fraction": 0.004, "exposed_comm_fraction": lost if many else None,
         "exposed_comm_ddp_fraction": lost * 0.96 if many and engine == "ddp" else None,
@@ -105,7 +108,8 @@ def _run(rng: random.Random, mode: str, engine: str, n: int) -> dict[str, Any]:
         "communication_efficiency": 1 - lost if many else None,
         "communication_efficiency_ci95": [1 - lost - 0.01, 1 - lost + 0.008] if many else None,
         "loss": {"final": 7.5, "curve": _curve(batch)},
-        "loss_agrees": None if weak else True, "loss_deviation": None if weak else 1.2e-6,
+        "launch_fraction": None, "loss_agrees": None if weak else True,
+        "loss_deviation": None if weak else 1.2e-6,
         "flags": ["efficiency above 100 %"] if efficiency > 1 and engine != "single" else [],
     }  # fmt: skip
 
@@ -152,7 +156,9 @@ def _control(rng: random.Random, cell: Mapping[str, Any], kind: str) -> dict[str
     other = copy.deepcopy(dict(cell))
     cut = cell["split_s"]["exposed_comm" if kind == "ceiling" else "data"] or 0.0
     step = cell["step_time_s"]["median"] - cut
-    other |= {"id": f"{cell['id']}-{kind}", "kind": kind, "of": cell["id"]}
+    name = {"ceiling": "ceiling", "synthetic": f"{cell['engine']}-synthetic"}[kind]
+    other |= {"id": f"{cell['mode']}-{name}-n{cell['world_size']}", "kind": kind}
+    other |= {"of": cell["id"]} if kind == "synthetic" else {"of": None, "engine": "independent"}
     other |= _rates(step, cell["global_batch"], cell["accumulation"] * cell["world_size"], cell["world_size"])
     other["step_time_s"] = {"median": step, "p95": step * 1.05, "ci95": [step * 0.99, step * 1.01]}
     other["split_s"] = {**cell["split_s"], "exposed_comm" if kind == "ceiling" else "data": 0.0}
@@ -199,8 +205,10 @@ def _verdict(cell: Mapping[str, Any]) -> dict[str, str]:
     lost = cell["exposed_comm_fraction"] or 0.0
     if lost > 0.1:
         name, next_ = "communication-bound", "more accumulation, or 16-bit gradients"
-    elif cell["world_size"] == 1:
-        name, next_ = "no claim: intervals overlap", "more repeats"
+    elif cell["mode"] == "strong":
+        name, next_ = "no claim: intervals overlap", "more --repeats or --steps"
+    elif cell["world_size"] == 2:
+        name, next_ = "scales", "nothing"
     else:
         name, next_ = "hardware ceiling", "nothing in software: the devices slow each other"
     evidence = (
@@ -210,8 +218,15 @@ def _verdict(cell: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _prediction(rng: random.Random, cells: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    rows = [{"cell": cell["id"], "world_size": cell["world_size"],
-             "step_time_s": cell["step_time_s"]["median"] * rng.uniform(0.98, 1.02),
-             "efficiency": cell["efficiency"] * rng.uniform(0.98, 1.02)}
-            for cell in cells if cell["kind"] == "run" and cell["status"] == "ok"]  # fmt: skip
-    return {"from": "profile.json", "cells": rows}
+    measured = [
+        {"cell": cell["id"], "ranks": cell["world_size"], "measured_step_s": cell["step_time_s"]["median"],
+         "predicted_step_s": cell["step_time_s"]["median"] * rng.uniform(0.98, 1.02),
+         "ci95": cell["step_time_s"]["ci95"], "within": True, "measured_efficiency": cell["efficiency"],
+         "predicted_efficiency": cell["efficiency"] * rng.uniform(0.98, 1.02)}
+        for cell in cells if cell["kind"] == "run" and cell["status"] == "ok"
+    ]  # fmt: skip
+    rows = [{"world_size": n, "tensor": 1, "accumulation": 4, "global_batch": 32 * n, "step_time_s": 5.2,
+             "exposed_comm_fraction": 0.03, "tokens_per_s": 790.0 * n, "speedup": 0.88 * n,
+             "efficiency": 0.88} for n in (8, 64)]  # fmt: skip
+    return {"schema_version": 1, "engine": "ddp", "rows": rows, "measured": measured,
+            "assumptions": ["all-reduce as measured over 2 ranks"]}  # fmt: skip
