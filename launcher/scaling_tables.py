@@ -99,8 +99,8 @@ def prediction(scaling: Mapping[str, Any]) -> str:
              "efficiency, measured", "95 % interval"]  # fmt: skip
     parts = [builder.table([builder.head(names), *lines], "numbers")] if lines else []
     if rows := [row for row in map(view.mapped, view.listed(told.get("rows"))) if row]:
-        labels = [f"{format_count(row.get('world_size'))} ranks" for row in rows]
-        parts.append(f"<h3>Other numbers of ranks</h3>{_grid(rows, PREDICTED, labels)}")
+        labels = [f"N = {format_count(row.get('world_size'))}" for row in rows]
+        parts.append(f"<h3>Predicted</h3>{_grid(rows, PREDICTED, labels)}")
     assumed = "".join(f"<li>{escape(str(line))}</li>" for line in view.listed(told.get("assumptions")))
     parts.append(f"<ul>{assumed}</ul>" if assumed else "")
     rest = {key: value for key, value in told.items() if key not in ("measured", "rows", "assumptions")}

@@ -291,7 +291,7 @@ def test_prediction_stands_beside_measurement() -> None:
     off = format_percent(row["predicted_step_s"] / median - 1)
     times = [format_step_time(s) for s in (row["predicted_step_s"], median, low, high)]
     assert "</td><td>".join([*times[:2], f"{times[2]} to {times[3]}", off]) in whole
-    assert "<th>64 ranks</th>" in whole
+    assert "<th>N = 64</th>" in whole
     assert "<li>all-reduce as measured over 2 ranks</li>" in whole
     check(scaling_page.html(scaling(prediction={"anything": ["else"]}) | {"prediction": {"anything": [1]}}))
 
