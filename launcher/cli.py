@@ -284,14 +284,24 @@ def scale(
 
 @app.command()
 def report(
-    run_dirs: Annotated[list[Path], typer.Argument(help="One run, or several to compare.")],
+    run_dirs: Annotated[
+        list[Path], typer.Argument(help="One run, several to compare, or one scaling benchmark.")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="HTML file; default: report.html in the first run.")
     ] = None,
 ) -> None:
-    """One self-contained HTML page of a run or a comparison of runs."""
-    from launcher import page
+    """One self-contained HTML page of a run, a comparison of runs, or a scaling benchmark."""
+    from launcher import page, scaling_page, scaling_report
 
+    benchmarks = [d for d in run_dirs if (d / scaling_report.FILE).exists()]
+    if benchmarks and len(run_dirs) > 1:
+        raise ConfigError([f"RUN_DIR: {benchmarks[0]} is a scaling benchmark; its page is made of it alone"])
+    if benchmarks:
+        target = out or run_dirs[0] / "report.html"
+        scaling_page.write(scaling_report.read(run_dirs[0]), target)
+        typer.echo(str(target))
+        return
     missing = [str(d) for d in run_dirs if not (d / "config.yaml").exists()]
     if missing:
         raise ConfigError([f"RUN_DIR: {name} is not a run directory (no config.yaml)" for name in missing])

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-import html as markup
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from launcher import plots
+from launcher import builder, plots
+from launcher.builder import card, escape
 from launcher.closing import detail_rows, ranks, unit, verdict
-from launcher.report import NA, format_count, format_duration, format_gib, format_nats, format_si, safe
+from launcher.report import NA, format_count, format_duration, format_gib, format_nats, format_si
 from launcher.runs import TRAIN_PARTS, WALL_PARTS, Run, load, number, other, times
 
 
@@ -21,25 +21,16 @@ def html(run_dirs: Sequence[Path]) -> str:
     runs = _distinct([load(run_dir) for run_dir in run_dirs])
     title = f"{runs[0].name}: bert-dp run" if len(runs) == 1 else f"bert-dp: {len(runs)} runs compared"
     body = [
-        f"<h1>{_escape(title)}</h1>",
-        *[f'<p class="sub">{_escape(_machine(run, len(runs) > 1))}</p>' for run in runs],
+        *[builder.sub(_machine(run, len(runs) > 1)) for run in runs],
         *[_verdict_card(run, len(runs) > 1) for run in runs],
         _tiles(runs[0].facts) if len(runs) == 1 else "",
-        f'<div class="plots">{"".join(_cards(runs))}</div>',
+        builder.plot_grid(_cards(runs)),
         _time_card(runs),
-        f'<section class="card"><h2>Numbers</h2><div class="scroll">{_html_table(runs)}</div></section>',
+        card("Numbers", _html_table(runs)),
         _differences(runs) if len(runs) > 1 else "",
         *[_details(run, len(runs) > 1) for run in runs],
     ]
-    policy = "default-src 'none'; style-src 'unsafe-inline'"
-    page = (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{_escape(title)}</title><style>{plots.STYLE}</style></head><body><main>"
-        f"{''.join(body)}</main></body></html>\n"
-    )
-    return safe(page)
+    return builder.document(title, body)
 
 
 def write(run_dirs: Sequence[Path], out: Path) -> None:
@@ -72,7 +63,7 @@ def _cards(runs: Sequence[Run]) -> list[str]:
     both = f'<div class="linear">{linear}</div><div class="log">{log}</div>{keys}'
     (unit, divide), share = _time_unit(runs), "progress (share of the budget)"
     return [
-        _card("Loss", both, switch),
+        card("Loss", both, switch),
         _metric_card(runs, "Throughput", "tokens_per_s", "tokens/s, summed over all ranks",
                      "elapsed_s", f"elapsed ({unit})", divide),
         _metric_card(runs, "Learning rate", "lr", "learning rate", "progress", share),
@@ -89,106 +80,69 @@ def _metric_card(
     ]
     axes = plots.Axis(x_label, format_si), plots.Axis(y_label, format_si, from_zero=True)
     keys = plots.legend([(s.label, s.colour, s.style) for s in lines if s.points]) if len(runs) > 1 else ""
-    return _card(title, plots.line_plot(title, lines, *axes) + keys)
+    return card(title, plots.line_plot(title, lines, *axes) + keys)
 
 
 def _time_card(runs: Sequence[Run]) -> str:
     rows = [(f"{run.name}, wall" if len(runs) > 1 else "wall of rank 0", _split(run.facts)) for run in runs]
-    return _card("Where the time went", plots.stacked_bars("Time split", rows, format_duration))
-
-
-def _card(title: str, content: str, extra: str = "") -> str:
-    return f'<section class="card">{extra}<h2>{_escape(title)}</h2>{content}</section>'
+    return card("Where the time went", plots.stacked_bars("Time split", rows, format_duration))
 
 
 def _verdict_card(run: Run, named: bool) -> str:
     level, text = verdict(run)
-    notes = "".join(f"<li>{_escape(note)}</li>" for note in run.missing)
-    name = f"<strong>{_escape(run.name)}</strong> " if named else ""
-    listed = f"<ul>{notes}</ul>" if notes else ""
-    return f'<div class="verdict {level}">{name}{_escape(text)}{listed}</div>'
+    return builder.verdict_card(level, text, run.missing, run.name if named else "")
 
 
 def _tiles(facts: Mapping[str, Any]) -> str:
     loss, unigram = number(facts.get("heldout_loss")), number(facts.get("unigram_entropy_nats"))
-    tiles = [
+    items = [
         ("Held-out loss", format_nats(loss), f"unigram entropy {format_nats(unigram)}"),
         ("Throughput", format_si(facts.get("tokens_per_s"), "tokens/s"), f"summed over {ranks(facts)}"),
         (f"Per {unit(facts)}", format_si(facts.get("tokens_per_s_per_gpu"), "tokens/s"), ranks(facts)),
         ("Peak memory", format_gib(facts.get("peak_memory_gib")), f"greatest of {ranks(facts)}"),
     ]
-    cards = (
-        f'<div class="card"><span class="note">{_escape(name)}</span><b>{_escape(value)}</b>'
-        f'<span class="note">{_escape(note)}</span></div>'
-        for name, value, note in tiles
-    )
-    return f'<div class="tiles">{"".join(cards)}</div>'
+    return builder.tiles(items)
 
 
 def _html_table(runs: Sequence[Run]) -> str:
-    lines, section, num_columns = [_table_head(runs)], "", len(runs) + 1 + (len(runs) == 1)
+    names = [run.name for run in runs] if len(runs) > 1 else []
+    lines, section, num_columns = [builder.head(names)] if names else [], "", len(runs) + 1 + (len(runs) == 1)
     for rows in zip(*(detail_rows(run) for run in runs), strict=True):
         if rows[0].section != section:
             section = rows[0].section
-            head = f'<th colspan="{num_columns}">{_escape(section.upper())}</th>'
+            head = f'<th colspan="{num_columns}">{escape(section.upper())}</th>'
             lines.append(f'<tr class="section">{head}</tr>')
         between = '</td><td class="note">' if len(runs) == 1 else '<span class="note">'
         end = "" if len(runs) == 1 else "</span>"
-        cells = (f"<td>{_escape(r.value)}{between}{_escape(r.note)}{end}</td>" for r in rows)
-        lines.append(f"<tr><th>{_escape(rows[0].label)}</th>{''.join(cells)}</tr>")
-    return f"<table>{''.join(lines)}</table>"
-
-
-def _table_head(runs: Sequence[Run]) -> str:
-    if len(runs) == 1:
-        return ""
-    return f"<tr><td></td>{''.join(f'<th>{_escape(run.name)}</th>' for run in runs)}</tr>"
+        cells = (f"<td>{escape(r.value)}{between}{escape(r.note)}{end}</td>" for r in rows)
+        lines.append(f"<tr><th>{escape(rows[0].label)}</th>{''.join(cells)}</tr>")
+    return builder.table(lines)
 
 
 def _differences(runs: Sequence[Run]) -> str:
     settings = [_flat(run.config) for run in runs]
     keys = sorted({key for setting in settings for key in setting})
-    lines = [_table_head(runs)]
+    lines = [builder.head([run.name for run in runs])]
     for key in keys:
         values = [str(setting.get(key, NA)) for setting in settings]
         if len(set(values)) > 1:
-            lines.append(
-                f"<tr><th>{_escape(key)}</th>{''.join(f'<td>{_escape(v)}</td>' for v in values)}</tr>"
-            )
-    table = f'<div class="scroll"><table>{"".join(lines)}</table></div>'
-    return _card("Settings that differ", table if len(lines) > 1 else '<p class="empty">none</p>')
+            lines.append(builder.row(key, values))
+    return card(
+        "Settings that differ", builder.table(lines) if len(lines) > 1 else '<p class="empty">none</p>'
+    )
 
 
 def _details(run: Run, named: bool) -> str:
-    import yaml
-
     suffix = f": {run.name}" if named else ""
-    environment = dict(run.environment)
-    topology = environment.pop("gpu_topology", None)
-    blocks = {"Configuration": run.config, "Environment": environment}
-    parts = [
-        f"<details class=card><summary>{name}{_escape(suffix)}</summary><pre>"
-        f"{_escape(yaml.safe_dump(content, sort_keys=False) if content else 'not recorded')}"
-        f"{_escape(str(topology)) if topology and name == 'Environment' else ''}</pre></details>"
-        for name, content in blocks.items()
-    ]
-    return "".join(parts)
+    return builder.details(f"Configuration{suffix}", builder.record_text(run.config)) + builder.details(
+        f"Environment{suffix}", builder.environment_text(run.environment)
+    )
 
 
 def _machine(run: Run, named: bool) -> str:
-    facts, env = run.facts, run.environment
-    versions = env.get("versions") if isinstance(env.get("versions"), dict) else {}
-    commit = str(env.get("git_commit") or "")[:10]
-    dirty = " + uncommitted changes" if env.get("git_dirty") else ""
-    parts = [
-        run.name if named else "",
-        f"{format_count(facts.get('world_size'))} x {facts.get('device') or 'device not recorded'}",
-        str(env.get("cpu_model") or ""),
-        f"torch {versions['torch']}" if versions and "torch" in versions else "",
-        f"commit {commit}{dirty}" if commit else "",
-        str(env.get("date") or ""),
-    ]
-    return " \u00b7 ".join(part for part in parts if part)
+    count = format_count(run.facts.get("world_size"))
+    devices = f"{count} x {run.facts.get('device') or 'device not recorded'}"
+    return builder.machine_line(run.environment, run.name if named else "", devices)
 
 
 def _split(facts: Mapping[str, Any]) -> dict[str, float]:
@@ -236,7 +190,3 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         path = f"{prefix}{key}"
         flat.update(_flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value})
     return flat
-
-
-def _escape(text: str) -> str:
-    return markup.escape(text)

@@ -1,4 +1,4 @@
-"""Inline SVG for the HTML report: line plots and stacked bars, and the style sheet that colours them.
+"""Inline SVG for the HTML pages: line plots and stacked bars; `builder.STYLE` colours them.
 
 Coordinates are in the viewBox, WIDTH wide; the page scales them. Colours are classes s0 ... s7 (Okabe-Ito).
 """
@@ -11,11 +11,22 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
-WIDTH, HEIGHT = 640, 300
+WIDTH, HEIGHT = 560, 290
 LEFT, RIGHT, TOP, BOTTOM = 66, 16, 30, 46
 BARS_WIDTH, BAR, ROW = 1080, 26, 62
 NUM_COLOURS = 8
 MAX_POINTS = 2000
+TICK_ROOM, ASKED_ROOM, TICK_HEIGHT = (
+    46,
+    30,
+    16,
+)  # between the middles of two ticks; of those asked for; upright
+SHAPES = (  # drawn around 0, 0
+    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0",
+    "M-3.6-3.6H3.6V3.6H-3.6Z",
+    "M0-5L5 0L0 5L-5 0Z",
+    "M0-4.6L4.6 3.6H-4.6Z",
+)
 DARK_FILLS = (0, 2, 3)  # colours that need white text
 
 Point = tuple[float, float]
@@ -23,12 +34,20 @@ Point = tuple[float, float]
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A named line; a value that is not finite is a gap."""
+    """A named line; a value that is not finite is a gap.
+
+    Styles: line; marked (dashed, circles); shaped (a shape of its own at each point, so that more series than
+    colours stay apart, also in print); rule (dashed, no marks); dots (marks alone); soft (grey, dashed); fine
+    (grey, dotted: what no run measured)."""
 
     label: str
     points: Sequence[Point]
     colour: int
-    style: Literal["line", "marked"] = "line"
+    style: Literal["line", "marked", "shaped", "rule", "dots", "soft", "fine"] = "line"
+    band: Sequence[tuple[float, float, float]] = ()
+    """(x, low, high): an interval around each point."""
+    width: float | None = None
+    """Of the line; None: that of the style sheet."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +59,14 @@ class Level:
 
 
 @dataclasses.dataclass(frozen=True)
+class Mark:
+    """A vertical reference line; the legend names it."""
+
+    value: float
+    label: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Axis:
     """`label` carries the unit, `text` prints a tick; `from_zero` starts the axis at 0."""
 
@@ -47,19 +74,35 @@ class Axis:
     text: Callable[[float], str]
     log: bool = False
     from_zero: bool = False
+    ticks: Sequence[float] = ()
+    """Where the ticks stand, e.g. at the numbers of ranks that were run; empty: round numbers."""
+    pad: float = 0.0
+    """Free space at both ends, as a share of the range."""
 
 
-def line_plot(title: str, series: Sequence[Series], x: Axis, y: Axis, levels: Sequence[Level] = ()) -> str:
-    """One SVG; a paragraph that says so when there is not a single finite point."""
+def line_plot(
+    title: str,
+    series: Sequence[Series],
+    x: Axis,
+    y: Axis,
+    levels: Sequence[Level] = (),
+    marks: Sequence[Mark] = (),
+) -> str:
+    """One SVG; a paragraph that says so when there is not a single finite measured point."""
     drawn = [dataclasses.replace(s, points=downsample(_drawable(s.points, x, y))) for s in series]
     finite = [p for s in drawn for p in s.points if math.isfinite(p[1])]
-    if not finite:
+    if not any(math.isfinite(p[1]) for s in drawn for p in s.points if s.style != "fine"):
         return f'<p class="empty">{_text(title)}: no data recorded</p>'
     xs = _Scale(x, [p[0] for p in finite], LEFT, WIDTH - RIGHT)
-    ys = _Scale(y, [p[1] for p in finite] + [level.value for level in levels], HEIGHT - BOTTOM, TOP)
+    ends = [
+        v for s in drawn for _, *pair in s.band for v in pair if math.isfinite(v) and (v > 0 or not y.log)
+    ]
+    ys = _Scale(y, [p[1] for p in finite] + [level.value for level in levels] + ends, HEIGHT - BOTTOM, TOP)
     parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{_text(title)}">']
     parts += _grid(xs, ys)
     parts += [_level(level, ys) for level in levels]
+    parts += [_mark(mark, xs) for mark in marks]
+    parts += [_band(s, xs, ys) for s in drawn]
     parts += [_line(s, xs, ys) for s in drawn]
     return "".join([*parts, "</svg>"])
 
@@ -94,12 +137,18 @@ def stacked_bars(
 
 
 def legend(entries: Sequence[tuple[str, int, str]]) -> str:
-    """HTML: (label, colour, kind) with kind line, marked or bar."""
+    """HTML: (label, colour, kind) with kind a style of `Series`, mark or bar."""
     items = []
     for label, colour, kind in entries:
         c = colour % NUM_COLOURS
         mark = {
             "line": f'<path class="l{c}" d="M1 6H21"/>',
+            "rule": f'<path class="l{c} dash" d="M1 6H21"/>',
+            "soft": '<path class="soft" d="M1 6H21"/>',
+            "fine": '<path class="fine" d="M1 6H21"/>',
+            "mark": '<path class="level" d="M11 0V12"/>',
+            "dots": shape(colour, 11, 6),
+            "shaped": f'<path class="l{c}" d="M1 6H21"/>{shape(colour, 11, 6)}',
             "marked": f'<path class="l{c} dash" d="M1 6H21"/><circle class="f{c}" cx="11" cy="6" r="3.5"/>',
             "bar": f'<rect class="f{c}" x="4" y="0" width="13" height="12"/>',
         }[kind]
@@ -133,7 +182,7 @@ class _Scale:
     def __init__(self, axis: Axis, values: Sequence[float], start: float, end: float):
         self.axis, self.start, self.end = axis, start, end
         low, high = min(values), max(values)
-        if axis.from_zero:
+        if axis.from_zero and not axis.log:
             low, high = min(0.0, low), max(0.0, high)
         if axis.log:
             self.low, self.high = math.log10(low), math.log10(high)
@@ -141,22 +190,37 @@ class _Scale:
                 self.low, self.high = self.low - 0.5, self.high + 0.5
             self.ticks = _log_ticks(10**self.low, 10**self.high)
             if len(self.ticks) < 3:
-                self.ticks = _linear_ticks(10**self.low, 10**self.high)
+                self.ticks = linear_ticks(10**self.low, 10**self.high)
         else:
             pad = 0.0 if high > low else abs(low) * 0.1 or 1.0
             self.low, self.high = low - (0.0 if axis.from_zero else pad), high + pad
             margin = 0.04 * (self.high - self.low) if end < start else 0.0  # vertical axes only
             self.high += margin
             self.low -= 0.0 if axis.from_zero else margin
-            self.ticks = _linear_ticks(self.low, self.high)
+            self.ticks = linear_ticks(self.low, self.high)
+        room = axis.pad * (self.high - self.low)
+        self.low, self.high = self.low - room, self.high + room
+        asked = sorted(t for t in set(axis.ticks) if t > 0 or not axis.log)
+        self.ticks = self._apart(asked, ASKED_ROOM) if asked else self._apart(self.ticks, TICK_ROOM)
 
     def __call__(self, value: float) -> float:
         position = math.log10(value) if self.axis.log else value
         return self.start + (position - self.low) / (self.high - self.low) * (self.end - self.start)
 
+    def _apart(self, ticks: Sequence[float], room: float) -> list[float]:
+        """Without those whose text would run into the one before, or that lie outside."""
+        room = room if self.start < self.end else TICK_HEIGHT
+        kept: list[float] = []
+        for tick in ticks:
+            inside = min(self.start, self.end) <= self(tick) <= max(self.start, self.end)
+            if inside and (not kept or abs(self(tick) - self(kept[-1])) >= room):
+                kept.append(tick)
+        return kept
 
-def _linear_ticks(low: float, high: float) -> list[float]:
-    raw = (high - low) / 5
+
+def linear_ticks(low: float, high: float, count: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`, about `count` of them."""
+    raw = (high - low) / count
     unit = 10 ** math.floor(math.log10(raw))
     step = next(m * unit for m in (1, 2, 2.5, 5, 10) if m * unit >= raw * 0.999)
     first = math.ceil(low / step - 1e-9)
@@ -193,6 +257,39 @@ def _level(level: Level, ys: _Scale) -> str:
     return f'{rule}<text class="halo" {place}>{_text(level.label)}</text>'
 
 
+def _mark(mark: Mark, xs: _Scale) -> str:
+    if not min(xs.start, xs.end) <= xs(mark.value) <= max(xs.start, xs.end):
+        return ""
+    rule = f'<path class="level" d="M{xs(mark.value):.1f} {TOP}V{HEIGHT - BOTTOM}">'
+    return f"{rule}<title>{_text(mark.label)}</title></path>"
+
+
+def _band(series: Series, xs: _Scale, ys: _Scale) -> str:
+    """The area between the ends of the intervals, and each interval as a whisker."""
+    colour, parts, run = series.colour % NUM_COLOURS, [], []
+    for x, low, high in [*series.band, (0.0, math.nan, math.nan)]:
+        on_axis = not (ys.axis.log and low <= 0) and not (xs.axis.log and x <= 0)
+        if on_axis and math.isfinite(x + low + high):
+            at, bottom, top = xs(x), ys(low), ys(high)
+            run.append((at, bottom, top))
+            whisker = f"M{at:.1f} {bottom:.1f}V{top:.1f}M{at - 4:.1f} {bottom:.1f}h8M{at - 4:.1f} {top:.1f}h8"
+            parts.append(f'<path class="l{colour} whisker" d="{whisker}"/>')
+            continue
+        edge = [f"{at:.1f} {top:.1f}" for at, _, top in run]
+        edge += [f"{at:.1f} {bottom:.1f}" for at, bottom, _ in reversed(run)]
+        if len(run) > 1:
+            parts.insert(0, f'<path class="f{colour} band" d="M{"L".join(edge)}Z"/>')
+        run = []
+    return "".join(parts)
+
+
+def shape(index: int, x: float, y: float, title: str = "") -> str:
+    """The mark of series `index`: 32 of them differ in colour or shape."""
+    outline = SHAPES[(index + index // NUM_COLOURS) % len(SHAPES)]
+    place = f'class="f{index % NUM_COLOURS}" transform="translate({x:.1f} {y:.1f})" d="{outline}"'
+    return f"<path {place}><title>{_text(title)}</title></path>" if title else f"<path {place}/>"
+
+
 def _line(series: Series, xs: _Scale, ys: _Scale) -> str:
     colour, commands, pen_down = series.colour % NUM_COLOURS, [], False
     places = [(xs(x), ys(y)) if math.isfinite(y) else None for x, y in series.points]
@@ -202,10 +299,21 @@ def _line(series: Series, xs: _Scale, ys: _Scale) -> str:
         pen_down = place is not None
     dots = [p for p in places if p is not None]
     marks = ""
-    if len(dots) == 1 or (series.style == "marked" and len(dots) <= 60):
-        marks = "".join(f'<circle class="f{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in dots)
-    dash = " dash" if series.style == "marked" else ""
-    return f'<path class="l{colour}{dash}" d="{"".join(commands)}"/>{marks}' if dots else ""
+    if (len(dots) == 1 and series.style != "fine") or (series.style == "marked" and len(dots) <= 60):
+        dot = 6 if series.style == "soft" else colour  # 6: grey
+        marks = "".join(f'<circle class="f{dot}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in dots)
+    if series.style in ("shaped", "dots"):
+        known = [(p, place) for p, place in zip(series.points, places, strict=True) if place is not None]
+        marks = "".join(
+            shape(series.colour, *place, f"{series.label}: {xs.axis.text(x)}, {ys.axis.text(y)}")
+            for (x, y), place in known
+        )
+    if series.style == "dots" or not dots:
+        return marks
+    name = str(series.style) if series.style in ("soft", "fine") else f"l{colour}"
+    dash = " dash" if series.style in ("marked", "rule") else ""
+    width = f' style="stroke-width:{series.width:g}"' if series.width else ""
+    return f'<path class="{name}{dash}"{width} d="{"".join(commands)}"/>{marks}'
 
 
 def _drawable(points: Sequence[Point], x: Axis, y: Axis) -> list[Point]:
@@ -216,61 +324,3 @@ def _drawable(points: Sequence[Point], x: Axis, y: Axis) -> list[Point]:
 
 def _text(value: str) -> str:
     return html.escape(value)
-
-
-_LIGHT = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8a8a8a", "#d9c800")
-_DARK = ("#3d9be0", "#f0ad1e", "#1fb88a", "#f0723c", "#dd92ba", "#7cc8f2", "#a5a5a5", "#f0e442")
-
-
-def _palette(colours: Sequence[str]) -> str:
-    return "".join(f"--c{i}:{colour};" for i, colour in enumerate(colours))
-
-
-_COLOUR_RULES = "".join(
-    f".f{i}{{fill:var(--c{i})}}svg .l{i}{{stroke:var(--c{i})}}" for i in range(NUM_COLOURS)
-)
-
-STYLE = f"""
-:root{{color-scheme:light dark;--page:#f6f7f9;--card:#fff;--ink:#1c2430;--soft:#5b6675;--rule:#dde2e8;
---ok:#0b7a4b;--warn:#9a6700;--fail:#b3261e;{_palette(_LIGHT)}}}
-@media (prefers-color-scheme:dark){{:root{{--page:#11151b;--card:#1a2029;--ink:#e6eaf0;--soft:#9aa6b5;
---rule:#2d3642;--ok:#4cc38a;--warn:#e0b13c;--fail:#ff8a80;{_palette(_DARK)}}}}}
-*{{box-sizing:border-box}}
-body{{margin:0;background:var(--page);color:var(--ink);
-font:15px/1.5 system-ui,"Segoe UI",Roboto,Arial,sans-serif}}
-main{{max-width:1120px;margin:0 auto;padding:28px 20px 48px}}
-h1{{font-size:24px;margin:0;overflow-wrap:anywhere}}h2{{font-size:16px;margin:0 0 10px}}
-.sub,.note,.legend{{color:var(--soft)}}.sub{{margin:2px 0}}.sub+.verdict{{margin-top:16px}}
-.card,.verdict{{background:var(--card);border:1px solid var(--rule);border-radius:8px}}
-.card,.verdict{{padding:16px;margin:0 0 16px}}
-.verdict{{border-left:5px solid var(--soft);padding:12px 16px;overflow-wrap:anywhere}}
-.verdict ul{{margin:6px 0 0;padding-left:20px;color:var(--soft)}}
-.verdict.ok{{border-left-color:var(--ok)}}.verdict.warn{{border-left-color:var(--warn)}}
-.verdict.fail{{border-left-color:var(--fail)}}
-.tiles{{display:grid;grid-template-columns:repeat(auto-fit,minmax(190px,1fr));gap:0 16px}}
-.tiles b{{display:block;font-size:22px;font-variant-numeric:tabular-nums}}.tiles .note{{font-size:13px}}
-.plots{{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(480px,100%),1fr));gap:0 16px}}
-svg{{display:block;width:100%;height:auto}}svg text{{fill:var(--soft);font-size:13px}}
-svg .label,svg .name{{fill:var(--ink)}}svg .white{{fill:#fff}}svg .black{{fill:#111}}
-svg path{{fill:none;stroke-width:1.8;stroke-linejoin:round}}svg .dash{{stroke-dasharray:6 4}}{_COLOUR_RULES}
-svg .grid{{stroke:var(--rule);stroke-width:1}}svg .axis{{stroke:var(--soft);stroke-width:1}}
-svg .level{{stroke:var(--soft);stroke-width:1.2;stroke-dasharray:2 4}}
-.halo{{paint-order:stroke;stroke:var(--card);stroke-width:4px}}
-.legend{{display:flex;flex-wrap:wrap;gap:2px 16px;font-size:13px;margin-top:6px}}
-.legend span{{display:inline-flex;align-items:center;gap:6px;overflow-wrap:anywhere}}
-svg.key{{width:22px;flex:none}}
-.scales{{float:right;font-size:13px;color:var(--soft)}}.scales input{{margin:0 4px 0 10px}}
-.card:has(.to-log:checked) .linear,.card:has(.to-linear:checked) .log{{display:none}}
-.empty{{color:var(--soft);font-style:italic}}.scroll{{overflow-x:auto}}
-table{{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}}
-th,td{{text-align:left;vertical-align:top;padding:5px 14px 5px 0;border-top:1px solid var(--rule)}}
-td{{font-weight:600;overflow-wrap:anywhere}}tbody th{{font-weight:500;white-space:nowrap}}
-tr.section th{{padding-top:16px;border:0;color:var(--soft);font-size:12px;letter-spacing:.06em}}
-td .note,td.note{{font-weight:400;font-size:13px}}td .note{{display:block}}
-td.note{{color:var(--soft);width:60%}}summary{{cursor:pointer;font-weight:600}}
-pre{{overflow:auto;white-space:pre-wrap;overflow-wrap:anywhere}}
-pre{{font:12.5px/1.45 ui-monospace,Menlo,Consolas,monospace}}
-@media print{{:root{{--page:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;{_palette(_LIGHT)}}}
-body{{font-size:11px}}main{{max-width:none;padding:0}}.scales{{display:none}}
-.card,.verdict{{break-inside:avoid}}.plots{{grid-template-columns:1fr 1fr}}}}
-"""

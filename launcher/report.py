@@ -93,6 +93,29 @@ def format_duration(seconds: object) -> str:
     return "{} d {:02d} h".format(*divmod(round(s / 3600), 24))
 
 
+def format_step_time(seconds: object) -> str:
+    """Seconds of a step with three significant digits, so that steps can be compared: `12.3 ms`, `1.23 s`."""
+    s = number(seconds)
+    if s is None:
+        return NA
+    if s == 0:
+        return "0 s"
+    scaled, unit = (1000 * s, "ms") if abs(s) < 0.9995 else (s, "s")
+    return f"{_three(scaled) if abs(scaled) >= 999.5 else f'{scaled:#.3g}'.rstrip('.')} {unit}"
+
+
+def format_time_tick(seconds: float) -> str:
+    """A round time on an axis: `50 ms`, `1.5 s`."""
+    scaled, unit = (1000 * seconds, "ms") if 0 < abs(seconds) < 0.9995 else (seconds, "s")
+    return f"{_three(scaled)} {unit}"
+
+
+def format_ratio(value: object) -> str:
+    """A ratio around one, or a speed-up, with three digits: `1.90`, `17.6`, `1,024`."""
+    n = number(value)
+    return NA if n is None else f"{n:,.{2 if abs(n) < 9.995 else 1 if abs(n) < 99.95 else 0}f}"
+
+
 def format_eta(seconds: object) -> str:
     """A remaining time: below a second it is no more than `<1 s`."""
     s = number(seconds)

@@ -12,6 +12,7 @@ import pytest
 
 from tests.e2e.cli import bert_dp, tiny
 from tests.parity.runs import settings, write_run
+from tests.scaling_fixture import scaling
 from tests.shards import write_shards
 
 VERBS = ([], ["train"], ["data"], ["data", "build"], ["data", "inspect"], ["doctor"], ["report"],
@@ -111,6 +112,24 @@ def test_report_of_runs_and_of_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "<svg" in (tmp_path / "both.html").read_text()
     assert bert_dp("report", str(tmp_path / "none")).returncode == 2
+
+
+def test_report_of_a_scaling_benchmark(tmp_path: Path) -> None:
+    (tmp_path / "scale").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("{}")
+    (tmp_path / "scale" / "scaling.json").write_text(json.dumps(scaling()))
+    done = bert_dp("report", str(tmp_path / "scale"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(tmp_path / "scale" / "report.html")
+    assert "Speed-up, weak scaling" in (tmp_path / "scale" / "report.html").read_text()
+    mixed = bert_dp("report", str(tmp_path / "run"), str(tmp_path / "scale"))
+    assert mixed.returncode == 2
+    assert "scale is a scaling benchmark" in mixed.stderr
+    (tmp_path / "scale" / "scaling.json").write_text("{")
+    torn = bert_dp("report", str(tmp_path / "scale"))
+    assert torn.returncode == 2
+    assert "not a JSON object" in torn.stderr
 
 
 def test_ranks_started_by_hand_with_bare_variables(tmp_path: Path) -> None:
