@@ -262,9 +262,8 @@ def scale(
     Beside the cells that are asked for: one rank without a process group (the baseline), ddp on one rank, and
     for every N the ceiling, N independent copies.
     """
-    from launcher import scaling
     from launcher.plan.scaling import parse_counts
-    from launcher.scaling import grid
+    from launcher.scaling import benchmark, grid
 
     if accumulation is not None and mode == "strong":
         raise ConfigError(
@@ -276,7 +275,7 @@ def scale(
         repeats=repeats, steps=steps, warm_up=warm_up, accumulation=accumulation, synthetic=synthetic,
     )  # fmt: skip
     raise typer.Exit(
-        scaling.scale(
+        benchmark.scale(
             config, set_ or [], settings, out=out, dry_run=dry_run, as_json=json, console=_console()
         )
     )
@@ -290,18 +289,28 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="HTML file; default: report.html in the first run.")
     ] = None,
+    png: Annotated[
+        Path | None, typer.Option(help="Of a scaling benchmark: also write its figures there (extra plots).")
+    ] = None,
 ) -> None:
     """One self-contained HTML page of a run, a comparison of runs, or a scaling benchmark."""
-    from launcher import page, scaling_page, scaling_report
+    from launcher import page
+    from launcher.scaling import page as scaling_page
+    from launcher.scaling import png as scaling_png
+    from launcher.scaling import report as scaling_report
 
     benchmarks = [d for d in run_dirs if (d / scaling_report.FILE).exists()]
     if benchmarks and len(run_dirs) > 1:
         raise ConfigError([f"RUN_DIR: {benchmarks[0]} is a scaling benchmark; its page is made of it alone"])
     if benchmarks:
-        target = out or run_dirs[0] / "report.html"
-        scaling_page.write(scaling_report.read(run_dirs[0]), target)
+        target, scaling = out or run_dirs[0] / "report.html", scaling_report.read(run_dirs[0])
+        if png is not None:
+            scaling_png.write(scaling, png)
+        scaling_page.write(scaling, target)
         typer.echo(str(target))
         return
+    if png is not None:
+        raise ConfigError(["--png: draws a scaling benchmark, and a run has only its page; drop --png"])
     missing = [str(d) for d in run_dirs if not (d / "config.yaml").exists()]
     if missing:
         raise ConfigError([f"RUN_DIR: {name} is not a run directory (no config.yaml)" for name in missing])

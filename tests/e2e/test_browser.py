@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from launcher import page, scaling_page
+from launcher import page
+from launcher.scaling import page as scaling_page
 from tests.browser import COLLISIONS, FIGURES, OVERFLOW, Browser, find
 from tests.scaling_fixture import HOSTILE, nulls, scaling
 from tests.unit.test_report import make_run

@@ -13,7 +13,8 @@ import pytest
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, resolve
 from launcher import environment
-from launcher.scaling import directory_issues, plan_facts, stats
+from launcher.scaling import stats
+from launcher.scaling.benchmark import directory_issues, plan_facts
 from launcher.scaling.grid import Grid, Settings, modes_of, parse_engines
 from launcher.scaling.measure import cores_of, ended, run_dir
 from launcher.scaling.reduce import collect

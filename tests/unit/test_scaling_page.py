@@ -17,9 +17,12 @@ import pytest
 
 from bert_dp import record
 from bert_dp.config import ConfigError
-from launcher import figures, png, scaling_figures, scaling_page, scaling_report
-from launcher import scaling_view as view
+from launcher import figures
 from launcher.report import NA, format_percent, format_ratio, format_si, format_step_time, format_time_tick
+from launcher.scaling import figures as scaling_figures
+from launcher.scaling import page as scaling_page
+from launcher.scaling import png, view
+from launcher.scaling import report as scaling_report
 from tests.scaling_fixture import HOSTILE, nulls, scaling
 from tests.unit.test_report import check, lines_of
 
@@ -406,7 +409,7 @@ def test_png(data: dict[str, Any], tmp_path: Path) -> None:
 def test_png_leaves_nothing_global(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     code = (
-        "import sys, matplotlib; from pathlib import Path; from launcher import png\n"
+        "import sys, matplotlib; from pathlib import Path; from launcher.scaling import png\n"
         "from tests.scaling_fixture import scaling\n"
         "before = matplotlib.rcParams.copy()\n"
         f"png.write(scaling(), Path({str(tmp_path)!r})); assert 'matplotlib.pyplot' not in sys.modules\n"

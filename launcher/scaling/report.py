@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
 from bert_dp.config import ConfigError
-from launcher import scaling_view as view
 from launcher.report import (
     NA,
     format_count,
@@ -21,7 +20,8 @@ from launcher.report import (
     format_si,
     safe,
 )
-from launcher.scaling_view import Cell
+from launcher.scaling import view
+from launcher.scaling.view import Cell
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher import plots
-from launcher import scaling_view as view
 from launcher.figures import QUARTILES, Bar, Box
 from launcher.report import format_count, format_percent, format_ratio, format_si
 from launcher.runs import number
-from launcher.scaling_view import Cell, Group
+from launcher.scaling import view
+from launcher.scaling.view import Cell, Group
 
 LOG_FROM = 16  # times the least N: above, N stands on a logarithmic axis
 MAX_RANKS = 16  # boxes of one cell

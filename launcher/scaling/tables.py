@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from launcher import builder, figures, scaling_figures
-from launcher import scaling_view as view
+from launcher import builder, figures
 from launcher.builder import card, escape
 from launcher.redact import redact
 from launcher.report import (
@@ -19,7 +18,9 @@ from launcher.report import (
     format_step_time,
 )
 from launcher.runs import number
-from launcher.scaling_view import Column
+from launcher.scaling import figures as scaling_figures
+from launcher.scaling import view
+from launcher.scaling.view import Column
 
 SETTINGS = (
     Column("model", "model", view.format_word),

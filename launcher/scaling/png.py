@@ -8,11 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bert_dp.config import ConfigError
-from launcher import builder, plots, scaling_figures
-from launcher import scaling_view as view
+from launcher import builder, plots
 from launcher.figures import QUARTILES, Bar
 from launcher.report import format_time_tick, safe
-from launcher.scaling_figures import Figure
+from launcher.scaling import figures as scaling_figures
+from launcher.scaling import view
+from launcher.scaling.figures import Figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from launcher import builder, figures, plots, scaling_figures
-from launcher import scaling_view as view
+from launcher import builder, figures, plots
 from launcher.builder import card, escape
 from launcher.report import (
     NA,
@@ -18,8 +17,10 @@ from launcher.report import (
     format_step_time,
     format_time_tick,
 )
-from launcher.scaling_tables import details, prediction, settings, tables
-from launcher.scaling_view import Cell
+from launcher.scaling import figures as scaling_figures
+from launcher.scaling import view
+from launcher.scaling.tables import details, prediction, settings, tables
+from launcher.scaling.view import Cell
 
 SHOWN = 6  # cells of one verdict before the rest folds
 

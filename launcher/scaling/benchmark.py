@@ -1,0 +1,173 @@
+"""`bert-dp scale`: a grid of real runs, and what each number of ranks contributed."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bert_dp import record
+from bert_dp.config import ConfigError, load_config
+from launcher import environment, starters, training
+from launcher.display import PLAIN, show
+from launcher.plan import inputs
+from launcher.plan.scaling import Question, answer
+from launcher.redact import redact_argv
+from launcher.scaling import page, report
+from launcher.scaling.grid import Grid, Settings
+from launcher.scaling.measure import Stopped, measure_links, measure_peak, measure_profile, run_grid
+from launcher.scaling.reduce import collect
+from launcher.scaling.verdict import verdicts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DEFAULT_CONFIG = "quickstart"
+
+
+def scale(
+    name: str | None, overrides: Sequence[str], settings: Settings, *, out: Path | None, dry_run: bool,
+    as_json: bool, console: Console,
+) -> int:  # fmt: skip
+    """Returns the exit code. Raises ConfigError before any run starts, with every cell that cannot run."""
+    path = training.find_config(name or DEFAULT_CONFIG, None)
+    config = training.absolute(load_config(path, overrides))
+    gpus = 0 if config.run.device == "cpu" else environment.num_gpus()
+    where = (out or Path("scaling") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    issues = [*starters.launcher_issues(settings.launcher), *training.input_issues(config)]
+    issues += training.exposure_issues(config, where)
+    if gpus and max(settings.gpus) > gpus:
+        issues.append(
+            f"--gpus: {max(settings.gpus)} ranks but {gpus} GPUs; use --set run.device=cpu, or fewer"
+        )
+    grid = Grid(config, settings, environment.probe(), on_gpu=gpus > 0)
+    if issues := [*issues, *grid.issues, *directory_issues(where, grid)]:
+        raise ConfigError(issues)
+
+    def say(line: str) -> None:
+        show(console, line, **PLAIN)
+
+    if not as_json:
+        describe(grid, where, say, on_gpu=gpus > 0)
+    if dry_run:
+        return 0
+    directory = training.prepare_data(config)
+    where.mkdir(parents=True, exist_ok=True, mode=0o700)
+    held = record.lock(where / ".lock")
+    if held is None:
+        raise ConfigError([f"--out: {where} is in use by another benchmark; choose another directory"])
+    with held:
+        return run_locked(grid, where, directory, on_gpu=gpus > 0, as_json=as_json, console=console)
+
+
+def directory_issues(where: Path, grid: Grid) -> list[str]:
+    """Why OUT cannot take this grid; one line each."""
+    standing = next(p for p in (where, *where.parents) if p.exists())
+    if not standing.is_dir():
+        return [f"--out: {where} cannot be made, {standing} is a file"]
+    if not where.exists() or not any(where.iterdir()):
+        return []
+    before = record.read_json(where / "grid.json")
+    if before is None:
+        return [f"--out: {where} is not empty and holds no grid; choose another directory"]
+    now = plan_facts(grid)
+    changed = [key for key in ("config_hash", "settings", "cells") if before.get(key) != now[key]]
+    if changed:
+        return [f"--out: {where} holds another grid ({', '.join(changed)} differ); choose another directory, "
+                "or go on with the options it was begun with"]  # fmt: skip
+    return []
+
+
+def plan_facts(grid: Grid) -> dict[str, Any]:
+    """grid.json: what is to be run. JSON values only, so that it compares with what was read back."""
+    facts = {
+        "schema_version": record.SCHEMA_VERSION,
+        "config_hash": grid.config.hash(),
+        "config": grid.config.model_dump(mode="json"),
+        "settings": dataclasses.asdict(grid.settings),
+        "cells": [dataclasses.asdict(cell) for cell in grid.cells],
+        "order": [[cell.id, repeat] for cell, repeat in grid.order(len(grid.cells))],
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(facts))
+    return plain
+
+
+def describe(grid: Grid, where: Path, say: Any, *, on_gpu: bool) -> None:
+    """What is about to run."""
+    s = grid.settings
+    say(f"scaling benchmark: {where}")
+    say(f"{len(grid.cells)} cells x {s.repeats} repeats, {s.warm_up} + {s.steps} steps each, in random order")
+    for cell in grid.cells:
+        split = f", tensor {cell.tensor}" if cell.tensor > 1 else ""
+        batch = f"{cell.micro_batch} x {cell.accumulation} x {cell.world_size // cell.tensor}"
+        say(f"  {cell.id}: {cell.world_size} ranks{split}, global batch {cell.global_batch} = {batch}")
+    for mode in s.modes:
+        for count in [n for n in s.gpus if n > 1]:
+            if not any(c.id == f"{mode}-ceiling-n{count}" for c in grid.cells):
+                say(f"warning: {mode}, {count} ranks: the batch does not divide over as many copies; no "
+                    "ceiling, and no exposed communication")  # fmt: skip
+    if "weak" in s.modes and "strong" not in s.modes:
+        say("weak scaling trains another global batch at every N: losses are not compared")
+    if not on_gpu and max(s.gpus) > environment.probe().affinity_cores:
+        say("warning: more CPU ranks than cores: efficiency says nothing about the program")
+
+
+def run_locked(
+    grid: Grid, out: Path, directory: Path, *, on_gpu: bool, as_json: bool, console: Console
+) -> int:
+    """The grid, and its result; also what there is of it when a signal came."""
+
+    def say(line: str) -> None:
+        if as_json:
+            sys.stderr.write(line + "\n")
+        else:
+            show(console, line, **PLAIN)
+
+    plan = plan_facts(grid)
+    record.write_json(out / "grid.json", plan)
+    machine = environment.probe(out).to_json()
+    manifest = record.read_json(directory / "manifest.json") or {}
+    facts = {"environment": machine, "config_hash": plan["config_hash"], "data_hash": manifest.get("hash"),
+             "command": redact_argv(sys.argv)}  # fmt: skip
+    stopped = 0
+    try:
+        run_grid(grid, out, on_gpu=on_gpu, say=say)
+        measure_links(grid, out, say)
+        measure_profile(grid, out, on_gpu=on_gpu, say=say)
+        measure_peak(grid, out, on_gpu=on_gpu, say=say)
+    except Stopped as stop:
+        stopped = stop.number
+        say(f"stopped: {out} holds what was measured; the same command goes on")
+    scaling = collect(grid, out, facts=facts)
+    scaling["verdicts"] = verdicts(scaling)
+    scaling["prediction"] = predicted(scaling)
+    write(scaling, out)
+    if as_json:
+        sys.stdout.write(json.dumps(scaling, indent=1) + "\n")
+    else:
+        show(console, report.Summary(scaling))
+        show(console, f"page: {out / 'report.html'}", **PLAIN)
+    ran = any(cell["status"] == "ok" for cell in scaling["cells"])
+    return 128 + stopped if stopped else 0 if ran else 1
+
+
+def predicted(scaling: dict[str, Any]) -> dict[str, Any] | None:
+    """What `plan scaling` says of these cells from one rank's profile, the links and the ceiling; None where
+    one of them was not measured."""
+    try:
+        source = inputs.from_data(scaling, "scaling.json")
+        gpus = tuple(sorted({cell["world_size"] for cell in scaling["cells"]}))
+        return answer(source, Question(gpus=gpus))
+    except ConfigError:
+        return None
+
+
+def write(scaling: dict[str, Any], out: Path) -> None:
+    """scaling.json, and what is made of it."""
+    record.write_json(out / "scaling.json", scaling)
+    report.write_csv(scaling, out / "scaling.csv")
+    page.write(scaling, out / "report.html")
