@@ -23,6 +23,7 @@ Say = Callable[[str], None]
 SWEEP = tuple(4**k for k in range(6, 14))  # bytes: 4 KiB to 64 MiB
 LINK_S = 0.3  # per size
 HELPER_TIMEOUT_S = 900.0
+PROGRESS_S = 30.0
 
 
 class Stopped(Exception):
@@ -78,8 +79,10 @@ def run_cell(grid: Grid, cell: Cell, directory: Path, *, on_gpu: bool, say: Say)
     watched = watch.Watch(
         directory, say, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
     )
+    steps = grid.settings.warm_up + grid.settings.steps
+    progress = Progress(directory, cell.id, steps, say)
     result = processes.run(
-        directory, cell.world_size, "never", lambda: None, launcher=grid.settings.launcher, on_gpu=on_gpu,
+        directory, cell.world_size, "never", progress, launcher=grid.settings.launcher, on_gpu=on_gpu,
         watch=watched, cores=None if on_gpu else cores_of(cell.world_size, max(grid.settings.gpus)),
     )  # fmt: skip
     if result.signal:
@@ -90,6 +93,26 @@ def run_cell(grid: Grid, cell: Cell, directory: Path, *, on_gpu: bool, say: Say)
     summary = record.read_json(directory / "summary.json") or {}
     return (f"{format_si(summary['tokens_per_s'], 'tokens/s')} over {cell.world_size} ranks, warm-up "
             "included")  # fmt: skip
+
+
+class Progress:
+    """Called several times a second while a run goes on: says now and then how far it is."""
+
+    def __init__(self, directory: Path, name: str, steps: int, say: Say, every_s: float = PROGRESS_S):
+        self._path, self._name, self._steps, self._say = directory / "metrics.jsonl", name, steps, say
+        self._every_s, self._due = every_s, time.monotonic() + every_s
+        self._begun = time.monotonic()
+
+    def __call__(self) -> None:
+        now = time.monotonic()
+        if now < self._due:
+            return
+        self._due = now + self._every_s
+        step = 0
+        for line in record.read_lines(self._path):
+            step = line["step"]
+        running = format_duration(now - self._begun)
+        self._say(f"  {self._name}: step {step} of {self._steps}, running for {running}")
 
 
 def cores_of(ranks: int, most: int) -> list[int]:

@@ -16,7 +16,7 @@ from launcher import environment
 from launcher.scaling import stats
 from launcher.scaling.benchmark import directory_issues, plan_facts
 from launcher.scaling.grid import Grid, Settings, modes_of, parse_engines
-from launcher.scaling.measure import cores_of, ended, run_dir
+from launcher.scaling.measure import Progress, cores_of, ended, run_dir
 from launcher.scaling.reduce import collect
 from launcher.scaling.verdict import judge, verdicts
 
@@ -155,7 +155,10 @@ def test_statistics_of_what_does_not_vary() -> None:
     assert stats.over([None, None]) is None
 
 
-def write_run(directory: Path, cell: Any, step_s: float, *, status: str = "done", steps: int = 8) -> None:
+def write_run(
+    directory: Path, cell: Any, step_s: float, *, status: str = "done", steps: int = 8,
+    own: list[float] | None = None,
+) -> None:  # fmt: skip
     """The records of a run whose steps all take `step_s`, after two slow ones."""
     directory.mkdir(parents=True)
     facts = {"status": status, "precision": "fp32", "device": "CPU", "compiled": False,
@@ -166,7 +169,8 @@ def write_run(directory: Path, cell: Any, step_s: float, *, status: str = "done"
     for rank in range(cell.world_size):
         times = [9.0, 9.0] + [step_s] * (steps - 2)
         line = {"step": steps, "step_s": times, "data_wait_s": [0.0] * steps,
-                "forward_backward_s": [0.8 * t for t in times], "own_work_s": [0.5 * t for t in times],
+                "forward_backward_s": [0.8 * t for t in times],
+                "own_work_s": [(own[rank] if own else 0.5) * t for t in times],
                 "optimizer_s": [0.1 * t for t in times], "host_s": times,
                 "peak_memory_gib": 1.0 + rank}  # fmt: skip
         record.append_line(directory / "steps" / f"rank-{rank}.jsonl", line)
@@ -213,6 +217,32 @@ def test_figures_follow_from_the_records(collected: dict[str, Any]) -> None:
     )
     assert collected["status"] == "partial"
     json.dumps(collected, allow_nan=False)
+
+
+def test_a_rank_that_works_longer_is_named_over_enough_steps(tmp_path: Path) -> None:
+    for timed, named in ((6, 1), (4, None)):
+        made = grid(gpus=(2,), modes=("strong",), steps=timed, engines=("ddp",))
+        out = tmp_path / str(timed)
+        for cell in made.cells:
+            for repeat in range(2):
+                directory = run_dir(out, cell, repeat)
+                write_run(directory, cell, 1.0, steps=2 + timed, own=[0.3, 0.6])
+        ddp = next(c for c in collect(made, out, facts={})["cells"] if c["id"] == "strong-ddp-n2")
+        assert ddp["straggler_ratio"] == pytest.approx(2.0)
+        assert ddp["straggler_rank"] == named
+
+
+def test_progress_is_said_now_and_then(tmp_path: Path) -> None:
+    said: list[str] = []
+    progress = Progress(tmp_path, "weak-ddp-n2", 70, said.append, every_s=0.0)
+    progress()
+    record.append_line(tmp_path / "metrics.jsonl", {"step": 12})
+    progress()
+    assert [line.split(",")[0].strip() for line in said] == [
+        "weak-ddp-n2: step 0 of 70", "weak-ddp-n2: step 12 of 70"]  # fmt: skip
+    patient = Progress(tmp_path, "x", 70, said.append)
+    patient()
+    assert len(said) == 2
 
 
 def test_verdicts_name_the_greatest_loss(collected: dict[str, Any]) -> None:
