@@ -195,7 +195,7 @@ def table(runs: list[dict[str, Any]]) -> str:
     """Markdown; a dash = not told, or does not apply."""
     head = (
         "fault", "launcher", "exit code", "ended after, s", "lines printed", "rank in line", "cause in line",
-        "file:line in line", "alive 5 s later", "listening beyond loopback", "checkpoint",
+        "file:line in line", "alive 5 s later", "listening beyond loopback", "saved at the end",
     )  # fmt: skip
     rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for run in runs:
@@ -205,7 +205,7 @@ def table(runs: list[dict[str, Any]]) -> str:
             run["fault"], run["launcher"], "still runs" if run["exit_code"] is None else run["exit_code"],
             run["seconds"], run["lines"], run["rank_in_line"], run["cause_in_line"], run["place_in_line"],
             len(run["left_alive"]) if run["exit_code"] is not None else None, wild,
-            "yes" if run["checkpoints"] else "no",
+            "yes" if set(run["checkpoints"]) - {"step-00000000"} else "no",  # that one precedes the fault
         )  # fmt: skip
         rows.append("| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |")
     return "\n".join(rows)
