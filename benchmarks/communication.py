@@ -63,7 +63,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--ways", default=",".join(WAYS))
     add("--date", help="for the record, as YYYY-MM-DD")
     add("--json", metavar="FILE")
-    return parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    ways = parsed.ways.split(",")
+    if "ceiling" not in ways or not set(ways) <= set(WAYS):
+        parser.error(f"--ways: {parsed.ways} must hold ceiling, and only {', '.join(WAYS)}")
+    return parsed
 
 
 def settings(o: argparse.Namespace, engine: str) -> config.Config:

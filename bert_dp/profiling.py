@@ -87,6 +87,8 @@ def measure(job: train.Job, clock: Timers) -> dict[str, Any]:
         "device": setup.device_name(job.device), "precision": job.precision.name,
         "compiled": job.facts["compiled"], "engine": "single", "micro_batch": job.plan.micro_size,
         "sequence_length": job.config.data.sequence_length, "parameters": sum(p.numel() for _, p in named),
+        "num_layers": job.config.model.num_layers, "hidden_size": job.config.model.hidden_size,
+        "num_heads": job.config.model.num_heads,
         "forward_s": forward_s, "backward_s": backward_s, "optimizer_s": optimizer_s,
         "micro_s": forward_s + backward_s,
         "gradients": [

@@ -120,8 +120,8 @@ class Summary:
     """Of rank 0's wall clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (as
     far as training stood still for it)."""
     ddp: dict[str, Any] | None = None
-    """What torch's DDP counted, means over ten steps and every hundredth: bucket_bytes, comm_s (reductions),
-    overlap_s (of them, under the backward pass), compute_s (the backward pass); null under other engines."""
+    """What torch's DDP counted, means over the steps it samples: bucket_bytes, comm_s (reductions), overlap_s
+    (of them, under the backward pass), compute_s (the backward pass); null under other engines."""
     loss_spikes: int = 0
     """Logged losses far above the ones before."""
     failed_saves: int = 0

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bert_dp import checkpoint, corpus, cost, data, dist, model, optim, parallel, record, shards
+from bert_dp import checkpoint, corpus, cost, data, ddp_counters, dist, model, optim, parallel, record, shards
 from bert_dp.binding import Placement, format_cores
 from bert_dp.building import Corpus, build_model, choose_precision
 from bert_dp.config import (
@@ -136,6 +136,8 @@ def assemble(
         return optim.make_optimizer(config.optim, named, model.is_decayed, model.is_matrix, compiled=compiled)
 
     wrapped, optimizer = engine.prepare(bare, make_optimizer)
+    if config.log.step_times:
+        ddp_counters.sample_every(wrapped, config.log.every_steps)
     stream = make_stream(config, plan, engine, device, corpus_, resume.counters.samples)
     held_out = data.held_out_batches(
         corpus_.held_out, micro_size=plan.micro_size, max_sequences=config.eval.max_sequences,

@@ -5,28 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from bert_dp import cost, energy, record
+from bert_dp import cost, ddp_counters, energy, record
 from bert_dp.metrics import peak_memory_gib, straggler
 from bert_dp.setup import device_name
 from bert_dp.train import Counters, Job, Outcome
-
-
-def ddp_counters(model: Any) -> dict[str, Any] | None:
-    """Summary.ddp from DDP's logging data, which is private to torch; None without it."""
-    read = getattr(model, "_get_ddp_logging_data", None)
-    if read is None:
-        return None
-    data = read()
-    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
-    seconds = {
-        name: data[key] / 1e9 if data.get(key) else None
-        for name, key in (
-            ("comm_s", "avg_backward_comm_time"),
-            ("overlap_s", "avg_backward_compute_comm_overlap_time"),
-            ("compute_s", "avg_backward_compute_time"),
-        )
-    }
-    return {"bucket_bytes": [int(size) for size in sizes.split(",") if size.strip()], **seconds}
 
 
 def write_summary(
@@ -70,7 +52,7 @@ def write_summary(
         peak_memory_gib=memory,
         energy_j=used if math.isfinite(used) else None,
         skipped_steps=counters.skipped_steps,
-        ddp=ddp_counters(job.model),
+        ddp=ddp_counters.summary(job.model),
         loss_spikes=counters.loss_spikes,
         failed_saves=job.saver.failed_saves,
         checkpoint=str(outcome.checkpoint.relative_to(job.run_dir)) if outcome.checkpoint else None,

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from bert_dp import health, record
+from bert_dp import ddp_counters, health, record
 from bert_dp.config import BatchPlan, Config, batch_at, peak_lr, progress_at
 from bert_dp.data import Batch, Stream, hash64
 from bert_dp.dist import Comm, SharedClock
@@ -279,7 +279,8 @@ def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> No
         **course.line_facts,
     )
     if job.config.log.step_times:
-        _append(job, f"steps/rank-{job.comm.world.rank}.jsonl", job.meter.steps)
+        steps = {**job.meter.steps, "ddp_exposed_s": ddp_counters.exposed_s(job.model)}
+        _append(job, f"steps/rank-{job.comm.world.rank}.jsonl", steps)
     counters.skipped_steps = line.skipped_steps
     course.final_loss, course.logged_step = line.loss, line.step
     if job.comm.world.rank == 0:

@@ -239,7 +239,7 @@ def scale(
     launcher: Annotated[
         str, typer.Option(help="Starts the ranks: torchrun, accelerate or deepspeed.")
     ] = "torchrun",
-    repeats: Annotated[int, typer.Option(min=1, help="Runs of each cell, in random order.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each cell, in random order.")] = 3,
     steps: Annotated[int, typer.Option(min=2, help="Timed optimizer steps of a run.")] = 50,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before them, which do not count.")] = 20,
     accumulation: Annotated[

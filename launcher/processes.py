@@ -316,9 +316,13 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
         os.sched_setaffinity(0, before)
 
 
-def start_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.Popen[str]:
+def start_module(
+    module: str, arguments: list[str], *, scratch: str | None = None, **kwargs: Any
+) -> subprocess.Popen[str]:
     """`python -m module`, which ends with us, for verbs that need torch or the data room outside a run."""
     mine = {LAUNCHER_PID: str(os.getpid()), LAUNCHER_START: start_ticks(os.getpid())}
+    if scratch is not None:
+        mine["TMPDIR"] = scratch
     command = [sys.executable, "-m", module, *arguments]
     return subprocess.Popen(command, text=True, env={**os.environ, **mine}, **kwargs)
 

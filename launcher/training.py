@@ -263,6 +263,8 @@ def train(
     if policy.max_restarts and not (config.checkpoint.every_steps and config.checkpoint.keep):
         warnings.append("--max-restarts: checkpoint.every_steps or checkpoint.keep is 0, so a restart begins "
                         "at the start")  # fmt: skip
+    if not config.checkpoint.keep:
+        warnings.append("checkpoint.keep is 0: nothing is saved, and a run that ends early starts over")
     if anyone_writes(where):  # a file system without modes must not lock a run out that stands there
         warnings.append(f"{where} can be written by every user; chmod o-w it")
     for line in warnings:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from launcher.plan.scaling import Question, answer
 from launcher.redact import redact_argv
 from launcher.scaling import page, report
 from launcher.scaling.grid import Grid, Settings
-from launcher.scaling.measure import Stopped, measure_links, measure_peak, measure_profile, run_grid
+from launcher.scaling.measure import Say, Stopped, measure_links, measure_peak, measure_profile, run_grid
 from launcher.scaling.reduce import collect
 from launcher.scaling.verdict import verdicts
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DEFAULT_CONFIG = "quickstart"
+COMPARED = ("torch", "accelerate", "deepspeed", "bert-dp")
 
 
 def scale(
@@ -44,20 +46,26 @@ def scale(
         issues.append(
             f"--gpus: {max(settings.gpus)} ranks but {gpus} GPUs; use --set run.device=cpu, or fewer"
         )
-    grid = Grid(config, settings, environment.probe(), on_gpu=gpus > 0)
+    machine = environment.probe()
+    grid = Grid(config, settings, machine, on_gpu=gpus > 0)
     if issues := [*issues, *grid.issues, *directory_issues(where, grid)]:
         raise ConfigError(issues)
 
     def say(line: str) -> None:
-        show(console, line, **PLAIN)
+        if not as_json:
+            show(console, line, **PLAIN)
 
-    if not as_json:
-        describe(grid, where, say, on_gpu=gpus > 0)
+    describe(grid, where, say, overrides, cores=None if gpus else machine.affinity_cores)
     if dry_run:
+        if as_json:
+            sys.stdout.write(json.dumps(plan_facts(grid), indent=1) + "\n")
         return 0
     directory = training.prepare_data(config)
-    where.mkdir(parents=True, exist_ok=True, mode=0o700)
-    held = record.lock(where / ".lock")
+    try:
+        where.mkdir(parents=True, exist_ok=True, mode=0o700)
+        held = record.lock(where / ".lock")
+    except OSError as error:
+        raise ConfigError([f"--out: {where} cannot be written ({error.strerror})"]) from None
     if held is None:
         raise ConfigError([f"--out: {where} is in use by another benchmark; choose another directory"])
     with held:
@@ -66,10 +74,16 @@ def scale(
 
 def directory_issues(where: Path, grid: Grid) -> list[str]:
     """Why OUT cannot take this grid; one line each."""
-    standing = next(p for p in (where, *where.parents) if p.exists())
-    if not standing.is_dir():
-        return [f"--out: {where} cannot be made, {standing} is a file"]
-    if not where.exists() or not any(where.iterdir()):
+    try:
+        standing = next(p for p in (where, *where.parents) if p.exists())
+        if not standing.is_dir():
+            return [f"--out: {where} cannot be made, {standing} is a file"]
+        if not os.access(standing, os.W_OK | os.X_OK):
+            return [f"--out: {standing} cannot be written; choose another directory"]
+        held = [p for p in where.iterdir() if not p.name.startswith(".")] if where.exists() else []
+    except OSError as error:
+        return [f"--out: {where} cannot be used ({error.strerror})"]
+    if not held:
         return []
     before = record.read_json(where / "grid.json")
     if before is None:
@@ -80,6 +94,14 @@ def directory_issues(where: Path, grid: Grid) -> list[str]:
         return [f"--out: {where} holds another grid ({', '.join(changed)} differ); choose another directory, "
                 "or go on with the options it was begun with"]  # fmt: skip
     return []
+
+
+def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
+    """What must be the same in every run of a grid: else its figures do not compare."""
+    gpus = [[gpu["name"], gpu["driver"]] for gpu in machine["gpus"]]
+    versions = {name: machine["versions"].get(name) for name in COMPARED}
+    return {"cpu": machine["cpu_model"], "cores": machine["affinity_cores"], "gpus": gpus,
+            "versions": versions, "data": data_hash}  # fmt: skip
 
 
 def plan_facts(grid: Grid) -> dict[str, Any]:
@@ -96,8 +118,8 @@ def plan_facts(grid: Grid) -> dict[str, Any]:
     return plain
 
 
-def describe(grid: Grid, where: Path, say: Any, *, on_gpu: bool) -> None:
-    """What is about to run."""
+def describe(grid: Grid, where: Path, say: Say, overrides: Sequence[str], *, cores: int | None) -> None:
+    """What is about to run. `cores`: of this machine, where ranks run on them."""
     s = grid.settings
     say(f"scaling benchmark: {where}")
     say(f"{len(grid.cells)} cells x {s.repeats} repeats, {s.warm_up} + {s.steps} steps each, in random order")
@@ -112,7 +134,9 @@ def describe(grid: Grid, where: Path, say: Any, *, on_gpu: bool) -> None:
                     "ceiling, and no exposed communication")  # fmt: skip
     if "weak" in s.modes and "strong" not in s.modes:
         say("weak scaling trains another global batch at every N: losses are not compared")
-    if not on_gpu and max(s.gpus) > environment.probe().affinity_cores:
+    for name in grid.displaced(overrides):
+        say(f"warning: --set {name} has no effect: the grid sets it, or nothing is saved in a measured run")
+    if cores is not None and max(s.gpus) > cores:
         say("warning: more CPU ranks than cores: efficiency says nothing about the program")
 
 
@@ -128,9 +152,15 @@ def run_locked(
             show(console, line, **PLAIN)
 
     plan = plan_facts(grid)
-    record.write_json(out / "grid.json", plan)
     machine = environment.probe(out).to_json()
     manifest = record.read_json(directory / "manifest.json") or {}
+    here = identity(machine, manifest.get("hash"))
+    before = (record.read_json(out / "grid.json") or {}).get("machine", here)
+    if other := [key for key in here if before.get(key) != here[key]]:
+        told = "; ".join(f"{key}: {before.get(key)} then, {here[key]} now" for key in other)
+        raise ConfigError([f"--out: {out} was begun elsewhere ({told}) and would not compare; choose another "
+                           "directory"])  # fmt: skip
+    record.write_json(out / "grid.json", {**plan, "machine": here})
     facts = {"environment": machine, "config_hash": plan["config_hash"], "data_hash": manifest.get("hash"),
              "command": redact_argv(sys.argv)}  # fmt: skip
     stopped = 0
@@ -143,6 +173,8 @@ def run_locked(
         stopped = stop.number
         say(f"stopped: {out} holds what was measured; the same command goes on")
     scaling = collect(grid, out, facts=facts)
+    if stopped:
+        scaling["status"] = "partial"
     scaling["verdicts"] = verdicts(scaling)
     scaling["prediction"] = predicted(scaling)
     write(scaling, out)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from bert_dp.config import BatchPlan, Config, ConfigError, batch_plan, resolve
@@ -18,6 +18,11 @@ Kind = Literal["run", "ceiling", "synthetic"]
 ENGINES = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are no estimate
 LOG_LINES = 10  # of metrics.jsonl in a run
+DISPLACED = ("checkpoint.", "eval.", "log.", "batch.ramp_")  # sections that a cell sets itself
+DISPLACED_KEYS = (
+    "parallel.engine", "parallel.tensor", "parallel.zero_stage", "data.synthetic", "schedule.steps",
+    "schedule.tokens", "schedule.hours",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,8 +66,8 @@ class Grid:
 
     Weak: the micro batch and the accumulation of a rank stay, the global batch grows with the ranks. Strong:
     the global batch of the configuration stays, the accumulation shrinks. Per mode and N a ceiling, N
-    independent copies with the same samples per rank, where those divide; always `single` and ddp on one
-    rank.
+    independent copies with the same samples per rank, where those divide and fit; always `single` and ddp on
+    one rank.
     """
 
     def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):
@@ -71,22 +76,26 @@ class Grid:
         self.issues: list[str] = []
         for mode in settings.modes:
             self._add_mode(mode)
-        if not self.issues and not any(c.world_size > 1 for c in self.cells):
-            self.issues.append("--gpus: name at least one number above 1, for example --gpus 1,2")
 
     def _add_mode(self, mode: Mode) -> None:
         first = self.settings.engines[0]
         self._add(mode, "run", "single", 1, 1)
         self._add(mode, "run", "ddp", 1, 1)
         for count in self.settings.gpus:
-            if count == 1:
-                continue
             for engine in self.settings.engines:
-                for tensor in self.settings.tensor:
+                for tensor in self.settings.tensor if count > 1 else (1,):
+                    if (engine, count) == ("ddp", 1):
+                        continue
                     run = self._add(mode, "run", engine, count, tensor)
-                    if run is not None and self.settings.synthetic and engine == first and tensor == 1:
+                    if (
+                        run is not None
+                        and self.settings.synthetic
+                        and engine == first
+                        and tensor == 1 < count
+                    ):
                         self._add(mode, "synthetic", engine, count, tensor, of=run.id)
-            self._add(mode, "ceiling", "independent", count, 1, optional=True)
+            if count > 1:
+                self._add(mode, "ceiling", "independent", count, 1, optional=True)
 
     def _add(
         self, mode: Mode, kind: Kind, engine: str, ranks: int, tensor: int, *, of: str | None = None,
@@ -101,7 +110,10 @@ class Grid:
             if not optional:
                 self.issues += [f"cell {name}: {issue}" for issue in error.issues]
             return None
-        self.issues += [f"cell {name}: {issue}" for issue in self._memory_issues(config, plan)]
+        issues = self._memory_issues(config, plan)
+        if issues and optional:
+            return None
+        self.issues += [f"cell {name}: {issue}" for issue in issues]
         cell = Cell(name, mode, kind, engine, ranks, tensor, plan.micro_size, plan.accumulation,
                     plan.global_size, of)  # fmt: skip
         self.cells.append(cell)
@@ -135,6 +147,12 @@ class Grid:
             "log": {"every_steps": max(1, -(-steps // LOG_LINES)), "step_times": True, "tensorboard": False},
             "data": {"synthetic": kind == "synthetic"},
         }])  # fmt: skip
+
+    def displaced(self, overrides: Sequence[str]) -> list[str]:
+        """Of the user's `a.b=value` those that no cell heeds: the grid says it, or a cell saves nothing."""
+        names = (item.partition("=")[0].strip() for item in overrides)
+        batch = () if "strong" in self.settings.modes else ("batch.global_size",)
+        return [name for name in names if name.startswith(DISPLACED) or name in (*DISPLACED_KEYS, *batch)]
 
     def config_of(self, cell: Cell) -> Config:
         """What the ranks of this cell train."""

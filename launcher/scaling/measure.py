@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +18,9 @@ from bert_dp import record
 from bert_dp.config import dump_config
 from launcher import processes, watch
 from launcher.report import format_duration, format_si
+from launcher.runs import number
 from launcher.scaling.grid import Cell, Grid
+from launcher.scaling.raw import ended, result, run_dir
 
 Say = Callable[[str], None]
 
@@ -24,6 +28,7 @@ SWEEP = tuple(4**k for k in range(6, 14))  # bytes: 4 KiB to 64 MiB
 LINK_S = 0.3  # per size
 HELPER_TIMEOUT_S = 900.0
 PROGRESS_S = 30.0
+SCRATCH = ".scratch"
 
 
 class Stopped(Exception):
@@ -33,40 +38,29 @@ class Stopped(Exception):
         self.number = number
 
 
-def run_dir(out: Path, cell: Cell, repeat: int) -> Path:
-    return out / "runs" / f"{cell.id}-r{repeat}"
-
-
-def ended(directory: Path) -> str | None:
-    """How a run of the grid ended: ok, oom or failed; None when it has not, and must be run (again)."""
-    summary = record.read_json(directory / "summary.json")
-    if summary is None or summary.get("signal"):
-        return None
-    if summary.get("status") == "done":
-        return "ok"
-    told = " ".join([str(summary.get("cause")), *map(str, summary.get("explanation") or ())]).lower()
-    return "oom" if "out of memory" in told or "outofmemory" in told else "failed"
-
-
 def run_grid(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
     """Every run that has not ended yet. A cell that failed or ran out of memory is not repeated: that is its
     result. Raises Stopped."""
     todo = list(grid.order(len(grid.cells)))
     begun, done = time.monotonic(), 0
-    left = [(cell, repeat) for cell, repeat in todo if ended(run_dir(out, cell, repeat)) is None]
+    states = {pair: result(grid, pair[0], run_dir(out, *pair))[0] for pair in todo}
+    left = [pair for pair in todo if states[pair] is None]
     if len(left) < len(todo):
         say(f"going on: {len(todo) - len(left)} of {len(todo)} runs are there")
-    for number, (cell, repeat) in enumerate(todo, 1):
-        directory = run_dir(out, cell, repeat)
-        if ended(directory) is not None:
+    for place, (cell, repeat) in enumerate(todo, 1):
+        if states[cell, repeat] is not None:
             continue
-        if any(ended(run_dir(out, cell, r)) in ("oom", "failed") for r in range(repeat)):
-            left = [pair for pair in left if pair[0] != cell or pair[1] <= repeat]
+        if any(states.get((cell, r)) in ("oom", "failed") for r in range(grid.settings.repeats)):
+            left.remove((cell, repeat))
             continue
-        how = run_cell(grid, cell, directory, on_gpu=on_gpu, say=say)
+        told = run_cell(grid, cell, run_dir(out, cell, repeat), on_gpu=on_gpu, say=say)
+        states[cell, repeat] = ended(run_dir(out, cell, repeat))
         done += 1
         rest = (time.monotonic() - begun) / done * max(0, len(left) - done)
-        say(f"[{number}/{len(todo)}] {cell.id} repeat {repeat}: {how}; left {format_duration(rest)}")
+        say(f"[{place}/{len(todo)}] {cell.id} repeat {repeat}: {told}; left {format_duration(rest)}")
+    for (cell, repeat), how in states.items():
+        if how in ("oom", "failed"):
+            say(f"{cell.id}: {how}; to run it again remove {run_dir(out, cell, repeat)}")
 
 
 def run_cell(grid: Grid, cell: Cell, directory: Path, *, on_gpu: bool, say: Say) -> str:
@@ -127,13 +121,13 @@ def measure_links(grid: Grid, out: Path, say: Say) -> None:
     """links-N.json: all-reduces over each number of ranks, at a sweep of sizes and DDP's real buckets."""
     for count in sorted({c.world_size for c in grid.cells if c.world_size > 1}):
         path = out / f"links-{count}.json"
-        if path.exists():
+        if (record.read_json(path) or {}).get("points"):
             continue
         buckets = bucket_sizes(grid, out, count)
         sizes = sorted({*SWEEP, *buckets})
         say(f"links: all-reduce over {count} ranks at {len(sizes)} sizes")
         arguments = [str(count), str(LINK_S), *map(str, sizes)]
-        lines = helper("bert_dp.dist", arguments, cores=None)
+        lines = helper("bert_dp.dist", arguments, out, cores=None)
         points = [
             {"bytes": p["bytes"], "seconds": p["seconds_median"], "busbw_gb_s": p["busbw_gb_s"],
              "algbw_gb_s": p["bytes"] / p["seconds_median"] / 1e9, "repeats": p["repeats"],
@@ -148,61 +142,76 @@ def measure_links(grid: Grid, out: Path, say: Say) -> None:
 def bucket_sizes(grid: Grid, out: Path, count: int) -> list[int]:
     """Bytes of each bucket that DDP reduced over `count` ranks."""
     for cell in grid.cells:
-        if cell.world_size == count and cell.engine == "ddp" and cell.kind == "run" and cell.tensor == 1:
+        if cell.world_size == count and cell.kind == "run" and cell.tensor == 1:
             summary = record.read_json(run_dir(out, cell, 0) / "summary.json") or {}
-            sizes = (summary.get("ddp") or {}).get("bucket_bytes") or []
-            return sorted({int(size) for size in sizes})
+            if sizes := (summary.get("ddp") or {}).get("bucket_bytes"):
+                return sorted({int(size) for size in sizes})
     return []
 
 
 def measure_profile(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
     """profile.json: one rank's step, taken apart."""
-    if (out / "profile.json").exists():
+    if record.read_json(out / "profile.json") is not None:
         return
     lone = next(cell for cell in grid.cells if cell.engine == "single")
     config = grid.config_of(lone)
     batch = config.batch.model_copy(update={"global_size": config.batch.micro_size})
     data = config.data.model_copy(update={"synthetic": True})
-    path = out / "profile.yaml"
+    path = out / SCRATCH / "profile.yaml"
+    path.parent.mkdir(exist_ok=True)
     record.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
     say("profile: when each gradient is ready")
-    lines = helper("bert_dp.profiling", [str(path)], cores=None if on_gpu else _one_share(grid))
-    path.unlink()
+    lines = helper("bert_dp.profiling", [str(path)], out, cores=None if on_gpu else _one_share(grid))
     if lines:
         record.write_json(out / "profile.json", lines[-1])
 
 
 def measure_peak(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
     """peak.json: the matmul rate of one rank's device."""
-    if (out / "peak.json").exists():
+    if number((record.read_json(out / "peak.json") or {}).get("matmul_flops")) is not None:
         return
     say("peak: the matmul rate of one device")
     cores = None if on_gpu else _one_share(grid)
-    lines = helper("bert_dp.peak", [grid.config.precision, "2"], cores=cores)
+    lines = helper("bert_dp.peak", [grid.config.precision, "2"], out, cores=cores)
     if lines:
         record.write_json(out / "peak.json", lines[-1])
 
 
-def helper(module: str, arguments: Sequence[str], cores: Sequence[int] | None) -> list[dict[str, Any]]:
-    """The JSON lines that `python -m module` printed; [] when it failed, which its stderr has told. Raises
-    Stopped for a signal that came meanwhile."""
-    with processes.stop_signals() as came, processes.confined(cores):
-        process = processes.start_module(module, list(arguments), stdout=subprocess.PIPE)
-        deadline = time.monotonic() + HELPER_TIMEOUT_S
-        while True:
-            try:
-                text = process.communicate(timeout=processes.POLL_S)[0]
-                break
-            except subprocess.TimeoutExpired:
-                if came or time.monotonic() > deadline:
-                    process.kill()
-                    text = process.communicate()[0]
-                    break
-        if came:
-            raise Stopped(came[0])
+def helper(
+    module: str, arguments: Sequence[str], out: Path, cores: Sequence[int] | None
+) -> list[dict[str, Any]]:
+    """The JSON lines that `python -m module` printed; [] when it failed, which its stderr has told.
+
+    What it leaves behind lies in OUT/.scratch, which goes with it. Raises Stopped for a signal.
+    """
+    scratch = out / SCRATCH
+    scratch.mkdir(exist_ok=True)
+    try:
+        with processes.stop_signals() as came, processes.confined(cores):
+            process = processes.start_module(
+                module, list(arguments), stdout=subprocess.PIPE, start_new_session=True, scratch=str(scratch)
+            )
+            text = _follow(process, came)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    if came:
+        raise Stopped(came[0])
     if process.returncode:
         sys.stderr.write(f"warning: {module} ended with exit code {process.returncode}\n")
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+
+def _follow(process: subprocess.Popen[str], came: Sequence[int]) -> str:
+    """What it prints, to its end, a signal's or the time's; then none of its processes is left."""
+    deadline = time.monotonic() + HELPER_TIMEOUT_S
+    while True:
+        try:
+            return process.communicate(timeout=processes.POLL_S)[0]
+        except subprocess.TimeoutExpired:
+            if came or time.monotonic() > deadline:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+                return process.communicate()[0]
 
 
 def _one_share(grid: Grid) -> list[int]:

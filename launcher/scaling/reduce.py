@@ -3,52 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bert_dp import record
+from launcher.runs import number
 from launcher.scaling import stats
 from launcher.scaling.grid import Cell, Grid
-from launcher.scaling.measure import ended, run_dir
+from launcher.scaling.raw import Repeat, result, run_dir
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run
 STRAGGLER_RATIO, STRAGGLER_STEPS = 1.2, 10  # as the worker has it
 CROSS_CHECK = 0.05  # share of a step by which two measures of one thing may differ
-PARTS = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
+OWN_WORK = ("single", "ddp", "zero1", "accelerate", "independent")  # whose ranks do not meet in the forward
 Facts = dict[str, Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Repeat:
-    """The timed steps of one run: per rank, per step, in seconds."""
-
-    name: str
-    parts: dict[str, list[list[float]]]
-    """Name of PARTS -> [rank][step]."""
-    memory_gib: list[float]
-    lines: list[dict[str, Any]]
-    """metrics.jsonl."""
-    summary: dict[str, Any]
-
-
-def read_repeat(directory: Path, ranks: int, warm_up: int) -> Repeat:
-    """Raises ValueError when a rank's records do not hold every step."""
-    lines = list(record.read_lines(directory / "metrics.jsonl"))
-    parts: dict[str, list[list[float]]] = {name: [] for name in PARTS}
-    memory = []
-    for rank in range(ranks):
-        found = list(record.read_lines(directory / "steps" / f"rank-{rank}.jsonl"))
-        if not found:
-            raise ValueError(f"{directory}: no step times of rank {rank}")
-        for name in PARTS:
-            parts[name].append(list(itertools.chain.from_iterable(line[name] for line in found))[warm_up:])
-        memory.append(max(line["peak_memory_gib"] for line in found))
-    if len({len(steps) for steps in parts["step_s"]}) != 1 or not parts["step_s"][0]:
-        raise ValueError(f"{directory}: the ranks have recorded different numbers of steps")
-    summary = record.read_json(directory / "summary.json") or {}
-    return Repeat(directory.name, parts, memory, lines, summary)
 
 
 class Measured:
@@ -97,9 +66,9 @@ class Measured:
         return out
 
     def straggler(self) -> tuple[float | None, int | None]:
-        """(own work of the slowest rank over the median of the others', that rank if it is named). As the
-        worker's own: fsdp and tensor parallelism meet in the forward, so theirs says little."""
-        if self.cell.world_size == 1:
+        """(own work of the slowest rank over the median of the others', that rank if it is named). Unknown
+        where ranks meet in the forward, under fsdp, DeepSpeed and tensor parallelism."""
+        if self.cell.world_size == 1 or self.cell.tensor > 1 or self.cell.engine not in OWN_WORK:
             return None, None
         totals = [
             stats.median([sum(r.parts["own_work_s"][rank]) for r in self.repeats])
@@ -119,29 +88,32 @@ def collect(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Facts:
     sequence = grid.config.data.sequence_length
     measured: dict[str, Measured] = {}
     states: dict[str, tuple[str, str | None]] = {}
-    for number, cell in enumerate(grid.cells):
+    for seed, cell in enumerate(grid.cells):
         repeats, states[cell.id] = _repeats_of(cell, grid, out)
         if repeats:
-            measured[cell.id] = Measured(cell, repeats, sequence, number)
+            measured[cell.id] = Measured(cell, repeats, sequence, seed)
     first = next(iter(measured.values()), None)
     settings = _settings(grid, first)
     peak = record.read_json(out / "peak.json")
     cells = [_cell(cell, grid, measured, states[cell.id], settings, peak) for cell in grid.cells]
     links = [found for path in sorted(out.glob("links-*.json")) if (found := record.read_json(path))]
-    modes = grid.settings.modes
+    modes, profile = grid.settings.modes, record.read_json(out / "profile.json")
+    counts = {cell.world_size for cell in grid.cells if cell.world_size > 1}
+    whole = profile is not None and peak is not None and len(links) == len(counts)
     return {
         "schema_version": record.SCHEMA_VERSION,
-        "status": "partial" if any(c["status"] == "pending" for c in cells) else "complete",
+        "status": "complete" if whole and all(c["status"] != "pending" for c in cells) else "partial",
         **facts,
         "mode": modes[0] if len(modes) == 1 else "both",
         "settings": settings,
         "baseline": "single",
-        "baselines": {n: ", ".join(f"{mode}-{n}-n1" for mode in modes) for n in ("single", "ddp")},
+        "baselines": {name: [f"{mode}-{name}-n1" for mode in modes] for name in ("single", "ddp")},
         "peak": {"datasheet_flops": settings.pop("datasheet_flops"),
-                 "matmul_flops": (peak or {}).get("matmul_flops"), "shapes": (peak or {}).get("shapes")},
+                 "matmul_flops": number((peak or {}).get("matmul_flops")),
+                 "shapes": (peak or {}).get("shapes")},
         "cells": cells,
         "links": links,
-        "profile": record.read_json(out / "profile.json"),
+        "profile": profile,
         "prediction": None,
     }  # fmt: skip
 
@@ -149,14 +121,14 @@ def collect(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Facts:
 def _repeats_of(cell: Cell, grid: Grid, out: Path) -> tuple[list[Repeat], tuple[str, str | None]]:
     """The runs of a cell that ended well, and (status, cause): one that did not is the cell's result."""
     repeats = []
-    for number in range(grid.settings.repeats):
-        directory = run_dir(out, cell, number)
-        how = ended(directory)
+    for place in range(grid.settings.repeats):
+        directory = run_dir(out, cell, place)
+        how, repeat = result(grid, cell, directory)
         if how in ("oom", "failed"):
             cause = (record.read_json(directory / "summary.json") or {}).get("cause")
             return [], (how, cause)
-        if how == "ok":
-            repeats.append(read_repeat(directory, cell.world_size, grid.settings.warm_up))
+        if repeat is not None:
+            repeats.append(repeat)
     return repeats, ("ok" if len(repeats) == grid.settings.repeats else "pending", None)
 
 
@@ -196,10 +168,10 @@ def _cell(
     ceiling = ceiling if cell.kind == "run" and cell.world_size > 1 else None
     single, ddp = (measured.get(f"{cell.mode}-{name}-n1") for name in ("single", "ddp"))
     against = _against(mine, single, ddp, ceiling)
-    split = _split(mine, against["exposed_comm_fraction"])
+    split = _split(mine, ceiling)
     ratio, rank = mine.straggler()
     flops = mine.per_gpu * settings["flops_per_token"]
-    peaks = {"mfu": settings["datasheet_flops"], "mamfu": (peak or {}).get("matmul_flops")}
+    peaks = {"mfu": settings["datasheet_flops"], "mamfu": number((peak or {}).get("matmul_flops"))}
     steps = [s for each in mine.steps for s in each]
     micro = cell.accumulation * (cell.world_size // cell.tensor)
     out |= {
@@ -217,7 +189,8 @@ def _cell(
         "launch_fraction": _launch_fraction(mine, settings),
         **_loss(mine, single, settings["precision"]),
     }  # fmt: skip
-    return out | {"flags": _flags(out)}
+    skipped = max(r.summary.get("skipped_steps") or 0 for r in mine.repeats)
+    return out | {"skipped_steps": skipped, "flags": _flags(out, skipped)}
 
 
 _UNKNOWN = (
@@ -225,8 +198,8 @@ _UNKNOWN = (
     "step_time_s", "split_s", "data_wait_fraction", "exposed_comm_fraction", "exposed_comm_ddp_fraction",
     "straggler_ratio", "straggler_rank", "peak_memory_gib", "energy_j", "energy_j_per_mtoken", "mfu", "mamfu",
     "launch_fraction", "speedup", "efficiency", "efficiency_ci95", "efficiency_ddp1", "ceiling_tokens_per_s",
-    "ceiling_efficiency", "communication_efficiency", "communication_efficiency_ci95", "loss_agrees",
-    "loss_deviation",
+    "ceiling_efficiency", "ceiling_efficiency_ci95", "communication_efficiency",
+    "communication_efficiency_ci95", "loss_agrees", "loss_deviation", "skipped_steps",
 )  # fmt: skip
 
 
@@ -242,8 +215,8 @@ def _against(mine: Measured, single: Measured | None, ddp: Measured | None, top:
     n = mine.cell.world_size
     out: Facts = dict.fromkeys(
         ("speedup", "efficiency", "efficiency_ci95", "efficiency_ddp1", "ceiling_tokens_per_s",
-         "ceiling_efficiency", "communication_efficiency", "communication_efficiency_ci95",
-         "exposed_comm_fraction")
+         "ceiling_efficiency", "ceiling_efficiency_ci95", "communication_efficiency",
+         "communication_efficiency_ci95", "exposed_comm_fraction")
     )  # fmt: skip
     if single is not None:
         scale = mine.tokens / single.tokens / n  # seconds per token of one rank, over those of this cell
@@ -259,29 +232,35 @@ def _against(mine: Measured, single: Measured | None, ddp: Measured | None, top:
                 "communication_efficiency_ci95": stats.ratio_interval(top.draws, mine.draws, scale),
                 "exposed_comm_fraction": 1 - reached}  # fmt: skip
         if single is not None:
+            scale = top.tokens / single.tokens / n
             out["ceiling_efficiency"] = top.tokens_per_s / single.tokens_per_s / n
+            out["ceiling_efficiency_ci95"] = stats.ratio_interval(single.draws, top.draws, scale)
     return out
 
 
-def _split(mine: Measured, exposed: float | None) -> Facts:
-    """Of a mean step, seconds, mean over ranks. Communication that is not hidden lies within
-    forward_backward, from where what the ceiling shows of it is taken."""
+def _split(mine: Measured, top: Measured | None) -> Facts:
+    """Of a mean step, seconds, mean over ranks. Exposed communication is what the passes and the optimizer's
+    phase (where ZeRO-1 waits) take beyond those of the ceiling, for as many tokens per rank."""
     whole, data, passes, optimizer = (
         mine.part(name) for name in ("step_s", "data_wait_s", "forward_backward_s", "optimizer_s")
     )
-    comm = None if exposed is None else min(max(0.0, exposed * whole), passes)
-    return {"data": data, "forward_backward": passes - (comm or 0.0), "exposed_comm": comm,
-            "optimizer": optimizer, "other": max(0.0, whole - data - passes - optimizer)}  # fmt: skip
+    other = max(0.0, whole - data - passes - optimizer)
+    if top is None:
+        return {"data": data, "forward_backward": passes, "exposed_comm": None, "optimizer": optimizer,
+                "other": other}  # fmt: skip
+    own_passes = min(passes, top.part("forward_backward_s") * mine.tokens / top.tokens)
+    own_optimizer = min(optimizer, top.part("optimizer_s"))
+    comm = passes - own_passes + optimizer - own_optimizer
+    return {"data": data, "forward_backward": own_passes, "exposed_comm": comm,
+            "optimizer": own_optimizer, "other": other}  # fmt: skip
 
 
 def _ddp_exposed(mine: Measured) -> float | None:
-    """The same from DDP's own counters: what of its reductions no backward pass covered, over the step."""
-    shares: list[float | None] = []
-    for r in mine.repeats:
-        ddp = r.summary.get("ddp") or {}
-        known = ddp.get("comm_s") is not None and ddp.get("overlap_s") is not None
-        shares.append((ddp["comm_s"] - ddp["overlap_s"]) / mine.mean_s if known else None)
-    return stats.over(shares) if mine.cell.world_size > 1 else None
+    """The same share of a step from DDP's own samples in the timed steps; it does not see what tensor
+    parallelism sends."""
+    shares = [stats.median(r.exposed_s) / mine.mean_s for r in mine.repeats if r.exposed_s]
+    known = shares and mine.cell.world_size > 1 and mine.cell.tensor == 1
+    return stats.median(shares) if known else None
 
 
 def _energy(mine: Measured) -> Facts:
@@ -304,19 +283,23 @@ def _loss(mine: Measured, single: Measured | None, precision: str) -> Facts:
                   "loss_agrees": None, "loss_deviation": None}  # fmt: skip
     if mine.cell.mode == "strong" and mine.cell.kind == "run" and single is not None:
         theirs = single.curve()
-        pairs = list(zip(curve, theirs, strict=False))
-        if pairs and len(curve) == len(theirs) and all(a[0] == b[0] for a, b in pairs):
-            deviation = max(abs(a[1] - b[1]) / max(abs(b[1]), 1e-12) for a, b in pairs)
-            out["loss_deviation"] = deviation
-            out["loss_agrees"] = deviation <= LOSS_TOLERANCE.get(precision, 1e-4)
-        else:
-            out["loss_agrees"] = False
+        if curve and [point[0] for point in curve] == [point[0] for point in theirs]:
+            deviation = max(abs(a[1] - b[1]) / max(abs(b[1]), 1e-12)
+                            for a, b in zip(curve, theirs, strict=True))  # fmt: skip
+            out |= {
+                "loss_deviation": deviation,
+                "loss_agrees": deviation <= LOSS_TOLERANCE.get(precision, 1e-4),
+            }
     return out
 
 
-def _flags(cell: Facts) -> list[str]:
+def _flags(cell: Facts, skipped: int) -> list[str]:
     """What a reader must know before quoting the cell."""
     flags = []
+    if skipped:
+        flags.append(f"{skipped} optimizer steps were skipped (gradient not finite), and count as steps")
+    if cell["mode"] == "strong" and cell["kind"] == "run" and cell["loss_agrees"] is None:
+        flags.append("losses are not compared: a logged line is missing or not finite")
     if cell["world_size"] > 1 and (cell["efficiency"] or 0) > 1:
         flags.append(f"efficiency {100 * cell['efficiency']:.1f} % is above 100 %: the baseline is slow, or "
                      "the machine changed between the runs")  # fmt: skip

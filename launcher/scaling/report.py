@@ -47,7 +47,8 @@ COLUMNS = (
 )
 
 LEGEND = (
-    "rates over all ranks; speed-up, efficiency +- half of its 95 % interval: against single on one rank; "
+    "rates over all ranks; speed-up, efficiency +- the farther end of its 95 % interval: against single on "
+    "one rank; "
     "comm.: throughput / ceiling; exposed, data: shares of a step that waits for gradients, for data; "
     "slowest: own work of the slowest rank / median; GiB: peak of the greatest rank"
 )
@@ -118,7 +119,7 @@ def verdict_lines(scaling: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _plus_minus(cell: Cell, path: str, text: str) -> str:
-    """The efficiency with the greater half of its interval."""
+    """The efficiency with the farther end of its interval."""
     middle, low, high = (view.value(cell, p) for p in (path, f"{path}_ci95.low", f"{path}_ci95.high"))
     if path != "efficiency" or middle is None or low is None or high is None:
         return text

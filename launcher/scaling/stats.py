@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -15,21 +16,48 @@ if TYPE_CHECKING:
 DRAWS = 2000
 BLOCK = 5  # steps that stay together: neighbours share a slow moment
 LEVEL = 0.95
+NORMAL = 1.960  # two-sided quantile at LEVEL
+STUDENT = {
+    1: 12.706,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+    29: 2.045,
+}
+"""The same of Student's t, by degrees of freedom; between them that of fewer is taken."""
 
 
-def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats:
-    """[DRAWS]: mean step seconds of a cell under a two-level bootstrap (Davison & Hinkley 1997, 3.8).
+def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats | None:
+    """[DRAWS]: mean step seconds of a cell under a two-level bootstrap (Davison & Hinkley 1997, 3.8), or None
+    for a single repeat, which says nothing of how runs differ.
 
     `repeats`: seconds of each timed step of each repeat. A draw takes as many repeats with replacement,
-    blocks of BLOCK steps within each, and the median over the repeats of their means.
+    blocks of BLOCK steps within each, and the median over the repeats of their means. Few repeats understate
+    the spread: the logarithms are widened about their median by Student's t over the normal quantile, and by
+    sqrt(R / (R - 1)).
     """
     import numpy as np
 
+    if len(repeats) < 2:
+        return None
     draw = np.random.default_rng(seed)
     means = np.stack([_block_means(np.asarray(steps, dtype=np.float64), draw) for steps in repeats])
     chosen = draw.integers(len(repeats), size=(DRAWS, len(repeats)))
-    picked = means[chosen, draw.integers(DRAWS, size=chosen.shape)]
-    return np.median(picked, axis=1)
+    logs = np.log(np.median(means[chosen, draw.integers(DRAWS, size=chosen.shape)], axis=1))
+    middle = np.log(np.median([np.mean(steps) for steps in repeats]))
+    widened: Floats = np.exp(middle + (logs - middle) * _widening(len(repeats)))
+    return widened
+
+
+def _widening(count: int) -> float:
+    known = [degrees for degrees in STUDENT if degrees <= count - 1]
+    t = STUDENT[max(known)]
+    return t / NORMAL * math.sqrt(count / (count - 1))
 
 
 def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
@@ -43,17 +71,19 @@ def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:
     return means
 
 
-def interval(draws: Floats) -> list[float]:
+def interval(draws: Floats | None) -> list[float] | None:
     """[low, high]: the central LEVEL of the draws."""
+    if draws is None:
+        return None
     import numpy as np
 
     tail = 100 * (1 - LEVEL) / 2
     return [float(np.percentile(draws, tail)), float(np.percentile(draws, 100 - tail))]
 
 
-def ratio_interval(over: Floats, under: Floats, scale: float = 1.0) -> list[float]:
+def ratio_interval(over: Floats | None, under: Floats | None, scale: float = 1.0) -> list[float] | None:
     """Interval of scale x over / under of two cells that were drawn independently."""
-    return interval(scale * over / under)
+    return None if over is None or under is None else interval(scale * over / under)
 
 
 def median(values: Sequence[float]) -> float:

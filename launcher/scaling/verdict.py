@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -30,17 +31,24 @@ def judge(cell: Facts, cells: Sequence[Facts]) -> dict[str, str]:
                      if cell["status"] == "oom" else "see the logs of its run")  # fmt: skip
     if cell["efficiency"] is None:
         return _told(cell, "no baseline", "the single-rank cell did not run", "see its cause")
+    if cell["efficiency_ci95"] is None:
+        evidence = f"efficiency {_percent(cell['efficiency'])}; how much runs differ is not known"
+        return _told(cell, "no claim: one repeat", evidence, "--repeats 3 or more")
     low, high = cell["efficiency_ci95"]
     reached = f"efficiency {_percent(cell['efficiency'])} [{_percent(low)}, {_percent(high)}]"
     losses = _losses(cell, cells)
+    if low > 1:
+        return _told(cell, "above 100 %", f"{reached}: one rank alone was slower than each of these",
+                     "measure the baseline again, on the same machine in the same state")  # fmt: skip
     if not losses and cell["efficiency"] >= GOOD:
         return _told(cell, "scales", f"{reached}; no loss above {_percent(COMM_BOUND)} found", "nothing")
     if not losses and low <= 1 <= high:
         return _told(cell, "no claim: intervals overlap", f"{reached} includes 100 %",
                      "more --repeats or --steps")  # fmt: skip
     if not losses:
-        return _told(cell, "no single cause", f"{reached}; every loss that is measured is below its bound",
-                     "look at the split of the step")  # fmt: skip
+        ceiling = "" if cell["ceiling_efficiency"] is not None else "; there is no ceiling to compare with"
+        return _told(cell, "no single cause", f"{reached}; no loss is beyond its bound and doubt{ceiling}",
+                     "more --repeats or --steps, and look at the split of the step")  # fmt: skip
     _, name, evidence, remedy = max(losses)
     others = "".join(f"; also {other}: {text}" for _, other, text, _ in sorted(losses, reverse=True)[1:])
     return _told(cell, name, f"{reached}: {evidence}{others}", remedy)
@@ -62,11 +70,11 @@ def _losses(cell: Facts, cells: Sequence[Facts]) -> list[tuple[float, str, str, 
         out.append((1 - 1 / ratio, f"straggler rank {rank}", evidence, "look at that device: clocks, links, "
                     "who else uses it (bert-dp doctor)"))  # fmt: skip
     top, sent = cell["ceiling_efficiency"], cell["communication_efficiency"]
-    if top is not None and 1 - top > CEILING_BOUND:
+    if top is not None and 1 - top > CEILING_BOUND and _below(cell["ceiling_efficiency_ci95"]):
         evidence = f"{cell['world_size']} independent copies reach {_percent(top)} of as many single ranks"
         out.append((1 - top, "hardware ceiling", evidence,
-                    "shared memory bandwidth, power or clocks: no engine can pass it"))  # fmt: skip
-    if sent is not None and 1 - sent > COMM_BOUND:
+                    "shared memory bandwidth, power or clocks, which no engine changes"))  # fmt: skip
+    if sent is not None and 1 - sent > COMM_BOUND and _below(cell["communication_efficiency_ci95"]):
         counters = cell["exposed_comm_ddp_fraction"]
         evidence = f"{_percent(1 - sent)} of the ceiling is lost once ranks exchange gradients"
         if counters is not None:
@@ -80,14 +88,18 @@ def _losses(cell: Facts, cells: Sequence[Facts]) -> list[tuple[float, str, str, 
     return out
 
 
+def _below(interval: Sequence[float] | None) -> bool:
+    """Whether a share is below 1 beyond doubt."""
+    return interval is not None and interval[1] < 1
+
+
 def _without_loader(cell: Facts, cells: Sequence[Facts]) -> float:
     """Share of a step that its synthetic twin saves; 0 without one, or when their intervals overlap."""
     twin = next((c for c in cells if c["of"] == cell["id"] and c["kind"] == "synthetic"), None)
-    if (
-        twin is None
-        or twin["status"] != "ok"
-        or twin["step_time_s"]["ci95"][1] >= cell["step_time_s"]["ci95"][0]
-    ):
+    if twin is None or twin["status"] != "ok":
+        return 0.0
+    theirs, mine = twin["step_time_s"]["ci95"], cell["step_time_s"]["ci95"]
+    if theirs is None or mine is None or theirs[1] >= mine[0]:
         return 0.0
     return 1 - float(twin["step_time_s"]["mean"] / cell["step_time_s"]["mean"])
 
@@ -102,7 +114,10 @@ def _comparisons(runs: Sequence[Facts]) -> list[dict[str, str]]:
         if len(ran) < 2:
             continue
         best, second = ran[:2]
-        seconds = [[bound / c["global_batch"] for bound in c["step_time_s"]["ci95"]] for c in (best, second)]
+        seconds = [
+            [bound / c["global_batch"] for bound in c["step_time_s"]["ci95"] or (0.0, math.inf)]
+            for c in (best, second)
+        ]
         times = best["tokens_per_s"] / second["tokens_per_s"]
         evidence = f"{times:.3f} x the throughput of {second['id']}"
         if seconds[0][1] < seconds[1][0]:
