@@ -13,11 +13,11 @@ from typing import Any
 from bert_dp.config import ConfigError, ModelConfig, load_config
 from bert_dp.cost import num_parameters
 from launcher.plan import timeline
+from launcher.plan.document import CellFacts, Document, ProfileFacts, read_document
 from launcher.plan.hardware import constant, hardware
 from launcher.plan.links import GB, Curve, curve
 from launcher.plan.predict import Profile, default_spread, with_micro
 from launcher.plan.timeline import Gradient
-from launcher.runs import number
 
 _BERT: dict[str, Any] = {
     "vocab_size": 30_522, "position": "learned", "mlp": "gelu", "bias": True, "head": "dense"
@@ -46,7 +46,7 @@ class Source:
     """Measured all-reduces within one machine, by world size."""
     slowdowns: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """1 / measured ceiling efficiency, by world size."""
-    cells: Sequence[Mapping[str, Any]] = ()
+    cells: Sequence[CellFacts] = ()
     """Measured cells of the same benchmark, to set beside the prediction."""
 
     def slowdown(self, ranks: int) -> float:
@@ -63,45 +63,43 @@ def from_file(path: Path, model: str | None = None) -> Source:
     except OSError as error:
         raise ConfigError([f"--from: {path} cannot be read ({error.strerror}); give scaling.json or "
                            "profile.json of `bert-dp scale`"]) from None  # fmt: skip
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError([f"--from: {path} is not JSON ({error})"]) from None
     return from_data(data, str(path), model)
 
 
 def from_data(data: Any, name: str, model: str | None = None) -> Source:
     """The same of what such a file holds."""
-    whole = data if isinstance(data, dict) else {}
-    profile = whole.get("profile", whole)
-    if not isinstance(profile, dict) or "gradients" not in profile:
-        raise ConfigError([f"--from: {name} holds no profile (gradients with ready_s); give what "
-                           "`bert-dp scale` writes, or --model with --seq-per-s and --micro"])  # fmt: skip
-    shape = find_model(model)[0] if model else None
-    try:
-        return _source(whole, profile, name, shape)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError([f"--from: {name} is damaged ({type(error).__name__}: {error})"]) from None
-
-
-def _source(
-    whole: Mapping[str, Any], profile: Mapping[str, Any], name: str, shape: ModelConfig | None
-) -> Source:
-    measured = _profile(profile, shape)
-    curves = {c.ranks: c for c in (_curve(link) for link in whole.get("links") or ()) if c}
-    accumulation = int((whole.get("settings") or {}).get("accumulation") or 1)
-    device = str(profile.get("device", "GPU"))
-    notes = [f"profile of {device}, {profile.get('precision', 'precision not told')}: {name}"]
-    cells = [cell for cell in whole.get("cells") or () if cell.get("status") == "ok"]
-    alone = next((c for c in cells if c["id"] == whole.get("baseline")), None)
-    if alone and (median := number((alone.get("step_time_s") or {}).get("median"))):
-        micro_s = (median - measured.optimizer_s) / int(alone["accumulation"])
-        if micro_s > 0:
-            measured = with_micro(measured, micro_s)
-            notes.append(f"one rank's step is the measured one, {median:.4g} s (cell {alone['id']})")
+    document = read_document(data, name)
+    facts = document.profile
+    measured = _profile(facts, find_model(model)[0] if model else None)
+    links = [link for link in document.links or () if link.points]
+    curves = {link.world_size: curve(link.world_size, [(p.bytes, p.seconds) for p in link.points])
+              for link in links}  # fmt: skip
+    settings = document.settings
+    notes = [f"profile of {facts.device}, {facts.precision or 'precision not told'}: {name}"]
+    cells = [cell for cell in document.cells or () if cell.status == "ok"]
+    measured = _as_measured(measured, document, notes)
     slowdowns = _slowdowns(cells)
     if slowdowns:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
         notes.append(f"computation slowed as the measured ceiling says ({counts}), beyond as the last")
-    return Source(measured, accumulation, default_spread(device), tuple(notes), curves, slowdowns, cells)
+    return Source(
+        measured, (settings and settings.accumulation) or 1, default_spread(facts.device), tuple(notes),
+        curves, slowdowns, cells,
+    )  # fmt: skip
+
+
+def _as_measured(profile: Profile, document: Document, notes: list[str]) -> Profile:
+    """As fast as the run of one rank, which loads data and logs too."""
+    alone = document.alone()
+    if alone is None or alone.step_s is None:
+        return profile
+    micro_s = (alone.step_s - profile.optimizer_s) / alone.accumulation
+    if micro_s <= 0:
+        return profile
+    notes.append(f"one rank's step is the measured one, {alone.step_s:.4g} s (cell {alone.id})")
+    return with_micro(profile, micro_s * profile.micro_batch / (alone.micro_batch or profile.micro_batch))
 
 
 def from_rate(model: str, seq_per_s: float, micro: int, accumulation: int, gpu: str | None) -> Source:
@@ -143,45 +141,21 @@ def find_model(name: str) -> tuple[ModelConfig, int, int]:
     return config.model, length, num_parameters(config.model, length)
 
 
-def _profile(data: Mapping[str, Any], shape: ModelConfig | None) -> Profile:
-    def above_zero(value: object, what: str) -> float:
-        found = number(value)
-        if found is None or found <= 0:
-            raise ValueError(f"{what} is {value!r}, not a number above 0")
-        return found
-
-    gradients = []
-    for g in data["gradients"]:
-        ready = number(g["ready_s"])
-        if ready is None or ready < 0:
-            raise ValueError(f"ready_s of {g.get('name')} is {g['ready_s']!r}")
-        gradients.append(Gradient(above_zero(g["bytes"], f"bytes of {g.get('name')}"), ready))
-    size, parameters = sum(g.size for g in gradients), number(data.get("parameters"))
-    width = above_zero(size, "the size of all gradients") / parameters if parameters else 4.0
-    blocks = {found[1] for g in data["gradients"] if (found := re.search(r"\.(\d+)\.", str(g.get("name"))))}
-    backward_s = above_zero(data["backward_s"], "backward_s")
-    micro_s = data.get("micro_s")
-    if micro_s is None:
-        micro_s = backward_s + above_zero(data["forward_s"], "forward_s")
+def _profile(facts: ProfileFacts, shape: ModelConfig | None) -> Profile:
+    blocks = {found[1] for g in facts.gradients if (found := re.search(r"\.(\d+)\.", g.name or ""))}
     return Profile(
-        above_zero(micro_s, "micro_s"), backward_s, number(data.get("optimizer_s")) or 0.0, tuple(gradients),
-        int(above_zero(data["micro_batch"], "micro_batch")),
-        int(above_zero(data["sequence_length"], "sequence_length")), layers=len(blocks),
-        hidden_size=shape.hidden_size if shape else 0,
-        activation_bytes=NARROW.get(str(data.get("precision")), 4.0),
-        parameter_bytes=width, gradient_bytes=width,
+        facts.whole_s, facts.backward_s, facts.optimizer_s or 0.0,
+        tuple(Gradient(g.bytes, g.ready_s) for g in facts.gradients),
+        facts.micro_batch, facts.sequence_length,
+        layers=len(blocks), hidden_size=shape.hidden_size if shape else 0,
+        activation_bytes=NARROW.get(facts.precision or "", 4.0),
+        parameter_bytes=facts.width, gradient_bytes=facts.width,
     )  # fmt: skip
 
 
-def _curve(link: Mapping[str, Any]) -> Curve | None:
-    points = [(float(p["bytes"]), float(p["seconds"])) for p in link["points"]]
-    return curve(int(link["world_size"]), points) if points else None
-
-
-def _slowdowns(cells: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+def _slowdowns(cells: Sequence[CellFacts]) -> dict[int, float]:
     found: dict[int, list[float]] = {}
     for cell in cells:
-        ceiling = number(cell.get("ceiling_efficiency"))
-        if ceiling and cell.get("kind", "run") == "run" and cell.get("tensor", 1) == 1:
-            found.setdefault(int(cell["world_size"]), []).append(1 / ceiling)
+        if cell.ceiling_efficiency and cell.kind == "run" and cell.tensor == 1:
+            found.setdefault(cell.world_size, []).append(1 / cell.ceiling_efficiency)
     return {ranks: statistics.median(values) for ranks, values in found.items()}

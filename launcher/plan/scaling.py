@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any, get_args
 
 from bert_dp.config import ConfigError
+from launcher.plan.document import CellFacts
 from launcher.plan.hardware import constant, find_link, hardware
 from launcher.plan.inputs import Source
 from launcher.plan.links import Fabric
 from launcher.plan.predict import Engine, Prediction, Profile, Scenario, predict, with_micro
 from launcher.plan.timeline import FIRST_BUCKET, MIB, Gradient
-from launcher.runs import number
 
 MAX_GPUS = 1_000_000
 BOUNDS = ("no stragglers", "perfect overlap")
@@ -151,29 +151,35 @@ def against_measured(source: Source, question: Question) -> list[dict[str, Any]]
     profile, the all-reduce curve and the ceiling."""
     found = []
     for cell in source.cells:
-        engine, ranks, tensor = cell.get("engine"), int(cell["world_size"]), int(cell.get("tensor", 1))
-        rate = number(cell.get("tokens_per_s"))
-        asked = dataclasses.replace(question, engine=str(engine), gpus=(ranks,), reduce_dtype="full")
-        reachable = question.link or source.curves or ranks == 1
-        known = engine in (*get_args(Engine), "single") and cell.get("kind", "run") == "run"
-        if not known or rate is None or not reachable or (tensor > 1 and not source.profile.hidden_size):
+        asked = dataclasses.replace(question, engine=cell.engine, gpus=(cell.world_size,))
+        if cell.tokens_per_s is None or not _modelled(source, asked, cell):
             continue
-        if engine == "single":
+        if cell.engine == "single":
             asked = dataclasses.replace(asked, engine="ddp")
-        scenario = scenario_of(source, asked, ranks, tensor, int(cell["accumulation"]))
-        profile = _with_micro_batch(
-            source.profile, int(cell.get("micro_batch") or source.profile.micro_batch)
+        scenario = scenario_of(source, asked, cell.world_size, cell.tensor, cell.accumulation)
+        then = predict(
+            _with_micro_batch(source.profile, cell.micro_batch or source.profile.micro_batch), scenario
         )
-        then = predict(profile, scenario)
-        interval = (cell.get("step_time_s") or {}).get("ci95")
+        interval = cell.step_time_s.ci95 if cell.step_time_s else None
         found.append({
-            "cell": cell["id"], "ranks": ranks, "predicted_step_s": then.step_s,
-            "measured_step_s": (cell.get("step_time_s") or {}).get("median"), "ci95": interval,
+            "cell": cell.id, "ranks": cell.world_size, "predicted_step_s": then.step_s,
+            "measured_step_s": cell.step_s, "ci95": interval,
             "within": interval[0] <= then.step_s <= interval[1] if interval else None,
-            "predicted_tokens_per_s": then.tokens_per_s, "measured_tokens_per_s": rate,
-            "predicted_efficiency": then.efficiency, "measured_efficiency": cell.get("efficiency"),
+            "predicted_tokens_per_s": then.tokens_per_s, "measured_tokens_per_s": cell.tokens_per_s,
+            "predicted_efficiency": then.efficiency, "measured_efficiency": cell.efficiency,
         })  # fmt: skip
     return found
+
+
+def _modelled(source: Source, asked: Question, cell: CellFacts) -> bool:
+    """Whether the cell's engine, its links and its tensor parallelism can be predicted."""
+    linked = (asked.link or source.curves) and (asked.inter or _per_node(asked) >= cell.world_size)
+    return (
+        cell.kind == "run"
+        and cell.engine in (*get_args(Engine), "single")
+        and (cell.world_size == 1 or bool(linked))
+        and (cell.tensor == 1 or source.profile.hidden_size > 0)
+    )
 
 
 def _per_node(question: Question) -> int:
