@@ -29,6 +29,9 @@ MODELS = {
 POSITIONS = 512  # of BERT's learned ones, whatever the sequence length
 ADAM_BYTES = 28  # per parameter: reads p, g, m, v, writes p, m, v in fp32
 BACKWARD = 2 / 3  # of a micro batch: every product of the forward pass has two in the backward pass
+RATES = 1e-6, 1e9  # sequences/s that one rank may have
+MAX_MICRO = 1_000_000
+SAME = 0.01  # by which the parameters of --model and of the profile may differ
 NARROW = {"bf16": 2.0, "fp16": 2.0, "fp64": 8.0}
 
 
@@ -55,6 +58,23 @@ class Source:
         return self.slowdowns[max(known)] if known else 1.0
 
 
+def choose(
+    path: Path | None, model: str | None, seq_per_s: float | None, micro: int | None, gpu: str | None,
+    accumulation: int,
+) -> Source:  # fmt: skip
+    """From the options of the verb: a measured file, or a rate. Raises ConfigError."""
+    rate = {"--gpu": gpu, "--seq-per-s": seq_per_s, "--micro": micro}
+    if path is not None:
+        if given := [option for option, value in rate.items() if value is not None]:
+            raise ConfigError([f"{option}: is for a prediction without --from; the file has been measured, "
+                               f"so leave {option} out" for option in given])  # fmt: skip
+        return from_file(path, model)
+    if model is None or seq_per_s is None or micro is None:
+        raise ConfigError(["--from: give scaling.json or profile.json of a measured run; or --model, "
+                           "--seq-per-s and --micro, each above 0"])  # fmt: skip
+    return from_rate(model, seq_per_s, micro, accumulation, gpu)
+
+
 def from_file(path: Path, model: str | None = None) -> Source:
     """scaling.json or profile.json; `model` gives the shape that tensor parallelism needs. Raises
     ConfigError."""
@@ -72,7 +92,7 @@ def from_data(data: Any, name: str, model: str | None = None) -> Source:
     """The same of what such a file holds."""
     document = read_document(data, name)
     facts = document.profile
-    measured = _profile(facts, find_model(model)[0] if model else None)
+    measured = _profile(facts, _shape(model, facts, name) if model else None)
     links = [link for link in document.links or () if link.points]
     curves = {link.world_size: curve(link.world_size, [(p.bytes, p.seconds) for p in link.points])
               for link in links}  # fmt: skip
@@ -104,6 +124,10 @@ def _as_measured(profile: Profile, document: Document, notes: list[str]) -> Prof
 
 def from_rate(model: str, seq_per_s: float, micro: int, accumulation: int, gpu: str | None) -> Source:
     """No profile: one rank's sequences per second, and readiness from the layers. Raises ConfigError."""
+    if not RATES[0] <= seq_per_s <= RATES[1]:
+        raise ConfigError([f"--seq-per-s: {seq_per_s:g} is not between {RATES[0]:g} and {RATES[1]:g}"])
+    if not 0 < micro <= MAX_MICRO:
+        raise ConfigError([f"--micro: {micro} is not between 1 and {MAX_MICRO:,}"])
     shape, length, count = find_model(model)
     optimizer_s = 0.0
     notes = [
@@ -125,7 +149,7 @@ def from_rate(model: str, seq_per_s: float, micro: int, accumulation: int, gpu: 
     gradients = timeline.from_layers(shape, length, 4.0, BACKWARD * micro_s)
     profile = Profile(
         micro_s, BACKWARD * micro_s, optimizer_s, tuple(gradients), micro, length,
-        layers=shape.num_layers, hidden_size=shape.hidden_size, activation_bytes=2.0,
+        layers=shape.num_layers, hidden_size=shape.hidden_size, heads=shape.num_heads, activation_bytes=2.0,
     )  # fmt: skip
     return Source(profile, accumulation, constant("device_spread"), tuple(notes))
 
@@ -141,13 +165,24 @@ def find_model(name: str) -> tuple[ModelConfig, int, int]:
     return config.model, length, num_parameters(config.model, length)
 
 
+def _shape(model: str, facts: ProfileFacts, name: str) -> ModelConfig:
+    """Raises ConfigError when it is not the model that was profiled."""
+    shape, _, count = find_model(model)
+    if facts.parameters and abs(count / facts.parameters - 1) > SAME:
+        raise ConfigError([f"--model: {model} has {count:,} parameters, the profile in {name} "
+                           f"{facts.parameters:,}; name the configuration that was measured"])  # fmt: skip
+    return shape
+
+
 def _profile(facts: ProfileFacts, shape: ModelConfig | None) -> Profile:
     blocks = {found[1] for g in facts.gradients if (found := re.search(r"\.(\d+)\.", g.name or ""))}
     return Profile(
         facts.whole_s, facts.backward_s, facts.optimizer_s or 0.0,
         tuple(Gradient(g.bytes, g.ready_s) for g in facts.gradients),
         facts.micro_batch, facts.sequence_length,
-        layers=len(blocks), hidden_size=shape.hidden_size if shape else 0,
+        layers=shape.num_layers if shape else facts.num_layers or len(blocks),
+        hidden_size=shape.hidden_size if shape else facts.hidden_size or 0,
+        heads=shape.num_heads if shape else facts.num_heads or 0,
         activation_bytes=NARROW.get(facts.precision or "", 4.0),
         parameter_bytes=facts.width, gradient_bytes=facts.width,
     )  # fmt: skip

@@ -140,6 +140,8 @@ def levers(profile: Profile, scenario: Scenario) -> list[dict[str, Any]]:
     for name, changed_profile, changed in changes:
         then = predict(changed_profile, changed)
         gain = then.tokens_per_s / now.tokens_per_s - 1
+        if name in BOUNDS and gain < 0:  # one bucket without overlap may beat many that overlap
+            continue
         found.append(
             {"lever": name, "gain": gain, "tokens_per_s": then.tokens_per_s, "bound": name in BOUNDS}
         )
@@ -209,10 +211,20 @@ def _check(source: Source, question: Question) -> None:
         if name is not None:
             find_link(name, setting)
     issues += _link_issues(source, question)
-    if max(question.tensor) > 1 and not source.profile.hidden_size:
-        issues.append(f"--tensor: {max(question.tensor)} needs the model's shape; add --model CONFIG")
+    issues += _tensor_issues(source.profile, question.tensor)
     if issues:
         raise ConfigError(issues)
+
+
+def _tensor_issues(profile: Profile, sizes: Sequence[int]) -> list[str]:
+    if max(sizes) == 1:
+        return []
+    if not profile.hidden_size:
+        return [f"--tensor: {max(sizes)} needs the model's shape; add --model CONFIG"]
+    heads = profile.heads
+    return [f"--tensor: {size} does not divide the model's {heads} attention heads (num_heads); use one of "
+            f"{', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
+            for size in sizes if heads and heads % size]  # fmt: skip
 
 
 def _link_issues(source: Source, question: Question) -> list[str]:

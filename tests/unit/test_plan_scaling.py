@@ -29,6 +29,11 @@ def profile(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def of_crammed_bert(**changes: Any) -> dict[str, Any]:
+    gradients = [{"name": "all", "bytes": 4 * 119_589_889, "ready_s": 0.6}]
+    return profile(parameters=119_589_889, gradients=gradients, **changes)
+
+
 def cell(name: str, ranks: int, step: float, **changes: Any) -> dict[str, Any]:
     tokens = ranks * 4 * 8 * 128 / step
     return {
@@ -128,7 +133,7 @@ def test_tensor_sizes_that_do_not_divide_are_left_out() -> None:
     alone = inputs.from_data(profile(), "p.json")
     with pytest.raises(ConfigError, match="add --model"):
         scaling.answer(alone, Question(gpus=(2,), link="gloo-loopback", tensor=(2,)))
-    shaped = inputs.from_data(profile(), "p.json", "crammed-bert")
+    shaped = inputs.from_data(of_crammed_bert(), "p.json", "crammed-bert")
     assert scaling.answer(shaped, Question(gpus=(2,), link="gloo-loopback", tensor=(2,)))["rows"]
 
 
