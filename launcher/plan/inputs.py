@@ -10,11 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config import ConfigError, ModelConfig, load_config
-from bert_dp.cost import num_parameters
+from bert_dp.config import Config, ConfigError, ModelConfig, load_config
+from bert_dp.cost import flops_per_token, num_parameters, peak_flops
 from launcher.plan import timeline
+from launcher.plan.device import Device
 from launcher.plan.document import CellFacts, Document, ProfileFacts, read_document
-from launcher.plan.hardware import constant, hardware
+from launcher.plan.hardware import Gpu, constant, hardware
 from launcher.plan.links import GB, Curve, curve
 from launcher.plan.predict import Profile, default_spread, with_micro
 from launcher.plan.timeline import Gradient
@@ -26,6 +27,7 @@ MODELS = {
     "bert-base": ModelConfig(**_BERT, hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072),
     "bert-large": ModelConfig(**_BERT, hidden_size=1024, num_layers=24, num_heads=16, intermediate_size=4096),
 }
+BERT_MASK_RATE = 0.15
 POSITIONS = 512  # of BERT's learned ones, whatever the sequence length
 ADAM_BYTES = 28  # per parameter: reads p, g, m, v, writes p, m, v in fp32
 BACKWARD = 2 / 3  # of a micro batch: every product of the forward pass has two in the backward pass
@@ -51,6 +53,7 @@ class Source:
     """1 / measured ceiling efficiency, by world size."""
     cells: Sequence[CellFacts] = ()
     """Measured cells of the same benchmark, to set beside the prediction."""
+    device: Device | None = None
 
     def slowdown(self, ranks: int) -> float:
         """As measured; between and beyond, that of the next smaller count."""
@@ -104,9 +107,15 @@ def from_data(data: Any, name: str, model: str | None = None) -> Source:
     if slowdowns:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
         notes.append(f"computation slowed as the measured ceiling says ({counts}), beyond as the last")
+    flops = settings.flops_per_token if settings else None
+    if flops is None and model:
+        flops = _model_flops(model)
+    precision = facts.precision or ""
+    # its memory does not matter: one rank with the whole state has been measured on it
+    device = Device(facts.device, precision, peak_flops(facts.device, precision), flops)
     return Source(
         measured, (settings and settings.accumulation) or 1, default_spread(facts.device), tuple(notes),
-        curves, slowdowns, cells,
+        curves, slowdowns, cells, device,
     )  # fmt: skip
 
 
@@ -133,16 +142,15 @@ def from_rate(model: str, seq_per_s: float, micro: int, accumulation: int, gpu: 
     notes = [
         f"{seq_per_s:g} sequences/s on one rank at accumulation {accumulation}; readiness from the layers"
     ]
+    device = None
     if gpu is None:
         notes.append("optimizer time not told apart from the micro batches: give --gpu")
-    elif gpu not in hardware().gpus:
-        raise ConfigError(
-            [f"--gpu: {gpu!r} is not in hardware.yaml; use one of {', '.join(hardware().gpus)}"]
-        )
     else:
-        bandwidth = hardware().gpus[gpu].memory_gb_s * GB * constant("memory_reach")
-        optimizer_s = count * ADAM_BYTES / bandwidth
+        found = _find_gpu(gpu)
+        optimizer_s = count * ADAM_BYTES / (found.memory_gb_s * GB * constant("memory_reach"))
         notes.append(f"optimizer {1000 * optimizer_s:.1f} ms: fused AdamW at {gpu}'s memory bandwidth")
+        precision = "bf16" if found.peak("bf16") else "fp16"
+        device = Device(gpu, precision, found.peak(precision), _model_flops(model), found.memory_gib)
     micro_s = micro / seq_per_s - optimizer_s / accumulation
     if micro_s <= 0:
         raise ConfigError([f"--seq-per-s: {seq_per_s:g} leaves no time beside the optimizer; check --micro"])
@@ -151,18 +159,38 @@ def from_rate(model: str, seq_per_s: float, micro: int, accumulation: int, gpu: 
         micro_s, BACKWARD * micro_s, optimizer_s, tuple(gradients), micro, length,
         layers=shape.num_layers, hidden_size=shape.hidden_size, heads=shape.num_heads, activation_bytes=2.0,
     )  # fmt: skip
-    return Source(profile, accumulation, constant("device_spread"), tuple(notes))
+    return Source(profile, accumulation, constant("device_spread"), tuple(notes), device=device)
+
+
+def _find_gpu(name: str) -> Gpu:
+    """Raises ConfigError."""
+    gpus = hardware().gpus
+    if name not in gpus:
+        raise ConfigError([f"--gpu: {name!r} is not in hardware.yaml; use one of {', '.join(gpus)}"])
+    return gpus[name]
+
+
+def _model_flops(name: str) -> float:
+    """Of a token, forward and backward."""
+    if name in MODELS:
+        return flops_per_token(MODELS[name], find_model(name)[1], BERT_MASK_RATE)
+    config = _configuration(name)
+    return flops_per_token(config.model, config.data.sequence_length, config.objective.mask_rate)
 
 
 def find_model(name: str) -> tuple[ModelConfig, int, int]:
     """(shape, sequence length, parameters) of bert-base, bert-large or a configuration."""
     if name in MODELS:
         return MODELS[name], 128, num_parameters(MODELS[name], POSITIONS)
-    from launcher.training import find_config
-
-    config = load_config(find_config(name, None))
+    config = _configuration(name)
     length = config.data.sequence_length
     return config.model, length, num_parameters(config.model, length)
+
+
+def _configuration(name: str) -> Config:
+    from launcher.training import find_config
+
+    return load_config(find_config(name, None))
 
 
 def _shape(model: str, facts: ProfileFacts, name: str) -> ModelConfig:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from bert_dp.config import ConfigError
+from launcher.plan.device import state_gib
 from launcher.plan.document import CellFacts
 from launcher.plan.hardware import constant, find_link, hardware
 from launcher.plan.inputs import Source
@@ -70,7 +71,7 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
             for ranks in question.gpus:
                 if ranks % tensor == 0:
                     scenario = scenario_of(source, question, ranks, tensor, accumulation)
-                    rows.append(_row(profile, scenario, levers(profile, scenario)))
+                    rows.append(_row(source, profile, scenario))
     if not rows:
         raise ConfigError(
             [f"--tensor: no size of {list(question.tensor)} divides any of {list(question.gpus)}"]
@@ -83,6 +84,7 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
         f"weak scaling: every replica keeps its micro batch of {profile.micro_batch} and its accumulation",
         f"speed of the ranks spread by {100 * spread:.2g} % (standard deviation); all wait for the slowest",
         f"of the communication that runs beside the backward pass {100 * gain:.0f} % is gained",
+        *_device_notes(source, question, rows),
     ]
     return {
         "schema_version": 1, "engine": question.engine, "assumptions": assumptions, "rows": rows,
@@ -241,8 +243,9 @@ def _link_issues(source: Source, question: Question) -> list[str]:
     return []
 
 
-def _row(profile: Profile, scenario: Scenario, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _row(source: Source, profile: Profile, scenario: Scenario) -> dict[str, Any]:
     p: Prediction = predict(profile, scenario)
+    device, state = source.device, state_gib(profile, scenario)
     alone = p.tokens_per_s / p.efficiency / p.ranks
     return {
         "world_size": p.ranks, "tensor": scenario.tensor, "accumulation": scenario.accumulation,
@@ -252,8 +255,26 @@ def _row(profile: Profile, scenario: Scenario, found: Sequence[dict[str, Any]]) 
                     "exposed_comm": p.exposed_s},
         "exposed_comm_fraction": p.exposed_s / p.step_s, "tokens_per_s": p.tokens_per_s,
         "samples_per_s": p.tokens_per_s / profile.sequence_length,
-        "speedup": p.tokens_per_s / alone, "efficiency": p.efficiency, "levers": list(found),
+        "speedup": p.tokens_per_s / alone, "efficiency": p.efficiency,
+        "mfu": device.mfu(p) if device else None, "state_gib": state,
+        "fits": device.holds(state) if device else None, "levers": levers(profile, scenario),
     }  # fmt: skip
+
+
+def _device_notes(source: Source, question: Question, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    device, notes = source.device, []
+    if device is None:
+        return []
+    if device.peak_flops and device.flops_per_token:
+        notes.append(f"MFU over {device.peak_flops / 1e12:g} TFLOP/s a GPU: {device.name}, "
+                     f"{device.precision}")  # fmt: skip
+    if tight := [row for row in rows if row["fits"] is False]:
+        worst = max(tight, key=lambda row: float(row["state_gib"]))
+        places = ", ".join(dict.fromkeys(str(row["world_size"]) for row in tight))
+        notes.append(f"DOES NOT FIT on {places} GPUs: weights, gradients and optimizer alone take up to "
+                     f"{worst['state_gib']:.1f} GiB a rank with {question.engine}, {device.name} has "
+                     f"{device.memory_gib:g}; more --tensor or another --engine divides them")  # fmt: skip
+    return notes
 
 
 def _links_note(source: Source, question: Question) -> str:

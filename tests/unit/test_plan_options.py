@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from bert_dp.config import ConfigError
-from launcher.plan import inputs, scaling
+from bert_dp.cost import flops_per_token
+from launcher.plan import inputs, scaling, table
 from launcher.plan.scaling import Question
 from tests.unit.test_plan_scaling import cell, measured, of_crammed_bert, profile
 
@@ -76,3 +80,54 @@ def test_bounds_never_lose(engine: str, overlap: float | None) -> None:
                          bucket_mib=bucket)  # fmt: skip
         for lever in scaling.answer(source, asked)["rows"][0]["levers"]:
             assert not lever["bound"] or lever["gain"] >= 0
+
+
+def test_mfu_of_a_named_gpu_and_of_the_profiled_one() -> None:
+    source = inputs.from_rate("bert-large", 580, 256, 1, "A100-80G")
+    one, two = scaling.answer(source, Question(gpus=(1, 2), link="nvlink3"))["rows"]
+    flops = flops_per_token(inputs.MODELS["bert-large"], 128, 0.15)
+    assert one["mfu"] == pytest.approx(580 * 128 * flops / 312e12)
+    assert two["mfu"] == pytest.approx(one["mfu"] * two["efficiency"])
+    volta = inputs.from_rate("bert-base", 400, 32, 1, "V100-16G")
+    assert volta.device is not None
+    assert (volta.device.precision, volta.device.peak_flops) == ("fp16", 125e12)
+    settings = {"accumulation": 4, "flops_per_token": 1e9}
+    for device, precision, peak in (("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("CPU", "fp32", None)):
+        facts = measured(settings=settings, profile=profile(device=device, precision=precision))
+        (row,) = scaling.answer(inputs.from_data(facts, "it"), Question(gpus=(1,)))["rows"]
+        assert row["mfu"] == (pytest.approx(row["tokens_per_s"] * 1e9 / peak) if peak else None)
+        assert row["fits"] is None
+    crammed = inputs.from_data(of_crammed_bert(device="A100", precision="bf16"), "it", "crammed-bert").device
+    assert crammed is not None
+    assert crammed.flops_per_token == pytest.approx(622.9e6, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("engine", "accumulation", "tensor", "bytes_each"),
+    [("ddp", 1, 1, 16), ("zero1", 1, 1, 8 + 8 / 4), ("fsdp", 1, 1, 16 / 4), ("fsdp", 2, 1, 4 + 12 / 4),
+     ("ddp", 1, 2, 8)],
+)  # fmt: skip
+def test_state_is_what_the_engine_leaves_a_rank(
+    engine: str, accumulation: int, tensor: int, bytes_each: float
+) -> None:
+    source = inputs.from_rate("bert-large", 580, 256, 1, "A100-80G")
+    asked = Question(gpus=(4,), link="nvlink3", engine=engine, tensor=(tensor,), accumulation=(accumulation,),
+                     reduce_dtype="bf16")  # fmt: skip
+    (row,) = scaling.answer(source, asked)["rows"]
+    count = sum(g.size for g in source.profile.gradients) / 4
+    assert row["state_gib"] == pytest.approx(bytes_each * count / 2**30)
+    assert row["fits"] is True
+
+
+def test_a_state_that_cannot_fit_is_said() -> None:
+    source = inputs.from_rate("bert-large", 580, 256, 1, "A100-80G")
+    assert source.device is not None
+    small = dataclasses.replace(source, device=dataclasses.replace(source.device, memory_gib=4.0))
+    found = scaling.answer(small, Question(gpus=(1, 2, 4), link="nvlink3", engine="fsdp"))
+    assert [row["fits"] for row in found["rows"]] == [False, True, True]
+    assert any(note.startswith("DOES NOT FIT on 1 GPUs: ") for note in found["assumptions"])
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(table.scaling_table(found))
+    text = console.export_text()
+    assert "DOES NOT FIT" in text
+    assert "MFU" in text
