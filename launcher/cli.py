@@ -185,13 +185,7 @@ def plan_scaling(
     from launcher.plan import inputs, scaling, table
 
     accumulations = scaling.parse_counts(accumulation, "--accumulation") if accumulation else ()
-    if from_ is not None:
-        source = inputs.from_file(from_, model)
-    elif model and seq_per_s and seq_per_s > 0 and micro and micro > 0:
-        source = inputs.from_rate(model, seq_per_s, micro, (accumulations or (1,))[0], gpu)
-    else:
-        raise ConfigError(["--from: give scaling.json or profile.json of a measured run; or --model, "
-                           "--seq-per-s and --micro, each above 0"])  # fmt: skip
+    source = inputs.choose(from_, model, seq_per_s, micro, gpu, (accumulations or (1,))[0])
     question = scaling.Question(
         scaling.parse_counts(gpus, "--gpus"), link, inter, gpus_per_node, nics, engine,
         scaling.parse_counts(tensor, "--tensor"), accumulations, straggler, overlap, bucket_mib, reduce_dtype,

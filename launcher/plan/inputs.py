@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config import ConfigError, ModelConfig, load_config
-from bert_dp.cost import num_parameters
+from bert_dp.config import Config, ConfigError, ModelConfig, load_config
+from bert_dp.cost import flops_per_token, num_parameters, peak_flops
 from launcher.plan import timeline
-from launcher.plan.hardware import constant, hardware
+from launcher.plan.device import Device
+from launcher.plan.document import CellFacts, Document, ProfileFacts, read_document
+from launcher.plan.hardware import Gpu, constant, hardware
 from launcher.plan.links import GB, Curve, curve
 from launcher.plan.predict import Profile, default_spread, with_micro
 from launcher.plan.timeline import Gradient
-from launcher.runs import number
 
 _BERT: dict[str, Any] = {
     "vocab_size": 30_522, "position": "learned", "mlp": "gelu", "bias": True, "head": "dense"
@@ -26,9 +27,13 @@ MODELS = {
     "bert-base": ModelConfig(**_BERT, hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072),
     "bert-large": ModelConfig(**_BERT, hidden_size=1024, num_layers=24, num_heads=16, intermediate_size=4096),
 }
+BERT_MASK_RATE = 0.15
 POSITIONS = 512  # of BERT's learned ones, whatever the sequence length
 ADAM_BYTES = 28  # per parameter: reads p, g, m, v, writes p, m, v in fp32
 BACKWARD = 2 / 3  # of a micro batch: every product of the forward pass has two in the backward pass
+RATES = 1e-6, 1e9  # sequences/s that one rank may have
+MAX_MICRO = 1_000_000
+SAME = 0.01  # by which the parameters of --model and of the profile may differ
 NARROW = {"bf16": 2.0, "fp16": 2.0, "fp64": 8.0}
 
 
@@ -46,13 +51,31 @@ class Source:
     """Measured all-reduces within one machine, by world size."""
     slowdowns: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """1 / measured ceiling efficiency, by world size."""
-    cells: Sequence[Mapping[str, Any]] = ()
+    cells: Sequence[CellFacts] = ()
     """Measured cells of the same benchmark, to set beside the prediction."""
+    device: Device | None = None
 
     def slowdown(self, ranks: int) -> float:
         """As measured; between and beyond, that of the next smaller count."""
         known = [count for count in self.slowdowns if count <= ranks]
         return self.slowdowns[max(known)] if known else 1.0
+
+
+def choose(
+    path: Path | None, model: str | None, seq_per_s: float | None, micro: int | None, gpu: str | None,
+    accumulation: int,
+) -> Source:  # fmt: skip
+    """From the options of the verb: a measured file, or a rate. Raises ConfigError."""
+    rate = {"--gpu": gpu, "--seq-per-s": seq_per_s, "--micro": micro}
+    if path is not None:
+        if given := [option for option, value in rate.items() if value is not None]:
+            raise ConfigError([f"{option}: is for a prediction without --from; the file has been measured, "
+                               f"so leave {option} out" for option in given])  # fmt: skip
+        return from_file(path, model)
+    if model is None or seq_per_s is None or micro is None:
+        raise ConfigError(["--from: give scaling.json or profile.json of a measured run; or --model, "
+                           "--seq-per-s and --micro, each above 0"])  # fmt: skip
+    return from_rate(model, seq_per_s, micro, accumulation, gpu)
 
 
 def from_file(path: Path, model: str | None = None) -> Source:
@@ -63,125 +86,139 @@ def from_file(path: Path, model: str | None = None) -> Source:
     except OSError as error:
         raise ConfigError([f"--from: {path} cannot be read ({error.strerror}); give scaling.json or "
                            "profile.json of `bert-dp scale`"]) from None  # fmt: skip
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError([f"--from: {path} is not JSON ({error})"]) from None
     return from_data(data, str(path), model)
 
 
 def from_data(data: Any, name: str, model: str | None = None) -> Source:
     """The same of what such a file holds."""
-    whole = data if isinstance(data, dict) else {}
-    profile = whole.get("profile", whole)
-    if not isinstance(profile, dict) or "gradients" not in profile:
-        raise ConfigError([f"--from: {name} holds no profile (gradients with ready_s); give what "
-                           "`bert-dp scale` writes, or --model with --seq-per-s and --micro"])  # fmt: skip
-    shape = find_model(model)[0] if model else None
-    try:
-        return _source(whole, profile, name, shape)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ConfigError([f"--from: {name} is damaged ({type(error).__name__}: {error})"]) from None
-
-
-def _source(
-    whole: Mapping[str, Any], profile: Mapping[str, Any], name: str, shape: ModelConfig | None
-) -> Source:
-    measured = _profile(profile, shape)
-    curves = {c.ranks: c for c in (_curve(link) for link in whole.get("links") or ()) if c}
-    accumulation = int((whole.get("settings") or {}).get("accumulation") or 1)
-    device = str(profile.get("device", "GPU"))
-    notes = [f"profile of {device}, {profile.get('precision', 'precision not told')}: {name}"]
-    cells = [cell for cell in whole.get("cells") or () if cell.get("status") == "ok"]
-    alone = next((c for c in cells if c["id"] == whole.get("baseline")), None)
-    if alone and (median := number((alone.get("step_time_s") or {}).get("median"))):
-        micro_s = (median - measured.optimizer_s) / int(alone["accumulation"])
-        if micro_s > 0:
-            measured = with_micro(measured, micro_s)
-            notes.append(f"one rank's step is the measured one, {median:.4g} s (cell {alone['id']})")
+    document = read_document(data, name)
+    facts = document.profile
+    measured = _profile(facts, _shape(model, facts, name) if model else None)
+    links = [link for link in document.links or () if link.points]
+    curves = {link.world_size: curve(link.world_size, [(p.bytes, p.seconds) for p in link.points])
+              for link in links}  # fmt: skip
+    settings = document.settings
+    notes = [f"profile of {facts.device}, {facts.precision or 'precision not told'}: {name}"]
+    cells = [cell for cell in document.cells or () if cell.status == "ok"]
+    measured = _as_measured(measured, document, notes)
     slowdowns = _slowdowns(cells)
     if slowdowns:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
         notes.append(f"computation slowed as the measured ceiling says ({counts}), beyond as the last")
-    return Source(measured, accumulation, default_spread(device), tuple(notes), curves, slowdowns, cells)
+    flops = settings.flops_per_token if settings else None
+    if flops is None and model:
+        flops = _model_flops(model)
+    precision = facts.precision or ""
+    # its memory does not matter: one rank with the whole state has been measured on it
+    device = Device(facts.device, precision, peak_flops(facts.device, precision), flops)
+    return Source(
+        measured, (settings and settings.accumulation) or 1, default_spread(facts.device), tuple(notes),
+        curves, slowdowns, cells, device,
+    )  # fmt: skip
+
+
+def _as_measured(profile: Profile, document: Document, notes: list[str]) -> Profile:
+    """As fast as the run of one rank, which loads data and logs too."""
+    alone = document.alone()
+    if alone is None or alone.step_s is None:
+        return profile
+    micro_s = (alone.step_s - profile.optimizer_s) / alone.accumulation
+    if micro_s <= 0:
+        return profile
+    notes.append(f"one rank's step is the measured one, {alone.step_s:.4g} s (cell {alone.id})")
+    return with_micro(profile, micro_s * profile.micro_batch / (alone.micro_batch or profile.micro_batch))
 
 
 def from_rate(model: str, seq_per_s: float, micro: int, accumulation: int, gpu: str | None) -> Source:
     """No profile: one rank's sequences per second, and readiness from the layers. Raises ConfigError."""
+    if not RATES[0] <= seq_per_s <= RATES[1]:
+        raise ConfigError([f"--seq-per-s: {seq_per_s:g} is not between {RATES[0]:g} and {RATES[1]:g}"])
+    if not 0 < micro <= MAX_MICRO:
+        raise ConfigError([f"--micro: {micro} is not between 1 and {MAX_MICRO:,}"])
     shape, length, count = find_model(model)
     optimizer_s = 0.0
     notes = [
         f"{seq_per_s:g} sequences/s on one rank at accumulation {accumulation}; readiness from the layers"
     ]
+    device = None
     if gpu is None:
         notes.append("optimizer time not told apart from the micro batches: give --gpu")
-    elif gpu not in hardware().gpus:
-        raise ConfigError(
-            [f"--gpu: {gpu!r} is not in hardware.yaml; use one of {', '.join(hardware().gpus)}"]
-        )
     else:
-        bandwidth = hardware().gpus[gpu].memory_gb_s * GB * constant("memory_reach")
-        optimizer_s = count * ADAM_BYTES / bandwidth
+        found = _find_gpu(gpu)
+        optimizer_s = count * ADAM_BYTES / (found.memory_gb_s * GB * constant("memory_reach"))
         notes.append(f"optimizer {1000 * optimizer_s:.1f} ms: fused AdamW at {gpu}'s memory bandwidth")
+        precision = "bf16" if found.peak("bf16") else "fp16"
+        device = Device(gpu, precision, found.peak(precision), _model_flops(model), found.memory_gib)
     micro_s = micro / seq_per_s - optimizer_s / accumulation
     if micro_s <= 0:
         raise ConfigError([f"--seq-per-s: {seq_per_s:g} leaves no time beside the optimizer; check --micro"])
     gradients = timeline.from_layers(shape, length, 4.0, BACKWARD * micro_s)
     profile = Profile(
         micro_s, BACKWARD * micro_s, optimizer_s, tuple(gradients), micro, length,
-        layers=shape.num_layers, hidden_size=shape.hidden_size, activation_bytes=2.0,
+        layers=shape.num_layers, hidden_size=shape.hidden_size, heads=shape.num_heads, activation_bytes=2.0,
     )  # fmt: skip
-    return Source(profile, accumulation, constant("device_spread"), tuple(notes))
+    return Source(profile, accumulation, constant("device_spread"), tuple(notes), device=device)
+
+
+def _find_gpu(name: str) -> Gpu:
+    """Raises ConfigError."""
+    gpus = hardware().gpus
+    if name not in gpus:
+        raise ConfigError([f"--gpu: {name!r} is not in hardware.yaml; use one of {', '.join(gpus)}"])
+    return gpus[name]
+
+
+def _model_flops(name: str) -> float:
+    """Of a token, forward and backward."""
+    if name in MODELS:
+        return flops_per_token(MODELS[name], find_model(name)[1], BERT_MASK_RATE)
+    config = _configuration(name)
+    return flops_per_token(config.model, config.data.sequence_length, config.objective.mask_rate)
 
 
 def find_model(name: str) -> tuple[ModelConfig, int, int]:
     """(shape, sequence length, parameters) of bert-base, bert-large or a configuration."""
     if name in MODELS:
         return MODELS[name], 128, num_parameters(MODELS[name], POSITIONS)
-    from launcher.training import find_config
-
-    config = load_config(find_config(name, None))
+    config = _configuration(name)
     length = config.data.sequence_length
     return config.model, length, num_parameters(config.model, length)
 
 
-def _profile(data: Mapping[str, Any], shape: ModelConfig | None) -> Profile:
-    def above_zero(value: object, what: str) -> float:
-        found = number(value)
-        if found is None or found <= 0:
-            raise ValueError(f"{what} is {value!r}, not a number above 0")
-        return found
+def _configuration(name: str) -> Config:
+    from launcher.training import find_config
 
-    gradients = []
-    for g in data["gradients"]:
-        ready = number(g["ready_s"])
-        if ready is None or ready < 0:
-            raise ValueError(f"ready_s of {g.get('name')} is {g['ready_s']!r}")
-        gradients.append(Gradient(above_zero(g["bytes"], f"bytes of {g.get('name')}"), ready))
-    size, parameters = sum(g.size for g in gradients), number(data.get("parameters"))
-    width = above_zero(size, "the size of all gradients") / parameters if parameters else 4.0
-    blocks = {found[1] for g in data["gradients"] if (found := re.search(r"\.(\d+)\.", str(g.get("name"))))}
-    backward_s = above_zero(data["backward_s"], "backward_s")
-    micro_s = data.get("micro_s")
-    if micro_s is None:
-        micro_s = backward_s + above_zero(data["forward_s"], "forward_s")
+    return load_config(find_config(name, None))
+
+
+def _shape(model: str, facts: ProfileFacts, name: str) -> ModelConfig:
+    """Raises ConfigError when it is not the model that was profiled."""
+    shape, _, count = find_model(model)
+    if facts.parameters and abs(count / facts.parameters - 1) > SAME:
+        raise ConfigError([f"--model: {model} has {count:,} parameters, the profile in {name} "
+                           f"{facts.parameters:,}; name the configuration that was measured"])  # fmt: skip
+    return shape
+
+
+def _profile(facts: ProfileFacts, shape: ModelConfig | None) -> Profile:
+    blocks = {found[1] for g in facts.gradients if (found := re.search(r"\.(\d+)\.", g.name or ""))}
     return Profile(
-        above_zero(micro_s, "micro_s"), backward_s, number(data.get("optimizer_s")) or 0.0, tuple(gradients),
-        int(above_zero(data["micro_batch"], "micro_batch")),
-        int(above_zero(data["sequence_length"], "sequence_length")), layers=len(blocks),
-        hidden_size=shape.hidden_size if shape else 0,
-        activation_bytes=NARROW.get(str(data.get("precision")), 4.0),
-        parameter_bytes=width, gradient_bytes=width,
+        facts.whole_s, facts.backward_s, facts.optimizer_s or 0.0,
+        tuple(Gradient(g.bytes, g.ready_s) for g in facts.gradients),
+        facts.micro_batch, facts.sequence_length,
+        layers=shape.num_layers if shape else facts.num_layers or len(blocks),
+        hidden_size=shape.hidden_size if shape else facts.hidden_size or 0,
+        heads=shape.num_heads if shape else facts.num_heads or 0,
+        activation_bytes=NARROW.get(facts.precision or "", 4.0),
+        parameter_bytes=facts.width, gradient_bytes=facts.width,
     )  # fmt: skip
 
 
-def _curve(link: Mapping[str, Any]) -> Curve | None:
-    points = [(float(p["bytes"]), float(p["seconds"])) for p in link["points"]]
-    return curve(int(link["world_size"]), points) if points else None
-
-
-def _slowdowns(cells: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+def _slowdowns(cells: Sequence[CellFacts]) -> dict[int, float]:
     found: dict[int, list[float]] = {}
     for cell in cells:
-        ceiling = number(cell.get("ceiling_efficiency"))
-        if ceiling and cell.get("kind", "run") == "run" and cell.get("tensor", 1) == 1:
-            found.setdefault(int(cell["world_size"]), []).append(1 / ceiling)
+        if cell.ceiling_efficiency and cell.kind == "run" and cell.tensor == 1:
+            found.setdefault(cell.world_size, []).append(1 / cell.ceiling_efficiency)
     return {ranks: statistics.median(values) for ranks, values in found.items()}

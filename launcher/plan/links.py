@@ -149,11 +149,6 @@ class Fabric:
         return near.tree_start + 2 * levels
 
 
-def bus_bandwidth(size: float, seconds: float, ranks: int) -> float:
-    """GB/s, comparable over numbers of ranks (nccl-tests, doc/PERFORMANCE.md)."""
-    return 2 * (ranks - 1) / ranks * size / seconds / GB
-
-
 def curve(ranks: int, points: Sequence[tuple[float, float]]) -> Curve:
     """Sorted, one time per size. Raises ValueError for less than one point or a time that is not above 0."""
     ordered = dict(sorted(points))

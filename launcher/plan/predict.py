@@ -33,6 +33,8 @@ class Profile:
     sequence_length: int
     layers: int = 0
     hidden_size: int = 0
+    heads: int = 0
+    """Of attention; tensor parallelism divides them. 0 here and above: not known."""
     activation_bytes: float = 4.0
     """Bytes of an activation and of a gathered weight, per number."""
     parameter_bytes: float = 4.0

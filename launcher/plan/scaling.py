@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
 from bert_dp.config import ConfigError
+from launcher.plan.device import state_gib
+from launcher.plan.document import CellFacts
 from launcher.plan.hardware import constant, find_link, hardware
 from launcher.plan.inputs import Source
 from launcher.plan.links import Fabric
 from launcher.plan.predict import Engine, Prediction, Profile, Scenario, predict, with_micro
 from launcher.plan.timeline import FIRST_BUCKET, MIB, Gradient
-from launcher.runs import number
 
 MAX_GPUS = 1_000_000
 BOUNDS = ("no stragglers", "perfect overlap")
@@ -70,7 +71,7 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
             for ranks in question.gpus:
                 if ranks % tensor == 0:
                     scenario = scenario_of(source, question, ranks, tensor, accumulation)
-                    rows.append(_row(profile, scenario, levers(profile, scenario)))
+                    rows.append(_row(source, profile, scenario))
     if not rows:
         raise ConfigError(
             [f"--tensor: no size of {list(question.tensor)} divides any of {list(question.gpus)}"]
@@ -83,6 +84,7 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
         f"weak scaling: every replica keeps its micro batch of {profile.micro_batch} and its accumulation",
         f"speed of the ranks spread by {100 * spread:.2g} % (standard deviation); all wait for the slowest",
         f"of the communication that runs beside the backward pass {100 * gain:.0f} % is gained",
+        *_device_notes(source, question, rows),
     ]
     return {
         "schema_version": 1, "engine": question.engine, "assumptions": assumptions, "rows": rows,
@@ -140,6 +142,8 @@ def levers(profile: Profile, scenario: Scenario) -> list[dict[str, Any]]:
     for name, changed_profile, changed in changes:
         then = predict(changed_profile, changed)
         gain = then.tokens_per_s / now.tokens_per_s - 1
+        if name in BOUNDS and gain < 0:  # one bucket without overlap may beat many that overlap
+            continue
         found.append(
             {"lever": name, "gain": gain, "tokens_per_s": then.tokens_per_s, "bound": name in BOUNDS}
         )
@@ -151,29 +155,35 @@ def against_measured(source: Source, question: Question) -> list[dict[str, Any]]
     profile, the all-reduce curve and the ceiling."""
     found = []
     for cell in source.cells:
-        engine, ranks, tensor = cell.get("engine"), int(cell["world_size"]), int(cell.get("tensor", 1))
-        rate = number(cell.get("tokens_per_s"))
-        asked = dataclasses.replace(question, engine=str(engine), gpus=(ranks,), reduce_dtype="full")
-        reachable = question.link or source.curves or ranks == 1
-        known = engine in (*get_args(Engine), "single") and cell.get("kind", "run") == "run"
-        if not known or rate is None or not reachable or (tensor > 1 and not source.profile.hidden_size):
+        asked = dataclasses.replace(question, engine=cell.engine, gpus=(cell.world_size,))
+        if cell.tokens_per_s is None or not _modelled(source, asked, cell):
             continue
-        if engine == "single":
+        if cell.engine == "single":
             asked = dataclasses.replace(asked, engine="ddp")
-        scenario = scenario_of(source, asked, ranks, tensor, int(cell["accumulation"]))
-        profile = _with_micro_batch(
-            source.profile, int(cell.get("micro_batch") or source.profile.micro_batch)
+        scenario = scenario_of(source, asked, cell.world_size, cell.tensor, cell.accumulation)
+        then = predict(
+            _with_micro_batch(source.profile, cell.micro_batch or source.profile.micro_batch), scenario
         )
-        then = predict(profile, scenario)
-        interval = (cell.get("step_time_s") or {}).get("ci95")
+        interval = cell.step_time_s.ci95 if cell.step_time_s else None
         found.append({
-            "cell": cell["id"], "ranks": ranks, "predicted_step_s": then.step_s,
-            "measured_step_s": (cell.get("step_time_s") or {}).get("median"), "ci95": interval,
+            "cell": cell.id, "ranks": cell.world_size, "predicted_step_s": then.step_s,
+            "measured_step_s": cell.step_s, "ci95": interval,
             "within": interval[0] <= then.step_s <= interval[1] if interval else None,
-            "predicted_tokens_per_s": then.tokens_per_s, "measured_tokens_per_s": rate,
-            "predicted_efficiency": then.efficiency, "measured_efficiency": cell.get("efficiency"),
+            "predicted_tokens_per_s": then.tokens_per_s, "measured_tokens_per_s": cell.tokens_per_s,
+            "predicted_efficiency": then.efficiency, "measured_efficiency": cell.efficiency,
         })  # fmt: skip
     return found
+
+
+def _modelled(source: Source, asked: Question, cell: CellFacts) -> bool:
+    """Whether the cell's engine, its links and its tensor parallelism can be predicted."""
+    linked = (asked.link or source.curves) and (asked.inter or _per_node(asked) >= cell.world_size)
+    return (
+        cell.kind == "run"
+        and cell.engine in (*get_args(Engine), "single")
+        and (cell.world_size == 1 or bool(linked))
+        and (cell.tensor == 1 or source.profile.hidden_size > 0)
+    )
 
 
 def _per_node(question: Question) -> int:
@@ -203,10 +213,20 @@ def _check(source: Source, question: Question) -> None:
         if name is not None:
             find_link(name, setting)
     issues += _link_issues(source, question)
-    if max(question.tensor) > 1 and not source.profile.hidden_size:
-        issues.append(f"--tensor: {max(question.tensor)} needs the model's shape; add --model CONFIG")
+    issues += _tensor_issues(source.profile, question.tensor)
     if issues:
         raise ConfigError(issues)
+
+
+def _tensor_issues(profile: Profile, sizes: Sequence[int]) -> list[str]:
+    if max(sizes) == 1:
+        return []
+    if not profile.hidden_size:
+        return [f"--tensor: {max(sizes)} needs the model's shape; add --model CONFIG"]
+    heads = profile.heads
+    return [f"--tensor: {size} does not divide the model's {heads} attention heads (num_heads); use one of "
+            f"{', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
+            for size in sizes if heads and heads % size]  # fmt: skip
 
 
 def _link_issues(source: Source, question: Question) -> list[str]:
@@ -223,8 +243,9 @@ def _link_issues(source: Source, question: Question) -> list[str]:
     return []
 
 
-def _row(profile: Profile, scenario: Scenario, found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _row(source: Source, profile: Profile, scenario: Scenario) -> dict[str, Any]:
     p: Prediction = predict(profile, scenario)
+    device, state = source.device, state_gib(profile, scenario)
     alone = p.tokens_per_s / p.efficiency / p.ranks
     return {
         "world_size": p.ranks, "tensor": scenario.tensor, "accumulation": scenario.accumulation,
@@ -234,8 +255,26 @@ def _row(profile: Profile, scenario: Scenario, found: Sequence[dict[str, Any]]) 
                     "exposed_comm": p.exposed_s},
         "exposed_comm_fraction": p.exposed_s / p.step_s, "tokens_per_s": p.tokens_per_s,
         "samples_per_s": p.tokens_per_s / profile.sequence_length,
-        "speedup": p.tokens_per_s / alone, "efficiency": p.efficiency, "levers": list(found),
+        "speedup": p.tokens_per_s / alone, "efficiency": p.efficiency,
+        "mfu": device.mfu(p) if device else None, "state_gib": state,
+        "fits": device.holds(state) if device else None, "levers": levers(profile, scenario),
     }  # fmt: skip
+
+
+def _device_notes(source: Source, question: Question, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    device, notes = source.device, []
+    if device is None:
+        return []
+    if device.peak_flops and device.flops_per_token:
+        notes.append(f"MFU over {device.peak_flops / 1e12:g} TFLOP/s a GPU: {device.name}, "
+                     f"{device.precision}")  # fmt: skip
+    if tight := [row for row in rows if row["fits"] is False]:
+        worst = max(tight, key=lambda row: float(row["state_gib"]))
+        places = ", ".join(dict.fromkeys(str(row["world_size"]) for row in tight))
+        notes.append(f"DOES NOT FIT on {places} GPUs: weights, gradients and optimizer alone take up to "
+                     f"{worst['state_gib']:.1f} GiB a rank with {question.engine}, {device.name} has "
+                     f"{device.memory_gib:g}; more --tensor or another --engine divides them")  # fmt: skip
+    return notes
 
 
 def _links_note(source: Source, question: Question) -> str:

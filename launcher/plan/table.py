@@ -35,19 +35,25 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> Table:
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
-    heads = ("GPUs", "tensor", "accum.", "step", "exposed", "efficiency", "tokens/s", "best change")
+    shown = {"tensor": any(row["tensor"] > 1 for row in rows), "MFU": any(row["mfu"] for row in rows)}
+    every = ("GPUs", "tensor", "accum.", "step", "exposed", "efficiency", "MFU", "tokens/s", "best change")
+    heads = [head for head in every if shown.get(head, True)]
     for head in heads:
         table.add_column(
             head, justify="left" if head == "best change" else "right", no_wrap=head != "best change"
         )
     for row in rows:
         levers = row["levers"]
-        table.add_row(
-            format_count(row["world_size"]), format_count(row["tensor"]), format_count(row["accumulation"]),
-            _step(row["step_time_s"]), format_percent(row["exposed_comm_fraction"]),
-            format_percent(row["efficiency"]), format_si(row["tokens_per_s"]),
-            next((f"{_gain(lever)} {lever['lever']}" for lever in levers if not lever["bound"]), ""),
-        )  # fmt: skip
+        best = next((lever for lever in levers if not lever["bound"]), None)
+        cells = {
+            "GPUs": format_count(row["world_size"]), "tensor": format_count(row["tensor"]),
+            "accum.": format_count(row["accumulation"]), "step": _step(row["step_time_s"]),
+            "exposed": format_percent(row["exposed_comm_fraction"]),
+            "efficiency": format_percent(row["efficiency"]), "MFU": format_percent(row["mfu"]),
+            "tokens/s": format_si(row["tokens_per_s"]),
+            "best change": f"{_gain(best)} {best['lever']}" if best else "",
+        }  # fmt: skip
+        table.add_row(*(cells[head] for head in heads))
     return table
 
 

@@ -29,6 +29,11 @@ def profile(**changes: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def of_crammed_bert(**changes: Any) -> dict[str, Any]:
+    gradients = [{"name": "all", "bytes": 4 * 119_589_889, "ready_s": 0.6}]
+    return profile(parameters=119_589_889, gradients=gradients, **changes)
+
+
 def cell(name: str, ranks: int, step: float, **changes: Any) -> dict[str, Any]:
     tokens = ranks * 4 * 8 * 128 / step
     return {
@@ -45,7 +50,7 @@ def measured(**changes: Any) -> dict[str, Any]:
     return {
         "schema_version": 1, "status": "complete", "baseline": "single",
         "settings": {"accumulation": 4, "micro_batch": 8, "sequence_length": 128},
-        "cells": [cell("single", 1, 4.2), cell("ddp-2", 2, 5.3, ceiling_efficiency=0.8),
+        "cells": [cell("weak-single-n1", 1, 4.2), cell("ddp-2", 2, 5.3, ceiling_efficiency=0.8),
                   cell("oom", 4, 1.0, status="oom"), cell("ds-2", 2, 6.0, engine="deepspeed"),
                   cell("ceiling-2", 2, 5.25, kind="ceiling")],
         "links": [{"world_size": 2, "backend": "gloo", "points": points}, {"world_size": 4, "points": []}],
@@ -82,7 +87,8 @@ def test_one_rank_is_the_measured_one_and_two_follow_by_hand() -> None:
 
 def test_prediction_stands_beside_what_was_measured() -> None:
     found = scaling.answer(inputs.from_data(measured(), "scaling.json"), Question(gpus=(2,)))["measured"]
-    assert [line["cell"] for line in found] == ["single", "ddp-2"]  # no ceiling, no other engine, no failure
+    # no ceiling, no other engine, no failure
+    assert [line["cell"] for line in found] == ["weak-single-n1", "ddp-2"]
     assert found[0]["within"] is True
     assert found[0]["predicted_step_s"] == pytest.approx(4.2)
     assert found[1]["measured_step_s"] == 5.3
@@ -127,7 +133,7 @@ def test_tensor_sizes_that_do_not_divide_are_left_out() -> None:
     alone = inputs.from_data(profile(), "p.json")
     with pytest.raises(ConfigError, match="add --model"):
         scaling.answer(alone, Question(gpus=(2,), link="gloo-loopback", tensor=(2,)))
-    shaped = inputs.from_data(profile(), "p.json", "crammed-bert")
+    shaped = inputs.from_data(of_crammed_bert(), "p.json", "crammed-bert")
     assert scaling.answer(shaped, Question(gpus=(2,), link="gloo-loopback", tensor=(2,)))["rows"]
 
 
@@ -204,7 +210,7 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
 def test_nulls_of_a_partial_result_are_no_numbers() -> None:
     partial = measured(
         status="partial", baseline=None, links=None, settings=None,
-        cells=[cell("single", 1, 4.2, step_time_s=None, tokens_per_s=None)],
+        cells=[cell("weak-single-n1", 1, 4.2, step_time_s=None, tokens_per_s=None)],
     )  # fmt: skip
     source = inputs.from_data(partial, "it")
     assert source.accumulation == 1
