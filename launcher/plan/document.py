@@ -118,7 +118,7 @@ class CellFacts(_Part):
     tokens_per_s: Annotated[float, Field(gt=0)] | None = None
     step_time_s: StepTime | None = None
     efficiency: Annotated[float, Field(gt=0)] | None = None
-    ceiling_efficiency: Annotated[float, Field(ge=0.001, le=2)] | None = None
+    ceiling_efficiency: Annotated[float, Field(ge=0.001, le=1000)] | None = None
 
     @model_validator(mode="after")
     def _divides(self) -> Self:

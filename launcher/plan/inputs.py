@@ -217,8 +217,9 @@ def _profile(facts: ProfileFacts, shape: ModelConfig | None) -> Profile:
 
 
 def _slowdowns(cells: Sequence[CellFacts]) -> dict[int, float]:
+    """At least 1: that N copies are faster than as many lone ranks is noise, or a slow baseline."""
     found: dict[int, list[float]] = {}
     for cell in cells:
         if cell.ceiling_efficiency and cell.kind == "run" and cell.tensor == 1:
-            found.setdefault(cell.world_size, []).append(1 / cell.ceiling_efficiency)
+            found.setdefault(cell.world_size, []).append(max(1.0, 1 / cell.ceiling_efficiency))
     return {ranks: statistics.median(values) for ranks, values in found.items()}

@@ -46,8 +46,8 @@ def judge(cell: Facts, cells: Sequence[Facts]) -> dict[str, str]:
         return _told(cell, "no claim: intervals overlap", f"{reached} includes 100 %",
                      "more --repeats or --steps")  # fmt: skip
     if not losses:
-        ceiling = "" if cell["ceiling_efficiency"] is not None else "; there is no ceiling to compare with"
-        return _told(cell, "no single cause", f"{reached}; no loss is beyond its bound and doubt{ceiling}",
+        evidence = f"{reached}; no loss is beyond its bound and doubt: {_known(cell)}"
+        return _told(cell, "no single cause", evidence,
                      "more --repeats or --steps, and look at the split of the step")  # fmt: skip
     _, name, evidence, remedy = max(losses)
     others = "".join(f"; also {other}: {text}" for _, other, text, _ in sorted(losses, reverse=True)[1:])
@@ -86,6 +86,16 @@ def _losses(cell: Facts, cells: Sequence[Facts]) -> list[tuple[float, str, str, 
         evidence = f"the host needs {_percent(host)} of a step to enqueue it"
         out.append((host - LAUNCH_BOUND, "launch-bound", evidence, "compile: on, or a larger micro batch"))
     return out
+
+
+def _known(cell: Facts) -> str:
+    """The losses that were measured, in words."""
+    top, sent = cell["ceiling_efficiency"], cell["communication_efficiency"]
+    wait = f"{_percent(cell['data_wait_fraction'])} of a step waits for data"
+    if top is None or sent is None:
+        return f"{wait}; there is no ceiling to compare with"
+    lost = f"{_percent(1 - sent)} of the ceiling is lost to communication"
+    return f"{wait}, {lost}, the ceiling itself is {_percent(1 - top)} below as many single ranks"
 
 
 def _below(interval: Sequence[float] | None) -> bool:

@@ -105,7 +105,7 @@ DAMAGED: list[tuple[Callable[[], Any], str]] = [
     (lambda: measured(cells=[cell("c", 2, 1.0, micro_batch=0.5)]), "cells.0.micro_batch"),
     (lambda: measured(cells=[cell("c", 2, 1.0, tokens_per_s=-1.0)]), "cells.0.tokens_per_s"),
     *((lambda e=e: measured(cells=[cell("c", 2, 1.0, ceiling_efficiency=e)]), "cells.0.ceiling_efficiency")
-      for e in (-0.5, 0.0, 2.5, NAN)),
+      for e in (-0.5, 0.0, 2500.0, NAN)),
     (lambda: measured(settings={"accumulation": -3}), "settings.accumulation"),
     (lambda: measured(profile=profile(micro_batch=0.5)), "profile.micro_batch"),
     *((lambda p=p: measured(links=[{"world_size": 2, "points": [p]}]), "links.0.points.0")

@@ -70,6 +70,12 @@ def test_scaling_json_gives_profile_curve_ceiling_and_baseline() -> None:
     assert [source.slowdown(n) for n in (1, 2, 4)] == pytest.approx([1.0, 1.25, 1.25])
 
 
+def test_a_ceiling_above_one_speeds_nothing_up() -> None:
+    cells = [cell("weak-single-n1", 1, 4.2), cell("ddp-2", 2, 5.3, ceiling_efficiency=13.0)]
+    source = inputs.from_data(measured(cells=cells), "scaling.json")
+    assert source.slowdown(2) == 1.0
+
+
 def test_one_rank_is_the_measured_one_and_two_follow_by_hand() -> None:
     source = inputs.from_data(measured(), "scaling.json")
     found = scaling.answer(source, Question(gpus=(1, 2), overlap=0))

@@ -268,6 +268,17 @@ def test_a_rank_that_works_longer_is_named_over_enough_steps(tmp_path: Path) -> 
         assert ddp["straggler_rank"] == named
 
 
+def test_the_parts_of_a_step_sum_to_it_whatever_the_repeats(tmp_path: Path) -> None:
+    """Three repeats: the one in the middle is taken apart, not each part's own median."""
+    made = grid(gpus=(2,), modes=("strong",), engines=("ddp",), repeats=3)
+    for cell in made.cells:
+        for repeat, seconds in enumerate((1.0, 3.0, 1.5)):
+            write_run(run_dir(tmp_path, cell, repeat), cell, seconds, own=[0.1 * repeat] * 2)
+    for cell in collect(made, tmp_path, facts={})["cells"]:
+        if cell["status"] == "ok":
+            assert sum(v or 0.0 for v in cell["split_s"].values()) == pytest.approx(1.5)
+
+
 def test_progress_is_said_now_and_then(tmp_path: Path) -> None:
     said: list[str] = []
     progress = Progress(tmp_path, "weak-ddp-n2", 70, said.append, every_s=0.0)
