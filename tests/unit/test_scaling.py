@@ -442,3 +442,37 @@ def test_runs_of_another_machine_or_other_data_are_not_mixed() -> None:
     assert identity(facts, "a") != identity(facts, "b")
     assert identity({**facts, "affinity_cores": 1}, "a") != identity({**facts, "affinity_cores": 2}, "a")
     json.dumps(identity(facts, "a"))
+
+
+RECORD = Path(__file__).parents[2] / "benchmarks" / "raw" / "2026-11-21-scaling"
+
+
+def test_the_committed_record_follows_from_its_raw_files_and_the_tables_from_it() -> None:
+    told = json.loads((RECORD / "scaling.json").read_text())
+    asked = json.loads((RECORD / "grid.json").read_text())
+    settings = Settings(**{k: tuple(v) if isinstance(v, list) else v for k, v in asked["settings"].items()})
+    made = Grid(resolve([asked["config"]]), settings, MACHINE, on_gpu=False)
+    again = json.loads(json.dumps(collect(made, RECORD, facts={})))
+    assert (again["status"], again["settings"], again["links"]) == (
+        "complete",
+        told["settings"],
+        told["links"],
+    )
+    for ours, theirs in zip(again["cells"], told["cells"], strict=True):
+        assert flat(ours) == pytest.approx(flat(theirs), rel=1e-9)
+    cells = {cell["id"]: cell for cell in told["cells"]}
+    results = (RECORD.parents[1] / "RESULTS.md").read_text()
+    two = cells["weak-ddp-n2"]
+    low, high = (f"{100 * end:.1f}" for end in two["efficiency_ci95"])
+    assert f"| {100 * two['efficiency']:.1f} % [{low}, {high}] |" in results
+    for cell in cells.values():
+        assert f"| {cell['tokens_per_s']:.0f} | {cell['step_time_s']['mean']:.3f} [" in results
+
+
+def flat(value: Any, path: str = "") -> dict[str, Any]:
+    """Every number of a nested value by its path."""
+    if isinstance(value, dict):
+        return {k: v for key, each in value.items() for k, v in flat(each, f"{path}.{key}").items()}
+    if isinstance(value, list):
+        return {k: v for i, each in enumerate(value) for k, v in flat(each, f"{path}.{i}").items()}
+    return {path: value} if isinstance(value, int | float) else {}
