@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json as jsonlib
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -296,11 +298,14 @@ def report(
     benchmarks = [d for d in run_dirs if (d / scaling_report.FILE).exists()]
     if benchmarks and len(run_dirs) > 1:
         raise ConfigError([f"RUN_DIR: {benchmarks[0]} is a scaling benchmark; its page is made of it alone"])
+    target = out or run_dirs[0] / "report.html"
     if benchmarks:
-        target, scaling = out or run_dirs[0] / "report.html", scaling_report.read(run_dirs[0])
-        if png is not None:
-            scaling_png.write(scaling, png)
-        scaling_page.write(scaling, target)
+        scaling = scaling_report.read(run_dirs[0])
+        with _writing("--png"):
+            if png is not None:
+                scaling_png.write(scaling, png)
+        with _writing("--out"):
+            scaling_page.write(scaling, target)
         typer.echo(str(target))
         return
     if png is not None:
@@ -308,9 +313,20 @@ def report(
     missing = [str(d) for d in run_dirs if not (d / "config.yaml").exists()]
     if missing:
         raise ConfigError([f"RUN_DIR: {name} is not a run directory (no config.yaml)" for name in missing])
-    target = out or run_dirs[0] / "report.html"
-    page.write(run_dirs, target)
+    with _writing("--out"):
+        page.write(run_dirs, target)
     typer.echo(str(target))
+
+
+@contextlib.contextmanager
+def _writing(option: str) -> Iterator[None]:
+    """A place that cannot be written is bad input; a full or failing disk is not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in DISK_FAILED:
+            raise
+        raise ConfigError([f"{option}: {error.filename} cannot be written ({error.strerror})"]) from None
 
 
 def main() -> None:

@@ -229,6 +229,13 @@ def test_one_more_call_measures_nothing_again(out: Path, shards: Path) -> None:
     assert told["cells"] == json.loads(before)["cells"]
 
 
+@pytest.mark.parametrize("option", ["--out", "--png"])
+def test_a_report_that_cannot_be_written_names_its_place(out: Path, option: str) -> None:
+    done = bert_dp("report", str(out), option, "/proc/nothing/x")
+    assert done.returncode == 2, done.stderr
+    assert f"{option}: /proc" in done.stderr
+
+
 def test_another_grid_is_refused_where_one_stands(out: Path, shards: Path) -> None:
     done = bert_dp(*command(shards, out, "--set", "optim.lr=0.5"))
     assert done.returncode == 2
