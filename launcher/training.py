@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import (
@@ -273,15 +273,23 @@ def train(
         for line in describe(config, plan, gpus > 0):
             show(console, line, **PLAIN)
         return 0
+    with claim(where, ".launcher.lock", "--run-dir", "run"):
+        return run_locked(config, ranks, where, resume, launcher, console, policy, on_gpu=gpus > 0)
+
+
+def claim(where: Path, lock: str, option: str, what: str) -> IO[str]:
+    """Make a directory of ours and hold it until the returned file is closed.
+
+    Raises ConfigError, naming `option`, when it cannot be written or another `what` holds it.
+    """
     try:
         where.mkdir(parents=True, exist_ok=True, mode=0o700)
-        held = record.lock(where / ".launcher.lock")
+        held = record.lock(where / lock)
     except OSError as error:
-        raise ConfigError([f"--run-dir: {where} cannot be written ({error.strerror})"]) from None
+        raise ConfigError([f"{option}: {where} cannot be written ({error.strerror})"]) from None
     if held is None:
-        raise ConfigError([f"--run-dir: {where} is in use by another run; choose another directory"])
-    with held:
-        return run_locked(config, ranks, where, resume, launcher, console, policy, on_gpu=gpus > 0)
+        raise ConfigError([f"{option}: {where} is in use by another {what}; choose another directory"])
+    return held
 
 
 def run_locked(

@@ -61,14 +61,7 @@ def scale(
             sys.stdout.write(json.dumps(plan_facts(grid), indent=1) + "\n")
         return 0
     directory = training.prepare_data(config)
-    try:
-        where.mkdir(parents=True, exist_ok=True, mode=0o700)
-        held = record.lock(where / ".lock")
-    except OSError as error:
-        raise ConfigError([f"--out: {where} cannot be written ({error.strerror})"]) from None
-    if held is None:
-        raise ConfigError([f"--out: {where} is in use by another benchmark; choose another directory"])
-    with held:
+    with training.claim(where, ".lock", "--out", "benchmark"):
         return run_locked(grid, where, directory, on_gpu=gpus > 0, as_json=as_json, console=console)
 
 
