@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -317,10 +317,12 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
 
 
 def start_module(
-    module: str, arguments: list[str], *, scratch: str | None = None, **kwargs: Any
-) -> subprocess.Popen[str]:
-    """`python -m module`, which ends with us, for verbs that need torch or the data room outside a run."""
-    mine = {LAUNCHER_PID: str(os.getpid()), LAUNCHER_START: start_ticks(os.getpid())}
+    module: str, arguments: list[str], *, scratch: str | None = None, environ: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> subprocess.Popen[str]:  # fmt: skip
+    """`python -m module`, which ends with us, for what needs torch or a process of its own. `environ` comes
+    on top of ours."""
+    mine = {**(environ or {}), LAUNCHER_PID: str(os.getpid()), LAUNCHER_START: start_ticks(os.getpid())}
     if scratch is not None:
         mine["TMPDIR"] = scratch
     command = [sys.executable, "-m", module, *arguments]

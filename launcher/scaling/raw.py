@@ -10,6 +10,8 @@ from typing import Any
 from bert_dp import record
 from launcher.scaling.grid import Cell, Grid
 
+OUT_OF_MEMORY = ("out of memory", "outofmemory", "memoryerror", "can't allocate memory",
+                 "cannot allocate memory")  # fmt: skip
 PARTS = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
 
 
@@ -41,7 +43,7 @@ def ended(directory: Path) -> str | None:
     if summary.get("status") == "done":
         return "ok"
     told = " ".join([str(summary.get("cause")), *map(str, summary.get("explanation") or ())]).lower()
-    return "oom" if "out of memory" in told or "outofmemory" in told else "failed"
+    return "oom" if any(words in told for words in OUT_OF_MEMORY) else "failed"
 
 
 def result(grid: Grid, cell: Cell, directory: Path) -> tuple[str | None, Repeat | None]:

@@ -1,0 +1,1 @@
+"""`bert-dp tune`: the per-GPU batch and the learning rate, from real short runs."""

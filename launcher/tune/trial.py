@@ -1,0 +1,42 @@
+"""One trial: `python -m launcher.tune.trial DIR --nproc N` trains DIR/config.yaml and exits as `train` does.
+
+A process of its own, so that several run at a time and none can spoil the next.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+from pathlib import Path
+
+from bert_dp.config import load_config
+from launcher import processes, watch
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Exit code of `processes.run`."""
+    parser = argparse.ArgumentParser(prog="python -m launcher.tune.trial", description="One run of a search.")
+    parser.add_argument("directory", type=Path, help="holds config.yaml")
+    parser.add_argument("--nproc", type=int, required=True, help="ranks")
+    parser.add_argument("--launcher", default="torchrun", help="torchrun, accelerate or deepspeed")
+    parser.add_argument("--on-gpu", action="store_true", help="a GPU per rank")
+    parser.add_argument("--data-bytes", type=int, help="limit of each process's writable private memory")
+    asked = parser.parse_args(argv)
+    if asked.data_bytes is not None:  # an allocation fails before the kernel has to kill
+        resource.setrlimit(resource.RLIMIT_DATA, (asked.data_bytes, asked.data_bytes))
+    run = load_config(asked.directory / "config.yaml").run
+    watched = watch.Watch(
+        asked.directory, print, hang_after_s=run.hang_after_s, end_hung_after_s=run.end_hung_after_s
+    )
+    result = processes.run(
+        asked.directory, asked.nproc, "never", lambda: None, launcher=asked.launcher, on_gpu=asked.on_gpu,
+        watch=watched,
+    )  # fmt: skip
+    if result.failure is not None:
+        print(result.failure.headline())  # noqa: T201 (the trial's log)
+    return result.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
