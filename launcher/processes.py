@@ -317,8 +317,8 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
 
 
 def start_module(
-    module: str, arguments: list[str], *, scratch: str | None = None, environ: Mapping[str, str] | None = None,
-    **kwargs: Any,
+    module: str, arguments: list[str], *, scratch: str | None = None,
+    environ: Mapping[str, str] | None = None, **kwargs: Any,
 ) -> subprocess.Popen[str]:  # fmt: skip
     """`python -m module`, which ends with us, for what needs torch or a process of its own. `environ` comes
     on top of ours."""
