@@ -116,6 +116,11 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts KiB
 
 
+def alloc_retries(device: torch.device) -> int | None:
+    """How often this rank's GPU allocator failed and freed what it kept, to try again; None on a CPU."""
+    return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else None
+
+
 class Meter:
     """Accumulates between log lines; `totals` (seconds, of all real steps) feed the summary."""
 
@@ -232,7 +237,8 @@ class Meter:
         phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
         waits = [after - before for before, after in itertools.pairwise(self._waits)]
         parts = {f"{name}_s": each for name, each in phases.items()}
-        self.steps = {"step": step, "data_wait_s": waits, **parts, "peak_memory_gib": memory_gib}
+        self.steps = {"step": step, "data_wait_s": waits, **parts, "peak_memory_gib": memory_gib,
+                      "alloc_retries": alloc_retries(self._device)}  # fmt: skip
         sums = [sum(phases[name]) for name in TIMED]
         return self._comm.gather([float(self._loss), memory_gib, wait_s - self._waits[0], *sums, seconds])
 

@@ -8,12 +8,15 @@ import json as jsonlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from bert_dp import __version__
 from bert_dp.config import ConfigError
+from launcher.options import ConfigName, Json, Launcher, Set, console
+from launcher.plan.command import plan_app
+from launcher.tune.command import tune_app
 
 app = typer.Typer(
     no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
@@ -22,20 +25,10 @@ app = typer.Typer(
 )  # fmt: skip
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build and inspect token shards.")
 app.add_typer(data_app, name="data")
-plan_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="What a run would take, before it is bought."
-)
 app.add_typer(plan_app, name="plan")
+app.add_typer(tune_app, name="tune")
 
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
-
-def _console() -> Any:
-    from rich.console import Console
-
-    return Console()
 
 
 def _version(show: bool) -> None:
@@ -55,16 +48,10 @@ def _root(
 
 @app.command()
 def train(
-    config: Annotated[
-        str | None, typer.Argument(help="YAML file or the name of a shipped one; default: quickstart.")
-    ] = None,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="a.b=v", help="Override a setting; repeatable.")
-    ] = None,
+    config: ConfigName = None,
+    set_: Set = None,
     nproc: Annotated[str, typer.Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a number.")] = "auto",
-    launcher: Annotated[
-        str, typer.Option(help="Starts the ranks: torchrun, accelerate or deepspeed.")
-    ] = "torchrun",
+    launcher: Launcher = "torchrun",
     run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME-DATE-TIME.")] = None,
     resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint or run.")] = "auto",
     max_restarts: Annotated[
@@ -92,7 +79,7 @@ def train(
             run_dir=run_dir,
             resume=resume,
             dry_run=dry_run,
-            console=_console(),
+            console=console(),
             policy=restarts.Policy(max_restarts, elastic),
         )
     )
@@ -141,62 +128,7 @@ def data_inspect(
     """Verify every hash; show counts, entropy, frequent tokens and samples."""
     from launcher import datasets
 
-    raise typer.Exit(datasets.inspect(directory, as_json=json, console=_console()))
-
-
-@plan_app.command("scaling")
-def plan_scaling(
-    gpus: Annotated[str, typer.Option(help="1,2,4,8 or 1..1024 (doubling).")] = "1..8",
-    from_: Annotated[
-        Path | None, typer.Option("--from", help="scaling.json or profile.json of a measured run.")
-    ] = None,
-    model: Annotated[
-        str | None,
-        typer.Option(help="bert-base, bert-large or a configuration: without --from, or its shape."),
-    ] = None,
-    seq_per_s: Annotated[float | None, typer.Option(help="Without --from: sequences/s on one GPU.")] = None,
-    micro: Annotated[int | None, typer.Option(help="Without --from: its micro batch.")] = None,
-    gpu: Annotated[
-        str | None, typer.Option(help="Without --from: A100-80G, ...; for the optimizer's time.")
-    ] = None,
-    link: Annotated[
-        str | None, typer.Option(help="Within a node: nvlink4, pcie4, ...; default: as measured.")
-    ] = None,
-    inter: Annotated[str | None, typer.Option(help="Between nodes: ib-ndr, ethernet100, ...")] = None,
-    gpus_per_node: Annotated[int | None, typer.Option(help="Default: 8.")] = None,
-    nics: Annotated[int, typer.Option(help="NICs per node.")] = 1,
-    engine: Annotated[str, typer.Option(help="ddp, zero1 or fsdp.")] = "ddp",
-    tensor: Annotated[str, typer.Option(help="Tensor-parallel sizes: 1,2.")] = "1",
-    accumulation: Annotated[
-        str | None, typer.Option(help="Micro batches per step: 1,4; default: as measured.")
-    ] = None,
-    reduce_dtype: Annotated[
-        str, typer.Option(help="What is sent of a gradient: full, bf16 or fp16.")
-    ] = "full",
-    bucket_mib: Annotated[float | None, typer.Option(help="Default: 25, the first 1.")] = None,
-    straggler: Annotated[
-        float | None,
-        typer.Option(help="Standard deviation / mean of the GPUs' speed; default: 0.015, CPU 0."),
-    ] = None,
-    overlap: Annotated[
-        float | None, typer.Option(help="Share of hidden communication that is gained; default: 0.21.")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Step time and efficiency of N GPUs from one GPU's profile, and which change would help most."""
-    from launcher.plan import inputs, scaling, table
-
-    accumulations = scaling.parse_counts(accumulation, "--accumulation") if accumulation else ()
-    source = inputs.choose(from_, model, seq_per_s, micro, gpu, (accumulations or (1,))[0])
-    question = scaling.Question(
-        scaling.parse_counts(gpus, "--gpus"), link, inter, gpus_per_node, nics, engine,
-        scaling.parse_counts(tensor, "--tensor"), accumulations, straggler, overlap, bucket_mib, reduce_dtype,
-    )  # fmt: skip
-    answer = scaling.answer(source, question)
-    if json:
-        typer.echo(jsonlib.dumps(answer, indent=1))
-    else:
-        _console().print(table.scaling_table(answer))
+    raise typer.Exit(datasets.inspect(directory, as_json=json, console=console()))
 
 
 @app.command()
@@ -215,15 +147,13 @@ def doctor(
         facts = {"environment": machine.to_json(), "findings": [f.__dict__ for f in findings]}
         typer.echo(jsonlib.dumps(facts, indent=1))
     else:
-        _console().print(report.findings_table(machine, findings))
+        console().print(report.findings_table(machine, findings))
     raise typer.Exit(1 if any(f.level == "fail" for f in findings) else 0)
 
 
 @app.command()
 def scale(
-    config: Annotated[
-        str | None, typer.Argument(help="YAML file or the name of a shipped one; default: quickstart.")
-    ] = None,
+    config: ConfigName = None,
     gpus: Annotated[str, typer.Option(help="Numbers of ranks, by commas.")] = "1,2",
     mode: Annotated[
         str, typer.Option(help="weak (same batch per rank), strong (same global batch) or both.")
@@ -232,9 +162,7 @@ def scale(
         str, typer.Option(help="ddp, zero1, fsdp, accelerate, deepspeed-0 to -3, by commas.")
     ] = "ddp",
     tensor: Annotated[str, typer.Option(help="Ranks that share one replica, by commas.")] = "1",
-    launcher: Annotated[
-        str, typer.Option(help="Starts the ranks: torchrun, accelerate or deepspeed.")
-    ] = "torchrun",
+    launcher: Launcher = "torchrun",
     repeats: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each cell, in random order.")] = 3,
     steps: Annotated[int, typer.Option(min=2, help="Timed optimizer steps of a run.")] = 50,
     warm_up: Annotated[int, typer.Option(min=1, help="Steps before them, which do not count.")] = 20,
@@ -242,9 +170,7 @@ def scale(
         int | None, typer.Option(min=1, help="Micro batches per step in weak mode; default 1.")
     ] = None,
     synthetic: Annotated[bool, typer.Option(help="Also run the first engine without the loader.")] = True,
-    set_: Annotated[
-        list[str] | None, typer.Option("--set", metavar="a.b=v", help="Override a setting; repeatable.")
-    ] = None,
+    set_: Set = None,
     out: Annotated[
         Path | None, typer.Option(help="Directory; the same one goes on. Default: scaling/NAME-DATE-TIME.")
     ] = None,
@@ -272,7 +198,7 @@ def scale(
     )  # fmt: skip
     raise typer.Exit(
         benchmark.scale(
-            config, set_ or [], settings, out=out, dry_run=dry_run, as_json=json, console=_console()
+            config, set_ or [], settings, out=out, dry_run=dry_run, as_json=json, console=console()
         )
     )
 

@@ -25,6 +25,7 @@ Say = Callable[[str], None]
 
 PROGRESS_S = 30.0
 SCRATCH = ".scratch"
+TOOK = "trial.json"
 TRIES = 2  # of a trial that something outside has ended
 
 
@@ -76,6 +77,10 @@ class Pool:
     def directory(self, trial: Trial) -> Path:
         return self.out / "trials" / trial.name
 
+    def seconds(self, trial: Trial) -> float:
+        """What it took from its start to its end, also in an earlier call."""
+        return float((record.read_json(self.directory(trial) / TOOK) or {}).get("seconds", 0.0))
+
     def run(self, trials: Sequence[Trial]) -> dict[str, str]:
         """Name -> ok, oom or failed, of every trial; each has its records in its directory.
 
@@ -103,6 +108,8 @@ class Pool:
                         running.remove(each)
                         free.append(each.slot)
                         each.log.close()
+                        took = {"seconds": time.monotonic() - each.begun}
+                        record.write_json(self.directory(each.trial) / TOOK, took)
                         name = each.trial.name
                         tries[name] += 1
                         states[name] = self._outcome(each)
@@ -125,7 +132,8 @@ class Pool:
         """How this very trial ended in an earlier call; None = it is to be run."""
         directory = self.directory(trial)
         with contextlib.suppress(OSError):
-            if (directory / "config.yaml").read_text() == dump_config(trial.config):
+            same = (directory / "config.yaml").read_text() == dump_config(trial.config)
+            if same and (directory / TOOK).exists():
                 return None if from_outside(directory) else ended(directory)
         return None
 

@@ -1,0 +1,23 @@
+"""Options that several verbs share."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+ConfigName = Annotated[
+    str | None, typer.Argument(help="YAML file or the name of a shipped one; default: quickstart.")
+]
+Set = Annotated[
+    list[str] | None, typer.Option("--set", metavar="a.b=v", help="Override a setting; repeatable.")
+]
+Launcher = Annotated[str, typer.Option(help="Starts the ranks: torchrun, accelerate or deepspeed.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def console() -> Any:
+    """A terminal, or a plain log."""
+    from rich.console import Console
+
+    return Console()

@@ -1,0 +1,127 @@
+"""Throughput against micro batch, the choice from it, and goodput against the global batch. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from launcher.scaling import stats
+
+WITHIN = 0.97  # of the best throughput: what a smaller micro batch must reach
+ONE_RUN = 0.15  # how far a size with a single run may be off, before a second one has told
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """The timed steps of one run."""
+
+    name: str
+    step_s: list[float]
+    forward_backward_s: list[float]
+    peak_gib: list[float]
+    """Of each rank."""
+    alloc_retries: int | None = None
+    """How often the GPU's allocator had to free what it kept, after the warm-up."""
+
+
+@dataclasses.dataclass
+class Size:
+    """A micro batch and what was measured of it."""
+
+    micro: int
+    accumulation: int
+    runs: list[Timed] = dataclasses.field(default_factory=list)
+    status: str = "ok"
+    why: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Rate:
+    """Sequences per second at the declared global batch."""
+
+    micro: int
+    median: float
+    interval: tuple[float, float] | None
+    """95 % over runs and stretches of steps (`stats.resampled_means`); None for a single run."""
+
+    @property
+    def reach(self) -> tuple[float, float]:
+        """Where the truth may lie; for a single run a guess."""
+        return self.interval or (self.median * (1 - ONE_RUN), self.median * (1 + ONE_RUN))
+
+
+def rate(size: Size, trial_samples: int, global_size: int) -> Rate:
+    """A trial's step may take fewer sequences than the declared one: then forward and backward count as often
+    as they would, and the update once."""
+    times = global_size / trial_samples
+    runs = [[step + (times - 1) * fb for step, fb in zip(run.step_s, run.forward_backward_s, strict=True)]
+            for run in size.runs]  # fmt: skip
+    middle = statistics.median(statistics.fmean(run) for run in runs)
+    draws = stats.resampled_means(runs)
+    between = stats.interval(draws)
+    return Rate(
+        size.micro, global_size / middle,
+        None if between is None else (global_size / between[1], global_size / between[0]),
+    )  # fmt: skip
+
+
+def open_sizes(rates: Sequence[Rate]) -> list[int]:
+    """Micro batches whose place about WITHIN of the best is not known yet: another run would tell."""
+    best = max(rates, key=lambda r: r.median)
+    line = WITHIN * best.median
+    rivals = [r for r in rates if r.reach[1] >= line]
+    chosen = min((r for r in rates if r.median >= line), key=lambda r: r.micro)
+    unsure = {r.micro for r in rivals if r.reach[0] < line and r.micro <= chosen.micro}
+    return sorted({*unsure, *([best.micro, chosen.micro] if unsure else [])})
+
+
+def choose(rates: Sequence[Rate]) -> dict[str, Any]:
+    """`choice` of tune.json: the smallest micro batch whose throughput is WITHIN of the best."""
+    best = max(rates, key=lambda r: r.median)
+    line = WITHIN * best.median
+    chosen = min((r for r in rates if r.median >= line), key=lambda r: r.micro)
+    flat = all(r.median >= line for r in rates) and len(rates) > 1
+    unsure = [m for m in open_sizes(rates) if m not in (best.micro, chosen.micro)]
+    why = f"the smallest within {1 - WITHIN:.0%} of the best".replace("%", " %")
+    if chosen.micro == best.micro:
+        why = "the best, and no smaller one comes within 3 %"
+    if flat:
+        why = "the curve is flat: every size is within 3 % of the best, so the smallest"
+    return {
+        "micro_batch": chosen.micro, "best_micro_batch": best.micro, "samples_per_s": chosen.median,
+        "best_samples_per_s": best.median, "share_of_best": chosen.median / best.median, "flat": flat,
+        "not_settled": unsure, "why": why,
+    }  # fmt: skip
+
+
+def goodput(
+    *, micro_s: float, update_s: float, per_pass: int, global_size: int, noise: float,
+    interval: Sequence[float], sizes: Sequence[int],
+) -> dict[str, Any]:  # fmt: skip
+    """Throughput x statistical efficiency against the global batch (Pollux, OSDI 2021, section 3).
+
+    A step of B sequences takes B / per_pass x micro_s + update_s seconds; a sequence in it is worth
+    (B_ref + noise) / (B + noise) of one in the declared batch B_ref (arXiv 1812.06162, equation 2.7). The
+    recommendation is the top of the curve, at the noise scale and at both ends of its interval.
+    """
+
+    def at(size: int, scale: float) -> dict[str, float]:
+        speed = size / (size / per_pass * micro_s + update_s)
+        worth = (global_size + scale) / (size + scale)
+        return {"global_batch": size, "samples_per_s": speed, "efficiency": worth, "goodput": speed * worth}
+
+    def top(scale: float) -> int:
+        return int(max((at(size, scale) for size in sizes), key=lambda p: p["goodput"])["global_batch"])
+
+    points: list[Mapping[str, float]] = []
+    for size in sizes:
+        low, high = (at(size, scale)["goodput"] for scale in interval)
+        points.append({**at(size, noise), "low": min(low, high), "high": max(low, high)})
+    ends = sorted(top(scale) for scale in interval)
+    best = top(noise)
+    declared = at(global_size, noise)["goodput"]
+    gain = at(best, noise)["goodput"] / declared - 1
+    return {"points": points, "recommended": best, "recommended_interval": ends, "gain": gain,
+            "declared": global_size}  # fmt: skip

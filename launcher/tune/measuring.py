@@ -1,0 +1,321 @@
+"""The trials of `tune batch`: one real step for the memory, runs for the curve, one for the noise scale."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import random
+import subprocess
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from bert_dp import record
+from bert_dp.config import batch_plan, dump_config
+from bert_dp.cost import GIB
+from launcher import processes
+from launcher.report import format_count, format_gib, format_si
+from launcher.tune import curve, sizes
+from launcher.tune.curve import Rate, Size
+from launcher.tune.runner import Question, Runner, peak_gib
+from launcher.tune.sizes import MemoryLine
+from launcher.tune.trials import Pool, Trial, cause
+
+FEWEST_STEPS, MOST_STEPS = 6, 60  # timed, of a run
+NOISE_STEPS = 400
+FEWEST_NOISE_STEPS = 60  # 50 must be left once skipped ones are out
+MOST_RUNS = 5  # of one size
+CURVE_SHARE = 0.7  # of the budget; the rest is for the noise scale
+MEMORY_STEPS = 3
+VERIFY = (1.0, 0.9, 0.8)  # of the largest predicted micro batch
+
+
+class NothingFits(Exception):
+    """No size could be measured; the message says why."""
+
+
+class BatchSearch:
+    """Asks and measures; `facts` grows into tune.json and is whole after every step."""
+
+    def __init__(self, question: Question, out: Path, pool: Pool, say: Callable[[str], None]):
+        self.q, self.out, self._say = question, out, say
+        self.runs, self._pool = Runner(question, pool), pool
+        self._line = MemoryLine(0, 1)
+        self._curve: dict[int, Size] = {}
+        self._order: list[int] = []
+        self._limited_by = "global batch"
+        self.facts: dict[str, Any] = dict.fromkeys(("memory", "sizes", "choice", "noise", "goodput"))
+
+    def run(self) -> None:
+        """Raises Stopped for a signal and NothingFits when no size runs."""
+        self._describe_memory()
+        self._pilot()
+        self._fit()
+        self._verify()
+        self._measure()
+        self._noise()
+
+    # --- memory
+
+    def _describe_memory(self) -> None:
+        path = self.out / "memory_line.json"
+        found = record.read_json(path)
+        if found is None:
+            self._say("memory: a step of the model at two sizes, without its memory")
+            asked = self.out / "memory_line.yaml"
+            record.write_text(asked, dump_config(sizes.with_micro(self.q.config, self.q.sizes[0])))
+            done = processes.run_module(
+                "bert_dp.memory_line", [str(asked), str(self.q.ranks), "2", "4"], stdout=subprocess.PIPE
+            )
+            if done.returncode:
+                raise RuntimeError(f"bert_dp.memory_line ended with exit code {done.returncode}")
+            asked.unlink()
+            found = json.loads(done.stdout)
+            record.write_json(path, found)
+        self._line = MemoryLine(found["intercept_bytes"], found["bytes_per_sequence"])
+        self.facts["memory"] = {
+            "limit_gib": self.q.limit_gib, "limit_of": self.q.limit_of, "spare": sizes.SPARE, "line": found,
+            "constant_gib": None, "predicted_limit": None, "verified": None, "tried": [],
+        }  # fmt: skip
+
+    def _pilot(self) -> None:
+        """A few real steps with all ranks: what the line does not count, and what a sequence costs."""
+        micro = min(self.q.sizes, key=lambda size: abs(size - 2))
+        trial = self._memory_trial("pilot", micro)
+        if self.runs.run(trial) != "ok":
+            raise NothingFits(f"micro batch {micro} does not run: {cause(self.runs.directory(trial))}")
+        run = self.runs.timed(trial, 0, MEMORY_STEPS)
+        measured = max(run.peak_gib)
+        self._line = self._line.through(micro, measured)
+        self.runs.startup_s = max(0.0, self._pool.seconds(trial) - sum(run.step_s))
+        self.runs.sequence_s = min(run.step_s) / trial.config.batch.global_size
+        memory = self.facts["memory"]
+        memory["constant_gib"] = self._line.constant / GIB
+        memory["tried"].append({"micro_batch": micro, "status": "ok", "predicted_gib": None,
+                                "measured_gib": measured, "rank": run.peak_gib.index(measured)})  # fmt: skip
+        self._say(f"memory: {format_gib(self._line.gib(0))} + {self._line.slope / GIB:.4f} GiB a sequence; "
+                  f"micro batch {micro} took {format_gib(measured)}")  # fmt: skip
+
+    def _fit(self) -> None:
+        """Leave the sizes that the memory allows by the line."""
+        self._fitting = list(self.q.sizes)
+        if self.q.limit_gib is None:
+            return
+        most = self._line.largest(self.q.limit_gib)
+        self.facts["memory"]["predicted_limit"] = most
+        self._fitting = [size for size in self.q.sizes if size <= most]
+        if not self._fitting:
+            needed, smallest = self._line.gib(self.q.sizes[0]), self.q.sizes[0]
+            raise NothingFits(
+                f"micro batch {smallest} takes {format_gib(needed)} of the {format_gib(self.q.limit_gib)} that "
+                f"a rank may use, of which {sizes.SPARE:.0%} stay free; use zero1 or fsdp, "
+                "parallel.activation_checkpointing, more ranks, or a smaller model"
+            )
+        if self._fitting[-1] < self.q.sizes[-1]:
+            self._limited_by = "memory"
+        self._say(f"memory: {format_gib(self.q.limit_gib)} a rank ({self.q.limit_of}) allow micro batch "
+                  f"{format_count(most)} with {sizes.SPARE:.0%} spare")  # fmt: skip
+
+    def _verify(self) -> None:
+        """Where memory limits: real steps at the predicted limit, then at 0.9 and 0.8 of it."""
+        memory = self.facts["memory"]
+        if self._limited_by != "memory":
+            return
+        for share in VERIFY:
+            micro = max(1, int(share * memory["predicted_limit"]))
+            if self.runs.step_s(2 * micro * self.q.dp) * (MEMORY_STEPS + 1) > self.runs.left(CURVE_SHARE) / 3:
+                self._say(f"memory: real steps at micro batch {micro} do not fit the budget; not verified")
+                return
+            trial = self._memory_trial(f"verify-{micro}", micro)
+            status = self.runs.judged(trial, self.runs.run(trial), 0, MEMORY_STEPS)
+            self._note_memory(trial, micro, status)
+            self._say(f"memory: micro batch {micro}: {status}")
+            if status == "ok":
+                memory["verified"] = micro
+                break
+        largest = memory["verified"] or int(VERIFY[-1] * memory["predicted_limit"]) - 1
+        self._fitting = [size for size in self._fitting if size <= largest] or self._fitting[:1]
+
+    def _memory_trial(self, name: str, micro: int) -> Trial:
+        return self.runs.trial(name, micro, 2 * micro * self.q.dp, MEMORY_STEPS)
+
+    def _note_memory(self, trial: Trial, micro: int, status: str) -> None:
+        peak, rank = None, None
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            peaks = peak_gib(self.runs.directory(trial), self.q.ranks)
+            peak, rank = max(peaks), peaks.index(max(peaks))
+        self.facts["memory"]["tried"].append({
+            "micro_batch": micro, "status": status, "predicted_gib": self._line.gib(micro),
+            "measured_gib": peak, "rank": rank,
+        })  # fmt: skip
+
+    # --- throughput
+
+    def _measure(self) -> None:
+        """Each size once in random order, the first once more at the end; then those that are still open."""
+        chosen, samples = self._affordable()
+        self._samples = samples
+        self._curve = {micro: Size(micro, samples // (micro * self.q.dp)) for micro in chosen}
+        order = random.Random(0).sample(chosen, len(chosen))  # noqa: S311 (an order, no secret)
+        self._say(f"throughput: micro batches {', '.join(map(str, chosen))}, {samples} sequences a step")
+        for place, micro in enumerate([*order, order[0]] if len(order) > 1 else order):
+            self._run_size(micro, f"{place + 1}/{len(order) + (len(order) > 1)}")
+        while (rates := self.rates()) and len(rates) > 1 and (unsure := curve.open_sizes(rates)):
+            unsure = [micro for micro in unsure if len(self._curve[micro].runs) < MOST_RUNS]
+            cost = self.runs.startup_s + (self.runs.warm_up + FEWEST_STEPS) * self.runs.step_s(samples)
+            if not unsure or self.runs.left(CURVE_SHARE) < cost * len(unsure):
+                break
+            for micro in unsure:
+                self._run_size(micro, "again")
+        self._conclude()
+
+    def _affordable(self) -> tuple[list[int], int]:
+        """Sizes, and sequences of a trial's step, that the budget has time for."""
+        fitting = self._fitting
+        while True:
+            samples = sizes.samples_per_step(sizes.thin(fitting, sizes.MOST), self.q.config, self.q.dp)
+            cost = self.runs.startup_s + (self.runs.warm_up + FEWEST_STEPS) * self.runs.step_s(samples)
+            count = int(self.runs.left(CURVE_SHARE) / cost) - 2  # the first again, and one that is close
+            if count >= min(len(fitting), sizes.FEWEST) or len(fitting) == 1:
+                break
+            fitting, self._limited_by = fitting[:-1], "budget"
+        chosen = sizes.thin(fitting, max(1, min(count, sizes.MOST)))
+        return chosen, sizes.samples_per_step(chosen, self.q.config, self.q.dp)
+
+    def _run_size(self, micro: int, where: str) -> None:
+        size = self._curve[micro]
+        if size.status != "ok":
+            return
+        self._order.append(micro)
+        runs = len(self._curve) + 4 - len(self._order)
+        each = self.runs.left(CURVE_SHARE) / max(2, runs) - self.runs.startup_s
+        steps = int(each / self.runs.step_s(self._samples)) - self.runs.warm_up
+        steps = min(MOST_STEPS, max(FEWEST_STEPS, steps))
+        trial = self.runs.trial(
+            f"micro-{micro}-r{len(size.runs)}", micro, self._samples, self.runs.warm_up + steps
+        )
+        size.status = self.runs.judged(trial, self.runs.run(trial), self.runs.warm_up, steps)
+        self._note_memory(trial, micro, size.status)
+        if size.status != "ok":
+            size.why = self.runs.why(trial, size.status)
+            self._say(f"[{where}] micro batch {micro}: {size.status}: {size.why}")
+        else:
+            run = self.runs.timed(trial, self.runs.warm_up, steps)
+            size.runs.append(run)
+            now = self._rate(size)
+            self.runs.sequence_s = min(
+                self.runs.sequence_s, sum(run.step_s) / len(run.step_s) / self._samples
+            )
+            self._say(f"[{where}] micro batch {micro}: {format_si(now.median, 'sequences/s')}, {steps} steps, "
+                      f"peak {format_gib(max(run.peak_gib))}")  # fmt: skip
+        self._conclude()
+
+    def rates(self) -> list[Rate]:
+        """Of every size that ran, ascending."""
+        return [
+            self._rate(size) for _, size in sorted(self._curve.items()) if size.status == "ok" and size.runs
+        ]
+
+    def _rate(self, size: Size) -> Rate:
+        return curve.rate(size, self._samples, self.q.config.batch.global_size)
+
+    def _conclude(self) -> None:
+        rates = {rate.micro: rate for rate in self.rates()}
+        best = max((rate.median for rate in rates.values()), default=None)
+        self.facts["sizes"] = [self._size_facts(size, rates.get(micro), best)
+                               for micro, size in sorted(self._curve.items())]  # fmt: skip
+        self.facts["order"] = self._order
+        self.facts["trial_samples"] = self._samples
+        self.facts["drift"] = self._drift()
+        if not rates:
+            return
+        choice = curve.choose(list(rates.values()))
+        micro = choice["micro_batch"]
+        choice["limited_by"] = self._limited_by
+        choice["accumulation"] = batch_plan(sizes.with_micro(self.q.config, micro), self.q.ranks).accumulation
+        self.facts["choice"] = choice
+        line = self.facts["memory"]["line"]
+        self.facts["memory"]["parts_gib"] = {
+            "program and libraries": self._line.constant / GIB, **sizes.parts_at(line, micro)
+        }  # fmt: skip
+
+    def _size_facts(self, size: Size, rate: Rate | None, best: float | None) -> dict[str, Any]:
+        measured = [peak for run in size.runs for peak in run.peak_gib]
+        return {
+            "micro_batch": size.micro, "accumulation": self.q.config.batch.global_size // (size.micro * self.q.dp),
+            "trial_accumulation": size.accumulation, "status": size.status, "why": size.why,
+            "samples_per_s": rate.median if rate else None,
+            "samples_per_s_ci95": list(rate.interval) if rate and rate.interval else None,
+            "relative": rate.median / best if rate and best else None,
+            "predicted_gib": self._line.gib(size.micro), "measured_gib": max(measured, default=None),
+            "runs": [dataclasses.asdict(run) for run in size.runs],
+        }  # fmt: skip
+
+    def _drift(self) -> dict[str, float] | None:
+        """The size that ran first, against its run at the end of the first round."""
+        runs = self._curve[self._order[0]].runs if self._order else []
+        if len(runs) < 2:
+            return None
+        first, last = (self._samples * len(run.step_s) / sum(run.step_s) for run in runs[:2])
+        return {"micro_batch": self._order[0], "first": first, "last": last, "ratio": last / first}
+
+    # --- noise scale and goodput
+
+    def _noise(self) -> None:
+        choice = self.facts["choice"]
+        if choice is None:
+            raise NothingFits("; ".join(f"micro batch {s.micro}: {s.why}" for s in self._curve.values()))
+        micro, config = choice["micro_batch"], self.q.config
+        if self.q.dp == 1 and choice["accumulation"] == 1:
+            smaller = [size for size in self.q.sizes if size < micro]
+            micro = smaller[-1] if smaller else micro
+        step_s = config.batch.global_size / choice["samples_per_s"]
+        steps = min(NOISE_STEPS, int((self.runs.left(1.0) - self.runs.startup_s) / step_s))
+        why = self._no_noise(micro, steps)
+        if why is not None:
+            self.facts["noise"] = {
+                "verdict": "inconclusive",
+                "why": why,
+                "noise_scale": None,
+                "interval": None,
+            }
+            self._say(f"noise scale: not measured: {why}")
+            return
+        self._say(f"noise scale: {steps} steps of the declared batch")
+        trial = self.runs.trial("noise", micro, config.batch.global_size, steps, noise=True)
+        status = self.runs.run(trial)
+        summary = record.read_json(self.runs.directory(trial) / "summary.json") or {}
+        found = summary.get("noise_scale")
+        if status != "ok" or found is None:
+            found = {"verdict": "inconclusive", "why": self.runs.why(trial, status), "noise_scale": None,
+                     "interval": None}  # fmt: skip
+        pairs = list(record.read_lines(self.runs.directory(trial) / "noise.jsonl"))
+        self.facts["noise"] = {**found, "of_steps": steps, "init_from": config.run.init_from, "pairs": pairs}
+        if found["noise_scale"] is not None:
+            self.facts["goodput"] = self._goodput(found)
+
+    def _no_noise(self, micro: int, steps: int) -> str | None:
+        """Why the noise scale cannot be measured here."""
+        engine = self.q.config.parallel
+        if engine.engine not in ("auto", "single", "ddp") or engine.tensor > 1:
+            return "it is measured with parallel.engine ddp or single, without tensor parallelism"
+        if self.q.dp == 1 and micro == self.q.config.batch.global_size:
+            return "one rank and one micro batch a step leave nothing to compare"
+        if steps < FEWEST_NOISE_STEPS:
+            return f"the budget leaves {max(0, steps)} steps, {FEWEST_NOISE_STEPS} are needed; raise --budget"
+        return None
+
+    def _goodput(self, noise: Mapping[str, Any]) -> dict[str, Any]:
+        choice, config = self.facts["choice"], self.q.config
+        size = self._curve[choice["micro_batch"]]
+        runs = range(len(size.runs))
+        fb = sum(sum(size.runs[i].forward_backward_s) / len(size.runs[i].step_s) for i in runs) / len(runs)
+        whole = sum(sum(size.runs[i].step_s) / len(size.runs[i].step_s) for i in runs) / len(runs)
+        per_pass, declared = size.micro * self.q.dp, config.batch.global_size
+        wanted = {per_pass * 2**k for k in range(12)} | {declared}
+        wanted = {b for b in wanted if declared / 16 <= b <= declared * 16}
+        return curve.goodput(
+            micro_s=fb / size.accumulation, update_s=whole - fb, per_pass=per_pass, global_size=declared,
+            noise=noise["noise_scale"], interval=noise["interval"], sizes=sorted(wanted),
+        )  # fmt: skip

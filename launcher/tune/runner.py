@@ -1,0 +1,133 @@
+"""Trials of a batch search: their configuration, their budget, and what they are worth."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bert_dp import record
+from bert_dp.config import Config, resolve
+from bert_dp.cost import GIB
+from launcher.report import format_gib
+from launcher.scaling.raw import read_repeat
+from launcher.tune.curve import Timed
+from launcher.tune.trials import Pool, Trial, cause
+
+GUARD_GIB = 1.0  # above a rank's memory: address space that is private and never touched
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What `bert-dp tune batch` was asked for."""
+
+    config: Config
+    ranks: int
+    sizes: tuple[int, ...]
+    """Micro batches that divide, ascending."""
+    budget_s: float
+    limit_gib: float | None
+    """What a rank may use; None = not known."""
+    limit_of: str
+    launcher: str
+    on_gpu: bool
+
+    @property
+    def dp(self) -> int:
+        """Replicas."""
+        return max(1, self.ranks // self.config.parallel.tensor)
+
+
+class Runner:
+    """Runs trials one after the other. `used_s`: seconds of the budget that they took, also in earlier
+    calls; `startup_s`: what a trial takes beside its steps; `sequence_s`: what a sequence takes at best."""
+
+    def __init__(self, question: Question, pool: Pool):
+        self.q, self._pool = question, pool
+        self.warm_up = 10 if question.on_gpu else 3
+        self.used_s = self.startup_s = self.sequence_s = 0.0
+
+    def trial(self, name: str, micro: int, global_size: int, steps: int, *, noise: bool = False) -> Trial:
+        """The user's configuration at this batch, for so many steps, with nothing saved."""
+        compiled = self.q.config.compile
+        batch = {"global_size": global_size, "micro_size": micro, "ramp_fraction": 0.0, "ramp_quantum": None}
+        log = {"every_steps": max(1, -(-steps // 10)), "step_times": True, "tensorboard": False}
+        config = resolve([self.q.config.model_dump(mode="json"), {
+            "batch": batch,
+            "schedule": {"steps": steps},
+            "compile": ("on" if self.q.on_gpu else "off") if compiled == "auto" else compiled,
+            "checkpoint": {"keep": 0, "every_steps": 0},
+            "eval": {"every_steps": 0, "max_sequences": micro},
+            "log": {**log, "noise_scale": True} if noise else log,
+        }])  # fmt: skip
+        limit = self.q.limit_gib
+        guard = None if self.q.on_gpu or limit is None else int((limit + GUARD_GIB) * GIB)
+        return Trial(name, config, self.q.ranks, guard)
+
+    def directory(self, trial: Trial) -> Path:
+        """Where its records are."""
+        return self._pool.directory(trial)
+
+    def run(self, trial: Trial) -> str:
+        """ok, oom or failed. Raises Stopped."""
+        status = self._pool.run([trial])[trial.name]
+        self.used_s += self._pool.seconds(trial)
+        return status
+
+    def judged(self, trial: Trial, status: str, warm_up: int, steps: int) -> str:
+        """A run that ended well may still have taken too much: over the limit, or the allocator thrashed."""
+        if status != "ok":
+            return status
+        run = self.timed(trial, warm_up, steps)
+        if self.q.limit_gib is not None and max(run.peak_gib) > self.q.limit_gib:
+            return "over"
+        return "thrash" if run.alloc_retries else "ok"
+
+    def why(self, trial: Trial, status: str) -> str:
+        """What a status of `judged` that is not ok means."""
+        if status == "over":
+            peak = max(peak_gib(self.directory(trial), self.q.ranks))
+            return f"its peak of {format_gib(peak)} is above the {format_gib(self.q.limit_gib)} of a rank"
+        if status == "thrash":
+            return "the GPU's allocator had to free what it kept to go on"
+        return cause(self.directory(trial))
+
+    def timed(self, trial: Trial, warm_up: int, steps: int) -> Timed:
+        """Its steps after the warm-up. Raises ValueError or KeyError when its records are not whole."""
+        directory = self.directory(trial)
+        repeat = read_repeat(directory, self.q.ranks, warm_up, steps)
+        parts = repeat.parts
+        return Timed(trial.name, parts["step_s"][0], parts["forward_backward_s"][0], repeat.memory_gib,
+                     alloc_retries(directory, self.q.ranks, warm_up))  # fmt: skip
+
+    def step_s(self, samples: int) -> float:
+        """What a step of so many sequences takes, by the best rate seen."""
+        return samples * self.sequence_s
+
+    def left(self, share: float) -> float:
+        """Seconds of this share of the budget that are not used yet."""
+        return max(0.0, share * self.q.budget_s - self.used_s)
+
+
+def peak_gib(directory: Path, ranks: int) -> list[float]:
+    """Of each rank, as far as it has told."""
+    found = []
+    for rank in range(ranks):
+        lines = list(record.read_lines(directory / "steps" / f"rank-{rank}.jsonl"))
+        found.append(max(float(line["peak_memory_gib"]) for line in lines))
+    return found
+
+
+def alloc_retries(directory: Path, ranks: int, warm_up: int) -> int | None:
+    """How often the GPU's allocator failed and tried again after the warm-up, of the rank with most; None on
+    a CPU."""
+    most: int | None = None
+    for rank in range(ranks):
+        lines = list(record.read_lines(directory / "steps" / f"rank-{rank}.jsonl"))
+        counts: Sequence[tuple[int, Any]] = [(line["step"], line.get("alloc_retries")) for line in lines]
+        known = [(step, int(count)) for step, count in counts if count is not None]
+        if known:
+            before = max((count for step, count in known if step <= max(warm_up, known[0][0])), default=0)
+            most = max(most or 0, known[-1][1] - before)
+    return most

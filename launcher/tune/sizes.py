@@ -1,0 +1,100 @@
+"""Which micro batches can be tried: those that divide, that fit the memory, that fit the time. Pure."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from bert_dp.config import Config, ConfigError, batch_plan
+from bert_dp.cost import GIB
+
+SPARE = 0.1  # of a rank's memory that the choice leaves free
+MOST, FEWEST = 8, 3  # sizes of a throughput curve
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryLine:
+    """A rank's peak in bytes is intercept + slope x micro batch + constant.
+
+    The line counts tensors (`bert_dp.memory_line`); the constant, measured in one real step, is the rest: the
+    program, its libraries and, on a GPU, the context and what the allocator keeps.
+    """
+
+    intercept: float
+    slope: float
+    constant: float = 0.0
+
+    def gib(self, micro: float) -> float:
+        """Predicted peak of a rank."""
+        return (self.constant + self.intercept + self.slope * micro) / GIB
+
+    def largest(self, limit_gib: float) -> int:
+        """The largest micro batch that leaves SPARE of the limit free; 0 = none."""
+        room = (1 - SPARE) * limit_gib * GIB - self.constant - self.intercept
+        return max(0, int(room / self.slope))
+
+    def through(self, micro: int, measured_gib: float) -> MemoryLine:
+        """The same line with the constant that makes it true at one measured peak."""
+        counted = self.intercept + self.slope * micro
+        return dataclasses.replace(self, constant=measured_gib * GIB - counted)
+
+
+def with_micro(config: Config, micro: int) -> Config:
+    """The same configuration with another micro batch; the global batch stays."""
+    return config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": micro})})
+
+
+def dividing(config: Config, ranks: int) -> list[int]:
+    """Every micro batch that the declared global batch allows on `ranks` ranks, ascending.
+
+    Raises ConfigError when there is none: not even 1 divides, or the engine refuses.
+    """
+    share = max(1, config.batch.global_size // max(1, ranks // config.parallel.tensor))
+    found = []
+    for micro in range(1, share + 1):
+        if config.batch.global_size % micro:
+            continue
+        try:
+            batch_plan(with_micro(config, micro), ranks)
+        except ConfigError:
+            continue
+        found.append(micro)
+    if not found:
+        batch_plan(with_micro(config, 1), ranks)
+    return found
+
+
+def thin(sizes: Sequence[int], count: int) -> list[int]:
+    """At most `count` of `sizes` (ascending), about evenly spaced by ratio, the largest among them."""
+    if len(sizes) <= count:
+        return list(sizes)
+    low, high = math.log(sizes[0]), math.log(sizes[-1])
+    wanted = [low + (high - low) * i / (count - 1) for i in range(count)]
+    nearest = {min(sizes, key=lambda s: abs(math.log(s) - place)) for place in wanted}
+    return sorted(nearest)
+
+
+def samples_per_step(sizes: Sequence[int], config: Config, dp: int) -> int:
+    """Sequences of one step of every trial: the same for all sizes, so that an update is spread over as many;
+    a divisor of the global batch, at most twice what the largest size needs at once."""
+    least = math.lcm(*sizes) * dp
+    if config.batch.global_size % (2 * least) == 0:  # two micro batches of the largest: it accumulates too
+        return 2 * least
+    return least
+
+
+def seconds(text: str, option: str) -> float:
+    """`90s`, `5m` or `1h` -> seconds. Raises ConfigError."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)", text.strip())
+    value = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    if not 0 < value < math.inf:
+        raise ConfigError([f"{option}: {text} is no length of time; write 90s, 5m or 1h"])
+    return value
+
+
+def parts_at(line: Mapping[str, Any], micro: int) -> dict[str, float]:
+    """GiB of each part of the peak (`parts` of `bert_dp.memory_line`) at this micro batch."""
+    return {name: (a + c * micro) / GIB for name, (a, c) in line["parts"].items()}
