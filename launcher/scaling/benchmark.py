@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
 from bert_dp.config import ConfigError, load_config
-from launcher import environment, starters, training
+from launcher import environment, outdir, starters, training
 from launcher.display import PLAIN, show
 from launcher.plan import inputs
 from launcher.plan.scaling import Question, answer
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DEFAULT_CONFIG = "quickstart"
+FIXED = ("config_hash", "settings", "cells")
 COMPARED = ("torch", "accelerate", "deepspeed", "bert-dp")
 
 
@@ -48,7 +48,7 @@ def scale(
         )
     machine = environment.probe()
     grid = Grid(config, settings, machine, on_gpu=gpus > 0)
-    if issues := [*issues, *grid.issues, *directory_issues(where, grid)]:
+    if issues := [*issues, *grid.issues, *outdir.issues(where, "grid.json", "grid", plan_facts(grid), FIXED)]:
         raise ConfigError(issues)
 
     def say(line: str) -> None:
@@ -63,30 +63,6 @@ def scale(
     directory = training.prepare_data(config)
     with training.claim(where, ".lock", "--out", "benchmark"):
         return run_locked(grid, where, directory, on_gpu=gpus > 0, as_json=as_json, console=console)
-
-
-def directory_issues(where: Path, grid: Grid) -> list[str]:
-    """Why OUT cannot take this grid; one line each."""
-    try:
-        standing = next(p for p in (where, *where.parents) if p.exists())
-        if not standing.is_dir():
-            return [f"--out: {where} cannot be made, {standing} is a file"]
-        if not os.access(standing, os.W_OK | os.X_OK):
-            return [f"--out: {standing} cannot be written; choose another directory"]
-        held = [p for p in where.iterdir() if not p.name.startswith(".")] if where.exists() else []
-    except OSError as error:
-        return [f"--out: {where} cannot be used ({error.strerror})"]
-    if not held:
-        return []
-    before = record.read_json(where / "grid.json")
-    if before is None:
-        return [f"--out: {where} is not empty and holds no grid; choose another directory"]
-    now = plan_facts(grid)
-    changed = [key for key in ("config_hash", "settings", "cells") if before.get(key) != now[key]]
-    if changed:
-        return [f"--out: {where} holds another grid ({', '.join(changed)} differ); choose another directory, "
-                "or go on with the options it was begun with"]  # fmt: skip
-    return []
 
 
 def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
@@ -148,11 +124,7 @@ def run_locked(
     machine = environment.probe(out).to_json()
     manifest = record.read_json(directory / "manifest.json") or {}
     here = identity(machine, manifest.get("hash"))
-    before = (record.read_json(out / "grid.json") or {}).get("machine", here)
-    if other := [key for key in here if before.get(key) != here[key]]:
-        told = "; ".join(f"{key}: {before.get(key)} then, {here[key]} now" for key in other)
-        raise ConfigError([f"--out: {out} was begun elsewhere ({told}) and would not compare; choose another "
-                           "directory"])  # fmt: skip
+    outdir.check_machine(out, "grid.json", here)
     record.write_json(out / "grid.json", {**plan, "machine": here})
     facts = {"environment": machine, "config_hash": plan["config_hash"], "data_hash": manifest.get("hash"),
              "command": redact_argv(sys.argv)}  # fmt: skip

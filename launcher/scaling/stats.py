@@ -54,10 +54,13 @@ def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats
     return widened
 
 
+def student(degrees: int) -> float:
+    """Two-sided quantile of Student's t at LEVEL, rather too wide than too narrow."""
+    return STUDENT[max(known for known in STUDENT if known <= degrees)]
+
+
 def _widening(count: int) -> float:
-    known = [degrees for degrees in STUDENT if degrees <= count - 1]
-    t = STUDENT[max(known)]
-    return t / NORMAL * math.sqrt(count / (count - 1))
+    return student(count - 1) / NORMAL * math.sqrt(count / (count - 1))
 
 
 def _block_means(steps: Floats, draw: np.random.Generator) -> Floats:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 from launcher.scaling import stats
 
 WITHIN = 0.97  # of the best throughput: what a smaller micro batch must reach
-ONE_RUN = 0.15  # how far a size with a single run may be off, before a second one has told
+BLOCKS = 3  # stretches of a run's steps whose means are compared
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,47 +45,48 @@ class Rate:
 
     micro: int
     median: float
-    interval: tuple[float, float] | None
-    """95 % over runs and stretches of steps (`stats.resampled_means`); None for a single run."""
-
-    @property
-    def reach(self) -> tuple[float, float]:
-        """Where the truth may lie; for a single run a guess."""
-        return self.interval or (self.median * (1 - ONE_RUN), self.median * (1 + ONE_RUN))
+    low: float
+    high: float
+    """95 %, by Student's t over the means of BLOCKS stretches of steps of every run."""
 
 
 def rate(size: Size, trial_samples: int, global_size: int) -> Rate:
     """A trial's step may take fewer sequences than the declared one: then forward and backward count as often
     as they would, and the update once."""
     times = global_size / trial_samples
-    runs = [[step + (times - 1) * fb for step, fb in zip(run.step_s, run.forward_backward_s, strict=True)]
-            for run in size.runs]  # fmt: skip
-    middle = statistics.median(statistics.fmean(run) for run in runs)
-    draws = stats.resampled_means(runs)
-    between = stats.interval(draws)
-    return Rate(
-        size.micro, global_size / middle,
-        None if between is None else (global_size / between[1], global_size / between[0]),
-    )  # fmt: skip
+    blocks = []
+    for run in size.runs:
+        steps = [s + (times - 1) * fb for s, fb in zip(run.step_s, run.forward_backward_s, strict=True)]
+        cuts = [len(steps) * i // BLOCKS for i in range(BLOCKS + 1)]
+        blocks += [math.log(statistics.fmean(steps[a:b])) for a, b in itertools.pairwise(cuts)]
+    middle = statistics.median(blocks)
+    half = stats.student(len(blocks) - 1) * statistics.stdev(blocks) / math.sqrt(len(blocks))
+    return Rate(size.micro, *(global_size / math.exp(x) for x in (middle, middle + half, middle - half)))
+
+
+def unsettled(rates: Sequence[Rate]) -> list[int]:
+    """Micro batches up to the choice whose interval holds WITHIN of the best: their place is not known."""
+    line, chosen, _ = _pick(rates)
+    return [r.micro for r in rates if r.low < line <= r.high and r.micro <= chosen.micro]
 
 
 def open_sizes(rates: Sequence[Rate]) -> list[int]:
-    """Micro batches whose place about WITHIN of the best is not known yet: another run would tell."""
+    """What another run each would tell more about: the unsettled ones and what they are held against."""
+    unsure, (_, chosen, best) = unsettled(rates), _pick(rates)
+    return sorted({*unsure, best.micro, chosen.micro}) if unsure else []
+
+
+def _pick(rates: Sequence[Rate]) -> tuple[float, Rate, Rate]:
+    """(the rate that a size must reach, the smallest that does, the best)."""
     best = max(rates, key=lambda r: r.median)
     line = WITHIN * best.median
-    rivals = [r for r in rates if r.reach[1] >= line]
-    chosen = min((r for r in rates if r.median >= line), key=lambda r: r.micro)
-    unsure = {r.micro for r in rivals if r.reach[0] < line and r.micro <= chosen.micro}
-    return sorted({*unsure, *([best.micro, chosen.micro] if unsure else [])})
+    return line, min((r for r in rates if r.median >= line), key=lambda r: r.micro), best
 
 
 def choose(rates: Sequence[Rate]) -> dict[str, Any]:
     """`choice` of tune.json: the smallest micro batch whose throughput is WITHIN of the best."""
-    best = max(rates, key=lambda r: r.median)
-    line = WITHIN * best.median
-    chosen = min((r for r in rates if r.median >= line), key=lambda r: r.micro)
+    line, chosen, best = _pick(rates)
     flat = all(r.median >= line for r in rates) and len(rates) > 1
-    unsure = [m for m in open_sizes(rates) if m not in (best.micro, chosen.micro)]
     why = f"the smallest within {1 - WITHIN:.0%} of the best".replace("%", " %")
     if chosen.micro == best.micro:
         why = "the best, and no smaller one comes within 3 %"
@@ -92,7 +95,7 @@ def choose(rates: Sequence[Rate]) -> dict[str, Any]:
     return {
         "micro_batch": chosen.micro, "best_micro_batch": best.micro, "samples_per_s": chosen.median,
         "best_samples_per_s": best.median, "share_of_best": chosen.median / best.median, "flat": flat,
-        "not_settled": unsure, "why": why,
+        "not_settled": unsettled(rates), "why": why,
     }  # fmt: skip
 
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
+import math
 import random
-import subprocess
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from bert_dp import record
 from bert_dp.config import batch_plan, dump_config
-from bert_dp.cost import GIB
-from launcher import processes
+from bert_dp.cost import GIB, flops_per_token
 from launcher.report import format_count, format_gib, format_si
+from launcher.scaling.measure import helper
 from launcher.tune import curve, sizes
 from launcher.tune.curve import Rate, Size
 from launcher.tune.runner import Question, Runner, peak_gib
@@ -28,6 +27,7 @@ FEWEST_NOISE_STEPS = 60  # 50 must be left once skipped ones are out
 MOST_RUNS = 5  # of one size
 CURVE_SHARE = 0.7  # of the budget; the rest is for the noise scale
 MEMORY_STEPS = 3
+PILOT_FLOPS = {"cuda": 1e13, "cpu": 5e10}  # of a micro batch: tens of milliseconds, and a second of a core
 VERIFY = (1.0, 0.9, 0.8)  # of the largest predicted micro batch
 
 
@@ -65,13 +65,11 @@ class BatchSearch:
             self._say("memory: a step of the model at two sizes, without its memory")
             asked = self.out / "memory_line.yaml"
             record.write_text(asked, dump_config(sizes.with_micro(self.q.config, self.q.sizes[0])))
-            done = processes.run_module(
-                "bert_dp.memory_line", [str(asked), str(self.q.ranks), "2", "4"], stdout=subprocess.PIPE
-            )
-            if done.returncode:
-                raise RuntimeError(f"bert_dp.memory_line ended with exit code {done.returncode}")
+            lines = helper("bert_dp.memory_line", [str(asked), str(self.q.ranks), "2", "4"], self.out, None)
             asked.unlink()
-            found = json.loads(done.stdout)
+            if not lines:
+                raise NothingFits("bert_dp.memory_line failed; its message stands above")
+            found = lines[-1]
             record.write_json(path, found)
         self._line = MemoryLine(found["intercept_bytes"], found["bytes_per_sequence"])
         self.facts["memory"] = {
@@ -81,7 +79,7 @@ class BatchSearch:
 
     def _pilot(self) -> None:
         """A few real steps with all ranks: what the line does not count, and what a sequence costs."""
-        micro = min(self.q.sizes, key=lambda size: abs(size - 2))
+        micro = self._pilot_size()
         trial = self._memory_trial("pilot", micro)
         if self.runs.run(trial) != "ok":
             raise NothingFits(f"micro batch {micro} does not run: {cause(self.runs.directory(trial))}")
@@ -97,6 +95,17 @@ class BatchSearch:
         self._say(f"memory: {format_gib(self._line.gib(0))} + {self._line.slope / GIB:.4f} GiB a sequence; "
                   f"micro batch {micro} took {format_gib(measured)}")  # fmt: skip
 
+    def _pilot_size(self) -> int:
+        """Large enough to keep the device busy, so that its rate tells what others will take; half of the
+        memory at most, by the line alone."""
+        config = self.q.config
+        sequence = config.data.sequence_length
+        flops = flops_per_token(config.model, sequence, config.objective.mask_rate) * sequence
+        room = math.inf if self.q.limit_gib is None else self.q.limit_gib / 2
+        busy = PILOT_FLOPS["cuda" if self.q.on_gpu else "cpu"] / flops
+        fit = [size for size in self.q.sizes if size <= busy and self._line.gib(size) <= room]
+        return max(fit, default=self.q.sizes[0])
+
     def _fit(self) -> None:
         """Leave the sizes that the memory allows by the line."""
         self._fitting = list(self.q.sizes)
@@ -108,8 +117,8 @@ class BatchSearch:
         if not self._fitting:
             needed, smallest = self._line.gib(self.q.sizes[0]), self.q.sizes[0]
             raise NothingFits(
-                f"micro batch {smallest} takes {format_gib(needed)} of the {format_gib(self.q.limit_gib)} that "
-                f"a rank may use, of which {sizes.SPARE:.0%} stay free; use zero1 or fsdp, "
+                f"micro batch {smallest} takes {format_gib(needed)} of the {format_gib(self.q.limit_gib)} "
+                f"that a rank may use, of which {sizes.SPARE:.0%} stay free; use zero1 or fsdp, "
                 "parallel.activation_checkpointing, more ranks, or a smaller model"
             )
         if self._fitting[-1] < self.q.sizes[-1]:
@@ -171,17 +180,21 @@ class BatchSearch:
         self._conclude()
 
     def _affordable(self) -> tuple[list[int], int]:
-        """Sizes, and sequences of a trial's step, that the budget has time for."""
+        """Sizes, and sequences of a trial's step, that the budget has time for.
+
+        Where steps are what takes the time the largest sizes go, until FEWEST are left; then the smallest:
+        they are seldom the choice.
+        """
         fitting = self._fitting
         while True:
-            samples = sizes.samples_per_step(sizes.thin(fitting, sizes.MOST), self.q.config, self.q.dp)
-            cost = self.runs.startup_s + (self.runs.warm_up + FEWEST_STEPS) * self.runs.step_s(samples)
+            kept = sizes.thin(fitting, sizes.MOST)
+            samples = sizes.samples_per_step(kept, self.q.dp)
+            steps_s = (self.runs.warm_up + FEWEST_STEPS) * self.runs.step_s(samples)
+            cost = self.runs.startup_s + steps_s
             count = int(self.runs.left(CURVE_SHARE) / cost) - 2  # the first again, and one that is close
-            if count >= min(len(fitting), sizes.FEWEST) or len(fitting) == 1:
-                break
+            if count >= sizes.FEWEST or len(fitting) <= sizes.FEWEST or steps_s < self.runs.startup_s:
+                return kept[-max(count, sizes.FEWEST) :], samples
             fitting, self._limited_by = fitting[:-1], "budget"
-        chosen = sizes.thin(fitting, max(1, min(count, sizes.MOST)))
-        return chosen, sizes.samples_per_step(chosen, self.q.config, self.q.dp)
 
     def _run_size(self, micro: int, where: str) -> None:
         size = self._curve[micro]
@@ -207,8 +220,8 @@ class BatchSearch:
             self.runs.sequence_s = min(
                 self.runs.sequence_s, sum(run.step_s) / len(run.step_s) / self._samples
             )
-            self._say(f"[{where}] micro batch {micro}: {format_si(now.median, 'sequences/s')}, {steps} steps, "
-                      f"peak {format_gib(max(run.peak_gib))}")  # fmt: skip
+            speed, peak = format_si(now.median, "sequences/s"), format_gib(max(run.peak_gib))
+            self._say(f"[{where}] micro batch {micro}: {speed}, {steps} steps, peak {peak}")
         self._conclude()
 
     def rates(self) -> list[Rate]:
@@ -243,10 +256,11 @@ class BatchSearch:
     def _size_facts(self, size: Size, rate: Rate | None, best: float | None) -> dict[str, Any]:
         measured = [peak for run in size.runs for peak in run.peak_gib]
         return {
-            "micro_batch": size.micro, "accumulation": self.q.config.batch.global_size // (size.micro * self.q.dp),
+            "micro_batch": size.micro,
+            "accumulation": self.q.config.batch.global_size // (size.micro * self.q.dp),
             "trial_accumulation": size.accumulation, "status": size.status, "why": size.why,
             "samples_per_s": rate.median if rate else None,
-            "samples_per_s_ci95": list(rate.interval) if rate and rate.interval else None,
+            "samples_per_s_ci95": [rate.low, rate.high] if rate else None,
             "relative": rate.median / best if rate and best else None,
             "predicted_gib": self._line.gib(size.micro), "measured_gib": max(measured, default=None),
             "runs": [dataclasses.asdict(run) for run in size.runs],

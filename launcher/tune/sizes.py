@@ -77,13 +77,10 @@ def thin(sizes: Sequence[int], count: int) -> list[int]:
     return sorted(nearest)
 
 
-def samples_per_step(sizes: Sequence[int], config: Config, dp: int) -> int:
-    """Sequences of one step of every trial: the same for all sizes, so that an update is spread over as many;
-    a divisor of the global batch, at most twice what the largest size needs at once."""
-    least = math.lcm(*sizes) * dp
-    if config.batch.global_size % (2 * least) == 0:  # two micro batches of the largest: it accumulates too
-        return 2 * least
-    return least
+def samples_per_step(sizes: Sequence[int], dp: int) -> int:
+    """Sequences of one step of every trial: the fewest that all sizes divide, so that an update is spread
+    over as many whatever the size."""
+    return math.lcm(*sizes) * dp
 
 
 def seconds(text: str, option: str) -> float:

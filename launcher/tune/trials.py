@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -19,21 +19,13 @@ from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from launcher import processes
 from launcher.reaper import reaper
 from launcher.report import format_duration
+from launcher.scaling.measure import Say, Stopped
 from launcher.scaling.raw import ended
-
-Say = Callable[[str], None]
 
 PROGRESS_S = 30.0
 SCRATCH = ".scratch"
 TOOK = "trial.json"
 TRIES = 2  # of a trial that something outside has ended
-
-
-class Stopped(Exception):
-    """A signal came; `number` says which."""
-
-    def __init__(self, number: int):
-        self.number = number
 
 
 @dataclasses.dataclass(frozen=True)

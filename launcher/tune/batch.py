@@ -1,0 +1,175 @@
+"""`bert-dp tune batch`: check, search, write tune.json and tuned.yaml, tell."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bert_dp import record
+from bert_dp.config import Config, ConfigError, dump_config, load_config
+from launcher import environment, outdir, starters, training
+from launcher.display import PLAIN, show
+from launcher.redact import redact_argv
+from launcher.scaling.benchmark import identity
+from launcher.scaling.grid import memory_limit_gib
+from launcher.tune import cache, sizes, table
+from launcher.tune.measuring import BatchSearch, NothingFits
+from launcher.tune.runner import Question
+from launcher.tune.trials import Pool, Slot, Stopped
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+FILE = "tune.json"
+PLAN = "plan.json"
+
+
+def tune_batch(
+    name: str | None, overrides: Sequence[str], *, gpus: str, budget: str, memory_gib: float | None,
+    launcher: str, out: Path | None, fresh: bool, dry_run: bool, as_json: bool, console: Console,
+) -> int:  # fmt: skip
+    """Returns the exit code. Raises ConfigError, before any trial starts, with everything that is wrong."""
+    path = training.find_config(name, None)
+    question = ask(path, overrides, gpus=gpus, budget=budget, memory_gib=memory_gib, launcher=launcher)
+    where = (out or Path("tune") / f"{path.stem}-batch-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    now = plan_facts(question)
+    issues = training.exposure_issues(question.config, where)
+    if issues := [*issues, *outdir.issues(where, PLAN, "search", now, list(now))]:
+        raise ConfigError(issues)
+
+    def say(line: str) -> None:
+        if as_json:
+            sys.stderr.write(line + "\n")
+        else:
+            show(console, line, **PLAIN)
+
+    for line in describe(question, where):
+        say(line)
+    if dry_run:
+        if as_json:
+            sys.stdout.write(json.dumps(plan_facts(question), indent=1) + "\n")
+        return 0
+    machine = environment.probe().to_json()
+    known = None if fresh else cache.find(key(question, machine, memory_gib), question.budget_s)
+    with training.claim(where, ".lock", "--out", "search"):
+        if known is not None and not (where / "trials").exists():
+            say(f"from the cache: found on {known['date']}; --fresh measures again")
+            tune, code = {**known, "cached": True}, 0
+        else:
+            tune, code = search(question, where, machine, say)
+            if tune["status"] == "complete":
+                cache.keep(key(question, machine, memory_gib), tune)
+        write(tune, where)
+    if as_json:
+        sys.stdout.write(json.dumps(tune, indent=1) + "\n")
+    else:
+        show(console, table.batch_table(tune))
+        if tune["choice"]:
+            show(console, f"use it: bert-dp train {where / 'tuned.yaml'}", **PLAIN)
+        show(console, f"page: {where / 'report.html'}", **PLAIN)
+    return code
+
+
+def ask(
+    path: Path, overrides: Sequence[str], *, gpus: str, budget: str, memory_gib: float | None, launcher: str
+) -> Question:
+    """The question of these options. Raises ConfigError."""
+    config = training.absolute(load_config(path, [*overrides, "batch.micro_size=1"]))
+    devices = 0 if config.run.device == "cpu" else environment.num_gpus()
+    try:
+        ranks = training.choose_nproc(gpus, config, devices)
+    except ConfigError as error:
+        raise ConfigError([issue.replace("--nproc", "--gpus") for issue in error.issues]) from None
+    issues = [*starters.launcher_issues(launcher), *training.input_issues(config)]
+    if memory_gib is not None and not 0 < memory_gib < float("inf"):
+        issues.append(f"--memory: {memory_gib} GiB is no amount of memory; give a number above 0")
+    budget_s = sizes.seconds(budget, "--budget")
+    if issues:
+        raise ConfigError(issues)
+    found = tuple(sizes.dividing(config, ranks))
+    limit, limit_of = memory_gib, "--memory"
+    if limit is None:
+        limit = memory_limit_gib(environment.probe(), ranks, devices > 0)
+        limit_of = "the smallest GPU" if devices else f"this machine / {ranks} ranks"
+    return Question(config, ranks, found, budget_s, limit, limit_of, launcher, devices > 0)
+
+
+def key(question: Question, machine: Mapping[str, Any], memory_gib: float | None) -> str:
+    """Of the cache."""
+    return cache.key(
+        question.config, machine, ranks=question.ranks, on_gpu=question.on_gpu, launcher=question.launcher,
+        memory_gib=memory_gib,
+    )  # fmt: skip
+
+
+def plan_facts(question: Question) -> dict[str, Any]:
+    """plan.json: what a directory was begun with. JSON values only."""
+    return {
+        "schema_version": record.SCHEMA_VERSION, "kind": "batch", "config_hash": question.config.hash(),
+        "ranks": question.ranks, "sizes": list(question.sizes), "budget_s": question.budget_s,
+        "memory": question.limit_of, "launcher": question.launcher,
+    }  # fmt: skip
+
+
+def describe(question: Question, where: Path) -> list[str]:
+    """What is about to be searched."""
+    shown = sizes.thin(question.sizes, sizes.MOST)
+    what = "GPUs" if question.on_gpu else "CPU ranks"
+    return [
+        f"batch search: {where}",
+        f"{question.ranks} {what}, global batch {question.config.batch.global_size} as declared; of "
+        f"{len(question.sizes)} micro batches that divide it, up to {', '.join(map(str, shown))}; "
+        f"budget {question.budget_s:.0f} s",
+    ]
+
+
+def search(
+    question: Question, out: Path, machine: Mapping[str, Any], say: Callable[[str], None]
+) -> tuple[dict[str, Any], int]:
+    """tune.json and the exit code. Goes on where an earlier call ended."""
+    directory = training.prepare_data(question.config)
+    manifest = record.read_json(directory / "manifest.json") or {}
+    here = identity(machine, manifest.get("hash"))
+    outdir.check_machine(out, PLAN, here)
+    record.write_json(out / PLAN, {**plan_facts(question), "machine": here})
+    record.write_json(out / "environment.json", {**machine, "command": redact_argv(sys.argv)})
+    pool = Pool(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, say=say)
+    found = BatchSearch(question, out, pool, say)
+    status, why, code = "complete", None, 0
+    try:
+        found.run()
+    except Stopped as stop:
+        status, code = "partial", 128 + stop.number
+        say(f"stopped: {out} holds what was measured; the same command goes on")
+    except NothingFits as error:
+        status, why, code = "failed", str(error), 1
+        say(f"error: {why}")
+    config = question.config
+    return {
+        "schema_version": record.SCHEMA_VERSION, "kind": "batch", "status": status, "cached": False,
+        "why": why, "date": datetime.date.today().isoformat(), "seconds": found.runs.used_s,
+        "budget_s": question.budget_s, "environment": dict(machine), "config_hash": config.hash(),
+        "config": config.model_dump(mode="json"), "data_hash": manifest.get("hash"),
+        "command": redact_argv(sys.argv), "ranks": question.ranks, "dp": question.dp,
+        "tensor": config.parallel.tensor, "engine": config.parallel.engine, "launcher": question.launcher,
+        "device": "cuda" if question.on_gpu else "cpu", "global_batch": config.batch.global_size,
+        "sequence_length": config.data.sequence_length,
+        "trials": len(list(out.glob("trials/*/summary.json"))), **found.facts,
+    }, code  # fmt: skip
+
+
+def write(tune: Mapping[str, Any], out: Path) -> None:
+    """tune.json and what is made of it. Raises OSError."""
+    from launcher.tune import page
+
+    record.write_json(out / FILE, dict(tune))
+    if tune["choice"]:
+        config = Config.model_validate_json(json.dumps(tune["config"]))
+        chosen = sizes.with_micro(config, tune["choice"]["micro_batch"])
+        record.write_text(out / "tuned.yaml", dump_config(chosen))
+    page.write(tune, out / "report.html")

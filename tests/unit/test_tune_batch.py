@@ -1,0 +1,248 @@
+"""`tune batch` without runs: sizes, memory line, choice, goodput, cache, what trials are worth."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bert_dp.config import Config, ConfigError, resolve
+from bert_dp.cost import GIB
+from launcher.tune import cache, curve, sizes
+from launcher.tune.curve import Rate, Size, Timed
+from launcher.tune.runner import Question, Runner, alloc_retries
+from launcher.tune.sizes import MemoryLine
+from launcher.tune.trials import Pool, Slot, from_outside
+
+
+def config(global_size: int = 64, **batch: Any) -> Config:
+    return resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 9},
+                     "batch": {"global_size": global_size, "micro_size": 1, **batch}}])  # fmt: skip
+
+
+# --- sizes
+
+
+def test_only_micro_batches_that_keep_the_declared_global_batch() -> None:
+    assert sizes.dividing(config(48), 2) == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert sizes.dividing(config(48), 1)[-1] == 48
+    ramped = config(64, ramp_fraction=0.5, ramp_quantum=16)
+    assert sizes.dividing(ramped, 2) == [1, 2, 4, 8]
+    with pytest.raises(ConfigError, match="global_size: 7 is not a multiple"):
+        sizes.dividing(config(7), 2)
+
+
+def test_thin_keeps_the_ends_and_even_ratios() -> None:
+    every = sizes.dividing(config(2**14), 2)
+    assert len(every) == 14
+    kept = sizes.thin(every, 8)
+    assert len(kept) == 8
+    assert (kept[0], kept[-1]) == (1, 2**13)
+    ratios = [b / a for a, b in itertools.pairwise(kept)]
+    assert max(ratios) <= 4
+    assert sizes.thin([3, 5], 8) == [3, 5]
+
+
+def test_every_trial_takes_as_many_sequences_and_divides_the_declared_batch() -> None:
+    chosen = [4, 6, 16]
+    assert sizes.samples_per_step(chosen, 2) == 96
+    assert all(96 % (micro * 2) == 0 for micro in chosen)
+
+
+@pytest.mark.parametrize(("text", "value"), [("90s", 90), ("5m", 300), ("1.5h", 5400), (" 2 m", 120)])
+def test_lengths_of_time(text: str, value: float) -> None:
+    assert sizes.seconds(text, "--budget") == value
+
+
+@pytest.mark.parametrize("text", ["", "5", "0s", "-5m", "5 days", "nan s", "1e99h", "m"])
+def test_what_is_no_length_of_time(text: str) -> None:
+    with pytest.raises(ConfigError, match="--budget"):
+        sizes.seconds(text, "--budget")
+
+
+def test_the_memory_line_goes_through_the_measured_point_and_leaves_a_tenth_free() -> None:
+    line = MemoryLine(2 * GIB, GIB / 4).through(8, 5.0)
+    assert line.constant == GIB
+    assert line.gib(8) == 5.0
+    assert line.gib(16) == 7.0
+    most = line.largest(10.0)
+    assert line.gib(most) <= 9.0 < line.gib(most + 1)
+    assert line.largest(1.0) == 0
+
+
+# --- the choice
+
+
+def made(micro: int, rate: float, spread: float = 0.001, runs: int = 1, samples: int = 64) -> Size:
+    """Steps about samples / rate seconds, of which an update is a fifth."""
+    step = samples / rate
+    steps = [step * (1 + spread * ((i * 7) % 5 - 2)) for i in range(12)]
+    return Size(micro, 1, [Timed(f"r{k}", steps, [0.8 * s for s in steps], [1.0]) for k in range(runs)])
+
+
+def rates(**known: float) -> list[Rate]:
+    return [curve.rate(made(int(name[1:]), value), 64, 64) for name, value in known.items()]
+
+
+def test_the_smallest_within_three_per_cent_of_the_best() -> None:
+    choice = curve.choose(rates(m4=80, m8=98, m16=100, m32=99))
+    assert (choice["micro_batch"], choice["best_micro_batch"]) == (8, 16)
+    assert choice["share_of_best"] == pytest.approx(0.98, abs=1e-3)
+    assert not choice["flat"]
+    assert choice["not_settled"] == []
+
+
+def test_a_flat_curve_is_said_to_be_flat() -> None:
+    choice = curve.choose(rates(m1=99, m8=100, m16=98.5))
+    assert choice["flat"]
+    assert choice["micro_batch"] == 1
+    assert "flat" in choice["why"]
+
+
+def test_a_single_size_is_not_called_flat() -> None:
+    assert not curve.choose(rates(m4=80))["flat"]
+
+
+def test_a_size_that_may_reach_the_line_is_measured_again_and_otherwise_named() -> None:
+    wide = [curve.rate(made(4, 96.5, spread=0.05), 64, 64), *rates(m8=100, m16=99)]
+    assert wide[0].low < 97 < wide[0].high
+    assert curve.open_sizes(wide) == [4, 8]
+    assert curve.choose(wide)["not_settled"] == [4]
+    assert curve.open_sizes(rates(m4=80, m8=100, m16=99)) == []
+
+
+def test_the_interval_covers_the_rate_and_narrows_with_runs() -> None:
+    one, three = (curve.rate(made(4, 100, 0.05, runs), 64, 64) for runs in (1, 3))
+    assert one.low < 100 < one.high
+    assert three.high - three.low < (one.high - one.low) / 2
+
+
+def test_a_trial_of_fewer_sequences_counts_its_update_once() -> None:
+    """A step of 64: 0.64 s, of which 0.128 s update; a step of 640 takes 10 x 0.512 + 0.128 s."""
+    small = curve.rate(made(4, 100, spread=0.0), 64, 640)
+    assert small.median == pytest.approx(640 / (10 * 0.512 + 0.128))
+
+
+# --- goodput
+
+
+def test_goodput_is_throughput_times_what_a_sequence_is_worth() -> None:
+    found = curve.goodput(micro_s=0.1, update_s=0.1, per_pass=8, global_size=64, noise=200.0,
+                          interval=[100.0, 400.0], sizes=[8, 16, 32, 64, 128, 256])  # fmt: skip
+    by_size = {point["global_batch"]: point for point in found["points"]}
+    assert by_size[64]["efficiency"] == 1.0
+    assert by_size[64]["goodput"] == by_size[64]["samples_per_s"] == pytest.approx(64 / 0.9)
+    assert by_size[128]["efficiency"] == pytest.approx(264 / 328)
+    for size, point in by_size.items():  # maximum of B / (B x 0.0125 + 0.1) / (B + 200): B = sqrt(1600)
+        assert point["low"] <= point["goodput"] <= point["high"], size
+    assert found["recommended"] == 32
+    assert found["recommended_interval"] == [32, 64]
+    assert found["gain"] == pytest.approx(by_size[32]["goodput"] / by_size[64]["goodput"] - 1)
+
+
+# --- records of trials
+
+
+def write_summary(directory: Path, **facts: Any) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "summary.json").write_text(json.dumps(facts))
+    return directory
+
+
+def test_what_something_outside_ended_says_nothing_of_its_settings(tmp_path: Path) -> None:
+    assert from_outside(tmp_path)
+    killed = {"status": "failed", "killed_by": 9, "cause": "rank 0: SIGKILL"}
+    assert from_outside(write_summary(tmp_path / "a", **killed, oom_kills=0))
+    assert not from_outside(write_summary(tmp_path / "b", **killed, oom_kills=1))
+    assert from_outside(write_summary(tmp_path / "c", status="failed", signal=2))
+    assert not from_outside(write_summary(tmp_path / "d", status="failed", cause="rank 0: ValueError"))
+
+
+def write_steps(directory: Path, lines: list[dict[str, Any]], rank: int = 0) -> None:
+    (directory / "steps").mkdir(parents=True, exist_ok=True)
+    path = directory / "steps" / f"rank-{rank}.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_allocator_retries_count_after_the_warm_up_only(tmp_path: Path) -> None:
+    write_steps(tmp_path, [{"step": 3, "alloc_retries": 2}, {"step": 9, "alloc_retries": 2}], rank=0)
+    write_steps(tmp_path, [{"step": 3, "alloc_retries": 1}, {"step": 9, "alloc_retries": 4}], rank=1)
+    assert alloc_retries(tmp_path, 1, 3) == 0
+    assert alloc_retries(tmp_path, 2, 3) == 3
+    write_steps(tmp_path, [{"step": 9, "alloc_retries": None}])
+    assert alloc_retries(tmp_path, 1, 3) is None
+
+
+@pytest.mark.parametrize(
+    ("peaks", "retries", "status"),
+    [([0.5, 0.9], 0, "ok"), ([0.5, 1.1], 0, "over"), ([0.5, 0.9], 3, "thrash"), ([0.5, 0.9], None, "ok")],
+)
+def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
+    tmp_path: Path, peaks: list[float], retries: int | None, status: str
+) -> None:
+    question = Question(config(8), 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False)
+    pool = Pool(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=lambda line: None)
+    runner = Runner(question, pool)
+    trial = runner.trial("t", 2, 8, 4)
+    parts = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
+    for rank, peak in enumerate(peaks):
+        lines = [{"step": 2 * k, **{part: [0.1, 0.1] for part in parts}, "peak_memory_gib": peak,
+                  "alloc_retries": None if retries is None else (retries if k == 2 else 0)}
+                 for k in (1, 2)]  # fmt: skip
+        write_steps(pool.directory(trial), lines, rank)
+    assert runner.judged(trial, "ok", 1, 3) == status
+    assert runner.judged(trial, "oom", 1, 3) == "oom"
+    if status == "over":
+        assert "1.10 GiB is above the 1.00 GiB" in runner.why(trial, status)
+
+
+def test_a_trial_keeps_the_users_settings_and_saves_nothing(tmp_path: Path) -> None:
+    question = Question(config(8), 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False)
+    pool = Pool(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=lambda line: None)
+    trial = Runner(question, pool).trial("t", 2, 8, 4)
+    assert trial.config.model == question.config.model
+    assert trial.config.optim == question.config.optim
+    assert (trial.config.batch.micro_size, trial.config.batch.global_size) == (2, 8)
+    assert trial.config.checkpoint.keep == 0
+    assert trial.config.log.step_times
+    assert trial.data_bytes == 2 * GIB, "an allocation fails a gibibyte above the limit"
+
+
+# --- the cache
+
+MACHINE = {"gpus": [], "cpu_model": "a CPU", "affinity_cores": 2, "versions": {"torch": "2"}}
+
+
+def key(settings: Config, machine: dict[str, Any] | None = None, ranks: int = 2) -> str:
+    return cache.key(settings, machine or MACHINE, ranks=ranks, on_gpu=False, launcher="torchrun",
+                     memory_gib=None)  # fmt: skip
+
+
+def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
+    base = key(config())
+    assert key(config(micro_size=4)) == base
+    assert key(config().model_copy(update={"precision": "bf16"})) != base
+    assert key(config(), {**MACHINE, "versions": {"torch": "3"}}) != base
+    assert key(config(), {**MACHINE, "cpu_model": "another"}) != base
+    assert key(config(), ranks=1) != base
+    assert key(config(128)) != base
+    longer = config().data.model_copy(update={"sequence_length": 512})
+    assert key(config().model_copy(update={"data": longer})) != base
+
+
+def test_a_cached_search_answers_only_what_had_as_much_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path))
+    assert cache.find("k", 60) is None
+    cache.keep("k", {"choice": {"micro_batch": 8}, "budget_s": 60.0})
+    assert cache.find("k", 60) is not None
+    assert cache.find("k", 61) is None
+    cache.path_of("k").write_text('{"choice"')
+    assert cache.find("k", 1) is None
+    cache.keep("k", {"choice": None, "budget_s": math.inf})
+    assert cache.find("k", 1) is None
