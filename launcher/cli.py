@@ -66,14 +66,20 @@ def train(
 ) -> None:
     """Pretrain. Without arguments: the quickstart, two minutes on the built-in corpus."""
     from launcher import restarts, training
+    from launcher.tune import auto
 
     if elastic and not max_restarts:
         raise ConfigError(["--elastic: only a restart changes the number of ranks; add --max-restarts K"])
-
+    overrides, failed = auto.fill(
+        config, set_ or [], nproc=nproc, run_dir=run_dir, launcher=launcher, dry_run=dry_run,
+        console=console(),
+    )  # fmt: skip
+    if failed:
+        raise typer.Exit(failed)
     raise typer.Exit(
         training.train(
             config,
-            set_ or [],
+            overrides,
             nproc=nproc,
             launcher=launcher,
             run_dir=run_dir,

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from bert_dp.config.checks import ConfigError
 from bert_dp.config.schema import Config, Section
 
+AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
 EXCLUSIVE_GROUPS = (("schedule", ("steps", "tokens", "hours")), ("data", ("path", "sources")))
 
@@ -35,6 +36,15 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     if overrides:
         levels.append(parse_overrides(overrides))
     return resolve(levels)
+
+
+def micro_is_auto(path: str | Path, overrides: Sequence[str] = ()) -> bool:
+    """Whether `batch.micro_size` is to be found before the run. Raises ConfigError as `load_config` does."""
+    merged: dict[str, Any] = {}
+    for level in (_read_yaml(Path(path)), parse_overrides(overrides)):
+        _merge(merged, level)
+    batch = merged.get("batch")
+    return isinstance(batch, dict) and batch.get("micro_size") == AUTO
 
 
 def resolve(levels: Sequence[dict[str, Any]]) -> Config:
@@ -184,6 +194,9 @@ def _explain(error: Any, merged: dict[str, Any]) -> str:
     value = error.get("input")
     shown = "" if isinstance(value, dict) or error["type"] == "missing" else f" (got {value!r})"
     message = error["msg"].removeprefix("Value error, ")
+    if path == "batch.micro_size" and value == AUTO:
+        return (f"{path}: {AUTO} is found by `bert-dp train` and `bert-dp tune batch` alone; give the number "
+                "that they find")  # fmt: skip
     if error["type"] == "literal_error" and isinstance(value, str):
         options = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         close = difflib.get_close_matches(value, options, n=1, cutoff=0.4)

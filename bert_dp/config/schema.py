@@ -124,7 +124,8 @@ class BatchConfig(Section):
     global_size: int = Field(8192, ge=1)
     """Sequences per optimizer step over all replicas. Declared; never changed by the number of GPUs."""
     micro_size: int = Field(128, ge=1)
-    """Sequences per replica in one forward/backward."""
+    """Sequences per replica in one forward/backward. In a file or --set also auto: `bert-dp train` finds the
+    number first (`bert-dp tune batch`), and the run's own configuration has it."""
     ramp_fraction: float = Field(0.0, ge=0, le=1)
     """Progress f at which the linear batch ramp reaches global_size; 0 = no ramp."""
     ramp_quantum: int | None = Field(None, ge=1)

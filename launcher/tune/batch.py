@@ -76,27 +76,28 @@ def tune_batch(
 
 
 def ask(
-    path: Path, overrides: Sequence[str], *, gpus: str, budget: str, memory_gib: float | None, launcher: str
-) -> Question:
-    """The question of these options. Raises ConfigError."""
+    path: Path, overrides: Sequence[str], *, gpus: str, budget: str, memory_gib: float | None, launcher: str,
+    ranks: str = "--gpus",
+) -> Question:  # fmt: skip
+    """The question of these options; `ranks` is the name of the option `gpus`. Raises ConfigError."""
     config = training.absolute(load_config(path, [*overrides, "batch.micro_size=1"]))
     devices = 0 if config.run.device == "cpu" else environment.num_gpus()
     try:
-        ranks = training.choose_nproc(gpus, config, devices)
+        count = training.choose_nproc(gpus, config, devices)
+        found = tuple(sizes.dividing(config, count))
     except ConfigError as error:
-        raise ConfigError([issue.replace("--nproc", "--gpus") for issue in error.issues]) from None
+        raise ConfigError([issue.replace("--nproc", ranks) for issue in error.issues]) from None
     issues = [*starters.launcher_issues(launcher), *training.input_issues(config)]
     if memory_gib is not None and not 0 < memory_gib < float("inf"):
         issues.append(f"--memory: {memory_gib} GiB is no amount of memory; give a number above 0")
     budget_s = sizes.seconds(budget, "--budget")
     if issues:
         raise ConfigError(issues)
-    found = tuple(sizes.dividing(config, ranks))
     limit, limit_of = memory_gib, "--memory"
     if limit is None:
-        limit = memory_limit_gib(environment.probe(), ranks, devices > 0)
-        limit_of = "the smallest GPU" if devices else f"this machine / {ranks} ranks"
-    return Question(config, ranks, found, budget_s, limit, limit_of, launcher, devices > 0)
+        limit = memory_limit_gib(environment.probe(), count, devices > 0)
+        limit_of = "the smallest GPU" if devices else f"this machine / {count} ranks"
+    return Question(config, count, found, budget_s, limit, limit_of, launcher, devices > 0)
 
 
 def key(question: Question, machine: Mapping[str, Any], memory_gib: float | None) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.config import batch_plan, dump_config
+from bert_dp.config import ConfigError, batch_plan, dump_config
 from bert_dp.cost import GIB, flops_per_token
 from launcher.report import format_count, format_gib, format_si
 from launcher.scaling.measure import helper
@@ -281,23 +281,18 @@ class BatchSearch:
         if choice is None:
             raise NothingFits("; ".join(f"micro batch {s.micro}: {s.why}" for s in self._curve.values()))
         micro, config = choice["micro_batch"], self.q.config
-        if self.q.dp == 1 and choice["accumulation"] == 1:
-            smaller = [size for size in self.q.sizes if size < micro]
-            micro = smaller[-1] if smaller else micro
+        if self.q.dp == 1 and choice["accumulation"] == 1:  # two batches are compared
+            micro = max((size for size in self.q.sizes if size < micro), default=micro)
         step_s = config.batch.global_size / choice["samples_per_s"]
-        steps = min(NOISE_STEPS, int((self.runs.left(1.0) - self.runs.startup_s) / step_s))
-        why = self._no_noise(micro, steps)
+        steps = max(1, min(NOISE_STEPS, int((self.runs.left(1.0) - self.runs.startup_s) / step_s)))
+        trial = self.runs.trial("noise", micro, config.batch.global_size, steps, noise=True)
+        why = self._no_noise(trial, steps)
         if why is not None:
-            self.facts["noise"] = {
-                "verdict": "inconclusive",
-                "why": why,
-                "noise_scale": None,
-                "interval": None,
-            }
+            self.facts["noise"] = {"verdict": "inconclusive", "why": why, "noise_scale": None,
+                                   "interval": None}  # fmt: skip
             self._say(f"noise scale: not measured: {why}")
             return
         self._say(f"noise scale: {steps} steps of the declared batch")
-        trial = self.runs.trial("noise", micro, config.batch.global_size, steps, noise=True)
         status = self.runs.run(trial)
         summary = record.read_json(self.runs.directory(trial) / "summary.json") or {}
         found = summary.get("noise_scale")
@@ -309,15 +304,14 @@ class BatchSearch:
         if found["noise_scale"] is not None:
             self.facts["goodput"] = self._goodput(found)
 
-    def _no_noise(self, micro: int, steps: int) -> str | None:
+    def _no_noise(self, trial: Trial, steps: int) -> str | None:
         """Why the noise scale cannot be measured here."""
-        engine = self.q.config.parallel
-        if engine.engine not in ("auto", "single", "ddp") or engine.tensor > 1:
-            return "it is measured with parallel.engine ddp or single, without tensor parallelism"
-        if self.q.dp == 1 and micro == self.q.config.batch.global_size:
-            return "one rank and one micro batch a step leave nothing to compare"
+        try:
+            batch_plan(trial.config, self.q.ranks)
+        except ConfigError as error:
+            return error.issues[0]
         if steps < FEWEST_NOISE_STEPS:
-            return f"the budget leaves {max(0, steps)} steps, {FEWEST_NOISE_STEPS} are needed; raise --budget"
+            return f"the budget leaves {steps} steps, {FEWEST_NOISE_STEPS} are needed; raise --budget"
         return None
 
     def _goodput(self, noise: Mapping[str, Any]) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def hang_once(tmp_path: Path, shards: Path, what: str, rank: int, ranks: int, pl
         "train", "quickstart",
         *tiny(shards, *hang_limits(), "schedule.steps=100000", "eval.every_steps=3", "batch.global_size=16"),
         "--nproc", str(ranks), "--run-dir", str(run_dir), timeout=600,
-        **broken(what, rank=rank, place=place, step=3),
+        **broken(what, rank=rank, place=place, step=2 if place == "eval" else 3),  # evaluated after step 2
     )  # fmt: skip
     assert done.returncode == 1, done.stdout + done.stderr
     report = next(line for line in done.stdout.splitlines() if line.startswith("hang"))

@@ -1,0 +1,62 @@
+"""`batch.micro_size: auto`: found before the run starts, from the cache or by a search."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bert_dp import record
+from bert_dp.config import load_config, micro_is_auto
+from launcher import environment, outdir, training
+from launcher.display import PLAIN, show
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+BUDGET = "5m"
+
+
+def fill(
+    name: str | None, overrides: Sequence[str], *, nproc: str, run_dir: Path | None, launcher: str,
+    dry_run: bool, console: Console,
+) -> tuple[list[str], int]:  # fmt: skip
+    """The overrides with a number for `batch.micro_size` where it is auto, and the exit code of the search.
+
+    A run that goes on keeps its own. The search lies in the cache, so that one that was ended goes on. A dry
+    run starts none: without a cached one it shows the smallest size. Raises ConfigError.
+    """
+    path = training.find_config(name, run_dir)
+    if not micro_is_auto(path, overrides):
+        return list(overrides), 0
+
+    def with_micro(size: int, why: str) -> tuple[list[str], int]:
+        show(console, f"batch.micro_size: auto = {size}, {why}", **PLAIN)
+        return [*overrides, f"batch.micro_size={size}"], 0
+
+    own = run_dir / "config.yaml" if run_dir else None
+    if own is not None and own.exists():
+        return with_micro(load_config(own).batch.micro_size, "as this run has it")
+    from launcher.tune import batch, cache
+
+    question = batch.ask(
+        path, overrides, ranks="--nproc", gpus=nproc, budget=BUDGET, memory_gib=None, launcher=launcher
+    )
+    key = batch.key(question, environment.probe().to_json(), None)
+    if known := cache.find(key, 0.0):
+        return with_micro(known["choice"]["micro_batch"], f"found on {known['date']}")
+    if dry_run:
+        return with_micro(question.sizes[0], f"for this dry run; a search of {BUDGET} will find the best")
+    where = cache.path_of(key).with_suffix("")
+    now = batch.plan_facts(question)
+    if outdir.issues(where, batch.PLAN, "search", now, list(now)):  # of another schedule or rate
+        shutil.rmtree(where, ignore_errors=True)
+    code = batch.tune_batch(
+        name, overrides, gpus=nproc, budget=BUDGET, memory_gib=None, launcher=launcher, out=where,
+        fresh=False, dry_run=False, as_json=False, console=console,
+    )  # fmt: skip
+    if code:
+        return list(overrides), code
+    found = record.read_json(where / batch.FILE) or {}
+    return with_micro(found["choice"]["micro_batch"], f"found just now; {where / 'report.html'}")

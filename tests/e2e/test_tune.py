@@ -1,0 +1,210 @@
+"""`bert-dp tune batch` on real runs: killed and gone on with, stopped, too large; `micro_size: auto`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+
+from bert_dp.config import load_config
+from tests.e2e.cli import bert_dp, start, tiny
+from tests.shards import write_shards
+
+
+def command(shards: Path, out: Path, *more: str) -> list[str]:
+    return ["tune", "batch", "quickstart", *tiny(shards), "--gpus", "2", "--budget", "30s", "--out", str(out),
+            *more]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("cache"))
+
+
+def workers(out: Path) -> list[psutil.Process]:
+    return [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info["cmdline"] or ())]
+
+
+def wait_for(found: Any, seconds: float = 120) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.05)
+    return value
+
+
+@pytest.fixture(scope="module")
+def out(shards: Path, cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A search that was killed in its second trial, and whose next trial lost a rank to SIGKILL."""
+    where = tmp_path_factory.mktemp("tune") / "out"
+    process = start(*command(shards, where), BERT_DP_CACHE=cache)
+    wait_for(lambda: list(where.glob("trials/micro-*/heartbeats/rank-1")))
+    process.kill()
+    process.communicate()
+    left = workers(where)
+    psutil.wait_procs(left, timeout=15)
+    assert not [p for p in left if p.is_running()], "the search left processes behind"
+    pilot = (where / "trials" / "pilot" / "metrics.jsonl").read_text()
+    process = start(*command(shards, where), BERT_DP_CACHE=cache)
+
+    def a_rank() -> list[psutil.Process]:
+        return [p for p in workers(where / "trials") if "bert_dp.worker" in (p.info["cmdline"] or ())
+                and "micro-" in " ".join(p.info["cmdline"]) and "torch.distributed.run" not in
+                " ".join(p.info["cmdline"])]  # fmt: skip
+
+    os.kill(wait_for(a_rank)[0].pid, signal.SIGKILL)
+    told, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, told + errors
+    assert "ended from outside; once more" in told
+    assert (where / "trials" / "pilot" / "metrics.jsonl").read_text() == pilot, "a whole trial ran again"
+    return where
+
+
+@pytest.fixture(scope="module")
+def tune(out: Path) -> dict[str, Any]:
+    return json.loads((out / "tune.json").read_text())
+
+
+def test_every_size_was_tried_at_the_declared_global_batch(tune: dict[str, Any], out: Path) -> None:
+    assert tune["status"] == "complete"
+    assert [size["micro_batch"] for size in tune["sizes"]] == [1, 2, 4]
+    for size in tune["sizes"]:
+        assert size["status"] == "ok", size["why"]
+        assert size["micro_batch"] * size["accumulation"] * tune["dp"] == tune["global_batch"] == 8
+        for run in size["runs"]:
+            found = load_config(out / "trials" / run["name"] / "config.yaml")
+            assert found.batch.micro_size == size["micro_batch"]
+            assert found.batch.global_size == tune["trial_samples"]
+
+
+def test_the_rates_and_the_choice_follow_from_the_raw_steps(tune: dict[str, Any], out: Path) -> None:
+    rates = {}
+    for size in tune["sizes"]:
+        blocks = []
+        for run in size["runs"]:
+            path = out / "trials" / run["name"] / "steps" / "rank-0.jsonl"
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            steps = [s for line in lines for s in line["step_s"]][3:]
+            assert steps == run["step_s"]
+            cuts = [len(steps) * i // 3 for i in range(4)]
+            blocks += [statistics.fmean(steps[cuts[i] : cuts[i + 1]]) for i in range(3)]
+        low, high = size["samples_per_s_ci95"]
+        assert low <= size["samples_per_s"] <= high
+        rates[size["micro_batch"]] = size["samples_per_s"]
+        assert (
+            tune["trial_samples"] / max(blocks)
+            <= size["samples_per_s"]
+            <= tune["trial_samples"] / min(blocks)
+        )
+    within = [micro for micro, rate in rates.items() if rate >= 0.97 * max(rates.values())]
+    assert tune["choice"]["micro_batch"] == min(within)
+    assert tune["order"][0] == tune["drift"]["micro_batch"]
+
+
+def test_the_memory_is_told_in_parts_and_measured(tune: dict[str, Any]) -> None:
+    memory = tune["memory"]
+    chosen = tune["choice"]["micro_batch"]
+    row = next(size for size in tune["sizes"] if size["micro_batch"] == chosen)
+    assert sum(memory["parts_gib"].values()) == pytest.approx(row["predicted_gib"], rel=1e-6)
+    assert row["measured_gib"] == pytest.approx(row["predicted_gib"], rel=0.1)
+    assert memory["limit_of"] == "this machine / 2 ranks"
+
+
+def test_the_tuned_configuration_trains_as_it_is(out: Path, tune: dict[str, Any], tmp_path: Path) -> None:
+    tuned = load_config(out / "tuned.yaml")
+    assert tuned.batch.micro_size == tune["choice"]["micro_batch"]
+    done = bert_dp("train", str(out / "tuned.yaml"), "--run-dir", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert summary["status"] == "done"
+    assert (out / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_the_same_question_is_answered_from_the_cache(
+    shards: Path, cache: str, tune: dict[str, Any], tmp_path: Path
+) -> None:
+    done = bert_dp(*command(shards, tmp_path / "again", "--json"), BERT_DP_CACHE=cache)
+    assert done.returncode == 0, done.stderr
+    again = json.loads(done.stdout)
+    assert again["cached"]
+    assert again["choice"] == tune["choice"]
+    assert not (tmp_path / "again" / "trials").exists()
+    assert load_config(tmp_path / "again" / "tuned.yaml").batch.micro_size == tune["choice"]["micro_batch"]
+
+
+def test_train_with_micro_size_auto_asks_the_cache_and_the_run_keeps_the_number(
+    shards: Path, cache: str, tune: dict[str, Any], tmp_path: Path
+) -> None:
+    given = [part for part in tiny(shards) if part != "batch.micro_size=2"]
+    given = [a for a, b in zip(given, [*given[1:], ""], strict=True) if not (a == b == "--set")]
+    path = tmp_path / "auto.yaml"
+    path.write_text(yaml.safe_dump({"batch": {"micro_size": "auto"}, "schedule": {"steps": 2}}))
+    options = [str(path), *given, "--nproc", "2"]
+    done = bert_dp("train", *options, "--run-dir", str(tmp_path / "run"), BERT_DP_CACHE=cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    chosen = tune["choice"]["micro_batch"]
+    assert f"auto = {chosen}, found on" in done.stdout
+    assert load_config(tmp_path / "run" / "config.yaml").batch.micro_size == chosen
+    unknown = bert_dp("train", *options, "--dry-run", BERT_DP_CACHE=str(tmp_path / "empty"))
+    assert unknown.returncode == 0
+    assert "auto = 1, for this dry run" in unknown.stdout
+    elsewhere = bert_dp("scale", *options[:-2], "--dry-run")
+    assert elsewhere.returncode == 2
+    assert "batch.micro_size: auto is found by" in elsewhere.stderr
+
+
+def test_a_size_that_takes_too_much_is_a_result(shards: Path, tmp_path: Path) -> None:
+    """A rank of this model takes more than 0.2 GiB whatever its batch."""
+    done = bert_dp(*command(shards, tmp_path / "o", "--memory", "0.2"), BERT_DP_CACHE=str(tmp_path / "c"))
+    assert done.returncode == 1, done.stdout
+    assert "0.20 GiB" in done.stdout
+    found = json.loads((tmp_path / "o" / "tune.json").read_text())
+    assert found["status"] == "failed"
+    assert found["choice"] is None
+    assert not (tmp_path / "o" / "tuned.yaml").exists()
+
+
+def test_a_signal_ends_it_cleanly_and_the_same_command_goes_on(shards: Path, tmp_path: Path) -> None:
+    where = tmp_path / "o"
+    process = start(*command(shards, where), BERT_DP_CACHE=str(tmp_path / "c"))
+    wait_for(lambda: list(where.glob("trials/pilot/heartbeats/rank-1")))
+    process.send_signal(signal.SIGINT)
+    told, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, told + errors
+    assert "the same command goes on" in told
+    assert json.loads((where / "tune.json").read_text())["status"] == "partial"
+    assert workers(where) == []
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        (("--budget", "soon"), "--budget: soon is no length of time"),
+        (("--gpus", "0"), "--gpus: 0 is not auto"),
+        (("--gpus", "3"), "global_size: 8 is not a multiple"),
+        (("--memory", "-1"), "--memory: -1"),
+        (("--launcher", "slurm"), "slurm"),
+        (("--set", "batch.micro=4"), "did you mean batch.micro_size"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_starts(
+    shards: Path, tmp_path: Path, more: tuple[str, str], said: str
+) -> None:
+    done = bert_dp(*command(shards, tmp_path / "o"), *more)
+    assert done.returncode == 2, done.stdout
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "o").exists()
