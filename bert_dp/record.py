@@ -112,13 +112,11 @@ class Summary:
     skipped_steps: int
     checkpoint: str | None
     straggler_ratio: float | None
-    """Own work (before any gradient reduction) of the slowest rank over the median of the others'; null for
-    a lone rank."""
+    """Own work (before any reduction) of the slowest rank over the others' median; null for a lone rank."""
     straggler: dict[str, float] | None
     """rank, ratio and seconds_per_step lost, when the ratio is above 1.2 over the run; else null."""
     time_s: dict[str, float]
-    """Of rank 0's wall clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (as
-    far as training stood still for it)."""
+    """Rank 0's clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
     ddp: dict[str, Any] | None = None
     """What torch's DDP counted, means over the steps it samples: bucket_bytes, comm_s (reductions), overlap_s
     (of them, under the backward pass), compute_s (the backward pass); null under other engines."""
@@ -126,6 +124,8 @@ class Summary:
     """Logged losses far above the ones before."""
     failed_saves: int = 0
     """Checkpoints that could not be written, since the run was last started."""
+    noise_scale: dict[str, Any] | None = None
+    """bert_dp.noise.NoiseScale over the last 200 measured steps; null without log.noise_scale."""
     schema_version: int = SCHEMA_VERSION
 
 

@@ -169,6 +169,7 @@ def assemble(
         engine=engine, model=wrapped, bare_model=bare, optimizer=optimizer, stream=stream,
         held_out=held_out, epoch_size=len(corpus_.train), meter=meter, facts=facts, saver=saver, say=line,
         heartbeat=heartbeat, received_signal=received_signal, mirror=make_mirror(config, run_dir, comm),
+        norm_pairs=getattr(engine, "norm_pairs", None),
     )  # fmt: skip
     return job, start
 
@@ -202,9 +203,12 @@ def restore(job: Job, resume: Resume, state: parallel.State) -> None:
     """Load `state` over what the dry run left, and cut the records back to the step that it belongs to."""
     job.meter.skipped.fill_(resume.counters.skipped_steps)
     job.engine.scatter_state(state)
+    if job.norm_pairs is not None:
+        job.norm_pairs.clear()  # of the dry run's step
     steps = job.run_dir / "steps"
     if job.comm.world.rank == 0:
-        for path in (job.run_dir / "metrics.jsonl", job.run_dir / "evals.jsonl", *steps.glob("rank-*.jsonl")):
+        lines = [job.run_dir / name for name in ("metrics.jsonl", "evals.jsonl", "noise.jsonl")]
+        for path in (*lines, *steps.glob("rank-*.jsonl")):
             record.cut_back(path, resume.counters.step if resume.path else -1)
         if job.config.log.step_times:
             steps.mkdir(exist_ok=True)

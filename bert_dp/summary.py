@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
-from bert_dp import cost, ddp_counters, energy, record
+from bert_dp import cost, ddp_counters, energy, noise, record
 from bert_dp.metrics import peak_memory_gib, straggler
 from bert_dp.setup import device_name
 from bert_dp.train import Counters, Job, Outcome
@@ -55,6 +56,7 @@ def write_summary(
         ddp=ddp_counters.summary(job.model),
         loss_spikes=counters.loss_spikes,
         failed_saves=job.saver.failed_saves,
+        noise_scale=dataclasses.asdict(noise.of_run(job.run_dir)) if job.config.log.noise_scale else None,
         checkpoint=str(outcome.checkpoint.relative_to(job.run_dir)) if outcome.checkpoint else None,
         straggler_ratio=ratio,
         straggler=slowest,

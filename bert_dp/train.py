@@ -19,6 +19,7 @@ from bert_dp.data import Batch, Stream, hash64
 from bert_dp.dist import Comm, SharedClock
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.metrics import Meter, Timers
+from bert_dp.noise import NormPairs
 from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine
 from bert_dp.record import Evaluation, Metrics
@@ -84,6 +85,8 @@ class Job:
     """The signal this rank has received, or 0."""
     mirror: Callable[[dict[str, Any]], None]
     """Where rank 0 also sends each line (TensorBoard, or nowhere)."""
+    norm_pairs: NormPairs | None
+    """What the engine measures for log.noise_scale, if it can."""
 
 
 @dataclasses.dataclass
@@ -205,7 +208,7 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
     """Steps until the budget is spent, a signal arrives on any rank, or the run gives up; `counters` is kept
     up to date.
 
-    Rank 0 writes metrics.jsonl, evals.jsonl and checkpoints. Collective.
+    Rank 0 writes metrics.jsonl, noise.jsonl, evals.jsonl and checkpoints. Collective.
     """
     config, meter, heartbeat = job.config, job.meter, job.heartbeat
     dropout_seed = config.run.seed if config.model.dropout > 0 else None
@@ -281,10 +284,13 @@ def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> No
     if job.config.log.step_times:
         steps = {**job.meter.steps, "ddp_exposed_s": ddp_counters.exposed_s(job.model)}
         _append(job, f"steps/rank-{job.comm.world.rank}.jsonl", steps)
+    norms = job.norm_pairs.drain(job.comm, counters.step) if job.norm_pairs is not None else []
     counters.skipped_steps = line.skipped_steps
     course.final_loss, course.logged_step = line.loss, line.step
     if job.comm.world.rank == 0:
         _append(job, "metrics.jsonl", line)
+        for pairs in norms:
+            _append(job, "noise.jsonl", pairs)
         job.mirror(dataclasses.asdict(line))
     recent = counters.recent_losses
     if health.is_spike(line.loss, recent):

@@ -79,6 +79,7 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
             f"{batch.micro_size} x {dp} replicas = {per_pass}; nearest that are: {near}"
         )
     issues += parallel_issues(config, world_size)
+    issues += noise_issues(config, dp)
     if issues:
         raise ConfigError(issues)
     return BatchPlan(
@@ -138,6 +139,24 @@ def parallel_issues(config: Config, world_size: int) -> list[str]:
         issues.append(f"precision: {config.precision} is not supported with parallel.engine: deepspeed; use "
                       "fp32 or bf16")  # fmt: skip
     return issues
+
+
+def noise_issues(config: Config, dp: int) -> list[str]:
+    """Why log.noise_scale cannot be measured on `dp` replicas; at most one line."""
+    parallel, batch = config.parallel, config.batch
+    if not config.log.noise_scale:
+        return []
+    if parallel.tensor > 1 or parallel.engine not in ("auto", "single", "ddp", "zero1"):
+        what = f"parallel.engine: {parallel.engine}" if parallel.tensor == 1 else (
+            f"parallel.tensor: {parallel.tensor}")  # fmt: skip
+        return [f"log.noise_scale: true, gradients at two batches are not seen under {what}; use ddp, zero1 "
+                "or single with parallel.tensor: 1, or log.noise_scale: false"]  # fmt: skip
+    if dp == 1 and batch.global_size <= batch.micro_size:
+        fits = [n for n in divisors(batch.global_size) if n < batch.global_size]
+        fix = f"batch.micro_size: {fits[-1]}, " if fits else ""
+        return [f"log.noise_scale: true, one replica with accumulation 1 has one batch and two are compared; "
+                f"use {fix}more ranks, or log.noise_scale: false"]  # fmt: skip
+    return []
 
 
 def data_issues(config: Config, manifest: dict[str, Any]) -> list[str]:

@@ -262,6 +262,10 @@ class LogConfig(Section):
     """Optimizer steps between lines of metrics.jsonl."""
     step_times: bool = False
     """Every rank also writes the times of each of its steps, to steps/rank-N.jsonl."""
+    noise_scale: bool = False
+    """Write the squared gradient norms of each step at two batches, before clipping, to noise.jsonl, and the
+    gradient noise scale of the last 200 steps, in sequences, to summary.json. Under single, ddp and zero1
+    without tensor parallelism; one replica needs accumulation 2 or more."""
     tensorboard: bool = False
     """Mirror metrics.jsonl to TensorBoard (extra `tensorboard`)."""
 

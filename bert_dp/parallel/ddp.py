@@ -10,9 +10,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from bert_dp.config import Config
+from bert_dp.noise import CommHook, NormPairs
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.grid import Grid
 from bert_dp.parallel.state import read_state, write_state
@@ -39,6 +41,7 @@ class Engine:
         self._device = device
         self._first = True
         self._scaler = make_scaler(device, precision == "fp16")
+        self.norm_pairs = NormPairs(config, self.dp_size)
 
     def prepare(
         self, model: nn.Module, make_optimizer: MakeOptimizer
@@ -55,13 +58,20 @@ class Engine:
             init_sync=False,  # every rank builds the same weights
             **NO_BUFFER_SYNC,
         )
-        if self._config.reduce_dtype != "full":
-            state = (self._grid.dp_group, REDUCE_DTYPES[self._config.reduce_dtype])
-            self._ddp.register_comm_hook(state, reduce_narrow)
+        self._register_hook()
         named = list(model.named_parameters())
         self._optimizer = make_optimizer(named)
         self._sums = self._tensor.whole_sums(self._optimizer, named)
         return self._ddp, self._optimizer
+
+    def _register_hook(self) -> None:
+        """DDP takes one, and without any it does what `allreduce_hook` does."""
+        group, dtype = self._grid.dp_group, REDUCE_DTYPES.get(self._config.reduce_dtype)
+        reduce: CommHook = allreduce_hook if dtype is None else reduce_narrow
+        if self.norm_pairs.on:
+            reduce = self.norm_pairs.before(reduce)
+        if reduce is not allreduce_hook:
+            self._ddp.register_comm_hook(group if dtype is None else (group, dtype), reduce)
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
         first, self._first = self._first, False
@@ -74,9 +84,11 @@ class Engine:
         whole = loss * self.dp_size  # DDP divides the sum over replicas by their number
         scaled: Any = whole if self._scaler is None else self._scaler.scale(whole)
         scaled.backward()
+        self.norm_pairs.end_micro(self._optimizer, self._scaler)
 
     def step(self, max_norm: float) -> Tensor:
         norm = clip_and_step(self._optimizer, self._scaler, max_norm, self._sums)
+        self.norm_pairs.end_step(norm)
         self._optimizer.zero_grad(set_to_none=False)  # views of the buckets: freed, they would stand twice
         return norm
 

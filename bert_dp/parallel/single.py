@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp.config import Config
+from bert_dp.noise import NormPairs
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler
@@ -25,6 +26,7 @@ class Engine:
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
         self.dp_rank, self.dp_size = world.rank, world.size
         self._scaler = make_scaler(device, precision == "fp16")
+        self.norm_pairs = NormPairs(config, self.dp_size)
 
     def prepare(
         self, model: nn.Module, make_optimizer: MakeOptimizer
@@ -38,9 +40,11 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         scaled: Any = loss if self._scaler is None else self._scaler.scale(loss)
         scaled.backward()
+        self.norm_pairs.end_micro(self._optimizer, self._scaler)
 
     def step(self, max_norm: float) -> Tensor:
         norm = clip_and_step(self._optimizer, self._scaler, max_norm)
+        self.norm_pairs.end_step(norm)
         self._optimizer.zero_grad(set_to_none=True)
         return norm
 

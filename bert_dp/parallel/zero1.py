@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bert_dp.config import Config, ConfigError
+from bert_dp.noise import NormPairs
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.grid import Grid
 from bert_dp.parallel.state import read_state, write_state
@@ -48,6 +49,7 @@ class Engine:
         self._tensor = TensorParallel(self._grid)
         self._bucket_bytes = (config.parallel.bucket_mib or DEFAULT_BUCKET_MIB) * MIB
         self._scaler = make_scaler(device, precision == "fp16")
+        self.norm_pairs = NormPairs(config, self.dp_size, share=1 / self.dp_size)
         self._last = True
         self._works: list[Any] = []
 
@@ -112,6 +114,7 @@ class Engine:
     def backward(self, loss: Tensor) -> None:
         scaled: Any = loss if self._scaler is None else self._scaler.scale(loss)
         scaled.backward()
+        self.norm_pairs.end_micro(self._optimizer, self._scaler)
 
     def _send_complete(self) -> None:
         """Reduce complete buckets to their owners, always in the same order on every rank."""
@@ -119,6 +122,7 @@ class Engine:
             bucket = self._buckets[len(self._works)]
             if bucket.missing:
                 return
+            self.norm_pairs.reducing(bucket.gradients)
             self._works.append(
                 dist.reduce(
                     bucket.gradients, group_dst=bucket.owner, group=self._grid.dp_group, async_op=True
@@ -131,6 +135,7 @@ class Engine:
         self._send_complete()
         self._wait()
         norm = clip_and_step(self._optimizer, self._scaler, max_norm, self._sums, norm_sums=self._norm_sums)
+        self.norm_pairs.end_step(norm)
         for bucket in self._buckets:
             self._works.append(
                 dist.broadcast(

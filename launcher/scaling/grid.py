@@ -144,7 +144,8 @@ class Grid:
             "compile": ("on" if self._on_gpu else "off") if compiled == "auto" else compiled,
             "checkpoint": {"keep": 0, "every_steps": 0},
             "eval": {"every_steps": 0, "max_sequences": micro},
-            "log": {"every_steps": max(1, -(-steps // LOG_LINES)), "step_times": True, "tensorboard": False},
+            "log": {"every_steps": max(1, -(-steps // LOG_LINES)), "step_times": True, "tensorboard": False,
+                    "noise_scale": False},
             "data": {"synthetic": kind == "synthetic"},
         }])  # fmt: skip
 

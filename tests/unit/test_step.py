@@ -394,7 +394,7 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, fp16: bool
         config=config, plan=batch_plan(config, 1), stream=stream, engine=engine, model=model, bare_model=bare,
         optimizer=optimizer, held_out=held_out, precision=precision, device=CPU, comm=Comm(LONE, None),
         run_dir=tmp_path, meter=SimpleNamespace(skipped=torch.ones((), dtype=torch.int64)),
-        heartbeat=SimpleNamespace(progress=lambda: None),
+        heartbeat=SimpleNamespace(progress=lambda: None), norm_pairs=None,
     )  # fmt: skip
     start = setup.fresh_state(bare)
     dry_run(job)

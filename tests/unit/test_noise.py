@@ -1,0 +1,415 @@
+"""The gradient noise scale: norms against those made by hand from the samples, the estimate against closed
+forms, its interval against its promise, and whole runs with it on and off."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bert_dp.config import ConfigError, batch_plan, resolve
+from bert_dp.noise import estimate, of_run
+from tests.parity.runs import settings, state, summary, train_runs, write_run
+from tests.ranks import run_ranks
+from tests.shards import write_shards
+
+# --- the estimate
+
+
+def draw(
+    seed: int, *, steps: int, d_eff: int, replicas: int, ratio: float, grad_sq: float = 1.0
+) -> tuple[np.ndarray, np.ndarray, float]:
+    """(small_sq, big_sq, trace) of Gaussian gradients in d_eff equal directions, b = 1, B = replicas, whose
+    noise is that of B / B_simple = ratio at |G| = 1. By their sufficient statistics: the replicas' mean, and
+    what they differ from it by."""
+    rng = np.random.default_rng(seed)
+    trace = replicas / ratio
+    v = trace / d_eff / replicas  # variance of a component of the replicas' mean
+    along = grad_sq**0.5 + v**0.5 * rng.standard_normal(steps)
+    big = along**2 + v * rng.chisquare(d_eff - 1, steps)
+    return big + v * rng.chisquare(d_eff * (replicas - 1), steps), big, trace
+
+
+CELLS = [(d, r, ratio) for d in (64, 1024) for r in (2, 8) for ratio in (0.25, 2.0)]
+
+
+@pytest.mark.parametrize(("d_eff", "replicas", "ratio"), CELLS)
+def test_the_interval_covers_the_truth_as_often_as_it_says(d_eff: int, replicas: int, ratio: float) -> None:
+    covered = []
+    for seed in range(100):
+        small, big, truth = draw(seed, steps=200, d_eff=d_eff, replicas=replicas, ratio=ratio)
+        found = estimate(small, big, 1, replicas)
+        assert found.verdict == "ok"
+        assert found.interval is not None
+        assert found.noise_scale is not None
+        assert found.interval[0] < found.noise_scale < found.interval[1] < 3 * truth
+        covered.append(found.interval[0] <= truth <= found.interval[1])
+    assert sum(covered) >= 90
+
+
+@pytest.mark.parametrize(("d_eff", "replicas", "ratio"), CELLS)
+def test_without_a_gradient_or_with_ten_steps_there_is_no_figure(
+    d_eff: int, replicas: int, ratio: float
+) -> None:
+    """One run in a thousand may show one without a gradient: the test for it is at 99.9 %."""
+    shown = 0
+    for seed in range(100):
+        kind: Any = {"d_eff": d_eff, "replicas": replicas, "ratio": ratio}
+        none = estimate(*draw(seed, steps=200, grad_sq=0.0, **kind)[:2], 1, replicas)
+        few = estimate(*draw(seed, steps=10, **kind)[:2], 1, replicas)
+        shown += none.verdict == "ok"
+        for found, why in ((none, "|G|^2 is not above 0"), (few, "10 measured steps, fewer than 50")):
+            if found is few or found.verdict != "ok":
+                assert (found.verdict, found.noise_scale, found.interval) == ("inconclusive", None, None)
+                assert why in (found.why or "")
+    assert shown <= 1
+
+
+def test_by_hand() -> None:
+    """|G|^2 = 3, tr = 20 at every step: b = 2 gives 13, B = 10 gives 5, B = 5 gives 7."""
+    found = estimate([13.0] * 60, [5.0] * 30 + [7.0] * 30, 2, [10] * 30 + [5] * 30)
+    assert found.noise_scale == pytest.approx(20 / 3)
+    assert (found.grad_sq, found.trace) == (pytest.approx(3), pytest.approx(20))
+    assert found.interval == pytest.approx((20 / 3, 20 / 3))
+    assert estimate([5.0] * 60, [5.0] * 60, 2, 10).why == "tr(Sigma) is not above 0 at 99.9 % over 60 steps"
+    with pytest.raises(ValueError, match="below"):
+        estimate([1.0] * 60, [1.0] * 60, 4, 4)
+
+
+# --- engines
+
+
+class Linear(nn.Module):
+    """loss_i = <w, x_i>, so a sample's gradient is x_i ~ N(mu, 4 I), at any weights."""
+
+    mean, sigma, dim = 0.5, 2.0, 64
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ParameterList(torch.ones(n, dtype=torch.float64) for n in (24, 16, 16, 8))
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        return (x_ND @ torch.cat(list(self.parts))).sum()
+
+    @classmethod
+    def moments(cls) -> tuple[float, float]:
+        """|G|^2 and tr(Sigma)."""
+        return cls.dim * cls.mean**2, cls.dim * cls.sigma**2
+
+    def gradients(self, x_ND: Tensor) -> Tensor:
+        return x_ND
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        shape = (count, self.dim)
+        return self.mean + self.sigma * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+
+class LeastSquares(Linear):
+    """loss_i = r_i^2 / 2, r_i = <w, x_i> + e_i, x_i ~ N(0, I), e_i ~ N(0, 4), w = 1: the gradient r_i x_i has
+    mean w, and E r^2 |x|^2 = (d + 2) |w|^2 + 4 d."""
+
+    def forward(self, x_ND: Tensor) -> Tensor:
+        residual_N = x_ND[:, :-1] @ torch.cat(list(self.parts)) + x_ND[:, -1]
+        return residual_N.square().sum() / 2
+
+    @classmethod
+    def moments(cls) -> tuple[float, float]:
+        return cls.dim, (cls.dim + 1) * cls.dim + cls.dim * cls.sigma**2
+
+    def gradients(self, x_ND: Tensor) -> Tensor:
+        return (x_ND[:, :-1].sum(1) + x_ND[:, -1])[:, None] * x_ND[:, :-1]
+
+    def sample(self, count: int, generator: torch.Generator) -> Tensor:
+        x = torch.randn((count, self.dim + 1), generator=generator, dtype=torch.float64)
+        x[:, -1] *= self.sigma
+        return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    engine: str
+    model: type[Linear]
+    ranks: int
+    accumulation: int
+    steps: int = 3
+    parallel: tuple[tuple[str, Any], ...] = ()
+    precision: str = "fp64"
+    micro: int = 8
+
+    @property
+    def batches(self) -> tuple[int, int]:
+        """(small, big)."""
+        own = self.micro * self.accumulation
+        return (self.micro if self.ranks == 1 else own), own * self.ranks
+
+    def samples(self, step: int, rank: int) -> list[Tensor]:
+        """The step's micro batches of a rank."""
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        return [self.model().sample(self.micro, generator) for _ in range(self.accumulation)]
+
+    def by_hand(self) -> tuple[list[float], list[float]]:
+        """small_sq and big_sq of each step, from every sample's own gradient."""
+        model = self.model()
+        small, big = [], []
+        for step in range(1, self.steps + 1):
+            own = [[model.gradients(x) for x in self.samples(step, rank)] for rank in range(self.ranks)]
+            parts = [own[0][0]] if self.ranks == 1 else [torch.cat(o) for o in own]
+            small.append(float(np.mean([float(p.mean(0).square().sum()) for p in parts])))
+            big.append(float(torch.cat([torch.cat(o) for o in own]).mean(0).square().sum()))
+        return small, big
+
+
+class FakeBatch:
+    """What train_step asks of a micro batch."""
+
+    sample_ids = (0,)
+
+    def __init__(self, x_ND: Tensor):
+        self.x_ND, self.num_masked = x_ND, len(x_ND)
+
+    def to(self, device: torch.device) -> FakeBatch:
+        return self
+
+
+def measure(cases: Sequence[Case], out: str | None = None) -> list[list[dict[str, Any]]]:
+    """The lines of noise.jsonl of each case, by train_step on the real engine; the weights stand still. The
+    step before the first and the one after the last are as a dry run and a skipped one."""
+    from bert_dp import dist, optim, train
+    from bert_dp.metrics import Timers
+    from bert_dp.parallel import make_engine
+    from bert_dp.world import read_world
+
+    world, cpu = read_world(os.environ), torch.device("cpu")
+    comm = dist.connect(world, cpu, group_of_one=True)
+    found = []
+    for case in cases:
+        parallel = {"engine": case.engine, "bucket_mib": 1e-4, **dict(case.parallel)}
+        config = resolve([{
+            "data": {"sources": ["builtin"]}, "schedule": {"steps": 1}, "log": {"noise_scale": True},
+            "batch": {"micro_size": case.micro, "global_size": case.batches[1]}, "parallel": parallel,
+        }])  # fmt: skip
+        engine: Any = make_engine(case.engine, config, world, cpu, precision=case.precision, run_dir=Path())
+        model, optimizer = engine.prepare(
+            case.model(), lambda n, c=config: optim.make_optimizer(c.optim, n, lambda *_: True, lambda *_: 0)
+        )
+        optim.set_lr(optimizer, 0.0)
+        for step in range(case.steps + 2):
+            bad = float("nan") if step > case.steps and world.rank == world.size - 1 else 1.0
+            batches: Any = [FakeBatch(bad * x) for x in case.samples(step, world.rank)]
+            train.train_step(
+                engine, model, lambda m, b: m(b.x_ND), batches, device=cpu,
+                precision=train.Precision("fp64", torch.float64, None), max_norm=0.5, timers=Timers(cpu),
+                dropout_seed=None, progress=lambda: None,
+            )  # fmt: skip
+            if step == 0:
+                engine.norm_pairs.clear()
+        found.append(engine.norm_pairs.drain(comm, case.steps + 1))
+    dist.disconnect()
+    if out is not None and world.rank == 0:
+        Path(out).write_text(json.dumps(found))
+    return found
+
+
+LONG = 60
+
+
+def cases_of(ranks: int) -> list[Case]:
+    """Every engine, accumulation and what else a gradient goes through on its way."""
+    if ranks == 1:
+        return [
+            Case("single", Linear, 1, 4, 200), Case("single", LeastSquares, 1, 4, 200),
+            Case("ddp", Linear, 1, 4), Case("zero1", Linear, 1, 2), Case("single", Linear, 1, 1),
+            Case("single", Linear, 1, 4, precision="fp16"),
+        ]  # fmt: skip
+    cases = [
+        Case("ddp", Linear, ranks, 1, LONG), Case("ddp", LeastSquares, ranks, 2, LONG),
+        Case("ddp", Linear, ranks, 2), Case("zero1", Linear, ranks, 2),
+    ]  # fmt: skip
+    if ranks == 2:
+        cases += [
+            Case("ddp", Linear, 2, 2, parallel=(("static_graph", True),)),
+            Case("ddp", Linear, 2, 2, **NARROW),
+            Case("ddp", Linear, 2, 2, precision="fp16"), Case("zero1", Linear, 2, 1, precision="fp16"),
+        ]  # fmt: skip
+    return cases
+
+
+NARROW: Any = {"parallel": (("reduce_dtype", "bf16"),)}
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_norms_are_those_of_the_samples(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the estimate is that of the closed form."""
+    if ranks == 1:
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        monkeypatch.delenv("BERT_DP_INIT_FILE", raising=False)
+        measure(cases_of(1), str(tmp_path / "found"))
+    else:
+        run_ranks(ranks, measure, cases_of(ranks), str(tmp_path / "found"))
+    found = json.loads((tmp_path / "found").read_text())
+    for case, lines in zip(cases_of(ranks), found, strict=True):
+        small, big = case.batches
+        if small == big:
+            assert lines == []  # one batch
+            continue
+        (line,) = lines
+        small_sq, big_sq = case.by_hand()
+        assert (line["step"], line["small_batch"], line["big_batch"]) == (case.steps, small, big), case
+        assert line["small_sq"] == pytest.approx(small_sq, rel=1e-12), case
+        narrow = case.parallel == NARROW["parallel"]
+        assert line["big_sq"] == pytest.approx(big_sq, rel=5e-3 if narrow else 1e-12), case
+        if case.steps >= LONG:
+            grad_sq, trace = case.model.moments()
+            estimated = estimate(line["small_sq"], line["big_sq"], small, big)
+            assert estimated.interval is not None, case
+            assert estimated.grad_sq_interval is not None
+            for (low, high), truth in (
+                (estimated.grad_sq_interval, grad_sq),
+                (estimated.interval, trace / grad_sq),
+            ):  # four standard errors to either side: of so many 95 % intervals one may well miss
+                assert low - (high - low) / 2 < truth < high + (high - low) / 2, case
+                assert high - low < truth, case  # else it would say little
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "batch", "needle"),
+    [
+        (2, {"engine": "fsdp"}, {}, "under parallel.engine: fsdp"),
+        (2, {"engine": "accelerate"}, {}, "under parallel.engine: accelerate"),
+        (2, {"engine": "deepspeed"}, {}, "under parallel.engine: deepspeed"),
+        (2, {"engine": "independent"}, {}, "under parallel.engine: independent"),
+        (4, {"tensor": 2}, {}, "under parallel.tensor: 2"),
+        (4, {"engine": "zero1", "tensor": 2}, {}, "under parallel.tensor: 2"),
+        (1, {}, {"micro_size": 8}, "use batch.micro_size: 4, more ranks"),
+        (1, {"engine": "ddp"}, {"micro_size": 1, "global_size": 1}, "use more ranks"),
+        (2, {}, {}, None),
+        (2, {"engine": "zero1"}, {"micro_size": 4}, None),
+        (1, {"engine": "ddp"}, {}, None),
+        (1, {}, {}, None),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(
+    ranks: int, parallel: dict[str, Any], batch: dict[str, int], needle: str | None
+) -> None:
+    sections = {
+        "data": {"sources": ["builtin"]}, "schedule": {"steps": 1}, "parallel": parallel,
+        "batch": {"global_size": 8, "micro_size": 2, **batch},
+    }  # fmt: skip
+    batch_plan(resolve([sections]), ranks)
+    config = resolve([{**sections, "log": {"noise_scale": True}}])
+    if needle is None:
+        batch_plan(config, ranks)
+        return
+    with pytest.raises(ConfigError) as caught:
+        batch_plan(config, ranks)
+    (line,) = caught.value.issues
+    assert line.startswith("log.noise_scale: true, ")
+    assert needle in line
+    assert line.endswith("or log.noise_scale: false")
+
+
+# --- whole runs
+
+
+STEPS, SAVED = 60, 40
+
+
+def lines_of(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def column(run_dir: Path, name: str) -> list[float]:
+    """Of every step; a batch stands once for each."""
+    lines = lines_of(run_dir / "noise.jsonl")
+    return [
+        v for e in lines for v in (e[name] if isinstance(e[name], list) else [e[name]] * len(e["big_sq"]))
+    ]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """on-N and off-N of 1 and 2 ranks; resumed = on-1, gone on with from step SAVED by 2 ranks."""
+    root = tmp_path_factory.mktemp("noise")
+    common: dict[str, Any] = {
+        "schedule": {"steps": STEPS}, "eval": {"every_steps": 0}, "precision": "fp64",
+        "model": {"num_layers": 1},
+        "batch": {"ramp_fraction": 0.5, "ramp_quantum": 4}, "checkpoint": {"every_steps": SAVED, "keep": 9},
+    }  # fmt: skip
+    shards = write_shards(root / "shards", train=960)
+    logs = {"on": {"every_steps": 7, "noise_scale": True}, "off": {"every_steps": 7}}
+    for ranks, more in ((1, ()), (2, (root / "resumed",))):
+        train_runs(ranks, [
+            *(write_run(root / f"{name}-{ranks}", settings(shards, **common, log=log))
+              for name, log in logs.items()),
+            *more,
+        ])  # fmt: skip
+        if not more:
+            shutil.copytree(root / "on-1", root / "resumed")
+            shutil.rmtree(root / "resumed" / "checkpoints" / f"step-{STEPS:08d}")
+    return root
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_weights_are_bit_identical_with_it_on_and_off(runs: Path, ranks: int) -> None:
+    on, off = (state(runs / f"{name}-{ranks}", STEPS) for name in ("on", "off"))
+    assert on.keys() == off.keys()
+    assert [name for name in on if not torch.equal(on[name], off[name])] == []
+    assert not (runs / f"off-{ranks}" / "noise.jsonl").exists()
+    assert summary(runs / f"off-{ranks}")["noise_scale"] is None
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_line_holds_the_steps_of_one_batch_and_the_summary_their_estimate(runs: Path, ranks: int) -> None:
+    """The ramp leaves batch 4 after step 15; the dry run's step is none of them."""
+    run = runs / f"on-{ranks}"
+    lines = lines_of(run / "noise.jsonl")
+    assert [line["step"] for line in lines] == [7, 14, 15, 21, 28, 35, 42, 49, 56, 60]
+    assert [len(line["small_sq"]) for line in lines] == [7, 7, 1, 6, 7, 7, 7, 7, 7, 4]
+    assert [line["big_batch"] for line in lines] == [4] * 3 + [8] * 7
+    assert [line["small_batch"] for line in lines] == ([2] * 10 if ranks == 1 else [2] * 3 + [4] * 7)
+    names = ("small_sq", "big_sq", "small_batch", "big_batch")
+    wanted = dataclasses.asdict(estimate(*(column(run, name) for name in names)))
+    assert summary(run)["noise_scale"] == json.loads(json.dumps(wanted))
+    assert wanted["steps"] == STEPS
+
+
+def test_ranks_agree_on_the_norm_of_the_global_batch(runs: Path) -> None:
+    one, two = (column(runs / f"on-{ranks}", "big_sq") for ranks in (1, 2))
+    assert one == pytest.approx(two, rel=1e-10)
+    logged = {line["step"]: line["grad_norm"] for line in lines_of(runs / "on-2" / "metrics.jsonl")}
+    norms = {e["step"]: e["big_sq"][-1] ** 0.5 for e in lines_of(runs / "on-2" / "noise.jsonl")}
+    norms.pop(15)
+    assert norms == pytest.approx(logged, rel=1e-12)
+
+
+def test_resume_cuts_back_and_goes_on(runs: Path) -> None:
+    """The lines up to step 35 stay, those after the checkpoint are as they were; what was cut is lost."""
+    before, after = (lines_of(runs / name / "noise.jsonl") for name in ("on-1", "resumed"))
+    assert [line["step"] for line in after] == [line["step"] for line in before]
+    assert after[:6] == before[:6]
+    assert after[6]["big_sq"] == pytest.approx(before[6]["big_sq"][5:], rel=1e-9)  # steps 41 and 42
+    for new, old in zip(after[7:], before[7:], strict=True):
+        assert new["big_sq"] == pytest.approx(old["big_sq"], rel=1e-9)
+    assert [line["small_batch"] for line in after] == [2] * 6 + [4] * 4  # two replicas now
+    assert summary(runs / "resumed")["noise_scale"]["steps"] == STEPS - 5
+
+
+def test_the_summary_is_of_the_last_200_steps(tmp_path: Path) -> None:
+    line = {"step": 1, "small_batch": 2, "big_batch": 10, "small_sq": [13.0] * 150, "big_sq": [5.0] * 150}
+    other = {**line, "small_sq": [99.0] * 150}
+    (tmp_path / "noise.jsonl").write_text("".join(json.dumps(e) + "\n" for e in (other, line, line)))
+    found = of_run(tmp_path)
+    assert (found.steps, found.noise_scale) == (200, pytest.approx(20 / 3))
+    assert of_run(tmp_path / "none").why == "0 measured steps, fewer than 50"
