@@ -13,9 +13,9 @@ import pytest
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.cost import memory_estimate_gib
-from launcher import environment
+from launcher import environment, outdir
 from launcher.scaling import stats
-from launcher.scaling.benchmark import directory_issues, identity, plan_facts
+from launcher.scaling.benchmark import FIXED, identity, plan_facts
 from launcher.scaling.grid import STATE, Grid, Settings, modes_of, parse_engines
 from launcher.scaling.measure import Progress, cores_of
 from launcher.scaling.raw import ended, result, run_dir
@@ -126,16 +126,20 @@ def test_a_cpu_rank_has_as_many_cores_at_every_n(monkeypatch: pytest.MonkeyPatch
     assert cores_of(2, 16) == list(range(8))
 
 
+def out_issues(where: Path, made: Grid) -> list[str]:
+    return outdir.issues(where, "grid.json", "grid", plan_facts(made), FIXED)
+
+
 def test_another_grid_does_not_go_into_a_directory(tmp_path: Path) -> None:
     made = grid()
-    assert directory_issues(tmp_path / "new", made) == []
+    assert out_issues(tmp_path / "new", made) == []
     record.write_json(tmp_path / "grid.json", plan_facts(made))
-    assert directory_issues(tmp_path, made) == []
-    (issue,) = directory_issues(tmp_path, grid(steps=7))
+    assert out_issues(tmp_path, made) == []
+    (issue,) = out_issues(tmp_path, grid(steps=7))
     assert "settings differ" in issue
     (tmp_path / "grid.json").unlink()
     (tmp_path / "mine.txt").touch()
-    (issue,) = directory_issues(tmp_path, made)
+    (issue,) = out_issues(tmp_path, made)
     assert "is not empty" in issue
 
 
