@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.e2e.cli import TINY
+from tests.shards import write_shards
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "benchmarks" / "step_speed.py"
@@ -179,3 +183,22 @@ def test_startup_figures_follow_from_the_rounds(tmp_path):
     assert result["median_s"] == round_1
     assert min(round_1.values()) > 0.1
     assert result["over_s"]["median"] == pytest.approx(round_1["bert-dp"] - round_1["torchrun"])
+
+
+def test_tune_batch_small(tmp_path):
+    items = (*TINY, "batch.global_size=4", "batch.micro_size=1", f"data.path={write_shards(tmp_path / 's')}")
+    settings = [part for item in items for part in ("--set", item)]
+    command = [sys.executable, str(ROOT / "benchmarks/tune_batch.py"), str(tmp_path / "out"), "--tries", "1",
+               "--budget", "5s", "--rounds", "1", "--steps", "3", *settings]  # fmt: skip
+    environ = {**os.environ, "BERT_DP_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, timeout=400, check=False, env=environ
+    )
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    medians = {int(micro): each["samples_per_s_median"] for micro, each in result["sweep"].items()}
+    assert sorted(medians) == [1, 2]
+    (found,) = result["tries"]
+    assert found["share_of_sweeps_best"] == medians[found["micro_batch"]] / max(medians.values())
+    assert result["within_3_percent"] == (found["share_of_sweeps_best"] >= 0.97)
+    assert str(tmp_path) not in done.stdout, "no path of this machine in a record"

@@ -1,0 +1,121 @@
+"""The micro batch that `bert-dp tune batch` chooses, beside a sweep of every size that divides.
+
+    python benchmarks/tune_batch.py OUT [--config quickstart] [--tries 3] [--budget 3m] [--rounds 5] [--steps 40]
+                                    [--gpus 2] [--set a.b=v ...]
+
+Each try is the verb itself with --fresh; between the tries the sweep runs rounds, every size once in random
+order. The figure of a try: the sweep's throughput (median over its rounds) of the size chosen, over that of
+the sweep's best. Goes on where it was ended. Prints JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bert_dp import record
+from launcher import environment, training
+from launcher.tune import batch, sizes
+from launcher.tune.runner import Runner
+from launcher.tune.trials import Pool, Slot
+
+ROOT = Path(__file__).parents[1]
+WARM_UP = 5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--config", default="quickstart")
+    parser.add_argument("--tries", type=int, default=3)
+    parser.add_argument("--budget", default="3m")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--gpus", default="2")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=v")
+    asked = parser.parse_args()
+    out = asked.out.resolve()
+    (out / "sweep").mkdir(parents=True, exist_ok=True)
+    question = batch.ask(
+        training.find_config(asked.config, None), asked.set, gpus=asked.gpus, budget=asked.budget,
+        memory_gib=None, launcher="torchrun",
+    )  # fmt: skip
+    training.prepare_data(question.config)
+    rounds: list[dict[int, float]] = []
+    tries = []
+    for number in range(asked.tries):
+        tries.append(search(asked, out / f"try-{number}"))
+        last = number == asked.tries - 1
+        due = asked.rounds if last else asked.rounds * (number + 1) // asked.tries
+        while len(rounds) < due:
+            rounds.append(sweep(question, out / "sweep", len(rounds), asked.steps))
+    print(json.dumps(result(question, tries, rounds), indent=1))
+
+
+def search(asked: argparse.Namespace, where: Path) -> dict[str, Any]:
+    """tune.json of one call of the verb."""
+    if (record.read_json(where / batch.FILE) or {}).get("status") != "complete":
+        settings = [part for item in asked.set for part in ("--set", item)]
+        command = [sys.executable, "-m", "launcher", "tune", "batch", asked.config, *settings, "--gpus",
+                   asked.gpus, "--budget", asked.budget, "--fresh", "--out", str(where)]  # fmt: skip
+        subprocess.run(command, check=True, stdout=sys.stderr, cwd=ROOT)
+    found = record.read_json(where / batch.FILE)
+    assert found is not None
+    return found
+
+
+def sweep(question: Any, where: Path, number: int, steps: int) -> dict[int, float]:
+    """Sequences per second of every size, each in a run of its own at the declared global batch."""
+    pool = Pool(where, [Slot()], launcher="torchrun", on_gpu=question.on_gpu, say=lambda line: None)
+    runner = Runner(question, pool)
+    found = {}
+    for micro in random.Random(number).sample(question.sizes, len(question.sizes)):
+        global_size = question.config.batch.global_size
+        trial = runner.trial(f"micro-{micro}-round-{number}", micro, global_size, WARM_UP + steps)
+        status = runner.run(trial)
+        if status == "ok":
+            run = runner.timed(trial, WARM_UP, steps)
+            found[micro] = global_size / statistics.fmean(run.step_s)
+        print(f"round {number}, micro {micro}: {status} {found.get(micro, 0):.1f}/s", file=sys.stderr)
+    return found
+
+
+def result(question: Any, tries: list[dict[str, Any]], rounds: list[dict[int, float]]) -> dict[str, Any]:
+    """The record: every round's rates, each try's choice, and what it reaches of the sweep's best."""
+    rates = {micro: [each[micro] for each in rounds if micro in each] for micro in question.sizes}
+    medians = {micro: statistics.median(values) for micro, values in rates.items() if values}
+    best = max(medians.values())
+    chosen = [found["choice"]["micro_batch"] for found in tries]
+    shares = [medians[micro] / best for micro in chosen]
+    machine = environment.probe(ROOT).to_json()
+    kept = ("cpu_model", "affinity_cores", "git_commit", "versions")
+    return {
+        "date": tries[0]["date"],
+        "environment": {key: machine[key] for key in kept},
+        "model": question.config.model.model_dump(mode="json"),
+        "global_batch": question.config.batch.global_size, "ranks": question.ranks,
+        "budget_s": question.budget_s,
+        "sweep": {str(micro): {"samples_per_s_median": medians.get(micro), "samples_per_s": values}
+                  for micro, values in rates.items()},
+        "tries": [{"micro_batch": micro, "share_of_sweeps_best": share, "seconds": found["seconds"],
+                   "trials": found["trials"], "not_settled": found["choice"]["not_settled"],
+                   "curve": {str(s["micro_batch"]): [s["samples_per_s"], *s["samples_per_s_ci95"]]
+                             for s in found["sizes"] if s["samples_per_s"]}}
+                  for micro, share, found in zip(chosen, shares, tries, strict=True)],
+        "within_3_percent": sum(share >= 0.97 for share in shares),
+        "sizes_considered": len(sizes.thin(question.sizes, sizes.MOST)),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
