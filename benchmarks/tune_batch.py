@@ -1,7 +1,7 @@
 """The micro batch that `bert-dp tune batch` chooses, beside a sweep of every size that divides.
 
-    python benchmarks/tune_batch.py OUT [--config quickstart] [--tries 3] [--budget 3m] [--rounds 5] [--steps 40]
-                                    [--gpus 2] [--set a.b=v ...]
+    python benchmarks/tune_batch.py OUT [--config quickstart] [--tries 3] [--budget 3m] [--rounds 5]
+                                    [--steps 40] [--gpus 2] [--set a.b=v ...]
 
 Each try is the verb itself with --fresh; between the tries the sweep runs rounds, every size once in random
 order. The figure of a try: the sweep's throughput (median over its rounds) of the size chosen, over that of
