@@ -56,6 +56,8 @@ class Level:
 
     label: str
     value: float
+    left: bool = False
+    """Whether the label stands at the left and below, instead of at the right and above."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,6 +255,8 @@ def _grid(xs: _Scale, ys: _Scale) -> list[str]:
 def _level(level: Level, ys: _Scale) -> str:
     at = ys(level.value)
     place = f'text-anchor="end" x="{WIDTH - RIGHT - 4}" y="{at - 5:.1f}"'
+    if level.left:
+        place = f'x="{LEFT + 4}" y="{min(at + 15, HEIGHT - BOTTOM - 3):.1f}"'
     rule = f'<path class="level" d="M{LEFT} {at:.1f}H{WIDTH - RIGHT}"/>'
     return f'{rule}<text class="halo" {place}>{_text(level.label)}</text>'
 

@@ -77,6 +77,12 @@ def format_lr(value: object) -> str:
     return NA if n is None else f"{n:.2e}"
 
 
+def format_lr_tick(value: object) -> str:
+    """A learning rate on an axis: `1e-3`, `2.5e-4`."""
+    n = number(value)
+    return NA if n is None else f"{n:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e+")
+
+
 def format_duration(seconds: object) -> str:
     """`120 ms`, `12.3 s`, `12 min 05 s`, `2 h 05 min`, `3 d 02 h`."""
     s = number(seconds)

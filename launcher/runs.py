@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from bert_dp import record
 from launcher.redact import redact
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # may not reach a terminal, XML or UTF-8
+HUGE = 1e300  # above it, or nearer to 0 than 1 / HUGE, what is made of two numbers may be no number
 WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; the parts of train are below
 NUM_STRETCHES = 1000  # of a long metrics.jsonl; at most four lines of each are kept
 TRAIN_PARTS = {"data_wait": "data wait", "forward_backward": "forward + backward", "optimizer": "optimizer"}
@@ -75,10 +75,10 @@ def other(times: Mapping[str, float]) -> float:
 
 
 def number(value: object) -> float | None:
-    """A finite number, else None."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    """A number up to HUGE, else None; 0 below 1 / HUGE."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= HUGE:
         return None
-    return float(value)
+    return float(value) if abs(value) >= 1 / HUGE else 0.0
 
 
 def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
