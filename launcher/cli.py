@@ -212,7 +212,7 @@ def scale(
 @app.command()
 def report(
     run_dirs: Annotated[
-        list[Path], typer.Argument(help="One run, several to compare, or one scaling benchmark.")
+        list[Path], typer.Argument(help="One run, several to compare, one scaling benchmark or one search.")
     ],
     out: Annotated[
         Path | None, typer.Option(help="HTML file; default: report.html in the first run.")
@@ -221,17 +221,19 @@ def report(
         Path | None, typer.Option(help="Of a scaling benchmark: also write its figures there (extra plots).")
     ] = None,
 ) -> None:
-    """One self-contained HTML page of a run, a comparison of runs, or a scaling benchmark."""
+    """One self-contained HTML page of a run, a comparison of runs, a scaling benchmark or a search (tune)."""
     from launcher import page
     from launcher.scaling import page as scaling_page
     from launcher.scaling import png as scaling_png
     from launcher.scaling import report as scaling_report
+    from launcher.tune import page as tune_page
 
-    benchmarks = [d for d in run_dirs if (d / scaling_report.FILE).exists()]
-    if benchmarks and len(run_dirs) > 1:
-        raise ConfigError([f"RUN_DIR: {benchmarks[0]} is a scaling benchmark; its page is made of it alone"])
+    kinds = {scaling_report.FILE: "a scaling benchmark", tune_page.FILE: "a search"}
+    alone = [(d, file) for d in run_dirs for file in kinds if (d / file).exists()]
+    if alone and len(run_dirs) > 1:
+        raise ConfigError([f"RUN_DIR: {alone[0][0]} is {kinds[alone[0][1]]}; its page is made of it alone"])
     target = out or run_dirs[0] / "report.html"
-    if benchmarks:
+    if alone and alone[0][1] == scaling_report.FILE:
         scaling = scaling_report.read(run_dirs[0])
         with _writing("--png"):
             if png is not None:
@@ -241,7 +243,13 @@ def report(
         typer.echo(str(target))
         return
     if png is not None:
-        raise ConfigError(["--png: draws a scaling benchmark, and a run has only its page; drop --png"])
+        raise ConfigError(["--png: draws a scaling benchmark; all else has only its page; drop --png"])
+    if alone:
+        tune = tune_page.read(run_dirs[0])
+        with _writing("--out"):
+            tune_page.write(tune, target)
+        typer.echo(str(target))
+        return
     missing = [str(d) for d in run_dirs if not (d / "config.yaml").exists()]
     if missing:
         raise ConfigError([f"RUN_DIR: {name} is not a run directory (no config.yaml)" for name in missing])

@@ -161,12 +161,12 @@ def _plots(scaling: Mapping[str, Any]) -> list[str]:
     )  # fmt: skip
     drawn = [kind(scaling, mode) for mode in view.modes(scaling) for kind in kinds]
     return [
-        _plot(figure)
-        for figure in [*drawn, scaling_figures.bandwidth(scaling), scaling_figures.loss(scaling)]
+        plot(figure) for figure in [*drawn, scaling_figures.bandwidth(scaling), scaling_figures.loss(scaling)]
     ]
 
 
-def _plot(figure: scaling_figures.Figure) -> str:
+def plot(figure: scaling_figures.Figure) -> str:
+    """A card with the figure, its legend and its note; or why there is none."""
     svg = plots.line_plot(figure.title, figure.series, figure.x, figure.y, figure.levels, figure.marks)
     if not svg.startswith("<svg"):
         return card(figure.title, f'<p class="empty">{escape(figure.absent)}</p>' if figure.absent else svg)

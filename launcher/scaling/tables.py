@@ -64,17 +64,18 @@ LINK = (
 
 
 def tables(scaling: Mapping[str, Any]) -> str:
-    """Every number of every cell, by topic. The exact value is the title of its place."""
+    """Every number of every cell, by topic."""
     parts = []
     for topic, columns in view.TOPICS.items():
-        parts.append(f"<h3>{escape(topic)}</h3>{_grid(view.cells(scaling), columns)}")
+        parts.append(f"<h3>{escape(topic)}</h3>{grid(view.cells(scaling), columns)}")
     causes = [c for c in view.cells(scaling) if c.get("cause")]
     lines = [builder.row(view.name(c), [f"{c.get('status')}: {c['cause']}"]) for c in causes]
     ends = f"<h3>Cells without a result</h3>{builder.table(lines, 'pairs')}" if lines else ""
     return card("All cells", "".join(parts) + ends)
 
 
-def _grid(cells: Sequence[Mapping[str, Any]], columns: Sequence[Column], names: Sequence[str] = ()) -> str:
+def grid(cells: Sequence[Mapping[str, Any]], columns: Sequence[Column], names: Sequence[str] = ()) -> str:
+    """A row per cell, named by its id or by `names`. The exact value is the title of its place."""
     lines = [builder.head([column.head for column in columns])]
     for index, cell in enumerate(cells):
         values = []
@@ -101,7 +102,7 @@ def prediction(scaling: Mapping[str, Any]) -> str:
     parts = [builder.table([builder.head(names), *lines], "numbers")] if lines else []
     if rows := [row for row in map(view.mapped, view.listed(told.get("rows"))) if row]:
         labels = [f"N = {format_count(row.get('world_size'))}" for row in rows]
-        parts.append(f"<h3>Predicted</h3>{_grid(rows, PREDICTED, labels)}")
+        parts.append(f"<h3>Predicted</h3>{grid(rows, PREDICTED, labels)}")
     assumed = "".join(f"<li>{escape(str(line))}</li>" for line in view.listed(told.get("assumptions")))
     parts.append(f"<ul>{assumed}</ul>" if assumed else "")
     rest = {key: value for key, value in told.items() if key not in ("measured", "rows", "assumptions")}
@@ -162,7 +163,7 @@ def details(scaling: Mapping[str, Any]) -> list[str]:
              for p in map(view.mapped, view.listed(link.get("points")))]  # fmt: skip
     tables = {"Repeats": (repeats, REPEAT), "Ranks": (ranks, RANK), "All-reduce": (links, LINK)}
     folded = [
-        builder.details(title, _grid([row for _, row in rows], columns, [label for label, _ in rows]))
+        builder.details(title, grid([row for _, row in rows], columns, [label for label, _ in rows]))
         for title, (rows, columns) in tables.items() if rows
     ]  # fmt: skip
     environment = redact(view.mapped(scaling.get("environment")))

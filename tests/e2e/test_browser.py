@@ -11,11 +11,13 @@ import pytest
 
 from launcher import page
 from launcher.scaling import page as scaling_page
+from launcher.tune import page as tune_page
 from tests.browser import COLLISIONS, FIGURES, OVERFLOW, Browser, find
 from tests.scaling_fixture import HOSTILE, nulls, scaling
+from tests.tune_fixture import batch, lr, transfer
 from tests.unit.test_report import make_run
 
-NAMES = ("both", "large", "one", "nulls", "hostile", "run")
+NAMES = ("both", "large", "one", "nulls", "hostile", "run", "batch", "lr")
 BROKEN = {
     "script": "<script>console.log('ran')</script>",
     "image": "<img src='https://example.invalid/pixel.png'>",
@@ -47,6 +49,8 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     }  # fmt: skip
     for name, content in data.items():
         scaling_page.write(content, folder / f"{name}.html")
+    tune_page.write(batch(), folder / "batch.html")
+    tune_page.write(lr(transfer=transfer()), folder / "lr.html")
     page.write([make_run(folder / "a" / "run")], folder / "run.html")
     return {name: folder / f"{name}.html" for name in NAMES}
 
@@ -84,7 +88,8 @@ def test_page(browser: Browser, pages: dict[str, Path], name: str, width: int, d
 def test_figures_are_counted(pages: dict[str, Path]) -> None:
     """The names above come from the page itself: their number is fixed, so that none is missing."""
     assert {name: len(expected(path)) for name, path in pages.items()} == {
-        "both": 15, "large": 8, "one": 5, "nulls": 0, "hostile": 8, "run": 6}  # fmt: skip
+        "both": 15, "large": 8, "one": 5, "nulls": 0, "hostile": 8, "run": 6,
+        "batch": 6, "lr": 3}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["both", "large"])

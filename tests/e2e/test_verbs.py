@@ -14,6 +14,7 @@ from tests.e2e.cli import bert_dp, tiny
 from tests.parity.runs import settings, write_run
 from tests.scaling_fixture import scaling
 from tests.shards import write_shards
+from tests.tune_fixture import batch
 
 VERBS = ([], ["train"], ["data"], ["data", "build"], ["data", "inspect"], ["doctor"], ["report"],
          ["plan"], ["plan", "scaling"])  # fmt: skip
@@ -130,6 +131,20 @@ def test_report_of_a_scaling_benchmark(tmp_path: Path) -> None:
     torn = bert_dp("report", str(tmp_path / "scale"))
     assert torn.returncode == 2
     assert "not a JSON object" in torn.stderr
+
+
+def test_report_of_a_search(tmp_path: Path) -> None:
+    (tmp_path / "tune").mkdir()
+    (tmp_path / "tune" / "tune.json").write_text(json.dumps(batch()))
+    done = bert_dp("report", str(tmp_path / "tune"))
+    assert done.returncode == 0, done.stderr
+    assert "Throughput against micro batch" in (tmp_path / "tune" / "report.html").read_text()
+    for extra, said in ((["--png", str(tmp_path)], "--png: draws a scaling benchmark"),
+                        ([str(tmp_path)], "tune is a search; its page is made of it alone"),
+                        (["--out", "/proc/nothing/x"], "cannot be written")):  # fmt: skip
+        refused = bert_dp("report", str(tmp_path / "tune"), *extra)
+        assert refused.returncode == 2
+        assert said in refused.stderr
 
 
 def test_ranks_started_by_hand_with_bare_variables(tmp_path: Path) -> None:
