@@ -77,7 +77,7 @@ def lr(seed: int = 0, *, optimizers: Sequence[str] = ("adamw",), **changes: Any)
         "range_test": _range_test(), "rungs": [first, second, last],
         "choice": {"lr": best[2], "weight_decay": best[1], "optimizer": best[0],
                    "heldout_loss": sum(losses) / len(losses), "band": [min(losses), max(losses)], "sd": 0.004,
-                   "seeds": 3, "at_edge": False, "edge_side": None, "tied": [list(order[1])],
+                   "seeds": 3, "at_edge": False, "edge_side": None, "tied": [],
                    "why": "the lowest mean of 3 seeds"},
         "cost": {"tokens": tokens, "grid_tokens": 15 * 1_048_576, "trials": 15}, "transfer": None,
     }  # fmt: skip

@@ -39,7 +39,6 @@ def _four(nats: object) -> str:
 FINALIST = (
     Column("mean", "mean", _four), Column("low", "least", _four), Column("high", "greatest", _four),
     Column("above", "above", _four), Column("seeds", "seeds", format_count),
-    Column("told", "", view.format_word),
 )  # fmt: skip
 RULE = (
     Column("for", "for", view.format_word), Column("lr", "learning rate", format_lr),
@@ -156,18 +155,17 @@ def _finalists(tune: Mapping[str, Any]) -> str:
     best = next((c.mean for c in found if c.is_entry(chosen)), math.nan)
 
     def told(candidate: Candidate) -> str:
-        if candidate.is_entry(chosen):
-            return "chosen"
         tied = any(candidate.is_entry(entry) for entry in view.listed(choice.get("tied")))
-        return "tied" if tied else ""
+        word = " (chosen)" if candidate.is_entry(chosen) else " (tied)" if tied else ""
+        return f"{figures_lr.name(tune, candidate)}{word}"
 
     rows = [
         {"mean": c.mean, "low": min(c.losses, default=None), "high": max(c.losses, default=None),
-         "seeds": len(c.losses), "above": c.mean - best, "told": told(c)} for c in found
+         "seeds": len(c.losses), "above": c.mean - best} for c in found
     ]  # fmt: skip
     why = str(choice.get("why") or "")
     note = builder.note(f"Held-out loss over the seeds, nats. {f'Chosen: {why}.' if why else ''}")
-    return card("Last rung", tables.grid(rows, FINALIST, [figures_lr.name(tune, c) for c in found]) + note)
+    return card("Last rung", tables.grid(rows, FINALIST, [told(c) for c in found]) + note)
 
 
 def _trials(tune: Mapping[str, Any]) -> str:

@@ -237,6 +237,13 @@ def test_tables_hold_every_number() -> None:
     assert f"{100 * data['cost']['tokens'] / data['cost']['grid_tokens']:.1f} % of the full grid" in whole
 
 
+def test_finalists_say_which_is_chosen_and_which_is_tied() -> None:
+    whole = page.html(change(lr(), "choice", tied=[["adamw", 0.01, 0.002]]))
+    assert "<th>1.00e-03 (chosen)</th>" in whole
+    assert "<th>2.00e-03 (tied)</th>" in whole
+    assert "(tied)" not in page.html(lr())
+
+
 def test_nothing_measured_is_never_zero() -> None:
     for data in (unmeasured(), {"kind": "lr"}):
         whole = page.html(data)
