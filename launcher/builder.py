@@ -181,7 +181,7 @@ td{{font-weight:600;overflow-wrap:anywhere}}tbody th{{font-weight:500;white-spac
 .numbers th,.numbers td{{padding:4px 10px 4px 0}}
 .numbers th:first-child{{position:sticky;left:0;background:var(--card);max-width:240px}}
 .numbers th:first-child{{white-space:normal;overflow-wrap:anywhere;min-width:min(175px,28vw)}}
-.pairs th{{white-space:normal;width:min(320px,42%)}}p.note{{font-size:13px;margin:8px 0 0}}
+.pairs th{{white-space:normal;width:min(320px,42vw)}}p.note{{font-size:13px;margin:8px 0 0}}
 h3{{font-size:14px;margin:18px 0 4px}}
 tr.section th{{padding-top:16px;border:0;color:var(--soft);font-size:12px;letter-spacing:.06em}}
 td .note,td.note{{font-weight:400;font-size:13px}}td .note{{display:block}}

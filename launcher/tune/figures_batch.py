@@ -15,7 +15,7 @@ from launcher.scaling import view
 from launcher.scaling.figures import Figure
 from launcher.tune.curve import WITHIN
 
-FAR = 3.0  # times what was measured: a limit above is told, not drawn
+FAR = 3.0  # times what was measured: a limit or an end of an interval above is told, not drawn
 OCTAVES = 12  # at most, on each side of the declared global batch
 MICRO = "micro batch (sequences)"
 GLOBAL = "global batch (sequences), log scale"
@@ -62,11 +62,14 @@ def throughput(tune: Mapping[str, Any]) -> Figure:
     for size in micro_batches(tune):
         micro = positive(size, "micro_batch") or 0.0
         line.append((micro, _or_gap(view.value(size, "samples_per_s"))))
-        ends = [view.value(size, f"samples_per_s_ci95.{end}") for end in view.ENDS]
-        band.append((micro, *(_or_gap(end) for end in ends)))
+        low, high = (_or_gap(view.value(size, f"samples_per_s_ci95.{end}")) for end in view.ENDS)
+        band.append((micro, low, high))
         runs = [run_rate(tune, view.mapped(run)) for run in view.listed(size.get("runs"))]
         dots += [(micro, rate) for rate in runs if rate is not None]
-    series = [plots.Series("median, 95 % interval", line, 0, "shaped", [(x, lo, hi) for x, lo, hi in band]),
+    top = FAR * max([rate for _, rate in [*line, *dots] if math.isfinite(rate)], default=math.inf)
+    cut = any(high > top for _, _, high in band)
+    drawn = [(micro, low, min(high, top) if math.isfinite(high) else high) for micro, low, high in band]
+    series = [plots.Series("median, 95 % interval", line, 0, "shaped", drawn),
               plots.Series("each run", dots, 1, "dots")]  # fmt: skip
     ticks = [x for x, _ in line]
     x = plots.Axis(f"{MICRO}, log scale", format_count, log=True, ticks=ticks, pad=0.05)
@@ -81,6 +84,7 @@ def throughput(tune: Mapping[str, Any]) -> Figure:
             if view.value(size, "samples_per_s") is None]  # fmt: skip
     note = "At the declared global batch; accumulation follows the micro batch."
     note += f" Without a throughput: {', '.join(lost)}." if lost else ""
+    note += f" Ends of intervals above {format_si(top)} are drawn there." if cut else ""
     return Figure("Throughput against micro batch", series, x, y, levels, _chosen(tune), note)
 
 
@@ -100,7 +104,8 @@ def memory(tune: Mapping[str, Any]) -> Figure:
         if entry.get("status") not in ("ok", None):
             lost.setdefault(_ended(entry), []).append((micro, gib))
     sizes = {positive(e, "micro_batch") or 0.0 for e in [*tried, *micro_batches(tune)]}
-    most = max([*sizes, positive(found, "predicted_limit") or 0.0])
+    most, limit = max(sizes, default=0.0), positive(found, "predicted_limit") or 0.0
+    most = limit if most < limit <= FAR * most or not most else most
     line = [(0.0, intercept), (most, number(intercept + slope * most) or math.nan)] if most else []
     series = [
         plots.Series("predicted", line, 0, "rule"),
@@ -288,7 +293,8 @@ def _line_note(memory: Mapping[str, Any]) -> str:
     source = view.mapped(memory.get("line")).get("source") or "source not recorded"
     return (
         f"Predicted: {format_gib(intercept)} + {1024 * slope:.3g} MiB a sequence ({source}; "
-        f"the program's own {format_gib(memory.get('constant_gib'))} measured in one real step)."
+        f"the program's own {format_gib(memory.get('constant_gib'))} measured in one real step). "
+        f"Largest micro batch within the limit: {format_count(memory.get('predicted_limit'))}."
     )
 
 

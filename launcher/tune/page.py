@@ -84,6 +84,6 @@ def _settings(tune: Mapping[str, Any], columns: tuple[Column, ...]) -> str:
     command = tune.get("command")
     rows = [(column.head, column.text(view.at(tune, column.path))) for column in (*columns, *HASHES)]
     asked = view.mapped(tune.get("settings"))
-    rows += [(f"asked: {key}", view.format_word(value)) for key, value in asked.items()]
+    rows += [(f"asked: {key}", view.format_word(value)) for key, value in asked.items() if value is not None]
     rows.append(("command", " ".join(map(str, view.listed(command))) or str(command or NA)))
     return card("Settings", builder.table([builder.row(name, [text]) for name, text in rows], "pairs"))

@@ -118,6 +118,14 @@ def test_throughput_shows_each_size_and_each_run() -> None:
     assert figure.x.ticks == list(RATES)
 
 
+def test_an_interval_of_any_width_leaves_the_curve_visible() -> None:
+    data = batch()
+    data["sizes"][0]["samples_per_s_ci95"] = [1.0, 9e5]
+    figure = figures_batch.throughput(data)
+    assert figure.series[0].band[0] == (1, 1.0, pytest.approx(3 * RATES[32], rel=0.02))
+    assert "Ends of intervals above" in figure.note
+
+
 def test_a_shorter_trial_counts_the_update_once() -> None:
     """Half the sequences: a step of the declared batch has twice the passes and one update."""
     run = {"step_s": [1.0, 1.2], "forward_backward_s": [0.8, 0.9]}
@@ -138,6 +146,8 @@ def test_memory_shows_the_line_the_peaks_and_the_limits() -> None:
     measured = of(list(figure.series), "measured, greatest rank").points
     assert {x for x, _ in measured} == {*RATES, 45}
     assert [round(level.value, 6) for level in figure.levels] == [4.0, 3.6]
+    wide = figures_batch.memory(change(data, "memory", predicted_limit=5000))
+    assert max(x for s in wide.series for x, _ in s.points) == 51  # what was tried stays apart
     far = figures_batch.memory(change(data, "memory", limit_gib=64.0))
     assert far.levels == []
     assert "The limit, 64.00 GiB, is far above" in far.note
