@@ -21,6 +21,7 @@ from launcher.tune.ladder import FINALISTS, Candidate, Edge, Rung
 from launcher.tune.search import Study
 from launcher.tune.trials import Pool, Say, Trial, cause
 
+STATE = "search.json"
 RUNGS = (8, 4)  # parts of the whole budget that the first and the second rung train
 LEAST_STEPS = 8  # of the whole budget: one in the first rung
 
@@ -55,7 +56,7 @@ class RangeTest:
 
 
 class Search:
-    """`state` is kept in OUT/search.json: the measured length of a run must not change when going on."""
+    """`state` is kept in OUT/STATE: the measured length of a run must not change when going on."""
 
     def __init__(
         self, config: Config, settings: Settings, ranks: int, pool: Pool, at_a_time: int, *, shards: Path,
@@ -73,7 +74,8 @@ class Search:
         self.tokens = 0
         self._work: list[tuple[int, int]] = []
         self._done = 0
-        self._begun, self._predicted_here = time.monotonic(), 0.0
+        self._begun = self._kept = time.monotonic()
+        self._predicted_here = 0.0
 
     @property
     def edges(self) -> dict[str, Edge]:
@@ -101,6 +103,13 @@ class Search:
         while spare and not ladder.ranked(last):
             self.say(f"no finalist can be chosen; next: {ladder.told(spare[0])}")
             self._train(last, [spare.pop(0)])
+
+    def keep(self) -> None:
+        """Write OUT/search.json, with the seconds of every call so far."""
+        now = time.monotonic()
+        self.state["seconds"] += now - self._kept
+        self._kept = now
+        record.write_json(self.pool.out / STATE, self.state)
 
     def _measure_edges(self) -> None:
         """One range test for each optimizer."""
@@ -137,7 +146,7 @@ class Search:
                 raise ConfigError([f"schedule: {tokens:,} tokens are fewer than {LEAST_STEPS} steps; raise "
                                    "schedule.hours"])  # fmt: skip
             self.state |= {"tokens": tokens, "tokens_why": why}
-            record.write_json(self.pool.out / "search.json", self.state)
+            self.keep()
         self.tokens = int(self.state["tokens"])
         self._begun = time.monotonic()
         self._work = self._planned(self.tokens)
@@ -265,6 +274,7 @@ class Search:
             places = {name: place for place, name in enumerate(named)}
             rung.outcomes[before:] = sorted(rung.outcomes[before:], key=lambda o: places[o.trial])
             ladder.mark_diverged(rung.outcomes, self.unigram)
+            self.keep()
 
     def _tell(self, outcome: ladder.Outcome, rung: Rung) -> None:
         total = sum(count for count, _ in self._work)
@@ -274,6 +284,6 @@ class Search:
             how = f"{outcome.status}: {outcome.cause}"
         left = sum(count * self._trial_s(tokens) for count, tokens in self._work)
         left -= sum(self._trial_s(r.tokens) * len(r.outcomes) for r in self.rungs)
-        rest = format_eta(max(0.0, left) * (time.monotonic() - self._begun) / self._predicted_here)
+        rest = format_eta(max(0.0, left) * (time.monotonic() - self._begun) / max(self._predicted_here, 1e-9))
         self.say(f"[{self._done}/{max(total, self._done)}] {ladder.told(outcome.candidate)}, "
                  f"{format_si(rung.tokens, 'tokens')}, seed {outcome.seed}: {how}; left {rest}")  # fmt: skip

@@ -14,7 +14,7 @@ from launcher.scaling.stats import STUDENT
 
 SMOOTH = 5  # losses of a range test that are averaged
 RISE = 0.1  # of what the loss had fallen by, that counts as risen
-SIGMAS = 4.0  # of the smoothed loss's noise, that counts as risen
+SIGMAS = 8.0  # of the smoothed noise, that counts as risen: the least of 100 means lies 2.5 below by itself
 SAFETY = 4.0  # the ladder begins at the edge over this (Smith, arXiv 1506.01186, takes a third)
 EXTENSIONS = 3  # rates that may be added at either end
 FINALISTS = 2

@@ -19,7 +19,7 @@ from launcher.redact import redact_argv
 from launcher.report import format_duration, format_percent, format_si
 from launcher.scaling.benchmark import identity
 from launcher.tune import ladder, lr_trials, search, transfer
-from launcher.tune.halving import RUNGS, AllFailed, RangeTest, Search, Settings
+from launcher.tune.halving import RUNGS, STATE, AllFailed, RangeTest, Search, Settings
 from launcher.tune.ladder import Candidate, Outcome, Rung
 from launcher.tune.lr_trials import device_slots
 from launcher.tune.place import directory_issues
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 DEFAULT_CONFIG = "quickstart"
-STATE = "search.json"
 
 
 def tune(
@@ -134,7 +133,6 @@ def run_locked(
 ) -> tuple[int, dict[str, Any]]:  # fmt: skip
     """The search, and (exit code, tune.json); also what there is of it when a signal came. `make_pool`: what
     runs the trials."""
-    begun = time.monotonic()
     machine = environment.probe(out)
     manifest = record.read_json(shards / "manifest.json") or {}
     if not manifest.get("held_out", {}).get("sequences"):
@@ -166,11 +164,13 @@ def run_locked(
         say(f"stopped: {out} holds what was measured; the same command goes on")
     except AllFailed as failed:
         status, why = "failed", str(failed)
-    state["seconds"] += time.monotonic() - begun
-    record.write_json(out / STATE, state)
+    doing.keep()
     found = document(doing, status, facts, str(manifest.get("hash")))
     if found["choice"] is None and status == "complete":
         found["status"] = "failed"
+    before = record.read_json(out / "tune.json") or {}
+    if before.get("choice") == json.loads(json.dumps(found["choice"])):
+        found["transfer"] = before.get("transfer")
     record.write_json(out / "tune.json", found)
     found = record.read_json(out / "tune.json") or found
     if (choice := found["choice"]) is not None:
@@ -246,9 +246,9 @@ def summary_lines(found: dict[str, Any], out: Path, why: str | None) -> list[str
             f"error: no rate can be chosen: {why or 'every finalist failed'}; logs below {out / 'trials'}"
         )
     if cost["grid_tokens"]:
-        share = format_percent(cost["tokens"] / cost["grid_tokens"])
-        lines.append(f"cost: {format_si(cost['tokens'], 'tokens')} in {cost['trials']} trials, {share} of the "
-                     f"grid of these rates with every seed; {format_duration(found['seconds'])}")  # fmt: skip
+        share = f"{format_percent(cost['tokens'] / cost['grid_tokens'])} of the grid of these rates"
+        lines.append(f"cost: {format_si(cost['tokens'], 'tokens')} in {cost['trials']} trials, {share} "
+                     f"with every seed; {format_duration(found['seconds'])}")  # fmt: skip
     if choice is not None:
         lines.append(f"bert-dp train {out / 'tuned.yaml'}")
     return lines
