@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 import time
@@ -14,7 +15,7 @@ import pytest
 from tests.e2e.cli import bert_dp, start, tiny
 from tests.shards import write_shards
 
-STEPS, STEP = 48, 128  # of the configured run; tokens of one step
+STEPS, STEP = 32, 128  # of the configured run; tokens of one step
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +81,10 @@ def found(out: Path) -> dict[str, Any]:
 
 def test_the_choice_follows_from_the_trials_records(found: dict[str, Any], out: Path) -> None:
     assert (found["status"], found["kind"], found["ranks"]) == ("complete", "lr", 1)
-    first, last = found["rungs"]
+    rungs = found["rungs"]
+    first, last = rungs[0], rungs[-1]
     assert (first["tokens"], last["tokens"]) == (STEPS // 8 * STEP, STEPS * STEP)
-    for trial in first["trials"] + last["trials"]:
+    for trial in [trial for rung in rungs for trial in rung["trials"]]:
         directory = out / "trials" / trial["trial"]
         summary = json.loads((directory / "summary.json").read_text())
         assert trial["heldout_loss"] == summary["heldout_loss"]
@@ -97,10 +99,14 @@ def test_the_choice_follows_from_the_trials_records(found: dict[str, Any], out: 
     best = min(last["trials"], key=lambda trial: trial["heldout_loss"])
     assert found["choice"]["lr"] == best["lr"]
     assert found["choice"]["heldout_loss"] == best["heldout_loss"]
-    losses = {trial["lr"]: trial["heldout_loss"] for trial in first["trials"]}
-    assert {trial["lr"] for trial in last["trials"]} == set(sorted(losses, key=lambda r: losses[r])[:2])
+    for rung, following in itertools.pairwise(rungs):
+        losses = {trial["lr"]: trial["heldout_loss"] for trial in rung["trials"]}
+        kept = [rate for *_, rate in rung["kept"]]
+        assert kept == sorted(losses, key=lambda rate: losses[rate])[: len(kept)]
+        assert len(kept) == (2 if following["last"] else -(-len(losses) // 2))
+        assert {trial["lr"] for trial in following["trials"]} == set(kept)
     edge = found["range_test"]["edge"]
-    assert edge is None or max(losses) <= edge
+    assert edge is None or max(trial["lr"] for trial in first["trials"]) <= edge
     rising = [rate for rate, _ in found["range_test"]["points"]]
     assert rising[0] == pytest.approx(1e-4)
     assert rising == sorted(rising)
