@@ -13,22 +13,22 @@ from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, OptimConfig, batch_plan, dump_config, load_config, peak_lr
-from launcher import environment, starters, training
+from launcher import environment, outdir, starters, training
 from launcher.display import PLAIN, show
 from launcher.redact import redact_argv
 from launcher.report import format_duration, format_percent, format_si
 from launcher.scaling.benchmark import identity
-from launcher.tune import ladder, lr_trials, search, transfer
+from launcher.tune import ladder, lr_trials, page, search, transfer
 from launcher.tune.halving import RUNGS, STATE, AllFailed, RangeTest, Search, Settings
 from launcher.tune.ladder import Candidate, Outcome, Rung
 from launcher.tune.lr_trials import device_slots
-from launcher.tune.place import directory_issues
 from launcher.tune.trials import Pool, Say, Stopped
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 DEFAULT_CONFIG = "quickstart"
+FIXED = ("kind", "config_hash", "settings")
 
 
 def tune(
@@ -40,12 +40,12 @@ def tune(
     config = training.absolute(load_config(path, overrides))
     gpus = 0 if config.run.device == "cpu" else environment.num_gpus()
     ranks = settings.ranks or config.parallel.tensor
-    where = (out or Path("tuning") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    where = (out or Path("tune") / f"{path.stem}-lr-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     asked = facts_of(config, settings)
     issues = [*starters.launcher_issues(settings.launcher), *training.input_issues(config)]
     issues += [*training.exposure_issues(config, where), *rank_issues(config, ranks, gpus)]
     issues += setting_issues(config, settings, ranks)
-    if issues := [*dict.fromkeys(issues), *directory_issues(where, STATE, asked, "search")]:
+    if issues := [*dict.fromkeys(issues), *outdir.issues(where, STATE, "search", asked, FIXED)]:
         raise ConfigError(issues)
 
     def say(line: str) -> None:
@@ -140,10 +140,7 @@ def run_locked(
                            "raise data.build.held_out_fraction"])  # fmt: skip
     here = identity(machine.to_json(), manifest.get("hash"))
     state = record.read_json(out / STATE) or {**facts_of(config, settings), "machine": here, "seconds": 0.0}
-    if other := [key for key in here if state["machine"].get(key) != here[key]]:
-        told = "; ".join(f"{key}: {state['machine'].get(key)} then, {here[key]} now" for key in other)
-        raise ConfigError([f"--out: {out} was begun elsewhere ({told}) and would not compare; choose another "
-                           "directory"])  # fmt: skip
+    outdir.check_machine(out, STATE, here)
     record.write_json(out / STATE, state)
     facts = {**machine.to_json(), "command": redact_argv(sys.argv), "launcher": settings.launcher}
     record.write_json(out / "environment.json", facts)
@@ -173,6 +170,7 @@ def run_locked(
         found["transfer"] = before.get("transfer")
     record.write_json(out / "tune.json", found)
     found = record.read_json(out / "tune.json") or found
+    page.write(found, out / "report.html")
     if (choice := found["choice"]) is not None:
         candidate = Candidate(choice["optimizer"], choice["weight_decay"], choice["lr"])
         record.write_text(out / "tuned.yaml", dump_config(lr_trials.tuned_config(config, candidate)))
@@ -250,7 +248,8 @@ def summary_lines(found: dict[str, Any], out: Path, why: str | None) -> list[str
         lines.append(f"cost: {format_si(cost['tokens'], 'tokens')} in {cost['trials']} trials, {share} "
                      f"with every seed; {format_duration(found['seconds'])}")  # fmt: skip
     if choice is not None:
-        lines.append(f"bert-dp train {out / 'tuned.yaml'}")
+        lines.append(f"use it: bert-dp train {out / 'tuned.yaml'}")
+    lines.append(f"page: {out / 'report.html'}")
     return lines
 
 

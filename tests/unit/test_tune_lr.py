@@ -17,7 +17,7 @@ from rich.console import Console
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_plan, dump_config, load_config, peak_lr
-from launcher.tune import ladder, lr, lr_command, lr_trials, search, transfer
+from launcher.tune import ladder, lr, lr_trials, search, transfer
 from launcher.tune.halving import Settings
 from launcher.tune.ladder import Candidate, Edge, Outcome, Rung
 from launcher.tune.trials import Slot, Stopped, Trial
@@ -587,17 +587,6 @@ def test_ranks_need_devices(shards: Path) -> None:
     assert lr.rank_issues(make(shards), 3, 2)[0].startswith("--ranks: 3 ranks but 2 GPUs")
     assert lr.rank_issues(make(shards, "run.device=cuda"), 1, 0)[0].startswith("run.device: cuda")
     assert lr.rank_issues(make(shards), 3, 0) == []
-
-
-@pytest.mark.parametrize(("text", "seconds"), [("90s", 90), ("30m", 1800), ("1.5h", 5400), (None, None)])
-def test_budgets_have_units(text: str | None, seconds: float | None) -> None:
-    assert lr_command.parse_budget(text) == seconds
-
-
-@pytest.mark.parametrize("text", ["30", "m", "0m", "-3m", "1d"])
-def test_a_budget_without_a_unit_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--budget: "):
-        lr_command.parse_budget(text)
 
 
 def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
