@@ -104,7 +104,12 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
         for trial, state in pool.outcomes(todo):
             _, candidate, seed = named[trial.name]
             outcome = lr_trials.read_outcome(
-                pool.directory(trial), state, candidate, seed, lr_trials.step_tokens(config)
+                pool.directory(trial),
+                state,
+                candidate,
+                seed,
+                tokens_of_step=lr_trials.step_tokens(config),
+                seconds=pool.seconds(trial),
             )
             outcomes.append(outcome)
             print(

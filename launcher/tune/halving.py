@@ -53,6 +53,7 @@ class RangeTest:
     points: list[tuple[float, float | None, int]]
     edge: Edge
     summary: dict[str, Any]
+    seconds: float
 
 
 class Search:
@@ -132,7 +133,9 @@ class Search:
                 raise AllFailed(f"{trial.name}: {states[trial.name]}: {why}")
             summary = record.read_json(directory / "summary.json") or {}
             edge = ladder.find_edge(points)
-            self.range_tests[name] = RangeTest(name, trial.name, points, edge, summary)
+            self.range_tests[name] = RangeTest(
+                name, trial.name, points, edge, summary, self.pool.seconds(trial)
+            )
             told = f"edge at {edge.lr:.3g}: " if edge.lr is not None else ""
             self.say(f"  {name}: {told}{edge.why}")
 
@@ -173,7 +176,7 @@ class Search:
 
     def _within(self, budget_s: float, tokens: int, why: str) -> tuple[int, str]:
         """The whole budget shortened so that the search fits into `budget_s`, range tests included."""
-        used = sum(lr_trials.seconds(test.summary) or 0.0 for test in self.range_tests.values())
+        used = sum(test.seconds for test in self.range_tests.values())
         fixed = self._predicted_s(0)
         if self._predicted_s(tokens) + used <= budget_s:
             return tokens, why
@@ -197,10 +200,11 @@ class Search:
         return [(first, tokens // RUNGS[0]), *second, (finals, tokens)]
 
     def _trial_s(self, tokens: int) -> float:
-        """Predicted seconds of a trial, from the first range test's speed, set-up and evaluation."""
-        spent = self.range_tests[self.optimizers[0]].summary.get("time_s") or {}
-        fixed = float(sum(spent.get(part, 0.0) for part in ("setup", "compile")))
-        fixed += lr_trials.CURVE_POINTS * float(spent.get("eval", 0.0))
+        """Predicted seconds of a trial, from the first range test's: what was not training, and its speed."""
+        test = self.range_tests[self.optimizers[0]]
+        spent = test.summary.get("time_s") or {}
+        fixed = max(0.0, test.seconds - spent.get("train", 0.0))
+        fixed += (lr_trials.CURVE_POINTS - 1) * spent.get("eval", 0.0)
         return fixed + tokens / (self._rate() or math.inf)
 
     def _predicted_s(self, tokens: int) -> float:
@@ -263,7 +267,11 @@ class Search:
         try:
             for trial, state in self.pool.outcomes(todo):
                 outcome = lr_trials.read_outcome(
-                    self.pool.directory(trial), state, *named[trial.name], tokens_of_step=size
+                    self.pool.directory(trial),
+                    state,
+                    *named[trial.name],
+                    tokens_of_step=size,
+                    seconds=self.pool.seconds(trial),
                 )
                 rung.outcomes.append(outcome)
                 self._done += 1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -119,9 +118,9 @@ def tuned_config(config: Config, candidate: Candidate) -> Config:
 
 
 def read_outcome(
-    directory: Path, state: str, candidate: Candidate, seed: int, tokens_of_step: int
+    directory: Path, state: str, candidate: Candidate, seed: int, *, tokens_of_step: int, seconds: float
 ) -> Outcome:
-    """What a trial that ended as `state` (ok, oom or failed) has come to."""
+    """What a trial that ended as `state` (ok, oom or failed) after `seconds` has come to."""
     summary = record.read_json(directory / "summary.json") or {}
     loss = summary.get("heldout_loss")
     cause = None if state == "ok" else trials.cause(directory)
@@ -132,13 +131,7 @@ def read_outcome(
     curve = [[line["tokens"], line["loss"]] for line in record.read_lines(directory / "evals.jsonl")
              if line["loss"] is not None]  # fmt: skip
     trained = summary.get("tokens") or tokens_of_step * int(summary.get("step") or 0)
-    return Outcome(directory.name, candidate, seed, state, cause, loss, trained, seconds(summary), curve)
-
-
-def seconds(summary: Mapping[str, Any]) -> float | None:
-    """Of one trial, from its set-up to its end."""
-    spent = summary.get("time_s")
-    return sum(spent[part] for part in ("setup", "compile", "train", "eval", "save")) if spent else None
+    return Outcome(directory.name, candidate, seed, state, cause, loss, trained, seconds, curve)
 
 
 def range_points(directory: Path) -> list[tuple[float, float | None, int]]:

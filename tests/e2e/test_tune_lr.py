@@ -29,11 +29,12 @@ def command(shards: Path, out: Path, *more: str) -> list[str]:
 
 
 def whole(out: Path) -> dict[str, float]:
-    """Trials that have ended by themselves -> when."""
+    """Trials that have ended by themselves, and were seen to -> when."""
     found = {}
-    for path in out.glob("trials/*/summary.json"):
-        if json.loads(path.read_text())["status"] == "done":
-            found[path.parent.name] = path.stat().st_mtime
+    for path in out.glob("trials/*/trial.json"):
+        summary = path.with_name("summary.json")
+        if summary.exists() and json.loads(summary.read_text())["status"] == "done":
+            found[path.parent.name] = summary.stat().st_mtime
     return found
 
 

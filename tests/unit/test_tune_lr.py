@@ -60,6 +60,10 @@ class Pool:
             return None
         return {"done": "ok"}.get(summary["status"], "oom" if summary["cause"] == "oom" else "failed")
 
+    def seconds(self, trial: Trial) -> float:
+        summary = record.read_json(self.directory(trial) / "summary.json") or {}
+        return sum(summary["time_s"].values())
+
     def run(self, trials: Sequence[Trial]) -> dict[str, str]:
         return {trial.name: state for trial, state in self.outcomes(trials)}
 
