@@ -38,8 +38,8 @@ from bert_dp.config.schema import (
 
 __all__ = [
     "MAX_VOCAB_SIZE", "BatchConfig", "BatchPlan", "BuildConfig", "CheckpointConfig", "Config", "ConfigError",
-    "DataConfig", "LogConfig",
-    "ModelConfig", "OptimConfig", "ParallelConfig", "PeakLr", "ScheduleConfig", "Section", "batch_at",
-    "batch_plan", "changed_settings", "data_issues", "dump_config", "init_issues", "load_config", "micro_is_auto",
-    "no_effect",     "num_masked", "progress_at", "parse_overrides", "peak_lr", "resolve", "setting_paths",
+    "DataConfig", "LogConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "PeakLr", "ScheduleConfig",
+    "Section", "batch_at", "batch_plan", "changed_settings", "data_issues", "dump_config", "init_issues",
+    "load_config", "micro_is_auto", "no_effect", "num_masked", "progress_at", "parse_overrides", "peak_lr",
+    "resolve", "setting_paths",
 ]  # fmt: skip

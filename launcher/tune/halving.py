@@ -203,8 +203,8 @@ class Search:
         """Predicted seconds of a trial, from the first range test's: what was not training, and its speed."""
         test = self.range_tests[self.optimizers[0]]
         spent = test.summary.get("time_s") or {}
-        fixed = max(0.0, test.seconds - spent.get("train", 0.0))
-        fixed += (lr_trials.CURVE_POINTS - 1) * spent.get("eval", 0.0)
+        fixed = max(0.0, test.seconds - float(spent.get("train", 0.0)))
+        fixed += (lr_trials.CURVE_POINTS - 1) * float(spent.get("eval", 0.0))
         return fixed + tokens / (self._rate() or math.inf)
 
     def _predicted_s(self, tokens: int) -> float:

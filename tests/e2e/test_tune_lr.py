@@ -94,8 +94,9 @@ def test_the_choice_follows_from_the_trials_records(found: dict[str, Any], out: 
         assert trial["curve"] == [[line["tokens"], line["loss"]] for line in lines]
         assert 3 <= len(lines) <= 4
         rates = [json.loads(x)["lr"] for x in (directory / "metrics.jsonl").read_text().splitlines()]
-        assert 0.5 * trial["lr"] < max(rates) <= trial["lr"]  # its own schedule, to its end
-        assert rates[-1] < max(rates)
+        count = trial["tokens"] // STEP  # its own budget triangle, to its end
+        factors = [min(0.25 + k / count, 4 * (1 - k / count)) for k in range(count)]
+        assert rates == pytest.approx([trial["lr"] * factor for factor in factors])
         assert not list((directory / "checkpoints").glob("step-*"))
     best = min(last["trials"], key=lambda trial: trial["heldout_loss"])
     assert found["choice"]["lr"] == best["lr"]
