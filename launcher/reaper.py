@@ -27,9 +27,15 @@ SEARCH_S = 5.0
 @contextlib.contextmanager
 def reaper(scratch: Path, marks: Sequence[str]) -> Iterator[None]:
     """Should this process be killed in the block, processes with all of `marks` (NAME=value) in their
-    environment do not outlive it, and `scratch` is removed."""
+    environment do not outlive it, and `scratch` is removed.
+
+    The reaper itself bears no such names: where this process was started by another launcher, that one's
+    reaper must not end ours first.
+    """
     command = [sys.executable, "-I", "-S", __file__, str(scratch), *marks]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    names = {mark.partition("=")[0] for mark in marks}
+    environ = {name: value for name, value in os.environ.items() if name not in names}
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environ)
     try:
         yield
     finally:

@@ -27,6 +27,7 @@ from bert_dp.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
+    LogConfig,
     ModelConfig,
     OptimConfig,
     ParallelConfig,
@@ -36,9 +37,9 @@ from bert_dp.config.schema import (
 )
 
 __all__ = [
-    "BatchConfig", "BatchPlan", "BuildConfig", "CheckpointConfig", "Config", "ConfigError", "DataConfig",
-    "MAX_VOCAB_SIZE", "ModelConfig", "OptimConfig", "ParallelConfig", "PeakLr", "ScheduleConfig",
+    "MAX_VOCAB_SIZE", "BatchConfig", "BatchPlan", "BuildConfig", "CheckpointConfig", "Config", "ConfigError",
+    "DataConfig", "LogConfig", "ModelConfig", "OptimConfig", "ParallelConfig", "PeakLr", "ScheduleConfig",
     "Section", "batch_at", "batch_plan", "changed_settings", "data_issues", "dump_config", "init_issues",
-    "load_config", "micro_is_auto", "no_effect", "num_masked", "parse_overrides", "peak_lr",
-    "progress_at", "resolve", "setting_paths",
+    "load_config", "micro_is_auto", "no_effect", "num_masked", "progress_at", "parse_overrides", "peak_lr",
+    "resolve", "setting_paths",
 ]  # fmt: skip

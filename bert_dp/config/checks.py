@@ -213,7 +213,8 @@ def no_effect(config: Config) -> list[str]:
 
     if config.batch.ramp_fraction == 0 and given(config.batch, "ramp_quantum"):
         lines.append("batch.ramp_quantum has no effect: batch.ramp_fraction is 0")
-    if config.schedule.name in ("budget_triangle", "constant") and given(config.schedule, "warmup_fraction"):
+    unwarmed = ("budget_triangle", "constant", "exponential")
+    if config.schedule.name in unwarmed and given(config.schedule, "warmup_fraction"):
         lines.append(f"schedule.warmup_fraction has no effect with schedule.name: {config.schedule.name}")
     if config.schedule.name != "wsd" and given(config.schedule, "decay_fraction"):
         lines.append(f"schedule.decay_fraction has no effect with schedule.name: {config.schedule.name}")

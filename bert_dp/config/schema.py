@@ -144,8 +144,9 @@ class BatchConfig(Section):
 
 
 class ScheduleConfig(Section):
-    name: Literal["budget_triangle", "linear", "cosine", "wsd", "constant"] = "budget_triangle"
-    """Learning rate as a function of progress f; wsd = warm-up, stable, decay."""
+    name: Literal["budget_triangle", "linear", "cosine", "wsd", "constant", "exponential"] = "budget_triangle"
+    """Learning rate as a function of progress f; wsd = warm-up, stable, decay; exponential rises from 1e-4 of
+    the peak to the peak: a range test."""
     steps: int | None = Field(None, ge=1)
     """Budget in optimizer steps. Exactly one of steps, tokens, hours."""
     tokens: int | None = Field(None, ge=1)

@@ -8,15 +8,11 @@ from typing import Annotated
 import typer
 
 from launcher.options import ConfigName, Json, Launcher, Set, console
+from launcher.tune import lr_command
 
 tune_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Find the per-GPU batch and the learning rate."
 )
-
-
-@tune_app.callback()
-def _verbs() -> None:
-    pass
 
 
 @tune_app.command()
@@ -56,3 +52,6 @@ def batch(
             fresh=fresh, dry_run=dry_run, as_json=json, console=console(),
         )
     )  # fmt: skip
+
+
+tune_app.command("lr")(lr_command.lr)

@@ -74,14 +74,24 @@ class Pool:
         return float((record.read_json(self.directory(trial) / TOOK) or {}).get("seconds", 0.0))
 
     def run(self, trials: Sequence[Trial]) -> dict[str, str]:
-        """Name -> ok, oom or failed, of every trial; each has its records in its directory.
+        """Name -> ok, oom or failed, of every trial; see `outcomes`."""
+        return {trial.name: state for trial, state in self.outcomes(trials)}
+
+    def outcomes(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, str]]:
+        """Each trial with ok, oom or failed as it ends; it has its records in its directory.
 
         One that an earlier call has ended with the same configuration is not run again, unless something
         outside ended it. Raises Stopped once a signal has come and every trial has ended.
         """
-        states = {trial.name: self.ended(trial) for trial in trials}
-        waiting = [trial for trial in trials if states[trial.name] is None]
-        tries = dict.fromkeys(states, 0)
+        waiting = []
+        for trial in trials:
+            if (state := self.ended(trial)) is None:
+                waiting.append(trial)
+            else:
+                yield trial, state
+        if not waiting:
+            return
+        tries = dict.fromkeys([trial.name for trial in waiting], 0)
         running: list[_Running] = []
         free = list(self._slots)
         begun = time.monotonic()
@@ -104,8 +114,13 @@ class Pool:
                         record.write_json(self.directory(each.trial) / TOOK, took)
                         name = each.trial.name
                         tries[name] += 1
-                        states[name] = self._outcome(each)
-                        if states[name] is None and tries[name] < TRIES and not came:
+                        if (state := self._outcome(each)) is not None:
+                            yield each.trial, state
+                        elif came:
+                            continue
+                        elif tries[name] >= TRIES:
+                            yield each.trial, "failed"
+                        else:
                             self.say(f"  {name}: ended from outside; once more")
                             waiting.insert(0, each.trial)
                     self._tell(running)
@@ -118,7 +133,6 @@ class Pool:
         self.started += sum(tries.values())
         if came:
             raise Stopped(came[0])
-        return {name: state or "failed" for name, state in states.items()}
 
     def ended(self, trial: Trial) -> str | None:
         """How this very trial ended in an earlier call; None = it is to be run."""

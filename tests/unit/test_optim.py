@@ -15,7 +15,7 @@ from bert_dp.config import ModelConfig, OptimConfig, ScheduleConfig
 from bert_dp.model import build_model, is_decayed, is_matrix
 from bert_dp.optim import lr_factor, make_optimizer, parameter_groups, set_lr
 
-NAMES = ("budget_triangle", "linear", "cosine", "wsd", "constant")
+NAMES = ("budget_triangle", "linear", "cosine", "wsd", "constant", "exponential")
 
 
 def schedule(name: str, **changed: float) -> ScheduleConfig:
@@ -53,6 +53,10 @@ def test_budget_triangle_is_the_recipes(f: float, factor: float) -> None:
         ("wsd", {"warmup_fraction": 0.0, "decay_fraction": 1.0}, 0.25, 0.5),
         ("constant", {}, 0.0, 1.0),
         ("constant", {}, 1.0, 1.0),
+        ("exponential", {}, 0.0, 1e-4),
+        ("exponential", {}, 0.25, 1e-3),
+        ("exponential", {}, 0.5, 1e-2),
+        ("exponential", {}, 1.0, 1.0),
     ],
 )
 def test_schedule_corners(name: str, changed: dict[str, float], f: float, factor: float) -> None:

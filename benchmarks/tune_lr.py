@@ -1,0 +1,186 @@
+"""`bert-dp tune lr` beside a full grid of the same rates: what it finds, and what it costs.
+
+    python benchmarks/tune_lr.py --out DIR [--config quickstart] [--set a.b=v ...] [--tokens N] [--json FILE]
+
+First the search (DIR/search), then a grid (DIR/grid): every rate that the search's first rung had, spaced 2x
+and at least five, with the same seeds, each to the whole budget, as ordinary trials by the same means, as
+many at a time. Both go on where they were stopped. Losses do not depend on how busy the machine is; seconds
+do: they are the wall clock of both parts, over all calls.
+
+    gap     nats: mean over the seeds of the search's rate, less that of the grid's best (goal: at most 0.02)
+    tokens  trained by the search over those of the grid (goal: below 0.5); the same of the seconds
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bert_dp import record  # noqa: E402
+from bert_dp.config import Config, load_config  # noqa: E402
+from launcher import environment, training  # noqa: E402
+from launcher.tune import lr_trials  # noqa: E402
+from launcher.tune.ladder import Candidate  # noqa: E402
+from launcher.tune.trials import Pool, Stopped, Trial  # noqa: E402
+
+GOAL_NATS, GOAL_TOKENS = 0.02, 0.5
+TOKENS = 5_000_000  # about a minute of one rank on one core
+RATES = 5
+KEPT = ("settings", "range_test", "rungs", "choice", "cost", "ranks", "at_a_time", "unigram_entropy_nats")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True)
+    add("--config", default="quickstart")
+    add("--set", dest="overrides", action="append", default=[], metavar="a.b=v")
+    add("--tokens", type=int, default=TOKENS, help="of a whole run")
+    add("--seeds", type=int, default=3)
+    add("--date", default=datetime.date.today().isoformat())
+    add("--json", type=Path)
+    return parser.parse_args(arguments)
+
+
+def search(o: argparse.Namespace) -> dict[str, Any]:
+    """tune.json of `bert-dp tune lr`, as a user runs it."""
+    command = [sys.executable, "-m", "launcher", "tune", "lr", o.config, "--tokens", str(o.tokens),
+               "--seeds", str(o.seeds), "--rates", str(RATES), "--out", str(o.out / "search")]  # fmt: skip
+    command += [part for item in o.overrides for part in ("--set", item)]
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    code = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
+    if code:
+        sys.exit(code)
+    found = record.read_json(o.out / "search" / "tune.json")
+    assert found is not None
+    return found
+
+
+def ladder_of(found: dict[str, Any]) -> list[float]:
+    """The rates of the grid: those of the first rung, downwards to RATES of them."""
+    rates = sorted({trial["lr"] for trial in found["rungs"][0]["trials"]}, reverse=True)
+    while len(rates) < RATES:
+        rates.append(rates[-1] / 2)
+    return rates
+
+
+def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, Any]) -> dict[str, Any]:
+    """Every rate with every seed at the whole budget."""
+    out = o.out / "grid"
+    out.mkdir(parents=True, exist_ok=True)
+    tokens, seeds = found["settings"]["tokens"], found["settings"]["seeds_used"]
+    named = {}
+    for seed in seeds:
+        for rate in ladder_of(found):
+            candidate = Candidate(config.optim.name, config.optim.weight_decay, rate)
+            trial = lr_trials.trial_config(config, shards, candidate, tokens, seed)
+            name = lr_trials.trial_name(candidate, tokens, seed)
+            named[name] = Trial(name, trial, found["ranks"]), candidate, seed
+    machine = environment.probe()
+    on_gpu = bool(machine.gpus) and config.run.device != "cpu"
+    slots = lr_trials.device_slots(
+        found["ranks"], gpus=len(machine.gpus) if on_gpu else 0, cores=int(machine.usable_cores),
+        most=found["at_a_time"],
+    )  # fmt: skip
+    pool = Pool(out, slots, launcher="torchrun", on_gpu=on_gpu, say=print)
+    before = (record.read_json(out / "seconds.json") or {"seconds": 0.0})["seconds"]
+    begun, outcomes = time.monotonic(), []
+    todo = [trial for trial, *_ in named.values()]
+    known = {trial.name for trial in todo if pool.ended(trial)}
+    try:
+        for trial, state in pool.outcomes(todo):
+            _, candidate, seed = named[trial.name]
+            outcome = lr_trials.read_outcome(
+                pool.directory(trial),
+                state,
+                candidate,
+                seed,
+                tokens_of_step=lr_trials.step_tokens(config),
+                seconds=pool.seconds(trial),
+            )
+            outcomes.append(outcome)
+            print(
+                f"[{len(outcomes)}/{len(todo)}] {trial.name}: {outcome.status} {outcome.heldout_loss}",
+                flush=True,
+            )
+    except Stopped as stop:
+        sys.exit(128 + stop.number)
+    finally:
+        spent = before + (time.monotonic() - begun if len(known) < len(todo) else 0.0)
+        record.write_json(out / "seconds.json", {"seconds": spent})
+    lines = [
+        {"trial": x.trial, "lr": x.candidate.lr, "seed": x.seed, "status": x.status, "cause": x.cause,
+         "heldout_loss": x.heldout_loss, "tokens": x.tokens, "seconds": x.seconds}
+        for x in outcomes
+    ]  # fmt: skip
+    return {"seconds": spent, "trials": sorted(lines, key=lambda x: (-x["lr"], x["seed"]))}
+
+
+def means(trials: list[dict[str, Any]]) -> dict[float, float]:
+    """Rate -> mean over the seeds, where every seed has a loss."""
+    out = {}
+    for rate in {trial["lr"] for trial in trials}:
+        mine = [trial for trial in trials if trial["lr"] == rate]
+        if all(trial["status"] == "ok" for trial in mine):
+            out[rate] = statistics.fmean(trial["heldout_loss"] for trial in mine)
+    return dict(sorted(out.items()))
+
+
+def compare(found: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+    """The figures of the record, from the trials alone."""
+    by_rate = means(full["trials"])
+    best = min(by_rate, key=lambda rate: by_rate[rate])
+    chosen = found["choice"]["lr"]
+    last = [trial for rung in found["rungs"] if rung["last"] for trial in rung["trials"]]
+    tokens = sum(trial["tokens"] for trial in full["trials"])
+    return {
+        "chosen_lr": chosen, "chosen_nats": means(last)[chosen],
+        "grid_means": [list(pair) for pair in by_rate.items()],
+        "grid_best_lr": best, "grid_best_nats": by_rate[best],
+        "gap_nats": means(last)[chosen] - by_rate[best],
+        "tokens": found["cost"]["tokens"], "grid_tokens": tokens,
+        "token_ratio": found["cost"]["tokens"] / tokens, "seconds": found["seconds"],
+        "grid_seconds": full["seconds"], "second_ratio": found["seconds"] / full["seconds"],
+        "goal_nats": GOAL_NATS, "goal_tokens": GOAL_TOKENS,
+    }  # fmt: skip
+
+
+def main() -> None:
+    o = parse()
+    o.out = o.out.resolve()
+    config = training.absolute(load_config(training.find_config(o.config, None), o.overrides))
+    found = search(o)
+    full = grid(o, config, training.prepare_data(config), found)
+    figures = compare(found, full)
+    machine = environment.probe(ROOT).to_json()
+    print(f"chosen {figures['chosen_lr']:g}: {figures['chosen_nats']:.4f} nats; the grid's best "
+          f"{figures['grid_best_lr']:g}: {figures['grid_best_nats']:.4f}; gap {figures['gap_nats']:+.4f} "
+          f"(goal {GOAL_NATS})")  # fmt: skip
+    for rate, mean in figures["grid_means"]:
+        print(f"  {rate:<10g} {mean:.4f}")
+    seconds = f"{figures['seconds']:.0f} and {figures['grid_seconds']:.0f}"
+    print(f"tokens {figures['token_ratio']:.3f} of the grid's (goal {GOAL_TOKENS}), seconds "
+          f"{figures['second_ratio']:.3f}: {seconds}")  # fmt: skip
+    if o.json:
+        o.json.write_text(json.dumps({
+            "environment": {**machine, "date": o.date}, "command": sys.argv, "commit": machine["git_commit"],
+            "config_hash": config.hash(), "data_hash": found["data_hash"], "figures": figures,
+            "search": {key: found[key] for key in KEPT}, "grid": full,
+        }, indent=1))  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

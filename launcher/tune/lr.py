@@ -1,0 +1,283 @@
+"""`bert-dp tune lr`: the learning rate from short complete runs, and its transfer to another global batch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import time
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bert_dp import record
+from bert_dp.config import Config, ConfigError, OptimConfig, batch_plan, dump_config, load_config, peak_lr
+from launcher import environment, outdir, starters, training
+from launcher.display import PLAIN, show
+from launcher.redact import redact_argv
+from launcher.report import format_duration, format_percent, format_si
+from launcher.scaling.benchmark import identity
+from launcher.tune import ladder, lr_trials, page, search, transfer
+from launcher.tune.halving import RUNGS, STATE, AllFailed, RangeTest, Search, Settings
+from launcher.tune.ladder import Candidate, Outcome, Rung
+from launcher.tune.lr_trials import device_slots
+from launcher.tune.trials import Pool, Say, Stopped
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+DEFAULT_CONFIG = "quickstart"
+FIXED = ("kind", "config_hash", "settings")
+
+
+def tune(
+    name: str | None, overrides: Sequence[str], settings: Settings, *, out: Path | None, dry_run: bool,
+    as_json: bool, console: Console,
+) -> int:  # fmt: skip
+    """Returns the exit code. Raises ConfigError before any trial starts, with everything that is wrong."""
+    path = training.find_config(name or DEFAULT_CONFIG, None)
+    config = training.absolute(load_config(path, overrides))
+    gpus = 0 if config.run.device == "cpu" else environment.num_gpus()
+    ranks = settings.ranks or config.parallel.tensor
+    where = (out or Path("tune") / f"{path.stem}-lr-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    asked = facts_of(config, settings)
+    issues = [*starters.launcher_issues(settings.launcher), *training.input_issues(config)]
+    issues += [*training.exposure_issues(config, where), *rank_issues(config, ranks, gpus)]
+    issues += setting_issues(config, settings, ranks)
+    if issues := [*dict.fromkeys(issues), *outdir.issues(where, STATE, "search", asked, FIXED)]:
+        raise ConfigError(issues)
+
+    def say(line: str) -> None:
+        if as_json:
+            sys.stderr.write(line + "\n")
+        else:
+            show(console, line, **PLAIN)
+
+    describe(config, settings, ranks, where, say, overrides)
+    if dry_run:
+        if as_json:
+            sys.stdout.write(json.dumps(asked, indent=1) + "\n")
+        return 0
+    directory = training.prepare_data(config)
+    with training.claim(where, ".lock", "--out", "search"):
+        code, found = run_locked(config, settings, ranks, where, directory, on_gpu=gpus > 0, say=say)
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    return code
+
+
+def facts_of(config: Config, settings: Settings) -> dict[str, Any]:
+    """search.json's part that must not change from call to call. JSON values only."""
+    plain: dict[str, Any] = json.loads(json.dumps({
+        "schema_version": record.SCHEMA_VERSION, "kind": "lr", "config_hash": config.hash(),
+        "config": config.model_dump(mode="json"), "settings": dataclasses.asdict(settings),
+    }))  # fmt: skip
+    return plain
+
+
+def rank_issues(config: Config, ranks: int, gpus: int) -> list[str]:
+    """Why a trial cannot have so many ranks on this machine."""
+    if config.run.device == "cuda" and not gpus:
+        return ["run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"]
+    if gpus and ranks > gpus:
+        return [f"--ranks: {ranks} ranks but {gpus} GPUs; use fewer, or --set run.device=cpu"]
+    return []
+
+
+def setting_issues(config: Config, settings: Settings, ranks: int) -> list[str]:
+    """Why these options cannot be searched with this configuration; one line each."""
+    issues = search.check() if settings.trials else []
+    known = typing.get_args(OptimConfig.model_fields["name"].annotation)
+    for name in settings.optimizers or (config.optim.name,):
+        if name not in known:
+            issues.append(f"--optimizers: {name!r} is not one of {', '.join(known)}")
+            continue
+        optim = config.optim.model_copy(update={"name": name, "lr": 1.0, "lr_scaling": "none"})
+        try:
+            batch_plan(config.model_copy(update={"optim": optim}), ranks)
+        except ConfigError as error:
+            issues += [line.replace("--nproc", "--ranks") for line in error.issues]
+    if any(not 0 <= decay < 1 for decay in settings.weight_decays):
+        issues.append("--weight-decays: numbers of at least 0 and below 1")
+    elif settings.trials and len(settings.weight_decays) > 1 and min(settings.weight_decays) == 0:
+        issues.append("--weight-decays: 0 has no logarithm to draw from; leave it out, or drop --trials")
+    full = settings.tokens or lr_trials.full_tokens(config)
+    size = lr_trials.step_tokens(config)
+    least = RUNGS[0] * size
+    if full is not None and full < least:
+        option = "--tokens" if settings.tokens else "schedule"
+        issues.append(f"{option}: {full:,} tokens are fewer than {RUNGS[0]} steps of {size:,}, and the first "
+                      f"rung trains 1/{RUNGS[0]} of them; at least {least:,}")  # fmt: skip
+    return issues
+
+
+def describe(
+    config: Config, settings: Settings, ranks: int, where: Path, say: Say, overrides: Sequence[str]
+) -> None:
+    """What is about to run."""
+    s = settings
+    say(f"learning rate search: {where}")
+    first = f"{s.trials} trials drawn by Optuna" if s.trials else f"{s.rates} rates spaced 2x"
+    for what, values in (("optimizers", s.optimizers), ("weight decays", s.weight_decays)):
+        first += f" x {len(values)} {what}" if len(values) > 1 and not s.trials else ""
+    say(f"{first} at 1/{RUNGS[0]} of the whole run, the better half at 1/{RUNGS[1]}, {ladder.FINALISTS} x "
+        f"{s.seeds} seeds at all of it; {batch_plan(config, ranks)}")  # fmt: skip
+    if config.optim.lr != "auto" and any(item.partition("=")[0].strip() == "optim.lr" for item in overrides):
+        say("warning: --set optim.lr has no effect: it is what is searched")
+
+
+def run_locked(
+    config: Config, settings: Settings, ranks: int, out: Path, shards: Path, *, on_gpu: bool, say: Say,
+    make_pool: Callable[..., Pool] = Pool,
+) -> tuple[int, dict[str, Any]]:  # fmt: skip
+    """The search, and (exit code, tune.json); also what there is of it when a signal came. `make_pool`: what
+    runs the trials."""
+    machine = environment.probe(out)
+    manifest = record.read_json(shards / "manifest.json") or {}
+    if not manifest.get("held_out", {}).get("sequences"):
+        raise ConfigError([f"data: {shards} holds no held-out documents, by whose loss rates are chosen; "
+                           "raise data.build.held_out_fraction"])  # fmt: skip
+    here = identity(machine.to_json(), manifest.get("hash"))
+    state = record.read_json(out / STATE) or {**facts_of(config, settings), "machine": here, "seconds": 0.0}
+    outdir.check_machine(out, STATE, here)
+    record.write_json(out / STATE, state)
+    facts = {**machine.to_json(), "command": redact_argv(sys.argv), "launcher": settings.launcher}
+    record.write_json(out / "environment.json", facts)
+    axes = max(1, len(settings.optimizers)) * max(1, len(settings.weight_decays))
+    most = max(settings.trials or settings.rates * axes, ladder.FINALISTS * settings.seeds)
+    slots = device_slots(ranks, gpus=len(machine.gpus) if on_gpu else 0, cores=int(machine.usable_cores),
+                         most=most)  # fmt: skip
+    pool = make_pool(out, slots, launcher=settings.launcher, on_gpu=on_gpu, say=say)
+    entropy = manifest.get("unigram_entropy_nats")
+    doing = Search(
+        config, settings, ranks, pool, len(slots), shards=shards, unigram=entropy, state=state, say=say
+    )
+    status, stopped, why = "complete", 0, None
+    try:
+        doing.run()
+    except Stopped as stop:
+        status, stopped = "partial", stop.number
+        say(f"stopped: {out} holds what was measured; the same command goes on")
+    except AllFailed as failed:
+        status, why = "failed", str(failed)
+    doing.keep()
+    found = document(doing, status, facts, str(manifest.get("hash")))
+    if found["choice"] is None and status == "complete":
+        found["status"] = "failed"
+    before = record.read_json(out / "tune.json") or {}
+    if before.get("choice") == json.loads(json.dumps(found["choice"])):
+        found["transfer"] = before.get("transfer")
+    record.write_json(out / "tune.json", found)
+    found = record.read_json(out / "tune.json") or found
+    page.write(found, out / "report.html")
+    if (choice := found["choice"]) is not None:
+        candidate = Candidate(choice["optimizer"], choice["weight_decay"], choice["lr"])
+        record.write_text(out / "tuned.yaml", dump_config(lr_trials.tuned_config(config, candidate)))
+    for line in summary_lines(found, out, why):
+        say(line)
+    return (128 + stopped if stopped else 1 if found["status"] == "failed" else 0), found
+
+
+def document(doing: Search, status: str, facts: dict[str, Any], data_hash: str) -> dict[str, Any]:
+    """tune.json."""
+    config, rungs = doing.config, doing.rungs
+    choice = ladder.choose(rungs, any_decay=doing.settings.trials > 0) if status == "complete" else None
+    outcomes = [outcome for rung in rungs for outcome in rung.outcomes]
+    first = {o.candidate for o in rungs[0].outcomes} if rungs else set()
+    ranges = list(doing.range_tests.values())
+    trained = sum(o.tokens for o in outcomes) + sum(t.summary.get("tokens") or 0 for t in ranges)
+    settings = {**dataclasses.asdict(doing.settings), "optimizers": list(doing.optimizers),
+                "weight_decays": list(doing.decays), "tokens": doing.tokens,
+                "tokens_why": doing.state.get("tokens_why"), "seeds_used": list(doing.seeds)}  # fmt: skip
+    return {
+        "schema_version": record.SCHEMA_VERSION, "kind": "lr", "status": status,
+        "date": time.strftime("%Y-%m-%d"), "seconds": doing.state["seconds"],
+        "environment": {key: value for key, value in facts.items() if key != "command"},
+        "config_hash": config.hash(), "config": config.model_dump(mode="json"), "data_hash": data_hash,
+        "command": facts["command"], "settings": settings, "ranks": doing.ranks,
+        "at_a_time": doing.at_a_time, "unigram_entropy_nats": doing.unigram,
+        "range_test": _range_facts(ranges[0]) if ranges else None,
+        "other_range_tests": [_range_facts(test) for test in ranges[1:]],
+        "rungs": [_rung_facts(rung) for rung in rungs], "choice": choice,
+        "cost": {"tokens": trained, "grid_tokens": len(first) * doing.settings.seeds * doing.tokens,
+                 "trials": len(outcomes) + len(ranges)},
+        "transfer": None,
+    }  # fmt: skip
+
+
+def _range_facts(test: RangeTest) -> dict[str, Any]:
+    return {"optimizer": test.optimizer, "points": [[lr, loss] for lr, loss, _ in test.points],
+            "edge": test.edge.lr, "why": test.edge.why, "trial": test.trial}  # fmt: skip
+
+
+def _rung_facts(rung: Rung) -> dict[str, Any]:
+    return {"tokens": rung.tokens, "seeds": list(rung.seeds), "last": rung.last,
+            "trials": [_trial_facts(outcome) for outcome in rung.outcomes],
+            "kept": [list(candidate) for candidate in rung.kept]}  # fmt: skip
+
+
+def _trial_facts(o: Outcome) -> dict[str, Any]:
+    return {"trial": o.trial, "lr": o.candidate.lr, "weight_decay": o.candidate.weight_decay,
+            "optimizer": o.candidate.optimizer, "seed": o.seed, "status": o.status, "cause": o.cause,
+            "heldout_loss": o.heldout_loss, "tokens": o.tokens, "seconds": o.seconds,
+            "curve": o.curve}  # fmt: skip
+
+
+def summary_lines(found: dict[str, Any], out: Path, why: str | None) -> list[str]:
+    """What is told at the end."""
+    lines = [
+        f"{trial['trial']}: {trial['status']}: {trial['cause']}"
+        for rung in found["rungs"] for trial in rung["trials"] if trial["status"] in ("oom", "failed")
+    ]  # fmt: skip
+    cost, choice = found["cost"], found["choice"]
+    if choice is not None:
+        best = Candidate(choice["optimizer"], choice["weight_decay"], choice["lr"])
+        spread = "" if choice["sd"] is None else f", standard deviation {choice['sd']:.4f}"
+        low, high = choice["band"]
+        seeds = f"{choice['seeds']} seed{'s' if choice['seeds'] > 1 else ''}"
+        lines.append(f"best: {ladder.told(best)}: held-out {choice['heldout_loss']:.4f} nats, {low:.4f} to "
+                     f"{high:.4f} over {seeds}{spread}")  # fmt: skip
+        lines.append(f"  {choice['why']}")
+    elif found["status"] == "failed":
+        lines.append(
+            f"error: no rate can be chosen: {why or 'every finalist failed'}; logs below {out / 'trials'}"
+        )
+    if cost["grid_tokens"]:
+        share = f"{format_percent(cost['tokens'] / cost['grid_tokens'])} of the grid of these rates"
+        lines.append(f"cost: {format_si(cost['tokens'], 'tokens')} in {cost['trials']} trials, {share} "
+                     f"with every seed; {format_duration(found['seconds'])}")  # fmt: skip
+    if choice is not None:
+        lines.append(f"use it: bert-dp train {out / 'tuned.yaml'}")
+    lines.append(f"page: {out / 'report.html'}")
+    return lines
+
+
+def carry(
+    name: str | None, overrides: Sequence[str], batches: str, out: Path | None, *, as_json: bool,
+    console: Console,
+) -> int:  # fmt: skip
+    """`--transfer`: the configuration's rate, or the one found in OUT, at another global batch. Adds it to
+    OUT/tune.json. Returns the exit code; raises ConfigError."""
+    before, after = transfer.parse(batches)
+    config = load_config(training.find_config(name or DEFAULT_CONFIG, None), overrides)
+    path = None if out is None else out / "tune.json"
+    tuned = None if path is None else record.read_json(path)
+    source, lr = "the configuration's", config.optim.lr
+    if lr == "auto":
+        lr = peak_lr(config.model_copy(update={"batch": config.batch.model_copy(
+            update={"global_size": before})})).value  # fmt: skip
+    if path is not None:
+        if tuned is None or tuned.get("kind") != "lr" or not tuned.get("choice"):
+            raise ConfigError([f"--out: {path} holds no chosen learning rate; drop --out to carry the "
+                               "configuration's"])  # fmt: skip
+        source, lr = str(path), float(tuned["choice"]["lr"])
+    found = transfer.transfer(config, lr, source, before, after)
+    if path is not None and tuned is not None:
+        record.write_json(path, {**tuned, "transfer": found})
+    if as_json:
+        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+    else:
+        for line in transfer.lines(found):
+            show(console, line, **PLAIN)
+    return 0

@@ -1,0 +1,77 @@
+"""The verb `tune lr`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from bert_dp.config import ConfigError
+from launcher.options import ConfigName, Json, Launcher, Set, console
+
+
+def lr(
+    config: ConfigName = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of a trial; default: as few as one replica needs.")
+    ] = None,
+    rates: Annotated[int, typer.Option(min=3, help="Rates of the first rung, spaced 2x.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each finalist.")] = 3,
+    optimizers: Annotated[
+        str | None, typer.Option(help="adamw, lamb, muon, by commas; default: the configuration's.")
+    ] = None,
+    weight_decays: Annotated[
+        str | None, typer.Option(help="Numbers, by commas; default: the configuration's.")
+    ] = None,
+    trials: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Draw N first trials with Optuna instead (extra tune).")
+    ] = 0,
+    tokens: Annotated[
+        float | None, typer.Option(min=1, help="Of a run in the last rung; default: of the configured run.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(metavar="TIME", help="90s, 30m or 2h: shorten the runs to fit.")
+    ] = None,
+    transfer: Annotated[
+        str | None,
+        typer.Option(metavar="'B1->B2'", help="Run nothing: the rate at global batch B1, carried to B2."),
+    ] = None,
+    launcher: Launcher = "torchrun",
+    set_: Set = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory; the same one goes on. Default: tune/NAME-lr-DATE-TIME.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the search, start nothing.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Learning rate: a range test for the divergence edge, then successive halving by held-out loss, several
+    seeds at the end. Writes tune.json and tuned.yaml, which `train` takes.
+    """
+    from launcher.tune import lr as search
+    from launcher.tune import sizes
+
+    if transfer is not None:
+        raise typer.Exit(search.carry(config, set_ or [], transfer, out, as_json=json, console=console()))
+    settings = search.Settings(
+        ranks=ranks, rates=rates, seeds=seeds, trials=trials, launcher=launcher,
+        optimizers=tuple(_words(optimizers)), weight_decays=_numbers(weight_decays),
+        tokens=None if tokens is None else int(tokens),
+        budget_s=None if budget is None else sizes.seconds(budget, "--budget"),
+    )  # fmt: skip
+    raise typer.Exit(
+        search.tune(config, set_ or [], settings, out=out, dry_run=dry_run, as_json=json, console=console())
+    )
+
+
+def _words(text: str | None) -> list[str]:
+    return list(dict.fromkeys(word.strip() for word in text.split(","))) if text else []
+
+
+def _numbers(text: str | None) -> tuple[float, ...]:
+    try:
+        return tuple(dict.fromkeys(float(word) for word in _words(text)))
+    except ValueError:
+        raise ConfigError([f"--weight-decays: {text!r} is not a list of numbers like 0.01,0.1"]) from None

@@ -1,0 +1,140 @@
+"""Trials of the learning rate search: their devices, their configurations, what their records say."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from bert_dp import record
+from bert_dp.config import BuildConfig, CheckpointConfig, Config, LogConfig, ScheduleConfig, batch_at
+from launcher.tune import trials
+from launcher.tune.ladder import Candidate, Outcome
+from launcher.tune.trials import Slot
+
+RANGE_TOP = 1.0  # rate at the end of a range test; it begins at 1e-4 of this
+RANGE_STEPS = 100
+RANGE_SHARE = 16  # a range test takes no more than this part of the whole budget, but
+RANGE_LEAST = 25  # as many steps as four decades need to be told apart
+CURVE_POINTS = 4
+NOT_FINITE = "had a gradient that is not finite"  # bert_dp.health says so of a run that it ends
+
+
+def device_slots(ranks: int, *, gpus: int, cores: int, most: int) -> list[Slot]:
+    """The devices of each trial, no more than `most` trials at a time. `gpus`: visible ones, 0 = CPU ranks;
+    `cores`: that we may use, shared out evenly."""
+    if gpus:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [n.strip() for n in shown.split(",")][:gpus] if shown else [str(k) for k in range(gpus)]
+        count = max(1, min(gpus // ranks, most))
+        return [Slot(gpus=tuple(names[k * ranks : (k + 1) * ranks])) for k in range(count)]
+    ours = sorted(os.sched_getaffinity(0))
+    count = max(1, min(cores // ranks, most))
+    share = len(ours) // count
+    return [Slot(cores=tuple(ours[k * share : (k + 1) * share])) for k in range(count)]
+
+
+def step_tokens(config: Config) -> int:
+    return config.batch.global_size * config.data.sequence_length
+
+
+def whole(config: Config, tokens: float) -> int:
+    """`tokens` as whole steps of the full global batch."""
+    size = step_tokens(config)
+    return max(1, round(tokens / size)) * size
+
+
+def full_tokens(config: Config) -> int | None:
+    """Tokens of the configured run, its batch ramp included; None for a budget in hours."""
+    schedule = config.schedule
+    if schedule.tokens is not None:
+        return schedule.tokens
+    if schedule.steps is None:
+        return None
+    sizes = (batch_at(config.batch, step / schedule.steps) for step in range(schedule.steps))
+    return sum(sizes) * config.data.sequence_length
+
+
+def range_steps(config: Config, tokens: int | None) -> int:
+    """Steps of the range test, for a whole budget of `tokens`, if that is known."""
+    if tokens is None:
+        return RANGE_STEPS
+    return min(RANGE_STEPS, max(RANGE_LEAST, tokens // RANGE_SHARE // step_tokens(config)))
+
+
+def trial_name(candidate: Candidate, tokens: int, seed: int) -> str:
+    """Of the trial's directory."""
+    optimizer, decay, lr = candidate
+    return f"{optimizer}-lr-{lr:g}-wd-{decay:g}-t{tokens}-s{seed}"
+
+
+def trial_config(config: Config, shards: Path, candidate: Candidate, tokens: int, seed: int) -> Config:
+    """One complete run of `tokens` tokens: its own schedule to its end, and the held-out loss there."""
+    schedule = config.schedule.model_copy(update={"tokens": tokens, "steps": None, "hours": None})
+    steps = -(-tokens // step_tokens(config))
+    every = max(1, -(-steps // CURVE_POINTS))
+    changed = _bare(config, shards, candidate, seed)
+    return changed.model_copy(
+        update={"schedule": schedule, "eval": config.eval.model_copy(update={"every_steps": every}),
+                "log": LogConfig(every_steps=min(config.log.every_steps, every))}
+    )  # fmt: skip
+
+
+def range_config(config: Config, shards: Path, optimizer: str, steps: int) -> Config:
+    """A run whose rate rises over four decades, at the full batch from the start."""
+    candidate = Candidate(optimizer, config.optim.weight_decay, RANGE_TOP)
+    changed = _bare(config, shards, candidate, config.run.seed)
+    batch = config.batch.model_copy(update={"ramp_fraction": 0.0, "ramp_quantum": None})
+    return changed.model_copy(
+        update={"schedule": ScheduleConfig(name="exponential", steps=steps), "batch": batch,
+                "eval": config.eval.model_copy(update={"every_steps": 0}), "log": LogConfig(every_steps=1)}
+    )  # fmt: skip
+
+
+def _bare(config: Config, shards: Path, candidate: Candidate, seed: int) -> Config:
+    """The data by its directory, so that every seed has the same held-out documents; nothing is saved."""
+    data = config.data.model_copy(
+        update={"path": str(shards), "sources": None, "tokenizer": None, "build": BuildConfig()}
+    )
+    return config.model_copy(
+        update={"run": config.run.model_copy(update={"seed": seed}), "data": data,
+                "optim": config.optim.model_copy(update=optim_of(candidate)),
+                "checkpoint": CheckpointConfig(keep=0)}
+    )  # fmt: skip
+
+
+def optim_of(candidate: Candidate) -> dict[str, Any]:
+    """The candidate as settings of `optim`; its rate is meant as it stands."""
+    optimizer, decay, lr = candidate
+    return {"name": optimizer, "weight_decay": decay, "lr": lr, "lr_scaling": "none", "lr_batch": None}
+
+
+def tuned_config(config: Config, candidate: Candidate) -> Config:
+    """The user's run with what was found. A rule for other batches stays, and starts from this one."""
+    update = optim_of(candidate)
+    if config.optim.lr_scaling != "none":
+        update |= {"lr_scaling": config.optim.lr_scaling, "lr_batch": config.batch.global_size}
+    return config.model_copy(update={"optim": config.optim.model_copy(update=update)})
+
+
+def read_outcome(
+    directory: Path, state: str, candidate: Candidate, seed: int, *, tokens_of_step: int, seconds: float
+) -> Outcome:
+    """What a trial that ended as `state` (ok, oom or failed) after `seconds` has come to."""
+    summary = record.read_json(directory / "summary.json") or {}
+    loss = summary.get("heldout_loss")
+    cause = None if state == "ok" else trials.cause(directory)
+    if state == "ok" and loss is None:
+        state, cause = "diverged", "the held-out loss is not finite"
+    elif state == "failed" and cause is not None and NOT_FINITE in cause:
+        state = "diverged"
+    curve = [[line["tokens"], line["loss"]] for line in record.read_lines(directory / "evals.jsonl")
+             if line["loss"] is not None]  # fmt: skip
+    trained = summary.get("tokens") or tokens_of_step * int(summary.get("step") or 0)
+    return Outcome(directory.name, candidate, seed, state, cause, loss, trained, seconds, curve)
+
+
+def range_points(directory: Path) -> list[tuple[float, float | None, int]]:
+    """(rate, loss, steps skipped so far) of each step of a range test."""
+    lines = record.read_lines(directory / "metrics.jsonl")
+    return [(line["lr"], line["loss"], line["skipped_steps"]) for line in lines]

@@ -1,0 +1,156 @@
+"""`bert-dp tune lr` on real trials: stopped, killed and gone on with; what it writes trains."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.cli import bert_dp, start, tiny
+from tests.shards import write_shards
+
+STEPS, STEP = 32, 128  # of the configured run; tokens of one step
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+def command(shards: Path, out: Path, *more: str) -> list[str]:
+    return ["tune", "lr", "quickstart", *tiny(shards, f"schedule.steps={STEPS}"), "--rates", "3",
+            "--seeds", "1", "--out", str(out), *more]  # fmt: skip
+
+
+def whole(out: Path) -> dict[str, float]:
+    """Trials that have ended by themselves, and were seen to -> when."""
+    found = {}
+    for path in out.glob("trials/*/trial.json"):
+        summary = path.with_name("summary.json")
+        if summary.exists() and json.loads(summary.read_text())["status"] == "done":
+            found[path.parent.name] = summary.stat().st_mtime
+    return found
+
+
+def interrupted(shards: Path, out: Path, number: int, count: int) -> tuple[int, str]:
+    """The search, sent a signal once `count` trials are whole: its exit code and what it said."""
+    process = start(*command(shards, out))
+    deadline = time.monotonic() + 200
+    while len(whole(out)) < count and time.monotonic() < deadline:
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.send_signal(number)
+    said = process.communicate(timeout=60)[0]
+    left = [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info["cmdline"] or ())]
+    psutil.wait_procs(left, timeout=10)
+    assert not [p for p in left if p.is_running()]
+    return process.returncode, said
+
+
+@pytest.fixture(scope="module")
+def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A search that had a Ctrl-C in its second trial, was killed later, and then went to its end."""
+    where = tmp_path_factory.mktemp("tuning") / "out"
+    code, said = interrupted(shards, where, signal.SIGINT, 1)
+    assert code == 130
+    assert "the same command goes on" in said
+    partial = json.loads((where / "tune.json").read_text())
+    assert (partial["status"], partial["choice"]) == ("partial", None)
+    assert not (where / "tuned.yaml").exists()
+    before = whole(where)
+    code, _ = interrupted(shards, where, signal.SIGKILL, len(before) + 2)
+    assert code == -signal.SIGKILL
+    before |= whole(where)
+    done = bert_dp(*command(shards, where), timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "trials are there" in done.stdout
+    after = whole(where)
+    assert {name: after[name] for name in before} == before, "a whole trial was run again"
+    return where
+
+
+@pytest.fixture(scope="module")
+def found(out: Path) -> dict[str, Any]:
+    return json.loads((out / "tune.json").read_text())
+
+
+def test_the_choice_follows_from_the_trials_records(found: dict[str, Any], out: Path) -> None:
+    assert (found["status"], found["kind"], found["ranks"]) == ("complete", "lr", 1)
+    rungs = found["rungs"]
+    first, last = rungs[0], rungs[-1]
+    assert (first["tokens"], last["tokens"]) == (STEPS // 8 * STEP, STEPS * STEP)
+    for trial in [trial for rung in rungs for trial in rung["trials"]]:
+        directory = out / "trials" / trial["trial"]
+        summary = json.loads((directory / "summary.json").read_text())
+        assert trial["heldout_loss"] == summary["heldout_loss"]
+        assert trial["tokens"] == summary["tokens"]
+        lines = [json.loads(line) for line in (directory / "evals.jsonl").read_text().splitlines()]
+        assert trial["curve"] == [[line["tokens"], line["loss"]] for line in lines]
+        assert 3 <= len(lines) <= 4
+        rates = [json.loads(x)["lr"] for x in (directory / "metrics.jsonl").read_text().splitlines()]
+        count = trial["tokens"] // STEP  # its own budget triangle, to its end
+        factors = [min(0.25 + k / count, 4 * (1 - k / count)) for k in range(count)]
+        assert rates == pytest.approx([trial["lr"] * factor for factor in factors])
+        assert not list((directory / "checkpoints").glob("step-*"))
+    best = min(last["trials"], key=lambda trial: trial["heldout_loss"])
+    assert found["choice"]["lr"] == best["lr"]
+    assert found["choice"]["heldout_loss"] == best["heldout_loss"]
+    for rung, following in itertools.pairwise(rungs):
+        losses = {trial["lr"]: trial["heldout_loss"] for trial in rung["trials"]}
+        kept = [rate for *_, rate in rung["kept"]]
+        assert kept == sorted(losses, key=lambda rate: losses[rate])[: len(kept)]
+        assert len(kept) == (2 if following["last"] else -(-len(losses) // 2))
+        assert {trial["lr"] for trial in following["trials"]} == set(kept)
+    edge = found["range_test"]["edge"]
+    assert edge is None or max(trial["lr"] for trial in first["trials"]) <= edge
+    rising = [rate for rate, _ in found["range_test"]["points"]]
+    assert rising[0] == pytest.approx(1e-4)
+    assert rising == sorted(rising)
+
+
+def test_a_complete_search_runs_nothing_again(shards: Path, out: Path, found: dict[str, Any]) -> None:
+    before = whole(out)
+    again = bert_dp(*command(shards, out, "--json"))
+    assert again.returncode == 0, again.stderr
+    told = json.loads(again.stdout)
+    assert (told["choice"], told["rungs"]) == (found["choice"], found["rungs"])
+    assert whole(out) == before
+    other = bert_dp(*command(shards, out, "--seeds", "2"))
+    assert other.returncode == 2
+    assert "holds another search (settings differ)" in other.stderr
+
+
+def test_what_was_tuned_trains(out: Path, found: dict[str, Any], tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done = bert_dp("train", str(out / "tuned.yaml"), "--nproc", "1", "--run-dir", str(run))
+    assert done.returncode == 0, done.stdout + done.stderr
+    rates = [json.loads(x)["lr"] for x in (run / "metrics.jsonl").read_text().splitlines()]
+    assert len(rates) == STEPS
+    choice = found["choice"]
+    assert max(rates) == pytest.approx(choice["lr"], rel=0.1)
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["heldout_loss"] == pytest.approx(choice["heldout_loss"], abs=1e-3)  # the same run
+
+
+def test_the_verb_describes_and_refuses(shards: Path, tmp_path: Path) -> None:
+    dry = bert_dp(*command(shards, tmp_path / "out", "--dry-run"))
+    assert dry.returncode == 0, dry.stderr
+    assert "3 rates spaced 2x at 1/8" in dry.stdout
+    assert not (tmp_path / "out").exists()
+    bad = bert_dp(*command(shards, tmp_path, "--optimizers", "sgd", "--weight-decays", "-1", "--tokens", "5"))
+    assert bad.returncode == 2
+    for option in ("--optimizers: 'sgd'", "--weight-decays: ", "--tokens: 5"):
+        assert f"error: {option}" in bad.stderr
+    (tmp_path / "mine.txt").write_text("x")
+    taken = bert_dp(*command(shards, tmp_path))
+    assert taken.returncode == 2
+    assert "is not empty and holds no search" in taken.stderr
+    carried = bert_dp("tune", "lr", "quickstart", "--transfer", "64->256")
+    assert carried.returncode == 0, carried.stderr
+    assert "0.008 = 0.004 x sqrt(256 / 64)" in carried.stdout

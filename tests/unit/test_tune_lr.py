@@ -1,0 +1,601 @@
+"""The learning rate search on made loss surfaces, its arithmetic, its configurations and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import random
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bert_dp import record
+from bert_dp.config import Config, ConfigError, batch_plan, dump_config, load_config, peak_lr
+from launcher.tune import ladder, lr, lr_trials, search, transfer
+from launcher.tune.halving import Settings
+from launcher.tune.ladder import Candidate, Edge, Outcome, Rung
+from launcher.tune.trials import Slot, Stopped, Trial
+from tests.e2e.cli import TINY
+from tests.shards import write_shards
+
+STEPS, STEP = 1600, 128  # of the configured run; tokens of one step
+WHOLE = STEPS * STEP
+EDGE = 0.064
+Surface = Callable[[Config], float | str]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+def make(shards: Path, *overrides: str) -> Config:
+    return load_config(None, [*TINY, f"data.path={shards}", f"schedule.steps={STEPS}", *overrides])
+
+
+# --- a pool that writes the records of a made loss surface in place of training
+
+
+class Pool:
+    """Ends every trial at once as `surface` says; `limit` trials, then a Ctrl-C."""
+
+    def __init__(self, out: Path, surface: Surface, limit: float = math.inf, rate: float = 1e4):
+        self.out, self.surface, self.limit, self.rate = out, surface, limit, rate
+        self.ran: list[str] = []
+
+    def directory(self, trial: Trial) -> Path:
+        return self.out / "trials" / trial.name
+
+    def ended(self, trial: Trial) -> str | None:
+        summary = record.read_json(self.directory(trial) / "summary.json")
+        if summary is None or (self.directory(trial) / "config.yaml").read_text() != dump_config(
+            trial.config
+        ):
+            return None
+        return {"done": "ok"}.get(summary["status"], "oom" if summary["cause"] == "oom" else "failed")
+
+    def seconds(self, trial: Trial) -> float:
+        summary = record.read_json(self.directory(trial) / "summary.json") or {}
+        return sum(summary["time_s"].values())
+
+    def run(self, trials: Sequence[Trial]) -> dict[str, str]:
+        return {trial.name: state for trial, state in self.outcomes(trials)}
+
+    def outcomes(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, str]]:
+        for trial in reversed(trials):  # they may end in any order
+            if self.ended(trial) is None:
+                if len(self.ran) >= self.limit:
+                    raise Stopped(2)
+                self.ran.append(trial.name)
+                self._train(trial)
+            yield trial, self.ended(trial) or "failed"
+
+    def _train(self, trial: Trial) -> None:
+        directory, config = self.directory(trial), trial.config
+        directory.mkdir(parents=True, exist_ok=True)
+        record.write_text(directory / "config.yaml", dump_config(config))
+        tokens = config.schedule.tokens or (config.schedule.steps or 0) * STEP
+        if config.schedule.name == "exponential":
+            count = config.schedule.steps or 0
+            for k in range(count):
+                rate = 1e-4 ** (1 - k / count)
+                loss = 6 - 20 * rate if rate < EDGE else 9.0
+                line = {"step": k + 1, "lr": rate, "loss": loss, "skipped_steps": 0}
+                record.append_line(directory / "metrics.jsonl", line)
+        loss = self.surface(config)
+        facts: dict[str, Any] = {"status": "done", "heldout_loss": loss, "cause": None, "tokens": tokens,
+                                 "tokens_per_s": self.rate,
+                                 "time_s": {"setup": 1.0, "compile": 1.0, "train": tokens / self.rate,
+                                            "eval": 0.5, "save": 0.0}}  # fmt: skip
+        if isinstance(loss, str):
+            facts |= {"status": "failed", "heldout_loss": None, "cause": loss}
+        record.write_json(directory / "summary.json", facts)
+
+
+def valley(best: float, curvature: float = 0.1) -> Surface:
+    """Lowest at `best`; shorter runs learn less and like a higher rate; seeds differ, the same for all."""
+
+    def surface(config: Config) -> float | str:
+        if config.schedule.name == "exponential":
+            return 5.0
+        tokens = config.schedule.tokens or 0
+        shift = 0.25 * math.log2(WHOLE / tokens)
+        away = math.log2(float(config.optim.lr) / best) - shift
+        return 2.5 + 0.05 * math.log2(WHOLE / tokens) + curvature * away**2 + 0.01 * config.run.seed
+
+    return surface
+
+
+def searched(
+    shards: Path, out: Path, surface: Surface, settings: Settings = Settings(), *overrides: str,  # noqa: B008
+    limit: float = math.inf, rate: float = 1e4,
+) -> tuple[int, dict[str, Any], Pool, list[str]]:  # fmt: skip
+    """(exit code, tune.json, the pool, what was said)."""
+    out.mkdir(exist_ok=True)
+    pool = Pool(out, surface, limit, rate)
+    said: list[str] = []
+    code, found = lr.run_locked(
+        make(shards, *overrides), settings, 1, out, shards, on_gpu=False, say=said.append,
+        make_pool=lambda *_, **__: pool,  # type: ignore[arg-type, return-value]
+    )  # fmt: skip
+    assert found == json.loads((out / "tune.json").read_text())
+    return code, found, pool, said
+
+
+# --- the edge of a range test
+
+
+def curve(*losses: float | None, skipped: int = 0) -> list[tuple[float, float | None, int]]:
+    return [(10 ** (-4 + k / 25), loss, skipped) for k, loss in enumerate(losses)]
+
+
+def test_the_edge_is_where_the_loss_rises() -> None:
+    wave = [0.02 * (-1) ** k for k in range(100)]  # the loss of a batch is noisy
+    falling = [7 - 0.02 * k + wave[k] for k in range(70)]
+    points = curve(*falling, *[falling[-1] + 0.5 * (k + 1) for k in range(30)])
+    edge = ladder.find_edge(points)
+    assert edge.lr is not None
+    assert points[70][0] <= edge.lr <= points[70 + ladder.SMOOTH][0]
+    assert "rose" in edge.why
+
+
+def test_noise_alone_is_no_edge() -> None:
+    draws = random.Random(0)
+    losses = [7 - 0.01 * k + draws.gauss(0, 0.1) for k in range(100)]
+    edge = ladder.find_edge(curve(*losses))
+    assert edge.lr is None
+    assert edge.highest == pytest.approx(10 ** (-4 + 99 / 25))
+    assert "no divergence up to" in edge.why
+
+
+def test_a_loss_that_is_not_finite_and_a_skipped_step_are_the_edge() -> None:
+    points = curve(7.0, 6.9, 6.8, None, 6.0)
+    assert ladder.find_edge(points).lr == points[3][0]
+    points = curve(7.0, 6.9, 6.8)
+    points[1] = (points[1][0], 6.9, 1)
+    assert ladder.find_edge(points).lr == points[1][0]
+
+
+# --- the ladder
+
+
+def test_the_ladder_hangs_a_quarter_below_the_edge() -> None:
+    rates = ladder.first_ladder(Edge(0.0517, 0.0517, ""), 5)
+    assert rates == pytest.approx([0.012, 0.006, 0.003, 0.0015, 0.00075], rel=1e-12)
+    assert ladder.first_ladder(Edge(None, 0.4, ""), 3) == pytest.approx([0.1, 0.05, 0.025])
+
+
+def outcome(rate: float, loss: float, seed: int = 0, status: str = "ok", decay: float = 0.01) -> Outcome:
+    return Outcome(f"t{rate}", Candidate("adamw", decay, rate), seed, status, None, loss, 1)
+
+
+def test_the_ladder_grows_at_its_ends_up_to_the_edge() -> None:
+    first = [Candidate("adamw", 0.01, rate) for rate in (1.0, 2.0, 4.0)]
+    edges = {"adamw": Edge(17.0, 17.0, "")}
+
+    def added(*pairs: tuple[float, float]) -> float | None:
+        more = ladder.extension([outcome(*pair) for pair in pairs], edges, first)
+        return None if more is None else more.lr
+
+    assert added((1, 3), (2, 2), (4, 3)) is None
+    assert added((1, 3), (2, 2), (4, 1)) == 8
+    assert added((1, 3), (2, 2), (4, 1), (8, 0)) == 16
+    assert added((1, 3), (2, 2), (4, 1), (8, 0), (16, -1)) is None  # 32 is above the edge
+    assert added((1, 1), (2, 2), (4, 3)) == 0.5
+    assert added((0.125, 1), (0.25, 2), (0.5, 3), (1, 4), (2, 5), (4, 6)) is None  # three were added
+    assert ladder.extension([outcome(r, 9.0, status="diverged") for r in (1, 2, 4)], edges, first) == (
+        Candidate("adamw", 0.01, 0.5)
+    )
+    assert ladder.extension([outcome(r, 9.0, status="failed") for r in (1, 2, 4)], edges, first) is None
+
+
+def test_only_what_a_lower_rate_learns_has_diverged() -> None:
+    rung = [outcome(1, 3.8), outcome(2, 4.2), outcome(0.5, 4.1)]
+    ladder.mark_diverged(rung, 4.0)
+    assert [o.status for o in rung] == ["ok", "diverged", "ok"]
+    assert "unigram" in (rung[1].cause or "")
+    short = [outcome(1, 4.3), outcome(2, 4.2)]
+    ladder.mark_diverged(short, 4.0)
+    assert [o.status for o in short] == ["ok", "ok"]
+
+
+# --- the choice
+
+
+def last_rung(losses: dict[float, Sequence[float]]) -> Rung:
+    rung = Rung(8, (0, 1, 2), last=True)
+    rung.outcomes = [outcome(rate, x, seed) for rate, each in losses.items() for seed, x in enumerate(each)]
+    return rung
+
+
+def test_the_choice_has_the_lowest_mean_and_its_figures() -> None:
+    first = Rung(1, (0,), last=False)
+    first.outcomes = [outcome(1, 5.0), outcome(2, 4.0), outcome(4, 4.1), outcome(8, 5.0)]
+    mine, other = [3.00, 3.10, 3.05], [3.20, 3.29, 3.26]
+    found = ladder.choose([first, last_rung({2: other, 4: mine})], any_decay=False)
+    assert found is not None
+    assert (found["lr"], found["optimizer"], found["weight_decay"]) == (4, "adamw", 0.01)
+    assert found["heldout_loss"] == pytest.approx(3.05)
+    assert found["band"] == [3.00, 3.10]
+    pooled = math.sqrt((statistics.variance(mine) + statistics.variance(other)) / 2)
+    assert found["sd"] == pytest.approx(pooled)
+    # differences 0.20, 0.19, 0.21: mean 0.2, and 4.303 x 0.01 / sqrt 3 = 0.025
+    assert (found["tied"], found["at_edge"], found["edge_side"], found["seeds"]) == ([], False, None, 3)
+
+
+def test_finalists_are_tied_by_the_interval_of_paired_differences() -> None:
+    mine = [3.0, 3.4, 3.8]
+    apart = ladder.choose([last_rung({2: mine, 4: [3.10, 3.51, 3.89]})], any_decay=False)
+    together = ladder.choose([last_rung({2: mine, 4: [3.10, 3.3, 3.99]})], any_decay=False)
+    assert apart is not None
+    assert together is not None
+    assert apart["tied"] == []  # although the seeds differ by far more than the rates
+    assert together["tied"] == [["adamw", 0.01, 4]]
+    assert "not to be told apart" in together["why"]
+
+
+def test_a_finalist_with_one_diverged_seed_is_out() -> None:
+    rung = last_rung({2: [3.0, 3.1, 3.2], 4: [1.0, 1.0, 1.0]})
+    rung.outcomes[-1].status = "diverged"
+    found = ladder.choose([rung], any_decay=False)
+    assert found is not None
+    assert found["lr"] == 2
+
+
+def test_an_open_side_is_one_without_a_worse_rate() -> None:
+    first = Rung(1, (0,), last=False)
+    first.outcomes = [outcome(1, 5.0), outcome(2, 4.0)]
+    best = Candidate("adamw", 0.01, 2.0)
+    assert ladder.open_side([first], best, any_decay=False) == "high"
+    first.outcomes.append(outcome(4, 9.0, status="diverged"))
+    assert ladder.open_side([first], best, any_decay=False) is None
+    first.outcomes[-1].status = "oom"  # says nothing of the rate
+    assert ladder.open_side([first], best, any_decay=False) == "high"
+    first.outcomes[-1] = outcome(4, 9.0, decay=0.1)
+    assert ladder.open_side([first], best, any_decay=False) == "high"
+    assert ladder.open_side([first], best, any_decay=True) is None
+    longer = Rung(2, (0,), last=False)
+    longer.outcomes = [outcome(1, 2.0), outcome(2, 3.0)]  # in a longer run the lower one is better
+    first.outcomes[-1] = outcome(4, 9.0)
+    assert ladder.open_side([first, longer], best, any_decay=False) == "low"
+
+
+# --- the whole search
+
+
+def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(shards: Path, tmp_path: Path) -> None:
+    code, found, pool, said = searched(shards, tmp_path / "out", valley(0.004))
+    assert (code, found["status"]) == (0, "complete")
+    assert found["range_test"]["edge"] == pytest.approx(EDGE, rel=0.6)
+    first, second, last = found["rungs"]
+    rates = sorted({trial["lr"] for trial in first["trials"]})
+    assert [b / a for a, b in itertools.pairwise(rates)] == pytest.approx([2] * (len(rates) - 1))
+    assert [rung["tokens"] for rung in found["rungs"]] == [WHOLE // 8, WHOLE // 4, WHOLE]
+    assert [[c[2] for c in first["kept"]]] == [[t["lr"] for t in second["trials"]]]
+    assert len(second["kept"]) == 2
+    assert {(t["lr"], t["seed"]) for t in last["trials"]} == {
+        (c[2], seed) for c in second["kept"] for seed in (0, 1, 2)
+    }
+    chosen = found["choice"]["lr"]
+    assert abs(math.log2(chosen / 0.004)) <= 0.5  # the nearest of the ladder
+    assert chosen == min(rates, key=lambda rate: abs(math.log2(rate / 0.004)))
+    assert found["choice"]["edge_side"] is None
+    cost = found["cost"]
+    assert cost["tokens"] == sum(t["tokens"] for r in found["rungs"] for t in r["trials"]) + 100 * STEP
+    assert cost["grid_tokens"] == 5 * 3 * WHOLE
+    assert cost["tokens"] < 0.5 * cost["grid_tokens"]
+    assert cost["trials"] == len(pool.ran) == 15
+    assert any("14 trials" in line for line in said)
+    tuned = load_config(tmp_path / "out" / "tuned.yaml")
+    assert tuned == make(shards, f"optim.lr={chosen!r}")
+
+
+@pytest.mark.parametrize(("best", "side"), [(0.05, "high"), (0.00001, "low")])
+def test_the_edge_of_the_grid_is_flagged(shards: Path, tmp_path: Path, best: float, side: str) -> None:
+    _, found, _, said = searched(shards, tmp_path / "out", valley(best))
+    rates = sorted({trial["lr"] for trial in found["rungs"][0]["trials"]})
+    edge = found["range_test"]["edge"]
+    assert max(rates) <= edge
+    if side == "low":
+        assert len(rates) == 5 + ladder.EXTENSIONS
+    assert found["choice"]["edge_side"] == side
+    assert found["choice"]["lr"] == (max(rates) if side == "high" else min(rates))
+    assert any("edge of the grid" in line for line in said)
+
+
+def test_what_diverges_and_what_fails_is_out_and_told(shards: Path, tmp_path: Path) -> None:
+    plain = valley(0.004)
+
+    def surface(config: Config) -> float | str:
+        rate = float(config.optim.lr)
+        if config.schedule.name != "exponential" and rate > 0.008:
+            return "5 steps in a row up to step 9 had a gradient that is not finite and were skipped"
+        return "RuntimeError: broken" if rate < 0.0015 else plain(config)
+
+    code, found, _, said = searched(shards, tmp_path / "out", surface)
+    states = {t["lr"]: t["status"] for t in found["rungs"][0]["trials"]}
+    assert code == 0
+    assert {rate: s for rate, s in states.items() if rate > 0.008} != {}
+    assert all(s == "diverged" for rate, s in states.items() if rate > 0.008)
+    assert all(s == "failed" for rate, s in states.items() if rate < 0.0015)
+    assert any("broken" in line and "failed" in line for line in said)
+    assert 0.0015 <= found["choice"]["lr"] <= 0.008
+
+
+def test_finalists_that_diverge_in_the_whole_run_give_way(shards: Path, tmp_path: Path) -> None:
+    plain = valley(0.008)
+
+    def surface(config: Config) -> float | str:
+        long = config.schedule.tokens == WHOLE and float(config.optim.lr) > 0.0035
+        return "3 steps had a gradient that is not finite" if long else plain(config)
+
+    code, found, *_ = searched(shards, tmp_path / "out", surface)
+    assert code == 0
+    assert found["choice"]["lr"] <= 0.0035
+    assert {t["status"] for t in found["rungs"][-1]["trials"]} == {"diverged", "ok"}
+
+
+@pytest.mark.parametrize("part", ["trials", "range test"])
+def test_a_search_in_which_everything_fails_has_failed(shards: Path, tmp_path: Path, part: str) -> None:
+    plain = valley(0.004)
+
+    def surface(config: Config) -> float | str:
+        spared = part == "trials" and config.schedule.name == "exponential"
+        return plain(config) if spared else "oom"
+
+    code, found, _, said = searched(shards, tmp_path / "out", surface)
+    assert (code, found["status"], found["choice"]) == (1, "failed", None)
+    assert any("oom" in line for line in said)
+    assert not (tmp_path / "out" / "tuned.yaml").exists()
+
+
+def test_optimizers_and_weight_decays_multiply_the_first_rung(shards: Path, tmp_path: Path) -> None:
+    plain = valley(0.004)
+
+    def surface(config: Config) -> float | str:
+        extra = 0.3 * (config.optim.name == "adamw") + 0.2 * (config.optim.weight_decay == 0.01)
+        loss = plain(config)
+        return loss + extra if isinstance(loss, float) else loss
+
+    settings = Settings(optimizers=("adamw", "lamb"), weight_decays=(0.01, 0.1), rates=3, seeds=1)
+    _, found, pool, _ = searched(shards, tmp_path / "out", surface, settings)
+    assert (found["choice"]["optimizer"], found["choice"]["weight_decay"]) == ("lamb", 0.1)
+    axes = {(t["optimizer"], t["weight_decay"]) for t in found["rungs"][0]["trials"]}
+    assert len(axes) == 4
+    assert {name for name in pool.ran if name.startswith("range")} == {"range-adamw", "range-lamb"}
+    assert [test["optimizer"] for test in found["other_range_tests"]] == ["lamb"]
+    assert found["choice"]["sd"] is None
+
+
+def test_a_stopped_search_goes_on_where_it_was(shards: Path, tmp_path: Path) -> None:
+    whole = searched(shards, tmp_path / "whole", valley(0.004))[1]
+    code, found, first, said = searched(shards, tmp_path / "out", valley(0.004), limit=8)
+    assert (code, found["status"], found["choice"]) == (130, "partial", None)
+    assert any("the same command goes on" in line for line in said)
+    code, found, second, _ = searched(shards, tmp_path / "out", valley(0.004))
+    assert (code, found["status"]) == (0, "complete")
+    assert not set(first.ran) & set(second.ran)
+    assert len(first.ran) + len(second.ran) == 15
+    assert (found["choice"], found["rungs"]) == (whole["choice"], whole["rungs"])
+    assert searched(shards, tmp_path / "out", valley(0.004))[2].ran == []
+
+
+# --- the length of a run
+
+
+def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: Path) -> None:
+    items = [item for item in TINY if not item.startswith("schedule")]
+    config = load_config(None, [*items, f"data.path={shards}", "schedule.hours=0.01"])
+    assert lr_trials.full_tokens(config) is None
+    out = tmp_path / "out"
+    out.mkdir()
+    for rate in (1e4, 2e4):  # a machine that is faster in the second call
+        said: list[str] = []
+        pool = Pool(out, valley(0.004), rate=rate)
+        _, found = lr.run_locked(
+            config, Settings(), 1, out, shards, on_gpu=False, say=said.append,
+            make_pool=lambda *_, pool=pool, **__: pool,  # type: ignore[arg-type, return-value]
+        )  # fmt: skip
+        assert found["settings"]["tokens"] == round(0.01 * 3600 * 1e4 / STEP) * STEP
+        assert any("0.01 h at the measured 10 k tokens/s of 1 rank" in line for line in said)
+    assert pool.ran == []
+
+
+def test_a_budget_shortens_the_runs_and_says_so(shards: Path, tmp_path: Path) -> None:
+    long = searched(shards, tmp_path / "long", valley(0.004), Settings(budget_s=1e6))[1]
+    assert long["settings"]["tokens"] == WHOLE
+    out, found, _, said = searched(shards, tmp_path / "short", valley(0.004), Settings(budget_s=60))
+    tokens = found["settings"]["tokens"]
+    assert out == 0
+    assert STEP * 8 < tokens < WHOLE
+    assert tokens % STEP == 0
+    assert any("for --budget" in line for line in said)
+    # what the pool says a trial takes: set-up 2 s, four evaluations of 0.5 s, tokens at 1e4 a second
+    at_a_time = found["at_a_time"]
+    batches = [(5, tokens / 8), (3, tokens / 4), (6, tokens)]
+    seconds = sum(math.ceil(n / at_a_time) * (4 + each / 1e4) for n, each in batches)
+    used = 2 + 100 * STEP / 1e4 + 0.5
+    step_s = sum(math.ceil(n / at_a_time) for n, _ in batches) * STEP / 1e4
+    assert seconds + used == pytest.approx(60, abs=step_s)
+
+
+def test_tokens_of_a_run_count_its_ramp(shards: Path) -> None:
+    assert lr_trials.full_tokens(make(shards)) == WHOLE
+    ramp = make(shards, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2")
+    assert WHOLE * 0.75 < (lr_trials.full_tokens(ramp) or 0) < WHOLE
+
+
+# --- trials
+
+
+def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
+    config = make(shards, "optim.lr_scaling=sqrt", "optim.lr_batch=2", "log.tensorboard=true",
+                  "checkpoint.every_steps=5", "parallel.engine=ddp")  # fmt: skip
+    candidate = Candidate("lamb", 0.1, 0.003)
+    trial = lr_trials.trial_config(config, Path("/shards"), candidate, 40 * STEP, 7)
+    assert (trial.schedule.name, trial.schedule.tokens) == (config.schedule.name, 40 * STEP)
+    assert peak_lr(trial).value == 0.003
+    assert (trial.optim.name, trial.optim.weight_decay, trial.run.seed) == ("lamb", 0.1, 7)
+    assert (trial.data.path, trial.data.sources) == ("/shards", None)
+    assert (trial.checkpoint.keep, trial.eval.every_steps, trial.log.tensorboard) == (0, 10, False)
+    assert (trial.batch, trial.model, trial.parallel) == (config.batch, config.model, config.parallel)
+    assert batch_plan(trial, 1).global_size == config.batch.global_size
+    assert Config.model_validate_json(trial.model_dump_json()) == trial
+
+
+def test_a_range_test_has_the_whole_batch_from_the_start(shards: Path) -> None:
+    config = make(shards, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2")
+    test = lr_trials.range_config(config, shards, "adamw", 60)
+    assert (test.schedule.name, test.schedule.steps, test.schedule.tokens) == ("exponential", 60, None)
+    assert (test.batch.ramp_fraction, test.log.every_steps, test.optim.lr) == (0, 1, 1.0)
+    assert lr_trials.range_steps(config, None) == 100
+    assert lr_trials.range_steps(config, 10**9) == 100
+    assert lr_trials.range_steps(config, 800 * STEP) == 50
+    assert lr_trials.range_steps(config, 8 * STEP) == lr_trials.RANGE_LEAST
+
+
+def test_a_tuned_configuration_has_the_rate_at_its_own_batch(shards: Path) -> None:
+    config = make(shards, "optim.lr_scaling=sqrt", "optim.lr_batch=2")
+    tuned = lr_trials.tuned_config(config, Candidate("adamw", 0.01, 0.003))
+    assert peak_lr(tuned).value == 0.003
+    assert (tuned.optim.lr_scaling, tuned.optim.lr_batch) == ("sqrt", config.batch.global_size)
+    automatic = make(shards, "optim.name=lamb", "optim.lr=auto")
+    assert peak_lr(lr_trials.tuned_config(automatic, Candidate("lamb", 0.0, 0.003))).value == 0.003
+
+
+def test_a_trial_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    slots = lr_trials.device_slots(2, gpus=5, cores=64, most=9)
+    assert slots == [Slot(gpus=("0", "1")), Slot(gpus=("2", "3"))]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-ab, 1")
+    slots = lr_trials.device_slots(1, gpus=3, cores=64, most=9)
+    assert slots == [Slot(gpus=("3",)), Slot(gpus=("GPU-ab",)), Slot(gpus=("1",))]
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    slots = lr_trials.device_slots(1, gpus=0, cores=8, most=3)  # more cores than trials
+    assert slots == [Slot(cores=(0, 1)), Slot(cores=(2, 3)), Slot(cores=(4, 5))]
+    assert lr_trials.device_slots(2, gpus=0, cores=4, most=9) == [
+        Slot(cores=(0, 1, 2, 3)), Slot(cores=(4, 5, 6, 7)),
+    ]  # fmt: skip
+    assert lr_trials.device_slots(16, gpus=0, cores=8, most=9) == [Slot(cores=tuple(range(8)))]
+
+
+# --- Optuna
+
+
+def test_optuna_draws_the_first_rung_the_same_after_an_interruption(shards: Path, tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    settings = Settings(trials=9, seeds=2)
+    code, found, _, _ = searched(shards, tmp_path / "whole", valley(0.004), settings)
+    assert code == 0
+    first = found["rungs"][0]
+    assert len(first["trials"]) == 9
+    assert [len(rung["trials"]) for rung in found["rungs"][1:]] == [3, 4]
+    assert all(trial["lr"] <= EDGE * 1.6 for trial in first["trials"])
+    assert (tmp_path / "whole" / "optuna.db").exists()
+    assert abs(math.log2(found["choice"]["lr"] / 0.004)) < 2
+    code, _, _, _ = searched(shards, tmp_path / "out", valley(0.004), settings, limit=5)
+    assert code == 130
+    code, again, pool, _ = searched(shards, tmp_path / "out", valley(0.004), settings)
+    assert code == 0
+    assert (again["rungs"], again["choice"]) == (found["rungs"], found["choice"])
+    assert len(pool.ran) == found["cost"]["trials"] - 5
+
+
+def test_without_optuna_the_extra_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert lr.setting_issues(make(shards), Settings(), 1) == []
+    (line,) = lr.setting_issues(make(shards), Settings(trials=3), 1)
+    assert line == "--trials: needs `pip install 'bert-dp[tune]'`"
+    with pytest.raises(ConfigError, match="bert-dp\\[tune\\]"):
+        search.Study(Path("x.db"), {}, [0.1], count=3, seed=0)
+
+
+# --- transfer
+
+
+def test_transfer_follows_the_papers(shards: Path) -> None:
+    config = make(shards, "optim.beta1=0.99", "optim.beta2=0.999", "optim.eps=1e-8")
+    found = transfer.transfer(config, 1e-3, "x", 256, 4096)
+    root, straight, untuned = found["rules"]
+    assert (found["ratio"], found["ours"]) == (16, None)
+    assert root["lr"] == pytest.approx(4e-3)
+    assert root["beta1"] == pytest.approx(0.84)
+    assert root["beta2"] == pytest.approx(0.984)
+    assert root["eps"] == pytest.approx(2.5e-9)
+    assert straight["lr"] == pytest.approx(1.6e-2)
+    assert untuned["lr"] == pytest.approx(5 / (2**1.5 * 1e3))
+    down = transfer.transfer(config, 1e-3, "x", 4096, 256)["rules"][0]
+    assert down["lr"] == pytest.approx(2.5e-4)
+    assert transfer.transfer(config, 1e-3, "x", 1, 128)["rules"][0]["beta1"] is None
+    ours = make(shards, "optim.lr_scaling=sqrt", "optim.lr_batch=8")
+    assert transfer.transfer(ours, 1e-3, "x", 8, 16)["ours"] == "sqrt"
+
+
+def test_transfer_takes_the_rate_that_was_found(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    found = searched(shards, out, valley(0.004))[1]
+    options = [f"data.path={shards}", *TINY]
+    code = lr.carry("quickstart", options, "8->32", out, as_json=True, console=Console())
+    assert code == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["rules"][0]["lr"] == pytest.approx(2 * found["choice"]["lr"])
+    assert json.loads((out / "tune.json").read_text())["transfer"] == told
+    assert searched(shards, out, valley(0.004))[1]["transfer"] == told
+    lr.carry(
+        "quickstart", [*options, "optim.lr=0.5"], "8->32", None, as_json=False, console=Console(width=200)
+    )
+    assert "sqrt          1 = 0.5 x sqrt(32 / 8)" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="holds no chosen learning rate"):
+        lr.carry("quickstart", options, "8->32", tmp_path, as_json=False, console=Console())
+
+
+@pytest.mark.parametrize("text", ["256", "256->", "0->4", "a->b", "256->4096->8"])
+def test_a_transfer_is_two_batches(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"^--transfer: "):
+        transfer.parse(text)
+
+
+# --- refusals
+
+
+@pytest.mark.parametrize(
+    ("settings", "overrides", "line"),
+    [
+        (Settings(optimizers=("adam",)), (), "--optimizers: 'adam' is not one of adamw, lamb, muon"),
+        (Settings(weight_decays=(0.1, 1.5)), (), "--weight-decays: "),
+        (Settings(trials=2, weight_decays=(0.0, 0.1)), (), "--weight-decays: 0 has no logarithm"),
+        (Settings(tokens=7 * STEP), (), "--tokens: 896 tokens are fewer than 8 steps of 128"),
+        (Settings(), ("schedule.steps=7",), "schedule: 896 tokens are fewer than 8 steps"),
+        (Settings(), ("batch.micro_size=3",), "batch.global_size: 8 is not a multiple"),
+        (Settings(optimizers=("adamw", "muon")), ("parallel.engine=fsdp",), "optim.name: muon"),
+    ],
+)
+def test_what_cannot_be_searched(
+    shards: Path, settings: Settings, overrides: tuple[str, ...], line: str
+) -> None:
+    found = lr.setting_issues(make(shards, *overrides), settings, 1)
+    assert len(found) == 1
+    assert found[0].startswith(line)
+    assert "--nproc" not in found[0]
+
+
+def test_ranks_need_devices(shards: Path) -> None:
+    assert lr.rank_issues(make(shards), 3, 2)[0].startswith("--ranks: 3 ranks but 2 GPUs")
+    assert lr.rank_issues(make(shards, "run.device=cuda"), 1, 0)[0].startswith("run.device: cuda")
+    assert lr.rank_issues(make(shards), 3, 0) == []
+
+
+def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
+    bare = write_shards(tmp_path / "s")
+    manifest = json.loads((bare / "manifest.json").read_text())
+    record.write_json(bare / "manifest.json", {**manifest, "held_out": {"sequences": 0}})
+    with pytest.raises(ConfigError, match="no held-out documents"):
+        lr.run_locked(make(bare), Settings(), 1, tmp_path, bare, on_gpu=False, say=print)
