@@ -17,7 +17,7 @@ from tests.shards import write_shards
 from tests.tune_fixture import batch
 
 VERBS = ([], ["train"], ["data"], ["data", "build"], ["data", "inspect"], ["doctor"], ["report"],
-         ["plan"], ["plan", "scaling"])  # fmt: skip
+         ["plan"], ["plan", "scaling"], ["tune"], ["tune", "batch"], ["tune", "lr"])  # fmt: skip
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda v: " ".join(v) or "bert-dp")
