@@ -51,10 +51,10 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
             arguments += [*SHRINK, "--steps", "2", "--warm-up", "1", "--repeats", "1",
                           "--set", "data.build.max_tokens_per_char=0"]  # fmt: skip
         if arguments[0] == "tune":
-            kept = [a for a in arguments if a != "5m"]
-            kept.insert(kept.index("--budget") + 1, "2s") if "--budget" in kept else None
-            arguments = [*kept, *SHRINK, "--set", "data.build.max_tokens_per_char=0"]
-            arguments += ["--tokens", "1024", "--rates", "2", "--seeds", "1"] if kept[1] == "lr" else []
+            arguments = ["2s" if argument == "5m" else argument for argument in arguments]
+            arguments += [*SHRINK, "--set", "data.build.max_tokens_per_char=0"]
+            if arguments[1] == "lr":
+                arguments += ["--tokens", "1024", "--rates", "2", "--seeds", "1"]
         if arguments[:2] == ["data", "build"]:
             arguments = [*expand(arguments, tmp_path), *SIZE["data build"], "--set", "max_tokens_per_char=0",
                          "--set", "held_out_fraction=0.1"]  # fmt: skip
