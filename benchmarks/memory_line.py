@@ -2,9 +2,9 @@
 
     python benchmarks/memory_line.py [--ranks 1,2] [--batches 2,4,8] [--steps 3] [--set a.b=v] [--json FILE]
 
-Predicted peak of a rank = line + what a real run at micro batch 1 shows beyond the line; measured = the greatest
-resident set of a rank of `bert-dp train` (on a GPU: reserved by the allocator), a process for each run.
-Every run takes two micro batches a step of synthetic data and writes no checkpoint. Beside it the tensor
+Predicted peak of a rank = line + what a real run at micro batch 1 shows beyond the line; measured = the
+greatest resident set of a rank of `bert-dp train` (on a GPU: reserved by the allocator), a process for each
+run. Every run takes two micro batches a step of synthetic data and writes no checkpoint. Beside it the tensor
 bytes of a real step, counted as the fake one's are.
 """
 
@@ -82,7 +82,8 @@ def compare(root: Path, ranks: int, batches: list[int], settings: list[str]) -> 
         print(f"{ranks} ranks, micro batch {batch:3}: measured {measured / MIB:6.0f} MiB, predicted "
               f"{predicted / MIB:6.0f} MiB ({rows[-1]['error']:+.1%})", flush=True)  # fmt: skip
     real = tensor_bytes(config, ranks, batches[0])
-    print(f"{ranks} ranks: tensors of a real step {real / at(batches[0]) - 1:+.3%} of the line's")
+    counted = real / line["peak_bytes"][0] - 1
+    print(f"{ranks} ranks, micro batch {batches[0]}: tensors of a real step {counted:+.3%} of the fake one's")
     return {"ranks": ranks, "line": line, "measured_at_1_bytes": first, "constant_bytes": constant,
             "rows": rows, "real_tensor_bytes": real}  # fmt: skip
 
@@ -102,16 +103,18 @@ def main() -> None:
         root = Path(folder)
         shards = write_shards(root / "shards", length=128, train=256)
         settings = [f"data.path={shards}", "data.synthetic=true", f"schedule.steps={arguments.steps}",
-                    "batch.ramp_fraction=0", "batch.ramp_quantum=null", "compile=off", "checkpoint.every_steps=0",
-                    "checkpoint.keep=0", "eval.every_steps=0", "eval.max_sequences=8", *arguments.settings]  # fmt: skip
+                    "batch.ramp_fraction=0", "batch.ramp_quantum=null", "compile=off",
+                    "checkpoint.every_steps=0", "checkpoint.keep=0", "eval.every_steps=0",
+                    "eval.max_sequences=8", *arguments.settings]  # fmt: skip
         found = [compare(root, int(ranks), batches, settings) for ranks in arguments.ranks.split(",")]
     if arguments.json:
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         ).stdout
         facts = {"command": " ".join(["python", "benchmarks/memory_line.py", *sys.argv[1:]]),
-                 "commit": commit.strip(), "platform": platform.platform(), "libc": " ".join(platform.libc_ver()),
-                 "python": platform.python_version(), "cores": os.cpu_count(), "versions": versions()}  # fmt: skip
+                 "commit": commit.strip(), "platform": platform.platform(),
+                 "libc": " ".join(platform.libc_ver()), "python": platform.python_version(),
+                 "cores": os.cpu_count(), "versions": versions()}  # fmt: skip
         arguments.json.write_text(json.dumps({"environment": facts, "runs": found}, indent=1) + "\n")
 
 

@@ -5,8 +5,9 @@ on fake tensors at two micro batches, with the configuration's precision, checkp
 never compiled. What no tensor holds (interpreter, libraries, an allocator's rest, a CUDA context) is the
 caller's to measure at one micro batch.
 
-The line is that of the operation where forward and backward peak at b2. At a small b the optimizer step may
-lie above it: peak_bytes is the whole step's. parts, [bytes, bytes per sequence], sum to the line:
+A step's peak is the greatest of many lines, one per operation, so it bends upwards. The line given is the
+one that leads at large b (FAR), within forward and backward. At a small b another operation, or the optimizer
+step, may lie above it: peak_bytes is the whole step's. parts, [bytes, bytes per sequence], sum to the line:
 
 weights, gradients, optimizer  as counted, or as cost.py divides them among the ranks (`state`)
 activations  what forward keeps, autocast's narrow weights among it, and what checkpointing computes again
@@ -34,6 +35,7 @@ from bert_dp.train import Precision
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
 STATE = PARTS[:3]
+FAR = 16  # the line is the one that leads at this many times b2
 WHOLE = ("single", "independent", "ddp", "accelerate")  # engines whose ranks hold the whole state
 
 
@@ -69,8 +71,8 @@ def traced(
     from bert_dp.ledger import count_step, fake
 
     engine = engine_name(config.parallel, ranks)
-    accumulates = config.batch.global_size > sizes[0] * ranks
-    histories, inside = [], []
+    accumulates = config.batch.global_size > min(config.batch.micro_size, sizes[0]) * ranks
+    histories = []
     for size in sizes:
         ledger = count_step(
             config, precision, device, size, accumulation=1 + accumulates,
@@ -78,30 +80,32 @@ def traced(
         )  # fmt: skip
         bytes_EP, inside_E = ledger.history()
         histories.append(bytes_EP)
-        inside.append(inside_E)
+    if len(histories[0]) != len(histories[1]):
+        raise RuntimeError(f"micro batches {sizes[0]} and {sizes[1]} run other operations")
     if engine not in WHOLE:
         divided = cost.memory_estimate_gib(config, precision.name, ranks)
         for bytes_EP in histories:
             bytes_EP[:, : len(STATE)] = [int(divided[part] * cost.GIB) for part in STATE]
     state = "counted" if engine in WHOLE else f"cost.py: {engine} on {ranks} ranks"
-    return {"state": state, **line_through(sizes, histories, inside)}
+    return {"state": state, **line_through(sizes, histories, inside_E)}
 
 
 def line_through(
-    sizes: tuple[int, int], histories: Sequence[NDArray[np.int64]], inside: Sequence[NDArray[np.bool_]]
+    sizes: tuple[int, int], histories: Sequence[NDArray[np.int64]], inside_E: NDArray[np.bool_]
 ) -> dict[str, Any]:
-    """The line of the operation at the second history's peak, the same operation in both.
+    """The line of the operation that leads at FAR.
 
-    histories: bytes of each of PARTS after each operation, [E, 6]; inside: whether it is one of forward or
-    backward, [E]. When the two differ in their operations each has its own peak.
+    histories: bytes of each of PARTS after each operation, [E, 6]; inside_E: whether it is one of forward or
+    backward.
     """
-    totals = [bytes_EP.sum(axis=1) for bytes_EP in histories]
-    own = [int(np.where(ins, total, 0).argmax()) for ins, total in zip(inside, totals, strict=True)]
-    alike = np.array_equal(*(np.sign(np.diff(total)) for total in totals))
-    low, high = histories[0][own[1] if alike else own[0]], histories[1][own[1]]
-    slope = (high - low) / (sizes[1] - sizes[0])
-    parts = dict(zip(PARTS, np.stack([high - slope * sizes[1], slope], axis=1).tolist(), strict=True))
-    return _line([int(total.max()) for total in totals], parts)
+    low_EP, high_EP = histories
+    slope_EP = (high_EP - low_EP) / (sizes[1] - sizes[0])
+    far_E = (high_EP + slope_EP * (FAR - 1) * sizes[1]).sum(axis=1)
+    lead = int(np.where(inside_E, far_E, 0).argmax())
+    slope_P = slope_EP[lead]
+    intercept_P = high_EP[lead] - slope_P * sizes[1]
+    parts = dict(zip(PARTS, np.stack([intercept_P, slope_P], axis=1).tolist(), strict=True))
+    return _line([int(bytes_EP.sum(axis=1).max()) for bytes_EP in histories], parts)
 
 
 def by_formula(config: Config, precision: Precision, ranks: int, sizes: tuple[int, int]) -> dict[str, Any]:

@@ -54,6 +54,15 @@ def test_a_real_step_at_a_third_batch_lies_on_the_line(settings: list[str], rank
     assert line["intercept_bytes"] + 24 * line["bytes_per_sequence"] == pytest.approx(peak, rel=0.01)
 
 
+def test_small_steps_give_the_line_of_large_ones() -> None:
+    """In bf16 a narrow and a wide gradient of the embedding lead in a small step, not in a large one."""
+    config = small("precision=bf16", "model.vocab_size=4096")
+    near, far = (memory_line(config, 1, sizes) for sizes in ((2, 4), (64, 128)))
+    assert near["bytes_per_sequence"] == pytest.approx(far["bytes_per_sequence"], rel=1e-3)
+    assert near["intercept_bytes"] == pytest.approx(far["intercept_bytes"], rel=1e-3)
+    assert near["intercept_bytes"] + 2 * near["bytes_per_sequence"] < near["peak_bytes"][0]
+
+
 def test_parts_sum_to_the_peak_and_state_is_what_the_model_needs() -> None:
     config = small()
     line = memory_line(config, 1, (8, 16))
