@@ -52,7 +52,7 @@ class Lamb(torch.optim.Optimizer):
                     self.state[p] = {"step": torch.zeros((), device=device), "exp_avg": torch.zeros_like(p),
                                      "exp_avg_sq": torch.zeros_like(p)}  # fmt: skip
             states = [self.state[p] for p in params]
-            torch._foreach_add_([s["step"] for s in states], keep.float())
+            torch._foreach_add_([s["step"] for s in states], [keep.float()] * len(states))  # no host sync
             grads = [p.grad for p in params]
             beta1, beta2 = group["betas"]
             sums_2N = self._moments(

@@ -1,37 +1,149 @@
-"""stub"""
+"""The memory line: peak tensor bytes of a rank in the micro batch b, M(b) = a + c b, nothing allocated.
+
+`python -m bert_dp.memory_line CONFIG.yaml RANKS b1 b2` prints one JSON line. A step of the real model runs
+on fake tensors at two micro batches, with the configuration's precision, checkpointing and optimizer, but
+never compiled. What no tensor holds (interpreter, libraries, an allocator's rest, a CUDA context) is the
+caller's to measure at one micro batch.
+
+A step's peak is the greatest of many lines, one per operation, so it bends upwards. The line given is the
+one that leads at large b (FAR), within forward and backward. At a small b another operation, or the optimizer
+step, may lie above it: peak_bytes is the whole step's. parts, [bytes, bytes per sequence], sum to the line:
+
+weights, gradients, optimizer  as counted, or as cost.py divides them among the ranks (`state`)
+activations  what forward keeps, autocast's narrow weights among it, and what checkpointing computes again
+logits       what decoder and loss add: logits, their gradients, the decoder's gradient until it is added
+other        buffers, the micro batch, temporaries of backward
+"""
+
+from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
+from collections.abc import Sequence
+from typing import Any
 
-from bert_dp.config import load_config
-from bert_dp.cost import GIB, memory_estimate_gib
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
-c = load_config(Path(sys.argv[1]))
-R = int(sys.argv[2])
-b = [int(x) for x in sys.argv[3:]]
-P = [
-    memory_estimate_gib(
-        c.model_copy(update={"batch": c.batch.model_copy(update={"micro_size": x})}), "fp32", R
-    )
-    for x in b
-]
-parts = {}
-for k in P[0]:
-    s = (P[1][k] - P[0][k]) * GIB / (b[1] - b[0])
-    parts[k] = [P[0][k] * GIB - s * b[0], s]
-print(
-    json.dumps(
-        {
-            "source": "formula",
-            "why": "stub",
-            "precision": "fp32",
-            "ranks": R,
-            "sizes": b,
-            "peak_bytes": [sum(p.values()) * GIB for p in P],
-            "intercept_bytes": sum(v[0] for v in parts.values()),
-            "bytes_per_sequence": sum(v[1] for v in parts.values()),
-            "parts": parts,
-        }
-    )
-)
+from bert_dp import cost
+from bert_dp.building import choose_precision
+from bert_dp.config import Config, ConfigError, load_config
+from bert_dp.lifeline import follow_launcher
+from bert_dp.parallel import engine_name
+from bert_dp.train import Precision
+
+PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
+STATE = PARTS[:3]
+FAR = 16  # the line is the one that leads at this many times b2
+WHOLE = ("single", "independent", "ddp", "accelerate")  # engines whose ranks hold the whole state
+
+
+def memory_line(config: Config, ranks: int, sizes: tuple[int, int]) -> dict[str, Any]:
+    """What main prints. Where fake tensors fail, cost.py's formula, and `why`."""
+    device, precision = choose_device(config)
+    try:
+        if config.parallel.tensor > 1:
+            raise NotImplementedError("tensor parallelism is not traced")
+        found = traced(config, precision, device, ranks, sizes)
+        source, why = "fake tensors", None
+    except Exception as error:  # private API of torch: anything
+        found = by_formula(config, precision, ranks, sizes)
+        source, why = "formula", f"{type(error).__name__}: {error}"
+    return {"source": source, "why": why, "precision": precision.name, "compiled": False, "ranks": ranks,
+            "sizes": list(sizes), **found}  # fmt: skip
+
+
+def choose_device(config: Config) -> tuple[torch.device, Precision]:
+    """Where a rank would run, and how wide; without a GPU here, one with bf16 is taken to be meant."""
+    if config.run.device != "cpu" and torch.cuda.is_available():
+        device = torch.device("cuda", torch.cuda.current_device())
+        return device, choose_precision(config.precision, device)
+    device = torch.device("cpu")
+    elsewhere = config.run.device == "cuda" and config.precision == "auto"
+    return device, choose_precision("bf16" if elsewhere else config.precision, device)
+
+
+def traced(
+    config: Config, precision: Precision, device: torch.device, ranks: int, sizes: tuple[int, int]
+) -> dict[str, Any]:
+    """The line by fake tensors. Raises whatever torch raises."""
+    from bert_dp.ledger import count_step, fake
+
+    engine = engine_name(config.parallel, ranks)
+    accumulates = config.batch.global_size > min(config.batch.micro_size, sizes[0]) * ranks
+    histories = []
+    for size in sizes:
+        ledger = count_step(
+            config, precision, device, size, accumulation=1 + accumulates,
+            keeps_gradients=engine not in ("single", "independent"), tensors=fake(),
+        )  # fmt: skip
+        bytes_EP, inside_E = ledger.history()
+        histories.append(bytes_EP)
+    if len(histories[0]) != len(histories[1]):
+        raise RuntimeError(f"micro batches {sizes[0]} and {sizes[1]} run other operations")
+    if engine not in WHOLE:
+        divided = cost.memory_estimate_gib(config, precision.name, ranks)
+        for bytes_EP in histories:
+            bytes_EP[:, : len(STATE)] = [int(divided[part] * cost.GIB) for part in STATE]
+    state = "counted" if engine in WHOLE else f"cost.py: {engine} on {ranks} ranks"
+    return {"state": state, **line_through(sizes, histories, inside_E)}
+
+
+def line_through(
+    sizes: tuple[int, int], histories: Sequence[NDArray[np.int64]], inside_E: NDArray[np.bool_]
+) -> dict[str, Any]:
+    """The line of the operation that leads at FAR.
+
+    histories: bytes of each of PARTS after each operation, [E, 6]; inside_E: whether it is one of forward or
+    backward.
+    """
+    low_EP, high_EP = histories
+    slope_EP = (high_EP - low_EP) / (sizes[1] - sizes[0])
+    far_E = (high_EP + slope_EP * (FAR - 1) * sizes[1]).sum(axis=1)
+    lead = int(np.where(inside_E, far_E, 0).argmax())
+    slope_P = slope_EP[lead]
+    intercept_P = high_EP[lead] - slope_P * sizes[1]
+    parts = dict(zip(PARTS, np.stack([intercept_P, slope_P], axis=1).tolist(), strict=True))
+    return _line([int(bytes_EP.sum(axis=1).max()) for bytes_EP in histories], parts)
+
+
+def by_formula(config: Config, precision: Precision, ranks: int, sizes: tuple[int, int]) -> dict[str, Any]:
+    """The line by cost.memory_estimate_gib."""
+    points = []
+    for size in sizes:
+        batch = config.batch.model_copy(update={"micro_size": size})
+        found = cost.memory_estimate_gib(config.model_copy(update={"batch": batch}), precision.name, ranks)
+        found["activations"] += found.pop("autocast weights", 0.0)
+        points.append({part: found.get(part, 0.0) * cost.GIB for part in PARTS})
+    low, high = points
+    slopes = {part: (high[part] - low[part]) / (sizes[1] - sizes[0]) for part in PARTS}
+    parts = {part: [high[part] - slopes[part] * sizes[1], slopes[part]] for part in PARTS}
+    return {"state": "cost.py", **_line([round(sum(point.values())) for point in points], parts)}
+
+
+def _line(peaks: list[int], parts: dict[str, list[float]]) -> dict[str, Any]:
+    intercept, slope = (sum(part[i] for part in parts.values()) for i in range(2))
+    return {"peak_bytes": peaks, "intercept_bytes": intercept, "bytes_per_sequence": slope, "parts": parts}
+
+
+def main(argv: list[str]) -> int:
+    """Exit codes: 0 done, 2 bad input."""
+    follow_launcher()
+    try:
+        path, *numbers = argv
+        if len(numbers) != 3 or not all(n.isdecimal() for n in numbers):
+            raise ConfigError([f"{' '.join(argv)}: not CONFIG.yaml RANKS b1 b2; give three whole numbers"])
+        ranks, low, high = map(int, numbers)
+        if not (ranks >= 1 and 1 <= low < high):
+            raise ConfigError([f"RANKS b1 b2: {' '.join(numbers)}, needs 1 <= RANKS and 1 <= b1 < b2"])
+        line = memory_line(load_config(path), ranks, (low, high))
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return 2
+    sys.stdout.write(json.dumps(line) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,122 @@
+"""The memory line (`python -m bert_dp.memory_line`) against real runs, on the 120 M model.
+
+    python benchmarks/memory_line.py [--ranks 1,2] [--batches 2,4,8] [--steps 3] [--set a.b=v] [--json FILE]
+
+Predicted peak of a rank = line + what a real run at micro batch 1 shows beyond the line; measured = the
+greatest resident set of a rank of `bert-dp train` (on a GPU: reserved by the allocator), a process for each
+run. Every run takes two micro batches a step of synthetic data and writes no checkpoint. Beside it the tensor
+bytes of a real step, counted as the fake one's are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from bert_dp.config import dump_config, load_config
+from bert_dp.ledger import count_step
+from bert_dp.memory_line import choose_device
+from launcher.environment import versions
+from launcher.training import shipped_configs
+from tests.shards import write_shards
+
+MIB = 2**20
+
+
+def measure(run_dir: Path, settings: list[str], ranks: int) -> float:
+    """Peak memory in bytes of the greatest rank of one run."""
+    pairs = [part for setting in settings for part in ("--set", setting)]
+    command = [sys.executable, "-m", "launcher", "train", "crammed-bert", "--run-dir", str(run_dir),
+               "--nproc", str(ranks), *pairs]  # fmt: skip
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stdout[-800:] + done.stderr[-800:])
+    return json.loads((run_dir / "summary.json").read_text())["peak_memory_gib"] * 2**30
+
+
+def predict(config: Path, ranks: int, batches: list[int]) -> dict[str, Any]:
+    command = [sys.executable, "-m", "bert_dp.memory_line", str(config), str(ranks), *map(str, batches)]
+    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def tensor_bytes(config: Path, ranks: int, batch: int) -> int:
+    """Peak of a real step's tensors."""
+    loaded = load_config(config)
+    device, precision = choose_device(loaded)
+    ledger = count_step(
+        loaded, precision, device, batch, accumulation=2, keeps_gradients=ranks > 1, tensors=nullcontext()
+    )
+    return int(ledger.history()[0].sum(axis=1).max())
+
+
+def compare(root: Path, ranks: int, batches: list[int], settings: list[str]) -> dict[str, Any]:
+    """The line, the constant, and every batch's prediction beside its measurement."""
+
+    def of_batch(batch: int) -> list[str]:
+        return [*settings, f"batch.micro_size={batch}", f"batch.global_size={2 * batch * ranks}"]
+
+    config = root / f"config-{ranks}.yaml"
+    config.write_text(dump_config(load_config(shipped_configs() / "crammed-bert.yaml", of_batch(1))))
+    line = predict(config, ranks, [batches[0], batches[-1]])
+
+    def at(batch: int) -> float:
+        return line["intercept_bytes"] + batch * line["bytes_per_sequence"]
+
+    first = measure(root / f"{ranks}-1", of_batch(1), ranks)
+    constant = first - at(1)
+    rows = []
+    for batch in batches:
+        measured, predicted = measure(root / f"{ranks}-{batch}", of_batch(batch), ranks), constant + at(batch)
+        rows.append({"micro_batch": batch, "measured_bytes": measured, "predicted_bytes": predicted,
+                     "error": predicted / measured - 1, "line_bytes": at(batch)})  # fmt: skip
+        print(f"{ranks} ranks, micro batch {batch:3}: measured {measured / MIB:6.0f} MiB, predicted "
+              f"{predicted / MIB:6.0f} MiB ({rows[-1]['error']:+.1%})", flush=True)  # fmt: skip
+    real = tensor_bytes(config, ranks, batches[0])
+    counted = real / line["peak_bytes"][0] - 1
+    print(f"{ranks} ranks, micro batch {batches[0]}: tensors of a real step {counted:+.3%} of the fake one's")
+    return {"ranks": ranks, "line": line, "measured_at_1_bytes": first, "constant_bytes": constant,
+            "rows": rows, "real_tensor_bytes": real}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--ranks", default="1,2")
+    parser.add_argument("--batches", default="2,4,8")
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="a.b=v")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    batches = [int(b) for b in arguments.batches.split(",")]
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        shards = write_shards(root / "shards", length=128, train=256)
+        settings = [f"data.path={shards}", "data.synthetic=true", f"schedule.steps={arguments.steps}",
+                    "batch.ramp_fraction=0", "batch.ramp_quantum=null", "compile=off",
+                    "checkpoint.every_steps=0", "checkpoint.keep=0", "eval.every_steps=0",
+                    "eval.max_sequences=8", *arguments.settings]  # fmt: skip
+        found = [compare(root, int(ranks), batches, settings) for ranks in arguments.ranks.split(",")]
+    if arguments.json:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout
+        facts = {"command": " ".join(["python", "benchmarks/memory_line.py", *sys.argv[1:]]),
+                 "commit": commit.strip(), "platform": platform.platform(),
+                 "libc": " ".join(platform.libc_ver()), "python": platform.python_version(),
+                 "cores": os.cpu_count(), "versions": versions()}  # fmt: skip
+        arguments.json.write_text(json.dumps({"environment": facts, "runs": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
