@@ -16,8 +16,9 @@ $(VENV)/.installed: pyproject.toml .constraints.txt
 train: env
 	$(BIN)/bert-dp train
 
+# two files at a time: most tests wait for processes to start and end
 test: env
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # every cell of the parity matrix; goes on where it was stopped (.parity/results.jsonl)
 parity: env

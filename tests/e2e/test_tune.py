@@ -16,11 +16,12 @@ import yaml
 
 from bert_dp.config import load_config
 from tests.e2e.cli import bert_dp, start, tiny
+from tests.faults.harness import broken
 from tests.shards import write_shards
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
-    return ["tune", "batch", "quickstart", *tiny(shards), "--gpus", "2", "--budget", "30s", "--out", str(out),
+    return ["tune", "batch", "quickstart", *tiny(shards), "--gpus", "2", "--budget", "20s", "--out", str(out),
             *more]  # fmt: skip
 
 
@@ -175,6 +176,23 @@ def test_a_size_that_takes_too_much_is_a_result(shards: Path, tmp_path: Path) ->
     assert found["status"] == "failed"
     assert found["choice"] is None
     assert not (tmp_path / "o" / "tuned.yaml").exists()
+
+
+def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_path: Path) -> None:
+    """Rank 1 of the first run that takes a fifth step; the pilot takes three."""
+    once = tmp_path / "once"
+    done = bert_dp(*command(shards, tmp_path / "o", "--budget", "5s"), BERT_DP_CACHE=str(tmp_path / "c"),
+                   timeout=300, **broken("cuda_oom", rank=1, step=4, once=str(once)))  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads((tmp_path / "o" / "tune.json").read_text())
+    states = {size["micro_batch"]: size["status"] for size in found["sizes"]}
+    hit = found["order"][0]
+    assert states == {micro: "oom" if micro == hit else "ok" for micro in (1, 2, 4)}
+    (row,) = [size for size in found["sizes"] if size["micro_batch"] == hit]
+    assert "rank 1" in row["why"]
+    assert "out of memory" in row["why"]
+    assert found["choice"]["micro_batch"] != hit
+    assert f"micro batch {hit}: oom: rank 1" in done.stdout
 
 
 def test_a_signal_ends_it_cleanly_and_the_same_command_goes_on(shards: Path, tmp_path: Path) -> None:
