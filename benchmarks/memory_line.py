@@ -67,7 +67,7 @@ def compare(root: Path, ranks: int, batches: list[int], settings: list[str]) -> 
 
     config = root / f"config-{ranks}.yaml"
     config.write_text(dump_config(load_config(shipped_configs() / "crammed-bert.yaml", of_batch(1))))
-    line = predict(config, ranks, [batches[0], batches[-1]])
+    line = predict(config, ranks, [batches[0], 2 * batches[-1]])
 
     def at(batch: int) -> float:
         return line["intercept_bytes"] + batch * line["bytes_per_sequence"]

@@ -71,6 +71,31 @@ SMALL = (
 )  # fmt: skip
 
 
+def test_memory_line_small(tmp_path):
+    record = tmp_path / "record.json"
+    settings = [part for setting in SMALL for part in ("--set", setting)]
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks/memory_line.py"), "--ranks", "1", "--batches", "2",
+         "--steps", "1", "--json", str(record), *settings],
+        capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (run,) = json.loads(record.read_text())["runs"]
+    assert run["line"]["source"] == "fake tensors"
+    assert run["real_tensor_bytes"] == pytest.approx(run["line"]["peak_bytes"][0], rel=0.01)
+    for row in run["rows"]:
+        assert row["predicted_bytes"] == pytest.approx(run["constant_bytes"] + row["line_bytes"])
+        assert row["error"] == pytest.approx(row["predicted_bytes"] / row["measured_bytes"] - 1)
+
+
+def test_the_committed_memory_record_says_what_the_page_says():
+    """benchmarks/RESULTS.md: within 5 % at micro batches 2, 4, 8 but for 5.01 % once."""
+    raw = json.loads((ROOT / "benchmarks/raw/2026-11-22-memory-line.json").read_text())
+    errors = [abs(row["error"]) for run in raw["runs"] for row in run["rows"]]
+    assert len(errors) == 6
+    assert max(errors) == pytest.approx(0.0501, abs=5e-5)
+
+
 def test_engines_small(tmp_path):
     record = tmp_path / "record.json"
     settings = [part for setting in SMALL for part in ("--set", setting)]
