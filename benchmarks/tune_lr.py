@@ -35,7 +35,7 @@ from launcher.tune.ladder import Candidate  # noqa: E402
 from launcher.tune.trials import Pool, Stopped, Trial  # noqa: E402
 
 GOAL_NATS, GOAL_TOKENS = 0.02, 0.5
-TOKENS = 5_000_000  # about a minute of one rank on one core
+TOKENS = 1_200_000  # about two minutes of one rank on one core, as long as the quickstart trains
 RATES = 5
 KEPT = ("settings", "range_test", "rungs", "choice", "cost", "ranks", "at_a_time", "unigram_entropy_nats")
 

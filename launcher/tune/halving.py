@@ -94,16 +94,31 @@ class Search:
         first.kept = go_on if self.settings.trials else ladder.better_half(order)
         if len(first.kept) > FINALISTS:
             second = self._open_rung(self.tokens // RUNGS[1], self.seeds[:1])
-            self._train(second, first.kept)
+            self._train(second, first.kept, second.seeds)
             better = ladder.ranked(second)
             second.kept = better[:FINALISTS]
             order = [*better, *[c for c in order if c not in first.kept]]
         last = self._open_rung(self.tokens, self.seeds, last=True)
-        self._train(last, order[:FINALISTS])
+        self._train_finalists(last, order[:FINALISTS])
         spare = order[FINALISTS:]
         while spare and not ladder.ranked(last):
             self.say(f"no finalist can be chosen; next: {ladder.told(spare[0])}")
-            self._train(last, [spare.pop(0)])
+            self._train(last, [spare.pop(0)], self.seeds)
+
+    def _train_finalists(self, last: Rung, finalists: Sequence[Candidate]) -> None:
+        """Every seed of every finalist; but where that takes the devices several turns, one that is far
+        behind after the first seed trains the others only if the best turns out worse than that."""
+        if self.at_a_time >= len(finalists) * len(self.seeds):
+            self._train(last, finalists, self.seeds)
+            return
+        self._train(last, finalists, self.seeds[:1])
+        near = ladder.near(last)
+        for c in finalists:
+            if c not in near and last.mean(c) < math.inf:
+                behind = last.mean(c) - min(last.mean(each) for each in near)
+                self.say(f"{ladder.told(c)} is {behind:.4f} nats behind after one seed: left out")
+        self._train(last, near, self.seeds[1:])
+        self._train(last, [c for c in ladder.near(last) if c not in near], self.seeds[1:])
 
     def keep(self) -> None:
         """Write OUT/search.json, with the seconds of every call so far."""
@@ -227,11 +242,11 @@ class Search:
             Candidate(name, decay, lr) for name in self.optimizers for decay in self.decays
             for lr in ladder.first_ladder(self.edges[name], self.settings.rates)
         ]  # fmt: skip
-        self._train(rung, first)
+        self._train(rung, first, rung.seeds)
         while (more := ladder.extension(rung.outcomes, self.edges, first)) is not None:
             self.say(f"the best rate stands at the end of its ladder; next to it: {ladder.told(more)}")
             self._work[0] = (self._work[0][0] + 1, self._work[0][1])
-            self._train(rung, [more])
+            self._train(rung, [more], rung.seeds)
         return rung
 
     def _drawn_rung(self) -> Rung:
@@ -245,16 +260,14 @@ class Search:
             drawn = study.ask(min(self.at_a_time, self.settings.trials - asked))
             asked += len(drawn)
             known = {o.candidate for o in rung.outcomes}
-            self._train(rung, [c for c in dict.fromkeys(drawn) if c not in known])
+            self._train(rung, [c for c in dict.fromkeys(drawn) if c not in known], rung.seeds)
             for outcome in rung.outcomes:
                 study.tell(outcome)
         return rung
 
-    def _train(self, rung: Rung, candidates: Sequence[Candidate]) -> None:
-        """Each candidate with each seed; the results in the order of the candidates."""
-        named = {
-            lr_trials.trial_name(c, rung.tokens, seed): (c, seed) for seed in rung.seeds for c in candidates
-        }
+    def _train(self, rung: Rung, candidates: Sequence[Candidate], seeds: Sequence[int]) -> None:
+        """Each candidate with each of these seeds; the results in the order of the candidates."""
+        named = {lr_trials.trial_name(c, rung.tokens, seed): (c, seed) for seed in seeds for c in candidates}
         todo = [
             Trial(name, lr_trials.trial_config(self.config, self.shards, c, rung.tokens, seed), self.ranks)
             for name, (c, seed) in named.items()

@@ -18,6 +18,7 @@ SIGMAS = 8.0  # of the smoothed noise, that counts as risen: the least of 100 me
 SAFETY = 4.0  # the ladder begins at the edge over this (Smith, arXiv 1506.01186, takes a third)
 EXTENSIONS = 3  # rates that may be added at either end
 FINALISTS = 2
+BEHIND = 0.05  # nats after the first seed by which a finalist is out: seeds of one rate differ by less
 
 
 class Candidate(NamedTuple):
@@ -165,6 +166,12 @@ def ranked(rung: Rung) -> list[Candidate]:
     return sorted(finite, key=lambda candidate: (means[candidate], candidate))
 
 
+def near(last: Rung) -> list[Candidate]:
+    """The finalists within BEHIND of the best mean, best first."""
+    order = ranked(last)
+    return [c for c in order if last.mean(c) <= last.mean(order[0]) + BEHIND]
+
+
 def better_half(order: Sequence[Candidate]) -> list[Candidate]:
     """The first half of them, rounded up, and no fewer than go into the last rung."""
     return list(order[: max(FINALISTS, math.ceil(len(order) / 2))])
@@ -196,7 +203,7 @@ def choose(rungs: Sequence[Rung], *, any_decay: bool) -> dict[str, Any] | None:
     """`choice` of tune.json from the last rung: the lowest mean over the seeds; None when no rate is left.
 
     Tied with it is a finalist whose mean difference, paired by seed, has a 95 % interval (Student's t) that
-    reaches zero.
+    reaches zero; not one that was left out for being BEHIND.
     """
     last = rungs[-1] if rungs and rungs[-1].last else None
     order = ranked(last) if last is not None else []
@@ -207,7 +214,7 @@ def choose(rungs: Sequence[Rung], *, any_decay: bool) -> dict[str, Any] | None:
     mine = losses[best]
     count = len(mine)
     deviations = [statistics.variance(each.values()) for each in losses.values() if len(each) > 1]
-    tied = [c for c in order[1:] if _tied(mine, losses[c])]
+    tied = [c for c in order[1:] if len(losses[c]) == count and _tied(mine, losses[c])]
     side = open_side(rungs, best, any_decay=any_decay)
     mean = last.mean(best)
     why = f"the lowest mean of {count} seeds" if count > 1 else "the lowest loss, of one seed"

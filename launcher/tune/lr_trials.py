@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ RANGE_TOP = 1.0  # rate at the end of a range test; it begins at 1e-4 of this
 RANGE_STEPS = 100
 RANGE_SHARE = 16  # a range test takes no more than this part of the whole budget, but
 RANGE_LEAST = 25  # as many steps as four decades need to be told apart
+RANGE_SHORT_H = 0.5  # below it a run of unknown speed may have few steps
 CURVE_POINTS = 4
 NOT_FINITE = "had a gradient that is not finite"  # bert_dp.health says so of a run that it ends
 
@@ -56,9 +58,10 @@ def full_tokens(config: Config) -> int | None:
 
 
 def range_steps(config: Config, tokens: int | None) -> int:
-    """Steps of the range test, for a whole budget of `tokens`, if that is known."""
+    """Steps of the range test, for a whole budget of `tokens`, if that is known before anything has run."""
     if tokens is None:
-        return RANGE_STEPS
+        short = (config.schedule.hours or math.inf) < RANGE_SHORT_H
+        return RANGE_LEAST if short else RANGE_STEPS
     return min(RANGE_STEPS, max(RANGE_LEAST, tokens // RANGE_SHARE // step_tokens(config)))
 
 

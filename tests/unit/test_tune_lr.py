@@ -455,6 +455,9 @@ def test_a_range_test_has_the_whole_batch_from_the_start(shards: Path) -> None:
     assert (test.schedule.name, test.schedule.steps, test.schedule.tokens) == ("exponential", 60, None)
     assert (test.batch.ramp_fraction, test.log.every_steps, test.optim.lr) == (0, 1, 1.0)
     assert lr_trials.range_steps(config, None) == 100
+    hours = config.schedule.model_copy(update={"steps": None, "tokens": None, "hours": 0.03})
+    brief = config.model_copy(update={"schedule": hours})
+    assert lr_trials.range_steps(brief, None) == lr_trials.RANGE_LEAST
     assert lr_trials.range_steps(config, 10**9) == 100
     assert lr_trials.range_steps(config, 800 * STEP) == 50
     assert lr_trials.range_steps(config, 8 * STEP) == lr_trials.RANGE_LEAST
