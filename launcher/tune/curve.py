@@ -12,6 +12,7 @@ from typing import Any
 from launcher.scaling import stats
 
 WITHIN = 0.97  # of the best throughput: what a smaller micro batch must reach
+SURE = 0.94  # of the best, at the low end of its interval: as much again as it may miss by
 BLOCKS = 3  # stretches of a run's steps whose means are compared
 
 
@@ -65,9 +66,9 @@ def rate(size: Size, trial_samples: int, global_size: int) -> Rate:
 
 
 def unsettled(rates: Sequence[Rate]) -> list[int]:
-    """Micro batches up to the choice whose interval holds WITHIN of the best: their place is not known."""
-    line, chosen, _ = _pick(rates)
-    return [r.micro for r in rates if r.low < line <= r.high and r.micro <= chosen.micro]
+    """Micro batches below the best that may reach WITHIN of it and are not known to, or to miss it."""
+    line, chosen, best = _pick(rates)
+    return [r.micro for r in rates if r.micro <= chosen.micro and r is not best and r.low < line <= r.high]
 
 
 def open_sizes(rates: Sequence[Rate]) -> list[int]:
@@ -77,17 +78,19 @@ def open_sizes(rates: Sequence[Rate]) -> list[int]:
 
 
 def _pick(rates: Sequence[Rate]) -> tuple[float, Rate, Rate]:
-    """(the rate that a size must reach, the smallest that does, the best)."""
+    """(the rate that a size must reach, the smallest that does, the best). A larger micro batch costs memory
+    and no time, so in doubt it is the larger: a smaller one must also be SURE at its interval's low end."""
     best = max(rates, key=lambda r: r.median)
-    line = WITHIN * best.median
-    return line, min((r for r in rates if r.median >= line), key=lambda r: r.micro), best
+    line, least = WITHIN * best.median, SURE * best.median
+    sure = [r for r in rates if r is best or (r.median >= line and r.low >= least)]
+    return line, min(sure, key=lambda r: r.micro), best
 
 
 def choose(rates: Sequence[Rate]) -> dict[str, Any]:
     """`choice` of tune.json: the smallest micro batch whose throughput is WITHIN of the best."""
     line, chosen, best = _pick(rates)
     flat = all(r.median >= line for r in rates) and len(rates) > 1
-    why = f"the smallest within {1 - WITHIN:.0%} of the best".replace("%", " %")
+    why = "the smallest within 3 % of the best"
     if chosen.micro == best.micro:
         why = "the best, and no smaller one comes within 3 %"
     if flat:

@@ -25,7 +25,7 @@ FEWEST_STEPS, MOST_STEPS = 6, 60  # timed, of a run
 NOISE_STEPS = 400
 FEWEST_NOISE_STEPS = 60  # 50 must be left once skipped ones are out
 MOST_RUNS = 5  # of one size
-CURVE_SHARE = 0.7  # of the budget; the rest is for the noise scale
+CURVE_SHARE, SETTLE_SHARE = 0.7, 0.85  # of the budget, for the first round and until the choice is settled
 MEMORY_STEPS = 3
 PILOT_FLOPS = {"cuda": 1e13, "cpu": 5e10}  # of a micro batch: tens of milliseconds, and a second of a core
 VERIFY = (1.0, 0.9, 0.8)  # of the largest predicted micro batch
@@ -118,13 +118,13 @@ class BatchSearch:
             needed, smallest = self._line.gib(self.q.sizes[0]), self.q.sizes[0]
             raise NothingFits(
                 f"micro batch {smallest} takes {format_gib(needed)} of the {format_gib(self.q.limit_gib)} "
-                f"that a rank may use, of which {sizes.SPARE:.0%} stay free; use zero1 or fsdp, "
+                f"that a rank may use, of which {100 * sizes.SPARE:.0f} % stay free; use zero1 or fsdp, "
                 "parallel.activation_checkpointing, more ranks, or a smaller model"
             )
         if self._fitting[-1] < self.q.sizes[-1]:
             self._limited_by = "memory"
         self._say(f"memory: {format_gib(self.q.limit_gib)} a rank ({self.q.limit_of}) allow micro batch "
-                  f"{format_count(most)} with {sizes.SPARE:.0%} spare")  # fmt: skip
+                  f"{format_count(most)} with {100 * sizes.SPARE:.0f} % spare")  # fmt: skip
 
     def _verify(self) -> None:
         """Where memory limits: real steps at the predicted limit, then at 0.9 and 0.8 of it."""
@@ -173,7 +173,7 @@ class BatchSearch:
         while (rates := self.rates()) and len(rates) > 1 and (unsure := curve.open_sizes(rates)):
             unsure = [micro for micro in unsure if len(self._curve[micro].runs) < MOST_RUNS]
             cost = self.runs.startup_s + (self.runs.warm_up + FEWEST_STEPS) * self.runs.step_s(samples)
-            if not unsure or self.runs.left(CURVE_SHARE) < cost * len(unsure):
+            if not unsure or self.runs.left(SETTLE_SHARE) < cost * len(unsure):
                 break
             for micro in unsure:
                 self._run_size(micro, "again")

@@ -115,6 +115,17 @@ def test_a_size_that_may_reach_the_line_is_measured_again_and_otherwise_named() 
     assert curve.open_sizes(rates(m4=80, m8=100, m16=99)) == []
 
 
+def test_in_doubt_the_larger_micro_batch_is_chosen() -> None:
+    """A median within 3 % whose interval reaches far down is no ground for a smaller one."""
+    sharp, vague = (curve.rate(made(8, 98, spread), 64, 64) for spread in (0.002, 0.08))
+    best = curve.rate(made(16, 100), 64, 64)
+    assert vague.median >= 0.97 * best.median
+    assert vague.low < 0.94 * best.median
+    assert curve.choose([sharp, best])["micro_batch"] == 8
+    assert curve.choose([vague, best])["micro_batch"] == 16
+    assert curve.choose([vague, best])["not_settled"] == [8]
+
+
 def test_the_interval_covers_the_rate_and_narrows_with_runs() -> None:
     one, three = (curve.rate(made(4, 100, 0.05, runs), 64, 64) for runs in (1, 3))
     assert one.low < 100 < one.high
