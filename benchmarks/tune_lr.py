@@ -86,7 +86,7 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
     for seed in seeds:
         for rate in ladder_of(found):
             candidate = Candidate(config.optim.name, config.optim.weight_decay, rate)
-            trial = lr_trials.trial_config(config, shards, candidate, tokens, seed)
+            trial = lr_trials.trial_config(config, shards, candidate, tokens, seed, last=True)
             name = lr_trials.trial_name(candidate, tokens, seed)
             named[name] = Trial(name, trial, found["ranks"]), candidate, seed
     machine = environment.probe()
@@ -154,8 +154,14 @@ def compare(found: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
         "tokens": found["cost"]["tokens"], "grid_tokens": tokens,
         "token_ratio": found["cost"]["tokens"] / tokens, "seconds": found["seconds"],
         "grid_seconds": full["seconds"], "second_ratio": found["seconds"] / full["seconds"],
+        "trial_second_ratio": _trial_seconds(found["rungs"]) / _trial_seconds([full]),
         "goal_nats": GOAL_NATS, "goal_tokens": GOAL_TOKENS,
     }  # fmt: skip
+
+
+def _trial_seconds(rungs: list[dict[str, Any]]) -> float:
+    """Summed over trials, the range test left out: what does not depend on how many run at a time."""
+    return sum(trial["seconds"] for rung in rungs for trial in rung["trials"])
 
 
 def main() -> None:

@@ -106,19 +106,25 @@ class Search:
             self._train(last, [spare.pop(0)], self.seeds)
 
     def _train_finalists(self, last: Rung, finalists: Sequence[Candidate]) -> None:
-        """Every seed of every finalist; but where that takes the devices several turns, one that is far
-        behind after the first seed trains the others only if the best turns out worse than that."""
-        if self.at_a_time >= len(finalists) * len(self.seeds):
-            self._train(last, finalists, self.seeds)
+        """Every seed of every finalist, and of the rates beside the best until it has neighbours in this
+        rung. Where that takes the devices several turns, a rate that is behind after the first seed trains
+        the others only if the best turns out worse than that."""
+        many = self.at_a_time >= len(finalists) * len(self.seeds)
+        first = self.seeds if many else self.seeds[:1]
+        self._train(last, finalists, first)
+        while (more := ladder.beside(self.rungs, last)) is not None:
+            self.say(f"the best finalist has no neighbour on one side; next: {ladder.told(more)}")
+            self._train(last, [more], first)
+        if many:
             return
-        self._train(last, finalists, self.seeds[:1])
         near = ladder.near(last)
-        for c in finalists:
-            if c not in near and last.mean(c) < math.inf:
-                behind = last.mean(c) - min(last.mean(each) for each in near)
+        for c in ladder.ranked(last):
+            if c not in near:
+                behind = last.mean(c) - last.mean(near[0])
                 self.say(f"{ladder.told(c)} is {behind:.4f} nats behind after one seed: left out")
-        self._train(last, near, self.seeds[1:])
-        self._train(last, [c for c in ladder.near(last) if c not in near], self.seeds[1:])
+        self._train(last, near[:FINALISTS], self.seeds[1:])
+        while (order := ladder.ranked(last)) and last.num_seeds(order[0]) < len(self.seeds):
+            self._train(last, order[:1], self.seeds[1:])
 
     def keep(self) -> None:
         """Write OUT/search.json, with the seconds of every call so far."""
@@ -214,18 +220,21 @@ class Search:
         finals = min(first, FINALISTS) * self.settings.seeds
         return [(first, tokens // RUNGS[0]), *second, (finals, tokens)]
 
-    def _trial_s(self, tokens: int) -> float:
+    def _trial_s(self, tokens: int, *, last: bool) -> float:
         """Predicted seconds of a trial, from the first range test's: what was not training, and its speed."""
         test = self.range_tests[self.optimizers[0]]
         spent = test.summary.get("time_s") or {}
         fixed = max(0.0, test.seconds - float(spent.get("train", 0.0)))
-        fixed += (lr_trials.CURVE_POINTS - 1) * float(spent.get("eval", 0.0))
+        if last:
+            fixed += (lr_trials.CURVE_POINTS - 1) * float(spent.get("eval", 0.0))
         return fixed + tokens / (self._rate() or math.inf)
 
     def _predicted_s(self, tokens: int) -> float:
         """Of all rungs, wall clock."""
+        *short, whole = self._planned(tokens)
         return sum(
-            math.ceil(count / self.at_a_time) * self._trial_s(each) for count, each in self._planned(tokens)
+            math.ceil(count / self.at_a_time) * self._trial_s(each, last=last)
+            for (count, each), last in [*((rung, False) for rung in short), (whole, True)]
         )
 
     def _open_rung(self, tokens: int, seeds: tuple[int, ...], *, last: bool = False) -> Rung:
@@ -268,10 +277,11 @@ class Search:
     def _train(self, rung: Rung, candidates: Sequence[Candidate], seeds: Sequence[int]) -> None:
         """Each candidate with each of these seeds; the results in the order of the candidates."""
         named = {lr_trials.trial_name(c, rung.tokens, seed): (c, seed) for seed in seeds for c in candidates}
-        todo = [
-            Trial(name, lr_trials.trial_config(self.config, self.shards, c, rung.tokens, seed), self.ranks)
+        configs = {
+            name: lr_trials.trial_config(self.config, self.shards, c, rung.tokens, seed, last=rung.last)
             for name, (c, seed) in named.items()
-        ]  # fmt: skip
+        }
+        todo = [Trial(name, config, self.ranks) for name, config in configs.items()]
         there = {trial.name for trial in todo if self.pool.ended(trial) is not None}
         if there:
             self.say(f"going on: {len(there)} of {len(todo)} trials are there")
@@ -289,7 +299,7 @@ class Search:
                 rung.outcomes.append(outcome)
                 self._done += 1
                 if trial.name not in there:
-                    self._predicted_here += self._trial_s(rung.tokens)
+                    self._predicted_here += self._trial_s(rung.tokens, last=rung.last)
                     self._tell(outcome, rung)
         finally:
             places = {name: place for place, name in enumerate(named)}
@@ -303,8 +313,8 @@ class Search:
             how = f"held-out {outcome.heldout_loss:.4f}"
         else:
             how = f"{outcome.status}: {outcome.cause}"
-        left = sum(count * self._trial_s(tokens) for count, tokens in self._work)
-        left -= sum(self._trial_s(r.tokens) * len(r.outcomes) for r in self.rungs)
+        left = sum(n * self._trial_s(tokens, last=tokens == self.tokens) for n, tokens in self._work)
+        left -= sum(self._trial_s(r.tokens, last=r.last) * len(r.outcomes) for r in self.rungs)
         rest = format_eta(max(0.0, left) * (time.monotonic() - self._begun) / max(self._predicted_here, 1e-9))
         self.say(f"[{self._done}/{max(total, self._done)}] {ladder.told(outcome.candidate)}, "
                  f"{format_si(rung.tokens, 'tokens')}, seed {outcome.seed}: {how}; left {rest}")  # fmt: skip

@@ -18,7 +18,7 @@ SIGMAS = 8.0  # of the smoothed noise, that counts as risen: the least of 100 me
 SAFETY = 4.0  # the ladder begins at the edge over this (Smith, arXiv 1506.01186, takes a third)
 EXTENSIONS = 3  # rates that may be added at either end
 FINALISTS = 2
-BEHIND = 0.05  # nats after the first seed by which a finalist is out: seeds of one rate differ by less
+BEHIND = 0.03  # nats after the first seed, the same for all, by which a finalist is out
 
 
 class Candidate(NamedTuple):
@@ -68,6 +68,10 @@ class Rung:
         """Mean score over its trials here: infinite when one of them is, not a number when there is none."""
         scores = [o.score for o in self.outcomes if o.candidate == candidate]
         return statistics.fmean(scores) if scores else math.nan
+
+    def num_seeds(self, candidate: Candidate) -> int:
+        """Of its trials here."""
+        return sum(o.candidate == candidate for o in self.outcomes)
 
 
 class Edge(NamedTuple):
@@ -172,6 +176,24 @@ def near(last: Rung) -> list[Candidate]:
     return [c for c in order if last.mean(c) <= last.mean(order[0]) + BEHIND]
 
 
+def beside(rungs: Sequence[Rung], last: Rung) -> Candidate | None:
+    """The nearest rate of a shorter rung beyond the best of the last, on a side where that has none: a longer
+    run may like another rate than the short ones did. At least a factor of sqrt(2) away. None when the best
+    has neighbours, or they broke."""
+    order = ranked(last)
+    if not order:
+        return None
+    best = order[0]
+    here = {o.candidate for o in last.outcomes}
+    tried = {c for rung in rungs for c in ranked(rung) if c.ladder == best.ladder} | here
+    for sign in (1, -1):
+        beyond = [c for c in tried if c.ladder == best.ladder and sign * math.log2(c.lr / best.lr) > 0.49]
+        nearest = min(beyond, key=lambda c: abs(math.log(c.lr / best.lr)), default=None)
+        if nearest is not None and not any(c in here for c in beyond):
+            return nearest
+    return None
+
+
 def better_half(order: Sequence[Candidate]) -> list[Candidate]:
     """The first half of them, rounded up, and no fewer than go into the last rung."""
     return list(order[: max(FINALISTS, math.ceil(len(order) / 2))])
@@ -219,7 +241,10 @@ def choose(rungs: Sequence[Rung], *, any_decay: bool) -> dict[str, Any] | None:
     mean = last.mean(best)
     why = f"the lowest mean of {count} seeds" if count > 1 else "the lowest loss, of one seed"
     if len(order) > 1:
-        why += f", {last.mean(order[1]) - mean:.4f} nats below {told(order[1], best)}"
+        shared = [seed for seed in losses[order[1]] if seed in mine]
+        apart = statistics.fmean(losses[order[1]][seed] - mine[seed] for seed in shared)
+        over = "" if len(shared) == count else f" over {len(shared)} of them"
+        why += f", {apart:.4f} nats below {told(order[1], best)}{over}"
     if tied:
         reason = "" if count > 1 else ": one seed has no interval"
         why += f"; not to be told apart from {', '.join(told(c, best) for c in tied)}{reason}"

@@ -71,16 +71,18 @@ def trial_name(candidate: Candidate, tokens: int, seed: int) -> str:
     return f"{optimizer}-lr-{lr:g}-wd-{decay:g}-t{tokens}-s{seed}"
 
 
-def trial_config(config: Config, shards: Path, candidate: Candidate, tokens: int, seed: int) -> Config:
-    """One complete run of `tokens` tokens: its own schedule to its end, and the held-out loss there."""
+def trial_config(
+    config: Config, shards: Path, candidate: Candidate, tokens: int, seed: int, *, last: bool
+) -> Config:
+    """One complete run of `tokens` tokens: its own schedule to its end, and the held-out loss there; in the
+    last rung also on the way, CURVE_POINTS times in all. An evaluation takes as long as many steps."""
     schedule = config.schedule.model_copy(update={"tokens": tokens, "steps": None, "hours": None})
     steps = -(-tokens // step_tokens(config))
     every = max(1, -(-steps // CURVE_POINTS))
     changed = _bare(config, shards, candidate, seed)
-    return changed.model_copy(
-        update={"schedule": schedule, "eval": config.eval.model_copy(update={"every_steps": every}),
-                "log": LogConfig(every_steps=min(config.log.every_steps, every))}
-    )  # fmt: skip
+    held_out = config.eval.model_copy(update={"every_steps": every if last else 0})
+    log = LogConfig(every_steps=min(config.log.every_steps, every))
+    return changed.model_copy(update={"schedule": schedule, "eval": held_out, "log": log})
 
 
 def range_config(config: Config, shards: Path, optimizer: str, steps: int) -> Config:
