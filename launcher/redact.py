@@ -17,7 +17,7 @@ from bert_dp.record import MIN_SECRET, REDACTED, hide, is_secret, secret_values
 
 CHUNK = 2**20  # bytes of a log looked at together
 # numbers alone, or checked before the run started (`setting_issues`): a changed byte would break a checkpoint
-NEVER = ("checkpoints", "tensorboard", "metrics.jsonl", "evals.jsonl", "config.yaml")
+NEVER = ("checkpoints", "tensorboard", "metrics.jsonl", "evals.jsonl", "noise.jsonl", "steps", "config.yaml")
 
 
 def redact(mapping: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import load_config, micro_is_auto
-from launcher import environment, outdir, training
+from launcher import environment, training
 from launcher.display import PLAIN, show
 
 if TYPE_CHECKING:
@@ -48,10 +47,7 @@ def fill(
         return with_micro(known["choice"]["micro_batch"], f"found on {known['date']}")
     if dry_run:
         return with_micro(question.sizes[0], f"for this dry run; a search of {BUDGET} will find the best")
-    where = cache.path_of(key).with_suffix("")
-    now = batch.plan_facts(question)
-    if outdir.issues(where, batch.PLAN, "search", now, list(now)):  # of another schedule or rate
-        shutil.rmtree(where, ignore_errors=True)
+    where = cache.path_of(key).with_suffix("") / question.config.hash()
     code = batch.tune_batch(
         name, overrides, gpus=nproc, budget=BUDGET, memory_gib=None, launcher=launcher, out=where,
         fresh=False, dry_run=False, as_json=False, console=console,

@@ -59,12 +59,16 @@ def tune_batch(
     with training.claim(where, ".lock", "--out", "search"):
         if known is not None and not (where / "trials").exists():
             say(f"from the cache: found on {known['date']}; --fresh measures again")
-            tune, code = {**known, "cached": True}, 0
+            tune, code = from_cache(known, question), 0
+            record.write_json(where / PLAN, now)
         else:
             tune, code = search(question, where, machine, say)
-            if tune["status"] == "complete":
-                cache.keep(key(question, machine, memory_gib), tune)
         write(tune, where)
+        if tune["status"] == "complete" and not tune["cached"]:
+            try:
+                cache.keep(key(question, machine, memory_gib), tune)
+            except OSError as error:
+                say(f"warning: the cache cannot be written ({error}); the next search measures again")
     if as_json:
         sys.stdout.write(json.dumps(tune, indent=1) + "\n")
     else:
@@ -113,7 +117,8 @@ def plan_facts(question: Question) -> dict[str, Any]:
     return {
         "schema_version": record.SCHEMA_VERSION, "kind": "batch", "config_hash": question.config.hash(),
         "ranks": question.ranks, "sizes": list(question.sizes), "budget_s": question.budget_s,
-        "memory": question.limit_of, "launcher": question.launcher,
+        "memory": question.limit_gib if question.limit_of == "--memory" else question.limit_of,
+        "launcher": question.launcher,
     }  # fmt: skip
 
 
@@ -127,6 +132,16 @@ def describe(question: Question, where: Path) -> list[str]:
         f"{len(question.sizes)} micro batches that divide it, up to {', '.join(map(str, shown))}; "
         f"budget {question.budget_s:.0f} s",
     ]
+
+
+def from_cache(known: Mapping[str, Any], question: Question) -> dict[str, Any]:
+    """tune.json of a search that an earlier one answers: the user's own configuration, and of another data
+    set, seed or schedule no noise scale."""
+    config = question.config
+    mine = {"cached": True, "command": redact_argv(sys.argv), "config_hash": config.hash(),
+            "config": config.model_dump(mode="json")}  # fmt: skip
+    other = {} if known.get("config_hash") == config.hash() else {"noise": None, "goodput": None}
+    return {**known, **mine, **other}
 
 
 def search(

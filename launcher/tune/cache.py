@@ -32,6 +32,7 @@ def key(
         "parallel": config.parallel.model_dump(mode="json"),
         "optimizer": config.optim.name,
         "batch": config.batch.model_dump(mode="json", exclude={"micro_size"}),
+        "noise_scale": config.log.noise_scale,  # it asks for two batches
         "ranks": ranks, "launcher": launcher, "memory_gib": memory_gib,
     }  # fmt: skip
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]

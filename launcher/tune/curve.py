@@ -89,10 +89,12 @@ def _pick(rates: Sequence[Rate]) -> tuple[float, Rate, Rate]:
 def choose(rates: Sequence[Rate]) -> dict[str, Any]:
     """`choice` of tune.json: the smallest micro batch whose throughput is WITHIN of the best."""
     line, chosen, best = _pick(rates)
-    flat = all(r.median >= line for r in rates) and len(rates) > 1
+    flat = len(rates) > 1 and chosen is rates[0] and all(r.median >= line for r in rates)
     why = "the smallest within 3 % of the best"
     if chosen.micro == best.micro:
-        why = "the best, and no smaller one comes within 3 %"
+        why = "the best of those tried, and no smaller one is sure to come within 3 %"
+    if len(rates) == 1:
+        why = "the only size that ran"
     if flat:
         why = "the curve is flat: every size is within 3 % of the best, so the smallest"
     return {

@@ -123,9 +123,19 @@ def by_rate(tune: Mapping[str, Any]) -> Figure:
     return Figure("Held-out loss against learning rate", series, x, y, marks=marks, note=note)
 
 
+def range_test_of(tune: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The range test of the chosen optimizer; without a choice the first."""
+    tests = [
+        view.mapped(tune.get("range_test")),
+        *map(view.mapped, view.listed(tune.get("other_range_tests"))),
+    ]
+    chosen = view.mapped(tune.get("choice")).get("optimizer")
+    return next((test for test in tests if test.get("optimizer") == chosen), tests[0])
+
+
 def range_test(tune: Mapping[str, Any]) -> Figure:
     """Training loss while the rate rises, and where it breaks."""
-    found = view.mapped(tune.get("range_test"))
+    found = range_test_of(tune)
     pairs = [(number(pair[0]), number(pair[1])) for pair in map(view.listed, view.listed(found.get("points")))
              if len(pair) == 2]  # fmt: skip
     points = [

@@ -114,12 +114,10 @@ class Search:
         self._train(last, finalists, first)
         while (more := ladder.beside(self.rungs, last)) is not None:
             self.say(f"the best finalist has no neighbour on one side; next: {ladder.told(more)}")
-            self._train(last, [more], first)
-        if many:
-            return
+            self._train(last, [more], self.seeds[:1])
         near = ladder.near(last)
         for c in ladder.ranked(last):
-            if c not in near:
+            if c not in near and last.num_seeds(c) < len(self.seeds):
                 behind = last.mean(c) - last.mean(near[0])
                 self.say(f"{ladder.told(c)} is {behind:.4f} nats behind after one seed: left out")
         self._train(last, near[:FINALISTS], self.seeds[1:])
@@ -179,7 +177,7 @@ class Search:
         self.say(f"whole run: {self.state['tokens_why']}")
         self.say(f"{sum(count for count, _ in self._work)} trials, {format_si(total, 'tokens')}, "
                  f"{self.at_a_time} at a time: about {format_duration(seconds)}, and up to "
-                 f"{2 * ladder.EXTENSIONS} more in the first rung")  # fmt: skip
+                 f"{2 * ladder.EXTENSIONS} more where the best stands at an end")  # fmt: skip
 
     def _whole_budget(self) -> tuple[int, str]:
         asked, full = self.settings.tokens, lr_trials.full_tokens(self.config)
@@ -217,7 +215,7 @@ class Search:
         first = self.settings.trials or self.settings.rates * axes
         kept = max(FINALISTS + 1, math.ceil(first / 4)) if self.settings.trials else math.ceil(first / 2)
         second = [(min(first, kept), tokens // RUNGS[1])] if min(first, kept) > FINALISTS else []
-        finals = min(first, FINALISTS) * self.settings.seeds
+        finals = min(first, FINALISTS) * self.settings.seeds + (first > FINALISTS)  # and one beside the best
         return [(first, tokens // RUNGS[0]), *second, (finals, tokens)]
 
     def _trial_s(self, tokens: int, *, last: bool) -> float:
@@ -275,8 +273,10 @@ class Search:
         return rung
 
     def _train(self, rung: Rung, candidates: Sequence[Candidate], seeds: Sequence[int]) -> None:
-        """Each candidate with each of these seeds; the results in the order of the candidates."""
-        named = {lr_trials.trial_name(c, rung.tokens, seed): (c, seed) for seed in seeds for c in candidates}
+        """Each candidate with each of these seeds that it has not had; the results in that order."""
+        had = {(o.candidate, o.seed) for o in rung.outcomes}
+        named = {lr_trials.trial_name(c, rung.tokens, seed): (c, seed)
+                 for seed in seeds for c in candidates if (c, seed) not in had}  # fmt: skip
         configs = {
             name: lr_trials.trial_config(self.config, self.shards, c, rung.tokens, seed, last=rung.last)
             for name, (c, seed) in named.items()

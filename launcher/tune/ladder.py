@@ -86,13 +86,15 @@ def find_edge(points: Sequence[tuple[float, float | None, int]]) -> Edge:
     """The divergence edge of a range test.
 
     `points`: (rate, loss or None, steps skipped so far) of each step, rates rising. It is the lowest rate
-    at which a loss was not finite, a step was skipped, or the mean of SMOOTH losses stood above its minimum
-    by RISE of its fall and by SIGMAS deviations of its noise (from the differences of neighbours).
+    at which a loss was not finite, a step was skipped (but the first ones, while fp16's loss scale falls), or
+    the mean of SMOOTH losses stood above its minimum by RISE of its fall and by SIGMAS deviations of its
+    noise (from the differences of neighbours).
     """
     losses: list[float] = []
     smoothed: list[float] = []
+    falling = next((k for k, point in enumerate(points) if point[2] <= k), len(points))
     for lr, loss, skipped in points:
-        if skipped:
+        if skipped > falling:
             return Edge(lr, lr, "a step was skipped for a gradient that is not finite")
         if loss is None or not math.isfinite(loss):
             return Edge(lr, lr, "the loss is not finite")
@@ -225,7 +227,7 @@ def choose(rungs: Sequence[Rung], *, any_decay: bool) -> dict[str, Any] | None:
     """`choice` of tune.json from the last rung: the lowest mean over the seeds; None when no rate is left.
 
     Tied with it is a finalist whose mean difference, paired by seed, has a 95 % interval (Student's t) that
-    reaches zero; not one that was left out for being BEHIND.
+    reaches zero; or one with fewer seeds that is not BEHIND.
     """
     last = rungs[-1] if rungs and rungs[-1].last else None
     order = ranked(last) if last is not None else []
@@ -236,7 +238,9 @@ def choose(rungs: Sequence[Rung], *, any_decay: bool) -> dict[str, Any] | None:
     mine = losses[best]
     count = len(mine)
     deviations = [statistics.variance(each.values()) for each in losses.values() if len(each) > 1]
-    tied = [c for c in order[1:] if len(losses[c]) == count and _tied(mine, losses[c])]
+    close = near(last)
+    tied = [c for c in order[1:]
+            if (_tied(mine, losses[c]) if len(losses[c]) == count else c in close)]  # fmt: skip
     side = open_side(rungs, best, any_decay=any_decay)
     mean = last.mean(best)
     why = f"the lowest mean of {count} seeds" if count > 1 else "the lowest loss, of one seed"

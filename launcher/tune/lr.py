@@ -162,7 +162,7 @@ def run_locked(
     except AllFailed as failed:
         status, why = "failed", str(failed)
     doing.keep()
-    found = document(doing, status, facts, str(manifest.get("hash")))
+    found = {**document(doing, status, facts, str(manifest.get("hash"))), "why": why}
     if found["choice"] is None and status == "complete":
         found["status"] = "failed"
     before = record.read_json(out / "tune.json") or {}
@@ -170,10 +170,10 @@ def run_locked(
         found["transfer"] = before.get("transfer")
     record.write_json(out / "tune.json", found)
     found = record.read_json(out / "tune.json") or found
-    page.write(found, out / "report.html")
     if (choice := found["choice"]) is not None:
         candidate = Candidate(choice["optimizer"], choice["weight_decay"], choice["lr"])
         record.write_text(out / "tuned.yaml", dump_config(lr_trials.tuned_config(config, candidate)))
+    page.write(found, out / "report.html")
     for line in summary_lines(found, out, why):
         say(line)
     return (128 + stopped if stopped else 1 if found["status"] == "failed" else 0), found
@@ -263,18 +263,23 @@ def carry(
     config = load_config(training.find_config(name or DEFAULT_CONFIG, None), overrides)
     path = None if out is None else out / "tune.json"
     tuned = None if path is None else record.read_json(path)
-    source, lr = "the configuration's", config.optim.lr
-    if lr == "auto":
-        lr = peak_lr(config.model_copy(update={"batch": config.batch.model_copy(
-            update={"global_size": before})})).value  # fmt: skip
+    at_before = config.model_copy(update={"batch": config.batch.model_copy(update={"global_size": before})})
+    source, lr = "the configuration's", peak_lr(at_before).value
     if path is not None:
         if tuned is None or tuned.get("kind") != "lr" or not tuned.get("choice"):
             raise ConfigError([f"--out: {path} holds no chosen learning rate; drop --out to carry the "
                                "configuration's"])  # fmt: skip
-        source, lr = str(path), float(tuned["choice"]["lr"])
+        config = Config.model_validate_json(json.dumps(tuned["config"]))
+        if before != config.batch.global_size:
+            raise ConfigError([f"--transfer: {path} was tuned at global batch {config.batch.global_size}, "
+                               f"not {before}"])  # fmt: skip
+        choice = tuned["choice"]
+        found_for = Candidate(choice["optimizer"], choice["weight_decay"], float(choice["lr"]))
+        config, source, lr = lr_trials.tuned_config(config, found_for), str(path), found_for.lr
     found = transfer.transfer(config, lr, source, before, after)
     if path is not None and tuned is not None:
         record.write_json(path, {**tuned, "transfer": found})
+        page.write({**tuned, "transfer": found}, path.with_name("report.html"))
     if as_json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     else:

@@ -10,14 +10,16 @@ import typer
 from bert_dp.config import ConfigError
 from launcher.options import ConfigName, Json, Launcher, Set, console
 
+MOST_TOKENS = 1e15
+
 
 def lr(
     config: ConfigName = None,
     ranks: Annotated[
         int | None, typer.Option(min=1, help="Ranks of a trial; default: as few as one replica needs.")
     ] = None,
-    rates: Annotated[int, typer.Option(min=3, help="Rates of the first rung, spaced 2x.")] = 5,
-    seeds: Annotated[int, typer.Option(min=1, help="Seeds of each finalist.")] = 3,
+    rates: Annotated[int, typer.Option(min=3, max=20, help="Rates of the first rung, spaced 2x.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Seeds of each finalist.")] = 3,
     optimizers: Annotated[
         str | None, typer.Option(help="adamw, lamb, muon, by commas; default: the configuration's.")
     ] = None,
@@ -55,6 +57,8 @@ def lr(
 
     if transfer is not None:
         raise typer.Exit(search.carry(config, set_ or [], transfer, out, as_json=json, console=console()))
+    if tokens is not None and not tokens < MOST_TOKENS:
+        raise ConfigError([f"--tokens: {tokens} is not below {MOST_TOKENS:g}"])
     settings = search.Settings(
         ranks=ranks, rates=rates, seeds=seeds, trials=trials, launcher=launcher,
         optimizers=tuple(_words(optimizers)), weight_decays=_numbers(weight_decays),

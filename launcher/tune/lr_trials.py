@@ -53,6 +53,8 @@ def full_tokens(config: Config) -> int | None:
         return schedule.tokens
     if schedule.steps is None:
         return None
+    if not config.batch.ramp_fraction:
+        return schedule.steps * step_tokens(config)
     sizes = (batch_at(config.batch, step / schedule.steps) for step in range(schedule.steps))
     return sum(sizes) * config.data.sequence_length
 

@@ -79,9 +79,15 @@ class BatchSearch:
 
     def _pilot(self) -> None:
         """A few real steps with all ranks: what the line does not count, and what a sequence costs."""
-        micro = self._pilot_size()
+        micro, smallest = self._pilot_size(), self.q.sizes[0]
         trial = self._memory_trial("pilot", micro)
-        if self.runs.run(trial) != "ok":
+        status = self.runs.run(trial)
+        if status == "oom" and micro > smallest:
+            self._note_memory(trial, micro, status)
+            self._say(f"memory: micro batch {micro}: {status}")
+            micro, trial = smallest, self._memory_trial("pilot-smallest", smallest)
+            status = self.runs.run(trial)
+        if status != "ok":
             raise NothingFits(f"micro batch {micro} does not run: {cause(self.runs.directory(trial))}")
         run = self.runs.timed(trial, 0, MEMORY_STEPS)
         measured = max(run.peak_gib)
@@ -192,7 +198,8 @@ class BatchSearch:
             steps_s = (self.runs.warm_up + FEWEST_STEPS) * self.runs.step_s(samples)
             cost = self.runs.startup_s + steps_s
             count = int(self.runs.left(CURVE_SHARE) / cost) - 2  # the first again, and one that is close
-            if count >= sizes.FEWEST or len(fitting) <= sizes.FEWEST or steps_s < self.runs.startup_s:
+            few = len(fitting) <= sizes.FEWEST and len(fitting) * steps_s <= self.runs.left(CURVE_SHARE)
+            if count >= sizes.FEWEST or few or len(fitting) == 1 or steps_s < self.runs.startup_s:
                 return kept[-max(count, sizes.FEWEST) :], samples
             fitting, self._limited_by = fitting[:-1], "budget"
 
@@ -241,9 +248,11 @@ class BatchSearch:
         self.facts["order"] = self._order
         self.facts["trial_samples"] = self._samples
         self.facts["drift"] = self._drift()
-        if not rates:
-            return
+        if not rates or any(size.status == "ok" and not size.runs for size in self._curve.values()):
+            return  # no choice from a part of the first round
         choice = curve.choose(list(rates.values()))
+        if choice["micro_batch"] == min(self._curve) > self.q.sizes[0]:
+            choice["why"] += "; smaller ones were not tried"
         micro = choice["micro_batch"]
         choice["limited_by"] = self._limited_by
         choice["accumulation"] = batch_plan(sizes.with_micro(self.q.config, micro), self.q.ranks).accumulation

@@ -133,7 +133,8 @@ def _entry(entry: object) -> str:
 
 
 def _tiles(tune: Mapping[str, Any]) -> list[tuple[str, str, str]]:
-    choice, edge = view.mapped(tune.get("choice")), view.value(tune, "range_test.edge")
+    choice, test = view.mapped(tune.get("choice")), figures_lr.range_test_of(tune)
+    edge = view.value(test, "edge")
     entropy = format_nats(tune.get("unigram_entropy_nats"))
     low, high = (view.value(choice, f"band.{end}") for end in view.ENDS)
     spread = None if low is None or high is None else high - low
@@ -143,7 +144,7 @@ def _tiles(tune: Mapping[str, Any]) -> list[tuple[str, str, str]]:
         ("Spread over seeds", format_nats(spread),
          f"{_band(choice)}; standard deviation {format_nats(choice.get('sd'))}"),
         ("Divergence edge", format_lr(edge) if edge is not None else "none found",
-         str(view.at(tune, "range_test.why") or "no range test recorded")),
+         str(test.get("why") or "no range test recorded")),
         ("Tokens trained", format_si(view.at(tune, "cost.tokens")), _share(tune)),
     ]  # fmt: skip
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,7 @@ class Runner:
             "compile": ("on" if self.q.on_gpu else "off") if compiled == "auto" else compiled,
             "checkpoint": {"keep": 0, "every_steps": 0},
             "eval": {"every_steps": 0, "max_sequences": micro},
-            "log": {**log, "noise_scale": True} if noise else log,
+            "log": {**log, "noise_scale": noise},
         }])  # fmt: skip
         limit = self.q.limit_gib
         guard = None if self.q.on_gpu or limit is None else int((limit + GUARD_GIB) * GIB)
@@ -70,10 +71,21 @@ class Runner:
         return self._pool.directory(trial)
 
     def run(self, trial: Trial) -> str:
-        """ok, oom or failed. Raises Stopped."""
+        """ok, oom or failed; one whose records are not whole runs once more. Raises Stopped."""
         status = self._pool.run([trial])[trial.name]
+        if status == "ok" and not self._is_whole(trial):
+            shutil.rmtree(self.directory(trial))
+            status = self._pool.run([trial])[trial.name]
+            status = status if self._is_whole(trial) else "failed"
         self.used_s += self._pool.seconds(trial)
         return status
+
+    def _is_whole(self, trial: Trial) -> bool:
+        try:
+            read_repeat(self.directory(trial), self.q.ranks, 0, trial.config.schedule.steps or 0)
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return False
+        return True
 
     def judged(self, trial: Trial, status: str, warm_up: int, steps: int) -> str:
         """A run that ended well may still have taken too much: over the limit, or the allocator thrashed."""

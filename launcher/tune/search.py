@@ -58,8 +58,9 @@ class Study:
             lr = trial.suggest_float(f"lr-{optimizer}", *self._ranges[optimizer], log=True)
             decay = self._decays[0]
             if len(self._decays) > 1:
-                decay = trial.suggest_float("weight_decay", decay, self._decays[-1], log=True)
-            candidate = Candidate(optimizer, float(f"{decay:.3g}"), float(f"{lr:.3g}"))
+                drawn = trial.suggest_float("weight_decay", decay, self._decays[-1], log=True)
+                decay = float(f"{drawn:.3g}")
+            candidate = Candidate(optimizer, decay, float(f"{lr:.3g}"))
             self._asked.setdefault(candidate, []).append(trial)
             asked.append(candidate)
         return asked

@@ -15,7 +15,7 @@ UNTUNED = "arXiv 1904.00962"
 
 def parse(text: str) -> tuple[int, int]:
     """`256->4096` as two batches. Raises ConfigError."""
-    found = re.fullmatch(r"\s*(\d+)\s*->\s*(\d+)\s*", text)
+    found = re.fullmatch(r"\s*(\d{1,9})\s*->\s*(\d{1,9})\s*", text)
     batches = (int(found[1]), int(found[2])) if found else (0, 0)
     if not min(batches):
         raise ConfigError(

@@ -201,5 +201,7 @@ def from_outside(directory: Path) -> bool:
 
 def cause(directory: Path) -> str:
     """Why a trial ended as it did, in its own words."""
-    summary = record.read_json(directory / "summary.json") or {}
-    return str(summary.get("cause") or "ended from outside, twice")
+    summary = record.read_json(directory / "summary.json")
+    if summary is None:
+        return "it ended without a word, twice"
+    return str(summary.get("cause") or "its records are not whole")

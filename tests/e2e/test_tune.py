@@ -141,6 +141,8 @@ def test_the_same_question_is_answered_from_the_cache(
     assert done.returncode == 0, done.stderr
     again = json.loads(done.stdout)
     assert again["cached"]
+    done = bert_dp(*command(shards, tmp_path / "again", "--json"), BERT_DP_CACHE=cache)
+    assert done.returncode == 0, "the same command once more"
     assert again["choice"] == tune["choice"]
     assert not (tmp_path / "again" / "trials").exists()
     assert load_config(tmp_path / "again" / "tuned.yaml").batch.micro_size == tune["choice"]["micro_batch"]
@@ -203,7 +205,9 @@ def test_a_signal_ends_it_cleanly_and_the_same_command_goes_on(shards: Path, tmp
     told, errors = process.communicate(timeout=60)
     assert process.returncode == 130, told + errors
     assert "the same command goes on" in told
-    assert json.loads((where / "tune.json").read_text())["status"] == "partial"
+    found = json.loads((where / "tune.json").read_text())
+    assert (found["status"], found["choice"]) == ("partial", None)
+    assert not (where / "tuned.yaml").exists()
     assert workers(where) == []
 
 

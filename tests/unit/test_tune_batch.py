@@ -12,7 +12,7 @@ import pytest
 
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.cost import GIB
-from launcher.tune import cache, curve, sizes
+from launcher.tune import batch, cache, curve, sizes
 from launcher.tune.curve import Rate, Size, Timed
 from launcher.tune.runner import Question, Runner, alloc_retries
 from launcher.tune.sizes import MemoryLine
@@ -212,7 +212,8 @@ def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
 
 
 def test_a_trial_keeps_the_users_settings_and_saves_nothing(tmp_path: Path) -> None:
-    question = Question(config(8), 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False)
+    noisy = resolve([config(8).model_dump(mode="json"), {"log": {"noise_scale": True}}])
+    question = Question(noisy, 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False)
     pool = Pool(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=lambda line: None)
     trial = Runner(question, pool).trial("t", 2, 8, 4)
     assert trial.config.model == question.config.model
@@ -220,6 +221,7 @@ def test_a_trial_keeps_the_users_settings_and_saves_nothing(tmp_path: Path) -> N
     assert (trial.config.batch.micro_size, trial.config.batch.global_size) == (2, 8)
     assert trial.config.checkpoint.keep == 0
     assert trial.config.log.step_times
+    assert not trial.config.log.noise_scale
     assert trial.data_bytes == 2 * GIB, "an allocation fails a gibibyte above the limit"
 
 
@@ -243,6 +245,19 @@ def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
     assert key(config(128)) != base
     longer = config().data.model_copy(update={"sequence_length": 512})
     assert key(config().model_copy(update={"data": longer})) != base
+
+
+def test_what_the_cache_answers_trains_the_users_own_configuration() -> None:
+    mine = config(64).model_copy(update={"optim": config().optim.model_copy(update={"lr": 7e-5})})
+    question = Question(mine, 2, (1, 2), 60.0, None, "", "torchrun", False)
+    known = {"choice": {"micro_batch": 2}, "config": {}, "config_hash": "of another", "noise": {"steps": 90},
+             "goodput": {}, "date": "2026-01-01"}  # fmt: skip
+    found = batch.from_cache(known, question)
+    assert found["cached"]
+    assert found["config"]["optim"]["lr"] == 7e-5
+    assert (found["noise"], found["goodput"]) == (None, None), "of other data or weights"
+    assert found["choice"] == {"micro_batch": 2}
+    assert batch.from_cache({**known, "config_hash": mine.hash()}, question)["noise"] == {"steps": 90}
 
 
 def test_a_cached_search_answers_only_what_had_as_much_time(

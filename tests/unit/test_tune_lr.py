@@ -165,6 +165,13 @@ def test_a_loss_that_is_not_finite_and_a_skipped_step_are_the_edge() -> None:
 # --- the ladder
 
 
+def test_the_first_skips_of_a_falling_loss_scale_are_no_edge() -> None:
+    points = [(1e-4 * 1.1**k, 6.0 - 0.05 * k, min(k + 1, 2)) for k in range(40)]
+    assert ladder.find_edge(points).lr is None
+    points[30] = (points[30][0], points[30][1], 3)
+    assert ladder.find_edge(points).lr == points[30][0]
+
+
 def test_the_ladder_hangs_a_quarter_below_the_edge() -> None:
     rates = ladder.first_ladder(Edge(0.0517, 0.0517, ""), 5)
     assert rates == pytest.approx([0.012, 0.006, 0.003, 0.0015, 0.00075], rel=1e-12)
@@ -238,6 +245,14 @@ def test_finalists_are_tied_by_the_interval_of_paired_differences() -> None:
     assert apart["tied"] == []  # although the seeds differ by far more than the rates
     assert together["tied"] == [["adamw", 0.01, 4]]
     assert "not to be told apart" in together["why"]
+
+
+def test_a_close_finalist_with_fewer_seeds_cannot_be_told_apart() -> None:
+    few = last_rung({2: [3.0, 3.02, 3.01], 4: [3.02], 8: [3.2]})
+    found = ladder.choose([few], any_decay=False)
+    assert found is not None
+    assert found["lr"] == 2
+    assert found["tied"] == [["adamw", 0.01, 4]]
 
 
 def test_a_finalist_with_one_diverged_seed_is_out() -> None:
@@ -444,7 +459,7 @@ def test_a_budget_shortens_the_runs_and_says_so(shards: Path, tmp_path: Path) ->
     assert any("for --budget" in line for line in said)
     # what the pool says a trial takes: set-up 2 s, an evaluation of 0.5 s or four, tokens at 1e4 a second
     at_a_time = found["at_a_time"]
-    batches = [(5, tokens / 8, 2.5), (3, tokens / 4, 2.5), (6, tokens, 4)]
+    batches = [(5, tokens / 8, 2.5), (3, tokens / 4, 2.5), (7, tokens, 4)]
     seconds = sum(math.ceil(n / at_a_time) * (fixed + each / 1e4) for n, each, fixed in batches)
     used = 2 + 100 * STEP / 1e4 + 0.5
     step_s = sum(math.ceil(n / at_a_time) for n, *_ in batches) * STEP / 1e4
@@ -587,11 +602,16 @@ def test_transfer_takes_the_rate_that_was_found(
         "quickstart", [*options, "optim.lr=0.5"], "8->32", None, as_json=False, console=Console(width=200)
     )
     assert "sqrt          1 = 0.5 x sqrt(32 / 8)" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="tuned at global batch 8, not 16"):
+        lr.carry("quickstart", options, "16->32", out, as_json=False, console=Console())
+    scaled = [*options, "optim.lr=0.004", "optim.lr_scaling=sqrt", "optim.lr_batch=8"]
+    lr.carry("quickstart", scaled, "32->128", None, as_json=False, console=Console(width=200))
+    assert "0.016 = 0.008 x sqrt(128 / 32)" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="holds no chosen learning rate"):
         lr.carry("quickstart", options, "8->32", tmp_path, as_json=False, console=Console())
 
 
-@pytest.mark.parametrize("text", ["256", "256->", "0->4", "a->b", "256->4096->8"])
+@pytest.mark.parametrize("text", ["256", "256->", "0->4", "a->b", "256->4096->8", "1->" + "9" * 400])
 def test_a_transfer_is_two_batches(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^--transfer: "):
         transfer.parse(text)
