@@ -78,8 +78,14 @@ def trial_config(
 ) -> Config:
     """One complete run of `tokens` tokens: its own schedule to its end, and the held-out loss there; in the
     last rung also on the way, CURVE_POINTS times in all. An evaluation takes as long as many steps."""
-    schedule = config.schedule.model_copy(update={"tokens": tokens, "steps": None, "hours": None})
-    steps = -(-tokens // step_tokens(config))
+    budget: dict[str, int | None] = {"tokens": tokens, "steps": None}
+    if (
+        config.schedule.steps and config.batch.ramp_fraction
+    ):  # progress in steps ramps otherwise than in tokens
+        share = tokens / (full_tokens(config) or tokens)
+        budget = {"tokens": None, "steps": max(1, round(share * config.schedule.steps))}
+    schedule = config.schedule.model_copy(update={**budget, "hours": None})
+    steps = budget["steps"] or -(-tokens // step_tokens(config))
     every = max(1, -(-steps // CURVE_POINTS))
     changed = _bare(config, shards, candidate, seed)
     held_out = config.eval.model_copy(update={"every_steps": every if last else 0})

@@ -489,6 +489,10 @@ def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
     assert batch_plan(trial, 1).global_size == config.batch.global_size
     short = lr_trials.trial_config(config, Path("/shards"), candidate, 40 * STEP, 7, last=False)
     assert short.eval.every_steps == 0, "at its end alone"
+    ramp = make(shards, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2")
+    part = (lr_trials.full_tokens(ramp) or 0) // 4
+    quarter = lr_trials.trial_config(ramp, Path("/shards"), candidate, part, 7, last=True).schedule
+    assert (quarter.steps, quarter.tokens) == ((ramp.schedule.steps or 0) // 4, None), "as the run ramps"
     assert Config.model_validate_json(trial.model_dump_json()) == trial
 
 
