@@ -85,14 +85,14 @@ def test_the_choice_follows_from_the_trials_records(found: dict[str, Any], out: 
     rungs = found["rungs"]
     first, last = rungs[0], rungs[-1]
     assert (first["tokens"], last["tokens"]) == (STEPS // 8 * STEP, STEPS * STEP)
-    for rung, trial in [(rung, trial) for rung in rungs for trial in rung["trials"]]:
+    for last_rung, trial in [(rung["last"], trial) for rung in rungs for trial in rung["trials"]]:
         directory = out / "trials" / trial["trial"]
         summary = json.loads((directory / "summary.json").read_text())
         assert trial["heldout_loss"] == summary["heldout_loss"]
         assert trial["tokens"] == summary["tokens"]
         lines = [json.loads(line) for line in (directory / "evals.jsonl").read_text().splitlines()]
         assert trial["curve"] == [[line["tokens"], line["loss"]] for line in lines]
-        assert len(lines) in ((3, 4) if rung["last"] else (1,))
+        assert len(lines) in ((3, 4) if last_rung else (1,))
         rates = [json.loads(x)["lr"] for x in (directory / "metrics.jsonl").read_text().splitlines()]
         count = trial["tokens"] // STEP  # its own budget triangle, to its end
         factors = [min(0.25 + k / count, 4 * (1 - k / count)) for k in range(count)]
