@@ -16,9 +16,8 @@ $(VENV)/.installed: pyproject.toml .constraints.txt
 train: env
 	$(BIN)/bert-dp train
 
-# two files at a time: most tests wait for processes to start and end
 test: env
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest
 
 # every cell of the parity matrix; goes on where it was stopped (.parity/results.jsonl)
 parity: env
