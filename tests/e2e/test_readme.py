@@ -54,7 +54,7 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
             arguments = ["2s" if argument == "5m" else argument for argument in arguments]
             arguments += [*SHRINK, "--set", "data.build.max_tokens_per_char=0"]
             if arguments[1] == "lr":
-                arguments += ["--tokens", "1024", "--rates", "2", "--seeds", "1"]
+                arguments += ["--tokens", "1024", "--rates", "3", "--seeds", "1"]
         if arguments[:2] == ["data", "build"]:
             arguments = [*expand(arguments, tmp_path), *SIZE["data build"], "--set", "max_tokens_per_char=0",
                          "--set", "held_out_fraction=0.1"]  # fmt: skip
