@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bert_dp import record
 from launcher import environment, training
-from launcher.tune import batch, sizes
+from launcher.tune import FILE, batch, sizes
 from launcher.tune.runner import Runner
 from launcher.tune.trials import Pool, Slot
 
@@ -64,12 +64,12 @@ def main() -> None:
 
 def search(asked: argparse.Namespace, where: Path) -> dict[str, Any]:
     """tune.json of one call of the verb."""
-    if (record.read_json(where / batch.FILE) or {}).get("status") != "complete":
+    if (record.read_json(where / FILE) or {}).get("status") != "complete":
         settings = [part for item in asked.set for part in ("--set", item)]
         command = [sys.executable, "-m", "launcher", "tune", "batch", asked.config, *settings, "--gpus",
                    asked.gpus, "--budget", asked.budget, "--fresh", "--out", str(where)]  # fmt: skip
         subprocess.run(command, check=True, stdout=sys.stderr, cwd=ROOT)
-    found = record.read_json(where / batch.FILE)
+    found = record.read_json(where / FILE)
     assert found is not None
     return found
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(ROOT))
 from bert_dp import record  # noqa: E402
 from bert_dp.config import Config, load_config  # noqa: E402
 from launcher import environment, training  # noqa: E402
-from launcher.tune import lr_trials  # noqa: E402
+from launcher.tune import FILE, lr_trials  # noqa: E402
 from launcher.tune.ladder import Candidate  # noqa: E402
 from launcher.tune.trials import Pool, Stopped, Trial  # noqa: E402
 
@@ -64,7 +64,7 @@ def search(o: argparse.Namespace) -> dict[str, Any]:
     code = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
     if code:
         sys.exit(code)
-    found = record.read_json(o.out / "search" / "tune.json")
+    found = record.read_json(o.out / "search" / FILE)
     assert found is not None
     return found
 

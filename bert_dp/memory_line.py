@@ -42,14 +42,15 @@ WHOLE = ("single", "independent", "ddp", "accelerate")  # engines whose ranks ho
 def memory_line(config: Config, ranks: int, sizes: tuple[int, int]) -> dict[str, Any]:
     """What main prints. Where fake tensors fail, cost.py's formula, and `why`."""
     device, precision = choose_device(config)
-    try:
-        if config.parallel.tensor > 1:
-            raise NotImplementedError("tensor parallelism is not traced")
-        found = traced(config, precision, device, ranks, sizes)
-        source, why = "fake tensors", None
-    except Exception as error:  # private API of torch: anything
-        found = by_formula(config, precision, ranks, sizes)
-        source, why = "formula", f"{type(error).__name__}: {error}"
+    found: dict[str, Any] | None = None
+    why: str | None = "fake tensors do not know tensor parallelism"
+    if config.parallel.tensor == 1:
+        try:
+            found, why = traced(config, precision, device, ranks, sizes), None
+        except Exception as error:  # private API of torch: anything
+            why = f"{type(error).__name__}: {error}"
+    source = "fake tensors" if found else "formula"
+    found = found or by_formula(config, precision, ranks, sizes)
     return {"source": source, "why": why, "precision": precision.name, "compiled": False, "ranks": ranks,
             "sizes": list(sizes), **found}  # fmt: skip
 

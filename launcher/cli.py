@@ -71,8 +71,8 @@ def train(
     if elastic and not max_restarts:
         raise ConfigError(["--elastic: only a restart changes the number of ranks; add --max-restarts K"])
     overrides, failed = auto.fill(
-        config, set_ or [], nproc=nproc, run_dir=run_dir, launcher=launcher, dry_run=dry_run,
-        console=console(),
+        config, set_ or [], nproc=nproc, run_dir=run_dir, resume=resume, launcher=launcher,
+        dry_run=dry_run, console=console(),
     )  # fmt: skip
     if failed:
         raise typer.Exit(failed)
@@ -226,9 +226,10 @@ def report(
     from launcher.scaling import page as scaling_page
     from launcher.scaling import png as scaling_png
     from launcher.scaling import report as scaling_report
+    from launcher.tune import FILE as TUNED
     from launcher.tune import page as tune_page
 
-    kinds = {scaling_report.FILE: "a scaling benchmark", tune_page.FILE: "a search"}
+    kinds = {scaling_report.FILE: "a scaling benchmark", TUNED: "a search"}
     alone = [(d, file) for d in run_dirs for file in kinds if (d / file).exists()]
     if alone and len(run_dirs) > 1:
         raise ConfigError([f"RUN_DIR: {alone[0][0]} is {kinds[alone[0][1]]}; its page is made of it alone"])

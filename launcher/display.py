@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -35,6 +36,18 @@ def show(console: Console, what: Any, **options: Any) -> None:
         console.file.flush()
     except (OSError, ValueError, SystemExit):  # rich answers a broken pipe with SystemExit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def teller(console: Console, as_json: bool) -> Callable[[str], None]:
+    """What a verb says its lines with: on the console, or on stderr where stdout takes JSON."""
+
+    def say(line: str) -> None:
+        if as_json:
+            sys.stderr.write(line + "\n")
+        else:
+            show(console, line, **PLAIN)
+
+    return say
 
 
 class Tail:

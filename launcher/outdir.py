@@ -38,6 +38,7 @@ def issues(where: Path, plan: str, what: str, now: Mapping[str, Any], fixed: Seq
 def check_machine(where: Path, plan: str, here: Mapping[str, Any]) -> None:
     """Raises ConfigError when `where` was begun on another machine, with other versions or other data."""
     before = (record.read_json(where / plan) or {}).get("machine", here)
+    before = before if isinstance(before, dict) else {}
     if other := [key for key in here if before.get(key) != here[key]]:
         told = "; ".join(f"{key}: {before.get(key)} then, {here[key]} now" for key in other)
         raise ConfigError([f"--out: {where} was begun elsewhere ({told}) and would not compare; choose "

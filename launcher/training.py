@@ -161,6 +161,12 @@ def exposure_issues(config: Config, where: Path) -> list[str]:
     return setting_issues(texts, secrets(sys.argv))
 
 
+def start_issues(config: Config, where: Path, resume: str, launcher: str) -> list[str]:
+    """Why a run cannot start there; one line each."""
+    issues = [*starters.launcher_issues(launcher), *input_issues(config), *exposure_issues(config, where)]
+    return [*issues, *run_dir_issues(where, config, resume)]
+
+
 def expected_steps(config: Config) -> int | None:
     """Optimizer steps of the whole run with its batch ramp; None for a budget in hours."""
     schedule = config.schedule
@@ -253,8 +259,7 @@ def train(
     ranks = choose_nproc(nproc, config, gpus)
     plan = batch_plan(config, ranks)
     where = (run_dir or Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    issues = [*starters.launcher_issues(launcher), *input_issues(config), *exposure_issues(config, where)]
-    if issues := [*issues, *run_dir_issues(where, config, resume)]:
+    if issues := start_issues(config, where, resume, launcher):
         raise ConfigError(issues)
     cores = len(os.sched_getaffinity(0))
     warnings = no_effect(config)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from bert_dp import record
 from bert_dp.config import ConfigError, load_config
 from launcher import environment, outdir, starters, training
-from launcher.display import PLAIN, show
+from launcher.display import PLAIN, show, teller
 from launcher.plan import inputs
 from launcher.plan.scaling import Question, answer
 from launcher.redact import redact_argv
@@ -51,10 +51,7 @@ def scale(
     if issues := [*issues, *grid.issues, *outdir.issues(where, "grid.json", "grid", plan_facts(grid), FIXED)]:
         raise ConfigError(issues)
 
-    def say(line: str) -> None:
-        if not as_json:
-            show(console, line, **PLAIN)
-
+    say = teller(console, as_json)
     describe(grid, where, say, overrides, cores=None if gpus else machine.affinity_cores)
     if dry_run:
         if as_json:
@@ -113,13 +110,7 @@ def run_locked(
     grid: Grid, out: Path, directory: Path, *, on_gpu: bool, as_json: bool, console: Console
 ) -> int:
     """The grid, and its result; also what there is of it when a signal came."""
-
-    def say(line: str) -> None:
-        if as_json:
-            sys.stderr.write(line + "\n")
-        else:
-            show(console, line, **PLAIN)
-
+    say = teller(console, as_json)
     plan = plan_facts(grid)
     machine = environment.probe(out).to_json()
     manifest = record.read_json(directory / "manifest.json") or {}

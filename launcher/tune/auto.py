@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_dp import record
-from bert_dp.config import load_config, micro_is_auto
+from bert_dp.config import ConfigError, load_config, micro_is_auto
 from launcher import environment, training
 from launcher.display import PLAIN, show
+from launcher.scaling.benchmark import identity
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,8 +21,8 @@ BUDGET = "5m"
 
 
 def fill(
-    name: str | None, overrides: Sequence[str], *, nproc: str, run_dir: Path | None, launcher: str,
-    dry_run: bool, console: Console,
+    name: str | None, overrides: Sequence[str], *, nproc: str, run_dir: Path | None, resume: str,
+    launcher: str, dry_run: bool, console: Console,
 ) -> tuple[list[str], int]:  # fmt: skip
     """The overrides with a number for `batch.micro_size` where it is auto, and the exit code of the search.
 
@@ -37,22 +40,28 @@ def fill(
     own = run_dir / "config.yaml" if run_dir else None
     if own is not None and own.exists():
         return with_micro(load_config(own).batch.micro_size, "as this run has it")
-    from launcher.tune import batch, cache
+    from launcher.tune import FILE, batch, cache
 
     question = batch.ask(
         path, overrides, ranks="--nproc", gpus=nproc, budget=BUDGET, memory_gib=None, launcher=launcher
     )
-    key = batch.key(question, environment.probe().to_json(), None)
-    if known := cache.find(key, 0.0):
+    where = (run_dir or Path("runs") / path.stem).resolve()
+    if issues := training.start_issues(question.config, where, resume, launcher):
+        raise ConfigError(issues)
+    machine = environment.probe().to_json()
+    key = batch.key(question, machine)
+    if known := cache.find(key, 0.0, question.limit_gib):
         return with_micro(known["choice"]["micro_batch"], f"found on {known['date']}")
     if dry_run:
         return with_micro(question.sizes[0], f"for this dry run; a search of {BUDGET} will find the best")
-    where = cache.path_of(key).with_suffix("") / question.config.hash()
+    manifest = record.read_json(training.prepare_data(question.config) / "manifest.json") or {}
+    asked = [question.config.hash(), *sorted(identity(machine, manifest.get("hash")).items())]
+    where = cache.path_of(key).with_suffix("") / hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     code = batch.tune_batch(
         name, overrides, gpus=nproc, budget=BUDGET, memory_gib=None, launcher=launcher, out=where,
         fresh=False, dry_run=False, as_json=False, console=console,
     )  # fmt: skip
     if code:
         return list(overrides), code
-    found = record.read_json(where / batch.FILE) or {}
+    found = record.read_json(where / FILE) or {}
     return with_micro(found["choice"]["micro_batch"], f"found just now; {where / 'report.html'}")

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, dump_config, load_config
 from launcher import environment, outdir, starters, training
-from launcher.display import PLAIN, show
+from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
 from launcher.scaling.benchmark import identity
 from launcher.scaling.grid import memory_limit_gib
-from launcher.tune import cache, sizes, table
+from launcher.tune import FILE, cache, sizes, table
 from launcher.tune.measuring import BatchSearch, NothingFits
 from launcher.tune.runner import Question
 from launcher.tune.trials import Pool, Slot, Stopped
@@ -25,7 +25,6 @@ from launcher.tune.trials import Pool, Slot, Stopped
 if TYPE_CHECKING:
     from rich.console import Console
 
-FILE = "tune.json"
 PLAN = "plan.json"
 
 
@@ -42,12 +41,7 @@ def tune_batch(
     if issues := [*issues, *outdir.issues(where, PLAN, "search", now, list(now))]:
         raise ConfigError(issues)
 
-    def say(line: str) -> None:
-        if as_json:
-            sys.stderr.write(line + "\n")
-        else:
-            show(console, line, **PLAIN)
-
+    say = teller(console, as_json)
     for line in describe(question, where):
         say(line)
     if dry_run:
@@ -55,7 +49,7 @@ def tune_batch(
             sys.stdout.write(json.dumps(plan_facts(question), indent=1) + "\n")
         return 0
     machine = environment.probe().to_json()
-    known = None if fresh else cache.find(key(question, machine, memory_gib), question.budget_s)
+    known = None if fresh else cache.find(key(question, machine), question.budget_s, question.limit_gib)
     with training.claim(where, ".lock", "--out", "search"):
         if known is not None and not (where / "trials").exists():
             say(f"from the cache: found on {known['date']}; --fresh measures again")
@@ -66,7 +60,7 @@ def tune_batch(
         write(tune, where)
         if tune["status"] == "complete" and not tune["cached"]:
             try:
-                cache.keep(key(question, machine, memory_gib), tune)
+                cache.keep(key(question, machine), tune)
             except OSError as error:
                 say(f"warning: the cache cannot be written ({error}); the next search measures again")
     if as_json:
@@ -104,11 +98,11 @@ def ask(
     return Question(config, count, found, budget_s, limit, limit_of, launcher, devices > 0)
 
 
-def key(question: Question, machine: Mapping[str, Any], memory_gib: float | None) -> str:
+def key(question: Question, machine: Mapping[str, Any]) -> str:
     """Of the cache."""
     return cache.key(
         question.config, machine, ranks=question.ranks, on_gpu=question.on_gpu, launcher=question.launcher,
-        memory_gib=memory_gib,
+        memory_gib=question.limit_gib if question.limit_of == "--memory" else None,
     )  # fmt: skip
 
 
@@ -126,11 +120,13 @@ def describe(question: Question, where: Path) -> list[str]:
     """What is about to be searched."""
     shown = sizes.thin(question.sizes, sizes.MOST)
     what = "GPUs" if question.on_gpu else "CPU ranks"
+    eager = question.config.compile == "auto" and not question.on_gpu
+    how = "; trials run eager: compile=on compiles them" if eager else ""
     return [
         f"batch search: {where}",
         f"{question.ranks} {what}, global batch {question.config.batch.global_size} as declared; of "
         f"{len(question.sizes)} micro batches that divide it, up to {', '.join(map(str, shown))}; "
-        f"budget {question.budget_s:.0f} s",
+        f"budget about {question.budget_s:.0f} s{how}",
     ]
 
 

@@ -10,7 +10,9 @@ from typing import Any
 
 from bert_dp import record
 from bert_dp.config import Config
+from launcher.runs import number
 
+MORE = 1.1  # times the memory of the search that it bounded
 VERSIONS = ("torch", "accelerate", "deepspeed", "bert-dp")
 
 
@@ -43,13 +45,28 @@ def path_of(name: str) -> Path:
     return record.cache_root() / "tune" / f"{name}.json"
 
 
-def find(name: str, budget_s: float) -> dict[str, Any] | None:
-    """tune.json of a whole earlier search that had at least this budget; None when there is none, or it is
-    torn."""
+def find(name: str, budget_s: float, limit_gib: float | None) -> dict[str, Any] | None:
+    """tune.json of a whole earlier search that had at least this budget, and whose choice is one for the
+    memory that a rank may use now; None when there is none, or it is torn."""
     found = record.read_json(path_of(name)) or {}
     choice = found.get("choice")
-    whole = isinstance(choice, dict) and isinstance(choice.get("micro_batch"), int)
-    return found if whole and found.get("budget_s", 0.0) >= budget_s else None
+    if not isinstance(choice, dict) or not isinstance(choice.get("micro_batch"), int):
+        return None
+    short = (number(found.get("budget_s")) or 0.0) < budget_s
+    return None if short or not _fits(found, limit_gib) else found
+
+
+def _fits(found: Mapping[str, Any], limit_gib: float | None) -> bool:
+    """Whether the choice would be the same with this limit: its peak is below it, and if memory bounded the
+    search, there is hardly more of it now."""
+    memory, choice = found.get("memory"), found["choice"]
+    if limit_gib is None or not isinstance(memory, dict) or not isinstance(found.get("sizes"), list):
+        return limit_gib is None
+    peaks = [number(size.get("measured_gib")) or 0.0 for size in found["sizes"]
+             if isinstance(size, dict) and size.get("micro_batch") == choice["micro_batch"]]  # fmt: skip
+    then = number(memory.get("limit_gib"))
+    more = choice.get("limited_by") == "memory" and then is not None and limit_gib > MORE * then
+    return bool(peaks) and max(peaks) <= limit_gib and not more
 
 
 def keep(name: str, tune: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ def batch(
     gpus: Annotated[
         str, typer.Option(help="Ranks of every trial: auto (every GPU, or 2 CPU ranks).")
     ] = "auto",
-    budget: Annotated[str, typer.Option(help="Time for all trials: 90s, 5m, 1h.")] = "5m",
+    budget: Annotated[str, typer.Option(help="Time for all trials, about: 90s, 5m, 1h.")] = "5m",
     memory: Annotated[
         float | None,
         typer.Option(help="GiB that a rank may use; default: its device, or its share of the host."),

@@ -25,6 +25,9 @@ class Timed:
     forward_backward_s: list[float]
     peak_gib: list[float]
     """Of each rank."""
+    exposed_s: float = 0.0
+    """Of a step's forward and backward: the reduction that no backward pass covered, by DDP's own median; 0
+    where an engine does not tell."""
     alloc_retries: int | None = None
     """How often the GPU's allocator had to free what it kept, after the warm-up."""
 
@@ -48,16 +51,18 @@ class Rate:
     median: float
     low: float
     high: float
-    """95 %, by Student's t over the means of BLOCKS stretches of steps of every run."""
+    """95 % within its runs, by Student's t over the means of BLOCKS stretches of steps of each; how much a
+    machine changes from run to run is known only as far as there are several."""
 
 
 def rate(size: Size, trial_samples: int, global_size: int) -> Rate:
     """A trial's step may take fewer sequences than the declared one: then forward and backward count as often
-    as they would, and the update once."""
+    as they would, reduction and update once."""
     times = global_size / trial_samples
     blocks = []
     for run in size.runs:
-        steps = [s + (times - 1) * fb for s, fb in zip(run.step_s, run.forward_backward_s, strict=True)]
+        passes = [max(0.0, fb - run.exposed_s) for fb in run.forward_backward_s]
+        steps = [s + (times - 1) * p for s, p in zip(run.step_s, passes, strict=True)]
         cuts = [len(steps) * i // BLOCKS for i in range(BLOCKS + 1)]
         blocks += [math.log(statistics.fmean(steps[a:b])) for a, b in itertools.pairwise(cuts)]
     middle = statistics.median(blocks)
@@ -65,31 +70,47 @@ def rate(size: Size, trial_samples: int, global_size: int) -> Rate:
     return Rate(size.micro, *(global_size / math.exp(x) for x in (middle, middle + half, middle - half)))
 
 
+def parts(size: Size) -> tuple[float, float]:
+    """Seconds of a trial's step: (forward and backward without the exposed reduction, all)."""
+    passes = [max(0.0, statistics.fmean(run.forward_backward_s) - run.exposed_s) for run in size.runs]
+    return statistics.fmean(passes), statistics.fmean(statistics.fmean(run.step_s) for run in size.runs)
+
+
 def unsettled(rates: Sequence[Rate]) -> list[int]:
-    """Micro batches below the best that may reach WITHIN of it and are not known to, or to miss it."""
-    line, chosen, best = _pick(rates)
-    return [r.micro for r in rates if r.micro <= chosen.micro and r is not best and r.low < line <= r.high]
+    """Micro batches up to the chosen one that may reach WITHIN of the best and are not known to, or to miss
+    it."""
+    chosen, best = _pick(rates)
+    below = [(r, *_share(r, best)) for r in rates if r.micro <= chosen.micro and r is not best]
+    return [r.micro for r, low, high in below if low < WITHIN <= high]
 
 
 def open_sizes(rates: Sequence[Rate]) -> list[int]:
     """What another run each would tell more about: the unsettled ones and what they are held against."""
-    unsure, (_, chosen, best) = unsettled(rates), _pick(rates)
+    unsure, (chosen, best) = unsettled(rates), _pick(rates)
     return sorted({*unsure, best.micro, chosen.micro}) if unsure else []
 
 
-def _pick(rates: Sequence[Rate]) -> tuple[float, Rate, Rate]:
-    """(the rate that a size must reach, the smallest that does, the best). A larger micro batch costs memory
-    and no time, so in doubt it is the larger: a smaller one must also be SURE at its interval's low end."""
+def _share(rate: Rate, best: Rate) -> tuple[float, float]:
+    """95 % interval of one rate over another, their errors independent."""
+    half = math.hypot(*(math.log(r.high / r.low) / 2 for r in (rate, best)))
+    share = rate.median / best.median
+    return share * math.exp(-half), share * math.exp(half)
+
+
+def _pick(rates: Sequence[Rate]) -> tuple[Rate, Rate]:
+    """(the smallest that reaches WITHIN of the best, the best). A larger micro batch costs memory and no
+    time, so in doubt it is the larger: a smaller one must also be SURE at its interval's low end."""
     best = max(rates, key=lambda r: r.median)
-    line, least = WITHIN * best.median, SURE * best.median
-    sure = [r for r in rates if r is best or (r.median >= line and r.low >= least)]
-    return line, min(sure, key=lambda r: r.micro), best
+    sure = [
+        r for r in rates if r is best or (r.median >= WITHIN * best.median and _share(r, best)[0] >= SURE)
+    ]
+    return min(sure, key=lambda r: r.micro), best
 
 
 def choose(rates: Sequence[Rate]) -> dict[str, Any]:
     """`choice` of tune.json: the smallest micro batch whose throughput is WITHIN of the best."""
-    line, chosen, best = _pick(rates)
-    flat = len(rates) > 1 and chosen is rates[0] and all(r.median >= line for r in rates)
+    chosen, best = _pick(rates)
+    flat = len(rates) > 1 and chosen is rates[0] and all(r.median >= WITHIN * best.median for r in rates)
     why = "the smallest within 3 % of the best"
     if chosen.micro == best.micro:
         why = "the best of those tried, and no smaller one is sure to come within 3 %"
@@ -132,4 +153,4 @@ def goodput(
     declared = at(global_size, noise)["goodput"]
     gain = at(best, noise)["goodput"] / declared - 1
     return {"points": points, "recommended": best, "recommended_interval": ends, "gain": gain,
-            "declared": global_size}  # fmt: skip
+            "declared": global_size, "at_edge": best in (min(sizes), max(sizes))}  # fmt: skip

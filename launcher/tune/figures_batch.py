@@ -38,7 +38,7 @@ def run_rate(tune: Mapping[str, Any], run: Mapping[str, Any]) -> float | None:
     """Sequences/s of one run at the declared global batch, as `curve.rate` has it for a size.
 
     A trial's step may take fewer sequences than the declared one: then forward and backward count as often as
-    they would, and the update once.
+    they would, reduction and update once.
     """
     step, passes = (
         [number(s) for s in view.listed(run.get(key))] for key in ("step_s", "forward_backward_s")
@@ -50,7 +50,9 @@ def run_rate(tune: Mapping[str, Any], run: Mapping[str, Any]) -> float | None:
     more = whole / samples - 1
     if more and (len(passes) != len(step) or None in passes):
         return None
-    total = sum(s for s in step if s is not None) + more * sum(s for s in passes if s is not None)
+    exposed = number(run.get("exposed_s")) or 0.0
+    whole_s = sum(s for s in step if s is not None)
+    total = whole_s + more * sum(max(0.0, s - exposed) for s in passes if s is not None)
     return number(whole * len(step) / total) if total > 0 else None
 
 
@@ -69,7 +71,7 @@ def throughput(tune: Mapping[str, Any]) -> Figure:
     top = FAR * max([rate for _, rate in [*line, *dots] if math.isfinite(rate)], default=math.inf)
     cut = any(high > top for _, _, high in band)
     drawn = [(micro, low, min(high, top) if math.isfinite(high) else high) for micro, low, high in band]
-    series = [plots.Series("median, 95 % interval", line, 0, "shaped", drawn),
+    series = [plots.Series("median, 95 % within its runs", line, 0, "shaped", drawn),
               plots.Series("each run", dots, 1, "dots")]  # fmt: skip
     ticks = [x for x, _ in line]
     x = plots.Axis(f"{MICRO}, log scale", format_count, log=True, ticks=ticks, pad=0.05)

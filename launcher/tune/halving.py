@@ -90,9 +90,9 @@ class Search:
         order = ladder.ranked(first)
         if not order:
             raise AllFailed("no rate of the first rung can be chosen")
-        go_on = order[: max(FINALISTS + 1, math.ceil(len(order) / 4))]
-        first.kept = go_on if self.settings.trials else ladder.better_half(order)
-        if len(first.kept) > FINALISTS:
+        num_second = ladder.num_second(len(order), drawn=self.settings.trials > 0)
+        first.kept = order[: num_second or FINALISTS]
+        if num_second:
             second = self._open_rung(self.tokens // RUNGS[1], self.seeds[:1])
             self._train(second, first.kept, second.seeds)
             better = ladder.ranked(second)
@@ -213,8 +213,8 @@ class Search:
         """(trials, tokens of each) of every rung, as far as it is known before."""
         axes = len(self.optimizers) * len(self.decays)
         first = self.settings.trials or self.settings.rates * axes
-        kept = max(FINALISTS + 1, math.ceil(first / 4)) if self.settings.trials else math.ceil(first / 2)
-        second = [(min(first, kept), tokens // RUNGS[1])] if min(first, kept) > FINALISTS else []
+        num_second = ladder.num_second(first, drawn=self.settings.trials > 0)
+        second = [(num_second, tokens // RUNGS[1])] if num_second else []
         finals = min(first, FINALISTS) * self.settings.seeds + (first > FINALISTS)  # and one beside the best
         return [(first, tokens // RUNGS[0]), *second, (finals, tokens)]
 

@@ -179,9 +179,9 @@ def near(last: Rung) -> list[Candidate]:
 
 
 def beside(rungs: Sequence[Rung], last: Rung) -> Candidate | None:
-    """The nearest rate of a shorter rung beyond the best of the last, on a side where that has none: a longer
-    run may like another rate than the short ones did. At least a factor of sqrt(2) away. None when the best
-    has neighbours, or they broke."""
+    """The rate of a shorter rung next to the best of the last, where the last has not had it: a longer run
+    may like another rate than the short ones did. At least a factor of sqrt(2) away. None when the best has
+    its neighbours, or they broke."""
     order = ranked(last)
     if not order:
         return None
@@ -191,14 +191,16 @@ def beside(rungs: Sequence[Rung], last: Rung) -> Candidate | None:
     for sign in (1, -1):
         beyond = [c for c in tried if c.ladder == best.ladder and sign * math.log2(c.lr / best.lr) > 0.49]
         nearest = min(beyond, key=lambda c: abs(math.log(c.lr / best.lr)), default=None)
-        if nearest is not None and not any(c in here for c in beyond):
+        if nearest is not None and nearest not in here:
             return nearest
     return None
 
 
-def better_half(order: Sequence[Candidate]) -> list[Candidate]:
-    """The first half of them, rounded up, and no fewer than go into the last rung."""
-    return list(order[: max(FINALISTS, math.ceil(len(order) / 2))])
+def num_second(count: int, *, drawn: bool) -> int:
+    """How many of `count` candidates of the first rung the second trains: the better half, of drawn ones a
+    quarter; 0 = there is no second rung, which would cost more than it can save."""
+    kept = math.ceil(count / (4 if drawn else 2))
+    return kept if kept > FINALISTS + 1 else 0
 
 
 def open_side(rungs: Sequence[Rung], best: Candidate, *, any_decay: bool) -> str | None:

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, OptimConfig, batch_plan, dump_config, load_config, peak_lr
 from launcher import environment, outdir, starters, training
-from launcher.display import PLAIN, show
+from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
 from launcher.report import format_duration, format_percent, format_si
 from launcher.scaling.benchmark import identity
-from launcher.tune import ladder, lr_trials, page, search, transfer
+from launcher.tune import FILE, ladder, lr_trials, page, search, transfer
 from launcher.tune.halving import RUNGS, STATE, AllFailed, RangeTest, Search, Settings
 from launcher.tune.ladder import Candidate, Outcome, Rung
 from launcher.tune.lr_trials import device_slots
@@ -48,12 +48,7 @@ def tune(
     if issues := [*dict.fromkeys(issues), *outdir.issues(where, STATE, "search", asked, FIXED)]:
         raise ConfigError(issues)
 
-    def say(line: str) -> None:
-        if as_json:
-            sys.stderr.write(line + "\n")
-        else:
-            show(console, line, **PLAIN)
-
+    say = teller(console, as_json)
     describe(config, settings, ranks, where, say, overrides)
     if dry_run:
         if as_json:
@@ -102,6 +97,9 @@ def setting_issues(config: Config, settings: Settings, ranks: int) -> list[str]:
         issues.append("--weight-decays: numbers of at least 0 and below 1")
     elif settings.trials and len(settings.weight_decays) > 1 and min(settings.weight_decays) == 0:
         issues.append("--weight-decays: 0 has no logarithm to draw from; leave it out, or drop --trials")
+    if config.run.seed + settings.seeds > 2**63:
+        issues.append(f"run.seed: {config.run.seed} leaves no room for --seeds {settings.seeds}, which count "
+                      "on from it; use a smaller one")  # fmt: skip
     full = settings.tokens or lr_trials.full_tokens(config)
     size = lr_trials.step_tokens(config)
     least = RUNGS[0] * size
@@ -119,9 +117,12 @@ def describe(
     s = settings
     say(f"learning rate search: {where}")
     first = f"{s.trials} trials drawn by Optuna" if s.trials else f"{s.rates} rates spaced 2x"
+    count = s.trials or s.rates * max(1, len(s.optimizers)) * max(1, len(s.weight_decays))
+    num_second = ladder.num_second(count, drawn=s.trials > 0)
+    second = f"the best {num_second} at 1/{RUNGS[1]}, " if num_second else ""
     for what, values in (("optimizers", s.optimizers), ("weight decays", s.weight_decays)):
         first += f" x {len(values)} {what}" if len(values) > 1 and not s.trials else ""
-    say(f"{first} at 1/{RUNGS[0]} of the whole run, the better half at 1/{RUNGS[1]}, {ladder.FINALISTS} x "
+    say(f"{first} at 1/{RUNGS[0]} of the whole run, {second}{ladder.FINALISTS} x "
         f"{s.seeds} seeds at all of it; {batch_plan(config, ranks)}")  # fmt: skip
     if config.optim.lr != "auto" and any(item.partition("=")[0].strip() == "optim.lr" for item in overrides):
         say("warning: --set optim.lr has no effect: it is what is searched")
@@ -165,11 +166,11 @@ def run_locked(
     found = {**document(doing, status, facts, str(manifest.get("hash"))), "why": why}
     if found["choice"] is None and status == "complete":
         found["status"] = "failed"
-    before = record.read_json(out / "tune.json") or {}
+    before = record.read_json(out / FILE) or {}
     if before.get("choice") == json.loads(json.dumps(found["choice"])):
         found["transfer"] = before.get("transfer")
-    record.write_json(out / "tune.json", found)
-    found = record.read_json(out / "tune.json") or found
+    record.write_json(out / FILE, found)
+    found = record.read_json(out / FILE) or found
     if (choice := found["choice"]) is not None:
         candidate = Candidate(choice["optimizer"], choice["weight_decay"], choice["lr"])
         record.write_text(out / "tuned.yaml", dump_config(lr_trials.tuned_config(config, candidate)))
@@ -261,7 +262,7 @@ def carry(
     OUT/tune.json. Returns the exit code; raises ConfigError."""
     before, after = transfer.parse(batches)
     config = load_config(training.find_config(name or DEFAULT_CONFIG, None), overrides)
-    path = None if out is None else out / "tune.json"
+    path = None if out is None else out / FILE
     tuned = None if path is None else record.read_json(path)
     at_before = config.model_copy(update={"batch": config.batch.model_copy(update={"global_size": before})})
     source, lr = "the configuration's", peak_lr(at_before).value

@@ -9,6 +9,7 @@ from typing import Any
 
 from bert_dp import record
 from bert_dp.config import BuildConfig, CheckpointConfig, Config, LogConfig, ScheduleConfig, batch_at
+from launcher.training import expected_steps
 from launcher.tune import trials
 from launcher.tune.ladder import Candidate, Outcome
 from launcher.tune.trials import Slot
@@ -85,12 +86,11 @@ def trial_config(
         share = tokens / (full_tokens(config) or tokens)
         budget = {"tokens": None, "steps": max(1, round(share * config.schedule.steps))}
     schedule = config.schedule.model_copy(update={**budget, "hours": None})
-    steps = budget["steps"] or -(-tokens // step_tokens(config))
-    every = max(1, -(-steps // CURVE_POINTS))
-    changed = _bare(config, shards, candidate, seed)
+    changed = _bare(config, shards, candidate, seed).model_copy(update={"schedule": schedule})
+    every = max(1, -(-(expected_steps(changed) or 1) // CURVE_POINTS))
     held_out = config.eval.model_copy(update={"every_steps": every if last else 0})
     log = LogConfig(every_steps=min(config.log.every_steps, every))
-    return changed.model_copy(update={"schedule": schedule, "eval": held_out, "log": log})
+    return changed.model_copy(update={"eval": held_out, "log": log})
 
 
 def range_config(config: Config, shards: Path, optimizer: str, steps: int) -> Config:

@@ -14,6 +14,7 @@ from bert_dp import record
 from bert_dp.config import ConfigError, batch_plan, dump_config
 from bert_dp.cost import GIB, flops_per_token
 from launcher.report import format_count, format_gib, format_si
+from launcher.runs import number
 from launcher.scaling.measure import helper
 from launcher.tune import curve, sizes
 from launcher.tune.curve import Rate, Size
@@ -60,13 +61,17 @@ class BatchSearch:
 
     def _describe_memory(self) -> None:
         path = self.out / "memory_line.json"
-        found = record.read_json(path)
-        if found is None:
+        found = record.read_json(path) or {}
+        if any(number(found.get(key)) is None for key in ("intercept_bytes", "bytes_per_sequence")):
             self._say("memory: a step of the model at two sizes, without its memory")
             asked = self.out / "memory_line.yaml"
             record.write_text(asked, dump_config(sizes.with_micro(self.q.config, self.q.sizes[0])))
-            lines = helper("bert_dp.memory_line", [str(asked), str(self.q.ranks), "2", "4"], self.out, None)
-            asked.unlink()
+            try:
+                lines = helper(
+                    "bert_dp.memory_line", [str(asked), str(self.q.ranks), "2", "4"], self.out, None
+                )
+            finally:
+                asked.unlink()
             if not lines:
                 raise NothingFits("bert_dp.memory_line failed; its message stands above")
             found = lines[-1]
@@ -326,13 +331,11 @@ class BatchSearch:
     def _goodput(self, noise: Mapping[str, Any]) -> dict[str, Any]:
         choice, config = self.facts["choice"], self.q.config
         size = self._curve[choice["micro_batch"]]
-        runs = range(len(size.runs))
-        fb = sum(sum(size.runs[i].forward_backward_s) / len(size.runs[i].step_s) for i in runs) / len(runs)
-        whole = sum(sum(size.runs[i].step_s) / len(size.runs[i].step_s) for i in runs) / len(runs)
+        passes_s, whole_s = curve.parts(size)
         per_pass, declared = size.micro * self.q.dp, config.batch.global_size
         wanted = {per_pass * 2**k for k in range(12)} | {declared}
         wanted = {b for b in wanted if declared / 16 <= b <= declared * 16}
         return curve.goodput(
-            micro_s=fb / size.accumulation, update_s=whole - fb, per_pass=per_pass, global_size=declared,
-            noise=noise["noise_scale"], interval=noise["interval"], sizes=sorted(wanted),
+            micro_s=passes_s / size.accumulation, update_s=whole_s - passes_s, per_pass=per_pass,
+            global_size=declared, noise=noise["noise_scale"], interval=noise["interval"], sizes=sorted(wanted),
         )  # fmt: skip

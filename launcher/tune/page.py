@@ -14,9 +14,8 @@ from launcher.redact import redact
 from launcher.report import NA, format_count
 from launcher.scaling import view
 from launcher.scaling.view import Column
-from launcher.tune import page_batch, page_lr
+from launcher.tune import FILE, page_batch, page_lr
 
-FILE = "tune.json"
 KINDS = {"batch": "micro batch", "lr": "learning rate"}
 HASHES = (
     Column("config_hash", "configuration hash", view.format_word),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import shutil
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -110,8 +111,9 @@ class Runner:
         directory = self.directory(trial)
         repeat = read_repeat(directory, self.q.ranks, warm_up, steps)
         parts = repeat.parts
+        exposed_s = statistics.median(repeat.exposed_s) if repeat.exposed_s else 0.0
         return Timed(trial.name, parts["step_s"][0], parts["forward_backward_s"][0], repeat.memory_gib,
-                     alloc_retries(directory, self.q.ranks, warm_up))  # fmt: skip
+                     exposed_s, alloc_retries(directory, self.q.ranks, warm_up))  # fmt: skip
 
     def step_s(self, samples: int) -> float:
         """What a step of so many sequences takes, by the best rate seen."""

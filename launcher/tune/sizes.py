@@ -52,11 +52,13 @@ def dividing(config: Config, ranks: int) -> list[int]:
 
     Raises ConfigError when there is none: not even 1 divides, or the engine refuses.
     """
-    share = max(1, config.batch.global_size // max(1, ranks // config.parallel.tensor))
+    whole = config.batch.global_size
+    share = max(1, whole // max(1, ranks // config.parallel.tensor))
+    small = [n for n in range(1, math.isqrt(whole) + 1) if whole % n == 0]
     found = []
-    for micro in range(1, share + 1):
-        if config.batch.global_size % micro:
-            continue
+    for micro in sorted({*small, *(whole // n for n in small)}):
+        if micro > share:
+            break
         try:
             batch_plan(with_micro(config, micro), ranks)
         except ConfigError:

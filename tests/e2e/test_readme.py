@@ -53,6 +53,8 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
         if arguments[0] == "tune":
             arguments = ["2s" if argument == "5m" else argument for argument in arguments]
             arguments += [*SHRINK, "--set", "data.build.max_tokens_per_char=0"]
+            if arguments[1] == "batch":
+                arguments += ["--set", "batch.global_size=2", "--set", "batch.micro_size=1"]
             if arguments[1] == "lr":
                 arguments += ["--tokens", "1024", "--rates", "3", "--seeds", "1"]
         if arguments[:2] == ["data", "build"]:

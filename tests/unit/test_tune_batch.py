@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +138,23 @@ def test_a_trial_of_fewer_sequences_counts_its_update_once() -> None:
     assert small.median == pytest.approx(640 / (10 * 0.512 + 0.128))
 
 
+def test_a_trial_of_fewer_sequences_counts_its_reduction_once() -> None:
+    """A step of 64: 0.512 s of passes, of which 0.112 s the reduction that they did not cover."""
+    size = made(4, 100, spread=0.0)
+    size.runs = [dataclasses.replace(run, exposed_s=0.112) for run in size.runs]
+    small = curve.rate(size, 64, 640)
+    assert small.median == pytest.approx(640 / (10 * 0.4 + 0.112 + 0.128))
+    assert curve.parts(size) == pytest.approx((0.4, 0.64))
+
+
+def test_the_spread_of_the_best_counts_as_well_as_that_of_the_smaller() -> None:
+    sharp = curve.rate(made(8, 98, 0.002), 64, 64)
+    vague = curve.rate(made(16, 100, 0.08), 64, 64)
+    assert curve.choose([sharp, vague])["micro_batch"] == 16
+    assert curve.choose([sharp, vague])["not_settled"] == [8]
+    assert curve.open_sizes([sharp, vague]) == [8, 16]
+
+
 # --- goodput
 
 
@@ -264,11 +281,17 @@ def test_a_cached_search_answers_only_what_had_as_much_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path))
-    assert cache.find("k", 60) is None
-    cache.keep("k", {"choice": {"micro_batch": 8}, "budget_s": 60.0})
-    assert cache.find("k", 60) is not None
-    assert cache.find("k", 61) is None
+    assert cache.find("k", 60, None) is None
+    known = {"choice": {"micro_batch": 8, "limited_by": "memory"}, "budget_s": 60.0,
+             "memory": {"limit_gib": 5.0}, "sizes": [{"micro_batch": 8, "measured_gib": 4.0}]}  # fmt: skip
+    cache.keep("k", known)
+    assert cache.find("k", 60, 5.0) is not None
+    assert cache.find("k", 60, None) is not None
+    assert cache.find("k", 61, 5.0) is None
+    assert cache.find("k", 60, 3.9) is None, "it does not fit any more"
+    assert cache.find("k", 60, 5.6) is None, "more would fit"
     cache.path_of("k").write_text('{"choice"')
-    assert cache.find("k", 1) is None
-    cache.keep("k", {"choice": None, "budget_s": math.inf})
-    assert cache.find("k", 1) is None
+    assert cache.find("k", 1, None) is None
+    for torn in ({"choice": None}, {"budget_s": "60"}, {"memory": []}, {"sizes": {}}, {"choice": [8]}):
+        cache.keep("k", {**known, **torn})
+        assert cache.find("k", 1, 5.0) is None

@@ -288,12 +288,11 @@ def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(shards: Pat
     code, found, pool, said = searched(shards, tmp_path / "out", valley(0.004))
     assert (code, found["status"]) == (0, "complete")
     assert found["range_test"]["edge"] == pytest.approx(EDGE, rel=0.6)
-    first, second, last = found["rungs"]
+    first, last = found["rungs"]
     rates = sorted({trial["lr"] for trial in first["trials"]})
     assert [b / a for a, b in itertools.pairwise(rates)] == pytest.approx([2] * (len(rates) - 1))
-    assert [rung["tokens"] for rung in found["rungs"]] == [WHOLE // 8, WHOLE // 4, WHOLE]
-    assert [[c[2] for c in first["kept"]]] == [[t["lr"] for t in second["trials"]]]
-    assert len(second["kept"]) == 2
+    assert [rung["tokens"] for rung in found["rungs"]] == [WHOLE // 8, WHOLE]
+    assert [c[2] for c in first["kept"]] == [t["lr"] for t in last["trials"]][:2]
     chosen = found["choice"]["lr"]
     told = {(t["lr"], t["seed"]) for t in last["trials"]}
     assert told == {(chosen, 0), (chosen, 1), (chosen, 2), (chosen / 2, 0), (2 * chosen, 0)}
@@ -305,11 +304,38 @@ def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(shards: Pat
     cost = found["cost"]
     assert cost["tokens"] == sum(t["tokens"] for r in found["rungs"] for t in r["trials"]) + 100 * STEP
     assert cost["grid_tokens"] == 5 * 3 * WHOLE
-    assert cost["tokens"] < 0.5 * cost["grid_tokens"]
-    assert cost["trials"] == len(pool.ran) == 14
-    assert any("14 trials" in line for line in said)
+    assert cost["tokens"] < 0.4 * cost["grid_tokens"]
+    assert cost["trials"] == len(pool.ran) == 11
+    assert any("12 trials" in line for line in said)
     tuned = load_config(tmp_path / "out" / "tuned.yaml")
     assert tuned == make(shards, f"optim.lr={chosen!r}")
+
+
+def test_many_rates_are_halved_twice(shards: Path, tmp_path: Path) -> None:
+    _, found, *_ = searched(shards, tmp_path / "out", valley(0.001), Settings(rates=8))
+    first, second, last = found["rungs"]
+    assert [rung["tokens"] for rung in found["rungs"]] == [WHOLE // 8, WHOLE // 4, WHOLE]
+    assert [c[2] for c in first["kept"]] == [t["lr"] for t in second["trials"]]
+    assert (len(first["kept"]), len(second["kept"])) == (4, 2)
+    assert [c[2] for c in second["kept"]] == [t["lr"] for t in last["trials"]][:2]
+    assert [ladder.num_second(n, drawn=False) for n in (3, 6, 7, 20)] == [0, 0, 4, 10]
+    assert [ladder.num_second(n, drawn=True) for n in (3, 12, 13)] == [0, 0, 4]
+    assert found["choice"]["edge_side"] is None
+
+
+def test_a_whole_run_that_likes_a_rate_between_the_finalists_is_told_so(shards: Path, tmp_path: Path) -> None:
+    """Short runs like the rates on both sides of the one that whole runs like."""
+    plain = valley(0.004)
+    chosen = searched(shards, tmp_path / "plain", plain)[1]["choice"]["lr"]
+
+    def surface(config: Config) -> float | str:
+        short = config.schedule.tokens == WHOLE // 8
+        beside = config.optim.lr in (chosen / 2, 2 * chosen)
+        return float(plain(config)) + (0.9 if short and not beside else 0.0)
+
+    _, found, *_ = searched(shards, tmp_path / "out", surface)
+    assert {c[2] for c in found["rungs"][0]["kept"]} == {chosen / 2, 2 * chosen}
+    assert found["choice"]["lr"] == chosen
 
 
 def test_finalists_that_are_close_train_every_seed(shards: Path, tmp_path: Path) -> None:
@@ -422,7 +448,7 @@ def test_a_stopped_search_goes_on_where_it_was(shards: Path, tmp_path: Path) -> 
     code, found, second, _ = searched(shards, tmp_path / "out", valley(0.004))
     assert (code, found["status"]) == (0, "complete")
     assert not set(first.ran) & set(second.ran)
-    assert len(first.ran) + len(second.ran) == 14
+    assert len(first.ran) + len(second.ran) == 11
     assert (found["choice"], found["rungs"]) == (whole["choice"], whole["rungs"])
     assert searched(shards, tmp_path / "out", valley(0.004))[2].ran == []
 
@@ -459,7 +485,7 @@ def test_a_budget_shortens_the_runs_and_says_so(shards: Path, tmp_path: Path) ->
     assert any("for --budget" in line for line in said)
     # what the pool says a trial takes: set-up 2 s, an evaluation of 0.5 s or four, tokens at 1e4 a second
     at_a_time = found["at_a_time"]
-    batches = [(5, tokens / 8, 2.5), (3, tokens / 4, 2.5), (7, tokens, 4)]
+    batches = [(5, tokens / 8, 2.5), (7, tokens, 4)]
     seconds = sum(math.ceil(n / at_a_time) * (fixed + each / 1e4) for n, each, fixed in batches)
     used = 2 + 100 * STEP / 1e4 + 0.5
     step_s = sum(math.ceil(n / at_a_time) for n, *_ in batches) * STEP / 1e4
@@ -540,13 +566,13 @@ def test_a_trial_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_optuna_draws_the_first_rung_the_same_after_an_interruption(shards: Path, tmp_path: Path) -> None:
     pytest.importorskip("optuna")
-    settings = Settings(trials=9, seeds=2)
+    settings = Settings(trials=16, seeds=2)
     code, found, _, _ = searched(shards, tmp_path / "whole", valley(0.004), settings)
     assert code == 0
     first = found["rungs"][0]
-    assert len(first["trials"]) == 9
+    assert len(first["trials"]) == 16
     second, last = found["rungs"][1:]
-    assert len(second["trials"]) == 3
+    assert len(second["trials"]) == 4
     assert {tuple(c) for c in second["kept"]} <= {(t["optimizer"], t["weight_decay"], t["lr"])
                                                   for t in last["trials"]}  # fmt: skip
     assert all(trial["lr"] <= EDGE * 1.6 for trial in first["trials"])

@@ -18,7 +18,7 @@ from bert_dp.config import ConfigError
 from launcher import plots
 from launcher.report import format_lr_tick
 from launcher.runs import number
-from launcher.tune import figures_batch, figures_lr, page
+from launcher.tune import FILE, figures_batch, figures_lr, page
 from tests.scaling_fixture import HOSTILE
 from tests.tune_fixture import CHOSEN, GLOBAL, NOISE, RATES, batch, gib, lr, transfer, unmeasured
 from tests.unit.test_report import check
@@ -321,9 +321,9 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
 
 
 def test_reading(tmp_path: Path) -> None:
-    record.write_json(tmp_path / page.FILE, lr())
+    record.write_json(tmp_path / FILE, lr())
     assert page.read(tmp_path)["kind"] == "lr"
-    (tmp_path / page.FILE).write_text('{"sizes": [')
+    (tmp_path / FILE).write_text('{"sizes": [')
     with pytest.raises(ConfigError, match="not a JSON object"):
         page.read(tmp_path)
 
