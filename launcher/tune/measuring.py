@@ -337,5 +337,6 @@ class BatchSearch:
         wanted = {b for b in wanted if declared / 16 <= b <= declared * 16}
         return curve.goodput(
             micro_s=passes_s / size.accumulation, update_s=whole_s - passes_s, per_pass=per_pass,
-            global_size=declared, noise=noise["noise_scale"], interval=noise["interval"], sizes=sorted(wanted),
+            global_size=declared, noise=noise["noise_scale"], interval=noise["interval"],
+            sizes=sorted(wanted),
         )  # fmt: skip
