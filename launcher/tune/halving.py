@@ -113,7 +113,7 @@ class Search:
         first = self.seeds if many else self.seeds[:1]
         self._train(last, finalists, first)
         while (more := ladder.beside(self.rungs, last)) is not None:
-            self.say(f"the best finalist has no neighbour on one side; next: {ladder.told(more)}")
+            self.say(f"next to the best, not yet trained in full: {ladder.told(more)}")
             self._train(last, [more], self.seeds[:1])
         near = ladder.near(last)
         for c in ladder.ranked(last):
