@@ -269,6 +269,8 @@ def goodput_text(tune: Mapping[str, Any]) -> str:
     text = f"Goodput = throughput x efficiency. Its top: {format_count(best)} sequences "
     text += f"(at the ends of the noise scale's interval {' and '.join(ends)}), "
     text += f"{format_percent(found.get('gain'))} above the declared {format_count(declared)}."
+    if found.get("at_edge") is True:
+        text += " It is the end of what was looked at, not known to be the top."
     if best != declared:
         text += " The global batch never changes by itself, and another one wants another learning rate."
     return text

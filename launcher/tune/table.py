@@ -72,7 +72,7 @@ def batch_lines(tune: Mapping[str, Any]) -> Iterator[str]:
         more = f"{100 * gain['gain']:+.1f} %"
         yield (f"global batch: {gain['declared']} as declared stays; most goodput (sequences/s x what "
                f"each is worth) at {gain['recommended']} [{low}, {high}]: {more}")  # fmt: skip
-        if gain["at_edge"]:
+        if gain.get("at_edge"):
             yield "  that is the end of what was looked at, not known to be the top"
 
 

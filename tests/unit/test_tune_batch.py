@@ -12,7 +12,7 @@ import pytest
 
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.cost import GIB
-from launcher.tune import batch, cache, curve, sizes
+from launcher.tune import batch, cache, curve, figures_batch, sizes
 from launcher.tune.curve import Rate, Size, Timed
 from launcher.tune.runner import Question, Runner, alloc_retries
 from launcher.tune.sizes import MemoryLine
@@ -169,6 +169,12 @@ def test_goodput_is_throughput_times_what_a_sequence_is_worth() -> None:
         assert point["low"] <= point["goodput"] <= point["high"], size
     assert found["recommended"] == 32
     assert found["recommended_interval"] == [32, 64]
+    assert not found["at_edge"]
+    cut = curve.goodput(micro_s=0.1, update_s=0.1, per_pass=8, global_size=64, noise=200.0,
+                        interval=[100.0, 400.0], sizes=[32, 64, 128])  # fmt: skip
+    assert (cut["recommended"], cut["at_edge"]) == (32, True)
+    assert "end of what was looked at" in figures_batch.goodput_text({"goodput": cut})
+    assert "end of what" not in figures_batch.goodput_text({"goodput": found})
     assert found["gain"] == pytest.approx(by_size[32]["goodput"] / by_size[64]["goodput"] - 1)
 
 

@@ -519,6 +519,10 @@ def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
     part = (lr_trials.full_tokens(ramp) or 0) // 4
     quarter = lr_trials.trial_config(ramp, Path("/shards"), candidate, part, 7, last=True).schedule
     assert (quarter.steps, quarter.tokens) == ((ramp.schedule.steps or 0) // 4, None), "as the run ramps"
+    in_tokens = ramp.model_copy(update={"schedule": ramp.schedule.model_copy(
+        update={"steps": None, "tokens": 400 * STEP})})  # fmt: skip
+    ramped = lr_trials.trial_config(in_tokens, Path("/shards"), candidate, 40 * STEP, 7, last=True)
+    assert ramped.eval.every_steps > 40 // 4, "a ramp has more steps for as many tokens"
     assert Config.model_validate_json(trial.model_dump_json()) == trial
 
 
@@ -657,6 +661,7 @@ def test_a_transfer_is_two_batches(text: str) -> None:
         (Settings(weight_decays=(0.1, 1.5)), (), "--weight-decays: "),
         (Settings(trials=2, weight_decays=(0.0, 0.1)), (), "--weight-decays: 0 has no logarithm"),
         (Settings(tokens=7 * STEP), (), "--tokens: 896 tokens are fewer than 8 steps of 128"),
+        (Settings(seeds=2), (f"run.seed={2**63 - 1}",), "run.seed: 9223372036854775807 leaves no room"),
         (Settings(), ("schedule.steps=7",), "schedule: 896 tokens are fewer than 8 steps"),
         (Settings(), ("batch.micro_size=3",), "batch.global_size: 8 is not a multiple"),
         (Settings(optimizers=("adamw", "muon")), ("parallel.engine=fsdp",), "optim.name: muon"),
