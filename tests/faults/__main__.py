@@ -24,13 +24,14 @@ from tests.faults.harness import RECORD
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / ".faults" / "results.jsonl"
+FULL = {**os.environ, "BERT_DP_FAULTS": "full"}
 
 
 def collect() -> list[str]:
     """Node ids of the fault tests."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/faults"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
+        cwd=ROOT, capture_output=True, text=True, check=True, env=FULL,
     )  # fmt: skip
     return [line for line in done.stdout.splitlines() if "::" in line]
 
@@ -58,7 +59,7 @@ def run(test: str, code: str) -> dict[str, Any]:
     start = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "--timeout=7200", test], cwd=ROOT, capture_output=True,
-        text=True, check=False, env={**os.environ, "BERT_DP_FAULTS": "full", RECORD: str(observed)},
+        text=True, check=False, env={**FULL, RECORD: str(observed)},
     )  # fmt: skip
     skipped = re.search(r"^SKIPPED.*", done.stdout, re.MULTILINE)
     return {
