@@ -27,6 +27,7 @@ import psutil
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from launcher.redact import redact_argv
 
+NO_ANSWER = "no answer within"  # and how long, says run_command of a time-out
 ROOT = Path("/")
 GIB = 2**30
 PACKAGES = (
@@ -277,7 +278,7 @@ def run_command(argv: Sequence[str], timeout_s: float) -> tuple[str | None, str 
         if not isinstance(error, subprocess.TimeoutExpired):
             raise
         lines = process.communicate()[1].strip().splitlines()
-        return None, " | ".join([f"no answer within {timeout_s:.0f} s", *lines[-3:]])
+        return None, " | ".join([f"{NO_ANSWER} {timeout_s:.0f} s", *lines[-3:]])
     if process.returncode:
         lines = (errors.strip() or output.strip()).splitlines()
         return None, " | ".join(lines[-3:]) or f"exit code {process.returncode}"

@@ -267,7 +267,18 @@ def test_all_reduce_failure(fake_module, source, word):
     assert word in finding.what
 
 
-def test_all_reduce_timeout_ends_the_grandchildren_and_shows_stderr(fake_module, tmp_path):
+def test_time_that_ran_out_on_a_busy_machine_is_a_warning(fake_module, monkeypatch):
+    source = fake_module("import time; time.sleep(600)")
+    monkeypatch.setattr("os.getloadavg", lambda: (1000.0, 0.0, 0.0))
+    finding = doctor.all_reduce(3, source)
+    assert finding.level == "warn"
+    assert "no answer within 3 s" in finding.what
+    assert "load 1000.0" in finding.what
+    assert doctor.all_reduce(20, fake_module("raise RuntimeError('no gloo')")).level == "fail"
+
+
+def test_all_reduce_timeout_ends_the_grandchildren_and_shows_stderr(fake_module, tmp_path, monkeypatch):
+    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
     source = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
