@@ -32,6 +32,7 @@ from launcher.watch import Hang, Watch
 DEVNULL = subprocess.DEVNULL
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S = 5.0
+KILLED_S = 10.0  # that the end of a killed process may take
 LAUNCHER_SAID_BYTES = 2**20
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -249,9 +250,19 @@ def _kill_tree(process: subprocess.Popen[bytes], roll: Roll) -> None:
         tree.add(psutil.Process(process.pid))
     for member in tree:
         _signal(member, signal.SIGKILL)
-    psutil.wait_procs(tree, timeout=10)
     process.wait()
+    deadline = time.monotonic() + KILLED_S
+    while any(_runs(member) for member in tree) and time.monotonic() < deadline:
+        time.sleep(0.01)
     roll.close()
+
+
+def _runs(process: psutil.Process) -> bool:
+    """Not of a zombie: an orphan's end is read by the system's first process, which may take seconds."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 def _said_since(log: Path, offset: int) -> str:
