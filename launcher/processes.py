@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import select
 import shutil
 import signal
 import subprocess
@@ -22,17 +21,17 @@ import psutil
 from bert_dp import record
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from launcher import advice, failure
-from launcher.failure import Departure, Failure
+from launcher.failure import Failure
 from launcher.memory import MemoryWatch
 from launcher.reaper import reaper
 from launcher.redact import scrub, secrets
-from launcher.starters import WORKER, start_command, start_environment
+from launcher.roll import Roll, kill_tree, send
+from launcher.starters import start_command, start_environment
 from launcher.watch import Hang, Watch
 
 DEVNULL = subprocess.DEVNULL
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S = 5.0
-KILLED_S = 10.0  # that the end of a killed process may take
 LAUNCHER_SAID_BYTES = 2**20
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
@@ -43,81 +42,6 @@ class RunResult:
     failure: Failure | None
     signal: int = 0
     """The first stop signal that came, also when it is not what ended the run; 0 = none."""
-
-
-class Roll:
-    """The workers as they come and go.
-
-    A pidfd wakes us the moment one ends: only while it is a zombie can anyone but its parent read how.
-    """
-
-    def __init__(self, process: subprocess.Popen[bytes], size: int):
-        self._process, self._size = process, size
-        self._poller = select.poll()
-        self._present: dict[int, tuple[psutil.Process, int]] = {}  # pidfd -> worker, rank
-        self._ended: set[psutil.Process] = set()
-        self.departures: list[Departure] = []
-
-    def present(self) -> list[psutil.Process]:
-        return [worker for worker, _ in self._present.values()]
-
-    def by_rank(self) -> dict[int, psutil.Process]:
-        return {rank: worker for worker, rank in self._present.values()}
-
-    def wait(self, seconds: float) -> None:
-        """Up to `seconds`, less when a worker ends."""
-        if len(self._present) < self._size:
-            self._find()
-        for descriptor, _ in self._poller.poll(seconds * 1000):
-            worker, rank = self._present.pop(descriptor)
-            self._ended.add(worker)
-            self.departures.append(Departure(rank, _exit_code(worker.pid), time.monotonic_ns()))
-            self._poller.unregister(descriptor)
-            os.close(descriptor)
-
-    def close(self) -> None:
-        for descriptor in self._present:
-            os.close(descriptor)
-
-    def _find(self) -> None:
-        known = {*self.present(), *self._ended}
-        for child in _tree(self._process):
-            if child in known or (rank := _rank(child)) is None:
-                continue
-            with contextlib.suppress(OSError):  # it has ended in this moment
-                descriptor = os.pidfd_open(child.pid)
-                self._present[descriptor] = child, rank
-                self._poller.register(descriptor, select.POLLIN)
-
-
-def _tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """What the launcher has started, and what that has."""
-    try:
-        return psutil.Process(process.pid).children(recursive=True)
-    except psutil.NoSuchProcess:
-        return []
-
-
-def _rank(child: psutil.Process) -> int | None:
-    """The rank of a worker; None for a process in between, which has the worker's command in its own."""
-    try:
-        command = child.cmdline()
-        module = command[command.index("-m") + 1] if "-m" in command[:-1] else None
-        return int(child.environ().get("RANK", "0")) if module == WORKER else None
-    except (psutil.Error, ValueError):
-        return None
-
-
-def _exit_code(pid: int) -> int | None:
-    """How a zombie ended, as proc_pid_stat(5) has it in its last field."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    if fields[0] != "Z":
-        return None
-    status = int(fields[49])
-    return -(status & 127) if status & 127 else status >> 8
 
 
 @contextlib.contextmanager
@@ -168,7 +92,7 @@ def run(
                 try:
                     hang = _follow(process, roll, run_dir, pending, on_poll, grace_s, memory, watch)
                 finally:
-                    _kill_tree(process, roll)
+                    kill_tree(process, roll)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
             for problem in scrub(run_dir, secrets(sys.argv)):  # before anything is read from there and shown
@@ -214,7 +138,7 @@ def _follow(
             for worker in roll.present():
                 if worker not in signalled:  # it may have started after the signal came
                     signalled.add(worker)
-                    _signal(worker, pending[0])
+                    send(worker, pending[0])
         failed = failed or _has_failed(run_dir, roll)
         if deadline is None and failed:
             deadline = time.monotonic() + KILL_AFTER_FAILURE_S
@@ -236,33 +160,6 @@ def _has_failed(run_dir: Path, roll: Roll) -> bool:
     if any((run_dir / "logs").glob("rank-*.error.json")):
         return True
     return bool(roll.departures) and not (run_dir / "summary.json").exists()
-
-
-def _signal(worker: psutil.Process, number: int) -> None:
-    with contextlib.suppress(psutil.Error):
-        worker.send_signal(number)  # psutil checks that the pid is still the same process
-
-
-def _kill_tree(process: subprocess.Popen[bytes], roll: Roll) -> None:
-    """Also the workers that a launcher which was killed has left behind."""
-    tree = {*_tree(process), *roll.present()}
-    with contextlib.suppress(psutil.NoSuchProcess):
-        tree.add(psutil.Process(process.pid))
-    for member in tree:
-        _signal(member, signal.SIGKILL)
-    process.wait()
-    deadline = time.monotonic() + KILLED_S
-    while any(_runs(member) for member in tree) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    roll.close()
-
-
-def _runs(process: psutil.Process) -> bool:
-    """Not of a zombie: an orphan's end is read by the system's first process, which may take seconds."""
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _said_since(log: Path, offset: int) -> str:

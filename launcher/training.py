@@ -163,8 +163,8 @@ def exposure_issues(config: Config, where: Path) -> list[str]:
 
 def start_issues(config: Config, where: Path, resume: str, launcher: str) -> list[str]:
     """Why a run cannot start there; one line each."""
-    issues = [*starters.launcher_issues(launcher), *input_issues(config), *exposure_issues(config, where)]
-    return [*issues, *run_dir_issues(where, config, resume)]
+    return [*starters.launcher_issues(launcher), *input_issues(config), *exposure_issues(config, where),
+            *run_dir_issues(where, config, resume)]  # fmt: skip
 
 
 def expected_steps(config: Config) -> int | None:
@@ -261,9 +261,8 @@ def train(
     where = (run_dir or Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     if issues := start_issues(config, where, resume, launcher):
         raise ConfigError(issues)
-    cores = len(os.sched_getaffinity(0))
     warnings = no_effect(config)
-    if ranks > cores and not gpus:
+    if ranks > (cores := len(os.sched_getaffinity(0))) and not gpus:
         warnings.append(f"{ranks} CPU ranks share {cores} cores")
     if policy.max_restarts and not (config.checkpoint.every_steps and config.checkpoint.keep):
         warnings.append("--max-restarts: checkpoint.every_steps or checkpoint.keep is 0, so a restart begins "
