@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import statistics
@@ -111,7 +112,13 @@ def test_the_rates_and_the_choice_follow_from_the_raw_steps(tune: dict[str, Any]
             <= tune["trial_samples"] / min(blocks)
         )
     within = [micro for micro, rate in rates.items() if rate >= 0.97 * max(rates.values())]
-    assert tune["choice"]["micro_batch"] in within
+    chosen, best = tune["choice"]["micro_batch"], max(rates, key=lambda micro: rates[micro])
+    half = {size["micro_batch"]: math.log(high / low) / 2 for size in tune["sizes"]
+            for low, high in [size["samples_per_s_ci95"]]}  # fmt: skip
+    low_end = {micro: rates[micro] / rates[best] * math.exp(-math.hypot(half[micro], half[best]))
+               for micro in within}  # fmt: skip
+    sure = [micro for micro in within if micro == best or low_end[micro] >= 0.94]
+    assert chosen == min(sure)
     assert tune["order"][0] == tune["drift"]["micro_batch"]
 
 
