@@ -20,6 +20,7 @@ from launcher.environment import NO_ANSWER, Environment, existing, probe, run_co
 from launcher.links import Links
 
 MIN_PYTHON, MAX_PYTHON, MIN_TORCH = (3, 11), (3, 13), (2, 11)
+GPU_FREE = 0.95  # of a GPU's memory: the driver itself keeps less than the rest
 DOCTOR_LIMIT_S = 28.0
 MIN_ALL_REDUCE_S = 3.0
 MIN_CHECKPOINT_MB_S = 50.0
@@ -93,6 +94,12 @@ def _gpu_checks(env: Environment) -> list[Check]:
     checks.append((visible == env.gpus_present, "warn", f"GPUs: {seen}",
                    f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} leaves the others idle",
                    "unset it to use all"))  # fmt: skip
+    for gpu in env.gpus:
+        free, total = gpu.free_gib, gpu.memory_gib
+        if free is not None and total is not None and free < GPU_FREE * total:
+            checks.append((False, "warn", f"GPU {gpu.index}: {free:.1f} of {total:.1f} GiB are free",
+                           "out of memory where an idle GPU is not, and every rank as slow as this one",
+                           "end its processes (nvidia-smi); or CUDA_VISIBLE_DEVICES without it"))  # fmt: skip
     checks.append((not visible or shm >= 1, "warn", f"shared memory (/dev/shm): {shm:.2f} GiB",
                    "NCCL between GPUs of one node fails with a bus error or cannot start",
                    "start the container with --shm-size=8g or --ipc=host"))  # fmt: skip

@@ -45,6 +45,8 @@ class Gpu:
     driver: str | None
     numa_node: int | None = None
     """None = the kernel does not know it."""
+    free_gib: float | None = None
+    """What other processes left of it; None = not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,6 +100,18 @@ class Environment:
     def usable_memory_gib(self) -> float:
         """Upper bound of what a run can still get: the memory available, capped by the control group."""
         return min(self.memory_available_gib, self.memory_limit_gib or float("inf"))
+
+    def rank_memory(self, ranks: int, on_gpu: bool) -> tuple[float | None, str]:
+        """GiB that each of `ranks` may have (None = not known), and of what: the GPU with least of it free,
+        or a share of the host."""
+        if not on_gpu:
+            return self.usable_memory_gib / ranks, f"this machine / {ranks} ranks"
+        rooms = [(gpu.memory_gib if gpu.free_gib is None else gpu.free_gib, gpu.index, gpu.memory_gib)
+                 for gpu in self.gpus[:ranks] if gpu.memory_gib is not None]  # fmt: skip
+        if not rooms:
+            return None, "the GPUs"
+        free, index, total = min(rooms)
+        return free, f"free of the {total:.1f} GiB of GPU {index}"
 
     def to_json(self) -> dict[str, Any]:
         """A JSON-able object, for `record.write_json`."""
@@ -200,13 +214,13 @@ def _find_gpus(root: Path) -> tuple[list[Gpu], int, str | None]:
     devices: list[tuple[Gpu, str]] = []  # with the UUID, which CUDA_VISIBLE_DEVICES may name
     error: str | None = None
     if shutil.which("nvidia-smi"):
-        query = "--query-gpu=index,uuid,name,memory.total,driver_version,pci.bus_id"
+        query = "--query-gpu=index,uuid,name,memory.total,memory.free,driver_version,pci.bus_id"
         output, error = run_command(["nvidia-smi", query, "--format=csv,noheader,nounits"], 8)
         for row in csv.reader((output or "").splitlines(), skipinitialspace=True):
-            if len(row) == 6 and row[0].isdigit():
-                mib = float(row[3]) if row[3].replace(".", "").isdigit() else None
-                node = _numa_node(root, row[5])
-                devices.append((Gpu(int(row[0]), row[2], mib and mib / 1024, row[4], node), row[1]))
+            if len(row) == 7 and row[0].isdigit():
+                total, free = (float(mib) / 1024 if mib.isdigit() else None for mib in row[3:5])
+                gpu = Gpu(int(row[0]), row[2], total, row[5], _numa_node(root, row[6]), free)
+                devices.append((gpu, row[1]))
     if not devices:
         devices = _driver_gpus(root)
     return _visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES")), len(devices), error
@@ -248,7 +262,8 @@ def _visible(devices: list[tuple[Gpu, str]], selection: str | None) -> list[Gpu]
     chosen: list[Gpu] = []
     for entry in (e.strip() for e in selection.split(",")):
         if entry.startswith("MIG-") and devices:
-            found = [dataclasses.replace(devices[0][0], name=f"{devices[0][0].name} (MIG)", memory_gib=None)]
+            name = f"{devices[0][0].name} (MIG)"
+            found = [dataclasses.replace(devices[0][0], name=name, memory_gib=None, free_gib=None)]
         elif entry.startswith("GPU-"):
             found = [gpu for gpu, uuid in devices if uuid.startswith(entry)]
         else:

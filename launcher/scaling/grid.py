@@ -161,7 +161,7 @@ class Grid:
 
     def _memory_issues(self, config: Config, plan: BatchPlan) -> list[str]:
         """Only what cannot fit: weights, gradients and optimizer state alone exceed what a rank may have."""
-        limit = memory_limit_gib(self._machine, plan.world_size, self._on_gpu)
+        limit, _ = self._machine.rank_memory(plan.world_size, self._on_gpu)
         precision = config.precision if config.precision != "auto" else ("bf16" if self._on_gpu else "fp32")
         parts = memory_estimate_gib(config, precision, plan.world_size)
         state = sum(parts[name] for name in STATE)
@@ -177,13 +177,6 @@ class Grid:
         for repeat in range(self.settings.repeats):
             for cell in draw.sample(self.cells, len(self.cells)):
                 yield cell, repeat
-
-
-def memory_limit_gib(machine: Environment, ranks: int, on_gpu: bool) -> float | None:
-    """What one rank may have: the least of the GPUs, or its share of the host; None = not known."""
-    if on_gpu:
-        return min((gpu.memory_gib for gpu in machine.gpus if gpu.memory_gib is not None), default=None)
-    return machine.usable_memory_gib / ranks
 
 
 def parse_engines(text: str) -> tuple[str, ...]:

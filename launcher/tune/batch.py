@@ -16,7 +16,6 @@ from launcher import environment, outdir, starters, training
 from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
 from launcher.scaling.benchmark import identity
-from launcher.scaling.grid import memory_limit_gib
 from launcher.tune import FILE, cache, sizes, table
 from launcher.tune.measuring import BatchSearch, NothingFits
 from launcher.tune.runner import Question
@@ -93,8 +92,7 @@ def ask(
         raise ConfigError(issues)
     limit, limit_of = memory_gib, "--memory"
     if limit is None:
-        limit = memory_limit_gib(environment.probe(), count, devices > 0)
-        limit_of = "the smallest GPU" if devices else f"this machine / {count} ranks"
+        limit, limit_of = environment.probe().rank_memory(count, devices > 0)
     return Question(config, count, found, budget_s, limit, limit_of, launcher, devices > 0)
 
 
@@ -111,7 +109,7 @@ def plan_facts(question: Question) -> dict[str, Any]:
     return {
         "schema_version": record.SCHEMA_VERSION, "kind": "batch", "config_hash": question.config.hash(),
         "ranks": question.ranks, "sizes": list(question.sizes), "budget_s": question.budget_s,
-        "memory": question.limit_gib if question.limit_of == "--memory" else question.limit_of,
+        "memory": question.limit_gib if question.limit_of == "--memory" else None,
         "launcher": question.launcher,
     }  # fmt: skip
 

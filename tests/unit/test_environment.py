@@ -22,9 +22,9 @@ from launcher.environment import (
 )
 from launcher.redact import redact, redact_argv
 
-CSV = """0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 81559, 570.124.06, 00000000:1A:00.0
-1, GPU-bbbb2222, NVIDIA H100 80GB HBM3, 81559, 570.124.06, 00000000:3D:00.0
-2, GPU-bbcc3333, NVIDIA H100 80GB HBM3, [N/A], 570.124.06, 00000000:B1:00.0
+CSV = """0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 81559, 81000, 570.124.06, 00000000:1A:00.0
+1, GPU-bbbb2222, NVIDIA H100 80GB HBM3, 81559, 20480, 570.124.06, 00000000:3D:00.0
+2, GPU-bbcc3333, NVIDIA H100 80GB HBM3, [N/A], [N/A], 570.124.06, 00000000:B1:00.0
 """
 
 
@@ -76,8 +76,16 @@ def test_gpus_from_nvidia_smi(smi):
     smi(f"cat <<'END'\n{CSV}END")
     facts = probe()
     assert num_gpus() == facts.gpus_present == 3
-    assert facts.gpus[0] == Gpu(0, "NVIDIA H100 80GB HBM3", 81559 / 1024, "570.124.06")
+    assert facts.gpus[0] == Gpu(0, "NVIDIA H100 80GB HBM3", 81559 / 1024, "570.124.06", None, 81000 / 1024)
     assert facts.gpus[2].memory_gib is None
+    assert [f.what for f in diagnose(facts) if "are free" in f.what] == ["GPU 1: 20.0 of 79.6 GiB are free"]
+    assert facts.rank_memory(1, True) == (81000 / 1024, "free of the 79.6 GiB of GPU 0")
+    assert facts.rank_memory(2, True) == (20.0, "free of the 79.6 GiB of GPU 1"), "the tightest of all ranks"
+    full = dataclasses.replace(facts, gpus=(dataclasses.replace(facts.gpus[0], free_gib=0.0),))
+    assert full.rank_memory(1, True)[0] == 0.0
+    unknown = dataclasses.replace(facts, gpus=facts.gpus[2:])
+    assert unknown.rank_memory(1, True) == (None, "the GPUs")
+    assert facts.rank_memory(4, False)[0] == facts.usable_memory_gib / 4
     assert "GPU-aaaa" not in json.dumps(facts.to_json()["gpus"])
 
 
