@@ -24,6 +24,8 @@ ENDED_TOGETHER = "RunFailed"  # all ranks have ended the run, one has recorded w
 NO_CAUSE = "and left no cause"
 PEER_GONE = ("closed by peer", "reset by peer", "ncclRemoteError")  # a rank only saw another one go
 CPP_PLACE = re.compile(r"\[\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ")
+RAISED = "Traceback (most recent call last):\n"
+FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)\n(?:    (.+)\n)?', re.MULTILINE)
 CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL, signal.SIGFPE)
 
 
@@ -119,6 +121,10 @@ def _of_a_silent_end(
     """`without`: what is missing, when there is no signal to name."""
     path = logs / f"rank-{rank}.log"
     said = read_end(path)
+    if code == 1 and (raised := raised_last(said)) is not None:  # error.json could not be written
+        message, where, source = raised
+        return Failure(rank, message, path, tail_of(said), where, source,
+                       consequences=_consequences(errors, silent, {rank}))  # fmt: skip
     stack = crash_stack(said) if code is not None and -code in CRASHES else ()
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', "\n".join(stack))
     frame = next((f for f in frames if is_own_code(f[0])), frames[0] if frames else None)
@@ -189,6 +195,20 @@ def crash_stack(said: str) -> tuple[str, ...]:
     stack = lines[starts[0] :] if starts else lines
     ends = [i for i, line in enumerate(stack) if i and not line.startswith("  ")]
     return (error + head, *stack[: ends[0] if ends else None][:STACK_LINES])
+
+
+def raised_last(said: str) -> tuple[str, str | None, str | None] | None:
+    """The exception of the last traceback, its place in our code or the user's, and the code there."""
+    _, found, rest = said.rpartition(RAISED)
+    message = next((line for line in rest.splitlines() if line.strip() and not line[0].isspace()), None)
+    if not found or message is None:
+        return None
+    frames = FRAME.findall(rest)
+    frame = next((f for f in reversed(frames) if is_own_code(f[0])), frames[-1] if frames else None)
+    if frame is None:
+        return message, None, None
+    path, line, function, code = frame
+    return message, f"{path}:{line}", f"in {function}: {code}" if code else f"in {function}"
 
 
 def read_end(path: Path) -> str:

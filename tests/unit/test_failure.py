@@ -21,6 +21,7 @@ from launcher.failure import (
     crash_stack,
     first_cause,
     first_line,
+    raised_last,
     read_end,
     summary_facts,
     tail_of,
@@ -205,6 +206,36 @@ def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
     assert facts["where"].rpartition(":")[0] == __file__
     assert facts["source"] == 'json.loads("{")'
     assert facts["function"] == "test_the_cause_is_on_disk_before_its_traceback_is_in_the_log"
+
+
+def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
+    """As on a full disk: something is in the way of rank-1.error.json."""
+    (tmp_path / "rank-1.error.json").mkdir()
+    monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
+    try:
+        try:
+            json.loads("{")
+        except ValueError:
+            raise RuntimeError("no shards\nat all") from None
+    except RuntimeError as error:
+        lifeline.record_error(1, error)
+    said = "Traceback (most recent call last):\nOSError: one that was caught\n" + capsys.readouterr().err
+    (tmp_path / "rank-1.log").write_text(said)
+    failure = first_cause(tmp_path, "", [Departure(1, 1, 5)])
+    assert failure is not None
+    assert (failure.rank, failure.message) == (1, "RuntimeError: no shards")
+    assert failure.where is not None
+    assert failure.where.startswith(f"{__file__}:")
+    assert failure.source is not None
+    assert failure.source.startswith("in test_a_cause_that_could_not_be_recorded")
+    assert failure.source.endswith('raise RuntimeError("no shards\\nat all") from None')
+    other = first_cause(tmp_path, "", [Departure(1, 7, 5)])
+    assert other is not None
+    assert other.message == "ended with exit code 7 and left no cause", "os._exit after one that was caught"
+    assert raised_last("Traceback (most recent call last):\nOSError: lost\n") == ("OSError: lost", None, None)
+    assert raised_last("nothing") is None
 
 
 def test_bad_input_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
