@@ -71,6 +71,7 @@ class Search:
         self.decays = settings.weight_decays or (config.optim.weight_decay,)
         self.seeds = tuple(config.run.seed + k for k in range(settings.seeds))
         self.range_tests: dict[str, RangeTest] = {}
+        self.left_out: dict[str, str] = {}  # optimizers whose range test failed, and why
         self.rungs: list[Rung] = []
         self.tokens = 0
         self._work: list[tuple[int, int]] = []
@@ -132,7 +133,7 @@ class Search:
         record.write_json(self.pool.out / STATE, self.state)
 
     def _measure_edges(self) -> None:
-        """One range test for each optimizer."""
+        """One range test for each optimizer; one that cannot train is left out."""
         asked = self.settings.tokens or lr_trials.full_tokens(self.config)
         steps = lr_trials.range_steps(self.config, asked)
         tests = {
@@ -149,7 +150,8 @@ class Search:
             points = lr_trials.range_points(directory)
             why = cause(directory)
             if not points or (states[trial.name] != "ok" and lr_trials.NOT_FINITE not in why):
-                raise AllFailed(f"{trial.name}: {states[trial.name]}: {why}")
+                self.left_out[name] = f"{trial.name}: {states[trial.name]}: {why}"
+                continue
             summary = record.read_json(directory / "summary.json") or {}
             edge = ladder.find_edge(points)
             self.range_tests[name] = RangeTest(
@@ -157,6 +159,11 @@ class Search:
             )
             told = f"edge at {edge.lr:.3g}: " if edge.lr is not None else ""
             self.say(f"  {name}: {told}{edge.why}")
+        if not self.range_tests:
+            raise AllFailed("; ".join(self.left_out.values()))
+        self.optimizers = tuple(self.range_tests)
+        for name, why in self.left_out.items():
+            self.say(f"  {name} is left out: {why}")
 
     def _settle_tokens(self) -> None:
         """The whole budget of a run, T, and the search's length, told."""

@@ -189,7 +189,7 @@ def document(doing: Search, status: str, facts: dict[str, Any], data_hash: str) 
     ranges = list(doing.range_tests.values())
     trained = sum(o.tokens for o in outcomes) + sum(t.summary.get("tokens") or 0 for t in ranges)
     settings = {**dataclasses.asdict(doing.settings), "optimizers": list(doing.optimizers),
-                "weight_decays": list(doing.decays), "tokens": doing.tokens,
+                "left_out": doing.left_out, "weight_decays": list(doing.decays), "tokens": doing.tokens,
                 "tokens_why": doing.state.get("tokens_why"), "seeds_used": list(doing.seeds)}  # fmt: skip
     return {
         "schema_version": record.SCHEMA_VERSION, "kind": "lr", "status": status,
@@ -227,7 +227,8 @@ def _trial_facts(o: Outcome) -> dict[str, Any]:
 
 def summary_lines(found: dict[str, Any], out: Path, why: str | None) -> list[str]:
     """What is told at the end."""
-    lines = [
+    lines = [f"{name} was left out: {cause}" for name, cause in found["settings"]["left_out"].items()]
+    lines += [
         f"{trial['trial']}: {trial['status']}: {trial['cause']}"
         for rung in found["rungs"] for trial in rung["trials"] if trial["status"] in ("oom", "failed")
     ]  # fmt: skip

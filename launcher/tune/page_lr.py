@@ -79,7 +79,9 @@ def body(tune: Mapping[str, Any]) -> list[str]:
 def _verdict(tune: Mapping[str, Any]) -> str:
     choice = view.mapped(tune.get("choice"))
     if choice.get("lr") is None:
-        return builder.verdict_card("warn", "No learning rate was chosen.", filter(None, [_lost(tune)]))
+        return builder.verdict_card(
+            "warn", "No learning rate was chosen.", filter(None, [*_left_out(tune), _lost(tune)])
+        )
     text = f"Learning rate {format_lr(choice.get('lr'))} ({choice.get('optimizer') or NA}, weight decay "
     text += (
         f"{format_si(choice.get('weight_decay'))}): held-out loss {format_nats(choice.get('heldout_loss'))}, "
@@ -89,6 +91,7 @@ def _verdict(tune: Mapping[str, Any]) -> str:
     notes = [
         f"Cannot be told apart from {tied}." if tied else "",
         _edge(choice),
+        *_left_out(tune),
         _lost(tune),
         "To use it: bert-dp train OUT/tuned.yaml (OUT: the directory of tune.json).",
     ]
@@ -100,6 +103,11 @@ def _edge(choice: Mapping[str, Any]) -> str:
         return ""
     side = {"low": "lower", "high": "higher"}.get(str(choice.get("edge_side")), "one")
     return f"Edge of the grid: no worse rate was measured on the {side} side, so the best one may lie beyond."
+
+
+def _left_out(tune: Mapping[str, Any]) -> list[str]:
+    found = view.mapped(view.mapped(tune.get("settings")).get("left_out"))
+    return [f"{name} was left out: {why}." for name, why in found.items()]
 
 
 def _lost(tune: Mapping[str, Any]) -> str:

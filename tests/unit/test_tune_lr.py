@@ -422,6 +422,19 @@ def test_a_search_in_which_everything_fails_has_failed(shards: Path, tmp_path: P
     assert not (tmp_path / "out" / "tuned.yaml").exists()
 
 
+def test_an_optimizer_that_cannot_train_is_left_out(shards: Path, tmp_path: Path) -> None:
+    plain = valley(0.004)
+    settings = Settings(optimizers=("adamw", "lamb"), rates=3, seeds=1)
+    code, found, _, said = searched(
+        shards, tmp_path / "out", lambda c: "oom" if c.optim.name == "adamw" else plain(c), settings
+    )
+    assert (code, found["choice"]["optimizer"]) == (0, "lamb")
+    assert (found["settings"]["optimizers"], list(found["settings"]["left_out"])) == (["lamb"], ["adamw"])
+    assert {t["optimizer"] for rung in found["rungs"] for t in rung["trials"]} == {"lamb"}
+    assert any(line.startswith("adamw was left out: range-adamw: oom") for line in said)
+    assert "adamw was left out: range-adamw: oom" in (tmp_path / "out" / "report.html").read_text()
+
+
 def test_optimizers_and_weight_decays_multiply_the_first_rung(shards: Path, tmp_path: Path) -> None:
     plain = valley(0.004)
 
