@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import signal
 import time
 from pathlib import Path
 
@@ -17,6 +16,8 @@ from tests.e2e.cli import bert_dp, start, tiny
 from tests.e2e.test_train import lines, members, wait_for
 from tests.faults.harness import FULL, broken, observe, rounds
 from tests.shards import write_shards
+
+INTERVAL = 20  # steps between two checkpoints of the soak
 
 
 @pytest.fixture(scope="module")
@@ -93,39 +94,48 @@ def test_elastic_without_restarts_is_refused() -> None:
 
 
 def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path, shards: Path) -> None:
-    """A rank killed, stopped for a moment, or the whole launcher killed and started again."""
+    """A rank killed, stopped for a moment, or the whole launcher killed and started again. What a kill loses:
+    the steps since the newest checkpoint that is whole, and one may be in the making."""
     dice = random.Random(26)
-    steps, every, pause = (28_000, 30.0, 1800.0) if FULL else (600, 6.0, 14.0)
-    options = tiny(shards, f"schedule.steps={steps}", "checkpoint.every_steps=20", "log.every_steps=1")
-    run_dir, faults = tmp_path / "soak", []
+    steps, every, pause = (40_000, 30.0, 1800.0) if FULL else (600, 6.0, 14.0)
+    options = tiny(
+        shards, f"schedule.steps={steps}", f"checkpoint.every_steps={INTERVAL}", "log.every_steps=1"
+    )
+    run_dir, lost = tmp_path / "soak", []
     command = ["train", "quickstart", *options, "--nproc", "2", "--run-dir", str(run_dir),
                "--max-restarts", "1000"]  # fmt: skip
     whole = tmp_path / "whole"
     said = (tmp_path / "said").open("w+")  # more than a pipe holds
     undisturbed = start("train", "quickstart", *options, "--nproc", "2", "--run-dir", str(whole), stdout=said)
     process = start(*command, stdout=said)
-    begun = time.monotonic()
     try:
+        wait_for(lambda: len(lines_so_far(run_dir)) > INTERVAL)
+        begun = time.monotonic()
         while time.monotonic() - begun < pause and process.poll() is None:
             time.sleep(every * (0.5 + dice.random()))
             workers = [m for m in members(run_dir) if is_rank(m)]
             if process.poll() is not None or not workers:
                 continue
             what = dice.choice(["rank", "rank", "pause", "launcher"])
-            before = len(lines_so_far(run_dir))
             if what == "launcher":
                 process.kill()
                 process.communicate()
                 wait_for(lambda: not members(run_dir), seconds=60)
+                lost.append(steps_to_lose(run_dir))
                 process = start(*command, stdout=said)
+            elif what == "rank":
+                victim = dice.choice(workers)
+                victim.kill()
+                psutil.wait_procs([victim], timeout=5)
+                lost.append(steps_to_lose(run_dir))
             else:
                 victim = dice.choice(workers)
-                victim.send_signal(signal.SIGKILL if what == "rank" else signal.SIGSTOP)
-                if what == "pause":
-                    time.sleep(2.0)
-                    victim.send_signal(signal.SIGCONT)
-            faults.append(what)
-            observe(26, what=what, step=before)
+                victim.suspend()
+                time.sleep(2.0)
+                victim.resume()
+                lost.append(0)
+            observe(26, what=what, step=len(lines_so_far(run_dir)), lost=lost[-1],
+                    minutes=(time.monotonic() - begun) / 60)  # fmt: skip
         errors = [each.communicate(timeout=1800)[1] for each in (process, undisturbed)]
     finally:
         for each in (process, undisturbed):
@@ -134,7 +144,8 @@ def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path
                 each.communicate()
     said.seek(0)
     assert (process.returncode, undisturbed.returncode) == (0, 0), [said.read()[-5000:], *errors]
-    assert faults
+    assert lost
+    assert max(lost) <= 2 * INTERVAL + 1
     assert [x["step"] for x in lines(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
     last = f"checkpoints/step-{steps:08d}/model.safetensors"
     a, b = load_file(run_dir / last), load_file(whole / last)
@@ -147,6 +158,12 @@ def is_rank(process: psutil.Process) -> bool:
         return "-m" in words and words[words.index("-m") + 1] == "bert_dp.worker"
     except psutil.Error:
         return False
+
+
+def steps_to_lose(run_dir: Path) -> int:
+    """Steps that are logged beyond the newest whole checkpoint."""
+    whole = [int(path.name.removeprefix("step-")) for path in (run_dir / "checkpoints").glob("step-????????")]
+    return max(0, len(lines_so_far(run_dir)) - max(whole, default=0))
 
 
 def lines_so_far(run_dir: Path) -> list[str]:
