@@ -112,9 +112,9 @@ def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path
         wait_for(lambda: len(lines_so_far(run_dir)) > INTERVAL)
         begun = time.monotonic()
         while time.monotonic() - begun < pause and process.poll() is None:
-            time.sleep(every * (0.5 + dice.random()))
             workers = [m for m in members(run_dir) if is_rank(m)]
-            if process.poll() is not None or not workers:
+            if not workers:  # between two starts
+                time.sleep(0.5)
                 continue
             what = dice.choice(["rank", "rank", "pause", "launcher"])
             if what == "launcher":
@@ -136,6 +136,7 @@ def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path
                 lost.append(0)
             observe(26, what=what, step=len(lines_so_far(run_dir)), lost=lost[-1],
                     minutes=(time.monotonic() - begun) / 60)  # fmt: skip
+            time.sleep(every * (0.5 + dice.random()))
         errors = [each.communicate(timeout=1800)[1] for each in (process, undisturbed)]
     finally:
         for each in (process, undisturbed):
