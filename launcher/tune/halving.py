@@ -72,6 +72,7 @@ class Search:
         self.seeds = tuple(config.run.seed + k for k in range(settings.seeds))
         self.range_tests: dict[str, RangeTest] = {}
         self.left_out: dict[str, str] = {}  # optimizers whose range test failed, and why
+        self.left_out_tokens = 0
         self.rungs: list[Rung] = []
         self.tokens = 0
         self._work: list[tuple[int, int]] = []
@@ -151,6 +152,7 @@ class Search:
             why = cause(directory)
             if not points or (states[trial.name] != "ok" and lr_trials.NOT_FINITE not in why):
                 self.left_out[name] = f"{trial.name}: {states[trial.name]}: {why}"
+                self.left_out_tokens += len(points) * lr_trials.step_tokens(self.config)
                 continue
             summary = record.read_json(directory / "summary.json") or {}
             edge = ladder.find_edge(points)

@@ -187,7 +187,8 @@ def document(doing: Search, status: str, facts: dict[str, Any], data_hash: str) 
     outcomes = [outcome for rung in rungs for outcome in rung.outcomes]
     first = {o.candidate for o in rungs[0].outcomes} if rungs else set()
     ranges = list(doing.range_tests.values())
-    trained = sum(o.tokens for o in outcomes) + sum(t.summary.get("tokens") or 0 for t in ranges)
+    trained = doing.left_out_tokens + sum(o.tokens for o in outcomes)
+    trained += sum(t.summary.get("tokens") or 0 for t in ranges)
     settings = {**dataclasses.asdict(doing.settings), "optimizers": list(doing.optimizers),
                 "left_out": doing.left_out, "weight_decays": list(doing.decays), "tokens": doing.tokens,
                 "tokens_why": doing.state.get("tokens_why"), "seeds_used": list(doing.seeds)}  # fmt: skip
@@ -202,7 +203,7 @@ def document(doing: Search, status: str, facts: dict[str, Any], data_hash: str) 
         "other_range_tests": [_range_facts(test) for test in ranges[1:]],
         "rungs": [_rung_facts(rung) for rung in rungs], "choice": choice,
         "cost": {"tokens": trained, "grid_tokens": len(first) * doing.settings.seeds * doing.tokens,
-                 "trials": len(outcomes) + len(ranges)},
+                 "trials": len(outcomes) + len(ranges) + len(doing.left_out)},
         "transfer": None,
     }  # fmt: skip
 

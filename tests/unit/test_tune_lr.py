@@ -425,9 +425,13 @@ def test_a_search_in_which_everything_fails_has_failed(shards: Path, tmp_path: P
 def test_an_optimizer_that_cannot_train_is_left_out(shards: Path, tmp_path: Path) -> None:
     plain = valley(0.004)
     settings = Settings(optimizers=("adamw", "lamb"), rates=3, seeds=1)
-    code, found, _, said = searched(
+    code, found, pool, said = searched(
         shards, tmp_path / "out", lambda c: "oom" if c.optim.name == "adamw" else plain(c), settings
     )
+    assert found["cost"]["trials"] == len(pool.ran)
+    steps = len(list(record.read_lines(tmp_path / "out/trials/range-adamw/metrics.jsonl")))
+    runs = [record.read_json(path) or {} for path in (tmp_path / "out/trials").glob("*lamb*/summary.json")]
+    assert found["cost"]["tokens"] == steps * STEP + sum(run["tokens"] for run in runs)
     assert (code, found["choice"]["optimizer"]) == (0, "lamb")
     assert (found["settings"]["optimizers"], list(found["settings"]["left_out"])) == (["lamb"], ["adamw"])
     assert {t["optimizer"] for rung in found["rungs"] for t in rung["trials"]} == {"lamb"}
