@@ -102,7 +102,7 @@ def test_two_launchers_on_one_directory_only_one_runs(tmp_path: Path, shards: Pa
     options = [
         "train",
         "quickstart",
-        *tiny(shards, "schedule.steps=100"),
+        *tiny(shards, "schedule.steps=300"),
         "--nproc",
         "1",
         "--run-dir",
