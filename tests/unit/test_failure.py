@@ -211,7 +211,7 @@ def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
 def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """As on a full disk: something is in the way of rank-1.error.json."""
+    """Something is in the way of rank-1.error.json."""
     (tmp_path / "rank-1.error.json").mkdir()
     monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
     try:
