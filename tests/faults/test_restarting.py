@@ -99,7 +99,7 @@ def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path
     dice = random.Random(26 if FULL else 141)  # 141: one of each kind comes first
     steps, every, pause = (40_000, 30.0, 1800.0) if FULL else (400, 4.0, 40.0)
     options = tiny(shards, f"schedule.steps={steps}", f"checkpoint.every_steps={INTERVAL}",
-                   "log.every_steps=1", f"compile={'on' if FULL else 'off'}")  # fmt: skip
+                   "log.every_steps=1")  # fmt: skip
     run_dir, lost = tmp_path / "soak", []
     command = ["train", "quickstart", *options, "--nproc", "2", "--run-dir", str(run_dir),
                "--max-restarts", "1000"]  # fmt: skip
