@@ -66,19 +66,32 @@ def batch(o: argparse.Namespace) -> data.Batch:
     ids = torch.randint(7, o.vocab, (o.micro, 128), generator=g)
     positions = torch.cat([128 * i + torch.randperm(128, generator=g)[:32].sort()[0] for i in range(o.micro)])
     return data.Batch(
-        ids_BS=ids, positions_P=positions, labels_P=ids.flatten()[positions], num_masked=len(positions),
+        ids_BS=ids,
+        positions_P=positions,
+        labels_P=ids.flatten()[positions],
+        num_masked=len(positions),
         sample_ids=torch.arange(o.micro).numpy(),
-    )  # fmt: skip
+    )
 
 
 def build(o: argparse.Namespace) -> tuple[Any, Any, train.Precision]:
     """(engine, wrapped model, precision) of one rank in fp32."""
-    settings = config.resolve([{
-        "data": {"sources": ["builtin"]}, "schedule": {"steps": 1},
-        "model": {"num_layers": o.layers, "hidden_size": o.hidden, "num_heads": 12, "vocab_size": o.vocab,
-                  "intermediate_size": 2 * o.hidden},
-        "batch": {"global_size": o.micro, "micro_size": o.micro},
-    }])  # fmt: skip
+    settings = config.resolve(
+        [
+            {
+                "data": {"sources": ["builtin"]},
+                "schedule": {"steps": 1},
+                "model": {
+                    "num_layers": o.layers,
+                    "hidden_size": o.hidden,
+                    "num_heads": 12,
+                    "vocab_size": o.vocab,
+                    "intermediate_size": 2 * o.hidden,
+                },
+                "batch": {"global_size": o.micro, "micro_size": o.micro},
+            }
+        ]
+    )
     engine = make_engine(
         "single", settings, world.World(0, 0, 1, 1), CPU, precision="fp32", run_dir=Path(".")
     )
@@ -110,9 +123,17 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, train.Precis
         last = time.perf_counter()
         for step in range(1, o.steps + 1):
             train.train_step(
-                engine, wrapped, train.mlm_loss, [step_batch], device=CPU, precision=precision, max_norm=0.5,
-                timers=timers, dropout_seed=None, progress=lambda: None,
-            )  # fmt: skip
+                engine,
+                wrapped,
+                train.mlm_loss,
+                [step_batch],
+                device=CPU,
+                precision=precision,
+                max_norm=0.5,
+                timers=timers,
+                dropout_seed=None,
+                progress=lambda: None,
+            )
             if way != "none" and step % o.every == 0:
                 saver.save(step, engine.gather_state, {})
                 if way == "before":
@@ -126,8 +147,15 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, train.Precis
         checkpoint.save = plain
         size = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
         shutil.rmtree(folder)
-    return {"way": way, "interval_s": intervals, "held_s": held, "write_s": written, "after_s": settled,
-            "bytes": size, "failed": saver.failed_saves}  # fmt: skip
+    return {
+        "way": way,
+        "interval_s": intervals,
+        "held_s": held,
+        "write_s": written,
+        "after_s": settled,
+        "bytes": size,
+        "failed": saver.failed_saves,
+    }
 
 
 def summarise(o: argparse.Namespace, records: list[dict[str, Any]]) -> dict[str, Any]:
@@ -163,21 +191,30 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             records.append({"round": number, **measure(o, way, parts)})
     summary = summarise(o, records)
     size = max(r["bytes"] for r in records)
-    print(f"step {summary['step_s']:.2f} s, checkpoint {size / 2**20:.0f} MiB, {o.rounds} rounds, "
-          f"{o.steps // o.every} saves each")  # fmt: skip
+    print(
+        f"step {summary['step_s']:.2f} s, checkpoint {size / 2**20:.0f} MiB, {o.rounds} rounds, "
+        f"{o.steps // o.every} saves each"
+    )
     for way in WAYS[1:]:
         w = summary[way]
-        print(f"{way:7} a save costs {w['cost_s']:.2f} s ({w['cost_s_range'][0]:.2f} to "
-              f"{w['cost_s_range'][1]:.2f}), holds the loop {w['held_s']:.2f} s, is written in "
-              f"{w['write_s']:.2f} s; longest interval {w['longest_interval_s']:.2f} s")  # fmt: skip
+        print(
+            f"{way:7} a save costs {w['cost_s']:.2f} s ({w['cost_s_range'][0]:.2f} to "
+            f"{w['cost_s_range'][1]:.2f}), holds the loop {w['held_s']:.2f} s, is written in "
+            f"{w['write_s']:.2f} s; longest interval {w['longest_interval_s']:.2f} s"
+        )
     result = {
         "environment": {
-            "date": o.date, "cores": os.cpu_count(), "machine": platform.machine(),
-            "load_average": os.getloadavg(), "python": platform.python_version(), "torch": torch.__version__,
+            "date": o.date,
+            "cores": os.cpu_count(),
+            "machine": platform.machine(),
+            "load_average": os.getloadavg(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
             "settings": {k: v for k, v in vars(o).items() if k not in ("folder", "json", "date")},
         },
-        "summary": summary, "records": records,
-    }  # fmt: skip
+        "summary": summary,
+        "records": records,
+    }
     if o.json:
         Path(o.json).write_text(json.dumps(result, indent=1) + "\n")
     return result

@@ -72,13 +72,28 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def settings(o: argparse.Namespace, engine: str) -> config.Config:
     per_rank = o.micro * o.accumulation
-    return config.resolve([{
-        "data": {"sources": ["builtin"]}, "schedule": {"steps": 1}, "compile": "off", "precision": "fp32",
-        "model": {"num_layers": o.layers, "hidden_size": o.hidden, "num_heads": 12, "vocab_size": o.vocab,
-                  "intermediate_size": 2 * o.hidden},
-        "batch": {"global_size": per_rank * (o.ranks if engine != "single" else 1), "micro_size": o.micro},
-        "parallel": {"engine": engine},
-    }])  # fmt: skip
+    return config.resolve(
+        [
+            {
+                "data": {"sources": ["builtin"]},
+                "schedule": {"steps": 1},
+                "compile": "off",
+                "precision": "fp32",
+                "model": {
+                    "num_layers": o.layers,
+                    "hidden_size": o.hidden,
+                    "num_heads": 12,
+                    "vocab_size": o.vocab,
+                    "intermediate_size": 2 * o.hidden,
+                },
+                "batch": {
+                    "global_size": per_rank * (o.ranks if engine != "single" else 1),
+                    "micro_size": o.micro,
+                },
+                "parallel": {"engine": engine},
+            }
+        ]
+    )
 
 
 def our_step(o: argparse.Namespace, engine_name: str, world: World) -> Callable[[list[data.Batch]], None]:
@@ -86,17 +101,29 @@ def our_step(o: argparse.Namespace, engine_name: str, world: World) -> Callable[
     settled = settings(o, engine_name)
     alone = World(0, 0, 1, 1)
     engine = make_engine(
-        engine_name, settled, alone if engine_name == "single" else world, CPU, precision="fp32",
+        engine_name,
+        settled,
+        alone if engine_name == "single" else world,
+        CPU,
+        precision="fp32",
         run_dir=Path("."),
-    )  # fmt: skip
+    )
     wrapped, _ = engine.prepare(build(settled), lambda named: make_adamw(settled, named))
     precision = train.Precision("fp32", torch.float32, None)
 
     def step(batches: list[data.Batch]) -> None:
         train.train_step(
-            engine, wrapped, train.mlm_loss, batches, device=CPU, precision=precision, max_norm=CLIP,
-            timers=metrics.Timers(CPU), dropout_seed=None, progress=lambda: None,
-        )  # fmt: skip
+            engine,
+            wrapped,
+            train.mlm_loss,
+            batches,
+            device=CPU,
+            precision=precision,
+            max_norm=CLIP,
+            timers=metrics.Timers(CPU),
+            dropout_seed=None,
+            progress=lambda: None,
+        )
 
     return step
 
@@ -140,14 +167,21 @@ def deepspeed_step(o: argparse.Namespace) -> Callable[[list[data.Batch]], None]:
         bare = build(settings(o, "ddp"))
         optimizer = torch.optim.AdamW(bare.parameters(), lr=LR, fused=True)
         wrapped, *_ = deepspeed.initialize(
-            model=bare, optimizer=optimizer, dist_init_required=False,
+            model=bare,
+            optimizer=optimizer,
+            dist_init_required=False,
             config={
-                "train_micro_batch_size_per_gpu": o.micro, "gradient_accumulation_steps": o.accumulation,
-                "gradient_clipping": CLIP, "steps_per_print": 10**9,
-                "zero_optimization": {"stage": 1, "reduce_bucket_size": BUCKET_ELEMENTS,
-                                      "allgather_bucket_size": BUCKET_ELEMENTS},
+                "train_micro_batch_size_per_gpu": o.micro,
+                "gradient_accumulation_steps": o.accumulation,
+                "gradient_clipping": CLIP,
+                "steps_per_print": 10**9,
+                "zero_optimization": {
+                    "stage": 1,
+                    "reduce_bucket_size": BUCKET_ELEMENTS,
+                    "allgather_bucket_size": BUCKET_ELEMENTS,
+                },
             },
-        )  # fmt: skip
+        )
 
     def step(batches: list[data.Batch]) -> None:
         for batch in batches:
@@ -160,17 +194,26 @@ def deepspeed_step(o: argparse.Namespace) -> Callable[[list[data.Batch]], None]:
 def rank_main(rank: int, o: argparse.Namespace, store: str) -> None:
     """One rank; rank 0 writes {way: [[seconds of each rank] per round]} to STORE.json."""
     world = World(rank, rank, o.ranks, o.ranks)
-    os.environ.update({
-        "GLOO_SOCKET_IFNAME": "lo", "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(o.ranks),
-        "LOCAL_WORLD_SIZE": str(o.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1",
-    })  # fmt: skip
+    os.environ.update(
+        {
+            "GLOO_SOCKET_IFNAME": "lo",
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(o.ranks),
+            "LOCAL_WORLD_SIZE": str(o.ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": "1",
+        }
+    )
     bind(CPU, world)
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=o.ranks)
     make = {
-        "ceiling": lambda: our_step(o, "single", world), "ours": lambda: our_step(o, "ddp", world),
-        "accelerate": lambda: accelerate_step(o), "deepspeed-1": lambda: deepspeed_step(o),
-    }  # fmt: skip
+        "ceiling": lambda: our_step(o, "single", world),
+        "ours": lambda: our_step(o, "ddp", world),
+        "accelerate": lambda: accelerate_step(o),
+        "deepspeed-1": lambda: deepspeed_step(o),
+    }
     steps = {way: make[way]() for way in o.ways.split(",")}
     masked = config.num_masked(0.25, 128)
     batches = [
@@ -209,10 +252,12 @@ def summarise(seconds: dict[str, list[list[float]]]) -> dict[str, Any]:
         ratios = [c / t for c, t in zip(jobs["ceiling"], times, strict=True)]
         quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
         out[way] = {
-            "step_s": statistics.median(times), "communication_efficiency": statistics.median(ratios),
-            "quartiles": [quarters[0], quarters[2]], "range": [min(ratios), max(ratios)],
+            "step_s": statistics.median(times),
+            "communication_efficiency": statistics.median(ratios),
+            "quartiles": [quarters[0], quarters[2]],
+            "range": [min(ratios), max(ratios)],
             "of_medians": statistics.median(jobs["ceiling"]) / statistics.median(times),
-        }  # fmt: skip
+        }
     return out
 
 
@@ -227,16 +272,23 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
     print(f"{'way':12} {'step s':>8} {'efficiency':>11} {'quartiles':>15} {'of medians':>11}")
     for way, facts in summary.items():
         low, high = facts["quartiles"]
-        print(f"{way:12} {facts['step_s']:8.3f} {facts['communication_efficiency']:11.3f} "
-              f"{f'{low:.3f}-{high:.3f}':>15} {facts['of_medians']:11.3f}")  # fmt: skip
+        print(
+            f"{way:12} {facts['step_s']:8.3f} {facts['communication_efficiency']:11.3f} "
+            f"{f'{low:.3f}-{high:.3f}':>15} {facts['of_medians']:11.3f}"
+        )
     result = {
         "environment": {
-            "date": o.date, "cores": os.cpu_count(), "machine": platform.machine(),
-            "load_average": os.getloadavg(), "python": platform.python_version(), "torch": torch.__version__,
+            "date": o.date,
+            "cores": os.cpu_count(),
+            "machine": platform.machine(),
+            "load_average": os.getloadavg(),
+            "python": platform.python_version(),
+            "torch": torch.__version__,
             "settings": {k: v for k, v in vars(o).items() if k not in ("date", "json")},
         },
-        "summary": summary, "seconds": seconds,
-    }  # fmt: skip
+        "summary": summary,
+        "seconds": seconds,
+    }
     if o.json:
         Path(o.json).write_text(json.dumps(result, indent=1) + "\n")
     return result

@@ -44,8 +44,18 @@ def train(root: Path, name: str, settings: list[str], ranks: int, number: int) -
     run_dir = root / f"{name}-{number}"
     ranks = 1 if name == "single" else ranks
     pairs = [part for setting in settings for part in ("--set", setting)]
-    command = [sys.executable, "-m", "launcher", "train", "crammed-bert", "--run-dir", str(run_dir),
-               "--nproc", str(ranks), *pairs]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "launcher",
+        "train",
+        "crammed-bert",
+        "--run-dir",
+        str(run_dir),
+        "--nproc",
+        str(ranks),
+        *pairs,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         return {"engine": name, "failed": done.stdout[-800:] + done.stderr[-800:]}
@@ -79,10 +89,19 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         shards = write_shards(root / "shards", length=128, train=256)
-        common = [f"data.path={shards}", f"schedule.steps={arguments.steps}", "batch.global_size=4",
-                  "batch.micro_size=1", "batch.ramp_fraction=0", "batch.ramp_quantum=null",
-                  "log.every_steps=1", "compile=off", "eval.every_steps=0", "checkpoint.every_steps=0",
-                  *arguments.settings]  # fmt: skip
+        common = [
+            f"data.path={shards}",
+            f"schedule.steps={arguments.steps}",
+            "batch.global_size=4",
+            "batch.micro_size=1",
+            "batch.ramp_fraction=0",
+            "batch.ramp_quantum=null",
+            "log.every_steps=1",
+            "compile=off",
+            "eval.every_steps=0",
+            "checkpoint.every_steps=0",
+            *arguments.settings,
+        ]
         for number in range(arguments.rounds):
             for name in names:
                 runs.append(train(root, name, [*common, *ENGINES[name]], arguments.ranks, number))
@@ -112,8 +131,10 @@ def report(names: list[str], runs: list[dict[str, Any]]) -> None:
         estimate = sum(next(run["estimate_gib"] for run in runs if run["engine"] == name).values())
         spread = f"{min(times):.2f}-{max(times):.2f}"
         optimizer_s = statistics.median(medians(name, "optimizer_s"))
-        print(f"{name:12} {statistics.median(times):8.2f} {spread:>12} {ratio:6.2f} {optimizer_s:12.2f} "
-              f"{peak:9.2f} {estimate:9.2f}")  # fmt: skip
+        print(
+            f"{name:12} {statistics.median(times):8.2f} {spread:>12} {ratio:6.2f} {optimizer_s:12.2f} "
+            f"{peak:9.2f} {estimate:9.2f}"
+        )
 
 
 if __name__ == "__main__":

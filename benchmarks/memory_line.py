@@ -36,8 +36,18 @@ MIB = 2**20
 def measure(run_dir: Path, settings: list[str], ranks: int) -> float:
     """Peak memory in bytes of the greatest rank of one run."""
     pairs = [part for setting in settings for part in ("--set", setting)]
-    command = [sys.executable, "-m", "launcher", "train", "crammed-bert", "--run-dir", str(run_dir),
-               "--nproc", str(ranks), *pairs]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "launcher",
+        "train",
+        "crammed-bert",
+        "--run-dir",
+        str(run_dir),
+        "--nproc",
+        str(ranks),
+        *pairs,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stdout[-800:] + done.stderr[-800:])
@@ -77,15 +87,31 @@ def compare(root: Path, ranks: int, batches: list[int], settings: list[str]) -> 
     rows = []
     for batch in batches:
         measured, predicted = measure(root / f"{ranks}-{batch}", of_batch(batch), ranks), constant + at(batch)
-        rows.append({"micro_batch": batch, "measured_bytes": measured, "predicted_bytes": predicted,
-                     "error": predicted / measured - 1, "line_bytes": at(batch)})  # fmt: skip
-        print(f"{ranks} ranks, micro batch {batch:3}: measured {measured / MIB:6.0f} MiB, predicted "
-              f"{predicted / MIB:6.0f} MiB ({rows[-1]['error']:+.1%})", flush=True)  # fmt: skip
+        rows.append(
+            {
+                "micro_batch": batch,
+                "measured_bytes": measured,
+                "predicted_bytes": predicted,
+                "error": predicted / measured - 1,
+                "line_bytes": at(batch),
+            }
+        )
+        print(
+            f"{ranks} ranks, micro batch {batch:3}: measured {measured / MIB:6.0f} MiB, predicted "
+            f"{predicted / MIB:6.0f} MiB ({rows[-1]['error']:+.1%})",
+            flush=True,
+        )
     real = tensor_bytes(config, ranks, batches[0])
     counted = real / line["peak_bytes"][0] - 1
     print(f"{ranks} ranks, micro batch {batches[0]}: tensors of a real step {counted:+.3%} of the fake one's")
-    return {"ranks": ranks, "line": line, "measured_at_1_bytes": first, "constant_bytes": constant,
-            "rows": rows, "real_tensor_bytes": real}  # fmt: skip
+    return {
+        "ranks": ranks,
+        "line": line,
+        "measured_at_1_bytes": first,
+        "constant_bytes": constant,
+        "rows": rows,
+        "real_tensor_bytes": real,
+    }
 
 
 def main() -> None:
@@ -102,19 +128,33 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         shards = write_shards(root / "shards", length=128, train=256)
-        settings = [f"data.path={shards}", "data.synthetic=true", f"schedule.steps={arguments.steps}",
-                    "batch.ramp_fraction=0", "batch.ramp_quantum=null", "compile=off",
-                    "checkpoint.every_steps=0", "checkpoint.keep=0", "eval.every_steps=0",
-                    "eval.max_sequences=8", *arguments.settings]  # fmt: skip
+        settings = [
+            f"data.path={shards}",
+            "data.synthetic=true",
+            f"schedule.steps={arguments.steps}",
+            "batch.ramp_fraction=0",
+            "batch.ramp_quantum=null",
+            "compile=off",
+            "checkpoint.every_steps=0",
+            "checkpoint.keep=0",
+            "eval.every_steps=0",
+            "eval.max_sequences=8",
+            *arguments.settings,
+        ]
         found = [compare(root, int(ranks), batches, settings) for ranks in arguments.ranks.split(",")]
     if arguments.json:
         commit = subprocess.run(
             ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         ).stdout
-        facts = {"command": " ".join(["python", "benchmarks/memory_line.py", *sys.argv[1:]]),
-                 "commit": commit.strip(), "platform": platform.platform(),
-                 "libc": " ".join(platform.libc_ver()), "python": platform.python_version(),
-                 "cores": os.cpu_count(), "versions": versions()}  # fmt: skip
+        facts = {
+            "command": " ".join(["python", "benchmarks/memory_line.py", *sys.argv[1:]]),
+            "commit": commit.strip(),
+            "platform": platform.platform(),
+            "libc": " ".join(platform.libc_ver()),
+            "python": platform.python_version(),
+            "cores": os.cpu_count(),
+            "versions": versions(),
+        }
         arguments.json.write_text(json.dumps({"environment": facts, "runs": found}, indent=1) + "\n")
 
 

@@ -23,8 +23,12 @@ from bert_dp.dist import keep_freed_memory
 from bert_dp.model import build_model, is_decayed, is_matrix
 from bert_dp.optim import make_optimizer
 
-VARIANTS = {"adamw": ("adamw", False), "lamb": ("lamb", False), "lamb compiled": ("lamb", True),
-            "muon": ("muon", False)}  # fmt: skip
+VARIANTS = {
+    "adamw": ("adamw", False),
+    "lamb": ("lamb", False),
+    "lamb compiled": ("lamb", True),
+    "muon": ("muon", False),
+}
 
 
 def main() -> None:
@@ -60,10 +64,16 @@ def main() -> None:
             if number:  # the first compiles and makes the state
                 seconds[name].append(time.perf_counter() - start)
     ratios = {n: [a / b for a, b in zip(s, seconds["adamw"], strict=True)] for n, s in seconds.items()}
-    out = {name: {"seconds_median": statistics.median(seconds[name]), "seconds": seconds[name],
-                  "ratio_to_adamw_median": statistics.median(ratios[name]),
-                  "ratio_min": min(ratios[name]), "ratio_max": max(ratios[name])}
-           for name in VARIANTS}  # fmt: skip
+    out = {
+        name: {
+            "seconds_median": statistics.median(seconds[name]),
+            "seconds": seconds[name],
+            "ratio_to_adamw_median": statistics.median(ratios[name]),
+            "ratio_min": min(ratios[name]),
+            "ratio_max": max(ratios[name]),
+        }
+        for name in VARIANTS
+    }
     facts = {"torch": torch.__version__, "device": arguments.device, "threads": arguments.threads}
     print(
         json.dumps({"environment": facts, "parameters": sum(g.numel() for g in gradients), **out}, indent=1)

@@ -66,15 +66,42 @@ def command(launcher: str, config: Path, run_dir: Path, port: int) -> list[str]:
     if launcher == "bert-dp":
         return [sys.executable, "-m", "launcher", "train", str(config), "--nproc=2", f"--run-dir={run_dir}"]
     if launcher == "torchrun":
-        return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2",
-                "--master-addr=127.0.0.1", f"--master-port={port}", "-m", *worker]  # fmt: skip
+        return [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc-per-node=2",
+            "--master-addr=127.0.0.1",
+            f"--master-port={port}",
+            "-m",
+            *worker,
+        ]
     if launcher == "accelerate":
-        return [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes=2",
-                "--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no",
-                "--main_process_ip=127.0.0.1", f"--main_process_port={port}", "--module",
-                *worker]  # fmt: skip
-    return [sys.executable, "-m", "deepspeed.launcher.runner", "--num_gpus=2", "--hostfile=none",
-            "--master_addr=127.0.0.1", f"--master_port={port}", "--module", *worker]  # fmt: skip
+        return [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--multi_gpu",
+            "--num_processes=2",
+            "--num_machines=1",
+            "--mixed_precision=no",
+            "--dynamo_backend=no",
+            "--main_process_ip=127.0.0.1",
+            f"--main_process_port={port}",
+            "--module",
+            *worker,
+        ]
+    return [
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        "--num_gpus=2",
+        "--hostfile=none",
+        "--master_addr=127.0.0.1",
+        f"--master_port={port}",
+        "--module",
+        *worker,
+    ]
 
 
 def environment(fault: str, folder: Path, mark: str) -> dict[str, str]:
@@ -129,9 +156,14 @@ def observe(launcher: str, fault: str, config: Path, root: Path, hang_s: float) 
     try:
         with output.open("w") as file:
             process = subprocess.Popen(
-                line, cwd=folder, env=environment(fault, folder, mark), stdin=subprocess.DEVNULL,
-                stdout=file, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                line,
+                cwd=folder,
+                env=environment(fault, folder, mark),
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         seen = _break_and_wait(process, fault, folder, run_dir, mark, hang_s)
         time.sleep(5.0)
         left = [" ".join(p.cmdline())[:120] for p in marked(mark)]
@@ -143,9 +175,15 @@ def observe(launcher: str, fault: str, config: Path, root: Path, hang_s: float) 
     checkpoints = [p.parent.name for p in run_dir.glob("checkpoints/step-*/manifest.json")]
     text = output.read_text(errors="replace")
     return {
-        "launcher": launcher, "fault": fault, "command": line, **seen, "left_alive": left,
-        "checkpoints": checkpoints, **read(text, fault), "output": text[-20_000:],
-    }  # fmt: skip
+        "launcher": launcher,
+        "fault": fault,
+        "command": line,
+        **seen,
+        "left_alive": left,
+        "checkpoints": checkpoints,
+        **read(text, fault),
+        "output": text[-20_000:],
+    }
 
 
 def _break_and_wait(
@@ -169,8 +207,12 @@ def _break_and_wait(
             process.send_signal(SIGNALS[fault])
     ended = wait_until(lambda: process.poll() is not None, hang_s if fault == "hang" else END_S)
     seconds = round(time.time() - since, 2)
-    return {"trained": started or sign.exists(), "exit_code": process.returncode if ended else None,
-            "seconds": seconds if ended else None, "listening": sockets}  # fmt: skip
+    return {
+        "trained": started or sign.exists(),
+        "exit_code": process.returncode if ended else None,
+        "seconds": seconds if ended else None,
+        "listening": sockets,
+    }
 
 
 def read(text: str, fault: str) -> dict[str, Any]:
@@ -194,19 +236,35 @@ def read(text: str, fault: str) -> dict[str, Any]:
 def table(runs: list[dict[str, Any]]) -> str:
     """Markdown; a dash = not told, or does not apply."""
     head = (
-        "fault", "launcher", "exit code", "ended after, s", "lines printed", "rank in line", "cause in line",
-        "file:line in line", "alive 5 s later", "listening beyond loopback", "saved at the end",
-    )  # fmt: skip
+        "fault",
+        "launcher",
+        "exit code",
+        "ended after, s",
+        "lines printed",
+        "rank in line",
+        "cause in line",
+        "file:line in line",
+        "alive 5 s later",
+        "listening beyond loopback",
+        "saved at the end",
+    )
     rows = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     for run in runs:
         sockets = run["listening"]
         wild = None if sockets is None else sum(not s.startswith(("127.", "::1:")) for s in sockets)
         cells = (
-            run["fault"], run["launcher"], "still runs" if run["exit_code"] is None else run["exit_code"],
-            run["seconds"], run["lines"], run["rank_in_line"], run["cause_in_line"], run["place_in_line"],
-            len(run["left_alive"]) if run["exit_code"] is not None else None, wild,
+            run["fault"],
+            run["launcher"],
+            "still runs" if run["exit_code"] is None else run["exit_code"],
+            run["seconds"],
+            run["lines"],
+            run["rank_in_line"],
+            run["cause_in_line"],
+            run["place_in_line"],
+            len(run["left_alive"]) if run["exit_code"] is not None else None,
+            wild,
             "yes" if set(run["checkpoints"]) - {"step-00000000"} else "no",  # that one precedes the fault
-        )  # fmt: skip
+        )
         rows.append("| " + " | ".join("-" if cell is None else str(cell) for cell in cells) + " |")
     return "\n".join(rows)
 
@@ -250,10 +308,13 @@ def facts() -> dict[str, Any]:
     )
     packages = ("torch", "accelerate", "deepspeed")
     return {
-        "date": time.strftime("%Y-%m-%d"), "cores": os.cpu_count(), "machine": platform.machine(),
-        "python": platform.python_version(), "commit": commit.stdout.strip(),
+        "date": time.strftime("%Y-%m-%d"),
+        "cores": os.cpu_count(),
+        "machine": platform.machine(),
+        "python": platform.python_version(),
+        "commit": commit.stdout.strip(),
         "versions": {p: importlib.metadata.version(p) for p in packages},
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

@@ -33,13 +33,17 @@ GOAL_MEDIAN, GOAL_P90 = 3.0, 8.0  # points of efficiency
 SPREADS, GAINS = (0.0, 0.0075, 0.015, 0.0225, 0.03), (0.0, 0.21, 0.5, 1.0)
 TIERS: dict[str, tuple[str, Callable[[Row], bool]]] = {
     "A": ("no overlap, one NIC", lambda r: r["id"].startswith("dlperf-pt-FP32-")),
-    "B": ("64-256 GPUs, accumulation 4-1",
-          lambda r: r["id"].startswith("dle22-AMP-s128-strong") and int(r["gpus"]) >= 64),
-    "C": ("256 and 1024 GPUs, flat all-reduce",
-          lambda r: r["id"].startswith("dle19-mn-DGX2H-s128") and int(r["gpus"]) >= 256),
+    "B": (
+        "64-256 GPUs, accumulation 4-1",
+        lambda r: r["id"].startswith("dle22-AMP-s128-strong") and int(r["gpus"]) >= 64,
+    ),
+    "C": (
+        "256 and 1024 GPUs, flat all-reduce",
+        lambda r: r["id"].startswith("dle19-mn-DGX2H-s128") and int(r["gpus"]) >= 256,
+    ),
     "D": ("fine-tuning, overlap on", lambda r: "-squad-" in r["id"]),
     "E": ("starved of bandwidth, read off a chart", lambda r: r["id"].startswith("onebit-adam-")),
-}  # fmt: skip
+}
 
 
 def family(row: Row) -> str:
@@ -66,10 +70,12 @@ def errors(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     if not points:
         return {"rows": 0, "median": None, "p90": None, "max": None, "bias": None}
     return {
-        "rows": len(points), "median": statistics.median(points),
-        "p90": points[math.ceil(0.9 * len(points)) - 1], "max": points[-1],
+        "rows": len(points),
+        "median": statistics.median(points),
+        "p90": points[math.ceil(0.9 * len(points)) - 1],
+        "max": points[-1],
         "bias": statistics.mean(o.points for o in outcomes),
-    }  # fmt: skip
+    }
 
 
 def kept(outcomes: Sequence[Outcome]) -> list[Outcome]:
@@ -80,8 +86,9 @@ def sensitivity(rows: list[Row]) -> list[dict[str, Any]]:
     """The headline under other constants: what was not tuned shows here."""
     return [
         {"device_spread": s, "overlap_gain": g, **errors(kept(predict_all(rows, Constants(s, g))[0]))}
-        for s in SPREADS for g in GAINS
-    ]  # fmt: skip
+        for s in SPREADS
+        for g in GAINS
+    ]
 
 
 def ablation(rows: list[Row]) -> list[dict[str, Any]]:
@@ -97,9 +104,7 @@ def ablation(rows: list[Row]) -> list[dict[str, Any]]:
 
 def leave_one_out(rows: list[Row]) -> list[dict[str, Any]]:
     """Both constants chosen for the smallest median + p90 / 2 on all other sources, judged on this one."""
-    grid = {
-        (s, g): kept(predict_all(rows, Constants(s, g))[0]) for s in SPREADS for g in GAINS
-    }  # fmt: skip
+    grid = {(s, g): kept(predict_all(rows, Constants(s, g))[0]) for s in SPREADS for g in GAINS}
     out: list[dict[str, Any]] = []
     pooled: list[Outcome] = []
     for name in sorted({family(o.row) for o in next(iter(grid.values()))}):
@@ -143,17 +148,23 @@ def result(rows: list[Row], arguments: argparse.Namespace) -> dict[str, Any]:
         "leave_one_out": leave_one_out(rows) if arguments.leave_one_out else None,
         "rows": [line(o) for o in outcomes],
         "not_predictable": [{"id": row["id"], "reason": reason} for row, reason in refused],
-    }  # fmt: skip
+    }
 
 
 def line(o: Outcome) -> dict[str, Any]:
     return {
-        "id": o.row["id"], "gpus": int(o.row["gpus"]), "measured": round(o.measured, 4),
-        "predicted": round(o.predicted, 4), "error_points": round(o.points, 2),
-        "measured_step_s": round(published_rows.step_s(o.row), 5), "step_s": round(o.step_s, 5),
-        "exposed_s": round(o.exposed_s, 5), "optimizer_s": round(o.optimizer_s, 5),
-        "straggler_s": round(o.straggler_s, 5), "dropped": o.dropped,
-    }  # fmt: skip
+        "id": o.row["id"],
+        "gpus": int(o.row["gpus"]),
+        "measured": round(o.measured, 4),
+        "predicted": round(o.predicted, 4),
+        "error_points": round(o.points, 2),
+        "measured_step_s": round(published_rows.step_s(o.row), 5),
+        "step_s": round(o.step_s, 5),
+        "exposed_s": round(o.exposed_s, 5),
+        "optimizer_s": round(o.optimizer_s, 5),
+        "straggler_s": round(o.straggler_s, 5),
+        "dropped": o.dropped,
+    }
 
 
 def show(name: str, e: dict[str, Any]) -> None:
@@ -181,8 +192,10 @@ def report(found: dict[str, Any], verbose: bool) -> None:
         show(f"without {e['without']}"[:44], e)
     lines = sorted(found["rows"], key=lambda r: -abs(r["error_points"]))
     for r in lines if verbose else [r for r in lines if abs(r["error_points"]) > GOAL_P90]:
-        print(f"{r['id']:38} measured {r['measured']:.3f} predicted {r['predicted']:.3f} "
-              f"{r['error_points']:+6.1f}  {r['dropped'] or ''}")  # fmt: skip
+        print(
+            f"{r['id']:38} measured {r['measured']:.3f} predicted {r['predicted']:.3f} "
+            f"{r['error_points']:+6.1f}  {r['dropped'] or ''}"
+        )
     reasons = collections.Counter(r["reason"] for r in found["not_predictable"])
     for reason, count in reasons.most_common():
         print(f"not predictable, {count} rows: {reason}")

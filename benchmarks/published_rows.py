@@ -28,13 +28,27 @@ Row = dict[str, str]
 
 GPUS = {"V100": "V100-32G", "A100-SXM-40G": "A100-40G"}  # other names of those in hardware.yaml
 INTRA = (  # first word that the column holds
-    ("hybrid cube mesh", "nvlink2"), ("8x V100 SXM2", "nvlink2"), ("NVSwitch 300", "nvswitch2"),
-    ("NVSwitch 600", "nvswitch3"), ("NVLink3", "nvlink3"), ("NVLink4", "nvlink4"), ("NVSwitch", "nvswitch4"),
-    ("PCIe3", "pcie3"), ("PCIe4", "pcie4"), ("PCIe5", "pcie5"),
-)  # fmt: skip
+    ("hybrid cube mesh", "nvlink2"),
+    ("8x V100 SXM2", "nvlink2"),
+    ("NVSwitch 300", "nvswitch2"),
+    ("NVSwitch 600", "nvswitch3"),
+    ("NVLink3", "nvlink3"),
+    ("NVLink4", "nvlink4"),
+    ("NVSwitch", "nvswitch4"),
+    ("PCIe3", "pcie3"),
+    ("PCIe4", "pcie4"),
+    ("PCIe5", "pcie5"),
+)
 INTER = (("EDR", "ib-edr"), ("HDR", "ib-hdr"), ("NDR", "ib-ndr"), ("FDR", "ib-fdr"), ("OPA", "opa100"))
-INTER_RATES = {("IB", 100): "ib-edr", ("IB", 200): "ib-hdr", ("IB", 400): "ib-ndr", ("RDMA", 100): "ib-edr",
-               ("RDMA", 200): "ib-hdr", ("RoCE", 100): "ib-edr", ("RoCE", 200): "ib-hdr"}  # fmt: skip
+INTER_RATES = {
+    ("IB", 100): "ib-edr",
+    ("IB", 200): "ib-hdr",
+    ("IB", 400): "ib-ndr",
+    ("RDMA", 100): "ib-edr",
+    ("RDMA", 200): "ib-hdr",
+    ("RoCE", 100): "ib-edr",
+    ("RoCE", 200): "ib-hdr",
+}
 
 # Bytes an optimizer moves through memory per parameter. Fused Adam reads p, g, m, v and writes p, m, v: 28.
 # Fused LAMB (apex) also writes the update, takes its norm and the weights', and reads both again: 52. Written
@@ -52,7 +66,7 @@ DO_NOT_FIT = (  # reasons: see the reference of the file
     (r"dletf2-mn-A100-TF32-s512-", "0.86 at 2 nodes already, with 96 micro batches between reductions"),
     (r"dle19-mn-DGX1-", "a loss of 12 % with 32 to 512 micro batches between reductions is none of theirs"),
     (r"mlperf", "micro batches differ between the rows"),
-)  # fmt: skip
+)
 
 
 MECHANISMS = ("buffer copies", "Horovod's cycle", "TensorFlow's sparse gather", "plain optimizers")
@@ -149,10 +163,16 @@ def scenario(row: Row, constants: Constants) -> tuple[predict.Profile, predict.S
     optimizer_s = parameters * bytes_moved["LAMB" if "LAMB" in row["optimizer"] else "Adam"] / memory
     layout = timeline.from_layers(model, POSITIONS, width, 2 / 3)
     profile = predict.Profile(
-        1.0, 2 / 3, optimizer_s, tuple(layout), micro_batch=int(float(row["micro_batch"])),
-        sequence_length=int(row["seq_len"]), layers=model.num_layers, hidden_size=model.hidden_size,
+        1.0,
+        2 / 3,
+        optimizer_s,
+        tuple(layout),
+        micro_batch=int(float(row["micro_batch"])),
+        sequence_length=int(row["seq_len"]),
+        layers=model.num_layers,
+        hidden_size=model.hidden_size,
         gradient_bytes=width,
-    )  # fmt: skip
+    )
     links = fabric(row)
     beside = {
         # into the buffer and out of it, each read and written
@@ -165,10 +185,17 @@ def scenario(row: Row, constants: Constants) -> tuple[predict.Profile, predict.S
     if "apex DDP" in row["overlap"]:
         bucket = APEX_MESSAGE * width
     asked = predict.Scenario(
-        links, int(row["gpus"]), accumulation=accumulation(row), spread=constants.spread,
-        overlap=row["overlap"].startswith("yes") or row["overlap"] == "Horovod", gain=constants.gain,
-        bucket_bytes=bucket, first_bucket=None, copies_s=copies_s, all_to_all=width < 1,
-    )  # fmt: skip
+        links,
+        int(row["gpus"]),
+        accumulation=accumulation(row),
+        spread=constants.spread,
+        overlap=row["overlap"].startswith("yes") or row["overlap"] == "Horovod",
+        gain=constants.gain,
+        bucket_bytes=bucket,
+        first_bucket=None,
+        copies_s=copies_s,
+        all_to_all=width < 1,
+    )
     return profile, asked
 
 

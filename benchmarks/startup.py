@@ -31,16 +31,34 @@ from tests.shards import write_shards
 
 def ours(run_dir: Path, settings: list[str], ranks: int) -> list[str]:
     pairs = [part for setting in settings for part in ("--set", setting)]
-    return [sys.executable, "-m", "launcher", "train", "quickstart", "--nproc", str(ranks),
-            "--run-dir", str(run_dir), *pairs]  # fmt: skip
+    return [
+        sys.executable,
+        "-m",
+        "launcher",
+        "train",
+        "quickstart",
+        "--nproc",
+        str(ranks),
+        "--run-dir",
+        str(run_dir),
+        *pairs,
+    ]
 
 
 def torchrun(run_dir: Path, settings: list[str], ranks: int) -> list[str]:
     run_dir.mkdir()
     config = run_dir / "config.yaml"
     config.write_text(dump_config(load_config(shipped_configs() / "quickstart.yaml", settings)))
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
-            "-m", "bert_dp.worker", str(config)]  # fmt: skip
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+        "-m",
+        "bert_dp.worker",
+        str(config),
+    ]
 
 
 VARIANTS = {"bert-dp": ours, "torchrun": torchrun}
@@ -100,17 +118,21 @@ def main() -> None:
     over = [r["bert-dp"] - r["torchrun"] for r in rounds]
     result = {
         "environment": {
-            "command": " ".join(["python", "benchmarks/startup.py", *sys.argv[1:]]), "cores": os.cpu_count(),
-            "python": platform.python_version(), "versions": versions(), "ranks": arguments.ranks,
+            "command": " ".join(["python", "benchmarks/startup.py", *sys.argv[1:]]),
+            "cores": os.cpu_count(),
+            "python": platform.python_version(),
+            "versions": versions(),
+            "ranks": arguments.ranks,
         },
         "rounds": rounds,
         "median_s": medians,
         "over_s": {"median": statistics.median(over), "min": min(over), "max": max(over)},
-    }  # fmt: skip
+    }
     for name, seconds in medians.items():
         print(f"{name:10} {seconds:6.2f} s to the first step, median of {len(rounds)}")
-    print(f"bert-dp over torchrun: {result['over_s']['median']:+.2f} s "
-          f"({min(over):+.2f} to {max(over):+.2f})")  # fmt: skip
+    print(
+        f"bert-dp over torchrun: {result['over_s']['median']:+.2f} s ({min(over):+.2f} to {max(over):+.2f})"
+    )
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -115,16 +115,30 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="timed steps per variant")
     add("--warmup", type=int, default=1, help="untimed steps per variant, after compilation")
     add("--seed", type=int, default=0, help="of weights, tokens, masks and the order of the variants")
-    add("--allocator", choices=("system", "keep", "ours"), default="system",
-        help="keep: glibc keeps freed memory (no page faults), for all; ours: for ours only")  # fmt: skip
+    add(
+        "--allocator",
+        choices=("system", "keep", "ours"),
+        default="system",
+        help="keep: glibc keeps freed memory (no page faults), for all; ours: for ours only",
+    )
     add("--profile", action="store_true", help="also break one micro batch of each variant down by operation")
     add("--date", help="for the record, as YYYY-MM-DD")
     add("--json", metavar="FILE", help="write environment and raw figures here")
     add("--quick", action="store_true", help="tiny shapes, two rounds, no compilation: shows that it works")
     options = parser.parse_args(arguments)
     if options.quick:
-        vars(options).update(layers=1, hidden=32, heads=2, intermediate=32, vocab=128, sequence=16, micro=2,
-                             accumulation=2, rounds=2, warmup=1)  # fmt: skip
+        vars(options).update(
+            layers=1,
+            hidden=32,
+            heads=2,
+            intermediate=32,
+            vocab=128,
+            sequence=16,
+            micro=2,
+            accumulation=2,
+            rounds=2,
+            warmup=1,
+        )
         if options.variants == DEFAULT:
             options.variants = "ours:eager,bert:eager,modernbert:eager,matmul:eager"
     names = options.variants.split(",")
@@ -152,9 +166,12 @@ def model_config(o: argparse.Namespace) -> Any:
     from bert_dp.config import ModelConfig
 
     return ModelConfig(
-        vocab_size=o.vocab, hidden_size=o.hidden, num_layers=o.layers, num_heads=o.heads,
+        vocab_size=o.vocab,
+        hidden_size=o.hidden,
+        num_layers=o.layers,
+        num_heads=o.heads,
         intermediate_size=o.intermediate,
-    )  # fmt: skip
+    )
 
 
 def make_micro_batches(o: argparse.Namespace, step: int) -> list[tuple[Any, Any]]:
@@ -214,10 +231,17 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
             labels_P = labels_BS.flatten()[positions_P]
             batches.append(Batch(ids_BS, positions_P, labels_P, len(labels_P), np.arange(len(ids_BS))))
         loss, norm = train_step(
-            engine, model, mlm_loss, batches, device=device, precision=Precision("fp32", torch.float32, None),
-            max_norm=CLIP, timers=timers,
-            dropout_seed=None, progress=lambda: None,
-        )  # fmt: skip
+            engine,
+            model,
+            mlm_loss,
+            batches,
+            device=device,
+            precision=Precision("fp32", torch.float32, None),
+            max_norm=CLIP,
+            timers=timers,
+            dropout_seed=None,
+            progress=lambda: None,
+        )
         return loss.item(), norm.item()
 
     return step, bare
@@ -236,8 +260,12 @@ def make_peer(o: argparse.Namespace, kind: str, mode: str) -> tuple[Callable[...
         groups[p.dim() >= 2].append(p)
     optimizer = torch.optim.AdamW(
         [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}],
-        lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True,
-    )  # fmt: skip
+        lr=LR,
+        betas=BETAS,
+        eps=EPS,
+        weight_decay=WEIGHT_DECAY,
+        fused=True,
+    )
 
     def step(micro_batches: list[tuple[Any, Any]]) -> tuple[float, float]:
         total = torch.zeros(())
@@ -258,11 +286,16 @@ def make_bert(o: argparse.Namespace) -> Any:
 
     return BertForMaskedLM(
         BertConfig(
-            vocab_size=o.vocab, hidden_size=o.hidden, num_hidden_layers=o.layers, num_attention_heads=o.heads,
-            intermediate_size=2 * o.intermediate, max_position_embeddings=o.sequence,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            vocab_size=o.vocab,
+            hidden_size=o.hidden,
+            num_hidden_layers=o.layers,
+            num_attention_heads=o.heads,
+            intermediate_size=2 * o.intermediate,
+            max_position_embeddings=o.sequence,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
         )
-    )  # fmt: skip
+    )
 
 
 def make_modernbert(o: argparse.Namespace) -> Any:
@@ -270,12 +303,22 @@ def make_modernbert(o: argparse.Namespace) -> Any:
 
     return ModernBertForMaskedLM(
         ModernBertConfig(
-            vocab_size=o.vocab, hidden_size=o.hidden, num_hidden_layers=o.layers, num_attention_heads=o.heads,
-            intermediate_size=o.intermediate, layer_types=["full_attention"] * o.layers,
-            max_position_embeddings=o.sequence, sparse_prediction=True, decoder_bias=False,
-            pad_token_id=0, bos_token_id=1, eos_token_id=2, cls_token_id=4, sep_token_id=5,
+            vocab_size=o.vocab,
+            hidden_size=o.hidden,
+            num_hidden_layers=o.layers,
+            num_attention_heads=o.heads,
+            intermediate_size=o.intermediate,
+            layer_types=["full_attention"] * o.layers,
+            max_position_embeddings=o.sequence,
+            sparse_prediction=True,
+            decoder_bias=False,
+            pad_token_id=0,
+            bos_token_id=1,
+            eos_token_id=2,
+            cls_token_id=4,
+            sep_token_id=5,
         )
-    )  # fmt: skip
+    )
 
 
 def make_cramming(o: argparse.Namespace) -> Any:
@@ -560,17 +603,19 @@ def show(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> None:
     for name in models:
         r = records[name]
         last = r["rounds"][-1]
-        rows.append([
-            name,
-            with_range(r["tokens_per_s"], 0),
-            f"{r['gflop_per_s']['median']:.1f}",
-            with_range(r["share"], 2) if "share" in r else "-",
-            f"{r['first_loss']:.3f} -> {last['loss']:.3f}",
-            str(last["page_faults"]),
-            f"{last['peak_memory_gib']:.2f}",
-            f"{r['first_step_s']:.0f} s",
-            *(with_range(ratio, 3) for ratio in r[ratios].values()),
-        ])  # fmt: skip
+        rows.append(
+            [
+                name,
+                with_range(r["tokens_per_s"], 0),
+                f"{r['gflop_per_s']['median']:.1f}",
+                with_range(r["share"], 2) if "share" in r else "-",
+                f"{r['first_loss']:.3f} -> {last['loss']:.3f}",
+                str(last["page_faults"]),
+                f"{last['peak_memory_gib']:.2f}",
+                f"{r['first_step_s']:.0f} s",
+                *(with_range(ratio, 3) for ratio in r[ratios].values()),
+            ]
+        )
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

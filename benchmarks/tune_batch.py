@@ -47,9 +47,13 @@ def main() -> None:
     out = asked.out.resolve()
     (out / "sweep").mkdir(parents=True, exist_ok=True)
     question = batch.ask(
-        training.find_config(asked.config, None), asked.set, gpus=asked.gpus, budget=asked.budget,
-        memory_gib=None, launcher="torchrun",
-    )  # fmt: skip
+        training.find_config(asked.config, None),
+        asked.set,
+        gpus=asked.gpus,
+        budget=asked.budget,
+        memory_gib=None,
+        launcher="torchrun",
+    )
     training.prepare_data(question.config)
     rounds: list[dict[int, float]] = []
     tries = []
@@ -66,8 +70,22 @@ def search(asked: argparse.Namespace, where: Path) -> dict[str, Any]:
     """tune.json of one call of the verb."""
     if (record.read_json(where / FILE) or {}).get("status") != "complete":
         settings = [part for item in asked.set for part in ("--set", item)]
-        command = [sys.executable, "-m", "launcher", "tune", "batch", asked.config, *settings, "--gpus",
-                   asked.gpus, "--budget", asked.budget, "--fresh", "--out", str(where)]  # fmt: skip
+        command = [
+            sys.executable,
+            "-m",
+            "launcher",
+            "tune",
+            "batch",
+            asked.config,
+            *settings,
+            "--gpus",
+            asked.gpus,
+            "--budget",
+            asked.budget,
+            "--fresh",
+            "--out",
+            str(where),
+        ]
         subprocess.run(command, check=True, stdout=sys.stderr, cwd=ROOT)
     found = record.read_json(where / FILE)
     assert found is not None
@@ -103,18 +121,31 @@ def result(question: Any, tries: list[dict[str, Any]], rounds: list[dict[int, fl
         "date": tries[0]["date"],
         "environment": {key: machine[key] for key in kept},
         "model": question.config.model.model_dump(mode="json"),
-        "global_batch": question.config.batch.global_size, "ranks": question.ranks,
+        "global_batch": question.config.batch.global_size,
+        "ranks": question.ranks,
         "budget_s": question.budget_s,
-        "sweep": {str(micro): {"samples_per_s_median": medians.get(micro), "samples_per_s": values}
-                  for micro, values in rates.items()},
-        "tries": [{"micro_batch": micro, "share_of_sweeps_best": share, "seconds": found["seconds"],
-                   "trials": found["trials"], "not_settled": found["choice"]["not_settled"],
-                   "curve": {str(s["micro_batch"]): [s["samples_per_s"], *s["samples_per_s_ci95"]]
-                             for s in found["sizes"] if s["samples_per_s"]}}
-                  for micro, share, found in zip(chosen, shares, tries, strict=True)],
+        "sweep": {
+            str(micro): {"samples_per_s_median": medians.get(micro), "samples_per_s": values}
+            for micro, values in rates.items()
+        },
+        "tries": [
+            {
+                "micro_batch": micro,
+                "share_of_sweeps_best": share,
+                "seconds": found["seconds"],
+                "trials": found["trials"],
+                "not_settled": found["choice"]["not_settled"],
+                "curve": {
+                    str(s["micro_batch"]): [s["samples_per_s"], *s["samples_per_s_ci95"]]
+                    for s in found["sizes"]
+                    if s["samples_per_s"]
+                },
+            }
+            for micro, share, found in zip(chosen, shares, tries, strict=True)
+        ],
         "within_3_percent": sum(share >= 0.97 for share in shares),
         "sizes_considered": len(sizes.thin(question.sizes, sizes.MOST)),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

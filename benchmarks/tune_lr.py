@@ -57,8 +57,22 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def search(o: argparse.Namespace) -> dict[str, Any]:
     """tune.json of `bert-dp tune lr`, as a user runs it."""
-    command = [sys.executable, "-m", "launcher", "tune", "lr", o.config, "--tokens", str(o.tokens),
-               "--seeds", str(o.seeds), "--rates", str(RATES), "--out", str(o.out / "search")]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "launcher",
+        "tune",
+        "lr",
+        o.config,
+        "--tokens",
+        str(o.tokens),
+        "--seeds",
+        str(o.seeds),
+        "--rates",
+        str(RATES),
+        "--out",
+        str(o.out / "search"),
+    ]
     command += [part for item in o.overrides for part in ("--set", item)]
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     code = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
@@ -92,9 +106,11 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
     machine = environment.probe()
     on_gpu = bool(machine.gpus) and config.run.device != "cpu"
     slots = lr_trials.device_slots(
-        found["ranks"], gpus=len(machine.gpus) if on_gpu else 0, cores=int(machine.usable_cores),
+        found["ranks"],
+        gpus=len(machine.gpus) if on_gpu else 0,
+        cores=int(machine.usable_cores),
         most=found["at_a_time"],
-    )  # fmt: skip
+    )
     pool = Pool(out, slots, launcher="torchrun", on_gpu=on_gpu, say=print)
     before = (record.read_json(out / "seconds.json") or {"seconds": 0.0})["seconds"]
     begun, outcomes = time.monotonic(), []
@@ -122,10 +138,18 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
         spent = before + (time.monotonic() - begun if len(known) < len(todo) else 0.0)
         record.write_json(out / "seconds.json", {"seconds": spent})
     lines = [
-        {"trial": x.trial, "lr": x.candidate.lr, "seed": x.seed, "status": x.status, "cause": x.cause,
-         "heldout_loss": x.heldout_loss, "tokens": x.tokens, "seconds": x.seconds}
+        {
+            "trial": x.trial,
+            "lr": x.candidate.lr,
+            "seed": x.seed,
+            "status": x.status,
+            "cause": x.cause,
+            "heldout_loss": x.heldout_loss,
+            "tokens": x.tokens,
+            "seconds": x.seconds,
+        }
         for x in outcomes
-    ]  # fmt: skip
+    ]
     return {"seconds": spent, "trials": sorted(lines, key=lambda x: (-x["lr"], x["seed"]))}
 
 
@@ -147,16 +171,22 @@ def compare(found: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     last = [trial for rung in found["rungs"] if rung["last"] for trial in rung["trials"]]
     tokens = sum(trial["tokens"] for trial in full["trials"])
     return {
-        "chosen_lr": chosen, "chosen_nats": means(last)[chosen],
+        "chosen_lr": chosen,
+        "chosen_nats": means(last)[chosen],
         "grid_means": [list(pair) for pair in by_rate.items()],
-        "grid_best_lr": best, "grid_best_nats": by_rate[best],
+        "grid_best_lr": best,
+        "grid_best_nats": by_rate[best],
         "gap_nats": means(last)[chosen] - by_rate[best],
-        "tokens": found["cost"]["tokens"], "grid_tokens": tokens,
-        "token_ratio": found["cost"]["tokens"] / tokens, "seconds": found["seconds"],
-        "grid_seconds": full["seconds"], "second_ratio": found["seconds"] / full["seconds"],
+        "tokens": found["cost"]["tokens"],
+        "grid_tokens": tokens,
+        "token_ratio": found["cost"]["tokens"] / tokens,
+        "seconds": found["seconds"],
+        "grid_seconds": full["seconds"],
+        "second_ratio": found["seconds"] / full["seconds"],
         "trial_second_ratio": _trial_seconds(found["rungs"]) / _trial_seconds([full]),
-        "goal_nats": GOAL_NATS, "goal_tokens": GOAL_TOKENS,
-    }  # fmt: skip
+        "goal_nats": GOAL_NATS,
+        "goal_tokens": GOAL_TOKENS,
+    }
 
 
 def _trial_seconds(rungs: list[dict[str, Any]]) -> float:
@@ -172,20 +202,34 @@ def main() -> None:
     full = grid(o, config, training.prepare_data(config), found)
     figures = compare(found, full)
     machine = environment.probe(ROOT).to_json()
-    print(f"chosen {figures['chosen_lr']:g}: {figures['chosen_nats']:.4f} nats; the grid's best "
-          f"{figures['grid_best_lr']:g}: {figures['grid_best_nats']:.4f}; gap {figures['gap_nats']:+.4f} "
-          f"(goal {GOAL_NATS})")  # fmt: skip
+    print(
+        f"chosen {figures['chosen_lr']:g}: {figures['chosen_nats']:.4f} nats; the grid's best "
+        f"{figures['grid_best_lr']:g}: {figures['grid_best_nats']:.4f}; gap {figures['gap_nats']:+.4f} "
+        f"(goal {GOAL_NATS})"
+    )
     for rate, mean in figures["grid_means"]:
         print(f"  {rate:<10g} {mean:.4f}")
     seconds = f"{figures['seconds']:.0f} and {figures['grid_seconds']:.0f}"
-    print(f"tokens {figures['token_ratio']:.3f} of the grid's (goal {GOAL_TOKENS}), seconds "
-          f"{figures['second_ratio']:.3f}: {seconds}")  # fmt: skip
+    print(
+        f"tokens {figures['token_ratio']:.3f} of the grid's (goal {GOAL_TOKENS}), seconds "
+        f"{figures['second_ratio']:.3f}: {seconds}"
+    )
     if o.json:
-        o.json.write_text(json.dumps({
-            "environment": {**machine, "date": o.date}, "command": sys.argv, "commit": machine["git_commit"],
-            "config_hash": config.hash(), "data_hash": found["data_hash"], "figures": figures,
-            "search": {key: found[key] for key in KEPT}, "grid": full,
-        }, indent=1))  # fmt: skip
+        o.json.write_text(
+            json.dumps(
+                {
+                    "environment": {**machine, "date": o.date},
+                    "command": sys.argv,
+                    "commit": machine["git_commit"],
+                    "config_hash": config.hash(),
+                    "data_hash": found["data_hash"],
+                    "figures": figures,
+                    "search": {key: found[key] for key in KEPT},
+                    "grid": full,
+                },
+                indent=1,
+            )
+        )
 
 
 if __name__ == "__main__":

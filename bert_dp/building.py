@@ -37,9 +37,15 @@ def choose_precision(setting: str, device: torch.device) -> Precision:
 
 
 def build_model(
-    config: Config, corpus_: Corpus, plan: BatchPlan, precision: Precision, comm: dist.Comm,
-    device: torch.device, compiled: bool | None, resumed: bool,
-) -> tuple[model.CrammedBert, bool]:  # fmt: skip
+    config: Config,
+    corpus_: Corpus,
+    plan: BatchPlan,
+    precision: Precision,
+    comm: dist.Comm,
+    device: torch.device,
+    compiled: bool | None,
+    resumed: bool,
+) -> tuple[model.CrammedBert, bool]:
     """The whole model on its device, and whether it is compiled (as before on resume). Collective."""
     bare = model.build_model(config.model, config.data.sequence_length, config.run.seed)
     if config.run.init_from is not None and not resumed:
@@ -74,18 +80,24 @@ def load_weights(
     issues = init_issues(where, facts["config"], config)
     tokenizer = corpus_.manifest["tokenizer"]["sha256"]
     if facts.get("tokenizer", tokenizer) != tokenizer:
-        issues.append(f"data.tokenizer: run.init_from {where} was trained with tokenizer "
-                      f"{facts['tokenizer'][:16]}, the shards have {tokenizer[:16]}; build them with "
-                      "data.tokenizer set to that run's tokenizer.json")  # fmt: skip
+        issues.append(
+            f"data.tokenizer: run.init_from {where} was trained with tokenizer "
+            f"{facts['tokenizer'][:16]}, the shards have {tokenizer[:16]}; build them with "
+            "data.tokenizer set to that run's tokenizer.json"
+        )
     if issues:
         raise ConfigError(issues)
     bare.load_state_dict(state["model"])
 
 
 def compile_pays(
-    config: Config, corpus_: Corpus, bare: model.CrammedBert, plan: BatchPlan, precision: Precision,
+    config: Config,
+    corpus_: Corpus,
+    bare: model.CrammedBert,
+    plan: BatchPlan,
+    precision: Precision,
     device: torch.device,
-) -> bool:  # fmt: skip
+) -> bool:
     """compile: auto = always on a GPU; on a CPU when it saves more time over the run than it takes."""
     if config.compile != "auto":
         return config.compile == "on"
@@ -97,9 +109,11 @@ def compile_pays(
     if schedule.hours is not None:
         run_s = schedule.hours * 3600
     else:
-        sequences = schedule.tokens / config.data.sequence_length if schedule.tokens else (
-            (schedule.steps or 0) * config.batch.global_size
-        )  # fmt: skip
+        sequences = (
+            schedule.tokens / config.data.sequence_length
+            if schedule.tokens
+            else ((schedule.steps or 0) * config.batch.global_size)
+        )
         run_s = (
             sequences
             / (plan.micro_size * plan.dp)

@@ -272,14 +272,17 @@ def main(size: int | None = None, seconds: float = MEASURE_S, sizes: Sequence[in
     backend, num_bytes = ("nccl", 64 * 2**20) if 1 < size <= gpus else ("gloo", 4 * 2**20)
     with tempfile.TemporaryDirectory(prefix="bert-dp-") as folder:
         torch.multiprocessing.start_processes(
-            _measure, (size, f"{folder}/store", backend, sizes or (num_bytes,), seconds), nprocs=size,
+            _measure,
+            (size, f"{folder}/store", backend, sizes or (num_bytes,), seconds),
+            nprocs=size,
             start_method="spawn",
-        )  # fmt: skip
+        )
 
 
 if __name__ == "__main__":
     number, *measured = sys.argv[1:] or [""]
     main(
-        int(number) if number else None, float(measured[0]) if measured else MEASURE_S,
+        int(number) if number else None,
+        float(measured[0]) if measured else MEASURE_S,
         [int(n) for n in measured[1:]],
-    )  # fmt: skip
+    )

@@ -27,9 +27,14 @@ class Lamb(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self, params: Iterable[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float,
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
         compiled: bool = False,
-    ):  # fmt: skip
+    ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.whole_sums: Callable[[Tensor], Tensor] = as_they_are
         self._moments = torch.compile(moments, dynamic=False) if compiled else moments
@@ -49,17 +54,28 @@ class Lamb(torch.optim.Optimizer):
             divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
             for p in params:
                 if not self.state[p]:
-                    self.state[p] = {"step": torch.zeros((), device=device), "exp_avg": torch.zeros_like(p),
-                                     "exp_avg_sq": torch.zeros_like(p)}  # fmt: skip
+                    self.state[p] = {
+                        "step": torch.zeros((), device=device),
+                        "exp_avg": torch.zeros_like(p),
+                        "exp_avg_sq": torch.zeros_like(p),
+                    }
             states = [self.state[p] for p in params]
             torch._foreach_add_([s["step"] for s in states], [keep.float()] * len(states))  # no host sync
             grads = [p.grad for p in params]
             beta1, beta2 = group["betas"]
             sums_2N = self._moments(
-                params, grads, [s["exp_avg"] for s in states], [s["exp_avg_sq"] for s in states],
-                states[0]["step"].to(torch.float64 if dtype == torch.float64 else torch.float32), keep,
-                divisor.to(dtype), beta1, beta2, group["eps"], group["weight_decay"],
-            )  # fmt: skip
+                params,
+                grads,
+                [s["exp_avg"] for s in states],
+                [s["exp_avg_sq"] for s in states],
+                states[0]["step"].to(torch.float64 if dtype == torch.float64 else torch.float32),
+                keep,
+                divisor.to(dtype),
+                beta1,
+                beta2,
+                group["eps"],
+                group["weight_decay"],
+            )
             lr = torch.full((), group["lr"], dtype=dtype, device=device) * keep
             work.append((params, grads, sums_2N, lr, group["weight_decay"] != 0))
         if work:
@@ -70,9 +86,18 @@ class Lamb(torch.optim.Optimizer):
 
 
 def moments(
-    params: Tensors, grads: Tensors, exp_avgs: Tensors, exp_avg_sqs: Tensors, step: Tensor, keep: Tensor,
-    divisor: Tensor, beta1: float, beta2: float, eps: float, weight_decay: float,
-) -> Tensor:  # fmt: skip
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    step: Tensor,
+    keep: Tensor,
+    divisor: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> Tensor:
     """Moments and updates in place (the update over the gradient); [2, N] squared norms, tensors first.
 
     `keep` = 0 leaves the moments as they are. A tensor with no element on this rank counts 0.

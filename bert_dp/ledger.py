@@ -139,9 +139,15 @@ def fake() -> AbstractContextManager[Any]:
 
 
 def count_step(
-    config: Config, precision: Precision, device: torch.device, micro_size: int, *, accumulation: int,
-    keeps_gradients: bool, tensors: AbstractContextManager[Any],
-) -> Ledger:  # fmt: skip
+    config: Config,
+    precision: Precision,
+    device: torch.device,
+    micro_size: int,
+    *,
+    accumulation: int,
+    keeps_gradients: bool,
+    tensors: AbstractContextManager[Any],
+) -> Ledger:
     """The ledger of two steps of the eager model, the first of which makes the optimizer's state.
 
     tensors: `fake()`, or nullcontext() for a real step.
@@ -163,9 +169,17 @@ def count_step(
         batch = data.Batch(ids_BS, zeros_P, zeros_P, predicted, np.arange(micro_size))
         for _ in range(2):
             train_step(
-                replica, bare, mlm_loss, [batch] * accumulation, device=device, precision=precision,
-                max_norm=config.optim.clip, timers=Timers(device), dropout_seed=None, progress=lambda: None,
-            )  # fmt: skip
+                replica,
+                bare,
+                mlm_loss,
+                [batch] * accumulation,
+                device=device,
+                precision=precision,
+                max_norm=config.optim.clip,
+                timers=Timers(device),
+                dropout_seed=None,
+                progress=lambda: None,
+            )
     return ledger
 
 

@@ -51,8 +51,15 @@ def memory_line(config: Config, ranks: int, sizes: tuple[int, int]) -> dict[str,
             why = f"{type(error).__name__}: {error}"
     source = "fake tensors" if found else "formula"
     found = found or by_formula(config, precision, ranks, sizes)
-    return {"source": source, "why": why, "precision": precision.name, "compiled": False, "ranks": ranks,
-            "sizes": list(sizes), **found}  # fmt: skip
+    return {
+        "source": source,
+        "why": why,
+        "precision": precision.name,
+        "compiled": False,
+        "ranks": ranks,
+        "sizes": list(sizes),
+        **found,
+    }
 
 
 def choose_device(config: Config) -> tuple[torch.device, Precision]:
@@ -76,9 +83,14 @@ def traced(
     histories = []
     for size in sizes:
         ledger = count_step(
-            config, precision, device, size, accumulation=1 + accumulates,
-            keeps_gradients=engine not in ("single", "independent"), tensors=fake(),
-        )  # fmt: skip
+            config,
+            precision,
+            device,
+            size,
+            accumulation=1 + accumulates,
+            keeps_gradients=engine not in ("single", "independent"),
+            tensors=fake(),
+        )
         bytes_EP, inside_E = ledger.history()
         histories.append(bytes_EP)
     if len(histories[0]) != len(histories[1]):

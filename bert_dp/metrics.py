@@ -53,8 +53,11 @@ class Timers:
     def end_step(self) -> None:
         """A step ends here and the next begins."""
         begin, host_s, self._phases, phases = (
-            self._begin, time.perf_counter() - self._host_begin, [], self._phases
-        )  # fmt: skip
+            self._begin,
+            time.perf_counter() - self._host_begin,
+            [],
+            self._phases,
+        )
         self.restart()
         self._ended.append((phases, begin, self._begin, host_s))
 
@@ -187,9 +190,17 @@ class Meter:
         self.timers.restart()
 
     def flush(
-        self, *, step: int, samples: int, epoch: int, progress: float, lr: float, batch: int, wait_s: float,
+        self,
+        *,
+        step: int,
+        samples: int,
+        epoch: int,
+        progress: float,
+        lr: float,
+        batch: int,
+        wait_s: float,
         elapsed_s: float,
-    ) -> Metrics:  # fmt: skip
+    ) -> Metrics:
         """One sync point, one gather; the line is the same on every rank. Collective."""
         self._sync()
         ranks = self._gather(step, wait_s, time.perf_counter() - self._start - self._paused_s)
@@ -237,8 +248,13 @@ class Meter:
         phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
         waits = [after - before for before, after in itertools.pairwise(self._waits)]
         parts = {f"{name}_s": each for name, each in phases.items()}
-        self.steps = {"step": step, "data_wait_s": waits, **parts, "peak_memory_gib": memory_gib,
-                      "alloc_retries": alloc_retries(self._device)}  # fmt: skip
+        self.steps = {
+            "step": step,
+            "data_wait_s": waits,
+            **parts,
+            "peak_memory_gib": memory_gib,
+            "alloc_retries": alloc_retries(self._device),
+        }
         sums = [sum(phases[name]) for name in TIMED]
         return self._comm.gather([float(self._loss), memory_gib, wait_s - self._waits[0], *sums, seconds])
 

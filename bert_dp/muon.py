@@ -28,9 +28,14 @@ class Muon(torch.optim.Optimizer):
     found_inf: Tensor | None = None
 
     def __init__(
-        self, params: Iterable[dict[str, Any]], *, lr: float, momentum: float, betas: tuple[float, float],
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float,
+        betas: tuple[float, float],
         eps: float,
-    ):  # fmt: skip
+    ):
         super().__init__(
             params,
             {
@@ -72,16 +77,31 @@ class Muon(torch.optim.Optimizer):
     def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
         for p in params:
             if not self.state[p]:
-                self.state[p] = {"step": torch.zeros((), device=p.device), "exp_avg": torch.zeros_like(p),
-                                 "exp_avg_sq": torch.zeros_like(p)}  # fmt: skip
+                self.state[p] = {
+                    "step": torch.zeros((), device=p.device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
         states = [self.state[p] for p in params]
         beta1, beta2 = group["betas"]
         adamw(
-            params, [p.grad for p in params if p.grad is not None], [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states], [], [s["step"] for s in states], fused=True,
-            grad_scale=self.grad_scale, found_inf=self.found_inf, amsgrad=False, beta1=beta1, beta2=beta2,
-            lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
-        )  # fmt: skip
+            params,
+            [p.grad for p in params if p.grad is not None],
+            [s["exp_avg"] for s in states],
+            [s["exp_avg_sq"] for s in states],
+            [],
+            [s["step"] for s in states],
+            fused=True,
+            grad_scale=self.grad_scale,
+            found_inf=self.found_inf,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+        )
 
 
 def orthogonalize(matrix: Tensor) -> Tensor:

@@ -111,8 +111,15 @@ class NormPairs:
             measured = [row for row in group if np.isfinite(row[2:]).all() and small < big]
             if measured:
                 numbers, _, smalls, bigs = (list(column) for column in zip(*measured, strict=True))
-                lines.append({"step": numbers[-1], "small_batch": small, "big_batch": big,
-                              "small_sq": smalls, "big_sq": bigs})  # fmt: skip
+                lines.append(
+                    {
+                        "step": numbers[-1],
+                        "small_batch": small,
+                        "big_batch": big,
+                        "small_sq": smalls,
+                        "big_sq": bigs,
+                    }
+                )
         return lines
 
 
@@ -161,8 +168,9 @@ def estimate(
     Inconclusive: fewer than 50 steps, or |G|^2 or tr(Sigma) not above 0 at 99.9 %: at 97.5 % one run in forty
     without any gradient would show a figure. Raises ValueError where b is not below B.
     """
-    small_N, big_N, b_N, B_N = np.broadcast_arrays(*(np.asarray(x, np.float64) for x in (
-        small_sq, big_sq, b_small, b_big)))  # fmt: skip
+    small_N, big_N, b_N, B_N = np.broadcast_arrays(
+        *(np.asarray(x, np.float64) for x in (small_sq, big_sq, b_small, b_big))
+    )
     if not (b_N < B_N).all():
         raise ValueError("the small batch must be below the big one")
     steps = small_N.size
@@ -172,9 +180,10 @@ def estimate(
     (grad, trace), (var, cov, var_trace) = both_2N.mean(1), _variances(both_2N)
     margin = T_95 * var**0.5
     facts: dict[str, Any] = {
-        "grad_sq": float(grad), "grad_sq_interval": (float(grad - margin), float(grad + margin)),
+        "grad_sq": float(grad),
+        "grad_sq_interval": (float(grad - margin), float(grad + margin)),
         "trace": float(trace),
-    }  # fmt: skip
+    }
     for name, mean, variance in (("|G|^2", grad, var), ("tr(Sigma)", trace, var_trace)):
         if mean <= T_999 * variance**0.5:
             why = f"{name} is not above 0 at 99.9 % over {steps} steps"

@@ -35,9 +35,13 @@ def parameter_groups(
 
 
 def make_optimizer(
-    config: OptimConfig, named: NamedParameters, is_decayed: Callable[[str], bool],
-    is_matrix: Callable[[str], bool], *, compiled: bool = False,
-) -> torch.optim.Optimizer:  # fmt: skip
+    config: OptimConfig,
+    named: NamedParameters,
+    is_decayed: Callable[[str], bool],
+    is_matrix: Callable[[str], bool],
+    *,
+    compiled: bool = False,
+) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101) in one fused kernel, LAMB or Muon; `lr` is set before every step."""
     named = list(named)
     betas = (config.beta1, config.beta2)

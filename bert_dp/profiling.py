@@ -84,18 +84,25 @@ def measure(job: train.Job, clock: Timers) -> dict[str, Any]:
     ready_s = {name: statistics.median(r[3][name] for r in rounds) for name in rounds[0][3]}
     sizes = {name: p.nbytes for name, p in named}
     return {
-        "device": setup.device_name(job.device), "precision": job.precision.name,
-        "compiled": job.facts["compiled"], "engine": "single", "micro_batch": job.plan.micro_size,
-        "sequence_length": job.config.data.sequence_length, "parameters": sum(p.numel() for _, p in named),
-        "num_layers": job.config.model.num_layers, "hidden_size": job.config.model.hidden_size,
+        "device": setup.device_name(job.device),
+        "precision": job.precision.name,
+        "compiled": job.facts["compiled"],
+        "engine": "single",
+        "micro_batch": job.plan.micro_size,
+        "sequence_length": job.config.data.sequence_length,
+        "parameters": sum(p.numel() for _, p in named),
+        "num_layers": job.config.model.num_layers,
+        "hidden_size": job.config.model.hidden_size,
         "num_heads": job.config.model.num_heads,
-        "forward_s": forward_s, "backward_s": backward_s, "optimizer_s": optimizer_s,
+        "forward_s": forward_s,
+        "backward_s": backward_s,
+        "optimizer_s": optimizer_s,
         "micro_s": forward_s + backward_s,
         "gradients": [
             {"name": name, "bytes": sizes[name], "ready_s": ready_s[name]}
             for name in sorted(ready_s, key=lambda name: ready_s[name])
         ],
-    }  # fmt: skip
+    }
 
 
 def _sync(device: torch.device) -> None:

@@ -321,10 +321,12 @@ def secret_values(environ: Mapping[str, str]) -> dict[str, str]:
     A path that exists is none: it says where a secret is kept.
     """
     return {
-        value: name for name, value in environ.items()
-        if len(value) >= MIN_SECRET and is_secret(name, value)
+        value: name
+        for name, value in environ.items()
+        if len(value) >= MIN_SECRET
+        and is_secret(name, value)
         and not (value.startswith("/") and os.path.exists(value))
-    }  # fmt: skip
+    }
 
 
 def hide(text: str, secrets: Iterable[str]) -> str:

@@ -104,11 +104,19 @@ def find_resume(
     path = Path(answer["path"])
     state, facts = checkpoint.load(path)
     if changed := changed_settings(facts["config"], config):
-        raise ConfigError([f"--resume {path}: {line}; undo it or use --resume never in another run directory"
-                           for line in changed])  # fmt: skip
+        raise ConfigError(
+            [
+                f"--resume {path}: {line}; undo it or use --resume never in another run directory"
+                for line in changed
+            ]
+        )
     if facts["data_hash"] != corpus_.manifest["hash"]:
-        raise ConfigError([f"data: the run was trained on shards {facts['data_hash'][:16]}, these are "
-                           f"{corpus_.manifest['hash'][:16]}"])  # fmt: skip
+        raise ConfigError(
+            [
+                f"data: the run was trained on shards {facts['data_hash'][:16]}, these are "
+                f"{corpus_.manifest['hash'][:16]}"
+            ]
+        )
     counters = Counters(**{f.name: facts[f.name] for f in dataclasses.fields(Counters) if f.name in facts})
     say(comm, f"resuming from {path.name}: {counters.samples} samples seen")
     same_device = facts["device"] == device.type
@@ -119,9 +127,16 @@ def find_resume(
 
 
 def assemble(
-    config: Config, plan: BatchPlan, run_dir: Path, comm: dist.Comm, device: torch.device, corpus_: Corpus,
-    resume: Resume, heartbeat: Heartbeat, received_signal: Callable[[], int],
-) -> tuple[Job, parallel.State]:  # fmt: skip
+    config: Config,
+    plan: BatchPlan,
+    run_dir: Path,
+    comm: dist.Comm,
+    device: torch.device,
+    corpus_: Corpus,
+    resume: Resume,
+    heartbeat: Heartbeat,
+    received_signal: Callable[[], int],
+) -> tuple[Job, parallel.State]:
     """Everything `train` needs, positioned at `resume.counters`, and the state that it starts from, not yet
     loaded. Collective."""
     precision = choose_precision(config.precision, device)
@@ -140,17 +155,23 @@ def assemble(
         ddp_counters.sample_every(wrapped, config.log.every_steps)
     stream = make_stream(config, plan, engine, device, corpus_, resume.counters.samples)
     held_out = data.held_out_batches(
-        corpus_.held_out, micro_size=plan.micro_size, max_sequences=config.eval.max_sequences,
+        corpus_.held_out,
+        micro_size=plan.micro_size,
+        max_sequences=config.eval.max_sequences,
         num_masked=num_masked(EVAL_MASK_RATE, config.data.sequence_length),
-        dp_rank=engine.dp_rank, dp_size=engine.dp_size,
-    )  # fmt: skip
+        dp_rank=engine.dp_rank,
+        dp_size=engine.dp_size,
+    )
     meter = Meter(
-        comm, device, plan, sequence_length=config.data.sequence_length,
+        comm,
+        device,
+        plan,
+        sequence_length=config.data.sequence_length,
         flops_per_token=cost.flops_per_token(
             config.model, config.data.sequence_length, config.objective.mask_rate
         ),
         peak_flops=cost.peak_flops(device_name(device), precision.name),
-    )  # fmt: skip
+    )
     facts = {
         "config": config.model_dump(mode="json"),
         "data_hash": corpus_.manifest["hash"],
@@ -165,32 +186,62 @@ def assemble(
     line = functools.partial(say, comm)
     saver = Saver(folder, config.checkpoint, line, resume.counters.step if here else None)
     job = Job(
-        config=config, plan=plan, run_dir=run_dir, comm=comm, device=device, precision=precision,
-        engine=engine, model=wrapped, bare_model=bare, optimizer=optimizer, stream=stream,
-        held_out=held_out, epoch_size=len(corpus_.train), meter=meter, facts=facts, saver=saver, say=line,
-        heartbeat=heartbeat, received_signal=received_signal, mirror=make_mirror(config, run_dir, comm),
+        config=config,
+        plan=plan,
+        run_dir=run_dir,
+        comm=comm,
+        device=device,
+        precision=precision,
+        engine=engine,
+        model=wrapped,
+        bare_model=bare,
+        optimizer=optimizer,
+        stream=stream,
+        held_out=held_out,
+        epoch_size=len(corpus_.train),
+        meter=meter,
+        facts=facts,
+        saver=saver,
+        say=line,
+        heartbeat=heartbeat,
+        received_signal=received_signal,
+        mirror=make_mirror(config, run_dir, comm),
         norm_pairs=getattr(engine, "norm_pairs", None),
-    )  # fmt: skip
+    )
     return job, start
 
 
 def make_stream(
-    config: Config, plan: BatchPlan, engine: parallel.Engine, device: torch.device, corpus_: Corpus,
+    config: Config,
+    plan: BatchPlan,
+    engine: parallel.Engine,
+    device: torch.device,
+    corpus_: Corpus,
     start_sample: int,
-) -> data.Stream:  # fmt: skip
+) -> data.Stream:
     """Where this replica's micro batches come from."""
     pin = device.type == "cuda"
     if config.data.synthetic:
         batch = data.random_batch(
-            config.run.seed + engine.dp_rank, plan.micro_size, config.data.sequence_length,
-            config.num_masked, corpus_.train.vocabulary.size,
-        )  # fmt: skip
+            config.run.seed + engine.dp_rank,
+            plan.micro_size,
+            config.data.sequence_length,
+            config.num_masked,
+            corpus_.train.vocabulary.size,
+        )
         return data.SameBatch(batch.pin() if pin else batch)
     return data.TrainingStream(
-        corpus_.train, seed=config.run.seed, num_masked=config.num_masked, shuffle=config.data.shuffle,
-        micro_size=plan.micro_size, dp_rank=engine.dp_rank, dp_size=engine.dp_size,
-        start_sample=start_sample, workers=config.data.workers, pin=pin,
-    )  # fmt: skip
+        corpus_.train,
+        seed=config.run.seed,
+        num_masked=config.num_masked,
+        shuffle=config.data.shuffle,
+        micro_size=plan.micro_size,
+        dp_rank=engine.dp_rank,
+        dp_size=engine.dp_size,
+        start_sample=start_sample,
+        workers=config.data.workers,
+        pin=pin,
+    )
 
 
 def fresh_state(bare: torch.nn.Module) -> parallel.State:

@@ -13,9 +13,14 @@ from bert_dp.train import Counters, Job, Outcome
 
 
 def write_summary(
-    job: Job, counters: Counters, outcome: Outcome, manifest: dict[str, Any], setup_s: float,
-    dry_run_s: float, before_j: float | None,
-) -> None:  # fmt: skip
+    job: Job,
+    counters: Counters,
+    outcome: Outcome,
+    manifest: dict[str, Any],
+    setup_s: float,
+    dry_run_s: float,
+    before_j: float | None,
+) -> None:
     """Rank 0 writes; collective: the peak memory is the largest of all ranks', the energy their sum.
 
     `before_j`: this rank's counter of joules before the first step.

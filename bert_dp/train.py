@@ -175,9 +175,17 @@ def dry_run(job: Job) -> None:
     batches = [job.stream.peek()] * min(2, job.plan.accumulation)
     timers = Timers(job.device)
     train_step(
-        job.engine, job.model, mlm_loss, batches, device=job.device, precision=job.precision,
-        max_norm=job.config.optim.clip, timers=timers, dropout_seed=None, progress=job.heartbeat.progress,
-    )  # fmt: skip
+        job.engine,
+        job.model,
+        mlm_loss,
+        batches,
+        device=job.device,
+        precision=job.precision,
+        max_norm=job.config.optim.clip,
+        timers=timers,
+        dropout_seed=None,
+        progress=job.heartbeat.progress,
+    )
     evaluate(job, job.held_out[:1])
     job.comm.barrier()
 
@@ -228,10 +236,17 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
         batches = [job.stream.next() for _ in range(batch // per_pass)]
         heartbeat.enter("step")
         loss, norm = train_step(
-            job.engine, job.model, mlm_loss, batches, device=job.device, precision=job.precision,
-            max_norm=config.optim.clip, timers=meter.timers, dropout_seed=dropout_seed,
+            job.engine,
+            job.model,
+            mlm_loss,
+            batches,
+            device=job.device,
+            precision=job.precision,
+            max_norm=config.optim.clip,
+            timers=meter.timers,
+            dropout_seed=dropout_seed,
             progress=heartbeat.progress,
-        )  # fmt: skip
+        )
         meter.observe(loss, norm, batch, len(batches), job.stream.wait_s)
         counters.step += 1
         counters.samples += batch
@@ -265,10 +280,14 @@ def _finish(job: Job, counters: Counters, clock: SharedClock, course: Course, st
     if not failure:  # else the state may be what made it fail, and must not push out the good ones
         failure = save(job, counters, clock.elapsed_s())
     return Outcome(
-        signal=0 if stop == GIVE_UP else stop, failure=failure, final_loss=course.final_loss,
-        heldout_loss=course.heldout_loss, checkpoint=job.saver.newest, eval_s=course.eval_s,
+        signal=0 if stop == GIVE_UP else stop,
+        failure=failure,
+        final_loss=course.final_loss,
+        heldout_loss=course.heldout_loss,
+        checkpoint=job.saver.newest,
+        eval_s=course.eval_s,
         save_s=job.saver.held_s,
-    )  # fmt: skip
+    )
 
 
 def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> None:
@@ -296,8 +315,10 @@ def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> No
     if health.is_spike(line.loss, recent):
         counters.loss_spikes += 1
         mean = sum(recent) / len(recent)
-        job.say(f"warning: loss spike at step {line.step}: {line.loss:.4f}, mean of the last {len(recent)} "
-                f"logged losses {mean:.4f}")  # fmt: skip
+        job.say(
+            f"warning: loss spike at step {line.step}: {line.loss:.4f}, mean of the last {len(recent)} "
+            f"logged losses {mean:.4f}"
+        )
     if math.isfinite(line.loss):
         counters.recent_losses = [*recent, line.loss][-health.WINDOW :]
     in_a_row = job.meter.skipped_in_a_row

@@ -42,7 +42,7 @@ MEANING: dict[int, tuple[str, str]] = {
     signal.SIGFPE: ("native code divided a whole number by zero", "see the stack"),
     signal.SIGXCPU: ("the CPU time limit of this session is spent", "raise `ulimit -t`"),
     signal.SIGXFSZ: ("a file reached the size limit of this session", "raise `ulimit -f`"),
-}  # fmt: skip
+}
 CHANGES: tuple[dict[str, Any], ...] = (  # beside a smaller micro batch, the cheapest in time first
     {"activation_checkpointing": True},
     {"engine": "zero1"},
@@ -90,9 +90,12 @@ def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: Memo
         first = f"the kernel killed {killed} for want of host memory (oom_kill in {memory.counter}); {peaked}"
         why, fixes = _what_to_lower(run_dir, world_size, "host", "")
         return dataclasses.replace(
-            failure, message=f"{failure.message}: host out of memory", explanation=(first, *why),
-            fix=tuple(fixes), memory=memory,
-        )  # fmt: skip
+            failure,
+            message=f"{failure.message}: host out of memory",
+            explanation=(first, *why),
+            fix=tuple(fixes),
+            memory=memory,
+        )
     if memory.oom_kills is None:
         why_not = f"from outside, perhaps for want of memory: no oom_kill counter is readable; {peaked}"
     else:
@@ -111,8 +114,10 @@ def _what_to_lower(
     facts = record.read_json(run_dir / "environment.json") or {}
     on_gpu = config.run.device != "cpu" and bool(facts.get("gpus"))
     if scarce == "host" and on_gpu:
-        return [], ["on GPUs the host holds the data, the checkpoint's copy and the program: fewer ranks on "
-                    "this host, fewer other processes, or more memory"]  # fmt: skip
+        return [], [
+            "on GPUs the host holds the data, the checkpoint's copy and the program: fewer ranks on "
+            "this host, fewer other processes, or more memory"
+        ]
     if scarce == "device":
         capacity, why = _device_capacity(message, facts)
     else:
@@ -138,8 +143,9 @@ def _device_capacity(message: str, facts: dict[str, Any]) -> tuple[float | None,
         return min(sizes, default=None), []
     others = total - free - mine if free is not None and mine is not None else 0.0
     if others > SPARE * total:
-        return total - others, [f"other processes hold {format_gib(others)} of its {format_gib(total)}"
-                                " (`nvidia-smi` names them)"]  # fmt: skip
+        return total - others, [
+            f"other processes hold {format_gib(others)} of its {format_gib(total)} (`nvidia-smi` names them)"
+        ]
     return total, []
 
 
@@ -184,8 +190,9 @@ def what_fits(
         if found is not None and parallel != config.parallel and (found == micro or not has_checkpoint):
             fixes.append(_say(config, changed, found, precision, world_size))
             break
-    return equation, fixes or ["nothing fits by the estimate: a smaller model, more ranks with "
-                               "parallel.engine=fsdp, or more memory"]  # fmt: skip
+    return equation, fixes or [
+        "nothing fits by the estimate: a smaller model, more ranks with parallel.engine=fsdp, or more memory"
+    ]
 
 
 def _largest(config: Config, precision: str, world_size: int, limit_gib: float, most: int) -> int | None:
@@ -205,16 +212,21 @@ def _largest(config: Config, precision: str, world_size: int, limit_gib: float, 
 def _say(old: Config, new: Config, micro: int, precision: str, world_size: int) -> str:
     """`--set` options from `old` to `new` at this micro batch, what that does to the batch, the estimate."""
     new = _with_micro(new, micro)
-    settings = {f"parallel.{name}": value for name, value in new.parallel.model_dump(mode="json").items()
-                if getattr(old.parallel, name) != value}  # fmt: skip
+    settings = {
+        f"parallel.{name}": value
+        for name, value in new.parallel.model_dump(mode="json").items()
+        if getattr(old.parallel, name) != value
+    }
     if micro != old.batch.micro_size:
         settings["batch.micro_size"] = micro
     options = " ".join(f"--set {name}={str(value).lower()}" for name, value in settings.items())
     size = format_gib(_estimate(new, precision, world_size))
     plan = batch_plan(new, world_size)
     before = old.batch.global_size // (old.batch.micro_size * plan.dp)
-    return (f"{options} (accumulation {before} -> {plan.accumulation}, the global batch of "
-            f"{format_count(plan.global_size)} stays): about {size}")  # fmt: skip
+    return (
+        f"{options} (accumulation {before} -> {plan.accumulation}, the global batch of "
+        f"{format_count(plan.global_size)} stays): about {size}"
+    )
 
 
 def _with_micro(config: Config, micro: int) -> Config:

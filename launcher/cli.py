@@ -19,10 +19,13 @@ from launcher.plan.command import plan_app
 from launcher.tune.command import tune_app
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Pretrain a crammed BERT on every GPU of this machine, and know what each one contributed.",
-)  # fmt: skip
+)
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build and inspect token shards.")
 app.add_typer(data_app, name="data")
 app.add_typer(plan_app, name="plan")
@@ -71,9 +74,15 @@ def train(
     if elastic and not max_restarts:
         raise ConfigError(["--elastic: only a restart changes the number of ranks; add --max-restarts K"])
     overrides, failed = auto.fill(
-        config, set_ or [], nproc=nproc, run_dir=run_dir, resume=resume, launcher=launcher,
-        dry_run=dry_run, console=console(),
-    )  # fmt: skip
+        config,
+        set_ or [],
+        nproc=nproc,
+        run_dir=run_dir,
+        resume=resume,
+        launcher=launcher,
+        dry_run=dry_run,
+        console=console(),
+    )
     if failed:
         raise typer.Exit(failed)
     raise typer.Exit(
@@ -121,10 +130,16 @@ def data_build(
 
     raise typer.Exit(
         datasets.build(
-            sources, out, vocab_size=vocab_size, sequence_length=sequence_length, tokenizer=tokenizer,
-            overrides=set_ or [], processes_=processes, force=force,
+            sources,
+            out,
+            vocab_size=vocab_size,
+            sequence_length=sequence_length,
+            tokenizer=tokenizer,
+            overrides=set_ or [],
+            processes_=processes,
+            force=force,
         )
-    )  # fmt: skip
+    )
 
 
 @data_app.command("inspect")
@@ -198,10 +213,17 @@ def scale(
             ["--accumulation: strong scaling derives it from batch.global_size; use --mode weak"]
         )
     settings = grid.Settings(
-        gpus=tuple(sorted(parse_counts(gpus, "--gpus"))), modes=grid.modes_of(mode),
-        engines=grid.parse_engines(engines), tensor=parse_counts(tensor, "--tensor"), launcher=launcher,
-        repeats=repeats, steps=steps, warm_up=warm_up, accumulation=accumulation, synthetic=synthetic,
-    )  # fmt: skip
+        gpus=tuple(sorted(parse_counts(gpus, "--gpus"))),
+        modes=grid.modes_of(mode),
+        engines=grid.parse_engines(engines),
+        tensor=parse_counts(tensor, "--tensor"),
+        launcher=launcher,
+        repeats=repeats,
+        steps=steps,
+        warm_up=warm_up,
+        accumulation=accumulation,
+        synthetic=synthetic,
+    )
     raise typer.Exit(
         benchmark.scale(
             config, set_ or [], settings, out=out, dry_run=dry_run, as_json=json, console=console()

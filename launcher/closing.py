@@ -84,27 +84,48 @@ def closing_rows(run: Run) -> list[tuple[str, str]]:
     compiled = {"True": "compiled", "False": "eager"}.get(str(facts.get("compiled")), "")
     page = run.path / "report.html"
     rows = [
-        ("held-out loss", fold([format_nats(facts.get("heldout_loss")),
-                                f"unigram entropy {format_nats(facts.get('unigram_entropy_nats'))}",
-                                f"ln V {format_nats(facts.get('uniform_entropy_nats'))}"])),
+        (
+            "held-out loss",
+            fold(
+                [
+                    format_nats(facts.get("heldout_loss")),
+                    f"unigram entropy {format_nats(facts.get('unigram_entropy_nats'))}",
+                    f"ln V {format_nats(facts.get('uniform_entropy_nats'))}",
+                ]
+            ),
+        ),
         ("training loss", f"{format_nats(facts.get('final_loss'))} per masked token of all ranks, last step"),
         ("steps", f"{format_count(step)} x {_batch_equation(facts)}"),
         ("", f"{format_count(facts.get('tokens'))} tokens, {format_count(facts.get('samples'))} samples"),
-        ("model", fold([f"{format_si(facts.get('parameters'))} parameters", str(facts.get("precision") or ""),
-                        compiled])),
-        ("throughput", f"{format_si(facts.get('tokens_per_s'), 'tokens/s')} over {ranks(facts)}"
-                       + (f", {per_rank} per {unit(facts).split()[-1]}" if count and count > 1 else "")),
+        (
+            "model",
+            fold(
+                [
+                    f"{format_si(facts.get('parameters'))} parameters",
+                    str(facts.get("precision") or ""),
+                    compiled,
+                ]
+            ),
+        ),
+        (
+            "throughput",
+            f"{format_si(facts.get('tokens_per_s'), 'tokens/s')} over {ranks(facts)}"
+            + (f", {per_rank} per {unit(facts).split()[-1]}" if count and count > 1 else ""),
+        ),
         ("", format_si(facts.get("samples_per_s"), "samples/s")),
-        ("", f"{format_si(facts.get('steps_per_s'), 'steps/s')}; "
-             f"{format_si(facts.get('global_steps_per_s'), 'global steps/s')} = "
-             f"x {_batch_equation(facts, short=True)}"),
+        (
+            "",
+            f"{format_si(facts.get('steps_per_s'), 'steps/s')}; "
+            f"{format_si(facts.get('global_steps_per_s'), 'global steps/s')} = "
+            f"x {_batch_equation(facts, short=True)}",
+        ),
         ("MFU", f"{NA}, peak of this device unknown" if mfu is None else f"{format_percent(mfu)} of peak"),
         ("train", _train_split(parts)),
         ("wall (rank 0)", _wall_split(parts)),
         ("peak memory", f"{format_gib(facts.get('peak_memory_gib'))}, greatest of {ranks(facts)}"),
         ("checkpoint", str(facts.get("checkpoint") or NA)),
         ("report", _shortest(page) if page.exists() else NA),
-    ]  # fmt: skip
+    ]
     if skipped:
         rows.insert(
             4,
@@ -161,14 +182,20 @@ def _shortest(path: Path) -> str:
 
 def detail_rows(run: Run) -> list[Row]:
     """Every number of a run with its denominator, for the page."""
-    return [*_outcome_rows(run), *_work_rows(run.facts), *_speed_rows(run.facts), *_time_rows(run.facts),
-            *_resource_rows(run)]  # fmt: skip
+    return [
+        *_outcome_rows(run),
+        *_work_rows(run.facts),
+        *_speed_rows(run.facts),
+        *_time_rows(run.facts),
+        *_resource_rows(run),
+    ]
 
 
 def _outcome_rows(run: Run) -> list[Row]:
     facts, section = run.facts, "Outcome"
-    loss, unigram, uniform = (number(facts.get(k)) for k in
-                              ("heldout_loss", "unigram_entropy_nats", "uniform_entropy_nats"))  # fmt: skip
+    loss, unigram, uniform = (
+        number(facts.get(k)) for k in ("heldout_loss", "unigram_entropy_nats", "uniform_entropy_nats")
+    )
     return [
         Row(section, "status", str(facts.get("status") or NA), f"exit code {facts.get('exit_code', NA)}"),
         Row(
@@ -197,10 +224,20 @@ def _outcome_rows(run: Run) -> list[Row]:
 def _failure_rows(facts: Mapping[str, Any]) -> list[Row]:
     """Of a failed run: where, why and what to do, and what followed."""
     place = " ".join(str(facts[key]) for key in ("where", "source") if facts.get(key))
-    named = [("at", [place] if place else []), ("why", facts.get("explanation")), ("fix", facts.get("fix")),
-             ("consequence", facts.get("consequences")), ("log", [facts.get("log")])]  # fmt: skip
-    return [Row("Outcome", label, str(line)) for label, lines in named if isinstance(lines, list)
-            for line in lines if line]  # fmt: skip
+    named = [
+        ("at", [place] if place else []),
+        ("why", facts.get("explanation")),
+        ("fix", facts.get("fix")),
+        ("consequence", facts.get("consequences")),
+        ("log", [facts.get("log")]),
+    ]
+    return [
+        Row("Outcome", label, str(line))
+        for label, lines in named
+        if isinstance(lines, list)
+        for line in lines
+        if line
+    ]
 
 
 def _work_rows(facts: Mapping[str, Any]) -> list[Row]:
@@ -231,13 +268,25 @@ def _speed_rows(facts: Mapping[str, Any]) -> list[Row]:
         Row(section, "global steps", format_si(facts.get("global_steps_per_s"), "global steps/s"), micro),
         Row(section, "samples", format_si(facts.get("samples_per_s"), "samples/s"), over),
         Row(section, "tokens", format_si(facts.get("tokens_per_s"), "tokens/s"), over),
-        Row(section, "tokens per device", format_si(facts.get("tokens_per_s_per_gpu"), "tokens/s"),
-            f"tokens/s divided by {ranks(facts)}"),
-        Row(section, "straggler ratio", NA if ratio is None else f"{ratio:.2f}",
-            "own work of the slowest rank / median of the others, before any gradient reduction"),
-        Row(section, "MFU", format_percent(mfu), "model FLOPs / peak of the device" if mfu is not None
-            else "peak of this device unknown"),
-    ]  # fmt: skip
+        Row(
+            section,
+            "tokens per device",
+            format_si(facts.get("tokens_per_s_per_gpu"), "tokens/s"),
+            f"tokens/s divided by {ranks(facts)}",
+        ),
+        Row(
+            section,
+            "straggler ratio",
+            NA if ratio is None else f"{ratio:.2f}",
+            "own work of the slowest rank / median of the others, before any gradient reduction",
+        ),
+        Row(
+            section,
+            "MFU",
+            format_percent(mfu),
+            "model FLOPs / peak of the device" if mfu is not None else "peak of this device unknown",
+        ),
+    ]
 
 
 def _time_rows(facts: Mapping[str, Any]) -> list[Row]:

@@ -16,9 +16,16 @@ if TYPE_CHECKING:
 
 
 def build(
-    sources: Sequence[str], out: Path, *, vocab_size: int, sequence_length: int, tokenizer: str | None,
-    overrides: Sequence[str], processes_: int | None, force: bool,
-) -> int:  # fmt: skip
+    sources: Sequence[str],
+    out: Path,
+    *,
+    vocab_size: int,
+    sequence_length: int,
+    tokenizer: str | None,
+    overrides: Sequence[str],
+    processes_: int | None,
+    force: bool,
+) -> int:
     """Returns the exit code. Raises ConfigError for an option that a run could not use."""
     from bert_dp.config import parse_overrides
 

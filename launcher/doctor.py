@@ -70,14 +70,31 @@ def _finding(good: bool, level: Literal["warn", "fail"], what: str, consequence:
 def _version_checks(env: Environment) -> list[Check]:
     torch, supported = env.versions.get("torch"), MIN_PYTHON <= _version(env.python) <= MAX_PYTHON
     checks: list[Check] = [
-        (supported, "fail", f"python {env.python}", "supported are 3.11 to 3.13; imports or runs may fail",
-         "make a virtual environment with python 3.13"),
-        (torch is not None and _version(torch) >= MIN_TORCH, "fail", f"torch {torch or 'is not installed'}",
-         "2.11 or newer is needed; every rank stops at start", "pip install 'torch>=2.11'"),
-    ]  # fmt: skip
+        (
+            supported,
+            "fail",
+            f"python {env.python}",
+            "supported are 3.11 to 3.13; imports or runs may fail",
+            "make a virtual environment with python 3.13",
+        ),
+        (
+            torch is not None and _version(torch) >= MIN_TORCH,
+            "fail",
+            f"torch {torch or 'is not installed'}",
+            "2.11 or newer is needed; every rank stops at start",
+            "pip install 'torch>=2.11'",
+        ),
+    ]
     if env.gpus and "+cpu" in (torch or ""):
-        checks.append((False, "fail", f"torch {torch} is a CPU build beside {len(env.gpus)} GPUs",
-                       "the GPUs stay unused", "install the CUDA build of the same version"))  # fmt: skip
+        checks.append(
+            (
+                False,
+                "fail",
+                f"torch {torch} is a CPU build beside {len(env.gpus)} GPUs",
+                "the GPUs stay unused",
+                "install the CUDA build of the same version",
+            )
+        )
     return checks
 
 
@@ -85,24 +102,49 @@ def _gpu_checks(env: Environment) -> list[Check]:
     visible, shm = len(env.gpus), float("inf") if env.shm_gib is None else env.shm_gib
     checks: list[Check] = []
     if env.gpu_error:
-        checks.append((False, "fail", f"GPU driver: {env.gpu_error}", "ranks cannot open a GPU",
-                       "reboot after a driver update; in a container pass --gpus all"))  # fmt: skip
+        checks.append(
+            (
+                False,
+                "fail",
+                f"GPU driver: {env.gpu_error}",
+                "ranks cannot open a GPU",
+                "reboot after a driver update; in a container pass --gpus all",
+            )
+        )
     names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])
     seen = (
         f"{visible} of {env.gpus_present} visible{names}" if env.gpus_present else "none, ranks use the CPU"
     )
-    checks.append((visible == env.gpus_present, "warn", f"GPUs: {seen}",
-                   f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} leaves the others idle",
-                   "unset it to use all"))  # fmt: skip
+    checks.append(
+        (
+            visible == env.gpus_present,
+            "warn",
+            f"GPUs: {seen}",
+            f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} leaves the others idle",
+            "unset it to use all",
+        )
+    )
     for gpu in env.gpus:
         free, total = gpu.free_gib, gpu.memory_gib
         if free is not None and total is not None and free < GPU_FREE * total:
-            checks.append((False, "warn", f"GPU {gpu.index}: {free:.1f} of {total:.1f} GiB are free",
-                           "out of memory where an idle GPU is not, and every rank as slow as this one",
-                           "end its processes (nvidia-smi); or CUDA_VISIBLE_DEVICES without it"))  # fmt: skip
-    checks.append((not visible or shm >= 1, "warn", f"shared memory (/dev/shm): {shm:.2f} GiB",
-                   "NCCL between GPUs of one node fails with a bus error or cannot start",
-                   "start the container with --shm-size=8g or --ipc=host"))  # fmt: skip
+            checks.append(
+                (
+                    False,
+                    "warn",
+                    f"GPU {gpu.index}: {free:.1f} of {total:.1f} GiB are free",
+                    "out of memory where an idle GPU is not, and every rank as slow as this one",
+                    "end its processes (nvidia-smi); or CUDA_VISIBLE_DEVICES without it",
+                )
+            )
+    checks.append(
+        (
+            not visible or shm >= 1,
+            "warn",
+            f"shared memory (/dev/shm): {shm:.2f} GiB",
+            "NCCL between GPUs of one node fails with a bus error or cannot start",
+            "start the container with --shm-size=8g or --ipc=host",
+        )
+    )
     return checks
 
 
@@ -110,30 +152,64 @@ def _host_checks(env: Environment) -> list[Check]:
     cores, disk = env.usable_cores, float("inf") if env.disk_free_gib is None else env.disk_free_gib
     ranks = f"{len(env.gpus) or 2} {'GPU' if env.gpus else 'CPU'} ranks"
     return [
-        (env.usable_memory_gib >= 4, "warn", f"memory: {env.usable_memory_gib:.1f} GiB available",
-         "ranks may be killed by the kernel without a message (exit code -9)",
-         "stop other programs, raise the container's memory limit, or lower --nproc"),
-        (disk >= 5, "warn", f"disk: {disk:.1f} GiB free",
-         "a checkpoint may not fit; the run stops at its first save",
-         "free space, choose another --run-dir, or lower checkpoint.keep"),
-        (env.open_files >= 1024, "warn", f"open files: limit {env.open_files}",
-         "'too many open files' with many ranks or shards", "ulimit -n 65536 before the start"),
-        (cores >= (len(env.gpus) or 2), "warn", f"cores: {cores:g} usable for {ranks}",
-         "ranks share cores, so all wait for the slowest one", "add cores, or start fewer with --nproc"),
-        (env.swap_used_gib < 0.5, "warn", f"swap: {env.swap_used_gib:.1f} GiB in use",
-         "steps become slow and uneven when a rank's memory is swapped", "free memory, then swapoff -a"),
-        (env.omp_num_threads is None, "warn", f"OMP_NUM_THREADS: {env.omp_num_threads or 'not set'}",
-         "ranks take cores / ranks threads whatever it says; other OpenMP libraries follow it",
-         "unset it unless the number is meant"),
+        (
+            env.usable_memory_gib >= 4,
+            "warn",
+            f"memory: {env.usable_memory_gib:.1f} GiB available",
+            "ranks may be killed by the kernel without a message (exit code -9)",
+            "stop other programs, raise the container's memory limit, or lower --nproc",
+        ),
+        (
+            disk >= 5,
+            "warn",
+            f"disk: {disk:.1f} GiB free",
+            "a checkpoint may not fit; the run stops at its first save",
+            "free space, choose another --run-dir, or lower checkpoint.keep",
+        ),
+        (
+            env.open_files >= 1024,
+            "warn",
+            f"open files: limit {env.open_files}",
+            "'too many open files' with many ranks or shards",
+            "ulimit -n 65536 before the start",
+        ),
+        (
+            cores >= (len(env.gpus) or 2),
+            "warn",
+            f"cores: {cores:g} usable for {ranks}",
+            "ranks share cores, so all wait for the slowest one",
+            "add cores, or start fewer with --nproc",
+        ),
+        (
+            env.swap_used_gib < 0.5,
+            "warn",
+            f"swap: {env.swap_used_gib:.1f} GiB in use",
+            "steps become slow and uneven when a rank's memory is swapped",
+            "free memory, then swapoff -a",
+        ),
+        (
+            env.omp_num_threads is None,
+            "warn",
+            f"OMP_NUM_THREADS: {env.omp_num_threads or 'not set'}",
+            "ranks take cores / ranks threads whatever it says; other OpenMP libraries follow it",
+            "unset it unless the number is meant",
+        ),
         _numa_check(env),
-        (env.max_processes is None or env.max_processes >= 2048, "warn",
-         f"processes: limit {_limit(env.max_processes)}",
-         "'resource temporarily unavailable': every thread of a rank counts, some 50 and more a rank",
-         "ulimit -u 16384 before the start, or raise the container's pids limit"),
-        (not env.gpus or env.locked_memory_gib is None or env.locked_memory_gib >= 1 / 1024, "warn",
-         f"locked memory: limit {_limit(env.locked_memory_gib and env.locked_memory_gib * 1024, ' MiB')}",
-         "drivers cannot register the buffers of GPUs or InfiniBand", "ulimit -l unlimited before the start"),
-    ]  # fmt: skip
+        (
+            env.max_processes is None or env.max_processes >= 2048,
+            "warn",
+            f"processes: limit {_limit(env.max_processes)}",
+            "'resource temporarily unavailable': every thread of a rank counts, some 50 and more a rank",
+            "ulimit -u 16384 before the start, or raise the container's pids limit",
+        ),
+        (
+            not env.gpus or env.locked_memory_gib is None or env.locked_memory_gib >= 1 / 1024,
+            "warn",
+            f"locked memory: limit {_limit(env.locked_memory_gib and env.locked_memory_gib * 1024, ' MiB')}",
+            "drivers cannot register the buffers of GPUs or InfiniBand",
+            "ulimit -l unlimited before the start",
+        ),
+    ]
 
 
 def _numa_check(env: Environment) -> Check:
@@ -142,10 +218,12 @@ def _numa_check(env: Environment) -> Check:
     cores = ", ".join(f"{count} cores of node {node}" for node, count in env.numa_cores.items())
     near = f"; GPUs at node {', '.join(map(str, nodes))}" if nodes else ""
     return (
-        not bare, "warn", f"NUMA nodes: {env.numa_nodes}, usable {cores or 'unknown'}{near}",
+        not bare,
+        "warn",
+        f"NUMA nodes: {env.numa_nodes}, usable {cores or 'unknown'}{near}",
         f"no core of node {' or '.join(bare)} is usable: ranks reach their GPU over the socket link",
         "allow cores of that node (Slurm: --cpus-per-gpu or --gpu-bind; container: --cpuset-cpus)",
-    )  # fmt: skip
+    )
 
 
 def _limit(value: float | None, unit: str = "") -> str:
@@ -164,17 +242,37 @@ def link_findings(found: Links, gpus: Sequence[int]) -> list[Finding]:
     most = max((active for active, _ in counts.values()), default=0)
     bad = [f"GPU {gpu} has {active} of {every}" for gpu, (active, every) in counts.items() if active < most]
     checks: list[tuple[bool, Check]] = [
-        (bool(pairs), (not slow, "warn", f"GPU links: {shown}",
-         f"gradients between {_pairs(slow)} cross host bridges: reductions run at the pace of these",
-         "choose near GPUs by CUDA_VISIBLE_DEVICES, or accumulate more micro batches per step")),
-        (bool(found.p2p), (not off, "warn",
-         f"P2P: {f'off between {_pairs(list(off))} ({why})' if off else 'on between all GPUs'}",
-         "each transfer goes through the host's memory, or NCCL hangs",
-         "turn ACS and the IOMMU off in the BIOS; where that is no help, NCCL_P2P_DISABLE=1 ends a hang")),
-        (most > 0, (not bad, "warn", f"NVLink: {', '.join(bad) or f'{most} active on each GPU'}",
-         "every reduction runs at the pace of that GPU",
-         "look for Xid errors in dmesg; reset the GPU, check its bridge and the fabric manager")),
-    ]  # fmt: skip
+        (
+            bool(pairs),
+            (
+                not slow,
+                "warn",
+                f"GPU links: {shown}",
+                f"gradients between {_pairs(slow)} cross host bridges: reductions run at the pace of these",
+                "choose near GPUs by CUDA_VISIBLE_DEVICES, or accumulate more micro batches per step",
+            ),
+        ),
+        (
+            bool(found.p2p),
+            (
+                not off,
+                "warn",
+                f"P2P: {f'off between {_pairs(list(off))} ({why})' if off else 'on between all GPUs'}",
+                "each transfer goes through the host's memory, or NCCL hangs",
+                "turn ACS and the IOMMU off in the BIOS; else NCCL_P2P_DISABLE=1 ends a hang",
+            ),
+        ),
+        (
+            most > 0,
+            (
+                not bad,
+                "warn",
+                f"NVLink: {', '.join(bad) or f'{most} active on each GPU'}",
+                "every reduction runs at the pace of that GPU",
+                "look for Xid errors in dmesg; reset the GPU, check its bridge and the fabric manager",
+            ),
+        ),
+    ]
     return [_finding(*check) for known, check in checks if known]
 
 
@@ -201,9 +299,13 @@ def checkpoint(target: Path, timeout_s: float, module: str = "bert_dp.checkpoint
         what = f"checkpoint round trip: {result['bytes'] / 2**20:.0f} MiB in {seconds:.2f} s, {rate:.0f} MB/s"
     except (KeyError, TypeError):
         return _unanswered("checkpoint round trip", error, consequence, fix)
-    return _finding(rate >= MIN_CHECKPOINT_MB_S, "warn", what,
-                    f"1.4 GB, of a model of 120 M parameters, take {1400 / rate:.0f} s to write and verify",
-                    "choose a faster disk by --run-dir, or a larger checkpoint.every_steps")  # fmt: skip
+    return _finding(
+        rate >= MIN_CHECKPOINT_MB_S,
+        "warn",
+        what,
+        f"1.4 GB, of a model of 120 M parameters, take {1400 / rate:.0f} s to write and verify",
+        "choose a faster disk by --run-dir, or a larger checkpoint.every_steps",
+    )
 
 
 def all_reduce(timeout_s: float, module: str = "bert_dp.dist") -> Finding:
@@ -211,12 +313,18 @@ def all_reduce(timeout_s: float, module: str = "bert_dp.dist") -> Finding:
     consequence = "ranks cannot talk to each other: every run on more than one rank will fail"
     fix = f"run `python -m {module}` to see the whole message"
     if timeout_s < MIN_ALL_REDUCE_S:
-        return Finding("warn", f"all-reduce: not measured, {timeout_s:.0f} s were left",
-                       "it is not known whether ranks can talk to each other", fix)  # fmt: skip
+        return Finding(
+            "warn",
+            f"all-reduce: not measured, {timeout_s:.0f} s were left",
+            "it is not known whether ranks can talk to each other",
+            fix,
+        )
     r, error = _json_of(module, [], timeout_s)
     try:
-        what = (f"all-reduce: {r['world_size']} {r['backend']} ranks, {r['bytes'] / 2**20:.1f} MiB in "
-                f"{r['seconds_median'] * 1e3:.2f} ms, {r['busbw_gb_s']:.2f} GB/s bus bandwidth")  # fmt: skip
+        what = (
+            f"all-reduce: {r['world_size']} {r['backend']} ranks, {r['bytes'] / 2**20:.1f} MiB in "
+            f"{r['seconds_median'] * 1e3:.2f} ms, {r['busbw_gb_s']:.2f} GB/s bus bandwidth"
+        )
         return Finding("ok", what)
     except (KeyError, TypeError):
         return _unanswered("all-reduce", error, consequence, fix)
@@ -270,8 +378,12 @@ def _writable(role: str, path: Path) -> Finding:
             file.write(b"x")
         return Finding("ok", f"{role}: writable")
     except OSError as error:
-        return Finding("fail", f"{role} {path}: {error.strerror}", "the run stops at start",
-                       "make it writable or choose another (--run-dir, BERT_DP_CACHE)")  # fmt: skip
+        return Finding(
+            "fail",
+            f"{role} {path}: {error.strerror}",
+            "the run stops at start",
+            "make it writable or choose another (--run-dir, BERT_DP_CACHE)",
+        )
 
 
 def _version(text: str) -> tuple[int, ...]:

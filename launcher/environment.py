@@ -31,9 +31,24 @@ NO_ANSWER = "no answer within"  # and how long, says run_command of a time-out
 ROOT = Path("/")
 GIB = 2**30
 PACKAGES = (
-    "bert-dp", "torch", "numpy", "tokenizers", "safetensors", "pydantic", "typer", "rich", "PyYAML", "psutil",
-    "accelerate", "deepspeed", "datasets", "transformers", "nvidia-nccl-cu12", "nvidia-nccl-cu13", "triton",
-)  # fmt: skip
+    "bert-dp",
+    "torch",
+    "numpy",
+    "tokenizers",
+    "safetensors",
+    "pydantic",
+    "typer",
+    "rich",
+    "PyYAML",
+    "psutil",
+    "accelerate",
+    "deepspeed",
+    "datasets",
+    "transformers",
+    "nvidia-nccl-cu12",
+    "nvidia-nccl-cu13",
+    "triton",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,8 +121,11 @@ class Environment:
         or a share of the host."""
         if not on_gpu:
             return self.usable_memory_gib / ranks, f"this machine / {ranks} ranks"
-        rooms = [(gpu.memory_gib if gpu.free_gib is None else gpu.free_gib, gpu.index, gpu.memory_gib)
-                 for gpu in self.gpus[:ranks] if gpu.memory_gib is not None]  # fmt: skip
+        rooms = [
+            (gpu.memory_gib if gpu.free_gib is None else gpu.free_gib, gpu.index, gpu.memory_gib)
+            for gpu in self.gpus[:ranks]
+            if gpu.memory_gib is not None
+        ]
         if not rooms:
             return None, "the GPUs"
         free, index, total = min(rooms)
@@ -280,9 +298,15 @@ def run_command(argv: Sequence[str], timeout_s: float) -> tuple[str | None, str 
     mine = {LAUNCHER_PID: str(os.getpid()), LAUNCHER_START: start_ticks(os.getpid())}
     try:
         process = subprocess.Popen(
-            argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            errors="replace", start_new_session=True, env={**os.environ, **mine},
-        )  # fmt: skip
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env={**os.environ, **mine},
+        )
     except OSError as error:
         return None, f"{argv[0]}: {error.strerror}"
     try:

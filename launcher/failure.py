@@ -99,43 +99,64 @@ def _of_an_error(
     logs: Path, first: Mapping[str, Any], errors: Sequence[Mapping[str, Any]], silent: Sequence[Departure]
 ) -> Failure:
     rank, said = int(first["rank"]), _said(first)
-    alike = {int(e["rank"]) for e in errors
-             if _only_lost_a_peer(e) == _only_lost_a_peer(first)
-             and (e["type"], e["where"]) == (first["type"], first["where"])} - {rank}  # fmt: skip
+    alike = {
+        int(e["rank"])
+        for e in errors
+        if _only_lost_a_peer(e) == _only_lost_a_peer(first)
+        and (e["type"], e["where"]) == (first["type"], first["where"])
+    } - {rank}
     source = f"in {first['function']}: {first['source']}" if first.get("source") else None
     path = logs / f"rank-{rank}.log"
     together = first["type"] == ENDED_TOGETHER
     return Failure(
-        None if together else rank, str(first["message"]) if together else said, path,
-        tail_of(read_end(path)), first["where"], source,
-        bad_input=tuple(first["bad_input"] or ()), alike=tuple(sorted(alike)),
+        None if together else rank,
+        str(first["message"]) if together else said,
+        path,
+        tail_of(read_end(path)),
+        first["where"],
+        source,
+        bad_input=tuple(first["bad_input"] or ()),
+        alike=tuple(sorted(alike)),
         consequences=_consequences(errors, silent, {rank, *alike}),
         agreed=together,
-    )  # fmt: skip
+    )
 
 
 def _of_a_silent_end(
-    logs: Path, rank: int, code: int | None, without: str, errors: Sequence[Mapping[str, Any]],
+    logs: Path,
+    rank: int,
+    code: int | None,
+    without: str,
+    errors: Sequence[Mapping[str, Any]],
     silent: Sequence[Departure],
-) -> Failure:  # fmt: skip
+) -> Failure:
     """`without`: what is missing, when there is no signal to name."""
     path = logs / f"rank-{rank}.log"
     said = read_end(path)
     if code == 1 and (raised := raised_last(said)) is not None:  # error.json could not be written
         message, where, source = raised
-        return Failure(rank, message, path, tail_of(said), where, source,
-                       consequences=_consequences(errors, silent, {rank}))  # fmt: skip
+        return Failure(
+            rank,
+            message,
+            path,
+            tail_of(said),
+            where,
+            source,
+            consequences=_consequences(errors, silent, {rank}),
+        )
     stack = crash_stack(said) if code is not None and -code in CRASHES else ()
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', "\n".join(stack))
     frame = next((f for f in frames if is_own_code(f[0])), frames[0] if frames else None)
     return Failure(
-        rank, f"ended {NO_CAUSE}" if code is None else ending(code, without), path,
+        rank,
+        f"ended {NO_CAUSE}" if code is None else ending(code, without),
+        path,
         stack or tail_of(said),
         where=f"{frame[0]}:{frame[1]}" if frame else None,
         source=f"in {frame[2]}" if frame else None,
         killed_by=-code if code is not None and code < 0 else None,
         consequences=_consequences(errors, silent, {rank}),
-    )  # fmt: skip
+    )
 
 
 def _only_lost_a_peer(error: Mapping[str, Any]) -> bool:
@@ -261,8 +282,9 @@ def _memory_lines(failure: Failure) -> list[str]:
     others.sort(key=lambda name: max(curves[name]), reverse=True)
     return [
         f"  memory: {name} {sparkline(curves[name])} peak {format_gib(max(curves[name]))}"
-        for name in (mine, *others[:1], GROUP) if curves.get(name)
-    ]  # fmt: skip
+        for name in (mine, *others[:1], GROUP)
+        if curves.get(name)
+    ]
 
 
 def summary_facts(failure: Failure) -> dict[str, Any]:
@@ -270,11 +292,18 @@ def summary_facts(failure: Failure) -> dict[str, Any]:
     memory = failure.memory
     curves = memory.curves_gib.items() if memory else ()
     return {
-        "cause": failure.headline(), "rank": failure.rank, "where": failure.where, "source": failure.source,
-        "killed_by": failure.killed_by, "explanation": list(failure.explanation), "fix": list(failure.fix),
-        "alike": list(failure.alike), "consequences": list(failure.consequences),
-        "log": str(failure.log) if failure.log else None, "log_tail": list(failure.tail),
+        "cause": failure.headline(),
+        "rank": failure.rank,
+        "where": failure.where,
+        "source": failure.source,
+        "killed_by": failure.killed_by,
+        "explanation": list(failure.explanation),
+        "fix": list(failure.fix),
+        "alike": list(failure.alike),
+        "consequences": list(failure.consequences),
+        "log": str(failure.log) if failure.log else None,
+        "log_tail": list(failure.tail),
         "memory_curve_gib": {name: list(values) for name, values in curves} or None,
         "memory_interval_s": memory.interval_s if memory else None,
         "oom_kills": memory.oom_kills if memory else None,
-    }  # fmt: skip
+    }

@@ -19,8 +19,10 @@ STDLIB = sysconfig.get_paths()["stdlib"]
 # functions of ours that do nothing but wait for a collective that was started before
 WAITS = {("bert_dp/dist.py", "wait"): "a side-group exchange", ("parallel/zero1.py", "_wait"): "a reduction"}
 # these wait for a collective, or work: a backward pass reduces on its way, a device may be busy or stuck
-UNSURE = {("autograd/graph.py", "_engine_run_backward"): "the backward pass and its reductions",
-          ("cuda/__init__.py", "synchronize"): "the device"}  # fmt: skip
+UNSURE = {
+    ("autograd/graph.py", "_engine_run_backward"): "the backward pass and its reductions",
+    ("cuda/__init__.py", "synchronize"): "the device",
+}
 
 
 UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # whose inputs may differ by rank
@@ -235,8 +237,11 @@ def report(witnesses: Sequence[Witness], verdict: Verdict) -> list[str]:
     lines = [headline(witnesses, verdict)]
     named = [w for w in witnesses if w.rank in verdict.ranks]
     for witness in named:
-        lines.append(f"  rank {witness.rank} at {witness.where}" if witness.where else
-                     f"  rank {witness.rank}: no stack to be had")  # fmt: skip
+        lines.append(
+            f"  rank {witness.rank} at {witness.where}"
+            if witness.where
+            else f"  rank {witness.rank}: no stack to be had"
+        )
         lines += [f"    | {frame}" for frame in witness.stack[:STACK_LINES]]
     for witness in witnesses:
         if witness not in named:

@@ -21,14 +21,20 @@ QUERIES = {
 }
 # of topo -m, nearest first; NV# = so many NVLinks
 PATHS = {
-    "PIX": "one PCIe switch", "PXB": "several PCIe switches", "PHB": "the PCIe host bridge",
-    "NODE": "host bridges of one NUMA node", "SYS": "the link between CPU sockets",
-}  # fmt: skip
+    "PIX": "one PCIe switch",
+    "PXB": "several PCIe switches",
+    "PHB": "the PCIe host bridge",
+    "NODE": "host bridges of one NUMA node",
+    "SYS": "the link between CPU sockets",
+}
 NO_P2P = {
-    "CNS": "the chipset does not support it", "GNS": "the GPUs do not support it",
+    "CNS": "the chipset does not support it",
+    "GNS": "the GPUs do not support it",
     "TNS": "the topology does not support it",
-    "DR": "disabled in the driver's registry", "NS": "not supported", "U": "unknown",
-}  # fmt: skip
+    "DR": "disabled in the driver's registry",
+    "NS": "not supported",
+    "U": "unknown",
+}
 
 
 @dataclasses.dataclass(frozen=True)

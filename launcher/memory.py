@@ -92,8 +92,11 @@ def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
     A group counts its own processes whichever limit was hit, the machine's included (kernel documentation,
     admin-guide/cgroup-v2, memory.events).
     """
-    places = [group / name for group in reversed(control_groups(root, "memory"))
-              for name in ("memory.events", "memory.oom_control")]  # fmt: skip
+    places = [
+        group / name
+        for group in reversed(control_groups(root, "memory"))
+        for name in ("memory.events", "memory.oom_control")
+    ]
     for path in (*places, root / "proc/vmstat"):
         with contextlib.suppress(OSError):
             if found := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):

@@ -30,8 +30,10 @@ def issues(where: Path, plan: str, what: str, now: Mapping[str, Any], fixed: Seq
         return [f"--out: {where} is not empty and holds no {what}; choose another directory"]
     changed = [key for key in fixed if before.get(key) != now[key]]
     if changed:
-        return [f"--out: {where} holds another {what} ({', '.join(changed)} differ); choose another "
-                "directory, or go on with the options it was begun with"]  # fmt: skip
+        return [
+            f"--out: {where} holds another {what} ({', '.join(changed)} differ); choose another "
+            "directory, or go on with the options it was begun with"
+        ]
     return []
 
 
@@ -41,5 +43,6 @@ def check_machine(where: Path, plan: str, here: Mapping[str, Any]) -> None:
     before = before if isinstance(before, dict) else {}
     if other := [key for key in here if before.get(key) != here[key]]:
         told = "; ".join(f"{key}: {before.get(key)} then, {here[key]} now" for key in other)
-        raise ConfigError([f"--out: {where} was begun elsewhere ({told}) and would not compare; choose "
-                           "another directory"])  # fmt: skip
+        raise ConfigError(
+            [f"--out: {where} was begun elsewhere ({told}) and would not compare; choose another directory"]
+        )

@@ -64,11 +64,18 @@ def _cards(runs: Sequence[Run]) -> list[str]:
     (unit, divide), share = _time_unit(runs), "progress (share of the budget)"
     return [
         card("Loss", both, switch),
-        _metric_card(runs, "Throughput", "tokens_per_s", "tokens/s, summed over all ranks",
-                     "elapsed_s", f"elapsed ({unit})", divide),
+        _metric_card(
+            runs,
+            "Throughput",
+            "tokens_per_s",
+            "tokens/s, summed over all ranks",
+            "elapsed_s",
+            f"elapsed ({unit})",
+            divide,
+        ),
         _metric_card(runs, "Learning rate", "lr", "learning rate", "progress", share),
         _metric_card(runs, "Global batch", "global_batch", "sequences per optimizer step", "progress", share),
-    ]  # fmt: skip
+    ]
 
 
 def _metric_card(

@@ -57,10 +57,17 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def run(
-    run_dir: Path, nproc: int, resume: str, on_poll: Callable[[], None], *, launcher: str = "torchrun",
-    on_gpu: bool = False, grace_s: float = 300.0, watch: Watch | None = None,
+    run_dir: Path,
+    nproc: int,
+    resume: str,
+    on_poll: Callable[[], None],
+    *,
+    launcher: str = "torchrun",
+    on_gpu: bool = False,
+    grace_s: float = 300.0,
+    watch: Watch | None = None,
     cores: Collection[int] | None = None,
-) -> RunResult:  # fmt: skip
+) -> RunResult:
     """Train RUN/config.yaml on `nproc` ranks of this node, started by `launcher`, and return how it ended.
 
     `on_poll` is called several times a second until a rank has failed. The first stop signal is passed to
@@ -84,10 +91,13 @@ def run(
             with reaper(scratch, ours):
                 with launcher_log.open("ab") as log, confined(cores):
                     process = subprocess.Popen(
-                        start_command(launcher, nproc, scratch, worker), env=environ,
-                        stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                        start_command(launcher, nproc, scratch, worker),
+                        env=environ,
+                        stdin=subprocess.DEVNULL,
+                        stdout=log,
+                        stderr=log,
                         start_new_session=True,  # a terminal's Ctrl-C is ours to pass on
-                    )  # fmt: skip
+                    )
                 roll = Roll(process, nproc)
                 try:
                     hang = _follow(process, roll, run_dir, pending, on_poll, grace_s, memory, watch)
@@ -117,9 +127,15 @@ def run(
 
 
 def _follow(
-    process: subprocess.Popen[bytes], roll: Roll, run_dir: Path, pending: list[int],
-    on_poll: Callable[[], None], grace_s: float, memory: MemoryWatch, watch: Watch | None,
-) -> Hang | None:  # fmt: skip
+    process: subprocess.Popen[bytes],
+    roll: Roll,
+    run_dir: Path,
+    pending: list[int],
+    on_poll: Callable[[], None],
+    grace_s: float,
+    memory: MemoryWatch,
+    watch: Watch | None,
+) -> Hang | None:
     """Until the launcher ends, a second signal comes, or the time to stop is over.
 
     A batch system may signal every process of a job, and deepspeed's runner dies of it at once: its workers
@@ -189,8 +205,15 @@ def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: lis
     step = 0
     for line in record.read_lines(run_dir / "metrics.jsonl"):
         step = line["step"]
-    facts = {**(summary or {}), "status": "failed", "exit_code": code, **failure.summary_facts(cause),
-             "signal": stop or None, "step": step, "schema_version": record.SCHEMA_VERSION}  # fmt: skip
+    facts = {
+        **(summary or {}),
+        "status": "failed",
+        "exit_code": code,
+        **failure.summary_facts(cause),
+        "signal": stop or None,
+        "step": step,
+        "schema_version": record.SCHEMA_VERSION,
+    }
     with contextlib.suppress(OSError):  # a full disk must not hide the cause
         record.write_json(run_dir / "summary.json", facts)
     return RunResult(code, cause, stop)
@@ -225,9 +248,13 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
 
 
 def start_module(
-    module: str, arguments: list[str], *, scratch: str | None = None,
-    environ: Mapping[str, str] | None = None, **kwargs: Any,
-) -> subprocess.Popen[str]:  # fmt: skip
+    module: str,
+    arguments: list[str],
+    *,
+    scratch: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> subprocess.Popen[str]:
     """`python -m module`, which ends with us, for what needs torch or a process of its own. `environ` comes
     on top of ours."""
     mine = {**(environ or {}), LAUNCHER_PID: str(os.getpid()), LAUNCHER_START: start_ticks(os.getpid())}

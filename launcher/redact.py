@@ -41,8 +41,10 @@ def setting_issues(settings: Mapping[str, str | None], hidden: Mapping[str, str]
     return [
         f"{setting}: holds the value of {name}, by its name a secret, and the run directory would keep it; "
         f"use a path without it, or unset {name}"
-        for setting, text in settings.items() for value, name in hidden.items() if text and value in text
-    ]  # fmt: skip
+        for setting, text in settings.items()
+        for value, name in hidden.items()
+        if text and value in text
+    ]
 
 
 def scrub(run_dir: Path, hidden: Iterable[str]) -> list[str]:

@@ -33,9 +33,15 @@ ONCE = Policy()
 
 
 def supervise(
-    start: Start, config: Config, run_dir: Path, ranks: int, resume: str, policy: Policy,
-    say: Callable[[str], None], sleep: Callable[[float], int] | None = None,
-) -> processes.RunResult:  # fmt: skip
+    start: Start,
+    config: Config,
+    run_dir: Path,
+    ranks: int,
+    resume: str,
+    policy: Policy,
+    say: Callable[[str], None],
+    sleep: Callable[[float], int] | None = None,
+) -> processes.RunResult:
     """Run to its end, or until restarting is over. Each restart stands in summary.json under `restarts`.
 
     A run that ended by itself, by bad input or by a signal to the launcher is never started again, nor is one
@@ -63,10 +69,18 @@ def supervise(
         if after != before or resume == "never":  # else the one that was named has not been read yet
             resume = "auto"
         where = f"step {after}" if after >= 0 else "the start"
-        say(f"restart {len(past) + 1} of {policy.max_restarts} in {wait_s:.0f} s on {fewer} ranks "
-            f"from {where}: {first_line(failure.headline())}")  # fmt: skip
-        past.append({"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"), "step": after,
-                     "ranks": fewer, "cause": failure.headline()})  # fmt: skip
+        say(
+            f"restart {len(past) + 1} of {policy.max_restarts} in {wait_s:.0f} s on {fewer} ranks "
+            f"from {where}: {first_line(failure.headline())}"
+        )
+        past.append(
+            {
+                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                "step": after,
+                "ranks": fewer,
+                "cause": failure.headline(),
+            }
+        )
         ranks = fewer
         if stop := (sleep or wait_for_signal)(wait_s):
             result = processes.RunResult(128 + stop, failure, stop)

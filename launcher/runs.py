@@ -36,8 +36,11 @@ class Run:
 
 def load(run_dir: Path) -> Run:
     """Read whatever is there; what is not is named in `missing`."""
-    missing = [f"{n} is missing" for n in ("metrics.jsonl", "evals.jsonl", "config.yaml", "environment.json")
-               if not (run_dir / n).exists()]  # fmt: skip
+    missing = [
+        f"{n} is missing"
+        for n in ("metrics.jsonl", "evals.jsonl", "config.yaml", "environment.json")
+        if not (run_dir / n).exists()
+    ]
     metrics, evals = (_lines(run_dir / name, missing) for name in ("metrics.jsonl", "evals.jsonl"))
     summary = record.read_json(run_dir / "summary.json")
     facts = dict(summary or {})

@@ -38,11 +38,19 @@ def start_command(launcher: str, nproc: int, scratch: Path, worker: list[str]) -
     if launcher == "deepspeed":
         return _deepspeed(nproc, scratch, worker)
     return [
-        sys.executable, "-m", "torch.distributed.run",
-        "--nnodes=1", f"--nproc-per-node={nproc}", f"--log-dir={scratch / 'torchrun'}",
-        f"--rdzv-backend={RENDEZVOUS}", f"--rdzv-endpoint={scratch / 'agent'}", "--rdzv-id=bert-dp",
-        "-m", WORKER, *worker,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        f"--nproc-per-node={nproc}",
+        f"--log-dir={scratch / 'torchrun'}",
+        f"--rdzv-backend={RENDEZVOUS}",
+        f"--rdzv-endpoint={scratch / 'agent'}",
+        "--rdzv-id=bert-dp",
+        "-m",
+        WORKER,
+        *worker,
+    ]
 
 
 def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
@@ -54,16 +62,31 @@ def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
     1, and our rendezvous uses none.
     """
     settings = {
-        "compute_environment": "LOCAL_MACHINE", "distributed_type": "MULTI_GPU", "num_machines": 1,
-        "machine_rank": 0, "num_processes": nproc, "gpu_ids": "all", "main_process_ip": "127.0.0.1",
-        "main_process_port": 1, "mixed_precision": "no", "use_cpu": False, "debug": False,
-    }  # fmt: skip
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MULTI_GPU",
+        "num_machines": 1,
+        "machine_rank": 0,
+        "num_processes": nproc,
+        "gpu_ids": "all",
+        "main_process_ip": "127.0.0.1",
+        "main_process_port": 1,
+        "mixed_precision": "no",
+        "use_cpu": False,
+        "debug": False,
+    }
     path = scratch / "accelerate.json"
     path.write_text(json.dumps(settings))
     return [
-        sys.executable, "-m", "accelerate.commands.launch", f"--config_file={path}",
-        f"--rdzv_backend={RENDEZVOUS}", f"--log_dir={scratch / 'torchrun'}", "--module", WORKER, *worker,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        f"--config_file={path}",
+        f"--rdzv_backend={RENDEZVOUS}",
+        f"--log_dir={scratch / 'torchrun'}",
+        "--module",
+        WORKER,
+        *worker,
+    ]
 
 
 def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
@@ -74,10 +97,23 @@ def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     restore = ["-u", "CUDA_VISIBLE_DEVICES"] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
     return [
-        sys.executable, "-m", "deepspeed.launcher.runner", f"--num_gpus={nproc}",
-        f"--hostfile={scratch / 'none'}", "--master_addr=127.0.0.1", "--no_local_rank", "--no_python",
-        "--log_level=warning", "env", *restore, sys.executable, "-u", "-m", WORKER, *worker,
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "deepspeed.launcher.runner",
+        f"--num_gpus={nproc}",
+        f"--hostfile={scratch / 'none'}",
+        "--master_addr=127.0.0.1",
+        "--no_local_rank",
+        "--no_python",
+        "--log_level=warning",
+        "env",
+        *restore,
+        sys.executable,
+        "-u",
+        "-m",
+        WORKER,
+        *worker,
+    ]
 
 
 def start_environment(
@@ -86,9 +122,10 @@ def start_environment(
     """The workers' environment: a file to meet in, loopback only, our life to follow, threads per rank."""
     cores = len(os.sched_getaffinity(0))
     kept = {
-        name: value for name, value in os.environ.items()
+        name: value
+        for name, value in os.environ.items()
         if not name.startswith(FOREIGN) and name not in FOREIGN_LOCAL_SIZE
-    }  # fmt: skip
+    }
     environ = {
         **kept,
         INIT_FILE: str(scratch / "workers"),

@@ -112,16 +112,21 @@ def input_issues(config: Config) -> list[str]:
             issues.append(f"{setting}: {value} does not exist")
     if (start := config.run.init_from) is not None and Path(start).exists():
         found = record.newest_checkpoint_facts(Path(start))
-        issues += init_issues(start, found[1]["config"], config) if found else [
-            f"run.init_from: {start} holds no checkpoint; name a checkpoint or a run directory"]  # fmt: skip
+        issues += (
+            init_issues(start, found[1]["config"], config)
+            if found
+            else [f"run.init_from: {start} holds no checkpoint; name a checkpoint or a run directory"]
+        )
     if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
         issues.append("log.tensorboard: true needs `pip install 'bert-dp[tensorboard]'`")
     engine = config.parallel.engine
     if engine in ("deepspeed", "accelerate") and importlib.util.find_spec(engine) is None:
         issues.append(f"parallel.engine: {engine} needs `pip install 'bert-dp[{engine}]'`")
     if engine == "independent":
-        issues.append("parallel.engine: independent trains a model of its own on every rank, which only "
-                      "`bert-dp scale` does, for its ceiling; use ddp")  # fmt: skip
+        issues.append(
+            "parallel.engine: independent trains a model of its own on every rank, which only "
+            "`bert-dp scale` does, for its ceiling; use ddp"
+        )
     if importlib.util.find_spec("torch") is None:
         issues.append("torch is not installed; `pip install torch`")
     return issues
@@ -134,8 +139,10 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
         return [f"--run-dir: {run_dir} cannot be made, {standing} is a file"]
     has_run = any((run_dir / "checkpoints").glob("step-*")) or (run_dir / "metrics.jsonl").exists()
     if not has_run and anyone_writes(run_dir):
-        return [f"--run-dir: {run_dir} can be written by every user, who could exchange its checkpoints; "
-                f"chmod o-w it, or choose another directory"]  # fmt: skip
+        return [
+            f"--run-dir: {run_dir} can be written by every user, who could exchange its checkpoints; "
+            f"chmod o-w it, or choose another directory"
+        ]
     if not os.access(standing, os.W_OK | os.X_OK):
         return [f"--run-dir: {standing} cannot be written; choose another directory"]
     if resume not in ("auto", "never") and record.newest_checkpoint_facts(Path(resume)) is None:
@@ -156,15 +163,24 @@ def anyone_writes(directory: Path) -> bool:
 def exposure_issues(config: Config, where: Path) -> list[str]:
     """Settings that would carry a secret into the run directory; one line each."""
     data = config.data
-    texts = {"data.path": data.path, "data.sources": " ".join(data.sources or ()), "--run-dir": str(where),
-             "data.tokenizer": data.tokenizer, "run.init_from": config.run.init_from}  # fmt: skip
+    texts = {
+        "data.path": data.path,
+        "data.sources": " ".join(data.sources or ()),
+        "--run-dir": str(where),
+        "data.tokenizer": data.tokenizer,
+        "run.init_from": config.run.init_from,
+    }
     return setting_issues(texts, secrets(sys.argv))
 
 
 def start_issues(config: Config, where: Path, resume: str, launcher: str) -> list[str]:
     """Why a run cannot start there; one line each."""
-    return [*starters.launcher_issues(launcher), *input_issues(config), *exposure_issues(config, where),
-            *run_dir_issues(where, config, resume)]  # fmt: skip
+    return [
+        *starters.launcher_issues(launcher),
+        *input_issues(config),
+        *exposure_issues(config, where),
+        *run_dir_issues(where, config, resume),
+    ]
 
 
 def expected_steps(config: Config) -> int | None:
@@ -249,9 +265,17 @@ def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
 
 
 def train(
-    name: str | None, overrides: Sequence[str], *, nproc: str, run_dir: Path | None, resume: str,
-    dry_run: bool, console: Console, launcher: str = "torchrun", policy: restarts.Policy = restarts.ONCE,
-) -> int:  # fmt: skip
+    name: str | None,
+    overrides: Sequence[str],
+    *,
+    nproc: str,
+    run_dir: Path | None,
+    resume: str,
+    dry_run: bool,
+    console: Console,
+    launcher: str = "torchrun",
+    policy: restarts.Policy = restarts.ONCE,
+) -> int:
     """Returns the exit code. Raises ConfigError, before any rank starts, with everything that is wrong."""
     path = find_config(name, run_dir)
     config = absolute(load_config(path, overrides))
@@ -265,8 +289,9 @@ def train(
     if ranks > (cores := len(os.sched_getaffinity(0))) and not gpus:
         warnings.append(f"{ranks} CPU ranks share {cores} cores")
     if policy.max_restarts and not (config.checkpoint.every_steps and config.checkpoint.keep):
-        warnings.append("--max-restarts: checkpoint.every_steps or checkpoint.keep is 0, so a restart begins "
-                        "at the start")  # fmt: skip
+        warnings.append(
+            "--max-restarts: checkpoint.every_steps or checkpoint.keep is 0, so a restart begins at the start"
+        )
     if not config.checkpoint.keep:
         warnings.append("checkpoint.keep is 0: nothing is saved, and a run that ends early starts over")
     if anyone_writes(where):  # a file system without modes must not lock a run out that stands there
@@ -297,9 +322,16 @@ def claim(where: Path, lock: str, option: str, what: str) -> IO[str]:
 
 
 def run_locked(
-    config: Config, ranks: int, where: Path, resume: str, launcher: str, console: Console,
-    policy: restarts.Policy, *, on_gpu: bool,
-) -> int:  # fmt: skip
+    config: Config,
+    ranks: int,
+    where: Path,
+    resume: str,
+    launcher: str,
+    console: Console,
+    policy: restarts.Policy,
+    *,
+    on_gpu: bool,
+) -> int:
     """The run itself, once the directory is ours. Nothing in it changes before the last check has passed."""
     show(console, f"run directory: {where}", **PLAIN)
     with ThreadPoolExecutor(1) as pool:  # nvidia-smi may take as long as the check of the data

@@ -20,10 +20,18 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run", "--disable-sync",
-    "--disable-extensions", "--disable-background-networking", "--disable-component-update",
-    "--disable-dev-shm-usage", "--remote-debugging-pipe",
-)  # fmt: skip
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--hide-scrollbars",
+    "--no-first-run",
+    "--disable-sync",
+    "--disable-extensions",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-dev-shm-usage",
+    "--remote-debugging-pipe",
+)
 # the browser wants its pipe at 3 and 4; a shell need not know descriptors above 9
 BECOME = """import fcntl, os, sys
 ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
@@ -63,11 +71,21 @@ class Browser:
         theirs_in, self._to = os.pipe()
         self._from, theirs_out = os.pipe()
         self._process = subprocess.Popen(
-            [sys.executable, "-c", BECOME, str(theirs_in), str(theirs_out), program, *FLAGS,
-             f"--user-data-dir={self._profile.name}"],
-            pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            [
+                sys.executable,
+                "-c",
+                BECOME,
+                str(theirs_in),
+                str(theirs_out),
+                program,
+                *FLAGS,
+                f"--user-data-dir={self._profile.name}",
+            ],
+            pass_fds=(theirs_in, theirs_out),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-        )  # fmt: skip
+        )
         os.close(theirs_in)
         os.close(theirs_out)
         self._session: str | None = None
@@ -90,8 +108,9 @@ class Browser:
         """Load a file and wait until it is drawn; `media`: print, or nothing for the screen."""
         scheme = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
         self._ask("Emulation.setEmulatedMedia", media=media, features=scheme)
-        self._ask("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1,
-                  mobile=False)  # fmt: skip
+        self._ask(
+            "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
+        )
         self.errors.clear()
         done = self._ask("Page.navigate", url=page.absolute().as_uri())
         if done.get("errorText"):

@@ -19,15 +19,24 @@ PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "bert_dp.worker", "bert_
 
 
 def _enter(
-    rank: int, size: int, folder: str, environ: dict[str, str], function: Callable[..., Any],
+    rank: int,
+    size: int,
+    folder: str,
+    environ: dict[str, str],
+    function: Callable[..., Any],
     arguments: tuple[Any, ...],
-) -> None:  # fmt: skip
+) -> None:
     os.environ.clear()  # the server's
     os.environ.update(
         environ,
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
-        OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", BERT_DP_INIT_FILE=f"{folder}/store",
-    )  # fmt: skip
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_WORLD_SIZE=str(size),
+        OMP_NUM_THREADS="1",
+        GLOO_SOCKET_IFNAME="lo",
+        BERT_DP_INIT_FILE=f"{folder}/store",
+    )
     torch.set_num_threads(1)
     function(*arguments)
 

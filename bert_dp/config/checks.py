@@ -20,10 +20,23 @@ from bert_dp.config.schema import (
 )
 
 FREE_ON_RESUME = (
-    "schedule.steps", "schedule.tokens", "schedule.hours", "parallel", "log", "checkpoint", "eval", "compile",
-    "run.device", "run.init_from", "run.max_skipped_in_a_row", "run.hang_after_s", "run.end_hung_after_s",
-    "data.workers", "data.path", "data.sources",
-)  # fmt: skip
+    "schedule.steps",
+    "schedule.tokens",
+    "schedule.hours",
+    "parallel",
+    "log",
+    "checkpoint",
+    "eval",
+    "compile",
+    "run.device",
+    "run.init_from",
+    "run.max_skipped_in_a_row",
+    "run.hang_after_s",
+    "run.end_hung_after_s",
+    "data.workers",
+    "data.path",
+    "data.sources",
+)
 
 FREE_FROM_WEIGHTS = ("model.dropout", "model.norm_eps", "model.rope_theta")
 
@@ -105,8 +118,10 @@ def parallel_issues(config: Config, world_size: int) -> list[str]:
         if engine not in ("auto", "ddp", "zero1", "fsdp"):
             issues.append(f"parallel.tensor: {tensor} works with ddp, zero1 and fsdp, not with {engine}")
         if world_size % tensor:
-            issues.append(f"parallel.tensor: {tensor} does not divide --nproc {world_size}; use "
-                          f"{nearest_divisors(world_size, tensor)}")  # fmt: skip
+            issues.append(
+                f"parallel.tensor: {tensor} does not divide --nproc {world_size}; use "
+                f"{nearest_divisors(world_size, tensor)}"
+            )
         for name in ("num_heads", "intermediate_size", "vocab_size"):
             size = getattr(model, name)
             if size % tensor:
@@ -119,25 +134,36 @@ def parallel_issues(config: Config, world_size: int) -> list[str]:
                 near = ", ".join(str(n) for n in fits if 0 < n <= most)
                 if name == "num_heads" and not both:
                     near += f", with a model.hidden_size that is a multiple, not {model.hidden_size}"
-                issues.append(f"model.{name}: {size} is not a multiple of parallel.tensor {tensor}; nearest "
-                              f"that are: {near}")  # fmt: skip
+                issues.append(
+                    f"model.{name}: {size} is not a multiple of parallel.tensor {tensor}; nearest "
+                    f"that are: {near}"
+                )
     if parallel.fsdp_replicas > 1:
         if engine != "fsdp":
             issues.append(f"parallel.fsdp_replicas: {parallel.fsdp_replicas} needs parallel.engine: fsdp")
         elif world_size // tensor % parallel.fsdp_replicas:
             dp = world_size // tensor
-            issues.append(f"parallel.fsdp_replicas: {parallel.fsdp_replicas} does not divide {dp} replicas; "
-                          f"use {nearest_divisors(dp, parallel.fsdp_replicas)}")  # fmt: skip
+            issues.append(
+                f"parallel.fsdp_replicas: {parallel.fsdp_replicas} does not divide {dp} replicas; "
+                f"use {nearest_divisors(dp, parallel.fsdp_replicas)}"
+            )
     if optim == "muon" and (engine in ("fsdp", "deepspeed") or tensor > 1):
-        what, fix = (f"parallel.engine: {engine}", "ddp or zero1") if tensor == 1 else (
-            f"parallel.tensor: {tensor}", "parallel.tensor: 1")  # fmt: skip
+        what, fix = (
+            (f"parallel.engine: {engine}", "ddp or zero1")
+            if tensor == 1
+            else (f"parallel.tensor: {tensor}", "parallel.tensor: 1")
+        )
         issues.append(f"optim.name: muon multiplies whole matrices and {what} divides them; use {fix}")
     if optim == "lamb" and engine == "deepspeed" and parallel.zero_stage > 0:
-        issues.append("optim.name: lamb needs norms of whole tensors and DeepSpeed ZeRO flattens them; use "
-                      "parallel.engine: zero1, or parallel.zero_stage: 0")  # fmt: skip
+        issues.append(
+            "optim.name: lamb needs norms of whole tensors and DeepSpeed ZeRO flattens them; use "
+            "parallel.engine: zero1, or parallel.zero_stage: 0"
+        )
     if engine == "deepspeed" and config.precision in ("fp64", "fp16"):
-        issues.append(f"precision: {config.precision} is not supported with parallel.engine: deepspeed; use "
-                      "fp32 or bf16")  # fmt: skip
+        issues.append(
+            f"precision: {config.precision} is not supported with parallel.engine: deepspeed; use "
+            "fp32 or bf16"
+        )
     return issues
 
 
@@ -147,15 +173,22 @@ def noise_issues(config: Config, dp: int) -> list[str]:
     if not config.log.noise_scale:
         return []
     if parallel.tensor > 1 or parallel.engine not in ("auto", "single", "ddp", "zero1"):
-        what = f"parallel.engine: {parallel.engine}" if parallel.tensor == 1 else (
-            f"parallel.tensor: {parallel.tensor}")  # fmt: skip
-        return [f"log.noise_scale: true, gradients at two batches are not seen under {what}; use ddp, zero1 "
-                "or single with parallel.tensor: 1, or log.noise_scale: false"]  # fmt: skip
+        what = (
+            f"parallel.engine: {parallel.engine}"
+            if parallel.tensor == 1
+            else (f"parallel.tensor: {parallel.tensor}")
+        )
+        return [
+            f"log.noise_scale: true, gradients at two batches are not seen under {what}; use ddp, zero1 "
+            "or single with parallel.tensor: 1, or log.noise_scale: false"
+        ]
     if dp == 1 and batch.global_size <= batch.micro_size:
         fits = [n for n in divisors(batch.global_size) if n < batch.global_size]
         fix = f"batch.micro_size: {fits[-1]}, " if fits else ""
-        return [f"log.noise_scale: true, one replica with accumulation 1 has one batch and two are compared; "
-                f"use {fix}more ranks, or log.noise_scale: false"]  # fmt: skip
+        return [
+            f"log.noise_scale: true, one replica with accumulation 1 has one batch and two are compared; "
+            f"use {fix}more ranks, or log.noise_scale: false"
+        ]
     return []
 
 
@@ -227,8 +260,11 @@ def no_effect(config: Config) -> list[str]:
     if config.data.path is not None:
         if config.data.tokenizer is not None:
             lines.append("data.tokenizer has no effect with data.path: the shards carry their tokenizer")
-        lines += [f"data.build.{name} has no effect with data.path" for name in BuildConfig.model_fields
-                  if given(config.data.build, name)]  # fmt: skip
+        lines += [
+            f"data.build.{name} has no effect with data.path"
+            for name in BuildConfig.model_fields
+            if given(config.data.build, name)
+        ]
     if config.data.sources is not None:
         if config.data.tokenizer is not None:
             lines += [
@@ -244,8 +280,12 @@ def no_effect(config: Config) -> list[str]:
             lines.append(
                 f"data.build.near_threshold has no effect with data.build.dedup: {config.data.build.dedup}"
             )
-    engines = {"bucket_mib": ("auto", "ddp", "zero1", "accelerate"), "reduce_dtype": ("auto", "ddp"),
-               "static_graph": ("auto", "ddp"), "zero_stage": ("deepspeed",)}  # fmt: skip
+    engines = {
+        "bucket_mib": ("auto", "ddp", "zero1", "accelerate"),
+        "reduce_dtype": ("auto", "ddp"),
+        "static_graph": ("auto", "ddp"),
+        "zero_stage": ("deepspeed",),
+    }
     lines += [
         f"parallel.{name} has no effect with parallel.engine: {config.parallel.engine}"
         for name, meant in engines.items()

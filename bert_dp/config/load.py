@@ -195,8 +195,10 @@ def _explain(error: Any, merged: dict[str, Any]) -> str:
     shown = "" if isinstance(value, dict) or error["type"] == "missing" else f" (got {value!r})"
     message = error["msg"].removeprefix("Value error, ")
     if path == "batch.micro_size" and value == AUTO:
-        return (f"{path}: {AUTO} is found by `bert-dp train` and `bert-dp tune batch` alone; give the number "
-                "that they find")  # fmt: skip
+        return (
+            f"{path}: {AUTO} is found by `bert-dp train` and `bert-dp tune batch` alone; give the number "
+            "that they find"
+        )
     if error["type"] == "literal_error" and isinstance(value, str):
         options = re.findall(r"'([^']*)'", error["ctx"]["expected"])
         close = difflib.get_close_matches(value, options, n=1, cutoff=0.4)

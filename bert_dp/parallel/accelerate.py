@@ -57,8 +57,12 @@ class Engine:
             self._wrapped, prepared = self._accelerator.prepare(model, self._optimizer)
         if self.dp_size > 1 and not isinstance(self._wrapped, DistributedDataParallel):
             kind = self._accelerator.distributed_type.value
-            raise ConfigError([f"parallel.engine: accelerate chose {kind} for {self.dp_size} ranks; "
-                               "unset ACCELERATE_USE_*, start its launcher with --multi_gpu"])  # fmt: skip
+            raise ConfigError(
+                [
+                    f"parallel.engine: accelerate chose {kind} for {self.dp_size} ranks; "
+                    "unset ACCELERATE_USE_*, start its launcher with --multi_gpu"
+                ]
+            )
         self._stepper: Any = Stepper(prepared)
         return self._wrapped, self._optimizer
 

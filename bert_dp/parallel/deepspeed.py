@@ -36,8 +36,12 @@ class Engine:
     def __init__(self, config: Config, world: World, device: torch.device, *, precision: str, run_dir: Path):
         """Raises ConfigError when DeepSpeed is too old, or `precision: auto` chose fp16."""
         if precision == "fp16":  # without a scaler, and on a GPU DeepSpeed would leave our autocast
-            raise ConfigError(["precision: auto is fp16 on this GPU, which parallel.engine: deepspeed does "
-                               "not support; use precision: fp32 or parallel.engine: zero1"])  # fmt: skip
+            raise ConfigError(
+                [
+                    "precision: auto is fp16 on this GPU, which parallel.engine: deepspeed does "
+                    "not support; use precision: fp32 or parallel.engine: zero1"
+                ]
+            )
         # srun and mpirun set other names than DeepSpeed looks for
         os.environ.update(standard_variables(world))
         if device.type == "cpu":
@@ -48,8 +52,12 @@ class Engine:
 
         version = tuple(getattr(deepspeed, f"__version_{part}__") for part in ("major", "minor", "patch"))
         if version < OLDEST:
-            raise ConfigError([f"parallel.engine: deepspeed {deepspeed.__version__} is too old; install "
-                               f"{'.'.join(map(str, OLDEST))} or newer"])  # fmt: skip
+            raise ConfigError(
+                [
+                    f"parallel.engine: deepspeed {deepspeed.__version__} is too old; install "
+                    f"{'.'.join(map(str, OLDEST))} or newer"
+                ]
+            )
         logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
         warnings.filterwarnings("ignore", "`torch.distributed.*is deprecated", FutureWarning)  # its calls
         if device.type == "cpu":

@@ -88,9 +88,14 @@ class Engine:
 
     def scatter_state(self, state: State) -> None:
         write_state(
-            self._model, self._optimizer, self._scaler, state, part=self._part,
-            optimizer_part=lambda name, whole: self._part(name, whole).to_local(), parameters=self._local,
-        )  # fmt: skip
+            self._model,
+            self._optimizer,
+            self._scaler,
+            state,
+            part=self._part,
+            optimizer_part=lambda name, whole: self._part(name, whole).to_local(),
+            parameters=self._local,
+        )
 
     def _whole(self, name: str, part: Tensor) -> Tensor:
         like = self._sharded[name]

@@ -61,8 +61,12 @@ class Engine:
         self._model = model
         self._parameters = dict(model.named_parameters())
         if len(self._parameters) < self.dp_size:
-            raise ConfigError([f"parallel.engine: zero1 shares out {len(self._parameters)} tensors, too few "
-                               f"for {self.dp_size} replicas; use ddp or fsdp"])  # fmt: skip
+            raise ConfigError(
+                [
+                    f"parallel.engine: zero1 shares out {len(self._parameters)} tensors, too few "
+                    f"for {self.dp_size} replicas; use ddp or fsdp"
+                ]
+            )
         sizes = {name: p.numel() for name, p in self._parameters.items()}
         self._owners = assign(sizes, self.dp_size)
         self._buckets = self._make_buckets()

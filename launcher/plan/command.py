@@ -65,9 +65,19 @@ def plan_scaling(
     accumulations = scaling.parse_counts(accumulation, "--accumulation") if accumulation else ()
     source = inputs.choose(from_, model, seq_per_s, micro, gpu, (accumulations or (1,))[0])
     question = scaling.Question(
-        scaling.parse_counts(gpus, "--gpus"), link, inter, gpus_per_node, nics, engine,
-        scaling.parse_counts(tensor, "--tensor"), accumulations, straggler, overlap, bucket_mib, reduce_dtype,
-    )  # fmt: skip
+        scaling.parse_counts(gpus, "--gpus"),
+        link,
+        inter,
+        gpus_per_node,
+        nics,
+        engine,
+        scaling.parse_counts(tensor, "--tensor"),
+        accumulations,
+        straggler,
+        overlap,
+        bucket_mib,
+        reduce_dtype,
+    )
     answer = scaling.answer(source, question)
     if json:
         typer.echo(jsonlib.dumps(answer, indent=1))

@@ -52,8 +52,10 @@ class ProfileFacts(_Part):
             raise ValueError(f"backward_s: {self.backward_s:g} is above micro_s, {self.whole_s:g}")
         for gradient in self.gradients:
             if gradient.ready_s > LATE * self.backward_s:
-                raise ValueError(f"ready_s of {gradient.name}: {gradient.ready_s:g} is above backward_s, "
-                                 f"{self.backward_s:g}")  # fmt: skip
+                raise ValueError(
+                    f"ready_s of {gradient.name}: {gradient.ready_s:g} is above backward_s, "
+                    f"{self.backward_s:g}"
+                )
         if not 1 <= self.width <= 8:
             raise ValueError(f"parameters: {self.parameters} for gradients of {self.size:g} bytes")
         if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
@@ -146,10 +148,11 @@ class Document(_Part):
         """The run of one rank without a process group; of several the one with the settings'
         accumulation."""
         found = [
-            cell for cell in self.cells or ()
+            cell
+            for cell in self.cells or ()
             if (cell.engine, cell.kind, cell.status, cell.world_size) == ("single", "run", "ok", 1)
             and cell.step_s is not None
-        ]  # fmt: skip
+        ]
         wanted = self.settings.accumulation if self.settings else None
         return next((c for c in found if c.accumulation == wanted), found[0] if found else None)
 
@@ -160,8 +163,12 @@ def read_document(data: Any, name: str) -> Document:
     bare = "profile" not in whole
     profile = whole if bare else whole["profile"]
     if not isinstance(profile, dict) or "gradients" not in profile:
-        raise ConfigError([f"--from: {name} holds no profile (gradients with ready_s); give what "
-                           "`bert-dp scale` writes, or --model with --seq-per-s and --micro"])  # fmt: skip
+        raise ConfigError(
+            [
+                f"--from: {name} holds no profile (gradients with ready_s); give what "
+                "`bert-dp scale` writes, or --model with --seq-per-s and --micro"
+            ]
+        )
     try:
         return Document.model_validate({"profile": profile} if bare else whole)
     except ValidationError as error:

@@ -21,8 +21,12 @@ from launcher.plan.predict import Profile, default_spread, with_micro
 from launcher.plan.timeline import Gradient
 
 _BERT: dict[str, Any] = {
-    "vocab_size": 30_522, "position": "learned", "mlp": "gelu", "bias": True, "head": "dense"
-}  # fmt: skip
+    "vocab_size": 30_522,
+    "position": "learned",
+    "mlp": "gelu",
+    "bias": True,
+    "head": "dense",
+}
 MODELS = {
     "bert-base": ModelConfig(**_BERT, hidden_size=768, num_layers=12, num_heads=12, intermediate_size=3072),
     "bert-large": ModelConfig(**_BERT, hidden_size=1024, num_layers=24, num_heads=16, intermediate_size=4096),
@@ -62,19 +66,32 @@ class Source:
 
 
 def choose(
-    path: Path | None, model: str | None, seq_per_s: float | None, micro: int | None, gpu: str | None,
+    path: Path | None,
+    model: str | None,
+    seq_per_s: float | None,
+    micro: int | None,
+    gpu: str | None,
     accumulation: int,
-) -> Source:  # fmt: skip
+) -> Source:
     """From the options of the verb: a measured file, or a rate. Raises ConfigError."""
     rate = {"--gpu": gpu, "--seq-per-s": seq_per_s, "--micro": micro}
     if path is not None:
         if given := [option for option, value in rate.items() if value is not None]:
-            raise ConfigError([f"{option}: is for a prediction without --from; the file has been measured, "
-                               f"so leave {option} out" for option in given])  # fmt: skip
+            raise ConfigError(
+                [
+                    f"{option}: is for a prediction without --from; the file has been measured, "
+                    f"so leave {option} out"
+                    for option in given
+                ]
+            )
         return from_file(path, model)
     if model is None or seq_per_s is None or micro is None:
-        raise ConfigError(["--from: give scaling.json or profile.json of a measured run; or --model, "
-                           "--seq-per-s and --micro, each above 0"])  # fmt: skip
+        raise ConfigError(
+            [
+                "--from: give scaling.json or profile.json of a measured run; or --model, "
+                "--seq-per-s and --micro, each above 0"
+            ]
+        )
     return from_rate(model, seq_per_s, micro, accumulation, gpu)
 
 
@@ -84,8 +101,12 @@ def from_file(path: Path, model: str | None = None) -> Source:
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ConfigError([f"--from: {path} cannot be read ({error.strerror}); give scaling.json or "
-                           "profile.json of `bert-dp scale`"]) from None  # fmt: skip
+        raise ConfigError(
+            [
+                f"--from: {path} cannot be read ({error.strerror}); give scaling.json or "
+                "profile.json of `bert-dp scale`"
+            ]
+        ) from None
     except (ValueError, RecursionError) as error:
         raise ConfigError([f"--from: {path} is not JSON ({error})"]) from None
     return from_data(data, str(path), model)
@@ -97,8 +118,9 @@ def from_data(data: Any, name: str, model: str | None = None) -> Source:
     facts = document.profile
     measured = _profile(facts, _shape(model, facts, name) if model else None)
     links = [link for link in document.links or () if link.points]
-    curves = {link.world_size: curve(link.world_size, [(p.bytes, p.seconds) for p in link.points])
-              for link in links}  # fmt: skip
+    curves = {
+        link.world_size: curve(link.world_size, [(p.bytes, p.seconds) for p in link.points]) for link in links
+    }
     settings = document.settings
     notes = [f"profile of {facts.device}, {facts.precision or 'precision not told'}: {name}"]
     cells = [cell for cell in document.cells or () if cell.status == "ok"]
@@ -114,9 +136,15 @@ def from_data(data: Any, name: str, model: str | None = None) -> Source:
     # its memory does not matter: one rank with the whole state has been measured on it
     device = Device(facts.device, precision, peak_flops(facts.device, precision), flops)
     return Source(
-        measured, (settings and settings.accumulation) or 1, default_spread(facts.device), tuple(notes),
-        curves, slowdowns, cells, device,
-    )  # fmt: skip
+        measured,
+        (settings and settings.accumulation) or 1,
+        default_spread(facts.device),
+        tuple(notes),
+        curves,
+        slowdowns,
+        cells,
+        device,
+    )
 
 
 def _as_measured(profile: Profile, document: Document, notes: list[str]) -> Profile:
@@ -156,9 +184,17 @@ def from_rate(model: str, seq_per_s: float, micro: int, accumulation: int, gpu: 
         raise ConfigError([f"--seq-per-s: {seq_per_s:g} leaves no time beside the optimizer; check --micro"])
     gradients = timeline.from_layers(shape, length, 4.0, BACKWARD * micro_s)
     profile = Profile(
-        micro_s, BACKWARD * micro_s, optimizer_s, tuple(gradients), micro, length,
-        layers=shape.num_layers, hidden_size=shape.hidden_size, heads=shape.num_heads, activation_bytes=2.0,
-    )  # fmt: skip
+        micro_s,
+        BACKWARD * micro_s,
+        optimizer_s,
+        tuple(gradients),
+        micro,
+        length,
+        layers=shape.num_layers,
+        hidden_size=shape.hidden_size,
+        heads=shape.num_heads,
+        activation_bytes=2.0,
+    )
     return Source(profile, accumulation, constant("device_spread"), tuple(notes), device=device)
 
 
@@ -197,23 +233,31 @@ def _shape(model: str, facts: ProfileFacts, name: str) -> ModelConfig:
     """Raises ConfigError when it is not the model that was profiled."""
     shape, _, count = find_model(model)
     if facts.parameters and abs(count / facts.parameters - 1) > SAME:
-        raise ConfigError([f"--model: {model} has {count:,} parameters, the profile in {name} "
-                           f"{facts.parameters:,}; name the configuration that was measured"])  # fmt: skip
+        raise ConfigError(
+            [
+                f"--model: {model} has {count:,} parameters, the profile in {name} "
+                f"{facts.parameters:,}; name the configuration that was measured"
+            ]
+        )
     return shape
 
 
 def _profile(facts: ProfileFacts, shape: ModelConfig | None) -> Profile:
     blocks = {found[1] for g in facts.gradients if (found := re.search(r"\.(\d+)\.", g.name or ""))}
     return Profile(
-        facts.whole_s, facts.backward_s, facts.optimizer_s or 0.0,
+        facts.whole_s,
+        facts.backward_s,
+        facts.optimizer_s or 0.0,
         tuple(Gradient(g.bytes, g.ready_s) for g in facts.gradients),
-        facts.micro_batch, facts.sequence_length,
+        facts.micro_batch,
+        facts.sequence_length,
         layers=shape.num_layers if shape else facts.num_layers or len(blocks),
         hidden_size=shape.hidden_size if shape else facts.hidden_size or 0,
         heads=shape.num_heads if shape else facts.num_heads or 0,
         activation_bytes=NARROW.get(facts.precision or "", 4.0),
-        parameter_bytes=facts.width, gradient_bytes=facts.width,
-    )  # fmt: skip
+        parameter_bytes=facts.width,
+        gradient_bytes=facts.width,
+    )
 
 
 def _slowdowns(cells: Sequence[CellFacts]) -> dict[int, float]:

@@ -109,9 +109,15 @@ def predict(profile: Profile, scenario: Scenario) -> Prediction:
     tokens = scenario.replicas * a * profile.micro_batch * profile.sequence_length
     alone = a * profile.micro_batch * profile.sequence_length / (a * profile.micro_s + profile.optimizer_s)
     return Prediction(
-        scenario.ranks, step, compute, optimizer, straggler, exposed, tokens / step,
+        scenario.ranks,
+        step,
+        compute,
+        optimizer,
+        straggler,
+        exposed,
+        tokens / step,
         tokens / step / (scenario.ranks * alone),
-    )  # fmt: skip
+    )
 
 
 def slowest(ranks: int, spread: float) -> float:
@@ -180,8 +186,10 @@ def _fsdp_s(profile: Profile, scenario: Scenario) -> float:
     a = scenario.accumulation
     seconds = 0.0
     for communication, computation, times in (
-        (gather, forward, a), (gather, backward, a - 1), (gather + scatter, backward, 1)
-    ):  # fmt: skip
+        (gather, forward, a),
+        (gather, backward, a - 1),
+        (gather + scatter, backward, 1),
+    ):
         ideal = communication + (blocks - 1) * max(0.0, communication - computation)
         whole = blocks * communication
         seconds += times * (whole - scenario.gain * (whole - ideal))

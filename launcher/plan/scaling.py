@@ -87,9 +87,12 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
         *_device_notes(source, question, rows),
     ]
     return {
-        "schema_version": 1, "engine": question.engine, "assumptions": assumptions, "rows": rows,
+        "schema_version": 1,
+        "engine": question.engine,
+        "assumptions": assumptions,
+        "rows": rows,
         "measured": against_measured(source, question),
-    }  # fmt: skip
+    }
 
 
 def scenario_of(source: Source, question: Question, ranks: int, tensor: int, accumulation: int) -> Scenario:
@@ -110,14 +113,18 @@ def scenario_of(source: Source, question: Question, ranks: int, tensor: int, acc
     bucket = question.bucket_mib
     options: dict[str, Any] = {} if bucket is None else {"bucket_bytes": bucket * MIB}
     return Scenario(
-        links, ranks, engine, tensor, accumulation,
+        links,
+        ranks,
+        engine,
+        tensor,
+        accumulation,
         spread=question.straggler if question.straggler is not None else source.spread,
         slowdown=source.slowdown(min(ranks, per_node)),
         first_bucket=FIRST_BUCKET if bucket is None and engine == "ddp" else None,
         overlap=question.overlap != 0,
         gain=question.overlap if question.overlap is not None else constant("overlap_gain"),
         **options,
-    )  # fmt: skip
+    )
 
 
 def levers(profile: Profile, scenario: Scenario) -> list[dict[str, Any]]:
@@ -165,13 +172,20 @@ def against_measured(source: Source, question: Question) -> list[dict[str, Any]]
             _with_micro_batch(source.profile, cell.micro_batch or source.profile.micro_batch), scenario
         )
         interval = cell.step_time_s.ci95 if cell.step_time_s else None
-        found.append({
-            "cell": cell.id, "ranks": cell.world_size, "predicted_step_s": then.step_s,
-            "measured_step_s": cell.step_s, "ci95": interval,
-            "within": interval[0] <= then.step_s <= interval[1] if interval else None,
-            "predicted_tokens_per_s": then.tokens_per_s, "measured_tokens_per_s": cell.tokens_per_s,
-            "predicted_efficiency": then.efficiency, "measured_efficiency": cell.efficiency,
-        })  # fmt: skip
+        found.append(
+            {
+                "cell": cell.id,
+                "ranks": cell.world_size,
+                "predicted_step_s": then.step_s,
+                "measured_step_s": cell.step_s,
+                "ci95": interval,
+                "within": interval[0] <= then.step_s <= interval[1] if interval else None,
+                "predicted_tokens_per_s": then.tokens_per_s,
+                "measured_tokens_per_s": cell.tokens_per_s,
+                "predicted_efficiency": then.efficiency,
+                "measured_efficiency": cell.efficiency,
+            }
+        )
     return found
 
 
@@ -205,8 +219,11 @@ def _check(source: Source, question: Question) -> None:
         issues.append(f"--straggler: {question.straggler:g} is not between 0 and 1; 0.02 = 2 %")
     if question.overlap is not None and not 0 <= question.overlap <= 1:
         issues.append(f"--overlap: {question.overlap:g} is not between 0 (none) and 1 (all that can be)")
-    for setting, value in (("--gpus-per-node", question.gpus_per_node), ("--nics", question.nics),
-                           ("--bucket-mib", question.bucket_mib)):  # fmt: skip
+    for setting, value in (
+        ("--gpus-per-node", question.gpus_per_node),
+        ("--nics", question.nics),
+        ("--bucket-mib", question.bucket_mib),
+    ):
         if value is not None and not value > 0:
             issues.append(f"{setting}: {value:g} is not above 0")
     for name, setting in ((question.link, "--link"), (question.inter, "--inter")):
@@ -224,20 +241,27 @@ def _tensor_issues(profile: Profile, sizes: Sequence[int]) -> list[str]:
     if not profile.hidden_size:
         return [f"--tensor: {max(sizes)} needs the model's shape; add --model CONFIG"]
     heads = profile.heads
-    return [f"--tensor: {size} does not divide the model's {heads} attention heads (num_heads); use one of "
-            f"{', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
-            for size in sizes if heads and heads % size]  # fmt: skip
+    return [
+        f"--tensor: {size} does not divide the model's {heads} attention heads (num_heads); use one of "
+        f"{', '.join(str(n) for n in range(1, heads + 1) if heads % n == 0)}"
+        for size in sizes
+        if heads and heads % size
+    ]
 
 
 def _link_issues(source: Source, question: Question) -> list[str]:
     most, per_node = max(question.gpus), _per_node(question)
     if 0 < per_node < most and question.inter is None:
         between = [name for name, link in hardware().links.items() if link.kind in ("net", "tcp")]
-        return [f"--inter: {most} GPUs fill more than one node of {per_node}; name the link between nodes, "
-                f"one of {', '.join(between)}"]  # fmt: skip
+        return [
+            f"--inter: {most} GPUs fill more than one node of {per_node}; name the link between nodes, "
+            f"one of {', '.join(between)}"
+        ]
     if most > 1 and question.link is None and not source.curves:
-        return [f"--link: not given, and no measured all-reduce for {most} GPUs; use one of "
-                f"{', '.join(hardware().links)}"]  # fmt: skip
+        return [
+            f"--link: not given, and no measured all-reduce for {most} GPUs; use one of "
+            f"{', '.join(hardware().links)}"
+        ]
     if question.link is None and per_node < most:
         return [f"--link: give the link within a node as well as --inter {question.inter}"]
     return []
@@ -248,17 +272,27 @@ def _row(source: Source, profile: Profile, scenario: Scenario) -> dict[str, Any]
     device, state = source.device, state_gib(profile, scenario)
     alone = p.tokens_per_s / p.efficiency / p.ranks
     return {
-        "world_size": p.ranks, "tensor": scenario.tensor, "accumulation": scenario.accumulation,
+        "world_size": p.ranks,
+        "tensor": scenario.tensor,
+        "accumulation": scenario.accumulation,
         "global_batch": scenario.replicas * scenario.accumulation * profile.micro_batch,
         "step_time_s": p.step_s,
-        "split_s": {"forward_backward": p.compute_s, "optimizer": p.optimizer_s, "straggler": p.straggler_s,
-                    "exposed_comm": p.exposed_s},
-        "exposed_comm_fraction": p.exposed_s / p.step_s, "tokens_per_s": p.tokens_per_s,
+        "split_s": {
+            "forward_backward": p.compute_s,
+            "optimizer": p.optimizer_s,
+            "straggler": p.straggler_s,
+            "exposed_comm": p.exposed_s,
+        },
+        "exposed_comm_fraction": p.exposed_s / p.step_s,
+        "tokens_per_s": p.tokens_per_s,
         "samples_per_s": p.tokens_per_s / profile.sequence_length,
-        "speedup": p.tokens_per_s / alone, "efficiency": p.efficiency,
-        "mfu": device.mfu(p) if device else None, "state_gib": state,
-        "fits": device.holds(state) if device else None, "levers": levers(profile, scenario),
-    }  # fmt: skip
+        "speedup": p.tokens_per_s / alone,
+        "efficiency": p.efficiency,
+        "mfu": device.mfu(p) if device else None,
+        "state_gib": state,
+        "fits": device.holds(state) if device else None,
+        "levers": levers(profile, scenario),
+    }
 
 
 def _device_notes(source: Source, question: Question, rows: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -266,14 +300,17 @@ def _device_notes(source: Source, question: Question, rows: Sequence[Mapping[str
     if device is None:
         return []
     if device.peak_flops and device.flops_per_token:
-        notes.append(f"MFU over {device.peak_flops / 1e12:g} TFLOP/s a GPU: {device.name}, "
-                     f"{device.precision}")  # fmt: skip
+        notes.append(
+            f"MFU over {device.peak_flops / 1e12:g} TFLOP/s a GPU: {device.name}, {device.precision}"
+        )
     if tight := [row for row in rows if row["fits"] is False]:
         worst = max(tight, key=lambda row: float(row["state_gib"]))
         places = ", ".join(dict.fromkeys(str(row["world_size"]) for row in tight))
-        notes.append(f"DOES NOT FIT on {places} GPUs: weights, gradients and optimizer alone take up to "
-                     f"{worst['state_gib']:.1f} GiB a rank with {question.engine}, {device.name} has "
-                     f"{device.memory_gib:g}; more --tensor or another --engine divides them")  # fmt: skip
+        notes.append(
+            f"DOES NOT FIT on {places} GPUs: weights, gradients and optimizer alone take up to "
+            f"{worst['state_gib']:.1f} GiB a rank with {question.engine}, {device.name} has "
+            f"{device.memory_gib:g}; more --tensor or another --engine divides them"
+        )
     return notes
 
 

@@ -46,13 +46,16 @@ def _rows(rows: Sequence[Mapping[str, Any]]) -> Table:
         levers = row["levers"]
         best = next((lever for lever in levers if not lever["bound"]), None)
         cells = {
-            "GPUs": format_count(row["world_size"]), "tensor": format_count(row["tensor"]),
-            "accum.": format_count(row["accumulation"]), "step": _step(row["step_time_s"]),
+            "GPUs": format_count(row["world_size"]),
+            "tensor": format_count(row["tensor"]),
+            "accum.": format_count(row["accumulation"]),
+            "step": _step(row["step_time_s"]),
             "exposed": format_percent(row["exposed_comm_fraction"]),
-            "efficiency": format_percent(row["efficiency"]), "MFU": format_percent(row["mfu"]),
+            "efficiency": format_percent(row["efficiency"]),
+            "MFU": format_percent(row["mfu"]),
             "tokens/s": format_si(row["tokens_per_s"]),
             "best change": f"{_gain(best)} {best['lever']}" if best else "",
-        }  # fmt: skip
+        }
         table.add_row(*(cells[head] for head in heads))
     return table
 
@@ -74,9 +77,13 @@ def _measured(cells: Sequence[Mapping[str, Any]]) -> Table:
     for cell in cells:
         within = {True: "yes", False: "no", None: "n/a"}[cell["within"]]
         table.add_row(
-            Text(safe(cell["cell"])), _step(cell["predicted_step_s"]), _step(cell["measured_step_s"]),
-            format_percent(cell["predicted_efficiency"]), format_percent(cell["measured_efficiency"]), within,
-        )  # fmt: skip
+            Text(safe(cell["cell"])),
+            _step(cell["predicted_step_s"]),
+            _step(cell["measured_step_s"]),
+            format_percent(cell["predicted_efficiency"]),
+            format_percent(cell["measured_efficiency"]),
+            within,
+        )
     return table
 
 

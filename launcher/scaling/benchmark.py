@@ -32,9 +32,15 @@ COMPARED = ("torch", "accelerate", "deepspeed", "bert-dp")
 
 
 def scale(
-    name: str | None, overrides: Sequence[str], settings: Settings, *, out: Path | None, dry_run: bool,
-    as_json: bool, console: Console,
-) -> int:  # fmt: skip
+    name: str | None,
+    overrides: Sequence[str],
+    settings: Settings,
+    *,
+    out: Path | None,
+    dry_run: bool,
+    as_json: bool,
+    console: Console,
+) -> int:
     """Returns the exit code. Raises ConfigError before any run starts, with every cell that cannot run."""
     path = training.find_config(name or DEFAULT_CONFIG, None)
     config = training.absolute(load_config(path, overrides))
@@ -66,8 +72,13 @@ def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
     """What must be the same in every run of a grid: else its figures do not compare."""
     gpus = [[gpu["name"], gpu["driver"]] for gpu in machine["gpus"]]
     versions = {name: machine["versions"].get(name) for name in COMPARED}
-    return {"cpu": machine["cpu_model"], "cores": machine["affinity_cores"], "gpus": gpus,
-            "versions": versions, "data": data_hash}  # fmt: skip
+    return {
+        "cpu": machine["cpu_model"],
+        "cores": machine["affinity_cores"],
+        "gpus": gpus,
+        "versions": versions,
+        "data": data_hash,
+    }
 
 
 def plan_facts(grid: Grid) -> dict[str, Any]:
@@ -96,8 +107,10 @@ def describe(grid: Grid, where: Path, say: Say, overrides: Sequence[str], *, cor
     for mode in s.modes:
         for count in [n for n in s.gpus if n > 1]:
             if not any(c.id == f"{mode}-ceiling-n{count}" for c in grid.cells):
-                say(f"warning: {mode}, {count} ranks: the batch does not divide over as many copies; no "
-                    "ceiling, and no exposed communication")  # fmt: skip
+                say(
+                    f"warning: {mode}, {count} ranks: the batch does not divide over as many copies; no "
+                    "ceiling, and no exposed communication"
+                )
     if "weak" in s.modes and "strong" not in s.modes:
         say("weak scaling trains another global batch at every N: losses are not compared")
     for name in grid.displaced(overrides):
@@ -117,8 +130,12 @@ def run_locked(
     here = identity(machine, manifest.get("hash"))
     outdir.check_machine(out, "grid.json", here)
     record.write_json(out / "grid.json", {**plan, "machine": here})
-    facts = {"environment": machine, "config_hash": plan["config_hash"], "data_hash": manifest.get("hash"),
-             "command": redact_argv(sys.argv)}  # fmt: skip
+    facts = {
+        "environment": machine,
+        "config_hash": plan["config_hash"],
+        "data_hash": manifest.get("hash"),
+        "command": redact_argv(sys.argv),
+    }
     stopped = 0
     try:
         run_grid(grid, out, on_gpu=on_gpu, say=say)

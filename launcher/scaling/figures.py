@@ -62,8 +62,14 @@ def efficiency(scaling: Mapping[str, Any], mode: str) -> Figure:
     y = plots.Axis("efficiency, throughput / (N x throughput of one rank)", format_percent)
     note = "Bands and whiskers: 95 % intervals over the repeats. The axis does not start at 0."
     series = [*_ceilings(groups), *lines]
-    return Figure(f"Efficiency, {mode} scaling", series, _ranks_axis(scaling, mode), y,
-                  [plots.Level("100 %", 1.0)], note=note)  # fmt: skip
+    return Figure(
+        f"Efficiency, {mode} scaling",
+        series,
+        _ranks_axis(scaling, mode),
+        y,
+        [plots.Level("100 %", 1.0)],
+        note=note,
+    )
 
 
 def communication(scaling: Mapping[str, Any], mode: str) -> Figure:
@@ -72,8 +78,14 @@ def communication(scaling: Mapping[str, Any], mode: str) -> Figure:
     lines = [_line(group, path, f"{path}_ci95") for group in view.groups(scaling, mode)]
     y = plots.Axis("throughput / ceiling", format_percent)
     note = "Efficiency = ceiling x communication efficiency. The axis does not start at 0."
-    return Figure(f"Communication efficiency, {mode} scaling", lines, _ranks_axis(scaling, mode), y,
-                  [plots.Level("100 %", 1.0)], note=note)  # fmt: skip
+    return Figure(
+        f"Communication efficiency, {mode} scaling",
+        lines,
+        _ranks_axis(scaling, mode),
+        y,
+        [plots.Level("100 %", 1.0)],
+        note=note,
+    )
 
 
 def memory(scaling: Mapping[str, Any], mode: str) -> Figure:
@@ -84,8 +96,10 @@ def memory(scaling: Mapping[str, Any], mode: str) -> Figure:
         dots = [
             (n, gib) for cell in group.cells if (n := view.value(cell, "world_size")) for gib in _memory(cell)
         ]
-        series += [plots.Series(group.label, line, group.index, "shaped"),
-                   plots.Series(group.label, dots, group.index, "dots")]  # fmt: skip
+        series += [
+            plots.Series(group.label, line, group.index, "shaped"),
+            plots.Series(group.label, dots, group.index, "dots"),
+        ]
     y = plots.Axis("peak memory of a rank (GiB)", format_si, from_zero=True)
     note = "Line: the greatest rank. Marks: every rank, or the least and the greatest of more than 16."
     return Figure(f"Peak memory, {mode} scaling", series, _ranks_axis(scaling, mode), y, note=note)
@@ -115,13 +129,19 @@ def bandwidth(scaling: Mapping[str, Any]) -> Figure:
 def loss(scaling: Mapping[str, Any]) -> Figure:
     """The training loss of the cells that train the same model, drawn on top of each other, thick to thin."""
     chosen = compared(scaling)
-    curves = [[(a, b) for a, b in map(_pair, view.listed(view.at(cell, "loss.curve"))) if a is not None]
-              for cell in chosen]  # fmt: skip
+    curves = [
+        [(a, b) for a, b in map(_pair, view.listed(view.at(cell, "loss.curve"))) if a is not None]
+        for cell in chosen
+    ]
     series = [
-        plots.Series(view.name(cell), [(a, math.nan if b is None else b) for a, b in curve], i,
-                     width=max(1.0, 8.0 - 7.0 * i / max(1, len(chosen) - 1)))
+        plots.Series(
+            view.name(cell),
+            [(a, math.nan if b is None else b) for a, b in curve],
+            i,
+            width=max(1.0, 8.0 - 7.0 * i / max(1, len(chosen) - 1)),
+        )
         for i, (cell, curve) in enumerate(zip(chosen, curves, strict=True))
-    ]  # fmt: skip
+    ]
     x, y = plots.Axis("tokens", format_si), plots.Axis("loss (nats per masked token)", format_si)
     told = loss_note(scaling)
     if not chosen and "strong" not in view.modes(scaling):
@@ -207,8 +227,11 @@ def extremes(cell: Cell) -> list[Mapping[str, Any]]:
 
 
 def _memory(cell: Cell) -> list[float]:
-    found = [gib for rank in view.listed(cell.get("ranks"))
-             if (gib := number(view.mapped(rank).get("peak_memory_gib"))) is not None]  # fmt: skip
+    found = [
+        gib
+        for rank in view.listed(cell.get("ranks"))
+        if (gib := number(view.mapped(rank).get("peak_memory_gib"))) is not None
+    ]
     return found if len(found) <= MAX_RANKS else [min(found), max(found)]
 
 

@@ -20,9 +20,14 @@ STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate th
 LOG_LINES = 10  # of metrics.jsonl in a run
 DISPLACED = ("checkpoint.", "eval.", "log.", "batch.ramp_")  # sections that a cell sets itself
 DISPLACED_KEYS = (
-    "parallel.engine", "parallel.tensor", "parallel.zero_stage", "data.synthetic", "schedule.steps",
-    "schedule.tokens", "schedule.hours",
-)  # fmt: skip
+    "parallel.engine",
+    "parallel.tensor",
+    "parallel.zero_stage",
+    "data.synthetic",
+    "schedule.steps",
+    "schedule.tokens",
+    "schedule.hours",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,9 +103,16 @@ class Grid:
                 self._add(mode, "ceiling", "independent", count, 1, optional=True)
 
     def _add(
-        self, mode: Mode, kind: Kind, engine: str, ranks: int, tensor: int, *, of: str | None = None,
+        self,
+        mode: Mode,
+        kind: Kind,
+        engine: str,
+        ranks: int,
+        tensor: int,
+        *,
+        of: str | None = None,
         optional: bool = False,
-    ) -> Cell | None:  # fmt: skip
+    ) -> Cell | None:
         split = f"-tp{tensor}" if tensor > 1 else ""
         what = {"run": engine, "ceiling": "ceiling", "synthetic": f"{engine}-synthetic"}[kind]
         name = f"{mode}-{what}-n{ranks}{split}"
@@ -114,8 +126,9 @@ class Grid:
         if issues and optional:
             return None
         self.issues += [f"cell {name}: {issue}" for issue in issues]
-        cell = Cell(name, mode, kind, engine, ranks, tensor, plan.micro_size, plan.accumulation,
-                    plan.global_size, of)  # fmt: skip
+        cell = Cell(
+            name, mode, kind, engine, ranks, tensor, plan.micro_size, plan.accumulation, plan.global_size, of
+        )
         self.cells.append(cell)
         return cell
 
@@ -137,17 +150,31 @@ class Grid:
             parallel["zero_stage"] = int(stage)
         steps = self.settings.warm_up + self.settings.steps
         compiled = self.config.compile
-        return resolve([self.config.model_dump(mode="json"), {
-            "parallel": parallel,
-            "batch": {"global_size": size, "micro_size": micro, "ramp_fraction": 0.0, "ramp_quantum": None},
-            "schedule": {"steps": steps},
-            "compile": ("on" if self._on_gpu else "off") if compiled == "auto" else compiled,
-            "checkpoint": {"keep": 0, "every_steps": 0},
-            "eval": {"every_steps": 0, "max_sequences": micro},
-            "log": {"every_steps": max(1, -(-steps // LOG_LINES)), "step_times": True, "tensorboard": False,
-                    "noise_scale": False},
-            "data": {"synthetic": kind == "synthetic"},
-        }])  # fmt: skip
+        return resolve(
+            [
+                self.config.model_dump(mode="json"),
+                {
+                    "parallel": parallel,
+                    "batch": {
+                        "global_size": size,
+                        "micro_size": micro,
+                        "ramp_fraction": 0.0,
+                        "ramp_quantum": None,
+                    },
+                    "schedule": {"steps": steps},
+                    "compile": ("on" if self._on_gpu else "off") if compiled == "auto" else compiled,
+                    "checkpoint": {"keep": 0, "every_steps": 0},
+                    "eval": {"every_steps": 0, "max_sequences": micro},
+                    "log": {
+                        "every_steps": max(1, -(-steps // LOG_LINES)),
+                        "step_times": True,
+                        "tensorboard": False,
+                        "noise_scale": False,
+                    },
+                    "data": {"synthetic": kind == "synthetic"},
+                },
+            ]
+        )
 
     def displaced(self, overrides: Sequence[str]) -> list[str]:
         """Of the user's `a.b=value` those that no cell heeds: the grid says it, or a cell saves nothing."""
@@ -167,8 +194,10 @@ class Grid:
         state = sum(parts[name] for name in STATE)
         if limit is None or state <= limit:
             return []
-        return [f"weights, gradients and optimizer state take {state:.1f} GiB of a rank's {limit:.1f} GiB; "
-                "use zero1 or fsdp, more ranks, or a smaller model"]  # fmt: skip
+        return [
+            f"weights, gradients and optimizer state take {state:.1f} GiB of a rank's {limit:.1f} GiB; "
+            "use zero1 or fsdp, more ranks, or a smaller model"
+        ]
 
     def order(self, seed: int = 0) -> Iterator[tuple[Cell, int]]:
         """(cell, repeat): every repeat runs all cells once, in an order drawn anew, so that a drift of the
@@ -183,11 +212,17 @@ def parse_engines(text: str) -> tuple[str, ...]:
     """`ddp,zero1` -> ("ddp", "zero1"); the first is the one that is also run without the loader."""
     names = list(dict.fromkeys(word.strip() for word in text.split(",")))
     names = ["deepspeed-1" if name == "deepspeed" else name for name in names]
-    issues = [f"--engines: {name or 'nothing'} is none of {', '.join(ENGINES)}" for name in names
-              if name not in ENGINES]  # fmt: skip
+    issues = [
+        f"--engines: {name or 'nothing'} is none of {', '.join(ENGINES)}"
+        for name in names
+        if name not in ENGINES
+    ]
     packages = {name.partition("-")[0] for name in names} & {"accelerate", "deepspeed"}
-    issues += [f"--engines: {name} needs `pip install 'bert-dp[{name}]'`" for name in sorted(packages)
-               if importlib.util.find_spec(name) is None]  # fmt: skip
+    issues += [
+        f"--engines: {name} needs `pip install 'bert-dp[{name}]'`"
+        for name in sorted(packages)
+        if importlib.util.find_spec(name) is None
+    ]
     if issues:
         raise ConfigError(issues)
     return tuple(names)

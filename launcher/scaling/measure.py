@@ -76,17 +76,22 @@ def run_cell(grid: Grid, cell: Cell, directory: Path, *, on_gpu: bool, say: Say)
     steps = grid.settings.warm_up + grid.settings.steps
     progress = Progress(directory, cell.id, steps, say)
     result = processes.run(
-        directory, cell.world_size, "never", progress, launcher=grid.settings.launcher, on_gpu=on_gpu,
-        watch=watched, cores=None if on_gpu else cores_of(cell.world_size, max(grid.settings.gpus)),
-    )  # fmt: skip
+        directory,
+        cell.world_size,
+        "never",
+        progress,
+        launcher=grid.settings.launcher,
+        on_gpu=on_gpu,
+        watch=watched,
+        cores=None if on_gpu else cores_of(cell.world_size, max(grid.settings.gpus)),
+    )
     if result.signal:
         raise Stopped(result.signal)
     how = ended(directory)
     if how != "ok":
         return f"{how}: {result.failure.headline() if result.failure else 'no cause known'}"
     summary = record.read_json(directory / "summary.json") or {}
-    return (f"{format_si(summary['tokens_per_s'], 'tokens/s')} over {cell.world_size} ranks, warm-up "
-            "included")  # fmt: skip
+    return f"{format_si(summary['tokens_per_s'], 'tokens/s')} over {cell.world_size} ranks, warm-up included"
 
 
 class Progress:
@@ -129,11 +134,16 @@ def measure_links(grid: Grid, out: Path, say: Say) -> None:
         arguments = [str(count), str(LINK_S), *map(str, sizes)]
         lines = helper("bert_dp.dist", arguments, out, cores=None)
         points = [
-            {"bytes": p["bytes"], "seconds": p["seconds_median"], "busbw_gb_s": p["busbw_gb_s"],
-             "algbw_gb_s": p["bytes"] / p["seconds_median"] / 1e9, "repeats": p["repeats"],
-             "bucket": any(abs(p["bytes"] - size) < 8 for size in buckets)}
+            {
+                "bytes": p["bytes"],
+                "seconds": p["seconds_median"],
+                "busbw_gb_s": p["busbw_gb_s"],
+                "algbw_gb_s": p["bytes"] / p["seconds_median"] / 1e9,
+                "repeats": p["repeats"],
+                "bucket": any(abs(p["bytes"] - size) < 8 for size in buckets),
+            }
             for p in lines
-        ]  # fmt: skip
+        ]
         if points:
             facts = {"world_size": count, "backend": lines[0]["backend"], "points": points}
             record.write_json(path, facts)

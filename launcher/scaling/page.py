@@ -60,12 +60,14 @@ def _method(scaling: Mapping[str, Any]) -> str:
     asked = view.mapped(scaling.get("settings"))
     base = ", ".join(view.baselines(scaling))
     count = {key: format_count(asked.get(key)) for key in ("steps", "warm_up", "repeats")}
-    return " \u00b7 ".join([
-        str(asked.get("model") or "model not recorded"),
-        f"{' and '.join(view.modes(scaling))} scaling",
-        f"{count['repeats']} repeats of {count['steps']} steps after {count['warm_up']} of warm-up",
-        f"baseline: {scaling.get('baseline') or NA} on one rank{f' ({base})' if base else ''}",
-    ])  # fmt: skip
+    return " \u00b7 ".join(
+        [
+            str(asked.get("model") or "model not recorded"),
+            f"{' and '.join(view.modes(scaling))} scaling",
+            f"{count['repeats']} repeats of {count['steps']} steps after {count['warm_up']} of warm-up",
+            f"baseline: {scaling.get('baseline') or NA} on one rank{f' ({base})' if base else ''}",
+        ]
+    )
 
 
 # --- what was found
@@ -81,8 +83,11 @@ def _verdicts(scaling: Mapping[str, Any]) -> list[str]:
     for (name, advice), cells in found.items():
         told = name if advice in ("", "nothing") else f"{name}. Next: {advice}"
         cards.append((_level(name), told, cells))
-    flags = [f"{view.name(cell)}: {view.format_word(cell['flags'])}" for cell in view.cells(scaling)
-             if cell.get("flags")]  # fmt: skip
+    flags = [
+        f"{view.name(cell)}: {view.format_word(cell['flags'])}"
+        for cell in view.cells(scaling)
+        if cell.get("flags")
+    ]
     if flags:
         cards.append(("warn", "Flags: look at these numbers before using them", flags))
     order = ("fail", "warn", "ok", "")
@@ -122,8 +127,10 @@ def _folded(level: str, text: str, notes: Sequence[str]) -> str:
 def _level(verdict: str) -> str:
     """The colour of a verdict: what is lost is a warning, what is not claimed has none."""
     words = {
-        "fail": ("out of memory", "failed"), "": ("no claim", "no single cause"), "ok": ("scales", "fastest"),
-    }  # fmt: skip
+        "fail": ("out of memory", "failed"),
+        "": ("no claim", "no single cause"),
+        "ok": ("scales", "fastest"),
+    }
     lowered = verdict.lower()
     return next((level for level, starts in words.items() if lowered.startswith(starts)), "warn")
 
@@ -145,10 +152,13 @@ def _tiles(scaling: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [
         ("Best speed-up", format_ratio(view.value(cell, "speedup")), place),
         ("Efficiency", format_percent(view.value(cell, "efficiency")), f"95 % interval {interval[0]}"),
-        ("Communication efficiency", format_percent(view.value(cell, "communication_efficiency")),
-         f"of the ceiling; 95 % interval {interval[1]}"),
+        (
+            "Communication efficiency",
+            format_percent(view.value(cell, "communication_efficiency")),
+            f"of the ceiling; 95 % interval {interval[1]}",
+        ),
         ("MFU / MAMFU", f"{format_percent(mfu)} / {format_percent(mamfu)}", peaks),
-    ]  # fmt: skip
+    ]
 
 
 # --- figures
@@ -156,9 +166,11 @@ def _tiles(scaling: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def _plots(scaling: Mapping[str, Any]) -> list[str]:
     kinds = (
-        scaling_figures.speedup, scaling_figures.efficiency, scaling_figures.communication,
+        scaling_figures.speedup,
+        scaling_figures.efficiency,
+        scaling_figures.communication,
         scaling_figures.memory,
-    )  # fmt: skip
+    )
     drawn = [kind(scaling, mode) for mode in view.modes(scaling) for kind in kinds]
     return [
         plot(figure) for figure in [*drawn, scaling_figures.bandwidth(scaling), scaling_figures.loss(scaling)]

@@ -37,9 +37,10 @@ def write(scaling: Mapping[str, Any], folder: Path) -> list[Path]:
         raise ConfigError(["plots: matplotlib is not installed; pip install 'bert-dp[plots]'"]) from None
     folder.mkdir(parents=True, exist_ok=True)
     by_mode = {
-        "speedup": scaling_figures.speedup, "efficiency": scaling_figures.efficiency,
+        "speedup": scaling_figures.speedup,
+        "efficiency": scaling_figures.efficiency,
         "memory": scaling_figures.memory,
-    }  # fmt: skip
+    }
     modes = view.modes(scaling)
     for name, kind in by_mode.items():
         _save(folder / f"{name}.png", [_drawer(kind(scaling, mode)) for mode in modes])
@@ -47,8 +48,11 @@ def write(scaling: Mapping[str, Any], folder: Path) -> list[Path]:
     _save(folder / "loss.png", [_drawer(scaling_figures.loss(scaling))])
     bars = [(mode, scaling_figures.step_bars(scaling, mode)[0]) for mode in modes]
     most = max(len(rows) for _, rows in bars)
-    _save(folder / "step_time.png", [_bar_drawer(mode, rows) for mode, rows in bars],
-          height=max(HEIGHT, 1.4 + ROW * most))  # fmt: skip
+    _save(
+        folder / "step_time.png",
+        [_bar_drawer(mode, rows) for mode, rows in bars],
+        height=max(HEIGHT, 1.4 + ROW * most),
+    )
     panels = [panel for panel in scaling_figures.rank_panels(scaling) if any(box.series for box in panel[1])]
     panels.sort(key=lambda panel: -len(panel[1]))
     _save(folder / "ranks.png", [_box_drawer(*panel) for panel in panels[:PANELS]] or [_empty("Step times")])
@@ -123,11 +127,15 @@ def _line(axes: Axes, series: plots.Series, label: str) -> None:
     styles = {"rule": "--", "soft": "--", "fine": ":", "dots": "none", "marked": "--"}
     shape = MARKERS[(series.colour + series.colour // plots.NUM_COLOURS) % len(MARKERS)]
     axes.plot(
-        [x for x, _ in series.points], [y for _, y in series.points], color=colour, label=label or None,
-        linestyle=styles.get(series.style, "-"), linewidth=series.width or 1.5,
+        [x for x, _ in series.points],
+        [y for _, y in series.points],
+        color=colour,
+        label=label or None,
+        linestyle=styles.get(series.style, "-"),
+        linewidth=series.width or 1.5,
         marker=shape if series.style in ("shaped", "dots") else None,
         markersize=4,
-    )  # fmt: skip
+    )
     band = [ends for ends in series.band if all(map(math.isfinite, ends))]
     if band:
         x, low, high = zip(*band, strict=True)

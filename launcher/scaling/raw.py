@@ -10,8 +10,13 @@ from typing import Any
 from bert_dp import record
 from launcher.scaling.grid import Cell, Grid
 
-OUT_OF_MEMORY = ("out of memory", "outofmemory", "memoryerror", "can't allocate memory",
-                 "cannot allocate memory")  # fmt: skip
+OUT_OF_MEMORY = (
+    "out of memory",
+    "outofmemory",
+    "memoryerror",
+    "can't allocate memory",
+    "cannot allocate memory",
+)
 PARTS = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
 
 

@@ -64,8 +64,14 @@ class Measured:
                 [s for r in self.repeats for s in r.parts[name][rank]] for name in ("step_s", "own_work_s")
             )
             memory = max(r.memory_gib[rank] for r in self.repeats)
-            out.append({"rank": rank, "step_time_s": stats.five_numbers(steps),
-                        "own_work_s": stats.five_numbers(own), "peak_memory_gib": memory})  # fmt: skip
+            out.append(
+                {
+                    "rank": rank,
+                    "step_time_s": stats.five_numbers(steps),
+                    "own_work_s": stats.five_numbers(own),
+                    "peak_memory_gib": memory,
+                }
+            )
         return out
 
     def straggler(self) -> tuple[float | None, int | None]:
@@ -111,14 +117,16 @@ def collect(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Facts:
         "settings": settings,
         "baseline": "single",
         "baselines": {name: [f"{mode}-{name}-n1" for mode in modes] for name in ("single", "ddp")},
-        "peak": {"datasheet_flops": settings.pop("datasheet_flops"),
-                 "matmul_flops": number((peak or {}).get("matmul_flops")),
-                 "shapes": (peak or {}).get("shapes")},
+        "peak": {
+            "datasheet_flops": settings.pop("datasheet_flops"),
+            "matmul_flops": number((peak or {}).get("matmul_flops")),
+            "shapes": (peak or {}).get("shapes"),
+        },
         "cells": cells,
         "links": links,
         "profile": profile,
         "prediction": None,
-    }  # fmt: skip
+    }
 
 
 def _repeats_of(cell: Cell, grid: Grid, out: Path) -> tuple[list[Repeat], tuple[str, str | None]]:
@@ -142,28 +150,44 @@ def _settings(grid: Grid, first: Measured | None) -> Facts:
     model, sequence = config.model, config.data.sequence_length
     precision = summary.get("precision", config.precision)
     return {
-        "steps": settings.steps, "warm_up": settings.warm_up, "repeats": settings.repeats,
-        "launcher": settings.launcher, "engines": list(settings.engines), "gpus": list(settings.gpus),
+        "steps": settings.steps,
+        "warm_up": settings.warm_up,
+        "repeats": settings.repeats,
+        "launcher": settings.launcher,
+        "engines": list(settings.engines),
+        "gpus": list(settings.gpus),
         "micro_batch": config.batch.micro_size,
         "accumulation": settings.accumulation or 1 if "weak" in settings.modes else None,
         "global_batch": config.batch.global_size if "strong" in settings.modes else None,
-        "sequence_length": sequence, "parameters": cost.num_parameters(model, sequence),
+        "sequence_length": sequence,
+        "parameters": cost.num_parameters(model, sequence),
         "flops_per_token": cost.flops_per_token(model, sequence, config.objective.mask_rate),
-        "precision": precision, "compiled": summary.get("compiled"), "device": summary.get("device"),
+        "precision": precision,
+        "compiled": summary.get("compiled"),
+        "device": summary.get("device"),
         "datasheet_flops": cost.peak_flops(str(summary.get("device")), precision),
         "optimizer": config.optim.name,
         "model": f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.vocab_size:,}",
-    }  # fmt: skip
+    }
 
 
 def _cell(
-    cell: Cell, grid: Grid, measured: Mapping[str, Measured], state: tuple[str, str | None], settings: Facts,
+    cell: Cell,
+    grid: Grid,
+    measured: Mapping[str, Measured],
+    state: tuple[str, str | None],
+    settings: Facts,
     peak: Mapping[str, Any] | None,
-) -> Facts:  # fmt: skip
+) -> Facts:
     status, cause = state
     named = {f.name: getattr(cell, f.name) for f in dataclasses.fields(cell)}
-    out: Facts = {**named, "launcher": grid.settings.launcher, "status": status, "cause": cause,
-                  "repeats": []}  # fmt: skip
+    out: Facts = {
+        **named,
+        "launcher": grid.settings.launcher,
+        "status": status,
+        "cause": cause,
+        "repeats": [],
+    }
     mine = measured.get(cell.id)
     if mine is None:
         return out | dict.fromkeys(_UNKNOWN) | {"ranks": [], "loss": None, "flags": []}
@@ -179,48 +203,96 @@ def _cell(
     micro = cell.accumulation * (cell.world_size // cell.tensor)
     out |= {
         "repeats": [_repeat(r, s, mine) for r, s in zip(mine.repeats, mine.steps, strict=True)],
-        "steps_per_s": 1 / mine.mean_s, "global_steps_per_s": micro / mine.mean_s,
-        "samples_per_s": cell.global_batch / mine.mean_s, "tokens_per_s": mine.tokens_per_s,
+        "steps_per_s": 1 / mine.mean_s,
+        "global_steps_per_s": micro / mine.mean_s,
+        "samples_per_s": cell.global_batch / mine.mean_s,
+        "tokens_per_s": mine.tokens_per_s,
         "tokens_per_s_per_gpu": mine.per_gpu,
-        "step_time_s": {"median": stats.median(steps), "p95": stats.percentile(steps, 0.95),
-                        "mean": mine.mean_s, "ci95": stats.interval(mine.draws)},
-        "split_s": split, "data_wait_fraction": mine.part("data_wait_s") / mine.part("step_s"),
-        **against, "exposed_comm_ddp_fraction": _ddp_exposed(mine),
-        "straggler_ratio": ratio, "straggler_rank": rank, "ranks": mine.ranks(),
+        "step_time_s": {
+            "median": stats.median(steps),
+            "p95": stats.percentile(steps, 0.95),
+            "mean": mine.mean_s,
+            "ci95": stats.interval(mine.draws),
+        },
+        "split_s": split,
+        "data_wait_fraction": mine.part("data_wait_s") / mine.part("step_s"),
+        **against,
+        "exposed_comm_ddp_fraction": _ddp_exposed(mine),
+        "straggler_ratio": ratio,
+        "straggler_rank": rank,
+        "ranks": mine.ranks(),
         "peak_memory_gib": max(max(r.memory_gib) for r in mine.repeats),
-        **_energy(mine), **{name: flops / value if value else None for name, value in peaks.items()},
+        **_energy(mine),
+        **{name: flops / value if value else None for name, value in peaks.items()},
         "launch_fraction": _launch_fraction(mine, settings),
         **_loss(mine, single, settings["precision"]),
-    }  # fmt: skip
+    }
     skipped = max(r.summary.get("skipped_steps") or 0 for r in mine.repeats)
     return out | {"skipped_steps": skipped, "flags": _flags(out, skipped)}
 
 
 _UNKNOWN = (
-    "steps_per_s", "global_steps_per_s", "samples_per_s", "tokens_per_s", "tokens_per_s_per_gpu",
-    "step_time_s", "split_s", "data_wait_fraction", "exposed_comm_fraction", "exposed_comm_ddp_fraction",
-    "straggler_ratio", "straggler_rank", "peak_memory_gib", "energy_j", "energy_j_per_mtoken", "mfu", "mamfu",
-    "launch_fraction", "speedup", "efficiency", "efficiency_ci95", "efficiency_ddp1", "ceiling_tokens_per_s",
-    "ceiling_efficiency", "ceiling_efficiency_ci95", "communication_efficiency",
-    "communication_efficiency_ci95", "loss_agrees", "loss_deviation", "skipped_steps",
-)  # fmt: skip
+    "steps_per_s",
+    "global_steps_per_s",
+    "samples_per_s",
+    "tokens_per_s",
+    "tokens_per_s_per_gpu",
+    "step_time_s",
+    "split_s",
+    "data_wait_fraction",
+    "exposed_comm_fraction",
+    "exposed_comm_ddp_fraction",
+    "straggler_ratio",
+    "straggler_rank",
+    "peak_memory_gib",
+    "energy_j",
+    "energy_j_per_mtoken",
+    "mfu",
+    "mamfu",
+    "launch_fraction",
+    "speedup",
+    "efficiency",
+    "efficiency_ci95",
+    "efficiency_ddp1",
+    "ceiling_tokens_per_s",
+    "ceiling_efficiency",
+    "ceiling_efficiency_ci95",
+    "communication_efficiency",
+    "communication_efficiency_ci95",
+    "loss_agrees",
+    "loss_deviation",
+    "skipped_steps",
+)
 
 
 def _repeat(repeat: Repeat, steps: Sequence[float], mine: Measured) -> Facts:
     mean = sum(steps) / len(steps)
-    return {"run": f"runs/{repeat.name}", "steps": len(steps), "steps_per_s": 1 / mean,
-            "tokens_per_s": mine.tokens / mean,
-            "step_time_s": {"median": stats.median(steps), "p95": stats.percentile(steps, 0.95)}}  # fmt: skip
+    return {
+        "run": f"runs/{repeat.name}",
+        "steps": len(steps),
+        "steps_per_s": 1 / mean,
+        "tokens_per_s": mine.tokens / mean,
+        "step_time_s": {"median": stats.median(steps), "p95": stats.percentile(steps, 0.95)},
+    }
 
 
 def _against(mine: Measured, single: Measured | None, ddp: Measured | None, top: Measured | None) -> Facts:
     """Speed-up and efficiencies: throughput over N x that of one rank, over that of the ceiling."""
     n = mine.cell.world_size
     out: Facts = dict.fromkeys(
-        ("speedup", "efficiency", "efficiency_ci95", "efficiency_ddp1", "ceiling_tokens_per_s",
-         "ceiling_efficiency", "ceiling_efficiency_ci95", "communication_efficiency",
-         "communication_efficiency_ci95", "exposed_comm_fraction")
-    )  # fmt: skip
+        (
+            "speedup",
+            "efficiency",
+            "efficiency_ci95",
+            "efficiency_ddp1",
+            "ceiling_tokens_per_s",
+            "ceiling_efficiency",
+            "ceiling_efficiency_ci95",
+            "communication_efficiency",
+            "communication_efficiency_ci95",
+            "exposed_comm_fraction",
+        )
+    )
     if single is not None:
         scale = mine.tokens / single.tokens / n  # seconds per token of one rank, over those of this cell
         out["speedup"] = mine.tokens_per_s / single.tokens_per_s
@@ -231,9 +303,12 @@ def _against(mine: Measured, single: Measured | None, ddp: Measured | None, top:
     if top is not None:
         scale = mine.tokens / top.tokens
         reached = mine.tokens_per_s / top.tokens_per_s
-        out |= {"ceiling_tokens_per_s": top.tokens_per_s, "communication_efficiency": reached,
-                "communication_efficiency_ci95": stats.ratio_interval(top.draws, mine.draws, scale),
-                "exposed_comm_fraction": 1 - reached}  # fmt: skip
+        out |= {
+            "ceiling_tokens_per_s": top.tokens_per_s,
+            "communication_efficiency": reached,
+            "communication_efficiency_ci95": stats.ratio_interval(top.draws, mine.draws, scale),
+            "exposed_comm_fraction": 1 - reached,
+        }
         if single is not None:
             scale = top.tokens / single.tokens / n
             out["ceiling_efficiency"] = top.tokens_per_s / single.tokens_per_s / n
@@ -249,13 +324,23 @@ def _split(mine: Measured, top: Measured | None) -> Facts:
     )
     other = max(0.0, whole - data - passes - optimizer)
     if top is None:
-        return {"data": data, "forward_backward": passes, "exposed_comm": None, "optimizer": optimizer,
-                "other": other}  # fmt: skip
+        return {
+            "data": data,
+            "forward_backward": passes,
+            "exposed_comm": None,
+            "optimizer": optimizer,
+            "other": other,
+        }
     own_passes = min(passes, top.part("forward_backward_s") * mine.tokens / top.tokens)
     own_optimizer = min(optimizer, top.part("optimizer_s"))
     comm = passes - own_passes + optimizer - own_optimizer
-    return {"data": data, "forward_backward": own_passes, "exposed_comm": comm,
-            "optimizer": own_optimizer, "other": other}  # fmt: skip
+    return {
+        "data": data,
+        "forward_backward": own_passes,
+        "exposed_comm": comm,
+        "optimizer": own_optimizer,
+        "other": other,
+    }
 
 
 def _ddp_exposed(mine: Measured) -> float | None:
@@ -282,13 +367,17 @@ def _launch_fraction(mine: Measured, settings: Facts) -> float | None:
 def _loss(mine: Measured, single: Measured | None, precision: str) -> Facts:
     """The curve, and whether it is the single rank's. Only a strong grid trains one model."""
     curve = mine.curve()
-    out: Facts = {"loss": {"final": curve[-1][1] if curve else None, "curve": curve},
-                  "loss_agrees": None, "loss_deviation": None}  # fmt: skip
+    out: Facts = {
+        "loss": {"final": curve[-1][1] if curve else None, "curve": curve},
+        "loss_agrees": None,
+        "loss_deviation": None,
+    }
     if mine.cell.mode == "strong" and mine.cell.kind == "run" and single is not None:
         theirs = single.curve()
         if curve and [point[0] for point in curve] == [point[0] for point in theirs]:
-            deviation = max(abs(a[1] - b[1]) / max(abs(b[1]), 1e-12)
-                            for a, b in zip(curve, theirs, strict=True))  # fmt: skip
+            deviation = max(
+                abs(a[1] - b[1]) / max(abs(b[1]), 1e-12) for a, b in zip(curve, theirs, strict=True)
+            )
             out |= {
                 "loss_deviation": deviation,
                 "loss_agrees": deviation <= LOSS_TOLERANCE.get(precision, 1e-4),
@@ -304,14 +393,18 @@ def _flags(cell: Facts, skipped: int) -> list[str]:
     if cell["mode"] == "strong" and cell["kind"] == "run" and cell["loss_agrees"] is None:
         flags.append("losses are not compared: a logged line is missing or not finite")
     if cell["world_size"] > 1 and (cell["efficiency"] or 0) > 1:
-        flags.append(f"efficiency {100 * cell['efficiency']:.1f} % is above 100 %: the baseline is slow, or "
-                     "the machine changed between the runs")  # fmt: skip
+        flags.append(
+            f"efficiency {100 * cell['efficiency']:.1f} % is above 100 %: the baseline is slow, or "
+            "the machine changed between the runs"
+        )
     if (cell["communication_efficiency"] or 0) > 1:
         flags.append("faster than its ceiling: noise, or the engine does less work per rank than a copy")
     if cell["loss_agrees"] is False:
         flags.append(f"not the same model: losses differ from one rank's by {cell['loss_deviation']}")
     ceiling, counters = cell["exposed_comm_fraction"], cell["exposed_comm_ddp_fraction"]
     if ceiling is not None and counters is not None and abs(ceiling - counters) > CROSS_CHECK:
-        flags.append(f"exposed communication: {100 * ceiling:.1f} % by the ceiling, {100 * counters:.1f} % "
-                     "by DDP's own counters")  # fmt: skip
+        flags.append(
+            f"exposed communication: {100 * ceiling:.1f} % by the ceiling, {100 * counters:.1f} % "
+            "by DDP's own counters"
+        )
     return flags

@@ -129,8 +129,13 @@ def _plus_minus(cell: Cell, path: str, text: str) -> str:
 def csv_rows(scaling: Mapping[str, Any]) -> list[list[str]]:
     """A header and a row per cell. A name is the path into scaling.json, with its unit; unknown is empty."""
     columns = ["id", *dict.fromkeys(c.path for columns in view.TOPICS.values() for c in columns), "cause"]
-    return [columns, *([_plain(view.name(cell) if path == "id" else _entry(cell, path)) for path in columns]
-                       for cell in view.cells(scaling))]  # fmt: skip
+    return [
+        columns,
+        *(
+            [_plain(view.name(cell) if path == "id" else _entry(cell, path)) for path in columns]
+            for cell in view.cells(scaling)
+        ),
+    ]
 
 
 def write_csv(scaling: Mapping[str, Any], out: Path) -> None:

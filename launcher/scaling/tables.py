@@ -38,29 +38,34 @@ SETTINGS = (
     Column("device", "device", view.format_word),
 )
 REPEAT = (
-    Column("steps", "steps", format_count), Column("steps_per_s", "steps/s", format_si),
+    Column("steps", "steps", format_count),
+    Column("steps_per_s", "steps/s", format_si),
     Column("tokens_per_s", "tokens/s", format_si),
     Column("step_time_s.median", "step, median", format_step_time),
     Column("step_time_s.p95", "p95", format_step_time),
-)  # fmt: skip
+)
 RANK = (
     *(Column(f"step_time_s.{q}", f"step, {q}", format_step_time) for q in figures.QUARTILES),
     *(Column(f"own_work_s.{q}", f"own work, {q}", format_step_time) for q in figures.QUARTILES),
     Column("peak_memory_gib", "peak memory", format_gib),
 )
 PREDICTED = (
-    Column("tensor", "tensor", format_count), Column("accumulation", "accumulation", format_count),
-    Column("global_batch", "global batch", format_count), Column("step_time_s", "step", format_step_time),
+    Column("tensor", "tensor", format_count),
+    Column("accumulation", "accumulation", format_count),
+    Column("global_batch", "global batch", format_count),
+    Column("step_time_s", "step", format_step_time),
     Column("exposed_comm_fraction", "exposed communication", format_percent),
-    Column("tokens_per_s", "tokens/s", format_si), Column("speedup", "speed-up", format_ratio),
+    Column("tokens_per_s", "tokens/s", format_si),
+    Column("speedup", "speed-up", format_ratio),
     Column("efficiency", "efficiency", format_percent),
-)  # fmt: skip
+)
 LINK = (
-    Column("bytes", "bytes", format_count), Column("seconds", "time", format_step_time),
+    Column("bytes", "bytes", format_count),
+    Column("seconds", "time", format_step_time),
     Column("busbw_gb_s", "bus bandwidth, GB/s", format_si),
     Column("algbw_gb_s", "bytes / time, GB/s", format_si),
     Column("bucket", "a bucket's size", view.format_word),
-)  # fmt: skip
+)
 
 
 def tables(scaling: Mapping[str, Any]) -> str:
@@ -97,8 +102,15 @@ def prediction(scaling: Mapping[str, Any]) -> str:
     measured = {view.name(cell): cell for cell in view.cells(scaling)}
     beside = [row for row in map(view.mapped, view.listed(told.get("measured"))) if row]
     lines = [_beside(row, measured.get(str(row.get("cell")), {})) for row in beside]
-    names = ["step, predicted", "step, measured", "95 % interval", "difference", "efficiency, predicted",
-             "efficiency, measured", "95 % interval"]  # fmt: skip
+    names = [
+        "step, predicted",
+        "step, measured",
+        "95 % interval",
+        "difference",
+        "efficiency, predicted",
+        "efficiency, measured",
+        "95 % interval",
+    ]
     parts = [builder.table([builder.head(names), *lines], "numbers")] if lines else []
     if rows := [row for row in map(view.mapped, view.listed(told.get("rows"))) if row]:
         labels = [f"N = {format_count(row.get('world_size'))}" for row in rows]
@@ -114,10 +126,17 @@ def _beside(row: Mapping[str, Any], cell: Mapping[str, Any]) -> str:
     off = format_percent(expected / found - 1) if expected is not None and found else NA
     ends = [format_step_time(view.value(row, f"ci95.{end}")) for end in view.ENDS]
     efficiencies = [format_percent(row.get(f"{kind}_efficiency")) for kind in ("predicted", "measured")]
-    return builder.row(str(row.get("cell")), [
-        format_step_time(expected), format_step_time(found), " to ".join(ends), off, *efficiencies,
-        view.format_interval(cell, "efficiency_ci95"),
-    ])  # fmt: skip
+    return builder.row(
+        str(row.get("cell")),
+        [
+            format_step_time(expected),
+            format_step_time(found),
+            " to ".join(ends),
+            off,
+            *efficiencies,
+            view.format_interval(cell, "efficiency_ci95"),
+        ],
+    )
 
 
 def settings(scaling: Mapping[str, Any]) -> str:
@@ -154,17 +173,26 @@ def _profile(profile: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def details(scaling: Mapping[str, Any]) -> list[str]:
     """What opens on a click: each repeat, each rank, each all-reduce, the environment."""
-    repeats = [(f"{view.name(c)}: {r.get('run')}", r) for c in view.cells(scaling)
-               for r in map(view.mapped, view.listed(c.get("repeats")))]  # fmt: skip
-    ranks = [(f"{view.name(c)}, rank {format_count(r.get('rank'))}", r) for c in view.cells(scaling)
-             for r in scaling_figures.extremes(c)]  # fmt: skip
-    links = [(f"{format_count(link.get('world_size'))} ranks, {link.get('backend')}", p)
-             for link in map(view.mapped, view.listed(scaling.get("links")))
-             for p in map(view.mapped, view.listed(link.get("points")))]  # fmt: skip
+    repeats = [
+        (f"{view.name(c)}: {r.get('run')}", r)
+        for c in view.cells(scaling)
+        for r in map(view.mapped, view.listed(c.get("repeats")))
+    ]
+    ranks = [
+        (f"{view.name(c)}, rank {format_count(r.get('rank'))}", r)
+        for c in view.cells(scaling)
+        for r in scaling_figures.extremes(c)
+    ]
+    links = [
+        (f"{format_count(link.get('world_size'))} ranks, {link.get('backend')}", p)
+        for link in map(view.mapped, view.listed(scaling.get("links")))
+        for p in map(view.mapped, view.listed(link.get("points")))
+    ]
     tables = {"Repeats": (repeats, REPEAT), "Ranks": (ranks, RANK), "All-reduce": (links, LINK)}
     folded = [
         builder.details(title, grid([row for _, row in rows], columns, [label for label, _ in rows]))
-        for title, (rows, columns) in tables.items() if rows
-    ]  # fmt: skip
+        for title, (rows, columns) in tables.items()
+        if rows
+    ]
     environment = redact(view.mapped(scaling.get("environment")))
     return [*folded, builder.details("Environment", builder.environment_text(environment))]

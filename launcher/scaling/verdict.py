@@ -27,8 +27,14 @@ def judge(cell: Facts, cells: Sequence[Facts]) -> dict[str, str]:
     """The greatest loss of a cell, named; {cell, verdict, evidence, next}."""
     if cell["status"] != "ok":
         what = "out of memory" if cell["status"] == "oom" else "failed"
-        return _told(cell, what, str(cell["cause"]), "lower batch.micro_size, or use zero1 or fsdp"
-                     if cell["status"] == "oom" else "see the logs of its run")  # fmt: skip
+        return _told(
+            cell,
+            what,
+            str(cell["cause"]),
+            "lower batch.micro_size, or use zero1 or fsdp"
+            if cell["status"] == "oom"
+            else "see the logs of its run",
+        )
     if cell["efficiency"] is None:
         return _told(cell, "no baseline", "the single-rank cell did not run", "see its cause")
     if cell["efficiency_ci95"] is None:
@@ -38,17 +44,23 @@ def judge(cell: Facts, cells: Sequence[Facts]) -> dict[str, str]:
     reached = f"efficiency {_percent(cell['efficiency'])} [{_percent(low)}, {_percent(high)}]"
     losses = _losses(cell, cells)
     if low > 1:
-        return _told(cell, "above 100 %", f"{reached}: one rank alone was slower than each of these",
-                     "measure the baseline again, on the same machine in the same state")  # fmt: skip
+        return _told(
+            cell,
+            "above 100 %",
+            f"{reached}: one rank alone was slower than each of these",
+            "measure the baseline again, on the same machine in the same state",
+        )
     if not losses and cell["efficiency"] >= GOOD:
         return _told(cell, "scales", f"{reached}; no loss above {_percent(COMM_BOUND)} found", "nothing")
     if not losses and low <= 1 <= high:
-        return _told(cell, "no claim: intervals overlap", f"{reached} includes 100 %",
-                     "more --repeats or --steps")  # fmt: skip
+        return _told(
+            cell, "no claim: intervals overlap", f"{reached} includes 100 %", "more --repeats or --steps"
+        )
     if not losses:
         evidence = f"{reached}; no loss is beyond its bound and doubt: {_known(cell)}"
-        return _told(cell, "no single cause", evidence,
-                     "more --repeats or --steps, and look at the split of the step")  # fmt: skip
+        return _told(
+            cell, "no single cause", evidence, "more --repeats or --steps, and look at the split of the step"
+        )
     _, name, evidence, remedy = max(losses)
     others = "".join(f"; also {other}: {text}" for _, other, text, _ in sorted(losses, reverse=True)[1:])
     return _told(cell, name, f"{reached}: {evidence}{others}", remedy)
@@ -67,20 +79,38 @@ def _losses(cell: Facts, cells: Sequence[Facts]) -> list[tuple[float, str, str, 
     if cell["straggler_rank"] is not None:
         ratio, rank = cell["straggler_ratio"], cell["straggler_rank"]
         evidence = f"rank {rank} works {ratio:.2f} x as long as the others' median before any reduction"
-        out.append((1 - 1 / ratio, f"straggler rank {rank}", evidence, "look at that device: clocks, links, "
-                    "who else uses it (bert-dp doctor)"))  # fmt: skip
+        out.append(
+            (
+                1 - 1 / ratio,
+                f"straggler rank {rank}",
+                evidence,
+                "look at that device: clocks, links, who else uses it (bert-dp doctor)",
+            )
+        )
     top, sent = cell["ceiling_efficiency"], cell["communication_efficiency"]
     if top is not None and 1 - top > CEILING_BOUND and _below(cell["ceiling_efficiency_ci95"]):
         evidence = f"{cell['world_size']} independent copies reach {_percent(top)} of as many single ranks"
-        out.append((1 - top, "hardware ceiling", evidence,
-                    "shared memory bandwidth, power or clocks, which no engine changes"))  # fmt: skip
+        out.append(
+            (
+                1 - top,
+                "hardware ceiling",
+                evidence,
+                "shared memory bandwidth, power or clocks, which no engine changes",
+            )
+        )
     if sent is not None and 1 - sent > COMM_BOUND and _below(cell["communication_efficiency_ci95"]):
         counters = cell["exposed_comm_ddp_fraction"]
         evidence = f"{_percent(1 - sent)} of the ceiling is lost once ranks exchange gradients"
         if counters is not None:
             evidence += f" (DDP's own counters: {_percent(counters)} of a step)"
-        out.append((1 - sent, "communication-bound", evidence,
-                    "more accumulation, 16-bit reduction, or a faster link"))  # fmt: skip
+        out.append(
+            (
+                1 - sent,
+                "communication-bound",
+                evidence,
+                "more accumulation, 16-bit reduction, or a faster link",
+            )
+        )
     host = cell["launch_fraction"]
     if host is not None and host > LAUNCH_BOUND:
         evidence = f"the host needs {_percent(host)} of a step to enqueue it"
@@ -133,8 +163,14 @@ def _comparisons(runs: Sequence[Facts]) -> list[dict[str, str]]:
         if seconds[0][1] < seconds[1][0]:
             out.append(_told(best, f"fastest of {len(ran)} at N = {count}", evidence, "nothing"))
         else:
-            out.append(_told(best, "no claim: intervals overlap", f"{evidence}, whose interval overlaps",
-                             "more --repeats or --steps"))  # fmt: skip
+            out.append(
+                _told(
+                    best,
+                    "no claim: intervals overlap",
+                    f"{evidence}, whose interval overlaps",
+                    "more --repeats or --steps",
+                )
+            )
     return out
 
 

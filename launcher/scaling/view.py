@@ -64,24 +64,33 @@ def format_interval(cell: Cell, path: str) -> str:
 
 
 IDENTITY = (
-    Column("mode", "mode", format_word), Column("engine", "engine", format_word),
-    Column("launcher", "launcher", format_word), Column("kind", "kind", format_word),
+    Column("mode", "mode", format_word),
+    Column("engine", "engine", format_word),
+    Column("launcher", "launcher", format_word),
+    Column("kind", "kind", format_word),
     Column("world_size", "N", format_count),
-    Column("tensor", "tensor", format_count), Column("micro_batch", "micro batch", format_count),
+    Column("tensor", "tensor", format_count),
+    Column("micro_batch", "micro batch", format_count),
     Column("accumulation", "accumulation", format_count),
-    Column("global_batch", "global batch", format_count), Column("repeats", "repeats", format_count),
-    Column("status", "status", format_word), Column("of", "control of", format_word),
-)  # fmt: skip
+    Column("global_batch", "global batch", format_count),
+    Column("repeats", "repeats", format_count),
+    Column("status", "status", format_word),
+    Column("of", "control of", format_word),
+)
 THROUGHPUT = (
-    Column("steps_per_s", "steps/s", format_si), Column("global_steps_per_s", "global steps/s", format_si),
-    Column("samples_per_s", "samples/s", format_si), Column("tokens_per_s", "tokens/s", format_si),
+    Column("steps_per_s", "steps/s", format_si),
+    Column("global_steps_per_s", "global steps/s", format_si),
+    Column("samples_per_s", "samples/s", format_si),
+    Column("tokens_per_s", "tokens/s", format_si),
     Column("tokens_per_s_per_gpu", "tokens/s per rank", format_si),
-    Column("mfu", "MFU", format_percent), Column("mamfu", "MAMFU", format_percent),
+    Column("mfu", "MFU", format_percent),
+    Column("mamfu", "MAMFU", format_percent),
     Column("energy_j", "energy", format_energy),
     Column("energy_j_per_mtoken", "energy per million tokens", format_energy),
-)  # fmt: skip
+)
 SCALING = (
-    Column("speedup", "speed-up", format_ratio), Column("efficiency", "efficiency", format_percent),
+    Column("speedup", "speed-up", format_ratio),
+    Column("efficiency", "efficiency", format_percent),
     Column("efficiency_ci95.low", "95 % from", format_percent),
     Column("efficiency_ci95.high", "to", format_percent),
     Column("efficiency_ddp1", "against ddp on one rank", format_percent),
@@ -90,10 +99,11 @@ SCALING = (
     Column("communication_efficiency", "communication efficiency", format_percent),
     Column("communication_efficiency_ci95.low", "95 % from", format_percent),
     Column("communication_efficiency_ci95.high", "to", format_percent),
-)  # fmt: skip
+)
 TIME = (
     Column("step_time_s.median", "step, median", format_step_time),
-    Column("step_time_s.p95", "p95", format_step_time), Column("step_time_s.mean", "mean", format_step_time),
+    Column("step_time_s.p95", "p95", format_step_time),
+    Column("step_time_s.mean", "mean", format_step_time),
     Column("step_time_s.ci95.low", "95 % from", format_step_time),
     Column("step_time_s.ci95.high", "to", format_step_time),
     Column("split_s.data", "data wait", format_step_time),
@@ -101,7 +111,7 @@ TIME = (
     Column("split_s.exposed_comm", "exposed communication", format_step_time),
     Column("split_s.optimizer", "optimizer", format_step_time),
     Column("split_s.other", "other", format_step_time),
-)  # fmt: skip
+)
 LOST = (
     Column("data_wait_fraction", "data wait, of a step", format_percent),
     Column("exposed_comm_fraction", "exposed communication, from the ceiling", format_percent),
@@ -114,12 +124,14 @@ LOST = (
     Column("loss_agrees", "loss agrees", format_word),
     Column("loss_deviation", "greatest deviation, relative", format_deviation),
     Column("flags", "flags", format_word),
-)  # fmt: skip
+)
 TOPICS: Mapping[str, tuple[Column, ...]] = {
-    "What ran": IDENTITY, "Throughput, summed over all ranks": THROUGHPUT,
-    "Scaling, against single on one rank": SCALING, "Time of a step": TIME,
+    "What ran": IDENTITY,
+    "Throughput, summed over all ranks": THROUGHPUT,
+    "Scaling, against single on one rank": SCALING,
+    "Time of a step": TIME,
     "Lost time, memory and loss": LOST,
-}  # fmt: skip
+}
 SPLIT = {column.path: column.head for column in TIME if column.path.startswith("split_s.")}
 
 

@@ -21,9 +21,16 @@ BUDGET = "5m"
 
 
 def fill(
-    name: str | None, overrides: Sequence[str], *, nproc: str, run_dir: Path | None, resume: str,
-    launcher: str, dry_run: bool, console: Console,
-) -> tuple[list[str], int]:  # fmt: skip
+    name: str | None,
+    overrides: Sequence[str],
+    *,
+    nproc: str,
+    run_dir: Path | None,
+    resume: str,
+    launcher: str,
+    dry_run: bool,
+    console: Console,
+) -> tuple[list[str], int]:
     """The overrides with a number for `batch.micro_size` where it is auto, and the exit code of the search.
 
     A run that goes on keeps its own. The search lies in the cache, so that one that was ended goes on. A dry
@@ -58,9 +65,18 @@ def fill(
     asked = [question.config.hash(), *sorted(identity(machine, manifest.get("hash")).items())]
     where = cache.path_of(key).with_suffix("") / hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     code = batch.tune_batch(
-        name, overrides, gpus=nproc, budget=BUDGET, memory_gib=None, launcher=launcher, out=where,
-        fresh=False, dry_run=False, as_json=False, console=console,
-    )  # fmt: skip
+        name,
+        overrides,
+        gpus=nproc,
+        budget=BUDGET,
+        memory_gib=None,
+        launcher=launcher,
+        out=where,
+        fresh=False,
+        dry_run=False,
+        as_json=False,
+        console=console,
+    )
     if code:
         return list(overrides), code
     found = record.read_json(where / FILE) or {}

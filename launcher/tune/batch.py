@@ -28,9 +28,19 @@ PLAN = "plan.json"
 
 
 def tune_batch(
-    name: str | None, overrides: Sequence[str], *, gpus: str, budget: str, memory_gib: float | None,
-    launcher: str, out: Path | None, fresh: bool, dry_run: bool, as_json: bool, console: Console,
-) -> int:  # fmt: skip
+    name: str | None,
+    overrides: Sequence[str],
+    *,
+    gpus: str,
+    budget: str,
+    memory_gib: float | None,
+    launcher: str,
+    out: Path | None,
+    fresh: bool,
+    dry_run: bool,
+    as_json: bool,
+    console: Console,
+) -> int:
     """Returns the exit code. Raises ConfigError, before any trial starts, with everything that is wrong."""
     path = training.find_config(name, None)
     question = ask(path, overrides, gpus=gpus, budget=budget, memory_gib=memory_gib, launcher=launcher)
@@ -73,9 +83,15 @@ def tune_batch(
 
 
 def ask(
-    path: Path, overrides: Sequence[str], *, gpus: str, budget: str, memory_gib: float | None, launcher: str,
+    path: Path,
+    overrides: Sequence[str],
+    *,
+    gpus: str,
+    budget: str,
+    memory_gib: float | None,
+    launcher: str,
     ranks: str = "--gpus",
-) -> Question:  # fmt: skip
+) -> Question:
     """The question of these options; `ranks` is the name of the option `gpus`. Raises ConfigError."""
     config = training.absolute(load_config(path, [*overrides, "batch.micro_size=1"]))
     devices = 0 if config.run.device == "cpu" else environment.num_gpus()
@@ -99,19 +115,27 @@ def ask(
 def key(question: Question, machine: Mapping[str, Any]) -> str:
     """Of the cache."""
     return cache.key(
-        question.config, machine, ranks=question.ranks, on_gpu=question.on_gpu, launcher=question.launcher,
+        question.config,
+        machine,
+        ranks=question.ranks,
+        on_gpu=question.on_gpu,
+        launcher=question.launcher,
         memory_gib=question.limit_gib if question.limit_of == "--memory" else None,
-    )  # fmt: skip
+    )
 
 
 def plan_facts(question: Question) -> dict[str, Any]:
     """plan.json: what a directory was begun with. JSON values only."""
     return {
-        "schema_version": record.SCHEMA_VERSION, "kind": "batch", "config_hash": question.config.hash(),
-        "ranks": question.ranks, "sizes": list(question.sizes), "budget_s": question.budget_s,
+        "schema_version": record.SCHEMA_VERSION,
+        "kind": "batch",
+        "config_hash": question.config.hash(),
+        "ranks": question.ranks,
+        "sizes": list(question.sizes),
+        "budget_s": question.budget_s,
         "memory": question.limit_gib if question.limit_of == "--memory" else None,
         "launcher": question.launcher,
-    }  # fmt: skip
+    }
 
 
 def describe(question: Question, where: Path) -> list[str]:
@@ -132,8 +156,12 @@ def from_cache(known: Mapping[str, Any], question: Question) -> dict[str, Any]:
     """tune.json of a search that an earlier one answers: the user's own configuration, and of another data
     set, seed or schedule no noise scale."""
     config = question.config
-    mine = {"cached": True, "command": redact_argv(sys.argv), "config_hash": config.hash(),
-            "config": config.model_dump(mode="json")}  # fmt: skip
+    mine = {
+        "cached": True,
+        "command": redact_argv(sys.argv),
+        "config_hash": config.hash(),
+        "config": config.model_dump(mode="json"),
+    }
     other = {} if known.get("config_hash") == config.hash() else {"noise": None, "goodput": None}
     return {**known, **mine, **other}
 
@@ -161,16 +189,30 @@ def search(
         say(f"error: {why}")
     config = question.config
     return {
-        "schema_version": record.SCHEMA_VERSION, "kind": "batch", "status": status, "cached": False,
-        "why": why, "date": datetime.date.today().isoformat(), "seconds": found.runs.used_s,
-        "budget_s": question.budget_s, "environment": dict(machine), "config_hash": config.hash(),
-        "config": config.model_dump(mode="json"), "data_hash": manifest.get("hash"),
-        "command": redact_argv(sys.argv), "ranks": question.ranks, "dp": question.dp,
-        "tensor": config.parallel.tensor, "engine": config.parallel.engine, "launcher": question.launcher,
-        "device": "cuda" if question.on_gpu else "cpu", "global_batch": config.batch.global_size,
+        "schema_version": record.SCHEMA_VERSION,
+        "kind": "batch",
+        "status": status,
+        "cached": False,
+        "why": why,
+        "date": datetime.date.today().isoformat(),
+        "seconds": found.runs.used_s,
+        "budget_s": question.budget_s,
+        "environment": dict(machine),
+        "config_hash": config.hash(),
+        "config": config.model_dump(mode="json"),
+        "data_hash": manifest.get("hash"),
+        "command": redact_argv(sys.argv),
+        "ranks": question.ranks,
+        "dp": question.dp,
+        "tensor": config.parallel.tensor,
+        "engine": config.parallel.engine,
+        "launcher": question.launcher,
+        "device": "cuda" if question.on_gpu else "cpu",
+        "global_batch": config.batch.global_size,
         "sequence_length": config.data.sequence_length,
-        "trials": len(list(out.glob("trials/*/summary.json"))), **found.facts,
-    }, code  # fmt: skip
+        "trials": len(list(out.glob("trials/*/summary.json"))),
+        **found.facts,
+    }, code
 
 
 def write(tune: Mapping[str, Any], out: Path) -> None:

@@ -17,9 +17,14 @@ VERSIONS = ("torch", "accelerate", "deepspeed", "bert-dp")
 
 
 def key(
-    config: Config, machine: Mapping[str, Any], *, ranks: int, on_gpu: bool, launcher: str,
+    config: Config,
+    machine: Mapping[str, Any],
+    *,
+    ranks: int,
+    on_gpu: bool,
+    launcher: str,
     memory_gib: float | None,
-) -> str:  # fmt: skip
+) -> str:
     """16 hex digits of all that decides how fast a micro batch is and whether it fits; the micro batch itself
     is not in it. `machine` is `Environment.to_json()`."""
     gpus = [[gpu["name"], gpu["driver"], gpu["memory_gib"]] for gpu in machine["gpus"]]
@@ -35,8 +40,10 @@ def key(
         "optimizer": config.optim.name,
         "batch": config.batch.model_dump(mode="json", exclude={"micro_size"}),
         "noise_scale": config.log.noise_scale,  # it asks for two batches
-        "ranks": ranks, "launcher": launcher, "memory_gib": memory_gib,
-    }  # fmt: skip
+        "ranks": ranks,
+        "launcher": launcher,
+        "memory_gib": memory_gib,
+    }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -62,8 +69,11 @@ def _fits(found: Mapping[str, Any], limit_gib: float | None) -> bool:
     memory, choice = found.get("memory"), found["choice"]
     if limit_gib is None or not isinstance(memory, dict) or not isinstance(found.get("sizes"), list):
         return limit_gib is None
-    peaks = [number(size.get("measured_gib")) or 0.0 for size in found["sizes"]
-             if isinstance(size, dict) and size.get("micro_batch") == choice["micro_batch"]]  # fmt: skip
+    peaks = [
+        number(size.get("measured_gib")) or 0.0
+        for size in found["sizes"]
+        if isinstance(size, dict) and size.get("micro_batch") == choice["micro_batch"]
+    ]
     then = number(memory.get("limit_gib"))
     more = choice.get("limited_by") == "memory" and then is not None and limit_gib > MORE * then
     return bool(peaks) and max(peaks) <= limit_gib and not more

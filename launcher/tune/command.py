@@ -48,10 +48,19 @@ def batch(
 
     raise typer.Exit(
         search.tune_batch(
-            config, set_ or [], gpus=gpus, budget=budget, memory_gib=memory, launcher=launcher, out=out,
-            fresh=fresh, dry_run=dry_run, as_json=json, console=console(),
+            config,
+            set_ or [],
+            gpus=gpus,
+            budget=budget,
+            memory_gib=memory,
+            launcher=launcher,
+            out=out,
+            fresh=fresh,
+            dry_run=dry_run,
+            as_json=json,
+            console=console(),
         )
-    )  # fmt: skip
+    )
 
 
 tune_app.command("lr")(lr_command.lr)

@@ -119,16 +119,27 @@ def choose(rates: Sequence[Rate]) -> dict[str, Any]:
     if flat:
         why = "the curve is flat: every size is within 3 % of the best, so the smallest"
     return {
-        "micro_batch": chosen.micro, "best_micro_batch": best.micro, "samples_per_s": chosen.median,
-        "best_samples_per_s": best.median, "share_of_best": chosen.median / best.median, "flat": flat,
-        "not_settled": unsettled(rates), "why": why,
-    }  # fmt: skip
+        "micro_batch": chosen.micro,
+        "best_micro_batch": best.micro,
+        "samples_per_s": chosen.median,
+        "best_samples_per_s": best.median,
+        "share_of_best": chosen.median / best.median,
+        "flat": flat,
+        "not_settled": unsettled(rates),
+        "why": why,
+    }
 
 
 def goodput(
-    *, micro_s: float, update_s: float, per_pass: int, global_size: int, noise: float,
-    interval: Sequence[float], sizes: Sequence[int],
-) -> dict[str, Any]:  # fmt: skip
+    *,
+    micro_s: float,
+    update_s: float,
+    per_pass: int,
+    global_size: int,
+    noise: float,
+    interval: Sequence[float],
+    sizes: Sequence[int],
+) -> dict[str, Any]:
     """Throughput x statistical efficiency against the global batch (Pollux, OSDI 2021, section 3).
 
     A step of B sequences takes B / per_pass x micro_s + update_s seconds; a sequence in it is worth
@@ -152,5 +163,11 @@ def goodput(
     best = top(noise)
     declared = at(global_size, noise)["goodput"]
     gain = at(best, noise)["goodput"] / declared - 1
-    return {"points": points, "recommended": best, "recommended_interval": ends, "gain": gain,
-            "declared": global_size, "at_edge": best in (min(sizes), max(sizes))}  # fmt: skip
+    return {
+        "points": points,
+        "recommended": best,
+        "recommended_interval": ends,
+        "gain": gain,
+        "declared": global_size,
+        "at_edge": best in (min(sizes), max(sizes)),
+    }

@@ -71,8 +71,10 @@ def throughput(tune: Mapping[str, Any]) -> Figure:
     top = FAR * max([rate for _, rate in [*line, *dots] if math.isfinite(rate)], default=math.inf)
     cut = any(high > top for _, _, high in band)
     drawn = [(micro, low, min(high, top) if math.isfinite(high) else high) for micro, low, high in band]
-    series = [plots.Series("median, 95 % within its runs", line, 0, "shaped", drawn),
-              plots.Series("each run", dots, 1, "dots")]  # fmt: skip
+    series = [
+        plots.Series("median, 95 % within its runs", line, 0, "shaped", drawn),
+        plots.Series("each run", dots, 1, "dots"),
+    ]
     ticks = [x for x, _ in line]
     x = plots.Axis(f"{MICRO}, log scale", format_count, log=True, ticks=ticks, pad=0.05)
     y = plots.Axis("sequences/s, all ranks", format_si, from_zero=True)
@@ -82,8 +84,11 @@ def throughput(tune: Mapping[str, Any]) -> Figure:
         if best
         else []
     )
-    lost = [f"{format_count(size.get('micro_batch'))} ({_ended(size)})" for size in micro_batches(tune)
-            if view.value(size, "samples_per_s") is None]  # fmt: skip
+    lost = [
+        f"{format_count(size.get('micro_batch'))} ({_ended(size)})"
+        for size in micro_batches(tune)
+        if view.value(size, "samples_per_s") is None
+    ]
     note = "At the declared global batch; accumulation follows the micro batch."
     note += f" Without a throughput: {', '.join(lost)}." if lost else ""
     note += f" Ends of intervals above {format_si(top)} are drawn there." if cut else ""
@@ -96,9 +101,10 @@ def memory(tune: Mapping[str, Any]) -> Figure:
     intercept, slope = predicted(found)
     tried = [entry for entry in view.listed(found.get("tried")) if positive(entry, "micro_batch") is not None]
     measured = {
-        (positive(e, "micro_batch") or 0.0, gib) for e in [*tried, *micro_batches(tune)]
+        (positive(e, "micro_batch") or 0.0, gib)
+        for e in [*tried, *micro_batches(tune)]
         if (gib := positive(e, "measured_gib")) is not None and e.get("status") in ("ok", None)
-    }  # fmt: skip
+    }
     lost: dict[str, list[plots.Point]] = {}
     for entry in tried:
         micro = positive(entry, "micro_batch") or 0.0
@@ -113,7 +119,7 @@ def memory(tune: Mapping[str, Any]) -> Figure:
         plots.Series("predicted", line, 0, "rule"),
         plots.Series("measured, greatest rank", sorted(measured), 1, "dots"),
         *[plots.Series(status, points, 3 + i, "dots") for i, (status, points) in enumerate(lost.items())],
-    ]  # fmt: skip
+    ]
     highest = max([gib for s in series for _, gib in s.points if math.isfinite(gib)], default=0.0)
     levels, far = _limits(found, highest)
     x = plots.Axis(MICRO, format_count, from_zero=True, ticks=sorted(sizes))
@@ -155,22 +161,37 @@ def efficiency(tune: Mapping[str, Any]) -> Figure:
     batches = [middle * 2.0**k for k in range(first, last + 1)]
     low, high, scale = (min(max(end, batches[0]), batches[-1]) for end in (low, high, found[0]))
     series = [
-        plots.Series("efficiency, 95 % interval", [(b, 1 / (1 + b / found[0])) for b in batches], 0, "line",
-                     [(b, 1 / (1 + b / found[1]), 1 / (1 + b / found[2])) for b in batches]),
-        plots.Series("noise scale, 95 % interval", [(scale, 0.0), (scale, 1.0)], 3, "rule",
-                     [(low, 0.0, 1.0), (high, 0.0, 1.0)]),
+        plots.Series(
+            "efficiency, 95 % interval",
+            [(b, 1 / (1 + b / found[0])) for b in batches],
+            0,
+            "line",
+            [(b, 1 / (1 + b / found[1]), 1 / (1 + b / found[2])) for b in batches],
+        ),
+        plots.Series(
+            "noise scale, 95 % interval",
+            [(scale, 0.0), (scale, 1.0)],
+            3,
+            "rule",
+            [(low, 0.0, 1.0), (high, 0.0, 1.0)],
+        ),
         *upright("declared global batch", declared, 1, 1.0),
-    ]  # fmt: skip
+    ]
     return Figure(title, series, x, y, note=noise_text(tune))
 
 
 def goodput(tune: Mapping[str, Any]) -> Figure:
     """Throughput x efficiency against the global batch, with the declared and the recommended one."""
     found = view.mapped(tune.get("goodput"))
-    points = sorted((b, point) for point in map(view.mapped, view.listed(found.get("points")))
-                    if (b := positive(point, "global_batch")) is not None)  # fmt: skip
-    columns = {key: [_or_gap(view.value(point, key)) for _, point in points]
-               for key in ("goodput", "low", "high", "samples_per_s")}  # fmt: skip
+    points = sorted(
+        (b, point)
+        for point in map(view.mapped, view.listed(found.get("points")))
+        if (b := positive(point, "global_batch")) is not None
+    )
+    columns = {
+        key: [_or_gap(view.value(point, key)) for _, point in points]
+        for key in ("goodput", "low", "high", "samples_per_s")
+    }
     batches = [b for b, _ in points]
     top = max((v for column in columns.values() for v in column if math.isfinite(v)), default=0.0)
     series = [

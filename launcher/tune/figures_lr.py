@@ -136,8 +136,11 @@ def range_test_of(tune: Mapping[str, Any]) -> Mapping[str, Any]:
 def range_test(tune: Mapping[str, Any]) -> Figure:
     """Training loss while the rate rises, and where it breaks."""
     found = range_test_of(tune)
-    pairs = [(number(pair[0]), number(pair[1])) for pair in map(view.listed, view.listed(found.get("points")))
-             if len(pair) == 2]  # fmt: skip
+    pairs = [
+        (number(pair[0]), number(pair[1]))
+        for pair in map(view.listed, view.listed(found.get("points")))
+        if len(pair) == 2
+    ]
     points = [
         (rate, math.nan if loss is None else loss) for rate, loss in pairs if rate is not None and rate > 0
     ]

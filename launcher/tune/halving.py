@@ -60,13 +60,26 @@ class Search:
     """`state` is kept in OUT/STATE: the measured length of a run must not change when going on."""
 
     def __init__(
-        self, config: Config, settings: Settings, ranks: int, pool: Pool, at_a_time: int, *, shards: Path,
-        unigram: float | None, state: dict[str, Any], say: Say,
-    ):  # fmt: skip
+        self,
+        config: Config,
+        settings: Settings,
+        ranks: int,
+        pool: Pool,
+        at_a_time: int,
+        *,
+        shards: Path,
+        unigram: float | None,
+        state: dict[str, Any],
+        say: Say,
+    ):
         self.config, self.settings, self.ranks, self.pool = config, settings, ranks, pool
         self.at_a_time, self.shards, self.unigram, self.state, self.say = (
-            at_a_time, shards, unigram, state, say,
-        )  # fmt: skip
+            at_a_time,
+            shards,
+            unigram,
+            state,
+            say,
+        )
         self.optimizers = settings.optimizers or (config.optim.name,)
         self.decays = settings.weight_decays or (config.optim.weight_decay,)
         self.seeds = tuple(config.run.seed + k for k in range(settings.seeds))
@@ -143,8 +156,10 @@ class Search:
             )
             for name in self.optimizers
         }
-        self.say(f"range test: {steps} steps, the rate rising from {1e-4 * lr_trials.RANGE_TOP:g} to "
-                 f"{lr_trials.RANGE_TOP:g}, {', '.join(self.optimizers)}")  # fmt: skip
+        self.say(
+            f"range test: {steps} steps, the rate rising from {1e-4 * lr_trials.RANGE_TOP:g} to "
+            f"{lr_trials.RANGE_TOP:g}, {', '.join(self.optimizers)}"
+        )
         states = self.pool.run(list(tests.values()))
         for name, trial in tests.items():
             directory = self.pool.directory(trial)
@@ -174,8 +189,9 @@ class Search:
             if self.settings.budget_s is not None:
                 tokens, why = self._within(self.settings.budget_s, tokens, why)
             if tokens < LEAST_STEPS * lr_trials.step_tokens(self.config):
-                raise ConfigError([f"schedule: {tokens:,} tokens are fewer than {LEAST_STEPS} steps; raise "
-                                   "schedule.hours"])  # fmt: skip
+                raise ConfigError(
+                    [f"schedule: {tokens:,} tokens are fewer than {LEAST_STEPS} steps; raise schedule.hours"]
+                )
             self.state |= {"tokens": tokens, "tokens_why": why}
             self.keep()
         self.tokens = int(self.state["tokens"])
@@ -184,9 +200,11 @@ class Search:
         seconds = self._predicted_s(self.tokens)
         total = sum(count * tokens for count, tokens in self._work)
         self.say(f"whole run: {self.state['tokens_why']}")
-        self.say(f"{sum(count for count, _ in self._work)} trials, {format_si(total, 'tokens')}, "
-                 f"{self.at_a_time} at a time: about {format_duration(seconds)}, and up to "
-                 f"{2 * ladder.EXTENSIONS} more where the best stands at an end")  # fmt: skip
+        self.say(
+            f"{sum(count for count, _ in self._work)} trials, {format_si(total, 'tokens')}, "
+            f"{self.at_a_time} at a time: about {format_duration(seconds)}, and up to "
+            f"{2 * ladder.EXTENSIONS} more where the best stands at an end"
+        )
 
     def _whole_budget(self) -> tuple[int, str]:
         asked, full = self.settings.tokens, lr_trials.full_tokens(self.config)
@@ -199,8 +217,10 @@ class Search:
         hours, rate = self.config.schedule.hours or 0.0, self._rate()
         tokens = lr_trials.whole(self.config, hours * 3600 * rate)
         ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
-        return tokens, (f"{hours:g} h at the measured {format_si(rate, 'tokens/s')} of {ranks} = {tokens:,} "
-                        "tokens; more ranks would train more: then give --tokens")  # fmt: skip
+        return tokens, (
+            f"{hours:g} h at the measured {format_si(rate, 'tokens/s')} of {ranks} = {tokens:,} "
+            "tokens; more ranks would train more: then give --tokens"
+        )
 
     def _within(self, budget_s: float, tokens: int, why: str) -> tuple[int, str]:
         """The whole budget shortened so that the search fits into `budget_s`, range tests included."""
@@ -211,8 +231,9 @@ class Search:
         share = max(0.0, budget_s - used - fixed) / (self._predicted_s(tokens) - fixed)
         least = LEAST_STEPS * lr_trials.step_tokens(self.config)
         fitting = max(least, lr_trials.whole(self.config, math.floor(share * tokens)))
-        return fitting, (f"{fitting:,} tokens instead of {tokens:,}, for --budget; a shorter run takes "
-                         "a higher rate")  # fmt: skip
+        return fitting, (
+            f"{fitting:,} tokens instead of {tokens:,}, for --budget; a shorter run takes a higher rate"
+        )
 
     def _rate(self) -> float:
         """Tokens/s of one trial, from the first range test."""
@@ -248,16 +269,20 @@ class Search:
         rung = Rung(lr_trials.whole(self.config, tokens), seeds, last)
         self.rungs.append(rung)
         name = "last rung" if last else f"rung {len(self.rungs)}"
-        self.say(f"{name}: {format_si(rung.tokens, 'tokens')} a run, {len(seeds)} seed"
-                 f"{'s' if len(seeds) > 1 else ''}")  # fmt: skip
+        self.say(
+            f"{name}: {format_si(rung.tokens, 'tokens')} a run, {len(seeds)} seed"
+            f"{'s' if len(seeds) > 1 else ''}"
+        )
         return rung
 
     def _ladder_rung(self) -> Rung:
         rung = self._open_rung(self.tokens // RUNGS[0], self.seeds[:1])
         first = [
-            Candidate(name, decay, lr) for name in self.optimizers for decay in self.decays
+            Candidate(name, decay, lr)
+            for name in self.optimizers
+            for decay in self.decays
             for lr in ladder.first_ladder(self.edges[name], self.settings.rates)
-        ]  # fmt: skip
+        ]
         self._train(rung, first, rung.seeds)
         while (more := ladder.extension(rung.outcomes, self.edges, first)) is not None:
             self.say(f"the best rate stands at the end of its ladder; next to it: {ladder.told(more)}")
@@ -268,9 +293,12 @@ class Search:
     def _drawn_rung(self) -> Rung:
         rung = self._open_rung(self.tokens // RUNGS[0], self.seeds[:1])
         study = Study(
-            self.pool.out / "optuna.db", self.edges, self.decays, count=self.settings.rates,
+            self.pool.out / "optuna.db",
+            self.edges,
+            self.decays,
+            count=self.settings.rates,
             seed=self.config.run.seed,
-        )  # fmt: skip
+        )
         asked = 0
         while asked < self.settings.trials:
             drawn = study.ask(min(self.at_a_time, self.settings.trials - asked))
@@ -284,8 +312,12 @@ class Search:
     def _train(self, rung: Rung, candidates: Sequence[Candidate], seeds: Sequence[int]) -> None:
         """Each candidate with each of these seeds that it has not had; the results in that order."""
         had = {(o.candidate, o.seed) for o in rung.outcomes}
-        named = {lr_trials.trial_name(c, rung.tokens, seed): (c, seed)
-                 for seed in seeds for c in candidates if (c, seed) not in had}  # fmt: skip
+        named = {
+            lr_trials.trial_name(c, rung.tokens, seed): (c, seed)
+            for seed in seeds
+            for c in candidates
+            if (c, seed) not in had
+        }
         configs = {
             name: lr_trials.trial_config(self.config, self.shards, c, rung.tokens, seed, last=rung.last)
             for name, (c, seed) in named.items()
@@ -325,5 +357,7 @@ class Search:
         left = sum(n * self._trial_s(tokens, last=tokens == self.tokens) for n, tokens in self._work)
         left -= sum(self._trial_s(r.tokens, last=r.last) * len(r.outcomes) for r in self.rungs)
         rest = format_eta(max(0.0, left) * (time.monotonic() - self._begun) / max(self._predicted_here, 1e-9))
-        self.say(f"[{self._done}/{max(total, self._done)}] {ladder.told(outcome.candidate)}, "
-                 f"{format_si(rung.tokens, 'tokens')}, seed {outcome.seed}: {how}; left {rest}")  # fmt: skip
+        self.say(
+            f"[{self._done}/{max(total, self._done)}] {ladder.told(outcome.candidate)}, "
+            f"{format_si(rung.tokens, 'tokens')}, seed {outcome.seed}: {how}; left {rest}"
+        )

@@ -156,8 +156,9 @@ def mark_diverged(outcomes: Sequence[Outcome], unigram: float | None) -> None:
         return
     learned = [o for o in outcomes if o.score <= unigram]
     for o in outcomes:
-        lower = [x for x in learned if x.candidate.ladder == o.candidate.ladder
-                 and x.candidate.lr < o.candidate.lr]  # fmt: skip
+        lower = [
+            x for x in learned if x.candidate.ladder == o.candidate.ladder and x.candidate.lr < o.candidate.lr
+        ]
         if o.status == "ok" and o.score > unigram and lower:
             o.status = "diverged"
             o.cause = f"{o.heldout_loss:.4g} nats, above the unigram entropy {unigram:.4g}"
@@ -211,10 +212,14 @@ def open_side(rungs: Sequence[Rung], best: Candidate, *, any_decay: bool) -> str
     """
     for side, sign in (("high", 1), ("low", -1)):
         near = [
-            o.candidate for rung in rungs for o in rung.outcomes
-            if o.candidate.optimizer == best.optimizer and sign * (o.candidate.lr - best.lr) > 0
-            and (any_decay or o.candidate.ladder == best.ladder) and o.status in ("ok", "diverged")
-        ]  # fmt: skip
+            o.candidate
+            for rung in rungs
+            for o in rung.outcomes
+            if o.candidate.optimizer == best.optimizer
+            and sign * (o.candidate.lr - best.lr) > 0
+            and (any_decay or o.candidate.ladder == best.ladder)
+            and o.status in ("ok", "diverged")
+        ]
         if not near:
             return side
         nearest = min(near, key=lambda c: abs(math.log(c.lr / best.lr)))
@@ -241,8 +246,7 @@ def choose(rungs: Sequence[Rung], *, any_decay: bool) -> dict[str, Any] | None:
     count = len(mine)
     deviations = [statistics.variance(each.values()) for each in losses.values() if len(each) > 1]
     close = near(last)
-    tied = [c for c in order[1:]
-            if (_tied(mine, losses[c]) if len(losses[c]) == count else c in close)]  # fmt: skip
+    tied = [c for c in order[1:] if (_tied(mine, losses[c]) if len(losses[c]) == count else c in close)]
     side = open_side(rungs, best, any_decay=any_decay)
     mean = last.mean(best)
     why = f"the lowest mean of {count} seeds" if count > 1 else "the lowest loss, of one seed"
@@ -257,10 +261,16 @@ def choose(rungs: Sequence[Rung], *, any_decay: bool) -> dict[str, Any] | None:
     if side:
         why += f"; edge of the grid: no worse rate was measured on the {side} side"
     return {
-        **best._asdict(), "heldout_loss": mean, "band": [min(mine.values()), max(mine.values())],
-        "sd": math.sqrt(statistics.fmean(deviations)) if deviations else None, "seeds": count,
-        "at_edge": side is not None, "edge_side": side, "tied": [list(c) for c in tied], "why": why,
-    }  # fmt: skip
+        **best._asdict(),
+        "heldout_loss": mean,
+        "band": [min(mine.values()), max(mine.values())],
+        "sd": math.sqrt(statistics.fmean(deviations)) if deviations else None,
+        "seeds": count,
+        "at_edge": side is not None,
+        "edge_side": side,
+        "tied": [list(c) for c in tied],
+        "why": why,
+    }
 
 
 def told(candidate: Candidate, beside: Candidate | None = None) -> str:

@@ -32,9 +32,15 @@ FIXED = ("kind", "config_hash", "settings")
 
 
 def tune(
-    name: str | None, overrides: Sequence[str], settings: Settings, *, out: Path | None, dry_run: bool,
-    as_json: bool, console: Console,
-) -> int:  # fmt: skip
+    name: str | None,
+    overrides: Sequence[str],
+    settings: Settings,
+    *,
+    out: Path | None,
+    dry_run: bool,
+    as_json: bool,
+    console: Console,
+) -> int:
     """Returns the exit code. Raises ConfigError before any trial starts, with everything that is wrong."""
     path = training.find_config(name or DEFAULT_CONFIG, None)
     config = training.absolute(load_config(path, overrides))
@@ -64,10 +70,17 @@ def tune(
 
 def facts_of(config: Config, settings: Settings) -> dict[str, Any]:
     """search.json's part that must not change from call to call. JSON values only."""
-    plain: dict[str, Any] = json.loads(json.dumps({
-        "schema_version": record.SCHEMA_VERSION, "kind": "lr", "config_hash": config.hash(),
-        "config": config.model_dump(mode="json"), "settings": dataclasses.asdict(settings),
-    }))  # fmt: skip
+    plain: dict[str, Any] = json.loads(
+        json.dumps(
+            {
+                "schema_version": record.SCHEMA_VERSION,
+                "kind": "lr",
+                "config_hash": config.hash(),
+                "config": config.model_dump(mode="json"),
+                "settings": dataclasses.asdict(settings),
+            }
+        )
+    )
     return plain
 
 
@@ -98,15 +111,19 @@ def setting_issues(config: Config, settings: Settings, ranks: int) -> list[str]:
     elif settings.trials and len(settings.weight_decays) > 1 and min(settings.weight_decays) == 0:
         issues.append("--weight-decays: 0 has no logarithm to draw from; leave it out, or drop --trials")
     if config.run.seed + settings.seeds > 2**63:
-        issues.append(f"run.seed: {config.run.seed} leaves no room for --seeds {settings.seeds}, which count "
-                      "on from it; use a smaller one")  # fmt: skip
+        issues.append(
+            f"run.seed: {config.run.seed} leaves no room for --seeds {settings.seeds}, which count "
+            "on from it; use a smaller one"
+        )
     full = settings.tokens or lr_trials.full_tokens(config)
     size = lr_trials.step_tokens(config)
     least = RUNGS[0] * size
     if full is not None and full < least:
         option = "--tokens" if settings.tokens else "schedule"
-        issues.append(f"{option}: {full:,} tokens are fewer than {RUNGS[0]} steps of {size:,}, and the first "
-                      f"rung trains 1/{RUNGS[0]} of them; at least {least:,}")  # fmt: skip
+        issues.append(
+            f"{option}: {full:,} tokens are fewer than {RUNGS[0]} steps of {size:,}, and the first "
+            f"rung trains 1/{RUNGS[0]} of them; at least {least:,}"
+        )
     return issues
 
 
@@ -122,23 +139,36 @@ def describe(
     second = f"the best {num_second} at 1/{RUNGS[1]}, " if num_second else ""
     for what, values in (("optimizers", s.optimizers), ("weight decays", s.weight_decays)):
         first += f" x {len(values)} {what}" if len(values) > 1 and not s.trials else ""
-    say(f"{first} at 1/{RUNGS[0]} of the whole run, {second}{ladder.FINALISTS} x "
-        f"{s.seeds} seeds at all of it; {batch_plan(config, ranks)}")  # fmt: skip
+    say(
+        f"{first} at 1/{RUNGS[0]} of the whole run, {second}{ladder.FINALISTS} x "
+        f"{s.seeds} seeds at all of it; {batch_plan(config, ranks)}"
+    )
     if config.optim.lr != "auto" and any(item.partition("=")[0].strip() == "optim.lr" for item in overrides):
         say("warning: --set optim.lr has no effect: it is what is searched")
 
 
 def run_locked(
-    config: Config, settings: Settings, ranks: int, out: Path, shards: Path, *, on_gpu: bool, say: Say,
+    config: Config,
+    settings: Settings,
+    ranks: int,
+    out: Path,
+    shards: Path,
+    *,
+    on_gpu: bool,
+    say: Say,
     make_pool: Callable[..., Pool] = Pool,
-) -> tuple[int, dict[str, Any]]:  # fmt: skip
+) -> tuple[int, dict[str, Any]]:
     """The search, and (exit code, tune.json); also what there is of it when a signal came. `make_pool`: what
     runs the trials."""
     machine = environment.probe(out)
     manifest = record.read_json(shards / "manifest.json") or {}
     if not manifest.get("held_out", {}).get("sequences"):
-        raise ConfigError([f"data: {shards} holds no held-out documents, by whose loss rates are chosen; "
-                           "raise data.build.held_out_fraction"])  # fmt: skip
+        raise ConfigError(
+            [
+                f"data: {shards} holds no held-out documents, by whose loss rates are chosen; "
+                "raise data.build.held_out_fraction"
+            ]
+        )
     here = identity(machine.to_json(), manifest.get("hash"))
     state = record.read_json(out / STATE) or {**facts_of(config, settings), "machine": here, "seconds": 0.0}
     outdir.check_machine(out, STATE, here)
@@ -147,8 +177,9 @@ def run_locked(
     record.write_json(out / "environment.json", facts)
     axes = max(1, len(settings.optimizers)) * max(1, len(settings.weight_decays))
     most = max(settings.trials or settings.rates * axes, ladder.FINALISTS * settings.seeds)
-    slots = device_slots(ranks, gpus=len(machine.gpus) if on_gpu else 0, cores=int(machine.usable_cores),
-                         most=most)  # fmt: skip
+    slots = device_slots(
+        ranks, gpus=len(machine.gpus) if on_gpu else 0, cores=int(machine.usable_cores), most=most
+    )
     pool = make_pool(out, slots, launcher=settings.launcher, on_gpu=on_gpu, say=say)
     entropy = manifest.get("unigram_entropy_nats")
     doing = Search(
@@ -189,41 +220,77 @@ def document(doing: Search, status: str, facts: dict[str, Any], data_hash: str) 
     ranges = list(doing.range_tests.values())
     trained = doing.left_out_tokens + sum(o.tokens for o in outcomes)
     trained += sum(t.summary.get("tokens") or 0 for t in ranges)
-    settings = {**dataclasses.asdict(doing.settings), "optimizers": list(doing.optimizers),
-                "left_out": doing.left_out, "weight_decays": list(doing.decays), "tokens": doing.tokens,
-                "tokens_why": doing.state.get("tokens_why"), "seeds_used": list(doing.seeds)}  # fmt: skip
+    settings = {
+        **dataclasses.asdict(doing.settings),
+        "optimizers": list(doing.optimizers),
+        "left_out": doing.left_out,
+        "weight_decays": list(doing.decays),
+        "tokens": doing.tokens,
+        "tokens_why": doing.state.get("tokens_why"),
+        "seeds_used": list(doing.seeds),
+    }
     return {
-        "schema_version": record.SCHEMA_VERSION, "kind": "lr", "status": status,
-        "date": time.strftime("%Y-%m-%d"), "seconds": doing.state["seconds"],
+        "schema_version": record.SCHEMA_VERSION,
+        "kind": "lr",
+        "status": status,
+        "date": time.strftime("%Y-%m-%d"),
+        "seconds": doing.state["seconds"],
         "environment": {key: value for key, value in facts.items() if key != "command"},
-        "config_hash": config.hash(), "config": config.model_dump(mode="json"), "data_hash": data_hash,
-        "command": facts["command"], "settings": settings, "ranks": doing.ranks,
-        "at_a_time": doing.at_a_time, "unigram_entropy_nats": doing.unigram,
+        "config_hash": config.hash(),
+        "config": config.model_dump(mode="json"),
+        "data_hash": data_hash,
+        "command": facts["command"],
+        "settings": settings,
+        "ranks": doing.ranks,
+        "at_a_time": doing.at_a_time,
+        "unigram_entropy_nats": doing.unigram,
         "range_test": _range_facts(ranges[0]) if ranges else None,
         "other_range_tests": [_range_facts(test) for test in ranges[1:]],
-        "rungs": [_rung_facts(rung) for rung in rungs], "choice": choice,
-        "cost": {"tokens": trained, "grid_tokens": len(first) * doing.settings.seeds * doing.tokens,
-                 "trials": len(outcomes) + len(ranges) + len(doing.left_out)},
+        "rungs": [_rung_facts(rung) for rung in rungs],
+        "choice": choice,
+        "cost": {
+            "tokens": trained,
+            "grid_tokens": len(first) * doing.settings.seeds * doing.tokens,
+            "trials": len(outcomes) + len(ranges) + len(doing.left_out),
+        },
         "transfer": None,
-    }  # fmt: skip
+    }
 
 
 def _range_facts(test: RangeTest) -> dict[str, Any]:
-    return {"optimizer": test.optimizer, "points": [[lr, loss] for lr, loss, _ in test.points],
-            "edge": test.edge.lr, "why": test.edge.why, "trial": test.trial}  # fmt: skip
+    return {
+        "optimizer": test.optimizer,
+        "points": [[lr, loss] for lr, loss, _ in test.points],
+        "edge": test.edge.lr,
+        "why": test.edge.why,
+        "trial": test.trial,
+    }
 
 
 def _rung_facts(rung: Rung) -> dict[str, Any]:
-    return {"tokens": rung.tokens, "seeds": list(rung.seeds), "last": rung.last,
-            "trials": [_trial_facts(outcome) for outcome in rung.outcomes],
-            "kept": [list(candidate) for candidate in rung.kept]}  # fmt: skip
+    return {
+        "tokens": rung.tokens,
+        "seeds": list(rung.seeds),
+        "last": rung.last,
+        "trials": [_trial_facts(outcome) for outcome in rung.outcomes],
+        "kept": [list(candidate) for candidate in rung.kept],
+    }
 
 
 def _trial_facts(o: Outcome) -> dict[str, Any]:
-    return {"trial": o.trial, "lr": o.candidate.lr, "weight_decay": o.candidate.weight_decay,
-            "optimizer": o.candidate.optimizer, "seed": o.seed, "status": o.status, "cause": o.cause,
-            "heldout_loss": o.heldout_loss, "tokens": o.tokens, "seconds": o.seconds,
-            "curve": o.curve}  # fmt: skip
+    return {
+        "trial": o.trial,
+        "lr": o.candidate.lr,
+        "weight_decay": o.candidate.weight_decay,
+        "optimizer": o.candidate.optimizer,
+        "seed": o.seed,
+        "status": o.status,
+        "cause": o.cause,
+        "heldout_loss": o.heldout_loss,
+        "tokens": o.tokens,
+        "seconds": o.seconds,
+        "curve": o.curve,
+    }
 
 
 def summary_lines(found: dict[str, Any], out: Path, why: str | None) -> list[str]:
@@ -231,16 +298,20 @@ def summary_lines(found: dict[str, Any], out: Path, why: str | None) -> list[str
     lines = [f"{name} was left out: {cause}" for name, cause in found["settings"]["left_out"].items()]
     lines += [
         f"{trial['trial']}: {trial['status']}: {trial['cause']}"
-        for rung in found["rungs"] for trial in rung["trials"] if trial["status"] in ("oom", "failed")
-    ]  # fmt: skip
+        for rung in found["rungs"]
+        for trial in rung["trials"]
+        if trial["status"] in ("oom", "failed")
+    ]
     cost, choice = found["cost"], found["choice"]
     if choice is not None:
         best = Candidate(choice["optimizer"], choice["weight_decay"], choice["lr"])
         spread = "" if choice["sd"] is None else f", standard deviation {choice['sd']:.4f}"
         low, high = choice["band"]
         seeds = f"{choice['seeds']} seed{'s' if choice['seeds'] > 1 else ''}"
-        lines.append(f"best: {ladder.told(best)}: held-out {choice['heldout_loss']:.4f} nats, {low:.4f} to "
-                     f"{high:.4f} over {seeds}{spread}")  # fmt: skip
+        lines.append(
+            f"best: {ladder.told(best)}: held-out {choice['heldout_loss']:.4f} nats, {low:.4f} to "
+            f"{high:.4f} over {seeds}{spread}"
+        )
         lines.append(f"  {choice['why']}")
     elif found["status"] == "failed":
         lines.append(
@@ -248,8 +319,10 @@ def summary_lines(found: dict[str, Any], out: Path, why: str | None) -> list[str
         )
     if cost["grid_tokens"]:
         share = f"{format_percent(cost['tokens'] / cost['grid_tokens'])} of the grid of these rates"
-        lines.append(f"cost: {format_si(cost['tokens'], 'tokens')} in {cost['trials']} trials, {share} "
-                     f"with every seed; {format_duration(found['seconds'])}")  # fmt: skip
+        lines.append(
+            f"cost: {format_si(cost['tokens'], 'tokens')} in {cost['trials']} trials, {share} "
+            f"with every seed; {format_duration(found['seconds'])}"
+        )
     if choice is not None:
         lines.append(f"use it: bert-dp train {out / 'tuned.yaml'}")
     lines.append(f"page: {out / 'report.html'}")
@@ -257,9 +330,14 @@ def summary_lines(found: dict[str, Any], out: Path, why: str | None) -> list[str
 
 
 def carry(
-    name: str | None, overrides: Sequence[str], batches: str, out: Path | None, *, as_json: bool,
+    name: str | None,
+    overrides: Sequence[str],
+    batches: str,
+    out: Path | None,
+    *,
+    as_json: bool,
     console: Console,
-) -> int:  # fmt: skip
+) -> int:
     """`--transfer`: the configuration's rate, or the one found in OUT, at another global batch. Adds it to
     OUT/tune.json. Returns the exit code; raises ConfigError."""
     before, after = transfer.parse(batches)
@@ -270,12 +348,14 @@ def carry(
     source, lr = "the configuration's", peak_lr(at_before).value
     if path is not None:
         if tuned is None or tuned.get("kind") != "lr" or not tuned.get("choice"):
-            raise ConfigError([f"--out: {path} holds no chosen learning rate; drop --out to carry the "
-                               "configuration's"])  # fmt: skip
+            raise ConfigError(
+                [f"--out: {path} holds no chosen learning rate; drop --out to carry the configuration's"]
+            )
         config = Config.model_validate_json(json.dumps(tuned["config"]))
         if before != config.batch.global_size:
-            raise ConfigError([f"--transfer: {path} was tuned at global batch {config.batch.global_size}, "
-                               f"not {before}"])  # fmt: skip
+            raise ConfigError(
+                [f"--transfer: {path} was tuned at global batch {config.batch.global_size}, not {before}"]
+            )
         choice = tuned["choice"]
         found_for = Candidate(choice["optimizer"], choice["weight_decay"], float(choice["lr"]))
         config, source, lr = lr_trials.tuned_config(config, found_for), str(path), found_for.lr

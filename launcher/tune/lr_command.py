@@ -60,11 +60,16 @@ def lr(
     if tokens is not None and not tokens < MOST_TOKENS:
         raise ConfigError([f"--tokens: {tokens} is not below {MOST_TOKENS:g}"])
     settings = search.Settings(
-        ranks=ranks, rates=rates, seeds=seeds, trials=trials, launcher=launcher,
-        optimizers=tuple(_words(optimizers)), weight_decays=_numbers(weight_decays),
+        ranks=ranks,
+        rates=rates,
+        seeds=seeds,
+        trials=trials,
+        launcher=launcher,
+        optimizers=tuple(_words(optimizers)),
+        weight_decays=_numbers(weight_decays),
         tokens=None if tokens is None else int(tokens),
         budget_s=None if budget is None else sizes.seconds(budget, "--budget"),
-    )  # fmt: skip
+    )
     raise typer.Exit(
         search.tune(config, set_ or [], settings, out=out, dry_run=dry_run, as_json=json, console=console())
     )

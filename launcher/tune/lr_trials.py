@@ -99,9 +99,13 @@ def range_config(config: Config, shards: Path, optimizer: str, steps: int) -> Co
     changed = _bare(config, shards, candidate, config.run.seed)
     batch = config.batch.model_copy(update={"ramp_fraction": 0.0, "ramp_quantum": None})
     return changed.model_copy(
-        update={"schedule": ScheduleConfig(name="exponential", steps=steps), "batch": batch,
-                "eval": config.eval.model_copy(update={"every_steps": 0}), "log": LogConfig(every_steps=1)}
-    )  # fmt: skip
+        update={
+            "schedule": ScheduleConfig(name="exponential", steps=steps),
+            "batch": batch,
+            "eval": config.eval.model_copy(update={"every_steps": 0}),
+            "log": LogConfig(every_steps=1),
+        }
+    )
 
 
 def _bare(config: Config, shards: Path, candidate: Candidate, seed: int) -> Config:
@@ -110,10 +114,13 @@ def _bare(config: Config, shards: Path, candidate: Candidate, seed: int) -> Conf
         update={"path": str(shards), "sources": None, "tokenizer": None, "build": BuildConfig()}
     )
     return config.model_copy(
-        update={"run": config.run.model_copy(update={"seed": seed}), "data": data,
-                "optim": config.optim.model_copy(update=optim_of(candidate)),
-                "checkpoint": CheckpointConfig(keep=0)}
-    )  # fmt: skip
+        update={
+            "run": config.run.model_copy(update={"seed": seed}),
+            "data": data,
+            "optim": config.optim.model_copy(update=optim_of(candidate)),
+            "checkpoint": CheckpointConfig(keep=0),
+        }
+    )
 
 
 def optim_of(candidate: Candidate) -> dict[str, Any]:
@@ -141,8 +148,11 @@ def read_outcome(
         state, cause = "diverged", "the held-out loss is not finite"
     elif state == "failed" and cause is not None and NOT_FINITE in cause:
         state = "diverged"
-    curve = [[line["tokens"], line["loss"]] for line in record.read_lines(directory / "evals.jsonl")
-             if line["loss"] is not None]  # fmt: skip
+    curve = [
+        [line["tokens"], line["loss"]]
+        for line in record.read_lines(directory / "evals.jsonl")
+        if line["loss"] is not None
+    ]
     trained = summary.get("tokens") or tokens_of_step * int(summary.get("step") or 0)
     return Outcome(directory.name, candidate, seed, state, cause, loss, trained, seconds, curve)
 

@@ -78,9 +78,15 @@ class BatchSearch:
             record.write_json(path, found)
         self._line = MemoryLine(found["intercept_bytes"], found["bytes_per_sequence"])
         self.facts["memory"] = {
-            "limit_gib": self.q.limit_gib, "limit_of": self.q.limit_of, "spare": sizes.SPARE, "line": found,
-            "constant_gib": None, "predicted_limit": None, "verified": None, "tried": [],
-        }  # fmt: skip
+            "limit_gib": self.q.limit_gib,
+            "limit_of": self.q.limit_of,
+            "spare": sizes.SPARE,
+            "line": found,
+            "constant_gib": None,
+            "predicted_limit": None,
+            "verified": None,
+            "tried": [],
+        }
 
     def _pilot(self) -> None:
         """A few real steps with all ranks: what the line does not count, and what a sequence costs."""
@@ -101,10 +107,19 @@ class BatchSearch:
         self.runs.sequence_s = min(run.step_s) / trial.config.batch.global_size
         memory = self.facts["memory"]
         memory["constant_gib"] = self._line.constant / GIB
-        memory["tried"].append({"micro_batch": micro, "status": "ok", "predicted_gib": None,
-                                "measured_gib": measured, "rank": run.peak_gib.index(measured)})  # fmt: skip
-        self._say(f"memory: {format_gib(self._line.gib(0))} + {self._line.slope / GIB:.4f} GiB a sequence; "
-                  f"micro batch {micro} took {format_gib(measured)}")  # fmt: skip
+        memory["tried"].append(
+            {
+                "micro_batch": micro,
+                "status": "ok",
+                "predicted_gib": None,
+                "measured_gib": measured,
+                "rank": run.peak_gib.index(measured),
+            }
+        )
+        self._say(
+            f"memory: {format_gib(self._line.gib(0))} + {self._line.slope / GIB:.4f} GiB a sequence; "
+            f"micro batch {micro} took {format_gib(measured)}"
+        )
 
     def _pilot_size(self) -> int:
         """Large enough to keep the device busy, so that its rate tells what others will take; half of the
@@ -134,8 +149,10 @@ class BatchSearch:
             )
         if self._fitting[-1] < self.q.sizes[-1]:
             self._limited_by = "memory"
-        self._say(f"memory: {format_gib(self.q.limit_gib)} a rank ({self.q.limit_of}) allow micro batch "
-                  f"{format_count(most)} with {100 * sizes.SPARE:.0f} % spare")  # fmt: skip
+        self._say(
+            f"memory: {format_gib(self.q.limit_gib)} a rank ({self.q.limit_of}) allow micro batch "
+            f"{format_count(most)} with {100 * sizes.SPARE:.0f} % spare"
+        )
 
     def _verify(self) -> None:
         """Where memory limits: real steps at the predicted limit, then at 0.9 and 0.8 of it."""
@@ -165,10 +182,15 @@ class BatchSearch:
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             peaks = peak_gib(self.runs.directory(trial), self.q.ranks)
             peak, rank = max(peaks), peaks.index(max(peaks))
-        self.facts["memory"]["tried"].append({
-            "micro_batch": micro, "status": status, "predicted_gib": self._line.gib(micro),
-            "measured_gib": peak, "rank": rank,
-        })  # fmt: skip
+        self.facts["memory"]["tried"].append(
+            {
+                "micro_batch": micro,
+                "status": status,
+                "predicted_gib": self._line.gib(micro),
+                "measured_gib": peak,
+                "rank": rank,
+            }
+        )
 
     # --- throughput
 
@@ -248,8 +270,9 @@ class BatchSearch:
     def _conclude(self) -> None:
         rates = {rate.micro: rate for rate in self.rates()}
         best = max((rate.median for rate in rates.values()), default=None)
-        self.facts["sizes"] = [self._size_facts(size, rates.get(micro), best)
-                               for micro, size in sorted(self._curve.items())]  # fmt: skip
+        self.facts["sizes"] = [
+            self._size_facts(size, rates.get(micro), best) for micro, size in sorted(self._curve.items())
+        ]
         self.facts["order"] = self._order
         self.facts["trial_samples"] = self._samples
         self.facts["drift"] = self._drift()
@@ -264,21 +287,25 @@ class BatchSearch:
         self.facts["choice"] = choice
         line = self.facts["memory"]["line"]
         self.facts["memory"]["parts_gib"] = {
-            "program and libraries": self._line.constant / GIB, **sizes.parts_at(line, micro)
-        }  # fmt: skip
+            "program and libraries": self._line.constant / GIB,
+            **sizes.parts_at(line, micro),
+        }
 
     def _size_facts(self, size: Size, rate: Rate | None, best: float | None) -> dict[str, Any]:
         measured = [peak for run in size.runs for peak in run.peak_gib]
         return {
             "micro_batch": size.micro,
             "accumulation": self.q.config.batch.global_size // (size.micro * self.q.dp),
-            "trial_accumulation": size.accumulation, "status": size.status, "why": size.why,
+            "trial_accumulation": size.accumulation,
+            "status": size.status,
+            "why": size.why,
             "samples_per_s": rate.median if rate else None,
             "samples_per_s_ci95": [rate.low, rate.high] if rate else None,
             "relative": rate.median / best if rate and best else None,
-            "predicted_gib": self._line.gib(size.micro), "measured_gib": max(measured, default=None),
+            "predicted_gib": self._line.gib(size.micro),
+            "measured_gib": max(measured, default=None),
             "runs": [dataclasses.asdict(run) for run in size.runs],
-        }  # fmt: skip
+        }
 
     def _drift(self) -> dict[str, float] | None:
         """The size that ran first, against its run at the end of the first round."""
@@ -302,8 +329,12 @@ class BatchSearch:
         trial = self.runs.trial("noise", micro, config.batch.global_size, steps, noise=True)
         why = self._no_noise(trial, steps)
         if why is not None:
-            self.facts["noise"] = {"verdict": "inconclusive", "why": why, "noise_scale": None,
-                                   "interval": None}  # fmt: skip
+            self.facts["noise"] = {
+                "verdict": "inconclusive",
+                "why": why,
+                "noise_scale": None,
+                "interval": None,
+            }
             self._say(f"noise scale: not measured: {why}")
             return
         self._say(f"noise scale: {steps} steps of the declared batch")
@@ -311,8 +342,12 @@ class BatchSearch:
         summary = record.read_json(self.runs.directory(trial) / "summary.json") or {}
         found = summary.get("noise_scale")
         if status != "ok" or found is None:
-            found = {"verdict": "inconclusive", "why": self.runs.why(trial, status), "noise_scale": None,
-                     "interval": None}  # fmt: skip
+            found = {
+                "verdict": "inconclusive",
+                "why": self.runs.why(trial, status),
+                "noise_scale": None,
+                "interval": None,
+            }
         pairs = list(record.read_lines(self.runs.directory(trial) / "noise.jsonl"))
         self.facts["noise"] = {**found, "of_steps": steps, "init_from": config.run.init_from, "pairs": pairs}
         if found["noise_scale"] is not None:
@@ -336,7 +371,11 @@ class BatchSearch:
         wanted = {per_pass * 2**k for k in range(12)} | {declared}
         wanted = {b for b in wanted if declared / 16 <= b <= declared * 16}
         return curve.goodput(
-            micro_s=passes_s / size.accumulation, update_s=whole_s - passes_s, per_pass=per_pass,
-            global_size=declared, noise=noise["noise_scale"], interval=noise["interval"],
+            micro_s=passes_s / size.accumulation,
+            update_s=whole_s - passes_s,
+            per_pass=per_pass,
+            global_size=declared,
+            noise=noise["noise_scale"],
+            interval=noise["interval"],
             sizes=sorted(wanted),
-        )  # fmt: skip
+        )

@@ -31,7 +31,8 @@ LIMITS = {
     "global batch": "Tried up to the largest size that the global batch allows.",
 }
 SIZES = (
-    Column("accumulation", "accumulation", format_count), Column("status", "status", view.format_word),
+    Column("accumulation", "accumulation", format_count),
+    Column("status", "status", view.format_word),
     Column("samples_per_s", "sequences/s", format_si),
     Column("samples_per_s_ci95.low", "95 % from", format_si),
     Column("samples_per_s_ci95.high", "to", format_si),
@@ -39,46 +40,57 @@ SIZES = (
     Column("predicted_gib", "peak, predicted", format_gib),
     Column("measured_gib", "peak, measured", format_gib),
     Column("num_runs", "runs", format_count),
-)  # fmt: skip
+)
 RUNS = (
-    Column("steps", "timed steps", format_count), Column("rate", "sequences/s", format_si),
+    Column("steps", "timed steps", format_count),
+    Column("rate", "sequences/s", format_si),
     Column("step_s", "step, mean", format_step_time),
     Column("forward_backward_s", "forward + backward, mean", format_step_time),
     Column("peak_gib", "peak, greatest rank", format_gib),
     Column("alloc_retries", "allocator retries", format_count),
-)  # fmt: skip
+)
 TRIED = (
-    Column("status", "status", view.format_word), Column("predicted_gib", "peak, predicted", format_gib),
-    Column("measured_gib", "peak, measured", format_gib), Column("rank", "of rank", format_count),
-)  # fmt: skip
+    Column("status", "status", view.format_word),
+    Column("predicted_gib", "peak, predicted", format_gib),
+    Column("measured_gib", "peak, measured", format_gib),
+    Column("rank", "of rank", format_count),
+)
 GOODPUT = (
-    Column("samples_per_s", "sequences/s", format_si), Column("efficiency", "efficiency", format_percent),
-    Column("goodput", "goodput", format_si), Column("low", "95 % from", format_si),
+    Column("samples_per_s", "sequences/s", format_si),
+    Column("efficiency", "efficiency", format_percent),
+    Column("goodput", "goodput", format_si),
+    Column("low", "95 % from", format_si),
     Column("high", "to", format_si),
-)  # fmt: skip
+)
 SETTINGS = (
     Column("global_batch", "global batch, sequences", format_count),
     Column("sequence_length", "tokens per sequence", format_count),
-    Column("ranks", "ranks", format_count), Column("dp", "replicas (dp)", format_count),
-    Column("tensor", "tensor-parallel size", format_count), Column("engine", "engine", view.format_word),
-    Column("launcher", "launcher", view.format_word), Column("device", "device", view.format_word),
-    Column("trials", "trials", format_count), Column("seconds", "time", format_duration),
+    Column("ranks", "ranks", format_count),
+    Column("dp", "replicas (dp)", format_count),
+    Column("tensor", "tensor-parallel size", format_count),
+    Column("engine", "engine", view.format_word),
+    Column("launcher", "launcher", view.format_word),
+    Column("device", "device", view.format_word),
+    Column("trials", "trials", format_count),
+    Column("seconds", "time", format_duration),
     Column("budget_s", "budget", format_duration),
     Column("trial_samples", "sequences in a trial's step", format_count),
     Column("order", "order of the trials, micro batches", view.format_word),
     Column("drift.ratio", "first size, last rate / first", format_ratio),
-)  # fmt: skip
+)
 
 
 def method(tune: Mapping[str, Any]) -> str:
     """What was searched, in one line."""
     ranks, trials = format_count(tune.get("ranks")), format_count(tune.get("trials"))
     length = format_count(tune.get("sequence_length"))
-    return " \u00b7 ".join([
-        f"global batch {format_count(tune.get('global_batch'))}, sequences of {length} tokens",
-        f"{tune.get('engine') or 'engine not recorded'} on {ranks} ranks",
-        f"{trials} trials in {format_duration(tune.get('seconds'))}",
-    ])  # fmt: skip
+    return " \u00b7 ".join(
+        [
+            f"global batch {format_count(tune.get('global_batch'))}, sequences of {length} tokens",
+            f"{tune.get('engine') or 'engine not recorded'} on {ranks} ranks",
+            f"{trials} trials in {format_duration(tune.get('seconds'))}",
+        ]
+    )
 
 
 def body(tune: Mapping[str, Any]) -> list[str]:
@@ -138,8 +150,14 @@ def _doubts(tune: Mapping[str, Any]) -> list[str]:
 
 def _tiles(tune: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     choice, memory = (view.mapped(tune.get(key)) for key in ("choice", "memory"))
-    chosen = next((size for size in figures_batch.micro_batches(tune)
-                   if size.get("micro_batch") == choice.get("micro_batch")), {})  # fmt: skip
+    chosen = next(
+        (
+            size
+            for size in figures_batch.micro_batches(tune)
+            if size.get("micro_batch") == choice.get("micro_batch")
+        ),
+        {},
+    )
     rate = choice.get("samples_per_s")
     per_s, length = number(rate), positive(tune, "sequence_length")
     tokens = format_si(None if per_s is None or length is None else per_s * length, "tokens/s")
@@ -149,17 +167,31 @@ def _tiles(tune: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     gain = f"goodput {format_percent(view.at(tune, 'goodput.gain'))} above that of "
     gain += f"the declared {format_count(tune.get('global_batch'))}"
     return [
-        ("Micro batch", format_count(choice.get("micro_batch")),
-         f"sequences per replica; accumulation {format_count(choice.get('accumulation'))}"),
-        ("Throughput", format_si(rate, "seq/s"), f"{tokens}, all ranks; 95 % interval "
-         f"{' to '.join(format_si(view.value(chosen, f'samples_per_s_ci95.{end}')) for end in view.ENDS)}"),
-        ("Peak memory", format_gib(chosen.get("measured_gib")),
-         f"greatest rank; it may use {limit} ({memory.get('limit_of') or NA})"),
-        ("Noise scale", format_si(found[0]) if found else "inconclusive",
-         f"sequences; 95 % interval {format_si(found[1])} to {format_si(found[2])}" if found
-         else str(view.at(tune, "noise.why") or "not measured")),
+        (
+            "Micro batch",
+            format_count(choice.get("micro_batch")),
+            f"sequences per replica; accumulation {format_count(choice.get('accumulation'))}",
+        ),
+        (
+            "Throughput",
+            format_si(rate, "seq/s"),
+            f"{tokens}, all ranks; 95 % interval "
+            f"{' to '.join(format_si(view.value(chosen, f'samples_per_s_ci95.{end}')) for end in view.ENDS)}",
+        ),
+        (
+            "Peak memory",
+            format_gib(chosen.get("measured_gib")),
+            f"greatest rank; it may use {limit} ({memory.get('limit_of') or NA})",
+        ),
+        (
+            "Noise scale",
+            format_si(found[0]) if found else "inconclusive",
+            f"sequences; 95 % interval {format_si(found[1])} to {format_si(found[2])}"
+            if found
+            else str(view.at(tune, "noise.why") or "not measured"),
+        ),
         ("Recommended global batch", format_count(best), gain if best is not None else "needs a noise scale"),
-    ]  # fmt: skip
+    ]
 
 
 def _parts(tune: Mapping[str, Any]) -> str:
@@ -178,12 +210,18 @@ def _tables(tune: Mapping[str, Any]) -> str:
     sizes = [
         {**size, "num_runs": len(view.listed(size.get("runs")))} for size in figures_batch.micro_batches(tune)
     ]
-    runs = [(str(run.get("name")), _run(tune, run)) for size in sizes
-            for run in map(view.mapped, view.listed(size.get("runs")))]  # fmt: skip
+    runs = [
+        (str(run.get("name")), _run(tune, run))
+        for size in sizes
+        for run in map(view.mapped, view.listed(size.get("runs")))
+    ]
     tried = [entry for entry in view.listed(view.at(tune, "memory.tried")) if isinstance(entry, Mapping)]
     points = [point for point in view.listed(view.at(tune, "goodput.points")) if isinstance(point, Mapping)]
-    why = [builder.row(f"micro batch {_micro(size)}", [f"{size.get('status')}: {size['why']}"])
-           for size in sizes if size.get("why")]  # fmt: skip
+    why = [
+        builder.row(f"micro batch {_micro(size)}", [f"{size.get('status')}: {size['why']}"])
+        for size in sizes
+        if size.get("why")
+    ]
     content = tables.grid(sizes, SIZES, [_micro(size) for size in sizes])
     content += f"<h3>Why not</h3>{builder.table(why, 'pairs')}" if why else ""
     content += f"<h3>Memory tried</h3>{tables.grid(tried, TRIED, [_micro(entry) for entry in tried])}"
@@ -192,22 +230,27 @@ def _tables(tune: Mapping[str, Any]) -> str:
         for title, rows, columns in (
             ("Runs", runs, RUNS),
             ("Global batches", [(format_count(p.get("global_batch")), p) for p in points], GOODPUT),
-        ) if rows
-    ]  # fmt: skip
+        )
+        if rows
+    ]
     return card("Sizes (micro batch)", content) + "".join(builder.details(*pair) for pair in folded)
 
 
 def _run(tune: Mapping[str, Any], run: Mapping[str, Any]) -> dict[str, Any]:
     """What the table says of a run: means over its steps."""
-    steps, passes = ([s for s in map(number, view.listed(run.get(key))) if s is not None]
-                     for key in ("step_s", "forward_backward_s"))  # fmt: skip
+    steps, passes = (
+        [s for s in map(number, view.listed(run.get(key))) if s is not None]
+        for key in ("step_s", "forward_backward_s")
+    )
     peaks = [gib for gib in map(number, view.listed(run.get("peak_gib"))) if gib is not None]
     return {
-        "steps": len(steps), "rate": figures_batch.run_rate(tune, run),
+        "steps": len(steps),
+        "rate": figures_batch.run_rate(tune, run),
         "step_s": sum(steps) / len(steps) if steps else None,
         "forward_backward_s": sum(passes) / len(passes) if passes else None,
-        "peak_gib": max(peaks, default=None), "alloc_retries": run.get("alloc_retries"),
-    }  # fmt: skip
+        "peak_gib": max(peaks, default=None),
+        "alloc_retries": run.get("alloc_retries"),
+    }
 
 
 def _micro(entry: Mapping[str, Any]) -> str:

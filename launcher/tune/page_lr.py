@@ -24,11 +24,15 @@ from launcher.tune import figures_lr
 from launcher.tune.figures_lr import Candidate
 
 TRIAL = (
-    Column("optimizer", "optimizer", view.format_word), Column("weight_decay", "weight decay", format_si),
-    Column("lr", "learning rate", format_lr), Column("seed", "seed", format_count),
-    Column("status", "status", view.format_word), Column("heldout_loss", "held-out loss", format_nats),
-    Column("tokens", "tokens", format_si), Column("seconds", "time", format_duration),
-)  # fmt: skip
+    Column("optimizer", "optimizer", view.format_word),
+    Column("weight_decay", "weight decay", format_si),
+    Column("lr", "learning rate", format_lr),
+    Column("seed", "seed", format_count),
+    Column("status", "status", view.format_word),
+    Column("heldout_loss", "held-out loss", format_nats),
+    Column("tokens", "tokens", format_si),
+    Column("seconds", "time", format_duration),
+)
 
 
 def _four(nats: object) -> str:
@@ -37,31 +41,41 @@ def _four(nats: object) -> str:
 
 
 FINALIST = (
-    Column("mean", "mean", _four), Column("low", "least", _four), Column("high", "greatest", _four),
-    Column("above", "above", _four), Column("seeds", "seeds", format_count),
-)  # fmt: skip
+    Column("mean", "mean", _four),
+    Column("low", "least", _four),
+    Column("high", "greatest", _four),
+    Column("above", "above", _four),
+    Column("seeds", "seeds", format_count),
+)
 RULE = (
-    Column("for", "for", view.format_word), Column("lr", "learning rate", format_lr),
-    Column("equation", "equation", view.format_word), Column("beta1", "beta1", format_si),
-    Column("beta2", "beta2", format_si), Column("eps", "eps", format_lr),
+    Column("for", "for", view.format_word),
+    Column("lr", "learning rate", format_lr),
+    Column("equation", "equation", view.format_word),
+    Column("beta1", "beta1", format_si),
+    Column("beta2", "beta2", format_si),
+    Column("eps", "eps", format_lr),
     Column("source", "source", view.format_word),
-)  # fmt: skip
+)
 SETTINGS = (
-    Column("ranks", "ranks of a trial", format_count), Column("at_a_time", "trials at a time", format_count),
-    Column("cost.trials", "trials", format_count), Column("seconds", "time", format_duration),
+    Column("ranks", "ranks of a trial", format_count),
+    Column("at_a_time", "trials at a time", format_count),
+    Column("cost.trials", "trials", format_count),
+    Column("seconds", "time", format_duration),
     Column("cost.tokens", "tokens trained", format_si),
     Column("cost.grid_tokens", "tokens of the full grid", format_si),
     Column("unigram_entropy_nats", "unigram entropy", format_nats),
-)  # fmt: skip
+)
 
 
 def method(tune: Mapping[str, Any]) -> str:
     """What was searched, in one line."""
     rungs, final = len(figures_lr.rungs(tune)), figures_lr.last(tune)
-    return " \u00b7 ".join([
-        f"range test, {rungs} rungs up to {format_si(final.get('tokens'), 'tokens')}",
-        f"{format_count(view.at(tune, 'cost.trials'))} trials in {format_duration(tune.get('seconds'))}",
-    ])  # fmt: skip
+    return " \u00b7 ".join(
+        [
+            f"range test, {rungs} rungs up to {format_si(final.get('tokens'), 'tokens')}",
+            f"{format_count(view.at(tune, 'cost.trials'))} trials in {format_duration(tune.get('seconds'))}",
+        ]
+    )
 
 
 def body(tune: Mapping[str, Any]) -> list[str]:
@@ -149,12 +163,18 @@ def _tiles(tune: Mapping[str, Any]) -> list[tuple[str, str, str]]:
     return [
         ("Learning rate", format_lr(choice.get("lr")), f"peak; {choice.get('optimizer') or 'optimizer n/a'}"),
         ("Held-out loss", format_nats(choice.get("heldout_loss")), f"unigram entropy {entropy}"),
-        ("Spread over seeds", format_nats(spread),
-         f"{_band(choice)}; standard deviation {format_nats(choice.get('sd'))}"),
-        ("Divergence edge", format_lr(edge) if edge is not None else "none found",
-         str(test.get("why") or "no range test recorded")),
+        (
+            "Spread over seeds",
+            format_nats(spread),
+            f"{_band(choice)}; standard deviation {format_nats(choice.get('sd'))}",
+        ),
+        (
+            "Divergence edge",
+            format_lr(edge) if edge is not None else "none found",
+            str(test.get("why") or "no range test recorded"),
+        ),
         ("Tokens trained", format_si(view.at(tune, "cost.tokens")), _share(tune)),
-    ]  # fmt: skip
+    ]
 
 
 def _finalists(tune: Mapping[str, Any]) -> str:
@@ -169,9 +189,15 @@ def _finalists(tune: Mapping[str, Any]) -> str:
         return f"{figures_lr.name(tune, candidate)}{word}"
 
     rows = [
-        {"mean": c.mean, "low": min(c.losses, default=None), "high": max(c.losses, default=None),
-         "seeds": len(c.losses), "above": c.mean - best} for c in found
-    ]  # fmt: skip
+        {
+            "mean": c.mean,
+            "low": min(c.losses, default=None),
+            "high": max(c.losses, default=None),
+            "seeds": len(c.losses),
+            "above": c.mean - best,
+        }
+        for c in found
+    ]
     why = str(choice.get("why") or "")
     note = builder.note(f"Held-out loss over the seeds, nats. {f'Chosen: {why}.' if why else ''}")
     return card("Last rung", tables.grid(rows, FINALIST, [told(c) for c in found]) + note)
@@ -189,8 +215,11 @@ def _trials(tune: Mapping[str, Any]) -> str:
         )
         parts.append(builder.note(f"Went on: {kept}.") if kept and rung.get("last") is not True else "")
     every = [trial for rung in figures_lr.rungs(tune) for trial in figures_lr.trials(rung)]
-    causes = [builder.row(str(trial.get("trial")), [f"{trial.get('status')}: {trial['cause']}"])
-              for trial in every if trial.get("cause")]  # fmt: skip
+    causes = [
+        builder.row(str(trial.get("trial")), [f"{trial.get('status')}: {trial['cause']}"])
+        for trial in every
+        if trial.get("cause")
+    ]
     ends = f"<h3>Trials without a loss</h3>{builder.table(causes, 'pairs')}" if causes else ""
     return card("All trials", ("".join(parts) or '<p class="empty">no trial recorded</p>') + ends)
 
@@ -201,10 +230,14 @@ def _transfer(tune: Mapping[str, Any]) -> str:
     if not found:
         return ""
     rules = [rule for rule in view.listed(found.get("rules")) if isinstance(rule, Mapping)]
-    names = [str(rule.get("rule")) + (" (as configured)" if rule.get("rule") == found.get("ours") else "")
-             for rule in rules]  # fmt: skip
+    names = [
+        str(rule.get("rule")) + (" (as configured)" if rule.get("rule") == found.get("ours") else "")
+        for rule in rules
+    ]
     batches = [format_count(found.get(key)) for key in ("from_batch", "to_batch")]
     text = f"{format_lr(found.get('lr'))} at global batch {batches[0]}, by each rule at {batches[1]}. "
     text += "The paper of sqrt also moves the betas and eps; optim.lr_scaling does not."
-    return card(f"Transfer from global batch {batches[0]} to {batches[1]}", tables.grid(rules, RULE, names)
-                + builder.note(text))  # fmt: skip
+    return card(
+        f"Transfer from global batch {batches[0]} to {batches[1]}",
+        tables.grid(rules, RULE, names) + builder.note(text),
+    )

@@ -55,14 +55,19 @@ class Runner:
         compiled = self.q.config.compile
         batch = {"global_size": global_size, "micro_size": micro, "ramp_fraction": 0.0, "ramp_quantum": None}
         log = {"every_steps": max(1, -(-steps // 10)), "step_times": True, "tensorboard": False}
-        config = resolve([self.q.config.model_dump(mode="json"), {
-            "batch": batch,
-            "schedule": {"steps": steps},
-            "compile": ("on" if self.q.on_gpu else "off") if compiled == "auto" else compiled,
-            "checkpoint": {"keep": 0, "every_steps": 0},
-            "eval": {"every_steps": 0, "max_sequences": micro},
-            "log": {**log, "noise_scale": noise},
-        }])  # fmt: skip
+        config = resolve(
+            [
+                self.q.config.model_dump(mode="json"),
+                {
+                    "batch": batch,
+                    "schedule": {"steps": steps},
+                    "compile": ("on" if self.q.on_gpu else "off") if compiled == "auto" else compiled,
+                    "checkpoint": {"keep": 0, "every_steps": 0},
+                    "eval": {"every_steps": 0, "max_sequences": micro},
+                    "log": {**log, "noise_scale": noise},
+                },
+            ]
+        )
         limit = self.q.limit_gib
         guard = None if self.q.on_gpu or limit is None else int((limit + GUARD_GIB) * GIB)
         return Trial(name, config, self.q.ranks, guard)
@@ -112,8 +117,14 @@ class Runner:
         repeat = read_repeat(directory, self.q.ranks, warm_up, steps)
         parts = repeat.parts
         exposed_s = statistics.median(repeat.exposed_s) if repeat.exposed_s else 0.0
-        return Timed(trial.name, parts["step_s"][0], parts["forward_backward_s"][0], repeat.memory_gib,
-                     exposed_s, alloc_retries(directory, self.q.ranks, warm_up))  # fmt: skip
+        return Timed(
+            trial.name,
+            parts["step_s"][0],
+            parts["forward_backward_s"][0],
+            repeat.memory_gib,
+            exposed_s,
+            alloc_retries(directory, self.q.ranks, warm_up),
+        )
 
     def step_s(self, samples: int) -> float:
         """What a step of so many sequences takes, by the best rate seen."""

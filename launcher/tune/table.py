@@ -32,12 +32,16 @@ def _sizes(tune: Mapping[str, Any]) -> Table:
     for size in tune["sizes"]:
         between = size["samples_per_s_ci95"]
         table.add_row(
-            format_count(size["micro_batch"]), format_count(size["accumulation"]), size["status"],
+            format_count(size["micro_batch"]),
+            format_count(size["accumulation"]),
+            size["status"],
             format_si(size["samples_per_s"]),
             "-".join(format_si(end) for end in between) if between else NA,
-            format_percent(size["relative"]), format_gib(size["predicted_gib"]),
-            format_gib(size["measured_gib"]), str(len(size["runs"])),
-        )  # fmt: skip
+            format_percent(size["relative"]),
+            format_gib(size["predicted_gib"]),
+            format_gib(size["measured_gib"]),
+            str(len(size["runs"])),
+        )
     return table
 
 
@@ -52,13 +56,17 @@ def batch_lines(tune: Mapping[str, Any]) -> Iterator[str]:
         yield f"memory at micro batch {choice['micro_batch']}: {parts} GiB ({memory['line']['source']})"
     drift = tune.get("drift")
     if drift and abs(drift["ratio"] - 1) > 0.03:
-        yield (f"drift: micro batch {drift['micro_batch']} ran {format_percent(drift['ratio'])} as fast at "
-               "the end of the first round as at its start: the machine changed meanwhile")  # fmt: skip
+        yield (
+            f"drift: micro batch {drift['micro_batch']} ran {format_percent(drift['ratio'])} as fast at "
+            "the end of the first round as at its start: the machine changed meanwhile"
+        )
     if choice:
-        yield (f"choice: batch.micro_size {choice['micro_batch']} x accumulation {choice['accumulation']}: "
-               f"{format_si(choice['samples_per_s'], 'sequences/s')}, "
-               f"{format_percent(choice['share_of_best'])} of the best ({choice['best_micro_batch']}); "
-               f"{choice['why']}")  # fmt: skip
+        yield (
+            f"choice: batch.micro_size {choice['micro_batch']} x accumulation {choice['accumulation']}: "
+            f"{format_si(choice['samples_per_s'], 'sequences/s')}, "
+            f"{format_percent(choice['share_of_best'])} of the best ({choice['best_micro_batch']}); "
+            f"{choice['why']}"
+        )
         if choice["not_settled"]:
             sizes = ", ".join(map(str, choice["not_settled"]))
             yield f"  not settled for {sizes}: within the spread of the runs; a longer --budget tells"
@@ -70,8 +78,10 @@ def batch_lines(tune: Mapping[str, Any]) -> Iterator[str]:
     if gain:
         low, high = gain["recommended_interval"]
         more = f"{100 * gain['gain']:+.1f} %"
-        yield (f"global batch: {gain['declared']} as declared stays; most goodput (sequences/s x what "
-               f"each is worth) at {gain['recommended']} [{low}, {high}]: {more}")  # fmt: skip
+        yield (
+            f"global batch: {gain['declared']} as declared stays; most goodput (sequences/s x what "
+            f"each is worth) at {gain['recommended']} [{low}, {high}]: {more}"
+        )
         if gain.get("at_edge"):
             yield "  that is the end of what was looked at, not known to be the top"
 
@@ -82,5 +92,7 @@ def noise_line(noise: Mapping[str, Any]) -> str:
         return f"inconclusive: {noise['why']}"
     low, high = noise["interval"]
     start = f"from {noise['init_from']}" if noise.get("init_from") else "from fresh weights"
-    return (f"{format_si(noise['noise_scale'])} sequences [{format_si(low)}, {format_si(high)}] = "
-            f"tr(Sigma) / |G|^2 over {noise['steps']} steps {start}; it grows in training")  # fmt: skip
+    return (
+        f"{format_si(noise['noise_scale'])} sequences [{format_si(low)}, {format_si(high)}] = "
+        f"tr(Sigma) / |G|^2 over {noise['steps']} steps {start}; it grows in training"
+    )

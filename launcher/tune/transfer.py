@@ -34,27 +34,52 @@ def transfer(config: Config, lr: float, source: str, before: int, after: int) ->
     root = k**0.5
     betas = {name: 1 - k * (1 - getattr(optim, name)) for name in ("beta1", "beta2")}
     rules = [
-        {"rule": "sqrt", "for": "Adam and AdamW", "lr": lr * root, "source": SQRT,
-         "equation": f"{lr * root:.4g} = {lr:g} x sqrt({after} / {before})",
-         **{name: beta if beta >= 0 else None for name, beta in betas.items()}, "eps": optim.eps / root},
-        {"rule": "linear", "for": "SGD", "lr": lr * k, "source": LINEAR,
-         "equation": f"{lr * k:.4g} = {lr:g} x {after} / {before}"},
-        {"rule": "untuned_lamb", "for": "LAMB", "lr": UNTUNED_LR * (after / UNTUNED_BATCH) ** 0.5,
-         "source": UNTUNED,
-         "equation": f"{UNTUNED_LR * (after / UNTUNED_BATCH) ** 0.5:.4g} = {UNTUNED_LR:g} x "
-                     f"sqrt({after} / {UNTUNED_BATCH})"},
-    ]  # fmt: skip
+        {
+            "rule": "sqrt",
+            "for": "Adam and AdamW",
+            "lr": lr * root,
+            "source": SQRT,
+            "equation": f"{lr * root:.4g} = {lr:g} x sqrt({after} / {before})",
+            **{name: beta if beta >= 0 else None for name, beta in betas.items()},
+            "eps": optim.eps / root,
+        },
+        {
+            "rule": "linear",
+            "for": "SGD",
+            "lr": lr * k,
+            "source": LINEAR,
+            "equation": f"{lr * k:.4g} = {lr:g} x {after} / {before}",
+        },
+        {
+            "rule": "untuned_lamb",
+            "for": "LAMB",
+            "lr": UNTUNED_LR * (after / UNTUNED_BATCH) ** 0.5,
+            "source": UNTUNED,
+            "equation": f"{UNTUNED_LR * (after / UNTUNED_BATCH) ** 0.5:.4g} = {UNTUNED_LR:g} x "
+            f"sqrt({after} / {UNTUNED_BATCH})",
+        },
+    ]
     names = {"none": None, "sqrt": "sqrt", "linear": "linear"}
     ours = "untuned_lamb" if optim.lr == "auto" else names[optim.lr_scaling]
-    return {"from_batch": before, "to_batch": after, "ratio": k, "lr": lr, "lr_source": source,
-            "optimizer": optim.name, "rules": rules, "ours": ours}  # fmt: skip
+    return {
+        "from_batch": before,
+        "to_batch": after,
+        "ratio": k,
+        "lr": lr,
+        "lr_source": source,
+        "optimizer": optim.name,
+        "rules": rules,
+        "ours": ours,
+    }
 
 
 def lines(found: dict[str, Any]) -> list[str]:
     """What is printed of `transfer`'s result."""
     before, after = found["from_batch"], found["to_batch"]
-    out = [f"learning rate {found['lr']:g} ({found['lr_source']}), taken as tuned at global batch {before}, "
-           f"at {after}:"]  # fmt: skip
+    out = [
+        f"learning rate {found['lr']:g} ({found['lr_source']}), taken as tuned at global batch {before}, "
+        f"at {after}:"
+    ]
     for rule in found["rules"]:
         out.append(f"  {rule['rule']:<13} {rule['equation']}  ({rule['for']}, {rule['source']})")
         if rule["rule"] == "sqrt":
@@ -62,13 +87,17 @@ def lines(found: dict[str, Any]) -> list[str]:
                 f"{name} {rule[name]:.4g}" if rule[name] is not None else f"no {name} (it would be below 0)"
                 for name in ("beta1", "beta2")
             )
-            out.append(f"  {'':<13} the paper's rule also sets {betas} and eps {rule['eps']:.3g}; "
-                       "optim.lr_scaling does not")  # fmt: skip
+            out.append(
+                f"  {'':<13} the paper's rule also sets {betas} and eps {rule['eps']:.3g}; "
+                "optim.lr_scaling does not"
+            )
     if found["ours"] == "untuned_lamb":
         out.append("the configuration follows untuned_lamb (optim.lr: auto)")
     elif found["ours"] is None:
-        out.append(f"the configuration keeps its rate at every batch (optim.lr_scaling: none); for the sqrt "
-                   f"rule optim.lr_scaling=sqrt and optim.lr_batch={before}")  # fmt: skip
+        out.append(
+            f"the configuration keeps its rate at every batch (optim.lr_scaling: none); for the sqrt "
+            f"rule optim.lr_scaling=sqrt and optim.lr_batch={before}"
+        )
     else:
         out.append(f"the configuration follows {found['ours']} (optim.lr_scaling)")
     return out

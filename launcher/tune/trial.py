@@ -30,9 +30,14 @@ def main(argv: list[str] | None = None) -> int:
         asked.directory, print, hang_after_s=run.hang_after_s, end_hung_after_s=run.end_hung_after_s
     )
     result = processes.run(
-        asked.directory, asked.nproc, "never", lambda: None, launcher=asked.launcher, on_gpu=asked.on_gpu,
+        asked.directory,
+        asked.nproc,
+        "never",
+        lambda: None,
+        launcher=asked.launcher,
+        on_gpu=asked.on_gpu,
         watch=watched,
-    )  # fmt: skip
+    )
     if result.failure is not None:
         print(result.failure.headline())  # noqa: T201 (the trial's log)
     return result.exit_code

@@ -170,9 +170,15 @@ class Pool:
         environ = {} if slot.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)}
         with processes.confined(slot.cores):
             process = processes.start_module(
-                "launcher.tune.trial", arguments, scratch=str(scratch), environ=environ,
-                stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-            )  # fmt: skip
+                "launcher.tune.trial",
+                arguments,
+                scratch=str(scratch),
+                environ=environ,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         now = time.monotonic()
         return _Running(trial, slot, process, log, now, now + PROGRESS_S)
 

@@ -9,11 +9,22 @@ from pathlib import Path
 from typing import Any
 
 TINY = (
-    "model.vocab_size=64", "model.hidden_size=32", "model.num_layers=2", "model.num_heads=2",
-    "model.intermediate_size=32", "data.sequence_length=16", "batch.global_size=8", "batch.micro_size=2",
-    "batch.ramp_fraction=0", "batch.ramp_quantum=null", "schedule.steps=2", "log.every_steps=1",
-    "checkpoint.every_steps=0", "eval.every_steps=0", "eval.max_sequences=8",
-)  # fmt: skip
+    "model.vocab_size=64",
+    "model.hidden_size=32",
+    "model.num_layers=2",
+    "model.num_heads=2",
+    "model.intermediate_size=32",
+    "data.sequence_length=16",
+    "batch.global_size=8",
+    "batch.micro_size=2",
+    "batch.ramp_fraction=0",
+    "batch.ramp_quantum=null",
+    "schedule.steps=2",
+    "log.every_steps=1",
+    "checkpoint.every_steps=0",
+    "eval.every_steps=0",
+    "eval.max_sequences=8",
+)
 
 
 def tiny(shards: Path, *more: str) -> list[str]:
@@ -30,15 +41,24 @@ def bert_dp(
     *arguments: str, cwd: Path | None = None, timeout: float = 180, **environ: str
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        command(*arguments), cwd=cwd, timeout=timeout, text=True, capture_output=True, check=False,
+        command(*arguments),
+        cwd=cwd,
+        timeout=timeout,
+        text=True,
+        capture_output=True,
+        check=False,
         env={**os.environ, "COLUMNS": "160", **environ},
-    )  # fmt: skip
+    )
 
 
 def start(
     *arguments: str, cwd: Path | None = None, stdout: Any = subprocess.PIPE, **environ: str
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        command(*arguments), cwd=cwd, text=True, stdout=stdout, stderr=subprocess.PIPE,
+        command(*arguments),
+        cwd=cwd,
+        text=True,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
         env={**os.environ, "COLUMNS": "160", **environ},
-    )  # fmt: skip
+    )

@@ -43,10 +43,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         cell |= {"id": cell["id"] + HOSTILE + "x" * 200, "engine": cell["engine"] + HOSTILE * 3}
     data: dict[str, dict[str, Any]] = {
         "both": scaling(modes=("weak", "strong"), prediction=True),
-        "large": scaling(engines=("ddp", "zero1", "fsdp", "accelerate", "deepspeed"),
-                         sizes=(1, 2, 4, 8, 16, 32, 64, 512)),
-        "one": scaling(engines=(), sizes=(1,)), "nulls": nulls(), "hostile": hostile,
-    }  # fmt: skip
+        "large": scaling(
+            engines=("ddp", "zero1", "fsdp", "accelerate", "deepspeed"), sizes=(1, 2, 4, 8, 16, 32, 64, 512)
+        ),
+        "one": scaling(engines=(), sizes=(1,)),
+        "nulls": nulls(),
+        "hostile": hostile,
+    }
     for name, content in data.items():
         scaling_page.write(content, folder / f"{name}.html")
     tune_page.write(batch(), folder / "batch.html")
@@ -63,8 +66,11 @@ def expected(path: Path) -> list[str]:
 def faults(browser: Browser) -> list[str]:
     """What is wrong with the page that is open."""
     found = list(browser.errors)
-    found += [f"{f['label']}: {f['width']} x {f['height']}" for f in browser.evaluate(FIGURES)
-              if f["width"] < 200 or f["height"] < 20]  # fmt: skip
+    found += [
+        f"{f['label']}: {f['width']} x {f['height']}"
+        for f in browser.evaluate(FIGURES)
+        if f["width"] < 200 or f["height"] < 20
+    ]
     found += [f"texts meet: {pair}" for pair in browser.evaluate(COLLISIONS)]
     if browser.evaluate(OVERFLOW) > 0:
         found.append("wider than the window")
@@ -88,8 +94,15 @@ def test_page(browser: Browser, pages: dict[str, Path], name: str, width: int, d
 def test_figures_are_counted(pages: dict[str, Path]) -> None:
     """The names above come from the page itself: their number is fixed, so that none is missing."""
     assert {name: len(expected(path)) for name, path in pages.items()} == {
-        "both": 15, "large": 8, "one": 5, "nulls": 0, "hostile": 8, "run": 6,
-        "batch": 6, "lr": 3}  # fmt: skip
+        "both": 15,
+        "large": 8,
+        "one": 5,
+        "nulls": 0,
+        "hostile": 8,
+        "run": 6,
+        "batch": 6,
+        "lr": 3,
+    }
 
 
 @pytest.mark.parametrize("name", ["both", "large"])

@@ -98,8 +98,17 @@ def test_sigterm_checkpoints_only_loopback_listens_and_the_run_goes_on_to_its_en
     assert (summary["status"], summary["signal"], summary["world_size"]) == ("stopped", signal.SIGTERM, 2)
     assert (run_dir / summary["checkpoint"] / "manifest.json").is_file()
     steps = summary["step"] + 2
-    more = bert_dp("train", "--run-dir", str(run_dir), "--launcher", launcher, "--nproc", "2",
-                   "--set", f"schedule.steps={steps}")  # fmt: skip
+    more = bert_dp(
+        "train",
+        "--run-dir",
+        str(run_dir),
+        "--launcher",
+        launcher,
+        "--nproc",
+        "2",
+        "--set",
+        f"schedule.steps={steps}",
+    )
     assert more.returncode == 0, more.stdout + more.stderr
     assert [line["step"] for line in lines(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "done"
@@ -134,15 +143,24 @@ def test_a_stop_signal_to_the_tool_alone_checkpoints_too(tmp_path: Path, shards:
 
 def test_the_console_hears_all_ranks_once_and_no_flood(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    done = bert_dp("train", "quickstart", *tiny(shards), "--nproc", "2", "--run-dir", str(run_dir),
-                   PYTHONPATH=with_site(tmp_path, CHATTER))  # fmt: skip
+    done = bert_dp(
+        "train",
+        "quickstart",
+        *tiny(shards),
+        "--nproc",
+        "2",
+        "--run-dir",
+        str(run_dir),
+        PYTHONPATH=with_site(tmp_path, CHATTER),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     said = done.stdout.splitlines()
     every = [line for line in said if "every rank says this" in line]
     assert every in (  # the second where a busy machine let more than half a second pass between the ranks
-        ["every rank says this (x2)"], ["every rank says this", "[rank 1] every rank says this"],
+        ["every rank says this (x2)"],
+        ["every rank says this", "[rank 1] every rank says this"],
         ["[rank 1] every rank says this", "every rank says this"],
-    )  # fmt: skip
+    )
     assert "[rank 1] flood 0" in said
     counted = [line for line in said if "more lines, see logs/rank-1.log" in line]
     assert counted
@@ -155,8 +173,14 @@ def test_the_console_hears_all_ranks_once_and_no_flood(tmp_path: Path, shards: P
     assert ready < next(i for i, line in enumerate(said) if line.startswith("step "))
 
 
-GONE = {"rank": 0, "time_ns": 50, "type": "RuntimeError", "message": "Connection closed by peer",
-        "where": "a.py:1", "bad_input": None}  # fmt: skip
+GONE = {
+    "rank": 0,
+    "time_ns": 50,
+    "type": "RuntimeError",
+    "message": "Connection closed by peer",
+    "where": "a.py:1",
+    "bad_input": None,
+}
 LATER = {**GONE, "message": "out of luck"}
 DEEPSPEED = "[ERROR] ['python', '-m', 'bert_dp.worker'] exits with return code = -11"
 
@@ -209,8 +233,13 @@ def test_what_surrounds_a_launcher_does_not_change_it(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
     for launcher in LAUNCHERS:
         environ = start_environment(launcher, tmp_path, tmp_path, 2, on_gpu=True, grace_s=9.0)
-        assert not {"PET_NNODES", "ACCELERATE_USE_FSDP", "TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE",
-                    "DS_ACCELERATOR"} & set(environ)  # fmt: skip
+        assert not {
+            "PET_NNODES",
+            "ACCELERATE_USE_FSDP",
+            "TORCHELASTIC_RESTART_COUNT",
+            "LOCAL_WORLD_SIZE",
+            "DS_ACCELERATOR",
+        } & set(environ)
         assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
     assert "CUDA_VISIBLE_DEVICES=2,3" in start_command("deepspeed", 2, tmp_path, ["config.yaml"])
 
@@ -220,8 +249,13 @@ def bare(rank: int) -> dict[str, str]:
 
 
 def slurm(rank: int) -> dict[str, str]:
-    return {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank), "SLURM_STEP_NUM_TASKS": "2",
-            "SLURM_STEP_TASKS_PER_NODE": "2", "SLURM_NODEID": "0"}  # fmt: skip
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0",
+    }
 
 
 def open_mpi(rank: int) -> dict[str, str]:
@@ -251,11 +285,14 @@ def test_ranks_started_by_hand_train_to_the_end(
     meet = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "bert_dp.worker", str(config)], env={**os.environ, **meet, **scheme(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, "-m", "bert_dp.worker", str(config)],
+            env={**os.environ, **meet, **scheme(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         said = [process.communicate(timeout=240)[0] for process in ranks]
     finally:
@@ -270,9 +307,12 @@ def test_ranks_started_by_hand_without_a_meeting_point_say_so(tmp_path: Path, sh
     config = write_config(tmp_path / "run", shards)
     environ = {k: v for k, v in os.environ.items() if not k.startswith("MASTER_")}
     done = subprocess.run(
-        [sys.executable, "-m", "bert_dp.worker", str(config)], env={**environ, **slurm(1)},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [sys.executable, "-m", "bert_dp.worker", str(config)],
+        env={**environ, **slurm(1)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2, done.stderr
     assert "MASTER_ADDR and MASTER_PORT" in done.stderr
     assert "Traceback" not in done.stderr

@@ -21,8 +21,10 @@ COMMANDS = [
 SIZE = {"data build": ["--vocab-size", "400", "--sequence-length", "16"]}
 SHRINK = [part for item in (*TINY, "model.vocab_size=400") for part in ("--set", item)]
 # a corpus in the working directory, so that the commands run as they are written
-WORDS = ("the crew of the old ship sailed past seven grey islands while rain fell on every quiet harbour and "
-         "nobody on shore saw the lamp that burned below deck").split()  # fmt: skip
+WORDS = (
+    "the crew of the old ship sailed past seven grey islands while rain fell on every quiet harbour and "
+    "nobody on shore saw the lamp that burned below deck"
+).split()
 
 
 def test_commands_run_in_order(tmp_path: Path) -> None:
@@ -48,8 +50,17 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
             if first_build:
                 arguments += ["--set", "data.build.max_tokens_per_char=0"]
         if arguments[0] == "scale":
-            arguments += [*SHRINK, "--steps", "2", "--warm-up", "1", "--repeats", "1",
-                          "--set", "data.build.max_tokens_per_char=0"]  # fmt: skip
+            arguments += [
+                *SHRINK,
+                "--steps",
+                "2",
+                "--warm-up",
+                "1",
+                "--repeats",
+                "1",
+                "--set",
+                "data.build.max_tokens_per_char=0",
+            ]
         if arguments[0] == "tune":
             arguments = ["2s" if argument == "5m" else argument for argument in arguments]
             arguments += [*SHRINK, "--set", "data.build.max_tokens_per_char=0"]
@@ -58,8 +69,14 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
             if arguments[1] == "lr":
                 arguments += ["--tokens", "1024", "--rates", "3", "--seeds", "1"]
         if arguments[:2] == ["data", "build"]:
-            arguments = [*expand(arguments, tmp_path), *SIZE["data build"], "--set", "max_tokens_per_char=0",
-                         "--set", "held_out_fraction=0.1"]  # fmt: skip
+            arguments = [
+                *expand(arguments, tmp_path),
+                *SIZE["data build"],
+                "--set",
+                "max_tokens_per_char=0",
+                "--set",
+                "held_out_fraction=0.1",
+            ]
         done = bert_dp(*arguments, cwd=tmp_path, BERT_DP_CACHE=str(tmp_path / "cache"))
         assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
 

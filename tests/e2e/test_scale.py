@@ -24,9 +24,24 @@ WARM_UP, STEPS, SEQUENCE, REPEATS = 2, 6, 16, 2
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
-    return ["scale", "quickstart", *tiny(shards), "--gpus", "1,2", "--mode", "strong",
-            "--repeats", str(REPEATS), "--steps", str(STEPS), "--warm-up", str(WARM_UP), "--out", str(out),
-            *more]  # fmt: skip
+    return [
+        "scale",
+        "quickstart",
+        *tiny(shards),
+        "--gpus",
+        "1,2",
+        "--mode",
+        "strong",
+        "--repeats",
+        str(REPEATS),
+        "--steps",
+        str(STEPS),
+        "--warm-up",
+        str(WARM_UP),
+        "--out",
+        str(out),
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -79,8 +94,13 @@ def steps_of(out: Path, run: str, ranks: int) -> list[dict[str, list[float]]]:
 def test_every_cell_ran_as_often_as_asked(scaling: dict[str, Any], out: Path) -> None:
     assert scaling["status"] == "complete"
     cells = {cell["id"]: cell for cell in scaling["cells"]}
-    assert set(cells) == {"strong-single-n1", "strong-ddp-n1", "strong-ddp-n2", "strong-ddp-synthetic-n2",
-                          "strong-ceiling-n2"}  # fmt: skip
+    assert set(cells) == {
+        "strong-single-n1",
+        "strong-ddp-n1",
+        "strong-ddp-n2",
+        "strong-ddp-synthetic-n2",
+        "strong-ceiling-n2",
+    }
     for cell in cells.values():
         assert [r["run"] for r in cell["repeats"]] == [f"runs/{cell['id']}-r{k}" for k in range(REPEATS)]
         assert all(r["steps"] == STEPS for r in cell["repeats"])
@@ -109,10 +129,9 @@ def test_every_number_is_recomputed_from_the_raw_records(scaling: dict[str, Any]
         assert low <= mean <= high
         assert cell["step_time_s"]["p95"] == pytest.approx(np.percentile([s for j in jobs for s in j], 95))
         parts = {
-            part: statistics.median(
-                statistics.mean(s for rank in run for s in rank[part]) for run in runs
-            ) for part in runs[0][0]
-        }  # fmt: skip
+            part: statistics.median(statistics.mean(s for rank in run for s in rank[part]) for run in runs)
+            for part in runs[0][0]
+        }
         assert cell["data_wait_fraction"] == pytest.approx(parts["data_wait_s"] / parts["step_s"])
         split = cell["split_s"]
         assert split["data"] == pytest.approx(parts["data_wait_s"])
@@ -126,8 +145,13 @@ def test_every_number_is_recomputed_from_the_raw_records(scaling: dict[str, Any]
         assert cell["mamfu"] == pytest.approx(
             cell["tokens_per_s_per_gpu"] * scaling["settings"]["flops_per_token"] / peak
         )
-        memory = [json.loads((out / r["run"] / "steps" / f"rank-{k}.jsonl").read_text().splitlines()[-1])[
-            "peak_memory_gib"] for r in cell["repeats"] for k in range(n)]  # fmt: skip
+        memory = [
+            json.loads((out / r["run"] / "steps" / f"rank-{k}.jsonl").read_text().splitlines()[-1])[
+                "peak_memory_gib"
+            ]
+            for r in cell["repeats"]
+            for k in range(n)
+        ]
         assert cell["peak_memory_gib"] == max(memory)
         lines = [
             json.loads(x)
@@ -256,7 +280,7 @@ def test_another_grid_is_refused_where_one_stands(out: Path, shards: Path) -> No
         (["--tensor", "2", "--engines", "accelerate"], ["cell strong-accelerate-n2-tp2", "parallel.tensor"]),
         (["--set", "parallel.engine=independent", "--set", "data.path=/nowhere"], ["data.path", "/nowhere"]),
     ],
-)  # fmt: skip
+)
 def test_a_grid_with_an_impossible_cell_is_refused(
     tmp_path: Path, shards: Path, more: list[str], texts: list[str]
 ) -> None:
@@ -317,7 +341,12 @@ def test_four_ranks_and_tensor_parallelism(tmp_path: Path, shards: Path) -> None
 
 
 def test_what_train_refuses_of_this(tmp_path: Path, shards: Path) -> None:
-    done = bert_dp("train", "quickstart", *tiny(shards, "parallel.engine=independent"), "--run-dir",
-                   str(tmp_path / "run"))  # fmt: skip
+    done = bert_dp(
+        "train",
+        "quickstart",
+        *tiny(shards, "parallel.engine=independent"),
+        "--run-dir",
+        str(tmp_path / "run"),
+    )
     assert done.returncode == 2
     assert "bert-dp scale" in done.stderr

@@ -68,8 +68,19 @@ def test_going_back_to_an_earlier_checkpoint_sets_the_later_ones_aside(
     run_dir = tmp_path / "run"
     shutil.copytree(finished, run_dir)
     early = run_dir / "checkpoints" / "step-00000002"
-    done = bert_dp("train", "--run-dir", str(run_dir), "--resume", str(early), "--nproc", "1",
-                   "--set", "schedule.steps=3", "--set", "checkpoint.keep=1")  # fmt: skip
+    done = bert_dp(
+        "train",
+        "--run-dir",
+        str(run_dir),
+        "--resume",
+        str(early),
+        "--nproc",
+        "1",
+        "--set",
+        "schedule.steps=3",
+        "--set",
+        "checkpoint.keep=1",
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["step"] for line in lines(run_dir / "metrics.jsonl")] == [1, 2, 3]
     kept = sorted(p.name for p in (run_dir / "checkpoints").iterdir() if ".abandoned-" not in p.name)
@@ -148,8 +159,11 @@ def test_the_corpus_build_ends_with_its_launcher(tmp_path: Path) -> None:
     )
 
     def builders() -> list[psutil.Process]:
-        return [p for p in psutil.process_iter(["cmdline"]) if "bert_dp.corpus" in (p.info["cmdline"] or [])
-                and p.ppid() == process.pid]  # fmt: skip
+        return [
+            p
+            for p in psutil.process_iter(["cmdline"])
+            if "bert_dp.corpus" in (p.info["cmdline"] or []) and p.ppid() == process.pid
+        ]
 
     wait_for(lambda: bool(builders()))
     family = [*builders(), *builders()[0].children(recursive=True)]

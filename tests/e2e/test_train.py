@@ -54,9 +54,16 @@ def test_a_run_writes_its_directory_and_a_second_one_continues_it(tmp_path: Path
     done = bert_dp("train", "quickstart", *tiny(shards, "log.tensorboard=true"), "--run-dir", str(run_dir))
     assert done.returncode == 0, done.stderr
     for name in (
-        "config.yaml", "environment.json", "metrics.jsonl", "evals.jsonl", "summary.json", "report.html",
-        "logs/rank-0.log", "logs/rank-1.log", "checkpoints/step-00000002/manifest.json",
-    ):  # fmt: skip
+        "config.yaml",
+        "environment.json",
+        "metrics.jsonl",
+        "evals.jsonl",
+        "summary.json",
+        "report.html",
+        "logs/rank-0.log",
+        "logs/rank-1.log",
+        "checkpoints/step-00000002/manifest.json",
+    ):
         assert (run_dir / name).is_file(), name
     assert list((run_dir / "tensorboard").glob("events*"))
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -83,8 +90,15 @@ def test_a_run_writes_its_directory_and_a_second_one_continues_it(tmp_path: Path
     assert never.returncode == 2
     assert "already holds a run" in never.stderr
 
-    from_weights = bert_dp("train", "quickstart", *tiny(shards, f"run.init_from={run_dir}"), "--nproc", "1",
-                           "--run-dir", str(tmp_path / "second"))  # fmt: skip
+    from_weights = bert_dp(
+        "train",
+        "quickstart",
+        *tiny(shards, f"run.init_from={run_dir}"),
+        "--nproc",
+        "1",
+        "--run-dir",
+        str(tmp_path / "second"),
+    )
     assert from_weights.returncode == 0, from_weights.stderr
     first = lines(tmp_path / "second" / "metrics.jsonl")[0]
     assert first["step"] == 1
@@ -109,8 +123,15 @@ def test_a_run_writes_its_directory_and_a_second_one_continues_it(tmp_path: Path
     (foreign / "manifest.json").write_text(
         json.dumps({**manifest, "hash": hashlib.sha256(text.encode()).hexdigest()})
     )
-    words = bert_dp("train", "quickstart", *tiny(foreign, f"run.init_from={run_dir}"), "--nproc", "1",
-                    "--run-dir", str(tmp_path / "third"))  # fmt: skip
+    words = bert_dp(
+        "train",
+        "quickstart",
+        *tiny(foreign, f"run.init_from={run_dir}"),
+        "--nproc",
+        "1",
+        "--run-dir",
+        str(tmp_path / "third"),
+    )
     assert words.returncode == 2
     assert "data.tokenizer" in words.stdout + words.stderr
 
@@ -129,7 +150,8 @@ BAD = {
     "unknown key": (["--set", "optim.lrr=1"], ["optim.lrr", "did you mean optim.lr?"]),
     "wrong type": (["--set", "schedule.steps=ten"], ["schedule.steps", "ten"]),
     "batch does not divide": (
-        ["--set", "batch.global_size=10", "--nproc", "2"], ["batch.global_size", "nearest", "8, 12"],
+        ["--set", "batch.global_size=10", "--nproc", "2"],
+        ["batch.global_size", "nearest", "8, 12"],
     ),
     "vocabulary": (["--set", "model.vocab_size=70000"], ["model.vocab_size", "65535"]),
     "missing data": (["--set", "data.path=/nowhere"], ["data.path", "/nowhere"]),
@@ -147,7 +169,7 @@ BAD = {
     "single with two": (["--set", "parallel.engine=single", "--nproc", "2"], ["parallel.engine"]),
     "no equals sign": (["--set", "optim.lr"], ["--set", "a.b=v"]),
     "resume from nothing": (["--resume", "/nowhere"], ["--resume", "/nowhere"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", BAD)

@@ -22,8 +22,19 @@ from tests.shards import write_shards
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
-    return ["tune", "batch", "quickstart", *tiny(shards), "--gpus", "2", "--budget", "20s", "--out", str(out),
-            *more]  # fmt: skip
+    return [
+        "tune",
+        "batch",
+        "quickstart",
+        *tiny(shards),
+        "--gpus",
+        "2",
+        "--budget",
+        "20s",
+        "--out",
+        str(out),
+        *more,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +74,13 @@ def out(shards: Path, cache: str, tmp_path_factory: pytest.TempPathFactory) -> P
     process = start(*command(shards, where), BERT_DP_CACHE=cache)
 
     def a_rank() -> list[psutil.Process]:
-        return [p for p in workers(where / "trials") if "bert_dp.worker" in (p.info["cmdline"] or ())
-                and "micro-" in " ".join(p.info["cmdline"]) and "torch.distributed.run" not in
-                " ".join(p.info["cmdline"])]  # fmt: skip
+        return [
+            p
+            for p in workers(where / "trials")
+            if "bert_dp.worker" in (p.info["cmdline"] or ())
+            and "micro-" in " ".join(p.info["cmdline"])
+            and "torch.distributed.run" not in " ".join(p.info["cmdline"])
+        ]
 
     os.kill(wait_for(a_rank)[0].pid, signal.SIGKILL)
     told, errors = process.communicate(timeout=240)
@@ -113,10 +128,14 @@ def test_the_rates_and_the_choice_follow_from_the_raw_steps(tune: dict[str, Any]
         )
     within = [micro for micro, rate in rates.items() if rate >= 0.97 * max(rates.values())]
     chosen, best = tune["choice"]["micro_batch"], max(rates, key=lambda micro: rates[micro])
-    half = {size["micro_batch"]: math.log(high / low) / 2 for size in tune["sizes"]
-            for low, high in [size["samples_per_s_ci95"]]}  # fmt: skip
-    low_end = {micro: rates[micro] / rates[best] * math.exp(-math.hypot(half[micro], half[best]))
-               for micro in within}  # fmt: skip
+    half = {
+        size["micro_batch"]: math.log(high / low) / 2
+        for size in tune["sizes"]
+        for low, high in [size["samples_per_s_ci95"]]
+    }
+    low_end = {
+        micro: rates[micro] / rates[best] * math.exp(-math.hypot(half[micro], half[best])) for micro in within
+    }
     sure = [micro for micro in within if micro == best or low_end[micro] >= 0.94]
     assert chosen == min(sure)
     assert tune["order"][0] == tune["drift"]["micro_batch"]
@@ -213,8 +232,12 @@ def test_a_size_that_takes_too_much_is_a_result(shards: Path, tmp_path: Path) ->
 def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_path: Path) -> None:
     """Rank 1 of the first run that takes a fifth step; the pilot takes three."""
     once = tmp_path / "once"
-    done = bert_dp(*command(shards, tmp_path / "o", "--budget", "5s"), BERT_DP_CACHE=str(tmp_path / "c"),
-                   timeout=300, **broken("cuda_oom", rank=1, step=4, once=str(once)))  # fmt: skip
+    done = bert_dp(
+        *command(shards, tmp_path / "o", "--budget", "5s"),
+        BERT_DP_CACHE=str(tmp_path / "c"),
+        timeout=300,
+        **broken("cuda_oom", rank=1, step=4, once=str(once)),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "o" / "tune.json").read_text())
     states = {size["micro_batch"]: size["status"] for size in found["sizes"]}

@@ -24,8 +24,19 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
-    return ["tune", "lr", "quickstart", *tiny(shards, f"schedule.steps={STEPS}"), "--rates", "3",
-            "--seeds", "1", "--out", str(out), *more]  # fmt: skip
+    return [
+        "tune",
+        "lr",
+        "quickstart",
+        *tiny(shards, f"schedule.steps={STEPS}"),
+        "--rates",
+        "3",
+        "--seeds",
+        "1",
+        "--out",
+        str(out),
+        *more,
+    ]
 
 
 def whole(out: Path) -> dict[str, float]:

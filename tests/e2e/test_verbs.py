@@ -16,8 +16,20 @@ from tests.scaling_fixture import scaling
 from tests.shards import write_shards
 from tests.tune_fixture import batch
 
-VERBS = ([], ["train"], ["data"], ["data", "build"], ["data", "inspect"], ["doctor"], ["report"],
-         ["plan"], ["plan", "scaling"], ["tune"], ["tune", "batch"], ["tune", "lr"])  # fmt: skip
+VERBS = (
+    [],
+    ["train"],
+    ["data"],
+    ["data", "build"],
+    ["data", "inspect"],
+    ["doctor"],
+    ["report"],
+    ["plan"],
+    ["plan", "scaling"],
+    ["tune"],
+    ["tune", "batch"],
+    ["tune", "lr"],
+)
 
 
 @pytest.mark.parametrize("verb", VERBS, ids=lambda v: " ".join(v) or "bert-dp")
@@ -28,8 +40,10 @@ def test_help(verb: list[str]) -> None:
 
 
 def test_help_and_version_do_not_import_torch() -> None:
-    code = "import sys; sys.argv = ['bert-dp', '--version']; from launcher.cli import main\n" \
-           "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"  # fmt: skip
+    code = (
+        "import sys; sys.argv = ['bert-dp', '--version']; from launcher.cli import main\n"
+        "try: main()\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    )
     done = subprocess.run([sys.executable, "-c", code], text=True, capture_output=True, check=True)
     assert done.stdout.startswith("bert-dp ")
 
@@ -41,16 +55,33 @@ def test_data_build_inspect_and_train_on_own_text(tmp_path: Path) -> None:
         "\n".join(" ".join(words[(i * j) % len(words)] for j in range(1, 30)) for i in range(1, 900))
     )
     out = tmp_path / "shards"
-    options = ["--vocab-size", "200", "--sequence-length", "16", "--set", "max_tokens_per_char=0",
-               "--set", "dedup=none", "--set", "held_out_fraction=0.1"]  # fmt: skip
+    options = [
+        "--vocab-size",
+        "200",
+        "--sequence-length",
+        "16",
+        "--set",
+        "max_tokens_per_char=0",
+        "--set",
+        "dedup=none",
+        "--set",
+        "held_out_fraction=0.1",
+    ]
     built = bert_dp("data", "build", str(text), "--out", str(out), *options)
     assert built.returncode == 0, built.stderr
     shown = bert_dp("data", "inspect", str(out), "--json")
     assert shown.returncode == 0, shown.stderr
     assert json.loads(shown.stdout)
     assert bert_dp("data", "inspect", str(out)).returncode == 0
-    done = bert_dp("train", "quickstart", *tiny(out, "model.vocab_size=200"), "--nproc", "1",
-                   "--run-dir", str(tmp_path / "run"))  # fmt: skip
+    done = bert_dp(
+        "train",
+        "quickstart",
+        *tiny(out, "model.vocab_size=200"),
+        "--nproc",
+        "1",
+        "--run-dir",
+        str(tmp_path / "run"),
+    )
     assert done.returncode == 0, done.stderr + done.stdout
     with (out / "train-00000.bin").open("r+b") as file:
         file.write(b"\xff")
@@ -81,8 +112,22 @@ def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path) -> None:
 
 
 def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None:
-    asked = ("plan", "scaling", "--model", "bert-large", "--seq-per-s", "580", "--micro", "256",
-             "--gpu", "A100-80G", "--link", "nvswitch3", "--gpus", "1..16")  # fmt: skip
+    asked = (
+        "plan",
+        "scaling",
+        "--model",
+        "bert-large",
+        "--seq-per-s",
+        "580",
+        "--micro",
+        "256",
+        "--gpu",
+        "A100-80G",
+        "--link",
+        "nvswitch3",
+        "--gpus",
+        "1..16",
+    )
     done = bert_dp(*asked, "--inter", "ib-hdr", "--nics", "8", "--engine", "zero1", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
@@ -91,8 +136,12 @@ def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None
     shown = bert_dp(*asked, "--inter", "ib-hdr", "--straggler", "0.02", "--accumulation", "1,4")
     assert shown.returncode == 0, shown.stderr
     assert "What one change would do on 16 GPUs" in shown.stdout
-    for extra, said in (((), "--inter: 16 GPUs"), (("--inter", "ib-hdx"), "did you mean ib-"),
-                        (("--gpus", "0"), "--gpus"), (("--from", str(tmp_path)), "--from")):  # fmt: skip
+    for extra, said in (
+        ((), "--inter: 16 GPUs"),
+        (("--inter", "ib-hdx"), "did you mean ib-"),
+        (("--gpus", "0"), "--gpus"),
+        (("--from", str(tmp_path)), "--from"),
+    ):
         refused = bert_dp(*asked, *extra)
         assert refused.returncode == 2
         assert said in refused.stderr
@@ -139,9 +188,11 @@ def test_report_of_a_search(tmp_path: Path) -> None:
     done = bert_dp("report", str(tmp_path / "tune"))
     assert done.returncode == 0, done.stderr
     assert "Throughput against micro batch" in (tmp_path / "tune" / "report.html").read_text()
-    for extra, said in ((["--png", str(tmp_path)], "--png: draws a scaling benchmark"),
-                        ([str(tmp_path)], "tune is a search; its page is made of it alone"),
-                        (["--out", "/proc/nothing/x"], "cannot be written")):  # fmt: skip
+    for extra, said in (
+        (["--png", str(tmp_path)], "--png: draws a scaling benchmark"),
+        ([str(tmp_path)], "tune is a search; its page is made of it alone"),
+        (["--out", "/proc/nothing/x"], "cannot be written"),
+    ):
         refused = bert_dp("report", str(tmp_path / "tune"), *extra)
         assert refused.returncode == 2
         assert said in refused.stderr
@@ -158,10 +209,17 @@ def test_ranks_started_by_hand_with_bare_variables(tmp_path: Path) -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "bert_dp.worker", str(run_dir / "config.yaml"), "--local_rank", str(rank)],
-            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2",
-                 "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "GLOO_SOCKET_IFNAME": "lo"},
+            env={
+                **os.environ,
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": "2",
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(port),
+                "GLOO_SOCKET_IFNAME": "lo",
+            },
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     assert [rank.wait(timeout=120) for rank in ranks] == [0, 0]
     assert json.loads((run_dir / "summary.json").read_text())["world_size"] == 2

@@ -31,8 +31,12 @@ def collect() -> list[str]:
     """Node ids of the fault tests."""
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/faults"],
-        cwd=ROOT, capture_output=True, text=True, check=True, env=FULL,
-    )  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env=FULL,
+    )
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
@@ -58,20 +62,27 @@ def run(test: str, code: str) -> dict[str, Any]:
     observed.unlink(missing_ok=True)
     start = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--timeout=7200", test], cwd=ROOT, capture_output=True,
-        text=True, check=False, env={**FULL, RECORD: str(observed)},
-    )  # fmt: skip
+        [sys.executable, "-m", "pytest", "-q", "--timeout=7200", test],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**FULL, RECORD: str(observed)},
+    )
     skipped = re.search(r"^SKIPPED.*", done.stdout, re.MULTILINE)
     return {
-        "row": row_of(test), "test": test.split("::", 1)[1], "code": code,
+        "row": row_of(test),
+        "test": test.split("::", 1)[1],
+        "code": code,
         "outcome": "failed" if done.returncode else "skipped" if skipped else "passed",
         "why": done.stdout[-2000:] if done.returncode else skipped[0] if skipped else None,
         "seconds": round(time.monotonic() - start, 1),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
         "observed": [json.loads(line) for line in observed.read_text().splitlines()]
-        if observed.exists() else [],
-    }  # fmt: skip
+        if observed.exists()
+        else [],
+    }
 
 
 def main() -> int:
@@ -89,8 +100,9 @@ def main() -> int:
         result = run(test, code)
         with RESULTS.open("a", encoding="utf-8") as file:
             file.write(json.dumps(result) + "\n")
-        sys.stdout.write(f"row {result['row']:2} {result['outcome']:7} {result['seconds']:7.1f} s  "
-                         f"{result['test']}\n")  # fmt: skip
+        sys.stdout.write(
+            f"row {result['row']:2} {result['outcome']:7} {result['seconds']:7.1f} s  {result['test']}\n"
+        )
         sys.stdout.flush()
     latest = {r["test"]: r for r in results()}
     print_table(list(latest.values()))
@@ -106,8 +118,10 @@ def print_table(latest: list[dict[str, Any]]) -> None:
         seconds = [o["seconds"] for o in observed if "seconds" in o]
         counts = [sum(r["outcome"] == name for r in of_row) for name in ("passed", "skipped", "failed")]
         greatest = f"{max(seconds):.1f}" if seconds else "-"
-        sys.stdout.write(f"{row:3}  {len(of_row):5}  {len(observed):6}  {counts[0]:6}  {counts[1]:7}  "
-                         f"{counts[2]:6}  {greatest:>11}\n")  # fmt: skip
+        sys.stdout.write(
+            f"{row:3}  {len(of_row):5}  {len(observed):6}  {counts[0]:6}  {counts[1]:7}  "
+            f"{counts[2]:6}  {greatest:>11}\n"
+        )
 
 
 if __name__ == "__main__":

@@ -51,8 +51,14 @@ def die_at(event: int) -> None:
 
         return call
 
-    for module, name in ((os, "fsync"), (os, "rename"), (os, "replace"), (shutil, "rmtree"),
-                         (checkpoint, "save_file"), (Path, "write_text")):  # fmt: skip
+    for module, name in (
+        (os, "fsync"),
+        (os, "rename"),
+        (os, "replace"),
+        (shutil, "rmtree"),
+        (checkpoint, "save_file"),
+        (Path, "write_text"),
+    ):
         setattr(module, name, watched(getattr(module, name)))
 
 

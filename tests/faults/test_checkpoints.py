@@ -65,9 +65,13 @@ class Killer:
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.killed_saver"], cwd=ROOT, text=True, stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+            [sys.executable, "-m", "tests.faults.killed_saver"],
+            cwd=ROOT,
+            text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
 
     def kill(self, folder: Path, **order: Any) -> dict[str, Any]:
         assert self._process.stdin is not None
@@ -157,8 +161,15 @@ def test_row_09_a_run_killed_in_the_background_write_goes_on_from_the_one_before
     tmp_path: Path, shards: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    options = ["train", "quickstart", *tiny(shards, "schedule.steps=8", "checkpoint.every_steps=2"),
-               "--nproc", "1", "--run-dir", str(run_dir)]  # fmt: skip
+    options = [
+        "train",
+        "quickstart",
+        *tiny(shards, "schedule.steps=8", "checkpoint.every_steps=2"),
+        "--nproc",
+        "1",
+        "--run-dir",
+        str(run_dir),
+    ]
     killed = bert_dp(*options, **broken("kill", rank=0, place="save", step=5))
     assert killed.returncode == 1, killed.stdout + killed.stderr
     assert "signal 9" in killed.stdout
@@ -236,9 +247,10 @@ def test_row_10_a_run_says_what_it_passes_over(tmp_path: Path, shards: Path) -> 
 # --- row 11
 
 ERRORS = {
-    "full_disk": "No space left on device", "io_error": "Input/output error",
+    "full_disk": "No space left on device",
+    "io_error": "Input/output error",
     "read_only": "Read-only file system",
-}  # fmt: skip
+}
 
 
 def test_row_11_a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path) -> None:
@@ -250,8 +262,14 @@ def a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path, what: str) 
     """Injected in the save after step 6; the ones before and after it are good."""
     run_dir = tmp_path / "run"
     options = tiny(shards, "schedule.steps=10", "checkpoint.every_steps=2", "checkpoint.keep=3")
-    done = bert_dp("train", "quickstart", *options, "--run-dir", str(run_dir),
-                   **broken(what, rank=0, place="save", step=5))  # fmt: skip
+    done = bert_dp(
+        "train",
+        "quickstart",
+        *options,
+        "--run-dir",
+        str(run_dir),
+        **broken(what, rank=0, place="save", step=5),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (said,) = [line for line in done.stdout.splitlines() if "could not be saved" in line]
     for text in ("step-00000006", ERRORS[what], "newest good checkpoint is step-00000004"):
@@ -266,8 +284,16 @@ def a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path, what: str) 
 def test_row_11_a_failed_save_stops_the_run_when_that_is_the_policy(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     options = tiny(shards, "schedule.steps=100000", "checkpoint.every_steps=2", "checkpoint.on_error=stop")
-    done = bert_dp("train", "quickstart", *options, "--nproc", "2", "--run-dir", str(run_dir),
-                   **broken("io_error", rank=0, place="save", step=5))  # fmt: skip
+    done = bert_dp(
+        "train",
+        "quickstart",
+        *options,
+        "--nproc",
+        "2",
+        "--run-dir",
+        str(run_dir),
+        **broken("io_error", rank=0, place="save", step=5),
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     facts = summary(run_dir)
     assert (facts["status"], facts["exit_code"]) == ("failed", 1)
@@ -280,8 +306,14 @@ def test_row_11_a_failed_save_stops_the_run_when_that_is_the_policy(tmp_path: Pa
 
 def test_row_11_a_first_save_that_fails_refuses_the_run(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    done = bert_dp("train", "quickstart", *tiny(shards), "--run-dir", str(run_dir),
-                   **broken("read_only", rank=0, place="save", step=-1))  # fmt: skip
+    done = bert_dp(
+        "train",
+        "quickstart",
+        *tiny(shards),
+        "--run-dir",
+        str(run_dir),
+        **broken("read_only", rank=0, place="save", step=-1),
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     facts = summary(run_dir)
     assert facts["status"] == "failed"
@@ -293,8 +325,14 @@ def test_row_11_a_first_save_that_fails_refuses_the_run(tmp_path: Path, shards: 
 def test_row_11_a_last_save_that_fails_fails_the_run(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     options = tiny(shards, "schedule.steps=4", "checkpoint.every_steps=2")
-    done = bert_dp("train", "quickstart", *options, "--run-dir", str(run_dir),
-                   **broken("io_error", rank=0, place="save", step=3))  # fmt: skip
+    done = bert_dp(
+        "train",
+        "quickstart",
+        *options,
+        "--run-dir",
+        str(run_dir),
+        **broken("io_error", rank=0, place="save", step=3),
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     facts = summary(run_dir)
     assert (facts["status"], facts["step"]) == ("failed", 4)
@@ -316,9 +354,13 @@ def on_small_disk(folder: Path, size: int, *arguments: str) -> subprocess.Comple
     folder.mkdir()
     script = f'mount -t tmpfs -o size={size} tmpfs "$0" && "$@"; code=$?; cp -a "$0" "$0-left"; exit $code'
     return subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, str(folder), *arguments], capture_output=True, text=True,
-        check=False, timeout=180, cwd=ROOT,
-    )  # fmt: skip
+        ["unshare", "-m", "sh", "-c", script, str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+        cwd=ROOT,
+    )
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None or not can_mount(), reason="mounting needs root")
@@ -331,13 +373,22 @@ def a_disk_that_fills_up(tmp_path: Path, shards: Path, policy: str) -> None:
     """A file system on which the start and two checkpoints fit, and the third does not."""
     run_dir, disk = tmp_path / "run", tmp_path / "run" / "checkpoints"
     run_dir.mkdir(parents=True)
-    options = tiny(shards, "schedule.steps=8", "checkpoint.every_steps=2", "checkpoint.keep=9",
-                   f"checkpoint.on_error={policy}", "model.hidden_size=192",
-                   "model.intermediate_size=384")  # fmt: skip
+    options = tiny(
+        shards,
+        "schedule.steps=8",
+        "checkpoint.every_steps=2",
+        "checkpoint.keep=9",
+        f"checkpoint.on_error={policy}",
+        "model.hidden_size=192",
+        "model.intermediate_size=384",
+    )
     config = load_config(training.find_config("quickstart", None), options[1::2])
     size = 3 * 4 * num_parameters(config.model, 16)  # weights and two moments in fp32
-    done = on_small_disk(disk, int(3.3 * size), *command("train", "quickstart", *options, "--nproc", "1",
-                                                         "--run-dir", str(run_dir)))  # fmt: skip
+    done = on_small_disk(
+        disk,
+        int(3.3 * size),
+        *command("train", "quickstart", *options, "--nproc", "1", "--run-dir", str(run_dir)),
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     facts, left = summary(run_dir), tmp_path / "run" / "checkpoints-left"
     assert facts["status"] == "failed"
@@ -375,8 +426,9 @@ for expected in (errno.ENOSPC, errno.EROFS):
 @pytest.mark.skipif(shutil.which("unshare") is None or not can_mount(), reason="mounting needs root")
 def test_row_11_what_a_full_and_a_read_only_disk_really_answer(tmp_path: Path) -> None:
     """Not injected: the errors as the system and safetensors give them, when space runs out in mid-write."""
-    done = on_small_disk(tmp_path / "disk", int(1.8 * 2**20), sys.executable, "-c", FULL_DISK,
-                         str(tmp_path / "disk"))  # fmt: skip
+    done = on_small_disk(
+        tmp_path / "disk", int(1.8 * 2**20), sys.executable, "-c", FULL_DISK, str(tmp_path / "disk")
+    )
     assert done.returncode == 0, done.stderr
     assert checkpoint.check(tmp_path / "disk-left" / "step-00000001") is None
 
@@ -391,8 +443,14 @@ def test_row_15_one_bad_rank_skips_the_step_on_all(tmp_path: Path, shards: Path)
 
 def one_bad_rank_skips_the_step_on_all(run_dir: Path, shards: Path, rank: int) -> None:
     options = tiny(shards, "schedule.steps=8", "checkpoint.every_steps=4")
-    done = bert_dp("train", "quickstart", *options, "--run-dir", str(run_dir),
-                   **broken("nan", rank=rank, place="step", step=2, times=4))  # fmt: skip
+    done = bert_dp(
+        "train",
+        "quickstart",
+        *options,
+        "--run-dir",
+        str(run_dir),
+        **broken("nan", rank=rank, place="step", step=2, times=4),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert [line["skipped_steps"] for line in lines(run_dir / "metrics.jsonl")] == [0, 0, 1, 2, 3, 4, 4, 4]
     assert summary(run_dir)["skipped_steps"] == 4
@@ -407,8 +465,14 @@ def test_row_15_five_in_a_row_stop_the_run_with_the_last_checkpoint_intact(
 
 def five_in_a_row_stop_the_run(run_dir: Path, shards: Path, rank: int) -> None:
     options = tiny(shards, "schedule.steps=100000", "checkpoint.every_steps=2", "log.every_steps=3")
-    done = bert_dp("train", "quickstart", *options, "--run-dir", str(run_dir),
-                   **broken("nan", rank=rank, place="step", step=4, times=100000))  # fmt: skip
+    done = bert_dp(
+        "train",
+        "quickstart",
+        *options,
+        "--run-dir",
+        str(run_dir),
+        **broken("nan", rank=rank, place="step", step=4, times=100000),
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     facts = summary(run_dir)
     assert (facts["status"], facts["exit_code"]) == ("failed", 1)
@@ -447,12 +511,17 @@ def _give_up(run_dirs: list[str]) -> None:
 def test_row_15_every_engine_stops_on_all_ranks_together(tmp_path: Path, shards: Path) -> None:
     engines = ["ddp", "zero1", "fsdp", *installed("accelerate", "deepspeed-0", "deepspeed-1", "deepspeed-3")]
     runs = [
-        write_run(tmp_path / engine, settings(
-            shards, schedule={"steps": 1000}, checkpoint={"every_steps": 4, "keep": 9},
-            parallel=parallel(engine),
-        ))
+        write_run(
+            tmp_path / engine,
+            settings(
+                shards,
+                schedule={"steps": 1000},
+                checkpoint={"every_steps": 4, "keep": 9},
+                parallel=parallel(engine),
+            ),
+        )
         for engine in engines
-    ]  # fmt: skip
+    ]
     run_ranks(2, _give_up, [str(run_dir) for run_dir in runs])
     for run_dir in runs:
         facts = summary(run_dir)
@@ -474,8 +543,14 @@ def test_row_16_a_spike_is_said_and_counted_and_no_rank_falls_out_of_step(
 ) -> None:
     run_dir = tmp_path / "run"
     options = tiny(shards, "schedule.steps=40", "checkpoint.every_steps=30", "checkpoint.keep=9")
-    done = bert_dp("train", "quickstart", *options, "--run-dir", str(run_dir),
-                   **broken("spike", rank=1, place="step", step=30))  # fmt: skip
+    done = bert_dp(
+        "train",
+        "quickstart",
+        *options,
+        "--run-dir",
+        str(run_dir),
+        **broken("spike", rank=1, place="step", step=30),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("warning: loss spike")]
     assert "at step 31:" in said

@@ -25,8 +25,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @hypothesis.settings(max_examples=500 if FULL else 50, deadline=None, database=None, derandomize=True)
-@hypothesis.given(train=st.integers(1, 3 * MICRO), held_out=st.integers(0, 3 * MICRO),
-                  dp=st.integers(1, 4), accumulation=st.integers(1, 3))  # fmt: skip
+@hypothesis.given(
+    train=st.integers(1, 3 * MICRO),
+    held_out=st.integers(0, 3 * MICRO),
+    dp=st.integers(1, 4),
+    accumulation=st.integers(1, 3),
+)
 def test_row_17_every_replica_gets_as_many_batches(
     folder: Path, train: int, held_out: int, dp: int, accumulation: int
 ) -> None:
@@ -37,18 +41,32 @@ def test_row_17_every_replica_gets_as_many_batches(
     seen = []
     for rank in range(dp):
         stream = TrainingStream(
-            Shards(directory, manifest, "train"), seed=0, num_masked=2, shuffle=True, micro_size=MICRO,
-            dp_rank=rank, dp_size=dp, start_sample=0, workers=0, pin=False,
-        )  # fmt: skip
+            Shards(directory, manifest, "train"),
+            seed=0,
+            num_masked=2,
+            shuffle=True,
+            micro_size=MICRO,
+            dp_rank=rank,
+            dp_size=dp,
+            start_sample=0,
+            workers=0,
+            pin=False,
+        )
         batches = [stream.next() for _ in range(2 * accumulation)]
         assert {b.num_masked for b in batches} == {2 * MICRO}
         seen += [int(i) for b in batches for i in b.sample_ids]
     assert sorted(seen) == list(range(2 * accumulation * dp * MICRO))  # none twice, none left out
     shares = [
-        held_out_batches(Shards(directory, manifest, "held_out"), micro_size=MICRO, num_masked=2,
-                         max_sequences=max(1, held_out), dp_rank=rank, dp_size=dp)
+        held_out_batches(
+            Shards(directory, manifest, "held_out"),
+            micro_size=MICRO,
+            num_masked=2,
+            max_sequences=max(1, held_out),
+            dp_rank=rank,
+            dp_size=dp,
+        )
         for rank in range(dp)
-    ]  # fmt: skip
+    ]
     assert len({len(share) for share in shares}) == 1
     assert sum(b.num_masked for share in shares for b in share) == 2 * max(1, held_out)
     assert all(np.array_equal(np.unique(b.ids_BS.shape), np.unique((MICRO, 16))) for s in shares for b in s)

@@ -43,10 +43,17 @@ def fail(folder: Path, shards: Path, what: str, number: int, launcher: str, *set
     place = chance.choice(PLACES) if what == "raise" else "step"
     run_dir, sign = folder / f"run-{number}", folder / f"broken-{number}"
     done = bert_dp(
-        "train", "quickstart", *tiny(shards, "schedule.steps=100000", "compile=off", *settings),
-        "--nproc", str(nproc), "--launcher", launcher, "--run-dir", str(run_dir),
+        "train",
+        "quickstart",
+        *tiny(shards, "schedule.steps=100000", "compile=off", *settings),
+        "--nproc",
+        str(nproc),
+        "--launcher",
+        launcher,
+        "--run-dir",
+        str(run_dir),
         **broken(what, rank=rank, step=step, place=place, once=str(sign)),
-    )  # fmt: skip
+    )
     seconds = time.time() - sign.stat().st_mtime
     said = done.stdout.splitlines()
     start = next((i for i, line in enumerate(said) if line.startswith("failed:")), None)
@@ -63,8 +70,16 @@ def fail(folder: Path, shards: Path, what: str, number: int, launcher: str, *set
     assert not [line for line in facts["consequences"] if line.startswith(f"rank {rank}:")]
     assert seconds < LIMIT_S
     row = {"raise": 1, "kill": 2, "cuda_oom": 20}.get(what, 3)
-    observe(row, what=what, launcher=launcher, nproc=nproc, rank=rank, step=step, place=place,
-            seconds=round(seconds, 2))  # fmt: skip
+    observe(
+        row,
+        what=what,
+        launcher=launcher,
+        nproc=nproc,
+        rank=rank,
+        step=step,
+        place=place,
+        seconds=round(seconds, 2),
+    )
     return {"first": first, "said": said[start:], **facts}
 
 
@@ -136,9 +151,13 @@ def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
 
 @pytest.mark.parametrize(
     ("launcher", "what", "name"),
-    [("torchrun", "segv", "11 (SIGSEGV)"), ("torchrun", "bus", "7 (SIGBUS)"),
-     ("accelerate", "ill", "4 (SIGILL)"), ("deepspeed", "abort", "6 (SIGABRT)")],
-)  # fmt: skip
+    [
+        ("torchrun", "segv", "11 (SIGSEGV)"),
+        ("torchrun", "bus", "7 (SIGBUS)"),
+        ("accelerate", "ill", "4 (SIGILL)"),
+        ("deepspeed", "abort", "6 (SIGABRT)"),
+    ],
+)
 def test_row_03_a_crash_is_named_with_its_stack(
     tmp_path: Path, shards: Path, launcher: str, what: str, name: str
 ) -> None:

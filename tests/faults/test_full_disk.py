@@ -51,8 +51,10 @@ def fill_and_free(place: Path, shards: Path) -> None:
     assert len(steps) < 400
     summary = record.read_json(run_dir / "summary.json") or {}
     assert (summary["status"], summary["step"], summary["checkpoint"]) == (
-        "done", 400, "checkpoints/step-00000400",
-    )  # fmt: skip
+        "done",
+        400,
+        "checkpoints/step-00000400",
+    )
 
 
 @pytest.mark.skipif(not can_mount(), reason="mounting needs root")
@@ -61,10 +63,23 @@ def test_row_11_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
     place.mkdir()
     script = 'mount -t tmpfs -o size=6m tmpfs "$0" && exec "$@"'
     done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, str(place), sys.executable, "-m", "tests.faults.test_full_disk",
-         str(place), str(shards)],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        [
+            "unshare",
+            "-m",
+            "sh",
+            "-c",
+            script,
+            str(place),
+            sys.executable,
+            "-m",
+            "tests.faults.test_full_disk",
+            str(place),
+            str(shards),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -76,8 +91,10 @@ def test_row_11_a_run_that_finds_no_room_says_so(tmp_path: Path) -> None:
     train = ["train", "quickstart", *tiny(shards), "--nproc", "2", "--run-dir", str(place / "run")]
     done = subprocess.run(
         ["unshare", "-m", "sh", "-c", script, str(place), sys.executable, "-m", "launcher", *train],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "No space left on device" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

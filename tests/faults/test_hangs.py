@@ -34,8 +34,11 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def nothing_left(tmp_path: Path) -> Iterator[None]:
     """A stopped process follows nobody: whatever a failed test leaves is ended here."""
     yield
-    left = [p for p in psutil.process_iter(["cmdline"])
-            if any(str(tmp_path) in word for word in p.info["cmdline"] or [])]  # fmt: skip
+    left = [
+        p
+        for p in psutil.process_iter(["cmdline"])
+        if any(str(tmp_path) in word for word in p.info["cmdline"] or [])
+    ]
     for process in left:
         process.kill()
     psutil.wait_procs(left, timeout=10)
@@ -56,11 +59,16 @@ def silence_of(report: str) -> float:
 def hang_once(tmp_path: Path, shards: Path, what: str, rank: int, ranks: int, place: str) -> None:
     run_dir = tmp_path / f"{what}-{rank}-{ranks}-{place}"
     done = bert_dp(
-        "train", "quickstart",
+        "train",
+        "quickstart",
         *tiny(shards, *hang_limits(), "schedule.steps=100000", "eval.every_steps=3", "batch.global_size=16"),
-        "--nproc", str(ranks), "--run-dir", str(run_dir), timeout=600,
+        "--nproc",
+        str(ranks),
+        "--run-dir",
+        str(run_dir),
+        timeout=600,
         **broken(what, rank=rank, place=place, step=2 if place == "eval" else 3),  # evaluated after step 2
-    )  # fmt: skip
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     report = next(line for line in done.stdout.splitlines() if line.startswith("hang"))
     assert f"rank {rank} in step" in report
@@ -97,9 +105,15 @@ def test_row_07_a_hang_in_evaluation(tmp_path: Path, shards: Path, place: str) -
 def test_row_07_a_pause_is_reported_and_its_end_too(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     done = bert_dp(
-        "train", "quickstart", *tiny(shards, *hang_limits(4.0, 600.0), "schedule.steps=6"), "--nproc", "2",
-        "--run-dir", str(run_dir), **broken("sleep", seconds=8),
-    )  # fmt: skip
+        "train",
+        "quickstart",
+        *tiny(shards, *hang_limits(4.0, 600.0), "schedule.steps=6"),
+        "--nproc",
+        "2",
+        "--run-dir",
+        str(run_dir),
+        **broken("sleep", seconds=8),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     said = (run_dir / "hang.txt").read_text()
     assert said.count("hang: rank 1 in step 4 (step") == 1
@@ -111,9 +125,15 @@ def test_row_07_a_pause_is_reported_and_its_end_too(tmp_path: Path, shards: Path
 def test_row_07_a_hung_run_that_is_ended_by_hand_tells_its_hang(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     process = start(
-        "train", "quickstart", *tiny(shards, *hang_limits(end_s=600.0), "schedule.steps=100000"),
-        "--nproc", "2", "--run-dir", str(run_dir), **broken("stop"),
-    )  # fmt: skip
+        "train",
+        "quickstart",
+        *tiny(shards, *hang_limits(end_s=600.0), "schedule.steps=100000"),
+        "--nproc",
+        "2",
+        "--run-dir",
+        str(run_dir),
+        **broken("stop"),
+    )
     wait_for((run_dir / "hang.txt").exists)
     for _ in range(2):
         process.send_signal(signal.SIGINT)
@@ -132,11 +152,22 @@ def test_row_07_no_false_alarm(tmp_path: Path, shards: Path) -> None:
     steps = len(rounds(400, 10_000))
     run_dir = tmp_path / "run"
     done = bert_dp(
-        "train", "quickstart",
-        *tiny(shards, *hang_limits(10.0), f"schedule.steps={steps}", f"eval.every_steps={steps // 20}",
-              f"checkpoint.every_steps={steps // 10}", f"compile={'on' if FULL else 'off'}"),
-        "--nproc", "2", "--run-dir", str(run_dir), timeout=3600,
-    )  # fmt: skip
+        "train",
+        "quickstart",
+        *tiny(
+            shards,
+            *hang_limits(10.0),
+            f"schedule.steps={steps}",
+            f"eval.every_steps={steps // 20}",
+            f"checkpoint.every_steps={steps // 10}",
+            f"compile={'on' if FULL else 'off'}",
+        ),
+        "--nproc",
+        "2",
+        "--run-dir",
+        str(run_dir),
+        timeout=3600,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert lines(run_dir / "metrics.jsonl")[-1]["step"] == steps
     assert (run_dir / "heartbeats" / "rank-1").exists()  # or there was nothing to watch
@@ -149,9 +180,15 @@ def test_row_07_no_false_alarm(tmp_path: Path, shards: Path) -> None:
 def test_row_07_a_straggler_is_named(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     done = bert_dp(
-        "train", "quickstart", *tiny(shards, "schedule.steps=20", "log.every_steps=7"), "--nproc", "2",
-        "--run-dir", str(run_dir), **broken("slow", rank=1, seconds=0.1),
-    )  # fmt: skip
+        "train",
+        "quickstart",
+        *tiny(shards, "schedule.steps=20", "log.every_steps=7"),
+        "--nproc",
+        "2",
+        "--run-dir",
+        str(run_dir),
+        **broken("slow", rank=1, seconds=0.1),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = json.loads((run_dir / "summary.json").read_text())
     assert summary["straggler"]["rank"] == 1
@@ -164,10 +201,15 @@ def test_row_07_a_straggler_is_named(tmp_path: Path, shards: Path) -> None:
 def mismatch_once(tmp_path: Path, shards: Path, rank: int, device: str) -> str:
     run_dir = tmp_path / f"rank-{rank}"
     done = bert_dp(
-        "train", "quickstart",
+        "train",
+        "quickstart",
         *tiny(shards, *hang_limits(), "schedule.steps=100000", f"run.device={device}", "compile='off'"),
-        "--nproc", "2", "--run-dir", str(run_dir), **broken("mismatch", rank=rank),
-    )  # fmt: skip
+        "--nproc",
+        "2",
+        "--run-dir",
+        str(run_dir),
+        **broken("mismatch", rank=rank),
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     report = next(line for line in done.stdout.splitlines() if line.startswith("hang"))
     observe(8, rank=rank, device=device, limit_s=LIMIT_S, silence_s=silence_of(report))

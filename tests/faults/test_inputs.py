@@ -156,9 +156,12 @@ def test_row_22_yaml_that_would_run_a_command_is_refused(tmp_path: Path, shards:
 # --- row 23
 
 SECRETS = {
-    "HF_TOKEN": "hf_AbCdEfGhIjKl", "api_key": 'with "quotes" & <tags>', "MY_SECRET": "gr\u00fc\u00dfe-geheim",
-    "DB_PASSWORD": "123456789", "WANDB_API_KEY": "0f1e2d3c4b5a",
-}  # fmt: skip
+    "HF_TOKEN": "hf_AbCdEfGhIjKl",
+    "api_key": 'with "quotes" & <tags>',
+    "MY_SECRET": "gr\u00fc\u00dfe-geheim",
+    "DB_PASSWORD": "123456789",
+    "WANDB_API_KEY": "0f1e2d3c4b5a",
+}
 LEAK = """
 import os, sys
 if os.environ.get("RANK") == "1" and "bert_dp.worker" in sys.orig_argv:

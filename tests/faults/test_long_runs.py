@@ -51,13 +51,32 @@ def peak_mb():
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1e3
 """
 LINE = {
-    "step": 0, "samples": 0, "tokens": 0, "epoch": 0, "progress": 0.0, "loss": 0.0, "lr": 1e-3,
-    "grad_norm": 1.5, "global_batch": 8, "micro_batch": 2, "accumulation": 2, "world_size": 2,
+    "step": 0,
+    "samples": 0,
+    "tokens": 0,
+    "epoch": 0,
+    "progress": 0.0,
+    "loss": 0.0,
+    "lr": 1e-3,
+    "grad_norm": 1.5,
+    "global_batch": 8,
+    "micro_batch": 2,
+    "accumulation": 2,
+    "world_size": 2,
     "step_time_s": 0.123456789,
-    "steps_per_s": 8.1, "global_steps_per_s": 32.4, "samples_per_s": 64.8, "tokens_per_s": 1036.8,
-    "tokens_per_s_per_gpu": 518.4, "mfu": None, "data_wait_s": 0.001, "forward_backward_s": 0.1,
-    "optimizer_s": 0.02, "peak_memory_gib": 0.3, "elapsed_s": 0.0, "skipped_steps": 0,
-}  # fmt: skip
+    "steps_per_s": 8.1,
+    "global_steps_per_s": 32.4,
+    "samples_per_s": 64.8,
+    "tokens_per_s": 1036.8,
+    "tokens_per_s_per_gpu": 518.4,
+    "mfu": None,
+    "data_wait_s": 0.001,
+    "forward_backward_s": 0.1,
+    "optimizer_s": 0.02,
+    "peak_memory_gib": 0.3,
+    "elapsed_s": 0.0,
+    "skipped_steps": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +87,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_row_25_a_clock_that_jumps_changes_nothing(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     options = tiny(shards, "schedule.steps=5", "compile=off")
-    done = bert_dp("train", "quickstart", *options, "--run-dir", str(run_dir),
-                   PYTHONPATH=with_site(tmp_path, CLOCK))  # fmt: skip
+    done = bert_dp(
+        "train", "quickstart", *options, "--run-dir", str(run_dir), PYTHONPATH=with_site(tmp_path, CLOCK)
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     written = lines(run_dir / "metrics.jsonl")
     elapsed = [line["elapsed_s"] for line in written]
@@ -84,8 +104,19 @@ def many_lines(path: Path, count: int) -> None:
     with path.open("w", encoding="utf-8") as file:
         for step in range(1, count + 1):
             loss = 99.0 if step == count // 3 else 10 - 5 * step / count
-            file.write(json.dumps({**LINE, "step": step, "tokens": step * 128, "loss": loss,
-                                   "progress": step / count, "elapsed_s": step / 8}) + "\n")  # fmt: skip
+            file.write(
+                json.dumps(
+                    {
+                        **LINE,
+                        "step": step,
+                        "tokens": step * 128,
+                        "loss": loss,
+                        "progress": step / count,
+                        "elapsed_s": step / 8,
+                    }
+                )
+                + "\n"
+            )
 
 
 def growth_mb(code: str, *arguments: str) -> float:
@@ -106,14 +137,16 @@ def test_row_25_a_million_steps_are_reported_and_cut_back_in_little_memory(tmp_p
     begun = time.monotonic()
     report = growth_mb(
         "from pathlib import Path\nfrom launcher import page\nimport yaml\n---\n"
-        "run = Path(sys.argv[1])\npage.write([run], run / 'report.html')\n", str(tmp_path),
-    )  # fmt: skip
+        "run = Path(sys.argv[1])\npage.write([run], run / 'report.html')\n",
+        str(tmp_path),
+    )
     assert "99" in (tmp_path / "report.html").read_text()  # the axis reaches up to the spike
     cut = growth_mb(
         "from pathlib import Path\nfrom bert_dp import record\n---\n"
         "record.cut_back(Path(sys.argv[1]), int(sys.argv[2]))\n",
-        str(tmp_path / "metrics.jsonl"), str(count - 10),
-    )  # fmt: skip
+        str(tmp_path / "metrics.jsonl"),
+        str(count - 10),
+    )
     with (tmp_path / "metrics.jsonl").open("rb") as file:
         assert sum(1 for _ in file) == count - 10
     seconds = time.monotonic() - begun
@@ -128,8 +161,15 @@ def test_row_25_a_log_of_gigabytes_does_not_fill_the_launchers_memory(tmp_path: 
     run_dir = tmp_path / "run"
     environ = {"PYTHONPATH": with_site(tmp_path, FLOOD), "FLOOD_BYTES": str(num_bytes), "FLOOD_TOKEN": SECRET}
     with (tmp_path / "out").open("w") as out:  # not a pipe, which would stop the launcher when it is full
-        process = start("train", "quickstart", *tiny(shards, "compile=off"), "--run-dir", str(run_dir),
-                        stdout=out, **environ)  # fmt: skip
+        process = start(
+            "train",
+            "quickstart",
+            *tiny(shards, "compile=off"),
+            "--run-dir",
+            str(run_dir),
+            stdout=out,
+            **environ,
+        )
         log, first, peak = run_dir / "logs" / "rank-0.log", 0.0, 0.0
         launcher = psutil.Process(process.pid)
         while process.poll() is None:

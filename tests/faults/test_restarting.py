@@ -29,10 +29,17 @@ def test_row_18_launchers_at_once_do_not_collide(tmp_path: Path, shards: Path) -
     count = 8 if FULL else 4
     for number in rounds(1, 20):
         together = [
-            start("train", "quickstart", *tiny(shards), "--nproc", "2", "--run-dir",
-                  str(tmp_path / f"run-{number}-{k}"))
+            start(
+                "train",
+                "quickstart",
+                *tiny(shards),
+                "--nproc",
+                "2",
+                "--run-dir",
+                str(tmp_path / f"run-{number}-{k}"),
+            )
             for k in range(count)
-        ]  # fmt: skip
+        ]
         texts = [process.communicate(timeout=300) for process in together]
         assert [process.returncode for process in together] == [0] * count, texts
         observe(18, launchers=count)
@@ -41,8 +48,18 @@ def test_row_18_launchers_at_once_do_not_collide(tmp_path: Path, shards: Path) -
 def test_row_19_a_crash_loop_ends_and_keeps_its_logs(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     options = tiny(shards, "schedule.steps=20", "checkpoint.every_steps=2")
-    done = bert_dp("train", "quickstart", *options, "--nproc", "2", "--run-dir", str(run_dir),
-                   "--max-restarts", "50", **broken("raise", step=1))  # fmt: skip
+    done = bert_dp(
+        "train",
+        "quickstart",
+        *options,
+        "--nproc",
+        "2",
+        "--run-dir",
+        str(run_dir),
+        "--max-restarts",
+        "50",
+        **broken("raise", step=1),
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     assert "not started again: 3 failures without a newer checkpoint" in done.stdout
     summary = json.loads((run_dir / "summary.json").read_text())
@@ -63,8 +80,18 @@ def test_row_19_a_run_that_breaks_once_goes_on_to_the_same_weights(tmp_path: Pat
         ("whole", {}),
     ):
         run_dir = tmp_path / name
-        done = bert_dp("train", "quickstart", *options, "--nproc", "2", "--run-dir", str(run_dir),
-                       "--max-restarts", "3", **environ)  # fmt: skip
+        done = bert_dp(
+            "train",
+            "quickstart",
+            *options,
+            "--nproc",
+            "2",
+            "--run-dir",
+            str(run_dir),
+            "--max-restarts",
+            "3",
+            **environ,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         assert [x["step"] for x in lines(run_dir / "metrics.jsonl")] == list(range(1, 9))
         weights.append(load_file(run_dir / "checkpoints" / "step-00000008" / "model.safetensors"))
@@ -78,9 +105,21 @@ def test_row_19_a_run_that_breaks_once_goes_on_to_the_same_weights(tmp_path: Pat
 def test_row_19_elastic_goes_on_with_fewer_ranks(tmp_path: Path, shards: Path, launcher: str) -> None:
     run_dir = tmp_path / "run"
     options = tiny(shards, "schedule.steps=8", "checkpoint.every_steps=2")
-    done = bert_dp("train", "quickstart", *options, "--nproc", "4", "--run-dir", str(run_dir),
-                   "--max-restarts", "1", "--elastic", "--launcher", launcher,
-                   **broken("kill", rank=3, step=4, once=str(tmp_path / "once")))  # fmt: skip
+    done = bert_dp(
+        "train",
+        "quickstart",
+        *options,
+        "--nproc",
+        "4",
+        "--run-dir",
+        str(run_dir),
+        "--max-restarts",
+        "1",
+        "--elastic",
+        "--launcher",
+        launcher,
+        **broken("kill", rank=3, step=4, once=str(tmp_path / "once")),
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     sizes = [line["world_size"] for line in lines(run_dir / "metrics.jsonl")]
     assert sizes == [4] * 4 + [2] * 4  # 8 = micro 2 x accumulation x 3 has no solution
@@ -98,11 +137,21 @@ def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path
     the steps since the newest checkpoint that is whole, and one may be in the making."""
     dice = random.Random(26 if FULL else 141)  # 141: one of each kind comes first
     steps, every, pause = (40_000, 30.0, 1800.0) if FULL else (400, 4.0, 40.0)
-    options = tiny(shards, f"schedule.steps={steps}", f"checkpoint.every_steps={INTERVAL}",
-                   "log.every_steps=1")  # fmt: skip
+    options = tiny(
+        shards, f"schedule.steps={steps}", f"checkpoint.every_steps={INTERVAL}", "log.every_steps=1"
+    )
     run_dir, lost = tmp_path / "soak", []
-    command = ["train", "quickstart", *options, "--nproc", "2", "--run-dir", str(run_dir),
-               "--max-restarts", "1000"]  # fmt: skip
+    command = [
+        "train",
+        "quickstart",
+        *options,
+        "--nproc",
+        "2",
+        "--run-dir",
+        str(run_dir),
+        "--max-restarts",
+        "1000",
+    ]
     whole = tmp_path / "whole"
     said = (tmp_path / "said").open("w+")  # more than a pipe holds
     undisturbed = start("train", "quickstart", *options, "--nproc", "2", "--run-dir", str(whole), stdout=said)

@@ -32,8 +32,12 @@ def begin(run_dir: Path, shards: Path, *settings: str, **environ: str) -> subpro
 
 def scratch_of(process: psutil.Process) -> list[Path]:
     """The launcher's own temporary directories, as its children know them."""
-    return [Path(value).parent for child in process.children(recursive=True)
-            for name, value in child.environ().items() if name == "BERT_DP_INIT_FILE"]  # fmt: skip
+    return [
+        Path(value).parent
+        for child in process.children(recursive=True)
+        for name, value in child.environ().items()
+        if name == "BERT_DP_INIT_FILE"
+    ]
 
 
 def test_row_04_no_process_outlives_a_killed_launcher(tmp_path: Path, shards: Path) -> None:

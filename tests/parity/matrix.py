@@ -22,7 +22,7 @@ from tests.parity.runs import (
     state,
     train_runs,
     write_run,
-)  # fmt: skip
+)
 from tests.shards import write_shards
 
 ENGINES = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
@@ -60,13 +60,17 @@ class Cell:
             "parallel": parallel,
             "optim": {"name": self.optimizer, "lr": RATES[self.optimizer], "clip": 0.5, "eps": 1e-6},
             "precision": self.precision,
-            "batch": {"global_size": GLOBAL, "micro_size": micro, "ramp_fraction": 0.5,
-                      "ramp_quantum": GLOBAL // self.accumulation},
+            "batch": {
+                "global_size": GLOBAL,
+                "micro_size": micro,
+                "ramp_fraction": 0.5,
+                "ramp_quantum": GLOBAL // self.accumulation,
+            },
             "schedule": {"steps": STEPS, "name": "cosine"},
             "model": {"num_heads": 4},
             "log": {"every_steps": 1},
             "eval": {"every_steps": 10},
-        }  # fmt: skip
+        }
 
     def refusal(self) -> str | None:
         """Why this cell does not exist, in the words of the configuration's own check."""

@@ -21,7 +21,11 @@ from tests.ranks import run_ranks
 BASE: dict[str, Any] = {
     "data": {"sequence_length": 16},
     "model": {
-        "vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 48,
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 2,
+        "intermediate_size": 48,
     },
     "batch": {"global_size": 8, "micro_size": 2},
     "schedule": {"steps": 50},
@@ -30,7 +34,7 @@ BASE: dict[str, Any] = {
     "eval": {"every_steps": 25},
     "checkpoint": {"keep": 9},
     "compile": "off",
-}  # fmt: skip
+}
 
 
 def settings(shards: Path, **sections: Any) -> dict[str, Any]:

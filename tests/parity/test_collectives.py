@@ -23,9 +23,15 @@ from tests.shards import write_shards
 Counts = collections.Counter[tuple[str, int]]
 """(operation, elements) -> number in one optimizer step, on rank 0."""
 CELLS = (
-    ("ddp", 2, 1), ("zero1", 2, 1), ("fsdp", 2, 1), ("ddp", 2, 2), ("ddp", 4, 2), ("zero1", 4, 2),
-    ("fsdp", 4, 2), ("accelerate", 2, 1),
-)  # fmt: skip
+    ("ddp", 2, 1),
+    ("zero1", 2, 1),
+    ("fsdp", 2, 1),
+    ("ddp", 2, 2),
+    ("ddp", 4, 2),
+    ("zero1", 4, 2),
+    ("fsdp", 4, 2),
+    ("accelerate", 2, 1),
+)
 OPTIMIZERS = ("adamw", "lamb")
 STAGES = ("deepspeed-0", "deepspeed-1", "deepspeed-2")  # 3 gathers tensor by tensor, as it foresees their use
 ACCUMULATION, LAYERS, MICRO, LENGTH, HIDDEN, PREDICTED = 2, 2, 2, 16, 32, 4
@@ -80,10 +86,13 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int, int, 
         dp = ranks // tensor
         engine, _, stage = name.partition("-")
         config = settings(
-            shards, schedule={"steps": 6}, optim={"name": optimizer}, log={"every_steps": 100},
+            shards,
+            schedule={"steps": 6},
+            optim={"name": optimizer},
+            log={"every_steps": 100},
             parallel={"engine": engine, "tensor": tensor, **({"zero_stage": int(stage)} if stage else {})},
             batch={"global_size": MICRO * ACCUMULATION * dp, "micro_size": MICRO},
-        )  # fmt: skip
+        )
         run_dir = write_run(root / f"{name}-{ranks}-{tensor}-{optimizer}", config)
         runs[ranks][name, ranks, tensor, optimizer] = run_dir
     for ranks, group in runs.items():
@@ -155,9 +164,13 @@ def add_fsdp(counts: Counts, shapes: dict[str, list[int]], dp: int) -> None:
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("engine", "ranks", "tensor"), CELLS)
 def test_a_step_sends_what_is_listed(
-    sent: dict[tuple[str, int, int, str], Counts], tmp_path: Path, engine: str, ranks: int, tensor: int,
+    sent: dict[tuple[str, int, int, str], Counts],
+    tmp_path: Path,
+    engine: str,
+    ranks: int,
+    tensor: int,
     optimizer: str,
-) -> None:  # fmt: skip
+) -> None:
     found = sent[engine, ranks, tensor, optimizer].copy()
     assert found.pop(CONTROL, 0) <= 2  # it may straddle either end of the window
     write_run(tmp_path, settings(tmp_path, optim={"name": optimizer}))

@@ -77,9 +77,15 @@ def test_refused_cells_are_those_that_cannot_be_right() -> None:
 def test_a_checkpoint_of_any_engine_goes_on_in_any_other(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "shards")
     chain = (
-        ("zero1", 2, 1), ("fsdp", 4, 2), ("ddp", 2, 2), ("fsdp", 2, 1), ("zero1", 4, 2), ("single", 1, 1),
-        ("ddp", 4, 1), ("zero1", 4, 1),
-    )  # fmt: skip
+        ("zero1", 2, 1),
+        ("fsdp", 4, 2),
+        ("ddp", 2, 2),
+        ("fsdp", 2, 1),
+        ("zero1", 4, 2),
+        ("single", 1, 1),
+        ("ddp", 4, 1),
+        ("zero1", 4, 1),
+    )
     common = {"precision": "fp64", "optim": {"name": "lamb", "lr": 1e-2}, "checkpoint": {"keep": 99}}
     common |= {"batch": {"global_size": 8, "micro_size": 2}}
 
@@ -116,14 +122,17 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(tmp_path: Path, optimizer: str)
             write_run(
                 tmp_path / f"{engine}-{ranks}-{tensor}",
                 settings(
-                    shards, precision="fp64", schedule={"steps": 6}, optim={"name": optimizer},
+                    shards,
+                    precision="fp64",
+                    schedule={"steps": 6},
+                    optim={"name": optimizer},
                     parallel={"engine": engine, "tensor": tensor},
                     checkpoint={"every_steps": 1, "keep": 99},
                 ),
             )
             for engine, ranks, tensor in NAN_ENGINES
             if ranks == size
-        ]  # fmt: skip
+        ]
         train_runs(size, runs, poison=(size - 1, 3))
         for run_dir in runs:
             before, after, end = (state(run_dir, step) for step in (3, 4, 6))
@@ -197,10 +206,12 @@ def test_engines_agree_in_16_bits(tmp_path: Path, precision: str) -> None:
     single = write_run(tmp_path / "single", settings(shards, **common))
     train_runs(1, [single])
     runs = [
-        write_run(tmp_path / f"{engine}-{tensor}", settings(
-            shards, parallel={"engine": engine, "tensor": tensor}, **common))
+        write_run(
+            tmp_path / f"{engine}-{tensor}",
+            settings(shards, parallel={"engine": engine, "tensor": tensor}, **common),
+        )
         for engine, tensor in (("ddp", 1), ("zero1", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2))
-    ]  # fmt: skip
+    ]
     train_runs(2, runs)
     wanted = [line["loss"] for line in metrics(single)]
     assert max(wanted) - min(wanted) > 0.08  # against 0.005 between engines

@@ -14,9 +14,19 @@ from tests.parity.runs import metrics, samples_by_step, settings, state, summary
 from tests.shards import write_shards
 
 SIZES = (1, 2, 4)
-TIMES = {"step_time_s", "steps_per_s", "global_steps_per_s", "samples_per_s", "tokens_per_s",
-         "tokens_per_s_per_gpu", "data_wait_s", "forward_backward_s", "optimizer_s", "peak_memory_gib",
-         "elapsed_s"}  # fmt: skip
+TIMES = {
+    "step_time_s",
+    "steps_per_s",
+    "global_steps_per_s",
+    "samples_per_s",
+    "tokens_per_s",
+    "tokens_per_s_per_gpu",
+    "data_wait_s",
+    "forward_backward_s",
+    "optimizer_s",
+    "peak_memory_gib",
+    "elapsed_s",
+}
 
 
 def config(shards: Path, steps: int) -> dict:

@@ -65,8 +65,9 @@ def _steps(engine_name: str, folder: str, script: Sequence[float]) -> tuple[list
         "parallel": parallel(engine_name),
     }
     config = resolve([{**sections, "optim": {"lr": 1e-2, "clip": 0.5}}])
-    engine = make_engine(engine_name.partition("-")[0], config, world, device, precision="fp32",
-                         run_dir=Path(folder))  # fmt: skip
+    engine = make_engine(
+        engine_name.partition("-")[0], config, world, device, precision="fp32", run_dir=Path(folder)
+    )
 
     def make_optimizer(named: Any) -> torch.optim.Optimizer:
         return optim.make_optimizer(config.optim, named, model.is_decayed, model.is_matrix)
@@ -158,8 +159,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     chain = [
         run(f"{i}-{e}", e, f"{i - 1}-{CHAIN[i - 1]}" if i else "", i * EVERY) for i, e in enumerate(CHAIN)
     ]
-    again = [pair for stage in STAGES for pair in (run(f"whole-{stage}", stage, "", 0),
-             run(f"cut-{stage}", stage, f"whole-{stage}", 2 * EVERY))]  # fmt: skip
+    again = [
+        pair
+        for stage in STAGES
+        for pair in (
+            run(f"whole-{stage}", stage, "", 0),
+            run(f"cut-{stage}", stage, f"whole-{stage}", 2 * EVERY),
+        )
+    ]
     whole = len(installed(*CHAIN)) == len(CHAIN)
     run_ranks(2, _resume, (chain if whole else []) + (again if installed(*STAGES) else []))
     return root
@@ -214,5 +221,6 @@ def test_what_a_package_lacks_is_told_with_an_extra_that_exists(
     monkeypatch.setitem(sys.modules, "bert_dp.parallel.deepspeed", fake)
     config = resolve([{**BASE, "data": {"sources": ["builtin"]}}])
     with pytest.raises(ConfigError, match=r"needs hjson, from `pip install 'bert-dp\[deepspeed\]'`"):
-        make_engine("deepspeed", config, World(0, 0, 1, 1), torch.device("cpu"), precision="fp32",
-                    run_dir=tmp_path)  # fmt: skip
+        make_engine(
+            "deepspeed", config, World(0, 0, 1, 1), torch.device("cpu"), precision="fp32", run_dir=tmp_path
+        )

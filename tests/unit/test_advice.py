@@ -33,8 +33,13 @@ HOST = (
 
 
 def config(*overrides: str) -> Config:
-    settings = ("batch.global_size=512", "batch.micro_size=128", "batch.ramp_fraction=0",
-                "batch.ramp_quantum=null", *overrides)  # fmt: skip
+    settings = (
+        "batch.global_size=512",
+        "batch.micro_size=128",
+        "batch.ramp_fraction=0",
+        "batch.ramp_quantum=null",
+        *overrides,
+    )
     return load_config(shipped_configs() / "crammed-bert.yaml", settings)
 
 
@@ -133,9 +138,12 @@ def run_dir(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     ("message", "said"),
-    [(CUDA, "there are 7.00 GiB"), (ALONE, "there are 8.00 GiB"),
-     ("AcceleratorError: CUDA error: out of memory", "there are 12.00 GiB")],
-)  # fmt: skip
+    [
+        (CUDA, "there are 7.00 GiB"),
+        (ALONE, "there are 8.00 GiB"),
+        ("AcceleratorError: CUDA error: out of memory", "there are 12.00 GiB"),
+    ],
+)
 def test_a_device_out_of_memory_says_what_to_lower(run_dir: Path, message: str, said: str) -> None:
     told = explain(Failure(0, message), run_dir, 1, NONE)
     assert said in told.explanation[-1]
@@ -161,8 +169,10 @@ def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) ->
     curves = {"rank 1": (1.0, 3.5)}
     told = explain(killed, run_dir, 2, MemoryFacts(curves, 1.0, 2, "memory.events"))
     assert told.message == "killed by signal 9 (SIGKILL): host out of memory"
-    assert told.explanation[0] == ("the kernel killed 2 processes for want of host memory (oom_kill in "
-                                   "memory.events); its memory peaked at 3.50 GiB")  # fmt: skip
+    assert told.explanation[0] == (
+        "the kernel killed 2 processes for want of host memory (oom_kill in "
+        "memory.events); its memory peaked at 3.50 GiB"
+    )
     assert told.fix[0].startswith("--set batch.micro_size=")
     assert told.memory is not None
     by_someone = explain(killed, run_dir, 2, MemoryFacts(curves, 1.0, 0, "memory.events"))
@@ -176,9 +186,14 @@ def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) ->
 
 @pytest.mark.parametrize(
     ("number", "word"),
-    [(signal.SIGSEGV, "native code"), (signal.SIGABRT, "assertion"), (signal.SIGBUS, "/dev/shm is full"),
-     (signal.SIGILL, "this CPU"), (signal.SIGFPE, "zero")],
-)  # fmt: skip
+    [
+        (signal.SIGSEGV, "native code"),
+        (signal.SIGABRT, "assertion"),
+        (signal.SIGBUS, "/dev/shm is full"),
+        (signal.SIGILL, "this CPU"),
+        (signal.SIGFPE, "zero"),
+    ],
+)
 def test_a_crash_is_explained(tmp_path: Path, number: int, word: str) -> None:
     told = explain(Failure(0, "killed", killed_by=number), tmp_path, 1, NONE)
     assert word in told.explanation[0]

@@ -66,19 +66,37 @@ def test_step_speed_refuses_what_it_cannot_measure(arguments):
 
 
 SMALL = (
-    "model.vocab_size=64", "model.hidden_size=32", "model.num_heads=2", "model.num_layers=1",
+    "model.vocab_size=64",
+    "model.hidden_size=32",
+    "model.num_heads=2",
+    "model.num_layers=1",
     "model.intermediate_size=48",
-)  # fmt: skip
+)
 
 
 def test_memory_line_small(tmp_path):
     record = tmp_path / "record.json"
     settings = [part for setting in SMALL for part in ("--set", setting)]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/memory_line.py"), "--ranks", "1", "--batches", "2",
-         "--steps", "1", "--json", str(record), *settings],
-        capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(ROOT / "benchmarks/memory_line.py"),
+            "--ranks",
+            "1",
+            "--batches",
+            "2",
+            "--steps",
+            "1",
+            "--json",
+            str(record),
+            *settings,
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     (run,) = json.loads(record.read_text())["runs"]
     assert run["line"]["source"] == "fake tensors"
@@ -100,10 +118,25 @@ def test_engines_small(tmp_path):
     record = tmp_path / "record.json"
     settings = [part for setting in SMALL for part in ("--set", setting)]
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/engines.py"), "--engines", "single,ddp", "--rounds", "1",
-         "--steps", "3", "--json", str(record), *settings],
-        capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(ROOT / "benchmarks/engines.py"),
+            "--engines",
+            "single,ddp",
+            "--rounds",
+            "1",
+            "--steps",
+            "3",
+            "--json",
+            str(record),
+            *settings,
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     single, ddp = json.loads(record.read_text())["runs"]
     assert (single["ranks"], ddp["ranks"]) == (1, 2)
@@ -116,11 +149,34 @@ def test_engines_small(tmp_path):
 def test_checkpoint_stall_small(tmp_path):
     record = tmp_path / "record.json"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/checkpoint_stall.py"), "--layers", "1", "--hidden", "24",
-         "--vocab", "128", "--micro", "1", "--steps", "4", "--every", "2", "--rounds", "2", "--folder",
-         str(tmp_path), "--json", str(record)],
-        capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(ROOT / "benchmarks/checkpoint_stall.py"),
+            "--layers",
+            "1",
+            "--hidden",
+            "24",
+            "--vocab",
+            "128",
+            "--micro",
+            "1",
+            "--steps",
+            "4",
+            "--every",
+            "2",
+            "--rounds",
+            "2",
+            "--folder",
+            str(tmp_path),
+            "--json",
+            str(record),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(record.read_text())
     assert len(result["records"]) == 6
@@ -139,17 +195,39 @@ def test_checkpoint_stall_small(tmp_path):
 def test_communication_small(tmp_path):
     record = tmp_path / "record.json"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/communication.py"), "--layers", "1", "--hidden", "24",
-         "--vocab", "128", "--micro", "1", "--accumulation", "2", "--rounds", "3", "--json", str(record)],
-        capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(ROOT / "benchmarks/communication.py"),
+            "--layers",
+            "1",
+            "--hidden",
+            "24",
+            "--vocab",
+            "128",
+            "--micro",
+            "1",
+            "--accumulation",
+            "2",
+            "--rounds",
+            "3",
+            "--json",
+            str(record),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(record.read_text())
     assert set(result["summary"]) == {"ceiling", "ours", "accelerate", "deepspeed-1"}
     for way, facts in result["summary"].items():
         pairs = zip(result["seconds"]["ceiling"], result["seconds"][way], strict=True)
-        ratios = [2 / (1 / c[0] + 1 / c[1]) / (2 / (1 / t[0] + 1 / t[1]) if way == "ceiling" else max(t))
-                  for c, t in pairs]  # fmt: skip
+        ratios = [
+            2 / (1 / c[0] + 1 / c[1]) / (2 / (1 / t[0] + 1 / t[1]) if way == "ceiling" else max(t))
+            for c, t in pairs
+        ]
         assert facts["communication_efficiency"] == pytest.approx(statistics.median(ratios))
     assert str(tmp_path) not in record.read_text(), "no path of this machine in a record"
 
@@ -157,8 +235,12 @@ def test_communication_small(tmp_path):
 def test_optimizer_speed_small():
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/optimizer_speed.py"), "--rounds", "1", "--layers", "1"],
-        capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     out = json.loads(done.stdout)
     assert out["adamw"]["ratio_to_adamw_median"] == 1.0
@@ -173,10 +255,25 @@ def test_predictor_on_some_rows(tmp_path):
     rows.write_text("\n".join([published[0], *(line for line in published if line.startswith(series))]))
     record = tmp_path / "record.json"
     done = subprocess.run(
-        [sys.executable, str(ROOT / "benchmarks/predictor.py"), "--rows", str(rows), "--sensitivity",
-         "--leave-one-out", "--verbose", "--date", "2000-01-02", "--json", str(record)],
-        capture_output=True, text=True, cwd=ROOT, timeout=300, check=False,
-    )  # fmt: skip
+        [
+            sys.executable,
+            str(ROOT / "benchmarks/predictor.py"),
+            "--rows",
+            str(rows),
+            "--sensitivity",
+            "--leave-one-out",
+            "--verbose",
+            "--date",
+            "2000-01-02",
+            "--json",
+            str(record),
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(record.read_text())
     errors = [abs(row["error_points"]) for row in result["rows"]]
@@ -184,9 +281,11 @@ def test_predictor_on_some_rows(tmp_path):
     assert result["headline"]["median"] == pytest.approx(statistics.median(errors), abs=0.01)
     assert result["headline"]["max"] == pytest.approx(max(errors), abs=0.01)
     assert {row["id"] for row in result["not_predictable"]} == {
-        "onebit-adam-tcp-2", "onebit-adam-tcp-4",
-        "mlperf2.0-H3C-A100-PCIE-80G-4", "mlperf2.0-H3C-A100-PCIE-80G-8",
-    }  # fmt: skip
+        "onebit-adam-tcp-2",
+        "onebit-adam-tcp-4",
+        "mlperf2.0-H3C-A100-PCIE-80G-4",
+        "mlperf2.0-H3C-A100-PCIE-80G-8",
+    }
     assert result["tiers"]["A"]["rows"] == 4
     assert result["tiers"]["B"]["median"] is None
     assert "dlperf-pt-FP32-b32-16" in done.stdout
@@ -200,8 +299,11 @@ def test_startup_figures_follow_from_the_rounds(tmp_path):
     script = ROOT / "benchmarks" / "startup.py"
     done = subprocess.run(
         [sys.executable, str(script), "--rounds", "1", "--ranks", "1", "--json", str(record)],
-        capture_output=True, text=True, cwd=ROOT, timeout=500,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(record.read_text())
     (round_1,) = result["rounds"]
@@ -213,8 +315,20 @@ def test_startup_figures_follow_from_the_rounds(tmp_path):
 def test_tune_batch_small(tmp_path):
     items = (*TINY, "batch.global_size=4", "batch.micro_size=1", f"data.path={write_shards(tmp_path / 's')}")
     settings = [part for item in items for part in ("--set", item)]
-    command = [sys.executable, str(ROOT / "benchmarks/tune_batch.py"), str(tmp_path / "out"), "--tries", "1",
-               "--budget", "5s", "--rounds", "1", "--steps", "3", *settings]  # fmt: skip
+    command = [
+        sys.executable,
+        str(ROOT / "benchmarks/tune_batch.py"),
+        str(tmp_path / "out"),
+        "--tries",
+        "1",
+        "--budget",
+        "5s",
+        "--rounds",
+        "1",
+        "--steps",
+        "3",
+        *settings,
+    ]
     environ = {**os.environ, "BERT_DP_CACHE": str(tmp_path / "cache")}
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, timeout=400, check=False, env=environ

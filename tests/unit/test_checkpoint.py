@@ -60,8 +60,11 @@ def test_round_trip_is_bit_equal(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoints", 100)
     assert path.name == "step-00000100"
     assert {p.name for p in path.iterdir()} == {
-        "model.safetensors", "optimizer.safetensors", "state.json", "manifest.json",
-    }  # fmt: skip
+        "model.safetensors",
+        "optimizer.safetensors",
+        "state.json",
+        "manifest.json",
+    }
     state, facts = checkpoint.load(path)
     assert bits(state) == bits(make_state(100))
     assert (facts["step"], facts["samples"], facts["elapsed_s"]) == (100, 800, 0.1)

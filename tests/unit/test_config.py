@@ -493,15 +493,45 @@ def test_hash_does_not_depend_on_how_a_value_came(tmp_path: Path) -> None:
 
 # DESIGN section 4 without parallel.tensor and parallel.zero_stage, whose engines do not exist yet
 PROMISED = {
-    "run.seed", "run.device", "run.init_from", "data.path", "data.sources", "data.tokenizer",
-    "data.sequence_length", "data.workers", "model.vocab_size", "model.hidden_size",
-    "model.num_layers", "model.num_heads", "model.intermediate_size", "model.position", "model.mlp",
-    "model.norm", "model.bias", "model.dropout", "objective.mask_rate", "batch.global_size",
-    "batch.micro_size", "batch.ramp_fraction", "batch.ramp_quantum", "schedule.name",
-    "schedule.steps", "schedule.tokens", "schedule.hours", "optim.name", "optim.lr",
-    "optim.weight_decay", "optim.clip", "parallel.engine", "precision", "compile",
-    "checkpoint.every_steps", "checkpoint.keep", "eval.every_steps", "log.every_steps",
-}  # fmt: skip
+    "run.seed",
+    "run.device",
+    "run.init_from",
+    "data.path",
+    "data.sources",
+    "data.tokenizer",
+    "data.sequence_length",
+    "data.workers",
+    "model.vocab_size",
+    "model.hidden_size",
+    "model.num_layers",
+    "model.num_heads",
+    "model.intermediate_size",
+    "model.position",
+    "model.mlp",
+    "model.norm",
+    "model.bias",
+    "model.dropout",
+    "objective.mask_rate",
+    "batch.global_size",
+    "batch.micro_size",
+    "batch.ramp_fraction",
+    "batch.ramp_quantum",
+    "schedule.name",
+    "schedule.steps",
+    "schedule.tokens",
+    "schedule.hours",
+    "optim.name",
+    "optim.lr",
+    "optim.weight_decay",
+    "optim.clip",
+    "parallel.engine",
+    "precision",
+    "compile",
+    "checkpoint.every_steps",
+    "checkpoint.keep",
+    "eval.every_steps",
+    "log.every_steps",
+}
 
 
 def test_the_promised_settings_exist() -> None:
@@ -735,10 +765,19 @@ def test_a_changed_setting_is_named_on_resume(override: str, key: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["schedule.steps=99", "parallel.engine=ddp", "log.every_steps=1", "checkpoint.keep=9",
-     "eval.every_steps=5", "run.device=cpu", "data.workers=3", "compile='off'", "run.hang_after_s=5",
-     "run.end_hung_after_s=0"],
-)  # fmt: skip
+    [
+        "schedule.steps=99",
+        "parallel.engine=ddp",
+        "log.every_steps=1",
+        "checkpoint.keep=9",
+        "eval.every_steps=5",
+        "run.device=cpu",
+        "data.workers=3",
+        "compile='off'",
+        "run.hang_after_s=5",
+        "run.end_hung_after_s=0",
+    ],
+)
 def test_budget_ranks_and_logging_may_change_on_resume(override: str) -> None:
     assert changed_settings(make().model_dump(mode="json"), make(override, base=BASE)) == []
 
@@ -774,95 +813,117 @@ TENSOR = ("parallel.engine=ddp", "parallel.tensor=2")
 REFUSED: dict[str, tuple[tuple[str, ...], int, str, tuple[tuple[str, ...], ...]]] = {
     # overrides, --nproc, the line, and what it tells to change, each by itself enough
     "single": (
-        ("parallel.engine=single",), 4,
-        "parallel.engine: single runs one rank, got --nproc 4; use ddp", (("parallel.engine=ddp",),),
+        ("parallel.engine=single",),
+        4,
+        "parallel.engine: single runs one rank, got --nproc 4; use ddp",
+        (("parallel.engine=ddp",),),
     ),
     "tensor with accelerate": (
-        ("parallel.engine=accelerate", "parallel.tensor=2"), 2,
+        ("parallel.engine=accelerate", "parallel.tensor=2"),
+        2,
         "parallel.tensor: 2 works with ddp, zero1 and fsdp, not with accelerate",
         (("parallel.engine=ddp",), ("parallel.engine=zero1",), ("parallel.engine=fsdp",)),
     ),
     "tensor with deepspeed": (
-        ("parallel.engine=deepspeed", "parallel.tensor=4"), 4,
+        ("parallel.engine=deepspeed", "parallel.tensor=4"),
+        4,
         "parallel.tensor: 4 works with ddp, zero1 and fsdp, not with deepspeed",
         (("parallel.engine=ddp",), ("parallel.engine=zero1",), ("parallel.engine=fsdp",)),
     ),
     "tensor and ranks": (
-        ("parallel.engine=ddp", "parallel.tensor=3", "model.vocab_size=32760"), 4,
+        ("parallel.engine=ddp", "parallel.tensor=3", "model.vocab_size=32760"),
+        4,
         "parallel.tensor: 3 does not divide --nproc 4; use 2 or 4",
         (("parallel.tensor=2",), ("parallel.tensor=4",)),
     ),
     "more tensor ranks than ranks": (
-        TENSOR, 1, "parallel.tensor: 2 does not divide --nproc 1; use 1", (("parallel.tensor=1",),),
+        TENSOR,
+        1,
+        "parallel.tensor: 2 does not divide --nproc 1; use 1",
+        (("parallel.tensor=1",),),
     ),
     "heads": (
-        ("parallel.tensor=8", "model.num_heads=12"), 8,
+        ("parallel.tensor=8", "model.num_heads=12"),
+        8,
         "model.num_heads: 12 is not a multiple of parallel.tensor 8; nearest that are: 8, 16",
         (("model.num_heads=8",), ("model.num_heads=16",)),
     ),
     "fewer heads than ranks": (
-        (*TENSOR, "model.num_heads=1"), 2,
+        (*TENSOR, "model.num_heads=1"),
+        2,
         "model.num_heads: 1 is not a multiple of parallel.tensor 2; nearest that are: 2",
         (("model.num_heads=2",),),
     ),
     "intermediate": (
-        (*TENSOR, "model.intermediate_size=1535"), 2,
+        (*TENSOR, "model.intermediate_size=1535"),
+        2,
         "model.intermediate_size: 1535 is not a multiple of parallel.tensor 2; nearest that are: 1534, 1536",
         (("model.intermediate_size=1534",), ("model.intermediate_size=1536",)),
     ),
     "vocabulary": (
-        ("parallel.engine=fsdp", "parallel.tensor=4", "model.vocab_size=30522"), 8,
+        ("parallel.engine=fsdp", "parallel.tensor=4", "model.vocab_size=30522"),
+        8,
         "model.vocab_size: 30522 is not a multiple of parallel.tensor 4; nearest that are: 30520, 30524",
         (("model.vocab_size=30520",), ("model.vocab_size=30524",)),
     ),
     "replicas without fsdp": (
-        ("parallel.engine=zero1", "parallel.fsdp_replicas=2"), 4,
-        "parallel.fsdp_replicas: 2 needs parallel.engine: fsdp", (("parallel.engine=fsdp",),),
+        ("parallel.engine=zero1", "parallel.fsdp_replicas=2"),
+        4,
+        "parallel.fsdp_replicas: 2 needs parallel.engine: fsdp",
+        (("parallel.engine=fsdp",),),
     ),
     "replicas and ranks": (
-        ("parallel.engine=fsdp", "parallel.fsdp_replicas=3"), 4,
+        ("parallel.engine=fsdp", "parallel.fsdp_replicas=3"),
+        4,
         "parallel.fsdp_replicas: 3 does not divide 4 replicas; use 2 or 4",
         (("parallel.fsdp_replicas=2",), ("parallel.fsdp_replicas=4",)),
     ),
     "replicas beside tensor": (
-        ("parallel.engine=fsdp", "parallel.tensor=2", "parallel.fsdp_replicas=4"), 4,
+        ("parallel.engine=fsdp", "parallel.tensor=2", "parallel.fsdp_replicas=4"),
+        4,
         "parallel.fsdp_replicas: 4 does not divide 2 replicas; use 1 or 2",
         (("parallel.fsdp_replicas=1",), ("parallel.fsdp_replicas=2",)),
     ),
     "muon with fsdp": (
-        ("optim.name=muon", "parallel.engine=fsdp"), 2,
+        ("optim.name=muon", "parallel.engine=fsdp"),
+        2,
         "optim.name: muon multiplies whole matrices and parallel.engine: fsdp divides them; use ddp or zero1",
         (("parallel.engine=ddp",), ("parallel.engine=zero1",)),
     ),
     "muon with deepspeed": (
-        ("optim.name=muon", "parallel.engine=deepspeed"), 2,
+        ("optim.name=muon", "parallel.engine=deepspeed"),
+        2,
         "optim.name: muon multiplies whole matrices and parallel.engine: deepspeed divides them; use ddp or "
         "zero1",
         (("parallel.engine=ddp",), ("parallel.engine=zero1",)),
     ),
     "muon with tensor": (
-        ("optim.name=muon", *TENSOR), 2,
+        ("optim.name=muon", *TENSOR),
+        2,
         "optim.name: muon multiplies whole matrices and parallel.tensor: 2 divides them; use "
         "parallel.tensor: 1",
         (("parallel.tensor=1",),),
     ),
     "lamb with zero": (
-        ("optim.name=lamb", "parallel.engine=deepspeed"), 2,
+        ("optim.name=lamb", "parallel.engine=deepspeed"),
+        2,
         "optim.name: lamb needs norms of whole tensors and DeepSpeed ZeRO flattens them; use "
         "parallel.engine: zero1, or parallel.zero_stage: 0",
         (("parallel.engine=zero1",), ("parallel.zero_stage=0",)),
     ),
     "deepspeed in fp64": (
-        ("parallel.engine=deepspeed", "precision=fp64"), 2,
+        ("parallel.engine=deepspeed", "precision=fp64"),
+        2,
         "precision: fp64 is not supported with parallel.engine: deepspeed; use fp32 or bf16",
         (("precision=fp32",), ("precision=bf16",)),
     ),
     "deepspeed in fp16": (
-        ("parallel.engine=deepspeed", "precision=fp16"), 1,
+        ("parallel.engine=deepspeed", "precision=fp16"),
+        1,
         "precision: fp16 is not supported with parallel.engine: deepspeed; use fp32 or bf16",
         (("precision=fp32",), ("precision=bf16",)),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REFUSED)
@@ -880,14 +941,26 @@ def test_what_an_engine_cannot_do_is_refused_with_what_helps(what: str) -> None:
 
 def test_everything_that_an_engine_cannot_do_is_told_at_once() -> None:
     config = make(
-        "parallel.engine=deepspeed", "parallel.tensor=4", "model.num_heads=6", "model.intermediate_size=10",
-        "model.vocab_size=30", "parallel.fsdp_replicas=2", "optim.name=muon", "precision=fp64",
-    )  # fmt: skip
+        "parallel.engine=deepspeed",
+        "parallel.tensor=4",
+        "model.num_heads=6",
+        "model.intermediate_size=10",
+        "model.vocab_size=30",
+        "parallel.fsdp_replicas=2",
+        "optim.name=muon",
+        "precision=fp64",
+    )
     settings = [line.partition(":")[0] for line in parallel_issues(config, 2)]
     assert settings == [
-        "parallel.tensor", "parallel.tensor", "model.num_heads", "model.intermediate_size",
-        "model.vocab_size", "parallel.fsdp_replicas", "optim.name", "precision",
-    ]  # fmt: skip
+        "parallel.tensor",
+        "parallel.tensor",
+        "model.num_heads",
+        "model.intermediate_size",
+        "model.vocab_size",
+        "parallel.fsdp_replicas",
+        "optim.name",
+        "precision",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -919,15 +992,21 @@ def test_the_batch_counts_replicas_not_ranks(tensor: int, dp: int, accumulation:
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
-        (("parallel.engine=zero1", "parallel.zero_stage=2"),
-         "parallel.zero_stage has no effect with parallel.engine: zero1"),
-        (("parallel.engine=fsdp", "parallel.reduce_dtype=bf16"),
-         "parallel.reduce_dtype has no effect with parallel.engine: fsdp"),
-        (("parallel.engine=zero1", "parallel.static_graph=true"),
-         "parallel.static_graph has no effect with parallel.engine: zero1"),
+        (
+            ("parallel.engine=zero1", "parallel.zero_stage=2"),
+            "parallel.zero_stage has no effect with parallel.engine: zero1",
+        ),
+        (
+            ("parallel.engine=fsdp", "parallel.reduce_dtype=bf16"),
+            "parallel.reduce_dtype has no effect with parallel.engine: fsdp",
+        ),
+        (
+            ("parallel.engine=zero1", "parallel.static_graph=true"),
+            "parallel.static_graph has no effect with parallel.engine: zero1",
+        ),
         (("optim.name=lamb", "optim.momentum=0.9"), "optim.momentum has no effect with optim.name: lamb"),
     ],
-)  # fmt: skip
+)
 def test_what_an_engine_or_optimizer_does_not_read_is_named(overrides: tuple[str, ...], line: str) -> None:
     assert no_effect(make(*overrides)) == [line]
 
@@ -938,10 +1017,18 @@ def test_what_an_engine_or_optimizer_does_not_read_is_named(overrides: tuple[str
 def test_heads_named_for_tensor_parallelism_divide_the_hidden_size(
     hidden: int, heads: int, tensor: int, fits: str
 ) -> None:
-    config = load_config(None, [
-        "data.path=x", "schedule.steps=1", f"model.hidden_size={hidden}", f"model.num_heads={heads}",
-        "model.intermediate_size=48", "model.vocab_size=96", f"parallel.tensor={tensor}",
-    ])  # fmt: skip
+    config = load_config(
+        None,
+        [
+            "data.path=x",
+            "schedule.steps=1",
+            f"model.hidden_size={hidden}",
+            f"model.num_heads={heads}",
+            "model.intermediate_size=48",
+            "model.vocab_size=96",
+            f"parallel.tensor={tensor}",
+        ],
+    )
     with pytest.raises(ConfigError) as caught:
         batch_plan(config, tensor)
     (line,) = caught.value.issues

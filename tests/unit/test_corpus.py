@@ -35,10 +35,11 @@ WORDS = [
 def prose(num: int, seed: int = 0) -> list[str]:
     rng = random.Random(seed)
     return [
-        " ".join(rng.choices(WORDS, k=rng.randint(3, 30))).capitalize() + f". {i} "
+        " ".join(rng.choices(WORDS, k=rng.randint(3, 30))).capitalize()
+        + f". {i} "
         + ". ".join(rng.choices(WORDS, k=rng.randint(0, 5)))
         for i in range(num)
-    ]  # fmt: skip
+    ]
 
 
 def write(path: Path, docs: list[str]) -> str:

@@ -48,9 +48,16 @@ def open_shards(directory: Path, split: str) -> Shards:
 
 def stream(shards: Shards, **changed: object) -> TrainingStream:
     arguments: dict[str, object] = {
-        "seed": 3, "num_masked": 4, "shuffle": True, "micro_size": 4, "dp_rank": 0, "dp_size": 1,
-        "start_sample": 0, "workers": 0, "pin": False,
-    }  # fmt: skip
+        "seed": 3,
+        "num_masked": 4,
+        "shuffle": True,
+        "micro_size": 4,
+        "dp_rank": 0,
+        "dp_size": 1,
+        "start_sample": 0,
+        "workers": 0,
+        "pin": False,
+    }
     return TrainingStream(shards, **{**arguments, **changed})  # type: ignore[arg-type]
 
 
@@ -427,11 +434,15 @@ def held_out(
 ) -> list[list[Batch]]:
     return [
         held_out_batches(
-            shards, micro_size=micro_size, num_masked=3, max_sequences=max_sequences, dp_rank=r,
+            shards,
+            micro_size=micro_size,
+            num_masked=3,
+            max_sequences=max_sequences,
+            dp_rank=r,
             dp_size=dp_size,
         )
         for r in range(dp_size)
-    ]  # fmt: skip
+    ]
 
 
 def real_rows(batch: Batch) -> list[tuple[int, bytes]]:

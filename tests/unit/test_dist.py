@@ -92,8 +92,11 @@ def test_bad_local_variables_are_refused(changed: dict[str, str]) -> None:
 def test_the_worker_calls_bad_variables_bad_input(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "bert_dp.worker", str(tmp_path / "config.yaml")],
-        env={**os.environ, "RANK": "9", "WORLD_SIZE": "2"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        env={**os.environ, "RANK": "9", "WORLD_SIZE": "2"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 2, done.stderr
     assert "RANK=9 is outside WORLD_SIZE=2" in done.stderr
     assert "Traceback" not in done.stderr
@@ -270,8 +273,10 @@ def test_a_group_of_one_rank_talks_to_itself(monkeypatch: pytest.MonkeyPatch) ->
     try:
         assert torch.distributed.get_world_size() == 1
         checks: list[Callable[[], None]] = [
-            lambda: check_comm(comm, [7.5]), lambda: check_clock(comm), lambda: check_signal(comm, 0)
-        ]  # fmt: skip
+            lambda: check_comm(comm, [7.5]),
+            lambda: check_clock(comm),
+            lambda: check_signal(comm, 0),
+        ]
         for check in checks:
             check()
     finally:

@@ -51,16 +51,38 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 GOOD = Environment(
-    date="2026-01-01T00:00:00+00:00", command=["bert-dp"], platform="Linux x86_64", kernel="6",
-    python="3.12.1", cpu_model="cpu", physical_cores=16, logical_cores=32, affinity_cores=32,
-    cpu_quota_cores=None, numa_nodes=2, numa_cores={"0": 16, "1": 16},
-    memory_gib=256.0, memory_available_gib=200.0, memory_limit_gib=None,
-    swap_used_gib=0.0, shm_gib=64.0, shm_free_gib=64.0, disk_free_gib=500.0, open_files=65536,
-    max_processes=None, locked_memory_gib=None,
-    omp_num_threads=None, cuda_visible_devices=None, gpu_error=None, gpu_topology=None,
-    gpus=(Gpu(0, "H100", 80.0, "570", 0), Gpu(1, "H100", 80.0, "570", 1)), gpus_present=2,
-    versions={"torch": "2.13.0+cu130"}, git_commit=None, git_dirty=None,
-)  # fmt: skip
+    date="2026-01-01T00:00:00+00:00",
+    command=["bert-dp"],
+    platform="Linux x86_64",
+    kernel="6",
+    python="3.12.1",
+    cpu_model="cpu",
+    physical_cores=16,
+    logical_cores=32,
+    affinity_cores=32,
+    cpu_quota_cores=None,
+    numa_nodes=2,
+    numa_cores={"0": 16, "1": 16},
+    memory_gib=256.0,
+    memory_available_gib=200.0,
+    memory_limit_gib=None,
+    swap_used_gib=0.0,
+    shm_gib=64.0,
+    shm_free_gib=64.0,
+    disk_free_gib=500.0,
+    open_files=65536,
+    max_processes=None,
+    locked_memory_gib=None,
+    omp_num_threads=None,
+    cuda_visible_devices=None,
+    gpu_error=None,
+    gpu_topology=None,
+    gpus=(Gpu(0, "H100", 80.0, "570", 0), Gpu(1, "H100", 80.0, "570", 1)),
+    gpus_present=2,
+    versions={"torch": "2.13.0+cu130"},
+    git_commit=None,
+    git_dirty=None,
+)
 
 
 def test_probe_is_json_and_holds_no_host_name(tmp_path):
@@ -110,10 +132,12 @@ def test_cuda_visible_devices_is_respected(smi, monkeypatch, selection, indices)
 def test_the_numa_node_of_a_gpu_and_its_usable_cores(smi, tmp_path):
     smi(f"cat <<'END'\n{CSV}END")
     core = min(os.sched_getaffinity(0))
-    files = {"sys/bus/pci/devices/0000:1a:00.0/numa_node": "1\n",
-             "sys/bus/pci/devices/0000:3d:00.0/numa_node": "-1\n",
-             f"sys/devices/system/node/node0/cpu{core}/online": "1\n",
-             "sys/devices/system/node/node1/cpulist": "9000\n"}  # fmt: skip
+    files = {
+        "sys/bus/pci/devices/0000:1a:00.0/numa_node": "1\n",
+        "sys/bus/pci/devices/0000:3d:00.0/numa_node": "-1\n",
+        f"sys/devices/system/node/node0/cpu{core}/online": "1\n",
+        "sys/devices/system/node/node1/cpulist": "9000\n",
+    }
     facts = probe(root=write(tmp_path, files))
     assert [gpu.numa_node for gpu in facts.gpus] == [1, None, None]
     assert facts.numa_cores == {"0": 1, "1": 0}
@@ -191,9 +215,12 @@ def test_redact():
         "list": [{"token": "d"}],
     }
     assert redact(secrets) == {
-        "HF_TOKEN": "<redacted>", "api_key": "<redacted>", "Secret": "<redacted>",
-        "db": {"password": "<redacted>"}, "list": [{"token": "<redacted>"}],
-    }  # fmt: skip
+        "HF_TOKEN": "<redacted>",
+        "api_key": "<redacted>",
+        "Secret": "<redacted>",
+        "db": {"password": "<redacted>"},
+        "list": [{"token": "<redacted>"}],
+    }
     settings = {"tokens": 1000, "tokenizer": "t.json", "tokens_per_s": 1.5, "max_tokens_per_char": None}
     assert redact(settings) == settings
     assert redact({"API_TOKENS": "abc"}) == {"API_TOKENS": "<redacted>"}

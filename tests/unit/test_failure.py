@@ -97,8 +97,9 @@ def test_what_followed_is_marked_and_who_failed_alike_is_no_consequence(tmp_path
     assert failure is not None
     assert (failure.rank, failure.alike) == (1, (2,))
     assert failure.consequences == (
-        "rank 0: RuntimeError: Connection closed by peer [::1]:9", "rank 4: killed by signal 7 (SIGBUS)"
-    )  # fmt: skip
+        "rank 0: RuntimeError: Connection closed by peer [::1]:9",
+        "rank 4: killed by signal 7 (SIGBUS)",
+    )
 
 
 CRASH = f"""setting up
@@ -149,8 +150,15 @@ def test_the_first_line_of_a_message_that_says_something() -> None:
 
 
 def full(**more: object) -> Failure:
-    values = {"rank": 3, "message": "ValueError: no", "log": Path("logs/rank-3.log"), "tail": ("a", "b"),
-              "where": "mine.py:7", "source": "in f: g()", **more}  # fmt: skip
+    values = {
+        "rank": 3,
+        "message": "ValueError: no",
+        "log": Path("logs/rank-3.log"),
+        "tail": ("a", "b"),
+        "where": "mine.py:7",
+        "source": "in f: g()",
+        **more,
+    }
     return Failure(**values)  # type: ignore[arg-type]
 
 
@@ -158,8 +166,12 @@ def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:
     many = tuple(f"rank {i}: RuntimeError: Connection closed by peer" for i in range(4, 40))
     memory = MemoryFacts({"rank 3": (1.0, 2.0), "rank 1": (0.5, 1.0), "rank 2": (0.1,)}, 1.0, 0, None)
     lines = card(full(consequences=many, explanation=("it is so",), fix=("do so",), memory=memory), tmp_path)
-    assert lines[:4] == ["failed: rank 3: ValueError: no", "  at mine.py:7 in f: g()",
-                         "  log: logs/rank-3.log", f"  run: {tmp_path}"]  # fmt: skip
+    assert lines[:4] == [
+        "failed: rank 3: ValueError: no",
+        "  at mine.py:7 in f: g()",
+        "  log: logs/rank-3.log",
+        f"  run: {tmp_path}",
+    ]
     assert lines[4:6] == ["  why: it is so", "  fix: do so"]
     assert [line.partition(" peak ")[2] for line in lines[6:8]] == ["2.00 GiB", "1.00 GiB"]
     assert sum(line.startswith("  consequence: rank") for line in lines) == CONSEQUENCES_SHOWN
@@ -173,15 +185,31 @@ def test_the_card_cannot_control_the_terminal(tmp_path: Path) -> None:
 
 def test_the_summary_keeps_all_that_the_card_tells(tmp_path: Path) -> None:
     memory = MemoryFacts({"rank 3": (1.0, 2.0)}, 4.0, 1, "memory.events")
-    failure = full(consequences=("rank 0: x",), explanation=("why",), fix=("fix",), memory=memory, alike=(1,),
-                   killed_by=9)  # fmt: skip
+    failure = full(
+        consequences=("rank 0: x",),
+        explanation=("why",),
+        fix=("fix",),
+        memory=memory,
+        alike=(1,),
+        killed_by=9,
+    )
     facts = json.loads(json.dumps(summary_facts(failure)))
     assert facts == {
-        "cause": "rank 3: ValueError: no", "rank": 3, "where": "mine.py:7", "source": "in f: g()",
-        "killed_by": 9, "explanation": ["why"], "fix": ["fix"], "alike": [1], "consequences": ["rank 0: x"],
-        "log": "logs/rank-3.log", "log_tail": ["a", "b"], "memory_curve_gib": {"rank 3": [1.0, 2.0]},
-        "memory_interval_s": 4.0, "oom_kills": 1,
-    }  # fmt: skip
+        "cause": "rank 3: ValueError: no",
+        "rank": 3,
+        "where": "mine.py:7",
+        "source": "in f: g()",
+        "killed_by": 9,
+        "explanation": ["why"],
+        "fix": ["fix"],
+        "alike": [1],
+        "consequences": ["rank 0: x"],
+        "log": "logs/rank-3.log",
+        "log_tail": ["a", "b"],
+        "memory_curve_gib": {"rank 3": [1.0, 2.0]},
+        "memory_interval_s": 4.0,
+        "oom_kills": 1,
+    }
     told = " ".join(card(failure, tmp_path))
     bare = summary_facts(dataclasses.replace(failure, memory=None, rank=None))
     assert (bare["cause"], bare["memory_curve_gib"], bare["oom_kills"]) == ("ValueError: no", None, None)
@@ -251,8 +279,14 @@ def test_own_code_is_neither_pythons_nor_a_packages() -> None:
     assert record.is_own_code(record.__file__)
     assert record.is_own_code("/data/mine/hook.py")
     packages = sysconfig.get_path("purelib")
-    for library in (json.__file__, f"{packages}/torch/nn/modules/linear.py", pytest.__file__,
-                    "/x/lib/python3/dist-packages/a.py", "<frozen runpy>", "<string>"):  # fmt: skip
+    for library in (
+        json.__file__,
+        f"{packages}/torch/nn/modules/linear.py",
+        pytest.__file__,
+        "/x/lib/python3/dist-packages/a.py",
+        "<frozen runpy>",
+        "<string>",
+    ):
         assert not record.is_own_code(library)
 
 

@@ -12,8 +12,11 @@ def test_the_full_table_has_more_cases_than_the_short_form() -> None:
     full = collect()
     short = subprocess.run(
         [sys.executable, "-m", "pytest", "--collect-only", "-q", "tests/faults"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
     more = {test.split("::")[1] for test in set(full) - set(short)}
     assert {test for test in short if "::" in test} <= set(full)
     assert {row_of(test) for test in more} == {7, 13, 19}

@@ -24,8 +24,15 @@ BACKWARD = (
 )
 
 
-def witness(rank: int, stack: tuple[Frame, ...] = (), *, step: int = 4, phase: str = "step", done: int = 0,
-            **more: Any) -> Witness:  # fmt: skip
+def witness(
+    rank: int,
+    stack: tuple[Frame, ...] = (),
+    *,
+    step: int = 4,
+    phase: str = "step",
+    done: int = 0,
+    **more: Any,
+) -> Witness:
     beat = dataclasses.replace(
         Beat(*[0] * len(dataclasses.fields(Beat))), pid=9, step=step, phase=PHASES.index(phase), done=done
     )
@@ -33,8 +40,10 @@ def witness(rank: int, stack: tuple[Frame, ...] = (), *, step: int = 4, phase: s
 
 
 def started(*names: str, group: str = "0", size: int = 8, first: int = 1) -> list[dict[str, Any]]:
-    return [{"group": group, "sequence": first + i, "operation": name, "sizes": [[size]], "state": "started"}
-            for i, name in enumerate(names)]  # fmt: skip
+    return [
+        {"group": group, "sequence": first + i, "operation": name, "sizes": [[size]], "state": "started"}
+        for i, name in enumerate(names)
+    ]
 
 
 # --- stacks
@@ -92,9 +101,10 @@ def test_a_frozen_rank_is_named_and_the_kernel_function_with_it() -> None:
     assert found.ranks == (1,)
     assert "not schedulable" in found.why
     assert "GIL" in found.why
-    assert "stuck in the kernel in nfs_wait" in judge(
-        [witness(0), witness(1, unheard_s=29.0, state="D", kernel_wait="nfs_wait")]
-    ).why  # fmt: skip
+    assert (
+        "stuck in the kernel in nfs_wait"
+        in judge([witness(0), witness(1, unheard_s=29.0, state="D", kernel_wait="nfs_wait")]).why
+    )
 
 
 def test_a_late_heartbeat_is_not_a_frozen_rank() -> None:
@@ -170,8 +180,11 @@ def test_inputs_that_may_differ_are_no_mismatch() -> None:
 
 def test_a_rank_that_waits_for_another_in_its_own_group_is_not_named() -> None:
     """Tensor parallelism 2 x data parallelism 2: rank 1 sleeps, its partner 0 waits, so 2 waits for 0."""
-    done = {0: started("all_reduce", group="tp0"), 2: started("all_reduce", group="tp1"),
-            3: started("all_reduce", group="tp1")}  # fmt: skip
+    done = {
+        0: started("all_reduce", group="tp0"),
+        2: started("all_reduce", group="tp1"),
+        3: started("all_reduce", group="tp1"),
+    }
     first = started("all_reduce", group="dp0")
     second = started("all_reduce", group="dp1")
     recorded = {

@@ -102,11 +102,18 @@ def test_a_logged_spike_is_said_counted_and_remembered_with_the_checkpoint(tmp_p
     said: list[str] = []
     meter, counters = make_meter(), Counters()
     job: Any = SimpleNamespace(
-        config=config(), comm=Comm(World(0, 0, 1, 1), None), meter=meter, run_dir=tmp_path, say=said.append,
-        mirror=lambda line: None, epoch_size=100, stream=SimpleNamespace(wait_s=0.0),
-        heartbeat=SimpleNamespace(enter=lambda *_: None), precision=SimpleNamespace(name="fp32"),
+        config=config(),
+        comm=Comm(World(0, 0, 1, 1), None),
+        meter=meter,
+        run_dir=tmp_path,
+        say=said.append,
+        mirror=lambda line: None,
+        epoch_size=100,
+        stream=SimpleNamespace(wait_s=0.0),
+        heartbeat=SimpleNamespace(enter=lambda *_: None),
+        precision=SimpleNamespace(name="fp32"),
         norm_pairs=None,
-    )  # fmt: skip
+    )
     clock: Any = SimpleNamespace(elapsed_s=lambda: 1.0)
     losses = [*noise(140), 20.0, *noise(3), float("nan")]
     course = Course(0, 0, {"progress": 0.1, "lr": 1e-3, "batch": 2})

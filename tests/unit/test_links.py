@@ -45,8 +45,14 @@ GPU 2: NVIDIA A100-PCIE-40GB (UUID: GPU-cccc)
 
 def test_tables_are_read() -> None:
     links = parse(TOPOLOGY, P2P, NVLINK)
-    assert links.paths == {(0, 1): "NV12", (0, 2): "SYS", (0, 3): "SYS", (1, 2): "SYS", (1, 3): "SYS",
-                           (2, 3): "PIX"}  # fmt: skip
+    assert links.paths == {
+        (0, 1): "NV12",
+        (0, 2): "SYS",
+        (0, 3): "SYS",
+        (1, 2): "SYS",
+        (1, 3): "SYS",
+        (2, 3): "PIX",
+    }
     assert links.p2p[0, 3] == "CNS"
     assert [why for pair, why in links.p2p.items() if pair != (0, 3)] == ["OK"] * 5
     assert links.nvlinks == {0: (2, 2), 1: (1, 2)}

@@ -20,14 +20,21 @@ def write(root: Path, files: dict[str, str]) -> Path:
 
 
 EVENTS = "low 0\nhigh 0\nmax 7\noom 3\noom_kill {}\noom_group_kill 0\n"
-V2 = {"proc/self/cgroup": "0::/user/job\n", "sys/fs/cgroup/user/job/memory.events": EVENTS.format(2),
-      "sys/fs/cgroup/user/memory.events": EVENTS.format(9),
-      "sys/fs/cgroup/user/job/memory.current": f"{3 * GIB}\n"}  # fmt: skip
-V1 = {"proc/self/cgroup": "4:cpu:/\n3:memory:/job\n",
-      "sys/fs/cgroup/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n",
-      "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{GIB}\n"}  # fmt: skip
-CONTAINER = {"proc/self/cgroup": "3:memory:/docker/abc\n",  # a path of the host's; ours is mounted at the top
-             "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 5\n"}  # fmt: skip
+V2 = {
+    "proc/self/cgroup": "0::/user/job\n",
+    "sys/fs/cgroup/user/job/memory.events": EVENTS.format(2),
+    "sys/fs/cgroup/user/memory.events": EVENTS.format(9),
+    "sys/fs/cgroup/user/job/memory.current": f"{3 * GIB}\n",
+}
+V1 = {
+    "proc/self/cgroup": "4:cpu:/\n3:memory:/job\n",
+    "sys/fs/cgroup/memory/job/memory.oom_control": "oom_kill_disable 0\nunder_oom 0\noom_kill 4\n",
+    "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{GIB}\n",
+}
+CONTAINER = {
+    "proc/self/cgroup": "3:memory:/docker/abc\n",  # a path of the host's; ours is mounted at the top
+    "sys/fs/cgroup/memory/memory.oom_control": "oom_kill 5\n",
+}
 NO_GROUP = {"proc/self/cgroup": "0::/\n", "proc/vmstat": "nr_free_pages 1\noom_kill 6\n"}
 
 

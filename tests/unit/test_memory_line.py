@@ -18,8 +18,14 @@ from bert_dp.ledger import count_step
 from bert_dp.memory_line import PARTS, choose_device, memory_line
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-SMALL = ["model.vocab_size=512", "model.hidden_size=64", "model.num_layers=2", "model.num_heads=4",
-         "model.intermediate_size=128", "data.sequence_length=32"]  # fmt: skip
+SMALL = [
+    "model.vocab_size=512",
+    "model.hidden_size=64",
+    "model.num_layers=2",
+    "model.num_heads=4",
+    "model.intermediate_size=128",
+    "data.sequence_length=32",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -37,11 +43,16 @@ def small(*settings: str) -> Config:
 @pytest.mark.parametrize(
     ("settings", "ranks"),
     [
-        ([], 1), ([], 2), (["precision=bf16"], 1), (["precision=fp64"], 1), (["optim.name=lamb"], 1),
-        (["optim.name=muon"], 1), (["model.head=dense", "model.position=rope", "model.bias=true"], 1),
+        ([], 1),
+        ([], 2),
+        (["precision=bf16"], 1),
+        (["precision=fp64"], 1),
+        (["optim.name=lamb"], 1),
+        (["optim.name=muon"], 1),
+        (["model.head=dense", "model.position=rope", "model.bias=true"], 1),
         (["parallel.activation_checkpointing=true"], 1),
     ],
-)  # fmt: skip
+)
 def test_a_real_step_at_a_third_batch_lies_on_the_line(settings: list[str], ranks: int) -> None:
     config = small(*settings)
     line = memory_line(config, ranks, (8, 16))
@@ -115,8 +126,10 @@ def test_without_torchs_private_modules_the_formula_answers(monkeypatch: pytest.
 
 
 def test_main_allocates_no_model() -> None:
-    code = ("import sys, resource, bert_dp.memory_line as m; assert m.main(sys.argv[1:]) == 0; "
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)")  # fmt: skip
+    code = (
+        "import sys, resource, bert_dp.memory_line as m; assert m.main(sys.argv[1:]) == 0; "
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+    )
     arguments = [str(CONFIGS / "crammed-bert.yaml"), "1", "64", "128"]
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True

@@ -16,8 +16,12 @@ from bert_dp.model import IGNORE, INIT_STD, CrammedBert, build_model, compile_re
 Case = tuple[Tensor, Tensor, Tensor]  # ids [B, S], flat positions [P], labels [P]
 SMALL = {"vocab_size": 100, "hidden_size": 48, "num_layers": 3, "num_heads": 4, "intermediate_size": 40}
 MODERN = {
-    "position": "rope", "norm_bias": False, "norm_eps": 1e-5, "first_attention_norm": False, "head": "dense",
-}  # fmt: skip
+    "position": "rope",
+    "norm_bias": False,
+    "norm_eps": 1e-5,
+    "first_attention_norm": False,
+    "head": "dense",
+}
 
 
 def small(**changes) -> ModelConfig:
@@ -151,15 +155,28 @@ def test_the_compatible_variant_is_modernbert_name_by_name(length):
     model = build_model(config, length, seed=1)
     randomise(model)
     peer_config = transformers.ModernBertConfig(
-        vocab_size=100, hidden_size=48, num_hidden_layers=3, num_attention_heads=4, intermediate_size=40,
-        layer_types=["full_attention"] * 3, max_position_embeddings=length, norm_eps=1e-5, norm_bias=False,
-        decoder_bias=False, sparse_prediction=True, attn_implementation="sdpa", pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2,
+        vocab_size=100,
+        hidden_size=48,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=40,
+        layer_types=["full_attention"] * 3,
+        max_position_embeddings=length,
+        norm_eps=1e-5,
+        norm_bias=False,
+        decoder_bias=False,
+        sparse_prediction=True,
+        attn_implementation="sdpa",
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        cls_token_id=1,
+        sep_token_id=2,
         rope_parameters={
             kind: {"rope_type": "default", "rope_theta": config.rope_theta}
             for kind in ("full_attention", "sliding_attention")
         },
-    )  # fmt: skip
+    )
     peer = transformers.ModernBertForMaskedLM(peer_config)
     peer.model.embeddings.tok_embeddings.padding_idx = None  # ours trains the padding row as any other
     result = peer.load_state_dict(model.state_dict(), strict=False)

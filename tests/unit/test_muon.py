@@ -110,9 +110,11 @@ def test_ten_steps_are_the_rule_written_by_hand() -> None:
             error = np.abs(actual - weights[name]).max() / np.abs(weights[name]).max()
             assert error < 1e-12, (step, name, error)
             np.testing.assert_allclose(
-                optimizer.state[parameters[name]]["momentum_buffer"].numpy(), buffers[name], rtol=1e-12,
+                optimizer.state[parameters[name]]["momentum_buffer"].numpy(),
+                buffers[name],
+                rtol=1e-12,
                 atol=1e-15,
-            )  # fmt: skip
+            )
     for name, w in weights.items():
         assert np.linalg.norm(w - start[name]) > np.linalg.norm(start[name])  # far beyond the tolerance
 
@@ -135,13 +137,20 @@ def test_it_is_nearly_torchs_muon() -> None:
     ours = {name: nn.Parameter(p.detach().float()) for name, p in ours.items()}
     theirs = {name: nn.Parameter(p.detach().clone()) for name, p in ours.items()}
     own = Muon(
-        [{"params": list(ours.values()), "weight_decay": DECAY, "matrix": True}], lr=0.0, momentum=MOMENTUM,
-        betas=BETAS, eps=EPS,
-    )  # fmt: skip
+        [{"params": list(ours.values()), "weight_decay": DECAY, "matrix": True}],
+        lr=0.0,
+        momentum=MOMENTUM,
+        betas=BETAS,
+        eps=EPS,
+    )
     torchs = torch.optim.Muon(
-        list(theirs.values()), lr=0.0, weight_decay=DECAY, momentum=MOMENTUM, nesterov=True,
+        list(theirs.values()),
+        lr=0.0,
+        weight_decay=DECAY,
+        momentum=MOMENTUM,
+        nesterov=True,
         adjust_lr_fn="match_rms_adamw",
-    )  # fmt: skip
+    )
     for step in range(8):
         grads = random_tensors(step + 1)
         before = {name: (ours[name].detach().clone(), theirs[name].detach().clone()) for name in ours}
@@ -159,9 +168,15 @@ def test_the_rest_is_torchs_fused_adamw_bit_for_bit(dtype: torch.dtype) -> None:
     theirs = {name: nn.Parameter(start[name].clone()) for name in REST}
     own = make_muon(ours)
     adamw = torch.optim.AdamW(
-        [{"params": [theirs["embedding"]], "weight_decay": DECAY},
-         {"params": [theirs["norm"]], "weight_decay": 0.0}], lr=0.0, betas=BETAS, eps=EPS, fused=True,
-    )  # fmt: skip
+        [
+            {"params": [theirs["embedding"]], "weight_decay": DECAY},
+            {"params": [theirs["norm"]], "weight_decay": 0.0},
+        ],
+        lr=0.0,
+        betas=BETAS,
+        eps=EPS,
+        fused=True,
+    )
     for step in range(6):
         grads = random_tensors(step + 1)
         for optimizer in (own, adamw):

@@ -193,10 +193,17 @@ def measure(cases: Sequence[Case], out: str | None = None) -> list[list[dict[str
     found = []
     for case in cases:
         parallel = {"engine": case.engine, "bucket_mib": 1e-4, **dict(case.parallel)}
-        config = resolve([{
-            "data": {"sources": ["builtin"]}, "schedule": {"steps": 1}, "log": {"noise_scale": True},
-            "batch": {"micro_size": case.micro, "global_size": case.batches[1]}, "parallel": parallel,
-        }])  # fmt: skip
+        config = resolve(
+            [
+                {
+                    "data": {"sources": ["builtin"]},
+                    "schedule": {"steps": 1},
+                    "log": {"noise_scale": True},
+                    "batch": {"micro_size": case.micro, "global_size": case.batches[1]},
+                    "parallel": parallel,
+                }
+            ]
+        )
         engine: Any = make_engine(case.engine, config, world, cpu, precision=case.precision, run_dir=Path())
         model, optimizer = engine.prepare(
             case.model(), lambda n, c=config: optim.make_optimizer(c.optim, n, lambda *_: True, lambda *_: 0)
@@ -206,10 +213,17 @@ def measure(cases: Sequence[Case], out: str | None = None) -> list[list[dict[str
             bad = float("nan") if step > case.steps and world.rank == world.size - 1 else 1.0
             batches: Any = [FakeBatch(bad * x) for x in case.samples(step, world.rank)]
             train.train_step(
-                engine, model, lambda m, b: m(b.x_ND), batches, device=cpu,
-                precision=train.Precision("fp64", torch.float64, None), max_norm=0.5, timers=Timers(cpu),
-                dropout_seed=None, progress=lambda: None,
-            )  # fmt: skip
+                engine,
+                model,
+                lambda m, b: m(b.x_ND),
+                batches,
+                device=cpu,
+                precision=train.Precision("fp64", torch.float64, None),
+                max_norm=0.5,
+                timers=Timers(cpu),
+                dropout_seed=None,
+                progress=lambda: None,
+            )
             if step == 0:
                 engine.norm_pairs.clear()
         found.append(engine.norm_pairs.drain(comm, case.steps + 1))
@@ -226,20 +240,26 @@ def cases_of(ranks: int) -> list[Case]:
     """Every engine, accumulation and what else a gradient goes through on its way."""
     if ranks == 1:
         return [
-            Case("single", Linear, 1, 4, 200), Case("single", LeastSquares, 1, 4, 200),
-            Case("ddp", Linear, 1, 4), Case("zero1", Linear, 1, 2), Case("single", Linear, 1, 1),
+            Case("single", Linear, 1, 4, 200),
+            Case("single", LeastSquares, 1, 4, 200),
+            Case("ddp", Linear, 1, 4),
+            Case("zero1", Linear, 1, 2),
+            Case("single", Linear, 1, 1),
             Case("single", Linear, 1, 4, precision="fp16"),
-        ]  # fmt: skip
+        ]
     cases = [
-        Case("ddp", Linear, ranks, 1, LONG), Case("ddp", LeastSquares, ranks, 2, LONG),
-        Case("ddp", Linear, ranks, 2), Case("zero1", Linear, ranks, 2),
-    ]  # fmt: skip
+        Case("ddp", Linear, ranks, 1, LONG),
+        Case("ddp", LeastSquares, ranks, 2, LONG),
+        Case("ddp", Linear, ranks, 2),
+        Case("zero1", Linear, ranks, 2),
+    ]
     if ranks == 2:
         cases += [
             Case("ddp", Linear, 2, 2, parallel=(("static_graph", True),)),
             Case("ddp", Linear, 2, 2, **NARROW),
-            Case("ddp", Linear, 2, 2, precision="fp16"), Case("zero1", Linear, 2, 1, precision="fp16"),
-        ]  # fmt: skip
+            Case("ddp", Linear, 2, 2, precision="fp16"),
+            Case("zero1", Linear, 2, 1, precision="fp16"),
+        ]
     return cases
 
 
@@ -304,9 +324,11 @@ def test_what_cannot_be_measured_is_refused(
     ranks: int, parallel: dict[str, Any], batch: dict[str, int], needle: str | None
 ) -> None:
     sections = {
-        "data": {"sources": ["builtin"]}, "schedule": {"steps": 1}, "parallel": parallel,
+        "data": {"sources": ["builtin"]},
+        "schedule": {"steps": 1},
+        "parallel": parallel,
         "batch": {"global_size": 8, "micro_size": 2, **batch},
-    }  # fmt: skip
+    }
     batch_plan(resolve([sections]), ranks)
     config = resolve([{**sections, "log": {"noise_scale": True}}])
     if needle is None:
@@ -343,18 +365,26 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """on-N and off-N of 1 and 2 ranks; resumed = on-1, gone on with from step SAVED by 2 ranks."""
     root = tmp_path_factory.mktemp("noise")
     common: dict[str, Any] = {
-        "schedule": {"steps": STEPS}, "eval": {"every_steps": 0}, "precision": "fp64",
+        "schedule": {"steps": STEPS},
+        "eval": {"every_steps": 0},
+        "precision": "fp64",
         "model": {"num_layers": 1},
-        "batch": {"ramp_fraction": 0.5, "ramp_quantum": 4}, "checkpoint": {"every_steps": SAVED, "keep": 9},
-    }  # fmt: skip
+        "batch": {"ramp_fraction": 0.5, "ramp_quantum": 4},
+        "checkpoint": {"every_steps": SAVED, "keep": 9},
+    }
     shards = write_shards(root / "shards", train=960)
     logs = {"on": {"every_steps": 7, "noise_scale": True}, "off": {"every_steps": 7}}
     for ranks, more in ((1, ()), (2, (root / "resumed",))):
-        train_runs(ranks, [
-            *(write_run(root / f"{name}-{ranks}", settings(shards, **common, log=log))
-              for name, log in logs.items()),
-            *more,
-        ])  # fmt: skip
+        train_runs(
+            ranks,
+            [
+                *(
+                    write_run(root / f"{name}-{ranks}", settings(shards, **common, log=log))
+                    for name, log in logs.items()
+                ),
+                *more,
+            ],
+        )
         if not more:
             shutil.copytree(root / "on-1", root / "resumed")
             shutil.rmtree(root / "resumed" / "checkpoints" / f"step-{STEPS:08d}")

@@ -93,8 +93,10 @@ def ready(seconds: object) -> dict[str, Any]:
 
 NAN = math.nan
 DAMAGED: list[tuple[Callable[[], Any], str]] = [
-    *((lambda a=a: measured(cells=[cell("c", 2, 1.0, accumulation=a)]), "cells.0.accumulation")
-      for a in (0, -3, float("1e400"), 1.5, True, None, "2", 10**400)),
+    *(
+        (lambda a=a: measured(cells=[cell("c", 2, 1.0, accumulation=a)]), "cells.0.accumulation")
+        for a in (0, -3, float("1e400"), 1.5, True, None, "2", 10**400)
+    ),
     (lambda: measured(cells=[cell("c", 2, 1.0) | {"world_size": 0}]), "cells.0.world_size"),
     (lambda: measured(cells=[cell("c", 2, 1.0, tensor=0)]), "cells.0.tensor"),
     (lambda: measured(cells=[cell("c", 2, 1.0, tensor=3)]), "cells.0: tensor: 3 does not divide"),
@@ -104,12 +106,16 @@ DAMAGED: list[tuple[Callable[[], Any], str]] = [
     (lambda: measured(cells=[cell("c", 2, 1.0, step_time_s={"mean": 1e-310})]), "cells.0.step_time_s.mean"),
     (lambda: measured(cells=[cell("c", 2, 1.0, micro_batch=0.5)]), "cells.0.micro_batch"),
     (lambda: measured(cells=[cell("c", 2, 1.0, tokens_per_s=-1.0)]), "cells.0.tokens_per_s"),
-    *((lambda e=e: measured(cells=[cell("c", 2, 1.0, ceiling_efficiency=e)]), "cells.0.ceiling_efficiency")
-      for e in (-0.5, 0.0, 2500.0, NAN)),
+    *(
+        (lambda e=e: measured(cells=[cell("c", 2, 1.0, ceiling_efficiency=e)]), "cells.0.ceiling_efficiency")
+        for e in (-0.5, 0.0, 2500.0, NAN)
+    ),
     (lambda: measured(settings={"accumulation": -3}), "settings.accumulation"),
     (lambda: measured(profile=profile(micro_batch=0.5)), "profile.micro_batch"),
-    *((lambda p=p: measured(links=[{"world_size": 2, "points": [p]}]), "links.0.points.0")
-      for p in ({"bytes": NAN, "seconds": 1.0}, {"bytes": 1, "seconds": -1.0}, {"bytes": 1}, 3)),
+    *(
+        (lambda p=p: measured(links=[{"world_size": 2, "points": [p]}]), "links.0.points.0")
+        for p in ({"bytes": NAN, "seconds": 1.0}, {"bytes": 1, "seconds": -1.0}, {"bytes": 1}, 3)
+    ),
     (lambda: measured(links=[{"world_size": 1, "points": []}]), "links.0.world_size"),
     (lambda: profile(optimizer_s=-0.1), "optimizer_s"),
     (lambda: profile(backward_s=-0.6), "backward_s"),
@@ -120,7 +126,7 @@ DAMAGED: list[tuple[Callable[[], Any], str]] = [
     (lambda: ready(0.7), "ready_s of a: 0.7 is above backward_s, 0.6"),
     (lambda: ready(-0.1), "gradients.0.ready_s"),
     (lambda: ready(NAN), "gradients.0.ready_s"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("make", "field"), DAMAGED)

@@ -76,8 +76,9 @@ def test_a_profile_that_knows_its_shape_needs_no_model() -> None:
 def test_bounds_never_lose(engine: str, overlap: float | None) -> None:
     for link, bucket in (("ethernet10", 0.01), ("nvlink4", 0.001), ("gloo-loopback", None)):
         source = inputs.from_rate("bert-base", 400, 32, 1, "V100-16G")
-        asked = Question(gpus=(8,), link=link, gpus_per_node=8, engine=engine, overlap=overlap,
-                         bucket_mib=bucket)  # fmt: skip
+        asked = Question(
+            gpus=(8,), link=link, gpus_per_node=8, engine=engine, overlap=overlap, bucket_mib=bucket
+        )
         for lever in scaling.answer(source, asked)["rows"][0]["levers"]:
             assert not lever["bound"] or lever["gain"] >= 0
 
@@ -104,15 +105,26 @@ def test_mfu_of_a_named_gpu_and_of_the_profiled_one() -> None:
 
 @pytest.mark.parametrize(
     ("engine", "accumulation", "tensor", "bytes_each"),
-    [("ddp", 1, 1, 16), ("zero1", 1, 1, 8 + 8 / 4), ("fsdp", 1, 1, 16 / 4), ("fsdp", 2, 1, 4 + 12 / 4),
-     ("ddp", 1, 2, 8)],
-)  # fmt: skip
+    [
+        ("ddp", 1, 1, 16),
+        ("zero1", 1, 1, 8 + 8 / 4),
+        ("fsdp", 1, 1, 16 / 4),
+        ("fsdp", 2, 1, 4 + 12 / 4),
+        ("ddp", 1, 2, 8),
+    ],
+)
 def test_state_is_what_the_engine_leaves_a_rank(
     engine: str, accumulation: int, tensor: int, bytes_each: float
 ) -> None:
     source = inputs.from_rate("bert-large", 580, 256, 1, "A100-80G")
-    asked = Question(gpus=(4,), link="nvlink3", engine=engine, tensor=(tensor,), accumulation=(accumulation,),
-                     reduce_dtype="bf16")  # fmt: skip
+    asked = Question(
+        gpus=(4,),
+        link="nvlink3",
+        engine=engine,
+        tensor=(tensor,),
+        accumulation=(accumulation,),
+        reduce_dtype="bf16",
+    )
     (row,) = scaling.answer(source, asked)["rows"]
     count = sum(g.size for g in source.profile.gradients) / 4
     assert row["state_gib"] == pytest.approx(bytes_each * count / 2**30)

@@ -23,10 +23,20 @@ def profile(**changes: Any) -> dict[str, Any]:
         for i, (name, size) in enumerate(zip(names, SIZES, strict=True))
     ]
     return {
-        "device": "CPU", "precision": "fp32", "compiled": False, "engine": "single", "micro_batch": 8,
-        "sequence_length": 128, "parameters": 3_000_000, "forward_s": 0.4, "backward_s": 0.6, "micro_s": 1.0,
-        "optimizer_s": 0.1, "gradients": gradients, **changes,
-    }  # fmt: skip
+        "device": "CPU",
+        "precision": "fp32",
+        "compiled": False,
+        "engine": "single",
+        "micro_batch": 8,
+        "sequence_length": 128,
+        "parameters": 3_000_000,
+        "forward_s": 0.4,
+        "backward_s": 0.6,
+        "micro_s": 1.0,
+        "optimizer_s": 0.1,
+        "gradients": gradients,
+        **changes,
+    }
 
 
 def of_crammed_bert(**changes: Any) -> dict[str, Any]:
@@ -37,25 +47,41 @@ def of_crammed_bert(**changes: Any) -> dict[str, Any]:
 def cell(name: str, ranks: int, step: float, **changes: Any) -> dict[str, Any]:
     tokens = ranks * 4 * 8 * 128 / step
     return {
-        "id": name, "mode": "weak", "engine": "ddp" if ranks > 1 else "single", "world_size": ranks,
-        "tensor": 1, "micro_batch": 8, "accumulation": 4, "kind": "run", "status": "ok",
+        "id": name,
+        "mode": "weak",
+        "engine": "ddp" if ranks > 1 else "single",
+        "world_size": ranks,
+        "tensor": 1,
+        "micro_batch": 8,
+        "accumulation": 4,
+        "kind": "run",
+        "status": "ok",
         "tokens_per_s": tokens,
         "step_time_s": {"median": step, "p95": step, "ci95": [step * 0.98, step * 1.02]},
-        "efficiency": tokens / ranks / (4 * 8 * 128 / 4.2), "ceiling_efficiency": None, **changes,
-    }  # fmt: skip
+        "efficiency": tokens / ranks / (4 * 8 * 128 / 4.2),
+        "ceiling_efficiency": None,
+        **changes,
+    }
 
 
 def measured(**changes: Any) -> dict[str, Any]:
     points = [{"bytes": size, "seconds": size / 1e9, "bucket": False} for size in (10**6, 10**7, 10**8)]
     return {
-        "schema_version": 1, "status": "complete", "baseline": "single",
+        "schema_version": 1,
+        "status": "complete",
+        "baseline": "single",
         "settings": {"accumulation": 4, "micro_batch": 8, "sequence_length": 128},
-        "cells": [cell("weak-single-n1", 1, 4.2), cell("ddp-2", 2, 5.3, ceiling_efficiency=0.8),
-                  cell("oom", 4, 1.0, status="oom"), cell("ds-2", 2, 6.0, engine="deepspeed"),
-                  cell("ceiling-2", 2, 5.25, kind="ceiling")],
+        "cells": [
+            cell("weak-single-n1", 1, 4.2),
+            cell("ddp-2", 2, 5.3, ceiling_efficiency=0.8),
+            cell("oom", 4, 1.0, status="oom"),
+            cell("ds-2", 2, 6.0, engine="deepspeed"),
+            cell("ceiling-2", 2, 5.25, kind="ceiling"),
+        ],
         "links": [{"world_size": 2, "backend": "gloo", "points": points}, {"world_size": 4, "points": []}],
-        "profile": profile(), **changes,
-    }  # fmt: skip
+        "profile": profile(),
+        **changes,
+    }
 
 
 def test_scaling_json_gives_profile_curve_ceiling_and_baseline() -> None:
@@ -145,9 +171,15 @@ def test_tensor_sizes_that_do_not_divide_are_left_out() -> None:
 
 @pytest.mark.parametrize(
     ("text", "counts"),
-    [("1", (1,)), ("1,2, 4", (1, 2, 4)), ("1..8", (1, 2, 4, 8)), ("3..20", (3, 6, 12, 20)), ("2,2,1", (2, 1)),
-     ("4..4", (4,))],
-)  # fmt: skip
+    [
+        ("1", (1,)),
+        ("1,2, 4", (1, 2, 4)),
+        ("1..8", (1, 2, 4, 8)),
+        ("3..20", (3, 6, 12, 20)),
+        ("2,2,1", (2, 1)),
+        ("4..4", (4,)),
+    ],
+)
 def test_counts(text: str, counts: tuple[int, ...]) -> None:
     assert scaling.parse_counts(text, "--gpus") == counts
 
@@ -177,7 +209,7 @@ def test_bad_counts(text: str) -> None:
         (Question(gpus=(2,), link="pcie4", bucket_mib=float("nan")), "--bucket-mib"),
         (Question(gpus=(2,), link="pcie4", reduce_dtype="int8"), "--reduce-dtype"),
     ],
-)  # fmt: skip
+)
 def test_bad_questions_are_refused_with_the_setting(question: Question, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         scaling.answer(inputs.from_data(profile(), "p.json"), question)
@@ -187,15 +219,26 @@ def test_bad_questions_are_refused_with_the_setting(question: Question, message:
 @pytest.mark.parametrize(
     "data",
     [
-        {}, [], "x", None, {"profile": None}, {"gradients": []}, profile(gradients=[]),
-        profile(micro_batch=0), profile(backward_s="1"), profile(backward_s=float("nan")),
-        profile(micro_s=-1.0), profile(gradients=[{}]),
+        {},
+        [],
+        "x",
+        None,
+        {"profile": None},
+        {"gradients": []},
+        profile(gradients=[]),
+        profile(micro_batch=0),
+        profile(backward_s="1"),
+        profile(backward_s=float("nan")),
+        profile(micro_s=-1.0),
+        profile(gradients=[{}]),
         profile(gradients=[{"name": "a", "bytes": 0, "ready_s": 1}]),
         profile(gradients=[{"name": "a", "bytes": 4, "ready_s": None}]),
-        measured(links=[{"world_size": 2, "points": [{"bytes": 1}]}]), measured(links="none"),
-        measured(cells=["x"]), measured(settings=3),
+        measured(links=[{"world_size": 2, "points": [{"bytes": 1}]}]),
+        measured(links="none"),
+        measured(cells=["x"]),
+        measured(settings=3),
     ],
-)  # fmt: skip
+)
 def test_damaged_files_are_refused(data: Any) -> None:
     with pytest.raises(ConfigError, match=r"--from: it (holds no profile|is damaged)"):
         inputs.from_data(data, "it")
@@ -215,9 +258,12 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
 
 def test_nulls_of_a_partial_result_are_no_numbers() -> None:
     partial = measured(
-        status="partial", baseline=None, links=None, settings=None,
+        status="partial",
+        baseline=None,
+        links=None,
+        settings=None,
         cells=[cell("weak-single-n1", 1, 4.2, step_time_s=None, tokens_per_s=None)],
-    )  # fmt: skip
+    )
     source = inputs.from_data(partial, "it")
     assert source.accumulation == 1
     found = scaling.answer(source, Question(gpus=(1, 2), link="gloo-loopback"))

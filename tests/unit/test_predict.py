@@ -283,10 +283,25 @@ def test_spread_of_a_cpus_ranks_is_its_ceilings_business() -> None:
 def test_hardware_has_what_is_common_each_with_its_source() -> None:
     found = hw.hardware()
     assert found.links.keys() >= {
-        "nvlink2", "nvlink3", "nvlink4", "nvswitch2", "nvswitch3", "nvswitch4", "pcie3", "pcie4", "pcie5",
-        "ib-edr", "ib-hdr", "ib-ndr", "ethernet10", "ethernet25", "ethernet40", "ethernet100", "ethernet200",
+        "nvlink2",
+        "nvlink3",
+        "nvlink4",
+        "nvswitch2",
+        "nvswitch3",
+        "nvswitch4",
+        "pcie3",
+        "pcie4",
+        "pcie5",
+        "ib-edr",
+        "ib-hdr",
+        "ib-ndr",
+        "ethernet10",
+        "ethernet25",
+        "ethernet40",
+        "ethernet100",
+        "ethernet200",
         "gloo-loopback",
-    }  # fmt: skip
+    }
     for name, link in found.links.items():
         assert link.kind in found.latencies, name
         assert list(link.gpus_gb_s) == sorted(link.gpus_gb_s), name

@@ -65,9 +65,16 @@ def test_untuned_lamb_has_the_published_rates(batch: int, lr: float) -> None:
 
 @pytest.mark.parametrize(
     ("steps", "ratio"),
-    [(1_000_000, 1 / 320), (500_000, 1 / 160), (250_000, 1 / 80), (125_000, 1 / 40), (62_500, 1 / 20),
-     (31_250, 1 / 10), (15_625, 1 / 5)],
-)  # fmt: skip
+    [
+        (1_000_000, 1 / 320),
+        (500_000, 1 / 160),
+        (250_000, 1 / 80),
+        (125_000, 1 / 40),
+        (62_500, 1 / 20),
+        (31_250, 1 / 10),
+        (15_625, 1 / 5),
+    ],
+)
 def test_the_published_warm_ups_are_the_same_number_of_steps(steps: int, ratio: float) -> None:
     assert steps * ratio == pytest.approx(UNTUNED_WARMUP_STEPS, rel=1e-12)
 
@@ -77,15 +84,26 @@ def test_the_published_warm_ups_are_the_same_number_of_steps(steps: int, ratio: 
 
 @pytest.mark.parametrize(
     ("rule", "batch", "value"),
-    [("none", 4096, 1e-3), ("sqrt", 1024, 1e-3), ("sqrt", 4096, 2e-3), ("sqrt", 256, 5e-4),
-     ("linear", 1024, 1e-3), ("linear", 4096, 4e-3), ("linear", 256, 2.5e-4)],
-)  # fmt: skip
+    [
+        ("none", 4096, 1e-3),
+        ("sqrt", 1024, 1e-3),
+        ("sqrt", 4096, 2e-3),
+        ("sqrt", 256, 5e-4),
+        ("linear", 1024, 1e-3),
+        ("linear", 4096, 4e-3),
+        ("linear", 256, 2.5e-4),
+    ],
+)
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
 def test_scaling_from_the_batch_it_was_tuned_at(name: str, rule: str, batch: int, value: float) -> None:
     config = make(
-        f"optim.name={name}", "optim.lr=1e-3", "optim.lr_batch=1024", f"optim.lr_scaling={rule}",
-        f"batch.global_size={batch}", "batch.micro_size=1",
-    )  # fmt: skip
+        f"optim.name={name}",
+        "optim.lr=1e-3",
+        "optim.lr_batch=1024",
+        f"optim.lr_scaling={rule}",
+        f"batch.global_size={batch}",
+        "batch.micro_size=1",
+    )
     peak = peak_lr(config)
     assert peak.value == pytest.approx(value, rel=1e-12)
     if rule == "none":
@@ -100,9 +118,13 @@ def test_scaling_from_the_batch_it_was_tuned_at(name: str, rule: str, batch: int
 def test_four_times_the_batch_is_twice_the_rate(lr: float, batch: int, factor: int) -> None:
     def value(rule: str, size: int) -> float:
         return peak_lr(
-            make(f"optim.lr={lr}", f"optim.lr_batch={batch}", f"optim.lr_scaling={rule}",
-                 f"batch.global_size={size}")
-        ).value  # fmt: skip
+            make(
+                f"optim.lr={lr}",
+                f"optim.lr_batch={batch}",
+                f"optim.lr_scaling={rule}",
+                f"batch.global_size={size}",
+            )
+        ).value
 
     for rule, power in (("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)):
         assert value(rule, batch) == pytest.approx(lr, rel=1e-12)
@@ -211,6 +233,8 @@ def test_the_second_phase_can_start_from_the_first(first: str, second: str) -> N
     with pytest.raises(RuntimeError, match="position_embeddings"):
         build_model(learned, 64, seed=1).load_state_dict(build_model(learned, 16, seed=0).state_dict())
     assert (one.data.sources, one.data.tokenizer, one.data.build) == (
-        two.data.sources, two.data.tokenizer, two.data.build,
-    )  # fmt: skip
+        two.data.sources,
+        two.data.tokenizer,
+        two.data.build,
+    )
     assert one.run.seed == two.run.seed  # the same documents are held out

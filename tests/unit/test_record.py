@@ -18,11 +18,29 @@ from bert_dp import record
 from bert_dp.record import Evaluation, Metrics, Summary
 
 PROMISED = {
-    "step", "samples", "tokens", "epoch", "progress", "loss", "lr", "grad_norm", "global_batch",
-    "micro_batch", "accumulation", "world_size", "step_time_s", "steps_per_s", "global_steps_per_s",
-    "samples_per_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "data_wait_s",
-    "peak_memory_gib", "elapsed_s",
-}  # fmt: skip
+    "step",
+    "samples",
+    "tokens",
+    "epoch",
+    "progress",
+    "loss",
+    "lr",
+    "grad_norm",
+    "global_batch",
+    "micro_batch",
+    "accumulation",
+    "world_size",
+    "step_time_s",
+    "steps_per_s",
+    "global_steps_per_s",
+    "samples_per_s",
+    "tokens_per_s",
+    "tokens_per_s_per_gpu",
+    "mfu",
+    "data_wait_s",
+    "peak_memory_gib",
+    "elapsed_s",
+}
 
 
 def evaluation(step: int, loss: float = 1.5) -> Evaluation:

@@ -41,9 +41,11 @@ def test_json_stays_json_and_numbers_stay(tmp_path: Path) -> None:
     (tmp_path / "torn.json").write_text('{"a": "123456')
     redact.scrub(tmp_path, ["123456"])
     assert json.loads((tmp_path / "summary.json").read_text()) == {
-        "cause": 'said "<redacted>"', "tokens": 123456, "list": [{"<redacted>": "x<redacted>"}],
+        "cause": 'said "<redacted>"',
+        "tokens": 123456,
+        "list": [{"<redacted>": "x<redacted>"}],
         "other": None,
-    }  # fmt: skip
+    }
     assert "123456" not in (tmp_path / "torn.json").read_text()
     assert (tmp_path / "config.yaml").read_text() == "a: 123456\n"  # checked before the run
 
@@ -61,10 +63,15 @@ def test_checkpoints_and_what_lies_behind_links_are_left_alone(tmp_path: Path) -
 
 def test_which_values_are_secrets(tmp_path: Path) -> None:
     environ = {
-        "HF_TOKEN": "hf_abcdef", "api_key": "abcdef", "PASSPHRASE": "short",
-        "TOKENIZERS_PARALLELISM": "disabled", "MAX_TOKENS": "1000000",
-        "HOME": "/root-of-it", "KEY_FILE": str(tmp_path), "KEY_PATH": "/not/there",
-    }  # fmt: skip
+        "HF_TOKEN": "hf_abcdef",
+        "api_key": "abcdef",
+        "PASSPHRASE": "short",
+        "TOKENIZERS_PARALLELISM": "disabled",
+        "MAX_TOKENS": "1000000",
+        "HOME": "/root-of-it",
+        "KEY_FILE": str(tmp_path),
+        "KEY_PATH": "/not/there",
+    }
     assert secret_values(environ) == {"hf_abcdef": "HF_TOKEN", "abcdef": "api_key", "/not/there": "KEY_PATH"}
     argv = ["bert-dp", "train", "--token=abcdefg", "--api-key", "hijklmn", "--set", "schedule.tokens=1000000"]
     assert redact.secrets(argv, {}) == {"abcdefg": "--token", "hijklmn": "--api-key"}

@@ -21,27 +21,76 @@ NA = report.NA
 
 def metrics(step: int, **changes) -> record.Metrics:
     values = {
-        "step": step, "samples": 64 * step, "tokens": 8192 * step, "epoch": 0, "progress": step / 100,
-        "loss": 8.0 - step / 50, "lr": 1e-3, "grad_norm": 1.0, "global_batch": 64, "micro_batch": 16,
-        "accumulation": 2, "world_size": 2, "step_time_s": 0.5, "steps_per_s": 2.0, "global_steps_per_s": 8.0,
-        "samples_per_s": 128.0, "tokens_per_s": 16384.0, "tokens_per_s_per_gpu": 8192.0, "mfu": None,
-        "data_wait_s": 0.01, "forward_backward_s": 0.4, "optimizer_s": 0.05, "peak_memory_gib": 1.25,
-        "elapsed_s": step / 2, "skipped_steps": 0,
-    }  # fmt: skip
+        "step": step,
+        "samples": 64 * step,
+        "tokens": 8192 * step,
+        "epoch": 0,
+        "progress": step / 100,
+        "loss": 8.0 - step / 50,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "global_batch": 64,
+        "micro_batch": 16,
+        "accumulation": 2,
+        "world_size": 2,
+        "step_time_s": 0.5,
+        "steps_per_s": 2.0,
+        "global_steps_per_s": 8.0,
+        "samples_per_s": 128.0,
+        "tokens_per_s": 16384.0,
+        "tokens_per_s_per_gpu": 8192.0,
+        "mfu": None,
+        "data_wait_s": 0.01,
+        "forward_backward_s": 0.4,
+        "optimizer_s": 0.05,
+        "peak_memory_gib": 1.25,
+        "elapsed_s": step / 2,
+        "skipped_steps": 0,
+    }
     return record.Metrics(**{**values, **changes})
 
 
 SUMMARY = {
-    "status": "done", "exit_code": 0, "cause": None, "signal": None, "step": 100, "samples": 6400,
-    "tokens": 819200, "final_loss": 6.0, "heldout_loss": 6.25, "unigram_entropy_nats": 6.75,
-    "uniform_entropy_nats": math.log(4096), "world_size": 2, "device": "CPU", "parameters": 1_234_567,
-    "global_batch": 64, "micro_batch": 16, "accumulation": 2, "precision": "fp32", "compiled": False,
-    "steps_per_s": 2.0, "global_steps_per_s": 8.0, "samples_per_s": 128.0, "tokens_per_s": 16384.0,
-    "tokens_per_s_per_gpu": 8192.0, "mfu": None, "peak_memory_gib": 1.25, "energy_j": None,
-    "skipped_steps": 2, "checkpoint": "checkpoints/step-00000100",
-    "time_s": {"setup": 10.0, "compile": 5.0, "train": 75.0, "data_wait": 3.0, "forward_backward": 60.0,
-               "optimizer": 9.0, "eval": 6.0, "save": 4.0},
-}  # fmt: skip
+    "status": "done",
+    "exit_code": 0,
+    "cause": None,
+    "signal": None,
+    "step": 100,
+    "samples": 6400,
+    "tokens": 819200,
+    "final_loss": 6.0,
+    "heldout_loss": 6.25,
+    "unigram_entropy_nats": 6.75,
+    "uniform_entropy_nats": math.log(4096),
+    "world_size": 2,
+    "device": "CPU",
+    "parameters": 1_234_567,
+    "global_batch": 64,
+    "micro_batch": 16,
+    "accumulation": 2,
+    "precision": "fp32",
+    "compiled": False,
+    "steps_per_s": 2.0,
+    "global_steps_per_s": 8.0,
+    "samples_per_s": 128.0,
+    "tokens_per_s": 16384.0,
+    "tokens_per_s_per_gpu": 8192.0,
+    "mfu": None,
+    "peak_memory_gib": 1.25,
+    "energy_j": None,
+    "skipped_steps": 2,
+    "checkpoint": "checkpoints/step-00000100",
+    "time_s": {
+        "setup": 10.0,
+        "compile": 5.0,
+        "train": 75.0,
+        "data_wait": 3.0,
+        "forward_backward": 60.0,
+        "optimizer": 9.0,
+        "eval": 6.0,
+        "save": 4.0,
+    },
+}
 
 
 def make_run(path: Path, num_lines: int = 10, summary: dict | None = None, **config) -> Path:
@@ -137,8 +186,15 @@ def test_what_is_not_a_number_is_not_zero(value):
 
 def test_progress_line():
     line = report.progress_line(json.loads(json.dumps(metrics(10).__dict__)), eta=125)
-    for part in ("step 10", "10.0 %", "7.8000 nats", "1.00e-03", "16.4 k tokens/s over 2 ranks",
-                 "8 global steps/s", "left 2 min 05 s"):  # fmt: skip
+    for part in (
+        "step 10",
+        "10.0 %",
+        "7.8000 nats",
+        "1.00e-03",
+        "16.4 k tokens/s over 2 ranks",
+        "8 global steps/s",
+        "left 2 min 05 s",
+    ):
         assert part in line
     assert "left n/a" in report.progress_line({})
     assert "left <1 s" in report.progress_line({}, eta=0.007)
@@ -156,12 +212,26 @@ def test_eta():
 
 
 def test_a_failed_run_tells_where_why_and_what_to_do(tmp_path):
-    facts = {"status": "failed", "cause": "rank 1: no", "where": "a.py:1", "source": "in f: g()", "log": "l",
-             "explanation": ["so"], "fix": ["do", "or do"], "consequences": 7}  # fmt: skip
+    facts = {
+        "status": "failed",
+        "cause": "rank 1: no",
+        "where": "a.py:1",
+        "source": "in f: g()",
+        "log": "l",
+        "explanation": ["so"],
+        "fix": ["do", "or do"],
+        "consequences": 7,
+    }
     rows = closing.detail_rows(runs.load(make_run(tmp_path / "run", summary=facts)))
     told = [(r.label, r.value) for r in rows if r.section == "Outcome"][1:7]
-    assert told == [("cause", "rank 1: no"), ("at", "a.py:1 in f: g()"), ("why", "so"), ("fix", "do"),
-                    ("fix", "or do"), ("log", "l")]  # fmt: skip
+    assert told == [
+        ("cause", "rank 1: no"),
+        ("at", "a.py:1 in f: g()"),
+        ("why", "so"),
+        ("fix", "do"),
+        ("fix", "or do"),
+        ("log", "l"),
+    ]
 
 
 def test_every_number_stands_beside_its_denominator(tmp_path):
@@ -268,8 +338,17 @@ def test_page_is_well_formed_and_self_contained(tmp_path):
     checker = check(whole)
     assert not re.search(r"https?://", whole)
     assert "link" not in checker.tags
-    for words in ("Done after step 100", "unigram entropy 6.75", "ln V 8.32", "8.19 k tokens/s", "loss (nats",
-                  "elapsed (s)", "prefers-color-scheme", "to-log", "lr: 0.001"):  # fmt: skip
+    for words in (
+        "Done after step 100",
+        "unigram entropy 6.75",
+        "ln V 8.32",
+        "8.19 k tokens/s",
+        "loss (nats",
+        "elapsed (s)",
+        "prefers-color-scheme",
+        "to-log",
+        "lr: 0.001",
+    ):
         assert words in whole
 
 
@@ -387,8 +466,10 @@ def test_findings_table(tmp_path):
 
 FACTS = {
     "manifest": {
-        "sequence_length": 128, "vocab_size": 4096,
-        "unigram_entropy_nats": 6.75, "uniform_entropy_nats": 8.3178,
+        "sequence_length": 128,
+        "vocab_size": 4096,
+        "unigram_entropy_nats": 6.75,
+        "uniform_entropy_nats": 8.3178,
         "train": {"documents": 1200, "tokens": 128_000, "sequences": 1000, "shards": [{}]},
         "held_out": {"documents": 12, "tokens": 1280, "sequences": 10, "shards": [{}]},
         "dropped": {"empty": 3, "tokens_per_char": 0, "exact_duplicate": 7, "near_duplicate": 0},
@@ -397,16 +478,24 @@ FACTS = {
     "frequent_tokens": [{"token": f"[red]{i}", "id": i, "share": 0.05} for i in range(20)],
     "samples": ["a [bold]sample[/bold]\x1b[31m\nof text", "x" * 1000],
     "problems": [],
-}  # fmt: skip
+}
 
 
 def test_shards_table():
     lines = lines_of(report.shards_table(FACTS))
     text = "\n".join(lines)
-    for words in ("sound: every hash", "1,200", "128,000", "1,000", "6.7500 nats per held-out token",
-                  "8.3178 nats", "107 tokens on average", "3 without a token, 7 exact duplicates",
-                  "[red]0 5.0 %, [red]1 5.0 %",
-                  "a [bold]sample[/bold]\ufffd[31m of text"):  # fmt: skip
+    for words in (
+        "sound: every hash",
+        "1,200",
+        "128,000",
+        "1,000",
+        "6.7500 nats per held-out token",
+        "8.3178 nats",
+        "107 tokens on average",
+        "3 without a token, 7 exact duplicates",
+        "[red]0 5.0 %, [red]1 5.0 %",
+        "a [bold]sample[/bold]\ufffd[31m of text",
+    ):
         assert words in text
     assert "x" * 301 not in text.replace("\n", "")
 

@@ -58,8 +58,9 @@ class Play:
         return self.stop
 
     def go(self, policy: Policy, ranks: int = 4, resume: str = "auto", **batch: int) -> RunResult:
-        return supervise(self.start, config(**batch), self.run_dir, ranks, resume, policy, self.said.append,
-                         self.sleep)  # fmt: skip
+        return supervise(
+            self.start, config(**batch), self.run_dir, ranks, resume, policy, self.said.append, self.sleep
+        )
 
 
 def test_a_run_that_fails_goes_on_from_its_checkpoint_and_says_so(tmp_path: Path) -> None:

@@ -24,18 +24,41 @@ from launcher.scaling.verdict import judge, verdicts
 
 MACHINE = environment.probe()
 SETTINGS = Settings(
-    gpus=(1, 2, 4), modes=("weak", "strong"), engines=("ddp", "zero1"), tensor=(1,), launcher="torchrun",
-    repeats=2, steps=6, warm_up=2, accumulation=2,
-)  # fmt: skip
+    gpus=(1, 2, 4),
+    modes=("weak", "strong"),
+    engines=("ddp", "zero1"),
+    tensor=(1,),
+    launcher="torchrun",
+    repeats=2,
+    steps=6,
+    warm_up=2,
+    accumulation=2,
+)
 
 
 def config(**batch: int) -> Config:
-    return resolve([{
-        "data": {"sources": ["builtin"], "sequence_length": 16}, "schedule": {"hours": 1.0},
-        "model": {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2,
-                  "intermediate_size": 32},
-        "batch": {"global_size": 32, "micro_size": 4, "ramp_fraction": 0.5, "ramp_quantum": 8, **batch},
-    }])  # fmt: skip
+    return resolve(
+        [
+            {
+                "data": {"sources": ["builtin"], "sequence_length": 16},
+                "schedule": {"hours": 1.0},
+                "model": {
+                    "vocab_size": 64,
+                    "hidden_size": 32,
+                    "num_layers": 2,
+                    "num_heads": 2,
+                    "intermediate_size": 32,
+                },
+                "batch": {
+                    "global_size": 32,
+                    "micro_size": 4,
+                    "ramp_fraction": 0.5,
+                    "ramp_quantum": 8,
+                    **batch,
+                },
+            }
+        ]
+    )
 
 
 def grid(settings: Settings = SETTINGS, conf: Config | None = None, **changes: Any) -> Grid:
@@ -48,8 +71,11 @@ def test_the_grid_has_its_baselines_ceilings_and_twins() -> None:
     ids = [cell.id for cell in made.cells]
     assert len(set(ids)) == len(ids)
     for mode in ("weak", "strong"):
-        wanted = ["single-n1", "ddp-n1", *(f"{what}-n{n}" for n in (2, 4) for what in (
-            "ddp", "ddp-synthetic", "zero1", "ceiling"))]  # fmt: skip
+        wanted = [
+            "single-n1",
+            "ddp-n1",
+            *(f"{what}-n{n}" for n in (2, 4) for what in ("ddp", "ddp-synthetic", "zero1", "ceiling")),
+        ]
         wanted.insert(2, "zero1-n1")
         assert [i.removeprefix(f"{mode}-") for i in ids if i.startswith(mode)] == wanted
     assert {c.of for c in made.cells if c.kind == "synthetic"} == {
@@ -152,15 +178,25 @@ def test_one_rank_runs_every_engine() -> None:
 def test_a_ceiling_that_does_not_fit_refuses_nothing() -> None:
     whole = sum(memory_estimate_gib(config(), "fp32", 4)[part] for part in STATE)
     machine = dataclasses.replace(MACHINE, memory_available_gib=4 * 0.9 * whole, memory_limit_gib=None)
-    made = Grid(config(), dataclasses.replace(SETTINGS, gpus=(4,), modes=("strong",), engines=("fsdp",)),
-                machine, on_gpu=False)  # fmt: skip
+    made = Grid(
+        config(),
+        dataclasses.replace(SETTINGS, gpus=(4,), modes=("strong",), engines=("fsdp",)),
+        machine,
+        on_gpu=False,
+    )
     assert not [issue for issue in made.issues if "ceiling" in issue]
     assert not [cell for cell in made.cells if cell.kind == "ceiling"]
 
 
 def test_settings_that_no_cell_heeds_are_named() -> None:
-    given = ["parallel.engine=zero1", "optim.lr=0.1", "log.step_times=false", "checkpoint.keep=5",
-             "batch.global_size=8", "data.synthetic=true"]  # fmt: skip
+    given = [
+        "parallel.engine=zero1",
+        "optim.lr=0.1",
+        "log.step_times=false",
+        "checkpoint.keep=5",
+        "batch.global_size=8",
+        "data.synthetic=true",
+    ]
     named = ["parallel.engine", "log.step_times", "checkpoint.keep", "data.synthetic"]
     assert grid().displaced(given) == named
     assert grid(modes=("weak",)).displaced(given) == [*named[:3], "batch.global_size", named[3]]
@@ -193,24 +229,41 @@ def test_one_repeat_has_no_interval() -> None:
 
 
 def write_run(
-    directory: Path, cell: Any, step_s: float, *, status: str = "done", steps: int = 8,
+    directory: Path,
+    cell: Any,
+    step_s: float,
+    *,
+    status: str = "done",
+    steps: int = 8,
     own: list[float] | None = None,
-) -> None:  # fmt: skip
+) -> None:
     """The records of a run whose steps all take `step_s`, after two slow ones."""
     directory.mkdir(parents=True)
-    facts = {"status": status, "precision": "fp32", "device": "CPU", "compiled": False,
-             "tokens": steps * cell.global_batch * 16}  # fmt: skip
-    record.write_json(directory / "summary.json", facts | ({} if status == "done" else {
-        "cause": "rank 1: OutOfMemoryError: CUDA out of memory"}))  # fmt: skip
+    facts = {
+        "status": status,
+        "precision": "fp32",
+        "device": "CPU",
+        "compiled": False,
+        "tokens": steps * cell.global_batch * 16,
+    }
+    record.write_json(
+        directory / "summary.json",
+        facts | ({} if status == "done" else {"cause": "rank 1: OutOfMemoryError: CUDA out of memory"}),
+    )
     (directory / "steps").mkdir()
     for rank in range(cell.world_size):
         times = [9.0, 9.0] + [step_s] * (steps - 2)
-        line = {"step": steps, "step_s": times, "data_wait_s": [0.0] * steps,
-                "forward_backward_s": [0.8 * t for t in times],
-                "own_work_s": [(own[rank] if own else 0.5) * t for t in times],
-                "optimizer_s": [0.1 * t for t in times], "host_s": times,
-                "peak_memory_gib": 1.0 + rank,
-                "ddp_exposed_s": 0.1 * step_s if cell.engine == "ddp" else None}  # fmt: skip
+        line = {
+            "step": steps,
+            "step_s": times,
+            "data_wait_s": [0.0] * steps,
+            "forward_backward_s": [0.8 * t for t in times],
+            "own_work_s": [(own[rank] if own else 0.5) * t for t in times],
+            "optimizer_s": [0.1 * t for t in times],
+            "host_s": times,
+            "peak_memory_gib": 1.0 + rank,
+            "ddp_exposed_s": 0.1 * step_s if cell.engine == "ddp" else None,
+        }
         record.append_line(directory / "steps" / f"rank-{rank}.jsonl", line)
     for step in (4, 8):
         facts = {"step": step, "tokens": step * cell.global_batch * 16, "loss": 4.0 - step / 10}
@@ -229,8 +282,12 @@ def collected(tmp_path: Path) -> dict[str, Any]:
         kind = "ceiling" if cell.kind == "ceiling" else cell.engine
         seconds = 1.0 if cell.world_size == 1 else TIMES[kind]
         for repeat in range(2):
-            write_run(run_dir(tmp_path, cell, repeat), cell, seconds,
-                      status="failed" if cell.engine == "zero1" else "done")  # fmt: skip
+            write_run(
+                run_dir(tmp_path, cell, repeat),
+                cell,
+                seconds,
+                status="failed" if cell.engine == "zero1" else "done",
+            )
     scaling = collect(made, tmp_path, facts={"environment": {}, "config_hash": "x", "command": "scale"})
     return {**scaling, "verdicts": verdicts(scaling)}
 
@@ -290,7 +347,9 @@ def test_progress_is_said_now_and_then(tmp_path: Path) -> None:
     record.append_line(tmp_path / "metrics.jsonl", {"step": 12})
     progress()
     assert [line.split(",")[0].strip() for line in said] == [
-        "weak-ddp-n2: step 0 of 70", "weak-ddp-n2: step 12 of 70"]  # fmt: skip
+        "weak-ddp-n2: step 0 of 70",
+        "weak-ddp-n2: step 12 of 70",
+    ]
     patient = Progress(tmp_path, "x", 70, said.append)
     patient()
     assert len(said) == 2
@@ -327,14 +386,30 @@ def test_verdicts_name_the_greatest_loss(collected: dict[str, Any]) -> None:
 
 def made_cell(**facts: Any) -> dict[str, Any]:
     return {
-        "id": "c", "kind": "run", "of": None, "status": "ok", "cause": None, "world_size": 4, "mode": "weak",
-        "engine": "ddp", "global_batch": 8, "tokens_per_s": 10.0,
-        "efficiency": 0.8, "efficiency_ci95": [0.78, 0.82], "data_wait_fraction": 0.0, "straggler_rank": None,
-        "straggler_ratio": 1.0, "ceiling_efficiency": 1.0, "ceiling_efficiency_ci95": [0.9, 0.99],
-        "communication_efficiency": 1.0, "communication_efficiency_ci95": [0.9, 0.99],
-        "exposed_comm_ddp_fraction": None, "launch_fraction": None,
-        "step_time_s": {"median": 1.0, "mean": 1.0, "p95": 1.0, "ci95": [0.99, 1.01]}, **facts,
-    }  # fmt: skip
+        "id": "c",
+        "kind": "run",
+        "of": None,
+        "status": "ok",
+        "cause": None,
+        "world_size": 4,
+        "mode": "weak",
+        "engine": "ddp",
+        "global_batch": 8,
+        "tokens_per_s": 10.0,
+        "efficiency": 0.8,
+        "efficiency_ci95": [0.78, 0.82],
+        "data_wait_fraction": 0.0,
+        "straggler_rank": None,
+        "straggler_ratio": 1.0,
+        "ceiling_efficiency": 1.0,
+        "ceiling_efficiency_ci95": [0.9, 0.99],
+        "communication_efficiency": 1.0,
+        "communication_efficiency_ci95": [0.9, 0.99],
+        "exposed_comm_ddp_fraction": None,
+        "launch_fraction": None,
+        "step_time_s": {"median": 1.0, "mean": 1.0, "p95": 1.0, "ci95": [0.99, 1.01]},
+        **facts,
+    }
 
 
 @pytest.mark.parametrize(
@@ -392,12 +467,14 @@ def test_an_engine_is_called_faster_only_where_intervals_part(second: list[float
 @pytest.mark.parametrize(
     ("summary", "how"),
     [
-        (None, None), ({"status": "done"}, "ok"), ({"status": "stopped", "signal": 2}, None),
+        (None, None),
+        ({"status": "done"}, "ok"),
+        ({"status": "stopped", "signal": 2}, None),
         ({"status": "failed", "cause": "ValueError"}, "failed"),
         ({"status": "failed", "cause": "killed by signal 9", "explanation": ["host out of memory"]}, "oom"),
         ({"status": "failed", "cause": "SIGTERM: stopped", "signal": 15}, None),
     ],
-)  # fmt: skip
+)
 def test_how_a_run_ended(tmp_path: Path, summary: dict[str, Any] | None, how: str | None) -> None:
     if summary is not None:
         record.write_json(tmp_path / "summary.json", summary)

@@ -58,9 +58,22 @@ def test_every_figure_is_there_with_units() -> None:
     assert not re.search(r"https?://", whole)
     missing = titles(modes) - labels(whole)
     assert not missing
-    for words in ("(GiB)", "nats per masked token", "GB/s", "message (bytes)", "N, ranks", "time of a step",
-                  "ideal", "ceiling", "size of a gradient bucket", "95 % interval", "Settings", "Environment",
-                  "prefers-color-scheme", "@media print"):  # fmt: skip
+    for words in (
+        "(GiB)",
+        "nats per masked token",
+        "GB/s",
+        "message (bytes)",
+        "N, ranks",
+        "time of a step",
+        "ideal",
+        "ceiling",
+        "size of a gradient bucket",
+        "95 % interval",
+        "Settings",
+        "Environment",
+        "prefers-color-scheme",
+        "@media print",
+    ):
         assert words in whole
     assert "no data recorded" not in whole
 
@@ -105,7 +118,11 @@ def test_a_figure_shows_the_numbers_of_the_cells() -> None:
         cell = next(c for c in data["cells"] if c["id"] == bar.label)
         assert sum(bar.parts.values()) == pytest.approx(cell["step_time_s"]["median"])
     assert [bar.label for bar in controls] == [
-        "weak-ceiling-n2", "weak-ddp-synthetic-n2", "weak-ceiling-n4", "weak-ddp-synthetic-n4"]  # fmt: skip
+        "weak-ceiling-n2",
+        "weak-ddp-synthetic-n2",
+        "weak-ceiling-n4",
+        "weak-ddp-synthetic-n4",
+    ]
     buckets = {mark.value for mark in scaling_figures.bandwidth(data).marks}
     assert buckets == {p["bytes"] for p in data["links"][0]["points"] if p["bucket"]}
 
@@ -259,10 +276,14 @@ def test_hostile_names_stay_text(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("engines", "sizes"),
-    [((), (1,)), (("ddp",), (4,)), (tuple(f"engine-number-{i}" for i in range(20)), (1, 2)),
-     (("ddp", "zero1", "fsdp", "accelerate", "deepspeed"), (1, 2, 3, 4, 6, 8, 12, 16)),
-     (("ddp",), (1, 64, 1024))],
-)  # fmt: skip
+    [
+        ((), (1,)),
+        (("ddp",), (4,)),
+        (tuple(f"engine-number-{i}" for i in range(20)), (1, 2)),
+        (("ddp", "zero1", "fsdp", "accelerate", "deepspeed"), (1, 2, 3, 4, 6, 8, 12, 16)),
+        (("ddp",), (1, 64, 1024)),
+    ],
+)
 def test_any_size(engines: tuple[str, ...], sizes: tuple[int, ...]) -> None:
     data = scaling(engines=engines, sizes=sizes)
     whole = scaling_page.html(data)
@@ -309,14 +330,22 @@ def test_another_schema_is_named() -> None:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (format_step_time(0.0123), "12.3 ms"), (format_step_time(4.6), "4.60 s"),
-        (format_step_time(0.9999), "1.00 s"), (format_step_time(123.4), "123 s"),
-        (format_step_time(4567.0), "4567 s"), (format_step_time(None), NA), (format_step_time(0.0), "0 s"),
-        (format_time_tick(0.05), "50 ms"), (format_time_tick(0.0), "0 s"), (format_time_tick(2.5), "2.5 s"),
-        (format_ratio(1.9), "1.90"), (format_ratio(17.56), "17.6"), (format_ratio(1024.0), "1,024"),
+        (format_step_time(0.0123), "12.3 ms"),
+        (format_step_time(4.6), "4.60 s"),
+        (format_step_time(0.9999), "1.00 s"),
+        (format_step_time(123.4), "123 s"),
+        (format_step_time(4567.0), "4567 s"),
+        (format_step_time(None), NA),
+        (format_step_time(0.0), "0 s"),
+        (format_time_tick(0.05), "50 ms"),
+        (format_time_tick(0.0), "0 s"),
+        (format_time_tick(2.5), "2.5 s"),
+        (format_ratio(1.9), "1.90"),
+        (format_ratio(17.56), "17.6"),
+        (format_ratio(1024.0), "1,024"),
         (format_ratio(9.999), "10.0"),
     ],
-)  # fmt: skip
+)
 def test_format(text: str, expected: str) -> None:
     assert text == expected
 
@@ -329,7 +358,10 @@ def test_bars_are_in_proportion_to_the_longest() -> None:
     ]
     drawn = figures.bars("t", "seconds", rows, format_step_time, format_time_tick)
     assert re.findall(r'<rect class="f\d" x="([\d.]+)%" y="2" width="([\d.]+)%"', drawn) == [
-        ("0.00", "25.00"), ("25.00", "25.00"), ("0.00", "100.00")]  # fmt: skip
+        ("0.00", "25.00"),
+        ("25.00", "25.00"),
+        ("0.00", "100.00"),
+    ]
     assert "none" not in drawn
     assert figures.bars("t", "s", [], format_step_time, format_time_tick) == figures.empty("t")
 
@@ -355,10 +387,13 @@ def test_table_fits(width: int) -> None:
     text = " ".join(" ".join(lines).split())
     cell = next(c for c in data["cells"] if c["id"] == "weak-ddp-n2")
     for words in (
-        format_si(cell["tokens_per_s"]), f"{format_percent(cell['efficiency'])} +-1.5",
-        format_percent(cell["communication_efficiency"]), "weak-zero1-n4: oom: rank 1: out of memory",
-        "weak-ddp-n4: hardware ceiling.", "MAMFU",
-    ):  # fmt: skip
+        format_si(cell["tokens_per_s"]),
+        f"{format_percent(cell['efficiency'])} +-1.5",
+        format_percent(cell["communication_efficiency"]),
+        "weak-zero1-n4: oom: rank 1: out of memory",
+        "weak-ddp-n4: hardware ceiling.",
+        "MAMFU",
+    ):
         assert words in text
     assert len([line for line in lines if line.startswith("cell ")]) == (1 if width == 120 else 2)
     assert "ceiling " not in "".join(line for line in lines if line.startswith("weak-ddp-n2-"))

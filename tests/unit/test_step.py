@@ -365,21 +365,32 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, fp16: bool
                 "schedule": {"steps": 1},
                 "batch": {"global_size": 8, "micro_size": 4},
                 "model": {
-                    "vocab_size": 64, "hidden_size": 16, "num_layers": 1, "num_heads": 2,
+                    "vocab_size": 64,
+                    "hidden_size": 16,
+                    "num_layers": 1,
+                    "num_heads": 2,
                     "intermediate_size": 16,
                 },
             }
         ]
-    )  # fmt: skip
+    )
     folder = write_shards(tmp_path / "shards")
     shards = {
         s: Shards(folder, json.loads((folder / "manifest.json").read_text()), s)
         for s in ("train", "held_out")
     }
     stream = TrainingStream(
-        shards["train"], seed=0, num_masked=4, shuffle=True, micro_size=4, dp_rank=0, dp_size=1,
-        start_sample=0, workers=0, pin=False,
-    )  # fmt: skip
+        shards["train"],
+        seed=0,
+        num_masked=4,
+        shuffle=True,
+        micro_size=4,
+        dp_rank=0,
+        dp_size=1,
+        start_sample=0,
+        workers=0,
+        pin=False,
+    )
     engine = engine_of("single", fp16=fp16)
     bare = build_model(config.model, 16, seed=0)
     model, optimizer = engine.prepare(
@@ -391,11 +402,22 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, fp16: bool
     )
     precision = Precision("x", torch.float32, torch.float16 if fp16 else None)
     job: Any = SimpleNamespace(
-        config=config, plan=batch_plan(config, 1), stream=stream, engine=engine, model=model, bare_model=bare,
-        optimizer=optimizer, held_out=held_out, precision=precision, device=CPU, comm=Comm(LONE, None),
-        run_dir=tmp_path, meter=SimpleNamespace(skipped=torch.ones((), dtype=torch.int64)),
-        heartbeat=SimpleNamespace(progress=lambda: None), norm_pairs=None,
-    )  # fmt: skip
+        config=config,
+        plan=batch_plan(config, 1),
+        stream=stream,
+        engine=engine,
+        model=model,
+        bare_model=bare,
+        optimizer=optimizer,
+        held_out=held_out,
+        precision=precision,
+        device=CPU,
+        comm=Comm(LONE, None),
+        run_dir=tmp_path,
+        meter=SimpleNamespace(skipped=torch.ones((), dtype=torch.int64)),
+        heartbeat=SimpleNamespace(progress=lambda: None),
+        norm_pairs=None,
+    )
     start = setup.fresh_state(bare)
     dry_run(job)
     setup.restore(job, setup.Resume(None, None, Counters(), None), start)

@@ -49,20 +49,28 @@ Numbers = dict[str, Tensor]
 
 VARIANTS: dict[str, dict[str, Any]] = {
     f"{mlp}{'-bias' * bias}-{head}{'-dropout' * (dropout > 0)}": {
-        "mlp": mlp, "bias": bias, "head": head, "dropout": dropout, "position": POSITIONS[i % 3],
+        "mlp": mlp,
+        "bias": bias,
+        "head": head,
+        "dropout": dropout,
+        "position": POSITIONS[i % 3],
         "norm": ("layernorm", "rmsnorm")[i // 3 % 2],
     }
     for i, (mlp, bias, head, dropout) in enumerate(
         itertools.product(("geglu", "gelu"), (True, False), ("none", "dense"), (0.0, 0.1))
     )
-}  # fmt: skip
+}
 
 
 def small(**changes: Any) -> ModelConfig:
     return ModelConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_layers=2, num_heads=HEADS, intermediate_size=WIDTH,
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        num_layers=2,
+        num_heads=HEADS,
+        intermediate_size=WIDTH,
         **changes,
-    )  # fmt: skip
+    )
 
 
 def make_model(dtype: torch.dtype = torch.float64, **changes: Any) -> CrammedBert:
@@ -247,8 +255,9 @@ def output_dtypes(model: CrammedBert) -> dict[str, torch.dtype]:
     dtypes: dict[str, torch.dtype] = {}
     hooks = [
         module.register_forward_hook(lambda _m, _x, out, name=name: dtypes.update({name: out.dtype}))
-        for name, module in model.named_modules() if isinstance(module, nn.Linear)
-    ]  # fmt: skip
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+    ]
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         model(*make_case())
     for hook in hooks:
@@ -321,14 +330,12 @@ CHECKS: dict[str, Check] = {
     "look_up": check_look_up,
     "part_and_whole": check_part_and_whole,
     **{f"model-{name}": functools.partial(check_model, variant) for name, variant in VARIANTS.items()},
-    "autocast-gelu-bias": functools.partial(
-        check_autocast, {"mlp": "gelu", "bias": True, "head": "dense"}
-    ),
+    "autocast-gelu-bias": functools.partial(check_autocast, {"mlp": "gelu", "bias": True, "head": "dense"}),
     "autocast-geglu": functools.partial(check_autocast, {}),
     "checkpointing": functools.partial(check_checkpointing, 0.0),
     "checkpointing-dropout": functools.partial(check_checkpointing, 0.1),
     "lamb": check_lamb,
-}  # fmt: skip
+}
 
 
 def run_checks(folder: str) -> None:

@@ -20,8 +20,15 @@ from launcher.tune.trials import Pool, Slot, from_outside
 
 
 def config(global_size: int = 64, **batch: Any) -> Config:
-    return resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 9},
-                     "batch": {"global_size": global_size, "micro_size": 1, **batch}}])  # fmt: skip
+    return resolve(
+        [
+            {
+                "data": {"sources": ["builtin"]},
+                "schedule": {"steps": 9},
+                "batch": {"global_size": global_size, "micro_size": 1, **batch},
+            }
+        ]
+    )
 
 
 # --- sizes
@@ -159,8 +166,15 @@ def test_the_spread_of_the_best_counts_as_well_as_that_of_the_smaller() -> None:
 
 
 def test_goodput_is_throughput_times_what_a_sequence_is_worth() -> None:
-    found = curve.goodput(micro_s=0.1, update_s=0.1, per_pass=8, global_size=64, noise=200.0,
-                          interval=[100.0, 400.0], sizes=[8, 16, 32, 64, 128, 256])  # fmt: skip
+    found = curve.goodput(
+        micro_s=0.1,
+        update_s=0.1,
+        per_pass=8,
+        global_size=64,
+        noise=200.0,
+        interval=[100.0, 400.0],
+        sizes=[8, 16, 32, 64, 128, 256],
+    )
     by_size = {point["global_batch"]: point for point in found["points"]}
     assert by_size[64]["efficiency"] == 1.0
     assert by_size[64]["goodput"] == by_size[64]["samples_per_s"] == pytest.approx(64 / 0.9)
@@ -170,8 +184,15 @@ def test_goodput_is_throughput_times_what_a_sequence_is_worth() -> None:
     assert found["recommended"] == 32
     assert found["recommended_interval"] == [32, 64]
     assert not found["at_edge"]
-    cut = curve.goodput(micro_s=0.1, update_s=0.1, per_pass=8, global_size=64, noise=200.0,
-                        interval=[100.0, 400.0], sizes=[32, 64, 128])  # fmt: skip
+    cut = curve.goodput(
+        micro_s=0.1,
+        update_s=0.1,
+        per_pass=8,
+        global_size=64,
+        noise=200.0,
+        interval=[100.0, 400.0],
+        sizes=[32, 64, 128],
+    )
     assert (cut["recommended"], cut["at_edge"]) == (32, True)
     assert "end of what was looked at" in figures_batch.goodput_text({"goodput": cut})
     assert "end of what" not in figures_batch.goodput_text({"goodput": found})
@@ -224,9 +245,15 @@ def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
     trial = runner.trial("t", 2, 8, 4)
     parts = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
     for rank, peak in enumerate(peaks):
-        lines = [{"step": 2 * k, **{part: [0.1, 0.1] for part in parts}, "peak_memory_gib": peak,
-                  "alloc_retries": None if retries is None else (retries if k == 2 else 0)}
-                 for k in (1, 2)]  # fmt: skip
+        lines = [
+            {
+                "step": 2 * k,
+                **{part: [0.1, 0.1] for part in parts},
+                "peak_memory_gib": peak,
+                "alloc_retries": None if retries is None else (retries if k == 2 else 0),
+            }
+            for k in (1, 2)
+        ]
         write_steps(pool.directory(trial), lines, rank)
     assert runner.judged(trial, "ok", 1, 3) == status
     assert runner.judged(trial, "oom", 1, 3) == "oom"
@@ -254,8 +281,9 @@ MACHINE = {"gpus": [], "cpu_model": "a CPU", "affinity_cores": 2, "versions": {"
 
 
 def key(settings: Config, machine: dict[str, Any] | None = None, ranks: int = 2) -> str:
-    return cache.key(settings, machine or MACHINE, ranks=ranks, on_gpu=False, launcher="torchrun",
-                     memory_gib=None)  # fmt: skip
+    return cache.key(
+        settings, machine or MACHINE, ranks=ranks, on_gpu=False, launcher="torchrun", memory_gib=None
+    )
 
 
 def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
@@ -273,8 +301,14 @@ def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
 def test_what_the_cache_answers_trains_the_users_own_configuration() -> None:
     mine = config(64).model_copy(update={"optim": config().optim.model_copy(update={"lr": 7e-5})})
     question = Question(mine, 2, (1, 2), 60.0, None, "", "torchrun", False)
-    known = {"choice": {"micro_batch": 2}, "config": {}, "config_hash": "of another", "noise": {"steps": 90},
-             "goodput": {}, "date": "2026-01-01"}  # fmt: skip
+    known = {
+        "choice": {"micro_batch": 2},
+        "config": {},
+        "config_hash": "of another",
+        "noise": {"steps": 90},
+        "goodput": {},
+        "date": "2026-01-01",
+    }
     found = batch.from_cache(known, question)
     assert found["cached"]
     assert found["config"]["optim"]["lr"] == 7e-5
@@ -288,8 +322,12 @@ def test_a_cached_search_answers_only_what_had_as_much_time(
 ) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path))
     assert cache.find("k", 60, None) is None
-    known = {"choice": {"micro_batch": 8, "limited_by": "memory"}, "budget_s": 60.0,
-             "memory": {"limit_gib": 5.0}, "sizes": [{"micro_batch": 8, "measured_gib": 4.0}]}  # fmt: skip
+    known = {
+        "choice": {"micro_batch": 8, "limited_by": "memory"},
+        "budget_s": 60.0,
+        "memory": {"limit_gib": 5.0},
+        "sizes": [{"micro_batch": 8, "measured_gib": 4.0}],
+    }
     cache.keep("k", known)
     assert cache.find("k", 60, 5.0) is not None
     assert cache.find("k", 60, None) is not None

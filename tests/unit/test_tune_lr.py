@@ -89,10 +89,14 @@ class Pool:
                 line = {"step": k + 1, "lr": rate, "loss": loss, "skipped_steps": 0}
                 record.append_line(directory / "metrics.jsonl", line)
         loss = self.surface(config)
-        facts: dict[str, Any] = {"status": "done", "heldout_loss": loss, "cause": None, "tokens": tokens,
-                                 "tokens_per_s": self.rate,
-                                 "time_s": {"setup": 1.0, "compile": 1.0, "train": tokens / self.rate,
-                                            "eval": 0.5, "save": 0.0}}  # fmt: skip
+        facts: dict[str, Any] = {
+            "status": "done",
+            "heldout_loss": loss,
+            "cause": None,
+            "tokens": tokens,
+            "tokens_per_s": self.rate,
+            "time_s": {"setup": 1.0, "compile": 1.0, "train": tokens / self.rate, "eval": 0.5, "save": 0.0},
+        }
         if isinstance(loss, str):
             facts |= {"status": "failed", "heldout_loss": None, "cause": loss}
         record.write_json(directory / "summary.json", facts)
@@ -113,17 +117,28 @@ def valley(best: float, curvature: float = 0.1) -> Surface:
 
 
 def searched(
-    shards: Path, out: Path, surface: Surface, settings: Settings = Settings(), *overrides: str,  # noqa: B008
-    limit: float = math.inf, rate: float = 1e4,
-) -> tuple[int, dict[str, Any], Pool, list[str]]:  # fmt: skip
+    shards: Path,
+    out: Path,
+    surface: Surface,
+    settings: Settings = Settings(),  # noqa: B008
+    *overrides: str,
+    limit: float = math.inf,
+    rate: float = 1e4,
+) -> tuple[int, dict[str, Any], Pool, list[str]]:
     """(exit code, tune.json, the pool, what was said)."""
     out.mkdir(exist_ok=True)
     pool = Pool(out, surface, limit, rate)
     said: list[str] = []
     code, found = lr.run_locked(
-        make(shards, *overrides), settings, 1, out, shards, on_gpu=False, say=said.append,
+        make(shards, *overrides),
+        settings,
+        1,
+        out,
+        shards,
+        on_gpu=False,
+        say=said.append,
         make_pool=lambda *_, **__: pool,  # type: ignore[arg-type, return-value]
-    )  # fmt: skip
+    )
     assert found == json.loads((out / "tune.json").read_text())
     return code, found, pool, said
 
@@ -341,8 +356,10 @@ def test_a_whole_run_that_likes_a_rate_between_the_finalists_is_told_so(shards: 
 def test_finalists_that_are_close_train_every_seed(shards: Path, tmp_path: Path) -> None:
     _, found, *_ = searched(shards, tmp_path / "out", valley(0.004, curvature=0.01))
     last = found["rungs"][-1]
-    seeds = {rate: [t["seed"] for t in last["trials"] if t["lr"] == rate] for rate in
-             {t["lr"] for t in last["trials"]}}  # fmt: skip
+    seeds = {
+        rate: [t["seed"] for t in last["trials"] if t["lr"] == rate]
+        for rate in {t["lr"] for t in last["trials"]}
+    }
     assert sorted(map(len, seeds.values())) == [1, 3, 3]
     assert seeds[found["choice"]["lr"]] == [0, 1, 2]
     assert found["cost"]["tokens"] < 0.6 * found["cost"]["grid_tokens"]
@@ -483,9 +500,15 @@ def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: 
         said: list[str] = []
         pool = Pool(out, valley(0.004), rate=rate)
         _, found = lr.run_locked(
-            config, Settings(), 1, out, shards, on_gpu=False, say=said.append,
+            config,
+            Settings(),
+            1,
+            out,
+            shards,
+            on_gpu=False,
+            say=said.append,
             make_pool=lambda *_, pool=pool, **__: pool,  # type: ignore[arg-type, return-value]
-        )  # fmt: skip
+        )
         assert found["settings"]["tokens"] == round(0.01 * 3600 * 1e4 / STEP) * STEP
         assert any("0.01 h at the measured 10 k tokens/s of 1 rank" in line for line in said)
     assert pool.ran == []
@@ -519,8 +542,14 @@ def test_tokens_of_a_run_count_its_ramp(shards: Path) -> None:
 
 
 def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
-    config = make(shards, "optim.lr_scaling=sqrt", "optim.lr_batch=2", "log.tensorboard=true",
-                  "checkpoint.every_steps=5", "parallel.engine=ddp")  # fmt: skip
+    config = make(
+        shards,
+        "optim.lr_scaling=sqrt",
+        "optim.lr_batch=2",
+        "log.tensorboard=true",
+        "checkpoint.every_steps=5",
+        "parallel.engine=ddp",
+    )
     candidate = Candidate("lamb", 0.1, 0.003)
     trial = lr_trials.trial_config(config, Path("/shards"), candidate, 40 * STEP, 7, last=True)
     assert (trial.schedule.name, trial.schedule.tokens) == (config.schedule.name, 40 * STEP)
@@ -536,8 +565,9 @@ def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
     part = (lr_trials.full_tokens(ramp) or 0) // 4
     quarter = lr_trials.trial_config(ramp, Path("/shards"), candidate, part, 7, last=True).schedule
     assert (quarter.steps, quarter.tokens) == ((ramp.schedule.steps or 0) // 4, None), "as the run ramps"
-    in_tokens = ramp.model_copy(update={"schedule": ramp.schedule.model_copy(
-        update={"steps": None, "tokens": 400 * STEP})})  # fmt: skip
+    in_tokens = ramp.model_copy(
+        update={"schedule": ramp.schedule.model_copy(update={"steps": None, "tokens": 400 * STEP})}
+    )
     ramped = lr_trials.trial_config(in_tokens, Path("/shards"), candidate, 40 * STEP, 7, last=True)
     assert ramped.eval.every_steps > 40 // 4, "a ramp has more steps for as many tokens"
     assert Config.model_validate_json(trial.model_dump_json()) == trial
@@ -577,8 +607,9 @@ def test_a_trial_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     slots = lr_trials.device_slots(1, gpus=0, cores=8, most=3)  # more cores than trials
     assert slots == [Slot(cores=(0, 1)), Slot(cores=(2, 3)), Slot(cores=(4, 5))]
     assert lr_trials.device_slots(2, gpus=0, cores=4, most=9) == [
-        Slot(cores=(0, 1, 2, 3)), Slot(cores=(4, 5, 6, 7)),
-    ]  # fmt: skip
+        Slot(cores=(0, 1, 2, 3)),
+        Slot(cores=(4, 5, 6, 7)),
+    ]
     assert lr_trials.device_slots(16, gpus=0, cores=8, most=9) == [Slot(cores=tuple(range(8)))]
 
 
@@ -594,8 +625,9 @@ def test_optuna_draws_the_first_rung_the_same_after_an_interruption(shards: Path
     assert len(first["trials"]) == 16
     second, last = found["rungs"][1:]
     assert len(second["trials"]) == 4
-    assert {tuple(c) for c in second["kept"]} <= {(t["optimizer"], t["weight_decay"], t["lr"])
-                                                  for t in last["trials"]}  # fmt: skip
+    assert {tuple(c) for c in second["kept"]} <= {
+        (t["optimizer"], t["weight_decay"], t["lr"]) for t in last["trials"]
+    }
     assert all(trial["lr"] <= EDGE * 1.6 for trial in first["trials"])
     assert (tmp_path / "whole" / "optuna.db").exists()
     assert abs(math.log2(found["choice"]["lr"] / 0.004)) < 2

@@ -25,15 +25,32 @@ from tests.unit.test_report import check
 from tests.unit.test_scaling_page import labels, numbers, spoil, text_of
 
 BATCH_FIGURES = {
-    "Throughput against micro batch", "Peak memory against micro batch",
+    "Throughput against micro batch",
+    "Peak memory against micro batch",
     "What the memory of a rank is made of",
-    "Noise scale and what a sequence is worth", "Goodput against global batch", "Squared gradient norms",
-}  # fmt: skip
+    "Noise scale and what a sequence is worth",
+    "Goodput against global batch",
+    "Squared gradient norms",
+}
 LR_FIGURES = {"Held-out loss against learning rate", "Range test", "Learning curves of the last rung"}
 MAKERS: list[Callable[..., dict[str, Any]]] = [batch, lr]
 VALUES = [
-    None, "x", True, math.nan, math.inf, -1.0, 0, 1e300, 1.7e308, 10**400, 5e-324, [], [1], {"a": 1}, HOSTILE,
-]  # fmt: skip
+    None,
+    "x",
+    True,
+    math.nan,
+    math.inf,
+    -1.0,
+    0,
+    1e300,
+    1.7e308,
+    10**400,
+    5e-324,
+    [],
+    [1],
+    {"a": 1},
+    HOSTILE,
+]
 
 
 def of(series: list[plots.Series], label: str) -> plots.Series:
@@ -91,7 +108,7 @@ def change(data: dict[str, Any], key: str, **entries: Any) -> dict[str, Any]:
         (lr(), "ok", "Of 14 trials: 1 diverged."),
         (lr(choice=None), "warn", "No learning rate was chosen."),
     ],
-)  # fmt: skip
+)
 def test_what_limits_the_choice_is_told(data: dict[str, Any], level: str, words: str) -> None:
     whole = page.html(data)
     assert cards(whole)[0][0] == level

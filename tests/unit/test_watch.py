@@ -54,8 +54,9 @@ class Scene:
         (run_dir / "logs").mkdir()
         self.said: list[str] = []
         self.ranks = {number: Rank(run_dir, number) for number in range(num_ranks)}
-        self.watch = Watch(run_dir, self.said.append,
-                           **{"hang_after_s": 30.0, "end_hung_after_s": 600.0, **options})  # fmt: skip
+        self.watch = Watch(
+            run_dir, self.said.append, **{"hang_after_s": 30.0, "end_hung_after_s": 600.0, **options}
+        )
         self.now = self.watch._looked
         self.ended: Hang | None = None
 

@@ -167,7 +167,12 @@ class Finder(importlib.abc.MetaPathFinder):
 
 if VARIABLE in os.environ and is_worker():
     _counter = Counter(json.loads(os.environ[VARIABLE]))
-    sys.meta_path.insert(0, Finder({
-        "bert_dp.train": lambda module: patch_train(module, _counter),
-        "bert_dp.checkpoint": lambda module: patch_checkpoint(module, _counter),
-    }))  # fmt: skip
+    sys.meta_path.insert(
+        0,
+        Finder(
+            {
+                "bert_dp.train": lambda module: patch_train(module, _counter),
+                "bert_dp.checkpoint": lambda module: patch_checkpoint(module, _counter),
+            }
+        ),
+    )
