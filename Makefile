@@ -2,22 +2,40 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env train test parity faults lint types check clean
+.PHONY: env train test test-long parity faults lock lint types check clean
 
 env: $(VENV)/.installed
 
-$(VENV)/.installed: pyproject.toml .constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+
+# LOCKED=1 installs what CI installs, every archive checked by its hash (CPython 3.11, x86-64 Linux, torch for CPUs)
+$(VENV)/.installed: pyproject.toml .constraints.txt .ci/all.lock .ci/build.lock
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c .constraints.txt -e '.[dev]'
+ifdef LOCKED
+	$(PIP) --require-hashes --no-deps -r .ci/build.lock
+	$(PIP) --require-hashes --no-deps --no-build-isolation -r .ci/all.lock
+	$(PIP) --no-deps --no-build-isolation -e .
+else
+	$(PIP) -c .constraints.txt -e '.[dev]'
 	# timm asks for torchvision, whose wheel does not fit a CPU torch; the tests need one file of it
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps timm==1.0.31
+	$(PIP) --no-deps timm==1.0.31
+endif
 	touch $@
 
 train: env
 	$(BIN)/bert-dp train
 
+# what a contributor runs: the quick tests, one parity cell an engine, one kill, one resume
 test: env
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "not slow"
+
+# the rest of the tests
+test-long: env
+	$(BIN)/python -m pytest -m slow
+
+# the hashed lists of what CI installs, from .constraints.txt
+lock: env
+	$(BIN)/python .ci/lock.py
 
 # every cell of the parity matrix; goes on where it was stopped (.parity/results.jsonl)
 parity: env
@@ -34,7 +52,7 @@ lint: env
 types: env
 	$(BIN)/mypy
 
-check: lint types test
+check: lint types test test-long
 
 clean:
 	rm -rf $(VENV) .parity .faults .pytest_cache .mypy_cache .ruff_cache

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -375,3 +377,32 @@ def test_no_pickle_and_no_remote_code() -> None:
             if name in ("eval", "exec", "yaml.unsafe_load", "yaml.full_load"):
                 bad.append(f"{module}:{node.lineno} {name}")
     assert bad == []
+
+
+# --- what CI installs
+
+
+def test_every_archive_that_ci_installs_has_its_hash() -> None:
+    """.ci/*.lock name one archive a line with its SHA-256, in the versions of .constraints.txt; nothing that
+    the package and its tests need is missing."""
+    lock = re.compile(r"([a-z0-9][a-z0-9._-]*)==(\S+) --hash=sha256:[0-9a-f]{64}")
+    listed = [
+        lock.fullmatch(line)
+        for path in (ROOT / ".ci").glob("*.lock")
+        for line in path.read_text().splitlines()
+    ]
+    assert listed
+    assert None not in listed
+    versions = {canonical(found[1]): found[2].partition("+")[0] for found in listed if found}
+    pins = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / ".constraints.txt").read_text(), re.MULTILINE)
+    assert {name: version for name, version in pins if versions.get(canonical(name)) != version} == {}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    wanted = [*project["dependencies"], *extras["test"], *extras["dev"]]
+    names = {canonical(re.split(r"[^\w.-]", line)[0]) for line in wanted} - {"bert-dp"}
+    assert names - versions.keys() == set()
+
+
+def canonical(name: str) -> str:
+    """A distribution's name as PEP 503 compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
