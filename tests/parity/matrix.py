@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import itertools
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import Any
 from bert_dp.config import ConfigError, batch_plan, resolve
 from tests.parity.runs import (
     BASE,
+    evals,
     largest_relative_error,
     metrics,
     settings,
@@ -31,7 +33,7 @@ PRECISIONS = ("fp32", "fp64")
 ACCUMULATIONS = (1, 3)
 WORLDS = ((1, 1), (2, 1), (4, 1), (2, 2), (4, 2), (4, 4))
 """(ranks, tensor)."""
-STEPS = 20
+STEPS, EVAL_STEPS = 20, 10
 
 
 @dataclasses.dataclass(frozen=True, order=True)
@@ -69,7 +71,7 @@ class Cell:
             "schedule": {"steps": STEPS, "name": "cosine"},
             "model": {"num_heads": 4},
             "log": {"every_steps": 1},
-            "eval": {"every_steps": 10},
+            "eval": {"every_steps": EVAL_STEPS},
         }
 
     def refusal(self) -> str | None:
@@ -105,11 +107,13 @@ class Deviation:
     """Relative."""
     weights: float
     """Of any weight or optimizer tensor, relative in L2."""
+    heldout_loss: float
+    """Infinite when another number of held-out positions was counted."""
 
     def problems(self, cell: Cell) -> list[str]:
         """What is beyond its tolerance."""
         exact = cell.precision == "fp64"
-        limits = {"loss": 1e-5, "grad_norm": 1e-5, "weights": 1e-4}
+        limits = {"loss": 1e-5, "grad_norm": 1e-5, "weights": 1e-4, "heldout_loss": 1e-5}
         values = dataclasses.asdict(self)
         return [
             f"{cell}: {name} {values[name]:.2e} is not below {1e-10 if exact else limit:.0e}"
@@ -161,11 +165,14 @@ def _baseline(cell: Cell, root: Path) -> Path:
 
 def compare(run: Path, base: Path) -> Deviation:
     lines = list(zip(metrics(run), metrics(base), strict=True))
-    assert len(lines) == STEPS
+    held_out = list(zip(evals(run), evals(base), strict=True))
+    assert (len(lines), len(held_out)) == (STEPS, STEPS // EVAL_STEPS)
+    counted = all(a["masked_tokens"] == b["masked_tokens"] for a, b in held_out)
     return Deviation(
         max(abs(a["loss"] - b["loss"]) for a, b in lines),
         max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in lines),
         largest_relative_error(state(run, STEPS), state(base, STEPS)),
+        max(abs(a["loss"] - b["loss"]) for a, b in held_out) if counted else math.inf,
     )
 
 
