@@ -151,3 +151,32 @@ def test_memory_parts_scale_as_they_must() -> None:
     assert mixed["weights"] == parts["weights"]
     assert mixed["autocast weights"] == parts["weights"] / 2
     assert mixed["activations"] < parts["activations"]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "optimizer", "gradients"),
+    [
+        (8, {"engine": "ddp"}, 1, 1),
+        (8, {"engine": "zero1"}, 8, 1),
+        (8, {"engine": "zero1", "tensor": 2}, 4, 1),  # over replicas: a replica's ranks hold other parts
+        (8, {"engine": "zero1", "tensor": 4}, 2, 1),
+        (8, {"engine": "fsdp"}, 8, None),  # and what is gathered
+        (8, {"engine": "fsdp", "tensor": 2}, 4, None),
+        (8, {"engine": "fsdp", "fsdp_replicas": 4}, 2, None),
+        (4, {"engine": "deepspeed", "zero_stage": 0}, 1, 1),
+        (4, {"engine": "deepspeed", "zero_stage": 1}, 4, 1),
+        (4, {"engine": "deepspeed", "zero_stage": 2}, 4, 4),
+        (4, {"engine": "deepspeed", "zero_stage": 3}, 4, None),
+    ],
+    ids=str,
+)
+def test_memory_is_divided_by_what_the_engine_divides_it_by(
+    ranks: int, parallel: dict[str, object], optimizer: int, gradients: int | None
+) -> None:
+    undivided = config(parallel={"engine": "ddp", "tensor": parallel.get("tensor", 1)})
+    whole = memory_estimate_gib(undivided, "fp32", ranks)
+    parts = memory_estimate_gib(config(parallel=parallel), "fp32", ranks)
+    assert parts["optimizer"] == pytest.approx(whole["optimizer"] / optimizer)
+    if gradients is not None:
+        assert parts["gradients"] == pytest.approx(whole["gradients"] / gradients)
+    assert parts["activations"] == whole["activations"]

@@ -312,6 +312,7 @@ def test_the_compiled_form_is_the_eager_one() -> None:
     results, frames = [], []
     for compiled in (False, True):
         torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()  # of the tests before
         parameters = parameters_of(starting_weights(0.02))
         optimizer = make_lamb(parameters, compiled=compiled)
         for step, grads in enumerate(gradients(10)):

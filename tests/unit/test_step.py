@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bert_dp import checkpoint, setup
@@ -19,7 +21,10 @@ from bert_dp.dist import Comm, connect, disconnect
 from bert_dp.model import build_model, is_decayed, is_matrix
 from bert_dp.optim import make_optimizer
 from bert_dp.parallel import Engine, State, engine_name, make_engine
+from bert_dp.parallel.ddp import reduce_narrow
+from bert_dp.parallel.grid import WholeSums
 from bert_dp.parallel.stepping import clip_and_step
+from bert_dp.parallel.zero1 import assign
 from bert_dp.train import Counters, Precision, dry_run
 from bert_dp.world import World
 from tests.shards import write_shards
@@ -318,6 +323,36 @@ def test_an_overflow_in_fp16_halves_the_scale_and_skips() -> None:
     assert gathered(engine)["scaler"]["scale"].item() == scale / 2
 
 
+class OverflowElsewhere(WholeSums):
+    """What this rank holds is finite; another part of the same step is not."""
+
+    def total(self, sums_N: Tensor) -> Tensor:
+        return super().total(sums_N) + torch.inf
+
+
+@pytest.mark.parametrize("holds", ["parts of its tensors", "some of the tensors"])
+def test_an_overflow_on_another_rank_halves_the_scale_and_skips_here_too(holds: str) -> None:
+    """As tensor parallelism and fsdp hold a tensor in parts, zero1 whole ones."""
+
+    def step(sums: WholeSums | None) -> Tensor:
+        optimizer.zero_grad()
+        scaler.scale(loss_of(model, 0)).backward()
+        if holds == "parts of its tensors":
+            return clip_and_step(optimizer, scaler, 0.5, sums)
+        return clip_and_step(optimizer, scaler, 0.5, norm_sums=sums)
+
+    model, optimizer = build()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    assert step(None).isfinite()
+    before = everything(model, optimizer)
+    assert not step(OverflowElsewhere()).isfinite()
+    assert everything(model, optimizer) == before
+    assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (512.0, 0)
+    assert step(None).isfinite()
+    assert everything(model, optimizer) != before
+    assert (scaler.get_scale(), scaler.state_dict()["_growth_tracker"]) == (512.0, 1)
+
+
 def test_the_scale_does_not_reach_the_norm_or_the_step() -> None:
     """The same loss with and without a scaler, in float32: the scale is a power of two, so nothing rounds."""
     scaled, model, bare, optimizer = prepare("single", fp16=True)
@@ -351,6 +386,28 @@ def test_no_scaler_no_state_and_a_state_without_one_loads() -> None:
     scaled, _, _, _ = prepare("single", fp16=True)
     scaled.scatter_state(state)
     assert gathered(scaled)["scaler"]["scale"].item() == 65536.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_mean_sent_in_16_bits_is_divided_before_it_is_narrowed(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four ranks; a gradient or a sum beyond fp16's 65,504 has a mean that fits."""
+    ours, others = torch.tensor([2e5, 6e4, 1.0, -2e5]), torch.tensor([0.0, 1.8e5, 2.0, 1e5])
+
+    def all_reduce(sent: Tensor, group: Any, async_op: bool) -> Any:
+        assert sent.dtype == dtype
+        future: Any = torch.futures.Future()
+        future.set_result([sent.add_((others / 4).to(dtype))])
+        return SimpleNamespace(get_future=lambda: future)
+
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    buffer = ours.clone()
+    group: Any = SimpleNamespace(size=lambda: 4)
+    bucket: Any = SimpleNamespace(buffer=lambda: buffer)
+    mean = reduce_narrow((group, dtype), bucket).wait()
+    assert mean is buffer  # DDP goes on with the wide one
+    torch.testing.assert_close(mean, (ours + others) / 4, rtol=1e-2, atol=0)
 
 
 # --- the dry run
@@ -429,6 +486,22 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, fp16: bool
     assert stream.next().sample_ids.tolist() == [0, 1, 2, 3]
     assert bare.training
     assert bits(after["scaler"]) == bits(before["scaler"])
+
+
+# --- sharing out
+
+SIZES = st.lists(st.integers(1, 1000), min_size=4, max_size=40)
+
+
+@given(sizes=SIZES, ranks=st.integers(1, 4))
+def test_owners_hold_elements_alike_not_tensors(sizes: list[int], ranks: int) -> None:
+    """No owner has more than another by more than its smallest tensor, so one large tensor weighs many."""
+    owners = assign({str(i): size for i, size in enumerate(sizes)}, ranks)
+    held = [[size for i, size in enumerate(sizes) if owners[str(i)] == rank] for rank in range(ranks)]
+    assert all(held)
+    assert sorted(size for each in held for size in each) == sorted(sizes)
+    least = min(sum(each) for each in held)
+    assert all(sum(each) - min(each) <= least for each in held)
 
 
 # --- choosing

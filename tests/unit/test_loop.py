@@ -1,0 +1,193 @@
+"""The loop around a step: held-out loss without dropout and over unequal ranks, and what a step's time is."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bert_dp import metrics
+from bert_dp.config import batch_plan, resolve
+from bert_dp.data import Batch, random_batch
+from bert_dp.dist import Comm, SharedClock
+from bert_dp.metrics import Meter
+from bert_dp.model import build_model
+from bert_dp.parallel import make_engine
+from bert_dp.train import Counters, Precision, evaluate, train
+from bert_dp.world import World
+
+CPU = torch.device("cpu")
+LONE = World(0, 0, 1, 1)
+LENGTH, VOCABULARY = 16, 64
+FP32 = Precision("fp32", torch.float32, None)
+
+
+def config(**sections: Any) -> Any:
+    model = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
+    base = {
+        "data": {"sources": ["builtin"], "sequence_length": LENGTH},
+        "schedule": {"steps": 4},
+        "batch": {"global_size": 4, "micro_size": 2},
+        "model": {**model, "intermediate_size": 16, "dropout": 0.5},
+    }
+    return resolve([base, sections])
+
+
+def batches(count: int) -> list[Batch]:
+    return [random_batch(seed, 2, LENGTH, 4, VOCABULARY) for seed in range(count)]
+
+
+# --- evaluation
+
+
+def total_loss(model: nn.Module, held_out: list[Batch]) -> float:
+    return sum(float(model(b.ids_BS, b.positions_P, b.labels_P)) for b in held_out)
+
+
+def evaluation(model: nn.Module, comm: Comm | None = None, tensor: int = 1) -> Any:
+    return SimpleNamespace(
+        bare_model=model,
+        device=CPU,
+        precision=FP32,
+        comm=comm or Comm(LONE, None),
+        heartbeat=SimpleNamespace(progress=lambda: None),
+        plan=SimpleNamespace(tensor=tensor),
+    )
+
+
+def test_evaluation_is_without_dropout_and_training_goes_on_with_it() -> None:
+    model = build_model(config().model, LENGTH, seed=0)
+    held_out = batches(3)
+    loss, count = evaluate(evaluation(model), held_out)
+    assert model.training
+    with torch.no_grad():
+        trained = [total_loss(model, held_out) for _ in range(2)]
+        wanted = total_loss(model.eval(), held_out)
+    assert count == sum(b.num_masked for b in held_out)
+    assert loss == pytest.approx(wanted / count, rel=1e-6)
+    assert trained[0] != pytest.approx(trained[1], rel=1e-6), "dropout changes nothing here"
+
+
+def test_an_evaluation_that_is_stopped_leaves_the_model_training() -> None:
+    model = build_model(config().model, LENGTH, seed=0)
+    answers = iter([0, 15])
+    assert evaluate(evaluation(model), batches(3), lambda: next(answers)) == (None, 0)
+    assert model.training
+
+
+class FourRanks(Comm):
+    """Two replicas of two ranks each; the second replica has fewer positions and a greater loss."""
+
+    def gather(self, values: Any) -> Tensor:
+        loss, count = values
+        mine, other = [loss, count], [3 * loss, count / 2]
+        return torch.tensor([mine, mine, other, other], dtype=torch.float64)
+
+
+def test_the_held_out_loss_counts_each_replicas_positions_once() -> None:
+    model = build_model(config().model, LENGTH, seed=0)
+    alone, count = evaluate(evaluation(model), batches(3))
+    loss, counted = evaluate(evaluation(model, FourRanks(World(0, 0, 4, 4), None), tensor=2), batches(3))
+    assert counted == 1.5 * count
+    assert loss == pytest.approx(alone * 4 / 1.5)
+
+
+# --- the time of a step
+
+
+class Slow(nn.Module):
+    """A second for a micro batch of training, a hundred for one of evaluation."""
+
+    def __init__(self, clock: Clock):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self._clock = clock
+
+    def forward(self, ids_BS: Tensor, positions_P: Tensor, labels_P: Tensor) -> Tensor:
+        self._clock.now += 1.0 if self.training else 100.0
+        return (self.scale * labels_P).sum()
+
+
+class Clock:
+    now = 5000.0
+
+    def read(self) -> float:
+        return self.now
+
+
+class SlowSaver:
+    """A thousand seconds for a checkpoint."""
+
+    gave_up, newest, held_s = None, None, 0.0
+
+    def __init__(self, clock: Clock):
+        self._clock, self.steps = clock, [0]
+
+    def save(self, step: int, gather: Any, facts: Any) -> None:
+        self._clock.now += 1000.0
+        self.steps.append(step)
+
+    def settle(self) -> tuple[int, None]:
+        return self.steps[-1], None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=clock.read))
+    return clock
+
+
+def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, clock: Clock) -> None:
+    settings = config(
+        schedule={"steps": 5, "name": "constant"},
+        eval={"every_steps": 1},
+        checkpoint={"every_steps": 2},
+        log={"every_steps": 2},
+    )
+    plan = batch_plan(settings, 1)
+    model, comm, saver = Slow(clock), Comm(LONE, None), SlowSaver(clock)
+    engine = make_engine("single", settings, LONE, CPU, precision="fp32", run_dir=tmp_path)
+    wrapped, optimizer = engine.prepare(
+        model, lambda named: torch.optim.AdamW([p for _, p in named], fused=True)
+    )
+    batch = batches(1)[0]
+    meter = Meter(comm, CPU, plan, sequence_length=LENGTH, flops_per_token=1.0, peak_flops=None)
+    job: Any = SimpleNamespace(
+        config=settings,
+        plan=plan,
+        run_dir=tmp_path,
+        comm=comm,
+        device=CPU,
+        precision=FP32,
+        engine=engine,
+        model=wrapped,
+        bare_model=model,
+        optimizer=optimizer,
+        stream=SimpleNamespace(next=lambda: batch, wait_s=0.0),
+        held_out=[batch],
+        epoch_size=99,
+        meter=meter,
+        facts={},
+        saver=saver,
+        say=lambda line: None,
+        heartbeat=SimpleNamespace(enter=lambda *_: None, progress=lambda: None),
+        received_signal=lambda: 0,
+        mirror=lambda line: None,
+        norm_pairs=None,
+    )
+    counters = Counters()
+    outcome = train(job, counters, SharedClock(comm, now=clock.read))
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 5]
+    assert [line["step_time_s"] for line in lines] == [2.0] * 3  # two micro batches
+    assert saver.steps == [0, 2, 4, 5]
+    assert meter.totals["train_s"] == 5 * 2.0
+    assert outcome.eval_s == 5 * 100.0
+    assert np.isfinite(outcome.heldout_loss or np.nan)

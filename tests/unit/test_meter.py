@@ -1,0 +1,146 @@
+"""A line of metrics.jsonl: rates, MFU, memory and loss of unequal ranks, by a clock that we move."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor
+
+from bert_dp import metrics
+from bert_dp.config import BatchPlan
+from bert_dp.dist import Comm
+from bert_dp.metrics import Meter
+from bert_dp.world import World
+
+PLAN = BatchPlan(world_size=4, tensor=2, dp=2, micro_size=2, accumulation=3, global_size=12)
+LENGTH, FLOPS, PEAK = 8, 1e6, 4e8  # tokens of a sequence, FLOPs of a token, FLOP/s of a rank
+WAIT, PASSES, UPDATE = 0.125, 0.5, 0.25  # seconds of a step
+STEP = WAIT + PASSES + UPDATE
+OWN_GIB = 1.0
+
+
+class Others(Comm):
+    """This rank is the first of four. The second holds the rest of this replica's tensors, and as much loss;
+    the third and fourth are the other replica. The second takes most memory, the last most time."""
+
+    def __init__(self) -> None:
+        super().__init__(World(0, 0, 4, 4), None)
+
+    def gather(self, values: list[float]) -> Tensor:  # type: ignore[override]
+        loss, gib, *seconds = values
+        rows = [
+            [loss, gib, *seconds],
+            [loss, gib + 3, *(2 * s for s in seconds)],
+            [loss + 2, gib + 1, *(3 * s for s in seconds)],
+            [loss + 2, gib - 0.5, *(4 * s for s in seconds)],
+        ]
+        return torch.tensor(rows, dtype=torch.float64)
+
+
+class Run:
+    """A meter, and the clock that it reads."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, peak: float | None = PEAK):
+        self.now = 1000.0
+        monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        monkeypatch.setattr(metrics, "peak_memory_gib", lambda device: OWN_GIB)
+        self.meter = Meter(
+            Others(),
+            torch.device("cpu"),
+            PLAN,
+            sequence_length=LENGTH,
+            flops_per_token=FLOPS,
+            peak_flops=peak,
+        )
+        self.steps, self.wait_s = 0, 7.0
+        self.meter.start(self.wait_s)
+
+    def step(self, loss: float = 0.5) -> None:
+        timers = self.meter.timers
+        self.now += WAIT
+        self.wait_s += WAIT
+        with timers.phase("forward_backward"):
+            self.now += PASSES
+        with timers.phase("optimizer"):
+            self.now += UPDATE
+        self.steps += 1
+        samples, accumulation = PLAN.global_size, PLAN.accumulation
+        self.meter.observe(torch.tensor(loss), torch.tensor(1.5), samples, accumulation, self.wait_s)
+
+    def pause(self, seconds: float) -> None:
+        with self.meter.paused():
+            self.now += seconds
+
+    def line(self) -> metrics.Metrics:
+        return self.meter.flush(
+            step=self.steps,
+            samples=self.steps * PLAN.global_size,
+            epoch=0,
+            progress=0.1,
+            lr=1e-3,
+            batch=PLAN.global_size,
+            wait_s=self.wait_s,
+            elapsed_s=self.now,
+        )
+
+
+def test_rates_count_all_ranks_or_one_gpu_and_mfu_is_a_share_of_one_peak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(monkeypatch)
+    for _ in range(3):
+        run.step()
+    line = run.line()
+    tokens_per_s = 12 * LENGTH / STEP
+    assert line.step_time_s == STEP
+    assert line.steps_per_s == pytest.approx(1 / STEP)
+    assert line.samples_per_s == pytest.approx(12 / STEP)
+    assert line.tokens_per_s == pytest.approx(tokens_per_s)
+    assert line.tokens_per_s_per_gpu == pytest.approx(tokens_per_s / 4)
+    assert line.mfu == pytest.approx(tokens_per_s / 4 * FLOPS / PEAK)
+    assert line.global_steps_per_s == pytest.approx(3 * 2 / STEP)  # micro batches, of two replicas
+    assert (line.data_wait_s, line.forward_backward_s, line.optimizer_s) == (WAIT, PASSES, UPDATE)
+    run.step()
+    run.line()
+    for name, rate in run.meter.total_rates().items():
+        assert rate == pytest.approx(getattr(line, name)), name
+
+
+def test_without_a_known_peak_there_is_no_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch, peak=None)
+    run.step()
+    assert run.line().mfu is None
+    assert run.meter.total_rates()["mfu"] is None
+
+
+def test_the_loss_is_summed_over_replicas_and_the_memory_is_the_greatest_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(monkeypatch)
+    run.step(loss=9.0)
+    run.step(loss=0.5)
+    line = run.line()
+    assert line.loss == 0.5 + 2.5  # of the last step
+    assert line.peak_memory_gib == OWN_GIB + 3
+    assert run.meter.steps["peak_memory_gib"] == OWN_GIB, "each rank has a file of its own"
+    assert run.meter.own_work_s == [0.0] * 4
+    assert run.meter.steps["step_s"] == [STEP] * 2
+
+
+def test_evaluation_and_saving_are_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    for _ in range(2):  # between steps, after a line, and twice in a row
+        run.step()
+        run.pause(100.0)
+        run.step()
+        run.line()
+        run.pause(50.0)
+        run.pause(25.0)
+    run.step()
+    line = run.line()
+    assert line.step_time_s == STEP
+    assert run.meter.steps["step_s"] == [STEP]
+    assert run.meter.totals["train_s"] == 5 * STEP
+    assert run.meter.total_rates()["steps_per_s"] == pytest.approx(1 / STEP)
