@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_dp import metrics
+from bert_dp import metrics, summary
 from bert_dp.config import batch_plan, resolve
 from bert_dp.data import Batch, random_batch
 from bert_dp.dist import Comm, SharedClock
 from bert_dp.metrics import Meter
 from bert_dp.model import build_model
 from bert_dp.parallel import make_engine
-from bert_dp.train import Counters, Precision, evaluate, train
+from bert_dp.train import Counters, Outcome, Precision, evaluate, train
 from bert_dp.world import World
 
 CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ class Clock:
 class SlowSaver:
     """A thousand seconds for a checkpoint."""
 
-    gave_up, newest, held_s = None, None, 0.0
+    gave_up, newest, held_s, failed_saves = None, None, 0.0, 0
 
     def __init__(self, clock: Clock):
         self._clock, self.steps = clock, [0]
@@ -144,7 +144,9 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, clock: Clock) -> None:
+@pytest.fixture
+def trained(tmp_path: Path, clock: Clock) -> tuple[Any, Counters, Outcome]:
+    """Five steps of two micro batches, a line after every second, an evaluation after each."""
     settings = config(
         schedule={"steps": 5, "name": "constant"},
         eval={"every_steps": 1},
@@ -174,7 +176,7 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, clock
         held_out=[batch],
         epoch_size=99,
         meter=meter,
-        facts={},
+        facts={"compiled": False},
         saver=saver,
         say=lambda line: None,
         heartbeat=SimpleNamespace(enter=lambda *_: None, progress=lambda: None),
@@ -183,11 +185,43 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, clock
         norm_pairs=None,
     )
     counters = Counters()
-    outcome = train(job, counters, SharedClock(comm, now=clock.read))
+    return job, counters, train(job, counters, SharedClock(comm, now=clock.read))
+
+
+def test_evaluation_and_saving_are_no_part_of_a_steps_time(
+    tmp_path: Path, trained: tuple[Any, Counters, Outcome]
+) -> None:
+    job, _, outcome = trained
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 5]
     assert [line["step_time_s"] for line in lines] == [2.0] * 3  # two micro batches
-    assert saver.steps == [0, 2, 4, 5]
-    assert meter.totals["train_s"] == 5 * 2.0
+    assert job.saver.steps == [0, 2, 4, 5]
+    assert job.meter.totals["train_s"] == 5 * 2.0
     assert outcome.eval_s == 5 * 100.0
     assert np.isfinite(outcome.heldout_loss or np.nan)
+
+
+class TwoRanks(Comm):
+    """The other rank has taken more memory and less energy."""
+
+    def gather(self, values: Any) -> Tensor:
+        gib, used_j = values
+        return torch.tensor([[gib, used_j], [gib + 3.0, used_j / 2]], dtype=torch.float64)
+
+
+def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
+    tmp_path: Path, trained: tuple[Any, Counters, Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, counters, outcome = trained
+    job.comm = TwoRanks(World(0, 0, 2, 2), None)
+    monkeypatch.setattr(summary, "peak_memory_gib", lambda device: 1.0)
+    monkeypatch.setattr(summary.energy, "joules", lambda device: 130.0)
+    entropy = {"unigram_entropy_nats": 3.0, "uniform_entropy_nats": 4.0}
+    summary.write_summary(job, counters, outcome, entropy, 1.0, 2.0, before_j=30.0)
+    found = json.loads((tmp_path / "summary.json").read_text())
+    assert found["peak_memory_gib"] == 4.0
+    assert found["energy_j"] == 150.0
+    assert found["mfu"] is None
+    assert found["tokens_per_s"] == pytest.approx(5 * 4 * LENGTH / 10.0)
+    spent = found["time_s"]
+    assert (spent["setup"], spent["compile"], spent["train"], spent["eval"]) == (1.0, 2.0, 10.0, 500.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,10 @@ from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.cost import GIB
 from launcher.tune import batch, cache, curve, figures_batch, sizes
 from launcher.tune.curve import Rate, Size, Timed
+from launcher.tune.measuring import BatchSearch
 from launcher.tune.runner import Question, Runner, alloc_retries
 from launcher.tune.sizes import MemoryLine
-from launcher.tune.trials import Pool, Slot, from_outside
+from launcher.tune.trials import Pool, Slot, Trial, from_outside
 
 
 def config(global_size: int = 64, **batch: Any) -> Config:
@@ -230,6 +232,53 @@ def test_allocator_retries_count_after_the_warm_up_only(tmp_path: Path) -> None:
     assert alloc_retries(tmp_path, 2, 3) == 3
     write_steps(tmp_path, [{"step": 9, "alloc_retries": None}])
     assert alloc_retries(tmp_path, 1, 3) is None
+
+
+class MadePool(Pool):
+    """Trials that write what real ones would: a step takes 0.01 s and 0.01 s a sequence of a replica, the
+    second rank 0.4 GiB more than the first."""
+
+    def run(self, trials: Sequence[Trial]) -> dict[str, str]:
+        (trial,) = trials
+        batch, steps = trial.config.batch, trial.config.schedule.steps or 0
+        step_s = 0.01 + 0.01 * batch.global_size / trial.ranks
+        parts = {"data_wait_s": 0.0, "forward_backward_s": 0.8, "own_work_s": 0.7, "optimizer_s": 0.1}
+        shares = {**parts, "step_s": 1.0, "host_s": 1.0}
+        for rank in range(trial.ranks):
+            line = {
+                "step": steps,
+                **{name: [share * step_s] * steps for name, share in shares.items()},
+                "peak_memory_gib": made_gib(batch.micro_size, rank),
+                "alloc_retries": None,
+            }
+            write_steps(self.directory(trial), [line], rank)
+        return {trial.name: "ok"}
+
+    def seconds(self, trial: Trial) -> float:
+        return 1.0
+
+
+def made_gib(micro: int, rank: int) -> float:
+    return 0.5 + 0.02 * micro + 0.4 * rank
+
+
+def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
+    """Of 1.6 GiB a tenth is spare: 27 sequences fit beside 0.9 GiB, 47 would beside the 0.5 of rank 0."""
+    line = {"intercept_bytes": 0, "bytes_per_sequence": 0.02 * GIB, "parts": {}}
+    (tmp_path / "memory_line.json").write_text(json.dumps(line))
+    question = Question(config(64), 2, (1, 2, 4, 8, 16, 32), 600.0, 1.6, "--memory", "torchrun", False)
+    pool = MadePool(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=lambda line: None)
+    search = BatchSearch(question, tmp_path, pool, lambda line: None)
+    search.run()
+    memory = search.facts["memory"]
+    assert (memory["predicted_limit"], memory["verified"]) == (27, 27)
+    for tried in memory["tried"]:
+        assert tried["rank"] == 1
+        assert tried["measured_gib"] == pytest.approx(made_gib(tried["micro_batch"], 1))
+    assert [size["micro_batch"] for size in search.facts["sizes"]] == [1, 2, 4, 8, 16]
+    assert all(size["status"] == "ok" for size in search.facts["sizes"])
+    for size in search.facts["sizes"]:
+        assert size["measured_gib"] == pytest.approx(made_gib(size["micro_batch"], 1))
 
 
 @pytest.mark.parametrize(
