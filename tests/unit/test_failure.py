@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import signal
 import sysconfig
@@ -58,6 +59,24 @@ def test_an_exception_comes_before_the_kills_that_follow_it(tmp_path: Path) -> N
     failure = first_cause(tmp_path, TORCHRUN)
     assert failure is not None
     assert (failure.rank, failure.message) == (0, "RuntimeError: out of memory")
+
+
+@pytest.mark.parametrize("kinds", sorted(set(itertools.product(("error", "silence", "peer"), repeat=3))))
+def test_the_earliest_that_is_no_consequence_is_the_cause(tmp_path: Path, kinds: tuple[str, ...]) -> None:
+    """Ranks 2, 1, 0 end in this order: by an error, without a record, or for a peer that has gone."""
+    departures = []
+    for time_ns, (rank, kind) in enumerate(zip((2, 1, 0), kinds, strict=True), start=1):
+        if kind == "silence":
+            departures.append(Departure(rank, -signal.SIGKILL, 10 * time_ns))
+        else:
+            message = "out of memory" if kind == "error" else "Connection closed by peer"
+            error(tmp_path, rank, message, 10 * time_ns)
+            departures.append(Departure(rank, 1, 10 * time_ns + 5))
+    failure = first_cause(tmp_path, "", departures)
+    assert failure is not None
+    first = next((place for place, kind in enumerate(kinds) if kind != "peer"), 0)
+    assert failure.rank == 2 - first
+    assert failure.killed == (kinds[first] == "silence")
 
 
 def test_the_earliest_exception_wins_and_bad_input_before_it(tmp_path: Path) -> None:

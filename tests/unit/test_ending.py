@@ -1,0 +1,174 @@
+"""Workers that do not end by themselves, on a clock that the test turns: the time they have to save, what a
+second signal does, and what is killed after a launcher that died."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import processes, reaper
+
+STUBBORN = """
+import signal, sys, time
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda n, _: print(n, file=open("signals", "a"), flush=True))
+open("ready", "w").close()
+while True:
+    time.sleep(0.01)
+"""
+LAUNCHER = (
+    "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], '-m', 'bert_dp.worker'])"
+)
+ENDLESS = 500  # seconds; a run that is not ended by then never is
+
+
+class Clock:
+    """A second passes whenever it is looked at, but none before `waits_for` is there."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.waits_for: Path | None = None
+
+    def monotonic(self) -> float:
+        if self.waits_for is None or self.waits_for.exists():
+            self.now += 1
+        assert self.now < ENDLESS, "the run is not ended"
+        return self.now
+
+
+@pytest.fixture
+def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of a run with one worker that notes its signals and goes on for ever."""
+    clock = Clock()
+    command = [sys.executable, "-c", LAUNCHER, STUBBORN]
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(processes, "start_command", lambda *_: command)
+    monkeypatch.setattr(processes, "time", clock)
+    monkeypatch.setattr(processes, "POLL_S", 0.01)
+    return clock
+
+
+def once_ready(act: Callable[[], None]) -> Callable[[], None]:
+    """What is done at the first poll at which the worker is ready."""
+    done: list[bool] = []
+
+    def on_poll() -> None:
+        if not done and Path("ready").exists():
+            done.append(True)
+            act()
+
+    return on_poll
+
+
+def stop(times: int = 1) -> None:
+    for _ in range(times):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Patience:
+    """A watch that sees no hang, and has seen enough after some time."""
+
+    hang = None
+    polls = 0
+
+    def poll(self, workers: object) -> None:
+        self.polls += 1
+        assert self.polls < 10_000, "the run is not ended"
+
+
+def test_a_worker_that_never_ends_is_killed_when_the_time_since_the_first_signal_is_over(
+    tmp_path: Path, clock: Clock
+) -> None:
+    clock.waits_for = tmp_path / "signals"
+    ended = processes.run(tmp_path, 1, "none", once_ready(stop), grace_s=100.0)
+    assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
+    assert 100 < clock.now < 110
+    assert (tmp_path / "signals").read_text() == "15\n"  # it was told once
+
+
+def test_a_second_signal_does_not_wait(tmp_path: Path, clock: Clock) -> None:
+    ended = processes.run(tmp_path, 1, "none", once_ready(lambda: stop(2)), grace_s=100.0)
+    assert ended.exit_code == 128 + signal.SIGTERM
+    assert clock.now < 5
+
+
+def test_ranks_that_outlive_a_failed_one_are_ended_soon(tmp_path: Path, clock: Clock) -> None:
+    """Without any signal to them, and with the cause of the one that failed."""
+
+    def fail() -> None:
+        facts = {"rank": 1, "time_ns": 1, "type": "ValueError", "message": "no", "where": None}
+        path = tmp_path / "logs" / "rank-1.error.json"
+        path.write_text(json.dumps({**facts, "bad_input": None}))
+
+    watch: Any = Patience()
+    ended = processes.run(tmp_path, 1, "none", once_ready(fail), grace_s=100.0, watch=watch)
+    assert ended.failure is not None
+    assert (ended.exit_code, ended.failure.headline()) == (1, "rank 1: ValueError: no")
+    assert processes.KILL_AFTER_FAILURE_S < clock.now < 2 * processes.KILL_AFTER_FAILURE_S
+    assert not (tmp_path / "signals").exists()
+
+
+# --- after a launcher that was killed
+
+
+class System:
+    """What the reaper asks the system for: its input is closed, and processes are there round by round."""
+
+    SIGKILL, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIG_IGN = 9, 2, 15, 1, 10, 1
+
+    def __init__(self, *rounds: list[int]):
+        self.rounds, self.now, self.killed = list(rounds), 0.0, list[int]()
+
+    def marked(self, marks: tuple[str, ...]) -> list[int]:
+        return (self.rounds.pop(0) if len(self.rounds) > 1 else self.rounds[0]) if marks == ("RUN=1",) else []
+
+    def read(self, descriptor: int, count: int) -> bytes:
+        return b""
+
+    def signal(self, number: int, handler: int) -> None:
+        pass
+
+    def kill(self, pid: int, number: int) -> None:
+        assert number == signal.SIGKILL
+        self.killed.append(pid)
+        if pid == 404:
+            raise ProcessLookupError
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        assert self.now < 60
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def reap(monkeypatch: pytest.MonkeyPatch, scratch: Path, *rounds: list[int]) -> System:
+    system = System(*rounds)
+    for name in ("os", "signal", "time"):
+        monkeypatch.setattr(reaper, name, system)
+    monkeypatch.setattr(reaper, "marked", system.marked)
+    reaper.main(str(scratch), "RUN=1")
+    return system
+
+
+def test_the_reaper_looks_again_until_nothing_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Something was started while the first were killed, one had gone, one needed a second time."""
+    (tmp_path / "scratch").mkdir()
+    system = reap(monkeypatch, tmp_path / "scratch", [404, 11], [11, 12], [])
+    assert system.killed == [404, 11, 11, 12]
+    assert system.now >= reaper.PATIENCE_S  # ranks that can end by themselves had their time
+    assert not (tmp_path / "scratch").exists()
+
+
+def test_the_reaper_gives_up_what_cannot_be_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    system = reap(monkeypatch, tmp_path, [11])
+    assert system.now == pytest.approx(reaper.PATIENCE_S + reaper.SEARCH_S, abs=0.2)
