@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from launcher import cli
 
 TINY = (
     "model.vocab_size=64",
@@ -49,6 +54,24 @@ def bert_dp(
         check=False,
         env={**os.environ, "COLUMNS": "160", **environ},
     )
+
+
+def here(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess.CompletedProcess[str]:
+    """As `bert_dp`, in this process and ten times as fast: for commands that start no rank."""
+    said, errors = io.StringIO(), io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", ["bert-dp", *arguments]),
+        mock.patch.dict(os.environ, {"COLUMNS": "160", **environ}),
+        contextlib.chdir(cwd or "."),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(errors),
+    ):
+        try:
+            cli.main()
+            code: Any = 0
+        except SystemExit as end:
+            code = end.code or 0
+    return subprocess.CompletedProcess(arguments, code, said.getvalue(), errors.getvalue())
 
 
 def start(

@@ -16,7 +16,7 @@ import numpy as np
 import psutil
 import pytest
 
-from tests.e2e.cli import bert_dp, start, tiny
+from tests.e2e.cli import bert_dp, here, start, tiny
 from tests.faults.harness import broken
 from tests.shards import write_shards
 
@@ -247,7 +247,7 @@ def test_a_torn_run_is_run_again_and_damaged_side_files_are_measured_again(
 
 def test_one_more_call_measures_nothing_again(out: Path, shards: Path) -> None:
     before = (out / "scaling.json").read_text()
-    done = bert_dp(*command(shards, out, "--json"))
+    done = here(*command(shards, out, "--json"))
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert told["cells"] == json.loads(before)["cells"]
@@ -255,13 +255,13 @@ def test_one_more_call_measures_nothing_again(out: Path, shards: Path) -> None:
 
 @pytest.mark.parametrize("option", ["--out", "--png"])
 def test_a_report_that_cannot_be_written_names_its_place(out: Path, option: str) -> None:
-    done = bert_dp("report", str(out), option, "/proc/nothing/x")
+    done = here("report", str(out), option, "/proc/nothing/x")
     assert done.returncode == 2, done.stderr
     assert f"{option}: /proc" in done.stderr
 
 
 def test_another_grid_is_refused_where_one_stands(out: Path, shards: Path) -> None:
-    done = bert_dp(*command(shards, out, "--set", "optim.lr=0.5"))
+    done = here(*command(shards, out, "--set", "optim.lr=0.5"))
     assert done.returncode == 2
     assert "config_hash differ" in done.stderr
 
@@ -284,7 +284,7 @@ def test_another_grid_is_refused_where_one_stands(out: Path, shards: Path) -> No
 def test_a_grid_with_an_impossible_cell_is_refused(
     tmp_path: Path, shards: Path, more: list[str], texts: list[str]
 ) -> None:
-    done = bert_dp(*command(shards, tmp_path / "out", *more))
+    done = here(*command(shards, tmp_path / "out", *more))
     assert done.returncode == 2, done.stdout
     for text in texts:
         assert text in done.stderr
@@ -292,11 +292,11 @@ def test_a_grid_with_an_impossible_cell_is_refused(
 
 
 def test_a_dry_run_lists_the_cells(tmp_path: Path, shards: Path) -> None:
-    done = bert_dp(*command(shards, tmp_path / "out", "--dry-run", "--set", "checkpoint.keep=3"))
+    done = here(*command(shards, tmp_path / "out", "--dry-run", "--set", "checkpoint.keep=3"))
     assert done.returncode == 0, done.stderr
     assert "strong-ceiling-n2: 2 ranks, global batch 8 = 2 x 2 x 2" in done.stdout
     assert "warning: --set checkpoint.keep has no effect" in done.stdout
-    told = bert_dp(*command(shards, tmp_path / "out", "--dry-run", "--json"))
+    told = here(*command(shards, tmp_path / "out", "--dry-run", "--json"))
     assert json.loads(told.stdout)["cells"][0]["id"] == "strong-single-n1"
     assert not (tmp_path / "out").exists()
 
@@ -341,7 +341,7 @@ def test_four_ranks_and_tensor_parallelism(tmp_path: Path, shards: Path) -> None
 
 
 def test_what_train_refuses_of_this(tmp_path: Path, shards: Path) -> None:
-    done = bert_dp(
+    done = here(
         "train",
         "quickstart",
         *tiny(shards, "parallel.engine=independent"),

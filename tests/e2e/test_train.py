@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import signal
 import time
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import psutil
 import pytest
 
 from launcher.training import shipped_configs
-from tests.e2e.cli import bert_dp, start, tiny
+from tests.e2e.cli import bert_dp, here, tiny
 from tests.shards import write_shards
 
 CONFIGS = sorted(shipped_configs().glob("*.yaml"))
@@ -49,10 +48,18 @@ def step_reached(run_dir: Path, step: int):
     return lambda: path.exists() and path.read_text().count("\n") >= step
 
 
-def test_a_run_writes_its_directory_and_a_second_one_continues_it(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "a run with spaces"
+@pytest.fixture(scope="module")
+def first(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> tuple[Path, str]:
+    """A run of two steps at two ranks, and what its console showed."""
+    run_dir = tmp_path_factory.mktemp("first") / "a run with spaces"
     done = bert_dp("train", "quickstart", *tiny(shards, "log.tensorboard=true"), "--run-dir", str(run_dir))
     assert done.returncode == 0, done.stderr
+    return run_dir, done.stdout
+
+
+@pytest.mark.quick
+def test_a_run_writes_its_directory(first: tuple[Path, str]) -> None:
+    run_dir, said = first
     for name in (
         "config.yaml",
         "environment.json",
@@ -70,50 +77,64 @@ def test_a_run_writes_its_directory_and_a_second_one_continues_it(tmp_path: Path
     assert (summary["status"], summary["step"], summary["world_size"]) == ("done", 2, 2)
     assert summary["accumulation"] * summary["micro_batch"] * summary["world_size"] == summary["global_batch"]
     for text in ("held-out", "unigram", "ln V", "tokens/s", "global steps/s", "MFU", "report.html"):
-        assert text in done.stdout, text
+        assert text in said, text
     for line in lines(run_dir / "metrics.jsonl"):
         assert line["tokens_per_s"] == pytest.approx(line["samples_per_s"] * 16)
         assert line["tokens_per_s_per_gpu"] == pytest.approx(line["tokens_per_s"] / 2)
         assert line["global_steps_per_s"] == pytest.approx(line["steps_per_s"] * line["accumulation"] * 2)
         assert line["tokens"] == line["samples"] * 16 == line["step"] * 8 * 16
 
+
+@pytest.mark.quick
+def test_the_same_directory_goes_on_at_another_number_of_ranks(
+    first: tuple[Path, str], tmp_path: Path
+) -> None:
+    run_dir = shutil.copytree(first[0], tmp_path / "a run with spaces", symlinks=True)
     more = bert_dp("train", "--run-dir", str(run_dir), "--set", "schedule.steps=4", "--nproc", "1")
     assert more.returncode == 0, more.stderr + more.stdout
     assert "resuming from step-00000002" in more.stdout
     assert [line["step"] for line in lines(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
     assert [line["world_size"] for line in lines(run_dir / "metrics.jsonl")] == [2, 2, 1, 1]
 
-    changed = bert_dp("train", "--run-dir", str(run_dir), "--set", "optim.lr=1e-4")
-    assert changed.returncode == 2
-    assert "optim.lr" in changed.stderr
-    never = bert_dp("train", "--run-dir", str(run_dir), "--resume", "never")
-    assert never.returncode == 2
-    assert "already holds a run" in never.stderr
 
-    from_weights = bert_dp(
-        "train",
-        "quickstart",
-        *tiny(shards, f"run.init_from={run_dir}"),
-        "--nproc",
-        "1",
-        "--run-dir",
-        str(tmp_path / "second"),
-    )
-    assert from_weights.returncode == 0, from_weights.stderr
-    first = lines(tmp_path / "second" / "metrics.jsonl")[0]
-    assert first["step"] == 1
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [(["--set", "optim.lr=1e-4"], "optim.lr"), (["--resume", "never"], "already holds a run")],
+)
+def test_a_directory_that_holds_a_run_refuses_another(
+    first: tuple[Path, str], more: list[str], said: str
+) -> None:
+    done = here("train", "--run-dir", str(first[0]), *more)
+    assert done.returncode == 2
+    assert said in done.stderr
 
-    shapes_fit = tiny(shards, f"run.init_from={run_dir}", "model.num_heads=4")
-    other = bert_dp("train", "quickstart", *shapes_fit, "--dry-run")
-    assert other.returncode == 2
-    assert "model.num_heads: 4, but run.init_from" in other.stderr
-    (tmp_path / "nothing").mkdir()
-    empty = bert_dp(
-        "train", "quickstart", *tiny(shards, f"run.init_from={tmp_path / 'nothing'}"), "--dry-run"
-    )
-    assert empty.returncode == 2
-    assert "run.init_from" in empty.stderr
 
+def test_a_run_from_another_runs_weights_starts_at_step_one(
+    first: tuple[Path, str], shards: Path, tmp_path: Path
+) -> None:
+    options = [*tiny(shards, f"run.init_from={first[0]}"), "--nproc", "1"]
+    done = bert_dp("train", "quickstart", *options, "--run-dir", str(tmp_path / "second"))
+    assert done.returncode == 0, done.stderr
+    assert lines(tmp_path / "second" / "metrics.jsonl")[0]["step"] == 1
+
+
+def test_weights_of_another_shape_are_refused(first: tuple[Path, str], shards: Path) -> None:
+    options = tiny(shards, f"run.init_from={first[0]}", "model.num_heads=4")  # the shapes fit
+    done = here("train", "quickstart", *options, "--dry-run")
+    assert done.returncode == 2
+    assert "model.num_heads: 4, but run.init_from" in done.stderr
+
+
+def test_a_directory_without_weights_is_refused(shards: Path, tmp_path: Path) -> None:
+    done = here("train", "quickstart", *tiny(shards, f"run.init_from={tmp_path}"), "--dry-run")
+    assert done.returncode == 2
+    assert "run.init_from" in done.stderr
+
+
+def test_weights_of_another_tokenizer_are_refused(
+    first: tuple[Path, str], shards: Path, tmp_path: Path
+) -> None:
     foreign = shutil.copytree(shards, tmp_path / "foreign")
     manifest = json.loads((foreign / "manifest.json").read_text())
     (foreign / "tokenizer.json").write_text("{ }")
@@ -123,17 +144,10 @@ def test_a_run_writes_its_directory_and_a_second_one_continues_it(tmp_path: Path
     (foreign / "manifest.json").write_text(
         json.dumps({**manifest, "hash": hashlib.sha256(text.encode()).hexdigest()})
     )
-    words = bert_dp(
-        "train",
-        "quickstart",
-        *tiny(foreign, f"run.init_from={run_dir}"),
-        "--nproc",
-        "1",
-        "--run-dir",
-        str(tmp_path / "third"),
-    )
-    assert words.returncode == 2
-    assert "data.tokenizer" in words.stdout + words.stderr
+    options = [*tiny(foreign, f"run.init_from={first[0]}"), "--nproc", "1"]
+    done = bert_dp("train", "quickstart", *options, "--run-dir", str(tmp_path / "third"))
+    assert done.returncode == 2
+    assert "data.tokenizer" in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda p: p.stem)
@@ -172,12 +186,13 @@ BAD = {
 }
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("what", BAD)
 def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, shards: Path, what: str) -> None:
     if what == "gpus" and Path("/dev/nvidia0").exists():
         pytest.skip("this machine has a GPU")
     extra, texts = BAD[what]
-    done = bert_dp(
+    done = here(
         "train", "quickstart", *tiny(shards), *extra, "--run-dir", str(tmp_path / "run"), cwd=tmp_path
     )
     assert done.returncode == 2, done.stdout
@@ -186,14 +201,16 @@ def test_bad_input_is_refused_before_anything_starts(tmp_path: Path, shards: Pat
     assert not (tmp_path / "run").exists(), "nothing half-written"
 
 
+@pytest.mark.quick
 def test_missing_configuration_names_the_file(tmp_path: Path) -> None:
-    done = bert_dp("train", "no-such.yaml", cwd=tmp_path)
+    done = here("train", "no-such.yaml", cwd=tmp_path)
     assert done.returncode == 2
     assert "no-such.yaml" in done.stderr
 
 
+@pytest.mark.quick
 def test_dry_run_prints_the_equation_and_starts_nothing(tmp_path: Path) -> None:
-    done = bert_dp(
+    done = here(
         "train", "crammed-bert", "--set", "data.sources=[builtin]", "--nproc", "4", "--dry-run", cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
@@ -201,64 +218,3 @@ def test_dry_run_prints_the_equation_and_starts_nothing(tmp_path: Path) -> None:
     for text in ("119,589,889 parameters", "622.9 MFLOP", "GiB", "24.0 h"):
         assert text in done.stdout, text
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_checkpoints_and_the_run_goes_on_later(
-    tmp_path: Path, shards: Path, number: signal.Signals
-) -> None:
-    run_dir = tmp_path / "run"
-    options = tiny(shards, "schedule.steps=100000")
-    process = start("train", "quickstart", *options, "--run-dir", str(run_dir))
-    wait_for(step_reached(run_dir, 5))
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 128 + number, out + err
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert (summary["status"], summary["signal"]) == ("stopped", number)
-    checkpoint = json.loads((run_dir / summary["checkpoint"] / "state.json").read_text())
-    assert checkpoint["step"] == summary["step"] == lines(run_dir / "metrics.jsonl")[-1]["step"]
-    assert not members(run_dir)
-    steps = summary["step"] + 2
-    more = bert_dp("train", "--run-dir", str(run_dir), "--set", f"schedule.steps={steps}")
-    assert more.returncode == 0, more.stdout + more.stderr
-    assert [line["step"] for line in lines(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
-
-
-def test_sigkill_of_the_launcher_leaves_no_process(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = start("train", "quickstart", *tiny(shards, "schedule.steps=100000"), "--run-dir", str(run_dir))
-    wait_for(step_reached(run_dir, 2))
-    assert len(members(run_dir)) == 3  # torchrun and two ranks
-    process.kill()
-    process.communicate()
-    wait_for(lambda: not members(run_dir), seconds=30)
-
-
-def test_a_run_directory_in_use_is_refused_and_only_loopback_listens(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = start("train", "quickstart", *tiny(shards, "schedule.steps=100000"), "--run-dir", str(run_dir))
-    try:
-        wait_for(step_reached(run_dir, 2))
-        sockets = [c for m in members(run_dir) for c in m.net_connections("inet") if c.status == "LISTEN"]
-        assert sockets, "gloo listens somewhere"
-        assert all(c.laddr.ip in ("127.0.0.1", "::1") for c in sockets), sockets
-        second = bert_dp("train", "quickstart", *tiny(shards), "--run-dir", str(run_dir))
-        assert second.returncode == 2
-        assert "in use" in second.stderr
-    finally:
-        process.terminate()
-        process.communicate(timeout=60)
-
-
-def test_a_killed_rank_is_named_first(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = start("train", "quickstart", *tiny(shards, "schedule.steps=100000"), "--run-dir", str(run_dir))
-    wait_for(step_reached(run_dir, 2))
-    ranks = [m for m in members(run_dir) if m.environ().get("RANK") == "1"]
-    ranks[0].kill()
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 1
-    assert "rank 1: killed by signal 9 (SIGKILL)" in "".join(out.splitlines(keepends=True)[-30:]), out + err
-    assert json.loads((run_dir / "summary.json").read_text())["status"] == "failed"
-    assert not members(run_dir)

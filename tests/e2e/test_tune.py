@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from bert_dp.config import load_config
-from tests.e2e.cli import bert_dp, start, tiny
+from tests.e2e.cli import bert_dp, here, start, tiny
 from tests.faults.harness import broken
 from tests.shards import write_shards
 
@@ -163,11 +163,11 @@ def test_the_tuned_configuration_trains_as_it_is(out: Path, tune: dict[str, Any]
 def test_the_same_question_is_answered_from_the_cache(
     shards: Path, cache: str, tune: dict[str, Any], tmp_path: Path
 ) -> None:
-    done = bert_dp(*command(shards, tmp_path / "again", "--json"), BERT_DP_CACHE=cache)
+    done = here(*command(shards, tmp_path / "again", "--json"), BERT_DP_CACHE=cache)
     assert done.returncode == 0, done.stderr
     again = json.loads(done.stdout)
     assert again["cached"]
-    done = bert_dp(*command(shards, tmp_path / "again", "--json"), BERT_DP_CACHE=cache)
+    done = here(*command(shards, tmp_path / "again", "--json"), BERT_DP_CACHE=cache)
     assert done.returncode == 0, "the same command once more"
     assert again["choice"] == tune["choice"]
     assert not (tmp_path / "again" / "trials").exists()
@@ -183,10 +183,10 @@ def test_train_with_micro_size_auto_asks_the_cache_and_the_run_keeps_the_number(
     chosen = tune["choice"]["micro_batch"]
     assert f"auto = {chosen}, found on" in done.stdout
     assert load_config(tmp_path / "run" / "config.yaml").batch.micro_size == chosen
-    unknown = bert_dp("train", *options, "--dry-run", BERT_DP_CACHE=str(tmp_path / "empty"))
+    unknown = here("train", *options, "--dry-run", BERT_DP_CACHE=str(tmp_path / "empty"))
     assert unknown.returncode == 0
     assert "auto = 1, for this dry run" in unknown.stdout
-    elsewhere = bert_dp("scale", *options[:-2], "--dry-run")
+    elsewhere = here("scale", *options[:-2], "--dry-run")
     assert elsewhere.returncode == 2
     assert "batch.micro_size: auto is found by" in elsewhere.stderr
 
@@ -205,7 +205,7 @@ def test_micro_size_auto_searches_once_and_only_for_a_run_that_can_start(
 ) -> None:
     cache = tmp_path / "cache"
     run = ["train", *auto(shards, tmp_path), "--set", "batch.global_size=2"]
-    refused = bert_dp(*run, "--resume", str(tmp_path / "none"), BERT_DP_CACHE=str(cache))
+    refused = here(*run, "--resume", str(tmp_path / "none"), BERT_DP_CACHE=str(cache))
     assert refused.returncode == 2
     assert "none holds no checkpoint" in refused.stderr
     assert not cache.exists()
@@ -278,7 +278,7 @@ def test_a_signal_ends_it_cleanly_and_the_same_command_goes_on(shards: Path, tmp
 def test_bad_input_is_refused_before_anything_starts(
     shards: Path, tmp_path: Path, more: tuple[str, str], said: str
 ) -> None:
-    done = bert_dp(*command(shards, tmp_path / "o"), *more)
+    done = here(*command(shards, tmp_path / "o"), *more)
     assert done.returncode == 2, done.stdout
     assert said in done.stderr
     assert "Traceback" not in done.stderr

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.e2e.cli import bert_dp, start, tiny
+from tests.e2e.cli import bert_dp, here, start, tiny
 from tests.shards import write_shards
 
 STEPS, STEP = 32, 128  # of the configured run; tokens of one step
@@ -128,12 +128,12 @@ def test_the_choice_follows_from_the_trials_records(found: dict[str, Any], out: 
 
 def test_a_complete_search_runs_nothing_again(shards: Path, out: Path, found: dict[str, Any]) -> None:
     before = whole(out)
-    again = bert_dp(*command(shards, out, "--json"))
+    again = here(*command(shards, out, "--json"))
     assert again.returncode == 0, again.stderr
     told = json.loads(again.stdout)
     assert (told["choice"], told["rungs"]) == (found["choice"], found["rungs"])
     assert whole(out) == before
-    other = bert_dp(*command(shards, out, "--seeds", "2"))
+    other = here(*command(shards, out, "--seeds", "2"))
     assert other.returncode == 2
     assert "holds another search (settings differ)" in other.stderr
 
@@ -151,18 +151,18 @@ def test_what_was_tuned_trains(out: Path, found: dict[str, Any], tmp_path: Path)
 
 
 def test_the_verb_describes_and_refuses(shards: Path, tmp_path: Path) -> None:
-    dry = bert_dp(*command(shards, tmp_path / "out", "--dry-run"))
+    dry = here(*command(shards, tmp_path / "out", "--dry-run"))
     assert dry.returncode == 0, dry.stderr
     assert "3 rates spaced 2x at 1/8" in dry.stdout
     assert not (tmp_path / "out").exists()
-    bad = bert_dp(*command(shards, tmp_path, "--optimizers", "sgd", "--weight-decays", "-1", "--tokens", "5"))
+    bad = here(*command(shards, tmp_path, "--optimizers", "sgd", "--weight-decays", "-1", "--tokens", "5"))
     assert bad.returncode == 2
     for option in ("--optimizers: 'sgd'", "--weight-decays: ", "--tokens: 5"):
         assert f"error: {option}" in bad.stderr
     (tmp_path / "mine.txt").write_text("x")
-    taken = bert_dp(*command(shards, tmp_path))
+    taken = here(*command(shards, tmp_path))
     assert taken.returncode == 2
     assert "is not empty and holds no search" in taken.stderr
-    carried = bert_dp("tune", "lr", "quickstart", "--transfer", "64->256")
+    carried = here("tune", "lr", "quickstart", "--transfer", "64->256")
     assert carried.returncode == 0, carried.stderr
     assert "0.008 = 0.004 x sqrt(256 / 64)" in carried.stdout

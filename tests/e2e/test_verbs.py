@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cli import bert_dp, tiny
+from tests.e2e.cli import bert_dp, here, tiny
 from tests.parity.runs import settings, write_run
 from tests.scaling_fixture import scaling
 from tests.shards import write_shards
@@ -32,9 +32,10 @@ VERBS = (
 )
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("verb", VERBS, ids=lambda v: " ".join(v) or "bert-dp")
 def test_help(verb: list[str]) -> None:
-    done = bert_dp(*verb, "--help")
+    done = here(*verb, "--help")
     assert done.returncode == 0
     assert "Usage:" in done.stdout
 
@@ -111,6 +112,7 @@ def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path) -> None:
     assert bert_dp("doctor").returncode == done.returncode
 
 
+@pytest.mark.quick
 def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None:
     asked = (
         "plan",
@@ -128,12 +130,12 @@ def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None
         "--gpus",
         "1..16",
     )
-    done = bert_dp(*asked, "--inter", "ib-hdr", "--nics", "8", "--engine", "zero1", "--json")
+    done = here(*asked, "--inter", "ib-hdr", "--nics", "8", "--engine", "zero1", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     assert [row["world_size"] for row in rows] == [1, 2, 4, 8, 16]
     assert all(0.5 < row["efficiency"] <= 1.01 for row in rows)
-    shown = bert_dp(*asked, "--inter", "ib-hdr", "--straggler", "0.02", "--accumulation", "1,4")
+    shown = here(*asked, "--inter", "ib-hdr", "--straggler", "0.02", "--accumulation", "1,4")
     assert shown.returncode == 0, shown.stderr
     assert "What one change would do on 16 GPUs" in shown.stdout
     for extra, said in (
@@ -142,11 +144,11 @@ def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None
         (("--gpus", "0"), "--gpus"),
         (("--from", str(tmp_path)), "--from"),
     ):
-        refused = bert_dp(*asked, *extra)
+        refused = here(*asked, *extra)
         assert refused.returncode == 2
         assert said in refused.stderr
         assert "Traceback" not in refused.stderr
-    assert bert_dp("plan", "scaling").returncode == 2
+    assert here("plan", "scaling").returncode == 2
 
 
 def test_report_of_runs_and_of_nothing(tmp_path: Path) -> None:
@@ -164,28 +166,30 @@ def test_report_of_runs_and_of_nothing(tmp_path: Path) -> None:
     assert bert_dp("report", str(tmp_path / "none")).returncode == 2
 
 
+@pytest.mark.quick
 def test_report_of_a_scaling_benchmark(tmp_path: Path) -> None:
     (tmp_path / "scale").mkdir()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text("{}")
     (tmp_path / "scale" / "scaling.json").write_text(json.dumps(scaling()))
-    done = bert_dp("report", str(tmp_path / "scale"))
+    done = here("report", str(tmp_path / "scale"))
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "scale" / "report.html")
     assert "Speed-up, weak scaling" in (tmp_path / "scale" / "report.html").read_text()
-    mixed = bert_dp("report", str(tmp_path / "run"), str(tmp_path / "scale"))
+    mixed = here("report", str(tmp_path / "run"), str(tmp_path / "scale"))
     assert mixed.returncode == 2
     assert "scale is a scaling benchmark" in mixed.stderr
     (tmp_path / "scale" / "scaling.json").write_text("{")
-    torn = bert_dp("report", str(tmp_path / "scale"))
+    torn = here("report", str(tmp_path / "scale"))
     assert torn.returncode == 2
     assert "not a JSON object" in torn.stderr
 
 
+@pytest.mark.quick
 def test_report_of_a_search(tmp_path: Path) -> None:
     (tmp_path / "tune").mkdir()
     (tmp_path / "tune" / "tune.json").write_text(json.dumps(batch()))
-    done = bert_dp("report", str(tmp_path / "tune"))
+    done = here("report", str(tmp_path / "tune"))
     assert done.returncode == 0, done.stderr
     assert "Throughput against micro batch" in (tmp_path / "tune" / "report.html").read_text()
     for extra, said in (
@@ -193,7 +197,7 @@ def test_report_of_a_search(tmp_path: Path) -> None:
         ([str(tmp_path)], "tune is a search; its page is made of it alone"),
         (["--out", "/proc/nothing/x"], "cannot be written"),
     ):
-        refused = bert_dp("report", str(tmp_path / "tune"), *extra)
+        refused = here("report", str(tmp_path / "tune"), *extra)
         assert refused.returncode == 2
         assert said in refused.stderr
 
