@@ -116,8 +116,9 @@ def test_sigterm_checkpoints_only_loopback_listens_and_the_run_goes_on_to_its_en
     assert (run_dir / "logs" / "rank-1.log").exists()
 
 
-@pytest.mark.parametrize("launcher", TOOLS)
+@pytest.mark.parametrize("launcher", TOOLS[1:])
 def test_sigkill_of_our_launcher_leaves_no_process(tmp_path: Path, shards: Path, launcher: str) -> None:
+    """Of torchrun: row 4 of the fault table."""
     run_dir = tmp_path / "run"
     with running(run_dir, launcher, shards) as process:
         assert len(members(run_dir)) == (4 if launcher == "deepspeed" else 3)
@@ -185,6 +186,7 @@ LATER = {**GONE, "message": "out of luck"}
 DEEPSPEED = "[ERROR] ['python', '-m', 'bert_dp.worker'] exits with return code = -11"
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("error", "departures", "said", "message"),
     [
@@ -224,6 +226,7 @@ def test_a_launcher_that_is_unknown_or_not_installed_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.quick
 def test_what_surrounds_a_launcher_does_not_change_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.cli import bert_dp, command, start, tiny
+from tests.e2e.cli import bert_dp, command, here, start, tiny
 from tests.e2e.test_train import lines, members, step_reached, wait_for
 from tests.shards import write_shards
 
@@ -48,7 +48,7 @@ def test_a_refused_resume_changes_nothing(finished: Path, tmp_path: Path) -> Non
         (["--set", "optim.lr=0.5"], "optim.lr"),
         (["--resume", str(tmp_path)], "holds no checkpoint"),
     ):
-        refused = bert_dp("train", "--run-dir", str(finished), "--set", "schedule.steps=9", *extra)
+        refused = here("train", "--run-dir", str(finished), "--set", "schedule.steps=9", *extra)
         assert refused.returncode == 2, refused.stdout
         assert text in refused.stderr
         assert files(finished) == before
@@ -123,6 +123,8 @@ def test_two_launchers_on_one_directory_only_one_runs(tmp_path: Path, shards: Pa
     texts = [process.communicate(timeout=120) for process in both]
     codes = sorted(process.returncode for process in both)
     assert codes == [0, 2], texts
+    refused = next(i for i, process in enumerate(both) if process.returncode == 2)
+    assert "in use" in texts[refused][1]
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "done"
 
 
@@ -177,9 +179,10 @@ def test_the_corpus_build_ends_with_its_launcher(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("where", ["/proc/none", "/etc/passwd/run"])
 def test_a_directory_that_cannot_be_made_is_refused(shards: Path, where: str) -> None:
-    done = bert_dp("train", "quickstart", *tiny(shards), "--run-dir", where)
+    done = here("train", "quickstart", *tiny(shards), "--run-dir", where)
     assert done.returncode == 2
     assert "--run-dir" in done.stderr
     assert "Traceback" not in done.stderr
