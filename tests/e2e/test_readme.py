@@ -93,6 +93,7 @@ def expand(arguments: list[str], folder: Path) -> list[str]:
     return out
 
 
+@pytest.mark.quick
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = {command.split()[1] for command in COMMANDS if command.startswith("make ")}
@@ -101,6 +102,7 @@ def test_make_targets_exist() -> None:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
+@pytest.mark.quick
 def test_named_files_and_configurations_exist() -> None:
     for name in re.findall(r"`((?:bert_dp|launcher|tests|benchmarks|configs)/[\w./-]+)`", README):
         assert (ROOT / name).exists(), name
@@ -108,10 +110,12 @@ def test_named_files_and_configurations_exist() -> None:
     assert {path.stem for path in shipped_configs().glob("*.yaml")} <= named
 
 
+@pytest.mark.quick
 def test_readme_has_no_placeholder() -> None:
     assert "RESULTS\n" not in README
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("name", ["CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"])
 def test_documents_name_only_files_that_exist(name: str) -> None:
     text = (ROOT / name).read_text()

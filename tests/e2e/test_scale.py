@@ -266,6 +266,7 @@ def test_another_grid_is_refused_where_one_stands(out: Path, shards: Path) -> No
     assert "config_hash differ" in done.stderr
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("more", "texts"),
     [
@@ -291,6 +292,7 @@ def test_a_grid_with_an_impossible_cell_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.quick
 def test_a_dry_run_lists_the_cells(tmp_path: Path, shards: Path) -> None:
     done = here(*command(shards, tmp_path / "out", "--dry-run", "--set", "checkpoint.keep=3"))
     assert done.returncode == 0, done.stderr
@@ -340,6 +342,7 @@ def test_four_ranks_and_tensor_parallelism(tmp_path: Path, shards: Path) -> None
     assert "weak-ddp-n4-tp2" in {entry["cell"] for entry in scaling["prediction"]["measured"]}
 
 
+@pytest.mark.quick
 def test_what_train_refuses_of_this(tmp_path: Path, shards: Path) -> None:
     done = here(
         "train",

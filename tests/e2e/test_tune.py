@@ -1,4 +1,4 @@
-"""`bert-dp tune batch` on real runs: killed and gone on with, stopped, too large; `micro_size: auto`."""
+"""`bert-dp tune batch` on real runs: stopped, killed and gone on with, too large; `micro_size: auto`."""
 
 from __future__ import annotations
 
@@ -61,8 +61,19 @@ def wait_for(found: Any, seconds: float = 120) -> Any:
 
 @pytest.fixture(scope="module")
 def out(shards: Path, cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A search that was killed in its second trial, and whose next trial lost a rank to SIGKILL."""
+    """A search that had a Ctrl-C in its first trial, was killed in its second, and whose next trial lost a
+    rank to SIGKILL."""
     where = tmp_path_factory.mktemp("tune") / "out"
+    process = start(*command(shards, where), BERT_DP_CACHE=cache)
+    wait_for(lambda: list(where.glob("trials/pilot/heartbeats/rank-1")))
+    process.send_signal(signal.SIGINT)
+    told, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, told + errors
+    assert "the same command goes on" in told
+    partial = json.loads((where / "tune.json").read_text())
+    assert (partial["status"], partial["choice"]) == ("partial", None)
+    assert not (where / "tuned.yaml").exists()
+    assert workers(where) == []
     process = start(*command(shards, where), BERT_DP_CACHE=cache)
     wait_for(lambda: list(where.glob("trials/micro-*/heartbeats/rank-1")))
     process.kill()
@@ -250,20 +261,7 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
     assert f"micro batch {hit}: oom: rank 1" in done.stdout
 
 
-def test_a_signal_ends_it_cleanly_and_the_same_command_goes_on(shards: Path, tmp_path: Path) -> None:
-    where = tmp_path / "o"
-    process = start(*command(shards, where), BERT_DP_CACHE=str(tmp_path / "c"))
-    wait_for(lambda: list(where.glob("trials/pilot/heartbeats/rank-1")))
-    process.send_signal(signal.SIGINT)
-    told, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, told + errors
-    assert "the same command goes on" in told
-    found = json.loads((where / "tune.json").read_text())
-    assert (found["status"], found["choice"]) == ("partial", None)
-    assert not (where / "tuned.yaml").exists()
-    assert workers(where) == []
-
-
+@pytest.mark.quick
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -150,6 +150,7 @@ def test_what_was_tuned_trains(out: Path, found: dict[str, Any], tmp_path: Path)
     assert summary["heldout_loss"] == pytest.approx(choice["heldout_loss"], abs=1e-3)  # the same run
 
 
+@pytest.mark.quick
 def test_the_verb_describes_and_refuses(shards: Path, tmp_path: Path) -> None:
     dry = here(*command(shards, tmp_path / "out", "--dry-run"))
     assert dry.returncode == 0, dry.stderr

@@ -40,6 +40,7 @@ def test_help(verb: list[str]) -> None:
     assert "Usage:" in done.stdout
 
 
+@pytest.mark.quick
 def test_help_and_version_do_not_import_torch() -> None:
     code = (
         "import sys; sys.argv = ['bert-dp', '--version']; from launcher.cli import main\n"
@@ -91,6 +92,7 @@ def test_data_build_inspect_and_train_on_own_text(tmp_path: Path) -> None:
     assert "train-00000.bin" in broken.stdout + broken.stderr
 
 
+@pytest.mark.quick
 def test_data_build_refuses_what_it_cannot_read(tmp_path: Path) -> None:
     (tmp_path / "bad.txt").write_bytes(b"fine\n\xff\xfe broken\n")
     done = bert_dp("data", "build", str(tmp_path / "bad.txt"), "--out", str(tmp_path / "out"))
