@@ -7,7 +7,6 @@ import json
 import os
 import re
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from bert_dp.record import cache_root
 from launcher import links
 from launcher.environment import NO_ANSWER, Environment, existing, probe, run_command
 from launcher.links import Links
+from launcher.starters import module_command
 
 MIN_PYTHON, MAX_PYTHON, MIN_TORCH = (3, 11), (3, 13), (2, 11)
 GPU_FREE = 0.95  # of a GPU's memory: the driver itself keeps less than the rest
@@ -341,7 +341,7 @@ def _unanswered(check: str, error: str | None, consequence: str, fix: str) -> Fi
 
 def _json_of(module: str, arguments: list[str], timeout_s: float) -> tuple[Any, str | None]:
     """The last JSON object that `python -m module` printed, or None and why there is none."""
-    output, error = run_command([sys.executable, "-m", module, *arguments], timeout_s)
+    output, error = run_command([*module_command(module), *arguments], timeout_s)
     lines = [line for line in (output or "").splitlines() if line.startswith("{")]
     try:
         return json.loads(lines[-1]), None

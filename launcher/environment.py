@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 import psutil
 
-from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from launcher.redact import redact_argv
+from launcher.starters import child_environment
 
 NO_ANSWER = "no answer within"  # and how long, says run_command of a time-out
 ROOT = Path("/")
@@ -295,7 +295,6 @@ def _visible(devices: list[tuple[Gpu, str]], selection: str | None) -> list[Gpu]
 def run_command(argv: Sequence[str], timeout_s: float) -> tuple[str | None, str | None]:
     """Output, or None and the last lines of the error. The whole process group ends with a timeout, and a
     module of ours ends with us, however we go."""
-    mine = {LAUNCHER_PID: str(os.getpid()), LAUNCHER_START: start_ticks(os.getpid())}
     try:
         process = subprocess.Popen(
             argv,
@@ -305,7 +304,7 @@ def run_command(argv: Sequence[str], timeout_s: float) -> tuple[str | None, str 
             text=True,
             errors="replace",
             start_new_session=True,
-            env={**os.environ, **mine},
+            env={**os.environ, **child_environment()},
         )
     except OSError as error:
         return None, f"{argv[0]}: {error.strerror}"

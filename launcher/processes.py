@@ -19,14 +19,14 @@ from typing import Any
 import psutil
 
 from bert_dp import record
-from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
+from bert_dp.record import LAUNCHER_PID, LAUNCHER_START
 from launcher import advice, failure
 from launcher.failure import Failure
 from launcher.memory import MemoryWatch
 from launcher.reaper import reaper
 from launcher.redact import scrub, secrets
 from launcher.roll import Roll, kill_tree, send
-from launcher.starters import start_command, start_environment
+from launcher.starters import child_environment, module_command, start_command, start_environment
 from launcher.watch import Hang, Watch
 
 DEVNULL = subprocess.DEVNULL
@@ -257,10 +257,10 @@ def start_module(
 ) -> subprocess.Popen[str]:
     """`python -m module`, which ends with us, for what needs torch or a process of its own. `environ` comes
     on top of ours."""
-    mine = {**(environ or {}), LAUNCHER_PID: str(os.getpid()), LAUNCHER_START: start_ticks(os.getpid())}
+    mine = {**(environ or {}), **child_environment()}
     if scratch is not None:
         mine["TMPDIR"] = scratch
-    command = [sys.executable, "-m", module, *arguments]
+    command = [*module_command(module), *arguments]
     return subprocess.Popen(command, text=True, env={**os.environ, **mine}, **kwargs)
 
 

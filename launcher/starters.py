@@ -22,6 +22,19 @@ FOREIGN = ("PET_", "TORCHELASTIC_", "ACCELERATE_")
 FOREIGN_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 
 
+def module_command(module: str, *options: str) -> list[str]:
+    """The beginning of a command line that runs a module, whatever lies in the current folder: `python -m`
+    alone would look there first. `options` are Python's own."""
+    return [sys.executable, "-P", *options, "-m", module]
+
+
+def child_environment() -> dict[str, str]:
+    """What every process of ours gets on top of our environment: our life to follow, and no module from the
+    current folder, which launchers hand on to the processes that they start."""
+    pid = os.getpid()
+    return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
+
+
 def launcher_issues(launcher: str) -> list[str]:
     """Why this launcher cannot start anything; one line each."""
     if launcher not in LAUNCHERS:
@@ -38,9 +51,7 @@ def start_command(launcher: str, nproc: int, scratch: Path, worker: list[str]) -
     if launcher == "deepspeed":
         return _deepspeed(nproc, scratch, worker)
     return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
+        *module_command("torch.distributed.run"),
         "--nnodes=1",
         f"--nproc-per-node={nproc}",
         f"--log-dir={scratch / 'torchrun'}",
@@ -77,9 +88,7 @@ def _accelerate(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
     path = scratch / "accelerate.json"
     path.write_text(json.dumps(settings))
     return [
-        sys.executable,
-        "-m",
-        "accelerate.commands.launch",
+        *module_command("accelerate.commands.launch"),
         f"--config_file={path}",
         f"--rdzv_backend={RENDEZVOUS}",
         f"--log_dir={scratch / 'torchrun'}",
@@ -97,9 +106,7 @@ def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     restore = ["-u", "CUDA_VISIBLE_DEVICES"] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
     return [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
+        *module_command("deepspeed.launcher.runner"),
         f"--num_gpus={nproc}",
         f"--hostfile={scratch / 'none'}",
         "--master_addr=127.0.0.1",
@@ -108,10 +115,7 @@ def _deepspeed(nproc: int, scratch: Path, worker: list[str]) -> list[str]:
         "--log_level=warning",
         "env",
         *restore,
-        sys.executable,
-        "-u",
-        "-m",
-        WORKER,
+        *module_command(WORKER, "-u"),
         *worker,
     ]
 
@@ -135,8 +139,7 @@ def start_environment(
         "TORCHELASTIC_LOG_LEVEL": "WARNING",
         # a batch system signals every process of a job: torchrun must not end a rank that still saves
         "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(round(grace_s)),
-        LAUNCHER_PID: str(os.getpid()),
-        LAUNCHER_START: start_ticks(os.getpid()),
+        **child_environment(),
         LOG_DIR: str(run_dir / "logs"),
         **_recorders(run_dir / "logs"),
     }

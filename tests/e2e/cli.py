@@ -39,7 +39,7 @@ def tiny(shards: Path, *more: str) -> list[str]:
 
 
 def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-m", "launcher", *arguments]
+    return [sys.executable, "-P", "-m", "launcher", *arguments]
 
 
 def bert_dp(

@@ -1,0 +1,80 @@
+"""What lies in the folder that a verb is started from is data, never code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from bert_dp.config import dump_config, load_config
+from launcher.scaling.measure import helper
+from launcher.starters import LAUNCHERS
+from tests.e2e.cli import bert_dp, tiny
+from tests.shards import write_shards
+
+MODULES = ("random", "json", "numpy", "psutil", "tokenizers", "torch", "safetensors", "yaml")
+PACKAGES = ("launcher", "bert_dp", "accelerate", "deepspeed")
+CODE = "open({marker!r}, 'a').write(__name__ + ' ')\nraise ImportError('a file of the current folder')\n"
+
+Executed = Callable[[], str]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+@pytest.fixture
+def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Executed:
+    """The current folder is full of modules that note their import; this gives those that were imported."""
+    folder, marker = tmp_path / "here", tmp_path / "executed"
+    for name in MODULES:
+        (folder / f"{name}.py").parent.mkdir(exist_ok=True)
+        (folder / f"{name}.py").write_text(CODE.format(marker=str(marker)))
+    for name in PACKAGES:
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").write_text(CODE.format(marker=str(marker)))
+    monkeypatch.chdir(folder)
+    return lambda: marker.read_text() if marker.exists() else ""
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_train_imports_nothing_from_there(
+    tmp_path: Path, shards: Path, executed: Executed, launcher: str
+) -> None:
+    options = ["--launcher", launcher, "--nproc", "1", "--run-dir", str(tmp_path / "run")]
+    done = bert_dp("train", "quickstart", *tiny(shards), *options)
+    assert executed() == ""
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_doctor_and_the_data_room_import_nothing_from_there(tmp_path: Path, executed: Executed) -> None:
+    bert_dp("doctor")
+    assert executed() == ""
+    text = tmp_path / "a.txt"
+    text.write_text("".join(f"one line of words, number {i}\n" for i in range(2000)))
+    options = [
+        "--vocab-size",
+        "64",
+        "--sequence-length",
+        "16",
+        "--processes",
+        "2",
+        "--set",
+        "max_tokens_per_char=0",
+    ]
+    done = bert_dp("data", "build", str(text), "--out", str(tmp_path / "out"), *options)
+    assert executed() == ""
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_program_that_scale_or_tune_starts_imports_nothing_from_there(
+    tmp_path: Path, shards: Path, executed: Executed
+) -> None:
+    config = load_config(None, [item for item in tiny(shards) if item != "--set"])
+    asked = tmp_path / "config.yaml"
+    asked.write_text(dump_config(config))
+    lines = helper("bert_dp.memory_line", [str(asked), "1", "2", "4"], tmp_path, None)
+    assert executed() == ""
+    assert lines[0]["bytes_per_sequence"] > 0
