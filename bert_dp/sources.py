@@ -14,6 +14,7 @@ import hashlib
 import importlib
 import json
 import lzma
+import os
 import platform
 import tempfile
 import zlib
@@ -27,6 +28,8 @@ from bert_dp.config import ConfigError
 TEXT_KEY = "text"  # field of a JSONL record, column of a Parquet file or hub data set
 MAX_DOCUMENT_BYTES = 16 * 2**20
 CHUNK_BYTES = 2**20
+ZSTD_HEADER_BYTES = 18  # the longest header of a frame
+ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # of its magic number; the first byte is 0x50 to 0x5f
 COMPRESSIONS = (".gz", ".xz", ".zst")
 FORMATS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
 
@@ -216,19 +219,36 @@ def _chunks(path: Path) -> Iterator[bytes]:
 
 def _zstd_chunks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
     zstandard = require("zstandard", "zstd", f"{path}: reading .zst")
-    frame = None  # a file is one or more frames
     try:
-        while data := raw.read(CHUNK_BYTES // 8):
-            while data:
-                frame = frame or zstandard.ZstdDecompressor().decompressobj()
-                yield frame.decompress(data)
-                data = frame.unused_data
-                if frame.eof:
-                    frame = None
+        while head := raw.read(ZSTD_HEADER_BYTES):  # a file is one or more frames
+            if head[1:4] == ZSTD_SKIPPABLE and head[0] >> 4 == 5:
+                raw.seek(8 + int.from_bytes(head[4:8], "little") - len(head), os.SEEK_CUR)
+                continue
+            size = zstandard.frame_header_size(head)
+            raw.seek(size - len(head), os.SEEK_CUR)
+            frame = zstandard.ZstdDecompressor().decompressobj()
+            yield frame.decompress(head[:size])
+            for block in _zstd_blocks(raw):
+                yield frame.decompress(block)
+            if zstandard.get_frame_parameters(head).has_checksum:
+                yield frame.decompress(raw.read(4))
+            if not frame.eof:
+                raise zstandard.ZstdError("the last frame does not end")
     except zstandard.ZstdError as error:
-        raise ConfigError([f"{path}: corrupt .zst file ({error}); fetch it again"]) from None
-    if frame is not None:
-        raise ConfigError([f"{path}: cut .zst file (the last frame does not end); fetch it again"])
+        raise ConfigError([f"{path}: corrupt or cut .zst file ({error}); fetch it again"]) from None
+
+
+def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
+    """The blocks of a frame after its header (RFC 8878, 3.1.1.2), up to the last or the end of the file.
+
+    Each unpacks to 128 KiB at most, while a call of the decompressor returns all that its input holds, which
+    may be 30 000 times as much.
+    """
+    last = False
+    while not last and len(header := raw.read(3)) == 3:
+        word = int.from_bytes(header, "little")
+        last, is_repeated_byte, size = bool(word & 1), word >> 1 & 3 == 1, word >> 3
+        yield header + raw.read(1 if is_repeated_byte else size)
 
 
 def _parquet(path: Path) -> Iterator[str]:

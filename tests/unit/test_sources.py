@@ -7,6 +7,7 @@ import json
 import lzma
 import subprocess
 import sys
+import tracemalloc
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -89,8 +90,42 @@ def test_cut_and_corrupt_compressed_files_are_refused(tmp_path: Path, compressio
     cut, corrupt = tmp_path / f"cut.txt{compression}", tmp_path / f"corrupt.txt{compression}"
     cut.write_bytes(whole[: len(whole) // 2])
     corrupt.write_bytes(b"plain text, not compressed at all\n" * 9)
-    fails(cut, "cut" if compression == ".zst" else "corrupt or cut", "fetch it again")
+    fails(cut, "corrupt or cut", "fetch it again")
     fails(corrupt, "corrupt")
+
+
+@pytest.mark.parametrize("checksum", [False, True])
+def test_a_zst_file_cut_anywhere_or_with_something_after_it_is_refused(
+    tmp_path: Path, checksum: bool
+) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    whole = zstandard.ZstdCompressor(write_checksum=checksum).compress(b"some words\n" * 20_000)
+    skippable = b"\x5a\x2a\x4d\x18" + (30).to_bytes(4, "little") + b"?" * 30
+    path = tmp_path / "a.txt.zst"
+    for content in (whole, skippable + whole, whole + skippable, whole + whole):
+        path.write_bytes(content)
+        assert set(read(path)) == {"some words"}
+    for cut in range(1, len(whole)):
+        path.write_bytes(whole[:cut])
+        fails(path, "cut", "fetch it again")
+    for rest in (b"\0", b"garbage", b"garbage" * 9):
+        path.write_bytes(whole + rest)
+        fails(path, "corrupt", "fetch it again")
+
+
+@pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
+def test_a_small_file_that_unpacks_to_very_much_is_read_in_little_memory(
+    tmp_path: Path, compression: str
+) -> None:
+    path = tmp_path / f"bomb.txt{compression}"
+    path.write_bytes(COMPRESSIONS[compression]((b"x" * (2**20 - 1) + b"\n") * 128))
+    assert path.stat().st_size < 2**18
+    tracemalloc.start()
+    try:
+        assert sum(len(text) + 1 for text in sources.documents(sources.Source("", path))) == 2**27
+        assert tracemalloc.get_traced_memory()[1] < 2**24, "bytes at once"
+    finally:
+        tracemalloc.stop()
 
 
 @settings(max_examples=60, deadline=None)
