@@ -10,6 +10,7 @@ import json
 import math
 import os
 import re
+import stat
 import struct
 import sysconfig
 import uuid
@@ -25,6 +26,10 @@ LOG_DIR = "BERT_DP_LOG_DIR"  # where rank-N.log and rank-N.error.json go
 STARTED_AGAIN = "-- started again --"  # a line of rank-N.log
 LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
 LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # see start_ticks
+
+MAX_JSON_BYTES = 2**28
+MAX_JSON_DEPTH = 32  # of nested objects and lists; ours have less than ten
+MAX_WHOLE = 2**64  # no count, size or time in ns is as large
 
 REDACTED = "<redacted>"
 # of a variable or setting; the settings `tokenizer*` and a numeric `tokens*` are no secrets
@@ -205,17 +210,21 @@ def append_line(path: Path, record: Metrics | Evaluation | Mapping[str, Any]) ->
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole lines of a JSONL file; a line torn by a crash ends the iteration."""
-    if not path.exists():
+    """The whole lines of a JSONL file, objects that have a `step` each; one torn by a crash, or damaged, ends
+    the iteration. Nothing when there is no such regular file. Raises OSError when it cannot be read."""
+    if not path.is_file():
         return
     with path.open("rb") as file:
         for line in file:
             if not line.endswith(b"\n"):
                 return
             try:
-                yield json.loads(line)
+                facts = parse_json(line)
             except ValueError:
                 return
+            if not isinstance(facts, dict) or type(facts.get("step")) is not int:
+                return
+            yield facts
 
 
 def cut_back(path: Path, step: int) -> None:
@@ -245,12 +254,49 @@ def write_text(path: Path, text: str | Iterable[str]) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The object in `path`, or None when it is absent or not JSON."""
+    """The object in `path`, or None when it is absent, not JSON or none that `parse_json` takes."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = parse_json(read_regular(path, MAX_JSON_BYTES))
     except (OSError, ValueError):
         return None
     return data if isinstance(data, dict) else None
+
+
+def parse_json(text: bytes | str) -> Any:
+    """JSON in UTF-8. Raises ValueError for anything else, and for what no file of ours has and what readers
+    stumble over: whole numbers of MAX_WHOLE and more, nesting deeper than MAX_JSON_DEPTH."""
+    try:
+        data = json.loads(text if isinstance(text, str) else text.decode(), parse_int=_whole_number)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    level = [data]
+    for _ in range(MAX_JSON_DEPTH):
+        inside = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list)))
+        if not (level := [value for values in inside for value in values]):
+            return data
+    raise ValueError("nested too deeply")
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > len(str(-MAX_WHOLE)) or abs(number := int(text)) >= MAX_WHOLE:
+        raise ValueError(f"a whole number of {len(text)} digits")
+    return number
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """The bytes of a regular file. Raises OSError for anything else, because a pipe or a device may never
+    end, for one larger than `most_bytes`, and where the path is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # a NUL, or what is not UTF-8
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
+    return data
 
 
 def lock(path: Path) -> IO[str] | None:

@@ -54,6 +54,7 @@ def resolve(sources: Sequence[str]) -> list[Source]:
         else:
             paths = _expand(item)
             found += [Source(str(path), path) for path in paths]
+            issues += [f"data.sources: {path} is not a regular file" for path in paths if not path.is_file()]
             if not paths:
                 issues.append(
                     f"data.sources: {item!r} matches no file; check the path (relative to {Path.cwd()})"

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, batch_plan, load_config
+from bert_dp.config import Config, ConfigError, batch_plan, divisors, load_config
 from bert_dp.cost import memory_estimate_gib
 from launcher.environment import ROOT
 from launcher.failure import Failure
@@ -197,9 +197,7 @@ def what_fits(
 
 def _largest(config: Config, precision: str, world_size: int, limit_gib: float, most: int) -> int | None:
     """The largest micro batch up to `most` that divides, is allowed and stays below the limit."""
-    for micro in range(most, 0, -1):
-        if config.batch.global_size % micro:
-            continue
+    for micro in (n for n in reversed(divisors(config.batch.global_size)) if n <= most):
         candidate = _with_micro(config, micro)
         if _estimate(candidate, precision, world_size) > limit_gib:
             continue

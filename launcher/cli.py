@@ -14,7 +14,7 @@ import typer
 
 from bert_dp import __version__
 from bert_dp.config import ConfigError
-from launcher.options import ConfigName, Json, Launcher, Set, console
+from launcher.options import ConfigName, Json, Launcher, Set, argument_issues, console
 from launcher.plan.command import plan_app
 from launcher.tune.command import tune_app
 
@@ -66,6 +66,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
     ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Start although the memory is estimated not to suffice.")
+    ] = False,
 ) -> None:
     """Pretrain. Without arguments: the quickstart, two minutes on the built-in corpus."""
     from launcher import restarts, training
@@ -85,6 +88,7 @@ def train(
     )
     if failed:
         raise typer.Exit(failed)
+    searched = overrides != (set_ or []) and not dry_run  # a micro batch that was measured needs no estimate
     raise typer.Exit(
         training.train(
             config,
@@ -96,6 +100,7 @@ def train(
             dry_run=dry_run,
             console=console(),
             policy=restarts.Policy(max_restarts, elastic),
+            force=force or searched,
         )
     )
 
@@ -295,12 +300,17 @@ def _writing(option: str) -> Iterator[None]:
 def main() -> None:
     """Entry point. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
     try:
+        if issues := argument_issues(sys.argv[1:]):
+            raise ConfigError(issues)
         app(standalone_mode=True)
     except ConfigError as error:
         for issue in error.issues:
             typer.echo(f"error: {issue}", err=True)
         sys.exit(2)
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            typer.echo(f"error: {error.filename}: {error.strerror}", err=True)
+            sys.exit(2)
         if error.errno not in DISK_FAILED:
             raise
         typer.echo(f"error: {error.filename}: {error.strerror}", err=True)

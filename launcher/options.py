@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
@@ -14,6 +15,11 @@ Set = Annotated[
 ]
 Launcher = Annotated[str, typer.Option(help="Starts the ranks: torchrun, accelerate or deepspeed.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def argument_issues(arguments: Sequence[str]) -> list[str]:
+    """One line for each argument that is not UTF-8: no file of ours could hold it."""
+    return [f"argument {a!a} is not UTF-8" for a in arguments if any("\ud800" <= c <= "\udfff" for c in a)]
 
 
 def console() -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
+from bert_dp.config import ConfigError, read_yaml
 from launcher.redact import redact
 
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # may not reach a terminal, XML or UTF-8
@@ -87,11 +88,11 @@ def number(value: object) -> float | None:
 def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
     """The lines of a file of any length in little memory: all of a short one; of a long one some of each of
     NUM_STRETCHES stretches, and the last."""
-    if not path.exists():
+    if not path.is_file():
         return []
     num_lines, whole = _count_lines(path)
     stretch = max(1, num_lines // NUM_STRETCHES)
-    lines = (line for line in record.read_lines(path) if isinstance(line, dict))
+    lines = record.read_lines(path)
     kept: list[dict[str, Any]] = []
     num_read = 0
     while part := list(itertools.islice(lines, stretch)):
@@ -126,15 +127,10 @@ def _count_lines(path: Path) -> tuple[int, bool]:
 
 
 def _yaml(path: Path, missing: list[str]) -> dict[str, Any]:
-    import yaml
-
+    if not path.exists():
+        return {}
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except OSError:
+        return {str(key): value for key, value in read_yaml(path).items()}
+    except ConfigError as error:
+        missing += [f"{path.name} is damaged: {issue.removeprefix(f'{path}: ')}" for issue in error.issues]
         return {}
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError):
-        data = None
-    if not isinstance(data, dict):
-        missing.append(f"{path.name} is not a YAML mapping")
-        return {}
-    return {str(key): value for key, value in data.items()}

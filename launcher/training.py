@@ -6,18 +6,19 @@ import contextlib
 import glob
 import importlib.util
 import os
+import re
 import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import (
+    MAX_RANKS,
     BatchPlan,
     Config,
     ConfigError,
@@ -37,6 +38,7 @@ from launcher import closing, environment, page, processes, restarts, starters, 
 from launcher.display import PLAIN, Display, show
 from launcher.failure import Failure, card
 from launcher.redact import redact_argv, secrets, setting_issues
+from launcher.room import precision_of, room
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -68,9 +70,8 @@ def choose_nproc(setting: str, config: Config, gpus: int) -> int:
         raise ConfigError(["run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"])
     if setting == "auto":
         return gpus or CPU_RANKS
-    if not setting.isdecimal() or int(setting) < 1:
-        raise ConfigError([f"--nproc: {setting} is not auto or a whole number of at least 1"])
-    ranks = int(setting)
+    if not re.fullmatch("[0-9]{1,9}", setting) or not 1 <= (ranks := int(setting)) <= MAX_RANKS:
+        raise ConfigError([f"--nproc: {setting[:40]} is not auto or a whole number of 1 to {MAX_RANKS}"])
     if gpus and ranks > gpus:
         raise ConfigError(
             [f"--nproc: {ranks} ranks but {gpus} GPUs; use --nproc {gpus}, or --set run.device=cpu"]
@@ -110,6 +111,8 @@ def input_issues(config: Config) -> list[str]:
     for setting, value in (("data.tokenizer", data.tokenizer), ("run.init_from", config.run.init_from)):
         if value is not None and not Path(value).exists():
             issues.append(f"{setting}: {value} does not exist")
+    if data.tokenizer is not None and Path(data.tokenizer).exists() and not Path(data.tokenizer).is_file():
+        issues.append(f"data.tokenizer: {data.tokenizer} is not a regular file")
     if (start := config.run.init_from) is not None and Path(start).exists():
         found = record.newest_checkpoint_facts(Path(start))
         issues += (
@@ -192,15 +195,20 @@ def expected_steps(config: Config) -> int | None:
         return None
     steps = tokens = 0
     while tokens < schedule.tokens:
-        tokens += batch_at(config.batch, tokens / schedule.tokens) * config.data.sequence_length
-        steps += 1
+        batch = batch_at(config.batch, tokens / schedule.tokens)
+        size = batch * config.data.sequence_length  # tokens of a step, until the ramp's next quantum
+        if batch == config.batch.global_size:
+            return steps - (tokens - schedule.tokens) // size  # rounded up
+        end = int(batch / config.batch.global_size * config.batch.ramp_fraction * schedule.tokens)
+        count = max(1, (end - tokens) // size - 1)  # short of the end by a step: progress is rounded
+        steps, tokens = steps + count, tokens + count * size
     return steps
 
 
 def describe(config: Config, plan: BatchPlan, on_gpu: bool) -> list[str]:
     """The dry run's report: batch equation, model, memory, length of the run."""
     sequence = config.data.sequence_length
-    precision = config.precision if config.precision != "auto" else ("bf16" if on_gpu else "fp32")
+    precision = precision_of(config, on_gpu)
     memory = memory_estimate_gib(config, precision, plan.world_size)
     parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.items())
     flops = flops_per_token(config.model, sequence, config.objective.mask_rate)
@@ -275,14 +283,19 @@ def train(
     console: Console,
     launcher: str = "torchrun",
     policy: restarts.Policy = restarts.ONCE,
+    force: bool = False,
 ) -> int:
-    """Returns the exit code. Raises ConfigError, before any rank starts, with everything that is wrong."""
+    """Returns the exit code. Raises ConfigError, before any rank starts, with everything that is wrong.
+
+    `force`: also where the memory must be expected not to suffice.
+    """
     path = find_config(name, run_dir)
     config = absolute(load_config(path, overrides))
-    gpus = 0 if config.run.device == "cpu" else environment.num_gpus()
+    where = (run_dir or Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
+    machine = environment.probe(where)
+    gpus = 0 if config.run.device == "cpu" else len(machine.gpus)
     ranks = choose_nproc(nproc, config, gpus)
     plan = batch_plan(config, ranks)
-    where = (run_dir or Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
     if issues := start_issues(config, where, resume, launcher):
         raise ConfigError(issues)
     warnings = no_effect(config)
@@ -296,14 +309,21 @@ def train(
         warnings.append("checkpoint.keep is 0: nothing is saved, and a run that ends early starts over")
     if anyone_writes(where):  # a file system without modes must not lock a run out that stands there
         warnings.append(f"{where} can be written by every user; chmod o-w it")
+    rank_room = room(config, ranks, machine, on_gpu=gpus > 0)
+    has_checkpoint = record.newest_checkpoint_facts(where) is not None
+    too_much = rank_room.issues(has_checkpoint)
+    warnings += [*rank_room.warnings(has_checkpoint), *(too_much if force else [])]
     for line in warnings:
         show(console, f"warning: {line}", style="yellow", **PLAIN)
     if dry_run:
         for line in describe(config, plan, gpus > 0):
             show(console, line, **PLAIN)
+    if too_much and not force:
+        raise ConfigError([f"{line}; or --force starts anyway" for line in too_much])
+    if dry_run:
         return 0
     with claim(where, ".launcher.lock", "--run-dir", "run"):
-        return run_locked(config, ranks, where, resume, launcher, console, policy, on_gpu=gpus > 0)
+        return run_locked(config, ranks, where, resume, launcher, console, policy, machine, on_gpu=gpus > 0)
 
 
 def claim(where: Path, lock: str, option: str, what: str) -> IO[str]:
@@ -329,14 +349,13 @@ def run_locked(
     launcher: str,
     console: Console,
     policy: restarts.Policy,
+    machine: environment.Environment,
     *,
     on_gpu: bool,
 ) -> int:
     """The run itself, once the directory is ours. Nothing in it changes before the last check has passed."""
     show(console, f"run directory: {where}", **PLAIN)
-    with ThreadPoolExecutor(1) as pool:  # nvidia-smi may take as long as the check of the data
-        probing = pool.submit(environment.probe, where)
-        directory = prepare_data(config)
+    directory = prepare_data(config)
     manifest = record.read_json(directory / "manifest.json") or {}
     if issues := resume_issues(where, config, resume, str(manifest.get("hash"))):
         raise ConfigError(issues)
@@ -345,9 +364,8 @@ def run_locked(
         show(console, closing.closing_table(where))
         return 0
     record.write_text(where / "config.yaml", dump_config(config))
-    facts = probing.result().to_json()
     command = {"command": redact_argv(sys.argv), "launcher": launcher}
-    record.write_json(where / "environment.json", {**facts, **command})
+    record.write_json(where / "environment.json", {**machine.to_json(), **command})
     show(console, f"launcher: {launcher}", **PLAIN)
 
     def say(line: str) -> None:

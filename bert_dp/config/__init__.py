@@ -16,11 +16,13 @@ from bert_dp.config.load import (
     load_config,
     micro_is_auto,
     parse_overrides,
+    read_yaml,
     resolve,
     setting_paths,
 )
 from bert_dp.config.rates import PeakLr, peak_lr
 from bert_dp.config.schema import (
+    MAX_RANKS,
     MAX_VOCAB_SIZE,
     BatchConfig,
     BuildConfig,
@@ -33,10 +35,12 @@ from bert_dp.config.schema import (
     ParallelConfig,
     ScheduleConfig,
     Section,
+    divisors,
     num_masked,
 )
 
 __all__ = [
+    "MAX_RANKS",
     "MAX_VOCAB_SIZE",
     "BatchConfig",
     "BatchPlan",
@@ -56,6 +60,7 @@ __all__ = [
     "batch_plan",
     "changed_settings",
     "data_issues",
+    "divisors",
     "dump_config",
     "init_issues",
     "load_config",
@@ -65,6 +70,7 @@ __all__ = [
     "progress_at",
     "parse_overrides",
     "peak_lr",
+    "read_yaml",
     "resolve",
     "setting_paths",
 ]

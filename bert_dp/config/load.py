@@ -17,11 +17,14 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from bert_dp import record
 from bert_dp.config.checks import ConfigError
 from bert_dp.config.schema import Config, Section
 
 AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
+MAX_DEPTH = 16  # of nested sections and lists; ours have three
+MAX_SHOWN = 200  # characters of a value in a message
 EXCLUSIVE_GROUPS = (("schedule", ("steps", "tokens", "hours")), ("data", ("path", "sources")))
 
 
@@ -32,7 +35,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
     """
     levels: list[dict[str, Any]] = []
     if path is not None:
-        levels.append(_read_yaml(Path(path)))
+        levels.append(read_yaml(path))
     if overrides:
         levels.append(parse_overrides(overrides))
     return resolve(levels)
@@ -41,7 +44,7 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 def micro_is_auto(path: str | Path, overrides: Sequence[str] = ()) -> bool:
     """Whether `batch.micro_size` is to be found before the run. Raises ConfigError as `load_config` does."""
     merged: dict[str, Any] = {}
-    for level in (_read_yaml(Path(path)), parse_overrides(overrides)):
+    for level in (read_yaml(path), parse_overrides(overrides)):
         _merge(merged, level)
     batch = merged.get("batch")
     return isinstance(batch, dict) and batch.get("micro_size") == AUTO
@@ -78,15 +81,19 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     for item in overrides:
         key, sep, value = item.partition("=")
         if not sep or not key.strip():
-            issues.append(f"--set {item}: expected a.b=value, for example --set optim.lr=1e-3")
+            issues.append(f"--set {_short(item)}: expected a.b=value, for example --set optim.lr=1e-3")
             continue
         node = tree
         *parents, leaf = key.strip().split(".")
+        if len(parents) > MAX_DEPTH:
+            issues.append(f"--set {_short(item)}: no setting has {len(parents) + 1} parts")
+            continue
         for i, parent in enumerate(parents):
             child = node.setdefault(parent, {})
             if not isinstance(child, dict):
                 issues.append(
-                    f"--set {item}: {'.'.join(parents[: i + 1])} is also set to a plain value; keep one"
+                    f"--set {_short(item)}: {'.'.join(parents[: i + 1])} is also set to a plain value; "
+                    "keep one"
                 )
                 break
             node = child
@@ -94,7 +101,9 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
             try:
                 node[leaf] = yaml.load(value, Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
             except (yaml.YAMLError, ValueError, RecursionError) as error:
-                issues.append(f"--set {item}: not a YAML value ({str(error).splitlines()[0]})")
+                issues.append(
+                    f"--set {_short(item)}: not a YAML value ({_short(str(error).splitlines()[0])})"
+                )
     if issues:
         raise ConfigError(issues)
     return tree
@@ -108,11 +117,18 @@ def dump_config(config: Config) -> str:
 class ConfigLoader(yaml.SafeLoader):
     """SafeLoader with the scalars of YAML 1.2; no duplicate keys, no aliases: they grow without bound."""
 
+    depth = 0
+
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         if self.check_event(yaml.events.AliasEvent):
             mark = self.peek_event().start_mark
             raise yaml.composer.ComposerError(None, None, "aliases are not supported", mark)
-        return super().compose_node(parent, index)
+        self.depth += 1
+        if self.depth > MAX_DEPTH:
+            raise yaml.composer.ComposerError(None, None, "nested too deeply", self.peek_event().start_mark)
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
 
 
 def _construct_mapping(loader: ConfigLoader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -131,6 +147,13 @@ def _construct_mapping(loader: ConfigLoader, node: yaml.MappingNode) -> dict[Any
     return dict(loader.construct_mapping(node, deep=True))
 
 
+def _construct_text(loader: ConfigLoader, node: yaml.ScalarNode) -> str:
+    text = loader.construct_scalar(node)
+    if any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise yaml.constructor.ConstructorError(None, None, "a surrogate is not text", node.start_mark)
+    return str(text)
+
+
 # the scalars of YAML 1.2: `off` and `on` are words, 1e-3 is a float, 010 and 1:30 are no special numbers
 ConfigLoader.yaml_implicit_resolvers = {}
 for _tag, _pattern, _first in (
@@ -146,22 +169,27 @@ for _tag, _pattern, _first in (
 ):
     ConfigLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(_pattern), list(_first))
 ConfigLoader.add_constructor("tag:yaml.org,2002:map", _construct_mapping)
+ConfigLoader.add_constructor("tag:yaml.org,2002:str", _construct_text)
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def read_yaml(path: str | Path) -> dict[str, Any]:
+    """The mapping in a YAML file of at most MAX_CONFIG_BYTES, without aliases. Raises ConfigError."""
     try:
-        if path.stat().st_size > MAX_CONFIG_BYTES:
-            raise ConfigError([f"{path}: larger than {MAX_CONFIG_BYTES} bytes; not a configuration"])
-        data = yaml.load(path.read_text(encoding="utf-8"), Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
+        text = record.read_regular(Path(path), MAX_CONFIG_BYTES)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
+    try:
+        data = yaml.load(text.decode(), Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError([f"{path}: not valid YAML ({' '.join(str(error).split())})"]) from None
+        raise ConfigError([f"{path}: not valid YAML ({_short(' '.join(str(error).split()))})"]) from None
     if not isinstance(data, dict):
         raise ConfigError([f"{path}: expected a mapping of settings, got {type(data).__name__}"])
     return data
+
+
+def _short(text: str) -> str:
+    """Of what is shown, no more than tells what it is."""
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
@@ -190,9 +218,9 @@ def _explain(error: Any, merged: dict[str, Any]) -> str:
         close = close or [k for k in known if k.rpartition(".")[2] == leaf]
         close = close or difflib.get_close_matches(path, known, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]}?" if close else ""
-        return f"{path}: unknown setting{hint}"
+        return f"{_short(path)}: unknown setting{hint}"
     value = error.get("input")
-    shown = "" if isinstance(value, dict) or error["type"] == "missing" else f" (got {value!r})"
+    shown = "" if isinstance(value, dict) or error["type"] == "missing" else f" (got {_short(repr(value))})"
     message = error["msg"].removeprefix("Value error, ")
     if path == "batch.micro_size" and value == AUTO:
         return (

@@ -7,9 +7,33 @@ import json
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 MAX_VOCAB_SIZE = 65_535  # token ids are stored as uint16
+# far above any use: a slip of the keyboard is refused, and no loop or product is too large for a check
+MAX_BATCH = 2**20  # sequences of a step
+MAX_STEPS = 10**12
+MAX_TOKENS = 10**18
+MAX_RANKS = 2**16
+MAX_SECONDS = 1e9
+MAX_PATH = 4096  # bytes
+
+
+def _can_be_a_path(text: str) -> str:
+    if "\0" in text or len(text.encode()) > MAX_PATH:
+        raise ValueError(f"holds a NUL, or more than {MAX_PATH} bytes: no such path can be")
+    return text
+
+
+PathText = Annotated[str, AfterValidator(_can_be_a_path)]
 
 
 class Section(BaseModel):
@@ -28,15 +52,15 @@ class RunConfig(Section):
     """Seed of initial weights, sample order and masks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = every GPU of the machine, else the CPU."""
-    init_from: str | None = None
+    init_from: PathText | None = None
     """Checkpoint or run directory whose weights start this run; optimizer and counters start fresh."""
-    max_skipped_in_a_row: int = Field(5, ge=1)
+    max_skipped_in_a_row: int = Field(5, ge=1, le=MAX_STEPS)
     """Steps skipped in a row, for a gradient that is not finite, that stop the run; fp16 may skip 16
     more, while its loss scale falls."""
-    hang_after_s: float = Field(30.0, gt=0)
+    hang_after_s: float = Field(30.0, gt=0, le=MAX_SECONDS)
     """Seconds without progress by which the rank that the others wait for is named with its stack; at least
     three median steps, and 300 in set-up, compilation and saving."""
-    end_hung_after_s: float = Field(600.0, ge=0)
+    end_hung_after_s: float = Field(600.0, ge=0, le=MAX_SECONDS)
     """Seconds after a hang was reported at which the run is ended as failed; 0 = never."""
 
 
@@ -60,11 +84,11 @@ class BuildConfig(Section):
 
 
 class DataConfig(Section):
-    path: str | None = None
+    path: PathText | None = None
     """Directory made by `bert-dp data build`."""
-    sources: tuple[str, ...] | None = None
+    sources: tuple[PathText, ...] | None = None
     """Files, globs, `hub:NAME`, or `builtin` (CPython's own documentation); built on first use, cached."""
-    tokenizer: str | None = None
+    tokenizer: PathText | None = None
     """Existing tokenizer.json; null = train one on the sources."""
     sequence_length: int = Field(128, ge=8, le=8192)
     """Tokens per sequence."""
@@ -80,10 +104,10 @@ class DataConfig(Section):
 class ModelConfig(Section):
     vocab_size: int = Field(32_768, ge=16, le=MAX_VOCAB_SIZE)
     """Rows of the embedding; also the size of a trained tokenizer."""
-    hidden_size: int = Field(768, ge=8)
-    num_layers: int = Field(16, ge=1)
-    num_heads: int = Field(12, ge=1)
-    intermediate_size: int = Field(1536, ge=8)
+    hidden_size: int = Field(768, ge=8, le=2**17)
+    num_layers: int = Field(16, ge=1, le=10_000)
+    num_heads: int = Field(12, ge=1, le=2**17)
+    intermediate_size: int = Field(1536, ge=8, le=2**20)
     """Width after the activation; geglu projects to twice this."""
     position: Literal["scaled_sinusoidal", "rope", "learned"] = "scaled_sinusoidal"
     rope_theta: float = Field(160_000.0, gt=0)
@@ -121,14 +145,14 @@ class ObjectiveConfig(Section):
 
 
 class BatchConfig(Section):
-    global_size: int = Field(8192, ge=1)
+    global_size: int = Field(8192, ge=1, le=MAX_BATCH)
     """Sequences per optimizer step over all replicas. Declared; never changed by the number of GPUs."""
-    micro_size: int = Field(128, ge=1)
+    micro_size: int = Field(128, ge=1, le=MAX_BATCH)
     """Sequences per replica in one forward/backward. In a file or --set also auto: `bert-dp train` finds the
     number first (`bert-dp tune batch`), and the run's own configuration has it."""
     ramp_fraction: float = Field(0.0, ge=0, le=1)
     """Progress f at which the linear batch ramp reaches global_size; 0 = no ramp."""
-    ramp_quantum: int | None = Field(None, ge=1)
+    ramp_quantum: int | None = Field(None, ge=1, le=MAX_BATCH)
     """Sequences by which the ramp grows; a divisor of global_size."""
 
     @model_validator(mode="after")
@@ -147,11 +171,11 @@ class ScheduleConfig(Section):
     name: Literal["budget_triangle", "linear", "cosine", "wsd", "constant", "exponential"] = "budget_triangle"
     """Learning rate as a function of progress f; wsd = warm-up, stable, decay; exponential rises from 1e-4 of
     the peak to the peak: a range test."""
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(None, ge=1, le=MAX_STEPS)
     """Budget in optimizer steps. Exactly one of steps, tokens, hours."""
-    tokens: int | None = Field(None, ge=1)
+    tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     """Budget in tokens over all replicas."""
-    hours: float | None = Field(None, gt=0)
+    hours: float | None = Field(None, gt=0, le=MAX_SECONDS / 3600)
     """Budget in hours on rank 0's clock, from the first real step."""
     warmup_fraction: float = Field(0.06, ge=0, lt=1)
     """Share of the budget for linear warm-up (linear, cosine, wsd)."""
@@ -180,7 +204,7 @@ class OptimConfig(Section):
     """muon = Muon for the matrices of the blocks, AdamW for the rest."""
     lr: Annotated[float, Field(gt=0)] | Literal["auto"] = 1e-3
     """Peak learning rate. auto, for lamb, is the untuned rule 5e-3 sqrt(global_size / 32768)."""
-    lr_batch: int | None = Field(None, ge=1)
+    lr_batch: int | None = Field(None, ge=1, le=MAX_BATCH)
     """Global batch that lr was tuned at, for lr_scaling."""
     lr_scaling: Literal["none", "sqrt", "linear"] = "none"
     """Multiply lr by sqrt(global_size / lr_batch), the rule for Adam, LAMB and Muon, or by that ratio."""
@@ -224,15 +248,15 @@ class ParallelConfig(Section):
     )
     """auto = single on one rank, ddp on more. independent = every rank a model of its own, nothing reduced:
     the ceiling that `scale` measures, refused by `train`."""
-    tensor: int = Field(1, ge=1)
+    tensor: int = Field(1, ge=1, le=MAX_RANKS)
     """Ranks that share one replica (Megatron-style tensor parallelism), under ddp, zero1 and fsdp."""
-    bucket_mib: float | None = Field(None, gt=0)
+    bucket_mib: float | None = Field(None, gt=0, le=2**20)
     """Size of a reduction bucket of ddp, zero1 and accelerate, MiB; null = 25 (torch's first one: 1)."""
     reduce_dtype: Literal["full", "bf16", "fp16"] = "full"
     """What ddp sends of a gradient; full = the parameters' precision."""
     static_graph: bool = False
     """ddp: promise that every step runs the same graph, which spares it a search."""
-    fsdp_replicas: int = Field(1, ge=1)
+    fsdp_replicas: int = Field(1, ge=1, le=MAX_RANKS)
     """fsdp: shard over dp / fsdp_replicas ranks and replicate that over fsdp_replicas (hybrid sharding)."""
     zero_stage: int = Field(1, ge=0, le=3)
     """DeepSpeed ZeRO stage: 0 none, 1 optimizer state, 2 gradients too, 3 parameters too."""
@@ -242,9 +266,9 @@ class ParallelConfig(Section):
 
 
 class CheckpointConfig(Section):
-    every_steps: int = Field(0, ge=0)
+    every_steps: int = Field(0, ge=0, le=MAX_STEPS)
     """Optimizer steps between checkpoints; 0 = only at the end and on a signal."""
-    keep: int = Field(2, ge=0)
+    keep: int = Field(2, ge=0, le=MAX_STEPS)
     """Newest checkpoints kept; 0 = none is written, and a run that ends early is lost."""
     on_error: Literal["continue", "stop"] = "continue"
     """When one cannot be saved: continue, and try again at the next; or stop the run, failed. A run that
@@ -252,14 +276,14 @@ class CheckpointConfig(Section):
 
 
 class EvalConfig(Section):
-    every_steps: int = Field(0, ge=0)
+    every_steps: int = Field(0, ge=0, le=MAX_STEPS)
     """Optimizer steps between held-out losses; 0 = only at the end."""
-    max_sequences: int = Field(2048, ge=1)
+    max_sequences: int = Field(2048, ge=1, le=MAX_STEPS)
     """Held-out sequences used at most."""
 
 
 class LogConfig(Section):
-    every_steps: int = Field(10, ge=1)
+    every_steps: int = Field(10, ge=1, le=MAX_STEPS)
     """Optimizer steps between lines of metrics.jsonl."""
     step_times: bool = False
     """Every rank also writes the times of each of its steps, to steps/rank-N.jsonl."""

@@ -8,11 +8,9 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
-from bert_dp.config import ConfigError
-from bert_dp.config.load import ConfigLoader
+from bert_dp.config import ConfigError, read_yaml
 from bert_dp.cost import peak_flops
 
 FILE = Path(__file__).parent / "hardware.yaml"
@@ -78,7 +76,7 @@ class Hardware(BaseModel):
 @cache
 def hardware() -> Hardware:
     """The shipped file."""
-    return Hardware.model_validate(yaml.load(FILE.read_text(encoding="utf-8"), Loader=ConfigLoader))  # noqa: S506
+    return Hardware.model_validate(read_yaml(FILE))
 
 
 def constant(name: Literal["device_spread", "overlap_gain", "memory_reach"]) -> float:

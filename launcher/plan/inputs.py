@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bert_dp import record
 from bert_dp.config import Config, ConfigError, ModelConfig, load_config
 from bert_dp.cost import flops_per_token, num_parameters, peak_flops
 from launcher.plan import timeline
@@ -99,7 +99,7 @@ def from_file(path: Path, model: str | None = None) -> Source:
     """scaling.json or profile.json; `model` gives the shape that tensor parallelism needs. Raises
     ConfigError."""
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data = record.parse_json(record.read_regular(path, record.MAX_JSON_BYTES))
     except OSError as error:
         raise ConfigError(
             [
@@ -107,7 +107,7 @@ def from_file(path: Path, model: str | None = None) -> Source:
                 "profile.json of `bert-dp scale`"
             ]
         ) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError([f"--from: {path} is not JSON ({error})"]) from None
     return from_data(data, str(path), model)
 

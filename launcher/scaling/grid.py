@@ -9,14 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 from bert_dp.config import BatchPlan, Config, ConfigError, batch_plan, resolve
-from bert_dp.cost import memory_estimate_gib
 from launcher.environment import Environment
+from launcher.room import room
 
 Mode = Literal["weak", "strong"]
 Kind = Literal["run", "ceiling", "synthetic"]
 
 ENGINES = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
-STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are no estimate
 LOG_LINES = 10  # of metrics.jsonl in a run
 DISPLACED = ("checkpoint.", "eval.", "log.", "batch.ramp_")  # sections that a cell sets itself
 DISPLACED_KEYS = (
@@ -188,16 +187,7 @@ class Grid:
 
     def _memory_issues(self, config: Config, plan: BatchPlan) -> list[str]:
         """Only what cannot fit: weights, gradients and optimizer state alone exceed what a rank may have."""
-        limit, _ = self._machine.rank_memory(plan.world_size, self._on_gpu)
-        precision = config.precision if config.precision != "auto" else ("bf16" if self._on_gpu else "fp32")
-        parts = memory_estimate_gib(config, precision, plan.world_size)
-        state = sum(parts[name] for name in STATE)
-        if limit is None or state <= limit:
-            return []
-        return [
-            f"weights, gradients and optimizer state take {state:.1f} GiB of a rank's {limit:.1f} GiB; "
-            "use zero1 or fsdp, more ranks, or a smaller model"
-        ]
+        return room(config, plan.world_size, self._machine, on_gpu=self._on_gpu).impossible()
 
     def order(self, seed: int = 0) -> Iterator[tuple[Cell, int]]:
         """(cell, repeat): every repeat runs all cells once, in an order drawn anew, so that a drift of the

@@ -1,0 +1,73 @@
+"""Whether what a rank is estimated to need fits the memory that it may have, before anything starts."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from bert_dp.config import Config
+from bert_dp.cost import memory_estimate_gib
+from launcher import advice
+from launcher.environment import Environment
+from launcher.report import format_gib
+
+STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are no estimate
+FAR_ABOVE = 1.25  # times what there is: more than the estimate is off by
+
+
+def precision_of(config: Config, on_gpu: bool) -> str:
+    """What `precision` is expected to be where it is auto."""
+    return config.precision if config.precision != "auto" else ("bf16" if on_gpu else "fp32")
+
+
+@dataclasses.dataclass(frozen=True)
+class Room:
+    """The estimate for one configuration beside what each of its ranks may have, GiB."""
+
+    config: Config
+    precision: str
+    world_size: int
+    state_gib: float
+    total_gib: float
+    limit_gib: float | None
+    """None = not known: then nothing is said against the run."""
+    limit_of: str
+
+    def impossible(self) -> list[str]:
+        """Why it cannot fit, whatever the micro batch: at most one line."""
+        if self.limit_gib is None or self.state_gib <= self.limit_gib:
+            return []
+        return [
+            f"weights, gradients and optimizer state take {self.state_gib:.1f} GiB of a rank's "
+            f"{self.limit_gib:.1f} GiB; use zero1 or fsdp, more ranks, or a smaller model"
+        ]
+
+    def issues(self, has_checkpoint: bool) -> list[str]:
+        """Why the run must be expected to fail for want of memory; at most one line."""
+        if issues := self.impossible():
+            return [f"model: {issues[0]}"]
+        return self._tight(has_checkpoint) if self._times() > FAR_ABOVE else []
+
+    def warnings(self, has_checkpoint: bool) -> list[str]:
+        """Why it may fail; at most one line."""
+        return self._tight(has_checkpoint) if 1 < self._times() <= FAR_ABOVE else []
+
+    def _times(self) -> float:
+        return 0.0 if self.limit_gib is None else self.total_gib / max(self.limit_gib, 1e-9)
+
+    def _tight(self, has_checkpoint: bool) -> list[str]:
+        _, fixes = advice.what_fits(
+            self.config, self.precision, self.world_size, self.limit_gib, has_checkpoint=has_checkpoint
+        )
+        return [
+            f"batch.micro_size: {self.config.batch.micro_size} takes about {format_gib(self.total_gib)} a "
+            f"rank (estimate), and there are {format_gib(self.limit_gib)} ({self.limit_of}); {fixes[0]}"
+        ]
+
+
+def room(config: Config, world_size: int, machine: Environment, *, on_gpu: bool) -> Room:
+    """The room of a rank of `world_size` on this machine."""
+    precision = precision_of(config, on_gpu)
+    parts = memory_estimate_gib(config, precision, world_size)
+    limit, limit_of = machine.rank_memory(world_size, on_gpu)
+    state = sum(parts[name] for name in STATE)
+    return Room(config, precision, world_size, state, sum(parts.values()), limit, limit_of)

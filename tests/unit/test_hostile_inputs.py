@@ -1,0 +1,253 @@
+"""Input that nobody means: each is refused in one line with exit code 2, at once and in little memory, and
+nothing is written. What hangs here would hang for the user."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from bert_dp import record
+from bert_dp.config import Config, Section
+from launcher import cli
+
+BASE = ("train", "quickstart", "--nproc", "1", "--dry-run")
+LONG = "9" * 400
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Iterator[Run]:
+    """`bert-dp` in this process, in an empty folder: exit code, output, errors. An alarm ends what hangs."""
+
+    def call(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.argv", ["bert-dp", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        code = ended.value.code
+        assert isinstance(code, int)
+        return code, *capsys.readouterr()
+
+    def hangs(*_: object) -> None:
+        raise AssertionError("it hangs")
+
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    before = signal.signal(signal.SIGALRM, hangs)
+    signal.alarm(60)
+    yield call
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+    assert not list(here.iterdir()), "nothing is written"
+
+
+def refused(answer: tuple[int, str, str], *parts: str) -> None:
+    """Exit code 2, one short line, no traceback."""
+    code, _, errors = answer
+    assert code == 2, errors
+    assert errors.startswith("error: "), errors
+    assert errors.count("\n") == 1, errors
+    assert len(errors) < 1000, errors
+    for part in parts:
+        assert part in errors, errors
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("schedule.tokens=1e30", "schedule.tokens"),
+        ("model.hidden_size=1000000000000000000000000000000", "model.hidden_size"),
+        ("model.hidden_size=1e30", "model.hidden_size"),
+        ("model.num_layers=1000000000", "model.num_layers"),
+        ("batch.global_size=10000000000000000000", "batch.global_size"),
+        ("batch.micro_size=10000000000000000000", "batch.micro_size"),
+        (f"schedule.steps={LONG}", "schedule.steps"),
+        (f"optim.lr={LONG}", "optim.lr"),
+        (f"run.seed=-{LONG}", "run.seed"),
+        ("schedule.steps=" + "9" * 5000, "schedule.steps"),
+        (".".join("a" * 3000) + "=1", "3000 parts"),
+        ("a=" + "[" * 3000, "not a YAML value"),
+        ("data.sources=" + "[" * 100 + "]" * 100, "nested too deeply"),
+        ("a=" + "{a: " * 100 + "1" + "}" * 100, "nested too deeply"),
+        ('data.path="a\\0b"', "data.path"),
+        ('data.sources=["a\\0b"]', "data.sources"),
+        ('data.tokenizer="a\\0b"', "data.tokenizer"),
+        ('run.init_from="a\\0b"', "run.init_from"),
+        ('run.init_from="\\ud800"', "run.init_from"),
+        (f"run.init_from={'a/' * 4000}", "run.init_from"),
+        (f"run.init_from={'a' * 256}", "aaa"),
+        (f"data.path={'a' * 256}", "data.path"),
+        (f"data.tokenizer={'a' * 256}", "aaa"),
+        (f"data.sources=[{'a' * 256}]", "data.sources"),
+        ("run.init_from=\udcff", "not UTF-8"),
+        ("schedule.hours=1e300", "schedule.hours"),
+        ("no.such." + "x" * 5000 + "=1", "unknown setting"),
+        ("x" * 5000, "expected a.b=value"),
+    ],
+    ids=lambda text: text[:40].encode("ascii", "replace").decode() if isinstance(text, str) else None,
+)
+def test_a_hostile_setting(run: Run, setting: str, named: str) -> None:
+    refused(run(*BASE, "--set", setting), named)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"a: &a [x]\nb: [*a, *a]\n", "aliases"),
+        (b"[" * 3000, "nested too deeply"),
+        (b"a: {" * 3000, "nested too deeply"),
+        (b"schedule: {steps: " + b"9" * 400 + b"}", "schedule.steps"),
+        (b"schedule: {steps: " + b"9" * 5000 + b"}", "not valid YAML"),
+        (b"\0", "not valid YAML"),
+        (b"\xff\xfe\xfd", "not valid YAML"),
+        (b'{data: {path: "\\0"}, schedule: {steps: 1}}', "data.path"),
+        (b"#" * 2_000_000, "larger than 1000000 bytes"),
+        (b"- 1", "expected a mapping"),
+        (b"", "expected a mapping"),
+        (b"? [a, b]\n: 1", "not valid YAML"),
+        (b"!!python/object/apply:os.system ['true']", "not valid YAML"),
+    ],
+)
+def test_a_hostile_configuration(run: Run, tmp_path: Path, content: bytes, said: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    refused(run("train", str(path), *BASE[2:]), said)
+
+
+@pytest.fixture
+def endless(tmp_path: Path) -> list[str]:
+    """Files that are none: whoever reads them waits, or never ends."""
+    os.mkfifo(tmp_path / "pipe")
+    return [str(tmp_path / "pipe"), "/dev/zero", str(tmp_path)]
+
+
+def test_what_is_no_regular_file(run: Run, endless: list[str], tmp_path: Path) -> None:
+    for path in endless:
+        refused(run("train", path, *BASE[2:]), path, "cannot be read")
+        refused(run(*BASE, "--set", f"data.tokenizer={path}"), "data.tokenizer", "regular file")
+        refused(run(*BASE, "--set", f"run.init_from={path}"), "run.init_from", "holds no checkpoint")
+        refused(run(*BASE, "--resume", path), "--resume", "holds no checkpoint")
+        refused(run("plan", "scaling", "--from", path), "--from", path)
+    (tmp_path / "state").mkdir()
+    os.mkfifo(tmp_path / "state" / "state.json")
+    refused(run(*BASE, "--resume", str(tmp_path / "state")), "--resume", "holds no checkpoint")
+    refused(run(*BASE, "--set", f"data.path={tmp_path / 'state'}"), "data.path")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--nproc", "9" * 400),
+        ("--nproc", "9" * 5000),
+        ("--run-dir", "a" * 256),
+        ("--run-dir", "\udcff"),
+        ("--resume", "a" * 256),
+        ("--resume", "\udcff"),
+    ],
+    ids=str,
+)
+def test_a_hostile_option(run: Run, options: tuple[str, ...]) -> None:
+    refused(run(*BASE, *options))
+
+
+def test_a_long_name_of_a_configuration(run: Run) -> None:
+    refused(run("train", "a" * 256, *BASE[2:]), "File name too long")
+
+
+def test_a_very_long_schedule_is_counted_at_once(run: Run) -> None:
+    ramp = ("--set", "batch.ramp_fraction=0.5", "--set", "batch.ramp_quantum=16")
+    code, told, errors = run(*BASE, "--set", "schedule.tokens=1000000000000000", *ramp)
+    assert (code, errors) == (0, "")
+    assert "= 1,000,000,000,000,000 tokens" in told
+
+
+def whole_numbers(section: type[Section] = Config, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, Section):
+            yield from whole_numbers(kind, f"{prefix}{name}.")
+        elif kind in (int, int | None):
+            yield f"{prefix}{name}", field
+
+
+def test_every_whole_number_has_an_upper_bound() -> None:
+    found = dict(whole_numbers())
+    assert "model.num_layers" in found
+    assert "schedule.steps" in found
+    unbounded = [
+        name
+        for name, field in found.items()
+        if not any(hasattr(rule, "le") or hasattr(rule, "lt") for rule in field.metadata)  # type: ignore[attr-defined]
+    ]
+    assert unbounded == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        b'{"a": ' * 500 + b"1" + b"}" * 500,
+        b'{"step": ' + b"9" * 5000 + b"}",
+        b'{"step": ' + b"9" * 400 + b"}",
+        b'{"step": "\xff"}',
+        b'{"step": 1}\0',
+        b"[1]",
+        b"1",
+        b"",
+    ],
+    ids=lambda content: repr(content[:20]),
+)
+def test_damaged_json_is_none_and_ends_the_lines(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(content)
+    assert record.read_json(path) is None
+    path.write_bytes(b'{"step": 1}\n' + content + b'\n{"step": 2}\n')
+    assert list(record.read_lines(path)) == [{"step": 1}]
+
+
+@pytest.mark.parametrize(
+    "line", [b"{}", b'{"step": null}', b'{"step": "1"}', b'{"step": true}', b'{"step": 1.5}']
+)
+def test_a_line_without_a_step_is_damaged(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
+    assert list(record.read_lines(path)) == [{"step": 1}]
+    record.cut_back(path, 9)
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_a_pipe_is_no_record(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path, Path("a\0b"), Path("a" * 256)):
+        assert record.read_json(path) is None
+    assert list(record.read_lines(tmp_path / "pipe")) == []
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "summary.json", "metrics.jsonl", "environment.json"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"a: &a [x]\nb: &b [*a, *a]\n"
+        + b"".join(b"%c: &%c [*%c, *%c, *%c]\n" % (i + 1, i + 1, i, i, i) for i in range(ord("b"), ord("y"))),
+        b"[" * 5000,
+        b'{"a": ' * 400 + b"1" + b"}" * 400,
+        b'{"step": ' + b"9" * 4000 + b"}\n",
+        b"\xff\0",
+        b"{}\n",
+    ],
+    ids=lambda content: repr(content[:12]),
+)
+def test_a_report_of_a_damaged_run(tmp_path: Path, run: Run, name: str, content: bytes) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / "config.yaml").write_text("schedule: {steps: 1}\n")
+    (folder / name).write_bytes(content)
+    signal.alarm(60)
+    code, _, errors = run("report", str(folder))
+    assert (code, errors) == (0, "")
+    assert (folder / "report.html").exists()
