@@ -28,18 +28,18 @@ EQUIVALENT = Path(__file__).with_name("equivalent_mutants.yaml")
 GOAL = 0.9
 
 MODULES = {
-    "launcher/plan/timeline.py": ["test_timeline.py", "test_predict.py"],
-    "launcher/plan/links.py": ["test_predict.py"],
-    "launcher/scaling/stats.py": ["test_scaling.py"],
-    "launcher/scaling/verdict.py": ["test_scaling.py"],
-    "launcher/tune/curve.py": ["test_tune_batch.py"],
-    "launcher/tune/ladder.py": ["test_tune_lr.py"],
+    "launcher/plan/timeline.py": ["test_timeline.py"],
+    "launcher/plan/links.py": ["test_plan_links.py"],
+    "launcher/scaling/stats.py": ["test_stats.py"],
+    "launcher/scaling/verdict.py": ["test_verdict.py"],
+    "launcher/tune/curve.py": ["test_curve.py"],
+    "launcher/tune/ladder.py": ["test_ladder.py"],
     "launcher/redact.py": ["test_redact.py"],
     "bert_dp/config/rates.py": ["test_rates.py"],
-    "bert_dp/config/checks.py": ["test_config.py"],
+    "bert_dp/config/checks.py": ["test_checks.py"],
     "bert_dp/cost.py": ["test_cost.py"],
     "bert_dp/data.py": ["test_data.py"],
-    "bert_dp/noise.py": ["test_noise.py"],
+    "bert_dp/noise.py": ["test_noise_estimate.py"],
 }
 """Each with the files of tests/unit that are to notice."""
 
@@ -108,11 +108,19 @@ def changed_lines(diff: str) -> str:
     )
 
 
-def judge(module: str, found: dict[str, str], left: dict[str, str], equivalent: Sequence[Any]) -> dict[str, Any]:
+def only_strict(change: str) -> bool:
+    """Whether only zip's `strict` changed: a check of the programmer, whose lengths never differ."""
+    lines = [re.sub(r"strict=\w+|, (?=\))", "", line[1:]) for line in change.splitlines()]
+    return "strict=" in change and len({line.replace(", )", ")") for line in lines}) == 1
+
+
+def judge(
+    module: str, found: dict[str, str], left: dict[str, str], equivalent: Sequence[Any]
+) -> dict[str, Any]:
     """Counts of one module, its survivors that are not listed, and entries of the list that fit none."""
     listed = [entry["change"].strip() for entry in equivalent if entry["module"] == module]
-    same = [name for name, change in left.items() if change in listed]
-    survivors = {name: change for name, change in left.items() if change not in listed}
+    same = [name for name, change in left.items() if change in listed or only_strict(change)]
+    survivors = {name: change for name, change in left.items() if name not in same}
     counted = len(found) - len(same)
     killed = counted - len(survivors)
     return {

@@ -1,0 +1,102 @@
+"""Statistics of the scaling benchmark against their formulas."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+
+from launcher.scaling import stats
+
+
+def widening(repeats: int, student: float) -> float:
+    return student / 1.960 * math.sqrt(repeats / (repeats - 1))
+
+
+@pytest.mark.parametrize(("levels", "student"), [((1.0, 4.0), 12.706), ((1.0, 2.0, 8.0), 4.303)])
+def test_draws_of_repeats_that_do_not_vary_within(levels: tuple[float, ...], student: float) -> None:
+    """A draw is the median of as many repeats with replacement, widened in logarithms about the median."""
+    drawn = stats.resampled_means([[level] * 12 for level in levels])
+    assert drawn is not None
+    assert drawn.shape == (2000,)
+    middle = math.log(statistics.median(levels))
+    medians = sorted({statistics.median(levels), *levels})
+    expected = [math.exp(middle + (math.log(m) - middle) * widening(len(levels), student)) for m in medians]
+    found, counts = np.unique(drawn.round(9), return_counts=True)
+    assert found == pytest.approx(expected)
+    # two repeats: both the lower 1/4, mixed 1/2; three: the median is the lowest in 7/27, the middle in 13/27
+    share = {2: [1 / 4, 1 / 2, 1 / 4], 3: [7 / 27, 13 / 27, 7 / 27]}[len(levels)]
+    assert counts / 2000 == pytest.approx(share, abs=0.05)
+
+
+def test_steps_are_drawn_in_blocks_of_five_that_go_round() -> None:
+    """The variance of a mean of ceil(n / 5) windows of 5 steps; of two equal repeats, half of it."""
+    steps = [1 + 0.001 * (k % 7 == 0) + 0.002 * (k % 11 < 3) for k in range(33)]
+    windows = [statistics.fmean(steps[(k + i) % 33] for i in range(5)) for k in range(33)]
+    drawn = stats.resampled_means([steps, steps])
+    assert drawn is not None
+    expected = math.sqrt(statistics.pvariance(windows) / 7 / 2) / statistics.fmean(steps)
+    # half of the draws take the same repeat twice, with windows of their own
+    assert statistics.stdev(np.log(drawn)) == pytest.approx(expected * widening(2, 12.706), rel=0.06)
+    assert statistics.fmean(drawn) == pytest.approx(statistics.fmean(steps), rel=1e-3)
+
+
+def test_a_block_is_no_longer_than_the_steps() -> None:
+    assert stats.resampled_means([[1.0, 2.0, 3.0]] * 2) == pytest.approx(2.0)
+
+
+def test_draws_follow_from_the_seed_and_need_two_repeats() -> None:
+    repeats = [[1.0, 2.0, 3.0, 5.0, 4.0, 6.0, 2.0], [1.0, 3.0, 3.0, 4.0, 4.0, 6.0, 2.0]]
+    first, again = stats.resampled_means(repeats), stats.resampled_means(repeats, 0)
+    other = stats.resampled_means(repeats, 1)
+    assert first is not None
+    assert other is not None
+    assert np.array_equal(first, again)
+    assert not np.array_equal(first, other)
+    assert stats.resampled_means(repeats[:1]) is None
+
+
+def test_students_t_is_rather_too_wide() -> None:
+    known = {1: 12.706, 2: 4.303, 5: 2.571, 9: 2.262, 10: 2.262, 28: 2.262, 29: 2.045, 1000: 2.045}
+    assert {degrees: stats.student(degrees) for degrees in known} == known
+
+
+def test_intervals_are_the_central_95_per_cent() -> None:
+    assert stats.interval(np.arange(1001.0)) == pytest.approx([25, 975])
+    assert stats.interval(None) is None
+    over, under = np.full(5, 6.0), np.full(5, 3.0)
+    assert stats.ratio_interval(over, under) == [2, 2]
+    assert stats.ratio_interval(over, under, 5.0) == [10, 10]
+    assert stats.ratio_interval(None, under) is stats.ratio_interval(over, None) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "expected"),
+    [
+        ([7.0], 0.5, 7.0),
+        ([4.0, 1.0, 3.0, 2.0], 0.5, 2.5),
+        ([1.0, 2.0, 4.0, 8.0, 16.0], 0.3, 2.4),
+        ([1.0, 2.0, 4.0, 8.0, 16.0], 1.0, 16.0),
+        ([1.0, 2.0, 4.0, 8.0, 16.0], 0.0, 1.0),
+        ([1.0, 2.0], 0.25, 1.25),
+    ],
+)
+def test_percentiles_are_linear_between_values(values: list[float], share: float, expected: float) -> None:
+    assert stats.percentile(values, share) == pytest.approx(expected)
+
+
+def test_five_numbers() -> None:
+    assert stats.five_numbers([5.0, 1.0, 2.0, 4.0, 3.0]) == {
+        "min": 1.0,
+        "q1": 2.0,
+        "median": 3.0,
+        "q3": 4.0,
+        "max": 5.0,
+    }
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    assert stats.over([None, 3.0, 0.0, None]) == 1.5
+    assert stats.over([None, 3.0, 1.0], max) == 3.0
+    assert stats.over([]) is stats.over([None]) is None
+    assert stats.median([3.0, 1.0, 2.0, 10.0]) == 2.5

@@ -1,0 +1,262 @@
+"""Each verdict of the scaling benchmark word for word, and the bounds between them."""
+
+from typing import Any
+
+import pytest
+
+from launcher.scaling.verdict import judge, verdicts
+
+REACHED = "efficiency 80.0 % [78.0 %, 82.0 %]"
+MEASURE_MORE = "more --repeats or --steps"
+
+
+def cell(**facts: Any) -> dict[str, Any]:
+    """A cell without any loss but its efficiency of 80 %."""
+    return {
+        "id": "c",
+        "kind": "run",
+        "of": None,
+        "status": "ok",
+        "cause": None,
+        "world_size": 4,
+        "mode": "weak",
+        "engine": "ddp",
+        "global_batch": 8,
+        "tokens_per_s": 10.0,
+        "efficiency": 0.8,
+        "efficiency_ci95": [0.78, 0.82],
+        "data_wait_fraction": 0.01,
+        "straggler_rank": None,
+        "straggler_ratio": 1.0,
+        "ceiling_efficiency": 0.98,
+        "ceiling_efficiency_ci95": [0.9, 0.99],
+        "communication_efficiency": 0.99,
+        "communication_efficiency_ci95": [0.9, 0.99],
+        "exposed_comm_ddp_fraction": None,
+        "launch_fraction": None,
+        "step_time_s": {"mean": 1.0, "ci95": [0.99, 1.01]},
+        **facts,
+    }
+
+
+def twin(mean: float, interval: list[float] | None, **facts: Any) -> dict[str, Any]:
+    return cell(id="t", kind="synthetic", of="c", step_time_s={"mean": mean, "ci95": interval}, **facts)
+
+
+OUT_OF_MEMORY = ("out of memory", "rank 1", "lower batch.micro_size, or use zero1 or fsdp")
+FAILED = ("failed", "rank 1", "see the logs of its run")
+NO_BASELINE = ("no baseline", "the single-rank cell did not run", "see its cause")
+ONE_REPEAT = (
+    "no claim: one repeat",
+    "efficiency 80.0 %; how much runs differ is not known",
+    "--repeats 3 or more",
+)
+ABOVE = (
+    "above 100 %",
+    "efficiency 130.0 % [101.0 %, 140.0 %]: one rank alone was slower than each of these",
+    "measure the baseline again, on the same machine in the same state",
+)
+SCALES = ("scales", "efficiency 95.0 % [94.0 %, 96.0 %]; no loss above 5.0 % found", "nothing")
+OVERLAP = ("no claim: intervals overlap", "efficiency 90.0 % [70.0 %, 110.0 %] includes 100 %", MEASURE_MORE)
+SPLIT = "more --repeats or --steps, and look at the split of the step"
+UNKNOWN = "no loss is beyond its bound and doubt: 1.0 % of a step waits for data"
+ALL = f"{UNKNOWN}, 1.0 % of the ceiling is lost to communication, the ceiling itself is 2.0 % below as many"
+NO_CAUSE = ("no single cause", f"{REACHED}; {ALL} single ranks", SPLIT)
+NO_CEILING = ("no single cause", f"{REACHED}; {UNKNOWN}; there is no ceiling to compare with", SPLIT)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"status": "oom", "cause": "rank 1"}, OUT_OF_MEMORY),
+        ({"status": "failed", "cause": "rank 1"}, FAILED),
+        ({"efficiency": None}, NO_BASELINE),
+        ({"efficiency_ci95": None}, ONE_REPEAT),
+        ({"efficiency": 1.3, "efficiency_ci95": [1.01, 1.4]}, ABOVE),
+        ({"efficiency": 0.95, "efficiency_ci95": [0.94, 0.96]}, SCALES),
+        ({"efficiency": 0.9, "efficiency_ci95": [0.7, 1.1]}, OVERLAP),
+        (
+            {"efficiency_ci95": [1.0, 1.1], "efficiency": 0.9},
+            ("no claim: intervals overlap", None, MEASURE_MORE),
+        ),
+        (
+            {"efficiency_ci95": [0.8, 1.0], "efficiency": 0.9},
+            ("no claim: intervals overlap", None, MEASURE_MORE),
+        ),
+        ({}, NO_CAUSE),
+        ({"ceiling_efficiency": None, "communication_efficiency": None}, NO_CEILING),
+        ({"communication_efficiency": None}, NO_CEILING),
+    ],
+)
+def test_without_a_loss(facts: dict[str, Any], expected: tuple[str, str | None, str]) -> None:
+    told = judge(cell(**facts), [])
+    assert told["cell"] == "c"
+    assert (told["verdict"], told["next"]) == (expected[0], expected[2])
+    assert expected[1] in (told["evidence"], None)
+
+
+LOADER = ("loader-bound", "raise data.workers")
+STRAGGLER = (
+    "straggler rank 2",
+    "look at that device: clocks, links, who else uses it (bert-dp doctor)",
+)
+CEILING = ("hardware ceiling", "shared memory bandwidth, power or clocks, which no engine changes")
+SENT = ("communication-bound", "more accumulation, 16-bit reduction, or a faster link")
+LAUNCH = ("launch-bound", "compile: on, or a larger micro batch")
+
+
+@pytest.mark.parametrize(
+    ("facts", "named", "evidence"),
+    [
+        ({"data_wait_fraction": 0.3}, LOADER, "30.0 % of a step waits for data"),
+        (
+            {"straggler_rank": 2, "straggler_ratio": 1.5},
+            STRAGGLER,
+            "rank 2 works 1.50 x as long as the others' median before any reduction",
+        ),
+        ({"ceiling_efficiency": 0.7}, CEILING, "4 independent copies reach 70.0 % of as many single ranks"),
+        (
+            {"communication_efficiency": 0.7},
+            SENT,
+            "30.0 % of the ceiling is lost once ranks exchange gradients",
+        ),
+        (
+            {"communication_efficiency": 0.7, "exposed_comm_ddp_fraction": 0.25},
+            SENT,
+            "30.0 % of the ceiling is lost once ranks exchange gradients (DDP's own counters: 25.0 % of a step)",
+        ),
+        ({"launch_fraction": 0.99}, LAUNCH, "the host needs 99.0 % of a step to enqueue it"),
+    ],
+)
+def test_a_loss_is_named_with_its_figure_and_its_remedy(
+    facts: dict[str, Any], named: tuple[str, str], evidence: str
+) -> None:
+    expected = {"cell": "c", "verdict": named[0], "evidence": f"{REACHED}: {evidence}", "next": named[1]}
+    assert judge(cell(**facts), []) == expected
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"data_wait_fraction": 0.05},
+        {"ceiling_efficiency": 0.9501},
+        {"ceiling_efficiency": 0.7, "ceiling_efficiency_ci95": [0.6, 1.0]},
+        {"ceiling_efficiency": 0.7, "ceiling_efficiency_ci95": None},
+        {"communication_efficiency": 0.9501},
+        {"communication_efficiency": 0.7, "communication_efficiency_ci95": [0.6, 1.0]},
+        {"communication_efficiency": 0.7, "communication_efficiency_ci95": None},
+        {"launch_fraction": 0.95},
+    ],
+)
+def test_a_loss_at_its_bound_or_in_doubt_is_not_named(facts: dict[str, Any]) -> None:
+    assert judge(cell(**facts), [])["verdict"] == "no single cause"
+
+
+def test_the_greatest_of_several_losses_is_the_verdict_and_the_others_follow_by_size() -> None:
+    told = judge(
+        cell(
+            communication_efficiency=0.8,
+            ceiling_efficiency=0.85,
+            data_wait_fraction=0.1,
+            straggler_rank=1,
+            straggler_ratio=1.5,
+            launch_fraction=0.97,
+        ),
+        [],
+    )
+    assert told["verdict"] == "straggler rank 1"  # 1 - 1 / 1.5
+    assert [part.split(":")[0] for part in told["evidence"].split("; also ")[1:]] == [
+        "communication-bound",
+        "hardware ceiling",
+        "loader-bound",
+        "launch-bound",  # 0.97 - 0.95
+    ]
+    assert "; also hardware ceiling: 4 independent copies reach 85.0 %" in told["evidence"]
+
+
+def test_a_loss_goes_before_a_good_efficiency_and_before_an_interval_that_reaches_one() -> None:
+    good = {"efficiency": 0.97, "efficiency_ci95": [0.9, 1.05], "data_wait_fraction": 0.06}
+    assert judge(cell(**good), [])["verdict"] == "loader-bound"
+    assert judge(cell(efficiency=0.5, efficiency_ci95=[1.0, 1.1]), [])["verdict"].startswith("no claim")
+
+
+def test_a_synthetic_twin_tells_what_the_loader_costs() -> None:
+    told = judge(cell(), [cell(), twin(0.8, [0.7, 0.98])])
+    assert told["verdict"] == "loader-bound"
+    assert told["evidence"] == f"{REACHED}: 1.0 % of a step waits for data, 20.0 % faster without the loader"
+    both = judge(cell(data_wait_fraction=0.3, ceiling_efficiency=0.75), [twin(0.8, [0.7, 0.98])])
+    assert both["verdict"] == "loader-bound"  # the greater of 30 % and 20 % is beyond the ceiling's 25 %
+    less = judge(cell(data_wait_fraction=0.1, ceiling_efficiency=0.85), [twin(0.8, [0.7, 0.98])])
+    assert less["verdict"] == "loader-bound"
+    slight = judge(cell(data_wait_fraction=0.06), [twin(0.96, [0.95, 0.97])])
+    assert "4.0 % faster without the loader" in slight["evidence"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        twin(0.8, [0.7, 0.99]),  # reaches the cell's own
+        twin(0.8, [0.7, 1.2]),
+        twin(0.8, None),
+        twin(0.8, [0.7, 0.9], status="failed"),
+        twin(0.9501, [0.94, 0.96]),  # 5 % is the bound
+        {**twin(0.8, [0.7, 0.9]), "of": "another"},
+        {**twin(0.8, [0.7, 0.9]), "kind": "run"},
+    ],
+)
+def test_a_twin_that_says_nothing(other: dict[str, Any]) -> None:
+    assert judge(cell(), [other])["verdict"] == "no single cause"
+    assert judge(cell(step_time_s={"mean": 1.0, "ci95": None}), [other])["verdict"] == "no single cause"
+
+
+def engine(name: str, tokens_per_s: float, interval: list[float] | None, **facts: Any) -> dict[str, Any]:
+    step = {"mean": 1.0, "ci95": interval}
+    return cell(id=name, engine=name, tokens_per_s=tokens_per_s, step_time_s=step, **facts)
+
+
+def test_the_fastest_engine_is_named_where_intervals_part() -> None:
+    slow, fast, middle = (
+        engine("slow", 5.0, [2.0, 2.1]),
+        engine("fast", 10.0, [0.99, 1.01]),
+        engine("middle", 8.0, [1.2, 1.3]),
+    )
+    told = verdicts({"cells": [slow, fast, middle]})
+    assert [t["cell"] for t in told] == ["slow", "fast", "middle", "fast"]
+    expected = {"verdict": "fastest of 3 at N = 4", "evidence": "1.250 x the throughput of middle"}
+    assert told[-1] == {"cell": "fast", "next": "nothing", **expected}
+
+
+@pytest.mark.parametrize("second", [[1.01, 1.3], [0.9, 1.3], None])
+def test_an_engine_whose_interval_overlaps_is_not_called_slower(second: list[float] | None) -> None:
+    told = verdicts({"cells": [engine("a", 10.0, [0.99, 1.01]), engine("b", 8.0, second)]})[-1]
+    assert told == {
+        "cell": "a",
+        "verdict": "no claim: intervals overlap",
+        "evidence": "1.250 x the throughput of b, whose interval overlaps",
+        "next": MEASURE_MORE,
+    }
+    unknown = [engine("a", 10.0, None), engine("b", 8.0, [1.2, 1.3])]
+    assert verdicts({"cells": unknown})[-1]["verdict"] == "no claim: intervals overlap"
+
+
+def test_engines_are_compared_by_the_time_of_a_sequence() -> None:
+    """Twice the batch in 1.6 times the seconds is faster."""
+    cells = [engine("a", 10.0, [1.6, 1.62], global_batch=16), engine("b", 8.0, [1.0, 1.1])]
+    assert verdicts({"cells": cells})[-1]["verdict"] == "fastest of 2 at N = 4"
+
+
+def test_only_like_cells_are_compared_and_only_runs_judged() -> None:
+    cells = [
+        engine("alone", 99.0, [0.1, 0.2], world_size=1),
+        engine("two", 10.0, [1.0, 1.1], world_size=2),
+        engine("strong", 10.0, [1.0, 1.1], mode="strong"),
+        engine("weak", 10.0, [1.0, 1.1]),
+        engine("broken", 10.0, [1.0, 1.1], status="failed", cause="x"),
+        engine("no room", 10.0, [1.0, 1.1], status="oom", cause="x"),
+        engine("left out", 10.0, [1.0, 1.1], status="skipped"),
+        engine("ceiling", 10.0, [1.0, 1.1], kind="ceiling"),
+    ]
+    told = verdicts({"cells": cells})
+    assert [t["cell"] for t in told] == ["two", "strong", "weak", "broken", "no room"]
+    later = [engine("x", 10.0, [1.0, 1.1], world_size=8), engine("y", 9.0, [1.2, 1.3], world_size=8)]
+    assert verdicts({"cells": [*cells, *later]})[-1]["verdict"] == "fastest of 2 at N = 8"
