@@ -123,7 +123,8 @@ LAUNCH = ("launch-bound", "compile: on, or a larger micro batch")
         (
             {"communication_efficiency": 0.7, "exposed_comm_ddp_fraction": 0.25},
             SENT,
-            "30.0 % of the ceiling is lost once ranks exchange gradients (DDP's own counters: 25.0 % of a step)",
+            "30.0 % of the ceiling is lost once ranks exchange gradients "
+            "(DDP's own counters: 25.0 % of a step)",
         ),
         ({"launch_fraction": 0.99}, LAUNCH, "the host needs 99.0 % of a step to enqueue it"),
     ],
