@@ -27,12 +27,11 @@ def from_layers(model: ModelConfig, sequence_length: int, width: float, backward
     """Gradients of a model that was not profiled: the blocks' at even steps of the backward pass, the
     embedding's at its very end because the decoder is tied to it, with the little that is left. `width`:
     bytes of a number."""
-    embedding = model.vocab_size * model.hidden_size
     block = linear_parameters(model) / model.num_layers
-    rest = num_parameters(model, sequence_length) - embedding - linear_parameters(model)
+    rest = num_parameters(model, sequence_length) - linear_parameters(model)
     steps = [(i + 1) / (model.num_layers + 1) for i in range(model.num_layers)]
     blocks = [Gradient(block * width, step * backward_s) for step in steps]
-    return [*blocks, Gradient((rest + embedding) * width, backward_s)]
+    return [*blocks, Gradient(rest * width, backward_s)]
 
 
 def buckets(gradients: Sequence[Gradient], size: float, first: float | None = None) -> list[Gradient]:

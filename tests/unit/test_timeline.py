@@ -6,7 +6,9 @@ from bert_dp.config import ModelConfig
 from bert_dp.cost import linear_parameters, num_parameters
 from launcher.plan.timeline import Gradient, buckets, exposed, from_layers
 
-MODEL = ModelConfig(num_layers=3, hidden_size=64, num_heads=4, intermediate_size=128, vocab_size=512)
+MODEL = ModelConfig(
+    num_layers=3, hidden_size=64, num_heads=4, intermediate_size=128, vocab_size=512, position="learned"
+)
 
 
 def test_blocks_are_ready_at_even_steps_and_all_the_rest_at_the_end() -> None:
@@ -34,4 +36,7 @@ def test_a_reduction_waits_for_its_bucket_and_for_the_one_before() -> None:
     assert exposed(fused, 10.0, lambda size: size) == pytest.approx(1.0)
     assert exposed(fused, 10.0, lambda size: size, gain=0.5) == pytest.approx(6 - 0.5 * 5)
     assert exposed(fused, 2.0, lambda size: size) == pytest.approx(6.0)  # never more than all of them
+    at_once = [Gradient(0.5, 0.0), Gradient(0.25, 0.0)]
+    assert exposed(at_once, 0.5, lambda size: size) == pytest.approx(0.25)
+    assert exposed(at_once, 0.8, lambda size: size) == 0
     assert exposed([], 10.0, lambda size: size) == 0

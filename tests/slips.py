@@ -1,0 +1,411 @@
+"""`python -m tests.slips [NAME...]`: slips made by hand in the distributed modules, and which tests notice them.
+
+mutmut covers the pure modules (`python -m tests.mutants`). Here each slip is one replacement of text in one
+file, put into a temporary copy of the tree; its tests then run there until the first fails. Prints a line per
+slip; exit code 1 when one survives. `--list` runs nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+from tests.mutants import copy_tree
+
+
+class Slip(NamedTuple):
+    name: str
+    file: str
+    old: str
+    new: str
+    tests: str
+    """Paths that are to notice, by blanks."""
+
+
+SLIPS = (
+    # held-out loss
+    Slip(
+        "heldout-rows-of-a-replica",
+        "bert_dp/train.py",
+        "ranks[:: job.plan.tensor].sum(0).tolist()",
+        "ranks[: job.plan.dp].sum(0).tolist()",
+        "tests/unit tests/parity",
+    ),
+    Slip(
+        "heldout-counted-by-every-rank-of-a-replica",
+        "bert_dp/train.py",
+        "ranks[:: job.plan.tensor].sum(0).tolist()",
+        "ranks.sum(0).tolist()",
+        "tests/unit tests/parity",
+    ),
+    Slip(
+        "heldout-with-dropout",
+        "bert_dp/train.py",
+        "model = job.bare_model.eval()",
+        "model = job.bare_model",
+        "tests/unit tests/parity",
+    ),
+    Slip(
+        "heldout-leaves-dropout-off",
+        "bert_dp/train.py",
+        "            job.heartbeat.progress()\n    model.train()",
+        "            job.heartbeat.progress()",
+        "tests/unit tests/parity",
+    ),
+    Slip(
+        "heldout-padding-counted",
+        "bert_dp/data.py",
+        "count = int(real_B.sum()) * num_masked",
+        "count = len(real_B) * num_masked",
+        "tests/unit/test_data.py",
+    ),
+    # metrics
+    Slip(
+        "loss-of-every-rank-of-a-replica",
+        "bert_dp/metrics.py",
+        "ranks[:: self._plan.tensor, 0].sum().item()",
+        "ranks[:, 0].sum().item()",
+        "tests/unit tests/parity",
+    ),
+    Slip(
+        "mfu-times-n",
+        "bert_dp/metrics.py",
+        '"mfu": per_gpu * self._flops_per_token',
+        '"mfu": tokens_per_s * self._flops_per_token',
+        "tests/unit",
+    ),
+    Slip(
+        "peak-memory-of-rank-0",
+        "bert_dp/metrics.py",
+        "memory = ranks[:, 1].max().item()",
+        "memory = ranks[0, 1].item()",
+        "tests/unit",
+    ),
+    Slip(
+        "pilot-memory-of-rank-0",
+        "launcher/tune/runner.py",
+        "    for rank in range(ranks):\n"
+        '        lines = list(record.read_lines(directory / "steps" / f"rank-{rank}.jsonl"))\n'
+        "        found.append(",
+        "    for rank in range(ranks):\n"
+        '        lines = list(record.read_lines(directory / "steps" / "rank-0.jsonl"))\n'
+        "        found.append(",
+        "tests/unit",
+    ),
+    Slip(
+        "pauses-counted-into-a-steps-time",
+        "bert_dp/metrics.py",
+        "self._paused_s += time.perf_counter() - start",
+        "self._paused_s += 0.0",
+        "tests/unit",
+    ),
+    Slip(
+        "pauses-counted-into-the-next-step",
+        "bert_dp/metrics.py",
+        "self._paused_s += time.perf_counter() - start\n        self.timers.restart()",
+        "self._paused_s += time.perf_counter() - start",
+        "tests/unit",
+    ),
+    Slip(
+        "evaluation-without-a-pause",
+        "bert_dp/train.py",
+        "            with meter.paused():\n                _evaluate_and_write",
+        "            if True:\n                _evaluate_and_write",
+        "tests/unit tests/e2e/test_train.py",
+    ),
+    # one step
+    Slip(
+        "overflow-of-one-part-not-told",
+        "bert_dp/parallel/stepping.py",
+        "local.copy_(found)",
+        "pass",
+        "tests/unit tests/parity",
+    ),
+    Slip(
+        "norm-not-finite-steps-all-the-same",
+        "bert_dp/parallel/stepping.py",
+        "optimizer.found_inf = found",
+        "optimizer.found_inf = torch.zeros_like(found)",
+        "tests/unit/test_step.py",
+    ),
+    Slip(
+        "clipped-below-the-limit-too",
+        "bert_dp/parallel/stepping.py",
+        "(norm / max_norm).clamp(min=1.0)",
+        "(norm / max_norm)",
+        "tests/unit/test_step.py",
+    ),
+    Slip(
+        "mean-over-a-replicas-own-tokens",
+        "bert_dp/train.py",
+        "sum(batch.num_masked for batch in batches) * engine.dp_size",
+        "sum(batch.num_masked for batch in batches)",
+        "tests/unit/test_step.py tests/parity",
+    ),
+    Slip(
+        "dropout-by-micro-batch-not-by-sample",
+        "bert_dp/train.py",
+        "hash64(dropout_seed, 4, batch.sample_ids[0])",
+        "hash64(dropout_seed, 4, i)",
+        "tests/unit tests/parity",
+    ),
+    # engines
+    Slip(
+        "fp16-cast-before-the-division",
+        "bert_dp/parallel/ddp.py",
+        "(buffer / group.size()).to(dtype)",
+        "buffer.to(dtype) / group.size()",
+        "tests/unit tests/parity/test_collectives.py",
+    ),
+    Slip(
+        "ddp-sum-divided-by-the-replicas",
+        "bert_dp/parallel/ddp.py",
+        "whole = loss * self.dp_size",
+        "whole = loss",
+        "tests/unit tests/parity",
+    ),
+    Slip(
+        "owners-by-count",
+        "bert_dp/parallel/zero1.py",
+        "load[owner] += sizes[name]",
+        "load[owner] += 1",
+        "tests/unit tests/parity",
+    ),
+    Slip(
+        "zero1-gradients-never-zeroed",
+        "bert_dp/parallel/zero1.py",
+        "            bucket.gradients.zero_()\n",
+        "",
+        "tests/parity",
+    ),
+    Slip(
+        "zero1-reduces-every-micro-batch",
+        "bert_dp/parallel/zero1.py",
+        "                if self._last:\n",
+        "                if True:\n",
+        "tests/parity",
+    ),
+    Slip(
+        "fsdp-averages-what-is-divided-already",
+        "bert_dp/parallel/fsdp.py",
+        "module.set_gradient_divide_factor(1.0)",
+        "module.set_gradient_divide_factor(float(self.dp_size))",
+        "tests/parity",
+    ),
+    Slip(
+        "norm-counts-shared-tensors-on-every-rank",
+        "bert_dp/parallel/grid.py",
+        "            sums_N = sums_N * self._counts_N\n",
+        "            pass\n",
+        "tests/unit/test_tensor.py tests/parity",
+    ),
+    # data
+    Slip(
+        "sketches-out-of-step",
+        "bert_dp/pipeline.py",
+        "is_unlike(batch.sketches[i]) for i in np.flatnonzero(exact)",
+        "is_unlike(batch.sketches[i]) for i in range(int(exact.sum()))",
+        "tests/unit/test_corpus.py",
+    ),
+    Slip(
+        "source-may-change-while-read",
+        "bert_dp/corpus.py",
+        "if before != [inputs.identity(source) for source in found]:",
+        "if False:",
+        "tests/unit/test_corpus.py tests/unit/test_sources.py",
+    ),
+    # checkpoints
+    Slip(
+        "files-not-synced",
+        "bert_dp/checkpoint.py",
+        "            _fsync(path)\n",
+        "            pass\n",
+        "tests/unit",
+    ),
+    Slip(
+        "directory-not-synced",
+        "bert_dp/checkpoint.py",
+        "    _fsync(folder)\n",
+        "",
+        "tests/unit",
+    ),
+    Slip(
+        "renamed-before-it-is-synced",
+        "bert_dp/checkpoint.py",
+        "        _fsync(temporary)\n",
+        "",
+        "tests/unit",
+    ),
+    Slip(
+        "prune-forgets-a-good-one",
+        "bert_dp/checkpoint.py",
+        "if place >= keep and good >= min(keep, 2):",
+        "if place >= keep:",
+        "tests/unit/test_checkpoint.py",
+    ),
+    Slip(
+        "two-writers-at-once",
+        "bert_dp/saving.py",
+        "        self.settle()\n        start = time.perf_counter()",
+        "        start = time.perf_counter()",
+        "tests/unit/test_saving.py",
+    ),
+    Slip(
+        "a-state-that-is-not-finite-is-saved",
+        "bert_dp/saving.py",
+        "            if name is not None:\n",
+        "            if False:\n",
+        "tests/unit/test_saving.py",
+    ),
+    # the controlling process
+    Slip(
+        "grace-begins-again-at-each-poll",
+        "launcher/processes.py",
+        "deadline = deadline or time.monotonic() + grace_s",
+        "deadline = time.monotonic() + grace_s",
+        "tests/unit",
+    ),
+    Slip(
+        "a-failed-run-waits-the-grace",
+        "launcher/processes.py",
+        "deadline = time.monotonic() + KILL_AFTER_FAILURE_S",
+        "deadline = time.monotonic() + grace_s",
+        "tests/unit tests/faults/test_failures.py",
+    ),
+    Slip(
+        "a-silent-death-before-an-earlier-error",
+        "launcher/failure.py",
+        "all(silent[0].time_ns < e",
+        "any(silent[0].time_ns < e",
+        "tests/unit/test_failure.py",
+    ),
+    Slip(
+        "the-latest-error-is-the-cause",
+        "launcher/failure.py",
+        'key=lambda e: (e["bad_input"] is None, e["time_ns"])',
+        'key=lambda e: (e["bad_input"] is None, -e["time_ns"])',
+        "tests/unit/test_failure.py",
+    ),
+    Slip(
+        "reaper-kills-once",
+        "launcher/reaper.py",
+        "while (found := marked(marks)) and time.monotonic() < end:",
+        "for found in (marked(marks),):",
+        "tests/unit tests/faults/test_signals.py",
+    ),
+    Slip(
+        "restarts-without-end",
+        "launcher/restarts.py",
+        "idle = 0 if after > before else idle + 1",
+        "idle = 0 if after >= before else idle + 1",
+        "tests/unit/test_restarts.py",
+    ),
+    Slip(
+        "who-is-ahead-holds-the-others-up",
+        "launcher/hangs.py",
+        "for rank in last if last[rank] < newest",
+        "for rank in last if last[rank] == newest",
+        "tests/unit/test_hangs.py",
+    ),
+    # figures of parallel runs
+    Slip(
+        "noise-interval-without-correction",
+        "bert_dp/noise.py",
+        "(BLOCKS / (BLOCKS - 1) / n**2)",
+        "(1 / n**2)",
+        "tests/unit",
+    ),
+    Slip(
+        "zero1-memory-by-world",
+        "bert_dp/cost.py",
+        "        optimizer /= dp\n",
+        "        optimizer /= world_size\n",
+        "tests/unit",
+    ),
+    Slip(
+        "one-gather-too-many",
+        "launcher/plan/predict.py",
+        "(gather, backward, a - 1),",
+        "(gather, backward, a),",
+        "tests/unit",
+    ),
+    Slip(
+        "blocks-ready-too-early",
+        "launcher/plan/timeline.py",
+        "(i + 1) / (model.num_layers + 1)",
+        "i / (model.num_layers + 1)",
+        "tests/unit",
+    ),
+    Slip(
+        "tie-with-one-degree-too-many",
+        "launcher/tune/ladder.py",
+        "if d <= len(differences) - 1)",
+        "if d <= len(differences))",
+        "tests/unit",
+    ),
+    Slip(
+        "first-clock-of-any-rank",
+        "bert_dp/dist.py",
+        "self.elapsed_s() if self._comm.world.rank == 0 else 0.0",
+        "self.elapsed_s()",
+        "tests/unit/test_dist.py",
+    ),
+)
+
+
+def noticed(slip: Slip, timeout_s: float) -> tuple[bool, str]:
+    """Whether the slip's tests fail, and the first that does; a run that does not end counts as noticed."""
+    with tempfile.TemporaryDirectory(prefix="slip-") as directory:
+        copy = Path(directory)
+        copy_tree(copy)
+        file = copy / slip.file
+        file.write_text(file.read_text().replace(slip.old, slip.new))
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *slip.tests.split()],
+                cwd=copy,
+                capture_output=True,
+                text=True,
+                check=False,
+                timeout=timeout_s,
+                env={**os.environ, "PYTHONPATH": str(copy)},
+            )
+        except subprocess.TimeoutExpired:
+            return True, f"no end in {timeout_s:.0f} s"
+    if done.returncode not in (0, 1):
+        raise RuntimeError(f"{slip.name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    return done.returncode == 1, failed[0] if failed else ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("names", nargs="*", help="default: all")
+    parser.add_argument("--list", action="store_true", help="names and files, nothing is run")
+    parser.add_argument("--timeout", type=float, default=3600.0, help="seconds for the tests of one slip")
+    arguments = parser.parse_args()
+    if unknown := set(arguments.names) - {slip.name for slip in SLIPS}:
+        parser.error(f"no such slip: {', '.join(sorted(unknown))}; --list shows them")
+    survived = 0
+    for slip in SLIPS:
+        if arguments.names and slip.name not in arguments.names:
+            continue
+        if arguments.list:
+            print(f"{slip.name}: {slip.file}")
+            continue
+        start = time.monotonic()
+        seen, test = noticed(slip, arguments.timeout)
+        survived += not seen
+        how = f"noticed  {test}" if seen else "SURVIVED"
+        print(f"{slip.name:45} {time.monotonic() - start:6.0f} s  {how}", flush=True)
+    return 1 if survived else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,289 @@
+"""Decisions of the learning rate search at their bounds, by hand."""
+
+import math
+from collections.abc import Sequence
+
+import pytest
+
+from launcher.tune import ladder
+from launcher.tune.ladder import Candidate, Edge, Outcome, Rung
+
+
+def candidate(lr: float) -> Candidate:
+    return Candidate("adamw", 0.01, lr)
+
+
+def outcome(lr: float, loss: float | None, seed: int = 0, status: str = "ok") -> Outcome:
+    return Outcome(f"t{lr}", candidate(lr), seed, status, None, loss, 1)
+
+
+def rung(losses: dict[float, Sequence[float]], *, last: bool = False) -> Rung:
+    made = [outcome(lr, x, seed) for lr, each in losses.items() for seed, x in enumerate(each)]
+    return Rung(8, (0, 1, 2), last, made)
+
+
+# --- the range test
+
+
+def steps(losses: Sequence[float | None]) -> list[tuple[float, float | None, int]]:
+    return [(0.5 + k, loss, 0) for k, loss in enumerate(losses)]
+
+
+def test_a_rise_of_a_tenth_of_the_fall_is_the_edge() -> None:
+    """From 10 to 0 without noise: the mean of five must rise by more than 1."""
+    losses = [10.0] * 5 + [0.0] * 7
+    assert ladder.find_edge(steps([*losses, 5.5])) == Edge(
+        12.5, 12.5, "the loss rose 1.1 nats above its minimum"
+    )
+    assert ladder.find_edge(steps([*losses, 5.0])) == Edge(None, 12.5, "no divergence up to 12.5")
+    assert ladder.find_edge(steps([*losses, 5.0, 0.6])).lr == 13.5
+    # the minimum before counts, not the last mean
+    assert ladder.find_edge(steps([*losses, *[1.0] * 5, 1.6])).lr == 17.5
+
+
+def test_a_rise_must_be_eight_deviations_of_the_smoothed_noise() -> None:
+    """Neighbours differ by 1: deviation 1.4826 / sqrt(2 x 5), so the mean must rise by 3.75."""
+    losses = [0.0, 1.0] * 10
+    bound = 5 * 8 * 1.4826 / math.sqrt(10)
+    assert ladder.find_edge(steps([*losses, bound - 0.01])).lr is None
+    assert ladder.find_edge(steps([*losses, bound + 0.01])).lr == 20.5
+
+
+def test_before_five_losses_nothing_has_risen() -> None:
+    assert ladder.find_edge(steps([0.0, 0.0, 0.0, 9.0])).lr is None
+    assert ladder.find_edge(steps([0.0, 0.0, 0.0, 0.0, 0.0, 9.0])).lr == 5.5
+
+
+@pytest.mark.parametrize("loss", [None, math.inf, math.nan])
+def test_a_loss_that_is_not_finite_is_the_edge(loss: float | None) -> None:
+    assert ladder.find_edge(steps([1.0, loss, 1.0])) == Edge(1.5, 1.5, "the loss is not finite")
+
+
+@pytest.mark.parametrize(
+    ("skipped", "edge"),
+    [
+        ([0, 0, 0, 0], None),
+        ([0, 0, 1, 1], 3.0),
+        ([1, 2, 2, 2], None),  # while fp16's loss scale falls
+        ([1, 2, 2, 3], 4.0),
+        ([1, 1, 2, 2], 3.0),
+        ([1, 2, 3, 4], None),
+    ],
+)
+def test_a_skipped_step_is_the_edge_but_the_first_ones(skipped: list[int], edge: float | None) -> None:
+    points = [(1.0 + k, 5.0, n) for k, n in enumerate(skipped)]
+    why = "a step was skipped for a gradient that is not finite" if edge else "no divergence up to 4"
+    assert ladder.find_edge(points) == Edge(edge, edge or 4.0, why)
+
+
+@pytest.mark.parametrize(
+    ("edge", "rates"),
+    [
+        (Edge(4.0, 64.0, ""), [1.0, 0.5, 0.25]),
+        (Edge(None, 4.0, ""), [1.0, 0.5, 0.25]),
+        (Edge(0.0517, 9.0, ""), [0.012, 0.006, 0.003]),
+        (Edge(0.5196, 9.0, ""), [0.12, 0.06, 0.03]),
+        (Edge(0.00396, 9.0, ""), [0.00099, 0.000495, 0.0002475]),
+        (Edge(396.0, 9.0, ""), [99.0, 49.5, 24.75]),
+    ],
+)
+def test_the_first_ladder(edge: Edge, rates: list[float]) -> None:
+    assert ladder.first_ladder(edge, 3) == pytest.approx(rates, rel=1e-12)
+
+
+# --- more rates
+
+FIRST = [candidate(lr) for lr in (1.0, 2.0, 4.0)]
+
+
+def added(outcomes: list[Outcome], edge: float | None = 100.0) -> float | None:
+    more = ladder.extension(outcomes, {"adamw": Edge(edge, 100.0, "")}, FIRST)
+    return None if more is None else more.lr
+
+
+def test_a_rate_is_added_at_the_end_that_is_best() -> None:
+    assert added([outcome(1, 3), outcome(2, 2), outcome(4, 3)]) is None
+    assert added([outcome(1, 3), outcome(2, 2), outcome(4, 1)]) == 8
+    assert added([outcome(1, 1), outcome(2, 2), outcome(4, 3)]) == 0.5
+    assert added([outcome(2, 1)]) == 4  # both ends: upwards first
+    assert added([outcome(1, 3), outcome(2, 2), outcome(4, 1)], edge=8.0) == 8
+    assert added([outcome(1, 3), outcome(2, 2), outcome(4, 1)], edge=7.9) is None
+    assert added([outcome(4, 1)], edge=7.9) == 2  # no room above the only one
+    assert added([outcome(1, 3), outcome(4, 1)], edge=None) == 8
+
+
+def test_three_rates_are_added_at_most_at_either_end() -> None:
+    ends = [outcome(lr, 1 + abs(math.log2(lr / 32))) for lr in (1, 2, 4, 8, 16)]
+    assert added(ends) == 32  # 4 x 2^3
+    assert added([*ends, outcome(32, 0.5)]) is None
+    ends = [outcome(lr, 1 + abs(math.log2(lr * 8))) for lr in (0.25, 0.5, 1, 2, 4)]
+    assert added(ends) == 0.125
+    assert added([*ends, outcome(0.125, 0.5)]) is None
+
+
+def test_where_all_diverged_a_lower_one_is_added() -> None:
+    assert added([outcome(lr, None, status="diverged") for lr in (2, 1, 4)]) == 0.5
+    assert added([outcome(1, None, status="failed"), outcome(2, None, status="diverged")]) == 1
+    assert added([outcome(1, None, status="failed")]) is None
+    assert added([outcome(1, None, status="diverged"), outcome(2, 5.0), outcome(4, 6.0)]) is None
+
+
+def test_a_rate_that_ends_above_the_unigram_entropy_has_diverged_if_a_lower_one_learned() -> None:
+    trials = [outcome(1, 4.0), outcome(2, 4.0), outcome(4, 4.1), outcome(8, 3.0), outcome(0.5, 9.0)]
+    trials.append(outcome(16, 9.0, status="oom"))
+    ladder.mark_diverged(trials, None)
+    assert [o.status for o in trials] == ["ok"] * 5 + ["oom"]
+    ladder.mark_diverged(trials, 4.0)
+    assert [o.status for o in trials] == ["ok", "ok", "diverged", "ok", "ok", "oom"]
+    assert [o.cause for o in trials] == [
+        None,
+        None,
+        "4.1 nats, above the unigram entropy 4",
+        None,
+        None,
+        None,
+    ]
+    alone = [outcome(1, 4.1), outcome(1, 3.9, seed=1), outcome(2, 4.0)]
+    ladder.mark_diverged(alone, 4.0)
+    assert [o.status for o in alone] == ["ok"] * 3
+
+
+# --- who goes on
+
+
+def test_means_and_ranks() -> None:
+    made = rung({1.0: [3.0, 5.0], 2.0: [3.5], 4.0: [3.5]})
+    made.outcomes.append(outcome(8, None, status="failed"))
+    assert (made.mean(candidate(1.0)), made.num_seeds(candidate(1.0))) == (4.0, 2)
+    assert math.isnan(made.mean(candidate(16.0)))
+    assert made.mean(candidate(8)) == math.inf
+    assert [c.lr for c in ladder.ranked(made)] == [2.0, 4.0, 1.0]
+
+
+def test_finalists_within_three_hundredths_of_the_best_are_near() -> None:
+    made = rung({1.0: [3.0], 2.0: [3.03], 4.0: [3.0301], 8.0: [2.99999]})
+    assert [c.lr for c in ladder.near(made)] == [8.0, 1.0]
+    assert [c.lr for c in ladder.near(rung({1.0: [0.0], 2.0: [0.03], 4.0: [0.0301]}))] == [1.0, 2.0]
+
+
+def test_the_rate_beside_the_best_of_the_last_rung() -> None:
+    short = rung({lr: [9.0] for lr in (0.5, 1.0, 1.3, 2.0, 4.0, 8.0)})
+
+    def beside(losses: dict[float, Sequence[float]]) -> float | None:
+        found = ladder.beside([short], rung(losses, last=True))
+        return None if found is None else found.lr
+
+    assert beside({1.0: [2.0], 2.0: [3.0]}) == 0.5  # 2 was there; 1.3 is less than sqrt(2) away
+    assert beside({1.0: [3.0], 2.0: [2.0]}) == 4.0
+    assert beside({2.0: [2.0], 4.0: [3.0], 1.3: [3.0]}) is None  # 1.3 is 0.62 octaves below
+    assert beside({2.0: [2.0], 4.0: [3.0]}) == 1.3
+    assert beside({8.0: [2.0]}) == 4.0
+    assert ladder.beside([short], Rung(8, (0,), last=True)) is None
+    broken = rung({2.0: [2.0], 1.3: [3.0]}, last=True)
+    broken.outcomes.append(outcome(4.0, None, status="diverged"))
+    assert ladder.beside([short], broken) is None  # it broke
+
+
+def test_a_side_is_open_without_a_worse_rate_on_it() -> None:
+    def side(*rungs: Rung) -> str | None:
+        return ladder.open_side(rungs, candidate(2.0), any_decay=False)
+
+    assert side(rung({1.0: [3.0], 2.0: [2.0], 4.0: [3.0]})) is None
+    assert side(rung({1.0: [3.0], 2.0: [2.0]})) == "high"
+    assert side(rung({2.0: [2.0], 4.0: [3.0]})) == "low"
+    assert side(rung({1.0: [2.0], 2.0: [2.0], 4.0: [3.0]})) == "low"  # as good is not worse
+    # the nearest rate counts, in the longest rung that has both
+    assert side(rung({0.5: [1.0], 1.0: [3.0], 2.0: [2.0], 4.0: [3.0], 8.0: [1.0]})) is None
+    short = rung({1.0: [1.0], 2.0: [2.0], 4.0: [3.0]})
+    assert side(short) == "low"
+    assert side(short, rung({1.0: [3.0], 2.0: [2.0]})) is None
+    assert side(short, rung({2.0: [2.0]})) == "low"
+    assert side(rung({1.0: [3.0]}), rung({2.0: [2.0], 4.0: [3.0]})) == "low"  # none has both
+    lost = rung({1.0: [3.0], 2.0: [2.0]})
+    lost.outcomes.append(outcome(4.0, None, status="failed"))
+    assert side(lost) == "high"
+    lost.outcomes.append(outcome(4.0, None, seed=1, status="diverged"))
+    assert side(lost) is None
+
+
+# --- the choice
+
+
+def chosen(losses: dict[float, Sequence[float]], *before: Rung) -> dict[str, object]:
+    found = ladder.choose([*before, rung(losses, last=True)], any_decay=False)
+    assert found is not None
+    return found
+
+
+WIDE = rung({lr: [9.0 if lr != 2 else 8.0] for lr in (1, 2, 4, 8)})
+
+
+def test_the_choice_in_full() -> None:
+    assert chosen({2.0: [3.0, 3.25, 3.5], 4.0: [4.0, 4.25, 4.5]}, WIDE) == {
+        "optimizer": "adamw",
+        "weight_decay": 0.01,
+        "lr": 2.0,
+        "heldout_loss": 3.25,
+        "band": [3.0, 3.5],
+        "sd": 0.25,
+        "seeds": 3,
+        "at_edge": False,
+        "edge_side": None,
+        "tied": [],
+        "why": "the lowest mean of 3 seeds, 1.0000 nats below 4",
+    }
+
+
+def test_one_seed_has_no_interval() -> None:
+    found = chosen({2.0: [3.0], 4.0: [3.01], 8.0: [3.5]}, WIDE)
+    assert (found["sd"], found["seeds"], found["band"]) == (None, 1, [3.0, 3.0])
+    assert found["tied"] == [["adamw", 0.01, 4.0], ["adamw", 0.01, 8.0]]
+    assert found["why"] == (
+        "the lowest loss, of one seed, 0.0100 nats below 4; not to be told apart from 4, 8: one seed has no "
+        "interval"
+    )
+    assert chosen({2.0: [3.0]}, WIDE)["why"] == "the lowest loss, of one seed"
+
+
+def test_an_open_side_is_told() -> None:
+    found = chosen({8.0: [3.0, 3.0], 4.0: [4.0, 4.0]})
+    assert (found["at_edge"], found["edge_side"], found["tied"], found["sd"]) == (True, "high", [], 0.0)
+    assert found["why"] == (
+        "the lowest mean of 2 seeds, 1.0000 nats below 4; edge of the grid: no worse rate was measured on "
+        "the high side"
+    )
+
+
+@pytest.mark.parametrize(("count", "student"), [(2, 12.706), (3, 4.303), (10, 2.262), (12, 2.262)])
+def test_rates_are_tied_whose_paired_difference_may_be_zero(count: int, student: float) -> None:
+    """Differences d - 1 and d + 1 in turn: tied while d <= t x s / sqrt(n), t at n - 1 degrees of freedom."""
+    signs = [1.0 if k % 2 else -1.0 for k in range(count)]
+    mean = sum(signs) / count
+    s = math.sqrt(sum((x - mean) ** 2 for x in signs) / (count - 1))
+    half = student * s / math.sqrt(count)
+    mine = [float(k) for k in range(count)]
+    for apart, tied in ((0.999 * half, True), (1.001 * half, False)):
+        other = [m + x - mean + apart for m, x in zip(mine, signs, strict=True)]
+        assert bool(chosen({2.0: mine, 4.0: other}, WIDE)["tied"]) == tied
+    assert chosen({2.0: mine, 4.0: [m + 1 for m in mine]}, WIDE)["tied"] == []
+
+
+def test_fewer_seeds_are_compared_over_those_that_both_have() -> None:
+    found = chosen({2.0: [3.0, 3.5, 2.5], 4.0: [3.02], 8.0: [3.04]}, WIDE)
+    assert found["tied"] == [["adamw", 0.01, 4.0]]  # within 0.03 of the mean, 8 is not
+    assert found["why"] == (
+        "the lowest mean of 3 seeds, 0.0200 nats below 4 over 1 of them; not to be told apart from 4"
+    )
+
+
+def test_without_a_last_rung_or_a_finite_loss_nothing_is_chosen() -> None:
+    assert ladder.choose([], any_decay=False) is None
+    assert ladder.choose([rung({2.0: [3.0]})], any_decay=False) is None
+    assert ladder.choose([rung({2.0: [math.inf]}, last=True)], any_decay=False) is None
+
+
+def test_a_rate_is_told_with_what_differs() -> None:
+    one, other = candidate(0.002), Candidate("lamb", 0.1, 0.002)
+    assert ladder.told(one) == "adamw 0.002 weight decay 0.01"
+    assert ladder.told(one, one) == "0.002"
+    assert ladder.told(other, one) == "lamb 0.002 weight decay 0.1"
