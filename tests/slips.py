@@ -1,4 +1,4 @@
-"""`python -m tests.slips [NAME...]`: slips made by hand in the distributed modules, and which tests notice them.
+"""`python -m tests.slips [NAME...]`: slips made by hand in the distributed modules, and who notices them.
 
 mutmut covers the pure modules (`python -m tests.mutants`). Here each slip is one replacement of text in one
 file, put into a temporary copy of the tree; its tests then run there until the first fails. Prints a line per
@@ -319,14 +319,14 @@ SLIPS = (
         "bert_dp/noise.py",
         "(BLOCKS / (BLOCKS - 1) / n**2)",
         "(1 / n**2)",
-        "tests/unit",
+        "tests/unit/test_noise_estimate.py",
     ),
     Slip(
         "zero1-memory-by-world",
         "bert_dp/cost.py",
         "        optimizer /= dp\n",
         "        optimizer /= world_size\n",
-        "tests/unit",
+        "tests/unit/test_cost.py",
     ),
     Slip(
         "one-gather-too-many",
@@ -340,14 +340,14 @@ SLIPS = (
         "launcher/plan/timeline.py",
         "(i + 1) / (model.num_layers + 1)",
         "i / (model.num_layers + 1)",
-        "tests/unit",
+        "tests/unit/test_timeline.py",
     ),
     Slip(
         "tie-with-one-degree-too-many",
         "launcher/tune/ladder.py",
         "if d <= len(differences) - 1)",
         "if d <= len(differences))",
-        "tests/unit",
+        "tests/unit/test_ladder.py",
     ),
     Slip(
         "first-clock-of-any-rank",

@@ -153,30 +153,110 @@ def test_memory_parts_scale_as_they_must() -> None:
     assert mixed["activations"] < parts["activations"]
 
 
+# --- memory by hand
+
+V, H, WIDTH, L, S, MICRO = 40, 16, 20, 3, 24, 4
+LINEAR = L * (4 * H * H + 3 * H * WIDTH)
+
+
+def memory(
+    parallel: dict[str, object] | None = None, world: int = 1, precision: str = "fp32", **more: object
+) -> dict[str, int]:
+    """Bytes by part."""
+    settings = {
+        "model": TINY,
+        "data": {"sequence_length": S},
+        "batch": {"micro_size": MICRO, "global_size": 4 * MICRO},
+        "parallel": parallel or {},
+        **more,
+    }
+    parts = memory_estimate_gib(config(**settings), precision, world)
+    return {name: round(size * GIB) for name, size in parts.items()}
+
+
+def state(found: dict[str, int]) -> tuple[int, int, int]:
+    return found["weights"], found["gradients"], found["optimizer"]
+
+
+TOTAL = num_parameters(ModelConfig(**TINY), S)  # type: ignore[arg-type]
+GATHERED = (V * H + 2 * LINEAR // L) * 4  # the embedding and two blocks
+HALF = TOTAL - (LINEAR + V * H) // 2  # of a replica over two ranks
+
+
 @pytest.mark.parametrize(
-    ("ranks", "parallel", "optimizer", "gradients"),
+    ("parallel", "world", "expected"),
     [
-        (8, {"engine": "ddp"}, 1, 1),
-        (8, {"engine": "zero1"}, 8, 1),
-        (8, {"engine": "zero1", "tensor": 2}, 4, 1),  # over replicas: a replica's ranks hold other parts
-        (8, {"engine": "zero1", "tensor": 4}, 2, 1),
-        (8, {"engine": "fsdp"}, 8, None),  # and what is gathered
-        (8, {"engine": "fsdp", "tensor": 2}, 4, None),
-        (8, {"engine": "fsdp", "fsdp_replicas": 4}, 2, None),
-        (4, {"engine": "deepspeed", "zero_stage": 0}, 1, 1),
-        (4, {"engine": "deepspeed", "zero_stage": 1}, 4, 1),
-        (4, {"engine": "deepspeed", "zero_stage": 2}, 4, 4),
-        (4, {"engine": "deepspeed", "zero_stage": 3}, 4, None),
+        ({}, 1, (4 * TOTAL, 4 * TOTAL, 8 * TOTAL)),
+        ({"engine": "ddp"}, 4, (4 * TOTAL, 4 * TOTAL, 8 * TOTAL)),
+        ({"engine": "zero1"}, 4, (4 * TOTAL, 4 * TOTAL, 2 * TOTAL)),
+        ({"engine": "zero1", "tensor": 2}, 4, (4 * HALF, 4 * HALF, 4 * HALF)),
+        ({"engine": "ddp", "tensor": 2}, 1, (4 * HALF, 4 * HALF, 8 * HALF)),
+        ({"engine": "deepspeed", "zero_stage": 0}, 4, (4 * TOTAL, 4 * TOTAL, 8 * TOTAL)),
+        ({"engine": "deepspeed", "zero_stage": 1}, 4, (5 * TOTAL, 4 * TOTAL, 2 * TOTAL)),
+        ({"engine": "deepspeed", "zero_stage": 2}, 4, (5 * TOTAL, TOTAL, 2 * TOTAL)),
+        ({"engine": "deepspeed", "zero_stage": 3}, 4, (TOTAL + GATHERED, TOTAL + GATHERED, 2 * TOTAL)),
+        (
+            {"engine": "deepspeed", "zero_stage": 3},
+            2,
+            (2 * TOTAL + GATHERED, 2 * TOTAL + GATHERED, 4 * TOTAL),
+        ),
+        ({"engine": "fsdp"}, 4, (TOTAL + GATHERED, TOTAL + GATHERED, 2 * TOTAL)),
+        ({"engine": "fsdp"}, 2, (2 * TOTAL + GATHERED, 4 * TOTAL, 4 * TOTAL)),  # two micro batches a step
+        (
+            {"engine": "fsdp", "fsdp_replicas": 2},
+            4,
+            (2 * TOTAL + GATHERED, 2 * TOTAL + GATHERED, 4 * TOTAL),
+        ),
+        (
+            {"engine": "fsdp", "tensor": 2},
+            8,
+            (HALF + GATHERED // 2, HALF + GATHERED // 2, 2 * HALF),
+        ),
     ],
-    ids=str,
 )
-def test_memory_is_divided_by_what_the_engine_divides_it_by(
-    ranks: int, parallel: dict[str, object], optimizer: int, gradients: int | None
+def test_weights_gradients_and_optimizer_are_divided_as_the_engine_does(
+    parallel: dict[str, object], world: int, expected: tuple[int, int, int]
 ) -> None:
-    undivided = config(parallel={"engine": "ddp", "tensor": parallel.get("tensor", 1)})
-    whole = memory_estimate_gib(undivided, "fp32", ranks)
-    parts = memory_estimate_gib(config(parallel=parallel), "fp32", ranks)
-    assert parts["optimizer"] == pytest.approx(whole["optimizer"] / optimizer)
-    if gradients is not None:
-        assert parts["gradients"] == pytest.approx(whole["gradients"] / gradients)
-    assert parts["activations"] == whole["activations"]
+    assert state(memory(parallel, world)) == expected
+
+
+def test_muon_has_one_moment_of_the_matrices() -> None:
+    assert memory(optim={"name": "muon"})["optimizer"] == 4 * (2 * TOTAL - LINEAR)
+
+
+@pytest.mark.parametrize(("precision", "wide", "narrow"), [("fp32", 4, 4), ("fp64", 8, 8), ("bf16", 4, 2)])
+def test_activations_of_a_micro_batch(precision: str, wide: int, narrow: int) -> None:
+    tokens, predicted = MICRO * S, MICRO * 6
+    block = 2 * wide * H + narrow * (2 * H + 4 * H + 4 * WIDTH)
+    found = memory(precision=precision)
+    assert found["activations"] == tokens * L * block
+    assert found["logits"] == predicted * V * (narrow + 2 * wide)
+    gelu = memory(precision=precision, model={**TINY, "mlp": "gelu"})
+    assert gelu["activations"] == tokens * L * (block - narrow * 2 * WIDTH)
+    halved = memory({"tensor": 2}, 2, precision)
+    assert halved["activations"] == tokens * L * (2 * wide * H + narrow * (2 * H + 2 * H + 2 * WIDTH))
+    assert halved["logits"] == found["logits"] // 2
+    kept = memory({"activation_checkpointing": True}, precision=precision)
+    assert kept["activations"] == tokens * (block + L * wide * H)
+
+
+def test_autocast_keeps_narrow_copies_of_the_weights() -> None:
+    assert memory(precision="bf16")["autocast weights"] == 2 * TOTAL
+    assert memory({"engine": "ddp", "tensor": 2}, 2, "fp16")["autocast weights"] == 2 * HALF
+    assert "autocast weights" not in memory()
+    narrow = memory({"engine": "fsdp"}, 4, "bf16")
+    assert "autocast weights" not in narrow
+    assert narrow["weights"] == TOTAL + GATHERED // 2
+
+
+def test_flops_by_hand() -> None:
+    model = ModelConfig(**TINY)  # type: ignore[arg-type]
+    assert flops_per_token(model, S, 0.25) == 6 * LINEAR + 12 * L * S * H + 6 * H * V * 6 / 24
+    dense = ModelConfig(**TINY, head="dense")  # type: ignore[arg-type]
+    assert flops_per_token(dense, S, 0.5) == 6 * LINEAR + 12 * L * S * H + 6 * H * (V + H) * 12 / 24
+
+
+def test_a_slice_of_a_device_has_no_peak() -> None:
+    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None
+    assert peak_flops("NVIDIA V100", "bf16") is None
+    assert peak_flops("some device", "bf16") is None
