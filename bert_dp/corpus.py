@@ -229,13 +229,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 code = 1 if facts["problems"] else 0
                 answer = json.dumps(facts, indent=1)
     except ConfigError as error:
-        sys.stderr.writelines(f"error: {issue}\n" for issue in error.issues)
+        sys.stderr.writelines(record.printable(f"error: {issue}\n") for issue in error.issues)
         return 2
     except KeyboardInterrupt:
         sys.stderr.write("stopped; nothing was written\n")
         return 130
     except (OSError, RuntimeError) as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(record.printable(f"error: {error}\n"))
         return 1
     sys.stdout.write(answer + "\n")
     return code
@@ -290,7 +290,7 @@ def _shown_progress() -> Iterator[Progress]:
 
             def draw(stage: str, done: int, total: int | None) -> None:
                 if stage not in tasks:
-                    tasks[stage] = bars.add_task(stage)
+                    tasks[stage] = bars.add_task(record.printable(stage))
                 bars.update(tasks[stage], completed=done, total=total)
 
             yield draw
@@ -302,7 +302,7 @@ def _shown_progress() -> Iterator[Progress]:
             return
         last[stage] = time.monotonic()
         of = f" of {total}" if total else ""
-        sys.stderr.write(f"{stage}{f': {done}{of}' if done else ''}\n")
+        sys.stderr.write(record.printable(f"{stage}{f': {done}{of}' if done else ''}\n"))
         sys.stderr.flush()
 
     yield write

@@ -24,6 +24,7 @@ from bert_dp.record import (
     STARTED_AGAIN,
     hide,
     is_own_code,
+    safe,
     secret_values,
     start_ticks,
     write_json,
@@ -119,7 +120,7 @@ def record_error(rank: int, error: BaseException) -> None:
         text = f"error: {error}\n"
     else:
         text = "".join(traceback.format_exception(error))
-    sys.stderr.write(hide(text, secrets))
+    sys.stderr.write(safe(hide(text, secrets)))
 
 
 def _error_facts(rank: int, error: BaseException, secrets: Iterable[str]) -> dict[str, Any]:

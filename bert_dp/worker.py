@@ -30,13 +30,14 @@ from bert_dp.world import World, check_meeting_point, read_world
 
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done or stopped after a checkpoint, 2 bad input, 1 failed."""
+    record.open_missing_descriptors()
     signals = Signals()
     arguments = parse_arguments(argv)
     try:
         world = read_world(os.environ)
         check_meeting_point(world, os.environ)
     except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(record.printable(f"error: {error}\n"))
         return 2
     redirect_output(world.rank)
     show_stacks_on_signal(world.rank)

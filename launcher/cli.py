@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import io
 import json as jsonlib
 import sys
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bert_dp import __version__
+from bert_dp import __version__, record
 from bert_dp.config import ConfigError
+from launcher.display import PLAIN, complain, show, warn_of_ordinary_secrets
 from launcher.options import ConfigName, Json, Launcher, Set, argument_issues, console
 from launcher.plan.command import plan_app
 from launcher.tune.command import tune_app
@@ -76,6 +79,7 @@ def train(
 
     if elastic and not max_restarts:
         raise ConfigError(["--elastic: only a restart changes the number of ranks; add --max-restarts K"])
+    warn_of_ordinary_secrets()
     overrides, failed = auto.fill(
         config,
         set_ or [],
@@ -217,6 +221,7 @@ def scale(
         raise ConfigError(
             ["--accumulation: strong scaling derives it from batch.global_size; use --mode weak"]
         )
+    warn_of_ordinary_secrets()
     settings = grid.Settings(
         gpus=tuple(sorted(parse_counts(gpus, "--gpus"))),
         modes=grid.modes_of(mode),
@@ -268,7 +273,7 @@ def report(
                 scaling_png.write(scaling, png)
         with _writing("--out"):
             scaling_page.write(scaling, target)
-        typer.echo(str(target))
+        show(console(), str(target), **PLAIN)
         return
     if png is not None:
         raise ConfigError(["--png: draws a scaling benchmark; all else has only its page; drop --png"])
@@ -276,14 +281,14 @@ def report(
         tune = tune_page.read(run_dirs[0])
         with _writing("--out"):
             tune_page.write(tune, target)
-        typer.echo(str(target))
+        show(console(), str(target), **PLAIN)
         return
     missing = [str(d) for d in run_dirs if not (d / "config.yaml").exists()]
     if missing:
         raise ConfigError([f"RUN_DIR: {name} is not a run directory (no config.yaml)" for name in missing])
     with _writing("--out"):
         page.write(run_dirs, target)
-    typer.echo(str(target))
+    show(console(), str(target), **PLAIN)
 
 
 @contextlib.contextmanager
@@ -299,24 +304,31 @@ def _writing(option: str) -> Iterator[None]:
 
 def main() -> None:
     """Entry point. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
+    record.open_missing_descriptors()
     try:
         if issues := argument_issues(sys.argv[1:]):
             raise ConfigError(issues)
-        app(standalone_mode=True)
+        sys.exit(app(standalone_mode=False))
     except ConfigError as error:
         for issue in error.issues:
-            typer.echo(f"error: {issue}", err=True)
+            complain(f"error: {issue}")
         sys.exit(2)
-    except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            typer.echo(f"error: {error.filename}: {error.strerror}", err=True)
-            sys.exit(2)
-        if error.errno not in DISK_FAILED:
-            raise
-        typer.echo(f"error: {error.filename}: {error.strerror}", err=True)
-        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)
+    except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's, of a wrong command line
+            usage = io.StringIO()
+            error.show(usage)
+            complain(usage.getvalue().rstrip())
+            sys.exit(error.exit_code)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            complain(f"error: {error.filename}: {error.strerror}")
+            sys.exit(2)
+        if isinstance(error, OSError) and error.errno in DISK_FAILED:
+            complain(f"error: {error.filename}: {error.strerror}")
+        else:
+            complain(traceback.format_exc().rstrip())
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -69,7 +70,7 @@ def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
     if facts is None:
         return code or 1
     if as_json:
-        console.print_json(json.dumps(facts))
+        sys.stdout.write(json.dumps(facts, indent=1) + "\n")
     else:
         console.print(report.shards_table(facts))
     return code

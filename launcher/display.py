@@ -5,16 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from bert_dp import record
 from launcher import report
 from launcher.collapse import Collapser
+from launcher.redact import ordinary_secrets, secrets
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,13 +24,12 @@ PLAIN_PROGRESS_S = 10.0  # between progress lines when the console is not a term
 READ_BYTES = 2**20  # of a file at once
 BEHIND_BYTES = 2**26  # a reader that is further behind goes on near the end
 LINE_CHARS = 1000
-ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def show(console: Console, what: Any, **options: Any) -> None:
     """Print; a reader that has gone away, or a console that knows only ASCII, must not end the run."""
     if isinstance(what, str):
-        what = what.encode(console.encoding, "replace").decode(console.encoding)
+        what = printable(what).encode(console.encoding, "replace").decode(console.encoding)
     try:
         console.print(what, **options)
         console.file.flush()
@@ -38,12 +37,30 @@ def show(console: Console, what: Any, **options: Any) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def printable(text: str) -> str:
+    """Foreign text for a terminal: without control characters, and without the secrets that we were given."""
+    return record.safe(record.hide(text, secrets(sys.argv)))
+
+
+def complain(text: str) -> None:
+    """Lines for stderr."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{printable(text)}\n")
+        sys.stderr.flush()
+
+
+def warn_of_ordinary_secrets() -> None:
+    """Of this process's environment, once at the start of a verb that runs ranks."""
+    for line in ordinary_secrets():
+        complain(f"warning: {line}")
+
+
 def teller(console: Console, as_json: bool) -> Callable[[str], None]:
     """What a verb says its lines with: on the console, or on stderr where stdout takes JSON."""
 
     def say(line: str) -> None:
         if as_json:
-            sys.stderr.write(line + "\n")
+            complain(line)
         else:
             show(console, line, **PLAIN)
 
@@ -107,6 +124,7 @@ class Display:
         logs = [run_dir / "logs" / f"rank-{rank}.log" for rank in range(ranks)]
         self._logs = [Tail(log, skip_present=True) for log in logs]
         self._collapser = Collapser(ranks)
+        self._secrets = secrets(sys.argv)
         self._metrics = Tail(run_dir / "metrics.jsonl", skip_present=True)
         self._lines: list[dict[str, Any]] = []
         self._last_plain = 0.0
@@ -157,7 +175,7 @@ class Display:
         now, some = time.monotonic(), False
         for rank, log in enumerate(self._logs):
             for line in log.lines()[0]:
-                self._collapser.add(rank, readable(line), now)
+                self._collapser.add(rank, readable(line, self._secrets), now)
                 some = True
             if log.passed_over:
                 self._collapser.count(rank, log.passed_over, now)
@@ -172,8 +190,8 @@ class Display:
             show(self._console, line, **PLAIN)
 
 
-def readable(line: str) -> str:
-    """A log's line for the console: of a progress bar its last state, no colours, no control characters."""
+def readable(line: str, hidden: Iterable[str] = ()) -> str:
+    """A log's line for the console: of a progress bar its last state; safe, without the secrets `hidden`."""
     states = [part for part in line.split("\r") if part]
-    line = report.safe(ANSI.sub("", states[-1])) if states else ""
+    line = record.safe(record.hide(states[-1], hidden)) if states else ""
     return line if len(line) <= LINE_CHARS else f"{line[:LINE_CHARS]} ..."

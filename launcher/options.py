@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from bert_dp.record import safe
+
+if TYPE_CHECKING:
+    from rich.segment import Segment
 
 ConfigName = Annotated[
     str | None, typer.Argument(help="YAML file or the name of a shipped one; default: quickstart.")
@@ -23,7 +28,12 @@ def argument_issues(arguments: Sequence[str]) -> list[str]:
 
 
 def console() -> Any:
-    """A terminal, or a plain log."""
+    """A terminal, or a plain log. No control character of foreign text gets there, whatever is shown."""
     from rich.console import Console
 
-    return Console()
+    class SafeConsole(Console):
+        def render(self, *arguments: Any, **options: Any) -> Iterator[Segment]:
+            for segment in super().render(*arguments, **options):
+                yield segment if segment.control else segment._replace(text=safe(segment.text))
+
+    return SafeConsole()

@@ -21,6 +21,7 @@ import psutil
 from bert_dp import record
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START
 from launcher import advice, failure
+from launcher.display import complain
 from launcher.failure import Failure
 from launcher.memory import MemoryWatch
 from launcher.reaper import reaper
@@ -106,7 +107,7 @@ def run(
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
             for problem in scrub(run_dir, secrets(sys.argv)):  # before anything is read from there and shown
-                sys.stderr.write(f"warning: {problem}\n")
+                complain(f"warning: {problem}")
         said = _said_since(launcher_log, offset)
         how = failure.ending(process.returncode, "and no summary")
         stuck = watch.hang if watch is not None else None

@@ -1,72 +1,115 @@
-"""Settings, command lines and whole run directories without their secrets."""
+"""Settings, command lines and the files of a run without their secrets."""
 
 from __future__ import annotations
 
 import contextlib
-import html
-import json
+import fnmatch
 import os
 import re
 import stat
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.record import MIN_SECRET, REDACTED, hide, is_secret, secret_values
+from bert_dp.record import REDACTED, hide, is_ordinary, is_secret, secret_values
 
 CHUNK = 2**20  # bytes of a log looked at together
-# numbers alone, or checked before the run started (`setting_issues`): a changed byte would break a checkpoint
-NEVER = ("checkpoints", "tensorboard", "metrics.jsonl", "evals.jsonl", "noise.jsonl", "steps", "config.yaml")
+CONTEXT = 32  # bytes before a match that a form looks at
+# what a run writes and a secret may reach, by folder and name. Not config.yaml, which is checked before the
+# run (`setting_issues`), nor what holds numbers alone: a changed byte would break it
+WRITTEN = {
+    "": ("summary.json", "environment.json", "deepspeed.json", "hang.txt", "report.html"),
+    "logs": (
+        "rank-*.log",
+        "rank-*.error.json",
+        "rank-*.stack",
+        "rank-*.collectives.json",
+        "nccl-trace-rank-*",
+        "torchrun.log",
+        "accelerate.log",
+        "deepspeed.log",
+        "trial.log",
+    ),
+}
+UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # what `record.write_text` leaves when it is killed
+# keys of JSON files whose strings are text; all others hold numbers and words that are read again
+FREE_TEXT = frozenset(
+    (
+        *("cause", "message", "bad_input", "why", "explanation", "fix", "consequences", "gpu_error"),
+        *("where", "source", "log", "log_tail", "command"),
+    )
+)
 
 
 def redact(mapping: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy without the values whose key holds TOKEN, KEY, SECRET or PASS, in any case; nested too."""
+    """A copy without the values whose key names a secret or that have the form of one; nested too."""
     return {key: _redact_value(key, value) for key, value in mapping.items()}
 
 
 def redact_argv(argv: Sequence[str]) -> list[str]:
-    """A command line without secrets: `--token=abc`, `TOKEN=abc` and `--api-key abc` lose their values."""
+    """A command line without secrets: `--token=abc`, `TOKEN=abc`, `--api-key abc` and `Authorization: Bearer
+    abc` lose their values."""
     return _split_argv(argv)[0]
 
 
 def secrets(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
     """Value -> name of whatever no file of a run may hold: of the environment and of the command line."""
-    given = {value: name for name, value in _split_argv(argv)[1] if len(value) >= MIN_SECRET}
+    given = {value: name for name, value in _split_argv(argv)[1] if not is_ordinary(value)}
     return secret_values(environ) | given
+
+
+def ordinary_secrets(environ: Mapping[str, str] = os.environ) -> list[str]:
+    """A line that names the variables which hold a secret by their name but too ordinary a value to hide."""
+    found = {
+        name
+        for value, name in record.named_secrets(environ).items()
+        if is_ordinary(value)
+        and value == environ[name]
+        and not re.fullmatch(r"\s*|[\d.]+|true|false|yes|no|on|off|none|null", value, re.IGNORECASE)
+    }
+    if not found:
+        return []
+    return [
+        f"{', '.join(sorted(found))}: by name a secret, but a plain word or under {record.MIN_SECRET} "
+        "characters, which stands in logs by chance: it is not hidden there; choose a longer one"
+    ]
 
 
 def setting_issues(settings: Mapping[str, str | None], hidden: Mapping[str, str]) -> list[str]:
     """Settings that hold a secret and would be written to config.yaml; one line each, without the secret."""
-    return [
-        f"{setting}: holds the value of {name}, by its name a secret, and the run directory would keep it; "
-        f"use a path without it, or unset {name}"
-        for setting, text in settings.items()
-        for value, name in hidden.items()
-        if text and value in text
-    ]
+    issues = []
+    for setting, text in settings.items():
+        names = dict.fromkeys(name for value, name in hidden.items() if text and value in text)
+        issues += [
+            f"{setting}: holds the value of {name}, by its name a secret, and the run directory would keep "
+            f"it; use a path without it, or unset {name}"
+            for name in names
+        ]
+        if text and not names and hide(text) != text:
+            issues.append(
+                f"{setting}: holds a password or a token ({hide(text)}), and the run directory would keep "
+                "it; use a path without it"
+            )
+    return issues
 
 
 def scrub(run_dir: Path, hidden: Iterable[str]) -> list[str]:
-    """Overwrite the secrets in every file of `run_dir` but NEVER; returns what could not be, a line each.
+    """Overwrite the secrets in the files that a run writes; returns what could not be, a line each.
 
     Once the ranks have ended: an error or a log may hold what a library printed. In a log every byte keeps
-    its place, so no space is needed and no reader loses its own; JSON is written anew, its strings alone.
+    its place, so no space is needed and no reader loses its own; of JSON the text alone is written anew. No
+    link is followed, and no file changed that has another name elsewhere.
     """
     hidden = set(hidden)
-    if not hidden:
-        return []
-    forms = {form for s in hidden for form in (s, json.dumps(s)[1:-1], html.escape(s))}
+    forms = {form for secret in hidden for form in record.written_forms(secret)}
     ordered = sorted((form.encode("utf-8", "surrogateescape") for form in forms), key=len, reverse=True)
-    failed = []
-    for path in sorted(run_dir.rglob("*")):
-        if path.relative_to(run_dir).parts[0] in NEVER:
-            continue
+    links = [run_dir / folder for folder in WRITTEN if folder and (run_dir / folder).is_symlink()]
+    failed = [f"{link}: may hold a secret (a link is not followed)" for link in links]
+    for path in written_files(run_dir):
         try:
-            if not stat.S_ISREG(path.lstat().st_mode):
-                continue
             if path.suffix == ".json" and (facts := record.read_json(path)) is not None:
-                if (clean := _hide_all(facts, hidden)) != facts:
+                if (clean := without_secrets(facts, hidden)) != facts:
                     record.write_json(path, clean)
             else:
                 _overwrite(path, ordered)
@@ -75,52 +118,90 @@ def scrub(run_dir: Path, hidden: Iterable[str]) -> list[str]:
     return failed
 
 
+def written_files(run_dir: Path) -> Iterator[Path]:
+    """The regular files below `run_dir` that a run writes by name, but numbers alone and checkpoints."""
+    for folder, names in WRITTEN.items():
+        where = run_dir / folder
+        if folder and where.is_symlink():
+            continue
+        for path in sorted(where.iterdir()) if where.is_dir() else ():
+            name = unfinished[1] if (unfinished := UNFINISHED.fullmatch(path.name)) else path.name
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in names):
+                with contextlib.suppress(OSError):  # it has gone
+                    if stat.S_ISREG(path.lstat().st_mode):
+                        yield path
+
+
+def without_secrets(value: Any, hidden: Iterable[str], *, is_text: bool = False) -> Any:
+    """JSON without the secrets in its texts (FREE_TEXT). Keys, numbers and words that are read again stay."""
+    if isinstance(value, str):
+        return hide(value, hidden if is_text else ())
+    if isinstance(value, dict):
+        return {k: without_secrets(item, hidden, is_text=k in FREE_TEXT) for k, item in value.items()}
+    if isinstance(value, list):
+        return [without_secrets(item, hidden, is_text=is_text) for item in value]
+    return value
+
+
 def _overwrite(path: Path, forms: Sequence[bytes]) -> None:
-    """Every occurrence of `forms` (longest first), also across chunks."""
-    pattern = re.compile(b"|".join(map(re.escape, forms)))
-    rest, start, more, out = b"", 0, True, None  # `rest` begins at byte `start`
+    """Every occurrence of `forms` (longest first) and of what has the form of one, also across chunks."""
+    longest = max([record.LONGEST_FORM, *map(len, forms)])
+    searches = [(mark.encode(), re.compile(form.encode())) for mark, form in record.SECRET_FORMS]
+    if forms:
+        searches.append((b"", re.compile(b"|".join(map(re.escape, forms)))))
+
+    def find(data: bytes, since: int) -> Iterator[tuple[int, int, int]]:
+        """Where a match begins, where its secret begins and ends."""
+        lower = data.lower()
+        for mark, form in searches:
+            if mark in lower and (mark or any(text in data for text in forms)):
+                for match in form.finditer(data, since):
+                    yield match.start(), *match.span(match.lastindex or 0)
+
+    window, start, since, more = b"", 0, 0, True  # the window begins at byte `start`; done before `since`
     with contextlib.ExitStack() as files:
-        file = files.enter_context(path.open("rb"))
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+        file, out = files.enter_context(open(descriptor, "rb")), -1
         while more:
             chunk = file.read(CHUNK)
-            more, rest = bool(chunk), rest + chunk
-            whole = len(rest) - len(forms[0]) + 1 if more else len(rest)  # what begins before it is not cut
-            last = 0
-            for match in pattern.finditer(rest) if any(form in rest for form in forms) else ():
-                if match.start() >= whole:
+            more, window = bool(chunk), window + chunk
+            whole = len(window) - longest + 1 if more else len(window)  # what begins before it is not cut
+            done = since
+            for first, begin, end in sorted(find(window, since)):
+                if first >= whole:
                     break
-                out = out or files.enter_context(path.open("r+b"))
-                out.seek(start + match.start())
-                last, length = match.end(), match.end() - match.start()
-                out.write(REDACTED.encode()[:length].ljust(length, b"*"))
-            keep = max(last, whole, 0)
-            rest, start = rest[keep:], start + keep
-
-
-def _hide_all(value: Any, hidden: Iterable[str]) -> Any:
-    if isinstance(value, str):
-        return hide(value, hidden)
-    if isinstance(value, dict):
-        return {hide(key, hidden): _hide_all(item, hidden) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_hide_all(item, hidden) for item in value]
-    return value
+                if end <= done:
+                    continue
+                if out < 0:
+                    if os.fstat(descriptor).st_nlink > 1:
+                        raise OSError(0, "it has another name elsewhere and stays as it is")
+                    out = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
+                    files.callback(os.close, out)
+                begin = max(begin, done)
+                os.pwrite(out, REDACTED.encode()[: end - begin].ljust(end - begin, b"*"), start + begin)
+                done = end
+            since = max(done, whole, 0)
+            cut = max(0, since - CONTEXT)
+            window, start, since = window[cut:], start + cut, since - cut
 
 
 def _split_argv(argv: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
     """The command line without its secrets, and these by name."""
     shown: list[str] = []
     values: list[tuple[str, str]] = []
-    for item in argv:
-        name, equals, value = item.partition("=")
-        before = shown[-1] if shown else ""
-        if equals and is_secret(name, value):
-            values.append((name, value))
-            item = f"{name}={REDACTED}"
-        elif re.match(r"-[^=]*$", before) and is_secret(before, item) and not item.startswith("--"):
+    for before, item in zip(("", *argv), argv, strict=False):
+        named = re.match(r"([^=:\s]+)(=|:\s*)(.+)", item, re.DOTALL)
+        if named and is_secret(named[1], named[3]):
+            values += [(named[1], part) for part in (named[3], *named[3].split()[-1:])]
+            item = f"{named[1]}{named[2]}{REDACTED}"
+        elif (
+            re.fullmatch(r"-[^=]*|(?i:bearer)", before)
+            and is_secret(before, item)
+            and not item.startswith("--")
+        ):
             values.append((before, item))
             item = REDACTED
-        shown.append(item)
+        shown.append(hide(item))
     return shown, values
 
 
@@ -131,4 +212,4 @@ def _redact_value(key: str, value: Any) -> Any:
         return REDACTED
     if isinstance(value, (list, tuple)):
         return [_redact_value("", v) for v in value]
-    return value
+    return hide(value) if isinstance(value, str) else value

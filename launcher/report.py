@@ -9,7 +9,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from launcher.runs import CONTROL, number
+from bert_dp.record import safe
+from launcher.runs import number
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -248,8 +249,3 @@ def fold(parts: Sequence[str], start: str = "") -> str:
 def _three(value: float) -> str:
     text = f"{value:.3g}"
     return f"{value:.0f}" if "e+" in text else text
-
-
-def safe(text: str) -> str:
-    """Text without the characters that a terminal or a page may not get."""
-    return CONTROL.sub("\ufffd", text)

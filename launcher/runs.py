@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bert_dp import record
 from bert_dp.config import ConfigError, read_yaml
-from launcher.redact import redact
+from launcher.redact import redact, secrets, without_secrets
 
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")  # may not reach a terminal, XML or UTF-8
 HUGE = 1e300  # above it, or nearer to 0 than 1 / HUGE, what is made of two numbers may be no number
 WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; the parts of train are below
 NUM_STRETCHES = 1000  # of a long metrics.jsonl; at most four lines of each are kept
@@ -44,7 +43,7 @@ def load(run_dir: Path) -> Run:
     ]
     metrics, evals = (_lines(run_dir / name, missing) for name in ("metrics.jsonl", "evals.jsonl"))
     summary = record.read_json(run_dir / "summary.json")
-    facts = dict(summary or {})
+    facts = without_secrets(dict(summary or {}), secrets(sys.argv))
     if summary is None:
         missing.insert(0, "summary.json is missing or torn: numbers come from the last lines of the logs")
         last = metrics[-1] if metrics else {}
@@ -55,7 +54,7 @@ def load(run_dir: Path) -> Run:
         }
     return Run(
         path=run_dir,
-        name=CONTROL.sub("?", run_dir.absolute().name),
+        name=record.printable(run_dir.absolute().name),
         finished=summary is not None,
         facts=facts,
         metrics=metrics,

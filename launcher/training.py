@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fnmatch
 import glob
 import importlib.util
 import os
@@ -43,6 +44,8 @@ from launcher.room import precision_of, room
 if TYPE_CHECKING:
     from rich.console import Console
 
+LOCK = ".launcher.lock"
+BESIDE_A_RUN = (".*", "slurm-*.out", "lost+found")  # what may stand where a run begins, and logs/
 CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
 
 
@@ -148,6 +151,12 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
         ]
     if not os.access(standing, os.W_OK | os.X_OK):
         return [f"--run-dir: {standing} cannot be written; choose another directory"]
+    if (strange := foreign_files(run_dir)) and not holds_run(run_dir):
+        named = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
+        return [
+            f"--run-dir: {run_dir} holds {named} but no run, and a run would write among what is yours; "
+            f"choose a new directory, for example {run_dir / 'run'}"
+        ]
     if resume not in ("auto", "never") and record.newest_checkpoint_facts(Path(resume)) is None:
         return [f"--resume: {resume} holds no checkpoint; use auto, never, or a checkpoint's directory"]
     if not has_run:
@@ -157,6 +166,30 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
     found = record.newest_checkpoint_facts(run_dir)
     lines = changed_settings(found[1]["config"], config) if found else []
     return [f"{line}; undo it or choose another --run-dir" for line in lines]
+
+
+def holds_run(run_dir: Path) -> bool:
+    """Whether an earlier start has made this its run directory."""
+    if (run_dir / LOCK).exists() or record.newest_checkpoint_facts(run_dir) is not None:
+        return True
+    facts = record.read_json(run_dir / "environment.json") or {}  # of a copy without hidden files
+    return "launcher" in facts and (run_dir / "config.yaml").exists()
+
+
+def foreign_files(run_dir: Path) -> list[str]:
+    """Names in a directory that stand in the way of a new run: all but BESIDE_A_RUN and an empty place for
+    checkpoints, such as a disk of their own."""
+
+    def is_known(path: Path) -> bool:
+        if path.name == "checkpoints":
+            return path.is_dir() and {p.name for p in path.iterdir()} <= {"lost+found"}
+        if path.name == "logs":
+            return path.is_dir()
+        return any(fnmatch.fnmatchcase(path.name, known) for known in BESIDE_A_RUN)
+
+    with contextlib.suppress(OSError):  # what may not be read is not written into either
+        return sorted(path.name for path in run_dir.iterdir() if not is_known(path))
+    return []
 
 
 def anyone_writes(directory: Path) -> bool:
@@ -322,7 +355,7 @@ def train(
         raise ConfigError([f"{line}; or --force starts anyway" for line in too_much])
     if dry_run:
         return 0
-    with claim(where, ".launcher.lock", "--run-dir", "run"):
+    with claim(where, LOCK, "--run-dir", "run"):
         return run_locked(config, ranks, where, resume, launcher, console, policy, machine, on_gpu=gpus > 0)
 
 

@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 from bert_dp import record
 from bert_dp.config import dump_config
 from launcher import processes, watch
+from launcher.display import complain
 from launcher.report import format_duration, format_si
 from launcher.runs import number
 from launcher.scaling.grid import Cell, Grid
@@ -207,7 +207,7 @@ def helper(
     if came:
         raise Stopped(came[0])
     if process.returncode:
-        sys.stderr.write(f"warning: {module} ended with exit code {process.returncode}\n")
+        complain(f"warning: {module} ended with exit code {process.returncode}")
     return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from launcher.display import warn_of_ordinary_secrets
 from launcher.options import ConfigName, Json, Launcher, Set, console
 from launcher.tune import lr_command
 
@@ -46,6 +47,7 @@ def batch(
     """
     from launcher.tune import batch as search
 
+    warn_of_ordinary_secrets()
     raise typer.Exit(
         search.tune_batch(
             config,

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from bert_dp.config import ConfigError
+from launcher.display import warn_of_ordinary_secrets
 from launcher.options import ConfigName, Json, Launcher, Set, console
 
 MOST_TOKENS = 1e15
@@ -55,6 +56,7 @@ def lr(
     from launcher.tune import lr as search
     from launcher.tune import sizes
 
+    warn_of_ordinary_secrets()
     if transfer is not None:
         raise typer.Exit(search.carry(config, set_ or [], transfer, out, as_json=json, console=console()))
     if tokens is not None and not tokens < MOST_TOKENS:

@@ -1,7 +1,9 @@
-"""Secrets overwritten in the files of a run, wherever they stand in them."""
+"""Secrets: which values are some, and how the files of a run lose them. Nothing else is touched."""
 
 from __future__ import annotations
 
+import dataclasses
+import html
 import json
 import os
 from pathlib import Path
@@ -10,71 +12,262 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_dp.record import hide, secret_values
-from launcher import redact
+from bert_dp.config import load_config, setting_paths
+from bert_dp.record import Summary, hide, is_secret, secret_values
+from launcher import page, redact, training
+from launcher.environment import Environment
+
+JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
+FORMED = (  # (text, the secret in it)
+    ("get https://user:pa55@word@host/x failed", "user:pa55@word"),
+    ("data.path: /home/me/https:/user:pa55@host/x", "user:pa55"),
+    ("postgres://u:pw1@db:5432/x", "u:pw1"),
+    ("//me:geheim@nas/share", "me:geheim"),
+    ("https://0123456789abcdef0123@host/x", "0123456789abcdef0123"),
+    (f"jwt={JWT};", JWT),
+    ("Invalid token hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567.", "hf_AbCdEfGhIjKlMnOpQrStUvWxYz01234567"),
+    ("ghp_" + "a1B2" * 9, "ghp_" + "a1B2" * 9),
+    ("github_pat_" + "a1B2_" * 9, "github_pat_" + "a1B2_" * 9),
+    ("key AKIAIOSFODNN7EXAMPLE", "AKIAIOSFODNN7EXAMPLE"),
+    ("Authorization: Bearer abc-def", "abc-def"),
+    ("{'authorization': 'Basic dXNlcjpwYXNz'}", "dXNlcjpwYXNz"),
+    ("sent bearer 0123-abcd.efgh", "0123-abcd.efgh"),
+)
+PLAIN = (
+    "ssh://git@github.com/x",
+    "git+ssh://git@github.com:org/repo@v1",
+    "http://127.0.0.1:8080/a@b",
+    "/data//corpus/a:b/c@d.txt",
+    "me@host:/data/x: 12 tokens",
+    "bearer authentication-scheme",
+    "authorization of the user",
+    "hf_transfer, hf_hub_download, ghp, AKIA",
+)
+
+
+def run_files(folder: Path, name: str, data: bytes) -> Path:
+    path = folder / "logs" / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data)
+    return path
 
 
 @given(
-    st.lists(st.one_of(st.sampled_from([b"secret-1", b"secret-1-long", b"geheim"]), st.binary(max_size=9))),
+    st.lists(st.one_of(st.sampled_from([b"secret-1", b"secret-1-long", b"geheim!"]), st.binary(max_size=9))),
     st.integers(1, 30),
 )
 def test_every_occurrence_goes_and_every_other_byte_stays(
     tmp_path_factory: pytest.TempPathFactory, parts: list[bytes], chunk: int
 ) -> None:
     folder = tmp_path_factory.mktemp("run")
-    secrets = [b"secret-1-long", b"secret-1", b"geheim"]
+    secrets = [b"secret-1-long", b"secret-1", b"geheim!"]
     data = b"".join(parts)
-    (folder / "rank-0.log").write_bytes(data)
+    log = run_files(folder, "rank-0.log", data)
     expected = data
     for secret in secrets:
         expected = expected.replace(secret, b"<redacted>"[: len(secret)].ljust(len(secret), b"*"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(redact, "CHUNK", chunk)
         assert redact.scrub(folder, [s.decode() for s in secrets]) == []
-    assert (folder / "rank-0.log").read_bytes() == expected
+    assert log.read_bytes() == expected
 
 
-def test_json_stays_json_and_numbers_stay(tmp_path: Path) -> None:
-    facts = {"cause": 'said "123456"', "tokens": 123456, "list": [{"123456": "x123456"}], "other": None}
-    (tmp_path / "summary.json").write_text(json.dumps(facts))
-    (tmp_path / "config.yaml").write_text("a: 123456\n")
-    (tmp_path / "torn.json").write_text('{"a": "123456')
-    redact.scrub(tmp_path, ["123456"])
-    assert json.loads((tmp_path / "summary.json").read_text()) == {
-        "cause": 'said "<redacted>"',
+@given(
+    st.lists(st.one_of(st.sampled_from(FORMED), st.text("ab /:@.=", max_size=9)), max_size=6),
+    st.sampled_from([100, 5000]),
+)
+def test_what_has_the_form_of_a_secret_goes_too_wherever_a_piece_is_cut(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[str | tuple[str, str]], chunk: int
+) -> None:
+    folder = tmp_path_factory.mktemp("run")
+    text = "\n".join(part if isinstance(part, str) else part[0] for part in parts)
+    log = run_files(folder, "rank-0.log", text.encode())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redact, "CHUNK", chunk)
+        assert redact.scrub(folder, []) == []
+    assert len(log.read_bytes()) == len(text)
+    for part in parts:
+        assert isinstance(part, str) or part[1].encode() not in log.read_bytes()
+
+
+@pytest.mark.parametrize(("text", "secret"), FORMED)
+def test_forms_of_secrets(tmp_path: Path, text: str, secret: str) -> None:
+    shown = hide(text)
+    assert shown == text.replace(secret, "<redacted>")
+    assert hide(shown) == shown
+    far = b"x" * 5000
+    log = run_files(tmp_path, "rank-0.log", far + b"\n" + text.encode() + b"\n" + far)
+    redact.scrub(tmp_path, [])
+    left = "<redacted>"[: len(secret)].ljust(len(secret), "*")
+    assert log.read_bytes() == far + b"\n" + text.replace(secret, left).encode() + b"\n" + far
+
+
+@pytest.mark.parametrize("text", PLAIN)
+def test_ordinary_text_has_no_form_of_a_secret(tmp_path: Path, text: str) -> None:
+    assert hide(text) == text
+    log = run_files(tmp_path, "rank-0.log", text.encode())
+    redact.scrub(tmp_path, [])
+    assert log.read_text() == text
+
+
+def test_json_loses_them_in_its_texts_alone(tmp_path: Path) -> None:
+    facts = {
+        "status": "123456",
+        "cause": 'said "123456"',
         "tokens": 123456,
-        "list": [{"<redacted>": "x<redacted>"}],
+        "log_tail": ["x123456", f"Bearer: {JWT}"],
+        "memory_curve_gib": {"123456": [1.5]},
+        "restarts": [{"cause": "123456", "step": 123456}],
         "other": None,
     }
-    assert "123456" not in (tmp_path / "torn.json").read_text()
+    (tmp_path / "summary.json").write_text(json.dumps(facts))
+    (tmp_path / "config.yaml").write_text("a: 123456\n")
+    (tmp_path / "hang.txt").write_text("123456")
+    (tmp_path / "environment.json").write_text('{"a": "123456')
+    (tmp_path / ".summary.json.0123abcd").write_text('{"cause": "123456')
+    redact.scrub(tmp_path, ["123456"])
+    assert json.loads((tmp_path / "summary.json").read_text()) == {
+        **facts,
+        "cause": 'said "<redacted>"',
+        "log_tail": ["x<redacted>", "Bearer: <redacted>"],
+        "restarts": [{"cause": "<redacted>", "step": 123456}],
+    }
+    for torn in ("environment.json", ".summary.json.0123abcd", "hang.txt"):
+        assert "123456" not in (tmp_path / torn).read_text()
     assert (tmp_path / "config.yaml").read_text() == "a: 123456\n"  # checked before the run
 
 
-def test_checkpoints_and_what_lies_behind_links_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
-    (tmp_path / "run" / "checkpoints" / "model.safetensors").write_text("secret-1")
-    (tmp_path / "outside").write_text("secret-1")
-    (tmp_path / "run" / "link").symlink_to(tmp_path / "outside")
-    os.mkfifo(tmp_path / "run" / "pipe")
-    assert redact.scrub(tmp_path / "run", ["secret-1"]) == []
-    assert (tmp_path / "outside").read_text() == "secret-1"
-    assert (tmp_path / "run" / "checkpoints" / "model.safetensors").read_text() == "secret-1"
+def test_what_the_run_did_not_write_is_left_alone(tmp_path: Path) -> None:
+    """The user's own files, checkpoints, and what lies behind a link or bears another name."""
+    run = tmp_path / "run"
+    mine = [".env", ".git/config", "creds.json", "logs/app.log", "logs/app.json", "src/rank-0.log"]
+    mine += ["checkpoints/step-00000001/model.safetensors", "steps/rank-0.jsonl", "metrics.jsonl", "my.log"]
+    for name in mine:
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_text('{"cause": "secret-1"}')
+    outside = tmp_path / "outside"
+    outside.write_text('{"cause": "secret-1"}')
+    (run / "summary.json").symlink_to(outside)
+    (run / "logs" / "rank-0.log").symlink_to(outside)
+    os.link(outside, run / "logs" / "rank-1.log")
+    os.mkfifo(run / "logs" / "rank-2.log")
+    assert redact.scrub(run, ["secret-1"]) == [
+        f"{run}/logs/rank-1.log: may hold a secret (it has another name elsewhere and stays as it is)"
+    ]
+    assert outside.read_text() == '{"cause": "secret-1"}'
+    assert {(run / name).read_text() for name in mine} == {'{"cause": "secret-1"}'}
+
+
+def test_a_link_in_place_of_logs_is_not_followed(tmp_path: Path) -> None:
+    log = run_files(tmp_path / "elsewhere", "rank-0.log", b"secret-1")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "logs").symlink_to(log.parent)
+    (told,) = redact.scrub(tmp_path / "run", ["secret-1"])
+    assert told == f"{tmp_path}/run/logs: may hold a secret (a link is not followed)"
+    assert log.read_bytes() == b"secret-1"
+
+
+@pytest.mark.parametrize("secret", ["a<b>&'c\"d", "gr\u00fc\u00dfe & mehr", "p/w+d=x%y"])
+@pytest.mark.parametrize("write", [str, html.escape, json.dumps, repr, lambda s: html.escape(json.dumps(s))])
+def test_a_secret_in_a_log_line_that_reaches_the_page(tmp_path: Path, secret: str, write: object) -> None:
+    said = f"<p>denied: {write(secret)}</p>"  # type: ignore[operator]
+    log = run_files(tmp_path, "rank-0.log", said.encode())
+    facts = {"status": "failed", "exit_code": 1, "step": 3, "cause": said, "log_tail": [said], "fix": [said]}
+    (tmp_path / "summary.json").write_text(json.dumps(facts))
+    redact.scrub(tmp_path, [secret])
+    shown = page.html([tmp_path])
+    assert "denied: " in shown
+    for text in (shown, log.read_text(), (tmp_path / "summary.json").read_text()):
+        for form in (secret, html.escape(secret), json.dumps(secret)[1:-1], repr(secret)[1:-1]):
+            assert form not in text
 
 
 def test_which_values_are_secrets(tmp_path: Path) -> None:
     environ = {
         "HF_TOKEN": "hf_abcdef",
-        "api_key": "abcdef",
+        "api_key": "abcde-f",
         "PASSPHRASE": "short",
+        "MY_KEY": "status",
+        "DB_PASSWORD": "Memory",
+        "DATABASE_URL": "postgres://me:p%40ss-1@db/x",
+        "CERT_KEY": "-----BEGIN-----\nMIIEpAIBAAK\n",
+        "PWD": "/not/there/now",
+        "OLDPWD": "/not/there/before",
         "TOKENIZERS_PARALLELISM": "disabled",
         "MAX_TOKENS": "1000000",
         "HOME": "/root-of-it",
         "KEY_FILE": str(tmp_path),
         "KEY_PATH": "/not/there",
     }
-    assert secret_values(environ) == {"hf_abcdef": "HF_TOKEN", "abcdef": "api_key", "/not/there": "KEY_PATH"}
-    argv = ["bert-dp", "train", "--token=abcdefg", "--api-key", "hijklmn", "--set", "schedule.tokens=1000000"]
-    assert redact.secrets(argv, {}) == {"abcdefg": "--token", "hijklmn": "--api-key"}
+    assert secret_values(environ) == {
+        "hf_abcdef": "HF_TOKEN",
+        "abcde-f": "api_key",
+        "p%40ss-1": "DATABASE_URL",
+        "p@ss-1": "DATABASE_URL",
+        environ["CERT_KEY"]: "CERT_KEY",
+        "-----BEGIN-----": "CERT_KEY",
+        "MIIEpAIBAAK": "CERT_KEY",
+        "/not/there": "KEY_PATH",
+    }
+    assert redact.ordinary_secrets(environ) == [
+        "DB_PASSWORD, MY_KEY, PASSPHRASE: by name a secret, but a plain word or under 6 characters, which "
+        "stands in logs by chance: it is not hidden there; choose a longer one"
+    ]
+    assert redact.ordinary_secrets({"USE_AUTH": "true", "KEY_BITS": "2048", "HF_TOKEN": "", "A": "b"}) == []
+    argv = ["bert-dp", "train", "--token=abcdef7", "--api-key", "hijklm8", "--set", "schedule.tokens=1000000"]
+    assert redact.secrets(argv, {}) == {"abcdef7": "--token", "hijklm8": "--api-key"}
+
+
+@pytest.mark.parametrize(
+    "name",
+    "DB_PWD pwd --pwd PGPASSWORD SSHPASS MYSQL_PWD HTTP_AUTH --auth BASICAUTH AUTHORIZATION oauth2 AWS_CRED "
+    "GCP_CREDENTIALS creds GITHUB_PAT githubPat SENTRY_DSN SLACK_WEBHOOK_URL DB_CONNECTION_STRING apiKey "
+    "APIKey AWS_ACCESS_KEY_ID HF_TOKEN API_TOKENS MySecret X-Api-Key model.auth".split(),
+)
+def test_names_of_secrets(name: str) -> None:
+    assert is_secret(name, "0123-abcd")
+
+
+def test_ordinary_names_are_none() -> None:
+    names = (
+        "PATH PYTHONPATH PATTERN COMPAT PATCH AUTHOR GIT_AUTHOR_NAME AUTHORITY XAUTHORITY KEYBOARD KEYWORDS "
+        "MONKEY COMPASS BYPASS PASSED PASSIVE CREDIT SACRED tokenizer TOKENIZERS_PARALLELISM PWD OLDPWD"
+    )
+    assert [name for name in names.split() if is_secret(name, "0123-abcd")] == []
+    ours = [*setting_paths(), *(f.name for kind in (Environment, Summary) for f in dataclasses.fields(kind))]
+    assert [name for name in ours if is_secret(name, 8)] == []
+    assert not is_secret("max_connections", 100)
+
+
+def test_a_command_line_without_its_secrets() -> None:
+    given = ["x", "--pwd=geheim", "--auth", "abc", "-H", "Authorization: Bearer abc", "-H", "X-Api-Key: 12"]
+    given += [
+        "--auth",
+        "Bearer",
+        "abc",
+        "https://me:pw@host/x",
+        "--set",
+        "data.path=/a/b",
+        "--set",
+        "a.dsn=1",
+    ]
+    assert " ".join(redact.redact_argv(given)) == (
+        "x --pwd=<redacted> --auth <redacted> -H Authorization: <redacted> -H X-Api-Key: <redacted> "
+        "--auth <redacted> <redacted> https://<redacted>@host/x --set data.path=/a/b --set a.dsn=<redacted>"
+    )
+
+
+def test_settings_that_hold_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.argv", ["bert-dp"])
+    monkeypatch.setenv("MY_KEY", "corpus")
+    config = load_config(None, ["schedule.steps=1", "data.sources=[builtin]"])
+    assert training.exposure_issues(config, tmp_path / "corpus" / "data-1:2@3") == []
+    data = config.data.model_copy(update={"sources": ("https://me:hunter2@host/corpus.txt",)})
+    config = training.absolute(config.model_copy(update={"data": data}))
+    (issue,) = training.exposure_issues(config, tmp_path)
+    assert issue.startswith("data.sources: holds a password or a token (")
+    assert "<redacted>@host" in issue
+    assert "hunter2" not in issue
 
 
 def test_a_text_without_its_secrets() -> None:

@@ -1,0 +1,189 @@
+"""What reaches a terminal: no control characters, no secrets; and what happens without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bert_dp import corpus
+from bert_dp.record import CONTROL, safe
+from launcher import cli, datasets, options, processes
+from launcher.display import complain, readable, show, teller
+
+OSC = "\x1b]0;title\x07"
+EVIL = f"\x1b[31mred\x1b[0m{OSC}\x9b2J\u202egpj\r\x08"
+
+
+@given(st.text(st.sampled_from("a[]0;m\\\n\x1b\x07\x9b\u202e"), max_size=20))
+def test_safe_text_has_no_control_characters_and_stays(text: str) -> None:
+    assert not CONTROL.search(safe(text))
+    assert safe(safe(text)) == safe(text)
+    assert safe(text) == text or CONTROL.search(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("a\x1b[1;31mb\x1b[0m", "ab"),
+        (f"a{OSC}b", "ab"),
+        ("a\x1b]8;;http://x\x1b\\b", "ab"),
+        ("a\x1b]0;never ended", "a\ufffd]0;never ended"),  # else it would hide the rest
+        ("a\x9b2J\x1bc", "a\ufffd2J\ufffdc"),
+        ("invoice\u202egpj.exe", "invoice\ufffdgpj.exe"),
+        ("a\tb\nc", "a\tb\nc"),
+    ],
+)
+def test_safe(text: str, expected: str) -> None:
+    assert safe(text) == expected
+
+
+def test_every_way_to_the_console(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rich.table import Table
+
+    monkeypatch.setenv("HF_TOKEN", "s3cret-1")
+    table = Table(EVIL)
+    table.add_row(EVIL)
+    console = options.console()
+    console.print(table)
+    console.print(EVIL, markup=False)
+    show(console, f"{EVIL} s3cret-1", markup=False)
+    complain(f"error: {EVIL} s3cret-1")
+    teller(console, as_json=True)(f"{EVIL} s3cret-1")
+    shown = capsys.readouterr()
+    for text in (shown.out, shown.err, readable(f"x{EVIL} s3cret-1", ["s3cret-1"])):
+        assert not CONTROL.search(text)
+        assert "red" in text or "gpj" in text
+        assert "s3cret-1" not in text
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", EVIL],
+        ["train", "--set", f"model.{EVIL}=1"],
+        ["train", "--set", EVIL],
+        ["train", "--nproc", EVIL],
+        ["train", "--launcher", EVIL, "--run-dir", EVIL],
+        ["train", "--resume", EVIL],
+        ["train", "--set", f"data.sources=['{EVIL[3:6]}\x7f']", "--set", "run.device=cpu"],
+        ["scale", "--engines", EVIL],
+        ["scale", "--gpus", EVIL],
+        ["tune", "batch", "--budget", EVIL],
+        ["report", EVIL],
+        ["plan", "scaling", "--gpus", EVIL],
+        ["train", "evil.yaml"],
+        ["report", "evil"],
+        [f"--{EVIL}"],
+        [EVIL],
+    ],
+)
+def test_hostile_names_reach_no_terminal(
+    tmp_path: Path,
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("evil.yaml").write_text(json.dumps({f"model{EVIL}": 1, "optim": {"name": EVIL}}))
+    Path("evil").mkdir()
+    monkeypatch.setattr(sys, "argv", ["bert-dp", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert not re.search(CONTROL, shown.out + shown.err)
+    assert "Traceback" not in shown.err
+    assert shown.err
+
+
+def test_an_error_of_ours_is_no_way_either(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: Any) -> None:
+        raise RuntimeError(f"{EVIL} s3cret-1")
+
+    monkeypatch.setenv("HF_TOKEN", "s3cret-1")
+    monkeypatch.setattr(cli, "app", fail)
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 1
+    said = capsys.readouterr().err
+    assert "RuntimeError: red" in said
+    assert "s3cret-1" not in said
+    assert not CONTROL.search(said)
+
+
+def test_shards_with_hostile_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the child of `data build` and `data inspect` says."""
+    source, asked = tmp_path / f"{EVIL}.gz", tmp_path / "asked.json"
+    source.write_bytes(b"no gzip")
+    asked.write_text(json.dumps({"sources": [str(source)], "out": str(tmp_path / EVIL), "vocab_size": 64}))
+    for arguments in (["inspect", str(tmp_path / f"no{EVIL}")], ["build", str(asked)]):
+        assert corpus.main(arguments) > 0
+        said = capsys.readouterr().err
+        assert "error: " in said
+        assert not CONTROL.search(said)
+
+
+@pytest.mark.parametrize("closed", [(2,), (0,), (1, 2), (0, 1, 2)])
+def test_closed_descriptors_are_not_taken_by_the_next_file(tmp_path: Path, closed: tuple[int, ...]) -> None:
+    """Nor in a child, and printing harms nobody."""
+    code = """
+import subprocess, sys
+from bert_dp import record
+record.open_missing_descriptors()
+file = open("f", "w")
+print("x"); sys.stderr.write("y"); sys.stdin.read()
+child = "import os, sys; print('x'); sys.stderr.write('y'); sys.exit(os.fstat(2).st_ino == 0)"
+assert subprocess.run([sys.executable, "-c", child]).returncode == 0
+file.write(f"descriptor {file.fileno() > 2}")
+"""
+    redirect = " ".join(f"{n}<&-" if n == 0 else f"{n}>&-" for n in closed)
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {redirect}', "sh", sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "f").read_text() == "descriptor True"
+
+
+def test_a_verb_with_stderr_closed(tmp_path: Path) -> None:
+    verb = [sys.executable, "-m", "launcher", "train", "--dry-run", "--set", "run.device=cpu"]
+    done = subprocess.run(
+        ["sh", "-c", 'exec "$@" 2>&- <&-', "sh", *verb],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0
+    assert "parameters" in done.stdout
+
+
+def test_json_stays_json(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = {"problems": [], "manifest": {"sources": [EVIL]}}
+    monkeypatch.setattr(processes, "capture_json", lambda *_: (0, found))
+    assert datasets.inspect(tmp_path, as_json=True, console=options.console()) == 0
+    said = capsys.readouterr().out
+    assert json.loads(said) == found
+    assert not CONTROL.search(said)
