@@ -81,6 +81,22 @@ class Comm:
         self.gather([0.0])
 
 
+def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
+    """Every rank's JSON value, in the order of the group's ranks. Collective; `device`: one the group knows.
+
+    Torch's own collectives of objects unpickle, and so execute, what a peer sends.
+    """
+    data = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device=device)
+    sizes = torch.zeros(dist.get_world_size(group), dtype=torch.int64, device=device)
+    sizes[dist.get_rank(group)] = len(data)
+    dist.all_reduce(sizes, group=group)
+    parts = [data.new_zeros(int(sizes.max())) for _ in sizes]
+    mine = data.new_zeros(int(sizes.max()))
+    mine[: len(data)] = data
+    dist.all_gather(parts, mine, group=group)
+    return [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes.tolist(), strict=True)]
+
+
 def connect(world: World, device: torch.device, *, group_of_one: bool = False) -> Comm:
     """Join the process group (nccl on GPUs, gloo on CPUs) and make the gloo side group.
 
@@ -90,17 +106,18 @@ def connect(world: World, device: torch.device, *, group_of_one: bool = False) -
         return Comm(world, None)
     backend = "nccl" if device.type == "cuda" else "gloo"
     path = os.environ.get(INIT_FILE)
+    meeting: dict[str, Any]
     if path is not None:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        where = f"file://{path}-{attempt}"
+        meeting = {"init_method": f"file://{path}-{attempt}"}
     elif world.size == 1:
-        where = f"file://{tempfile.mkdtemp(prefix='bert-dp-')}/store"
+        meeting = {"store": dist.HashStore()}
     else:
-        where = "env://"
+        meeting = {"init_method": "env://"}
     device_id = device if device.type == "cuda" else None
     dist.init_process_group(
         backend,
-        init_method=where,
+        **meeting,
         rank=world.rank,
         world_size=world.size,
         timeout=TIMEOUT,

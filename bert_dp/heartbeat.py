@@ -13,10 +13,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from bert_dp.lines import LOSSES
 from bert_dp.record import BEAT_BYTES, BEAT_SLOTS, PHASES
 
 ALIVE_EVERY_S = 1.0
-PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE, ALIVE_NS, ASKED, ANSWERED = BEAT_SLOTS.values()
+PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE, ALIVE_NS, ASKED, ANSWERED, LOST, ERRNO = (
+    BEAT_SLOTS.values()
+)
 
 
 class Heartbeat:
@@ -40,6 +43,7 @@ class Heartbeat:
         slots[PHASE], slots[DONE] = PHASES.index(phase), 0
         slots[PROGRESS] += 1
         slots[PROGRESS_NS] = time.monotonic_ns()
+        slots[LOST], slots[ERRNO] = LOSSES.count, LOSSES.errno
 
     def progress(self) -> None:
         """A piece of work of the phase is done: a micro batch, an evaluation batch."""
@@ -77,7 +81,7 @@ def _map(path: Path) -> mmap.mmap:
     SIGBUS. A file of an earlier run is replaced and not truncated: its owner may still write to it.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path.parent.mkdir(exist_ok=True)
         path.unlink(missing_ok=True)
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     except OSError:

@@ -14,9 +14,10 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import IO, Any
 
 from bert_dp.config import ConfigError
+from bert_dp.lines import LOSSES, lossy
 from bert_dp.record import (
     LAUNCHER_PID,
     LAUNCHER_START,
@@ -52,18 +53,21 @@ class Signals:
 def redirect_output(rank: int) -> None:
     """Append everything this process prints to $BERT_DP_LOG_DIR/rank-N.log, when the launcher set it.
 
-    A line divides it from what an earlier process of that rank has left there.
+    A line divides it from what an earlier process of that rank has left there. What a full disk does not take
+    of it is lost, and no error, also where the log cannot be opened.
     """
-    folder = os.environ.get(LOG_DIR)
-    if folder:
-        log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        os.dup2(log, 1)
-        os.dup2(log, 2)
-        if os.fstat(log).st_size:
-            with contextlib.suppress(OSError):  # a full disk
-                os.write(log, f"{STARTED_AGAIN}\n".encode())
-        os.close(log)
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    sys.stdout, sys.stderr = lossy(1), lossy(2)
+    if folder := os.environ.get(LOG_DIR):
+        try:
+            log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            LOSSES.note(error)
+        else:
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            if os.fstat(log).st_size:
+                sys.stdout.write(f"{STARTED_AGAIN}\n")
+            os.close(log)
     faulthandler.enable()
 
 
@@ -72,8 +76,10 @@ def show_stacks_on_signal(rank: int) -> None:
 
     A C handler writes them: also while other C code holds the interpreter lock.
     """
-    folder = os.environ.get(LOG_DIR)
-    file = open(Path(folder) / f"rank-{rank}.stack", "a") if folder else sys.stderr  # noqa: SIM115
+    file: IO[str] = sys.stderr
+    if folder := os.environ.get(LOG_DIR):
+        with contextlib.suppress(OSError):  # a full disk
+            file = open(Path(folder) / f"rank-{rank}.stack", "a")  # noqa: SIM115
     faulthandler.register(signal.SIGUSR2, file=file, all_threads=True)
 
 

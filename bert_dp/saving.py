@@ -7,6 +7,7 @@ others.
 from __future__ import annotations
 
 import errno
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from typing import Any
 
 from bert_dp import checkpoint
 from bert_dp.config import CheckpointConfig
+from bert_dp.lines import LOSSES
 from bert_dp.parallel import State
 from bert_dp.record import list_checkpoints
 
@@ -32,9 +34,16 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Path, settings: CheckpointConfig, say: Callable[[str], None], saved_step: int | None
+        self,
+        folder: Path,
+        settings: CheckpointConfig,
+        say: Callable[[str], None],
+        saved_step: int | None,
+        lost: Callable[[], str | None] = lambda: None,
     ):
-        self._folder, self._settings, self._say = folder, settings, say
+        """`lost`: what became of the run directory when it is no longer where it was; nothing is written
+        then."""
+        self._folder, self._settings, self._say, self._lost = folder, settings, say, lost
         self.saved_step = saved_step
         """Step of the newest checkpoint that is safe in `folder`; None = there is none."""
         self.failed_saves = 0
@@ -43,6 +52,7 @@ class Saver:
         self.gave_up: str | None = None
         """Why the run must stop, once a save has failed and that is the policy."""
         self._problem: str | None = None
+        self._in_a_row, self._why = 0, ""  # saves that failed since the last good one; the last reason
         self._error: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._trusted: set[Path] = set()
@@ -91,25 +101,42 @@ class Saver:
             self.held_s += time.perf_counter() - start
 
     def _write(self, step: int, state: State, facts: dict[str, Any]) -> None:
+        if (lost := self._lost()) is not None:
+            self.gave_up = self._problem = lost
+            return
         try:
             name = checkpoint.first_not_finite(state)
             if name is not None:
                 raise NotFiniteError(f"{name} holds a value that is not finite")
             path = self._write_or_make_room(step, state, facts)
         except (OSError, NotFiniteError) as error:
-            self.failed_saves += 1
-            self._problem = (
-                f"{checkpoint.path_of(self._folder, step).name} could not be saved: {error}; "
-                f"the newest good checkpoint is {self._newest_good()}"
-            )
-            if self._settings.on_error == "stop":
-                self.gave_up = self.gave_up or self._problem
-            self._say(f"warning: {self._problem}")
+            self._failed(step, error)
         except BaseException as error:
             self._error = error
         else:
             self._trusted.add(path)
             self.saved_step, self._problem = step, None
+            if self._in_a_row > 1:
+                self._say(f"warning: {path.name} is saved; the {self._in_a_row} saves before it failed")
+            self._in_a_row, self._why = 0, ""
+
+    def _failed(self, step: int, error: OSError | NotFiniteError) -> None:
+        """A row of saves that fail for one reason is said once, its number when it ends."""
+        self.failed_saves += 1
+        self._in_a_row += 1
+        before, self._why = self._why, str(error)
+        if isinstance(error, OSError):
+            LOSSES.note(error)
+            self._why = os.strerror(error.errno or errno.EIO)
+        row = f"; {self._in_a_row} saves in a row have failed" if self._in_a_row > 1 else ""
+        self._problem = (
+            f"{checkpoint.path_of(self._folder, step).name} could not be saved: {error}; "
+            f"the newest good checkpoint is {self._newest_good()}{row}"
+        )
+        if self._settings.on_error == "stop":
+            self.gave_up = self.gave_up or self._problem
+        if self._why != before:
+            self._say(f"warning: {self._problem}")
 
     def _write_or_make_room(self, step: int, state: State, facts: dict[str, Any]) -> Path:
         keep = self._settings.keep

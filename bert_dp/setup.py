@@ -25,6 +25,7 @@ from bert_dp.config import (
     peak_lr,
 )
 from bert_dp.heartbeat import Heartbeat
+from bert_dp.lines import LOSSES, Records
 from bert_dp.metrics import Meter
 from bert_dp.saving import Saver
 from bert_dp.train import EVAL_MASK_RATE, Counters, Job
@@ -184,7 +185,8 @@ def assemble(
     folder = run_dir / "checkpoints"
     here = resume.path is not None and resume.path.parent.resolve() == folder
     line = functools.partial(say, comm)
-    saver = Saver(folder, config.checkpoint, line, resume.counters.step if here else None)
+    lost = record.HeldDirectory(run_dir).lost if comm.world.rank == 0 else lambda: None
+    saver = Saver(folder, config.checkpoint, line, resume.counters.step if here else None, lost)
     job = Job(
         config=config,
         plan=plan,
@@ -202,6 +204,8 @@ def assemble(
         meter=meter,
         facts=facts,
         saver=saver,
+        lost=lost,
+        records=Records(run_dir, line),
         say=line,
         heartbeat=heartbeat,
         received_signal=received_signal,
@@ -285,10 +289,13 @@ def make_mirror(config: Config, run_dir: Path, comm: dist.Comm) -> Callable[[dic
     writer = SummaryWriter(str(run_dir / "tensorboard"))
 
     def write(line: dict[str, Any]) -> None:
-        for key, value in line.items():
-            if key != "step" and isinstance(value, (int, float)):
-                writer.add_scalar(key, value, line["step"])
-        writer.flush()
+        try:
+            for key, value in line.items():
+                if key != "step" and isinstance(value, (int, float)):
+                    writer.add_scalar(key, value, line["step"])
+            writer.flush()
+        except OSError as error:  # a full disk
+            LOSSES.note(error)
 
     return write
 

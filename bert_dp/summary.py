@@ -29,7 +29,7 @@ def write_summary(
     used = math.nan if before_j is None or after_j is None else after_j - before_j
     gathered = job.comm.gather([peak_memory_gib(job.device), used])
     memory, used = gathered[:, 0].max().item(), gathered[:, 1].sum().item()
-    if job.comm.world.rank != 0:
+    if job.comm.world.rank != 0 or job.lost():
         return
     totals = job.meter.totals
     status = "failed" if outcome.failure else "stopped" if outcome.signal else "done"

@@ -18,11 +18,12 @@ from bert_dp.config import BatchPlan, Config, batch_at, peak_lr, progress_at
 from bert_dp.data import Batch, Stream, hash64
 from bert_dp.dist import Comm, SharedClock
 from bert_dp.heartbeat import Heartbeat
+from bert_dp.lines import Records
 from bert_dp.metrics import Meter, Timers
 from bert_dp.noise import NormPairs
 from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine
-from bert_dp.record import Evaluation, Metrics
+from bert_dp.record import Evaluation
 from bert_dp.saving import Saver
 
 GIVE_UP = 1000  # for the clock's exchange: above every signal's number, so that its MAX prefers it
@@ -78,6 +79,9 @@ class Job:
     facts: dict[str, Any]
     """What else state.json keeps: the configuration, the data's hash, whether the model is compiled."""
     saver: Saver
+    lost: Callable[[], str | None]
+    """What became of the run directory when it is no longer where it was; asked by rank 0, which writes."""
+    records: Records
     say: Callable[[str], None]
     """Writes a line of rank 0's log."""
     heartbeat: Heartbeat
@@ -276,6 +280,7 @@ def _finish(job: Job, counters: Counters, clock: SharedClock, course: Course, st
         _evaluate_and_write(job, counters, clock, course)
         stop = clock.ask(_wish(job, course)) if course.heldout_loss is None else 0
     clock.finish()
+    job.records.close()
     failure = job.comm.share(course.trouble or job.saver.gave_up)
     if not failure:  # else the state may be what made it fail, and must not push out the good ones
         failure = save(job, counters, clock.elapsed_s())
@@ -292,6 +297,7 @@ def _finish(job: Job, counters: Counters, clock: SharedClock, course: Course, st
 
 def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> None:
     job.heartbeat.enter("log", counters.step)
+    course.trouble = course.trouble or job.lost()
     line = job.meter.flush(
         step=counters.step,
         samples=counters.samples,
@@ -302,14 +308,14 @@ def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> No
     )
     if job.config.log.step_times:
         steps = {**job.meter.steps, "ddp_exposed_s": ddp_counters.exposed_s(job.model)}
-        _append(job, f"steps/rank-{job.comm.world.rank}.jsonl", steps)
+        job.records.append(f"steps/rank-{job.comm.world.rank}.jsonl", steps)
     norms = job.norm_pairs.drain(job.comm, counters.step) if job.norm_pairs is not None else []
     counters.skipped_steps = line.skipped_steps
     course.final_loss, course.logged_step = line.loss, line.step
-    if job.comm.world.rank == 0:
-        _append(job, "metrics.jsonl", line)
+    if job.comm.world.rank == 0 and not job.lost():
+        job.records.append("metrics.jsonl", line)
         for pairs in norms:
-            _append(job, "noise.jsonl", pairs)
+            job.records.append("noise.jsonl", pairs)
         job.mirror(dataclasses.asdict(line))
     recent = counters.recent_losses
     if health.is_spike(line.loss, recent):
@@ -326,15 +332,6 @@ def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> No
     course.trouble = course.trouble or found
 
 
-def _append(job: Job, name: str, line: Metrics | Evaluation | dict[str, Any]) -> None:
-    """Add a line to a record; a full or failing disk costs this line, not the run."""
-    try:
-        record.append_line(job.run_dir / name, line)
-    except OSError as error:
-        step = line["step"] if isinstance(line, dict) else line.step
-        job.say(f"warning: step {step} is missing in {name}: {error}")
-
-
 def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, course: Course) -> None:
     job.heartbeat.enter("evaluate", counters.step)
     start = clock.elapsed_s()
@@ -342,12 +339,13 @@ def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, course
     elapsed = clock.elapsed_s()
     course.heldout_loss, course.evaluated_step = loss, counters.step
     course.eval_s += elapsed - start
-    if job.comm.world.rank == 0 and loss is not None:
+    course.trouble = course.trouble or job.lost()
+    if job.comm.world.rank == 0 and loss is not None and not course.trouble:
         with suppress(OSError):
             record.cut_back(job.run_dir / "evals.jsonl", counters.step - 1)  # one line a step, also repeated
         tokens = counters.samples * job.config.data.sequence_length
         line = Evaluation(counters.step, tokens, loss, EVAL_MASK_RATE, count, elapsed)
-        _append(job, "evals.jsonl", line)
+        job.records.append("evals.jsonl", line)
         job.mirror({"step": counters.step, "heldout_loss": loss})
 
 

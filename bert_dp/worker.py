@@ -77,6 +77,8 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: c
 
     config = load_config(arguments.config)
     run_dir = (arguments.run_dir or arguments.config.parent).resolve()
+    if arguments.run_dir is not None:
+        run_dir.mkdir(parents=True, exist_ok=True)
     plan = batch_plan(config, world.size)
     device = dist.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
@@ -133,7 +135,6 @@ def write_collectives(run_dir: Path, rank: int) -> None:
 
 def lock_run(run_dir: Path) -> IO[str]:
     """Hold the run directory while this process lives. Raises ConfigError when another run holds it."""
-    run_dir.mkdir(parents=True, exist_ok=True)
     held = record.lock(run_dir / ".lock")
     if held is None:
         raise ConfigError([f"--run-dir {run_dir}: in use by another run; choose another directory"])

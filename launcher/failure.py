@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
+import os
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -65,6 +67,8 @@ class Failure:
     """Where memory has to do with it."""
     agreed: bool = False
     """Whether the ranks ended the run together, by a rule; the same would end it again."""
+    directory_lost: bool = False
+    """Whether the run directory was moved or deleted; nothing may be written where it was."""
 
     @property
     def killed(self) -> bool:
@@ -93,6 +97,41 @@ def first_cause(logs: Path, launcher_said: str, departures: Sequence[Departure] 
     if not errors:
         return None
     return _of_an_error(logs, (causes or errors)[0], errors, silent)
+
+
+def lost_directory(directory: record.HeldDirectory) -> Failure | None:
+    """The failure of a run whose directory is no longer where it was; None while it is."""
+    what = directory.lost()
+    if what is None:
+        return None
+    now = directory.now()
+    if now is None:
+        why = "its checkpoints, records and logs went with it"
+        fix = f"start the run again; nothing was written where {directory.path} was"
+    else:
+        checkpoint = next(iter(record.list_checkpoints(now / "checkpoints")), None)
+        kept = f"the newest checkpoint is {checkpoint}" if checkpoint else "it holds no checkpoint yet"
+        why = f"checkpoints, records and logs are all in {now}; {kept}; the steps after it are lost"
+        fix = f"bert-dp train --run-dir {now} goes on from there"
+    return Failure(None, what, explanation=(why,), fix=(fix,), directory_lost=True)
+
+
+def of_a_disk(failure: Failure, run_dir: Path, error: OSError) -> Failure:
+    """The failure of a run whose directory takes nothing more: the cause, unless another one is known."""
+    why = os.strerror(error.errno or errno.EIO)
+    refused = f"{why}: nothing can be written to {run_dir}"
+    fix = "make room there; the same command then goes on from the newest checkpoint"
+    if why in failure.message:
+        return dataclasses.replace(failure, fix=(*failure.fix, fix))
+    if NO_CAUSE not in failure.message and "no summary" not in failure.message:
+        return dataclasses.replace(failure, explanation=(*failure.explanation, refused))
+    return dataclasses.replace(
+        failure,
+        rank=None,
+        message=refused,
+        explanation=(failure.headline(), *failure.explanation),
+        fix=(fix,),
+    )
 
 
 def _of_an_error(
@@ -260,7 +299,8 @@ def card(failure: Failure, run_dir: Path) -> list[str]:
     lines = [f"failed: {first_line(failure.headline())}"]
     if failure.where:
         lines.append(f"  at {failure.where}" + (f" {failure.source}" if failure.source else ""))
-    lines += [f"  log: {failure.log}", f"  run: {run_dir}"]
+    lines += [f"  log: {failure.log}"] if failure.log else []
+    lines.append(f"  run: {run_dir}")
     if failure.alike:
         lines.append(f"  alike: {name_ranks(failure.alike)}")
     lines += [f"  why: {line}" for line in failure.explanation]

@@ -58,7 +58,7 @@ def stop_signals() -> Iterator[list[int]]:
 
 
 def run(
-    run_dir: Path,
+    directory: record.HeldDirectory,
     nproc: int,
     resume: str,
     on_poll: Callable[[], None],
@@ -74,10 +74,14 @@ def run(
     `on_poll` is called several times a second until a rank has failed. The first stop signal is passed to
     every worker, which checkpoints at its next step and ends; the second, or `grace_s` seconds, kills.
     Whatever happens, no process of the run is left. Writes summary.json when the workers could not. `watch`
-    may end a hung run. The workers share `cores`, by default all that we may use.
+    may end a hung run. The workers share `cores`, by default all that we may use. A run whose directory is
+    moved or deleted is ended, and nothing is written where it was.
     """
+    if (lost := failure.lost_directory(directory)) is not None:
+        return RunResult(1, lost)
+    run_dir = directory.path
     logs = run_dir / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
+    logs.mkdir(exist_ok=True)
     for stale in (*logs.glob("rank-*.error.json"), *run_dir.glob("heartbeats/*"), run_dir / "summary.json"):
         stale.unlink(missing_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
@@ -101,19 +105,27 @@ def run(
                     )
                 roll = Roll(process, nproc)
                 try:
-                    hang = _follow(process, roll, run_dir, pending, on_poll, grace_s, memory, watch)
+                    hang = _follow(process, roll, directory, pending, on_poll, grace_s, memory, watch)
                 finally:
                     kill_tree(process, roll)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
-            for problem in scrub(run_dir, secrets(sys.argv)):  # before anything is read from there and shown
+            home = directory.now()
+            for problem in scrub(home, secrets(sys.argv)) if home else ():  # before anything there is shown
                 complain(f"warning: {problem}")
+        lost = failure.lost_directory(directory)
+        if home is None:
+            return RunResult(1, lost)
+        logs = home / "logs"
+        launcher_log = logs / launcher_log.name
         said = _said_since(launcher_log, offset)
         how = failure.ending(process.returncode, "and no summary")
         stuck = watch.hang if watch is not None else None
         unknown = Failure(
             None, f"{launcher}: {how}", launcher_log, failure.tail_of(said), explanation=_stood_still(stuck)
         )
+        if lost is not None:
+            return _result(home, lost, unknown, pending)
         if hang is not None:
             cause: Failure | None = Failure(hang.rank, hang.message, hang.log, hang.report, hang.where)
         else:
@@ -123,21 +135,21 @@ def run(
         ):  # it ended before it had a log
             cause = dataclasses.replace(cause, log=unknown.log, tail=unknown.tail)
         if cause is not None:
-            cause = advice.explain(cause, run_dir, nproc, memory.facts())
-        return _result(run_dir, cause, unknown, pending)
+            cause = advice.explain(cause, home, nproc, memory.facts())
+        return _result(home, cause, unknown, pending)
 
 
 def _follow(
     process: subprocess.Popen[bytes],
     roll: Roll,
-    run_dir: Path,
+    directory: record.HeldDirectory,
     pending: list[int],
     on_poll: Callable[[], None],
     grace_s: float,
     memory: MemoryWatch,
     watch: Watch | None,
 ) -> Hang | None:
-    """Until the launcher ends, a second signal comes, or the time to stop is over.
+    """Until the launcher ends, a second signal comes, the time to stop is over, or the directory is lost.
 
     A batch system may signal every process of a job, and deepspeed's runner dies of it at once: its workers
     then still have their time to save. Returns a hang when the run is ended for it.
@@ -145,10 +157,11 @@ def _follow(
     signalled: set[psutil.Process] = set()
     deadline: float | None = None
     failed = False
+    run_dir = directory.path
     while (ended := process.poll()) is None or (roll.present() and -ended in STOP_SIGNALS):
         if ended is not None and not pending:
             pending.append(-ended)
-        if len(pending) >= 2:
+        if len(pending) >= 2 or directory.lost():
             return None
         if pending:
             deadline = deadline or time.monotonic() + grace_s
@@ -215,8 +228,10 @@ def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: lis
         "step": step,
         "schema_version": record.SCHEMA_VERSION,
     }
-    with contextlib.suppress(OSError):  # a full disk must not hide the cause
+    try:
         record.write_json(run_dir / "summary.json", facts)
+    except OSError as error:
+        cause = failure.of_a_disk(cause, run_dir, error)
     return RunResult(code, cause, stop)
 
 

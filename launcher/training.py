@@ -35,7 +35,7 @@ from bert_dp.config import (
     progress_at,
 )
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
-from launcher import closing, environment, page, processes, restarts, starters, watch
+from launcher import closing, environment, failure, page, processes, restarts, starters, watch
 from launcher.display import PLAIN, Display, show
 from launcher.failure import Failure, card
 from launcher.redact import redact_argv, secrets, setting_issues
@@ -355,8 +355,8 @@ def train(
         raise ConfigError([f"{line}; or --force starts anyway" for line in too_much])
     if dry_run:
         return 0
-    with claim(where, LOCK, "--run-dir", "run"):
-        return run_locked(config, ranks, where, resume, launcher, console, policy, machine, on_gpu=gpus > 0)
+    with claim(where, LOCK, "--run-dir", "run"), record.HeldDirectory(where) as held:
+        return run_locked(config, ranks, held, resume, launcher, console, policy, machine, on_gpu=gpus > 0)
 
 
 def claim(where: Path, lock: str, option: str, what: str) -> IO[str]:
@@ -377,7 +377,7 @@ def claim(where: Path, lock: str, option: str, what: str) -> IO[str]:
 def run_locked(
     config: Config,
     ranks: int,
-    where: Path,
+    held: record.HeldDirectory,
     resume: str,
     launcher: str,
     console: Console,
@@ -387,6 +387,7 @@ def run_locked(
     on_gpu: bool,
 ) -> int:
     """The run itself, once the directory is ours. Nothing in it changes before the last check has passed."""
+    where = held.path
     show(console, f"run directory: {where}", **PLAIN)
     directory = prepare_data(config)
     manifest = record.read_json(directory / "manifest.json") or {}
@@ -396,6 +397,9 @@ def run_locked(
         show(console, "this run is complete: its budget is spent; raise schedule.* to go on", **PLAIN)
         show(console, closing.closing_table(where))
         return 0
+    if (lost := failure.lost_directory(held)) is not None:  # a corpus may have taken long
+        print_failure(lost, held.now() or where, console)
+        return 1
     record.write_text(where / "config.yaml", dump_config(config))
     command = {"command": redact_argv(sys.argv), "launcher": launcher}
     record.write_json(where / "environment.json", {**machine.to_json(), **command})
@@ -410,16 +414,19 @@ def run_locked(
         )
         with Display(where, console, config.schedule.hours, ranks) as display:
             return processes.run(
-                where, ranks, resume, display.poll, launcher=launcher, on_gpu=on_gpu, watch=watched
+                held, ranks, resume, display.poll, launcher=launcher, on_gpu=on_gpu, watch=watched
             )
 
     result = restarts.supervise(attempt, config, where, ranks, resume, policy, say)
+    home = held.now()
     if result.failure is not None:
-        print_failure(result.failure, where, console)
+        print_failure(result.failure, home or where, console)
+    if home is None:
+        return result.exit_code or 1
     with contextlib.suppress(OSError):  # a full disk: the result still has to be told
-        page.write([where], where / "report.html")
+        page.write([home], home / "report.html")
     if result.failure is None:
-        show(console, closing.closing_table(where))
+        show(console, closing.closing_table(home))
     return result.exit_code
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import os
 import signal
 import statistics
 import time
@@ -23,6 +24,7 @@ UNWATCHED_S = (
 )
 ANSWER_S = 3.0  # for stacks and records to come
 REPORT_AT = 0.8  # share of the limit at which evidence is gathered, so that the report is out by the limit
+LOSSES_EVERY_S = 300.0  # between two lines about writes that fail
 PATIENT_S = 300.0  # where nothing beats for long though all is well
 PATIENT = ("setup", "compile", "save", "done")
 ABSENT = Beat(*[0] * len(dataclasses.fields(Beat)))  # a rank that has not begun
@@ -69,6 +71,7 @@ class Watch:
         self.hang: Hang | None = None
         """The one that was reported, while the run stands still."""
         self._hung_since_s = self._reported_s = 0.0
+        self._lost_writes, self._losses_told_s = 0, -LOSSES_EVERY_S
 
     def poll(self, workers: Mapping[int, psutil.Process], now: float | None = None) -> Hang | None:
         """Look at the ranks that are there, if it is time; the hang when the run is to be ended for it.
@@ -81,6 +84,7 @@ class Watch:
         self._clock_s += min(now - self._looked, UNWATCHED_S)
         self._looked = now
         self._read(workers)
+        self._tell_losses()
         if self.hang is not None:
             return self._follow_hang()
         if self._is_hung(workers):
@@ -103,6 +107,19 @@ class Watch:
                 pulse.heard_s = clock
             pulse.beat = beat
         self._time_steps()
+
+    def _tell_losses(self) -> None:
+        """A full disk is told here: it may have no room for what the ranks say of it."""
+        beats = [pulse.beat for pulse in self._pulses.values()]
+        lost = sum(beat.lost_writes for beat in beats)
+        if lost <= self._lost_writes or self._clock_s - self._losses_told_s < LOSSES_EVERY_S:
+            return
+        self._lost_writes, self._losses_told_s = lost, self._clock_s
+        why = os.strerror(max(beat.write_errno for beat in beats))
+        self._say(
+            f"warning: {why}: {lost} write{'s' * (lost > 1)} to {self._run_dir} failed so far; "
+            "what is missing is counted, training goes on"
+        )
 
     def _time_steps(self) -> None:
         """Seconds per step since the last look at which a step was complete."""

@@ -360,7 +360,8 @@ def test_no_path_of_a_machine_stands_in_a_file() -> None:
 
 
 def test_no_pickle_and_no_remote_code() -> None:
-    """DESIGN: safetensors and JSON; weights_only=True for a foreign file; no trust_remote_code."""
+    """DESIGN: safetensors and JSON; weights_only=True for a foreign file; no trust_remote_code. Collectives
+    of objects unpickle what a peer sends."""
     bad = [
         str(i) for i in imports() if within(i.target, "pickle", "dill", "cloudpickle", "marshal", "shelve")
     ]
@@ -372,6 +373,8 @@ def test_no_pickle_and_no_remote_code() -> None:
             name = ast.unparse(node.func)
             if name == "torch.load" and keywords.get("weights_only") != "True":
                 bad.append(f"{module}:{node.lineno} torch.load without weights_only=True")
+            if re.search(r"_object(_list)?$", name):
+                bad.append(f"{module}:{node.lineno} {name} pickles")
             if keywords.get("trust_remote_code", "False") != "False":
                 bad.append(f"{module}:{node.lineno} trust_remote_code")
             if name in ("eval", "exec", "yaml.unsafe_load", "yaml.full_load"):

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from bert_dp.config import Config, ConfigError
+from bert_dp.dist import gather_json
 from bert_dp.noise import NormPairs
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.grid import Grid
@@ -162,13 +163,13 @@ class Engine:
         state = read_state(
             self._model, self._optimizer, self._scaler, whole=self._tensor.whole, parameters=mine
         )
-        everyone: list[Any] = [None] * self.dp_size
-        facts = [(key, t.shape, t.dtype) for key, t in state["optimizer"].items()]
-        dist.all_gather_object(everyone, facts, group=self._grid.dp_group)
-        for owner, tensors in enumerate(everyone):
+        device = next(iter(self._parameters.values())).device
+        facts = [
+            (key, list(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in state["optimizer"].items()
+        ]
+        for owner, tensors in enumerate(gather_json(facts, self._grid.dp_group, device)):
             for key, shape, dtype in tensors:
-                device = next(iter(self._parameters.values())).device
-                value = torch.empty(shape, dtype=dtype, device=device)
+                value = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
                 if owner == self.dp_rank:
                     value.copy_(state["optimizer"][key])
                 dist.broadcast(value, group_src=owner, group=self._grid.dp_group)

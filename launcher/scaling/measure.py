@@ -75,16 +75,17 @@ def run_cell(grid: Grid, cell: Cell, directory: Path, *, on_gpu: bool, say: Say)
     )
     steps = grid.settings.warm_up + grid.settings.steps
     progress = Progress(directory, cell.id, steps, say)
-    result = processes.run(
-        directory,
-        cell.world_size,
-        "never",
-        progress,
-        launcher=grid.settings.launcher,
-        on_gpu=on_gpu,
-        watch=watched,
-        cores=None if on_gpu else cores_of(cell.world_size, max(grid.settings.gpus)),
-    )
+    with record.HeldDirectory(directory) as held:
+        result = processes.run(
+            held,
+            cell.world_size,
+            "never",
+            progress,
+            launcher=grid.settings.launcher,
+            on_gpu=on_gpu,
+            watch=watched,
+            cores=None if on_gpu else cores_of(cell.world_size, max(grid.settings.gpus)),
+        )
     if result.signal:
         raise Stopped(result.signal)
     how = ended(directory)

@@ -10,6 +10,7 @@ import resource
 import sys
 from pathlib import Path
 
+from bert_dp import record
 from bert_dp.config import load_config
 from launcher import processes, watch
 
@@ -29,15 +30,16 @@ def main(argv: list[str] | None = None) -> int:
     watched = watch.Watch(
         asked.directory, print, hang_after_s=run.hang_after_s, end_hung_after_s=run.end_hung_after_s
     )
-    result = processes.run(
-        asked.directory,
-        asked.nproc,
-        "never",
-        lambda: None,
-        launcher=asked.launcher,
-        on_gpu=asked.on_gpu,
-        watch=watched,
-    )
+    with record.HeldDirectory(asked.directory) as held:
+        result = processes.run(
+            held,
+            asked.nproc,
+            "never",
+            lambda: None,
+            launcher=asked.launcher,
+            on_gpu=asked.on_gpu,
+            watch=watched,
+        )
     if result.failure is not None:
         print(result.failure.headline())  # noqa: T201 (the trial's log)
     return result.exit_code

@@ -136,7 +136,8 @@ def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(processes, "MemoryWatch", lambda: MemoryWatch(root))
     threading.Thread(target=rise, daemon=True).start()
-    result = processes.run(run_dir, 2, "never", lambda: None)
+    with record.HeldDirectory(run_dir) as held:
+        result = processes.run(held, 2, "never", lambda: None)
     assert result.exit_code == 1
     assert result.failure is not None
     told = card(result.failure, run_dir)

@@ -57,8 +57,31 @@ def fill_and_free(place: Path, shards: Path) -> None:
     )
 
 
+def fill_and_stay(place: Path, shards: Path) -> None:
+    """The same, and it stays full to the end: the steps are all made, what fails is the last checkpoint."""
+    run_dir, filler = place / "run", place / "filler"
+    options = tiny(shards, "schedule.steps=60", "checkpoint.every_steps=10", "compile=off")
+    process = start("train", "quickstart", *options, "--nproc", "1", "--run-dir", str(run_dir))
+    wait_for(step_reached(run_dir, 3))
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+    said, errors = process.communicate(timeout=300)
+    assert process.returncode == 1, said + errors
+    assert "Traceback" not in said + errors
+    beat = record.read_beat(record.heartbeat_path(run_dir, 0))
+    assert beat is not None
+    assert beat.step == 60
+    first = next(line for line in said.splitlines() if line.startswith("failed: "))
+    assert "No space left on device" in first
+    assert sum("is missing in metrics.jsonl" in line for line in said.splitlines()) <= 1
+    assert sum("could not be saved" in line and "warning" in line for line in said.splitlines()) <= 1
+    assert "warning: No space left on device: " in said
+
+
 @pytest.mark.skipif(not can_mount(), reason="mounting needs root")
-def test_row_11_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["free", "stay"])
+def test_row_11_a_full_disk_does_not_end_the_run(tmp_path: Path, how: str) -> None:
     shards, place = write_shards(tmp_path / "s"), tmp_path / "small"
     place.mkdir()
     script = 'mount -t tmpfs -o size=6m tmpfs "$0" && exec "$@"'
@@ -75,6 +98,7 @@ def test_row_11_a_full_disk_does_not_end_the_run(tmp_path: Path) -> None:
             "tests.faults.test_full_disk",
             str(place),
             str(shards),
+            how,
         ],
         capture_output=True,
         text=True,
@@ -102,5 +126,5 @@ def test_row_11_a_run_that_finds_no_room_says_so(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     started = time.monotonic()
-    fill_and_free(Path(sys.argv[1]), Path(sys.argv[2]))
+    {"free": fill_and_free, "stay": fill_and_stay}[sys.argv[3]](Path(sys.argv[1]), Path(sys.argv[2]))
     sys.stdout.write(f"{time.monotonic() - started:.0f} s\n")

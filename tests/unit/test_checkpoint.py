@@ -45,6 +45,7 @@ def bits(state: State) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
 
 
 def save(folder: Path, step: int, keep: int = 9) -> Path:
+    folder.parent.mkdir(exist_ok=True)
     return checkpoint.save(folder, step, make_state(step), {"samples": step * 8, "elapsed_s": 0.1}, keep)
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp.config import ConfigError
-from bert_dp.dist import Comm, SharedClock, bind, choose_device, connect, disconnect
+from bert_dp.dist import Comm, SharedClock, bind, choose_device, connect, disconnect, gather_json
 from bert_dp.world import World, read_world
 from tests.ranks import run_ranks
 
@@ -244,6 +245,14 @@ def check_two_signals(comm: Comm) -> None:
     assert len(set(comm.gather([float(s) for s in stops]).flatten().tolist())) == 1
 
 
+def check_values(comm: Comm) -> None:
+    """Each rank's own, of any length, in rank order."""
+    rank, size = comm.world.rank, comm.world.size
+    values = [{"rank": r, "text": "ü" * 100 * r, "none": None} for r in range(size)]
+    assert gather_json(values[rank], None, CPU) == values
+    assert gather_json([], None, CPU) == [[]] * size
+
+
 def everything(told: Any) -> None:
     world = read_world(os.environ)
     comm = connect(world, CPU)
@@ -253,6 +262,7 @@ def everything(told: Any) -> None:
         check_signal(comm, sender)
     check_two_signals(comm)
     check_asking(comm)
+    check_values(comm)
     comm.barrier()
     disconnect()
     disconnect()  # twice is harmless
@@ -266,7 +276,8 @@ def test_ranks_talk_and_share_a_clock(size: int) -> None:
     assert sorted(told.get() for _ in range(size)) == list(range(size))
 
 
-def test_a_group_of_one_rank_talks_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_of_one_rank_talks_to_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     monkeypatch.delenv("BERT_DP_INIT_FILE", raising=False)
     comm = connect(LONE, CPU, group_of_one=True)
@@ -279,6 +290,8 @@ def test_a_group_of_one_rank_talks_to_itself(monkeypatch: pytest.MonkeyPatch) ->
         ]
         for check in checks:
             check()
+        check_values(comm)
     finally:
         disconnect()
+    assert list(tmp_path.iterdir()) == []  # nothing is left where temporary files go
     assert not torch.distributed.is_initialized()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import itertools
 import json
 import signal
@@ -16,12 +17,14 @@ from bert_dp.config import ConfigError
 from bert_dp.record import STARTED_AGAIN
 from launcher.failure import (
     CONSEQUENCES_SHOWN,
+    NO_CAUSE,
     Departure,
     Failure,
     card,
     crash_stack,
     first_cause,
     first_line,
+    of_a_disk,
     raised_last,
     read_end,
     summary_facts,
@@ -318,3 +321,24 @@ def test_what_all_ranks_decided_together_is_no_ranks_fault(tmp_path: Path) -> No
     assert (failure.rank, failure.headline()) == (None, "5 steps in a row were skipped")
     assert failure.agreed
     assert failure.log == tmp_path / "rank-0.log"
+
+
+@pytest.mark.parametrize(
+    ("rank", "message", "is_known"),
+    [
+        (0, f"ended with exit code 1 {NO_CAUSE}", False),
+        (None, "torchrun: ended with exit code 1 and no summary", False),
+        (1, "ValueError: odd", True),
+        (None, "step-00000002 could not be saved: [Errno 28] No space left on device", True),
+    ],
+)
+def test_a_full_disk_is_named_first_unless_another_cause_is_known(
+    tmp_path: Path, rank: int | None, message: str, is_known: bool
+) -> None:
+    before = Failure(rank, message)
+    found = of_a_disk(before, tmp_path, OSError(errno.ENOSPC, "full"))
+    refused = f"No space left on device: nothing can be written to {tmp_path}"
+    told = {found.headline(), *found.explanation}
+    assert found.headline() == (before.headline() if is_known else refused)
+    assert before.headline() in told
+    assert "No space left on device" in " ".join(told)

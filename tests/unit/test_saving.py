@@ -241,3 +241,41 @@ def test_other_threads_run_while_a_file_is_written(tmp_path: Path) -> None:
     begin, end = times
     slices = {int(10 * (t - begin) / (end - begin)) for t in seen if begin <= t < end}
     assert len(slices) >= 3, slices
+
+
+def test_nothing_is_saved_where_the_run_directory_no_longer_is(tmp_path: Path) -> None:
+    folder, lost = tmp_path / "run" / "checkpoints", list[str]()
+    folder.parent.mkdir()
+    saver = Saver(folder, CheckpointConfig(), print, None, lambda: lost[0] if lost else None)
+    saver.save(1, lambda: state(1.0), {})
+    assert saver.settle() == (1, None)
+    lost.append("the run directory was moved")
+    saver.save(2, lambda: state(2.0), {})
+    assert saver.settle() == (1, "the run directory was moved")
+    assert saver.gave_up == "the run directory was moved"
+    assert names(folder) == ["step-00000001"]
+
+
+def test_a_save_does_not_make_the_run_directory_again(tmp_path: Path) -> None:
+    saver = Saver(tmp_path / "run" / "checkpoints", CheckpointConfig(), lambda _: None, None)
+    saver.save(1, lambda: state(1.0), {})
+    assert saver.settle()[0] is None
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_row_of_saves_that_fail_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(checkpoint, "save_file", failing(errno.EIO, 3, 5))  # two files a save
+    saver = make(tmp_path, said)
+    for step in range(1, 5):
+        saver.save(step, lambda: state(1.0), {})
+        problem = saver.settle()[1]
+    assert problem is not None
+    assert "step-00000004 could not be saved" in problem
+    assert problem.endswith("; 3 saves in a row have failed")
+    assert len(said) == 1
+    assert "step-00000002 could not be saved: [Errno 5]" in said[0]
+    saver.save(5, lambda: state(1.0), {})
+    assert saver.settle() == (5, None)
+    assert said[1:] == ["warning: step-00000005 is saved; the 3 saves before it failed"]
+    assert saver.failed_saves == 3

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import struct
 from pathlib import Path
@@ -244,3 +245,19 @@ def test_a_lone_rank_is_watched_too(tmp_path: Path) -> None:
     scene.train(5)
     assert scene.quiet(30) is not None
     assert "rank 0" in scene.said[0]
+
+
+def test_writes_that_fail_are_told_now_and_then(tmp_path: Path) -> None:
+    scene = Scene(tmp_path)
+    scene.train(3)
+    assert scene.said == []
+    for lost in (4, 5):
+        scene.ranks[1].write(lost_writes=lost, write_errno=errno.ENOSPC)
+        scene.train(10)
+    told = "warning: No space left on device: {} writes to {} failed so far; what is missing is counted, "
+    told += "training goes on"
+    assert scene.said == [told.format(4, tmp_path)]
+    scene.train(300)
+    assert scene.said[1:] == [told.format(5, tmp_path)]
+    scene.train(300)
+    assert len(scene.said) == 2

@@ -1,0 +1,103 @@
+"""Logs and records on a disk that is full: lines are lost and counted, and nothing else happens."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bert_dp import record
+from bert_dp.lines import LOSSES, LossyFile, Records
+
+FULL = "[Errno 28] No space left on device"
+
+
+def test_a_full_disk_does_not_end_a_process_that_logs(tmp_path: Path) -> None:
+    (tmp_path / "rank-0.log").symlink_to("/dev/full")
+    script = (
+        "import sys, warnings\n"
+        "from bert_dp.lifeline import redirect_output, show_stacks_on_signal\n"
+        "redirect_output(0)\n"
+        "show_stacks_on_signal(0)\n"
+        "for i in range(100): print('a line of a log ' * 100)\n"
+        "sys.stderr.write('another')\n"
+        "warnings.warn('a third')\n"
+        "sys.stdout.flush()\n"
+        "open(sys.argv[1], 'w').write('reached')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path / "end")],
+        env={**os.environ, record.LOG_DIR: str(tmp_path)},
+        check=False,
+    )
+    assert done.returncode == 0  # 120 is a flush that failed at the interpreter's end
+    assert (tmp_path / "end").read_text() == "reached"
+
+
+def test_a_log_that_cannot_be_made_does_not_end_a_process(tmp_path: Path) -> None:
+    script = (
+        "from bert_dp.lifeline import redirect_output, show_stacks_on_signal\n"
+        "redirect_output(0); show_stacks_on_signal(0); print('goes on')\n"
+    )
+    environ = {**os.environ, record.LOG_DIR: str(tmp_path / "gone")}
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environ, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, "goes on\n"), done.stderr
+    assert not (tmp_path / "gone").exists()
+
+
+def test_the_next_write_that_fits_says_how_many_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    room, got, before = [8], bytearray(), LOSSES.count
+
+    def write(_: int, data: bytes) -> int:
+        if not room[0]:
+            raise OSError(errno.ENOSPC, "full")
+        taken = data[: room[0]]
+        room[0] -= len(taken)
+        got.extend(taken)
+        return len(taken)
+
+    monkeypatch.setattr(os, "write", write)
+    file = LossyFile(1)
+    assert file.write(b"first\n") == 6
+    assert file.write(b"second\n") == 7  # of which two bytes fit
+    assert file.write(b"third\n") == 6
+    room[0] = 1000
+    assert file.write(b"fourth\n") == 7
+    assert file.write(b"fifth\n") == 6
+    assert got.decode() == "first\nse\n(2 writes lost here: No space left on device)\nfourth\nfifth\n"
+    assert (LOSSES.count - before, LOSSES.errno) == (2, errno.ENOSPC)
+
+
+def test_missing_lines_are_said_once_and_then_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    records, real, full = Records(tmp_path, said.append), record.append_line, {"metrics.jsonl"}
+
+    def append(path: Path, line: dict[str, int]) -> None:
+        if path.name in full:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        real(path, line)
+
+    monkeypatch.setattr(record, "append_line", append)
+    for step in range(10, 60, 10):
+        records.append("metrics.jsonl", {"step": step})
+        records.append("evals.jsonl", {"step": step})
+    assert said == [f"warning: step 10 is missing in metrics.jsonl: {FULL}"]
+    full.clear()
+    records.append("metrics.jsonl", {"step": 60})
+    assert said[1:] == ["warning: 5 lines are missing in metrics.jsonl: of steps 10 to 50"]
+    full.add("evals.jsonl")
+    records.append("evals.jsonl", {"step": 60})
+    records.append("evals.jsonl", {"step": 70})
+    records.close()
+    assert said[2:] == [
+        f"warning: step 60 is missing in evals.jsonl: {FULL}",
+        "warning: 2 lines are missing in evals.jsonl: of steps 60 to 70",
+    ]
+    assert [line["step"] for line in record.read_lines(tmp_path / "metrics.jsonl")] == [60]
+    assert [line["step"] for line in record.read_lines(tmp_path / "evals.jsonl")] == [10, 20, 30, 40, 50]
