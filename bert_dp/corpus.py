@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import fcntl
 import json
+import os
 import shutil
 import signal
 import sys
@@ -108,6 +109,8 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
         directory = Path(data.path).expanduser()
         manifest = _sound(directory)
     else:
+        if issues := record.cache_issues():
+            raise ConfigError(issues)
         directory = cache_dir(config)
         try:
             manifest = _sound(directory)
@@ -181,7 +184,9 @@ def _existing(
 
 def _install(work: Path, out: Path) -> None:
     """Move the finished directory to `out`; a build that stands there goes first."""
-    work.chmod(0o755)  # mkdtemp makes it private
+    umask = os.umask(0o077)
+    os.umask(umask)
+    work.chmod(0o777 & ~umask)  # mkdtemp makes it private, also where the user shares
     if out.exists():
         old = Path(tempfile.mkdtemp(prefix=f".{out.name}.building-", dir=out.parent))
         out.rename(old)
@@ -223,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if arguments.verb == "build":
                 answer = json.dumps(build(**_read_options(arguments.path), progress=progress), indent=1)
             elif arguments.verb == "ensure":
+                record.keep_private()
                 answer = str(ensure(load_config(arguments.path), progress))
             else:
                 facts = shards.inspect(arguments.path)

@@ -524,6 +524,25 @@ def cache_root() -> Path:
     return Path(os.environ.get("BERT_DP_CACHE") or Path.home() / ".cache" / "bert-dp")
 
 
+def cache_issues() -> list[str]:
+    """Why the cache is not to be trusted; one line each, none where there is no cache yet."""
+    root = cache_root()
+    try:
+        status = root.stat()
+    except OSError:
+        return []
+    who = "" if status.st_uid in (os.geteuid(), 0) else f"belongs to another user (uid {status.st_uid})"
+    if status.st_mode & stat.S_IWOTH:
+        who = "can be written by every user"
+    own = "set BERT_DP_CACHE to a directory of your own"
+    return [f"BERT_DP_CACHE: {root} {who}, so what is kept there cannot be trusted; {own}"] if who else []
+
+
+def keep_private() -> None:
+    """What this process and its children make from here on is for this user alone, whatever the umask was."""
+    os.umask(0o077)
+
+
 def _finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None

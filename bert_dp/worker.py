@@ -31,6 +31,7 @@ from bert_dp.world import World, check_meeting_point, read_world
 def main(argv: list[str] | None = None) -> int:
     """Exit codes: 0 done or stopped after a checkpoint, 2 bad input, 1 failed."""
     record.open_missing_descriptors()
+    record.keep_private()
     signals = Signals()
     arguments = parse_arguments(argv)
     try:

@@ -34,6 +34,7 @@ app.add_typer(data_app, name="data")
 app.add_typer(plan_app, name="plan")
 app.add_typer(tune_app, name="tune")
 
+SHARED = ("report", "data")  # they write where the user says, with the user's umask; the others privately
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 
 
@@ -45,11 +46,13 @@ def _version(show: bool) -> None:
 
 @app.callback()
 def _root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
-    pass
+    if context.invoked_subcommand not in SHARED:
+        record.keep_private()
 
 
 @app.command()

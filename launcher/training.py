@@ -116,6 +116,8 @@ def input_issues(config: Config) -> list[str]:
             issues.append(f"{setting}: {value} does not exist")
     if data.tokenizer is not None and Path(data.tokenizer).exists() and not Path(data.tokenizer).is_file():
         issues.append(f"data.tokenizer: {data.tokenizer} is not a regular file")
+    if data.path is None:
+        issues += record.cache_issues()
     if (start := config.run.init_from) is not None and Path(start).exists():
         found = record.newest_checkpoint_facts(Path(start))
         issues += (

@@ -53,7 +53,7 @@ def fill(
         path, overrides, ranks="--nproc", gpus=nproc, budget=BUDGET, memory_gib=None, launcher=launcher
     )
     where = (run_dir or Path("runs") / path.stem).resolve()
-    if issues := training.start_issues(question.config, where, resume, launcher):
+    if issues := training.start_issues(question.config, where, resume, launcher) or record.cache_issues():
         raise ConfigError(issues)
     machine = environment.probe().to_json()
     key = batch.key(question, machine)

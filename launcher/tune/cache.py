@@ -55,7 +55,7 @@ def path_of(name: str) -> Path:
 def find(name: str, budget_s: float, limit_gib: float | None) -> dict[str, Any] | None:
     """tune.json of a whole earlier search that had at least this budget, and whose choice is one for the
     memory that a rank may use now; None when there is none, or it is torn."""
-    found = record.read_json(path_of(name)) or {}
+    found = {} if record.cache_issues() else record.read_json(path_of(name)) or {}
     choice = found.get("choice")
     if not isinstance(choice, dict) or not isinstance(choice.get("micro_batch"), int):
         return None
@@ -80,6 +80,8 @@ def _fits(found: Mapping[str, Any], limit_gib: float | None) -> bool:
 
 
 def keep(name: str, tune: Mapping[str, Any]) -> None:
-    """Raises OSError."""
+    """Raises OSError, also where the cache is not to be trusted."""
+    if issues := record.cache_issues():
+        raise PermissionError(issues[0])
     path_of(name).parent.mkdir(parents=True, exist_ok=True)
     record.write_json(path_of(name), dict(tune))

@@ -7,6 +7,7 @@ import io
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,6 +41,21 @@ def tiny(shards: Path, *more: str) -> list[str]:
 
 def command(*arguments: str) -> list[str]:
     return [sys.executable, "-P", "-m", "launcher", *arguments]
+
+
+@contextlib.contextmanager
+def umask(mask: int) -> Iterator[None]:
+    """Within the block this process, and what it starts, makes files with this umask."""
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def open_to_others(folder: Path) -> list[str]:
+    """What in `folder`, itself included, another user could reach by its mode."""
+    return [str(p) for p in (folder, *folder.rglob("*")) if p.lstat().st_mode & 0o077]
 
 
 def bert_dp(

@@ -13,7 +13,7 @@ import pytest
 from bert_dp import record
 from bert_dp.config import dump_config, load_config
 from launcher.training import shipped_configs
-from tests.e2e.cli import TINY, start, tiny
+from tests.e2e.cli import TINY, open_to_others, start, tiny, umask
 from tests.e2e.test_train import step_reached, wait_for
 from tests.shards import write_shards
 
@@ -37,10 +37,12 @@ def test_a_run_whose_directory_has_gone_says_so_and_ends(
     tmp_path: Path, lose: Callable[[Path], None]
 ) -> None:
     run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    process = start(
-        *("train", "quickstart", *tiny(write_shards(tmp_path / "s"), *ENDLESS), "--nproc", "1"),
-        *("--run-dir", str(run_dir), "--max-restarts", "3"),
-    )
+    options = tiny(write_shards(tmp_path / "s"), *ENDLESS)
+    with umask(0):
+        process = start(
+            *("train", "quickstart", *options, "--nproc", "1"),
+            *("--run-dir", str(run_dir), "--max-restarts", "3"),
+        )
     wait_for(step_reached(run_dir, 5), PATIENCE_S)
     lose(run_dir)
     said, errors = process.communicate(timeout=PATIENCE_S)
@@ -60,6 +62,7 @@ def test_a_run_whose_directory_has_gone_says_so_and_ends(
     summary = record.read_json(elsewhere / "summary.json") or {}
     assert (summary["status"], summary["exit_code"]) == ("failed", 1)
     assert f"moved to {elsewhere}" in summary["cause"]
+    assert open_to_others(elsewhere) == []
 
 
 def test_a_rank_without_our_launcher_notices_too(tmp_path: Path) -> None:
@@ -70,7 +73,8 @@ def test_a_rank_without_our_launcher_notices_too(tmp_path: Path) -> None:
         dump_config(load_config(shipped_configs() / "quickstart.yaml", settings))
     )
     command = [sys.executable, "-m", "bert_dp.worker", str(run_dir / "config.yaml")]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    with umask(0):
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     wait_for(step_reached(run_dir, 5), PATIENCE_S)
     exchange(run_dir)
     errors = process.communicate(timeout=PATIENCE_S)[1]
@@ -78,3 +82,4 @@ def test_a_rank_without_our_launcher_notices_too(tmp_path: Path) -> None:
     assert f"error: the run directory {run_dir} was moved to {tmp_path / 'elsewhere'} during" in errors
     assert "Traceback" not in errors
     assert [p.name for p in run_dir.iterdir()] == ["notes.txt"]
+    assert open_to_others(tmp_path / "elsewhere" / "checkpoints") == []

@@ -20,8 +20,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from bert_dp import corpus, dedup, encode, pipeline, shards, sources, tokenizer
+from bert_dp import corpus, dedup, encode, pipeline, record, shards, sources, tokenizer
 from bert_dp.config import BuildConfig, Config, ConfigError, resolve
+from launcher.training import input_issues
+from tests.e2e.cli import open_to_others, umask
 
 LENGTH, VOCAB = 16, 300
 PLAIN: dict[str, Any] = {"max_tokens_per_char": 0.0, "held_out_fraction": 0.1}
@@ -518,12 +520,41 @@ def test_two_processes_ensure_at_once(tmp_path: Path) -> None:
     tree = config(source).model_dump(mode="json")
     (tmp_path / "c.yaml").write_text(json.dumps(tree))
     env = {"BERT_DP_CACHE": str(tmp_path / "cache")}
-    both = [start("ensure", str(tmp_path / "c.yaml"), env=env) for _ in range(2)]
+    with umask(0):
+        both = [start("ensure", str(tmp_path / "c.yaml"), env=env) for _ in range(2)]
     answers = [p.communicate(timeout=60) for p in both]
     assert [p.returncode for p in both] == [0, 0], answers
     assert answers[0][0] == answers[1][0]
     assert shards.verify(Path(answers[0][0].strip())) == []
     assert sum("tokenize" in err for _, err in answers) == 1
+    assert open_to_others(tmp_path / "cache") == []
+
+
+def test_a_build_that_the_user_names_has_the_users_modes(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", prose(100))
+    with umask(0o027):
+        assert start("build", options_file(tmp_path)).wait(60) == 0
+    out = tmp_path / "out"
+    assert out.stat().st_mode & 0o777 == 0o750
+    assert {p.stat().st_mode & 0o777 for p in out.iterdir()} == {0o640}
+
+
+def test_a_cache_that_others_may_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
+    settings = config(write(tmp_path / "a.txt", prose(100)))
+    corpus.ensure(settings)
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(ConfigError, match=r"cache can be written by every user, .*; set BERT_DP_CACHE to"):
+        corpus.ensure(settings)
+    assert "can be written by every user" in "".join(input_issues(settings))
+    (tmp_path / "cache").chmod(0o755)
+    assert record.cache_issues() == []
+    if os.getuid() == 0:  # only root can give a directory away
+        os.chown(tmp_path / "cache", 12_345, -1)
+        issue = (
+            f"BERT_DP_CACHE: {tmp_path / 'cache'} belongs to another user (uid 12345), so what is kept there"
+        )
+        assert record.cache_issues()[0].startswith(issue)
 
 
 def options_file(tmp_path: Path, **extra: Any) -> str:

@@ -388,3 +388,8 @@ def test_a_cached_search_answers_only_what_had_as_much_time(
     for torn in ({"choice": None}, {"budget_s": "60"}, {"memory": []}, {"sizes": {}}, {"choice": [8]}):
         cache.keep("k", {**known, **torn})
         assert cache.find("k", 1, 5.0) is None
+    cache.keep("k", known)
+    tmp_path.chmod(0o777)
+    assert cache.find("k", 60, 5.0) is None, "anyone could have written it"
+    with pytest.raises(PermissionError, match="every user"):
+        cache.keep("k", known)
