@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from bert_dp import checkpoint, data, dist, model
-from bert_dp.config import BatchPlan, Config, ConfigError, init_issues
+from bert_dp.config import BatchPlan, Config, ConfigError, Manifest, init_issues
+from bert_dp.parallel import State
 from bert_dp.train import Precision, mlm_loss
 
 # torch.compile on a CPU: seconds to compile, and the share of the step it saves (benchmarks/step_speed.py)
@@ -20,7 +21,7 @@ CPU_COMPILE_GAIN = 0.015
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    manifest: dict[str, Any]
+    manifest: Manifest
     train: data.Shards
     held_out: data.Shards
 
@@ -76,18 +77,22 @@ def load_weights(
     answer = comm.share(answer)
     if "issues" in answer:
         raise ConfigError(answer["issues"])
-    state, facts = checkpoint.load(Path(answer["path"]))
-    issues = init_issues(where, facts["config"], config)
-    tokenizer = corpus_.manifest["tokenizer"]["sha256"]
-    if facts.get("tokenizer", tokenizer) != tokenizer:
+    path = Path(answer["path"])
+    state, facts = checkpoint.load(path)
+    issues = init_issues(where, facts.config, config)
+    tokenizer = corpus_.manifest.tokenizer.sha256
+    if facts.tokenizer not in (None, tokenizer):
         issues.append(
             f"data.tokenizer: run.init_from {where} was trained with tokenizer "
-            f"{facts['tokenizer'][:16]}, the shards have {tokenizer[:16]}; build them with "
+            f"{str(facts.tokenizer)[:16]}, the shards have {tokenizer[:16]}; build them with "
             "data.tokenizer set to that run's tokenizer.json"
         )
+    weights = {name: t.float() if t.dtype == torch.float64 else t for name, t in state["model"].items()}
+    start: State = {"model": weights, "optimizer": {}, "scaler": {}}
+    issues += [f"run.init_from: {line}" for line in checkpoint.state_issues(path, start, bare)]
     if issues:
         raise ConfigError(issues)
-    bare.load_state_dict(state["model"])
+    bare.load_state_dict(weights)
 
 
 def compile_pays(

@@ -11,28 +11,32 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 import time
 import uuid
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from bert_dp import record
 from bert_dp.config import ConfigError
+from bert_dp.config.stored import sha256
 from bert_dp.cost import GIB
 from bert_dp.lifeline import follow_launcher
 from bert_dp.parallel import State
 from bert_dp.record import list_checkpoints
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
 
 VERSION = 1  # of the manifest
 SPARE = 1.5  # free space asked for before a save, in sizes of the checkpoint: others write to the disk too
@@ -173,6 +177,8 @@ def _point_latest(folder: Path, name: str) -> None:
 def check(path: Path) -> str | None:
     """Why `path` is not a valid checkpoint, or None: every file of the manifest with its size and hash."""
     try:
+        if special := _special(path / "manifest.json"):
+            return special
         manifest = json.loads((path / "manifest.json").read_text())
         if manifest["version"] != VERSION:
             return f"{path}: the manifest is of version {manifest['version']}, this program reads {VERSION}"
@@ -180,14 +186,21 @@ def check(path: Path) -> str | None:
             return f"{path}: the manifest does not name {', '.join(sorted(missing))}"
         for name, expected in manifest["files"].items():
             file = path / Path(name).name
+            if special := _special(file):
+                return special
             size = file.stat().st_size
             if size != expected["bytes"]:
                 return f"{file}: {size} bytes, manifest says {expected['bytes']}"
             if sha256(file) != expected["sha256"]:
                 return f"{file}: SHA-256 differs from the manifest's"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return f"{path}: {type(error).__name__}: {error}"
     return None
+
+
+def _special(file: Path) -> str | None:
+    """Why `file` must not be opened: a fifo or a device would never end. Raises OSError when it is absent."""
+    return None if stat.S_ISREG(file.stat().st_mode) else f"{file}: not a regular file"
 
 
 def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
@@ -201,20 +214,60 @@ def newest_valid(folder: Path) -> tuple[Path | None, list[str]]:
     return None, problems
 
 
-def load(path: Path) -> tuple[State, dict[str, Any]]:
+def load(path: Path) -> tuple[State, record.CheckpointFacts]:
     """State (whole, on the host) and the facts of state.json. Raises ConfigError naming a broken file."""
     import torch
 
     try:
-        facts = json.loads((path / "state.json").read_text())
-        state: State = {
-            "model": load_file(path / "model.safetensors"),
-            "optimizer": load_file(path / "optimizer.safetensors"),
-            "scaler": {k: torch.tensor(v, dtype=torch.float64) for k, v in facts["scaler"].items()},
-        }
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
+        facts = record.read_checkpoint_facts(path)
+        state = _load_tensors(path)
+        if not state["optimizer"] and facts.step > facts.skipped_steps:
+            raise ValueError(f"optimizer.safetensors is empty after {facts.step} steps")
+    except (OSError, ValueError, SafetensorError) as error:
         raise ConfigError([f"{path}: not a checkpoint ({type(error).__name__}: {error})"]) from None
+    state["scaler"] = {k: torch.tensor(v, dtype=torch.float64) for k, v in facts.scaler.items()}
     return state, facts
+
+
+def _load_tensors(path: Path) -> State:
+    state: State = {}
+    for part in ("model", "optimizer"):
+        file = path / f"{part}.safetensors"
+        if special := _special(file):
+            raise ValueError(special)
+        state[part] = load_file(file)
+    return state
+
+
+def state_issues(path: Path, state: State, model: nn.Module) -> list[str]:
+    """Tensors of a loaded checkpoint that are not those of `model`, whole, or its optimizer; a line each.
+
+    A tensor of an optimizer is a number, or has its parameter's type and shape.
+    """
+    expected, found, issues = model.state_dict(), state["model"], []
+    if absent := sorted(expected.keys() - found.keys()):
+        issues.append(f"{path}: model.safetensors has no {', '.join(absent)}")
+    for name, tensor in found.items():
+        if name not in expected:
+            issues.append(f"{path}: the model has no tensor {name!a}")
+        elif kind(tensor) != kind(expected[name]):
+            issues.append(f"{path}: {name}: expected {kind(expected[name])}, found {kind(tensor)}")
+    stepped = {key: key.rpartition("/")[0] for key in state["optimizer"]}
+    parameters = [name for name, _ in model.named_parameters()]
+    if stepped and (absent := sorted(set(parameters) - set(stepped.values()))):
+        issues.append(f"{path}: optimizer.safetensors has nothing for {', '.join(absent)}")
+    for key, name in stepped.items():
+        tensor = state["optimizer"][key]
+        if name not in expected:
+            issues.append(f"{path}: {key!a} in optimizer.safetensors: the model has no such parameter")
+        elif tensor.dim() and kind(tensor) != kind(expected[name]):
+            issues.append(f"{path}: {key}: expected {kind(expected[name])}, found {kind(tensor)}")
+    return [issue[:400] for issue in issues[:8]]
+
+
+def kind(tensor: Tensor) -> str:
+    """Type and shape, as in `float32 (3, 5)`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def resolve(where: str) -> Path:
@@ -233,11 +286,6 @@ def resolve(where: str) -> Path:
     if found is None:
         raise ConfigError([f"{where}: no valid checkpoint there", *problems])
     return found
-
-
-def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _fsync(path: Path) -> None:
@@ -262,7 +310,7 @@ def main(folder: Path, num_bytes: int = 32 * 2**20) -> None:
         start = time.perf_counter()
         path = save(Path(place), 0, state, {}, keep=1)
         problem = check(path)
-        found, _ = load(path)
+        found = _load_tensors(path)
         seconds = time.perf_counter() - start
         same = (torch.equal(found[part]["w"], state[part]["w"]) for part in ("model", "optimizer"))
         if problem or not all(same):

@@ -24,7 +24,17 @@ from pydantic import ValidationError
 
 from bert_dp import pipeline, record, shards
 from bert_dp import sources as inputs
-from bert_dp.config import MAX_VOCAB_SIZE, BuildConfig, Config, ConfigError, data_issues, load_config
+from bert_dp.config import (
+    MAX_VOCAB_SIZE,
+    BuildConfig,
+    Config,
+    ConfigError,
+    Manifest,
+    data_issues,
+    load_config,
+    read_manifest,
+)
+from bert_dp.config.manifest import FORMAT, VERSION, hash_json
 from bert_dp.lifeline import follow_launcher
 from bert_dp.pipeline import Progress
 
@@ -41,7 +51,7 @@ def build(
     processes: int | None = None,
     force: bool = False,
     progress: Progress | None = None,
-) -> dict[str, Any]:
+) -> Manifest:
     """Build shards of [sequences, sequence_length] token ids in `out`; returns the manifest.
 
     `vocab_size` is the size of a trained tokenizer and the most that a given one may have. `seed` picks
@@ -52,7 +62,7 @@ def build(
     tell: Progress = progress or (lambda stage, done, total: None)
     out = out.expanduser().resolve()
     found = inputs.resolve(sources)
-    before = [inputs.identity(source) for source in found]
+    before = [_stamp(source) for source in found]
     settings = {
         **options.model_dump(mode="json"),
         "sequence_length": sequence_length,
@@ -70,7 +80,7 @@ def build(
         work = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
         try:
             manifest = pipeline.build_in(found, records, work, options, settings, tokenizer, processes, tell)
-            if before != [inputs.identity(source) for source in found]:
+            if before != [_stamp(source) for source in found]:
                 raise ConfigError(["data.sources: a source changed while it was read; run again"])
             _install(work, out)
             if warning := filter_warning(manifest):
@@ -89,14 +99,14 @@ def cache_dir(config: Config) -> Path:
     found = inputs.resolve(data.sources or ())
     given = inputs.identity(inputs.Source("", Path(data.tokenizer))) if data.tokenizer else None
     facts = {
-        "format": [shards.FORMAT, shards.VERSION],
+        "format": [FORMAT, VERSION],
         "build": data.build.model_dump(mode="json"),
         "sequence_length": data.sequence_length,
         "vocab_size": config.model.vocab_size,
         "tokenizer": given,
         "sources": [inputs.identity(source) for source in found],
     }
-    return record.cache_root() / shards.hash_json(facts)[:20]
+    return record.cache_root() / hash_json(facts)[:20]
 
 
 def ensure(config: Config, progress: Progress | None = None) -> Path:
@@ -130,12 +140,21 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
     return directory
 
 
-def _sound(directory: Path) -> dict[str, Any]:
+def _sound(directory: Path) -> Manifest:
     """The manifest, checked against files and sampled blocks. Raises ConfigError with both hashes."""
-    manifest = shards.read_manifest(directory)
+    manifest = read_manifest(directory)
     if problems := shards.check_blocks(directory, manifest):
         raise ConfigError(problems)
     return manifest
+
+
+def _stamp(source: inputs.Source) -> dict[str, Any]:
+    """What changes with every write to the source, also one that keeps size and mtime. Raises ConfigError."""
+    stamp = inputs.identity(source)
+    if source.path is not None:
+        found = source.path.stat()
+        stamp |= {"inode": found.st_ino, "ctime_ns": found.st_ctime_ns}
+    return stamp
 
 
 @contextlib.contextmanager
@@ -157,19 +176,17 @@ def _locked(out: Path, tell: Progress) -> Iterator[None]:
 
 def _existing(
     out: Path, settings: dict[str, Any], records: list[dict[str, Any]], force: bool
-) -> dict[str, Any] | None:
+) -> Manifest | None:
     """The manifest of `out` if it is this very build; None if `out` may be (re)placed. Raises ConfigError."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return None
-    try:
+    manifest: Manifest | None = None
+    with contextlib.suppress(ConfigError):
         manifest = _sound(out)
-    except ConfigError:
-        manifest = None
-    if manifest is not None and manifest["build"] == settings and len(manifest["sources"]) == len(records):
-        pairs = zip(manifest["sources"], records, strict=True)
+    if manifest is not None and manifest.build == settings and len(manifest.sources) == len(records):
+        pairs = zip(manifest.sources, records, strict=True)
         if all(
-            old["sha256"] == new["sha256"] if new["sha256"] else old["name"] == new["name"]
-            for old, new in pairs
+            old.sha256 == new["sha256"] if new["sha256"] else old.name == new["name"] for old, new in pairs
         ):
             return manifest
     own = {"manifest.json", "tokenizer.json"}
@@ -196,13 +213,13 @@ def _install(work: Path, out: Path) -> None:
         work.rename(out)
 
 
-def filter_warning(manifest: dict[str, Any]) -> str | None:
+def filter_warning(manifest: Manifest) -> str | None:
     """What to say when the token filter took over a fifth of the documents: a small vocabulary does that."""
-    filtered = manifest["dropped"]["tokens_per_char"]
-    total = filtered + manifest["train"]["documents"] + manifest["held_out"]["documents"]
+    filtered = manifest.dropped["tokens_per_char"]
+    total = filtered + manifest.train.documents + manifest.held_out.documents
     if filtered <= 0.2 * total:
         return None
-    limit = manifest["build"]["max_tokens_per_char"]
+    limit = manifest.build["max_tokens_per_char"]
     return (
         f"warning: {filtered / total:.0%} of the documents were dropped for more than {limit} tokens per "
         "character; raise max_tokens_per_char (0 keeps all) or the vocabulary"
@@ -226,7 +243,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _shown_progress() as progress:
             if arguments.verb == "build":
-                answer = json.dumps(build(**_read_options(arguments.path), progress=progress), indent=1)
+                answer = build(**_read_options(arguments.path), progress=progress).model_dump_json(indent=1)
             elif arguments.verb == "ensure":
                 record.keep_private()
                 answer = str(ensure(load_config(arguments.path), progress))

@@ -1,4 +1,4 @@
-"""What a run notices about itself when it logs: loss spikes, and steps skipped one after another."""
+"""What a run notices about itself when it logs: loss spikes, and steps that were skipped."""
 
 from __future__ import annotations
 
@@ -33,4 +33,17 @@ def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, l
     return (
         f"{in_a_row} steps in a row up to step {step} had a gradient that is not finite and were skipped, "
         f"at learning rate {lr:.3g}; the weights did not change in them; {advice}"
+    )
+
+
+def nothing_learned(precision: str, skipped: int, step: int, lr: float) -> str | None:
+    """Why a run that has come to its end is not done, when each of its steps was skipped."""
+    if not step or skipped < step:
+        return None
+    advice = f"lower optim.lr (now {lr:.3g})"
+    if precision in ("fp16", "bf16"):
+        advice += ", or try precision: fp32"
+    return (
+        f"all {step} steps had a gradient that is not finite and were skipped: the weights are those that "
+        f"the run began with; {advice}"
     )

@@ -23,7 +23,8 @@ from tokenizers import Tokenizer
 from bert_dp import dedup, encode, shards
 from bert_dp import sources as inputs
 from bert_dp import tokenizer as tokens
-from bert_dp.config import BuildConfig, ConfigError
+from bert_dp.config import BuildConfig, ConfigError, Manifest, read_manifest
+from bert_dp.config.manifest import FORMAT, VERSION, manifest_hash
 from bert_dp.record import write_json, write_text
 from bert_dp.shards import ShardWriter
 
@@ -42,7 +43,7 @@ def build_in(
     tokenizer_path: str | None,
     processes: int | None,
     tell: Progress,
-) -> dict[str, Any]:
+) -> Manifest:
     """Build the shards, tokenizer.json and manifest.json in the directory `work`; returns the manifest."""
     tokenizer_json, total = _tokenizer(found, options, settings, tokenizer_path, tell)
     write_text(work / "tokenizer.json", tokenizer_json)
@@ -59,8 +60,8 @@ def build_in(
     if options.order != "none":
         train = shards.order_shards(work, train, options.order, tokenizer, tell)
     manifest = {
-        "format": shards.FORMAT,
-        "version": shards.VERSION,
+        "format": FORMAT,
+        "version": VERSION,
         "sequence_length": settings["sequence_length"],
         "dtype": "uint16",
         "vocab_size": vocab_size,
@@ -75,9 +76,9 @@ def build_in(
         "build": settings,
         "dropped": dropped,
     }
-    manifest["hash"] = shards.manifest_hash(manifest)
+    manifest["hash"] = manifest_hash(manifest)
     write_json(work / "manifest.json", manifest)
-    return manifest
+    return read_manifest(work)
 
 
 def _tokenizer(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import fcntl
@@ -19,7 +20,11 @@ import urllib.parse
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from bert_dp.config.stored import Count, Sha256, problem_lines
 
 SCHEMA_VERSION = 1
 
@@ -407,13 +412,45 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for *_, path in sorted(found, reverse=True)]
 
 
-def newest_checkpoint_facts(where: Path) -> tuple[Path, dict[str, Any]] | None:
-    """state.json of a checkpoint, or of the newest one in a run or checkpoints directory; unverified."""
+class CheckpointFacts(BaseModel):
+    """state.json of a checkpoint: how far the run was, and what it was. Unknown keys are left out."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    step: Count
+    samples: Count
+    elapsed_s: FiniteFloat = Field(ge=0)
+    skipped_steps: Count = 0
+    loss_spikes: Count = 0
+    recent_losses: list[FiniteFloat] = []
+    config: dict[str, Any]
+    data_hash: Sha256
+    tokenizer: Sha256 | None = None
+    """SHA-256 of the tokenizer's file; older checkpoints do not tell."""
+    compiled: bool
+    device: Literal["cpu", "cuda"]
+    precision: Literal["fp64", "fp32", "bf16", "fp16"]
+    scaler: dict[str, FiniteFloat]
+
+
+def read_checkpoint_facts(path: Path) -> CheckpointFacts:
+    """state.json of the checkpoint `path`. Raises OSError or ValueError, which says what is wrong."""
+    file = path / "state.json"
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file.name}: not a regular file")
+    try:
+        return CheckpointFacts.model_validate(json.loads(file.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise ValueError("; ".join(f"{file.name}: {line}" for line in problem_lines(error))) from None
+    except RecursionError:
+        raise ValueError(f"{file.name}: nested too deep") from None
+
+
+def newest_checkpoint_facts(where: Path) -> tuple[Path, CheckpointFacts] | None:
+    """The facts of a checkpoint, or of the newest one in a run or checkpoints directory; unverified."""
     folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
     for path in [where, *list_checkpoints(folder)]:
-        facts = read_json(path / "state.json")
-        if facts is not None and isinstance(facts.get("config"), dict):
-            return path, facts
+        with contextlib.suppress(OSError, ValueError):
+            return path, read_checkpoint_facts(path)
     return None
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from bert_dp import checkpoint, corpus, cost, data, ddp_counters, dist, model, optim, parallel, record, shards
+from bert_dp import checkpoint, corpus, cost, data, ddp_counters, dist, model, optim, parallel, record
 from bert_dp.binding import Placement, format_cores
 from bert_dp.building import Corpus, build_model, choose_precision
 from bert_dp.config import (
@@ -23,6 +23,7 @@ from bert_dp.config import (
     data_issues,
     num_masked,
     peak_lr,
+    read_manifest,
 )
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LOSSES, Records
@@ -71,7 +72,7 @@ def open_data(config: Config, comm: dist.Comm) -> Corpus:
     if "issues" in answer:
         raise ConfigError(answer["issues"])
     path = Path(answer["directory"])
-    manifest = shards.read_manifest(path)
+    manifest = read_manifest(path)
     if problems := data_issues(config, manifest):
         raise ConfigError(problems)
     return Corpus(manifest, data.Shards(path, manifest, "train"), data.Shards(path, manifest, "held_out"))
@@ -104,27 +105,27 @@ def find_resume(
         return Resume(None, None, Counters(), None)
     path = Path(answer["path"])
     state, facts = checkpoint.load(path)
-    if changed := changed_settings(facts["config"], config):
+    if changed := changed_settings(facts.config, config):
         raise ConfigError(
             [
                 f"--resume {path}: {line}; undo it or use --resume never in another run directory"
                 for line in changed
             ]
         )
-    if facts["data_hash"] != corpus_.manifest["hash"]:
+    if facts.data_hash != corpus_.manifest.hash:
         raise ConfigError(
             [
-                f"data: the run was trained on shards {facts['data_hash'][:16]}, these are "
-                f"{corpus_.manifest['hash'][:16]}"
+                f"data: the run was trained on shards {facts.data_hash[:16]}, these are "
+                f"{corpus_.manifest.hash[:16]}"
             ]
         )
-    counters = Counters(**{f.name: facts[f.name] for f in dataclasses.fields(Counters) if f.name in facts})
+    counters = Counters(**{f.name: getattr(facts, f.name) for f in dataclasses.fields(Counters)})
     say(comm, f"resuming from {path.name}: {counters.samples} samples seen")
-    same_device = facts["device"] == device.type
+    same_device = facts.device == device.type
     precision = choose_precision(config.precision, device).name
-    if precision != facts["precision"]:
-        say(comm, f"warning: the run was trained in {facts['precision']} so far, from here in {precision}")
-    return Resume(path, state, counters, facts["compiled"] if same_device else None)
+    if precision != facts.precision:
+        say(comm, f"warning: the run was trained in {facts.precision} so far, from here in {precision}")
+    return Resume(path, state, counters, facts.compiled if same_device else None)
 
 
 def assemble(
@@ -139,12 +140,17 @@ def assemble(
     received_signal: Callable[[], int],
 ) -> tuple[Job, parallel.State]:
     """Everything `train` needs, positioned at `resume.counters`, and the state that it starts from, not yet
-    loaded. Collective."""
+    loaded. Collective.
+
+    Raises ConfigError for a checkpoint with the tensors of another model.
+    """
     precision = choose_precision(config.precision, device)
     bare, compiled = build_model(
         config, corpus_, plan, precision, comm, device, resume.compiled, resume.path is not None
     )
     start = resume.state or fresh_state(bare)
+    if resume.path is not None and (issues := checkpoint.state_issues(resume.path, start, bare)):
+        raise ConfigError(issues)
     name = parallel.engine_name(config.parallel, comm.world.size)
     engine = parallel.make_engine(name, config, comm.world, device, precision=precision.name, run_dir=run_dir)
 
@@ -175,8 +181,8 @@ def assemble(
     )
     facts = {
         "config": config.model_dump(mode="json"),
-        "data_hash": corpus_.manifest["hash"],
-        "tokenizer": corpus_.manifest["tokenizer"]["sha256"],
+        "data_hash": corpus_.manifest.hash,
+        "tokenizer": corpus_.manifest.tokenizer.sha256,
         "compiled": compiled,
         "device": device.type,
         "precision": precision.name,

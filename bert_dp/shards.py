@@ -6,7 +6,6 @@ Flat uint16 files of whole sequences [sequences, S], and a manifest.json with th
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,11 +15,9 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from bert_dp import tokenizer as tokens
-from bert_dp.config import ConfigError
-from bert_dp.record import read_json
-from bert_dp.sources import file_hash
+from bert_dp.config import ConfigError, Manifest, read_manifest
+from bert_dp.config.manifest import AGAIN, beyond
 
-FORMAT, VERSION = "bert-dp-shards", 1
 SHARD_BYTES = 2**30
 BLOCK_BYTES = 4 * 2**20  # of a shard file under one short hash in the manifest: about 20 KB for 4 GB
 SAMPLED_BLOCKS = 16  # read at the start of a run: 64 MiB however large the corpus
@@ -28,9 +25,10 @@ TOKEN = np.dtype("<u2")
 
 
 class BlockHash:
-    """SHA-256 of a stream, and the first 16 digits of that of each of its blocks of BLOCK_BYTES."""
+    """SHA-256 of a stream, and the first 16 digits of that of each of its blocks of `size` bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self._size = size
         self._whole, self._block, self._filled = hashlib.sha256(), hashlib.sha256(), 0
         self._blocks: list[str] = []
 
@@ -39,17 +37,17 @@ class BlockHash:
         self._whole.update(data)
         view = memoryview(data)
         while view:
-            part, view = view[: BLOCK_BYTES - self._filled], view[BLOCK_BYTES - self._filled :]
+            part, view = view[: self._size - self._filled], view[self._size - self._filled :]
             self._block.update(part)
             self._filled += len(part)
-            if self._filled == BLOCK_BYTES:
+            if self._filled == self._size:
                 self._end_block()
 
     def record(self) -> dict[str, Any]:
         """The hashes as a shard's entry in the manifest holds them."""
         if self._filled:
             self._end_block()
-        return {"sha256": self._whole.hexdigest(), "block_bytes": BLOCK_BYTES, "blocks": self._blocks}
+        return {"sha256": self._whole.hexdigest(), "block_bytes": self._size, "blocks": self._blocks}
 
     def _end_block(self) -> None:
         self._blocks.append(self._block.hexdigest()[:16])
@@ -80,13 +78,15 @@ class ShardWriter:
         while len(rows):
             if self._file is None:
                 shard: dict[str, Any] = {"file": f"{self.name}-{len(self.shards):05d}.bin", "sequences": 0}
+                shard["greatest_id"] = 0
                 self.shards.append(shard)
-                self._file, self._hash = (self.directory / shard["file"]).open("wb"), BlockHash()
+                self._file, self._hash = (self.directory / shard["file"]).open("wb"), BlockHash(BLOCK_BYTES)
             shard = self.shards[-1]
             part, rows = np.split(rows, [capacity - shard["sequences"]])
             self._file.write(data := part.tobytes())
             self._hash.update(data)
             shard["sequences"] += len(part)
+            shard["greatest_id"] = max(shard["greatest_id"], int(part.max()))
             if shard["sequences"] == capacity:
                 self.close()
 
@@ -106,86 +106,65 @@ class ShardWriter:
         return {**size, "documents": self.documents, "shards": self.shards}
 
 
-def read_manifest(directory: Path) -> dict[str, Any]:
-    """manifest.json, checked: format, version, own hash, tokenizer hash, and every shard's size on disk.
-
-    Raises ConfigError naming the file, what was expected and what was found.
-    """
-    path = directory / "manifest.json"
-    again = "build it again with `bert-dp data build`"
-    manifest = read_json(path)
-    if manifest is None:
-        raise ConfigError([f"{path}: no manifest; {again}"])
-    if (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        got = f"{manifest.get('format')!r} version {manifest.get('version')!r}"
-        raise ConfigError([f"{path}: expected {FORMAT!r} version {VERSION}, found {got}; {again}"])
-    expected, found = manifest.get("hash"), manifest_hash(manifest)
-    if expected != found:
-        raise ConfigError(
-            [f"{path}: expected hash {str(expected)[:16]}, found {found[:16]}: edited or torn; {again}"]
-        )
-    issues = []
-    for shard in (*manifest["train"]["shards"], *manifest["held_out"]["shards"]):
-        file = directory / shard["file"]
-        size = file.stat().st_size if file.is_file() else None
-        if size != shard["bytes"]:
-            shown = "no such file" if size is None else f"{size} bytes"
-            issues.append(f"{file}: expected {shard['bytes']} bytes, found {shown}; {again}")
-    file, wanted = directory / manifest["tokenizer"]["file"], manifest["tokenizer"]["sha256"]
-    got = file_hash(file)[:16] if file.is_file() else "no such file"
-    if got != wanted[:16]:
-        issues.append(f"{file}: expected SHA-256 {wanted[:16]}, found {got}; {again}")
-    if issues:
-        raise ConfigError(issues)
-    return manifest
-
-
-def check_blocks(directory: Path, manifest: dict[str, Any], seed: int | None = None) -> list[str]:
-    """Damage found in SAMPLED_BLOCKS blocks of the shards, other ones at every start (`seed`: the same ones).
+def check_blocks(directory: Path, manifest: Manifest, seed: int | None = None) -> list[str]:
+    """Damage and ids beyond the vocabulary found in SAMPLED_BLOCKS blocks of the shards, other ones at every
+    start (`seed`: the same ones).
 
     Time and bytes read do not grow with the corpus; a small one is read whole. A shard whose manifest has no
-    block hashes is checked when it is no larger than a block.
+    block hashes has them compared only when it is no larger than a block.
     """
-    blocks: list[tuple[Path, int, int, str]] = []  # file, offset, bytes, hash
-    for shard in (*manifest["train"]["shards"], *manifest["held_out"]["shards"]):
-        size = shard.get("block_bytes", BLOCK_BYTES)
-        whole = [shard["sha256"][:16]] if shard["bytes"] <= BLOCK_BYTES else []
-        for i, expected in enumerate(shard.get("blocks", whole)):
-            blocks.append((directory / shard["file"], i * size, size, expected))
+    blocks: list[tuple[Path, int, int, str | None]] = []  # file, offset, bytes, hash
+    for shard in manifest.shards:
+        size = shard.block_bytes or BLOCK_BYTES
+        hashes: list[str] | list[None] = [None] * -(-shard.bytes // size)
+        if shard.blocks is not None:
+            hashes = shard.blocks
+        elif len(hashes) == 1:
+            hashes = [shard.sha256[:16]]
+        blocks += [(directory / shard.file, i * size, size, expected) for i, expected in enumerate(hashes)]
     chosen = np.random.default_rng(seed).permutation(len(blocks))[:SAMPLED_BLOCKS]
     problems = []
     for file, offset, size, expected in [blocks[i] for i in sorted(chosen)]:
         try:
             with file.open("rb") as opened:
                 opened.seek(offset)
-                found = hashlib.sha256(opened.read(size)).hexdigest()[:16]
+                data = opened.read(size)
         except OSError as error:
             problems.append(f"{file}: cannot be read at byte {offset} ({error.strerror})")
             continue
-        if found != expected:
+        found = hashlib.sha256(data).hexdigest()[:16]
+        if expected not in (None, found):
             problems.append(
                 f"{file}: the block at byte {offset} has SHA-256 {found}, expected {expected}: damaged or "
-                "changed; see `bert-dp data inspect`, build it again with `bert-dp data build`"
+                f"changed; see `bert-dp data inspect`, {AGAIN}"
             )
+        elif (greatest := int(np.frombuffer(data, TOKEN).max())) >= manifest.vocab_size:
+            problems.append(f"{file}: {beyond(greatest, manifest.vocab_size)}; {AGAIN}")
     return problems
 
 
 def verify(directory: Path) -> list[str]:
-    """Every problem found by reading all shards: sizes, SHA-256, ids beyond the vocabulary. Empty = sound."""
+    """Every problem found by reading all shards: sizes, SHA-256, block hashes, token ids. Empty = sound."""
     try:
         manifest = read_manifest(directory)
     except ConfigError as error:
         return list(error.issues)
     problems = []
-    for shard in (*manifest["train"]["shards"], *manifest["held_out"]["shards"]):
-        file = directory / shard["file"]
-        if (found := file_hash(file)) != shard["sha256"]:
-            problems.append(f"{file}: expected SHA-256 {shard['sha256'][:16]}, found {found[:16]}")
-        largest = max(
-            int(part.max()) for part in _chunks(_mapped(directory, [shard], manifest["sequence_length"]))
-        )
-        if largest >= manifest["vocab_size"]:
-            problems.append(f"{file}: token id {largest}, but the vocabulary has {manifest['vocab_size']}")
+    for shard in manifest.shards:
+        file, blocks, greatest = directory / shard.file, BlockHash(shard.block_bytes or BLOCK_BYTES), 0
+        with file.open("rb") as opened:
+            while data := opened.read(BLOCK_BYTES):
+                blocks.update(data)
+                greatest = max(greatest, int(np.frombuffer(data, TOKEN).max()))
+        found = blocks.record()
+        if found["sha256"] != shard.sha256:
+            problems.append(f"{file}: expected SHA-256 {shard.sha256[:16]}, found {found['sha256'][:16]}")
+        elif shard.blocks not in (None, found["blocks"]):
+            problems.append(f"{file}: the block hashes of the manifest are not those of the file")
+        if greatest >= manifest.vocab_size:
+            problems.append(f"{file}: {beyond(greatest, manifest.vocab_size)}")
+        elif shard.greatest_id not in (None, greatest):
+            problems.append(f"{file}: expected greatest token id {shard.greatest_id}, found {greatest}")
     return problems
 
 
@@ -195,17 +174,17 @@ def inspect(directory: Path, *, samples: int = 3, most: int = 20) -> dict[str, A
     Token frequencies are over the whole training set. Raises ConfigError.
     """
     manifest = read_manifest(directory)
-    tokenizer = tokens.load(directory / manifest["tokenizer"]["file"])
-    mapped = _mapped(directory, manifest["train"]["shards"], manifest["sequence_length"])
-    counts = np.zeros(manifest["vocab_size"], np.int64)
+    tokenizer = tokens.load(directory / manifest.tokenizer.file)
+    mapped = _mapped(directory, [s.file for s in manifest.train.shards], manifest.sequence_length)
+    counts = np.zeros(manifest.vocab_size, np.int64)
     for part in _chunks(mapped):  # an id beyond the vocabulary is among the problems
         counts += np.bincount(part.ravel(), minlength=len(counts))[: len(counts)]
     top = np.argsort(-counts, kind="stable")[:most]
-    total = manifest["train"]["sequences"]
+    total = manifest.train.sequences
     picked = _rows(mapped, np.linspace(0, total - 1, min(samples, total)).astype(np.int64))
     return {
-        "manifest": manifest,
-        "tokens_per_document": manifest["train"]["tokens"] / manifest["train"]["documents"],
+        "manifest": manifest.model_dump(),
+        "tokens_per_document": manifest.train.tokens / manifest.train.documents,
         "frequent_tokens": [
             {"token": tokenizer.id_to_token(int(i)), "id": int(i), "share": float(counts[i] / counts.sum())}
             for i in top
@@ -223,7 +202,7 @@ def order_shards(
     tell: Callable[[str, int, int | None], None],
 ) -> ShardWriter:
     """Rewrite the shards: most "." tokens first (sentence_length), or most likely tokens first (unigram)."""
-    mapped = _mapped(work, unordered.shards, unordered.length)
+    mapped = _mapped(work, [s["file"] for s in unordered.shards], unordered.length)
     stop = tokenizer.token_to_id(".")
     if order == "sentence_length" and stop is None:
         raise ConfigError(["data.build.order: sentence_length needs a token '.' in the tokenizer; use none"])
@@ -244,9 +223,9 @@ def order_shards(
     return ordered
 
 
-def _mapped(directory: Path, shards: list[dict[str, Any]], length: int) -> list[np.ndarray]:
+def _mapped(directory: Path, files: list[str], length: int) -> list[np.ndarray]:
     """The shards as memory maps [sequences, S]."""
-    return [np.memmap(directory / s["file"], TOKEN, "r").reshape(-1, length) for s in shards]
+    return [np.memmap(directory / file, TOKEN, "r").reshape(-1, length) for file in files]
 
 
 def _chunks(mapped: list[np.ndarray]) -> Iterator[np.ndarray]:
@@ -272,11 +251,3 @@ def cross_entropy(train: np.ndarray, held_out: np.ndarray) -> float | None:
         return None
     log_p = np.log((train + 1) / (train.sum() + len(train)))
     return float(-(held_out * log_p).sum() / held_out.sum())
-
-
-def hash_json(data: Any) -> str:
-    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
-
-
-def manifest_hash(manifest: dict[str, Any]) -> str:
-    return hash_json({k: v for k, v in manifest.items() if k != "hash"})

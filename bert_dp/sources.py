@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import glob
 import gzip
-import hashlib
 import importlib
 import json
 import lzma
@@ -24,6 +23,7 @@ from typing import Any, BinaryIO
 
 from bert_dp import builtin
 from bert_dp.config import ConfigError
+from bert_dp.config.stored import sha256
 
 TEXT_KEY = "text"  # field of a JSONL record, column of a Parquet file or hub data set
 MAX_DOCUMENT_BYTES = 16 * 2**20
@@ -90,8 +90,7 @@ def identity(source: Source) -> dict[str, Any]:
 def file_hash(path: Path) -> str:
     """Hex SHA-256 of a file's bytes. Raises ConfigError when it cannot be read."""
     try:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+        return sha256(path)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
 

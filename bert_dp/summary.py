@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 from bert_dp import cost, ddp_counters, energy, noise, record
+from bert_dp.config import Manifest
 from bert_dp.metrics import peak_memory_gib, straggler
 from bert_dp.setup import device_name
 from bert_dp.train import Counters, Job, Outcome
@@ -16,7 +16,7 @@ def write_summary(
     job: Job,
     counters: Counters,
     outcome: Outcome,
-    manifest: dict[str, Any],
+    manifest: Manifest,
     setup_s: float,
     dry_run_s: float,
     before_j: float | None,
@@ -44,8 +44,8 @@ def write_summary(
         tokens=counters.samples * job.config.data.sequence_length,
         final_loss=outcome.final_loss,
         heldout_loss=outcome.heldout_loss,
-        unigram_entropy_nats=manifest["unigram_entropy_nats"],
-        uniform_entropy_nats=manifest["uniform_entropy_nats"],
+        unigram_entropy_nats=manifest.unigram_entropy_nats,
+        uniform_entropy_nats=manifest.uniform_entropy_nats,
         world_size=job.comm.world.size,
         device=device_name(job.device),
         parameters=cost.num_parameters(job.config.model, job.config.data.sequence_length),

@@ -275,6 +275,10 @@ def _finish(job: Job, counters: Counters, clock: SharedClock, course: Course, st
     """The last line, evaluation and checkpoint. `stop`: what ended the loop, 0 = the budget is spent."""
     if counters.step > course.logged_step:
         _log(job, counters, clock, course)
+    if not stop:
+        lr, skipped = float(course.line_facts.get("lr", 0.0)), counters.skipped_steps
+        found = health.nothing_learned(job.precision.name, skipped, counters.step, lr)
+        course.trouble = course.trouble or found
     evaluated = course.heldout_loss is not None and counters.step <= course.evaluated_step
     if not (stop or course.trouble or evaluated):
         _evaluate_and_write(job, counters, clock, course)

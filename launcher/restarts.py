@@ -97,7 +97,7 @@ def supervise(
 def saved_step(run_dir: Path) -> int:
     """Step of the newest checkpoint, -1 without one."""
     found = record.newest_checkpoint_facts(run_dir)
-    return int(found[1]["step"]) if found else -1
+    return found[1].step if found else -1
 
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:

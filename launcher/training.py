@@ -33,6 +33,7 @@ from bert_dp.config import (
     no_effect,
     peak_lr,
     progress_at,
+    read_manifest,
 )
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
 from launcher import closing, environment, failure, page, processes, restarts, starters, watch
@@ -103,11 +104,10 @@ def input_issues(config: Config) -> list[str]:
     issues = []
     data = config.data
     if data.path is not None:
-        manifest = record.read_json(Path(data.path) / "manifest.json")
-        if manifest is None:
-            issues.append(f"data.path: {data.path} holds no manifest.json; make it with `bert-dp data build`")
-        else:
-            issues += data_issues(config, manifest)
+        try:
+            issues += data_issues(config, read_manifest(Path(data.path)))
+        except ConfigError as error:
+            issues += [f"data.path: {issue}" for issue in error.issues]
     for source in data.sources or ():
         if source != "builtin" and not source.startswith("hub:") and not glob.glob(source, recursive=True):
             issues.append(f"data.sources: {source} matches no file; name a file, a glob or `builtin`")
@@ -121,7 +121,7 @@ def input_issues(config: Config) -> list[str]:
     if (start := config.run.init_from) is not None and Path(start).exists():
         found = record.newest_checkpoint_facts(Path(start))
         issues += (
-            init_issues(start, found[1]["config"], config)
+            init_issues(start, found[1].config, config)
             if found
             else [f"run.init_from: {start} holds no checkpoint; name a checkpoint or a run directory"]
         )
@@ -166,7 +166,7 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
     if resume == "never":
         return [f"--resume never: {run_dir} already holds a run; choose another --run-dir"]
     found = record.newest_checkpoint_facts(run_dir)
-    lines = changed_settings(found[1]["config"], config) if found else []
+    lines = changed_settings(found[1].config, config) if found else []
     return [f"{line}; undo it or choose another --run-dir" for line in lines]
 
 
@@ -290,9 +290,9 @@ def resume_issues(run_dir: Path, config: Config, resume: str, data_hash: str) ->
         return [] if resume == "auto" else [f"--resume: {resume} holds no checkpoint"]
     path, facts = found
     undo = "undo it or choose another --run-dir"
-    issues = [f"{line}; {undo}" for line in changed_settings(facts["config"], config)]
-    if facts.get("data_hash") != data_hash:
-        hashes = f"({str(facts.get('data_hash'))[:16]}, these are {data_hash[:16]})"
+    issues = [f"{line}; {undo}" for line in changed_settings(facts.config, config)]
+    if facts.data_hash != data_hash:
+        hashes = f"({facts.data_hash[:16]}, these are {data_hash[:16]})"
         issues.append(f"data: {path.name} was trained on other shards {hashes}; {undo}")
     return issues
 
@@ -304,7 +304,7 @@ def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
     if resume != "auto" or summary is None or found is None or summary.get("status") != "done":
         return False
     facts = found[1]
-    return progress_at(config, facts["step"], facts["samples"], facts["elapsed_s"]) >= 1.0
+    return progress_at(config, facts.step, facts.samples, facts.elapsed_s) >= 1.0
 
 
 def train(
@@ -392,8 +392,7 @@ def run_locked(
     where = held.path
     show(console, f"run directory: {where}", **PLAIN)
     directory = prepare_data(config)
-    manifest = record.read_json(directory / "manifest.json") or {}
-    if issues := resume_issues(where, config, resume, str(manifest.get("hash"))):
+    if issues := resume_issues(where, config, resume, read_manifest(directory).hash):
         raise ConfigError(issues)
     if is_complete(where, config, resume):
         show(console, "this run is complete: its budget is spent; raise schedule.* to go on", **PLAIN)

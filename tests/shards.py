@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +23,14 @@ def write_shards(
     train: int = 96,
     held_out: int = 20,
     seed: int = 0,
+    files: tuple[int, ...] = (),
 ) -> Path:
-    """A directory as `data build` leaves it, without text or a usable tokenizer."""
+    """A directory as `data build` leaves it, without text or a usable tokenizer. `files`: the training
+    sequences in each file, by default all in one."""
     rng = np.random.default_rng(seed)
     directory.mkdir(parents=True, exist_ok=True)
+    sizes = files or (train,)
+    assert sum(sizes) == train
     manifest: dict = {
         "format": "bert-dp-shards",
         "version": 1,
@@ -42,28 +49,44 @@ def write_shards(
         for i in range(1, len(tokens)):
             follow = rng.random() < 0.8
             tokens[i] = successor[tokens[i - 1] - 7] if follow else rng.integers(7, vocab_size)
-        data = tokens.astype("<u2").tobytes()
-        file = f"{split}-00000.bin"
-        (directory / file).write_bytes(data)
-        shard = {
-            "file": file,
-            "sequences": count,
-            "bytes": len(data),
-            "sha256": hashlib.sha256(data).hexdigest(),
-        }
+        ends = np.cumsum(sizes if split == "train" else (count,))
+        shards = []
+        for i, rows in enumerate(np.split(tokens.astype("<u2").reshape(count, length), ends[:-1])):
+            (directory / f"{split}-{i:05d}.bin").write_bytes(data := rows.tobytes())
+            shards.append(
+                {
+                    "file": f"{split}-{i:05d}.bin",
+                    "sequences": len(rows),
+                    "bytes": len(data),
+                    "sha256": hashlib.sha256(data).hexdigest(),
+                }
+            )
         manifest[split] = {
             "sequences": count,
             "tokens": count * length,
             "documents": count,
-            "shards": [shard],
+            "shards": shards,
         }
     (directory / "tokenizer.json").write_text("{}")
     sha = hashlib.sha256(b"{}").hexdigest()
     manifest["tokenizer"] = {"file": "tokenizer.json", "sha256": sha}
     manifest["sources"] = []
     manifest["build"] = {}
-    manifest["hash"] = hashlib.sha256(
-        json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode()
-    ).hexdigest()
-    (directory / "manifest.json").write_text(json.dumps(manifest))
+    write_manifest(directory, manifest)
     return directory
+
+
+def write_manifest(directory: Path, manifest: dict[str, Any]) -> None:
+    """With its right hash, whatever it holds."""
+    content = {k: v for k, v in manifest.items() if k != "hash"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    (directory / "manifest.json").write_text(json.dumps({**content, "hash": digest}))
+
+
+@contextlib.contextmanager
+def edited_manifest(directory: Path) -> Iterator[dict[str, Any]]:
+    """The manifest to be changed by one who knows the format: its hash is made right again."""
+    manifest = json.loads((directory / "manifest.json").read_text())
+    yield manifest
+    write_manifest(directory, manifest)

@@ -6,7 +6,6 @@ from bert_dp.config.checks import (
     batch_at,
     batch_plan,
     changed_settings,
-    data_issues,
     init_issues,
     no_effect,
     progress_at,
@@ -20,6 +19,7 @@ from bert_dp.config.load import (
     resolve,
     setting_paths,
 )
+from bert_dp.config.manifest import Manifest, data_issues, read_manifest
 from bert_dp.config.rates import PeakLr, peak_lr
 from bert_dp.config.schema import (
     MAX_RANKS,
@@ -50,6 +50,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "LogConfig",
+    "Manifest",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
@@ -70,6 +71,7 @@ __all__ = [
     "progress_at",
     "parse_overrides",
     "peak_lr",
+    "read_manifest",
     "read_yaml",
     "resolve",
     "setting_paths",

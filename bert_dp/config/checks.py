@@ -192,28 +192,6 @@ def noise_issues(config: Config, dp: int) -> list[str]:
     return []
 
 
-def data_issues(config: Config, manifest: dict[str, Any]) -> list[str]:
-    """What in a shard manifest does not fit the configuration; one line each."""
-    issues = []
-    where = config.data.path or "the built shards"
-    if manifest.get("format") != "bert-dp-shards":
-        return [f"data.path: {where} holds no shards of ours; make them with `bert-dp data build`"]
-    length, vocabulary = manifest.get("sequence_length"), manifest.get("vocab_size")
-    if not isinstance(length, int) or not isinstance(vocabulary, int):
-        return [f"data.path: the manifest in {where} is incomplete; build the shards again"]
-    if length != config.data.sequence_length:
-        issues.append(
-            f"data.sequence_length: {config.data.sequence_length}, but {where} holds sequences of {length}; "
-            f"set data.sequence_length={length} or build again"
-        )
-    if vocabulary > config.model.vocab_size:
-        issues.append(
-            f"model.vocab_size: {config.model.vocab_size} is below the tokenizer's {vocabulary} in {where}; "
-            f"set model.vocab_size={vocabulary} or more"
-        )
-    return issues
-
-
 def progress_at(config: Config, step: int, samples: int, elapsed_s: float) -> float:
     """f in [0, 1]: consumed / declared in the budget's own unit."""
     schedule = config.schedule

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
-from bert_dp.config import ConfigError, load_config
+from bert_dp.config import ConfigError, load_config, read_manifest
 from launcher import environment, outdir, starters, training
 from launcher.display import PLAIN, show, teller
 from launcher.plan import inputs
@@ -126,14 +126,14 @@ def run_locked(
     say = teller(console, as_json)
     plan = plan_facts(grid)
     machine = environment.probe(out).to_json()
-    manifest = record.read_json(directory / "manifest.json") or {}
-    here = identity(machine, manifest.get("hash"))
+    manifest = read_manifest(directory)
+    here = identity(machine, manifest.hash)
     outdir.check_machine(out, "grid.json", here)
     record.write_json(out / "grid.json", {**plan, "machine": here})
     facts = {
         "environment": machine,
         "config_hash": plan["config_hash"],
-        "data_hash": manifest.get("hash"),
+        "data_hash": manifest.hash,
         "command": redact_argv(sys.argv),
     }
     stopped = 0

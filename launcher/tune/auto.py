@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_dp import record
-from bert_dp.config import ConfigError, load_config, micro_is_auto
+from bert_dp.config import ConfigError, load_config, micro_is_auto, read_manifest
 from launcher import environment, training
 from launcher.display import PLAIN, show
 from launcher.scaling.benchmark import identity
@@ -61,8 +61,8 @@ def fill(
         return with_micro(known["choice"]["micro_batch"], f"found on {known['date']}")
     if dry_run:
         return with_micro(question.sizes[0], f"for this dry run; a search of {BUDGET} will find the best")
-    manifest = record.read_json(training.prepare_data(question.config) / "manifest.json") or {}
-    asked = [question.config.hash(), *sorted(identity(machine, manifest.get("hash")).items())]
+    manifest = read_manifest(training.prepare_data(question.config))
+    asked = [question.config.hash(), *sorted(identity(machine, manifest.hash).items())]
     where = cache.path_of(key).with_suffix("") / hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     code = batch.tune_batch(
         name,

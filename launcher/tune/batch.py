@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, dump_config, load_config
+from bert_dp.config import Config, ConfigError, dump_config, load_config, read_manifest
 from launcher import environment, outdir, starters, training
 from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
@@ -171,8 +171,8 @@ def search(
 ) -> tuple[dict[str, Any], int]:
     """tune.json and the exit code. Goes on where an earlier call ended."""
     directory = training.prepare_data(question.config)
-    manifest = record.read_json(directory / "manifest.json") or {}
-    here = identity(machine, manifest.get("hash"))
+    manifest = read_manifest(directory)
+    here = identity(machine, manifest.hash)
     outdir.check_machine(out, PLAN, here)
     record.write_json(out / PLAN, {**plan_facts(question), "machine": here})
     record.write_json(out / "environment.json", {**machine, "command": redact_argv(sys.argv)})
@@ -200,7 +200,7 @@ def search(
         "environment": dict(machine),
         "config_hash": config.hash(),
         "config": config.model_dump(mode="json"),
-        "data_hash": manifest.get("hash"),
+        "data_hash": manifest.hash,
         "command": redact_argv(sys.argv),
         "ranks": question.ranks,
         "dp": question.dp,

@@ -12,7 +12,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, OptimConfig, batch_plan, dump_config, load_config, peak_lr
+from bert_dp.config import (
+    Config,
+    ConfigError,
+    OptimConfig,
+    batch_plan,
+    dump_config,
+    load_config,
+    peak_lr,
+    read_manifest,
+)
 from launcher import environment, outdir, starters, training
 from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
@@ -161,15 +170,15 @@ def run_locked(
     """The search, and (exit code, tune.json); also what there is of it when a signal came. `make_pool`: what
     runs the trials."""
     machine = environment.probe(out)
-    manifest = record.read_json(shards / "manifest.json") or {}
-    if not manifest.get("held_out", {}).get("sequences"):
+    manifest = read_manifest(shards)
+    if not manifest.held_out.sequences:
         raise ConfigError(
             [
                 f"data: {shards} holds no held-out documents, by whose loss rates are chosen; "
                 "raise data.build.held_out_fraction"
             ]
         )
-    here = identity(machine.to_json(), manifest.get("hash"))
+    here = identity(machine.to_json(), manifest.hash)
     state = record.read_json(out / STATE) or {**facts_of(config, settings), "machine": here, "seconds": 0.0}
     outdir.check_machine(out, STATE, here)
     record.write_json(out / STATE, state)
@@ -181,7 +190,7 @@ def run_locked(
         ranks, gpus=len(machine.gpus) if on_gpu else 0, cores=int(machine.usable_cores), most=most
     )
     pool = make_pool(out, slots, launcher=settings.launcher, on_gpu=on_gpu, say=say)
-    entropy = manifest.get("unigram_entropy_nats")
+    entropy = manifest.unigram_entropy_nats
     doing = Search(
         config, settings, ranks, pool, len(slots), shards=shards, unigram=entropy, state=state, say=say
     )
@@ -194,7 +203,7 @@ def run_locked(
     except AllFailed as failed:
         status, why = "failed", str(failed)
     doing.keep()
-    found = {**document(doing, status, facts, str(manifest.get("hash"))), "why": why}
+    found = {**document(doing, status, facts, manifest.hash), "why": why}
     if found["choice"] is None and status == "complete":
         found["status"] = "failed"
     before = record.read_json(out / FILE) or {}

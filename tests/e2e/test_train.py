@@ -13,7 +13,7 @@ import pytest
 
 from launcher.training import shipped_configs
 from tests.e2e.cli import bert_dp, here, tiny
-from tests.shards import write_shards
+from tests.shards import edited_manifest, write_shards
 
 CONFIGS = sorted(shipped_configs().glob("*.yaml"))
 
@@ -136,14 +136,9 @@ def test_weights_of_another_tokenizer_are_refused(
     first: tuple[Path, str], shards: Path, tmp_path: Path
 ) -> None:
     foreign = shutil.copytree(shards, tmp_path / "foreign")
-    manifest = json.loads((foreign / "manifest.json").read_text())
     (foreign / "tokenizer.json").write_text("{ }")
-    manifest["tokenizer"]["sha256"] = hashlib.sha256(b"{ }").hexdigest()
-    manifest.pop("hash")
-    text = json.dumps(manifest, sort_keys=True, separators=(",", ":"))
-    (foreign / "manifest.json").write_text(
-        json.dumps({**manifest, "hash": hashlib.sha256(text.encode()).hexdigest()})
-    )
+    with edited_manifest(foreign) as edited:
+        edited["tokenizer"]["sha256"] = hashlib.sha256(b"{ }").hexdigest()
     options = [*tiny(foreign, f"run.init_from={first[0]}"), "--nproc", "1"]
     done = bert_dp("train", "quickstart", *options, "--run-dir", str(tmp_path / "third"))
     assert done.returncode == 2

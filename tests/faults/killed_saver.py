@@ -25,6 +25,7 @@ from bert_dp import checkpoint
 from bert_dp.config import CheckpointConfig
 from bert_dp.parallel import State
 from bert_dp.saving import Saver
+from tests.states import FACTS
 
 
 def state_of(step: int) -> State:
@@ -80,7 +81,7 @@ def save_until_killed(order: dict[str, Any], report: int) -> None:
     saver = Saver(folder, CheckpointConfig(keep=2), lambda line: None, None)
     for step in range(first, first + order["saves"]):
         os.write(report, f"begun {step}\n".encode())
-        saver.save(step, lambda step=step: state_of(step), {"samples": step})
+        saver.save(step, lambda step=step: state_of(step), {**FACTS, "samples": step})
         assert saver.settle() == (step, None)
         os.write(report, f"done {step}\n".encode())
 

@@ -34,6 +34,7 @@ from tests.parity.runs import settings, state, write_run
 from tests.parity.test_wrapped import installed, parallel
 from tests.ranks import run_ranks
 from tests.shards import write_shards
+from tests.states import FACTS
 
 ROOT = Path(__file__).parents[2]
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
@@ -103,10 +104,10 @@ def newest(folder: Path, ended: dict[str, Any]) -> int:
         assert ended["done"] == 0, "a save had returned and nothing is left"
         return 0
     state, facts = checkpoint.load(found)
-    assert same(state, state_of(facts["step"]))
-    assert facts["samples"] == facts["step"]
-    assert max(1, ended["done"]) <= facts["step"] <= ended["begun"]
-    return int(facts["step"])
+    assert same(state, state_of(facts.step))
+    assert facts.samples == facts.step
+    assert max(1, ended["done"]) <= facts.step <= ended["begun"]
+    return facts.step
 
 
 def test_row_09_killed_at_random_moments_of_a_save(tmp_path: Path, killer: Killer) -> None:
@@ -200,7 +201,7 @@ def damage(file: Path, draw: random.Random) -> str:
 
 def test_row_10_a_damaged_newest_is_named_and_the_one_before_is_loaded(tmp_path: Path) -> None:
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, state_of(step), {"samples": step}, 9)
+        checkpoint.save(tmp_path, step, state_of(step), {**FACTS, "samples": step}, 9)
     older, whole = tmp_path / "step-00000001", tmp_path / "step-00000002"
     for number in rounds(12, 100):
         draw = random.Random(number)
@@ -220,7 +221,7 @@ def test_row_10_a_damaged_newest_is_named_and_the_one_before_is_loaded(tmp_path:
 def test_row_10_no_single_bit_of_the_manifest_may_change(tmp_path: Path) -> None:
     """The manifest has no hash of its own: every bit of it must matter."""
     tiny_state: State = {"model": {"w": torch.ones(2)}, "optimizer": {"w/m": torch.ones(2)}, "scaler": {}}
-    path = checkpoint.save(tmp_path, 1, tiny_state, {}, 9)
+    path = checkpoint.save(tmp_path, 1, tiny_state, FACTS, 9)
     file = path / "manifest.json"
     data = file.read_bytes()
     for place in range(len(data)):
@@ -485,7 +486,7 @@ def five_in_a_row_stop_the_run(run_dir: Path, shards: Path, rank: int) -> None:
     assert found is not None
     state, saved = checkpoint.load(found)
     assert checkpoint.first_not_finite(state) is None
-    assert saved["skipped_steps"] == 6
+    assert saved.skipped_steps == 6
 
 
 def _give_up(run_dirs: list[str]) -> None:

@@ -10,8 +10,8 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 
+from bert_dp.config import read_manifest
 from bert_dp.data import Shards, TrainingStream, held_out_batches
-from bert_dp.shards import read_manifest
 from tests.faults.harness import FULL, observe, rounds
 from tests.parity.runs import settings, train_runs, write_run
 from tests.shards import write_shards

@@ -16,7 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bert_dp.shards import file_hash, manifest_hash
+from bert_dp.config.manifest import manifest_hash
+from bert_dp.sources import file_hash
 from launcher.starters import LAUNCHERS
 from tests.e2e.cli import bert_dp, start, tiny
 from tests.e2e.test_launchers import TOOLS, with_site

@@ -10,13 +10,15 @@ import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from bert_dp import checkpoint
+from bert_dp import checkpoint, record
 from bert_dp.config import ConfigError
 from bert_dp.parallel import State
+from tests.states import FACTS
 
 
 def make_state(seed: int = 0) -> State:
@@ -46,7 +48,8 @@ def bits(state: State) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
 
 def save(folder: Path, step: int, keep: int = 9) -> Path:
     folder.parent.mkdir(exist_ok=True)
-    return checkpoint.save(folder, step, make_state(step), {"samples": step * 8, "elapsed_s": 0.1}, keep)
+    facts = {**FACTS, "samples": step * 8, "elapsed_s": 0.1}
+    return checkpoint.save(folder, step, make_state(step), facts, keep)
 
 
 def names(folder: Path) -> set[str]:
@@ -68,7 +71,7 @@ def test_round_trip_is_bit_equal(tmp_path: Path) -> None:
     }
     state, facts = checkpoint.load(path)
     assert bits(state) == bits(make_state(100))
-    assert (facts["step"], facts["samples"], facts["elapsed_s"]) == (100, 800, 0.1)
+    assert (facts.step, facts.samples, facts.elapsed_s) == (100, 800, 0.1)
     assert checkpoint.check(path) is None
 
 
@@ -154,13 +157,13 @@ def test_saving_a_step_again_never_loses_the_first(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(Path, "rename", fail)
     with pytest.raises(OSError, match="Input/output"):
-        checkpoint.save(tmp_path, 1, make_state(2), {}, 9)
+        checkpoint.save(tmp_path, 1, make_state(2), FACTS, 9)
     assert tree(tmp_path) == before
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    path = checkpoint.save(tmp_path, 1, make_state(5), {}, 9)
+    path = checkpoint.save(tmp_path, 1, make_state(5), FACTS, 9)
     assert bits(checkpoint.load(path)[0]) == bits(make_state(5))
     assert names(tmp_path) == {"step-00000001", "latest"}
 
@@ -211,9 +214,9 @@ def test_what_is_trusted_is_not_read_again(tmp_path: Path, monkeypatch: pytest.M
     old = [save(tmp_path, step) for step in (1, 2)]
     read: list[Path] = []
     monkeypatch.setattr(checkpoint, "check", read.append)  # None: it is good
-    checkpoint.save(tmp_path, 3, make_state(3), {}, 2, trusted={old[1]})
+    checkpoint.save(tmp_path, 3, make_state(3), FACTS, 2, trusted={old[1]})
     assert read == []
-    checkpoint.save(tmp_path, 4, make_state(4), {}, 2)
+    checkpoint.save(tmp_path, 4, make_state(4), FACTS, 2)
     assert read == [tmp_path / "step-00000003"]
 
 
@@ -242,11 +245,11 @@ def test_too_little_space_is_seen_before_anything_is_written(
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(1.5 * size) - 1))
     with pytest.raises(OSError, match=r"free, .* wanted before a save") as caught:
-        checkpoint.save(tmp_path, 2, state, {}, 9)
+        checkpoint.save(tmp_path, 2, state, FACTS, 9)
     assert caught.value.errno == errno.ENOSPC
     assert tree(tmp_path) == before
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=int(1.5 * size) + 1))
-    checkpoint.save(tmp_path, 2, state, {}, 9)
+    checkpoint.save(tmp_path, 2, state, FACTS, 9)
 
 
 def test_a_state_without_moments_counts_with_them() -> None:
@@ -349,7 +352,7 @@ DAMAGE: list[tuple[Callable[[Path], None], str]] = [
     (a_list, "TypeError"),
     (wrong_shape, "TypeError"),
     (outside, "secret"),
-    (manifest_is_a_directory, "IsADirectoryError"),
+    (manifest_is_a_directory, "not a regular file"),
     (empty_manifest, "does not name model.safetensors, optimizer.safetensors, state.json"),
     (lacks_a_file, "does not name optimizer.safetensors"),
 ]
@@ -442,3 +445,195 @@ def test_a_state_json_of_another_shape_is_a_configuration_error(tmp_path: Path, 
     (path / "state.json").write_text(text)
     with pytest.raises(ConfigError, match="not a checkpoint"):
         checkpoint.load(path)
+
+
+# --- what was written by hand
+
+
+def rewrite(path: Path, name: str, data: bytes) -> None:
+    """Exchange a file of a checkpoint and make the manifest right: what one who knows the format can do."""
+    (path / name).unlink()
+    (path / name).write_bytes(data)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"][name] = {"bytes": len(data), "sha256": checkpoint.sha256(path / name)}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+BAD_FACTS: list[tuple[str, Any]] = [
+    ("step", -1),
+    ("step", 1e3),
+    ("step", "7"),
+    ("step", 10**400),
+    ("step", None),
+    ("samples", True),
+    ("samples", -8),
+    ("elapsed_s", "long"),
+    ("elapsed_s", -1.0),
+    ("elapsed_s", float("inf")),
+    ("skipped_steps", [1]),
+    ("recent_losses", 3.0),
+    ("recent_losses", [1.0, float("nan")]),
+    ("config", ["a", "list"]),
+    ("data_hash", "\x1b[2J"),
+    ("data_hash", 3),
+    ("tokenizer", "x"),
+    ("compiled", "no"),
+    ("device", "tpu"),
+    ("precision", "fp8"),
+    ("scaler", {"scale": "x"}),
+    ("scaler", {"scale": float("nan")}),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), BAD_FACTS)
+def test_a_fact_of_another_type_or_range_is_named(tmp_path: Path, key: str, value: Any) -> None:
+    path = save(tmp_path, 1)
+    facts = json.loads((path / "state.json").read_text())
+    rewrite(path, "state.json", json.dumps({**facts, key: value}).encode())
+    assert checkpoint.check(path) is None  # its hash is right: only its content can stop it
+    with pytest.raises(ConfigError, match=rf"state\.json: {key}") as caught:
+        checkpoint.load(path)
+    assert str(caught.value).isprintable()
+    assert record.newest_checkpoint_facts(path) is None
+
+
+@pytest.mark.parametrize("key", ["step", *(k for k in FACTS if k != "scaler")])
+def test_a_fact_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
+    path = save(tmp_path, 1)
+    facts = json.loads((path / "state.json").read_text())
+    del facts[key]
+    rewrite(path, "state.json", json.dumps(facts).encode())
+    with pytest.raises(ConfigError, match=rf"state\.json: {key}: Field required"):
+        checkpoint.load(path)
+
+
+def test_older_and_newer_facts_open(tmp_path: Path) -> None:
+    """Nothing in FACTS counts skips or spikes, as the first versions did not; world_size has no reader."""
+    facts = {**FACTS, "world_size": 3, "of a later version": [1, {"a": None}]}
+    _, found = checkpoint.load(checkpoint.save(tmp_path, 3, make_state(3), facts, 9))
+    assert (found.step, found.skipped_steps, found.recent_losses, found.tokenizer) == (3, 0, [], None)
+
+
+def test_an_empty_optimizer_after_steps_is_an_error_and_none_before(tmp_path: Path) -> None:
+    """Else the moments would begin anew, and nobody would be told."""
+    bare: State = {**make_state(), "optimizer": {}}
+    state, _ = checkpoint.load(checkpoint.save(tmp_path, 0, bare, FACTS, 9))
+    assert state["optimizer"] == {}
+    checkpoint.load(checkpoint.save(tmp_path, 4, bare, {**FACTS, "skipped_steps": 4}, 9))
+    path = checkpoint.save(tmp_path, 5, bare, {**FACTS, "skipped_steps": 4}, 9)
+    with pytest.raises(ConfigError, match=r"optimizer\.safetensors is empty after 5 steps"):
+        checkpoint.load(path)
+
+
+class Two(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = torch.nn.Linear(3, 5), torch.nn.Linear(5, 2, bias=False)
+
+
+def two_state() -> State:
+    weights = dict(Two().state_dict())
+    moments = {f"{name}/m": torch.zeros_like(tensor) for name, tensor in weights.items()}
+    steps = {f"{name}/step": torch.tensor(3.0) for name in weights}
+    return {"model": weights, "optimizer": {**moments, **steps}, "scaler": {}}
+
+
+TENSORS: list[tuple[str, str, torch.Tensor | None, str]] = [
+    ("model", "a.weight", torch.zeros(5, 3).double(), r"a.weight: expected float32 \(5, 3\), found float64"),
+    ("model", "a.weight", torch.zeros(5, 3, dtype=torch.int32), r"a.weight: expected .* found int32"),
+    ("model", "a.weight", torch.zeros(5, 3).half(), r"a.weight: expected .* found float16"),
+    ("model", "a.bias", torch.zeros(1), r"a.bias: expected float32 \(5,\), found float32 \(1,\)"),
+    ("model", "b.weight", None, "model.safetensors has no b.weight"),
+    ("model", "c\x1b[2J", torch.zeros(1), r"no tensor 'c\\x1b"),
+    ("optimizer", "a.bias/m", torch.zeros(5).double(), r"a.bias/m: expected float32 .* found float64"),
+    ("optimizer", "b.weight/m", torch.zeros(10), r"b.weight/m: expected .*, found float32 \(10,\)"),
+    ("optimizer", "c/m", torch.zeros(1), "no such parameter"),
+    ("optimizer", "b.weight/", None, "optimizer.safetensors has nothing for b.weight"),
+]
+
+
+@pytest.mark.parametrize(("part", "name", "tensor", "message"), TENSORS)
+def test_tensors_that_are_not_the_models_are_refused_by_name(
+    tmp_path: Path, part: str, name: str, tensor: torch.Tensor | None, message: str
+) -> None:
+    state = two_state()
+    assert checkpoint.state_issues(tmp_path, state, Two()) == []
+    assert checkpoint.state_issues(tmp_path, {**state, "optimizer": {}}, Two()) == []
+    if tensor is None:
+        state[part] = {k: v for k, v in state[part].items() if not k.startswith(name)}
+    else:
+        state[part][name] = tensor
+    (issue,) = checkpoint.state_issues(tmp_path, state, Two())
+    assert re.search(message, issue), issue
+    assert issue.isprintable()
+
+
+SPECIAL: dict[str, Callable[[Path], None]] = {
+    "fifo": lambda file: os.mkfifo(file),
+    "device": lambda file: file.symlink_to("/dev/zero"),
+    "directory": lambda file: file.mkdir(),
+}
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("what", SPECIAL)
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"]
+)
+def test_what_is_no_regular_file_is_never_waited_for(tmp_path: Path, name: str, what: str) -> None:
+    path = save(tmp_path, 1)
+    size = (path / name).stat().st_size
+    (path / name).unlink()
+    SPECIAL[what](path / name)
+    if name != "manifest.json":
+        manifest = json.loads((path / "manifest.json").read_text())
+        manifest["files"][name]["bytes"] = (path / name).stat().st_size if size else 0
+        (path / "manifest.json").write_text(json.dumps(manifest))
+        with pytest.raises(ConfigError, match=rf"{name}: not a regular file"):
+            checkpoint.load(path)
+    assert f"{name}: not a regular file" in str(checkpoint.check(path))
+    with pytest.raises(ConfigError, match="not a regular file"):
+        checkpoint.resolve(str(path))
+
+
+# --- what is on the disk, and when
+
+
+def test_every_file_is_on_the_disk_before_the_checkpoint_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a power cut a name without its content is what a missing fsync leaves; no test can cut power, so
+    the order of the calls is looked at. `whole`: as large as in the end, so nothing is written after it."""
+    folder = tmp_path / "run" / "checkpoints"
+    save(folder, 1)
+    calls: list[tuple[str, str, int]] = []
+    fsync, rename = os.fsync, {name: getattr(os, name) for name in ("rename", "replace")}
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        calls.append(("fsync", os.readlink(f"/proc/self/fd/{descriptor}"), os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    for name, plain in rename.items():
+
+        def moved(source: Any, target: Any, plain: Any = plain, **options: Any) -> None:
+            calls.append(("rename", str(target), os.stat(source).st_size))
+            plain(source, target, **options)
+
+        monkeypatch.setattr(os, name, moved)
+    path = save(folder, 2)
+    named = calls.index(next(call for call in calls if call[:2] == ("rename", str(path))))
+    before, after = calls[:named], calls[named + 1 :]
+    temporary = Path(before[-1][1])
+    assert [call[0] for call in before] == ["fsync"] * 5
+    assert temporary.parent == folder
+    assert temporary.name.startswith(f"{path.name}.tmp-")
+    assert {(place, size) for _, place, size in before[:-1]} == {
+        (str(temporary / file.name), file.stat().st_size) for file in path.iterdir()
+    }
+    assert [call[:2] for call in after[:2]] == [("fsync", str(folder)), ("fsync", str(folder.parent))]
+    (hint, hint_size), latest = after[2][1:], after[3]
+    assert after[2][0] == "fsync"
+    assert Path(hint).name.startswith(".latest.")
+    assert latest == ("rename", str(folder / "latest"), hint_size)
+    assert hint_size == len(f"{path.name}\n")

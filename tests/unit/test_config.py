@@ -26,10 +26,12 @@ from bert_dp.config import (
     no_effect,
     num_masked,
     parse_overrides,
+    read_manifest,
     resolve,
     setting_paths,
 )
 from bert_dp.config.checks import parallel_issues
+from tests.shards import write_shards
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 BASE = ("data.sources=[builtin]", "schedule.steps=10")
@@ -795,15 +797,15 @@ def test_a_setting_an_older_run_lacks_had_its_default() -> None:
     assert line == "optim.clip: the run has 0.5, now 1.0"
 
 
-def test_what_in_the_shards_does_not_fit() -> None:
+def test_what_in_the_shards_does_not_fit(tmp_path: Path) -> None:
     config = make("data.sequence_length=64", "model.vocab_size=100")
-    manifest = {"format": "bert-dp-shards", "sequence_length": 64, "vocab_size": 100}
-    assert data_issues(config, manifest) == []
-    lines = data_issues(config, {**manifest, "sequence_length": 128, "vocab_size": 101})
-    assert [line.partition(":")[0] for line in lines] == ["data.sequence_length", "model.vocab_size"]
-    assert data_issues(config, {**manifest, "vocab_size": 99}) == []
-    (line,) = data_issues(config, {"format": "other"})
-    assert "no shards of ours" in line
+
+    def found(length: int, vocab_size: int) -> list[str]:
+        place = write_shards(tmp_path / f"{length}-{vocab_size}", length=length, vocab_size=vocab_size)
+        return [line.partition(":")[0] for line in data_issues(config, read_manifest(place))]
+
+    assert found(64, 100) == found(64, 99) == []
+    assert found(128, 101) == ["data.sequence_length", "model.vocab_size"]
 
 
 # --- what an engine cannot do

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bert_dp import corpus, dedup, encode, pipeline, record, shards, sources, tokenizer
-from bert_dp.config import BuildConfig, Config, ConfigError, resolve
+from bert_dp.config import BuildConfig, Config, ConfigError, read_manifest, resolve
+from bert_dp.config.manifest import Split
 from launcher.training import input_issues
 from tests.e2e.cli import open_to_others, umask
+from tests.shards import edited_manifest, write_shards
 
 LENGTH, VOCAB = 16, 300
 PLAIN: dict[str, Any] = {"max_tokens_per_char": 0.0, "held_out_fraction": 0.1}
@@ -55,12 +58,13 @@ def make(source: str | list[str], out: Path, *, seed: int = 0, **options: Any) -
     rest = {"processes": 1, "tokenizer": None, "vocab_size": VOCAB, **rest}
     items = [source] if isinstance(source, str) else source
     build_options = BuildConfig(**{**PLAIN, **options})
-    return corpus.build(items, out, options=build_options, sequence_length=LENGTH, seed=seed, **rest)
+    built = corpus.build(items, out, options=build_options, sequence_length=LENGTH, seed=seed, **rest)
+    return built.model_dump()
 
 
 def split(out: Path, name: str) -> np.ndarray:
-    manifest = shards.read_manifest(out)
-    parts = [np.fromfile(out / s["file"], "<u2") for s in manifest[name]["shards"]]
+    found: Split = getattr(read_manifest(out), name)
+    parts = [np.fromfile(out / s.file, "<u2") for s in found.shards]
     return np.concatenate(parts).reshape(-1, LENGTH)
 
 
@@ -200,6 +204,63 @@ def test_near_dedup_drops_the_later_document(tmp_path: Path) -> None:
         make(source, tmp_path / "none", dedup="none", held_out_fraction=0.2)["dropped"]["exact_duplicate"]
         == 0
     )
+
+
+def test_near_dedup_stays_in_step_after_an_exact_duplicate(tmp_path: Path) -> None:
+    """A sketch belongs to its document, not to its place among those that are left."""
+    pytest.importorskip("rensa")
+    rng = random.Random(1)
+    docs = [" ".join(rng.choices(WORDS, k=120)) for _ in range(40)]
+    near = " ".join([*docs[39].split()[:118], "other", "end"])
+    order = [docs[0], docs[0], *docs[1:], near]  # exact duplicate first, near one last
+    manifest = make(write(tmp_path / "a.txt", order), tmp_path / "out", dedup="near", held_out_fraction=0.2)
+    assert manifest["dropped"]["exact_duplicate"] == manifest["dropped"]["near_duplicate"] == 1
+    for name, ids in restated(tmp_path / "out", docs, 0.2).items():
+        assert split(tmp_path / "out", name).ravel().tolist() == ids, (
+            "the later of the two is the one that went"
+        )
+
+
+def _appended(path: Path) -> None:
+    with path.open("a") as file:
+        file.write("one more document\n")
+
+
+def _replaced(path: Path) -> None:
+    other = path.with_suffix(".new")
+    other.write_text(path.read_text())
+    os.replace(other, path)
+
+
+def _same_size_and_mtime(path: Path) -> None:
+    times = path.stat()
+    path.write_text(path.read_text().swapcase())
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+
+
+@pytest.mark.parametrize("change", [_appended, _replaced, _same_size_and_mtime, Path.unlink])
+@pytest.mark.parametrize("when", ["read", "train tokenizer", "tokenize"])
+def test_a_source_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, change: Callable[[Path], None], when: str
+) -> None:
+    """What the manifest says of a source is what was read: nothing is left of a build that cannot say so."""
+    source, done = tmp_path / "a.txt", False
+    write(source, prose(100))
+
+    def touch(stage: str, *_: object) -> None:
+        nonlocal done
+        if stage == when and not done:
+            change(source)
+            done = True
+
+    with pytest.raises(ConfigError, match=r"changed while it was read|a\.txt: cannot be read"):
+        make(str(source), tmp_path / "out", progress=touch)
+    assert done
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.glob(".out.building-*"))
+    write(source, prose(100))
+    manifest = make(str(source), tmp_path / "out")
+    assert manifest["sources"][0]["sha256"] == sources.file_hash(source)
 
 
 def test_near_dedup_without_rensa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -371,7 +432,7 @@ def test_damage_is_found(tmp_path: Path) -> None:
     shard, manifest = tmp_path / "out/train-00000.bin", tmp_path / "out/manifest.json"
     data = shard.read_bytes()
     shard.write_bytes(data[:-2] + b"\xff\xff")
-    assert shards.read_manifest(tmp_path / "out")
+    assert read_manifest(tmp_path / "out")
     problems = shards.verify(tmp_path / "out")
     assert any("SHA-256" in p for p in problems)
     assert any("token id 65535" in p for p in problems)
@@ -379,37 +440,35 @@ def test_damage_is_found(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match=rf"train-00000.bin: expected {len(data)} bytes, found {len(data) - 2}"
     ):
-        shards.read_manifest(tmp_path / "out")
+        read_manifest(tmp_path / "out")
     shard.unlink()
     with pytest.raises(ConfigError, match="no such file"):
-        shards.read_manifest(tmp_path / "out")
+        read_manifest(tmp_path / "out")
     shard.write_bytes(data)
     (tmp_path / "out/tokenizer.json").write_text("{}")
     with pytest.raises(
         ConfigError, match=r"tokenizer\.json: expected SHA-256 \w{16}, found 44136fa355b3678a"
     ):
-        shards.read_manifest(tmp_path / "out")
+        read_manifest(tmp_path / "out")
     text = manifest.read_text()
     manifest.write_text(text.replace('"num_special": 7', '"num_special": 8'))
     with pytest.raises(ConfigError, match="edited or torn"):
-        shards.read_manifest(tmp_path / "out")
+        read_manifest(tmp_path / "out")
     manifest.write_text(text.replace('"version": 1', '"version": 2'))
     with pytest.raises(ConfigError, match="version 1, found"):
-        shards.read_manifest(tmp_path / "out")
+        read_manifest(tmp_path / "out")
     manifest.unlink()
     with pytest.raises(ConfigError, match="no manifest"):
-        shards.read_manifest(tmp_path / "out")
+        read_manifest(tmp_path / "out")
 
 
 @given(st.lists(st.binary(max_size=40), max_size=9))
 def test_block_hashes_do_not_depend_on_how_the_stream_is_cut(parts: list[bytes]) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(shards, "BLOCK_BYTES", 16)
-        cut, whole = shards.BlockHash(), shards.BlockHash()
-        for part in parts:
-            cut.update(part)
-        whole.update(b"".join(parts))
-        assert cut.record() == whole.record()
+    cut, whole = shards.BlockHash(16), shards.BlockHash(16)
+    for part in parts:
+        cut.update(part)
+    whole.update(b"".join(parts))
+    assert cut.record() == whole.record()
 
 
 def test_a_changed_block_is_found_at_the_start_with_both_hashes(
@@ -417,11 +476,11 @@ def test_a_changed_block_is_found_at_the_start_with_both_hashes(
 ) -> None:
     monkeypatch.setattr(shards, "BLOCK_BYTES", 64)
     make(write(tmp_path / "a.txt", prose(100)), tmp_path / "out")
-    manifest = shards.read_manifest(tmp_path / "out")
+    manifest = read_manifest(tmp_path / "out")
     assert shards.check_blocks(tmp_path / "out", manifest) == []
     file = tmp_path / "out/train-00000.bin"
     data = file.read_bytes()
-    assert len(manifest["train"]["shards"][0]["blocks"]) > shards.SAMPLED_BLOCKS  # so only some are read
+    assert len(manifest.train.shards[0].blocks or ()) > shards.SAMPLED_BLOCKS  # so only some are read
     file.write_bytes(bytes(len(data)))
     problems = shards.check_blocks(tmp_path / "out", manifest, seed=0)
     zeros = hashlib.sha256(bytes(64)).hexdigest()[:16]
@@ -436,9 +495,10 @@ def test_a_changed_block_is_found_at_the_start_with_both_hashes(
 
 def test_a_manifest_without_block_hashes_still_counts(tmp_path: Path) -> None:
     make(write(tmp_path / "a.txt", prose(100)), tmp_path / "out")
-    manifest = shards.read_manifest(tmp_path / "out")
-    for shard in (*manifest["train"]["shards"], *manifest["held_out"]["shards"]):
-        del shard["blocks"], shard["block_bytes"]
+    with edited_manifest(tmp_path / "out") as edited:
+        for shard in (*edited["train"]["shards"], *edited["held_out"]["shards"]):
+            del shard["blocks"], shard["block_bytes"], shard["greatest_id"]
+    manifest = read_manifest(tmp_path / "out")
     assert shards.check_blocks(tmp_path / "out", manifest) == []
     file = tmp_path / "out/train-00000.bin"
     file.write_bytes(bytes(file.stat().st_size))
@@ -595,7 +655,7 @@ def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number:
         again = start("build", options)
         out, err = again.communicate(timeout=60)
         assert again.returncode == 0, err
-        assert json.loads(out) == shards.read_manifest(tmp_path / "out")
+        assert json.loads(out) == read_manifest(tmp_path / "out").model_dump()
         assert not list(tmp_path.glob(".out.building-*"))
 
 
@@ -625,12 +685,11 @@ def test_no_torch_is_imported() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(corpus.__file__).parents[1])
 
 
-def test_a_filter_that_takes_much_is_told() -> None:
-    manifest = {
-        "dropped": {"tokens_per_char": 30},
-        "train": {"documents": 65},
-        "held_out": {"documents": 5},
-        "build": {"max_tokens_per_char": 0.25},
-    }
-    assert "30% of the documents" in (corpus.filter_warning(manifest) or "")
-    assert corpus.filter_warning({**manifest, "dropped": {"tokens_per_char": 5}}) is None
+def test_a_filter_that_takes_much_is_told(tmp_path: Path) -> None:
+    directory = write_shards(tmp_path / "s", train=65, held_out=5)
+    for count, share in ((30, "30% of the documents"), (5, None)):
+        with edited_manifest(directory) as edited:
+            edited["dropped"] = {"tokens_per_char": count}
+            edited["build"] = {"max_tokens_per_char": 0.25}
+        warning = corpus.filter_warning(read_manifest(directory))
+        assert warning is None if share is None else share in (warning or "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from bert_dp.config import read_manifest
 from bert_dp.data import (
     Batch,
     Shards,
@@ -43,7 +43,7 @@ def shards(directory: Path) -> Shards:
 
 
 def open_shards(directory: Path, split: str) -> Shards:
-    return Shards(directory, json.loads((directory / "manifest.json").read_text()), split)
+    return Shards(directory, read_manifest(directory), split)
 
 
 def stream(shards: Shards, **changed: object) -> TrainingStream:
@@ -302,14 +302,9 @@ def test_large_seeds_are_told_apart(shards: Shards) -> None:
 
 
 def test_several_shard_files_read_as_their_concatenation(tmp_path: Path, directory: Path) -> None:
-    manifest = json.loads((directory / "manifest.json").read_text())
     tokens = np.fromfile(directory / "train-00000.bin", "<u2").reshape(50, LENGTH)
-    pieces = []
-    for name, start, stop in (("a", 0, 7), ("b", 7, 8), ("c", 8, 50)):
-        tokens[start:stop].tofile(tmp_path / name)
-        pieces.append({"file": name, "sequences": stop - start})
-    manifest["train"]["shards"] = pieces
-    split, one = Shards(tmp_path, manifest, "train"), open_shards(directory, "train")
+    write_shards(tmp_path, length=LENGTH, train=50, held_out=21, files=(7, 1, 42))
+    split, one = open_shards(tmp_path, "train"), open_shards(directory, "train")
     assert len(split) == len(one) == 50
     for index in (np.arange(50), np.array([49, 0, 7, 6, 8, 8]), np.array([], np.int64)):
         assert np.array_equal(split.rows(index), tokens[index])

@@ -66,6 +66,14 @@ def test_how_many_in_a_row_stop(precision: str, row: int, limit: int) -> None:
     assert ("precision: fp32" in cause) == (precision != "fp32")
 
 
+@pytest.mark.parametrize(("skipped", "step", "failed"), [(0, 0, False), (3, 4, False), (4, 4, True)])
+def test_a_run_that_skipped_every_step_is_not_done(skipped: int, step: int, failed: bool) -> None:
+    cause = health.nothing_learned("bf16", skipped, step, 1e-3)
+    assert (cause is not None) == failed
+    for text in ("all 4 steps", "not finite", "optim.lr (now 0.001)", "precision: fp32"):
+        assert not failed or text in (cause or "")
+
+
 def flush(meter: Meter, step: int = 1) -> None:
     meter.flush(step=step, samples=2, epoch=0, progress=0.1, lr=1e-3, batch=2, wait_s=0.0, elapsed_s=1.0)
 

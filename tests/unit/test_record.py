@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from bert_dp import record
 from bert_dp.record import Evaluation, Metrics, Summary
+from tests.states import FACTS
 
 PROMISED = {
     "step",
@@ -226,7 +227,7 @@ def test_start_ticks_survives_a_name_with_brackets_and_spaces(tmp_path: Path) ->
 def test_what_was_left_behind_is_no_checkpoint(tmp_path: Path) -> None:
     def leave(name: str, step: int) -> None:
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
-        facts = {"config": {}, "step": step}
+        facts = {**FACTS, "step": step}
         (tmp_path / "checkpoints" / name / "state.json").write_text(json.dumps(facts))
 
     leave("step-00000009.tmp-12345678", 9)  # of a save that was cut off
@@ -235,11 +236,11 @@ def test_what_was_left_behind_is_no_checkpoint(tmp_path: Path) -> None:
     leave("step-00000004", 4)
     found = record.newest_checkpoint_facts(tmp_path)
     assert found is not None
-    assert found[1]["step"] == 4
+    assert found[1].step == 4
     leave("step-100000000", 10**8)
     found = record.newest_checkpoint_facts(tmp_path)
     assert found is not None
-    assert found[1]["step"] == 10**8
+    assert found[1].step == 10**8
 
 
 def test_a_line_for_which_there_is_no_room_leaves_no_torn_one(tmp_path: Path) -> None:

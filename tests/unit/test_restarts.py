@@ -15,6 +15,7 @@ from launcher import environment, restarts
 from launcher.failure import Failure
 from launcher.processes import RunResult
 from launcher.restarts import Policy, supervise
+from tests.states import FACTS
 
 KILLED = Failure(1, "killed by signal 9 (SIGKILL)", killed_by=9)
 RAISED = Failure(0, "ValueError: no", where="a.py:1")
@@ -49,7 +50,7 @@ class Play:
         if step is not None:
             folder = self.run_dir / "checkpoints" / f"step-{step:08d}"
             folder.mkdir(parents=True)
-            (folder / "state.json").write_text(json.dumps({"config": {}, "step": step}))
+            (folder / "state.json").write_text(json.dumps({**FACTS, "step": step}))
         (self.run_dir / "summary.json").write_text(json.dumps({"exit_code": code}))
         return RunResult(code, failure, self.signal)
 
@@ -140,7 +141,7 @@ def test_an_older_checkpoint_is_named_again_until_it_was_read(tmp_path: Path) ->
     """Else the restart would go on from the newest, which the user wanted to leave."""
     newest = tmp_path / "checkpoints" / "step-00000090"
     newest.mkdir(parents=True)
-    (newest / "state.json").write_text(json.dumps({"config": {}, "step": 90}))
+    (newest / "state.json").write_text(json.dumps({**FACTS, "step": 90}))
     play = Play(tmp_path, (1, RAISED, None), (0, None, None))
     play.go(Policy(9), resume="old/step-00000010")
     assert [resume for _, resume in play.started] == ["old/step-00000010", "old/step-00000010"]

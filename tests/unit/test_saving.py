@@ -17,6 +17,7 @@ from bert_dp import checkpoint
 from bert_dp.config import CheckpointConfig
 from bert_dp.parallel import State
 from bert_dp.saving import Saver
+from tests.states import FACTS
 
 SaveFile = Callable[[dict[str, torch.Tensor], Path], None]
 PATIENCE_S = 60.0
@@ -83,19 +84,19 @@ def failing(number: int, first: int, last: int) -> SaveFile:
 
 def test_the_caller_goes_on_while_it_is_written(tmp_path: Path, held: Held) -> None:
     saver = make(tmp_path)
-    saver.save(1, lambda: state(1.0), {"samples": 8})
+    saver.save(1, lambda: state(1.0), {**FACTS, "samples": 8})
     assert held.begun.wait(PATIENCE_S)
     assert names(tmp_path) == []
     assert (saver.saved_step, saver.newest) == (None, None)
     held.go.set()
     assert saver.settle() == (1, None)
     assert saver.newest == tmp_path / "step-00000001"
-    assert checkpoint.load(saver.newest)[1]["samples"] == 8
+    assert checkpoint.load(saver.newest)[1].samples == 8
 
 
 def test_a_second_save_waits_for_the_first_before_it_gathers(tmp_path: Path, held: Held) -> None:
     saver = make(tmp_path)
-    saver.save(1, lambda: state(1.0), {})
+    saver.save(1, lambda: state(1.0), FACTS)
     assert held.begun.wait(PATIENCE_S)
     gathered: list[list[str]] = []
 
@@ -104,7 +105,7 @@ def test_a_second_save_waits_for_the_first_before_it_gathers(tmp_path: Path, hel
         return state(2.0)
 
     threading.Timer(0.3, held.go.set).start()
-    saver.save(2, gather, {})
+    saver.save(2, gather, FACTS)
     assert gathered == [["step-00000001"]]
     assert saver.held_s >= 0.2, "waiting counts as time that saving took"
     assert saver.settle() == (2, None)
@@ -113,7 +114,7 @@ def test_a_second_save_waits_for_the_first_before_it_gathers(tmp_path: Path, hel
 
 def test_another_rank_has_nothing_to_write(tmp_path: Path) -> None:
     saver = make(tmp_path, saved=7)
-    saver.save(9, lambda: None, {})
+    saver.save(9, lambda: None, FACTS)
     assert saver.settle() == (7, None)
     assert not list(tmp_path.iterdir())
 
@@ -126,10 +127,10 @@ def test_an_error_is_said_and_counted_and_the_good_ones_stay(
     said: list[str] = []
     saver = make(tmp_path, said, keep=2, on_error=policy)
     for step in (1, 2):
-        saver.save(step, lambda step=step: state(step), {})
+        saver.save(step, lambda step=step: state(step), FACTS)
     saver.settle()
     monkeypatch.setattr(checkpoint, "save_file", failing(number, 2, 2))
-    saver.save(3, lambda: state(3.0), {})
+    saver.save(3, lambda: state(3.0), FACTS)
     step, problem = saver.settle()
     assert (step, saver.failed_saves) == (2, 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
@@ -139,7 +140,7 @@ def test_an_error_is_said_and_counted_and_the_good_ones_stay(
     for text in ("step-00000003", os.strerror(number), "step-00000002"):
         assert text in line
     assert saver.gave_up == (problem if policy == "stop" else None)
-    saver.save(4, lambda: state(4.0), {})  # the next one tries again
+    saver.save(4, lambda: state(4.0), FACTS)  # the next one tries again
     assert saver.settle() == (4, None)
     assert names(tmp_path) == ["step-00000004", "step-00000002"]
     assert saver.failed_saves == 1
@@ -153,10 +154,10 @@ def test_a_full_disk_makes_room_and_tries_once_more(
     said: list[str] = []
     saver = make(tmp_path, said, keep=keep)
     for step in (1, 2, 3):
-        saver.save(step, lambda step=step: state(step), {})
+        saver.save(step, lambda step=step: state(step), FACTS)
     saver.settle()
     monkeypatch.setattr(checkpoint, "save_file", failing(number, 1, 1))
-    saver.save(4, lambda: state(4.0), {})
+    saver.save(4, lambda: state(4.0), FACTS)
     assert saver.settle() == (4, None)
     assert names(tmp_path) == [f"step-{step:08d}" for step in left]
     assert (said, saver.failed_saves) == ([], 0)
@@ -165,11 +166,11 @@ def test_a_full_disk_makes_room_and_tries_once_more(
 def test_a_disk_that_stays_full_keeps_the_last_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = make(tmp_path, keep=9)
     for step in (1, 2, 3):
-        saver.save(step, lambda step=step: state(step), {})
+        saver.save(step, lambda step=step: state(step), FACTS)
     saver.settle()
     monkeypatch.setattr(checkpoint, "save_file", failing(errno.ENOSPC, 1, 99))
     for step in (4, 5):
-        saver.save(step, lambda step=step: state(step), {})
+        saver.save(step, lambda step=step: state(step), FACTS)
         assert saver.settle()[0] == 3
         assert names(tmp_path) == ["step-00000003", "step-00000002"]
     assert saver.failed_saves == 2
@@ -180,11 +181,11 @@ def test_a_disk_that_stays_full_keeps_the_last_two(tmp_path: Path, monkeypatch: 
 def test_what_is_not_finite_is_never_written(tmp_path: Path, part: str) -> None:
     said: list[str] = []
     saver = make(tmp_path, said, keep=1)
-    saver.save(1, lambda: state(1.0), {})
+    saver.save(1, lambda: state(1.0), FACTS)
     bad = state(2.0)
     name = next(iter(bad[part]))
     bad[part][name][2] = float("nan")
-    saver.save(2, lambda: bad, {})
+    saver.save(2, lambda: bad, FACTS)
     step, problem = saver.settle()
     assert (step, saver.failed_saves) == (1, 1)
     assert problem is not None
@@ -198,12 +199,12 @@ def test_what_is_no_failed_save_is_raised(tmp_path: Path, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(checkpoint, "save_file", broken)
     saver = make(tmp_path)
-    saver.save(1, lambda: state(1.0), {})
+    saver.save(1, lambda: state(1.0), FACTS)
     saver.close()  # at the end of a process: the error that ends it comes first
     with pytest.raises(RuntimeError, match="a fault of ours"):
         saver.settle()
     with pytest.raises(RuntimeError, match="a fault of ours"):
-        saver.save(2, lambda: state(2.0), {})
+        saver.save(2, lambda: state(2.0), FACTS)
 
 
 def test_the_newest_good_one_is_named_past_a_broken_one(
@@ -211,11 +212,11 @@ def test_the_newest_good_one_is_named_past_a_broken_one(
 ) -> None:
     """Checkpoints of an earlier process are verified before one is named."""
     for step in (1, 2):
-        checkpoint.save(tmp_path, step, state(step), {}, 9)
+        checkpoint.save(tmp_path, step, state(step), FACTS, 9)
     (tmp_path / "step-00000002" / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr(checkpoint, "save_file", failing(errno.EIO, 1, 1))
     saver = make(tmp_path, saved=1)
-    saver.save(3, lambda: state(3.0), {})
+    saver.save(3, lambda: state(3.0), FACTS)
     problem = saver.settle()[1]
     assert problem is not None
     assert problem.endswith("the newest good checkpoint is step-00000001")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from bert_dp import checkpoint, setup
-from bert_dp.config import OptimConfig, batch_plan, resolve
+from bert_dp.config import OptimConfig, batch_plan, read_manifest, resolve
 from bert_dp.data import Shards, TrainingStream, held_out_batches
 from bert_dp.dist import Comm, connect, disconnect
 from bert_dp.model import build_model, is_decayed, is_matrix
@@ -28,6 +27,7 @@ from bert_dp.parallel.zero1 import assign
 from bert_dp.train import Counters, Precision, dry_run
 from bert_dp.world import World
 from tests.shards import write_shards
+from tests.states import FACTS
 
 CPU = torch.device("cpu")
 LONE = World(0, 0, 1, 1)
@@ -265,7 +265,7 @@ def test_a_state_with_a_tied_weight_can_be_saved_and_loaded(tmp_path: Path) -> N
     """safetensors refuses tensors that share memory."""
     engine, model, _, _ = prepare("single")
     run_step(engine, model, 0)
-    path = checkpoint.save(tmp_path, 1, gathered(engine), {}, 1)
+    path = checkpoint.save(tmp_path, 1, gathered(engine), FACTS, 1)
     assert state_bits(checkpoint.load(path)[0]) == state_bits(gathered(engine))
 
 
@@ -432,10 +432,8 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, fp16: bool
         ]
     )
     folder = write_shards(tmp_path / "shards")
-    shards = {
-        s: Shards(folder, json.loads((folder / "manifest.json").read_text()), s)
-        for s in ("train", "held_out")
-    }
+    manifest = read_manifest(folder)
+    shards = {s: Shards(folder, manifest, s) for s in ("train", "held_out")}
     stream = TrainingStream(
         shards["train"],
         seed=0,

@@ -22,7 +22,7 @@ from launcher.tune.halving import Settings
 from launcher.tune.ladder import Candidate, Edge, Outcome, Rung
 from launcher.tune.trials import Slot, Stopped, Trial
 from tests.e2e.cli import TINY
-from tests.shards import write_shards
+from tests.shards import edited_manifest, write_shards
 
 STEPS, STEP = 1600, 128  # of the configured run; tokens of one step
 WHOLE = STEPS * STEP
@@ -733,7 +733,7 @@ def test_ranks_need_devices(shards: Path) -> None:
 
 def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
     bare = write_shards(tmp_path / "s")
-    manifest = json.loads((bare / "manifest.json").read_text())
-    record.write_json(bare / "manifest.json", {**manifest, "held_out": {"sequences": 0}})
+    with edited_manifest(bare) as edited:
+        edited["held_out"] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
     with pytest.raises(ConfigError, match="no held-out documents"):
         lr.run_locked(make(bare), Settings(), 1, tmp_path, bare, on_gpu=False, say=print)

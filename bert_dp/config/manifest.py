@@ -1,0 +1,224 @@
+"""manifest.json of a directory of shards: its model, its one reader, and how it fits a configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from bert_dp.config.checks import ConfigError
+from bert_dp.config.schema import MAX_VOCAB_SIZE, Config
+from bert_dp.config.stored import Count, Sha256, problem_lines, sha256
+
+FORMAT, VERSION = "bert-dp-shards", 1
+TOKEN_BYTES = 2
+MAX_BLOCK_BYTES = 64 * 2**20  # of what a reader holds at once
+AGAIN = "build it again with `bert-dp data build`"
+
+BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
+BlockHash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
+TokenId = Annotated[int, Field(ge=0, le=MAX_VOCAB_SIZE)]
+
+
+class _Part(BaseModel):
+    """Types are taken as they stand; keys that a later version adds are let through."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class Shard(_Part):
+    """One flat file of token ids."""
+
+    file: BaseName
+    sequences: int = Field(ge=1)
+    bytes: Count
+    sha256: Sha256
+    block_bytes: int | None = Field(None, ge=TOKEN_BYTES, le=MAX_BLOCK_BYTES, multiple_of=TOKEN_BYTES)
+    blocks: list[BlockHash] | None = None
+    """First 16 digits of the SHA-256 of each block of `block_bytes`; older manifests have none."""
+    greatest_id: TokenId | None = None
+    """The largest token id in the file; older manifests do not tell."""
+
+    @model_validator(mode="after")
+    def _blocks_cover_the_file(self) -> Shard:
+        if (self.blocks is None) != (self.block_bytes is None):
+            raise ValueError("blocks and block_bytes stand together")
+        if self.blocks is not None and self.block_bytes is not None:
+            wanted = -(-self.bytes // self.block_bytes)
+            if len(self.blocks) != wanted:
+                raise ValueError(f"{len(self.blocks)} block hashes, {self.bytes} bytes need {wanted}")
+        return self
+
+
+class Split(_Part):
+    sequences: Count
+    tokens: Count
+    documents: Count
+    shards: list[Shard]
+
+
+class TokenizerFile(_Part):
+    file: BaseName
+    sha256: Sha256
+
+
+class SourceFile(_Part):
+    name: str
+    bytes: Count
+    sha256: str
+    documents: Count
+
+
+class Manifest(_Part):
+    """What a directory of shards says of itself. Entropies in nats per token."""
+
+    format: Literal["bert-dp-shards"]
+    version: Literal[1]
+    sequence_length: int = Field(ge=1, le=8192)
+    dtype: Literal["uint16"]
+    vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
+    special_tokens: dict[str, Count]
+    num_special: Count
+    """Random replacements of a mask are drawn from the ids beyond these."""
+    train: Split
+    held_out: Split
+    unigram_entropy_nats: float | None
+    uniform_entropy_nats: float
+    tokenizer: TokenizerFile
+    sources: list[SourceFile]
+    build: dict[str, bool | int | float | str | None]
+    dropped: dict[str, Count] = {}
+    hash: Sha256
+
+    @property
+    def shards(self) -> Iterator[Shard]:
+        """Of both splits."""
+        yield from self.train.shards
+        yield from self.held_out.shards
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> Manifest:
+        issues = []
+        if not (self.train.sequences and self.train.documents):
+            issues.append("train: holds no sequences")
+        for name, split in (("train", self.train), ("held_out", self.held_out)):
+            found = sum(shard.sequences for shard in split.shards)
+            if split.sequences != found:
+                issues.append(f"{name}.sequences: {split.sequences}, its shards hold {found}")
+            if split.tokens != split.sequences * self.sequence_length:
+                wanted = split.sequences * self.sequence_length
+                issues.append(f"{name}.tokens: {split.tokens}, its sequences hold {wanted}")
+        for shard in self.shards:
+            size = shard.sequences * self.sequence_length * TOKEN_BYTES
+            if shard.bytes != size:
+                issues.append(f"{shard.file}: {shard.bytes} bytes, {shard.sequences} sequences take {size}")
+            if shard.greatest_id is not None and shard.greatest_id >= self.vocab_size:
+                issues.append(f"{shard.file}: {beyond(shard.greatest_id, self.vocab_size)}")
+        names = [*(shard.file for shard in self.shards), self.tokenizer.file]
+        issues += [f"{name}: named twice" for name in sorted({n for n in names if names.count(n) > 1})]
+        if "mask" not in self.special_tokens:
+            issues.append("special_tokens: no mask")
+        issues += [
+            f"special_tokens.{name!a:.80}: {beyond(number, self.vocab_size)}"
+            for name, number in self.special_tokens.items()
+            if number >= self.vocab_size
+        ]
+        if self.num_special >= self.vocab_size:
+            issues.append(f"num_special: {self.num_special} leaves no token of {self.vocab_size}")
+        if issues:
+            raise ValueError("; ".join(issues[:8]))
+        return self
+
+
+def beyond(token: int, vocab_size: int) -> str:
+    return f"token id {token}, but the vocabulary has {vocab_size}"
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """manifest.json, checked: format, version, own hash, content, tokenizer hash, and every shard's size on
+    disk. No token is read.
+
+    Raises ConfigError naming the file, what was expected and what was found.
+    """
+    path = directory / "manifest.json"
+    found = None
+    if path.is_file():  # a fifo or a device would never end
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            found = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(found, dict):
+        raise ConfigError([f"{path}: no manifest; {AGAIN}"])
+    if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
+        got = f"{found.get('format')!r:.40} version {found.get('version')!r:.40}"
+        raise ConfigError([f"{path}: expected {FORMAT!r} version {VERSION}, found {got}; {AGAIN}"])
+    try:
+        expected, own = found.get("hash"), manifest_hash(found)
+        if expected != own:
+            shown = str(expected)[:16]
+            raise ConfigError([f"{path}: expected hash {shown}, found {own[:16]}: edited or torn; {AGAIN}"])
+        manifest = Manifest.model_validate(found)
+    except RecursionError:
+        raise ConfigError([f"{path}: nested too deep; {AGAIN}"]) from None
+    except ValidationError as error:
+        raise ConfigError([f"{path}: {line}; {AGAIN}" for line in problem_lines(error)]) from None
+    if issues := list(_file_issues(directory, manifest)):
+        raise ConfigError(issues)
+    return manifest
+
+
+def _file_issues(directory: Path, manifest: Manifest) -> Iterator[str]:
+    """Files that are not there, lie elsewhere, or have another size or hash."""
+    for shard in manifest.shards:
+        file = directory / shard.file
+        size = file.stat().st_size if file.is_file() else None
+        if leads_out(file):
+            yield f"{file}: a link out of its directory; copy the file there"
+        elif size != shard.bytes:
+            shown = "no such file" if size is None else f"{size} bytes"
+            yield f"{file}: expected {shard.bytes} bytes, found {shown}; {AGAIN}"
+    file, wanted = directory / manifest.tokenizer.file, manifest.tokenizer.sha256
+    if leads_out(file):
+        yield f"{file}: a link out of its directory; copy the file there"
+        return
+    try:
+        got = sha256(file)[:16] if file.is_file() else "no such file"
+    except OSError as error:
+        got = f"an error ({error.strerror})"
+    if got != wanted[:16]:
+        yield f"{file}: expected SHA-256 {wanted[:16]}, found {got}; {AGAIN}"
+
+
+def leads_out(file: Path) -> bool:
+    """Whether `file` is a link to somewhere beyond its own directory."""
+    return file.is_symlink() and file.resolve().parent != file.parent.resolve()
+
+
+def data_issues(config: Config, manifest: Manifest) -> list[str]:
+    """What in a shard manifest does not fit the configuration; one line each."""
+    issues = []
+    where = config.data.path or "the built shards"
+    length, vocabulary = manifest.sequence_length, manifest.vocab_size
+    if length != config.data.sequence_length:
+        issues.append(
+            f"data.sequence_length: {config.data.sequence_length}, but {where} holds sequences of {length}; "
+            f"set data.sequence_length={length} or build again"
+        )
+    if vocabulary > config.model.vocab_size:
+        issues.append(
+            f"model.vocab_size: {config.model.vocab_size} is below the tokenizer's {vocabulary} in {where}; "
+            f"set model.vocab_size={vocabulary} or more"
+        )
+    return issues
+
+
+def hash_json(data: Any) -> str:
+    return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def manifest_hash(manifest: dict[str, Any]) -> str:
+    """Of everything but the hash itself."""
+    return hash_json({k: v for k, v in manifest.items() if k != "hash"})
