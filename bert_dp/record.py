@@ -24,7 +24,7 @@ from typing import IO, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from bert_dp.config.stored import Count, Sha256, problem_lines
+from bert_dp.config.stored import Count, Sha256, problem_lines, read_regular
 
 SCHEMA_VERSION = 1
 
@@ -323,22 +323,6 @@ def _whole_number(text: str) -> int:
     if len(text) > len(str(-MAX_WHOLE)) or abs(number := int(text)) >= MAX_WHOLE:
         raise ValueError(f"a whole number of {len(text)} digits")
     return number
-
-
-def read_regular(path: Path, most_bytes: int) -> bytes:
-    """The bytes of a regular file. Raises OSError for anything else, because a pipe or a device may never
-    end, for one larger than `most_bytes`, and where the path is none."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError as error:  # a NUL, or what is not UTF-8
-        raise OSError(errno.EINVAL, str(error), str(path)) from None
-    with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        data = file.read(most_bytes + 1)
-    if len(data) > most_bytes:
-        raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
-    return data
 
 
 def lock(path: Path) -> IO[str] | None:

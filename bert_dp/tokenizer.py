@@ -19,6 +19,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 
 from bert_dp import record
 from bert_dp.config import MAX_VOCAB_SIZE, ConfigError
+from bert_dp.config.stored import read_regular
 
 SPECIALS = ("<pad>", "<s>", "</s>", "<unk>", "<cls>", "<sep>", "<mask>")  # ids 0..6
 UNK = SPECIALS[3]
@@ -110,7 +111,7 @@ def _dress(model: models.Model, with_normalizer: bool) -> Tokenizer:
 def load(path: Path) -> Tokenizer:
     """Read a tokenizer.json. Raises ConfigError when it is not one or its ids do not fit in 16 bits."""
     try:
-        tokenizer = Tokenizer.from_str(record.read_regular(path, record.MAX_JSON_BYTES).decode())
+        tokenizer = Tokenizer.from_str(read_regular(path, record.MAX_JSON_BYTES).decode())
     except OSError as error:
         raise ConfigError([f"data.tokenizer: {path}: cannot be read ({error.strerror})"]) from None
     except Exception as error:  # tokenizers raises plain Exception

@@ -17,9 +17,9 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from bert_dp import record
 from bert_dp.config.checks import ConfigError
 from bert_dp.config.schema import Config, Section
+from bert_dp.config.stored import read_regular
 
 AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
@@ -175,7 +175,7 @@ ConfigLoader.add_constructor("tag:yaml.org,2002:str", _construct_text)
 def read_yaml(path: str | Path) -> dict[str, Any]:
     """The mapping in a YAML file of at most MAX_CONFIG_BYTES, without aliases. Raises ConfigError."""
     try:
-        text = record.read_regular(Path(path), MAX_CONFIG_BYTES)
+        text = read_regular(Path(path), MAX_CONFIG_BYTES)
     except OSError as error:
         raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
     try:

@@ -1,8 +1,11 @@
-"""What the models of stored JSON files share: types, and the wording of what is wrong."""
+"""What the readers of stored files share: bytes of a regular file, types, and the wording of what is wrong."""
 
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
+import stat
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +25,22 @@ def problem_lines(error: ValidationError, most: int = 8) -> list[str]:
         line = problem["msg"].removeprefix("Value error, ") + got
         lines.append(f"{where}: {line}" if where else line)
     return lines
+
+
+def read_regular(path: Path, most_bytes: int) -> bytes:
+    """The bytes of a regular file. Raises OSError for anything else, because a pipe or a device may never
+    end, for one larger than `most_bytes`, and where the path is none."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except ValueError as error:  # a NUL, or what is not UTF-8
+        raise OSError(errno.EINVAL, str(error), str(path)) from None
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        data = file.read(most_bytes + 1)
+    if len(data) > most_bytes:
+        raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
+    return data
 
 
 def sha256(path: Path) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, ModelConfig, load_config
+from bert_dp.config.stored import read_regular
 from bert_dp.cost import flops_per_token, num_parameters, peak_flops
 from launcher.plan import timeline
 from launcher.plan.device import Device
@@ -99,7 +100,7 @@ def from_file(path: Path, model: str | None = None) -> Source:
     """scaling.json or profile.json; `model` gives the shape that tensor parallelism needs. Raises
     ConfigError."""
     try:
-        data = record.parse_json(record.read_regular(path, record.MAX_JSON_BYTES))
+        data = record.parse_json(read_regular(path, record.MAX_JSON_BYTES))
     except OSError as error:
         raise ConfigError(
             [

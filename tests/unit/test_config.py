@@ -26,11 +26,13 @@ from bert_dp.config import (
     no_effect,
     num_masked,
     parse_overrides,
+    progress_at,
     read_manifest,
     resolve,
     setting_paths,
 )
 from bert_dp.config.checks import parallel_issues
+from launcher.training import expected_steps
 from tests.shards import write_shards
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -1035,3 +1037,29 @@ def test_heads_named_for_tensor_parallelism_divide_the_hidden_size(
         batch_plan(config, tensor)
     (line,) = caught.value.issues
     assert line.partition("nearest that are: ")[2].startswith(fits)
+
+
+@given(
+    tokens=st.integers(1, 60_000),
+    length=st.sampled_from([8, 13, 128]),
+    quanta=st.integers(1, 12),
+    quantum=st.integers(1, 9),
+    fraction=st.sampled_from([0.0, 0.05, 0.3, 0.77, 1.0]),
+)
+def test_the_steps_of_a_budget_in_tokens_are_those_that_the_ranks_take(
+    tokens: int, length: int, quanta: int, quantum: int, fraction: float
+) -> None:
+    config = make(
+        "data.sources=[builtin]",
+        f"schedule.tokens={tokens}",
+        f"data.sequence_length={length}",
+        f"batch.global_size={quanta * quantum}",
+        f"batch.ramp_quantum={quantum}",
+        f"batch.ramp_fraction={fraction}",
+        base=(),
+    )
+    steps = samples = 0
+    while (progress := progress_at(config, steps, samples, 0.0)) < 1.0:
+        samples += batch_at(config.batch, progress)
+        steps += 1
+    assert expected_steps(config) == steps

@@ -1,0 +1,116 @@
+"""The memory estimate of a rank beside what it may have: what is refused, what is warned of, what is let go."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from bert_dp.config import Config, ConfigError, load_config, resolve
+from bert_dp.cost import memory_estimate_gib
+from launcher import environment, training
+from launcher.environment import Environment, Gpu
+
+OPTIONS = ("run.device=cpu", "precision=fp32")
+MACHINE = environment.probe()
+
+
+def small() -> Config:
+    return load_config(training.find_config("quickstart", None), OPTIONS)
+
+
+def host(gib: float) -> Environment:
+    return dataclasses.replace(MACHINE, memory_available_gib=gib, memory_limit_gib=None, gpus=())
+
+
+@pytest.fixture
+def dry_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Callable[..., tuple[tuple[str, ...], str]]:
+    """`train --dry-run` of the quickstart on a machine: (issues, output)."""
+
+    def run(
+        machine: Environment, *more: str, ranks: int = 2, force: bool = False, device: str = "cpu"
+    ) -> tuple[tuple[str, ...], str]:
+        monkeypatch.setattr(environment, "probe", lambda *_: machine)
+        issues: tuple[str, ...] = ()
+        try:
+            code = training.train(
+                None,
+                [*OPTIONS, f"run.device={device}", *more],
+                nproc=str(ranks),
+                run_dir=tmp_path / "run",
+                resume="auto",
+                dry_run=True,
+                console=Console(width=400),
+                force=force,
+            )
+            assert code == 0
+        except ConfigError as error:
+            issues = error.issues
+        assert not (tmp_path / "run").exists()
+        return issues, capsys.readouterr().out
+
+    return run
+
+
+Dry = Callable[..., tuple[tuple[str, ...], str]]
+
+
+def parts() -> dict[str, float]:
+    return memory_estimate_gib(small(), "fp32", 2)
+
+
+def test_a_model_whose_state_alone_is_too_large_is_refused(dry_run: Dry) -> None:
+    state = sum(parts()[name] for name in ("weights", "gradients", "optimizer"))
+    issues, told = dry_run(host(2 * state * 0.99))
+    assert len(issues) == 1
+    assert "weights, gradients and optimizer state take" in issues[0]
+    assert "--force" in issues[0]
+    assert "memory  about" in told, "the dry run shows what it refuses"
+
+
+@pytest.mark.parametrize(
+    ("times", "refused", "warned"), [(1.26, 1, 0), (1.24, 0, 1), (1.01, 0, 1), (0.99, 0, 0)]
+)
+def test_the_total_is_compared_with_a_share_of_the_host(
+    dry_run: Dry, times: float, refused: int, warned: int
+) -> None:
+    issues, told = dry_run(host(2 * sum(parts().values()) / times))
+    lines = [line for line in told.splitlines() if line.startswith("warning: batch.micro_size")]
+    assert (len(issues), len(lines)) == (refused, warned)
+    for line in (*issues, *lines):
+        assert "this machine / 2 ranks" in line
+        found = re.search(r"--set batch.micro_size=(\d+)", line)
+        assert found is not None, line
+        batch = {"micro_size": int(found[1])}
+        fits = memory_estimate_gib(resolve([small().model_dump(mode="json"), {"batch": batch}]), "fp32", 2)
+        assert sum(fits.values()) < sum(parts().values()) / times
+
+
+def test_force_makes_it_a_warning(dry_run: Dry) -> None:
+    for gib in (1e-6, 2 * sum(parts().values()) / 2):
+        issues, told = dry_run(host(gib), force=True)
+        assert issues == ()
+        assert len([line for line in told.splitlines() if line.startswith("warning: ")]) == 1
+
+
+def test_a_gpu_is_judged_by_what_is_free_of_it(dry_run: Dry) -> None:
+    def machine(free: float | None, total: float | None = 100.0) -> Environment:
+        gpus = (Gpu(0, "a", total, None, free_gib=free), Gpu(1, "a", total, None, free_gib=100.0))
+        return dataclasses.replace(host(1e-6), gpus=gpus)
+
+    assert dry_run(machine(50.0), device="cuda")[0] == ()
+    issues, _ = dry_run(machine(0.01), device="cuda")
+    assert "of GPU 0" in issues[0] or "a rank's 0.0 GiB" in issues[0]
+    assert dry_run(machine(0.01), device="cuda", ranks=1)[0]
+    assert dry_run(machine(None, None), device="cuda", ranks=1)[0] == (), "not known: nothing is said"
+
+
+def test_what_cannot_be_loaded_is_refused_however_many_layers(dry_run: Dry) -> None:
+    issues, _ = dry_run(host(64.0), "model.num_layers=10000", "model.hidden_size=4096", "model.num_heads=32")
+    assert len(issues) == 1
