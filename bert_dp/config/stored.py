@@ -1,4 +1,4 @@
-"""What the readers of stored files share: bytes of a regular file, types, and the wording of what is wrong."""
+"""What the readers of stored files share: a regular file, types, and the wording of what is wrong."""
 
 from __future__ import annotations
 

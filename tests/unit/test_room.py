@@ -1,4 +1,4 @@
-"""The memory estimate of a rank beside what it may have: what is refused, what is warned of, what is let go."""
+"""The memory estimate of a rank beside what it may have: what is refused, and what is warned of."""
 
 from __future__ import annotations
 

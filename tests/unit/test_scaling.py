@@ -14,9 +14,10 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.cost import memory_estimate_gib
 from launcher import environment, outdir
+from launcher.room import STATE
 from launcher.scaling import stats
 from launcher.scaling.benchmark import FIXED, identity, plan_facts
-from launcher.scaling.grid import STATE, Grid, Settings, modes_of, parse_engines
+from launcher.scaling.grid import Grid, Settings, modes_of, parse_engines
 from launcher.scaling.measure import Progress, cores_of
 from launcher.scaling.raw import ended, result, run_dir
 from launcher.scaling.reduce import collect
