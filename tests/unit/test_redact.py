@@ -20,7 +20,7 @@ from launcher.environment import Environment
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
 FORMED = (  # (text, the secret in it)
     ("get https://user:pa55@word@host/x failed", "user:pa55@word"),
-    ("data.path: /home/me/https:/user:pa55@host/x", "user:pa55"),
+    ("data.path: /data/me/https:/user:pa55@host/x", "user:pa55"),
     ("postgres://u:pw1@db:5432/x", "u:pw1"),
     ("//me:geheim@nas/share", "me:geheim"),
     ("https://0123456789abcdef0123@host/x", "0123456789abcdef0123"),
