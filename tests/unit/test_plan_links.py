@@ -44,6 +44,7 @@ def test_tensor_parallel_neighbours_share_node_and_nics() -> None:
     assert (halves.gpus_per_node, halves.nics, halves.bus_gb_s(4)) == (2, 2, 10)
     assert NODES.replicas(8).gpus_per_node == 1
     assert NODE.replicas(2) == Fabric(2, NEAR)
+    assert Fabric(5, NEAR).replicas(2) == Fabric(2, NEAR)
 
 
 @pytest.mark.parametrize(("kind", "times"), [("all_reduce", 2), ("all_gather", 1), ("reduce_scatter", 1)])

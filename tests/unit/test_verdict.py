@@ -175,6 +175,12 @@ def test_the_greatest_of_several_losses_is_the_verdict_and_the_others_follow_by_
     assert "; also hardware ceiling: 4 independent copies reach 85.0 %" in told["evidence"]
 
 
+def test_a_straggler_counts_by_what_the_others_wait() -> None:
+    """1 - 1 / 1.25 = 20 % is below the ceiling's 30 %."""
+    told = judge(cell(straggler_rank=1, straggler_ratio=1.25, ceiling_efficiency=0.7), [])
+    assert told["verdict"] == "hardware ceiling"
+
+
 def test_a_loss_goes_before_a_good_efficiency_and_before_an_interval_that_reaches_one() -> None:
     good = {"efficiency": 0.97, "efficiency_ci95": [0.9, 1.05], "data_wait_fraction": 0.06}
     assert judge(cell(**good), [])["verdict"] == "loader-bound"
@@ -191,6 +197,11 @@ def test_a_synthetic_twin_tells_what_the_loader_costs() -> None:
     assert less["verdict"] == "loader-bound"
     slight = judge(cell(data_wait_fraction=0.06), [twin(0.96, [0.95, 0.97])])
     assert "4.0 % faster without the loader" in slight["evidence"]
+
+
+def test_a_twin_saves_its_share_of_the_cells_own_step() -> None:
+    told = judge(cell(step_time_s={"mean": 2.0, "ci95": [1.9, 2.1]}), [twin(1.5, [1.4, 1.6])])
+    assert "25.0 % faster without the loader" in told["evidence"]
 
 
 @pytest.mark.parametrize(
@@ -238,6 +249,8 @@ def test_an_engine_whose_interval_overlaps_is_not_called_slower(second: list[flo
     }
     unknown = [engine("a", 10.0, None), engine("b", 8.0, [1.2, 1.3])]
     assert verdicts({"cells": unknown})[-1]["verdict"] == "no claim: intervals overlap"
+    fast = [engine("a", 10.0, [0.5, 0.6]), engine("b", 8.0, None)]
+    assert verdicts({"cells": fast})[-1]["verdict"] == "no claim: intervals overlap"
 
 
 def test_engines_are_compared_by_the_time_of_a_sequence() -> None:

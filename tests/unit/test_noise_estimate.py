@@ -1,0 +1,221 @@
+"""The gradient noise scale against its formulas, and what of a step its norms are, without ranks."""
+
+import itertools
+import json
+import math
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bert_dp.config import Config, resolve
+from bert_dp.noise import NormPairs, estimate, of_run
+
+# --- the estimate
+
+
+def moments(values_2N: Sequence[Sequence[float]]) -> tuple[list[float], list[list[float]]]:
+    """Means, and their covariance from sums over 20 stretches: B / (B - 1) / n^2 x their products."""
+    n = len(values_2N[0])
+    means = [math.fsum(row) / n for row in values_2N]
+    cuts = [i * n // 20 for i in range(21)]
+    sums = [
+        [sum(x - mean for x in row[a:b]) for a, b in itertools.pairwise(cuts)]
+        for row, mean in zip(values_2N, means, strict=True)
+    ]
+    return means, [[20 / 19 / n**2 * sum(map(float.__mul__, a, b)) for b in sums] for a in sums]
+
+
+@pytest.mark.parametrize("steps", [50, 67, 200])
+def test_figures_and_intervals_are_those_of_the_formulas(steps: int) -> None:
+    draw = random.Random(steps)
+    small = [13 + draw.gauss(0, 1) for _ in range(steps)]
+    big = [5 + draw.gauss(0, 0.5) for _ in range(steps)]
+    found = estimate(small, big, 2, 10)
+    grads = [(10 * y - 2 * x) / 8 for x, y in zip(small, big, strict=True)]
+    traces = [(x - y) / (1 / 2 - 1 / 10) for x, y in zip(small, big, strict=True)]
+    (grad, trace), ((var, cov), (_, var_trace)) = moments([grads, traces])
+    assert (found.steps, found.verdict, found.why) == (steps, "ok", None)
+    assert (found.grad_sq, found.trace) == (pytest.approx(grad), pytest.approx(trace))
+    assert found.noise_scale == pytest.approx(trace / grad)
+    half = 2.093 * math.sqrt(var)
+    assert found.grad_sq_interval == pytest.approx((grad - half, grad + half))
+    assert found.interval is not None
+    assert found.interval[0] < trace / grad < found.interval[1]
+    for x in found.interval:  # Fieller: where the difference is just t deviations
+        variance = var_trace - 2 * x * cov + x * x * var
+        assert (trace - x * grad) ** 2 == pytest.approx(2.093**2 * variance, rel=1e-6)
+
+
+DEVIATION = math.sqrt(20 / 19 / 60**2 * 20 * 3**2)
+"""Of the mean of 60 steps that are one above and one below it in turns of three."""
+TURNS = [1.0 if k // 3 % 2 else -1.0 for k in range(60)]
+
+
+@pytest.mark.parametrize(("sigmas", "ok"), [(3.57, False), (3.59, True)])
+def test_either_figure_must_be_above_zero_at_99_9_per_cent(sigmas: float, ok: bool) -> None:
+    mean = sigmas * DEVIATION
+    big = [5 + mean + turn for turn in TURNS]
+    found = estimate([x + 5 for x in big], big, 1, 2)  # |G|^2 = 2 y - x, tr = 2 (x - y) = 10
+    assert (found.verdict == "ok") == ok
+    assert found.why == (None if ok else "|G|^2 is not above 0 at 99.9 % over 60 steps")
+    assert found.trace == pytest.approx(10)
+    assert (found.interval is not None, found.noise_scale is not None) == (ok, ok)
+    big = [3 + (mean + turn) / 2 for turn in TURNS]
+    found = estimate([2 * x - 3 for x in big], big, 1, 2)  # |G|^2 = 3, tr = 2 (y - 3)
+    assert (found.verdict == "ok") == ok
+    assert found.why == (None if ok else "tr(Sigma) is not above 0 at 99.9 % over 60 steps")
+    assert found.grad_sq == pytest.approx(3)
+
+
+def test_too_little_says_nothing_and_a_figure_of_nothing_neither() -> None:
+    few = estimate([13.0] * 49, [5.0] * 49, 2, 10)
+    assert (few.steps, few.verdict, few.why) == (49, "inconclusive", "49 measured steps, fewer than 50")
+    assert (few.noise_scale, few.interval, few.grad_sq, few.trace) == (None, None, None, None)
+    assert estimate([13.0] * 50, [5.0] * 50, 2, 10).verdict == "ok"
+    none = estimate([2.0] * 50, [1.0] * 50, 1, 2)  # |G|^2 = 0
+    assert (none.verdict, none.grad_sq, none.grad_sq_interval) == ("inconclusive", 0.0, (0.0, 0.0))
+    for big in (2, [10] * 49 + [2]):
+        with pytest.raises(ValueError, match=r"^the small batch must be below the big one$"):
+            estimate([13.0] * 50, [5.0] * 50, 2, big)
+
+
+def test_the_figure_of_a_run_is_of_its_last_200_steps(tmp_path: Path) -> None:
+    line = {"step": 1, "small_batch": 2, "big_batch": 10, "small_sq": [13.0] * 60, "big_sq": [5.0] * 60}
+    other = {**line, "big_batch": 5, "big_sq": [7.0] * 60}
+    before = {**line, "small_sq": [99.0] * 80}
+    (tmp_path / "noise.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (before, line, other, line)))
+    found = of_run(tmp_path)
+    assert found.steps == 200
+    assert found.noise_scale != pytest.approx(20 / 3)  # 20 steps of the first line are left
+    (tmp_path / "noise.jsonl").write_text(
+        "".join(json.dumps(x) + "\n" for x in (before, line, other, line, line))
+    )
+    assert of_run(tmp_path).noise_scale == pytest.approx(20 / 3)
+    assert of_run(tmp_path / "none").why == "0 measured steps, fewer than 50"
+
+
+# --- the norms
+
+
+class Others:
+    """A Comm whose other ranks say `parts`."""
+
+    def __init__(self, *parts: list[float]):
+        self._parts = parts
+
+    def gather(self, values: Sequence[float]) -> Tensor:
+        return torch.tensor([list(values), *self._parts], dtype=torch.float64)
+
+
+def config(noise_scale: bool = True) -> Config:
+    batch = {"global_size": 12, "micro_size": 3}
+    log = {"noise_scale": noise_scale}
+    return resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 1}, "batch": batch, "log": log}])
+
+
+def parameters() -> torch.optim.Optimizer:
+    """Two tensors with a gradient of norm 5 together, and one without."""
+    made = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+    made[0].grad, made[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([0.0, 4.0])
+    return torch.optim.SGD([{"params": made[:1]}, {"params": made[1:]}], lr=0.1)
+
+
+def lone(pairs: NormPairs, norm: float, micros: int, scaler: Any = None) -> None:
+    optimizer = parameters()
+    for _ in range(micros):
+        pairs.end_micro(optimizer, scaler)
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                p.grad = None if p.grad is None else p.grad + 100  # only the first micro batch counts
+    pairs.end_step(torch.tensor(norm))
+
+
+def drained(pairs: NormPairs, step: int, *parts: list[float]) -> list[dict[str, Any]]:
+    return pairs.drain(Others(*parts), step)  # type: ignore[arg-type]
+
+
+def test_a_lone_replicas_first_micro_batch_stands_for_the_mean() -> None:
+    pairs = NormPairs(config(), 1)
+    lone(pairs, 7.0, micros=2)
+    (line,) = drained(pairs, 4)
+    assert line == {"step": 4, "small_batch": 3, "big_batch": 6, "small_sq": [100.0], "big_sq": [49.0]}
+    assert drained(pairs, 4) == []  # they have been told
+
+
+def test_a_loss_scale_is_taken_out() -> None:
+    pairs = NormPairs(config(), 1)
+    lone(pairs, 7.0, micros=2, scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+    lone(pairs, 7.0, micros=2)  # and is that of its own step alone
+    (line,) = drained(pairs, 2)
+    assert line["small_sq"] == [100.0 / 16, 100.0]
+
+
+def test_of_several_replicas_the_small_batch_is_a_replicas_own() -> None:
+    """Two parts of a gradient, 6 and 8; half of the mean is held before the reduction. The other: 500."""
+    pairs = NormPairs(config(), 2, share=0.5)
+    optimizer = parameters()
+    for norm in (4.0, 5.0):
+        pairs.end_micro(optimizer, None)
+        pairs.end_micro(optimizer, None)
+        pairs.reducing(torch.tensor([6.0, 0.0]))
+        pairs.reducing(torch.tensor([8.0]))
+        pairs.end_step(torch.tensor(norm))
+    (line,) = drained(pairs, 11, [500.0, 600.0])
+    assert line == {
+        "step": 11,
+        "small_batch": 6,
+        "big_batch": 12,
+        "small_sq": [450.0, 500.0],
+        "big_sq": [16.0, 25.0],
+    }
+    whole = NormPairs(config(), 2)
+    whole.end_micro(optimizer, None)
+    whole.reducing(torch.tensor([3.0, 4.0]))
+    whole.end_step(torch.tensor(1.0))
+    assert drained(whole, 1, [25.0])[0]["small_sq"] == [25.0]
+
+
+def test_a_bucket_is_measured_before_it_is_reduced() -> None:
+    class Bucket:
+        def buffer(self) -> Tensor:
+            return torch.tensor([3.0, 4.0])
+
+    pairs = NormPairs(config(), 2)
+    hook = pairs.before(lambda state, bucket: (state, bucket))
+    bucket = Bucket()
+    assert hook("state", bucket) == ("state", bucket)
+    assert hook.__annotations__ == {}
+    pairs.end_micro(parameters(), None)
+    pairs.end_step(torch.tensor(1.0))
+    assert drained(pairs, 1, [25.0])[0]["small_sq"] == [25.0]
+
+
+def test_a_line_is_of_one_batch_and_leaves_out_what_says_nothing() -> None:
+    pairs = NormPairs(config(), 1)
+    for norm, micros in ((1.0, 2), (math.inf, 2), (3.0, 2), (4.0, 3), (5.0, 1), (6.0, 2), (math.nan, 4)):
+        lone(pairs, norm, micros)
+    assert [(e["step"], e["big_batch"], e["big_sq"]) for e in drained(pairs, 10)] == [
+        (6, 6, [1.0, 9.0]),
+        (7, 9, [16.0]),
+        (9, 6, [36.0]),
+    ]
+
+
+def test_forgotten_and_off_is_nothing() -> None:
+    pairs = NormPairs(config(), 1)
+    lone(pairs, 1.0, micros=2)
+    pairs.end_micro(parameters(), None)  # the open step
+    pairs.clear()
+    assert drained(pairs, 1) == []
+    lone(pairs, 1.0, micros=2)
+    assert drained(pairs, 1)[0]["big_batch"] == 6
+    off = NormPairs(config(noise_scale=False), 2)
+    off.reducing(torch.ones(2))
+    off.end_micro(parameters(), None)
+    off.end_step(torch.tensor(1.0))
+    assert drained(off, 1) == []
