@@ -122,8 +122,8 @@ class Fabric:
         bus = self.bus_gb_s(ranks) * GB
         local = min(ranks, self.gpus_per_node)
         outside = local * size * (ranks - local) / ranks
-        near, far = self._protocols(ranks)[0]
-        return (far.start if outside else near.start) + (outside or size * (local - 1) / ranks) / bus
+        _, slowest = self._protocols(ranks)[0]
+        return slowest.start + (outside or size * (local - 1) / ranks) / bus
 
     def _protocols(self, ranks: int) -> list[tuple[Protocol, Protocol]]:
         """Those that both levels know: (within a node, between nodes)."""
