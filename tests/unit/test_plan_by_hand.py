@@ -137,7 +137,7 @@ def test_blocks_are_ready_at_even_steps_and_the_embedding_at_the_end() -> None:
         ("ddp", 4, 1, 3, 1000 + 1000 + 2000),
         ("zero1", 4, 1, 3, 1000 + 1000 + 500),
         ("fsdp", 4, 1, 1, 250 + 250 + 500),
-        ("fsdp", 4, 1, 3, 250 + 1000 + 500),
+        ("fsdp", 4, 1, 2, 250 + 1000 + 500),
         ("ddp", 4, 2, 1, 500 + 500 + 1000),
         ("zero1", 4, 2, 1, 500 + 500 + 500),  # over the two replicas, not the four ranks
     ],

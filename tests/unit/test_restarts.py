@@ -179,6 +179,7 @@ def test_elastic_follows_the_gpus_that_are_left(tmp_path: Path, monkeypatch: pyt
     assert restarts.ranks_left(free, 4, RAISED) == 3
     assert restarts.ranks_left(free, 3, KILLED) == 2
     assert restarts.ranks_left(config(global_size=7), 1, KILLED) == 1
+    assert restarts.ranks_left(config(), 4, RAISED) == 4  # of a run on the CPU they say nothing
 
 
 def test_the_wait_ends_with_a_stop_signal_and_leaves_the_handlers() -> None:

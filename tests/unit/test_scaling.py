@@ -12,7 +12,7 @@ import pytest
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, resolve
-from bert_dp.cost import memory_estimate_gib
+from bert_dp.cost import flops_per_token, memory_estimate_gib
 from launcher import environment, outdir
 from launcher.room import STATE
 from launcher.scaling import stats
@@ -237,8 +237,11 @@ def write_run(
     status: str = "done",
     steps: int = 8,
     own: list[float] | None = None,
+    pace: tuple[float, ...] = (),
+    loss: float = 4.0,
+    **summary: Any,
 ) -> None:
-    """The records of a run whose steps all take `step_s`, after two slow ones."""
+    """The records of a run whose steps all take `step_s`, x `pace` of the rank, after two slow ones."""
     directory.mkdir(parents=True)
     facts = {
         "status": status,
@@ -246,6 +249,7 @@ def write_run(
         "device": "CPU",
         "compiled": False,
         "tokens": steps * cell.global_batch * 16,
+        **summary,
     }
     record.write_json(
         directory / "summary.json",
@@ -253,7 +257,7 @@ def write_run(
     )
     (directory / "steps").mkdir()
     for rank in range(cell.world_size):
-        times = [9.0, 9.0] + [step_s] * (steps - 2)
+        times = [9.0, 9.0] + [step_s * (pace[rank] if pace else 1.0)] * (steps - 2)
         line = {
             "step": steps,
             "step_s": times,
@@ -267,7 +271,7 @@ def write_run(
         }
         record.append_line(directory / "steps" / f"rank-{rank}.jsonl", line)
     for step in (4, 8):
-        facts = {"step": step, "tokens": step * cell.global_batch * 16, "loss": 4.0 - step / 10}
+        facts = {"step": step, "tokens": step * cell.global_batch * 16, "loss": loss - step / 10}
         record.append_line(directory / "metrics.jsonl", facts)
 
 
@@ -315,6 +319,67 @@ def test_figures_follow_from_the_records(collected: dict[str, Any]) -> None:
     )
     assert collected["status"] == "partial"
     json.dumps(collected, allow_nan=False)
+
+
+def cells_of(out: Path, made: Grid) -> dict[str, Any]:
+    return {cell["id"]: cell for cell in collect(made, out, facts={})["cells"]}
+
+
+def test_figures_of_a_gpu_have_their_denominators(tmp_path: Path) -> None:
+    """MFU is over the peaks of all GPUs, memory the greatest of all ranks, energy per million tokens."""
+    made = grid(gpus=(2,), modes=("strong",), engines=("ddp",))
+    gpu = {"device": "NVIDIA H100 80GB HBM3", "precision": "bf16", "energy_j": 50.0, "tokens": 4000}
+    for cell in made.cells:
+        for repeat in range(2):
+            write_run(run_dir(tmp_path, cell, repeat), cell, 0.5, **gpu)
+    record.write_json(tmp_path / "peak.json", {"matmul_flops": 600e12})
+    ddp = cells_of(tmp_path, made)["strong-ddp-n2"]
+    flops = 32 * 16 / 0.5 * flops_per_token(made.config.model, 16, made.config.objective.mask_rate)
+    assert ddp["tokens_per_s_per_gpu"] == pytest.approx(32 * 16 / 0.5 / 2)
+    assert (ddp["mfu"], ddp["mamfu"]) == pytest.approx((flops / (2 * 989e12), flops / (2 * 600e12)))
+    assert (ddp["energy_j"], ddp["energy_j_per_mtoken"]) == pytest.approx((50.0, 50.0 / 0.004))
+    assert ddp["peak_memory_gib"] == 2.0
+    assert ddp["launch_fraction"] == pytest.approx(1.0)
+
+
+def test_a_job_is_as_fast_as_its_slowest_rank_and_copies_as_their_sum(tmp_path: Path) -> None:
+    made = grid(gpus=(2,), modes=("strong",), engines=("ddp",))
+    for cell in made.cells:
+        for repeat in range(2):
+            write_run(run_dir(tmp_path, cell, repeat), cell, 1.0, pace=(1.0, 1.5)[: cell.world_size])
+    cells = cells_of(tmp_path, made)
+    ddp, ceiling = cells["strong-ddp-n2"], cells["strong-ceiling-n2"]
+    assert ddp["tokens_per_s"] == pytest.approx(ddp["global_batch"] * 16 / 1.5)
+    each = ceiling["global_batch"] / 2 * 16
+    assert ceiling["tokens_per_s"] == pytest.approx(each / 1.0 + each / 1.5)
+
+
+def test_the_interval_of_an_efficiency_has_the_errors_of_both_cells(tmp_path: Path) -> None:
+    """Both cells' repeats differ by as much, and by chance: it is no interval of one value."""
+    made = grid(gpus=(2,), modes=("strong",), engines=("ddp",), repeats=3)
+    for cell in made.cells:
+        for repeat in range(3):
+            seconds = (1.0 + 0.05 * repeat) / cell.world_size / (0.8 if cell.world_size > 1 else 1.0)
+            write_run(run_dir(tmp_path, cell, repeat), cell, seconds)
+    ddp = cells_of(tmp_path, made)["strong-ddp-n2"]
+    low, high = ddp["efficiency_ci95"]
+    assert ddp["efficiency"] == pytest.approx(0.8)
+    # the spread of one cell, +- 5 % x 4.303 / 1.960 x sqrt(3 / 2) at both ends, and more with two
+    assert low < 0.8 / 1.13
+    assert high > 0.8 * 1.13
+
+
+@pytest.mark.parametrize(("off", "agrees"), [(0.5e-4, True), (2e-4, False)])
+def test_losses_agree_within_the_precisions_tolerance(tmp_path: Path, off: float, agrees: bool) -> None:
+    """1e-4 of the loss in fp32; the last logged one is 3.2."""
+    made = grid(gpus=(2,), modes=("strong",), engines=("ddp",))
+    for cell in made.cells:
+        for repeat in range(2):
+            loss = 4.0 + 3.2 * off * (cell.world_size - 1)
+            write_run(run_dir(tmp_path, cell, repeat), cell, 1.0, loss=loss)
+    ddp = cells_of(tmp_path, made)["strong-ddp-n2"]
+    assert (ddp["loss_agrees"], ddp["loss_deviation"]) == (agrees, pytest.approx(off))
+    assert any("not the same model" in flag for flag in ddp["flags"]) != agrees
 
 
 def test_a_rank_that_works_longer_is_named_over_enough_steps(tmp_path: Path) -> None:
@@ -434,6 +499,12 @@ def made_cell(**facts: Any) -> dict[str, Any]:
         ),
         ({"ceiling_efficiency": None, "communication_efficiency": None}, "no single cause", "no ceiling"),
         ({"status": "failed", "cause": "rank 1: ValueError"}, "failed", "ValueError"),
+        # a rank 1.5 x as slow costs a third, which is less than 40 %
+        (
+            {"communication_efficiency": 0.6, "straggler_rank": 2, "straggler_ratio": 1.5},
+            "communication-bound",
+            "also straggler rank 2",
+        ),
         (
             {"communication_efficiency": 0.8, "ceiling_efficiency": 0.7},
             "hardware ceiling",
@@ -463,6 +534,19 @@ def test_an_engine_is_called_faster_only_where_intervals_part(second: list[float
     told = verdicts({"cells": [made_cell(), other]})[-1]
     assert told["cell"] == "c"
     assert told["verdict"].startswith(claim)
+
+
+def test_engines_are_compared_by_the_time_of_a_sequence() -> None:
+    """Half the batch in nearly the same time is half as fast, though its step is the shorter one."""
+    half = made_cell(
+        id="d",
+        engine="zero1",
+        tokens_per_s=5.5,
+        global_batch=4,
+        step_time_s={"mean": 0.91, "ci95": [0.9, 0.92]},
+    )
+    told = verdicts({"cells": [made_cell(), half]})[-1]
+    assert (told["cell"], told["verdict"]) == ("c", "fastest of 2 at N = 4")
 
 
 @pytest.mark.parametrize(
