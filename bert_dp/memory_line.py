@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from bert_dp import cost
+from bert_dp import cost, record
 from bert_dp.building import choose_precision
 from bert_dp.config import Config, ConfigError, load_config
 from bert_dp.lifeline import follow_launcher
@@ -152,7 +152,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError([f"RANKS b1 b2: {' '.join(numbers)}, needs 1 <= RANKS and 1 <= b1 < b2"])
         line = memory_line(load_config(path), ranks, (low, high))
     except ConfigError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(record.printable(f"error: {error}\n"))
         return 2
     sys.stdout.write(json.dumps(line) + "\n")
     return 0

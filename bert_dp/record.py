@@ -51,6 +51,7 @@ SECRET_PART = re.compile(
 NAME_PART = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 NO_SECRETS = ("PWD", "OLDPWD")  # the shell's own: the current folder and the one before
 USER_INFO = r"/(?<=[:/]/)([^\s/?#\"'<>:@]{,256}:[^\s/\"'<>]{1,256})@"  # also where a path has lost a slash
+HEADER = r"[\"']?\s{,3}[:=]\s{,3}[\"']?(?:(?i:bearer|basic|digest|token)\s{1,3})?([^\s\"',;]{6,2000})"
 # what shows by its form that it is a secret: the group where there is one, else the whole match. A text
 # without the mark, in lower case, holds none. Each is bounded, so that a file can be searched in pieces
 SECRET_FORMS = (
@@ -61,12 +62,11 @@ SECRET_FORMS = (
     ("gh", r"gh(?<![A-Za-z0-9]gh)[pousr]_[A-Za-z0-9]{16,256}"),
     ("github_pat_", r"github_pat_\w{16,256}"),
     ("akia", r"AKIA(?<![A-Za-z0-9]AKIA)[A-Z0-9]{16}(?![A-Za-z0-9])"),
-    (
-        "authorization",
-        r"(?i)authorization[\"']?\s{,3}[:=]\s{,3}[\"']?(?:(?:bearer|basic|digest|token)\s{1,3})?"
-        r"([^\s\"',;]{6,2000})",
+    *(("authorization", letters + HEADER) for letters in ("uthorization", "UTHORIZATION")),
+    *(
+        ("bearer", rf"{letters}\s{{1,3}}((?=\S{{,256}}\d)[\w.~+/=-]{{12,2000}})")
+        for letters in ("earer", "EARER")
     ),
-    ("bearer", r"(?i)bearer\s{1,3}((?=\S{,256}\d)[\w.~+/=-]{12,2000})"),
 )
 LONGEST_FORM = 4096  # characters
 # what may not reach a terminal, XML or UTF-8: sequences for a terminal, the characters that begin one, and

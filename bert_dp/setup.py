@@ -47,7 +47,7 @@ def say(comm: dist.Comm, text: str) -> None:
     """A line of rank 0's log; the launcher shows it."""
     if comm.world.rank == 0:
         with contextlib.suppress(OSError):  # the log's disk is full: no reason to end the run
-            sys.stdout.write(text + "\n")
+            sys.stdout.write(record.printable(text) + "\n")
             sys.stdout.flush()
 
 

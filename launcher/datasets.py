@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from bert_dp.config import ConfigError, resolve
 from launcher import processes, report
+from launcher.redact import secrets, setting_issues
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -32,6 +33,9 @@ def build(
 
     if processes_ is not None and processes_ < 1:
         raise ConfigError([f"--processes: {processes_} is below 1"])
+    texts = {"SOURCES": " ".join(sources), "--out": str(out), "--tokenizer": tokenizer}
+    if issues := setting_issues(texts, secrets(sys.argv)):  # the manifest names them
+        raise ConfigError(issues)
     config = resolve(
         [
             {

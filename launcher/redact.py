@@ -77,19 +77,19 @@ def ordinary_secrets(environ: Mapping[str, str] = os.environ) -> list[str]:
 
 
 def setting_issues(settings: Mapping[str, str | None], hidden: Mapping[str, str]) -> list[str]:
-    """Settings that hold a secret and would be written to config.yaml; one line each, without the secret."""
+    """Settings that hold a secret and would be written to a file; one line each, without the secret."""
     issues = []
     for setting, text in settings.items():
         names = dict.fromkeys(name for value, name in hidden.items() if text and value in text)
         issues += [
-            f"{setting}: holds the value of {name}, by its name a secret, and the run directory would keep "
-            f"it; use a path without it, or unset {name}"
+            f"{setting}: holds the value of {name}, by its name a secret, and would be written down; use a "
+            f"path without it, or unset {name}"
             for name in names
         ]
-        if text and not names and hide(text) != text:
+        if text and not names and (shown := hide(text)) != text:
             issues.append(
-                f"{setting}: holds a password or a token ({hide(text)}), and the run directory would keep "
-                "it; use a path without it"
+                f"{setting}: {shown} holds a password or a token, and would be written down; use a path "
+                "without it"
             )
     return issues
 

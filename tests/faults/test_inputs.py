@@ -162,6 +162,16 @@ SECRETS = {
     "MY_SECRET": "gr\u00fc\u00dfe-geheim",
     "DB_PASSWORD": "123456789",
     "WANDB_API_KEY": "0f1e2d3c4b5a",
+    "DB_PWD": "p@55/w0rd",
+    "SLACK_WEBHOOK": "https://hooks.example/T0/B0/x1",
+    "LAST_ORDER": "ghp_0123456789abcdefghijABCDEFGHIJ012345",  # by its form
+}
+ORDINARY = {
+    "MY_KEY": "status",
+    "A_PASSWORD": "memory",
+    "B_TOKEN": "torchrun",
+    "C_AUTH": "done",
+    "D_PAT": "ddp",
 }
 LEAK = """
 import os, sys
@@ -169,8 +179,7 @@ if os.environ.get("RANK") == "1" and "bert_dp.worker" in sys.orig_argv:
     from bert_dp import train
     plain = train.train_step
     def train_step(*arguments, **options):
-        names = ("HF_TOKEN", "api_key", "MY_SECRET", "DB_PASSWORD", "WANDB_API_KEY")
-        values = [os.environ[name] for name in names]
+        values = [os.environ[name] for name in os.environ["LEAKED"].split()]
         print("request failed:", *values, "x" * (1 << 20), *values, flush=True)
         raise RuntimeError("401 for " + " ".join(values))
     train.train_step = train_step
@@ -189,21 +198,33 @@ def leaks(run_dir: Path) -> list[str]:
 
 
 def test_row_23_no_file_of_a_run_holds_a_secret(tmp_path: Path, shards: Path) -> None:
+    """Nor does a word that is called one change what the run says of itself, nor is a file of the user's."""
     run_dir = tmp_path / "run"
-    done = train(shards, run_dir, **SECRETS)
+    run_dir.mkdir(mode=0o700)
+    (run_dir / ".env").write_text(f"HF_TOKEN={SECRETS['HF_TOKEN']}\n")
+    done = train(shards, run_dir, **SECRETS, **ORDINARY)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert leaks(run_dir) == []
+    assert done.stderr.count("by name a secret, but a plain word") == 1
+    assert leaks(run_dir) == [".env: HF_TOKEN"]
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["status"], summary["exit_code"]) == ("done", 0)
+    assert summary["peak_memory_gib"] > 0
+    for name in ("summary.json", "environment.json", "report.html"):
+        assert "redacted" not in (run_dir / name).read_text()
     assert run_dir.stat().st_mode & 0o777 == 0o700
     assert not [v for v in SECRETS.values() if v in done.stdout + done.stderr]
 
 
 def test_row_23_nor_one_of_a_failed_run_whose_error_and_log_held_them(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    done = train(shards, run_dir, "compile=off", **SECRETS, PYTHONPATH=with_site(tmp_path, LEAK))
+    environ = {**SECRETS, "LEAKED": " ".join(SECRETS), "PYTHONPATH": with_site(tmp_path, LEAK)}
+    done = train(shards, run_dir, "compile=off", **environ)
     assert done.returncode == 1, done.stdout + done.stderr
     assert "401 for" in (run_dir / "logs" / "rank-1.error.json").read_text()  # the fault did happen
     assert "request failed:" in (run_dir / "logs" / "rank-1.log").read_text()
     assert "401 for" in (run_dir / "summary.json").read_text()
+    assert "401 for" in done.stdout
+    assert not [v for v in SECRETS.values() if v in done.stdout + done.stderr]
     assert leaks(run_dir) == []
     assert bert_dp("report", str(run_dir)).returncode == 0
     assert leaks(run_dir) == []

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_dp.config import load_config, setting_paths
+from bert_dp.config import ConfigError, load_config, setting_paths
 from bert_dp.record import Summary, hide, is_secret, secret_values
-from launcher import page, redact, training
+from launcher import datasets, page, redact, training
 from launcher.environment import Environment
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
@@ -265,9 +265,24 @@ def test_settings_that_hold_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     data = config.data.model_copy(update={"sources": ("https://me:hunter2@host/corpus.txt",)})
     config = training.absolute(config.model_copy(update={"data": data}))
     (issue,) = training.exposure_issues(config, tmp_path)
-    assert issue.startswith("data.sources: holds a password or a token (")
-    assert "<redacted>@host" in issue
+    assert issue.startswith("data.sources: ")
+    assert "<redacted>@host/corpus.txt holds a password or a token" in issue
     assert "hunter2" not in issue
+
+
+def test_sources_of_shards_that_hold_one(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"SOURCES: s3://<redacted>@host/x.txt holds a password"):
+        datasets.build(
+            ["s3://me:hunter2@host/x.txt"],
+            tmp_path / "out",
+            vocab_size=64,
+            sequence_length=16,
+            tokenizer=None,
+            overrides=[],
+            processes_=None,
+            force=False,
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_text_without_its_secrets() -> None:
