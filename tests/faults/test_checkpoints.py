@@ -489,6 +489,20 @@ def five_in_a_row_stop_the_run(run_dir: Path, shards: Path, rank: int) -> None:
     assert saved.skipped_steps == 6
 
 
+def test_row_15_a_run_that_skipped_every_step_is_not_done(tmp_path: Path, shards: Path) -> None:
+    """Fewer steps than stop a run by themselves."""
+    options = [*tiny(shards, "schedule.steps=3"), "--nproc", "1", "--run-dir", str(tmp_path)]
+    done = bert_dp(
+        "train", "quickstart", *options, **broken("nan", rank=0, place="step", step=0, times=100000)
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    facts = summary(tmp_path)
+    assert (facts["status"], facts["exit_code"], facts["step"]) == ("failed", 1, 3)
+    assert facts["skipped_steps"] == 3
+    assert "all 3 steps had a gradient that is not finite" in facts["cause"]
+    assert "all 3 steps" in done.stdout + done.stderr
+
+
 def _give_up(run_dirs: list[str]) -> None:
     """Train each; the losses of rank 1 are NaN from step number 3 (from 0) on. Only rank 0 reports it."""
     from bert_dp import train, worker

@@ -7,14 +7,17 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from safetensors.torch import load_file, save_file
 
 from bert_dp.config.manifest import manifest_hash
 from bert_dp.sources import file_hash
@@ -124,6 +127,30 @@ def test_row_22_a_pickle_in_a_checkpoint_is_refused(tmp_path: Path, finished: Pa
         auto = bert_dp("train", *options)
         assert "resuming" not in auto.stdout, auto.stdout
     assert not canary.exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("model", lambda t: {k: v.double() for k, v in t.items()}, "expected float32 .* found float64"),
+        ("optimizer", lambda t: {}, r"optimizer\.safetensors is empty after 2 steps"),
+    ],
+    ids=["another dtype", "an empty optimizer"],
+)
+def test_row_22_tensors_of_another_kind_are_refused(
+    tmp_path: Path, finished: Path, file: str, change: Any, message: str
+) -> None:
+    run_dir = shutil.copytree(finished, tmp_path / "run")
+    checkpoint = max((run_dir / "checkpoints").glob("step-" + "[0-9]" * 8))
+    path = checkpoint / f"{file}.safetensors"
+    save_file(change(load_file(path)), path)
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    manifest["files"][path.name] = {"bytes": path.stat().st_size, "sha256": file_hash(path)}
+    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    done = bert_dp("train", "--run-dir", str(run_dir), "--set", "schedule.steps=4", "--nproc", "1")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert re.search(message, done.stdout + done.stderr), done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("tag", ["!!python/object/apply:os.system", "!!python/object/new:os.system"])
