@@ -126,6 +126,14 @@ def test_the_rank_that_is_behind_is_named() -> None:
         assert found.why.startswith("behind the others")
 
 
+def test_of_ranks_at_many_places_the_last_one_is_named() -> None:
+    found = judge([witness(0, step=5), witness(1, phase="log"), witness(2), witness(3, phase="log")])
+    assert (found.ranks, found.why) == (
+        (2,),
+        "behind the others, which are in step 5 (step, 0 micro batches done)",
+    )
+
+
 def test_at_the_same_place_the_rank_outside_the_collective_is_named() -> None:
     assert judge([witness(0, GATHER), witness(1, WORK), witness(2, TICK)]).ranks == (1,)
     assert judge([witness(0, BACKWARD), witness(1, WORK)]).ranks == (1,)

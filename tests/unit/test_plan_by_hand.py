@@ -9,7 +9,7 @@ import pytest
 
 from bert_dp.config import ModelConfig, resolve
 from bert_dp.cost import GIB, linear_parameters, memory_estimate_gib, num_parameters
-from launcher.plan import inputs, links, scaling, timeline
+from launcher.plan import hardware, inputs, links, scaling, timeline
 from launcher.plan.device import Device, state_gib
 from launcher.plan.predict import Profile, Scenario, exposed_s, predict
 from launcher.plan.timeline import Gradient
@@ -201,3 +201,37 @@ def test_a_count_that_was_not_measured_has_the_curve_above_and_the_slowdown_belo
         assert scenario.fabric.curve is not None
         assert (scenario.fabric.curve.ranks, scenario.slowdown) == (measured, slowdown)
     assert source.slowdown(1) == 1.0
+
+
+def test_a_rate_is_given_back_by_one_rank_at_its_own_accumulation() -> None:
+    """AdamW reads four and writes three fp32 numbers a parameter, at the memory's speed, once a step."""
+    source = inputs.from_rate("bert-large", 580, 256, 4, "A100-80G")
+    gpu = hardware.hardware().gpus["A100-80G"]
+    count = num_parameters(inputs.MODELS["bert-large"], 512)
+    speed = gpu.memory_gb_s * 1e9 * hardware.constant("memory_reach")
+    assert source.profile.optimizer_s == pytest.approx(count * (4 + 3) * 4 / speed)
+    (row,) = scaling.answer(source, scaling.Question(gpus=(1,)))["rows"]
+    assert row["samples_per_s"] == pytest.approx(580)
+
+
+@pytest.mark.parametrize("size", [2**k for k in range(4, 32, 3)])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_an_all_reduce_takes_the_fastest_protocol_of_ring_and_tree(nodes: int, size: int) -> None:
+    """NVLink 4 in nodes of 8, 8 x NDR between them. A ring of N ranks sends 2 (N - 1) times 1 / N of the
+    message, a tree both ways at 0.9 of the speed; over nodes the ring's large messages wait 1.9 x as long."""
+    link, nic = (hardware.hardware().links[name] for name in ("nvlink4", "ib-ndr"))
+    ranks = 8 * nodes
+    bus = min(450 * 0.8, 8 * 50 * 0.96 if nodes > 1 else 450) * 1e9
+    near, far = (hardware.hardware().latencies[e.kind].protocols for e in (link, nic))
+    times = []
+    for name, inside in near.items():
+        outside = far[name] if nodes > 1 else inside
+        across = 2 * (nodes - 1)
+        latency = inside.start + (2 * (ranks - 1) - across) * inside.hop + across * outside.hop
+        wait = 1.9 if nodes > 1 and inside.share == 1 else 1.0
+        times.append(wait * latency + 2 * (ranks - 1) / ranks * size / (bus * inside.share))
+        if inside.tree is not None and outside.tree is not None:
+            levels = 7 * inside.tree + (nodes - 1) * outside.tree  # log2 of one node is 0, of two 1
+            times.append(inside.tree_start + 2 * levels + 2 * size / (0.9 * bus * inside.share))
+    found = links.Fabric(8, link, nic, 8).seconds(size, ranks)
+    assert found == pytest.approx(min(times), rel=1e-9)
