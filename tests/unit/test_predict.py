@@ -138,7 +138,7 @@ def test_all_to_all_crosses_the_nics_with_every_rank() -> None:
 
 
 def test_model_of_the_links_against_measured_curves() -> None:
-    """Large all-reduces of the committed nccl-tests figures, within 15 %; nothing was fitted to them."""
+    """Large all-reduces of the committed nccl-tests figures, within 17 %; nothing was fitted to them."""
     import csv
 
     path = published_rows.ROWS.parent / "nccl_allreduce_curves.csv"
@@ -153,7 +153,7 @@ def test_model_of_the_links_against_measured_curves() -> None:
         assert len(points) == 20
         for size, seconds in points:
             if size >= 256 * timeline.MIB:
-                assert Fabric(8, LINKS[name]).seconds(size, 8) == pytest.approx(seconds, rel=0.18), size
+                assert Fabric(8, LINKS[name]).seconds(size, 8) == pytest.approx(seconds, rel=0.17), size
 
 
 # --- the step
