@@ -24,6 +24,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_step_speed_quick(tmp_path):
     pytest.importorskip("transformers")
     record = tmp_path / "record.json"
@@ -74,6 +75,7 @@ SMALL = (
 )
 
 
+@pytest.mark.slow
 def test_memory_line_small(tmp_path):
     record = tmp_path / "record.json"
     settings = [part for setting in SMALL for part in ("--set", setting)]
@@ -114,6 +116,7 @@ def test_the_committed_memory_record_says_what_the_page_says():
     assert max(errors) == pytest.approx(0.0501, abs=5e-5)
 
 
+@pytest.mark.slow
 def test_engines_small(tmp_path):
     record = tmp_path / "record.json"
     settings = [part for setting in SMALL for part in ("--set", setting)]
@@ -146,6 +149,7 @@ def test_engines_small(tmp_path):
     assert "ddp " in done.stdout
 
 
+@pytest.mark.slow
 def test_checkpoint_stall_small(tmp_path):
     record = tmp_path / "record.json"
     done = subprocess.run(
@@ -192,6 +196,7 @@ def test_checkpoint_stall_small(tmp_path):
     assert not list(tmp_path.glob("bert-dp-*")), "it cleans up"
 
 
+@pytest.mark.slow
 def test_communication_small(tmp_path):
     record = tmp_path / "record.json"
     done = subprocess.run(
@@ -232,6 +237,7 @@ def test_communication_small(tmp_path):
     assert str(tmp_path) not in record.read_text(), "no path of this machine in a record"
 
 
+@pytest.mark.slow
 def test_optimizer_speed_small():
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks/optimizer_speed.py"), "--rounds", "1", "--layers", "1"],
@@ -294,6 +300,7 @@ def test_predictor_on_some_rows(tmp_path):
     assert result["ablation"][-1]["median"] == pytest.approx(ideal, abs=0.01)
 
 
+@pytest.mark.slow
 def test_startup_figures_follow_from_the_rounds(tmp_path):
     record = tmp_path / "record.json"
     script = ROOT / "benchmarks" / "startup.py"
@@ -312,6 +319,7 @@ def test_startup_figures_follow_from_the_rounds(tmp_path):
     assert result["over_s"]["median"] == pytest.approx(round_1["bert-dp"] - round_1["torchrun"])
 
 
+@pytest.mark.slow
 def test_tune_batch_small(tmp_path):
     items = (*TINY, "batch.global_size=4", "batch.micro_size=1", f"data.path={write_shards(tmp_path / 's')}")
     settings = [part for item in items for part in ("--set", item)]
