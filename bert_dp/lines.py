@@ -48,6 +48,7 @@ class LossyFile(io.RawIOBase):
         return self._descriptor
 
     def write(self, data: Any) -> int:
+        """All of `data` counts as written. A line that was cut is ended before what comes next."""
         rest = bytes(data)
         if self._lost:
             rest = b"\n" * self._is_torn + f"({self._lost} writes lost here: {self._why})\n".encode() + rest

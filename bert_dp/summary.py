@@ -7,6 +7,7 @@ import math
 
 from bert_dp import cost, ddp_counters, energy, noise, record
 from bert_dp.config import Manifest
+from bert_dp.lines import LOSSES
 from bert_dp.metrics import peak_memory_gib, straggler
 from bert_dp.setup import device_name
 from bert_dp.train import Counters, Job, Outcome
@@ -76,4 +77,8 @@ def write_summary(
             "save": outcome.save_s,
         },
     )
-    record.write_json(job.run_dir / "summary.json", summary.__dict__)
+    try:
+        record.write_json(job.run_dir / "summary.json", summary.__dict__)
+    except OSError as error:  # a full disk must not hide why the run ended; the launcher misses the file
+        LOSSES.note(error)
+        job.say(f"warning: summary.json is missing: {error}")

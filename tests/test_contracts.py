@@ -373,7 +373,7 @@ def test_no_pickle_and_no_remote_code() -> None:
             name = ast.unparse(node.func)
             if name == "torch.load" and keywords.get("weights_only") != "True":
                 bad.append(f"{module}:{node.lineno} torch.load without weights_only=True")
-            if re.search(r"_object(_list)?$", name):
+            if re.search(r"(gather|broadcast|scatter|send|recv)_object(_list)?$", name):
                 bad.append(f"{module}:{node.lineno} {name} pickles")
             if keywords.get("trust_remote_code", "False") != "False":
                 bad.append(f"{module}:{node.lineno} trust_remote_code")
