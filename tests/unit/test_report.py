@@ -423,7 +423,7 @@ def test_files_of_the_wrong_type_render(tmp_path):
     (run / "environment.json").write_text('{"versions": 3, "gpus": "x"}')
     whole = page.html([run])
     check(whole)
-    assert "config.yaml is not a YAML mapping" in whole
+    assert "config.yaml is damaged: expected a mapping" in whole
     shown(run)
 
 

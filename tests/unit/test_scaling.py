@@ -584,7 +584,7 @@ def test_a_run_whose_steps_are_not_whole_is_run_again(tmp_path: Path, damage: st
             kept = {k: v[:-1] if isinstance(v, list) else v for k, v in line.items()}
             (run / "steps" / f"rank-{rank}.jsonl").write_text(json.dumps(kept) + "\n")
     elif damage == "list":
-        path.write_text(path.read_text() + "[1]\n")
+        path.write_text("[1]\n" + path.read_text())
     else:
         path.write_text(json.dumps({**line, "step_s": [0.0] * 8}) + "\n")
     assert result(made, cell, run) == (None, None)
