@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from bert_dp.config import read_manifest
 from bert_dp.data import (
     Batch,
+    SameBatch,
     Shards,
     TrainingStream,
     Vocabulary,
@@ -23,6 +24,7 @@ from bert_dp.data import (
     mask,
     mix64,
     permute,
+    random_batch,
     training_batch,
 )
 from bert_dp.model import IGNORE
@@ -488,3 +490,52 @@ def test_padding_rows_carry_no_label(directory: Path) -> None:
 def test_a_batch_stays_where_it_is_on_a_cpu(shards: Shards) -> None:
     batch = batch_of(shards, 0, 4)
     assert batch.to(torch.device("cpu")) is batch
+
+
+def test_a_batch_goes_to_a_device_as_a_whole(shards: Shards) -> None:
+    batch = batch_of(shards, 0, 4)
+    moved = batch.to(torch.device("meta"))
+    tensors = [(b.ids_BS, b.positions_P, b.labels_P) for b in (batch, moved)]
+    assert [t.device.type for t in tensors[1]] == ["meta"] * 3
+    assert [t.shape for t in tensors[1]] == [t.shape for t in tensors[0]]
+    assert (moved.num_masked, moved.sample_ids) == (batch.num_masked, batch.sample_ids)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_pinned_batches_are_the_same(shards: Shards, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinning needs a GPU; a copy stands for it here."""
+    pinned: list[torch.Size] = []
+
+    def pin(tensor: torch.Tensor) -> torch.Tensor:
+        pinned.append(tensor.shape)
+        return tensor.clone()
+
+    monkeypatch.setattr(torch.Tensor, "pin_memory", pin)
+    plain = stream(shards).next()
+    assert pinned == []
+    pinning = stream(shards, pin=True, workers=workers)
+    assert same(pinning.next(), plain)
+    pinning.close()
+    assert pinned[:3] == [plain.ids_BS.shape, plain.positions_P.shape, plain.labels_P.shape]
+
+
+def test_a_synthetic_batch_is_random_tokens_at_positions_of_their_own_rows() -> None:
+    batch, again, other = (random_batch(seed, 5, 64, 16, 100) for seed in (1, 1, 2))
+    assert same(batch, again)
+    assert not torch.equal(batch.ids_BS, other.ids_BS)
+    assert not torch.equal(batch.positions_P, other.positions_P)
+    assert batch.ids_BS.shape == (5, 64)
+    assert (len(batch.positions_P), len(batch.labels_P), batch.num_masked) == (80, 80, 80)
+    assert list(batch.sample_ids) == [0, 1, 2, 3, 4]
+    assert (batch.positions_P.diff() > 0).all()
+    assert [int(n) for n in torch.bincount(batch.positions_P // 64)] == [16] * 5
+    within = (batch.positions_P % 64).reshape(5, 16)
+    assert len({tuple(row.tolist()) for row in within}) == 5
+    for tokens in (batch.ids_BS, batch.labels_P):
+        assert 0 <= int(tokens.min()) < 10
+        assert 90 <= int(tokens.max()) < 100
+        assert len(tokens.unique()) > 40
+    stream = SameBatch(batch)
+    assert stream.next() is stream.peek() is batch
+    stream.close()
+    assert stream.wait_s == 0.0
