@@ -80,7 +80,7 @@ class Patience:
 
     def poll(self, workers: object) -> None:
         self.polls += 1
-        assert self.polls < 10_000, "the run is not ended"
+        assert self.polls < 3000, "the run is not ended"
 
 
 def test_a_worker_that_never_ends_is_killed_when_the_time_since_the_first_signal_is_over(
