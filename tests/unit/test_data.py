@@ -539,3 +539,28 @@ def test_a_synthetic_batch_is_random_tokens_at_positions_of_their_own_rows() -> 
     assert stream.next() is stream.peek() is batch
     stream.close()
     assert stream.wait_s == 0.0
+
+
+def test_order_and_masks_are_those_of_every_version(shards: Shards, directory: Path) -> None:
+    """A run that goes on under another version must see its samples, and held-out losses must compare."""
+    batch = training_batch(shards, np.arange(48, 52), seed=3, num_masked=4, shuffle=True)
+    assert batch.positions_P.reshape(4, 4).tolist() == [
+        [10, 9, 12, 1],
+        [19, 23, 20, 31],
+        [36, 33, 35, 38],
+        [55, 60, 58, 48],
+    ]
+    key = hash64(3, 1, np.array([0]))
+    assert permute(np.arange(8), 50, key).tolist() == [22, 28, 31, 6, 35, 9, 26, 46]
+    (held_out, *_) = held_out_batches(
+        open_shards(directory, "held_out"), micro_size=2, num_masked=4, max_sequences=9, dp_rank=0, dp_size=1
+    )
+    assert held_out.positions_P.tolist() == [0, 7, 2, 13, 23, 24, 17, 22]
+
+
+def test_one_held_out_sequence_fills_a_batch(tmp_path: Path) -> None:
+    directory = write_shards(tmp_path, length=LENGTH, train=5, held_out=1)
+    (batch,) = held_out_batches(
+        open_shards(directory, "held_out"), micro_size=3, num_masked=4, max_sequences=9, dp_rank=0, dp_size=1
+    )
+    assert (batch.num_masked, int((batch.labels_P != IGNORE).sum())) == (4, 4)
