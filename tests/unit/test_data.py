@@ -564,3 +564,11 @@ def test_one_held_out_sequence_fills_a_batch(tmp_path: Path) -> None:
         open_shards(directory, "held_out"), micro_size=3, num_masked=4, max_sequences=9, dp_rank=0, dp_size=1
     )
     assert (batch.num_masked, int((batch.labels_P != IGNORE).sum())) == (4, 4)
+
+
+def test_shards_are_mapped_for_reading_only(tmp_path: Path) -> None:
+    opened = open_shards(write_shards(tmp_path, length=LENGTH, train=5, held_out=1), "train")
+    assert len(opened) == 5
+    maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
+    assert maps
+    assert all(line.split()[1].startswith("r--") for line in maps)
