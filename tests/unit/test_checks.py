@@ -216,9 +216,13 @@ TOKENIZER = {"data": {"tokenizer": "/t"}}
             ],
         ),
         (
-            {"data": {"tokenizer": "/t", "build": {"normalize": False, "tokenizer_model": "bpe"}}},
+            {
+                "model": {"rope_theta": 1e4},
+                "data": {"tokenizer": "/t", "build": {"normalize": False, "tokenizer_model": "bpe"}},
+            },
             SOURCES,
             [
+                "model.rope_theta has no effect with model.position: scaled_sinusoidal",
                 "data.build.tokenizer_model has no effect: data.tokenizer is given",
                 "data.build.normalize has no effect: data.tokenizer is given",
             ],

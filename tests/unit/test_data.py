@@ -572,3 +572,14 @@ def test_shards_are_mapped_for_reading_only(tmp_path: Path) -> None:
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     assert maps
     assert all(line.split()[1].startswith("r--") for line in maps)
+
+
+def test_data_wait_is_the_sum_of_the_waits(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = stream(shards)
+    clock = iter([10.0, 12.0, 20.0, 24.0])  # seconds at which two calls begin and end
+    with monkeypatch.context() as patched:
+        patched.setattr("bert_dp.data.time.perf_counter", lambda: next(clock))
+        made.next()
+        first = made.wait_s
+        made.next()
+    assert (first, made.wait_s) == (2.0, 6.0)
