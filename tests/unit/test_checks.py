@@ -50,10 +50,10 @@ def test_a_batch_that_does_not_divide(size: int, near: str) -> None:
 
 
 def test_a_ramp_that_does_not_divide() -> None:
-    ramp = {"ramp_fraction": 0.5, "ramp_quantum": 9}
-    assert refused(config(batch(72, 3, **ramp)), 2) == (
-        "batch.ramp_quantum: 9 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that are: "
-        "6, 12",
+    ramp = {"ramp_fraction": 0.5, "ramp_quantum": 16}
+    assert refused(config(batch(144, 3, **ramp)), 2) == (
+        "batch.ramp_quantum: 16 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that are: "
+        "18, 12",
     )
     assert batch_plan(config(batch(72, 3, ramp_quantum=9)), 2).accumulation == 12  # no ramp
     assert batch_plan(config(batch(72, 3, ramp_fraction=0.5, ramp_quantum=12)), 2).accumulation == 12
