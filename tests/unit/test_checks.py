@@ -134,6 +134,15 @@ def test_one_batch_a_step_has_no_noise_scale(size: int, fix: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("engine", "ranks", "micro"),
+    [("auto", 1, 4), ("single", 1, 4), ("ddp", 1, 4), ("ddp", 2, 4), ("zero1", 2, 4), ("auto", 2, 4)],
+)
+def test_where_the_noise_scale_can_be_measured(engine: str, ranks: int, micro: int) -> None:
+    made = config(batch(8, micro), {"parallel": {"engine": engine}, "log": {"noise_scale": True}})
+    assert batch_plan(made, ranks).accumulation == 8 // micro // ranks
+
+
 # --- the data
 
 
