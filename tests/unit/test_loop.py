@@ -16,6 +16,7 @@ from bert_dp import metrics, summary
 from bert_dp.config import batch_plan, resolve
 from bert_dp.data import Batch, random_batch
 from bert_dp.dist import Comm, SharedClock
+from bert_dp.lines import Records
 from bert_dp.metrics import Meter
 from bert_dp.model import build_model
 from bert_dp.parallel import make_engine
@@ -178,6 +179,8 @@ def trained(tmp_path: Path, clock: Clock) -> tuple[Any, Counters, Outcome]:
         meter=meter,
         facts={"compiled": False},
         saver=saver,
+        lost=lambda: None,
+        records=Records(tmp_path, lambda line: None),
         say=lambda line: None,
         heartbeat=SimpleNamespace(enter=lambda *_: None, progress=lambda: None),
         received_signal=lambda: 0,
@@ -216,7 +219,7 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     job.comm = TwoRanks(World(0, 0, 2, 2), None)
     monkeypatch.setattr(summary, "peak_memory_gib", lambda device: 1.0)
     monkeypatch.setattr(summary.energy, "joules", lambda device: 130.0)
-    entropy = {"unigram_entropy_nats": 3.0, "uniform_entropy_nats": 4.0}
+    entropy: Any = SimpleNamespace(unigram_entropy_nats=3.0, uniform_entropy_nats=4.0)
     summary.write_summary(job, counters, outcome, entropy, 1.0, 2.0, before_j=30.0)
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["peak_memory_gib"] == 4.0
