@@ -311,7 +311,7 @@ def main() -> None:
     try:
         if issues := argument_issues(sys.argv[1:]):
             raise ConfigError(issues)
-        sys.exit(app(standalone_mode=False))
+        sys.exit(app(standalone_mode=False) or 0)
     except ConfigError as error:
         for issue in error.issues:
             complain(f"error: {issue}")

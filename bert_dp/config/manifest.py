@@ -13,8 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from bert_dp.config.checks import ConfigError
 from bert_dp.config.schema import MAX_VOCAB_SIZE, Config
-from bert_dp.config.stored import Count, Sha256, problem_lines, sha256
+from bert_dp.config.stored import Count, Sha256, problem_lines, read_regular, sha256
 
+MAX_BYTES = 2**28  # of a manifest: 20 KB for 4 GB of shards
 FORMAT, VERSION = "bert-dp-shards", 1
 TOKEN_BYTES = 2
 MAX_BLOCK_BYTES = 64 * 2**20  # of what a reader holds at once
@@ -147,9 +148,8 @@ def read_manifest(directory: Path) -> Manifest:
     """
     path = directory / "manifest.json"
     found = None
-    if path.is_file():  # a fifo or a device would never end
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            found = json.loads(path.read_text(encoding="utf-8"))
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        found = json.loads(read_regular(path, MAX_BYTES))
     if not isinstance(found, dict):
         raise ConfigError([f"{path}: no manifest; {AGAIN}"])
     if (found.get("format"), found.get("version")) != (FORMAT, VERSION):

@@ -7,12 +7,13 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bert_dp.record import HeldDirectory
 from launcher import processes, reaper
 
 STUBBORN = """
@@ -67,6 +68,12 @@ def once_ready(act: Callable[[], None]) -> Callable[[], None]:
     return on_poll
 
 
+@pytest.fixture
+def directory(tmp_path: Path) -> Iterator[HeldDirectory]:
+    with HeldDirectory(tmp_path) as held:
+        yield held
+
+
 def stop(times: int = 1) -> None:
     for _ in range(times):
         os.kill(os.getpid(), signal.SIGTERM)
@@ -84,22 +91,24 @@ class Patience:
 
 
 def test_a_worker_that_never_ends_is_killed_when_the_time_since_the_first_signal_is_over(
-    tmp_path: Path, clock: Clock
+    tmp_path: Path, directory: HeldDirectory, clock: Clock
 ) -> None:
     clock.waits_for = tmp_path / "signals"
-    ended = processes.run(tmp_path, 1, "none", once_ready(stop), grace_s=100.0)
+    ended = processes.run(directory, 1, "none", once_ready(stop), grace_s=100.0)
     assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
     assert 100 < clock.now < 110
     assert (tmp_path / "signals").read_text() == "15\n"  # it was told once
 
 
-def test_a_second_signal_does_not_wait(tmp_path: Path, clock: Clock) -> None:
-    ended = processes.run(tmp_path, 1, "none", once_ready(lambda: stop(2)), grace_s=100.0)
+def test_a_second_signal_does_not_wait(directory: HeldDirectory, clock: Clock) -> None:
+    ended = processes.run(directory, 1, "none", once_ready(lambda: stop(2)), grace_s=100.0)
     assert ended.exit_code == 128 + signal.SIGTERM
     assert clock.now < 5
 
 
-def test_ranks_that_outlive_a_failed_one_are_ended_soon(tmp_path: Path, clock: Clock) -> None:
+def test_ranks_that_outlive_a_failed_one_are_ended_soon(
+    tmp_path: Path, directory: HeldDirectory, clock: Clock
+) -> None:
     """Without any signal to them, and with the cause of the one that failed."""
 
     def fail() -> None:
@@ -108,7 +117,7 @@ def test_ranks_that_outlive_a_failed_one_are_ended_soon(tmp_path: Path, clock: C
         path.write_text(json.dumps({**facts, "bad_input": None}))
 
     watch: Any = Patience()
-    ended = processes.run(tmp_path, 1, "none", once_ready(fail), grace_s=100.0, watch=watch)
+    ended = processes.run(directory, 1, "none", once_ready(fail), grace_s=100.0, watch=watch)
     assert ended.failure is not None
     assert (ended.exit_code, ended.failure.headline()) == (1, "rank 1: ValueError: no")
     assert processes.KILL_AFTER_FAILURE_S < clock.now < 2 * processes.KILL_AFTER_FAILURE_S
