@@ -25,7 +25,7 @@ class Slip(NamedTuple):
     old: str
     new: str
     tests: str
-    """Paths that are to notice, by blanks."""
+    """Paths or pytest ids that are to notice, by blanks."""
 
 
 SLIPS = (
@@ -35,28 +35,28 @@ SLIPS = (
         "bert_dp/train.py",
         "ranks[:: job.plan.tensor].sum(0).tolist()",
         "ranks[: job.plan.dp].sum(0).tolist()",
-        "tests/unit tests/parity",
+        "tests/unit/test_loop.py::test_the_held_out_loss_counts_each_replicas_positions_once",
     ),
     Slip(
         "heldout-counted-by-every-rank-of-a-replica",
         "bert_dp/train.py",
         "ranks[:: job.plan.tensor].sum(0).tolist()",
         "ranks.sum(0).tolist()",
-        "tests/unit tests/parity",
+        "tests/unit/test_loop.py::test_the_held_out_loss_counts_each_replicas_positions_once",
     ),
     Slip(
         "heldout-with-dropout",
         "bert_dp/train.py",
         "model = job.bare_model.eval()",
         "model = job.bare_model",
-        "tests/unit tests/parity",
+        "tests/unit/test_loop.py",
     ),
     Slip(
         "heldout-leaves-dropout-off",
         "bert_dp/train.py",
         "            job.heartbeat.progress()\n    model.train()",
         "            job.heartbeat.progress()",
-        "tests/unit tests/parity",
+        "tests/unit/test_loop.py",
     ),
     Slip(
         "heldout-padding-counted",
@@ -71,21 +71,21 @@ SLIPS = (
         "bert_dp/metrics.py",
         "ranks[:: self._plan.tensor, 0].sum().item()",
         "ranks[:, 0].sum().item()",
-        "tests/unit tests/parity",
+        "tests/unit/test_meter.py",
     ),
     Slip(
         "mfu-times-n",
         "bert_dp/metrics.py",
         '"mfu": per_gpu * self._flops_per_token',
         '"mfu": tokens_per_s * self._flops_per_token',
-        "tests/unit",
+        "tests/unit/test_meter.py",
     ),
     Slip(
         "peak-memory-of-rank-0",
         "bert_dp/metrics.py",
         "memory = ranks[:, 1].max().item()",
         "memory = ranks[0, 1].item()",
-        "tests/unit",
+        "tests/unit/test_meter.py",
     ),
     Slip(
         "pilot-memory-of-rank-0",
@@ -96,28 +96,28 @@ SLIPS = (
         "    for rank in range(ranks):\n"
         '        lines = list(record.read_lines(directory / "steps" / "rank-0.jsonl"))\n'
         "        found.append(",
-        "tests/unit",
+        "tests/unit/test_tune_batch.py",
     ),
     Slip(
         "pauses-counted-into-a-steps-time",
         "bert_dp/metrics.py",
         "self._paused_s += time.perf_counter() - start",
         "self._paused_s += 0.0",
-        "tests/unit",
+        "tests/unit/test_meter.py",
     ),
     Slip(
         "pauses-counted-into-the-next-step",
         "bert_dp/metrics.py",
         "self._paused_s += time.perf_counter() - start\n        self.timers.restart()",
         "self._paused_s += time.perf_counter() - start",
-        "tests/unit",
+        "tests/unit/test_meter.py",
     ),
     Slip(
         "evaluation-without-a-pause",
         "bert_dp/train.py",
         "            with meter.paused():\n                _evaluate_and_write",
         "            if True:\n                _evaluate_and_write",
-        "tests/unit tests/e2e/test_train.py",
+        "tests/unit/test_loop.py",
     ),
     # one step
     Slip(
@@ -125,7 +125,7 @@ SLIPS = (
         "bert_dp/parallel/stepping.py",
         "local.copy_(found)",
         "pass",
-        "tests/unit tests/parity",
+        "tests/unit/test_step.py",
     ),
     Slip(
         "norm-not-finite-steps-all-the-same",
@@ -146,14 +146,14 @@ SLIPS = (
         "bert_dp/train.py",
         "sum(batch.num_masked for batch in batches) * engine.dp_size",
         "sum(batch.num_masked for batch in batches)",
-        "tests/unit/test_step.py tests/parity",
+        "tests/parity/test_matrix.py::test_cell[ddp-adamw-n2-fp64-acc1]",
     ),
     Slip(
         "dropout-by-micro-batch-not-by-sample",
         "bert_dp/train.py",
         "hash64(dropout_seed, 4, batch.sample_ids[0])",
         "hash64(dropout_seed, 4, i)",
-        "tests/unit tests/parity",
+        "tests/parity/test_resume.py",
     ),
     # engines
     Slip(
@@ -161,49 +161,49 @@ SLIPS = (
         "bert_dp/parallel/ddp.py",
         "(buffer / group.size()).to(dtype)",
         "buffer.to(dtype) / group.size()",
-        "tests/unit tests/parity/test_collectives.py",
+        "tests/unit/test_step.py",
     ),
     Slip(
         "ddp-sum-divided-by-the-replicas",
         "bert_dp/parallel/ddp.py",
         "whole = loss * self.dp_size",
         "whole = loss",
-        "tests/unit tests/parity",
+        "tests/parity/test_matrix.py::test_cell[ddp-adamw-n2-fp64-acc1]",
     ),
     Slip(
         "owners-by-count",
         "bert_dp/parallel/zero1.py",
         "load[owner] += sizes[name]",
         "load[owner] += 1",
-        "tests/unit tests/parity",
+        "tests/unit/test_step.py",
     ),
     Slip(
         "zero1-gradients-never-zeroed",
         "bert_dp/parallel/zero1.py",
         "            bucket.gradients.zero_()\n",
         "",
-        "tests/parity",
+        "tests/parity/test_matrix.py::test_cell[zero1-adamw-n2-fp64-acc1]",
     ),
     Slip(
         "zero1-reduces-every-micro-batch",
         "bert_dp/parallel/zero1.py",
         "                if self._last:\n",
         "                if True:\n",
-        "tests/parity",
+        "tests/parity/test_collectives.py::test_a_step_sends_what_is_listed[zero1-2-1-adamw]",
     ),
     Slip(
         "fsdp-averages-what-is-divided-already",
         "bert_dp/parallel/fsdp.py",
         "module.set_gradient_divide_factor(1.0)",
         "module.set_gradient_divide_factor(float(self.dp_size))",
-        "tests/parity",
+        "tests/parity/test_matrix.py::test_cell[fsdp-adamw-n2-fp64-acc1]",
     ),
     Slip(
         "norm-counts-shared-tensors-on-every-rank",
         "bert_dp/parallel/grid.py",
         "            sums_N = sums_N * self._counts_N\n",
         "            pass\n",
-        "tests/unit/test_tensor.py tests/parity",
+        "tests/unit/test_tensor.py",
     ),
     # data
     Slip(
@@ -218,7 +218,7 @@ SLIPS = (
         "bert_dp/corpus.py",
         "if before != [inputs.identity(source) for source in found]:",
         "if False:",
-        "tests/unit/test_corpus.py tests/unit/test_sources.py",
+        "tests/unit/test_corpus.py",
     ),
     # checkpoints
     Slip(
@@ -226,21 +226,21 @@ SLIPS = (
         "bert_dp/checkpoint.py",
         "            _fsync(path)\n",
         "            pass\n",
-        "tests/unit",
+        "tests/unit/test_checkpoint.py",
     ),
     Slip(
         "directory-not-synced",
         "bert_dp/checkpoint.py",
         "    _fsync(folder)\n",
         "",
-        "tests/unit",
+        "tests/unit/test_checkpoint.py",
     ),
     Slip(
         "renamed-before-it-is-synced",
         "bert_dp/checkpoint.py",
         "        _fsync(temporary)\n",
         "",
-        "tests/unit",
+        "tests/unit/test_checkpoint.py",
     ),
     Slip(
         "prune-forgets-a-good-one",
@@ -269,14 +269,14 @@ SLIPS = (
         "launcher/processes.py",
         "deadline = deadline or time.monotonic() + grace_s",
         "deadline = time.monotonic() + grace_s",
-        "tests/unit",
+        "tests/unit/test_ending.py",
     ),
     Slip(
         "a-failed-run-waits-the-grace",
         "launcher/processes.py",
         "deadline = time.monotonic() + KILL_AFTER_FAILURE_S",
         "deadline = time.monotonic() + grace_s",
-        "tests/unit tests/faults/test_failures.py",
+        "tests/unit/test_ending.py",
     ),
     Slip(
         "a-silent-death-before-an-earlier-error",
@@ -297,7 +297,7 @@ SLIPS = (
         "launcher/reaper.py",
         "while (found := marked(marks)) and time.monotonic() < end:",
         "for found in (marked(marks),):",
-        "tests/unit tests/faults/test_signals.py",
+        "tests/unit/test_ending.py",
     ),
     Slip(
         "restarts-without-end",
@@ -333,7 +333,7 @@ SLIPS = (
         "launcher/plan/predict.py",
         "(gather, backward, a - 1),",
         "(gather, backward, a),",
-        "tests/unit",
+        "tests/unit/test_plan_by_hand.py",
     ),
     Slip(
         "blocks-ready-too-early",

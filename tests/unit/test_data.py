@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from bert_dp.config import read_manifest
+from bert_dp.config import ConfigError, read_manifest
 from bert_dp.data import (
     Batch,
     SameBatch,
@@ -572,6 +572,19 @@ def test_shards_are_mapped_for_reading_only(tmp_path: Path) -> None:
     maps = [line for line in Path("/proc/self/maps").read_text().splitlines() if str(tmp_path) in line]
     assert maps
     assert all(line.split()[1].startswith("r--") for line in maps)
+
+
+def test_a_token_beyond_the_vocabulary_is_refused_with_its_file(tmp_path: Path) -> None:
+    directory = write_shards(tmp_path, length=LENGTH, train=50, held_out=1, files=(7, 43))
+    size = read_manifest(directory).vocab_size
+    tokens = np.memmap(directory / "train-00001.bin", "<u2", "r+", shape=(43, LENGTH))
+    tokens[2, 5] = size - 1
+    tokens[3, 5] = size
+    tokens.flush()
+    broken = open_shards(directory, "train")
+    assert broken.rows(np.array([0, 9]))[1, 5] == size - 1
+    with pytest.raises(ConfigError, match=rf"train-00001\.bin: .*\b{size}\b"):
+        broken.rows(np.array([0, 10]))
 
 
 def test_data_wait_is_the_sum_of_the_waits(shards: Shards, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,13 +52,14 @@ def total_loss(model: nn.Module, held_out: list[Batch]) -> float:
 
 
 def evaluation(model: nn.Module, comm: Comm | None = None, tensor: int = 1) -> Any:
+    comm = comm or Comm(LONE, None)
     return SimpleNamespace(
         bare_model=model,
         device=CPU,
         precision=FP32,
-        comm=comm or Comm(LONE, None),
+        comm=comm,
         heartbeat=SimpleNamespace(progress=lambda: None),
-        plan=SimpleNamespace(tensor=tensor),
+        plan=SimpleNamespace(tensor=tensor, dp=comm.world.size // tensor),
     )
 
 

@@ -215,7 +215,15 @@ def test_which_values_are_secrets(tmp_path: Path) -> None:
     ]
     assert redact.ordinary_secrets({"USE_AUTH": "true", "KEY_BITS": "2048", "HF_TOKEN": "", "A": "b"}) == []
     argv = ["bert-dp", "train", "--token=abcdef7", "--api-key", "hijklm8", "--set", "schedule.tokens=1000000"]
-    assert redact.secrets(argv, {}) == {"abcdef7": "--token", "hijklm8": "--api-key"}
+    argv += ["-H", "Authorization: Digest realm-7 abcdef9", "--pwd=short", "--hf-token", "--force-5"]
+    given = {
+        "abcdef7": "--token",
+        "hijklm8": "--api-key",
+        "Digest realm-7 abcdef9": "Authorization",
+        "abcdef9": "Authorization",
+    }
+    assert redact.secrets(argv, {}) == given
+    assert redact.secrets(argv, {"HF_TOKEN": "hf_abcdef"}) == {"hf_abcdef": "HF_TOKEN", **given}
 
 
 @pytest.mark.parametrize(
@@ -255,6 +263,43 @@ def test_a_command_line_without_its_secrets() -> None:
         "x --pwd=<redacted> --auth <redacted> -H Authorization: <redacted> -H X-Api-Key: <redacted> "
         "--auth <redacted> <redacted> https://<redacted>@host/x --set data.path=/a/b --set a.dsn=<redacted>"
     )
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shown"),
+    [
+        ("api_key", "12", "<redacted>"),
+        ("api_key", ["12"], "<redacted>"),
+        ("api_key", None, None),
+        ("lr", 0.5, 0.5),
+        ("path", "https://me:pw@host/x", "https://<redacted>@host/x"),
+        ("hub", {"token": "12", "user": "me"}, {"token": "<redacted>", "user": "me"}),
+        ("paths", ("a", "https://me:pw@host/x", 3), ["a", "https://<redacted>@host/x", 3]),
+        (
+            "hubs",
+            [{"token": "12"}, [{"pwd": "34", "x": 1}]],
+            [{"token": "<redacted>"}, [{"pwd": "<redacted>", "x": 1}]],
+        ),
+    ],
+)
+def test_settings_without_their_secrets(key: str, value: object, shown: object) -> None:
+    assert redact.redact({key: value, "other": 1}) == {key: shown, "other": 1}
+
+
+def test_each_setting_and_each_name_that_it_holds_is_told() -> None:
+    hidden = {"secret-1": "MY_KEY", "secret-2": "MY_KEY", "other-3": "MY_PWD"}
+    texts = {
+        "a": "/x/secret-1/secret-2/other-3",
+        "b": None,
+        "c": "/x",
+        "d": "s3://me:other-4@h",
+        "e": "other-3",
+    }
+    told = redact.setting_issues(texts, hidden)
+    assert [line.partition(":")[0] for line in told] == ["a", "a", "d", "e"]
+    for line, word in zip(told, ("MY_KEY", "MY_PWD", "s3://<redacted>@h holds", "MY_PWD"), strict=True):
+        assert word in line
+        assert not any(secret in line for secret in (*hidden, "other-4"))
 
 
 def test_settings_that_hold_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
