@@ -187,15 +187,6 @@ def test_an_id_beyond_the_vocabulary_is_found_by_the_start_and_by_inspect(place:
         corpus.ensure(config(place))
 
 
-def test_and_by_whoever_reads_the_row_that_holds_it(place: Path) -> None:
-    """For a corpus so large that the samples miss it: an index error, or a device-side assertion, else."""
-    beyond(place)
-    read = Shards(place, read_manifest(place), "train")
-    assert read.rows(np.array([0, 5])).shape == (2, LENGTH)
-    with pytest.raises(ConfigError, match=r"train-00000\.bin: token id 1000, but the vocabulary has 64"):
-        read.rows(np.array([3, 95]))
-
-
 def test_a_greatest_id_and_block_hashes_that_are_not_the_files_are_found_by_inspect(place: Path) -> None:
     with edited_manifest(place) as edited:
         shard(edited, greatest_id=63, block_bytes=1024, blocks=["0" * 16] * 3)
