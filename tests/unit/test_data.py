@@ -311,6 +311,7 @@ def test_several_shard_files_read_as_their_concatenation(tmp_path: Path, directo
     for index in (np.arange(50), np.array([49, 0, 7, 6, 8, 8]), np.array([], np.int64)):
         assert np.array_equal(split.rows(index), tokens[index])
         assert np.array_equal(one.rows(index), tokens[index])
+        assert one.rows(index).dtype == np.uint16
     assert same(batch_of(split, 0, 60), batch_of(one, 0, 60))
 
 
