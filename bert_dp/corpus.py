@@ -162,7 +162,7 @@ def _locked(out: Path, tell: Progress) -> Iterator[None]:
     """One build of `out` at a time, by a lock file beside it that the kernel frees when its holder dies."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        file = (out.parent / f".{out.name}.lock").open("w")
+        file = (out.parent / f".{out.name}.lock").open("a")
     except OSError as error:
         raise ConfigError([f"--out {out}: {out.parent} cannot be written ({error.strerror})"]) from None
     with file:

@@ -89,6 +89,8 @@ def identity(source: Source) -> dict[str, Any]:
 
 def file_hash(path: Path) -> str:
     """Hex SHA-256 of a file's bytes. Raises ConfigError when it cannot be read."""
+    if path.exists() and not path.is_file():
+        raise ConfigError([f"{path}: not a regular file; name one"])
     try:
         return sha256(path)
     except OSError as error:

@@ -4,23 +4,40 @@ from __future__ import annotations
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from launcher.plots import NUM_COLOURS
 from launcher.report import safe
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+START = (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+    f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+)
 
 
 def document(title: str, body: Iterable[str]) -> str:
     """A whole page; `body` is HTML, `title` is text."""
     return safe(
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'{START}<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>"
         f"<h1>{escape(title)}</h1>{''.join(body)}</main></body></html>\n"
     )
+
+
+def target_issues(path: Path) -> list[str]:
+    """Why a page may not be written to `path`, which it would replace; one line each."""
+    try:
+        if not path.exists():
+            return []
+        if not path.is_file():
+            return [f"--out: {path} is not a regular file; name a file to write"]
+        with path.open("rb") as file:
+            own = file.read(len(START)) in (START.encode(), b"")
+    except OSError as error:
+        return [f"--out: {path} cannot be written ({error.strerror})"]
+    return [] if own else [f"--out: {path} is no page of bert-dp and would be replaced; name another file"]
 
 
 def escape(text: str) -> str:

@@ -257,7 +257,7 @@ def report(
     ] = None,
 ) -> None:
     """One self-contained HTML page of a run, a comparison of runs, a scaling benchmark or a search (tune)."""
-    from launcher import page
+    from launcher import builder, page
     from launcher.scaling import page as scaling_page
     from launcher.scaling import png as scaling_png
     from launcher.scaling import report as scaling_report
@@ -269,6 +269,8 @@ def report(
     if alone and len(run_dirs) > 1:
         raise ConfigError([f"RUN_DIR: {alone[0][0]} is {kinds[alone[0][1]]}; its page is made of it alone"])
     target = out or run_dirs[0] / "report.html"
+    if issues := builder.target_issues(target):
+        raise ConfigError(issues)
     if alone and alone[0][1] == scaling_report.FILE:
         scaling = scaling_report.read(run_dirs[0])
         with _writing("--png"):

@@ -82,7 +82,11 @@ def run(
     run_dir = directory.path
     logs = run_dir / "logs"
     logs.mkdir(exist_ok=True)
-    for stale in (*logs.glob("rank-*.error.json"), *run_dir.glob("heartbeats/*"), run_dir / "summary.json"):
+    for stale in (
+        *logs.glob("rank-*.error.json"),
+        *run_dir.glob("heartbeats/rank-*"),
+        run_dir / "summary.json",
+    ):
         stale.unlink(missing_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
     worker = [str(run_dir / "config.yaml"), "--resume", resume]

@@ -118,6 +118,11 @@ def scrub(run_dir: Path, hidden: Iterable[str]) -> list[str]:
     return failed
 
 
+def is_log(path: Path) -> bool:
+    """Whether a file in logs/ has the name of one that a run writes."""
+    return any(fnmatch.fnmatchcase(path.name, pattern) for pattern in WRITTEN["logs"])
+
+
 def written_files(run_dir: Path) -> Iterator[Path]:
     """The regular files below `run_dir` that a run writes by name, but numbers alone and checkpoints."""
     for folder, names in WRITTEN.items():

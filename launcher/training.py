@@ -39,7 +39,7 @@ from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
 from launcher import closing, environment, failure, page, processes, restarts, starters, watch
 from launcher.display import PLAIN, Display, show
 from launcher.failure import Failure, card
-from launcher.redact import redact_argv, secrets, setting_issues
+from launcher.redact import WRITTEN, is_log, redact_argv, secrets, setting_issues
 from launcher.room import precision_of, room
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 
 LOCK = ".launcher.lock"
 BESIDE_A_RUN = (".*", "slurm-*.out", "lost+found")  # what may stand where a run begins, and logs/
+FILES = ("config.yaml", "metrics.jsonl", "evals.jsonl", ".lock", LOCK, *WRITTEN[""])  # beside its logs
 CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
 
 
@@ -159,6 +160,8 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
             f"--run-dir: {run_dir} holds {named} but no run, and a run would write among what is yours; "
             f"choose a new directory, for example {run_dir / 'run'}"
         ]
+    if odd := misplaced(run_dir):
+        return [f"--run-dir: {path} is not {what}, as a run needs there; move it away" for path, what in odd]
     if resume not in ("auto", "never") and record.newest_checkpoint_facts(Path(resume)) is None:
         return [f"--resume: {resume} holds no checkpoint; use auto, never, or a checkpoint's directory"]
     if not has_run:
@@ -171,27 +174,43 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
 
 
 def holds_run(run_dir: Path) -> bool:
-    """Whether an earlier start has made this its run directory."""
-    if (run_dir / LOCK).exists() or record.newest_checkpoint_facts(run_dir) is not None:
+    """Whether an earlier start has made this its run directory. A lock alone is none: a start that
+    was refused late leaves one, and what came there since is the user's."""
+    if (run_dir / "checkpoints").is_dir() and record.newest_checkpoint_facts(run_dir) is not None:
         return True
-    facts = record.read_json(run_dir / "environment.json") or {}  # of a copy without hidden files
-    return "launcher" in facts and (run_dir / "config.yaml").exists()
+    facts = record.read_json(run_dir / "environment.json") or {}
+    return "launcher" in facts and any((run_dir / name).exists() for name in (LOCK, "config.yaml"))
 
 
 def foreign_files(run_dir: Path) -> list[str]:
     """Names in a directory that stand in the way of a new run: all but BESIDE_A_RUN and an empty place for
-    checkpoints, such as a disk of their own."""
+    checkpoints, such as a disk of their own. In logs/ only what bears the name of a log of ours does."""
 
     def is_known(path: Path) -> bool:
         if path.name == "checkpoints":
             return path.is_dir() and {p.name for p in path.iterdir()} <= {"lost+found"}
         if path.name == "logs":
-            return path.is_dir()
+            return path.is_dir() and not any(map(is_log, path.iterdir()))
         return any(fnmatch.fnmatchcase(path.name, known) for known in BESIDE_A_RUN)
 
     with contextlib.suppress(OSError):  # what may not be read is not written into either
         return sorted(path.name for path in run_dir.iterdir() if not is_known(path))
     return []
+
+
+def misplaced(run_dir: Path) -> list[tuple[Path, str]]:
+    """Paths a run writes to and what each should be but is not: a link would be followed out of the
+    directory, a pipe would hang. `checkpoints` and `logs` may be links, to a disk of their own."""
+    files = [run_dir / name for name in FILES]
+    for folder, known in (("logs", is_log), ("heartbeats", lambda path: path.name.startswith("rank-"))):
+        where = run_dir / folder
+        files += sorted(filter(known, where.iterdir())) if where.is_dir() else ()
+    folders = [run_dir / name for name in ("checkpoints", "logs", "heartbeats")]
+    odd = [(path, "a regular file") for path in files if path.is_symlink() or not path.is_file()]
+    odd += [(path, "a directory") for path in folders if not path.is_dir()]
+    if (beats := run_dir / "heartbeats").is_symlink():
+        odd.append((beats, "a directory"))
+    return [(path, what) for path, what in odd if os.path.lexists(path)]
 
 
 def anyone_writes(directory: Path) -> bool:
@@ -401,9 +420,9 @@ def run_locked(
     if (lost := failure.lost_directory(held)) is not None:  # a corpus may have taken long
         print_failure(lost, held.now() or where, console)
         return 1
-    record.write_text(where / "config.yaml", dump_config(config))
     command = {"command": redact_argv(sys.argv), "launcher": launcher}
-    record.write_json(where / "environment.json", {**machine.to_json(), **command})
+    record.write_json(where / "environment.json", {**machine.to_json(), **command})  # first: see holds_run
+    record.write_text(where / "config.yaml", dump_config(config))
     show(console, f"launcher: {launcher}", **PLAIN)
 
     def say(line: str) -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp import record
-from bert_dp.config import Config, Section
+from bert_dp import record, sources
+from bert_dp.config import Config, ConfigError, Section
 from launcher import cli
 
 BASE = ("train", "quickstart", "--nproc", "1", "--dry-run")
@@ -28,7 +28,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
         monkeypatch.setattr("sys.argv", ["bert-dp", *arguments])
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        code = ended.value.code
+        code = ended.value.code or 0
         assert isinstance(code, int)
         return code, *capsys.readouterr()
 
@@ -133,6 +133,8 @@ def test_what_is_no_regular_file(run: Run, endless: list[str], tmp_path: Path) -
         refused(run(*BASE, "--set", f"run.init_from={path}"), "run.init_from", "holds no checkpoint")
         refused(run(*BASE, "--resume", path), "--resume", "holds no checkpoint")
         refused(run("plan", "scaling", "--from", path), "--from", path)
+        with pytest.raises(ConfigError, match="not a regular file"):
+            sources.file_hash(Path(path))
     (tmp_path / "state").mkdir()
     os.mkfifo(tmp_path / "state" / "state.json")
     refused(run(*BASE, "--resume", str(tmp_path / "state")), "--resume", "holds no checkpoint")
@@ -251,3 +253,25 @@ def test_a_report_of_a_damaged_run(tmp_path: Path, run: Run, name: str, content:
     code, _, errors = run("report", str(folder))
     assert (code, errors) == (0, "")
     assert (folder / "report.html").exists()
+
+
+def test_a_report_replaces_nothing_but_a_page(tmp_path: Path, run: Run) -> None:
+    """A project may have a config.yaml and a report.html of its own; root could replace a device."""
+    (tmp_path / "config.yaml").write_text("mine: 1\n")
+    (tmp_path / "report.html").write_text("<html>mine</html>")
+    (tmp_path / "link.html").symlink_to("report.html")
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "null").symlink_to("/dev/null")
+    refused(run("report", str(tmp_path)), "report.html", "no page of bert-dp")
+    assert (tmp_path / "report.html").read_text() == "<html>mine</html>"
+    for name in ("config.yaml", "report.html", "link.html"):
+        refused(run("report", str(tmp_path), "--out", str(tmp_path / name)), name, "no page of bert-dp")
+    for name in (str(tmp_path / "pipe"), str(tmp_path / "null"), str(tmp_path), ""):
+        refused(run("report", str(tmp_path), "--out", name), "--out", "not a regular file")
+    assert (tmp_path / "link.html").is_symlink()
+    assert (tmp_path / "null").is_symlink()
+    assert (tmp_path / "pipe").is_fifo()
+    page = tmp_path / "page.html"
+    for _ in range(2):  # its own it does replace
+        assert run("report", str(tmp_path), "--out", str(page))[0] == 0
+    assert "<html" in page.read_text()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 from bert_dp import record
 from bert_dp.config import dump_config, load_config
 from launcher import training
+from tests.states import FACTS
 
 CONFIG = load_config(None, ["schedule.steps=1", "data.sources=[builtin]"])
 
@@ -27,12 +30,20 @@ def put(*names: str) -> Callable[[Path], None]:
 def checkpoint(folder: Path) -> None:
     record_of = folder / "checkpoints" / "step-00000001"
     record_of.mkdir(parents=True)
-    record.write_json(record_of / "state.json", {"config": CONFIG.model_dump(mode="json")})
+    record.write_json(
+        record_of / "state.json", {**FACTS, "step": 1, "config": CONFIG.model_dump(mode="json")}
+    )
 
 
 def copied(folder: Path) -> None:
     (folder / "config.yaml").write_text(dump_config(CONFIG))
     record.write_json(folder / "environment.json", {"launcher": "torchrun", "cpu_model": "x"})
+
+
+def killed_early(folder: Path) -> None:
+    copied(folder)
+    (folder / "config.yaml").unlink()
+    put(".launcher.lock", "logs/rank-0.log", "notes.txt")(folder)
 
 
 @pytest.mark.parametrize(
@@ -41,9 +52,10 @@ def copied(folder: Path) -> None:
         put(),
         put(".env", ".git/config", "slurm-123.out", "logs/job.out"),
         put("checkpoints/lost+found/", "lost+found/"),
-        put(".launcher.lock", "config.yaml", "logs/", "notes.txt"),
+        put("logs/", "logs/slurm-1.out", ".launcher.lock"),
         checkpoint,
         copied,
+        killed_early,
     ],
 )
 def test_an_empty_directory_one_with_a_run_and_what_may_stand_beside_it(
@@ -64,6 +76,9 @@ def test_an_empty_directory_one_with_a_run_and_what_may_stand_beside_it(
         (put("logs"), "logs"),
         (put("a", "b", "c", "d", "e"), "a, b, c and 2 more"),
         (put("slurm.out"), "slurm.out"),
+        (put("logs/rank-0.log"), "logs"),
+        (put("logs/rank-0.error.json", ".env"), "logs"),
+        (put(".launcher.lock", "config.yaml", "notes.txt"), "config.yaml, notes.txt"),
     ],
 )
 def test_a_directory_that_holds_something_else_is_refused_and_stays(
@@ -87,3 +102,50 @@ def test_a_run_elsewhere_to_go_on_from_makes_it_no_run(tmp_path: Path) -> None:
     (tmp_path / "mine" / "x").touch()
     (issue,) = training.run_dir_issues(tmp_path / "mine", CONFIG, str(tmp_path / "old"))
     assert "holds x but no run" in issue
+
+
+def test_a_checkpoint_is_no_run_directory(tmp_path: Path) -> None:
+    checkpoint(tmp_path)
+    for folder in (tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-00000001"):
+        (issue,) = training.run_dir_issues(folder, CONFIG, "auto")
+        assert "but no run" in issue
+        assert training.run_dir_issues(tmp_path / "new", CONFIG, str(folder)) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.yaml", "metrics.jsonl", "summary.json", ".launcher.lock", "report.html", "heartbeats"),
+        *("logs/rank-0.log", "logs/torchrun.log", "heartbeats/rank-0"),
+    ],
+)
+def test_a_run_whose_files_lead_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    """A run would write through the link, and hang at the pipe."""
+    folder = tmp_path / "run"
+    put("logs/", "heartbeats/")(folder)
+    copied(folder)
+    put("mine/x")(tmp_path)
+    path = folder / name
+    for make in (
+        lambda: path.symlink_to(tmp_path / "mine"),
+        lambda: path.symlink_to("/"),
+        lambda: os.mkfifo(path),
+    ):
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+        make()
+        (issue,) = training.run_dir_issues(folder, CONFIG, "auto")
+        assert issue.startswith(f"--run-dir: {path} is not a ")
+
+
+def test_logs_and_checkpoints_may_lie_on_a_disk_of_their_own(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    copied(folder)
+    for name in ("logs", "checkpoints"):
+        (tmp_path / name).mkdir()
+        (folder / name).symlink_to(tmp_path / name)
+    assert training.run_dir_issues(folder, CONFIG, "auto") == []
+    (folder / "logs").unlink()
+    (folder / "logs").write_text("")
+    (issue,) = training.run_dir_issues(folder, CONFIG, "auto")
+    assert "logs is not a directory" in issue
