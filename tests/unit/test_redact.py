@@ -213,14 +213,17 @@ def test_which_values_are_secrets(tmp_path: Path) -> None:
         "DB_PASSWORD, MY_KEY, PASSPHRASE: by name a secret, but a plain word or under 6 characters, which "
         "stands in logs by chance: it is not hidden there; choose a longer one"
     ]
-    assert redact.ordinary_secrets({"USE_AUTH": "true", "KEY_BITS": "2048", "HF_TOKEN": "", "A": "b"}) == []
+    assert redact.ordinary_secrets({"USE_AUTH": "True", "KEY_BITS": "2048", "HF_TOKEN": "", "A": "b"}) == []
     argv = ["bert-dp", "train", "--token=abcdef7", "--api-key", "hijklm8", "--set", "schedule.tokens=1000000"]
     argv += ["-H", "Authorization: Digest realm-7 abcdef9", "--pwd=short", "--hf-token", "--force-5"]
+    argv += ["--ssl-key=-----BEGIN-----\nMIIEpAIBAAK"]
     given = {
         "abcdef7": "--token",
         "hijklm8": "--api-key",
         "Digest realm-7 abcdef9": "Authorization",
         "abcdef9": "Authorization",
+        "-----BEGIN-----\nMIIEpAIBAAK": "--ssl-key",
+        "MIIEpAIBAAK": "--ssl-key",
     }
     assert redact.secrets(argv, {}) == given
     assert redact.secrets(argv, {"HF_TOKEN": "hf_abcdef"}) == {"hf_abcdef": "HF_TOKEN", **given}
