@@ -36,6 +36,7 @@ app.add_typer(tune_app, name="tune")
 
 SHARED = ("report", "data")  # they write where the user says, with the user's umask; the others privately
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+LIMIT_REACHED = (errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 
 
 def _version(show: bool) -> None:
@@ -331,6 +332,11 @@ def main() -> None:
             sys.exit(2)
         if isinstance(error, OSError) and error.errno in DISK_FAILED:
             complain(f"error: {error.filename}: {error.strerror}")
+        elif isinstance(error, MemoryError):
+            complain("error: no memory is left for this process; free some, or raise `ulimit -v`")
+        elif isinstance(error, OSError) and error.errno in LIMIT_REACHED:
+            where = f"{error.filename}: " if error.filename else ""
+            complain(f"error: {where}{error.strerror}: a limit of this process; see `ulimit -a`")
         else:
             complain(traceback.format_exc().rstrip())
         sys.exit(1)

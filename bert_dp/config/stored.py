@@ -11,6 +11,7 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
+CHUNK = 2**20  # bytes
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -37,10 +38,12 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        data = file.read(most_bytes + 1)
+        data = bytearray()
+        while len(data) <= most_bytes and (part := file.read(CHUNK)):  # one read would allocate them all
+            data += part
     if len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
-    return data
+    return bytes(data)
 
 
 def sha256(path: Path) -> str:

@@ -3,8 +3,10 @@ nothing is written. What hangs here would hang for the user."""
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
+import tracemalloc
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -275,3 +277,35 @@ def test_a_report_replaces_nothing_but_a_page(tmp_path: Path, run: Run) -> None:
     for _ in range(2):  # its own it does replace
         assert run("report", str(tmp_path), "--out", str(page))[0] == 0
     assert "<html" in page.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (OSError(errno.EFBIG, "File too large"), "File too large: a limit of this process"),
+        (OSError(errno.EMFILE, "Too many open files", "/a/b"), "/a/b: Too many open files: a limit"),
+        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "see `ulimit -a`"),
+        (MemoryError(), "no memory is left"),
+    ],
+)
+def test_a_limit_of_the_process_is_no_traceback(
+    run: Run, monkeypatch: pytest.MonkeyPatch, error: BaseException, said: str
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr("launcher.training.train", fail)
+    code, _, errors = run("train")
+    assert code == 1
+    assert errors.startswith("error: ")
+    assert errors.count("\n") == 1
+    assert said in errors
+
+
+def test_a_small_file_is_read_in_little_memory(tmp_path: Path) -> None:
+    record.write_json(tmp_path / "x", {"a": 1})
+    tracemalloc.start()
+    assert record.read_json(tmp_path / "x") == {"a": 1}
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**23
