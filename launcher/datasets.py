@@ -13,6 +13,8 @@ from bert_dp.config import ConfigError, resolve
 from launcher import processes, report
 from launcher.redact import secrets, setting_issues
 
+MAX_PROCESSES = 4096
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -31,8 +33,8 @@ def build(
     """Returns the exit code. Raises ConfigError for an option that a run could not use."""
     from bert_dp.config import parse_overrides
 
-    if processes_ is not None and processes_ < 1:
-        raise ConfigError([f"--processes: {processes_} is below 1"])
+    if processes_ is not None and not 1 <= processes_ <= MAX_PROCESSES:
+        raise ConfigError([f"--processes: {processes_} is not a whole number of 1 to {MAX_PROCESSES}"])
     texts = {"SOURCES": " ".join(sources), "--out": str(out), "--tokenizer": tokenizer}
     if issues := setting_issues(texts, secrets(sys.argv)):  # the manifest names them
         raise ConfigError(issues)

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp import record, sources
-from bert_dp.config import Config, ConfigError, Section
+from bert_dp import corpus, record, sources
+from bert_dp.config import BuildConfig, Config, ConfigError, Section
 from launcher import cli
 
 BASE = ("train", "quickstart", "--nproc", "1", "--dry-run")
@@ -309,3 +309,24 @@ def test_a_small_file_is_read_in_little_memory(tmp_path: Path) -> None:
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 2**23
+
+
+@pytest.mark.parametrize("count", ["0", "-1", "4097", "9" * 30])
+def test_a_hostile_number_of_processes(run: Run, count: str) -> None:
+    refused(run("data", "build", "builtin", "--out", "x", "--processes", count), "--processes", count)
+
+
+def test_a_file_with_the_name_of_a_lock_keeps_its_content(tmp_path: Path) -> None:
+    (tmp_path / ".out.lock").write_text("mine")
+    (tmp_path / "empty.txt").write_text("")
+    options = BuildConfig()
+    with pytest.raises(ConfigError, match="no text"):
+        corpus.build(
+            [str(tmp_path / "empty.txt")],
+            tmp_path / "out",
+            options=options,
+            vocab_size=300,
+            sequence_length=16,
+            tokenizer=None,
+        )
+    assert (tmp_path / ".out.lock").read_text() == "mine"
