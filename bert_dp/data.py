@@ -105,7 +105,7 @@ def mask(
     """
     batch, length = rows_BS.shape
     columns = np.arange(1, length + 1, dtype=U64)
-    random_BS = mix64(key_B[:, None] + columns * GOLDEN)
+    random_BS = mix64((key_B[:, None] + columns * GOLDEN).astype(U64))
     chosen_BK = np.argsort(random_BS, axis=1, kind="stable")[:, :num_masked]
     ids_BS = rows_BS.astype(np.int64)
     rows = np.arange(batch)[:, None]

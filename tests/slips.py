@@ -1,8 +1,8 @@
 """`python -m tests.slips [NAME...]`: slips made by hand in the distributed modules, and who notices them.
 
 mutmut covers the pure modules (`python -m tests.mutants`). Here each slip is one replacement of text in one
-file, put into a temporary copy of the tree; its tests then run there until the first fails. Prints a line per
-slip; exit code 1 when one survives. `--list` runs nothing.
+file, put into a temporary copy of the tree; its tests then run there until the first fails. All of them must
+pass without a slip first. Prints a line per slip; exit code 1 when one survives. `--list` runs nothing.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -359,16 +360,19 @@ SLIPS = (
 )
 
 
-def noticed(slip: Slip, timeout_s: float) -> tuple[bool, str]:
-    """Whether the slip's tests fail, and the first that does; a run that does not end counts as noticed."""
+def first_failure(tests: Sequence[str], timeout_s: float, slip: Slip | None = None) -> str | None:
+    """What pytest says of the first test that fails in a copy of the tree, with `slip` in it if given; None
+    when all pass. A run that does not end counts as a failure.
+    """
     with tempfile.TemporaryDirectory(prefix="slip-") as directory:
         copy = Path(directory)
         copy_tree(copy)
-        file = copy / slip.file
-        file.write_text(file.read_text().replace(slip.old, slip.new))
+        if slip is not None:
+            file = copy / slip.file
+            file.write_text(file.read_text().replace(slip.old, slip.new))
         try:
             done = subprocess.run(
-                [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *slip.tests.split()],
+                [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
                 cwd=copy,
                 capture_output=True,
                 text=True,
@@ -377,11 +381,11 @@ def noticed(slip: Slip, timeout_s: float) -> tuple[bool, str]:
                 env={**os.environ, "PYTHONPATH": str(copy)},
             )
         except subprocess.TimeoutExpired:
-            return True, f"no end in {timeout_s:.0f} s"
+            return f"no end in {timeout_s:.0f} s"
     if done.returncode not in (0, 1):
-        raise RuntimeError(f"{slip.name}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
+        raise RuntimeError(f"{slip.name if slip else tests}: {done.stdout[-2000:]}{done.stderr[-2000:]}")
     failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    return done.returncode == 1, failed[0] if failed else ""
+    return (failed or ["a test failed"])[0] if done.returncode else None
 
 
 def main() -> int:
@@ -392,17 +396,21 @@ def main() -> int:
     arguments = parser.parse_args()
     if unknown := set(arguments.names) - {slip.name for slip in SLIPS}:
         parser.error(f"no such slip: {', '.join(sorted(unknown))}; --list shows them")
-    survived = 0
-    for slip in SLIPS:
-        if arguments.names and slip.name not in arguments.names:
-            continue
-        if arguments.list:
+    chosen = [slip for slip in SLIPS if not arguments.names or slip.name in arguments.names]
+    if arguments.list:
+        for slip in chosen:
             print(f"{slip.name}: {slip.file}")
-            continue
+        return 0
+    tests = list(dict.fromkeys(test for slip in chosen for test in slip.tests.split()))
+    if (failed := first_failure(tests, arguments.timeout * len(chosen))) is not None:
+        print(f"without any slip: {failed}")
+        return 1
+    survived = 0
+    for slip in chosen:
         start = time.monotonic()
-        seen, test = noticed(slip, arguments.timeout)
-        survived += not seen
-        how = f"noticed  {test}" if seen else "SURVIVED"
+        seen = first_failure(slip.tests.split(), arguments.timeout, slip)
+        survived += seen is None
+        how = "SURVIVED" if seen is None else f"noticed  {seen}"
         print(f"{slip.name:45} {time.monotonic() - start:6.0f} s  {how}", flush=True)
     return 1 if survived else 0
 
