@@ -1,0 +1,78 @@
+"""What a rank checks and does before it goes on from a checkpoint, whoever has started it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bert_dp import checkpoint, setup
+from bert_dp.config import Config, ConfigError, resolve
+from bert_dp.dist import Comm
+from bert_dp.train import Counters
+from bert_dp.world import World
+from tests.states import FACTS
+
+CPU, LONE = torch.device("cpu"), World(0, 0, 1, 1)
+
+
+def config() -> Config:
+    return resolve([{"data": {"path": "x"}, "schedule": {"steps": 9}}])
+
+
+def corpus(digit: str) -> Any:
+    return SimpleNamespace(manifest=SimpleNamespace(hash=digit * 64))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    """A run that has saved step 3."""
+    state = {"model": {"w": torch.ones(2)}, "optimizer": {"w/step": torch.tensor(3.0)}, "scaler": {}}
+    facts = {**FACTS, "config": config().model_dump(mode="json"), "samples": 12, "elapsed_s": 7.5}
+    checkpoint.save(tmp_path / "checkpoints", 3, state, facts, 9)
+    return tmp_path
+
+
+def test_a_rank_goes_on_with_the_data_of_the_checkpoint_only(run_dir: Path) -> None:
+    """srun and mpirun start ranks without the launcher, which checks the same."""
+    found = setup.find_resume(config(), run_dir, Comm(LONE, None), CPU, corpus("0"), "auto")
+    assert found.path == run_dir / "checkpoints" / "step-00000003"
+    assert found.counters == Counters(step=3, samples=12, elapsed_s=7.5)
+    with pytest.raises(ConfigError, match=f"was trained on shards {'0' * 16}, these are {'1' * 16}"):
+        setup.find_resume(config(), run_dir, Comm(LONE, None), CPU, corpus("1"), "auto")
+
+
+class Meeting(Comm):
+    """Notes the steps that the records hold when the ranks meet."""
+
+    def __init__(self, world: World, record: Path):
+        super().__init__(world, None)
+        self._record = record
+        self.seen: list[list[int]] = []
+
+    def barrier(self) -> None:
+        lines = self._record.read_text().splitlines()
+        self.seen.append([json.loads(line)["step"] for line in lines])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_no_rank_writes_before_rank_0_has_cut_the_records_back(run_dir: Path, rank: int) -> None:
+    record = run_dir / "steps" / "rank-1.jsonl"
+    record.parent.mkdir()
+    record.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)))
+    meeting = Meeting(World(rank, rank, 2, 2), record)
+    job: Any = SimpleNamespace(
+        meter=SimpleNamespace(skipped=torch.zeros((), dtype=torch.int64)),
+        engine=SimpleNamespace(scatter_state=lambda state: None),
+        norm_pairs=None,
+        run_dir=run_dir,
+        comm=meeting,
+        config=config(),
+    )
+    resume = setup.Resume(run_dir / "checkpoints" / "step-00000003", None, Counters(step=3), None)
+    setup.restore(job, resume, {})
+    assert meeting.seen == [[1, 2, 3] if rank == 0 else [1, 2, 3, 4, 5]]
