@@ -13,6 +13,7 @@ import torch
 from bert_dp import health
 from bert_dp.config import BatchPlan, resolve
 from bert_dp.dist import Comm
+from bert_dp.lines import Records
 from bert_dp.metrics import Meter
 from bert_dp.train import Counters, Course, _log
 from bert_dp.world import World
@@ -121,6 +122,8 @@ def test_a_logged_spike_is_said_counted_and_remembered_with_the_checkpoint(tmp_p
         heartbeat=SimpleNamespace(enter=lambda *_: None),
         precision=SimpleNamespace(name="fp32"),
         norm_pairs=None,
+        lost=lambda: None,
+        records=Records(tmp_path, said.append),
     )
     clock: Any = SimpleNamespace(elapsed_s=lambda: 1.0)
     losses = [*noise(140), 20.0, *noise(3), float("nan")]
