@@ -182,6 +182,8 @@ def test_the_rate_beside_the_best_of_the_last_rung() -> None:
     broken = rung({2.0: [2.0], 1.3: [3.0]}, last=True)
     broken.outcomes.append(outcome(4.0, None, status="diverged"))
     assert ladder.beside([short], broken) is None  # it broke
+    short.outcomes.append(outcome(3.0, 9.0))
+    assert beside({2.0: [3.0], 4.0: [2.0], 8.0: [3.0]}) is None  # 3 is 0.42 octaves below
 
 
 def test_a_side_is_open_without_a_worse_rate_on_it() -> None:
@@ -204,6 +206,26 @@ def test_a_side_is_open_without_a_worse_rate_on_it() -> None:
     assert side(lost) == "high"
     lost.outcomes.append(outcome(4.0, None, seed=1, status="diverged"))
     assert side(lost) is None
+
+
+def test_a_neighbour_of_another_weight_decay_counts_where_it_was_drawn() -> None:
+    made = rung({1.0: [3.0], 2.0: [2.0]})
+    heavier = Candidate("adamw", 0.1, 4.0)
+    made.outcomes.append(Outcome("t", heavier, 0, "ok", None, 3.0, 1))
+    made.outcomes.append(Outcome("t", Candidate("lamb", 0.01, 8.0), 0, "ok", None, 1.0, 1))
+    assert ladder.open_side([made], candidate(2.0), any_decay=True) is None
+    assert ladder.open_side([made], candidate(2.0), any_decay=False) == "high"
+    assert ladder.open_side([made], heavier, any_decay=True) == "high"
+
+
+@pytest.mark.parametrize(
+    ("count", "drawn", "second"),
+    [(6, False, 0), (7, False, 4), (8, False, 4), (9, False, 5), (12, True, 0), (13, True, 4), (17, True, 5)],
+)
+def test_the_second_rung_has_half_of_the_first_or_a_quarter_of_drawn_ones(
+    count: int, drawn: bool, second: int
+) -> None:
+    assert ladder.num_second(count, drawn=drawn) == second
 
 
 # --- the choice
