@@ -108,7 +108,7 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
     if stage == 2:
         gradients /= dp
     if parallel.engine == "fsdp" or stage == 3:
-        shards = dp // parallel.fsdp_replicas if stage == 0 else dp
+        shards = dp // parallel.fsdp_replicas
         weights = weights / shards + gathered
         optimizer = moments * wide / shards
         whole = stage == 0 and accumulates
