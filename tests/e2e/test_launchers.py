@@ -244,6 +244,7 @@ def test_what_surrounds_a_launcher_does_not_change_it(
             "DS_ACCELERATOR",
         } & set(environ)
         assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+        assert environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "9"  # seconds, as grace_s
     assert "CUDA_VISIBLE_DEVICES=2,3" in start_command("deepspeed", 2, tmp_path, ["config.yaml"])
 
 

@@ -554,6 +554,22 @@ def test_ensure_builds_once_and_follows_the_source(tmp_path: Path, monkeypatch: 
     assert corpus.ensure(config(source, build={**PLAIN, "dedup": "none"})).parent == first.parent
 
 
+def test_the_cache_follows_every_setting_that_the_shards_depend_on(tmp_path: Path) -> None:
+    mine = config(write(tmp_path / "a.txt", "some text"))
+    changes: tuple[tuple[str, dict[str, Any]], ...] = (
+        ("model", {"vocab_size": 2 * VOCAB}),
+        ("data", {"sequence_length": 2 * LENGTH}),
+        ("data", {"sources": (write(tmp_path / "b.txt", "more"),)}),
+        ("data", {"tokenizer": write(tmp_path / "tokenizer.json", "{}")}),
+        ("data", {"build": mine.data.build.model_copy(update={"held_out_fraction": 0.5})}),
+    )
+    others = [
+        mine.model_copy(update={part: getattr(mine, part).model_copy(update=change)})
+        for part, change in changes
+    ]
+    assert len({corpus.cache_dir(c) for c in (mine, *others)}) == 1 + len(others)
+
+
 def test_ensure_with_a_given_path(tmp_path: Path) -> None:
     make(write(tmp_path / "a.txt", prose(100)), tmp_path / "out")
     given = {"path": str(tmp_path / "out"), "sources": None}

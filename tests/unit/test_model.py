@@ -287,6 +287,18 @@ def test_dropout_works_in_train_mode_only():
     assert model.eval()(*case).item() == model(*case).item() == plain(*case).item()
 
 
+def test_every_dropout_acts():
+    """Each alone, all others off; of two layers, so none stands for another."""
+    model = build_model(small(dropout=0.5), 16, seed=1).train()
+    places = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout)}
+    assert len(places) == 1 + 2 * len(model.model.layers)
+    case = make_case()
+    for name, alone in places.items():
+        for place in places.values():
+            place.p = 0.5 if place is alone else 0.0
+        assert model(*case).item() != model(*case).item(), name
+
+
 def test_an_ignored_label_contributes_nothing():
     model = build_model(small(), 16, seed=1)
     ids_BS, positions_P, labels_P = make_case()

@@ -94,6 +94,17 @@ def test_a_directory_that_holds_something_else_is_refused_and_stays(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_run_is_complete_while_its_newest_checkpoint_has_spent_the_budget(tmp_path: Path) -> None:
+    longer = CONFIG.model_copy(update={"schedule": CONFIG.schedule.model_copy(update={"steps": 2})})
+    checkpoint(tmp_path)
+    record.write_json(tmp_path / "summary.json", {"status": "done"})
+    assert training.is_complete(tmp_path, CONFIG, "auto")
+    assert not training.is_complete(tmp_path, longer, "auto")  # the budget was raised
+    assert not training.is_complete(tmp_path, CONFIG, "never")
+    record.write_json(tmp_path / "summary.json", {"status": "stopped"})
+    assert not training.is_complete(tmp_path, CONFIG, "auto")
+
+
 def test_a_run_elsewhere_to_go_on_from_makes_it_no_run(tmp_path: Path) -> None:
     checkpoint(tmp_path / "old")
     assert training.run_dir_issues(tmp_path / "new", CONFIG, str(tmp_path / "old")) == []

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from bert_dp.config import Config, ConfigError, resolve
+from bert_dp.config import Config, ConfigError, dump_config, resolve
 from bert_dp.cost import GIB
 from launcher.tune import batch, cache, curve, figures_batch, sizes
 from launcher.tune.curve import Rate, Size, Timed
@@ -324,6 +324,17 @@ def test_a_trial_keeps_the_users_settings_and_saves_nothing(tmp_path: Path) -> N
     assert trial.data_bytes == 2 * GIB, "an allocation fails a gibibyte above the limit"
 
 
+def test_a_trial_of_another_configuration_runs_again(tmp_path: Path) -> None:
+    pool = Pool(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=lambda line: None)
+    trial, other = Trial("t", config(8), 2), Trial("t", config(16), 2)
+    directory = pool.directory(trial)
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(dump_config(trial.config))
+    for name, facts in (("trial.json", {"seconds": 9.0}), ("summary.json", {"status": "done"})):
+        (directory / name).write_text(json.dumps(facts))
+    assert (pool.ended(trial), pool.ended(other)) == ("ok", None)
+
+
 # --- the cache
 
 MACHINE = {"gpus": [], "cpu_model": "a CPU", "affinity_cores": 2, "versions": {"torch": "2"}}
@@ -338,7 +349,8 @@ def key(settings: Config, machine: dict[str, Any] | None = None, ranks: int = 2)
 def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
     base = key(config())
     assert key(config(micro_size=4)) == base
-    assert key(config().model_copy(update={"precision": "bf16"})) != base
+    for name, value in (("precision", "bf16"), ("compile", "on")):
+        assert key(config().model_copy(update={name: value})) != base
     assert key(config(), {**MACHINE, "versions": {"torch": "3"}}) != base
     assert key(config(), {**MACHINE, "cpu_model": "another"}) != base
     assert key(config(), ranks=1) != base
