@@ -102,6 +102,18 @@ def test_forms_of_secrets(tmp_path: Path, text: str, secret: str) -> None:
     assert log.read_bytes() == far + b"\n" + text.replace(secret, left).encode() + b"\n" + far
 
 
+@pytest.mark.parametrize("chunk", [100, 5000])
+def test_a_long_log_is_searched_to_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """Longer than what is looked at together; one secret is no UTF-8."""
+    monkeypatch.setattr(redact, "CHUNK", chunk)
+    far = b"x" * 3000 + b"\n"
+    log = run_files(tmp_path, "rank-0.log", (far + b"secret-1 geheim\xff1 AKIAIOSFODNN7EXAMPLE\n") * 5)
+    assert redact.scrub(tmp_path, ["secret-1", os.fsdecode(b"geheim\xff1")]) == []
+    assert log.read_bytes() == (far + b"<redacte <redacte <redacted>**********\n") * 5
+
+
 @pytest.mark.parametrize("text", PLAIN)
 def test_ordinary_text_has_no_form_of_a_secret(tmp_path: Path, text: str) -> None:
     assert hide(text) == text
