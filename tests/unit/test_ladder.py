@@ -37,6 +37,7 @@ def test_a_rise_of_a_tenth_of_the_fall_is_the_edge() -> None:
     )
     assert ladder.find_edge(steps([*losses, 5.0])) == Edge(None, 12.5, "no divergence up to 12.5")
     assert ladder.find_edge(steps([*losses, 5.0, 0.6])).lr == 13.5
+    assert ladder.find_edge(steps([*(x + 2 for x in losses), 7.5])).lr == 12.5  # of the fall, not the height
     # the minimum before counts, not the last mean
     assert ladder.find_edge(steps([*losses, *[1.0] * 5, 1.6])).lr == 17.5
 
@@ -288,6 +289,7 @@ def test_rates_are_tied_whose_paired_difference_may_be_zero(count: int, student:
         other = [m + x - mean + apart for m, x in zip(mine, signs, strict=True)]
         assert bool(chosen({2.0: mine, 4.0: other}, WIDE)["tied"]) == tied
     assert chosen({2.0: mine, 4.0: [m + 1 for m in mine]}, WIDE)["tied"] == []
+    assert chosen({2.0: mine, 4.0: mine}, WIDE)["tied"]
 
 
 def test_fewer_seeds_are_compared_over_those_that_both_have() -> None:
