@@ -11,16 +11,16 @@ from launcher.plots import NUM_COLOURS
 from launcher.report import safe
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+# by which a page of any version is known
 START = (
-    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-    f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"'
 )
 
 
 def document(title: str, body: Iterable[str]) -> str:
     """A whole page; `body` is HTML, `title` is text."""
     return safe(
-        f'{START}<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f'{START} content="{POLICY}"><meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>"
         f"<h1>{escape(title)}</h1>{''.join(body)}</main></body></html>\n"
     )
