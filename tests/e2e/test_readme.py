@@ -27,6 +27,7 @@ WORDS = (
 ).split()
 
 
+@pytest.mark.timeout(2400)
 def test_commands_run_in_order(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     text = "\n".join(
@@ -77,7 +78,7 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
                 "--set",
                 "held_out_fraction=0.1",
             ]
-        done = bert_dp(*arguments, cwd=tmp_path, BERT_DP_CACHE=str(tmp_path / "cache"))
+        done = bert_dp(*arguments, cwd=tmp_path, timeout=900, BERT_DP_CACHE=str(tmp_path / "cache"))
         assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
 
 
