@@ -3,9 +3,11 @@ second signal does, and what is killed after a launcher that died."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -126,6 +128,19 @@ def test_ranks_that_outlive_a_failed_one_are_ended_soon(
     assert not (tmp_path / "signals").exists()
 
 
+def test_what_an_earlier_start_said_is_not_this_ones(
+    tmp_path: Path, directory: HeldDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = [sys.executable, "-c", "print('now'); raise SystemExit(3)"]
+    monkeypatch.setattr(processes, "start_command", lambda *_: command)
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "torchrun.log").write_text("earlier\n")
+    ended = processes.run(directory, 1, "none", lambda: None)
+    assert ended.failure is not None
+    assert ended.failure.tail == ("now",)
+    assert (tmp_path / "logs" / "torchrun.log").read_text() == "earlier\nnow\n"
+
+
 # --- after a launcher that was killed
 
 
@@ -183,3 +198,17 @@ def test_the_reaper_looks_again_until_nothing_is_left(
 def test_the_reaper_gives_up_what_cannot_be_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     system = reap(monkeypatch, tmp_path, [11])
     assert system.now == pytest.approx(reaper.PATIENCE_S + reaper.SEARCH_S, abs=0.2)
+
+
+def test_only_what_bears_every_mark_is_ended(tmp_path: Path) -> None:
+    """A pid comes back with another start, and an unlucky start with another pid."""
+    marks = [f"PID={tmp_path}", f"START={tmp_path}"]
+    command = [sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"]
+    with contextlib.ExitStack() as started:
+        children = [
+            started.enter_context(
+                subprocess.Popen(command, stdin=subprocess.PIPE, env=dict(m.split("=", 1) for m in borne))
+            )
+            for borne in (marks, marks[:1], marks[1:], [])
+        ]
+        assert reaper.marked(marks) == [children[0].pid]

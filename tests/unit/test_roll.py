@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -23,3 +24,36 @@ def test_a_wait_for_workers_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> No
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         roll.Roll(process, 0).wait(0.2)
     assert waited == [200.0]
+
+
+PARENT = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", sys.argv[1], "-m", "bert_dp.worker"], stdin=subprocess.PIPE)
+print("started", flush=True)
+sys.stdin.readline()
+child.stdin.close()
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
+def test_a_worker_that_ends_leaves_its_exit_code_or_signal(end: str, code: int) -> None:
+    worker = f"import os, sys; sys.stdin.read(); {end}"
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT, worker],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env={**os.environ, "RANK": "2"},
+    ) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"started\n"
+        seen = roll.Roll(process, 1)
+        seen.wait(0.0)
+        assert list(seen.by_rank()) == [2]
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        seen.wait(60.0)
+        assert seen.by_rank() == {}
+        assert [(gone.rank, gone.code) for gone in seen.departures] == [(2, code)]
+        seen.close()

@@ -280,3 +280,20 @@ def test_a_row_of_saves_that_fail_is_said_once(tmp_path: Path, monkeypatch: pyte
     assert saver.settle() == (5, None)
     assert said[1:] == ["warning: step-00000005 is saved; the 3 saves before it failed"]
     assert saver.failed_saves == 3
+
+
+def test_a_reason_that_comes_back_after_a_good_save_is_said_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    saver = make(tmp_path, said)
+    for step, last in ((1, 1), (2, 0), (3, 1)):
+        monkeypatch.setattr(checkpoint, "save_file", failing(errno.EIO, 1, last))
+        saver.save(step, lambda: state(1.0), {})
+        problem = saver.settle()[1]
+    assert [line.partition(" could not")[0] for line in said] == [
+        "warning: step-00000001",
+        "warning: step-00000003",
+    ]
+    assert problem is not None
+    assert "in a row" not in problem

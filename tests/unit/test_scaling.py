@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
+import os
+import signal
+import subprocess
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +19,12 @@ import pytest
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.cost import flops_per_token, memory_estimate_gib
-from launcher import environment, outdir
+from launcher import environment, outdir, processes
 from launcher.room import STATE
-from launcher.scaling import stats
+from launcher.scaling import measure, stats
 from launcher.scaling.benchmark import FIXED, identity, plan_facts
 from launcher.scaling.grid import Grid, Settings, modes_of, parse_engines
-from launcher.scaling.measure import Progress, cores_of
+from launcher.scaling.measure import Progress, Stopped, cores_of
 from launcher.scaling.raw import ended, result, run_dir
 from launcher.scaling.reduce import collect
 from launcher.scaling.verdict import judge, verdicts
@@ -642,3 +648,26 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
     if isinstance(value, list):
         return {k: v for i, each in enumerate(value) for k, v in flat(each, f"{path}.{i}").items()}
     return {path: value} if isinstance(value, int | float) else {}
+
+
+def test_a_signal_ends_a_helper_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when its time is over, which no clock here says."""
+    looks = itertools.count()
+
+    def start(*_: object, scratch: str, **options: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
+        process = subprocess.Popen(command, text=True, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    def stands_still() -> float:
+        assert next(looks) < 20, "the signal is not heeded"
+        return 0.0
+
+    monkeypatch.setattr(processes, "start_module", start)
+    monkeypatch.setattr(processes, "POLL_S", 0.01)
+    monkeypatch.setattr(measure, "time", types.SimpleNamespace(monotonic=stands_still))
+    with pytest.raises(Stopped) as stopped:
+        measure.helper("bert_dp.dist", [], tmp_path, None)
+    assert stopped.value.number == signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,13 @@ import pytest
 
 from bert_dp.config import Config, ConfigError, dump_config, resolve
 from bert_dp.cost import GIB
+from launcher import processes
 from launcher.tune import batch, cache, curve, figures_batch, sizes
 from launcher.tune.curve import Rate, Size, Timed
 from launcher.tune.measuring import BatchSearch
 from launcher.tune.runner import Question, Runner, alloc_retries
 from launcher.tune.sizes import MemoryLine
-from launcher.tune.trials import Pool, Slot, Trial, from_outside
+from launcher.tune.trials import Pool, Slot, Stopped, Trial, from_outside
 
 
 def config(global_size: int = 64, **batch: Any) -> Config:
@@ -333,6 +336,31 @@ def test_a_trial_of_another_configuration_runs_again(tmp_path: Path) -> None:
     for name, facts in (("trial.json", {"seconds": 9.0}), ("summary.json", {"status": "done"})):
         (directory / name).write_text(json.dumps(facts))
     assert (pool.ended(trial), pool.ended(other)) == ("ok", None)
+
+
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda n, _: print(n, file=open(sys.argv[1], "a"), flush=True))
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(0.5)
+"""
+
+
+def test_a_stop_signal_is_passed_to_a_trial_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one would end it before it has told how far it is."""
+    notes = tmp_path / "signals"
+
+    def start(*_: object, scratch: str, environ: object, **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", STUBBORN, str(notes)], text=True, **options
+        )
+
+    monkeypatch.setattr(processes, "start_module", start)
+    monkeypatch.setattr(processes, "POLL_S", 0.01)
+    pool = Pool(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=lambda line: None)
+    with pytest.raises(Stopped):
+        pool.run([Trial("t", config(8), 2)])
+    assert notes.read_text() == "15\n"
 
 
 # --- the cache

@@ -679,6 +679,9 @@ def test_transfer_takes_the_rate_that_was_found(
     assert told["rules"][0]["lr"] == pytest.approx(2 * found["choice"]["lr"])
     assert json.loads((out / "tune.json").read_text())["transfer"] == told
     assert searched(shards, out, valley(0.004))[1]["transfer"] == told
+    another = {**found, "choice": {**found["choice"], "lr": 0.5}, "transfer": told}
+    record.write_json(out / "tune.json", another)
+    assert searched(shards, out, valley(0.004))[1]["transfer"] is None, "it was another rate's"
     lr.carry(
         "quickstart", [*options, "optim.lr=0.5"], "8->32", None, as_json=False, console=Console(width=200)
     )
