@@ -211,6 +211,7 @@ HALF = TOTAL - (LINEAR + V * H) // 2  # of a replica over two ranks
             8,
             (HALF + GATHERED // 2, HALF + GATHERED // 2, 2 * HALF),
         ),
+        ({"engine": "fsdp", "tensor": 2}, 4, (2 * HALF + GATHERED // 2, 4 * HALF, 4 * HALF)),
     ],
 )
 def test_weights_gradients_and_optimizer_are_divided_as_the_engine_does(

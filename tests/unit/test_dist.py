@@ -17,7 +17,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp.config import ConfigError
-from bert_dp.dist import Comm, SharedClock, bind, choose_device, connect, disconnect, gather_json
+from bert_dp.dist import (
+    Comm,
+    SharedClock,
+    _time_all_reduce,
+    bind,
+    choose_device,
+    connect,
+    disconnect,
+    gather_json,
+)
 from bert_dp.world import World, read_world
 from tests.ranks import run_ranks
 
@@ -253,6 +262,13 @@ def check_values(comm: Comm) -> None:
     assert gather_json([], None, CPU) == [[]] * size
 
 
+def check_bus_bandwidth(comm: Comm) -> None:
+    """As nccl-tests define it: what a ring of N sends of each byte, 2 (N - 1) / N."""
+    found, size = _time_all_reduce(4096, 0.0, CPU), comm.world.size
+    sent = found["bytes"] * 2 * (size - 1) / size
+    assert found["busbw_gb_s"] == pytest.approx(sent / found["seconds_median"] / 1e9)
+
+
 def everything(told: Any) -> None:
     world = read_world(os.environ)
     comm = connect(world, CPU)
@@ -263,6 +279,7 @@ def everything(told: Any) -> None:
     check_two_signals(comm)
     check_asking(comm)
     check_values(comm)
+    check_bus_bandwidth(comm)
     comm.barrier()
     disconnect()
     disconnect()  # twice is harmless

@@ -166,11 +166,11 @@ def test_links_within_the_directory_are_followed(place: Path) -> None:
     assert shards.verify(place) == []
 
 
-def beyond(place: Path, **told: Any) -> None:
+def beyond(place: Path, at: int = -1, **told: Any) -> None:
     """Put an id of 64 + 936 into the shards, with the right hash."""
     file = place / "train-00000.bin"
     tokens = np.fromfile(file, "<u2")
-    tokens[-1] = 1000
+    tokens[at] = 1000
     file.write_bytes(tokens.tobytes())
     with edited_manifest(place) as edited:
         shard(edited, sha256=hashlib.sha256(tokens.tobytes()).hexdigest(), **told)
@@ -185,6 +185,15 @@ def test_an_id_beyond_the_vocabulary_is_found_by_the_start_and_by_inspect(place:
     assert "token id 1000" in problem
     with pytest.raises(ConfigError, match="token id 1000"):
         corpus.ensure(config(place))
+
+
+def test_an_id_beyond_the_vocabulary_is_found_in_any_part_of_a_file(
+    place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    beyond(place, greatest_id=63, at=0)
+    monkeypatch.setattr(shards, "BLOCK_BYTES", 64)
+    (problem,) = shards.verify(place)
+    assert "token id 1000" in problem
 
 
 def test_a_greatest_id_and_block_hashes_that_are_not_the_files_are_found_by_inspect(place: Path) -> None:

@@ -17,6 +17,7 @@ from bert_dp.world import World
 PLAN = BatchPlan(world_size=4, tensor=2, dp=2, micro_size=2, accumulation=3, global_size=12)
 LENGTH, FLOPS, PEAK = 8, 1e6, 4e8  # tokens of a sequence, FLOPs of a token, FLOP/s of a rank
 WAIT, PASSES, UPDATE = 0.125, 0.5, 0.25  # seconds of a step
+OWN = 0.375  # of PASSES
 STEP = WAIT + PASSES + UPDATE
 OWN_GIB = 1.0
 
@@ -62,7 +63,9 @@ class Run:
         self.now += WAIT
         self.wait_s += WAIT
         with timers.phase("forward_backward"):
-            self.now += PASSES
+            with timers.phase("own_work"):
+                self.now += OWN
+            self.now += PASSES - OWN
         with timers.phase("optimizer"):
             self.now += UPDATE
         self.steps += 1
@@ -125,8 +128,18 @@ def test_the_loss_is_summed_over_replicas_and_the_memory_is_the_greatest_ranks(
     assert line.loss == 0.5 + 2.5  # of the last step
     assert line.peak_memory_gib == OWN_GIB + 3
     assert run.meter.steps["peak_memory_gib"] == OWN_GIB, "each rank has a file of its own"
-    assert run.meter.own_work_s == [0.0] * 4
     assert run.meter.steps["step_s"] == [STEP] * 2
+
+
+def test_own_work_and_phases_are_summed_over_all_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(monkeypatch)
+    for steps in (1, 2, 3):
+        for _ in range(steps):
+            run.step()
+        run.line()
+    assert run.meter.own_work_s == [6 * OWN * times for times in (1, 2, 3, 4)]
+    totals = {"train_s": STEP, "data_wait_s": WAIT, "forward_backward_s": PASSES, "optimizer_s": UPDATE}
+    assert run.meter.totals == {name: 6 * seconds for name, seconds in totals.items()}
 
 
 def test_evaluation_and_saving_are_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -189,13 +189,16 @@ def group_of_one(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     disconnect()
 
 
-def engine_of(name: str, *, fp16: bool = False) -> Engine:
-    config = resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 1}}])
+def engine_of(name: str, *, fp16: bool = False, **parallel: Any) -> Engine:
+    sections = {"data": {"sources": ["builtin"]}, "schedule": {"steps": 1}, "parallel": parallel}
+    config = resolve([sections])
     return make_engine(name, config, LONE, CPU, precision="fp16" if fp16 else "fp32", run_dir=Path())
 
 
-def prepare(name: str, *, fp16: bool = False) -> tuple[Engine, nn.Module, Tied, torch.optim.Optimizer]:
-    engine = engine_of(name, fp16=fp16)
+def prepare(
+    name: str, *, fp16: bool = False, **parallel: Any
+) -> tuple[Engine, nn.Module, Tied, torch.optim.Optimizer]:
+    engine = engine_of(name, fp16=fp16, **parallel)
     bare = Tied()
     wrapped, optimizer = engine.prepare(
         bare, lambda named: make_optimizer(OPTIM, named, is_decayed, is_matrix)
@@ -362,6 +365,23 @@ def test_the_scale_does_not_reach_the_norm_or_the_step() -> None:
     assert everything(bare, optimizer) == everything(bare_2, optimizer_2)
 
 
+@pytest.mark.parametrize("name", ["ddp", "accelerate"])
+def test_replicas_are_summed_with_a_loss_scale_as_without(
+    name: str, group_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DDP takes the mean of what an engine has multiplied by the number of replicas."""
+    if name == "accelerate":
+        pytest.importorskip("accelerate")
+    for variable in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(variable, "1" if variable.endswith(("SIZE", "THREADS")) else "0")
+    norms = []
+    for fp16, loss_scale in ((False, 1), (True, 256)):
+        engine, model, _, _ = prepare(name, fp16=fp16)
+        engine.dp_size = 2
+        norms.append(float(run_step(engine, model, 0, fp16=fp16)) * loss_scale)
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)
+
+
 def test_the_scaler_goes_on_where_it_was() -> None:
     engine, model, _, _ = prepare("single", fp16=True)
     for step in range(3):
@@ -487,6 +507,24 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, fp16: bool
 
 
 # --- sharing out
+
+
+def test_zero1_sends_as_many_buckets_as_their_size_asks_for(
+    group_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, sent = torch.distributed.reduce, list[int]()
+
+    def counted(tensor: Tensor, *arguments: Any, **options: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return plain(tensor, *arguments, **options)
+
+    monkeypatch.setattr(torch.distributed, "reduce", counted)
+    for bucket_mib, wanted in ((None, [112]), (48 / 2**20, [64, 48])):
+        engine, model, _, _ = prepare("zero1", bucket_mib=bucket_mib)
+        run_step(engine, model, 0)
+        assert sorted(sent, reverse=True) == wanted
+        sent.clear()
+
 
 SIZES = st.lists(st.integers(1, 1000), min_size=4, max_size=40)
 

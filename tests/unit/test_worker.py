@@ -1,0 +1,94 @@
+"""A rank from its configuration to its summary, and once more from its checkpoint."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from bert_dp.lifeline import STOP_SIGNALS, Signals
+from tests.parity.runs import evals, metrics, poison_step, settings, write_run
+from tests.ranks import run_ranks
+from tests.shards import write_shards
+
+HELD_OUT, LENGTH, GLOBAL, ASSEMBLE_S, DRY_RUN_S = 20, 16, 8, 5.0, 3.0
+
+
+def slowed(module: Any, name: str, clock: SimpleNamespace, seconds: float) -> None:
+    """From now on a call of `module.name` takes `seconds` on our clock, and nothing else takes any."""
+    plain = getattr(module, name)
+
+    def slow(*arguments: Any, **options: Any) -> Any:
+        clock.now += seconds
+        return plain(*arguments, **options)
+
+    setattr(module, name, slow)
+
+
+def train_twice(run_dir: str, more: dict[str, Any]) -> None:
+    """Two steps, the second with a bad gradient, and in a second process's place as `more` says."""
+    from bert_dp import setup, train, worker
+
+    clock = SimpleNamespace(now=100.0)
+    worker.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
+    slowed(setup, "assemble", clock, ASSEMBLE_S)
+    slowed(train, "dry_run", clock, DRY_RUN_S)
+    poison_step(1)
+    assert worker.main([f"{run_dir}/config.yaml"]) == 0
+    write_run(Path(run_dir), more)
+    assert worker.main([f"{run_dir}/config.yaml"]) == 0
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("worker")
+    shards = write_shards(folder / "shards", held_out=HELD_OUT, length=LENGTH)
+    parts = [
+        settings(
+            shards,
+            schedule={"name": "constant", "steps": steps},
+            batch={"global_size": GLOBAL},
+            objective={"mask_rate": 0.25},
+        )
+        for steps in (2, 4)
+    ]
+    run_ranks(1, train_twice, str(write_run(folder / "run", parts[0])), parts[1])
+    return folder / "run"
+
+
+def test_a_resumed_run_counts_from_its_beginning(run_dir: Path) -> None:
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["step"] == 4
+    assert summary["samples"] == 4 * GLOBAL
+    assert summary["tokens"] == 4 * GLOBAL * LENGTH
+    assert summary["skipped_steps"] == 1
+    assert [line["skipped_steps"] for line in metrics(run_dir)] == [0, 1, 1, 1]
+
+
+def test_held_out_positions_are_15_of_100_at_any_mask_rate(run_dir: Path) -> None:
+    for line in evals(run_dir):
+        assert line["mask_rate"] == 0.15
+        assert line["masked_tokens"] == HELD_OUT * round(0.15 * LENGTH)
+
+
+def test_set_up_and_dry_run_are_timed_apart(run_dir: Path) -> None:
+    spent = json.loads((run_dir / "summary.json").read_text())["time_s"]
+    assert (spent["setup"], spent["compile"]) == (ASSEMBLE_S, DRY_RUN_S)
+
+
+def test_the_first_stop_signal_is_the_one_that_counts() -> None:
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    try:
+        signals = Signals()
+        assert signals.received == 0
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        assert signals.received == signal.SIGUSR1
+    finally:
+        for number, handler in zip(STOP_SIGNALS, before, strict=True):
+            signal.signal(number, handler)
