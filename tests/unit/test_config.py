@@ -1067,11 +1067,11 @@ def test_the_steps_of_a_budget_in_tokens_are_those_that_the_ranks_take(
 
 def test_every_path_of_a_run_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/data/me")
     given = "data.sources=[texts/*.txt, builtin, 'hub:a/b']"
     config = absolute(make(given, "data.tokenizer=~/tokenizer.json", "run.init_from=runs/first"))
     assert config.data.sources == (f"{tmp_path}/texts/*.txt", "builtin", "hub:a/b")
-    assert config.data.tokenizer == "/home/me/tokenizer.json"
+    assert config.data.tokenizer == "/data/me/tokenizer.json"
     assert config.run.init_from == f"{tmp_path}/runs/first"
     built = make("data.path=shards", base=BASE[1:])
     assert absolute(built).data.path == f"{tmp_path}/shards"
