@@ -16,7 +16,6 @@ from launcher.failure import Failure, first_line
 
 WITHOUT_PROGRESS = 3
 """Failures in a row, with no newer checkpoint in between, after which starting again is pointless."""
-LONGEST_WAIT_S = 60.0
 
 Start = Callable[[int, str], processes.RunResult]
 """(ranks, resume) -> how that attempt ended."""
@@ -68,7 +67,7 @@ def supervise(
             say(f"not started again: {idle} failures without a newer checkpoint")
             break
         fewer = ranks_left(config, ranks, failure) if policy.elastic else ranks
-        wait_s = min(LONGEST_WAIT_S, 2.0**idle)
+        wait_s = 2.0**idle
         if after != before or resume == "never":  # else the one that was named has not been read yet
             resume = "auto"
         where = f"step {after}" if after >= 0 else "the start"
