@@ -22,6 +22,7 @@ from launcher.plan import predict, timeline
 from launcher.plan.hardware import Gpu, Link, constant, hardware
 from launcher.plan.inputs import MODELS, POSITIONS
 from launcher.plan.links import GB, Fabric
+from launcher.plan.predict import Prediction, Profile, Scenario
 
 ROWS = Path(__file__).parent / "published" / "published_bert_throughput.csv"
 Row = dict[str, str]
@@ -137,6 +138,25 @@ def inter_link(text: str) -> tuple[Link, int]:
     raise NotPredictable(f"link between nodes not stated: {text!r}")
 
 
+@dataclasses.dataclass(frozen=True)
+class AllToAllFabric(Fabric):
+    """Compressed gradients (1-bit Adam) go by all-to-all, not by a ring: the parts, and then the sums."""
+
+    def seconds(self, size: float, ranks: int, kind: str = "all_reduce") -> float:
+        return 2 * self.all_to_all_seconds(size, ranks)
+
+    def all_to_all_seconds(self, size: float, ranks: int) -> float:
+        """Every rank sends each other one its part of `size` bytes: unlike a ring, all of a node's ranks
+        cross its NICs with most of what they hold."""
+        if ranks <= 1 or size <= 0:
+            return 0.0
+        bus = self.bus_gb_s(ranks) * GB
+        local = min(ranks, self.gpus_per_node)
+        outside = local * size * (ranks - local) / ranks
+        _, slowest = self.protocols(ranks)[0]
+        return slowest.start + (outside or size * (local - 1) / ranks) / bus
+
+
 def fabric(row: Row) -> Fabric:
     gpus, nodes = int(row["gpus"]), int(row["nodes"])
     intra = next((hardware().links[name] for word, name in INTRA if word in row["intra"]), None)
@@ -145,11 +165,13 @@ def fabric(row: Row) -> Fabric:
         slowest = hardware().links["pcie3"].bus_gb_s(8)
         if inter is None or inter.bus_gb_s(nodes) * nics > slowest:
             raise NotPredictable(f"link within the node not stated: {row['intra']!r}")
-    return Fabric(math.ceil(gpus / nodes), intra, inter, nics)
+    compressed = float(row["grad_bytes_per_param"]) < 1
+    return (AllToAllFabric if compressed else Fabric)(math.ceil(gpus / nodes), intra, inter, nics)
 
 
-def scenario(row: Row, constants: Constants) -> tuple[predict.Profile, predict.Scenario]:
-    """The row as it would be asked for; its profile has a micro batch of 1 s. Raises NotPredictable."""
+def scenario(row: Row, constants: Constants) -> tuple[Profile, Scenario, float]:
+    """The row as it would be asked for, and the seconds of a step that its framework's own ways add; its
+    profile has a micro batch of 1 s. Raises NotPredictable."""
     if row["model"] not in MODELS or not row["seq_len"].isdigit() or not row["micro_batch"]:
         raise NotPredictable("batch, sequence length or parallelism not stated")
     model, width = MODELS[row["model"]], float(row["grad_bytes_per_param"])
@@ -180,7 +202,7 @@ def scenario(row: Row, constants: Constants) -> tuple[predict.Profile, predict.S
         "Horovod's cycle": HOROVOD_CYCLE_S if "Horovod" in row["framework"] else 0.0,
         "TensorFlow's sparse gather": sparse_embedding_s(row, model, links),
     }
-    copies_s = sum(seconds for name, seconds in beside.items() if name not in constants.without)
+    beside_s = sum(seconds for name, seconds in beside.items() if name not in constants.without)
     bucket = HOROVOD_FUSION if row["overlap"] == "Horovod" else timeline.BUCKET
     if "apex DDP" in row["overlap"]:
         bucket = APEX_MESSAGE * width
@@ -193,10 +215,25 @@ def scenario(row: Row, constants: Constants) -> tuple[predict.Profile, predict.S
         gain=constants.gain,
         bucket_bytes=bucket,
         first_bucket=None,
-        copies_s=copies_s,
-        all_to_all=width < 1,
     )
-    return profile, asked
+    return profile, asked, beside_s if asked.replicas > 1 else 0.0
+
+
+def micro_s_of(step_s: float, scenario: Scenario, profile: Profile) -> float:
+    """T_micro of a profile from a measured step: the time that makes `predict` give `step_s`. The exposed
+    time depends on it through what overlaps, so it is found by bisection. Raises ValueError when the step is
+    shorter than what does not depend on it."""
+
+    def at(micro_s: float) -> float:
+        return predict.predict(predict.with_micro(profile, micro_s), scenario).step_s
+
+    low, high = 0.0, step_s
+    if at(low) >= step_s:
+        raise ValueError("the step is shorter than its communication and optimizer alone")
+    for _ in range(80):
+        middle = (low + high) / 2
+        low, high = (middle, high) if at(middle) < step_s else (low, middle)
+    return (low + high) / 2
 
 
 def sparse_embedding_s(row: Row, model: ModelConfig, links: Fabric) -> float:
@@ -256,19 +293,20 @@ def _outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
     base = base_of(row, rows)
     if base["micro_batch"] and float(base["micro_batch"]) != float(row["micro_batch"]):
         raise NotPredictable("micro batch differs from the base's, so its own speed does")
-    base_profile, base_scenario = scenario(base, constants)
-    profile, asked = scenario(row, constants)
-    micro_s = predict.micro_s_of(step_s(base), base_scenario, base_profile)
-    found = predict.predict(predict.with_micro(profile, micro_s), asked)
+    base_profile, base_scenario, base_beside_s = scenario(base, constants)
+    profile, asked, beside_s = scenario(row, constants)
+    micro_s = micro_s_of(step_s(base) - base_beside_s, base_scenario, base_profile)
+    found: Prediction = predict.predict(predict.with_micro(profile, micro_s), asked)
+    whole_s = found.step_s + beside_s
     per_gpu = float(base["seq_per_s"]) / int(base["gpus"])
     measured = float(row["seq_per_s"]) / int(row["gpus"]) / per_gpu
-    sequences = profile.micro_batch * asked.accumulation / found.step_s
+    sequences = profile.micro_batch * asked.accumulation / whole_s
     return Outcome(
         row,
         measured,
         sequences / per_gpu,
-        found.step_s,
-        found.exposed_s,
+        whole_s,
+        found.exposed_s + beside_s,
         found.optimizer_s,
         found.straggler_s,
         reason_not_to_fit(row, measured),

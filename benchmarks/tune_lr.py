@@ -31,7 +31,6 @@ from bert_dp import record  # noqa: E402
 from bert_dp.config import Config, load_config  # noqa: E402
 from launcher import environment, training  # noqa: E402
 from launcher.tune import FILE, lr_trials  # noqa: E402
-from launcher.tune.ladder import Candidate  # noqa: E402
 from launcher.tune.trials import Pool, Stopped, Trial  # noqa: E402
 
 GOAL_NATS, GOAL_TOKENS = 0.02, 0.5
@@ -99,10 +98,9 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
     named = {}
     for seed in seeds:
         for rate in ladder_of(found):
-            candidate = Candidate(config.optim.name, config.optim.weight_decay, rate)
-            trial = lr_trials.trial_config(config, shards, candidate, tokens, seed, last=True)
-            name = lr_trials.trial_name(candidate, tokens, seed)
-            named[name] = Trial(name, trial, found["ranks"]), candidate, seed
+            trial = lr_trials.trial_config(config, shards, rate, tokens, seed, last=True)
+            name = lr_trials.trial_name(config, rate, tokens, seed)
+            named[name] = Trial(name, trial, found["ranks"]), rate, seed
     machine = environment.probe()
     on_gpu = bool(machine.gpus) and config.run.device != "cpu"
     slots = lr_trials.device_slots(
@@ -118,11 +116,11 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
     known = {trial.name for trial in todo if pool.ended(trial)}
     try:
         for trial, state in pool.outcomes(todo):
-            _, candidate, seed = named[trial.name]
+            _, rate, seed = named[trial.name]
             outcome = lr_trials.read_outcome(
                 pool.directory(trial),
                 state,
-                candidate,
+                rate,
                 seed,
                 tokens_of_step=lr_trials.step_tokens(config),
                 seconds=pool.seconds(trial),
@@ -140,7 +138,7 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
     lines = [
         {
             "trial": x.trial,
-            "lr": x.candidate.lr,
+            "lr": x.lr,
             "seed": x.seed,
             "status": x.status,
             "cause": x.cause,

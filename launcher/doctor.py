@@ -50,7 +50,7 @@ def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
     findings = diagnose(env)
     if len(env.gpus) > 1:
         findings += link_findings(links.query(), [gpu.index for gpu in env.gpus])
-    findings += [_loopback(), _default_port()]
+    findings.append(_loopback())
     findings += [_writable("run directory", target), _writable("cache directory", cache_root())]
     findings.append(checkpoint(target, (deadline - time.monotonic()) / 2))
     findings.append(all_reduce(deadline - time.monotonic()))
@@ -359,17 +359,6 @@ def _loopback() -> Finding:
         return Finding("ok", "loopback: 127.0.0.1 accepts connections")
     except OSError as error:
         return Finding("fail", f"loopback: {error}", "ranks of one node cannot meet", "ip link set lo up")
-
-
-def _default_port() -> Finding:
-    try:
-        with socket.socket() as listener:
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            listener.bind(("127.0.0.1", 29500))
-        state = "free"
-    except OSError:
-        state = "in use; nothing here needs it, but torchrun's and accelerate's own defaults do"
-    return Finding("ok", f"port 29500: {state}")
 
 
 def _writable(role: str, path: Path) -> Finding:

@@ -11,9 +11,17 @@ from bert_dp import record
 from bert_dp.config import ConfigError
 
 
-def issues(where: Path, plan: str, what: str, now: Mapping[str, Any], fixed: Sequence[str]) -> list[str]:
+def issues(
+    where: Path,
+    plan: str,
+    what: str,
+    now: Mapping[str, Any],
+    fixed: Sequence[str],
+    grows: Sequence[str] = (),
+) -> list[str]:
     """Why `where` cannot take this `what`; one line each. Its file `plan` holds what it was begun with, of
-    which the keys `fixed` must be as in `now`."""
+    which the keys `fixed` must be as in `now`. `grows`: names of numbers (`key` or `key.name`) that may be
+    greater now."""
     try:
         standing = next(p for p in (where, *where.parents) if p.exists())
         if not standing.is_dir():
@@ -28,13 +36,33 @@ def issues(where: Path, plan: str, what: str, now: Mapping[str, Any], fixed: Seq
     before = record.read_json(where / plan)
     if before is None:
         return [f"--out: {where} is not empty and holds no {what}; choose another directory"]
-    changed = [key for key in fixed if before.get(key) != now[key]]
+    then, asked = _flat(before, fixed), _flat(now, fixed)
+    if gone := sorted(name for name in then.keys() - asked.keys() if then[name]):
+        return [
+            f"--out: {where} was begun with settings that this version does not have ({', '.join(gone)}); "
+            "choose another directory"
+        ]
+    changed = [name for name, value in asked.items() if then.get(name) != value]
+    changed = [name for name in changed if name not in grows or not _grown(then.get(name), asked[name])]
     if changed:
         return [
             f"--out: {where} holds another {what} ({', '.join(changed)} differ); choose another "
             "directory, or go on with the options it was begun with"
         ]
     return []
+
+
+def _flat(facts: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """The values of `keys`, those of a mapping by `key.name`."""
+    found: dict[str, Any] = {}
+    for key in keys:
+        value = facts.get(key)
+        found |= {f"{key}.{n}": v for n, v in value.items()} if isinstance(value, dict) else {key: value}
+    return found
+
+
+def _grown(then: object, now: object) -> bool:
+    return isinstance(then, int | float) and isinstance(now, int | float) and then < now
 
 
 def check_machine(where: Path, plan: str, here: Mapping[str, Any]) -> None:

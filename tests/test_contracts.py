@@ -29,7 +29,6 @@ OPTIONAL = (
     "rensa",
     "matplotlib",
     "pynvml",
-    "optuna",
     "pyarrow",
     "zstandard",
 )

@@ -50,13 +50,6 @@ def plan_scaling(
         str, typer.Option(help="What is sent of a gradient: full, bf16 or fp16.")
     ] = "full",
     bucket_mib: Annotated[float | None, typer.Option(help="Default: 25, the first 1.")] = None,
-    straggler: Annotated[
-        float | None,
-        typer.Option(help="Standard deviation / mean of the GPUs' speed; default: 0.015, CPU 0."),
-    ] = None,
-    overlap: Annotated[
-        float | None, typer.Option(help="Share of hidden communication that is gained; default: 0.21.")
-    ] = None,
     json: Json = False,
 ) -> None:
     """Step time and efficiency of N GPUs from one GPU's profile, and which change would help most."""
@@ -73,8 +66,6 @@ def plan_scaling(
         engine,
         scaling.parse_counts(tensor, "--tensor"),
         accumulations,
-        straggler,
-        overlap,
         bucket_mib,
         reduce_dtype,
     )

@@ -94,7 +94,7 @@ class Fabric:
             return self.curve.seconds(size) * (traversals * (ranks - 1) / ranks) / measured
         bus = self.bus_gb_s(ranks) * GB
         times: list[float] = []
-        for near, far in self._protocols(ranks):
+        for near, far in self.protocols(ranks):
             times.append(self._ring_latency(ranks, traversals, near, far) + volume / (bus * near.share))
             tree = self._tree_latency(ranks, near, far)
             if kind == "all_reduce" and tree is not None:
@@ -111,22 +111,11 @@ class Fabric:
         bus = self.bus_gb_s(ranks) * GB
         return min(
             self._ring_latency(ranks, 1, near, far) + size / (bus * near.share)
-            for near, far in self._protocols(ranks)
+            for near, far in self.protocols(ranks)
         )
 
-    def all_to_all_seconds(self, size: float, ranks: int) -> float:
-        """Every rank sends each other one its part of `size` bytes: unlike a ring, all of a node's ranks
-        cross its NICs with most of what they hold."""
-        if ranks <= 1 or size <= 0:
-            return 0.0
-        bus = self.bus_gb_s(ranks) * GB
-        local = min(ranks, self.gpus_per_node)
-        outside = local * size * (ranks - local) / ranks
-        _, slowest = self._protocols(ranks)[0]
-        return slowest.start + (outside or size * (local - 1) / ranks) / bus
-
-    def _protocols(self, ranks: int) -> list[tuple[Protocol, Protocol]]:
-        """Those that both levels know: (within a node, between nodes)."""
+    def protocols(self, ranks: int) -> list[tuple[Protocol, Protocol]]:
+        """Latencies of those that both levels know: (within a node, between nodes)."""
         outer = self.inter if self.nodes(ranks) > 1 else self.intra
         inner = self.intra or outer
         assert inner is not None

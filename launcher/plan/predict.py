@@ -70,10 +70,6 @@ class Scenario:
     """Reductions run beside the backward pass; False: one bucket after it."""
     gain: float = 0.21
     """Share of the hidden communication time that is gained (hardware.yaml, overlap_gain)."""
-    copies_s: float = 0.0
-    """Copying gradients into and out of a reduction buffer."""
-    all_to_all: bool = False
-    """Compressed gradients go by all-to-all (1-bit Adam), not by a ring."""
 
     @property
     def replicas(self) -> int:
@@ -131,7 +127,6 @@ def exposed_s(profile: Profile, scenario: Scenario) -> float:
     if scenario.tensor > 1:
         seconds += scenario.accumulation * _tensor_s(profile, scenario)
     if scenario.replicas > 1:
-        seconds += scenario.copies_s
         seconds += (
             _fsdp_s(profile, scenario) if scenario.engine == "fsdp" else _reduction_s(profile, scenario)
         )
@@ -155,8 +150,6 @@ def _reduction_s(profile: Profile, scenario: Scenario) -> float:
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
 
     def reduction(size: float) -> float:
-        if scenario.all_to_all:  # the parts, and then the sums
-            return 2 * fabric.all_to_all_seconds(size, n)
         return fabric.rooted_seconds(size, n) if scenario.engine == "zero1" else fabric.seconds(size, n)
 
     scale = scenario.slowdown / t
@@ -208,23 +201,6 @@ def _tensor_s(profile: Profile, scenario: Scenario) -> float:
     hidden = scenario.gain * min(half * once, window)
     look_up = once
     return blocks * (TENSOR_REDUCTIONS * once - hidden) + look_up
-
-
-def micro_s_of(step_s: float, scenario: Scenario, profile: Profile) -> float:
-    """T_micro of a profile from a measured step: the time that makes `predict` give `step_s`. The exposed
-    time depends on it through what overlaps, so it is found by bisection. Raises ValueError when the step is
-    shorter than what does not depend on it."""
-
-    def at(micro_s: float) -> float:
-        return predict(with_micro(profile, micro_s), scenario).step_s
-
-    low, high = 0.0, step_s
-    if at(low) >= step_s:
-        raise ValueError("the step is shorter than its communication and optimizer alone")
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if at(middle) < step_s else (low, middle)
-    return (low + high) / 2
 
 
 def with_micro(profile: Profile, micro_s: float) -> Profile:

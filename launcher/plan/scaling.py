@@ -33,8 +33,6 @@ class Question:
     engine: str = "ddp"
     tensor: tuple[int, ...] = (1,)
     accumulation: tuple[int, ...] = ()
-    straggler: float | None = None
-    overlap: float | None = None
     bucket_mib: float | None = None
     reduce_dtype: str = "full"
 
@@ -76,14 +74,14 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
         raise ConfigError(
             [f"--tensor: no size of {list(question.tensor)} divides any of {list(question.gpus)}"]
         )
-    gain = question.overlap if question.overlap is not None else constant("overlap_gain")
-    spread = question.straggler if question.straggler is not None else source.spread
     assumptions = [
         *source.notes,
         _links_note(source, question),
         f"weak scaling: every replica keeps its micro batch of {profile.micro_batch} and its accumulation",
-        f"speed of the ranks spread by {100 * spread:.2g} % (standard deviation); all wait for the slowest",
-        f"of the communication that runs beside the backward pass {100 * gain:.0f} % is gained",
+        f"speed of the ranks spread by {100 * source.spread:.2g} % (standard deviation); all wait for the "
+        "slowest",
+        "of the communication that runs beside the backward pass "
+        f"{100 * constant('overlap_gain'):.0f} % is gained",
         *_device_notes(source, question, rows),
     ]
     return {
@@ -118,11 +116,10 @@ def scenario_of(source: Source, question: Question, ranks: int, tensor: int, acc
         engine,
         tensor,
         accumulation,
-        spread=question.straggler if question.straggler is not None else source.spread,
+        spread=source.spread,
         slowdown=source.slowdown(min(ranks, per_node)),
         first_bucket=FIRST_BUCKET if bucket is None and engine == "ddp" else None,
-        overlap=question.overlap != 0,
-        gain=question.overlap if question.overlap is not None else constant("overlap_gain"),
+        gain=constant("overlap_gain"),
         **options,
     )
 
@@ -191,7 +188,8 @@ def against_measured(source: Source, question: Question) -> list[dict[str, Any]]
 
 def _modelled(source: Source, asked: Question, cell: CellFacts) -> bool:
     """Whether the cell's engine, its links and its tensor parallelism can be predicted."""
-    linked = (asked.link or source.curves) and (asked.inter or _per_node(asked) >= cell.world_size)
+    within = asked.link or source.curves or _per_node(asked) == 1
+    linked = within and (asked.inter or _per_node(asked) >= cell.world_size)
     return (
         cell.kind == "run"
         and cell.engine in (*get_args(Engine), "single")
@@ -215,10 +213,6 @@ def _check(source: Source, question: Question) -> None:
         issues.append(f"--engine: {question.engine!r} is not modelled; use one of {', '.join(engines)}")
     if question.reduce_dtype not in WIDTHS:
         issues.append(f"--reduce-dtype: {question.reduce_dtype!r}; use one of {', '.join(WIDTHS)}")
-    if question.straggler is not None and not 0 <= question.straggler < 1:
-        issues.append(f"--straggler: {question.straggler:g} is not between 0 and 1; 0.02 = 2 %")
-    if question.overlap is not None and not 0 <= question.overlap <= 1:
-        issues.append(f"--overlap: {question.overlap:g} is not between 0 (none) and 1 (all that can be)")
     for setting, value in (
         ("--gpus-per-node", question.gpus_per_node),
         ("--nics", question.nics),
@@ -257,12 +251,12 @@ def _link_issues(source: Source, question: Question) -> list[str]:
             f"--inter: {most} GPUs fill more than one node of {per_node}; name the link between nodes, "
             f"one of {', '.join(between)}"
         ]
-    if most > 1 and question.link is None and not source.curves:
+    if min(most, per_node) > 1 and question.link is None and not source.curves:
         return [
             f"--link: not given, and no measured all-reduce for {most} GPUs; use one of "
             f"{', '.join(hardware().links)}"
         ]
-    if question.link is None and per_node < most:
+    if question.link is None and 1 < per_node < most:
         return [f"--link: give the link within a node as well as --inter {question.inter}"]
     return []
 
@@ -316,6 +310,8 @@ def _device_notes(source: Source, question: Question, rows: Sequence[Mapping[str
 
 def _links_note(source: Source, question: Question) -> str:
     if question.link is None:
+        if question.inter and _per_node(question) == 1:
+            return f"one GPU a node, {question.nics} x {question.inter} between nodes"
         if not source.curves:
             return "one rank: no link"
         counts = ", ".join(str(n) for n in sorted(source.curves))

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from launcher.scaling.stats import STUDENT
+from launcher.scaling.stats import student
 
 SMOOTH = 5  # losses of a range test that are averaged
 RISE = 0.1  # of what the loss had fallen by, that counts as risen
@@ -21,23 +21,12 @@ FINALISTS = 2
 BEHIND = 0.03  # nats after the first seed, the same for all, by which a finalist is out
 
 
-class Candidate(NamedTuple):
-    optimizer: str
-    weight_decay: float
-    lr: float
-
-    @property
-    def ladder(self) -> tuple[str, float]:
-        """What its neighbours share with it."""
-        return self.optimizer, self.weight_decay
-
-
 @dataclasses.dataclass
 class Outcome:
     """One trial."""
 
     trial: str
-    candidate: Candidate
+    lr: float
     seed: int
     status: str
     """ok, diverged, oom or failed"""
@@ -62,16 +51,16 @@ class Rung:
     seeds: tuple[int, ...]
     last: bool
     outcomes: list[Outcome] = dataclasses.field(default_factory=list)
-    kept: list[Candidate] = dataclasses.field(default_factory=list)
+    kept: list[float] = dataclasses.field(default_factory=list)
 
-    def mean(self, candidate: Candidate) -> float:
+    def mean(self, lr: float) -> float:
         """Mean score over its trials here: infinite when one of them is, not a number when there is none."""
-        scores = [o.score for o in self.outcomes if o.candidate == candidate]
+        scores = [o.score for o in self.outcomes if o.lr == lr]
         return statistics.fmean(scores) if scores else math.nan
 
-    def num_seeds(self, candidate: Candidate) -> int:
+    def num_seeds(self, lr: float) -> int:
         """Of its trials here."""
-        return sum(o.candidate == candidate for o in self.outcomes)
+        return sum(o.lr == lr for o in self.outcomes)
 
 
 class Edge(NamedTuple):
@@ -120,33 +109,26 @@ def first_ladder(edge: Edge, count: int) -> list[float]:
     return [rounded / 2**k for k in range(count)]
 
 
-def extension(
-    outcomes: Sequence[Outcome], edges: dict[str, Edge], first: Sequence[Candidate]
-) -> Candidate | None:
-    """The rate to add to the first rung because the best one is the highest or lowest of its ladder, or, when
-    all diverged, below the first ladder; None when there is a bracket, or no room. `first`: before additions.
+def extension(outcomes: Sequence[Outcome], edge: Edge, first: Sequence[float]) -> float | None:
+    """The rate to add to the first rung because the best one is its highest or lowest, or, when all diverged,
+    below the first ladder; None when there is a bracket, or no room. `first`: before additions.
     """
+    rates = [o.lr for o in outcomes]
     scored = [o for o in outcomes if o.score < math.inf]
     if not scored:
-        diverged = [o for o in outcomes if o.status == "diverged"]
-        if not diverged:
-            return None
-        lowest = min(diverged, key=lambda o: o.candidate.lr).candidate
-        return _added(lowest, lowest.lr / 2, first, edges)
-    best = min(scored, key=lambda o: o.score).candidate
-    rates = [o.candidate.lr for o in outcomes if o.candidate.ladder == best.ladder]
-    if best.lr == max(rates) and (up := _added(best, best.lr * 2, first, edges)):
+        diverged = [o.lr for o in outcomes if o.status == "diverged"]
+        return _added(min(diverged) / 2, first, edge) if diverged else None
+    best = min(scored, key=lambda o: o.score).lr
+    if best == max(rates) and (up := _added(best * 2, first, edge)):
         return up
-    return _added(best, best.lr / 2, first, edges) if best.lr == min(rates) else None
+    return _added(best / 2, first, edge) if best == min(rates) else None
 
 
-def _added(of: Candidate, lr: float, first: Sequence[Candidate], edges: dict[str, Edge]) -> Candidate | None:
-    start = [c.lr for c in first if c.ladder == of.ladder]
+def _added(lr: float, first: Sequence[float], edge: Edge) -> float | None:
     far = 2.0**EXTENSIONS * (1 + 1e-9)
-    edge = edges[of.optimizer].lr
-    if lr > max(start) * far or lr < min(start) / far or (edge is not None and lr > edge):
+    if lr > max(first) * far or lr < min(first) / far or (edge.lr is not None and lr > edge.lr):
         return None
-    return of._replace(lr=lr)
+    return lr
 
 
 def mark_diverged(outcomes: Sequence[Outcome], unigram: float | None) -> None:
@@ -156,30 +138,24 @@ def mark_diverged(outcomes: Sequence[Outcome], unigram: float | None) -> None:
         return
     learned = [o for o in outcomes if o.score <= unigram]
     for o in outcomes:
-        lower = [
-            x for x in learned if x.candidate.ladder == o.candidate.ladder and x.candidate.lr < o.candidate.lr
-        ]
-        if o.status == "ok" and o.score > unigram and lower:
+        if o.status == "ok" and o.score > unigram and any(x.lr < o.lr for x in learned):
             o.status = "diverged"
             o.cause = f"{o.heldout_loss:.4g} nats, above the unigram entropy {unigram:.4g}"
 
 
-def ranked(rung: Rung) -> list[Candidate]:
-    """The candidates of a rung that can be chosen, best first."""
-    means = {
-        candidate: rung.mean(candidate) for candidate in dict.fromkeys(o.candidate for o in rung.outcomes)
-    }
-    finite = [candidate for candidate, mean in means.items() if mean < math.inf]
-    return sorted(finite, key=lambda candidate: (means[candidate], candidate))
+def ranked(rung: Rung) -> list[float]:
+    """The rates of a rung that can be chosen, best first."""
+    means = {lr: rung.mean(lr) for lr in {o.lr for o in rung.outcomes}}
+    return sorted((lr for lr, mean in means.items() if mean < math.inf), key=lambda lr: (means[lr], lr))
 
 
-def near(last: Rung) -> list[Candidate]:
+def near(last: Rung) -> list[float]:
     """The finalists within BEHIND of the best mean, best first."""
     order = ranked(last)
-    return [c for c in order if last.mean(c) <= last.mean(order[0]) + BEHIND]
+    return [lr for lr in order if last.mean(lr) <= last.mean(order[0]) + BEHIND]
 
 
-def beside(rungs: Sequence[Rung], last: Rung) -> Candidate | None:
+def beside(rungs: Sequence[Rung], last: Rung) -> float | None:
     """The rate of a shorter rung next to the best of the last, where the last has not had it: a longer run
     may like another rate than the short ones did. At least a factor of sqrt(2) away. None when the best has
     its neighbours, or they broke."""
@@ -187,42 +163,27 @@ def beside(rungs: Sequence[Rung], last: Rung) -> Candidate | None:
     if not order:
         return None
     best = order[0]
-    here = {o.candidate for o in last.outcomes}
-    tried = {c for rung in rungs for c in ranked(rung) if c.ladder == best.ladder} | here
+    here = {o.lr for o in last.outcomes}
+    tried = {lr for rung in rungs for lr in ranked(rung)} | here
     for sign in (1, -1):
-        beyond = [c for c in tried if c.ladder == best.ladder and sign * math.log2(c.lr / best.lr) > 0.49]
-        nearest = min(beyond, key=lambda c: abs(math.log(c.lr / best.lr)), default=None)
+        beyond = [lr for lr in tried if sign * math.log2(lr / best) > 0.49]
+        nearest = min(beyond, key=lambda lr: abs(math.log(lr / best)), default=None)
         if nearest is not None and nearest not in here:
             return nearest
     return None
 
 
-def num_second(count: int, *, drawn: bool) -> int:
-    """How many of `count` candidates of the first rung the second trains: the better half, of drawn ones a
-    quarter; 0 = there is no second rung, which would cost more than it can save."""
-    kept = math.ceil(count / (4 if drawn else 2))
-    return kept if kept > FINALISTS + 1 else 0
-
-
-def open_side(rungs: Sequence[Rung], best: Candidate, *, any_decay: bool) -> str | None:
+def open_side(rungs: Sequence[Rung], best: float) -> str | None:
     """`high` or `low` when no worse rate was measured on that side of the best, else None.
 
-    The nearest rate on each side counts, in the longest rung that has both. `any_decay`: neighbours may have
-    another weight decay (where it was drawn).
+    The nearest rate on each side counts, in the longest rung that has both.
     """
+    measured = {o.lr for rung in rungs for o in rung.outcomes if o.status in ("ok", "diverged")}
     for side, sign in (("high", 1), ("low", -1)):
-        near = [
-            o.candidate
-            for rung in rungs
-            for o in rung.outcomes
-            if o.candidate.optimizer == best.optimizer
-            and sign * (o.candidate.lr - best.lr) > 0
-            and (any_decay or o.candidate.ladder == best.ladder)
-            and o.status in ("ok", "diverged")
-        ]
-        if not near:
+        beyond = [lr for lr in measured if sign * (lr - best) > 0]
+        if not beyond:
             return side
-        nearest = min(near, key=lambda c: abs(math.log(c.lr / best.lr)))
+        nearest = min(beyond, key=lambda lr: abs(math.log(lr / best)))
         pairs = [(r.mean(nearest), r.mean(best)) for r in rungs]
         common = [(theirs, ours) for theirs, ours in pairs if not math.isnan(theirs) and not math.isnan(ours)]
         if not common or common[-1][0] <= common[-1][1]:
@@ -230,8 +191,8 @@ def open_side(rungs: Sequence[Rung], best: Candidate, *, any_decay: bool) -> str
     return None
 
 
-def choose(rungs: Sequence[Rung], *, any_decay: bool) -> dict[str, Any] | None:
-    """`choice` of tune.json from the last rung: the lowest mean over the seeds; None when no rate is left.
+def choose(rungs: Sequence[Rung]) -> dict[str, Any] | None:
+    """The rate with the lowest mean over the seeds of the last rung, and its figures; None when none is left.
 
     Tied with it is a finalist whose mean difference, paired by seed, has a 95 % interval (Student's t) that
     reaches zero; or one with fewer seeds that is not BEHIND.
@@ -240,53 +201,42 @@ def choose(rungs: Sequence[Rung], *, any_decay: bool) -> dict[str, Any] | None:
     order = ranked(last) if last is not None else []
     if last is None or not order:
         return None
-    losses = {c: {o.seed: o.score for o in last.outcomes if o.candidate == c} for c in order}
+    losses = {lr: {o.seed: o.score for o in last.outcomes if o.lr == lr} for lr in order}
     best = order[0]
     mine = losses[best]
     count = len(mine)
     deviations = [statistics.variance(each.values()) for each in losses.values() if len(each) > 1]
     close = near(last)
-    tied = [c for c in order[1:] if (_tied(mine, losses[c]) if len(losses[c]) == count else c in close)]
-    side = open_side(rungs, best, any_decay=any_decay)
+    tied = [lr for lr in order[1:] if (_tied(mine, losses[lr]) if len(losses[lr]) == count else lr in close)]
+    side = open_side(rungs, best)
     mean = last.mean(best)
     why = f"the lowest mean of {count} seeds" if count > 1 else "the lowest loss, of one seed"
     if len(order) > 1:
         shared = [seed for seed in losses[order[1]] if seed in mine]
         apart = statistics.fmean(losses[order[1]][seed] - mine[seed] for seed in shared)
         over = "" if len(shared) == count else f" over {len(shared)} of them"
-        why += f", {apart:.4f} nats below {told(order[1], best)}{over}"
+        why += f", {apart:.4f} nats below {order[1]:g}{over}"
     if tied:
         reason = "" if count > 1 else ": one seed has no interval"
-        why += f"; not to be told apart from {', '.join(told(c, best) for c in tied)}{reason}"
+        why += f"; not to be told apart from {', '.join(f'{lr:g}' for lr in tied)}{reason}"
     if side:
         why += f"; edge of the grid: no worse rate was measured on the {side} side"
     return {
-        **best._asdict(),
+        "lr": best,
         "heldout_loss": mean,
         "band": [min(mine.values()), max(mine.values())],
         "sd": math.sqrt(statistics.fmean(deviations)) if deviations else None,
         "seeds": count,
         "at_edge": side is not None,
         "edge_side": side,
-        "tied": [list(c) for c in tied],
+        "tied": tied,
         "why": why,
     }
-
-
-def told(candidate: Candidate, beside: Candidate | None = None) -> str:
-    """Its rate, and what else is not as in `beside`."""
-    words = [f"{candidate.lr:g}"]
-    if beside is None or candidate.weight_decay != beside.weight_decay:
-        words.append(f"weight decay {candidate.weight_decay:g}")
-    if beside is None or candidate.optimizer != beside.optimizer:
-        words.insert(0, candidate.optimizer)
-    return " ".join(words)
 
 
 def _tied(mine: dict[int, float], theirs: dict[int, float]) -> bool:
     differences = [theirs[seed] - mine[seed] for seed in mine if seed in theirs]
     if len(differences) < 2:
         return True
-    degrees = max(d for d in STUDENT if d <= len(differences) - 1)
-    half = STUDENT[degrees] * statistics.stdev(differences) / math.sqrt(len(differences))
+    half = student(len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
     return statistics.fmean(differences) <= half

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import sys
 import time
-import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +14,6 @@ from bert_dp import record
 from bert_dp.config import (
     Config,
     ConfigError,
-    OptimConfig,
     batch_plan,
     dump_config,
     load_config,
@@ -27,16 +25,25 @@ from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
 from launcher.report import format_duration, format_percent, format_si
 from launcher.scaling.benchmark import identity
-from launcher.tune import FILE, ladder, lr_trials, page, search, transfer
-from launcher.tune.halving import RUNGS, STATE, AllFailed, RangeTest, Search, Settings
-from launcher.tune.ladder import Candidate, Outcome, Rung
+from launcher.tune import FILE, ladder, lr_trials, page, transfer
+from launcher.tune.ladder import Outcome, Rung
 from launcher.tune.lr_trials import device_slots
+from launcher.tune.rate_search import (
+    SHORT,
+    AllFailed,
+    Question,
+    RangeTest,
+    RateSearch,
+    SearchFile,
+    Settings,
+)
 from launcher.tune.trials import Pool, Say, Stopped
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 DEFAULT_CONFIG = "quickstart"
+STATE = "search.json"
 FIXED = ("kind", "config_hash", "settings")
 
 
@@ -104,21 +111,12 @@ def rank_issues(config: Config, ranks: int, gpus: int) -> list[str]:
 
 def setting_issues(config: Config, settings: Settings, ranks: int) -> list[str]:
     """Why these options cannot be searched with this configuration; one line each."""
-    issues = search.check() if settings.trials else []
-    known = typing.get_args(OptimConfig.model_fields["name"].annotation)
-    for name in settings.optimizers or (config.optim.name,):
-        if name not in known:
-            issues.append(f"--optimizers: {name!r} is not one of {', '.join(known)}")
-            continue
-        optim = config.optim.model_copy(update={"name": name, "lr": 1.0, "lr_scaling": "none"})
-        try:
-            batch_plan(config.model_copy(update={"optim": optim}), ranks)
-        except ConfigError as error:
-            issues += [line.replace("--nproc", "--ranks") for line in error.issues]
-    if any(not 0 <= decay < 1 for decay in settings.weight_decays):
-        issues.append("--weight-decays: numbers of at least 0 and below 1")
-    elif settings.trials and len(settings.weight_decays) > 1 and min(settings.weight_decays) == 0:
-        issues.append("--weight-decays: 0 has no logarithm to draw from; leave it out, or drop --trials")
+    issues = []
+    optim = config.optim.model_copy(update=lr_trials.as_it_stands(1.0))
+    try:
+        batch_plan(config.model_copy(update={"optim": optim}), ranks)
+    except ConfigError as error:
+        issues += [line.replace("--nproc", "--ranks") for line in error.issues]
     if config.run.seed + settings.seeds > 2**63:
         issues.append(
             f"run.seed: {config.run.seed} leaves no room for --seeds {settings.seeds}, which count "
@@ -126,12 +124,12 @@ def setting_issues(config: Config, settings: Settings, ranks: int) -> list[str]:
         )
     full = settings.tokens or lr_trials.full_tokens(config)
     size = lr_trials.step_tokens(config)
-    least = RUNGS[0] * size
+    least = SHORT * size
     if full is not None and full < least:
         option = "--tokens" if settings.tokens else "schedule"
         issues.append(
-            f"{option}: {full:,} tokens are fewer than {RUNGS[0]} steps of {size:,}, and the first "
-            f"rung trains 1/{RUNGS[0]} of them; at least {least:,}"
+            f"{option}: {full:,} tokens are fewer than {SHORT} steps of {size:,}, and the first "
+            f"rung trains 1/{SHORT} of them; at least {least:,}"
         )
     return issues
 
@@ -142,15 +140,9 @@ def describe(
     """What is about to run."""
     s = settings
     say(f"learning rate search: {where}")
-    first = f"{s.trials} trials drawn by Optuna" if s.trials else f"{s.rates} rates spaced 2x"
-    count = s.trials or s.rates * max(1, len(s.optimizers)) * max(1, len(s.weight_decays))
-    num_second = ladder.num_second(count, drawn=s.trials > 0)
-    second = f"the best {num_second} at 1/{RUNGS[1]}, " if num_second else ""
-    for what, values in (("optimizers", s.optimizers), ("weight decays", s.weight_decays)):
-        first += f" x {len(values)} {what}" if len(values) > 1 and not s.trials else ""
     say(
-        f"{first} at 1/{RUNGS[0]} of the whole run, {second}{ladder.FINALISTS} x "
-        f"{s.seeds} seeds at all of it; {batch_plan(config, ranks)}"
+        f"{s.rates} rates spaced 2x at 1/{SHORT} of the whole run, {ladder.FINALISTS} x {s.seeds} seeds at "
+        f"all of it; {batch_plan(config, ranks)}"
     )
     if config.optim.lr != "auto" and any(item.partition("=")[0].strip() == "optim.lr" for item in overrides):
         say("warning: --set optim.lr has no effect: it is what is searched")
@@ -184,16 +176,14 @@ def run_locked(
     record.write_json(out / STATE, state)
     facts = {**machine.to_json(), "command": redact_argv(sys.argv), "launcher": settings.launcher}
     record.write_json(out / "environment.json", facts)
-    axes = max(1, len(settings.optimizers)) * max(1, len(settings.weight_decays))
-    most = max(settings.trials or settings.rates * axes, ladder.FINALISTS * settings.seeds)
+    most = max(settings.rates, ladder.FINALISTS * settings.seeds)
     slots = device_slots(
         ranks, gpus=len(machine.gpus) if on_gpu else 0, cores=int(machine.usable_cores), most=most
     )
     pool = make_pool(out, slots, launcher=settings.launcher, on_gpu=on_gpu, say=say)
-    entropy = manifest.unigram_entropy_nats
-    doing = Search(
-        config, settings, ranks, pool, len(slots), shards=shards, unigram=entropy, state=state, say=say
-    )
+    question = Question(config, settings, ranks, shards, manifest.unigram_entropy_nats, len(slots))
+    file = SearchFile(out / STATE, state)
+    doing = RateSearch(question, pool, file, say)
     status, stopped, why = "complete", 0, None
     try:
         doing.run()
@@ -202,8 +192,8 @@ def run_locked(
         say(f"stopped: {out} holds what was measured; the same command goes on")
     except AllFailed as failed:
         status, why = "failed", str(failed)
-    doing.keep()
-    found = {**document(doing, status, facts, manifest.hash), "why": why}
+    file.save()
+    found = {**document(doing, file.facts, status, facts, manifest.hash), "why": why}
     if found["choice"] is None and status == "complete":
         found["status"] = "failed"
     before = record.read_json(out / FILE) or {}
@@ -212,63 +202,64 @@ def run_locked(
     record.write_json(out / FILE, found)
     found = record.read_json(out / FILE) or found
     if (choice := found["choice"]) is not None:
-        candidate = Candidate(choice["optimizer"], choice["weight_decay"], choice["lr"])
-        record.write_text(out / "tuned.yaml", dump_config(lr_trials.tuned_config(config, candidate)))
+        record.write_text(out / "tuned.yaml", dump_config(lr_trials.tuned_config(config, choice["lr"])))
     page.write(found, out / "report.html")
     for line in summary_lines(found, out, why):
         say(line)
     return (128 + stopped if stopped else 1 if found["status"] == "failed" else 0), found
 
 
-def document(doing: Search, status: str, facts: dict[str, Any], data_hash: str) -> dict[str, Any]:
+def document(
+    doing: RateSearch, state: dict[str, Any], status: str, facts: dict[str, Any], data_hash: str
+) -> dict[str, Any]:
     """tune.json."""
-    config, rungs = doing.config, doing.rungs
-    choice = ladder.choose(rungs, any_decay=doing.settings.trials > 0) if status == "complete" else None
+    q, rungs = doing.q, doing.rungs
+    config, settings = q.config, q.settings
+    choice = ladder.choose(rungs) if status == "complete" else None
     outcomes = [outcome for rung in rungs for outcome in rung.outcomes]
-    first = {o.candidate for o in rungs[0].outcomes} if rungs else set()
-    ranges = list(doing.range_tests.values())
-    trained = doing.left_out_tokens + sum(o.tokens for o in outcomes)
-    trained += sum(t.summary.get("tokens") or 0 for t in ranges)
-    settings = {
-        **dataclasses.asdict(doing.settings),
-        "optimizers": list(doing.optimizers),
-        "left_out": doing.left_out,
-        "weight_decays": list(doing.decays),
+    first = {o.lr for o in rungs[0].outcomes} if rungs else set()
+    asked = {
+        **dataclasses.asdict(settings),
         "tokens": doing.tokens,
-        "tokens_why": doing.state.get("tokens_why"),
-        "seeds_used": list(doing.seeds),
+        "tokens_why": state.get("tokens_why"),
+        "seeds_used": list(q.seeds),
     }
+    searched = {"optimizer": config.optim.name, "weight_decay": config.optim.weight_decay}
     return {
         "schema_version": record.SCHEMA_VERSION,
         "kind": "lr",
         "status": status,
         "date": time.strftime("%Y-%m-%d"),
-        "seconds": doing.state["seconds"],
+        "seconds": state["seconds"],
         "environment": {key: value for key, value in facts.items() if key != "command"},
         "config_hash": config.hash(),
         "config": config.model_dump(mode="json"),
         "data_hash": data_hash,
         "command": facts["command"],
-        "settings": settings,
-        "ranks": doing.ranks,
-        "at_a_time": doing.at_a_time,
-        "unigram_entropy_nats": doing.unigram,
-        "range_test": _range_facts(ranges[0]) if ranges else None,
-        "other_range_tests": [_range_facts(test) for test in ranges[1:]],
-        "rungs": [_rung_facts(rung) for rung in rungs],
-        "choice": choice,
+        "settings": asked,
+        "ranks": q.ranks,
+        "at_a_time": q.at_a_time,
+        "unigram_entropy_nats": q.unigram,
+        "range_test": _range_facts(doing.range_test, config) if doing.range_test else None,
+        "rungs": [_rung_facts(rung, config) for rung in rungs],
+        "choice": choice and {**searched, **choice, "tied": _candidates(choice["tied"], config)},
         "cost": {
-            "tokens": trained,
-            "grid_tokens": len(first) * doing.settings.seeds * doing.tokens,
-            "trials": len(outcomes) + len(ranges) + len(doing.left_out),
+            "tokens": doing.range_tokens + sum(o.tokens for o in outcomes),
+            "grid_tokens": len(first) * settings.seeds * doing.tokens,
+            "trials": len(outcomes) + bool(doing.range_tokens),
         },
         "transfer": None,
     }
 
 
-def _range_facts(test: RangeTest) -> dict[str, Any]:
+def _candidates(rates: Sequence[float], config: Config) -> list[list[Any]]:
+    """[[optimizer, weight decay, rate], ...]"""
+    return [[config.optim.name, config.optim.weight_decay, lr] for lr in rates]
+
+
+def _range_facts(test: RangeTest, config: Config) -> dict[str, Any]:
     return {
-        "optimizer": test.optimizer,
+        "optimizer": config.optim.name,
         "points": [[lr, loss] for lr, loss, _ in test.points],
         "edge": test.edge.lr,
         "why": test.edge.why,
@@ -276,22 +267,22 @@ def _range_facts(test: RangeTest) -> dict[str, Any]:
     }
 
 
-def _rung_facts(rung: Rung) -> dict[str, Any]:
+def _rung_facts(rung: Rung, config: Config) -> dict[str, Any]:
     return {
         "tokens": rung.tokens,
         "seeds": list(rung.seeds),
         "last": rung.last,
-        "trials": [_trial_facts(outcome) for outcome in rung.outcomes],
-        "kept": [list(candidate) for candidate in rung.kept],
+        "trials": [_trial_facts(outcome, config) for outcome in rung.outcomes],
+        "kept": _candidates(rung.kept, config),
     }
 
 
-def _trial_facts(o: Outcome) -> dict[str, Any]:
+def _trial_facts(o: Outcome, config: Config) -> dict[str, Any]:
     return {
         "trial": o.trial,
-        "lr": o.candidate.lr,
-        "weight_decay": o.candidate.weight_decay,
-        "optimizer": o.candidate.optimizer,
+        "lr": o.lr,
+        "weight_decay": config.optim.weight_decay,
+        "optimizer": config.optim.name,
         "seed": o.seed,
         "status": o.status,
         "cause": o.cause,
@@ -304,8 +295,7 @@ def _trial_facts(o: Outcome) -> dict[str, Any]:
 
 def summary_lines(found: dict[str, Any], out: Path, why: str | None) -> list[str]:
     """What is told at the end."""
-    lines = [f"{name} was left out: {cause}" for name, cause in found["settings"]["left_out"].items()]
-    lines += [
+    lines = [
         f"{trial['trial']}: {trial['status']}: {trial['cause']}"
         for rung in found["rungs"]
         for trial in rung["trials"]
@@ -313,12 +303,11 @@ def summary_lines(found: dict[str, Any], out: Path, why: str | None) -> list[str
     ]
     cost, choice = found["cost"], found["choice"]
     if choice is not None:
-        best = Candidate(choice["optimizer"], choice["weight_decay"], choice["lr"])
         spread = "" if choice["sd"] is None else f", standard deviation {choice['sd']:.4f}"
         low, high = choice["band"]
         seeds = f"{choice['seeds']} seed{'s' if choice['seeds'] > 1 else ''}"
         lines.append(
-            f"best: {ladder.told(best)}: held-out {choice['heldout_loss']:.4f} nats, {low:.4f} to "
+            f"best: learning rate {choice['lr']:g}: held-out {choice['heldout_loss']:.4f} nats, {low:.4f} to "
             f"{high:.4f} over {seeds}{spread}"
         )
         lines.append(f"  {choice['why']}")
@@ -366,8 +355,8 @@ def carry(
                 [f"--transfer: {path} was tuned at global batch {config.batch.global_size}, not {before}"]
             )
         choice = tuned["choice"]
-        found_for = Candidate(choice["optimizer"], choice["weight_decay"], float(choice["lr"]))
-        config, source, lr = lr_trials.tuned_config(config, found_for), str(path), found_for.lr
+        lr = float(choice["lr"])
+        config, source = lr_trials.tuned_config(config, lr), str(path)
     found = transfer.transfer(config, lr, source, before, after)
     if path is not None and tuned is not None:
         record.write_json(path, {**tuned, "transfer": found})

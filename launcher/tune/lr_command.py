@@ -21,15 +21,6 @@ def lr(
     ] = None,
     rates: Annotated[int, typer.Option(min=3, max=20, help="Rates of the first rung, spaced 2x.")] = 5,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Seeds of each finalist.")] = 3,
-    optimizers: Annotated[
-        str | None, typer.Option(help="adamw, lamb, muon, by commas; default: the configuration's.")
-    ] = None,
-    weight_decays: Annotated[
-        str | None, typer.Option(help="Numbers, by commas; default: the configuration's.")
-    ] = None,
-    trials: Annotated[
-        int, typer.Option(min=0, metavar="N", help="Draw N first trials with Optuna instead (extra tune).")
-    ] = 0,
     tokens: Annotated[
         float | None, typer.Option(min=1, help="Of a run in the last rung; default: of the configured run.")
     ] = None,
@@ -50,8 +41,9 @@ def lr(
     ] = False,
     json: Json = False,
 ) -> None:
-    """Learning rate: a range test for the divergence edge, then successive halving by held-out loss, several
-    seeds at the end. Writes tune.json and tuned.yaml, which `train` takes.
+    """Learning rate: a range test for the divergence edge, a ladder of rates on short runs, and the best of
+    them on whole runs with several seeds, by held-out loss. Writes tune.json and tuned.yaml, which `train`
+    takes.
     """
     from launcher.tune import lr as search
     from launcher.tune import sizes
@@ -65,24 +57,10 @@ def lr(
         ranks=ranks,
         rates=rates,
         seeds=seeds,
-        trials=trials,
         launcher=launcher,
-        optimizers=tuple(_words(optimizers)),
-        weight_decays=_numbers(weight_decays),
         tokens=None if tokens is None else int(tokens),
         budget_s=None if budget is None else sizes.seconds(budget, "--budget"),
     )
     raise typer.Exit(
         search.tune(config, set_ or [], settings, out=out, dry_run=dry_run, as_json=json, console=console())
     )
-
-
-def _words(text: str | None) -> list[str]:
-    return list(dict.fromkeys(word.strip() for word in text.split(","))) if text else []
-
-
-def _numbers(text: str | None) -> tuple[float, ...]:
-    try:
-        return tuple(dict.fromkeys(float(word) for word in _words(text)))
-    except ValueError:
-        raise ConfigError([f"--weight-decays: {text!r} is not a list of numbers like 0.01,0.1"]) from None

@@ -11,7 +11,7 @@ from bert_dp import record
 from bert_dp.config import BuildConfig, CheckpointConfig, Config, LogConfig, ScheduleConfig, batch_at
 from launcher.training import expected_steps
 from launcher.tune import trials
-from launcher.tune.ladder import Candidate, Outcome
+from launcher.tune.ladder import Outcome
 from launcher.tune.trials import Slot
 
 RANGE_TOP = 1.0  # rate at the end of a range test; it begins at 1e-4 of this
@@ -68,15 +68,13 @@ def range_steps(config: Config, tokens: int | None) -> int:
     return min(RANGE_STEPS, max(RANGE_LEAST, tokens // RANGE_SHARE // step_tokens(config)))
 
 
-def trial_name(candidate: Candidate, tokens: int, seed: int) -> str:
+def trial_name(config: Config, lr: float, tokens: int, seed: int) -> str:
     """Of the trial's directory."""
-    optimizer, decay, lr = candidate
-    return f"{optimizer}-lr-{lr:g}-wd-{decay:g}-t{tokens}-s{seed}"
+    optim = config.optim
+    return f"{optim.name}-lr-{lr:g}-wd-{optim.weight_decay:g}-t{tokens}-s{seed}"
 
 
-def trial_config(
-    config: Config, shards: Path, candidate: Candidate, tokens: int, seed: int, *, last: bool
-) -> Config:
+def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int, *, last: bool) -> Config:
     """One complete run of `tokens` tokens: its own schedule to its end, and the held-out loss there; in the
     last rung also on the way, CURVE_POINTS times in all. An evaluation takes as long as many steps."""
     budget: dict[str, int | None] = {"tokens": tokens, "steps": None}
@@ -86,17 +84,16 @@ def trial_config(
         share = tokens / (full_tokens(config) or tokens)
         budget = {"tokens": None, "steps": max(1, round(share * config.schedule.steps))}
     schedule = config.schedule.model_copy(update={**budget, "hours": None})
-    changed = _bare(config, shards, candidate, seed).model_copy(update={"schedule": schedule})
+    changed = _bare(config, shards, lr, seed).model_copy(update={"schedule": schedule})
     every = max(1, -(-(expected_steps(changed) or 1) // CURVE_POINTS))
     held_out = config.eval.model_copy(update={"every_steps": every if last else 0})
     log = LogConfig(every_steps=min(config.log.every_steps, every))
     return changed.model_copy(update={"eval": held_out, "log": log})
 
 
-def range_config(config: Config, shards: Path, optimizer: str, steps: int) -> Config:
+def range_config(config: Config, shards: Path, steps: int) -> Config:
     """A run whose rate rises over four decades, at the full batch from the start."""
-    candidate = Candidate(optimizer, config.optim.weight_decay, RANGE_TOP)
-    changed = _bare(config, shards, candidate, config.run.seed)
+    changed = _bare(config, shards, RANGE_TOP, config.run.seed)
     batch = config.batch.model_copy(update={"ramp_fraction": 0.0, "ramp_quantum": None})
     return changed.model_copy(
         update={
@@ -108,7 +105,7 @@ def range_config(config: Config, shards: Path, optimizer: str, steps: int) -> Co
     )
 
 
-def _bare(config: Config, shards: Path, candidate: Candidate, seed: int) -> Config:
+def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
     """The data by its directory, so that every seed has the same held-out documents; nothing is saved."""
     data = config.data.model_copy(
         update={"path": str(shards), "sources": None, "tokenizer": None, "build": BuildConfig()}
@@ -117,28 +114,27 @@ def _bare(config: Config, shards: Path, candidate: Candidate, seed: int) -> Conf
         update={
             "run": config.run.model_copy(update={"seed": seed}),
             "data": data,
-            "optim": config.optim.model_copy(update=optim_of(candidate)),
+            "optim": config.optim.model_copy(update=as_it_stands(lr)),
             "checkpoint": CheckpointConfig(keep=0),
         }
     )
 
 
-def optim_of(candidate: Candidate) -> dict[str, Any]:
-    """The candidate as settings of `optim`; its rate is meant as it stands."""
-    optimizer, decay, lr = candidate
-    return {"name": optimizer, "weight_decay": decay, "lr": lr, "lr_scaling": "none", "lr_batch": None}
+def as_it_stands(lr: float) -> dict[str, Any]:
+    """Settings of `optim` for a rate that no rule scales."""
+    return {"lr": lr, "lr_scaling": "none", "lr_batch": None}
 
 
-def tuned_config(config: Config, candidate: Candidate) -> Config:
+def tuned_config(config: Config, lr: float) -> Config:
     """The user's run with what was found. A rule for other batches stays, and starts from this one."""
-    update = optim_of(candidate)
+    update = as_it_stands(lr)
     if config.optim.lr_scaling != "none":
         update |= {"lr_scaling": config.optim.lr_scaling, "lr_batch": config.batch.global_size}
     return config.model_copy(update={"optim": config.optim.model_copy(update=update)})
 
 
 def read_outcome(
-    directory: Path, state: str, candidate: Candidate, seed: int, *, tokens_of_step: int, seconds: float
+    directory: Path, state: str, lr: float, seed: int, *, tokens_of_step: int, seconds: float
 ) -> Outcome:
     """What a trial that ended as `state` (ok, oom or failed) after `seconds` has come to."""
     summary = record.read_json(directory / "summary.json") or {}
@@ -154,7 +150,7 @@ def read_outcome(
         if line["loss"] is not None
     ]
     trained = summary.get("tokens") or tokens_of_step * int(summary.get("step") or 0)
-    return Outcome(directory.name, candidate, seed, state, cause, loss, trained, seconds, curve)
+    return Outcome(directory.name, lr, seed, state, cause, loss, trained, seconds, curve)
 
 
 def range_points(directory: Path) -> list[tuple[float, float | None, int]]:

@@ -116,9 +116,8 @@ def test_the_choice_follows_from_the_trials_records(found: dict[str, Any], out: 
         losses = {trial["lr"]: trial["heldout_loss"] for trial in rung["trials"]}
         kept = [rate for *_, rate in rung["kept"]]
         assert kept == sorted(losses, key=lambda rate: losses[rate])[: len(kept)]
-        assert len(kept) == (2 if following["last"] else -(-len(losses) // 2))
-        trained = {trial["lr"] for trial in following["trials"]}
-        assert trained >= set(kept) if following["last"] else trained == set(kept)
+        assert len(kept) == 2
+        assert {trial["lr"] for trial in following["trials"]} >= set(kept)
     edge = found["range_test"]["edge"]
     assert edge is None or max(trial["lr"] for trial in first["trials"]) <= edge
     rising = [rate for rate, _ in found["range_test"]["points"]]
@@ -135,7 +134,7 @@ def test_a_complete_search_runs_nothing_again(shards: Path, out: Path, found: di
     assert whole(out) == before
     other = here(*command(shards, out, "--seeds", "2"))
     assert other.returncode == 2
-    assert "holds another search (settings differ)" in other.stderr
+    assert "holds another search (settings.seeds differ)" in other.stderr
 
 
 def test_what_was_tuned_trains(out: Path, found: dict[str, Any], tmp_path: Path) -> None:
@@ -156,10 +155,9 @@ def test_the_verb_describes_and_refuses(shards: Path, tmp_path: Path) -> None:
     assert dry.returncode == 0, dry.stderr
     assert "3 rates spaced 2x at 1/8" in dry.stdout
     assert not (tmp_path / "out").exists()
-    bad = here(*command(shards, tmp_path, "--optimizers", "sgd", "--weight-decays", "-1", "--tokens", "5"))
+    bad = here(*command(shards, tmp_path, "--tokens", "5"))
     assert bad.returncode == 2
-    for option in ("--optimizers: 'sgd'", "--weight-decays: ", "--tokens: 5"):
-        assert f"error: {option}" in bad.stderr
+    assert "error: --tokens: 5 tokens are fewer than 8 steps" in bad.stderr
     (tmp_path / "mine.txt").write_text("x")
     taken = here(*command(shards, tmp_path))
     assert taken.returncode == 2

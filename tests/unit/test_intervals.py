@@ -12,9 +12,8 @@ import pytest
 
 from bert_dp import noise
 from launcher.scaling import stats
-from launcher.tune import curve, ladder
+from launcher.tune import curve
 from launcher.tune.curve import Rate, Size, Timed
-from launcher.tune.ladder import Candidate, Outcome, Rung
 
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 8: 2.306, 19: 2.093}  # Student's t, two-sided
 NORMAL_95 = 1.960
@@ -133,26 +132,3 @@ def test_a_share_of_the_best_has_the_error_of_both_rates(beside: float) -> None:
     best = Rate(16, 100.0, 100 * math.exp(-0.04), 100 * math.exp(0.04))
     rate = Rate(8, 100 * share, 100 * share * math.exp(-0.03), 100 * share * math.exp(0.03))
     assert curve.unsettled([rate, best]) == ([8] if beside < 1 else [])
-
-
-# --- rates of `bert-dp tune --lr`
-
-
-@pytest.mark.parametrize("seeds", [2, 3, 4, 6])
-@pytest.mark.parametrize("beside", [0.98, 1.02])
-def test_a_finalist_is_tied_up_to_students_half_width(seeds: int, beside: float) -> None:
-    """The differences by seed have mean m and standard deviation s: tied while m <= t s / sqrt(seeds), with
-    one degree of freedom less than there are seeds."""
-    waves = [(-1.0) ** k * (1 + k // 2) for k in range(seeds)]
-    waves = [wave - statistics.fmean(waves) for wave in waves]
-    half = T_95[seeds - 1] * statistics.stdev(waves) / math.sqrt(seeds)
-    better, worse = Candidate("adamw", 0.01, 1e-3), Candidate("adamw", 0.01, 2e-3)
-    last = Rung(8, tuple(range(seeds)), last=True)
-    for seed, wave in enumerate(waves):
-        for candidate, loss in ((better, 0.0), (worse, beside * half + wave)):
-            loss_of_seed = 3.0 + 0.1 * seed + 1e-3 * loss
-            last.outcomes.append(Outcome("t", candidate, seed, "ok", None, loss_of_seed, 8))
-    found = ladder.choose([last], any_decay=False)
-    assert found is not None
-    assert found["lr"] == better.lr
-    assert bool(found["tied"]) == (beside < 1)

@@ -26,9 +26,6 @@ class Wire:
     def rooted_seconds(self, size: float, ranks: int) -> float:
         return size * MS / 2
 
-    def all_to_all_seconds(self, size: float, ranks: int) -> float:
-        return size * MS / 4
-
     def replicas(self, tensor: int) -> Wire:
         return self
 
@@ -59,9 +56,6 @@ def ask(ranks: int, **options: Any) -> Scenario:
         ({"bucket_bytes": 10**6}, 4.0),
         # all is ready 1.5 x as late: 1.2-4.2 and 4.2-5.2, the passes end at 1.8
         ({"slowdown": 1.5}, 3.4),
-        ({"copies_s": 0.3}, 3.9),
-        # two all-to-alls of 0.75 and of 0.25 s: 0.8-2.3 and 2.3-2.8
-        ({"all_to_all": True}, 1.6),
         # to the owners 0.8-2.3 and 2.3-2.8, so 1.6; and back 4000 B, half a millisecond each
         ({"engine": "zero1"}, 1.6 + 2.0),
     ],

@@ -109,19 +109,9 @@ def test_a_measured_curve_goes_before_the_model_within_its_node() -> None:
 
 def test_nothing_to_send_takes_no_time() -> None:
     for fabric in (NODE, dataclasses.replace(NODE, curve=links.curve(4, [(1.0, 1.0)]))):
-        for seconds in (fabric.seconds, fabric.rooted_seconds, fabric.all_to_all_seconds):
+        for seconds in (fabric.seconds, fabric.rooted_seconds):
             assert seconds(1e6, 1) == seconds(0, 4) == 0
             assert seconds(1.0, 2) > 0
-
-
-def test_an_all_to_all_crosses_the_nics_or_stays_within_the_node() -> None:
-    assert NODE.all_to_all_seconds(1e9, 4) == pytest.approx(SIMPLE.start + 0.75e9 / 100e9, rel=1e-12)
-    # 8 ranks: 4 of a node send half of what they hold through 2 x 10 GB/s
-    assert NODES.all_to_all_seconds(1e9, 8) == pytest.approx(NET.start + 2e9 / 20e9, rel=1e-12)
-    tcp = Fabric(4, LOOP, TCP)
-    assert tcp.all_to_all_seconds(1e3, 8) == pytest.approx(
-        LATENCIES["tcp"].protocols["simple"].start + 2e3 / 1e9, rel=1e-12
-    )
 
 
 def test_a_curve_is_sorted_and_checked() -> None:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import random
-import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,9 @@ from rich.console import Console
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_plan, dump_config, load_config, peak_lr
-from launcher.tune import ladder, lr, lr_trials, search, transfer
-from launcher.tune.halving import Settings
-from launcher.tune.ladder import Candidate, Edge, Outcome, Rung
+from launcher import outdir
+from launcher.tune import ladder, lr, lr_trials, transfer
+from launcher.tune.rate_search import Settings
 from launcher.tune.trials import Slot, Stopped, Trial
 from tests.e2e.cli import TINY
 from tests.shards import edited_manifest, write_shards
@@ -143,159 +140,6 @@ def searched(
     return code, found, pool, said
 
 
-# --- the edge of a range test
-
-
-def curve(*losses: float | None, skipped: int = 0) -> list[tuple[float, float | None, int]]:
-    return [(10 ** (-4 + k / 25), loss, skipped) for k, loss in enumerate(losses)]
-
-
-def test_the_edge_is_where_the_loss_rises() -> None:
-    wave = [0.02 * (-1) ** k for k in range(100)]  # the loss of a batch is noisy
-    falling = [7 - 0.02 * k + wave[k] for k in range(70)]
-    points = curve(*falling, *[falling[-1] + 0.5 * (k + 1) for k in range(30)])
-    edge = ladder.find_edge(points)
-    assert edge.lr is not None
-    assert points[70][0] <= edge.lr <= points[70 + ladder.SMOOTH][0]
-    assert "rose" in edge.why
-
-
-def test_noise_alone_is_no_edge() -> None:
-    draws = random.Random(0)
-    losses = [7 - 0.01 * k + draws.gauss(0, 0.1) for k in range(100)]
-    edge = ladder.find_edge(curve(*losses))
-    assert edge.lr is None
-    assert edge.highest == pytest.approx(10 ** (-4 + 99 / 25))
-    assert "no divergence up to" in edge.why
-
-
-def test_a_loss_that_is_not_finite_and_a_skipped_step_are_the_edge() -> None:
-    points = curve(7.0, 6.9, 6.8, None, 6.0)
-    assert ladder.find_edge(points).lr == points[3][0]
-    points = curve(7.0, 6.9, 6.8)
-    points[1] = (points[1][0], 6.9, 1)
-    assert ladder.find_edge(points).lr == points[1][0]
-
-
-# --- the ladder
-
-
-def test_the_first_skips_of_a_falling_loss_scale_are_no_edge() -> None:
-    points = [(1e-4 * 1.1**k, 6.0 - 0.05 * k, min(k + 1, 2)) for k in range(40)]
-    assert ladder.find_edge(points).lr is None
-    points[30] = (points[30][0], points[30][1], 3)
-    assert ladder.find_edge(points).lr == points[30][0]
-
-
-def test_the_ladder_hangs_a_quarter_below_the_edge() -> None:
-    rates = ladder.first_ladder(Edge(0.0517, 0.0517, ""), 5)
-    assert rates == pytest.approx([0.012, 0.006, 0.003, 0.0015, 0.00075], rel=1e-12)
-    assert ladder.first_ladder(Edge(None, 0.4, ""), 3) == pytest.approx([0.1, 0.05, 0.025])
-
-
-def outcome(rate: float, loss: float, seed: int = 0, status: str = "ok", decay: float = 0.01) -> Outcome:
-    return Outcome(f"t{rate}", Candidate("adamw", decay, rate), seed, status, None, loss, 1)
-
-
-def test_the_ladder_grows_at_its_ends_up_to_the_edge() -> None:
-    first = [Candidate("adamw", 0.01, rate) for rate in (1.0, 2.0, 4.0)]
-    edges = {"adamw": Edge(17.0, 17.0, "")}
-
-    def added(*pairs: tuple[float, float]) -> float | None:
-        more = ladder.extension([outcome(*pair) for pair in pairs], edges, first)
-        return None if more is None else more.lr
-
-    assert added((1, 3), (2, 2), (4, 3)) is None
-    assert added((1, 3), (2, 2), (4, 1)) == 8
-    assert added((1, 3), (2, 2), (4, 1), (8, 0)) == 16
-    assert added((1, 3), (2, 2), (4, 1), (8, 0), (16, -1)) is None  # 32 is above the edge
-    assert added((1, 1), (2, 2), (4, 3)) == 0.5
-    assert added((0.125, 1), (0.25, 2), (0.5, 3), (1, 4), (2, 5), (4, 6)) is None  # three were added
-    assert ladder.extension([outcome(r, 9.0, status="diverged") for r in (1, 2, 4)], edges, first) == (
-        Candidate("adamw", 0.01, 0.5)
-    )
-    assert ladder.extension([outcome(r, 9.0, status="failed") for r in (1, 2, 4)], edges, first) is None
-
-
-def test_only_what_a_lower_rate_learns_has_diverged() -> None:
-    rung = [outcome(1, 3.8), outcome(2, 4.2), outcome(0.5, 4.1)]
-    ladder.mark_diverged(rung, 4.0)
-    assert [o.status for o in rung] == ["ok", "diverged", "ok"]
-    assert "unigram" in (rung[1].cause or "")
-    short = [outcome(1, 4.3), outcome(2, 4.2)]
-    ladder.mark_diverged(short, 4.0)
-    assert [o.status for o in short] == ["ok", "ok"]
-
-
-# --- the choice
-
-
-def last_rung(losses: dict[float, Sequence[float]]) -> Rung:
-    rung = Rung(8, (0, 1, 2), last=True)
-    rung.outcomes = [outcome(rate, x, seed) for rate, each in losses.items() for seed, x in enumerate(each)]
-    return rung
-
-
-def test_the_choice_has_the_lowest_mean_and_its_figures() -> None:
-    first = Rung(1, (0,), last=False)
-    first.outcomes = [outcome(1, 5.0), outcome(2, 4.0), outcome(4, 4.1), outcome(8, 5.0)]
-    mine, other = [3.00, 3.10, 3.05], [3.20, 3.29, 3.26]
-    found = ladder.choose([first, last_rung({2: other, 4: mine})], any_decay=False)
-    assert found is not None
-    assert (found["lr"], found["optimizer"], found["weight_decay"]) == (4, "adamw", 0.01)
-    assert found["heldout_loss"] == pytest.approx(3.05)
-    assert found["band"] == [3.00, 3.10]
-    pooled = math.sqrt((statistics.variance(mine) + statistics.variance(other)) / 2)
-    assert found["sd"] == pytest.approx(pooled)
-    # differences 0.20, 0.19, 0.21: mean 0.2, and 4.303 x 0.01 / sqrt 3 = 0.025
-    assert (found["tied"], found["at_edge"], found["edge_side"], found["seeds"]) == ([], False, None, 3)
-
-
-def test_finalists_are_tied_by_the_interval_of_paired_differences() -> None:
-    mine = [3.0, 3.4, 3.8]
-    apart = ladder.choose([last_rung({2: mine, 4: [3.10, 3.51, 3.89]})], any_decay=False)
-    together = ladder.choose([last_rung({2: mine, 4: [3.10, 3.3, 3.99]})], any_decay=False)
-    assert apart is not None
-    assert together is not None
-    assert apart["tied"] == []  # although the seeds differ by far more than the rates
-    assert together["tied"] == [["adamw", 0.01, 4]]
-    assert "not to be told apart" in together["why"]
-
-
-def test_a_close_finalist_with_fewer_seeds_cannot_be_told_apart() -> None:
-    few = last_rung({2: [3.0, 3.02, 3.01], 4: [3.02], 8: [3.2]})
-    found = ladder.choose([few], any_decay=False)
-    assert found is not None
-    assert found["lr"] == 2
-    assert found["tied"] == [["adamw", 0.01, 4]]
-
-
-def test_a_finalist_with_one_diverged_seed_is_out() -> None:
-    rung = last_rung({2: [3.0, 3.1, 3.2], 4: [1.0, 1.0, 1.0]})
-    rung.outcomes[-1].status = "diverged"
-    found = ladder.choose([rung], any_decay=False)
-    assert found is not None
-    assert found["lr"] == 2
-
-
-def test_an_open_side_is_one_without_a_worse_rate() -> None:
-    first = Rung(1, (0,), last=False)
-    first.outcomes = [outcome(1, 5.0), outcome(2, 4.0)]
-    best = Candidate("adamw", 0.01, 2.0)
-    assert ladder.open_side([first], best, any_decay=False) == "high"
-    first.outcomes.append(outcome(4, 9.0, status="diverged"))
-    assert ladder.open_side([first], best, any_decay=False) is None
-    first.outcomes[-1].status = "oom"  # says nothing of the rate
-    assert ladder.open_side([first], best, any_decay=False) == "high"
-    first.outcomes[-1] = outcome(4, 9.0, decay=0.1)
-    assert ladder.open_side([first], best, any_decay=False) == "high"
-    assert ladder.open_side([first], best, any_decay=True) is None
-    longer = Rung(2, (0,), last=False)
-    longer.outcomes = [outcome(1, 2.0), outcome(2, 3.0)]  # in a longer run the lower one is better
-    first.outcomes[-1] = outcome(4, 9.0)
-    assert ladder.open_side([first, longer], best, any_decay=False) == "low"
-
-
 # --- the whole search
 
 
@@ -324,16 +168,6 @@ def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(shards: Pat
     assert any("12 trials" in line for line in said)
     tuned = load_config(tmp_path / "out" / "tuned.yaml")
     assert tuned == make(shards, f"optim.lr={chosen!r}")
-
-
-def test_many_rates_are_halved_twice(shards: Path, tmp_path: Path) -> None:
-    _, found, *_ = searched(shards, tmp_path / "out", valley(0.001), Settings(rates=8))
-    first, second, last = found["rungs"]
-    assert [rung["tokens"] for rung in found["rungs"]] == [WHOLE // 8, WHOLE // 4, WHOLE]
-    assert [c[2] for c in first["kept"]] == [t["lr"] for t in second["trials"]]
-    assert (len(first["kept"]), len(second["kept"])) == (4, 2)
-    assert [c[2] for c in second["kept"]] == [t["lr"] for t in last["trials"]][:2]
-    assert found["choice"]["edge_side"] is None
 
 
 def test_a_whole_run_that_likes_a_rate_between_the_finalists_is_told_so(shards: Path, tmp_path: Path) -> None:
@@ -437,41 +271,6 @@ def test_a_search_in_which_everything_fails_has_failed(shards: Path, tmp_path: P
     assert not (tmp_path / "out" / "tuned.yaml").exists()
 
 
-def test_an_optimizer_that_cannot_train_is_left_out(shards: Path, tmp_path: Path) -> None:
-    plain = valley(0.004)
-    settings = Settings(optimizers=("adamw", "lamb"), rates=3, seeds=1)
-    code, found, pool, said = searched(
-        shards, tmp_path / "out", lambda c: "oom" if c.optim.name == "adamw" else plain(c), settings
-    )
-    assert found["cost"]["trials"] == len(pool.ran)
-    steps = len(list(record.read_lines(tmp_path / "out/trials/range-adamw/metrics.jsonl")))
-    runs = [record.read_json(path) or {} for path in (tmp_path / "out/trials").glob("*lamb*/summary.json")]
-    assert found["cost"]["tokens"] == steps * STEP + sum(run["tokens"] for run in runs)
-    assert (code, found["choice"]["optimizer"]) == (0, "lamb")
-    assert (found["settings"]["optimizers"], list(found["settings"]["left_out"])) == (["lamb"], ["adamw"])
-    assert {t["optimizer"] for rung in found["rungs"] for t in rung["trials"]} == {"lamb"}
-    assert any(line.startswith("adamw was left out: range-adamw: oom") for line in said)
-    assert "adamw was left out: range-adamw: oom" in (tmp_path / "out" / "report.html").read_text()
-
-
-def test_optimizers_and_weight_decays_multiply_the_first_rung(shards: Path, tmp_path: Path) -> None:
-    plain = valley(0.004)
-
-    def surface(config: Config) -> float | str:
-        extra = 0.3 * (config.optim.name == "adamw") + 0.2 * (config.optim.weight_decay == 0.01)
-        loss = plain(config)
-        return loss + extra if isinstance(loss, float) else loss
-
-    settings = Settings(optimizers=("adamw", "lamb"), weight_decays=(0.01, 0.1), rates=3, seeds=1)
-    _, found, pool, _ = searched(shards, tmp_path / "out", surface, settings)
-    assert (found["choice"]["optimizer"], found["choice"]["weight_decay"]) == ("lamb", 0.1)
-    axes = {(t["optimizer"], t["weight_decay"]) for t in found["rungs"][0]["trials"]}
-    assert len(axes) == 4
-    assert {name for name in pool.ran if name.startswith("range")} == {"range-adamw", "range-lamb"}
-    assert [test["optimizer"] for test in found["other_range_tests"]] == ["lamb"]
-    assert found["choice"]["sd"] is None
-
-
 def test_a_stopped_search_goes_on_where_it_was(shards: Path, tmp_path: Path) -> None:
     whole = searched(shards, tmp_path / "whole", valley(0.004))[1]
     code, found, first, said = searched(shards, tmp_path / "out", valley(0.004), limit=8)
@@ -483,6 +282,20 @@ def test_a_stopped_search_goes_on_where_it_was(shards: Path, tmp_path: Path) -> 
     assert len(first.ran) + len(second.ran) == 11
     assert (found["choice"], found["rungs"]) == (whole["choice"], whole["rungs"])
     assert searched(shards, tmp_path / "out", valley(0.004))[2].ran == []
+
+
+def test_a_search_begun_with_the_options_of_earlier_versions(shards: Path, tmp_path: Path) -> None:
+    """They had optimizers, weight decays and Optuna's trials; without those the search goes on."""
+    asked = lr.facts_of(make(shards), Settings())
+    old = {"optimizers": [], "weight_decays": [], "trials": 0}
+    for more, refused in ((old, False), (old | {"optimizers": ["adamw", "lamb"]}, True)):
+        record.write_json(tmp_path / "search.json", {**asked, "settings": {**asked["settings"], **more}})
+        issues = outdir.issues(tmp_path, "search.json", "search", asked, lr.FIXED)
+        assert bool(issues) == refused
+    assert issues[0].endswith(
+        "was begun with settings that this version does not have (settings.optimizers); choose another "
+        "directory"
+    )
 
 
 # --- the length of a run
@@ -547,9 +360,10 @@ def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
         "log.tensorboard=true",
         "checkpoint.every_steps=5",
         "parallel.engine=ddp",
+        "optim.name=lamb",
+        "optim.weight_decay=0.1",
     )
-    candidate = Candidate("lamb", 0.1, 0.003)
-    trial = lr_trials.trial_config(config, Path("/shards"), candidate, 40 * STEP, 7, last=True)
+    trial = lr_trials.trial_config(config, Path("/shards"), 0.003, 40 * STEP, 7, last=True)
     assert (trial.schedule.name, trial.schedule.tokens) == (config.schedule.name, 40 * STEP)
     assert peak_lr(trial).value == 0.003
     assert (trial.optim.name, trial.optim.weight_decay, trial.run.seed) == ("lamb", 0.1, 7)
@@ -557,23 +371,23 @@ def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
     assert (trial.checkpoint.keep, trial.eval.every_steps, trial.log.tensorboard) == (0, 10, False)
     assert (trial.batch, trial.model, trial.parallel) == (config.batch, config.model, config.parallel)
     assert batch_plan(trial, 1).global_size == config.batch.global_size
-    short = lr_trials.trial_config(config, Path("/shards"), candidate, 40 * STEP, 7, last=False)
+    short = lr_trials.trial_config(config, Path("/shards"), 0.003, 40 * STEP, 7, last=False)
     assert short.eval.every_steps == 0, "at its end alone"
     ramp = make(shards, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2")
     part = (lr_trials.full_tokens(ramp) or 0) // 4
-    quarter = lr_trials.trial_config(ramp, Path("/shards"), candidate, part, 7, last=True).schedule
+    quarter = lr_trials.trial_config(ramp, Path("/shards"), 0.003, part, 7, last=True).schedule
     assert (quarter.steps, quarter.tokens) == ((ramp.schedule.steps or 0) // 4, None), "as the run ramps"
     in_tokens = ramp.model_copy(
         update={"schedule": ramp.schedule.model_copy(update={"steps": None, "tokens": 400 * STEP})}
     )
-    ramped = lr_trials.trial_config(in_tokens, Path("/shards"), candidate, 40 * STEP, 7, last=True)
+    ramped = lr_trials.trial_config(in_tokens, Path("/shards"), 0.003, 40 * STEP, 7, last=True)
     assert ramped.eval.every_steps > 40 // 4, "a ramp has more steps for as many tokens"
     assert Config.model_validate_json(trial.model_dump_json()) == trial
 
 
 def test_a_range_test_has_the_whole_batch_from_the_start(shards: Path) -> None:
     config = make(shards, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2")
-    test = lr_trials.range_config(config, shards, "adamw", 60)
+    test = lr_trials.range_config(config, shards, 60)
     assert (test.schedule.name, test.schedule.steps, test.schedule.tokens) == ("exponential", 60, None)
     assert (test.batch.ramp_fraction, test.log.every_steps, test.optim.lr) == (0, 1, 1.0)
     assert lr_trials.range_steps(config, None) == 100
@@ -587,11 +401,11 @@ def test_a_range_test_has_the_whole_batch_from_the_start(shards: Path) -> None:
 
 def test_a_tuned_configuration_has_the_rate_at_its_own_batch(shards: Path) -> None:
     config = make(shards, "optim.lr_scaling=sqrt", "optim.lr_batch=2")
-    tuned = lr_trials.tuned_config(config, Candidate("adamw", 0.01, 0.003))
+    tuned = lr_trials.tuned_config(config, 0.003)
     assert peak_lr(tuned).value == 0.003
     assert (tuned.optim.lr_scaling, tuned.optim.lr_batch) == ("sqrt", config.batch.global_size)
     automatic = make(shards, "optim.name=lamb", "optim.lr=auto")
-    assert peak_lr(lr_trials.tuned_config(automatic, Candidate("lamb", 0.0, 0.003))).value == 0.003
+    assert peak_lr(lr_trials.tuned_config(automatic, 0.003)).value == 0.003
 
 
 def test_a_trial_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -609,41 +423,6 @@ def test_a_trial_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
         Slot(cores=(4, 5, 6, 7)),
     ]
     assert lr_trials.device_slots(16, gpus=0, cores=8, most=9) == [Slot(cores=tuple(range(8)))]
-
-
-# --- Optuna
-
-
-def test_optuna_draws_the_first_rung_the_same_after_an_interruption(shards: Path, tmp_path: Path) -> None:
-    pytest.importorskip("optuna")
-    settings = Settings(trials=16, seeds=2)
-    code, found, _, _ = searched(shards, tmp_path / "whole", valley(0.004), settings)
-    assert code == 0
-    first = found["rungs"][0]
-    assert len(first["trials"]) == 16
-    second, last = found["rungs"][1:]
-    assert len(second["trials"]) == 4
-    assert {tuple(c) for c in second["kept"]} <= {
-        (t["optimizer"], t["weight_decay"], t["lr"]) for t in last["trials"]
-    }
-    assert all(trial["lr"] <= EDGE * 1.6 for trial in first["trials"])
-    assert (tmp_path / "whole" / "optuna.db").exists()
-    assert abs(math.log2(found["choice"]["lr"] / 0.004)) < 2
-    code, _, _, _ = searched(shards, tmp_path / "out", valley(0.004), settings, limit=5)
-    assert code == 130
-    code, again, pool, _ = searched(shards, tmp_path / "out", valley(0.004), settings)
-    assert code == 0
-    assert (again["rungs"], again["choice"]) == (found["rungs"], found["choice"])
-    assert len(pool.ran) == found["cost"]["trials"] - 5
-
-
-def test_without_optuna_the_extra_is_named(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    assert lr.setting_issues(make(shards), Settings(), 1) == []
-    (line,) = lr.setting_issues(make(shards), Settings(trials=3), 1)
-    assert line == "--trials: needs `pip install 'bert-dp[tune]'`"
-    with pytest.raises(ConfigError, match="bert-dp\\[tune\\]"):
-        search.Study(Path("x.db"), {}, [0.1], count=3, seed=0)
 
 
 # --- transfer
@@ -707,14 +486,11 @@ def test_a_transfer_is_two_batches(text: str) -> None:
 @pytest.mark.parametrize(
     ("settings", "overrides", "line"),
     [
-        (Settings(optimizers=("adam",)), (), "--optimizers: 'adam' is not one of adamw, lamb, muon"),
-        (Settings(weight_decays=(0.1, 1.5)), (), "--weight-decays: "),
-        (Settings(trials=2, weight_decays=(0.0, 0.1)), (), "--weight-decays: 0 has no logarithm"),
         (Settings(tokens=7 * STEP), (), "--tokens: 896 tokens are fewer than 8 steps of 128"),
         (Settings(seeds=2), (f"run.seed={2**63 - 1}",), "run.seed: 9223372036854775807 leaves no room"),
         (Settings(), ("schedule.steps=7",), "schedule: 896 tokens are fewer than 8 steps"),
         (Settings(), ("batch.micro_size=3",), "batch.global_size: 8 is not a multiple"),
-        (Settings(optimizers=("adamw", "muon")), ("parallel.engine=fsdp",), "optim.name: muon"),
+        (Settings(), ("optim.name=muon", "parallel.engine=fsdp"), "optim.name: muon"),
     ],
 )
 def test_what_cannot_be_searched(

@@ -1,0 +1,344 @@
+"""The learning rate search: a range test, a ladder of rates on short runs, the best of them on whole runs.
+
+What is done follows from the settings and the trials' records alone, so a search that was interrupted makes
+the same decisions again from what is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from bert_dp import record
+from bert_dp.config import Config, ConfigError
+from launcher.report import format_duration, format_eta, format_si
+from launcher.tune import ladder, lr_trials
+from launcher.tune.ladder import FINALISTS, Edge, Outcome, Rung
+from launcher.tune.trials import Pool, Say, Trial, cause
+
+SHORT = 8  # the first rung trains this part of the whole budget
+LEAST_STEPS = SHORT  # of the whole budget: one in the first rung
+
+
+class AllFailed(Exception):
+    """Nothing could be measured; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """What was asked for."""
+
+    ranks: int | None = None
+    rates: int = 5
+    seeds: int = 3
+    tokens: int | None = None
+    budget_s: float | None = None
+    launcher: str = "torchrun"
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What is searched, and on what."""
+
+    config: Config
+    settings: Settings
+    ranks: int
+    """Of a trial."""
+    shards: Path
+    unigram: float | None
+    """Unigram entropy of the data, nats."""
+    at_a_time: int
+    """Trials."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        return tuple(self.config.run.seed + k for k in range(self.settings.seeds))
+
+
+class SearchFile:
+    """OUT/search.json: what was asked for, the measured length of a run, which must not change when going on,
+    and the seconds of all calls."""
+
+    def __init__(self, path: Path, facts: dict[str, Any]):
+        self.path, self.facts, self._since = path, facts, time.monotonic()
+
+    def save(self, **more: Any) -> None:
+        """Add `more`, and the seconds since the last time."""
+        now = time.monotonic()
+        self.facts |= {**more, "seconds": self.facts["seconds"] + now - self._since}
+        self._since = now
+        record.write_json(self.path, self.facts)
+
+
+@dataclasses.dataclass(frozen=True)
+class RangeTest:
+    """A run whose rate rises until training breaks, and how fast it was."""
+
+    trial: str
+    points: list[tuple[float, float | None, int]]
+    """(rate, loss, steps skipped so far) of each step."""
+    edge: Edge
+    tokens_per_s: float
+    fixed_s: float
+    """Seconds of a trial beside its training."""
+    eval_s: float
+    """Seconds of one evaluation."""
+    seconds: float
+
+    def trial_s(self, tokens: int, *, last: bool) -> float:
+        """Predicted seconds of a trial of the first or the last rung."""
+        evaluations = (lr_trials.CURVE_POINTS - 1) * self.eval_s if last else 0.0
+        return self.fixed_s + evaluations + tokens / (self.tokens_per_s or math.inf)
+
+
+def planned(settings: Settings, tokens: int) -> tuple[tuple[int, int, bool], ...]:
+    """(trials, tokens of each, whether it is the last) of both rungs, one rate beside the best included."""
+    return (settings.rates, tokens // SHORT, False), (FINALISTS * settings.seeds + 1, tokens, True)
+
+
+def predicted_s(test: RangeTest, q: Question, tokens: int) -> float:
+    """Of both rungs for a whole budget of `tokens`, wall clock."""
+    rungs = planned(q.settings, tokens)
+    return sum(math.ceil(count / q.at_a_time) * test.trial_s(n, last=last) for count, n, last in rungs)
+
+
+def whole_budget(test: RangeTest, q: Question) -> tuple[int, str]:
+    """Tokens of a whole run, and where they come from."""
+    asked, full = q.settings.tokens, lr_trials.full_tokens(q.config)
+    if asked is not None:
+        tokens = lr_trials.whole(q.config, asked)
+        why = f"{tokens:,} tokens, as asked"
+    elif full is not None:
+        tokens = lr_trials.whole(q.config, full)
+        why = f"{tokens:,} tokens, the configuration's"
+    else:
+        hours = q.config.schedule.hours or 0.0
+        tokens = lr_trials.whole(q.config, hours * 3600 * test.tokens_per_s)
+        why = (
+            f"{hours:g} h at the measured {format_si(test.tokens_per_s, 'tokens/s')} of {q.ranks} "
+            f"rank{'s' if q.ranks > 1 else ''} = {tokens:,} tokens; more ranks would train more: then give "
+            "--tokens"
+        )
+    return (
+        (tokens, why) if q.settings.budget_s is None else _within(q.settings.budget_s, test, q, tokens, why)
+    )
+
+
+def _within(budget_s: float, test: RangeTest, q: Question, tokens: int, why: str) -> tuple[int, str]:
+    """The whole budget shortened so that the search, its range test included, fits into `budget_s`."""
+    whole, fixed = predicted_s(test, q, tokens), predicted_s(test, q, 0)
+    if whole + test.seconds <= budget_s:
+        return tokens, why
+    share = max(0.0, budget_s - test.seconds - fixed) / (whole - fixed)
+    least = LEAST_STEPS * lr_trials.step_tokens(q.config)
+    fitting = max(least, lr_trials.whole(q.config, math.floor(share * tokens)))
+    return (
+        fitting,
+        f"{fitting:,} tokens instead of {tokens:,}, for --budget; a shorter run takes a higher rate",
+    )
+
+
+class Progress:
+    """Says each result and the time left, by the pace of the trials that this call has run."""
+
+    def __init__(self, test: RangeTest, rungs: Sequence[tuple[int, int, bool]], say: Say):
+        self._test, self._say = test, say
+        self._total = sum(count for count, *_ in rungs)
+        self._left_s = sum(count * test.trial_s(tokens, last=last) for count, tokens, last in rungs)
+        self._begun, self._done, self._here_s = time.monotonic(), 0, 0.0
+
+    def expect(self, rung: Rung) -> None:
+        """One more trial than was planned."""
+        self._total += 1
+        self._left_s += self._trial_s(rung)
+
+    def had(self, rung: Rung) -> None:
+        """A trial that an earlier call has run."""
+        self._done += 1
+        self._left_s -= self._trial_s(rung)
+
+    def ended(self, outcome: Outcome, rung: Rung) -> None:
+        """A trial of this call."""
+        self.had(rung)
+        self._here_s += self._trial_s(rung)
+        how = f"{outcome.status}: {outcome.cause}"
+        if outcome.heldout_loss is not None and outcome.status == "ok":
+            how = f"held-out {outcome.heldout_loss:.4f}"
+        pace = (time.monotonic() - self._begun) / max(self._here_s, 1e-9)
+        self._say(
+            f"[{self._done}/{max(self._total, self._done)}] rate {outcome.lr:g}, "
+            f"{format_si(rung.tokens, 'tokens')}, seed {outcome.seed}: {how}; "
+            f"left {format_eta(max(0.0, self._left_s) * pace)}"
+        )
+
+    def _trial_s(self, rung: Rung) -> float:
+        return self._test.trial_s(rung.tokens, last=rung.last)
+
+
+class RateSearch:
+    """`range_test` and `rungs` hold what has been measured, also when the search is stopped."""
+
+    def __init__(self, question: Question, pool: Pool, file: SearchFile, say: Say):
+        self.q, self._pool, self._file, self._say = question, pool, file, say
+        self.range_test: RangeTest | None = None
+        self.range_tokens = 0
+        self.tokens = 0
+        """Of a whole run."""
+        self.rungs: list[Rung] = []
+
+    def run(self) -> None:
+        """To the last rung. Raises Stopped for a signal, AllFailed, ConfigError for a budget too small."""
+        test = self.range_test = self._test_range()
+        self.tokens = self._settle_tokens(test)
+        progress = Progress(test, planned(self.q.settings, self.tokens), self._say)
+        first = self._climb(test.edge, progress)
+        order = ladder.ranked(first)
+        if not order:
+            raise AllFailed("no rate of the first rung can be chosen")
+        first.kept = order[:FINALISTS]
+        self._train_finalists(order, progress)
+
+    def _test_range(self) -> RangeTest:
+        """Raises AllFailed when nothing trains."""
+        config = self.q.config
+        steps = lr_trials.range_steps(config, self.q.settings.tokens or lr_trials.full_tokens(config))
+        trial = Trial(
+            f"range-{config.optim.name}",
+            lr_trials.range_config(config, self.q.shards, steps),
+            self.q.ranks,
+        )
+        top = lr_trials.RANGE_TOP
+        self._say(f"range test: {steps} steps, the rate rising from {1e-4 * top:g} to {top:g}")
+        state = self._pool.run([trial])[trial.name]
+        directory = self._pool.directory(trial)
+        points, why = lr_trials.range_points(directory), cause(directory)
+        self.range_tokens = len(points) * lr_trials.step_tokens(config)
+        if not points or (state != "ok" and lr_trials.NOT_FINITE not in why):
+            raise AllFailed(f"{trial.name}: {state}: {why}")
+        summary, seconds = record.read_json(directory / "summary.json") or {}, self._pool.seconds(trial)
+        spent = summary.get("time_s") or {}
+        edge = ladder.find_edge(points)
+        self._say(f"  edge at {edge.lr:.3g}: {edge.why}" if edge.lr is not None else f"  {edge.why}")
+        return RangeTest(
+            trial.name,
+            points,
+            edge,
+            float(summary.get("tokens_per_s") or 0.0),
+            max(0.0, seconds - float(spent.get("train", 0.0))),
+            float(spent.get("eval", 0.0)),
+            seconds,
+        )
+
+    def _settle_tokens(self, test: RangeTest) -> int:
+        """Tokens of a whole run; what is about to run is said."""
+        facts = self._file.facts
+        if "tokens" not in facts:
+            tokens, why = whole_budget(test, self.q)
+            if tokens < LEAST_STEPS * lr_trials.step_tokens(self.q.config):
+                raise ConfigError(
+                    [f"schedule: {tokens:,} tokens are fewer than {LEAST_STEPS} steps; raise schedule.hours"]
+                )
+            self._file.save(tokens=tokens, tokens_why=why)
+        tokens = int(facts["tokens"])
+        rungs = planned(self.q.settings, tokens)
+        total = sum(count * each for count, each, _ in rungs)
+        self._say(f"whole run: {facts['tokens_why']}")
+        self._say(
+            f"{sum(count for count, *_ in rungs)} trials, {format_si(total, 'tokens')}, "
+            f"{self.q.at_a_time} at a time: about {format_duration(predicted_s(test, self.q, tokens))}, and "
+            f"up to {2 * ladder.EXTENSIONS} more where the best stands at an end"
+        )
+        return tokens
+
+    def _open_rung(self, tokens: int, seeds: tuple[int, ...], *, last: bool) -> Rung:
+        rung = Rung(lr_trials.whole(self.q.config, tokens), seeds, last)
+        self.rungs.append(rung)
+        self._say(
+            f"{'last' if last else 'first'} rung: {format_si(rung.tokens, 'tokens')} a run, "
+            f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
+        )
+        return rung
+
+    def _climb(self, edge: Edge, progress: Progress) -> Rung:
+        """The first rung: a ladder of rates below the edge, longer while the best stands at an end."""
+        rung = self._open_rung(self.tokens // SHORT, self.q.seeds[:1], last=False)
+        rates = ladder.first_ladder(edge, self.q.settings.rates)
+        self._train(rung, rates, rung.seeds, progress)
+        while (more := ladder.extension(rung.outcomes, edge, rates)) is not None:
+            self._say(f"the best rate stands at the end of the ladder; next to it: {more:g}")
+            progress.expect(rung)
+            self._train(rung, [more], rung.seeds, progress)
+        return rung
+
+    def _train_finalists(self, order: Sequence[float], progress: Progress) -> None:
+        """The last rung: every seed of the best of `order`, and of the rates beside the best until it has
+        neighbours here. Where that takes the devices several turns, a rate that is behind after the first
+        seed trains the others only if the best turns out worse than that. A rate further down takes the place
+        of finalists that cannot be chosen."""
+        last = self._open_rung(self.tokens, self.q.seeds, last=True)
+        finalists, spare = order[:FINALISTS], order[FINALISTS:]
+        seeds = last.seeds
+        at_once = self.q.at_a_time >= len(finalists) * len(seeds)
+        self._train(last, finalists, seeds if at_once else seeds[:1], progress)
+        while (more := ladder.beside(self.rungs, last)) is not None:
+            self._say(f"next to the best, not yet trained in full: {more:g}")
+            self._train(last, [more], seeds[:1], progress)
+        near = ladder.near(last)
+        for lr in ladder.ranked(last):
+            if lr not in near and last.num_seeds(lr) < len(seeds):
+                behind = last.mean(lr) - last.mean(near[0])
+                self._say(f"{lr:g} is {behind:.4f} nats behind after one seed: left out")
+        self._train(last, near[:FINALISTS], seeds[1:], progress)
+        while (ranked := ladder.ranked(last)) and last.num_seeds(ranked[0]) < len(seeds):
+            self._train(last, ranked[:1], seeds[1:], progress)
+        for lr in spare:
+            if ladder.ranked(last):
+                break
+            self._say(f"no finalist can be chosen; next: {lr:g}")
+            self._train(last, [lr], seeds, progress)
+
+    def _train(self, rung: Rung, rates: Sequence[float], seeds: Sequence[int], progress: Progress) -> None:
+        """Each rate with each of these seeds that it has not had; the results in that order."""
+        q = self.q
+        had = {(o.lr, o.seed) for o in rung.outcomes}
+        named = {
+            lr_trials.trial_name(q.config, lr, rung.tokens, seed): (lr, seed)
+            for seed in seeds
+            for lr in rates
+            if (lr, seed) not in had
+        }
+        todo = [
+            Trial(
+                name,
+                lr_trials.trial_config(q.config, q.shards, lr, rung.tokens, seed, last=rung.last),
+                q.ranks,
+            )
+            for name, (lr, seed) in named.items()
+        ]
+        there = {trial.name for trial in todo if self._pool.ended(trial) is not None}
+        if there:
+            self._say(f"going on: {len(there)} of {len(todo)} trials are there")
+        before = len(rung.outcomes)
+        try:
+            for trial, state in self._pool.outcomes(todo):
+                outcome = lr_trials.read_outcome(
+                    self._pool.directory(trial),
+                    state,
+                    *named[trial.name],
+                    tokens_of_step=lr_trials.step_tokens(q.config),
+                    seconds=self._pool.seconds(trial),
+                )
+                rung.outcomes.append(outcome)
+                if trial.name in there:
+                    progress.had(rung)
+                else:
+                    progress.ended(outcome, rung)
+        finally:
+            places = {name: place for place, name in enumerate(named)}
+            rung.outcomes[before:] = sorted(rung.outcomes[before:], key=lambda o: places[o.trial])
+            ladder.mark_diverged(rung.outcomes, q.unigram)
+            self._file.save()
