@@ -346,8 +346,8 @@ SLIPS = (
     Slip(
         "tie-with-one-degree-too-many",
         "launcher/tune/ladder.py",
-        "if d <= len(differences) - 1)",
-        "if d <= len(differences))",
+        "student(len(differences) - 1)",
+        "student(len(differences))",
         "tests/unit/test_ladder.py",
     ),
     Slip(
