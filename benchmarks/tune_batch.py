@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bert_dp import record
-from launcher import environment, training
+from launcher import environment, job, options
 from launcher.tune import FILE, batch, sizes
 from launcher.tune.runner import Runner
 from launcher.tune.trials import Pool, Slot
@@ -47,14 +47,13 @@ def main() -> None:
     out = asked.out.resolve()
     (out / "sweep").mkdir(parents=True, exist_ok=True)
     question = batch.ask(
-        training.find_config(asked.config, None),
-        asked.set,
-        gpus=asked.gpus,
-        budget=asked.budget,
+        batch.load(asked.config, asked.set),
+        ranks=asked.gpus,
+        budget_s=options.seconds(asked.budget),
         memory_gib=None,
         launcher="torchrun",
     )
-    training.prepare_data(question.config)
+    job.prepare_data(question.config)
     rounds: list[dict[int, float]] = []
     tries = []
     for number in range(asked.tries):

@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from bert_dp import record  # noqa: E402
-from bert_dp.config import Config, load_config  # noqa: E402
-from launcher import environment, training  # noqa: E402
+from bert_dp.config import Config  # noqa: E402
+from launcher import environment, job  # noqa: E402
 from launcher.tune import FILE, lr_trials  # noqa: E402
 from launcher.tune.trials import Pool, Stopped, Trial  # noqa: E402
 
@@ -195,9 +195,9 @@ def _trial_seconds(rungs: list[dict[str, Any]]) -> float:
 def main() -> None:
     o = parse()
     o.out = o.out.resolve()
-    config = training.absolute(load_config(training.find_config(o.config, None), o.overrides))
+    config = job.load(o.config, o.overrides).config
     found = search(o)
-    full = grid(o, config, training.prepare_data(config), found)
+    full = grid(o, config, job.prepare_data(config), found)
     figures = compare(found, full)
     machine = environment.probe(ROOT).to_json()
     print(

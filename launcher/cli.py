@@ -8,18 +8,29 @@ import io
 import json as jsonlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from bert_dp import __version__, record
 from bert_dp.config import ConfigError
 from launcher.display import PLAIN, complain, show, warn_of_ordinary_secrets
-from launcher.options import ConfigName, Json, Launcher, Set, argument_issues, console
-from launcher.plan.command import plan_app
-from launcher.tune.command import tune_app
+from launcher.options import (
+    ConfigName,
+    Json,
+    Launcher,
+    Set,
+    argument_issues,
+    console,
+    counts,
+    engines,
+    modes,
+    parsed,
+    seconds,
+    two_batches,
+)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -30,10 +41,17 @@ app = typer.Typer(
     help="Pretrain a crammed BERT on every GPU of this machine, and know what each one contributed.",
 )
 data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build and inspect token shards.")
+plan_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="What a run would take, before it is bought."
+)
+tune_app = typer.Typer(
+    no_args_is_help=True, rich_markup_mode=None, help="Find the per-GPU batch and the learning rate."
+)
 app.add_typer(data_app, name="data")
 app.add_typer(plan_app, name="plan")
 app.add_typer(tune_app, name="tune")
 
+MOST_TOKENS = 1e15
 SHARED = ("report", "data")  # they write where the user says, with the user's umask; the others privately
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 LIMIT_REACHED = (errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
@@ -188,14 +206,30 @@ def doctor(
 @app.command()
 def scale(
     config: ConfigName = None,
-    gpus: Annotated[str, typer.Option(help="Numbers of ranks, by commas.")] = "1,2",
+    gpus: Annotated[
+        Sequence[int], parsed(counts, "N,...", help="Numbers of ranks, by commas; default: 1,2.")
+    ] = (1, 2),
     mode: Annotated[
-        str, typer.Option(help="weak (same batch per rank), strong (same global batch) or both.")
-    ] = "weak",
-    engines: Annotated[
-        str, typer.Option(help="ddp, zero1, fsdp, accelerate, deepspeed-0 to -3, by commas.")
-    ] = "ddp",
-    tensor: Annotated[str, typer.Option(help="Ranks that share one replica, by commas.")] = "1",
+        Sequence[Literal["weak", "strong"]],
+        parsed(
+            modes,
+            "MODE",
+            help="weak (same batch per rank; the default), strong (same global batch) or both.",
+        ),
+    ] = ("weak",),
+    engine: Annotated[
+        Sequence[str],
+        parsed(
+            engines,
+            "NAME,...",
+            help="ddp (the default), zero1, fsdp, accelerate, deepspeed-0 to -3, by commas.",
+            names="--engines",
+        ),
+    ] = ("ddp",),
+    tensor: Annotated[
+        Sequence[int],
+        parsed(counts, "N,...", help="Ranks that share one replica, by commas; default: 1."),
+    ] = (1,),
     launcher: Launcher = "torchrun",
     repeats: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each cell, in random order.")] = 3,
     steps: Annotated[int, typer.Option(min=2, help="Timed optimizer steps of a run.")] = 50,
@@ -218,19 +252,18 @@ def scale(
     Beside the cells that are asked for: one rank without a process group (the baseline), ddp on one rank, and
     for every N the ceiling, N independent copies.
     """
-    from launcher.plan.scaling import parse_counts
     from launcher.scaling import benchmark, grid
 
-    if accumulation is not None and mode == "strong":
+    if accumulation is not None and "weak" not in mode:
         raise ConfigError(
             ["--accumulation: strong scaling derives it from batch.global_size; use --mode weak"]
         )
     warn_of_ordinary_secrets()
     settings = grid.Settings(
-        gpus=tuple(sorted(parse_counts(gpus, "--gpus"))),
-        modes=grid.modes_of(mode),
-        engines=grid.parse_engines(engines),
-        tensor=parse_counts(tensor, "--tensor"),
+        gpus=tuple(sorted(gpus)),
+        modes=tuple(mode),
+        engines=tuple(engine),
+        tensor=tuple(tensor),
         launcher=launcher,
         repeats=repeats,
         steps=steps,
@@ -243,6 +276,178 @@ def scale(
             config, set_ or [], settings, out=out, dry_run=dry_run, as_json=json, console=console()
         )
     )
+
+
+@tune_app.command("batch")
+def tune_batch(
+    config: ConfigName = None,
+    gpus: Annotated[
+        str, typer.Option(help="Ranks of every trial: auto (every GPU, or 2 CPU ranks).")
+    ] = "auto",
+    budget: Annotated[
+        float,
+        parsed(seconds, "TIME", help="Time for all trials, about: 90s, 5m (the default), 1h."),
+    ] = 300.0,
+    memory: Annotated[
+        float | None,
+        typer.Option(help="GiB that a rank may use; default: its device, or its share of the host."),
+    ] = None,
+    launcher: Launcher = "torchrun",
+    set_: Set = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory; the same one goes on. Default: tune/NAME-batch-DATE-TIME.")
+    ] = None,
+    fresh: Annotated[
+        bool, typer.Option("--fresh", help="Measure again what the cache already knows.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the sizes, start nothing.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """The smallest micro batch within 3 % of the best throughput, by real runs with all ranks.
+
+    The global batch stays as it is declared; accumulation follows. Also: what a rank's memory is made of, the
+    gradient noise scale, and which global batch would make the most of each sample.
+    """
+    from launcher.tune import batch as search
+
+    warn_of_ordinary_secrets()
+    raise typer.Exit(
+        search.tune_batch(
+            config,
+            set_ or [],
+            gpus=gpus,
+            budget_s=budget,
+            memory_gib=memory,
+            launcher=launcher,
+            out=out,
+            fresh=fresh,
+            dry_run=dry_run,
+            as_json=json,
+            console=console(),
+        )
+    )
+
+
+@tune_app.command("lr")
+def tune_lr(
+    config: ConfigName = None,
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Ranks of a trial; default: as few as one replica needs.")
+    ] = None,
+    rates: Annotated[int, typer.Option(min=3, max=20, help="Rates of the first rung, spaced 2x.")] = 5,
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Seeds of each finalist.")] = 3,
+    tokens: Annotated[
+        float | None, typer.Option(min=1, help="Of a run in the last rung; default: of the configured run.")
+    ] = None,
+    budget: Annotated[
+        float | None, parsed(seconds, "TIME", help="90s, 30m or 2h: shorten the runs to fit.")
+    ] = None,
+    transfer: Annotated[
+        Sequence[int] | None,
+        parsed(two_batches, "'B1->B2'", help="Run nothing: the rate at global batch B1, carried to B2."),
+    ] = None,
+    launcher: Launcher = "torchrun",
+    set_: Set = None,
+    out: Annotated[
+        Path | None, typer.Option(help="Directory; the same one goes on. Default: tune/NAME-lr-DATE-TIME.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the search, start nothing.")
+    ] = False,
+    json: Json = False,
+) -> None:
+    """Learning rate: a range test for the divergence edge, a ladder of rates on short runs, and the best of
+    them on whole runs with several seeds, by held-out loss. Writes tune.json and tuned.yaml, which `train`
+    takes.
+    """
+    from launcher.tune import lr as search
+
+    warn_of_ordinary_secrets()
+    if transfer is not None:
+        before, after = transfer
+        raise typer.Exit(
+            search.carry(config, set_ or [], before, after, out, as_json=json, console=console())
+        )
+    if tokens is not None and not tokens < MOST_TOKENS:
+        raise ConfigError([f"--tokens: {tokens} is not below {MOST_TOKENS:g}"])
+    settings = search.Settings(
+        ranks=ranks,
+        rates=rates,
+        seeds=seeds,
+        launcher=launcher,
+        tokens=None if tokens is None else int(tokens),
+        budget_s=budget,
+    )
+    raise typer.Exit(
+        search.tune(config, set_ or [], settings, out=out, dry_run=dry_run, as_json=json, console=console())
+    )
+
+
+@plan_app.callback()
+def _plan() -> None:
+    pass
+
+
+@plan_app.command("scaling")
+def plan_scaling(
+    gpus: Annotated[
+        Sequence[int], parsed(counts, "N,...", help="1,2,4,8 or 1..1024 (doubling); default: 1..8.")
+    ] = (1, 2, 4, 8),
+    from_: Annotated[
+        Path | None, typer.Option("--from", help="scaling.json or profile.json of a measured run.")
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="bert-base, bert-large or a configuration: without --from, or its shape."),
+    ] = None,
+    seq_per_s: Annotated[float | None, typer.Option(help="Without --from: sequences/s on one GPU.")] = None,
+    micro: Annotated[int | None, typer.Option(help="Without --from: its micro batch.")] = None,
+    gpu: Annotated[
+        str | None, typer.Option(help="Without --from: A100-80G, ...; for the optimizer's time.")
+    ] = None,
+    link: Annotated[
+        str | None, typer.Option(help="Within a node: nvlink4, pcie4, ...; default: as measured.")
+    ] = None,
+    inter: Annotated[str | None, typer.Option(help="Between nodes: ib-ndr, ethernet100, ...")] = None,
+    gpus_per_node: Annotated[int | None, typer.Option(help="Default: 8.")] = None,
+    nics: Annotated[int, typer.Option(help="NICs per node.")] = 1,
+    engine: Annotated[str, typer.Option(help="ddp, zero1 or fsdp.")] = "ddp",
+    tensor: Annotated[
+        Sequence[int], parsed(counts, "N,...", help="Tensor-parallel sizes: 1,2; default: 1.")
+    ] = (1,),
+    accumulation: Annotated[
+        Sequence[int],
+        parsed(counts, "N,...", help="Micro batches per step: 1,4; default: as measured."),
+    ] = (),
+    reduce_dtype: Annotated[
+        str, typer.Option(help="What is sent of a gradient: full, bf16 or fp16.")
+    ] = "full",
+    bucket_mib: Annotated[float | None, typer.Option(help="Default: 25, the first 1.")] = None,
+    json: Json = False,
+) -> None:
+    """Step time and efficiency of N GPUs from one GPU's profile, and which change would help most."""
+    from launcher.plan import inputs, scaling, table
+
+    source = inputs.choose(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
+    question = scaling.Question(
+        tuple(gpus),
+        link,
+        inter,
+        gpus_per_node,
+        nics,
+        engine,
+        tuple(tensor),
+        tuple(accumulation),
+        bucket_mib,
+        reduce_dtype,
+    )
+    answer = scaling.answer(source, question)
+    if json:
+        typer.echo(jsonlib.dumps(answer, indent=1))
+    else:
+        console().print(table.scaling_table(answer))
 
 
 @app.command()
@@ -322,6 +527,9 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
+        if isinstance(error, typer.BadParameter) and (option := getattr(error, "param", None)):
+            complain(f"error: {option.opts[0]}: {error.message.removeprefix('Value error, ')}")
+            sys.exit(2)
         if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's, of a wrong command line
             usage = io.StringIO()
             error.show(usage)

@@ -1,16 +1,101 @@
-"""Options that several verbs share."""
+"""Options that several verbs share, and how the text of an option becomes a value."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+import importlib.util
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
 from bert_dp.record import safe
+from launcher.starters import launcher_problem
 
 if TYPE_CHECKING:
     from rich.segment import Segment
+
+MAX_GPUS = 1_000_000
+ENGINES = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
+
+Mode = Literal["weak", "strong"]
+MODES: dict[str, tuple[Mode, ...]] = {"weak": ("weak",), "strong": ("strong",), "both": ("weak", "strong")}
+
+
+def parsed(parse: Callable[[str], Any], metavar: str, *, names: str | None = None, **options: Any) -> Any:
+    """An option whose text `parse` turns into a value; it raises typer.BadParameter. Defaults are values.
+    `names`: where it is not the parameter's."""
+
+    def value_of(text: Any) -> Any:
+        return parse(text) if isinstance(text, str) else text
+
+    declared = [names] if names else []
+    return typer.Option(*declared, parser=value_of, metavar=metavar, show_default=False, **options)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """`1,2,4` or `1..1024` (doubling, the end included)."""
+    problem = f"{text!r} is not a list like 1,2,4 or a range like 1..1024"
+    if ends := re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", text):
+        first, last = int(ends[1]), int(ends[2])
+        if not 0 < first <= last:
+            raise typer.BadParameter(f"{problem}; the first must be above 0 and not above the last")
+        found = [last]
+        while first < last <= MAX_GPUS:
+            found.insert(-1, first)
+            first *= 2
+    elif re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
+        found = [int(part) for part in text.split(",")]
+    else:
+        raise typer.BadParameter(problem)
+    if not all(0 < count <= MAX_GPUS for count in found):
+        raise typer.BadParameter(f"{problem}; each between 1 and {MAX_GPUS:,}")
+    return tuple(dict.fromkeys(found))
+
+
+def modes(text: str) -> tuple[Mode, ...]:
+    """weak, strong or both."""
+    if text not in MODES:
+        raise typer.BadParameter(f"{text} is none of {', '.join(MODES)}")
+    return MODES[text]
+
+
+def engines(text: str) -> tuple[str, ...]:
+    """`ddp,zero1` -> ("ddp", "zero1"); the first is the one that is also run without the loader."""
+    names = ["deepspeed-1" if (n := word.strip()) == "deepspeed" else n for word in text.split(",")]
+    if unknown := [name or "nothing" for name in names if name not in ENGINES]:
+        raise typer.BadParameter(f"{', '.join(unknown)} is none of {', '.join(ENGINES)}")
+    for package in sorted({name.partition("-")[0] for name in names} & {"accelerate", "deepspeed"}):
+        if importlib.util.find_spec(package) is None:
+            raise typer.BadParameter(f"{package} needs `pip install 'bert-dp[{package}]'`")
+    return tuple(dict.fromkeys(names))
+
+
+def seconds(text: str) -> float:
+    """`90s`, `5m` or `1h` -> seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)", text.strip())
+    value = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    if not 0 < value < math.inf:
+        raise typer.BadParameter(f"{text} is no length of time; write 90s, 5m or 1h")
+    return value
+
+
+def two_batches(text: str) -> tuple[int, int]:
+    """`256->4096` as two global batches."""
+    found = re.fullmatch(r"\s*(\d{1,9})\s*->\s*(\d{1,9})\s*", text)
+    batches = (int(found[1]), int(found[2])) if found else (0, 0)
+    if not min(batches):
+        raise typer.BadParameter(f"{text!r} is not of the form '256->4096', two global batches; quote it")
+    return batches
+
+
+def launcher(text: str) -> str:
+    """A launcher that is installed."""
+    if problem := launcher_problem(text):
+        raise typer.BadParameter(problem)
+    return text
+
 
 ConfigName = Annotated[
     str | None, typer.Argument(help="YAML file or the name of a shipped one; default: quickstart.")
@@ -18,7 +103,9 @@ ConfigName = Annotated[
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=v", help="Override a setting; repeatable.")
 ]
-Launcher = Annotated[str, typer.Option(help="Starts the ranks: torchrun, accelerate or deepspeed.")]
+Launcher = Annotated[
+    str, parsed(launcher, "NAME", help="Starts the ranks: torchrun, accelerate or deepspeed.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

@@ -35,13 +35,13 @@ def child_environment() -> dict[str, str]:
     return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
 
 
-def launcher_issues(launcher: str) -> list[str]:
-    """Why this launcher cannot start anything; one line each."""
+def launcher_problem(launcher: str) -> str | None:
+    """Why this launcher cannot start anything."""
     if launcher not in LAUNCHERS:
-        return [f"--launcher: {launcher} is none of {', '.join(LAUNCHERS)}"]
+        return f"{launcher} is none of {', '.join(LAUNCHERS)}"
     if launcher != "torchrun" and importlib.util.find_spec(launcher) is None:
-        return [f"--launcher: {launcher} needs pip install 'bert-dp[{launcher}]'"]
-    return []
+        return f"{launcher} needs pip install 'bert-dp[{launcher}]'"
+    return None
 
 
 def start_command(launcher: str, nproc: int, scratch: Path, worker: list[str]) -> list[str]:

@@ -4,42 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import fnmatch
-import glob
-import importlib.util
 import os
-import re
 import stat
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import (
-    MAX_RANKS,
     BatchPlan,
     Config,
     ConfigError,
     batch_at,
     batch_plan,
     changed_settings,
-    data_issues,
     dump_config,
-    init_issues,
-    load_config,
     no_effect,
     peak_lr,
     progress_at,
     read_manifest,
 )
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
-from launcher import closing, environment, failure, page, processes, restarts, starters, watch
+from launcher import closing, environment, failure, job, page, processes, restarts, watch
 from launcher.display import PLAIN, Display, show
 from launcher.failure import Failure, card
-from launcher.redact import WRITTEN, is_log, redact_argv, secrets, setting_issues
+from launcher.redact import WRITTEN, is_log, redact_argv
 from launcher.room import precision_of, room
 
 if TYPE_CHECKING:
@@ -48,97 +38,6 @@ if TYPE_CHECKING:
 LOCK = ".launcher.lock"
 BESIDE_A_RUN = (".*", "slurm-*.out", "lost+found")  # what may stand where a run begins, and logs/
 FILES = ("config.yaml", "metrics.jsonl", "evals.jsonl", ".lock", LOCK, *WRITTEN[""])  # beside its logs
-CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
-
-
-def shipped_configs() -> Path:
-    """The directory of the configurations that come with bert-dp: in the wheel, or beside the source."""
-    packaged = Path(__file__).parent / "configs"
-    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "configs"
-
-
-def find_config(name: str | None, run_dir: Path | None) -> Path:
-    """A path as it is; else a shipped configuration; without a name the run's own, else quickstart.yaml."""
-    if name is None:
-        own = run_dir / "config.yaml" if run_dir else None
-        return own if own and own.exists() else shipped_configs() / "quickstart.yaml"
-    path = Path(name)
-    shipped = shipped_configs() / f"{path.stem}.yaml"
-    if not path.exists() and path.parent.name in ("", "configs") and shipped.exists():
-        return shipped
-    return path
-
-
-def choose_nproc(setting: str, config: Config, gpus: int) -> int:
-    """Number of ranks. Raises ConfigError for more ranks than GPUs or something that is not a number."""
-    if config.run.device == "cuda" and gpus == 0:
-        raise ConfigError(["run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"])
-    if setting == "auto":
-        return gpus or CPU_RANKS
-    if not re.fullmatch("[0-9]{1,9}", setting) or not 1 <= (ranks := int(setting)) <= MAX_RANKS:
-        raise ConfigError([f"--nproc: {setting[:40]} is not auto or a whole number of 1 to {MAX_RANKS}"])
-    if gpus and ranks > gpus:
-        raise ConfigError(
-            [f"--nproc: {ranks} ranks but {gpus} GPUs; use --nproc {gpus}, or --set run.device=cpu"]
-        )
-    return ranks
-
-
-def absolute(config: Config) -> Config:
-    """The configuration with every path absolute, so that it runs the same from anywhere."""
-
-    def full(path: str | None) -> str | None:
-        return None if path is None else str(Path(path).expanduser().resolve())
-
-    def source(name: str) -> str:
-        return name if name == "builtin" or name.startswith("hub:") else str(full(name))
-
-    data = config.data
-    sources = None if data.sources is None else tuple(source(s) for s in data.sources)
-    changed = {"path": full(data.path), "sources": sources, "tokenizer": full(data.tokenizer)}
-    run = config.run.model_copy(update={"init_from": full(config.run.init_from)})
-    return config.model_copy(update={"data": data.model_copy(update=changed), "run": run})
-
-
-def input_issues(config: Config) -> list[str]:
-    """Files and packages the configuration names and that are not there; one line each."""
-    issues = []
-    data = config.data
-    if data.path is not None:
-        try:
-            issues += data_issues(config, read_manifest(Path(data.path)))
-        except ConfigError as error:
-            issues += [f"data.path: {issue}" for issue in error.issues]
-    for source in data.sources or ():
-        if source != "builtin" and not source.startswith("hub:") and not glob.glob(source, recursive=True):
-            issues.append(f"data.sources: {source} matches no file; name a file, a glob or `builtin`")
-    for setting, value in (("data.tokenizer", data.tokenizer), ("run.init_from", config.run.init_from)):
-        if value is not None and not Path(value).exists():
-            issues.append(f"{setting}: {value} does not exist")
-    if data.tokenizer is not None and Path(data.tokenizer).exists() and not Path(data.tokenizer).is_file():
-        issues.append(f"data.tokenizer: {data.tokenizer} is not a regular file")
-    if data.path is None:
-        issues += record.cache_issues()
-    if (start := config.run.init_from) is not None and Path(start).exists():
-        found = record.newest_checkpoint_facts(Path(start))
-        issues += (
-            init_issues(start, found[1].config, config)
-            if found
-            else [f"run.init_from: {start} holds no checkpoint; name a checkpoint or a run directory"]
-        )
-    if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        issues.append("log.tensorboard: true needs `pip install 'bert-dp[tensorboard]'`")
-    engine = config.parallel.engine
-    if engine in ("deepspeed", "accelerate") and importlib.util.find_spec(engine) is None:
-        issues.append(f"parallel.engine: {engine} needs `pip install 'bert-dp[{engine}]'`")
-    if engine == "independent":
-        issues.append(
-            "parallel.engine: independent trains a model of its own on every rank, which only "
-            "`bert-dp scale` does, for its ceiling; use ddp"
-        )
-    if importlib.util.find_spec("torch") is None:
-        issues.append("torch is not installed; `pip install torch`")
-    return issues
 
 
 def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
@@ -217,26 +116,11 @@ def anyone_writes(directory: Path) -> bool:
     return directory.is_dir() and bool(directory.stat().st_mode & stat.S_IWOTH)
 
 
-def exposure_issues(config: Config, where: Path) -> list[str]:
-    """Settings that would carry a secret into the run directory; one line each."""
-    data = config.data
-    texts = {
-        "data.path": data.path,
-        "data.sources": " ".join(data.sources or ()),
-        "--run-dir": str(where),
-        "data.tokenizer": data.tokenizer,
-        "run.init_from": config.run.init_from,
-    }
-    return setting_issues(texts, secrets(sys.argv))
-
-
-def start_issues(config: Config, where: Path, resume: str, launcher: str) -> list[str]:
+def start_issues(asked: job.Job, where: Path, resume: str) -> list[str]:
     """Why a run cannot start there; one line each."""
     return [
-        *starters.launcher_issues(launcher),
-        *input_issues(config),
-        *exposure_issues(config, where),
-        *run_dir_issues(where, config, resume),
+        *asked.issues(where, "--run-dir"),
+        *run_dir_issues(where, asked.config, resume),
     ]
 
 
@@ -284,22 +168,6 @@ def describe(config: Config, plan: BatchPlan, on_gpu: bool) -> list[str]:
     ]
 
 
-def prepare_data(config: Config) -> Path:
-    """The shards' directory, checked; built from `data.sources` on first use, with progress on our stderr.
-
-    Raises ConfigError.
-    """
-    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
-        file.write(dump_config(config))
-        file.flush()
-        done = processes.run_module("bert_dp.corpus", ["ensure", file.name], stdout=subprocess.PIPE)
-    if done.returncode == 2:
-        raise ConfigError([])  # the data room has said why
-    if done.returncode:
-        raise RuntimeError(f"the data room failed with exit code {done.returncode}")
-    return Path(done.stdout.strip())
-
-
 def resume_issues(run_dir: Path, config: Config, resume: str, data_hash: str) -> list[str]:
     """Why the checkpoint that this run would go on from does not fit; one line each."""
     if resume == "never":
@@ -343,14 +211,12 @@ def train(
 
     `force`: also where the memory must be expected not to suffice.
     """
-    path = find_config(name, run_dir)
-    config = absolute(load_config(path, overrides))
-    where = (run_dir or Path("runs") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    machine = environment.probe(where)
-    gpus = 0 if config.run.device == "cpu" else len(machine.gpus)
-    ranks = choose_nproc(nproc, config, gpus)
+    asked = job.load(name, overrides, run_dir)
+    config, gpus, machine = asked.config, asked.gpus, asked.machine
+    where = asked.directory(run_dir, "runs")
+    ranks = asked.choose_ranks(nproc, "--nproc")
     plan = batch_plan(config, ranks)
-    if issues := start_issues(config, where, resume, launcher):
+    if issues := start_issues(asked, where, resume):
         raise ConfigError(issues)
     warnings = no_effect(config)
     if ranks > (cores := len(os.sched_getaffinity(0))) and not gpus:
@@ -376,23 +242,8 @@ def train(
         raise ConfigError([f"{line}; or --force starts anyway" for line in too_much])
     if dry_run:
         return 0
-    with claim(where, LOCK, "--run-dir", "run"), record.HeldDirectory(where) as held:
+    with job.claim(where, LOCK, "--run-dir", "run"), record.HeldDirectory(where) as held:
         return run_locked(config, ranks, held, resume, launcher, console, policy, machine, on_gpu=gpus > 0)
-
-
-def claim(where: Path, lock: str, option: str, what: str) -> IO[str]:
-    """Make a directory of ours and hold it until the returned file is closed.
-
-    Raises ConfigError, naming `option`, when it cannot be written or another `what` holds it.
-    """
-    try:
-        where.mkdir(parents=True, exist_ok=True, mode=0o700)
-        held = record.lock(where / lock)
-    except OSError as error:
-        raise ConfigError([f"{option}: {where} cannot be written ({error.strerror})"]) from None
-    if held is None:
-        raise ConfigError([f"{option}: {where} is in use by another {what}; choose another directory"])
-    return held
 
 
 def run_locked(
@@ -410,7 +261,7 @@ def run_locked(
     """The run itself, once the directory is ours. Nothing in it changes before the last check has passed."""
     where = held.path
     show(console, f"run directory: {where}", **PLAIN)
-    directory = prepare_data(config)
+    directory = job.prepare_data(config)
     if issues := resume_issues(where, config, resume, read_manifest(directory).hash):
         raise ConfigError(issues)
     if is_complete(where, config, resume):

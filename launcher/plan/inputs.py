@@ -225,9 +225,9 @@ def find_model(name: str) -> tuple[ModelConfig, int, int]:
 
 
 def _configuration(name: str) -> Config:
-    from launcher.training import find_config
+    from launcher.job import find_config
 
-    return load_config(find_config(name, None))
+    return load_config(find_config(name))
 
 
 def _shape(model: str, facts: ProfileFacts, name: str) -> ModelConfig:

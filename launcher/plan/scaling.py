@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
@@ -16,7 +15,6 @@ from launcher.plan.links import Fabric
 from launcher.plan.predict import Engine, Prediction, Profile, Scenario, predict, with_micro
 from launcher.plan.timeline import FIRST_BUCKET, MIB, Gradient
 
-MAX_GPUS = 1_000_000
 BOUNDS = ("no stragglers", "perfect overlap")
 WIDTHS = {"full": None, "bf16": 2.0, "fp16": 2.0}
 
@@ -35,27 +33,6 @@ class Question:
     accumulation: tuple[int, ...] = ()
     bucket_mib: float | None = None
     reduce_dtype: str = "full"
-
-
-def parse_counts(text: str, setting: str) -> tuple[int, ...]:
-    """`1,2,4` or `1..1024` (doubling, the end included). Raises ConfigError."""
-    problem = f"{setting}: {text!r} is not a list like 1,2,4 or a range like 1..1024"
-    if found := re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", text):
-        first, last = int(found[1]), int(found[2])
-        counts = []
-        while 0 < first < last <= MAX_GPUS:
-            counts.append(first)
-            first *= 2
-        counts.append(last)
-        if not 0 < int(found[1]) <= last:
-            raise ConfigError([f"{problem}; the first must be above 0 and not above the last"])
-    else:
-        if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
-            raise ConfigError([problem])
-        counts = [int(part) for part in text.split(",")]
-    if not all(0 < count <= MAX_GPUS for count in counts):
-        raise ConfigError([f"{problem}; each between 1 and {MAX_GPUS:,}"])
-    return tuple(dict.fromkeys(counts))
 
 
 def answer(source: Source, question: Question) -> dict[str, Any]:

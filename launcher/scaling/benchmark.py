@@ -5,14 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
-from bert_dp.config import ConfigError, load_config, read_manifest
-from launcher import environment, outdir, starters, training
+from bert_dp.config import ConfigError
+from launcher import job
 from launcher.display import PLAIN, show, teller
 from launcher.plan import inputs
 from launcher.plan.scaling import Question, answer
@@ -26,9 +25,9 @@ from launcher.scaling.verdict import verdicts
 if TYPE_CHECKING:
     from rich.console import Console
 
-DEFAULT_CONFIG = "quickstart"
+FILE = "grid.json"
 FIXED = ("config_hash", "settings", "cells")
-COMPARED = ("torch", "accelerate", "deepspeed", "bert-dp")
+GROWS = ("settings.repeats",)
 
 
 def scale(
@@ -42,43 +41,22 @@ def scale(
     console: Console,
 ) -> int:
     """Returns the exit code. Raises ConfigError before any run starts, with every cell that cannot run."""
-    path = training.find_config(name or DEFAULT_CONFIG, None)
-    config = training.absolute(load_config(path, overrides))
-    gpus = 0 if config.run.device == "cpu" else environment.num_gpus()
-    where = (out or Path("scaling") / f"{path.stem}-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    issues = [*starters.launcher_issues(settings.launcher), *training.input_issues(config)]
-    issues += training.exposure_issues(config, where)
-    if gpus and max(settings.gpus) > gpus:
-        issues.append(
-            f"--gpus: {max(settings.gpus)} ranks but {gpus} GPUs; use --set run.device=cpu, or fewer"
-        )
-    machine = environment.probe()
-    grid = Grid(config, settings, machine, on_gpu=gpus > 0)
-    if issues := [*issues, *grid.issues, *outdir.issues(where, "grid.json", "grid", plan_facts(grid), FIXED)]:
+    asked = job.load(name, overrides)
+    where = asked.directory(out, "scaling")
+    grid = Grid(asked.config, settings, asked.machine, on_gpu=asked.gpus > 0)
+    facts = plan_facts(grid)
+    output = job.Output(where, "grid", FILE, facts, FIXED, GROWS)
+    issues = [*asked.issues(where, "--out"), *asked.device_issues(max(settings.gpus), "--gpus")]
+    if issues := [*issues, *grid.issues, *output.issues()]:
         raise ConfigError(issues)
 
     say = teller(console, as_json)
-    describe(grid, where, say, overrides, cores=None if gpus else machine.affinity_cores)
+    describe(grid, where, say, overrides, cores=None if asked.gpus else asked.machine.affinity_cores)
     if dry_run:
-        if as_json:
-            sys.stdout.write(json.dumps(plan_facts(grid), indent=1) + "\n")
+        output.print_facts(as_json=as_json)
         return 0
-    directory = training.prepare_data(config)
-    with training.claim(where, ".lock", "--out", "benchmark"):
-        return run_locked(grid, where, directory, on_gpu=gpus > 0, as_json=as_json, console=console)
-
-
-def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
-    """What must be the same in every run of a grid: else its figures do not compare."""
-    gpus = [[gpu["name"], gpu["driver"]] for gpu in machine["gpus"]]
-    versions = {name: machine["versions"].get(name) for name in COMPARED}
-    return {
-        "cpu": machine["cpu_model"],
-        "cores": machine["affinity_cores"],
-        "gpus": gpus,
-        "versions": versions,
-        "data": data_hash,
-    }
+    with output.claim():
+        return run_locked(grid, output, on_gpu=asked.gpus > 0, as_json=as_json, console=console)
 
 
 def plan_facts(grid: Grid) -> dict[str, Any]:
@@ -119,21 +97,14 @@ def describe(grid: Grid, where: Path, say: Say, overrides: Sequence[str], *, cor
         say("warning: more CPU ranks than cores: efficiency says nothing about the program")
 
 
-def run_locked(
-    grid: Grid, out: Path, directory: Path, *, on_gpu: bool, as_json: bool, console: Console
-) -> int:
+def run_locked(grid: Grid, output: job.Output, *, on_gpu: bool, as_json: bool, console: Console) -> int:
     """The grid, and its result; also what there is of it when a signal came."""
-    say = teller(console, as_json)
-    plan = plan_facts(grid)
-    machine = environment.probe(out).to_json()
-    manifest = read_manifest(directory)
-    here = identity(machine, manifest.hash)
-    outdir.check_machine(out, "grid.json", here)
-    record.write_json(out / "grid.json", {**plan, "machine": here})
+    say, out = teller(console, as_json), output.path
+    begun = output.begin(grid.config)
     facts = {
-        "environment": machine,
-        "config_hash": plan["config_hash"],
-        "data_hash": manifest.hash,
+        "environment": begun.machine,
+        "config_hash": begun.facts["config_hash"],
+        "data_hash": begun.manifest.hash,
         "command": redact_argv(sys.argv),
     }
     stopped = 0

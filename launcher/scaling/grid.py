@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import random
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -15,7 +14,6 @@ from launcher.room import room
 Mode = Literal["weak", "strong"]
 Kind = Literal["run", "ceiling", "synthetic"]
 
-ENGINES = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 LOG_LINES = 10  # of metrics.jsonl in a run
 DISPLACED = ("checkpoint.", "eval.", "log.", "batch.ramp_")  # sections that a cell sets itself
 DISPLACED_KEYS = (
@@ -196,35 +194,3 @@ class Grid:
         for repeat in range(self.settings.repeats):
             for cell in draw.sample(self.cells, len(self.cells)):
                 yield cell, repeat
-
-
-def parse_engines(text: str) -> tuple[str, ...]:
-    """`ddp,zero1` -> ("ddp", "zero1"); the first is the one that is also run without the loader."""
-    names = list(dict.fromkeys(word.strip() for word in text.split(",")))
-    names = ["deepspeed-1" if name == "deepspeed" else name for name in names]
-    issues = [
-        f"--engines: {name or 'nothing'} is none of {', '.join(ENGINES)}"
-        for name in names
-        if name not in ENGINES
-    ]
-    packages = {name.partition("-")[0] for name in names} & {"accelerate", "deepspeed"}
-    issues += [
-        f"--engines: {name} needs `pip install 'bert-dp[{name}]'`"
-        for name in sorted(packages)
-        if importlib.util.find_spec(name) is None
-    ]
-    if issues:
-        raise ConfigError(issues)
-    return tuple(names)
-
-
-def modes_of(text: str) -> tuple[Mode, ...]:
-    """weak, strong or both. Raises ConfigError."""
-    known: dict[str, tuple[Mode, ...]] = {
-        "weak": ("weak",),
-        "strong": ("strong",),
-        "both": ("weak", "strong"),
-    }
-    if text not in known:
-        raise ConfigError([f"--mode: {text} is none of {', '.join(known)}"])
-    return known[text]

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import ConfigError, load_config, micro_is_auto, read_manifest
-from launcher import environment, training
+from launcher import job, training
 from launcher.display import PLAIN, show
-from launcher.scaling.benchmark import identity
 
 if TYPE_CHECKING:
     from rich.console import Console
 
-BUDGET = "5m"
+BUDGET_S = 300.0
 
 
 def fill(
@@ -36,7 +35,7 @@ def fill(
     A run that goes on keeps its own. The search lies in the cache, so that one that was ended goes on. A dry
     run starts none: without a cached one it shows the smallest size. Raises ConfigError.
     """
-    path = training.find_config(name, run_dir)
+    path = job.find_config(name, run_dir)
     if not micro_is_auto(path, overrides):
         return list(overrides), 0
 
@@ -49,26 +48,29 @@ def fill(
         return with_micro(load_config(own).batch.micro_size, "as this run has it")
     from launcher.tune import FILE, batch, cache
 
+    asked = batch.load(name, overrides, run_dir)
     question = batch.ask(
-        path, overrides, ranks="--nproc", gpus=nproc, budget=BUDGET, memory_gib=None, launcher=launcher
+        asked, ranks=nproc, option="--nproc", budget_s=BUDGET_S, memory_gib=None, launcher=launcher
     )
     where = (run_dir or Path("runs") / path.stem).resolve()
-    if issues := training.start_issues(question.config, where, resume, launcher) or record.cache_issues():
+    if issues := training.start_issues(asked, where, resume) or record.cache_issues():
         raise ConfigError(issues)
-    machine = environment.probe().to_json()
+    machine = asked.machine.to_json()
     key = batch.key(question, machine)
     if known := cache.find(key, 0.0, question.limit_gib):
         return with_micro(known["choice"]["micro_batch"], f"found on {known['date']}")
     if dry_run:
-        return with_micro(question.sizes[0], f"for this dry run; a search of {BUDGET} will find the best")
-    manifest = read_manifest(training.prepare_data(question.config))
-    asked = [question.config.hash(), *sorted(identity(machine, manifest.hash).items())]
-    where = cache.path_of(key).with_suffix("") / hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+        return with_micro(
+            question.sizes[0], f"for this dry run; a search of {BUDGET_S / 60:.0f} min will find the best"
+        )
+    manifest = read_manifest(job.prepare_data(question.config))
+    facts = [question.config.hash(), *sorted(job.identity(machine, manifest.hash).items())]
+    where = cache.path_of(key).with_suffix("") / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     code = batch.tune_batch(
         name,
         overrides,
         gpus=nproc,
-        budget=BUDGET,
+        budget_s=BUDGET_S,
         memory_gib=None,
         launcher=launcher,
         out=where,

@@ -5,17 +5,15 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, dump_config, load_config, read_manifest
-from launcher import environment, outdir, starters, training
+from bert_dp.config import Config, ConfigError, dump_config
+from launcher import job
 from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
-from launcher.scaling.benchmark import identity
 from launcher.tune import FILE, cache, sizes, table
 from launcher.tune.measuring import BatchSearch, NothingFits
 from launcher.tune.runner import Question
@@ -25,6 +23,8 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PLAN = "plan.json"
+FIXED = ("schema_version", "kind", "config_hash", "ranks", "sizes", "budget_s", "memory", "launcher")
+GROWS = ("budget_s",)
 
 
 def tune_batch(
@@ -32,7 +32,7 @@ def tune_batch(
     overrides: Sequence[str],
     *,
     gpus: str,
-    budget: str,
+    budget_s: float,
     memory_gib: float | None,
     launcher: str,
     out: Path | None,
@@ -42,30 +42,28 @@ def tune_batch(
     console: Console,
 ) -> int:
     """Returns the exit code. Raises ConfigError, before any trial starts, with everything that is wrong."""
-    path = training.find_config(name, None)
-    question = ask(path, overrides, gpus=gpus, budget=budget, memory_gib=memory_gib, launcher=launcher)
-    where = (out or Path("tune") / f"{path.stem}-batch-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    now = plan_facts(question)
-    issues = training.exposure_issues(question.config, where)
-    if issues := [*issues, *outdir.issues(where, PLAN, "search", now, list(now))]:
+    asked = load(name, overrides)
+    question = ask(asked, ranks=gpus, budget_s=budget_s, memory_gib=memory_gib, launcher=launcher)
+    where = asked.directory(out, "tune", "batch")
+    output = job.Output(where, "search", PLAN, plan_facts(question), FIXED, GROWS)
+    if issues := [*job.exposure_issues(question.config, where, "--out"), *output.issues()]:
         raise ConfigError(issues)
 
     say = teller(console, as_json)
     for line in describe(question, where):
         say(line)
     if dry_run:
-        if as_json:
-            sys.stdout.write(json.dumps(plan_facts(question), indent=1) + "\n")
+        output.print_facts(as_json=as_json)
         return 0
-    machine = environment.probe().to_json()
+    machine = asked.machine.to_json()
     known = None if fresh else cache.find(key(question, machine), question.budget_s, question.limit_gib)
-    with training.claim(where, ".lock", "--out", "search"):
+    with output.claim():
         if known is not None and not (where / "trials").exists():
             say(f"from the cache: found on {known['date']}; --fresh measures again")
             tune, code = from_cache(known, question), 0
-            record.write_json(where / PLAN, now)
+            record.write_json(where / PLAN, dict(output.facts))
         else:
-            tune, code = search(question, where, machine, say)
+            tune, code = search(question, output, say)
         write(tune, where)
         if tune["status"] == "complete" and not tune["cached"]:
             try:
@@ -82,34 +80,33 @@ def tune_batch(
     return code
 
 
+def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> job.Job:
+    """The configuration, whatever micro batch it has: that is what is searched. Raises ConfigError."""
+    return job.load(name, [*overrides, "batch.micro_size=1"], run_dir)
+
+
 def ask(
-    path: Path,
-    overrides: Sequence[str],
+    asked: job.Job,
     *,
-    gpus: str,
-    budget: str,
+    ranks: str,
+    budget_s: float,
     memory_gib: float | None,
     launcher: str,
-    ranks: str = "--gpus",
+    option: str = "--gpus",
 ) -> Question:
-    """The question of these options; `ranks` is the name of the option `gpus`. Raises ConfigError."""
-    config = training.absolute(load_config(path, [*overrides, "batch.micro_size=1"]))
-    devices = 0 if config.run.device == "cpu" else environment.num_gpus()
-    try:
-        count = training.choose_nproc(gpus, config, devices)
-        found = tuple(sizes.dividing(config, count))
-    except ConfigError as error:
-        raise ConfigError([issue.replace("--nproc", ranks) for issue in error.issues]) from None
-    issues = [*starters.launcher_issues(launcher), *training.input_issues(config)]
+    """The question of these options; `option` is the name of the one for `ranks`. Raises ConfigError."""
+    config, on_gpu = asked.config, asked.gpus > 0
+    count = asked.choose_ranks(ranks, option)
+    fitting = tuple(sizes.dividing(config, count, option))
+    issues = job.input_issues(config)
     if memory_gib is not None and not 0 < memory_gib < float("inf"):
         issues.append(f"--memory: {memory_gib} GiB is no amount of memory; give a number above 0")
-    budget_s = sizes.seconds(budget, "--budget")
     if issues:
         raise ConfigError(issues)
     limit, limit_of = memory_gib, "--memory"
     if limit is None:
-        limit, limit_of = environment.probe().rank_memory(count, devices > 0)
-    return Question(config, count, found, budget_s, limit, limit_of, launcher, devices > 0)
+        limit, limit_of = asked.machine.rank_memory(count, on_gpu)
+    return Question(config, count, fitting, budget_s, limit, limit_of, launcher, on_gpu)
 
 
 def key(question: Question, machine: Mapping[str, Any]) -> str:
@@ -166,16 +163,9 @@ def from_cache(known: Mapping[str, Any], question: Question) -> dict[str, Any]:
     return {**known, **mine, **other}
 
 
-def search(
-    question: Question, out: Path, machine: Mapping[str, Any], say: Callable[[str], None]
-) -> tuple[dict[str, Any], int]:
+def search(question: Question, output: job.Output, say: Callable[[str], None]) -> tuple[dict[str, Any], int]:
     """tune.json and the exit code. Goes on where an earlier call ended."""
-    directory = training.prepare_data(question.config)
-    manifest = read_manifest(directory)
-    here = identity(machine, manifest.hash)
-    outdir.check_machine(out, PLAN, here)
-    record.write_json(out / PLAN, {**plan_facts(question), "machine": here})
-    record.write_json(out / "environment.json", {**machine, "command": redact_argv(sys.argv)})
+    out, begun = output.path, output.begin(question.config)
     pool = Pool(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, say=say)
     found = BatchSearch(question, out, pool, say)
     status, why, code = "complete", None, 0
@@ -197,10 +187,10 @@ def search(
         "date": datetime.date.today().isoformat(),
         "seconds": found.runs.used_s,
         "budget_s": question.budget_s,
-        "environment": dict(machine),
+        "environment": begun.machine,
         "config_hash": config.hash(),
         "config": config.model_dump(mode="json"),
-        "data_hash": manifest.hash,
+        "data_hash": begun.manifest.hash,
         "command": redact_argv(sys.argv),
         "ranks": question.ranks,
         "dp": question.dp,

@@ -18,13 +18,11 @@ from bert_dp.config import (
     dump_config,
     load_config,
     peak_lr,
-    read_manifest,
 )
-from launcher import environment, outdir, starters, training
+from launcher import job
 from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
 from launcher.report import format_duration, format_percent, format_si
-from launcher.scaling.benchmark import identity
 from launcher.tune import FILE, ladder, lr_trials, page, transfer
 from launcher.tune.ladder import Outcome, Rung
 from launcher.tune.lr_trials import device_slots
@@ -42,7 +40,6 @@ from launcher.tune.trials import Pool, Say, Stopped
 if TYPE_CHECKING:
     from rich.console import Console
 
-DEFAULT_CONFIG = "quickstart"
 STATE = "search.json"
 FIXED = ("kind", "config_hash", "settings")
 
@@ -58,27 +55,23 @@ def tune(
     console: Console,
 ) -> int:
     """Returns the exit code. Raises ConfigError before any trial starts, with everything that is wrong."""
-    path = training.find_config(name or DEFAULT_CONFIG, None)
-    config = training.absolute(load_config(path, overrides))
-    gpus = 0 if config.run.device == "cpu" else environment.num_gpus()
+    asked = job.load(name, overrides)
+    config = asked.config
     ranks = settings.ranks or config.parallel.tensor
-    where = (out or Path("tune") / f"{path.stem}-lr-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    asked = facts_of(config, settings)
-    issues = [*starters.launcher_issues(settings.launcher), *training.input_issues(config)]
-    issues += [*training.exposure_issues(config, where), *rank_issues(config, ranks, gpus)]
+    where = asked.directory(out, "tune", "lr")
+    output = job.Output(where, "search", STATE, facts_of(config, settings), FIXED)
+    issues = [*asked.issues(where, "--out"), *asked.device_issues(ranks, "--ranks")]
     issues += setting_issues(config, settings, ranks)
-    if issues := [*dict.fromkeys(issues), *outdir.issues(where, STATE, "search", asked, FIXED)]:
+    if issues := [*dict.fromkeys(issues), *output.issues()]:
         raise ConfigError(issues)
 
     say = teller(console, as_json)
     describe(config, settings, ranks, where, say, overrides)
     if dry_run:
-        if as_json:
-            sys.stdout.write(json.dumps(asked, indent=1) + "\n")
+        output.print_facts(as_json=as_json)
         return 0
-    directory = training.prepare_data(config)
-    with training.claim(where, ".lock", "--out", "search"):
-        code, found = run_locked(config, settings, ranks, where, directory, on_gpu=gpus > 0, say=say)
+    with output.claim():
+        code, found = run_locked(config, settings, ranks, output, on_gpu=asked.gpus > 0, say=say)
     if as_json:
         sys.stdout.write(json.dumps(found, indent=1) + "\n")
     return code
@@ -100,23 +93,14 @@ def facts_of(config: Config, settings: Settings) -> dict[str, Any]:
     return plain
 
 
-def rank_issues(config: Config, ranks: int, gpus: int) -> list[str]:
-    """Why a trial cannot have so many ranks on this machine."""
-    if config.run.device == "cuda" and not gpus:
-        return ["run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"]
-    if gpus and ranks > gpus:
-        return [f"--ranks: {ranks} ranks but {gpus} GPUs; use fewer, or --set run.device=cpu"]
-    return []
-
-
 def setting_issues(config: Config, settings: Settings, ranks: int) -> list[str]:
     """Why these options cannot be searched with this configuration; one line each."""
-    issues = []
+    issues: list[str] = []
     optim = config.optim.model_copy(update=lr_trials.as_it_stands(1.0))
     try:
-        batch_plan(config.model_copy(update={"optim": optim}), ranks)
+        batch_plan(config.model_copy(update={"optim": optim}), ranks, "--ranks")
     except ConfigError as error:
-        issues += [line.replace("--nproc", "--ranks") for line in error.issues]
+        issues += error.issues
     if config.run.seed + settings.seeds > 2**63:
         issues.append(
             f"run.seed: {config.run.seed} leaves no room for --seeds {settings.seeds}, which count "
@@ -152,8 +136,7 @@ def run_locked(
     config: Config,
     settings: Settings,
     ranks: int,
-    out: Path,
-    shards: Path,
+    output: job.Output,
     *,
     on_gpu: bool,
     say: Say,
@@ -161,28 +144,26 @@ def run_locked(
 ) -> tuple[int, dict[str, Any]]:
     """The search, and (exit code, tune.json); also what there is of it when a signal came. `make_pool`: what
     runs the trials."""
-    machine = environment.probe(out)
-    manifest = read_manifest(shards)
-    if not manifest.held_out.sequences:
+    out, begun = output.path, output.begin(config)
+    if not begun.manifest.held_out.sequences:
         raise ConfigError(
             [
-                f"data: {shards} holds no held-out documents, by whose loss rates are chosen; "
+                f"data: {begun.shards} holds no held-out documents, by whose loss rates are chosen; "
                 "raise data.build.held_out_fraction"
             ]
         )
-    here = identity(machine.to_json(), manifest.hash)
-    state = record.read_json(out / STATE) or {**facts_of(config, settings), "machine": here, "seconds": 0.0}
-    outdir.check_machine(out, STATE, here)
-    record.write_json(out / STATE, state)
-    facts = {**machine.to_json(), "command": redact_argv(sys.argv), "launcher": settings.launcher}
-    record.write_json(out / "environment.json", facts)
     most = max(settings.rates, ladder.FINALISTS * settings.seeds)
     slots = device_slots(
-        ranks, gpus=len(machine.gpus) if on_gpu else 0, cores=int(machine.usable_cores), most=most
+        ranks,
+        gpus=len(begun.machine["gpus"]) if on_gpu else 0,
+        cores=int(begun.machine["usable_cores"]),
+        most=most,
     )
     pool = make_pool(out, slots, launcher=settings.launcher, on_gpu=on_gpu, say=say)
-    question = Question(config, settings, ranks, shards, manifest.unigram_entropy_nats, len(slots))
-    file = SearchFile(out / STATE, state)
+    question = Question(
+        config, settings, ranks, begun.shards, begun.manifest.unigram_entropy_nats, len(slots)
+    )
+    file = SearchFile(out / STATE, {"seconds": 0.0, **begun.facts})
     doing = RateSearch(question, pool, file, say)
     status, stopped, why = "complete", 0, None
     try:
@@ -193,7 +174,7 @@ def run_locked(
     except AllFailed as failed:
         status, why = "failed", str(failed)
     file.save()
-    found = {**document(doing, file.facts, status, facts, manifest.hash), "why": why}
+    found = {**document(doing, file.facts, status, begun), "why": why}
     if found["choice"] is None and status == "complete":
         found["status"] = "failed"
     before = record.read_json(out / FILE) or {}
@@ -209,9 +190,7 @@ def run_locked(
     return (128 + stopped if stopped else 1 if found["status"] == "failed" else 0), found
 
 
-def document(
-    doing: RateSearch, state: dict[str, Any], status: str, facts: dict[str, Any], data_hash: str
-) -> dict[str, Any]:
+def document(doing: RateSearch, state: dict[str, Any], status: str, begun: job.Begun) -> dict[str, Any]:
     """tune.json."""
     q, rungs = doing.q, doing.rungs
     config, settings = q.config, q.settings
@@ -231,11 +210,11 @@ def document(
         "status": status,
         "date": time.strftime("%Y-%m-%d"),
         "seconds": state["seconds"],
-        "environment": {key: value for key, value in facts.items() if key != "command"},
+        "environment": {**begun.machine, "launcher": settings.launcher},
         "config_hash": config.hash(),
         "config": config.model_dump(mode="json"),
-        "data_hash": data_hash,
-        "command": facts["command"],
+        "data_hash": begun.manifest.hash,
+        "command": redact_argv(sys.argv),
         "settings": asked,
         "ranks": q.ranks,
         "at_a_time": q.at_a_time,
@@ -330,16 +309,16 @@ def summary_lines(found: dict[str, Any], out: Path, why: str | None) -> list[str
 def carry(
     name: str | None,
     overrides: Sequence[str],
-    batches: str,
+    before: int,
+    after: int,
     out: Path | None,
     *,
     as_json: bool,
     console: Console,
 ) -> int:
-    """`--transfer`: the configuration's rate, or the one found in OUT, at another global batch. Adds it to
-    OUT/tune.json. Returns the exit code; raises ConfigError."""
-    before, after = transfer.parse(batches)
-    config = load_config(training.find_config(name or DEFAULT_CONFIG, None), overrides)
+    """The configuration's rate, or the one found in OUT, at global batch `before`, carried to `after`. Adds
+    it to OUT/tune.json. Returns the exit code; raises ConfigError."""
+    config = load_config(job.find_config(name), overrides)
     path = None if out is None else out / FILE
     tuned = None if path is None else record.read_json(path)
     at_before = config.model_copy(update={"batch": config.batch.model_copy(update={"global_size": before})})

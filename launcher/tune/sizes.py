@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,10 +46,10 @@ def with_micro(config: Config, micro: int) -> Config:
     return config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": micro})})
 
 
-def dividing(config: Config, ranks: int) -> list[int]:
+def dividing(config: Config, ranks: int, option: str = "--nproc") -> list[int]:
     """Every micro batch that the declared global batch allows on `ranks` ranks, ascending.
 
-    Raises ConfigError when there is none: not even 1 divides, or the engine refuses.
+    Raises ConfigError when there is none: not even 1 divides, or the engine refuses. `option` sets the ranks.
     """
     whole = config.batch.global_size
     share = max(1, whole // max(1, ranks // config.parallel.tensor))
@@ -65,7 +64,7 @@ def dividing(config: Config, ranks: int) -> list[int]:
             continue
         found.append(micro)
     if not found:
-        batch_plan(with_micro(config, 1), ranks)
+        batch_plan(with_micro(config, 1), ranks, option)
     return found
 
 
@@ -83,15 +82,6 @@ def samples_per_step(sizes: Sequence[int], dp: int) -> int:
     """Sequences of one step of every trial: the fewest that all sizes divide, so that an update is spread
     over as many whatever the size."""
     return math.lcm(*sizes) * dp
-
-
-def seconds(text: str, option: str) -> float:
-    """`90s`, `5m` or `1h` -> seconds. Raises ConfigError."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)", text.strip())
-    value = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
-    if not 0 < value < math.inf:
-        raise ConfigError([f"{option}: {text} is no length of time; write 90s, 5m or 1h"])
-    return value
 
 
 def parts_at(line: Mapping[str, Any], micro: int) -> dict[str, float]:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
-from bert_dp.config import Config, ConfigError
+from bert_dp.config import Config
 from bert_dp.config.rates import UNTUNED_BATCH, UNTUNED_LR
 
 SQRT = "arXiv 2205.10287"
 LINEAR = "arXiv 1706.02677"
 UNTUNED = "arXiv 1904.00962"
-
-
-def parse(text: str) -> tuple[int, int]:
-    """`256->4096` as two batches. Raises ConfigError."""
-    found = re.fullmatch(r"\s*(\d{1,9})\s*->\s*(\d{1,9})\s*", text)
-    batches = (int(found[1]), int(found[2])) if found else (0, 0)
-    if not min(batches):
-        raise ConfigError(
-            [f"--transfer: {text!r} is not of the form '256->4096', two global batches; quote it"]
-        )
-    return batches
 
 
 def transfer(config: Config, lr: float, source: str, before: int, after: int) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from bert_dp import checkpoint
 from bert_dp.config import load_config
 from bert_dp.cost import num_parameters
 from bert_dp.parallel import State
-from launcher import training
+from launcher import job
 from tests.e2e.cli import bert_dp, command, tiny
 from tests.faults.harness import broken, observe, rounds
 from tests.faults.killed_saver import state_of
@@ -383,7 +383,7 @@ def a_disk_that_fills_up(tmp_path: Path, shards: Path, policy: str) -> None:
         "model.hidden_size=192",
         "model.intermediate_size=384",
     )
-    config = load_config(training.find_config("quickstart", None), options[1::2])
+    config = load_config(job.find_config("quickstart"), options[1::2])
     size = 3 * 4 * num_parameters(config.model, 16)  # weights and two moments in fp32
     done = on_small_disk(
         disk,

@@ -185,29 +185,6 @@ def test_tensor_sizes_that_do_not_divide_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "counts"),
-    [
-        ("1", (1,)),
-        ("1,2, 4", (1, 2, 4)),
-        ("1..8", (1, 2, 4, 8)),
-        ("3..20", (3, 6, 12, 20)),
-        ("2,2,1", (2, 1)),
-        ("4..4", (4,)),
-    ],
-)
-def test_counts(text: str, counts: tuple[int, ...]) -> None:
-    assert scaling.parse_counts(text, "--gpus") == counts
-
-
-@pytest.mark.parametrize(
-    "text", ["", "0", "1,0", "-1", "1.5", "a", "4..2", "0..8", "1..", "1,,2", "9999999", "1..9999999"]
-)
-def test_bad_counts(text: str) -> None:
-    with pytest.raises(ConfigError, match="--gpus"):
-        scaling.parse_counts(text, "--gpus")
-
-
-@pytest.mark.parametrize(
     ("question", "message"),
     [
         (Question(gpus=(2,)), "--link: not given"),

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from bert_dp.config import ConfigError, load_config, setting_paths
 from bert_dp.record import Summary, hide, is_secret, secret_values
-from launcher import datasets, page, redact, training
+from launcher import datasets, job, page, redact
 from launcher.environment import Environment
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
@@ -321,10 +321,10 @@ def test_settings_that_hold_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr("sys.argv", ["bert-dp"])
     monkeypatch.setenv("MY_KEY", "corpus")
     config = load_config(None, ["schedule.steps=1", "data.sources=[builtin]"])
-    assert training.exposure_issues(config, tmp_path / "corpus" / "data-1:2@3") == []
+    assert job.exposure_issues(config, tmp_path / "corpus" / "data-1:2@3", "--run-dir") == []
     data = config.data.model_copy(update={"sources": ("https://me:hunter2@host/corpus.txt",)})
-    config = training.absolute(config.model_copy(update={"data": data}))
-    (issue,) = training.exposure_issues(config, tmp_path)
+    config = job.absolute(config.model_copy(update={"data": data}))
+    (issue,) = job.exposure_issues(config, tmp_path, "--run-dir")
     assert issue.startswith("data.sources: ")
     assert "<redacted>@host/corpus.txt holds a password or a token" in issue
     assert "hunter2" not in issue

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from bert_dp.config import Config, ConfigError, load_config, resolve
 from bert_dp.cost import memory_estimate_gib
-from launcher import environment, training
+from launcher import environment, job, training
 from launcher.environment import Environment, Gpu
 
 OPTIONS = ("run.device=cpu", "precision=fp32")
@@ -20,7 +20,7 @@ MACHINE = environment.probe()
 
 
 def small() -> Config:
-    return load_config(training.find_config("quickstart", None), OPTIONS)
+    return load_config(job.find_config("quickstart"), OPTIONS)
 
 
 def host(gib: float) -> Environment:

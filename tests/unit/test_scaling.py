@@ -17,13 +17,12 @@ import numpy as np
 import pytest
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, resolve
+from bert_dp.config import Config, resolve
 from bert_dp.cost import flops_per_token, memory_estimate_gib
-from launcher import environment, outdir, processes
+from launcher import environment, processes
 from launcher.room import STATE
 from launcher.scaling import measure, stats
-from launcher.scaling.benchmark import FIXED, identity, plan_facts
-from launcher.scaling.grid import Grid, Settings, modes_of, parse_engines
+from launcher.scaling.grid import Grid, Settings
 from launcher.scaling.measure import Progress, Stopped, cores_of
 from launcher.scaling.raw import ended, result, run_dir
 from launcher.scaling.reduce import collect
@@ -142,38 +141,11 @@ def test_a_model_that_cannot_fit_is_refused_by_its_state_alone() -> None:
     assert any("cell strong-ddp-n4: weights, gradients and optimizer" in issue for issue in made.issues)
 
 
-def test_lists_are_read() -> None:
-    assert modes_of("both") == ("weak", "strong")
-    assert parse_engines("zero1,ddp") == ("zero1", "ddp")
-    for bad in ("ddp,magic", "", "deepspeed-9"):
-        with pytest.raises(ConfigError, match="--engines"):
-            parse_engines(bad)
-    with pytest.raises(ConfigError, match="--mode: medium"):
-        modes_of("medium")
-
-
 def test_a_cpu_rank_has_as_many_cores_at_every_n(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
     assert cores_of(1, 4) == [0, 1]
     assert cores_of(4, 4) == list(range(8))
     assert cores_of(2, 16) == list(range(8))
-
-
-def out_issues(where: Path, made: Grid) -> list[str]:
-    return outdir.issues(where, "grid.json", "grid", plan_facts(made), FIXED)
-
-
-def test_another_grid_does_not_go_into_a_directory(tmp_path: Path) -> None:
-    made = grid()
-    assert out_issues(tmp_path / "new", made) == []
-    record.write_json(tmp_path / "grid.json", plan_facts(made))
-    assert out_issues(tmp_path, made) == []
-    (issue,) = out_issues(tmp_path, grid(steps=7))
-    assert "settings differ" in issue
-    (tmp_path / "grid.json").unlink()
-    (tmp_path / "mine.txt").touch()
-    (issue,) = out_issues(tmp_path, made)
-    assert "is not empty" in issue
 
 
 def test_one_rank_runs_every_engine() -> None:
@@ -606,14 +578,6 @@ def test_skipped_steps_are_flagged(tmp_path: Path) -> None:
             record.write_json(directory / "summary.json", facts | {"skipped_steps": 3})
     cells = collect(made, tmp_path, facts={})["cells"]
     assert all("3 optimizer steps were skipped" in cell["flags"][0] for cell in cells)
-
-
-def test_runs_of_another_machine_or_other_data_are_not_mixed() -> None:
-    facts = MACHINE.to_json()
-    assert identity(facts, "a") == identity(facts, "a")
-    assert identity(facts, "a") != identity(facts, "b")
-    assert identity({**facts, "affinity_cores": 1}, "a") != identity({**facts, "affinity_cores": 2}, "a")
-    json.dumps(identity(facts, "a"))
 
 
 RECORD = Path(__file__).parents[2] / "benchmarks" / "raw" / "2026-11-21-scaling"

@@ -65,17 +65,6 @@ def test_every_trial_takes_as_many_sequences_and_divides_the_declared_batch() ->
     assert all(96 % (micro * 2) == 0 for micro in chosen)
 
 
-@pytest.mark.parametrize(("text", "value"), [("90s", 90), ("5m", 300), ("1.5h", 5400), (" 2 m", 120)])
-def test_lengths_of_time(text: str, value: float) -> None:
-    assert sizes.seconds(text, "--budget") == value
-
-
-@pytest.mark.parametrize("text", ["", "5", "0s", "-5m", "5 days", "nan s", "1e99h", "m"])
-def test_what_is_no_length_of_time(text: str) -> None:
-    with pytest.raises(ConfigError, match="--budget"):
-        sizes.seconds(text, "--budget")
-
-
 def test_the_memory_line_goes_through_the_measured_point_and_leaves_a_tenth_free() -> None:
     line = MemoryLine(2 * GIB, GIB / 4).through(8, 5.0)
     assert line.constant == GIB

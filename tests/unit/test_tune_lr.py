@@ -14,7 +14,7 @@ from rich.console import Console
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_plan, dump_config, load_config, peak_lr
-from launcher import outdir
+from launcher import job
 from launcher.tune import ladder, lr, lr_trials, transfer
 from launcher.tune.rate_search import Settings
 from launcher.tune.trials import Slot, Stopped, Trial
@@ -25,6 +25,16 @@ STEPS, STEP = 1600, 128  # of the configured run; tokens of one step
 WHOLE = STEPS * STEP
 EDGE = 0.064
 Surface = Callable[[Config], float | str]
+
+
+@pytest.fixture(autouse=True)
+def prepared(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The data is there: no process is started for it."""
+    monkeypatch.setattr(job, "prepare_data", lambda config: Path(config.data.path))
+
+
+def output(out: Path, config: Config, settings: Settings = Settings()) -> job.Output:  # noqa: B008
+    return job.Output(out, "search", lr.STATE, lr.facts_of(config, settings), lr.FIXED)
 
 
 @pytest.fixture(scope="module")
@@ -126,12 +136,12 @@ def searched(
     out.mkdir(exist_ok=True)
     pool = Pool(out, surface, limit, rate)
     said: list[str] = []
+    config = make(shards, *overrides)
     code, found = lr.run_locked(
-        make(shards, *overrides),
+        config,
         settings,
         1,
-        out,
-        shards,
+        output(out, config, settings),
         on_gpu=False,
         say=said.append,
         make_pool=lambda *_, **__: pool,  # type: ignore[arg-type, return-value]
@@ -284,20 +294,6 @@ def test_a_stopped_search_goes_on_where_it_was(shards: Path, tmp_path: Path) -> 
     assert searched(shards, tmp_path / "out", valley(0.004))[2].ran == []
 
 
-def test_a_search_begun_with_the_options_of_earlier_versions(shards: Path, tmp_path: Path) -> None:
-    """They had optimizers, weight decays and Optuna's trials; without those the search goes on."""
-    asked = lr.facts_of(make(shards), Settings())
-    old = {"optimizers": [], "weight_decays": [], "trials": 0}
-    for more, refused in ((old, False), (old | {"optimizers": ["adamw", "lamb"]}, True)):
-        record.write_json(tmp_path / "search.json", {**asked, "settings": {**asked["settings"], **more}})
-        issues = outdir.issues(tmp_path, "search.json", "search", asked, lr.FIXED)
-        assert bool(issues) == refused
-    assert issues[0].endswith(
-        "was begun with settings that this version does not have (settings.optimizers); choose another "
-        "directory"
-    )
-
-
 # --- the length of a run
 
 
@@ -314,8 +310,7 @@ def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: 
             config,
             Settings(),
             1,
-            out,
-            shards,
+            output(out, config),
             on_gpu=False,
             say=said.append,
             make_pool=lambda *_, pool=pool, **__: pool,  # type: ignore[arg-type, return-value]
@@ -452,7 +447,7 @@ def test_transfer_takes_the_rate_that_was_found(
     out = tmp_path / "out"
     found = searched(shards, out, valley(0.004))[1]
     options = [f"data.path={shards}", *TINY]
-    code = lr.carry("quickstart", options, "8->32", out, as_json=True, console=Console())
+    code = lr.carry("quickstart", options, 8, 32, out, as_json=True, console=Console())
     assert code == 0
     told = json.loads(capsys.readouterr().out)
     assert told["rules"][0]["lr"] == pytest.approx(2 * found["choice"]["lr"])
@@ -461,23 +456,15 @@ def test_transfer_takes_the_rate_that_was_found(
     another = {**found, "choice": {**found["choice"], "lr": 0.5}, "transfer": told}
     record.write_json(out / "tune.json", another)
     assert searched(shards, out, valley(0.004))[1]["transfer"] is None, "it was another rate's"
-    lr.carry(
-        "quickstart", [*options, "optim.lr=0.5"], "8->32", None, as_json=False, console=Console(width=200)
-    )
+    lr.carry("quickstart", [*options, "optim.lr=0.5"], 8, 32, None, as_json=False, console=Console(width=200))
     assert "sqrt          1 = 0.5 x sqrt(32 / 8)" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="tuned at global batch 8, not 16"):
-        lr.carry("quickstart", options, "16->32", out, as_json=False, console=Console())
+        lr.carry("quickstart", options, 16, 32, out, as_json=False, console=Console())
     scaled = [*options, "optim.lr=0.004", "optim.lr_scaling=sqrt", "optim.lr_batch=8"]
-    lr.carry("quickstart", scaled, "32->128", None, as_json=False, console=Console(width=200))
+    lr.carry("quickstart", scaled, 32, 128, None, as_json=False, console=Console(width=200))
     assert "0.016 = 0.008 x sqrt(128 / 32)" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="holds no chosen learning rate"):
-        lr.carry("quickstart", options, "8->32", tmp_path, as_json=False, console=Console())
-
-
-@pytest.mark.parametrize("text", ["256", "256->", "0->4", "a->b", "256->4096->8", "1->" + "9" * 400])
-def test_a_transfer_is_two_batches(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"^--transfer: "):
-        transfer.parse(text)
+        lr.carry("quickstart", options, 8, 32, tmp_path, as_json=False, console=Console())
 
 
 # --- refusals
@@ -502,15 +489,9 @@ def test_what_cannot_be_searched(
     assert "--nproc" not in found[0]
 
 
-def test_ranks_need_devices(shards: Path) -> None:
-    assert lr.rank_issues(make(shards), 3, 2)[0].startswith("--ranks: 3 ranks but 2 GPUs")
-    assert lr.rank_issues(make(shards, "run.device=cuda"), 1, 0)[0].startswith("run.device: cuda")
-    assert lr.rank_issues(make(shards), 3, 0) == []
-
-
 def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
     bare = write_shards(tmp_path / "s")
     with edited_manifest(bare) as edited:
         edited["held_out"] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
     with pytest.raises(ConfigError, match="no held-out documents"):
-        lr.run_locked(make(bare), Settings(), 1, tmp_path, bare, on_gpu=False, say=print)
+        lr.run_locked(make(bare), Settings(), 1, output(tmp_path, make(bare)), on_gpu=False, say=print)

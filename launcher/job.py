@@ -1,0 +1,328 @@
+"""What every verb that starts runs does once: configuration, devices, output directory, data.
+
+A verb that measures goes on in its output directory where an earlier call ended: what it was begun with must
+not change, nor the machine, its versions and the data, or the figures would not compare.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from bert_dp import record
+from bert_dp.config import (
+    MAX_RANKS,
+    Config,
+    ConfigError,
+    data_issues,
+    dump_config,
+    init_issues,
+    load_config,
+    read_manifest,
+)
+from bert_dp.config.manifest import Manifest
+from launcher import environment, processes
+from launcher.environment import Environment
+from launcher.redact import redact_argv, secrets, setting_issues
+
+CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
+COMPARED = ("torch", "accelerate", "deepspeed", "bert-dp")  # versions that figures depend on
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A configuration with absolute paths, and what it would run on."""
+
+    name: str
+    """Of the configuration's file, without its suffix."""
+    config: Config
+    machine: Environment
+
+    @property
+    def gpus(self) -> int:
+        """Visible ones that it may use; 0: its ranks run on CPU cores."""
+        return 0 if self.config.run.device == "cpu" else len(self.machine.gpus)
+
+    def choose_ranks(self, setting: str, option: str) -> int:
+        """Number of ranks; `setting`: auto or a number. Raises ConfigError that names `option`."""
+        if issues := self.device_issues(1, option):
+            raise ConfigError(issues)
+        if setting == "auto":
+            return self.gpus or CPU_RANKS
+        if not re.fullmatch("[0-9]{1,9}", setting) or not 1 <= (ranks := int(setting)) <= MAX_RANKS:
+            raise ConfigError([f"{option}: {setting[:40]} is not auto or a whole number of 1 to {MAX_RANKS}"])
+        if issues := self.device_issues(ranks, option):
+            raise ConfigError(issues)
+        return ranks
+
+    def device_issues(self, ranks: int, option: str) -> list[str]:
+        """Why this machine has no devices for so many ranks; at most one line."""
+        if self.config.run.device == "cuda" and not self.gpus:
+            return ["run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"]
+        if self.gpus and ranks > self.gpus:
+            return [
+                f"{option}: {ranks} ranks but {self.gpus} GPUs; use {option} {self.gpus}, or "
+                "--set run.device=cpu"
+            ]
+        return []
+
+    def issues(self, directory: Path, option: str) -> list[str]:
+        """What its configuration names and is not there, and secrets that would be written; one line each."""
+        return [*input_issues(self.config), *exposure_issues(self.config, directory, option)]
+
+    def directory(self, given: Path | None, folder: str, kind: str = "") -> Path:
+        """The one that was given, else FOLDER/NAME-KIND-DATE-TIME."""
+        parts = [self.name, *([kind] if kind else []), time.strftime("%Y%m%d-%H%M%S")]
+        return (given or Path(folder) / "-".join(parts)).resolve()
+
+
+def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> Job:
+    """The configuration that `find_config` finds, with its overrides. Raises ConfigError."""
+    path = find_config(name, run_dir)
+    config = absolute(load_config(path, overrides))
+    return Job(path.stem, config, environment.probe(run_dir or Path()))
+
+
+def shipped_configs() -> Path:
+    """The directory of the configurations that come with bert-dp: in the wheel, or beside the source."""
+    packaged = Path(__file__).parent / "configs"
+    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "configs"
+
+
+def find_config(name: str | None, run_dir: Path | None = None) -> Path:
+    """A path as it is; else a shipped configuration; without a name the run's own, else quickstart.yaml."""
+    if name is None:
+        own = run_dir / "config.yaml" if run_dir else None
+        return own if own and own.exists() else shipped_configs() / "quickstart.yaml"
+    path = Path(name)
+    shipped = shipped_configs() / f"{path.stem}.yaml"
+    if not path.exists() and path.parent.name in ("", "configs") and shipped.exists():
+        return shipped
+    return path
+
+
+def absolute(config: Config) -> Config:
+    """The configuration with every path absolute, so that it runs the same from anywhere."""
+
+    def full(path: str | None) -> str | None:
+        return None if path is None else str(Path(path).expanduser().resolve())
+
+    def source(name: str) -> str:
+        return name if name == "builtin" or name.startswith("hub:") else str(full(name))
+
+    data = config.data
+    sources = None if data.sources is None else tuple(source(s) for s in data.sources)
+    changed = {"path": full(data.path), "sources": sources, "tokenizer": full(data.tokenizer)}
+    run = config.run.model_copy(update={"init_from": full(config.run.init_from)})
+    return config.model_copy(update={"data": data.model_copy(update=changed), "run": run})
+
+
+def input_issues(config: Config) -> list[str]:
+    """Files and packages the configuration names and that are not there; one line each."""
+    issues = []
+    data = config.data
+    if data.path is not None:
+        try:
+            issues += data_issues(config, read_manifest(Path(data.path)))
+        except ConfigError as error:
+            issues += [f"data.path: {issue}" for issue in error.issues]
+    for source in data.sources or ():
+        if source != "builtin" and not source.startswith("hub:") and not glob.glob(source, recursive=True):
+            issues.append(f"data.sources: {source} matches no file; name a file, a glob or `builtin`")
+    for setting, value in (("data.tokenizer", data.tokenizer), ("run.init_from", config.run.init_from)):
+        if value is not None and not Path(value).exists():
+            issues.append(f"{setting}: {value} does not exist")
+    if data.tokenizer is not None and Path(data.tokenizer).exists() and not Path(data.tokenizer).is_file():
+        issues.append(f"data.tokenizer: {data.tokenizer} is not a regular file")
+    if data.path is None:
+        issues += record.cache_issues()
+    if (start := config.run.init_from) is not None and Path(start).exists():
+        found = record.newest_checkpoint_facts(Path(start))
+        issues += (
+            init_issues(start, found[1].config, config)
+            if found
+            else [f"run.init_from: {start} holds no checkpoint; name a checkpoint or a run directory"]
+        )
+    if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
+        issues.append("log.tensorboard: true needs `pip install 'bert-dp[tensorboard]'`")
+    engine = config.parallel.engine
+    if engine in ("deepspeed", "accelerate") and importlib.util.find_spec(engine) is None:
+        issues.append(f"parallel.engine: {engine} needs `pip install 'bert-dp[{engine}]'`")
+    if engine == "independent":
+        issues.append(
+            "parallel.engine: independent trains a model of its own on every rank, which only "
+            "`bert-dp scale` does, for its ceiling; use ddp"
+        )
+    if importlib.util.find_spec("torch") is None:
+        issues.append("torch is not installed; `pip install torch`")
+    return issues
+
+
+def exposure_issues(config: Config, directory: Path, option: str) -> list[str]:
+    """Settings that would carry a secret into the directory, which `option` names; one line each."""
+    data = config.data
+    texts = {
+        "data.path": data.path,
+        "data.sources": " ".join(data.sources or ()),
+        option: str(directory),
+        "data.tokenizer": data.tokenizer,
+        "run.init_from": config.run.init_from,
+    }
+    return setting_issues(texts, secrets(sys.argv))
+
+
+def prepare_data(config: Config) -> Path:
+    """The shards' directory, checked; built from `data.sources` on first use, with progress on our stderr.
+
+    Raises ConfigError.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
+        file.write(dump_config(config))
+        file.flush()
+        done = processes.run_module("bert_dp.corpus", ["ensure", file.name], stdout=subprocess.PIPE)
+    if done.returncode == 2:
+        raise ConfigError([])  # the data room has said why
+    if done.returncode:
+        raise RuntimeError(f"the data room failed with exit code {done.returncode}")
+    return Path(done.stdout.strip())
+
+
+def claim(directory: Path, lock: str, option: str, what: str) -> IO[str]:
+    """Make a directory of ours and hold it until the returned file is closed.
+
+    Raises ConfigError, naming `option`, when it cannot be written or another `what` holds it.
+    """
+    try:
+        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        held = record.lock(directory / lock)
+    except OSError as error:
+        raise ConfigError([f"{option}: {directory} cannot be written ({error.strerror})"]) from None
+    if held is None:
+        raise ConfigError([f"{option}: {directory} is in use by another {what}; choose another directory"])
+    return held
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun:
+    """An output directory that is ours, with its data."""
+
+    shards: Path
+    manifest: Manifest
+    machine: dict[str, Any]
+    """`Environment.to_json()`"""
+    facts: dict[str, Any]
+    """What the directory was begun with, as its file holds it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """The --out directory of a verb that goes on where it was ended."""
+
+    path: Path
+    what: str
+    """It holds: a grid, a search."""
+    file: str
+    """Name of the file that holds what it was begun with."""
+    facts: Mapping[str, Any]
+    """What it is begun with now, JSON values only, so that it compares with what was read back."""
+    fixed: tuple[str, ...]
+    """Keys of `facts` that must not change."""
+    grows: tuple[str, ...] = ()
+    """Numbers among them (`key` or `key.name`) that may be greater than before."""
+
+    def issues(self) -> list[str]:
+        """Why the directory cannot be taken; one line each."""
+        try:
+            standing = next(p for p in (self.path, *self.path.parents) if p.exists())
+            if not standing.is_dir():
+                return [f"--out: {self.path} cannot be made, {standing} is a file"]
+            if not os.access(standing, os.W_OK | os.X_OK):
+                return [f"--out: {standing} cannot be written; choose another directory"]
+            names = os.listdir(self.path) if self.path.exists() else []
+        except OSError as error:
+            return [f"--out: {self.path} cannot be used ({error.strerror})"]
+        if all(name.startswith(".") for name in names):
+            return []
+        before = record.read_json(self.path / self.file)
+        if before is None:
+            return [f"--out: {self.path} is not empty and holds no {self.what}; choose another directory"]
+        then, now = _flat(before, self.fixed), _flat(self.facts, self.fixed)
+        if gone := sorted(name for name in then.keys() - now.keys() if then[name]):
+            return [
+                f"--out: {self.path} was begun with settings that this version does not have "
+                f"({', '.join(gone)}); choose another directory"
+            ]
+        changed = [name for name in now if then.get(name) != now[name]]
+        if other := [n for n in changed if n not in self.grows or not _grown(then.get(n), now[n])]:
+            return [
+                f"--out: {self.path} holds another {self.what} ({', '.join(other)} differ); choose another "
+                "directory, or go on with the options it was begun with"
+            ]
+        return []
+
+    def claim(self) -> IO[str]:
+        """Hold the directory until the returned file is closed. Raises ConfigError."""
+        return claim(self.path, ".lock", "--out", self.what)
+
+    def begin(self, config: Config) -> Begun:
+        """Prepare the data; note what is run, and where. Raises ConfigError, also when the directory was
+        begun on another machine, with other versions or other data."""
+        shards = prepare_data(config)
+        manifest = read_manifest(shards)
+        machine = environment.probe(self.path).to_json()
+        here = identity(machine, manifest.hash)
+        before = record.read_json(self.path / self.file) or {}
+        then = before.get("machine", here)
+        then = then if isinstance(then, dict) else {}
+        if other := [key for key in here if then.get(key) != here[key]]:
+            apart = "; ".join(f"{key}: {then.get(key)} then, {here[key]} now" for key in other)
+            raise ConfigError(
+                [
+                    f"--out: {self.path} was begun elsewhere ({apart}) and would not compare; choose another "
+                    "directory"
+                ]
+            )
+        facts = {**before, **self.facts, "machine": here}
+        record.write_json(self.path / self.file, facts)
+        record.write_json(self.path / "environment.json", {**machine, "command": redact_argv(sys.argv)})
+        return Begun(shards, manifest, machine, facts)
+
+    def print_facts(self, *, as_json: bool) -> None:
+        """The end of a dry run: with --json what would be run."""
+        if as_json:
+            sys.stdout.write(json.dumps(self.facts, indent=1) + "\n")
+
+
+def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
+    """What must be the same in every run of a directory: else its figures do not compare."""
+    return {
+        "cpu": machine["cpu_model"],
+        "cores": machine["affinity_cores"],
+        "gpus": [[gpu["name"], gpu["driver"]] for gpu in machine["gpus"]],
+        "versions": {name: machine["versions"].get(name) for name in COMPARED},
+        "data": data_hash,
+    }
+
+
+def _flat(facts: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """The values of `keys`, those of a mapping by `key.name`."""
+    flat: dict[str, Any] = {}
+    for key in keys:
+        value = facts.get(key)
+        flat |= {f"{key}.{n}": v for n, v in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
+
+
+def _grown(then: object, now: object) -> bool:
+    return isinstance(then, int | float) and isinstance(now, int | float) and then < now

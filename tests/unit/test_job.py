@@ -1,0 +1,123 @@
+"""What verbs that start runs share: devices, and the directory that they go on in."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bert_dp import record
+from bert_dp.config import ConfigError, load_config
+from launcher import environment, job
+from launcher.environment import Gpu
+
+ASKED: dict[str, Any] = {"config_hash": "abc", "settings": {"repeats": 3, "steps": 50, "tokens": None}}
+
+
+def output(out: Path, **settings: Any) -> job.Output:
+    facts = {**ASKED, "settings": {**ASKED["settings"], **settings}}
+    return job.Output(out, "grid", "grid.json", facts, ("config_hash", "settings"), ("settings.repeats",))
+
+
+def made(device: str, gpus: int) -> job.Job:
+    shown = tuple(Gpu(k, "a", 80.0, None) for k in range(gpus))
+    machine = dataclasses.replace(environment.probe(), gpus=shown)
+    overrides = ["schedule.steps=1", "data.sources=[builtin]", f"run.device={device}"]
+    return job.Job("x", load_config(None, overrides), machine)
+
+
+@pytest.mark.parametrize(
+    ("device", "gpus", "setting", "ranks"),
+    [
+        ("auto", 0, "auto", 2),
+        ("auto", 4, "auto", 4),
+        ("auto", 4, "3", 3),
+        ("cpu", 0, "64", 64),
+        ("auto", 2, "3", "--ranks: 3 ranks but 2 GPUs; use --ranks 2, or --set run.device=cpu"),
+        ("cuda", 0, "1", "run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"),
+        ("cpu", 0, "two", "--ranks: two is not auto or a whole number of 1 to "),
+        ("cpu", 0, "0", "--ranks: 0 is not auto or a whole number of 1 to "),
+    ],
+)
+def test_ranks_need_devices(device: str, gpus: int, setting: str, ranks: int | str) -> None:
+    if isinstance(ranks, int):
+        assert made(device, gpus).choose_ranks(setting, "--ranks") == ranks
+        return
+    with pytest.raises(ConfigError) as refused:
+        made(device, gpus).choose_ranks(setting, "--ranks")
+    assert refused.value.issues[0].startswith(ranks)
+
+
+def test_who_may_stand_where_a_verb_writes(tmp_path: Path) -> None:
+    assert output(tmp_path / "new").issues() == []
+    assert output(tmp_path).issues() == []
+    (tmp_path / ".lock").touch()
+    assert output(tmp_path).issues() == []
+    (tmp_path / "mine.txt").touch()
+    (issue,) = output(tmp_path).issues()
+    assert "is not empty and holds no grid; choose another directory" in issue
+    (issue,) = output(tmp_path / "mine.txt" / "out").issues()
+    assert "cannot be made" in issue
+
+
+@pytest.mark.parametrize(
+    ("now", "words"),
+    [
+        ({}, None),
+        ({"repeats": 5}, None),  # more of them go on in the same directory
+        ({"repeats": 2}, "holds another grid (settings.repeats differ)"),
+        ({"steps": 60}, "holds another grid (settings.steps differ)"),
+        ({"tokens": 5}, "holds another grid (settings.tokens differ)"),
+    ],
+)
+def test_what_a_directory_was_begun_with(tmp_path: Path, now: dict[str, Any], words: str | None) -> None:
+    record.write_json(tmp_path / "grid.json", ASKED)
+    issues = output(tmp_path, **now).issues()
+    assert [words is not None and words in issue for issue in issues] == ([True] if words else [])
+
+
+@pytest.mark.parametrize(("then", "refused"), [([], False), (["adamw", "lamb"], True)])
+def test_a_directory_begun_with_an_option_that_was_cut(
+    tmp_path: Path, then: list[str], refused: bool
+) -> None:
+    settings = {**ASKED["settings"], "optimizers": then}
+    record.write_json(tmp_path / "grid.json", {**ASKED, "settings": settings})
+    issues = output(tmp_path).issues()
+    assert bool(issues) == refused
+    if refused:
+        assert "settings that this version does not have (settings.optimizers)" in issues[0]
+
+
+def test_runs_of_another_machine_or_other_data_are_not_mixed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tests.shards import write_shards
+
+    shards = write_shards(tmp_path / "s")
+    monkeypatch.setattr(job, "prepare_data", lambda config: shards)
+    config = load_config(None, ["schedule.steps=1", "data.sources=[builtin]"])
+    out = tmp_path / "out"
+    out.mkdir()
+    begun = output(out).begin(config)
+    assert begun.facts == json.loads((out / "grid.json").read_text())
+    assert begun.facts["machine"]["data"] == begun.manifest.hash
+    record.write_json(out / "grid.json", {**begun.facts, "tokens": 7})
+    assert output(out, repeats=4).begin(config).facts["tokens"] == 7  # what was found out stays
+    other = {**begun.facts["machine"], "cores": 99}
+    record.write_json(out / "grid.json", {**begun.facts, "machine": other})
+    with pytest.raises(ConfigError, match=r"was begun elsewhere \(cores: 99 then, "):
+        output(out).begin(config)
+
+
+def test_identity_is_of_the_machine_and_the_data() -> None:
+    facts = environment.probe().to_json()
+    assert (
+        job.identity(facts, "a")
+        == job.identity(facts, "a")
+        == json.loads(json.dumps(job.identity(facts, "a")))
+    )
+    assert job.identity(facts, "a") != job.identity(facts, "b")
+    assert job.identity({**facts, "affinity_cores": 99}, "a") != job.identity(facts, "a")
