@@ -54,13 +54,17 @@ F = TypeVar("F", bound=StoredFile)
 def read(path: Path, model: type[F]) -> F:
     """The file at `path`. Raises ConfigError, one line, when it is absent, foreign, damaged, too large or too
     deep."""
+    return parse(load(path, model.remedy), model, str(path))
+
+
+def load(path: Path, remedy: str) -> Any:
+    """The JSON value at `path`. Raises ConfigError, one line."""
     try:
-        data = record.parse_json(read_regular(path, record.MAX_JSON_BYTES))
+        return record.parse_json(read_regular(path, record.MAX_JSON_BYTES))
     except OSError as error:
-        raise ConfigError([f"{path} cannot be read ({error.strerror}); {model.remedy}"]) from None
+        raise ConfigError([f"{path} cannot be read ({error.strerror}); {remedy}"]) from None
     except ValueError as error:
-        raise ConfigError([f"{path} is not JSON ({error}); {model.remedy}"]) from None
-    return parse(data, model, str(path))
+        raise ConfigError([f"{path} is not JSON ({error}); {remedy}"]) from None
 
 
 def find(path: Path, model: type[F]) -> F | None:

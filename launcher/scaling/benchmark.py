@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
 from bert_dp.config import ConfigError, load_config, read_manifest
-from launcher import environment, outdir, starters, training
+from launcher import environment, outdir, results, starters, training
 from launcher.display import PLAIN, show, teller
 from launcher.plan import inputs
 from launcher.plan.scaling import Question, answer
@@ -164,9 +164,9 @@ def predicted(scaling: dict[str, Any]) -> dict[str, Any] | None:
     """What `plan scaling` says of these cells from one rank's profile, the links and the ceiling; None where
     one of them was not measured."""
     try:
-        source = inputs.from_data(scaling, "scaling.json")
+        source = inputs.from_scaling(results.parse(scaling, results.Scaling, "scaling.json"), "scaling.json")
         gpus = tuple(sorted({cell["world_size"] for cell in scaling["cells"]}))
-        return answer(source, Question(gpus=gpus))
+        return results.plain(answer(source, Question(gpus=gpus)))
     except ConfigError:
         return None
 
