@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 import re
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, model_validator
 
@@ -91,7 +91,13 @@ class StoredModel(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-class RankError(StoredModel):
+class StoredFile(StoredModel):
+    """A whole file. `remedy`: what to do about a damaged one."""
+
+    remedy: ClassVar[str] = "see the logs of its run"
+
+
+class RankError(StoredFile):
     """logs/rank-N.error.json: what a rank raised, and the innermost frame of our code or the user's."""
 
     rank: int
@@ -113,7 +119,7 @@ class RankError(StoredModel):
 class Straggler(StoredModel):
     """The rank that the others wait for."""
 
-    rank: float
+    rank: int
     ratio: float
     """Its own work before any reduction over the others' median."""
     seconds_per_step: float
@@ -161,7 +167,7 @@ class Restart(StoredModel):
     cause: str
 
 
-class Summary(StoredModel):
+class Summary(StoredFile):
     """summary.json: how a run ended. Rates are over the real steps, warm-up of set-up excluded. Of a run that
     ended before rank 0 could write it there is only what its launcher knows."""
 

@@ -20,19 +20,19 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_
 from bert_dp import record
 from bert_dp.config import ConfigError
 from bert_dp.config.stored import read_regular
-from bert_dp.record_models import FailureKind, NoiseScale, StoredModel, kind_of_old_summary
+from bert_dp.record_models import FailureKind, NoiseScale, StoredFile, StoredModel, kind_of_old_summary
 
 LATE = 1.05  # ready times over the backward pass: two clocks
 SCHEMA_VERSION = record.SCHEMA_VERSION
 
 Count = Annotated[int, Field(gt=0, le=10**9)]
 Seconds = Annotated[float, Field(ge=1e-9, le=1e9)]
-Bytes = Annotated[float, Field(ge=1, le=1e18)]
+Bytes = Annotated[int | float, Field(ge=1, le=1e18)]
 Positive = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0)]
 Tokens = Annotated[int, Field(ge=0)]
 Interval = Annotated[list[float], Field(min_length=2, max_length=2)]
-Point = Annotated[tuple[float, float | None], Field(strict=False)]
+Point = Annotated[tuple[int | float, float | None], Field(strict=False)]
 CandidateFacts = Annotated[tuple[str, float, float], Field(strict=False)]
 """[optimizer, weight decay, learning rate]"""
 
@@ -40,12 +40,6 @@ T = TypeVar("T")
 OrNone = BeforeValidator(lambda value: [] if value is None else value)
 Listed = Annotated[list[T], OrNone]
 """A list; null is an empty one."""
-
-
-class StoredFile(StoredModel):
-    """A whole file. `remedy`: what to do about a damaged one."""
-
-    remedy: ClassVar[str]
 
 
 F = TypeVar("F", bound=StoredFile)
@@ -389,18 +383,13 @@ class LinkPoint(StoredModel):
     """Whether DDP reduces a bucket of this size."""
 
 
-class Link(StoredModel):
-    """The all-reduce over some number of ranks."""
+class Link(StoredFile):
+    """links-N.json, and one of `links` of scaling.json: the all-reduce over some number of ranks."""
 
+    remedy: ClassVar[str] = "remove it, and `bert-dp scale` measures it again"
     world_size: Annotated[int, Field(ge=2, le=10**9)]
     backend: str | None = None
     points: list[LinkPoint]
-
-
-class LinkFile(Link, StoredFile):
-    """links-N.json"""
-
-    remedy: ClassVar[str] = "remove it, and `bert-dp scale` measures it again"
 
 
 class Gradient(StoredModel):
@@ -637,7 +626,7 @@ class MemoryLineFile(StoredFile):
     ranks: int | None = None
     sizes: list[int] = []
     """Micro batches."""
-    peak_bytes: list[float] = []
+    peak_bytes: list[int | float] = []
     """At each of them."""
     intercept_bytes: float
     bytes_per_sequence: Positive

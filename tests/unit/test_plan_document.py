@@ -13,6 +13,7 @@ import pytest
 from bert_dp.config import ConfigError
 from launcher.plan import inputs, scaling
 from launcher.plan.scaling import Question
+from launcher.results import Scaling
 from launcher.scaling.measure import run_dir
 from launcher.scaling.reduce import collect
 from tests.unit.test_plan_scaling import cell, from_data, measured, profile
@@ -20,7 +21,7 @@ from tests.unit.test_scaling import grid, write_run
 
 
 @pytest.fixture
-def collected(tmp_path: Path) -> dict[str, Any]:
+def collected(tmp_path: Path) -> Scaling:
     """scaling.json of both modes on 1 and 2 ranks, by the code that writes it: accumulation 2, then 8."""
     made = grid(gpus=(1, 2), modes=("weak", "strong"), engines=("ddp",), synthetic=False)
     for one in made.cells:
@@ -33,13 +34,13 @@ def collected(tmp_path: Path) -> dict[str, Any]:
     return collect(made, tmp_path, facts={"environment": {}, "config_hash": "x", "command": ["scale"]})
 
 
-def test_the_benchmarks_own_document_gives_the_baseline(collected: dict[str, Any]) -> None:
-    assert collected["baseline"] not in {c["id"] for c in collected["cells"]}
-    source = from_data(collected, "scaling.json")
+def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> None:
+    assert collected.baseline not in {c.id for c in collected.cells}
+    source = inputs.from_scaling(collected, "scaling.json")
     assert source.accumulation == 2
     assert source.curves.keys() == {2}
     assert any("(cell weak-single-n1)" in note for note in source.notes)
-    mean = next(c for c in collected["cells"] if c["id"] == "weak-single-n1")["step_time_s"]["mean"]
+    mean = next(c for c in collected.cells if c.id == "weak-single-n1").step_s
     assert mean == pytest.approx(0.505)
     found = scaling.answer(source, Question(gpus=(1, 2)))
     assert found.rows[0].step_time_s == pytest.approx(mean)
@@ -55,17 +56,17 @@ def test_the_benchmarks_own_document_gives_the_baseline(collected: dict[str, Any
     ("accumulation", "chosen"), [(8, "strong-single-n1"), (2, "weak-single-n1"), (None, "weak-single-n1")]
 )
 def test_of_several_baselines_that_of_the_settings(
-    collected: dict[str, Any], accumulation: int | None, chosen: str
+    collected: Scaling, accumulation: int | None, chosen: str
 ) -> None:
-    collected["settings"]["accumulation"] = accumulation
-    assert any(f"(cell {chosen})" in note for note in from_data(collected, "it").notes)
+    settings = collected.settings.model_copy(update={"accumulation": accumulation})
+    source = inputs.from_scaling(collected.model_copy(update={"settings": settings}), "it")
+    assert any(f"(cell {chosen})" in note for note in source.notes)
 
 
-def test_no_baseline_that_ran_leaves_the_profile(collected: dict[str, Any]) -> None:
-    for one in collected["cells"]:
-        if one["engine"] == "single" and one["kind"] == "run":
-            one["status"] = "failed"
-    assert from_data(collected, "it").profile.micro_s == 1.0
+def test_no_baseline_that_ran_leaves_the_profile(collected: Scaling) -> None:
+    others = [c for c in collected.cells if c.engine != "single" or c.kind != "run"]
+    source = inputs.from_scaling(collected.model_copy(update={"cells": others}), "it")
+    assert source.profile.micro_s == 1.0
 
 
 def test_the_interval_is_of_the_mean_and_so_is_what_stands_beside_it() -> None:

@@ -40,7 +40,7 @@ def assert_kept(data: Any, model: results.StoredModel) -> None:
     [
         ("scaling.json", results.Scaling),
         ("grid.json", results.GridFile),
-        ("links-2.json", results.LinkFile),
+        ("links-2.json", results.Link),
         ("profile.json", results.Profile),
         ("peak.json", results.PeakFile),
     ],
