@@ -4,10 +4,11 @@ reader. Torch-free. An unknown key is ignored and a missing one has its default,
 from __future__ import annotations
 
 import errno
+import math
 import re
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 FailureKind = Literal[
     "bad_input",
@@ -28,6 +29,8 @@ host; a disk that is full or broken; gradients that are not finite; another rank
 a signal that killed a rank; a signal to stop, before the next checkpoint; a run directory that was moved or
 deleted; an exit that left no cause; any other exception."""
 
+RunStatus = Literal["done", "stopped", "failed"]
+"""stopped: by a signal, after a checkpoint."""
 OUT_OF_MEMORY: tuple[FailureKind, ...] = ("device_memory", "host_memory")
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
 
@@ -67,8 +70,9 @@ def kind_of_text(text: str) -> FailureKind:
 
 
 def kind_of_error(error: BaseException) -> FailureKind:
-    """The kind of an exception: by a `kind` of its own, its errno, else its type and words."""
-    if (kind := getattr(error, "failure_kind", None)) is not None:
+    """The kind of an exception: its own `failure_kind`, else by its errno, its type and its words."""
+    if (own := getattr(error, "failure_kind", None)) is not None:
+        kind: FailureKind = own
         return kind
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         return "disk"
@@ -85,10 +89,21 @@ def kind_of_old_summary(cause: str, explanation: str = "") -> FailureKind:
     return kind
 
 
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+FiniteOrNone = Annotated[float | None, BeforeValidator(_finite)]
+"""A measured number; one that is not finite becomes null: JSON has none."""
+
+
+Pair = Annotated[list[float], Field(strict=False)]
+
+
 class StoredModel(BaseModel):
     """A part of a file: its numbers are finite and of the type they say, unknown keys are ignored."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
 
 class StoredFile(StoredModel):
@@ -130,11 +145,11 @@ class DdpCounters(StoredModel):
     """What torch's DDP counted; means over the steps that it samples. null: it did not tell."""
 
     bucket_bytes: list[int] = []
-    comm_s: float | None = None
+    comm_s: FiniteOrNone = None
     """Reductions."""
-    overlap_s: float | None = None
+    overlap_s: FiniteOrNone = None
     """Of them under the backward pass."""
-    compute_s: float | None = None
+    compute_s: FiniteOrNone = None
     """The backward pass."""
 
 
@@ -145,15 +160,15 @@ class NoiseScale(StoredModel):
     why: str | None = None
     """Why it is inconclusive."""
     steps: int | None = None
-    noise_scale: float | None = None
+    noise_scale: FiniteOrNone = None
     """Sequences."""
-    interval: list[float] | None = None
+    interval: Pair | None = None
     """95 %, sequences."""
-    grad_sq: float | None = None
+    grad_sq: FiniteOrNone = None
     """Squared norm of the true gradient."""
-    grad_sq_interval: list[float] | None = None
+    grad_sq_interval: Pair | None = None
     """95 %."""
-    trace: float | None = None
+    trace: FiniteOrNone = None
     """Of the covariance of the gradient of one sequence."""
 
 
@@ -165,14 +180,14 @@ class Restart(StoredModel):
     """Of the checkpoint it began from; -1 = the start."""
     ranks: int
     cause: str
+    failure_kind: FailureKind = "error"
 
 
 class Summary(StoredFile):
     """summary.json: how a run ended. Rates are over the real steps, warm-up of set-up excluded. Of a run that
     ended before rank 0 could write it there is only what its launcher knows."""
 
-    status: Literal["done", "stopped", "failed"]
-    """stopped: by a signal, after a checkpoint."""
+    status: RunStatus
     exit_code: int = 0
     cause: str | None = None
     failure_kind: FailureKind | None = None
@@ -181,10 +196,10 @@ class Summary(StoredFile):
     step: int = 0
     samples: int | None = None
     tokens: int | None = None
-    final_loss: float | None = None
-    heldout_loss: float | None = None
-    unigram_entropy_nats: float | None = None
-    uniform_entropy_nats: float | None = None
+    final_loss: FiniteOrNone = None
+    heldout_loss: FiniteOrNone = None
+    unigram_entropy_nats: FiniteOrNone = None
+    uniform_entropy_nats: FiniteOrNone = None
     world_size: int | None = None
     device: str | None = None
     parameters: int | None = None
@@ -193,20 +208,20 @@ class Summary(StoredFile):
     accumulation: int | None = None
     precision: str | None = None
     compiled: bool | None = None
-    steps_per_s: float | None = None
-    global_steps_per_s: float | None = None
-    samples_per_s: float | None = None
-    tokens_per_s: float | None = None
-    tokens_per_s_per_gpu: float | None = None
-    mfu: float | None = None
-    peak_memory_gib: float | None = None
+    steps_per_s: FiniteOrNone = None
+    global_steps_per_s: FiniteOrNone = None
+    samples_per_s: FiniteOrNone = None
+    tokens_per_s: FiniteOrNone = None
+    tokens_per_s_per_gpu: FiniteOrNone = None
+    mfu: FiniteOrNone = None
+    peak_memory_gib: FiniteOrNone = None
     """Of the rank with most."""
-    energy_j: float | None = None
+    energy_j: FiniteOrNone = None
     """Joules of all ranks' GPUs in the steps, evaluations and saves of this start; null if not counted."""
     skipped_steps: int | None = None
     checkpoint: str | None = None
     """Relative to the run directory."""
-    straggler_ratio: float | None = None
+    straggler_ratio: FiniteOrNone = None
     """Own work (before any reduction) of the slowest rank over the others' median; null for a lone rank."""
     straggler: Straggler | None = None
     """When the ratio is above 1.2 over the run."""
@@ -214,9 +229,9 @@ class Summary(StoredFile):
     """Rank 0's clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
     ddp: DdpCounters | None = None
     """null under other engines."""
-    loss_spikes: int = 0
+    loss_spikes: int | None = None
     """Logged losses far above the ones before."""
-    failed_saves: int = 0
+    failed_saves: int | None = None
     """Checkpoints that could not be written, since the run was last started."""
     noise_scale: NoiseScale | None = None
     """null without log.noise_scale."""
@@ -237,7 +252,7 @@ class Summary(StoredFile):
     log_tail: list[str] = []
     memory_curve_gib: dict[str, list[float]] | None = None
     """Resident memory; keys "rank 0", ..., "control group"."""
-    memory_interval_s: float | None = None
+    memory_interval_s: FiniteOrNone = None
     oom_kills: int | None = None
     """Processes that the kernel killed for want of memory; null: no counter is readable."""
     restarts: list[Restart] = []
@@ -263,7 +278,7 @@ class GpuMemory(StoredModel):
     memory_gib: float | None = None
 
 
-class Environment(StoredModel):
+class Environment(StoredFile):
     """environment.json as far as a failure's advice reads it; launcher.environment writes the whole."""
 
     gpus: list[GpuMemory] = []
