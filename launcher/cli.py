@@ -428,6 +428,7 @@ def plan_scaling(
     json: Json = False,
 ) -> None:
     """Step time and efficiency of N GPUs from one GPU's profile, and which change would help most."""
+    from launcher import results
     from launcher.plan import inputs, scaling, table
 
     source = inputs.choose(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
@@ -445,9 +446,9 @@ def plan_scaling(
     )
     answer = scaling.answer(source, question)
     if json:
-        typer.echo(jsonlib.dumps(answer, indent=1))
+        typer.echo(results.to_json(answer), nl=False)
     else:
-        console().print(table.scaling_table(answer))
+        console().print(table.scaling_table(results.plain(answer)))
 
 
 @app.command()

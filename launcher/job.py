@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import glob
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -18,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Generic, TypeVar
 
 from bert_dp import record
 from bert_dp.config import (
@@ -32,11 +31,13 @@ from bert_dp.config import (
     read_manifest,
 )
 from bert_dp.config.manifest import Manifest
-from launcher import environment, processes
+from launcher import environment, processes, results
 from launcher.environment import Environment
 from launcher.redact import redact_argv, secrets, setting_issues
+from launcher.results import PlanFile
 
 CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
+P = TypeVar("P", bound=PlanFile)
 COMPARED = ("torch", "accelerate", "deepspeed", "bert-dp")  # versions that figures depend on
 
 
@@ -214,19 +215,19 @@ def claim(directory: Path, lock: str, option: str, what: str) -> IO[str]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Begun:
+class Begun(Generic[P]):
     """An output directory that is ours, with its data."""
 
     shards: Path
     manifest: Manifest
     machine: dict[str, Any]
     """`Environment.to_json()`"""
-    facts: dict[str, Any]
+    plan: P
     """What the directory was begun with, as its file holds it."""
 
 
 @dataclasses.dataclass(frozen=True)
-class Output:
+class Output(Generic[P]):
     """The --out directory of a verb that goes on where it was ended."""
 
     path: Path
@@ -234,12 +235,12 @@ class Output:
     """It holds: a grid, a search."""
     file: str
     """Name of the file that holds what it was begun with."""
-    facts: Mapping[str, Any]
-    """What it is begun with now, JSON values only, so that it compares with what was read back."""
+    plan: P
+    """What it is begun with now."""
     fixed: tuple[str, ...]
-    """Keys of `facts` that must not change."""
+    """Fields of `plan` that must not change."""
     grows: tuple[str, ...] = ()
-    """Numbers among them (`key` or `key.name`) that may be greater than before."""
+    """Numbers among them (`field` or `field.name`) that may be greater than before."""
 
     def issues(self) -> list[str]:
         """Why the directory cannot be taken; one line each."""
@@ -254,10 +255,10 @@ class Output:
             return [f"--out: {self.path} cannot be used ({error.strerror})"]
         if all(name.startswith(".") for name in names):
             return []
-        before = record.read_json(self.path / self.file)
+        before = results.find(self.path / self.file, type(self.plan))
         if before is None:
             return [f"--out: {self.path} is not empty and holds no {self.what}; choose another directory"]
-        then, now = _flat(before, self.fixed), _flat(self.facts, self.fixed)
+        then, now = _flat(before, self.fixed), _flat(self.plan, self.fixed)
         if gone := sorted(name for name in then.keys() - now.keys() if then[name]):
             return [
                 f"--out: {self.path} was begun with settings that this version does not have "
@@ -275,16 +276,15 @@ class Output:
         """Hold the directory until the returned file is closed. Raises ConfigError."""
         return claim(self.path, ".lock", "--out", self.what)
 
-    def begin(self, config: Config) -> Begun:
+    def begin(self, config: Config) -> Begun[P]:
         """Prepare the data; note what is run, and where. Raises ConfigError, also when the directory was
         begun on another machine, with other versions or other data."""
         shards = prepare_data(config)
         manifest = read_manifest(shards)
         machine = environment.probe(self.path).to_json()
         here = identity(machine, manifest.hash)
-        before = record.read_json(self.path / self.file) or {}
-        then = before.get("machine", here)
-        then = then if isinstance(then, dict) else {}
+        before = results.find(self.path / self.file, type(self.plan))
+        then = here if before is None or before.machine is None else before.machine
         if other := [key for key in here if then.get(key) != here[key]]:
             apart = "; ".join(f"{key}: {then.get(key)} then, {here[key]} now" for key in other)
             raise ConfigError(
@@ -293,15 +293,16 @@ class Output:
                     "directory"
                 ]
             )
-        facts = {**before, **self.facts, "machine": here}
-        record.write_json(self.path / self.file, facts)
+        asked = {name: getattr(self.plan, name) for name in self.fixed}
+        plan = (before or self.plan).model_copy(update={**asked, "machine": here})
+        results.write(self.path / self.file, plan)
         record.write_json(self.path / "environment.json", {**machine, "command": redact_argv(sys.argv)})
-        return Begun(shards, manifest, machine, facts)
+        return Begun(shards, manifest, machine, plan)
 
-    def print_facts(self, *, as_json: bool) -> None:
+    def print_plan(self, *, as_json: bool) -> None:
         """The end of a dry run: with --json what would be run."""
         if as_json:
-            sys.stdout.write(json.dumps(self.facts, indent=1) + "\n")
+            sys.stdout.write(results.to_json(self.plan))
 
 
 def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
@@ -315,12 +316,12 @@ def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
     }
 
 
-def _flat(facts: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """The values of `keys`, those of a mapping by `key.name`."""
+def _flat(plan: PlanFile, fields: Sequence[str]) -> dict[str, Any]:
+    """The values of `fields`, those of a mapping by `field.name`."""
     flat: dict[str, Any] = {}
-    for key in keys:
-        value = facts.get(key)
-        flat |= {f"{key}.{n}": v for n, v in value.items()} if isinstance(value, dict) else {key: value}
+    for field in fields:
+        value = getattr(plan, field)
+        flat |= {f"{field}.{n}": v for n, v in value.items()} if isinstance(value, dict) else {field: value}
     return flat
 
 

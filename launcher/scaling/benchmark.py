@@ -7,11 +7,10 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from bert_dp import record
 from bert_dp.config import ConfigError
-from launcher import job
+from launcher import job, results
 from launcher.display import PLAIN, show, teller
 from launcher.plan import inputs
 from launcher.plan.scaling import Question, answer
@@ -44,8 +43,7 @@ def scale(
     asked = job.load(name, overrides)
     where = asked.directory(out, "scaling")
     grid = Grid(asked.config, settings, asked.machine, on_gpu=asked.gpus > 0)
-    facts = plan_facts(grid)
-    output = job.Output(where, "grid", FILE, facts, FIXED, GROWS)
+    output = job.Output(where, "grid", FILE, plan_of(grid), FIXED, GROWS)
     issues = [*asked.issues(where, "--out"), *asked.device_issues(max(settings.gpus), "--gpus")]
     if issues := [*issues, *grid.issues, *output.issues()]:
         raise ConfigError(issues)
@@ -53,24 +51,21 @@ def scale(
     say = teller(console, as_json)
     describe(grid, where, say, overrides, cores=None if asked.gpus else asked.machine.affinity_cores)
     if dry_run:
-        output.print_facts(as_json=as_json)
+        output.print_plan(as_json=as_json)
         return 0
     with output.claim():
         return run_locked(grid, output, on_gpu=asked.gpus > 0, as_json=as_json, console=console)
 
 
-def plan_facts(grid: Grid) -> dict[str, Any]:
+def plan_of(grid: Grid) -> results.GridFile:
     """grid.json: what is to be run. JSON values only, so that it compares with what was read back."""
-    facts = {
-        "schema_version": record.SCHEMA_VERSION,
-        "config_hash": grid.config.hash(),
-        "config": grid.config.model_dump(mode="json"),
-        "settings": dataclasses.asdict(grid.settings),
-        "cells": [dataclasses.asdict(cell) for cell in grid.cells],
-        "order": [[cell.id, repeat] for cell, repeat in grid.order(len(grid.cells))],
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(facts))
-    return plain
+    return results.GridFile(
+        config_hash=grid.config.hash(),
+        config=grid.config.model_dump(mode="json"),
+        settings=json.loads(json.dumps(dataclasses.asdict(grid.settings))),
+        cells=[dataclasses.asdict(cell) for cell in grid.cells],
+        order=[[cell.id, repeat] for cell, repeat in grid.order(len(grid.cells))],
+    )
 
 
 def describe(grid: Grid, where: Path, say: Say, overrides: Sequence[str], *, cores: int | None) -> None:
@@ -97,13 +92,15 @@ def describe(grid: Grid, where: Path, say: Say, overrides: Sequence[str], *, cor
         say("warning: more CPU ranks than cores: efficiency says nothing about the program")
 
 
-def run_locked(grid: Grid, output: job.Output, *, on_gpu: bool, as_json: bool, console: Console) -> int:
+def run_locked(
+    grid: Grid, output: job.Output[results.GridFile], *, on_gpu: bool, as_json: bool, console: Console
+) -> int:
     """The grid, and its result; also what there is of it when a signal came."""
     say, out = teller(console, as_json), output.path
     begun = output.begin(grid.config)
     facts = {
         "environment": begun.machine,
-        "config_hash": begun.facts["config_hash"],
+        "config_hash": begun.plan.config_hash,
         "data_hash": begun.manifest.hash,
         "command": redact_argv(sys.argv),
     }
@@ -117,33 +114,31 @@ def run_locked(grid: Grid, output: job.Output, *, on_gpu: bool, as_json: bool, c
         stopped = stop.number
         say(f"stopped: {out} holds what was measured; the same command goes on")
     scaling = collect(grid, out, facts=facts)
-    if stopped:
-        scaling["status"] = "partial"
-    scaling["verdicts"] = verdicts(scaling)
-    scaling["prediction"] = predicted(scaling)
+    judged = {"verdicts": verdicts(scaling.cells), "prediction": predicted(scaling)}
+    scaling = scaling.model_copy(update=judged | ({"status": "partial"} if stopped else {}))
     write(scaling, out)
     if as_json:
-        sys.stdout.write(json.dumps(scaling, indent=1) + "\n")
+        sys.stdout.write(results.to_json(scaling))
     else:
-        show(console, report.Summary(scaling))
+        show(console, report.Summary(results.plain(scaling)))
         show(console, f"page: {out / 'report.html'}", **PLAIN)
-    ran = any(cell["status"] == "ok" for cell in scaling["cells"])
+    ran = any(cell.status == "ok" for cell in scaling.cells)
     return 128 + stopped if stopped else 0 if ran else 1
 
 
-def predicted(scaling: dict[str, Any]) -> dict[str, Any] | None:
+def predicted(scaling: results.Scaling) -> results.Prediction | None:
     """What `plan scaling` says of these cells from one rank's profile, the links and the ceiling; None where
     one of them was not measured."""
     try:
-        source = inputs.from_data(scaling, "scaling.json")
-        gpus = tuple(sorted({cell["world_size"] for cell in scaling["cells"]}))
+        source = inputs.from_scaling(scaling, "scaling.json")
+        gpus = tuple(sorted({cell.world_size for cell in scaling.cells}))
         return answer(source, Question(gpus=gpus))
     except ConfigError:
         return None
 
 
-def write(scaling: dict[str, Any], out: Path) -> None:
+def write(scaling: results.Scaling, out: Path) -> None:
     """scaling.json, and what is made of it."""
-    record.write_json(out / "scaling.json", scaling)
-    report.write_csv(scaling, out / "scaling.csv")
-    page.write(scaling, out / "report.html")
+    results.write(out / "scaling.json", scaling)
+    report.write_csv(results.plain(scaling), out / "scaling.csv")
+    page.write(results.plain(scaling), out / "report.html")

@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, dump_config
-from launcher import job
+from launcher import job, results
 from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
+from launcher.results import BatchPlanFile, TuneBatch, TuneStatus
 from launcher.tune import FILE, cache, sizes, table
 from launcher.tune.measuring import BatchSearch, NothingFits
 from launcher.tune.runner import Question
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PLAN = "plan.json"
-FIXED = ("schema_version", "kind", "config_hash", "ranks", "sizes", "budget_s", "memory", "launcher")
+FIXED = tuple(name for name in BatchPlanFile.model_fields if name != "machine")
 GROWS = ("budget_s",)
 
 
@@ -45,7 +46,7 @@ def tune_batch(
     asked = load(name, overrides)
     question = ask(asked, ranks=gpus, budget_s=budget_s, memory_gib=memory_gib, launcher=launcher)
     where = asked.directory(out, "tune", "batch")
-    output = job.Output(where, "search", PLAN, plan_facts(question), FIXED, GROWS)
+    output = job.Output(where, "search", PLAN, plan_of(question), FIXED, GROWS)
     if issues := [*job.exposure_issues(question.config, where, "--out"), *output.issues()]:
         raise ConfigError(issues)
 
@@ -53,28 +54,28 @@ def tune_batch(
     for line in describe(question, where):
         say(line)
     if dry_run:
-        output.print_facts(as_json=as_json)
+        output.print_plan(as_json=as_json)
         return 0
     machine = asked.machine.to_json()
     known = None if fresh else cache.find(key(question, machine), question.budget_s, question.limit_gib)
     with output.claim():
         if known is not None and not (where / "trials").exists():
-            say(f"from the cache: found on {known['date']}; --fresh measures again")
+            say(f"from the cache: found on {known.date}; --fresh measures again")
             tune, code = from_cache(known, question), 0
-            record.write_json(where / PLAN, dict(output.facts))
+            results.write(where / PLAN, output.plan)
         else:
             tune, code = search(question, output, say)
         write(tune, where)
-        if tune["status"] == "complete" and not tune["cached"]:
+        if tune.status == "complete" and not tune.cached:
             try:
                 cache.keep(key(question, machine), tune)
             except OSError as error:
                 say(f"warning: the cache cannot be written ({error}); the next search measures again")
     if as_json:
-        sys.stdout.write(json.dumps(tune, indent=1) + "\n")
+        sys.stdout.write(results.to_json(tune))
     else:
-        show(console, table.batch_table(tune))
-        if tune["choice"]:
+        show(console, table.batch_table(results.plain(tune)))
+        if tune.choice:
             show(console, f"use it: bert-dp train {where / 'tuned.yaml'}", **PLAIN)
         show(console, f"page: {where / 'report.html'}", **PLAIN)
     return code
@@ -121,18 +122,16 @@ def key(question: Question, machine: Mapping[str, Any]) -> str:
     )
 
 
-def plan_facts(question: Question) -> dict[str, Any]:
-    """plan.json: what a directory was begun with. JSON values only."""
-    return {
-        "schema_version": record.SCHEMA_VERSION,
-        "kind": "batch",
-        "config_hash": question.config.hash(),
-        "ranks": question.ranks,
-        "sizes": list(question.sizes),
-        "budget_s": question.budget_s,
-        "memory": question.limit_gib if question.limit_of == "--memory" else None,
-        "launcher": question.launcher,
-    }
+def plan_of(question: Question) -> BatchPlanFile:
+    """plan.json: what a directory was begun with."""
+    return BatchPlanFile(
+        config_hash=question.config.hash(),
+        ranks=question.ranks,
+        sizes=list(question.sizes),
+        budget_s=question.budget_s,
+        memory=question.limit_gib if question.limit_of == "--memory" else None,
+        launcher=question.launcher,
+    )
 
 
 def describe(question: Question, where: Path) -> list[str]:
@@ -149,7 +148,7 @@ def describe(question: Question, where: Path) -> list[str]:
     ]
 
 
-def from_cache(known: Mapping[str, Any], question: Question) -> dict[str, Any]:
+def from_cache(known: TuneBatch, question: Question) -> TuneBatch:
     """tune.json of a search that an earlier one answers: the user's own configuration, and of another data
     set, seed or schedule no noise scale."""
     config = question.config
@@ -159,16 +158,19 @@ def from_cache(known: Mapping[str, Any], question: Question) -> dict[str, Any]:
         "config_hash": config.hash(),
         "config": config.model_dump(mode="json"),
     }
-    other = {} if known.get("config_hash") == config.hash() else {"noise": None, "goodput": None}
-    return {**known, **mine, **other}
+    other = {} if known.config_hash == config.hash() else {"noise": None, "goodput": None}
+    return known.model_copy(update={**mine, **other})
 
 
-def search(question: Question, output: job.Output, say: Callable[[str], None]) -> tuple[dict[str, Any], int]:
+def search(
+    question: Question, output: job.Output[BatchPlanFile], say: Callable[[str], None]
+) -> tuple[TuneBatch, int]:
     """tune.json and the exit code. Goes on where an earlier call ended."""
     out, begun = output.path, output.begin(question.config)
     pool = Pool(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, say=say)
     found = BatchSearch(question, out, pool, say)
-    status, why, code = "complete", None, 0
+    status: TuneStatus = "complete"
+    why, code = None, 0
     try:
         found.run()
     except Stopped as stop:
@@ -178,40 +180,37 @@ def search(question: Question, output: job.Output, say: Callable[[str], None]) -
         status, why, code = "failed", str(error), 1
         say(f"error: {why}")
     config = question.config
-    return {
-        "schema_version": record.SCHEMA_VERSION,
-        "kind": "batch",
-        "status": status,
-        "cached": False,
-        "why": why,
-        "date": datetime.date.today().isoformat(),
-        "seconds": found.runs.used_s,
-        "budget_s": question.budget_s,
-        "environment": begun.machine,
-        "config_hash": config.hash(),
-        "config": config.model_dump(mode="json"),
-        "data_hash": begun.manifest.hash,
-        "command": redact_argv(sys.argv),
-        "ranks": question.ranks,
-        "dp": question.dp,
-        "tensor": config.parallel.tensor,
-        "engine": config.parallel.engine,
-        "launcher": question.launcher,
-        "device": "cuda" if question.on_gpu else "cpu",
-        "global_batch": config.batch.global_size,
-        "sequence_length": config.data.sequence_length,
-        "trials": len(list(out.glob("trials/*/summary.json"))),
+    return TuneBatch(
+        status=status,
+        why=why,
+        date=datetime.date.today().isoformat(),
+        seconds=found.runs.used_s,
+        budget_s=question.budget_s,
+        environment=begun.machine,
+        config_hash=config.hash(),
+        config=config.model_dump(mode="json"),
+        data_hash=begun.manifest.hash,
+        command=redact_argv(sys.argv),
+        ranks=question.ranks,
+        dp=question.dp,
+        tensor=config.parallel.tensor,
+        engine=config.parallel.engine,
+        launcher=question.launcher,
+        device="cuda" if question.on_gpu else "cpu",
+        global_batch=config.batch.global_size,
+        sequence_length=config.data.sequence_length,
+        trials=len(list(out.glob("trials/*/summary.json"))),
         **found.facts,
-    }, code
+    ), code
 
 
-def write(tune: Mapping[str, Any], out: Path) -> None:
+def write(tune: TuneBatch, out: Path) -> None:
     """tune.json and what is made of it. Raises OSError."""
     from launcher.tune import page
 
-    record.write_json(out / FILE, dict(tune))
-    if tune["choice"]:
-        config = Config.model_validate_json(json.dumps(tune["config"]))
-        chosen = sizes.with_micro(config, tune["choice"]["micro_batch"])
+    results.write(out / FILE, tune)
+    if tune.choice:
+        config = Config.model_validate_json(json.dumps(tune.config))
+        chosen = sizes.with_micro(config, tune.choice.micro_batch)
         record.write_text(out / "tuned.yaml", dump_config(chosen))
-    page.write(tune, out / "report.html")
+    page.write(results.plain(tune), out / "report.html")

@@ -8,8 +8,10 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
+from bert_dp.record_models import FailureKind
+from launcher.results import TrialStatus
 from launcher.scaling.stats import student
 
 SMOOTH = 5  # losses of a range test that are averaged
@@ -21,6 +23,9 @@ FINALISTS = 2
 BEHIND = 0.03  # nats after the first seed, the same for all, by which a finalist is out
 
 
+Side = Literal["high", "low"]
+
+
 @dataclasses.dataclass
 class Outcome:
     """One trial."""
@@ -28,14 +33,15 @@ class Outcome:
     trial: str
     lr: float
     seed: int
-    status: str
-    """ok, diverged, oom or failed"""
+    status: TrialStatus
     cause: str | None
     heldout_loss: float | None
     tokens: int
     seconds: float | None = None
-    curve: list[list[float]] = dataclasses.field(default_factory=list)
-    """[[tokens, held-out loss], ...]"""
+    curve: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    """[(tokens, held-out loss), ...]"""
+    failure_kind: FailureKind | None = None
+    """Of a run that failed."""
 
     @property
     def score(self) -> float:
@@ -173,13 +179,14 @@ def beside(rungs: Sequence[Rung], last: Rung) -> float | None:
     return None
 
 
-def open_side(rungs: Sequence[Rung], best: float) -> str | None:
+def open_side(rungs: Sequence[Rung], best: float) -> Side | None:
     """`high` or `low` when no worse rate was measured on that side of the best, else None.
 
     The nearest rate on each side counts, in the longest rung that has both.
     """
     measured = {o.lr for rung in rungs for o in rung.outcomes if o.status in ("ok", "diverged")}
-    for side, sign in (("high", 1), ("low", -1)):
+    sides: tuple[tuple[Side, int], ...] = (("high", 1), ("low", -1))
+    for side, sign in sides:
         beyond = [lr for lr in measured if sign * (lr - best) > 0]
         if not beyond:
             return side
@@ -191,8 +198,25 @@ def open_side(rungs: Sequence[Rung], best: float) -> str | None:
     return None
 
 
-def choose(rungs: Sequence[Rung]) -> dict[str, Any] | None:
-    """The rate with the lowest mean over the seeds of the last rung, and its figures; None when none is left.
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The rate with the lowest mean over the seeds of the last rung; losses in nats."""
+
+    lr: float
+    heldout_loss: float
+    band: list[float]
+    """Least and greatest of the seeds."""
+    sd: float | None
+    """Standard deviation of a seed, pooled over the finalists; None of one seed."""
+    seeds: int
+    edge_side: Side | None
+    """Where no worse rate was measured."""
+    tied: list[float]
+    why: str
+
+
+def choose(rungs: Sequence[Rung]) -> Choice | None:
+    """The choice from the last rung; None when no rate is left.
 
     Tied with it is a finalist whose mean difference, paired by seed, has a 95 % interval (Student's t) that
     reaches zero; or one with fewer seeds that is not BEHIND.
@@ -221,17 +245,16 @@ def choose(rungs: Sequence[Rung]) -> dict[str, Any] | None:
         why += f"; not to be told apart from {', '.join(f'{lr:g}' for lr in tied)}{reason}"
     if side:
         why += f"; edge of the grid: no worse rate was measured on the {side} side"
-    return {
-        "lr": best,
-        "heldout_loss": mean,
-        "band": [min(mine.values()), max(mine.values())],
-        "sd": math.sqrt(statistics.fmean(deviations)) if deviations else None,
-        "seeds": count,
-        "at_edge": side is not None,
-        "edge_side": side,
-        "tied": tied,
-        "why": why,
-    }
+    return Choice(
+        lr=best,
+        heldout_loss=mean,
+        band=[min(mine.values()), max(mine.values())],
+        sd=math.sqrt(statistics.fmean(deviations)) if deviations else None,
+        seeds=count,
+        edge_side=side,
+        tied=tied,
+        why=why,
+    )
 
 
 def _tied(mine: dict[int, float], theirs: dict[int, float]) -> bool:

@@ -19,10 +19,11 @@ from bert_dp.config import (
     load_config,
     peak_lr,
 )
-from launcher import job
+from launcher import job, results
 from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
 from launcher.report import format_duration, format_percent, format_si
+from launcher.results import LrPlanFile, TuneLr, TuneStatus
 from launcher.tune import FILE, ladder, lr_trials, page, transfer
 from launcher.tune.ladder import Outcome, Rung
 from launcher.tune.lr_trials import device_slots
@@ -59,7 +60,7 @@ def tune(
     config = asked.config
     ranks = settings.ranks or config.parallel.tensor
     where = asked.directory(out, "tune", "lr")
-    output = job.Output(where, "search", STATE, facts_of(config, settings), FIXED)
+    output = job.Output(where, "search", STATE, plan_of(config, settings), FIXED)
     issues = [*asked.issues(where, "--out"), *asked.device_issues(ranks, "--ranks")]
     issues += setting_issues(config, settings, ranks)
     if issues := [*dict.fromkeys(issues), *output.issues()]:
@@ -68,28 +69,25 @@ def tune(
     say = teller(console, as_json)
     describe(config, settings, ranks, where, say, overrides)
     if dry_run:
-        output.print_facts(as_json=as_json)
+        output.print_plan(as_json=as_json)
         return 0
     with output.claim():
         code, found = run_locked(config, settings, ranks, output, on_gpu=asked.gpus > 0, say=say)
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        sys.stdout.write(results.to_json(found))
     return code
 
 
-def facts_of(config: Config, settings: Settings) -> dict[str, Any]:
-    """search.json's part that must not change from call to call. JSON values only."""
-    plain: dict[str, Any] = json.loads(
-        json.dumps(
-            {
-                "schema_version": record.SCHEMA_VERSION,
-                "kind": "lr",
-                "config_hash": config.hash(),
-                "config": config.model_dump(mode="json"),
-                "settings": dataclasses.asdict(settings),
-            }
-        )
+def plan_of(config: Config, settings: Settings) -> LrPlanFile:
+    """search.json as a search begins."""
+    return LrPlanFile(
+        config_hash=config.hash(), config=config.model_dump(mode="json"), settings=asdict_json(settings)
     )
+
+
+def asdict_json(settings: Settings) -> dict[str, Any]:
+    """JSON values only, so that they compare with what was read back."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(settings)))
     return plain
 
 
@@ -136,12 +134,12 @@ def run_locked(
     config: Config,
     settings: Settings,
     ranks: int,
-    output: job.Output,
+    output: job.Output[LrPlanFile],
     *,
     on_gpu: bool,
     say: Say,
     make_pool: Callable[..., Pool] = Pool,
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, TuneLr]:
     """The search, and (exit code, tune.json); also what there is of it when a signal came. `make_pool`: what
     runs the trials."""
     out, begun = output.path, output.begin(config)
@@ -163,9 +161,10 @@ def run_locked(
     question = Question(
         config, settings, ranks, begun.shards, begun.manifest.unigram_entropy_nats, len(slots)
     )
-    file = SearchFile(out / STATE, {"seconds": 0.0, **begun.facts})
+    file = SearchFile(out / STATE, begun.plan)
     doing = RateSearch(question, pool, file, say)
-    status, stopped, why = "complete", 0, None
+    status: TuneStatus = "complete"
+    stopped, why = 0, None
     try:
         doing.run()
     except Stopped as stop:
@@ -174,23 +173,22 @@ def run_locked(
     except AllFailed as failed:
         status, why = "failed", str(failed)
     file.save()
-    found = {**document(doing, file.facts, status, begun), "why": why}
-    if found["choice"] is None and status == "complete":
-        found["status"] = "failed"
-    before = record.read_json(out / FILE) or {}
-    if before.get("choice") == json.loads(json.dumps(found["choice"])):
-        found["transfer"] = before.get("transfer")
-    record.write_json(out / FILE, found)
-    found = record.read_json(out / FILE) or found
-    if (choice := found["choice"]) is not None:
-        record.write_text(out / "tuned.yaml", dump_config(lr_trials.tuned_config(config, choice["lr"])))
-    page.write(found, out / "report.html")
-    for line in summary_lines(found, out, why):
+    found = document(doing, file.plan, status, why, begun)
+    earlier = results.find(out / FILE, TuneLr)
+    if earlier is not None and earlier.choice == found.choice:
+        found = found.model_copy(update={"transfer": earlier.transfer})
+    results.write(out / FILE, found)
+    if found.choice is not None:
+        record.write_text(out / "tuned.yaml", dump_config(lr_trials.tuned_config(config, found.choice.lr)))
+    page.write(results.plain(found), out / "report.html")
+    for line in summary_lines(found, out):
         say(line)
-    return (128 + stopped if stopped else 1 if found["status"] == "failed" else 0), found
+    return (128 + stopped if stopped else 1 if found.status == "failed" else 0), found
 
 
-def document(doing: RateSearch, state: dict[str, Any], status: str, begun: job.Begun) -> dict[str, Any]:
+def document(
+    doing: RateSearch, plan: LrPlanFile, status: TuneStatus, why: str | None, begun: job.Begun[LrPlanFile]
+) -> TuneLr:
     """tune.json."""
     q, rungs = doing.q, doing.rungs
     config, settings = q.config, q.settings
@@ -200,105 +198,114 @@ def document(doing: RateSearch, state: dict[str, Any], status: str, begun: job.B
     asked = {
         **dataclasses.asdict(settings),
         "tokens": doing.tokens,
-        "tokens_why": state.get("tokens_why"),
+        "tokens_why": plan.tokens_why,
+        "optimizers": [config.optim.name],
+        "weight_decays": [config.optim.weight_decay],
         "seeds_used": list(q.seeds),
     }
-    searched = {"optimizer": config.optim.name, "weight_decay": config.optim.weight_decay}
-    return {
-        "schema_version": record.SCHEMA_VERSION,
-        "kind": "lr",
-        "status": status,
-        "date": time.strftime("%Y-%m-%d"),
-        "seconds": state["seconds"],
-        "environment": {**begun.machine, "launcher": settings.launcher},
-        "config_hash": config.hash(),
-        "config": config.model_dump(mode="json"),
-        "data_hash": begun.manifest.hash,
-        "command": redact_argv(sys.argv),
-        "settings": asked,
-        "ranks": q.ranks,
-        "at_a_time": q.at_a_time,
-        "unigram_entropy_nats": q.unigram,
-        "range_test": _range_facts(doing.range_test, config) if doing.range_test else None,
-        "rungs": [_rung_facts(rung, config) for rung in rungs],
-        "choice": choice and {**searched, **choice, "tied": _candidates(choice["tied"], config)},
-        "cost": {
-            "tokens": doing.range_tokens + sum(o.tokens for o in outcomes),
-            "grid_tokens": len(first) * settings.seeds * doing.tokens,
-            "trials": len(outcomes) + bool(doing.range_tokens),
-        },
-        "transfer": None,
-    }
+    return TuneLr(
+        status="failed" if status == "complete" and choice is None else status,
+        why=why,
+        date=time.strftime("%Y-%m-%d"),
+        seconds=plan.seconds,
+        environment={**begun.machine, "launcher": settings.launcher},
+        config_hash=config.hash(),
+        config=config.model_dump(mode="json"),
+        data_hash=begun.manifest.hash,
+        command=redact_argv(sys.argv),
+        settings=results.LrSettings.model_validate(asked),
+        ranks=q.ranks,
+        at_a_time=q.at_a_time,
+        unigram_entropy_nats=q.unigram,
+        range_test=_range_facts(doing.range_test, config) if doing.range_test else None,
+        rungs=[_rung_facts(rung, config) for rung in rungs],
+        choice=_choice_facts(choice, config) if choice else None,
+        cost=results.LrCost(
+            tokens=doing.range_tokens + sum(o.tokens for o in outcomes),
+            grid_tokens=len(first) * settings.seeds * doing.tokens,
+            trials=len(outcomes) + bool(doing.range_tokens),
+        ),
+    )
 
 
-def _candidates(rates: Sequence[float], config: Config) -> list[list[Any]]:
-    """[[optimizer, weight decay, rate], ...]"""
-    return [[config.optim.name, config.optim.weight_decay, lr] for lr in rates]
+def _candidates(rates: Sequence[float], config: Config) -> list[tuple[str, float, float]]:
+    """[(optimizer, weight decay, rate), ...]"""
+    return [(config.optim.name, config.optim.weight_decay, lr) for lr in rates]
 
 
-def _range_facts(test: RangeTest, config: Config) -> dict[str, Any]:
-    return {
-        "optimizer": config.optim.name,
-        "points": [[lr, loss] for lr, loss, _ in test.points],
-        "edge": test.edge.lr,
-        "why": test.edge.why,
-        "trial": test.trial,
-    }
+def _choice_facts(choice: ladder.Choice, config: Config) -> results.LrChoice:
+    facts = dataclasses.asdict(choice)
+    return results.LrChoice(
+        **{**facts, "tied": _candidates(choice.tied, config)},
+        optimizer=config.optim.name,
+        weight_decay=config.optim.weight_decay,
+        at_edge=choice.edge_side is not None,
+    )
 
 
-def _rung_facts(rung: Rung, config: Config) -> dict[str, Any]:
-    return {
-        "tokens": rung.tokens,
-        "seeds": list(rung.seeds),
-        "last": rung.last,
-        "trials": [_trial_facts(outcome, config) for outcome in rung.outcomes],
-        "kept": _candidates(rung.kept, config),
-    }
+def _range_facts(test: RangeTest, config: Config) -> results.RangeTest:
+    return results.RangeTest(
+        optimizer=config.optim.name,
+        points=[(lr, loss) for lr, loss, _ in test.points],
+        edge=test.edge.lr,
+        why=test.edge.why,
+        trial=test.trial,
+    )
 
 
-def _trial_facts(o: Outcome, config: Config) -> dict[str, Any]:
-    return {
-        "trial": o.trial,
-        "lr": o.lr,
-        "weight_decay": config.optim.weight_decay,
-        "optimizer": config.optim.name,
-        "seed": o.seed,
-        "status": o.status,
-        "cause": o.cause,
-        "heldout_loss": o.heldout_loss,
-        "tokens": o.tokens,
-        "seconds": o.seconds,
-        "curve": o.curve,
-    }
+def _rung_facts(rung: Rung, config: Config) -> results.Rung:
+    return results.Rung(
+        tokens=rung.tokens,
+        seeds=list(rung.seeds),
+        last=rung.last,
+        trials=[_trial_facts(outcome, config) for outcome in rung.outcomes],
+        kept=_candidates(rung.kept, config),
+    )
 
 
-def summary_lines(found: dict[str, Any], out: Path, why: str | None) -> list[str]:
+def _trial_facts(o: Outcome, config: Config) -> results.LrTrial:
+    return results.LrTrial(
+        trial=o.trial,
+        lr=o.lr,
+        weight_decay=config.optim.weight_decay,
+        optimizer=config.optim.name,
+        seed=o.seed,
+        status=o.status,
+        failure_kind=o.failure_kind,
+        cause=o.cause,
+        heldout_loss=o.heldout_loss,
+        tokens=o.tokens,
+        seconds=o.seconds,
+        curve=list(o.curve),
+    )
+
+
+def summary_lines(found: TuneLr, out: Path) -> list[str]:
     """What is told at the end."""
     lines = [
-        f"{trial['trial']}: {trial['status']}: {trial['cause']}"
-        for rung in found["rungs"]
-        for trial in rung["trials"]
-        if trial["status"] in ("oom", "failed")
+        f"{trial.trial}: {trial.status}: {trial.cause}"
+        for rung in found.rungs
+        for trial in rung.trials
+        if trial.status in ("oom", "failed")
     ]
-    cost, choice = found["cost"], found["choice"]
+    cost, choice = found.cost, found.choice
     if choice is not None:
-        spread = "" if choice["sd"] is None else f", standard deviation {choice['sd']:.4f}"
-        low, high = choice["band"]
-        seeds = f"{choice['seeds']} seed{'s' if choice['seeds'] > 1 else ''}"
+        spread = "" if choice.sd is None else f", standard deviation {choice.sd:.4f}"
+        low, high = choice.band
+        seeds = f"{choice.seeds} seed{'s' if choice.seeds > 1 else ''}"
         lines.append(
-            f"best: learning rate {choice['lr']:g}: held-out {choice['heldout_loss']:.4f} nats, {low:.4f} to "
+            f"best: learning rate {choice.lr:g}: held-out {choice.heldout_loss:.4f} nats, {low:.4f} to "
             f"{high:.4f} over {seeds}{spread}"
         )
-        lines.append(f"  {choice['why']}")
-    elif found["status"] == "failed":
+        lines.append(f"  {choice.why}")
+    elif found.status == "failed":
+        reason = found.why or "every finalist failed"
+        lines.append(f"error: no rate can be chosen: {reason}; logs below {out / 'trials'}")
+    if cost is not None and cost.grid_tokens:
+        share = f"{format_percent(cost.tokens / cost.grid_tokens)} of the grid of these rates"
         lines.append(
-            f"error: no rate can be chosen: {why or 'every finalist failed'}; logs below {out / 'trials'}"
-        )
-    if cost["grid_tokens"]:
-        share = f"{format_percent(cost['tokens'] / cost['grid_tokens'])} of the grid of these rates"
-        lines.append(
-            f"cost: {format_si(cost['tokens'], 'tokens')} in {cost['trials']} trials, {share} "
-            f"with every seed; {format_duration(found['seconds'])}"
+            f"cost: {format_si(cost.tokens, 'tokens')} in {cost.trials} trials, {share} "
+            f"with every seed; {format_duration(found.seconds)}"
         )
     if choice is not None:
         lines.append(f"use it: bert-dp train {out / 'tuned.yaml'}")
@@ -320,29 +327,29 @@ def carry(
     it to OUT/tune.json. Returns the exit code; raises ConfigError."""
     config = load_config(job.find_config(name), overrides)
     path = None if out is None else out / FILE
-    tuned = None if path is None else record.read_json(path)
+    tuned = None if path is None else results.find(path, TuneLr)
     at_before = config.model_copy(update={"batch": config.batch.model_copy(update={"global_size": before})})
     source, lr = "the configuration's", peak_lr(at_before).value
     if path is not None:
-        if tuned is None or tuned.get("kind") != "lr" or not tuned.get("choice"):
+        if tuned is None or tuned.choice is None:
             raise ConfigError(
                 [f"--out: {path} holds no chosen learning rate; drop --out to carry the configuration's"]
             )
-        config = Config.model_validate_json(json.dumps(tuned["config"]))
+        config = Config.model_validate_json(json.dumps(tuned.config))
         if before != config.batch.global_size:
             raise ConfigError(
                 [f"--transfer: {path} was tuned at global batch {config.batch.global_size}, not {before}"]
             )
-        choice = tuned["choice"]
-        lr = float(choice["lr"])
+        lr = tuned.choice.lr
         config, source = lr_trials.tuned_config(config, lr), str(path)
-    found = transfer.transfer(config, lr, source, before, after)
+    carried = transfer.transfer(config, lr, source, before, after)
     if path is not None and tuned is not None:
-        record.write_json(path, {**tuned, "transfer": found})
-        page.write({**tuned, "transfer": found}, path.with_name("report.html"))
+        tuned = tuned.model_copy(update={"transfer": carried})
+        results.write(path, tuned)
+        page.write(results.plain(tuned), path.with_name("report.html"))
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        sys.stdout.write(results.to_json(carried))
     else:
-        for line in transfer.lines(found):
+        for line in transfer.lines(carried):
             show(console, line, **PLAIN)
     return 0

@@ -13,12 +13,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp import record
 from bert_dp.config import Config, ConfigError
+from bert_dp.record_models import Summary
+from launcher import results
 from launcher.report import format_duration, format_eta, format_si
+from launcher.results import LrPlanFile
+from launcher.scaling.raw import read_summary
 from launcher.tune import ladder, lr_trials
 from launcher.tune.ladder import FINALISTS, Edge, Outcome, Rung
-from launcher.tune.trials import Pool, Say, Trial, cause
+from launcher.tune.trials import Pool, Say, Trial, cause, failure_kind
 
 SHORT = 8  # the first rung trains this part of the whole budget
 LEAST_STEPS = SHORT  # of the whole budget: one in the first rung
@@ -63,15 +66,16 @@ class SearchFile:
     """OUT/search.json: what was asked for, the measured length of a run, which must not change when going on,
     and the seconds of all calls."""
 
-    def __init__(self, path: Path, facts: dict[str, Any]):
-        self.path, self.facts, self._since = path, facts, time.monotonic()
+    def __init__(self, path: Path, plan: LrPlanFile):
+        self.path, self.plan, self._since = path, plan, time.monotonic()
 
     def save(self, **more: Any) -> None:
         """Add `more`, and the seconds since the last time."""
         now = time.monotonic()
-        self.facts |= {**more, "seconds": self.facts["seconds"] + now - self._since}
+        seconds = self.plan.seconds + now - self._since
+        self.plan = self.plan.model_copy(update={**more, "seconds": seconds})
         self._since = now
-        record.write_json(self.path, self.facts)
+        results.write(self.path, self.plan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -217,36 +221,35 @@ class RateSearch:
         directory = self._pool.directory(trial)
         points, why = lr_trials.range_points(directory), cause(directory)
         self.range_tokens = len(points) * lr_trials.step_tokens(config)
-        if not points or (state != "ok" and lr_trials.NOT_FINITE not in why):
+        if not points or (state != "ok" and failure_kind(directory) != "not_finite"):
             raise AllFailed(f"{trial.name}: {state}: {why}")
-        summary, seconds = record.read_json(directory / "summary.json") or {}, self._pool.seconds(trial)
-        spent = summary.get("time_s") or {}
+        summary, seconds = read_summary(directory) or Summary(status="failed"), self._pool.seconds(trial)
         edge = ladder.find_edge(points)
         self._say(f"  edge at {edge.lr:.3g}: {edge.why}" if edge.lr is not None else f"  {edge.why}")
         return RangeTest(
             trial.name,
             points,
             edge,
-            float(summary.get("tokens_per_s") or 0.0),
-            max(0.0, seconds - float(spent.get("train", 0.0))),
-            float(spent.get("eval", 0.0)),
+            summary.tokens_per_s or 0.0,
+            max(0.0, seconds - summary.time_s.get("train", 0.0)),
+            summary.time_s.get("eval", 0.0),
             seconds,
         )
 
     def _settle_tokens(self, test: RangeTest) -> int:
         """Tokens of a whole run; what is about to run is said."""
-        facts = self._file.facts
-        if "tokens" not in facts:
+        if self._file.plan.tokens is None:
             tokens, why = whole_budget(test, self.q)
             if tokens < LEAST_STEPS * lr_trials.step_tokens(self.q.config):
                 raise ConfigError(
                     [f"schedule: {tokens:,} tokens are fewer than {LEAST_STEPS} steps; raise schedule.hours"]
                 )
             self._file.save(tokens=tokens, tokens_why=why)
-        tokens = int(facts["tokens"])
+        plan = self._file.plan
+        tokens = plan.tokens or 0
         rungs = planned(self.q.settings, tokens)
         total = sum(count * each for count, each, _ in rungs)
-        self._say(f"whole run: {facts['tokens_why']}")
+        self._say(f"whole run: {plan.tokens_why}")
         self._say(
             f"{sum(count for count, *_ in rungs)} trials, {format_si(total, 'tokens')}, "
             f"{self.q.at_a_time} at a time: about {format_duration(predicted_s(test, self.q, tokens))}, and "

@@ -9,17 +9,21 @@ from typing import Any
 
 import pytest
 
-from bert_dp import record
 from bert_dp.config import ConfigError, load_config
-from launcher import environment, job
+from launcher import environment, job, results
 from launcher.environment import Gpu
+from launcher.results import LrPlanFile
 
-ASKED: dict[str, Any] = {"config_hash": "abc", "settings": {"repeats": 3, "steps": 50, "tokens": None}}
+ASKED = {"repeats": 3, "steps": 50, "tokens": None}
 
 
-def output(out: Path, **settings: Any) -> job.Output:
-    facts = {**ASKED, "settings": {**ASKED["settings"], **settings}}
-    return job.Output(out, "grid", "grid.json", facts, ("config_hash", "settings"), ("settings.repeats",))
+def plan(**settings: Any) -> LrPlanFile:
+    return LrPlanFile(config_hash="abc", settings={**ASKED, **settings})
+
+
+def output(out: Path, **settings: Any) -> job.Output[LrPlanFile]:
+    fixed, grows = ("config_hash", "settings"), ("settings.repeats",)
+    return job.Output(out, "grid", "grid.json", plan(**settings), fixed, grows)
 
 
 def made(device: str, gpus: int) -> job.Job:
@@ -74,7 +78,7 @@ def test_who_may_stand_where_a_verb_writes(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_directory_was_begun_with(tmp_path: Path, now: dict[str, Any], words: str | None) -> None:
-    record.write_json(tmp_path / "grid.json", ASKED)
+    results.write(tmp_path / "grid.json", plan())
     issues = output(tmp_path, **now).issues()
     assert [words is not None and words in issue for issue in issues] == ([True] if words else [])
 
@@ -83,8 +87,7 @@ def test_what_a_directory_was_begun_with(tmp_path: Path, now: dict[str, Any], wo
 def test_a_directory_begun_with_an_option_that_was_cut(
     tmp_path: Path, then: list[str], refused: bool
 ) -> None:
-    settings = {**ASKED["settings"], "optimizers": then}
-    record.write_json(tmp_path / "grid.json", {**ASKED, "settings": settings})
+    results.write(tmp_path / "grid.json", plan(optimizers=then))
     issues = output(tmp_path).issues()
     assert bool(issues) == refused
     if refused:
@@ -102,12 +105,14 @@ def test_runs_of_another_machine_or_other_data_are_not_mixed(
     out = tmp_path / "out"
     out.mkdir()
     begun = output(out).begin(config)
-    assert begun.facts == json.loads((out / "grid.json").read_text())
-    assert begun.facts["machine"]["data"] == begun.manifest.hash
-    record.write_json(out / "grid.json", {**begun.facts, "tokens": 7})
-    assert output(out, repeats=4).begin(config).facts["tokens"] == 7  # what was found out stays
-    other = {**begun.facts["machine"], "cores": 99}
-    record.write_json(out / "grid.json", {**begun.facts, "machine": other})
+    assert begun.plan == results.read(out / "grid.json", LrPlanFile)
+    assert begun.plan.machine is not None
+    assert begun.plan.machine["data"] == begun.manifest.hash
+    results.write(out / "grid.json", begun.plan.model_copy(update={"tokens": 7}))
+    later = output(out, repeats=4).begin(config).plan
+    assert (later.tokens, later.settings["repeats"]) == (7, 4)  # what was measured stays
+    other = {**begun.plan.machine, "cores": 99}
+    results.write(out / "grid.json", begun.plan.model_copy(update={"machine": other}))
     with pytest.raises(ConfigError, match=r"was begun elsewhere \(cores: 99 then, "):
         output(out).begin(config)
 

@@ -1,5 +1,6 @@
 """Decisions of the learning rate search at their bounds, by hand."""
 
+import dataclasses
 import math
 import random
 from collections.abc import Sequence
@@ -213,7 +214,7 @@ def test_a_side_is_open_without_a_worse_rate_on_it() -> None:
 # --- the choice
 
 
-def chosen(losses: dict[float, Sequence[float]], *before: Rung) -> dict[str, object]:
+def chosen(losses: dict[float, Sequence[float]], *before: Rung) -> ladder.Choice:
     found = ladder.choose([*before, rung(losses, last=True)])
     assert found is not None
     return found
@@ -223,13 +224,13 @@ WIDE = rung({lr: [9.0 if lr != 2 else 8.0] for lr in (1, 2, 4, 8)})
 
 
 def test_the_choice_in_full() -> None:
-    assert chosen({2.0: [3.0, 3.25, 3.5], 4.0: [4.0, 4.25, 4.5]}, WIDE) == {
+    found = chosen({2.0: [3.0, 3.25, 3.5], 4.0: [4.0, 4.25, 4.5]}, WIDE)
+    assert dataclasses.asdict(found) == {
         "lr": 2.0,
         "heldout_loss": 3.25,
         "band": [3.0, 3.5],
         "sd": 0.25,
         "seeds": 3,
-        "at_edge": False,
         "edge_side": None,
         "tied": [],
         "why": "the lowest mean of 3 seeds, 1.0000 nats below 4",
@@ -238,19 +239,19 @@ def test_the_choice_in_full() -> None:
 
 def test_one_seed_has_no_interval() -> None:
     found = chosen({2.0: [3.0], 4.0: [3.01], 8.0: [3.5]}, WIDE)
-    assert (found["sd"], found["seeds"], found["band"]) == (None, 1, [3.0, 3.0])
-    assert found["tied"] == [4.0, 8.0]
-    assert found["why"] == (
+    assert (found.sd, found.seeds, found.band) == (None, 1, [3.0, 3.0])
+    assert found.tied == [4.0, 8.0]
+    assert found.why == (
         "the lowest loss, of one seed, 0.0100 nats below 4; not to be told apart from 4, 8: one seed has no "
         "interval"
     )
-    assert chosen({2.0: [3.0]}, WIDE)["why"] == "the lowest loss, of one seed"
+    assert chosen({2.0: [3.0]}, WIDE).why == "the lowest loss, of one seed"
 
 
 def test_an_open_side_is_told() -> None:
     found = chosen({8.0: [3.0, 3.0], 4.0: [4.0, 4.0]})
-    assert (found["at_edge"], found["edge_side"], found["tied"], found["sd"]) == (True, "high", [], 0.0)
-    assert found["why"] == (
+    assert (found.edge_side, found.tied, found.sd) == ("high", [], 0.0)
+    assert found.why == (
         "the lowest mean of 2 seeds, 1.0000 nats below 4; edge of the grid: no worse rate was measured on "
         "the high side"
     )
@@ -266,15 +267,15 @@ def test_rates_are_tied_whose_paired_difference_may_be_zero(count: int, student:
     mine = [float(k) for k in range(count)]
     for apart, tied in ((0.999 * half, True), (1.001 * half, False)):
         other = [m + x - mean + apart for m, x in zip(mine, signs, strict=True)]
-        assert bool(chosen({2.0: mine, 4.0: other}, WIDE)["tied"]) == tied
-    assert chosen({2.0: mine, 4.0: [m + 1 for m in mine]}, WIDE)["tied"] == []
-    assert chosen({2.0: mine, 4.0: mine}, WIDE)["tied"]
+        assert bool(chosen({2.0: mine, 4.0: other}, WIDE).tied) == tied
+    assert chosen({2.0: mine, 4.0: [m + 1 for m in mine]}, WIDE).tied == []
+    assert chosen({2.0: mine, 4.0: mine}, WIDE).tied
 
 
 def test_fewer_seeds_are_compared_over_those_that_both_have() -> None:
     found = chosen({2.0: [3.0, 3.5, 2.5], 4.0: [3.02], 8.0: [3.04]}, WIDE)
-    assert found["tied"] == [4.0]  # within 0.03 of the mean, 8 is not
-    assert found["why"] == (
+    assert found.tied == [4.0]  # within 0.03 of the mean, 8 is not
+    assert found.why == (
         "the lowest mean of 3 seeds, 0.0200 nats below 4 over 1 of them; not to be told apart from 4"
     )
 
@@ -283,11 +284,11 @@ def test_the_deviation_is_pooled_over_the_finalists_and_a_diverged_seed_is_out()
     made = rung({2.0: [3.0, 3.2, 3.4], 4.0: [3.0, 3.4, 3.8]}, last=True)
     found = ladder.choose([WIDE, made])
     assert found is not None
-    assert found["sd"] == pytest.approx(math.sqrt((0.2**2 + 0.4**2) / 2))
+    assert found.sd == pytest.approx(math.sqrt((0.2**2 + 0.4**2) / 2))
     made.outcomes[0].status = "diverged"
     found = ladder.choose([WIDE, made])
     assert found is not None
-    assert found["lr"] == 4.0
+    assert found.lr == 4.0
 
 
 def test_without_a_last_rung_or_a_finite_loss_nothing_is_chosen() -> None:

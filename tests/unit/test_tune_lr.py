@@ -14,7 +14,7 @@ from rich.console import Console
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_plan, dump_config, load_config, peak_lr
-from launcher import job
+from launcher import job, results
 from launcher.tune import ladder, lr, lr_trials, transfer
 from launcher.tune.rate_search import Settings
 from launcher.tune.trials import Slot, Stopped, Trial
@@ -34,7 +34,7 @@ def prepared(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def output(out: Path, config: Config, settings: Settings = Settings()) -> job.Output:  # noqa: B008
-    return job.Output(out, "search", lr.STATE, lr.facts_of(config, settings), lr.FIXED)
+    return job.Output(out, "search", lr.STATE, lr.plan_of(config, settings), lr.FIXED)
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ def searched(
     pool = Pool(out, surface, limit, rate)
     said: list[str] = []
     config = make(shards, *overrides)
-    code, found = lr.run_locked(
+    code, tune = lr.run_locked(
         config,
         settings,
         1,
@@ -146,6 +146,7 @@ def searched(
         say=said.append,
         make_pool=lambda *_, **__: pool,  # type: ignore[arg-type, return-value]
     )
+    found = results.plain(tune)
     assert found == json.loads((out / "tune.json").read_text())
     return code, found, pool, said
 
@@ -315,7 +316,7 @@ def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: 
             say=said.append,
             make_pool=lambda *_, pool=pool, **__: pool,  # type: ignore[arg-type, return-value]
         )
-        assert found["settings"]["tokens"] == round(0.01 * 3600 * 1e4 / STEP) * STEP
+        assert found.settings.tokens == round(0.01 * 3600 * 1e4 / STEP) * STEP
         assert any("0.01 h at the measured 10 k tokens/s of 1 rank" in line for line in said)
     assert pool.ran == []
 
@@ -420,25 +421,44 @@ def test_a_trial_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     assert lr_trials.device_slots(16, gpus=0, cores=8, most=9) == [Slot(cores=tuple(range(8)))]
 
 
+@pytest.mark.parametrize(
+    ("facts", "status"),
+    [
+        ({"cause": "no words", "failure_kind": "not_finite"}, "diverged"),
+        ({"cause": "a gradient that is not finite", "failure_kind": "error"}, "failed"),
+        ({"cause": "all 3 steps had a gradient that is not finite"}, "diverged"),
+        ({"cause": "no words"}, "failed"),
+    ],
+)
+def test_a_trial_has_diverged_by_the_kind_of_its_failure(
+    tmp_path: Path, facts: dict[str, str], status: str
+) -> None:
+    """The third is of an older program, which wrote no kind."""
+    record.write_json(tmp_path / "summary.json", {"status": "failed", "exit_code": 1, "step": 3, **facts})
+    found = lr_trials.read_outcome(tmp_path, "failed", 0.1, 0, tokens_of_step=8, seconds=1.0)
+    assert (found.status, found.tokens, found.cause) == (status, 24, facts["cause"])
+    assert found.failure_kind == ("not_finite" if status == "diverged" else "error")
+
+
 # --- transfer
 
 
 def test_transfer_follows_the_papers(shards: Path) -> None:
     config = make(shards, "optim.beta1=0.99", "optim.beta2=0.999", "optim.eps=1e-8")
     found = transfer.transfer(config, 1e-3, "x", 256, 4096)
-    root, straight, untuned = found["rules"]
-    assert (found["ratio"], found["ours"]) == (16, None)
-    assert root["lr"] == pytest.approx(4e-3)
-    assert root["beta1"] == pytest.approx(0.84)
-    assert root["beta2"] == pytest.approx(0.984)
-    assert root["eps"] == pytest.approx(2.5e-9)
-    assert straight["lr"] == pytest.approx(1.6e-2)
-    assert untuned["lr"] == pytest.approx(5 / (2**1.5 * 1e3))
-    down = transfer.transfer(config, 1e-3, "x", 4096, 256)["rules"][0]
-    assert down["lr"] == pytest.approx(2.5e-4)
-    assert transfer.transfer(config, 1e-3, "x", 1, 128)["rules"][0]["beta1"] is None
+    root, straight, untuned = found.rules
+    assert (found.ratio, found.ours) == (16, None)
+    assert root.lr == pytest.approx(4e-3)
+    assert root.beta1 == pytest.approx(0.84)
+    assert root.beta2 == pytest.approx(0.984)
+    assert root.eps == pytest.approx(2.5e-9)
+    assert straight.lr == pytest.approx(1.6e-2)
+    assert untuned.lr == pytest.approx(5 / (2**1.5 * 1e3))
+    down = transfer.transfer(config, 1e-3, "x", 4096, 256).rules[0]
+    assert down.lr == pytest.approx(2.5e-4)
+    assert transfer.transfer(config, 1e-3, "x", 1, 128).rules[0].beta1 is None
     ours = make(shards, "optim.lr_scaling=sqrt", "optim.lr_batch=8")
-    assert transfer.transfer(ours, 1e-3, "x", 8, 16)["ours"] == "sqrt"
+    assert transfer.transfer(ours, 1e-3, "x", 8, 16).ours == "sqrt"
 
 
 def test_transfer_takes_the_rate_that_was_found(
