@@ -27,7 +27,7 @@ from bert_dp.config import dump_config, load_config
 from bert_dp.ledger import count_step
 from bert_dp.memory_line import choose_device
 from launcher.environment import versions
-from launcher.training import shipped_configs
+from launcher.job import shipped_configs
 from tests.shards import write_shards
 
 MIB = 2**20

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from bert_dp.config import dump_config, load_config
-from launcher.training import shipped_configs
+from launcher.job import shipped_configs
 from tests.e2e.cli import TINY, bert_dp, here, tiny
 from tests.parity.runs import train_runs, write_run
 from tests.shards import edited_manifest, write_shards

@@ -12,7 +12,7 @@ import pytest
 
 from bert_dp import record
 from bert_dp.config import dump_config, load_config
-from launcher.training import shipped_configs
+from launcher.job import shipped_configs
 from tests.e2e.cli import TINY, open_to_others, start, tiny, umask
 from tests.e2e.test_train import step_reached, wait_for
 from tests.shards import write_shards

@@ -15,8 +15,8 @@ from bert_dp.cost import memory_estimate_gib
 from bert_dp.record_models import kind_of_text
 from launcher.advice import SPARE, explain, what_fits
 from launcher.failure import Failure
+from launcher.job import shipped_configs
 from launcher.memory import MemoryFacts
-from launcher.training import shipped_configs
 
 NONE = MemoryFacts({}, 1.0, 0, "memory.events")
 CUDA = (

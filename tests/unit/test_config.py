@@ -32,7 +32,8 @@ from bert_dp.config import (
     setting_paths,
 )
 from bert_dp.config.checks import parallel_issues
-from launcher.training import absolute, expected_steps
+from launcher.job import absolute
+from launcher.training import expected_steps
 from tests.shards import write_shards
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from bert_dp import corpus, dedup, encode, pipeline, record, shards, sources, tokenizer
 from bert_dp.config import BuildConfig, Config, ConfigError, read_manifest, resolve
 from bert_dp.config.manifest import Split
-from launcher.training import input_issues
+from launcher.job import input_issues
 from tests.e2e.cli import open_to_others, umask
 from tests.shards import edited_manifest, write_shards
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from bert_dp import corpus, shards
 from bert_dp.config import Config, ConfigError, read_manifest, resolve
 from bert_dp.data import Shards
-from launcher.training import input_issues
+from launcher.job import input_issues
 from tests.shards import edited_manifest, write_manifest, write_shards
 
 Edit = Callable[[dict[str, Any]], Any]
