@@ -23,9 +23,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bert_dp import record
 from launcher import environment, job, options
+from launcher.run import trials
+from launcher.run.trials import Slot
 from launcher.tune import FILE, batch, sizes
-from launcher.tune.runner import Runner
-from launcher.tune.trials import Pool, Slot
+from launcher.tune.runner import BatchTrials
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 5
@@ -93,17 +94,19 @@ def search(asked: argparse.Namespace, where: Path) -> dict[str, Any]:
 
 def sweep(question: Any, where: Path, number: int, steps: int) -> dict[int, float]:
     """Sequences per second of every size, each in a run of its own at the declared global batch."""
-    pool = Pool(where, [Slot()], launcher="torchrun", on_gpu=question.on_gpu, say=lambda line: None)
-    runner = Runner(question, pool)
     found = {}
-    for micro in random.Random(number).sample(question.sizes, len(question.sizes)):
-        global_size = question.config.batch.global_size
-        trial = runner.trial(f"micro-{micro}-round-{number}", micro, global_size, WARM_UP + steps)
-        status = runner.run(trial)
-        if status == "ok":
-            run = runner.timed(trial, WARM_UP, steps)
-            found[micro] = global_size / statistics.fmean(run.step_s)
-        print(f"round {number}, micro {micro}: {status} {found.get(micro, 0):.1f}/s", file=sys.stderr)
+    with trials.runner(
+        where, [Slot()], launcher="torchrun", on_gpu=question.on_gpu, say=lambda line: None
+    ) as runs:
+        batches = BatchTrials(question, where, runs)
+        for micro in random.Random(number).sample(question.sizes, len(question.sizes)):
+            global_size = question.config.batch.global_size
+            trial = batches.trial(f"micro-{micro}-round-{number}", micro, global_size, WARM_UP + steps)
+            status = batches.run(trial).status
+            if status == "ok":
+                run = batches.timed(trial, WARM_UP, steps)
+                found[micro] = global_size / statistics.fmean(run.step_s)
+            print(f"round {number}, micro {micro}: {status} {found.get(micro, 0):.1f}/s", file=sys.stderr)
     return found
 
 

@@ -30,8 +30,9 @@ sys.path.insert(0, str(ROOT))
 from bert_dp import record  # noqa: E402
 from bert_dp.config import Config  # noqa: E402
 from launcher import environment, job  # noqa: E402
+from launcher.run import trials  # noqa: E402
+from launcher.run.trials import Stopped, Trial  # noqa: E402
 from launcher.tune import FILE, lr_trials  # noqa: E402
-from launcher.tune.trials import Pool, Stopped, Trial  # noqa: E402
 
 GOAL_NATS, GOAL_TOKENS = 0.02, 0.5
 TOKENS = 1_200_000  # about two minutes of one rank on one core, as long as the quickstart trains
@@ -98,9 +99,9 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
     named = {}
     for seed in seeds:
         for rate in ladder_of(found):
-            trial = lr_trials.trial_config(config, shards, rate, tokens, seed, last=True)
             name = lr_trials.trial_name(config, rate, tokens, seed)
-            named[name] = Trial(name, trial, found["ranks"]), rate, seed
+            trial = lr_trials.trial_config(config, shards, rate, tokens, seed, last=True)
+            named[name] = Trial(out / "trials" / name, trial, found["ranks"]), rate, seed
     machine = environment.probe()
     on_gpu = bool(machine.gpus) and config.run.device != "cpu"
     slots = lr_trials.device_slots(
@@ -109,31 +110,31 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
         cores=int(machine.usable_cores),
         most=found["at_a_time"],
     )
-    pool = Pool(out, slots, launcher="torchrun", on_gpu=on_gpu, say=print)
     before = (record.read_json(out / "seconds.json") or {"seconds": 0.0})["seconds"]
     begun, outcomes = time.monotonic(), []
     todo = [trial for trial, *_ in named.values()]
-    known = {trial.name for trial in todo if pool.ended(trial)}
+    left = [trial for trial in todo if trials.earlier(trial) is None]
     try:
-        for trial, state in pool.outcomes(todo):
-            _, rate, seed = named[trial.name]
-            outcome = lr_trials.read_outcome(
-                pool.directory(trial),
-                state,
-                rate,
-                seed,
-                tokens_of_step=lr_trials.step_tokens(config),
-                seconds=pool.seconds(trial),
-            )
-            outcomes.append(outcome)
-            print(
-                f"[{len(outcomes)}/{len(todo)}] {trial.name}: {outcome.status} {outcome.heldout_loss}",
-                flush=True,
-            )
+        with trials.runner(out, slots, launcher="torchrun", on_gpu=on_gpu, say=print) as runs:
+            for trial, ended in runs.run(todo):
+                _, rate, seed = named[trial.name]
+                outcome = lr_trials.read_outcome(
+                    trial.directory,
+                    ended.status,
+                    rate,
+                    seed,
+                    tokens_of_step=lr_trials.step_tokens(config),
+                    seconds=ended.seconds,
+                )
+                outcomes.append(outcome)
+                print(
+                    f"[{len(outcomes)}/{len(todo)}] {trial.name}: {outcome.status} {outcome.heldout_loss}",
+                    flush=True,
+                )
     except Stopped as stop:
         sys.exit(128 + stop.number)
     finally:
-        spent = before + (time.monotonic() - begun if len(known) < len(todo) else 0.0)
+        spent = before + (time.monotonic() - begun if left else 0.0)
         record.write_json(out / "seconds.json", {"seconds": spent})
     lines = [
         {

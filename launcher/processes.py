@@ -94,7 +94,8 @@ def run(
     launcher_log = logs / f"{launcher}.log"
     offset = launcher_log.stat().st_size if launcher_log.exists() else 0
     memory = MemoryWatch()
-    environ = start_environment(launcher, run_dir, scratch, nproc, on_gpu=on_gpu, grace_s=grace_s)
+    with confined(cores):  # the threads of a rank are counted from its cores
+        environ = start_environment(launcher, run_dir, scratch, nproc, on_gpu=on_gpu, grace_s=grace_s)
     ours = [f"{name}={environ[name]}" for name in (LAUNCHER_PID, LAUNCHER_START)]
     with stop_signals() as pending:  # until all is told: one that comes last must not cost the summary
         try:

@@ -157,6 +157,11 @@ def test_only_an_engines_own_file_imports_its_package(package: str) -> None:
     assert say(bad) == []
 
 
+def test_runs_know_no_verb_that_asks_for_them() -> None:
+    rooms = ("launcher.scaling", "launcher.tune", "launcher.plan")
+    assert say([i for i in imports() if within(i.module, "launcher.run") and within(i.target, *rooms)]) == []
+
+
 def test_nobody_imports_worker_or_cli() -> None:
     bad = [
         i

@@ -15,9 +15,11 @@ from launcher.display import PLAIN, show, teller
 from launcher.plan import inputs
 from launcher.plan.scaling import Question, answer
 from launcher.redact import redact_argv
+from launcher.run import trials
+from launcher.run.trials import Say, Slot, Stopped
 from launcher.scaling import page, report
 from launcher.scaling.grid import Grid, Settings
-from launcher.scaling.measure import Say, Stopped, measure_links, measure_peak, measure_profile, run_grid
+from launcher.scaling.measure import measure_links, measure_peak, measure_profile, run_grid
 from launcher.scaling.reduce import collect
 from launcher.scaling.verdict import verdicts
 
@@ -106,10 +108,11 @@ def run_locked(
     }
     stopped = 0
     try:
-        run_grid(grid, out, on_gpu=on_gpu, say=say)
-        measure_links(grid, out, say)
-        measure_profile(grid, out, on_gpu=on_gpu, say=say)
-        measure_peak(grid, out, on_gpu=on_gpu, say=say)
+        with trials.runner(out, [Slot()], launcher=grid.settings.launcher, on_gpu=on_gpu, say=say) as runs:
+            run_grid(grid, out, runs, on_gpu=on_gpu, say=say)
+            measure_links(grid, out, runs, say)
+            measure_profile(grid, out, runs, on_gpu=on_gpu, say=say)
+            measure_peak(grid, out, runs, on_gpu=on_gpu, say=say)
     except Stopped as stop:
         stopped = stop.number
         say(f"stopped: {out} holds what was measured; the same command goes on")

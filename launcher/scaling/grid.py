@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
-from bert_dp.config import BatchPlan, Config, ConfigError, batch_plan, resolve
+from bert_dp.config import BatchPlan, Config, ConfigError, batch_plan
 from launcher.environment import Environment
 from launcher.room import room
+from launcher.run.trials import measured
 
 Mode = Literal["weak", "strong"]
 Kind = Literal["run", "ceiling", "synthetic"]
 
-LOG_LINES = 10  # of metrics.jsonl in a run
 DISPLACED = ("checkpoint.", "eval.", "log.", "batch.ramp_")  # sections that a cell sets itself
 DISPLACED_KEYS = (
     "parallel.engine",
@@ -61,6 +62,11 @@ class Cell:
     accumulation: int
     global_batch: int
     of: str | None = None
+
+
+def run_dir(out: Path, cell: Cell, repeat: int) -> Path:
+    """Where this repeat of a cell runs."""
+    return out / "runs" / f"{cell.id}-r{repeat}"
 
 
 class Grid:
@@ -137,7 +143,7 @@ class Grid:
                 raise ConfigError([f"--tensor {tensor} does not divide {ranks} ranks"])
             size = batch.micro_size * (self.settings.accumulation or 1) * (ranks // tensor)
         config = self._config(engine, tensor, batch.micro_size, size, kind)
-        return config, batch_plan(config, ranks)
+        return config, batch_plan(config, ranks, "--gpus")
 
     def _config(self, engine: str, tensor: int, micro: int, size: int, kind: Kind) -> Config:
         """What a cell's ranks train: the user's configuration with the cell's values, and nothing saved."""
@@ -145,32 +151,14 @@ class Grid:
         parallel: dict[str, Any] = {"engine": name, "tensor": tensor}
         if stage:
             parallel["zero_stage"] = int(stage)
-        steps = self.settings.warm_up + self.settings.steps
-        compiled = self.config.compile
-        return resolve(
-            [
-                self.config.model_dump(mode="json"),
-                {
-                    "parallel": parallel,
-                    "batch": {
-                        "global_size": size,
-                        "micro_size": micro,
-                        "ramp_fraction": 0.0,
-                        "ramp_quantum": None,
-                    },
-                    "schedule": {"steps": steps},
-                    "compile": ("on" if self._on_gpu else "off") if compiled == "auto" else compiled,
-                    "checkpoint": {"keep": 0, "every_steps": 0},
-                    "eval": {"every_steps": 0, "max_sequences": micro},
-                    "log": {
-                        "every_steps": max(1, -(-steps // LOG_LINES)),
-                        "step_times": True,
-                        "tensorboard": False,
-                        "noise_scale": False,
-                    },
-                    "data": {"synthetic": kind == "synthetic"},
-                },
-            ]
+        return measured(
+            self.config,
+            on_gpu=self._on_gpu,
+            steps=self.settings.warm_up + self.settings.steps,
+            global_size=size,
+            micro_size=micro,
+            parallel=parallel,
+            data={"synthetic": kind == "synthetic"},
         )
 
     def displaced(self, overrides: Sequence[str]) -> list[str]:

@@ -2,117 +2,59 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
-import shutil
-import signal
-import subprocess
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from bert_dp import record
 from bert_dp.config import ConfigError, dump_config
-from launcher import processes, results, watch
+from launcher import results
 from launcher.display import complain
-from launcher.report import format_duration, format_si
-from launcher.scaling.grid import Cell, Grid
-from launcher.scaling.raw import ended, read_summary, result, run_dir
-
-Say = Callable[[str], None]
+from launcher.report import format_si
+from launcher.run.records import cause, read_summary
+from launcher.run.trials import Progress, Runner, Say, Trial, earlier
+from launcher.scaling.grid import Cell, Grid, run_dir
 
 SWEEP = tuple(4**k for k in range(6, 14))  # bytes: 4 KiB to 64 MiB
 LINK_S = 0.3  # per size
-HELPER_TIMEOUT_S = 900.0
-PROGRESS_S = 30.0
-SCRATCH = ".scratch"
 
 
-class Stopped(Exception):
-    """A signal came; `number` says which."""
-
-    def __init__(self, number: int):
-        self.number = number
-
-
-def run_grid(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
+def run_grid(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, say: Say) -> None:
     """Every run that has not ended yet. A cell that failed or ran out of memory is not repeated: that is its
     result. Raises Stopped."""
-    todo = list(grid.order(len(grid.cells)))
-    begun, done = time.monotonic(), 0
-    states = {pair: result(grid, pair[0], run_dir(out, *pair))[0] for pair in todo}
-    left = [pair for pair in todo if states[pair] is None]
-    if len(left) < len(todo):
-        say(f"going on: {len(todo) - len(left)} of {len(todo)} runs are there")
-    for place, (cell, repeat) in enumerate(todo, 1):
-        if states[cell, repeat] is not None:
-            continue
-        if any(states.get((cell, r)) in ("oom", "failed") for r in range(grid.settings.repeats)):
-            left.remove((cell, repeat))
-            continue
-        told = run_cell(grid, cell, run_dir(out, cell, repeat), on_gpu=on_gpu, say=say)
-        states[cell, repeat] = ended(run_dir(out, cell, repeat))
-        done += 1
-        rest = (time.monotonic() - begun) / done * max(0, len(left) - done)
-        say(f"[{place}/{len(todo)}] {cell.id} repeat {repeat}: {told}; left {format_duration(rest)}")
-    for (cell, repeat), how in states.items():
-        if how in ("oom", "failed"):
-            say(f"{cell.id}: {how}; to run it again remove {run_dir(out, cell, repeat)}")
+    most = max(grid.settings.gpus)
+    cells: dict[Path, Cell] = {}
+    trials: list[Trial] = []
+    for cell, repeat in grid.order(len(grid.cells)):
+        cores = None if on_gpu else tuple(cores_of(cell.world_size, most))
+        directory = run_dir(out, cell, repeat)
+        trials.append(Trial(directory, grid.config_of(cell), cell.world_size, cores))
+        cells[directory] = cell
+    known = {trial.directory: outcome for trial in trials if (outcome := earlier(trial)) is not None}
+    lost = {cells[path].id: (path, o.status) for path, o in known.items() if o.status != "ok"}
+    progress = Progress([1.0] * len(trials), say)
+    if known:
+        say(f"going on: {len(known)} of {len(trials)} runs are there")
 
+    def due() -> Iterator[Trial]:
+        for trial in trials:
+            if trial.directory in known or cells[trial.directory].id in lost:
+                progress.had(1.0)
+            else:
+                yield trial
 
-def run_cell(grid: Grid, cell: Cell, directory: Path, *, on_gpu: bool, say: Say) -> str:
-    """One run, and how it went in words. Raises Stopped."""
-    if directory.exists():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True, mode=0o700)
-    config = grid.config_of(cell)
-    record.write_text(directory / "config.yaml", dump_config(config))
-    watched = watch.Watch(
-        directory, say, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
-    )
-    steps = grid.settings.warm_up + grid.settings.steps
-    progress = Progress(directory, cell.id, steps, say)
-    with record.HeldDirectory(directory) as held:
-        result = processes.run(
-            held,
-            cell.world_size,
-            "never",
-            progress,
-            launcher=grid.settings.launcher,
-            on_gpu=on_gpu,
-            watch=watched,
-            cores=None if on_gpu else cores_of(cell.world_size, max(grid.settings.gpus)),
-        )
-    if result.signal:
-        raise Stopped(result.signal)
-    how = ended(directory)
-    if how != "ok":
-        return f"{how}: {result.failure.headline() if result.failure else 'no cause known'}"
-    summary = read_summary(directory)
-    rate = format_si(summary.tokens_per_s if summary else None, "tokens/s")
-    return f"{rate} over {cell.world_size} ranks, warm-up included"
-
-
-class Progress:
-    """Called several times a second while a run goes on: says now and then how far it is."""
-
-    def __init__(self, directory: Path, name: str, steps: int, say: Say, every_s: float = PROGRESS_S):
-        self._path, self._name, self._steps, self._say = directory / "metrics.jsonl", name, steps, say
-        self._every_s, self._due = every_s, time.monotonic() + every_s
-        self._begun = time.monotonic()
-
-    def __call__(self) -> None:
-        now = time.monotonic()
-        if now < self._due:
-            return
-        self._due = now + self._every_s
-        step = 0
-        for line in record.read_lines(self._path):
-            step = line["step"]
-        running = format_duration(now - self._begun)
-        self._say(f"  {self._name}: step {step} of {self._steps}, running for {running}")
+    for trial, outcome in runs.run(due()):
+        if outcome.status == "ok":
+            summary = read_summary(trial.directory)
+            rate = format_si(summary.tokens_per_s if summary else None, "tokens/s")
+            how = f"{rate} over {trial.ranks} ranks, warm-up included"
+        else:
+            lost[cells[trial.directory].id] = trial.directory, outcome.status
+            how = f"{outcome.status}: {cause(trial.directory)}"
+        progress.ended(1.0, f"{trial.name}: {how}")
+    for name, (path, status) in lost.items():
+        say(f"{name}: {status}; to run it again remove {path}")
 
 
 def cores_of(ranks: int, most: int) -> list[int]:
@@ -123,7 +65,7 @@ def cores_of(ranks: int, most: int) -> list[int]:
     return cores[: ranks * share] if share else cores
 
 
-def measure_links(grid: Grid, out: Path, say: Say) -> None:
+def measure_links(grid: Grid, out: Path, runs: Runner, say: Say) -> None:
     """links-N.json: all-reduces over each number of ranks, at a sweep of sizes and DDP's real buckets."""
     for count in sorted({c.world_size for c in grid.cells if c.world_size > 1}):
         path = out / f"links-{count}.json"
@@ -133,7 +75,7 @@ def measure_links(grid: Grid, out: Path, say: Say) -> None:
         sizes = sorted({*SWEEP, *buckets})
         say(f"links: all-reduce over {count} ranks at {len(sizes)} sizes")
         arguments = [str(count), str(LINK_S), *map(str, sizes)]
-        lines = helper("bert_dp.dist", arguments, out, cores=None)
+        lines = runs.helper("bert_dp.dist", arguments)
         points = [
             results.LinkPoint(
                 bytes=p["bytes"],
@@ -160,7 +102,7 @@ def bucket_sizes(grid: Grid, out: Path, count: int) -> list[int]:
     return []
 
 
-def measure_profile(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
+def measure_profile(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, say: Say) -> None:
     """profile.json: one rank's step, taken apart."""
     if results.find(out / "profile.json", results.Profile) is not None:
         return
@@ -168,21 +110,20 @@ def measure_profile(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
     config = grid.config_of(lone)
     batch = config.batch.model_copy(update={"global_size": config.batch.micro_size})
     data = config.data.model_copy(update={"synthetic": True})
-    path = out / SCRATCH / "profile.yaml"
-    path.parent.mkdir(exist_ok=True)
+    path = runs.scratch / "profile.yaml"
     record.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
     say("profile: when each gradient is ready")
-    lines = helper("bert_dp.profiling", [str(path)], out, cores=None if on_gpu else _one_share(grid))
+    lines = runs.helper("bert_dp.profiling", [str(path)], None if on_gpu else _one_share(grid))
     _keep(lines, results.Profile, out / "profile.json")
 
 
-def measure_peak(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
+def measure_peak(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, say: Say) -> None:
     """peak.json: the matmul rate of one rank's device."""
     if results.find(out / "peak.json", results.PeakFile) is not None:
         return
     say("peak: the matmul rate of one device")
     cores = None if on_gpu else _one_share(grid)
-    lines = helper("bert_dp.peak", [grid.config.precision, "2"], out, cores=cores)
+    lines = runs.helper("bert_dp.peak", [grid.config.precision, "2"], cores)
     _keep(lines, results.PeakFile, out / "peak.json")
 
 
@@ -193,43 +134,6 @@ def _keep(lines: Sequence[Any], model: type[results.StoredFile], path: Path) -> 
             results.write(path, results.parse(lines[-1], model, path.name))
         except ConfigError as error:
             complain(f"warning: {error}")
-
-
-def helper(
-    module: str, arguments: Sequence[str], out: Path, cores: Sequence[int] | None
-) -> list[dict[str, Any]]:
-    """The JSON lines that `python -m module` printed; [] when it failed, which its stderr has told.
-
-    What it leaves behind lies in OUT/.scratch, which goes with it. Raises Stopped for a signal.
-    """
-    scratch = out / SCRATCH
-    scratch.mkdir(exist_ok=True)
-    try:
-        with processes.stop_signals() as came, processes.confined(cores):
-            process = processes.start_module(
-                module, list(arguments), stdout=subprocess.PIPE, start_new_session=True, scratch=str(scratch)
-            )
-            text = _follow(process, came)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    if came:
-        raise Stopped(came[0])
-    if process.returncode:
-        complain(f"warning: {module} ended with exit code {process.returncode}")
-    return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
-
-
-def _follow(process: subprocess.Popen[str], came: Sequence[int]) -> str:
-    """What it prints, to its end, a signal's or the time's; then none of its processes is left."""
-    deadline = time.monotonic() + HELPER_TIMEOUT_S
-    while True:
-        try:
-            return process.communicate(timeout=processes.POLL_S)[0]
-        except subprocess.TimeoutExpired:
-            if came or time.monotonic() > deadline:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                return process.communicate()[0]
 
 
 def _one_share(grid: Grid) -> list[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,10 +12,10 @@ from bert_dp import cost
 from bert_dp.record_models import FailureKind, Summary
 from launcher import results
 from launcher.results import Cell, CellStatus, Scaling
+from launcher.run.records import Repeat, ended, read_repeat, read_summary
 from launcher.scaling import stats
 from launcher.scaling.grid import Cell as GridCell
-from launcher.scaling.grid import Grid
-from launcher.scaling.raw import Repeat, read_summary, result, run_dir
+from launcher.scaling.grid import Grid, run_dir
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run
 STRAGGLER_RATIO, STRAGGLER_STEPS = 1.2, 10  # as the worker has it
@@ -148,12 +149,13 @@ def _repeats_of(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], St
     repeats = []
     for place in range(grid.settings.repeats):
         directory = run_dir(out, cell, place)
-        how, repeat = result(grid, cell, directory)
-        if how in ("oom", "failed"):
+        how = ended(directory)
+        if how is not None and how != "ok":
             summary = read_summary(directory)
             return [], State(how, summary.failure_kind, summary.cause) if summary else State(how)
-        if repeat is not None:
-            repeats.append(repeat)
+        settings = grid.settings
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # not there, or not whole
+            repeats.append(read_repeat(directory, cell.world_size, settings.warm_up, settings.steps))
     return repeats, State("ok" if len(repeats) == grid.settings.repeats else "pending")
 
 

@@ -15,10 +15,11 @@ from launcher import job, results
 from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
 from launcher.results import BatchPlanFile, TuneBatch, TuneStatus
+from launcher.run import trials
+from launcher.run.trials import Slot, Stopped
 from launcher.tune import FILE, cache, sizes, table
 from launcher.tune.measuring import BatchSearch, NothingFits
 from launcher.tune.runner import Question
-from launcher.tune.trials import Pool, Slot, Stopped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -167,18 +168,18 @@ def search(
 ) -> tuple[TuneBatch, int]:
     """tune.json and the exit code. Goes on where an earlier call ended."""
     out, begun = output.path, output.begin(question.config)
-    pool = Pool(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, say=say)
-    found = BatchSearch(question, out, pool, say)
     status: TuneStatus = "complete"
     why, code = None, 0
-    try:
-        found.run()
-    except Stopped as stop:
-        status, code = "partial", 128 + stop.number
-        say(f"stopped: {out} holds what was measured; the same command goes on")
-    except NothingFits as error:
-        status, why, code = "failed", str(error), 1
-        say(f"error: {why}")
+    with trials.runner(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, say=say) as runs:
+        found = BatchSearch(question, out, runs, say)
+        try:
+            found.run()
+        except Stopped as stop:
+            status, code = "partial", 128 + stop.number
+            say(f"stopped: {out} holds what was measured; the same command goes on")
+        except NothingFits as error:
+            status, why, code = "failed", str(error), 1
+            say(f"error: {why}")
     config = question.config
     return TuneBatch(
         status=status,

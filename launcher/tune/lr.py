@@ -6,7 +6,7 @@ import dataclasses
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +24,8 @@ from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
 from launcher.report import format_duration, format_percent, format_si
 from launcher.results import LrPlanFile, TuneLr, TuneStatus
+from launcher.run import trials
+from launcher.run.trials import Say, Stopped
 from launcher.tune import FILE, ladder, lr_trials, page, transfer
 from launcher.tune.ladder import Outcome, Rung
 from launcher.tune.lr_trials import device_slots
@@ -36,7 +38,6 @@ from launcher.tune.rate_search import (
     SearchFile,
     Settings,
 )
-from launcher.tune.trials import Pool, Say, Stopped
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -138,10 +139,8 @@ def run_locked(
     *,
     on_gpu: bool,
     say: Say,
-    make_pool: Callable[..., Pool] = Pool,
 ) -> tuple[int, TuneLr]:
-    """The search, and (exit code, tune.json); also what there is of it when a signal came. `make_pool`: what
-    runs the trials."""
+    """The search, and (exit code, tune.json); also what there is of it when a signal came."""
     out, begun = output.path, output.begin(config)
     if not begun.manifest.held_out.sequences:
         raise ConfigError(
@@ -157,21 +156,21 @@ def run_locked(
         cores=int(begun.machine["usable_cores"]),
         most=most,
     )
-    pool = make_pool(out, slots, launcher=settings.launcher, on_gpu=on_gpu, say=say)
     question = Question(
         config, settings, ranks, begun.shards, begun.manifest.unigram_entropy_nats, len(slots)
     )
     file = SearchFile(out / STATE, begun.plan)
-    doing = RateSearch(question, pool, file, say)
     status: TuneStatus = "complete"
     stopped, why = 0, None
-    try:
-        doing.run()
-    except Stopped as stop:
-        status, stopped = "partial", stop.number
-        say(f"stopped: {out} holds what was measured; the same command goes on")
-    except AllFailed as failed:
-        status, why = "failed", str(failed)
+    with trials.runner(out, slots, launcher=settings.launcher, on_gpu=on_gpu, say=say) as runs:
+        doing = RateSearch(question, runs, file, say)
+        try:
+            doing.run()
+        except Stopped as stop:
+            status, stopped = "partial", stop.number
+            say(f"stopped: {out} holds what was measured; the same command goes on")
+        except AllFailed as failed:
+            status, why = "failed", str(failed)
     file.save()
     found = document(doing, file.plan, status, why, begun)
     earlier = results.find(out / FILE, TuneLr)

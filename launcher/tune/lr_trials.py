@@ -11,11 +11,10 @@ from bert_dp import record
 from bert_dp.config import BuildConfig, CheckpointConfig, Config, LogConfig, ScheduleConfig, batch_at
 from bert_dp.record_models import Summary
 from launcher.results import TrialStatus
-from launcher.scaling.raw import read_summary
+from launcher.run.records import cause, failure_kind, read_summary
+from launcher.run.trials import Slot
 from launcher.training import expected_steps
-from launcher.tune import trials
 from launcher.tune.ladder import Outcome
-from launcher.tune.trials import Slot
 
 RANGE_TOP = 1.0  # rate at the end of a range test; it begins at 1e-4 of this
 RANGE_STEPS = 100
@@ -141,9 +140,9 @@ def read_outcome(
     """What a trial that ended as `state` (ok, oom or failed) after `seconds` has come to."""
     summary = read_summary(directory) or Summary(status="failed")
     loss = summary.heldout_loss
-    cause, kind = (None, None) if state == "ok" else (trials.cause(directory), trials.failure_kind(directory))
+    why, kind = (None, None) if state == "ok" else (cause(directory), failure_kind(directory))
     if state == "ok" and loss is None:
-        state, cause = "diverged", "the held-out loss is not finite"
+        state, why = "diverged", "the held-out loss is not finite"
     elif state == "failed" and kind == "not_finite":
         state = "diverged"
     curve = [
@@ -152,7 +151,7 @@ def read_outcome(
         if line["loss"] is not None
     ]
     trained = summary.tokens or tokens_of_step * summary.step
-    return Outcome(directory.name, lr, seed, state, cause, loss, trained, seconds, curve, kind)
+    return Outcome(directory.name, lr, seed, state, why, loss, trained, seconds, curve, kind)
 
 
 def range_points(directory: Path) -> list[tuple[float, float | None, int]]:

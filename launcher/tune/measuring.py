@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +27,12 @@ from launcher.results import (
     SizeStatus,
     TriedSize,
 )
-from launcher.scaling.measure import helper
-from launcher.scaling.raw import read_summary
+from launcher.run.records import cause, failure_kind, read_summary
+from launcher.run.trials import Runner, Say, Trial
 from launcher.tune import curve, sizes
 from launcher.tune.curve import Rate, Size
-from launcher.tune.runner import Question, Runner, peak_gib
+from launcher.tune.runner import BatchTrials, Question, peak_gib
 from launcher.tune.sizes import MemoryLine
-from launcher.tune.trials import Pool, Trial, cause, failure_kind
 
 FEWEST_STEPS, MOST_STEPS = 6, 60  # timed, of a run
 NOISE_STEPS = 400
@@ -52,9 +51,9 @@ class NothingFits(Exception):
 class BatchSearch:
     """Asks and measures; `facts` is what tune.json holds of it, whole after every step."""
 
-    def __init__(self, question: Question, out: Path, pool: Pool, say: Callable[[str], None]):
+    def __init__(self, question: Question, out: Path, runs: Runner, say: Say):
         self.q, self.out, self._say = question, out, say
-        self.runs, self._pool = Runner(question, pool), pool
+        self.runs, self._runner = BatchTrials(question, out, runs), runs
         self._line = MemoryLine(0, 1)
         self._curve: dict[int, Size] = {}
         self._order: list[int] = []
@@ -97,14 +96,9 @@ class BatchSearch:
         line = results.find(path, MemoryLineFile)
         if line is None:
             self._say("memory: a step of the model at two sizes, without its memory")
-            asked = self.out / "memory_line.yaml"
+            asked = self._runner.scratch / "memory_line.yaml"
             record.write_text(asked, dump_config(sizes.with_micro(self.q.config, self.q.sizes[0])))
-            try:
-                lines = helper(
-                    "bert_dp.memory_line", [str(asked), str(self.q.ranks), "2", "4"], self.out, None
-                )
-            finally:
-                asked.unlink()
+            lines = self._runner.helper("bert_dp.memory_line", [str(asked), str(self.q.ranks), "2", "4"])
             if not lines:
                 raise NothingFits("bert_dp.memory_line failed; its message stands above")
             try:
@@ -121,18 +115,18 @@ class BatchSearch:
         """A few real steps with all ranks: what the line does not count, and what a sequence costs."""
         micro, smallest = self._pilot_size(), self.q.sizes[0]
         trial = self._memory_trial("pilot", micro)
-        status = self.runs.run(trial)
-        if status == "oom" and micro > smallest:
-            self._note_memory(trial, micro, status)
-            self._say(f"memory: micro batch {micro}: {status}")
+        outcome = self.runs.run(trial)
+        if outcome.status == "oom" and micro > smallest:
+            self._note_memory(trial, micro, outcome.status)
+            self._say(f"memory: micro batch {micro}: {outcome.status}")
             micro, trial = smallest, self._memory_trial("pilot-smallest", smallest)
-            status = self.runs.run(trial)
-        if status != "ok":
-            raise NothingFits(f"micro batch {micro} does not run: {cause(self.runs.directory(trial))}")
+            outcome = self.runs.run(trial)
+        if outcome.status != "ok":
+            raise NothingFits(f"micro batch {micro} does not run: {cause(trial.directory)}")
         run = self.runs.timed(trial, 0, MEMORY_STEPS)
         measured = max(run.peak_gib)
         self._line = self._line.through(micro, measured)
-        self.runs.startup_s = max(0.0, self._pool.seconds(trial) - sum(run.step_s))
+        self.runs.startup_s = max(0.0, outcome.seconds - sum(run.step_s))
         self.runs.sequence_s = min(run.step_s) / trial.config.batch.global_size
         rank = run.peak_gib.index(measured)
         self._tried(TriedSize(micro_batch=micro, status="ok", measured_gib=measured, rank=rank))
@@ -186,7 +180,7 @@ class BatchSearch:
                 self._say(f"memory: real steps at micro batch {micro} do not fit the budget; not verified")
                 return
             trial = self._memory_trial(f"verify-{micro}", micro)
-            status = self.runs.judged(trial, self.runs.run(trial), 0, MEMORY_STEPS)
+            status = self.runs.judged(trial, self.runs.run(trial).status, 0, MEMORY_STEPS)
             self._note_memory(trial, micro, status)
             self._say(f"memory: micro batch {micro}: {status}")
             if status == "ok":
@@ -211,7 +205,7 @@ class BatchSearch:
     def _note_memory(self, trial: Trial, micro: int, status: SizeStatus) -> None:
         peak, rank = None, None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            peaks = peak_gib(self.runs.directory(trial), self.q.ranks)
+            peaks = peak_gib(trial.directory, self.q.ranks)
             peak, rank = max(peaks), peaks.index(max(peaks))
         predicted = self._line.gib(micro)
         self._tried(
@@ -268,12 +262,12 @@ class BatchSearch:
         trial = self.runs.trial(
             f"micro-{micro}-r{len(size.runs)}", micro, self._samples, self.runs.warm_up + steps
         )
-        size.status = self.runs.judged(trial, self.runs.run(trial), self.runs.warm_up, steps)
+        size.status = self.runs.judged(trial, self.runs.run(trial).status, self.runs.warm_up, steps)
         self._note_memory(trial, micro, size.status)
         if size.status != "ok":
             size.why = self.runs.why(trial, size.status)
             if size.status in ("oom", "failed"):
-                size.failure_kind = failure_kind(self.runs.directory(trial))
+                size.failure_kind = failure_kind(trial.directory)
             self._say(f"[{where}] micro batch {micro}: {size.status}: {size.why}")
         else:
             run = self.runs.timed(trial, self.runs.warm_up, steps)
@@ -358,12 +352,12 @@ class BatchSearch:
             self._say(f"noise scale: not measured: {why}")
             return
         self._say(f"noise scale: {steps} steps of the declared batch")
-        status = self.runs.run(trial)
-        summary = read_summary(self.runs.directory(trial))
+        status = self.runs.run(trial).status
+        summary = read_summary(trial.directory)
         estimate = summary.noise_scale if summary else None
         if status != "ok" or estimate is None:
             estimate = NoiseScale(verdict="inconclusive", why=self.runs.why(trial, status))
-        lines = record.read_lines(self.runs.directory(trial) / "noise.jsonl")
+        lines = record.read_lines(trial.directory / "noise.jsonl")
         self.noise = Noise(
             **estimate.model_dump(),
             of_steps=steps,

@@ -16,12 +16,12 @@ from typing import Any
 from bert_dp.config import Config, ConfigError
 from bert_dp.record_models import Summary
 from launcher import results
-from launcher.report import format_duration, format_eta, format_si
+from launcher.report import format_duration, format_si
 from launcher.results import LrPlanFile
-from launcher.scaling.raw import read_summary
+from launcher.run.records import cause, failure_kind, read_summary
+from launcher.run.trials import Progress, Runner, Say, Trial, earlier
 from launcher.tune import ladder, lr_trials
 from launcher.tune.ladder import FINALISTS, Edge, Outcome, Rung
-from launcher.tune.trials import Pool, Say, Trial, cause, failure_kind
 
 SHORT = 8  # the first rung trains this part of the whole budget
 LEAST_STEPS = SHORT  # of the whole budget: one in the first rung
@@ -146,48 +146,11 @@ def _within(budget_s: float, test: RangeTest, q: Question, tokens: int, why: str
     )
 
 
-class Progress:
-    """Says each result and the time left, by the pace of the trials that this call has run."""
-
-    def __init__(self, test: RangeTest, rungs: Sequence[tuple[int, int, bool]], say: Say):
-        self._test, self._say = test, say
-        self._total = sum(count for count, *_ in rungs)
-        self._left_s = sum(count * test.trial_s(tokens, last=last) for count, tokens, last in rungs)
-        self._begun, self._done, self._here_s = time.monotonic(), 0, 0.0
-
-    def expect(self, rung: Rung) -> None:
-        """One more trial than was planned."""
-        self._total += 1
-        self._left_s += self._trial_s(rung)
-
-    def had(self, rung: Rung) -> None:
-        """A trial that an earlier call has run."""
-        self._done += 1
-        self._left_s -= self._trial_s(rung)
-
-    def ended(self, outcome: Outcome, rung: Rung) -> None:
-        """A trial of this call."""
-        self.had(rung)
-        self._here_s += self._trial_s(rung)
-        how = f"{outcome.status}: {outcome.cause}"
-        if outcome.heldout_loss is not None and outcome.status == "ok":
-            how = f"held-out {outcome.heldout_loss:.4f}"
-        pace = (time.monotonic() - self._begun) / max(self._here_s, 1e-9)
-        self._say(
-            f"[{self._done}/{max(self._total, self._done)}] rate {outcome.lr:g}, "
-            f"{format_si(rung.tokens, 'tokens')}, seed {outcome.seed}: {how}; "
-            f"left {format_eta(max(0.0, self._left_s) * pace)}"
-        )
-
-    def _trial_s(self, rung: Rung) -> float:
-        return self._test.trial_s(rung.tokens, last=rung.last)
-
-
 class RateSearch:
     """`range_test` and `rungs` hold what has been measured, also when the search is stopped."""
 
-    def __init__(self, question: Question, pool: Pool, file: SearchFile, say: Say):
-        self.q, self._pool, self._file, self._say = question, pool, file, say
+    def __init__(self, question: Question, runs: Runner, file: SearchFile, say: Say):
+        self.q, self._runs, self._file, self._say = question, runs, file, say
         self.range_test: RangeTest | None = None
         self.range_tokens = 0
         self.tokens = 0
@@ -198,7 +161,9 @@ class RateSearch:
         """To the last rung. Raises Stopped for a signal, AllFailed, ConfigError for a budget too small."""
         test = self.range_test = self._test_range()
         self.tokens = self._settle_tokens(test)
-        progress = Progress(test, planned(self.q.settings, self.tokens), self._say)
+        rungs = planned(self.q.settings, self.tokens)
+        expected = [test.trial_s(n, last=last) for count, n, last in rungs for _ in range(count)]
+        progress = Progress(expected, self._say)
         first = self._climb(test.edge, progress)
         order = ladder.ranked(first)
         if not order:
@@ -210,20 +175,17 @@ class RateSearch:
         """Raises AllFailed when nothing trains."""
         config = self.q.config
         steps = lr_trials.range_steps(config, self.q.settings.tokens or lr_trials.full_tokens(config))
-        trial = Trial(
-            f"range-{config.optim.name}",
-            lr_trials.range_config(config, self.q.shards, steps),
-            self.q.ranks,
+        trial = self._trial(
+            f"range-{config.optim.name}", lr_trials.range_config(config, self.q.shards, steps)
         )
         top = lr_trials.RANGE_TOP
         self._say(f"range test: {steps} steps, the rate rising from {1e-4 * top:g} to {top:g}")
-        state = self._pool.run([trial])[trial.name]
-        directory = self._pool.directory(trial)
+        outcome, directory = self._runs.run_one(trial), trial.directory
         points, why = lr_trials.range_points(directory), cause(directory)
         self.range_tokens = len(points) * lr_trials.step_tokens(config)
-        if not points or (state != "ok" and failure_kind(directory) != "not_finite"):
-            raise AllFailed(f"{trial.name}: {state}: {why}")
-        summary, seconds = read_summary(directory) or Summary(status="failed"), self._pool.seconds(trial)
+        if not points or (outcome.status != "ok" and failure_kind(directory) != "not_finite"):
+            raise AllFailed(f"{trial.name}: {outcome.status}: {why}")
+        summary, seconds = read_summary(directory) or Summary(status="failed"), outcome.seconds
         edge = ladder.find_edge(points)
         self._say(f"  edge at {edge.lr:.3g}: {edge.why}" if edge.lr is not None else f"  {edge.why}")
         return RangeTest(
@@ -273,7 +235,7 @@ class RateSearch:
         self._train(rung, rates, rung.seeds, progress)
         while (more := ladder.extension(rung.outcomes, edge, rates)) is not None:
             self._say(f"the best rate stands at the end of the ladder; next to it: {more:g}")
-            progress.expect(rung)
+            progress.expect(self._share(rung))
             self._train(rung, [more], rung.seeds, progress)
         return rung
 
@@ -315,33 +277,46 @@ class RateSearch:
             if (lr, seed) not in had
         }
         todo = [
-            Trial(
-                name,
-                lr_trials.trial_config(q.config, q.shards, lr, rung.tokens, seed, last=rung.last),
-                q.ranks,
+            self._trial(
+                name, lr_trials.trial_config(q.config, q.shards, lr, rung.tokens, seed, last=rung.last)
             )
             for name, (lr, seed) in named.items()
         ]
-        there = {trial.name for trial in todo if self._pool.ended(trial) is not None}
+        there = {trial.name for trial in todo if earlier(trial) is not None}
         if there:
             self._say(f"going on: {len(there)} of {len(todo)} trials are there")
         before = len(rung.outcomes)
         try:
-            for trial, state in self._pool.outcomes(todo):
+            for trial, ended in self._runs.run(todo):
                 outcome = lr_trials.read_outcome(
-                    self._pool.directory(trial),
-                    state,
+                    trial.directory,
+                    ended.status,
                     *named[trial.name],
                     tokens_of_step=lr_trials.step_tokens(q.config),
-                    seconds=self._pool.seconds(trial),
+                    seconds=ended.seconds,
                 )
                 rung.outcomes.append(outcome)
                 if trial.name in there:
-                    progress.had(rung)
+                    progress.had(self._share(rung))
                 else:
-                    progress.ended(outcome, rung)
+                    progress.ended(self._share(rung), result_text(outcome, rung))
         finally:
             places = {name: place for place, name in enumerate(named)}
             rung.outcomes[before:] = sorted(rung.outcomes[before:], key=lambda o: places[o.trial])
             ladder.mark_diverged(rung.outcomes, q.unigram)
             self._file.save()
+
+    def _trial(self, name: str, config: Config) -> Trial:
+        return Trial(self._runs.out / "trials" / name, config, self.q.ranks)
+
+    def _share(self, rung: Rung) -> float:
+        """Predicted seconds of a trial of this rung."""
+        return self.range_test.trial_s(rung.tokens, last=rung.last) if self.range_test else 0.0
+
+
+def result_text(outcome: Outcome, rung: Rung) -> str:
+    """What is said of a trial."""
+    how = f"{outcome.status}: {outcome.cause}"
+    if outcome.heldout_loss is not None and outcome.status == "ok":
+        how = f"held-out {outcome.heldout_loss:.4f}"
+    return f"rate {outcome.lr:g}, {format_si(rung.tokens, 'tokens')}, seed {outcome.seed}: {how}"

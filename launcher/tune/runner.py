@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import shutil
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.config import Config, resolve
+from bert_dp.config import Config
 from bert_dp.cost import GIB
 from launcher.report import format_gib
 from launcher.results import SizeStatus, TimedRun
-from launcher.scaling.raw import Ended, read_repeat
-from launcher.tune.trials import Pool, Trial, cause
+from launcher.run.records import cause, read_repeat
+from launcher.run.trials import Outcome, Runner, Trial, measured
 
 GUARD_GIB = 1.0  # above a rank's memory: address space that is private and never touched
 
@@ -41,57 +40,37 @@ class Question:
         return max(1, self.ranks // self.config.parallel.tensor)
 
 
-class Runner:
-    """Runs trials one after the other. `used_s`: seconds of the budget that they took, also in earlier
-    calls; `startup_s`: what a trial takes beside its steps; `sequence_s`: what a sequence takes at best."""
+class BatchTrials:
+    """Trials of a search, one after the other.
 
-    def __init__(self, question: Question, pool: Pool):
-        self.q, self._pool = question, pool
+    `used_s`: seconds of the budget that they took, also in earlier calls; `startup_s`: what a trial takes
+    beside its steps; `sequence_s`: what a sequence takes at best.
+    """
+
+    def __init__(self, question: Question, out: Path, runs: Runner):
+        self.q, self._out, self._runs = question, out, runs
         self.warm_up = 10 if question.on_gpu else 3
         self.used_s = self.startup_s = self.sequence_s = 0.0
 
     def trial(self, name: str, micro: int, global_size: int, steps: int, *, noise: bool = False) -> Trial:
         """The user's configuration at this batch, for so many steps, with nothing saved."""
-        compiled = self.q.config.compile
-        batch = {"global_size": global_size, "micro_size": micro, "ramp_fraction": 0.0, "ramp_quantum": None}
-        log = {"every_steps": max(1, -(-steps // 10)), "step_times": True, "tensorboard": False}
-        config = resolve(
-            [
-                self.q.config.model_dump(mode="json"),
-                {
-                    "batch": batch,
-                    "schedule": {"steps": steps},
-                    "compile": ("on" if self.q.on_gpu else "off") if compiled == "auto" else compiled,
-                    "checkpoint": {"keep": 0, "every_steps": 0},
-                    "eval": {"every_steps": 0, "max_sequences": micro},
-                    "log": {**log, "noise_scale": noise},
-                },
-            ]
+        config = measured(
+            self.q.config,
+            on_gpu=self.q.on_gpu,
+            steps=steps,
+            global_size=global_size,
+            micro_size=micro,
+            noise_scale=noise,
         )
         limit = self.q.limit_gib
         guard = None if self.q.on_gpu or limit is None else int((limit + GUARD_GIB) * GIB)
-        return Trial(name, config, self.q.ranks, guard)
+        return Trial(self._out / "trials" / name, config, self.q.ranks, data_bytes=guard)
 
-    def directory(self, trial: Trial) -> Path:
-        """Where its records are."""
-        return self._pool.directory(trial)
-
-    def run(self, trial: Trial) -> Ended:
-        """ok, oom or failed; one whose records are not whole runs once more. Raises Stopped."""
-        status = self._pool.run([trial])[trial.name]
-        if status == "ok" and not self._is_whole(trial):
-            shutil.rmtree(self.directory(trial))
-            status = self._pool.run([trial])[trial.name]
-            status = status if self._is_whole(trial) else "failed"
-        self.used_s += self._pool.seconds(trial)
-        return status
-
-    def _is_whole(self, trial: Trial) -> bool:
-        try:
-            read_repeat(self.directory(trial), self.q.ranks, 0, trial.config.schedule.steps or 0)
-        except (ValueError, KeyError, TypeError, AttributeError):
-            return False
-        return True
+    def run(self, trial: Trial) -> Outcome:
+        """Its time counts as used. Raises Stopped."""
+        outcome = self._runs.run_one(trial)
+        self.used_s += outcome.seconds
+        return outcome
 
     def judged(self, trial: Trial, status: SizeStatus, warm_up: int, steps: int) -> SizeStatus:
         """A run that ended well may still have taken too much: over the limit, or the allocator thrashed."""
@@ -105,15 +84,15 @@ class Runner:
     def why(self, trial: Trial, status: str) -> str:
         """What a status of `judged` that is not ok means."""
         if status == "over":
-            peak = max(peak_gib(self.directory(trial), self.q.ranks))
+            peak = max(peak_gib(trial.directory, self.q.ranks))
             return f"its peak of {format_gib(peak)} is above the {format_gib(self.q.limit_gib)} of a rank"
         if status == "thrash":
             return "the GPU's allocator had to free what it kept to go on"
-        return cause(self.directory(trial))
+        return cause(trial.directory)
 
     def timed(self, trial: Trial, warm_up: int, steps: int) -> TimedRun:
         """Its steps after the warm-up. Raises ValueError or KeyError when its records are not whole."""
-        directory = self.directory(trial)
+        directory = trial.directory
         repeat = read_repeat(directory, self.q.ranks, warm_up, steps)
         parts = repeat.parts
         exposed_s = statistics.median(repeat.exposed_s) if repeat.exposed_s else 0.0

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp.config import dump_config, load_config
-from launcher.scaling.measure import helper
+from launcher.run import trials
 from launcher.starters import LAUNCHERS
 from tests.e2e.cli import bert_dp, tiny
 from tests.shards import write_shards
@@ -75,6 +75,7 @@ def test_a_program_that_scale_or_tune_starts_imports_nothing_from_there(
     config = load_config(None, [item for item in tiny(shards) if item != "--set"])
     asked = tmp_path / "config.yaml"
     asked.write_text(dump_config(config))
-    lines = helper("bert_dp.memory_line", [str(asked), "1", "2", "4"], tmp_path, None)
+    with trials.runner(tmp_path, [], launcher="torchrun", on_gpu=False, say=print) as runs:
+        lines = runs.helper("bert_dp.memory_line", [str(asked), "1", "2", "4"])
     assert executed() == ""
     assert lines[0]["bytes_per_sequence"] > 0

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
-import os
-import signal
-import subprocess
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +13,12 @@ import pytest
 from bert_dp import record
 from bert_dp.config import Config, resolve
 from bert_dp.cost import flops_per_token, memory_estimate_gib
-from launcher import environment, processes, results
+from launcher import environment, results
 from launcher.results import Cell, Scaling
 from launcher.room import STATE
-from launcher.scaling import measure, stats
-from launcher.scaling.grid import Grid, Settings
-from launcher.scaling.measure import Progress, Stopped, cores_of
-from launcher.scaling.raw import ended, result, run_dir
+from launcher.scaling import stats
+from launcher.scaling.grid import Grid, Settings, run_dir
+from launcher.scaling.measure import cores_of
 from launcher.scaling.reduce import collect
 from launcher.scaling.verdict import verdicts
 
@@ -383,21 +376,6 @@ def test_the_parts_of_a_step_sum_to_it_whatever_the_repeats(tmp_path: Path) -> N
             assert sum(v or 0.0 for v in cell.split_s.model_dump().values()) == pytest.approx(1.5)
 
 
-def test_progress_is_said_now_and_then(tmp_path: Path) -> None:
-    said: list[str] = []
-    progress = Progress(tmp_path, "weak-ddp-n2", 70, said.append, every_s=0.0)
-    progress()
-    record.append_line(tmp_path / "metrics.jsonl", {"step": 12})
-    progress()
-    assert [line.split(",")[0].strip() for line in said] == [
-        "weak-ddp-n2: step 0 of 70",
-        "weak-ddp-n2: step 12 of 70",
-    ]
-    patient = Progress(tmp_path, "x", 70, said.append)
-    patient()
-    assert len(said) == 2
-
-
 def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
     """Weak, tensor 2: 2 ranks take 4 x 2 sequences a step, the ceiling's copies 4 x 2 each."""
     made = grid(gpus=(2,), modes=("weak",), engines=("ddp",), tensor=(2,))
@@ -425,52 +403,6 @@ def test_verdicts_name_the_greatest_loss(collected: Scaling) -> None:
     assert told["strong-ddp-n2"].verdict == "communication-bound"
     assert "20.0 % of the ceiling" in told["strong-ddp-n2"].evidence
     assert told["strong-zero1-n2"].verdict == "out of memory"
-
-
-@pytest.mark.parametrize(
-    ("summary", "how"),
-    [
-        (None, None),
-        ({"status": "done"}, "ok"),
-        ({"status": "stopped", "signal": 2}, None),
-        ({"status": "failed", "cause": "ValueError"}, "failed"),
-        ({"status": "failed", "cause": "killed by signal 9", "explanation": ["host out of memory"]}, "oom"),
-        ({"status": "failed", "cause": "rank 0: OutOfMemoryError: CUDA out of memory"}, "oom"),
-        ({"status": "failed", "cause": "rank 0: KeyError: 'out of memory'"}, "failed"),
-        ({"status": "failed", "cause": "no words", "failure_kind": "device_memory"}, "oom"),
-        ({"status": "failed", "cause": "MemoryError", "failure_kind": "error"}, "failed"),
-        ({"status": "done", "tokens": "many"}, None),
-        ({"status": "failed", "cause": "SIGTERM: stopped", "signal": 15}, None),
-    ],
-)
-def test_how_a_run_ended(tmp_path: Path, summary: dict[str, Any] | None, how: str | None) -> None:
-    if summary is not None:
-        record.write_json(tmp_path / "summary.json", summary)
-    assert ended(tmp_path) == how
-
-
-@pytest.mark.parametrize("damage", ["torn", "gone", "short", "list", "zero"])
-def test_a_run_whose_steps_are_not_whole_is_run_again(tmp_path: Path, damage: str) -> None:
-    made = grid(gpus=(2,), modes=("strong",))
-    cell = next(c for c in made.cells if c.id == "strong-ddp-n2")
-    run = tmp_path / "run"
-    write_run(run, cell, 1.0)
-    assert result(made, cell, run)[0] == "ok"
-    path = run / "steps" / "rank-1.jsonl"
-    line = json.loads(path.read_text())
-    if damage == "torn":
-        path.write_text(path.read_text()[:-40])
-    elif damage == "gone":
-        path.unlink()
-    elif damage == "short":
-        for rank in (0, 1):  # the same step on both ranks
-            kept = {k: v[:-1] if isinstance(v, list) else v for k, v in line.items()}
-            (run / "steps" / f"rank-{rank}.jsonl").write_text(json.dumps(kept) + "\n")
-    elif damage == "list":
-        path.write_text("[1]\n" + path.read_text())
-    else:
-        path.write_text(json.dumps({**line, "step_s": [0.0] * 8}) + "\n")
-    assert result(made, cell, run) == (None, None)
 
 
 def test_skipped_steps_are_flagged(tmp_path: Path) -> None:
@@ -517,26 +449,3 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
     if isinstance(value, list):
         return {k: v for i, each in enumerate(value) for k, v in flat(each, f"{path}.{i}").items()}
     return {path: value} if isinstance(value, int | float) else {}
-
-
-def test_a_signal_ends_a_helper_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not when its time is over, which no clock here says."""
-    looks = itertools.count()
-
-    def start(*_: object, scratch: str, **options: Any) -> subprocess.Popen[str]:
-        command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
-        process = subprocess.Popen(command, text=True, **options)
-        os.kill(os.getpid(), signal.SIGTERM)
-        return process
-
-    def stands_still() -> float:
-        assert next(looks) < 20, "the signal is not heeded"
-        return 0.0
-
-    monkeypatch.setattr(processes, "start_module", start)
-    monkeypatch.setattr(processes, "POLL_S", 0.01)
-    monkeypatch.setattr(measure, "time", types.SimpleNamespace(monotonic=stands_still))
-    with pytest.raises(Stopped) as stopped:
-        measure.helper("bert_dp.dist", [], tmp_path, None)
-    assert stopped.value.number == signal.SIGTERM
-    assert list(tmp_path.iterdir()) == []

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, dump_config, resolve
+from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.cost import GIB
-from launcher import processes, results
+from launcher import results
 from launcher.results import TimedRun, TuneBatch
+from launcher.run.trials import Outcome, Runner, Slot, Trial
 from launcher.tune import batch, cache, curve, figures_batch, sizes
 from launcher.tune.curve import Rate, Size
 from launcher.tune.measuring import BatchSearch
-from launcher.tune.runner import Question, Runner, alloc_retries
+from launcher.tune.runner import BatchTrials, Question, alloc_retries
 from launcher.tune.sizes import MemoryLine
-from launcher.tune.trials import Pool, Slot, Stopped, Trial, from_outside
 from tests import tune_fixture
 
 
@@ -199,21 +196,6 @@ def test_goodput_is_throughput_times_what_a_sequence_is_worth() -> None:
 # --- records of trials
 
 
-def write_summary(directory: Path, **facts: Any) -> Path:
-    directory.mkdir(parents=True, exist_ok=True)
-    (directory / "summary.json").write_text(json.dumps(facts))
-    return directory
-
-
-def test_what_something_outside_ended_says_nothing_of_its_settings(tmp_path: Path) -> None:
-    assert from_outside(tmp_path)
-    killed = {"status": "failed", "killed_by": 9, "cause": "rank 0: SIGKILL"}
-    assert from_outside(write_summary(tmp_path / "a", **killed, oom_kills=0))
-    assert not from_outside(write_summary(tmp_path / "b", **killed, oom_kills=1))
-    assert from_outside(write_summary(tmp_path / "c", status="failed", signal=2))
-    assert not from_outside(write_summary(tmp_path / "d", status="failed", cause="rank 0: ValueError"))
-
-
 def write_steps(directory: Path, lines: list[dict[str, Any]], rank: int = 0) -> None:
     (directory / "steps").mkdir(parents=True, exist_ok=True)
     path = directory / "steps" / f"rank-{rank}.jsonl"
@@ -229,12 +211,11 @@ def test_allocator_retries_count_after_the_warm_up_only(tmp_path: Path) -> None:
     assert alloc_retries(tmp_path, 1, 3) is None
 
 
-class MadePool(Pool):
+class MadeRunner(Runner):
     """Trials that write what real ones would: a step takes 0.01 s and 0.01 s a sequence of a replica, the
     second rank 0.4 GiB more than the first."""
 
-    def run(self, trials: Sequence[Trial]) -> dict[str, str]:
-        (trial,) = trials
+    def run_one(self, trial: Trial) -> Outcome:
         batch, steps = trial.config.batch, trial.config.schedule.steps or 0
         step_s = 0.01 + 0.01 * batch.global_size / trial.ranks
         parts = {"data_wait_s": 0.0, "forward_backward_s": 0.8, "own_work_s": 0.7, "optimizer_s": 0.1}
@@ -246,11 +227,12 @@ class MadePool(Pool):
                 "peak_memory_gib": made_gib(batch.micro_size, rank),
                 "alloc_retries": None,
             }
-            write_steps(self.directory(trial), [line], rank)
-        return {trial.name: "ok"}
+            write_steps(trial.directory, [line], rank)
+        return Outcome("ok", 1.0)
 
-    def seconds(self, trial: Trial) -> float:
-        return 1.0
+
+def runner(kind: type[Runner], out: Path) -> Runner:
+    return kind(out, out, [Slot()], [], launcher="torchrun", on_gpu=False, say=lambda line: None)
 
 
 def made_gib(micro: int, rank: int) -> float:
@@ -262,8 +244,7 @@ def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
     line = {"intercept_bytes": 0, "bytes_per_sequence": 0.02 * GIB, "parts": {}}
     (tmp_path / "memory_line.json").write_text(json.dumps(line))
     question = Question(config(64), 2, (1, 2, 4, 8, 16, 32), 600.0, 1.6, "--memory", "torchrun", False)
-    pool = MadePool(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=lambda line: None)
-    search = BatchSearch(question, tmp_path, pool, lambda line: None)
+    search = BatchSearch(question, tmp_path, runner(MadeRunner, tmp_path), lambda line: None)
     search.run()
     memory = search.memory
     assert (memory.predicted_limit, memory.verified) == (27, 27)
@@ -284,9 +265,8 @@ def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
     tmp_path: Path, peaks: list[float], retries: int | None, status: str
 ) -> None:
     question = Question(config(8), 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False)
-    pool = Pool(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=lambda line: None)
-    runner = Runner(question, pool)
-    trial = runner.trial("t", 2, 8, 4)
+    batches = BatchTrials(question, tmp_path, runner(Runner, tmp_path))
+    trial = batches.trial("t", 2, 8, 4)
     parts = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
     for rank, peak in enumerate(peaks):
         lines = [
@@ -298,18 +278,17 @@ def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
             }
             for k in (1, 2)
         ]
-        write_steps(pool.directory(trial), lines, rank)
-    assert runner.judged(trial, "ok", 1, 3) == status
-    assert runner.judged(trial, "oom", 1, 3) == "oom"
+        write_steps(trial.directory, lines, rank)
+    assert batches.judged(trial, "ok", 1, 3) == status
+    assert batches.judged(trial, "oom", 1, 3) == "oom"
     if status == "over":
-        assert "1.10 GiB is above the 1.00 GiB" in runner.why(trial, status)
+        assert "1.10 GiB is above the 1.00 GiB" in batches.why(trial, status)
 
 
 def test_a_trial_keeps_the_users_settings_and_saves_nothing(tmp_path: Path) -> None:
     noisy = resolve([config(8).model_dump(mode="json"), {"log": {"noise_scale": True}}])
     question = Question(noisy, 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False)
-    pool = Pool(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=lambda line: None)
-    trial = Runner(question, pool).trial("t", 2, 8, 4)
+    trial = BatchTrials(question, tmp_path, runner(Runner, tmp_path)).trial("t", 2, 8, 4)
     assert trial.config.model == question.config.model
     assert trial.config.optim == question.config.optim
     assert (trial.config.batch.micro_size, trial.config.batch.global_size) == (2, 8)
@@ -317,42 +296,6 @@ def test_a_trial_keeps_the_users_settings_and_saves_nothing(tmp_path: Path) -> N
     assert trial.config.log.step_times
     assert not trial.config.log.noise_scale
     assert trial.data_bytes == 2 * GIB, "an allocation fails a gibibyte above the limit"
-
-
-def test_a_trial_of_another_configuration_runs_again(tmp_path: Path) -> None:
-    pool = Pool(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=lambda line: None)
-    trial, other = Trial("t", config(8), 2), Trial("t", config(16), 2)
-    directory = pool.directory(trial)
-    directory.mkdir(parents=True)
-    (directory / "config.yaml").write_text(dump_config(trial.config))
-    for name, facts in (("trial.json", {"seconds": 9.0}), ("summary.json", {"status": "done"})):
-        (directory / name).write_text(json.dumps(facts))
-    assert (pool.ended(trial), pool.ended(other)) == ("ok", None)
-
-
-STUBBORN = """
-import os, signal, sys, time
-signal.signal(signal.SIGTERM, lambda n, _: print(n, file=open(sys.argv[1], "a"), flush=True))
-os.kill(os.getppid(), signal.SIGTERM)
-time.sleep(0.5)
-"""
-
-
-def test_a_stop_signal_is_passed_to_a_trial_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second one would end it before it has told how far it is."""
-    notes = tmp_path / "signals"
-
-    def start(*_: object, scratch: str, environ: object, **options: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", STUBBORN, str(notes)], text=True, **options
-        )
-
-    monkeypatch.setattr(processes, "start_module", start)
-    monkeypatch.setattr(processes, "POLL_S", 0.01)
-    pool = Pool(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=lambda line: None)
-    with pytest.raises(Stopped):
-        pool.run([Trial("t", config(8), 2)])
-    assert notes.read_text() == "15\n"
 
 
 # --- the cache

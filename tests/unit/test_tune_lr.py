@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from rich.console import Console
@@ -15,9 +17,10 @@ from rich.console import Console
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_plan, dump_config, load_config, peak_lr
 from launcher import job, results
+from launcher.run import trials
+from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier
 from launcher.tune import ladder, lr, lr_trials, transfer
 from launcher.tune.rate_search import Settings
-from launcher.tune.trials import Slot, Stopped, Trial
 from tests.e2e.cli import TINY
 from tests.shards import edited_manifest, write_shards
 
@@ -46,45 +49,29 @@ def make(shards: Path, *overrides: str) -> Config:
     return load_config(None, [*TINY, f"data.path={shards}", f"schedule.steps={STEPS}", *overrides])
 
 
-# --- a pool that writes the records of a made loss surface in place of training
+# --- a runner that writes the records of a made loss surface in place of training
 
 
-class Pool:
+class MadeRunner(Runner):
     """Ends every trial at once as `surface` says; `limit` trials, then a Ctrl-C."""
 
     def __init__(self, out: Path, surface: Surface, limit: float = math.inf, rate: float = 1e4):
         self.out, self.surface, self.limit, self.rate = out, surface, limit, rate
         self.ran: list[str] = []
 
-    def directory(self, trial: Trial) -> Path:
-        return self.out / "trials" / trial.name
-
-    def ended(self, trial: Trial) -> str | None:
-        summary = record.read_json(self.directory(trial) / "summary.json")
-        if summary is None or (self.directory(trial) / "config.yaml").read_text() != dump_config(
-            trial.config
-        ):
-            return None
-        return {"done": "ok"}.get(summary["status"], "oom" if summary["cause"] == "oom" else "failed")
-
-    def seconds(self, trial: Trial) -> float:
-        summary = record.read_json(self.directory(trial) / "summary.json") or {}
-        return sum(summary["time_s"].values())
-
-    def run(self, trials: Sequence[Trial]) -> dict[str, str]:
-        return {trial.name: state for trial, state in self.outcomes(trials)}
-
-    def outcomes(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, str]]:
-        for trial in reversed(trials):  # they may end in any order
-            if self.ended(trial) is None:
+    def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        for trial in reversed([*trials]):  # they may end in any order
+            if earlier(trial) is None:
                 if len(self.ran) >= self.limit:
                     raise Stopped(2)
                 self.ran.append(trial.name)
                 self._train(trial)
-            yield trial, self.ended(trial) or "failed"
+            outcome = earlier(trial)
+            assert outcome is not None
+            yield trial, outcome
 
     def _train(self, trial: Trial) -> None:
-        directory, config = self.directory(trial), trial.config
+        directory, config = trial.directory, trial.config
         directory.mkdir(parents=True, exist_ok=True)
         record.write_text(directory / "config.yaml", dump_config(config))
         tokens = config.schedule.tokens or (config.schedule.steps or 0) * STEP
@@ -105,7 +92,8 @@ class Pool:
             "time_s": {"setup": 1.0, "compile": 1.0, "train": tokens / self.rate, "eval": 0.5, "save": 0.0},
         }
         if isinstance(loss, str):
-            facts |= {"status": "failed", "heldout_loss": None, "cause": loss}
+            kind = {"failure_kind": "host_memory"} if loss == "oom" else {}
+            facts |= {"status": "failed", "heldout_loss": None, "cause": loss, **kind}
         record.write_json(directory / "summary.json", facts)
 
 
@@ -131,24 +119,28 @@ def searched(
     *overrides: str,
     limit: float = math.inf,
     rate: float = 1e4,
-) -> tuple[int, dict[str, Any], Pool, list[str]]:
-    """(exit code, tune.json, the pool, what was said)."""
+) -> tuple[int, dict[str, Any], MadeRunner, list[str]]:
+    """(exit code, tune.json, what ran the trials, what was said)."""
     out.mkdir(exist_ok=True)
-    pool = Pool(out, surface, limit, rate)
+    made = MadeRunner(out, surface, limit, rate)
+    code, found, said = run_search(made, make(shards, *overrides), settings)
+    return code, found, made, said
+
+
+def run_search(
+    made: MadeRunner,
+    config: Config,
+    settings: Settings = Settings(),  # noqa: B008
+) -> tuple[int, dict[str, Any], list[str]]:
+    """(exit code, tune.json, what was said) of a search whose trials `made` runs."""
     said: list[str] = []
-    config = make(shards, *overrides)
-    code, tune = lr.run_locked(
-        config,
-        settings,
-        1,
-        output(out, config, settings),
-        on_gpu=False,
-        say=said.append,
-        make_pool=lambda *_, **__: pool,  # type: ignore[arg-type, return-value]
-    )
+    with mock.patch.object(trials, "runner", return_value=contextlib.nullcontext(made)):
+        code, tune = lr.run_locked(
+            config, settings, 1, output(made.out, config, settings), on_gpu=False, say=said.append
+        )
     found = results.plain(tune)
-    assert found == json.loads((out / "tune.json").read_text())
-    return code, found, pool, said
+    assert found == json.loads((made.out / "tune.json").read_text())
+    return code, found, said
 
 
 # --- the whole search
@@ -305,20 +297,11 @@ def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: 
     out = tmp_path / "out"
     out.mkdir()
     for rate in (1e4, 2e4):  # a machine that is faster in the second call
-        said: list[str] = []
-        pool = Pool(out, valley(0.004), rate=rate)
-        _, found = lr.run_locked(
-            config,
-            Settings(),
-            1,
-            output(out, config),
-            on_gpu=False,
-            say=said.append,
-            make_pool=lambda *_, pool=pool, **__: pool,  # type: ignore[arg-type, return-value]
-        )
-        assert found.settings.tokens == round(0.01 * 3600 * 1e4 / STEP) * STEP
+        made = MadeRunner(out, valley(0.004), rate=rate)
+        _, found, said = run_search(made, config)
+        assert found["settings"]["tokens"] == round(0.01 * 3600 * 1e4 / STEP) * STEP
         assert any("0.01 h at the measured 10 k tokens/s of 1 rank" in line for line in said)
-    assert pool.ran == []
+    assert made.ran == []
 
 
 def test_a_budget_shortens_the_runs_and_says_so(shards: Path, tmp_path: Path) -> None:

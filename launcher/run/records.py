@@ -1,16 +1,17 @@
-"""The records of one run of the grid, read and checked."""
+"""The records that a run has left, read and checked."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
+import signal
 from pathlib import Path
 from typing import Literal
 
 from bert_dp import record
-from bert_dp.record_models import Summary
+from bert_dp.config import Config
+from bert_dp.record_models import FailureKind, Summary
 from launcher import results
-from launcher.scaling.grid import Cell, Grid
 
 Ended = Literal["ok", "oom", "failed"]
 PARTS = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
@@ -31,11 +32,6 @@ class Repeat:
     summary: Summary
 
 
-def run_dir(out: Path, cell: Cell, repeat: int) -> Path:
-    """Where this repeat of a cell runs."""
-    return out / "runs" / f"{cell.id}-r{repeat}"
-
-
 def read_summary(directory: Path) -> Summary | None:
     """summary.json of a run; None when there is none, or a damaged one."""
     return results.find(directory / "summary.json", Summary)
@@ -51,16 +47,39 @@ def ended(directory: Path) -> Ended | None:
     return "oom" if summary.out_of_memory else "failed"
 
 
-def result(grid: Grid, cell: Cell, directory: Path) -> tuple[Ended | None, Repeat | None]:
-    """(how it ended, the records of one that is ok). None: it must be run (again), also because its records
-    are not whole."""
-    how = ended(directory)
-    if how != "ok":
-        return how, None
+def from_outside(directory: Path) -> bool:
+    """Whether something outside has ended this run, which says nothing of its settings: no summary was
+    written, or a rank was killed and memory was not why."""
+    summary = read_summary(directory)
+    if summary is None or summary.signal:
+        return True
+    killed = summary.killed_by in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    return killed and not summary.oom_kills
+
+
+def cause(directory: Path) -> str:
+    """Why a run ended as it did, in its own words."""
+    summary = read_summary(directory)
+    if summary is None:
+        return "it ended without a summary, twice"
+    return summary.cause or "its records are not whole"
+
+
+def failure_kind(directory: Path) -> FailureKind:
+    """The kind of failure of a run that did not end well."""
+    summary = read_summary(directory)
+    return (summary and summary.failure_kind) or "no_cause"
+
+
+def is_whole(directory: Path, ranks: int, config: Config) -> bool:
+    """Whether the times of every step of every rank are there, where the configuration asks for them."""
+    if not config.log.step_times:
+        return True
     try:
-        return how, read_repeat(directory, cell.world_size, grid.settings.warm_up, grid.settings.steps)
+        read_repeat(directory, ranks, 0, config.schedule.steps or 0)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return None, None
+        return False
+    return True
 
 
 def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat:

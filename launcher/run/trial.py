@@ -1,4 +1,4 @@
-"""One trial: `python -m launcher.tune.trial DIR --nproc N` trains DIR/config.yaml and exits as `train` does.
+"""One trial: `python -m launcher.run.trial DIR --nproc N` trains DIR/config.yaml and exits as `train` does.
 
 A process of its own, so that several run at a time and none can spoil the next.
 """
@@ -17,11 +17,14 @@ from launcher import processes, watch
 
 def main(argv: list[str] | None = None) -> int:
     """Exit code of `processes.run`."""
-    parser = argparse.ArgumentParser(prog="python -m launcher.tune.trial", description="One run of a search.")
+    parser = argparse.ArgumentParser(
+        prog="python -m launcher.run.trial", description="One short run of a verb."
+    )
     parser.add_argument("directory", type=Path, help="holds config.yaml")
     parser.add_argument("--nproc", type=int, required=True, help="ranks")
     parser.add_argument("--launcher", default="torchrun", help="torchrun, accelerate or deepspeed")
     parser.add_argument("--on-gpu", action="store_true", help="a GPU per rank")
+    parser.add_argument("--cores", help="that the ranks share, by commas; default: all")
     parser.add_argument("--data-bytes", type=int, help="limit of each process's writable private memory")
     asked = parser.parse_args(argv)
     if asked.data_bytes is not None:  # an allocation fails before the kernel has to kill
@@ -39,6 +42,7 @@ def main(argv: list[str] | None = None) -> int:
             launcher=asked.launcher,
             on_gpu=asked.on_gpu,
             watch=watched,
+            cores=[int(core) for core in asked.cores.split(",")] if asked.cores else None,
         )
     if result.failure is not None:
         print(result.failure.headline())  # noqa: T201 (the trial's log)

@@ -1,0 +1,1 @@
+"""Runs: their processes, their records, and many short ones."""

@@ -1,0 +1,325 @@
+"""Short runs that a verb needs, each a process of its own, as many at a time as there are slots; gone on with
+where an earlier call ended."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from bert_dp import record
+from bert_dp.config import Config, ConfigError, dump_config, load_config, resolve
+from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
+from launcher import processes, results
+from launcher.display import complain
+from launcher.reaper import reaper
+from launcher.report import format_duration, format_eta
+from launcher.run.records import Ended, ended, from_outside, is_whole, read_summary
+
+Say = Callable[[str], None]
+
+PROGRESS_S = 30.0
+SCRATCH = ".scratch"
+TOOK = "trial.json"
+TRIES = 2  # of a trial that something outside has ended, or whose records are not whole
+LOG_LINES = 10  # of metrics.jsonl in a measured run
+HELPER_TIMEOUT_S = 900.0
+
+
+class Stopped(Exception):
+    """A signal came; `number` says which."""
+
+    def __init__(self, number: int):
+        self.number = number
+
+
+@dataclasses.dataclass(frozen=True)
+class Slot:
+    """The devices of one trial at a time: cores of this machine, or GPUs by CUDA's names; None = all."""
+
+    cores: tuple[int, ...] | None = None
+    gpus: tuple[str, ...] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Trial:
+    """One run: `directory` is made to train `config` on `ranks` ranks."""
+
+    directory: Path
+    config: Config
+    ranks: int
+    cores: tuple[int, ...] | None = None
+    """Of its slot's, those that its ranks share; None = all of them."""
+    data_bytes: int | None = None
+    """Limit of each process's writable private memory; None = none."""
+
+    @property
+    def name(self) -> str:
+        return self.directory.name
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """How a trial has ended."""
+
+    status: Ended
+    seconds: float
+    """From its start to its end."""
+
+
+def measured(
+    config: Config,
+    *,
+    on_gpu: bool,
+    steps: int,
+    global_size: int,
+    micro_size: int,
+    noise_scale: bool = False,
+    **sections: dict[str, Any],
+) -> Config:
+    """`config` for a short run whose steps are timed: at this batch, without a ramp, with nothing saved or
+    evaluated, and compiled as the run itself would be. `sections`: more settings."""
+    compiled = config.compile
+    own: dict[str, Any] = {
+        "batch": {
+            "global_size": global_size,
+            "micro_size": micro_size,
+            "ramp_fraction": 0.0,
+            "ramp_quantum": None,
+        },
+        "schedule": {"steps": steps},
+        "compile": ("on" if on_gpu else "off") if compiled == "auto" else compiled,
+        "checkpoint": {"keep": 0, "every_steps": 0},
+        "eval": {"every_steps": 0, "max_sequences": micro_size},
+        "log": {
+            "every_steps": max(1, -(-steps // LOG_LINES)),
+            "step_times": True,
+            "tensorboard": False,
+            "noise_scale": noise_scale,
+        },
+    }
+    return resolve([config.model_dump(mode="json"), {**own, **sections}])
+
+
+def earlier(trial: Trial) -> Outcome | None:
+    """How this very trial ended in an earlier call; None: it is to be run (again)."""
+    try:
+        same = load_config(trial.directory / "config.yaml") == trial.config
+    except (OSError, ConfigError):
+        return None
+    return _outcome(trial) if same else None
+
+
+def _outcome(trial: Trial) -> Outcome | None:
+    """None of a run that says nothing of its settings."""
+    directory = trial.directory
+    status, summary = ended(directory), read_summary(directory)
+    if status is None or summary is None or from_outside(directory):
+        return None
+    if status == "ok" and not is_whole(directory, trial.ranks, trial.config):
+        return None
+    took = results.find(directory / TOOK, results.TrialFile)
+    return Outcome(status, took.seconds if took else sum(summary.time_s.values()))
+
+
+class Progress:
+    """Says each result, how many there are, and the time left by the pace of the trials of this call."""
+
+    def __init__(self, expected: Sequence[float], say: Say):
+        """`expected`: of every trial that is planned, its share of the time, in any unit."""
+        self._say, self._total, self._left = say, len(expected), sum(expected)
+        self._begun, self._done, self._here = time.monotonic(), 0, 0.0
+
+    def expect(self, share: float) -> None:
+        """One more trial than was planned."""
+        self._total += 1
+        self._left += share
+
+    def had(self, share: float) -> None:
+        """A trial that needs no time: an earlier call has run it, or it is left out."""
+        self._done += 1
+        self._left -= share
+
+    def ended(self, share: float, text: str) -> None:
+        """A trial that this call has run."""
+        self.had(share)
+        self._here += share
+        pace = (time.monotonic() - self._begun) / max(self._here, 1e-9)
+        left = format_eta(max(0.0, self._left) * pace)
+        self._say(f"[{self._done}/{max(self._total, self._done)}] {text}; left {left}")
+
+
+@dataclasses.dataclass
+class _Running:
+    trial: Trial
+    slot: Slot
+    process: subprocess.Popen[str]
+    log: IO[str]
+    begun: float
+    due: float
+    """When its progress is said next."""
+
+
+@contextlib.contextmanager
+def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, say: Say) -> Iterator[Runner]:
+    """Runs trials within the block: stop signals are noted, no process outlives this one however it ends, and
+    what processes leave behind in OUT/.scratch goes at the end."""
+    scratch = out / SCRATCH
+    scratch.mkdir(exist_ok=True)
+    marks = [f"{LAUNCHER_PID}={os.getpid()}", f"{LAUNCHER_START}={start_ticks(os.getpid())}"]
+    try:
+        with reaper(scratch, marks), processes.stop_signals() as signals:
+            yield Runner(out, scratch, slots, signals, launcher=launcher, on_gpu=on_gpu, say=say)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+class Runner:
+    """Starts trials and follows them; `signals` are those that have come."""
+
+    def __init__(
+        self,
+        out: Path,
+        scratch: Path,
+        slots: Sequence[Slot],
+        signals: Sequence[int],
+        *,
+        launcher: str,
+        on_gpu: bool,
+        say: Say,
+    ):
+        self.out, self.scratch, self._slots, self._signals = out, scratch, slots, signals
+        self._launcher, self._on_gpu, self._say = launcher, on_gpu, say
+
+    def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        """Each trial with its outcome as it ends; its records are in its directory.
+
+        One that an earlier call has ended with the same configuration is not run again, unless something
+        outside ended it. The next trial is taken when a slot is free, so that `trials` may follow from what
+        has ended. Raises Stopped once a signal has come and every trial has ended.
+        """
+        queue, free = iter(trials), list(self._slots)
+        tries: dict[Path, int] = {}
+        running: list[_Running] = []
+        sent = 0
+        try:
+            while True:
+                while free and not self._signals and (trial := next(queue, None)) is not None:
+                    if (outcome := earlier(trial)) is not None:
+                        yield trial, outcome
+                    else:
+                        running.append(self._start(trial, free.pop(0)))
+                if not running:
+                    break
+                for number in self._signals[sent:]:
+                    for each in running:
+                        each.process.send_signal(number)
+                sent = len(self._signals)
+                for each in [r for r in running if r.process.poll() is not None]:
+                    running.remove(each)
+                    outcome = self._end(each)
+                    tries[each.trial.directory] = tries.get(each.trial.directory, 0) + 1
+                    if outcome is None and self._signals:
+                        continue
+                    if outcome is None and tries[each.trial.directory] < TRIES:
+                        self._say(f"  {each.trial.name}: ended from outside; once more")
+                        running.append(self._start(each.trial, each.slot))
+                        continue
+                    free.append(each.slot)
+                    yield each.trial, outcome or Outcome("failed", time.monotonic() - each.begun)
+                self._say_progress(running)
+                time.sleep(processes.POLL_S)
+        finally:
+            for each in running:
+                each.process.kill()  # its own reaper ends its ranks
+                each.process.wait()
+                each.log.close()
+        if self._signals:
+            raise Stopped(self._signals[0])
+
+    def run_one(self, trial: Trial) -> Outcome:
+        """Raises Stopped."""
+        [(_, outcome)] = self.run([trial])
+        return outcome
+
+    def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
+        """The JSON lines that `python -m module` printed; [] when it failed, which its stderr has told.
+
+        Raises Stopped for a signal."""
+        with processes.confined(cores):
+            process = processes.start_module(
+                module,
+                list(arguments),
+                stdout=subprocess.PIPE,
+                start_new_session=True,
+                scratch=str(self.scratch),
+            )
+        deadline = time.monotonic() + HELPER_TIMEOUT_S
+        while True:
+            try:
+                text = process.communicate(timeout=processes.POLL_S)[0]
+                break
+            except subprocess.TimeoutExpired:
+                if self._signals or time.monotonic() > deadline:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(process.pid, signal.SIGKILL)
+        if self._signals:
+            raise Stopped(self._signals[0])
+        if process.returncode:
+            complain(f"warning: {module} ended with exit code {process.returncode}")
+        return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+
+    def _start(self, trial: Trial, slot: Slot) -> _Running:
+        directory = trial.directory
+        shutil.rmtree(directory, ignore_errors=True)
+        (directory / "logs").mkdir(parents=True, mode=0o700)
+        record.write_text(directory / "config.yaml", dump_config(trial.config))
+        if (facts := self.out / "environment.json").exists():
+            shutil.copy(facts, directory)
+        arguments = [str(directory), "--nproc", str(trial.ranks), "--launcher", self._launcher]
+        arguments += ["--on-gpu"] if self._on_gpu else []
+        if (cores := trial.cores or slot.cores) is not None:
+            arguments += ["--cores", ",".join(map(str, cores))]
+        arguments += [] if trial.data_bytes is None else ["--data-bytes", str(trial.data_bytes)]
+        log = (directory / "logs" / "trial.log").open("w")
+        process = processes.start_module(
+            "launcher.run.trial",
+            arguments,
+            scratch=str(self.scratch),
+            environ={} if slot.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)},
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+        now = time.monotonic()
+        return _Running(trial, slot, process, log, now, now + PROGRESS_S)
+
+    def _end(self, each: _Running) -> Outcome | None:
+        each.log.close()
+        took = results.TrialFile(seconds=time.monotonic() - each.begun)
+        results.write(each.trial.directory / TOOK, took)
+        return _outcome(each.trial)
+
+    def _say_progress(self, running: Sequence[_Running]) -> None:
+        """How far each trial is, now and then."""
+        now = time.monotonic()
+        for each in running:
+            if now < each.due:
+                continue
+            each.due = now + PROGRESS_S
+            step, steps = 0, each.trial.config.schedule.steps
+            for line in record.read_lines(each.trial.directory / "metrics.jsonl"):
+                step = line["step"]
+            of = f" of {steps}" if steps else ""
+            self._say(
+                f"  {each.trial.name}: step {step}{of}, running for {format_duration(now - each.begun)}"
+            )

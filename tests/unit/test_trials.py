@@ -1,0 +1,247 @@
+"""Short runs in processes of their own: when one is run again, on which cores, what a signal does."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bert_dp import record
+from bert_dp.config import Config, dump_config, load_config
+from launcher import processes
+from launcher.run import records, trials
+from launcher.run.trials import Outcome, Slot, Stopped, Trial
+
+KILLED = {"status": "failed", "killed_by": 9, "cause": "rank 0: SIGKILL"}
+PARTS = {name: [0.5, 0.5] for name in records.PARTS}
+
+
+def config(global_size: int = 8, *overrides: str) -> Config:
+    base = ["data.sources=[builtin]", "schedule.steps=2", f"batch.global_size={global_size}"]
+    return load_config(None, [*base, "batch.micro_size=1", *overrides])
+
+
+def write(trial: Trial, summary: dict[str, Any], seconds: float | None = None) -> None:
+    """What a run of this trial leaves."""
+    trial.directory.mkdir(parents=True, exist_ok=True)
+    (trial.directory / "config.yaml").write_text(dump_config(trial.config))
+    (trial.directory / "summary.json").write_text(json.dumps(summary))
+    if seconds is not None:
+        (trial.directory / "trial.json").write_text(json.dumps({"seconds": seconds}))
+
+
+def write_steps(directory: Path, ranks: int = 2) -> None:
+    (directory / "steps").mkdir()
+    for rank in range(ranks):
+        line = {"step": 2, **PARTS, "peak_memory_gib": 1.0}
+        (directory / "steps" / f"rank-{rank}.jsonl").write_text(json.dumps(line) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("summary", "status"),
+    [
+        ({"status": "done"}, "ok"),
+        ({"status": "failed", "cause": "rank 0: ValueError"}, "failed"),
+        ({"status": "failed", "cause": "x", "failure_kind": "device_memory"}, "oom"),
+        ({"status": "failed", "cause": "killed by signal 9", "explanation": ["host out of memory"]}, "oom"),
+        ({"status": "failed", "cause": "rank 0: OutOfMemoryError: CUDA out of memory"}, "oom"),
+        ({"status": "failed", "cause": "rank 0: KeyError: 'out of memory'"}, "failed"),
+        ({"status": "failed", "cause": "MemoryError", "failure_kind": "error"}, "failed"),
+        ({**KILLED, "oom_kills": 1}, "failed"),
+        # damaged
+        ({"status": "done", "tokens": "many"}, None),
+        # something outside ended it: that says nothing of its settings
+        ({**KILLED, "oom_kills": 0}, None),
+        ({"status": "stopped", "signal": 2}, None),
+        ({"status": "failed", "cause": "SIGTERM: stopped", "signal": 15}, None),
+    ],
+)
+def test_a_trial_that_ended_is_not_run_again(
+    tmp_path: Path, summary: dict[str, Any], status: str | None
+) -> None:
+    trial = Trial(tmp_path / "t", config(), 2)
+    assert trials.earlier(trial) is None
+    write(trial, summary, 9.0)
+    outcome = trials.earlier(trial)
+    assert (outcome and outcome.status) == status
+    assert outcome is None or outcome.seconds == 9.0
+    assert trials.earlier(Trial(trial.directory, config(16), 2)) is None, "it is of other settings"
+
+
+def test_a_run_of_an_older_benchmark_counts_with_the_time_that_it_tells(tmp_path: Path) -> None:
+    """It has no trial.json."""
+    trial = Trial(tmp_path / "t", config(), 2)
+    write(trial, {"status": "done", "time_s": {"setup": 1.0, "train": 2.0}})
+    assert trials.earlier(trial) == Outcome("ok", 3.0)
+
+
+@pytest.mark.parametrize("damage", [None, "torn", "gone", "short", "list", "zero"])
+def test_a_run_whose_steps_are_not_whole_is_run_again(tmp_path: Path, damage: str | None) -> None:
+    trial = Trial(tmp_path / "t", config(8, "log.step_times=true"), 2)
+    write(trial, {"status": "done"})
+    write_steps(trial.directory)
+    path = trial.directory / "steps" / "rank-1.jsonl"
+    line = json.loads(path.read_text())
+    if damage == "torn":
+        path.write_text(path.read_text()[:-40])
+    elif damage == "gone":
+        path.unlink()
+    elif damage == "short":
+        path.write_text(json.dumps({**line, "step_s": [0.5]}) + "\n")
+    elif damage == "list":
+        path.write_text("[1]\n" + path.read_text())
+    elif damage == "zero":
+        path.write_text(json.dumps({**line, "step_s": [0.0, 0.5]}) + "\n")
+    assert (trials.earlier(trial) is None) == (damage is not None)
+
+
+def test_a_measured_run_keeps_the_users_settings_and_saves_nothing() -> None:
+    user = config(8, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2", "log.noise_scale=true")
+    run = trials.measured(user, on_gpu=False, steps=40, global_size=16, micro_size=4)
+    assert (run.model, run.optim, run.data) == (user.model, user.optim, user.data)
+    assert (run.batch.global_size, run.batch.micro_size, run.batch.ramp_fraction) == (16, 4, 0)
+    assert (run.schedule.steps, run.checkpoint.keep, run.eval.every_steps) == (40, 0, 0)
+    assert (run.log.step_times, run.log.noise_scale, run.log.every_steps) == (True, False, 4)
+    assert (run.compile, run.eval.max_sequences) == ("off", 4)
+    other = trials.measured(
+        user, on_gpu=True, steps=4, global_size=8, micro_size=1, parallel={"engine": "zero1"}
+    )
+    assert (other.compile, other.parallel.engine) == ("on", "zero1")
+
+
+# --- processes
+
+STUBBORN = """
+import os, signal, sys, time
+signal.signal(signal.SIGTERM, lambda n, _: print(n, file=open(sys.argv[1], "a"), flush=True))
+os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(0.5)
+"""
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Command lines that were started; each ends at once and leaves nothing."""
+    commands: list[list[str]] = []
+
+    def start(_: str, arguments: list[str], *, scratch: str, environ: object, **options: Any) -> Any:
+        commands.append(arguments)
+        return subprocess.Popen([sys.executable, "-I", "-S", "-c", ""], text=True, **options)
+
+    monkeypatch.setattr(processes, "start_module", start)
+    monkeypatch.setattr(processes, "POLL_S", 0.01)
+    return commands
+
+
+def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: list[list[str]]) -> None:
+    said: list[str] = []
+    trial = Trial(tmp_path / "t", config(), 2, cores=(1,), data_bytes=5)
+    slots = [Slot(cores=(0, 1))]
+    with trials.runner(tmp_path, slots, launcher="torchrun", on_gpu=False, say=said.append) as runs:
+        assert runs.run_one(trial).status == "failed"
+        assert runs.scratch.is_dir()
+    assert not runs.scratch.exists()
+    assert [line.strip() for line in said] == ["t: ended from outside; once more"]
+    directory = str(trial.directory)
+    line = [directory, "--nproc", "2", "--launcher", "torchrun", "--cores", "1", "--data-bytes", "5"]
+    assert started == [line, line]
+    assert records.cause(trial.directory) == "it ended without a summary, twice"
+
+
+def test_the_next_trial_is_taken_when_a_slot_is_free(tmp_path: Path, started: list[list[str]]) -> None:
+    ended: list[str] = []
+    there = Trial(tmp_path / "there", config(), 1)
+    write(there, {"status": "done"}, 2.0)
+
+    def due() -> Iterator[Trial]:
+        yield there
+        assert ended == ["there"]
+        yield Trial(tmp_path / "a", config(), 1)
+        assert ended == ["there", "a"]
+        yield Trial(tmp_path / "b", config(), 1)
+
+    with trials.runner(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=lambda line: None) as runs:
+        for trial, _ in runs.run(due()):
+            ended.append(trial.name)
+    assert ended == ["there", "a", "b"]
+    assert [Path(line[0]).name for line in started] == ["a", "a", "b", "b"]
+
+
+def test_a_stop_signal_is_passed_to_a_trial_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one would end it before it has told how far it is."""
+    notes = tmp_path / "signals"
+
+    def start(*_: object, scratch: str, environ: object, **options: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-I", "-S", "-c", STUBBORN, str(notes)], text=True, **options
+        )
+
+    monkeypatch.setattr(processes, "start_module", start)
+    monkeypatch.setattr(processes, "POLL_S", 0.01)
+    with trials.runner(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=print) as runs:
+        with pytest.raises(Stopped):
+            runs.run_one(Trial(tmp_path / "t", config(), 2))
+    assert notes.read_text() == "15\n"
+
+
+def test_a_signal_ends_a_helper_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not when its time is over, which no clock here says."""
+    looks = itertools.count()
+
+    def start(*_: object, scratch: str, **options: Any) -> subprocess.Popen[str]:
+        command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
+        process = subprocess.Popen(command, text=True, **options)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return process
+
+    def stands_still() -> float:
+        assert next(looks) < 20, "the signal is not heeded"
+        return 0.0
+
+    monkeypatch.setattr(processes, "start_module", start)
+    monkeypatch.setattr(processes, "POLL_S", 0.01)
+    monkeypatch.setattr(trials, "time", types.SimpleNamespace(monotonic=stands_still))
+    with trials.runner(tmp_path, [], launcher="torchrun", on_gpu=False, say=print) as runs:
+        with pytest.raises(Stopped) as stopped:
+            runs.helper("bert_dp.dist", [])
+    assert stopped.value.number == signal.SIGTERM
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_ranks_have_as_many_threads_as_the_cores_that_they_share(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr(
+        processes,
+        "start_command",
+        lambda *_: [sys.executable, "-c", "import os; print(os.environ['OMP_NUM_THREADS'])"],
+    )
+    cores = sorted(os.sched_getaffinity(0))
+    run = tmp_path / "run"
+    for share in (1, len(cores)):
+        run.mkdir(exist_ok=True)
+        with record.HeldDirectory(run) as held:
+            processes.run(held, 1, "never", lambda: None, cores=cores[:share])
+        assert (run / "logs" / "torchrun.log").read_text().splitlines()[-1] == str(share)
+
+
+def test_progress_counts_and_says_what_is_left() -> None:
+    said: list[str] = []
+    progress = trials.Progress([1.0, 1.0, 2.0], said.append)
+    progress.had(1.0)
+    progress.ended(1.0, "a: ok")
+    progress.expect(1.0)
+    progress.ended(2.0, "b: ok")
+    progress.ended(1.0, "c: ok")
+    assert [line.partition("; left ")[0] for line in said] == ["[2/3] a: ok", "[3/4] b: ok", "[4/4] c: ok"]
+    assert said[-1].endswith("left <1 s")
