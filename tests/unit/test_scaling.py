@@ -13,10 +13,10 @@ import pytest
 from bert_dp import record
 from bert_dp.config import Config, resolve
 from bert_dp.cost import flops_per_token, memory_estimate_gib
-from launcher import environment, results
+from launcher import environment, job, results
 from launcher.results import Cell, Scaling
 from launcher.room import STATE
-from launcher.scaling import stats
+from launcher.scaling import benchmark, stats
 from launcher.scaling.grid import Grid, Settings, run_dir
 from launcher.scaling.measure import cores_of
 from launcher.scaling.reduce import collect
@@ -133,6 +133,17 @@ def test_a_model_that_cannot_fit_is_refused_by_its_state_alone() -> None:
     small = dataclasses.replace(MACHINE, memory_available_gib=0.0002, memory_limit_gib=None)
     made = Grid(config(), dataclasses.replace(SETTINGS, modes=("strong",)), small, on_gpu=False)
     assert any("cell strong-ddp-n4: weights, gradients and optimizer" in issue for issue in made.issues)
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [({"repeats": 5}, ""), ({"repeats": 1}, "settings.repeats"), ({"steps": 9}, "steps")],
+)
+def test_a_grid_goes_on_with_more_repeats_only(tmp_path: Path, changes: dict[str, Any], refused: str) -> None:
+    results.write(tmp_path / benchmark.FILE, benchmark.plan_of(grid()))
+    plan = benchmark.plan_of(grid(**changes))
+    output = job.Output(tmp_path, "grid", benchmark.FILE, plan, benchmark.FIXED, benchmark.GROWS)
+    assert [refused in issue for issue in output.issues()] == ([True] if refused else [])
 
 
 def test_a_cpu_rank_has_as_many_cores_at_every_n(monkeypatch: pytest.MonkeyPatch) -> None:

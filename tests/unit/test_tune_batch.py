@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.cost import GIB
-from launcher import results
+from launcher import job, results
 from launcher.results import TimedRun, TuneBatch
 from launcher.run.trials import Outcome, Runner, Slot, Trial
 from launcher.tune import batch, cache, curve, figures_batch, sizes
@@ -296,6 +297,16 @@ def test_a_trial_keeps_the_users_settings_and_saves_nothing(tmp_path: Path) -> N
     assert trial.config.log.step_times
     assert not trial.config.log.noise_scale
     assert trial.data_bytes == 2 * GIB, "an allocation fails a gibibyte above the limit"
+
+
+@pytest.mark.parametrize(("budget_s", "taken"), [(60.0, True), (120.0, True), (30.0, False)])
+def test_a_search_goes_on_with_a_greater_budget_only(tmp_path: Path, budget_s: float, taken: bool) -> None:
+    """A search that could not settle its choice advises one."""
+    question = Question(config(8), 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False)
+    results.write(tmp_path / batch.PLAN, batch.plan_of(question))
+    plan = batch.plan_of(dataclasses.replace(question, budget_s=budget_s))
+    output = job.Output(tmp_path, "search", batch.PLAN, plan, batch.FIXED, batch.GROWS)
+    assert (output.issues() == []) == taken
 
 
 # --- the cache
