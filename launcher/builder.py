@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bert_dp.record import safe
 from launcher.plots import NUM_COLOURS
-from launcher.report import safe
 
 POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 # by which a page of any version is known

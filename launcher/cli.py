@@ -174,14 +174,14 @@ def doctor(
     a checkpoint written and read back, a short all-reduce. Under 30 s; exit code 1 when a run would fail.
     """
     from launcher import doctor as checks
-    from launcher import report
+    from launcher.report.console import ConsoleReport
 
     machine, findings = checks.doctor(run_dir)
     if json:
         facts = {"environment": machine.to_json(), "findings": [f.__dict__ for f in findings]}
         typer.echo(jsonlib.dumps(facts, indent=1))
     else:
-        console().print(report.findings_table(machine, findings))
+        console().print(ConsoleReport(checks.doctor_report(machine, findings), titled=True))
     raise typer.Exit(1 if any(f.level == "fail" for f in findings) else 0)
 
 
@@ -258,7 +258,8 @@ def report(
     ] = None,
 ) -> None:
     """One self-contained HTML page of a run, a comparison of runs, a scaling benchmark or a search (tune)."""
-    from launcher import builder, page
+    from launcher.report import html
+    from launcher.report.run_report import PAGE, of_directories
     from launcher.scaling import page as scaling_page
     from launcher.scaling import png as scaling_png
     from launcher.scaling import report as scaling_report
@@ -269,8 +270,8 @@ def report(
     alone = [(d, file) for d in run_dirs for file in kinds if (d / file).exists()]
     if alone and len(run_dirs) > 1:
         raise ConfigError([f"RUN_DIR: {alone[0][0]} is {kinds[alone[0][1]]}; its page is made of it alone"])
-    target = out or run_dirs[0] / "report.html"
-    if issues := builder.target_issues(target):
+    target = out or run_dirs[0] / PAGE
+    if issues := html.target_issues(target):
         raise ConfigError(issues)
     if alone and alone[0][1] == scaling_report.FILE:
         scaling = scaling_report.read(run_dirs[0])
@@ -293,7 +294,7 @@ def report(
     if missing:
         raise ConfigError([f"RUN_DIR: {name} is not a run directory (no config.yaml)" for name in missing])
     with _writing("--out"):
-        page.write(run_dirs, target)
+        html.write(of_directories(run_dirs), target)
     show(console(), str(target), **PLAIN)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 from launcher import plots
 from launcher.figures import QUARTILES, Bar, Box
-from launcher.report import format_count, format_percent, format_ratio, format_si
-from launcher.runs import number
+from launcher.report.numbers import format_count, format_percent, format_ratio, format_si, number
 from launcher.scaling import view
 from launcher.scaling.view import Cell, Group
 

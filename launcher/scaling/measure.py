@@ -17,8 +17,7 @@ from bert_dp import record
 from bert_dp.config import dump_config
 from launcher import processes, watch
 from launcher.display import complain
-from launcher.report import format_duration, format_si
-from launcher.runs import number
+from launcher.report.numbers import format_duration, format_si, number
 from launcher.scaling.grid import Cell, Grid
 from launcher.scaling.raw import ended, result, run_dir
 

@@ -9,7 +9,7 @@ from typing import Any
 from bert_dp import record
 from launcher import builder, figures, plots
 from launcher.builder import card, escape
-from launcher.report import (
+from launcher.report.numbers import (
     NA,
     format_count,
     format_percent,

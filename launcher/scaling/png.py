@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bert_dp.config import ConfigError
+from bert_dp.record import safe
 from launcher import builder, plots
 from launcher.figures import QUARTILES, Bar
-from launcher.report import format_time_tick, safe
+from launcher.report.numbers import format_time_tick
 from launcher.scaling import figures as scaling_figures
 from launcher.scaling import view
 from launcher.scaling.figures import Figure

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from launcher.runs import number
+from launcher.report.numbers import number
 from launcher.scaling import stats
 from launcher.scaling.grid import Cell, Grid
 from launcher.scaling.raw import Repeat, result, run_dir

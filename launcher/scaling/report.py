@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
 from bert_dp.config import ConfigError
-from launcher.report import (
+from bert_dp.record import safe
+from launcher.report.numbers import (
     NA,
     format_count,
     format_gib,
     format_percent,
     format_ratio,
     format_si,
-    safe,
 )
 from launcher.scaling import view
 from launcher.scaling.view import Cell

@@ -8,7 +8,7 @@ from typing import Any
 from launcher import builder, figures
 from launcher.builder import card, escape
 from launcher.redact import redact
-from launcher.report import (
+from launcher.report.numbers import (
     NA,
     format_count,
     format_gib,
@@ -16,8 +16,8 @@ from launcher.report import (
     format_ratio,
     format_si,
     format_step_time,
+    number,
 )
-from launcher.runs import number
 from launcher.scaling import figures as scaling_figures
 from launcher.scaling import view
 from launcher.scaling.view import Column

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from launcher.report import (
+from launcher.report.numbers import (
     NA,
     format_count,
     format_energy,
@@ -17,8 +17,8 @@ from launcher.report import (
     format_ratio,
     format_si,
     format_step_time,
+    number,
 )
-from launcher.runs import number
 
 Cell = Mapping[str, Any]
 ENDS = {"low": 0, "high": 1}  # of an interval

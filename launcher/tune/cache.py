@@ -10,7 +10,7 @@ from typing import Any
 
 from bert_dp import record
 from bert_dp.config import Config
-from launcher.runs import number
+from launcher.report.numbers import number
 
 MORE = 1.1  # times the memory of the search that it bounded
 VERSIONS = ("torch", "accelerate", "deepspeed", "bert-dp")

@@ -9,8 +9,7 @@ from typing import Any
 from bert_dp.cost import GIB
 from launcher import plots
 from launcher.figures import Bar
-from launcher.report import format_count, format_gib, format_percent, format_si
-from launcher.runs import number
+from launcher.report.numbers import format_count, format_gib, format_percent, format_si, number
 from launcher.scaling import view
 from launcher.scaling.figures import Figure
 from launcher.tune.curve import WITHIN

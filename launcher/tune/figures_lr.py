@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from launcher import plots
-from launcher.report import format_lr, format_lr_tick, format_si
-from launcher.runs import number
+from launcher.report.numbers import format_lr, format_lr_tick, format_si, number
 from launcher.scaling import view
 from launcher.scaling.figures import Figure
 from launcher.tune.figures_batch import positive

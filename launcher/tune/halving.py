@@ -15,7 +15,7 @@ from typing import Any
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError
-from launcher.report import format_duration, format_eta, format_si
+from launcher.report.numbers import format_duration, format_eta, format_si
 from launcher.tune import ladder, lr_trials
 from launcher.tune.ladder import FINALISTS, Candidate, Edge, Rung
 from launcher.tune.search import Study

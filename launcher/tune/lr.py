@@ -25,7 +25,7 @@ from bert_dp.config import (
 from launcher import environment, outdir, starters, training
 from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
-from launcher.report import format_duration, format_percent, format_si
+from launcher.report.numbers import format_duration, format_percent, format_si
 from launcher.scaling.benchmark import identity
 from launcher.tune import FILE, ladder, lr_trials, page, search, transfer
 from launcher.tune.halving import RUNGS, STATE, AllFailed, RangeTest, Search, Settings

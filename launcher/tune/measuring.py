@@ -13,8 +13,7 @@ from typing import Any
 from bert_dp import record
 from bert_dp.config import ConfigError, batch_plan, dump_config
 from bert_dp.cost import GIB, flops_per_token
-from launcher.report import format_count, format_gib, format_si
-from launcher.runs import number
+from launcher.report.numbers import format_count, format_gib, format_si, number
 from launcher.scaling.measure import helper
 from launcher.tune import curve, sizes
 from launcher.tune.curve import Rate, Size

@@ -11,7 +11,7 @@ from bert_dp.config import ConfigError
 from launcher import builder
 from launcher.builder import card
 from launcher.redact import redact
-from launcher.report import NA, format_count
+from launcher.report.numbers import NA, format_count
 from launcher.scaling import view
 from launcher.scaling.view import Column
 from launcher.tune import FILE, page_batch, page_lr

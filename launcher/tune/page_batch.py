@@ -7,7 +7,7 @@ from typing import Any
 
 from launcher import builder, figures
 from launcher.builder import card
-from launcher.report import (
+from launcher.report.numbers import (
     NA,
     format_count,
     format_duration,
@@ -16,8 +16,8 @@ from launcher.report import (
     format_ratio,
     format_si,
     format_step_time,
+    number,
 )
-from launcher.runs import number
 from launcher.scaling import page as scaling_page
 from launcher.scaling import tables, view
 from launcher.scaling.view import Column

@@ -8,7 +8,7 @@ from typing import Any
 
 from launcher import builder
 from launcher.builder import card, escape
-from launcher.report import (
+from launcher.report.numbers import (
     NA,
     format_count,
     format_duration,

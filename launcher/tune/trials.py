@@ -18,7 +18,7 @@ from bert_dp.config import Config, dump_config
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from launcher import processes
 from launcher.reaper import reaper
-from launcher.report import format_duration
+from launcher.report.numbers import format_duration
 from launcher.scaling.measure import Say, Stopped
 from launcher.scaling.raw import ended
 

@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from launcher import page
+from launcher.report.html import write
+from launcher.report.run_report import of_directories
 from launcher.scaling import page as scaling_page
 from launcher.tune import page as tune_page
 from tests.browser import COLLISIONS, FIGURES, OVERFLOW, Browser, find
+from tests.report_fixture import make_run
 from tests.scaling_fixture import HOSTILE, nulls, scaling
 from tests.tune_fixture import batch, lr, transfer
-from tests.unit.test_report import make_run
 
-NAMES = ("both", "large", "one", "nulls", "hostile", "run", "batch", "lr")
+NAMES = ("both", "large", "one", "nulls", "hostile", "run", "runs", "batch", "lr")
 BROKEN = {
     "script": "<script>console.log('ran')</script>",
     "image": "<img src='https://example.invalid/pixel.png'>",
@@ -54,7 +55,12 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         scaling_page.write(content, folder / f"{name}.html")
     tune_page.write(batch(), folder / "batch.html")
     tune_page.write(lr(transfer=transfer()), folder / "lr.html")
-    page.write([make_run(folder / "a" / "run")], folder / "run.html")
+    write(of_directories([make_run(folder / "a" / "run")]), folder / "run.html")
+    compared = [
+        make_run(folder / name / HOSTILE.replace("\x00", "").replace("\ud800", "").replace("/", ""))
+        for name in "bc"
+    ]
+    write(of_directories(compared), folder / "runs.html")
     return {name: folder / f"{name}.html" for name in NAMES}
 
 
@@ -99,7 +105,8 @@ def test_figures_are_counted(pages: dict[str, Path]) -> None:
         "one": 5,
         "nulls": 0,
         "hostile": 8,
-        "run": 6,
+        "run": 5,
+        "runs": 5,
         "batch": 6,
         "lr": 3,
     }

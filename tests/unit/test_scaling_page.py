@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import copy
 import csv
+import html.parser
 import json
 import math
 import re
@@ -12,22 +13,77 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from rich.console import Console
 
 from bert_dp import record
 from bert_dp.config import ConfigError
 from launcher import figures
-from launcher.report import NA, format_percent, format_ratio, format_si, format_step_time, format_time_tick
+from launcher.report.numbers import (
+    NA,
+    format_percent,
+    format_ratio,
+    format_si,
+    format_step_time,
+    format_time_tick,
+)
 from launcher.scaling import figures as scaling_figures
 from launcher.scaling import page as scaling_page
 from launcher.scaling import png, view
 from launcher.scaling import report as scaling_report
 from tests.scaling_fixture import HOSTILE, nulls, scaling
-from tests.unit.test_report import check, lines_of
 
 EVERY_MODE = ("Speed-up", "Efficiency", "Communication efficiency", "Peak memory", "Where a step's time goes")
 ONCE = ("All-reduce bus bandwidth", "Training loss", "Step times of each rank")
+
+
+VOID = {"meta", "input", "br"}
+
+
+class Checker(html.parser.HTMLParser):
+    """Fails on a tag that is not closed; collects attributes that could load something."""
+
+    def __init__(self):
+        super().__init__()
+        self.open: list[str] = []
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.links += [
+            f"{k}={v}" for k, v in attrs if k in ("href", "src", "srcset", "action") or k.startswith("on")
+        ]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def check(text: str) -> Checker:
+    checker = Checker()
+    checker.feed(text)
+    checker.close()
+    assert checker.open == []
+    assert checker.links == []
+    assert "script" not in checker.tags
+    for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL):
+        ElementTree.fromstring(svg)
+    text.encode("utf-8")
+    return checker
+
+
+def lines_of(renderable, width: int = 80) -> list[str]:
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
+    console.print(renderable)
+    return [line.rstrip() for line in console.export_text().splitlines()]
 
 
 def titles(modes: tuple[str, ...]) -> set[str]:

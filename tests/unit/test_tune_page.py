@@ -16,13 +16,11 @@ import pytest
 from bert_dp import record
 from bert_dp.config import ConfigError
 from launcher import plots
-from launcher.report import format_lr_tick
-from launcher.runs import number
+from launcher.report.numbers import format_lr_tick, number
 from launcher.tune import FILE, figures_batch, figures_lr, page
 from tests.scaling_fixture import HOSTILE
 from tests.tune_fixture import CHOSEN, GLOBAL, NOISE, RATES, batch, gib, lr, transfer, unmeasured
-from tests.unit.test_report import check
-from tests.unit.test_scaling_page import labels, numbers, spoil, text_of
+from tests.unit.test_scaling_page import check, labels, numbers, spoil, text_of
 
 BATCH_FIGURES = {
     "Throughput against micro batch",
