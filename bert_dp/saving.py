@@ -19,12 +19,15 @@ from bert_dp.config import CheckpointConfig
 from bert_dp.lines import LOSSES
 from bert_dp.parallel import State
 from bert_dp.record import list_checkpoints
+from bert_dp.record_models import FailureKind, kind_of_error
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NotFiniteError(ValueError):
     """A state that must not become a checkpoint."""
+
+    failure_kind: FailureKind = "not_finite"
 
 
 class Saver:
@@ -51,6 +54,8 @@ class Saver:
         """Seconds that training stood still for saving: gathering, and waiting for an earlier write."""
         self.gave_up: str | None = None
         """Why the run must stop, once a save has failed and that is the policy."""
+        self.failure_kind: FailureKind = "error"
+        """Of the last save that failed."""
         self._problem: str | None = None
         self._in_a_row, self._why = 0, ""  # saves that failed since the last good one; the last reason
         self._error: BaseException | None = None
@@ -103,6 +108,7 @@ class Saver:
     def _write(self, step: int, state: State, facts: dict[str, Any]) -> None:
         if (lost := self._lost()) is not None:
             self.gave_up = self._problem = lost
+            self.failure_kind = "directory_lost"
             return
         try:
             name = checkpoint.first_not_finite(state)
@@ -124,6 +130,7 @@ class Saver:
         """A row of saves that fail for one reason is said once, its number when it ends."""
         self.failed_saves += 1
         self._in_a_row += 1
+        self.failure_kind = kind_of_error(error)
         before, self._why = self._why, str(error)
         if isinstance(error, OSError):
             LOSSES.note(error)

@@ -9,6 +9,7 @@ from bert_dp import cost, ddp_counters, energy, noise, record
 from bert_dp.config import Manifest
 from bert_dp.lines import LOSSES
 from bert_dp.metrics import peak_memory_gib, straggler
+from bert_dp.record_models import DdpCounters, NoiseScale, RunStatus, Straggler, Summary
 from bert_dp.setup import device_name
 from bert_dp.train import Counters, Job, Outcome
 
@@ -33,12 +34,15 @@ def write_summary(
     if job.comm.world.rank != 0 or job.lost():
         return
     totals = job.meter.totals
-    status = "failed" if outcome.failure else "stopped" if outcome.signal else "done"
+    status: RunStatus = "failed" if outcome.failure else "stopped" if outcome.signal else "done"
     ratio, slowest = straggler(job.meter.own_work_s, job.meter.total_steps)
-    summary = record.Summary(
+    counted = ddp_counters.summary(job.model)
+    measured = noise.of_run(job.run_dir) if job.config.log.noise_scale else None
+    summary = Summary(
         status=status,
         exit_code={"done": 0, "stopped": 128 + outcome.signal, "failed": 1}[status],
         cause=outcome.failure,  # what stopped a run stands in `signal`
+        failure_kind=outcome.failure_kind,
         signal=outcome.signal or None,
         step=counters.step,
         samples=counters.samples,
@@ -59,13 +63,13 @@ def write_summary(
         peak_memory_gib=memory,
         energy_j=used if math.isfinite(used) else None,
         skipped_steps=counters.skipped_steps,
-        ddp=ddp_counters.summary(job.model),
+        ddp=DdpCounters.model_validate(counted) if counted else None,
         loss_spikes=counters.loss_spikes,
         failed_saves=job.saver.failed_saves,
-        noise_scale=dataclasses.asdict(noise.of_run(job.run_dir)) if job.config.log.noise_scale else None,
+        noise_scale=NoiseScale.model_validate(dataclasses.asdict(measured)) if measured else None,
         checkpoint=str(outcome.checkpoint.relative_to(job.run_dir)) if outcome.checkpoint else None,
         straggler_ratio=ratio,
-        straggler=slowest,
+        straggler=Straggler.model_validate(slowest) if slowest else None,
         time_s={
             "setup": setup_s,
             "compile": dry_run_s,
@@ -78,7 +82,7 @@ def write_summary(
         },
     )
     try:
-        record.write_json(job.run_dir / "summary.json", summary.__dict__)
+        record.write_json(job.run_dir / "summary.json", summary.model_dump(mode="json"))
     except OSError as error:  # a full disk must not hide why the run ended; the launcher misses the file
         LOSSES.note(error)
         job.say(f"warning: summary.json is missing: {error}")

@@ -24,6 +24,7 @@ from bert_dp.noise import NormPairs
 from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine
 from bert_dp.record import Evaluation
+from bert_dp.record_models import FailureKind
 from bert_dp.saving import Saver
 
 GIVE_UP = 1000  # for the clock's exchange: above every signal's number, so that its MAX prefers it
@@ -105,6 +106,8 @@ class Course:
     eval_s: float = 0.0
     trouble: str | None = None
     """Why the run must stop."""
+    failure_kind: FailureKind | None = None
+    """Of `trouble`, where it is this loop's own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +116,8 @@ class Outcome:
     """0 = the budget is spent, or `failure`."""
     failure: str | None
     """Why the run ended itself; the same on every rank."""
+    failure_kind: FailureKind | None
+    """Of `failure`, on rank 0."""
     final_loss: float | None
     heldout_loss: float | None
     checkpoint: Path | None
@@ -277,8 +282,7 @@ def _finish(job: Job, counters: Counters, clock: SharedClock, course: Course, st
         _log(job, counters, clock, course)
     if not stop:
         lr, skipped = float(course.line_facts.get("lr", 0.0)), counters.skipped_steps
-        found = health.nothing_learned(job.precision.name, skipped, counters.step, lr)
-        course.trouble = course.trouble or found
+        _give_up(course, health.nothing_learned(job.precision.name, skipped, counters.step, lr))
     evaluated = course.heldout_loss is not None and counters.step <= course.evaluated_step
     if not (stop or course.trouble or evaluated):
         _evaluate_and_write(job, counters, clock, course)
@@ -291,6 +295,7 @@ def _finish(job: Job, counters: Counters, clock: SharedClock, course: Course, st
     return Outcome(
         signal=0 if stop == GIVE_UP else stop,
         failure=failure,
+        failure_kind=(course.failure_kind or job.saver.failure_kind) if failure else None,
         final_loss=course.final_loss,
         heldout_loss=course.heldout_loss,
         checkpoint=job.saver.newest,
@@ -332,8 +337,13 @@ def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> No
     if math.isfinite(line.loss):
         counters.recent_losses = [*recent, line.loss][-health.WINDOW :]
     in_a_row = job.meter.skipped_in_a_row
-    found = health.too_many_skipped(job.config, job.precision.name, in_a_row, line.step, line.lr)
-    course.trouble = course.trouble or found
+    _give_up(course, health.too_many_skipped(job.config, job.precision.name, in_a_row, line.step, line.lr))
+
+
+def _give_up(course: Course, not_finite: str | None) -> None:
+    """Let the run stop for gradients that are not finite, unless it must stop already."""
+    if not_finite is not None and course.trouble is None:
+        course.trouble, course.failure_kind = not_finite, "not_finite"
 
 
 def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, course: Course) -> None:

@@ -108,12 +108,13 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: c
     dry_run_s = time.monotonic() - started - setup_s
     setup.say(comm, f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
     failure = train.save(job, resume.counters, resume.counters.elapsed_s)  # before hours are spent
+    failure_kind = job.saver.failure_kind
     if failure is None:
         clock = dist.SharedClock(comm, resume.counters.elapsed_s)
         before_j = energy.joules(device)
         outcome = train.train(job, resume.counters, clock)
         write_summary(job, resume.counters, outcome, corpus.manifest, setup_s, dry_run_s, before_j)
-        failure = outcome.failure
+        failure, failure_kind = outcome.failure, outcome.failure_kind or failure_kind
     heartbeat.enter("done")
     job.stream.close()
     with contextlib.suppress(RuntimeError):  # all is written; a peer that has left first is no failure
@@ -123,7 +124,7 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: c
     if lock is not None:
         lock.close()
     if failure is not None and world.rank == 0:
-        raise RunFailed(failure)
+        raise RunFailed(failure, failure_kind)
 
 
 def write_collectives(run_dir: Path, rank: int) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
 from bert_dp.config import ConfigError, load_config, read_manifest
-from launcher import environment, outdir, starters, training
+from launcher import environment, outdir, results, starters, training
 from launcher.display import PLAIN, show, teller
 from launcher.plan import inputs
 from launcher.plan.scaling import Question, answer
@@ -146,33 +146,31 @@ def run_locked(
         stopped = stop.number
         say(f"stopped: {out} holds what was measured; the same command goes on")
     scaling = collect(grid, out, facts=facts)
-    if stopped:
-        scaling["status"] = "partial"
-    scaling["verdicts"] = verdicts(scaling)
-    scaling["prediction"] = predicted(scaling)
+    judged = {"verdicts": verdicts(scaling.cells), "prediction": predicted(scaling)}
+    scaling = scaling.model_copy(update=judged | ({"status": "partial"} if stopped else {}))
     write(scaling, out)
     if as_json:
-        sys.stdout.write(json.dumps(scaling, indent=1) + "\n")
+        sys.stdout.write(results.to_json(scaling))
     else:
-        show(console, report.Summary(scaling))
+        show(console, report.Summary(results.plain(scaling)))
         show(console, f"page: {out / 'report.html'}", **PLAIN)
-    ran = any(cell["status"] == "ok" for cell in scaling["cells"])
+    ran = any(cell.status == "ok" for cell in scaling.cells)
     return 128 + stopped if stopped else 0 if ran else 1
 
 
-def predicted(scaling: dict[str, Any]) -> dict[str, Any] | None:
+def predicted(scaling: results.Scaling) -> results.Prediction | None:
     """What `plan scaling` says of these cells from one rank's profile, the links and the ceiling; None where
     one of them was not measured."""
     try:
-        source = inputs.from_data(scaling, "scaling.json")
-        gpus = tuple(sorted({cell["world_size"] for cell in scaling["cells"]}))
+        source = inputs.from_scaling(scaling, "scaling.json")
+        gpus = tuple(sorted({cell.world_size for cell in scaling.cells}))
         return answer(source, Question(gpus=gpus))
     except ConfigError:
         return None
 
 
-def write(scaling: dict[str, Any], out: Path) -> None:
+def write(scaling: results.Scaling, out: Path) -> None:
     """scaling.json, and what is made of it."""
-    record.write_json(out / "scaling.json", scaling)
-    report.write_csv(scaling, out / "scaling.csv")
-    page.write(scaling, out / "report.html")
+    results.write(out / "scaling.json", scaling)
+    report.write_csv(results.plain(scaling), out / "scaling.csv")
+    page.write(results.plain(scaling), out / "report.html")
