@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from launcher.report.model import Cell, Row
+from launcher.report.model import Cell, Row, Verdict
 from launcher.report.numbers import FORMATS, NA, Unit, number
 
 
@@ -33,6 +33,12 @@ def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | 
 def first_line(text: object, otherwise: str = "cause not recorded") -> str:
     """The first line of a text that may have many or none."""
     return next((line for line in str(text or "").strip().splitlines() if line), otherwise)
+
+
+def other_version(file: str, version: int) -> list[Verdict]:
+    """A warning about a file that another program has written."""
+    text = f"{file} has schema version {version}; this page reads version 1."
+    return [] if version == 1 else [Verdict("warn", text)]
 
 
 def record_text(content: Mapping[str, Any], after: str = "") -> str:
