@@ -711,15 +711,15 @@ class Drift(StoredModel):
 
 
 class BatchChoice(StoredModel):
-    """The micro batch that was chosen, and by what."""
+    """The micro batch that was chosen, and by what. Rates are sequences/s of the declared global batch."""
 
     micro_batch: Count
     accumulation: int | None = None
-    best_micro_batch: int | None = None
+    best_micro_batch: int
     """The fastest."""
-    samples_per_s: float | None = None
-    best_samples_per_s: float | None = None
-    share_of_best: float | None = None
+    samples_per_s: Positive
+    best_samples_per_s: float
+    share_of_best: float
     flat: bool = False
     """Whether every size is as fast."""
     not_settled: list[int] = []
@@ -867,12 +867,13 @@ class LrChoice(StoredModel):
     optimizer: str
     weight_decay: float
     lr: Positive
-    heldout_loss: float | None = None
+    heldout_loss: float
     """Mean over the seeds."""
-    band: Interval | None = None
+    band: Interval
     """Least and greatest of the seeds."""
     sd: float | None = None
-    seeds: int | None = None
+    """Standard deviation of a seed; null of one seed."""
+    seeds: int
     at_edge: bool = False
     edge_side: Literal["high", "low"] | None = None
     """Where no worse rate was measured."""
@@ -903,7 +904,7 @@ class TransferRule(StoredModel):
     eps: float | None = None
 
 
-class Transfer(StoredModel):
+class Transfer(StoredFile):
     """A rate carried from one global batch to another."""
 
     from_batch: int

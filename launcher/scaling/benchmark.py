@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bert_dp import record
 from bert_dp.config import ConfigError, load_config, read_manifest
 from launcher import environment, outdir, results, starters, training
 from launcher.display import PLAIN, show, teller
@@ -54,14 +53,14 @@ def scale(
         )
     machine = environment.probe()
     grid = Grid(config, settings, machine, on_gpu=gpus > 0)
-    if issues := [*issues, *grid.issues, *outdir.issues(where, "grid.json", "grid", plan_facts(grid), FIXED)]:
+    if issues := [*issues, *grid.issues, *outdir.issues(where, "grid.json", "grid", plan_of(grid), FIXED)]:
         raise ConfigError(issues)
 
     say = teller(console, as_json)
     describe(grid, where, say, overrides, cores=None if gpus else machine.affinity_cores)
     if dry_run:
         if as_json:
-            sys.stdout.write(json.dumps(plan_facts(grid), indent=1) + "\n")
+            sys.stdout.write(results.to_json(plan_of(grid)))
         return 0
     directory = training.prepare_data(config)
     with training.claim(where, ".lock", "--out", "benchmark"):
@@ -81,18 +80,15 @@ def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
     }
 
 
-def plan_facts(grid: Grid) -> dict[str, Any]:
+def plan_of(grid: Grid) -> results.GridFile:
     """grid.json: what is to be run. JSON values only, so that it compares with what was read back."""
-    facts = {
-        "schema_version": record.SCHEMA_VERSION,
-        "config_hash": grid.config.hash(),
-        "config": grid.config.model_dump(mode="json"),
-        "settings": dataclasses.asdict(grid.settings),
-        "cells": [dataclasses.asdict(cell) for cell in grid.cells],
-        "order": [[cell.id, repeat] for cell, repeat in grid.order(len(grid.cells))],
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(facts))
-    return plain
+    return results.GridFile(
+        config_hash=grid.config.hash(),
+        config=grid.config.model_dump(mode="json"),
+        settings=json.loads(json.dumps(dataclasses.asdict(grid.settings))),
+        cells=[dataclasses.asdict(cell) for cell in grid.cells],
+        order=[[cell.id, repeat] for cell, repeat in grid.order(len(grid.cells))],
+    )
 
 
 def describe(grid: Grid, where: Path, say: Say, overrides: Sequence[str], *, cores: int | None) -> None:
@@ -124,15 +120,15 @@ def run_locked(
 ) -> int:
     """The grid, and its result; also what there is of it when a signal came."""
     say = teller(console, as_json)
-    plan = plan_facts(grid)
+    plan = plan_of(grid)
     machine = environment.probe(out).to_json()
     manifest = read_manifest(directory)
     here = identity(machine, manifest.hash)
-    outdir.check_machine(out, "grid.json", here)
-    record.write_json(out / "grid.json", {**plan, "machine": here})
+    outdir.check_machine(out, results.find(out / "grid.json", results.GridFile), here)
+    results.write(out / "grid.json", plan.model_copy(update={"machine": here}))
     facts = {
         "environment": machine,
-        "config_hash": plan["config_hash"],
+        "config_hash": plan.config_hash,
         "data_hash": manifest.hash,
         "command": redact_argv(sys.argv),
     }

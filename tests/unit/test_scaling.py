@@ -23,7 +23,7 @@ from launcher import environment, outdir, processes, results
 from launcher.results import Cell, Scaling
 from launcher.room import STATE
 from launcher.scaling import measure, stats
-from launcher.scaling.benchmark import FIXED, identity, plan_facts
+from launcher.scaling.benchmark import FIXED, identity, plan_of
 from launcher.scaling.grid import Grid, Settings, modes_of, parse_engines
 from launcher.scaling.measure import Progress, Stopped, cores_of
 from launcher.scaling.raw import ended, result, run_dir
@@ -161,13 +161,13 @@ def test_a_cpu_rank_has_as_many_cores_at_every_n(monkeypatch: pytest.MonkeyPatch
 
 
 def out_issues(where: Path, made: Grid) -> list[str]:
-    return outdir.issues(where, "grid.json", "grid", plan_facts(made), FIXED)
+    return outdir.issues(where, "grid.json", "grid", plan_of(made), FIXED)
 
 
 def test_another_grid_does_not_go_into_a_directory(tmp_path: Path) -> None:
     made = grid()
     assert out_issues(tmp_path / "new", made) == []
-    record.write_json(tmp_path / "grid.json", plan_facts(made))
+    results.write(tmp_path / "grid.json", plan_of(made))
     assert out_issues(tmp_path, made) == []
     (issue,) = out_issues(tmp_path, grid(steps=7))
     assert "settings differ" in issue
