@@ -178,7 +178,7 @@ class Browser:
             self.errors.append(params["exceptionDetails"]["text"])
         elif method == "Network.requestWillBeSent":
             url = params["request"]["url"]
-            if not url.startswith(("file:", "data:", "about:")):
+            if not url.startswith(("file:", "data:", "about:", "blob:")):
                 self.errors.append(f"request of {url}")
         elif method == "Inspector.targetCrashed":
             self.errors.append("the page crashed")

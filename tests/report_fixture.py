@@ -206,16 +206,16 @@ def unfolded(lines: list[str]) -> str:
     return " ".join(" ".join(lines).split())
 
 
-def with_strings(value: Any, change: Callable[[str], str]) -> Any:
-    """A report with every text in it changed; what is a choice of few words stays."""
+def with_strings(value: Any, change: Callable[[str], str], but: tuple[type, ...] = ()) -> Any:
+    """A report with every text in it changed, `but` those of these classes; what is a choice of few words
+    stays."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, (list, tuple)):
-        return [with_strings(item, change) for item in value]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [with_strings(item, change, but) for item in value]
+    if dataclasses.is_dataclass(value) and not isinstance(value, (type, *but)):
         kept = {"level", "unit", "style", "boxes"}
-        fields = [f.name for f in dataclasses.fields(value) if f.name not in kept]
-        return dataclasses.replace(
-            value, **{name: with_strings(getattr(value, name), change) for name in fields}
-        )
+        names = [field.name for field in dataclasses.fields(value) if field.name not in kept]
+        changed = {name: with_strings(getattr(value, name), change, but) for name in names}
+        return dataclasses.replace(value, **changed)
     return value

@@ -36,7 +36,7 @@ class ConsoleReport:
                         yield Text(safe(f"{table.title}:"), style="bold")
                     yield from _tables(table, console, options)
             for note in section.notes:
-                yield Text(safe(f"* {note}"), style="dim")
+                yield Text(safe(note if len(section.notes) == 1 else f"* {note}"), style="dim")
         for verdict in self.report.verdicts:
             yield from verdict_lines(verdict)
 

@@ -15,7 +15,7 @@ from launcher.report.numbers import FORMATS, Unit, format_plain
 NUM_COLOURS = 8
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 FEW = 40  # points up to which each has a whisker
-LABEL_CHARS = 48  # of a name on an axis or in a legend; a pointer shows the whole one
+LABEL_CHARS, TITLE_CHARS = 30, 60  # of a name on an axis or in a legend; a pointer shows the whole one
 # pixels: of the area of lines, of a bar's row, of a box, of a line of the legend; above and below the area
 HEIGHT, ROW_HEIGHT, BOX_HEIGHT, LEGEND_HEIGHT, TOP, BOTTOM = 250, 50, 24, 20, 30, 48
 PIXELS_PER_CHAR, SMALL_WIDTH = 7, 330
@@ -23,7 +23,7 @@ DASHES = {"dashed": "dash", "dotted": "dot"}
 TICKS: Mapping[Unit, Mapping[str, Any]] = {
     "count": {"tickformat": ",d"},
     "percent": {"tickformat": "~%"},
-    "lr": {"tickformat": "~e"},
+    "lr": {"exponentformat": "e", "minexponent": 2},
     "seconds": {"exponentformat": "SI", "minexponent": 1, "ticksuffix": "s"},
 }
 OTHER_TICKS = {"exponentformat": "SI", "separatethousands": True}
@@ -44,7 +44,7 @@ def drawing(figure: Figure) -> dict[str, Any]:
     layout = {
         "height": TOP + area + below,
         "margin": {"t": TOP, "b": below, "l": 8, "r": 14},
-        "title": {"text": "" if figure.rows else text_of(figure.y.label)},
+        "title": {"text": "" if figure.rows else text_of(figure.y.label, TITLE_CHARS)},
         "xaxis": _axis(figure.x),
         "yaxis": _rows_axis(figure) if figure.rows else _axis(figure.y, titled=False),
         "shapes": [*_levels(figure), *_marks(figure.marks)],
@@ -236,7 +236,7 @@ def _axis(axis: Axis, *, titled: bool = True) -> dict[str, Any]:
         ticks = {"tickmode": "array", "tickvals": list(axis.ticks), "ticktext": shown}
     return {
         "type": "log" if axis.log else "linear",
-        "title": {"text": text_of(axis.label) if titled else ""},
+        "title": {"text": text_of(axis.label, TITLE_CHARS) if titled else ""},
         "rangemode": "tozero" if axis.from_zero else "normal",
         **ticks,
     }
@@ -299,6 +299,8 @@ def _levels(figure: Figure) -> list[dict[str, Any]]:
 
 def _marks(marks: Sequence[Mark]) -> list[dict[str, Any]]:
     names = [text_of(mark.label, LABEL_CHARS) for mark in marks]
+    different = list(dict.fromkeys(names))
+    colours = {name: _colour(i + 1) for i, name in enumerate(different)} if len(different) > 1 else {}
     return [
         {
             "type": "line",
@@ -307,7 +309,7 @@ def _marks(marks: Sequence[Mark]) -> list[dict[str, Any]]:
             "y1": 1,
             "x0": mark.value,
             "x1": mark.value,
-            "line": {"color": "soft", "width": 1.2, "dash": "dot"},
+            "line": {"color": colours.get(names[i], "soft"), "width": 1.4, "dash": "dot"},
             "name": names[i],
             "legendgroup": names[i],
             "showlegend": names.index(names[i]) == i,

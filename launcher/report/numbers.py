@@ -123,9 +123,9 @@ def format_plain(value: object) -> str:
     return f"{n:,.0f}" if n == int(n) and abs(n) < 1e15 else f"{n:.6g}"
 
 
-def format_interval(low: object, high: object, text: Callable[[object], str]) -> str:
+def format_interval(interval: object, text: Callable[[object], str]) -> str:
     """Both ends of an interval: `93.1 % to 95.8 %`."""
-    return NA if number(low) is None or number(high) is None else f"{text(low)} to {text(high)}"
+    return " to ".join(map(text, interval)) if isinstance(interval, list) else NA
 
 
 def format_word(value: object) -> str:

@@ -16,10 +16,14 @@ from launcher.display import PLAIN, show, teller
 from launcher.plan import inputs
 from launcher.plan.scaling import Question, answer
 from launcher.redact import redact_argv
-from launcher.scaling import page, report
+from launcher.report.console import ConsoleReport
+from launcher.report.html import write_or_warn
+from launcher.report.run_report import PAGE
+from launcher.scaling.columns import write_csv
 from launcher.scaling.grid import Grid, Settings
 from launcher.scaling.measure import Say, Stopped, measure_links, measure_peak, measure_profile, run_grid
 from launcher.scaling.reduce import collect
+from launcher.scaling.scale_report import FILE, scale_report
 from launcher.scaling.verdict import verdicts
 
 if TYPE_CHECKING:

@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 import io
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bert_dp import record
-from launcher.report.model import Column, Row, Table
-from launcher.report.numbers import Unit
-from launcher.report.parts import cell
-from launcher.results import Cell, Scaling, StoredModel
-
-ENDS = {"low": 0, "high": 1}  # of an interval
-
-
-@dataclasses.dataclass(frozen=True)
-class Quantity:
-    """`path` into a part of a result file, with dots; `head` carries what its unit does not say."""
-
-    path: str
-    head: str
-    unit: Unit = "si"
-
+from launcher.report.quantities import Quantity, at
+from launcher.results import Scaling
 
 IDENTITY = (
     Quantity("mode", "mode", "word"),
@@ -98,30 +83,6 @@ TOPICS: Mapping[str, Sequence[Quantity]] = {
 SPLIT = [quantity for quantity in TIME if quantity.path.startswith("split_s.")]
 
 
-def at(part: object, path: str) -> object:
-    """What `path` leads to, e.g. `step_time_s.ci95.low`; None behind what is null; of the repeats their
-    number."""
-    for key in path.split("."):
-        if part is None:
-            return None
-        part = part[ENDS[key]] if isinstance(part, list) else getattr(part, key)
-    return len(part) if path == "repeats" and isinstance(part, list) else part
-
-
-def table(
-    parts: Iterable[tuple[str, StoredModel]],
-    quantities: Sequence[Quantity],
-    *,
-    title: str = "",
-    corner: str = "",
-    empty: str = "none",
-) -> Table:
-    """A row for each named part of a result file."""
-    rows = [Row(name, [cell(at(part, q.path), q.unit) for q in quantities]) for name, part in parts]
-    heads = [Column(q.head, text=q.unit == "word") for q in quantities]
-    return Table(rows, heads, title, corner, empty)
-
-
 def csv_rows(scaling: Scaling) -> list[list[str]]:
     """A header and a row per cell. A name is the path into scaling.json, with its unit; unknown is empty."""
     paths = ["id", *(q.path for quantities in TOPICS.values() for q in quantities), "cause"]
@@ -140,7 +101,3 @@ def _plain(value: object) -> str:
     if value is None:
         return ""
     return "; ".join(map(str, value)) if isinstance(value, list) else str(value)
-
-
-def by_size(cells: Iterable[Cell]) -> list[Cell]:
-    return sorted(cells, key=lambda cell: cell.world_size)

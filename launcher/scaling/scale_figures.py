@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 
 from launcher.report.model import Axis, Bars, Boxes, Figure, Line, Mark, Rule
 from launcher.report.numbers import Unit, format_count, format_lr, format_step_time
+from launcher.report.quantities import at
 from launcher.results import Cell, FiveNumbers, Mode, RankTimes, Scaling
-from launcher.scaling.columns import SPLIT, at, by_size
+from launcher.scaling.columns import SPLIT
 
 LOG_FROM = 16  # times the least N: above, N stands on a logarithmic axis
 MAX_RANKS = 16  # boxes of one cell
@@ -58,7 +59,10 @@ def groups(scaling: Scaling, mode: Mode) -> list[Group]:
     for cell, label in zip(runs, labels, strict=True):
         if cell.mode == mode or cell.id == shared:
             members.setdefault(label, []).append(cell)
-    return [Group(label, order.index(label), by_size(cells)) for label, cells in members.items()]
+    return [
+        Group(label, order.index(label), sorted(cells, key=lambda cell: cell.world_size))
+        for label, cells in members.items()
+    ]
 
 
 def _labels(runs: Sequence[Cell]) -> list[str]:
@@ -90,7 +94,9 @@ def speedup(scaling: Scaling, mode: Mode) -> Figure:
     sizes = list(x.ticks)
     ceilings = _ceilings(members, times_n=True)
     lines = [_line(group, "speedup", "efficiency_ci95", times_n=True) for group in members]
-    y = Axis("speed-up, throughput / throughput of one rank", "ratio", x.log, not x.log, sizes if x.log else ())
+    y = Axis(
+        "speed-up, throughput / throughput of one rank", "ratio", x.log, not x.log, sizes if x.log else ()
+    )
     note = "Bands and whiskers: 95 % intervals over the repeats."
     note += " Ceiling: as many ranks with every collective off." if ceilings else ""
     ideal = Line("ideal", sizes, sizes, None, "dotted")
@@ -216,11 +222,9 @@ def rank_times(cell: Cell) -> Figure:
     """A box for every rank: of its steps, and of its own work before the reduction."""
     ranks = extremes(cell)
     left_out = f"{len(ranks)} of {len(cell.ranks)} ranks: the fastest and the slowest."
-    boxes = {
-        "step": [rank.step_time_s for rank in ranks],
-        "own work, before the reduction": [rank.own_work_s for rank in ranks],
-    }
-    traces = [Boxes(label, [_box(times) for times in each]) for label, each in boxes.items() if any(each)]
+    traces = [Boxes("step", [_box(rank.step_time_s) for rank in ranks])]
+    if any(rank.own_work_s for rank in ranks):
+        traces.append(Boxes("own work, before the reduction", [_box(rank.own_work_s) for rank in ranks]))
     rows = [f"rank {rank.rank}" for rank in ranks]
     note = left_out if len(ranks) < len(cell.ranks) else ""
     return Figure(cell.id, traces, Axis("time of a step", "seconds"), Axis(""), rows, note=note)
@@ -252,11 +256,13 @@ def _ranks_axis(scaling: Scaling, mode: Mode) -> Axis:
 def _line(group: Group, path: str, interval: str = "", *, times_n: bool = False) -> Line:
     """A line through `path` with the band of `interval`, which is `times_n` when the line is a speed-up."""
     y = [_number(at(cell, path)) for cell in group.cells]
-    ends = [
+    low, high = (
         [_scaled(_number(at(cell, f"{interval}.{end}")), cell, times_n) for cell in group.cells]
-        for end in (("low", "high") if interval else ())
-    ]
-    return Line(group.label, _sizes(group), y, group.index, "both", *ends)
+        if interval
+        else []
+        for end in ("low", "high")
+    )
+    return Line(group.label, _sizes(group), y, group.index, "both", low, high)
 
 
 def _ceilings(members: Sequence[Group], *, times_n: bool = False) -> list[Line]:

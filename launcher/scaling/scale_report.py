@@ -27,10 +27,11 @@ from launcher.report.numbers import (
     format_step_time,
 )
 from launcher.report.parts import cell, environment_text, first_line, machine_line, other_version, words
+from launcher.report.quantities import Quantity, at, table
 from launcher.results import Cell as GridCell
 from launcher.results import ComparedCell, Prediction, Scaling, VerdictKind
 from launcher.scaling import scale_figures
-from launcher.scaling.columns import TOPICS, Quantity, at, table
+from launcher.scaling.columns import TOPICS
 
 FILE = "scaling.json"
 LEVELS: dict[VerdictKind, Level] = {
@@ -59,13 +60,13 @@ RESULT = (
     Quantity("mamfu", "MAMFU", "percent"),
 )
 RESULT_NOTE = (
-    "Rates over all ranks; speed-up, efficiency +- the farther end of its 95 % interval: against single on one "
-    "rank; comm.: throughput / ceiling; exposed, data: shares of a step that waits for gradients, for data; "
-    "slowest: own work of the slowest rank / median; memory: peak of the greatest rank."
+    "Rates over all ranks; speed-up, efficiency +- the farther end of its 95 % interval: against single on "
+    "one rank; comm.: throughput / ceiling; exposed, data: shares of a step that waits for gradients, for "
+    "data; slowest: own work of the slowest rank / median; memory: peak of the greatest rank."
 )
 RANKS_NOTE = (
-    "Box: quartiles; line: least and greatest. Every cell has its own time axis. The ranks wait for each other, "
-    "so a slow one shows in its own work."
+    "Box: quartiles; line: least and greatest. Every cell has its own time axis. The ranks wait for each "
+    "other, so a slow one shows in its own work."
 )
 MANY_CELLS = 6  # from which the boxes of their ranks fold
 SETTINGS = (
@@ -196,22 +197,20 @@ def _tiles(scaling: Scaling) -> list[Tile]:
     device = scaling.settings.device or "this device"
     peaks = "data-sheet peak" if scaling.peak.datasheet_flops else f"data-sheet peak of {device} unknown"
     measured = "matmul peak measured here" if scaling.peak.matmul_flops else "no matmul peak measured"
-    both = " / ".join(format_percent(best and value) for value in (best and best.mfu, best and best.mamfu))
+    both = " / ".join(format_percent(at(best, path)) for path in ("mfu", "mamfu"))
+    own, sent = (
+        (
+            format_percent(at(best, path)),
+            f"95 % interval {format_interval(at(best, f'{path}_ci95'), format_percent)}",
+        )
+        for path in ("efficiency", "communication_efficiency")
+    )
     return [
-        Tile("Best speed-up", format_ratio(best and best.speedup), place),
-        Tile("Efficiency", format_percent(best and best.efficiency), _interval(best, "efficiency_ci95")),
-        Tile(
-            "Communication efficiency",
-            format_percent(best and best.communication_efficiency),
-            f"of the ceiling; {_interval(best, 'communication_efficiency_ci95')}",
-        ),
+        Tile("Best speed-up", format_ratio(at(best, "speedup")), place),
+        Tile("Efficiency", *own),
+        Tile("Communication efficiency", sent[0], f"of the ceiling; {sent[1]}"),
         Tile("MFU / MAMFU", both, f"{peaks}; {measured}"),
     ]
-
-
-def _interval(part: GridCell | None, path: str) -> str:
-    ends = [at(part, f"{path}.{end}") for end in ("low", "high")]
-    return f"95 % interval {format_interval(*ends, format_percent)}"
 
 
 def _result(scaling: Scaling) -> Table:
@@ -243,10 +242,14 @@ def _steps(scaling: Scaling, mode: scale_figures.Mode) -> list[Section]:
 
 
 def _ranks(scaling: Scaling) -> Section:
-    boxes = [figure for c in scale_figures.runs_of(scaling) if not (figure := scale_figures.rank_times(c)).is_empty]
+    boxes = [
+        figure for c in scale_figures.runs_of(scaling) if not (figure := scale_figures.rank_times(c)).is_empty
+    ]
     folded = len(boxes) > MANY_CELLS
     title = "Step times of each rank"
-    return Section(title, boxes, notes=[RANKS_NOTE] if boxes else ["no data recorded"], folded=folded, console=False)
+    return Section(
+        title, boxes, notes=[RANKS_NOTE] if boxes else ["no data recorded"], folded=folded, console=False
+    )
 
 
 def _cells(scaling: Scaling) -> list[Table]:
@@ -261,8 +264,8 @@ def _cells(scaling: Scaling) -> list[Table]:
 
 
 def _prediction(scaling: Scaling, prediction: Prediction) -> Section:
-    """What `bert-dp plan scaling` says: its prediction for each measured cell beside the measurement, its rows
-    for other numbers of ranks, and what it assumes."""
+    """What `bert-dp plan scaling` says: its prediction for each measured cell beside the measurement, its
+    rows for other numbers of ranks, and what it assumes."""
     cells = {c.id: c for c in scaling.cells}
     heads = (
         "step, predicted",
@@ -278,23 +281,19 @@ def _prediction(scaling: Scaling, prediction: Prediction) -> Section:
     named = [(f"N = {format_count(row.world_size)}", row) for row in prediction.rows]
     tables = [beside] if rows else []
     tables += [table(named, PREDICTED, title="Predicted")] if named else []
-    return Section(
-        "Prediction and measurement", tables=tables, notes=prediction.assumptions, console=False
-    )
+    return Section("Prediction and measurement", tables=tables, notes=prediction.assumptions, console=False)
 
 
 def _beside(row: ComparedCell, measured: GridCell | None) -> list[Cell]:
     off = row.predicted_step_s / row.measured_step_s - 1 if row.measured_step_s else None
-    low, high = row.ci95 or (None, None)
-    ends = [at(measured, f"efficiency_ci95.{end}") for end in ("low", "high")]
     return [
         cell(row.predicted_step_s, "seconds"),
         cell(row.measured_step_s, "seconds"),
-        Cell(format_interval(low, high, format_step_time)),
+        Cell(format_interval(row.ci95, format_step_time)),
         cell(off, "percent"),
         cell(row.predicted_efficiency, "percent"),
         cell(row.measured_efficiency, "percent"),
-        Cell(format_interval(*ends, format_percent)),
+        Cell(format_interval(at(measured, "efficiency_ci95"), format_percent)),
     ]
 
 
@@ -307,7 +306,11 @@ def _settings(scaling: Scaling) -> Table:
         words("matmul peak measured here", format_si(flops[2], flops[0])),
     ]
     if (profile := scaling.profile) is not None:
-        times = {"forward": profile.forward_s, "backward": profile.backward_s, "optimizer": profile.optimizer_s}
+        times = {
+            "forward": profile.forward_s,
+            "backward": profile.backward_s,
+            "optimizer": profile.optimizer_s,
+        }
         parts = ", ".join(f"{name} {format_step_time(seconds)}" for name, seconds in times.items())
         size = f"{format_count(len(profile.gradients))} tensors, {format_si(profile.size, 'B')}"
         rows += [words("one rank, one micro batch", parts), words("gradients", size)]

@@ -19,6 +19,7 @@ from launcher.report.drawing import HOVER, numbers_of
 from launcher.report.model import Axis, Bars, Figure, Line, Report, Section, Table, Verdict
 from launcher.report.numbers import format_plain
 from launcher.report.run_report import of_directories
+from launcher.scaling.scale_report import scale_report
 from tests.report_fixture import (
     HOSTILE,
     figures_of,
@@ -28,6 +29,10 @@ from tests.report_fixture import (
     unfolded,
     with_strings,
 )
+from tests.scaling_fixture import nulls, scaling
+from tests.tune_fixture import batch, lr, transfer, unmeasured
+from tests.unit.test_scale_report import parsed
+from tests.unit.test_tune_reports import of
 
 SHARDS: dict[str, Any] = {
     "manifest": {
@@ -54,6 +59,11 @@ MAKERS: dict[str, Callable[[Path], Report]] = {
     "empty run": lambda path: of_directories([path]),
     "doctor": lambda path: doctor_report(probe(path), FINDINGS),
     "shards": lambda path: shards_report(SHARDS),
+    "scaling": lambda path: scale_report(parsed(scaling(modes=("weak", "strong"), prediction=True))),
+    "scaling, begun": lambda path: scale_report(parsed(nulls())),
+    "batch": lambda path: of(batch()),
+    "rate": lambda path: of(lr(transfer=transfer())),
+    "search, begun": lambda path: of(unmeasured()),
 }
 
 

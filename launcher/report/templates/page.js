@@ -41,7 +41,7 @@ function layout(figure, theme, width) {
     xaxis: { ...axis, ...own.xaxis, title: { ...own.xaxis.title, standoff: 8 }, showline: true, ticks: "outside", tickcolor: theme.soft },
     yaxis: { ...axis, ...own.yaxis },
     annotations: own.annotations.map(name => ({ ...name, font: { color: theme.ink } })),
-    shapes: own.shapes.map(shape => ({ layer: "below", ...coloured(shape, theme) })),
+    shapes: own.shapes.map(shape => ({ ...coloured(shape, theme) })),
     font: { family: "system-ui, 'Segoe UI', Roboto, Arial, sans-serif", size: 12, color: theme.soft },
     legend: { orientation: "h", x: 0, yref: "container", y: 0, yanchor: "bottom", font: { color: theme.ink }, tracegroupgap: 0 },
     paper_bgcolor: theme.card, plot_bgcolor: theme.card,
