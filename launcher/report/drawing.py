@@ -15,7 +15,7 @@ from launcher.report.numbers import FORMATS, Unit, format_plain
 NUM_COLOURS = 8
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 FEW = 40  # points up to which each has a whisker
-LABEL_CHARS, TITLE_CHARS = 30, 60  # of a name on an axis or in a legend; a pointer shows the whole one
+LABEL_CHARS, BOX_CHARS, TITLE_CHARS = 30, 16, 60  # of a name on an axis or in a legend; a pointer shows the whole one
 # pixels: of the area of lines, of a bar's row, of a box, of a line of the legend; above and below the area
 HEIGHT, ROW_HEIGHT, BOX_HEIGHT, LEGEND_HEIGHT, TOP, BOTTOM = 250, 50, 24, 20, 30, 48
 PIXELS_PER_CHAR, SMALL_WIDTH = 7, 330
@@ -237,6 +237,7 @@ def _axis(axis: Axis, *, titled: bool = True) -> dict[str, Any]:
     return {
         "type": "log" if axis.log else "linear",
         "title": {"text": text_of(axis.label, TITLE_CHARS) if titled else ""},
+        "nticks": 6,
         "rangemode": "tozero" if axis.from_zero else "normal",
         **ticks,
     }
@@ -249,7 +250,7 @@ def _rows_axis(figure: Figure) -> dict[str, Any]:
         "range": [count - 0.6, -0.7] if bars else [count - 0.5, -0.5],
         "tickmode": "array",
         "tickvals": list(range(count)),
-        "ticktext": [text_of(row, LABEL_CHARS) for row in figure.rows],
+        "ticktext": [text_of(row, BOX_CHARS) for row in figure.rows],
         "showticklabels": not bars,
         "showgrid": False,
         "fixedrange": True,
