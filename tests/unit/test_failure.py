@@ -319,13 +319,15 @@ def test_own_code_is_neither_pythons_nor_a_packages() -> None:
         assert not record.is_own_code(library)
 
 
-def test_what_all_ranks_decided_together_is_no_ranks_fault(tmp_path: Path) -> None:
-    facts = {"rank": 0, "time_ns": 5, "type": "RunFailed", "message": "5 steps in a row were skipped"}
-    path = tmp_path / "rank-0.error.json"
-    path.write_text(json.dumps({**facts, "where": None, "bad_input": None}))
+def test_what_all_ranks_decided_together_is_no_ranks_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
+    lifeline.record_error(0, lifeline.RunFailed("5 steps in a row were skipped", "not_finite"))
     failure = first_cause(tmp_path, "")
     assert failure is not None
     assert (failure.rank, failure.headline()) == (None, "5 steps in a row were skipped")
+    assert failure.kind == "not_finite", "whatever the words"
     assert failure.agreed
     assert failure.log == tmp_path / "rank-0.log"
 

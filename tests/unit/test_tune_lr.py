@@ -650,6 +650,26 @@ def test_without_optuna_the_extra_is_named(shards: Path, monkeypatch: pytest.Mon
         search.Study(Path("x.db"), {}, [0.1], count=3, seed=0)
 
 
+@pytest.mark.parametrize(
+    ("facts", "status"),
+    [
+        ({"cause": "no words", "failure_kind": "not_finite"}, "diverged"),
+        ({"cause": "a gradient that is not finite", "failure_kind": "error"}, "failed"),
+        ({"cause": "all 3 steps had a gradient that is not finite"}, "diverged"),
+        ({"cause": "no words"}, "failed"),
+    ],
+)
+def test_a_trial_has_diverged_by_the_kind_of_its_failure(
+    tmp_path: Path, facts: dict[str, str], status: str
+) -> None:
+    """The third is of an older program, which wrote no kind."""
+    record.write_json(tmp_path / "summary.json", {"status": "failed", "exit_code": 1, "step": 3, **facts})
+    candidate = Candidate("adamw", 0.01, 0.1)
+    found = lr_trials.read_outcome(tmp_path, "failed", candidate, 0, tokens_of_step=8, seconds=1.0)
+    assert (found.status, found.tokens, found.cause) == (status, 24, facts["cause"])
+    assert found.failure_kind == ("not_finite" if status == "diverged" else "error")
+
+
 # --- transfer
 
 
