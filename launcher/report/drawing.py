@@ -15,7 +15,11 @@ from launcher.report.numbers import FORMATS, Unit, format_plain
 NUM_COLOURS = 8
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 FEW = 40  # points up to which each has a whisker
-LABEL_CHARS, BOX_CHARS, TITLE_CHARS = 30, 16, 60  # of a name on an axis or in a legend; a pointer shows the whole one
+LABEL_CHARS, BOX_CHARS, TITLE_CHARS = (
+    30,
+    16,
+    60,
+)  # of a name on an axis or in a legend; a pointer shows the whole one
 # pixels: of the area of lines, of a bar's row, of a box, of a line of the legend; above and below the area
 HEIGHT, ROW_HEIGHT, BOX_HEIGHT, LEGEND_HEIGHT, TOP, BOTTOM = 250, 50, 24, 20, 30, 48
 PIXELS_PER_CHAR, SMALL_WIDTH = 7, 330

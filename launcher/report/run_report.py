@@ -241,7 +241,7 @@ def _outcome(facts: Mapping[str, Any]) -> list[Row]:
             (cell(unigram, "nats", f"no context; held-out loss is {_gap(loss, unigram)}"),),
         ),
         Row("ln V", (cell(uniform, "nats", f"uniform guess; held-out loss is {_gap(loss, uniform)}"),)),
-        Row("training loss", (cell(facts.get("final_loss"), "nats", "last step, mean of all ranks"),)),
+        Row("training loss, last", (cell(facts.get("final_loss"), "nats", "mean over all ranks"),)),
     ]
     return [dataclasses.replace(row, topic=OUTCOME) for row in rows]
 
@@ -270,7 +270,7 @@ def _work(facts: Mapping[str, Any]) -> list[Row]:
     far = "logged losses far above the ones before"
     precision = ", ".join(filter(None, [f"precision {facts.get('precision') or NA}", compiled]))
     rows = [
-        Row("optimizer steps", (cell(step, "count", _batch_equation(facts)),)),
+        Row("optimizer steps", (cell(step, "count", f"one step = {_batch_equation(facts)}"),)),
         Row("samples", (cell(facts.get("samples"), "count", "sequences over all ranks"),), console=False),
         Row("tokens", (cell(facts.get("tokens"), "count", "over all ranks"),)),
         Row("skipped steps", (cell(skipped, "count", lost),), console=bool(skipped)),
@@ -289,11 +289,11 @@ def _rates(facts: Mapping[str, Any]) -> list[Row]:
         return Row(label, (Cell(format_si(value, unit), note, value),), console=console)
 
     rows = [
-        rate("steps per second", "steps_per_s", "steps/s", "optimizer steps of the whole job"),
+        rate("optimizer steps", "steps_per_s", "steps/s", "of the whole job"),
         rate("global steps", "global_steps_per_s", "global steps/s", micro),
-        rate("samples per second", "samples_per_s", "samples/s", over, console=False),
-        rate("tokens per second", "tokens_per_s", "tokens/s", over),
-        rate("per device", "tokens_per_s_per_gpu", "tokens/s", f"tokens/s divided by {_ranks(facts)}"),
+        rate("samples", "samples_per_s", "samples/s", over, console=False),
+        rate("tokens", "tokens_per_s", "tokens/s", over),
+        rate("tokens per device", "tokens_per_s_per_gpu", "tokens/s", f"tokens/s divided by {_ranks(facts)}"),
         *_straggler(facts),
         Row(
             "MFU",
@@ -323,17 +323,18 @@ def _straggler(facts: Mapping[str, Any]) -> list[Row]:
 
 
 def _times(facts: Mapping[str, Any]) -> list[Row]:
-    """Two rows; the figure of the time split has every part."""
+    """The wall time, and each of its parts: those of training on the console too."""
     parts = times(facts)
     wall = sum(parts[part] for part in WALL_PARTS if part in parts) or None
-    train = parts.get("train")
-    inner = {name: parts.get(key) for key, name in TRAIN_PARTS.items()}
-    shares = [f"{name} {_share(s, train)}" for name, s in {**inner, "other": other(parts)}.items()]
     named = ", ".join(f"{part} {format_duration(parts.get(part))}" for part in WALL_PARTS)
-    return [
-        Row("wall time", (Cell(format_duration(wall), named, wall),), TIME),
-        Row("of it training", (Cell(format_duration(train), ", ".join(shares), train),), TIME),
-    ]
+    rows = [Row("wall", (Cell(format_duration(wall), named, wall),), TIME)]
+    inner = {**{name: parts.get(key) for key, name in TRAIN_PARTS.items()}, "other": other(parts)}
+    outer = {part: parts.get(part) for part in WALL_PARTS}
+    for name, seconds in [*outer.items(), *(inner.items() if parts else ())]:
+        inside = name in inner
+        note = f"{_share(seconds, wall)} of wall{', part of train' if inside else ''}"
+        rows.append(Row(name, (Cell(format_duration(seconds), note, seconds),), TIME, inside))
+    return rows
 
 
 def _files(run: Run) -> list[Row]:

@@ -15,44 +15,51 @@ from launcher.report.run_report import of_directories
 from tests.report_fixture import SUMMARY, figure_of, make_run, metrics, read_page, shown, unfolded
 
 
-def rows_of(report: Report, title: str = "Numbers") -> dict[str, list[str]]:
-    """Label -> the value and its note in each column."""
+def rows_of(report: Report, title: str = "Numbers") -> dict[tuple[str, str], list[str]]:
+    """Topic and label -> the value and its note in each column."""
     section = next(section for section in report.sections if section.title == title)
-    return {row.label: [f"{c.text} | {c.note}" for c in row.cells] for t in section.tables for row in t.rows}
-
-
-TRAINING = "data wait 4.0 %, forward + backward 80.0 %, optimizer 12.0 %, other 4.0 %"
+    rows = [row for table in section.tables for row in table.rows]
+    return {(row.topic, row.label): [f"{c.text} | {c.note}" for c in row.cells] for row in rows}
 
 
 def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", summary={"energy_j": 4096.0, "straggler_ratio": 1.05})
-    rows = {label: cells[0] for label, cells in rows_of(of_directories([run])).items()}
-    assert rows == {
-        "status": "done | exit code 0",
-        "cause": "none recorded | ",
-        "held-out loss": "6.2500 nats | mean over held-out masked tokens",
-        "unigram entropy": "6.7500 nats | no context; held-out loss is 0.5000 nats below",
-        "ln V": "8.3178 nats | uniform guess; held-out loss is 2.0678 nats below",
-        "training loss": "6.0000 nats | last step, mean of all ranks",
-        "optimizer steps": "100 | global batch 64 = micro 16 x accumulation 2 x dp 2",
-        "samples": "6,400 | sequences over all ranks",
-        "tokens": "819,200 | over all ranks",
-        "skipped steps": "2 | 2.0 % of the steps; gradient norm not finite",
-        "parameters": "1.23 M | precision fp32, eager",
-        "steps per second": "2 steps/s | optimizer steps of the whole job",
-        "global steps": "8 global steps/s | accumulation 2 x dp 2 micro batches per optimizer step",
-        "samples per second": "128 samples/s | summed over 2 CPU ranks",
-        "tokens per second": "16.4 k tokens/s | summed over 2 CPU ranks",
-        "per device": "8.19 k tokens/s | tokens/s divided by 2 CPU ranks",
-        "straggler ratio": "1.05 | own work of the slowest rank / median of the others, before any gradient "
-        "reduction",
-        "MFU": "n/a | model FLOPs / peak of the device unknown",
-        "wall time": "100.0 s | setup 10.0 s, compile 5.0 s, train 75.0 s, eval 6.0 s, save 4.0 s",
-        "of it training": f"75.0 s | {TRAINING}",
-        "peak memory": "1.25 GiB | greatest of 2 CPU ranks",
-        "energy": "4.1 kJ | 5 kJ per million tokens, 2 CPU ranks",
-        "checkpoint": "checkpoints/step-00000100 | ",
-    }
+    rows = [(*key, cells[0]) for key, cells in rows_of(of_directories([run])).items()]
+    ratio = "own work of the slowest rank / median of the others, before any gradient reduction"
+    outcome, work, rates, time = "Outcome", "Work", "Throughput", "Time (rank 0)"
+    assert rows == [
+        (outcome, "status", "done | exit code 0"),
+        (outcome, "cause", "none recorded | "),
+        (outcome, "held-out loss", "6.2500 nats | mean over held-out masked tokens"),
+        (outcome, "unigram entropy", "6.7500 nats | no context; held-out loss is 0.5000 nats below"),
+        (outcome, "ln V", "8.3178 nats | uniform guess; held-out loss is 2.0678 nats below"),
+        (outcome, "training loss, last", "6.0000 nats | mean over all ranks"),
+        (work, "optimizer steps", "100 | one step = global batch 64 = micro 16 x accumulation 2 x dp 2"),
+        (work, "samples", "6,400 | sequences over all ranks"),
+        (work, "tokens", "819,200 | over all ranks"),
+        (work, "skipped steps", "2 | 2.0 % of the steps; gradient norm not finite"),
+        (work, "parameters", "1.23 M | precision fp32, eager"),
+        (rates, "optimizer steps", "2 steps/s | of the whole job"),
+        (rates, "global steps", "8 global steps/s | accumulation 2 x dp 2 micro batches per optimizer step"),
+        (rates, "samples", "128 samples/s | summed over 2 CPU ranks"),
+        (rates, "tokens", "16.4 k tokens/s | summed over 2 CPU ranks"),
+        (rates, "tokens per device", "8.19 k tokens/s | tokens/s divided by 2 CPU ranks"),
+        (rates, "straggler ratio", f"1.05 | {ratio}"),
+        (rates, "MFU", "n/a | model FLOPs / peak of the device unknown"),
+        (time, "wall", "100.0 s | setup 10.0 s, compile 5.0 s, train 75.0 s, eval 6.0 s, save 4.0 s"),
+        (time, "setup", "10.0 s | 10.0 % of wall"),
+        (time, "compile", "5.0 s | 5.0 % of wall"),
+        (time, "train", "75.0 s | 75.0 % of wall"),
+        (time, "eval", "6.0 s | 6.0 % of wall"),
+        (time, "save", "4.0 s | 4.0 % of wall"),
+        (time, "data wait", "3.0 s | 3.0 % of wall, part of train"),
+        (time, "forward + backward", "60.0 s | 60.0 % of wall, part of train"),
+        (time, "optimizer", "9.0 s | 9.0 % of wall, part of train"),
+        (time, "other", "3.0 s | 3.0 % of wall, part of train"),
+        ("Resources and files", "peak memory", "1.25 GiB | greatest of 2 CPU ranks"),
+        ("Resources and files", "energy", "4.1 kJ | 5 kJ per million tokens, 2 CPU ranks"),
+        ("Resources and files", "checkpoint", "checkpoints/step-00000100 | "),
+    ]
 
 
 def test_the_page_holds_the_numbers_of_the_summary(tmp_path: Path) -> None:
@@ -64,9 +71,9 @@ def test_the_page_holds_the_numbers_of_the_summary(tmp_path: Path) -> None:
 
 def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> None:
     lines = shown(of_directories([make_run(tmp_path / "run")]))
-    assert len(lines) <= 26
+    assert len(lines) <= 28
     text = unfolded(lines)
-    for words in ("tokens per second 16.4 k tokens/s, summed over 2 CPU ranks", "skipped steps 2, 2.0 %"):
+    for words in ("tokens 16.4 k tokens/s, summed over 2 CPU ranks", "skipped steps 2, 2.0 %"):
         assert words in text
     quiet = unfolded(shown(of_directories([make_run(tmp_path / "quiet", summary={"skipped_steps": 0})])))
     unusual = {"failed_saves": 3, "loss_spikes": 1, "skipped_steps": 2, "energy_j": 2.1e7}
@@ -89,10 +96,14 @@ def test_a_failed_save_moves_no_other_row(tmp_path: Path) -> None:
         "straggler": {"rank": 1, "ratio": 1.5, "seconds_per_step": 1.0},
     }
     more = list(rows_of(of_directories([make_run(tmp_path / "more", summary=unusual)])))
-    assert [label for label in more if label in plain] == plain
-    assert more[more.index("failed saves") - 1] == "checkpoint"
-    assert more[more.index("loss spikes") - 1] == "skipped steps"
-    assert more[more.index("straggler") - 1] == "straggler ratio"
+    assert [key for key in more if key in plain] == plain
+    labels = [label for _, label in more]
+    for unusual_label, above in (
+        ("failed saves", "checkpoint"),
+        ("loss spikes", "skipped steps"),
+        ("straggler", "straggler ratio"),
+    ):
+        assert labels[labels.index(unusual_label) - 1] == above
 
 
 @pytest.mark.parametrize(
@@ -128,7 +139,7 @@ FAILED = {
 
 def test_a_failed_run_tells_where_why_and_what_to_do(tmp_path: Path) -> None:
     rows = rows_of(of_directories([make_run(tmp_path / "run", summary=FAILED)]))
-    assert {label: rows[label][0] for label in ("cause", "at", "why", "fix", "log")} == {
+    assert {label: rows["Outcome", label][0] for label in ("cause", "at", "why", "fix", "log")} == {
         "cause": "rank 1: no | ",
         "at": "a.py:1 in f: g() | ",
         "why": "so | ",
@@ -152,14 +163,12 @@ def test_a_failed_run_beside_others_keeps_every_value_under_its_label(tmp_path: 
     ]
     report = of_directories(runs)
     rows = rows_of(report)
-    assert rows["cause"] == ["none recorded | ", "rank 1: no | ", "disk | "]
-    assert rows["fix"] == [" | ", "do\nor do | ", "free | "]
-    assert rows["at"] == [" | ", "a.py:1 in f: g() | ", " | "]
-    assert rows["consequence"] == [" | ", " | ", "rank 1 followed | "]
-    assert rows["failed saves"] == ["1 | see the log", " | ", " | "]
-    assert {cells[0] for label, cells in rows.items() if label == "held-out loss"} == {
-        "6.2500 nats | mean over held-out masked tokens"
-    }
+    assert rows["Outcome", "cause"] == ["none recorded | ", "rank 1: no | ", "disk | "]
+    assert rows["Outcome", "fix"] == [" | ", "do\nor do | ", "free | "]
+    assert rows["Outcome", "at"] == [" | ", "a.py:1 in f: g() | ", " | "]
+    assert rows["Outcome", "consequence"] == [" | ", " | ", "rank 1 followed | "]
+    assert rows["Resources and files", "failed saves"] == ["1 | see the log", " | ", " | "]
+    assert rows["Outcome", "held-out loss"] == ["6.2500 nats | mean over held-out masked tokens"] * 3
     assert [verdict.level for verdict in report.verdicts] == ["ok", "fail", "fail"]
     read_page(report)
 
@@ -170,7 +179,7 @@ def test_comparison_names_the_runs_and_what_differs(tmp_path: Path) -> None:
     assert [verdict.name for verdict in report.verdicts] == ["run (1)", "run (2)"]
     labels = [trace.label for trace in figure_of(report, "Loss").traces]
     assert labels == ["run (1): training", "run (1): held-out", "run (2): training", "run (2): held-out"]
-    assert rows_of(report, "Settings that differ") == {"run.seed": ["n/a | ", "7 | "]}
+    assert rows_of(report, "Settings that differ") == {("", "run.seed"): ["n/a | ", "7 | "]}
 
 
 def test_figures_show_what_was_logged(tmp_path: Path) -> None:
@@ -229,7 +238,7 @@ def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
     assert "metrics.jsonl is torn or empty: 3 whole lines read" in verdict.notes
     for name in ("summary.json", "evals.jsonl", "environment.json"):
         assert any(note.startswith(f"{name} is missing") for note in verdict.notes)
-    assert "training loss 7.4000 nats" in unfolded(shown(report))
+    assert "training loss, last 7.4000 nats" in unfolded(shown(report))
 
 
 def test_files_of_the_wrong_type_render(tmp_path: Path) -> None:
