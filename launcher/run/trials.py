@@ -21,7 +21,7 @@ from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from launcher import processes, results
 from launcher.display import complain
 from launcher.reaper import reaper
-from launcher.report import format_duration, format_eta
+from launcher.report.numbers import format_duration, format_eta
 from launcher.run.records import Ended, ended, from_outside, is_whole, read_summary
 
 Say = Callable[[str], None]

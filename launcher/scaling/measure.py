@@ -11,7 +11,7 @@ from bert_dp import record
 from bert_dp.config import ConfigError, dump_config
 from launcher import results
 from launcher.display import complain
-from launcher.report import format_si
+from launcher.report.numbers import format_si
 from launcher.run.records import cause, read_summary
 from launcher.run.trials import Progress, Runner, Say, Trial, earlier
 from launcher.scaling.grid import Cell, Grid, run_dir

@@ -16,7 +16,7 @@ from typing import Any
 from bert_dp.config import Config, ConfigError
 from bert_dp.record_models import Summary
 from launcher import results
-from launcher.report import format_duration, format_si
+from launcher.report.numbers import format_duration, format_si
 from launcher.results import LrPlanFile
 from launcher.run.records import cause, failure_kind, read_summary
 from launcher.run.trials import Progress, Runner, Say, Trial, earlier

@@ -11,7 +11,7 @@ from typing import Any
 from bert_dp import record
 from bert_dp.config import Config
 from bert_dp.cost import GIB
-from launcher.report import format_gib
+from launcher.report.numbers import format_gib
 from launcher.results import SizeStatus, TimedRun
 from launcher.run.records import cause, read_repeat
 from launcher.run.trials import Outcome, Runner, Trial, measured

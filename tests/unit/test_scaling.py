@@ -140,9 +140,9 @@ def test_a_model_that_cannot_fit_is_refused_by_its_state_alone() -> None:
     [({"repeats": 5}, ""), ({"repeats": 1}, "settings.repeats"), ({"steps": 9}, "steps")],
 )
 def test_a_grid_goes_on_with_more_repeats_only(tmp_path: Path, changes: dict[str, Any], refused: str) -> None:
-    results.write(tmp_path / benchmark.FILE, benchmark.plan_of(grid()))
+    results.write(tmp_path / benchmark.PLAN, benchmark.plan_of(grid()))
     plan = benchmark.plan_of(grid(**changes))
-    output = job.Output(tmp_path, "grid", benchmark.FILE, plan, benchmark.FIXED, benchmark.GROWS)
+    output = job.Output(tmp_path, "grid", benchmark.PLAN, plan, benchmark.FIXED, benchmark.GROWS)
     assert [refused in issue for issue in output.issues()] == ([True] if refused else [])
 
 

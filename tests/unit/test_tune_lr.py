@@ -20,8 +20,10 @@ from launcher import job, results
 from launcher.run import trials
 from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier
 from launcher.tune import ladder, lr, lr_trials, transfer
+from launcher.tune.rate_report import rate_report
 from launcher.tune.rate_search import Settings
 from tests.e2e.cli import TINY
+from tests.report_fixture import shown
 from tests.shards import edited_manifest, write_shards
 
 STEPS, STEP = 1600, 128  # of the configured run; tokens of one step
@@ -138,6 +140,7 @@ def run_search(
         code, tune = lr.run_locked(
             config, settings, 1, output(made.out, config, settings), on_gpu=False, say=said.append
         )
+    said += shown(rate_report(tune, made.out), 200)
     found = results.plain(tune)
     assert found == json.loads((made.out / "tune.json").read_text())
     return code, found, said
