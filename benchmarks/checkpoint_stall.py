@@ -36,6 +36,8 @@ import torch  # noqa: E402
 
 from bert_dp import checkpoint, config, data, metrics, model, optim, saving, train, world  # noqa: E402
 from bert_dp.parallel import make_engine  # noqa: E402
+from bert_dp.precision import Precision  # noqa: E402
+from bert_dp.tasks.mlm import MaskedLanguageModel  # noqa: E402
 
 CPU = torch.device("cpu")
 WAYS = ("none", "before", "beside")
@@ -74,7 +76,7 @@ def batch(o: argparse.Namespace) -> data.Batch:
     )
 
 
-def build(o: argparse.Namespace) -> tuple[Any, Any, train.Precision]:
+def build(o: argparse.Namespace) -> tuple[Any, Any, Precision]:
     """(engine, wrapped model, precision) of one rank in fp32."""
     settings = config.resolve(
         [
@@ -95,14 +97,12 @@ def build(o: argparse.Namespace) -> tuple[Any, Any, train.Precision]:
     engine = make_engine(
         "single", settings, world.World(0, 0, 1, 1), CPU, precision="fp32", run_dir=Path(".")
     )
-    wrapped, _ = engine.prepare(
-        model.build_model(settings.model, 128, 0),
-        lambda named: optim.make_optimizer(settings.optim, named, model.is_decayed, model.is_matrix),
-    )
-    return engine, wrapped, train.Precision("fp32", torch.float32, None)
+    bare = model.build_model(settings.model, 128, 0)
+    wrapped, _ = engine.prepare(bare, lambda named: optim.make_optimizer(settings.optim, named, bare))
+    return engine, wrapped, Precision("fp32", torch.float32, None)
 
 
-def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, train.Precision]) -> dict[str, Any]:
+def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, Precision]) -> dict[str, Any]:
     """The intervals of o.steps steps, and what the saves between them cost."""
     engine, wrapped, precision = parts
     step_batch, timers = batch(o), metrics.Timers(CPU)
@@ -125,8 +125,9 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, train.Precis
             train.train_step(
                 engine,
                 wrapped,
-                train.mlm_loss,
+                MaskedLanguageModel.loss,
                 [step_batch],
+                num_targets=step_batch.num_masked,
                 device=CPU,
                 precision=precision,
                 max_norm=0.5,

@@ -229,6 +229,13 @@ def load(path: Path) -> tuple[State, record.CheckpointFacts]:
     return state, facts
 
 
+def load_weights(where: str, prefix: str = "") -> dict[str, Tensor]:
+    """The weights of a checkpoint, or of a run's newest valid one, whose names begin with `prefix`, on the
+    host. Raises ConfigError."""
+    weights = load(resolve(where))[0]["model"]
+    return {name: tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
 def _load_tensors(path: Path) -> State:
     state: State = {}
     for part in ("model", "optimizer"):

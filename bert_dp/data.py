@@ -12,7 +12,7 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -191,17 +191,6 @@ def held_out_batches(
     return batches
 
 
-class Stream(Protocol):
-    """Where the loop takes a replica's micro batches from."""
-
-    wait_s: float
-    """Seconds `next` has blocked so far."""
-
-    def next(self) -> Batch: ...
-    def peek(self) -> Batch: ...
-    def close(self) -> None: ...
-
-
 def random_batch(seed: int, micro_size: int, sequence_length: int, num_masked: int, vocab_size: int) -> Batch:
     """A micro batch of uniformly random tokens, its predicted positions too."""
     g = torch.Generator().manual_seed(seed)
@@ -210,23 +199,6 @@ def random_batch(seed: int, micro_size: int, sequence_length: int, num_masked: i
     positions_P = torch.cat([row * sequence_length + chosen for row, chosen in enumerate(within)])
     labels_P = torch.randint(vocab_size, (len(positions_P),), generator=g)
     return Batch(ids_BS, positions_P, labels_P, len(positions_P), np.arange(micro_size))
-
-
-class SameBatch:
-    """One micro batch over and over: a stream that costs nothing."""
-
-    def __init__(self, batch: Batch):
-        self._batch = batch
-        self.wait_s = 0.0
-
-    def next(self) -> Batch:
-        return self._batch
-
-    def peek(self) -> Batch:
-        return self._batch
-
-    def close(self) -> None:
-        pass
 
 
 class TrainingStream:
@@ -274,12 +246,6 @@ class TrainingStream:
             batch = self._queue.popleft().result()
         self.wait_s += time.perf_counter() - start
         return batch
-
-    def peek(self) -> Batch:
-        """The first micro batch, without taking it; before any `next`."""
-        ids = self._advance()
-        self._next_start -= self._stride
-        return self._build(ids)
 
     def close(self) -> None:
         """Stop the threads."""

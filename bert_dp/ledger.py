@@ -18,12 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bert_dp import data, model, optim
+from bert_dp import optim, tasks
+from bert_dp.building import recompute_blocks
 from bert_dp.config import Config
 from bert_dp.metrics import Timers
 from bert_dp.parallel.stepping import clip_and_step
+from bert_dp.precision import Precision
 from bert_dp.products import HAS_ONEDNN
-from bert_dp.train import Precision, mlm_loss, train_step
+from bert_dp.train import train_step
+from bert_dp.trainable import Model
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
 PRODUCTS = ("aten::mm", "bert_dp::matmul_nt")
@@ -152,27 +155,23 @@ def count_step(
 
     tensors: `fake()`, or nullcontext() for a real step.
     """
-    length, ledger = config.data.sequence_length, Ledger()
+    ledger, task = Ledger(), tasks.make_task(config, device)
     with tensors, ledger:
-        bare = model.build_model(config.model, length, config.run.seed)
+        bare = task.build_model(config.run.seed)
         convert(bare, device, precision.parameters)
         if config.parallel.activation_checkpointing:
-            model.checkpoint_activations(bare)
-        optimizer = optim.make_optimizer(
-            config.optim, bare.named_parameters(), model.is_decayed, model.is_matrix
-        )
+            recompute_blocks(bare)
+        optimizer = optim.make_optimizer(config.optim, bare.named_parameters(), bare)
         replica: Any = Replica(ledger, bare, optimizer, keeps_gradients=keeps_gradients)
         watch_head(bare, ledger)
-        predicted = micro_size * config.num_masked
-        ids_BS = torch.zeros(micro_size, length, dtype=torch.int64)
-        zeros_P = torch.zeros(predicted, dtype=torch.int64)  # which tokens and positions is all the same
-        batch = data.Batch(ids_BS, zeros_P, zeros_P, predicted, np.arange(micro_size))
+        batch = task.example_batch(micro_size)
         for _ in range(2):
             train_step(
                 replica,
                 bare,
-                mlm_loss,
+                task.loss,
                 [batch] * accumulation,
+                num_targets=task.num_targets(0, micro_size * accumulation),
                 device=device,
                 precision=precision,
                 max_norm=config.optim.clip,
@@ -192,14 +191,16 @@ def convert(bare: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
             module.register_buffer(name, buffer.to(device, dtype), persistent=False)
 
 
-def watch_head(bare: model.CrammedBert, ledger: Ledger) -> None:
-    """Tell the ledger when the decoder begins, and when the backward pass has left it."""
+def watch_head(bare: Model, ledger: Ledger) -> None:
+    """Tell the ledger when the decoder begins, and when the backward pass has left it, in a model with a
+    `head`."""
 
     def leave(_: Tensor) -> None:
         ledger.in_head = False
 
-    def enter(_: nn.Module, inputs: tuple[Tensor]) -> None:
+    def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
         ledger.in_head = True
         inputs[0].register_hook(leave)
 
-    bare.head.register_forward_pre_hook(enter)
+    if isinstance(head := getattr(bare, "head", None), nn.Module):
+        head.register_forward_pre_hook(enter)

@@ -27,11 +27,10 @@ import torch
 from numpy.typing import NDArray
 
 from bert_dp import cost, record
-from bert_dp.building import choose_precision
 from bert_dp.config import Config, ConfigError, load_config
 from bert_dp.lifeline import follow_launcher
 from bert_dp.parallel import engine_name
-from bert_dp.train import Precision
+from bert_dp.precision import Precision, choose_precision
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
 STATE = PARTS[:3]

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from bert_dp.building import choose_precision
 from bert_dp.dist import keep_freed_memory
 from bert_dp.lifeline import follow_launcher
+from bert_dp.precision import choose_precision
 from bert_dp.products import product
 
 WARM_UP = 3

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bert_dp import setup, train
+from bert_dp import setup, tasks, train
 from bert_dp.config import Config, batch_plan, load_config
 from bert_dp.dist import Comm, choose_device
 from bert_dp.heartbeat import Heartbeat
@@ -36,8 +36,9 @@ def profile(config: Config, work: Path) -> dict[str, Any]:
     setup.bind(config, device, ALONE)
     fresh = setup.Resume(None, None, train.Counters(), None)
     heartbeat = Heartbeat(work / "heartbeats" / "rank-0")
+    task = tasks.make_task(config, device)
     job, _ = setup.assemble(
-        config, plan, work, comm, device, setup.open_data(config, comm), fresh, heartbeat, lambda: 0
+        config, plan, work, comm, device, task, task.open_data(), fresh, heartbeat, lambda: 0
     )
     try:
         return measure(job, Timers(device))
@@ -60,11 +61,12 @@ def measure(job: train.Job, clock: Timers) -> dict[str, Any]:
     hooks = [p.register_post_accumulate_grad_hook(note(name)) for name, p in named]
     rounds: list[tuple[float, float, float, dict[str, float]]] = []
     batch = job.stream.next().to(job.device)
+    num_targets = job.task.num_targets(0, job.plan.micro_size)
     for number in range(WARM_UP + REPEATS):
         _sync(job.device)
         start = clock.mark()
         with job.precision.context(job.device):
-            loss = train.mlm_loss(job.model, batch) / batch.num_masked
+            loss = job.task.loss(job.model, batch) / num_targets
         turn = clock.mark()
         loss.backward()
         end = clock.mark()

@@ -12,24 +12,23 @@ from typing import Any
 
 import torch
 
-from bert_dp import checkpoint, corpus, cost, data, ddp_counters, dist, model, optim, parallel, record
+from bert_dp import checkpoint, cost, ddp_counters, dist, optim, parallel, record
 from bert_dp.binding import Placement, format_cores
-from bert_dp.building import Corpus, build_model, choose_precision
+from bert_dp.building import first_state, prepare_model
 from bert_dp.config import (
     BatchPlan,
     Config,
     ConfigError,
     changed_settings,
-    data_issues,
-    num_masked,
     peak_lr,
-    read_manifest,
 )
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LOSSES, Records
 from bert_dp.metrics import Meter
+from bert_dp.precision import choose_precision
 from bert_dp.saving import Saver
-from bert_dp.train import EVAL_MASK_RATE, Counters, Job
+from bert_dp.tasks import Metadata, SameBatch, Stream, Task
+from bert_dp.train import Counters, Job
 from bert_dp.world import World
 
 
@@ -60,26 +59,21 @@ def bind(config: Config, device: torch.device, world: World) -> Placement:
     return dist.bind(device, world)
 
 
-def open_data(config: Config, comm: dist.Comm) -> Corpus:
-    """The shards, built by rank 0 on first use. Raises ConfigError on every rank alike. Collective."""
-    answer: dict[str, Any] = {}
-    if comm.world.rank == 0:
-        try:
-            answer["directory"] = str(corpus.ensure(config))
-        except ConfigError as error:
-            answer["issues"] = list(error.issues)
-    answer = comm.share(answer)
-    if "issues" in answer:
-        raise ConfigError(answer["issues"])
-    path = Path(answer["directory"])
-    manifest = read_manifest(path)
-    if problems := data_issues(config, manifest):
-        raise ConfigError(problems)
-    return Corpus(manifest, data.Shards(path, manifest, "train"), data.Shards(path, manifest, "held_out"))
+def check_same_data(comm: dist.Comm, data: Metadata) -> None:
+    """Raises ConfigError on a rank whose data are not rank 0's: nodes may have caches of their own.
+    Collective."""
+    first = comm.share(data.data_hash)
+    if data.data_hash != first:
+        raise ConfigError(
+            [
+                f"data: rank {comm.world.rank} has shards {data.data_hash[:16]}, rank 0 has {first[:16]}; "
+                "name the same shards by data.path on every node"
+            ]
+        )
 
 
 def find_resume(
-    config: Config, run_dir: Path, comm: dist.Comm, device: torch.device, corpus_: Corpus, policy: str
+    config: Config, run_dir: Path, comm: dist.Comm, device: torch.device, data: Metadata, policy: str
 ) -> Resume:
     """The checkpoint to go on from: rank 0 chooses and verifies, all ranks follow its choice and its error.
 
@@ -112,12 +106,9 @@ def find_resume(
                 for line in changed
             ]
         )
-    if facts.data_hash != corpus_.manifest.hash:
+    if facts.data_hash != data.data_hash:
         raise ConfigError(
-            [
-                f"data: the run was trained on shards {facts.data_hash[:16]}, these are "
-                f"{corpus_.manifest.hash[:16]}"
-            ]
+            [f"data: the run was trained on shards {facts.data_hash[:16]}, these are {data.data_hash[:16]}"]
         )
     counters = Counters(**{f.name: getattr(facts, f.name) for f in dataclasses.fields(Counters)})
     say(comm, f"resuming from {path.name}: {counters.samples} samples seen")
@@ -134,7 +125,8 @@ def assemble(
     run_dir: Path,
     comm: dist.Comm,
     device: torch.device,
-    corpus_: Corpus,
+    task: Task,
+    data: Metadata,
     resume: Resume,
     heartbeat: Heartbeat,
     received_signal: Callable[[], int],
@@ -145,44 +137,33 @@ def assemble(
     Raises ConfigError for a checkpoint with the tensors of another model.
     """
     precision = choose_precision(config.precision, device)
-    bare, compiled = build_model(
-        config, corpus_, plan, precision, comm, device, resume.compiled, resume.path is not None
-    )
-    start = resume.state or fresh_state(bare)
+    bare, compiled = prepare_model(config, task, plan, precision, comm, device, resume.compiled)
+    num_parameters = sum(p.numel() for p in bare.parameters())
+    start = resume.state or first_state(config, bare, data, comm)
     if resume.path is not None and (issues := checkpoint.state_issues(resume.path, start, bare)):
         raise ConfigError(issues)
     name = parallel.engine_name(config.parallel, comm.world.size)
     engine = parallel.make_engine(name, config, comm.world, device, precision=precision.name, run_dir=run_dir)
 
     def make_optimizer(named: optim.NamedParameters) -> torch.optim.Optimizer:
-        return optim.make_optimizer(config.optim, named, model.is_decayed, model.is_matrix, compiled=compiled)
+        return optim.make_optimizer(config.optim, named, bare, compiled=compiled)
 
     wrapped, optimizer = engine.prepare(bare, make_optimizer)
     if config.log.step_times:
         ddp_counters.sample_every(wrapped, config.log.every_steps)
-    stream = make_stream(config, plan, engine, device, corpus_, resume.counters.samples)
-    held_out = data.held_out_batches(
-        corpus_.held_out,
-        micro_size=plan.micro_size,
-        max_sequences=config.eval.max_sequences,
-        num_masked=num_masked(EVAL_MASK_RATE, config.data.sequence_length),
-        dp_rank=engine.dp_rank,
-        dp_size=engine.dp_size,
-    )
+    stream = make_stream(config, task, engine, device, resume.counters.samples)
     meter = Meter(
         comm,
         device,
         plan,
         sequence_length=config.data.sequence_length,
-        flops_per_token=cost.flops_per_token(
-            config.model, config.data.sequence_length, config.objective.mask_rate
-        ),
+        flops_per_token=task.flops_per_token,
         peak_flops=cost.peak_flops(device_name(device), precision.name),
     )
     facts = {
         "config": config.model_dump(mode="json"),
-        "data_hash": corpus_.manifest.hash,
-        "tokenizer": corpus_.manifest.tokenizer.sha256,
+        "data_hash": data.data_hash,
+        "tokenizer": data.tokenizer,
         "compiled": compiled,
         "device": device.type,
         "precision": precision.name,
@@ -204,9 +185,10 @@ def assemble(
         model=wrapped,
         bare_model=bare,
         optimizer=optimizer,
+        task=task,
+        data=data,
         stream=stream,
-        held_out=held_out,
-        epoch_size=len(corpus_.train),
+        num_parameters=num_parameters,
         meter=meter,
         facts=facts,
         saver=saver,
@@ -222,42 +204,13 @@ def assemble(
 
 
 def make_stream(
-    config: Config,
-    plan: BatchPlan,
-    engine: parallel.Engine,
-    device: torch.device,
-    corpus_: Corpus,
-    start_sample: int,
-) -> data.Stream:
+    config: Config, task: Task, engine: parallel.Engine, device: torch.device, start_sample: int
+) -> Stream:
     """Where this replica's micro batches come from."""
-    pin = device.type == "cuda"
     if config.data.synthetic:
-        batch = data.random_batch(
-            config.run.seed + engine.dp_rank,
-            plan.micro_size,
-            config.data.sequence_length,
-            config.num_masked,
-            corpus_.train.vocabulary.size,
-        )
-        return data.SameBatch(batch.pin() if pin else batch)
-    return data.TrainingStream(
-        corpus_.train,
-        seed=config.run.seed,
-        num_masked=config.num_masked,
-        shuffle=config.data.shuffle,
-        micro_size=plan.micro_size,
-        dp_rank=engine.dp_rank,
-        dp_size=engine.dp_size,
-        start_sample=start_sample,
-        workers=config.data.workers,
-        pin=pin,
-    )
-
-
-def fresh_state(bare: torch.nn.Module) -> parallel.State:
-    """The canonical state of a model that has not trained: its weights on the host, no optimizer state."""
-    weights = {name: t.detach().to("cpu", copy=True) for name, t in bare.state_dict().items()}
-    return {"model": weights, "optimizer": {}, "scaler": {}}
+        batch = task.example_batch(config.batch.micro_size)
+        return SameBatch(batch.pin() if device.type == "cuda" else batch)
+    return task.stream(dp_rank=engine.dp_rank, dp_size=engine.dp_size, start_sample=start_sample)
 
 
 def restore(job: Job, resume: Resume, state: parallel.State) -> None:
@@ -308,7 +261,6 @@ def make_mirror(config: Config, run_dir: Path, comm: dist.Comm) -> Callable[[dic
 
 def describe(job: Job, placed: Placement, resume: Resume) -> None:
     """What is about to run, in a few lines of rank 0's log."""
-    parameters = cost.num_parameters(job.config.model, job.config.data.sequence_length)
     world = job.comm.world
     threads = f"{placed.threads} thread{'s' * (placed.threads > 1)} per rank"
     how = threads if job.device.type == "cpu" else f"one GPU and {threads}"
@@ -318,11 +270,15 @@ def describe(job: Job, placed: Placement, resume: Resume) -> None:
     engine = parallel.engine_name(job.config.parallel, world.size)
     if job.plan.tensor > 1:
         engine += f", tensor {job.plan.tensor}"
-    say(job.comm, f"model: {parameters:,} parameters, {job.precision.name}, {compiled}, engine {engine}")
+    say(
+        job.comm,
+        f"model: {job.num_parameters:,} parameters, {job.precision.name}, {compiled}, engine {engine}",
+    )
     say(job.comm, f"learning rate: {peak_lr(job.config).equation}, {job.config.optim.name}")
-    say(job.comm, f"data: {job.epoch_size:,} training sequences of {job.config.data.sequence_length}")
+    say(job.comm, f"data: {job.data.num_samples:,} training sequences of {job.config.data.sequence_length}")
     if resume.path is None and job.config.run.init_from:
-        say(job.comm, f"weights: from {job.config.run.init_from}")
+        kept = "weights and moments" if job.config.run.init_keeps == "moments" else "weights"
+        say(job.comm, f"{kept}: from {job.config.run.init_from}")
 
 
 def write_environment(job: Job, placed: Placement) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from bert_dp import cost, ddp_counters, energy, noise, record
-from bert_dp.config import Manifest
+from bert_dp import ddp_counters, energy, noise, record
 from bert_dp.lines import LOSSES
 from bert_dp.metrics import peak_memory_gib, straggler
 from bert_dp.setup import device_name
@@ -17,7 +16,6 @@ def write_summary(
     job: Job,
     counters: Counters,
     outcome: Outcome,
-    manifest: Manifest,
     setup_s: float,
     dry_run_s: float,
     before_j: float | None,
@@ -45,11 +43,11 @@ def write_summary(
         tokens=counters.samples * job.config.data.sequence_length,
         final_loss=outcome.final_loss,
         heldout_loss=outcome.heldout_loss,
-        unigram_entropy_nats=manifest.unigram_entropy_nats,
-        uniform_entropy_nats=manifest.uniform_entropy_nats,
+        unigram_entropy_nats=job.data.unigram_entropy_nats,
+        uniform_entropy_nats=job.data.uniform_entropy_nats,
         world_size=job.comm.world.size,
         device=device_name(job.device),
-        parameters=cost.num_parameters(job.config.model, job.config.data.sequence_length),
+        parameters=job.num_parameters,
         global_batch=job.plan.global_size,
         micro_batch=job.plan.micro_size,
         accumulation=job.plan.accumulation,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from bert_dp import ddp_counters, health, record
 from bert_dp.config import BatchPlan, Config, batch_at, peak_lr, progress_at
-from bert_dp.data import Batch, Stream, hash64
+from bert_dp.data import hash64
 from bert_dp.dist import Comm, SharedClock
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import Records
@@ -23,26 +24,15 @@ from bert_dp.metrics import Meter, Timers
 from bert_dp.noise import NormPairs
 from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine
-from bert_dp.record import Evaluation
+from bert_dp.precision import Precision
 from bert_dp.saving import Saver
+from bert_dp.tasks import Batch, Context, Metadata, Stream, Task
+from bert_dp.trainable import Model
 
 GIVE_UP = 1000  # for the clock's exchange: above every signal's number, so that its MAX prefers it
-EVAL_MASK_RATE = 0.15  # fixed, so that held-out losses of runs with other mask rates compare
 
-LossFn = Callable[[nn.Module, Batch], Tensor]
-"""(model, micro batch on the device) -> sum over predicted positions, a device scalar."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Precision:
-    """Width of the parameters and of autocast (None = no autocast)."""
-
-    name: str
-    parameters: torch.dtype
-    autocast: torch.dtype | None
-
-    def context(self, device: torch.device) -> AbstractContextManager[Any]:
-        return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
+LossFn = Callable[[nn.Module, Any], Tensor]
+"""(model, micro batch on the device) -> sum over the targets, a device scalar."""
 
 
 @dataclasses.dataclass
@@ -70,11 +60,12 @@ class Job:
     precision: Precision
     engine: Engine
     model: nn.Module
-    bare_model: nn.Module
+    bare_model: Model
     optimizer: torch.optim.Optimizer
+    task: Task
+    data: Metadata
     stream: Stream
-    held_out: Sequence[Batch]
-    epoch_size: int
+    num_parameters: int
     meter: Meter
     facts: dict[str, Any]
     """What else state.json keeps: the configuration, the data's hash, whether the model is compiled."""
@@ -120,17 +111,13 @@ class Outcome:
     save_s: float
 
 
-def mlm_loss(model: nn.Module, batch: Batch) -> Tensor:
-    loss: Tensor = model(batch.ids_BS, batch.positions_P, batch.labels_P)
-    return loss
-
-
 def train_step(
     engine: Engine,
     model: nn.Module,
     loss_fn: LossFn,
     batches: Sequence[Batch],
     *,
+    num_targets: int,
     device: torch.device,
     precision: Precision,
     max_norm: float,
@@ -140,16 +127,14 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """Forward, backward, reduce, clip, step.
 
-    Returns this replica's share of the mean loss over all masked tokens of the step (the shares sum to it)
-    and the reduced gradient norm, both device scalars; no host sync. Every replica must hold as many masked
-    tokens as every other: the data room masks an exact count per sequence. With `dropout_seed` a micro batch
-    draws its dropout from (dropout_seed, its first sample), whichever rank it falls to. `progress` is called
-    after each micro batch.
+    `num_targets` is that of the step over all replicas. Returns this replica's share of the mean loss over
+    them (the shares sum to it) and the reduced gradient norm, both device scalars; no host sync. With
+    `dropout_seed` a micro batch draws its dropout from (dropout_seed, its first sample), whichever rank it
+    falls to. `progress` is called after each micro batch.
 
     Timed as own_work: up to the last micro batch's backward, before any gradient is reduced. That is this
     rank's alone under single, ddp, zero1 and accelerate; fsdp and tensor parallelism meet in the forward.
     """
-    total_masked = sum(batch.num_masked for batch in batches) * engine.dp_size
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
     with timers.phase("forward_backward"):
         timers.start("own_work")
@@ -159,7 +144,7 @@ def train_step(
             last = i == len(batches) - 1
             with engine.accumulate(last=last):
                 with precision.context(device):
-                    loss = loss_fn(model, batch.to(device)) / total_masked
+                    loss = loss_fn(model, batch.to(device)) / num_targets
                 if last:
                     timers.stop("own_work")
                 engine.backward(loss)
@@ -174,15 +159,16 @@ def dry_run(job: Job) -> None:
     """One synchronised step before the first real one: compiles, finds out-of-memory early, lets DDP build
     its buckets (at three ranks or more its first iteration reduces in another order). Collective.
 
-    It moves weights and optimizer state, so `setup.restore` must follow. Its samples are not consumed.
+    It moves weights and optimizer state, so `setup.restore` must follow. It takes no samples.
     """
-    batches = [job.stream.peek()] * min(2, job.plan.accumulation)
+    batches = [job.task.example_batch(job.plan.micro_size)] * min(2, job.plan.accumulation)
     timers = Timers(job.device)
     train_step(
         job.engine,
         job.model,
-        mlm_loss,
+        job.task.loss,
         batches,
+        num_targets=job.task.num_targets(0, len(batches) * job.plan.micro_size * job.plan.dp),
         device=job.device,
         precision=job.precision,
         max_norm=job.config.optim.clip,
@@ -190,30 +176,28 @@ def dry_run(job: Job) -> None:
         dropout_seed=None,
         progress=job.heartbeat.progress,
     )
-    evaluate(job, job.held_out[:1])
+    asked = itertools.count()
+    evaluate(job, lambda: next(asked) > 0)  # one batch
     job.comm.barrier()
 
 
-def evaluate(
-    job: Job, batches: Sequence[Batch], stopped: Callable[[], int] = lambda: 0
-) -> tuple[float | None, int]:
-    """Mean held-out cross entropy in nats over all ranks' batches, and the positions counted. Collective.
-
-    None when nothing is held out, or when `stopped`, asked before each batch and alike on all ranks, says so.
-    """
+def evaluate(job: Job, stopped: Callable[[], bool]) -> dict[str, float] | None:
+    """What the task measures on held-out data, without dropout; None when nothing is held out or `stopped`,
+    asked before each batch and alike on all ranks, says so. Collective."""
+    context = Context(
+        comm=job.comm,
+        device=job.device,
+        precision=job.precision,
+        dp_rank=job.engine.dp_rank,
+        dp_size=job.engine.dp_size,
+        tensor=job.plan.tensor,
+        progress=job.heartbeat.progress,
+        stopped=stopped,
+    )
     model = job.bare_model.eval()
-    total = torch.zeros((), dtype=torch.float64, device=job.device)
-    with torch.no_grad(), job.precision.context(job.device):
-        for batch in batches:
-            if stopped():
-                model.train()
-                return None, 0
-            total += mlm_loss(model, batch.to(job.device)).double()
-            job.heartbeat.progress()
+    measured = job.task.evaluate(model, context)
     model.train()
-    ranks = job.comm.gather([float(total), sum(b.num_masked for b in batches)])
-    loss, count = ranks[:: job.plan.tensor].sum(0).tolist()  # the ranks of a replica see the same batches
-    return (loss / count if count else None), int(count)
+    return measured
 
 
 def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
@@ -242,8 +226,9 @@ def train(job: Job, counters: Counters, clock: SharedClock) -> Outcome:
         loss, norm = train_step(
             job.engine,
             job.model,
-            mlm_loss,
+            job.task.loss,
             batches,
+            num_targets=job.task.num_targets(counters.samples, batch),
             device=job.device,
             precision=job.precision,
             max_norm=config.optim.clip,
@@ -305,7 +290,7 @@ def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> No
     line = job.meter.flush(
         step=counters.step,
         samples=counters.samples,
-        epoch=counters.samples // job.epoch_size,
+        epoch=counters.samples // job.data.num_samples,
         wait_s=job.stream.wait_s,
         elapsed_s=clock.elapsed_s(),
         **course.line_facts,
@@ -339,18 +324,19 @@ def _log(job: Job, counters: Counters, clock: SharedClock, course: Course) -> No
 def _evaluate_and_write(job: Job, counters: Counters, clock: SharedClock, course: Course) -> None:
     job.heartbeat.enter("evaluate", counters.step)
     start = clock.elapsed_s()
-    loss, count = evaluate(job, job.held_out, lambda: clock.ask(_wish(job, course)))
+    measured = evaluate(job, lambda: clock.ask(_wish(job, course)) != 0)
     elapsed = clock.elapsed_s()
-    course.heldout_loss, course.evaluated_step = loss, counters.step
+    course.heldout_loss = measured["loss"] if measured else None
+    course.evaluated_step = counters.step
     course.eval_s += elapsed - start
     course.trouble = course.trouble or job.lost()
-    if job.comm.world.rank == 0 and loss is not None and not course.trouble:
+    if job.comm.world.rank == 0 and measured and not course.trouble:
         with suppress(OSError):
             record.cut_back(job.run_dir / "evals.jsonl", counters.step - 1)  # one line a step, also repeated
         tokens = counters.samples * job.config.data.sequence_length
-        line = Evaluation(counters.step, tokens, loss, EVAL_MASK_RATE, count, elapsed)
+        line = {"step": counters.step, "tokens": tokens, **measured, "elapsed_s": elapsed}
         job.records.append("evals.jsonl", line)
-        job.mirror({"step": counters.step, "heldout_loss": loss})
+        job.mirror({"step": counters.step, "heldout_loss": course.heldout_loss})
 
 
 def save(job: Job, counters: Counters, elapsed_s: float) -> str | None:

@@ -12,10 +12,10 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from bert_dp import record
-from bert_dp.config import ConfigError, batch_plan, load_config
+from bert_dp.config import ConfigError, batch_plan, load_config, with_budget
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lifeline import (
     RunFailed,
@@ -27,9 +27,15 @@ from bert_dp.lifeline import (
 )
 from bert_dp.world import World, check_meeting_point, read_world
 
+if TYPE_CHECKING:
+    from bert_dp.tasks import MakeTask
 
-def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 done or stopped after a checkpoint, 2 bad input, 1 failed."""
+
+def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> int:
+    """Exit codes: 0 done or stopped after a checkpoint, 2 bad input, 1 failed.
+
+    `make_task`: of a task that the configuration cannot name; None = the one that it names.
+    """
     record.open_missing_descriptors()
     record.keep_private()
     signals = Signals()
@@ -45,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
     follow_launcher()
     with contextlib.ExitStack() as at_end:  # once an error has been recorded
         try:
-            run(arguments, world, signals, at_end)
+            run(arguments, world, signals, make_task, at_end)
         except ConfigError as error:
             record_error(world.rank, error)
             return 2
@@ -65,7 +71,13 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: contextlib.ExitStack) -> None:
+def run(
+    arguments: argparse.Namespace,
+    world: World,
+    signals: Signals,
+    make_task: MakeTask | None,
+    at_end: contextlib.ExitStack,
+) -> None:
     """One rank from its environment to its summary. Raises ConfigError for bad input, RunFailed on rank 0
     when all ranks have ended the run together; the other ranks then return.
 
@@ -73,7 +85,7 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: c
     would otherwise report first.
     """
     started = time.monotonic()
-    from bert_dp import dist, energy, parallel, setup, train
+    from bert_dp import dist, energy, parallel, setup, tasks, train
     from bert_dp.summary import write_summary
 
     config = load_config(arguments.config)
@@ -86,15 +98,18 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: c
     heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank))
     placed = setup.bind(config, device, world)
     engine = parallel.engine_name(config.parallel, world.size)
+    task = (make_task or tasks.make_task)(config, device)
+    data = task.open_data()  # before the ranks meet: a corpus may take longer than a collective may
+    config = with_budget(config, data.num_samples)
+    heartbeat.progress()
     comm = dist.connect(world, device, group_of_one=engine != "single")
     heartbeat.answer_with(lambda: write_collectives(run_dir, world.rank))
     heartbeat.progress()
-    corpus = setup.open_data(config, comm)
-    heartbeat.progress()
-    resume = setup.find_resume(config, run_dir, comm, device, corpus, arguments.resume)
+    setup.check_same_data(comm, data)
+    resume = setup.find_resume(config, run_dir, comm, device, data, arguments.resume)
     heartbeat.progress()
     job, start = setup.assemble(
-        config, plan, run_dir, comm, device, corpus, resume, heartbeat, lambda: signals.received
+        config, plan, run_dir, comm, device, task, data, resume, heartbeat, lambda: signals.received
     )
     at_end.callback(job.saver.close)  # a checkpoint that is being written outlives an error
     setup.describe(job, placed, resume)
@@ -112,7 +127,7 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: c
         clock = dist.SharedClock(comm, resume.counters.elapsed_s)
         before_j = energy.joules(device)
         outcome = train.train(job, resume.counters, clock)
-        write_summary(job, resume.counters, outcome, corpus.manifest, setup_s, dry_run_s, before_j)
+        write_summary(job, resume.counters, outcome, setup_s, dry_run_s, before_j)
         failure = outcome.failure
     heartbeat.enter("done")
     job.stream.close()

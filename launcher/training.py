@@ -34,6 +34,7 @@ from bert_dp.config import (
     peak_lr,
     progress_at,
     read_manifest,
+    with_budget,
 )
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
 from launcher import closing, environment, failure, page, processes, restarts, starters, watch
@@ -241,7 +242,8 @@ def start_issues(config: Config, where: Path, resume: str, launcher: str) -> lis
 
 
 def expected_steps(config: Config) -> int | None:
-    """Optimizer steps of the whole run with its batch ramp; None for a budget in hours."""
+    """Optimizer steps of the whole run with its batch ramp; None for a budget in hours, and in epochs of data
+    that are not built."""
     schedule = config.schedule
     if schedule.steps is not None:
         return schedule.steps
@@ -270,6 +272,8 @@ def describe(config: Config, plan: BatchPlan, on_gpu: bool) -> list[str]:
     schedule = config.schedule
     steps = expected_steps(config)
     length = f"{schedule.hours} h on rank 0's clock" if steps is None else f"{steps:,} steps"
+    if schedule.epochs is not None:
+        length = f"{schedule.epochs:g} epochs of the data, which are not built yet"
     if schedule.tokens is not None:
         length += f" = {schedule.tokens:,} tokens"
     elif steps is not None and config.batch.ramp_fraction == 0:
@@ -352,6 +356,8 @@ def train(
     plan = batch_plan(config, ranks)
     if issues := start_issues(config, where, resume, launcher):
         raise ConfigError(issues)
+    if config.data.path is not None:
+        config = with_budget(config, read_manifest(Path(config.data.path)).train.sequences)
     warnings = no_effect(config)
     if ranks > (cores := len(os.sched_getaffinity(0))) and not gpus:
         warnings.append(f"{ranks} CPU ranks share {cores} cores")
@@ -410,8 +416,9 @@ def run_locked(
     """The run itself, once the directory is ours. Nothing in it changes before the last check has passed."""
     where = held.path
     show(console, f"run directory: {where}", **PLAIN)
-    directory = prepare_data(config)
-    if issues := resume_issues(where, config, resume, read_manifest(directory).hash):
+    manifest = read_manifest(prepare_data(config))
+    config = with_budget(config, manifest.train.sequences)
+    if issues := resume_issues(where, config, resume, manifest.hash):
         raise ConfigError(issues)
     if is_complete(where, config, resume):
         show(console, "this run is complete: its budget is spent; raise schedule.* to go on", **PLAIN)

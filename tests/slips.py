@@ -33,16 +33,16 @@ SLIPS = (
     # held-out loss
     Slip(
         "heldout-rows-of-a-replica",
-        "bert_dp/train.py",
-        "ranks[:: job.plan.tensor].sum(0).tolist()",
-        "ranks[: job.plan.dp].sum(0).tolist()",
+        "bert_dp/tasks/__init__.py",
+        "self.comm.gather(values)[:: self.tensor]",
+        "self.comm.gather(values)[: self.dp_size]",
         "tests/unit/test_loop.py::test_the_held_out_loss_counts_each_replicas_positions_once",
     ),
     Slip(
         "heldout-counted-by-every-rank-of-a-replica",
-        "bert_dp/train.py",
-        "ranks[:: job.plan.tensor].sum(0).tolist()",
-        "ranks.sum(0).tolist()",
+        "bert_dp/tasks/__init__.py",
+        "self.comm.gather(values)[:: self.tensor]",
+        "self.comm.gather(values)",
         "tests/unit/test_loop.py::test_the_held_out_loss_counts_each_replicas_positions_once",
     ),
     Slip(
@@ -55,8 +55,8 @@ SLIPS = (
     Slip(
         "heldout-leaves-dropout-off",
         "bert_dp/train.py",
-        "            job.heartbeat.progress()\n    model.train()",
-        "            job.heartbeat.progress()",
+        "    model.train()\n    return measured",
+        "    return measured",
         "tests/unit/test_loop.py",
     ),
     Slip(
@@ -145,8 +145,8 @@ SLIPS = (
     Slip(
         "mean-over-a-replicas-own-tokens",
         "bert_dp/train.py",
-        "sum(batch.num_masked for batch in batches) * engine.dp_size",
-        "sum(batch.num_masked for batch in batches)",
+        "job.task.num_targets(counters.samples, batch)",
+        "job.task.num_targets(counters.samples, batch // job.plan.dp)",
         "tests/parity/test_matrix.py::test_cell[ddp-adamw-n2-fp64-acc1]",
     ),
     Slip(

@@ -9,6 +9,7 @@ from bert_dp.config.checks import (
     init_issues,
     no_effect,
     progress_at,
+    with_budget,
 )
 from bert_dp.config.load import (
     dump_config,
@@ -22,6 +23,7 @@ from bert_dp.config.load import (
 from bert_dp.config.manifest import Manifest, data_issues, read_manifest
 from bert_dp.config.rates import PeakLr, peak_lr
 from bert_dp.config.schema import (
+    BUDGETS,
     MAX_RANKS,
     MAX_VOCAB_SIZE,
     BatchConfig,
@@ -40,6 +42,7 @@ from bert_dp.config.schema import (
 )
 
 __all__ = [
+    "BUDGETS",
     "MAX_RANKS",
     "MAX_VOCAB_SIZE",
     "BatchConfig",
@@ -75,4 +78,5 @@ __all__ = [
     "read_yaml",
     "resolve",
     "setting_paths",
+    "with_budget",
 ]

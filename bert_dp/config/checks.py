@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bert_dp.config.schema import (
+    BUDGETS,
     MAX_VOCAB_SIZE,
     BatchConfig,
     BuildConfig,
@@ -20,9 +21,7 @@ from bert_dp.config.schema import (
 )
 
 FREE_ON_RESUME = (
-    "schedule.steps",
-    "schedule.tokens",
-    "schedule.hours",
+    *(f"schedule.{name}" for name in BUDGETS),
     "parallel",
     "log",
     "checkpoint",
@@ -30,6 +29,7 @@ FREE_ON_RESUME = (
     "compile",
     "run.device",
     "run.init_from",
+    "run.init_keeps",
     "run.max_skipped_in_a_row",
     "run.hang_after_s",
     "run.end_hung_after_s",
@@ -193,7 +193,7 @@ def noise_issues(config: Config, dp: int) -> list[str]:
 
 
 def progress_at(config: Config, step: int, samples: int, elapsed_s: float) -> float:
-    """f in [0, 1]: consumed / declared in the budget's own unit."""
+    """f in [0, 1]: consumed / declared in the budget's own unit. Of a budget in epochs: see with_budget."""
     schedule = config.schedule
     if schedule.steps is not None:
         return min(step / schedule.steps, 1.0)
@@ -201,6 +201,17 @@ def progress_at(config: Config, step: int, samples: int, elapsed_s: float) -> fl
         return min(samples * config.data.sequence_length / schedule.tokens, 1.0)
     assert schedule.hours is not None
     return min(elapsed_s / (schedule.hours * 3600), 1.0)
+
+
+def with_budget(config: Config, num_samples: int) -> Config:
+    """The configuration with schedule.epochs, if it has any, as the tokens of so many passes over
+    `num_samples` training sequences."""
+    schedule = config.schedule
+    if schedule.epochs is None:
+        return config
+    tokens = max(1, round(schedule.epochs * num_samples)) * config.data.sequence_length
+    resolved = schedule.model_copy(update={"epochs": None, "tokens": tokens})
+    return config.model_copy(update={"schedule": resolved})
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:
@@ -222,6 +233,8 @@ def no_effect(config: Config) -> list[str]:
             and getattr(section, name) != type(section).model_fields[name].default
         )
 
+    if config.run.init_from is None and given(config.run, "init_keeps"):
+        lines.append("run.init_keeps has no effect without run.init_from")
     if config.batch.ramp_fraction == 0 and given(config.batch, "ramp_quantum"):
         lines.append("batch.ramp_quantum has no effect: batch.ramp_fraction is 0")
     unwarmed = ("budget_triangle", "constant", "exponential")
@@ -296,6 +309,8 @@ def init_issues(where: str, old: dict[str, Any], new: Config) -> list[str]:
     fixed = [name for name in after if name.startswith("model.") and name not in FREE_FROM_WEIGHTS]
     if new.model.position == "learned":
         fixed.append("data.sequence_length")
+    if new.run.init_keeps == "moments":
+        fixed.append("optim.name")
     return [
         f"{name}: {after[name]!r}, but run.init_from {where} was trained with {before.get(name)!r}; set "
         f"{name}={before.get(name)} or start from other weights"

@@ -19,6 +19,7 @@ from bert_dp.config import Config, ConfigError
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler
+from bert_dp.trainable import Model
 from bert_dp.world import World, standard_variables
 
 
@@ -47,9 +48,7 @@ class Engine:
             ],
         )
 
-    def prepare(
-        self, model: nn.Module, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Raises ConfigError when the environment makes accelerate use something else than DDP."""
         self._model, self._optimizer = model, make_optimizer(model.named_parameters())
         with warnings.catch_warnings():  # accelerate knows only broadcast_buffers, torch 2.13 has a new name

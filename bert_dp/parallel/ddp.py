@@ -20,6 +20,7 @@ from bert_dp.parallel.grid import Grid
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler
 from bert_dp.parallel.tensor import TensorParallel
+from bert_dp.trainable import Model
 from bert_dp.world import World
 
 # every rank builds the same buffers; the option's name changed after torch 2.11
@@ -43,9 +44,7 @@ class Engine:
         self._scaler = make_scaler(device, precision == "fp16")
         self.norm_pairs = NormPairs(config, self.dp_size)
 
-    def prepare(
-        self, model: nn.Module, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._tensor.shard(model)
         self._model = model
         self._ddp = DistributedDataParallel(

@@ -21,6 +21,7 @@ from bert_dp.parallel.grid import Grid
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler
 from bert_dp.parallel.tensor import TensorParallel
+from bert_dp.trainable import Model
 from bert_dp.world import World
 
 GATHER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,17 +43,16 @@ class Engine:
         )
         self._scaler = make_scaler(device, precision == "fp16")
 
-    def prepare(
-        self, model: nn.Module, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._tensor.shard(model)
         options: dict[str, Any] = {"mesh": self._grid.data_mesh, "mp_policy": self._policy}
-        blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+        blocks = model.blocks()
         for block in blocks:
             fully_shard(block, **options)
         fully_shard(model, **options, reshard_after_forward=False)
         assert isinstance(model, FSDPModule)
-        for module in (model, *blocks):
+        sharded: list[Any] = [model, *blocks]
+        for module in sharded:
             module.set_gradient_divide_factor(1.0)  # the loss is divided already: sum
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         self._model: Any = model

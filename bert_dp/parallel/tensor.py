@@ -7,7 +7,6 @@ linear holds some inputs: its output is. The vocabulary's rows are divided; logi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bert_dp.config import ConfigError
 from bert_dp.parallel.grid import Grid, WholeSums
 from bert_dp.parallel.stepping import optimizer_parameters
 from bert_dp.products import Linear, linear, product
+from bert_dp.trainable import Model
 
 Group = dist.ProcessGroup | None
 
@@ -36,11 +37,16 @@ class TensorParallel:
         self._group, self._rank, self._size = grid.tp_group, grid.tp_rank, grid.tp_size
         self._plan: dict[str, Split] = {}
 
-    def shard(self, model: nn.Module) -> None:
-        """Keep this rank's part of every parameter in `model.tensor_plan()`, whole ones stay replicated."""
+    def shard(self, model: Model) -> None:
+        """Keep this rank's part of every parameter in `model.tensor_plan()`, whole ones stay replicated.
+
+        Raises ConfigError for a model without a plan.
+        """
         if self._size == 1:
             return
-        plan: Mapping[str, tuple[int, int]] = model.tensor_plan()  # type: ignore[operator]
+        plan = model.tensor_plan()
+        if plan is None:
+            raise ConfigError([f"parallel.tensor: {self._size}, but this model cannot be divided; use 1"])
         self._plan = {name: Split(*split) for name, split in plan.items()}
         for name, split in self._plan.items():
             path, _, leaf = name.rpartition(".")
@@ -51,7 +57,10 @@ class TensorParallel:
                 parent, _, child = path.rpartition(".")
                 parallel = (ColumnLinear, RowLinear)[split.dim](module, self._group)
                 setattr(model.get_submodule(parent), child, parallel)
-        model.vocabulary = ParallelVocabulary(self._group, self._rank)  # type: ignore[assignment]
+        vocabulary = ParallelVocabulary(self._group, self._rank)
+        for module in model.modules():
+            if hasattr(module, "vocabulary"):
+                module.vocabulary = vocabulary  # type: ignore[assignment]
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         """This rank's part of a tensor with the whole shape of parameter `name`."""

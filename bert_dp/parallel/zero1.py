@@ -24,6 +24,7 @@ from bert_dp.parallel.grid import Grid
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler
 from bert_dp.parallel.tensor import TensorParallel
+from bert_dp.trainable import Model
 from bert_dp.world import World
 
 MIB = 2**20
@@ -54,9 +55,7 @@ class Engine:
         self._last = True
         self._works: list[Any] = []
 
-    def prepare(
-        self, model: nn.Module, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Raises ConfigError when there are more replicas than tensors."""
         self._tensor.shard(model)
         self._model = model

@@ -8,7 +8,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
-from bert_dp.config import BatchPlan, Config, ConfigError, batch_plan, resolve
+from bert_dp.config import BUDGETS, BatchPlan, Config, ConfigError, batch_plan, resolve
 from launcher.environment import Environment
 from launcher.room import room
 
@@ -23,9 +23,7 @@ DISPLACED_KEYS = (
     "parallel.tensor",
     "parallel.zero_stage",
     "data.synthetic",
-    "schedule.steps",
-    "schedule.tokens",
-    "schedule.hours",
+    *(f"schedule.{name}" for name in BUDGETS),
 )
 
 

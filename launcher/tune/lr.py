@@ -21,6 +21,7 @@ from bert_dp.config import (
     load_config,
     peak_lr,
     read_manifest,
+    with_budget,
 )
 from launcher import environment, outdir, starters, training
 from launcher.display import PLAIN, show, teller
@@ -191,8 +192,9 @@ def run_locked(
     )
     pool = make_pool(out, slots, launcher=settings.launcher, on_gpu=on_gpu, say=say)
     entropy = manifest.unigram_entropy_nats
+    resolved = with_budget(config, manifest.train.sequences)
     doing = Search(
-        config, settings, ranks, pool, len(slots), shards=shards, unigram=entropy, state=state, say=say
+        resolved, settings, ranks, pool, len(slots), shards=shards, unigram=entropy, state=state, say=say
     )
     status, stopped, why = "complete", 0, None
     try:

@@ -203,13 +203,13 @@ ORDINARY = {
 LEAK = """
 import os, sys
 if os.environ.get("RANK") == "1" and "bert_dp.worker" in sys.orig_argv:
-    from bert_dp import train
-    plain = train.train_step
-    def train_step(*arguments, **options):
-        values = [os.environ[name] for name in os.environ["LEAKED"].split()]
-        print("request failed:", *values, "x" * (1 << 20), *values, flush=True)
-        raise RuntimeError("401 for " + " ".join(values))
-    train.train_step = train_step
+    from bert_dp.tasks import mlm
+    class Leaking(mlm.MaskedLanguageModel):
+        def num_targets(self, first_sample, count):
+            values = [os.environ[name] for name in os.environ["LEAKED"].split()]
+            print("request failed:", *values, "x" * (1 << 20), *values, flush=True)
+            raise RuntimeError("401 for " + " ".join(values))
+    mlm.make_task = Leaking
 """
 
 

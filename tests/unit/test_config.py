@@ -141,12 +141,12 @@ def test_two_of_a_group_at_one_level_are_an_error(tmp_path: Path) -> None:
 def test_null_at_a_higher_level_displaces_nothing_else(tmp_path: Path) -> None:
     """`schedule.steps=null` takes the budget away; it does not pick another."""
     path = write(tmp_path, "data: {sources: [builtin]}\nschedule: {steps: 1}\n")
-    with pytest.raises(ConfigError, match=r"exactly one of steps, tokens, hours \(got none\)"):
+    with pytest.raises(ConfigError, match=r"exactly one of steps, tokens, hours, epochs \(got none\)"):
         load_config(path, ["schedule.steps=null"])
 
 
 def test_no_budget_and_no_data_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"schedule: set exactly one of steps, tokens, hours"):
+    with pytest.raises(ConfigError, match=r"schedule: set exactly one of steps, tokens, hours, epochs"):
         load_config(None, ["data.sources=[builtin]"])
     with pytest.raises(ConfigError, match=r"set exactly one of data\.path, data\.sources \(got none\)"):
         load_config(None, ["schedule.steps=1"])
@@ -488,6 +488,12 @@ def test_hash_is_stable_and_feels_every_setting() -> None:
     ):
         seen.add(make(change).hash())
     assert len(seen) == 6
+
+
+def test_the_hash_of_an_older_version_stays() -> None:
+    """Output directories hold it and go on only with the same."""
+    assert make().hash() == "b1e5f365a8d0bf85"
+    assert len({make().hash(), make("run.init_keeps=moments").hash(), make("schedule.epochs=2").hash()}) == 3
 
 
 def test_hash_does_not_depend_on_how_a_value_came(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from bert_dp import checkpoint, setup
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.dist import Comm
+from bert_dp.tasks import Metadata
 from bert_dp.train import Counters
 from bert_dp.world import World
 from tests.states import FACTS
@@ -24,8 +25,8 @@ def config() -> Config:
     return resolve([{"data": {"path": "x"}, "schedule": {"steps": 9}}])
 
 
-def corpus(digit: str) -> Any:
-    return SimpleNamespace(manifest=SimpleNamespace(hash=digit * 64))
+def data(digit: str) -> Metadata:
+    return Metadata(data_hash=digit * 64, tokenizer=None, num_samples=9)
 
 
 @pytest.fixture
@@ -39,11 +40,11 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_a_rank_goes_on_with_the_data_of_the_checkpoint_only(run_dir: Path) -> None:
     """srun and mpirun start ranks without the launcher, which checks the same."""
-    found = setup.find_resume(config(), run_dir, Comm(LONE, None), CPU, corpus("0"), "auto")
+    found = setup.find_resume(config(), run_dir, Comm(LONE, None), CPU, data("0"), "auto")
     assert found.path == run_dir / "checkpoints" / "step-00000003"
     assert found.counters == Counters(step=3, samples=12, elapsed_s=7.5)
     with pytest.raises(ConfigError, match=f"was trained on shards {'0' * 16}, these are {'1' * 16}"):
-        setup.find_resume(config(), run_dir, Comm(LONE, None), CPU, corpus("1"), "auto")
+        setup.find_resume(config(), run_dir, Comm(LONE, None), CPU, data("1"), "auto")
 
 
 class Meeting(Comm):

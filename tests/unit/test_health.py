@@ -117,7 +117,7 @@ def test_a_logged_spike_is_said_counted_and_remembered_with_the_checkpoint(tmp_p
         run_dir=tmp_path,
         say=said.append,
         mirror=lambda line: None,
-        epoch_size=100,
+        data=SimpleNamespace(num_samples=100),
         stream=SimpleNamespace(wait_s=0.0),
         heartbeat=SimpleNamespace(enter=lambda *_: None),
         precision=SimpleNamespace(name="fp32"),

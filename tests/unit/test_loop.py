@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,11 @@ from bert_dp.lines import Records
 from bert_dp.metrics import Meter
 from bert_dp.model import build_model
 from bert_dp.parallel import make_engine
-from bert_dp.train import Counters, Outcome, Precision, evaluate, train
+from bert_dp.precision import Precision
+from bert_dp.tasks import Metadata
+from bert_dp.tasks.mlm import MaskedLanguageModel
+from bert_dp.train import Counters, Outcome, evaluate, train
+from bert_dp.trainable import Model
 from bert_dp.world import World
 
 CPU = torch.device("cpu")
@@ -44,6 +50,25 @@ def batches(count: int) -> list[Batch]:
     return [random_batch(seed, 2, LENGTH, 4, VOCABULARY) for seed in range(count)]
 
 
+def evaluated(
+    held_out: list[Batch], settings: Any, model: Model, comm: Comm | None = None, tensor: int = 1
+) -> tuple[MaskedLanguageModel, Any]:
+    """The task with these held-out batches, and a trainer that evaluates `model` with it."""
+    comm = comm or Comm(LONE, None)
+    task = MaskedLanguageModel(settings, CPU)
+    task._held_out = held_out
+    return task, SimpleNamespace(
+        task=task,
+        bare_model=model,
+        device=CPU,
+        precision=FP32,
+        comm=comm,
+        engine=SimpleNamespace(dp_rank=0, dp_size=comm.world.size // tensor),
+        heartbeat=SimpleNamespace(progress=lambda: None),
+        plan=SimpleNamespace(tensor=tensor),
+    )
+
+
 # --- evaluation
 
 
@@ -51,36 +76,33 @@ def total_loss(model: nn.Module, held_out: list[Batch]) -> float:
     return sum(float(model(b.ids_BS, b.positions_P, b.labels_P)) for b in held_out)
 
 
-def evaluation(model: nn.Module, comm: Comm | None = None, tensor: int = 1) -> Any:
-    comm = comm or Comm(LONE, None)
-    return SimpleNamespace(
-        bare_model=model,
-        device=CPU,
-        precision=FP32,
-        comm=comm,
-        heartbeat=SimpleNamespace(progress=lambda: None),
-        plan=SimpleNamespace(tensor=tensor, dp=comm.world.size // tensor),
-    )
+def measured(model: Model, held_out: list[Batch], *, stops: Sequence[bool] = (), **ranks: Any) -> Any:
+    _, job = evaluated(held_out, config(), model, **ranks)
+    answers = itertools.chain(stops, itertools.repeat(False))
+    return evaluate(job, lambda: next(answers))
 
 
 def test_evaluation_is_without_dropout_and_training_goes_on_with_it() -> None:
     model = build_model(config().model, LENGTH, seed=0)
     held_out = batches(3)
-    loss, count = evaluate(evaluation(model), held_out)
+    found = measured(model, held_out)
     assert model.training
     with torch.no_grad():
         trained = [total_loss(model, held_out) for _ in range(2)]
         wanted = total_loss(model.eval(), held_out)
-    assert count == sum(b.num_masked for b in held_out)
-    assert loss == pytest.approx(wanted / count, rel=1e-6)
+    assert found["masked_tokens"] == sum(b.num_masked for b in held_out)
+    assert found["loss"] == pytest.approx(wanted / found["masked_tokens"], rel=1e-6)
     assert trained[0] != pytest.approx(trained[1], rel=1e-6), "dropout changes nothing here"
 
 
 def test_an_evaluation_that_is_stopped_leaves_the_model_training() -> None:
     model = build_model(config().model, LENGTH, seed=0)
-    answers = iter([0, 15])
-    assert evaluate(evaluation(model), batches(3), lambda: next(answers)) == (None, 0)
+    assert measured(model, batches(3), stops=(False, True)) is None
     assert model.training
+
+
+def test_nothing_held_out_is_no_loss() -> None:
+    assert measured(build_model(config().model, LENGTH, seed=0), []) is None
 
 
 class FourRanks(Comm):
@@ -94,16 +116,16 @@ class FourRanks(Comm):
 
 def test_the_held_out_loss_counts_each_replicas_positions_once() -> None:
     model = build_model(config().model, LENGTH, seed=0)
-    alone, count = evaluate(evaluation(model), batches(3))
-    loss, counted = evaluate(evaluation(model, FourRanks(World(0, 0, 4, 4), None), tensor=2), batches(3))
-    assert counted == 1.5 * count
-    assert loss == pytest.approx(alone * 4 / 1.5)
+    alone = measured(model, batches(3))
+    both = measured(model, batches(3), comm=FourRanks(World(0, 0, 4, 4), None), tensor=2)
+    assert both["masked_tokens"] == 1.5 * alone["masked_tokens"]
+    assert both["loss"] == pytest.approx(alone["loss"] * 4 / 1.5)
 
 
 # --- the time of a step
 
 
-class Slow(nn.Module):
+class Slow(Model):
     """A second for a micro batch of training, a hundred for one of evaluation."""
 
     def __init__(self, clock: Clock):
@@ -163,20 +185,17 @@ def trained(tmp_path: Path, clock: Clock) -> tuple[Any, Counters, Outcome]:
     )
     batch = batches(1)[0]
     meter = Meter(comm, CPU, plan, sequence_length=LENGTH, flops_per_token=1.0, peak_flops=None)
-    job: Any = SimpleNamespace(
+    _, job = evaluated([batch], settings, model, comm)
+    vars(job).update(
         config=settings,
         plan=plan,
         run_dir=tmp_path,
-        comm=comm,
-        device=CPU,
-        precision=FP32,
         engine=engine,
         model=wrapped,
-        bare_model=model,
         optimizer=optimizer,
         stream=SimpleNamespace(next=lambda: batch, wait_s=0.0),
-        held_out=[batch],
-        epoch_size=99,
+        data=Metadata("0" * 64, None, 99, 3.0, 4.0),
+        num_parameters=1,
         meter=meter,
         facts={"compiled": False},
         saver=saver,
@@ -220,8 +239,7 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     job.comm = TwoRanks(World(0, 0, 2, 2), None)
     monkeypatch.setattr(summary, "peak_memory_gib", lambda device: 1.0)
     monkeypatch.setattr(summary.energy, "joules", lambda device: 130.0)
-    entropy: Any = SimpleNamespace(unigram_entropy_nats=3.0, uniform_entropy_nats=4.0)
-    summary.write_summary(job, counters, outcome, entropy, 1.0, 2.0, before_j=30.0)
+    summary.write_summary(job, counters, outcome, 1.0, 2.0, before_j=30.0)
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["peak_memory_gib"] == 4.0
     assert found["energy_j"] == 150.0

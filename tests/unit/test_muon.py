@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp.config import OptimConfig, load_config
-from bert_dp.model import CrammedBert, is_decayed, is_matrix
+from bert_dp.model import CrammedBert
 from bert_dp.muon import Muon, orthogonalize
 from bert_dp.optim import make_optimizer, set_lr
 from tests.unit.snapshot import snapshot
@@ -256,17 +256,17 @@ def test_muon_gets_the_linear_weights_of_the_blocks(path: Path) -> None:
     }
     assert len(linears) == 2 * 4
     named = dict(model.named_parameters())
-    assert {name for name in named if is_matrix(name)} == linears
+    assert {name for name in named if model.is_matrix(name)} == linears
     settings = OptimConfig(name="muon", momentum=0.75, weight_decay=0.25, beta1=0.8, beta2=0.95, eps=1e-3)
-    optimizer = make_optimizer(settings, named.items(), is_decayed, is_matrix)
+    optimizer = make_optimizer(settings, named.items(), model)
     assert isinstance(optimizer, Muon)
     plain, bare, matrices = optimizer.param_groups
     names = {parameter: name for name, parameter in named.items()}
     assert [g["matrix"] for g in optimizer.param_groups] == [False, False, True]
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.25, 0.0, 0.25]
     assert {names[p] for p in matrices["params"]} == linears
-    assert {names[p] for p in bare["params"]} == {n for n in named if not is_decayed(n)}
-    assert {names[p] for p in plain["params"]} == {n for n in named if is_decayed(n)} - linears
+    assert {names[p] for p in bare["params"]} == {n for n in named if not model.is_decayed(n)}
+    assert {names[p] for p in plain["params"]} == {n for n in named if model.is_decayed(n)} - linears
     assert all(
         (g["momentum"], g["betas"], g["eps"]) == (0.75, (0.8, 0.95), 1e-3) for g in optimizer.param_groups
     )

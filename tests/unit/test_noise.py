@@ -189,6 +189,8 @@ def measure(cases: Sequence[Case], out: str | None = None) -> list[list[dict[str
     from bert_dp import dist, optim, train
     from bert_dp.metrics import Timers
     from bert_dp.parallel import make_engine
+    from bert_dp.precision import Precision
+    from bert_dp.trainable import Model
     from bert_dp.world import read_world
 
     world, cpu = read_world(os.environ), torch.device("cpu")
@@ -209,7 +211,7 @@ def measure(cases: Sequence[Case], out: str | None = None) -> list[list[dict[str
         )
         engine: Any = make_engine(case.engine, config, world, cpu, precision=case.precision, run_dir=Path())
         model, optimizer = engine.prepare(
-            case.model(), lambda n, c=config: optim.make_optimizer(c.optim, n, lambda *_: True, lambda *_: 0)
+            case.model(), lambda n, c=config: optim.make_optimizer(c.optim, n, Model())
         )
         optim.set_lr(optimizer, 0.0)
         for step in range(case.steps + 2):
@@ -220,8 +222,9 @@ def measure(cases: Sequence[Case], out: str | None = None) -> list[list[dict[str
                 model,
                 lambda m, b: m(b.x_ND),
                 batches,
+                num_targets=sum(b.num_masked for b in batches) * engine.dp_size,
                 device=cpu,
-                precision=train.Precision("fp64", torch.float64, None),
+                precision=Precision("fp64", torch.float64, None),
                 max_norm=0.5,
                 timers=Timers(cpu),
                 dropout_seed=None,

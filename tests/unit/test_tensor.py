@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bert_dp.building import recompute_blocks
 from bert_dp.config import ModelConfig, OptimConfig
 from bert_dp.dist import connect, disconnect
 from bert_dp.model import (
@@ -28,9 +29,6 @@ from bert_dp.model import (
     CrammedBert,
     Vocabulary,
     build_model,
-    checkpoint_activations,
-    is_decayed,
-    is_matrix,
 )
 from bert_dp.optim import make_optimizer, set_lr
 from bert_dp.parallel.grid import Grid
@@ -290,7 +288,7 @@ def check_checkpointing(dropout: float, tensor: TensorParallel, grid: Grid) -> N
     for again in (False, True):
         model = make_model(bias=True, dropout=dropout)
         if again:
-            checkpoint_activations(model)
+            recompute_blocks(model)
         tensor.shard(model)
         results.append(loss_and_gradients(model))
     (loss, grads), (own_loss, own_grads) = results
@@ -308,7 +306,7 @@ def check_lamb(tensor: TensorParallel, grid: Grid) -> None:
         if divide:
             tensor.shard(model)
         named = list(model.named_parameters())
-        optimizer = make_optimizer(OptimConfig(name="lamb", eps=1e-6), named, is_decayed, is_matrix)
+        optimizer = make_optimizer(OptimConfig(name="lamb", eps=1e-6), named, model)
         sums = tensor.whole_sums(optimizer, named) if divide else None
         norms = []
         for _ in range(4):
@@ -376,7 +374,7 @@ def test_ranks_agree_with_one(told: list[dict[str, str]], name: str, size: int) 
 @pytest.mark.parametrize("mlp", ["geglu", "gelu"])
 def test_activation_checkpointing_changes_no_bit(mlp: str, dropout: float) -> None:
     plain, again = (make_model(mlp=mlp, dropout=dropout) for _ in range(2))
-    checkpoint_activations(again)
+    recompute_blocks(again)
     calls: list[int] = []
     again.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     loss, grads = loss_and_gradients(plain)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 
 from bert_dp.lifeline import STOP_SIGNALS, Signals
-from tests.parity.runs import evals, metrics, poison_step, settings, write_run
+from tests.parity.runs import evals, metrics, settings, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
+from tests.wrapped_task import PoisonedTask
 
 HELD_OUT, LENGTH, GLOBAL, ASSEMBLE_S, DRY_RUN_S = 20, 16, 8, 5.0, 3.0
 
@@ -38,8 +40,8 @@ def train_twice(run_dir: str, more: dict[str, Any]) -> None:
     worker.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
     slowed(setup, "assemble", clock, ASSEMBLE_S)
     slowed(train, "dry_run", clock, DRY_RUN_S)
-    poison_step(1)
-    assert worker.main([f"{run_dir}/config.yaml"]) == 0
+    poisoned = functools.partial(PoisonedTask, bad_steps=range(1, 2))
+    assert worker.main([f"{run_dir}/config.yaml"], poisoned) == 0
     write_run(Path(run_dir), more)
     assert worker.main([f"{run_dir}/config.yaml"]) == 0
 
