@@ -3,9 +3,10 @@
     python benchmarks/checkpoint_stall.py [--layers 4] [--steps 24] [--every 8] [--rounds 3] [--json FILE]
 
 One rank on the CPU trains the crammed BERT cut to --layers layers, on random tokens, by bert_dp's own loop
-parts (train_step, Saver). A save comes after every --every steps; --writing beside: as the loop does it, the
-writer works while the next steps run; before: the loop waits for the writer. `none` saves nothing. The three
-run in turn within each round, in an order drawn anew from a fixed seed, all in one process.
+parts (train_step, AsyncCheckpointer). A save comes after every --every steps; --writing beside: as the loop
+does it, the writer works while the next steps run; before: the loop waits for the writer. `none` saves
+nothing. The three run in turn within each round, in an order drawn anew from a fixed seed, all in one
+process.
 
     interval   seconds from the end of a step to the end of the next, with what lies between
     held       seconds that the loop stood still in a save: gathering, and waiting for an earlier write
@@ -34,7 +35,8 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bert_dp import checkpoint, config, data, metrics, model, optim, saving, train, world  # noqa: E402
+from bert_dp import checkpoint, config, data, metrics, model, optim, saving, trainer, world  # noqa: E402
+from bert_dp.lines import LostWrites  # noqa: E402
 from bert_dp.parallel import make_engine  # noqa: E402
 from bert_dp.precision import Precision  # noqa: E402
 from bert_dp.tasks.mlm import MaskedLanguageModel  # noqa: E402
@@ -116,13 +118,19 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, Precision]) 
         return path
 
     folder = Path(tempfile.mkdtemp(prefix="bert-dp-", dir=o.folder))
-    saver = saving.Saver(folder / "checkpoints", config.CheckpointConfig(keep=1), print, None)
+    saver = saving.AsyncCheckpointer(
+        folder / "checkpoints",
+        config.CheckpointConfig(keep=1),
+        log_rank0=print,
+        saved_step=None,
+        lost_writes=LostWrites(),
+    )
     checkpoint.save = timed
     intervals = []
     try:
         last = time.perf_counter()
         for step in range(1, o.steps + 1):
-            train.train_step(
+            trainer.train_step(
                 engine,
                 wrapped,
                 MaskedLanguageModel.loss,
@@ -141,7 +149,7 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, Precision]) 
                     saver.close()
             intervals.append(time.perf_counter() - last)
             last = time.perf_counter()
-        held = saver.held_s
+        held = saver.stall_s
         saver.close()
         settled = time.perf_counter() - last
     finally:

@@ -37,8 +37,8 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from bert_dp import config, data, metrics, model, optim, train  # noqa: E402
-from bert_dp.dist import bind  # noqa: E402
+from bert_dp import config, data, metrics, model, optim, trainer  # noqa: E402
+from bert_dp.dist import set_affinity  # noqa: E402
 from bert_dp.parallel import make_engine  # noqa: E402
 from bert_dp.precision import Precision  # noqa: E402
 from bert_dp.tasks.mlm import MaskedLanguageModel  # noqa: E402
@@ -116,7 +116,7 @@ def our_step(o: argparse.Namespace, engine_name: str, world: World) -> Callable[
     precision = Precision("fp32", torch.float32, None)
 
     def step(batches: list[data.Batch]) -> None:
-        train.train_step(
+        trainer.train_step(
             engine,
             wrapped,
             MaskedLanguageModel.loss,
@@ -210,7 +210,7 @@ def rank_main(rank: int, o: argparse.Namespace, store: str) -> None:
             "MASTER_PORT": "1",
         }
     )
-    bind(CPU, world)
+    set_affinity(CPU, world)
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=o.ranks)
     make = {

@@ -5,7 +5,7 @@
 A step is `accumulation` micro batches (forward, backward), clipping at 0.5, AdamW, gradients freed. All get
 the same tokens and masks: exactly a quarter of every sequence, 80/10/10. Dropout is 0 everywhere (in the
 original by eval mode, as it pretrains). All use torch's fused AdamW with the recipe's numbers, so only the
-models and the loop around them differ; ours runs by bert_dp.train.train_step and the `single` engine.
+models and the loop around them differ; ours runs by bert_dp.trainer.train_step and the `single` engine.
 
     ours         bert_dp.model, crammed variant       eager, regions (compile_parts), whole
     bert         transformers BertForMaskedLM         eager, whole; head over all positions, as published
@@ -209,7 +209,7 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
     from bert_dp.parallel.single import Engine
     from bert_dp.precision import Precision
     from bert_dp.tasks.mlm import MaskedLanguageModel
-    from bert_dp.train import train_step
+    from bert_dp.trainer import train_step
     from bert_dp.world import read_world
 
     device = torch.device("cpu")

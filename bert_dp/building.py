@@ -11,7 +11,7 @@ import torch
 from torch.utils.checkpoint import checkpoint as recompute
 
 from bert_dp import checkpoint, dist
-from bert_dp.config import BatchPlan, Config, ConfigError, init_issues
+from bert_dp.config import BatchLayout, Config, ConfigError, init_issues
 from bert_dp.parallel import State
 from bert_dp.precision import Precision
 from bert_dp.tasks import Metadata, Task
@@ -25,7 +25,7 @@ CPU_COMPILE_GAIN = 0.015
 def prepare_model(
     config: Config,
     task: Task,
-    plan: BatchPlan,
+    layout: BatchLayout,
     precision: Precision,
     comm: dist.Comm,
     device: torch.device,
@@ -35,7 +35,7 @@ def prepare_model(
     has chosen). Collective."""
     model = task.build_model(config.run.seed).to(device, precision.parameters)
     if compiled is None:
-        compiled = comm.share(compile_pays(config, task, model, plan, precision, device))
+        compiled = comm.broadcast(compile_pays(config, task, model, layout, precision, device))
     if config.parallel.activation_checkpointing:
         recompute_blocks(model)
     if compiled:
@@ -72,7 +72,7 @@ def first_state(config: Config, model: Model, data: Metadata, comm: dist.Comm) -
             answer["path"] = str(checkpoint.resolve(where))
         except ConfigError as error:
             answer["issues"] = [f"run.init_from: {issue}" for issue in error.issues]
-    answer = comm.share(answer)
+    answer = comm.broadcast(answer)
     if "issues" in answer:
         raise ConfigError(answer["issues"])
     path = Path(answer["path"])
@@ -110,7 +110,7 @@ def compile_pays(
     config: Config,
     task: Task,
     model: Model,
-    plan: BatchPlan,
+    layout: BatchLayout,
     precision: Precision,
     device: torch.device,
 ) -> bool:
@@ -130,7 +130,7 @@ def compile_pays(
             if schedule.tokens
             else ((schedule.steps or 0) * config.batch.global_size)
         )
-        micro_steps = sequences / (plan.micro_size * plan.dp)
+        micro_steps = sequences / layout.samples_per_micro_step
         run_s = micro_steps * time_micro_step(config, task, model, precision, device)
     return run_s * CPU_COMPILE_GAIN > CPU_COMPILE_S
 

@@ -31,8 +31,8 @@ from bert_dp import record
 from bert_dp.config import ConfigError
 from bert_dp.config.stored import sha256
 from bert_dp.cost import GIB
-from bert_dp.lifeline import follow_launcher
 from bert_dp.parallel import State
+from bert_dp.process import follow_launcher
 from bert_dp.record import list_checkpoints
 
 if TYPE_CHECKING:

@@ -35,8 +35,8 @@ from bert_dp.config import (
     read_manifest,
 )
 from bert_dp.config.manifest import FORMAT, VERSION, hash_json
-from bert_dp.lifeline import follow_launcher
 from bert_dp.pipeline import Progress
+from bert_dp.process import follow_launcher
 
 
 def build(

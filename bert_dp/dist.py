@@ -23,7 +23,7 @@ from torch import Tensor
 
 from bert_dp.binding import Placement, place
 from bert_dp.config import ConfigError
-from bert_dp.lifeline import follow_launcher
+from bert_dp.process import follow_launcher
 from bert_dp.record import INIT_FILE
 from bert_dp.world import World
 
@@ -42,7 +42,7 @@ class Comm:
         self.world = world
         self._group = group
 
-    def gather(self, values: Sequence[float]) -> Tensor:
+    def all_gather(self, values: Sequence[float]) -> Tensor:
         """[N, len(values)] float64: every rank's values."""
         mine = torch.tensor(values, dtype=torch.float64)
         if self._group is None:
@@ -65,12 +65,12 @@ class Comm:
 
         return wait
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's JSON value on every rank."""
         if self._group is None:
             return value
         data = json.dumps(value).encode() if self.world.rank == 0 else b""
-        size = int(self.gather([len(data)])[0, 0])
+        size = int(self.all_gather([len(data)])[0, 0])
         buffer = torch.empty(size, dtype=torch.uint8)
         if self.world.rank == 0:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -78,7 +78,7 @@ class Comm:
         return json.loads(bytes(buffer.tolist()))
 
     def barrier(self) -> None:
-        self.gather([0.0])
+        self.all_gather([0.0])
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
@@ -155,10 +155,22 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-class SharedClock:
-    """Elapsed seconds on rank 0's clock and the stop signal of any rank, the same on every rank.
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """What a rank, or any rank, asks for: nothing, the end after a checkpoint, or the end of a run that has
+    failed. A failure goes before a signal."""
 
-    `tick` returns what was sampled one step earlier and starts the next exchange, so no step waits for it.
+    signal: int = 0
+    failed: bool = False
+
+    def __bool__(self) -> bool:
+        return self.failed or self.signal != 0
+
+
+class SharedClock:
+    """Elapsed seconds on rank 0's clock and the stop request of any rank, the same on every rank.
+
+    `exchange` returns what was sampled one step earlier and starts the next, so no step waits for it.
     """
 
     def __init__(self, comm: Comm, elapsed_s: float = 0.0, now: Callable[[], float] = time.monotonic):
@@ -171,27 +183,31 @@ class SharedClock:
         """This rank's own reading: for records, never for decisions."""
         return self._now() - self._origin
 
-    def tick(self, signal: int) -> tuple[float, int]:
-        """(elapsed_s, signal number or 0). Collective."""
-        pending = self._pending or self._start(signal)
-        elapsed, stop = pending()
-        self._pending = self._start(signal)
-        return elapsed, int(stop)
+    def exchange(self, stop: Stop) -> tuple[float, Stop]:
+        """(elapsed_s, what any rank asked for). Collective."""
+        elapsed_s, wanted = self._take(stop)
+        self._pending = self._start(stop)
+        return elapsed_s, wanted
 
-    def ask(self, signal: int) -> int:
-        """As `tick`, between steps: the signal alone, the clock is not read. Collective."""
-        elapsed, stop = (self._pending or self._start(signal))()
-        self._pending = self._comm.max_async([elapsed, float(signal)])
-        return int(stop)
+    def poll_stop(self, stop: Stop) -> Stop:
+        """As `exchange`, between steps: the request alone, the clock is not read. Collective."""
+        elapsed_s, wanted = self._take(stop)
+        self._pending = self._comm.max_async([elapsed_s, float(stop.signal), float(stop.failed)])
+        return wanted
 
     def finish(self) -> None:
         if self._pending is not None:
             self._pending()
             self._pending = None
 
-    def _start(self, signal: int) -> Callable[[], list[float]]:
+    def _take(self, stop: Stop) -> tuple[float, Stop]:
+        """What the exchange that is on its way brings; the first begins here."""
+        elapsed_s, signal, failed = (self._pending or self._start(stop))()
+        return elapsed_s, Stop(int(signal), bool(failed))
+
+    def _start(self, stop: Stop) -> Callable[[], list[float]]:
         mine = self.elapsed_s() if self._comm.world.rank == 0 else 0.0
-        return self._comm.max_async([mine, float(signal)])
+        return self._comm.max_async([mine, float(stop.signal), float(stop.failed)])
 
 
 def choose_device(setting: str, world: World) -> torch.device:
@@ -219,7 +235,7 @@ def keep_freed_memory() -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink the heap
 
 
-def bind(device: torch.device, world: World) -> Placement:
+def set_affinity(device: torch.device, world: World) -> Placement:
     """Give this rank its cores (see binding.py) and at most as many threads; on a CPU exactly as many."""
     if device.type == "cuda":
         placed = place(world.local_rank, world.local_size, [pci_address(i) for i in range(world.local_size)])

@@ -21,12 +21,13 @@ from torch.utils._pytree import tree_leaves
 from bert_dp import optim, tasks
 from bert_dp.building import recompute_blocks
 from bert_dp.config import Config
+from bert_dp.matmul import HAS_ONEDNN
 from bert_dp.metrics import Timers
 from bert_dp.parallel.stepping import clip_and_step
 from bert_dp.precision import Precision
-from bert_dp.products import HAS_ONEDNN
-from bert_dp.train import train_step
+from bert_dp.tasks import Batch
 from bert_dp.trainable import Model
+from bert_dp.trainer import train_step
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
 PRODUCTS = ("aten::mm", "bert_dp::matmul_nt")
@@ -53,6 +54,12 @@ class Ledger(TorchDispatchMode):
         if HAS_ONEDNN and func.name() in PRODUCTS:
             self._see_copy(args[0])
         return out
+
+    def hold(self, batch: Batch) -> None:
+        """Count the tensors of a batch that was made before."""
+        for tensor in vars(batch).values():
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -156,7 +163,10 @@ def count_step(
     tensors: `fake()`, or nullcontext() for a real step.
     """
     ledger, task = Ledger(), tasks.make_task(config, device)
+    with tensors:
+        batch = task.example_batch(micro_size)
     with tensors, ledger:
+        ledger.hold(batch)
         bare = task.build_model(config.run.seed)
         convert(bare, device, precision.parameters)
         if config.parallel.activation_checkpointing:
@@ -164,7 +174,6 @@ def count_step(
         optimizer = optim.make_optimizer(config.optim, bare.named_parameters(), bare)
         replica: Any = Replica(ledger, bare, optimizer, keeps_gradients=keeps_gradients)
         watch_head(bare, ledger)
-        batch = task.example_batch(micro_size)
         for _ in range(2):
             train_step(
                 replica,

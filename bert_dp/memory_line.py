@@ -28,9 +28,9 @@ from numpy.typing import NDArray
 
 from bert_dp import cost, record
 from bert_dp.config import Config, ConfigError, load_config
-from bert_dp.lifeline import follow_launcher
 from bert_dp.parallel import engine_name
 from bert_dp.precision import Precision, choose_precision
+from bert_dp.process import follow_launcher
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
 STATE = PARTS[:3]

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import ModelConfig
-from bert_dp.products import Linear, linear
+from bert_dp.matmul import Linear, linear
 from bert_dp.trainable import Model
 
 INIT_STD = 0.02

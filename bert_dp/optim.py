@@ -2,7 +2,7 @@
 
 Contract with the engines: before `step`, `optimizer.grad_scale` (gradients are divided by it) and
 `optimizer.found_inf` (1.0 = leave everything as it is) are float32 device scalars, as torch's fused
-optimizers read them. Where a rank holds parts of tensors, `optimizer.whole_sums` turns [k, N] sums over the
+optimizers read them. Where a rank holds parts of tensors, `optimizer.sharded_sums` turns [k, N] sums over the
 parts, N in the order of the optimizer's parameters, into sums over the tensors; LAMB's norms need it.
 """
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import sys
 import time
@@ -15,9 +14,10 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from bert_dp import record
-from bert_dp.config import ConfigError, batch_plan, load_config, with_budget
+from bert_dp.config import ConfigError, batch_layout, load_config, with_budget
 from bert_dp.heartbeat import Heartbeat
-from bert_dp.lifeline import (
+from bert_dp.lines import LostWrites
+from bert_dp.process import (
     RunFailed,
     Signals,
     follow_launcher,
@@ -39,6 +39,7 @@ def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> in
     record.open_missing_descriptors()
     record.keep_private()
     signals = Signals()
+    signals.catch()
     arguments = parse_arguments(argv)
     try:
         world = read_world(os.environ)
@@ -46,12 +47,13 @@ def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> in
     except ConfigError as error:
         sys.stderr.write(record.printable(f"error: {error}\n"))
         return 2
-    redirect_output(world.rank)
+    lost_writes = LostWrites()
+    redirect_output(world.rank, lost_writes)
     show_stacks_on_signal(world.rank)
     follow_launcher()
     with contextlib.ExitStack() as at_end:  # once an error has been recorded
         try:
-            run(arguments, world, signals, make_task, at_end)
+            run(arguments, world, signals, lost_writes, make_task, at_end)
         except ConfigError as error:
             record_error(world.rank, error)
             return 2
@@ -75,6 +77,7 @@ def run(
     arguments: argparse.Namespace,
     world: World,
     signals: Signals,
+    lost_writes: LostWrites,
     make_task: MakeTask | None,
     at_end: contextlib.ExitStack,
 ) -> None:
@@ -85,18 +88,18 @@ def run(
     would otherwise report first.
     """
     started = time.monotonic()
-    from bert_dp import dist, energy, parallel, setup, tasks, train
+    from bert_dp import dist, metrics, parallel, setup, tasks, trainer
     from bert_dp.summary import write_summary
 
     config = load_config(arguments.config)
     run_dir = (arguments.run_dir or arguments.config.parent).resolve()
     if arguments.run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
-    plan = batch_plan(config, world.size)
+    layout = batch_layout(config, world.size)
     device = dist.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
-    heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank))
-    placed = setup.bind(config, device, world)
+    heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank), lost_writes)
+    placed = setup.set_device_and_affinity(config, device, world)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)
     data = task.open_data()  # before the ranks meet: a corpus may take longer than a collective may
@@ -106,31 +109,29 @@ def run(
     heartbeat.answer_with(lambda: write_collectives(run_dir, world.rank))
     heartbeat.progress()
     setup.check_same_data(comm, data)
-    resume = setup.find_resume(config, run_dir, comm, device, data, arguments.resume)
+    resumed = setup.select_checkpoint(config, run_dir, comm, device, data, arguments.resume)
     heartbeat.progress()
-    job, start = setup.assemble(
-        config, plan, run_dir, comm, device, task, data, resume, heartbeat, lambda: signals.received
+    everything, state, tensors = setup.build_trainer(
+        config, layout, run_dir, comm, device, task, data, resumed, heartbeat, signals, lost_writes
     )
-    at_end.callback(job.saver.close)  # a checkpoint that is being written outlives an error
-    setup.describe(job, placed, resume)
-    setup.write_environment(job, placed)
+    at_end.callback(everything.checkpointer.close)  # a checkpoint that is being written outlives an error
+    setup.describe(everything, placed, resumed)
+    setup.write_environment(everything, placed)
     setup_s = time.monotonic() - started
-    heartbeat.enter("compile", resume.counters.step)
-    train.dry_run(job)
-    setup.restore(job, resume, start)
-    resume = dataclasses.replace(resume, state=None)  # or a whole state stays on the host of every rank
-    del start
+    heartbeat.enter("compile", state.step)
+    trainer.dry_run(everything, tensors)
+    setup.cut_records_back(everything, state, resumed)
+    del resumed, tensors  # or a whole state stays on the host of every rank
     dry_run_s = time.monotonic() - started - setup_s
-    setup.say(comm, f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
-    failure = train.save(job, resume.counters, resume.counters.elapsed_s)  # before hours are spent
+    everything.log_rank0(f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
+    failure = trainer.save(everything, state, state.elapsed_s, wait=True)  # before hours are spent
     if failure is None:
-        clock = dist.SharedClock(comm, resume.counters.elapsed_s)
-        before_j = energy.joules(device)
-        outcome = train.train(job, resume.counters, clock)
-        write_summary(job, resume.counters, outcome, setup_s, dry_run_s, before_j)
-        failure = outcome.failure
+        before_j = metrics.joules(device)
+        result = trainer.train(everything, state, dist.SharedClock(comm, state.elapsed_s))
+        write_summary(everything, state, result, setup_s, dry_run_s, before_j)
+        failure = result.failure
     heartbeat.enter("done")
-    job.stream.close()
+    everything.stream.close()
     with contextlib.suppress(RuntimeError):  # all is written; a peer that has left first is no failure
         comm.barrier()  # no rank ends while another still saves
     dist.disconnect()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, batch_plan
+from bert_dp.config import Config, ConfigError, batch_layout
 from launcher import environment, processes
 from launcher.failure import Failure, first_line
 
@@ -107,7 +107,7 @@ def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
         most = ranks - 1
     for count in range(most, 0, -1):
         try:
-            batch_plan(config, count)
+            batch_layout(config, count)
         except ConfigError:
             continue
         return count

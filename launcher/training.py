@@ -20,11 +20,11 @@ from typing import IO, TYPE_CHECKING
 from bert_dp import record
 from bert_dp.config import (
     MAX_RANKS,
-    BatchPlan,
+    BatchLayout,
     Config,
     ConfigError,
     batch_at,
-    batch_plan,
+    batch_layout,
     changed_settings,
     data_issues,
     dump_config,
@@ -261,7 +261,7 @@ def expected_steps(config: Config) -> int | None:
     return steps
 
 
-def describe(config: Config, plan: BatchPlan, on_gpu: bool) -> list[str]:
+def describe(config: Config, plan: BatchLayout, on_gpu: bool) -> list[str]:
     """The dry run's report: batch equation, model, memory, length of the run."""
     sequence = config.data.sequence_length
     precision = precision_of(config, on_gpu)
@@ -353,7 +353,7 @@ def train(
     machine = environment.probe(where)
     gpus = 0 if config.run.device == "cpu" else len(machine.gpus)
     ranks = choose_nproc(nproc, config, gpus)
-    plan = batch_plan(config, ranks)
+    plan = batch_layout(config, ranks)
     if issues := start_issues(config, where, resume, launcher):
         raise ConfigError(issues)
     if config.data.path is not None:

@@ -141,7 +141,7 @@ def test_engines_import_neither_model_nor_data_nor_tasks_nor_train() -> None:
         i
         for i in imports()
         if within(i.module, "bert_dp.parallel")
-        and within(i.target, "bert_dp.model", "bert_dp.data", "bert_dp.tasks", "bert_dp.train")
+        and within(i.target, "bert_dp.model", "bert_dp.data", "bert_dp.tasks", "bert_dp.trainer")
     ]
     assert say(bad) == []
 
@@ -167,25 +167,26 @@ def test_downward_only() -> None:
         "bert_dp.config": ("bert_dp",),
         "bert_dp.binding": ("bert_dp",),
         "bert_dp.trainable": ("bert_dp",),
-        "bert_dp.tasks": ("bert_dp.train", "bert_dp.setup", "bert_dp.parallel"),
-        "bert_dp.model": ("bert_dp.dist", "bert_dp.world", "bert_dp.parallel", "bert_dp.train"),
-        "bert_dp.data": ("bert_dp.dist", "bert_dp.world", "bert_dp.parallel", "bert_dp.train"),
+        "bert_dp.train_state": ("bert_dp.trainer", "bert_dp.dist", "bert_dp.parallel"),
+        "bert_dp.tasks": ("bert_dp.trainer", "bert_dp.setup", "bert_dp.parallel"),
+        "bert_dp.model": ("bert_dp.dist", "bert_dp.world", "bert_dp.parallel", "bert_dp.trainer"),
+        "bert_dp.data": ("bert_dp.dist", "bert_dp.world", "bert_dp.parallel", "bert_dp.trainer"),
         "bert_dp.optim": (
             "bert_dp.dist",
             "bert_dp.world",
             "bert_dp.parallel",
-            "bert_dp.train",
+            "bert_dp.trainer",
             "bert_dp.model",
         ),
         "bert_dp.dist": (
-            "bert_dp.train",
+            "bert_dp.trainer",
             "bert_dp.setup",
             "bert_dp.data",
             "bert_dp.model",
             "bert_dp.parallel",
         ),
-        "bert_dp.checkpoint": ("bert_dp.train", "bert_dp.setup", "bert_dp.data", "bert_dp.model"),
-        "bert_dp.train": ("bert_dp.setup", "bert_dp.model", "bert_dp.corpus", "bert_dp.tasks.mlm"),
+        "bert_dp.checkpoint": ("bert_dp.trainer", "bert_dp.setup", "bert_dp.data", "bert_dp.model"),
+        "bert_dp.trainer": ("bert_dp.setup", "bert_dp.model", "bert_dp.corpus", "bert_dp.tasks.mlm"),
     }
     bad = [
         i
@@ -236,7 +237,7 @@ def test_launcher_does_not_pull_torch() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["binding", "config", "record", "cost", "world", "lifeline", "heartbeat", "sources", "tokenizer"],
+    ["binding", "config", "record", "cost", "world", "process", "heartbeat", "sources", "tokenizer"],
 )
 def test_torch_free_rooms(module: str) -> None:
     declared = ast.get_docstring(tree(f"bert_dp.{module}")) or ""

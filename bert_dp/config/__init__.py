@@ -1,10 +1,10 @@
 """The whole configuration of a run. Torch-free."""
 
 from bert_dp.config.checks import (
-    BatchPlan,
+    BatchLayout,
     ConfigError,
     batch_at,
-    batch_plan,
+    batch_layout,
     changed_settings,
     init_issues,
     no_effect,
@@ -46,7 +46,7 @@ __all__ = [
     "MAX_RANKS",
     "MAX_VOCAB_SIZE",
     "BatchConfig",
-    "BatchPlan",
+    "BatchLayout",
     "BuildConfig",
     "CheckpointConfig",
     "Config",
@@ -61,7 +61,7 @@ __all__ = [
     "ScheduleConfig",
     "Section",
     "batch_at",
-    "batch_plan",
+    "batch_layout",
     "changed_settings",
     "data_issues",
     "divisors",

@@ -49,7 +49,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.issues))
 
 
-class BatchPlan(BaseModel):
+class BatchLayout(BaseModel):
     """The batch equation for one world size: global = micro x accumulation x dp."""
 
     model_config = ConfigDict(frozen=True)
@@ -58,24 +58,29 @@ class BatchPlan(BaseModel):
     """Ranks of one replica."""
     dp: int
     micro_size: int
-    accumulation: int
+    grad_accum_steps: int
     global_size: int
+
+    @property
+    def samples_per_micro_step(self) -> int:
+        """Sequences of one forward/backward over all replicas."""
+        return self.micro_size * self.dp
 
     def __str__(self) -> str:
         return (
-            f"global batch {self.global_size} = micro {self.micro_size} x accumulation {self.accumulation} "
-            f"x dp {self.dp}"
+            f"global batch {self.global_size} = micro {self.micro_size} "
+            f"x accumulation {self.grad_accum_steps} x dp {self.dp}"
         )
 
 
-def batch_plan(config: Config, world_size: int) -> BatchPlan:
+def batch_layout(config: Config, world_size: int) -> BatchLayout:
     """Accumulation for `world_size` ranks at the declared global batch.
 
     Raises ConfigError, naming the nearest batches that divide, when it does not.
     """
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
     issues = []
-    per_pass = batch.micro_size * dp
+    per_pass = batch.micro_size * dp  # samples per micro step
     if batch.global_size % per_pass:
         low = batch.global_size // per_pass * per_pass
         near = ", ".join(str(n) for n in (low, low + per_pass) if n)
@@ -95,12 +100,12 @@ def batch_plan(config: Config, world_size: int) -> BatchPlan:
     issues += noise_issues(config, dp)
     if issues:
         raise ConfigError(issues)
-    return BatchPlan(
+    return BatchLayout(
         world_size=world_size,
         tensor=config.parallel.tensor,
         dp=dp,
         micro_size=batch.micro_size,
-        accumulation=batch.global_size // per_pass,
+        grad_accum_steps=batch.global_size // per_pass,
         global_size=batch.global_size,
     )
 

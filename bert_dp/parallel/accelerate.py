@@ -31,6 +31,7 @@ class Engine:
         from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
         self.dp_rank, self.dp_size = world.rank, world.size
+        self.norm_pairs = None
         self._scaler = make_scaler(device, precision == "fp16")
         # srun and mpirun set other names than accelerate looks for; without a thread count it sets its own
         os.environ.update(standard_variables(world))

@@ -45,7 +45,7 @@ class Engine:
         self.norm_pairs = NormPairs(config, self.dp_size)
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
-        self._tensor.shard(model)
+        self._tensor.shard_model(model)
         self._model = model
         self._ddp = DistributedDataParallel(
             model,
@@ -60,7 +60,7 @@ class Engine:
         self._register_hook()
         named = list(model.named_parameters())
         self._optimizer = make_optimizer(named)
-        self._sums = self._tensor.whole_sums(self._optimizer, named)
+        self._sums = self._tensor.sharded_sums(self._optimizer, named)
         return self._ddp, self._optimizer
 
     def _register_hook(self) -> None:
@@ -94,11 +94,11 @@ class Engine:
     def gather_state(self) -> State | None:
         if self.dp_rank:
             return None
-        state = read_state(self._model, self._optimizer, self._scaler, whole=self._tensor.whole)
+        state = read_state(self._model, self._optimizer, self._scaler, unshard=self._tensor.unshard)
         return state if self._grid.tp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
-        write_state(self._model, self._optimizer, self._scaler, state, part=self._tensor.part)
+        write_state(self._model, self._optimizer, self._scaler, state, shard=self._tensor.shard)
 
 
 def reduce_narrow(

@@ -67,6 +67,7 @@ class Engine:
             deepspeed.utils.groups._release_process_group_references()
         self._package: Any = deepspeed
         self.dp_rank, self.dp_size = world.rank, world.size
+        self.norm_pairs = None
         self._stage = config.parallel.zero_stage
         self._device = device
         self._settings = settings(config, precision)

@@ -86,7 +86,7 @@ class Context:
 
     def sum_over_replicas(self, values: Sequence[float]) -> list[float]:
         """Elementwise; every replica counts once. Collective."""
-        sums: list[float] = self.comm.gather(values)[:: self.tensor].sum(0).tolist()
+        sums: list[float] = self.comm.all_gather(values)[:: self.tensor].sum(0).tolist()
         return sums
 
 

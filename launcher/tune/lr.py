@@ -16,7 +16,7 @@ from bert_dp.config import (
     Config,
     ConfigError,
     OptimConfig,
-    batch_plan,
+    batch_layout,
     dump_config,
     load_config,
     peak_lr,
@@ -113,7 +113,7 @@ def setting_issues(config: Config, settings: Settings, ranks: int) -> list[str]:
             continue
         optim = config.optim.model_copy(update={"name": name, "lr": 1.0, "lr_scaling": "none"})
         try:
-            batch_plan(config.model_copy(update={"optim": optim}), ranks)
+            batch_layout(config.model_copy(update={"optim": optim}), ranks)
         except ConfigError as error:
             issues += [line.replace("--nproc", "--ranks") for line in error.issues]
     if any(not 0 <= decay < 1 for decay in settings.weight_decays):
@@ -151,7 +151,7 @@ def describe(
         first += f" x {len(values)} {what}" if len(values) > 1 and not s.trials else ""
     say(
         f"{first} at 1/{RUNGS[0]} of the whole run, {second}{ladder.FINALISTS} x "
-        f"{s.seeds} seeds at all of it; {batch_plan(config, ranks)}"
+        f"{s.seeds} seeds at all of it; {batch_layout(config, ranks)}"
     )
     if config.optim.lr != "auto" and any(item.partition("=")[0].strip() == "optim.lr" for item in overrides):
         say("warning: --set optim.lr has no effect: it is what is searched")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.config import ConfigError, batch_plan, dump_config
+from bert_dp.config import ConfigError, batch_layout, dump_config
 from bert_dp.cost import GIB, flops_per_token
 from launcher.report import format_count, format_gib, format_si
 from launcher.runs import number
@@ -283,7 +283,8 @@ class BatchSearch:
             choice["why"] += "; smaller ones were not tried"
         micro = choice["micro_batch"]
         choice["limited_by"] = self._limited_by
-        choice["accumulation"] = batch_plan(sizes.with_micro(self.q.config, micro), self.q.ranks).accumulation
+        layout = batch_layout(sizes.with_micro(self.q.config, micro), self.q.ranks)
+        choice["accumulation"] = layout.grad_accum_steps
         self.facts["choice"] = choice
         line = self.facts["memory"]["line"]
         self.facts["memory"]["parts_gib"] = {
@@ -356,7 +357,7 @@ class BatchSearch:
     def _no_noise(self, trial: Trial, steps: int) -> str | None:
         """Why the noise scale cannot be measured here."""
         try:
-            batch_plan(trial.config, self.q.ranks)
+            batch_layout(trial.config, self.q.ranks)
         except ConfigError as error:
             return error.issues[0]
         if steps < FEWEST_NOISE_STEPS:

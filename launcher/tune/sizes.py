@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bert_dp.config import Config, ConfigError, batch_plan
+from bert_dp.config import Config, ConfigError, batch_layout
 from bert_dp.cost import GIB
 
 SPARE = 0.1  # of a rank's memory that the choice leaves free
@@ -60,12 +60,12 @@ def dividing(config: Config, ranks: int) -> list[int]:
         if micro > share:
             break
         try:
-            batch_plan(with_micro(config, micro), ranks)
+            batch_layout(with_micro(config, micro), ranks)
         except ConfigError:
             continue
         found.append(micro)
     if not found:
-        batch_plan(with_micro(config, 1), ranks)
+        batch_layout(with_micro(config, 1), ranks)
     return found
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config import ConfigError, batch_plan, resolve
+from bert_dp.config import ConfigError, batch_layout, resolve
 from tests.parity.runs import (
     BASE,
     evals,
@@ -83,7 +83,7 @@ class Cell:
         sections = {**BASE, **self.settings(), "data": {"sources": ["builtin"]}}
         sections["model"] = {**BASE["model"], **self.settings()["model"]}
         try:
-            batch_plan(resolve([sections]), self.ranks)
+            batch_layout(resolve([sections]), self.ranks)
         except ConfigError as error:
             return str(error)
         return None

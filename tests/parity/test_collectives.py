@@ -35,7 +35,7 @@ CELLS = (
 OPTIMIZERS = ("adamw", "lamb")
 STAGES = ("deepspeed-0", "deepspeed-1", "deepspeed-2")  # 3 gathers tensor by tensor, as it foresees their use
 ACCUMULATION, LAYERS, MICRO, LENGTH, HIDDEN, PREDICTED = 2, 2, 2, 16, 32, 4
-CONTROL = ("all_reduce", 2)  # elapsed time and stop signal, one step ahead
+CONTROL = ("all_reduce", 3)  # elapsed time, stop signal, failure, one step ahead
 
 
 def recorded() -> list[dict[str, Any]]:

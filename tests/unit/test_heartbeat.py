@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from bert_dp.heartbeat import Heartbeat
-from bert_dp.lifeline import show_stacks_on_signal
+from bert_dp.lines import LostWrites
+from bert_dp.process import show_stacks_on_signal
 from bert_dp.record import BEAT_BYTES, PHASES, Beat, ask_for_collectives, heartbeat_path, read_beat
 from launcher.hangs import parse_stack
 from tests.faults.harness import observe
@@ -30,7 +31,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_reader_sees_every_field(path: Path) -> None:
-    beat = Heartbeat(path)
+    beat = Heartbeat(path, LostWrites())
     first = read(path)
     assert (first.pid, PHASES[first.phase], first.step, first.done) == (os.getpid(), "setup", 0, 0)
     beat.enter("step", 7)
@@ -52,7 +53,7 @@ def test_places_rise_through_a_step() -> None:
 
 
 def test_the_thread_shows_life_and_answers(path: Path) -> None:
-    beat, answers = Heartbeat(path), list[int]()
+    beat, answers = Heartbeat(path, LostWrites()), list[int]()
     before = read(path)
     beat.answer_with(lambda: answers.append(1))
     ask_for_collectives(path, 5)
@@ -67,7 +68,7 @@ def test_the_thread_shows_life_and_answers(path: Path) -> None:
 
 
 def test_an_answer_that_fails_is_still_an_answer(path: Path) -> None:
-    beat = Heartbeat(path)
+    beat = Heartbeat(path, LostWrites())
     beat.answer_with(lambda: 1 / 0)
     ask_for_collectives(path, 1)
     deadline = time.monotonic() + 30
@@ -79,7 +80,7 @@ def test_an_answer_that_fails_is_still_an_answer(path: Path) -> None:
 
 def test_a_run_goes_on_where_no_file_can_be(tmp_path: Path) -> None:
     (tmp_path / "heartbeats").write_text("a file where the directory should be")
-    beat = Heartbeat(heartbeat_path(tmp_path, 0))
+    beat = Heartbeat(heartbeat_path(tmp_path, 0), LostWrites())
     beat.enter("step", 1)
     beat.close()
     assert read_beat(heartbeat_path(tmp_path, 0)) is None
@@ -90,7 +91,7 @@ def test_an_earlier_file_is_replaced_and_a_torn_one_is_none(path: Path) -> None:
     path.write_bytes(b"\xff" * BEAT_BYTES)
     old = path.stat().st_ino
     with path.open("rb") as held:
-        beat = Heartbeat(path)
+        beat = Heartbeat(path, LostWrites())
         assert path.stat().st_ino != old
         assert held.read() == b"\xff" * BEAT_BYTES
     assert read(path).pid == os.getpid()
@@ -101,7 +102,7 @@ def test_an_earlier_file_is_replaced_and_a_torn_one_is_none(path: Path) -> None:
 
 def test_a_beat_is_cheap(path: Path) -> None:
     """Goal 2 microseconds; 20 is what even a busy machine keeps."""
-    beat, best = Heartbeat(path), float("inf")
+    beat, best = Heartbeat(path, LostWrites()), float("inf")
     for _ in range(5):
         start = time.perf_counter()
         for number in range(2000):
@@ -115,7 +116,7 @@ def test_a_beat_is_cheap(path: Path) -> None:
 def test_the_stack_of_a_process_that_holds_the_lock(tmp_path: Path) -> None:
     code = (
         "import ctypes, sys\n"
-        "from bert_dp.lifeline import show_stacks_on_signal\n"
+        "from bert_dp.process import show_stacks_on_signal\n"
         "show_stacks_on_signal(2)\n"
         "print('ready', flush=True)\n"
         "def held():\n"
@@ -144,7 +145,7 @@ def test_without_a_log_directory_stacks_go_to_stderr(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("BERT_DP_LOG_DIR", raising=False)
     code = (
         "import os, signal\n"
-        "from bert_dp.lifeline import show_stacks_on_signal\n"
+        "from bert_dp.process import show_stacks_on_signal\n"
         "show_stacks_on_signal(0)\n"
         "os.kill(os.getpid(), signal.SIGUSR2)\n"
     )

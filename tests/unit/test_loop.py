@@ -15,18 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp import metrics, summary
-from bert_dp.config import batch_plan, resolve
+from bert_dp.config import batch_layout, resolve
 from bert_dp.data import Batch, random_batch
 from bert_dp.dist import Comm, SharedClock
-from bert_dp.lines import Records
+from bert_dp.lines import LostWrites, Records
 from bert_dp.metrics import Meter
 from bert_dp.model import build_model
 from bert_dp.parallel import make_engine
 from bert_dp.precision import Precision
+from bert_dp.process import Signals
 from bert_dp.tasks import Metadata
 from bert_dp.tasks.mlm import MaskedLanguageModel
-from bert_dp.train import Counters, Outcome, evaluate, train
+from bert_dp.train_state import TrainState
 from bert_dp.trainable import Model
+from bert_dp.trainer import RunResult, evaluate, train
 from bert_dp.world import World
 
 CPU = torch.device("cpu")
@@ -52,12 +54,12 @@ def batches(count: int) -> list[Batch]:
 
 def evaluated(
     held_out: list[Batch], settings: Any, model: Model, comm: Comm | None = None, tensor: int = 1
-) -> tuple[MaskedLanguageModel, Any]:
-    """The task with these held-out batches, and a trainer that evaluates `model` with it."""
+) -> Any:
+    """A trainer that evaluates `model` on these batches."""
     comm = comm or Comm(LONE, None)
     task = MaskedLanguageModel(settings, CPU)
     task._held_out = held_out
-    return task, SimpleNamespace(
+    return SimpleNamespace(
         task=task,
         bare_model=model,
         device=CPU,
@@ -65,7 +67,7 @@ def evaluated(
         comm=comm,
         engine=SimpleNamespace(dp_rank=0, dp_size=comm.world.size // tensor),
         heartbeat=SimpleNamespace(progress=lambda: None),
-        plan=SimpleNamespace(tensor=tensor),
+        layout=SimpleNamespace(tensor=tensor),
     )
 
 
@@ -77,9 +79,9 @@ def total_loss(model: nn.Module, held_out: list[Batch]) -> float:
 
 
 def measured(model: Model, held_out: list[Batch], *, stops: Sequence[bool] = (), **ranks: Any) -> Any:
-    _, job = evaluated(held_out, config(), model, **ranks)
+    trainer = evaluated(held_out, config(), model, **ranks)
     answers = itertools.chain(stops, itertools.repeat(False))
-    return evaluate(job, lambda: next(answers))
+    return evaluate(trainer, lambda: next(answers))
 
 
 def test_evaluation_is_without_dropout_and_training_goes_on_with_it() -> None:
@@ -108,7 +110,7 @@ def test_nothing_held_out_is_no_loss() -> None:
 class FourRanks(Comm):
     """Two replicas of two ranks each; the second replica has fewer positions and a greater loss."""
 
-    def gather(self, values: Any) -> Tensor:
+    def all_gather(self, values: Any) -> Tensor:
         loss, count = values
         mine, other = [loss, count], [3 * loss, count / 2]
         return torch.tensor([mine, mine, other, other], dtype=torch.float64)
@@ -145,19 +147,19 @@ class Clock:
         return self.now
 
 
-class SlowSaver:
+class SlowCheckpointer:
     """A thousand seconds for a checkpoint."""
 
-    gave_up, newest, held_s, failed_saves = None, None, 0.0, 0
+    gave_up, newest, stall_s, failed_saves = None, None, 0.0, 0
 
     def __init__(self, clock: Clock):
         self._clock, self.steps = clock, [0]
 
-    def save(self, step: int, gather: Any, facts: Any) -> None:
+    def save(self, step: int, gather: Any, metadata: Any) -> None:
         self._clock.now += 1000.0
         self.steps.append(step)
 
-    def settle(self) -> tuple[int, None]:
+    def wait(self) -> tuple[int, None]:
         return self.steps[-1], None
 
 
@@ -169,7 +171,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def trained(tmp_path: Path, clock: Clock) -> tuple[Any, Counters, Outcome]:
+def trained(tmp_path: Path, clock: Clock) -> tuple[Any, TrainState, RunResult]:
     """Five steps of two micro batches, a line after every second, an evaluation after each."""
     settings = config(
         schedule={"steps": 5, "name": "constant"},
@@ -177,18 +179,18 @@ def trained(tmp_path: Path, clock: Clock) -> tuple[Any, Counters, Outcome]:
         checkpoint={"every_steps": 2},
         log={"every_steps": 2},
     )
-    plan = batch_plan(settings, 1)
-    model, comm, saver = Slow(clock), Comm(LONE, None), SlowSaver(clock)
+    layout = batch_layout(settings, 1)
+    model, comm, saver = Slow(clock), Comm(LONE, None), SlowCheckpointer(clock)
     engine = make_engine("single", settings, LONE, CPU, precision="fp32", run_dir=tmp_path)
     wrapped, optimizer = engine.prepare(
         model, lambda named: torch.optim.AdamW([p for _, p in named], fused=True)
     )
     batch = batches(1)[0]
-    meter = Meter(comm, CPU, plan, sequence_length=LENGTH, flops_per_token=1.0, peak_flops=None)
-    _, job = evaluated([batch], settings, model, comm)
-    vars(job).update(
+    meter = Meter(comm, CPU, layout, sequence_length=LENGTH, flops_per_token=1.0, peak_flops=None)
+    trainer = evaluated([batch], settings, model, comm)
+    vars(trainer).update(
         config=settings,
-        plan=plan,
+        layout=layout,
         run_dir=tmp_path,
         engine=engine,
         model=wrapped,
@@ -197,49 +199,48 @@ def trained(tmp_path: Path, clock: Clock) -> tuple[Any, Counters, Outcome]:
         data=Metadata("0" * 64, None, 99, 3.0, 4.0),
         num_parameters=1,
         meter=meter,
-        facts={"compiled": False},
-        saver=saver,
-        lost=lambda: None,
-        records=Records(tmp_path, lambda line: None),
-        say=lambda line: None,
+        metadata={"compiled": False},
+        checkpointer=saver,
+        directory_lost=lambda: None,
+        records=Records(tmp_path, lambda line: None, LostWrites()),
+        log_rank0=lambda line: None,
         heartbeat=SimpleNamespace(enter=lambda *_: None, progress=lambda: None),
-        received_signal=lambda: 0,
-        mirror=lambda line: None,
-        norm_pairs=None,
+        signals=Signals(),
+        metrics_writer=SimpleNamespace(write=lambda step, values: None),
     )
-    counters = Counters()
-    return job, counters, train(job, counters, SharedClock(comm, now=clock.read))
+    state = TrainState()
+    return trainer, state, train(trainer, state, SharedClock(comm, now=clock.read))
 
 
 def test_evaluation_and_saving_are_no_part_of_a_steps_time(
-    tmp_path: Path, trained: tuple[Any, Counters, Outcome]
+    tmp_path: Path, trained: tuple[Any, TrainState, RunResult]
 ) -> None:
-    job, _, outcome = trained
+    trainer, state, _ = trained
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 5]
     assert [line["step_time_s"] for line in lines] == [2.0] * 3  # two micro batches
-    assert job.saver.steps == [0, 2, 4, 5]
-    assert job.meter.totals["train_s"] == 5 * 2.0
-    assert outcome.eval_s == 5 * 100.0
-    assert np.isfinite(outcome.heldout_loss or np.nan)
+    assert trainer.checkpointer.steps == [0, 2, 4, 5]
+    assert trainer.meter.totals["train_s"] == 5 * 2.0
+    assert state.eval_s == 5 * 100.0
+    assert np.isfinite(state.heldout_loss or np.nan)
 
 
 class TwoRanks(Comm):
     """The other rank has taken more memory and less energy."""
 
-    def gather(self, values: Any) -> Tensor:
+    def all_gather(self, values: Any) -> Tensor:
         gib, used_j = values
         return torch.tensor([[gib, used_j], [gib + 3.0, used_j / 2]], dtype=torch.float64)
 
 
 def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
-    tmp_path: Path, trained: tuple[Any, Counters, Outcome], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, trained: tuple[Any, TrainState, RunResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, counters, outcome = trained
-    job.comm = TwoRanks(World(0, 0, 2, 2), None)
-    monkeypatch.setattr(summary, "peak_memory_gib", lambda device: 1.0)
-    monkeypatch.setattr(summary.energy, "joules", lambda device: 130.0)
-    summary.write_summary(job, counters, outcome, 1.0, 2.0, before_j=30.0)
+    trainer, state, result = trained
+    trainer.comm = TwoRanks(World(0, 0, 2, 2), None)
+    monkeypatch.setattr(metrics, "peak_memory_gib", lambda device: 1.0)
+    monkeypatch.setattr(metrics, "joules", lambda device: 130.0)
+    summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["peak_memory_gib"] == 4.0
     assert found["energy_j"] == 150.0

@@ -13,20 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bert_dp import checkpoint, setup
+from bert_dp import checkpoint
 from bert_dp.building import first_state
-from bert_dp.config import OptimConfig, batch_plan, resolve
+from bert_dp.config import OptimConfig, batch_layout, resolve
 from bert_dp.dist import Comm, connect, disconnect
 from bert_dp.optim import make_optimizer
 from bert_dp.parallel import Engine, State, engine_name, make_engine
 from bert_dp.parallel.ddp import reduce_narrow
-from bert_dp.parallel.grid import WholeSums
+from bert_dp.parallel.grid import ShardedSums
 from bert_dp.parallel.stepping import clip_and_step
 from bert_dp.parallel.zero1 import assign
 from bert_dp.precision import Precision
 from bert_dp.tasks import make_task
-from bert_dp.train import Counters, dry_run
 from bert_dp.trainable import Model
+from bert_dp.trainer import dry_run
 from bert_dp.world import World
 from tests.shards import write_shards
 from tests.states import FACTS
@@ -326,7 +326,7 @@ def test_an_overflow_in_fp16_halves_the_scale_and_skips() -> None:
     assert gathered(engine)["scaler"]["scale"].item() == scale / 2
 
 
-class OverflowElsewhere(WholeSums):
+class OverflowElsewhere(ShardedSums):
     """What this rank holds is finite; another part of the same step is not."""
 
     def total(self, sums_N: Tensor) -> Tensor:
@@ -337,7 +337,7 @@ class OverflowElsewhere(WholeSums):
 def test_an_overflow_on_another_rank_halves_the_scale_and_skips_here_too(holds: str) -> None:
     """As tensor parallelism and fsdp hold a tensor in parts, zero1 whole ones."""
 
-    def step(sums: WholeSums | None) -> Tensor:
+    def step(sums: ShardedSums | None) -> Tensor:
         optimizer.zero_grad()
         scaler.scale(loss_of(model, 0)).backward()
         if holds == "parts of its tensors":
@@ -459,9 +459,9 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, fp16: bool
     before = gathered(engine)
     stream = task.stream(dp_rank=0, dp_size=1, start_sample=0)
     precision = Precision("x", torch.float32, torch.float16 if fp16 else None)
-    job: Any = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         config=config,
-        plan=batch_plan(config, 1),
+        layout=batch_layout(config, 1),
         task=task,
         engine=engine,
         model=model,
@@ -470,18 +470,13 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, fp16: bool
         precision=precision,
         device=CPU,
         comm=Comm(LONE, None),
-        run_dir=tmp_path,
-        meter=SimpleNamespace(skipped=torch.ones((), dtype=torch.int64)),
         heartbeat=SimpleNamespace(progress=lambda: None),
-        norm_pairs=None,
     )
     start = first_state(config, bare, data, Comm(LONE, None))
-    dry_run(job)
-    setup.restore(job, setup.Resume(None, None, Counters(), None), start)
+    dry_run(trainer, start)
     after = gathered(engine)
     assert bits(after["model"]) == bits(before["model"])
     assert after["optimizer"] == {}
-    assert job.meter.skipped.item() == 0
     assert all(p.grad is None for p in bare.parameters())
     assert stream.next().sample_ids.tolist() == [0, 1, 2, 3]
     assert bare.training

@@ -109,7 +109,7 @@ def assert_close(actual: Numbers, expected: Numbers, tolerance: float) -> None:
 
 
 def gathered(tensor: TensorParallel, parts: Numbers) -> Numbers:
-    return {name: tensor.whole(name, part) for name, part in parts.items()}
+    return {name: tensor.unshard(name, part) for name, part in parts.items()}
 
 
 # --- the checks, each on every rank
@@ -188,13 +188,13 @@ def check_part_and_whole(tensor: TensorParallel, grid: Grid) -> None:
     for variant in VARIANTS.values():
         model = make_model(**variant)
         shapes = {name: p.shape for name, p in model.named_parameters()}
-        tensor.shard(model)
+        tensor.shard_model(model)
         for name, p in model.named_parameters():
             whole = torch.arange(shapes[name].numel(), dtype=torch.float64).view(shapes[name])
-            part = tensor.part(name, whole)
+            part = tensor.shard(name, whole)
             turned = part.t().contiguous().t() if part.dim() == 2 else part  # of other strides
             found.append(
-                (variant, name, p, whole, part, tensor.whole(name, part), tensor.whole(name, turned))
+                (variant, name, p, whole, part, tensor.unshard(name, part), tensor.unshard(name, turned))
             )
         divided = {name for name, p in model.named_parameters() if p.shape != shapes[name]}
         assert divided == divided_names(model, variant["bias"])
@@ -231,7 +231,7 @@ def check_model(variant: dict[str, Any], tensor: TensorParallel, grid: Grid) -> 
     for divide in (False, True):
         model = make_model(**variant)
         if divide:
-            tensor.shard(model)
+            tensor.shard_model(model)
         loss, grads = loss_and_gradients(model)
         with torch.no_grad():
             evaluated = model.eval()(*make_case())
@@ -268,7 +268,7 @@ def check_autocast(variant: dict[str, Any], tensor: TensorParallel, grid: Grid) 
     for divide in (False, True):
         model = make_model(torch.float32, **variant)
         if divide:
-            tensor.shard(model)
+            tensor.shard_model(model)
         with torch.autocast("cpu", torch.bfloat16):
             loss, grads = loss_and_gradients(model)
         results.append((loss, grads, output_dtypes(model)))
@@ -289,7 +289,7 @@ def check_checkpointing(dropout: float, tensor: TensorParallel, grid: Grid) -> N
         model = make_model(bias=True, dropout=dropout)
         if again:
             recompute_blocks(model)
-        tensor.shard(model)
+        tensor.shard_model(model)
         results.append(loss_and_gradients(model))
     (loss, grads), (own_loss, own_grads) = results
     assert torch.equal(own_loss, loss)
@@ -304,10 +304,10 @@ def check_lamb(tensor: TensorParallel, grid: Grid) -> None:
     for divide in (False, True):
         model = make_model(bias=True, head="dense")
         if divide:
-            tensor.shard(model)
+            tensor.shard_model(model)
         named = list(model.named_parameters())
         optimizer = make_optimizer(OptimConfig(name="lamb", eps=1e-6), named, model)
-        sums = tensor.whole_sums(optimizer, named) if divide else None
+        sums = tensor.sharded_sums(optimizer, named) if divide else None
         norms = []
         for _ in range(4):
             set_lr(optimizer, 0.05)
@@ -392,11 +392,11 @@ def test_a_replica_of_one_rank_stays_as_it_is() -> None:
     model = make_model(bias=True)
     before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
     tensor = TensorParallel(SimpleNamespace(tp_group=None, tp_rank=0, tp_size=1))  # type: ignore[arg-type]
-    tensor.shard(model)
+    tensor.shard_model(model)
     assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
     assert type(model.vocabulary) is Vocabulary
     assert not any(isinstance(module, (ColumnLinear, RowLinear)) for module in model.modules())
     name = "model.layers.0.attn.Wqkv.weight"
     weight = model.get_parameter(name)
-    assert tensor.part(name, weight) is weight
-    assert tensor.whole(name, weight) is weight
+    assert tensor.shard(name, weight) is weight
+    assert tensor.unshard(name, weight) is weight

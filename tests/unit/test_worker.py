@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bert_dp.lifeline import STOP_SIGNALS, Signals
+from bert_dp.process import STOP_SIGNALS, Signals
 from tests.parity.runs import evals, metrics, settings, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
@@ -34,12 +34,12 @@ def slowed(module: Any, name: str, clock: SimpleNamespace, seconds: float) -> No
 
 def train_twice(run_dir: str, more: dict[str, Any]) -> None:
     """Two steps, the second with a bad gradient, and in a second process's place as `more` says."""
-    from bert_dp import setup, train, worker
+    from bert_dp import setup, trainer, worker
 
     clock = SimpleNamespace(now=100.0)
     worker.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
-    slowed(setup, "assemble", clock, ASSEMBLE_S)
-    slowed(train, "dry_run", clock, DRY_RUN_S)
+    slowed(setup, "build_trainer", clock, ASSEMBLE_S)
+    slowed(trainer, "dry_run", clock, DRY_RUN_S)
     poisoned = functools.partial(PoisonedTask, bad_steps=range(1, 2))
     assert worker.main([f"{run_dir}/config.yaml"], poisoned) == 0
     write_run(Path(run_dir), more)
@@ -87,6 +87,7 @@ def test_the_first_stop_signal_is_the_one_that_counts() -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     try:
         signals = Signals()
+        signals.catch()
         assert signals.received == 0
         for number in (signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
