@@ -16,7 +16,7 @@ from torch import nn
 
 from bert_dp.config import OptimConfig, ScheduleConfig
 from bert_dp.lamb import Lamb
-from bert_dp.muon import Muon
+from bert_dp.muon import WHOLE, Muon
 from bert_dp.trainable import Model
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
@@ -53,8 +53,16 @@ def make_optimizer(
         groups = parameter_groups(
             [pair for pair in named if not model.is_matrix(pair[0])], config.weight_decay, model.is_decayed
         )
-        matrices = [parameter for name, parameter in named if model.is_matrix(name)]
-        groups.append({"params": matrices, "weight_decay": config.weight_decay, "matrix": True})
+        plan = model.tensor_plan() or {}
+        matrices = {name: parameter for name, parameter in named if model.is_matrix(name)}
+        groups.append(
+            {
+                "params": list(matrices.values()),
+                "weight_decay": config.weight_decay,
+                "matrix": True,
+                "splits": [plan.get(name, WHOLE) for name in matrices],
+            }
+        )
         return Muon(groups, lr=lr, momentum=config.momentum, betas=betas, eps=config.eps)
     groups = parameter_groups(named, config.weight_decay, model.is_decayed)
     if config.name == "lamb":
