@@ -209,14 +209,14 @@ SLIPS = (
     # data
     Slip(
         "sketches-out-of-step",
-        "bert_dp/pipeline.py",
+        "bert_dp/corpus/pipeline.py",
         "is_unlike(batch.sketches[i]) for i in np.flatnonzero(exact)",
         "is_unlike(batch.sketches[i]) for i in range(int(exact.sum()))",
         "tests/unit/test_corpus.py",
     ),
     Slip(
         "source-may-change-while-read",
-        "bert_dp/corpus.py",
+        "bert_dp/corpus/builder.py",
         "if before != [_stamp(source) for source in found]:",
         "if False:",
         "tests/unit/test_corpus.py",

@@ -28,7 +28,7 @@ class GradientFacts(_Part):
 
 
 class ProfileFacts(_Part):
-    """What bert_dp/profiling.py measures."""
+    """What bert_dp/measure/profiling.py measures."""
 
     device: str = "GPU"
     precision: str | None = None

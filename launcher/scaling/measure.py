@@ -133,7 +133,7 @@ def measure_links(grid: Grid, out: Path, say: Say) -> None:
         sizes = sorted({*SWEEP, *buckets})
         say(f"links: all-reduce over {count} ranks at {len(sizes)} sizes")
         arguments = [str(count), str(LINK_S), *map(str, sizes)]
-        lines = helper("bert_dp.dist", arguments, out, cores=None)
+        lines = helper("bert_dp.measure.all_reduce", arguments, out, cores=None)
         points = [
             {
                 "bytes": p["bytes"],
@@ -172,7 +172,7 @@ def measure_profile(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
     path.parent.mkdir(exist_ok=True)
     record.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
     say("profile: when each gradient is ready")
-    lines = helper("bert_dp.profiling", [str(path)], out, cores=None if on_gpu else _one_share(grid))
+    lines = helper("bert_dp.measure.profiling", [str(path)], out, cores=None if on_gpu else _one_share(grid))
     if lines:
         record.write_json(out / "profile.json", lines[-1])
 
@@ -183,7 +183,7 @@ def measure_peak(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
         return
     say("peak: the matmul rate of one device")
     cores = None if on_gpu else _one_share(grid)
-    lines = helper("bert_dp.peak", [grid.config.precision, "2"], out, cores=cores)
+    lines = helper("bert_dp.measure.peak", [grid.config.precision, "2"], out, cores=cores)
     if lines:
         record.write_json(out / "peak.json", lines[-1])
 

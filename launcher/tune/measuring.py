@@ -68,12 +68,12 @@ class BatchSearch:
             record.write_text(asked, dump_config(sizes.with_micro(self.q.config, self.q.sizes[0])))
             try:
                 lines = helper(
-                    "bert_dp.memory_line", [str(asked), str(self.q.ranks), "2", "4"], self.out, None
+                    "bert_dp.measure.memory_line", [str(asked), str(self.q.ranks), "2", "4"], self.out, None
                 )
             finally:
                 asked.unlink()
             if not lines:
-                raise NothingFits("bert_dp.memory_line failed; its message stands above")
+                raise NothingFits("bert_dp.measure.memory_line failed; its message stands above")
             found = lines[-1]
             record.write_json(path, found)
         self._line = MemoryLine(found["intercept_bytes"], found["bytes_per_sequence"])

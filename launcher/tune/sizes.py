@@ -19,8 +19,8 @@ MOST, FEWEST = 8, 3  # sizes of a throughput curve
 class MemoryLine:
     """A rank's peak in bytes is intercept + slope x micro batch + constant.
 
-    The line counts tensors (`bert_dp.memory_line`); the constant, measured in one real step, is the rest: the
-    program, its libraries and, on a GPU, the context and what the allocator keeps.
+    The line counts tensors (`bert_dp.measure.memory_line`); the constant, measured in one real step, is the
+    rest: the program, its libraries and, on a GPU, the context and what the allocator keeps.
     """
 
     intercept: float
@@ -95,5 +95,5 @@ def seconds(text: str, option: str) -> float:
 
 
 def parts_at(line: Mapping[str, Any], micro: int) -> dict[str, float]:
-    """GiB of each part of the peak (`parts` of `bert_dp.memory_line`) at this micro batch."""
+    """GiB of each part of the peak (`parts` of `bert_dp.measure.memory_line`) at this micro batch."""
     return {name: (a + c * micro) / GIB for name, (a, c) in line["parts"].items()}

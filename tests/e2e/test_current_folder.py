@@ -75,6 +75,6 @@ def test_a_program_that_scale_or_tune_starts_imports_nothing_from_there(
     config = load_config(None, [item for item in tiny(shards) if item != "--set"])
     asked = tmp_path / "config.yaml"
     asked.write_text(dump_config(config))
-    lines = helper("bert_dp.memory_line", [str(asked), "1", "2", "4"], tmp_path, None)
+    lines = helper("bert_dp.measure.memory_line", [str(asked), "1", "2", "4"], tmp_path, None)
     assert executed() == ""
     assert lines[0]["bytes_per_sequence"] > 0

@@ -20,7 +20,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bert_dp.config.manifest import manifest_hash
-from bert_dp.sources import file_hash
+from bert_dp.corpus.sources import file_hash
 from launcher.starters import LAUNCHERS
 from tests.e2e.cli import bert_dp, start, tiny
 from tests.e2e.test_launchers import TOOLS, with_site

@@ -21,13 +21,13 @@ from bert_dp.dist import (
     Comm,
     SharedClock,
     Stop,
-    _time_all_reduce,
     choose_device,
     connect,
     disconnect,
     gather_json,
     set_affinity,
 )
+from bert_dp.measure import all_reduce
 from bert_dp.world import World, read_world
 from tests.ranks import run_ranks
 
@@ -271,7 +271,7 @@ def check_values(comm: Comm) -> None:
 
 def check_bus_bandwidth(comm: Comm) -> None:
     """As nccl-tests define it: what a ring of N sends of each byte, 2 (N - 1) / N."""
-    found, size = _time_all_reduce(4096, 0.0, CPU), comm.world.size
+    found, size = all_reduce._time_all_reduce(4096, 0.0, CPU), comm.world.size
     sent = found["bytes"] * 2 * (size - 1) / size
     assert found["busbw_gb_s"] == pytest.approx(sent / found["seconds_median"] / 1e9)
 

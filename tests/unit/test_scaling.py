@@ -668,6 +668,6 @@ def test_a_signal_ends_a_helper_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(processes, "POLL_S", 0.01)
     monkeypatch.setattr(measure, "time", types.SimpleNamespace(monotonic=stands_still))
     with pytest.raises(Stopped) as stopped:
-        measure.helper("bert_dp.dist", [], tmp_path, None)
+        measure.helper("bert_dp.measure.all_reduce", [], tmp_path, None)
     assert stopped.value.number == signal.SIGTERM
     assert list(tmp_path.iterdir()) == []

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from bert_dp import tokenizer as tokens
 from bert_dp.config import ConfigError, Manifest, read_manifest
 from bert_dp.config.manifest import AGAIN, beyond
+from bert_dp.corpus import tokenizer as tokens
 
 SHARD_BYTES = 2**30
 BLOCK_BYTES = 4 * 2**20  # of a shard file under one short hash in the manifest: about 20 KB for 4 GB

@@ -1,6 +1,6 @@
 """When each gradient is ready: one rank's step taken apart, for the prediction of many (`plan scaling`).
 
-`python -m bert_dp.profiling CONFIG.yaml` prints one JSON line. One process, engine `single`, the
+`python -m bert_dp.measure.profiling CONFIG.yaml` prints one JSON line. One process, engine `single`, the
 configuration's micro batch of random tokens.
 """
 

@@ -1,7 +1,7 @@
 """The matmul rate of one device, measured on the spot: the denominator of MAMFU.
 
-`python -m bert_dp.peak PRECISION [SECONDS]` prints one JSON line: the best of several shapes, as MAMF-finder
-(stas00/ml-engineering) takes it; on a CPU with as many threads as this process has cores.
+`python -m bert_dp.measure.peak PRECISION [SECONDS]` prints one JSON line: the best of several shapes, as
+MAMF-finder (stas00/ml-engineering) takes it; on a CPU with as many threads as this process has cores.
 """
 
 from __future__ import annotations

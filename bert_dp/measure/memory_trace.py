@@ -33,7 +33,7 @@ PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
 PRODUCTS = ("aten::mm", "bert_dp::matmul_nt")
 
 
-class Ledger(TorchDispatchMode):
+class MemoryTrace(TorchDispatchMode):
     """Every storage that an operation under it makes, from its first tensor to its last."""
 
     def __init__(self) -> None:
@@ -107,7 +107,7 @@ class Ledger(TorchDispatchMode):
 
 
 class Replica:
-    """As much of an engine as a step needs, of one replica; it tells the ledger where the step is.
+    """As much of an engine as a step needs, of one replica; it tells the trace where the step is.
 
     single frees its gradients after a step; the others keep theirs, as views of their buckets.
     """
@@ -115,11 +115,11 @@ class Replica:
     dp_size = 1
 
     def __init__(
-        self, ledger: Ledger, bare: nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool
+        self, trace: MemoryTrace, bare: nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool
     ):
-        self._ledger, self._optimizer, self._keeps = ledger, optimizer, keeps_gradients
+        self._ledger, self._optimizer, self._keeps = trace, optimizer, keeps_gradients
         self._parameters = list(bare.parameters())
-        ledger.name("weights", self._parameters)
+        trace.name("weights", self._parameters)
         if keeps_gradients:
             for p in self._parameters:
                 p.grad = torch.zeros_like(p)
@@ -157,23 +157,23 @@ def count_step(
     accumulation: int,
     keeps_gradients: bool,
     tensors: AbstractContextManager[Any],
-) -> Ledger:
-    """The ledger of two steps of the eager model, the first of which makes the optimizer's state.
+) -> MemoryTrace:
+    """The trace of two steps of the eager model, the first of which makes the optimizer's state.
 
     tensors: `fake()`, or nullcontext() for a real step.
     """
-    ledger, task = Ledger(), tasks.make_task(config, device)
+    trace, task = MemoryTrace(), tasks.make_task(config, device)
     with tensors:
         batch = task.example_batch(micro_size)
-    with tensors, ledger:
-        ledger.hold(batch)
+    with tensors, trace:
+        trace.hold(batch)
         bare = task.build_model(config.run.seed)
         convert(bare, device, precision.parameters)
         if config.parallel.activation_checkpointing:
             recompute_blocks(bare)
         optimizer = optim.make_optimizer(config.optim, bare.named_parameters(), bare)
-        replica: Any = Replica(ledger, bare, optimizer, keeps_gradients=keeps_gradients)
-        watch_head(bare, ledger)
+        replica: Any = Replica(trace, bare, optimizer, keeps_gradients=keeps_gradients)
+        watch_head(bare, trace)
         for _ in range(2):
             train_step(
                 replica,
@@ -188,7 +188,7 @@ def count_step(
                 dropout_seed=None,
                 progress=lambda: None,
             )
-    return ledger
+    return trace
 
 
 def convert(bare: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -200,15 +200,15 @@ def convert(bare: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
             module.register_buffer(name, buffer.to(device, dtype), persistent=False)
 
 
-def watch_head(bare: Model, ledger: Ledger) -> None:
-    """Tell the ledger when the decoder begins, and when the backward pass has left it, in a model with a
+def watch_head(bare: Model, trace: MemoryTrace) -> None:
+    """Tell the trace when the decoder begins, and when the backward pass has left it, in a model with a
     `head`."""
 
     def leave(_: Tensor) -> None:
-        ledger.in_head = False
+        trace.in_head = False
 
     def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        ledger.in_head = True
+        trace.in_head = True
         inputs[0].register_hook(leave)
 
     if isinstance(head := getattr(bare, "head", None), nn.Module):

@@ -1,7 +1,7 @@
 """The shards of a configuration, built in a directory or in the cache under a lock. Torch-free.
 
 Nothing half-made is ever reused: a build works in a temporary directory beside OUT, which takes OUT's place
-as its last act. `python -m bert_dp.corpus` is the command line of the data room.
+as its last act. `main` is the command line `python -m bert_dp.corpus`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from bert_dp import pipeline, record, shards
-from bert_dp import sources as inputs
+from bert_dp import record
 from bert_dp.config import (
     MAX_VOCAB_SIZE,
     BuildConfig,
@@ -35,7 +34,9 @@ from bert_dp.config import (
     read_manifest,
 )
 from bert_dp.config.manifest import FORMAT, VERSION, hash_json
-from bert_dp.pipeline import Progress
+from bert_dp.corpus import pipeline, shards
+from bert_dp.corpus import sources as inputs
+from bert_dp.corpus.pipeline import Progress
 from bert_dp.process import follow_launcher
 
 
@@ -329,7 +330,3 @@ def _shown_progress() -> Iterator[Progress]:
         sys.stderr.flush()
 
     yield write
-
-
-if __name__ == "__main__":
-    sys.exit(main())
