@@ -117,7 +117,7 @@ class Replica:
     def __init__(
         self, trace: MemoryTrace, bare: nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool
     ):
-        self._ledger, self._optimizer, self._keeps = trace, optimizer, keeps_gradients
+        self._trace, self._optimizer, self._keeps = trace, optimizer, keeps_gradients
         self._parameters = list(bare.parameters())
         trace.name("weights", self._parameters)
         if keeps_gradients:
@@ -125,19 +125,19 @@ class Replica:
                 p.grad = torch.zeros_like(p)
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
-        self._ledger.phase = "forward"
+        self._trace.phase = "forward"
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        self._ledger.phase = "backward"
+        self._trace.phase = "backward"
         loss.backward()
 
     def step(self, max_norm: float) -> Tensor:
-        self._ledger.phase = "step"
-        self._ledger.name("gradients", (p.grad for p in self._parameters))
+        self._trace.phase = "step"
+        self._trace.name("gradients", (p.grad for p in self._parameters))
         norm = clip_and_step(self._optimizer, None, max_norm)
         states = [s for state in self._optimizer.state.values() for s in state.values()]
-        self._ledger.name("optimizer", states)
+        self._trace.name("optimizer", states)
         self._optimizer.zero_grad(set_to_none=not self._keeps)
         return norm
 
