@@ -88,8 +88,9 @@ def run(
     would otherwise report first.
     """
     started = time.monotonic()
-    from bert_dp import dist, metrics, parallel, setup, tasks, trainer
+    from bert_dp import dist, metrics, parallel, setup, tasks
     from bert_dp.summary import write_summary
+    from bert_dp.trainer import dry_run, save, train
 
     config = load_config(arguments.config)
     run_dir = (arguments.run_dir or arguments.config.parent).resolve()
@@ -111,27 +112,27 @@ def run(
     setup.check_same_data(comm, data)
     resumed = setup.select_checkpoint(config, run_dir, comm, device, data, arguments.resume)
     heartbeat.progress()
-    everything, state, tensors = setup.build_trainer(
+    trainer, state, tensors = setup.build_trainer(
         config, layout, run_dir, comm, device, task, data, resumed, heartbeat, signals, lost_writes
     )
-    at_end.callback(everything.checkpointer.close)  # a checkpoint that is being written outlives an error
-    setup.describe(everything, placed, resumed)
-    setup.write_environment(everything, placed)
+    at_end.callback(trainer.checkpointer.close)  # a checkpoint that is being written outlives an error
+    setup.describe(trainer, placed, resumed)
+    setup.write_environment(trainer, placed)
     setup_s = time.monotonic() - started
     heartbeat.enter("compile", state.step)
-    trainer.dry_run(everything, tensors)
-    setup.cut_records_back(everything, state, resumed)
+    dry_run(trainer, tensors)
+    setup.cut_records_back(trainer, state, resumed)
     del resumed, tensors  # or a whole state stays on the host of every rank
     dry_run_s = time.monotonic() - started - setup_s
-    everything.log_rank0(f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
-    failure = trainer.save(everything, state, state.elapsed_s, wait=True)  # before hours are spent
+    trainer.log_rank0(f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
+    failure = save(trainer, state, state.elapsed_s, wait=True)  # before hours are spent
     if failure is None:
         before_j = metrics.joules(device)
-        result = trainer.train(everything, state, dist.SharedClock(comm, state.elapsed_s))
-        write_summary(everything, state, result, setup_s, dry_run_s, before_j)
+        result = train(trainer, state, dist.SharedClock(comm, state.elapsed_s))
+        write_summary(trainer, state, result, setup_s, dry_run_s, before_j)
         failure = result.failure
     heartbeat.enter("done")
-    everything.stream.close()
+    trainer.stream.close()
     with contextlib.suppress(RuntimeError):  # all is written; a peer that has left first is no failure
         comm.barrier()  # no rank ends while another still saves
     dist.disconnect()

@@ -217,7 +217,7 @@ SLIPS = (
     Slip(
         "source-may-change-while-read",
         "bert_dp/corpus/builder.py",
-        "if before != [_stamp(source) for source in found]:",
+        "if before != [_stamp(source) for source in wanted.sources]:",
         "if False:",
         "tests/unit/test_corpus.py",
     ),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -62,32 +63,63 @@ def build(
     """
     tell: Progress = progress or (lambda stage, done, total: None)
     out = out.expanduser().resolve()
-    found = inputs.resolve(sources)
-    before = [_stamp(source) for source in found]
+    wanted = _wanted(sources, options, vocab_size, sequence_length, tokenizer, seed)
+    with _locked(out, tell):
+        return _build_locked(wanted, out, processes, force, tell)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What to build."""
+
+    sources: list[inputs.Source]
+    options: BuildConfig
+    tokenizer: str | None
+    settings: dict[str, str | int | float | bool | None]
+    """`build` of the manifest: everything that the shards depend on beside the sources."""
+
+
+def _wanted(
+    sources: Sequence[str],
+    options: BuildConfig,
+    vocab_size: int,
+    sequence_length: int,
+    tokenizer: str | None,
+    seed: int,
+) -> Wanted:
+    """Raises ConfigError for sources or a tokenizer that are not there."""
     settings = {
         **options.model_dump(mode="json"),
         "sequence_length": sequence_length,
         "vocab_size": vocab_size,
+        "seed": seed,
+        "tokenizer_sha256": inputs.file_hash(Path(tokenizer)) if tokenizer else None,
     }
-    settings |= {"seed": seed, "tokenizer_sha256": inputs.file_hash(Path(tokenizer)) if tokenizer else None}
-    with _locked(out, tell):
-        records = [pipeline.source_record(source) for source in found]
-        if (kept := _existing(out, settings, records, force)) is not None:
-            tell(f"kept {out}: it holds this build", 0, None)
-            return kept
-        prefix = f".{out.name}.building-"
-        for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
-            shutil.rmtree(stale)  # its process is gone: this one holds the lock
-        work = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
-        try:
-            manifest = pipeline.build_in(found, records, work, options, settings, tokenizer, processes, tell)
-            if before != [_stamp(source) for source in found]:
-                raise ConfigError(["data.sources: a source changed while it was read; run again"])
-            _install(work, out)
-            if warning := filter_warning(manifest):
-                tell(warning, 0, None)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    return Wanted(inputs.resolve(sources), options, tokenizer, settings)
+
+
+def _build_locked(wanted: Wanted, out: Path, processes: int | None, force: bool, tell: Progress) -> Manifest:
+    """Build in `out`, by the holder of its lock."""
+    before = [_stamp(source) for source in wanted.sources]
+    records = [pipeline.source_record(source) for source in wanted.sources]
+    if (kept := _existing(out, wanted.settings, records, force)) is not None:
+        tell(f"kept {out}: it holds this build", 0, None)
+        return kept
+    prefix = f".{out.name}.building-"
+    for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
+        shutil.rmtree(stale)  # its process is gone: this one holds the lock
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
+    try:
+        manifest = pipeline.build_in(
+            wanted.sources, records, work, wanted.options, wanted.settings, wanted.tokenizer, processes, tell
+        )
+        if before != [_stamp(source) for source in wanted.sources]:
+            raise ConfigError(["data.sources: a source changed while it was read; run again"])
+        _install(work, out)
+        if warning := filter_warning(manifest):
+            tell(warning, 0, None)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     return manifest
 
 
@@ -126,19 +158,20 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
         try:
             manifest = _sound(directory)
         except ConfigError:
-            manifest = build(
-                data.sources or (),
-                directory,
-                options=data.build,
-                vocab_size=config.model.vocab_size,
-                sequence_length=data.sequence_length,
-                tokenizer=data.tokenizer,
-                force=True,
-                progress=progress,
-            )
+            manifest = _ensure_built(config, directory, progress or (lambda stage, done, total: None))
     if issues := data_issues(config, manifest):
         raise ConfigError(issues)
     return directory
+
+
+def _ensure_built(config: Config, directory: Path, tell: Progress) -> Manifest:
+    """Build in the cache, unless another process has done so while this one waited for its lock."""
+    data, length = config.data, config.data.sequence_length
+    wanted = _wanted(data.sources or (), data.build, config.model.vocab_size, length, data.tokenizer, seed=0)
+    with _locked(directory, tell):
+        with contextlib.suppress(ConfigError):
+            return _sound(directory)
+        return _build_locked(wanted, directory, None, True, tell)
 
 
 def _sound(directory: Path) -> Manifest:
