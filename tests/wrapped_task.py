@@ -1,4 +1,4 @@
-"""A task that does what the configured one does, to be broken or watched in one place."""
+"""A task that does what pretraining does, to be broken or watched in one place."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import Any
 import torch
 
 from bert_dp.config import Config
-from bert_dp.tasks import make_task
+from bert_dp.tasks import mlm
 
 
 class WrappedTask:
     """`step`: the optimizer step that the loop is in, from 0; -1 = the dry run, -2 = before it."""
 
     def __init__(self, config: Config, device: torch.device):
-        self.inner, self.step = make_task(config, device), -2
+        self.inner, self.step = mlm.make_task(config, device), -2
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)

@@ -1,4 +1,4 @@
-"""The configured task, which breaks where BERT_DP_TEST_FAULT says; see sitecustomize.py."""
+"""Pretraining that breaks where BERT_DP_TEST_FAULT says; see sitecustomize.py."""
 
 from __future__ import annotations
 
