@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any
+from typing import IO
 
 from bert_dp.config import ConfigError
 from bert_dp.lines import LostWrites, lossy
@@ -30,12 +30,17 @@ from bert_dp.record import (
     start_ticks,
     write_json,
 )
+from bert_dp.record_models import FailureKind, RankError, kind_of_error
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class RunFailed(RuntimeError):
     """The run has ended itself, on all ranks together; the message is the cause."""
+
+    def __init__(self, cause: str, failure_kind: FailureKind = "error"):
+        super().__init__(cause)
+        self.failure_kind = failure_kind
 
 
 class Signals:
@@ -121,7 +126,7 @@ def record_error(rank: int, error: BaseException) -> None:
     if folder:
         path = Path(folder) / f"rank-{rank}.error.json"
         with contextlib.suppress(OSError):  # a full disk must not hide the cause: the log has it too
-            write_json(path, _error_facts(rank, error, secrets))
+            write_json(path, _error_facts(rank, error, secrets).model_dump(mode="json"))
     if isinstance(error, ConfigError):
         text = "".join(f"error: {issue}\n" for issue in error.issues)
     elif isinstance(error, RunFailed):  # no line of code is the place of it
@@ -131,19 +136,20 @@ def record_error(rank: int, error: BaseException) -> None:
     sys.stderr.write(safe(hide(text, secrets)))
 
 
-def _error_facts(rank: int, error: BaseException, secrets: Iterable[str]) -> dict[str, Any]:
+def _error_facts(rank: int, error: BaseException, secrets: Iterable[str]) -> RankError:
     """rank-N.error.json: what was raised, and the innermost frame of our code or the user's."""
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames) if is_own_code(f.filename)), frames[-1] if frames else None)
     if isinstance(error, RunFailed):
         frame = None
-    return {
-        "rank": rank,
-        "time_ns": time.monotonic_ns(),  # since boot: one clock for all processes, and it never jumps
-        "type": type(error).__name__,
-        "message": hide(str(error), secrets),
-        "where": f"{frame.filename}:{frame.lineno}" if frame else None,
-        "function": frame.name if frame else None,
-        "source": hide(frame.line, secrets) if frame and frame.line else None,
-        "bad_input": [hide(i, secrets) for i in error.issues] if isinstance(error, ConfigError) else None,
-    }
+    return RankError(
+        rank=rank,
+        time_ns=time.monotonic_ns(),  # since boot: one clock for all processes, and it never jumps
+        type=type(error).__name__,
+        message=hide(str(error), secrets),
+        where=f"{frame.filename}:{frame.lineno}" if frame else None,
+        function=frame.name if frame else None,
+        source=hide(frame.line, secrets) if frame and frame.line else None,
+        bad_input=[hide(i, secrets) for i in error.issues] if isinstance(error, ConfigError) else None,
+        failure_kind=kind_of_error(error),
+    )

@@ -119,59 +119,6 @@ class Evaluation:
     elapsed_s: float
 
 
-@dataclasses.dataclass(frozen=True)
-class Summary:
-    """summary.json: how a run ended. Rates are over the real steps, warm-up of set-up excluded."""
-
-    status: str
-    """done | stopped (by a signal, after a checkpoint) | failed"""
-    exit_code: int
-    cause: str | None
-    signal: int | None
-    step: int
-    samples: int
-    tokens: int
-    final_loss: float | None
-    heldout_loss: float | None
-    unigram_entropy_nats: float | None
-    uniform_entropy_nats: float | None
-    world_size: int
-    device: str
-    parameters: int
-    global_batch: int
-    micro_batch: int
-    accumulation: int
-    precision: str
-    compiled: bool
-    steps_per_s: float | None
-    global_steps_per_s: float | None
-    samples_per_s: float | None
-    tokens_per_s: float | None
-    tokens_per_s_per_gpu: float | None
-    mfu: float | None
-    peak_memory_gib: float | None
-    energy_j: float | None
-    """Joules of all ranks' GPUs in the steps, evaluations and saves of this start; null if not counted."""
-    skipped_steps: int
-    checkpoint: str | None
-    straggler_ratio: float | None
-    """Own work (before any reduction) of the slowest rank over the others' median; null for a lone rank."""
-    straggler: dict[str, float] | None
-    """rank, ratio and seconds_per_step lost, when the ratio is above 1.2 over the run; else null."""
-    time_s: dict[str, float]
-    """Rank 0's clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
-    ddp: dict[str, Any] | None = None
-    """What torch's DDP counted, means over the steps it samples: bucket_bytes, comm_s (reductions), overlap_s
-    (of them, under the backward pass), compute_s (the backward pass); null under other engines."""
-    loss_spikes: int = 0
-    """Logged losses far above the ones before."""
-    failed_saves: int = 0
-    """Checkpoints that could not be written, since the run was last started."""
-    noise_scale: dict[str, Any] | None = None
-    """bert_dp.noise.NoiseScale over the last 200 measured steps; null without log.noise_scale."""
-    schema_version: int = SCHEMA_VERSION
-
-
 PHASES = ("setup", "compile", "data", "step", "log", "evaluate", "save", "done")
 
 

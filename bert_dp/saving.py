@@ -19,12 +19,15 @@ from bert_dp.config import CheckpointConfig
 from bert_dp.lines import LostWrites
 from bert_dp.parallel import State
 from bert_dp.record import HeldDirectory, list_checkpoints
+from bert_dp.record_models import FailureKind, kind_of_error
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class NotFiniteError(ValueError):
     """A state that must not become a checkpoint."""
+
+    failure_kind: FailureKind = "not_finite"
 
 
 class AsyncCheckpointer:
@@ -53,6 +56,8 @@ class AsyncCheckpointer:
         """Seconds that training stood still for saving: gathering, and waiting for an earlier write."""
         self.gave_up: str | None = None
         """Why the run must stop, once a save has failed and that is the policy."""
+        self.failure_kind: FailureKind = "error"
+        """Of the last save that failed."""
         self._problem: str | None = None
         self._in_a_row, self._why = 0, ""  # saves that failed since the last good one; the last reason
         self._error: BaseException | None = None
@@ -105,6 +110,7 @@ class AsyncCheckpointer:
     def _write(self, step: int, state: State, metadata: dict[str, Any]) -> None:
         if self._directory is not None and (lost := self._directory.lost()) is not None:
             self.gave_up = self._problem = lost
+            self.failure_kind = "directory_lost"
             return
         try:
             name = checkpoint.first_not_finite(state)
@@ -126,6 +132,7 @@ class AsyncCheckpointer:
         """A row of saves that fail for one reason is said once, its number when it ends."""
         self.failed_saves += 1
         self._in_a_row += 1
+        self.failure_kind = kind_of_error(error)
         before, self._why = self._why, str(error)
         if isinstance(error, OSError):
             self._lost_writes.note(error)

@@ -7,6 +7,7 @@ import math
 
 from bert_dp import metrics, noise, record
 from bert_dp.metrics import straggler
+from bert_dp.record_models import DdpCounters, NoiseScale, RunStatus, Straggler, Summary
 from bert_dp.setup import device_name
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import RunResult, Trainer
@@ -31,13 +32,15 @@ def write_summary(
     if trainer.comm.world.rank != 0 or trainer.directory_lost():
         return
     totals = trainer.meter.totals
-    status = "failed" if result.failure else "stopped" if result.signal else "done"
-    scale = dataclasses.asdict(noise.of_run(trainer.run_dir)) if trainer.config.log.noise_scale else None
+    status: RunStatus = "failed" if result.failure else "stopped" if result.signal else "done"
+    counted = metrics.communication_summary(trainer.model)
+    scale = noise.of_run(trainer.run_dir) if trainer.config.log.noise_scale else None
     ratio, slowest = straggler(trainer.meter.own_work_s, trainer.meter.total_steps)
-    summary = record.Summary(
+    summary = Summary(
         status=status,
         exit_code={"done": 0, "stopped": 128 + result.signal, "failed": 1}[status],
         cause=result.failure,  # what stopped a run stands in `signal`
+        failure_kind=result.failure_kind,
         signal=result.signal or None,
         step=state.step,
         samples=state.samples,
@@ -58,13 +61,13 @@ def write_summary(
         peak_memory_gib=memory,
         energy_j=used if math.isfinite(used) else None,
         skipped_steps=state.skipped_steps,
-        ddp=metrics.communication_summary(trainer.model),
+        ddp=DdpCounters.model_validate(counted) if counted else None,
         loss_spikes=state.loss_spikes,
         failed_saves=trainer.checkpointer.failed_saves,
-        noise_scale=scale,
+        noise_scale=NoiseScale.model_validate(dataclasses.asdict(scale)) if scale else None,
         checkpoint=str(result.checkpoint.relative_to(trainer.run_dir)) if result.checkpoint else None,
         straggler_ratio=ratio,
-        straggler=slowest,
+        straggler=Straggler.model_validate(slowest) if slowest else None,
         time_s={
             "setup": setup_s,
             "compile": dry_run_s,
@@ -77,7 +80,7 @@ def write_summary(
         },
     )
     try:
-        record.write_json(trainer.run_dir / "summary.json", summary.__dict__)
+        record.write_json(trainer.run_dir / "summary.json", summary.model_dump(mode="json"))
     except OSError as error:  # a full disk must not hide why the run ended; the launcher misses the file
         trainer.lost_writes.note(error)
         trainer.log_rank0(f"warning: summary.json is missing: {error}")

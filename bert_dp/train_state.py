@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from bert_dp.record import CheckpointFacts
+from bert_dp.record_models import FailureKind
 
 SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent_losses")
 
@@ -37,11 +38,18 @@ class TrainState:
     """Seconds spent in evaluations."""
     trouble: str | None = None
     """Why the run must end."""
+    failure_kind: FailureKind | None = None
+    """Of `trouble`."""
 
     @classmethod
     def of_checkpoint(cls, facts: CheckpointFacts) -> TrainState:
         """Where the run goes on from a checkpoint."""
         return cls(logged_step=facts.step, **{name: getattr(facts, name) for name in SAVED})
+
+    def give_up(self, cause: str | None, kind: FailureKind) -> None:
+        """Let the run end for this cause, if it is one and the first."""
+        if cause is not None and self.trouble is None:
+            self.trouble, self.failure_kind = cause, kind
 
     def saved(self) -> dict[str, Any]:
         """For state.json."""

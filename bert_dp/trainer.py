@@ -25,6 +25,7 @@ from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine, State
 from bert_dp.precision import Precision
 from bert_dp.process import Signals
+from bert_dp.record_models import FailureKind
 from bert_dp.saving import AsyncCheckpointer
 from bert_dp.tasks import Batch, Context, Metadata, Stream, Task
 from bert_dp.train_state import TrainState
@@ -80,6 +81,8 @@ class RunResult:
     """0 = the budget is spent, or `failure`."""
     failure: str | None
     """Why the run ended itself; the same on every rank."""
+    failure_kind: FailureKind | None
+    """Of `failure`, on rank 0."""
     checkpoint: Path | None
 
 
@@ -235,8 +238,8 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
     if state.step > state.logged_step:
         log_steps(trainer, state, clock)
     if not stop:
-        nothing = anomalies.nothing_learned(trainer.precision.name, state.skipped_steps, state.step, state.lr)
-        state.trouble = state.trouble or nothing
+        name, skipped = trainer.precision.name, state.skipped_steps
+        state.give_up(anomalies.nothing_learned(name, skipped, state.step, state.lr), "not_finite")
     evaluated = state.heldout_loss is not None and state.step == state.evaluated_step
     if not (stop or state.trouble or evaluated):
         evaluate_and_write(trainer, state, clock)
@@ -250,6 +253,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
     return RunResult(
         signal=0 if stop.failed else stop.signal,
         failure=failure,
+        failure_kind=(state.failure_kind or trainer.checkpointer.failure_kind) if failure else None,
         checkpoint=trainer.checkpointer.newest,
     )
 
@@ -258,7 +262,7 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
     """A line of metrics.jsonl, and what it shows. Collective."""
     trainer.heartbeat.enter("log", state.step)
     lost = trainer.directory_lost()
-    state.trouble = state.trouble or lost
+    state.give_up(lost, "directory_lost")
     line = trainer.meter.flush(
         state,
         epoch=state.samples // trainer.data.num_samples,
@@ -280,7 +284,7 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
     skipping = anomalies.too_many_skipped(
         trainer.config, trainer.precision.name, trainer.meter.skipped_in_a_row, line.step, line.lr
     )
-    state.trouble = state.trouble or skipping
+    state.give_up(skipping, "not_finite")
 
 
 def watch_loss(trainer: Trainer, state: TrainState, loss: float) -> None:
@@ -306,7 +310,7 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     state.heldout_loss = measured["loss"] if measured else None
     state.evaluated_step = state.step
     state.eval_s += elapsed - start
-    state.trouble = state.trouble or trainer.directory_lost()
+    state.give_up(trainer.directory_lost(), "directory_lost")
     if trainer.comm.world.rank == 0 and measured and not state.trouble:
         with suppress(OSError):
             record.cut_back(trainer.run_dir / "evals.jsonl", state.step - 1)  # one line a step, also repeated

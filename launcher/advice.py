@@ -7,12 +7,15 @@ import dataclasses
 import re
 import shutil
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout, divisors, load_config
 from bert_dp.cost import memory_estimate_gib
+from bert_dp.record_models import Environment, FailureKind
+from launcher import results
 from launcher.environment import ROOT
 from launcher.failure import Failure
 from launcher.memory import GIB, MemoryFacts
@@ -43,6 +46,7 @@ MEANING: dict[int, tuple[str, str]] = {
     signal.SIGXCPU: ("the CPU time limit of this session is spent", "raise `ulimit -t`"),
     signal.SIGXFSZ: ("a file reached the size limit of this session", "raise `ulimit -f`"),
 }
+SCARCE: Mapping[FailureKind, Literal["device", "host"]] = {"device_memory": "device", "host_memory": "host"}
 CHANGES: tuple[dict[str, Any], ...] = (  # beside a smaller micro batch, the cheapest in time first
     {"activation_checkpointing": True},
     {"engine": "zero1"},
@@ -65,21 +69,13 @@ def explain(failure: Failure, run_dir: Path, world_size: int, memory: MemoryFact
             with contextlib.suppress(OSError):
                 meaning += f"; /dev/shm has {format_gib(shutil.disk_usage(ROOT / 'dev/shm').free / GIB)} free"
         return dataclasses.replace(failure, explanation=(meaning,), fix=(fix,))
-    scarce = what_ran_out(failure.message)
+    scarce = SCARCE.get(failure.kind)
     if scarce is None:
         return failure
     why, fixes = _what_to_lower(run_dir, world_size, scarce, failure.message)
     return dataclasses.replace(
         failure, explanation=tuple(why), fix=tuple(fixes), memory=memory if scarce == "host" else None
     )
-
-
-def what_ran_out(message: str) -> Literal["device", "host"] | None:
-    """Whose memory an exception ("type: message") says was too small."""
-    if re.match(r"(\w*OutOfMemoryError\b|\w+: .*\b(CUDA|HIP|CUBLAS|XPU)\b.*out of memory)", message, re.S):
-        return "device"
-    host = r"MemoryError\b|DefaultCPUAllocator: can't allocate memory|\[Errno 12\]|Cannot allocate memory"
-    return "host" if re.search(host, message) else None
 
 
 def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: MemoryFacts) -> Failure:
@@ -92,6 +88,7 @@ def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: Memo
         return dataclasses.replace(
             failure,
             message=f"{failure.message}: host out of memory",
+            kind="host_memory",
             explanation=(first, *why),
             fix=tuple(fixes),
             memory=memory,
@@ -111,24 +108,24 @@ def _what_to_lower(
         config = load_config(run_dir / "config.yaml")
     except (ConfigError, OSError):
         return [], []
-    facts = record.read_json(run_dir / "environment.json") or {}
-    on_gpu = config.run.device != "cpu" and bool(facts.get("gpus"))
+    machine = results.find(run_dir / "environment.json", Environment) or Environment()
+    on_gpu = config.run.device != "cpu" and bool(machine.gpus)
     if scarce == "host" and on_gpu:
         return [], [
             "on GPUs the host holds the data, the checkpoint's copy and the program: fewer ranks on "
             "this host, fewer other processes, or more memory"
         ]
     if scarce == "device":
-        capacity, why = _device_capacity(message, facts)
+        capacity, why = _device_capacity(message, machine)
     else:
-        capacity, why = _host_capacity(facts, world_size)
+        capacity, why = _host_capacity(machine, world_size)
     precision = ("bf16" if scarce == "device" else "fp32") if config.precision == "auto" else config.precision
     has_checkpoint = record.newest_checkpoint_facts(run_dir) is not None
     equation, fixes = what_fits(config, precision, world_size, capacity, has_checkpoint=has_checkpoint)
     return [*why, equation], fixes
 
 
-def _device_capacity(message: str, facts: dict[str, Any]) -> tuple[float | None, list[str]]:
+def _device_capacity(message: str, machine: Environment) -> tuple[float | None, list[str]]:
     """GiB that this process can have of the device, from torch's message or else from environment.json."""
 
     def said(pattern: str) -> float | None:
@@ -139,7 +136,7 @@ def _device_capacity(message: str, facts: dict[str, Any]) -> tuple[float | None,
     total, free = said(rf"total capacity of {size}"), said(rf"of which {size} is free")
     mine = said(rf"this process has {size} memory in use")
     if total is None:
-        sizes = [gpu["memory_gib"] for gpu in facts.get("gpus") or () if gpu.get("memory_gib")]
+        sizes = [gpu.memory_gib for gpu in machine.gpus if gpu.memory_gib]
         return min(sizes, default=None), []
     others = total - free - mine if free is not None and mine is not None else 0.0
     if others > SPARE * total:
@@ -149,12 +146,12 @@ def _device_capacity(message: str, facts: dict[str, Any]) -> tuple[float | None,
     return total, []
 
 
-def _host_capacity(facts: dict[str, Any], world_size: int) -> tuple[float | None, list[str]]:
-    total = facts.get("memory_limit_gib") or facts.get("memory_gib")
+def _host_capacity(machine: Environment, world_size: int) -> tuple[float | None, list[str]]:
+    total = machine.memory_limit_gib or machine.memory_gib
     if not total:
         return None, []
-    share = float(total) / world_size
-    of = "control group's limit" if facts.get("memory_limit_gib") else "machine"
+    share = total / world_size
+    of = "control group's limit" if machine.memory_limit_gib else "machine"
     return share, [f"{of} {format_gib(total)} / {world_size} ranks = {format_gib(share)} a rank"]
 
 

@@ -139,8 +139,11 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        ended = record.read_json(self._run_dir / "summary.json") or {}
-        if ended.get("status") in ("done", "stopped"):
+        from bert_dp.record_models import Summary
+        from launcher import results  # not for --help
+
+        ended = results.find(self._run_dir / "summary.json", Summary)
+        if ended is not None and ended.status != "failed":
             while self._show_lines():  # the ranks have ended: what they left is finite
                 pass
             self._show_lines(everything=True)

@@ -7,12 +7,14 @@ import errno
 import os
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bert_dp import record
 from bert_dp.record import is_own_code
+from bert_dp.record_models import FailureKind, RankError, kind_of_text
+from launcher import results
 from launcher.collapse import name_ranks
 from launcher.memory import GROUP, MemoryFacts, sparkline
 from launcher.report import format_gib, safe
@@ -24,7 +26,6 @@ MESSAGE_CHARS = 600
 CONSEQUENCES_SHOWN = 6
 ENDED_TOGETHER = "RunFailed"  # all ranks have ended the run, one has recorded why
 NO_CAUSE = "and left no cause"
-PEER_GONE = ("closed by peer", "reset by peer", "ncclRemoteError")  # a rank only saw another one go
 CPP_PLACE = re.compile(r"\[\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ")
 RAISED = "Traceback (most recent call last):\n"
 FRAME = re.compile(r'^  File "(.+)", line (\d+), in (.+)\n(?:    (.+)\n)?', re.MULTILINE)
@@ -67,8 +68,8 @@ class Failure:
     """Where memory has to do with it."""
     agreed: bool = False
     """Whether the ranks ended the run together, by a rule; the same would end it again."""
-    directory_lost: bool = False
-    """Whether the run directory was moved or deleted; nothing may be written where it was."""
+    kind: FailureKind = "error"
+    """After `directory_lost` nothing may be written where the run directory was."""
 
     @property
     def killed(self) -> bool:
@@ -84,12 +85,12 @@ class Failure:
 def first_cause(logs: Path, launcher_said: str, departures: Sequence[Departure] = ()) -> Failure | None:
     """The earliest error that a rank recorded. A rank that died by a signal left none: the errors of the
     others are its consequences when they came later or only say that a peer has gone."""
-    found = [record.read_json(path) for path in logs.glob("rank-*.error.json")]
-    errors = sorted((e for e in found if e), key=lambda e: (e["bad_input"] is None, e["time_ns"]))
-    causes = [e for e in errors if not _only_lost_a_peer(e)]
-    recorded = {e["rank"] for e in errors}
+    recorded_errors = [results.find(path, RankError) for path in logs.glob("rank-*.error.json")]
+    errors = sorted((e for e in recorded_errors if e), key=lambda e: (e.bad_input is None, e.time_ns))
+    causes = [e for e in errors if e.failure_kind != "peer_gone"]
+    recorded = {e.rank for e in errors}
     silent = [d for d in departures if d.rank not in recorded and d.code != 0]
-    died_first = bool(silent) and all(silent[0].time_ns < e["time_ns"] for e in causes)
+    died_first = bool(silent) and all(silent[0].time_ns < e.time_ns for e in causes)
     if not causes or died_first:
         end = _silent_end(silent) or _reported_end(launcher_said, recorded, silent)
         if end is not None:
@@ -113,7 +114,7 @@ def lost_directory(directory: record.HeldDirectory) -> Failure | None:
         kept = f"the newest checkpoint is {checkpoint}" if checkpoint else "it holds no checkpoint yet"
         why = f"checkpoints, records and logs are all in {now}; {kept}; the steps after it are lost"
         fix = f"bert-dp train --run-dir {now} goes on from there"
-    return Failure(None, what, explanation=(why,), fix=(fix,), directory_lost=True)
+    return Failure(None, what, explanation=(why,), fix=(fix,), kind="directory_lost")
 
 
 def of_a_disk(failure: Failure, run_dir: Path, error: OSError) -> Failure:
@@ -121,40 +122,42 @@ def of_a_disk(failure: Failure, run_dir: Path, error: OSError) -> Failure:
     why = os.strerror(error.errno or errno.EIO)
     refused = f"{why}: nothing can be written to {run_dir}"
     fix = "make room there; the same command then goes on from the newest checkpoint"
-    if why in failure.message:
+    if failure.kind == "disk":
         return dataclasses.replace(failure, fix=(*failure.fix, fix))
-    if NO_CAUSE not in failure.message and "no summary" not in failure.message:
+    if failure.kind != "no_cause":
         return dataclasses.replace(failure, explanation=(*failure.explanation, refused))
     return dataclasses.replace(
         failure,
         rank=None,
         message=refused,
+        kind="disk",
         explanation=(failure.headline(), *failure.explanation),
         fix=(fix,),
     )
 
 
 def _of_an_error(
-    logs: Path, first: Mapping[str, Any], errors: Sequence[Mapping[str, Any]], silent: Sequence[Departure]
+    logs: Path, first: RankError, errors: Sequence[RankError], silent: Sequence[Departure]
 ) -> Failure:
-    rank, said = int(first["rank"]), _said(first)
+    rank, said = first.rank, _said(first)
     alike = {
-        int(e["rank"])
+        e.rank
         for e in errors
-        if _only_lost_a_peer(e) == _only_lost_a_peer(first)
-        and (e["type"], e["where"]) == (first["type"], first["where"])
+        if (e.failure_kind == "peer_gone") == (first.failure_kind == "peer_gone")
+        and (e.type, e.where) == (first.type, first.where)
     } - {rank}
-    source = f"in {first['function']}: {first['source']}" if first.get("source") else None
+    source = f"in {first.function}: {first.source}" if first.source else None
     path = logs / f"rank-{rank}.log"
-    together = first["type"] == ENDED_TOGETHER
+    together = first.type == ENDED_TOGETHER
     return Failure(
         None if together else rank,
-        str(first["message"]) if together else said,
+        first.message if together else said,
         path,
         tail_of(read_end(path)),
-        first["where"],
+        first.where,
         source,
-        bad_input=tuple(first["bad_input"] or ()),
+        kind=first.failure_kind,
+        bad_input=tuple(first.bad_input or ()),
         alike=tuple(sorted(alike)),
         consequences=_consequences(errors, silent, {rank, *alike}),
         agreed=together,
@@ -166,7 +169,7 @@ def _of_a_silent_end(
     rank: int,
     code: int | None,
     without: str,
-    errors: Sequence[Mapping[str, Any]],
+    errors: Sequence[RankError],
     silent: Sequence[Departure],
 ) -> Failure:
     """`without`: what is missing, when there is no signal to name."""
@@ -181,6 +184,7 @@ def _of_a_silent_end(
             tail_of(said),
             where,
             source,
+            kind=kind_of_text(message),
             consequences=_consequences(errors, silent, {rank}),
         )
     stack = crash_stack(said) if code is not None and -code in CRASHES else ()
@@ -194,23 +198,20 @@ def _of_a_silent_end(
         where=f"{frame[0]}:{frame[1]}" if frame else None,
         source=f"in {frame[2]}" if frame else None,
         killed_by=-code if code is not None and code < 0 else None,
+        kind="killed" if code is not None and code < 0 else "no_cause",
         consequences=_consequences(errors, silent, {rank}),
     )
 
 
-def _only_lost_a_peer(error: Mapping[str, Any]) -> bool:
-    return any(text in error["message"] for text in PEER_GONE)
-
-
-def _said(error: Mapping[str, Any]) -> str:
-    return f"{error['type']}: {error['message']}" if error["message"] else str(error["type"])
+def _said(error: RankError) -> str:
+    return f"{error.type}: {error.message}" if error.message else error.type
 
 
 def _consequences(
-    errors: Sequence[Mapping[str, Any]], silent: Sequence[Departure], causes: set[int]
+    errors: Sequence[RankError], silent: Sequence[Departure], causes: set[int]
 ) -> tuple[str, ...]:
     """What the other ranks ended with. SIGTERM is only the launcher's way to end those that are left."""
-    lines = {int(e["rank"]): f"rank {e['rank']}: {first_line(_said(e)).partition('. ')[0]}" for e in errors}
+    lines = {e.rank: f"rank {e.rank}: {first_line(_said(e)).partition('. ')[0]}" for e in errors}
     for departure in silent:
         if departure.code is not None and departure.code not in (-signal.SIGTERM, 1):
             lines.setdefault(departure.rank, f"rank {departure.rank}: {ending(departure.code, '')}")
@@ -333,6 +334,7 @@ def summary_facts(failure: Failure) -> dict[str, Any]:
     curves = memory.curves_gib.items() if memory else ()
     return {
         "cause": failure.headline(),
+        "failure_kind": failure.kind,
         "rank": failure.rank,
         "where": failure.where,
         "source": failure.source,

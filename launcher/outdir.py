@@ -7,13 +7,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp import record
 from bert_dp.config import ConfigError
+from launcher import results
+from launcher.results import PlanFile
 
 
-def issues(where: Path, plan: str, what: str, now: Mapping[str, Any], fixed: Sequence[str]) -> list[str]:
+def issues(where: Path, plan: str, what: str, now: PlanFile, fixed: Sequence[str]) -> list[str]:
     """Why `where` cannot take this `what`; one line each. Its file `plan` holds what it was begun with, of
-    which the keys `fixed` must be as in `now`."""
+    which the fields `fixed` must be as in `now`."""
     try:
         standing = next(p for p in (where, *where.parents) if p.exists())
         if not standing.is_dir():
@@ -25,10 +26,10 @@ def issues(where: Path, plan: str, what: str, now: Mapping[str, Any], fixed: Seq
         return [f"--out: {where} cannot be used ({error.strerror})"]
     if not held:
         return []
-    before = record.read_json(where / plan)
+    before = results.find(where / plan, type(now))
     if before is None:
         return [f"--out: {where} is not empty and holds no {what}; choose another directory"]
-    changed = [key for key in fixed if before.get(key) != now[key]]
+    changed = [key for key in fixed if getattr(before, key) != getattr(now, key)]
     if changed:
         return [
             f"--out: {where} holds another {what} ({', '.join(changed)} differ); choose another "
@@ -37,10 +38,10 @@ def issues(where: Path, plan: str, what: str, now: Mapping[str, Any], fixed: Seq
     return []
 
 
-def check_machine(where: Path, plan: str, here: Mapping[str, Any]) -> None:
-    """Raises ConfigError when `where` was begun on another machine, with other versions or other data."""
-    before = (record.read_json(where / plan) or {}).get("machine", here)
-    before = before if isinstance(before, dict) else {}
+def check_machine(where: Path, begun: PlanFile | None, here: Mapping[str, Any]) -> None:
+    """Raises ConfigError when `where` was begun on another machine, with other versions or other data.
+    `begun`: its plan, None of a new one."""
+    before = here if begun is None or begun.machine is None else begun.machine
     if other := [key for key in here if before.get(key) != here[key]]:
         told = "; ".join(f"{key}: {before.get(key)} then, {here[key]} now" for key in other)
         raise ConfigError(

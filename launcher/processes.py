@@ -20,7 +20,8 @@ import psutil
 
 from bert_dp import record
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START
-from launcher import advice, failure
+from bert_dp.record_models import Summary
+from launcher import advice, failure, results
 from launcher.display import complain
 from launcher.failure import Failure
 from launcher.memory import MemoryWatch
@@ -126,12 +127,19 @@ def run(
         how = failure.ending(process.returncode, "and no summary")
         stuck = watch.hang if watch is not None else None
         unknown = Failure(
-            None, f"{launcher}: {how}", launcher_log, failure.tail_of(said), explanation=_stood_still(stuck)
+            None,
+            f"{launcher}: {how}",
+            launcher_log,
+            failure.tail_of(said),
+            explanation=_stood_still(stuck),
+            kind="no_cause",
         )
         if lost is not None:
             return _result(home, lost, unknown, pending)
         if hang is not None:
-            cause: Failure | None = Failure(hang.rank, hang.message, hang.log, hang.report, hang.where)
+            cause: Failure | None = Failure(
+                hang.rank, hang.message, hang.log, hang.report, hang.where, kind="hang"
+            )
         else:
             cause = failure.first_cause(logs, said, roll.departures)
         if cause is not None and (
@@ -209,31 +217,23 @@ def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: lis
     A stop signal does not hide a failure that it did not make: such a run has failed, with its cause.
     """
     stop = pending[0] if pending else 0
-    summary = record.read_json(run_dir / "summary.json")
-    if summary is not None and summary.get("status") in ("done", "stopped"):  # written after all was saved
-        return RunResult(int(summary["exit_code"]), None, stop)
+    summary = results.find(run_dir / "summary.json", Summary)
+    if summary is not None and summary.status != "failed":  # written after all was saved
+        return RunResult(summary.exit_code, None, stop)
     bad_input = cause is not None and cause.bad_input
-    told = summary is not None and summary.get("status") == "failed"  # by the ranks themselves
     code = 2 if bad_input else 1
-    if stop and not told and not bad_input and not _failed_anyway(cause):
+    if stop and summary is None and not bad_input and not _failed_anyway(cause):
         code = 128 + stop
         what = f"{signal.Signals(stop).name}: stopped before this run's next checkpoint"
-        cause = dataclasses.replace(unknown, message=what, tail=())
+        cause = dataclasses.replace(unknown, message=what, tail=(), kind="stopped")
     cause = cause or unknown
     step = 0
     for line in record.read_lines(run_dir / "metrics.jsonl"):
         step = line["step"]
-    facts = {
-        **(summary or {}),
-        "status": "failed",
-        "exit_code": code,
-        **failure.summary_facts(cause),
-        "signal": stop or None,
-        "step": step,
-        "schema_version": record.SCHEMA_VERSION,
-    }
+    facts = {"exit_code": code, **failure.summary_facts(cause), "signal": stop or None, "step": step}
+    summary = (summary or Summary(status="failed")).model_copy(update=facts)
     try:
-        record.write_json(run_dir / "summary.json", facts)
+        results.write(run_dir / "summary.json", summary)
     except OSError as error:
         cause = failure.of_a_disk(cause, run_dir, error)
     return RunResult(code, cause, stop)
@@ -252,7 +252,7 @@ def _failed_anyway(cause: Failure | None) -> bool:
     """Whether this is more than what a signal that ends ranks, or the end of their peers, leaves behind."""
     if cause is None or cause.killed_by in STOP_SIGNALS:
         return False
-    return not any(text in cause.message for text in (failure.NO_CAUSE, *failure.PEER_GONE))
+    return cause.kind not in ("no_cause", "peer_gone")
 
 
 @contextlib.contextmanager

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout
-from launcher import environment, processes
+from bert_dp.record_models import Restart, Summary
+from launcher import environment, processes, results
 from launcher.failure import Failure, first_line
 
 WITHOUT_PROGRESS = 3
@@ -47,7 +48,7 @@ def supervise(
     that failed while it was to stop.
     `sleep(seconds)` returns the stop signal that came meanwhile, or 0.
     """
-    past: list[dict[str, object]] = []
+    past: list[Restart] = []
     idle = 0
     while True:
         before = saved_step(run_dir)
@@ -55,7 +56,7 @@ def supervise(
         failure = result.failure
         if failure is None or result.exit_code != 1 or result.signal or len(past) == policy.max_restarts:
             break
-        if failure.directory_lost:
+        if failure.kind == "directory_lost":
             say("not started again: the run directory is not where it was")
             break
         if failure.agreed:
@@ -76,18 +77,19 @@ def supervise(
             f"from {where}: {first_line(failure.headline())}"
         )
         past.append(
-            {
-                "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-                "step": after,
-                "ranks": fewer,
-                "cause": failure.headline(),
-            }
+            Restart(
+                date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+                step=after,
+                ranks=fewer,
+                cause=failure.headline(),
+                failure_kind=failure.kind,
+            )
         )
         ranks = fewer
         if stop := (sleep or wait_for_signal)(wait_s):
             result = processes.RunResult(128 + stop, failure, stop)
             break
-    if past and not (result.failure and result.failure.directory_lost):
+    if past and not (result.failure and result.failure.kind == "directory_lost"):
         waited = {"exit_code": result.exit_code, "signal": result.signal} if result.exit_code > 128 else {}
         note(run_dir, {**waited, "restarts": past})
     return result
@@ -125,7 +127,7 @@ def wait_for_signal(seconds: float) -> int:
 
 def note(run_dir: Path, facts: dict[str, object]) -> None:
     """Add the restarts, and the signal that ended them, to summary.json."""
-    summary = record.read_json(run_dir / "summary.json")
+    summary = results.find(run_dir / "summary.json", Summary)
     if summary is not None:
         with contextlib.suppress(OSError):  # a full disk: the console has said it
-            record.write_json(run_dir / "summary.json", {**summary, **facts})
+            results.write(run_dir / "summary.json", summary.model_copy(update=facts))

@@ -37,7 +37,8 @@ from bert_dp.config import (
     with_budget,
 )
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
-from launcher import closing, environment, failure, page, processes, restarts, starters, watch
+from bert_dp.record_models import Summary
+from launcher import closing, environment, failure, page, processes, restarts, results, starters, watch
 from launcher.display import PLAIN, Display, show
 from launcher.failure import Failure, card
 from launcher.redact import WRITTEN, is_log, redact_argv, secrets, setting_issues
@@ -322,9 +323,9 @@ def resume_issues(run_dir: Path, config: Config, resume: str, data_hash: str) ->
 
 def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
     """Whether the run has ended by itself and its newest checkpoint has spent the budget."""
-    summary = record.read_json(run_dir / "summary.json")
+    summary = results.find(run_dir / "summary.json", Summary)
     found = record.newest_checkpoint_facts(run_dir)
-    if resume != "auto" or summary is None or found is None or summary.get("status") != "done":
+    if resume != "auto" or summary is None or found is None or summary.status != "done":
         return False
     facts = found[1]
     return progress_at(config, facts.step, facts.samples, facts.elapsed_s) >= 1.0

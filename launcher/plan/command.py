@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 from pathlib import Path
 from typing import Annotated
 
@@ -60,6 +59,7 @@ def plan_scaling(
     json: Json = False,
 ) -> None:
     """Step time and efficiency of N GPUs from one GPU's profile, and which change would help most."""
+    from launcher import results
     from launcher.plan import inputs, scaling, table
 
     accumulations = scaling.parse_counts(accumulation, "--accumulation") if accumulation else ()
@@ -80,6 +80,6 @@ def plan_scaling(
     )
     answer = scaling.answer(source, question)
     if json:
-        typer.echo(jsonlib.dumps(answer, indent=1))
+        typer.echo(results.to_json(answer), nl=False)
     else:
-        console().print(table.scaling_table(answer))
+        console().print(table.scaling_table(results.plain(answer)))

@@ -9,17 +9,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp import record
 from bert_dp.config import Config, ConfigError, ModelConfig, load_config
-from bert_dp.config.stored import read_regular
 from bert_dp.cost import flops_per_token, num_parameters, peak_flops
+from launcher import results
 from launcher.plan import timeline
 from launcher.plan.device import Device
-from launcher.plan.document import CellFacts, Document, ProfileFacts, read_document
 from launcher.plan.hardware import Gpu, constant, hardware
 from launcher.plan.links import GB, Curve, curve
 from launcher.plan.predict import Profile, default_spread, with_micro
 from launcher.plan.timeline import Gradient
+from launcher.results import Cell
 
 _BERT: dict[str, Any] = {
     "vocab_size": 30_522,
@@ -40,6 +39,9 @@ RATES = 1e-6, 1e9  # sequences/s that one rank may have
 MAX_MICRO = 1_000_000
 SAME = 0.01  # by which the parameters of --model and of the profile may differ
 NARROW = {"bf16": 2.0, "fp16": 2.0, "fp64": 8.0}
+GIVE = (
+    "give what `bert-dp scale` writes, scaling.json or profile.json, or --model with --seq-per-s and --micro"
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Source:
     """Measured all-reduces within one machine, by world size."""
     slowdowns: Mapping[int, float] = dataclasses.field(default_factory=dict)
     """1 / measured ceiling efficiency, by world size."""
-    cells: Sequence[CellFacts] = ()
+    cells: Sequence[Cell] = ()
     """Measured cells of the same benchmark, to set beside the prediction."""
     device: Device | None = None
 
@@ -100,37 +102,42 @@ def from_file(path: Path, model: str | None = None) -> Source:
     """scaling.json or profile.json; `model` gives the shape that tensor parallelism needs. Raises
     ConfigError."""
     try:
-        data = record.parse_json(read_regular(path, record.MAX_JSON_BYTES))
-    except OSError as error:
-        raise ConfigError(
-            [
-                f"--from: {path} cannot be read ({error.strerror}); give scaling.json or "
-                "profile.json of `bert-dp scale`"
-            ]
-        ) from None
-    except ValueError as error:
-        raise ConfigError([f"--from: {path} is not JSON ({error})"]) from None
-    return from_data(data, str(path), model)
+        data = results.load(path, GIVE)
+        measured = read_measured(data, str(path))
+    except ConfigError as error:
+        raise ConfigError([f"--from: {issue}" for issue in error.issues]) from None
+    return from_scaling(measured, str(path), model)
 
 
-def from_data(data: Any, name: str, model: str | None = None) -> Source:
-    """The same of what such a file holds."""
-    document = read_document(data, name)
-    facts = document.profile
+def read_measured(data: Any, name: str) -> results.Scaling:
+    """What scaling.json holds, or profile.json, which is the profile of one without cells. Raises
+    ConfigError."""
+    if isinstance(data, dict) and "gradients" in data:
+        return results.Scaling(profile=results.parse(data, results.Profile, name))
+    if not isinstance(data, dict) or "profile" not in data:
+        raise ConfigError([f"{name} holds no profile; {GIVE}"])
+    return results.parse(data, results.Scaling, name)
+
+
+def from_scaling(scaling: results.Scaling, name: str, model: str | None = None) -> Source:
+    """The same of what the file called `name` holds."""
+    facts = scaling.profile
+    if facts is None:
+        raise ConfigError([f"--from: {name} holds no profile; {GIVE}"])
     measured = _profile(facts, _shape(model, facts, name) if model else None)
-    links = [link for link in document.links or () if link.points]
+    links = [link for link in scaling.links if link.points]
     curves = {
         link.world_size: curve(link.world_size, [(p.bytes, p.seconds) for p in link.points]) for link in links
     }
-    settings = document.settings
+    settings = scaling.settings
     notes = [f"profile of {facts.device}, {facts.precision or 'precision not told'}: {name}"]
-    cells = [cell for cell in document.cells or () if cell.status == "ok"]
-    measured = _as_measured(measured, document, notes)
+    cells = [cell for cell in scaling.cells if cell.status == "ok"]
+    measured = _as_measured(measured, scaling, notes)
     slowdowns = _slowdowns(cells)
     if slowdowns:
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
         notes.append(f"computation slowed as the measured ceiling says ({counts}), beyond as the last")
-    flops = settings.flops_per_token if settings else None
+    flops = settings.flops_per_token
     if flops is None and model:
         flops = _model_flops(model)
     precision = facts.precision or ""
@@ -138,7 +145,7 @@ def from_data(data: Any, name: str, model: str | None = None) -> Source:
     device = Device(facts.device, precision, peak_flops(facts.device, precision), flops)
     return Source(
         measured,
-        (settings and settings.accumulation) or 1,
+        settings.accumulation or 1,
         default_spread(facts.device),
         tuple(notes),
         curves,
@@ -148,16 +155,16 @@ def from_data(data: Any, name: str, model: str | None = None) -> Source:
     )
 
 
-def _as_measured(profile: Profile, document: Document, notes: list[str]) -> Profile:
+def _as_measured(profile: Profile, scaling: results.Scaling, notes: list[str]) -> Profile:
     """As fast as the run of one rank, which loads data and logs too."""
-    alone = document.alone()
+    alone = scaling.alone()
     if alone is None or alone.step_s is None:
         return profile
     micro_s = (alone.step_s - profile.optimizer_s) / alone.accumulation
     if micro_s <= 0:
         return profile
     notes.append(f"one rank's step is the measured one, {alone.step_s:.4g} s (cell {alone.id})")
-    return with_micro(profile, micro_s * profile.micro_batch / (alone.micro_batch or profile.micro_batch))
+    return with_micro(profile, micro_s * profile.micro_batch / alone.micro_batch)
 
 
 def from_rate(model: str, seq_per_s: float, micro: int, accumulation: int, gpu: str | None) -> Source:
@@ -230,7 +237,7 @@ def _configuration(name: str) -> Config:
     return load_config(find_config(name, None))
 
 
-def _shape(model: str, facts: ProfileFacts, name: str) -> ModelConfig:
+def _shape(model: str, facts: results.Profile, name: str) -> ModelConfig:
     """Raises ConfigError when it is not the model that was profiled."""
     shape, _, count = find_model(model)
     if facts.parameters and abs(count / facts.parameters - 1) > SAME:
@@ -243,7 +250,7 @@ def _shape(model: str, facts: ProfileFacts, name: str) -> ModelConfig:
     return shape
 
 
-def _profile(facts: ProfileFacts, shape: ModelConfig | None) -> Profile:
+def _profile(facts: results.Profile, shape: ModelConfig | None) -> Profile:
     blocks = {found[1] for g in facts.gradients if (found := re.search(r"\.(\d+)\.", g.name or ""))}
     return Profile(
         facts.whole_s,
@@ -261,7 +268,7 @@ def _profile(facts: ProfileFacts, shape: ModelConfig | None) -> Profile:
     )
 
 
-def _slowdowns(cells: Sequence[CellFacts]) -> dict[int, float]:
+def _slowdowns(cells: Sequence[Cell]) -> dict[int, float]:
     """At least 1: that N copies are faster than as many lone ranks is noise, or a slow baseline."""
     found: dict[int, list[float]] = {}
     for cell in cells:

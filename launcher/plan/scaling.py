@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, get_args
 
 from bert_dp.config import ConfigError
+from launcher import results
 from launcher.plan.device import state_gib
-from launcher.plan.document import CellFacts
 from launcher.plan.hardware import constant, find_link, hardware
 from launcher.plan.inputs import Source
 from launcher.plan.links import Fabric
 from launcher.plan.predict import Engine, Prediction, Profile, Scenario, predict, with_micro
 from launcher.plan.timeline import FIRST_BUCKET, MIB, Gradient
+from launcher.results import Cell, ComparedCell, Lever, PredictedRow, PredictedSplit
 
 MAX_GPUS = 1_000_000
 BOUNDS = ("no stragglers", "perfect overlap")
@@ -60,9 +61,9 @@ def parse_counts(text: str, setting: str) -> tuple[int, ...]:
     return tuple(dict.fromkeys(counts))
 
 
-def answer(source: Source, question: Question) -> dict[str, Any]:
-    """The prediction as JSON: `rows` for each accumulation, tensor size and number of GPUs, `assumptions`,
-    `measured` cells beside their prediction. Raises ConfigError with every problem."""
+def answer(source: Source, question: Question) -> results.Prediction:
+    """A row for each accumulation, tensor size and number of GPUs, and the measured cells beside their
+    prediction. Raises ConfigError with every problem."""
     _check(source, question)
     profile = _narrowed(source.profile, question.reduce_dtype)
     rows = []
@@ -86,13 +87,12 @@ def answer(source: Source, question: Question) -> dict[str, Any]:
         f"of the communication that runs beside the backward pass {100 * gain:.0f} % is gained",
         *_device_notes(source, question, rows),
     ]
-    return {
-        "schema_version": 1,
-        "engine": question.engine,
-        "assumptions": assumptions,
-        "rows": rows,
-        "measured": against_measured(source, question),
-    }
+    return results.Prediction(
+        engine=question.engine,
+        assumptions=assumptions,
+        rows=rows,
+        measured=against_measured(source, question),
+    )
 
 
 def scenario_of(source: Source, question: Question, ranks: int, tensor: int, accumulation: int) -> Scenario:
@@ -127,7 +127,7 @@ def scenario_of(source: Source, question: Question, ranks: int, tensor: int, acc
     )
 
 
-def levers(profile: Profile, scenario: Scenario) -> list[dict[str, Any]]:
+def levers(profile: Profile, scenario: Scenario) -> list[Lever]:
     """What one change would make of the rate: `gain` = tokens/s over tokens/s now, less one; best first. A
     `bound` is no setting: it says what is lost there. A greater batch is as fast per sequence."""
     if scenario.ranks == 1:
@@ -145,22 +145,20 @@ def levers(profile: Profile, scenario: Scenario) -> list[dict[str, Any]]:
     ]
     if profile.gradient_bytes > 2 and scenario.engine == "ddp":
         changes.append(("16-bit gradients", _narrowed(profile, "bf16"), scenario))
-    found = []
+    gains = []
     for name, changed_profile, changed in changes:
         then = predict(changed_profile, changed)
         gain = then.tokens_per_s / now.tokens_per_s - 1
         if name in BOUNDS and gain < 0:  # one bucket without overlap may beat many that overlap
             continue
-        found.append(
-            {"lever": name, "gain": gain, "tokens_per_s": then.tokens_per_s, "bound": name in BOUNDS}
-        )
-    return sorted(found, key=lambda lever: -lever["gain"])
+        gains.append(Lever(lever=name, gain=gain, tokens_per_s=then.tokens_per_s, bound=name in BOUNDS))
+    return sorted(gains, key=lambda lever: -lever.gain)
 
 
-def against_measured(source: Source, question: Question) -> list[dict[str, Any]]:
+def against_measured(source: Source, question: Question) -> list[ComparedCell]:
     """Every measured cell of engines that are modelled, beside what is predicted for it from the one-rank
     profile, the all-reduce curve and the ceiling."""
-    found = []
+    compared = []
     for cell in source.cells:
         asked = dataclasses.replace(question, engine=cell.engine, gpus=(cell.world_size,))
         if cell.tokens_per_s is None or not _modelled(source, asked, cell):
@@ -168,28 +166,26 @@ def against_measured(source: Source, question: Question) -> list[dict[str, Any]]
         if cell.engine == "single":
             asked = dataclasses.replace(asked, engine="ddp")
         scenario = scenario_of(source, asked, cell.world_size, cell.tensor, cell.accumulation)
-        then = predict(
-            _with_micro_batch(source.profile, cell.micro_batch or source.profile.micro_batch), scenario
-        )
+        then = predict(_with_micro_batch(source.profile, cell.micro_batch), scenario)
         interval = cell.step_time_s.ci95 if cell.step_time_s else None
-        found.append(
-            {
-                "cell": cell.id,
-                "ranks": cell.world_size,
-                "predicted_step_s": then.step_s,
-                "measured_step_s": cell.step_s,
-                "ci95": interval,
-                "within": interval[0] <= then.step_s <= interval[1] if interval else None,
-                "predicted_tokens_per_s": then.tokens_per_s,
-                "measured_tokens_per_s": cell.tokens_per_s,
-                "predicted_efficiency": then.efficiency,
-                "measured_efficiency": cell.efficiency,
-            }
+        compared.append(
+            ComparedCell(
+                cell=cell.id,
+                ranks=cell.world_size,
+                predicted_step_s=then.step_s,
+                measured_step_s=cell.step_s,
+                ci95=interval,
+                within=interval[0] <= then.step_s <= interval[1] if interval else None,
+                predicted_tokens_per_s=then.tokens_per_s,
+                measured_tokens_per_s=cell.tokens_per_s,
+                predicted_efficiency=then.efficiency,
+                measured_efficiency=cell.efficiency,
+            )
         )
-    return found
+    return compared
 
 
-def _modelled(source: Source, asked: Question, cell: CellFacts) -> bool:
+def _modelled(source: Source, asked: Question, cell: Cell) -> bool:
     """Whether the cell's engine, its links and its tensor parallelism can be predicted."""
     linked = (asked.link or source.curves) and (asked.inter or _per_node(asked) >= cell.world_size)
     return (
@@ -267,35 +263,35 @@ def _link_issues(source: Source, question: Question) -> list[str]:
     return []
 
 
-def _row(source: Source, profile: Profile, scenario: Scenario) -> dict[str, Any]:
+def _row(source: Source, profile: Profile, scenario: Scenario) -> PredictedRow:
     p: Prediction = predict(profile, scenario)
     device, state = source.device, state_gib(profile, scenario)
     alone = p.tokens_per_s / p.efficiency / p.ranks
-    return {
-        "world_size": p.ranks,
-        "tensor": scenario.tensor,
-        "accumulation": scenario.accumulation,
-        "global_batch": scenario.replicas * scenario.accumulation * profile.micro_batch,
-        "step_time_s": p.step_s,
-        "split_s": {
-            "forward_backward": p.compute_s,
-            "optimizer": p.optimizer_s,
-            "straggler": p.straggler_s,
-            "exposed_comm": p.exposed_s,
-        },
-        "exposed_comm_fraction": p.exposed_s / p.step_s,
-        "tokens_per_s": p.tokens_per_s,
-        "samples_per_s": p.tokens_per_s / profile.sequence_length,
-        "speedup": p.tokens_per_s / alone,
-        "efficiency": p.efficiency,
-        "mfu": device.mfu(p) if device else None,
-        "state_gib": state,
-        "fits": device.holds(state) if device else None,
-        "levers": levers(profile, scenario),
-    }
+    return PredictedRow(
+        world_size=p.ranks,
+        tensor=scenario.tensor,
+        accumulation=scenario.accumulation,
+        global_batch=scenario.replicas * scenario.accumulation * profile.micro_batch,
+        step_time_s=p.step_s,
+        split_s=PredictedSplit(
+            forward_backward=p.compute_s,
+            optimizer=p.optimizer_s,
+            straggler=p.straggler_s,
+            exposed_comm=p.exposed_s,
+        ),
+        exposed_comm_fraction=p.exposed_s / p.step_s,
+        tokens_per_s=p.tokens_per_s,
+        samples_per_s=p.tokens_per_s / profile.sequence_length,
+        speedup=p.tokens_per_s / alone,
+        efficiency=p.efficiency,
+        mfu=device.mfu(p) if device else None,
+        state_gib=state,
+        fits=device.holds(state) if device else None,
+        levers=levers(profile, scenario),
+    )
 
 
-def _device_notes(source: Source, question: Question, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def _device_notes(source: Source, question: Question, rows: Sequence[PredictedRow]) -> list[str]:
     device, notes = source.device, []
     if device is None:
         return []
@@ -303,12 +299,12 @@ def _device_notes(source: Source, question: Question, rows: Sequence[Mapping[str
         notes.append(
             f"MFU over {device.peak_flops / 1e12:g} TFLOP/s a GPU: {device.name}, {device.precision}"
         )
-    if tight := [row for row in rows if row["fits"] is False]:
-        worst = max(tight, key=lambda row: float(row["state_gib"]))
-        places = ", ".join(dict.fromkeys(str(row["world_size"]) for row in tight))
+    if tight := [row for row in rows if row.fits is False]:
+        most_gib = max(row.state_gib or 0.0 for row in tight)
+        places = ", ".join(dict.fromkeys(str(row.world_size) for row in tight))
         notes.append(
             f"DOES NOT FIT on {places} GPUs: weights, gradients and optimizer alone take up to "
-            f"{worst['state_gib']:.1f} GiB a rank with {question.engine}, {device.name} has "
+            f"{most_gib:.1f} GiB a rank with {question.engine}, {device.name} has "
             f"{device.memory_gib:g}; more --tensor or another --engine divides them"
         )
     return notes

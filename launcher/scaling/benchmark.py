@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bert_dp import record
 from bert_dp.config import ConfigError, load_config, read_manifest
-from launcher import environment, outdir, starters, training
+from launcher import environment, outdir, results, starters, training
 from launcher.display import PLAIN, show, teller
 from launcher.plan import inputs
 from launcher.plan.scaling import Question, answer
@@ -54,14 +53,14 @@ def scale(
         )
     machine = environment.probe()
     grid = Grid(config, settings, machine, on_gpu=gpus > 0)
-    if issues := [*issues, *grid.issues, *outdir.issues(where, "grid.json", "grid", plan_facts(grid), FIXED)]:
+    if issues := [*issues, *grid.issues, *outdir.issues(where, "grid.json", "grid", plan_of(grid), FIXED)]:
         raise ConfigError(issues)
 
     say = teller(console, as_json)
     describe(grid, where, say, overrides, cores=None if gpus else machine.affinity_cores)
     if dry_run:
         if as_json:
-            sys.stdout.write(json.dumps(plan_facts(grid), indent=1) + "\n")
+            sys.stdout.write(results.to_json(plan_of(grid)))
         return 0
     directory = training.prepare_data(config)
     with training.claim(where, ".lock", "--out", "benchmark"):
@@ -81,18 +80,15 @@ def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:
     }
 
 
-def plan_facts(grid: Grid) -> dict[str, Any]:
+def plan_of(grid: Grid) -> results.GridFile:
     """grid.json: what is to be run. JSON values only, so that it compares with what was read back."""
-    facts = {
-        "schema_version": record.SCHEMA_VERSION,
-        "config_hash": grid.config.hash(),
-        "config": grid.config.model_dump(mode="json"),
-        "settings": dataclasses.asdict(grid.settings),
-        "cells": [dataclasses.asdict(cell) for cell in grid.cells],
-        "order": [[cell.id, repeat] for cell, repeat in grid.order(len(grid.cells))],
-    }
-    plain: dict[str, Any] = json.loads(json.dumps(facts))
-    return plain
+    return results.GridFile(
+        config_hash=grid.config.hash(),
+        config=grid.config.model_dump(mode="json"),
+        settings=json.loads(json.dumps(dataclasses.asdict(grid.settings))),
+        cells=[dataclasses.asdict(cell) for cell in grid.cells],
+        order=[[cell.id, repeat] for cell, repeat in grid.order(len(grid.cells))],
+    )
 
 
 def describe(grid: Grid, where: Path, say: Say, overrides: Sequence[str], *, cores: int | None) -> None:
@@ -124,15 +120,15 @@ def run_locked(
 ) -> int:
     """The grid, and its result; also what there is of it when a signal came."""
     say = teller(console, as_json)
-    plan = plan_facts(grid)
+    plan = plan_of(grid)
     machine = environment.probe(out).to_json()
     manifest = read_manifest(directory)
     here = identity(machine, manifest.hash)
-    outdir.check_machine(out, "grid.json", here)
-    record.write_json(out / "grid.json", {**plan, "machine": here})
+    outdir.check_machine(out, results.find(out / "grid.json", results.GridFile), here)
+    results.write(out / "grid.json", plan.model_copy(update={"machine": here}))
     facts = {
         "environment": machine,
-        "config_hash": plan["config_hash"],
+        "config_hash": plan.config_hash,
         "data_hash": manifest.hash,
         "command": redact_argv(sys.argv),
     }
@@ -146,33 +142,31 @@ def run_locked(
         stopped = stop.number
         say(f"stopped: {out} holds what was measured; the same command goes on")
     scaling = collect(grid, out, facts=facts)
-    if stopped:
-        scaling["status"] = "partial"
-    scaling["verdicts"] = verdicts(scaling)
-    scaling["prediction"] = predicted(scaling)
+    judged = {"verdicts": verdicts(scaling.cells), "prediction": predicted(scaling)}
+    scaling = scaling.model_copy(update=judged | ({"status": "partial"} if stopped else {}))
     write(scaling, out)
     if as_json:
-        sys.stdout.write(json.dumps(scaling, indent=1) + "\n")
+        sys.stdout.write(results.to_json(scaling))
     else:
-        show(console, report.Summary(scaling))
+        show(console, report.Summary(results.plain(scaling)))
         show(console, f"page: {out / 'report.html'}", **PLAIN)
-    ran = any(cell["status"] == "ok" for cell in scaling["cells"])
+    ran = any(cell.status == "ok" for cell in scaling.cells)
     return 128 + stopped if stopped else 0 if ran else 1
 
 
-def predicted(scaling: dict[str, Any]) -> dict[str, Any] | None:
+def predicted(scaling: results.Scaling) -> results.Prediction | None:
     """What `plan scaling` says of these cells from one rank's profile, the links and the ceiling; None where
     one of them was not measured."""
     try:
-        source = inputs.from_data(scaling, "scaling.json")
-        gpus = tuple(sorted({cell["world_size"] for cell in scaling["cells"]}))
+        source = inputs.from_scaling(scaling, "scaling.json")
+        gpus = tuple(sorted({cell.world_size for cell in scaling.cells}))
         return answer(source, Question(gpus=gpus))
     except ConfigError:
         return None
 
 
-def write(scaling: dict[str, Any], out: Path) -> None:
+def write(scaling: results.Scaling, out: Path) -> None:
     """scaling.json, and what is made of it."""
-    record.write_json(out / "scaling.json", scaling)
-    report.write_csv(scaling, out / "scaling.csv")
-    page.write(scaling, out / "report.html")
+    results.write(out / "scaling.json", scaling)
+    report.write_csv(results.plain(scaling), out / "scaling.csv")
+    page.write(results.plain(scaling), out / "report.html")

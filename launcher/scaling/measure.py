@@ -14,13 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.config import dump_config
-from launcher import processes, watch
+from bert_dp.config import ConfigError, dump_config
+from launcher import processes, results, watch
 from launcher.display import complain
 from launcher.report import format_duration, format_si
-from launcher.runs import number
 from launcher.scaling.grid import Cell, Grid
-from launcher.scaling.raw import ended, result, run_dir
+from launcher.scaling.raw import ended, read_summary, result, run_dir
 
 Say = Callable[[str], None]
 
@@ -91,8 +90,9 @@ def run_cell(grid: Grid, cell: Cell, directory: Path, *, on_gpu: bool, say: Say)
     how = ended(directory)
     if how != "ok":
         return f"{how}: {result.failure.headline() if result.failure else 'no cause known'}"
-    summary = record.read_json(directory / "summary.json") or {}
-    return f"{format_si(summary['tokens_per_s'], 'tokens/s')} over {cell.world_size} ranks, warm-up included"
+    summary = read_summary(directory)
+    rate = format_si(summary.tokens_per_s if summary else None, "tokens/s")
+    return f"{rate} over {cell.world_size} ranks, warm-up included"
 
 
 class Progress:
@@ -127,7 +127,7 @@ def measure_links(grid: Grid, out: Path, say: Say) -> None:
     """links-N.json: all-reduces over each number of ranks, at a sweep of sizes and DDP's real buckets."""
     for count in sorted({c.world_size for c in grid.cells if c.world_size > 1}):
         path = out / f"links-{count}.json"
-        if (record.read_json(path) or {}).get("points"):
+        if (link := results.find(path, results.Link)) is not None and link.points:
             continue
         buckets = bucket_sizes(grid, out, count)
         sizes = sorted({*SWEEP, *buckets})
@@ -135,34 +135,34 @@ def measure_links(grid: Grid, out: Path, say: Say) -> None:
         arguments = [str(count), str(LINK_S), *map(str, sizes)]
         lines = helper("bert_dp.measure.all_reduce", arguments, out, cores=None)
         points = [
-            {
-                "bytes": p["bytes"],
-                "seconds": p["seconds_median"],
-                "busbw_gb_s": p["busbw_gb_s"],
-                "algbw_gb_s": p["bytes"] / p["seconds_median"] / 1e9,
-                "repeats": p["repeats"],
-                "bucket": any(abs(p["bytes"] - size) < 8 for size in buckets),
-            }
+            results.LinkPoint(
+                bytes=p["bytes"],
+                seconds=p["seconds_median"],
+                busbw_gb_s=p["busbw_gb_s"],
+                algbw_gb_s=p["bytes"] / p["seconds_median"] / 1e9,
+                repeats=p["repeats"],
+                bucket=any(abs(p["bytes"] - size) < 8 for size in buckets),
+            )
             for p in lines
         ]
         if points:
-            facts = {"world_size": count, "backend": lines[0]["backend"], "points": points}
-            record.write_json(path, facts)
+            link = results.Link(world_size=count, backend=lines[0]["backend"], points=points)
+            results.write(path, link)
 
 
 def bucket_sizes(grid: Grid, out: Path, count: int) -> list[int]:
     """Bytes of each bucket that DDP reduced over `count` ranks."""
     for cell in grid.cells:
         if cell.world_size == count and cell.kind == "run" and cell.tensor == 1:
-            summary = record.read_json(run_dir(out, cell, 0) / "summary.json") or {}
-            if sizes := (summary.get("ddp") or {}).get("bucket_bytes"):
-                return sorted({int(size) for size in sizes})
+            summary = read_summary(run_dir(out, cell, 0))
+            if summary is not None and summary.ddp is not None and summary.ddp.bucket_bytes:
+                return sorted({*summary.ddp.bucket_bytes})
     return []
 
 
 def measure_profile(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
     """profile.json: one rank's step, taken apart."""
-    if record.read_json(out / "profile.json") is not None:
+    if results.find(out / "profile.json", results.Profile) is not None:
         return
     lone = next(cell for cell in grid.cells if cell.engine == "single")
     config = grid.config_of(lone)
@@ -173,19 +173,26 @@ def measure_profile(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
     record.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
     say("profile: when each gradient is ready")
     lines = helper("bert_dp.measure.profiling", [str(path)], out, cores=None if on_gpu else _one_share(grid))
-    if lines:
-        record.write_json(out / "profile.json", lines[-1])
+    _keep(lines, results.Profile, out / "profile.json")
 
 
 def measure_peak(grid: Grid, out: Path, *, on_gpu: bool, say: Say) -> None:
     """peak.json: the matmul rate of one rank's device."""
-    if number((record.read_json(out / "peak.json") or {}).get("matmul_flops")) is not None:
+    if results.find(out / "peak.json", results.PeakFile) is not None:
         return
     say("peak: the matmul rate of one device")
     cores = None if on_gpu else _one_share(grid)
     lines = helper("bert_dp.measure.peak", [grid.config.precision, "2"], out, cores=cores)
+    _keep(lines, results.PeakFile, out / "peak.json")
+
+
+def _keep(lines: Sequence[Any], model: type[results.StoredFile], path: Path) -> None:
+    """Write the last line that a helper printed; one that contradicts itself is told, and not kept."""
     if lines:
-        record.write_json(out / "peak.json", lines[-1])
+        try:
+            results.write(path, results.parse(lines[-1], model, path.name))
+        except ConfigError as error:
+            complain(f"warning: {error}")
 
 
 def helper(

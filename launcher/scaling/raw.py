@@ -5,18 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from bert_dp import record
+from bert_dp.record_models import Summary
+from launcher import results
 from launcher.scaling.grid import Cell, Grid
 
-OUT_OF_MEMORY = (
-    "out of memory",
-    "outofmemory",
-    "memoryerror",
-    "can't allocate memory",
-    "cannot allocate memory",
-)
+Ended = Literal["ok", "oom", "failed"]
 PARTS = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
 
 
@@ -30,9 +26,9 @@ class Repeat:
     memory_gib: list[float]
     exposed_s: list[float]
     """DDP's own samples: seconds of reductions that no backward pass covered, of rank 0; [] without DDP."""
-    lines: list[dict[str, Any]]
-    """metrics.jsonl."""
-    summary: dict[str, Any]
+    curve: list[tuple[int, float]]
+    """(tokens, loss) of each logged step whose loss is finite."""
+    summary: Summary
 
 
 def run_dir(out: Path, cell: Cell, repeat: int) -> Path:
@@ -40,20 +36,24 @@ def run_dir(out: Path, cell: Cell, repeat: int) -> Path:
     return out / "runs" / f"{cell.id}-r{repeat}"
 
 
-def ended(directory: Path) -> str | None:
-    """How a run says it has ended: ok, oom or failed; None when it has not, or a signal ended it."""
-    summary = record.read_json(directory / "summary.json")
-    if summary is None or summary.get("signal"):
+def read_summary(directory: Path) -> Summary | None:
+    """summary.json of a run; None when there is none, or a damaged one."""
+    return results.find(directory / "summary.json", Summary)
+
+
+def ended(directory: Path) -> Ended | None:
+    """How a run says it has ended; None when it has not, or a signal ended it."""
+    summary = read_summary(directory)
+    if summary is None or summary.signal:
         return None
-    if summary.get("status") == "done":
+    if summary.status == "done":
         return "ok"
-    told = " ".join([str(summary.get("cause")), *map(str, summary.get("explanation") or ())]).lower()
-    return "oom" if any(words in told for words in OUT_OF_MEMORY) else "failed"
+    return "oom" if summary.out_of_memory else "failed"
 
 
-def result(grid: Grid, cell: Cell, directory: Path) -> tuple[str | None, Repeat | None]:
-    """(ok | oom | failed | None, the records of one that is ok). None: it must be run (again), also because
-    its records are not whole."""
+def result(grid: Grid, cell: Cell, directory: Path) -> tuple[Ended | None, Repeat | None]:
+    """(how it ended, the records of one that is ok). None: it must be run (again), also because its records
+    are not whole."""
     how = ended(directory)
     if how != "ok":
         return how, None
@@ -81,6 +81,7 @@ def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat
             exposed = [float(s) for s in samples if s is not None]
     if min(min(each) for each in parts["step_s"]) <= 0:
         raise ValueError(f"{directory}: a step of no time")
-    lines = list(record.read_lines(directory / "metrics.jsonl"))
-    summary = record.read_json(directory / "summary.json") or {}
-    return Repeat(directory.name, parts, memory, exposed, lines, summary)
+    lines = record.read_lines(directory / "metrics.jsonl")
+    curve = [(int(line["tokens"]), float(line["loss"])) for line in lines if line["loss"] is not None]
+    summary = read_summary(directory) or Summary(status="done")
+    return Repeat(directory.name, parts, memory, exposed, curve, summary)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from bert_dp import record
-from launcher.runs import number
+from bert_dp import cost
+from bert_dp.record_models import FailureKind, Summary
+from launcher import results
+from launcher.results import Cell, CellStatus, Scaling
 from launcher.scaling import stats
-from launcher.scaling.grid import Cell, Grid
-from launcher.scaling.raw import Repeat, result, run_dir
+from launcher.scaling.grid import Cell as GridCell
+from launcher.scaling.grid import Grid
+from launcher.scaling.raw import Repeat, read_summary, result, run_dir
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run
 STRAGGLER_RATIO, STRAGGLER_STEPS = 1.2, 10  # as the worker has it
@@ -23,7 +26,7 @@ Facts = dict[str, Any]
 class Measured:
     """One cell's repeats, and the figures that need no other cell."""
 
-    def __init__(self, cell: Cell, repeats: Sequence[Repeat], sequence_length: int, seed: int):
+    def __init__(self, cell: GridCell, repeats: Sequence[Repeat], sequence_length: int, seed: int):
         self.cell, self.repeats = cell, repeats
         self.tokens = cell.global_batch * sequence_length  # of a step, over all ranks
         self.steps = [self._step_seconds(r) for r in repeats]
@@ -56,7 +59,7 @@ class Measured:
         flat = [[s for rank in self.repeats[place].parts[name] for s in rank] for place in middle]
         return sum(sum(each) / len(each) for each in flat) / len(middle)
 
-    def ranks(self) -> list[Facts]:
+    def ranks(self) -> list[results.RankTimes]:
         """Per rank: five numbers over all repeats' steps, and its greatest memory."""
         out = []
         for rank in range(self.cell.world_size):
@@ -65,12 +68,12 @@ class Measured:
             )
             memory = max(r.memory_gib[rank] for r in self.repeats)
             out.append(
-                {
-                    "rank": rank,
-                    "step_time_s": stats.five_numbers(steps),
-                    "own_work_s": stats.five_numbers(own),
-                    "peak_memory_gib": memory,
-                }
+                results.RankTimes(
+                    rank=rank,
+                    step_time_s=results.FiveNumbers(**stats.five_numbers(steps)),
+                    own_work_s=results.FiveNumbers(**stats.five_numbers(own)),
+                    peak_memory_gib=memory,
+                )
             )
         return out
 
@@ -87,212 +90,164 @@ class Measured:
         ratio = totals[slowest] / stats.median([*totals[:slowest], *totals[slowest + 1 :]])
         return ratio, slowest if ratio > STRAGGLER_RATIO and steps >= STRAGGLER_STEPS else None
 
-    def curve(self) -> list[list[float]]:
-        """[tokens, loss] of the first repeat; the losses of the others are the same by construction."""
-        return [[line["tokens"], line["loss"]] for line in self.repeats[0].lines if line["loss"] is not None]
+    @property
+    def curve(self) -> list[tuple[int, float]]:
+        """(tokens, loss) of the first repeat; the losses of the others are the same by construction."""
+        return self.repeats[0].curve
 
 
-def collect(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Facts:
+def collect(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Scaling:
     """scaling.json from the files of `out`. `facts`: environment, command, config_hash."""
     sequence = grid.config.data.sequence_length
     measured: dict[str, Measured] = {}
-    states: dict[str, tuple[str, str | None]] = {}
+    states: dict[str, State] = {}
     for seed, cell in enumerate(grid.cells):
         repeats, states[cell.id] = _repeats_of(cell, grid, out)
         if repeats:
             measured[cell.id] = Measured(cell, repeats, sequence, seed)
     first = next(iter(measured.values()), None)
     settings = _settings(grid, first)
-    peak = record.read_json(out / "peak.json")
+    peak_file = results.find(out / "peak.json", results.PeakFile)
+    peak = results.Peak(
+        datasheet_flops=cost.peak_flops(str(settings.device), str(settings.precision)),
+        matmul_flops=peak_file.matmul_flops if peak_file else None,
+        shapes=peak_file.shapes if peak_file else [],
+    )
     cells = [_cell(cell, grid, measured, states[cell.id], settings, peak) for cell in grid.cells]
-    links = [found for path in sorted(out.glob("links-*.json")) if (found := record.read_json(path))]
-    modes, profile = grid.settings.modes, record.read_json(out / "profile.json")
+    links = [
+        link
+        for path in sorted(out.glob("links-*.json"))
+        if (link := results.find(path, results.Link)) is not None
+    ]
+    modes, profile = grid.settings.modes, results.find(out / "profile.json", results.Profile)
     counts = {cell.world_size for cell in grid.cells if cell.world_size > 1}
-    whole = profile is not None and peak is not None and len(links) == len(counts)
-    return {
-        "schema_version": record.SCHEMA_VERSION,
-        "status": "complete" if whole and all(c["status"] != "pending" for c in cells) else "partial",
+    whole = profile is not None and peak_file is not None and len(links) == len(counts)
+    return Scaling(
+        status="complete" if whole and all(c.status != "pending" for c in cells) else "partial",
         **facts,
-        "mode": modes[0] if len(modes) == 1 else "both",
-        "settings": settings,
-        "baseline": "single",
-        "baselines": {name: [f"{mode}-{name}-n1" for mode in modes] for name in ("single", "ddp")},
-        "peak": {
-            "datasheet_flops": settings.pop("datasheet_flops"),
-            "matmul_flops": number((peak or {}).get("matmul_flops")),
-            "shapes": (peak or {}).get("shapes"),
-        },
-        "cells": cells,
-        "links": links,
-        "profile": profile,
-        "prediction": None,
-    }
+        mode=modes[0] if len(modes) == 1 else "both",
+        settings=settings,
+        baselines={name: [f"{mode}-{name}-n1" for mode in modes] for name in ("single", "ddp")},
+        peak=peak,
+        cells=cells,
+        links=links,
+        profile=profile,
+    )
 
 
-def _repeats_of(cell: Cell, grid: Grid, out: Path) -> tuple[list[Repeat], tuple[str, str | None]]:
-    """The runs of a cell that ended well, and (status, cause): one that did not is the cell's result."""
+class State(NamedTuple):
+    """How the runs of a cell have ended, and why one of them failed."""
+
+    status: CellStatus
+    failure_kind: FailureKind | None = None
+    cause: str | None = None
+
+
+def _repeats_of(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], State]:
+    """The runs of a cell that ended well; the first that did not is the cell's result."""
     repeats = []
     for place in range(grid.settings.repeats):
         directory = run_dir(out, cell, place)
         how, repeat = result(grid, cell, directory)
         if how in ("oom", "failed"):
-            cause = (record.read_json(directory / "summary.json") or {}).get("cause")
-            return [], (how, cause)
+            summary = read_summary(directory)
+            return [], State(how, summary.failure_kind, summary.cause) if summary else State(how)
         if repeat is not None:
             repeats.append(repeat)
-    return repeats, ("ok" if len(repeats) == grid.settings.repeats else "pending", None)
+    return repeats, State("ok" if len(repeats) == grid.settings.repeats else "pending")
 
 
-def _settings(grid: Grid, first: Measured | None) -> Facts:
-    from bert_dp import cost
-
-    config, settings, summary = grid.config, grid.settings, first.repeats[0].summary if first else {}
+def _settings(grid: Grid, first: Measured | None) -> results.ScalingSettings:
+    config, settings = grid.config, grid.settings
+    summary = first.repeats[0].summary if first else Summary(status="done")
     model, sequence = config.model, config.data.sequence_length
-    precision = summary.get("precision", config.precision)
-    return {
-        "steps": settings.steps,
-        "warm_up": settings.warm_up,
-        "repeats": settings.repeats,
-        "launcher": settings.launcher,
-        "engines": list(settings.engines),
-        "gpus": list(settings.gpus),
-        "micro_batch": config.batch.micro_size,
-        "accumulation": settings.accumulation or 1 if "weak" in settings.modes else None,
-        "global_batch": config.batch.global_size if "strong" in settings.modes else None,
-        "sequence_length": sequence,
-        "parameters": cost.num_parameters(model, sequence),
-        "flops_per_token": cost.flops_per_token(model, sequence, config.objective.mask_rate),
-        "precision": precision,
-        "compiled": summary.get("compiled"),
-        "device": summary.get("device"),
-        "datasheet_flops": cost.peak_flops(str(summary.get("device")), precision),
-        "optimizer": config.optim.name,
-        "model": f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.vocab_size:,}",
-    }
+    return results.ScalingSettings(
+        steps=settings.steps,
+        warm_up=settings.warm_up,
+        repeats=settings.repeats,
+        launcher=settings.launcher,
+        engines=list(settings.engines),
+        gpus=list(settings.gpus),
+        micro_batch=config.batch.micro_size,
+        accumulation=settings.accumulation or 1 if "weak" in settings.modes else None,
+        global_batch=config.batch.global_size if "strong" in settings.modes else None,
+        sequence_length=sequence,
+        parameters=cost.num_parameters(model, sequence),
+        flops_per_token=cost.flops_per_token(model, sequence, config.objective.mask_rate),
+        precision=summary.precision or config.precision,
+        compiled=summary.compiled,
+        device=summary.device,
+        optimizer=config.optim.name,
+        model=f"{model.num_layers} layers x {model.hidden_size}, vocabulary {model.vocab_size:,}",
+    )
 
 
 def _cell(
-    cell: Cell,
+    cell: GridCell,
     grid: Grid,
     measured: Mapping[str, Measured],
-    state: tuple[str, str | None],
-    settings: Facts,
-    peak: Mapping[str, Any] | None,
-) -> Facts:
-    status, cause = state
-    named = {f.name: getattr(cell, f.name) for f in dataclasses.fields(cell)}
-    out: Facts = {
-        **named,
-        "launcher": grid.settings.launcher,
-        "status": status,
-        "cause": cause,
-        "repeats": [],
-    }
+    state: State,
+    settings: results.ScalingSettings,
+    peak: results.Peak,
+) -> Cell:
+    named = {**dataclasses.asdict(cell), "launcher": grid.settings.launcher, **state._asdict()}
     mine = measured.get(cell.id)
     if mine is None:
-        return out | dict.fromkeys(_UNKNOWN) | {"ranks": [], "loss": None, "flags": []}
+        return Cell(**named)
     ceiling = measured.get(f"{cell.mode}-ceiling-n{cell.world_size}")
     ceiling = ceiling if cell.kind == "run" and cell.world_size > 1 else None
     single, ddp = (measured.get(f"{cell.mode}-{name}-n1") for name in ("single", "ddp"))
-    against = _against(mine, single, ddp, ceiling)
-    split = _split(mine, ceiling)
     ratio, rank = mine.straggler()
-    flops = mine.per_gpu * settings["flops_per_token"]
-    peaks = {"mfu": settings["datasheet_flops"], "mamfu": number((peak or {}).get("matmul_flops"))}
+    flops = mine.per_gpu * (settings.flops_per_token or 0.0)
     steps = [s for each in mine.steps for s in each]
     micro = cell.accumulation * (cell.world_size // cell.tensor)
-    out |= {
-        "repeats": [_repeat(r, s, mine) for r, s in zip(mine.repeats, mine.steps, strict=True)],
-        "steps_per_s": 1 / mine.mean_s,
-        "global_steps_per_s": micro / mine.mean_s,
-        "samples_per_s": cell.global_batch / mine.mean_s,
-        "tokens_per_s": mine.tokens_per_s,
-        "tokens_per_s_per_gpu": mine.per_gpu,
-        "step_time_s": {
-            "median": stats.median(steps),
-            "p95": stats.percentile(steps, 0.95),
-            "mean": mine.mean_s,
-            "ci95": stats.interval(mine.draws),
-        },
-        "split_s": split,
-        "data_wait_fraction": mine.part("data_wait_s") / mine.part("step_s"),
-        **against,
-        "exposed_comm_ddp_fraction": _ddp_exposed(mine),
-        "straggler_ratio": ratio,
-        "straggler_rank": rank,
-        "ranks": mine.ranks(),
-        "peak_memory_gib": max(max(r.memory_gib) for r in mine.repeats),
+    judged = Cell(
+        **named,
+        repeats=[_repeat(r, s, mine) for r, s in zip(mine.repeats, mine.steps, strict=True)],
+        steps_per_s=1 / mine.mean_s,
+        global_steps_per_s=micro / mine.mean_s,
+        samples_per_s=cell.global_batch / mine.mean_s,
+        tokens_per_s=mine.tokens_per_s,
+        tokens_per_s_per_gpu=mine.per_gpu,
+        step_time_s=results.StepTime(
+            median=stats.median(steps),
+            p95=stats.percentile(steps, 0.95),
+            mean=mine.mean_s,
+            ci95=stats.interval(mine.draws),
+        ),
+        split_s=_split(mine, ceiling),
+        data_wait_fraction=mine.part("data_wait_s") / mine.part("step_s"),
+        **_against(mine, single, ddp, ceiling),
+        exposed_comm_ddp_fraction=_ddp_exposed(mine),
+        straggler_ratio=ratio,
+        straggler_rank=rank,
+        ranks=mine.ranks(),
+        peak_memory_gib=max(max(r.memory_gib) for r in mine.repeats),
         **_energy(mine),
-        **{name: flops / value if value else None for name, value in peaks.items()},
-        "launch_fraction": _launch_fraction(mine, settings),
-        **_loss(mine, single, settings["precision"]),
-    }
-    skipped = max(r.summary.get("skipped_steps") or 0 for r in mine.repeats)
-    return out | {"skipped_steps": skipped, "flags": _flags(out, skipped)}
+        mfu=flops / peak.datasheet_flops if peak.datasheet_flops else None,
+        mamfu=flops / peak.matmul_flops if peak.matmul_flops else None,
+        launch_fraction=_launch_fraction(mine, settings.device),
+        **_loss(mine, single, settings.precision),
+        skipped_steps=max(r.summary.skipped_steps or 0 for r in mine.repeats),
+    )
+    return judged.model_copy(update={"flags": _flags(judged)})
 
 
-_UNKNOWN = (
-    "steps_per_s",
-    "global_steps_per_s",
-    "samples_per_s",
-    "tokens_per_s",
-    "tokens_per_s_per_gpu",
-    "step_time_s",
-    "split_s",
-    "data_wait_fraction",
-    "exposed_comm_fraction",
-    "exposed_comm_ddp_fraction",
-    "straggler_ratio",
-    "straggler_rank",
-    "peak_memory_gib",
-    "energy_j",
-    "energy_j_per_mtoken",
-    "mfu",
-    "mamfu",
-    "launch_fraction",
-    "speedup",
-    "efficiency",
-    "efficiency_ci95",
-    "efficiency_ddp1",
-    "ceiling_tokens_per_s",
-    "ceiling_efficiency",
-    "ceiling_efficiency_ci95",
-    "communication_efficiency",
-    "communication_efficiency_ci95",
-    "loss_agrees",
-    "loss_deviation",
-    "skipped_steps",
-)
-
-
-def _repeat(repeat: Repeat, steps: Sequence[float], mine: Measured) -> Facts:
+def _repeat(repeat: Repeat, steps: Sequence[float], mine: Measured) -> results.Repeat:
     mean = sum(steps) / len(steps)
-    return {
-        "run": f"runs/{repeat.name}",
-        "steps": len(steps),
-        "steps_per_s": 1 / mean,
-        "tokens_per_s": mine.tokens / mean,
-        "step_time_s": {"median": stats.median(steps), "p95": stats.percentile(steps, 0.95)},
-    }
+    return results.Repeat(
+        run=f"runs/{repeat.name}",
+        steps=len(steps),
+        steps_per_s=1 / mean,
+        tokens_per_s=mine.tokens / mean,
+        step_time_s=results.RepeatTime(median=stats.median(steps), p95=stats.percentile(steps, 0.95)),
+    )
 
 
 def _against(mine: Measured, single: Measured | None, ddp: Measured | None, top: Measured | None) -> Facts:
     """Speed-up and efficiencies: throughput over N x that of one rank, over that of the ceiling."""
     n = mine.cell.world_size
-    out: Facts = dict.fromkeys(
-        (
-            "speedup",
-            "efficiency",
-            "efficiency_ci95",
-            "efficiency_ddp1",
-            "ceiling_tokens_per_s",
-            "ceiling_efficiency",
-            "ceiling_efficiency_ci95",
-            "communication_efficiency",
-            "communication_efficiency_ci95",
-            "exposed_comm_fraction",
-        )
-    )
+    out: Facts = {}
     if single is not None:
         scale = mine.tokens / single.tokens / n  # seconds per token of one rank, over those of this cell
         out["speedup"] = mine.tokens_per_s / single.tokens_per_s
@@ -316,7 +271,7 @@ def _against(mine: Measured, single: Measured | None, ddp: Measured | None, top:
     return out
 
 
-def _split(mine: Measured, top: Measured | None) -> Facts:
+def _split(mine: Measured, top: Measured | None) -> results.SplitTime:
     """Of a mean step, seconds, mean over ranks. Exposed communication is what the passes and the optimizer's
     phase (where ZeRO-1 waits) take beyond those of the ceiling, for as many tokens per rank."""
     whole, data, passes, optimizer = (
@@ -324,23 +279,13 @@ def _split(mine: Measured, top: Measured | None) -> Facts:
     )
     other = max(0.0, whole - data - passes - optimizer)
     if top is None:
-        return {
-            "data": data,
-            "forward_backward": passes,
-            "exposed_comm": None,
-            "optimizer": optimizer,
-            "other": other,
-        }
+        return results.SplitTime(data=data, forward_backward=passes, optimizer=optimizer, other=other)
     own_passes = min(passes, top.part("forward_backward_s") * mine.tokens / top.tokens)
     own_optimizer = min(optimizer, top.part("optimizer_s"))
     comm = passes - own_passes + optimizer - own_optimizer
-    return {
-        "data": data,
-        "forward_backward": own_passes,
-        "exposed_comm": comm,
-        "optimizer": own_optimizer,
-        "other": other,
-    }
+    return results.SplitTime(
+        data=data, forward_backward=own_passes, exposed_comm=comm, optimizer=own_optimizer, other=other
+    )
 
 
 def _ddp_exposed(mine: Measured) -> float | None:
@@ -353,55 +298,53 @@ def _ddp_exposed(mine: Measured) -> float | None:
 
 def _energy(mine: Measured) -> Facts:
     """Joules of the real steps, where every rank's device told it."""
-    joules = stats.over([r.summary.get("energy_j") for r in mine.repeats])
-    tokens = stats.over([r.summary.get("tokens") for r in mine.repeats])
+    joules = stats.over([r.summary.energy_j for r in mine.repeats])
+    tokens = stats.over([r.summary.tokens for r in mine.repeats])
     per = joules / tokens * 1e6 if joules is not None and tokens else None
     return {"energy_j": joules, "energy_j_per_mtoken": per}
 
 
-def _launch_fraction(mine: Measured, settings: Facts) -> float | None:
+def _launch_fraction(mine: Measured, device: str | None) -> float | None:
     """Host time to enqueue a step over the step: near 1 the device waits for the host. None on a CPU."""
-    return None if settings["device"] in (None, "CPU") else mine.part("host_s") / mine.part("step_s")
+    return None if device in (None, "CPU") else mine.part("host_s") / mine.part("step_s")
 
 
-def _loss(mine: Measured, single: Measured | None, precision: str) -> Facts:
+def _loss(mine: Measured, single: Measured | None, precision: str | None) -> Facts:
     """The curve, and whether it is the single rank's. Only a strong grid trains one model."""
-    curve = mine.curve()
-    out: Facts = {
-        "loss": {"final": curve[-1][1] if curve else None, "curve": curve},
-        "loss_agrees": None,
-        "loss_deviation": None,
-    }
+    curve = mine.curve
+    out: Facts = {"loss": results.LossCurve(final=curve[-1][1] if curve else None, curve=list(curve))}
     if mine.cell.mode == "strong" and mine.cell.kind == "run" and single is not None:
-        theirs = single.curve()
+        theirs = single.curve
         if curve and [point[0] for point in curve] == [point[0] for point in theirs]:
             deviation = max(
                 abs(a[1] - b[1]) / max(abs(b[1]), 1e-12) for a, b in zip(curve, theirs, strict=True)
             )
             out |= {
                 "loss_deviation": deviation,
-                "loss_agrees": deviation <= LOSS_TOLERANCE.get(precision, 1e-4),
+                "loss_agrees": deviation <= LOSS_TOLERANCE.get(str(precision), 1e-4),
             }
     return out
 
 
-def _flags(cell: Facts, skipped: int) -> list[str]:
+def _flags(cell: Cell) -> list[str]:
     """What a reader must know before quoting the cell."""
     flags = []
-    if skipped:
-        flags.append(f"{skipped} optimizer steps were skipped (gradient not finite), and count as steps")
-    if cell["mode"] == "strong" and cell["kind"] == "run" and cell["loss_agrees"] is None:
-        flags.append("losses are not compared: a logged line is missing or not finite")
-    if cell["world_size"] > 1 and (cell["efficiency"] or 0) > 1:
+    if cell.skipped_steps:
         flags.append(
-            f"efficiency {100 * cell['efficiency']:.1f} % is above 100 %: the baseline is slow, or "
+            f"{cell.skipped_steps} optimizer steps were skipped (gradient not finite), and count as steps"
+        )
+    if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
+        flags.append("losses are not compared: a logged line is missing or not finite")
+    if cell.world_size > 1 and cell.efficiency is not None and cell.efficiency > 1:
+        flags.append(
+            f"efficiency {100 * cell.efficiency:.1f} % is above 100 %: the baseline is slow, or "
             "the machine changed between the runs"
         )
-    if (cell["communication_efficiency"] or 0) > 1:
+    if (cell.communication_efficiency or 0) > 1:
         flags.append("faster than its ceiling: noise, or the engine does less work per rank than a copy")
-    if cell["loss_agrees"] is False:
-        flags.append(f"not the same model: losses differ from one rank's by {cell['loss_deviation']}")
-    ceiling, counters = cell["exposed_comm_fraction"], cell["exposed_comm_ddp_fraction"]
+    if cell.loss_agrees is False:
+        flags.append(f"not the same model: losses differ from one rank's by {cell.loss_deviation}")
+    ceiling, counters = cell.exposed_comm_fraction, cell.exposed_comm_ddp_fraction
     if ceiling is not None and counters is not None and abs(ceiling - counters) > CROSS_CHECK:
         flags.append(
             f"exposed communication: {100 * ceiling:.1f} % by the ceiling, {100 * counters:.1f} % "

@@ -3,125 +3,131 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from launcher.results import Cell, Verdict, VerdictKind
 
 LOADER_BOUND = 0.05  # share of a step spent waiting for data
 COMM_BOUND = 0.05  # share of the ceiling lost
 CEILING_BOUND = 0.05  # share of N x single that the machine loses with nothing sent
-LAUNCH_BOUND = 0.95  # host time to enqueue a step over the step
+LAUNCH_BOUND = 0.95  # host time of a step over the step
 GOOD = 0.95  # efficiency from which nothing needs a remedy
 
-Facts = Mapping[str, Any]
+
+class Loss(NamedTuple):
+    """What a cell loses by one cause. `share`: of a step."""
+
+    share: float
+    kind: VerdictKind
+    name: str
+    evidence: str
+    remedy: str
 
 
-def verdicts(scaling: Facts) -> list[dict[str, str]]:
+def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
     """One per cell of two ranks or more that ran, and one per pair of engines at the same N."""
-    cells = scaling["cells"]
-    runs = [c for c in cells if c["kind"] == "run" and c["world_size"] > 1]
-    out = [judge(cell, cells) for cell in runs if cell["status"] in ("ok", "oom", "failed")]
+    runs = [c for c in cells if c.kind == "run" and c.world_size > 1]
+    out = [judge(cell, cells) for cell in runs if cell.status != "pending"]
     return [*out, *_comparisons(runs)]
 
 
-def judge(cell: Facts, cells: Sequence[Facts]) -> dict[str, str]:
-    """The greatest loss of a cell, named; {cell, verdict, evidence, next}."""
-    if cell["status"] != "ok":
-        what = "out of memory" if cell["status"] == "oom" else "failed"
-        return _told(
-            cell,
-            what,
-            str(cell["cause"]),
-            "lower batch.micro_size, or use zero1 or fsdp"
-            if cell["status"] == "oom"
-            else "see the logs of its run",
+def judge(cell: Cell, cells: Sequence[Cell]) -> Verdict:
+    """The greatest loss of a cell, named."""
+    if cell.status == "oom":
+        remedy = "lower batch.micro_size, or use zero1 or fsdp"
+        return _verdict(cell, "out_of_memory", "out of memory", str(cell.cause), remedy)
+    if cell.status != "ok":
+        return _verdict(cell, "failed", "failed", str(cell.cause), "see the logs of its run")
+    if cell.efficiency is None:
+        return _verdict(
+            cell, "no_baseline", "no baseline", "the single-rank cell did not run", "see its cause"
         )
-    if cell["efficiency"] is None:
-        return _told(cell, "no baseline", "the single-rank cell did not run", "see its cause")
-    if cell["efficiency_ci95"] is None:
-        evidence = f"efficiency {_percent(cell['efficiency'])}; how much runs differ is not known"
-        return _told(cell, "no claim: one repeat", evidence, "--repeats 3 or more")
-    low, high = cell["efficiency_ci95"]
-    reached = f"efficiency {_percent(cell['efficiency'])} [{_percent(low)}, {_percent(high)}]"
-    losses = _losses(cell, cells)
+    if cell.efficiency_ci95 is None:
+        evidence = f"efficiency {_percent(cell.efficiency)}; how much runs differ is not known"
+        return _verdict(cell, "one_repeat", "no claim: one repeat", evidence, "--repeats 3 or more")
+    low, high = cell.efficiency_ci95
+    reached = f"efficiency {_percent(cell.efficiency)} [{_percent(low)}, {_percent(high)}]"
+    losses = sorted(_losses(cell, cells), reverse=True)
     if low > 1:
-        return _told(
+        return _verdict(
             cell,
+            "above_baseline",
             "above 100 %",
             f"{reached}: one rank alone was slower than each of these",
             "measure the baseline again, on the same machine in the same state",
         )
-    if not losses and cell["efficiency"] >= GOOD:
-        return _told(cell, "scales", f"{reached}; no loss above {_percent(COMM_BOUND)} found", "nothing")
-    if not losses and low <= 1 <= high:
-        return _told(
-            cell, "no claim: intervals overlap", f"{reached} includes 100 %", "more --repeats or --steps"
-        )
-    if not losses:
-        evidence = f"{reached}; no loss is beyond its bound and doubt: {_known(cell)}"
-        return _told(
-            cell, "no single cause", evidence, "more --repeats or --steps, and look at the split of the step"
-        )
-    _, name, evidence, remedy = max(losses)
-    others = "".join(f"; also {other}: {text}" for _, other, text, _ in sorted(losses, reverse=True)[1:])
-    return _told(cell, name, f"{reached}: {evidence}{others}", remedy)
+    if losses:
+        others = "".join(f"; also {loss.name}: {loss.evidence}" for loss in losses[1:])
+        greatest = losses[0]
+        evidence = f"{reached}: {greatest.evidence}{others}"
+        return _verdict(cell, greatest.kind, greatest.name, evidence, greatest.remedy)
+    if cell.efficiency >= GOOD:
+        evidence = f"{reached}; no loss above {_percent(COMM_BOUND)} found"
+        return _verdict(cell, "scales", "scales", evidence, "nothing")
+    if low <= 1 <= high:
+        return _overlap(cell, f"{reached} includes 100 %")
+    return _verdict(
+        cell,
+        "no_single_cause",
+        "no single cause",
+        f"{reached}; no loss is beyond its bound and doubt: {_measured(cell)}",
+        "more --repeats or --steps, and look at the split of the step",
+    )
 
 
-def _losses(cell: Facts, cells: Sequence[Facts]) -> list[tuple[float, str, str, str]]:
-    """(share of a step, name, evidence, remedy) of every loss above its bound."""
+def _losses(cell: Cell, cells: Sequence[Cell]) -> list[Loss]:
+    """Every loss above its bound."""
     out = []
-    wait = cell["data_wait_fraction"]
+    wait = cell.data_wait_fraction or 0.0
     faster = _without_loader(cell, cells)
     if wait > LOADER_BOUND or faster > LOADER_BOUND:
         evidence = f"{_percent(wait)} of a step waits for data"
         if faster > 0:
             evidence += f", {_percent(faster)} faster without the loader"
-        out.append((max(wait, faster), "loader-bound", evidence, "raise data.workers"))
-    if cell["straggler_rank"] is not None:
-        ratio, rank = cell["straggler_ratio"], cell["straggler_rank"]
-        evidence = f"rank {rank} works {ratio:.2f} x as long as the others' median before any reduction"
+        out.append(Loss(max(wait, faster), "loader_bound", "loader-bound", evidence, "raise data.workers"))
+    ratio, rank = cell.straggler_ratio, cell.straggler_rank
+    if ratio is not None and rank is not None:
         out.append(
-            (
+            Loss(
                 1 - 1 / ratio,
+                "straggler",
                 f"straggler rank {rank}",
-                evidence,
+                f"rank {rank} works {ratio:.2f} x as long as the others' median before any reduction",
                 "look at that device: clocks, links, who else uses it (bert-dp doctor)",
             )
         )
-    top, sent = cell["ceiling_efficiency"], cell["communication_efficiency"]
-    if top is not None and 1 - top > CEILING_BOUND and _below(cell["ceiling_efficiency_ci95"]):
-        evidence = f"{cell['world_size']} independent copies reach {_percent(top)} of as many single ranks"
+    top, sent = cell.ceiling_efficiency, cell.communication_efficiency
+    if top is not None and 1 - top > CEILING_BOUND and _below(cell.ceiling_efficiency_ci95):
         out.append(
-            (
+            Loss(
                 1 - top,
+                "hardware_ceiling",
                 "hardware ceiling",
-                evidence,
+                f"{cell.world_size} independent copies reach {_percent(top)} of as many single ranks",
                 "shared memory bandwidth, power or clocks, which no engine changes",
             )
         )
-    if sent is not None and 1 - sent > COMM_BOUND and _below(cell["communication_efficiency_ci95"]):
-        counters = cell["exposed_comm_ddp_fraction"]
+    if sent is not None and 1 - sent > COMM_BOUND and _below(cell.communication_efficiency_ci95):
+        counters = cell.exposed_comm_ddp_fraction
         evidence = f"{_percent(1 - sent)} of the ceiling is lost once ranks exchange gradients"
         if counters is not None:
             evidence += f" (DDP's own counters: {_percent(counters)} of a step)"
-        out.append(
-            (
-                1 - sent,
-                "communication-bound",
-                evidence,
-                "more accumulation, 16-bit reduction, or a faster link",
-            )
-        )
-    host = cell["launch_fraction"]
+        remedy = "more accumulation, 16-bit reduction, or a faster link"
+        out.append(Loss(1 - sent, "communication_bound", "communication-bound", evidence, remedy))
+    host = cell.launch_fraction
     if host is not None and host > LAUNCH_BOUND:
+        # the device then follows the host: what is not waiting for data is lost to launching
         evidence = f"the host needs {_percent(host)} of a step to enqueue it"
-        out.append((host - LAUNCH_BOUND, "launch-bound", evidence, "compile: on, or a larger micro batch"))
+        remedy = "compile: on, or a larger micro batch"
+        out.append(Loss(host - wait, "launch_bound", "launch-bound", evidence, remedy))
     return out
 
 
-def _known(cell: Facts) -> str:
+def _measured(cell: Cell) -> str:
     """The losses that were measured, in words."""
-    top, sent = cell["ceiling_efficiency"], cell["communication_efficiency"]
-    wait = f"{_percent(cell['data_wait_fraction'])} of a step waits for data"
+    top, sent = cell.ceiling_efficiency, cell.communication_efficiency
+    wait = f"{_percent(cell.data_wait_fraction or 0.0)} of a step waits for data"
     if top is None or sent is None:
         return f"{wait}; there is no ceiling to compare with"
     lost = f"{_percent(1 - sent)} of the ceiling is lost to communication"
@@ -133,49 +139,53 @@ def _below(interval: Sequence[float] | None) -> bool:
     return interval is not None and interval[1] < 1
 
 
-def _without_loader(cell: Facts, cells: Sequence[Facts]) -> float:
+def _without_loader(cell: Cell, cells: Sequence[Cell]) -> float:
     """Share of a step that its synthetic twin saves; 0 without one, or when their intervals overlap."""
-    twin = next((c for c in cells if c["of"] == cell["id"] and c["kind"] == "synthetic"), None)
-    if twin is None or twin["status"] != "ok":
+    twin = next((c for c in cells if c.of == cell.id and c.kind == "synthetic"), None)
+    if twin is None or twin.status != "ok" or twin.step_time_s is None or cell.step_time_s is None:
         return 0.0
-    theirs, mine = twin["step_time_s"]["ci95"], cell["step_time_s"]["ci95"]
-    if theirs is None or mine is None or theirs[1] >= mine[0]:
+    theirs, mine = twin.step_time_s, cell.step_time_s
+    if theirs.ci95 is None or mine.ci95 is None or theirs.ci95[1] >= mine.ci95[0]:
         return 0.0
-    return 1 - float(twin["step_time_s"]["mean"] / cell["step_time_s"]["mean"])
+    return 1 - (theirs.typical or 0.0) / (mine.typical or math.inf)
 
 
-def _comparisons(runs: Sequence[Facts]) -> list[dict[str, str]]:
+def _comparisons(runs: Sequence[Cell]) -> list[Verdict]:
     """Per mode and N: whether the fastest engine may be called faster than the next."""
     out = []
-    groups = {(c["mode"], c["world_size"]): None for c in runs}
-    for mode, count in groups:
-        ran = [c for c in runs if (c["mode"], c["world_size"], c["status"]) == (mode, count, "ok")]
-        ran.sort(key=lambda c: -c["tokens_per_s"])
+    for mode, count in dict.fromkeys((c.mode, c.world_size) for c in runs):
+        ran = [c for c in runs if (c.mode, c.world_size, c.status) == (mode, count, "ok")]
+        ran.sort(key=_tokens_per_s, reverse=True)
         if len(ran) < 2:
             continue
         best, second = ran[:2]
-        seconds = [
-            [bound / c["global_batch"] for bound in c["step_time_s"]["ci95"] or (0.0, math.inf)]
-            for c in (best, second)
-        ]
-        times = best["tokens_per_s"] / second["tokens_per_s"]
-        evidence = f"{times:.3f} x the throughput of {second['id']}"
-        if seconds[0][1] < seconds[1][0]:
-            out.append(_told(best, f"fastest of {len(ran)} at N = {count}", evidence, "nothing"))
+        times = _tokens_per_s(best) / _tokens_per_s(second)
+        evidence = f"{times:.3f} x the throughput of {second.id}"
+        if _sequence_s(best)[1] < _sequence_s(second)[0]:
+            name = f"fastest of {len(ran)} at N = {count}"
+            out.append(_verdict(best, "fastest", name, evidence, "nothing"))
         else:
-            out.append(
-                _told(
-                    best,
-                    "no claim: intervals overlap",
-                    f"{evidence}, whose interval overlaps",
-                    "more --repeats or --steps",
-                )
-            )
+            out.append(_overlap(best, f"{evidence}, whose interval overlaps"))
     return out
 
 
-def _told(cell: Facts, verdict: str, evidence: str, remedy: str) -> dict[str, str]:
-    return {"cell": cell["id"], "verdict": verdict, "evidence": evidence, "next": remedy}
+def _tokens_per_s(cell: Cell) -> float:
+    return cell.tokens_per_s or math.nan
+
+
+def _sequence_s(cell: Cell) -> tuple[float, float]:
+    """Interval of the seconds that a sequence takes."""
+    low, high = (cell.step_time_s and cell.step_time_s.ci95) or (0.0, math.inf)
+    return low / cell.global_batch, high / cell.global_batch
+
+
+def _overlap(cell: Cell, evidence: str) -> Verdict:
+    name = "no claim: intervals overlap"
+    return _verdict(cell, "intervals_overlap", name, evidence, "more --repeats or --steps")
+
+
+def _verdict(cell: Cell, kind: VerdictKind, verdict: str, evidence: str, remedy: str) -> Verdict:
+    return Verdict(cell=cell.id, kind=kind, verdict=verdict, evidence=evidence, next=remedy)
 
 
 def _percent(share: float) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import ConfigError, load_config, micro_is_auto, read_manifest
-from launcher import environment, training
+from launcher import environment, results, training
 from launcher.display import PLAIN, show
 from launcher.scaling.benchmark import identity
 
@@ -57,8 +57,9 @@ def fill(
         raise ConfigError(issues)
     machine = environment.probe().to_json()
     key = batch.key(question, machine)
-    if known := cache.find(key, 0.0, question.limit_gib):
-        return with_micro(known["choice"]["micro_batch"], f"found on {known['date']}")
+    kept = cache.find(key, 0.0, question.limit_gib)
+    if kept is not None and kept.choice is not None:
+        return with_micro(kept.choice.micro_batch, f"found on {kept.date}")
     if dry_run:
         return with_micro(question.sizes[0], f"for this dry run; a search of {BUDGET} will find the best")
     manifest = read_manifest(training.prepare_data(question.config))
@@ -79,5 +80,7 @@ def fill(
     )
     if code:
         return list(overrides), code
-    found = record.read_json(where / FILE) or {}
-    return with_micro(found["choice"]["micro_batch"], f"found just now; {where / 'report.html'}")
+    found = results.read(where / FILE, results.TuneBatch)
+    if found.choice is None:
+        raise ConfigError([f"batch.micro_size: {where / FILE} holds no choice; give a number"])
+    return with_micro(found.choice.micro_batch, f"found just now; {where / 'report.html'}")

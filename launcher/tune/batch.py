@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, dump_config, load_config, read_manifest
-from launcher import environment, outdir, starters, training
+from launcher import environment, outdir, results, starters, training
 from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
+from launcher.results import BatchPlanFile, TuneBatch, TuneStatus
 from launcher.scaling.benchmark import identity
 from launcher.tune import FILE, cache, sizes, table
 from launcher.tune.measuring import BatchSearch, NothingFits
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 PLAN = "plan.json"
+FIXED = tuple(name for name in BatchPlanFile.model_fields if name != "machine")
 
 
 def tune_batch(
@@ -45,9 +47,9 @@ def tune_batch(
     path = training.find_config(name, None)
     question = ask(path, overrides, gpus=gpus, budget=budget, memory_gib=memory_gib, launcher=launcher)
     where = (out or Path("tune") / f"{path.stem}-batch-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    now = plan_facts(question)
+    now = plan_of(question)
     issues = training.exposure_issues(question.config, where)
-    if issues := [*issues, *outdir.issues(where, PLAN, "search", now, list(now))]:
+    if issues := [*issues, *outdir.issues(where, PLAN, "search", now, FIXED)]:
         raise ConfigError(issues)
 
     say = teller(console, as_json)
@@ -55,28 +57,28 @@ def tune_batch(
         say(line)
     if dry_run:
         if as_json:
-            sys.stdout.write(json.dumps(plan_facts(question), indent=1) + "\n")
+            sys.stdout.write(results.to_json(now))
         return 0
     machine = environment.probe().to_json()
     known = None if fresh else cache.find(key(question, machine), question.budget_s, question.limit_gib)
     with training.claim(where, ".lock", "--out", "search"):
         if known is not None and not (where / "trials").exists():
-            say(f"from the cache: found on {known['date']}; --fresh measures again")
+            say(f"from the cache: found on {known.date}; --fresh measures again")
             tune, code = from_cache(known, question), 0
-            record.write_json(where / PLAN, now)
+            results.write(where / PLAN, now)
         else:
             tune, code = search(question, where, machine, say)
         write(tune, where)
-        if tune["status"] == "complete" and not tune["cached"]:
+        if tune.status == "complete" and not tune.cached:
             try:
                 cache.keep(key(question, machine), tune)
             except OSError as error:
                 say(f"warning: the cache cannot be written ({error}); the next search measures again")
     if as_json:
-        sys.stdout.write(json.dumps(tune, indent=1) + "\n")
+        sys.stdout.write(results.to_json(tune))
     else:
-        show(console, table.batch_table(tune))
-        if tune["choice"]:
+        show(console, table.batch_table(results.plain(tune)))
+        if tune.choice:
             show(console, f"use it: bert-dp train {where / 'tuned.yaml'}", **PLAIN)
         show(console, f"page: {where / 'report.html'}", **PLAIN)
     return code
@@ -124,18 +126,16 @@ def key(question: Question, machine: Mapping[str, Any]) -> str:
     )
 
 
-def plan_facts(question: Question) -> dict[str, Any]:
-    """plan.json: what a directory was begun with. JSON values only."""
-    return {
-        "schema_version": record.SCHEMA_VERSION,
-        "kind": "batch",
-        "config_hash": question.config.hash(),
-        "ranks": question.ranks,
-        "sizes": list(question.sizes),
-        "budget_s": question.budget_s,
-        "memory": question.limit_gib if question.limit_of == "--memory" else None,
-        "launcher": question.launcher,
-    }
+def plan_of(question: Question) -> BatchPlanFile:
+    """plan.json: what a directory was begun with."""
+    return BatchPlanFile(
+        config_hash=question.config.hash(),
+        ranks=question.ranks,
+        sizes=list(question.sizes),
+        budget_s=question.budget_s,
+        memory=question.limit_gib if question.limit_of == "--memory" else None,
+        launcher=question.launcher,
+    )
 
 
 def describe(question: Question, where: Path) -> list[str]:
@@ -152,7 +152,7 @@ def describe(question: Question, where: Path) -> list[str]:
     ]
 
 
-def from_cache(known: Mapping[str, Any], question: Question) -> dict[str, Any]:
+def from_cache(known: TuneBatch, question: Question) -> TuneBatch:
     """tune.json of a search that an earlier one answers: the user's own configuration, and of another data
     set, seed or schedule no noise scale."""
     config = question.config
@@ -162,23 +162,24 @@ def from_cache(known: Mapping[str, Any], question: Question) -> dict[str, Any]:
         "config_hash": config.hash(),
         "config": config.model_dump(mode="json"),
     }
-    other = {} if known.get("config_hash") == config.hash() else {"noise": None, "goodput": None}
-    return {**known, **mine, **other}
+    other = {} if known.config_hash == config.hash() else {"noise": None, "goodput": None}
+    return known.model_copy(update={**mine, **other})
 
 
 def search(
     question: Question, out: Path, machine: Mapping[str, Any], say: Callable[[str], None]
-) -> tuple[dict[str, Any], int]:
+) -> tuple[TuneBatch, int]:
     """tune.json and the exit code. Goes on where an earlier call ended."""
     directory = training.prepare_data(question.config)
     manifest = read_manifest(directory)
     here = identity(machine, manifest.hash)
-    outdir.check_machine(out, PLAN, here)
-    record.write_json(out / PLAN, {**plan_facts(question), "machine": here})
+    outdir.check_machine(out, results.find(out / PLAN, BatchPlanFile), here)
+    results.write(out / PLAN, plan_of(question).model_copy(update={"machine": here}))
     record.write_json(out / "environment.json", {**machine, "command": redact_argv(sys.argv)})
     pool = Pool(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, say=say)
     found = BatchSearch(question, out, pool, say)
-    status, why, code = "complete", None, 0
+    status: TuneStatus = "complete"
+    why, code = None, 0
     try:
         found.run()
     except Stopped as stop:
@@ -188,40 +189,37 @@ def search(
         status, why, code = "failed", str(error), 1
         say(f"error: {why}")
     config = question.config
-    return {
-        "schema_version": record.SCHEMA_VERSION,
-        "kind": "batch",
-        "status": status,
-        "cached": False,
-        "why": why,
-        "date": datetime.date.today().isoformat(),
-        "seconds": found.runs.used_s,
-        "budget_s": question.budget_s,
-        "environment": dict(machine),
-        "config_hash": config.hash(),
-        "config": config.model_dump(mode="json"),
-        "data_hash": manifest.hash,
-        "command": redact_argv(sys.argv),
-        "ranks": question.ranks,
-        "dp": question.dp,
-        "tensor": config.parallel.tensor,
-        "engine": config.parallel.engine,
-        "launcher": question.launcher,
-        "device": "cuda" if question.on_gpu else "cpu",
-        "global_batch": config.batch.global_size,
-        "sequence_length": config.data.sequence_length,
-        "trials": len(list(out.glob("trials/*/summary.json"))),
+    return TuneBatch(
+        status=status,
+        why=why,
+        date=datetime.date.today().isoformat(),
+        seconds=found.runs.used_s,
+        budget_s=question.budget_s,
+        environment=dict(machine),
+        config_hash=config.hash(),
+        config=config.model_dump(mode="json"),
+        data_hash=manifest.hash,
+        command=redact_argv(sys.argv),
+        ranks=question.ranks,
+        dp=question.dp,
+        tensor=config.parallel.tensor,
+        engine=config.parallel.engine,
+        launcher=question.launcher,
+        device="cuda" if question.on_gpu else "cpu",
+        global_batch=config.batch.global_size,
+        sequence_length=config.data.sequence_length,
+        trials=len(list(out.glob("trials/*/summary.json"))),
         **found.facts,
-    }, code
+    ), code
 
 
-def write(tune: Mapping[str, Any], out: Path) -> None:
+def write(tune: TuneBatch, out: Path) -> None:
     """tune.json and what is made of it. Raises OSError."""
     from launcher.tune import page
 
-    record.write_json(out / FILE, dict(tune))
-    if tune["choice"]:
-        config = Config.model_validate_json(json.dumps(tune["config"]))
-        chosen = sizes.with_micro(config, tune["choice"]["micro_batch"])
+    results.write(out / FILE, tune)
+    if tune.choice:
+        config = Config.model_validate_json(json.dumps(tune.config))
+        chosen = sizes.with_micro(config, tune.choice.micro_batch)
         record.write_text(out / "tuned.yaml", dump_config(chosen))
-    page.write(tune, out / "report.html")
+    page.write(results.plain(tune), out / "report.html")

@@ -10,7 +10,8 @@ from typing import Any
 
 from bert_dp import record
 from bert_dp.config import Config
-from launcher.runs import number
+from launcher import results
+from launcher.results import BatchChoice, TuneBatch
 
 MORE = 1.1  # times the memory of the search that it bounded
 VERSIONS = ("torch", "accelerate", "deepspeed", "bert-dp")
@@ -52,36 +53,29 @@ def path_of(name: str) -> Path:
     return record.cache_root() / "tune" / f"{name}.json"
 
 
-def find(name: str, budget_s: float, limit_gib: float | None) -> dict[str, Any] | None:
+def find(name: str, budget_s: float, limit_gib: float | None) -> TuneBatch | None:
     """tune.json of a whole earlier search that had at least this budget, and whose choice is one for the
     memory that a rank may use now; None when there is none, or it is torn."""
-    found = {} if record.cache_issues() else record.read_json(path_of(name)) or {}
-    choice = found.get("choice")
-    if not isinstance(choice, dict) or not isinstance(choice.get("micro_batch"), int):
+    kept = None if record.cache_issues() else results.find(path_of(name), TuneBatch)
+    if kept is None or kept.choice is None or (kept.budget_s or 0.0) < budget_s:
         return None
-    short = (number(found.get("budget_s")) or 0.0) < budget_s
-    return None if short or not _fits(found, limit_gib) else found
+    return kept if _fits(kept, kept.choice, limit_gib) else None
 
 
-def _fits(found: Mapping[str, Any], limit_gib: float | None) -> bool:
+def _fits(kept: TuneBatch, choice: BatchChoice, limit_gib: float | None) -> bool:
     """Whether the choice would be the same with this limit: its peak is below it, and if memory bounded the
     search, there is hardly more of it now."""
-    memory, choice = found.get("memory"), found["choice"]
-    if limit_gib is None or not isinstance(memory, dict) or not isinstance(found.get("sizes"), list):
+    if limit_gib is None or kept.memory is None:
         return limit_gib is None
-    peaks = [
-        number(size.get("measured_gib")) or 0.0
-        for size in found["sizes"]
-        if isinstance(size, dict) and size.get("micro_batch") == choice["micro_batch"]
-    ]
-    then = number(memory.get("limit_gib"))
-    more = choice.get("limited_by") == "memory" and then is not None and limit_gib > MORE * then
+    peaks = [size.measured_gib or 0.0 for size in kept.sizes or () if size.micro_batch == choice.micro_batch]
+    then = kept.memory.limit_gib
+    more = choice.limited_by == "memory" and then is not None and limit_gib > MORE * then
     return bool(peaks) and max(peaks) <= limit_gib and not more
 
 
-def keep(name: str, tune: Mapping[str, Any]) -> None:
+def keep(name: str, tune: TuneBatch) -> None:
     """Raises OSError, also where the cache is not to be trusted."""
     if issues := record.cache_issues():
         raise PermissionError(issues[0])
     path_of(name).parent.mkdir(parents=True, exist_ok=True)
-    record.write_json(path_of(name), dict(tune))
+    results.write(path_of(name), tune)

@@ -6,30 +6,15 @@ import dataclasses
 import itertools
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
+from bert_dp.record_models import FailureKind
+from launcher.results import BatchChoice, Goodput, GoodputPoint, SizeStatus, TimedRun
 from launcher.scaling import stats
 
 WITHIN = 0.97  # of the best throughput: what a smaller micro batch must reach
 SURE = 0.94  # of the best, at the low end of its interval: as much again as it may miss by
 BLOCKS = 3  # stretches of a run's steps whose means are compared
-
-
-@dataclasses.dataclass(frozen=True)
-class Timed:
-    """The timed steps of one run."""
-
-    name: str
-    step_s: list[float]
-    forward_backward_s: list[float]
-    peak_gib: list[float]
-    """Of each rank."""
-    exposed_s: float = 0.0
-    """Of a step's forward and backward: the reduction that no backward pass covered, by DDP's own median; 0
-    where an engine does not tell."""
-    alloc_retries: int | None = None
-    """How often the GPU's allocator had to free what it kept, after the warm-up."""
 
 
 @dataclasses.dataclass
@@ -38,9 +23,11 @@ class Size:
 
     micro: int
     accumulation: int
-    runs: list[Timed] = dataclasses.field(default_factory=list)
-    status: str = "ok"
+    runs: list[TimedRun] = dataclasses.field(default_factory=list)
+    status: SizeStatus = "ok"
     why: str | None = None
+    failure_kind: FailureKind | None = None
+    """Of one that is oom or failed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +94,7 @@ def _pick(rates: Sequence[Rate]) -> tuple[Rate, Rate]:
     return min(sure, key=lambda r: r.micro), best
 
 
-def choose(rates: Sequence[Rate]) -> dict[str, Any]:
+def choose(rates: Sequence[Rate]) -> BatchChoice:
     """`choice` of tune.json: the smallest micro batch whose throughput is WITHIN of the best."""
     chosen, best = _pick(rates)
     flat = len(rates) > 1 and chosen is rates[0] and all(r.median >= WITHIN * best.median for r in rates)
@@ -118,16 +105,16 @@ def choose(rates: Sequence[Rate]) -> dict[str, Any]:
         why = "the only size that ran"
     if flat:
         why = "the curve is flat: every size is within 3 % of the best, so the smallest"
-    return {
-        "micro_batch": chosen.micro,
-        "best_micro_batch": best.micro,
-        "samples_per_s": chosen.median,
-        "best_samples_per_s": best.median,
-        "share_of_best": chosen.median / best.median,
-        "flat": flat,
-        "not_settled": unsettled(rates),
-        "why": why,
-    }
+    return BatchChoice(
+        micro_batch=chosen.micro,
+        best_micro_batch=best.micro,
+        samples_per_s=chosen.median,
+        best_samples_per_s=best.median,
+        share_of_best=chosen.median / best.median,
+        flat=flat,
+        not_settled=unsettled(rates),
+        why=why,
+    )
 
 
 def goodput(
@@ -139,7 +126,7 @@ def goodput(
     noise: float,
     interval: Sequence[float],
     sizes: Sequence[int],
-) -> dict[str, Any]:
+) -> Goodput:
     """Throughput x statistical efficiency against the global batch (Pollux, OSDI 2021, section 3).
 
     A step of B sequences takes B / per_pass x micro_s + update_s seconds; a sequence in it is worth
@@ -147,27 +134,37 @@ def goodput(
     recommendation is the top of the curve, at the noise scale and at both ends of its interval.
     """
 
-    def at(size: int, scale: float) -> dict[str, float]:
-        speed = size / (size / per_pass * micro_s + update_s)
-        worth = (global_size + scale) / (size + scale)
-        return {"global_batch": size, "samples_per_s": speed, "efficiency": worth, "goodput": speed * worth}
+    def speed(size: int) -> float:
+        return size / (size / per_pass * micro_s + update_s)
+
+    def worth(size: int, scale: float) -> float:
+        return (global_size + scale) / (size + scale)
+
+    def good(size: int, scale: float) -> float:
+        return speed(size) * worth(size, scale)
 
     def top(scale: float) -> int:
-        return int(max((at(size, scale) for size in sizes), key=lambda p: p["goodput"])["global_batch"])
+        return max(sizes, key=lambda size: good(size, scale))
 
-    points: list[Mapping[str, float]] = []
+    points = []
     for size in sizes:
-        low, high = (at(size, scale)["goodput"] for scale in interval)
-        points.append({**at(size, noise), "low": min(low, high), "high": max(low, high)})
-    ends = sorted(top(scale) for scale in interval)
+        low, high = sorted(good(size, scale) for scale in interval)
+        points.append(
+            GoodputPoint(
+                global_batch=size,
+                samples_per_s=speed(size),
+                efficiency=worth(size, noise),
+                goodput=good(size, noise),
+                low=low,
+                high=high,
+            )
+        )
     best = top(noise)
-    declared = at(global_size, noise)["goodput"]
-    gain = at(best, noise)["goodput"] / declared - 1
-    return {
-        "points": points,
-        "recommended": best,
-        "recommended_interval": ends,
-        "gain": gain,
-        "declared": global_size,
-        "at_edge": best in (min(sizes), max(sizes)),
-    }
+    return Goodput(
+        points=points,
+        recommended=best,
+        recommended_interval=sorted(top(scale) for scale in interval),
+        gain=good(best, noise) / good(global_size, noise) - 1,
+        declared=global_size,
+        at_edge=best in (min(sizes), max(sizes)),
+    )

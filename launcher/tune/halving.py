@@ -11,15 +11,17 @@ import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from bert_dp import record
 from bert_dp.config import Config, ConfigError
+from bert_dp.record_models import Summary
+from launcher import results
 from launcher.report import format_duration, format_eta, format_si
+from launcher.results import LrPlanFile
+from launcher.scaling.raw import read_summary
 from launcher.tune import ladder, lr_trials
 from launcher.tune.ladder import FINALISTS, Candidate, Edge, Rung
 from launcher.tune.search import Study
-from launcher.tune.trials import Pool, Say, Trial, cause
+from launcher.tune.trials import Pool, Say, Trial, cause, failure_kind
 
 STATE = "search.json"
 RUNGS = (8, 4)  # parts of the whole budget that the first and the second rung train
@@ -52,7 +54,7 @@ class RangeTest:
     trial: str
     points: list[tuple[float, float | None, int]]
     edge: Edge
-    summary: dict[str, Any]
+    summary: Summary
     seconds: float
 
 
@@ -69,7 +71,7 @@ class Search:
         *,
         shards: Path,
         unigram: float | None,
-        state: dict[str, Any],
+        state: LrPlanFile,
         say: Say,
     ):
         self.config, self.settings, self.ranks, self.pool = config, settings, ranks, pool
@@ -142,9 +144,10 @@ class Search:
     def keep(self) -> None:
         """Write OUT/search.json, with the seconds of every call so far."""
         now = time.monotonic()
-        self.state["seconds"] += now - self._kept
+        seconds = self.state.seconds + now - self._kept
+        self.state = self.state.model_copy(update={"seconds": seconds})
         self._kept = now
-        record.write_json(self.pool.out / STATE, self.state)
+        results.write(self.pool.out / STATE, self.state)
 
     def _measure_edges(self) -> None:
         """One range test for each optimizer; one that cannot train is left out."""
@@ -165,11 +168,12 @@ class Search:
             directory = self.pool.directory(trial)
             points = lr_trials.range_points(directory)
             why = cause(directory)
-            if not points or (states[trial.name] != "ok" and lr_trials.NOT_FINITE not in why):
+            broke = states[trial.name] == "ok" or failure_kind(directory) == "not_finite"
+            if not points or not broke:
                 self.left_out[name] = f"{trial.name}: {states[trial.name]}: {why}"
                 self.left_out_tokens += len(points) * lr_trials.step_tokens(self.config)
                 continue
-            summary = record.read_json(directory / "summary.json") or {}
+            summary = read_summary(directory) or Summary(status="failed")
             edge = ladder.find_edge(points)
             self.range_tests[name] = RangeTest(
                 name, trial.name, points, edge, summary, self.pool.seconds(trial)
@@ -184,7 +188,7 @@ class Search:
 
     def _settle_tokens(self) -> None:
         """The whole budget of a run, T, and the search's length, told."""
-        if "tokens" not in self.state:
+        if self.state.tokens is None:
             tokens, why = self._whole_budget()
             if self.settings.budget_s is not None:
                 tokens, why = self._within(self.settings.budget_s, tokens, why)
@@ -192,14 +196,14 @@ class Search:
                 raise ConfigError(
                     [f"schedule: {tokens:,} tokens are fewer than {LEAST_STEPS} steps; raise schedule.hours"]
                 )
-            self.state |= {"tokens": tokens, "tokens_why": why}
+            self.state = self.state.model_copy(update={"tokens": tokens, "tokens_why": why})
             self.keep()
-        self.tokens = int(self.state["tokens"])
+        self.tokens = self.state.tokens or 0
         self._begun = time.monotonic()
         self._work = self._planned(self.tokens)
         seconds = self._predicted_s(self.tokens)
         total = sum(count * tokens for count, tokens in self._work)
-        self.say(f"whole run: {self.state['tokens_why']}")
+        self.say(f"whole run: {self.state.tokens_why}")
         self.say(
             f"{sum(count for count, _ in self._work)} trials, {format_si(total, 'tokens')}, "
             f"{self.at_a_time} at a time: about {format_duration(seconds)}, and up to "
@@ -237,7 +241,7 @@ class Search:
 
     def _rate(self) -> float:
         """Tokens/s of one trial, from the first range test."""
-        return float(self.range_tests[self.optimizers[0]].summary.get("tokens_per_s") or 0.0)
+        return self.range_tests[self.optimizers[0]].summary.tokens_per_s or 0.0
 
     def _planned(self, tokens: int) -> list[tuple[int, int]]:
         """(trials, tokens of each) of every rung, as far as it is known before."""
@@ -251,10 +255,10 @@ class Search:
     def _trial_s(self, tokens: int, *, last: bool) -> float:
         """Predicted seconds of a trial, from the first range test's: what was not training, and its speed."""
         test = self.range_tests[self.optimizers[0]]
-        spent = test.summary.get("time_s") or {}
-        fixed = max(0.0, test.seconds - float(spent.get("train", 0.0)))
+        spent = test.summary.time_s
+        fixed = max(0.0, test.seconds - spent.get("train", 0.0))
         if last:
-            fixed += (lr_trials.CURVE_POINTS - 1) * float(spent.get("eval", 0.0))
+            fixed += (lr_trials.CURVE_POINTS - 1) * spent.get("eval", 0.0)
         return fixed + tokens / (self._rate() or math.inf)
 
     def _predicted_s(self, tokens: int) -> float:

@@ -8,8 +8,10 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
+from bert_dp.record_models import FailureKind
+from launcher.results import LrChoice, TrialStatus
 from launcher.scaling.stats import STUDENT
 
 SMOOTH = 5  # losses of a range test that are averaged
@@ -19,6 +21,9 @@ SAFETY = 4.0  # the ladder begins at the edge over this (Smith, arXiv 1506.01186
 EXTENSIONS = 3  # rates that may be added at either end
 FINALISTS = 2
 BEHIND = 0.03  # nats after the first seed, the same for all, by which a finalist is out
+
+
+Side = Literal["high", "low"]
 
 
 class Candidate(NamedTuple):
@@ -39,14 +44,15 @@ class Outcome:
     trial: str
     candidate: Candidate
     seed: int
-    status: str
-    """ok, diverged, oom or failed"""
+    status: TrialStatus
     cause: str | None
     heldout_loss: float | None
     tokens: int
     seconds: float | None = None
-    curve: list[list[float]] = dataclasses.field(default_factory=list)
-    """[[tokens, held-out loss], ...]"""
+    curve: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+    """[(tokens, held-out loss), ...]"""
+    failure_kind: FailureKind | None = None
+    """Of a run that failed."""
 
     @property
     def score(self) -> float:
@@ -204,13 +210,14 @@ def num_second(count: int, *, drawn: bool) -> int:
     return kept if kept > FINALISTS + 1 else 0
 
 
-def open_side(rungs: Sequence[Rung], best: Candidate, *, any_decay: bool) -> str | None:
+def open_side(rungs: Sequence[Rung], best: Candidate, *, any_decay: bool) -> Side | None:
     """`high` or `low` when no worse rate was measured on that side of the best, else None.
 
     The nearest rate on each side counts, in the longest rung that has both. `any_decay`: neighbours may have
     another weight decay (where it was drawn).
     """
-    for side, sign in (("high", 1), ("low", -1)):
+    sides: tuple[tuple[Side, int], ...] = (("high", 1), ("low", -1))
+    for side, sign in sides:
         near = [
             o.candidate
             for rung in rungs
@@ -230,7 +237,7 @@ def open_side(rungs: Sequence[Rung], best: Candidate, *, any_decay: bool) -> str
     return None
 
 
-def choose(rungs: Sequence[Rung], *, any_decay: bool) -> dict[str, Any] | None:
+def choose(rungs: Sequence[Rung], *, any_decay: bool) -> LrChoice | None:
     """`choice` of tune.json from the last rung: the lowest mean over the seeds; None when no rate is left.
 
     Tied with it is a finalist whose mean difference, paired by seed, has a 95 % interval (Student's t) that
@@ -260,17 +267,17 @@ def choose(rungs: Sequence[Rung], *, any_decay: bool) -> dict[str, Any] | None:
         why += f"; not to be told apart from {', '.join(told(c, best) for c in tied)}{reason}"
     if side:
         why += f"; edge of the grid: no worse rate was measured on the {side} side"
-    return {
+    return LrChoice(
         **best._asdict(),
-        "heldout_loss": mean,
-        "band": [min(mine.values()), max(mine.values())],
-        "sd": math.sqrt(statistics.fmean(deviations)) if deviations else None,
-        "seeds": count,
-        "at_edge": side is not None,
-        "edge_side": side,
-        "tied": [list(c) for c in tied],
-        "why": why,
-    }
+        heldout_loss=mean,
+        band=[min(mine.values()), max(mine.values())],
+        sd=math.sqrt(statistics.fmean(deviations)) if deviations else None,
+        seeds=count,
+        at_edge=side is not None,
+        edge_side=side,
+        tied=list(tied),
+        why=why,
+    )
 
 
 def told(candidate: Candidate, beside: Candidate | None = None) -> str:

@@ -23,10 +23,11 @@ from bert_dp.config import (
     read_manifest,
     with_budget,
 )
-from launcher import environment, outdir, starters, training
+from launcher import environment, outdir, results, starters, training
 from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
 from launcher.report import format_duration, format_percent, format_si
+from launcher.results import LrPlanFile, TuneLr, TuneStatus
 from launcher.scaling.benchmark import identity
 from launcher.tune import FILE, ladder, lr_trials, page, search, transfer
 from launcher.tune.halving import RUNGS, STATE, AllFailed, RangeTest, Search, Settings
@@ -57,7 +58,7 @@ def tune(
     gpus = 0 if config.run.device == "cpu" else environment.num_gpus()
     ranks = settings.ranks or config.parallel.tensor
     where = (out or Path("tune") / f"{path.stem}-lr-{time.strftime('%Y%m%d-%H%M%S')}").resolve()
-    asked = facts_of(config, settings)
+    asked = plan_of(config, settings)
     issues = [*starters.launcher_issues(settings.launcher), *training.input_issues(config)]
     issues += [*training.exposure_issues(config, where), *rank_issues(config, ranks, gpus)]
     issues += setting_issues(config, settings, ranks)
@@ -68,29 +69,26 @@ def tune(
     describe(config, settings, ranks, where, say, overrides)
     if dry_run:
         if as_json:
-            sys.stdout.write(json.dumps(asked, indent=1) + "\n")
+            sys.stdout.write(results.to_json(asked))
         return 0
     directory = training.prepare_data(config)
     with training.claim(where, ".lock", "--out", "search"):
         code, found = run_locked(config, settings, ranks, where, directory, on_gpu=gpus > 0, say=say)
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        sys.stdout.write(results.to_json(found))
     return code
 
 
-def facts_of(config: Config, settings: Settings) -> dict[str, Any]:
-    """search.json's part that must not change from call to call. JSON values only."""
-    plain: dict[str, Any] = json.loads(
-        json.dumps(
-            {
-                "schema_version": record.SCHEMA_VERSION,
-                "kind": "lr",
-                "config_hash": config.hash(),
-                "config": config.model_dump(mode="json"),
-                "settings": dataclasses.asdict(settings),
-            }
-        )
+def plan_of(config: Config, settings: Settings) -> LrPlanFile:
+    """search.json as a search begins."""
+    return LrPlanFile(
+        config_hash=config.hash(), config=config.model_dump(mode="json"), settings=asdict_json(settings)
     )
+
+
+def asdict_json(settings: Settings) -> dict[str, Any]:
+    """JSON values only, so that they compare with what was read back."""
+    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(settings)))
     return plain
 
 
@@ -167,7 +165,7 @@ def run_locked(
     on_gpu: bool,
     say: Say,
     make_pool: Callable[..., Pool] = Pool,
-) -> tuple[int, dict[str, Any]]:
+) -> tuple[int, TuneLr]:
     """The search, and (exit code, tune.json); also what there is of it when a signal came. `make_pool`: what
     runs the trials."""
     machine = environment.probe(out)
@@ -180,9 +178,10 @@ def run_locked(
             ]
         )
     here = identity(machine.to_json(), manifest.hash)
-    state = record.read_json(out / STATE) or {**facts_of(config, settings), "machine": here, "seconds": 0.0}
-    outdir.check_machine(out, STATE, here)
-    record.write_json(out / STATE, state)
+    before = results.find(out / STATE, LrPlanFile)
+    outdir.check_machine(out, before, here)
+    state = before or plan_of(config, settings).model_copy(update={"machine": here})
+    results.write(out / STATE, state)
     facts = {**machine.to_json(), "command": redact_argv(sys.argv), "launcher": settings.launcher}
     record.write_json(out / "environment.json", facts)
     axes = max(1, len(settings.optimizers)) * max(1, len(settings.weight_decays))
@@ -196,7 +195,8 @@ def run_locked(
     doing = Search(
         resolved, settings, ranks, pool, len(slots), shards=shards, unigram=entropy, state=state, say=say
     )
-    status, stopped, why = "complete", 0, None
+    status: TuneStatus = "complete"
+    stopped, why = 0, None
     try:
         doing.run()
     except Stopped as stop:
@@ -205,24 +205,27 @@ def run_locked(
     except AllFailed as failed:
         status, why = "failed", str(failed)
     doing.keep()
-    found = {**document(doing, status, facts, manifest.hash), "why": why}
-    if found["choice"] is None and status == "complete":
-        found["status"] = "failed"
-    before = record.read_json(out / FILE) or {}
-    if before.get("choice") == json.loads(json.dumps(found["choice"])):
-        found["transfer"] = before.get("transfer")
-    record.write_json(out / FILE, found)
-    found = record.read_json(out / FILE) or found
-    if (choice := found["choice"]) is not None:
-        candidate = Candidate(choice["optimizer"], choice["weight_decay"], choice["lr"])
-        record.write_text(out / "tuned.yaml", dump_config(lr_trials.tuned_config(config, candidate)))
-    page.write(found, out / "report.html")
-    for line in summary_lines(found, out, why):
+    found = document(doing, status, why, facts, manifest.hash)
+    earlier = results.find(out / FILE, TuneLr)
+    if earlier is not None and earlier.choice == found.choice:
+        found = found.model_copy(update={"transfer": earlier.transfer})
+    results.write(out / FILE, found)
+    if found.choice is not None:
+        tuned = lr_trials.tuned_config(config, candidate_of(found.choice))
+        record.write_text(out / "tuned.yaml", dump_config(tuned))
+    page.write(results.plain(found), out / "report.html")
+    for line in summary_lines(found, out):
         say(line)
-    return (128 + stopped if stopped else 1 if found["status"] == "failed" else 0), found
+    return (128 + stopped if stopped else 1 if found.status == "failed" else 0), found
 
 
-def document(doing: Search, status: str, facts: dict[str, Any], data_hash: str) -> dict[str, Any]:
+def candidate_of(choice: results.LrChoice) -> Candidate:
+    return Candidate(choice.optimizer, choice.weight_decay, choice.lr)
+
+
+def document(
+    doing: Search, status: TuneStatus, why: str | None, facts: dict[str, Any], data_hash: str
+) -> TuneLr:
     """tune.json."""
     config, rungs = doing.config, doing.rungs
     choice = ladder.choose(rungs, any_decay=doing.settings.trials > 0) if status == "complete" else None
@@ -230,109 +233,104 @@ def document(doing: Search, status: str, facts: dict[str, Any], data_hash: str) 
     first = {o.candidate for o in rungs[0].outcomes} if rungs else set()
     ranges = list(doing.range_tests.values())
     trained = doing.left_out_tokens + sum(o.tokens for o in outcomes)
-    trained += sum(t.summary.get("tokens") or 0 for t in ranges)
+    trained += sum(t.summary.tokens or 0 for t in ranges)
     settings = {
-        **dataclasses.asdict(doing.settings),
+        **asdict_json(doing.settings),
         "optimizers": list(doing.optimizers),
         "left_out": doing.left_out,
         "weight_decays": list(doing.decays),
         "tokens": doing.tokens,
-        "tokens_why": doing.state.get("tokens_why"),
+        "tokens_why": doing.state.tokens_why,
         "seeds_used": list(doing.seeds),
     }
-    return {
-        "schema_version": record.SCHEMA_VERSION,
-        "kind": "lr",
-        "status": status,
-        "date": time.strftime("%Y-%m-%d"),
-        "seconds": doing.state["seconds"],
-        "environment": {key: value for key, value in facts.items() if key != "command"},
-        "config_hash": config.hash(),
-        "config": config.model_dump(mode="json"),
-        "data_hash": data_hash,
-        "command": facts["command"],
-        "settings": settings,
-        "ranks": doing.ranks,
-        "at_a_time": doing.at_a_time,
-        "unigram_entropy_nats": doing.unigram,
-        "range_test": _range_facts(ranges[0]) if ranges else None,
-        "other_range_tests": [_range_facts(test) for test in ranges[1:]],
-        "rungs": [_rung_facts(rung) for rung in rungs],
-        "choice": choice,
-        "cost": {
-            "tokens": trained,
-            "grid_tokens": len(first) * doing.settings.seeds * doing.tokens,
-            "trials": len(outcomes) + len(ranges) + len(doing.left_out),
-        },
-        "transfer": None,
-    }
+    return TuneLr(
+        status="failed" if status == "complete" and choice is None else status,
+        why=why,
+        date=time.strftime("%Y-%m-%d"),
+        seconds=doing.state.seconds,
+        environment={key: value for key, value in facts.items() if key != "command"},
+        config_hash=config.hash(),
+        config=config.model_dump(mode="json"),
+        data_hash=data_hash,
+        command=facts["command"],
+        settings=results.LrSettings.model_validate(settings),
+        ranks=doing.ranks,
+        at_a_time=doing.at_a_time,
+        unigram_entropy_nats=doing.unigram,
+        range_test=_range_facts(ranges[0]) if ranges else None,
+        other_range_tests=[_range_facts(test) for test in ranges[1:]],
+        rungs=[_rung_facts(rung) for rung in rungs],
+        choice=choice,
+        cost=results.LrCost(
+            tokens=trained,
+            grid_tokens=len(first) * doing.settings.seeds * doing.tokens,
+            trials=len(outcomes) + len(ranges) + len(doing.left_out),
+        ),
+    )
 
 
-def _range_facts(test: RangeTest) -> dict[str, Any]:
-    return {
-        "optimizer": test.optimizer,
-        "points": [[lr, loss] for lr, loss, _ in test.points],
-        "edge": test.edge.lr,
-        "why": test.edge.why,
-        "trial": test.trial,
-    }
+def _range_facts(test: RangeTest) -> results.RangeTest:
+    return results.RangeTest(
+        optimizer=test.optimizer,
+        points=[(lr, loss) for lr, loss, _ in test.points],
+        edge=test.edge.lr,
+        why=test.edge.why,
+        trial=test.trial,
+    )
 
 
-def _rung_facts(rung: Rung) -> dict[str, Any]:
-    return {
-        "tokens": rung.tokens,
-        "seeds": list(rung.seeds),
-        "last": rung.last,
-        "trials": [_trial_facts(outcome) for outcome in rung.outcomes],
-        "kept": [list(candidate) for candidate in rung.kept],
-    }
+def _rung_facts(rung: Rung) -> results.Rung:
+    return results.Rung(
+        tokens=rung.tokens,
+        seeds=list(rung.seeds),
+        last=rung.last,
+        trials=[_trial_facts(outcome) for outcome in rung.outcomes],
+        kept=list(rung.kept),
+    )
 
 
-def _trial_facts(o: Outcome) -> dict[str, Any]:
-    return {
-        "trial": o.trial,
-        "lr": o.candidate.lr,
-        "weight_decay": o.candidate.weight_decay,
-        "optimizer": o.candidate.optimizer,
-        "seed": o.seed,
-        "status": o.status,
-        "cause": o.cause,
-        "heldout_loss": o.heldout_loss,
-        "tokens": o.tokens,
-        "seconds": o.seconds,
-        "curve": o.curve,
-    }
+def _trial_facts(o: Outcome) -> results.LrTrial:
+    return results.LrTrial(
+        trial=o.trial,
+        **o.candidate._asdict(),
+        seed=o.seed,
+        status=o.status,
+        failure_kind=o.failure_kind,
+        cause=o.cause,
+        heldout_loss=o.heldout_loss,
+        tokens=o.tokens,
+        seconds=o.seconds,
+        curve=list(o.curve),
+    )
 
 
-def summary_lines(found: dict[str, Any], out: Path, why: str | None) -> list[str]:
+def summary_lines(found: TuneLr, out: Path) -> list[str]:
     """What is told at the end."""
-    lines = [f"{name} was left out: {cause}" for name, cause in found["settings"]["left_out"].items()]
+    lines = [f"{name} was left out: {cause}" for name, cause in found.settings.left_out.items()]
     lines += [
-        f"{trial['trial']}: {trial['status']}: {trial['cause']}"
-        for rung in found["rungs"]
-        for trial in rung["trials"]
-        if trial["status"] in ("oom", "failed")
+        f"{trial.trial}: {trial.status}: {trial.cause}"
+        for rung in found.rungs
+        for trial in rung.trials
+        if trial.status in ("oom", "failed")
     ]
-    cost, choice = found["cost"], found["choice"]
+    cost, choice = found.cost, found.choice
     if choice is not None:
-        best = Candidate(choice["optimizer"], choice["weight_decay"], choice["lr"])
-        spread = "" if choice["sd"] is None else f", standard deviation {choice['sd']:.4f}"
-        low, high = choice["band"]
-        seeds = f"{choice['seeds']} seed{'s' if choice['seeds'] > 1 else ''}"
+        spread = "" if choice.sd is None else f", standard deviation {choice.sd:.4f}"
+        low, high = choice.band
+        seeds = f"{choice.seeds} seed{'s' if choice.seeds > 1 else ''}"
         lines.append(
-            f"best: {ladder.told(best)}: held-out {choice['heldout_loss']:.4f} nats, {low:.4f} to "
-            f"{high:.4f} over {seeds}{spread}"
+            f"best: {ladder.told(candidate_of(choice))}: held-out {choice.heldout_loss:.4f} nats, "
+            f"{low:.4f} to {high:.4f} over {seeds}{spread}"
         )
-        lines.append(f"  {choice['why']}")
-    elif found["status"] == "failed":
+        lines.append(f"  {choice.why}")
+    elif found.status == "failed":
+        reason = found.why or "every finalist failed"
+        lines.append(f"error: no rate can be chosen: {reason}; logs below {out / 'trials'}")
+    if cost is not None and cost.grid_tokens:
+        share = f"{format_percent(cost.tokens / cost.grid_tokens)} of the grid of these rates"
         lines.append(
-            f"error: no rate can be chosen: {why or 'every finalist failed'}; logs below {out / 'trials'}"
-        )
-    if cost["grid_tokens"]:
-        share = f"{format_percent(cost['tokens'] / cost['grid_tokens'])} of the grid of these rates"
-        lines.append(
-            f"cost: {format_si(cost['tokens'], 'tokens')} in {cost['trials']} trials, {share} "
-            f"with every seed; {format_duration(found['seconds'])}"
+            f"cost: {format_si(cost.tokens, 'tokens')} in {cost.trials} trials, {share} "
+            f"with every seed; {format_duration(found.seconds)}"
         )
     if choice is not None:
         lines.append(f"use it: bert-dp train {out / 'tuned.yaml'}")
@@ -354,29 +352,29 @@ def carry(
     before, after = transfer.parse(batches)
     config = load_config(training.find_config(name or DEFAULT_CONFIG, None), overrides)
     path = None if out is None else out / FILE
-    tuned = None if path is None else record.read_json(path)
+    tuned = None if path is None else results.find(path, TuneLr)
     at_before = config.model_copy(update={"batch": config.batch.model_copy(update={"global_size": before})})
     source, lr = "the configuration's", peak_lr(at_before).value
     if path is not None:
-        if tuned is None or tuned.get("kind") != "lr" or not tuned.get("choice"):
+        if tuned is None or tuned.choice is None:
             raise ConfigError(
                 [f"--out: {path} holds no chosen learning rate; drop --out to carry the configuration's"]
             )
-        config = Config.model_validate_json(json.dumps(tuned["config"]))
+        config = Config.model_validate_json(json.dumps(tuned.config))
         if before != config.batch.global_size:
             raise ConfigError(
                 [f"--transfer: {path} was tuned at global batch {config.batch.global_size}, not {before}"]
             )
-        choice = tuned["choice"]
-        found_for = Candidate(choice["optimizer"], choice["weight_decay"], float(choice["lr"]))
-        config, source, lr = lr_trials.tuned_config(config, found_for), str(path), found_for.lr
-    found = transfer.transfer(config, lr, source, before, after)
+        config, source = lr_trials.tuned_config(config, candidate_of(tuned.choice)), str(path)
+        lr = tuned.choice.lr
+    carried = transfer.transfer(config, lr, source, before, after)
     if path is not None and tuned is not None:
-        record.write_json(path, {**tuned, "transfer": found})
-        page.write({**tuned, "transfer": found}, path.with_name("report.html"))
+        tuned = tuned.model_copy(update={"transfer": carried})
+        results.write(path, tuned)
+        page.write(results.plain(tuned), path.with_name("report.html"))
     if as_json:
-        sys.stdout.write(json.dumps(found, indent=1) + "\n")
+        sys.stdout.write(results.to_json(carried))
     else:
-        for line in transfer.lines(found):
+        for line in transfer.lines(carried):
             show(console, line, **PLAIN)
     return 0

@@ -9,6 +9,9 @@ from typing import Any
 
 from bert_dp import record
 from bert_dp.config import BuildConfig, CheckpointConfig, Config, LogConfig, ScheduleConfig, batch_at
+from bert_dp.record_models import Summary
+from launcher.results import TrialStatus
+from launcher.scaling.raw import read_summary
 from launcher.training import expected_steps
 from launcher.tune import trials
 from launcher.tune.ladder import Candidate, Outcome
@@ -20,7 +23,6 @@ RANGE_SHARE = 16  # a range test takes no more than this part of the whole budge
 RANGE_LEAST = 25  # as many steps as four decades need to be told apart
 RANGE_SHORT_H = 0.5  # below it a run of unknown speed may have few steps
 CURVE_POINTS = 4
-NOT_FINITE = "had a gradient that is not finite"  # bert_dp.health says so of a run that it ends
 
 
 def device_slots(ranks: int, *, gpus: int, cores: int, most: int) -> list[Slot]:
@@ -138,23 +140,29 @@ def tuned_config(config: Config, candidate: Candidate) -> Config:
 
 
 def read_outcome(
-    directory: Path, state: str, candidate: Candidate, seed: int, *, tokens_of_step: int, seconds: float
+    directory: Path,
+    state: TrialStatus,
+    candidate: Candidate,
+    seed: int,
+    *,
+    tokens_of_step: int,
+    seconds: float,
 ) -> Outcome:
     """What a trial that ended as `state` (ok, oom or failed) after `seconds` has come to."""
-    summary = record.read_json(directory / "summary.json") or {}
-    loss = summary.get("heldout_loss")
-    cause = None if state == "ok" else trials.cause(directory)
+    summary = read_summary(directory) or Summary(status="failed")
+    loss = summary.heldout_loss
+    cause, kind = (None, None) if state == "ok" else (trials.cause(directory), trials.failure_kind(directory))
     if state == "ok" and loss is None:
         state, cause = "diverged", "the held-out loss is not finite"
-    elif state == "failed" and cause is not None and NOT_FINITE in cause:
+    elif state == "failed" and kind == "not_finite":
         state = "diverged"
     curve = [
-        [line["tokens"], line["loss"]]
+        (line["tokens"], line["loss"])
         for line in record.read_lines(directory / "evals.jsonl")
         if line["loss"] is not None
     ]
-    trained = summary.get("tokens") or tokens_of_step * int(summary.get("step") or 0)
-    return Outcome(directory.name, candidate, seed, state, cause, loss, trained, seconds, curve)
+    trained = summary.tokens or tokens_of_step * summary.step
+    return Outcome(directory.name, candidate, seed, state, cause, loss, trained, seconds, curve, kind)
 
 
 def range_points(directory: Path) -> list[tuple[float, float | None, int]]:

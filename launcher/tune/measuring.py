@@ -3,24 +3,37 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from bert_dp import record
 from bert_dp.config import ConfigError, batch_layout, dump_config
 from bert_dp.cost import GIB, flops_per_token
+from bert_dp.record_models import NoiseScale
+from launcher import results
 from launcher.report import format_count, format_gib, format_si
-from launcher.runs import number
+from launcher.results import (
+    BatchChoice,
+    BatchMemory,
+    Drift,
+    Goodput,
+    MemoryLineFile,
+    Noise,
+    NoisePair,
+    SizeResult,
+    SizeStatus,
+    TriedSize,
+)
 from launcher.scaling.measure import helper
+from launcher.scaling.raw import read_summary
 from launcher.tune import curve, sizes
 from launcher.tune.curve import Rate, Size
 from launcher.tune.runner import Question, Runner, peak_gib
 from launcher.tune.sizes import MemoryLine
-from launcher.tune.trials import Pool, Trial, cause
+from launcher.tune.trials import Pool, Trial, cause, failure_kind
 
 FEWEST_STEPS, MOST_STEPS = 6, 60  # timed, of a run
 NOISE_STEPS = 400
@@ -37,7 +50,7 @@ class NothingFits(Exception):
 
 
 class BatchSearch:
-    """Asks and measures; `facts` grows into tune.json and is whole after every step."""
+    """Asks and measures; `facts` is what tune.json holds of it, whole after every step."""
 
     def __init__(self, question: Question, out: Path, pool: Pool, say: Callable[[str], None]):
         self.q, self.out, self._say = question, out, say
@@ -46,7 +59,27 @@ class BatchSearch:
         self._curve: dict[int, Size] = {}
         self._order: list[int] = []
         self._limited_by = "global batch"
-        self.facts: dict[str, Any] = dict.fromkeys(("memory", "sizes", "choice", "noise", "goodput"))
+        self._fitting: list[int] = []
+        self._samples = 0
+        self.memory: BatchMemory | None = None
+        self.choice: BatchChoice | None = None
+        self.noise: Noise | None = None
+        self.goodput: Goodput | None = None
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Fields of TuneBatch."""
+        measured = any(size.runs or size.status != "ok" for size in self._curve.values())
+        return {
+            "memory": self.memory,
+            "sizes": self.size_results() if measured else None,
+            "choice": self.choice,
+            "noise": self.noise,
+            "goodput": self.goodput,
+            "order": list(self._order) if measured else None,
+            "trial_samples": self._samples if measured else None,
+            "drift": self._drift() if measured else None,
+        }
 
     def run(self) -> None:
         """Raises Stopped for a signal and NothingFits when no size runs."""
@@ -61,8 +94,8 @@ class BatchSearch:
 
     def _describe_memory(self) -> None:
         path = self.out / "memory_line.json"
-        found = record.read_json(path) or {}
-        if any(number(found.get(key)) is None for key in ("intercept_bytes", "bytes_per_sequence")):
+        line = results.find(path, MemoryLineFile)
+        if line is None:
             self._say("memory: a step of the model at two sizes, without its memory")
             asked = self.out / "memory_line.yaml"
             record.write_text(asked, dump_config(sizes.with_micro(self.q.config, self.q.sizes[0])))
@@ -74,19 +107,15 @@ class BatchSearch:
                 asked.unlink()
             if not lines:
                 raise NothingFits("bert_dp.measure.memory_line failed; its message stands above")
-            found = lines[-1]
-            record.write_json(path, found)
-        self._line = MemoryLine(found["intercept_bytes"], found["bytes_per_sequence"])
-        self.facts["memory"] = {
-            "limit_gib": self.q.limit_gib,
-            "limit_of": self.q.limit_of,
-            "spare": sizes.SPARE,
-            "line": found,
-            "constant_gib": None,
-            "predicted_limit": None,
-            "verified": None,
-            "tried": [],
-        }
+            try:
+                line = results.parse(lines[-1], MemoryLineFile, path.name)
+            except ConfigError as error:
+                raise NothingFits(str(error)) from None
+            results.write(path, line)
+        self._line = MemoryLine(line.intercept_bytes, line.bytes_per_sequence)
+        self.memory = BatchMemory(
+            limit_gib=self.q.limit_gib, limit_of=self.q.limit_of, spare=sizes.SPARE, line=line
+        )
 
     def _pilot(self) -> None:
         """A few real steps with all ranks: what the line does not count, and what a sequence costs."""
@@ -105,17 +134,9 @@ class BatchSearch:
         self._line = self._line.through(micro, measured)
         self.runs.startup_s = max(0.0, self._pool.seconds(trial) - sum(run.step_s))
         self.runs.sequence_s = min(run.step_s) / trial.config.batch.global_size
-        memory = self.facts["memory"]
-        memory["constant_gib"] = self._line.constant / GIB
-        memory["tried"].append(
-            {
-                "micro_batch": micro,
-                "status": "ok",
-                "predicted_gib": None,
-                "measured_gib": measured,
-                "rank": run.peak_gib.index(measured),
-            }
-        )
+        rank = run.peak_gib.index(measured)
+        self._tried(TriedSize(micro_batch=micro, status="ok", measured_gib=measured, rank=rank))
+        self._remember(constant_gib=self._line.constant / GIB)
         self._say(
             f"memory: {format_gib(self._line.gib(0))} + {self._line.slope / GIB:.4f} GiB a sequence; "
             f"micro batch {micro} took {format_gib(measured)}"
@@ -138,7 +159,7 @@ class BatchSearch:
         if self.q.limit_gib is None:
             return
         most = self._line.largest(self.q.limit_gib)
-        self.facts["memory"]["predicted_limit"] = most
+        self._remember(predicted_limit=most)
         self._fitting = [size for size in self.q.sizes if size <= most]
         if not self._fitting:
             needed, smallest = self._line.gib(self.q.sizes[0]), self.q.sizes[0]
@@ -156,11 +177,11 @@ class BatchSearch:
 
     def _verify(self) -> None:
         """Where memory limits: real steps at the predicted limit, then at 0.9 and 0.8 of it."""
-        memory = self.facts["memory"]
-        if self._limited_by != "memory":
+        if self._limited_by != "memory" or self._memory.predicted_limit is None:
             return
+        predicted = self._memory.predicted_limit
         for share in VERIFY:
-            micro = max(1, int(share * memory["predicted_limit"]))
+            micro = max(1, int(share * predicted))
             if self.runs.step_s(2 * micro * self.q.dp) * (MEMORY_STEPS + 1) > self.runs.left(CURVE_SHARE) / 3:
                 self._say(f"memory: real steps at micro batch {micro} do not fit the budget; not verified")
                 return
@@ -169,27 +190,32 @@ class BatchSearch:
             self._note_memory(trial, micro, status)
             self._say(f"memory: micro batch {micro}: {status}")
             if status == "ok":
-                memory["verified"] = micro
+                self._remember(verified=micro)
                 break
-        largest = memory["verified"] or int(VERIFY[-1] * memory["predicted_limit"]) - 1
+        largest = self._memory.verified or int(VERIFY[-1] * predicted) - 1
         self._fitting = [size for size in self._fitting if size <= largest] or self._fitting[:1]
 
     def _memory_trial(self, name: str, micro: int) -> Trial:
         return self.runs.trial(name, micro, 2 * micro * self.q.dp, MEMORY_STEPS)
 
-    def _note_memory(self, trial: Trial, micro: int, status: str) -> None:
+    @property
+    def _memory(self) -> BatchMemory:
+        return self.memory or BatchMemory()
+
+    def _remember(self, **facts: Any) -> None:
+        self.memory = self._memory.model_copy(update=facts)
+
+    def _tried(self, size: TriedSize) -> None:
+        self._remember(tried=[*self._memory.tried, size])
+
+    def _note_memory(self, trial: Trial, micro: int, status: SizeStatus) -> None:
         peak, rank = None, None
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             peaks = peak_gib(self.runs.directory(trial), self.q.ranks)
             peak, rank = max(peaks), peaks.index(max(peaks))
-        self.facts["memory"]["tried"].append(
-            {
-                "micro_batch": micro,
-                "status": status,
-                "predicted_gib": self._line.gib(micro),
-                "measured_gib": peak,
-                "rank": rank,
-            }
+        predicted = self._line.gib(micro)
+        self._tried(
+            TriedSize(micro_batch=micro, status=status, predicted_gib=predicted, measured_gib=peak, rank=rank)
         )
 
     # --- throughput
@@ -246,6 +272,8 @@ class BatchSearch:
         self._note_memory(trial, micro, size.status)
         if size.status != "ok":
             size.why = self.runs.why(trial, size.status)
+            if size.status in ("oom", "failed"):
+                size.failure_kind = failure_kind(self.runs.directory(trial))
             self._say(f"[{where}] micro batch {micro}: {size.status}: {size.why}")
         else:
             run = self.runs.timed(trial, self.runs.warm_up, steps)
@@ -268,91 +296,83 @@ class BatchSearch:
         return curve.rate(size, self._samples, self.q.config.batch.global_size)
 
     def _conclude(self) -> None:
-        rates = {rate.micro: rate for rate in self.rates()}
-        best = max((rate.median for rate in rates.values()), default=None)
-        self.facts["sizes"] = [
-            self._size_facts(size, rates.get(micro), best) for micro, size in sorted(self._curve.items())
-        ]
-        self.facts["order"] = self._order
-        self.facts["trial_samples"] = self._samples
-        self.facts["drift"] = self._drift()
+        rates = self.rates()
         if not rates or any(size.status == "ok" and not size.runs for size in self._curve.values()):
             return  # no choice from a part of the first round
-        choice = curve.choose(list(rates.values()))
-        if choice["micro_batch"] == min(self._curve) > self.q.sizes[0]:
-            choice["why"] += "; smaller ones were not tried"
-        micro = choice["micro_batch"]
-        choice["limited_by"] = self._limited_by
+        choice = curve.choose(rates)
+        micro, why = choice.micro_batch, choice.why
+        if micro == min(self._curve) > self.q.sizes[0]:
+            why = f"{why}; smaller ones were not tried"
         layout = batch_layout(sizes.with_micro(self.q.config, micro), self.q.ranks)
-        choice["accumulation"] = layout.grad_accum_steps
-        self.facts["choice"] = choice
-        line = self.facts["memory"]["line"]
-        self.facts["memory"]["parts_gib"] = {
-            "program and libraries": self._line.constant / GIB,
-            **sizes.parts_at(line, micro),
-        }
+        accumulation = layout.grad_accum_steps
+        decided = {"why": why, "limited_by": self._limited_by, "accumulation": accumulation}
+        self.choice = choice.model_copy(update=decided)
+        parts = sizes.parts_at(self._memory.line.parts, micro) if self._memory.line else {}
+        self._remember(parts_gib={"program and libraries": self._line.constant / GIB, **parts})
 
-    def _size_facts(self, size: Size, rate: Rate | None, best: float | None) -> dict[str, Any]:
+    def size_results(self) -> list[SizeResult]:
+        """Every size so far, ascending."""
+        rates = {rate.micro: rate for rate in self.rates()}
+        best = max((rate.median for rate in rates.values()), default=None)
+        return [self._size(size, rates.get(micro), best) for micro, size in sorted(self._curve.items())]
+
+    def _size(self, size: Size, rate: Rate | None, best: float | None) -> SizeResult:
         measured = [peak for run in size.runs for peak in run.peak_gib]
-        return {
-            "micro_batch": size.micro,
-            "accumulation": self.q.config.batch.global_size // (size.micro * self.q.dp),
-            "trial_accumulation": size.accumulation,
-            "status": size.status,
-            "why": size.why,
-            "samples_per_s": rate.median if rate else None,
-            "samples_per_s_ci95": [rate.low, rate.high] if rate else None,
-            "relative": rate.median / best if rate and best else None,
-            "predicted_gib": self._line.gib(size.micro),
-            "measured_gib": max(measured, default=None),
-            "runs": [dataclasses.asdict(run) for run in size.runs],
-        }
+        return SizeResult(
+            micro_batch=size.micro,
+            accumulation=self.q.config.batch.global_size // (size.micro * self.q.dp),
+            trial_accumulation=size.accumulation,
+            status=size.status,
+            failure_kind=size.failure_kind,
+            why=size.why,
+            samples_per_s=rate.median if rate else None,
+            samples_per_s_ci95=[rate.low, rate.high] if rate else None,
+            relative=rate.median / best if rate and best else None,
+            predicted_gib=self._line.gib(size.micro),
+            measured_gib=max(measured, default=None),
+            runs=list(size.runs),
+        )
 
-    def _drift(self) -> dict[str, float] | None:
+    def _drift(self) -> Drift | None:
         """The size that ran first, against its run at the end of the first round."""
         runs = self._curve[self._order[0]].runs if self._order else []
         if len(runs) < 2:
             return None
         first, last = (self._samples * len(run.step_s) / sum(run.step_s) for run in runs[:2])
-        return {"micro_batch": self._order[0], "first": first, "last": last, "ratio": last / first}
+        return Drift(micro_batch=self._order[0], first=first, last=last, ratio=last / first)
 
     # --- noise scale and goodput
 
     def _noise(self) -> None:
-        choice = self.facts["choice"]
+        choice = self.choice
         if choice is None:
             raise NothingFits("; ".join(f"micro batch {s.micro}: {s.why}" for s in self._curve.values()))
-        micro, config = choice["micro_batch"], self.q.config
-        if self.q.dp == 1 and choice["accumulation"] == 1:  # two batches are compared
+        micro, config = choice.micro_batch, self.q.config
+        if self.q.dp == 1 and choice.accumulation == 1:  # two batches are compared
             micro = max((size for size in self.q.sizes if size < micro), default=micro)
-        step_s = config.batch.global_size / choice["samples_per_s"]
+        step_s = config.batch.global_size / choice.samples_per_s
         steps = max(1, min(NOISE_STEPS, int((self.runs.left(1.0) - self.runs.startup_s) / step_s)))
         trial = self.runs.trial("noise", micro, config.batch.global_size, steps, noise=True)
         why = self._no_noise(trial, steps)
         if why is not None:
-            self.facts["noise"] = {
-                "verdict": "inconclusive",
-                "why": why,
-                "noise_scale": None,
-                "interval": None,
-            }
+            self.noise = Noise(verdict="inconclusive", why=why)
             self._say(f"noise scale: not measured: {why}")
             return
         self._say(f"noise scale: {steps} steps of the declared batch")
         status = self.runs.run(trial)
-        summary = record.read_json(self.runs.directory(trial) / "summary.json") or {}
-        found = summary.get("noise_scale")
-        if status != "ok" or found is None:
-            found = {
-                "verdict": "inconclusive",
-                "why": self.runs.why(trial, status),
-                "noise_scale": None,
-                "interval": None,
-            }
-        pairs = list(record.read_lines(self.runs.directory(trial) / "noise.jsonl"))
-        self.facts["noise"] = {**found, "of_steps": steps, "init_from": config.run.init_from, "pairs": pairs}
-        if found["noise_scale"] is not None:
-            self.facts["goodput"] = self._goodput(found)
+        summary = read_summary(self.runs.directory(trial))
+        estimate = summary.noise_scale if summary else None
+        if status != "ok" or estimate is None:
+            estimate = NoiseScale(verdict="inconclusive", why=self.runs.why(trial, status))
+        lines = record.read_lines(self.runs.directory(trial) / "noise.jsonl")
+        self.noise = Noise(
+            **estimate.model_dump(),
+            of_steps=steps,
+            init_from=config.run.init_from,
+            pairs=[NoisePair.model_validate(line) for line in lines],
+        )
+        if estimate.noise_scale is not None and estimate.interval is not None:
+            self.goodput = self._goodput(choice, estimate.noise_scale, estimate.interval)
 
     def _no_noise(self, trial: Trial, steps: int) -> str | None:
         """Why the noise scale cannot be measured here."""
@@ -364,9 +384,8 @@ class BatchSearch:
             return f"the budget leaves {steps} steps, {FEWEST_NOISE_STEPS} are needed; raise --budget"
         return None
 
-    def _goodput(self, noise: Mapping[str, Any]) -> dict[str, Any]:
-        choice, config = self.facts["choice"], self.q.config
-        size = self._curve[choice["micro_batch"]]
+    def _goodput(self, choice: BatchChoice, noise: float, interval: Sequence[float]) -> Goodput:
+        config, size = self.q.config, self._curve[choice.micro_batch]
         passes_s, whole_s = curve.parts(size)
         per_pass, declared = size.micro * self.q.dp, config.batch.global_size
         wanted = {per_pass * 2**k for k in range(12)} | {declared}
@@ -376,7 +395,7 @@ class BatchSearch:
             update_s=whole_s - passes_s,
             per_pass=per_pass,
             global_size=declared,
-            noise=noise["noise_scale"],
-            interval=noise["interval"],
+            noise=noise,
+            interval=interval,
             sizes=sorted(wanted),
         )

@@ -13,8 +13,8 @@ from bert_dp import record
 from bert_dp.config import Config, resolve
 from bert_dp.cost import GIB
 from launcher.report import format_gib
-from launcher.scaling.raw import read_repeat
-from launcher.tune.curve import Timed
+from launcher.results import SizeStatus, TimedRun
+from launcher.scaling.raw import Ended, read_repeat
 from launcher.tune.trials import Pool, Trial, cause
 
 GUARD_GIB = 1.0  # above a rank's memory: address space that is private and never touched
@@ -76,7 +76,7 @@ class Runner:
         """Where its records are."""
         return self._pool.directory(trial)
 
-    def run(self, trial: Trial) -> str:
+    def run(self, trial: Trial) -> Ended:
         """ok, oom or failed; one whose records are not whole runs once more. Raises Stopped."""
         status = self._pool.run([trial])[trial.name]
         if status == "ok" and not self._is_whole(trial):
@@ -93,7 +93,7 @@ class Runner:
             return False
         return True
 
-    def judged(self, trial: Trial, status: str, warm_up: int, steps: int) -> str:
+    def judged(self, trial: Trial, status: SizeStatus, warm_up: int, steps: int) -> SizeStatus:
         """A run that ended well may still have taken too much: over the limit, or the allocator thrashed."""
         if status != "ok":
             return status
@@ -111,19 +111,19 @@ class Runner:
             return "the GPU's allocator had to free what it kept to go on"
         return cause(self.directory(trial))
 
-    def timed(self, trial: Trial, warm_up: int, steps: int) -> Timed:
+    def timed(self, trial: Trial, warm_up: int, steps: int) -> TimedRun:
         """Its steps after the warm-up. Raises ValueError or KeyError when its records are not whole."""
         directory = self.directory(trial)
         repeat = read_repeat(directory, self.q.ranks, warm_up, steps)
         parts = repeat.parts
         exposed_s = statistics.median(repeat.exposed_s) if repeat.exposed_s else 0.0
-        return Timed(
-            trial.name,
-            parts["step_s"][0],
-            parts["forward_backward_s"][0],
-            repeat.memory_gib,
-            exposed_s,
-            alloc_retries(directory, self.q.ranks, warm_up),
+        return TimedRun(
+            name=trial.name,
+            step_s=parts["step_s"][0],
+            forward_backward_s=parts["forward_backward_s"][0],
+            peak_gib=repeat.memory_gib,
+            exposed_s=exposed_s,
+            alloc_retries=alloc_retries(directory, self.q.ranks, warm_up),
         )
 
     def step_s(self, samples: int) -> float:

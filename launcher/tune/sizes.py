@@ -6,7 +6,6 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from bert_dp.config import Config, ConfigError, batch_layout
 from bert_dp.cost import GIB
@@ -94,6 +93,6 @@ def seconds(text: str, option: str) -> float:
     return value
 
 
-def parts_at(line: Mapping[str, Any], micro: int) -> dict[str, float]:
+def parts_at(parts: Mapping[str, Sequence[float]], micro: int) -> dict[str, float]:
     """GiB of each part of the peak (`parts` of `bert_dp.measure.memory_line`) at this micro batch."""
-    return {name: (a + c * micro) / GIB for name, (a, c) in line["parts"].items()}
+    return {name: (a + c * micro) / GIB for name, (a, c) in parts.items()}

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 from bert_dp.config import Config, ConfigError
 from bert_dp.config.rates import UNTUNED_BATCH, UNTUNED_LR
+from launcher.results import Transfer, TransferRule
 
 SQRT = "arXiv 2205.10287"
 LINEAR = "arXiv 1706.02677"
@@ -24,7 +24,7 @@ def parse(text: str) -> tuple[int, int]:
     return batches
 
 
-def transfer(config: Config, lr: float, source: str, before: int, after: int) -> dict[str, Any]:
+def transfer(config: Config, lr: float, source: str, before: int, after: int) -> Transfer:
     """`transfer` of tune.json: `lr`, tuned at global batch `before`, at `after` by each rule.
 
     sqrt (Adam): lr sqrt(k), with 1 - beta -> k (1 - beta) and eps -> eps / sqrt(k), for k = after / before;
@@ -34,70 +34,70 @@ def transfer(config: Config, lr: float, source: str, before: int, after: int) ->
     root = k**0.5
     betas = {name: 1 - k * (1 - getattr(optim, name)) for name in ("beta1", "beta2")}
     rules = [
-        {
-            "rule": "sqrt",
-            "for": "Adam and AdamW",
-            "lr": lr * root,
-            "source": SQRT,
-            "equation": f"{lr * root:.4g} = {lr:g} x sqrt({after} / {before})",
+        TransferRule(
+            rule="sqrt",
+            for_="Adam and AdamW",
+            lr=lr * root,
+            source=SQRT,
+            equation=f"{lr * root:.4g} = {lr:g} x sqrt({after} / {before})",
             **{name: beta if beta >= 0 else None for name, beta in betas.items()},
-            "eps": optim.eps / root,
-        },
-        {
-            "rule": "linear",
-            "for": "SGD",
-            "lr": lr * k,
-            "source": LINEAR,
-            "equation": f"{lr * k:.4g} = {lr:g} x {after} / {before}",
-        },
-        {
-            "rule": "untuned_lamb",
-            "for": "LAMB",
-            "lr": UNTUNED_LR * (after / UNTUNED_BATCH) ** 0.5,
-            "source": UNTUNED,
-            "equation": f"{UNTUNED_LR * (after / UNTUNED_BATCH) ** 0.5:.4g} = {UNTUNED_LR:g} x "
+            eps=optim.eps / root,
+        ),
+        TransferRule(
+            rule="linear",
+            for_="SGD",
+            lr=lr * k,
+            source=LINEAR,
+            equation=f"{lr * k:.4g} = {lr:g} x {after} / {before}",
+        ),
+        TransferRule(
+            rule="untuned_lamb",
+            for_="LAMB",
+            lr=UNTUNED_LR * (after / UNTUNED_BATCH) ** 0.5,
+            source=UNTUNED,
+            equation=f"{UNTUNED_LR * (after / UNTUNED_BATCH) ** 0.5:.4g} = {UNTUNED_LR:g} x "
             f"sqrt({after} / {UNTUNED_BATCH})",
-        },
+        ),
     ]
     names = {"none": None, "sqrt": "sqrt", "linear": "linear"}
     ours = "untuned_lamb" if optim.lr == "auto" else names[optim.lr_scaling]
-    return {
-        "from_batch": before,
-        "to_batch": after,
-        "ratio": k,
-        "lr": lr,
-        "lr_source": source,
-        "optimizer": optim.name,
-        "rules": rules,
-        "ours": ours,
-    }
+    return Transfer(
+        from_batch=before,
+        to_batch=after,
+        ratio=k,
+        lr=lr,
+        lr_source=source,
+        optimizer=optim.name,
+        rules=rules,
+        ours=ours,
+    )
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(carried: Transfer) -> list[str]:
     """What is printed of `transfer`'s result."""
-    before, after = found["from_batch"], found["to_batch"]
+    before, after = carried.from_batch, carried.to_batch
     out = [
-        f"learning rate {found['lr']:g} ({found['lr_source']}), taken as tuned at global batch {before}, "
+        f"learning rate {carried.lr:g} ({carried.lr_source}), taken as tuned at global batch {before}, "
         f"at {after}:"
     ]
-    for rule in found["rules"]:
-        out.append(f"  {rule['rule']:<13} {rule['equation']}  ({rule['for']}, {rule['source']})")
-        if rule["rule"] == "sqrt":
+    for rule in carried.rules:
+        out.append(f"  {rule.rule:<13} {rule.equation}  ({rule.for_}, {rule.source})")
+        if rule.eps is not None:
             betas = ", ".join(
-                f"{name} {rule[name]:.4g}" if rule[name] is not None else f"no {name} (it would be below 0)"
-                for name in ("beta1", "beta2")
+                f"{name} {beta:.4g}" if beta is not None else f"no {name} (it would be below 0)"
+                for name, beta in (("beta1", rule.beta1), ("beta2", rule.beta2))
             )
             out.append(
-                f"  {'':<13} the paper's rule also sets {betas} and eps {rule['eps']:.3g}; "
+                f"  {'':<13} the paper's rule also sets {betas} and eps {rule.eps:.3g}; "
                 "optim.lr_scaling does not"
             )
-    if found["ours"] == "untuned_lamb":
+    if carried.ours == "untuned_lamb":
         out.append("the configuration follows untuned_lamb (optim.lr: auto)")
-    elif found["ours"] is None:
+    elif carried.ours is None:
         out.append(
             f"the configuration keeps its rate at every batch (optim.lr_scaling: none); for the sqrt "
             f"rule optim.lr_scaling=sqrt and optim.lr_batch={before}"
         )
     else:
-        out.append(f"the configuration follows {found['ours']} (optim.lr_scaling)")
+        out.append(f"the configuration follows {carried.ours} (optim.lr_scaling)")
     return out

@@ -16,11 +16,12 @@ from typing import IO
 from bert_dp import record
 from bert_dp.config import Config, dump_config
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
-from launcher import processes
+from bert_dp.record_models import FailureKind
+from launcher import processes, results
 from launcher.reaper import reaper
 from launcher.report import format_duration
 from launcher.scaling.measure import Say, Stopped
-from launcher.scaling.raw import ended
+from launcher.scaling.raw import Ended, ended, read_summary
 
 PROGRESS_S = 30.0
 SCRATCH = ".scratch"
@@ -71,13 +72,14 @@ class Pool:
 
     def seconds(self, trial: Trial) -> float:
         """What it took from its start to its end, also in an earlier call."""
-        return float((record.read_json(self.directory(trial) / TOOK) or {}).get("seconds", 0.0))
+        took = results.find(self.directory(trial) / TOOK, results.TrialFile)
+        return took.seconds if took else 0.0
 
-    def run(self, trials: Sequence[Trial]) -> dict[str, str]:
+    def run(self, trials: Sequence[Trial]) -> dict[str, Ended]:
         """Name -> ok, oom or failed, of every trial; see `outcomes`."""
         return {trial.name: state for trial, state in self.outcomes(trials)}
 
-    def outcomes(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, str]]:
+    def outcomes(self, trials: Sequence[Trial]) -> Iterator[tuple[Trial, Ended]]:
         """Each trial with ok, oom or failed as it ends; it has its records in its directory.
 
         One that an earlier call has ended with the same configuration is not run again, unless something
@@ -110,8 +112,8 @@ class Pool:
                         running.remove(each)
                         free.append(each.slot)
                         each.log.close()
-                        took = {"seconds": time.monotonic() - each.begun}
-                        record.write_json(self.directory(each.trial) / TOOK, took)
+                        took = results.TrialFile(seconds=time.monotonic() - each.begun)
+                        results.write(self.directory(each.trial) / TOOK, took)
                         name = each.trial.name
                         tries[name] += 1
                         if (state := self._outcome(each)) is not None:
@@ -134,7 +136,7 @@ class Pool:
         if came:
             raise Stopped(came[0])
 
-    def ended(self, trial: Trial) -> str | None:
+    def ended(self, trial: Trial) -> Ended | None:
         """How this very trial ended in an earlier call; None = it is to be run."""
         directory = self.directory(trial)
         with contextlib.suppress(OSError):
@@ -143,7 +145,7 @@ class Pool:
                 return None if from_outside(directory) else ended(directory)
         return None
 
-    def _outcome(self, each: _Running) -> str | None:
+    def _outcome(self, each: _Running) -> Ended | None:
         directory = self.directory(each.trial)
         return None if from_outside(directory) else ended(directory)
 
@@ -198,16 +200,22 @@ class Pool:
 def from_outside(directory: Path) -> bool:
     """Whether something outside has ended this trial, which says nothing of its settings: no summary was
     written, or a rank was killed and memory was not why."""
-    summary = record.read_json(directory / "summary.json")
-    if summary is None or summary.get("signal"):
+    summary = read_summary(directory)
+    if summary is None or summary.signal:
         return True
-    killed = summary.get("killed_by") in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    return killed and not summary.get("oom_kills")
+    killed = summary.killed_by in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    return killed and not summary.oom_kills
 
 
 def cause(directory: Path) -> str:
     """Why a trial ended as it did, in its own words."""
-    summary = record.read_json(directory / "summary.json")
+    summary = read_summary(directory)
     if summary is None:
         return "it ended without a word, twice"
-    return str(summary.get("cause") or "its records are not whole")
+    return summary.cause or "its records are not whole"
+
+
+def failure_kind(directory: Path) -> FailureKind:
+    """The kind of a trial that did not end well."""
+    summary = read_summary(directory)
+    return (summary and summary.failure_kind) or "no_cause"

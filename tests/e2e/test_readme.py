@@ -1,4 +1,4 @@
-"""Every command of README.md runs, at tiny size; every file and configuration it names exists."""
+"""Every command of README.md and docs/ runs, at tiny size; every file, target and configuration exists."""
 
 from __future__ import annotations
 
@@ -12,19 +12,49 @@ from launcher.training import shipped_configs
 from tests.e2e.cli import TINY, bert_dp
 
 ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-COMMANDS = [
-    line.partition("#")[0].strip()
-    for block in re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
-    for line in block.splitlines()
-]
-SIZE = {"data build": ["--vocab-size", "400", "--sequence-length", "16"]}
+PAGES = ("training", "data", "engines", "scaling", "tuning", "planning", "failures", "files", "benchmarks")
+TEXTS = {
+    "README.md": (ROOT / "README.md").read_text(),
+    **{f"docs/{name}.md": (ROOT / "docs" / f"{name}.md").read_text() for name in PAGES},
+}
+COMMANDS = list(
+    dict.fromkeys(  # in the order in which a reader meets them, each once
+        line.partition("#")[0].strip()
+        for text in TEXTS.values()
+        for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)
+        for line in block.splitlines()
+    )
+)
+OWN_FILES = re.compile(r"`((?:bert_dp|launcher|tests|benchmarks|configs)/[\w./-]+)`")
 SHRINK = [part for item in (*TINY, "model.vocab_size=400") for part in ("--set", item)]
+SMALLER = {
+    "train": SHRINK,
+    "scale": [*SHRINK, "--steps", "2", "--warm-up", "1", "--repeats", "1"],
+    "tune batch": [*SHRINK, "--set", "batch.global_size=2", "--budget", "2s"],
+    "tune lr": [*SHRINK, "--tokens", "1024", "--rates", "3", "--seeds", "1"],
+    "data build": ["--vocab-size", "400", "--sequence-length", "16", "--set", "held_out_fraction=0.1"],
+}
 # a corpus in the working directory, so that the commands run as they are written
 WORDS = (
     "the crew of the old ship sailed past seven grey islands while rain fell on every quiet harbour and "
     "nobody on shore saw the lamp that burned below deck"
 ).split()
+
+
+def smaller(command: str, folder: Path) -> list[str]:
+    """The command's arguments at tiny size: its globs expanded, its budget a few steps."""
+    words = shlex.split(command)[1:]
+    verb = next((name for name in SMALLER if " ".join(words).startswith(name)), "")
+    if verb == "train":
+        budget = next((i for i, word in enumerate(words) if word.startswith("schedule.")), None)
+        words = words if budget is None else [*words[: budget - 1], *words[budget + 1 :]]
+        words += ["--set", f"schedule.steps={4 if words[1] == '--run-dir' else 2}"]  # 4: goes on
+    files = [sorted(str(p.relative_to(folder)) for p in folder.glob(w)) if "*" in w else [w] for w in words]
+    words = [word for group in files for word in group]
+    rare = {"train": "data.build.", "scale": "data.build.", "tune": "data.build.", "data": ""}.get(words[0])
+    if words[1] != "inspect" and rare is not None and "data.path=shards" not in words:
+        words += ["--set", f"{rare}max_tokens_per_char=0"]  # so few words make many tokens
+    return [*words, *SMALLER.get(verb, [])]
 
 
 @pytest.mark.timeout(2400)
@@ -35,90 +65,34 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
         for i in range(1, 600)
     )
     (tmp_path / "corpus" / "part.txt").write_text(text)
-    ours = [shlex.split(command) for command in COMMANDS if command.startswith("bert-dp ")]
-    assert len(ours) >= 8
-    for words in ours:
-        arguments = words[1:]
-        if arguments[0] == "train":
-            kept = [a for a in arguments if "schedule." not in a]
-            kept = [
-                a
-                for a, following in zip(kept, [*kept[1:], ""], strict=True)
-                if a != "--set" or "=" in following
-            ]
-            first_build = "--run-dir" in arguments and "runs/first" in arguments
-            arguments = [*kept, *SHRINK, "--set", f"schedule.steps={4 if arguments[1] == '--run-dir' else 2}"]
-            if first_build:
-                arguments += ["--set", "data.build.max_tokens_per_char=0"]
-        if arguments[0] == "scale":
-            arguments += [
-                *SHRINK,
-                "--steps",
-                "2",
-                "--warm-up",
-                "1",
-                "--repeats",
-                "1",
-                "--set",
-                "data.build.max_tokens_per_char=0",
-            ]
-        if arguments[0] == "tune":
-            arguments = ["2s" if argument == "5m" else argument for argument in arguments]
-            arguments += [*SHRINK, "--set", "data.build.max_tokens_per_char=0"]
-            if arguments[1] == "batch":
-                arguments += ["--set", "batch.global_size=2", "--set", "batch.micro_size=1"]
-            if arguments[1] == "lr":
-                arguments += ["--tokens", "1024", "--rates", "3", "--seeds", "1"]
-        if arguments[:2] == ["data", "build"]:
-            arguments = [
-                *expand(arguments, tmp_path),
-                *SIZE["data build"],
-                "--set",
-                "max_tokens_per_char=0",
-                "--set",
-                "held_out_fraction=0.1",
-            ]
+    ours = [command for command in COMMANDS if command.startswith("bert-dp ")]
+    assert len(ours) >= 15
+    for command in ours:
+        arguments = smaller(command, tmp_path)
         done = bert_dp(*arguments, cwd=tmp_path, timeout=900, BERT_DP_CACHE=str(tmp_path / "cache"))
-        assert done.returncode == 0, f"{' '.join(words)}\n{done.stdout}\n{done.stderr}"
-
-
-def expand(arguments: list[str], folder: Path) -> list[str]:
-    """What the shell does with `corpus/*.txt`."""
-    out: list[str] = []
-    for argument in arguments:
-        out += (
-            [str(p.relative_to(folder)) for p in sorted(folder.glob(argument))]
-            if "*" in argument
-            else [argument]
-        )
-    return out
+        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
 
 
 @pytest.mark.quick
 def test_make_targets_exist() -> None:
     makefile = (ROOT / "Makefile").read_text()
-    targets = {command.split()[1] for command in COMMANDS if command.startswith("make ")}
-    assert {"train", "test"} <= targets
-    for target in targets | set(re.findall(r"`make (\w+)`", README)):
+    named = {target for text in TEXTS.values() for target in re.findall(r"`make ([\w-]+)", text)}
+    targets = named | {command.split()[1] for command in COMMANDS if command.startswith("make ")}
+    assert {"train", "test", "parity", "faults"} <= targets
+    for target in targets:
         assert re.search(rf"^{target}:", makefile, re.MULTILINE), target
 
 
 @pytest.mark.quick
-def test_named_files_and_configurations_exist() -> None:
-    for name in re.findall(r"`((?:bert_dp|launcher|tests|benchmarks|configs)/[\w./-]+)`", README):
-        assert (ROOT / name).exists(), name
-    named = set(re.findall(r"^\| `([\w-]+)` \|", README, re.MULTILINE))
-    assert {path.stem for path in shipped_configs().glob("*.yaml")} <= named
-
-
-@pytest.mark.quick
-def test_readme_has_no_placeholder() -> None:
-    assert "RESULTS\n" not in README
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("name", ["CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"])
-def test_documents_name_only_files_that_exist(name: str) -> None:
+@pytest.mark.parametrize("name", [*TEXTS, "CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/README.md"])
+def test_documents_name_only_what_exists(name: str) -> None:
     text = (ROOT / name).read_text()
-    for path in re.findall(r"`((?:bert_dp|launcher|tests|benchmarks|configs)/[\w./-]+)`", text):
-        assert (ROOT / path).exists(), path
+    links = [link for link in re.findall(r"\]\(([\w./-]+)\)", text) if not link.startswith("http")]
+    for path in [ROOT / own for own in OWN_FILES.findall(text)] + [(ROOT / name).parent / x for x in links]:
+        assert path.exists(), path
+
+
+@pytest.mark.quick
+def test_every_shipped_configuration_is_described() -> None:
+    named = set(re.findall(r"^\| `([\w-]+)` \|", TEXTS["docs/training.md"], re.MULTILINE))
+    assert {path.stem for path in shipped_configs().glob("*.yaml")} == named

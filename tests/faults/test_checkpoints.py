@@ -477,7 +477,7 @@ def five_in_a_row_stop_the_run(run_dir: Path, shards: Path, rank: int) -> None:
     )
     assert done.returncode == 1, done.stdout + done.stderr
     facts = summary(run_dir)
-    assert (facts["status"], facts["exit_code"]) == ("failed", 1)
+    assert (facts["status"], facts["exit_code"], facts["failure_kind"]) == ("failed", 1, "not_finite")
     assert "5 steps in a row up to step 9 " in facts["cause"], "seen at the line of step 9"
     for text in ("learning rate", "optim.lr", "not finite"):
         assert text in facts["cause"]
@@ -499,7 +499,7 @@ def test_row_15_a_run_that_skipped_every_step_is_not_done(tmp_path: Path, shards
     assert done.returncode == 1, done.stdout + done.stderr
     facts = summary(tmp_path)
     assert (facts["status"], facts["exit_code"], facts["step"]) == ("failed", 1, 3)
-    assert facts["skipped_steps"] == 3
+    assert (facts["skipped_steps"], facts["failure_kind"]) == (3, "not_finite")
     assert "all 3 steps had a gradient that is not finite" in facts["cause"]
     assert "all 3 steps" in done.stdout + done.stderr
 

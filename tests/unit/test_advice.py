@@ -12,7 +12,8 @@ import yaml
 from bert_dp import record
 from bert_dp.config import Config, batch_layout, dump_config, load_config
 from bert_dp.cost import memory_estimate_gib
-from launcher.advice import SPARE, explain, what_fits, what_ran_out
+from bert_dp.record_models import kind_of_text
+from launcher.advice import SPARE, explain, what_fits
 from launcher.failure import Failure
 from launcher.memory import MemoryFacts
 from launcher.training import shipped_configs
@@ -111,21 +112,8 @@ def test_where_one_sequence_is_too_much_the_engine_is_changed_or_nothing_fits() 
     assert fixes[0].startswith("nothing fits by the estimate: a smaller model")
 
 
-@pytest.mark.parametrize(
-    ("message", "scarce"),
-    [
-        (CUDA, "device"),
-        ("AcceleratorError: CUDA error: out of memory", "device"),
-        ("OutOfMemoryError: HIP out of memory. Tried", "device"),
-        (HOST, "host"),
-        ("MemoryError", "host"),
-        ("OSError: [Errno 12] Cannot allocate memory", "host"),
-        ("ValueError: the shelf is out of memory foam", None),
-        ("RuntimeError: CUDA error: an illegal memory access was encountered", None),
-    ],
-)
-def test_whose_memory_ran_out(message: str, scarce: str | None) -> None:
-    assert what_ran_out(message) == scarce
+def raised(message: str) -> Failure:
+    return Failure(0, message, kind=kind_of_text(message))
 
 
 @pytest.fixture
@@ -145,7 +133,7 @@ def run_dir(tmp_path: Path) -> Path:
     ],
 )
 def test_a_device_out_of_memory_says_what_to_lower(run_dir: Path, message: str, said: str) -> None:
-    told = explain(Failure(0, message), run_dir, 1, NONE)
+    told = explain(raised(message), run_dir, 1, NONE)
     assert said in told.explanation[-1]
     assert told.fix[0].startswith("--set batch.micro_size=")
     assert told.memory is None
@@ -155,12 +143,12 @@ def test_a_device_out_of_memory_says_what_to_lower(run_dir: Path, message: str, 
 
 def test_a_host_out_of_memory_shares_it_between_the_ranks(run_dir: Path) -> None:
     (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
-    told = explain(Failure(0, HOST), run_dir, 2, NONE)
+    told = explain(raised(HOST), run_dir, 2, NONE)
     assert told.explanation[0] == "control group's limit 20.00 GiB / 2 ranks = 10.00 GiB a rank"
     assert "there are 10.00 GiB" in told.explanation[1]
     assert told.memory is NONE
     (run_dir / "config.yaml").write_text(dump_config(config()))
-    assert explain(Failure(0, HOST), run_dir, 2, NONE).fix[0].startswith("on GPUs the host holds")
+    assert explain(raised(HOST), run_dir, 2, NONE).fix[0].startswith("on GPUs the host holds")
 
 
 def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) -> None:
@@ -168,7 +156,7 @@ def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) ->
     killed = Failure(1, "killed by signal 9 (SIGKILL)", killed_by=signal.SIGKILL)
     curves = {"rank 1": (1.0, 3.5)}
     told = explain(killed, run_dir, 2, MemoryFacts(curves, 1.0, 2, "memory.events"))
-    assert told.message == "killed by signal 9 (SIGKILL): host out of memory"
+    assert (told.message, told.kind) == ("killed by signal 9 (SIGKILL): host out of memory", "host_memory")
     assert told.explanation[0] == (
         "the kernel killed 2 processes for want of host memory (oom_kill in "
         "memory.events); its memory peaked at 3.50 GiB"
@@ -176,7 +164,7 @@ def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) ->
     assert told.fix[0].startswith("--set batch.micro_size=")
     assert told.memory is not None
     by_someone = explain(killed, run_dir, 2, MemoryFacts(curves, 1.0, 0, "memory.events"))
-    assert by_someone.message == killed.message
+    assert (by_someone.message, by_someone.kind) == (killed.message, killed.kind)
     assert by_someone.explanation == (
         "from outside: no out-of-memory kill was counted; its memory peaked at 3.50 GiB",
     )
@@ -202,5 +190,5 @@ def test_a_crash_is_explained(tmp_path: Path, number: int, word: str) -> None:
 
 @pytest.mark.parametrize("message", ["ValueError: no", HOST])
 def test_without_a_configuration_nothing_is_made_up(tmp_path: Path, message: str) -> None:
-    told = explain(Failure(0, message), tmp_path, 1, NONE)
+    told = explain(raised(message), tmp_path, 1, NONE)
     assert (told.message, told.explanation, told.fix) == (message, (), ())

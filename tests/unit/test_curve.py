@@ -1,17 +1,23 @@
 """Throughput against micro batch: intervals against their formula, the choice at its bounds."""
 
-import dataclasses
 import math
 import statistics
 
 import pytest
 
+from launcher.results import BatchChoice, TimedRun
 from launcher.tune import curve
-from launcher.tune.curve import Rate, Size, Timed
+from launcher.tune.curve import Rate, Size
 
 
-def timed(steps: list[float], passes: list[float] | None = None, exposed_s: float = 0.0) -> Timed:
-    return Timed("r", steps, passes or [0.8 * s for s in steps], [1.0], exposed_s)
+def timed(steps: list[float], passes: list[float] | None = None, exposed_s: float = 0.0) -> TimedRun:
+    return TimedRun(
+        name="r",
+        step_s=steps,
+        forward_backward_s=passes or [0.8 * s for s in steps],
+        peak_gib=[1.0],
+        exposed_s=exposed_s,
+    )
 
 
 def rate(micro: int, median: float, half: float = 0.0) -> Rate:
@@ -35,7 +41,7 @@ def test_passes_count_as_often_as_the_declared_batch_needs_and_the_rest_once() -
     run = timed([1.0] * 3, [0.7, 0.7, 0.7], exposed_s=0.2)
     assert curve.rate(Size(4, 1, [run]), 64, 256).median == pytest.approx(256 / (1.0 + 3 * 0.5))
     assert curve.rate(Size(4, 1, [run]), 64, 64).median == pytest.approx(64)
-    hidden = dataclasses.replace(run, exposed_s=0.9)  # more than there is: no pass takes less than nothing
+    hidden = run.model_copy(update={"exposed_s": 0.9})  # more than there is: no pass takes less than nothing
     assert curve.rate(Size(4, 1, [hidden]), 64, 256).median == pytest.approx(256)
 
 
@@ -47,16 +53,16 @@ def test_parts_are_means_over_runs() -> None:
 
 def test_the_smallest_that_reaches_97_of_100_is_chosen() -> None:
     rates = [rate(1, 96.9), rate(2, 97.0), rate(4, 100.0), rate(8, 99.0)]
-    assert curve.choose(rates) == {
-        "micro_batch": 2,
-        "best_micro_batch": 4,
-        "samples_per_s": 97.0,
-        "best_samples_per_s": 100.0,
-        "share_of_best": 0.97,
-        "flat": False,
-        "not_settled": [],
-        "why": "the smallest within 3 % of the best",
-    }
+    assert curve.choose(rates) == BatchChoice(
+        micro_batch=2,
+        best_micro_batch=4,
+        samples_per_s=97.0,
+        best_samples_per_s=100.0,
+        share_of_best=0.97,
+        flat=False,
+        not_settled=[],
+        why="the smallest within 3 % of the best",
+    )
 
 
 @pytest.mark.parametrize(
@@ -86,17 +92,17 @@ def test_the_smallest_that_reaches_97_of_100_is_chosen() -> None:
 )
 def test_why_it_was_chosen(rates: list[Rate], micro: int, flat: bool, why: str) -> None:
     found = curve.choose(rates)
-    assert (found["micro_batch"], found["flat"]) == (micro, flat)
-    assert found["why"] == why or (flat and found["why"].startswith(why))
+    assert (found.micro_batch, found.flat) == (micro, flat)
+    assert found.why == why or (flat and found.why.startswith(why))
 
 
 def test_a_smaller_one_must_be_sure_of_94_at_its_low_end() -> None:
     """Half widths add as independent errors do: sqrt(0.03^2 + 0.04^2) = 0.05."""
     low = 0.98 * math.exp(-0.05)
     assert low < 0.94
-    assert curve.choose([rate(1, 98.0, 0.03), rate(2, 100.0, 0.04)])["micro_batch"] == 2
-    assert curve.choose([rate(1, 98.0, 0.02), rate(2, 100.0, 0.03)])["micro_batch"] == 1
-    assert curve.choose([rate(1, 96.0), rate(2, 100.0)])["micro_batch"] == 2  # sure, and below the line
+    assert curve.choose([rate(1, 98.0, 0.03), rate(2, 100.0, 0.04)]).micro_batch == 2
+    assert curve.choose([rate(1, 98.0, 0.02), rate(2, 100.0, 0.03)]).micro_batch == 1
+    assert curve.choose([rate(1, 96.0), rate(2, 100.0)]).micro_batch == 2  # sure, and below the line
 
 
 def test_what_may_reach_the_line_and_is_not_known_to_is_open() -> None:
@@ -129,9 +135,9 @@ def test_goodput_by_hand() -> None:
     def worth(size: int, noise: float) -> float:
         return (8 + noise) / (size + noise)
 
-    for size, point in zip(speeds, found["points"], strict=True):
+    for size, point in zip(speeds, found.points, strict=True):
         ends = [speeds[size] * worth(size, noise) for noise in (2.0, 32.0)]
-        assert point == pytest.approx(
+        assert point.model_dump() == pytest.approx(
             {
                 "global_batch": size,
                 "samples_per_s": speeds[size],
@@ -142,15 +148,15 @@ def test_goodput_by_hand() -> None:
             }
         )
     # 4: 2.67 x 1.33 = 3.56, 8: 4, 16: 5.33 x 0.67 = 3.56; noise 2: 4, noise 32: 16
-    assert (found["recommended"], found["recommended_interval"], found["declared"]) == (8, [4, 16], 8)
-    assert (found["gain"], found["at_edge"]) == (0.0, False)
+    assert (found.recommended, found.recommended_interval, found.declared) == (8, [4, 16], 8)
+    assert (found.gain, found.at_edge) == (0.0, False)
     more = curve.goodput(
         micro_s=0.5, update_s=1.0, per_pass=4, global_size=4, noise=32.0, interval=(32.0, 2.0), sizes=(4, 8)
     )
     # the declared 4: 2.67; 8: 4 x 36 / 40 = 3.6
-    assert (more["recommended"], more["recommended_interval"], more["at_edge"]) == (8, [4, 8], True)
-    assert more["gain"] == pytest.approx(3.6 / (4 / 1.5) - 1)
+    assert (more.recommended, more.recommended_interval, more.at_edge) == (8, [4, 8], True)
+    assert more.gain == pytest.approx(3.6 / (4 / 1.5) - 1)
     low = curve.goodput(
         micro_s=4.0, update_s=0.0, per_pass=4, global_size=8, noise=1.0, interval=(1.0, 1.0), sizes=(4, 8, 16)
     )
-    assert (low["recommended"], low["at_edge"]) == (4, True)
+    assert (low.recommended, low.at_edge) == (4, True)

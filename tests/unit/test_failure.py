@@ -15,6 +15,7 @@ import pytest
 from bert_dp import process, record
 from bert_dp.config import ConfigError
 from bert_dp.record import STARTED_AGAIN
+from bert_dp.record_models import FailureKind, kind_of_text
 from launcher.failure import (
     CONSEQUENCES_SHOWN,
     NO_CAUSE,
@@ -45,8 +46,10 @@ Root Cause (first observed failure):
 
 
 def error(logs: Path, rank: int, message: str, time_ns: int, bad_input: list[str] | None = None) -> None:
+    kind = kind_of_text(f"RuntimeError: {message}")
     facts = {"rank": rank, "time_ns": time_ns, "type": "RuntimeError", "message": message, "where": "a.py:1"}
-    (logs / f"rank-{rank}.error.json").write_text(json.dumps({**facts, "bad_input": bad_input}))
+    facts |= {"bad_input": bad_input, "failure_kind": kind}
+    (logs / f"rank-{rank}.error.json").write_text(json.dumps(facts))
 
 
 def test_a_kill_comes_before_what_the_others_saw(tmp_path: Path) -> None:
@@ -54,6 +57,7 @@ def test_a_kill_comes_before_what_the_others_saw(tmp_path: Path) -> None:
     failure = first_cause(tmp_path, TORCHRUN)
     assert failure is not None
     assert (failure.rank, failure.message) == (1, "killed by signal 9 (SIGKILL)")
+    assert failure.kind == "killed"
 
 
 def test_an_exception_comes_before_the_kills_that_follow_it(tmp_path: Path) -> None:
@@ -218,6 +222,7 @@ def test_the_summary_keeps_all_that_the_card_tells(tmp_path: Path) -> None:
     facts = json.loads(json.dumps(summary_facts(failure)))
     assert facts == {
         "cause": "rank 3: ValueError: no",
+        "failure_kind": "error",
         "rank": 3,
         "where": "mine.py:7",
         "source": "in f: g()",
@@ -275,7 +280,7 @@ def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
     (tmp_path / "rank-1.log").write_text(said)
     failure = first_cause(tmp_path, "", [Departure(1, 1, 5)])
     assert failure is not None
-    assert (failure.rank, failure.message) == (1, "RuntimeError: no shards")
+    assert (failure.rank, failure.message, failure.kind) == (1, "RuntimeError: no shards", "error")
     assert failure.where is not None
     assert failure.where.startswith(f"{__file__}:")
     assert failure.source is not None
@@ -284,6 +289,7 @@ def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
     other = first_cause(tmp_path, "", [Departure(1, 7, 5)])
     assert other is not None
     assert other.message == "ended with exit code 7 and left no cause", "os._exit after one that was caught"
+    assert other.kind == "no_cause"
     assert raised_last("Traceback (most recent call last):\nOSError: lost\n") == ("OSError: lost", None, None)
     assert raised_last("nothing") is None
 
@@ -291,6 +297,7 @@ def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
 def test_bad_input_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
     process.record_error(0, ConfigError(["optim.lr: wrong"]))
+    assert json.loads((tmp_path / "rank-0.error.json").read_text())["failure_kind"] == "bad_input"
     assert capsys.readouterr().err == "error: optim.lr: wrong\n"
     failure = first_cause(tmp_path, "")
     assert failure is not None
@@ -312,33 +319,34 @@ def test_own_code_is_neither_pythons_nor_a_packages() -> None:
         assert not record.is_own_code(library)
 
 
-def test_what_all_ranks_decided_together_is_no_ranks_fault(tmp_path: Path) -> None:
-    facts = {"rank": 0, "time_ns": 5, "type": "RunFailed", "message": "5 steps in a row were skipped"}
-    path = tmp_path / "rank-0.error.json"
-    path.write_text(json.dumps({**facts, "where": None, "bad_input": None}))
+def test_what_all_ranks_decided_together_is_no_ranks_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
+    process.record_error(0, process.RunFailed("5 steps in a row were skipped", "not_finite"))
     failure = first_cause(tmp_path, "")
     assert failure is not None
     assert (failure.rank, failure.headline()) == (None, "5 steps in a row were skipped")
+    assert failure.kind == "not_finite", "whatever the words"
     assert failure.agreed
     assert failure.log == tmp_path / "rank-0.log"
 
 
 @pytest.mark.parametrize(
-    ("rank", "message", "is_known"),
+    ("rank", "message", "kind"),
     [
-        (0, f"ended with exit code 1 {NO_CAUSE}", False),
-        (None, "torchrun: ended with exit code 1 and no summary", False),
-        (1, "ValueError: odd", True),
-        (None, "step-00000002 could not be saved: [Errno 28] No space left on device", True),
+        (0, f"ended with exit code 1 {NO_CAUSE}", "no_cause"),
+        (1, "ValueError: odd", "error"),
+        (None, "step-00000002 could not be saved: [Errno 28] No space left on device", "disk"),
     ],
 )
 def test_a_full_disk_is_named_first_unless_another_cause_is_known(
-    tmp_path: Path, rank: int | None, message: str, is_known: bool
+    tmp_path: Path, rank: int | None, message: str, kind: FailureKind
 ) -> None:
-    before = Failure(rank, message)
+    before = Failure(rank, message, kind=kind)
     found = of_a_disk(before, tmp_path, OSError(errno.ENOSPC, "full"))
     refused = f"No space left on device: nothing can be written to {tmp_path}"
     told = {found.headline(), *found.explanation}
-    assert found.headline() == (before.headline() if is_known else refused)
+    assert found.headline() == (refused if kind == "no_cause" else before.headline())
     assert before.headline() in told
     assert "No space left on device" in " ".join(told)

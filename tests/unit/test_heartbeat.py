@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,17 +101,18 @@ def test_an_earlier_file_is_replaced_and_a_torn_one_is_none(path: Path) -> None:
     assert read_beat(path) is None
 
 
-def test_a_beat_is_cheap(path: Path) -> None:
-    """Goal 2 microseconds; 20 is what even a busy machine keeps."""
-    beat, best = Heartbeat(path, LostWrites()), float("inf")
-    for _ in range(5):
-        start = time.perf_counter()
-        for number in range(2000):
-            beat.enter("step", number)
-        best = min(best, (time.perf_counter() - start) / 2000)
+def test_a_beat_is_no_system_call(path: Path) -> None:
+    """Goal 2 microseconds, observed; what makes it cheap is that it only stores to memory."""
+
+    def writes() -> int:
+        return int(re.search(r"syscw: (\d+)", Path("/proc/thread-self/io").read_text())[1])  # type: ignore[index]
+
+    beat, before, start = Heartbeat(path, LostWrites()), writes(), time.perf_counter()
+    for number in range(2000):
+        beat.enter("step", number)
+    observe(7, beat_us=(time.perf_counter() - start) / 2000 * 1e6)
+    assert writes() == before
     beat.close()
-    observe(7, beat_us=best * 1e6)
-    assert best < 20e-6
 
 
 def test_the_stack_of_a_process_that_holds_the_lock(tmp_path: Path) -> None:

@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from bert_dp import noise
+from launcher.results import TimedRun
 from launcher.scaling import stats
 from launcher.tune import curve, ladder
-from launcher.tune.curve import Rate, Size, Timed
+from launcher.tune.curve import Rate, Size
 from launcher.tune.ladder import Candidate, Outcome, Rung
 
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 8: 2.306, 19: 2.093}  # Student's t, two-sided
@@ -115,7 +116,10 @@ def seconds_of(*blocks: float) -> list[float]:
 @pytest.mark.parametrize("runs", [1, 2])
 def test_the_rate_of_a_micro_batch_has_students_interval_over_the_stretches(runs: int) -> None:
     means = [(1.00, 1.03, 1.01), (1.02, 1.05, 1.00)][:runs]
-    timed = [Timed("r", steps := seconds_of(*each), steps, [1.0]) for each in means]
+    timed = [
+        TimedRun(name="r", step_s=steps, forward_backward_s=steps, peak_gib=[1.0])
+        for steps in (seconds_of(*each) for each in means)
+    ]
     logs = [math.log(mean) for each in means for mean in each]
     half = T_95[3 * runs - 1] * statistics.stdev(logs) / math.sqrt(3 * runs)
     middle = math.exp(statistics.median(logs))
@@ -154,5 +158,5 @@ def test_a_finalist_is_tied_up_to_students_half_width(seeds: int, beside: float)
             last.outcomes.append(Outcome("t", candidate, seed, "ok", None, loss_of_seed, 8))
     found = ladder.choose([last], any_decay=False)
     assert found is not None
-    assert found["lr"] == better.lr
-    assert bool(found["tied"]) == (beside < 1)
+    assert found.lr == better.lr
+    assert bool(found.tied) == (beside < 1)

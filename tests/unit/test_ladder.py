@@ -242,7 +242,7 @@ WIDE = rung({lr: [9.0 if lr != 2 else 8.0] for lr in (1, 2, 4, 8)})
 
 
 def test_the_choice_in_full() -> None:
-    assert chosen({2.0: [3.0, 3.25, 3.5], 4.0: [4.0, 4.25, 4.5]}, WIDE) == {
+    assert chosen({2.0: [3.0, 3.25, 3.5], 4.0: [4.0, 4.25, 4.5]}, WIDE).model_dump() == {
         "optimizer": "adamw",
         "weight_decay": 0.01,
         "lr": 2.0,
@@ -259,19 +259,19 @@ def test_the_choice_in_full() -> None:
 
 def test_one_seed_has_no_interval() -> None:
     found = chosen({2.0: [3.0], 4.0: [3.01], 8.0: [3.5]}, WIDE)
-    assert (found["sd"], found["seeds"], found["band"]) == (None, 1, [3.0, 3.0])
-    assert found["tied"] == [["adamw", 0.01, 4.0], ["adamw", 0.01, 8.0]]
-    assert found["why"] == (
+    assert (found.sd, found.seeds, found.band) == (None, 1, [3.0, 3.0])
+    assert found.tied == [("adamw", 0.01, 4.0), ("adamw", 0.01, 8.0)]
+    assert found.why == (
         "the lowest loss, of one seed, 0.0100 nats below 4; not to be told apart from 4, 8: one seed has no "
         "interval"
     )
-    assert chosen({2.0: [3.0]}, WIDE)["why"] == "the lowest loss, of one seed"
+    assert chosen({2.0: [3.0]}, WIDE).why == "the lowest loss, of one seed"
 
 
 def test_an_open_side_is_told() -> None:
     found = chosen({8.0: [3.0, 3.0], 4.0: [4.0, 4.0]})
-    assert (found["at_edge"], found["edge_side"], found["tied"], found["sd"]) == (True, "high", [], 0.0)
-    assert found["why"] == (
+    assert (found.at_edge, found.edge_side, found.tied, found.sd) == (True, "high", [], 0.0)
+    assert found.why == (
         "the lowest mean of 2 seeds, 1.0000 nats below 4; edge of the grid: no worse rate was measured on "
         "the high side"
     )
@@ -287,15 +287,15 @@ def test_rates_are_tied_whose_paired_difference_may_be_zero(count: int, student:
     mine = [float(k) for k in range(count)]
     for apart, tied in ((0.999 * half, True), (1.001 * half, False)):
         other = [m + x - mean + apart for m, x in zip(mine, signs, strict=True)]
-        assert bool(chosen({2.0: mine, 4.0: other}, WIDE)["tied"]) == tied
-    assert chosen({2.0: mine, 4.0: [m + 1 for m in mine]}, WIDE)["tied"] == []
-    assert chosen({2.0: mine, 4.0: mine}, WIDE)["tied"]
+        assert bool(chosen({2.0: mine, 4.0: other}, WIDE).tied) == tied
+    assert chosen({2.0: mine, 4.0: [m + 1 for m in mine]}, WIDE).tied == []
+    assert chosen({2.0: mine, 4.0: mine}, WIDE).tied
 
 
 def test_fewer_seeds_are_compared_over_those_that_both_have() -> None:
     found = chosen({2.0: [3.0, 3.5, 2.5], 4.0: [3.02], 8.0: [3.04]}, WIDE)
-    assert found["tied"] == [["adamw", 0.01, 4.0]]  # within 0.03 of the mean, 8 is not
-    assert found["why"] == (
+    assert found.tied == [("adamw", 0.01, 4.0)]  # within 0.03 of the mean, 8 is not
+    assert found.why == (
         "the lowest mean of 3 seeds, 0.0200 nats below 4 over 1 of them; not to be told apart from 4"
     )
 

@@ -210,8 +210,8 @@ def test_a_rate_is_given_back_by_one_rank_at_its_own_accumulation() -> None:
     count = num_parameters(inputs.MODELS["bert-large"], 512)
     speed = gpu.memory_gb_s * 1e9 * hardware.constant("memory_reach")
     assert source.profile.optimizer_s == pytest.approx(count * (4 + 3) * 4 / speed)
-    (row,) = scaling.answer(source, scaling.Question(gpus=(1,)))["rows"]
-    assert row["samples_per_s"] == pytest.approx(580)
+    (row,) = scaling.answer(source, scaling.Question(gpus=(1,))).rows
+    assert row.samples_per_s == pytest.approx(580)
 
 
 @pytest.mark.parametrize("size", [2**k for k in range(4, 32, 3)])

@@ -13,14 +13,15 @@ import pytest
 from bert_dp.config import ConfigError
 from launcher.plan import inputs, scaling
 from launcher.plan.scaling import Question
+from launcher.results import Scaling
 from launcher.scaling.measure import run_dir
 from launcher.scaling.reduce import collect
-from tests.unit.test_plan_scaling import cell, measured, profile
+from tests.unit.test_plan_scaling import cell, from_data, measured, profile
 from tests.unit.test_scaling import grid, write_run
 
 
 @pytest.fixture
-def collected(tmp_path: Path) -> dict[str, Any]:
+def collected(tmp_path: Path) -> Scaling:
     """scaling.json of both modes on 1 and 2 ranks, by the code that writes it: accumulation 2, then 8."""
     made = grid(gpus=(1, 2), modes=("weak", "strong"), engines=("ddp",), synthetic=False)
     for one in made.cells:
@@ -33,58 +34,58 @@ def collected(tmp_path: Path) -> dict[str, Any]:
     return collect(made, tmp_path, facts={"environment": {}, "config_hash": "x", "command": ["scale"]})
 
 
-def test_the_benchmarks_own_document_gives_the_baseline(collected: dict[str, Any]) -> None:
-    assert collected["baseline"] not in {c["id"] for c in collected["cells"]}
-    source = inputs.from_data(collected, "scaling.json")
+def test_the_benchmarks_own_document_gives_the_baseline(collected: Scaling) -> None:
+    assert collected.baseline not in {c.id for c in collected.cells}
+    source = inputs.from_scaling(collected, "scaling.json")
     assert source.accumulation == 2
     assert source.curves.keys() == {2}
     assert any("(cell weak-single-n1)" in note for note in source.notes)
-    mean = next(c for c in collected["cells"] if c["id"] == "weak-single-n1")["step_time_s"]["mean"]
+    mean = next(c for c in collected.cells if c.id == "weak-single-n1").step_s
     assert mean == pytest.approx(0.505)
     found = scaling.answer(source, Question(gpus=(1, 2)))
-    assert found["rows"][0]["step_time_s"] == pytest.approx(mean)
-    told = {line["cell"]: line for line in found["measured"]}
+    assert found.rows[0].step_time_s == pytest.approx(mean)
+    told = {line.cell: line for line in found.measured}
     assert told.keys() == {f"{m}-{e}" for m in ("weak", "strong") for e in ("single-n1", "ddp-n1", "ddp-n2")}
-    assert told["weak-single-n1"]["predicted_tokens_per_s"] == pytest.approx(
-        told["weak-single-n1"]["measured_tokens_per_s"]
+    assert told["weak-single-n1"].predicted_tokens_per_s == pytest.approx(
+        told["weak-single-n1"].measured_tokens_per_s
     )
-    assert told["weak-single-n1"]["within"] is True
+    assert told["weak-single-n1"].within is True
 
 
 @pytest.mark.parametrize(
     ("accumulation", "chosen"), [(8, "strong-single-n1"), (2, "weak-single-n1"), (None, "weak-single-n1")]
 )
 def test_of_several_baselines_that_of_the_settings(
-    collected: dict[str, Any], accumulation: int | None, chosen: str
+    collected: Scaling, accumulation: int | None, chosen: str
 ) -> None:
-    collected["settings"]["accumulation"] = accumulation
-    assert any(f"(cell {chosen})" in note for note in inputs.from_data(collected, "it").notes)
+    settings = collected.settings.model_copy(update={"accumulation": accumulation})
+    source = inputs.from_scaling(collected.model_copy(update={"settings": settings}), "it")
+    assert any(f"(cell {chosen})" in note for note in source.notes)
 
 
-def test_no_baseline_that_ran_leaves_the_profile(collected: dict[str, Any]) -> None:
-    for one in collected["cells"]:
-        if one["engine"] == "single" and one["kind"] == "run":
-            one["status"] = "failed"
-    assert inputs.from_data(collected, "it").profile.micro_s == 1.0
+def test_no_baseline_that_ran_leaves_the_profile(collected: Scaling) -> None:
+    others = [c for c in collected.cells if c.engine != "single" or c.kind != "run"]
+    source = inputs.from_scaling(collected.model_copy(update={"cells": others}), "it")
+    assert source.profile.micro_s == 1.0
 
 
 def test_the_interval_is_of_the_mean_and_so_is_what_stands_beside_it() -> None:
     step = {"median": 9.0, "p95": 9.5, "mean": 5.3, "ci95": [5.2, 5.4]}
     found = scaling.answer(
-        inputs.from_data(measured(cells=[cell("c", 2, 9.0, step_time_s=step)]), "it"), Question(gpus=(2,))
-    )["measured"]
-    assert found[0]["measured_step_s"] == 5.3
+        from_data(measured(cells=[cell("c", 2, 9.0, step_time_s=step)]), "it"), Question(gpus=(2,))
+    ).measured
+    assert found[0].measured_step_s == 5.3
     del step["mean"]
     found = scaling.answer(
-        inputs.from_data(measured(cells=[cell("c", 2, 9.0, step_time_s=step)]), "it"), Question(gpus=(2,))
-    )["measured"]
-    assert found[0]["measured_step_s"] == 9.0
+        from_data(measured(cells=[cell("c", 2, 9.0, step_time_s=step)]), "it"), Question(gpus=(2,))
+    ).measured
+    assert found[0].measured_step_s == 9.0
 
 
 def test_a_measured_cell_beyond_the_nodes_that_are_told_is_left_out() -> None:
-    source = inputs.from_data(measured(), "it")
+    source = from_data(measured(), "it")
     found = scaling.answer(source, Question(gpus=(1,), link="nvlink4", gpus_per_node=1))
-    assert [line["cell"] for line in found["measured"]] == ["weak-single-n1"]
+    assert [line.cell for line in found.measured] == ["weak-single-n1"]
 
 
 def ready(seconds: object) -> dict[str, Any]:
@@ -132,18 +133,19 @@ DAMAGED: list[tuple[Callable[[], Any], str]] = [
 @pytest.mark.parametrize(("make", "field"), DAMAGED)
 def test_a_damaged_field_is_named_with_its_file(make: Callable[[], Any], field: str) -> None:
     with pytest.raises(ConfigError) as error:
-        inputs.from_data(make(), "of/mine.json")
-    assert all(i.startswith("--from: of/mine.json is damaged: ") for i in error.value.issues)
-    assert field in error.value.issues[0]
-    assert len(error.value.issues[0]) < 300
+        from_data(make(), "of/mine.json")
+    (line,) = error.value.issues
+    assert line.startswith("of/mine.json is damaged: ")
+    assert field in line
+    assert len(line) < 400
 
 
 def test_ready_times_a_little_late_are_another_clock_and_many_problems_are_cut_short() -> None:
-    assert inputs.from_data(ready(0.62), "it").profile.micro_s == 1.0
+    assert from_data(ready(0.62), "it").profile.micro_s == 1.0
     with pytest.raises(ConfigError) as error:
-        inputs.from_data(measured(cells=[cell("c", 2, 1.0, tensor=0)] * 40), "it")
-    assert len(error.value.issues) == 6
-    assert error.value.issues[-1].endswith("and 35 more")
+        from_data(measured(cells=[cell("c", 2, 1.0, tensor=0)] * 40), "it")
+    (line,) = error.value.issues
+    assert "(and 39 more); " in line
 
 
 def test_a_deep_file_is_no_traceback(tmp_path: Path) -> None:

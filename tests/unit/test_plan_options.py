@@ -13,9 +13,10 @@ from rich.console import Console
 
 from bert_dp.config import ConfigError
 from bert_dp.cost import flops_per_token
+from launcher import results
 from launcher.plan import inputs, scaling, table
 from launcher.plan.scaling import Question
-from tests.unit.test_plan_scaling import cell, measured, of_crammed_bert, profile
+from tests.unit.test_plan_scaling import cell, from_data, measured, of_crammed_bert, profile
 
 SHAPE = {"num_layers": 2, "hidden_size": 96, "num_heads": 6}
 
@@ -51,24 +52,24 @@ def test_another_model_than_the_profiled_one_is_refused() -> None:
     with pytest.raises(
         ConfigError, match=r"--model: bert-base has .* parameters, the profile in p.json 119,"
     ):
-        inputs.from_data(of_crammed_bert(), "p.json", "bert-base")
-    near = inputs.from_data(of_crammed_bert() | {"parameters": 119_000_000}, "p.json", "crammed-bert").profile
+        from_data(of_crammed_bert(), "p.json", "bert-base")
+    near = from_data(of_crammed_bert() | {"parameters": 119_000_000}, "p.json", "crammed-bert").profile
     assert (near.layers, near.hidden_size, near.heads) == (16, 768, 12)
 
 
 def test_a_profile_that_knows_its_shape_needs_no_model() -> None:
     two = cell("tp", 2, 9.0, tensor=2)
-    source = inputs.from_data(measured(cells=[two], profile=profile(**SHAPE)), "it")
+    source = from_data(measured(cells=[two], profile=profile(**SHAPE)), "it")
     found = scaling.answer(source, Question(gpus=(2,), tensor=(1, 2)))
-    assert [row["tensor"] for row in found["rows"]] == [1, 2]
-    assert [line["cell"] for line in found["measured"]] == ["tp"]
-    blind = inputs.from_data(measured(cells=[two]), "it")
-    assert scaling.answer(blind, Question(gpus=(2,)))["measured"] == []
+    assert [row.tensor for row in found.rows] == [1, 2]
+    assert [line.cell for line in found.measured] == ["tp"]
+    blind = from_data(measured(cells=[two]), "it")
+    assert scaling.answer(blind, Question(gpus=(2,))).measured == []
     for sizes in ((4,), (1, 2, 4)):
         with pytest.raises(ConfigError, match=r"--tensor: 4 does not divide .* 6 .*num_heads.* 1, 2, 3, 6"):
             scaling.answer(source, Question(gpus=(4,), tensor=sizes))
     with pytest.raises(ConfigError, match="num_heads: 5 does not divide hidden_size 96"):
-        inputs.from_data(profile(**{**SHAPE, "num_heads": 5}), "it")
+        from_data(profile(**{**SHAPE, "num_heads": 5}), "it")
 
 
 @pytest.mark.parametrize("engine", ["ddp", "zero1", "fsdp"])
@@ -79,26 +80,26 @@ def test_bounds_never_lose(engine: str, overlap: float | None) -> None:
         asked = Question(
             gpus=(8,), link=link, gpus_per_node=8, engine=engine, overlap=overlap, bucket_mib=bucket
         )
-        for lever in scaling.answer(source, asked)["rows"][0]["levers"]:
-            assert not lever["bound"] or lever["gain"] >= 0
+        for lever in scaling.answer(source, asked).rows[0].levers:
+            assert not lever.bound or lever.gain >= 0
 
 
 def test_mfu_of_a_named_gpu_and_of_the_profiled_one() -> None:
     source = inputs.from_rate("bert-large", 580, 256, 1, "A100-80G")
-    one, two = scaling.answer(source, Question(gpus=(1, 2), link="nvlink3"))["rows"]
+    one, two = scaling.answer(source, Question(gpus=(1, 2), link="nvlink3")).rows
     flops = flops_per_token(inputs.MODELS["bert-large"], 128, 0.15)
-    assert one["mfu"] == pytest.approx(580 * 128 * flops / 312e12)
-    assert two["mfu"] == pytest.approx(one["mfu"] * two["efficiency"])
+    assert one.mfu == pytest.approx(580 * 128 * flops / 312e12)
+    assert two.mfu == pytest.approx(one.mfu * two.efficiency)
     volta = inputs.from_rate("bert-base", 400, 32, 1, "V100-16G")
     assert volta.device is not None
     assert (volta.device.precision, volta.device.peak_flops) == ("fp16", 125e12)
     settings = {"accumulation": 4, "flops_per_token": 1e9}
     for device, precision, peak in (("NVIDIA H100 80GB HBM3", "bf16", 989e12), ("CPU", "fp32", None)):
         facts = measured(settings=settings, profile=profile(device=device, precision=precision))
-        (row,) = scaling.answer(inputs.from_data(facts, "it"), Question(gpus=(1,)))["rows"]
-        assert row["mfu"] == (pytest.approx(row["tokens_per_s"] * 1e9 / peak) if peak else None)
-        assert row["fits"] is None
-    crammed = inputs.from_data(of_crammed_bert(device="A100", precision="bf16"), "it", "crammed-bert").device
+        (row,) = scaling.answer(from_data(facts, "it"), Question(gpus=(1,))).rows
+        assert row.mfu == (pytest.approx(row.tokens_per_s * 1e9 / peak) if peak else None)
+        assert row.fits is None
+    crammed = from_data(of_crammed_bert(device="A100", precision="bf16"), "it", "crammed-bert").device
     assert crammed is not None
     assert crammed.flops_per_token == pytest.approx(622.9e6, rel=1e-3)
 
@@ -125,10 +126,10 @@ def test_state_is_what_the_engine_leaves_a_rank(
         accumulation=(accumulation,),
         reduce_dtype="bf16",
     )
-    (row,) = scaling.answer(source, asked)["rows"]
+    (row,) = scaling.answer(source, asked).rows
     count = sum(g.size for g in source.profile.gradients) / 4
-    assert row["state_gib"] == pytest.approx(bytes_each * count / 2**30)
-    assert row["fits"] is True
+    assert row.state_gib == pytest.approx(bytes_each * count / 2**30)
+    assert row.fits is True
 
 
 def test_a_state_that_cannot_fit_is_said() -> None:
@@ -136,10 +137,10 @@ def test_a_state_that_cannot_fit_is_said() -> None:
     assert source.device is not None
     small = dataclasses.replace(source, device=dataclasses.replace(source.device, memory_gib=4.0))
     found = scaling.answer(small, Question(gpus=(1, 2, 4), link="nvlink3", engine="fsdp"))
-    assert [row["fits"] for row in found["rows"]] == [False, True, True]
-    assert any(note.startswith("DOES NOT FIT on 1 GPUs: ") for note in found["assumptions"])
+    assert [row.fits for row in found.rows] == [False, True, True]
+    assert any(note.startswith("DOES NOT FIT on 1 GPUs: ") for note in found.assumptions)
     console = Console(width=120, record=True, file=io.StringIO())
-    console.print(table.scaling_table(found))
+    console.print(table.scaling_table(results.plain(found)))
     text = console.export_text()
     assert "DOES NOT FIT" in text
     assert "MFU" in text

@@ -10,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from bert_dp.config import ConfigError
+from launcher import results
 from launcher.plan import inputs, scaling, table
 from launcher.plan.scaling import Question
 
@@ -39,6 +40,11 @@ def profile(**changes: Any) -> dict[str, Any]:
     }
 
 
+def from_data(data: Any, name: str, model: str | None = None) -> inputs.Source:
+    """What a prediction starts from when the file `name` holds `data`."""
+    return inputs.from_scaling(inputs.read_measured(data, name), name, model)
+
+
 def of_crammed_bert(**changes: Any) -> dict[str, Any]:
     gradients = [{"name": "all", "bytes": 4 * 119_589_889, "ready_s": 0.6}]
     return profile(parameters=119_589_889, gradients=gradients, **changes)
@@ -54,6 +60,7 @@ def cell(name: str, ranks: int, step: float, **changes: Any) -> dict[str, Any]:
         "tensor": 1,
         "micro_batch": 8,
         "accumulation": 4,
+        "global_batch": 32 * ranks,
         "kind": "run",
         "status": "ok",
         "tokens_per_s": tokens,
@@ -85,7 +92,7 @@ def measured(**changes: Any) -> dict[str, Any]:
 
 
 def test_scaling_json_gives_profile_curve_ceiling_and_baseline() -> None:
-    source = inputs.from_data(measured(), "scaling.json")
+    source = from_data(measured(), "scaling.json")
     assert source.accumulation == 4
     assert source.spread == 0  # a CPU
     assert source.profile.gradient_bytes == 4
@@ -98,58 +105,58 @@ def test_scaling_json_gives_profile_curve_ceiling_and_baseline() -> None:
 
 def test_a_ceiling_above_one_speeds_nothing_up() -> None:
     cells = [cell("weak-single-n1", 1, 4.2), cell("ddp-2", 2, 5.3, ceiling_efficiency=13.0)]
-    source = inputs.from_data(measured(cells=cells), "scaling.json")
+    source = from_data(measured(cells=cells), "scaling.json")
     assert source.slowdown(2) == 1.0
 
 
 def test_one_rank_is_the_measured_one_and_two_follow_by_hand() -> None:
-    source = inputs.from_data(measured(), "scaling.json")
+    source = from_data(measured(), "scaling.json")
     found = scaling.answer(source, Question(gpus=(1, 2), overlap=0))
-    one, two = found["rows"]
-    assert one["step_time_s"] == pytest.approx(4.2)
-    assert (one["efficiency"], one["speedup"], one["exposed_comm_fraction"]) == (1, 1, 0)
+    one, two = found.rows
+    assert one.step_time_s == pytest.approx(4.2)
+    assert (one.efficiency, one.speedup, one.exposed_comm_fraction) == (1, 1, 0)
     # the ceiling slows all of the step; 12 MB at 1 GB/s come after it
-    assert two["step_time_s"] == pytest.approx(4.2 * 1.25 + 0.012)
-    assert two["speedup"] == pytest.approx(2 * two["efficiency"])
-    assert two["global_batch"] == 64
-    assert sum(two["split_s"].values()) == pytest.approx(two["step_time_s"])
-    assert two["tokens_per_s"] == pytest.approx(64 * 128 / two["step_time_s"])
-    assert two["samples_per_s"] == pytest.approx(64 / two["step_time_s"])
+    assert two.step_time_s == pytest.approx(4.2 * 1.25 + 0.012)
+    assert two.speedup == pytest.approx(2 * two.efficiency)
+    assert two.global_batch == 64
+    assert sum(two.split_s.model_dump().values()) == pytest.approx(two.step_time_s)
+    assert two.tokens_per_s == pytest.approx(64 * 128 / two.step_time_s)
+    assert two.samples_per_s == pytest.approx(64 / two.step_time_s)
 
 
 def test_prediction_stands_beside_what_was_measured() -> None:
-    found = scaling.answer(inputs.from_data(measured(), "scaling.json"), Question(gpus=(2,)))["measured"]
+    found = scaling.answer(from_data(measured(), "scaling.json"), Question(gpus=(2,))).measured
     # no ceiling, no other engine, no failure
-    assert [line["cell"] for line in found] == ["weak-single-n1", "ddp-2"]
-    assert found[0]["within"] is True
-    assert found[0]["predicted_step_s"] == pytest.approx(4.2)
-    assert found[1]["measured_step_s"] == 5.3
-    low, high = found[1]["ci95"]
-    assert found[1]["within"] == (low <= found[1]["predicted_step_s"] <= high)
+    assert [line.cell for line in found] == ["weak-single-n1", "ddp-2"]
+    assert found[0].within is True
+    assert found[0].predicted_step_s == pytest.approx(4.2)
+    assert found[1].measured_step_s == 5.3
+    low, high = found[1].ci95
+    assert found[1].within == (low <= found[1].predicted_step_s <= high)
 
 
 def test_levers_are_what_the_model_says_of_the_change() -> None:
     source = inputs.from_rate("bert-base", 400, 32, 1, "V100-16G")
     asked = Question(gpus=(8,), link="pcie3")
-    (row,) = scaling.answer(source, asked)["rows"]
-    levers = {lever["lever"]: lever for lever in row["levers"]}
-    gains = [lever["gain"] for lever in row["levers"]]
+    (row,) = scaling.answer(source, asked).rows
+    levers = {lever.lever: lever for lever in row.levers}
+    gains = [lever.gain for lever in row.levers]
     assert gains == sorted(gains, reverse=True)
-    (twice,) = scaling.answer(source, Question(gpus=(8,), link="pcie3", accumulation=(2,)))["rows"]
-    assert levers["2 x accumulation"]["tokens_per_s"] == pytest.approx(twice["tokens_per_s"])
-    (narrow,) = scaling.answer(source, Question(gpus=(8,), link="pcie3", reduce_dtype="bf16"))["rows"]
-    assert levers["16-bit gradients"]["tokens_per_s"] == pytest.approx(narrow["tokens_per_s"])
-    (even,) = scaling.answer(source, Question(gpus=(8,), link="pcie3", straggler=0))["rows"]
-    assert levers["no stragglers"]["tokens_per_s"] == pytest.approx(even["tokens_per_s"])
-    assert {name for name, lever in levers.items() if lever["bound"]} == {"no stragglers", "perfect overlap"}
-    assert levers["2 x link speed"]["gain"] > 0
-    assert scaling.answer(source, Question(gpus=(1,)))["rows"][0]["levers"] == []
+    (twice,) = scaling.answer(source, Question(gpus=(8,), link="pcie3", accumulation=(2,))).rows
+    assert levers["2 x accumulation"].tokens_per_s == pytest.approx(twice.tokens_per_s)
+    (narrow,) = scaling.answer(source, Question(gpus=(8,), link="pcie3", reduce_dtype="bf16")).rows
+    assert levers["16-bit gradients"].tokens_per_s == pytest.approx(narrow.tokens_per_s)
+    (even,) = scaling.answer(source, Question(gpus=(8,), link="pcie3", straggler=0)).rows
+    assert levers["no stragglers"].tokens_per_s == pytest.approx(even.tokens_per_s)
+    assert {name for name, lever in levers.items() if lever.bound} == {"no stragglers", "perfect overlap"}
+    assert levers["2 x link speed"].gain > 0
+    assert scaling.answer(source, Question(gpus=(1,))).rows[0].levers == []
 
 
 def test_rate_without_a_profile() -> None:
     source = inputs.from_rate("bert-large", 580, 256, 1, "A100-80G")
-    (row,) = scaling.answer(source, Question(gpus=(1,)))["rows"]
-    assert row["samples_per_s"] == pytest.approx(580)
+    (row,) = scaling.answer(source, Question(gpus=(1,))).rows
+    assert row.samples_per_s == pytest.approx(580)
     bare = inputs.from_rate("crammed-bert", 1000, 128, 4, None)
     assert bare.profile.optimizer_s == 0
     assert any("--gpu" in note for note in bare.notes)
@@ -158,15 +165,15 @@ def test_rate_without_a_profile() -> None:
 
 def test_tensor_sizes_that_do_not_divide_are_left_out() -> None:
     source = inputs.from_rate("bert-large", 580, 256, 1, None)
-    rows = scaling.answer(source, Question(gpus=(1, 2, 4), link="nvlink4", tensor=(1, 2)))["rows"]
-    assert [(row["tensor"], row["world_size"]) for row in rows] == [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4)]
+    rows = scaling.answer(source, Question(gpus=(1, 2, 4), link="nvlink4", tensor=(1, 2))).rows
+    assert [(row.tensor, row.world_size) for row in rows] == [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4)]
     with pytest.raises(ConfigError, match="--tensor: no size"):
         scaling.answer(source, Question(gpus=(1, 2), link="nvlink4", tensor=(4,)))
-    alone = inputs.from_data(profile(), "p.json")
+    alone = from_data(profile(), "p.json")
     with pytest.raises(ConfigError, match="add --model"):
         scaling.answer(alone, Question(gpus=(2,), link="gloo-loopback", tensor=(2,)))
-    shaped = inputs.from_data(of_crammed_bert(), "p.json", "crammed-bert")
-    assert scaling.answer(shaped, Question(gpus=(2,), link="gloo-loopback", tensor=(2,)))["rows"]
+    shaped = from_data(of_crammed_bert(), "p.json", "crammed-bert")
+    assert scaling.answer(shaped, Question(gpus=(2,), link="gloo-loopback", tensor=(2,))).rows
 
 
 @pytest.mark.parametrize(
@@ -212,7 +219,7 @@ def test_bad_counts(text: str) -> None:
 )
 def test_bad_questions_are_refused_with_the_setting(question: Question, message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        scaling.answer(inputs.from_data(profile(), "p.json"), question)
+        scaling.answer(from_data(profile(), "p.json"), question)
     assert message in " ".join(error.value.issues)
 
 
@@ -240,15 +247,15 @@ def test_bad_questions_are_refused_with_the_setting(question: Question, message:
     ],
 )
 def test_damaged_files_are_refused(data: Any) -> None:
-    with pytest.raises(ConfigError, match=r"--from: it (holds no profile|is damaged)"):
-        inputs.from_data(data, "it")
+    with pytest.raises(ConfigError, match=r"^(--from: )?it (holds no profile|is damaged)"):
+        from_data(data, "it")
 
 
 def test_missing_and_broken_files(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be read"):
+    with pytest.raises(ConfigError, match=r"^--from: .* cannot be read"):
         inputs.from_file(tmp_path / "none.json")
     (tmp_path / "broken.json").write_text("{")
-    with pytest.raises(ConfigError, match="is not JSON"):
+    with pytest.raises(ConfigError, match=r"^--from: .* is not JSON"):
         inputs.from_file(tmp_path / "broken.json")
     with pytest.raises(ConfigError, match="--gpu: 'K80'"):
         inputs.from_rate("bert-base", 100, 32, 1, "K80")
@@ -264,24 +271,24 @@ def test_nulls_of_a_partial_result_are_no_numbers() -> None:
         settings=None,
         cells=[cell("weak-single-n1", 1, 4.2, step_time_s=None, tokens_per_s=None)],
     )
-    source = inputs.from_data(partial, "it")
+    source = from_data(partial, "it")
     assert source.accumulation == 1
     found = scaling.answer(source, Question(gpus=(1, 2), link="gloo-loopback"))
-    assert found["measured"] == []
-    assert json.dumps(found, allow_nan=False)
+    assert found.measured == []
+    assert json.dumps(results.plain(found), allow_nan=False)
 
 
 @pytest.mark.parametrize("columns", [60, 80, 160])
 def test_table_shows_every_row_and_lever(columns: int) -> None:
-    source = inputs.from_data(measured(), "[bold]x\x1b[31m.json")
+    source = from_data(measured(), "[bold]x\x1b[31m.json")
     found = scaling.answer(source, Question(gpus=(1, 2, 4)))
     console = Console(width=columns, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table.scaling_table(found))
+    console.print(table.scaling_table(results.plain(found)))
     text = console.export_text()
     assert "\x1b" not in text
     assert "[bold]x" in text
-    for lever in found["rows"][-1]["levers"]:
-        assert lever["lever"] in text
+    for lever in found.rows[-1].levers:
+        assert lever.lever in text
     assert "ddp-2" in text
     if columns == 160:
-        assert f"{100 * found['rows'][1]['efficiency']:.1f} %" in text
+        assert f"{100 * found.rows[1].efficiency:.1f} %" in text

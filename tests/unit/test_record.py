@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp import record
-from bert_dp.record import Evaluation, Metrics, Summary
+from bert_dp.record import Evaluation, Metrics
+from bert_dp.record_models import Summary
 from tests.states import FACTS
 
 PROMISED = {
@@ -64,7 +65,7 @@ def test_metrics_keys_are_the_promised_ones() -> None:
         "energy_j",
         "cause",
     }
-    assert promised <= {f.name for f in dataclasses.fields(Summary)}
+    assert promised <= Summary.model_fields.keys()
 
 
 def test_append_then_read(tmp_path: Path) -> None:

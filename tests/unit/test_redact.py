@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp.config import ConfigError, load_config, setting_paths
-from bert_dp.record import Summary, hide, is_secret, secret_values
+from bert_dp.record import hide, is_secret, secret_values
+from bert_dp.record_models import Summary
 from launcher import datasets, page, redact, training
 from launcher.environment import Environment
 
@@ -257,7 +258,7 @@ def test_ordinary_names_are_none() -> None:
         "MONKEY COMPASS BYPASS PASSED PASSIVE CREDIT SACRED tokenizer TOKENIZERS_PARALLELISM PWD OLDPWD"
     )
     assert [name for name in names.split() if is_secret(name, "0123-abcd")] == []
-    ours = [*setting_paths(), *(f.name for kind in (Environment, Summary) for f in dataclasses.fields(kind))]
+    ours = [*setting_paths(), *Summary.model_fields, *(f.name for f in dataclasses.fields(Environment))]
     assert [name for name in ours if is_secret(name, 8)] == []
     assert not is_secret("max_connections", 100)
 

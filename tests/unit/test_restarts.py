@@ -51,7 +51,9 @@ class Play:
             folder = self.run_dir / "checkpoints" / f"step-{step:08d}"
             folder.mkdir(parents=True)
             (folder / "state.json").write_text(json.dumps({**FACTS, "step": step}))
-        (self.run_dir / "summary.json").write_text(json.dumps({"exit_code": code}))
+        (self.run_dir / "summary.json").write_text(
+            json.dumps({"status": "failed" if code else "done", "exit_code": code})
+        )
         return RunResult(code, failure, self.signal)
 
     def sleep(self, seconds: float) -> int:
@@ -83,7 +85,7 @@ def test_only_a_failure_is_started_again(tmp_path: Path, code: int, failure: Fai
     play = Play(tmp_path, (code, failure, None))
     assert play.go(Policy(5)).exit_code == code
     assert len(play.started) == 1
-    assert "restarts" not in json.loads((tmp_path / "summary.json").read_text())
+    assert not json.loads((tmp_path / "summary.json").read_text()).get("restarts")
 
 
 def test_the_number_of_restarts_is_kept(tmp_path: Path) -> None:

@@ -154,6 +154,7 @@ def test_an_error_is_said_and_counted_and_the_good_ones_stay(
     for text in ("step-00000003", os.strerror(number), "step-00000002"):
         assert text in line
     assert saver.gave_up == (problem if policy == "stop" else None)
+    assert saver.failure_kind == ("error" if number == errno.EACCES else "disk")
     saver.save(4, lambda: state(4.0), FACTS)  # the next one tries again
     assert saver.wait() == (4, None)
     assert names(tmp_path) == ["step-00000004", "step-00000002"]

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -323,7 +324,17 @@ def check_lamb(tensor: TensorParallel, grid: Grid) -> None:
     assert all((weights[n] - p.detach()).norm() > 1e-3 * p.norm() for n, p in start.items())
 
 
+def check_grid(tensor: TensorParallel, grid: Grid) -> None:
+    """The ranks of a replica are neighbours; every other one holds the same part."""
+    rank, size = dist.get_rank(), grid.tp_size
+    assert (grid.dp_rank, grid.tp_rank) == divmod(rank, size)
+    first = rank - rank % size
+    assert dist.get_process_group_ranks(grid.tp_group) == list(range(first, first + size))
+    assert dist.get_process_group_ranks(grid.dp_group) == list(range(rank % size, 4, size))
+
+
 CHECKS: dict[str, Check] = {
+    "grid": check_grid,
     "cross_entropy": check_cross_entropy,
     "look_up": check_look_up,
     "part_and_whole": check_part_and_whole,

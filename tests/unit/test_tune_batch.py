@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import json
 import subprocess
@@ -13,15 +12,18 @@ from typing import Any
 
 import pytest
 
+from bert_dp import record
 from bert_dp.config import Config, ConfigError, dump_config, resolve
 from bert_dp.cost import GIB
-from launcher import processes
+from launcher import processes, results
+from launcher.results import TimedRun, TuneBatch
 from launcher.tune import batch, cache, curve, figures_batch, sizes
-from launcher.tune.curve import Rate, Size, Timed
+from launcher.tune.curve import Rate, Size
 from launcher.tune.measuring import BatchSearch
 from launcher.tune.runner import Question, Runner, alloc_retries
 from launcher.tune.sizes import MemoryLine
 from launcher.tune.trials import Pool, Slot, Stopped, Trial, from_outside
+from tests import tune_fixture
 
 
 def config(global_size: int = 64, **batch: Any) -> Config:
@@ -93,7 +95,8 @@ def made(micro: int, rate: float, spread: float = 0.001, runs: int = 1, samples:
     """Steps about samples / rate seconds, of which an update is a fifth."""
     step = samples / rate
     steps = [step * (1 + spread * ((i * 7) % 5 - 2)) for i in range(12)]
-    return Size(micro, 1, [Timed(f"r{k}", steps, [0.8 * s for s in steps], [1.0]) for k in range(runs)])
+    run = TimedRun(name="r", step_s=steps, forward_backward_s=[0.8 * s for s in steps], peak_gib=[1.0])
+    return Size(micro, 1, [run] * runs)
 
 
 def rates(**known: float) -> list[Rate]:
@@ -102,28 +105,28 @@ def rates(**known: float) -> list[Rate]:
 
 def test_the_smallest_within_three_per_cent_of_the_best() -> None:
     choice = curve.choose(rates(m4=80, m8=98, m16=100, m32=99))
-    assert (choice["micro_batch"], choice["best_micro_batch"]) == (8, 16)
-    assert choice["share_of_best"] == pytest.approx(0.98, abs=1e-3)
-    assert not choice["flat"]
-    assert choice["not_settled"] == []
+    assert (choice.micro_batch, choice.best_micro_batch) == (8, 16)
+    assert choice.share_of_best == pytest.approx(0.98, abs=1e-3)
+    assert not choice.flat
+    assert choice.not_settled == []
 
 
 def test_a_flat_curve_is_said_to_be_flat() -> None:
     choice = curve.choose(rates(m1=99, m8=100, m16=98.5))
-    assert choice["flat"]
-    assert choice["micro_batch"] == 1
-    assert "flat" in choice["why"]
+    assert choice.flat
+    assert choice.micro_batch == 1
+    assert "flat" in choice.why
 
 
 def test_a_single_size_is_not_called_flat() -> None:
-    assert not curve.choose(rates(m4=80))["flat"]
+    assert not curve.choose(rates(m4=80)).flat
 
 
 def test_a_size_that_may_reach_the_line_is_measured_again_and_otherwise_named() -> None:
     wide = [curve.rate(made(4, 96.5, spread=0.05), 64, 64), *rates(m8=100, m16=99)]
     assert wide[0].low < 97 < wide[0].high
     assert curve.open_sizes(wide) == [4, 8]
-    assert curve.choose(wide)["not_settled"] == [4]
+    assert curve.choose(wide).not_settled == [4]
     assert curve.open_sizes(rates(m4=80, m8=100, m16=99)) == []
 
 
@@ -133,9 +136,9 @@ def test_in_doubt_the_larger_micro_batch_is_chosen() -> None:
     best = curve.rate(made(16, 100), 64, 64)
     assert vague.median >= 0.97 * best.median
     assert vague.low < 0.94 * best.median
-    assert curve.choose([sharp, best])["micro_batch"] == 8
-    assert curve.choose([vague, best])["micro_batch"] == 16
-    assert curve.choose([vague, best])["not_settled"] == [8]
+    assert curve.choose([sharp, best]).micro_batch == 8
+    assert curve.choose([vague, best]).micro_batch == 16
+    assert curve.choose([vague, best]).not_settled == [8]
 
 
 def test_the_interval_covers_the_rate_and_narrows_with_runs() -> None:
@@ -153,7 +156,7 @@ def test_a_trial_of_fewer_sequences_counts_its_update_once() -> None:
 def test_a_trial_of_fewer_sequences_counts_its_reduction_once() -> None:
     """A step of 64: 0.512 s of passes, of which 0.112 s the reduction that they did not cover."""
     size = made(4, 100, spread=0.0)
-    size.runs = [dataclasses.replace(run, exposed_s=0.112) for run in size.runs]
+    size.runs = [run.model_copy(update={"exposed_s": 0.112}) for run in size.runs]
     small = curve.rate(size, 64, 640)
     assert small.median == pytest.approx(640 / (10 * 0.4 + 0.112 + 0.128))
     assert curve.parts(size) == pytest.approx((0.4, 0.64))
@@ -162,8 +165,8 @@ def test_a_trial_of_fewer_sequences_counts_its_reduction_once() -> None:
 def test_the_spread_of_the_best_counts_as_well_as_that_of_the_smaller() -> None:
     sharp = curve.rate(made(8, 98, 0.002), 64, 64)
     vague = curve.rate(made(16, 100, 0.08), 64, 64)
-    assert curve.choose([sharp, vague])["micro_batch"] == 16
-    assert curve.choose([sharp, vague])["not_settled"] == [8]
+    assert curve.choose([sharp, vague]).micro_batch == 16
+    assert curve.choose([sharp, vague]).not_settled == [8]
     assert curve.open_sizes([sharp, vague]) == [8, 16]
 
 
@@ -180,15 +183,15 @@ def test_goodput_is_throughput_times_what_a_sequence_is_worth() -> None:
         interval=[100.0, 400.0],
         sizes=[8, 16, 32, 64, 128, 256],
     )
-    by_size = {point["global_batch"]: point for point in found["points"]}
-    assert by_size[64]["efficiency"] == 1.0
-    assert by_size[64]["goodput"] == by_size[64]["samples_per_s"] == pytest.approx(64 / 0.9)
-    assert by_size[128]["efficiency"] == pytest.approx(264 / 328)
+    by_size = {point.global_batch: point for point in found.points}
+    assert by_size[64].efficiency == 1.0
+    assert by_size[64].goodput == by_size[64].samples_per_s == pytest.approx(64 / 0.9)
+    assert by_size[128].efficiency == pytest.approx(264 / 328)
     for size, point in by_size.items():  # maximum of B / (B x 0.0125 + 0.1) / (B + 200): B = sqrt(1600)
-        assert point["low"] <= point["goodput"] <= point["high"], size
-    assert found["recommended"] == 32
-    assert found["recommended_interval"] == [32, 64]
-    assert not found["at_edge"]
+        assert point.low <= point.goodput <= point.high, size
+    assert found.recommended == 32
+    assert found.recommended_interval == [32, 64]
+    assert not found.at_edge
     cut = curve.goodput(
         micro_s=0.1,
         update_s=0.1,
@@ -198,10 +201,10 @@ def test_goodput_is_throughput_times_what_a_sequence_is_worth() -> None:
         interval=[100.0, 400.0],
         sizes=[32, 64, 128],
     )
-    assert (cut["recommended"], cut["at_edge"]) == (32, True)
-    assert "end of what was looked at" in figures_batch.goodput_text({"goodput": cut})
-    assert "end of what" not in figures_batch.goodput_text({"goodput": found})
-    assert found["gain"] == pytest.approx(by_size[32]["goodput"] / by_size[64]["goodput"] - 1)
+    assert (cut.recommended, cut.at_edge) == (32, True)
+    assert "end of what was looked at" in figures_batch.goodput_text({"goodput": results.plain(cut)})
+    assert "end of what" not in figures_batch.goodput_text({"goodput": results.plain(found)})
+    assert found.gain == pytest.approx(by_size[32].goodput / by_size[64].goodput - 1)
 
 
 # --- records of trials
@@ -273,15 +276,15 @@ def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
     pool = MadePool(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=lambda line: None)
     search = BatchSearch(question, tmp_path, pool, lambda line: None)
     search.run()
-    memory = search.facts["memory"]
-    assert (memory["predicted_limit"], memory["verified"]) == (27, 27)
-    for tried in memory["tried"]:
-        assert tried["rank"] == 1
-        assert tried["measured_gib"] == pytest.approx(made_gib(tried["micro_batch"], 1))
-    assert [size["micro_batch"] for size in search.facts["sizes"]] == [1, 2, 4, 8, 16]
-    assert all(size["status"] == "ok" for size in search.facts["sizes"])
-    for size in search.facts["sizes"]:
-        assert size["measured_gib"] == pytest.approx(made_gib(size["micro_batch"], 1))
+    memory = search.memory
+    assert (memory.predicted_limit, memory.verified) == (27, 27)
+    for tried in memory.tried:
+        assert tried.rank == 1
+        assert tried.measured_gib == pytest.approx(made_gib(tried.micro_batch, 1))
+    assert [size.micro_batch for size in search.size_results()] == [1, 2, 4, 8, 16]
+    assert all(size.status == "ok" for size in search.size_results())
+    for size in search.size_results():
+        assert size.measured_gib == pytest.approx(made_gib(size.micro_batch, 1))
 
 
 @pytest.mark.parametrize(
@@ -390,20 +393,20 @@ def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
 def test_what_the_cache_answers_trains_the_users_own_configuration() -> None:
     mine = config(64).model_copy(update={"optim": config().optim.model_copy(update={"lr": 7e-5})})
     question = Question(mine, 2, (1, 2), 60.0, None, "", "torchrun", False)
-    known = {
-        "choice": {"micro_batch": 2},
-        "config": {},
-        "config_hash": "of another",
-        "noise": {"steps": 90},
-        "goodput": {},
-        "date": "2026-01-01",
-    }
+    known = TuneBatch.model_validate(
+        tune_fixture.batch(config_hash="of another", config={}) | {"choice": chosen(2)}
+    )
     found = batch.from_cache(known, question)
-    assert found["cached"]
-    assert found["config"]["optim"]["lr"] == 7e-5
-    assert (found["noise"], found["goodput"]) == (None, None), "of other data or weights"
-    assert found["choice"] == {"micro_batch": 2}
-    assert batch.from_cache({**known, "config_hash": mine.hash()}, question)["noise"] == {"steps": 90}
+    assert found.cached
+    assert found.config["optim"]["lr"] == 7e-5
+    assert (found.noise, found.goodput) == (None, None), "of other data or weights"
+    assert found.choice == known.choice
+    same = known.model_copy(update={"config_hash": mine.hash()})
+    assert batch.from_cache(same, question).noise == known.noise
+
+
+def chosen(micro: int) -> dict[str, Any]:
+    return tune_fixture.batch()["choice"] | {"micro_batch": micro}
 
 
 def test_a_cached_search_answers_only_what_had_as_much_time(
@@ -411,13 +414,12 @@ def test_a_cached_search_answers_only_what_had_as_much_time(
 ) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path))
     assert cache.find("k", 60, None) is None
-    known = {
-        "choice": {"micro_batch": 8, "limited_by": "memory"},
-        "budget_s": 60.0,
-        "memory": {"limit_gib": 5.0},
-        "sizes": [{"micro_batch": 8, "measured_gib": 4.0}],
-    }
-    cache.keep("k", known)
+    size = {"micro_batch": 8, "accumulation": 1, "status": "ok", "measured_gib": 4.0}
+    known = tune_fixture.batch(
+        choice=chosen(8) | {"limited_by": "memory"}, budget_s=60.0, memory={"limit_gib": 5.0}, sizes=[size]
+    )
+    whole = TuneBatch.model_validate(known)
+    cache.keep("k", whole)
     assert cache.find("k", 60, 5.0) is not None
     assert cache.find("k", 60, None) is not None
     assert cache.find("k", 61, 5.0) is None
@@ -426,10 +428,10 @@ def test_a_cached_search_answers_only_what_had_as_much_time(
     cache.path_of("k").write_text('{"choice"')
     assert cache.find("k", 1, None) is None
     for torn in ({"choice": None}, {"budget_s": "60"}, {"memory": []}, {"sizes": {}}, {"choice": [8]}):
-        cache.keep("k", {**known, **torn})
+        record.write_json(cache.path_of("k"), {**known, **torn})
         assert cache.find("k", 1, 5.0) is None
-    cache.keep("k", known)
+    cache.keep("k", whole)
     tmp_path.chmod(0o777)
     assert cache.find("k", 60, 5.0) is None, "anyone could have written it"
     with pytest.raises(PermissionError, match="every user"):
-        cache.keep("k", known)
+        cache.keep("k", whole)

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout, dump_config, load_config, peak_lr
+from launcher import results
 from launcher.tune import ladder, lr, lr_trials, search, transfer
 from launcher.tune.halving import Settings
 from launcher.tune.ladder import Candidate, Edge, Outcome, Rung
@@ -129,7 +130,7 @@ def searched(
     out.mkdir(exist_ok=True)
     pool = Pool(out, surface, limit, rate)
     said: list[str] = []
-    code, found = lr.run_locked(
+    code, tune = lr.run_locked(
         make(shards, *overrides),
         settings,
         1,
@@ -139,6 +140,7 @@ def searched(
         say=said.append,
         make_pool=lambda *_, **__: pool,  # type: ignore[arg-type, return-value]
     )
+    found = results.plain(tune)
     assert found == json.loads((out / "tune.json").read_text())
     return code, found, pool, said
 
@@ -242,13 +244,13 @@ def test_the_choice_has_the_lowest_mean_and_its_figures() -> None:
     mine, other = [3.00, 3.10, 3.05], [3.20, 3.29, 3.26]
     found = ladder.choose([first, last_rung({2: other, 4: mine})], any_decay=False)
     assert found is not None
-    assert (found["lr"], found["optimizer"], found["weight_decay"]) == (4, "adamw", 0.01)
-    assert found["heldout_loss"] == pytest.approx(3.05)
-    assert found["band"] == [3.00, 3.10]
+    assert (found.lr, found.optimizer, found.weight_decay) == (4, "adamw", 0.01)
+    assert found.heldout_loss == pytest.approx(3.05)
+    assert found.band == [3.00, 3.10]
     pooled = math.sqrt((statistics.variance(mine) + statistics.variance(other)) / 2)
-    assert found["sd"] == pytest.approx(pooled)
+    assert found.sd == pytest.approx(pooled)
     # differences 0.20, 0.19, 0.21: mean 0.2, and 4.303 x 0.01 / sqrt 3 = 0.025
-    assert (found["tied"], found["at_edge"], found["edge_side"], found["seeds"]) == ([], False, None, 3)
+    assert (found.tied, found.at_edge, found.edge_side, found.seeds) == ([], False, None, 3)
 
 
 def test_finalists_are_tied_by_the_interval_of_paired_differences() -> None:
@@ -257,17 +259,17 @@ def test_finalists_are_tied_by_the_interval_of_paired_differences() -> None:
     together = ladder.choose([last_rung({2: mine, 4: [3.10, 3.3, 3.99]})], any_decay=False)
     assert apart is not None
     assert together is not None
-    assert apart["tied"] == []  # although the seeds differ by far more than the rates
-    assert together["tied"] == [["adamw", 0.01, 4]]
-    assert "not to be told apart" in together["why"]
+    assert apart.tied == []  # although the seeds differ by far more than the rates
+    assert together.tied == [("adamw", 0.01, 4)]
+    assert "not to be told apart" in together.why
 
 
 def test_a_close_finalist_with_fewer_seeds_cannot_be_told_apart() -> None:
     few = last_rung({2: [3.0, 3.02, 3.01], 4: [3.02], 8: [3.2]})
     found = ladder.choose([few], any_decay=False)
     assert found is not None
-    assert found["lr"] == 2
-    assert found["tied"] == [["adamw", 0.01, 4]]
+    assert found.lr == 2
+    assert found.tied == [("adamw", 0.01, 4)]
 
 
 def test_a_finalist_with_one_diverged_seed_is_out() -> None:
@@ -275,7 +277,7 @@ def test_a_finalist_with_one_diverged_seed_is_out() -> None:
     rung.outcomes[-1].status = "diverged"
     found = ladder.choose([rung], any_decay=False)
     assert found is not None
-    assert found["lr"] == 2
+    assert found.lr == 2
 
 
 def test_an_open_side_is_one_without_a_worse_rate() -> None:
@@ -507,7 +509,7 @@ def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: 
             say=said.append,
             make_pool=lambda *_, pool=pool, **__: pool,  # type: ignore[arg-type, return-value]
         )
-        assert found["settings"]["tokens"] == round(0.01 * 3600 * 1e4 / STEP) * STEP
+        assert found.settings.tokens == round(0.01 * 3600 * 1e4 / STEP) * STEP
         assert any("0.01 h at the measured 10 k tokens/s of 1 rank" in line for line in said)
     assert pool.ran == []
 
@@ -646,25 +648,45 @@ def test_without_optuna_the_extra_is_named(shards: Path, monkeypatch: pytest.Mon
         search.Study(Path("x.db"), {}, [0.1], count=3, seed=0)
 
 
+@pytest.mark.parametrize(
+    ("facts", "status"),
+    [
+        ({"cause": "no words", "failure_kind": "not_finite"}, "diverged"),
+        ({"cause": "a gradient that is not finite", "failure_kind": "error"}, "failed"),
+        ({"cause": "all 3 steps had a gradient that is not finite"}, "diverged"),
+        ({"cause": "no words"}, "failed"),
+    ],
+)
+def test_a_trial_has_diverged_by_the_kind_of_its_failure(
+    tmp_path: Path, facts: dict[str, str], status: str
+) -> None:
+    """The third is of an older program, which wrote no kind."""
+    record.write_json(tmp_path / "summary.json", {"status": "failed", "exit_code": 1, "step": 3, **facts})
+    candidate = Candidate("adamw", 0.01, 0.1)
+    found = lr_trials.read_outcome(tmp_path, "failed", candidate, 0, tokens_of_step=8, seconds=1.0)
+    assert (found.status, found.tokens, found.cause) == (status, 24, facts["cause"])
+    assert found.failure_kind == ("not_finite" if status == "diverged" else "error")
+
+
 # --- transfer
 
 
 def test_transfer_follows_the_papers(shards: Path) -> None:
     config = make(shards, "optim.beta1=0.99", "optim.beta2=0.999", "optim.eps=1e-8")
     found = transfer.transfer(config, 1e-3, "x", 256, 4096)
-    root, straight, untuned = found["rules"]
-    assert (found["ratio"], found["ours"]) == (16, None)
-    assert root["lr"] == pytest.approx(4e-3)
-    assert root["beta1"] == pytest.approx(0.84)
-    assert root["beta2"] == pytest.approx(0.984)
-    assert root["eps"] == pytest.approx(2.5e-9)
-    assert straight["lr"] == pytest.approx(1.6e-2)
-    assert untuned["lr"] == pytest.approx(5 / (2**1.5 * 1e3))
-    down = transfer.transfer(config, 1e-3, "x", 4096, 256)["rules"][0]
-    assert down["lr"] == pytest.approx(2.5e-4)
-    assert transfer.transfer(config, 1e-3, "x", 1, 128)["rules"][0]["beta1"] is None
+    root, straight, untuned = found.rules
+    assert (found.ratio, found.ours) == (16, None)
+    assert root.lr == pytest.approx(4e-3)
+    assert root.beta1 == pytest.approx(0.84)
+    assert root.beta2 == pytest.approx(0.984)
+    assert root.eps == pytest.approx(2.5e-9)
+    assert straight.lr == pytest.approx(1.6e-2)
+    assert untuned.lr == pytest.approx(5 / (2**1.5 * 1e3))
+    down = transfer.transfer(config, 1e-3, "x", 4096, 256).rules[0]
+    assert down.lr == pytest.approx(2.5e-4)
+    assert transfer.transfer(config, 1e-3, "x", 1, 128).rules[0].beta1 is None
     ours = make(shards, "optim.lr_scaling=sqrt", "optim.lr_batch=8")
-    assert transfer.transfer(ours, 1e-3, "x", 8, 16)["ours"] == "sqrt"
+    assert transfer.transfer(ours, 1e-3, "x", 8, 16).ours == "sqrt"
 
 
 def test_transfer_takes_the_rate_that_was_found(

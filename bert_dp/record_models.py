@@ -1,0 +1,288 @@
+"""The files that a rank or its launcher writes into a run directory, as models: one schema for writer and
+reader. Torch-free. An unknown key is ignored and a missing one has its default, so older files open."""
+
+from __future__ import annotations
+
+import errno
+import math
+import re
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+FailureKind = Literal[
+    "bad_input",
+    "device_memory",
+    "host_memory",
+    "disk",
+    "not_finite",
+    "peer_gone",
+    "hang",
+    "killed",
+    "stopped",
+    "directory_lost",
+    "no_cause",
+    "error",
+]
+"""What ended a run: a configuration or file that cannot be used; too little memory of the device or of the
+host; a disk that is full or broken; gradients that are not finite; another rank that went first; no progress;
+a signal that killed a rank; a signal to stop, before the next checkpoint; a run directory that was moved or
+deleted; an exit that left no cause; any other exception."""
+
+RunStatus = Literal["done", "stopped", "failed"]
+"""stopped: by a signal, after a checkpoint."""
+OUT_OF_MEMORY: tuple[FailureKind, ...] = ("device_memory", "host_memory")
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS)
+
+# what libraries say in exceptions that have no type of their own, of "type: message" from its beginning
+_TEXTS: tuple[tuple[FailureKind, re.Pattern[str]], ...] = (
+    ("peer_gone", re.compile(r".*(closed by peer|reset by peer|ncclRemoteError)", re.DOTALL)),
+    (
+        "device_memory",
+        re.compile(r"(\w*OutOfMemoryError\b|\w+: .*\b(CUDA|HIP|CUBLAS|XPU)\b.*out of memory)", re.DOTALL),
+    ),
+    (
+        "host_memory",
+        re.compile(
+            r"MemoryError\b"
+            r"|.*(DefaultCPUAllocator: can't allocate memory|\[Errno 12\]|Cannot allocate memory)",
+            re.DOTALL,
+        ),
+    ),
+    ("disk", re.compile(rf"\w+: \[Errno ({'|'.join(map(str, DISK_ERRORS))})\]")),
+    ("bad_input", re.compile(r"ConfigError\b")),
+)
+# what our own older programs wrote into `cause` and `explanation` of summary.json, which had no kind
+_OLD_TEXTS: tuple[tuple[FailureKind, re.Pattern[str]], ...] = (
+    ("host_memory", re.compile(r".*(host out of memory|for want of host memory)", re.DOTALL)),
+    ("not_finite", re.compile(r".*had a gradient that is not finite", re.DOTALL)),
+    ("hang", re.compile(r"hang\b")),
+    ("killed", re.compile(r"killed by signal")),
+    ("stopped", re.compile(r"SIG[A-Z0-9]+: stopped before")),
+    ("directory_lost", re.compile(r"the run directory .* was (moved|deleted)", re.DOTALL)),
+    ("no_cause", re.compile(r".*(and left no cause|and no summary)", re.DOTALL)),
+)
+
+
+def kind_of_text(text: str) -> FailureKind:
+    """The kind of an exception that is only known as "type: message": the one place that reads the words."""
+    return next((kind for kind, pattern in _TEXTS if pattern.match(text)), "error")
+
+
+def kind_of_error(error: BaseException) -> FailureKind:
+    """The kind of an exception: its own `failure_kind`, else by its errno, its type and its words."""
+    if (own := getattr(error, "failure_kind", None)) is not None:
+        kind: FailureKind = own
+        return kind
+    if isinstance(error, OSError) and error.errno in DISK_ERRORS:
+        return "disk"
+    return kind_of_text(f"{type(error).__name__}: {error}")
+
+
+def kind_of_old_summary(cause: str, explanation: str = "") -> FailureKind:
+    """The kind of a failure that an older program wrote down without one: `cause` and `explanation` of its
+    summary.json."""
+    cause = re.sub(r"^rank \d+: ", "", cause)
+    text = f"{cause}\n{explanation}"
+    if (kind := kind_of_text(cause)) == "error":
+        kind = next((kind for kind, pattern in _OLD_TEXTS if pattern.match(text)), kind)
+    return kind
+
+
+def _finite(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+FiniteOrNone = Annotated[float | None, BeforeValidator(_finite)]
+"""A measured number; one that is not finite becomes null: JSON has none."""
+
+
+Pair = Annotated[list[float], Field(strict=False)]
+
+
+class StoredModel(BaseModel):
+    """A part of a file: its numbers are finite and of the type they say, unknown keys are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
+
+
+class StoredFile(StoredModel):
+    """A whole file. `remedy`: what to do about a damaged one."""
+
+    remedy: ClassVar[str] = "see the logs of its run"
+
+
+class RankError(StoredFile):
+    """logs/rank-N.error.json: what a rank raised, and the innermost frame of our code or the user's."""
+
+    rank: int
+    time_ns: int
+    """CLOCK_MONOTONIC: one clock for all processes of a machine."""
+    type: str
+    """Name of the exception's class."""
+    message: str
+    where: str | None = None
+    """file:line"""
+    function: str | None = None
+    source: str | None = None
+    """The code of that line."""
+    bad_input: list[str] | None = None
+    """Of a ConfigError its problems."""
+    failure_kind: FailureKind = "error"
+
+
+class Straggler(StoredModel):
+    """The rank that the others wait for."""
+
+    rank: int
+    ratio: float
+    """Its own work before any reduction over the others' median."""
+    seconds_per_step: float
+    """Lost by the others."""
+
+
+class DdpCounters(StoredModel):
+    """What torch's DDP counted; means over the steps that it samples. null: it did not tell."""
+
+    bucket_bytes: list[int] = []
+    comm_s: FiniteOrNone = None
+    """Reductions."""
+    overlap_s: FiniteOrNone = None
+    """Of them under the backward pass."""
+    compute_s: FiniteOrNone = None
+    """The backward pass."""
+
+
+class NoiseScale(StoredModel):
+    """The gradient noise scale (bert_dp.noise) over the last measured steps."""
+
+    verdict: Literal["ok", "inconclusive"]
+    why: str | None = None
+    """Why it is inconclusive."""
+    steps: int | None = None
+    noise_scale: FiniteOrNone = None
+    """Sequences."""
+    interval: Pair | None = None
+    """95 %, sequences."""
+    grad_sq: FiniteOrNone = None
+    """Squared norm of the true gradient."""
+    grad_sq_interval: Pair | None = None
+    """95 %."""
+    trace: FiniteOrNone = None
+    """Of the covariance of the gradient of one sequence."""
+
+
+class Restart(StoredModel):
+    """One start again after a failure."""
+
+    date: str
+    step: int
+    """Of the checkpoint it began from; -1 = the start."""
+    ranks: int
+    cause: str
+    failure_kind: FailureKind = "error"
+
+
+class Summary(StoredFile):
+    """summary.json: how a run ended. Rates are over the real steps, warm-up of set-up excluded. Of a run that
+    ended before rank 0 could write it there is only what its launcher knows."""
+
+    status: RunStatus
+    exit_code: int = 0
+    cause: str | None = None
+    failure_kind: FailureKind | None = None
+    """null of a run that did not fail."""
+    signal: int | None = None
+    step: int = 0
+    samples: int | None = None
+    tokens: int | None = None
+    final_loss: FiniteOrNone = None
+    heldout_loss: FiniteOrNone = None
+    unigram_entropy_nats: FiniteOrNone = None
+    uniform_entropy_nats: FiniteOrNone = None
+    world_size: int | None = None
+    device: str | None = None
+    parameters: int | None = None
+    global_batch: int | None = None
+    micro_batch: int | None = None
+    accumulation: int | None = None
+    precision: str | None = None
+    compiled: bool | None = None
+    steps_per_s: FiniteOrNone = None
+    global_steps_per_s: FiniteOrNone = None
+    samples_per_s: FiniteOrNone = None
+    tokens_per_s: FiniteOrNone = None
+    tokens_per_s_per_gpu: FiniteOrNone = None
+    mfu: FiniteOrNone = None
+    peak_memory_gib: FiniteOrNone = None
+    """Of the rank with most."""
+    energy_j: FiniteOrNone = None
+    """Joules of all ranks' GPUs in the steps, evaluations and saves of this start; null if not counted."""
+    skipped_steps: int | None = None
+    checkpoint: str | None = None
+    """Relative to the run directory."""
+    straggler_ratio: FiniteOrNone = None
+    """Own work (before any reduction) of the slowest rank over the others' median; null for a lone rank."""
+    straggler: Straggler | None = None
+    """When the ratio is above 1.2 over the run."""
+    time_s: dict[str, float] = {}
+    """Rank 0's clock: setup, compile, train, data_wait, forward_backward, optimizer, eval, save (stall)."""
+    ddp: DdpCounters | None = None
+    """null under other engines."""
+    loss_spikes: int | None = None
+    """Logged losses far above the ones before."""
+    failed_saves: int | None = None
+    """Checkpoints that could not be written, since the run was last started."""
+    noise_scale: NoiseScale | None = None
+    """null without log.noise_scale."""
+    # of a failure, by the launcher
+    rank: int | None = None
+    """The first that failed."""
+    where: str | None = None
+    """file:line"""
+    source: str | None = None
+    killed_by: int | None = None
+    """The signal that ended the rank."""
+    explanation: list[str] = []
+    fix: list[str] = []
+    alike: list[int] = []
+    """Other ranks that raised the same by themselves."""
+    consequences: list[str] = []
+    log: str | None = None
+    log_tail: list[str] = []
+    memory_curve_gib: dict[str, list[float]] | None = None
+    """Resident memory; keys "rank 0", ..., "control group"."""
+    memory_interval_s: FiniteOrNone = None
+    oom_kills: int | None = None
+    """Processes that the kernel killed for want of memory; null: no counter is readable."""
+    restarts: list[Restart] = []
+    schema_version: int = 1
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_older_program(cls, data: Any) -> Any:
+        if isinstance(data, dict) and data.get("status") == "failed" and not data.get("failure_kind"):
+            explanation = data.get("explanation")
+            lines = explanation if isinstance(explanation, list) else []
+            kind = kind_of_old_summary(str(data.get("cause") or ""), "\n".join(map(str, lines)))
+            return {**data, "failure_kind": kind}
+        return data
+
+    @property
+    def out_of_memory(self) -> bool:
+        """Whether memory of a device or of the host did not suffice."""
+        return self.failure_kind in OUT_OF_MEMORY
+
+
+class GpuMemory(StoredModel):
+    memory_gib: float | None = None
+
+
+class Environment(StoredFile):
+    """environment.json as far as a failure's advice reads it; launcher.environment writes the whole."""
+
+    gpus: list[GpuMemory] = []
+    memory_gib: float | None = None
+    """Of the machine."""
+    memory_limit_gib: float | None = None
+    """Of the control group; null = no limit."""

@@ -1,0 +1,987 @@
+"""The files that only verbs write, as models: the only schema, the only reader and the only writer of them.
+
+A key that is not known is ignored and one that is missing has its default, so older files open; null is what
+was not measured. Times are in seconds, rates per second, memory in GiB (2^30 bytes), losses in nats; shares
+and efficiencies are fractions, unless a name says otherwise. An interval is [low, high], of 95 %.
+"""
+
+# ruff: noqa: RUF012 (pydantic copies a default)
+
+from __future__ import annotations
+
+import json
+import reprlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+
+from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from bert_dp import record
+from bert_dp.config import ConfigError
+from bert_dp.config.stored import read_regular
+from bert_dp.record_models import FailureKind, NoiseScale, StoredFile, StoredModel, kind_of_old_summary
+
+LATE = 1.05  # ready times over the backward pass: two clocks
+SCHEMA_VERSION = record.SCHEMA_VERSION
+
+Count = Annotated[int, Field(gt=0, le=10**9)]
+Seconds = Annotated[float, Field(ge=1e-9, le=1e9)]
+Bytes = Annotated[int | float, Field(ge=1, le=1e18)]
+Positive = Annotated[float, Field(gt=0)]
+Share = Annotated[float, Field(ge=0)]
+Tokens = Annotated[int, Field(ge=0)]
+Interval = Annotated[list[float], Field(min_length=2, max_length=2)]
+Point = Annotated[tuple[int | float, float | None], Field(strict=False)]
+CandidateFacts = Annotated[tuple[str, float, float], Field(strict=False)]
+"""[optimizer, weight decay, learning rate]"""
+
+T = TypeVar("T")
+OrNone = BeforeValidator(lambda value: [] if value is None else value)
+Listed = Annotated[list[T], OrNone]
+"""A list; null is an empty one."""
+
+
+F = TypeVar("F", bound=StoredFile)
+
+
+def read(path: Path, model: type[F]) -> F:
+    """The file at `path`. Raises ConfigError, one line, when it is absent, foreign, damaged, too large or too
+    deep."""
+    return parse(load(path, model.remedy), model, str(path))
+
+
+def load(path: Path, remedy: str) -> Any:
+    """The JSON value at `path`. Raises ConfigError, one line."""
+    try:
+        return record.parse_json(read_regular(path, record.MAX_JSON_BYTES))
+    except OSError as error:
+        raise ConfigError([f"{path} cannot be read ({error.strerror}); {remedy}"]) from None
+    except ValueError as error:
+        raise ConfigError([f"{path} is not JSON ({error}); {remedy}"]) from None
+
+
+def find(path: Path, model: type[F]) -> F | None:
+    """The same; None when it is absent or damaged, where both mean that it is to be written anew."""
+    try:
+        return read(path, model)
+    except ConfigError:
+        return None
+
+
+def parse(data: Any, model: type[F], name: str) -> F:
+    """What a file called `name` holds. Raises ConfigError, one line: the file, the key, what is wrong, what
+    to do."""
+    try:
+        return model.model_validate(data)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    raise ConfigError([f"{name} is damaged: {_problem(dict(problems[0]))}{more}; {model.remedy}"]) from None
+
+
+def _problem(error: dict[str, Any]) -> str:
+    """Where, what, and the value; a check of several fields names its own in the message."""
+    place = ".".join(str(part) for part in error["loc"])
+    text = str(error["msg"]).removeprefix("Value error, ")
+    if error["type"] not in ("missing", "value_error"):
+        text += f", not {reprlib.repr(error['input'])}"
+    return f"{place}: {text}" if place else text
+
+
+def plain(part: StoredModel) -> dict[str, Any]:
+    """As JSON values, in the order of the fields."""
+    return part.model_dump(mode="json")
+
+
+def write(path: Path, file: StoredFile) -> None:
+    """Atomic: a reader sees the old file or the whole new one. Raises OSError."""
+    record.write_json(path, plain(file))
+
+
+def to_json(file: StoredFile) -> str:
+    """What `--json` prints."""
+    return json.dumps(plain(file), indent=1) + "\n"
+
+
+# --- scaling.json
+
+Mode = Literal["weak", "strong"]
+CellKind = Literal["run", "ceiling", "synthetic"]
+CellStatus = Literal["ok", "oom", "failed", "pending"]
+VerdictKind = Literal[
+    "out_of_memory",
+    "failed",
+    "no_baseline",
+    "one_repeat",
+    "above_baseline",
+    "scales",
+    "intervals_overlap",
+    "no_single_cause",
+    "loader_bound",
+    "straggler",
+    "hardware_ceiling",
+    "communication_bound",
+    "launch_bound",
+    "fastest",
+]
+_VERDICT_STARTS: Mapping[str, VerdictKind] = {
+    "out of memory": "out_of_memory",
+    "failed": "failed",
+    "no baseline": "no_baseline",
+    "no claim: one repeat": "one_repeat",
+    "no claim": "intervals_overlap",
+    "above 100 %": "above_baseline",
+    "scales": "scales",
+    "no single cause": "no_single_cause",
+    "loader-bound": "loader_bound",
+    "straggler": "straggler",
+    "hardware ceiling": "hardware_ceiling",
+    "communication-bound": "communication_bound",
+    "launch-bound": "launch_bound",
+    "fastest": "fastest",
+}
+
+
+class ScalingSettings(StoredModel):
+    """What was asked for, and the model that was measured."""
+
+    steps: int | None = None
+    """Timed optimizer steps of a run."""
+    warm_up: int | None = None
+    """Steps before them."""
+    repeats: int | None = None
+    launcher: str | None = None
+    engines: Listed[str] = []
+    gpus: Listed[int] = []
+    micro_batch: int | None = None
+    accumulation: Count | None = None
+    """Of the weak mode."""
+    global_batch: int | None = None
+    """Of the strong mode."""
+    sequence_length: int | None = None
+    parameters: int | None = None
+    flops_per_token: Annotated[float, Field(gt=0, le=1e18)] | None = None
+    """Forward and backward."""
+    precision: str | None = None
+    compiled: bool | None = None
+    device: str | None = None
+    optimizer: str | None = None
+    model: str | None = None
+    """In words."""
+
+
+class MatmulRate(StoredModel):
+    m: int
+    n: int
+    k: int
+    flops: float
+    """FLOP/s of [m, k] x [k, n]."""
+
+
+class Peak(StoredModel):
+    """FLOP/s of one device: by its data sheet, and the best of the measured shapes."""
+
+    datasheet_flops: float | None = None
+    matmul_flops: Positive | None = None
+    shapes: Listed[MatmulRate] = []
+
+
+class PeakFile(StoredFile):
+    """peak.json: what bert_dp.measure.peak measured."""
+
+    remedy: ClassVar[str] = "remove it, and `bert-dp scale` measures it again"
+    device: str | None = None
+    precision: str | None = None
+    matmul_flops: Positive
+    """FLOP/s, the best of the shapes."""
+    shapes: Listed[MatmulRate] = []
+
+
+class RepeatTime(StoredModel):
+    median: Seconds | None = None
+    p95: Seconds | None = None
+
+
+class Repeat(StoredModel):
+    """One run of a cell."""
+
+    run: str
+    """Its directory."""
+    steps: int
+    steps_per_s: float
+    tokens_per_s: float
+    step_time_s: RepeatTime
+
+
+class StepTime(StoredModel):
+    """Seconds of a step over all repeats."""
+
+    median: Seconds | None = None
+    p95: Seconds | None = None
+    mean: Seconds | None = None
+    ci95: Annotated[list[Seconds], Field(min_length=2, max_length=2)] | None = None
+    """Of the mean; null of one repeat."""
+
+    @model_validator(mode="after")
+    def _ascends(self) -> Self:
+        if self.ci95 is not None and self.ci95[0] > self.ci95[1]:
+            raise ValueError(f"ci95: {self.ci95} does not ascend")
+        return self
+
+    @property
+    def typical(self) -> float | None:
+        """The mean, which is what the interval is of; the median of a file that has none."""
+        return self.mean if self.mean is not None else self.median
+
+
+class SplitTime(StoredModel):
+    """Seconds of a mean step, mean over ranks."""
+
+    data: float
+    forward_backward: float
+    exposed_comm: float | None = None
+    """null without a ceiling: then it stands in forward_backward and optimizer."""
+    optimizer: float
+    other: float
+
+
+class FiveNumbers(StoredModel):
+    """Of the seconds of all steps."""
+
+    min: float
+    q1: float
+    median: float
+    q3: float
+    max: float
+
+
+class RankTimes(StoredModel):
+    """One rank over all repeats."""
+
+    rank: int
+    step_time_s: FiveNumbers
+    own_work_s: FiveNumbers | None = None
+    """Up to the last backward pass, before any reduction."""
+    peak_memory_gib: float
+
+
+class LossCurve(StoredModel):
+    """Of the first repeat."""
+
+    final: float | None = None
+    curve: list[Point] = []
+    """[[tokens, nats], ...]"""
+
+
+class Cell(StoredModel):
+    """One configuration of the grid. A cell that did not run to its end has no figures."""
+
+    id: str
+    mode: Mode = "weak"
+    kind: CellKind = "run"
+    engine: str
+    world_size: Count
+    tensor: Count = 1
+    micro_batch: Count
+    accumulation: Count
+    global_batch: Count
+    of: str | None = None
+    """The run that a ceiling or a synthetic cell belongs to."""
+    launcher: str | None = None
+    status: CellStatus
+    failure_kind: FailureKind | None = None
+    """Of one that is oom or failed."""
+    cause: str | None = None
+    repeats: Listed[Repeat] = []
+    steps_per_s: float | None = None
+    global_steps_per_s: float | None = None
+    """Micro batches, summed over all replicas."""
+    samples_per_s: float | None = None
+    tokens_per_s: Positive | None = None
+    tokens_per_s_per_gpu: float | None = None
+    step_time_s: StepTime | None = None
+    split_s: SplitTime | None = None
+    data_wait_fraction: Share | None = None
+    speedup: float | None = None
+    """Throughput over that of `single` on one rank."""
+    efficiency: Positive | None = None
+    efficiency_ci95: Interval | None = None
+    efficiency_ddp1: float | None = None
+    """Against ddp on one rank."""
+    ceiling_tokens_per_s: float | None = None
+    ceiling_efficiency: Annotated[float, Field(ge=0.001, le=1000)] | None = None
+    """What as many independent copies reach of as many lone ranks."""
+    ceiling_efficiency_ci95: Interval | None = None
+    communication_efficiency: float | None = None
+    """Throughput over that of the ceiling."""
+    communication_efficiency_ci95: Interval | None = None
+    exposed_comm_fraction: float | None = None
+    """By the ceiling."""
+    exposed_comm_ddp_fraction: float | None = None
+    """By DDP's own counters."""
+    straggler_ratio: float | None = None
+    """Own work of the slowest rank over the median of the others'."""
+    straggler_rank: int | None = None
+    """Where that is 1.2 or more over enough steps."""
+    ranks: Listed[RankTimes] = []
+    peak_memory_gib: float | None = None
+    """Of the rank with most."""
+    energy_j: float | None = None
+    """Joules of a run's real steps, all ranks."""
+    energy_j_per_mtoken: float | None = None
+    """Per million tokens."""
+    mfu: float | None = None
+    """Model FLOP/s over the data sheet's."""
+    mamfu: float | None = None
+    """Over the measured matmul rate."""
+    launch_fraction: float | None = None
+    """Host time to enqueue a step over the step; null on a CPU."""
+    loss: LossCurve | None = None
+    loss_agrees: bool | None = None
+    loss_deviation: float | None = None
+    """Greatest relative difference from one rank's."""
+    skipped_steps: int | None = None
+    flags: Listed[str] = []
+    """What a reader must know before quoting the cell."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_older_program(cls, data: Any) -> Any:
+        if (
+            isinstance(data, dict)
+            and data.get("status") in ("oom", "failed")
+            and not data.get("failure_kind")
+        ):
+            kind = kind_of_old_summary(str(data.get("cause") or ""))
+            if data["status"] == "oom" and kind not in ("device_memory", "host_memory"):
+                kind = "host_memory"
+            return {**data, "failure_kind": kind}
+        return data
+
+    @model_validator(mode="after")
+    def _divides(self) -> Self:
+        if self.world_size % self.tensor:
+            raise ValueError(f"tensor: {self.tensor} does not divide world_size {self.world_size}")
+        return self
+
+    @property
+    def step_s(self) -> float | None:
+        """Seconds of a step of the whole job."""
+        return self.step_time_s.typical if self.step_time_s else None
+
+
+class LinkPoint(StoredModel):
+    """One size of an all-reduce."""
+
+    bytes: Bytes
+    seconds: Seconds
+    busbw_gb_s: float | None = None
+    algbw_gb_s: float | None = None
+    repeats: int | None = None
+    bucket: bool = False
+    """Whether DDP reduces a bucket of this size."""
+
+
+class Link(StoredFile):
+    """links-N.json, and one of `links` of scaling.json: the all-reduce over some number of ranks."""
+
+    remedy: ClassVar[str] = "remove it, and `bert-dp scale` measures it again"
+    world_size: Annotated[int, Field(ge=2, le=10**9)]
+    backend: str | None = None
+    points: list[LinkPoint]
+
+
+class Gradient(StoredModel):
+    name: str | None = None
+    bytes: Bytes
+    ready_s: Share
+    """From the begin of the backward pass."""
+
+
+class Profile(StoredFile):
+    """profile.json, and `profile` of scaling.json: one rank's micro batch (bert_dp/measure/profiling.py)."""
+
+    remedy: ClassVar[str] = "remove it, and `bert-dp scale` measures it again"
+    device: str = "GPU"
+    precision: str | None = None
+    compiled: bool | None = None
+    engine: str | None = None
+    micro_batch: Count
+    sequence_length: Count
+    parameters: Count | None = None
+    num_layers: Count | None = None
+    hidden_size: Count | None = None
+    num_heads: Count | None = None
+    forward_s: Seconds | None = None
+    backward_s: Seconds
+    optimizer_s: Annotated[float, Field(ge=0, le=1e9)] | None = None
+    micro_s: Seconds | None = None
+    gradients: list[Gradient] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _agrees(self) -> Self:
+        if self.micro_s is None and self.forward_s is None:
+            raise ValueError("micro_s: missing, and forward_s too")
+        if self.backward_s > self.whole_s:
+            raise ValueError(f"backward_s: {self.backward_s:g} is above micro_s, {self.whole_s:g}")
+        for gradient in self.gradients:
+            if gradient.ready_s > LATE * self.backward_s:
+                raise ValueError(
+                    f"ready_s of {gradient.name}: {gradient.ready_s:g} is above backward_s, "
+                    f"{self.backward_s:g}"
+                )
+        if not 1 <= self.width <= 8:
+            raise ValueError(f"parameters: {self.parameters} for gradients of {self.size:g} bytes")
+        if self.hidden_size and self.num_heads and self.hidden_size % self.num_heads:
+            raise ValueError(f"num_heads: {self.num_heads} does not divide hidden_size {self.hidden_size}")
+        return self
+
+    @property
+    def whole_s(self) -> float:
+        """Of a micro batch."""
+        return self.micro_s if self.micro_s is not None else self.backward_s + (self.forward_s or 0.0)
+
+    @property
+    def size(self) -> float:
+        """Bytes of all gradients."""
+        return sum(gradient.bytes for gradient in self.gradients)
+
+    @property
+    def width(self) -> float:
+        """Bytes of a number."""
+        return self.size / self.parameters if self.parameters else 4.0
+
+
+class Verdict(StoredModel):
+    """What a cell loses most, or which engine is the fastest."""
+
+    cell: str
+    kind: VerdictKind
+    verdict: str
+    """The kind in words."""
+    evidence: str
+    next: str
+    """What to do."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_an_older_program(cls, data: Any) -> Any:
+        if isinstance(data, dict) and "kind" not in data:
+            text = str(data.get("verdict"))
+            kinds = [kind for start, kind in _VERDICT_STARTS.items() if text.startswith(start)]
+            return {**data, "kind": kinds[0] if kinds else "no_single_cause"}
+        return data
+
+
+class PredictedSplit(StoredModel):
+    """Seconds of a predicted step; the parts sum to it."""
+
+    forward_backward: float
+    optimizer: float
+    straggler: float
+    """Waiting for the slowest rank."""
+    exposed_comm: float
+
+
+class Lever(StoredModel):
+    lever: str
+    gain: float
+    """Tokens/s with it over tokens/s now, less one."""
+    tokens_per_s: float
+    bound: bool = False
+    """Whether it is no setting, but says what is lost there."""
+
+
+class PredictedRow(StoredModel):
+    """N GPUs."""
+
+    world_size: int
+    tensor: int = 1
+    accumulation: int
+    global_batch: int
+    step_time_s: float
+    split_s: PredictedSplit | None = None
+    exposed_comm_fraction: float
+    tokens_per_s: float
+    samples_per_s: float | None = None
+    speedup: float
+    efficiency: float
+    mfu: float | None = None
+    state_gib: float | None = None
+    """Weights, gradients and optimizer of a rank."""
+    fits: bool | None = None
+    """Whether the device holds them; null: its memory is not known."""
+    levers: list[Lever] = []
+    """Best first."""
+
+
+class ComparedCell(StoredModel):
+    """A measured cell beside its prediction."""
+
+    cell: str
+    ranks: int
+    predicted_step_s: float
+    measured_step_s: float | None = None
+    ci95: Interval | None = None
+    """Of the measured step, seconds."""
+    within: bool | None = None
+    """Whether the prediction lies in it."""
+    predicted_tokens_per_s: float | None = None
+    measured_tokens_per_s: float | None = None
+    predicted_efficiency: float
+    measured_efficiency: float | None = None
+
+
+class Prediction(StoredFile):
+    """`prediction` of scaling.json, and what `plan scaling --json` prints."""
+
+    remedy: ClassVar[str] = "run `bert-dp plan scaling` again"
+    schema_version: int = SCHEMA_VERSION
+    engine: str
+    assumptions: list[str] = []
+    rows: list[PredictedRow]
+    measured: list[ComparedCell] = []
+
+
+class Scaling(StoredFile):
+    """scaling.json: what `bert-dp scale` measured."""
+
+    remedy: ClassVar[str] = "`bert-dp scale` with the same --out writes it anew from its runs"
+    schema_version: int = SCHEMA_VERSION
+    status: Literal["complete", "partial"] = "complete"
+    environment: dict[str, Any] = {}
+    """The machine, as environment.json has it."""
+    config_hash: str | None = None
+    data_hash: str | None = None
+    command: Listed[str] = []
+    mode: Literal["weak", "strong", "both"] | None = None
+    settings: Annotated[ScalingSettings, BeforeValidator(lambda value: {} if value is None else value)] = (
+        ScalingSettings()
+    )
+    baseline: str | None = "single"
+    baselines: dict[str, list[str] | str | None] = {}
+    """Engine -> ids of the cells that the others are compared with."""
+    peak: Peak = Peak()
+    cells: Listed[Cell] = []
+    links: Listed[Link] = []
+    profile: Profile | None = None
+    prediction: Prediction | None = None
+    verdicts: Listed[Verdict] = []
+
+    def alone(self) -> Cell | None:
+        """The run of one rank without a process group; of several the one with the settings' accumulation."""
+        runs = [
+            cell
+            for cell in self.cells
+            if (cell.engine, cell.kind, cell.status, cell.world_size) == ("single", "run", "ok", 1)
+            and cell.step_s is not None
+        ]
+        same = (cell for cell in runs if cell.accumulation == self.settings.accumulation)
+        return next(same, runs[0] if runs else None)
+
+
+# --- tune.json
+
+TuneStatus = Literal["complete", "partial", "failed"]
+SizeStatus = Literal["ok", "oom", "failed", "over", "thrash"]
+"""over: its peak is above the limit; thrash: the allocator had to free what it kept."""
+TrialStatus = Literal["ok", "diverged", "oom", "failed"]
+
+
+class TuneFile(StoredFile):
+    """What both searches tell."""
+
+    remedy: ClassVar[str] = "the same `bert-dp tune` command with the same --out writes it anew"
+    schema_version: int = SCHEMA_VERSION
+    status: TuneStatus = "complete"
+    why: str | None = None
+    """Why it failed."""
+    date: str | None = None
+    seconds: float | None = None
+    """All trials took, in every call."""
+    environment: dict[str, Any] = {}
+    """The machine, as environment.json has it."""
+    config_hash: str | None = None
+    config: dict[str, Any] = {}
+    """The resolved configuration that was searched for."""
+    data_hash: str | None = None
+    command: Listed[str] = []
+    ranks: int | None = None
+    """Of a trial."""
+
+
+class MemoryLineFile(StoredFile):
+    """memory_line.json: what bert_dp.measure.memory_line counted at two sizes."""
+
+    remedy: ClassVar[str] = "remove it, and `bert-dp tune batch` counts again"
+    source: str | None = None
+    """fake tensors | formula"""
+    why: str | None = None
+    """Why the formula."""
+    state: str | None = None
+    """Where weights, gradients and optimizer come from."""
+    precision: str | None = None
+    compiled: bool | None = None
+    ranks: int | None = None
+    sizes: list[int] = []
+    """Micro batches."""
+    peak_bytes: list[int | float] = []
+    """At each of them."""
+    intercept_bytes: float
+    bytes_per_sequence: Positive
+    parts: dict[str, Interval] = {}
+    """Name -> [intercept, per sequence], bytes."""
+
+
+class TriedSize(StoredModel):
+    """The memory of one real trial."""
+
+    micro_batch: int
+    status: SizeStatus
+    predicted_gib: float | None = None
+    measured_gib: float | None = None
+    """Of the rank with most."""
+    rank: int | None = None
+    """Which that is."""
+
+
+class BatchMemory(StoredModel):
+    """What a rank may use and what it was seen to use."""
+
+    limit_gib: float | None = None
+    """What a rank may use; null: not known."""
+    limit_of: str | None = None
+    spare: float | None = None
+    """Share of it that stays free."""
+    line: MemoryLineFile | None = None
+    constant_gib: float | None = None
+    """What the line does not count: the program and its libraries."""
+    predicted_limit: int | None = None
+    """The largest micro batch that fits by the line."""
+    verified: int | None = None
+    """The largest that a real step has shown to fit."""
+    tried: list[TriedSize] = []
+    parts_gib: dict[str, float] | None = None
+    """Of the peak at the choice."""
+
+
+class TimedRun(StoredModel):
+    """The timed steps of one run."""
+
+    name: str
+    step_s: list[float]
+    forward_backward_s: list[float]
+    peak_gib: list[float]
+    """Of each rank."""
+    exposed_s: float = 0.0
+    """Of a step's forward and backward: the reduction that no backward pass covered, by DDP's own median; 0
+    where an engine does not tell."""
+    alloc_retries: int | None = None
+    """How often the GPU's allocator had to free what it kept, after the warm-up."""
+
+
+class SizeResult(StoredModel):
+    """One micro batch. Rates are of the declared global batch."""
+
+    micro_batch: int
+    accumulation: int
+    trial_accumulation: int | None = None
+    """Of its trials, whose step may take fewer sequences."""
+    status: SizeStatus
+    failure_kind: FailureKind | None = None
+    """Of one that is oom or failed."""
+    why: str | None = None
+    samples_per_s: float | None = None
+    samples_per_s_ci95: Interval | None = None
+    relative: float | None = None
+    """Over the best."""
+    predicted_gib: float | None = None
+    measured_gib: float | None = None
+    runs: list[TimedRun] = []
+
+
+class Drift(StoredModel):
+    """The size that ran first, against its run at the end of the first round; sequences/s."""
+
+    micro_batch: int
+    first: float
+    last: float
+    ratio: float
+
+
+class BatchChoice(StoredModel):
+    """The micro batch that was chosen, and by what. Rates are sequences/s of the declared global batch."""
+
+    micro_batch: Count
+    accumulation: int | None = None
+    best_micro_batch: int
+    """The fastest."""
+    samples_per_s: Positive
+    best_samples_per_s: float
+    share_of_best: float
+    flat: bool = False
+    """Whether every size is as fast."""
+    not_settled: list[int] = []
+    """Smaller sizes that may be as fast."""
+    limited_by: str | None = None
+    """memory | global batch | budget"""
+    why: str | None = None
+
+
+class NoisePair(StoredModel):
+    """Squared gradient norms of steps up to `step` at two batches (sequences)."""
+
+    step: int
+    small_batch: int
+    big_batch: int
+    small_sq: list[float]
+    big_sq: list[float]
+
+
+class Noise(NoiseScale):
+    """The noise scale of one trial."""
+
+    of_steps: int | None = None
+    """Steps of the trial."""
+    init_from: str | None = None
+    pairs: list[NoisePair] = []
+
+
+class GoodputPoint(StoredModel):
+    """One global batch."""
+
+    global_batch: int
+    samples_per_s: float
+    efficiency: float
+    """What a sequence is worth, of one in the declared batch."""
+    goodput: float
+    """Worth of a second: samples/s x efficiency."""
+    low: float
+    high: float
+    """At the ends of the noise scale's interval."""
+
+
+class Goodput(StoredModel):
+    points: list[GoodputPoint]
+    recommended: int
+    """Global batch, sequences."""
+    recommended_interval: list[int]
+    gain: float
+    """Over the declared one, less one."""
+    declared: int
+    at_edge: bool = False
+
+
+class TuneBatch(TuneFile):
+    """tune.json of `tune batch`."""
+
+    kind: Literal["batch"] = "batch"
+    cached: bool = False
+    budget_s: float | None = None
+    dp: int | None = None
+    tensor: int | None = None
+    engine: str | None = None
+    launcher: str | None = None
+    device: str | None = None
+    """cpu | cuda"""
+    global_batch: int | None = None
+    sequence_length: int | None = None
+    trials: int | None = None
+    memory: BatchMemory | None = None
+    sizes: list[SizeResult] | None = None
+    choice: BatchChoice | None = None
+    noise: Noise | None = None
+    goodput: Goodput | None = None
+    order: list[int] | None = None
+    """Micro batches as they ran."""
+    trial_samples: int | None = None
+    """Sequences of a trial's step."""
+    drift: Drift | None = None
+
+
+class LrSettings(StoredModel):
+    """What was asked for, and what was made of it."""
+
+    ranks: int | None = None
+    rates: int | None = None
+    seeds: int | None = None
+    optimizers: list[str] = []
+    left_out: dict[str, str] = {}
+    """Optimizer -> why its range test failed."""
+    weight_decays: list[float] = []
+    trials: int = 0
+    """Drawn by Optuna; 0 = the ladder."""
+    tokens: int | None = None
+    """Of a whole run."""
+    tokens_why: str | None = None
+    budget_s: float | None = None
+    launcher: str | None = None
+    seeds_used: list[int] = []
+
+
+class RangeTest(StoredModel):
+    """A run whose rate rises until it breaks."""
+
+    optimizer: str | None = None
+    points: list[Point]
+    """[[rate, loss or null], ...]"""
+    edge: float | None = None
+    """The lowest rate at which it broke; null: none."""
+    why: str | None = None
+    trial: str | None = None
+
+
+class LrTrial(StoredModel):
+    """One complete run."""
+
+    trial: str
+    lr: float
+    weight_decay: float
+    optimizer: str
+    seed: int
+    status: TrialStatus
+    failure_kind: FailureKind | None = None
+    """Of one whose run failed."""
+    cause: str | None = None
+    heldout_loss: float | None = None
+    tokens: int
+    seconds: float | None = None
+    curve: list[Point] = []
+    """[[tokens, held-out loss], ...]"""
+
+
+class Rung(StoredModel):
+    """Trials of one length."""
+
+    tokens: int
+    seeds: list[int] = []
+    last: bool = False
+    trials: list[LrTrial] = []
+    kept: list[CandidateFacts] = []
+
+
+class LrChoice(StoredModel):
+    """The rate that was chosen, and by what."""
+
+    optimizer: str
+    weight_decay: float
+    lr: Positive
+    heldout_loss: float
+    """Mean over the seeds."""
+    band: Interval
+    """Least and greatest of the seeds."""
+    sd: float | None = None
+    """Standard deviation of a seed; null of one seed."""
+    seeds: int
+    at_edge: bool = False
+    edge_side: Literal["high", "low"] | None = None
+    """Where no worse rate was measured."""
+    tied: list[CandidateFacts] = []
+    why: str | None = None
+
+
+class LrCost(StoredModel):
+    tokens: int
+    grid_tokens: int
+    """Of a grid of the first rung's candidates with every seed."""
+    trials: int
+
+
+class TransferRule(StoredModel):
+    """The rate at the other batch by one published rule."""
+
+    model_config = ConfigDict(serialize_by_alias=True, validate_by_name=True)
+    rule: str
+    for_: str = Field(alias="for")
+    """Optimizers."""
+    lr: float
+    source: str
+    equation: str
+    beta1: float | None = None
+    beta2: float | None = None
+    """null: the rule does not set it, or it would be below 0."""
+    eps: float | None = None
+
+
+class Transfer(StoredFile):
+    """A rate carried from one global batch to another."""
+
+    from_batch: int
+    to_batch: int
+    ratio: float
+    lr: float
+    lr_source: str
+    optimizer: str
+    rules: list[TransferRule]
+    ours: str | None = None
+    """The rule that the configuration follows."""
+
+
+class TuneLr(TuneFile):
+    """tune.json of `tune lr`."""
+
+    kind: Literal["lr"] = "lr"
+    settings: LrSettings = LrSettings()
+    at_a_time: int | None = None
+    """Trials."""
+    unigram_entropy_nats: float | None = None
+    range_test: RangeTest | None = None
+    other_range_tests: list[RangeTest] = []
+    rungs: list[Rung] = []
+    choice: LrChoice | None = None
+    cost: LrCost | None = None
+    transfer: Transfer | None = None
+
+
+# --- what an --out directory was begun with
+
+
+class PlanFile(StoredFile):
+    """What a directory that is gone on with was begun with."""
+
+    remedy: ClassVar[str] = "choose another directory"
+    schema_version: int = SCHEMA_VERSION
+    config_hash: str
+    machine: dict[str, Any] | None = None
+    """What must be the same for figures to compare."""
+
+
+class GridFile(PlanFile):
+    """grid.json of `scale`."""
+
+    config: dict[str, Any] = {}
+    settings: dict[str, Any]
+    cells: list[dict[str, Any]]
+    order: list[list[Any]] = []
+    """[cell id, repeat] as they run."""
+
+
+class BatchPlanFile(PlanFile):
+    """plan.json of `tune batch`."""
+
+    kind: Literal["batch"] = "batch"
+    ranks: int
+    sizes: list[int]
+    budget_s: float
+    memory: float | None = None
+    launcher: str
+
+
+class LrPlanFile(PlanFile):
+    """search.json of `tune lr`; `tokens` is settled once, so that going on has the same length."""
+
+    kind: Literal["lr"] = "lr"
+    config: dict[str, Any] = {}
+    settings: dict[str, Any]
+    seconds: float = 0.0
+    """Of every call so far."""
+    tokens: int | None = None
+    tokens_why: str | None = None
+
+
+class TrialFile(StoredFile):
+    """trial.json: that a trial has ended, and how long it took."""
+
+    remedy: ClassVar[str] = "remove its directory, and the trial runs again"
+    seconds: float = 0.0

@@ -1,0 +1,55 @@
+"""The difference of two JSON values, and the changes that are meant."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+RELATIVE = 1e-5  # of a float; everything else is equal
+
+# Path of a value that was recorded (`section/key/...`) -> its new path; None where it was cut. A path stands
+# for all below it.
+CHANGED: dict[str, str | None] = {}
+
+
+def differences(expected: Any, got: Any, path: str = "") -> list[str]:
+    """`path: expected ..., got ...` of every recorded value that is another now. Keys may be added."""
+    got_leaves = leaves(got, path)
+    found = []
+    for old_path, value in leaves(expected, path).items():
+        new_path = moved(old_path)
+        if new_path is None:
+            continue
+        now = got_leaves.get(new_path, "nothing")
+        if not same(value, now):
+            found.append(f"{new_path}: expected {value!r}, got {now!r}")
+    return found
+
+
+def moved(path: str) -> str | None:
+    """Where this value stands today, by the longest entry of CHANGED that it is below; None if it was cut."""
+    above = [old for old in CHANGED if f"{path}/".startswith(f"{old}/")]
+    if not above:
+        return path
+    old = max(above, key=len)
+    new = CHANGED[old]
+    return None if new is None else new + path[len(old) :]
+
+
+def leaves(value: Any, path: str) -> dict[str, Any]:
+    """Path -> value of all that is neither a list nor a mapping. A list is told by its length too."""
+    if isinstance(value, dict):
+        below = {key: leaves(item, f"{path}/{key}" if path else str(key)) for key, item in value.items()}
+    elif isinstance(value, list):
+        below = {place: leaves(item, f"{path}/{place}") for place, item in enumerate(value)}
+        below["length"] = {f"{path}/length": len(value)}
+    else:
+        return {path: value}
+    return {name: leaf for part in below.values() for name, leaf in part.items()}
+
+
+def same(expected: Any, got: Any) -> bool:
+    numbers = all(isinstance(x, (int, float)) and not isinstance(x, bool) for x in (expected, got))
+    if numbers and isinstance(expected, float):
+        return math.isclose(expected, got, rel_tol=RELATIVE, abs_tol=1e-9)
+    return type(expected) is type(got) and bool(expected == got)

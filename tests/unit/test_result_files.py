@@ -1,0 +1,255 @@
+"""The models of result files: today's files open and come back unchanged, older ones get what they lack, and
+a damaged or foreign file is one line that names it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bert_dp import record
+from bert_dp.config import ConfigError
+from bert_dp.record_models import FailureKind, Summary, kind_of_error, kind_of_old_summary, kind_of_text
+from launcher import results
+from tests import scaling_fixture, tune_fixture
+
+RAW = Path(__file__).parents[2] / "benchmarks" / "raw"
+SCALING = RAW / "2026-11-21-scaling"
+
+
+def flat(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """(path, value) of every leaf."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    if isinstance(value, (dict, list)):
+        for key, inside in items:
+            yield from flat(inside, f"{path}.{key}")
+    else:
+        yield path, value
+
+
+def assert_kept(data: Any, model: results.StoredModel) -> None:
+    """Every value of `data` stands in `model` where it stood."""
+    assert dict(flat(json.loads(json.dumps(data)))).items() <= dict(flat(results.plain(model))).items()
+
+
+@pytest.mark.parametrize(
+    ("name", "model"),
+    [
+        ("scaling.json", results.Scaling),
+        ("grid.json", results.GridFile),
+        ("links-2.json", results.Link),
+        ("profile.json", results.Profile),
+        ("peak.json", results.PeakFile),
+    ],
+)
+def test_the_committed_record_opens_and_nothing_is_lost(
+    tmp_path: Path, name: str, model: type[results.StoredFile]
+) -> None:
+    file = results.read(SCALING / name, model)
+    assert_kept(json.loads((SCALING / name).read_text()), file)
+    results.write(tmp_path / name, file)
+    assert results.read(tmp_path / name, model) == file
+
+
+@pytest.mark.parametrize("name", ["2026-11-22-tune-lr.json", "2026-11-22-tune-lr-three-rungs.json"])
+def test_the_committed_searches_open(name: str) -> None:
+    data = json.loads((RAW / name).read_text())["search"]
+    assert_kept(data, results.parse(data, results.TuneLr, name))
+
+
+@pytest.mark.parametrize("path", sorted(RAW.rglob("summary.json")), ids=lambda path: path.parent.name)
+def test_the_committed_summaries_open(path: Path) -> None:
+    assert_kept(json.loads(path.read_text()), Summary.model_validate_json(path.read_text()))
+
+
+MADE = [
+    (tune_fixture.batch(), results.TuneBatch),
+    (tune_fixture.batch(inconclusive="no signal"), results.TuneBatch),
+    (tune_fixture.unmeasured(), results.TuneBatch),
+    (tune_fixture.lr(transfer=tune_fixture.transfer()), results.TuneLr),
+    (scaling_fixture.scaling(prediction=True, modes=("weak", "strong")), results.Scaling),
+    (scaling_fixture.nulls(), results.Scaling),
+]
+
+
+@pytest.mark.parametrize(("data", "model"), MADE, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_whole_file_comes_back_as_it_was(
+    data: Any, model: type[results.StoredFile], tmp_path: Path
+) -> None:
+    file = results.parse(data, model, "it")
+    assert_kept(data, file)
+    results.write(tmp_path / "it.json", file)
+    assert results.read(tmp_path / "it.json", model) == file
+    assert json.loads(results.to_json(file)) == json.loads((tmp_path / "it.json").read_text())
+
+
+def test_unknown_keys_are_ignored() -> None:
+    data = scaling_fixture.scaling() | {"of_tomorrow": {"x": [1]}}
+    data["cells"][0]["of_tomorrow"] = 1
+    assert not hasattr(results.parse(data, results.Scaling, "it"), "of_tomorrow")
+
+
+def damaged(**changes: Any) -> dict[str, Any]:
+    """scaling.json whose second cell is changed."""
+    data = scaling_fixture.scaling()
+    data["cells"][1] |= changes
+    return data
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "is not JSON"),
+        ("[" * 200_000, "is not JSON (nested too deeply)"),
+        ('{"schema_version": ' + "9" * 30 + "}", "is not JSON (a whole number of 30 digits)"),
+        ("\xff", "is damaged"),
+        ('"text"', "is damaged: Input should be a valid dictionary"),
+        (
+            json.dumps(damaged(world_size="2")),
+            "is damaged: cells.1.world_size: Input should be a valid integer",
+        ),
+        (json.dumps(damaged(status="tired")), "is damaged: cells.1.status: Input should be 'ok'"),
+        (json.dumps(damaged(efficiency=float("nan"))), "is damaged: cells.1.efficiency: "),
+        (json.dumps(damaged(tensor=7)), "is damaged: cells.1: tensor: 7 does not divide world_size"),
+        (json.dumps(scaling_fixture.scaling(links=[3, 4, 5])), "(and 2 more); `bert-dp scale` with the same"),
+        (None, "cannot be read (No such file or directory)"),
+    ],
+)
+def test_a_damaged_file_is_one_line_with_a_remedy(tmp_path: Path, text: str | None, problem: str) -> None:
+    path = tmp_path / "scaling.json"
+    if text is not None:
+        path.write_bytes(json.dumps(text).encode() if text == "\xff" else text.encode())
+    with pytest.raises(ConfigError) as error:
+        results.read(path, results.Scaling)
+    (line,) = error.value.issues
+    assert line.startswith(f"{path} ")
+    assert problem in line
+    assert line.endswith("`bert-dp scale` with the same --out writes it anew from its runs")
+    assert "\n" not in line
+    assert len(line) < 400
+    assert results.find(path, results.Scaling) is None
+
+
+def test_a_file_of_any_size_or_kind_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record, "MAX_JSON_BYTES", 100)
+    (tmp_path / "large.json").write_text(" " * 101)
+    for path, problem in (
+        (tmp_path / "large.json", "larger than 100 bytes"),
+        (tmp_path, "Is a directory"),
+        (Path("/dev/zero"), "not a regular file"),
+    ):
+        with pytest.raises(ConfigError, match=rf"cannot be read \({problem}\)"):
+            results.read(path, results.Scaling)
+
+
+def test_the_result_of_another_verb_is_refused() -> None:
+    with pytest.raises(ConfigError, match="kind: Input should be 'lr'"):
+        results.parse(tune_fixture.batch(), results.TuneLr, "it")
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "device_memory"),
+        ("AcceleratorError: CUDA error: out of memory", "device_memory"),
+        ("RuntimeError: HIP out of memory", "device_memory"),
+        ("MemoryError", "host_memory"),
+        ("RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried", "host_memory"),
+        ("OSError: [Errno 12] Cannot allocate memory", "host_memory"),
+        ("OSError: [Errno 28] No space left on device", "disk"),
+        ("RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:1", "peer_gone"),
+        ("DistBackendError: NCCL error: ncclRemoteError: a peer", "peer_gone"),
+        ("ConfigError: optim.lr: no", "bad_input"),
+        ("ValueError: the shelf is out of memory foam", "error"),
+        ("FileNotFoundError: memoryerror.txt", "error"),
+        ("RuntimeError: CUDA error: an illegal memory access was encountered", "error"),
+    ],
+)
+def test_the_kind_of_an_exception_that_is_only_known_by_its_words(text: str, kind: FailureKind) -> None:
+    assert kind_of_text(text) == kind
+
+
+def test_an_exception_is_known_by_its_own_kind_or_errno() -> None:
+    assert kind_of_error(OSError(28, "no room")) == "disk"
+    assert kind_of_error(OSError(2, "no such file")) == "error"
+    assert kind_of_error(MemoryError()) == "host_memory"
+    assert kind_of_error(ConfigError(["optim.lr: no"])) == "bad_input"
+    known = ValueError("5 steps in a row")
+    known.failure_kind = "not_finite"  # type: ignore[attr-defined]
+    assert kind_of_error(known) == "not_finite"
+
+
+@pytest.mark.parametrize(
+    ("cause", "explanation", "kind"),
+    [
+        ("rank 1: OutOfMemoryError: CUDA out of memory", "", "device_memory"),
+        ("rank 0: killed by signal 9 (SIGKILL): host out of memory", "", "host_memory"),
+        (
+            "rank 0: killed by signal 9 (SIGKILL)",
+            "the kernel killed 1 process for want of host memory",
+            "host_memory",
+        ),
+        ("rank 0: killed by signal 9 (SIGKILL)", "from outside", "killed"),
+        (
+            "5 steps in a row up to step 8 had a gradient that is not finite and were skipped",
+            "",
+            "not_finite",
+        ),
+        ("rank 1: hang: rank 1 in step 3 (step): behind the others", "", "hang"),
+        ("SIGTERM: stopped before this run's next checkpoint", "", "stopped"),
+        ("the run directory /tmp/a was moved to /tmp/b during the run", "", "directory_lost"),
+        ("torchrun: ended with exit code 1 and no summary", "", "no_cause"),
+        ("rank 2: RuntimeError: Connection reset by peer", "", "peer_gone"),
+        ("rank 2: ValueError: no", "", "error"),
+        ("", "", "error"),
+    ],
+)
+def test_an_older_summary_without_a_kind_is_read_by_its_words(
+    cause: str, explanation: str, kind: FailureKind
+) -> None:
+    assert kind_of_old_summary(cause, explanation) == kind
+    facts = {"status": "failed", "exit_code": 1, "cause": cause, "explanation": [explanation]}
+    assert Summary.model_validate(facts).failure_kind == kind
+    assert Summary.model_validate({**facts, "failure_kind": "disk"}).failure_kind == "disk"
+    assert Summary.model_validate({**facts, "status": "done"}).failure_kind is None
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("out of memory", "out_of_memory"),
+        ("failed", "failed"),
+        ("no baseline", "no_baseline"),
+        ("no claim: one repeat", "one_repeat"),
+        ("no claim: intervals overlap", "intervals_overlap"),
+        ("above 100 %", "above_baseline"),
+        ("straggler rank 3", "straggler"),
+        ("fastest of 2 at N = 4", "fastest"),
+        ("hardware ceiling", "hardware_ceiling"),
+        ("launch-bound", "launch_bound"),
+    ],
+)
+def test_an_older_verdict_without_a_kind_is_read_by_its_words(text: str, kind: str) -> None:
+    told = {"cell": "c", "verdict": text, "evidence": "e", "next": "nothing"}
+    assert results.Verdict.model_validate(told).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("status", "cause", "kind"),
+    [
+        ("oom", "rank 1: OutOfMemoryError: CUDA out of memory", "device_memory"),
+        ("oom", None, "host_memory"),
+        ("failed", "rank 0: killed by signal 9 (SIGKILL)", "killed"),
+        ("ok", None, None),
+    ],
+)
+def test_an_older_cell_without_a_kind_is_read_by_its_cause(
+    status: str, cause: str | None, kind: FailureKind | None
+) -> None:
+    cell = scaling_fixture.scaling()["cells"][0] | {"status": status, "cause": cause}
+    assert results.Cell.model_validate(cell).failure_kind == kind
