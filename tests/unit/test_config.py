@@ -579,11 +579,11 @@ def test_batch_layout_holds_or_names_batches_that_divide(global_size: int, micro
     per_pass = micro * ranks
     if global_size % per_pass == 0:
         plan = batch_layout(config, ranks)
-        assert plan.micro_size * plan.accumulation * plan.dp == plan.global_size == global_size
+        assert plan.micro_size * plan.grad_accum_steps * plan.dp == plan.global_size == global_size
         assert plan.dp == plan.world_size == ranks
         assert (
-            str(plan)
-            == f"global batch {global_size} = micro {micro} x accumulation {plan.accumulation} x dp {ranks}"
+            str(plan) == f"global batch {global_size} = micro {micro} x accumulation {plan.grad_accum_steps} "
+            f"x dp {ranks}"
         )
         return
     with pytest.raises(ConfigError) as caught:
@@ -616,7 +616,7 @@ def test_ramp_quantum_must_be_whole_micro_batches(
         return
     config = make(*base, f"batch.ramp_quantum={quantum}")
     if quantum % per_pass == 0:
-        assert batch_layout(config, ranks).accumulation == accumulation
+        assert batch_layout(config, ranks).grad_accum_steps == accumulation
         return
     with pytest.raises(ConfigError) as caught:
         batch_layout(config, ranks)
@@ -638,7 +638,7 @@ def test_ramp_needs_a_quantum_that_divides() -> None:
 
 def test_single_engine_runs_one_rank() -> None:
     config = make("parallel.engine=single", "batch.micro_size=128")
-    assert batch_layout(config, 1).accumulation == 64
+    assert batch_layout(config, 1).grad_accum_steps == 64
     with pytest.raises(ConfigError, match="single runs one rank, got --nproc 2; use ddp"):
         batch_layout(config, 2)
 
@@ -996,7 +996,7 @@ def test_what_an_engine_can_do_is_not_refused(overrides: tuple[str, ...], ranks:
 @pytest.mark.parametrize(("tensor", "dp", "accumulation"), [(1, 4, 16), (2, 2, 32), (4, 1, 64)])
 def test_the_batch_counts_replicas_not_ranks(tensor: int, dp: int, accumulation: int) -> None:
     plan = batch_layout(make(f"parallel.tensor={tensor}"), 4)
-    assert (plan.world_size, plan.tensor, plan.dp, plan.accumulation) == (4, tensor, dp, accumulation)
+    assert (plan.world_size, plan.tensor, plan.dp, plan.grad_accum_steps) == (4, tensor, dp, accumulation)
     assert str(plan) == f"global batch 8192 = micro 128 x accumulation {accumulation} x dp {dp}"
 
 
