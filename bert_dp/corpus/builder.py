@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bert_dp import record
 from bert_dp.config import (
@@ -35,6 +35,7 @@ from bert_dp.config import (
     read_manifest,
 )
 from bert_dp.config.manifest import FORMAT, VERSION, hash_json
+from bert_dp.config.stored import problem_lines
 from bert_dp.corpus import pipeline, shards
 from bert_dp.corpus import sources as inputs
 from bert_dp.corpus.pipeline import Progress
@@ -298,41 +299,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+class Arguments(BaseModel):
+    """OPTIONS.json: the arguments of `build`; what is null has its default."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    sources: list[str] = Field(min_length=1)
+    out: str = Field(min_length=1)
+    options: BuildConfig = BuildConfig()
+    vocab_size: int = Field(32_768, ge=16, le=MAX_VOCAB_SIZE)
+    sequence_length: int = Field(128, ge=8, le=8192)
+    tokenizer: str | None = None
+    seed: int = 0
+    processes: int | None = Field(None, ge=1, le=4096)
+    force: bool = False
+
+
 def _read_options(path: Path) -> dict[str, Any]:
     """Keyword arguments of `build` from a JSON file. Raises ConfigError for what is missing or unknown."""
     given = record.read_json(path)
     if given is None:
         raise ConfigError([f"{path}: not a JSON object"])
-    types = {
-        "sources": list,
-        "out": str,
-        "vocab_size": int,
-        "sequence_length": int,
-        "tokenizer": str,
-        "seed": int,
-    }
-    types |= {"options": dict, "processes": int, "force": bool}
-    issues = [f"{path}: unknown key {key!r}; known: {', '.join(types)}" for key in given if key not in types]
-    issues += [f"{path}: {key} is missing" for key in ("sources", "out") if not given.get(key)]
-    for key, value in given.items():
-        if value is not None and key in types and not isinstance(value, types[key]):
-            issues.append(f"{path}: {key}: expected {types[key].__name__}, got {value!r}")
-    for key, least, most in (
-        ("vocab_size", 16, MAX_VOCAB_SIZE),
-        ("sequence_length", 8, 8192),
-        ("processes", 1, 4096),
-    ):
-        if isinstance(given.get(key), int) and not least <= given[key] <= most:
-            issues.append(f"{path}: {key}: {given[key]} is not in {least}..{most}")
+    text = json.dumps({key: value for key, value in given.items() if value is not None})
     try:
-        options = BuildConfig.model_validate_json(json.dumps(given.get("options") or {}))
+        arguments = Arguments.model_validate_json(text)
     except ValidationError as error:
-        issues += [f"options.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-    if issues:
-        raise ConfigError(issues)
-    defaults = {"vocab_size": 32_768, "sequence_length": 128, "tokenizer": None}
-    given = {key: value for key, value in given.items() if value is not None}
-    return {**defaults, **given, "out": Path(given["out"]), "options": options}
+        raise ConfigError([f"{path}: {line}" for line in problem_lines(error)]) from None
+    return {**dict(arguments), "out": Path(arguments.out)}
 
 
 @contextlib.contextmanager
