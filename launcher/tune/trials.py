@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO
 
 from bert_dp import record
-from bert_dp.config import Config, dump_config
+from bert_dp.config import Config, ConfigError, dump_config, load_config
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from bert_dp.record_models import FailureKind
 from launcher import processes, results
@@ -139,8 +139,8 @@ class Pool:
     def ended(self, trial: Trial) -> Ended | None:
         """How this very trial ended in an earlier call; None = it is to be run."""
         directory = self.directory(trial)
-        with contextlib.suppress(OSError):
-            same = (directory / "config.yaml").read_text() == dump_config(trial.config)
+        with contextlib.suppress(ConfigError):  # compared as settings: an older file lacks newer ones
+            same = load_config(directory / "config.yaml") == trial.config
             if same and (directory / TOOK).exists():
                 return None if from_outside(directory) else ended(directory)
         return None
