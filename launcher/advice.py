@@ -19,7 +19,7 @@ from launcher import results
 from launcher.environment import ROOT
 from launcher.failure import Failure
 from launcher.memory import GIB, MemoryFacts
-from launcher.report import format_count, format_gib
+from launcher.report.numbers import format_count, format_gib
 
 SPARE = 0.1  # of the memory, for what the estimate does not count: the program, buffers of collectives
 MEANING: dict[int, tuple[str, str]] = {

@@ -8,9 +8,9 @@ import io
 import json as jsonlib
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -20,6 +20,9 @@ from launcher.display import PLAIN, complain, show, warn_of_ordinary_secrets
 from launcher.options import ConfigName, Json, Launcher, Set, argument_issues, console
 from launcher.plan.command import plan_app
 from launcher.tune.command import tune_app
+
+if TYPE_CHECKING:
+    from launcher.report.model import Report
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -174,14 +177,14 @@ def doctor(
     a checkpoint written and read back, a short all-reduce. Under 30 s; exit code 1 when a run would fail.
     """
     from launcher import doctor as checks
-    from launcher import report
+    from launcher.report.console import ConsoleReport
 
     machine, findings = checks.doctor(run_dir)
     if json:
         facts = {"environment": machine.to_json(), "findings": [f.__dict__ for f in findings]}
         typer.echo(jsonlib.dumps(facts, indent=1))
     else:
-        console().print(report.findings_table(machine, findings))
+        console().print(ConsoleReport(checks.doctor_report(machine, findings), titled=True))
     raise typer.Exit(1 if any(f.level == "fail" for f in findings) else 0)
 
 
@@ -253,48 +256,42 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="HTML file; default: report.html in the first run.")
     ] = None,
-    png: Annotated[
-        Path | None, typer.Option(help="Of a scaling benchmark: also write its figures there (extra plots).")
-    ] = None,
 ) -> None:
     """One self-contained HTML page of a run, a comparison of runs, a scaling benchmark or a search (tune)."""
-    from launcher import builder, page
-    from launcher.scaling import page as scaling_page
-    from launcher.scaling import png as scaling_png
-    from launcher.scaling import report as scaling_report
-    from launcher.tune import FILE as TUNED
-    from launcher.tune import page as tune_page
+    from launcher.report import html
+    from launcher.report.run_report import PAGE
 
-    kinds = {scaling_report.FILE: "a scaling benchmark", TUNED: "a search"}
+    target = out or run_dirs[0] / PAGE
+    report = report_of(run_dirs)
+    if issues := html.target_issues(target):
+        raise ConfigError(issues)
+    with _writing("--out"):
+        html.write(report, target)
+    show(console(), str(target), **PLAIN)
+
+
+def report_of(run_dirs: Sequence[Path]) -> Report:
+    """What these directories hold. Raises ConfigError for what is none of ours, or not to be compared."""
+    from launcher import results
+    from launcher.report.run_report import of_directories
+    from launcher.scaling.scale_report import FILE, scale_report
+    from launcher.tune import FILE as TUNED
+    from launcher.tune.batch_report import batch_report
+    from launcher.tune.rate_report import rate_report
+
+    first, kinds = run_dirs[0], {FILE: "a scaling benchmark", TUNED: "a search"}
     alone = [(d, file) for d in run_dirs for file in kinds if (d / file).exists()]
     if alone and len(run_dirs) > 1:
         raise ConfigError([f"RUN_DIR: {alone[0][0]} is {kinds[alone[0][1]]}; its page is made of it alone"])
-    target = out or run_dirs[0] / "report.html"
-    if issues := builder.target_issues(target):
-        raise ConfigError(issues)
-    if alone and alone[0][1] == scaling_report.FILE:
-        scaling = scaling_report.read(run_dirs[0])
-        with _writing("--png"):
-            if png is not None:
-                scaling_png.write(scaling, png)
-        with _writing("--out"):
-            scaling_page.write(scaling, target)
-        show(console(), str(target), **PLAIN)
-        return
-    if png is not None:
-        raise ConfigError(["--png: draws a scaling benchmark; all else has only its page; drop --png"])
+    if alone and alone[0][1] == FILE:
+        return scale_report(results.read(first / FILE, results.Scaling))
     if alone:
-        tune = tune_page.read(run_dirs[0])
-        with _writing("--out"):
-            tune_page.write(tune, target)
-        show(console(), str(target), **PLAIN)
-        return
-    missing = [str(d) for d in run_dirs if not (d / "config.yaml").exists()]
-    if missing:
-        raise ConfigError([f"RUN_DIR: {name} is not a run directory (no config.yaml)" for name in missing])
-    with _writing("--out"):
-        page.write(run_dirs, target)
-    show(console(), str(target), **PLAIN)
+        if (record.read_json(first / TUNED) or {}).get("kind") == "lr":
+            return rate_report(results.read(first / TUNED, results.TuneLr), first)
+        return batch_report(results.read(first / TUNED, results.TuneBatch), first)
+    if missing := [d for d in run_dirs if not (d / "config.yaml").exists()]:
+        raise ConfigError([f"RUN_DIR: {d} is not a run directory (no config.yaml)" for d in missing])
+    return of_directories(run_dirs)
 
 
 @contextlib.contextmanager

@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from bert_dp.config import ConfigError, resolve
-from launcher import processes, report
+from launcher import processes
 from launcher.redact import secrets, setting_issues
+from launcher.report.console import ConsoleReport
+from launcher.report.model import Column, Report, Row, Section, Table, Verdict
+from launcher.report.numbers import format_count, format_nats, format_percent, format_si
+from launcher.report.parts import cell, words
 
 MAX_PROCESSES = 4096
+SAMPLE_CHARS = 300
+DROPPED = {
+    "empty": "without a token",
+    "tokens_per_char": "with too many tokens per character",
+    "exact_duplicate": "exact duplicates",
+    "near_duplicate": "near duplicates",
+}
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -78,5 +89,44 @@ def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=1) + "\n")
     else:
-        console.print(report.shards_table(facts))
+        console.print(ConsoleReport(shards_report(facts)))
     return code
+
+
+def shards_report(facts: Mapping[str, Any]) -> Report:
+    """What `inspect` found: counts, entropies, tokens, samples; every damaged file, or that none is."""
+    manifest = facts["manifest"]
+    damaged = [Verdict("fail", f"damaged: {problem}") for problem in facts["problems"]]
+    sound = Verdict("ok", "sound: every hash and token id checked")
+    splits = [
+        Row(
+            name,
+            [
+                *(cell(split[key], "count") for key in ("documents", "tokens", "sequences")),
+                cell(len(split["shards"]), "count"),
+            ],
+        )
+        for name, split in (("train", manifest["train"]), ("held-out", manifest["held_out"]))
+    ]
+    dropped = [
+        f"{format_count(n)} {DROPPED.get(stage, stage)}" for stage, n in manifest["dropped"].items() if n
+    ]
+    shares = [f"{t['token']} {format_percent(t['share'])}" for t in facts["frequent_tokens"]]
+    rows = [
+        words("sequence", f"{format_count(manifest['sequence_length'])} tokens"),
+        words("vocabulary", f"{format_count(manifest['vocab_size'])} tokens"),
+        words("unigram entropy", format_nats(manifest["unigram_entropy_nats"]), "per held-out token"),
+        words("ln V", format_nats(manifest["uniform_entropy_nats"]), "a uniform guess"),
+        words("per document", format_si(facts["tokens_per_document"], "tokens"), "mean of the training set"),
+        words("dropped", ", ".join(dropped) or "no document"),
+        words("frequent", ", ".join(shares)),
+        *[words(f"sample {i}", _shortened(sample)) for i, sample in enumerate(facts["samples"], 1)],
+    ]
+    heads = [Column(name) for name in ("documents", "tokens", "sequences", "files")]
+    tables = [Table(splits, heads, corner="split"), Table(rows)]
+    return Report("bert-dp: shards", verdicts=damaged or [sound], sections=[Section("", tables=tables)])
+
+
+def _shortened(sample: str) -> str:
+    text = f"{sample[:SAMPLE_CHARS]} ..." if len(sample) > SAMPLE_CHARS else sample
+    return " ".join(text.split())

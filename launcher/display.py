@@ -7,14 +7,22 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from bert_dp import record
-from launcher import report
 from launcher.collapse import Collapser
 from launcher.redact import ordinary_secrets, secrets
+from launcher.report.numbers import (
+    format_count,
+    format_eta,
+    format_lr,
+    format_nats,
+    format_percent,
+    format_si,
+    number,
+)
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,6 +32,7 @@ PLAIN_PROGRESS_S = 10.0  # between progress lines when the console is not a term
 READ_BYTES = 2**20  # of a file at once
 BEHIND_BYTES = 2**26  # a reader that is further behind goes on near the end
 LINE_CHARS = 1000
+ETA_LINES = 20  # logged steps over which the remaining time is extrapolated
 
 
 def show(console: Console, what: Any, **options: Any) -> None:
@@ -164,8 +173,8 @@ class Display:
                 continue
         if not fresh or not self._lines:
             return
-        left = report.eta_s(self._lines, self._hours)
-        text = report.progress_line(self._lines[-1], eta=left)
+        left = eta_s(self._lines, self._hours)
+        text = progress_line(self._lines[-1], eta=left)
         if self._live is not None:
             self._live.update(text)
         elif time.monotonic() - self._last_plain >= PLAIN_PROGRESS_S:
@@ -191,6 +200,40 @@ class Display:
     def _release(self, *, everything: bool = False) -> None:
         for line in self._collapser.release(time.monotonic(), everything=everything):
             show(self._console, line, **PLAIN)
+
+
+def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None) -> str:
+    """One line of metrics.jsonl for the console; `eta` in seconds."""
+    world = format_count(metrics.get("world_size"))
+    return " | ".join(
+        (
+            f"step {format_count(metrics.get('step'))}",
+            format_percent(metrics.get("progress")),
+            f"loss {format_nats(metrics.get('loss'))}",
+            f"lr {format_lr(metrics.get('lr'))}",
+            f"{format_si(metrics.get('tokens_per_s'), 'tokens/s')} over {world} ranks",
+            f"{format_si(metrics.get('global_steps_per_s'), 'global steps/s')}",
+            f"left {format_eta(eta)}",
+        )
+    )
+
+
+def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> float | None:
+    """Seconds left: what remains of a budget in hours, else at the pace of the last lines of metrics.jsonl.
+
+    None until the lines tell.
+    """
+    if hours is not None and lines:
+        done = number(lines[-1].get("progress"))
+        return None if done is None else (1 - done) * hours * 3600
+    recent = [(number(line.get("elapsed_s")), number(line.get("progress"))) for line in lines[-ETA_LINES:]]
+    known = [(t, f) for t, f in recent if t is not None and f is not None]
+    while len(known) > 1 and known[0] >= known[-1]:
+        known.pop(0)  # before a resume the clock or the progress stood higher
+    if len(known) < 2 or known[-1][1] <= known[0][1]:
+        return None
+    (start, done), (now, progress) = known[0], known[-1]
+    return max(0.0, (1 - progress) * (now - start) / (progress - done))
 
 
 def readable(line: str, hidden: Iterable[str] = ()) -> str:

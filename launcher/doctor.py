@@ -17,6 +17,8 @@ from bert_dp.record import cache_root
 from launcher import links
 from launcher.environment import NO_ANSWER, Environment, existing, probe, run_command
 from launcher.links import Links
+from launcher.report.model import Report, Verdict
+from launcher.report.numbers import format_gib
 from launcher.starters import module_command
 
 MIN_PYTHON, MAX_PYTHON, MIN_TORCH = (3, 11), (3, 13), (2, 11)
@@ -37,6 +39,19 @@ class Finding:
     what: str
     consequence: str = ""
     fix: str = ""
+
+
+def doctor_report(machine: Environment, findings: Sequence[Finding]) -> Report:
+    """The machine in one line, and each finding with its consequence and its fix."""
+    gpus = ", ".join(f"{gpu.name} {format_gib(gpu.memory_gib)}" for gpu in machine.gpus) or "no GPU"
+    title = f"{machine.cpu_model}, {machine.usable_cores:g} usable cores, {gpus}"
+    return Report(
+        title,
+        verdicts=[
+            Verdict(f.level, f.what, () if f.level == "ok" else (f"causes: {f.consequence}", f"fix: {f.fix}"))
+            for f in findings
+        ],
+    )
 
 
 def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.record import is_own_code
+from bert_dp.record import is_own_code, safe
 from bert_dp.record_models import FailureKind, RankError, kind_of_text
 from launcher import results
 from launcher.collapse import name_ranks
 from launcher.memory import GROUP, MemoryFacts, sparkline
-from launcher.report import format_gib, safe
+from launcher.report.numbers import format_gib
 
 TAIL_LINES = 20
 TAIL_BYTES = 65_536  # of a log's end that is read

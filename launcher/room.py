@@ -8,7 +8,7 @@ from bert_dp.config import Config
 from bert_dp.cost import memory_estimate_gib
 from launcher import advice
 from launcher.environment import Environment
-from launcher.report import format_gib
+from launcher.report.numbers import format_gib
 
 STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are no estimate
 FAR_ABOVE = 1.25  # times what there is: more than the estimate is off by

@@ -12,10 +12,10 @@ from typing import Any
 from bert_dp import record
 from bert_dp.config import ConfigError, read_yaml
 from launcher.redact import redact, secrets, without_secrets
+from launcher.report.numbers import number
 
-HUGE = 1e300  # above it, or nearer to 0 than 1 / HUGE, what is made of two numbers may be no number
 WALL_PARTS = ("setup", "compile", "train", "eval", "save")  # disjoint; the parts of train are below
-NUM_STRETCHES = 1000  # of a long metrics.jsonl; at most four lines of each are kept
+NUM_STRETCHES = 500  # of a long metrics.jsonl; at most four lines of each are kept
 TRAIN_PARTS = {"data_wait": "data wait", "forward_backward": "forward + backward", "optimizer": "optimizer"}
 
 
@@ -75,13 +75,6 @@ def times(facts: Mapping[str, Any]) -> dict[str, float]:
 def other(times: Mapping[str, float]) -> float:
     """Seconds of train outside its named parts; clocks of host and device may overlap by a little."""
     return max(0.0, times.get("train", 0.0) - sum(times.get(part, 0.0) for part in TRAIN_PARTS))
-
-
-def number(value: object) -> float | None:
-    """A number up to HUGE, else None; 0 below 1 / HUGE."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= HUGE:
-        return None
-    return float(value) if abs(value) >= 1 / HUGE else 0.0
 
 
 def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:

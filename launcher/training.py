@@ -38,10 +38,13 @@ from bert_dp.config import (
 )
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
 from bert_dp.record_models import Summary
-from launcher import closing, environment, failure, page, processes, restarts, results, starters, watch
+from launcher import environment, failure, processes, restarts, results, starters, watch
 from launcher.display import PLAIN, Display, show
 from launcher.failure import Failure, card
 from launcher.redact import WRITTEN, is_log, redact_argv, secrets, setting_issues
+from launcher.report.console import ConsoleReport
+from launcher.report.html import write_or_warn
+from launcher.report.run_report import PAGE, of_directories
 from launcher.room import precision_of, room
 
 if TYPE_CHECKING:
@@ -423,7 +426,7 @@ def run_locked(
         raise ConfigError(issues)
     if is_complete(where, config, resume):
         show(console, "this run is complete: its budget is spent; raise schedule.* to go on", **PLAIN)
-        show(console, closing.closing_table(where))
+        show(console, ConsoleReport(of_directories([where])))
         return 0
     if (lost := failure.lost_directory(held)) is not None:  # a corpus may have taken long
         print_failure(lost, held.now() or where, console)
@@ -451,10 +454,12 @@ def run_locked(
         print_failure(result.failure, home or where, console)
     if home is None:
         return result.exit_code or 1
-    with contextlib.suppress(OSError):  # a full disk: the result still has to be told
-        page.write([home], home / "report.html")
+    report = of_directories([home])
+    has_page = write_or_warn(report, home / PAGE)
     if result.failure is None:
-        show(console, closing.closing_table(home))
+        show(console, ConsoleReport(report))
+        if has_page:
+            show(console, f"page: {home / PAGE}", **PLAIN)
     return result.exit_code
 
 

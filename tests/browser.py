@@ -38,14 +38,16 @@ ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
 os.dup2(ends[0], 3)
 os.dup2(ends[1], 4)
 os.execv(sys.argv[3], sys.argv[3:])"""
-# what a figure is and where: `svg` of a line plot, `div` of rows; the keys of legends are no figures
-FIGURES = """[...document.querySelectorAll('[role=img]')].map(e => { const b = e.getBoundingClientRect();
+# what a figure is and where; one that plotly did not draw has no height
+FIGURES = """[...document.querySelectorAll('[role=img]')].map(e => {
+  const drawn = e.classList.contains('plot') ? e.querySelector('.main-svg') : e;
+  const b = drawn ? drawn.getBoundingClientRect() : {width: 0, height: 0};
   return {label: e.getAttribute('aria-label'), width: b.width, height: b.height}; })"""
-# texts of a line plot that meet another one or leave their figure, by more than `slack` pixels
+# texts of a figure that meet another one or leave it, by more than `slack` pixels
 COLLISIONS = """(slack => { const found = [];
-  for (const svg of document.querySelectorAll('svg[role=img], svg.flow')) {
-    const outer = svg.getBoundingClientRect(), texts = [...svg.querySelectorAll('text')].map(
-      t => [t.textContent, t.getBoundingClientRect()]);
+  for (const svg of document.querySelectorAll('svg[role=img], svg.flow, .plot')) {
+    const outer = svg.getBoundingClientRect(), texts = [...svg.querySelectorAll('text')].filter(
+      t => t.textContent && t.getClientRects().length).map(t => [t.textContent, t.getBoundingClientRect()]);
     texts.forEach(([name, a], i) => {
       if (a.left < outer.left - slack || a.right > outer.right + slack || a.top < outer.top - slack
           || a.bottom > outer.bottom + slack) found.push([name, 'leaves its figure']);
@@ -176,7 +178,7 @@ class Browser:
             self.errors.append(params["exceptionDetails"]["text"])
         elif method == "Network.requestWillBeSent":
             url = params["request"]["url"]
-            if not url.startswith(("file:", "data:", "about:")):
+            if not url.startswith(("file:", "data:", "about:", "blob:")):
                 self.errors.append(f"request of {url}")
         elif method == "Inspector.targetCrashed":
             self.errors.append("the page crashed")

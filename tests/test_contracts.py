@@ -27,7 +27,6 @@ OPTIONAL = (
     "tensorboard",
     "trackio",
     "rensa",
-    "matplotlib",
     "pynvml",
     "optuna",
     "pyarrow",
@@ -235,7 +234,7 @@ def test_launcher_does_not_pull_torch() -> None:
         "import importlib, sys\n"
         f"for name in {modules!r}:\n"
         "    importlib.import_module(name)\n"
-        "    heavy = {'torch', 'numpy', 'transformers', 'matplotlib'} & set(sys.modules)\n"
+        "    heavy = {'torch', 'numpy', 'transformers', 'plotly', 'jinja2'} & set(sys.modules)\n"
         "    assert not heavy, f'{name} pulled {heavy}'\n"
     )
     assert done.returncode == 0, done.stderr

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from launcher.report import format_count, format_duration, format_percent, format_si, safe
+from bert_dp.record import safe
+from launcher.report.numbers import format_count, format_duration, format_percent, format_si
 
 if TYPE_CHECKING:
     from rich.console import Group

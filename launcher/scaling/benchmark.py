@@ -16,10 +16,14 @@ from launcher.display import PLAIN, show, teller
 from launcher.plan import inputs
 from launcher.plan.scaling import Question, answer
 from launcher.redact import redact_argv
-from launcher.scaling import page, report
+from launcher.report.console import ConsoleReport
+from launcher.report.html import write_or_warn
+from launcher.report.run_report import PAGE
+from launcher.scaling.columns import write_csv
 from launcher.scaling.grid import Grid, Settings
 from launcher.scaling.measure import Say, Stopped, measure_links, measure_peak, measure_profile, run_grid
 from launcher.scaling.reduce import collect
+from launcher.scaling.scale_report import FILE, scale_report
 from launcher.scaling.verdict import verdicts
 
 if TYPE_CHECKING:
@@ -144,12 +148,16 @@ def run_locked(
     scaling = collect(grid, out, facts=facts)
     judged = {"verdicts": verdicts(scaling.cells), "prediction": predicted(scaling)}
     scaling = scaling.model_copy(update=judged | ({"status": "partial"} if stopped else {}))
-    write(scaling, out)
+    results.write(out / FILE, scaling)
+    write_csv(scaling, out / "scaling.csv")
+    report = scale_report(scaling)
+    has_page = write_or_warn(report, out / PAGE)
     if as_json:
         sys.stdout.write(results.to_json(scaling))
     else:
-        show(console, report.Summary(results.plain(scaling)))
-        show(console, f"page: {out / 'report.html'}", **PLAIN)
+        show(console, ConsoleReport(report))
+        if has_page:
+            show(console, f"page: {out / PAGE}", **PLAIN)
     ran = any(cell.status == "ok" for cell in scaling.cells)
     return 128 + stopped if stopped else 0 if ran else 1
 
@@ -163,10 +171,3 @@ def predicted(scaling: results.Scaling) -> results.Prediction | None:
         return answer(source, Question(gpus=gpus))
     except ConfigError:
         return None
-
-
-def write(scaling: results.Scaling, out: Path) -> None:
-    """scaling.json, and what is made of it."""
-    results.write(out / "scaling.json", scaling)
-    report.write_csv(results.plain(scaling), out / "scaling.csv")
-    page.write(results.plain(scaling), out / "report.html")

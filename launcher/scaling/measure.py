@@ -17,7 +17,7 @@ from bert_dp import record
 from bert_dp.config import ConfigError, dump_config
 from launcher import processes, results, watch
 from launcher.display import complain
-from launcher.report import format_duration, format_si
+from launcher.report.numbers import format_duration, format_si
 from launcher.scaling.grid import Cell, Grid
 from launcher.scaling.raw import ended, read_summary, result, run_dir
 

@@ -15,9 +15,14 @@ from bert_dp.config import Config, ConfigError, dump_config, load_config, read_m
 from launcher import environment, outdir, results, starters, training
 from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
+from launcher.report.console import ConsoleReport
+from launcher.report.html import write_or_warn
+from launcher.report.model import Report
+from launcher.report.run_report import PAGE
 from launcher.results import BatchPlanFile, TuneBatch, TuneStatus
 from launcher.scaling.benchmark import identity
-from launcher.tune import FILE, cache, sizes, table
+from launcher.tune import FILE, cache, sizes
+from launcher.tune.batch_report import batch_report
 from launcher.tune.measuring import BatchSearch, NothingFits
 from launcher.tune.runner import Question
 from launcher.tune.trials import Pool, Slot, Stopped
@@ -68,7 +73,7 @@ def tune_batch(
             results.write(where / PLAN, now)
         else:
             tune, code = search(question, where, machine, say)
-        write(tune, where)
+        report, has_page = write(tune, where)
         if tune.status == "complete" and not tune.cached:
             try:
                 cache.keep(key(question, machine), tune)
@@ -77,10 +82,9 @@ def tune_batch(
     if as_json:
         sys.stdout.write(results.to_json(tune))
     else:
-        show(console, table.batch_table(results.plain(tune)))
-        if tune.choice:
-            show(console, f"use it: bert-dp train {where / 'tuned.yaml'}", **PLAIN)
-        show(console, f"page: {where / 'report.html'}", **PLAIN)
+        show(console, ConsoleReport(report))
+        if has_page:
+            show(console, f"page: {where / PAGE}", **PLAIN)
     return code
 
 
@@ -213,13 +217,12 @@ def search(
     ), code
 
 
-def write(tune: TuneBatch, out: Path) -> None:
-    """tune.json and what is made of it. Raises OSError."""
-    from launcher.tune import page
-
+def write(tune: TuneBatch, out: Path) -> tuple[Report, bool]:
+    """tune.json and what is made of it: (its report, whether the page was written). Raises OSError."""
     results.write(out / FILE, tune)
     if tune.choice:
         config = Config.model_validate_json(json.dumps(tune.config))
         chosen = sizes.with_micro(config, tune.choice.micro_batch)
         record.write_text(out / "tuned.yaml", dump_config(chosen))
-    page.write(results.plain(tune), out / "report.html")
+    report = batch_report(tune, out)
+    return report, write_or_warn(report, out / PAGE)

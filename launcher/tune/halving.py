@@ -15,7 +15,7 @@ from pathlib import Path
 from bert_dp.config import Config, ConfigError
 from bert_dp.record_models import Summary
 from launcher import results
-from launcher.report import format_duration, format_eta, format_si
+from launcher.report.numbers import format_duration, format_eta, format_si
 from launcher.results import LrPlanFile
 from launcher.scaling.raw import read_summary
 from launcher.tune import ladder, lr_trials

@@ -26,13 +26,16 @@ from bert_dp.config import (
 from launcher import environment, outdir, results, starters, training
 from launcher.display import PLAIN, show, teller
 from launcher.redact import redact_argv
-from launcher.report import format_duration, format_percent, format_si
+from launcher.report.console import ConsoleReport
+from launcher.report.html import write_or_warn
+from launcher.report.run_report import PAGE
 from launcher.results import LrPlanFile, TuneLr, TuneStatus
 from launcher.scaling.benchmark import identity
-from launcher.tune import FILE, ladder, lr_trials, page, search, transfer
+from launcher.tune import FILE, ladder, lr_trials, search, transfer
 from launcher.tune.halving import RUNGS, STATE, AllFailed, RangeTest, Search, Settings
 from launcher.tune.ladder import Candidate, Outcome, Rung
 from launcher.tune.lr_trials import device_slots
+from launcher.tune.rate_report import rate_report
 from launcher.tune.trials import Pool, Say, Stopped
 
 if TYPE_CHECKING:
@@ -74,8 +77,14 @@ def tune(
     directory = training.prepare_data(config)
     with training.claim(where, ".lock", "--out", "search"):
         code, found = run_locked(config, settings, ranks, where, directory, on_gpu=gpus > 0, say=say)
+        report = rate_report(found, where)
+        has_page = write_or_warn(report, where / PAGE)
     if as_json:
         sys.stdout.write(results.to_json(found))
+    else:
+        show(console, ConsoleReport(report))
+        if has_page:
+            show(console, f"page: {where / PAGE}", **PLAIN)
     return code
 
 
@@ -213,9 +222,6 @@ def run_locked(
     if found.choice is not None:
         tuned = lr_trials.tuned_config(config, candidate_of(found.choice))
         record.write_text(out / "tuned.yaml", dump_config(tuned))
-    page.write(results.plain(found), out / "report.html")
-    for line in summary_lines(found, out):
-        say(line)
     return (128 + stopped if stopped else 1 if found.status == "failed" else 0), found
 
 
@@ -304,40 +310,6 @@ def _trial_facts(o: Outcome) -> results.LrTrial:
     )
 
 
-def summary_lines(found: TuneLr, out: Path) -> list[str]:
-    """What is told at the end."""
-    lines = [f"{name} was left out: {cause}" for name, cause in found.settings.left_out.items()]
-    lines += [
-        f"{trial.trial}: {trial.status}: {trial.cause}"
-        for rung in found.rungs
-        for trial in rung.trials
-        if trial.status in ("oom", "failed")
-    ]
-    cost, choice = found.cost, found.choice
-    if choice is not None:
-        spread = "" if choice.sd is None else f", standard deviation {choice.sd:.4f}"
-        low, high = choice.band
-        seeds = f"{choice.seeds} seed{'s' if choice.seeds > 1 else ''}"
-        lines.append(
-            f"best: {ladder.told(candidate_of(choice))}: held-out {choice.heldout_loss:.4f} nats, "
-            f"{low:.4f} to {high:.4f} over {seeds}{spread}"
-        )
-        lines.append(f"  {choice.why}")
-    elif found.status == "failed":
-        reason = found.why or "every finalist failed"
-        lines.append(f"error: no rate can be chosen: {reason}; logs below {out / 'trials'}")
-    if cost is not None and cost.grid_tokens:
-        share = f"{format_percent(cost.tokens / cost.grid_tokens)} of the grid of these rates"
-        lines.append(
-            f"cost: {format_si(cost.tokens, 'tokens')} in {cost.trials} trials, {share} "
-            f"with every seed; {format_duration(found.seconds)}"
-        )
-    if choice is not None:
-        lines.append(f"use it: bert-dp train {out / 'tuned.yaml'}")
-    lines.append(f"page: {out / 'report.html'}")
-    return lines
-
-
 def carry(
     name: str | None,
     overrides: Sequence[str],
@@ -371,7 +343,7 @@ def carry(
     if path is not None and tuned is not None:
         tuned = tuned.model_copy(update={"transfer": carried})
         results.write(path, tuned)
-        page.write(results.plain(tuned), path.with_name("report.html"))
+        write_or_warn(rate_report(tuned, path.parent), path.with_name(PAGE))
     if as_json:
         sys.stdout.write(results.to_json(carried))
     else:

@@ -12,7 +12,7 @@ from typing import Any
 from bert_dp import record
 from bert_dp.config import Config, resolve
 from bert_dp.cost import GIB
-from launcher.report import format_gib
+from launcher.report.numbers import format_gib
 from launcher.results import SizeStatus, TimedRun
 from launcher.scaling.raw import Ended, read_repeat
 from launcher.tune.trials import Pool, Trial, cause

@@ -19,7 +19,7 @@ from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from bert_dp.record_models import FailureKind
 from launcher import processes, results
 from launcher.reaper import reaper
-from launcher.report import format_duration
+from launcher.report.numbers import format_duration
 from launcher.scaling.measure import Say, Stopped
 from launcher.scaling.raw import Ended, ended, read_summary
 

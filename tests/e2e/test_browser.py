@@ -9,15 +9,28 @@ from typing import Any
 
 import pytest
 
-from launcher import page
-from launcher.scaling import page as scaling_page
-from launcher.tune import page as tune_page
+from launcher.report.html import write
+from launcher.report.model import Axis, Rule
+from launcher.report.run_report import of_directories
+from launcher.scaling.scale_report import scale_report
 from tests.browser import COLLISIONS, FIGURES, OVERFLOW, Browser, find
-from tests.scaling_fixture import HOSTILE, nulls, scaling
+from tests.report_fixture import HOSTILE, make_run, with_strings
+from tests.scaling_fixture import nulls, scaling
 from tests.tune_fixture import batch, lr, transfer
-from tests.unit.test_report import make_run
+from tests.unit.test_scale_report import parsed
+from tests.unit.test_tune_reports import of
 
-NAMES = ("both", "large", "one", "nulls", "hostile", "run", "batch", "lr")
+NAMES = ("both", "large", "one", "nulls", "hostile", "run", "runs", "batch", "lr")
+FAILED: dict[str, dict[str, Any]] = {
+    "done": {},
+    "failed": {"status": "failed", "exit_code": 1, "cause": "rank 1: no"},
+}
+
+
+def hostile(text: str) -> str:
+    return f"{HOSTILE}<b>{text}</b>{'x' * 200}" if text else ""
+
+
 BROKEN = {
     "script": "<script>console.log('ran')</script>",
     "image": "<img src='https://example.invalid/pixel.png'>",
@@ -38,29 +51,33 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    hostile = scaling(engines=("ddp", "zero1"), failed={"weak-zero1-n4": ("failed", HOSTILE * 20)})
-    for cell in hostile["cells"]:
-        cell |= {"id": cell["id"] + HOSTILE + "x" * 200, "engine": cell["engine"] + HOSTILE * 3}
-    data: dict[str, dict[str, Any]] = {
-        "both": scaling(modes=("weak", "strong"), prediction=True),
-        "large": scaling(
-            engines=("ddp", "zero1", "fsdp", "accelerate", "deepspeed"), sizes=(1, 2, 4, 8, 16, 32, 64, 512)
-        ),
-        "one": scaling(engines=(), sizes=(1,)),
-        "nulls": nulls(),
-        "hostile": hostile,
+    many = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed")
+    both = scale_report(parsed(scaling(modes=("weak", "strong"), prediction=True)))
+    runs = [make_run(folder / name / "run", summary=summary) for name, summary in FAILED.items()]
+    reports = {
+        "both": both,
+        "large": scale_report(parsed(scaling(engines=many, sizes=(1, 2, 4, 8, 16, 32, 64, 512)))),
+        "one": scale_report(parsed(scaling(engines=(), sizes=(1,)))),
+        "nulls": scale_report(parsed(nulls())),
+        "hostile": with_strings(both, hostile, but=(Axis, Rule)),  # the labels of axes and rules are ours
+        "run": of_directories(runs[:1]),
+        "runs": of_directories(runs),
+        "batch": of(batch()),
+        "lr": of(lr(transfer=transfer())),
     }
-    for name, content in data.items():
-        scaling_page.write(content, folder / f"{name}.html")
-    tune_page.write(batch(), folder / "batch.html")
-    tune_page.write(lr(transfer=transfer()), folder / "lr.html")
-    page.write([make_run(folder / "a" / "run")], folder / "run.html")
+    for name, report in reports.items():
+        write(report, folder / f"{name}.html")
     return {name: folder / f"{name}.html" for name in NAMES}
 
 
 def expected(path: Path) -> list[str]:
-    text = path.read_text()
-    return [label.replace("&#x27;", "'") for label in re.findall(r'role="img" aria-label="([^"]*)"', text)]
+    return re.findall(r'role="img" aria-label="([^"]*)"', path.read_text())
+
+
+def unfold(browser: Browser) -> None:
+    """What is folded is drawn when it is opened."""
+    browser.evaluate("document.querySelectorAll('details.section').forEach(d => { d.open = true; })")
+    browser.evaluate("new Promise(drawn => setTimeout(drawn, 100))")
 
 
 def faults(browser: Browser) -> list[str]:
@@ -82,32 +99,41 @@ def faults(browser: Browser) -> list[str]:
 @pytest.mark.parametrize("name", NAMES)
 def test_page(browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool) -> None:
     browser.open(pages[name], width, dark)
-    # what is folded, and the other of two scales, has no size until it is opened
-    browser.evaluate("document.querySelectorAll('details').forEach(d => { d.open = true; })")
-    browser.evaluate("document.querySelectorAll('div.log').forEach(d => { d.style.display = 'block'; })")
+    unfold(browser)
     assert faults(browser) == []
-    assert sorted(f["label"] for f in browser.evaluate(FIGURES)) == sorted(expected(pages[name]))
+    assert len(browser.evaluate(FIGURES)) == len(expected(pages[name]))
     ground = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert ground == ("rgb(17, 21, 27)" if dark else "rgb(246, 247, 249)")
 
 
 def test_figures_are_counted(pages: dict[str, Path]) -> None:
     """The names above come from the page itself: their number is fixed, so that none is missing."""
-    assert {name: len(expected(path)) for name, path in pages.items()} == {
-        "both": 15,
-        "large": 8,
-        "one": 5,
-        "nulls": 0,
-        "hostile": 8,
-        "run": 6,
-        "batch": 6,
-        "lr": 3,
-    }
+    counts = {"both": 28, "large": 48, "one": 5, "nulls": 0, "hostile": 28}
+    counts |= {"run": 5, "runs": 5, "batch": 4, "lr": 3}
+    assert {name: len(expected(path)) for name, path in pages.items()} == counts
+
+
+def test_a_figure_follows_the_theme_and_its_switch(browser: Browser, pages: dict[str, Path]) -> None:
+    browser.open(pages["run"])
+    first = "document.querySelector('.plot')"
+    assert browser.evaluate(f"{first}.layout.paper_bgcolor") == "#ffffff"
+    assert browser.evaluate(f"{first}.layout.xaxis.type") == "linear"
+    browser.evaluate("document.querySelector('.switch input').click()")
+    assert browser.evaluate(f"{first}.layout.xaxis.type") == "log"
+    buttons = f"[...{first}.querySelectorAll('.modebar-btn')].map(a => a.dataset.title)"
+    assert browser.evaluate(buttons) == ["Download plot as a PNG", "Download plot as SVG", "Reset axes"]
+    picture = f"Plotly.toImage({first}, {{format: 'FORMAT'}}).then(url => url.slice(0, 14))"
+    assert browser.evaluate(picture.replace("FORMAT", "png")) == "data:image/png"
+    assert browser.evaluate(picture.replace("FORMAT", "svg")) == "data:image/svg"
+    assert browser.errors == []
+    browser.open(pages["run"], dark=True)
+    assert browser.evaluate(f"{first}.layout.paper_bgcolor") == "#1a2029"
 
 
 @pytest.mark.parametrize("name", ["both", "large"])
 def test_page_on_paper(browser: Browser, pages: dict[str, Path], name: str, tmp_path: Path) -> None:
     browser.open(pages[name], 720, dark=True, media="print")
+    unfold(browser)
     assert faults(browser) == []
     assert browser.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
     browser.pdf(tmp_path / "page.pdf")
@@ -127,16 +153,18 @@ def test_a_broken_page_is_noticed(
     assert browser.errors
 
 
+def styled(page: Path, rule: str) -> str:
+    return page.read_text().replace("</style>", f"{rule}</style>", 1)
+
+
 def test_a_figure_without_size_and_texts_that_meet_are_noticed(
     browser: Browser, pages: dict[str, Path], tmp_path: Path
 ) -> None:
     flat, heaped = tmp_path / "flat.html", tmp_path / "heaped.html"
-    flat.write_text(pages["one"].read_text().replace("svg{display:block;", "svg{display:none;"))
+    flat.write_text(styled(pages["one"], ".plot svg { display: none !important; }"))
     browser.open(flat)
     assert any("0 x 0" in fault for fault in faults(browser))
-    heaped.write_text(
-        pages["both"].read_text().replace("</style>", "svg text{font-size:40px!important}</style>")
-    )
+    heaped.write_text(styled(pages["both"], "svg text { font-size: 40px !important; }"))
     browser.open(heaped)
     assert any("texts meet" in fault for fault in faults(browser))
     wide = tmp_path / "wide.html"

@@ -253,11 +253,20 @@ def test_one_more_call_measures_nothing_again(out: Path, shards: Path) -> None:
     assert told["cells"] == json.loads(before)["cells"]
 
 
-@pytest.mark.parametrize("option", ["--out", "--png"])
-def test_a_report_that_cannot_be_written_names_its_place(out: Path, option: str) -> None:
-    done = here("report", str(out), option, "/proc/nothing/x")
+def test_a_report_that_cannot_be_written_names_its_place(out: Path) -> None:
+    done = here("report", str(out), "--out", "/proc/nothing/x")
     assert done.returncode == 2, done.stderr
-    assert f"{option}: /proc" in done.stderr
+    assert "--out: /proc" in done.stderr
+
+
+def test_a_page_that_cannot_be_written_costs_no_result(out: Path, shards: Path) -> None:
+    (out / "report.html").unlink()
+    (out / "report.html").mkdir()
+    done = here(*command(shards, out))
+    (out / "report.html").rmdir()
+    assert done.returncode == 0, done.stderr
+    assert f"warning: the page {out / 'report.html'} was not written" in done.stderr
+    assert "page: " not in done.stdout
 
 
 def test_another_grid_is_refused_where_one_stands(out: Path, shards: Path) -> None:

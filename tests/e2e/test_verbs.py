@@ -179,7 +179,7 @@ def test_report_of_a_scaling_benchmark(tmp_path: Path) -> None:
     (tmp_path / "scale" / "scaling.json").write_text("{")
     torn = here("report", str(tmp_path / "scale"))
     assert torn.returncode == 2
-    assert "not a JSON object" in torn.stderr
+    assert "scaling.json is not JSON" in torn.stderr
 
 
 @pytest.mark.quick
@@ -190,7 +190,6 @@ def test_report_of_a_search(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert "Throughput against micro batch" in (tmp_path / "tune" / "report.html").read_text()
     for extra, said in (
-        (["--png", str(tmp_path)], "--png: draws a scaling benchmark"),
         ([str(tmp_path)], "tune is a search; its page is made of it alone"),
         (["--out", "/proc/nothing/x"], "cannot be written"),
     ):

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from bert_dp import record
-from launcher.display import PLAIN, Display, Tail, readable, show
-from launcher.report import eta_s
+from launcher.display import PLAIN, Display, Tail, eta_s, progress_line, readable, show
+from tests.report_fixture import metrics
 
 
 def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:
@@ -132,3 +132,30 @@ def test_a_line_is_made_readable() -> None:
     assert readable("\x07bell") == "\ufffdbell"
     assert readable("") == ""
     assert len(readable("x" * 10**6)) < 1100
+
+
+def test_progress_line():
+    line = progress_line(json.loads(json.dumps(metrics(10).__dict__)), eta=125)
+    for part in (
+        "step 10",
+        "10.0 %",
+        "7.8000 nats",
+        "1.00e-03",
+        "16.4 k tokens/s over 2 ranks",
+        "8 global steps/s",
+        "left 2 min 05 s",
+    ):
+        assert part in line
+    assert "left n/a" in progress_line({})
+    assert "left <1 s" in progress_line({}, eta=0.007)
+
+
+def test_eta():
+    lines = [{"elapsed_s": 10.0 + t, "progress": t / 100} for t in range(1, 51)]
+    assert eta_s(lines) == pytest.approx(50)
+    assert eta_s(lines[:1]) is None
+    assert eta_s([]) is None
+    assert eta_s([{"elapsed_s": 1.0, "progress": 0.5}, {"elapsed_s": 2.0, "progress": 0.5}]) is None
+    assert eta_s([{"elapsed_s": 1.0, "progress": None}, *lines]) == pytest.approx(50)
+    resumed = [{"elapsed_s": 90.0, "progress": 0.9}, *lines[:10]]
+    assert eta_s(resumed) == pytest.approx(90)

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from bert_dp.config import ConfigError, load_config, setting_paths
 from bert_dp.record import hide, is_secret, secret_values
 from bert_dp.record_models import Summary
-from launcher import datasets, page, redact, training
+from launcher import datasets, redact, training
 from launcher.environment import Environment
+from launcher.report.html import html as page_of
+from launcher.report.run_report import of_directories
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
 FORMED = (  # (text, the secret in it)
@@ -188,7 +190,7 @@ def test_a_secret_in_a_log_line_that_reaches_the_page(tmp_path: Path, secret: st
     facts = {"status": "failed", "exit_code": 1, "step": 3, "cause": said, "log_tail": [said], "fix": [said]}
     (tmp_path / "summary.json").write_text(json.dumps(facts))
     redact.scrub(tmp_path, [secret])
-    shown = page.html([tmp_path])
+    shown = page_of(of_directories([tmp_path]))
     assert "denied: " in shown
     for text in (shown, log.read_text(), (tmp_path / "summary.json").read_text()):
         for form in (secret, html.escape(secret), json.dumps(secret)[1:-1], repr(secret)[1:-1]):

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from bert_dp.metrics import STRAGGLER_RATIO, STRAGGLER_STEPS, Timers, straggler
-from launcher.closing import closing_rows
-from launcher.runs import load
-from tests.unit.test_report import make_run
+from launcher.report.run_report import of_directories
+from tests.report_fixture import make_run, shown, unfolded
 
 
 def test_the_slowest_is_held_against_the_median_of_the_others() -> None:
@@ -62,10 +61,10 @@ def test_a_pause_between_steps_is_part_of_none() -> None:
     assert all(step < 0.04 for step in timers.drain()["step"])
 
 
-def test_the_closing_table_has_a_line_where_there_is_one(tmp_path: Path) -> None:
-    found = {"rank": 3, "ratio": 1.5, "seconds_per_step": 0.25}
-    rows = closing_rows(load(make_run(tmp_path / "a", summary={"straggler": found, "straggler_ratio": 1.5})))
-    assert ("straggler", "rank 3: own work 1.50 x the others' median, 250 ms lost per step") in rows
-    for number, nothing in enumerate((None, "x", {}, {"rank": "<b>", "ratio": None})):
-        run = load(make_run(tmp_path / f"none-{number}", summary={"straggler": nothing}))
-        assert "straggler" not in dict(closing_rows(run))
+def test_the_console_has_a_line_where_there_is_one(tmp_path: Path) -> None:
+    named = {"rank": 3, "ratio": 1.5, "seconds_per_step": 0.25}
+    run = make_run(tmp_path / "a", summary={"straggler": named, "straggler_ratio": 1.5})
+    told = "straggler rank 3, own work 1.50 x the others' median, 250 ms lost per step"
+    assert told in unfolded(shown(of_directories([run])))
+    quiet = make_run(tmp_path / "b", summary={"straggler": None})
+    assert "straggler" not in unfolded(shown(of_directories([quiet])))

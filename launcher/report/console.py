@@ -1,0 +1,102 @@
+"""A Report as rich renderables: the findings, then the tables that are meant for the console."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from bert_dp.record import safe
+from launcher.report.model import Report, Row, Table, Verdict
+
+if TYPE_CHECKING:
+    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "info": ""}
+
+
+class ConsoleReport:
+    """A rich renderable of a report; a table that is too wide for the console becomes several."""
+
+    def __init__(self, report: Report, *, titled: bool = False):
+        self.report, self.titled = report, titled
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        from rich.text import Text
+
+        if self.titled:
+            yield Text(safe(self.report.title), style="bold")
+        for section in self.report.sections:
+            if not section.console:
+                continue
+            for table in section.tables:
+                if table.console and table.rows:
+                    if table.title:
+                        yield Text(safe(f"{table.title}:"), style="bold")
+                    yield from _tables(table, console, options)
+            for note in section.notes:
+                yield Text(safe(note if len(section.notes) == 1 else f"* {note}"), style="dim")
+        for verdict in self.report.verdicts:
+            yield from verdict_lines(verdict)
+
+
+def verdict_lines(verdict: Verdict) -> list[Text]:
+    """The finding behind its level, and below it what supports it."""
+    from rich.text import Text
+
+    level = f"{verdict.level:5}" if verdict.level != "info" else ""
+    name = f"{verdict.name}: " if verdict.name else ""
+    first = Text.assemble(
+        (level, f"bold {COLOURS[verdict.level]}".strip()), (safe(f"{name}{verdict.text}"), "bold")
+    )
+    return [first, *(Text(safe(f"  {note}")) for note in verdict.notes)]
+
+
+def _tables(table: Table, console: Console, options: ConsoleOptions) -> list[Any]:
+    """The table, or parts of it that each fit; every part names its rows."""
+    from rich.measure import Measurement
+
+    rows = [row for row in table.rows if row.console]
+    if not table.columns:
+        return [_pairs(rows)]
+    shown = [i for i, column in enumerate(table.columns) if column.console]
+    parts: list[list[int]] = [[]]
+    for i in shown:
+        wider = _grid(table, rows, [*parts[-1], i])
+        width = Measurement.get(console, options.update(max_width=1000), wider).maximum
+        if width > options.max_width and parts[-1]:
+            parts.append([])
+        parts[-1].append(i)
+    return [_grid(table, rows, part) for part in parts]
+
+
+def _grid(table: Table, rows: Sequence[Row], columns: Sequence[int]) -> RichTable:
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    grid = RichTable(box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    heads = [table.columns[i] for i in columns]
+    grid.add_column(Text(safe(table.corner)), overflow="fold")
+    for head in heads:
+        side: Literal["left", "right"] = "left" if head.text else "right"
+        grid.add_column(Text(safe(head.head)), justify=side, overflow="fold", no_wrap=not head.text)
+    for row in rows:
+        cells = [row.cells[i] for i in columns]
+        grid.add_row(Text(safe(row.label)), *(Text(safe(cell.text)) for cell in cells))
+    return grid
+
+
+def _pairs(rows: Sequence[Row]) -> RichTable:
+    """A label, its value, and in the same place what the value is of."""
+    from rich.table import Table as RichTable
+    from rich.text import Text
+
+    grid = RichTable(box=None, pad_edge=False, show_header=False)
+    grid.add_column(no_wrap=True)
+    grid.add_column(overflow="fold")
+    for row in rows:
+        cell = row.cells[0]
+        note = safe(f", {cell.note}" if cell.note else "")
+        grid.add_row(Text(safe(row.label)), Text.assemble((safe(cell.text), "bold"), note))
+    return grid

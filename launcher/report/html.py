@@ -1,0 +1,123 @@
+"""A Report as one HTML file that needs no network: Jinja2 for the text, plotly's script for the figures.
+
+The content policy names our two scripts by their hashes, so nothing else in the page can run.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from bert_dp import record
+from launcher.display import complain
+from launcher.report.drawing import drawing, numbers_of
+from launcher.report.model import Report
+
+TEMPLATES = Path(__file__).parent / "templates"
+# by which a page of any version is known
+START = (
+    '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta http-equiv="Content-Security-Policy"'
+)
+SHOWN = 6  # notes of one verdict before the rest folds
+
+
+def html(report: Report) -> str:
+    """The whole page."""
+    script, plotly = _read("page.js"), _plotly()
+    policy = "; ".join(
+        [
+            "default-src 'none'",
+            f"script-src {_hash(plotly)} {_hash(script)}",
+            "style-src 'unsafe-inline'",
+            "img-src data: blob:",
+        ]
+    )
+    figures = [figure for section in report.sections for figure in section.figures if not figure.is_empty]
+    drawings = [
+        {
+            **drawing(figure),
+            "name": record.safe(figure.title),
+            "switch": record.safe(figure.x.label) if figure.switch else "",
+        }
+        for figure in figures
+    ]
+    page: str = _template().render(
+        report=report,
+        policy=policy,
+        start=START,
+        shown=SHOWN,
+        style=_read("page.css"),
+        script=script,
+        plotly=plotly if figures else "",
+        numbers_of=numbers_of,
+        numbered=figures,
+        drawings=json.dumps(drawings, allow_nan=False).replace("<", "\\u003c"),
+    )
+    return page
+
+
+def write(report: Report, out: Path) -> None:
+    """Write the page to `out`, atomically. Raises OSError when it cannot be written."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    record.write_text(out, html(report))
+
+
+def write_or_warn(report: Report, out: Path) -> bool:
+    """Whether the page was written: one that cannot be must not cost what it shows."""
+    try:
+        write(report, out)
+    except OSError as error:
+        complain(f"warning: the page {out} was not written: {error.strerror or error}")
+        return False
+    return True
+
+
+def target_issues(path: Path) -> list[str]:
+    """Why a page may not be written to `path`, which it would replace; one line each."""
+    try:
+        if not path.exists():
+            return []
+        if not path.is_file():
+            return [f"--out: {path} is not a regular file; name a file to write"]
+        with path.open("rb") as file:
+            own = file.read(len(START)) in (START.encode(), b"")
+    except OSError as error:
+        return [f"--out: {path} cannot be written ({error.strerror})"]
+    return [] if own else [f"--out: {path} is no page of bert-dp and would be replaced; name another file"]
+
+
+@functools.cache
+def _template() -> Any:
+    import jinja2
+
+    def printable(value: object) -> object:
+        return value if hasattr(value, "__html__") else record.safe(str(value))
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=jinja2.StrictUndefined,
+        finalize=printable,
+    )
+    return environment.get_template("page.html")
+
+
+@functools.cache
+def _plotly() -> str:
+    from plotly.offline import get_plotlyjs
+
+    return str(get_plotlyjs())
+
+
+def _read(name: str) -> str:
+    return (TEMPLATES / name).read_text(encoding="utf-8")
+
+
+def _hash(script: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()}'"

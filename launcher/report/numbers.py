@@ -1,0 +1,165 @@
+"""The only formatter of numbers. What is not known prints as n/a, never as 0."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+NA = "n/a"
+HUGE = 1e300  # above it, or nearer to 0 than 1 / HUGE, what is made of two numbers may be no number
+
+
+def number(value: object) -> float | None:
+    """A number up to HUGE, else None; 0 below 1 / HUGE."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= HUGE:
+        return None
+    return float(value) if abs(value) >= 1 / HUGE else 0.0
+
+
+def format_si(value: object, unit: str = "") -> str:
+    """Three significant digits with k, M, G or T: 45,231 tokens/s -> `45.2 k tokens/s`."""
+    n = number(value)
+    if n is None:
+        return NA
+    rounded = float(f"{n:.3g}")
+    for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if abs(rounded) >= scale:
+            return f"{_three(rounded / scale)} {prefix}{' ' if unit else ''}{unit}"
+    return f"{_three(rounded)} {unit}".rstrip()
+
+
+def format_count(value: object) -> str:
+    """A whole number with separators."""
+    n = number(value)
+    return NA if n is None else f"{n:,.0f}"
+
+
+def format_gib(value: object) -> str:
+    """Memory given in GiB."""
+    n = number(value)
+    return NA if n is None else f"{n:.2f} GiB"
+
+
+def format_percent(fraction: object) -> str:
+    """A fraction of 1 as per cent."""
+    n = number(fraction)
+    return NA if n is None else f"{100 * n:.1f} %"
+
+
+def format_nats(value: object) -> str:
+    """A loss or an entropy, in nats per predicted token."""
+    n = number(value)
+    return NA if n is None else f"{n:.4f} nats"
+
+
+def format_energy(joules: object) -> str:
+    """Joules with a prefix: `21 MJ`."""
+    return re.sub(r"(?<=[TGMk]) J$", "J", format_si(joules, "J"))
+
+
+def format_lr(value: object) -> str:
+    """A learning rate."""
+    n = number(value)
+    return NA if n is None else f"{n:.2e}"
+
+
+def format_duration(seconds: object) -> str:
+    """`120 ms`, `12.3 s`, `12 min 05 s`, `2 h 05 min`, `3 d 02 h`."""
+    s = number(seconds)
+    if s is None:
+        return NA
+    if s < 0.9995:
+        return f"{1000 * s:.0f} ms" if s else "0 s"
+    if s < 119.95:
+        return f"{s:.1f} s"
+    if round(s) < 3600:
+        return "{} min {:02d} s".format(*divmod(round(s), 60))
+    if round(s / 60) < 24 * 60:
+        return "{} h {:02d} min".format(*divmod(round(s / 60), 60))
+    return "{} d {:02d} h".format(*divmod(round(s / 3600), 24))
+
+
+def format_step_time(seconds: object) -> str:
+    """Seconds of a step with three significant digits, so that steps can be compared: `12.3 ms`, `1.23 s`."""
+    s = number(seconds)
+    if s is None:
+        return NA
+    if s == 0:
+        return "0 s"
+    scaled, unit = (1000 * s, "ms") if abs(s) < 0.9995 else (s, "s")
+    return f"{_three(scaled) if abs(scaled) >= 999.5 else f'{scaled:#.3g}'.rstrip('.')} {unit}"
+
+
+def format_ratio(value: object) -> str:
+    """A ratio around one, or a speed-up, with three digits: `1.90`, `17.6`, `1,024`."""
+    n = number(value)
+    return NA if n is None else f"{n:,.{2 if abs(n) < 9.995 else 1 if abs(n) < 99.95 else 0}f}"
+
+
+def format_eta(seconds: object) -> str:
+    """A remaining time: below a second it is no more than `<1 s`."""
+    s = number(seconds)
+    return "<1 s" if s is not None and s < 1 else format_duration(s)
+
+
+def format_lr_tick(value: object) -> str:
+    """A learning rate on an axis: `1e-3`, `2.5e-4`."""
+    n = number(value)
+    return NA if n is None else f"{n:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e+")
+
+
+def format_time_tick(seconds: float) -> str:
+    """A round time on an axis: `50 ms`, `1.5 s`."""
+    scaled, unit = (1000 * seconds, "ms") if 0 < abs(seconds) < 0.9995 else (seconds, "s")
+    return f"{_three(scaled)} {unit}"
+
+
+def format_plain(value: object) -> str:
+    """Six significant digits, for the numbers of a figure: `819,200`, `0.00123457`."""
+    n = number(value)
+    if n is None:
+        return NA
+    return f"{n:,.0f}" if n == int(n) and abs(n) < 1e15 else f"{n:.6g}"
+
+
+def format_interval(interval: object, text: Callable[[object], str]) -> str:
+    """Both ends of an interval: `93.1 % to 95.8 %`."""
+    return " to ".join(map(text, interval)) if isinstance(interval, list) else NA
+
+
+def format_word(value: object) -> str:
+    """A name, a yes or no, a list of names."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, (list, tuple)):
+        return "; ".join(map(str, value)) or "none"
+    return NA if value is None else str(value)
+
+
+def count_of(count: object, noun: str) -> str:
+    """`1 rank`, `2 ranks`."""
+    return f"{format_count(count)} {noun}{'' if number(count) == 1 else 's'}"
+
+
+def _three(value: float) -> str:
+    text = f"{value:.3g}"
+    return f"{value:.0f}" if "e+" in text else text
+
+
+Unit = Literal[
+    "si", "count", "percent", "nats", "lr", "gib", "seconds", "ratio", "word", "energy", "duration"
+]
+FORMATS: Mapping[Unit, Callable[[object], str]] = {
+    "si": format_si,
+    "count": format_count,
+    "percent": format_percent,
+    "nats": format_nats,
+    "lr": format_lr,
+    "gib": format_gib,
+    "seconds": format_step_time,
+    "ratio": format_ratio,
+    "word": format_word,
+    "energy": format_energy,
+    "duration": format_duration,
+}

@@ -1,0 +1,68 @@
+"""What several reports are made of."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import yaml
+
+from launcher.report.model import Cell, Row, Verdict
+from launcher.report.numbers import FORMATS, NA, Unit, number
+
+
+def cell(value: object, unit: Unit, note: str = "") -> Cell:
+    """A value as its unit prints it, with all its digits beside."""
+    exact = value if isinstance(value, float) and math.isfinite(value) else None
+    return Cell(FORMATS[unit](value), note, exact)
+
+
+def words(label: str, text: object, note: str = "", *, topic: str = "", console: bool = True) -> Row:
+    """A row of one text."""
+    return Row(label, (Cell(NA if text is None or text == "" else str(text), note),), topic, console)
+
+
+def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | None]]:
+    """The x and the y of points; one without an x is left out, a y that is no number is a gap."""
+    numbers = [(number(x), number(y)) for x, y in pairs]
+    kept = [(x, y) for x, y in numbers if x is not None]
+    return [x for x, _ in kept], [y for _, y in kept]
+
+
+def first_line(text: object, otherwise: str = "cause not recorded") -> str:
+    """The first line of a text that may have many or none."""
+    return next((line for line in str(text or "").strip().splitlines() if line), otherwise)
+
+
+def other_version(file: str, version: int) -> list[Verdict]:
+    """A warning about a file that another program has written."""
+    text = f"{file} has schema version {version}; this page reads version 1."
+    return [] if version == 1 else [Verdict("warn", text)]
+
+
+def record_text(content: Mapping[str, Any], after: str = "") -> str:
+    """A nested record as YAML, and text `after` it."""
+    return (yaml.safe_dump(dict(content), sort_keys=False) if content else "not recorded") + after
+
+
+def environment_text(environment: Mapping[str, Any]) -> str:
+    """The environment as YAML, with the table of the GPUs' links as it was printed."""
+    rest = {key: value for key, value in environment.items() if key != "gpu_topology"}
+    return record_text(rest, str(environment.get("gpu_topology") or ""))
+
+
+def machine_line(environment: Mapping[str, Any], *front: str) -> str:
+    """Where and with what: `front`, then processor, torch, commit and date as far as they are known."""
+    versions = environment.get("versions")
+    torch = versions.get("torch") if isinstance(versions, Mapping) else None
+    commit = str(environment.get("git_commit") or "")[:10]
+    dirty = " + uncommitted changes" if environment.get("git_dirty") else ""
+    parts = [
+        *front,
+        str(environment.get("cpu_model") or ""),
+        f"torch {torch}" if torch is not None else "",
+        f"commit {commit}{dirty}" if commit else "",
+        str(environment.get("date") or ""),
+    ]
+    return " \u00b7 ".join(part for part in parts if part)

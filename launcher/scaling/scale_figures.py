@@ -1,0 +1,300 @@
+"""The figures of a scaling benchmark."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+from launcher.report.model import Axis, Bars, Boxes, Figure, Line, Mark, Rule
+from launcher.report.numbers import Unit, format_count, format_lr, format_step_time
+from launcher.report.quantities import at
+from launcher.results import Cell, FiveNumbers, Mode, RankTimes, Scaling
+from launcher.scaling.columns import SPLIT
+
+LOG_FROM = 16  # times the least N: above, N stands on a logarithmic axis
+MAX_RANKS = 16  # boxes of one cell
+PARTLY = "The axis does not start at 0."
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The cells that make one line of a figure, by world size. `index` is its colour in every figure."""
+
+    label: str
+    index: int
+    cells: Sequence[Cell]
+
+
+def runs_of(scaling: Scaling) -> list[Cell]:
+    """The cells that are no controls."""
+    return [cell for cell in scaling.cells if cell.kind == "run"]
+
+
+def modes(scaling: Scaling) -> list[Mode]:
+    """The modes of the run cells, weak first; a baseline that they share makes none alone."""
+    runs, shared = runs_of(scaling), _shared(scaling)
+    present = {cell.mode for cell in runs if cell.id != shared} or {cell.mode for cell in runs}
+    every: tuple[Mode, ...] = ("weak", "strong")
+    return [mode for mode in every if mode in present] or ["weak"]
+
+
+def baselines(scaling: Scaling, engine: str = "single") -> list[str]:
+    """The ids of the cells that the others are compared with: one for all modes, or one of each."""
+    ids = scaling.baselines.get(engine)
+    return ids if isinstance(ids, list) else [ids] if ids is not None else []
+
+
+def _shared(scaling: Scaling) -> str | None:
+    """The id of the baseline that all modes have in common."""
+    ids = baselines(scaling)
+    return ids[0] if len(ids) == 1 else None
+
+
+def groups(scaling: Scaling, mode: Mode) -> list[Group]:
+    """The lines of `mode`, the baseline among them; one engine, launcher, tensor and micro batch each."""
+    runs, shared = runs_of(scaling), _shared(scaling)
+    labels = _labels(runs)
+    order = list(dict.fromkeys(labels))
+    members: dict[str, list[Cell]] = {}
+    for cell, label in zip(runs, labels, strict=True):
+        if cell.mode == mode or cell.id == shared:
+            members.setdefault(label, []).append(cell)
+    return [
+        Group(label, order.index(label), sorted(cells, key=lambda cell: cell.world_size))
+        for label, cells in members.items()
+    ]
+
+
+def _labels(runs: Sequence[Cell]) -> list[str]:
+    """The engine of each cell, and what else tells it from the others."""
+    parts = [
+        {"launcher": c.launcher, "tensor": f"tensor {c.tensor}", "micro": f"micro batch {c.micro_batch}"}
+        for c in runs
+    ]
+    differ = [key for key in ("launcher", "tensor", "micro") if len({part[key] for part in parts}) > 1]
+    return [
+        ", ".join([cell.engine, *(str(part[key]) for key in differ)])
+        for cell, part in zip(runs, parts, strict=True)
+    ]
+
+
+def figures(scaling: Scaling) -> list[Figure]:
+    """The line plots, by mode, and those of the whole grid."""
+    by_mode = [
+        figure(scaling, mode)
+        for mode in modes(scaling)
+        for figure in (speedup, efficiency, communication, memory)
+    ]
+    return [*by_mode, bandwidth(scaling), loss(scaling)]
+
+
+def speedup(scaling: Scaling, mode: Mode) -> Figure:
+    """Against N, with the ideal line, the ceiling and the interval of the efficiency times N."""
+    members, x = groups(scaling, mode), _ranks_axis(scaling, mode)
+    sizes = list(x.ticks)
+    ceilings = _ceilings(members, times_n=True)
+    lines = [_line(group, "speedup", "efficiency_ci95", times_n=True) for group in members]
+    y = Axis(
+        "speed-up, throughput / throughput of one rank", "ratio", x.log, not x.log, sizes if x.log else ()
+    )
+    note = "Bands and whiskers: 95 % intervals over the repeats."
+    note += " Ceiling: as many ranks with every collective off." if ceilings else ""
+    ideal = Line("ideal", sizes, sizes, None, "dotted")
+    return Figure(f"Speed-up, {mode} scaling", [ideal, *ceilings, *lines], x, y, note=note)
+
+
+def efficiency(scaling: Scaling, mode: Mode) -> Figure:
+    """Against N, with the interval, the ceiling and 100 %."""
+    members = groups(scaling, mode)
+    lines = [_line(group, "efficiency", "efficiency_ci95") for group in members]
+    y = Axis("efficiency, throughput / (N x throughput of one rank)", "percent")
+    note = f"Bands and whiskers: 95 % intervals over the repeats. {PARTLY}"
+    traces = [*_ceilings(members), *lines]
+    title = f"Efficiency, {mode} scaling"
+    return Figure(title, traces, _ranks_axis(scaling, mode), y, levels=[Rule("100 %", 1.0)], note=note)
+
+
+def communication(scaling: Scaling, mode: Mode) -> Figure:
+    """What communication alone leaves: throughput over that of the ceiling."""
+    path = "communication_efficiency"
+    lines = [_line(group, path, f"{path}_ci95") for group in groups(scaling, mode)]
+    y = Axis("throughput / ceiling", "percent")
+    note = f"Efficiency = ceiling x communication efficiency. {PARTLY}"
+    title = f"Communication efficiency, {mode} scaling"
+    return Figure(title, lines, _ranks_axis(scaling, mode), y, levels=[Rule("100 %", 1.0)], note=note)
+
+
+def memory(scaling: Scaling, mode: Mode) -> Figure:
+    """The greatest rank as a line, every rank as a mark."""
+    traces = []
+    for group in groups(scaling, mode):
+        marks = [(cell.world_size, gib) for cell in group.cells for gib in _memory(cell)]
+        x, y = [float(n) for n, _ in marks], [gib for _, gib in marks]
+        traces += [
+            _line(group, "peak_memory_gib"),
+            Line(f"{group.label}, each rank", x, y, group.index, "marks"),
+        ]
+    axis = Axis("peak memory of a rank (GiB)", from_zero=True)
+    note = "Line: the greatest rank. Marks: every rank, or the least and the greatest of more than 16."
+    return Figure(f"Peak memory, {mode} scaling", traces, _ranks_axis(scaling, mode), axis, note=note)
+
+
+def bandwidth(scaling: Scaling) -> Figure:
+    """All-reduce bus bandwidth over message size; the sizes that DDP's buckets have are marked."""
+    lines = []
+    for index, link in enumerate(scaling.links):
+        points = sorted(link.points, key=lambda point: point.bytes)
+        x, y = [point.bytes for point in points], [point.busbw_gb_s for point in points]
+        label = f"{format_count(link.world_size)} ranks, {link.backend or 'backend not recorded'}"
+        lines.append(Line(label, x, y, index, "both"))
+    buckets = {point.bytes for link in scaling.links for point in link.points if point.bucket}
+    marks = [Mark("size of a gradient bucket", size) for size in sorted(buckets)]
+    x_axis, y_axis = Axis("message (bytes)", log=True), Axis("bus bandwidth (GB/s, 1e9)", from_zero=True)
+    note = "Bus bandwidth: bytes / time x 2 (N - 1) / N, what the slowest link carries."
+    return Figure("All-reduce bus bandwidth", lines, x_axis, y_axis, marks=marks, note=note)
+
+
+def loss(scaling: Scaling) -> Figure:
+    """The training loss of the cells that train the same model, drawn on top of each other, thick to thin."""
+    cells = compared(scaling)
+    lines = []
+    for i, cell in enumerate(cells):
+        curve = cell.loss.curve if cell.loss else []
+        width = max(1.0, 8.0 - 7.0 * i / max(1, len(cells) - 1))
+        lines.append(Line(cell.id, [t for t, _ in curve], [nats for _, nats in curve], i, width=width))
+    note = loss_note(scaling)
+    x, y = Axis("tokens"), Axis("loss (nats per masked token)", "nats")
+    return Figure("Training loss", lines, x, y, note=note, absent="" if "strong" in modes(scaling) else note)
+
+
+def compared(scaling: Scaling) -> list[Cell]:
+    """The run cells whose losses can be compared: strong scaling, and others with its global batch."""
+    runs = [cell for cell in runs_of(scaling) if cell.loss and cell.loss.curve]
+    batches = {cell.global_batch for cell in runs if cell.mode == "strong"}
+    return [cell for cell in runs if cell.global_batch in batches]
+
+
+def loss_note(scaling: Scaling) -> str:
+    """Whether the cells train the same model, with the numbers; or why that is not asked."""
+    runs = [cell for cell in runs_of(scaling) if cell.loss_agrees is not None]
+    if not runs and "strong" in modes(scaling):
+        return "No cell has a loss to compare."
+    if not runs:
+        return (
+            "Losses are not compared: under weak scaling the global batch grows with N, and the cells train "
+            "different models. Strong scaling compares them."
+        )
+    agree = [cell for cell in runs if cell.loss_agrees]
+    deviations = [abs(cell.loss_deviation) for cell in runs if cell.loss_deviation is not None]
+    greatest = f"; greatest relative deviation {format_lr(max(deviations))}" if deviations else ""
+    text = f"The loss of {len(agree)} of {len(runs)} compared cells agrees with the baseline's{greatest}."
+    others = [cell.id for cell in runs if not cell.loss_agrees]
+    return f"{text} Not of: {', '.join(others)}." if others else f"{text} One line means one model."
+
+
+def steps(scaling: Scaling, mode: Mode) -> Figure:
+    """A step in its parts of each run cell of a mode."""
+    cells = [cell for group in groups(scaling, mode) for cell in group.cells]
+    note = "A timed step, mean over the ranks. "
+    note += "Exposed communication is what the ceiling of the same cell does not have."
+    return _step_bars(f"Where a step's time goes, {mode} scaling", cells, note)
+
+
+def control_steps(scaling: Scaling, mode: Mode) -> Figure:
+    """The same of its controls."""
+    cells = [cell for cell in scaling.cells if cell.kind != "run" and cell.mode == mode]
+    note = "ceiling: every collective off; synthetic: without the loader"
+    return _step_bars(f"Where a step's time goes, {mode} scaling: controls", cells, note)
+
+
+def _step_bars(title: str, cells: Sequence[Cell], note: str) -> Figure:
+    timed = [cell for cell in cells if cell.split_s is not None]
+    bars = [
+        Bars(part.head, [_number(at(cell, part.path)) for cell in timed])
+        for part in SPLIT  # a part that is not known is not drawn
+    ]
+    totals = [sum(_number(at(cell, part.path)) or 0.0 for part in SPLIT) for cell in timed]
+    rows = [f"{cell.id}: {format_step_time(total)}" for cell, total in zip(timed, totals, strict=True)]
+    return Figure(title, bars, Axis("time of a step", "seconds"), Axis(""), rows, note=note)
+
+
+def rank_times(cell: Cell) -> Figure:
+    """A box for every rank: of its steps, and of its own work before the reduction."""
+    ranks = extremes(cell)
+    left_out = f"{len(ranks)} of {len(cell.ranks)} ranks: the fastest and the slowest."
+    traces = [Boxes("step", [_box(rank.step_time_s) for rank in ranks])]
+    if any(rank.own_work_s for rank in ranks):
+        traces.append(Boxes("own work, before the reduction", [_box(rank.own_work_s) for rank in ranks]))
+    rows = [f"rank {rank.rank}" for rank in ranks]
+    note = left_out if len(ranks) < len(cell.ranks) else ""
+    return Figure(cell.id, traces, Axis("time of a step", "seconds"), Axis(""), rows, note=note)
+
+
+def extremes(cell: Cell) -> list[RankTimes]:
+    """All of a few ranks; of many the ones with the least and the greatest median of their own work."""
+    if len(cell.ranks) <= MAX_RANKS:
+        return cell.ranks
+    ordered = sorted(cell.ranks, key=lambda rank: (rank.own_work_s or rank.step_time_s).median)
+    return sorted([*ordered[: MAX_RANKS // 2], *ordered[-MAX_RANKS // 2 :]], key=lambda rank: rank.rank)
+
+
+def _box(times: FiveNumbers | None) -> Mapping[str, float] | None:
+    return times.model_dump() if times else None
+
+
+def _memory(cell: Cell) -> list[float]:
+    every = [rank.peak_memory_gib for rank in cell.ranks]
+    return every if len(every) <= MAX_RANKS else [min(every), max(every)]
+
+
+def _ranks_axis(scaling: Scaling, mode: Mode) -> Axis:
+    sizes = sorted({float(cell.world_size) for group in groups(scaling, mode) for cell in group.cells})
+    unit: Unit = "count"
+    return Axis("N, ranks", unit, bool(sizes) and sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
+
+
+def _line(group: Group, path: str, interval: str = "", *, times_n: bool = False) -> Line:
+    """A line through `path` with the band of `interval`, which is `times_n` when the line is a speed-up."""
+    y = [_number(at(cell, path)) for cell in group.cells]
+    low, high = (
+        [_scaled(_number(at(cell, f"{interval}.{end}")), cell, times_n) for cell in group.cells]
+        if interval
+        else []
+        for end in ("low", "high")
+    )
+    return Line(group.label, _sizes(group), y, group.index, "both", low, high)
+
+
+def _ceilings(members: Sequence[Group], *, times_n: bool = False) -> list[Line]:
+    """The ceiling of each group; one for all where they have the same."""
+    lines = [
+        Line(
+            f"ceiling of {group.label}",
+            _sizes(group),
+            [_scaled(cell.ceiling_efficiency, cell, times_n) for cell in group.cells],
+            group.index,
+            "dashed",
+        )
+        for group in members
+    ]
+    lines = [line for line in lines if line.values]
+    heights: dict[float, set[float]] = {}
+    for line in lines:
+        for x, y in zip(line.x, line.y, strict=True):
+            heights.setdefault(x, set()).update([] if y is None else [y])
+    if lines and all(len(each) <= 1 for each in heights.values()):
+        points = sorted((x, y) for x, each in heights.items() for y in each)
+        return [Line("ceiling", [x for x, _ in points], [y for _, y in points], None, "dashed")]
+    return lines
+
+
+def _sizes(group: Group) -> list[float]:
+    return [float(cell.world_size) for cell in group.cells]
+
+
+def _scaled(value: float | None, cell: Cell, times_n: bool) -> float | None:
+    return value * cell.world_size if times_n and value is not None else value
+
+
+def _number(value: object) -> float | None:
+    return value if isinstance(value, (int, float)) else None

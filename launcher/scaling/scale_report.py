@@ -1,0 +1,347 @@
+"""A scaling benchmark as a Report, from scaling.json, partial or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from launcher.redact import redact
+from launcher.report.model import (
+    QUARTILES,
+    Cell,
+    Column,
+    Level,
+    Report,
+    Row,
+    Section,
+    Table,
+    Tile,
+    Verdict,
+)
+from launcher.report.numbers import (
+    NA,
+    format_count,
+    format_interval,
+    format_percent,
+    format_ratio,
+    format_si,
+    format_step_time,
+)
+from launcher.report.parts import cell, environment_text, first_line, machine_line, other_version, words
+from launcher.report.quantities import Quantity, at, table
+from launcher.results import Cell as GridCell
+from launcher.results import ComparedCell, Prediction, Scaling, VerdictKind
+from launcher.scaling import scale_figures
+from launcher.scaling.columns import TOPICS
+
+FILE = "scaling.json"
+LEVELS: dict[VerdictKind, Level] = {
+    "out_of_memory": "fail",
+    "failed": "fail",
+    "scales": "ok",
+    "fastest": "ok",
+    "one_repeat": "info",
+    "intervals_overlap": "info",
+    "no_single_cause": "info",
+}  # what is lost is a warning
+RESULT = (
+    Quantity("world_size", "N", "count"),
+    Quantity("status", "status", "word"),
+    Quantity("steps_per_s", "steps/s"),
+    Quantity("tokens_per_s", "tokens/s"),
+    Quantity("tokens_per_s_per_gpu", "per rank"),
+    Quantity("speedup", "speed-up", "ratio"),
+    Quantity("efficiency", "efficiency", "percent"),
+    Quantity("communication_efficiency", "comm.", "percent"),
+    Quantity("exposed_comm_fraction", "exposed", "percent"),
+    Quantity("data_wait_fraction", "data", "percent"),
+    Quantity("straggler_ratio", "slowest", "ratio"),
+    Quantity("peak_memory_gib", "memory", "gib"),
+    Quantity("mfu", "MFU", "percent"),
+    Quantity("mamfu", "MAMFU", "percent"),
+)
+RESULT_NOTE = (
+    "Rates over all ranks; speed-up, efficiency +- the farther end of its 95 % interval: against single on "
+    "one rank; comm.: throughput / ceiling; exposed, data: shares of a step that waits for gradients, for "
+    "data; slowest: own work of the slowest rank / median; memory: peak of the greatest rank."
+)
+RANKS_NOTE = (
+    "Box: quartiles; line: least and greatest. Every cell has its own time axis. The ranks wait for each "
+    "other, so a slow one shows in its own work."
+)
+MANY_CELLS = 6  # from which the boxes of their ranks fold
+SETTINGS = (
+    Quantity("model", "model", "word"),
+    Quantity("parameters", "parameters"),
+    Quantity("flops_per_token", "FLOPs per token, forward and backward"),
+    Quantity("sequence_length", "tokens per sequence", "count"),
+    Quantity("micro_batch", "micro batch, sequences", "count"),
+    Quantity("accumulation", "accumulation, micro batches per step", "count"),
+    Quantity("global_batch", "global batch of strong scaling, sequences", "count"),
+    Quantity("steps", "timed steps per repeat", "count"),
+    Quantity("warm_up", "warm-up steps before them", "count"),
+    Quantity("repeats", "repeats of a cell", "count"),
+    Quantity("gpus", "numbers of ranks", "word"),
+    Quantity("engines", "engines", "word"),
+    Quantity("launcher", "launcher", "word"),
+    Quantity("optimizer", "optimizer", "word"),
+    Quantity("precision", "precision", "word"),
+    Quantity("compiled", "compiled", "word"),
+    Quantity("device", "device", "word"),
+)
+REPEAT = (
+    Quantity("steps", "steps", "count"),
+    Quantity("steps_per_s", "steps/s"),
+    Quantity("tokens_per_s", "tokens/s"),
+    Quantity("step_time_s.median", "step, median", "seconds"),
+    Quantity("step_time_s.p95", "p95", "seconds"),
+)
+RANK = (
+    *(Quantity(f"step_time_s.{q}", f"step, {q}", "seconds") for q in QUARTILES),
+    *(Quantity(f"own_work_s.{q}", f"own work, {q}", "seconds") for q in QUARTILES),
+    Quantity("peak_memory_gib", "peak memory", "gib"),
+)
+LINK = (
+    Quantity("bytes", "bytes", "count"),
+    Quantity("seconds", "time", "seconds"),
+    Quantity("busbw_gb_s", "bus bandwidth, GB/s"),
+    Quantity("algbw_gb_s", "bytes / time, GB/s"),
+    Quantity("bucket", "a bucket's size", "word"),
+)
+PREDICTED = (
+    Quantity("tensor", "tensor", "count"),
+    Quantity("accumulation", "accumulation", "count"),
+    Quantity("global_batch", "global batch", "count"),
+    Quantity("step_time_s", "step", "seconds"),
+    Quantity("exposed_comm_fraction", "exposed communication", "percent"),
+    Quantity("tokens_per_s", "tokens/s"),
+    Quantity("speedup", "speed-up", "ratio"),
+    Quantity("efficiency", "efficiency", "percent"),
+)
+
+
+def scale_report(scaling: Scaling) -> Report:
+    """Findings worst first, figures, and every number of every cell."""
+    modes = scale_figures.modes(scaling)
+    return Report(
+        "bert-dp: scaling benchmark",
+        [_machine(scaling), _method(scaling)],
+        [*_ends(scaling), *_verdicts(scaling)],
+        _tiles(scaling),
+        [
+            Section("Result", tables=[_result(scaling)], notes=[RESULT_NOTE]),
+            Section("", scale_figures.figures(scaling), console=False),
+            *[section for mode in modes for section in _steps(scaling, mode)],
+            _ranks(scaling),
+            Section("All cells", tables=_cells(scaling), console=False),
+            *([_prediction(scaling, scaling.prediction)] if scaling.prediction else []),
+            Section("Settings", tables=[_settings(scaling)], console=False),
+            *_details(scaling),
+        ],
+    )
+
+
+def _machine(scaling: Scaling) -> str:
+    sizes, device = [c.world_size for c in scaling.cells], scaling.settings.device or "device not recorded"
+    count = f"up to {format_count(max(sizes))} x {device}" if sizes else device
+    return machine_line(scaling.environment, count)
+
+
+def _method(scaling: Scaling) -> str:
+    asked, ids = scaling.settings, ", ".join(scale_figures.baselines(scaling))
+    counts = [format_count(n) for n in (asked.repeats, asked.steps, asked.warm_up)]
+    return " \u00b7 ".join(
+        [
+            asked.model or "model not recorded",
+            f"{' and '.join(scale_figures.modes(scaling))} scaling",
+            f"{counts[0]} repeats of {counts[1]} steps after {counts[2]} of warm-up",
+            f"baseline: {scaling.baseline or NA} on one rank{f' ({ids})' if ids else ''}",
+        ]
+    )
+
+
+def _ends(scaling: Scaling) -> list[Verdict]:
+    """How the grid ended, and the cells without a result that no verdict is about."""
+    ok, pending = ([c for c in scaling.cells if c.status == status] for status in ("ok", "pending"))
+    judged = {verdict.cell for verdict in scaling.verdicts}
+    lost = [c for c in scaling.cells if c.status in ("oom", "failed") and c.id not in judged]
+    done = f"{len(ok)} of {len(scaling.cells)} cells have a result"
+    verdicts = []
+    if scaling.status != "complete" or pending:
+        verdicts.append(Verdict("warn", f"Partial: {done}, {len(pending)} have not run yet."))
+    if lost:
+        causes = [f"{c.id}: {c.status}: {first_line(c.cause)}" for c in lost]
+        verdicts.append(Verdict("fail", f"{done}; these ended without one.", causes))
+    return [*verdicts, *other_version(FILE, scaling.schema_version)]
+
+
+def _verdicts(scaling: Scaling) -> list[Verdict]:
+    """Each verdict once with the cells that it holds of, and the flags of cells; worst first."""
+    cells: dict[tuple[VerdictKind, str, str], list[str]] = {}
+    for verdict in scaling.verdicts:
+        note = f"{verdict.cell}: {verdict.evidence or NA}"
+        cells.setdefault((verdict.kind, verdict.verdict, verdict.next), []).append(note)
+    verdicts = []
+    for (kind, text, remedy), notes in cells.items():
+        advice = f" Next: {remedy}." if remedy not in ("", "nothing") else ""
+        verdicts.append(Verdict(LEVELS.get(kind, "warn"), f"{text[:1].upper()}{text[1:]}.{advice}", notes))
+    if flags := [f"{c.id}: {'; '.join(c.flags)}" for c in scaling.cells if c.flags]:
+        verdicts.append(Verdict("warn", "Flags: look at these numbers before using them.", flags))
+    order: Sequence[Level] = ("fail", "warn", "ok", "info")
+    return sorted(verdicts, key=lambda verdict: order.index(verdict.level))
+
+
+def _tiles(scaling: Scaling) -> list[Tile]:
+    runs = [c for c in scale_figures.runs_of(scaling) if c.tokens_per_s is not None]
+    best = max(runs, key=lambda c: (c.speedup or 0.0, c.world_size), default=None)
+    place = f"{best.id}, N = {format_count(best.world_size)}" if best else "no cell has run"
+    device = scaling.settings.device or "this device"
+    peaks = "data-sheet peak" if scaling.peak.datasheet_flops else f"data-sheet peak of {device} unknown"
+    measured = "matmul peak measured here" if scaling.peak.matmul_flops else "no matmul peak measured"
+    both = " / ".join(format_percent(at(best, path)) for path in ("mfu", "mamfu"))
+    own, sent = (
+        (
+            format_percent(at(best, path)),
+            f"95 % interval {format_interval(at(best, f'{path}_ci95'), format_percent)}",
+        )
+        for path in ("efficiency", "communication_efficiency")
+    )
+    return [
+        Tile("Best speed-up", format_ratio(at(best, "speedup")), place),
+        Tile("Efficiency", *own),
+        Tile("Communication efficiency", sent[0], f"of the ceiling; {sent[1]}"),
+        Tile("MFU / MAMFU", both, f"{peaks}; {measured}"),
+    ]
+
+
+def _result(scaling: Scaling) -> Table:
+    """The run cells; a rate per peak that no cell has needs no column."""
+    runs = scale_figures.runs_of(scaling)
+    shown = [q for q in RESULT if not q.path.endswith("mfu") or any(at(c, q.path) for c in runs)]
+    rows = [Row(c.id, [_with_spread(c, q) for q in shown]) for c in runs]
+    heads = [Column(q.head, text=q.unit == "word") for q in shown]
+    return Table(rows, heads, corner="cell", empty="no cells recorded")
+
+
+def _with_spread(run: GridCell, quantity: Quantity) -> Cell:
+    """The efficiency has the farther end of its interval beside it."""
+    value = cell(at(run, quantity.path), quantity.unit)
+    if quantity.path != "efficiency" or run.efficiency is None or run.efficiency_ci95 is None:
+        return value
+    low, high = run.efficiency_ci95
+    spread = 100 * max(high - run.efficiency, run.efficiency - low)
+    return Cell(f"{value.text} +-{spread:.1f}", exact=value.exact)
+
+
+def _steps(scaling: Scaling, mode: scale_figures.Mode) -> list[Section]:
+    controls = scale_figures.control_steps(scaling, mode)
+    sections = [Section("", [scale_figures.steps(scaling, mode)], console=False)]
+    if not controls.is_empty:
+        title = f"Controls of these cells, {mode} scaling"
+        sections.append(Section(title, [controls], folded=True, console=False))
+    return sections
+
+
+def _ranks(scaling: Scaling) -> Section:
+    boxes = [
+        figure for c in scale_figures.runs_of(scaling) if not (figure := scale_figures.rank_times(c)).is_empty
+    ]
+    folded = len(boxes) > MANY_CELLS
+    title = "Step times of each rank"
+    return Section(
+        title, boxes, notes=[RANKS_NOTE] if boxes else ["no data recorded"], folded=folded, console=False
+    )
+
+
+def _cells(scaling: Scaling) -> list[Table]:
+    """Every number of every cell, by topic, and why some have none."""
+    named = [(c.id, c) for c in scaling.cells]
+    topics = [
+        table(named, quantities, title=topic, corner="cell", empty="no cells recorded")
+        for topic, quantities in TOPICS.items()
+    ]
+    causes = [words(c.id, f"{c.status}: {c.cause}") for c in scaling.cells if c.cause]
+    return [*topics, *([Table(causes, title="Cells without a result")] if causes else [])]
+
+
+def _prediction(scaling: Scaling, prediction: Prediction) -> Section:
+    """What `bert-dp plan scaling` says: its prediction for each measured cell beside the measurement, its
+    rows for other numbers of ranks, and what it assumes."""
+    cells = {c.id: c for c in scaling.cells}
+    heads = (
+        "step, predicted",
+        "step, measured",
+        "95 % interval",
+        "difference",
+        "efficiency, predicted",
+        "efficiency, measured",
+        "95 % interval",
+    )
+    rows = [Row(row.cell, _beside(row, cells.get(row.cell))) for row in prediction.measured]
+    beside = Table(rows, [Column(head) for head in heads], corner="cell")
+    named = [(f"N = {format_count(row.world_size)}", row) for row in prediction.rows]
+    tables = [beside] if rows else []
+    tables += [table(named, PREDICTED, title="Predicted")] if named else []
+    return Section("Prediction and measurement", tables=tables, notes=prediction.assumptions, console=False)
+
+
+def _beside(row: ComparedCell, measured: GridCell | None) -> list[Cell]:
+    off = row.predicted_step_s / row.measured_step_s - 1 if row.measured_step_s else None
+    return [
+        cell(row.predicted_step_s, "seconds"),
+        cell(row.measured_step_s, "seconds"),
+        Cell(format_interval(row.ci95, format_step_time)),
+        cell(off, "percent"),
+        cell(row.predicted_efficiency, "percent"),
+        cell(row.measured_efficiency, "percent"),
+        Cell(format_interval(at(measured, "efficiency_ci95"), format_percent)),
+    ]
+
+
+def _settings(scaling: Scaling) -> Table:
+    """What was asked for, and the peaks that rates are divided by."""
+    flops = ("FLOP/s", scaling.peak.datasheet_flops, scaling.peak.matmul_flops)
+    rows = [Row(q.head, (cell(at(scaling.settings, q.path), q.unit),)) for q in SETTINGS]
+    rows += [
+        words("peak from the data sheet", format_si(flops[1], flops[0])),
+        words("matmul peak measured here", format_si(flops[2], flops[0])),
+    ]
+    if (profile := scaling.profile) is not None:
+        times = {
+            "forward": profile.forward_s,
+            "backward": profile.backward_s,
+            "optimizer": profile.optimizer_s,
+        }
+        parts = ", ".join(f"{name} {format_step_time(seconds)}" for name, seconds in times.items())
+        size = f"{format_count(len(profile.gradients))} tensors, {format_si(profile.size, 'B')}"
+        rows += [words("one rank, one micro batch", parts), words("gradients", size)]
+    rows += [
+        words("configuration hash", scaling.config_hash),
+        words("data hash", scaling.data_hash),
+        words("command", " ".join(scaling.command)),
+    ]
+    return Table(rows)
+
+
+def _details(scaling: Scaling) -> Iterable[Section]:
+    """What opens on a click: each repeat, each rank, each all-reduce, the environment."""
+    repeats = [(f"{c.id}: {repeat.run}", repeat) for c in scaling.cells for repeat in c.repeats]
+    ranks = [
+        (f"{c.id}, rank {format_count(rank.rank)}", rank)
+        for c in scaling.cells
+        for rank in scale_figures.extremes(c)
+    ]
+    links = [
+        (f"{format_count(link.world_size)} ranks, {link.backend}", point)
+        for link in scaling.links
+        for point in link.points
+    ]
+    tables = {
+        "Repeats": table(repeats, REPEAT),
+        "Ranks": table(ranks, RANK),
+        "All-reduce": table(links, LINK),
+    }
+    for title, each in tables.items():
+        if each.rows:
+            yield Section(title, tables=[each], folded=True, console=False)
+    environment = environment_text(redact(scaling.environment))
+    yield Section("Environment", text=environment, folded=True, console=False)

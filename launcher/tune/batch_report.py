@@ -1,0 +1,432 @@
+"""A search of the micro batch as a Report, from tune.json, partial or whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from bert_dp.cost import GIB
+from launcher.report.model import (
+    Axis,
+    Bars,
+    Figure,
+    Line,
+    Mark,
+    Report,
+    Row,
+    Rule,
+    Section,
+    Table,
+    Tile,
+    Verdict,
+)
+from launcher.report.numbers import (
+    NA,
+    format_count,
+    format_duration,
+    format_gib,
+    format_interval,
+    format_percent,
+    format_ratio,
+    format_si,
+)
+from launcher.report.parts import words
+from launcher.report.quantities import Quantity, at, table
+from launcher.results import (
+    BatchChoice,
+    BatchMemory,
+    Noise,
+    SizeResult,
+    SizeStatus,
+    TimedRun,
+    TriedSize,
+    TuneBatch,
+)
+from launcher.tune import curve
+from launcher.tune.search_report import ends, settings_sections, subtitle, use
+
+FAR = 3.0  # times what was measured: a limit or an end of an interval above is told, not drawn
+STEADY = (0.97, 1.03)  # of the first size's rate, when it runs again at the end
+LIMITS = {
+    "memory": "Larger sizes do not fit the memory of a rank.",
+    "budget": "The budget left no time for larger sizes; --budget raises it.",
+    "global batch": "Tried up to the largest size that the global batch allows.",
+}
+LOST: dict[SizeStatus, str] = {
+    "oom": "out of memory",
+    "over": "above the limit",
+    "thrash": "allocator retried",
+    "failed": "failed",
+}
+SIZES = (
+    Quantity("accumulation", "accum.", "count"),
+    Quantity("status", "status", "word"),
+    Quantity("samples_per_s", "sequences/s"),
+    Quantity("samples_per_s_ci95.low", "95 % from"),
+    Quantity("samples_per_s_ci95.high", "to"),
+    Quantity("relative", "of best", "percent"),
+    Quantity("predicted_gib", "predicted", "gib"),
+    Quantity("measured_gib", "peak", "gib"),
+)
+TRIED = (
+    Quantity("status", "status", "word"),
+    Quantity("predicted_gib", "peak, predicted", "gib"),
+    Quantity("measured_gib", "peak, measured", "gib"),
+    Quantity("rank", "of rank", "count"),
+)
+GOODPUT = (
+    Quantity("samples_per_s", "sequences/s"),
+    Quantity("efficiency", "efficiency", "percent"),
+    Quantity("goodput", "goodput"),
+    Quantity("low", "95 % from"),
+    Quantity("high", "to"),
+)
+SETTINGS = (
+    Quantity("global_batch", "global batch, sequences", "count"),
+    Quantity("sequence_length", "tokens per sequence", "count"),
+    Quantity("ranks", "ranks", "count"),
+    Quantity("dp", "replicas (dp)", "count"),
+    Quantity("tensor", "tensor-parallel size", "count"),
+    Quantity("engine", "engine", "word"),
+    Quantity("launcher", "launcher", "word"),
+    Quantity("device", "device", "word"),
+    Quantity("trials", "trials", "count"),
+    Quantity("seconds", "time", "duration"),
+    Quantity("budget_s", "budget", "duration"),
+    Quantity("trial_samples", "sequences in a trial's step", "count"),
+    Quantity("order", "order of the trials, micro batches", "word"),
+    Quantity("drift.ratio", "first size, last rate / first", "ratio"),
+)
+
+
+def batch_report(tune: TuneBatch, folder: Path) -> Report:
+    """The choice and what makes it less than certain, figures, and every size. `folder` holds tune.json."""
+    length, engine = format_count(tune.sequence_length), tune.engine or "engine not recorded"
+    method = [
+        f"global batch {format_count(tune.global_batch)}, sequences of {length} tokens",
+        f"{engine} on {format_count(tune.ranks)} ranks",
+        f"{format_count(tune.trials)} trials in {format_duration(tune.seconds)}",
+    ]
+    return Report(
+        "bert-dp: tuned micro batch",
+        subtitle(tune, method, tune.device),
+        [*ends(tune), *_lost(tune), _choice(tune, folder), _noise(tune), *_goodput_verdict(tune)],
+        _tiles(tune),
+        [
+            Section("Sizes", tables=[_sizes(tune)]),
+            Section("", [throughput(tune), memory(tune), memory_parts(tune), goodput(tune)], console=False),
+            *_details(tune),
+            *settings_sections(tune, SETTINGS),
+        ],
+    )
+
+
+# --- findings
+
+
+def _lost(tune: TuneBatch) -> list[Verdict]:
+    """The sizes that have no throughput, and why."""
+    why = [
+        f"micro batch {format_count(s.micro_batch)}: {s.status}: {s.why}" for s in tune.sizes or () if s.why
+    ]
+    return [Verdict("info", "Sizes without a throughput:", why)] if why else []
+
+
+def _choice(tune: TuneBatch, folder: Path) -> Verdict:
+    choice = tune.choice
+    if choice is None:
+        return Verdict("warn", "No micro batch was chosen.")
+    micro, best = format_count(choice.micro_batch), format_count(choice.best_micro_batch)
+    share = "the best" if micro == best else f"{format_percent(choice.share_of_best)} of the best ({best})"
+    rate = format_si(choice.samples_per_s, "sequences/s")
+    text = f"Micro batch {micro}, accumulation {format_count(choice.accumulation)}: {rate}, {share}."
+    doubts = _doubts(tune, choice)
+    why = f"{choice.why[:1].upper()}{choice.why[1:]}." if choice.why else ""
+    cached = "From the cache: nothing was run anew; --fresh measures again." if tune.cached else ""
+    limit = LIMITS.get(choice.limited_by or "", "")
+    parts = (tune.memory and tune.memory.parts_gib) or {}
+    made = ", ".join(f"{name} {format_gib(gib)}" for name, gib in parts.items())
+    needs = f"Memory of a rank at this size: {made}." if made else ""
+    notes = [note for note in (why, limit, needs, *doubts, cached, use(folder)) if note]
+    return Verdict("warn" if doubts else "ok", text, notes)
+
+
+def _doubts(tune: TuneBatch, choice: BatchChoice) -> list[str]:
+    """What makes the choice less than certain."""
+    doubts = []
+    if choice.not_settled:
+        unsure = ", ".join(map(format_count, choice.not_settled))
+        doubts.append(f"Not settled: micro batch {unsure} may also reach 97 % of the best; raise --budget.")
+    if (drift := tune.drift) is not None and not STEADY[0] <= drift.ratio <= STEADY[1]:
+        doubts.append(
+            f"The machine drifted: micro batch {format_count(drift.micro_batch)} ran at "
+            f"{format_si(drift.first, 'sequences/s')} first and at {format_si(drift.last, 'sequences/s')} "
+            f"last, {format_ratio(drift.ratio)} of it."
+        )
+    return doubts
+
+
+def _noise(tune: TuneBatch) -> Verdict:
+    """The noise scale with its equation and its steps; or why there is none."""
+    noise = tune.noise
+    if noise is None:
+        return Verdict("info", "Noise scale: not measured.")
+    if noise.noise_scale is None or noise.interval is None:
+        return Verdict("info", f"Noise scale: inconclusive: {noise.why or NA}.")
+    equal = f" = {noise.trace:.3g} / {noise.grad_sq:.3g}" if noise.trace and noise.grad_sq else ""
+    interval = format_interval(noise.interval, format_si)
+    text = f"Noise scale: {format_si(noise.noise_scale)} sequences, 95 % interval {interval}."
+    start = f"from {noise.init_from}" if noise.init_from else "from random weights"
+    notes = [
+        f"B_simple = tr(Sigma) / |G|^2{equal}, {format_count(noise.steps)} of {format_count(noise.of_steps)} "
+        f"steps {start}; it grows in training."
+    ]
+    if (declared := _declared(tune)) is not None:
+        worth = format_percent(1 / (1 + declared / noise.noise_scale))
+        notes.append(
+            f"In the declared batch of {format_count(declared)} a sequence is worth {worth} of one in a "
+            "small batch."
+        )
+    return Verdict("info", text, notes)
+
+
+def _goodput_verdict(tune: TuneBatch) -> list[Verdict]:
+    """What the recommended global batch gains, and what it asks for."""
+    if (gain := tune.goodput) is None:
+        return []
+    text = f"Goodput (throughput x what a sequence is worth) is greatest at {format_count(gain.recommended)} "
+    text += f"sequences, {format_percent(gain.gain)} above the declared {format_count(gain.declared)}."
+    ends_of = " and ".join(map(format_count, gain.recommended_interval))
+    notes = [f"At the ends of the noise scale's interval: {ends_of}."]
+    if gain.at_edge:
+        notes.append("It is the end of what was looked at, not known to be the top.")
+    if gain.recommended != gain.declared:
+        notes.append("The global batch never changes by itself, and another one wants another learning rate.")
+    return [Verdict("info", text, notes)]
+
+
+def _tiles(tune: TuneBatch) -> list[Tile]:
+    choice, memory_, noise, gain = tune.choice, tune.memory or BatchMemory(), tune.noise, tune.goodput
+    sizes = {size.micro_batch: size for size in tune.sizes or ()}
+    chosen = sizes.get(choice.micro_batch) if choice else None
+    rate = choice.samples_per_s if choice else None
+    tokens = format_si(rate * tune.sequence_length if rate and tune.sequence_length else None, "tokens/s")
+    interval = format_interval(at(chosen, "samples_per_s_ci95"), format_si)
+    limit = f"{format_gib(memory_.limit_gib)} ({memory_.limit_of or NA})"
+    scale = noise and _interval_of(noise)
+    return [
+        Tile(
+            "Micro batch",
+            format_count(choice and choice.micro_batch),
+            f"sequences per replica; accumulation {format_count(choice and choice.accumulation)}",
+        ),
+        Tile("Throughput", format_si(rate, "seq/s"), f"{tokens}, all ranks; 95 % interval {interval}"),
+        Tile("Peak memory", format_gib(chosen and chosen.measured_gib), f"greatest rank; it may use {limit}"),
+        Tile(
+            "Noise scale",
+            format_si(noise.noise_scale) if noise and scale else "inconclusive",
+            f"sequences; 95 % interval {scale}" if scale else (noise and noise.why) or "not measured",
+        ),
+        Tile(
+            "Recommended global batch",
+            format_count(gain and gain.recommended),
+            f"goodput {format_percent(gain.gain)} above that of the declared {format_count(gain.declared)}"
+            if gain
+            else "needs a noise scale",
+        ),
+    ]
+
+
+def _interval_of(noise: Noise) -> str:
+    return format_interval(noise.interval, format_si) if noise.interval else ""
+
+
+def _declared(tune: TuneBatch) -> int | None:
+    return tune.goodput.declared if tune.goodput else tune.global_batch
+
+
+# --- figures
+
+
+def throughput(tune: TuneBatch) -> Figure:
+    """Against the micro batch, with its interval, every run, and what a smaller size must reach."""
+    sizes = _by_micro(tune)
+    runs = [(float(s.micro_batch), rate) for s in sizes for run in s.runs if (rate := run_rate(tune, run))]
+    rates = [rate for rate in (*(s.samples_per_s for s in sizes), *(rate for _, rate in runs)) if rate]
+    top = FAR * max(rates, default=0.0)
+    ends_of = [s.samples_per_s_ci95 or (None, None) for s in sizes]
+    cut = any(high is not None and high > top for _, high in ends_of)
+    line = Line(
+        "median, 95 % within its runs",
+        [float(s.micro_batch) for s in sizes],
+        [s.samples_per_s for s in sizes],
+        0,
+        "both",
+        [low for low, _ in ends_of],
+        [None if high is None else min(high, top) for _, high in ends_of],
+    )
+    marks = Line("each run", [micro for micro, _ in runs], [rate for _, rate in runs], 1, "marks")
+    x = Axis("micro batch (sequences)", "count", log=True, ticks=line.x)
+    y = Axis("sequences/s, all ranks", from_zero=True)
+    best = tune.choice.best_samples_per_s if tune.choice else None
+    share = f"{format_percent(curve.WITHIN)} of the best"
+    levels = [Rule(share, curve.WITHIN * best, left=True)] if best else []
+    lost = [
+        f"{format_count(s.micro_batch)} ({LOST.get(s.status, 'not run')})"
+        for s in sizes
+        if s.samples_per_s is None
+    ]
+    note = "At the declared global batch; accumulation follows the micro batch."
+    note += f" Without a throughput: {', '.join(lost)}." if lost else ""
+    note += f" Ends of intervals above {format_si(top)} are drawn there." if cut else ""
+    title = "Throughput against micro batch"
+    return Figure(title, [line, marks], x, y, levels=levels, marks=_chosen(tune), note=note)
+
+
+def run_rate(tune: TuneBatch, run: TimedRun) -> float | None:
+    """Sequences/s of one run at the declared global batch, as `curve.rate` has it for a size."""
+    if not tune.trial_samples or not run.step_s:
+        return None
+    more = (tune.global_batch or tune.trial_samples) / tune.trial_samples - 1
+    passes = sum(max(0.0, seconds - run.exposed_s) for seconds in run.forward_backward_s)
+    return (1 + more) * tune.trial_samples * len(run.step_s) / (sum(run.step_s) + more * passes)
+
+
+def memory(tune: TuneBatch) -> Figure:
+    """The predicted line, what runs measured, what did not fit, and what a rank may use."""
+    of = tune.memory or BatchMemory()
+    tried: Sequence[TriedSize | SizeResult] = [*of.tried, *_by_micro(tune)]
+    measured = sorted(
+        {(float(s.micro_batch), s.measured_gib) for s in tried if s.status == "ok" and s.measured_gib}
+    )
+    lost: dict[str, list[tuple[float, float]]] = {}
+    for size in of.tried:
+        gib = size.measured_gib or size.predicted_gib
+        if size.status != "ok" and gib is not None:
+            lost.setdefault(LOST[size.status], []).append((float(size.micro_batch), gib))
+    sizes = sorted({float(s.micro_batch) for s in tried})
+    traces = [_marks("measured, greatest rank", measured, 1)]
+    traces += [_marks(label, points, 3 + i) for i, (label, points) in enumerate(lost.items())]
+    if (line := predicted(of)) is not None and sizes:
+        most = sizes[-1]
+        if of.predicted_limit and most < of.predicted_limit <= FAR * most:
+            most = float(of.predicted_limit)
+        traces.insert(0, Line("predicted", [0.0, most], [line[0], line[0] + line[1] * most], 0, "dashed"))
+    levels, far = _limits(of, max([value for trace in traces for value in trace.values], default=0.0))
+    x = Axis("micro batch (sequences)", "count", from_zero=True)
+    y = Axis("peak memory of a rank (GiB)", from_zero=True)
+    note = _line_note(of, line) + far
+    title = "Peak memory against micro batch"
+    return Figure(title, traces, x, y, levels=levels, marks=_chosen(tune), note=note)
+
+
+def predicted(of: BatchMemory) -> tuple[float, float] | None:
+    """(GiB at no sequence, GiB a sequence) of the line."""
+    if of.line is None or of.constant_gib is None:
+        return None
+    return of.constant_gib + of.line.intercept_bytes / GIB, of.line.bytes_per_sequence / GIB
+
+
+def memory_parts(tune: TuneBatch) -> Figure:
+    """The peak of the chosen size in its parts, GiB."""
+    parts = (tune.memory and tune.memory.parts_gib) or {}
+    source = tune.memory and tune.memory.line and tune.memory.line.source
+    micro = tune.choice.micro_batch if tune.choice else None
+    rows = [f"micro batch {format_count(micro)}: {format_gib(sum(parts.values()))}"]
+    bars = [Bars(name, [gib]) for name, gib in parts.items()]
+    note = f"Counted without running ({source or 'source not recorded'}), at the peak of a step."
+    x = Axis("peak memory at the chosen size", "gib")
+    return Figure("What the memory of a rank is made of", bars, x, Axis(""), rows, note=note)
+
+
+def goodput(tune: TuneBatch) -> Figure:
+    """Throughput x efficiency against the global batch, with the declared and the recommended one."""
+    points = sorted(tune.goodput.points, key=lambda p: p.global_batch) if tune.goodput else []
+    x = [float(point.global_batch) for point in points]
+    low, high = [point.low for point in points], [point.high for point in points]
+    traces = [
+        Line("goodput, 95 % interval", x, [point.goodput for point in points], 0, "both", low, high),
+        Line("throughput", x, [point.samples_per_s for point in points], None, "dashed"),
+    ]
+    marks = []
+    if tune.goodput is not None:
+        marks = [
+            Mark("declared global batch", tune.goodput.declared),
+            Mark("recommended", tune.goodput.recommended),
+        ]
+    axis = Axis("global batch (sequences)", "si", log=True, ticks=x)
+    y = Axis("sequences/s, worth as in the declared batch", from_zero=True)
+    absent = "No noise scale, so no goodput."
+    return Figure("Goodput against global batch", traces, axis, y, marks=marks, absent=absent)
+
+
+def _marks(label: str, points: Sequence[tuple[float, float]], colour: int) -> Line:
+    return Line(label, [x for x, _ in points], [y for _, y in points], colour, "marks")
+
+
+def _limits(of: BatchMemory, highest: float) -> tuple[list[Rule], str]:
+    """What a rank may use, as lines; or in words, where that is far above all that was measured."""
+    limit = of.limit_gib
+    if limit is None:
+        return [], " No limit is known."
+    if highest and limit > FAR * highest:
+        return [], f" The limit, {format_gib(limit)}, is far above."
+    levels = [Rule(f"limit {format_gib(limit)}", limit)]
+    if of.spare:
+        left = limit * (1 - of.spare)
+        levels.append(Rule(f"less {format_percent(of.spare)} spare: {format_gib(left)}", left, left=True))
+    return levels, ""
+
+
+def _line_note(of: BatchMemory, line: tuple[float, float] | None) -> str:
+    if line is None or of.line is None:
+        return "No line was made."
+    return (
+        f"Predicted: {format_gib(line[0])} + {1024 * line[1]:.3g} MiB a sequence "
+        f"({of.line.source or 'source not recorded'}; the program's own {format_gib(of.constant_gib)} "
+        f"measured in one real step). Largest micro batch within the limit: "
+        f"{format_count(of.predicted_limit)}."
+    )
+
+
+def _chosen(tune: TuneBatch) -> list[Mark]:
+    micro = tune.choice.micro_batch if tune.choice else None
+    return [Mark(f"chosen: micro batch {format_count(micro)}", micro)] if micro else []
+
+
+def _by_micro(tune: TuneBatch) -> list[SizeResult]:
+    return sorted(tune.sizes or (), key=lambda size: size.micro_batch)
+
+
+# --- tables
+
+
+def _sizes(tune: TuneBatch) -> Table:
+    named = [(format_count(size.micro_batch), size) for size in _by_micro(tune)]
+    return table(named, SIZES, corner="micro batch", empty="no size was measured")
+
+
+def _details(tune: TuneBatch) -> list[Section]:
+    """What memory was tried, every run, every global batch."""
+    tried = [(format_count(size.micro_batch), size) for size in (tune.memory.tried if tune.memory else ())]
+    points = [(format_count(p.global_batch), p) for p in (tune.goodput.points if tune.goodput else ())]
+    runs = [_run(tune, run) for size in _by_micro(tune) for run in size.runs]
+    tables = {
+        "Memory tried": table(tried, TRIED, corner="micro batch"),
+        "Runs": Table(runs),
+        "Global batches": table(points, GOODPUT, corner="global batch"),
+    }
+    return [
+        Section(title, tables=[each], folded=True, console=False)
+        for title, each in tables.items()
+        if each.rows
+    ]
+
+
+def _run(tune: TuneBatch, run: TimedRun) -> Row:
+    step = format_duration(sum(run.step_s) / len(run.step_s)) if run.step_s else NA
+    peak = format_gib(max(run.peak_gib, default=None))
+    rate = format_si(run_rate(tune, run), "sequences/s")
+    note = f"{format_count(len(run.step_s))} timed steps of {step}, peak {peak} on the greatest rank"
+    note += f", {format_count(run.alloc_retries)} allocator retries" if run.alloc_retries is not None else ""
+    return words(run.name, rate, note)

@@ -1,0 +1,239 @@
+"""What holds of every report, on the page and on the console."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher.datasets import shards_report
+from launcher.doctor import Finding, doctor_report
+from launcher.environment import probe
+from launcher.report import html
+from launcher.report.drawing import HOVER, numbers_of
+from launcher.report.model import Axis, Bars, Figure, Line, Report, Section, Table, Verdict
+from launcher.report.numbers import format_plain
+from launcher.report.run_report import of_directories
+from launcher.scaling.scale_report import scale_report
+from tests.report_fixture import (
+    HOSTILE,
+    figures_of,
+    make_run,
+    read_page,
+    shown,
+    unfolded,
+    with_strings,
+)
+from tests.scaling_fixture import nulls, scaling
+from tests.tune_fixture import batch, lr, transfer, unmeasured
+from tests.unit.test_scale_report import parsed
+from tests.unit.test_tune_reports import of
+
+SHARDS: dict[str, Any] = {
+    "manifest": {
+        "sequence_length": 128,
+        "vocab_size": 4096,
+        "unigram_entropy_nats": 6.75,
+        "uniform_entropy_nats": 8.3178,
+        "train": {"documents": 1200, "tokens": 128_000, "sequences": 1000, "shards": [{}]},
+        "held_out": {"documents": 12, "tokens": 1280, "sequences": 10, "shards": [{}]},
+        "dropped": {"empty": 3, "tokens_per_char": 0, "exact_duplicate": 7, "near_duplicate": 0},
+    },
+    "tokens_per_document": 106.7,
+    "frequent_tokens": [{"token": f"[red]{i}", "id": i, "share": 0.05} for i in range(20)],
+    "samples": ["a [bold]sample[/bold]\x1b[31m\nof text", "x" * 1000],
+    "problems": [],
+}
+FINDINGS = [Finding("ok", "python"), Finding("fail", "no torch", "ranks stop", "pip install [torch]")]
+FAILED = {"status": "failed", "exit_code": 1, "cause": "rank 1: no", "fix": ["do", "or do"]}
+
+MAKERS: dict[str, Callable[[Path], Report]] = {
+    "run": lambda path: of_directories([make_run(path / "run")]),
+    "failed run": lambda path: of_directories([make_run(path / "run", summary=FAILED)]),
+    "runs": lambda path: of_directories([make_run(path / "a" / "run"), make_run(path / "b" / "run", seed=7)]),
+    "empty run": lambda path: of_directories([path]),
+    "doctor": lambda path: doctor_report(probe(path), FINDINGS),
+    "shards": lambda path: shards_report(SHARDS),
+    "scaling": lambda path: scale_report(parsed(scaling(modes=("weak", "strong"), prediction=True))),
+    "scaling, begun": lambda path: scale_report(parsed(nulls())),
+    "batch": lambda path: of(batch()),
+    "rate": lambda path: of(lr(transfer=transfer())),
+    "search, begun": lambda path: of(unmeasured()),
+}
+
+
+@pytest.fixture(params=MAKERS, ids=str)
+def report(request: pytest.FixtureRequest, tmp_path: Path) -> Report:
+    return MAKERS[request.param](tmp_path)
+
+
+def tables_of(report: Report) -> list[Table]:
+    return [table for section in report.sections for table in section.tables]
+
+
+def test_the_page_is_one_file_that_runs_our_scripts_alone(report: Report) -> None:
+    page = read_page(report)
+    assert "scattergl" not in json.dumps(page.data)
+    assert "n/a" not in json.dumps([trace.get("x") for figure in page.data for trace in figure["data"]])
+
+
+def test_page_and_console_carry_the_same_findings(report: Report) -> None:
+    page, console = read_page(report).text, unfolded(shown(report))
+    texts = [text for v in report.verdicts for text in (v.name, v.text, *v.notes)]
+    assert texts
+    for text in texts:
+        assert unfolded([text]) in page
+        assert unfolded([text]) in console
+
+
+def test_every_figure_has_a_table_of_its_numbers(report: Report) -> None:
+    page = read_page(report).text
+    for figure in [figure for figure in figures_of(report) if not figure.is_empty]:
+        printed = " ".join(cell.text for row in numbers_of(figure).rows for cell in row.cells)
+        for value in [value for trace in figure.traces for value in trace.values]:
+            assert format_plain(value) in printed
+        for row in numbers_of(figure).rows[:3]:
+            assert unfolded([row.label, *(cell.text for cell in row.cells)]) in page
+
+
+def test_rows_have_a_cell_for_every_column(report: Report) -> None:
+    for table in tables_of(report):
+        assert {len(row.cells) for row in table.rows} <= {len(table.columns) or 1}
+
+
+def test_the_console_keeps_to_its_width(report: Report) -> None:
+    for width in (60, 80, 120):
+        assert max(map(len, shown(report, width))) <= width
+
+
+def test_hostile_text_stays_text(report: Report) -> None:
+    evil = with_strings(report, lambda text: HOSTILE + text)
+    page = read_page(evil)
+    whole = html.html(evil)
+    assert "<script>alert" not in whole.replace(*_scripts(page.scripts))
+    assert not re.search(r"[\x00\x1b]", re.sub(r"<script.*</script>", "", whole, flags=re.DOTALL))
+    assert "<script>alert(1)" in page.text
+    texts = [text for figure in page.data for text in strings({**figure, "name": "", "switch": ""})]
+    assert {text for text in texts if "<" in text} <= {HOVER}  # plotly would read it as a tag
+    assert "\\u001b" not in json.dumps(page.data)
+    assert "\x1b" not in "\n".join(shown(evil))
+
+
+def strings(tree: Any) -> list[str]:
+    if isinstance(tree, dict):
+        return [text for child in tree.values() for text in strings(child)]
+    if isinstance(tree, list):
+        return [text for child in tree for text in strings(child)]
+    return [tree] if isinstance(tree, str) else []
+
+
+def _scripts(scripts: list[str]) -> tuple[str, str]:
+    return ("".join(scripts[:1]) or "\x00", "")
+
+
+def test_nothing_measured_is_never_zero(report: Report) -> None:
+    assert not re.search(r"\b(None|nan|inf)\b", read_page(report).text + unfolded(shown(report)))
+
+
+# --- parts of the page
+
+
+def of_figure(*traces: Line | Bars, rows: tuple[str, ...] = (), **changes: Any) -> Report:
+    figure = Figure("title", traces, Axis("x"), Axis("y"), rows, **changes)
+    return Report("report", sections=[Section("", [figure])])
+
+
+def test_a_figure_without_a_measured_number_says_why() -> None:
+    ideal = Line("ideal", [1.0, 2.0], [1.0, 2.0], style="dotted")
+    for traces in ([ideal], [Line("a", [1.0], [None])], [Bars("part", [0.0, None])]):
+        rows = ("a", "b") if isinstance(traces[0], Bars) else ()
+        assert "no data recorded" in read_page(of_figure(*traces, rows=rows)).text
+    assert "not asked" in read_page(of_figure(ideal, absent="not asked")).text
+
+
+def test_a_line_is_drawn_with_its_gaps_its_band_and_its_whiskers() -> None:
+    line = Line(
+        "a", [1, 2, 3, 4], [1.0, None, 3.0, 4.0], 9, "both", [0.5, None, 2.0, 3.5], [2.0, None, 4.0, 4.5]
+    )
+    band, drawn = read_page(of_figure(line)).data[0]["data"]
+    assert drawn["y"] == [1.0, None, 3.0, 4.0]
+    assert drawn["error_y"]["array"] == [1.0, None, 1.0, 0.5]
+    assert drawn["error_y"]["arrayminus"] == [0.5, None, 1.0, 0.5]
+    assert band["x"] == [1, 1, None, 3, 4, 4, 3]
+    assert band["y"] == [2.0, 0.5, None, 4.0, 4.5, 3.5, 2.0]
+    assert drawn["marker"]["symbol"] != "circle"  # its colour is that of another line
+    assert drawn["line"]["color"] == "c1"
+
+
+def test_lines_of_one_name_stand_in_the_legend_once() -> None:
+    lines = [Line("seed", [1.0], [float(i)], 0) for i in range(3)]
+    drawn = read_page(of_figure(*lines)).data[0]["data"]
+    assert [trace["showlegend"] for trace in drawn] == [True, False, False]
+    table = numbers_of(figures_of(of_figure(*lines))[0])
+    assert [cell.text for row in table.rows for cell in row.cells] == ["0; 1; 2"]
+
+
+def test_bars_are_stacked_in_their_rows() -> None:
+    page = read_page(of_figure(Bars("x", [1.0, 2.0]), Bars("y", [3.0, None]), rows=("a", "b")))
+    assert [trace["x"] for trace in page.data[0]["data"]] == [[1.0, 2.0], [3.0, 0.0]]
+    assert [note["text"] for note in page.data[0]["layout"]["annotations"]] == ["a", "b"]
+
+
+def test_the_rest_of_many_notes_folds() -> None:
+    report = Report("r", verdicts=[Verdict("warn", "text", [f"note {i}" for i in range(9)])])
+    assert "3 more" in read_page(report).text
+    assert "more" not in read_page(dataclasses.replace(report, verdicts=[Verdict("ok", "t", ["n"])])).text
+
+
+# --- a page that cannot be written
+
+
+def test_a_page_that_cannot_be_written_is_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert not html.write_or_warn(Report("r"), tmp_path / "file" / "report.html")
+    assert f"warning: the page {tmp_path / 'file' / 'report.html'} was not written" in capsys.readouterr().err
+    assert html.write_or_warn(Report("r"), tmp_path / "new" / "report.html")
+    assert [path.name for path in (tmp_path / "new").iterdir()] == ["report.html"]
+
+
+def test_only_a_page_is_replaced(tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    html.write(Report("r"), out)
+    assert html.target_issues(out) == []
+    out.write_text("<html>mine</html>")
+    assert "no page of bert-dp" in html.target_issues(out)[0]
+
+
+# --- doctor and shards
+
+
+def test_doctor_names_the_consequence_and_the_fix(tmp_path: Path) -> None:
+    lines = shown(doctor_report(probe(tmp_path), FINDINGS), 120)
+    assert lines[1:] == ["ok   python", "fail no torch", "  causes: ranks stop", "  fix: pip install [torch]"]
+
+
+def test_shards() -> None:
+    text = unfolded(shown(shards_report(SHARDS), 100))
+    for words in (
+        "ok sound: every hash",
+        "train 1,200 128,000 1,000 1",
+        "6.7500 nats, per held-out token",
+        "8.3178 nats",
+        "107 tokens, mean of the training set",
+        "3 without a token, 7 exact duplicates",
+        "[red]0 5.0 %, [red]1 5.0 %",
+        "a [bold]sample[/bold] of text",
+    ):
+        assert words in text
+    assert "x" * 301 not in text.replace(" ", "")
+    problem = "train-00000.bin: expected SHA-256 ab, found cd [x]"
+    damaged = unfolded(shown(shards_report({**SHARDS, "problems": [problem]})))
+    assert f"fail damaged: {problem}" in damaged
+    assert "sound" not in damaged

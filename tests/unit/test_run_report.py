@@ -1,0 +1,261 @@
+"""The report of a run directory, whole, crashed or hostile, and of several beside each other."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bert_dp import record
+from launcher.report.model import Report
+from launcher.report.run_report import of_directories
+from tests.report_fixture import SUMMARY, figure_of, make_run, metrics, read_page, shown, unfolded
+
+
+def rows_of(report: Report, title: str = "Numbers") -> dict[tuple[str, str], list[str]]:
+    """Topic and label -> the value and its note in each column."""
+    section = next(section for section in report.sections if section.title == title)
+    rows = [row for table in section.tables for row in table.rows]
+    return {(row.topic, row.label): [f"{c.text} | {c.note}" for c in row.cells] for row in rows}
+
+
+def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", summary={"energy_j": 4096.0, "straggler_ratio": 1.05})
+    rows = [(*key, cells[0]) for key, cells in rows_of(of_directories([run])).items()]
+    ratio = "own work of the slowest rank / median of the others, before any gradient reduction"
+    outcome, work, rates, time = "Outcome", "Work", "Throughput", "Time (rank 0)"
+    assert rows == [
+        (outcome, "status", "done | exit code 0"),
+        (outcome, "cause", "none recorded | "),
+        (outcome, "held-out loss", "6.2500 nats | mean over held-out masked tokens"),
+        (outcome, "unigram entropy", "6.7500 nats | no context; held-out loss is 0.5000 nats below"),
+        (outcome, "ln V", "8.3178 nats | uniform guess; held-out loss is 2.0678 nats below"),
+        (outcome, "training loss, last", "6.0000 nats | mean over all ranks"),
+        (work, "optimizer steps", "100 | one step = global batch 64 = micro 16 x accumulation 2 x dp 2"),
+        (work, "samples", "6,400 | sequences over all ranks"),
+        (work, "tokens", "819,200 | over all ranks"),
+        (work, "skipped steps", "2 | 2.0 % of the steps; gradient norm not finite"),
+        (work, "parameters", "1.23 M | precision fp32, eager"),
+        (rates, "optimizer steps", "2 steps/s | of the whole job"),
+        (rates, "global steps", "8 global steps/s | accumulation 2 x dp 2 micro batches per optimizer step"),
+        (rates, "samples", "128 samples/s | summed over 2 CPU ranks"),
+        (rates, "tokens", "16.4 k tokens/s | summed over 2 CPU ranks"),
+        (rates, "tokens per device", "8.19 k tokens/s | tokens/s divided by 2 CPU ranks"),
+        (rates, "straggler ratio", f"1.05 | {ratio}"),
+        (rates, "MFU", "n/a | model FLOPs / peak of the device unknown"),
+        (time, "wall", "100.0 s | setup 10.0 s, compile 5.0 s, train 75.0 s, eval 6.0 s, save 4.0 s"),
+        (time, "setup", "10.0 s | 10.0 % of wall"),
+        (time, "compile", "5.0 s | 5.0 % of wall"),
+        (time, "train", "75.0 s | 75.0 % of wall"),
+        (time, "eval", "6.0 s | 6.0 % of wall"),
+        (time, "save", "4.0 s | 4.0 % of wall"),
+        (time, "data wait", "3.0 s | 3.0 % of wall, part of train"),
+        (time, "forward + backward", "60.0 s | 60.0 % of wall, part of train"),
+        (time, "optimizer", "9.0 s | 9.0 % of wall, part of train"),
+        (time, "other", "3.0 s | 3.0 % of wall, part of train"),
+        ("Resources and files", "peak memory", "1.25 GiB | greatest of 2 CPU ranks"),
+        ("Resources and files", "energy", "4.1 kJ | 5 kJ per million tokens, 2 CPU ranks"),
+        ("Resources and files", "checkpoint", "checkpoints/step-00000100 | "),
+    ]
+
+
+def test_the_page_holds_the_numbers_of_the_summary(tmp_path: Path) -> None:
+    page = read_page(of_directories([make_run(tmp_path / "run")]))
+    losses = ("final_loss", "heldout_loss", "unigram_entropy_nats", "uniform_entropy_nats")
+    rates = ("steps_per_s", "global_steps_per_s", "samples_per_s", "tokens_per_s", "tokens_per_s_per_gpu")
+    assert {SUMMARY[key] for key in (*losses, *rates, "peak_memory_gib")} <= page.exact
+
+
+def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> None:
+    lines = shown(of_directories([make_run(tmp_path / "run")]))
+    assert len(lines) <= 28
+    text = unfolded(lines)
+    for words in ("tokens 16.4 k tokens/s, summed over 2 CPU ranks", "skipped steps 2, 2.0 %"):
+        assert words in text
+    quiet = unfolded(shown(of_directories([make_run(tmp_path / "quiet", summary={"skipped_steps": 0})])))
+    unusual = {"failed_saves": 3, "loss_spikes": 1, "skipped_steps": 2, "energy_j": 2.1e7}
+    loud = unfolded(shown(of_directories([make_run(tmp_path / "loud", summary=unusual)])))
+    for words in (
+        "failed saves 3, see the log",
+        "loss spikes 1, logged losses far above",
+        "skipped steps 2",
+        "21 MJ",
+    ):
+        assert words in loud
+        assert " ".join(words.split()[:2]) not in quiet
+
+
+def test_a_failed_save_moves_no_other_row(tmp_path: Path) -> None:
+    plain = list(rows_of(of_directories([make_run(tmp_path / "plain")])))
+    unusual = {
+        "failed_saves": 3,
+        "loss_spikes": 1,
+        "straggler": {"rank": 1, "ratio": 1.5, "seconds_per_step": 1.0},
+    }
+    more = list(rows_of(of_directories([make_run(tmp_path / "more", summary=unusual)])))
+    assert [key for key in more if key in plain] == plain
+    labels = [label for _, label in more]
+    for unusual_label, above in (
+        ("failed saves", "checkpoint"),
+        ("loss spikes", "skipped steps"),
+        ("straggler", "straggler ratio"),
+    ):
+        assert labels[labels.index(unusual_label) - 1] == above
+
+
+@pytest.mark.parametrize(
+    ("change", "level", "words"),
+    [
+        ({}, "ok", "0.5000 nats below the unigram entropy."),
+        ({"heldout_loss": 7.0}, "ok", "above the unigram entropy: the model does not use context yet."),
+        ({"heldout_loss": None}, "ok", "not recorded"),
+        ({"unigram_entropy_nats": None}, "ok", "held-out loss 6.2500 nats."),
+        ({"status": "failed", "exit_code": 1, "cause": "OOM\nmore"}, "fail", "exit code 1): OOM"),
+        ({"status": "failed", "exit_code": 1, "cause": None}, "fail", "cause not recorded"),
+        ({"status": "stopped", "signal": 15}, "warn", "Stopped by SIGTERM after a checkpoint at step 100."),
+        ({"status": "stopped", "signal": 99}, "warn", "Stopped by signal 99"),
+    ],
+)
+def test_verdict(tmp_path: Path, change: dict[str, Any], level: str, words: str) -> None:
+    (verdict,) = of_directories([make_run(tmp_path / "run", summary=change)]).verdicts
+    assert verdict.level == level
+    assert words in verdict.text
+
+
+FAILED = {
+    "status": "failed",
+    "exit_code": 1,
+    "cause": "rank 1: no",
+    "where": "a.py:1",
+    "source": "in f: g()",
+    "log": "l",
+    "explanation": ["so"],
+    "fix": ["do", "or do"],
+}
+
+
+def test_a_failed_run_tells_where_why_and_what_to_do(tmp_path: Path) -> None:
+    rows = rows_of(of_directories([make_run(tmp_path / "run", summary=FAILED)]))
+    assert {label: rows["Outcome", label][0] for label in ("cause", "at", "why", "fix", "log")} == {
+        "cause": "rank 1: no | ",
+        "at": "a.py:1 in f: g() | ",
+        "why": "so | ",
+        "fix": "do\nor do | ",
+        "log": "l | ",
+    }
+
+
+def test_a_failed_run_beside_others_keeps_every_value_under_its_label(tmp_path: Path) -> None:
+    other = {
+        "status": "failed",
+        "exit_code": 2,
+        "cause": "disk",
+        "consequences": ["rank 1 followed"],
+        "fix": ["free"],
+    }
+    runs = [
+        make_run(tmp_path / "done", summary={"failed_saves": 1}),
+        make_run(tmp_path / "failed", summary=FAILED),
+        make_run(tmp_path / "full", summary=other),
+    ]
+    report = of_directories(runs)
+    rows = rows_of(report)
+    assert rows["Outcome", "cause"] == ["none recorded | ", "rank 1: no | ", "disk | "]
+    assert rows["Outcome", "fix"] == [" | ", "do\nor do | ", "free | "]
+    assert rows["Outcome", "at"] == [" | ", "a.py:1 in f: g() | ", " | "]
+    assert rows["Outcome", "consequence"] == [" | ", " | ", "rank 1 followed | "]
+    assert rows["Resources and files", "failed saves"] == ["1 | see the log", " | ", " | "]
+    assert rows["Outcome", "held-out loss"] == ["6.2500 nats | mean over held-out masked tokens"] * 3
+    assert [verdict.level for verdict in report.verdicts] == ["ok", "fail", "fail"]
+    read_page(report)
+
+
+def test_comparison_names_the_runs_and_what_differs(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / "a" / "run"), make_run(tmp_path / "b" / "run", run={"seed": 7})]
+    report = of_directories(runs)
+    assert [verdict.name for verdict in report.verdicts] == ["run (1)", "run (2)"]
+    labels = [trace.label for trace in figure_of(report, "Loss").traces]
+    assert labels == ["run (1): training", "run (1): held-out", "run (2): training", "run (2): held-out"]
+    assert rows_of(report, "Settings that differ") == {("", "run.seed"): ["n/a | ", "7 | "]}
+
+
+def test_figures_show_what_was_logged(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    record.append_line(run / "metrics.jsonl", metrics(110, loss=math.nan))
+    record.append_line(run / "metrics.jsonl", metrics(120))
+    report = of_directories([run])
+    loss = figure_of(report, "Loss")
+    training, heldout = loss.traces
+    assert training.x == [8192.0 * step for step in range(10, 130, 10)]  # type: ignore[union-attr]
+    assert training.y[-2:] == [None, 8.0 - 120 / 50]  # type: ignore[union-attr]
+    assert (heldout.x, heldout.y) == ([819200.0], [6.25])  # type: ignore[union-attr]
+    assert [(rule.label, rule.value) for rule in loss.levels] == [
+        ("unigram entropy 6.75", 6.75),
+        ("ln V 8.32", math.log(4096)),
+    ]
+    assert loss.switch
+    split = figure_of(report, "Where the time went")
+    assert {bar.label: bar.parts for bar in split.traces} == {  # type: ignore[union-attr]
+        "setup": [0.10],
+        "compile": [0.05],
+        "data wait": [0.03],
+        "forward + backward": [0.60],
+        "optimizer": [0.09],
+        "other": [0.03],
+        "eval": [0.06],
+        "save": [0.04],
+    }
+    assert read_page(report).data[0]["switch"] == "tokens"
+
+
+def test_a_spike_of_a_long_run_stays_visible(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_lines=0)
+    lines = [
+        {"step": i, "tokens": i, "loss": 99.0 if i == 7777 else None if i == 4444 else 1.0}
+        for i in range(20_000)
+    ]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    training = figure_of(of_directories([run]), "Loss").traces[0]
+    assert len(training.x) < 2100  # type: ignore[union-attr]
+    points = dict(zip(training.x, training.y, strict=True))  # type: ignore[union-attr]
+    assert points[7777.0] == 99.0
+    assert points[4444.0] is None
+    assert {0.0, 19_999.0} <= points.keys()
+
+
+def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_lines=3)
+    for name in ("summary.json", "evals.jsonl", "environment.json"):
+        (run / name).unlink()
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 40, "los')
+    report = of_directories([run])
+    (verdict,) = report.verdicts
+    assert verdict.text == "No end recorded: still running, or killed. Last logged: step 30."
+    assert "metrics.jsonl is torn or empty: 3 whole lines read" in verdict.notes
+    for name in ("summary.json", "evals.jsonl", "environment.json"):
+        assert any(note.startswith(f"{name} is missing") for note in verdict.notes)
+    assert "training loss, last 7.4000 nats" in unfolded(shown(report))
+
+
+def test_files_of_the_wrong_type_render(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "metrics.jsonl").write_text('null\n[1]\n{"tokens": "x", "loss": {}}\n{"tokens": 5, "loss": NaN}\n')
+    (run / "summary.json").write_text('{"status": 3, "time_s": [], "step": "x", "world_size": null}')
+    (run / "config.yaml").write_text("- not\n- a mapping\n")
+    (run / "environment.json").write_text('{"versions": 3, "gpus": "x"}')
+    report = of_directories([run])
+    assert "config.yaml is damaged: expected a mapping" in read_page(report).text
+    shown(report)
+
+
+def test_names_of_a_run_cannot_harm_and_no_secret_is_shown(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "x<script>y", note="</pre>")
+    environment = {"cpu_model": "<b>", "versions": {"torch": "<i>"}, "HF_TOKEN": "hf_x"}
+    (run / "environment.json").write_text(json.dumps(environment))
+    page = read_page(of_directories([run]))
+    assert "x<script>y" in page.text
+    assert "hf_x" not in page.text

@@ -1,0 +1,285 @@
+"""The report and the CSV of a scaling benchmark: whole, partial, empty, of any size."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import results
+from launcher.report.model import Line, Report
+from launcher.report.numbers import NA, format_percent, format_si, format_step_time
+from launcher.scaling import scale_figures
+from launcher.scaling.columns import write_csv
+from launcher.scaling.scale_report import scale_report
+from tests.report_fixture import figure_of, figures_of, read_page, shown, unfolded
+from tests.scaling_fixture import nulls, scaling
+
+EVERY_MODE = ("Speed-up", "Efficiency", "Communication efficiency", "Peak memory", "Where a step's time goes")
+
+
+def parsed(data: dict[str, Any]) -> results.Scaling:
+    return results.parse(data, results.Scaling, "scaling.json")
+
+
+def of(data: dict[str, Any]) -> Report:
+    return scale_report(parsed(data))
+
+
+def lines(report: Report, title: str) -> dict[str, Line]:
+    return {t.label: t for t in figure_of(report, title).traces if isinstance(t, Line)}
+
+
+def points(line: Line) -> dict[float, float | None]:
+    return dict(zip(line.x, line.y, strict=True))
+
+
+def cell_of(data: dict[str, Any], name: str) -> dict[str, Any]:
+    return next(cell for cell in data["cells"] if cell["id"] == name)
+
+
+def numbers(tree: Any) -> set[float]:
+    children = tree.values() if isinstance(tree, dict) else tree if isinstance(tree, list) else ()
+    return set().union(*map(numbers, children)) if children else {tree} if isinstance(tree, float) else set()
+
+
+def test_every_figure_and_every_number_of_the_cells_is_there() -> None:
+    data = scaling(modes=("weak", "strong"), prediction=True)
+    page = read_page(of(data))
+    titles = {f"{name}, {mode} scaling" for name in EVERY_MODE for mode in ("weak", "strong")}
+    assert titles | {"All-reduce bus bandwidth", "Training loss", "weak-ddp-n2"} <= set(page.labels)
+    assert "no data recorded" not in page.text
+    cells = copy.deepcopy(data["cells"])
+    for cell in cells:
+        cell["loss"].pop("curve")  # drawn, not printed
+    assert numbers([cells, data["prediction"]["rows"]]) <= page.exact
+
+
+def test_a_figure_shows_the_numbers_of_the_cells() -> None:
+    data = scaling(engines=("ddp",))
+    report = of(data)
+    cells = {c["world_size"]: c for c in data["cells"] if c["engine"] == "ddp" and c["kind"] == "run"}
+    speedup = lines(report, "Speed-up, weak scaling")
+    assert points(speedup["ddp"]) == {n: c["speedup"] for n, c in cells.items()}
+    for n, low, high in zip(speedup["ddp"].x, speedup["ddp"].low, speedup["ddp"].high, strict=True):
+        assert [low, high] == pytest.approx([n * end for end in cells[int(n)]["efficiency_ci95"]])
+    assert points(speedup["ceiling"]) == pytest.approx(
+        {n: n * cells[n]["ceiling_efficiency"] for n in (2, 4)}
+    )
+    memory = lines(report, "Peak memory, weak scaling")
+    assert points(memory["ddp"]) == {n: c["peak_memory_gib"] for n, c in cells.items()}
+    assert len(memory["ddp, each rank"].x) == 1 + 2 + 4
+    steps = figure_of(report, "Where a step's time goes, weak scaling")
+    ids = ["weak-single-n1", "weak-ddp-n1", "weak-ddp-n2", "weak-ddp-n4"]
+    medians = [cell_of(data, name)["step_time_s"]["median"] for name in ids]
+    assert list(steps.rows) == [
+        f"{name}: {format_step_time(s)}" for name, s in zip(ids, medians, strict=True)
+    ]
+    assert [sum(bar.parts[i] for bar in steps.traces) for i in range(4)] == pytest.approx(medians)  # type: ignore[union-attr,misc]
+    controls = figure_of(report, "Where a step's time goes, weak scaling: controls")
+    assert [row.partition(":")[0] for row in controls.rows] == [
+        "weak-ceiling-n2",
+        "weak-ddp-synthetic-n2",
+        "weak-ceiling-n4",
+        "weak-ddp-synthetic-n4",
+    ]
+    buckets = {mark.value for mark in figure_of(report, "All-reduce bus bandwidth").marks}
+    assert buckets == {p["bytes"] for p in data["links"][0]["points"] if p["bucket"]}
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["a baseline of each mode", "one baseline"])
+def test_the_baseline_is_a_point_of_every_mode(shared: bool) -> None:
+    data = scaling(modes=("weak", "strong"), engines=("ddp", "zero1"))
+    if shared:
+        data["baselines"]["single"] = "weak-single-n1"
+        data["cells"] = [cell for cell in data["cells"] if cell["id"] != "strong-single-n1"]
+    whole = parsed(data)
+    assert scale_figures.modes(whole) == ["weak", "strong"]
+    for mode in scale_figures.modes(whole):
+        groups = scale_figures.groups(whole, mode)
+        assert [(g.label, g.index) for g in groups] == [("single", 0), ("ddp", 1), ("zero1", 2)]
+        assert len(groups[0].cells) == 1
+    assert scale_figures.modes(parsed(scaling(engines=()))) == ["weak"]
+
+
+def test_cells_of_an_engine_that_differ_are_lines_of_their_own() -> None:
+    data = scaling(engines=("ddp",), controls=False)
+    data["cells"].append({**data["cells"][-1], "id": "tensor", "tensor": 2})
+    labels = [group.label for group in scale_figures.groups(parsed(data), "weak")]
+    assert labels == ["single, tensor 1", "ddp, tensor 1", "ddp, tensor 2"]
+
+
+def test_different_ceilings_are_drawn_apart() -> None:
+    data = scaling(engines=("ddp", "zero1"))
+    title = "Efficiency, weak scaling"
+    assert [label for label in lines(of(data), title) if "ceiling" in label] == ["ceiling"]
+    cell_of(data, "weak-zero1-n4")["ceiling_efficiency"] = 0.5
+    labels = [label for label in lines(of(data), title) if "ceiling" in label]
+    assert labels == ["ceiling of ddp", "ceiling of zero1"]
+
+
+def test_losses_are_compared_where_the_global_batch_is_the_same() -> None:
+    data = scaling(modes=("weak", "strong"), engines=("ddp",))
+    assert {cell.global_batch for cell in scale_figures.compared(parsed(data))} == {
+        128
+    }  # also of a weak cell
+    note = figure_of(of(data), "Training loss").note
+    assert "4 of 4 compared cells agrees with the baseline's; greatest relative deviation 1.20e-06." in note
+    cell_of(data, "strong-ddp-n4")["loss_agrees"] = False
+    note = figure_of(of(data), "Training loss").note
+    assert "3 of 4" in note
+    assert "Not of: strong-ddp-n4." in note
+    page = read_page(of(scaling()))
+    assert "Losses are not compared: under weak scaling the global batch grows with N" in page.text
+    assert "Training loss" not in page.labels
+
+
+def test_what_failed_is_said_with_its_cause() -> None:
+    cause = "rank 1: out of memory\nsecond line"
+    failed = {"weak-zero1-n4": ("oom", cause), "weak-ddp-n4": ("pending", None)}
+    data = scaling(failed=failed, status="partial")  # type: ignore[arg-type]
+    report = of(data)
+    done, total = sum(c["status"] == "ok" for c in data["cells"]), len(data["cells"])
+    partial, lost = report.verdicts[:2]
+    assert partial.text == f"Partial: {done} of {total} cells have a result, 1 have not run yet."
+    assert (lost.level, lost.notes) == ("fail", ["weak-zero1-n4: oom: rank 1: out of memory"])
+    assert "second line" in read_page(report).text  # in the table of causes
+    efficiency = figure_of(report, "Efficiency, weak scaling")
+    assert points(lines(report, efficiency.title)["zero1"])[4] is None  # a gap, and its N stays on the axis
+    assert efficiency.x.ticks == [1, 2, 4]
+
+
+def test_verdicts_stand_once_worst_first() -> None:
+    data = scaling(modes=("weak", "strong"), sizes=(1, 2, 4, 8, 16, 32))
+    data["verdicts"].append({"cell": "c", "verdict": "out of memory", "evidence": "e", "next": "n"})
+    data["cells"][0]["flags"] = ["a flag"]
+    report = of(data)
+    assert [(v.level, v.text) for v in report.verdicts] == [
+        ("fail", "Out of memory. Next: n."),
+        ("warn", "Hardware ceiling. Next: nothing in software: the devices slow each other."),
+        ("warn", "Flags: look at these numbers before using them."),
+        ("ok", "Scales."),
+        ("info", "No claim: intervals overlap. Next: more --repeats or --steps."),
+    ]
+    notes = [note for verdict in report.verdicts for note in verdict.notes]
+    assert all(f"{v['cell']}: {v['evidence']}" in notes for v in data["verdicts"])
+    assert "weak-single-n1: a flag" in notes
+
+
+def test_nothing_measured_is_never_zero() -> None:
+    page = read_page(of(nulls()))
+    assert page.labels == []
+    for words in ("no data recorded", "no cell has run", "n/a / n/a"):
+        assert words in page.text
+    assert "0.0" not in page.text.replace("torch 2", "")
+
+
+def test_tiles_explain_unknown_peaks() -> None:
+    report = of(scaling())
+    notes = [tile.note for tile in report.tiles]
+    assert "data-sheet peak of CPU unknown; matmul peak measured here" in notes
+    assert {tile.text for tile in of(nulls()).tiles} == {NA, f"{NA} / {NA}"}
+
+
+@pytest.mark.parametrize(
+    ("engines", "sizes"),
+    [
+        ((), (1,)),
+        (("ddp",), (4,)),
+        (tuple(f"engine-{i}" for i in range(20)), (1, 2)),
+        (("ddp",), (1, 64, 1024)),
+    ],
+)
+def test_any_size(engines: tuple[str, ...], sizes: tuple[int, ...]) -> None:
+    data = scaling(engines=engines, sizes=sizes)
+    report = of(data)
+    page = read_page(report)
+    assert {"Speed-up, weak scaling", "Efficiency, weak scaling"} <= set(page.labels)
+    assert all(c["id"] in page.text for c in data["cells"])
+    assert figure_of(report, "Speed-up, weak scaling").x.log == (max(sizes) > 16)
+
+
+def test_of_many_ranks_the_extremes_are_drawn() -> None:
+    data = scaling(engines=("ddp",), sizes=(64,), controls=False)
+    data["cells"][1]["ranks"][40]["own_work_s"]["median"] *= 2
+    figure = figure_of(of(data), "weak-ddp-n64")
+    assert len(figure.rows) == 16
+    assert "rank 40" in figure.rows
+    assert figure.note == "16 of 64 ranks: the fastest and the slowest."
+
+
+def test_prediction_stands_beside_measurement() -> None:
+    assert "Prediction and measurement" not in read_page(of(scaling())).text
+    data = scaling(prediction=True)
+    row = next(r for r in data["prediction"]["measured"] if r["cell"] == "weak-ddp-n2")
+    time = cell_of(data, "weak-ddp-n2")["step_time_s"]
+    seconds = [format_step_time(s) for s in (row["predicted_step_s"], time["median"], *time["ci95"])]
+    off = format_percent(row["predicted_step_s"] / time["median"] - 1)
+    text = read_page(of(data)).text
+    assert f"weak-ddp-n2 {seconds[0]} {seconds[1]} {seconds[2]} to {seconds[3]} {off}" in text
+    assert "N = 64" in text
+    assert "all-reduce as measured over 2 ranks" in text
+
+
+def test_another_schema_is_named() -> None:
+    texts = [verdict.text for verdict in of(scaling(schema_version=2)).verdicts]
+    assert "scaling.json has schema version 2; this page reads version 1." in texts
+
+
+@pytest.mark.parametrize("width", [80, 100, 120])
+def test_the_console_has_the_result_and_no_controls(width: int) -> None:
+    data = scaling(failed={"weak-zero1-n4": ("oom", "rank 1: out of memory")})
+    console = shown(of(data), width)
+    assert max(map(len, console)) <= width
+    text, cell = unfolded(console), cell_of(data, "weak-ddp-n2")
+    for words in (
+        format_si(cell["tokens_per_s"]),
+        f"{format_percent(cell['efficiency'])} +-1.5",
+        format_percent(cell["communication_efficiency"]),
+        "weak-zero1-n4: oom: rank 1: out of memory",
+        "warn Hardware ceiling.",
+        "MAMFU",
+    ):
+        assert words in text
+    assert "MFU" not in text.replace("MAMFU", "")  # no cell has one
+    assert "synthetic" not in text
+    assert len([line for line in console if line.startswith("cell ")]) == (1 if width == 120 else 2)
+
+
+def test_csv_keeps_every_number(tmp_path: Path) -> None:
+    failed = {"weak-ddp-n4": ("failed", 'a "quoted", cause\nof two lines')}
+    data = scaling(modes=("weak", "strong"), failed=failed)
+    write_csv(parsed(data), tmp_path / "scaling.csv")
+    with (tmp_path / "scaling.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["id"] for row in rows] == [cell["id"] for cell in data["cells"]]
+    for row, cell in zip(rows, data["cells"], strict=True):
+        ends = cell["efficiency_ci95"] or ("", "")
+        expected = {
+            "tokens_per_s": cell["tokens_per_s"],
+            "split_s.optimizer": (cell["split_s"] or {}).get("optimizer"),
+            "step_time_s.median": (cell["step_time_s"] or {}).get("median"),
+            "mfu": None,
+            "efficiency_ci95.low": ends[0],
+            "efficiency_ci95.high": ends[1],
+            "repeats": len(cell["repeats"]),
+        }
+        assert {key: row[key] for key in expected} == {
+            key: "" if value is None else str(value) for key, value in expected.items()
+        }
+    assert next(row for row in rows if row["status"] == "failed")["cause"].endswith("of two lines")
+
+
+def test_figures_of_the_committed_benchmark_are_drawn() -> None:
+    path = Path(__file__).parents[2] / "benchmarks/raw/2026-11-21-scaling/scaling.json"
+    report = scale_report(results.read(path, results.Scaling))
+    read_page(report)
+    assert all(not figure.is_empty for figure in figures_of(report) if "Training loss" not in figure.title)
+
+
+def test_fixture_is_json() -> None:
+    assert json.loads(json.dumps(scaling(prediction=True), allow_nan=False)) == scaling(prediction=True)

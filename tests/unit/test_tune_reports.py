@@ -1,0 +1,248 @@
+"""The reports of the searches of the micro batch and of the learning rate: whole, partial, empty."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from launcher import results
+from launcher.report.model import Line, Report
+from launcher.tune.batch_report import batch_report, run_rate
+from launcher.tune.rate_report import rate_report
+from tests.report_fixture import figure_of, read_page, shown, unfolded
+from tests.tune_fixture import CHOSEN, GLOBAL, NOISE, RATES, batch, gib, lr, transfer, unmeasured
+from tests.unit.test_scale_report import numbers, points
+
+OUT = Path("OUT")
+
+
+def of(data: dict[str, Any]) -> Report:
+    if data["kind"] == "lr":
+        return rate_report(results.parse(data, results.TuneLr, "tune.json"), OUT)
+    return batch_report(results.parse(data, results.TuneBatch, "tune.json"), OUT)
+
+
+def change(data: dict[str, Any], key: str, **entries: Any) -> dict[str, Any]:
+    return {**data, key: {**data[key], **entries}}
+
+
+def line(report: Report, title: str, label: str) -> Line:
+    return next(t for t in figure_of(report, title).traces if isinstance(t, Line) and t.label == label)
+
+
+THROUGHPUT, MEMORY = "Throughput against micro batch", "Peak memory against micro batch"
+PARTS, GOODPUT = "What the memory of a rank is made of", "Goodput against global batch"
+LOSS, RANGE = "Held-out loss against learning rate", "Range test"
+CURVES = "Learning curves of the last rung"
+
+
+@pytest.mark.parametrize(
+    ("data", "figures"),
+    [(batch(), {THROUGHPUT, MEMORY, PARTS, GOODPUT}), (lr(), {LOSS, RANGE, CURVES})],
+    ids=["batch", "lr"],
+)
+def test_every_figure_is_there(data: dict[str, Any], figures: set[str]) -> None:
+    page = read_page(of(data))
+    assert set(page.labels) == figures
+    for words in ("Settings", "Environment", "Configuration", "bert-dp train OUT/tuned.yaml", "5f2c9a1e"):
+        assert words in page.text
+    assert "no data recorded" not in page.text
+
+
+def test_the_choice_stands_first() -> None:
+    first = of(batch()).verdicts[0]
+    assert first.level == "ok"
+    assert first.text == "Micro batch 16, accumulation 4: 221 sequences/s, 98.1 % of the best (32)."
+    first = of(lr()).verdicts[0]
+    assert first.level == "ok"
+    assert first.text.startswith("Learning rate 1.00e-03 (adamw, weight decay 0.01): held-out loss 5.6")
+    assert "mean of 3 seeds (5.6" in first.text
+
+
+@pytest.mark.parametrize(
+    ("data", "level", "words"),
+    [
+        (change(batch(), "choice", micro_batch=32), "ok", ": 221 sequences/s, the best."),
+        (change(batch(), "choice", why="the curve is flat"), "ok", "The curve is flat."),
+        (change(batch(), "choice", limited_by="budget"), "ok", "--budget raises it"),
+        (change(batch(), "choice", not_settled=[4, 8]), "warn", "Not settled: micro batch 4, 8 may also"),
+        (change(batch(), "drift", ratio=0.96), "warn", "The machine drifted: micro batch 8"),
+        (change(batch(), "drift", ratio=1.04), "warn", "The machine drifted: micro batch 8"),
+        (batch(cached=True), "ok", "From the cache"),
+        (batch(status="partial"), "warn", "Partial: stopped before its end"),
+        (batch(status="failed", why="micro batch 1 fails", choice=None), "fail", "Failed: micro batch 1"),
+        (batch(choice=None), "warn", "No micro batch was chosen."),
+        (batch(schema_version=2), "warn", "schema version 2; this page reads version 1"),
+        (change(lr(), "choice", at_edge=True, edge_side="high"), "warn", "was measured on the higher side"),
+        (change(lr(), "choice", tied=[["adamw", 0.01, 0.002]]), "ok", "Cannot be told apart from 2.00e-03"),
+        (change(lr(), "settings", left_out={"lamb": "oom"}), "ok", "lamb was left out: oom"),
+        (lr(), "ok", "Of 14 trials: 1 diverged."),
+        (lr(choice=None), "warn", "No learning rate was chosen; the logs stand below OUT/trials."),
+    ],
+)
+def test_what_limits_the_choice_is_told(data: dict[str, Any], level: str, words: str) -> None:
+    report = of(data)
+    assert report.verdicts[0].level == level
+    assert words in read_page(report).text
+    assert words in unfolded(shown(report, 200))
+
+
+def test_a_steady_machine_is_not_doubted() -> None:
+    assert "drifted" not in read_page(of(change(batch(), "drift", ratio=0.971))).text
+
+
+def test_throughput_shows_each_size_and_each_run() -> None:
+    data = batch()
+    report = of(data)
+    figure = figure_of(report, THROUGHPUT)
+    median, runs = (t for t in figure.traces if isinstance(t, Line))
+    assert points(median) == RATES
+    ends = zip(median.x, median.low, median.high, strict=True)
+    assert [(micro, low, high) for micro, low, high in ends if low is not None] == [
+        (s["micro_batch"], *s["samples_per_s_ci95"]) for s in data["sizes"] if s["samples_per_s_ci95"]
+    ]
+    run = data["sizes"][3]["runs"][0]
+    assert (runs.x[3], runs.y[3]) == (8, pytest.approx(GLOBAL * len(run["step_s"]) / sum(run["step_s"])))
+    assert len(runs.x) == sum(len(s["runs"]) for s in data["sizes"])
+    assert figure.levels[0].value == pytest.approx(0.97 * 225.3)
+    assert [mark.value for mark in figure.marks] == [CHOSEN]
+    assert figure.x.ticks == list(RATES)
+
+
+def test_an_interval_of_any_width_leaves_the_curve_visible() -> None:
+    data = batch()
+    data["sizes"][0]["samples_per_s_ci95"] = [1.0, 9e5]
+    report = of(data)
+    assert line(report, THROUGHPUT, "median, 95 % within its runs").high[0] == pytest.approx(
+        3 * RATES[32], rel=0.02
+    )
+    assert "Ends of intervals above" in figure_of(report, THROUGHPUT).note
+
+
+def test_a_shorter_trial_counts_the_update_once() -> None:
+    """Half the sequences: a step of the declared batch has twice the passes and one update."""
+    run = results.TimedRun(name="r", step_s=[1.0, 1.2], forward_backward_s=[0.8, 0.9], peak_gib=[1.0])
+    tune = results.TuneBatch(trial_samples=64, global_batch=128)
+    assert run_rate(tune, run) == pytest.approx(128 / ((1.8 + 2.1) / 2))
+    assert run_rate(tune.model_copy(update={"trial_samples": 128}), run) == pytest.approx(128 / 1.1)
+    assert run_rate(tune.model_copy(update={"trial_samples": None}), run) is None
+
+
+def test_memory_shows_the_line_the_peaks_and_the_limits() -> None:
+    data = batch()
+    report = of(data)
+    assert points(line(report, MEMORY, "predicted")) == pytest.approx({0: gib(0), 51: gib(51)})
+    assert points(line(report, MEMORY, "out of memory")) == pytest.approx({51: gib(51)})
+    assert set(line(report, MEMORY, "measured, greatest rank").x) == {*RATES, 45}
+    assert [rule.value for rule in figure_of(report, MEMORY).levels] == pytest.approx([4.0, 3.6])
+    wide = of(change(data, "memory", predicted_limit=5000))
+    assert max(x for t in figure_of(wide, MEMORY).traces if isinstance(t, Line) for x in t.x) == 51
+    far = figure_of(of(change(data, "memory", limit_gib=64.0)), MEMORY)
+    assert not far.levels
+    assert "The limit, 64.00 GiB, is far above" in far.note
+    parts = [bar.parts[0] for bar in figure_of(report, PARTS).traces]  # type: ignore[union-attr]
+    assert math.fsum(parts) == pytest.approx(gib(CHOSEN))  # type: ignore[arg-type]
+
+
+def test_noise_scale_with_its_equation_or_why_there_is_none() -> None:
+    report = of(batch())
+    verdict = next(v for v in report.verdicts if v.text.startswith("Noise scale"))
+    assert verdict.text == "Noise scale: 310 sequences, 95 % interval 255 to 391."
+    assert "B_simple = tr(Sigma) / |G|^2 = 0.62 / 0.002, 80 of 80 steps" in verdict.notes[0]
+    assert f"is worth {100 / (1 + GLOBAL / NOISE[0]):.1f} % of one in a small batch" in verdict.notes[1]
+    none = of(batch(inconclusive="fewer than 50 steps"))
+    assert "Noise scale: inconclusive: fewer than 50 steps." in [v.text for v in none.verdicts]
+    page = read_page(none)
+    assert set(page.labels) == {THROUGHPUT, MEMORY, PARTS}
+    assert "No noise scale, so no goodput." in page.text
+    assert "310" not in page.text
+
+
+def test_goodput_marks_the_declared_and_the_recommended_batch() -> None:
+    data = batch()
+    report = of(data)
+    at = {p["global_batch"]: p for p in data["goodput"]["points"]}
+    curve = line(report, GOODPUT, "goodput, 95 % interval")
+    assert points(curve) == {b: p["goodput"] for b, p in at.items()}
+    assert list(zip(curve.low, curve.high, strict=True)) == [(p["low"], p["high"]) for p in at.values()]
+    marks = {mark.label: mark.value for mark in figure_of(report, GOODPUT).marks}
+    assert marks == {"declared global batch": GLOBAL, "recommended": 64}
+    assert "wants another learning rate" in read_page(report).text
+    assert "end of what was looked at" not in read_page(report).text
+    at_edge = of(change(data, "goodput", at_edge=True))
+    assert "It is the end of what was looked at" in read_page(at_edge).text
+
+
+def test_loss_by_rate_has_the_band_of_the_last_rung_and_what_diverged() -> None:
+    data = lr()
+    figure = figure_of(of(data), LOSS)
+    lines = [t for t in figure.traces if isinstance(t, Line)]
+    first, last, seeds, diverged = lines[0], lines[2], lines[3], lines[4]
+    losses = {t["lr"]: t["heldout_loss"] for t in data["rungs"][0]["trials"]}
+    assert points(first) == {**losses, 0.004: None}
+    assert not first.low
+    at = [t["heldout_loss"] for t in data["rungs"][2]["trials"] if t["lr"] == 0.001]
+    assert (0.001, min(at), max(at)) in zip(last.x, last.low, last.high, strict=True)
+    assert points(last)[0.001] == pytest.approx(sum(at) / 3)
+    assert (seeds.label, len(seeds.x)) == ("a seed of the last rung", 6)
+    assert (diverged.label, diverged.x) == ("diverged (drawn at the top)", [0.004])
+    assert diverged.values[0] > max(first.values)
+    assert [mark.value for mark in figure.marks] == [0.001]
+
+
+def test_optimizers_of_an_older_search_are_lines_of_their_own() -> None:
+    names = [t.label for t in figure_of(of(lr(optimizers=("adamw", "lamb"))), LOSS).traces]
+    assert names[:2] == ["131 k tokens, 1 seed, adamw", "131 k tokens, 1 seed, lamb"]
+    assert figure_of(of(lr()), LOSS).traces[0].label == "131 k tokens, 1 seed"
+
+
+def test_range_test_marks_the_edge_and_cuts_what_is_far_above() -> None:
+    data = lr()
+    figure = figure_of(of(data), RANGE)
+    assert [mark.value for mark in figure.marks] == [data["range_test"]["edge"]]
+    assert max(figure.traces[0].values) == pytest.approx(1.5 * 9.6)
+    assert "Losses above 14.4 are drawn there" in figure.note
+    never = {**data, "range_test": {**data["range_test"], "edge": None, "why": "no divergence up to 0.1"}}
+    figure = figure_of(of(never), RANGE)
+    assert not figure.marks
+    assert "; no divergence up to 0.1." in figure.note
+
+
+def test_a_curve_for_each_trial_of_the_last_rung() -> None:
+    figure = figure_of(of(lr()), CURVES)
+    assert [t.label for t in figure.traces] == ["1.00e-03"] * 3 + ["2.00e-03"] * 3
+    assert figure.levels[0].value == 6.9
+
+
+def test_tables_hold_every_number() -> None:
+    data = batch()
+    sizes = [{key: value for key, value in size.items() if key != "runs"} for size in data["sizes"]]
+    tables = [sizes, data["memory"]["tried"], data["goodput"]["points"]]
+    assert numbers(tables) <= read_page(of(data)).exact
+    data = lr(transfer=transfer())
+    page = read_page(of(data))
+    trials = [{**t, "curve": None} for rung in data["rungs"] for t in rung["trials"]]
+    assert numbers([trials, data["transfer"]["rules"]]) <= page.exact
+    assert all(t["trial"] in page.text for t in trials)
+    assert "sqrt (as configured)" in page.text
+    assert "7.4 nats, above the unigram entropy 6.9" in page.text
+    share = 100 * data["cost"]["tokens"] / data["cost"]["grid_tokens"]
+    assert f"{share:.1f} % of the full grid" in page.text
+    assert "Transfer" not in read_page(of(lr())).text
+
+
+def test_finalists_say_which_is_chosen_and_which_is_tied() -> None:
+    text = unfolded(shown(of(change(lr(), "choice", tied=[["adamw", 0.01, 0.002]])), 120))
+    assert "1.00e-03 (chosen) 5.6" in text
+    assert "2.00e-03 (tied) 5.7" in text
+    assert "(tied)" not in unfolded(shown(of(lr())))
+
+
+def test_nothing_measured_is_never_zero() -> None:
+    for data in (unmeasured(), {"kind": "lr", "status": "partial"}):
+        page = read_page(of(data))
+        assert page.labels == []
+        assert "0.0" not in page.text
