@@ -3,9 +3,10 @@
     python benchmarks/checkpoint_stall.py [--layers 4] [--steps 24] [--every 8] [--rounds 3] [--json FILE]
 
 One rank on the CPU trains the crammed BERT cut to --layers layers, on random tokens, by bert_dp's own loop
-parts (train_step, Saver). A save comes after every --every steps; --writing beside: as the loop does it, the
-writer works while the next steps run; before: the loop waits for the writer. `none` saves nothing. The three
-run in turn within each round, in an order drawn anew from a fixed seed, all in one process.
+parts (train_step, AsyncCheckpointer). A save comes after every --every steps; --writing beside: as the loop
+does it, the writer works while the next steps run; before: the loop waits for the writer. `none` saves
+nothing. The three run in turn within each round, in an order drawn anew from a fixed seed, all in one
+process.
 
     interval   seconds from the end of a step to the end of the next, with what lies between
     held       seconds that the loop stood still in a save: gathering, and waiting for an earlier write
@@ -34,8 +35,11 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
-from bert_dp import checkpoint, config, data, metrics, model, optim, saving, train, world  # noqa: E402
+from bert_dp import checkpoint, config, data, metrics, model, optim, saving, trainer, world  # noqa: E402
+from bert_dp.lines import LostWrites  # noqa: E402
 from bert_dp.parallel import make_engine  # noqa: E402
+from bert_dp.precision import Precision  # noqa: E402
+from bert_dp.tasks.mlm import MaskedLanguageModel  # noqa: E402
 
 CPU = torch.device("cpu")
 WAYS = ("none", "before", "beside")
@@ -74,7 +78,7 @@ def batch(o: argparse.Namespace) -> data.Batch:
     )
 
 
-def build(o: argparse.Namespace) -> tuple[Any, Any, train.Precision]:
+def build(o: argparse.Namespace) -> tuple[Any, Any, Precision]:
     """(engine, wrapped model, precision) of one rank in fp32."""
     settings = config.resolve(
         [
@@ -95,14 +99,12 @@ def build(o: argparse.Namespace) -> tuple[Any, Any, train.Precision]:
     engine = make_engine(
         "single", settings, world.World(0, 0, 1, 1), CPU, precision="fp32", run_dir=Path(".")
     )
-    wrapped, _ = engine.prepare(
-        model.build_model(settings.model, 128, 0),
-        lambda named: optim.make_optimizer(settings.optim, named, model.is_decayed, model.is_matrix),
-    )
-    return engine, wrapped, train.Precision("fp32", torch.float32, None)
+    bare = model.build_model(settings.model, 128, 0)
+    wrapped, _ = engine.prepare(bare, lambda named: optim.make_optimizer(settings.optim, named, bare))
+    return engine, wrapped, Precision("fp32", torch.float32, None)
 
 
-def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, train.Precision]) -> dict[str, Any]:
+def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, Precision]) -> dict[str, Any]:
     """The intervals of o.steps steps, and what the saves between them cost."""
     engine, wrapped, precision = parts
     step_batch, timers = batch(o), metrics.Timers(CPU)
@@ -116,17 +118,24 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, train.Precis
         return path
 
     folder = Path(tempfile.mkdtemp(prefix="bert-dp-", dir=o.folder))
-    saver = saving.Saver(folder / "checkpoints", config.CheckpointConfig(keep=1), print, None)
+    saver = saving.AsyncCheckpointer(
+        folder / "checkpoints",
+        config.CheckpointConfig(keep=1),
+        log_rank0=print,
+        saved_step=None,
+        lost_writes=LostWrites(),
+    )
     checkpoint.save = timed
     intervals = []
     try:
         last = time.perf_counter()
         for step in range(1, o.steps + 1):
-            train.train_step(
+            trainer.train_step(
                 engine,
                 wrapped,
-                train.mlm_loss,
+                MaskedLanguageModel.loss,
                 [step_batch],
+                num_targets=step_batch.num_masked,
                 device=CPU,
                 precision=precision,
                 max_norm=0.5,
@@ -140,7 +149,7 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, train.Precis
                     saver.close()
             intervals.append(time.perf_counter() - last)
             last = time.perf_counter()
-        held = saver.held_s
+        held = saver.stall_s
         saver.close()
         settled = time.perf_counter() - last
     finally:

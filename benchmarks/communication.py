@@ -37,9 +37,12 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
-from bert_dp import config, data, metrics, model, optim, train  # noqa: E402
-from bert_dp.dist import bind  # noqa: E402
+from bert_dp import config, data, metrics, model, optim, trainer  # noqa: E402
+from bert_dp.dist import set_affinity  # noqa: E402
 from bert_dp.parallel import make_engine  # noqa: E402
+from bert_dp.precision import Precision  # noqa: E402
+from bert_dp.tasks.mlm import MaskedLanguageModel  # noqa: E402
+from bert_dp.trainable import Model  # noqa: E402
 from bert_dp.world import World  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -108,15 +111,17 @@ def our_step(o: argparse.Namespace, engine_name: str, world: World) -> Callable[
         precision="fp32",
         run_dir=Path("."),
     )
-    wrapped, _ = engine.prepare(build(settled), lambda named: make_adamw(settled, named))
-    precision = train.Precision("fp32", torch.float32, None)
+    bare = build(settled)
+    wrapped, _ = engine.prepare(bare, lambda named: make_adamw(settled, named, bare))
+    precision = Precision("fp32", torch.float32, None)
 
     def step(batches: list[data.Batch]) -> None:
-        train.train_step(
+        trainer.train_step(
             engine,
             wrapped,
-            train.mlm_loss,
+            MaskedLanguageModel.loss,
             batches,
+            num_targets=sum(b.num_masked for b in batches) * engine.dp_size,
             device=CPU,
             precision=precision,
             max_norm=CLIP,
@@ -132,8 +137,8 @@ def build(settled: config.Config) -> model.CrammedBert:
     return model.build_model(settled.model, 128, 0)
 
 
-def make_adamw(settled: config.Config, named: Any) -> torch.optim.Optimizer:
-    return optim.make_optimizer(settled.optim, named, model.is_decayed, model.is_matrix)
+def make_adamw(settled: config.Config, named: Any, bare: Model) -> torch.optim.Optimizer:
+    return optim.make_optimizer(settled.optim, named, bare)
 
 
 def accelerate_step(o: argparse.Namespace) -> Callable[[list[data.Batch]], None]:
@@ -148,7 +153,7 @@ def accelerate_step(o: argparse.Namespace) -> Callable[[list[data.Batch]], None]
     def step(batches: list[data.Batch]) -> None:
         for batch in batches:
             with accelerator.accumulate(wrapped):
-                accelerator.backward(train.mlm_loss(wrapped, batch) / batch.num_masked)
+                accelerator.backward(MaskedLanguageModel.loss(wrapped, batch) / batch.num_masked)
                 if accelerator.sync_gradients:
                     accelerator.clip_grad_norm_(wrapped.parameters(), CLIP)
                 prepared.step()
@@ -185,7 +190,7 @@ def deepspeed_step(o: argparse.Namespace) -> Callable[[list[data.Batch]], None]:
 
     def step(batches: list[data.Batch]) -> None:
         for batch in batches:
-            wrapped.backward(train.mlm_loss(wrapped, batch) / batch.num_masked)
+            wrapped.backward(MaskedLanguageModel.loss(wrapped, batch) / batch.num_masked)
             wrapped.step()
 
     return step
@@ -205,7 +210,7 @@ def rank_main(rank: int, o: argparse.Namespace, store: str) -> None:
             "MASTER_PORT": "1",
         }
     )
-    bind(CPU, world)
+    set_affinity(CPU, world)
     os.environ["OMP_NUM_THREADS"] = str(torch.get_num_threads())
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=o.ranks)
     make = {

@@ -1,4 +1,4 @@
-"""The memory line (`python -m bert_dp.memory_line`) against real runs, on the 120 M model.
+"""The memory line (`python -m bert_dp.measure.memory_line`) against real runs, on the 120 M model.
 
     python benchmarks/memory_line.py [--ranks 1,2] [--batches 2,4,8] [--steps 3] [--set a.b=v] [--json FILE]
 
@@ -24,8 +24,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bert_dp.config import dump_config, load_config
-from bert_dp.ledger import count_step
-from bert_dp.memory_line import choose_device
+from bert_dp.measure.memory_line import choose_device
+from bert_dp.measure.memory_trace import count_step
 from launcher.environment import versions
 from launcher.job import shipped_configs
 from tests.shards import write_shards
@@ -55,7 +55,14 @@ def measure(run_dir: Path, settings: list[str], ranks: int) -> float:
 
 
 def predict(config: Path, ranks: int, batches: list[int]) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bert_dp.memory_line", str(config), str(ranks), *map(str, batches)]
+    command = [
+        sys.executable,
+        "-m",
+        "bert_dp.measure.memory_line",
+        str(config),
+        str(ranks),
+        *map(str, batches),
+    ]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
@@ -63,10 +70,10 @@ def tensor_bytes(config: Path, ranks: int, batch: int) -> int:
     """Peak of a real step's tensors."""
     loaded = load_config(config)
     device, precision = choose_device(loaded)
-    ledger = count_step(
+    trace = count_step(
         loaded, precision, device, batch, accumulation=2, keeps_gradients=ranks > 1, tensors=nullcontext()
     )
-    return int(ledger.history()[0].sum(axis=1).max())
+    return int(trace.history()[0].sum(axis=1).max())
 
 
 def compare(root: Path, ranks: int, batches: list[int], settings: list[str]) -> dict[str, Any]:

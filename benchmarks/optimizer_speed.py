@@ -20,7 +20,7 @@ import torch
 
 from bert_dp.config import ModelConfig, OptimConfig
 from bert_dp.dist import keep_freed_memory
-from bert_dp.model import build_model, is_decayed, is_matrix
+from bert_dp.model import build_model
 from bert_dp.optim import make_optimizer
 
 VARIANTS = {
@@ -47,9 +47,7 @@ def main() -> None:
     generator = torch.Generator(device).manual_seed(0)
     gradients = [torch.randn(p.shape, generator=generator, device=device) for p in model.parameters()]
     optimizers = {
-        name: make_optimizer(
-            OptimConfig(name=kind), model.named_parameters(), is_decayed, is_matrix, compiled=compiled
-        )
+        name: make_optimizer(OptimConfig(name=kind), model.named_parameters(), model, compiled=compiled)
         for name, (kind, compiled) in VARIANTS.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}

@@ -5,9 +5,9 @@
 A step is `accumulation` micro batches (forward, backward), clipping at 0.5, AdamW, gradients freed. All get
 the same tokens and masks: exactly a quarter of every sequence, 80/10/10. Dropout is 0 everywhere (in the
 original by eval mode, as it pretrains). All use torch's fused AdamW with the recipe's numbers, so only the
-models and the loop around them differ; ours runs by bert_dp.train.train_step and the `single` engine.
+models and the loop around them differ; ours runs by bert_dp.trainer.train_step and the `single` engine.
 
-    ours         bert_dp.model, crammed variant       eager, regions (compile_regions), whole
+    ours         bert_dp.model, crammed variant       eager, regions (compile_parts), whole
     bert         transformers BertForMaskedLM         eager, whole; head over all positions, as published
     modernbert   transformers ModernBertForMaskedLM   eager, whole; sparse prediction, global attention, RoPE
     cramming     the original code of a checkout      eager, whole; sparse prediction
@@ -200,20 +200,23 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
     import numpy as np
     import torch
 
+    from bert_dp.building import compile_parts
     from bert_dp.config import OptimConfig, resolve
     from bert_dp.data import Batch
     from bert_dp.metrics import Timers
-    from bert_dp.model import build_model, compile_regions, is_decayed, is_matrix
+    from bert_dp.model import build_model
     from bert_dp.optim import make_optimizer
     from bert_dp.parallel.single import Engine
-    from bert_dp.train import Precision, mlm_loss, train_step
+    from bert_dp.precision import Precision
+    from bert_dp.tasks.mlm import MaskedLanguageModel
+    from bert_dp.trainer import train_step
     from bert_dp.world import read_world
 
     device = torch.device("cpu")
     bare = build_model(model_config(o), o.sequence, o.seed)
-    model: torch.nn.Module = bare
+    model: Any = bare
     if mode == "regions":
-        compile_regions(bare)
+        compile_parts(bare)
     if mode == "whole":
         model = torch.compile(bare, dynamic=False)
     settings = OptimConfig(
@@ -221,7 +224,7 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
     )
     run = resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 1}}])
     engine = Engine(run, read_world({}), device, precision="fp32", run_dir=Path())
-    model, _ = engine.prepare(model, lambda named: make_optimizer(settings, named, is_decayed, is_matrix))
+    model, _ = engine.prepare(model, lambda named: make_optimizer(settings, named, bare))
     timers = Timers(device)
 
     def step(micro_batches: list[tuple[Any, Any]]) -> tuple[float, float]:
@@ -233,8 +236,9 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
         loss, norm = train_step(
             engine,
             model,
-            mlm_loss,
+            MaskedLanguageModel.loss,
             batches,
+            num_targets=sum(b.num_masked for b in batches),
             device=device,
             precision=Precision("fp32", torch.float32, None),
             max_norm=CLIP,

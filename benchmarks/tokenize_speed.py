@@ -26,7 +26,7 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # read by tokenizers at its firs
 
 from tokenizers import Tokenizer
 
-from bert_dp import encode, sources, tokenizer
+from bert_dp.corpus import encode, sources, tokenizer
 
 Batches = list[list[str]]
 

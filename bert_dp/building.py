@@ -1,105 +1,116 @@
-"""A rank's model before it trains: its data's shape, precision, first weights, and whether it is compiled."""
+"""A rank's model before it trains: its first state, what is recomputed, and whether it is compiled."""
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint as recompute
 
-from bert_dp import checkpoint, data, dist, model
-from bert_dp.config import BatchPlan, Config, ConfigError, Manifest, init_issues
+from bert_dp import checkpoint, dist
+from bert_dp.config import BatchLayout, Config, ConfigError, init_issues
 from bert_dp.parallel import State
-from bert_dp.train import Precision, mlm_loss
+from bert_dp.precision import Precision
+from bert_dp.tasks import Metadata, Task
+from bert_dp.trainable import Model
 
 # torch.compile on a CPU: seconds to compile, and the share of the step it saves (benchmarks/step_speed.py)
 CPU_COMPILE_S = 60.0
 CPU_COMPILE_GAIN = 0.015
 
 
-@dataclasses.dataclass(frozen=True)
-class Corpus:
-    manifest: Manifest
-    train: data.Shards
-    held_out: data.Shards
-
-
-def choose_precision(setting: str, device: torch.device) -> Precision:
-    """auto = bf16 on a GPU with native bf16, fp16 with a gradient scaler on an older one, fp32 on a CPU."""
-    if setting == "auto":
-        if device.type == "cpu":
-            setting = "fp32"
-        else:
-            setting = "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
-    wide = torch.float64 if setting == "fp64" else torch.float32
-    return Precision(setting, wide, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setting))
-
-
-def build_model(
+def prepare_model(
     config: Config,
-    corpus_: Corpus,
-    plan: BatchPlan,
+    task: Task,
+    layout: BatchLayout,
     precision: Precision,
     comm: dist.Comm,
     device: torch.device,
     compiled: bool | None,
-    resumed: bool,
-) -> tuple[model.CrammedBert, bool]:
-    """The whole model on its device, and whether it is compiled (as before on resume). Collective."""
-    bare = model.build_model(config.model, config.data.sequence_length, config.run.seed)
-    if config.run.init_from is not None and not resumed:
-        load_weights(config, config.run.init_from, bare, corpus_, comm)
-    bare = bare.to(device, precision.parameters)
+) -> tuple[Model, bool]:
+    """The whole model on its device, and whether it is compiled (`compiled`: what an earlier part of the run
+    has chosen). Collective."""
+    model = task.build_model(config.run.seed).to(device, precision.parameters)
     if compiled is None:
-        compiled = comm.share(compile_pays(config, corpus_, bare, plan, precision, device))
+        compiled = comm.broadcast(compile_pays(config, task, model, layout, precision, device))
     if config.parallel.activation_checkpointing:
-        model.checkpoint_activations(bare)
+        recompute_blocks(model)
     if compiled:
-        model.compile_regions(bare)
-    return bare, compiled
+        compile_parts(model)
+    return model, compiled
 
 
-def load_weights(
-    config: Config, where: str, bare: model.CrammedBert, corpus_: Corpus, comm: dist.Comm
-) -> None:
-    """run.init_from. Rank 0 chooses the checkpoint: the other run may go on, and prune. Collective.
+def recompute_blocks(model: Model) -> None:
+    """Keep only the input of each block for the backward pass, and compute the block again there."""
+    for block in model.blocks():
+        block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
 
-    Raises ConfigError when the weights are another model's or were trained with another tokenizer.
+
+def compile_parts(model: Model) -> None:
+    """torch.compile in place: names stay as they are."""
+    for part in model.compiled_parts():
+        part.compile(dynamic=False)
+
+
+def first_state(config: Config, model: Model, data: Metadata, comm: dist.Comm) -> State:
+    """The canonical state that a run begins with, on the host: the model's own weights, or those of
+    run.init_from, with its optimizer's state where run.init_keeps says so. Collective.
+
+    Rank 0 chooses the checkpoint: the other run may go on, and prune. Raises ConfigError when the weights are
+    another model's or were trained with another tokenizer, or the optimizer's state does not fit.
     """
+    where = config.run.init_from
+    if where is None:
+        weights = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
+        return {"model": weights, "optimizer": {}, "scaler": {}}
     answer: dict[str, Any] = {}
     if comm.world.rank == 0:
         try:
             answer["path"] = str(checkpoint.resolve(where))
         except ConfigError as error:
             answer["issues"] = [f"run.init_from: {issue}" for issue in error.issues]
-    answer = comm.share(answer)
+    answer = comm.broadcast(answer)
     if "issues" in answer:
         raise ConfigError(answer["issues"])
     path = Path(answer["path"])
     state, facts = checkpoint.load(path)
     issues = init_issues(where, facts.config, config)
-    tokenizer = corpus_.manifest.tokenizer.sha256
-    if facts.tokenizer not in (None, tokenizer):
+    if data.tokenizer is not None and facts.tokenizer not in (None, data.tokenizer):
         issues.append(
             f"data.tokenizer: run.init_from {where} was trained with tokenizer "
-            f"{str(facts.tokenizer)[:16]}, the shards have {tokenizer[:16]}; build them with "
+            f"{str(facts.tokenizer)[:16]}, the shards have {data.tokenizer[:16]}; build them with "
             "data.tokenizer set to that run's tokenizer.json"
         )
-    weights = {name: t.float() if t.dtype == torch.float64 else t for name, t in state["model"].items()}
-    start: State = {"model": weights, "optimizer": {}, "scaler": {}}
-    issues += [f"run.init_from: {line}" for line in checkpoint.state_issues(path, start, bare)]
+    keeps_moments = config.run.init_keeps == "moments"
+    if keeps_moments and not state["optimizer"]:
+        issues.append(
+            f"run.init_keeps: moments, but {path} was saved before the first step and has none; use weights"
+        )
+    dtype = next(model.parameters()).dtype
+    start: State = {
+        "model": _as_wide_as(dtype, state["model"]),
+        "optimizer": _as_wide_as(dtype, state["optimizer"]) if keeps_moments else {},
+        "scaler": {},
+    }
+    issues += [f"run.init_from: {line}" for line in checkpoint.state_issues(path, start, model)]
     if issues:
         raise ConfigError(issues)
-    bare.load_state_dict(weights)
+    return start
+
+
+def _as_wide_as(dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Floating tensors in `dtype`; numbers, such as a step count, as they are."""
+    return {name: t.to(dtype) if t.is_floating_point() and t.dim() else t for name, t in tensors.items()}
 
 
 def compile_pays(
     config: Config,
-    corpus_: Corpus,
-    bare: model.CrammedBert,
-    plan: BatchPlan,
+    task: Task,
+    model: Model,
+    layout: BatchLayout,
     precision: Precision,
     device: torch.device,
 ) -> bool:
@@ -119,26 +130,22 @@ def compile_pays(
             if schedule.tokens
             else ((schedule.steps or 0) * config.batch.global_size)
         )
-        run_s = (
-            sequences
-            / (plan.micro_size * plan.dp)
-            * time_micro_step(config, corpus_, bare, precision, device)
-        )
+        micro_steps = sequences / layout.samples_per_micro_step
+        run_s = micro_steps * time_micro_step(config, task, model, precision, device)
     return run_s * CPU_COMPILE_GAIN > CPU_COMPILE_S
 
 
 def time_micro_step(
-    config: Config, corpus_: Corpus, bare: model.CrammedBert, precision: Precision, device: torch.device
+    config: Config, task: Task, model: Model, precision: Precision, device: torch.device
 ) -> float:
     """Seconds of the second of two eager forward/backward passes; leaves no gradients."""
-    ids = torch.arange(config.batch.micro_size).numpy()
-    batch = data.training_batch(corpus_.train, ids, seed=0, num_masked=config.num_masked, shuffle=False)
+    batch = task.example_batch(config.batch.micro_size).to(device)
     seconds = 0.0
     for _ in range(2):
         start = time.perf_counter()
         with precision.context(device):
-            loss = mlm_loss(bare, batch.to(device))
+            loss = task.loss(model, batch)
         loss.backward()
         seconds = time.perf_counter() - start
-    bare.zero_grad(set_to_none=True)
+    model.zero_grad(set_to_none=True)
     return seconds

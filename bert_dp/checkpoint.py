@@ -16,9 +16,6 @@ import os
 import re
 import shutil
 import stat
-import sys
-import tempfile
-import time
 import uuid
 from collections.abc import Collection
 from pathlib import Path
@@ -31,7 +28,6 @@ from bert_dp import record
 from bert_dp.config import ConfigError
 from bert_dp.config.stored import sha256
 from bert_dp.cost import GIB
-from bert_dp.lifeline import follow_launcher
 from bert_dp.parallel import State
 from bert_dp.record import list_checkpoints
 
@@ -220,7 +216,7 @@ def load(path: Path) -> tuple[State, record.CheckpointFacts]:
 
     try:
         facts = record.read_checkpoint_facts(path)
-        state = _load_tensors(path)
+        state = load_tensors(path)
         if not state["optimizer"] and facts.step > facts.skipped_steps:
             raise ValueError(f"optimizer.safetensors is empty after {facts.step} steps")
     except (OSError, ValueError, SafetensorError) as error:
@@ -229,7 +225,15 @@ def load(path: Path) -> tuple[State, record.CheckpointFacts]:
     return state, facts
 
 
-def _load_tensors(path: Path) -> State:
+def load_weights(where: str, prefix: str = "") -> dict[str, Tensor]:
+    """The weights of a checkpoint, or of a run's newest valid one, whose names begin with `prefix`, on the
+    host. Raises ConfigError."""
+    weights = load(resolve(where))[0]["model"]
+    return {name: tensor for name, tensor in weights.items() if name.startswith(prefix)}
+
+
+def load_tensors(path: Path) -> State:
+    """Weights and optimizer state, unverified. Raises OSError, ValueError or SafetensorError."""
     state: State = {}
     for part in ("model", "optimizer"):
         file = path / f"{part}.safetensors"
@@ -294,31 +298,3 @@ def _fsync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def main(folder: Path, num_bytes: int = 32 * 2**20) -> None:
-    """`python -m bert_dp.checkpoint DIR`: write, verify by hash, load, compare, remove; prints one JSON line.
-
-    Raises OSError or RuntimeError when the file system does not keep what was written.
-    """
-    import torch
-
-    follow_launcher()
-    parts = [torch.randint(0, 2**31, (num_bytes // 8,), dtype=torch.int64) for _ in range(2)]
-    state: State = {"model": {"w": parts[0]}, "optimizer": {"w": parts[1]}, "scaler": {}}
-    with tempfile.TemporaryDirectory(prefix=".bert-dp-", dir=folder) as place:
-        start = time.perf_counter()
-        path = save(Path(place), 0, state, {}, keep=1)
-        problem = check(path)
-        found = _load_tensors(path)
-        seconds = time.perf_counter() - start
-        same = (torch.equal(found[part]["w"], state[part]["w"]) for part in ("model", "optimizer"))
-        if problem or not all(same):
-            raise RuntimeError(problem or f"{path}: what was read differs from what was written")
-    size = 2 * num_bytes
-    result = {"bytes": size, "seconds": seconds, "mb_per_s": size / seconds / 1e6}
-    sys.stdout.write(json.dumps(result) + "\n")
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

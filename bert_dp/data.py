@@ -12,15 +12,15 @@ import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bert_dp.config import ConfigError, Manifest
-from bert_dp.config.manifest import AGAIN, beyond
+from bert_dp.config import Manifest
+from bert_dp.corpus.shards import MappedShards
 from bert_dp.model import IGNORE
 
 U64 = np.uint64
@@ -118,40 +118,15 @@ def mask(
     return ids_BS, (chosen_BK + rows * length).reshape(-1), labels_BK.reshape(-1)
 
 
-class Shards:
-    """The sequences of one split, memory-mapped: [n, S] uint16."""
+class Shards(MappedShards):
+    """The sequences of one split: [n, S] uint16."""
 
     def __init__(self, directory: Path, manifest: Manifest, split: Literal["train", "held_out"]):
-        self.length = manifest.sequence_length
+        files = [directory / shard.file for shard in getattr(manifest, split).shards]
+        super().__init__(files, manifest.sequence_length, manifest.vocab_size)
         self.vocabulary = Vocabulary(
             manifest.vocab_size, manifest.num_special, manifest.special_tokens["mask"]
         )
-        self._files = [directory / shard.file for shard in getattr(manifest, split).shards]
-        self._maps = [
-            np.memmap(directory / shard.file, dtype="<u2", mode="r", shape=(shard.sequences, self.length))
-            for shard in getattr(manifest, split).shards
-        ]
-        self._starts = np.cumsum([0, *(len(m) for m in self._maps)])
-
-    def __len__(self) -> int:
-        return int(self._starts[-1])
-
-    def rows(self, index_B: NDArray[np.int64]) -> NDArray[np.uint16]:
-        """The sequences at `index_B`, [B, S], in that order.
-
-        Raises ConfigError for a token id beyond the vocabulary, which no embedding has a row for.
-        """
-        out = np.empty((len(index_B), self.length), np.uint16)
-        shard_B = np.searchsorted(self._starts, index_B, side="right") - 1
-        for shard in np.unique(shard_B):
-            here = shard_B == shard
-            found = self._maps[shard][index_B[here] - self._starts[shard]]
-            if (greatest := int(found.max())) >= self.vocabulary.size:
-                raise ConfigError(
-                    [f"{self._files[shard]}: {beyond(greatest, self.vocabulary.size)}; {AGAIN}"]
-                )
-            out[here] = found
-        return out
 
 
 def training_batch(
@@ -191,17 +166,6 @@ def held_out_batches(
     return batches
 
 
-class Stream(Protocol):
-    """Where the loop takes a replica's micro batches from."""
-
-    wait_s: float
-    """Seconds `next` has blocked so far."""
-
-    def next(self) -> Batch: ...
-    def peek(self) -> Batch: ...
-    def close(self) -> None: ...
-
-
 def random_batch(seed: int, micro_size: int, sequence_length: int, num_masked: int, vocab_size: int) -> Batch:
     """A micro batch of uniformly random tokens, its predicted positions too."""
     g = torch.Generator().manual_seed(seed)
@@ -210,23 +174,6 @@ def random_batch(seed: int, micro_size: int, sequence_length: int, num_masked: i
     positions_P = torch.cat([row * sequence_length + chosen for row, chosen in enumerate(within)])
     labels_P = torch.randint(vocab_size, (len(positions_P),), generator=g)
     return Batch(ids_BS, positions_P, labels_P, len(positions_P), np.arange(micro_size))
-
-
-class SameBatch:
-    """One micro batch over and over: a stream that costs nothing."""
-
-    def __init__(self, batch: Batch):
-        self._batch = batch
-        self.wait_s = 0.0
-
-    def next(self) -> Batch:
-        return self._batch
-
-    def peek(self) -> Batch:
-        return self._batch
-
-    def close(self) -> None:
-        pass
 
 
 class TrainingStream:
@@ -274,12 +221,6 @@ class TrainingStream:
             batch = self._queue.popleft().result()
         self.wait_s += time.perf_counter() - start
         return batch
-
-    def peek(self) -> Batch:
-        """The first micro batch, without taking it; before any `next`."""
-        ids = self._advance()
-        self._next_start -= self._stride
-        return self._build(ids)
 
     def close(self) -> None:
         """Stop the threads."""

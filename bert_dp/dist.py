@@ -1,8 +1,4 @@
-"""How ranks meet and talk beside the gradients, the shared clock, and which device and cores a rank gets.
-
-`python -m bert_dp.dist [N] [SECONDS BYTES...]` measures all-reduces over N local ranks, each on a GPU of its
-own where there are as many, SECONDS (2) for each size, and prints one JSON line for each.
-"""
+"""How ranks meet and talk beside the gradients, the shared clock, and which device and cores a rank gets."""
 
 from __future__ import annotations
 
@@ -11,8 +7,6 @@ import dataclasses
 import datetime
 import json
 import os
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,12 +17,9 @@ from torch import Tensor
 
 from bert_dp.binding import Placement, place
 from bert_dp.config import ConfigError
-from bert_dp.lifeline import follow_launcher
 from bert_dp.record import INIT_FILE
 from bert_dp.world import World
 
-MEASURE_S = 2.0  # of `python -m bert_dp.dist`
-WARM_UP = 5
 TIMEOUT = datetime.timedelta(minutes=30)
 
 
@@ -42,7 +33,7 @@ class Comm:
         self.world = world
         self._group = group
 
-    def gather(self, values: Sequence[float]) -> Tensor:
+    def all_gather(self, values: Sequence[float]) -> Tensor:
         """[N, len(values)] float64: every rank's values."""
         mine = torch.tensor(values, dtype=torch.float64)
         if self._group is None:
@@ -65,12 +56,12 @@ class Comm:
 
         return wait
 
-    def share(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """Rank 0's JSON value on every rank."""
         if self._group is None:
             return value
         data = json.dumps(value).encode() if self.world.rank == 0 else b""
-        size = int(self.gather([len(data)])[0, 0])
+        size = int(self.all_gather([len(data)])[0, 0])
         buffer = torch.empty(size, dtype=torch.uint8)
         if self.world.rank == 0:
             buffer.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
@@ -78,7 +69,7 @@ class Comm:
         return json.loads(bytes(buffer.tolist()))
 
     def barrier(self) -> None:
-        self.gather([0.0])
+        self.all_gather([0.0])
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.device) -> list[Any]:
@@ -155,10 +146,22 @@ def disconnect() -> None:
         dist.destroy_process_group()
 
 
-class SharedClock:
-    """Elapsed seconds on rank 0's clock and the stop signal of any rank, the same on every rank.
+@dataclasses.dataclass(frozen=True)
+class Stop:
+    """What a rank, or any rank, asks for: nothing, the end after a checkpoint, or the end of a run that has
+    failed. A failure goes before a signal."""
 
-    `tick` returns what was sampled one step earlier and starts the next exchange, so no step waits for it.
+    signal: int = 0
+    failed: bool = False
+
+    def __bool__(self) -> bool:
+        return self.failed or self.signal != 0
+
+
+class SharedClock:
+    """Elapsed seconds on rank 0's clock and the stop request of any rank, the same on every rank.
+
+    `exchange` returns what was sampled one step earlier and starts the next, so no step waits for it.
     """
 
     def __init__(self, comm: Comm, elapsed_s: float = 0.0, now: Callable[[], float] = time.monotonic):
@@ -171,27 +174,31 @@ class SharedClock:
         """This rank's own reading: for records, never for decisions."""
         return self._now() - self._origin
 
-    def tick(self, signal: int) -> tuple[float, int]:
-        """(elapsed_s, signal number or 0). Collective."""
-        pending = self._pending or self._start(signal)
-        elapsed, stop = pending()
-        self._pending = self._start(signal)
-        return elapsed, int(stop)
+    def exchange(self, stop: Stop) -> tuple[float, Stop]:
+        """(elapsed_s, what any rank asked for). Collective."""
+        elapsed_s, wanted = self._take(stop)
+        self._pending = self._start(stop)
+        return elapsed_s, wanted
 
-    def ask(self, signal: int) -> int:
-        """As `tick`, between steps: the signal alone, the clock is not read. Collective."""
-        elapsed, stop = (self._pending or self._start(signal))()
-        self._pending = self._comm.max_async([elapsed, float(signal)])
-        return int(stop)
+    def poll_stop(self, stop: Stop) -> Stop:
+        """As `exchange`, between steps: the request alone, the clock is not read. Collective."""
+        elapsed_s, wanted = self._take(stop)
+        self._pending = self._comm.max_async([elapsed_s, float(stop.signal), float(stop.failed)])
+        return wanted
 
     def finish(self) -> None:
         if self._pending is not None:
             self._pending()
             self._pending = None
 
-    def _start(self, signal: int) -> Callable[[], list[float]]:
+    def _take(self, stop: Stop) -> tuple[float, Stop]:
+        """What the exchange that is on its way brings; the first begins here."""
+        elapsed_s, signal, failed = (self._pending or self._start(stop))()
+        return elapsed_s, Stop(int(signal), bool(failed))
+
+    def _start(self, stop: Stop) -> Callable[[], list[float]]:
         mine = self.elapsed_s() if self._comm.world.rank == 0 else 0.0
-        return self._comm.max_async([mine, float(signal)])
+        return self._comm.max_async([mine, float(stop.signal), float(stop.failed)])
 
 
 def choose_device(setting: str, world: World) -> torch.device:
@@ -219,7 +226,7 @@ def keep_freed_memory() -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink the heap
 
 
-def bind(device: torch.device, world: World) -> Placement:
+def set_affinity(device: torch.device, world: World) -> Placement:
     """Give this rank its cores (see binding.py) and at most as many threads; on a CPU exactly as many."""
     if device.type == "cuda":
         placed = place(world.local_rank, world.local_size, [pci_address(i) for i in range(world.local_size)])
@@ -235,71 +242,3 @@ def pci_address(index: int) -> str:
     """domain:bus:device.function of a visible GPU, as sysfs names it."""
     gpu: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack the PCI fields
     return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-
-
-def _measure(rank: int, size: int, store: str, backend: str, sizes: Sequence[int], seconds: float) -> None:
-    """One rank: about `seconds` of all-reduces of each size in bytes; rank 0 prints the results."""
-    follow_launcher()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    torch.set_num_threads(1)
-    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
-    for num_bytes in sizes:
-        result = _time_all_reduce(num_bytes, seconds, device)
-        if rank == 0:
-            facts = {"world_size": size, "backend": backend, **result}
-            sys.stdout.write(json.dumps(facts) + "\n")
-            sys.stdout.flush()
-    dist.destroy_process_group()
-
-
-def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> dict[str, Any]:
-    """About `seconds` of all-reduces; busbw as nccl-tests define it, GB = 1e9 bytes."""
-    data = torch.zeros(max(1, num_bytes // 4), device=device)
-
-    def once() -> float:
-        dist.barrier()
-        start = time.perf_counter()
-        dist.all_reduce(data)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    start = time.perf_counter()
-    for _ in range(WARM_UP):
-        once()
-    one_s = (time.perf_counter() - start) / WARM_UP  # with its barrier
-    count = torch.tensor([max(WARM_UP, int(seconds / one_s))], device=device)
-    dist.broadcast(count, 0)
-    times = sorted(once() for _ in range(int(count)))
-    median, size = times[len(times) // 2], dist.get_world_size()
-    sent = data.nbytes
-    busbw = sent / median * 2 * (size - 1) / size / 1e9
-    return {"bytes": sent, "repeats": len(times), "seconds_median": median, "busbw_gb_s": busbw}
-
-
-def main(size: int | None = None, seconds: float = MEASURE_S, sizes: Sequence[int] = ()) -> None:
-    """`size` ranks; by default one on each GPU when there are several, else two on the CPU."""
-    follow_launcher()
-    gpus = torch.cuda.device_count()
-    size = size or (gpus if gpus > 1 else 2)
-    backend, num_bytes = ("nccl", 64 * 2**20) if 1 < size <= gpus else ("gloo", 4 * 2**20)
-    with tempfile.TemporaryDirectory(prefix="bert-dp-") as folder:
-        torch.multiprocessing.start_processes(
-            _measure,
-            (size, f"{folder}/store", backend, sizes or (num_bytes,), seconds),
-            nprocs=size,
-            start_method="spawn",
-        )
-
-
-if __name__ == "__main__":
-    number, *measured = sys.argv[1:] or [""]
-    main(
-        int(number) if number else None,
-        float(measured[0]) if measured else MEASURE_S,
-        [int(n) for n in measured[1:]],
-    )

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from bert_dp.lines import LOSSES
+from bert_dp.lines import LostWrites
 from bert_dp.record import BEAT_BYTES, BEAT_SLOTS, PHASES
 
 ALIVE_EVERY_S = 1.0
@@ -25,7 +25,8 @@ PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE, ALIVE_NS, ASKED, ANSWERED,
 class Heartbeat:
     """The heartbeat of one rank; see `record.Beat` for what its fields mean."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, lost_writes: LostWrites):
+        self._lost_writes = lost_writes
         self._memory = _map(path)
         self._slots = memoryview(self._memory).cast("q")
         self._slots[PID] = os.getpid()
@@ -43,7 +44,7 @@ class Heartbeat:
         slots[PHASE], slots[DONE] = PHASES.index(phase), 0
         slots[PROGRESS] += 1
         slots[PROGRESS_NS] = time.monotonic_ns()
-        slots[LOST], slots[ERRNO] = LOSSES.count, LOSSES.errno
+        slots[LOST], slots[ERRNO] = self._lost_writes.count, self._lost_writes.errno
 
     def progress(self) -> None:
         """A piece of work of the phase is done: a micro batch, an evaluation batch."""

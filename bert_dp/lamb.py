@@ -20,7 +20,7 @@ def as_they_are(sums: Tensor) -> Tensor:
 class Lamb(torch.optim.Optimizer):
     """State per tensor: step, exp_avg, exp_avg_sq, as Adam's. `step` leaves the update in .grad.
 
-    An engine sets `grad_scale`, `found_inf` and `whole_sums` (see optim.py).
+    An engine sets `grad_scale`, `found_inf` and `sharded_sums` (see optim.py).
     """
 
     grad_scale: Tensor | None = None
@@ -36,7 +36,7 @@ class Lamb(torch.optim.Optimizer):
         compiled: bool = False,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.whole_sums: Callable[[Tensor], Tensor] = as_they_are
+        self.sharded_sums: Callable[[Tensor], Tensor] = as_they_are
         self._moments = torch.compile(moments, dynamic=False) if compiled else moments
         self._descend = torch.compile(descend, dynamic=False) if compiled else descend
 
@@ -79,7 +79,7 @@ class Lamb(torch.optim.Optimizer):
             lr = torch.full((), group["lr"], dtype=dtype, device=device) * keep
             work.append((params, grads, sums_2N, lr, group["weight_decay"] != 0))
         if work:
-            sums_2N = self.whole_sums(torch.cat([sums for _, _, sums, _, _ in work], dim=1))
+            sums_2N = self.sharded_sums(torch.cat([sums for _, _, sums, _, _ in work], dim=1))
             parts = sums_2N.split([len(params) for params, *_ in work], dim=1)
             for (params, updates, _, lr, adapted), part in zip(work, parts, strict=True):
                 self._descend(params, updates, part, lr, adapted)

@@ -13,32 +13,30 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.record import Evaluation, Metrics
+from bert_dp.record import Metrics
 
-Line = Metrics | Evaluation | Mapping[str, Any]
+Line = Metrics | Mapping[str, Any]
 
 
-class Losses:
+class LostWrites:
     """The writes of this process that a disk refused, for the heartbeat to tell."""
 
-    count = 0
-    errno = 0
-    """Of the last one."""
+    def __init__(self) -> None:
+        self.count = 0
+        self.errno = 0
+        """Of the last one."""
 
     def note(self, error: OSError) -> None:
         self.count += 1
         self.errno = error.errno or errno.EIO
 
 
-LOSSES = Losses()
-
-
 class LossyFile(io.RawIOBase):
     """A file that is open for writing, without errors: what does not fit is lost. The next write that fits
     says how many were."""
 
-    def __init__(self, descriptor: int):
-        self._descriptor = descriptor
+    def __init__(self, descriptor: int, lost_writes: LostWrites):
+        self._descriptor, self._lost_writes = descriptor, lost_writes
         self._lost, self._why, self._is_torn = 0, "", False
 
     def writable(self) -> bool:
@@ -61,16 +59,19 @@ class LossyFile(io.RawIOBase):
             self._lost += 1
             self._why = os.strerror(error.errno or errno.EIO)
             self._is_torn = begun or self._is_torn
-            LOSSES.note(error)
+            self._lost_writes.note(error)
         else:
             self._lost, self._is_torn = 0, False
         return len(data)
 
 
-def lossy(descriptor: int) -> io.TextIOWrapper:
+def lossy(descriptor: int, lost_writes: LostWrites) -> io.TextIOWrapper:
     """A text stream over a LossyFile, written at the end of each line."""
     return io.TextIOWrapper(
-        io.BufferedWriter(LossyFile(descriptor)), "utf-8", "backslashreplace", line_buffering=True
+        io.BufferedWriter(LossyFile(descriptor, lost_writes)),
+        "utf-8",
+        "backslashreplace",
+        line_buffering=True,
     )
 
 
@@ -78,8 +79,8 @@ class Records:
     """Appends lines to a run's records. What goes wrong is said at the first line that is missing, and once
     more, in all, when lines fit again or at the end."""
 
-    def __init__(self, run_dir: Path, say: Callable[[str], None]):
-        self._run_dir, self._say = run_dir, say
+    def __init__(self, run_dir: Path, log_rank0: Callable[[str], None], lost_writes: LostWrites):
+        self._run_dir, self._log, self._lost_writes = run_dir, log_rank0, lost_writes
         self._missing: dict[str, tuple[int, int, int]] = {}  # name -> lines, first step, last step
 
     def append(self, name: str, line: Line) -> None:
@@ -89,10 +90,10 @@ class Records:
         try:
             record.append_line(self._run_dir / name, line)
         except OSError as error:
-            LOSSES.note(error)
+            self._lost_writes.note(error)
             self._missing[name] = count + 1, first, step
             if not count:
-                self._say(f"warning: step {step} is missing in {name}: {error}")
+                self._log(f"warning: step {step} is missing in {name}: {error}")
         else:
             self._tell(name)
 
@@ -104,4 +105,4 @@ class Records:
     def _tell(self, name: str) -> None:
         count, first, last = self._missing.pop(name, (0, 0, 0))
         if count > 1:
-            self._say(f"warning: {count} lines are missing in {name}: of steps {first} to {last}")
+            self._log(f"warning: {count} lines are missing in {name}: of steps {first} to {last}")

@@ -6,17 +6,20 @@ import itertools
 import resource
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bert_dp.config import BatchPlan
+from bert_dp.config import BatchLayout, ConfigError, LogConfig
 from bert_dp.cost import GIB
 from bert_dp.dist import Comm
+from bert_dp.lines import LostWrites
 from bert_dp.record import Metrics
+from bert_dp.train_state import TrainState
 
 PHASES = ("forward_backward", "optimizer")
 TIMED = (*PHASES, "own_work")
@@ -124,6 +127,26 @@ def alloc_retries(device: torch.device) -> int | None:
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else None
 
 
+def joules(device: torch.device) -> float | None:
+    """NVML's counter of this device, joules since its driver was loaded.
+
+    None on a CPU, without the package, or on a GPU older than Volta.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3  # it counts mJ
+    except pynvml.NVMLError:
+        return None
+
+
 class Meter:
     """Accumulates between log lines; `totals` (seconds, of all real steps) feed the summary."""
 
@@ -131,21 +154,23 @@ class Meter:
         self,
         comm: Comm,
         device: torch.device,
-        plan: BatchPlan,
+        layout: BatchLayout,
         *,
         sequence_length: int,
         flops_per_token: float,
         peak_flops: float | None,
+        skipped: int = 0,
     ):
-        self._comm, self._device, self._plan = comm, device, plan
+        """`skipped`: steps that the run has skipped before."""
+        self._comm, self._device, self._layout = comm, device, layout
         self._sequence_length = sequence_length
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self.timers = Timers(device)
         self.totals = dict.fromkeys(("train_s", "data_wait_s", *(f"{p}_s" for p in PHASES)), 0.0)
-        self.own_work_s = [0.0] * plan.world_size
+        self.own_work_s = [0.0] * layout.world_size
         """Seconds of each rank before any reduction, of all real steps."""
         self.total_steps = self.total_samples = self.total_micro = 0
-        self.skipped = torch.zeros((), dtype=torch.int64, device=device)
+        self.skipped = torch.tensor(skipped, dtype=torch.int64, device=device)
         self._row, self._longest_row = torch.zeros_like(self.skipped), torch.zeros_like(self.skipped)
         self.steps: dict[str, Any] = {}
         """A line of steps/rank-N.jsonl: this rank's steps of the last flush."""
@@ -165,7 +190,7 @@ class Meter:
         self._waits = [wait_s]
         self.timers.restart()
 
-    def observe(self, loss: Tensor, norm: Tensor, samples: int, accumulation: int, wait_s: float) -> None:
+    def observe(self, loss: Tensor, norm: Tensor, samples: int, grad_accum_steps: int, wait_s: float) -> None:
         """Device scalars of one step: this replica's share of the mean loss, the reduced norm; the stream's
         data wait so far. No sync."""
         self._loss, self._norm = loss, norm
@@ -175,7 +200,7 @@ class Meter:
         torch.maximum(self._longest_row, self._row, out=self._longest_row)
         self._steps += 1
         self._samples += samples
-        self._micro += accumulation * self._plan.dp
+        self._micro += grad_accum_steps * self._layout.dp
         self._waits.append(wait_s)
         self.timers.end_step()
 
@@ -189,22 +214,11 @@ class Meter:
         self._paused_s += time.perf_counter() - start
         self.timers.restart()
 
-    def flush(
-        self,
-        *,
-        step: int,
-        samples: int,
-        epoch: int,
-        progress: float,
-        lr: float,
-        batch: int,
-        wait_s: float,
-        elapsed_s: float,
-    ) -> Metrics:
+    def flush(self, state: TrainState, *, epoch: int, wait_s: float, elapsed_s: float) -> Metrics:
         """One sync point, one gather; the line is the same on every rank. Collective."""
         self._sync()
-        ranks = self._gather(step, wait_s, time.perf_counter() - self._start - self._paused_s)
-        loss = ranks[:: self._plan.tensor, 0].sum().item()  # the ranks of a replica hold the same share
+        ranks = self._gather(state.step, wait_s, time.perf_counter() - self._start - self._paused_s)
+        loss = ranks[:: self._layout.tensor, 0].sum().item()  # the ranks of a replica hold the same share
         memory = ranks[:, 1].max().item()
         names = ("data_wait_s", "forward_backward_s", "optimizer_s")
         split = dict(zip(names, ranks[0, 2:5].tolist(), strict=True))
@@ -218,18 +232,18 @@ class Meter:
         self.total_micro += self._micro
         rates = self.rates(self._steps, self._samples, self._micro, seconds)
         line = Metrics(
-            step=step,
-            samples=samples,
-            tokens=samples * self._sequence_length,
+            step=state.step,
+            samples=state.samples,
+            tokens=state.samples * self._sequence_length,
             epoch=epoch,
-            progress=progress,
+            progress=state.progress,
             loss=loss,
-            lr=lr,
+            lr=state.lr,
             grad_norm=float(self._norm),
-            global_batch=batch,
-            micro_batch=self._plan.micro_size,
-            accumulation=batch // (self._plan.micro_size * self._plan.dp),
-            world_size=self._plan.world_size,
+            global_batch=state.global_batch,
+            micro_batch=self._layout.micro_size,
+            accumulation=state.global_batch // self._layout.samples_per_micro_step,
+            world_size=self._layout.world_size,
             step_time_s=seconds / self._steps,
             **rates,
             **{name: value / self._steps for name, value in split.items()},
@@ -256,12 +270,12 @@ class Meter:
             "alloc_retries": alloc_retries(self._device),
         }
         sums = [sum(phases[name]) for name in TIMED]
-        return self._comm.gather([float(self._loss), memory_gib, wait_s - self._waits[0], *sums, seconds])
+        return self._comm.all_gather([float(self._loss), memory_gib, wait_s - self._waits[0], *sums, seconds])
 
     def rates(self, steps: int, samples: int, micro: int, seconds: float) -> dict[str, Any]:
         """Throughput over all replicas; `micro` = micro-batch steps summed over replicas."""
         tokens_per_s = samples * self._sequence_length / seconds
-        per_gpu = tokens_per_s / self._plan.world_size
+        per_gpu = tokens_per_s / self._layout.world_size
         return {
             "steps_per_s": steps / seconds,
             "global_steps_per_s": micro / seconds,
@@ -280,3 +294,68 @@ class Meter:
     def _sync(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+class MetricsWriter:
+    """Sends rank 0's lines to TensorBoard where log.tensorboard asks for it, and nowhere else."""
+
+    def __init__(self, settings: LogConfig, run_dir: Path, rank: int, lost_writes: LostWrites):
+        """Raises ConfigError when the extra is not installed."""
+        self._lost_writes = lost_writes
+        self._writer: Any = None
+        if not settings.tensorboard or rank != 0:
+            return
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            raise ConfigError(["log.tensorboard: needs `pip install 'bert-dp[tensorboard]'`"]) from None
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """The numbers among `values`."""
+        if self._writer is None:
+            return
+        try:
+            for key, value in values.items():
+                if key != "step" and isinstance(value, (int, float)):
+                    self._writer.add_scalar(key, value, step)
+            self._writer.flush()
+        except OSError as error:  # a full disk
+            self._lost_writes.note(error)
+
+
+# What torch's DDP counts of its own reductions is private to torch, so every reader may find nothing.
+DDP_SECONDS = {
+    "comm_s": "avg_backward_comm_time",
+    "overlap_s": "avg_backward_compute_comm_overlap_time",
+    "compute_s": "avg_backward_compute_time",
+}
+
+
+def sample_communication(model: Any, every_steps: int) -> None:
+    """Let DDP time one step in so many, beside its first ten; on a GPU each costs a synchronisation."""
+    choose = getattr(model, "_set_ddp_runtime_logging_sample_rate", None)
+    if choose is not None:
+        choose(every_steps)
+
+
+def exposed_communication_s(model: Any) -> float | None:
+    """Of the step that DDP timed last: seconds of reductions that no backward pass covered."""
+    data = _ddp_logging_data(model)
+    comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
+    return None if comm is None or overlap is None else (comm - overlap) / 1e9
+
+
+def communication_summary(model: Any) -> dict[str, Any] | None:
+    """`ddp` of summary.json; None under other engines."""
+    data = _ddp_logging_data(model)
+    if not data:
+        return None
+    sizes = data.get("rebuilt_bucket_sizes") or data.get("bucket_sizes") or ""
+    seconds = {name: data[key] / 1e9 if data.get(key) else None for name, key in DDP_SECONDS.items()}
+    return {"bucket_bytes": [int(size) for size in sizes.split(",") if size.strip()], **seconds}
+
+
+def _ddp_logging_data(model: Any) -> dict[str, Any]:
+    read = getattr(model, "_get_ddp_logging_data", None)
+    return dict(read()) if read is not None else {}

@@ -8,17 +8,17 @@ Source of the architecture: arXiv 2212.14034 and github JonasGeiping/cramming, `
 
 from __future__ import annotations
 
-import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from bert_dp.config import ModelConfig
-from bert_dp.products import Linear, linear
+from bert_dp.matmul import Linear, linear
+from bert_dp.trainable import Model
 
 INIT_STD = 0.02
 IGNORE = -100  # label of a position that counts for nothing
@@ -114,7 +114,8 @@ class Embeddings(nn.Module):
 
 
 class Attention(nn.Module):
-    """Bidirectional self-attention over whole sequences, no mask: [B, S, H] -> [B, S, H]."""
+    """Bidirectional self-attention over whole sequences: [B, S, H] -> [B, S, H]. `real_B11S`: False where no
+    query may look; None = everywhere, without a mask's cost."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -127,7 +128,9 @@ class Attention(nn.Module):
         self.q_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
         self.v_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
 
-    def forward(self, x_BSH: Tensor, cos_SD: Tensor | None, sin_SD: Tensor | None) -> Tensor:
+    def forward(
+        self, x_BSH: Tensor, cos_SD: Tensor | None, sin_SD: Tensor | None, real_B11S: Tensor | None = None
+    ) -> Tensor:
         batch, length, _ = x_BSH.shape
         qkv = self.Wqkv(x_BSH)
         if self.q_bias is not None and self.v_bias is not None:
@@ -138,7 +141,7 @@ class Attention(nn.Module):
         if cos_SD is not None and sin_SD is not None:
             cos, sin = cos_SD[:length].to(q.dtype), sin_SD[:length].to(q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out_BASD = F.scaled_dot_product_attention(q, k, v)
+        out_BASD = F.scaled_dot_product_attention(q, k, v, attn_mask=real_B11S)
         return self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, -1)))
 
 
@@ -172,8 +175,10 @@ class Layer(nn.Module):
         self.mlp_norm = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(self, x_BSH: Tensor, cos_SD: Tensor | None, sin_SD: Tensor | None) -> Tensor:
-        x_BSH = x_BSH + self.attn(self.attn_norm(x_BSH), cos_SD, sin_SD)
+    def forward(
+        self, x_BSH: Tensor, cos_SD: Tensor | None, sin_SD: Tensor | None, real_B11S: Tensor | None = None
+    ) -> Tensor:
+        x_BSH = x_BSH + self.attn(self.attn_norm(x_BSH), cos_SD, sin_SD, real_B11S)
         return x_BSH + self.mlp(self.mlp_norm(x_BSH))
 
 
@@ -192,52 +197,74 @@ class Encoder(nn.Module):
             self.register_buffer("cos_SD", cos.to(torch.get_default_dtype()), persistent=False)
             self.register_buffer("sin_SD", sin.to(torch.get_default_dtype()), persistent=False)
 
-    def forward(self, ids_BS: Tensor) -> Tensor:
-        return self.encode(self.embeddings.tok_embeddings(ids_BS))
+    def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None) -> Tensor:
+        return self.encode(self.embeddings.tok_embeddings(ids_BS), real_BS)
 
-    def encode(self, x_BSH: Tensor) -> Tensor:
-        """Of looked-up tokens."""
+    def encode(self, x_BSH: Tensor, real_BS: Tensor | None = None) -> Tensor:
+        """Of looked-up tokens. `real_BS`: True for tokens, False for padding; None = all are tokens."""
         x_BSH = self.embeddings(x_BSH)
+        real_B11S = None if real_BS is None else real_BS[:, None, None, :]
         cos, sin = (self.cos_SD, self.sin_SD) if self.rope else (None, None)
         for layer in self.layers:
-            x_BSH = layer(x_BSH, cos, sin)
+            x_BSH = layer(x_BSH, cos, sin, real_B11S)
         return self.final_norm(x_BSH)
 
 
 class PredictionHead(nn.Module):
-    """dense + GELU + norm before the decoder."""
+    """dense + GELU + norm where the configuration has them, then the tied, bias-free decoder and its loss."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, vocabulary: Vocabulary):
         super().__init__()
-        self.dense = Linear(config.hidden_size, config.hidden_size, bias=config.bias)
-        self.norm = make_norm(config)
+        self.transforms = config.head == "dense"
+        if self.transforms:
+            self.dense = Linear(config.hidden_size, config.hidden_size, bias=config.bias)
+            self.norm = make_norm(config)
+        self.vocabulary = vocabulary
 
-    def forward(self, x_PH: Tensor) -> Tensor:
-        return self.norm(F.gelu(self.dense(x_PH)))
+    def forward(self, x_PH: Tensor, weight_VH: Tensor, labels_P: Tensor | None) -> Tensor:
+        if self.transforms:
+            x_PH = self.norm(F.gelu(self.dense(x_PH)))
+        logits_PV = self.vocabulary.logits(x_PH, weight_VH)
+        return logits_PV if labels_P is None else self.vocabulary.loss(logits_PV, labels_P)
 
 
-class CrammedBert(nn.Module):
+class CrammedBert(Model):
     """Masked language model with a tied, bias-free decoder that sees only the predicted positions."""
 
     def __init__(self, config: ModelConfig, sequence_length: int):
         super().__init__()
-        self.model = Encoder(config, sequence_length)
-        self.head = PredictionHead(config) if config.head == "dense" else nn.Identity()
         self.vocabulary = Vocabulary()
+        self.model = Encoder(config, sequence_length)
+        self.head = PredictionHead(config, self.vocabulary)
         self.gated = config.mlp == "geglu"
 
-    def forward(self, ids_BS: Tensor, positions_P: Tensor, labels_P: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        ids_BS: Tensor,
+        positions_P: Tensor,
+        labels_P: Tensor | None = None,
+        real_BS: Tensor | None = None,
+    ) -> Tensor:
         """Logits [P, V] of the flat positions b * S + s, or with labels the SUM of their cross entropies.
 
-        A label of IGNORE contributes nothing.
+        A label of IGNORE contributes nothing. `real_BS`: see Encoder.encode.
         """
         x_BSH, weight_VH = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
-        x_PH = self.model.encode(x_BSH).flatten(0, 1)[positions_P]
-        return self.predict(x_PH, weight_VH, labels_P)
+        x_PH = self.model.encode(x_BSH, real_BS).flatten(0, 1)[positions_P]
+        out: Tensor = self.head(x_PH, weight_VH, labels_P)
+        return out
 
-    def predict(self, x_PH: Tensor, weight_VH: Tensor, labels_P: Tensor | None) -> Tensor:
-        logits_PV = self.vocabulary.logits(self.head(x_PH), weight_VH)
-        return logits_PV if labels_P is None else self.vocabulary.loss(logits_PV, labels_P)
+    def blocks(self) -> Sequence[nn.Module]:
+        return list(self.model.layers)
+
+    def compiled_parts(self) -> Sequence[nn.Module]:
+        """One graph serves all blocks, and DDP still sees the gradients block by block, so it can overlap
+        their reduction."""
+        return [*self.model.layers, self.model.embeddings, self.head]
+
+    def is_matrix(self, name: str) -> bool:
+        """The weights of the blocks' linear layers."""
+        return ".layers." in name and name.endswith(".weight") and "norm" not in name
 
     def tensor_plan(self) -> dict[str, tuple[int, int]]:
         """How tensor parallelism divides parameters, as data: name -> (dimension, fused matrices in it).
@@ -275,28 +302,3 @@ def build_model(config: ModelConfig, sequence_length: int, seed: int) -> Crammed
             if isinstance(module, nn.Linear) and module.bias is not None:
                 module.bias.zero_()
     return model
-
-
-def is_decayed(name: str) -> bool:
-    """Whether weight decay applies to a parameter: all but biases and norms (the recipe's groups)."""
-    return "bias" not in name and "norm" not in name
-
-
-def is_matrix(name: str) -> bool:
-    """Whether Muon updates a parameter: the weights of the blocks' linear layers."""
-    return ".layers." in name and name.endswith(".weight") and "norm" not in name
-
-
-def checkpoint_activations(model: CrammedBert) -> None:
-    """Keep only the input of each block for the backward pass, and compute the block again there."""
-    for layer in model.model.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-
-
-def compile_regions(model: CrammedBert) -> None:
-    """torch.compile each block and the head in place: one graph serves all blocks, names stay as they are,
-    and DDP still sees the gradients block by block, so it can overlap their reduction."""
-    for layer in model.model.layers:
-        layer.compile(dynamic=False)
-    model.model.embeddings.compile(dynamic=False)
-    model.predict = torch.compile(model.predict, dynamic=False)  # type: ignore[method-assign]

@@ -1,12 +1,13 @@
 """Muon (Keller Jordan, kellerjordan.github.io/posts/muon) for matrices and AdamW for the rest, in one.
 
 The update of a matrix is its Nesterov momentum, orthogonalised, times 0.2 sqrt(max(rows, columns)), so that
-its size is that of an AdamW update and one learning rate serves both (arXiv 2502.16982, 2.2).
+its size is that of an AdamW update and one learning rate serves both (arXiv 2502.16982, 2.2). A parameter
+that holds several matrices is taken apart: orthogonalised as one it trains worse (Megatron-LM issue 1428).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +17,17 @@ from torch.optim.adamw import adamw
 # Newton-Schulz: x <- a x + b (x x') x + c (x x')^2 x, five times
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+BATCH_ELEMENTS = 2**25  # of the matrices that are multiplied at once: 128 MiB in fp32
+
+Split = tuple[int, int]
+"""(dimension, fused matrices along it), as a model's tensor plan has it."""
+WHOLE: Split = (0, 1)
 
 
 class Muon(torch.optim.Optimizer):
-    """Groups carry `matrix`: True = Muon (state momentum_buffer), False = AdamW (its state).
+    """Groups carry `matrix`: True = Muon (state momentum_buffer), False = AdamW (its state). One of matrices
+    may carry `splits`: of each parameter (dimension, fused matrices along it). `step` leaves what Muon
+    orthogonalises in .grad.
 
     An engine sets `grad_scale` and `found_inf` (see optim.py). Matrices must be whole on their rank.
     """
@@ -45,6 +53,7 @@ class Muon(torch.optim.Optimizer):
                 "eps": eps,
                 "weight_decay": 0.0,
                 "matrix": False,
+                "splits": None,
             },
         )
 
@@ -54,25 +63,36 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             params = [p for p in group["params"] if p.grad is not None]
             if params and group["matrix"]:
-                self._muon(group, params)
+                splits = group["splits"] or [WHOLE] * len(group["params"])
+                held = dict(zip(group["params"], splits, strict=True))
+                self._muon(group, params, [held[p] for p in params])
             elif params:
                 self._adamw(group, params)
 
-    def _muon(self, group: dict[str, Any], params: list[Tensor]) -> None:
+    def _muon(self, group: dict[str, Any], params: list[Tensor], splits: list[Split]) -> None:
         device, dtype = params[0].device, params[0].dtype
         skip = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
         keep = 1.0 - skip.to(dtype)
         divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
         lr, momentum = group["lr"] * keep, group["momentum"]
-        for p in params:
+        weights: list[Tensor] = []
+        directions: list[Tensor] = []
+        for p, (dim, count) in zip(params, splits, strict=True):
             assert p.grad is not None
             if not self.state[p]:
                 self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
             buffer = self.state[p]["momentum_buffer"]
-            gradient = torch.where(keep > 0, p.grad / divisor.to(dtype), 0.0)
-            buffer.lerp_(gradient, (1.0 - momentum) * keep)
-            update = orthogonalize(gradient.lerp(buffer, momentum))
-            p.mul_(1.0 - lr * group["weight_decay"]).sub_(lr * (0.2 * max(p.shape) ** 0.5) * update)
+            p.grad.copy_(torch.where(keep > 0, p.grad / divisor.to(dtype), 0.0))
+            buffer.lerp_(p.grad, (1.0 - momentum) * keep)
+            p.grad.lerp_(buffer, momentum)
+            p.mul_(1.0 - lr * group["weight_decay"])
+            weights += p.chunk(count, dim)
+            directions += p.grad.chunk(count, dim)
+        for batch in batches_of_a_shape(directions):
+            updates = orthogonalize(torch.stack([directions[i] for i in batch]))
+            updates *= lr * (0.2 * max(updates.shape[-2:]) ** 0.5)
+            for i, update in zip(batch, updates, strict=True):
+                weights[i].sub_(update)
 
     def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
         for p in params:
@@ -104,12 +124,24 @@ class Muon(torch.optim.Optimizer):
         )
 
 
-def orthogonalize(matrix: Tensor) -> Tensor:
-    """[R, C] -> about U V' of its singular value decomposition, in the matrix' own precision."""
+def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Numbers of matrices that have one shape, of at most BATCH_ELEMENTS elements together."""
+    by_shape: dict[torch.Size, list[int]] = {}
+    for i, matrix in enumerate(matrices):
+        by_shape.setdefault(matrix.shape, []).append(i)
+    for shape, numbers in by_shape.items():
+        most = max(1, BATCH_ELEMENTS // shape.numel())
+        for start in range(0, len(numbers), most):
+            yield numbers[start : start + most]
+
+
+def orthogonalize(matrices: Tensor) -> Tensor:
+    """[..., R, C] -> about U V' of each one's singular value decomposition, in their own precision."""
     a, b, c = COEFFICIENTS
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / x.norm().clamp(min=1e-7)
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(ITERATIONS):
-        gram = x @ x.T
+        gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
+    return x.mT if tall else x

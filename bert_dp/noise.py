@@ -102,7 +102,7 @@ class NormPairs:
         if not ended:
             return []
         own, reduced, micros = zip(*ended, strict=True)
-        small_sq = comm.gather(_squares(own)).mean(0).tolist()
+        small_sq = comm.all_gather(_squares(own)).mean(0).tolist()
         rows = zip(itertools.count(step - len(ended) + 1), micros, small_sq, _squares(reduced), strict=False)
         lines = []
         for num_micro, group in itertools.groupby(rows, key=lambda row: row[1]):

@@ -2,7 +2,7 @@
 
 Contract with the engines: before `step`, `optimizer.grad_scale` (gradients are divided by it) and
 `optimizer.found_inf` (1.0 = leave everything as it is) are float32 device scalars, as torch's fused
-optimizers read them. Where a rank holds parts of tensors, `optimizer.whole_sums` turns [k, N] sums over the
+optimizers read them. Where a rank holds parts of tensors, `optimizer.sharded_sums` turns [k, N] sums over the
 parts, N in the order of the optimizer's parameters, into sums over the tensors; LAMB's norms need it.
 """
 
@@ -16,7 +16,8 @@ from torch import nn
 
 from bert_dp.config import OptimConfig, ScheduleConfig
 from bert_dp.lamb import Lamb
-from bert_dp.muon import Muon
+from bert_dp.muon import WHOLE, Muon
+from bert_dp.trainable import Model
 
 NamedParameters = Iterable[tuple[str, nn.Parameter]]
 
@@ -37,23 +38,33 @@ def parameter_groups(
 def make_optimizer(
     config: OptimConfig,
     named: NamedParameters,
-    is_decayed: Callable[[str], bool],
-    is_matrix: Callable[[str], bool],
+    model: Model,
     *,
     compiled: bool = False,
 ) -> torch.optim.Optimizer:
-    """AdamW (arXiv 1711.05101) in one fused kernel, LAMB or Muon; `lr` is set before every step."""
+    """AdamW (arXiv 1711.05101) in one fused kernel, LAMB or Muon; `lr` is set before every step.
+
+    `model` tells what is decayed and what is a matrix, by the names of `named`.
+    """
     named = list(named)
     betas = (config.beta1, config.beta2)
     lr = 0.0 if config.lr == "auto" else config.lr
     if config.name == "muon":
         groups = parameter_groups(
-            [pair for pair in named if not is_matrix(pair[0])], config.weight_decay, is_decayed
+            [pair for pair in named if not model.is_matrix(pair[0])], config.weight_decay, model.is_decayed
         )
-        matrices = [parameter for name, parameter in named if is_matrix(name)]
-        groups.append({"params": matrices, "weight_decay": config.weight_decay, "matrix": True})
+        plan = model.tensor_plan() or {}
+        matrices = {name: parameter for name, parameter in named if model.is_matrix(name)}
+        groups.append(
+            {
+                "params": list(matrices.values()),
+                "weight_decay": config.weight_decay,
+                "matrix": True,
+                "splits": [plan.get(name, WHOLE) for name in matrices],
+            }
+        )
         return Muon(groups, lr=lr, momentum=config.momentum, betas=betas, eps=config.eps)
-    groups = parameter_groups(named, config.weight_decay, is_decayed)
+    groups = parameter_groups(named, config.weight_decay, model.is_decayed)
     if config.name == "lamb":
         return Lamb(groups, lr=lr, betas=betas, eps=config.eps, compiled=compiled)
     return torch.optim.AdamW(groups, lr=lr, betas=betas, eps=config.eps, fused=True)

@@ -16,9 +16,9 @@ from typing import Any
 
 from bert_dp import checkpoint
 from bert_dp.config import CheckpointConfig
-from bert_dp.lines import LOSSES
+from bert_dp.lines import LostWrites
 from bert_dp.parallel import State
-from bert_dp.record import list_checkpoints
+from bert_dp.record import HeldDirectory, list_checkpoints
 from bert_dp.record_models import FailureKind, kind_of_error
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -30,7 +30,7 @@ class NotFiniteError(ValueError):
     failure_kind: FailureKind = "not_finite"
 
 
-class Saver:
+class AsyncCheckpointer:
     """Writes checkpoints one at a time; every rank has one, only rank 0's is given states.
 
     A save that fails leaves those before it and is counted; `gave_up` then tells whether the run may go on.
@@ -40,17 +40,19 @@ class Saver:
         self,
         folder: Path,
         settings: CheckpointConfig,
-        say: Callable[[str], None],
+        *,
+        log_rank0: Callable[[str], None],
         saved_step: int | None,
-        lost: Callable[[], str | None] = lambda: None,
+        lost_writes: LostWrites,
+        directory: HeldDirectory | None = None,
     ):
-        """`lost`: what became of the run directory when it is no longer where it was; nothing is written
-        then."""
-        self._folder, self._settings, self._say, self._lost = folder, settings, say, lost
+        """`directory`: the run's; nothing is written once it is no longer where it was."""
+        self._folder, self._settings, self._log, self._directory = folder, settings, log_rank0, directory
+        self._lost_writes = lost_writes
         self.saved_step = saved_step
         """Step of the newest checkpoint that is safe in `folder`; None = there is none."""
         self.failed_saves = 0
-        self.held_s = 0.0
+        self.stall_s = 0.0
         """Seconds that training stood still for saving: gathering, and waiting for an earlier write."""
         self.gave_up: str | None = None
         """Why the run must stop, once a save has failed and that is the policy."""
@@ -68,7 +70,7 @@ class Saver:
             return None
         return checkpoint.path_of(self._folder, self.saved_step)
 
-    def save(self, step: int, gather: Callable[[], State | None], facts: dict[str, Any]) -> None:
+    def save(self, step: int, gather: Callable[[], State | None], metadata: dict[str, Any]) -> None:
         """Gather the state and begin to write it. Collective, as `gather` is.
 
         An earlier write is waited for first, so the host never holds two states. With `keep` 0 nothing is
@@ -77,17 +79,17 @@ class Saver:
         if self._settings.keep == 0:
             self.saved_step = step
             return
-        self.settle()
+        self.wait()
         start = time.perf_counter()
         state = gather()
         if state is not None:
             self._thread = threading.Thread(
-                target=self._write, args=(step, state, facts), name="checkpoint-writer"
+                target=self._write, args=(step, state, metadata), name="checkpoint-writer"
             )
             self._thread.start()
-        self.held_s += time.perf_counter() - start
+        self.stall_s += time.perf_counter() - start
 
-    def settle(self) -> tuple[int | None, str | None]:
+    def wait(self) -> tuple[int | None, str | None]:
         """Wait for the write; the newest step that is safe, and what went wrong with the last save.
 
         Raises what the writer raised, if that was no failed save.
@@ -103,10 +105,10 @@ class Saver:
             start = time.perf_counter()
             self._thread.join()
             self._thread = None
-            self.held_s += time.perf_counter() - start
+            self.stall_s += time.perf_counter() - start
 
-    def _write(self, step: int, state: State, facts: dict[str, Any]) -> None:
-        if (lost := self._lost()) is not None:
+    def _write(self, step: int, state: State, metadata: dict[str, Any]) -> None:
+        if self._directory is not None and (lost := self._directory.lost()) is not None:
             self.gave_up = self._problem = lost
             self.failure_kind = "directory_lost"
             return
@@ -114,7 +116,7 @@ class Saver:
             name = checkpoint.first_not_finite(state)
             if name is not None:
                 raise NotFiniteError(f"{name} holds a value that is not finite")
-            path = self._write_or_make_room(step, state, facts)
+            path = self._write_or_make_room(step, state, metadata)
         except (OSError, NotFiniteError) as error:
             self._failed(step, error)
         except BaseException as error:
@@ -123,7 +125,7 @@ class Saver:
             self._trusted.add(path)
             self.saved_step, self._problem = step, None
             if self._in_a_row > 1:
-                self._say(f"warning: {path.name} is saved; the {self._in_a_row} saves before it failed")
+                self._log(f"warning: {path.name} is saved; the {self._in_a_row} saves before it failed")
             self._in_a_row, self._why = 0, ""
 
     def _failed(self, step: int, error: OSError | NotFiniteError) -> None:
@@ -133,7 +135,7 @@ class Saver:
         self.failure_kind = kind_of_error(error)
         before, self._why = self._why, str(error)
         if isinstance(error, OSError):
-            LOSSES.note(error)
+            self._lost_writes.note(error)
             self._why = os.strerror(error.errno or errno.EIO)
         row = f"; {self._in_a_row} saves in a row have failed" if self._in_a_row > 1 else ""
         self._problem = (
@@ -143,17 +145,17 @@ class Saver:
         if self._settings.on_error == "stop":
             self.gave_up = self.gave_up or self._problem
         if self._why != before:
-            self._say(f"warning: {self._problem}")
+            self._log(f"warning: {self._problem}")
 
-    def _write_or_make_room(self, step: int, state: State, facts: dict[str, Any]) -> Path:
+    def _write_or_make_room(self, step: int, state: State, metadata: dict[str, Any]) -> Path:
         keep = self._settings.keep
         try:
-            return checkpoint.save(self._folder, step, state, facts, keep, self._trusted)
+            return checkpoint.save(self._folder, step, state, metadata, keep, self._trusted)
         except OSError as error:
             if error.errno not in FULL:
                 raise
             checkpoint.prune(self._folder, min(keep, 2), self._trusted)
-            return checkpoint.save(self._folder, step, state, facts, keep, self._trusted)
+            return checkpoint.save(self._folder, step, state, metadata, keep, self._trusted)
 
     def _newest_good(self) -> str:
         listed = list_checkpoints(self._folder)

@@ -1,4 +1,4 @@
-"""From a configuration to a Job: what a rank builds before its first step."""
+"""From a configuration to a Trainer: what a rank builds before its first step."""
 
 from __future__ import annotations
 
@@ -6,44 +6,39 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bert_dp import checkpoint, corpus, cost, data, ddp_counters, dist, model, optim, parallel, record
+from bert_dp import checkpoint, cost, dist, optim, parallel, record
 from bert_dp.binding import Placement, format_cores
-from bert_dp.building import Corpus, build_model, choose_precision
-from bert_dp.config import (
-    BatchPlan,
-    Config,
-    ConfigError,
-    changed_settings,
-    data_issues,
-    num_masked,
-    peak_lr,
-    read_manifest,
-)
+from bert_dp.building import first_state, prepare_model
+from bert_dp.config import BatchLayout, Config, ConfigError, changed_settings, peak_lr
 from bert_dp.heartbeat import Heartbeat
-from bert_dp.lines import LOSSES, Records
-from bert_dp.metrics import Meter
-from bert_dp.saving import Saver
-from bert_dp.train import EVAL_MASK_RATE, Counters, Job
+from bert_dp.lines import LostWrites, Records
+from bert_dp.metrics import Meter, MetricsWriter, sample_communication
+from bert_dp.precision import choose_precision
+from bert_dp.process import Signals
+from bert_dp.saving import AsyncCheckpointer
+from bert_dp.tasks import Metadata, SameBatch, Stream, Task
+from bert_dp.train_state import TrainState
+from bert_dp.trainer import Trainer
 from bert_dp.world import World
 
 
 @dataclasses.dataclass(frozen=True)
-class Resume:
-    """What an earlier part of this run left, or a fresh start."""
+class Checkpoint:
+    """What an earlier part of this run left."""
 
-    path: Path | None
-    state: parallel.State | None
-    counters: Counters
+    path: Path
+    tensors: parallel.State
+    state: TrainState
     compiled: bool | None
+    """Whether the model was compiled; None when that was on another kind of device."""
 
 
-def say(comm: dist.Comm, text: str) -> None:
+def log_rank0(comm: dist.Comm, text: str) -> None:
     """A line of rank 0's log; the launcher shows it."""
     if comm.world.rank == 0:
         with contextlib.suppress(OSError):  # the log's disk is full: no reason to end the run
@@ -51,36 +46,31 @@ def say(comm: dist.Comm, text: str) -> None:
             sys.stdout.flush()
 
 
-def bind(config: Config, device: torch.device, world: World) -> Placement:
+def set_device_and_affinity(config: Config, device: torch.device, world: World) -> Placement:
     """Device, cores and threads of this rank."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # fp32 means fp32: the peak that MFU divides by is not TF32's
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
-    return dist.bind(device, world)
+    return dist.set_affinity(device, world)
 
 
-def open_data(config: Config, comm: dist.Comm) -> Corpus:
-    """The shards, built by rank 0 on first use. Raises ConfigError on every rank alike. Collective."""
-    answer: dict[str, Any] = {}
-    if comm.world.rank == 0:
-        try:
-            answer["directory"] = str(corpus.ensure(config))
-        except ConfigError as error:
-            answer["issues"] = list(error.issues)
-    answer = comm.share(answer)
-    if "issues" in answer:
-        raise ConfigError(answer["issues"])
-    path = Path(answer["directory"])
-    manifest = read_manifest(path)
-    if problems := data_issues(config, manifest):
-        raise ConfigError(problems)
-    return Corpus(manifest, data.Shards(path, manifest, "train"), data.Shards(path, manifest, "held_out"))
+def check_same_data(comm: dist.Comm, data: Metadata) -> None:
+    """Raises ConfigError on a rank whose data are not rank 0's: nodes may have caches of their own.
+    Collective."""
+    first = comm.broadcast(data.data_hash)
+    if data.data_hash != first:
+        raise ConfigError(
+            [
+                f"data: rank {comm.world.rank} has shards {data.data_hash[:16]}, rank 0 has {first[:16]}; "
+                "name the same shards by data.path on every node"
+            ]
+        )
 
 
-def find_resume(
-    config: Config, run_dir: Path, comm: dist.Comm, device: torch.device, corpus_: Corpus, policy: str
-) -> Resume:
+def select_checkpoint(
+    config: Config, run_dir: Path, comm: dist.Comm, device: torch.device, data: Metadata, policy: str
+) -> Checkpoint | None:
     """The checkpoint to go on from: rank 0 chooses and verifies, all ranks follow its choice and its error.
 
     policy: auto = the newest valid one of the run directory, if any; never; or a path. Raises ConfigError
@@ -90,21 +80,21 @@ def find_resume(
     if comm.world.rank == 0 and policy != "never":
         try:
             if policy == "auto":
-                found, answer["passed_over"] = checkpoint.newest_valid(run_dir / "checkpoints")
+                newest, answer["passed_over"] = checkpoint.newest_valid(run_dir / "checkpoints")
             else:
-                found = checkpoint.resolve(policy)
-            answer["path"] = str(found) if found else None
+                newest = checkpoint.resolve(policy)
+            answer["path"] = str(newest) if newest else None
         except ConfigError as error:
             answer["issues"] = list(error.issues)
-    answer = comm.share(answer)
+    answer = comm.broadcast(answer)
     if "issues" in answer:
         raise ConfigError([f"--resume: {issue}" for issue in answer["issues"]])
     for problem in answer["passed_over"]:
-        say(comm, f"checkpoint passed over: {problem}")
+        log_rank0(comm, f"checkpoint passed over: {problem}")
     if answer["path"] is None:
-        return Resume(None, None, Counters(), None)
+        return None
     path = Path(answer["path"])
-    state, facts = checkpoint.load(path)
+    tensors, facts = checkpoint.load(path)
     if changed := changed_settings(facts.config, config):
         raise ConfigError(
             [
@@ -112,235 +102,182 @@ def find_resume(
                 for line in changed
             ]
         )
-    if facts.data_hash != corpus_.manifest.hash:
+    if facts.data_hash != data.data_hash:
         raise ConfigError(
-            [
-                f"data: the run was trained on shards {facts.data_hash[:16]}, these are "
-                f"{corpus_.manifest.hash[:16]}"
-            ]
+            [f"data: the run was trained on shards {facts.data_hash[:16]}, these are {data.data_hash[:16]}"]
         )
-    counters = Counters(**{f.name: getattr(facts, f.name) for f in dataclasses.fields(Counters)})
-    say(comm, f"resuming from {path.name}: {counters.samples} samples seen")
-    same_device = facts.device == device.type
+    state = TrainState.of_checkpoint(facts)
+    log_rank0(comm, f"resuming from {path.name}: {state.samples} samples seen")
     precision = choose_precision(config.precision, device).name
     if precision != facts.precision:
-        say(comm, f"warning: the run was trained in {facts.precision} so far, from here in {precision}")
-    return Resume(path, state, counters, facts.compiled if same_device else None)
+        log_rank0(comm, f"warning: the run was trained in {facts.precision} so far, from here in {precision}")
+    return Checkpoint(path, tensors, state, facts.compiled if facts.device == device.type else None)
 
 
-def assemble(
+def build_trainer(
     config: Config,
-    plan: BatchPlan,
+    layout: BatchLayout,
     run_dir: Path,
     comm: dist.Comm,
     device: torch.device,
-    corpus_: Corpus,
-    resume: Resume,
+    task: Task,
+    data: Metadata,
+    resumed: Checkpoint | None,
     heartbeat: Heartbeat,
-    received_signal: Callable[[], int],
-) -> tuple[Job, parallel.State]:
-    """Everything `train` needs, positioned at `resume.counters`, and the state that it starts from, not yet
-    loaded. Collective.
+    signals: Signals,
+    lost_writes: LostWrites,
+) -> tuple[Trainer, TrainState, parallel.State]:
+    """Everything `train` needs, where it starts, and the tensors that it starts from, not yet loaded.
+    Collective.
 
     Raises ConfigError for a checkpoint with the tensors of another model.
     """
     precision = choose_precision(config.precision, device)
-    bare, compiled = build_model(
-        config, corpus_, plan, precision, comm, device, resume.compiled, resume.path is not None
+    state = resumed.state if resumed else TrainState()
+    bare, compiled = prepare_model(
+        config, task, layout, precision, comm, device, resumed.compiled if resumed else None
     )
-    start = resume.state or fresh_state(bare)
-    if resume.path is not None and (issues := checkpoint.state_issues(resume.path, start, bare)):
+    num_parameters = sum(p.numel() for p in bare.parameters())
+    tensors = resumed.tensors if resumed else first_state(config, bare, data, comm)
+    if resumed and (issues := checkpoint.state_issues(resumed.path, tensors, bare)):
         raise ConfigError(issues)
     name = parallel.engine_name(config.parallel, comm.world.size)
     engine = parallel.make_engine(name, config, comm.world, device, precision=precision.name, run_dir=run_dir)
 
     def make_optimizer(named: optim.NamedParameters) -> torch.optim.Optimizer:
-        return optim.make_optimizer(config.optim, named, model.is_decayed, model.is_matrix, compiled=compiled)
+        return optim.make_optimizer(config.optim, named, bare, compiled=compiled)
 
-    wrapped, optimizer = engine.prepare(bare, make_optimizer)
+    model, optimizer = engine.prepare(bare, make_optimizer)
     if config.log.step_times:
-        ddp_counters.sample_every(wrapped, config.log.every_steps)
-    stream = make_stream(config, plan, engine, device, corpus_, resume.counters.samples)
-    held_out = data.held_out_batches(
-        corpus_.held_out,
-        micro_size=plan.micro_size,
-        max_sequences=config.eval.max_sequences,
-        num_masked=num_masked(EVAL_MASK_RATE, config.data.sequence_length),
-        dp_rank=engine.dp_rank,
-        dp_size=engine.dp_size,
-    )
+        sample_communication(model, config.log.every_steps)
     meter = Meter(
         comm,
         device,
-        plan,
+        layout,
         sequence_length=config.data.sequence_length,
-        flops_per_token=cost.flops_per_token(
-            config.model, config.data.sequence_length, config.objective.mask_rate
-        ),
+        flops_per_token=task.flops_per_token,
         peak_flops=cost.peak_flops(device_name(device), precision.name),
+        skipped=state.skipped_steps,
     )
-    facts = {
+    metadata = {
         "config": config.model_dump(mode="json"),
-        "data_hash": corpus_.manifest.hash,
-        "tokenizer": corpus_.manifest.tokenizer.sha256,
+        "data_hash": data.data_hash,
+        "tokenizer": data.tokenizer,
         "compiled": compiled,
         "device": device.type,
         "precision": precision.name,
         "world_size": comm.world.size,
     }
     folder = run_dir / "checkpoints"
-    here = resume.path is not None and resume.path.parent.resolve() == folder
-    line = functools.partial(say, comm)
-    lost = record.HeldDirectory(run_dir).lost if comm.world.rank == 0 else lambda: None
-    saver = Saver(folder, config.checkpoint, line, resume.counters.step if here else None, lost)
-    job = Job(
+    goes_on_here = resumed is not None and resumed.path.parent.resolve() == folder
+    line = functools.partial(log_rank0, comm)
+    directory = record.HeldDirectory(run_dir) if comm.world.rank == 0 else None
+    checkpointer = AsyncCheckpointer(
+        folder,
+        config.checkpoint,
+        log_rank0=line,
+        saved_step=state.step if goes_on_here else None,
+        lost_writes=lost_writes,
+        directory=directory,
+    )
+    trainer = Trainer(
         config=config,
-        plan=plan,
+        layout=layout,
         run_dir=run_dir,
         comm=comm,
         device=device,
         precision=precision,
+        task=task,
+        data=data,
+        stream=make_stream(config, task, engine, device, state.samples),
         engine=engine,
-        model=wrapped,
         bare_model=bare,
+        model=model,
         optimizer=optimizer,
-        stream=stream,
-        held_out=held_out,
-        epoch_size=len(corpus_.train),
+        num_parameters=num_parameters,
+        metadata=metadata,
         meter=meter,
-        facts=facts,
-        saver=saver,
-        lost=lost,
-        records=Records(run_dir, line),
-        say=line,
+        checkpointer=checkpointer,
+        records=Records(run_dir, line, lost_writes),
+        metrics_writer=MetricsWriter(config.log, run_dir, comm.world.rank, lost_writes),
+        lost_writes=lost_writes,
+        log_rank0=line,
         heartbeat=heartbeat,
-        received_signal=received_signal,
-        mirror=make_mirror(config, run_dir, comm),
-        norm_pairs=getattr(engine, "norm_pairs", None),
+        signals=signals,
+        directory=directory,
     )
-    return job, start
+    return trainer, state, tensors
 
 
 def make_stream(
-    config: Config,
-    plan: BatchPlan,
-    engine: parallel.Engine,
-    device: torch.device,
-    corpus_: Corpus,
-    start_sample: int,
-) -> data.Stream:
+    config: Config, task: Task, engine: parallel.Engine, device: torch.device, start_sample: int
+) -> Stream:
     """Where this replica's micro batches come from."""
-    pin = device.type == "cuda"
     if config.data.synthetic:
-        batch = data.random_batch(
-            config.run.seed + engine.dp_rank,
-            plan.micro_size,
-            config.data.sequence_length,
-            config.num_masked,
-            corpus_.train.vocabulary.size,
-        )
-        return data.SameBatch(batch.pin() if pin else batch)
-    return data.TrainingStream(
-        corpus_.train,
-        seed=config.run.seed,
-        num_masked=config.num_masked,
-        shuffle=config.data.shuffle,
-        micro_size=plan.micro_size,
-        dp_rank=engine.dp_rank,
-        dp_size=engine.dp_size,
-        start_sample=start_sample,
-        workers=config.data.workers,
-        pin=pin,
-    )
+        batch = task.example_batch(config.batch.micro_size)
+        return SameBatch(batch.pin() if device.type == "cuda" else batch)
+    return task.stream(dp_rank=engine.dp_rank, dp_size=engine.dp_size, start_sample=start_sample)
 
 
-def fresh_state(bare: torch.nn.Module) -> parallel.State:
-    """The canonical state of a model that has not trained: its weights on the host, no optimizer state."""
-    weights = {name: t.detach().to("cpu", copy=True) for name, t in bare.state_dict().items()}
-    return {"model": weights, "optimizer": {}, "scaler": {}}
-
-
-def restore(job: Job, resume: Resume, state: parallel.State) -> None:
-    """Load `state` over what the dry run left, and cut the records back to the step that it belongs to."""
-    job.meter.skipped.fill_(resume.counters.skipped_steps)
-    job.engine.scatter_state(state)
-    if job.norm_pairs is not None:
-        job.norm_pairs.clear()  # of the dry run's step
-    steps = job.run_dir / "steps"
-    if job.comm.world.rank == 0:
-        lines = [job.run_dir / name for name in ("metrics.jsonl", "evals.jsonl", "noise.jsonl")]
+def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | None) -> None:
+    """Rank 0 cuts the records back to the step that the run goes on from. Collective: no rank writes
+    before."""
+    run_dir, steps = trainer.run_dir, trainer.run_dir / "steps"
+    if trainer.comm.world.rank == 0:
+        lines = [run_dir / name for name in ("metrics.jsonl", "evals.jsonl", "noise.jsonl")]
         for path in (*lines, *steps.glob("rank-*.jsonl")):
-            record.cut_back(path, resume.counters.step if resume.path else -1)
-        if job.config.log.step_times:
+            record.cut_back(path, state.step if resumed else -1)
+        if trainer.config.log.step_times:
             steps.mkdir(exist_ok=True)
-        checkpoint.set_aside_after(job.run_dir / "checkpoints", resume.counters.step)
-    job.comm.barrier()
+        checkpoint.set_aside_after(run_dir / "checkpoints", state.step)
+    trainer.comm.barrier()
 
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
-def make_mirror(config: Config, run_dir: Path, comm: dist.Comm) -> Callable[[dict[str, Any]], None]:
-    """Where rank 0 also sends its lines: TensorBoard when asked, else nowhere.
-
-    Raises ConfigError when the extra is not installed.
-    """
-    if not config.log.tensorboard or comm.world.rank != 0:
-        return lambda line: None
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError:
-        raise ConfigError(["log.tensorboard: needs `pip install 'bert-dp[tensorboard]'`"]) from None
-    writer = SummaryWriter(str(run_dir / "tensorboard"))
-
-    def write(line: dict[str, Any]) -> None:
-        try:
-            for key, value in line.items():
-                if key != "step" and isinstance(value, (int, float)):
-                    writer.add_scalar(key, value, line["step"])
-            writer.flush()
-        except OSError as error:  # a full disk
-            LOSSES.note(error)
-
-    return write
-
-
-def describe(job: Job, placed: Placement, resume: Resume) -> None:
+def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) -> None:
     """What is about to run, in a few lines of rank 0's log."""
-    parameters = cost.num_parameters(job.config.model, job.config.data.sequence_length)
-    world = job.comm.world
+    config, world = trainer.config, trainer.comm.world
     threads = f"{placed.threads} thread{'s' * (placed.threads > 1)} per rank"
-    how = threads if job.device.type == "cpu" else f"one GPU and {threads}"
-    say(job.comm, f"ranks: {world.size} x {device_name(job.device)}, {how}, {placed}")
-    say(job.comm, f"batch: {job.plan}")
-    compiled = "compiled" if job.facts["compiled"] else "eager"
-    engine = parallel.engine_name(job.config.parallel, world.size)
-    if job.plan.tensor > 1:
-        engine += f", tensor {job.plan.tensor}"
-    say(job.comm, f"model: {parameters:,} parameters, {job.precision.name}, {compiled}, engine {engine}")
-    say(job.comm, f"learning rate: {peak_lr(job.config).equation}, {job.config.optim.name}")
-    say(job.comm, f"data: {job.epoch_size:,} training sequences of {job.config.data.sequence_length}")
-    if resume.path is None and job.config.run.init_from:
-        say(job.comm, f"weights: from {job.config.run.init_from}")
+    how = threads if trainer.device.type == "cpu" else f"one GPU and {threads}"
+    compiled = "compiled" if trainer.metadata["compiled"] else "eager"
+    engine = parallel.engine_name(config.parallel, world.size)
+    if trainer.layout.tensor > 1:
+        engine += f", tensor {trainer.layout.tensor}"
+    lines = [
+        f"ranks: {world.size} x {device_name(trainer.device)}, {how}, {placed}",
+        f"batch: {trainer.layout}",
+        f"model: {trainer.num_parameters:,} parameters, {trainer.precision.name}, {compiled}, "
+        f"engine {engine}",
+        f"learning rate: {peak_lr(config).equation}, {config.optim.name}",
+        f"data: {trainer.data.num_samples:,} training sequences of {config.data.sequence_length}",
+    ]
+    if resumed is None and config.run.init_from:
+        kept = "weights and moments" if config.run.init_keeps == "moments" else "weights"
+        lines.append(f"{kept}: from {config.run.init_from}")
+    for line in lines:
+        trainer.log_rank0(line)
 
 
-def write_environment(job: Job, placed: Placement) -> None:
+def write_environment(trainer: Trainer, placed: Placement) -> None:
     """Add what only a rank can know to environment.json (the launcher wrote the machine's part)."""
-    if job.comm.world.rank != 0:
+    if trainer.comm.world.rank != 0:
         return
-    path = job.run_dir / "environment.json"
+    path = trainer.run_dir / "environment.json"
+    on_gpu = trainer.device.type == "cuda"
     facts = record.read_json(path) or {}
     facts["worker"] = {
         "torch": torch.__version__,
-        "device": device_name(job.device),
+        "device": device_name(trainer.device),
         "cuda": torch.version.cuda,
-        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if job.device.type == "cuda" else None,
-        "world_size": job.comm.world.size,
+        "nccl": ".".join(map(str, torch.cuda.nccl.version())) if on_gpu else None,
+        "world_size": trainer.comm.world.size,
         "threads_per_rank": placed.threads,
         "cores": [format_cores(share) for share in placed.shares],  # of each rank of rank 0's node
         "cores_inherited": placed.inherited,
-        "config_hash": job.config.hash(),
-        "compiled": job.facts["compiled"],
+        "config_hash": trainer.config.hash(),
+        "compiled": trainer.metadata["compiled"],
     }
     record.write_json(path, facts)

@@ -5,20 +5,18 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from bert_dp import cost, ddp_counters, energy, noise, record
-from bert_dp.config import Manifest
-from bert_dp.lines import LOSSES
-from bert_dp.metrics import peak_memory_gib, straggler
+from bert_dp import metrics, noise, record
+from bert_dp.metrics import straggler
 from bert_dp.record_models import DdpCounters, NoiseScale, RunStatus, Straggler, Summary
 from bert_dp.setup import device_name
-from bert_dp.train import Counters, Job, Outcome
+from bert_dp.train_state import TrainState
+from bert_dp.trainer import RunResult, Trainer
 
 
 def write_summary(
-    job: Job,
-    counters: Counters,
-    outcome: Outcome,
-    manifest: Manifest,
+    trainer: Trainer,
+    state: TrainState,
+    result: RunResult,
     setup_s: float,
     dry_run_s: float,
     before_j: float | None,
@@ -27,47 +25,47 @@ def write_summary(
 
     `before_j`: this rank's counter of joules before the first step.
     """
-    after_j = energy.joules(job.device)
+    after_j = metrics.joules(trainer.device)
     used = math.nan if before_j is None or after_j is None else after_j - before_j
-    gathered = job.comm.gather([peak_memory_gib(job.device), used])
+    gathered = trainer.comm.all_gather([metrics.peak_memory_gib(trainer.device), used])
     memory, used = gathered[:, 0].max().item(), gathered[:, 1].sum().item()
-    if job.comm.world.rank != 0 or job.lost():
+    if trainer.comm.world.rank != 0 or trainer.directory_lost():
         return
-    totals = job.meter.totals
-    status: RunStatus = "failed" if outcome.failure else "stopped" if outcome.signal else "done"
-    ratio, slowest = straggler(job.meter.own_work_s, job.meter.total_steps)
-    counted = ddp_counters.summary(job.model)
-    measured = noise.of_run(job.run_dir) if job.config.log.noise_scale else None
+    totals = trainer.meter.totals
+    status: RunStatus = "failed" if result.failure else "stopped" if result.signal else "done"
+    counted = metrics.communication_summary(trainer.model)
+    scale = noise.of_run(trainer.run_dir) if trainer.config.log.noise_scale else None
+    ratio, slowest = straggler(trainer.meter.own_work_s, trainer.meter.total_steps)
     summary = Summary(
         status=status,
-        exit_code={"done": 0, "stopped": 128 + outcome.signal, "failed": 1}[status],
-        cause=outcome.failure,  # what stopped a run stands in `signal`
-        failure_kind=outcome.failure_kind,
-        signal=outcome.signal or None,
-        step=counters.step,
-        samples=counters.samples,
-        tokens=counters.samples * job.config.data.sequence_length,
-        final_loss=outcome.final_loss,
-        heldout_loss=outcome.heldout_loss,
-        unigram_entropy_nats=manifest.unigram_entropy_nats,
-        uniform_entropy_nats=manifest.uniform_entropy_nats,
-        world_size=job.comm.world.size,
-        device=device_name(job.device),
-        parameters=cost.num_parameters(job.config.model, job.config.data.sequence_length),
-        global_batch=job.plan.global_size,
-        micro_batch=job.plan.micro_size,
-        accumulation=job.plan.accumulation,
-        precision=job.precision.name,
-        compiled=job.facts["compiled"],
-        **job.meter.total_rates(),
+        exit_code={"done": 0, "stopped": 128 + result.signal, "failed": 1}[status],
+        cause=result.failure,  # what stopped a run stands in `signal`
+        failure_kind=result.failure_kind,
+        signal=result.signal or None,
+        step=state.step,
+        samples=state.samples,
+        tokens=state.samples * trainer.config.data.sequence_length,
+        final_loss=state.final_loss,
+        heldout_loss=state.heldout_loss,
+        unigram_entropy_nats=trainer.data.unigram_entropy_nats,
+        uniform_entropy_nats=trainer.data.uniform_entropy_nats,
+        world_size=trainer.comm.world.size,
+        device=device_name(trainer.device),
+        parameters=trainer.num_parameters,
+        global_batch=trainer.layout.global_size,
+        micro_batch=trainer.layout.micro_size,
+        accumulation=trainer.layout.grad_accum_steps,
+        precision=trainer.precision.name,
+        compiled=trainer.metadata["compiled"],
+        **trainer.meter.total_rates(),
         peak_memory_gib=memory,
         energy_j=used if math.isfinite(used) else None,
-        skipped_steps=counters.skipped_steps,
+        skipped_steps=state.skipped_steps,
         ddp=DdpCounters.model_validate(counted) if counted else None,
-        loss_spikes=counters.loss_spikes,
-        failed_saves=job.saver.failed_saves,
-        noise_scale=NoiseScale.model_validate(dataclasses.asdict(measured)) if measured else None,
-        checkpoint=str(outcome.checkpoint.relative_to(job.run_dir)) if outcome.checkpoint else None,
+        loss_spikes=state.loss_spikes,
+        failed_saves=trainer.checkpointer.failed_saves,
+        noise_scale=NoiseScale.model_validate(dataclasses.asdict(scale)) if scale else None,
+        checkpoint=str(result.checkpoint.relative_to(trainer.run_dir)) if result.checkpoint else None,
         straggler_ratio=ratio,
         straggler=Straggler.model_validate(slowest) if slowest else None,
         time_s={
@@ -77,12 +75,12 @@ def write_summary(
             "data_wait": totals["data_wait_s"],
             "forward_backward": totals["forward_backward_s"],
             "optimizer": totals["optimizer_s"],
-            "eval": outcome.eval_s,
-            "save": outcome.save_s,
+            "eval": state.eval_s,
+            "save": trainer.checkpointer.stall_s,
         },
     )
     try:
-        record.write_json(job.run_dir / "summary.json", summary.model_dump(mode="json"))
+        record.write_json(trainer.run_dir / "summary.json", summary.model_dump(mode="json"))
     except OSError as error:  # a full disk must not hide why the run ended; the launcher misses the file
-        LOSSES.note(error)
-        job.say(f"warning: summary.json is missing: {error}")
+        trainer.lost_writes.note(error)
+        trainer.log_rank0(f"warning: summary.json is missing: {error}")

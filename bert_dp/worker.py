@@ -7,17 +7,17 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import sys
 import time
 from pathlib import Path
-from typing import IO
+from typing import IO, TYPE_CHECKING
 
 from bert_dp import record
-from bert_dp.config import ConfigError, batch_plan, load_config
+from bert_dp.config import ConfigError, batch_layout, load_config, with_budget
 from bert_dp.heartbeat import Heartbeat
-from bert_dp.lifeline import (
+from bert_dp.lines import LostWrites
+from bert_dp.process import (
     RunFailed,
     Signals,
     follow_launcher,
@@ -27,12 +27,19 @@ from bert_dp.lifeline import (
 )
 from bert_dp.world import World, check_meeting_point, read_world
 
+if TYPE_CHECKING:
+    from bert_dp.tasks import MakeTask
 
-def main(argv: list[str] | None = None) -> int:
-    """Exit codes: 0 done or stopped after a checkpoint, 2 bad input, 1 failed."""
+
+def main(argv: list[str] | None = None, make_task: MakeTask | None = None) -> int:
+    """Exit codes: 0 done or stopped after a checkpoint, 2 bad input, 1 failed.
+
+    `make_task`: of a task that the configuration cannot name; None = the one that it names.
+    """
     record.open_missing_descriptors()
     record.keep_private()
     signals = Signals()
+    signals.catch()
     arguments = parse_arguments(argv)
     try:
         world = read_world(os.environ)
@@ -40,12 +47,13 @@ def main(argv: list[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.write(record.printable(f"error: {error}\n"))
         return 2
-    redirect_output(world.rank)
+    lost_writes = LostWrites()
+    redirect_output(world.rank, lost_writes)
     show_stacks_on_signal(world.rank)
     follow_launcher()
     with contextlib.ExitStack() as at_end:  # once an error has been recorded
         try:
-            run(arguments, world, signals, at_end)
+            run(arguments, world, signals, lost_writes, make_task, at_end)
         except ConfigError as error:
             record_error(world.rank, error)
             return 2
@@ -65,7 +73,14 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: contextlib.ExitStack) -> None:
+def run(
+    arguments: argparse.Namespace,
+    world: World,
+    signals: Signals,
+    lost_writes: LostWrites,
+    make_task: MakeTask | None,
+    at_end: contextlib.ExitStack,
+) -> None:
     """One rank from its environment to its summary. Raises ConfigError for bad input, RunFailed on rank 0
     when all ranks have ended the run together; the other ranks then return.
 
@@ -73,50 +88,52 @@ def run(arguments: argparse.Namespace, world: World, signals: Signals, at_end: c
     would otherwise report first.
     """
     started = time.monotonic()
-    from bert_dp import dist, energy, parallel, setup, train
+    from bert_dp import dist, metrics, parallel, setup, tasks
     from bert_dp.summary import write_summary
+    from bert_dp.trainer import dry_run, save, train
 
     config = load_config(arguments.config)
     run_dir = (arguments.run_dir or arguments.config.parent).resolve()
     if arguments.run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
-    plan = batch_plan(config, world.size)
+    layout = batch_layout(config, world.size)
     device = dist.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
-    heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank))
-    placed = setup.bind(config, device, world)
+    heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank), lost_writes)
+    placed = setup.set_device_and_affinity(config, device, world)
     engine = parallel.engine_name(config.parallel, world.size)
+    task = (make_task or tasks.make_task)(config, device)
+    data = task.open_data()  # before the ranks meet: a corpus may take longer than a collective may
+    config = with_budget(config, data.num_samples)
+    heartbeat.progress()
     comm = dist.connect(world, device, group_of_one=engine != "single")
     heartbeat.answer_with(lambda: write_collectives(run_dir, world.rank))
     heartbeat.progress()
-    corpus = setup.open_data(config, comm)
+    setup.check_same_data(comm, data)
+    resumed = setup.select_checkpoint(config, run_dir, comm, device, data, arguments.resume)
     heartbeat.progress()
-    resume = setup.find_resume(config, run_dir, comm, device, corpus, arguments.resume)
-    heartbeat.progress()
-    job, start = setup.assemble(
-        config, plan, run_dir, comm, device, corpus, resume, heartbeat, lambda: signals.received
+    trainer, state, tensors = setup.build_trainer(
+        config, layout, run_dir, comm, device, task, data, resumed, heartbeat, signals, lost_writes
     )
-    at_end.callback(job.saver.close)  # a checkpoint that is being written outlives an error
-    setup.describe(job, placed, resume)
-    setup.write_environment(job, placed)
+    at_end.callback(trainer.checkpointer.close)  # a checkpoint that is being written outlives an error
+    setup.describe(trainer, placed, resumed)
+    setup.write_environment(trainer, placed)
     setup_s = time.monotonic() - started
-    heartbeat.enter("compile", resume.counters.step)
-    train.dry_run(job)
-    setup.restore(job, resume, start)
-    resume = dataclasses.replace(resume, state=None)  # or a whole state stays on the host of every rank
-    del start
+    heartbeat.enter("compile", state.step)
+    dry_run(trainer, tensors)
+    setup.cut_records_back(trainer, state, resumed)
+    del resumed, tensors  # or a whole state stays on the host of every rank
     dry_run_s = time.monotonic() - started - setup_s
-    setup.say(comm, f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
-    failure = train.save(job, resume.counters, resume.counters.elapsed_s)  # before hours are spent
-    failure_kind = job.saver.failure_kind
+    trainer.log_rank0(f"ready: set-up {setup_s:.1f} s, dry run {dry_run_s:.1f} s")
+    failure = save(trainer, state, state.elapsed_s, wait=True)  # before hours are spent
+    failure_kind = trainer.checkpointer.failure_kind
     if failure is None:
-        clock = dist.SharedClock(comm, resume.counters.elapsed_s)
-        before_j = energy.joules(device)
-        outcome = train.train(job, resume.counters, clock)
-        write_summary(job, resume.counters, outcome, corpus.manifest, setup_s, dry_run_s, before_j)
-        failure, failure_kind = outcome.failure, outcome.failure_kind or failure_kind
+        before_j = metrics.joules(device)
+        result = train(trainer, state, dist.SharedClock(comm, state.elapsed_s))
+        write_summary(trainer, state, result, setup_s, dry_run_s, before_j)
+        failure, failure_kind = result.failure, result.failure_kind or failure_kind
     heartbeat.enter("done")
-    job.stream.close()
+    trainer.stream.close()
     with contextlib.suppress(RuntimeError):  # all is written; a peer that has left first is no failure
         comm.barrier()  # no rank ends while another still saves
     dist.disconnect()

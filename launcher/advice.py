@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, batch_plan, divisors, load_config
+from bert_dp.config import Config, ConfigError, batch_layout, divisors, load_config
 from bert_dp.cost import memory_estimate_gib
 from bert_dp.record_models import Environment, FailureKind
 from launcher import results
@@ -199,7 +199,7 @@ def _largest(config: Config, precision: str, world_size: int, limit_gib: float, 
         if _estimate(candidate, precision, world_size) > limit_gib:
             continue
         with contextlib.suppress(ConfigError):
-            batch_plan(candidate, world_size)
+            batch_layout(candidate, world_size)
             return micro
     return None
 
@@ -216,10 +216,10 @@ def _say(old: Config, new: Config, micro: int, precision: str, world_size: int) 
         settings["batch.micro_size"] = micro
     options = " ".join(f"--set {name}={str(value).lower()}" for name, value in settings.items())
     size = format_gib(_estimate(new, precision, world_size))
-    plan = batch_plan(new, world_size)
+    plan = batch_layout(new, world_size)
     before = old.batch.global_size // (old.batch.micro_size * plan.dp)
     return (
-        f"{options} (accumulation {before} -> {plan.accumulation}, the global batch of "
+        f"{options} (accumulation {before} -> {plan.grad_accum_steps}, the global batch of "
         f"{format_count(plan.global_size)} stays): about {size}"
     )
 

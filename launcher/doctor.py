@@ -300,7 +300,7 @@ def _pairs(pairs: Sequence[tuple[int, int]]) -> str:
     return f"{shown}, ..." if len(pairs) > 6 else shown
 
 
-def checkpoint(target: Path, timeout_s: float, module: str = "bert_dp.checkpoint") -> Finding:
+def checkpoint(target: Path, timeout_s: float, module: str = "bert_dp.measure.disk") -> Finding:
     """A checkpoint written, verified and loaded by `python -m module` where `target` is or would be made."""
     consequence = "a run stops, or loses its work, at its first checkpoint"
     fix = "choose another --run-dir; free space and rights are above, dmesg names a failing disk"
@@ -323,7 +323,7 @@ def checkpoint(target: Path, timeout_s: float, module: str = "bert_dp.checkpoint
     )
 
 
-def all_reduce(timeout_s: float, module: str = "bert_dp.dist") -> Finding:
+def all_reduce(timeout_s: float, module: str = "bert_dp.measure.all_reduce") -> Finding:
     """A short all-reduce of `python -m module`: between all GPUs if there are several, else two CPU ranks."""
     consequence = "ranks cannot talk to each other: every run on more than one rank will fail"
     fix = f"run `python -m {module}` to see the whole message"

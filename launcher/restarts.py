@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, batch_plan
+from bert_dp.config import Config, ConfigError, batch_layout
 from bert_dp.record_models import Restart, Summary
 from launcher import environment, processes, results
 from launcher.failure import Failure, first_line
@@ -109,7 +109,7 @@ def ranks_left(config: Config, ranks: int, failure: Failure) -> int:
         most = ranks - 1
     for count in range(most, 0, -1):
         try:
-            batch_plan(config, count)
+            batch_layout(config, count)
         except ConfigError:
             continue
         return count

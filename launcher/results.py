@@ -188,7 +188,7 @@ class Peak(StoredModel):
 
 
 class PeakFile(StoredFile):
-    """peak.json: what bert_dp.peak measured."""
+    """peak.json: what bert_dp.measure.peak measured."""
 
     remedy: ClassVar[str] = "remove it, and `bert-dp scale` measures it again"
     device: str | None = None
@@ -400,7 +400,7 @@ class Gradient(StoredModel):
 
 
 class Profile(StoredFile):
-    """profile.json, and `profile` of scaling.json: one rank's micro batch (bert_dp/profiling.py)."""
+    """profile.json, and `profile` of scaling.json: one rank's micro batch (bert_dp/measure/profiling.py)."""
 
     remedy: ClassVar[str] = "remove it, and `bert-dp scale` measures it again"
     device: str = "GPU"
@@ -612,7 +612,7 @@ class TuneFile(StoredFile):
 
 
 class MemoryLineFile(StoredFile):
-    """memory_line.json: what bert_dp.memory_line counted at two sizes."""
+    """memory_line.json: what bert_dp.measure.memory_line counted at two sizes."""
 
     remedy: ClassVar[str] = "remove it, and `bert-dp tune batch` counts again"
     source: str | None = None

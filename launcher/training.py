@@ -13,17 +13,18 @@ from typing import TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import (
-    BatchPlan,
+    BatchLayout,
     Config,
     ConfigError,
     batch_at,
-    batch_plan,
+    batch_layout,
     changed_settings,
     dump_config,
     no_effect,
     peak_lr,
     progress_at,
     read_manifest,
+    with_budget,
 )
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
 from bert_dp.record_models import Summary
@@ -129,7 +130,8 @@ def start_issues(asked: job.Job, where: Path, resume: str) -> list[str]:
 
 
 def expected_steps(config: Config) -> int | None:
-    """Optimizer steps of the whole run with its batch ramp; None for a budget in hours."""
+    """Optimizer steps of the whole run with its batch ramp; None for a budget in hours, and in epochs of data
+    that are not built."""
     schedule = config.schedule
     if schedule.steps is not None:
         return schedule.steps
@@ -147,7 +149,7 @@ def expected_steps(config: Config) -> int | None:
     return steps
 
 
-def describe(config: Config, plan: BatchPlan, on_gpu: bool) -> list[str]:
+def describe(config: Config, plan: BatchLayout, on_gpu: bool) -> list[str]:
     """The dry run's report: batch equation, model, memory, length of the run."""
     sequence = config.data.sequence_length
     precision = precision_of(config, on_gpu)
@@ -158,6 +160,8 @@ def describe(config: Config, plan: BatchPlan, on_gpu: bool) -> list[str]:
     schedule = config.schedule
     steps = expected_steps(config)
     length = f"{schedule.hours} h on rank 0's clock" if steps is None else f"{steps:,} steps"
+    if schedule.epochs is not None:
+        length = f"{schedule.epochs:g} epochs of the data, which are not built yet"
     if schedule.tokens is not None:
         length += f" = {schedule.tokens:,} tokens"
     elif steps is not None and config.batch.ramp_fraction == 0:
@@ -219,9 +223,11 @@ def train(
     config, gpus, machine = asked.config, asked.gpus, asked.machine
     where = asked.directory(run_dir, "runs")
     ranks = asked.choose_ranks(nproc, "--nproc")
-    plan = batch_plan(config, ranks)
+    plan = batch_layout(config, ranks)
     if issues := start_issues(asked, where, resume):
         raise ConfigError(issues)
+    if config.data.path is not None:
+        config = with_budget(config, read_manifest(Path(config.data.path)).train.sequences)
     warnings = no_effect(config)
     if ranks > (cores := len(os.sched_getaffinity(0))) and not gpus:
         warnings.append(f"{ranks} CPU ranks share {cores} cores")
@@ -265,8 +271,9 @@ def run_locked(
     """The run itself, once the directory is ours. Nothing in it changes before the last check has passed."""
     where = held.path
     show(console, f"run directory: {where}", **PLAIN)
-    directory = job.prepare_data(config)
-    if issues := resume_issues(where, config, resume, read_manifest(directory).hash):
+    manifest = read_manifest(job.prepare_data(config))
+    config = with_budget(config, manifest.train.sequences)
+    if issues := resume_issues(where, config, resume, manifest.hash):
         raise ConfigError(issues)
     if is_complete(where, config, resume):
         show(console, "this run is complete: its budget is spent; raise schedule.* to go on", **PLAIN)

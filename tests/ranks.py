@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.multiprocessing as mp
 
-PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "bert_dp.worker", "bert_dp.train", "bert_dp.setup"]
+PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "bert_dp.worker", "bert_dp.trainer", "bert_dp.setup"]
 
 
 def _enter(

@@ -1,14 +1,15 @@
 """The whole configuration of a run. Torch-free."""
 
 from bert_dp.config.checks import (
-    BatchPlan,
+    BatchLayout,
     ConfigError,
     batch_at,
-    batch_plan,
+    batch_layout,
     changed_settings,
     init_issues,
     no_effect,
     progress_at,
+    with_budget,
 )
 from bert_dp.config.load import (
     dump_config,
@@ -22,6 +23,7 @@ from bert_dp.config.load import (
 from bert_dp.config.manifest import Manifest, data_issues, read_manifest
 from bert_dp.config.rates import PeakLr, peak_lr
 from bert_dp.config.schema import (
+    BUDGETS,
     MAX_RANKS,
     MAX_VOCAB_SIZE,
     BatchConfig,
@@ -40,10 +42,11 @@ from bert_dp.config.schema import (
 )
 
 __all__ = [
+    "BUDGETS",
     "MAX_RANKS",
     "MAX_VOCAB_SIZE",
     "BatchConfig",
-    "BatchPlan",
+    "BatchLayout",
     "BuildConfig",
     "CheckpointConfig",
     "Config",
@@ -58,7 +61,7 @@ __all__ = [
     "ScheduleConfig",
     "Section",
     "batch_at",
-    "batch_plan",
+    "batch_layout",
     "changed_settings",
     "data_issues",
     "divisors",
@@ -75,4 +78,5 @@ __all__ = [
     "read_yaml",
     "resolve",
     "setting_paths",
+    "with_budget",
 ]

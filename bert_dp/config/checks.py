@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from bert_dp.config.schema import (
+    BUDGETS,
     MAX_VOCAB_SIZE,
     BatchConfig,
     BuildConfig,
@@ -20,9 +22,7 @@ from bert_dp.config.schema import (
 )
 
 FREE_ON_RESUME = (
-    "schedule.steps",
-    "schedule.tokens",
-    "schedule.hours",
+    *(f"schedule.{name}" for name in BUDGETS),
     "parallel",
     "log",
     "checkpoint",
@@ -30,6 +30,7 @@ FREE_ON_RESUME = (
     "compile",
     "run.device",
     "run.init_from",
+    "run.init_keeps",
     "run.max_skipped_in_a_row",
     "run.hang_after_s",
     "run.end_hung_after_s",
@@ -49,7 +50,7 @@ class ConfigError(ValueError):
         super().__init__("\n".join(self.issues))
 
 
-class BatchPlan(BaseModel):
+class BatchLayout(BaseModel):
     """The batch equation for one world size: global = micro x accumulation x dp."""
 
     model_config = ConfigDict(frozen=True)
@@ -58,24 +59,29 @@ class BatchPlan(BaseModel):
     """Ranks of one replica."""
     dp: int
     micro_size: int
-    accumulation: int
+    grad_accum_steps: int
     global_size: int
+
+    @property
+    def samples_per_micro_step(self) -> int:
+        """Sequences of one forward/backward over all replicas."""
+        return self.micro_size * self.dp
 
     def __str__(self) -> str:
         return (
-            f"global batch {self.global_size} = micro {self.micro_size} x accumulation {self.accumulation} "
-            f"x dp {self.dp}"
+            f"global batch {self.global_size} = micro {self.micro_size} "
+            f"x accumulation {self.grad_accum_steps} x dp {self.dp}"
         )
 
 
-def batch_plan(config: Config, world_size: int, option: str = "--nproc") -> BatchPlan:
+def batch_layout(config: Config, world_size: int, option: str = "--nproc") -> BatchLayout:
     """Accumulation for `world_size` ranks, which `option` sets, at the declared global batch.
 
     Raises ConfigError, naming the nearest batches that divide, when it does not.
     """
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
     issues = []
-    per_pass = batch.micro_size * dp
+    per_pass = batch.micro_size * dp  # samples per micro step
     if batch.global_size % per_pass:
         low = batch.global_size // per_pass * per_pass
         near = ", ".join(str(n) for n in (low, low + per_pass) if n)
@@ -95,12 +101,12 @@ def batch_plan(config: Config, world_size: int, option: str = "--nproc") -> Batc
     issues += noise_issues(config, dp)
     if issues:
         raise ConfigError(issues)
-    return BatchPlan(
+    return BatchLayout(
         world_size=world_size,
         tensor=config.parallel.tensor,
         dp=dp,
         micro_size=batch.micro_size,
-        accumulation=batch.global_size // per_pass,
+        grad_accum_steps=batch.global_size // per_pass,
         global_size=batch.global_size,
     )
 
@@ -193,7 +199,7 @@ def noise_issues(config: Config, dp: int) -> list[str]:
 
 
 def progress_at(config: Config, step: int, samples: int, elapsed_s: float) -> float:
-    """f in [0, 1]: consumed / declared in the budget's own unit."""
+    """f in [0, 1]: consumed / declared in the budget's own unit. Of a budget in epochs: see with_budget."""
     schedule = config.schedule
     if schedule.steps is not None:
         return min(step / schedule.steps, 1.0)
@@ -201,6 +207,17 @@ def progress_at(config: Config, step: int, samples: int, elapsed_s: float) -> fl
         return min(samples * config.data.sequence_length / schedule.tokens, 1.0)
     assert schedule.hours is not None
     return min(elapsed_s / (schedule.hours * 3600), 1.0)
+
+
+def with_budget(config: Config, num_samples: int) -> Config:
+    """The configuration with schedule.epochs, if it has any, as the tokens of so many passes over
+    `num_samples` training sequences."""
+    schedule = config.schedule
+    if schedule.epochs is None:
+        return config
+    tokens = max(1, round(schedule.epochs * num_samples)) * config.data.sequence_length
+    resolved = schedule.model_copy(update={"epochs": None, "tokens": tokens})
+    return config.model_copy(update={"schedule": resolved})
 
 
 def batch_at(batch: BatchConfig, progress: float) -> int:
@@ -214,66 +231,57 @@ def batch_at(batch: BatchConfig, progress: float) -> int:
 
 def no_effect(config: Config) -> list[str]:
     """One line for each setting that was given explicitly and changes nothing in this run."""
-    lines = []
-
-    def given(section: Section, name: str) -> bool:
-        return (
-            name in section.model_fields_set
-            and getattr(section, name) != type(section).model_fields[name].default
-        )
-
-    if config.batch.ramp_fraction == 0 and given(config.batch, "ramp_quantum"):
-        lines.append("batch.ramp_quantum has no effect: batch.ramp_fraction is 0")
-    unwarmed = ("budget_triangle", "constant", "exponential")
-    if config.schedule.name in unwarmed and given(config.schedule, "warmup_fraction"):
-        lines.append(f"schedule.warmup_fraction has no effect with schedule.name: {config.schedule.name}")
-    if config.schedule.name != "wsd" and given(config.schedule, "decay_fraction"):
-        lines.append(f"schedule.decay_fraction has no effect with schedule.name: {config.schedule.name}")
-    if config.model.position != "rope" and given(config.model, "rope_theta"):
-        lines.append(f"model.rope_theta has no effect with model.position: {config.model.position}")
-    if config.model.norm == "rmsnorm" and given(config.model, "norm_bias"):
-        lines.append("model.norm_bias has no effect with model.norm: rmsnorm")
-    if config.checkpoint.keep == 0 and given(config.checkpoint, "every_steps"):
-        lines.append("checkpoint.every_steps has no effect: checkpoint.keep is 0, nothing is saved")
-    if config.data.path is not None:
-        if config.data.tokenizer is not None:
-            lines.append("data.tokenizer has no effect with data.path: the shards carry their tokenizer")
-        lines += [
-            f"data.build.{name} has no effect with data.path"
-            for name in BuildConfig.model_fields
-            if given(config.data.build, name)
-        ]
-    if config.data.sources is not None:
-        if config.data.tokenizer is not None:
-            lines += [
-                f"data.build.{name} has no effect: data.tokenizer is given"
-                for name in ("tokenizer_model", "normalize")
-                if given(config.data.build, name)
-            ]
-        if config.data.build.order != "none" and config.data.shuffle:
-            lines.append(
-                f"data.build.order: {config.data.build.order} has no effect while data.shuffle is true"
-            )
-        if config.data.build.dedup != "near" and given(config.data.build, "near_threshold"):
-            lines.append(
-                f"data.build.near_threshold has no effect with data.build.dedup: {config.data.build.dedup}"
-            )
-    engines = {
-        "bucket_mib": ("auto", "ddp", "zero1", "accelerate"),
-        "reduce_dtype": ("auto", "ddp"),
-        "static_graph": ("auto", "ddp"),
-        "zero_stage": ("deepspeed",),
-    }
-    lines += [
-        f"parallel.{name} has no effect with parallel.engine: {config.parallel.engine}"
-        for name, meant in engines.items()
-        if given(config.parallel, name) and config.parallel.engine not in meant
+    data, build, name, engine = config.data, config.data.build, config.schedule.name, config.parallel.engine
+    built, from_path = data.sources is not None, data.path is not None
+    own_tokenizer = built and data.tokenizer is not None
+    with_engine = f"with parallel.engine: {engine}"
+    # setting, whether it is idle here, and why
+    rules: tuple[tuple[str, bool, str], ...] = (
+        ("run.init_keeps", config.run.init_from is None, "without run.init_from"),
+        ("batch.ramp_quantum", config.batch.ramp_fraction == 0, ": batch.ramp_fraction is 0"),
+        (
+            "schedule.warmup_fraction",
+            name in ("budget_triangle", "constant", "exponential"),
+            f"with schedule.name: {name}",
+        ),
+        ("schedule.decay_fraction", name != "wsd", f"with schedule.name: {name}"),
+        (
+            "model.rope_theta",
+            config.model.position != "rope",
+            f"with model.position: {config.model.position}",
+        ),
+        ("model.norm_bias", config.model.norm == "rmsnorm", "with model.norm: rmsnorm"),
+        ("checkpoint.every_steps", config.checkpoint.keep == 0, ": checkpoint.keep is 0, nothing is saved"),
+        ("data.tokenizer", from_path, "with data.path: the shards carry their tokenizer"),
+        *((f"data.build.{field}", from_path, "with data.path") for field in BuildConfig.model_fields),
+        ("data.build.tokenizer_model", own_tokenizer, ": data.tokenizer is given"),
+        ("data.build.normalize", own_tokenizer, ": data.tokenizer is given"),
+        (f"data.build.order: {build.order}", built and data.shuffle, "while data.shuffle is true"),
+        (
+            "data.build.near_threshold",
+            built and build.dedup != "near",
+            f"with data.build.dedup: {build.dedup}",
+        ),
+        ("parallel.bucket_mib", engine not in ("auto", "ddp", "zero1", "accelerate"), with_engine),
+        ("parallel.reduce_dtype", engine not in ("auto", "ddp"), with_engine),
+        ("parallel.static_graph", engine not in ("auto", "ddp"), with_engine),
+        ("parallel.zero_stage", engine != "deepspeed", with_engine),
+        ("optim.momentum", config.optim.name != "muon", f"with optim.name: {config.optim.name}"),
+        ("optim.lr_batch", config.optim.lr_scaling == "none", "with optim.lr_scaling: none"),
+    )
+    return [
+        f"{setting} has no effect{'' if why.startswith(':') else ' '}{why}"
+        for setting, is_idle, why in rules
+        if is_idle and _is_given(config, setting.partition(":")[0])
     ]
-    if config.optim.name != "muon" and given(config.optim, "momentum"):
-        lines.append(f"optim.momentum has no effect with optim.name: {config.optim.name}")
-    if config.optim.lr_scaling == "none" and given(config.optim, "lr_batch"):
-        lines.append("optim.lr_batch has no effect with optim.lr_scaling: none")
-    return lines
+
+
+def _is_given(config: Config, setting: str) -> bool:
+    """Whether a setting was given explicitly, and not its default."""
+    *sections, name = setting.split(".")
+    section: Section = functools.reduce(getattr, sections, config)
+    default = type(section).model_fields[name].default
+    return name in section.model_fields_set and getattr(section, name) != default
 
 
 def changed_settings(old: dict[str, Any], new: Config) -> list[str]:
@@ -296,6 +304,8 @@ def init_issues(where: str, old: dict[str, Any], new: Config) -> list[str]:
     fixed = [name for name in after if name.startswith("model.") and name not in FREE_FROM_WEIGHTS]
     if new.model.position == "learned":
         fixed.append("data.sequence_length")
+    if new.run.init_keeps == "moments":
+        fixed.append("optim.name")
     return [
         f"{name}: {after[name]!r}, but run.init_from {where} was trained with {before.get(name)!r}; set "
         f"{name}={before.get(name)} or start from other weights"

@@ -1,7 +1,7 @@
 """From YAML and `--set` to a Config, with every problem in one list.
 
 Precedence, lowest first: defaults < YAML file < `--set`. Example: with `optim: {lr: 1e-3}` in the file and
-`--set optim.lr=2e-3`, the run uses 2e-3. Members of an exclusive group (`schedule.steps|tokens|hours`,
+`--set optim.lr=2e-3`, the run uses 2e-3. Members of an exclusive group (`schedule.steps|tokens|hours|epochs`,
 `data.path|sources`) displace the members set at a lower level; two at one level are an error.
 """
 
@@ -18,14 +18,14 @@ import yaml
 from pydantic import ValidationError
 
 from bert_dp.config.checks import ConfigError
-from bert_dp.config.schema import Config, Section
+from bert_dp.config.schema import BUDGETS, Config, Section
 from bert_dp.config.stored import read_regular
 
 AUTO = "auto"
 MAX_CONFIG_BYTES = 1_000_000
 MAX_DEPTH = 16  # of nested sections and lists; ours have three
 MAX_SHOWN = 200  # characters of a value in a message
-EXCLUSIVE_GROUPS = (("schedule", ("steps", "tokens", "hours")), ("data", ("path", "sources")))
+EXCLUSIVE_GROUPS = (("schedule", BUDGETS), ("data", ("path", "sources")))
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:

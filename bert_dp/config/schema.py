@@ -25,6 +25,8 @@ MAX_TOKENS = 10**18
 MAX_RANKS = 2**16
 MAX_SECONDS = 1e9
 MAX_PATH = 4096  # bytes
+ADDED_LATER = (("run", "init_keeps"), ("objective", "name"), ("schedule", "epochs"))
+BUDGETS = ("steps", "tokens", "hours", "epochs")  # of the schedule; exactly one is set
 
 
 def _can_be_a_path(text: str) -> str:
@@ -53,7 +55,10 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = every GPU of the machine, else the CPU."""
     init_from: PathText | None = None
-    """Checkpoint or run directory whose weights start this run; optimizer and counters start fresh."""
+    """Checkpoint or run directory whose weights start this run; counters and schedule start fresh."""
+    init_keeps: Literal["weights", "moments"] = "weights"
+    """What to take from run.init_from: the weights alone, or the optimizer's state too with its step count
+    (phase 2 of a LAMB run). The optimizer and all shapes must then be the same."""
     max_skipped_in_a_row: int = Field(5, ge=1, le=MAX_STEPS)
     """Steps skipped in a row, for a gradient that is not finite, that stop the run; fp16 may skip 16
     more, while its loss scale falls."""
@@ -140,6 +145,8 @@ class ModelConfig(Section):
 
 
 class ObjectiveConfig(Section):
+    name: Literal["mlm"] = "mlm"
+    """What is trained: mlm = masked language modelling."""
     mask_rate: float = Field(0.25, gt=0, lt=1)
     """Exactly round(mask_rate x sequence_length) positions of every sequence are predicted."""
 
@@ -172,11 +179,13 @@ class ScheduleConfig(Section):
     """Learning rate as a function of progress f; wsd = warm-up, stable, decay; exponential rises from 1e-4 of
     the peak to the peak: a range test."""
     steps: int | None = Field(None, ge=1, le=MAX_STEPS)
-    """Budget in optimizer steps. Exactly one of steps, tokens, hours."""
+    """Budget in optimizer steps. Exactly one of steps, tokens, hours, epochs."""
     tokens: int | None = Field(None, ge=1, le=MAX_TOKENS)
     """Budget in tokens over all replicas."""
     hours: float | None = Field(None, gt=0, le=MAX_SECONDS / 3600)
     """Budget in hours on rank 0's clock, from the first real step."""
+    epochs: float | None = Field(None, gt=0, le=MAX_STEPS)
+    """Budget in passes over the training sequences; a run's own configuration has it as tokens."""
     warmup_fraction: float = Field(0.06, ge=0, lt=1)
     """Share of the budget for linear warm-up (linear, cosine, wsd)."""
     decay_fraction: float = Field(0.2, gt=0, le=1)
@@ -191,9 +200,9 @@ class ScheduleConfig(Section):
 
     @model_validator(mode="after")
     def _one_budget(self) -> ScheduleConfig:
-        given = [k for k in ("steps", "tokens", "hours") if getattr(self, k) is not None]
+        given = [name for name in BUDGETS if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ValueError(f"set exactly one of steps, tokens, hours (got {', '.join(given) or 'none'})")
+            raise ValueError(f"set exactly one of {', '.join(BUDGETS)} (got {', '.join(given) or 'none'})")
         if self.name == "wsd" and self.warmup_fraction + self.decay_fraction > 1:
             raise ValueError("warmup_fraction + decay_fraction is above 1")
         return self
@@ -334,10 +343,13 @@ class Config(Section):
         return num_masked(self.objective.mask_rate, self.data.sequence_length)
 
     def hash(self) -> str:
-        """First 16 hex digits of the SHA-256 of the resolved configuration."""
-        return hashlib.sha256(json.dumps(self.model_dump(mode="json"), sort_keys=True).encode()).hexdigest()[
-            :16
-        ]
+        """First 16 hex digits of the SHA-256 of the resolved configuration. A setting of ADDED_LATER counts
+        only where it is no default: the hash is in output directories that older versions have started."""
+        tree = self.model_dump(mode="json")
+        for section, name in ADDED_LATER:
+            if tree[section][name] == type(getattr(self, section)).model_fields[name].default:
+                del tree[section][name]
+        return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def num_masked(rate: float, sequence_length: int) -> int:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp.config import Config, ConfigError, ParallelConfig
+from bert_dp.noise import NormPairs
+from bert_dp.trainable import Model
 from bert_dp.world import World
 
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -27,9 +29,11 @@ class Engine(Protocol):
     dp_rank: int
     dp_size: int
 
-    def prepare(
-        self, model: nn.Module, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    @property
+    def norm_pairs(self) -> NormPairs | None:
+        """What it measures for log.noise_scale, if it can."""
+
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Wrap or shard `model` (already on its device), then build the optimizer."""
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ from bert_dp.config import Config, ConfigError
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler
+from bert_dp.trainable import Model
 from bert_dp.world import World, standard_variables
 
 
@@ -30,6 +31,7 @@ class Engine:
         from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulationPlugin
 
         self.dp_rank, self.dp_size = world.rank, world.size
+        self.norm_pairs = None
         self._scaler = make_scaler(device, precision == "fp16")
         # srun and mpirun set other names than accelerate looks for; without a thread count it sets its own
         os.environ.update(standard_variables(world))
@@ -47,9 +49,7 @@ class Engine:
             ],
         )
 
-    def prepare(
-        self, model: nn.Module, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Raises ConfigError when the environment makes accelerate use something else than DDP."""
         self._model, self._optimizer = model, make_optimizer(model.named_parameters())
         with warnings.catch_warnings():  # accelerate knows only broadcast_buffers, torch 2.13 has a new name

@@ -20,6 +20,7 @@ from bert_dp.parallel.grid import Grid
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler
 from bert_dp.parallel.tensor import TensorParallel
+from bert_dp.trainable import Model
 from bert_dp.world import World
 
 # every rank builds the same buffers; the option's name changed after torch 2.11
@@ -43,10 +44,8 @@ class Engine:
         self._scaler = make_scaler(device, precision == "fp16")
         self.norm_pairs = NormPairs(config, self.dp_size)
 
-    def prepare(
-        self, model: nn.Module, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        self._tensor.shard(model)
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self._tensor.shard_model(model)
         self._model = model
         self._ddp = DistributedDataParallel(
             model,
@@ -61,7 +60,7 @@ class Engine:
         self._register_hook()
         named = list(model.named_parameters())
         self._optimizer = make_optimizer(named)
-        self._sums = self._tensor.whole_sums(self._optimizer, named)
+        self._sums = self._tensor.sharded_sums(self._optimizer, named)
         return self._ddp, self._optimizer
 
     def _register_hook(self) -> None:
@@ -95,11 +94,11 @@ class Engine:
     def gather_state(self) -> State | None:
         if self.dp_rank:
             return None
-        state = read_state(self._model, self._optimizer, self._scaler, whole=self._tensor.whole)
+        state = read_state(self._model, self._optimizer, self._scaler, unshard=self._tensor.unshard)
         return state if self._grid.tp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
-        write_state(self._model, self._optimizer, self._scaler, state, part=self._tensor.part)
+        write_state(self._model, self._optimizer, self._scaler, state, shard=self._tensor.shard)
 
 
 def reduce_narrow(

@@ -23,6 +23,7 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import read_state, write_state
+from bert_dp.trainable import Model
 from bert_dp.world import World, standard_variables
 
 OLDEST = (0, 19, 8)  # of the versions tried; others may step in fp32 with a gradient that is not finite
@@ -66,15 +67,14 @@ class Engine:
             deepspeed.utils.groups._release_process_group_references()
         self._package: Any = deepspeed
         self.dp_rank, self.dp_size = world.rank, world.size
+        self.norm_pairs = None
         self._stage = config.parallel.zero_stage
         self._device = device
         self._settings = settings(config, precision)
         if world.rank == 0:
             record.write_json(run_dir / "deepspeed.json", self._settings)
 
-    def prepare(
-        self, model: nn.Module, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._model, self._parameters = model, dict(model.named_parameters())
         self._optimizer = make_optimizer(self._parameters.items())
         self._engine, zero, _, _ = self._package.initialize(

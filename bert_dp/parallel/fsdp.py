@@ -21,6 +21,7 @@ from bert_dp.parallel.grid import Grid
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler
 from bert_dp.parallel.tensor import TensorParallel
+from bert_dp.trainable import Model
 from bert_dp.world import World
 
 GATHER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -40,19 +41,19 @@ class Engine:
         self._policy = MixedPrecisionPolicy(
             param_dtype=narrow, reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False
         )
+        self.norm_pairs = None
         self._scaler = make_scaler(device, precision == "fp16")
 
-    def prepare(
-        self, model: nn.Module, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        self._tensor.shard(model)
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
+        self._tensor.shard_model(model)
         options: dict[str, Any] = {"mesh": self._grid.data_mesh, "mp_policy": self._policy}
-        blocks = next(m for m in model.modules() if isinstance(m, nn.ModuleList))
+        blocks = model.blocks()
         for block in blocks:
             fully_shard(block, **options)
         fully_shard(model, **options, reshard_after_forward=False)
         assert isinstance(model, FSDPModule)
-        for module in (model, *blocks):
+        sharded: list[Any] = [model, *blocks]
+        for module in sharded:
             module.set_gradient_divide_factor(1.0)  # the loss is divided already: sum
             module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sum
         self._model: Any = model
@@ -60,7 +61,7 @@ class Engine:
         self._local = {name: nn.Parameter(p.to_local().detach()) for name, p in self._sharded.items()}
         named = list(self._local.items())
         self._optimizer = make_optimizer(named)
-        self._sums = self._tensor.whole_sums(self._optimizer, named, self._grid.dp_group)
+        self._sums = self._tensor.sharded_sums(self._optimizer, named, self._grid.dp_group)
         return model, self._optimizer
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[Any]:
@@ -82,7 +83,7 @@ class Engine:
 
     def gather_state(self) -> State | None:
         state = read_state(
-            self._model, self._optimizer, self._scaler, whole=self._whole, parameters=self._local
+            self._model, self._optimizer, self._scaler, unshard=self._unshard, parameters=self._local
         )
         return state if self.dp_rank == 0 and self._grid.tp_rank == 0 else None
 
@@ -92,20 +93,20 @@ class Engine:
             self._optimizer,
             self._scaler,
             state,
-            part=self._part,
-            optimizer_part=lambda name, whole: self._part(name, whole).to_local(),
+            shard=self._shard,
+            optimizer_shard=lambda name, whole: self._shard(name, whole).to_local(),
             parameters=self._local,
         )
 
-    def _whole(self, name: str, part: Tensor) -> Tensor:
+    def _unshard(self, name: str, shard: Tensor) -> Tensor:
         like = self._sharded[name]
-        if not isinstance(part, DTensor):
-            part = DTensor.from_local(
-                part, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
+        if not isinstance(shard, DTensor):
+            shard = DTensor.from_local(
+                shard, like.device_mesh, like.placements, shape=like.shape, stride=like.stride()
             )
-        return self._tensor.whole(name, part.full_tensor())
+        return self._tensor.unshard(name, shard.full_tensor())
 
-    def _part(self, name: str, whole: Tensor) -> DTensor:
+    def _shard(self, name: str, whole: Tensor) -> DTensor:
         like = self._sharded[name]
-        part = self._tensor.part(name, whole).to(like.device)
-        return distribute_tensor(part, like.device_mesh, like.placements, src_data_rank=None)
+        shard = self._tensor.shard(name, whole).to(like.device)
+        return distribute_tensor(shard, like.device_mesh, like.placements, src_data_rank=None)

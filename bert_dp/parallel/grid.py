@@ -38,7 +38,7 @@ class Grid:
         return self.mesh[names]
 
 
-class WholeSums:
+class ShardedSums:
     """Sums over whole tensors from sums over the parts on this rank: [k, N] -> [k, N], N tensors.
 
     `counts_N` is 0 for a tensor that another rank of the group already counts. Collective over `groups`.

@@ -17,6 +17,7 @@ from bert_dp.noise import NormPairs
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler
+from bert_dp.trainable import Model
 from bert_dp.world import World
 
 
@@ -28,9 +29,7 @@ class Engine:
         self._scaler = make_scaler(device, precision == "fp16")
         self.norm_pairs = NormPairs(config, self.dp_size)
 
-    def prepare(
-        self, model: nn.Module, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         self._model, self._optimizer = model, make_optimizer(model.named_parameters())
         return self._model, self._optimizer
 

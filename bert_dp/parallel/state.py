@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bert_dp.parallel import State
 
 Convert = Callable[[str, Tensor], Tensor]
-"""(parameter name, tensor of that parameter's shape) -> whole from part, or part from whole."""
+"""(parameter name, tensor of that parameter's shape) -> whole from a shard, or a shard from whole."""
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
@@ -22,20 +22,20 @@ def read_state(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
     *,
-    whole: Convert = as_it_is,
+    unshard: Convert = as_it_is,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> State:
-    """Copies on the host; a tied tensor stands once, under its first name. Collective as far as `whole` is.
+    """Copies on the host; a tied tensor stands once, under its first name. Collective as far as `unshard` is.
 
     `parameters`: name -> the tensor that the optimizer knows; default: the model's own.
     """
     tensors = dict(model.state_dict())
-    state: State = {"model": _host((name, whole(name, t)) for name, t in tensors.items()), "optimizer": {}}
+    state: State = {"model": _host((name, unshard(name, t)) for name, t in tensors.items()), "optimizer": {}}
     for name, parameter in (parameters or dict(model.named_parameters())).items():
         values = optimizer.state.get(parameter, {})
         state["optimizer"].update(
             _host(
-                (f"{name}/{key}", whole(name, value) if value.shape == parameter.shape else value)
+                (f"{name}/{key}", unshard(name, value) if value.shape == parameter.shape else value)
                 for key, value in values.items()
             )
         )
@@ -56,8 +56,8 @@ def write_state(
     scaler: torch.amp.GradScaler | None,
     state: State,
     *,
-    part: Convert = as_it_is,
-    optimizer_part: Convert | None = None,
+    shard: Convert = as_it_is,
+    optimizer_shard: Convert | None = None,
     parameters: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Load a canonical state in place; empty optimizer or scaler parts start those anew.
@@ -74,7 +74,7 @@ def write_state(
         saved.setdefault(name, {})[key] = value
     with torch.no_grad():
         for name, tensor in tensors.items():
-            value = part(name, state["model"][name])
+            value = shard(name, state["model"][name])
             if tensor.shape != value.shape:
                 raise ValueError(f"{name}: checkpoint has {tuple(value.shape)}, model {tuple(tensor.shape)}")
             tensor.copy_(value)
@@ -83,7 +83,7 @@ def write_state(
                 raise ValueError(f"{name}: the checkpoint has no optimizer state for it")
             optimizer.state[parameter] = {
                 key: _like(
-                    parameter, key, value if value.dim() == 0 else (optimizer_part or part)(name, value)
+                    parameter, key, value if value.dim() == 0 else (optimizer_shard or shard)(name, value)
                 )
                 for key, value in saved.get(name, {}).items()
             }

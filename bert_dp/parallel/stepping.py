@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bert_dp.parallel.grid import WholeSums
+from bert_dp.parallel.grid import ShardedSums
 
 
 def make_scaler(device: torch.device, fp16: bool) -> torch.amp.GradScaler | None:
@@ -20,9 +20,9 @@ def clip_and_step(
     optimizer: torch.optim.Optimizer,
     scaler: torch.amp.GradScaler | None,
     max_norm: float,
-    whole_sums: WholeSums | None = None,
+    sharded_sums: ShardedSums | None = None,
     *,
-    norm_sums: WholeSums | None = None,
+    norm_sums: ShardedSums | None = None,
 ) -> Tensor:
     """One optimizer step on reduced gradients, without a host sync; returns the norm before clipping.
 
@@ -30,14 +30,14 @@ def clip_and_step(
     A norm that is not finite skips the step through `found_inf`; the norm is of reduced gradients, so
     all ranks skip together. Gradients stay for the caller to free.
 
-    `whole_sums` covers the ranks that hold parts of the optimizer's tensors (None = it holds them whole),
+    `sharded_sums` covers the ranks that hold parts of the optimizer's tensors (None = it holds them whole),
     `norm_sums` those that hold the other tensors as well (None = the same).
     """
     if scaler is not None:
         scaler.unscale_(optimizer)
     gradients = [p.grad for p in optimizer_parameters(optimizer) if p.grad is not None]
-    whole_sums = whole_sums or WholeSums()
-    norm = (norm_sums or whole_sums).total(torch.stack(torch._foreach_norm(gradients)).square()).sqrt()
+    sharded_sums = sharded_sums or ShardedSums()
+    norm = (norm_sums or sharded_sums).total(torch.stack(torch._foreach_norm(gradients)).square()).sqrt()
     finite = norm.isfinite()
     scale = (norm / max_norm).clamp(min=1.0) if max_norm > 0 else torch.ones_like(norm)
     scale = torch.where(finite, scale, torch.ones_like(scale))
@@ -47,7 +47,7 @@ def clip_and_step(
     found = (~finite).float()
     optimizer.grad_scale = scale.float()  # type: ignore[attr-defined]
     optimizer.found_inf = found  # type: ignore[attr-defined]
-    optimizer.whole_sums = whole_sums  # type: ignore[attr-defined]
+    optimizer.sharded_sums = sharded_sums  # type: ignore[attr-defined]
     optimizer.step()
     if scaler is not None:
         for local in scaler._found_inf_per_device(optimizer).values():

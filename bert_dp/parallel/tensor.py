@@ -7,7 +7,6 @@ linear holds some inputs: its output is. The vocabulary's rows are divided; logi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,9 +14,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from bert_dp.parallel.grid import Grid, WholeSums
+from bert_dp.config import ConfigError
+from bert_dp.matmul import Linear, linear, product
+from bert_dp.parallel.grid import Grid, ShardedSums
 from bert_dp.parallel.stepping import optimizer_parameters
-from bert_dp.products import Linear, linear, product
+from bert_dp.trainable import Model
 
 Group = dist.ProcessGroup | None
 
@@ -36,54 +37,62 @@ class TensorParallel:
         self._group, self._rank, self._size = grid.tp_group, grid.tp_rank, grid.tp_size
         self._plan: dict[str, Split] = {}
 
-    def shard(self, model: nn.Module) -> None:
-        """Keep this rank's part of every parameter in `model.tensor_plan()`, whole ones stay replicated."""
+    def shard_model(self, model: Model) -> None:
+        """Keep this rank's shard of every parameter in `model.tensor_plan()`, whole ones stay replicated.
+
+        Raises ConfigError for a model without a plan.
+        """
         if self._size == 1:
             return
-        plan: Mapping[str, tuple[int, int]] = model.tensor_plan()  # type: ignore[operator]
+        plan = model.tensor_plan()
+        if plan is None:
+            raise ConfigError([f"parallel.tensor: {self._size}, but this model cannot be divided; use 1"])
         self._plan = {name: Split(*split) for name, split in plan.items()}
         for name, split in self._plan.items():
             path, _, leaf = name.rpartition(".")
             module = model.get_submodule(path)
             parameter = getattr(module, leaf)
-            parameter.data = self.part(name, parameter.data).clone()
+            parameter.data = self.shard(name, parameter.data).clone()
             if isinstance(module, nn.Linear) and leaf == "weight":
                 parent, _, child = path.rpartition(".")
                 parallel = (ColumnLinear, RowLinear)[split.dim](module, self._group)
                 setattr(model.get_submodule(parent), child, parallel)
-        model.vocabulary = ParallelVocabulary(self._group, self._rank)  # type: ignore[assignment]
+        vocabulary = ParallelVocabulary(self._group, self._rank)
+        for module in model.modules():
+            if hasattr(module, "vocabulary"):
+                module.vocabulary = vocabulary  # type: ignore[assignment]
 
-    def part(self, name: str, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor with the whole shape of parameter `name`."""
+    def shard(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's shard of a tensor with the whole shape of parameter `name`."""
         split = self._plan.get(name)
         if split is None:
             return whole
         blocks = whole.chunk(split.blocks, split.dim)
         return torch.cat([block.chunk(self._size, split.dim)[self._rank] for block in blocks], split.dim)
 
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """The inverse of `part`. Collective over the ranks of a replica."""
+    def unshard(self, name: str, shard: Tensor) -> Tensor:
+        """The inverse of `shard`. Collective over the ranks of a replica."""
         split = self._plan.get(name)
         if split is None:
-            return part
-        part = part.contiguous()
-        parts = [torch.empty_like(part) for _ in range(self._size)]
-        dist.all_gather(parts, part, group=self._group)
-        pieces = [p.chunk(split.blocks, split.dim) for p in parts]
+            return shard
+        shard = shard.contiguous()
+        shards = [torch.empty_like(shard) for _ in range(self._size)]
+        dist.all_gather(shards, shard, group=self._group)
+        pieces = [s.chunk(split.blocks, split.dim) for s in shards]
         ordered = [piece[block] for block in range(split.blocks) for piece in pieces]
         return torch.cat(ordered, split.dim)
 
-    def whole_sums(
+    def sharded_sums(
         self, optimizer: torch.optim.Optimizer, named: list[tuple[str, Any]], *groups: Group
-    ) -> WholeSums:
+    ) -> ShardedSums:
         """Sums for the optimizer's parameters over the ranks of a replica, a replicated tensor counted on
         one, and over `groups`."""
         if self._size == 1:
-            return WholeSums(None, groups)
+            return ShardedSums(None, groups)
         names = {parameter: name for name, parameter in named}
         ordered = optimizer_parameters(optimizer)
         counts = [1.0 if self._rank == 0 or names[p] in self._plan else 0.0 for p in ordered]
-        return WholeSums(ordered[0].new_tensor(counts), (self._group, *groups))
+        return ShardedSums(ordered[0].new_tensor(counts), (self._group, *groups))
 
 
 class ColumnLinear(Linear):

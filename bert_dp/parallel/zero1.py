@@ -24,6 +24,7 @@ from bert_dp.parallel.grid import Grid
 from bert_dp.parallel.state import read_state, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler
 from bert_dp.parallel.tensor import TensorParallel
+from bert_dp.trainable import Model
 from bert_dp.world import World
 
 MIB = 2**20
@@ -54,11 +55,9 @@ class Engine:
         self._last = True
         self._works: list[Any] = []
 
-    def prepare(
-        self, model: nn.Module, make_optimizer: MakeOptimizer
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Raises ConfigError when there are more replicas than tensors."""
-        self._tensor.shard(model)
+        self._tensor.shard_model(model)
         self._model = model
         self._parameters = dict(model.named_parameters())
         if len(self._parameters) < self.dp_size:
@@ -73,8 +72,8 @@ class Engine:
         self._buckets = self._make_buckets()
         mine = [(name, p) for name, p in self._parameters.items() if self._owners[name] == self.dp_rank]
         self._optimizer = make_optimizer(mine)
-        self._sums = self._tensor.whole_sums(self._optimizer, mine)
-        self._norm_sums = self._tensor.whole_sums(self._optimizer, mine, self._grid.dp_group)
+        self._sums = self._tensor.sharded_sums(self._optimizer, mine)
+        self._norm_sums = self._tensor.sharded_sums(self._optimizer, mine, self._grid.dp_group)
         return model, self._optimizer
 
     def _make_buckets(self) -> list[Bucket]:
@@ -161,7 +160,7 @@ class Engine:
         """Every owner's state goes to all ranks, tensor by tensor, and stays on rank 0."""
         mine = {name: p for name, p in self._parameters.items() if self._owners[name] == self.dp_rank}
         state = read_state(
-            self._model, self._optimizer, self._scaler, whole=self._tensor.whole, parameters=mine
+            self._model, self._optimizer, self._scaler, unshard=self._tensor.unshard, parameters=mine
         )
         device = next(iter(self._parameters.values())).device
         facts = [
@@ -184,7 +183,7 @@ class Engine:
     def scatter_state(self, state: State) -> None:
         mine = {name: p for name, p in self._parameters.items() if self._owners[name] == self.dp_rank}
         write_state(
-            self._model, self._optimizer, self._scaler, state, part=self._tensor.part, parameters=mine
+            self._model, self._optimizer, self._scaler, state, shard=self._tensor.shard, parameters=mine
         )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from bert_dp.config import BatchPlan, Config, ConfigError, batch_plan
+from bert_dp.config import BUDGETS, BatchLayout, Config, ConfigError, batch_layout
 from launcher.environment import Environment
 from launcher.room import room
 from launcher.run.trials import measured
@@ -22,9 +22,7 @@ DISPLACED_KEYS = (
     "parallel.tensor",
     "parallel.zero_stage",
     "data.synthetic",
-    "schedule.steps",
-    "schedule.tokens",
-    "schedule.hours",
+    *(f"schedule.{name}" for name in BUDGETS),
 )
 
 
@@ -130,12 +128,23 @@ class Grid:
             return None
         self.issues += [f"cell {name}: {issue}" for issue in issues]
         cell = Cell(
-            name, mode, kind, engine, ranks, tensor, plan.micro_size, plan.accumulation, plan.global_size, of
+            name,
+            mode,
+            kind,
+            engine,
+            ranks,
+            tensor,
+            plan.micro_size,
+            plan.grad_accum_steps,
+            plan.global_size,
+            of,
         )
         self.cells.append(cell)
         return cell
 
-    def _plan(self, mode: Mode, kind: Kind, engine: str, ranks: int, tensor: int) -> tuple[Config, BatchPlan]:
+    def _plan(
+        self, mode: Mode, kind: Kind, engine: str, ranks: int, tensor: int
+    ) -> tuple[Config, BatchLayout]:
         batch = self.config.batch
         size = batch.global_size
         if mode == "weak":
@@ -143,7 +152,7 @@ class Grid:
                 raise ConfigError([f"--tensor {tensor} does not divide {ranks} ranks"])
             size = batch.micro_size * (self.settings.accumulation or 1) * (ranks // tensor)
         config = self._config(engine, tensor, batch.micro_size, size, kind)
-        return config, batch_plan(config, ranks, "--gpus")
+        return config, batch_layout(config, ranks, "--gpus")
 
     def _config(self, engine: str, tensor: int, micro: int, size: int, kind: Kind) -> Config:
         """What a cell's ranks train: the user's configuration with the cell's values, and nothing saved."""
@@ -171,7 +180,7 @@ class Grid:
         """What the ranks of this cell train."""
         return self._config(cell.engine, cell.tensor, cell.micro_batch, cell.global_batch, cell.kind)
 
-    def _memory_issues(self, config: Config, plan: BatchPlan) -> list[str]:
+    def _memory_issues(self, config: Config, plan: BatchLayout) -> list[str]:
         """Only what cannot fit: weights, gradients and optimizer state alone exceed what a rank may have."""
         return room(config, plan.world_size, self._machine, on_gpu=self._on_gpu).impossible()
 

@@ -75,7 +75,7 @@ def measure_links(grid: Grid, out: Path, runs: Runner, say: Say) -> None:
         sizes = sorted({*SWEEP, *buckets})
         say(f"links: all-reduce over {count} ranks at {len(sizes)} sizes")
         arguments = [str(count), str(LINK_S), *map(str, sizes)]
-        lines = runs.helper("bert_dp.dist", arguments)
+        lines = runs.helper("bert_dp.measure.all_reduce", arguments)
         points = [
             results.LinkPoint(
                 bytes=p["bytes"],
@@ -113,7 +113,7 @@ def measure_profile(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, say: S
     path = runs.scratch / "profile.yaml"
     record.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
     say("profile: when each gradient is ready")
-    lines = runs.helper("bert_dp.profiling", [str(path)], None if on_gpu else _one_share(grid))
+    lines = runs.helper("bert_dp.measure.profiling", [str(path)], None if on_gpu else _one_share(grid))
     _keep(lines, results.Profile, out / "profile.json")
 
 
@@ -123,7 +123,7 @@ def measure_peak(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, say: Say)
         return
     say("peak: the matmul rate of one device")
     cores = None if on_gpu else _one_share(grid)
-    lines = runs.helper("bert_dp.peak", [grid.config.precision, "2"], cores)
+    lines = runs.helper("bert_dp.measure.peak", [grid.config.precision, "2"], cores)
     _keep(lines, results.PeakFile, out / "peak.json")
 
 

@@ -14,10 +14,11 @@ from bert_dp import record
 from bert_dp.config import (
     Config,
     ConfigError,
-    batch_plan,
+    batch_layout,
     dump_config,
     load_config,
     peak_lr,
+    with_budget,
 )
 from launcher import job, results
 from launcher.display import PLAIN, show, teller
@@ -106,7 +107,7 @@ def setting_issues(config: Config, settings: Settings, ranks: int) -> list[str]:
     issues: list[str] = []
     optim = config.optim.model_copy(update=lr_trials.as_it_stands(1.0))
     try:
-        batch_plan(config.model_copy(update={"optim": optim}), ranks, "--ranks")
+        batch_layout(config.model_copy(update={"optim": optim}), ranks, "--ranks")
     except ConfigError as error:
         issues += error.issues
     if config.run.seed + settings.seeds > 2**63:
@@ -134,7 +135,7 @@ def describe(
     say(f"learning rate search: {where}")
     say(
         f"{s.rates} rates spaced 2x at 1/{SHORT} of the whole run, {ladder.FINALISTS} x {s.seeds} seeds at "
-        f"all of it; {batch_plan(config, ranks)}"
+        f"all of it; {batch_layout(config, ranks)}"
     )
     if config.optim.lr != "auto" and any(item.partition("=")[0].strip() == "optim.lr" for item in overrides):
         say("warning: --set optim.lr has no effect: it is what is searched")
@@ -165,9 +166,9 @@ def run_locked(
         cores=int(begun.machine["usable_cores"]),
         most=most,
     )
-    question = Question(
-        config, settings, ranks, begun.shards, begun.manifest.unigram_entropy_nats, len(slots)
-    )
+    manifest = begun.manifest
+    declared = with_budget(config, manifest.train.sequences)
+    question = Question(declared, settings, ranks, begun.shards, manifest.unigram_entropy_nats, len(slots))
     file = SearchFile(out / STATE, begun.plan)
     status: TuneStatus = "complete"
     stopped, why = 0, None

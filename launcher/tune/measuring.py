@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.config import ConfigError, batch_plan, dump_config
+from bert_dp.config import ConfigError, batch_layout, dump_config
 from bert_dp.cost import GIB, flops_per_token
 from bert_dp.record_models import NoiseScale
 from launcher import results
@@ -98,9 +98,10 @@ class BatchSearch:
             self._say("memory: a step of the model at two sizes, without its memory")
             asked = self._runner.scratch / "memory_line.yaml"
             record.write_text(asked, dump_config(sizes.with_micro(self.q.config, self.q.sizes[0])))
-            lines = self._runner.helper("bert_dp.memory_line", [str(asked), str(self.q.ranks), "2", "4"])
+            arguments = [str(asked), str(self.q.ranks), "2", "4"]
+            lines = self._runner.helper("bert_dp.measure.memory_line", arguments)
             if not lines:
-                raise NothingFits("bert_dp.memory_line failed; its message stands above")
+                raise NothingFits("bert_dp.measure.memory_line failed; its message stands above")
             try:
                 line = results.parse(lines[-1], MemoryLineFile, path.name)
             except ConfigError as error:
@@ -297,7 +298,8 @@ class BatchSearch:
         micro, why = choice.micro_batch, choice.why
         if micro == min(self._curve) > self.q.sizes[0]:
             why = f"{why}; smaller ones were not tried"
-        accumulation = batch_plan(sizes.with_micro(self.q.config, micro), self.q.ranks).accumulation
+        layout = batch_layout(sizes.with_micro(self.q.config, micro), self.q.ranks)
+        accumulation = layout.grad_accum_steps
         decided = {"why": why, "limited_by": self._limited_by, "accumulation": accumulation}
         self.choice = choice.model_copy(update=decided)
         parts = sizes.parts_at(self._memory.line.parts, micro) if self._memory.line else {}
@@ -370,7 +372,7 @@ class BatchSearch:
     def _no_noise(self, trial: Trial, steps: int) -> str | None:
         """Why the noise scale cannot be measured here."""
         try:
-            batch_plan(trial.config, self.q.ranks)
+            batch_layout(trial.config, self.q.ranks)
         except ConfigError as error:
             return error.issues[0]
         if steps < FEWEST_NOISE_STEPS:

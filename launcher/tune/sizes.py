@@ -6,7 +6,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-from bert_dp.config import Config, ConfigError, batch_plan
+from bert_dp.config import Config, ConfigError, batch_layout
 from bert_dp.cost import GIB
 
 SPARE = 0.1  # of a rank's memory that the choice leaves free
@@ -17,8 +17,8 @@ MOST, FEWEST = 8, 3  # sizes of a throughput curve
 class MemoryLine:
     """A rank's peak in bytes is intercept + slope x micro batch + constant.
 
-    The line counts tensors (`bert_dp.memory_line`); the constant, measured in one real step, is the rest: the
-    program, its libraries and, on a GPU, the context and what the allocator keeps.
+    The line counts tensors (`bert_dp.measure.memory_line`); the constant, measured in one real step, is the
+    rest: the program, its libraries and, on a GPU, the context and what the allocator keeps.
     """
 
     intercept: float
@@ -58,12 +58,12 @@ def dividing(config: Config, ranks: int, option: str = "--nproc") -> list[int]:
         if micro > share:
             break
         try:
-            batch_plan(with_micro(config, micro), ranks)
+            batch_layout(with_micro(config, micro), ranks)
         except ConfigError:
             continue
         found.append(micro)
     if not found:
-        batch_plan(with_micro(config, 1), ranks, option)
+        batch_layout(with_micro(config, 1), ranks, option)
     return found
 
 
@@ -84,5 +84,5 @@ def samples_per_step(sizes: Sequence[int], dp: int) -> int:
 
 
 def parts_at(parts: Mapping[str, Sequence[float]], micro: int) -> dict[str, float]:
-    """GiB of each part of the peak (`parts` of `bert_dp.memory_line`) at this micro batch."""
+    """GiB of each part of the peak (`parts` of `bert_dp.measure.memory_line`) at this micro batch."""
     return {name: (a + c * micro) / GIB for name, (a, c) in parts.items()}

@@ -37,15 +37,15 @@ EAGER = ("schedule.steps=100000", "compile=off")
 CHATTER = """
 import os, sys
 if "bert_dp.worker" in sys.orig_argv:
-    from bert_dp import train
-    plain = train.dry_run
-    def dry_run(job):
-        print("every rank says this")
-        if os.environ["RANK"] == "1":
-            for number in range(5000):
-                print("flood", number)
-        plain(job)
-    train.dry_run = dry_run
+    from bert_dp.tasks import mlm
+    class Chatting(mlm.MaskedLanguageModel):
+        def example_batch(self, micro_size):
+            print("every rank says this")
+            if os.environ["RANK"] == "1":
+                for number in range(5000):
+                    print("flood", number)
+            return super().example_batch(micro_size)
+    mlm.make_task = Chatting
 """
 NO_PACKAGE = """
 import importlib.util

@@ -14,6 +14,7 @@ from typing import Any
 FULL = os.environ.get("BERT_DP_FAULTS") == "full"
 RECORD = "BERT_DP_FAULTS_RECORD"  # a file that gets a JSON line per observation
 INJECT = Path(__file__).parent / "inject"
+ROOT = Path(__file__).parents[2]
 
 
 def rounds(short: int, full: int) -> range:
@@ -32,5 +33,5 @@ def observe(row: int, **facts: Any) -> None:
 def broken(what: str, *, rank: int = 1, place: str = "step", step: int = 3, **more: Any) -> dict[str, str]:
     """Environment of `bert_dp()` or `start()` in which one worker breaks; see inject/sitecustomize.py."""
     fault = {"what": what, "rank": rank, "place": place, "step": step, **more}
-    path = os.pathsep.join(filter(None, [str(INJECT), os.environ.get("PYTHONPATH")]))
+    path = os.pathsep.join(filter(None, [str(INJECT), str(ROOT), os.environ.get("PYTHONPATH")]))
     return {"BERT_DP_TEST_FAULT": json.dumps(fault), "PYTHONPATH": path}

@@ -23,8 +23,9 @@ import torch
 
 from bert_dp import checkpoint
 from bert_dp.config import CheckpointConfig
+from bert_dp.lines import LostWrites
 from bert_dp.parallel import State
-from bert_dp.saving import Saver
+from bert_dp.saving import AsyncCheckpointer
 from tests.states import FACTS
 
 
@@ -78,11 +79,17 @@ def save_until_killed(order: dict[str, Any], report: int) -> None:
         os.fsync = slow
     if "event" in order:
         die_at(order["event"])
-    saver = Saver(folder, CheckpointConfig(keep=2), lambda line: None, None)
+    saver = AsyncCheckpointer(
+        folder,
+        CheckpointConfig(keep=2),
+        log_rank0=lambda line: None,
+        saved_step=None,
+        lost_writes=LostWrites(),
+    )
     for step in range(first, first + order["saves"]):
         os.write(report, f"begun {step}\n".encode())
         saver.save(step, lambda step=step: state_of(step), {**FACTS, "samples": step})
-        assert saver.settle() == (step, None)
+        assert saver.wait() == (step, None)
         os.write(report, f"done {step}\n".encode())
 
 

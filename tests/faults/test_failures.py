@@ -170,7 +170,7 @@ def test_row_03_a_crash_is_named_with_its_stack(
         assert any(line.startswith("  why: ") for line in told["first"])
         stack = [line for line in told["said"] if line.startswith("  | ")]
         assert stack[0].startswith("  | Fatal Python error: ")
-        assert any("bert_dp/train.py" in line and "in train_step" in line for line in stack)
+        assert any("bert_dp/trainer.py" in line and "in train_step" in line for line in stack)
 
 
 def test_row_20_a_device_out_of_memory_says_what_to_lower(tmp_path: Path, shards: Path) -> None:

@@ -20,7 +20,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from bert_dp.config.manifest import manifest_hash
-from bert_dp.sources import file_hash
+from bert_dp.corpus.sources import file_hash
 from launcher.starters import LAUNCHERS
 from tests.e2e.cli import bert_dp, start, tiny
 from tests.e2e.test_launchers import TOOLS, with_site
@@ -203,13 +203,13 @@ ORDINARY = {
 LEAK = """
 import os, sys
 if os.environ.get("RANK") == "1" and "bert_dp.worker" in sys.orig_argv:
-    from bert_dp import train
-    plain = train.train_step
-    def train_step(*arguments, **options):
-        values = [os.environ[name] for name in os.environ["LEAKED"].split()]
-        print("request failed:", *values, "x" * (1 << 20), *values, flush=True)
-        raise RuntimeError("401 for " + " ".join(values))
-    train.train_step = train_step
+    from bert_dp.tasks import mlm
+    class Leaking(mlm.MaskedLanguageModel):
+        def num_targets(self, first_sample, count):
+            values = [os.environ[name] for name in os.environ["LEAKED"].split()]
+            print("request failed:", *values, "x" * (1 << 20), *values, flush=True)
+            raise RuntimeError("401 for " + " ".join(values))
+    mlm.make_task = Leaking
 """
 
 

@@ -32,16 +32,17 @@ SECRET = "s3cret-in-a-log"
 FLOOD = """
 import os, sys
 if os.environ.get("RANK") == "0" and "bert_dp.worker" in sys.orig_argv:
-    from bert_dp import train
-    plain, left = train.train_step, [int(os.environ["FLOOD_BYTES"])]
-    def train_step(*arguments, **options):
-        part = b"".join(b"line %06d of a library that says too much\\n" % i for i in range(20_000))
-        while left[0] > 0:
-            os.write(1, part)
-            os.write(1, os.environ["FLOOD_TOKEN"].encode())
-            left[0] -= len(part)
-        return plain(*arguments, **options)
-    train.train_step = train_step
+    from bert_dp.tasks import mlm
+    class Flooding(mlm.MaskedLanguageModel):
+        left = int(os.environ["FLOOD_BYTES"])
+        def num_targets(self, first_sample, count):
+            part = b"".join(b"line %06d of a library that says too much\\n" % i for i in range(20_000))
+            while self.left > 0:
+                os.write(1, part)
+                os.write(1, os.environ["FLOOD_TOKEN"].encode())
+                self.left -= len(part)
+            return super().num_targets(first_sample, count)
+    mlm.make_task = Flooding
 """
 # not ru_maxrss, which a process inherits from the one that started it
 PEAK = """

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp.config import ConfigError, batch_plan, resolve
+from bert_dp.config import ConfigError, batch_layout, resolve
 from tests.parity.runs import (
     BASE,
     evals,
@@ -25,6 +25,7 @@ from tests.parity.runs import (
     train_runs,
     write_run,
 )
+from tests.parity.toy import ToyTask
 from tests.shards import write_shards
 
 ENGINES = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
@@ -44,10 +45,13 @@ class Cell:
     tensor: int
     precision: str
     accumulation: int
+    task: str = "mlm"
+    """toy = tests/parity/toy.py, whose micro batches have unequal numbers of targets."""
 
     def __str__(self) -> str:
         tensor = f"-tensor{self.tensor}" if self.tensor > 1 else ""
-        name = f"{self.engine}-{self.optimizer}-n{self.ranks}{tensor}"
+        toy = "toy-" if self.task == "toy" else ""
+        name = f"{toy}{self.engine}-{self.optimizer}-n{self.ranks}{tensor}"
         return f"{name}-{self.precision}-acc{self.accumulation}"
 
     def settings(self) -> dict[str, Any]:
@@ -79,7 +83,7 @@ class Cell:
         sections = {**BASE, **self.settings(), "data": {"sources": ["builtin"]}}
         sections["model"] = {**BASE["model"], **self.settings()["model"]}
         try:
-            batch_plan(resolve([sections]), self.ranks)
+            batch_layout(resolve([sections]), self.ranks)
         except ConfigError as error:
             return str(error)
         return None
@@ -87,6 +91,7 @@ class Cell:
 
 GLOBAL = 12
 PER_SPAWN = 20
+MAKE_TASK = {"mlm": None, "toy": ToyTask}
 RATES = {"adamw": 5e-3, "lamb": 2e-2, "muon": 5e-3}
 
 
@@ -96,6 +101,9 @@ def cells() -> Iterator[Cell]:
         ENGINES, OPTIMIZERS, WORLDS, PRECISIONS, ACCUMULATIONS
     ):
         yield Cell(engine, optimizer, ranks, tensor, precision, accumulation)
+    for engine, ranks in itertools.product(ENGINES, (1, 2, 4)):
+        precision = "fp32" if engine.startswith("deepspeed") else "fp64"
+        yield Cell(engine, "adamw", ranks, 1, precision, 3, "toy")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,23 +142,23 @@ def excuse(cell: Cell) -> str | None:
 def run_cells(wanted: Sequence[Cell], root: Path) -> Iterator[tuple[Cell, Deviation | str]]:
     """Train each cell, several in one spawn of ranks; yields its deviation, or what it failed with."""
     shards = write_shards(root / "shards")
-    for ranks in (1, 2, 4):
-        group = [cell for cell in wanted if cell.ranks == ranks]
+    for ranks, task in itertools.product((1, 2, 4), MAKE_TASK):
+        group = [cell for cell in wanted if (cell.ranks, cell.task) == (ranks, task)]
         for start in range(0, len(group), PER_SPAWN):
             yield from _run_chunk(group[start : start + PER_SPAWN], root, shards)
 
 
 def _run_chunk(chunk: Sequence[Cell], root: Path, shards: Path) -> list[tuple[Cell, Deviation | str]]:
+    make_task = MAKE_TASK[chunk[0].task]
     missing = {_baseline(cell, root): cell for cell in chunk}
     missing = {path: cell for path, cell in missing.items() if not (path / "summary.json").exists()}
     if missing:
         lone = [dataclasses.replace(cell, engine="single", ranks=1, tensor=1) for cell in missing.values()]
-        train_runs(
-            1, [write_run(p, settings(shards, **c.settings())) for p, c in zip(missing, lone, strict=True)]
-        )
+        alone = [write_run(p, settings(shards, **c.settings())) for p, c in zip(missing, lone, strict=True)]
+        train_runs(1, alone, make_task=make_task)
     runs = [write_run(root / str(cell), settings(shards, **cell.settings())) for cell in chunk]
     try:
-        train_runs(chunk[0].ranks, runs)
+        train_runs(chunk[0].ranks, runs, make_task=make_task)
     except Exception as error:
         if len(chunk) > 1:
             return [found for cell in chunk for found in _run_chunk([cell], root, shards)]
@@ -160,14 +168,14 @@ def _run_chunk(chunk: Sequence[Cell], root: Path, shards: Path) -> list[tuple[Ce
 
 def _baseline(cell: Cell, root: Path) -> Path:
     """The run of one process that this cell must equal."""
-    return root / f"single-{cell.optimizer}-{cell.precision}-acc{cell.accumulation}"
+    return root / f"{cell.task}-single-{cell.optimizer}-{cell.precision}-acc{cell.accumulation}"
 
 
 def compare(run: Path, base: Path) -> Deviation:
     lines = list(zip(metrics(run), metrics(base), strict=True))
     held_out = list(zip(evals(run), evals(base), strict=True))
     assert (len(lines), len(held_out)) == (STEPS, STEPS // EVAL_STEPS)
-    counted = all(a["masked_tokens"] == b["masked_tokens"] for a, b in held_out)
+    counted = all(a.get(key) == b.get(key) for a, b in held_out for key in ("masked_tokens", "targets"))
     return Deviation(
         max(abs(a["loss"] - b["loss"]) for a, b in lines),
         max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in lines),

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
+from tests.wrapped_task import PoisonedTask
 
 BASE: dict[str, Any] = {
     "data": {"sequence_length": 16},
@@ -81,9 +82,10 @@ def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
         ):  # every rank's own clock runs at another speed; only rank 0's may count
             ticks = itertools.count(step=options["seconds_per_call"] * (1 + 3 * rank))
             dist.SharedClock = functools.partial(plain_clock, now=ticks.__next__)  # type: ignore[misc,assignment]
-        if "poison" in options and options["poison"][0] == rank:
-            poison_step(options["poison"][1])
-        code = worker.main([f"{run_dir}/config.yaml", "--resume", options.get("resume", "auto")])
+        bad_rank, bad_step = options.get("poison", (None, 0))
+        poisoned = functools.partial(PoisonedTask, bad_steps=range(bad_step, bad_step + 1))
+        make_task = poisoned if bad_rank == rank else options.get("make_task")
+        code = worker.main([f"{run_dir}/config.yaml", "--resume", options.get("resume", "auto")], make_task)
         assert code == 0, f"worker exit code {code}"
         np.savez(
             f"{run_dir}/seen-{rank}.npz",
@@ -91,24 +93,6 @@ def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
             positions=np.concatenate([s[1] for s in seen]) if seen else np.empty((0, 1), np.int64),
             inputs=np.concatenate([s[2] for s in seen]) if seen else np.empty((0, 1), np.int64),
         )
-
-
-def poison_step(step: int) -> None:
-    """From now on, the gradients of step number `step` (from 0) are NaN on this rank."""
-    from bert_dp import train
-
-    plain, number = train.train_step, itertools.count(-1)  # the dry run comes first
-
-    def poisoned(engine: Any, model: Any, loss_fn: Any, *rest: Any, **options: Any) -> Any:
-        bad = next(number) == step
-
-        def loss(model: Any, batch: Any) -> Any:
-            value = loss_fn(model, batch)
-            return value * float("nan") if bad else value
-
-        return plain(engine, model, loss, *rest, **options)
-
-    train.train_step = poisoned
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:

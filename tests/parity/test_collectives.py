@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import json
 import math
 import os
@@ -14,11 +13,12 @@ import pytest
 import torch
 
 from bert_dp.config import load_config
-from bert_dp.model import build_model, is_decayed
+from bert_dp.model import build_model
 from bert_dp.parallel.zero1 import assign
-from tests.parity.runs import settings, write_run
+from tests.parity.runs import _train_all, settings, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
+from tests.wrapped_task import WrappedTask
 
 Counts = collections.Counter[tuple[str, int]]
 """(operation, elements) -> number in one optimizer step, on rank 0."""
@@ -35,7 +35,7 @@ CELLS = (
 OPTIMIZERS = ("adamw", "lamb")
 STAGES = ("deepspeed-0", "deepspeed-1", "deepspeed-2")  # 3 gathers tensor by tensor, as it foresees their use
 ACCUMULATION, LAYERS, MICRO, LENGTH, HIDDEN, PREDICTED = 2, 2, 2, 16, 32, 4
-CONTROL = ("all_reduce", 2)  # elapsed time and stop signal, one step ahead
+CONTROL = ("all_reduce", 3)  # elapsed time, stop signal, failure, one step ahead
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -43,29 +43,24 @@ def recorded() -> list[dict[str, Any]]:
     return json.loads(torch._C._distributed_c10d._dump_fr_trace_json())["entries"]
 
 
+class WatchedTask(WrappedTask):
+    """Writes what the ranks sent between the start of one step and the start of the next."""
+
+    def num_targets(self, first_sample: int, count: int) -> int:
+        targets = super().num_targets(first_sample, count)
+        if self.step == 3:
+            self.before = {entry["record_id"] for entry in recorded()}
+        if self.step == 4:
+            new = [entry for entry in recorded() if entry["record_id"] not in self.before]
+            sent = [(e["profiling_name"].split(":")[1], math.prod(e["input_sizes"][0])) for e in new]
+            Path(f"sent-{os.environ['RANK']}.json").write_text(json.dumps(sent))
+        return targets
+
+
 def count_step(run_dir: str) -> None:
-    """Train; write what the ranks sent between the start of one step and the start of the next."""
-    from bert_dp import train
-
-    plain, number, before = train.train_step, itertools.count(-1), set[int]()
-
-    def watched(*arguments: Any, **options: Any) -> Any:
-        step = next(number)
-        if step == 3:
-            before.update(entry["record_id"] for entry in recorded())
-        if step == 4:
-            new = [entry for entry in recorded() if entry["record_id"] not in before]
-            found = [(e["profiling_name"].split(":")[1], math.prod(e["input_sizes"][0])) for e in new]
-            (Path(run_dir) / f"sent-{os.environ['RANK']}.json").write_text(json.dumps(found))
-        return plain(*arguments, **options)
-
-    train.train_step = watched
-    try:
-        from tests.parity.runs import _train_all
-
-        _train_all([run_dir], {})
-    finally:
-        train.train_step = plain
+    """Train; write what was sent to the run directory."""
+    os.chdir(run_dir)
+    _train_all([run_dir], {"make_task": WatchedTask})
 
 
 def count_all(run_dirs: list[str]) -> None:
@@ -189,7 +184,7 @@ def test_deepspeed_sends_what_is_listed(
     write_run(tmp_path, settings(tmp_path))
     model = build_model(load_config(tmp_path / "config.yaml").model, LENGTH, 0)
     sizes = {name: p.numel() for name, p in model.named_parameters()}
-    decayed = sum(size for name, size in sizes.items() if is_decayed(name))
+    decayed = sum(size for name, size in sizes.items() if model.is_decayed(name))
     total, stage, dp = sum(sizes.values()), int(name[-1]), 2
     wanted: Counts = collections.Counter({("all_reduce", total): ACCUMULATION if stage == 2 else 1})
     wanted["all_reduce", 1] = 1 if stage == 0 else 2  # the norm; with ZeRO also whether it is finite

@@ -70,9 +70,10 @@ def _steps(engine_name: str, folder: str, script: Sequence[float]) -> tuple[list
     )
 
     def make_optimizer(named: Any) -> torch.optim.Optimizer:
-        return optim.make_optimizer(config.optim, named, model.is_decayed, model.is_matrix)
+        return optim.make_optimizer(config.optim, named, bare)
 
-    wrapped, optimizer = engine.prepare(model.build_model(config.model, 16, 0), make_optimizer)
+    bare = model.build_model(config.model, 16, 0)
+    wrapped, optimizer = engine.prepare(bare, make_optimizer)
     optim.set_lr(optimizer, 1e-2)
     norms = []
     good_steps = 0

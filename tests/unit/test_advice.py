@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from bert_dp import record
-from bert_dp.config import Config, batch_plan, dump_config, load_config
+from bert_dp.config import Config, batch_layout, dump_config, load_config
 from bert_dp.cost import memory_estimate_gib
 from bert_dp.record_models import kind_of_text
 from launcher.advice import SPARE, explain, what_fits
@@ -66,7 +66,7 @@ def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, cap
     equation, fixes = what_fits(base, "bf16", world, capacity, has_checkpoint=False)
     assert f"there are {capacity:.2f} GiB" in equation
     changed = applied(base, fixes[0])
-    assert batch_plan(changed, world).global_size == base.batch.global_size
+    assert batch_layout(changed, world).global_size == base.batch.global_size
     assert size(changed, world) <= (1 - SPARE) * capacity
     only_micro = {"batch.micro_size"} == {name for name, _ in re.findall(r"--set (\S+)=(\S+)", fixes[0])}
     larger = changed.model_copy(

@@ -10,7 +10,7 @@ from bert_dp.config import (
     Config,
     ConfigError,
     batch_at,
-    batch_plan,
+    batch_layout,
     changed_settings,
     data_issues,
     init_issues,
@@ -36,7 +36,7 @@ def batch(global_size: int, micro: int, **more: Any) -> dict[str, Any]:
 
 def refused(made: Config, ranks: int) -> tuple[str, ...]:
     with pytest.raises(ConfigError) as caught:
-        batch_plan(made, ranks)
+        batch_layout(made, ranks)
     assert str(caught.value) == "\n".join(caught.value.issues)
     return caught.value.issues
 
@@ -58,18 +58,18 @@ def test_a_ramp_that_does_not_divide() -> None:
         "batch.ramp_quantum: 16 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that are: "
         "18, 12",
     )
-    assert batch_plan(config(batch(72, 3, ramp_quantum=9)), 2).accumulation == 12  # no ramp
-    assert batch_plan(config(batch(72, 3, ramp_fraction=0.5, ramp_quantum=12)), 2).accumulation == 12
+    assert batch_layout(config(batch(72, 3, ramp_quantum=9)), 2).grad_accum_steps == 12  # no ramp
+    assert batch_layout(config(batch(72, 3, ramp_fraction=0.5, ramp_quantum=12)), 2).grad_accum_steps == 12
 
 
 def test_the_plan_counts_replicas() -> None:
-    plan = batch_plan(config(batch(24, 3), {"parallel": {"tensor": 2}}), 4)
+    plan = batch_layout(config(batch(24, 3), {"parallel": {"tensor": 2}}), 4)
     assert plan.model_dump() == {
         "world_size": 4,
         "tensor": 2,
         "dp": 2,
         "micro_size": 3,
-        "accumulation": 4,
+        "grad_accum_steps": 4,
         "global_size": 24,
     }
     assert str(plan) == "global batch 24 = micro 3 x accumulation 4 x dp 2"
@@ -143,7 +143,7 @@ def test_one_batch_a_step_has_no_noise_scale(size: int, fix: str) -> None:
 )
 def test_where_the_noise_scale_can_be_measured(engine: str, ranks: int, micro: int) -> None:
     made = config(batch(8, micro), {"parallel": {"engine": engine}, "log": {"noise_scale": True}})
-    assert batch_plan(made, ranks).accumulation == 8 // micro // ranks
+    assert batch_layout(made, ranks).grad_accum_steps == 8 // micro // ranks
 
 
 # --- the data

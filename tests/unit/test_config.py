@@ -18,7 +18,7 @@ from bert_dp.config import (
     Config,
     ConfigError,
     batch_at,
-    batch_plan,
+    batch_layout,
     changed_settings,
     data_issues,
     dump_config,
@@ -142,12 +142,12 @@ def test_two_of_a_group_at_one_level_are_an_error(tmp_path: Path) -> None:
 def test_null_at_a_higher_level_displaces_nothing_else(tmp_path: Path) -> None:
     """`schedule.steps=null` takes the budget away; it does not pick another."""
     path = write(tmp_path, "data: {sources: [builtin]}\nschedule: {steps: 1}\n")
-    with pytest.raises(ConfigError, match=r"exactly one of steps, tokens, hours \(got none\)"):
+    with pytest.raises(ConfigError, match=r"exactly one of steps, tokens, hours, epochs \(got none\)"):
         load_config(path, ["schedule.steps=null"])
 
 
 def test_no_budget_and_no_data_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"schedule: set exactly one of steps, tokens, hours"):
+    with pytest.raises(ConfigError, match=r"schedule: set exactly one of steps, tokens, hours, epochs"):
         load_config(None, ["data.sources=[builtin]"])
     with pytest.raises(ConfigError, match=r"set exactly one of data\.path, data\.sources \(got none\)"):
         load_config(None, ["schedule.steps=1"])
@@ -472,7 +472,7 @@ def test_every_shipped_configuration_loads() -> None:
     for path in shipped:
         config = load_config(path)
         assert no_effect(config) == [], path
-        batch_plan(config, 1 if config.parallel.engine == "single" else 2)
+        batch_layout(config, 1 if config.parallel.engine == "single" else 2)
 
 
 def test_hash_is_stable_and_feels_every_setting() -> None:
@@ -489,6 +489,13 @@ def test_hash_is_stable_and_feels_every_setting() -> None:
     ):
         seen.add(make(change).hash())
     assert len(seen) == 6
+
+
+def test_the_hash_of_an_older_version_stays() -> None:
+    """Output directories hold it and go on only with the same."""
+    assert make().hash() == "b1e5f365a8d0bf85"
+    epochs = make(base=("data.sources=[builtin]", "schedule.epochs=2"))
+    assert len({make().hash(), make("run.init_keeps=moments").hash(), epochs.hash()}) == 3
 
 
 def test_hash_does_not_depend_on_how_a_value_came(tmp_path: Path) -> None:
@@ -568,27 +575,27 @@ sizes = st.integers(1, 4096)
 
 
 @given(global_size=sizes, micro=st.integers(1, 64), ranks=st.integers(1, 16))
-def test_batch_plan_holds_or_names_batches_that_divide(global_size: int, micro: int, ranks: int) -> None:
+def test_batch_layout_holds_or_names_batches_that_divide(global_size: int, micro: int, ranks: int) -> None:
     config = make(f"batch.global_size={global_size}", f"batch.micro_size={micro}")
     per_pass = micro * ranks
     if global_size % per_pass == 0:
-        plan = batch_plan(config, ranks)
-        assert plan.micro_size * plan.accumulation * plan.dp == plan.global_size == global_size
+        plan = batch_layout(config, ranks)
+        assert plan.micro_size * plan.grad_accum_steps * plan.dp == plan.global_size == global_size
         assert plan.dp == plan.world_size == ranks
         assert (
-            str(plan)
-            == f"global batch {global_size} = micro {micro} x accumulation {plan.accumulation} x dp {ranks}"
+            str(plan) == f"global batch {global_size} = micro {micro} x accumulation {plan.grad_accum_steps} "
+            f"x dp {ranks}"
         )
         return
     with pytest.raises(ConfigError) as caught:
-        batch_plan(config, ranks)
+        batch_layout(config, ranks)
     (line,) = caught.value.issues
     assert line.startswith("batch.global_size: ")
     named = [int(n) for n in re.findall(r"\d+", line.partition("nearest that are: ")[2].partition("(")[0])]
     low = global_size // per_pass * per_pass
     assert named == [n for n in (low, low + per_pass) if n]
     for near in named:
-        batch_plan(make(f"batch.global_size={near}", f"batch.micro_size={micro}"), ranks)
+        batch_layout(make(f"batch.global_size={near}", f"batch.micro_size={micro}"), ranks)
 
 
 @given(
@@ -610,16 +617,16 @@ def test_ramp_quantum_must_be_whole_micro_batches(
         return
     config = make(*base, f"batch.ramp_quantum={quantum}")
     if quantum % per_pass == 0:
-        assert batch_plan(config, ranks).accumulation == accumulation
+        assert batch_layout(config, ranks).grad_accum_steps == accumulation
         return
     with pytest.raises(ConfigError) as caught:
-        batch_plan(config, ranks)
+        batch_layout(config, ranks)
     (line,) = caught.value.issues
     assert line.startswith("batch.ramp_quantum: ")
     named = [int(n) for n in re.findall(r"\d+", line.partition("nearest that are: ")[2])]
     assert named
     for near in named:
-        batch_plan(make(*base, f"batch.ramp_quantum={near}"), ranks)
+        batch_layout(make(*base, f"batch.ramp_quantum={near}"), ranks)
 
 
 def test_ramp_needs_a_quantum_that_divides() -> None:
@@ -632,15 +639,15 @@ def test_ramp_needs_a_quantum_that_divides() -> None:
 
 def test_single_engine_runs_one_rank() -> None:
     config = make("parallel.engine=single", "batch.micro_size=128")
-    assert batch_plan(config, 1).accumulation == 64
+    assert batch_layout(config, 1).grad_accum_steps == 64
     with pytest.raises(ConfigError, match="single runs one rank, got --nproc 2; use ddp"):
-        batch_plan(config, 2)
+        batch_layout(config, 2)
 
 
 def test_both_batch_problems_are_told_together() -> None:
     config = make("parallel.engine=single", "batch.global_size=10", "batch.micro_size=4")
     with pytest.raises(ConfigError) as caught:
-        batch_plan(config, 2)
+        batch_layout(config, 2)
     assert [line.partition(":")[0] for line in caught.value.issues] == [
         "batch.global_size",
         "parallel.engine",
@@ -938,7 +945,7 @@ def test_what_an_engine_cannot_do_is_refused_with_what_helps(what: str) -> None:
     config = make(*overrides)
     assert parallel_issues(config, ranks) == [line]
     with pytest.raises(ConfigError) as caught:
-        batch_plan(config, ranks)
+        batch_layout(config, ranks)
     assert line in caught.value.issues
     for fix in fixes:
         assert parallel_issues(make(*overrides, *fix), ranks) == [], fix
@@ -989,8 +996,8 @@ def test_what_an_engine_can_do_is_not_refused(overrides: tuple[str, ...], ranks:
 
 @pytest.mark.parametrize(("tensor", "dp", "accumulation"), [(1, 4, 16), (2, 2, 32), (4, 1, 64)])
 def test_the_batch_counts_replicas_not_ranks(tensor: int, dp: int, accumulation: int) -> None:
-    plan = batch_plan(make(f"parallel.tensor={tensor}"), 4)
-    assert (plan.world_size, plan.tensor, plan.dp, plan.accumulation) == (4, tensor, dp, accumulation)
+    plan = batch_layout(make(f"parallel.tensor={tensor}"), 4)
+    assert (plan.world_size, plan.tensor, plan.dp, plan.grad_accum_steps) == (4, tensor, dp, accumulation)
     assert str(plan) == f"global batch 8192 = micro 128 x accumulation {accumulation} x dp {dp}"
 
 
@@ -1035,7 +1042,7 @@ def test_heads_named_for_tensor_parallelism_divide_the_hidden_size(
         ],
     )
     with pytest.raises(ConfigError) as caught:
-        batch_plan(config, tensor)
+        batch_layout(config, tensor)
     (line,) = caught.value.issues
     assert line.partition("nearest that are: ")[2].startswith(fits)
 

@@ -21,9 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from bert_dp import corpus, dedup, encode, pipeline, record, shards, sources, tokenizer
+from bert_dp import record
 from bert_dp.config import BuildConfig, Config, ConfigError, read_manifest, resolve
 from bert_dp.config.manifest import Split
+from bert_dp.corpus import builder, dedup, encode, pipeline, shards, sources, tokenizer
 from launcher.job import input_issues
 from tests.e2e.cli import open_to_others, umask
 from tests.shards import edited_manifest, write_shards
@@ -58,7 +59,7 @@ def make(source: str | list[str], out: Path, *, seed: int = 0, **options: Any) -
     rest = {"processes": 1, "tokenizer": None, "vocab_size": VOCAB, **rest}
     items = [source] if isinstance(source, str) else source
     build_options = BuildConfig(**{**PLAIN, **options})
-    built = corpus.build(items, out, options=build_options, sequence_length=LENGTH, seed=seed, **rest)
+    built = builder.build(items, out, options=build_options, sequence_length=LENGTH, seed=seed, **rest)
     return built.model_dump()
 
 
@@ -508,10 +509,10 @@ def test_a_manifest_without_block_hashes_still_counts(tmp_path: Path) -> None:
 def test_a_damaged_cache_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
     settings = config(write(tmp_path / "a.txt", prose(100)))
-    file = corpus.ensure(settings) / "train-00000.bin"
+    file = builder.ensure(settings) / "train-00000.bin"
     good = file.read_bytes()
     file.write_bytes(bytes(len(good)))
-    corpus.ensure(settings)
+    builder.ensure(settings)
     assert file.read_bytes() == good
 
 
@@ -543,16 +544,16 @@ def config(source: str, **extra: Any) -> Config:
 def test_ensure_builds_once_and_follows_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
     source = write(tmp_path / "a.txt", prose(100))
-    first = corpus.ensure(config(source))
-    assert first == corpus.cache_dir(config(source))
+    first = builder.ensure(config(source))
+    assert first == builder.cache_dir(config(source))
     stamp = (first / "manifest.json").stat().st_mtime_ns
-    assert corpus.ensure(config(source)) == first
+    assert builder.ensure(config(source)) == first
     assert (first / "manifest.json").stat().st_mtime_ns == stamp
     (first / "train-00000.bin").write_bytes(b"")  # damaged: made again
-    assert shards.verify(corpus.ensure(config(source))) == []
+    assert shards.verify(builder.ensure(config(source))) == []
     write(tmp_path / "a.txt", prose(101))
-    assert corpus.ensure(config(source)) != first
-    assert corpus.ensure(config(source, build={**PLAIN, "dedup": "none"})).parent == first.parent
+    assert builder.ensure(config(source)) != first
+    assert builder.ensure(config(source, build={**PLAIN, "dedup": "none"})).parent == first.parent
 
 
 def test_the_cache_follows_every_setting_that_the_shards_depend_on(tmp_path: Path) -> None:
@@ -568,17 +569,17 @@ def test_the_cache_follows_every_setting_that_the_shards_depend_on(tmp_path: Pat
         mine.model_copy(update={part: getattr(mine, part).model_copy(update=change)})
         for part, change in changes
     ]
-    assert len({corpus.cache_dir(c) for c in (mine, *others)}) == 1 + len(others)
+    assert len({builder.cache_dir(c) for c in (mine, *others)}) == 1 + len(others)
 
 
 def test_ensure_with_a_given_path(tmp_path: Path) -> None:
     make(write(tmp_path / "a.txt", prose(100)), tmp_path / "out")
     given = {"path": str(tmp_path / "out"), "sources": None}
-    assert corpus.ensure(config("", **given)) == tmp_path / "out"
+    assert builder.ensure(config("", **given)) == tmp_path / "out"
     with pytest.raises(ConfigError, match="no manifest"):
-        corpus.ensure(config("", **{**given, "path": str(tmp_path)}))
+        builder.ensure(config("", **{**given, "path": str(tmp_path)}))
     with pytest.raises(ConfigError, match=r"data\.sequence_length"):
-        corpus.ensure(config("", **given, sequence_length=32))
+        builder.ensure(config("", **given, sequence_length=32))
 
 
 def start(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Popen[str]:
@@ -588,7 +589,7 @@ def start(*arguments: str, env: dict[str, str] | None = None) -> subprocess.Pope
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, **(env or {})},
-        cwd=Path(corpus.__file__).parents[1],
+        cwd=Path(builder.__file__).parents[2],
     )
 
 
@@ -619,10 +620,10 @@ def test_a_build_that_the_user_names_has_the_users_modes(tmp_path: Path) -> None
 def test_a_cache_that_others_may_write_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
     settings = config(write(tmp_path / "a.txt", prose(100)))
-    corpus.ensure(settings)
+    builder.ensure(settings)
     (tmp_path / "cache").chmod(0o777)
     with pytest.raises(ConfigError, match=r"cache can be written by every user, .*; set BERT_DP_CACHE to"):
-        corpus.ensure(settings)
+        builder.ensure(settings)
     assert "can be written by every user" in "".join(input_issues(settings))
     (tmp_path / "cache").chmod(0o755)
     assert record.cache_issues() == []
@@ -681,25 +682,25 @@ def test_main_refuses_bad_options_with_exit_2(
 ) -> None:
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     bad = options_file(tmp_path, sauces=1, options={"dedup": "fuzzy"}, vocab_size=3)
-    assert corpus.main(["build", bad]) == 2
+    assert builder.main(["build", bad]) == 2
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) == 3
     assert all(line.startswith("error: ") for line in lines)
-    assert corpus.main(["build", options_file(tmp_path)]) == 2
+    assert builder.main(["build", options_file(tmp_path)]) == 2
     assert "matches no file" in capsys.readouterr().err
     write(tmp_path / "a.txt", prose(100))
-    assert corpus.main(["build", options_file(tmp_path)]) == 0
-    assert corpus.main(["inspect", str(tmp_path / "out")]) == 0
+    assert builder.main(["build", options_file(tmp_path)]) == 0
+    assert builder.main(["inspect", str(tmp_path / "out")]) == 0
     with (tmp_path / "out/train-00000.bin").open("r+b") as file:
         file.write(b"\xff\xff")
-    assert corpus.main(["inspect", str(tmp_path / "out")]) == 1
-    assert corpus.main(["inspect", str(tmp_path / "gone")]) == 2
-    assert corpus.main(["build", str(tmp_path / "gone.json")]) == 2
+    assert builder.main(["inspect", str(tmp_path / "out")]) == 1
+    assert builder.main(["inspect", str(tmp_path / "gone")]) == 2
+    assert builder.main(["build", str(tmp_path / "gone.json")]) == 2
 
 
 def test_no_torch_is_imported() -> None:
     code = "import sys, bert_dp.corpus; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(corpus.__file__).parents[1])
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(builder.__file__).parents[2])
 
 
 def test_a_filter_that_takes_much_is_told(tmp_path: Path) -> None:
@@ -708,5 +709,5 @@ def test_a_filter_that_takes_much_is_told(tmp_path: Path) -> None:
         with edited_manifest(directory) as edited:
             edited["dropped"] = {"tokens_per_char": count}
             edited["build"] = {"max_tokens_per_char": 0.25}
-        warning = corpus.filter_warning(read_manifest(directory))
+        warning = builder.filter_warning(read_manifest(directory))
         assert warning is None if share is None else share in (warning or "")

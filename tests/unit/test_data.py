@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from bert_dp.config import ConfigError, read_manifest
 from bert_dp.data import (
     Batch,
-    SameBatch,
     Shards,
     TrainingStream,
     Vocabulary,
@@ -28,6 +27,7 @@ from bert_dp.data import (
     training_batch,
 )
 from bert_dp.model import IGNORE
+from bert_dp.tasks import SameBatch
 from tests.shards import SPECIAL, write_shards
 
 VOCABULARY = Vocabulary(size=64, num_special=7, mask_id=SPECIAL["mask"])
@@ -322,7 +322,6 @@ def test_several_shard_files_read_as_their_concatenation(tmp_path: Path, directo
 def test_threads_change_nothing(shards: Shards, workers: int) -> None:
     plain, threaded = stream(shards), stream(shards, workers=workers)
     try:
-        assert same(plain.peek(), threaded.peek())
         for _ in range(30):  # more than two epochs
             assert same(plain.next(), threaded.next())
     finally:
@@ -358,23 +357,6 @@ def test_each_step_holds_the_same_samples_for_any_replicas(
         whole_step = batch_of(shards, seen, seen + 2 * accumulation * dp_size)
         assert sorted(step) == rows_of(whole_step)
         seen += 2 * accumulation * dp_size
-
-
-@pytest.mark.parametrize("workers", [0, 2])
-def test_peek_does_not_consume(shards: Shards, workers: int) -> None:
-    peeked, plain = (
-        stream(shards, workers=workers, dp_rank=1, dp_size=2),
-        stream(shards, dp_rank=1, dp_size=2),
-    )
-    try:
-        first = peeked.peek()
-        assert same(first, peeked.peek())
-        assert same(first, peeked.next())
-        plain.next()
-        for _ in range(5):
-            assert same(peeked.next(), plain.next())
-    finally:
-        peeked.close()
 
 
 @pytest.mark.parametrize("dp_size", [1, 2])
@@ -537,7 +519,7 @@ def test_a_synthetic_batch_is_random_tokens_at_positions_of_their_own_rows() -> 
         assert 90 <= int(tokens.max()) < 100
         assert len(tokens.unique()) > 40
     stream = SameBatch(batch)
-    assert stream.next() is stream.peek() is batch
+    assert stream.next() is stream.next() is batch
     stream.close()
     assert stream.wait_s == 0.0
 

@@ -20,13 +20,14 @@ from bert_dp.config import ConfigError
 from bert_dp.dist import (
     Comm,
     SharedClock,
-    _time_all_reduce,
-    bind,
+    Stop,
     choose_device,
     connect,
     disconnect,
     gather_json,
+    set_affinity,
 )
+from bert_dp.measure import all_reduce
 from bert_dp.world import World, read_world
 from tests.ranks import run_ranks
 
@@ -157,7 +158,7 @@ def test_ranks_share_cores_without_overlap(monkeypatch: pytest.MonkeyPatch, rank
     monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mine: bound.append(list(mine)))
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
     for rank in range(ranks):
-        assert bind(CPU, World(rank, rank, ranks, ranks)).threads == max(1, share)
+        assert set_affinity(CPU, World(rank, rank, ranks, ranks)).threads == max(1, share)
     assert threads == [max(1, share)] * ranks
     taken = [core for mine in bound for core in mine]
     assert len(taken) == len(set(taken)) == share * ranks
@@ -177,15 +178,15 @@ def test_a_lone_rank_talks_to_itself() -> None:
 def check_comm(comm: Comm, values: list[float]) -> None:
     """`values`: what each rank says, by rank."""
     rank, size = comm.world.rank, comm.world.size
-    told = comm.gather([values[rank], float(rank)])
+    told = comm.all_gather([values[rank], float(rank)])
     assert told.dtype == torch.float64
     assert told.tolist() == [[value, float(r)] for r, value in enumerate(values)]
-    third = comm.gather([1 / 3 + rank])
+    third = comm.all_gather([1 / 3 + rank])
     assert third.flatten().tolist() == [1 / 3 + r for r in range(size)]  # doubles, unrounded
     wait = comm.max_async([float(rank), -float(rank), values[rank]])
     assert wait() == [float(size - 1), 0.0, max(values)]
     for value in ({"a": [1, None, "ü"], "rank": 0}, "", [], None, "x" * 10_000):
-        assert comm.share(value if rank == 0 else "not this") == value
+        assert comm.broadcast(value if rank == 0 else "not this") == value
     comm.barrier()
 
 
@@ -208,13 +209,13 @@ def check_clock(comm: Comm) -> None:
     clock = SharedClock(comm, elapsed_s=50.0, now=now)
     ticks = []
     for _ in range(5):
-        ticks.append(clock.tick(0))
+        ticks.append(clock.exchange(Stop()))
         now.pass_(10.0)
     clock.finish()
     # what rank 0 read one step before; the first tick has nothing earlier to give
-    expected = [(50.0, 0), (50.0, 0), (60.0, 0), (70.0, 0), (80.0, 0)]
+    expected = [(seconds, Stop()) for seconds in (50.0, 50.0, 60.0, 70.0, 80.0)]
     assert ticks == expected
-    assert comm.gather([t for t, _ in ticks]).tolist() == [[t for t, _ in expected]] * size
+    assert comm.all_gather([t for t, _ in ticks]).tolist() == [[t for t, _ in expected]] * size
     assert clock.elapsed_s() == 50.0 + 50.0 * (1.0 + rank)  # its own reading
     clock.finish()  # twice is harmless
 
@@ -222,36 +223,42 @@ def check_clock(comm: Comm) -> None:
 def check_signal(comm: Comm, sender: int) -> None:
     """A signal on one rank reaches all at one tick, the next."""
     clock = SharedClock(comm, now=lambda: 0.0)
-    stops = [clock.tick(15 if comm.world.rank == sender and i >= 2 else 0)[1] for i in range(5)]
+    sent = [Stop(15 if comm.world.rank == sender and i >= 2 else 0) for i in range(5)]
+    stops = [float(clock.exchange(stop)[1].signal) for stop in sent]
     clock.finish()
-    assert comm.gather([float(s) for s in stops]).tolist() == [[0.0, 0.0, 0.0, 15.0, 15.0]] * comm.world.size
+    assert comm.all_gather(stops).tolist() == [[0.0, 0.0, 0.0, 15.0, 15.0]] * comm.world.size
 
 
 def check_asking(comm: Comm) -> None:
     """Asking passes signals on and reads no clock: the next tick gives what the last one sampled."""
     now = FakeTime(start=0.0, rate=1.0)
     clock = SharedClock(comm, now=now)
-    clock.tick(0)
+    clock.exchange(Stop())
     now.pass_(10.0)
-    clock.tick(0)  # samples 10
+    clock.exchange(Stop())  # samples 10
     now.pass_(10.0)
-    asked = [clock.ask(15 if comm.world.rank == comm.world.size - 1 else 0) for _ in range(3)]
-    elapsed, stop = clock.tick(0)
+    mine = Stop(15 if comm.world.rank == comm.world.size - 1 else 0)
+    asked = [clock.poll_stop(mine).signal for _ in range(3)]
+    elapsed, stop = clock.exchange(Stop())
     clock.finish()
-    assert (asked, elapsed, stop) == ([0, 15, 15], 10.0, 15)
+    assert (asked, elapsed, stop) == ([0, 15, 15], 10.0, Stop(15))
 
 
 def test_a_signal_before_the_first_step_is_seen_at_once() -> None:
     clock = SharedClock(Comm(LONE, None), now=lambda: 0.0)
-    assert clock.tick(2) == (0.0, 2)
+    assert clock.exchange(Stop(2)) == (0.0, Stop(2))
 
 
 def check_two_signals(comm: Comm) -> None:
-    """Two ranks with different signals agree on one."""
+    """Two ranks with different signals agree on one, and a failure is no signal."""
     clock = SharedClock(comm, now=lambda: 0.0)
-    stops = [clock.tick(10 + comm.world.rank)[1] for _ in range(2)]
+    last = comm.world.rank == comm.world.size - 1
+    stops = [clock.exchange(Stop(10 + comm.world.rank, failed=last))[1] for _ in range(2)]
     clock.finish()
-    assert len(set(comm.gather([float(s) for s in stops]).flatten().tolist())) == 1
+    assert stops == [Stop(9 + comm.world.size, failed=True)] * 2
+    assert Stop(failed=True)
+    assert Stop(15)
+    assert not Stop()
 
 
 def check_values(comm: Comm) -> None:
@@ -264,7 +271,7 @@ def check_values(comm: Comm) -> None:
 
 def check_bus_bandwidth(comm: Comm) -> None:
     """As nccl-tests define it: what a ring of N sends of each byte, 2 (N - 1) / N."""
-    found, size = _time_all_reduce(4096, 0.0, CPU), comm.world.size
+    found, size = all_reduce._time_all_reduce(4096, 0.0, CPU), comm.world.size
     sent = found["bytes"] * 2 * (size - 1) / size
     assert found["busbw_gb_s"] == pytest.approx(sent / found["seconds_median"] / 1e9)
 

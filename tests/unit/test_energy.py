@@ -8,7 +8,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from bert_dp import energy
+from bert_dp import metrics
 
 GPU = torch.device("cuda", 0)
 
@@ -30,7 +30,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_the_counter_is_read_in_joules(driver: ModuleType) -> None:
-    assert energy.joules(GPU) == 12.5
+    assert metrics.joules(GPU) == 12.5
 
 
 def test_an_old_gpu_has_no_counter(driver: ModuleType) -> None:
@@ -38,10 +38,10 @@ def test_an_old_gpu_has_no_counter(driver: ModuleType) -> None:
         raise NVMLError("Not Supported")
 
     driver.nvmlDeviceGetTotalEnergyConsumption = refuse
-    assert energy.joules(GPU) is None
+    assert metrics.joules(GPU) is None
 
 
 def test_a_cpu_and_a_missing_package_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    assert energy.joules(GPU) is None
-    assert energy.joules(torch.device("cpu")) is None
+    assert metrics.joules(GPU) is None
+    assert metrics.joules(torch.device("cpu")) is None

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp import lifeline, record
+from bert_dp import process, record
 from bert_dp.config import ConfigError
 from bert_dp.record import STARTED_AGAIN
 from bert_dp.record_models import FailureKind, kind_of_text
@@ -249,12 +249,12 @@ def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
     monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
     path = tmp_path / "rank-2.error.json"
     there: list[bool] = []
-    monkeypatch.setattr(lifeline, "hide", lambda text, secrets: text)
-    monkeypatch.setattr(lifeline.sys.stderr, "write", lambda text: there.append(path.exists()))
+    monkeypatch.setattr(process, "hide", lambda text, secrets: text)
+    monkeypatch.setattr(process.sys.stderr, "write", lambda text: there.append(path.exists()))
     try:
         json.loads("{")
     except ValueError as problem:
-        lifeline.record_error(2, problem)
+        process.record_error(2, problem)
     assert there == [True]
     facts = json.loads(path.read_text())
     assert facts["type"] == "JSONDecodeError"  # raised in the standard library, blamed on the line above
@@ -275,7 +275,7 @@ def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
         except ValueError:
             raise RuntimeError("no shards\nat all") from None
     except RuntimeError as error:
-        lifeline.record_error(1, error)
+        process.record_error(1, error)
     said = "Traceback (most recent call last):\nOSError: one that was caught\n" + capsys.readouterr().err
     (tmp_path / "rank-1.log").write_text(said)
     failure = first_cause(tmp_path, "", [Departure(1, 1, 5)])
@@ -296,7 +296,7 @@ def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
 
 def test_bad_input_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
-    lifeline.record_error(0, ConfigError(["optim.lr: wrong"]))
+    process.record_error(0, ConfigError(["optim.lr: wrong"]))
     assert json.loads((tmp_path / "rank-0.error.json").read_text())["failure_kind"] == "bad_input"
     assert capsys.readouterr().err == "error: optim.lr: wrong\n"
     failure = first_cause(tmp_path, "")
@@ -323,7 +323,7 @@ def test_what_all_ranks_decided_together_is_no_ranks_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
-    lifeline.record_error(0, lifeline.RunFailed("5 steps in a row were skipped", "not_finite"))
+    process.record_error(0, process.RunFailed("5 steps in a row were skipped", "not_finite"))
     failure = first_cause(tmp_path, "")
     assert failure is not None
     assert (failure.rank, failure.headline()) == (None, "5 steps in a row were skipped")

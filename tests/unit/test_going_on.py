@@ -13,7 +13,8 @@ import torch
 from bert_dp import checkpoint, setup
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.dist import Comm
-from bert_dp.train import Counters
+from bert_dp.tasks import Metadata
+from bert_dp.train_state import TrainState
 from bert_dp.world import World
 from tests.states import FACTS
 
@@ -24,8 +25,8 @@ def config() -> Config:
     return resolve([{"data": {"path": "x"}, "schedule": {"steps": 9}}])
 
 
-def corpus(digit: str) -> Any:
-    return SimpleNamespace(manifest=SimpleNamespace(hash=digit * 64))
+def data(digit: str) -> Metadata:
+    return Metadata(data_hash=digit * 64, tokenizer=None, num_samples=9)
 
 
 @pytest.fixture
@@ -39,11 +40,12 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_a_rank_goes_on_with_the_data_of_the_checkpoint_only(run_dir: Path) -> None:
     """srun and mpirun start ranks without the launcher, which checks the same."""
-    found = setup.find_resume(config(), run_dir, Comm(LONE, None), CPU, corpus("0"), "auto")
+    found = setup.select_checkpoint(config(), run_dir, Comm(LONE, None), CPU, data("0"), "auto")
+    assert found is not None
     assert found.path == run_dir / "checkpoints" / "step-00000003"
-    assert found.counters == Counters(step=3, samples=12, elapsed_s=7.5)
+    assert found.state == TrainState(step=3, samples=12, elapsed_s=7.5, logged_step=3)
     with pytest.raises(ConfigError, match=f"was trained on shards {'0' * 16}, these are {'1' * 16}"):
-        setup.find_resume(config(), run_dir, Comm(LONE, None), CPU, corpus("1"), "auto")
+        setup.select_checkpoint(config(), run_dir, Comm(LONE, None), CPU, data("1"), "auto")
 
 
 class Meeting(Comm):
@@ -65,14 +67,8 @@ def test_no_rank_writes_before_rank_0_has_cut_the_records_back(run_dir: Path, ra
     record.parent.mkdir()
     record.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)))
     meeting = Meeting(World(rank, rank, 2, 2), record)
-    job: Any = SimpleNamespace(
-        meter=SimpleNamespace(skipped=torch.zeros((), dtype=torch.int64)),
-        engine=SimpleNamespace(scatter_state=lambda state: None),
-        norm_pairs=None,
-        run_dir=run_dir,
-        comm=meeting,
-        config=config(),
-    )
-    resume = setup.Resume(run_dir / "checkpoints" / "step-00000003", None, Counters(step=3), None)
-    setup.restore(job, resume, {})
+    trainer: Any = SimpleNamespace(run_dir=run_dir, comm=meeting, config=config())
+    state = TrainState(step=3)
+    resumed = setup.Checkpoint(run_dir / "checkpoints" / "step-00000003", {}, state, None)
+    setup.cut_records_back(trainer, state, resumed)
     assert meeting.seen == [[1, 2, 3] if rank == 0 else [1, 2, 3, 4, 5]]

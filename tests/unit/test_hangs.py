@@ -11,13 +11,13 @@ from launcher.hangs import Frame, Verdict, Witness, compare_collectives, judge, 
 
 STDLIB = sysconfig.get_paths()["stdlib"]
 TORCH = f"{STDLIB}/site-packages/torch"
-WORK = (Frame("/p/bert_dp/data.py", 40, "next"), Frame("/p/bert_dp/train.py", 99, "train"))
+WORK = (Frame("/p/bert_dp/data.py", 40, "next"), Frame("/p/bert_dp/trainer.py", 99, "train"))
 GATHER = (
     Frame(f"{TORCH}/distributed/distributed_c10d.py", 4000, "all_gather"),
     Frame(f"{TORCH}/distributed/c10d_logger.py", 83, "wrapper"),
     Frame("/p/bert_dp/dist.py", 43, "gather"),
 )
-TICK = (Frame("/p/bert_dp/dist.py", 57, "wait"), Frame("/p/bert_dp/train.py", 90, "train"))
+TICK = (Frame("/p/bert_dp/dist.py", 57, "wait"), Frame("/p/bert_dp/trainer.py", 90, "train"))
 BACKWARD = (
     Frame(f"{TORCH}/autograd/graph.py", 979, "_engine_run_backward"),
     Frame("/p/bert_dp/parallel/ddp.py", 76, "backward"),
@@ -55,7 +55,7 @@ DUMP = f"""Thread 0x00007f01 (most recent call first):
 Current thread 0x00007f02 (most recent call first):
   File "{STDLIB}/socket.py", line 12 in recv
   File "/users/me/my model.py", line 3 in <lambda>
-  File "/p/bert_dp/train.py", line 128 in train_step
+  File "/p/bert_dp/trainer.py", line 128 in train_step
   File "<frozen runpy>", line 88 in _run_code
 """
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from bert_dp.heartbeat import Heartbeat
-from bert_dp.lifeline import show_stacks_on_signal
+from bert_dp.lines import LostWrites
+from bert_dp.process import show_stacks_on_signal
 from bert_dp.record import BEAT_BYTES, PHASES, Beat, ask_for_collectives, heartbeat_path, read_beat
 from launcher.hangs import parse_stack
 from tests.faults.harness import observe
@@ -31,7 +32,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_reader_sees_every_field(path: Path) -> None:
-    beat = Heartbeat(path)
+    beat = Heartbeat(path, LostWrites())
     first = read(path)
     assert (first.pid, PHASES[first.phase], first.step, first.done) == (os.getpid(), "setup", 0, 0)
     beat.enter("step", 7)
@@ -53,7 +54,7 @@ def test_places_rise_through_a_step() -> None:
 
 
 def test_the_thread_shows_life_and_answers(path: Path) -> None:
-    beat, answers = Heartbeat(path), list[int]()
+    beat, answers = Heartbeat(path, LostWrites()), list[int]()
     before = read(path)
     beat.answer_with(lambda: answers.append(1))
     ask_for_collectives(path, 5)
@@ -68,7 +69,7 @@ def test_the_thread_shows_life_and_answers(path: Path) -> None:
 
 
 def test_an_answer_that_fails_is_still_an_answer(path: Path) -> None:
-    beat = Heartbeat(path)
+    beat = Heartbeat(path, LostWrites())
     beat.answer_with(lambda: 1 / 0)
     ask_for_collectives(path, 1)
     deadline = time.monotonic() + 30
@@ -80,7 +81,7 @@ def test_an_answer_that_fails_is_still_an_answer(path: Path) -> None:
 
 def test_a_run_goes_on_where_no_file_can_be(tmp_path: Path) -> None:
     (tmp_path / "heartbeats").write_text("a file where the directory should be")
-    beat = Heartbeat(heartbeat_path(tmp_path, 0))
+    beat = Heartbeat(heartbeat_path(tmp_path, 0), LostWrites())
     beat.enter("step", 1)
     beat.close()
     assert read_beat(heartbeat_path(tmp_path, 0)) is None
@@ -91,7 +92,7 @@ def test_an_earlier_file_is_replaced_and_a_torn_one_is_none(path: Path) -> None:
     path.write_bytes(b"\xff" * BEAT_BYTES)
     old = path.stat().st_ino
     with path.open("rb") as held:
-        beat = Heartbeat(path)
+        beat = Heartbeat(path, LostWrites())
         assert path.stat().st_ino != old
         assert held.read() == b"\xff" * BEAT_BYTES
     assert read(path).pid == os.getpid()
@@ -106,7 +107,7 @@ def test_a_beat_is_no_system_call(path: Path) -> None:
     def writes() -> int:
         return int(re.search(r"syscw: (\d+)", Path("/proc/thread-self/io").read_text())[1])  # type: ignore[index]
 
-    beat, before, start = Heartbeat(path), writes(), time.perf_counter()
+    beat, before, start = Heartbeat(path, LostWrites()), writes(), time.perf_counter()
     for number in range(2000):
         beat.enter("step", number)
     observe(7, beat_us=(time.perf_counter() - start) / 2000 * 1e6)
@@ -117,7 +118,7 @@ def test_a_beat_is_no_system_call(path: Path) -> None:
 def test_the_stack_of_a_process_that_holds_the_lock(tmp_path: Path) -> None:
     code = (
         "import ctypes, sys\n"
-        "from bert_dp.lifeline import show_stacks_on_signal\n"
+        "from bert_dp.process import show_stacks_on_signal\n"
         "show_stacks_on_signal(2)\n"
         "print('ready', flush=True)\n"
         "def held():\n"
@@ -146,7 +147,7 @@ def test_without_a_log_directory_stacks_go_to_stderr(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("BERT_DP_LOG_DIR", raising=False)
     code = (
         "import os, signal\n"
-        "from bert_dp.lifeline import show_stacks_on_signal\n"
+        "from bert_dp.process import show_stacks_on_signal\n"
         "show_stacks_on_signal(0)\n"
         "os.kill(os.getpid(), signal.SIGUSR2)\n"
     )

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp import corpus, record, sources
+from bert_dp import record
 from bert_dp.config import BuildConfig, Config, ConfigError, Section
+from bert_dp.corpus import builder, sources
 from launcher import cli
 
 BASE = ("train", "quickstart", "--nproc", "1", "--dry-run")
@@ -321,7 +322,7 @@ def test_a_file_with_the_name_of_a_lock_keeps_its_content(tmp_path: Path) -> Non
     (tmp_path / "empty.txt").write_text("")
     options = BuildConfig()
     with pytest.raises(ConfigError, match="no text"):
-        corpus.build(
+        builder.build(
             [str(tmp_path / "empty.txt")],
             tmp_path / "out",
             options=options,

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from bert_dp.config import OptimConfig
 from bert_dp.lamb import Lamb
-from bert_dp.model import is_decayed, is_matrix
 from bert_dp.optim import make_optimizer, set_lr
+from bert_dp.trainable import Model
 from tests.unit.snapshot import snapshot
 
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-6, 0.01
@@ -162,7 +162,7 @@ def test_the_configuration_makes_the_same_optimizer() -> None:
     weights = {"layer.weight": torch.ones(3, 4, dtype=torch.float64), "layer.bias": torch.ones(4).double()}
     parameters = parameters_of(weights)
     config = OptimConfig(name="lamb", beta1=0.8, beta2=0.95, eps=1e-3, weight_decay=0.25)
-    optimizer = make_optimizer(config, parameters.items(), is_decayed, is_matrix)
+    optimizer = make_optimizer(config, parameters.items(), Model())
     assert isinstance(optimizer, Lamb)
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.25, 0.0]
     assert all((g["betas"], g["eps"]) == ((0.8, 0.95), 1e-3) for g in optimizer.param_groups)
@@ -276,7 +276,7 @@ def test_two_optimizers_of_halves_are_one_of_whole_tensors() -> None:
     def work(side: int) -> None:
         try:
             optimizer = make_lamb(halves[side])
-            optimizer.whole_sums = lambda sums_2N: exchange(side, sums_2N)
+            optimizer.sharded_sums = lambda sums_2N: exchange(side, sums_2N)
             for step, grads in enumerate(steps):
                 take_step(optimizer, halves[side], half_of(grads, side), rate(step))
         except BaseException as error:
@@ -295,11 +295,11 @@ def test_two_optimizers_of_halves_are_one_of_whole_tensors() -> None:
 
 
 def test_the_order_of_the_sums_is_that_of_the_parameters() -> None:
-    """A replicated tensor is counted by its place in this row (see `WholeSums`)."""
+    """A replicated tensor is counted by its place in this row (see `ShardedSums`)."""
     parameters = parameters_of(starting_weights(0.02))
     optimizer = make_lamb(parameters)
     seen: list[Tensor] = []
-    optimizer.whole_sums = lambda sums_2N: seen.append(sums_2N.clone()) or sums_2N  # type: ignore[func-returns-value]
+    optimizer.sharded_sums = lambda sums_2N: seen.append(sums_2N.clone()) or sums_2N  # type: ignore[func-returns-value]
     expected = [float((p.detach() ** 2).sum()) for group in optimizer.param_groups for p in group["params"]]
     take_step(optimizer, parameters, gradients(1)[0], 0.1)
     assert seen[0][0].tolist() == pytest.approx(expected, rel=1e-14)

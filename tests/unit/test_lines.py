@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp import record
-from bert_dp.lines import LOSSES, LossyFile, Records
+from bert_dp.lines import LossyFile, LostWrites, Records
 
 FULL = "[Errno 28] No space left on device"
 
@@ -20,8 +20,9 @@ def test_a_full_disk_does_not_end_a_process_that_logs(tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").symlink_to("/dev/full")
     script = (
         "import sys, warnings\n"
-        "from bert_dp.lifeline import redirect_output, show_stacks_on_signal\n"
-        "redirect_output(0)\n"
+        "from bert_dp.lines import LostWrites\n"
+        "from bert_dp.process import redirect_output, show_stacks_on_signal\n"
+        "redirect_output(0, LostWrites())\n"
         "show_stacks_on_signal(0)\n"
         "for i in range(100): print('a line of a log ' * 100)\n"
         "sys.stderr.write('another')\n"
@@ -40,8 +41,9 @@ def test_a_full_disk_does_not_end_a_process_that_logs(tmp_path: Path) -> None:
 
 def test_a_log_that_cannot_be_made_does_not_end_a_process(tmp_path: Path) -> None:
     script = (
-        "from bert_dp.lifeline import redirect_output, show_stacks_on_signal\n"
-        "redirect_output(0); show_stacks_on_signal(0); print('goes on')\n"
+        "from bert_dp.lines import LostWrites\n"
+        "from bert_dp.process import redirect_output, show_stacks_on_signal\n"
+        "redirect_output(0, LostWrites()); show_stacks_on_signal(0); print('goes on')\n"
     )
     environ = {**os.environ, record.LOG_DIR: str(tmp_path / "gone")}
     done = subprocess.run(
@@ -52,7 +54,7 @@ def test_a_log_that_cannot_be_made_does_not_end_a_process(tmp_path: Path) -> Non
 
 
 def test_the_next_write_that_fits_says_how_many_did_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    room, got, before = [8], bytearray(), LOSSES.count
+    room, got, lost_writes = [8], bytearray(), LostWrites()
 
     def write(_: int, data: bytes) -> int:
         if not room[0]:
@@ -63,7 +65,7 @@ def test_the_next_write_that_fits_says_how_many_did_not(monkeypatch: pytest.Monk
         return len(taken)
 
     monkeypatch.setattr(os, "write", write)
-    file = LossyFile(1)
+    file = LossyFile(1, lost_writes)
     assert file.write(b"first\n") == 6
     assert file.write(b"second\n") == 7  # of which two bytes fit
     assert file.write(b"third\n") == 6
@@ -71,12 +73,12 @@ def test_the_next_write_that_fits_says_how_many_did_not(monkeypatch: pytest.Monk
     assert file.write(b"fourth\n") == 7
     assert file.write(b"fifth\n") == 6
     assert got.decode() == "first\nse\n(2 writes lost here: No space left on device)\nfourth\nfifth\n"
-    assert (LOSSES.count - before, LOSSES.errno) == (2, errno.ENOSPC)
+    assert (lost_writes.count, lost_writes.errno) == (2, errno.ENOSPC)
 
 
 def test_missing_lines_are_said_once_and_then_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    records, real, full = Records(tmp_path, said.append), record.append_line, {"metrics.jsonl"}
+    records, real, full = Records(tmp_path, said.append, LostWrites()), record.append_line, {"metrics.jsonl"}
 
     def append(path: Path, line: dict[str, int]) -> None:
         if path.name in full:

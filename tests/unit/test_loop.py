@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,14 +15,20 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp import metrics, summary
-from bert_dp.config import batch_plan, resolve
+from bert_dp.config import batch_layout, resolve
 from bert_dp.data import Batch, random_batch
 from bert_dp.dist import Comm, SharedClock
-from bert_dp.lines import Records
+from bert_dp.lines import LostWrites, Records
 from bert_dp.metrics import Meter
 from bert_dp.model import build_model
 from bert_dp.parallel import make_engine
-from bert_dp.train import Counters, Outcome, Precision, evaluate, train
+from bert_dp.precision import Precision
+from bert_dp.process import Signals
+from bert_dp.tasks import Metadata
+from bert_dp.tasks.mlm import MaskedLanguageModel
+from bert_dp.train_state import TrainState
+from bert_dp.trainable import Model
+from bert_dp.trainer import RunResult, evaluate, train
 from bert_dp.world import World
 
 CPU = torch.device("cpu")
@@ -44,6 +52,25 @@ def batches(count: int) -> list[Batch]:
     return [random_batch(seed, 2, LENGTH, 4, VOCABULARY) for seed in range(count)]
 
 
+def evaluated(
+    held_out: list[Batch], settings: Any, model: Model, comm: Comm | None = None, tensor: int = 1
+) -> Any:
+    """A trainer that evaluates `model` on these batches."""
+    comm = comm or Comm(LONE, None)
+    task = MaskedLanguageModel(settings, CPU)
+    task._held_out = held_out
+    return SimpleNamespace(
+        task=task,
+        bare_model=model,
+        device=CPU,
+        precision=FP32,
+        comm=comm,
+        engine=SimpleNamespace(dp_rank=0, dp_size=comm.world.size // tensor),
+        heartbeat=SimpleNamespace(progress=lambda: None),
+        layout=SimpleNamespace(tensor=tensor),
+    )
+
+
 # --- evaluation
 
 
@@ -51,42 +78,39 @@ def total_loss(model: nn.Module, held_out: list[Batch]) -> float:
     return sum(float(model(b.ids_BS, b.positions_P, b.labels_P)) for b in held_out)
 
 
-def evaluation(model: nn.Module, comm: Comm | None = None, tensor: int = 1) -> Any:
-    comm = comm or Comm(LONE, None)
-    return SimpleNamespace(
-        bare_model=model,
-        device=CPU,
-        precision=FP32,
-        comm=comm,
-        heartbeat=SimpleNamespace(progress=lambda: None),
-        plan=SimpleNamespace(tensor=tensor, dp=comm.world.size // tensor),
-    )
+def measured(model: Model, held_out: list[Batch], *, stops: Sequence[bool] = (), **ranks: Any) -> Any:
+    trainer = evaluated(held_out, config(), model, **ranks)
+    answers = itertools.chain(stops, itertools.repeat(False))
+    return evaluate(trainer, lambda: next(answers))
 
 
 def test_evaluation_is_without_dropout_and_training_goes_on_with_it() -> None:
     model = build_model(config().model, LENGTH, seed=0)
     held_out = batches(3)
-    loss, count = evaluate(evaluation(model), held_out)
+    found = measured(model, held_out)
     assert model.training
     with torch.no_grad():
         trained = [total_loss(model, held_out) for _ in range(2)]
         wanted = total_loss(model.eval(), held_out)
-    assert count == sum(b.num_masked for b in held_out)
-    assert loss == pytest.approx(wanted / count, rel=1e-6)
+    assert found["masked_tokens"] == sum(b.num_masked for b in held_out)
+    assert found["loss"] == pytest.approx(wanted / found["masked_tokens"], rel=1e-6)
     assert trained[0] != pytest.approx(trained[1], rel=1e-6), "dropout changes nothing here"
 
 
 def test_an_evaluation_that_is_stopped_leaves_the_model_training() -> None:
     model = build_model(config().model, LENGTH, seed=0)
-    answers = iter([0, 15])
-    assert evaluate(evaluation(model), batches(3), lambda: next(answers)) == (None, 0)
+    assert measured(model, batches(3), stops=(False, True)) is None
     assert model.training
+
+
+def test_nothing_held_out_is_no_loss() -> None:
+    assert measured(build_model(config().model, LENGTH, seed=0), []) is None
 
 
 class FourRanks(Comm):
     """Two replicas of two ranks each; the second replica has fewer positions and a greater loss."""
 
-    def gather(self, values: Any) -> Tensor:
+    def all_gather(self, values: Any) -> Tensor:
         loss, count = values
         mine, other = [loss, count], [3 * loss, count / 2]
         return torch.tensor([mine, mine, other, other], dtype=torch.float64)
@@ -94,16 +118,16 @@ class FourRanks(Comm):
 
 def test_the_held_out_loss_counts_each_replicas_positions_once() -> None:
     model = build_model(config().model, LENGTH, seed=0)
-    alone, count = evaluate(evaluation(model), batches(3))
-    loss, counted = evaluate(evaluation(model, FourRanks(World(0, 0, 4, 4), None), tensor=2), batches(3))
-    assert counted == 1.5 * count
-    assert loss == pytest.approx(alone * 4 / 1.5)
+    alone = measured(model, batches(3))
+    both = measured(model, batches(3), comm=FourRanks(World(0, 0, 4, 4), None), tensor=2)
+    assert both["masked_tokens"] == 1.5 * alone["masked_tokens"]
+    assert both["loss"] == pytest.approx(alone["loss"] * 4 / 1.5)
 
 
 # --- the time of a step
 
 
-class Slow(nn.Module):
+class Slow(Model):
     """A second for a micro batch of training, a hundred for one of evaluation."""
 
     def __init__(self, clock: Clock):
@@ -123,19 +147,19 @@ class Clock:
         return self.now
 
 
-class SlowSaver:
+class SlowCheckpointer:
     """A thousand seconds for a checkpoint."""
 
-    gave_up, newest, held_s, failed_saves = None, None, 0.0, 0
+    gave_up, newest, stall_s, failed_saves = None, None, 0.0, 0
 
     def __init__(self, clock: Clock):
         self._clock, self.steps = clock, [0]
 
-    def save(self, step: int, gather: Any, facts: Any) -> None:
+    def save(self, step: int, gather: Any, metadata: Any) -> None:
         self._clock.now += 1000.0
         self.steps.append(step)
 
-    def settle(self) -> tuple[int, None]:
+    def wait(self) -> tuple[int, None]:
         return self.steps[-1], None
 
 
@@ -147,7 +171,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def trained(tmp_path: Path, clock: Clock) -> tuple[Any, Counters, Outcome]:
+def trained(tmp_path: Path, clock: Clock) -> tuple[Any, TrainState, RunResult]:
     """Five steps of two micro batches, a line after every second, an evaluation after each."""
     settings = config(
         schedule={"steps": 5, "name": "constant"},
@@ -155,73 +179,68 @@ def trained(tmp_path: Path, clock: Clock) -> tuple[Any, Counters, Outcome]:
         checkpoint={"every_steps": 2},
         log={"every_steps": 2},
     )
-    plan = batch_plan(settings, 1)
-    model, comm, saver = Slow(clock), Comm(LONE, None), SlowSaver(clock)
+    layout = batch_layout(settings, 1)
+    model, comm, saver = Slow(clock), Comm(LONE, None), SlowCheckpointer(clock)
     engine = make_engine("single", settings, LONE, CPU, precision="fp32", run_dir=tmp_path)
     wrapped, optimizer = engine.prepare(
         model, lambda named: torch.optim.AdamW([p for _, p in named], fused=True)
     )
     batch = batches(1)[0]
-    meter = Meter(comm, CPU, plan, sequence_length=LENGTH, flops_per_token=1.0, peak_flops=None)
-    job: Any = SimpleNamespace(
+    meter = Meter(comm, CPU, layout, sequence_length=LENGTH, flops_per_token=1.0, peak_flops=None)
+    trainer = evaluated([batch], settings, model, comm)
+    vars(trainer).update(
         config=settings,
-        plan=plan,
+        layout=layout,
         run_dir=tmp_path,
-        comm=comm,
-        device=CPU,
-        precision=FP32,
         engine=engine,
         model=wrapped,
-        bare_model=model,
         optimizer=optimizer,
         stream=SimpleNamespace(next=lambda: batch, wait_s=0.0),
-        held_out=[batch],
-        epoch_size=99,
+        data=Metadata("0" * 64, None, 99, 3.0, 4.0),
+        num_parameters=1,
         meter=meter,
-        facts={"compiled": False},
-        saver=saver,
-        lost=lambda: None,
-        records=Records(tmp_path, lambda line: None),
-        say=lambda line: None,
+        metadata={"compiled": False},
+        checkpointer=saver,
+        directory_lost=lambda: None,
+        records=Records(tmp_path, lambda line: None, LostWrites()),
+        log_rank0=lambda line: None,
         heartbeat=SimpleNamespace(enter=lambda *_: None, progress=lambda: None),
-        received_signal=lambda: 0,
-        mirror=lambda line: None,
-        norm_pairs=None,
+        signals=Signals(),
+        metrics_writer=SimpleNamespace(write=lambda step, values: None),
     )
-    counters = Counters()
-    return job, counters, train(job, counters, SharedClock(comm, now=clock.read))
+    state = TrainState()
+    return trainer, state, train(trainer, state, SharedClock(comm, now=clock.read))
 
 
 def test_evaluation_and_saving_are_no_part_of_a_steps_time(
-    tmp_path: Path, trained: tuple[Any, Counters, Outcome]
+    tmp_path: Path, trained: tuple[Any, TrainState, RunResult]
 ) -> None:
-    job, _, outcome = trained
+    trainer, state, _ = trained
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 5]
     assert [line["step_time_s"] for line in lines] == [2.0] * 3  # two micro batches
-    assert job.saver.steps == [0, 2, 4, 5]
-    assert job.meter.totals["train_s"] == 5 * 2.0
-    assert outcome.eval_s == 5 * 100.0
-    assert np.isfinite(outcome.heldout_loss or np.nan)
+    assert trainer.checkpointer.steps == [0, 2, 4, 5]
+    assert trainer.meter.totals["train_s"] == 5 * 2.0
+    assert state.eval_s == 5 * 100.0
+    assert np.isfinite(state.heldout_loss or np.nan)
 
 
 class TwoRanks(Comm):
     """The other rank has taken more memory and less energy."""
 
-    def gather(self, values: Any) -> Tensor:
+    def all_gather(self, values: Any) -> Tensor:
         gib, used_j = values
         return torch.tensor([[gib, used_j], [gib + 3.0, used_j / 2]], dtype=torch.float64)
 
 
 def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
-    tmp_path: Path, trained: tuple[Any, Counters, Outcome], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, trained: tuple[Any, TrainState, RunResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job, counters, outcome = trained
-    job.comm = TwoRanks(World(0, 0, 2, 2), None)
-    monkeypatch.setattr(summary, "peak_memory_gib", lambda device: 1.0)
-    monkeypatch.setattr(summary.energy, "joules", lambda device: 130.0)
-    entropy: Any = SimpleNamespace(unigram_entropy_nats=3.0, uniform_entropy_nats=4.0)
-    summary.write_summary(job, counters, outcome, entropy, 1.0, 2.0, before_j=30.0)
+    trainer, state, result = trained
+    trainer.comm = TwoRanks(World(0, 0, 2, 2), None)
+    monkeypatch.setattr(metrics, "peak_memory_gib", lambda device: 1.0)
+    monkeypatch.setattr(metrics, "joules", lambda device: 130.0)
+    summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["peak_memory_gib"] == 4.0
     assert found["energy_j"] == 150.0

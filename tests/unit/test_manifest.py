@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_dp import corpus, shards
 from bert_dp.config import Config, ConfigError, read_manifest, resolve
+from bert_dp.corpus import builder, shards
 from bert_dp.data import Shards
 from launcher.job import input_issues
 from tests.shards import edited_manifest, write_manifest, write_shards
@@ -103,19 +103,19 @@ def test_what_does_not_hold_together_is_refused_by_every_reader(
     assert text.isprintable() or "\n" in text
     assert shards.verify(place) == list(caught.value.issues)
     assert [i.removeprefix("data.path: ") for i in input_issues(config(place))] == list(caught.value.issues)
-    for open_it in (lambda: corpus.ensure(config(place)), lambda: shards.inspect(place)):
+    for open_it in (lambda: builder.ensure(config(place)), lambda: shards.inspect(place)):
         with pytest.raises(ConfigError) as again:
             open_it()
         assert again.value.issues == caught.value.issues
-    monkeypatch.setattr(corpus.signal, "signal", lambda *_: None)
-    assert corpus.main(["inspect", str(place)]) == 2
+    monkeypatch.setattr(builder.signal, "signal", lambda *_: None)
+    assert builder.main(["inspect", str(place)]) == 2
     assert "error: " in capsys.readouterr().err
 
 
 def test_what_holds_together_is_read_by_every_reader(place: Path) -> None:
     manifest = read_manifest(place)
     assert shards.verify(place) == input_issues(config(place)) == []
-    assert corpus.ensure(config(place)) == place
+    assert builder.ensure(config(place)) == place
     assert len(Shards(place, manifest, "train")) == manifest.train.sequences == 96
 
 
@@ -184,7 +184,7 @@ def test_an_id_beyond_the_vocabulary_is_found_by_the_start_and_by_inspect(place:
     (problem,) = shards.verify(place)
     assert "token id 1000" in problem
     with pytest.raises(ConfigError, match="token id 1000"):
-        corpus.ensure(config(place))
+        builder.ensure(config(place))
 
 
 def test_an_id_beyond_the_vocabulary_is_found_in_any_part_of_a_file(

@@ -14,8 +14,8 @@ import torch
 
 from bert_dp.config import Config, load_config
 from bert_dp.cost import num_parameters
-from bert_dp.ledger import count_step
-from bert_dp.memory_line import PARTS, choose_device, memory_line
+from bert_dp.measure.memory_line import PARTS, choose_device, memory_line
+from bert_dp.measure.memory_trace import count_step
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 SMALL = [
@@ -115,7 +115,7 @@ def test_zero1_divides_the_optimizer_among_its_ranks() -> None:
 
 
 def test_without_torchs_private_modules_the_formula_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "bert_dp.ledger")
+    monkeypatch.delitem(sys.modules, "bert_dp.measure.memory_trace")
     monkeypatch.setitem(sys.modules, "torch._subclasses.fake_tensor", None)
     line = memory_line(small(), 1, (8, 16))
     assert line["source"] == "formula"
@@ -127,7 +127,7 @@ def test_without_torchs_private_modules_the_formula_answers(monkeypatch: pytest.
 
 def test_main_allocates_no_model() -> None:
     code = (
-        "import sys, resource, bert_dp.memory_line as m; assert m.main(sys.argv[1:]) == 0; "
+        "import sys, resource, bert_dp.measure.memory_line as m; assert m.main(sys.argv[1:]) == 0; "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
     arguments = [str(CONFIGS / "crammed-bert.yaml"), "1", "64", "128"]
@@ -143,7 +143,7 @@ def test_main_allocates_no_model() -> None:
 
 @pytest.mark.parametrize("numbers", [["1", "4", "4"], ["0", "1", "2"], ["1", "2"], ["one", "1", "2"]])
 def test_bad_arguments_are_one_line(numbers: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    from bert_dp.memory_line import main
+    from bert_dp.measure.memory_line import main
 
     assert main([str(CONFIGS / "crammed-bert.yaml"), *numbers]) == 2
     assert capsys.readouterr().err.startswith("error: ")

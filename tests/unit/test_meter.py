@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from bert_dp import metrics
-from bert_dp.config import BatchPlan
+from bert_dp.config import BatchLayout
 from bert_dp.dist import Comm
 from bert_dp.metrics import Meter
+from bert_dp.train_state import TrainState
 from bert_dp.world import World
 
-PLAN = BatchPlan(world_size=4, tensor=2, dp=2, micro_size=2, accumulation=3, global_size=12)
+LAYOUT = BatchLayout(world_size=4, tensor=2, dp=2, micro_size=2, grad_accum_steps=3, global_size=12)
 LENGTH, FLOPS, PEAK = 8, 1e6, 4e8  # tokens of a sequence, FLOPs of a token, FLOP/s of a rank
 WAIT, PASSES, UPDATE = 0.125, 0.5, 0.25  # seconds of a step
 OWN = 0.375  # of PASSES
@@ -29,7 +30,7 @@ class Others(Comm):
     def __init__(self) -> None:
         super().__init__(World(0, 0, 4, 4), None)
 
-    def gather(self, values: list[float]) -> Tensor:  # type: ignore[override]
+    def all_gather(self, values: list[float]) -> Tensor:  # type: ignore[override]
         loss, gib, *seconds = values
         rows = [
             [loss, gib, *seconds],
@@ -50,7 +51,7 @@ class Run:
         self.meter = Meter(
             Others(),
             torch.device("cpu"),
-            PLAN,
+            LAYOUT,
             sequence_length=LENGTH,
             flops_per_token=FLOPS,
             peak_flops=peak,
@@ -69,24 +70,17 @@ class Run:
         with timers.phase("optimizer"):
             self.now += UPDATE
         self.steps += 1
-        samples, accumulation = PLAN.global_size, PLAN.accumulation
-        self.meter.observe(torch.tensor(loss), torch.tensor(1.5), samples, accumulation, self.wait_s)
+        samples, micro_steps = LAYOUT.global_size, LAYOUT.grad_accum_steps
+        self.meter.observe(torch.tensor(loss), torch.tensor(1.5), samples, micro_steps, self.wait_s)
 
     def pause(self, seconds: float) -> None:
         with self.meter.paused():
             self.now += seconds
 
     def line(self) -> metrics.Metrics:
-        return self.meter.flush(
-            step=self.steps,
-            samples=self.steps * PLAN.global_size,
-            epoch=0,
-            progress=0.1,
-            lr=1e-3,
-            batch=PLAN.global_size,
-            wait_s=self.wait_s,
-            elapsed_s=self.now,
-        )
+        size = LAYOUT.global_size
+        state = TrainState(self.steps, self.steps * size, progress=0.1, lr=1e-3, global_batch=size)
+        return self.meter.flush(state, epoch=0, wait_s=self.wait_s, elapsed_s=self.now)
 
 
 def test_rates_count_all_ranks_or_one_gpu_and_mfu_is_a_share_of_one_peak(

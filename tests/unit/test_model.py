@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from bert_dp.building import compile_parts
 from bert_dp.config import ModelConfig
 from bert_dp.cost import num_parameters
-from bert_dp.model import IGNORE, INIT_STD, CrammedBert, build_model, compile_regions, sinusoidal_table
+from bert_dp.model import IGNORE, INIT_STD, CrammedBert, build_model, sinusoidal_table
 
 Case = tuple[Tensor, Tensor, Tensor]  # ids [B, S], flat positions [P], labels [P]
 SMALL = {"vocab_size": 100, "hidden_size": 48, "num_layers": 3, "num_heads": 4, "intermediate_size": 40}
@@ -374,9 +375,34 @@ def test_compiled_regions_keep_names_and_loss(options):
     case, parameters = make_case(), dict(model.named_parameters())
     expected = model(*case)
     expected_gradients = gradients(expected, parameters)
-    compile_regions(model)
+    compile_parts(model)
     assert list(model.state_dict()) == names
     assert [name for name, _ in model.named_parameters()] == list(parameters)
     loss = model(*case)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert_same(gradients(loss, parameters), expected_gradients, 1e-4)
+
+
+@pytest.mark.parametrize("options", [{}, MODERN], ids=["crammed", "modern"])
+def test_padding_behind_a_mask_changes_nothing(options):
+    model = build_model(small(**options), 16, seed=1)
+    randomise(model)
+    ids_BS, _, _ = make_case(length=10)
+    padded_BS = F.pad(ids_BS, (0, 6), value=3)
+    real_BS = (torch.arange(16) < 10).expand(3, 16)
+    wanted = model.model(ids_BS)
+    torch.testing.assert_close(model.model(padded_BS, real_BS)[:, :10], wanted, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model.model(padded_BS)[:, :10], wanted, rtol=1e-2), "padding is seen without"
+
+
+def test_a_mask_reaches_the_loss():
+    model = build_model(small(), 16, seed=1)
+    randomise(model)
+    case = make_case()
+    shown = (16, 9)
+    none, all_of_it, part = (
+        model(*case, real_BS).item()
+        for real_BS in (None, *((torch.arange(16) < length).expand(3, 16) for length in shown))
+    )
+    assert all_of_it == pytest.approx(none)
+    assert part != pytest.approx(none, rel=1e-4)

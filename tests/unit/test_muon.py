@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from bert_dp import muon
 from bert_dp.config import OptimConfig, load_config
-from bert_dp.model import CrammedBert, is_decayed, is_matrix
+from bert_dp.model import CrammedBert
 from bert_dp.muon import Muon, orthogonalize
 from bert_dp.optim import make_optimizer, set_lr
 from tests.unit.snapshot import snapshot
@@ -117,6 +118,41 @@ def test_ten_steps_are_the_rule_written_by_hand() -> None:
             )
     for name, w in weights.items():
         assert np.linalg.norm(w - start[name]) > np.linalg.norm(start[name])  # far beyond the tolerance
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_fused_matrices_are_orthogonalised_each_for_itself(dim: int) -> None:
+    """One parameter of three matrices moves as three parameters do, beside others of the same shape."""
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn((6, 6), generator=generator, dtype=torch.float64) for _ in range(3)]
+    grads = [torch.randn((6, 6), generator=generator, dtype=torch.float64) for _ in range(3)]
+    fused = parameters_of({"fused": torch.cat(parts, dim), "other": parts[0]})
+    apart = parameters_of({str(i): part for i, part in enumerate(parts)})
+    for parameters, wanted, splits in (
+        (fused, {"fused": torch.cat(grads, dim), "other": grads[0]}, [(dim, 3), (0, 1)]),
+        (apart, {str(i): grad for i, grad in enumerate(grads)}, None),
+    ):
+        group = {"params": list(parameters.values()), "matrix": True, "splits": splits}
+        optimizer = Muon([group], lr=0.0, momentum=MOMENTUM, betas=BETAS, eps=EPS)
+        for step in range(3):
+            take_step(optimizer, parameters, {n: g * (step + 1) for n, g in wanted.items()}, 0.1)
+    torch.testing.assert_close(
+        fused["fused"].detach(), torch.cat([p.detach() for p in apart.values()], dim), rtol=1e-12, atol=1e-12
+    )
+    torch.testing.assert_close(fused["other"], apart["0"], rtol=1e-12, atol=1e-12)
+
+
+def test_a_large_batch_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = []
+    for elements in (2**25, 70):
+        monkeypatch.setattr(muon, "BATCH_ELEMENTS", elements)
+        parameters = parameters_of({str(i): random_tensors(i)["square"] for i in range(5)})
+        group = {"params": list(parameters.values()), "matrix": True}
+        optimizer = Muon([group], lr=0.0, momentum=MOMENTUM, betas=BETAS, eps=EPS)
+        take_step(optimizer, parameters, {n: p.detach() ** 2 for n, p in parameters.items()}, 0.1)
+        results.append(parameters)
+    for name, parameter in results[0].items():
+        torch.testing.assert_close(parameter, results[1][name], rtol=1e-12, atol=1e-12)
 
 
 def test_the_update_of_a_matrix_is_as_large_as_adamws() -> None:
@@ -256,17 +292,26 @@ def test_muon_gets_the_linear_weights_of_the_blocks(path: Path) -> None:
     }
     assert len(linears) == 2 * 4
     named = dict(model.named_parameters())
-    assert {name for name in named if is_matrix(name)} == linears
+    assert {name for name in named if model.is_matrix(name)} == linears
     settings = OptimConfig(name="muon", momentum=0.75, weight_decay=0.25, beta1=0.8, beta2=0.95, eps=1e-3)
-    optimizer = make_optimizer(settings, named.items(), is_decayed, is_matrix)
+    optimizer = make_optimizer(settings, named.items(), model)
     assert isinstance(optimizer, Muon)
     plain, bare, matrices = optimizer.param_groups
     names = {parameter: name for name, parameter in named.items()}
     assert [g["matrix"] for g in optimizer.param_groups] == [False, False, True]
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.25, 0.0, 0.25]
     assert {names[p] for p in matrices["params"]} == linears
-    assert {names[p] for p in bare["params"]} == {n for n in named if not is_decayed(n)}
-    assert {names[p] for p in plain["params"]} == {n for n in named if is_decayed(n)} - linears
+    held = {
+        names[p].rpartition("layers.")[2]: s
+        for p, s in zip(matrices["params"], matrices["splits"], strict=True)
+    }
+    assert (held["0.attn.Wqkv.weight"], held["1.mlp.Wi.weight"]) == (
+        (0, 3),
+        (0, 2 if config.model.mlp == "geglu" else 1),
+    )
+    assert {count for name, (_, count) in held.items() if "Wo" in name} == {1}
+    assert {names[p] for p in bare["params"]} == {n for n in named if not model.is_decayed(n)}
+    assert {names[p] for p in plain["params"]} == {n for n in named if model.is_decayed(n)} - linears
     assert all(
         (g["momentum"], g["betas"], g["eps"]) == (0.75, (0.8, 0.95), 1e-3) for g in optimizer.param_groups
     )

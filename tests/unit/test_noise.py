@@ -18,7 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_dp.config import ConfigError, batch_plan, resolve
+from bert_dp.config import ConfigError, batch_layout, resolve
 from bert_dp.noise import estimate, of_run
 from tests.parity.runs import settings, state, summary, train_runs, write_run
 from tests.ranks import run_ranks
@@ -186,9 +186,12 @@ class FakeBatch:
 def measure(cases: Sequence[Case], out: str | None = None) -> list[list[dict[str, Any]]]:
     """The lines of noise.jsonl of each case, by train_step on the real engine; the weights stand still. The
     step before the first and the one after the last are as a dry run and a skipped one."""
-    from bert_dp import dist, optim, train
+    from bert_dp import dist, optim
     from bert_dp.metrics import Timers
     from bert_dp.parallel import make_engine
+    from bert_dp.precision import Precision
+    from bert_dp.trainable import Model
+    from bert_dp.trainer import train_step
     from bert_dp.world import read_world
 
     world, cpu = read_world(os.environ), torch.device("cpu")
@@ -209,19 +212,20 @@ def measure(cases: Sequence[Case], out: str | None = None) -> list[list[dict[str
         )
         engine: Any = make_engine(case.engine, config, world, cpu, precision=case.precision, run_dir=Path())
         model, optimizer = engine.prepare(
-            case.model(), lambda n, c=config: optim.make_optimizer(c.optim, n, lambda *_: True, lambda *_: 0)
+            case.model(), lambda n, c=config: optim.make_optimizer(c.optim, n, Model())
         )
         optim.set_lr(optimizer, 0.0)
         for step in range(case.steps + 2):
             bad = float("nan") if step > case.steps and world.rank == world.size - 1 else 1.0
             batches: Any = [FakeBatch(bad * x) for x in case.samples(step, world.rank)]
-            train.train_step(
+            train_step(
                 engine,
                 model,
                 lambda m, b: m(b.x_ND),
                 batches,
+                num_targets=sum(b.num_masked for b in batches) * engine.dp_size,
                 device=cpu,
-                precision=train.Precision("fp64", torch.float64, None),
+                precision=Precision("fp64", torch.float64, None),
                 max_norm=0.5,
                 timers=Timers(cpu),
                 dropout_seed=None,
@@ -332,13 +336,13 @@ def test_what_cannot_be_measured_is_refused(
         "parallel": parallel,
         "batch": {"global_size": 8, "micro_size": 2, **batch},
     }
-    batch_plan(resolve([sections]), ranks)
+    batch_layout(resolve([sections]), ranks)
     config = resolve([{**sections, "log": {"noise_scale": True}}])
     if needle is None:
-        batch_plan(config, ranks)
+        batch_layout(config, ranks)
         return
     with pytest.raises(ConfigError) as caught:
-        batch_plan(config, ranks)
+        batch_layout(config, ranks)
     (line,) = caught.value.issues
     assert line.startswith("log.noise_scale: true, ")
     assert needle in line

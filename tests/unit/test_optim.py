@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from bert_dp.config import ModelConfig, OptimConfig, ScheduleConfig
-from bert_dp.model import build_model, is_decayed, is_matrix
+from bert_dp.model import build_model
 from bert_dp.optim import lr_factor, make_optimizer, parameter_groups, set_lr
+from bert_dp.trainable import Model
 
 NAMES = ("budget_triangle", "linear", "cosine", "wsd", "constant", "exponential")
 
@@ -96,7 +97,7 @@ def test_neither_biases_nor_norms_decay(changed: dict[str, object]) -> None:
         vocab_size=32, hidden_size=16, num_layers=2, num_heads=2, intermediate_size=8, **changed
     )
     model = build_model(config, 8, seed=0)
-    decayed, plain = parameter_groups(model.named_parameters(), 0.1, is_decayed)
+    decayed, plain = parameter_groups(model.named_parameters(), 0.1, model.is_decayed)
     assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     kinds = {id(p): m for m in model.modules() for p in m.parameters(recurse=False)}
     names = {id(p): n for n, p in model.named_parameters()}
@@ -142,7 +143,7 @@ def test_fused_adamw_equals_one_written_by_hand() -> None:
     start = {"weight": rng.normal(size=(5, 7)), "bias": rng.normal(size=7)}
     parameters = {n: nn.Parameter(torch.from_numpy(v.copy())) for n, v in start.items()}
     reference = {n: Reference(v, 0.1 if n == "weight" else 0.0, config) for n, v in start.items()}
-    optimizer = make_optimizer(config, parameters.items(), is_decayed, is_matrix)
+    optimizer = make_optimizer(config, parameters.items(), Model())
     for step in range(5):
         lr, scale, skip = 0.01 * (step + 1), 3.75 if step == 2 else 1.0, step == 3
         set_lr(optimizer, lr)
@@ -182,7 +183,7 @@ def snapshot(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Paramete
 
 def test_set_lr_reaches_every_group() -> None:
     named = [("weight", nn.Parameter(torch.ones(2, 2))), ("bias", nn.Parameter(torch.ones(2)))]
-    optimizer = make_optimizer(OptimConfig(), named, is_decayed, is_matrix)
+    optimizer = make_optimizer(OptimConfig(), named, Model())
     set_lr(optimizer, 0.125)
     assert [g["lr"] for g in optimizer.param_groups] == [0.125, 0.125]
     assert all(g["fused"] for g in optimizer.param_groups)

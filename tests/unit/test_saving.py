@@ -15,8 +15,10 @@ import torch
 
 from bert_dp import checkpoint
 from bert_dp.config import CheckpointConfig
+from bert_dp.lines import LostWrites
 from bert_dp.parallel import State
-from bert_dp.saving import Saver
+from bert_dp.record import HeldDirectory
+from bert_dp.saving import AsyncCheckpointer
 from tests.states import FACTS
 
 SaveFile = Callable[[dict[str, torch.Tensor], Path], None]
@@ -62,9 +64,21 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Held]:
     hook.go.set()
 
 
-def make(folder: Path, said: list[str] | None = None, saved: int | None = None, **settings: Any) -> Saver:
-    say = (said if said is not None else []).append
-    return Saver(folder, CheckpointConfig(**settings), say, saved)
+def make(
+    folder: Path,
+    said: list[str] | None = None,
+    saved: int | None = None,
+    directory: HeldDirectory | None = None,
+    **settings: Any,
+) -> AsyncCheckpointer:
+    return AsyncCheckpointer(
+        folder,
+        CheckpointConfig(**settings),
+        log_rank0=(said if said is not None else []).append,
+        saved_step=saved,
+        lost_writes=LostWrites(),
+        directory=directory,
+    )
 
 
 def failing(number: int, first: int, last: int) -> SaveFile:
@@ -89,7 +103,7 @@ def test_the_caller_goes_on_while_it_is_written(tmp_path: Path, held: Held) -> N
     assert names(tmp_path) == []
     assert (saver.saved_step, saver.newest) == (None, None)
     held.go.set()
-    assert saver.settle() == (1, None)
+    assert saver.wait() == (1, None)
     assert saver.newest == tmp_path / "step-00000001"
     assert checkpoint.load(saver.newest)[1].samples == 8
 
@@ -107,15 +121,15 @@ def test_a_second_save_waits_for_the_first_before_it_gathers(tmp_path: Path, hel
     threading.Timer(0.3, held.go.set).start()
     saver.save(2, gather, FACTS)
     assert gathered == [["step-00000001"]]
-    assert saver.held_s >= 0.2, "waiting counts as time that saving took"
-    assert saver.settle() == (2, None)
+    assert saver.stall_s >= 0.2, "waiting counts as time that saving took"
+    assert saver.wait() == (2, None)
     assert [weight(p) for p in checkpoint.list_checkpoints(tmp_path)] == [2.0, 1.0]
 
 
 def test_another_rank_has_nothing_to_write(tmp_path: Path) -> None:
     saver = make(tmp_path, saved=7)
     saver.save(9, lambda: None, FACTS)
-    assert saver.settle() == (7, None)
+    assert saver.wait() == (7, None)
     assert not list(tmp_path.iterdir())
 
 
@@ -128,10 +142,10 @@ def test_an_error_is_said_and_counted_and_the_good_ones_stay(
     saver = make(tmp_path, said, keep=2, on_error=policy)
     for step in (1, 2):
         saver.save(step, lambda step=step: state(step), FACTS)
-    saver.settle()
+    saver.wait()
     monkeypatch.setattr(checkpoint, "save_file", failing(number, 2, 2))
     saver.save(3, lambda: state(3.0), FACTS)
-    step, problem = saver.settle()
+    step, problem = saver.wait()
     assert (step, saver.failed_saves) == (2, 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
     (line,) = said
@@ -142,7 +156,7 @@ def test_an_error_is_said_and_counted_and_the_good_ones_stay(
     assert saver.gave_up == (problem if policy == "stop" else None)
     assert saver.failure_kind == ("error" if number == errno.EACCES else "disk")
     saver.save(4, lambda: state(4.0), FACTS)  # the next one tries again
-    assert saver.settle() == (4, None)
+    assert saver.wait() == (4, None)
     assert names(tmp_path) == ["step-00000004", "step-00000002"]
     assert saver.failed_saves == 1
 
@@ -156,10 +170,10 @@ def test_a_full_disk_makes_room_and_tries_once_more(
     saver = make(tmp_path, said, keep=keep)
     for step in (1, 2, 3):
         saver.save(step, lambda step=step: state(step), FACTS)
-    saver.settle()
+    saver.wait()
     monkeypatch.setattr(checkpoint, "save_file", failing(number, 1, 1))
     saver.save(4, lambda: state(4.0), FACTS)
-    assert saver.settle() == (4, None)
+    assert saver.wait() == (4, None)
     assert names(tmp_path) == [f"step-{step:08d}" for step in left]
     assert (said, saver.failed_saves) == ([], 0)
 
@@ -168,11 +182,11 @@ def test_a_disk_that_stays_full_keeps_the_last_two(tmp_path: Path, monkeypatch: 
     saver = make(tmp_path, keep=9)
     for step in (1, 2, 3):
         saver.save(step, lambda step=step: state(step), FACTS)
-    saver.settle()
+    saver.wait()
     monkeypatch.setattr(checkpoint, "save_file", failing(errno.ENOSPC, 1, 99))
     for step in (4, 5):
         saver.save(step, lambda step=step: state(step), FACTS)
-        assert saver.settle()[0] == 3
+        assert saver.wait()[0] == 3
         assert names(tmp_path) == ["step-00000003", "step-00000002"]
     assert saver.failed_saves == 2
     assert [weight(p) for p in checkpoint.list_checkpoints(tmp_path)] == [3.0, 2.0]
@@ -187,7 +201,7 @@ def test_what_is_not_finite_is_never_written(tmp_path: Path, part: str) -> None:
     name = next(iter(bad[part]))
     bad[part][name][2] = float("nan")
     saver.save(2, lambda: bad, FACTS)
-    step, problem = saver.settle()
+    step, problem = saver.wait()
     assert (step, saver.failed_saves) == (1, 1)
     assert problem is not None
     assert f"{name} holds a value that is not finite" in problem
@@ -203,7 +217,7 @@ def test_what_is_no_failed_save_is_raised(tmp_path: Path, monkeypatch: pytest.Mo
     saver.save(1, lambda: state(1.0), FACTS)
     saver.close()  # at the end of a process: the error that ends it comes first
     with pytest.raises(RuntimeError, match="a fault of ours"):
-        saver.settle()
+        saver.wait()
     with pytest.raises(RuntimeError, match="a fault of ours"):
         saver.save(2, lambda: state(2.0), FACTS)
 
@@ -218,7 +232,7 @@ def test_the_newest_good_one_is_named_past_a_broken_one(
     monkeypatch.setattr(checkpoint, "save_file", failing(errno.EIO, 1, 1))
     saver = make(tmp_path, saved=1)
     saver.save(3, lambda: state(3.0), FACTS)
-    problem = saver.settle()[1]
+    problem = saver.wait()[1]
     assert problem is not None
     assert problem.endswith("the newest good checkpoint is step-00000001")
 
@@ -246,22 +260,24 @@ def test_other_threads_run_while_a_file_is_written(tmp_path: Path) -> None:
 
 
 def test_nothing_is_saved_where_the_run_directory_no_longer_is(tmp_path: Path) -> None:
-    folder, lost = tmp_path / "run" / "checkpoints", list[str]()
+    folder = tmp_path / "run" / "checkpoints"
     folder.parent.mkdir()
-    saver = Saver(folder, CheckpointConfig(), print, None, lambda: lost[0] if lost else None)
+    saver = make(folder, directory=HeldDirectory(folder.parent))
     saver.save(1, lambda: state(1.0), {})
-    assert saver.settle() == (1, None)
-    lost.append("the run directory was moved")
+    assert saver.wait() == (1, None)
+    moved = folder.parent.rename(tmp_path / "elsewhere")
     saver.save(2, lambda: state(2.0), {})
-    assert saver.settle() == (1, "the run directory was moved")
-    assert saver.gave_up == "the run directory was moved"
-    assert names(folder) == ["step-00000001"]
+    told = f"the run directory {folder.parent} was moved to {moved} during the run"
+    assert saver.wait() == (1, told)
+    assert saver.gave_up == told
+    assert names(moved / "checkpoints") == ["step-00000001"]
+    assert not folder.parent.exists()
 
 
 def test_a_save_does_not_make_the_run_directory_again(tmp_path: Path) -> None:
-    saver = Saver(tmp_path / "run" / "checkpoints", CheckpointConfig(), lambda _: None, None)
+    saver = make(tmp_path / "run" / "checkpoints")
     saver.save(1, lambda: state(1.0), {})
-    assert saver.settle()[0] is None
+    assert saver.wait()[0] is None
     assert not (tmp_path / "run").exists()
 
 
@@ -271,14 +287,14 @@ def test_a_row_of_saves_that_fail_is_said_once(tmp_path: Path, monkeypatch: pyte
     saver = make(tmp_path, said)
     for step in range(1, 5):
         saver.save(step, lambda: state(1.0), {})
-        problem = saver.settle()[1]
+        problem = saver.wait()[1]
     assert problem is not None
     assert "step-00000004 could not be saved" in problem
     assert problem.endswith("; 3 saves in a row have failed")
     assert len(said) == 1
     assert "step-00000002 could not be saved: [Errno 5]" in said[0]
     saver.save(5, lambda: state(1.0), {})
-    assert saver.settle() == (5, None)
+    assert saver.wait() == (5, None)
     assert said[1:] == ["warning: step-00000005 is saved; the 3 saves before it failed"]
     assert saver.failed_saves == 3
 
@@ -291,7 +307,7 @@ def test_a_reason_that_comes_back_after_a_good_save_is_said_again(
     for step, last in ((1, 1), (2, 0), (3, 1)):
         monkeypatch.setattr(checkpoint, "save_file", failing(errno.EIO, 1, last))
         saver.save(step, lambda: state(1.0), {})
-        problem = saver.settle()[1]
+        problem = saver.wait()[1]
     assert [line.partition(" could not")[0] for line in said] == [
         "warning: step-00000001",
         "warning: step-00000003",

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_dp import builtin, sources
 from bert_dp.config import ConfigError
+from bert_dp.corpus import builtin, sources
 
 DOCS = ["First document.", "Zwölf Boxkämpfer — jagen", 'third "quoted"', "x" * 5000]
 
@@ -269,7 +269,7 @@ def test_hub_errors(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_builtin_is_two_megabytes_of_prose_and_imports_nothing() -> None:
     code = """if True:
         import json, sys
-        from bert_dp import sources
+        from bert_dp.corpus import sources
         before = set(sys.modules)
         docs = list(sources.documents(sources.resolve(["builtin"])[0]))
         print(json.dumps([sum(map(len, docs)), len(docs), sorted(set(sys.modules) - before),

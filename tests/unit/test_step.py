@@ -13,18 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from bert_dp import checkpoint, setup
-from bert_dp.config import OptimConfig, batch_plan, read_manifest, resolve
-from bert_dp.data import Shards, TrainingStream, held_out_batches
+from bert_dp import checkpoint
+from bert_dp.building import first_state
+from bert_dp.config import OptimConfig, batch_layout, resolve
 from bert_dp.dist import Comm, connect, disconnect
-from bert_dp.model import build_model, is_decayed, is_matrix
 from bert_dp.optim import make_optimizer
 from bert_dp.parallel import Engine, State, engine_name, make_engine
 from bert_dp.parallel.ddp import reduce_narrow
-from bert_dp.parallel.grid import WholeSums
+from bert_dp.parallel.grid import ShardedSums
 from bert_dp.parallel.stepping import clip_and_step
 from bert_dp.parallel.zero1 import assign
-from bert_dp.train import Counters, Precision, dry_run
+from bert_dp.precision import Precision
+from bert_dp.tasks import make_task
+from bert_dp.trainable import Model
+from bert_dp.trainer import dry_run
 from bert_dp.world import World
 from tests.shards import write_shards
 from tests.states import FACTS
@@ -35,7 +37,7 @@ LONE = World(0, 0, 1, 1)
 OPTIM = OptimConfig(lr=0.1, eps=1.0, weight_decay=0.1)
 
 
-class Tied(nn.Module):
+class Tied(Model):
     """Two layers of which one serves twice, a norm and a buffer that is saved."""
 
     def __init__(self, dtype: torch.dtype = torch.float32):
@@ -63,7 +65,7 @@ def loss_of(model: nn.Module, seed: int, dtype: torch.dtype = torch.float32) -> 
 
 def build(dtype: torch.dtype = torch.float32) -> tuple[Tied, torch.optim.Optimizer]:
     model = Tied(dtype)
-    return model, make_optimizer(OPTIM, model.named_parameters(), is_decayed, is_matrix)
+    return model, make_optimizer(OPTIM, model.named_parameters(), model)
 
 
 def bits(tensors: dict[str, Tensor]) -> dict[str, bytes]:
@@ -200,9 +202,7 @@ def prepare(
 ) -> tuple[Engine, nn.Module, Tied, torch.optim.Optimizer]:
     engine = engine_of(name, fp16=fp16, **parallel)
     bare = Tied()
-    wrapped, optimizer = engine.prepare(
-        bare, lambda named: make_optimizer(OPTIM, named, is_decayed, is_matrix)
-    )
+    wrapped, optimizer = engine.prepare(bare, lambda named: make_optimizer(OPTIM, named, bare))
     return engine, wrapped, bare, optimizer
 
 
@@ -326,7 +326,7 @@ def test_an_overflow_in_fp16_halves_the_scale_and_skips() -> None:
     assert gathered(engine)["scaler"]["scale"].item() == scale / 2
 
 
-class OverflowElsewhere(WholeSums):
+class OverflowElsewhere(ShardedSums):
     """What this rank holds is finite; another part of the same step is not."""
 
     def total(self, sums_N: Tensor) -> Tensor:
@@ -337,7 +337,7 @@ class OverflowElsewhere(WholeSums):
 def test_an_overflow_on_another_rank_halves_the_scale_and_skips_here_too(holds: str) -> None:
     """As tensor parallelism and fsdp hold a tensor in parts, zero1 whole ones."""
 
-    def step(sums: WholeSums | None) -> Tensor:
+    def step(sums: ShardedSums | None) -> Tensor:
         optimizer.zero_grad()
         scaler.scale(loss_of(model, 0)).backward()
         if holds == "parts of its tensors":
@@ -438,7 +438,7 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, fp16: bool
     config = resolve(
         [
             {
-                "data": {"path": "x", "sequence_length": 16},
+                "data": {"path": str(write_shards(tmp_path / "shards")), "sequence_length": 16},
                 "schedule": {"steps": 1},
                 "batch": {"global_size": 8, "micro_size": 4},
                 "model": {
@@ -451,55 +451,32 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, fp16: bool
             }
         ]
     )
-    folder = write_shards(tmp_path / "shards")
-    manifest = read_manifest(folder)
-    shards = {s: Shards(folder, manifest, s) for s in ("train", "held_out")}
-    stream = TrainingStream(
-        shards["train"],
-        seed=0,
-        num_masked=4,
-        shuffle=True,
-        micro_size=4,
-        dp_rank=0,
-        dp_size=1,
-        start_sample=0,
-        workers=0,
-        pin=False,
-    )
     engine = engine_of("single", fp16=fp16)
-    bare = build_model(config.model, 16, seed=0)
-    model, optimizer = engine.prepare(
-        bare, lambda named: make_optimizer(config.optim, named, is_decayed, is_matrix)
-    )
+    task = make_task(config, CPU)
+    data = task.open_data()
+    bare = task.build_model(seed=0)
+    model, optimizer = engine.prepare(bare, lambda named: make_optimizer(config.optim, named, bare))
     before = gathered(engine)
-    held_out = held_out_batches(
-        shards["held_out"], micro_size=4, num_masked=2, max_sequences=99, dp_rank=0, dp_size=1
-    )
+    stream = task.stream(dp_rank=0, dp_size=1, start_sample=0)
     precision = Precision("x", torch.float32, torch.float16 if fp16 else None)
-    job: Any = SimpleNamespace(
+    trainer: Any = SimpleNamespace(
         config=config,
-        plan=batch_plan(config, 1),
-        stream=stream,
+        layout=batch_layout(config, 1),
+        task=task,
         engine=engine,
         model=model,
         bare_model=bare,
         optimizer=optimizer,
-        held_out=held_out,
         precision=precision,
         device=CPU,
         comm=Comm(LONE, None),
-        run_dir=tmp_path,
-        meter=SimpleNamespace(skipped=torch.ones((), dtype=torch.int64)),
         heartbeat=SimpleNamespace(progress=lambda: None),
-        norm_pairs=None,
     )
-    start = setup.fresh_state(bare)
-    dry_run(job)
-    setup.restore(job, setup.Resume(None, None, Counters(), None), start)
+    start = first_state(config, bare, data, Comm(LONE, None))
+    dry_run(trainer, start)
     after = gathered(engine)
     assert bits(after["model"]) == bits(before["model"])
     assert after["optimizer"] == {}
-    assert job.meter.skipped.item() == 0
     assert all(p.grad is None for p in bare.parameters())
     assert stream.next().sample_ids.tolist() == [0, 1, 2, 3]
     assert bare.training

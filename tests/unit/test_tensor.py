@@ -22,6 +22,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from bert_dp.building import recompute_blocks
 from bert_dp.config import ModelConfig, OptimConfig
 from bert_dp.dist import connect, disconnect
 from bert_dp.model import (
@@ -29,9 +30,6 @@ from bert_dp.model import (
     CrammedBert,
     Vocabulary,
     build_model,
-    checkpoint_activations,
-    is_decayed,
-    is_matrix,
 )
 from bert_dp.optim import make_optimizer, set_lr
 from bert_dp.parallel.grid import Grid
@@ -112,7 +110,7 @@ def assert_close(actual: Numbers, expected: Numbers, tolerance: float) -> None:
 
 
 def gathered(tensor: TensorParallel, parts: Numbers) -> Numbers:
-    return {name: tensor.whole(name, part) for name, part in parts.items()}
+    return {name: tensor.unshard(name, part) for name, part in parts.items()}
 
 
 # --- the checks, each on every rank
@@ -191,13 +189,13 @@ def check_part_and_whole(tensor: TensorParallel, grid: Grid) -> None:
     for variant in VARIANTS.values():
         model = make_model(**variant)
         shapes = {name: p.shape for name, p in model.named_parameters()}
-        tensor.shard(model)
+        tensor.shard_model(model)
         for name, p in model.named_parameters():
             whole = torch.arange(shapes[name].numel(), dtype=torch.float64).view(shapes[name])
-            part = tensor.part(name, whole)
+            part = tensor.shard(name, whole)
             turned = part.t().contiguous().t() if part.dim() == 2 else part  # of other strides
             found.append(
-                (variant, name, p, whole, part, tensor.whole(name, part), tensor.whole(name, turned))
+                (variant, name, p, whole, part, tensor.unshard(name, part), tensor.unshard(name, turned))
             )
         divided = {name for name, p in model.named_parameters() if p.shape != shapes[name]}
         assert divided == divided_names(model, variant["bias"])
@@ -234,7 +232,7 @@ def check_model(variant: dict[str, Any], tensor: TensorParallel, grid: Grid) -> 
     for divide in (False, True):
         model = make_model(**variant)
         if divide:
-            tensor.shard(model)
+            tensor.shard_model(model)
         loss, grads = loss_and_gradients(model)
         with torch.no_grad():
             evaluated = model.eval()(*make_case())
@@ -271,7 +269,7 @@ def check_autocast(variant: dict[str, Any], tensor: TensorParallel, grid: Grid) 
     for divide in (False, True):
         model = make_model(torch.float32, **variant)
         if divide:
-            tensor.shard(model)
+            tensor.shard_model(model)
         with torch.autocast("cpu", torch.bfloat16):
             loss, grads = loss_and_gradients(model)
         results.append((loss, grads, output_dtypes(model)))
@@ -291,8 +289,8 @@ def check_checkpointing(dropout: float, tensor: TensorParallel, grid: Grid) -> N
     for again in (False, True):
         model = make_model(bias=True, dropout=dropout)
         if again:
-            checkpoint_activations(model)
-        tensor.shard(model)
+            recompute_blocks(model)
+        tensor.shard_model(model)
         results.append(loss_and_gradients(model))
     (loss, grads), (own_loss, own_grads) = results
     assert torch.equal(own_loss, loss)
@@ -307,10 +305,10 @@ def check_lamb(tensor: TensorParallel, grid: Grid) -> None:
     for divide in (False, True):
         model = make_model(bias=True, head="dense")
         if divide:
-            tensor.shard(model)
+            tensor.shard_model(model)
         named = list(model.named_parameters())
-        optimizer = make_optimizer(OptimConfig(name="lamb", eps=1e-6), named, is_decayed, is_matrix)
-        sums = tensor.whole_sums(optimizer, named) if divide else None
+        optimizer = make_optimizer(OptimConfig(name="lamb", eps=1e-6), named, model)
+        sums = tensor.sharded_sums(optimizer, named) if divide else None
         norms = []
         for _ in range(4):
             set_lr(optimizer, 0.05)
@@ -387,7 +385,7 @@ def test_ranks_agree_with_one(told: list[dict[str, str]], name: str, size: int) 
 @pytest.mark.parametrize("mlp", ["geglu", "gelu"])
 def test_activation_checkpointing_changes_no_bit(mlp: str, dropout: float) -> None:
     plain, again = (make_model(mlp=mlp, dropout=dropout) for _ in range(2))
-    checkpoint_activations(again)
+    recompute_blocks(again)
     calls: list[int] = []
     again.model.layers[0].mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     loss, grads = loss_and_gradients(plain)
@@ -405,11 +403,11 @@ def test_a_replica_of_one_rank_stays_as_it_is() -> None:
     model = make_model(bias=True)
     before = {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()}
     tensor = TensorParallel(SimpleNamespace(tp_group=None, tp_rank=0, tp_size=1))  # type: ignore[arg-type]
-    tensor.shard(model)
+    tensor.shard_model(model)
     assert {name: (id(p), p.data_ptr()) for name, p in model.named_parameters()} == before
     assert type(model.vocabulary) is Vocabulary
     assert not any(isinstance(module, (ColumnLinear, RowLinear)) for module in model.modules())
     name = "model.layers.0.attn.Wqkv.weight"
     weight = model.get_parameter(name)
-    assert tensor.part(name, weight) is weight
-    assert tensor.whole(name, weight) is weight
+    assert tensor.shard(name, weight) is weight
+    assert tensor.unshard(name, weight) is weight

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_dp import corpus
+from bert_dp.corpus import builder
 from bert_dp.record import CONTROL, safe
 from launcher import cli, datasets, options, processes
 from launcher.display import complain, readable, show, teller
@@ -130,7 +130,7 @@ def test_shards_with_hostile_names(tmp_path: Path, capsys: pytest.CaptureFixture
     source.write_bytes(b"no gzip")
     asked.write_text(json.dumps({"sources": [str(source)], "out": str(tmp_path / EVIL), "vocab_size": 64}))
     for arguments in (["inspect", str(tmp_path / f"no{EVIL}")], ["build", str(asked)]):
-        assert corpus.main(arguments) > 0
+        assert builder.main(arguments) > 0
         said = capsys.readouterr().err
         assert "error: " in said
         assert not CONTROL.search(said)

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, batch_plan, dump_config, load_config, peak_lr
+from bert_dp.config import Config, ConfigError, batch_layout, dump_config, load_config, peak_lr
 from launcher import job, results
 from launcher.run import trials
 from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier
@@ -352,7 +352,7 @@ def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
     assert (trial.data.path, trial.data.sources) == ("/shards", None)
     assert (trial.checkpoint.keep, trial.eval.every_steps, trial.log.tensorboard) == (0, 10, False)
     assert (trial.batch, trial.model, trial.parallel) == (config.batch, config.model, config.parallel)
-    assert batch_plan(trial, 1).global_size == config.batch.global_size
+    assert batch_layout(trial, 1).global_size == config.batch.global_size
     short = lr_trials.trial_config(config, Path("/shards"), 0.003, 40 * STEP, 7, last=False)
     assert short.eval.every_steps == 0, "at its end alone"
     ramp = make(shards, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -11,10 +12,12 @@ from typing import Any
 
 import pytest
 
-from bert_dp.lifeline import STOP_SIGNALS, Signals
-from tests.parity.runs import evals, metrics, poison_step, settings, write_run
+from bert_dp.config import ConfigError
+from bert_dp.process import STOP_SIGNALS, Signals
+from tests.parity.runs import evals, metrics, settings, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
+from tests.wrapped_task import PoisonedTask
 
 HELD_OUT, LENGTH, GLOBAL, ASSEMBLE_S, DRY_RUN_S = 20, 16, 8, 5.0, 3.0
 
@@ -32,14 +35,14 @@ def slowed(module: Any, name: str, clock: SimpleNamespace, seconds: float) -> No
 
 def train_twice(run_dir: str, more: dict[str, Any]) -> None:
     """Two steps, the second with a bad gradient, and in a second process's place as `more` says."""
-    from bert_dp import setup, train, worker
+    from bert_dp import setup, trainer, worker
 
     clock = SimpleNamespace(now=100.0)
     worker.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
-    slowed(setup, "assemble", clock, ASSEMBLE_S)
-    slowed(train, "dry_run", clock, DRY_RUN_S)
-    poison_step(1)
-    assert worker.main([f"{run_dir}/config.yaml"]) == 0
+    slowed(setup, "build_trainer", clock, ASSEMBLE_S)
+    slowed(trainer, "dry_run", clock, DRY_RUN_S)
+    poisoned = functools.partial(PoisonedTask, bad_steps=range(1, 2))
+    assert worker.main([f"{run_dir}/config.yaml"], poisoned) == 0
     write_run(Path(run_dir), more)
     assert worker.main([f"{run_dir}/config.yaml"]) == 0
 
@@ -85,6 +88,7 @@ def test_the_first_stop_signal_is_the_one_that_counts() -> None:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     try:
         signals = Signals()
+        signals.catch()
         assert signals.received == 0
         for number in (signal.SIGUSR1, signal.SIGTERM):
             os.kill(os.getpid(), number)
@@ -92,3 +96,47 @@ def test_the_first_stop_signal_is_the_one_that_counts() -> None:
     finally:
         for number, handler in zip(STOP_SIGNALS, before, strict=True):
             signal.signal(number, handler)
+
+
+def build_and_meet(folder: str) -> None:
+    """Two ranks without shards; notes whether the data is there when this rank goes to meet the other."""
+    from bert_dp import dist, worker
+
+    rank, plain = os.environ["RANK"], dist.connect
+    os.environ["BERT_DP_CACHE"] = f"{folder}/cache"
+
+    def connect(*arguments: Any, **options: Any) -> Any:
+        built = list(Path(folder, "cache").glob("*/manifest.json"))
+        Path(folder, f"built-{rank}").write_text(str(len(built)))
+        return plain(*arguments, **options)
+
+    dist.connect = connect
+    assert worker.main([f"{folder}/config.yaml"]) == 0
+
+
+def test_a_corpus_is_built_before_the_ranks_meet(tmp_path: Path) -> None:
+    """Under plain torchrun, where nobody has built it: a build may take longer than a collective may."""
+    words = " ".join(f"word{i % 50}" for i in range(400))
+    (tmp_path / "corpus.txt").write_text("\n\n".join(f"{words} {i}" for i in range(40)))
+    config = settings(tmp_path, schedule={"steps": 1}, data={"sources": [str(tmp_path / "corpus.txt")]})
+    del config["data"]["path"]
+    config["data"]["build"] = {"held_out_fraction": 0.2, "max_tokens_per_char": 0.0}
+    run_ranks(2, build_and_meet, str(write_run(tmp_path, config)))
+    assert [(tmp_path / f"built-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+def test_ranks_with_other_data_than_rank_0_are_refused() -> None:
+    """Nodes may have caches of their own."""
+    from bert_dp.dist import Comm
+    from bert_dp.setup import check_same_data
+    from bert_dp.tasks import Metadata
+    from bert_dp.world import World
+
+    class RankOne(Comm):
+        def broadcast(self, value: Any) -> Any:
+            return "0" * 64
+
+    comm = RankOne(World(1, 1, 2, 2), None)
+    check_same_data(comm, Metadata("0" * 64, None, 9))
+    with pytest.raises(ConfigError, match="rank 1 has shards 1111111111111111, rank 0 has 0000000000000000"):
+        check_same_data(comm, Metadata("1" * 64, None, 9))

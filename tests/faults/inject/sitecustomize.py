@@ -67,7 +67,7 @@ def break_now(fault: dict) -> None:
 
 
 class Counter:
-    """Which optimizer step the worker is in: -1 = the dry run, None = before it."""
+    """Which optimizer step the worker is in: -1 = the dry run, -2 = before it."""
 
     def __init__(self, fault: dict):
         self.fault, self.step = fault, -2
@@ -88,44 +88,8 @@ class Counter:
         return True
 
 
-def patch_train(train: object, counter: Counter) -> None:
-    plain_step, plain_evaluate = train.train_step, train.evaluate
-    stream_class = sys.modules["bert_dp.data"].TrainingStream
-    plain_next = stream_class.next
-    offset = 0
-
-    def train_step(engine, model, loss_fn, batches, **options):
-        counter.step += 1
-        place = "compile" if counter.step < 0 else "step"
-
-        def loss(model, batch):
-            if counter.due(place) or (counter.fault["what"] in ("nan", "spike") and counter.hit):
-                what = counter.fault["what"]
-                if what in ("nan", "spike"):
-                    counter.hit = True
-                    return loss_fn(model, batch) * (float("nan") if what == "nan" else 10.0)
-                break_now(counter.fault)
-            return loss_fn(model, batch)
-
-        counter.hit = False
-        return plain_step(engine, model, loss, batches, **options)
-
-    def evaluate(job, batches, *rest, **options):
-        if counter.step >= 0 and counter.due("eval"):
-            break_now(counter.fault)
-        return plain_evaluate(job, batches, *rest, **options)
-
-    def following(stream):
-        nonlocal offset
-        counter.step += 1  # the step that this batch is for has not begun
-        try:
-            if counter.due("data"):
-                break_now(counter.fault)
-        finally:
-            counter.step -= 1
-        return plain_next(stream)
-
-    train.train_step, train.evaluate, stream_class.next = train_step, evaluate, following
+def patch_tasks(tasks: object) -> None:
+    tasks.TASKS["mlm"] = "broken_task"
 
 
 def patch_checkpoint(checkpoint: object, counter: Counter) -> None:
@@ -166,13 +130,13 @@ class Finder(importlib.abc.MetaPathFinder):
 
 
 if VARIABLE in os.environ and is_worker():
-    _counter = Counter(json.loads(os.environ[VARIABLE]))
+    COUNTER = Counter(json.loads(os.environ[VARIABLE]))
     sys.meta_path.insert(
         0,
         Finder(
             {
-                "bert_dp.train": lambda module: patch_train(module, _counter),
-                "bert_dp.checkpoint": lambda module: patch_checkpoint(module, _counter),
+                "bert_dp.tasks": patch_tasks,
+                "bert_dp.checkpoint": lambda module: patch_checkpoint(module, COUNTER),
             }
         ),
     )

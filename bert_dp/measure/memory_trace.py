@@ -18,18 +18,22 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from bert_dp import data, model, optim
+from bert_dp import optim, tasks
+from bert_dp.building import recompute_blocks
 from bert_dp.config import Config
+from bert_dp.matmul import HAS_ONEDNN
 from bert_dp.metrics import Timers
 from bert_dp.parallel.stepping import clip_and_step
-from bert_dp.products import HAS_ONEDNN
-from bert_dp.train import Precision, mlm_loss, train_step
+from bert_dp.precision import Precision
+from bert_dp.tasks import Batch
+from bert_dp.trainable import Model
+from bert_dp.trainer import train_step
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
 PRODUCTS = ("aten::mm", "bert_dp::matmul_nt")
 
 
-class Ledger(TorchDispatchMode):
+class MemoryTrace(TorchDispatchMode):
     """Every storage that an operation under it makes, from its first tensor to its last."""
 
     def __init__(self) -> None:
@@ -50,6 +54,12 @@ class Ledger(TorchDispatchMode):
         if HAS_ONEDNN and func.name() in PRODUCTS:
             self._see_copy(args[0])
         return out
+
+    def hold(self, batch: Batch) -> None:
+        """Count the tensors of a batch that was made before."""
+        for tensor in vars(batch).values():
+            if isinstance(tensor, Tensor):
+                self._see(tensor)
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -97,7 +107,7 @@ class Ledger(TorchDispatchMode):
 
 
 class Replica:
-    """As much of an engine as a step needs, of one replica; it tells the ledger where the step is.
+    """As much of an engine as a step needs, of one replica; it tells the trace where the step is.
 
     single frees its gradients after a step; the others keep theirs, as views of their buckets.
     """
@@ -105,29 +115,29 @@ class Replica:
     dp_size = 1
 
     def __init__(
-        self, ledger: Ledger, bare: nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool
+        self, trace: MemoryTrace, bare: nn.Module, optimizer: torch.optim.Optimizer, *, keeps_gradients: bool
     ):
-        self._ledger, self._optimizer, self._keeps = ledger, optimizer, keeps_gradients
+        self._trace, self._optimizer, self._keeps = trace, optimizer, keeps_gradients
         self._parameters = list(bare.parameters())
-        ledger.name("weights", self._parameters)
+        trace.name("weights", self._parameters)
         if keeps_gradients:
             for p in self._parameters:
                 p.grad = torch.zeros_like(p)
 
     def accumulate(self, *, last: bool) -> AbstractContextManager[None]:
-        self._ledger.phase = "forward"
+        self._trace.phase = "forward"
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        self._ledger.phase = "backward"
+        self._trace.phase = "backward"
         loss.backward()
 
     def step(self, max_norm: float) -> Tensor:
-        self._ledger.phase = "step"
-        self._ledger.name("gradients", (p.grad for p in self._parameters))
+        self._trace.phase = "step"
+        self._trace.name("gradients", (p.grad for p in self._parameters))
         norm = clip_and_step(self._optimizer, None, max_norm)
         states = [s for state in self._optimizer.state.values() for s in state.values()]
-        self._ledger.name("optimizer", states)
+        self._trace.name("optimizer", states)
         self._optimizer.zero_grad(set_to_none=not self._keeps)
         return norm
 
@@ -147,32 +157,30 @@ def count_step(
     accumulation: int,
     keeps_gradients: bool,
     tensors: AbstractContextManager[Any],
-) -> Ledger:
-    """The ledger of two steps of the eager model, the first of which makes the optimizer's state.
+) -> MemoryTrace:
+    """The trace of two steps of the eager model, the first of which makes the optimizer's state.
 
     tensors: `fake()`, or nullcontext() for a real step.
     """
-    length, ledger = config.data.sequence_length, Ledger()
-    with tensors, ledger:
-        bare = model.build_model(config.model, length, config.run.seed)
+    trace, task = MemoryTrace(), tasks.make_task(config, device)
+    with tensors:
+        batch = task.example_batch(micro_size)
+    with tensors, trace:
+        trace.hold(batch)
+        bare = task.build_model(config.run.seed)
         convert(bare, device, precision.parameters)
         if config.parallel.activation_checkpointing:
-            model.checkpoint_activations(bare)
-        optimizer = optim.make_optimizer(
-            config.optim, bare.named_parameters(), model.is_decayed, model.is_matrix
-        )
-        replica: Any = Replica(ledger, bare, optimizer, keeps_gradients=keeps_gradients)
-        watch_head(bare, ledger)
-        predicted = micro_size * config.num_masked
-        ids_BS = torch.zeros(micro_size, length, dtype=torch.int64)
-        zeros_P = torch.zeros(predicted, dtype=torch.int64)  # which tokens and positions is all the same
-        batch = data.Batch(ids_BS, zeros_P, zeros_P, predicted, np.arange(micro_size))
+            recompute_blocks(bare)
+        optimizer = optim.make_optimizer(config.optim, bare.named_parameters(), bare)
+        replica: Any = Replica(trace, bare, optimizer, keeps_gradients=keeps_gradients)
+        watch_head(bare, trace)
         for _ in range(2):
             train_step(
                 replica,
                 bare,
-                mlm_loss,
+                task.loss,
                 [batch] * accumulation,
+                num_targets=task.num_targets(0, micro_size * accumulation),
                 device=device,
                 precision=precision,
                 max_norm=config.optim.clip,
@@ -180,7 +188,7 @@ def count_step(
                 dropout_seed=None,
                 progress=lambda: None,
             )
-    return ledger
+    return trace
 
 
 def convert(bare: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -192,14 +200,16 @@ def convert(bare: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
             module.register_buffer(name, buffer.to(device, dtype), persistent=False)
 
 
-def watch_head(bare: model.CrammedBert, ledger: Ledger) -> None:
-    """Tell the ledger when the decoder begins, and when the backward pass has left it."""
+def watch_head(bare: Model, trace: MemoryTrace) -> None:
+    """Tell the trace when the decoder begins, and when the backward pass has left it, in a model with a
+    `head`."""
 
     def leave(_: Tensor) -> None:
-        ledger.in_head = False
+        trace.in_head = False
 
-    def enter(_: nn.Module, inputs: tuple[Tensor]) -> None:
-        ledger.in_head = True
+    def enter(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        trace.in_head = True
         inputs[0].register_hook(leave)
 
-    bare.head.register_forward_pre_hook(enter)
+    if isinstance(head := getattr(bare, "head", None), nn.Module):
+        head.register_forward_pre_hook(enter)

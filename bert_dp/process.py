@@ -17,7 +17,7 @@ from types import FrameType
 from typing import IO
 
 from bert_dp.config import ConfigError
-from bert_dp.lines import LOSSES, lossy
+from bert_dp.lines import LostWrites, lossy
 from bert_dp.record import (
     LAUNCHER_PID,
     LAUNCHER_START,
@@ -44,10 +44,12 @@ class RunFailed(RuntimeError):
 
 
 class Signals:
-    """Remembers the first stop signal; the loop looks at it once per step."""
+    """Remembers the first stop signal that comes after `catch`; the loop looks at it once per step."""
 
     def __init__(self) -> None:
         self.received = 0
+
+    def catch(self) -> None:
         for number in STOP_SIGNALS:
             signal.signal(number, self._remember)
 
@@ -55,18 +57,18 @@ class Signals:
         self.received = self.received or number
 
 
-def redirect_output(rank: int) -> None:
+def redirect_output(rank: int, lost_writes: LostWrites) -> None:
     """Append everything this process prints to $BERT_DP_LOG_DIR/rank-N.log, when the launcher set it.
 
     A line divides it from what an earlier process of that rank has left there. What a full disk does not take
     of it is lost, and no error, also where the log cannot be opened.
     """
-    sys.stdout, sys.stderr = lossy(1), lossy(2)
+    sys.stdout, sys.stderr = lossy(1, lost_writes), lossy(2, lost_writes)
     if folder := os.environ.get(LOG_DIR):
         try:
             log = os.open(Path(folder) / f"rank-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
-            LOSSES.note(error)
+            lost_writes.note(error)
         else:
             os.dup2(log, 1)
             os.dup2(log, 2)

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bert_dp import builtin
 from bert_dp.config import ConfigError
 from bert_dp.config.stored import sha256
+from bert_dp.corpus import builtin
 
 TEXT_KEY = "text"  # field of a JSONL record, column of a Parquet file or hub data set
 MAX_DOCUMENT_BYTES = 16 * 2**20

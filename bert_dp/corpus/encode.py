@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from bert_dp.dedup import document_key, sketcher
-from bert_dp.tokenizer import normalize, normalizer_json
+from bert_dp.corpus.dedup import document_key, sketcher
+from bert_dp.corpus.tokenizer import normalize, normalizer_json
 
 BATCH_DOCUMENTS, BATCH_CHARS = 1000, 2**20
 

@@ -1,6 +1,6 @@
 """When each gradient is ready: one rank's step taken apart, for the prediction of many (`plan scaling`).
 
-`python -m bert_dp.profiling CONFIG.yaml` prints one JSON line. One process, engine `single`, the
+`python -m bert_dp.measure.profiling CONFIG.yaml` prints one JSON line. One process, engine `single`, the
 configuration's micro batch of random tokens.
 """
 
@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bert_dp import setup, train
-from bert_dp.config import Config, batch_plan, load_config
+from bert_dp import setup, tasks
+from bert_dp.config import Config, batch_layout, load_config
 from bert_dp.dist import Comm, choose_device
 from bert_dp.heartbeat import Heartbeat
-from bert_dp.lifeline import follow_launcher
+from bert_dp.lines import LostWrites
 from bert_dp.metrics import Timers
+from bert_dp.process import Signals, follow_launcher
+from bert_dp.trainer import Trainer
 from bert_dp.world import World
 
 ALONE = World(0, 0, 1, 1)
@@ -30,25 +32,36 @@ WARM_UP, REPEATS = 2, 7
 
 def profile(config: Config, work: Path) -> dict[str, Any]:
     """The `profile` of scaling.json: medians over REPEATS micro batches. `work`: a scratch directory."""
-    plan = batch_plan(config, 1)
+    layout = batch_layout(config, 1)
     device = choose_device(config.run.device, ALONE)
     comm = Comm(ALONE, None)
-    setup.bind(config, device, ALONE)
-    fresh = setup.Resume(None, None, train.Counters(), None)
-    heartbeat = Heartbeat(work / "heartbeats" / "rank-0")
-    job, _ = setup.assemble(
-        config, plan, work, comm, device, setup.open_data(config, comm), fresh, heartbeat, lambda: 0
+    setup.set_device_and_affinity(config, device, ALONE)
+    lost_writes = LostWrites()
+    heartbeat = Heartbeat(work / "heartbeats" / "rank-0", lost_writes)
+    task = tasks.make_task(config, device)
+    trainer, *_ = setup.build_trainer(
+        config,
+        layout,
+        work,
+        comm,
+        device,
+        task,
+        task.open_data(),
+        None,
+        heartbeat,
+        Signals(),
+        lost_writes,
     )
     try:
-        return measure(job, Timers(device))
+        return measure(trainer, Timers(device))
     finally:
-        job.stream.close()
+        trainer.stream.close()
         heartbeat.close()
 
 
-def measure(job: train.Job, clock: Timers) -> dict[str, Any]:
-    """The profile of an assembled job; its weights are of no use afterwards."""
-    named = [(name, p) for name, p in job.bare_model.named_parameters() if p.requires_grad]
+def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
+    """The profile of a trainer; its weights are of no use afterwards."""
+    named = [(name, p) for name, p in trainer.bare_model.named_parameters() if p.requires_grad]
     arrived: dict[str, Any] = {}
 
     def note(name: str) -> Any:
@@ -59,18 +72,19 @@ def measure(job: train.Job, clock: Timers) -> dict[str, Any]:
 
     hooks = [p.register_post_accumulate_grad_hook(note(name)) for name, p in named]
     rounds: list[tuple[float, float, float, dict[str, float]]] = []
-    batch = job.stream.next().to(job.device)
+    batch = trainer.stream.next().to(trainer.device)
+    num_targets = trainer.task.num_targets(0, trainer.layout.micro_size)
     for number in range(WARM_UP + REPEATS):
-        _sync(job.device)
+        _sync(trainer.device)
         start = clock.mark()
-        with job.precision.context(job.device):
-            loss = train.mlm_loss(job.model, batch) / batch.num_masked
+        with trainer.precision.context(trainer.device):
+            loss = trainer.task.loss(trainer.model, batch) / num_targets
         turn = clock.mark()
         loss.backward()
         end = clock.mark()
-        job.engine.step(job.config.optim.clip)
+        trainer.engine.step(trainer.config.optim.clip)
         stepped = clock.mark()
-        _sync(job.device)
+        _sync(trainer.device)
         if number >= WARM_UP:
             ready = {name: clock.between(turn, mark) for name, mark in arrived.items()}
             rounds.append(
@@ -84,16 +98,16 @@ def measure(job: train.Job, clock: Timers) -> dict[str, Any]:
     ready_s = {name: statistics.median(r[3][name] for r in rounds) for name in rounds[0][3]}
     sizes = {name: p.nbytes for name, p in named}
     return {
-        "device": setup.device_name(job.device),
-        "precision": job.precision.name,
-        "compiled": job.facts["compiled"],
+        "device": setup.device_name(trainer.device),
+        "precision": trainer.precision.name,
+        "compiled": trainer.metadata["compiled"],
         "engine": "single",
-        "micro_batch": job.plan.micro_size,
-        "sequence_length": job.config.data.sequence_length,
+        "micro_batch": trainer.layout.micro_size,
+        "sequence_length": trainer.config.data.sequence_length,
         "parameters": sum(p.numel() for _, p in named),
-        "num_layers": job.config.model.num_layers,
-        "hidden_size": job.config.model.hidden_size,
-        "num_heads": job.config.model.num_heads,
+        "num_layers": trainer.config.model.num_layers,
+        "hidden_size": trainer.config.model.hidden_size,
+        "num_heads": trainer.config.model.num_heads,
         "forward_s": forward_s,
         "backward_s": backward_s,
         "optimizer_s": optimizer_s,

@@ -1,7 +1,7 @@
 """The matmul rate of one device, measured on the spot: the denominator of MAMFU.
 
-`python -m bert_dp.peak PRECISION [SECONDS]` prints one JSON line: the best of several shapes, as MAMF-finder
-(stas00/ml-engineering) takes it; on a CPU with as many threads as this process has cores.
+`python -m bert_dp.measure.peak PRECISION [SECONDS]` prints one JSON line: the best of several shapes, as
+MAMF-finder (stas00/ml-engineering) takes it; on a CPU with as many threads as this process has cores.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from bert_dp.building import choose_precision
 from bert_dp.dist import keep_freed_memory
-from bert_dp.lifeline import follow_launcher
-from bert_dp.products import product
+from bert_dp.matmul import product
+from bert_dp.precision import choose_precision
+from bert_dp.process import follow_launcher
 
 WARM_UP = 3
 SHAPES = {  # (M, N, K) of [M, K] x [K, N]: from a block's products to what keeps a large device busy

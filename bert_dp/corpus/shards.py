@@ -7,21 +7,23 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from bert_dp import tokenizer as tokens
 from bert_dp.config import ConfigError, Manifest, read_manifest
 from bert_dp.config.manifest import AGAIN, beyond
+from bert_dp.corpus import tokenizer as tokens
 
 SHARD_BYTES = 2**30
 BLOCK_BYTES = 4 * 2**20  # of a shard file under one short hash in the manifest: about 20 KB for 4 GB
 SAMPLED_BLOCKS = 16  # read at the start of a run: 64 MiB however large the corpus
 TOKEN = np.dtype("<u2")
+CHUNK_SEQUENCES = 8192  # that a reader of all holds at once
 
 
 class BlockHash:
@@ -106,6 +108,40 @@ class ShardWriter:
         return {**size, "documents": self.documents, "shards": self.shards}
 
 
+class MappedShards:
+    """The sequences of several files, memory-mapped as one: [n, S] uint16."""
+
+    def __init__(self, files: Sequence[Path], length: int, vocab_size: int | None = None):
+        """`vocab_size`: `rows` refuses token ids beyond it."""
+        self.length, self._files, self._vocab_size = length, files, vocab_size
+        self._maps = [np.memmap(file, TOKEN, "r").reshape(-1, length) for file in files]
+        self._starts = np.cumsum([0, *(len(m) for m in self._maps)])
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def rows(self, index_B: NDArray[np.int64]) -> NDArray[np.uint16]:
+        """The sequences at `index_B`, [B, S], in that order.
+
+        Raises ConfigError for a token id beyond the vocabulary, which no embedding has a row for.
+        """
+        out_BS = np.empty((len(index_B), self.length), TOKEN)
+        shard_B = np.searchsorted(self._starts, index_B, side="right") - 1
+        for shard in np.unique(shard_B):
+            here = shard_B == shard
+            rows = self._maps[shard][index_B[here] - self._starts[shard]]
+            if self._vocab_size is not None and (greatest := int(rows.max())) >= self._vocab_size:
+                raise ConfigError([f"{self._files[shard]}: {beyond(greatest, self._vocab_size)}; {AGAIN}"])
+            out_BS[here] = rows
+        return out_BS
+
+    def chunks(self) -> Iterator[NDArray[np.uint16]]:
+        """All sequences in order, some at a time."""
+        for mapped in self._maps:
+            for start in range(0, len(mapped), CHUNK_SEQUENCES):
+                yield np.asarray(mapped[start : start + CHUNK_SEQUENCES])
+
+
 def check_blocks(directory: Path, manifest: Manifest, seed: int | None = None) -> list[str]:
     """Damage and ids beyond the vocabulary found in SAMPLED_BLOCKS blocks of the shards, other ones at every
     start (`seed`: the same ones).
@@ -175,13 +211,13 @@ def inspect(directory: Path, *, samples: int = 3, most: int = 20) -> dict[str, A
     """
     manifest = read_manifest(directory)
     tokenizer = tokens.load(directory / manifest.tokenizer.file)
-    mapped = _mapped(directory, [s.file for s in manifest.train.shards], manifest.sequence_length)
+    mapped = MappedShards([directory / s.file for s in manifest.train.shards], manifest.sequence_length)
     counts = np.zeros(manifest.vocab_size, np.int64)
-    for part in _chunks(mapped):  # an id beyond the vocabulary is among the problems
+    for part in mapped.chunks():  # an id beyond the vocabulary is among the problems
         counts += np.bincount(part.ravel(), minlength=len(counts))[: len(counts)]
     top = np.argsort(-counts, kind="stable")[:most]
     total = manifest.train.sequences
-    picked = _rows(mapped, np.linspace(0, total - 1, min(samples, total)).astype(np.int64))
+    picked = mapped.rows(np.linspace(0, total - 1, min(samples, total)).astype(np.int64))
     return {
         "manifest": manifest.model_dump(),
         "tokens_per_document": manifest.train.tokens / manifest.train.documents,
@@ -202,13 +238,13 @@ def order_shards(
     tell: Callable[[str, int, int | None], None],
 ) -> ShardWriter:
     """Rewrite the shards: most "." tokens first (sentence_length), or most likely tokens first (unigram)."""
-    mapped = _mapped(work, [s["file"] for s in unordered.shards], unordered.length)
+    mapped = MappedShards([work / s["file"] for s in unordered.shards], unordered.length)
     stop = tokenizer.token_to_id(".")
     if order == "sentence_length" and stop is None:
         raise ConfigError(["data.build.order: sentence_length needs a token '.' in the tokenizer; use none"])
     log_p = np.log((unordered.counts + 1) / (unordered.counts.sum() + len(unordered.counts)))
     keys = []
-    for part in _chunks(mapped):
+    for part in mapped.chunks():
         score = (part == stop).sum(axis=1) if order == "sentence_length" else log_p[part].sum(axis=1)
         keys.append(-score.astype(np.float32))
     ranks = np.argsort(np.concatenate(keys), kind="stable")
@@ -216,33 +252,11 @@ def order_shards(
     ordered.documents = unordered.documents
     for start in range(0, len(ranks), 8192):
         tell("order", start, len(ranks))
-        ordered.write(_rows(mapped, ranks[start : start + 8192]).ravel())
+        ordered.write(mapped.rows(ranks[start : start + 8192]).ravel())
     ordered.close()
     for shard in unordered.shards:
         (work / shard["file"]).unlink()
     return ordered
-
-
-def _mapped(directory: Path, files: list[str], length: int) -> list[np.ndarray]:
-    """The shards as memory maps [sequences, S]."""
-    return [np.memmap(directory / file, TOKEN, "r").reshape(-1, length) for file in files]
-
-
-def _chunks(mapped: list[np.ndarray]) -> Iterator[np.ndarray]:
-    for array in mapped:
-        for start in range(0, len(array), 8192):
-            yield np.asarray(array[start : start + 8192])
-
-
-def _rows(mapped: list[np.ndarray], wanted: np.ndarray) -> np.ndarray:
-    """Sequences [len(wanted), S] by their number over all shards."""
-    ends = np.cumsum([len(array) for array in mapped])
-    out = np.empty((len(wanted), mapped[0].shape[1]), TOKEN)
-    shard = np.searchsorted(ends, wanted, side="right")
-    for i, array in enumerate(mapped):
-        mine = shard == i
-        out[mine] = array[wanted[mine] - (ends[i] - len(array))]
-    return out
 
 
 def cross_entropy(train: np.ndarray, held_out: np.ndarray) -> float | None:

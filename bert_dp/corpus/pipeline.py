@@ -20,13 +20,13 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
-from bert_dp import dedup, encode, shards
-from bert_dp import sources as inputs
-from bert_dp import tokenizer as tokens
 from bert_dp.config import BuildConfig, ConfigError, Manifest, read_manifest
 from bert_dp.config.manifest import FORMAT, VERSION, manifest_hash
+from bert_dp.corpus import dedup, encode, shards
+from bert_dp.corpus import sources as inputs
+from bert_dp.corpus import tokenizer as tokens
+from bert_dp.corpus.shards import ShardWriter
 from bert_dp.record import write_json, write_text
-from bert_dp.shards import ShardWriter
 
 SAMPLE_BYTES = 128 * 2**20  # text that the tokenizer is trained on, at most
 BYTES_PER_PROCESS = 8 * 2**20  # of source; for less, starting a process costs more than it saves

@@ -1,13 +1,14 @@
 """The shards of a configuration, built in a directory or in the cache under a lock. Torch-free.
 
 Nothing half-made is ever reused: a build works in a temporary directory beside OUT, which takes OUT's place
-as its last act. `python -m bert_dp.corpus` is the command line of the data room.
+as its last act. `main` is the command line `python -m bert_dp.corpus`.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import fcntl
 import json
 import os
@@ -20,10 +21,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from bert_dp import pipeline, record, shards
-from bert_dp import sources as inputs
+from bert_dp import record
 from bert_dp.config import (
     MAX_VOCAB_SIZE,
     BuildConfig,
@@ -35,8 +35,11 @@ from bert_dp.config import (
     read_manifest,
 )
 from bert_dp.config.manifest import FORMAT, VERSION, hash_json
-from bert_dp.lifeline import follow_launcher
-from bert_dp.pipeline import Progress
+from bert_dp.config.stored import problem_lines
+from bert_dp.corpus import pipeline, shards
+from bert_dp.corpus import sources as inputs
+from bert_dp.corpus.pipeline import Progress
+from bert_dp.process import follow_launcher
 
 
 def build(
@@ -61,32 +64,63 @@ def build(
     """
     tell: Progress = progress or (lambda stage, done, total: None)
     out = out.expanduser().resolve()
-    found = inputs.resolve(sources)
-    before = [_stamp(source) for source in found]
+    wanted = _wanted(sources, options, vocab_size, sequence_length, tokenizer, seed)
+    with _locked(out, tell):
+        return _build_locked(wanted, out, processes, force, tell)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What to build."""
+
+    sources: list[inputs.Source]
+    options: BuildConfig
+    tokenizer: str | None
+    settings: dict[str, str | int | float | bool | None]
+    """`build` of the manifest: everything that the shards depend on beside the sources."""
+
+
+def _wanted(
+    sources: Sequence[str],
+    options: BuildConfig,
+    vocab_size: int,
+    sequence_length: int,
+    tokenizer: str | None,
+    seed: int,
+) -> Wanted:
+    """Raises ConfigError for sources or a tokenizer that are not there."""
     settings = {
         **options.model_dump(mode="json"),
         "sequence_length": sequence_length,
         "vocab_size": vocab_size,
+        "seed": seed,
+        "tokenizer_sha256": inputs.file_hash(Path(tokenizer)) if tokenizer else None,
     }
-    settings |= {"seed": seed, "tokenizer_sha256": inputs.file_hash(Path(tokenizer)) if tokenizer else None}
-    with _locked(out, tell):
-        records = [pipeline.source_record(source) for source in found]
-        if (kept := _existing(out, settings, records, force)) is not None:
-            tell(f"kept {out}: it holds this build", 0, None)
-            return kept
-        prefix = f".{out.name}.building-"
-        for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
-            shutil.rmtree(stale)  # its process is gone: this one holds the lock
-        work = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
-        try:
-            manifest = pipeline.build_in(found, records, work, options, settings, tokenizer, processes, tell)
-            if before != [_stamp(source) for source in found]:
-                raise ConfigError(["data.sources: a source changed while it was read; run again"])
-            _install(work, out)
-            if warning := filter_warning(manifest):
-                tell(warning, 0, None)
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
+    return Wanted(inputs.resolve(sources), options, tokenizer, settings)
+
+
+def _build_locked(wanted: Wanted, out: Path, processes: int | None, force: bool, tell: Progress) -> Manifest:
+    """Build in `out`, by the holder of its lock."""
+    before = [_stamp(source) for source in wanted.sources]
+    records = [pipeline.source_record(source) for source in wanted.sources]
+    if (kept := _existing(out, wanted.settings, records, force)) is not None:
+        tell(f"kept {out}: it holds this build", 0, None)
+        return kept
+    prefix = f".{out.name}.building-"
+    for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
+        shutil.rmtree(stale)  # its process is gone: this one holds the lock
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
+    try:
+        manifest = pipeline.build_in(
+            wanted.sources, records, work, wanted.options, wanted.settings, wanted.tokenizer, processes, tell
+        )
+        if before != [_stamp(source) for source in wanted.sources]:
+            raise ConfigError(["data.sources: a source changed while it was read; run again"])
+        _install(work, out)
+        if warning := filter_warning(manifest):
+            tell(warning, 0, None)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     return manifest
 
 
@@ -125,19 +159,20 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
         try:
             manifest = _sound(directory)
         except ConfigError:
-            manifest = build(
-                data.sources or (),
-                directory,
-                options=data.build,
-                vocab_size=config.model.vocab_size,
-                sequence_length=data.sequence_length,
-                tokenizer=data.tokenizer,
-                force=True,
-                progress=progress,
-            )
+            manifest = _ensure_built(config, directory, progress or (lambda stage, done, total: None))
     if issues := data_issues(config, manifest):
         raise ConfigError(issues)
     return directory
+
+
+def _ensure_built(config: Config, directory: Path, tell: Progress) -> Manifest:
+    """Build in the cache, unless another process has done so while this one waited for its lock."""
+    data, length = config.data, config.data.sequence_length
+    wanted = _wanted(data.sources or (), data.build, config.model.vocab_size, length, data.tokenizer, seed=0)
+    with _locked(directory, tell):
+        with contextlib.suppress(ConfigError):
+            return _sound(directory)
+        return _build_locked(wanted, directory, None, True, tell)
 
 
 def _sound(directory: Path) -> Manifest:
@@ -264,41 +299,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
+class Arguments(BaseModel):
+    """OPTIONS.json: the arguments of `build`; what is null has its default."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    sources: list[str] = Field(min_length=1)
+    out: str = Field(min_length=1)
+    options: BuildConfig = BuildConfig()
+    vocab_size: int = Field(32_768, ge=16, le=MAX_VOCAB_SIZE)
+    sequence_length: int = Field(128, ge=8, le=8192)
+    tokenizer: str | None = None
+    seed: int = 0
+    processes: int | None = Field(None, ge=1, le=4096)
+    force: bool = False
+
+
 def _read_options(path: Path) -> dict[str, Any]:
     """Keyword arguments of `build` from a JSON file. Raises ConfigError for what is missing or unknown."""
     given = record.read_json(path)
     if given is None:
         raise ConfigError([f"{path}: not a JSON object"])
-    types = {
-        "sources": list,
-        "out": str,
-        "vocab_size": int,
-        "sequence_length": int,
-        "tokenizer": str,
-        "seed": int,
-    }
-    types |= {"options": dict, "processes": int, "force": bool}
-    issues = [f"{path}: unknown key {key!r}; known: {', '.join(types)}" for key in given if key not in types]
-    issues += [f"{path}: {key} is missing" for key in ("sources", "out") if not given.get(key)]
-    for key, value in given.items():
-        if value is not None and key in types and not isinstance(value, types[key]):
-            issues.append(f"{path}: {key}: expected {types[key].__name__}, got {value!r}")
-    for key, least, most in (
-        ("vocab_size", 16, MAX_VOCAB_SIZE),
-        ("sequence_length", 8, 8192),
-        ("processes", 1, 4096),
-    ):
-        if isinstance(given.get(key), int) and not least <= given[key] <= most:
-            issues.append(f"{path}: {key}: {given[key]} is not in {least}..{most}")
+    text = json.dumps({key: value for key, value in given.items() if value is not None})
     try:
-        options = BuildConfig.model_validate_json(json.dumps(given.get("options") or {}))
+        arguments = Arguments.model_validate_json(text)
     except ValidationError as error:
-        issues += [f"options.{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()]
-    if issues:
-        raise ConfigError(issues)
-    defaults = {"vocab_size": 32_768, "sequence_length": 128, "tokenizer": None}
-    given = {key: value for key, value in given.items() if value is not None}
-    return {**defaults, **given, "out": Path(given["out"]), "options": options}
+        raise ConfigError([f"{path}: {line}" for line in problem_lines(error)]) from None
+    return {**dict(arguments), "out": Path(arguments.out)}
 
 
 @contextlib.contextmanager
@@ -329,7 +355,3 @@ def _shown_progress() -> Iterator[Progress]:
         sys.stderr.flush()
 
     yield write
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
 """The memory line: peak tensor bytes of a rank in the micro batch b, M(b) = a + c b, nothing allocated.
 
-`python -m bert_dp.memory_line CONFIG.yaml RANKS b1 b2` prints one JSON line. A step of the real model runs
-on fake tensors at two micro batches, with the configuration's precision, checkpointing and optimizer, but
-never compiled. What no tensor holds (interpreter, libraries, an allocator's rest, a CUDA context) is the
+`python -m bert_dp.measure.memory_line CONFIG.yaml RANKS b1 b2` prints one JSON line. A step of the real model
+runs on fake tensors at two micro batches, with the configuration's precision, checkpointing and optimizer,
+but never compiled. What no tensor holds (interpreter, libraries, an allocator's rest, a CUDA context) is the
 caller's to measure at one micro batch.
 
 A step's peak is the greatest of many lines, one per operation, so it bends upwards. The line given is the
@@ -27,11 +27,10 @@ import torch
 from numpy.typing import NDArray
 
 from bert_dp import cost, record
-from bert_dp.building import choose_precision
 from bert_dp.config import Config, ConfigError, load_config
-from bert_dp.lifeline import follow_launcher
 from bert_dp.parallel import engine_name
-from bert_dp.train import Precision
+from bert_dp.precision import Precision, choose_precision
+from bert_dp.process import follow_launcher
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
 STATE = PARTS[:3]
@@ -76,13 +75,13 @@ def traced(
     config: Config, precision: Precision, device: torch.device, ranks: int, sizes: tuple[int, int]
 ) -> dict[str, Any]:
     """The line by fake tensors. Raises whatever torch raises."""
-    from bert_dp.ledger import count_step, fake
+    from bert_dp.measure.memory_trace import count_step, fake
 
     engine = engine_name(config.parallel, ranks)
     accumulates = config.batch.global_size > min(config.batch.micro_size, sizes[0]) * ranks
     histories = []
     for size in sizes:
-        ledger = count_step(
+        trace = count_step(
             config,
             precision,
             device,
@@ -91,7 +90,7 @@ def traced(
             keeps_gradients=engine not in ("single", "independent"),
             tensors=fake(),
         )
-        bytes_EP, inside_E = ledger.history()
+        bytes_EP, inside_E = trace.history()
         histories.append(bytes_EP)
     if len(histories[0]) != len(histories[1]):
         raise RuntimeError(f"micro batches {sizes[0]} and {sizes[1]} run other operations")

@@ -1,0 +1,1 @@
+"""Programs that measure one rank, or what ranks share; each prints JSON lines for the launcher."""

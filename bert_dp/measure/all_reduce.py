@@ -1,0 +1,91 @@
+"""How fast all-reduces are.
+
+`python -m bert_dp.measure.all_reduce [N] [SECONDS BYTES...]` measures them over N local ranks, each on a GPU
+of its own where there are as many, SECONDS (2) for each size, and prints one JSON line for each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bert_dp.process import follow_launcher
+
+MEASURE_S = 2.0
+WARM_UP = 5
+
+
+def _measure(rank: int, size: int, store: str, backend: str, sizes: Sequence[int], seconds: float) -> None:
+    """One rank: about `seconds` of all-reduces of each size in bytes; rank 0 prints the results."""
+    follow_launcher()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    torch.set_num_threads(1)
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size)
+    for num_bytes in sizes:
+        result = _time_all_reduce(num_bytes, seconds, device)
+        if rank == 0:
+            facts = {"world_size": size, "backend": backend, **result}
+            sys.stdout.write(json.dumps(facts) + "\n")
+            sys.stdout.flush()
+    dist.destroy_process_group()
+
+
+def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> dict[str, Any]:
+    """About `seconds` of all-reduces; busbw as nccl-tests define it, GB = 1e9 bytes."""
+    data = torch.zeros(max(1, num_bytes // 4), device=device)
+
+    def once() -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        dist.all_reduce(data)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return time.perf_counter() - start
+
+    start = time.perf_counter()
+    for _ in range(WARM_UP):
+        once()
+    one_s = (time.perf_counter() - start) / WARM_UP  # with its barrier
+    count = torch.tensor([max(WARM_UP, int(seconds / one_s))], device=device)
+    dist.broadcast(count, 0)
+    times = sorted(once() for _ in range(int(count)))
+    median, size = times[len(times) // 2], dist.get_world_size()
+    sent = data.nbytes
+    busbw = sent / median * 2 * (size - 1) / size / 1e9
+    return {"bytes": sent, "repeats": len(times), "seconds_median": median, "busbw_gb_s": busbw}
+
+
+def main(size: int | None = None, seconds: float = MEASURE_S, sizes: Sequence[int] = ()) -> None:
+    """`size` ranks; by default one on each GPU when there are several, else two on the CPU."""
+    follow_launcher()
+    gpus = torch.cuda.device_count()
+    size = size or (gpus if gpus > 1 else 2)
+    backend, num_bytes = ("nccl", 64 * 2**20) if 1 < size <= gpus else ("gloo", 4 * 2**20)
+    with tempfile.TemporaryDirectory(prefix="bert-dp-") as folder:
+        torch.multiprocessing.start_processes(
+            _measure,
+            (size, f"{folder}/store", backend, sizes or (num_bytes,), seconds),
+            nprocs=size,
+            start_method="spawn",
+        )
+
+
+if __name__ == "__main__":
+    number, *measured = sys.argv[1:] or [""]
+    main(
+        int(number) if number else None,
+        float(measured[0]) if measured else MEASURE_S,
+        [int(n) for n in measured[1:]],
+    )

@@ -1,0 +1,121 @@
+"""JSON files and lines of records: written whole or not at all, read, cut back. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import math
+import os
+import uuid
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bert_dp.config.stored import read_regular
+from bert_dp.record.results import Evaluation, Metrics
+
+MAX_JSON_BYTES = 2**28
+MAX_JSON_DEPTH = 32  # of nested objects and lists; ours have less than ten
+MAX_WHOLE = 2**64  # no count, size or time in ns is as large
+
+
+def append_line(path: Path, record: Metrics | Evaluation | Mapping[str, Any]) -> None:
+    """Append one flat JSON line, whole or not at all. A non-finite number becomes null: JSON has none.
+
+    Raises OSError.
+    """
+    facts = record if isinstance(record, Mapping) else dataclasses.asdict(record)
+    line = (json.dumps(_finite(dict(facts)), allow_nan=False) + "\n").encode()
+    with path.open("ab", buffering=0) as file:
+        size = os.fstat(file.fileno()).st_size
+        try:
+            if file.write(line) != len(line):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        except OSError:
+            file.truncate(size)  # what follows a torn line would not be read
+            raise
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a JSONL file, objects that have a `step` each; one torn by a crash, or damaged, ends
+    the iteration. Nothing when there is no such regular file. Raises OSError when it cannot be read."""
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            try:
+                facts = parse_json(line)
+            except ValueError:
+                return
+            if not isinstance(facts, dict) or type(facts.get("step")) is not int:
+                return
+            yield facts
+
+
+def cut_back(path: Path, step: int) -> None:
+    """Drop torn lines and lines after `step`, atomically; a file of any size in little memory."""
+    if path.exists():
+        kept = (json.dumps(line) + "\n" for line in read_lines(path) if line["step"] <= step)
+        write_text(path, kept)
+
+
+def write_json(path: Path, data: Any) -> None:
+    """Atomic: a reader sees the old file or the whole new one."""
+    write_text(path, json.dumps(_finite(data), indent=1, allow_nan=False) + "\n")
+
+
+def write_text(path: Path, text: str | Iterable[str]) -> None:
+    """Atomic: temporary file in the same directory, fsync, rename. `text`: whole, or in parts."""
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.writelines([text] if isinstance(text, str) else text)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """The object in `path`, or None when it is absent, not JSON or none that `parse_json` takes."""
+    try:
+        data = parse_json(read_regular(path, MAX_JSON_BYTES))
+    except (OSError, ValueError):
+        return None
+    return data if isinstance(data, dict) else None
+
+
+def parse_json(text: bytes | str) -> Any:
+    """JSON in UTF-8. Raises ValueError for anything else, and for what no file of ours has and what readers
+    stumble over: whole numbers of MAX_WHOLE and more, nesting deeper than MAX_JSON_DEPTH."""
+    try:
+        data = json.loads(text if isinstance(text, str) else text.decode(), parse_int=_whole_number)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+    level = [data]
+    for _ in range(MAX_JSON_DEPTH):
+        inside = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, (dict, list)))
+        if not (level := [value for values in inside for value in values]):
+            return data
+    raise ValueError("nested too deeply")
+
+
+def _whole_number(text: str) -> int:
+    if len(text) > len(str(-MAX_WHOLE)) or abs(number := int(text)) >= MAX_WHOLE:
+        raise ValueError(f"a whole number of {len(text)} digits")
+    return number
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {k: _finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(v) for v in value]
+    return value

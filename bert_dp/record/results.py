@@ -1,0 +1,114 @@
+"""Lines of metrics.jsonl and evals.jsonl, checkpoints and their state.json. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+
+from bert_dp.config.stored import Count, Sha256, problem_lines
+
+SCHEMA_VERSION = 1
+CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(\.old-\w+)?")  # one that is whole, and no run has left behind
+
+
+@dataclasses.dataclass(frozen=True)
+class Metrics:
+    """One line of metrics.jsonl. Times and rates are means over the steps since the previous line."""
+
+    step: int
+    samples: int
+    tokens: int
+    epoch: int
+    progress: float
+    loss: float
+    lr: float
+    grad_norm: float
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    world_size: int
+    step_time_s: float
+    steps_per_s: float
+    global_steps_per_s: float
+    samples_per_s: float
+    tokens_per_s: float
+    tokens_per_s_per_gpu: float
+    mfu: float | None
+    data_wait_s: float
+    forward_backward_s: float
+    optimizer_s: float
+    peak_memory_gib: float
+    elapsed_s: float
+    skipped_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """One line of evals.jsonl: mean cross entropy in nats over `masked_tokens` held-out positions."""
+
+    step: int
+    tokens: int
+    loss: float
+    mask_rate: float
+    masked_tokens: int
+    elapsed_s: float
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints, newest first; one set aside by a save comes after its replacement."""
+    if not folder.is_dir():
+        return []
+    found = [
+        (int(m[1]), not m[2], p)
+        for p in folder.iterdir()
+        if (m := CHECKPOINT_NAME.fullmatch(p.name)) and p.is_dir()
+    ]
+    return [path for *_, path in sorted(found, reverse=True)]
+
+
+class CheckpointFacts(BaseModel):
+    """state.json of a checkpoint: how far the run was, and what it was. Unknown keys are left out."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+    step: Count
+    samples: Count
+    elapsed_s: FiniteFloat = Field(ge=0)
+    skipped_steps: Count = 0
+    loss_spikes: Count = 0
+    recent_losses: list[FiniteFloat] = []
+    config: dict[str, Any]
+    data_hash: Sha256
+    tokenizer: Sha256 | None = None
+    """SHA-256 of the tokenizer's file; older checkpoints do not tell."""
+    compiled: bool
+    device: Literal["cpu", "cuda"]
+    precision: Literal["fp64", "fp32", "bf16", "fp16"]
+    scaler: dict[str, FiniteFloat]
+
+
+def read_checkpoint_facts(path: Path) -> CheckpointFacts:
+    """state.json of the checkpoint `path`. Raises OSError or ValueError, which says what is wrong."""
+    file = path / "state.json"
+    if file.exists() and not file.is_file():
+        raise ValueError(f"{file.name}: not a regular file")
+    try:
+        return CheckpointFacts.model_validate(json.loads(file.read_text(encoding="utf-8")))
+    except ValidationError as error:
+        raise ValueError("; ".join(f"{file.name}: {line}" for line in problem_lines(error))) from None
+    except RecursionError:
+        raise ValueError(f"{file.name}: nested too deep") from None
+
+
+def newest_checkpoint_facts(where: Path) -> tuple[Path, CheckpointFacts] | None:
+    """The facts of a checkpoint, or of the newest one in a run or checkpoints directory; unverified."""
+    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
+    for path in [where, *list_checkpoints(folder)]:
+        with contextlib.suppress(OSError, ValueError):
+            return path, read_checkpoint_facts(path)
+    return None

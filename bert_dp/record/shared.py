@@ -1,0 +1,71 @@
+"""What the launcher tells a worker by its environment, and what a process sets up for itself. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import stat
+import sys
+import sysconfig
+from pathlib import Path
+
+# environment variables by which the launcher tells its workers what a user-started worker does without
+INIT_FILE = "BERT_DP_INIT_FILE"  # a file to meet in; without it env:// (MASTER_ADDR, MASTER_PORT)
+LOG_DIR = "BERT_DP_LOG_DIR"  # where rank-N.log and rank-N.error.json go
+STARTED_AGAIN = "-- started again --"  # a line of rank-N.log
+LAUNCHER_PID = "BERT_DP_LAUNCHER_PID"
+LAUNCHER_START = "BERT_DP_LAUNCHER_START"  # see start_ticks
+
+
+def start_ticks(pid: int) -> str:
+    """Start time of a process in clock ticks since boot: with the pid it names one process for good.
+
+    Raises OSError when there is none.
+    """
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+
+
+def is_own_code(filename: str) -> bool:
+    """Whether a stack frame of this file is ours or the user's: not of Python, torch or another package."""
+    if filename.startswith(str(Path(__file__).parents[1]) + os.sep):
+        return True  # also when bert_dp itself is installed among the packages
+    libraries = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+    within = any(filename.startswith(library + os.sep) for library in libraries)
+    foreign = within or "site-packages" in filename or "dist-packages" in filename
+    return not foreign and not filename.startswith("<")
+
+
+def open_missing_descriptors() -> None:
+    """Let stdin, stdout and stderr be /dev/null where they are closed, here and in every child.
+
+    Else the next file that is opened takes their place, and what is printed ends in it, or the process does.
+    """
+    while (file := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(file, True)
+    os.close(file)
+    for number, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, mode, closefd=False))  # noqa: SIM115
+
+
+def cache_root() -> Path:
+    """Where built corpora are cached: $BERT_DP_CACHE, by default ~/.cache/bert-dp."""
+    return Path(os.environ.get("BERT_DP_CACHE") or Path.home() / ".cache" / "bert-dp")
+
+
+def cache_issues() -> list[str]:
+    """Why the cache is not to be trusted; one line each, none where there is no cache yet."""
+    root = cache_root()
+    try:
+        status = root.stat()
+    except OSError:
+        return []
+    who = "" if status.st_uid in (os.geteuid(), 0) else f"belongs to another user (uid {status.st_uid})"
+    if status.st_mode & stat.S_IWOTH:
+        who = "can be written by every user"
+    own = "set BERT_DP_CACHE to a directory of your own"
+    return [f"BERT_DP_CACHE: {root} {who}, so what is kept there cannot be trusted; {own}"] if who else []
+
+
+def keep_private() -> None:
+    """What this process and its children make from here on is for this user alone, whatever the umask was."""
+    os.umask(0o077)

@@ -1,0 +1,132 @@
+"""What the loop does not know: a run's model, data, loss and evaluation. A task is one file."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, Self
+
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from bert_dp.config import Config
+from bert_dp.dist import Comm
+from bert_dp.precision import Precision
+from bert_dp.trainable import Model
+
+
+class Batch(Protocol):
+    """One micro batch, on the host until `to`. Beside this only the task knows what is in it."""
+
+    @property
+    def sample_ids(self) -> NDArray[Any]:
+        """[B] positions in the endless training stream."""
+
+    def to(self, device: torch.device) -> Self: ...
+
+    def pin(self) -> Self: ...
+
+
+class Stream(Protocol):
+    """Where the loop takes a replica's micro batches from."""
+
+    wait_s: float
+    """Seconds `next` has blocked so far."""
+
+    def next(self) -> Batch: ...
+
+    def close(self) -> None: ...
+
+
+class SameBatch:
+    """One micro batch over and over: a stream that costs nothing."""
+
+    def __init__(self, batch: Batch):
+        self._batch = batch
+        self.wait_s = 0.0
+
+    def next(self) -> Batch:
+        return self._batch
+
+    def close(self) -> None:
+        pass
+
+
+@dataclasses.dataclass(frozen=True)
+class Metadata:
+    """What a task's data is, for checkpoints, the log and the summary."""
+
+    data_hash: str
+    """SHA-256 in hexadecimal: a run goes on only with the data that it began with."""
+    tokenizer: str | None
+    """SHA-256 of the tokenizer's file."""
+    num_samples: int
+    """Of an epoch."""
+    unigram_entropy_nats: float | None = None
+    uniform_entropy_nats: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What an evaluation needs beside the model."""
+
+    comm: Comm
+    device: torch.device
+    precision: Precision
+    dp_rank: int
+    dp_size: int
+    tensor: int
+    """Ranks of one replica: they see the same batches."""
+    progress: Callable[[], None]
+    """To be called after each batch."""
+    stopped: Callable[[], bool]
+    """To be asked before each batch; alike on all ranks, which must ask equally often. Collective."""
+
+    def sum_over_replicas(self, values: Sequence[float]) -> list[float]:
+        """Elementwise; every replica counts once. Collective."""
+        sums: list[float] = self.comm.all_gather(values)[:: self.tensor].sum(0).tolist()
+        return sums
+
+
+class Task(Protocol):
+    """Seven verbs and a number. Made from the configuration and the rank's device, without reading data."""
+
+    flops_per_token: float
+    """Model FLOPs of forward and backward per token of the input, by cost.py."""
+
+    def open_data(self) -> Metadata:
+        """Make or find the data; called once, before the ranks meet. Raises ConfigError."""
+
+    def build_model(self, seed: int) -> Model:
+        """A whole model on the CPU, the same on every rank."""
+
+    def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> Stream:
+        """A replica's micro batches from `start_sample` on, a pure function of (seed, epoch, sample): micro
+        batches go round-robin to the replicas."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The SUM over the targets of a micro batch on the device, a device scalar."""
+
+    def num_targets(self, first_sample: int, count: int) -> int:
+        """Targets of `count` samples of the stream, alike on every rank, without drawing them."""
+
+    def evaluate(self, model: nn.Module, context: Context) -> dict[str, float] | None:
+        """What is measured on held-out data over all replicas, `loss` among it; the keys of evals.jsonl. None
+        when nothing is held out or `context.stopped`. The model is in eval mode. Collective."""
+
+    def example_batch(self, micro_size: int) -> Batch:
+        """A micro batch of the largest shapes, made of no data."""
+
+
+MakeTask = Callable[[Config, torch.device], Task]
+
+TASKS = {"mlm": "bert_dp.tasks.mlm"}
+"""objective.name -> the module whose `make_task` makes it."""
+
+
+def make_task(config: Config, device: torch.device) -> Task:
+    """The task that the configuration names."""
+    task: Task = importlib.import_module(TASKS[config.objective.name]).make_task(config, device)
+    return task

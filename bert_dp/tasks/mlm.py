@@ -1,0 +1,105 @@
+"""Pretraining: masked language modelling of packed sequences by the crammed BERT."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from bert_dp import corpus, cost, data, model
+from bert_dp.config import Config, num_masked, read_manifest
+from bert_dp.tasks import Context, Metadata
+
+EVAL_MASK_RATE = 0.15  # fixed, so that held-out losses of runs with other mask rates compare
+
+
+class MaskedLanguageModel:
+    """See `bert_dp.tasks.Task`."""
+
+    def __init__(self, config: Config, device: torch.device):
+        self._config, self._pin = config, device.type == "cuda"
+        length = config.data.sequence_length
+        self.flops_per_token = cost.flops_per_token(config.model, length, config.objective.mask_rate)
+        self._held_out: list[data.Batch] | None = None
+
+    def open_data(self) -> Metadata:
+        """The shards, built on first use."""
+        path = corpus.ensure(self._config)
+        manifest = read_manifest(path)
+        self._train = data.Shards(path, manifest, "train")
+        self._held_out_shards = data.Shards(path, manifest, "held_out")
+        return Metadata(
+            data_hash=manifest.hash,
+            tokenizer=manifest.tokenizer.sha256,
+            num_samples=len(self._train),
+            unigram_entropy_nats=manifest.unigram_entropy_nats,
+            uniform_entropy_nats=manifest.uniform_entropy_nats,
+        )
+
+    def build_model(self, seed: int) -> model.CrammedBert:
+        return model.build_model(self._config.model, self._config.data.sequence_length, seed)
+
+    def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> data.TrainingStream:
+        config = self._config
+        return data.TrainingStream(
+            self._train,
+            seed=config.run.seed,
+            num_masked=config.num_masked,
+            shuffle=config.data.shuffle,
+            micro_size=config.batch.micro_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            start_sample=start_sample,
+            workers=config.data.workers,
+            pin=self._pin,
+        )
+
+    @staticmethod
+    def loss(model: nn.Module, batch: data.Batch) -> Tensor:
+        loss: Tensor = model(batch.ids_BS, batch.positions_P, batch.labels_P)
+        return loss
+
+    def num_targets(self, first_sample: int, count: int) -> int:
+        return count * self._config.num_masked
+
+    def evaluate(self, model: nn.Module, context: Context) -> dict[str, float] | None:
+        """Mean cross entropy in nats over all masked positions."""
+        batches = self._evaluation_batches(context)
+        total = torch.zeros((), dtype=torch.float64, device=context.device)
+        with torch.no_grad(), context.precision.context(context.device):
+            for batch in batches:
+                if context.stopped():
+                    return None
+                total += self.loss(model, batch.to(context.device)).double()
+                context.progress()
+        loss, count = context.sum_over_replicas([float(total), sum(b.num_masked for b in batches)])
+        if not count:
+            return None
+        return {"loss": loss / count, "mask_rate": EVAL_MASK_RATE, "masked_tokens": int(count)}
+
+    def _evaluation_batches(self, context: Context) -> list[data.Batch]:
+        """This replica's, made once."""
+        if self._held_out is None:
+            config = self._config
+            self._held_out = data.held_out_batches(
+                self._held_out_shards,
+                micro_size=config.batch.micro_size,
+                max_sequences=config.eval.max_sequences,
+                num_masked=num_masked(EVAL_MASK_RATE, config.data.sequence_length),
+                dp_rank=context.dp_rank,
+                dp_size=context.dp_size,
+            )
+        return self._held_out
+
+    def example_batch(self, micro_size: int) -> data.Batch:
+        """Uniformly random tokens."""
+        config = self._config
+        return data.random_batch(
+            config.run.seed,
+            micro_size,
+            config.data.sequence_length,
+            config.num_masked,
+            config.model.vocab_size,
+        )
+
+
+make_task = MaskedLanguageModel

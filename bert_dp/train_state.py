@@ -1,0 +1,56 @@
+"""How far a run is: one value that the loop changes, alike on every rank. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from bert_dp.record import CheckpointFacts
+from bert_dp.record_models import FailureKind
+
+SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent_losses")
+
+
+@dataclasses.dataclass
+class TrainState:
+    """The fields of SAVED are in state.json of a checkpoint; the others belong to this start alone."""
+
+    step: int = 0
+    """Optimizer steps done."""
+    samples: int = 0
+    """Taken from the stream."""
+    elapsed_s: float = 0.0
+    """On rank 0's clock, when this was last saved."""
+    skipped_steps: int = 0
+    """At the last line of metrics.jsonl or the last save; the meter counts on the device."""
+    loss_spikes: int = 0
+    recent_losses: list[float] = dataclasses.field(default_factory=list)
+    """The logged ones that the next is compared with."""
+    progress: float = 0.0
+    """f at the begin of the last step; so are `lr` and `global_batch`."""
+    lr: float = 0.0
+    global_batch: int = 0
+    logged_step: int = 0
+    evaluated_step: int | None = None
+    final_loss: float | None = None
+    heldout_loss: float | None = None
+    eval_s: float = 0.0
+    """Seconds spent in evaluations."""
+    trouble: str | None = None
+    """Why the run must end."""
+    failure_kind: FailureKind | None = None
+    """Of `trouble`."""
+
+    @classmethod
+    def of_checkpoint(cls, facts: CheckpointFacts) -> TrainState:
+        """Where the run goes on from a checkpoint."""
+        return cls(logged_step=facts.step, **{name: getattr(facts, name) for name in SAVED})
+
+    def give_up(self, cause: str | None, kind: FailureKind) -> None:
+        """Let the run end for this cause, if it is one and the first."""
+        if cause is not None and self.trouble is None:
+            self.trouble, self.failure_kind = cause, kind
+
+    def saved(self) -> dict[str, Any]:
+        """For state.json."""
+        return {name: getattr(self, name) for name in SAVED}

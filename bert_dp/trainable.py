@@ -1,0 +1,32 @@
+"""A model as engines, optimizers and the compiler see it: what they read of it is data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+
+class Model(nn.Module):
+    """What a task builds. The defaults are those of a small model that no one divides."""
+
+    def blocks(self) -> Sequence[nn.Module]:
+        """What fsdp shards, and recomputation computes again, one by one; the rest stays together."""
+        return ()
+
+    def compiled_parts(self) -> Sequence[nn.Module]:
+        """What torch.compile compiles, each a graph of its own."""
+        return ()
+
+    def tensor_plan(self) -> Mapping[str, tuple[int, int]] | None:
+        """How tensor parallelism divides parameters: name -> (dimension, fused matrices in it); what is not
+        named stays whole. None = the model cannot be divided."""
+        return None
+
+    def is_decayed(self, name: str) -> bool:
+        """Whether weight decay applies to a parameter: all but biases and norms (the recipe's groups)."""
+        return "bias" not in name and "norm" not in name
+
+    def is_matrix(self, name: str) -> bool:
+        """Whether Muon updates a parameter."""
+        return False

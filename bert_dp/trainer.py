@@ -1,0 +1,335 @@
+"""The one loop: train_step, evaluate, save, train."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from bert_dp import anomalies, record
+from bert_dp.config import BatchLayout, Config, batch_at, peak_lr, progress_at
+from bert_dp.data import hash64
+from bert_dp.dist import Comm, SharedClock, Stop
+from bert_dp.heartbeat import Heartbeat
+from bert_dp.lines import LostWrites, Records
+from bert_dp.metrics import Meter, MetricsWriter, Timers, exposed_communication_s
+from bert_dp.optim import lr_factor, set_lr
+from bert_dp.parallel import Engine, State
+from bert_dp.precision import Precision
+from bert_dp.process import Signals
+from bert_dp.record_models import FailureKind
+from bert_dp.saving import AsyncCheckpointer
+from bert_dp.tasks import Batch, Context, Metadata, Stream, Task
+from bert_dp.train_state import TrainState
+from bert_dp.trainable import Model
+
+LossFn = Callable[[nn.Module, Any], Tensor]
+"""(model, micro batch on the device) -> sum over the targets, a device scalar."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Trainer:
+    """Everything that one rank trains with; built by setup.py."""
+
+    config: Config
+    layout: BatchLayout
+    run_dir: Path
+    comm: Comm
+    device: torch.device
+    precision: Precision
+    task: Task
+    data: Metadata
+    stream: Stream
+    engine: Engine
+    bare_model: Model
+    model: nn.Module
+    """As the engine wraps it."""
+    optimizer: torch.optim.Optimizer
+    num_parameters: int
+    metadata: dict[str, Any]
+    """What else state.json keeps: the configuration, the data's hash, whether the model is compiled."""
+    meter: Meter
+    checkpointer: AsyncCheckpointer
+    records: Records
+    metrics_writer: MetricsWriter
+    lost_writes: LostWrites
+    log_rank0: Callable[[str], None]
+    """Writes a line of rank 0's log."""
+    heartbeat: Heartbeat
+    signals: Signals
+    directory: record.HeldDirectory | None
+    """The run directory, held by rank 0, which writes."""
+
+    def directory_lost(self) -> str | None:
+        """What became of the run directory when it is no longer where it was."""
+        return self.directory.lost() if self.directory is not None else None
+
+
+@dataclasses.dataclass(frozen=True)
+class RunResult:
+    """How `train` ended."""
+
+    signal: int
+    """0 = the budget is spent, or `failure`."""
+    failure: str | None
+    """Why the run ended itself; the same on every rank."""
+    failure_kind: FailureKind | None
+    """Of `failure`, on rank 0."""
+    checkpoint: Path | None
+
+
+def train_step(
+    engine: Engine,
+    model: nn.Module,
+    loss_fn: LossFn,
+    batches: Sequence[Batch],
+    *,
+    num_targets: int,
+    device: torch.device,
+    precision: Precision,
+    max_norm: float,
+    timers: Timers,
+    dropout_seed: int | None,
+    progress: Callable[[], None],
+) -> tuple[Tensor, Tensor]:
+    """Forward, backward, reduce, clip, step.
+
+    `num_targets` is that of the step over all replicas. Returns this replica's share of the mean loss over
+    them (the shares sum to it) and the reduced gradient norm, both device scalars; no host sync. With
+    `dropout_seed` a micro batch draws its dropout from (dropout_seed, its first sample), whichever rank it
+    falls to. `progress` is called after each micro batch.
+
+    Timed as own_work: up to the last micro batch's backward, before any gradient is reduced. That is this
+    rank's alone under single, ddp, zero1 and accelerate; fsdp and tensor parallelism meet in the forward.
+    """
+    loss_share = torch.zeros((), dtype=precision.parameters, device=device)
+    with timers.phase("forward_backward"):
+        timers.start("own_work")
+        for i, batch in enumerate(batches):
+            if dropout_seed is not None:
+                torch.manual_seed(int(hash64(dropout_seed, 4, batch.sample_ids[0])[0] >> np.uint64(1)))
+            last = i == len(batches) - 1
+            with engine.accumulate(last=last):
+                with precision.context(device):
+                    loss = loss_fn(model, batch.to(device)) / num_targets
+                if last:
+                    timers.stop("own_work")
+                engine.backward(loss)
+            loss_share += loss.detach()
+            progress()
+    with timers.phase("optimizer"):
+        norm = engine.step(max_norm)
+    return loss_share, norm
+
+
+def dry_run(trainer: Trainer, start: State) -> None:
+    """One synchronised step before the first real one: compiles, finds out-of-memory early, lets DDP build
+    its buckets (at three ranks or more its first iteration reduces in another order). Collective.
+
+    It takes no samples, and what it moves is then what `start` holds.
+    """
+    layout, engine = trainer.layout, trainer.engine
+    batches = [trainer.task.example_batch(layout.micro_size)] * min(2, layout.grad_accum_steps)
+    train_step(
+        engine,
+        trainer.model,
+        trainer.task.loss,
+        batches,
+        num_targets=trainer.task.num_targets(0, len(batches) * layout.samples_per_micro_step),
+        device=trainer.device,
+        precision=trainer.precision,
+        max_norm=trainer.config.optim.clip,
+        timers=Timers(trainer.device),
+        dropout_seed=None,
+        progress=trainer.heartbeat.progress,
+    )
+    asked = itertools.count()
+    evaluate(trainer, lambda: next(asked) > 0)  # one batch
+    trainer.comm.barrier()
+    engine.scatter_state(start)
+    if engine.norm_pairs is not None:
+        engine.norm_pairs.clear()
+
+
+def evaluate(trainer: Trainer, stopped: Callable[[], bool]) -> dict[str, float] | None:
+    """What the task measures on held-out data, without dropout; None when nothing is held out or `stopped`,
+    asked before each batch and alike on all ranks, says so. Collective."""
+    context = Context(
+        comm=trainer.comm,
+        device=trainer.device,
+        precision=trainer.precision,
+        dp_rank=trainer.engine.dp_rank,
+        dp_size=trainer.engine.dp_size,
+        tensor=trainer.layout.tensor,
+        progress=trainer.heartbeat.progress,
+        stopped=stopped,
+    )
+    model = trainer.bare_model.eval()
+    measured = trainer.task.evaluate(model, context)
+    model.train()
+    return measured
+
+
+def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
+    """Steps until the budget is spent, a signal arrives on any rank, or the run gives up; `state` is kept up
+    to date.
+
+    Rank 0 writes metrics.jsonl, noise.jsonl, evals.jsonl and checkpoints. Collective.
+    """
+    config, meter, heartbeat = trainer.config, trainer.meter, trainer.heartbeat
+    dropout_seed = config.run.seed if config.model.dropout > 0 else None
+    peak = peak_lr(config).value
+    meter.start(trainer.stream.wait_s)
+    while True:
+        heartbeat.enter("data", state.step + 1)
+        elapsed_s, stop = clock.exchange(stop_request(trainer, state))
+        progress = progress_at(config, state.step, state.samples, elapsed_s)
+        if stop or progress >= 1.0:
+            break
+        state.progress, state.global_batch = progress, batch_at(config.batch, progress)
+        state.lr = peak * lr_factor(config.schedule, progress)
+        set_lr(trainer.optimizer, state.lr)
+        grad_accum_steps = state.global_batch // trainer.layout.samples_per_micro_step
+        batches = [trainer.stream.next() for _ in range(grad_accum_steps)]
+        heartbeat.enter("step")
+        loss, norm = train_step(
+            trainer.engine,
+            trainer.model,
+            trainer.task.loss,
+            batches,
+            num_targets=trainer.task.num_targets(state.samples, state.global_batch),
+            device=trainer.device,
+            precision=trainer.precision,
+            max_norm=config.optim.clip,
+            timers=meter.timers,
+            dropout_seed=dropout_seed,
+            progress=heartbeat.progress,
+        )
+        meter.observe(loss, norm, state.global_batch, len(batches), trainer.stream.wait_s)
+        state.step += 1
+        state.samples += state.global_batch
+        if state.step % config.log.every_steps == 0:
+            log_steps(trainer, state, clock)
+        if config.eval.every_steps and state.step % config.eval.every_steps == 0:
+            with meter.paused():
+                evaluate_and_write(trainer, state, clock)
+        if config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0:
+            with meter.paused():
+                save(trainer, state, clock.elapsed_s())
+    return _finish(trainer, state, clock, stop)
+
+
+def stop_request(trainer: Trainer, state: TrainState) -> Stop:
+    """What this rank tells the others."""
+    failed = state.trouble is not None or trainer.checkpointer.gave_up is not None
+    return Stop(trainer.signals.received, failed)
+
+
+def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop) -> RunResult:
+    """The last line, evaluation and checkpoint. `stop`: what ended the loop, if not a spent budget."""
+    if state.step > state.logged_step:
+        log_steps(trainer, state, clock)
+    if not stop:
+        name, skipped = trainer.precision.name, state.skipped_steps
+        state.give_up(anomalies.nothing_learned(name, skipped, state.step, state.lr), "not_finite")
+    evaluated = state.heldout_loss is not None and state.step == state.evaluated_step
+    if not (stop or state.trouble or evaluated):
+        evaluate_and_write(trainer, state, clock)
+        if state.heldout_loss is None:  # a signal came meanwhile, or nothing is held out
+            stop = clock.poll_stop(stop_request(trainer, state))
+    clock.finish()
+    trainer.records.close()
+    failure = trainer.comm.broadcast(state.trouble or trainer.checkpointer.gave_up)
+    if not failure:  # else the state may be what made it fail, and must not push out the good ones
+        failure = save(trainer, state, clock.elapsed_s(), wait=True)
+    return RunResult(
+        signal=0 if stop.failed else stop.signal,
+        failure=failure,
+        failure_kind=(state.failure_kind or trainer.checkpointer.failure_kind) if failure else None,
+        checkpoint=trainer.checkpointer.newest,
+    )
+
+
+def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
+    """A line of metrics.jsonl, and what it shows. Collective."""
+    trainer.heartbeat.enter("log", state.step)
+    lost = trainer.directory_lost()
+    state.give_up(lost, "directory_lost")
+    line = trainer.meter.flush(
+        state,
+        epoch=state.samples // trainer.data.num_samples,
+        wait_s=trainer.stream.wait_s,
+        elapsed_s=clock.elapsed_s(),
+    )
+    norm_pairs = trainer.engine.norm_pairs
+    norms = norm_pairs.drain(trainer.comm, state.step) if norm_pairs is not None else []
+    if trainer.config.log.step_times:
+        steps = {**trainer.meter.steps, "ddp_exposed_s": exposed_communication_s(trainer.model)}
+        trainer.records.append(f"steps/rank-{trainer.comm.world.rank}.jsonl", steps)
+    if trainer.comm.world.rank == 0 and not lost:
+        trainer.records.append("metrics.jsonl", line)
+        for pairs in norms:
+            trainer.records.append("noise.jsonl", pairs)
+        trainer.metrics_writer.write(line.step, dataclasses.asdict(line))
+    state.logged_step, state.final_loss, state.skipped_steps = line.step, line.loss, line.skipped_steps
+    watch_loss(trainer, state, line.loss)
+    skipping = anomalies.too_many_skipped(
+        trainer.config, trainer.precision.name, trainer.meter.skipped_in_a_row, line.step, line.lr
+    )
+    state.give_up(skipping, "not_finite")
+
+
+def watch_loss(trainer: Trainer, state: TrainState, loss: float) -> None:
+    """Say and count a spike of the logged loss; remember it for the next ones."""
+    recent = state.recent_losses
+    if anomalies.is_spike(loss, recent):
+        state.loss_spikes += 1
+        mean = sum(recent) / len(recent)
+        trainer.log_rank0(
+            f"warning: loss spike at step {state.step}: {loss:.4f}, mean of the last {len(recent)} "
+            f"logged losses {mean:.4f}"
+        )
+    if math.isfinite(loss):
+        state.recent_losses = [*recent, loss][-anomalies.WINDOW :]
+
+
+def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
+    """A line of evals.jsonl. Collective."""
+    trainer.heartbeat.enter("evaluate", state.step)
+    start = clock.elapsed_s()
+    measured = evaluate(trainer, lambda: bool(clock.poll_stop(stop_request(trainer, state))))
+    elapsed = clock.elapsed_s()
+    state.heldout_loss = measured["loss"] if measured else None
+    state.evaluated_step = state.step
+    state.eval_s += elapsed - start
+    state.give_up(trainer.directory_lost(), "directory_lost")
+    if trainer.comm.world.rank == 0 and measured and not state.trouble:
+        with suppress(OSError):
+            record.cut_back(trainer.run_dir / "evals.jsonl", state.step - 1)  # one line a step, also repeated
+        tokens = state.samples * trainer.config.data.sequence_length
+        line = {"step": state.step, "tokens": tokens, **measured, "elapsed_s": elapsed}
+        trainer.records.append("evals.jsonl", line)
+        trainer.metrics_writer.write(state.step, {"heldout_loss": measured["loss"]})
+
+
+def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = False) -> str | None:
+    """Begin to save the run beside training. With `wait`, unless it is saved as it is: until it is safe;
+    returns why it is not, the same on every rank. Collective."""
+    trainer.heartbeat.enter("save", state.step)
+    checkpointer, comm = trainer.checkpointer, trainer.comm
+    if wait and comm.broadcast(checkpointer.wait())[0] == state.step:
+        return None
+    state.elapsed_s, state.skipped_steps = elapsed_s, int(trainer.meter.skipped)
+    checkpointer.save(state.step, trainer.engine.gather_state, {**trainer.metadata, **state.saved()})
+    if not wait:
+        return None
+    saved_step, problem = comm.broadcast(checkpointer.wait())
+    return None if saved_step == state.step else problem

@@ -1,0 +1,114 @@
+"""What a run begins with: run.init_from with and without moments, and a budget in epochs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bert_dp import checkpoint
+from bert_dp.building import first_state
+from bert_dp.config import ConfigError, load_config
+from bert_dp.dist import Comm
+from bert_dp.tasks import make_task
+from bert_dp.world import World
+from tests.parity.runs import metrics, settings, state, train_runs, write_run
+from tests.shards import write_shards
+
+STEPS = 6
+LAMB = {"name": "lamb", "lr": 1e-2}
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")
+
+
+@pytest.fixture(scope="module")
+def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """root/first: STEPS steps of LAMB; root/<keeps>: one step more at rate 0 from its end, on two ranks."""
+    root = tmp_path_factory.mktemp("init")
+
+    def run(name: str, **sections: Any) -> Path:
+        constant = {"name": "constant", "steps": STEPS}
+        return write_run(root / name, settings(shards, **{"schedule": constant, "optim": LAMB, **sections}))
+
+    train_runs(1, [run("first")])
+    second = [
+        run(
+            keeps,
+            run={"init_from": str(root / "first"), "init_keeps": keeps},
+            schedule={"name": "constant", "steps": 1},
+            checkpoint={"every_steps": 1, "keep": 9},
+            parallel={"engine": "zero1"},
+        )
+        for keeps in ("weights", "moments")
+    ]
+    train_runs(2, second)
+    return root
+
+
+@pytest.mark.parametrize("keeps", ["weights", "moments"])
+def test_a_second_phase_begins_with_what_it_keeps(runs: Path, keeps: str) -> None:
+    end, start = state(runs / "first", STEPS), state(runs / keeps, 0)
+    kept = {name for name in end if keeps == "moments" or "/" not in name}
+    assert start.keys() == kept
+    assert all(torch.equal(start[name], end[name]) for name in kept)
+    assert [line["step"] for line in metrics(runs / keeps)] == [1], "the counters begin anew"
+    steps = {float(t) for name, t in state(runs / keeps, 1).items() if name.endswith("/step")}
+    assert steps == {STEPS + 1.0 if keeps == "moments" else 1.0}
+
+
+def test_moments_change_the_next_step(runs: Path) -> None:
+    with_them, without = state(runs / "moments", 1), state(runs / "weights", 1)
+    names = [name for name in without if "/" not in name]
+    assert any(not torch.allclose(with_them[name], without[name], rtol=1e-4) for name in names)
+
+
+@pytest.mark.parametrize(
+    ("sections", "told"),
+    [
+        ({"optim": {"name": "adamw"}}, "optim.name: 'adamw', but run.init_from"),
+        ({"model": {"hidden_size": 48}}, "model.hidden_size: 48, but run.init_from"),
+    ],
+    ids=str,
+)
+def test_moments_that_do_not_fit_are_refused(
+    runs: Path, shards: Path, tmp_path: Path, sections: dict[str, Any], told: str
+) -> None:
+    first = {"init_from": str(runs / "first"), "init_keeps": "moments"}
+    run_dir = write_run(tmp_path, settings(shards, **{"optim": LAMB, "run": first, **sections}))
+    config = load_config(run_dir / "config.yaml")
+    task = make_task(config, torch.device("cpu"))
+    with pytest.raises(ConfigError, match=told):
+        first_state(config, task.build_model(0), task.open_data(), Comm(World(0, 0, 1, 1), None))
+
+
+def test_weights_are_loaded_by_prefix(runs: Path) -> None:
+    whole = checkpoint.load_weights(str(runs / "first"))
+    blocks = checkpoint.load_weights(str(runs / "first"), prefix="model.layers.0.")
+    assert blocks.keys() == {name for name in whole if name.startswith("model.layers.0.")}
+    assert 0 < len(blocks) < len(whole)
+
+
+def test_two_epochs_are_each_sequence_twice_and_a_resumed_run_ends_with_them(
+    shards: Path, tmp_path: Path
+) -> None:
+    """96 sequences in batches of 8; resumed from the checkpoint half way."""
+    config = settings(shards, schedule={"epochs": 2}, checkpoint={"every_steps": 12, "keep": 9})
+    whole, again = (write_run(tmp_path / name, config) for name in ("whole", "again"))
+    train_runs(1, [whole])
+    origin = str(whole / "checkpoints" / "step-00000012")
+    train_runs(1, [again], resume=origin)
+    for run_dir in (whole, again):
+        last = metrics(run_dir)[-1]
+        assert (last["step"], last["samples"], last["progress"]) == (24, 2 * 96, pytest.approx(23 / 24))
+    assert all(
+        torch.equal(a, b) for a, b in zip(state(whole, 24).values(), state(again, 24).values(), strict=True)
+    )
+    saved = json.loads((whole / "checkpoints" / "step-00000024" / "state.json").read_text())["config"]
+    assert saved["schedule"]["epochs"] is None
+    assert saved["schedule"]["tokens"] == 2 * 96 * 16

@@ -1,0 +1,40 @@
+"""A checkpoint of 2026-11-22 (tests/parity/older: step 3 of 6, LAMB, fp64) goes on as the program of that
+day went on from it. On the machine that made it the tensors are equal bit by bit; elsewhere a product may
+round otherwise."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.parity.runs import largest_relative_error, metrics, settings, state, train_runs, write_run
+from tests.shards import write_shards
+
+OLDER = Path(__file__).parent / "older"
+LOSSES = [3.4784872324207394, 3.4857147693165094, 3.485904553265891]
+
+
+def test_an_older_checkpoint_goes_on_as_before(tmp_path: Path) -> None:
+    shards = write_shards(tmp_path / "shards", train=24, held_out=6, length=8, vocab_size=32)
+    config = settings(
+        shards,
+        data={"sequence_length": 8},
+        model={"vocab_size": 32, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "intermediate_size": 8},
+        batch={"global_size": 4, "micro_size": 2},
+        schedule={"steps": 6, "name": "cosine"},
+        optim={"name": "lamb", "lr": 5e-3},
+        precision="fp64",
+    )
+    run_dir = write_run(tmp_path / "run", config)
+    train_runs(1, [run_dir], resume=str(OLDER / "step-00000003"))
+    lines = metrics(run_dir)
+    assert [line["step"] for line in lines] == [4, 5, 6]
+    assert [line["loss"] for line in lines] == pytest.approx(LOSSES, rel=1e-12)
+    end = load_file(OLDER / "end" / "model.safetensors") | load_file(OLDER / "end" / "optimizer.safetensors")
+    assert state(run_dir, 6).keys() == end.keys()
+    assert largest_relative_error(state(run_dir, 6), end) < 1e-11
+    start = load_file(OLDER / "step-00000003" / "model.safetensors")
+    assert any(not torch.allclose(start[name], end[name], rtol=1e-3) for name in start)

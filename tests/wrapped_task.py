@@ -1,0 +1,37 @@
+"""A task that does what pretraining does, to be broken or watched in one place."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from bert_dp.config import Config
+from bert_dp.tasks import mlm
+
+
+class WrappedTask:
+    """`step`: the optimizer step that the loop is in, from 0; -1 = the dry run, -2 = before it."""
+
+    def __init__(self, config: Config, device: torch.device):
+        self.inner, self.step = mlm.make_task(config, device), -2
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def num_targets(self, first_sample: int, count: int) -> int:
+        """The loop asks once for each step."""
+        self.step += 1
+        return self.inner.num_targets(first_sample, count)
+
+
+class PoisonedTask(WrappedTask):
+    """The losses of the steps in `bad_steps` are NaN on this rank."""
+
+    def __init__(self, config: Config, device: torch.device, bad_steps: range):
+        super().__init__(config, device)
+        self._bad_steps = bad_steps
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        value = self.inner.loss(model, batch)
+        return value * float("nan") if self.step in self._bad_steps else value
