@@ -18,7 +18,7 @@ from launcher.environment import probe
 from launcher.plan.plan_report import plan_report
 from launcher.report import html
 from launcher.report.drawing import HOVER, numbers_of
-from launcher.report.model import Axis, Bars, Figure, Line, Report, Section, Table, Verdict
+from launcher.report.model import Axis, Bars, Figure, Line, Report, Rule, Section, Table, Verdict
 from launcher.report.numbers import format_plain
 from launcher.report.run_report import of_directories
 from launcher.scaling.scale_report import scale_report
@@ -172,6 +172,12 @@ def test_a_line_is_drawn_with_its_gaps_its_band_and_its_whiskers() -> None:
     assert band["y"] == [2.0, 0.5, None, 4.0, 4.5, 3.5, 2.0]
     assert drawn["marker"]["symbol"] != "circle"  # its colour is that of another line
     assert drawn["line"]["color"] == "c1"
+
+
+def test_the_label_of_a_rule_stays_within_the_figure() -> None:
+    report = of_figure(Line("a", [1.0, 2.0], [1.0, 2.0]), levels=[Rule("low", 1.5), Rule("high", 3.0)])
+    rules = read_page(report).data[0]["layout"]["shapes"]
+    assert [rule["label"]["yanchor"] for rule in rules] == ["bottom", "top"]
 
 
 def test_lines_of_one_name_stand_in_the_legend_once() -> None:
