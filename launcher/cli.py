@@ -432,7 +432,9 @@ def plan_scaling(
 ) -> None:
     """Step time and efficiency of N GPUs from one GPU's profile, and which change would help most."""
     from launcher import results
-    from launcher.plan import inputs, scaling, table
+    from launcher.plan import inputs, scaling
+    from launcher.plan.plan_report import plan_report
+    from launcher.report.console import ConsoleReport
 
     source = inputs.choose(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
     question = scaling.Question(
@@ -451,7 +453,7 @@ def plan_scaling(
     if json:
         typer.echo(results.to_json(answer), nl=False)
     else:
-        console().print(table.scaling_table(results.plain(answer)))
+        console().print(ConsoleReport(plan_report(answer)))
 
 
 @app.command()

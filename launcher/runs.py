@@ -9,8 +9,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from bert_dp import record
 from bert_dp.config import ConfigError, read_yaml
+from bert_dp.config.stored import problem_lines
+from bert_dp.record_models import Summary
 from launcher.redact import redact, secrets, without_secrets
 from launcher.report.numbers import number
 
@@ -26,7 +30,7 @@ class Run:
     path: Path
     name: str
     finished: bool
-    facts: dict[str, Any]
+    facts: Summary
     metrics: list[dict[str, Any]]
     evals: list[dict[str, Any]]
     config: dict[str, Any]
@@ -42,21 +46,12 @@ def load(run_dir: Path) -> Run:
         if not (run_dir / n).exists()
     ]
     metrics, evals = (_lines(run_dir / name, missing) for name in ("metrics.jsonl", "evals.jsonl"))
-    summary = record.read_json(run_dir / "summary.json")
-    facts = without_secrets(dict(summary or {}), secrets(sys.argv))
-    if summary is None:
-        missing.insert(0, "summary.json is missing or torn: numbers come from the last lines of the logs")
-        last = metrics[-1] if metrics else {}
-        facts = {
-            **last,
-            "final_loss": last.get("loss"),
-            "heldout_loss": evals[-1].get("loss") if evals else None,
-        }
+    summary = _summary(run_dir / "summary.json", missing)
     return Run(
         path=run_dir,
         name=record.printable(run_dir.absolute().name),
         finished=summary is not None,
-        facts=facts,
+        facts=summary or _last_lines(metrics, evals),
         metrics=metrics,
         evals=evals,
         config=redact(_yaml(run_dir / "config.yaml", missing)),
@@ -65,11 +60,28 @@ def load(run_dir: Path) -> Run:
     )
 
 
-def times(facts: Mapping[str, Any]) -> dict[str, float]:
-    """Seconds of rank 0 by part, as far as they were recorded."""
-    parts = facts.get("time_s")
-    items = parts.items() if isinstance(parts, dict) else ()
-    return {key: value_s for key, value in items if (value_s := number(value)) is not None}
+def _summary(path: Path, missing: list[str]) -> Summary | None:
+    """summary.json without secrets; None when there is none that can be read."""
+    data = record.read_json(path)
+    problem = "missing or torn"
+    if data is not None:
+        try:
+            return Summary.model_validate(without_secrets(data, secrets(sys.argv)))
+        except ValidationError as error:
+            problem = f"damaged ({problem_lines(error)[0]})"
+    missing.insert(0, f"summary.json is {problem}: numbers come from the last lines of the logs")
+    return None
+
+
+def _last_lines(metrics: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> Summary:
+    """What they tell of a run that left no summary."""
+    last = metrics[-1] if metrics else {}
+    shared = {key: last[key] for key in Summary.model_fields if key in last}
+    losses = {"final_loss": last.get("loss"), "heldout_loss": evals[-1].get("loss") if evals else None}
+    try:
+        return Summary.model_validate({"status": "stopped", **shared, **losses})
+    except ValidationError:
+        return Summary(status="stopped")
 
 
 def other(times: Mapping[str, float]) -> float:

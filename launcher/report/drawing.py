@@ -283,6 +283,8 @@ def _has_bars(figure: Figure) -> bool:
 
 
 def _levels(figure: Figure) -> list[dict[str, Any]]:
+    """The label of one above all that is drawn stands below it, where there is room."""
+    highest = max((value for trace in figure.traces for value in trace.values), default=0.0)
     return [
         {
             "type": "line",
@@ -295,7 +297,7 @@ def _levels(figure: Figure) -> list[dict[str, Any]]:
             "label": {
                 "text": text_of(level.label, LABEL_CHARS),
                 "textposition": "start" if level.left else "end",
-                "yanchor": "bottom",
+                "yanchor": "top" if level.value >= highest else "bottom",
             },
         }
         for level in figure.levels

@@ -47,6 +47,12 @@ def format_percent(fraction: object) -> str:
     return NA if n is None else f"{100 * n:.1f} %"
 
 
+def format_change(fraction: object) -> str:
+    """A gain or a loss, with its sign: `+4.2 %`."""
+    n = number(fraction)
+    return NA if n is None else f"{100 * n:+.1f} %"
+
+
 def format_nats(value: object) -> str:
     """A loss or an entropy, in nats per predicted token."""
     n = number(value)
@@ -101,18 +107,6 @@ def format_eta(seconds: object) -> str:
     """A remaining time: below a second it is no more than `<1 s`."""
     s = number(seconds)
     return "<1 s" if s is not None and s < 1 else format_duration(s)
-
-
-def format_lr_tick(value: object) -> str:
-    """A learning rate on an axis: `1e-3`, `2.5e-4`."""
-    n = number(value)
-    return NA if n is None else f"{n:.1e}".replace(".0e", "e").replace("e-0", "e-").replace("e+0", "e+")
-
-
-def format_time_tick(seconds: float) -> str:
-    """A round time on an axis: `50 ms`, `1.5 s`."""
-    scaled, unit = (1000 * seconds, "ms") if 0 < abs(seconds) < 0.9995 else (seconds, "s")
-    return f"{_three(scaled)} {unit}"
 
 
 def format_plain(value: object) -> str:

@@ -18,9 +18,14 @@ def cell(value: object, unit: Unit, note: str = "") -> Cell:
     return Cell(FORMATS[unit](value), note, exact)
 
 
-def words(label: str, text: object, note: str = "", *, topic: str = "", console: bool = True) -> Row:
+def value(label: str, number: object, unit: Unit, note: str = "", *, console: bool = True) -> Row:
+    """A row of one number."""
+    return Row(label, (cell(number, unit, note),), console=console)
+
+
+def words(label: str, text: str | None, note: str = "", *, console: bool = True) -> Row:
     """A row of one text."""
-    return Row(label, (Cell(NA if text is None or text == "" else str(text), note),), topic, console)
+    return Row(label, (Cell(text or NA, note),), console=console)
 
 
 def series(pairs: Sequence[tuple[Any, Any]]) -> tuple[list[float], list[float | None]]:

@@ -22,13 +22,13 @@ class Quantity:
 
 
 def at(part: object, path: str) -> object:
-    """What `path` leads to, e.g. `step_time_s.ci95.low`; None behind what is null; of the repeats their
-    number."""
+    """What `path` leads to, e.g. `step_time_s.ci95.low`; None behind what is null. Of `repeats` and
+    `runs`, which are lists, their number."""
     for key in path.split("."):
         if part is None:
             return None
         part = part[ENDS[key]] if isinstance(part, list) else getattr(part, key)
-    return len(part) if path == "repeats" and isinstance(part, list) else part
+    return len(part) if path in ("repeats", "runs") and isinstance(part, list) else part
 
 
 def table(

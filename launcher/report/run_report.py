@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from bert_dp.record_models import Summary
 from launcher.report.model import (
     Axis,
     Bars,
@@ -40,15 +40,15 @@ from launcher.report.numbers import (
     number,
 )
 from launcher.report.parts import (
-    cell,
     environment_text,
     first_line,
     machine_line,
     record_text,
     series,
+    value,
     words,
 )
-from launcher.runs import TRAIN_PARTS, WALL_PARTS, Run, load, other, times
+from launcher.runs import TRAIN_PARTS, WALL_PARTS, Run, load, other
 
 PAGE = "report.html"
 PROGRESS = "progress (share of the budget)"
@@ -80,8 +80,8 @@ def run_report(runs: Sequence[Run]) -> Report:
 
 
 def _machine(run: Run, many: bool) -> str:
-    count = format_count(run.facts.get("world_size"))
-    devices = f"{count} x {run.facts.get('device') or 'device not recorded'}"
+    count = format_count(run.facts.world_size)
+    devices = f"{count} x {run.facts.device or 'device not recorded'}"
     return machine_line(run.environment, *([run.name] if many else []), devices)
 
 
@@ -92,35 +92,33 @@ def _verdict(run: Run, many: bool) -> Verdict:
 
 def _end(run: Run) -> tuple[Level, str]:
     """How the run ended, in one sentence."""
-    facts, step = run.facts, f"step {format_count(run.facts.get('step'))}"
+    facts, step = run.facts, f"step {format_count(run.facts.step)}"
     if not run.finished:
         return "warn", f"No end recorded: still running, or killed. Last logged: {step}."
-    if facts.get("status") == "failed":
-        cause = first_line(facts.get("cause"))
-        return "fail", f"Failed at {step} (exit code {facts.get('exit_code', NA)}): {cause}"
-    if facts.get("status") == "stopped":
-        saved = " after a checkpoint" if facts.get("checkpoint") else ""
-        return "warn", f"Stopped by {_signal(facts.get('signal'))}{saved} at {step}."
-    loss, entropy = number(facts.get("heldout_loss")), number(facts.get("unigram_entropy_nats"))
+    if facts.status == "failed":
+        cause = first_line(facts.cause)
+        return "fail", f"Failed at {step} (exit code {facts.exit_code}): {cause}"
+    if facts.status == "stopped":
+        saved = " after a checkpoint" if facts.checkpoint else ""
+        return "warn", f"Stopped by {_signal(facts.signal)}{saved} at {step}."
+    loss, entropy = facts.heldout_loss, facts.unigram_entropy_nats
     result = "held-out loss not recorded."
     if loss is not None and entropy is not None:
         result = f"held-out loss {format_nats(loss)}, {_gap(loss, entropy)} the unigram entropy"
         result += "." if loss < entropy else ": the model does not use context yet."
     elif loss is not None:
         result = f"held-out loss {format_nats(loss)}."
-    level: Level = "ok" if facts.get("status") == "done" else "warn"
-    return level, f"{str(facts.get('status')).capitalize()} after {step}: {result}"
+    level: Level = "ok" if facts.status == "done" else "warn"
+    return level, f"{facts.status.capitalize()} after {step}: {result}"
 
 
-def _tiles(facts: Mapping[str, Any]) -> list[Tile]:
-    entropy = format_nats(facts.get("unigram_entropy_nats"))
+def _tiles(facts: Summary) -> list[Tile]:
+    entropy = format_nats(facts.unigram_entropy_nats)
     return [
-        Tile("Held-out loss", format_nats(facts.get("heldout_loss")), f"unigram entropy {entropy}"),
-        Tile("Throughput", format_si(facts.get("tokens_per_s"), "tokens/s"), f"summed over {_ranks(facts)}"),
-        Tile(
-            f"Per {_device(facts)}", format_si(facts.get("tokens_per_s_per_gpu"), "tokens/s"), _ranks(facts)
-        ),
-        Tile("Peak memory", format_gib(facts.get("peak_memory_gib")), f"greatest of {_ranks(facts)}"),
+        Tile("Held-out loss", format_nats(facts.heldout_loss), f"unigram entropy {entropy}"),
+        Tile("Throughput", format_si(facts.tokens_per_s, "tokens/s"), f"summed over {_ranks(facts)}"),
+        Tile(f"Per {_device(facts)}", format_si(facts.tokens_per_s_per_gpu, "tokens/s"), _ranks(facts)),
+        Tile("Peak memory", format_gib(facts.peak_memory_gib), f"greatest of {_ranks(facts)}"),
     ]
 
 
@@ -132,17 +130,21 @@ def _loss(runs: Sequence[Run]) -> Figure:
     for i, run in enumerate(runs):
         prefix, facts = (f"{run.name}: " if len(runs) > 1 else ""), run.facts
         heldout = [(line.get("tokens"), line.get("loss")) for line in run.evals]
-        heldout = heldout or [(facts.get("tokens"), facts.get("heldout_loss"))]
+        heldout = heldout or [(facts.tokens, facts.heldout_loss)]
         training = [(line.get("tokens"), line.get("loss")) for line in run.metrics]
         lines.append(Line(f"{prefix}training", *series(training), i))
         style: Style = "both" if len(runs) == 1 else "dashed"
         lines.append(Line(f"{prefix}held-out", *series(heldout), i if len(runs) > 1 else 1, style))
     rules = {}
-    for key, name in (("unigram_entropy_nats", "unigram entropy"), ("uniform_entropy_nats", "ln V")):
-        for run in runs:
-            if (value := number(run.facts.get(key))) is not None:
-                label = f"{name} {format_ratio(value)}"
-                rules[label] = Rule(label, value)
+    for run in runs:
+        entropies = {
+            "unigram entropy": run.facts.unigram_entropy_nats,
+            "ln V": run.facts.uniform_entropy_nats,
+        }
+        for name, nats in entropies.items():
+            if nats is not None:
+                label = f"{name} {format_ratio(nats)}"
+                rules[label] = Rule(label, nats)
     x, y = Axis("tokens"), Axis("loss (nats per masked token)", "nats")
     return Figure("Loss", lines, x, y, levels=list(rules.values()), switch=True)
 
@@ -162,7 +164,7 @@ def _over_time(runs: Sequence[Run]) -> list[Figure]:
         for i, run in enumerate(runs):
             xs, ys = series([(line.get(x), line.get(y)) for line in run.metrics])
             divide = seconds if x == "elapsed_s" else 1.0
-            lines.append(Line(run.name, [value / divide for value in xs], ys, i))
+            lines.append(Line(run.name, [at / divide for at in xs], ys, i))
         x_axis = Axis(x_label, "percent" if x == "progress" else "si")
         y_axis = Axis(y_label, "lr" if y == "lr" else "si", from_zero=True)
         figures.append(Figure(title, lines, x_axis, y_axis))
@@ -189,8 +191,8 @@ def _time_split(runs: Sequence[Run]) -> Figure:
     return Figure("Where the time went", bars, Axis("share of the wall time", "percent"), Axis(""), rows)
 
 
-def _split(facts: Mapping[str, Any]) -> dict[str, float]:
-    parts = times(facts)
+def _split(facts: Summary) -> dict[str, float]:
+    parts = facts.time_s
     inner = {name: parts.get(key, 0.0) for key, name in TRAIN_PARTS.items()}
     outer = [(part, parts.get(part, 0.0)) for part in WALL_PARTS if part != "train"]
     return {**dict(outer[:2]), **inner, "other": other(parts), **dict(outer[2:])}
@@ -215,145 +217,116 @@ def _numbers(runs: Sequence[Run]) -> Table:
 
 
 def _rows(run: Run) -> list[Row]:
-    facts = run.facts
-    return [
-        *_outcome(facts),
-        *_work(facts),
-        *_rates(facts),
-        *_times(facts),
-        *_files(run),
-    ]
-
-
-def _outcome(facts: Mapping[str, Any]) -> list[Row]:
-    loss, unigram, uniform = (
-        number(facts.get(key)) for key in ("heldout_loss", "unigram_entropy_nats", "uniform_entropy_nats")
-    )
-    failed = facts.get("status") == "failed"
-    code = f"exit code {facts.get('exit_code', NA)}"
-    rows = [
-        words("status", facts.get("status"), code, console=False),
-        words("cause", (facts.get("cause") if failed else "") or "none recorded", console=False),
-        *(_failure(facts) if failed else []),
-        Row("held-out loss", (cell(loss, "nats", "mean over held-out masked tokens"),)),
-        Row(
-            "unigram entropy",
-            (cell(unigram, "nats", f"no context; held-out loss is {_gap(loss, unigram)}"),),
-        ),
-        Row("ln V", (cell(uniform, "nats", f"uniform guess; held-out loss is {_gap(loss, uniform)}"),)),
-        Row("training loss, last", (cell(facts.get("final_loss"), "nats", "mean over all ranks"),)),
-    ]
-    return [dataclasses.replace(row, topic=OUTCOME) for row in rows]
-
-
-def _failure(facts: Mapping[str, Any]) -> list[Row]:
-    """Of a failed run: where, why and what to do, and what followed."""
-    place = " ".join(str(facts[key]) for key in ("where", "source") if facts.get(key))
-    lists = {
-        "at": [place],
-        "why": facts.get("explanation"),
-        "fix": facts.get("fix"),
-        "consequence": facts.get("consequences"),
-        "log": [facts.get("log")],
+    topics = {
+        OUTCOME: _outcome(run.facts),
+        WORK: _work(run.facts),
+        RATES: _rates(run.facts),
+        TIME: _times(run.facts),
+        FILES: _files(run.facts),
     }
-    rows = []
-    for label, lines in lists.items():
-        text = "\n".join(str(line) for line in lines if line) if isinstance(lines, list) else ""
-        rows += [words(label, text, console=False)] if text else []
-    return rows
+    return [dataclasses.replace(row, topic=topic) for topic, rows in topics.items() for row in rows]
 
 
-def _work(facts: Mapping[str, Any]) -> list[Row]:
-    step, skipped, spikes = (number(facts.get(key)) for key in ("step", "skipped_steps", "loss_spikes"))
-    compiled = {"True": "compiled", "False": "eager"}.get(str(facts.get("compiled")))
-    lost = f"{_share(skipped, step)} of the steps; gradient norm not finite"
-    far = "logged losses far above the ones before"
-    precision = ", ".join(filter(None, [f"precision {facts.get('precision') or NA}", compiled]))
-    rows = [
-        Row("optimizer steps", (cell(step, "count", f"one step = {_batch_equation(facts)}"),)),
-        Row("samples", (cell(facts.get("samples"), "count", "sequences over all ranks"),), console=False),
-        Row("tokens", (cell(facts.get("tokens"), "count", "over all ranks"),)),
-        Row("skipped steps", (cell(skipped, "count", lost),), console=bool(skipped)),
-        *([Row("loss spikes", (cell(spikes, "count", far),))] if spikes else []),
-        words("parameters", format_si(facts.get("parameters")), precision),
+def _outcome(facts: Summary) -> list[Row]:
+    loss, unigram, uniform = facts.heldout_loss, facts.unigram_entropy_nats, facts.uniform_entropy_nats
+    failed = facts.status == "failed"
+    return [
+        words("status", facts.status, f"exit code {facts.exit_code}", console=False),
+        words("cause", (facts.cause if failed else "") or "none recorded", console=False),
+        *(_failure(facts) if failed else []),
+        value("held-out loss", loss, "nats", "mean over held-out masked tokens"),
+        value("unigram entropy", unigram, "nats", f"no context; held-out loss is {_gap(loss, unigram)}"),
+        value("ln V", uniform, "nats", f"uniform guess; held-out loss is {_gap(loss, uniform)}"),
+        value("training loss, last", facts.final_loss, "nats", "mean over all ranks"),
     ]
-    return [dataclasses.replace(row, topic=WORK) for row in rows]
 
 
-def _rates(facts: Mapping[str, Any]) -> list[Row]:
-    over, mfu = f"summed over {_ranks(facts)}", number(facts.get("mfu"))
-    micro = f"{_batch_equation(facts, short=True)} micro batches per optimizer step"
+def _failure(facts: Summary) -> list[Row]:
+    """Of a failed run: where, why and what to do, and what followed."""
+    lists: dict[str, Sequence[str | None]] = {
+        "at": [" ".join(filter(None, [facts.where, facts.source]))],
+        "why": facts.explanation,
+        "fix": facts.fix,
+        "consequence": facts.consequences,
+        "log": [facts.log],
+    }
+    texts = {label: "\n".join(filter(None, lines)) for label, lines in lists.items()}
+    return [words(label, text, console=False) for label, text in texts.items() if text]
 
-    def rate(label: str, key: str, unit: str, note: str, *, console: bool = True) -> Row:
-        value = number(facts.get(key))
-        return Row(label, (Cell(format_si(value, unit), note, value),), console=console)
 
+def _work(facts: Summary) -> list[Row]:
+    lost = f"{_share(facts.skipped_steps, facts.step)} of the steps; gradient norm not finite"
+    compiled = None if facts.compiled is None else "compiled" if facts.compiled else "eager"
+    precision = ", ".join(filter(None, [f"precision {facts.precision or NA}", compiled]))
     rows = [
-        rate("optimizer steps", "steps_per_s", "steps/s", "of the whole job"),
-        rate("global steps", "global_steps_per_s", "global steps/s", micro),
-        rate("samples", "samples_per_s", "samples/s", over, console=False),
-        rate("tokens", "tokens_per_s", "tokens/s", over),
-        rate("tokens per device", "tokens_per_s_per_gpu", "tokens/s", f"tokens/s divided by {_ranks(facts)}"),
+        value("optimizer steps", facts.step, "count", f"one step = {_batch_equation(facts)}"),
+        value("samples", facts.samples, "count", "sequences over all ranks", console=False),
+        value("tokens", facts.tokens, "count", "over all ranks"),
+        value("skipped steps", facts.skipped_steps, "count", lost, console=bool(facts.skipped_steps)),
+    ]
+    if facts.loss_spikes:
+        far = "logged losses far above the ones before"
+        rows.append(value("loss spikes", facts.loss_spikes, "count", far))
+    return [*rows, value("parameters", facts.parameters, "si", precision)]
+
+
+def _rates(facts: Summary) -> list[Row]:
+    over = f"summed over {_ranks(facts)}"
+    micro = f"{_product(facts)} micro batches per optimizer step"
+    peak = "peak of the device" if facts.mfu is not None else "peak of the device unknown"
+    rates = [
+        ("optimizer steps", facts.steps_per_s, "steps/s", "of the whole job"),
+        ("global steps", facts.global_steps_per_s, "global steps/s", micro),
+        ("samples", facts.samples_per_s, "samples/s", over),
+        ("tokens", facts.tokens_per_s, "tokens/s", over),
+        ("tokens per device", facts.tokens_per_s_per_gpu, "tokens/s", f"tokens/s divided by {_ranks(facts)}"),
+    ]
+    return [
+        *[
+            Row(label, (Cell(format_si(rate, unit), note, rate),), console=label != "samples")
+            for label, rate, unit, note in rates
+        ],
         *_straggler(facts),
-        Row(
-            "MFU",
-            (cell(mfu, "percent", f"model FLOPs / peak of the device{' unknown' if mfu is None else ''}"),),
-        ),
+        value("MFU", facts.mfu, "percent", f"model FLOPs / {peak}"),
     ]
-    return [dataclasses.replace(row, topic=RATES) for row in rows]
 
 
-def _straggler(facts: Mapping[str, Any]) -> list[Row]:
+def _straggler(facts: Summary) -> list[Row]:
     """The ratio, and the rank that the others wait for where there is one."""
-    ratio = cell(
-        number(facts.get("straggler_ratio")),
-        "ratio",
-        "own work of the slowest rank / median of the others, before any gradient reduction",
-    )
-    rows = [Row("straggler ratio", (ratio,), console=False)]
-    named = facts.get("straggler")
-    if isinstance(named, Mapping):
-        rank, times_, lost = (number(named.get(key)) for key in ("rank", "ratio", "seconds_per_step"))
-        if rank is not None and times_ is not None:
-            note = (
-                f"own work {format_ratio(times_)} x the others' median, {format_duration(lost)} lost per step"
-            )
-            rows.append(words("straggler", f"rank {format_count(rank)}", note))
+    what = "own work of the slowest rank / median of the others, before any gradient reduction"
+    rows = [value("straggler ratio", facts.straggler_ratio, "ratio", what, console=False)]
+    if (slow := facts.straggler) is not None:
+        lost = f"{format_duration(slow.seconds_per_step)} lost per step"
+        note = f"own work {format_ratio(slow.ratio)} x the others' median, {lost}"
+        rows.append(words("straggler", f"rank {format_count(slow.rank)}", note))
     return rows
 
 
-def _times(facts: Mapping[str, Any]) -> list[Row]:
+def _times(facts: Summary) -> list[Row]:
     """The wall time, and each of its parts: those of training on the console too."""
-    parts = times(facts)
+    parts = facts.time_s
     wall = sum(parts[part] for part in WALL_PARTS if part in parts) or None
     named = ", ".join(f"{part} {format_duration(parts.get(part))}" for part in WALL_PARTS)
-    rows = [Row("wall", (Cell(format_duration(wall), named, wall),), TIME)]
-    inner = {**{name: parts.get(key) for key, name in TRAIN_PARTS.items()}, "other": other(parts)}
+    rows = [value("wall", wall, "duration", named)]
+    inner = {name: parts.get(key) for key, name in TRAIN_PARTS.items()} | {"other": other(parts)}
     outer = {part: parts.get(part) for part in WALL_PARTS}
     for name, seconds in [*outer.items(), *(inner.items() if parts else ())]:
         inside = name in inner
         note = f"{_share(seconds, wall)} of wall{', part of train' if inside else ''}"
-        rows.append(Row(name, (Cell(format_duration(seconds), note, seconds),), TIME, inside))
+        rows.append(value(name, seconds, "duration", note, console=inside))
     return rows
 
 
-def _files(run: Run) -> list[Row]:
-    facts, page = run.facts, run.path / PAGE
-    energy, tokens = number(facts.get("energy_j")), number(facts.get("tokens"))
-    each = format_energy(energy / tokens * 1e6) if energy is not None and tokens else NA
-    saves = number(facts.get("failed_saves"))
-    rows = [
-        Row("peak memory", (cell(facts.get("peak_memory_gib"), "gib", f"greatest of {_ranks(facts)}"),)),
-        Row(
-            "energy",
-            (cell(energy, "energy", f"{each} per million tokens, {_ranks(facts)}"),),
-            console=energy is not None,
-        ),
-        words("checkpoint", facts.get("checkpoint")),
-        *([Row("failed saves", (cell(saves, "count", "see the log"),))] if saves else []),
-        *([words("report", _shortest(page))] if page.exists() else []),
+def _files(facts: Summary) -> list[Row]:
+    each = format_energy(facts.energy_j / facts.tokens * 1e6 if facts.energy_j and facts.tokens else None)
+    energy = f"{each} per million tokens, {_ranks(facts)}"
+    saves = [value("failed saves", facts.failed_saves, "count", "see the log")]
+    return [
+        value("peak memory", facts.peak_memory_gib, "gib", f"greatest of {_ranks(facts)}"),
+        value("energy", facts.energy_j, "energy", energy, console=facts.energy_j is not None),
+        words("checkpoint", facts.checkpoint),
+        *(saves if facts.failed_saves else []),
     ]
-    return [dataclasses.replace(row, topic=FILES) for row in rows]
 
 
 def _differences(runs: Sequence[Run]) -> Table:
@@ -363,7 +336,7 @@ def _differences(runs: Sequence[Run]) -> Table:
     for key in sorted({key for setting in settings for key in setting}):
         values = [str(setting.get(key, NA)) for setting in settings]
         if len(set(values)) > 1:
-            rows.append(Row(key, [Cell(value) for value in values]))
+            rows.append(Row(key, [Cell(text) for text in values]))
     return Table(rows, [Column(run.name, text=True) for run in runs])
 
 
@@ -378,23 +351,25 @@ def _records(run: Run, many: bool) -> list[Section]:
 # --- words
 
 
-def _batch_equation(facts: Mapping[str, Any], *, short: bool = False) -> str:
-    sizes = [number(facts.get(key)) for key in ("global_batch", "micro_batch", "accumulation")]
-    whole, micro, accumulation = sizes
+def _batch_equation(facts: Summary) -> str:
+    sizes = f"global batch {format_count(facts.global_batch)} = micro {format_count(facts.micro_batch)}"
+    return f"{sizes} x {_product(facts)}"
+
+
+def _product(facts: Summary) -> str:
+    """Micro batches of a step."""
+    whole, micro, accumulation = facts.global_batch, facts.micro_batch, facts.accumulation
     dp = whole / (micro * accumulation) if whole and micro and accumulation else None
-    dp = dp if dp is not None and dp.is_integer() else None
-    product = f"accumulation {format_count(accumulation)} x dp {format_count(dp)}"
-    return (
-        product if short else f"global batch {format_count(whole)} = micro {format_count(micro)} x {product}"
-    )
+    whole_dp = dp if dp is not None and dp.is_integer() else None
+    return f"accumulation {format_count(accumulation)} x dp {format_count(whole_dp)}"
 
 
-def _device(facts: Mapping[str, Any]) -> str:
-    return "CPU rank" if str(facts.get("device", "")).lower().startswith("cpu") else "GPU"
+def _device(facts: Summary) -> str:
+    return "CPU rank" if str(facts.device).lower().startswith("cpu") else "GPU"
 
 
-def _ranks(facts: Mapping[str, Any]) -> str:
-    return count_of(facts.get("world_size"), _device(facts) if facts.get("device") else "rank")
+def _ranks(facts: Summary) -> str:
+    return count_of(facts.world_size, _device(facts) if facts.device else "rank")
 
 
 def _gap(loss: float | None, entropy: float | None) -> str:
@@ -408,16 +383,9 @@ def _share(part: float | None, whole: float | None) -> str:
     return format_percent(part / whole) if whole and part is not None else NA
 
 
-def _signal(recorded: object) -> str:
-    value = number(recorded)
+def _signal(number: int | None) -> str:
     names = {s.value: s.name for s in signal.Signals}
-    return names.get(int(value), f"signal {format_count(value)}") if value is not None else "a signal"
-
-
-def _shortest(path: Path) -> str:
-    """`path` from here, when it lies below."""
-    relative = os.path.relpath(path)
-    return str(path.absolute()) if relative.startswith("..") else relative
+    return "a signal" if number is None else names.get(number, f"signal {number}")
 
 
 def _distinct(runs: Sequence[Run]) -> list[Run]:
@@ -431,7 +399,7 @@ def _distinct(runs: Sequence[Run]) -> list[Run]:
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
-    for key, value in tree.items():
+    for key, child in tree.items():
         path = f"{prefix}{key}"
-        flat.update(_flat(value, f"{path}.") if isinstance(value, Mapping) else {path: value})
+        flat.update(_flat(child, f"{path}.") if isinstance(child, Mapping) else {path: child})
     return flat

@@ -6,14 +6,13 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 from launcher.report.model import Axis, Bars, Boxes, Figure, Line, Mark, Rule
-from launcher.report.numbers import Unit, format_count, format_lr, format_step_time
+from launcher.report.numbers import format_count, format_lr, format_step_time
 from launcher.report.quantities import at
 from launcher.results import Cell, FiveNumbers, Mode, RankTimes, Scaling
 from launcher.scaling.columns import SPLIT
 
 LOG_FROM = 16  # times the least N: above, N stands on a logarithmic axis
 MAX_RANKS = 16  # boxes of one cell
-PARTLY = "The axis does not start at 0."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,23 +104,30 @@ def speedup(scaling: Scaling, mode: Mode) -> Figure:
 
 def efficiency(scaling: Scaling, mode: Mode) -> Figure:
     """Against N, with the interval, the ceiling and 100 %."""
-    members = groups(scaling, mode)
-    lines = [_line(group, "efficiency", "efficiency_ci95") for group in members]
-    y = Axis("efficiency, throughput / (N x throughput of one rank)", "percent")
-    note = f"Bands and whiskers: 95 % intervals over the repeats. {PARTLY}"
-    traces = [*_ceilings(members), *lines]
-    title = f"Efficiency, {mode} scaling"
-    return Figure(title, traces, _ranks_axis(scaling, mode), y, levels=[Rule("100 %", 1.0)], note=note)
+    note = "Bands and whiskers: 95 % intervals over the repeats."
+    label = "efficiency, throughput / (N x throughput of one rank)"
+    return _share(scaling, mode, "efficiency", label, note, _ceilings(groups(scaling, mode)))
 
 
 def communication(scaling: Scaling, mode: Mode) -> Figure:
     """What communication alone leaves: throughput over that of the ceiling."""
-    path = "communication_efficiency"
+    note = "Efficiency = ceiling x communication efficiency."
+    return _share(scaling, mode, "communication_efficiency", "throughput / ceiling", note)
+
+
+def _share(
+    scaling: Scaling, mode: Mode, path: str, label: str, note: str, ceilings: Sequence[Line] = ()
+) -> Figure:
+    """A share of a cell against N, with its interval, below 100 %."""
     lines = [_line(group, path, f"{path}_ci95") for group in groups(scaling, mode)]
-    y = Axis("throughput / ceiling", "percent")
-    note = f"Efficiency = ceiling x communication efficiency. {PARTLY}"
-    title = f"Communication efficiency, {mode} scaling"
-    return Figure(title, lines, _ranks_axis(scaling, mode), y, levels=[Rule("100 %", 1.0)], note=note)
+    return Figure(
+        f"{path.replace('_', ' ').capitalize()}, {mode} scaling",
+        [*ceilings, *lines],
+        _ranks_axis(scaling, mode),
+        Axis(label, "percent"),
+        levels=[Rule("100 %", 1.0)],
+        note=f"{note} The axis does not start at 0.",
+    )
 
 
 def memory(scaling: Scaling, mode: Mode) -> Figure:
@@ -249,8 +255,7 @@ def _memory(cell: Cell) -> list[float]:
 
 def _ranks_axis(scaling: Scaling, mode: Mode) -> Axis:
     sizes = sorted({float(cell.world_size) for group in groups(scaling, mode) for cell in group.cells})
-    unit: Unit = "count"
-    return Axis("N, ranks", unit, bool(sizes) and sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
+    return Axis("N, ranks", "count", bool(sizes) and sizes[-1] > LOG_FROM * sizes[0], ticks=sizes)
 
 
 def _line(group: Group, path: str, interval: str = "", *, times_n: bool = False) -> Line:

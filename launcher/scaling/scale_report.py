@@ -80,7 +80,7 @@ SETTINGS = (
     Quantity("steps", "timed steps per repeat", "count"),
     Quantity("warm_up", "warm-up steps before them", "count"),
     Quantity("repeats", "repeats of a cell", "count"),
-    Quantity("gpus", "numbers of ranks", "word"),
+    Quantity("gpus", "gpus", "word"),
     Quantity("engines", "engines", "word"),
     Quantity("launcher", "launcher", "word"),
     Quantity("optimizer", "optimizer", "word"),

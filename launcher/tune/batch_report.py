@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from bert_dp.cost import GIB
 from launcher.report.model import (
     Axis,
     Bars,
+    Column,
     Figure,
     Line,
     Mark,
@@ -30,7 +32,7 @@ from launcher.report.numbers import (
     format_ratio,
     format_si,
 )
-from launcher.report.parts import words
+from launcher.report.parts import cell
 from launcher.report.quantities import Quantity, at, table
 from launcher.results import (
     BatchChoice,
@@ -59,20 +61,29 @@ LOST: dict[SizeStatus, str] = {
     "failed": "failed",
 }
 SIZES = (
-    Quantity("accumulation", "accum.", "count"),
+    Quantity("accumulation", "accumulation", "count"),
     Quantity("status", "status", "word"),
     Quantity("samples_per_s", "sequences/s"),
     Quantity("samples_per_s_ci95.low", "95 % from"),
     Quantity("samples_per_s_ci95.high", "to"),
-    Quantity("relative", "of best", "percent"),
-    Quantity("predicted_gib", "predicted", "gib"),
-    Quantity("measured_gib", "peak", "gib"),
+    Quantity("relative", "share of the best", "percent"),
+    Quantity("predicted_gib", "peak, predicted", "gib"),
+    Quantity("measured_gib", "peak, measured", "gib"),
+    Quantity("runs", "runs", "count"),
 )
 TRIED = (
     Quantity("status", "status", "word"),
     Quantity("predicted_gib", "peak, predicted", "gib"),
     Quantity("measured_gib", "peak, measured", "gib"),
     Quantity("rank", "of rank", "count"),
+)
+RUNS = (
+    "timed steps",
+    "sequences/s",
+    "step, mean",
+    "forward + backward, mean",
+    "peak, greatest rank",
+    "allocator retries",
 )
 GOODPUT = (
     Quantity("samples_per_s", "sequences/s"),
@@ -413,7 +424,7 @@ def _details(tune: TuneBatch) -> list[Section]:
     runs = [_run(tune, run) for size in _by_micro(tune) for run in size.runs]
     tables = {
         "Memory tried": table(tried, TRIED, corner="micro batch"),
-        "Runs": Table(runs),
+        "Runs": Table(runs, [Column(head) for head in RUNS]),
         "Global batches": table(points, GOODPUT, corner="global batch"),
     }
     return [
@@ -424,9 +435,16 @@ def _details(tune: TuneBatch) -> list[Section]:
 
 
 def _run(tune: TuneBatch, run: TimedRun) -> Row:
-    step = format_duration(sum(run.step_s) / len(run.step_s)) if run.step_s else NA
-    peak = format_gib(max(run.peak_gib, default=None))
-    rate = format_si(run_rate(tune, run), "sequences/s")
-    note = f"{format_count(len(run.step_s))} timed steps of {step}, peak {peak} on the greatest rank"
-    note += f", {format_count(run.alloc_retries)} allocator retries" if run.alloc_retries is not None else ""
-    return words(run.name, rate, note)
+    """Means over its steps."""
+    step, passes = (
+        statistics.fmean(times) if times else None for times in (run.step_s, run.forward_backward_s)
+    )
+    cells = [
+        cell(len(run.step_s), "count"),
+        cell(run_rate(tune, run), "si"),
+        cell(step, "seconds"),
+        cell(passes, "seconds"),
+        cell(max(run.peak_gib, default=None), "gib"),
+        cell(run.alloc_retries, "count"),
+    ]
+    return Row(run.name, cells)

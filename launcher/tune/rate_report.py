@@ -106,7 +106,8 @@ def rate_report(tune: TuneLr, folder: Path) -> Report:
         f"range test, {count_of(len(tune.rungs), 'rung')} up to {longest}",
         f"{format_count(cost and cost.trials)} trials in {format_duration(tune.seconds)}",
     ]
-    asked = [(name, value) for name, value in tune.settings.model_dump().items() if value]
+    asked = tune.settings.model_dump()
+    settings = [(name, value) for name, value in asked.items() if value not in (None, [], {})]
     return Report(
         "bert-dp: tuned learning rate",
         subtitle(tune, method),
@@ -117,7 +118,7 @@ def rate_report(tune: TuneLr, folder: Path) -> Report:
             Section("Last rung", tables=[_finalists(tune)]),
             Section("All trials", tables=_trials(tune), console=False),
             *([_transfer(tune.transfer)] if tune.transfer else []),
-            *settings_sections(tune, SETTINGS, asked),
+            *settings_sections(tune, SETTINGS, settings),
         ],
     )
 

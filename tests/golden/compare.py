@@ -19,6 +19,7 @@ CHANGED: dict[str, str | None] = {
     "dry_runs/lr/settings/optimizers": None,
     "dry_runs/lr/settings/weight_decays": None,
     "dry_runs/lr/settings/trials": None,
+    "options/report/--png": None,  # a page saves its figures itself
 }
 
 

@@ -152,23 +152,30 @@ def reports(root: Path) -> Any:
 
 
 class Tables(html.parser.HTMLParser):
-    """`tables`: the text of each cell of each row of each table."""
+    """`tables`: the text of each cell of each row of each table but those of the numbers of a figure."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tables: list[list[list[str]]] = []
-        self._in_cell = False
+        self._in_cell = self._of_a_figure = False
+        self._has_values: set[int] = set()  # rows; the others are heads
 
     def handle_starttag(self, tag: str, attrs: Any) -> None:
-        if tag == "table":
+        if tag == "details":
+            self._of_a_figure = ("class", "numbers") in attrs
+        elif self._of_a_figure:
+            return
+        elif tag == "table":
             self.tables.append([])
         elif tag == "tr":
             self.tables[-1].append([])
         elif tag in ("td", "th"):
+            self._has_values |= {id(self.tables[-1][-1])} if tag == "td" else set()
             self.tables[-1][-1].append("")
             self._in_cell = True
 
     def handle_endtag(self, tag: str) -> None:
+        self._of_a_figure = self._of_a_figure and tag != "details"
         self._in_cell = self._in_cell and tag not in ("td", "th")
 
     def handle_data(self, data: str) -> None:
@@ -180,9 +187,10 @@ class Tables(html.parser.HTMLParser):
         found: dict[str, dict[str, list[str]]] = {}
         for table in self.tables:
             columns: list[str] = []
-            for label, *cells in filter(None, table):
-                if not label:
-                    columns = cells
+            for row in filter(None, table):
+                label, *cells = row
+                if id(row) not in self._has_values:
+                    columns = cells or columns  # a lone cell is a heading within the table
                     continue
                 for name, cell in itertools.zip_longest(columns, cells, fillvalue=""):
                     if numbers := NUMBER.findall(cell):

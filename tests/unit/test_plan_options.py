@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from bert_dp.config import ConfigError
 from bert_dp.cost import flops_per_token
-from launcher import results
-from launcher.plan import inputs, scaling, table
+from launcher.plan import inputs, scaling
+from launcher.plan.plan_report import plan_report
 from launcher.plan.scaling import Question
+from tests.report_fixture import shown, unfolded
 from tests.unit.test_plan_scaling import cell, from_data, measured, of_crammed_bert, profile
 
 SHAPE = {"num_layers": 2, "hidden_size": 96, "num_heads": 6}
@@ -136,8 +135,6 @@ def test_a_state_that_cannot_fit_is_said() -> None:
     found = scaling.answer(small, Question(gpus=(1, 2, 4), link="nvlink3", engine="fsdp"))
     assert [row.fits for row in found.rows] == [False, True, True]
     assert any(note.startswith("DOES NOT FIT on 1 GPUs: ") for note in found.assumptions)
-    console = Console(width=120, record=True, file=io.StringIO())
-    console.print(table.scaling_table(results.plain(found)))
-    text = console.export_text()
+    text = unfolded(shown(plan_report(found), 120))
     assert "DOES NOT FIT" in text
     assert "MFU" in text

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from bert_dp.config import ConfigError
 from launcher import results
-from launcher.plan import inputs, scaling, table
+from launcher.plan import inputs, scaling
 from launcher.plan.hardware import constant
+from launcher.plan.plan_report import plan_report
 from launcher.plan.scaling import Question
+from tests.report_fixture import shown, unfolded
 
 SIZES = (400, 200, 600)  # bytes of three fp32 gradients: 300 parameters
 
@@ -270,9 +271,7 @@ def test_nulls_of_a_partial_result_are_no_numbers() -> None:
 def test_table_shows_every_row_and_lever(columns: int) -> None:
     source = from_data(measured(), "[bold]x\x1b[31m.json")
     found = scaling.answer(source, Question(gpus=(1, 2, 4)))
-    console = Console(width=columns, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(table.scaling_table(results.plain(found)))
-    text = console.export_text()
+    text = unfolded(shown(plan_report(found), columns))
     assert "\x1b" not in text
     assert "[bold]x" in text
     for lever in found.rows[-1].levers:

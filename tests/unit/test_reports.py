@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 
+from launcher import results
 from launcher.datasets import shards_report
 from launcher.doctor import Finding, doctor_report
 from launcher.environment import probe
+from launcher.plan.plan_report import plan_report
 from launcher.report import html
 from launcher.report.drawing import HOVER, numbers_of
-from launcher.report.model import Axis, Bars, Figure, Line, Report, Section, Table, Verdict
+from launcher.report.model import Axis, Bars, Figure, Line, Report, Rule, Section, Table, Verdict
 from launcher.report.numbers import format_plain
 from launcher.report.run_report import of_directories
 from launcher.scaling.scale_report import scale_report
@@ -49,6 +51,7 @@ SHARDS: dict[str, Any] = {
     "samples": ["a [bold]sample[/bold]\x1b[31m\nof text", "x" * 1000],
     "problems": [],
 }
+PREDICTION = scaling(prediction=True)["prediction"]
 FINDINGS = [Finding("ok", "python"), Finding("fail", "no torch", "ranks stop", "pip install [torch]")]
 FAILED = {"status": "failed", "exit_code": 1, "cause": "rank 1: no", "fix": ["do", "or do"]}
 
@@ -64,6 +67,7 @@ MAKERS: dict[str, Callable[[Path], Report]] = {
     "batch": lambda path: of(batch()),
     "rate": lambda path: of(lr(transfer=transfer())),
     "search, begun": lambda path: of(unmeasured()),
+    "plan": lambda path: plan_report(results.parse(PREDICTION, results.Prediction, "plan")),
 }
 
 
@@ -85,7 +89,7 @@ def test_the_page_is_one_file_that_runs_our_scripts_alone(report: Report) -> Non
 def test_page_and_console_carry_the_same_findings(report: Report) -> None:
     page, console = read_page(report).text, unfolded(shown(report))
     texts = [text for v in report.verdicts for text in (v.name, v.text, *v.notes)]
-    assert texts
+    assert texts or not report.verdicts
     for text in texts:
         assert unfolded([text]) in page
         assert unfolded([text]) in console
@@ -168,6 +172,12 @@ def test_a_line_is_drawn_with_its_gaps_its_band_and_its_whiskers() -> None:
     assert band["y"] == [2.0, 0.5, None, 4.0, 4.5, 3.5, 2.0]
     assert drawn["marker"]["symbol"] != "circle"  # its colour is that of another line
     assert drawn["line"]["color"] == "c1"
+
+
+def test_the_label_of_a_rule_stays_within_the_figure() -> None:
+    report = of_figure(Line("a", [1.0, 2.0], [1.0, 2.0]), levels=[Rule("low", 1.5), Rule("high", 3.0)])
+    rules = read_page(report).data[0]["layout"]["shapes"]
+    assert [rule["label"]["yanchor"] for rule in rules] == ["bottom", "top"]
 
 
 def test_lines_of_one_name_stand_in_the_legend_once() -> None:

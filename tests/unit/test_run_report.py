@@ -248,7 +248,9 @@ def test_files_of_the_wrong_type_render(tmp_path: Path) -> None:
     (run / "config.yaml").write_text("- not\n- a mapping\n")
     (run / "environment.json").write_text('{"versions": 3, "gpus": "x"}')
     report = of_directories([run])
-    assert "config.yaml is damaged: expected a mapping" in read_page(report).text
+    text = read_page(report).text
+    assert "config.yaml is damaged: expected a mapping" in text
+    assert "summary.json is damaged (status: " in text
     shown(report)
 
 

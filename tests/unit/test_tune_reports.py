@@ -10,6 +10,7 @@ import pytest
 
 from launcher import results
 from launcher.report.model import Line, Report
+from launcher.tune.batch import write
 from launcher.tune.batch_report import batch_report, run_rate
 from launcher.tune.rate_report import rate_report
 from tests.report_fixture import figure_of, read_page, shown, unfolded
@@ -246,3 +247,14 @@ def test_nothing_measured_is_never_zero() -> None:
         page = read_page(of(data))
         assert page.labels == []
         assert "0.0" not in page.text
+
+
+def test_a_page_that_cannot_be_written_costs_no_search(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "report.html").mkdir()
+    tune = results.parse(batch(choice=None), results.TuneBatch, "tune.json")
+    _, has_page = write(tune, tmp_path)
+    assert not has_page
+    assert results.read(tmp_path / "tune.json", results.TuneBatch) == tune
+    assert f"warning: the page {tmp_path / 'report.html'} was not written" in capsys.readouterr().err

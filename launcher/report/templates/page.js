@@ -38,7 +38,7 @@ function layout(figure, theme, width) {
     ...own,
     ...(width ? { width } : { autosize: true }),
     title: { ...own.title, x: 0, xanchor: "left", xref: "container", y: 1, yanchor: "top", pad: { t: 6 }, font: { size: 12.5, color: theme.ink } },
-    xaxis: { ...axis, ...own.xaxis, title: { ...own.xaxis.title, standoff: 8 }, showline: true, ticks: "outside", tickcolor: theme.soft },
+    xaxis: { ...axis, ...own.xaxis, title: { ...own.xaxis.title, standoff: 8, font: { size: 12.5, color: theme.ink } }, showline: true, ticks: "outside", tickcolor: theme.soft },
     yaxis: { ...axis, ...own.yaxis },
     annotations: own.annotations.map(name => ({ ...name, font: { color: theme.ink } })),
     shapes: own.shapes.map(shape => ({ ...coloured(shape, theme) })),

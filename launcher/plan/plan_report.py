@@ -1,0 +1,65 @@
+"""The answer of `plan scaling` as a Report."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from launcher.report.model import Cell, Column, Report, Row, Section, Table
+from launcher.report.numbers import format_change, format_count
+from launcher.report.parts import words
+from launcher.report.quantities import Quantity, table
+from launcher.results import PredictedRow, Prediction
+
+ROW = (
+    Quantity("tensor", "tensor", "count"),
+    Quantity("accumulation", "accum.", "count"),
+    Quantity("step_time_s", "step", "seconds"),
+    Quantity("exposed_comm_fraction", "exposed", "percent"),
+    Quantity("efficiency", "efficiency", "percent"),
+    Quantity("mfu", "MFU", "percent"),
+    Quantity("tokens_per_s", "tokens/s"),
+)
+MEASURED = (
+    Quantity("predicted_step_s", "step predicted", "seconds"),
+    Quantity("measured_step_s", "measured", "seconds"),
+    Quantity("predicted_efficiency", "efficiency predicted", "percent"),
+    Quantity("measured_efficiency", "measured", "percent"),
+    Quantity("within", "within the interval", "word"),
+)
+
+
+def plan_report(answer: Prediction) -> Report:
+    """The rows, the levers at the greatest number of GPUs, measured cells, and what was assumed."""
+    last = max(answer.rows, key=lambda row: row.world_size)
+    levers = [
+        words(
+            lever.lever,
+            format_change(lever.gain),
+            "what is lost there; no setting" if lever.bound else "",
+        )
+        for lever in last.levers
+    ]
+    what = f"What one change would do on {format_count(last.world_size)} GPUs"
+    measured = [(cell.cell, cell) for cell in answer.measured]
+    tables = [
+        _rows(answer.rows),
+        Table(levers, title=what),
+        table(measured, MEASURED, title="Predicted beside measured", corner="cell"),
+    ]
+    return Report(
+        "bert-dp: predicted scaling", sections=[Section("", tables=tables, notes=answer.assumptions)]
+    )
+
+
+def _rows(rows: Sequence[PredictedRow]) -> Table:
+    """Without columns that say the same of every row, and with the lever that gains most."""
+    same = {"tensor": all(row.tensor == 1 for row in rows), "mfu": not any(row.mfu for row in rows)}
+    shown = [quantity for quantity in ROW if not same.get(quantity.path)]
+    plain = table([(format_count(row.world_size), row) for row in rows], shown, corner="GPUs")
+    best = [next((lever for lever in row.levers if not lever.bound), None) for row in rows]
+    changes = [f"{format_change(lever.gain)} {lever.lever}" if lever else "" for lever in best]
+    return Table(
+        [Row(row.label, [*row.cells, Cell(change)]) for row, change in zip(plain.rows, changes, strict=True)],
+        [*plain.columns, Column("best change", text=True)],
+        corner=plain.corner,
+    )
