@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import (
@@ -92,14 +92,10 @@ def tune(
 def plan_of(config: Config, settings: Settings) -> LrPlanFile:
     """search.json as a search begins."""
     return LrPlanFile(
-        config_hash=config.hash(), config=config.model_dump(mode="json"), settings=asdict_json(settings)
+        config_hash=config.hash(),
+        config=config.model_dump(mode="json"),
+        settings=dataclasses.asdict(settings),
     )
-
-
-def asdict_json(settings: Settings) -> dict[str, Any]:
-    """JSON values only, so that they compare with what was read back."""
-    plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(settings)))
-    return plain
 
 
 def setting_issues(config: Config, settings: Settings, ranks: int) -> list[str]:
