@@ -181,8 +181,9 @@ GONE = {
     "message": "Connection closed by peer",
     "where": "a.py:1",
     "bad_input": None,
+    "failure_kind": "peer_gone",
 }
-LATER = {**GONE, "message": "out of luck"}
+LATER = {**GONE, "message": "out of luck", "failure_kind": "error"}
 DEEPSPEED = "[ERROR] ['python', '-m', 'bert_dp.worker'] exits with return code = -11"
 
 
