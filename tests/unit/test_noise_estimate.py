@@ -118,7 +118,7 @@ class Others:
     def __init__(self, *parts: list[float]):
         self._parts = parts
 
-    def gather(self, values: Sequence[float]) -> Tensor:
+    def all_gather(self, values: Sequence[float]) -> Tensor:
         return torch.tensor([list(values), *self._parts], dtype=torch.float64)
 
 
