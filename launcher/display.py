@@ -162,8 +162,8 @@ class Display:
 
     def poll(self) -> None:
         """Show what the ranks have written since the last call."""
-        self._show_lines()
         fresh, replaced = self._metrics.lines()
+        self._show_lines()  # what a rank said before a step stands before it
         if replaced:
             self._lines = []
         for line in fresh:

@@ -52,7 +52,7 @@ def smaller(command: str, folder: Path) -> list[str]:
     files = [sorted(str(p.relative_to(folder)) for p in folder.glob(w)) if "*" in w else [w] for w in words]
     words = [word for group in files for word in group]
     rare = {"train": "data.build.", "scale": "data.build.", "tune": "data.build.", "data": ""}.get(words[0])
-    if words[1] != "inspect" and rare is not None and "data.path=shards" not in words:
+    if words[1:2] != ["inspect"] and rare is not None and "data.path=shards" not in words:
         words += ["--set", f"{rare}max_tokens_per_char=0"]  # so few words make many tokens
     return [*words, *SMALLER.get(verb, [])]
 

@@ -187,7 +187,7 @@ SECRETS = {
     "HF_TOKEN": "hf_AbCdEfGhIjKl",
     "api_key": 'with "quotes" & <tags>',
     "MY_SECRET": "gr\u00fc\u00dfe-geheim",
-    "DB_PASSWORD": "123456789",
+    "DB_PASSWORD": "713905284",
     "WANDB_API_KEY": "0f1e2d3c4b5a",
     "DB_PWD": "p@55/w0rd",
     "SLACK_WEBHOOK": "https://hooks.example/T0/B0/x1",

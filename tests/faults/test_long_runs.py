@@ -142,7 +142,7 @@ def test_row_25_a_million_steps_are_reported_and_cut_back_in_little_memory(tmp_p
         "run = Path(sys.argv[1])\nhtml.write(run_report.of_directories([run]), run / 'report.html')\n",
         str(tmp_path),
     )
-    assert "loss: 99.0000 nats" in (tmp_path / "report.html").read_text()  # the spike stays visible
+    assert "training: 99.0000 nats" in (tmp_path / "report.html").read_text()  # the spike stays visible
     cut = growth_mb(
         "from pathlib import Path\nfrom bert_dp import record\n---\n"
         "record.cut_back(Path(sys.argv[1]), int(sys.argv[2]))\n",
