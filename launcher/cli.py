@@ -16,7 +16,7 @@ import typer
 
 from bert_dp import __version__, record
 from bert_dp.config import ConfigError
-from launcher.display import PLAIN, complain, show, warn_of_ordinary_secrets
+from launcher.log import PLAIN, complain, show, warn_of_ordinary_secrets
 from launcher.options import (
     ConfigName,
     Json,
@@ -255,6 +255,7 @@ def scale(
     Beside the cells that are asked for: one rank without a process group (the baseline), ddp on one rank, and
     for every N the ceiling, N independent copies.
     """
+    from launcher.plan.scaling import answer_measured
     from launcher.scaling import benchmark, grid
 
     if accumulation is not None and "weak" not in mode:
@@ -276,7 +277,14 @@ def scale(
     )
     raise typer.Exit(
         benchmark.scale(
-            config, set_ or [], settings, out=out, dry_run=dry_run, as_json=json, console=console()
+            config,
+            set_ or [],
+            settings,
+            out=out,
+            dry_run=dry_run,
+            as_json=json,
+            console=console(),
+            predict=answer_measured,
         )
     )
 

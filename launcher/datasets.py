@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bert_dp.config import ConfigError, resolve
-from launcher import processes
+from launcher import children
 from launcher.redact import secrets, setting_issues
 from launcher.report.console import ConsoleReport
 from launcher.report.model import Column, Report, Row, Section, Table, Verdict
@@ -76,14 +76,12 @@ def build(
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(options, file)
         file.flush()
-        return processes.run_module(
-            "bert_dp.corpus", ["build", file.name], stdout=processes.DEVNULL
-        ).returncode
+        return children.run_module("bert_dp.corpus", ["build", file.name], stdout=children.DEVNULL).returncode
 
 
 def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
     """Returns 0, 1 when a hash differs, 2 when `directory` holds no shards."""
-    code, facts = processes.capture_json("bert_dp.corpus", ["inspect", str(directory)])
+    code, facts = children.capture_json("bert_dp.corpus", ["inspect", str(directory)])
     if facts is None:
         return code or 1
     if as_json:

@@ -7,13 +7,14 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from bert_dp import record
 from launcher.collapse import Collapser
-from launcher.redact import ordinary_secrets, secrets
+from launcher.log import PLAIN, show
+from launcher.redact import secrets
 from launcher.report.numbers import (
     format_count,
     format_eta,
@@ -27,53 +28,11 @@ from launcher.report.numbers import (
 if TYPE_CHECKING:
     from rich.console import Console
 
-PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
 PLAIN_PROGRESS_S = 10.0  # between progress lines when the console is not a terminal
 READ_BYTES = 2**20  # of a file at once
 BEHIND_BYTES = 2**26  # a reader that is further behind goes on near the end
 LINE_CHARS = 1000
 ETA_LINES = 20  # logged steps over which the remaining time is extrapolated
-
-
-def show(console: Console, what: Any, **options: Any) -> None:
-    """Print; a reader that has gone away, or a console that knows only ASCII, must not end the run."""
-    if isinstance(what, str):
-        what = printable(what).encode(console.encoding, "replace").decode(console.encoding)
-    try:
-        console.print(what, **options)
-        console.file.flush()
-    except (OSError, ValueError, SystemExit):  # rich answers a broken pipe with SystemExit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def printable(text: str) -> str:
-    """Foreign text for a terminal: without control characters, and without the secrets that we were given."""
-    return record.safe(record.hide(text, secrets(sys.argv)))
-
-
-def complain(text: str) -> None:
-    """Lines for stderr."""
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(f"{printable(text)}\n")
-        sys.stderr.flush()
-
-
-def warn_of_ordinary_secrets() -> None:
-    """Of this process's environment, once at the start of a verb that runs ranks."""
-    for line in ordinary_secrets():
-        complain(f"warning: {line}")
-
-
-def teller(console: Console, as_json: bool) -> Callable[[str], None]:
-    """What a verb says its lines with: on the console, or on stderr where stdout takes JSON."""
-
-    def say(line: str) -> None:
-        if as_json:
-            complain(line)
-        else:
-            show(console, line, **PLAIN)
-
-    return say
 
 
 class Tail:

@@ -15,11 +15,11 @@ from typing import Any, Literal
 
 from bert_dp.record import cache_root
 from launcher import links
+from launcher.children import module_command
 from launcher.environment import NO_ANSWER, Environment, existing, probe, run_command
 from launcher.links import Links
 from launcher.report.model import Report, Verdict
 from launcher.report.numbers import format_gib
-from launcher.starters import module_command
 
 MIN_PYTHON, MAX_PYTHON, MIN_TORCH = (3, 11), (3, 13), (2, 11)
 GPU_FREE = 0.95  # of a GPU's memory: the driver itself keeps less than the rest

@@ -24,8 +24,8 @@ from typing import Any, Literal
 
 import psutil
 
+from launcher.children import child_environment
 from launcher.redact import redact_argv
-from launcher.starters import child_environment
 
 NO_ANSWER = "no answer within"  # and how long, says run_command of a time-out
 ROOT = Path("/")

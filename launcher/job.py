@@ -31,7 +31,7 @@ from bert_dp.config import (
     read_manifest,
 )
 from bert_dp.config.manifest import Manifest
-from launcher import environment, processes, results
+from launcher import children, environment, results
 from launcher.environment import Environment
 from launcher.redact import redact_argv, secrets, setting_issues
 from launcher.results import PlanFile
@@ -191,7 +191,7 @@ def prepare_data(config: Config) -> Path:
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(dump_config(config))
         file.flush()
-        done = processes.run_module("bert_dp.corpus", ["ensure", file.name], stdout=subprocess.PIPE)
+        done = children.run_module("bert_dp.corpus", ["ensure", file.name], stdout=subprocess.PIPE)
     if done.returncode == 2:
         raise ConfigError([])  # the data room has said why
     if done.returncode:

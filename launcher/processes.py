@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import shutil
 import signal
@@ -12,9 +11,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
 
 import psutil
 
@@ -22,16 +20,15 @@ from bert_dp import record
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START
 from bert_dp.record_models import Summary
 from launcher import advice, failure, results
-from launcher.display import complain
 from launcher.failure import Failure
+from launcher.log import complain
 from launcher.memory import MemoryWatch
 from launcher.reaper import reaper
 from launcher.redact import scrub, secrets
 from launcher.roll import Roll, kill_tree, send
-from launcher.starters import child_environment, module_command, start_command, start_environment
+from launcher.starters import start_command, start_environment
 from launcher.watch import Hang, Watch
 
-DEVNULL = subprocess.DEVNULL
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S = 5.0
 LAUNCHER_SAID_BYTES = 2**20
@@ -266,40 +263,3 @@ def confined(cores: Collection[int] | None) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
-
-
-def start_module(
-    module: str,
-    arguments: list[str],
-    *,
-    scratch: str | None = None,
-    environ: Mapping[str, str] | None = None,
-    **kwargs: Any,
-) -> subprocess.Popen[str]:
-    """`python -m module`, which ends with us, for what needs torch or a process of its own. `environ` comes
-    on top of ours."""
-    mine = {**(environ or {}), **child_environment()}
-    if scratch is not None:
-        mine["TMPDIR"] = scratch
-    command = [*module_command(module), *arguments]
-    return subprocess.Popen(command, text=True, env={**os.environ, **mine}, **kwargs)
-
-
-def run_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """`python -m module` to its end."""
-    with start_module(module, arguments, **kwargs) as process:
-        try:
-            output, errors = process.communicate()
-        except BaseException:
-            process.kill()
-            raise
-    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
-
-
-def capture_json(module: str, arguments: list[str]) -> tuple[int, Any]:
-    """Exit code and the JSON a module printed; its stderr (progress, errors) goes straight to ours."""
-    done = run_module(module, arguments, stdout=subprocess.PIPE)
-    try:
-        return done.returncode, json.loads(done.stdout)
-    except ValueError:
-        return done.returncode, None

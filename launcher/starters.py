@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import sys
 from pathlib import Path
 
-from bert_dp.record import INIT_FILE, LAUNCHER_PID, LAUNCHER_START, LOG_DIR, start_ticks
+from bert_dp.record import INIT_FILE, LOG_DIR
+from launcher.children import child_environment, module_command
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 WORKER = "bert_dp.worker"
@@ -20,19 +20,6 @@ RENDEZVOUS = "bert-dp-file"  # ours, see rendezvous.py: torchrun's own listen on
 # what a launcher around us may have left: torchrun's defaults (PET_*), and variables not all three set anew
 FOREIGN = ("PET_", "TORCHELASTIC_", "ACCELERATE_")
 FOREIGN_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
-
-
-def module_command(module: str, *options: str) -> list[str]:
-    """The beginning of a command line that runs a module, whatever lies in the current folder: `python -m`
-    alone would look there first. `options` are Python's own."""
-    return [sys.executable, "-P", *options, "-m", module]
-
-
-def child_environment() -> dict[str, str]:
-    """What every process of ours gets on top of our environment: our life to follow, and no module from the
-    current folder, which launchers hand on to the processes that they start."""
-    pid = os.getpid()
-    return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
 
 
 def launcher_problem(launcher: str) -> str | None:

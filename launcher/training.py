@@ -29,8 +29,9 @@ from bert_dp.config import (
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
 from bert_dp.record_models import Summary
 from launcher import environment, failure, job, processes, restarts, results, watch
-from launcher.display import PLAIN, Display, show
+from launcher.display import Display
 from launcher.failure import Failure, card
+from launcher.log import PLAIN, show
 from launcher.redact import WRITTEN, is_log, redact_argv
 from launcher.report.console import ConsoleReport
 from launcher.report.html import write_or_warn

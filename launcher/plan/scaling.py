@@ -10,7 +10,7 @@ from bert_dp.config import ConfigError
 from launcher import results
 from launcher.plan.device import state_gib
 from launcher.plan.hardware import constant, find_link, hardware
-from launcher.plan.inputs import Source
+from launcher.plan.inputs import Source, from_scaling
 from launcher.plan.links import Fabric
 from launcher.plan.predict import Engine, Prediction, Profile, Scenario, predict, with_micro
 from launcher.plan.timeline import FIRST_BUCKET, MIB, Gradient
@@ -68,6 +68,17 @@ def answer(source: Source, question: Question) -> results.Prediction:
         rows=rows,
         measured=against_measured(source, question),
     )
+
+
+def answer_measured(scaling: results.Scaling) -> results.Prediction | None:
+    """The answer for the cells of scaling.json from its own profile, links and ceiling; None where one of
+    them was not measured."""
+    try:
+        source = from_scaling(scaling, "scaling.json")
+        gpus = tuple(sorted({cell.world_size for cell in scaling.cells}))
+        return answer(source, Question(gpus=gpus))
+    except ConfigError:
+        return None
 
 
 def scenario_of(source: Source, question: Question, ranks: int, tensor: int, accumulation: int) -> Scenario:

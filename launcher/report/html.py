@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from launcher.display import complain
+from launcher.log import complain
 from launcher.report.drawing import drawing, numbers_of
 from launcher.report.model import Report
 

@@ -18,8 +18,8 @@ from typing import IO, Any
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, dump_config, load_config, resolve
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
-from launcher import processes, results
-from launcher.display import complain
+from launcher import children, processes, results
+from launcher.log import complain
 from launcher.reaper import reaper
 from launcher.report.numbers import format_duration, format_eta
 from launcher.run.records import Ended, ended, from_outside, is_whole, read_summary
@@ -255,7 +255,7 @@ class Runner:
 
         Raises Stopped for a signal."""
         with processes.confined(cores):
-            process = processes.start_module(
+            process = children.start_module(
                 module,
                 list(arguments),
                 stdout=subprocess.PIPE,
@@ -290,7 +290,7 @@ class Runner:
             arguments += ["--cores", ",".join(map(str, cores))]
         arguments += [] if trial.data_bytes is None else ["--data-bytes", str(trial.data_bytes)]
         log = (directory / "logs" / "trial.log").open("w")
-        process = processes.start_module(
+        process = children.start_module(
             "launcher.run.trial",
             arguments,
             scratch=str(self.scratch),

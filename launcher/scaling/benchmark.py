@@ -5,15 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_dp.config import ConfigError
 from launcher import job, results
-from launcher.display import PLAIN, show, teller
-from launcher.plan import inputs
-from launcher.plan.scaling import Question, answer
+from launcher.log import PLAIN, show, teller
 from launcher.redact import redact_argv
 from launcher.report.console import ConsoleReport
 from launcher.report.html import write_or_warn
@@ -44,8 +42,10 @@ def scale(
     dry_run: bool,
     as_json: bool,
     console: Console,
+    predict: Callable[[results.Scaling], results.Prediction | None],
 ) -> int:
-    """Returns the exit code. Raises ConfigError before any run starts, with every cell that cannot run."""
+    """Returns the exit code. `predict` gives what is predicted for the measured cells. Raises ConfigError
+    before any run starts, with every cell that cannot run."""
     asked = job.load(name, overrides)
     where = asked.directory(out, "scaling")
     grid = Grid(asked.config, settings, asked.machine, on_gpu=asked.gpus > 0)
@@ -60,7 +60,9 @@ def scale(
         output.print_plan(as_json=as_json)
         return 0
     with output.claim():
-        return run_locked(grid, output, on_gpu=asked.gpus > 0, as_json=as_json, console=console)
+        return run_locked(
+            grid, output, on_gpu=asked.gpus > 0, as_json=as_json, console=console, predict=predict
+        )
 
 
 def plan_of(grid: Grid) -> results.GridFile:
@@ -99,7 +101,13 @@ def describe(grid: Grid, where: Path, say: Say, overrides: Sequence[str], *, cor
 
 
 def run_locked(
-    grid: Grid, output: job.Output[results.GridFile], *, on_gpu: bool, as_json: bool, console: Console
+    grid: Grid,
+    output: job.Output[results.GridFile],
+    *,
+    on_gpu: bool,
+    as_json: bool,
+    console: Console,
+    predict: Callable[[results.Scaling], results.Prediction | None],
 ) -> int:
     """The grid, and its result; also what there is of it when a signal came."""
     say, out = teller(console, as_json), output.path
@@ -121,7 +129,7 @@ def run_locked(
         stopped = stop.number
         say(f"stopped: {out} holds what was measured; the same command goes on")
     scaling = collect(grid, out, facts=facts)
-    judged = {"verdicts": verdicts(scaling.cells), "prediction": predicted(scaling)}
+    judged = {"verdicts": verdicts(scaling.cells), "prediction": predict(scaling)}
     scaling = scaling.model_copy(update=judged | ({"status": "partial"} if stopped else {}))
     results.write(out / FILE, scaling)
     write_csv(scaling, out / "scaling.csv")
@@ -135,14 +143,3 @@ def run_locked(
             show(console, f"page: {out / PAGE}", **PLAIN)
     ran = any(cell.status == "ok" for cell in scaling.cells)
     return 128 + stopped if stopped else 0 if ran else 1
-
-
-def predicted(scaling: results.Scaling) -> results.Prediction | None:
-    """What `plan scaling` says of these cells from one rank's profile, the links and the ceiling; None where
-    one of them was not measured."""
-    try:
-        source = inputs.from_scaling(scaling, "scaling.json")
-        gpus = tuple(sorted({cell.world_size for cell in scaling.cells}))
-        return answer(source, Question(gpus=gpus))
-    except ConfigError:
-        return None

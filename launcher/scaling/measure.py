@@ -10,7 +10,7 @@ from typing import Any
 from bert_dp import record
 from bert_dp.config import ConfigError, dump_config
 from launcher import results
-from launcher.display import complain
+from launcher.log import complain
 from launcher.report.numbers import format_si
 from launcher.run.records import cause, read_summary
 from launcher.run.trials import Progress, Runner, Say, Trial, earlier

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from bert_dp import record
 from bert_dp.config import ConfigError, load_config, micro_is_auto, read_manifest
 from launcher import job, results, training
-from launcher.display import PLAIN, show
+from launcher.log import PLAIN, show
 
 if TYPE_CHECKING:
     from rich.console import Console

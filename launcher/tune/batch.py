@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, dump_config
 from launcher import job, results
-from launcher.display import PLAIN, show, teller
+from launcher.log import PLAIN, show, teller
 from launcher.redact import redact_argv
 from launcher.report.console import ConsoleReport
 from launcher.report.html import write_or_warn

@@ -21,7 +21,7 @@ from bert_dp.config import (
     with_budget,
 )
 from launcher import job, results
-from launcher.display import PLAIN, show, teller
+from launcher.log import PLAIN, show, teller
 from launcher.redact import redact_argv
 from launcher.report.console import ConsoleReport
 from launcher.report.html import write_or_warn

@@ -10,7 +10,8 @@ import pytest
 from rich.console import Console
 
 from bert_dp import record
-from launcher.display import PLAIN, Display, Tail, eta_s, progress_line, readable, show
+from launcher.display import Display, Tail, eta_s, progress_line, readable
+from launcher.log import PLAIN, show
 from tests.report_fixture import metrics
 
 

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 
 from bert_dp.corpus import builder
 from bert_dp.record import CONTROL, safe
-from launcher import cli, datasets, options, processes
-from launcher.display import complain, readable, show, teller
+from launcher import children, cli, datasets, options
+from launcher.display import readable
+from launcher.log import complain, show, teller
 
 OSC = "\x1b]0;title\x07"
 EVIL = f"\x1b[31mred\x1b[0m{OSC}\x9b2J\u202egpj\r\x08"
@@ -182,7 +183,7 @@ def test_json_stays_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = {"problems": [], "manifest": {"sources": [EVIL]}}
-    monkeypatch.setattr(processes, "capture_json", lambda *_: (0, found))
+    monkeypatch.setattr(children, "capture_json", lambda *_: (0, found))
     assert datasets.inspect(tmp_path, as_json=True, console=options.console()) == 0
     said = capsys.readouterr().out
     assert json.loads(said) == found

@@ -17,7 +17,7 @@ import pytest
 
 from bert_dp import record
 from bert_dp.config import Config, dump_config, load_config
-from launcher import processes
+from launcher import children, processes
 from launcher.run import records, trials
 from launcher.run.trials import Outcome, Slot, Stopped, Trial
 
@@ -137,7 +137,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         commands.append(arguments)
         return subprocess.Popen([sys.executable, "-I", "-S", "-c", ""], text=True, **options)
 
-    monkeypatch.setattr(processes, "start_module", start)
+    monkeypatch.setattr(children, "start_module", start)
     monkeypatch.setattr(processes, "POLL_S", 0.01)
     return commands
 
@@ -185,7 +185,7 @@ def test_a_stop_signal_is_passed_to_a_trial_once(tmp_path: Path, monkeypatch: py
             [sys.executable, "-I", "-S", "-c", STUBBORN, str(notes)], text=True, **options
         )
 
-    monkeypatch.setattr(processes, "start_module", start)
+    monkeypatch.setattr(children, "start_module", start)
     monkeypatch.setattr(processes, "POLL_S", 0.01)
     with trials.runner(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=print) as runs:
         with pytest.raises(Stopped):
@@ -207,7 +207,7 @@ def test_a_signal_ends_a_helper_at_once(tmp_path: Path, monkeypatch: pytest.Monk
         assert next(looks) < 20, "the signal is not heeded"
         return 0.0
 
-    monkeypatch.setattr(processes, "start_module", start)
+    monkeypatch.setattr(children, "start_module", start)
     monkeypatch.setattr(processes, "POLL_S", 0.01)
     monkeypatch.setattr(trials, "time", types.SimpleNamespace(monotonic=stands_still))
     with trials.runner(tmp_path, [], launcher="torchrun", on_gpu=False, say=print) as runs:

@@ -1,0 +1,64 @@
+"""`python -m` of our own modules: they end with us, and import nothing from the current folder."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
+
+DEVNULL = subprocess.DEVNULL
+
+
+def module_command(module: str, *options: str) -> list[str]:
+    """The beginning of a command line that runs a module, whatever lies in the current folder: `python -m`
+    alone would look there first. `options` are Python's own."""
+    return [sys.executable, "-P", *options, "-m", module]
+
+
+def child_environment() -> dict[str, str]:
+    """What every process of ours gets on top of our environment: our life to follow, and no module from the
+    current folder, which launchers hand on to the processes that they start."""
+    pid = os.getpid()
+    return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
+
+
+def start_module(
+    module: str,
+    arguments: list[str],
+    *,
+    scratch: str | None = None,
+    environ: Mapping[str, str] | None = None,
+    **kwargs: Any,
+) -> subprocess.Popen[str]:
+    """`python -m module`, which ends with us, for what needs torch or a process of its own. `environ` comes
+    on top of ours."""
+    mine = {**(environ or {}), **child_environment()}
+    if scratch is not None:
+        mine["TMPDIR"] = scratch
+    command = [*module_command(module), *arguments]
+    return subprocess.Popen(command, text=True, env={**os.environ, **mine}, **kwargs)
+
+
+def run_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
+    """`python -m module` to its end."""
+    with start_module(module, arguments, **kwargs) as process:
+        try:
+            output, errors = process.communicate()
+        except BaseException:
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
+
+
+def capture_json(module: str, arguments: list[str]) -> tuple[int, Any]:
+    """Exit code and the JSON a module printed; its stderr (progress, errors) goes straight to ours."""
+    done = run_module(module, arguments, stdout=subprocess.PIPE)
+    try:
+        return done.returncode, json.loads(done.stdout)
+    except ValueError:
+        return done.returncode, None

@@ -1,0 +1,58 @@
+"""What a verb prints: its lines on the console or on stderr, safe for a terminal and without secrets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from bert_dp import record
+from launcher.redact import ordinary_secrets, secrets
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
+
+
+def show(console: Console, what: Any, **options: Any) -> None:
+    """Print; a reader that has gone away, or a console that knows only ASCII, must not end the run."""
+    if isinstance(what, str):
+        what = printable(what).encode(console.encoding, "replace").decode(console.encoding)
+    try:
+        console.print(what, **options)
+        console.file.flush()
+    except (OSError, ValueError, SystemExit):  # rich answers a broken pipe with SystemExit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def printable(text: str) -> str:
+    """Foreign text for a terminal: without control characters, and without the secrets that we were given."""
+    return record.safe(record.hide(text, secrets(sys.argv)))
+
+
+def complain(text: str) -> None:
+    """Lines for stderr."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(f"{printable(text)}\n")
+        sys.stderr.flush()
+
+
+def warn_of_ordinary_secrets() -> None:
+    """Of this process's environment, once at the start of a verb that runs ranks."""
+    for line in ordinary_secrets():
+        complain(f"warning: {line}")
+
+
+def teller(console: Console, as_json: bool) -> Callable[[str], None]:
+    """What a verb says its lines with: on the console, or on stderr where stdout takes JSON."""
+
+    def say(line: str) -> None:
+        if as_json:
+            complain(line)
+        else:
+            show(console, line, **PLAIN)
+
+    return say
