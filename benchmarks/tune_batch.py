@@ -22,7 +22,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bert_dp import record
-from launcher import environment, job, options
+from launcher import job, options
+from launcher.machine import environment
 from launcher.run import trials
 from launcher.run.trials import Slot
 from launcher.tune import FILE, batch, sizes

@@ -29,10 +29,11 @@ sys.path.insert(0, str(ROOT))
 
 from bert_dp import record  # noqa: E402
 from bert_dp.config import Config  # noqa: E402
-from launcher import environment, job  # noqa: E402
+from launcher import job  # noqa: E402
+from launcher.machine import environment  # noqa: E402
 from launcher.run import trials  # noqa: E402
 from launcher.run.trials import Stopped, Trial  # noqa: E402
-from launcher.tune import FILE, lr_trials  # noqa: E402
+from launcher.tune import FILE, rate_trials  # noqa: E402
 
 GOAL_NATS, GOAL_TOKENS = 0.02, 0.5
 TOKENS = 1_200_000  # about two minutes of one rank on one core, as long as the quickstart trains
@@ -99,12 +100,12 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
     named = {}
     for seed in seeds:
         for rate in ladder_of(found):
-            name = lr_trials.trial_name(config, rate, tokens, seed)
-            trial = lr_trials.trial_config(config, shards, rate, tokens, seed, last=True)
+            name = rate_trials.trial_name(config, rate, tokens, seed)
+            trial = rate_trials.trial_config(config, shards, rate, tokens, seed, last=True)
             named[name] = Trial(out / "trials" / name, trial, found["ranks"]), rate, seed
     machine = environment.probe()
     on_gpu = bool(machine.gpus) and config.run.device != "cpu"
-    slots = lr_trials.device_slots(
+    slots = rate_trials.device_slots(
         found["ranks"],
         gpus=len(machine.gpus) if on_gpu else 0,
         cores=int(machine.usable_cores),
@@ -118,12 +119,12 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
         with trials.runner(out, slots, launcher="torchrun", on_gpu=on_gpu, say=print) as runs:
             for trial, ended in runs.run(todo):
                 _, rate, seed = named[trial.name]
-                outcome = lr_trials.read_outcome(
+                outcome = rate_trials.read_outcome(
                     trial.directory,
                     ended.status,
                     rate,
                     seed,
-                    tokens_of_step=lr_trials.step_tokens(config),
+                    tokens_of_step=rate_trials.step_tokens(config),
                     seconds=ended.seconds,
                 )
                 outcomes.append(outcome)

@@ -30,7 +30,7 @@ from bert_dp.record import (
     start_ticks,
     write_json,
 )
-from bert_dp.record_models import FailureKind, RankError, kind_of_error
+from bert_dp.record.models import FailureKind, RankError, kind_of_error
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 

@@ -19,7 +19,7 @@ from bert_dp.config import CheckpointConfig
 from bert_dp.lines import LostWrites
 from bert_dp.parallel import State
 from bert_dp.record import HeldDirectory, list_checkpoints
-from bert_dp.record_models import FailureKind, kind_of_error
+from bert_dp.record.models import FailureKind, kind_of_error
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 

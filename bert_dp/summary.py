@@ -7,7 +7,7 @@ import math
 
 from bert_dp import metrics, noise, record
 from bert_dp.metrics import straggler
-from bert_dp.record_models import DdpCounters, NoiseScale, RunStatus, Straggler, Summary
+from bert_dp.record.models import DdpCounters, NoiseScale, RunStatus, Straggler, Summary
 from bert_dp.setup import device_name
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import RunResult, Trainer

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from bert_dp.record import CheckpointFacts
-from bert_dp.record_models import FailureKind
+from bert_dp.record.models import FailureKind
 
 SAVED = ("step", "samples", "elapsed_s", "skipped_steps", "loss_spikes", "recent_losses")
 

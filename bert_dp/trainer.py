@@ -25,7 +25,7 @@ from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine, State
 from bert_dp.precision import Precision
 from bert_dp.process import Signals
-from bert_dp.record_models import FailureKind
+from bert_dp.record.models import FailureKind
 from bert_dp.saving import AsyncCheckpointer
 from bert_dp.tasks import Batch, Context, Metadata, Stream, Task
 from bert_dp.train_state import TrainState

@@ -99,7 +99,7 @@ def train(
     ] = False,
 ) -> None:
     """Pretrain. Without arguments: the quickstart, two minutes on the built-in corpus."""
-    from launcher import restarts, training
+    from launcher.run import restarts, train
     from launcher.tune import auto
 
     if elastic and not max_restarts:
@@ -119,7 +119,7 @@ def train(
         raise typer.Exit(failed)
     searched = overrides != (set_ or []) and not dry_run  # a micro batch that was measured needs no estimate
     raise typer.Exit(
-        training.train(
+        train.train(
             config,
             overrides,
             nproc=nproc,
@@ -194,7 +194,7 @@ def doctor(
     """What this machine is, and what will bite: devices, links, NUMA, memory, limits, disk, ports, versions,
     a checkpoint written and read back, a short all-reduce. Under 30 s; exit code 1 when a run would fail.
     """
-    from launcher import doctor as checks
+    from launcher.machine import doctor as checks
     from launcher.report.console import ConsoleReport
 
     machine, findings = checks.doctor(run_dir)
@@ -256,7 +256,7 @@ def scale(
     for every N the ceiling, N independent copies.
     """
     from launcher.plan.scaling import answer_measured
-    from launcher.scaling import benchmark, grid
+    from launcher.scale import benchmark, grid
 
     if accumulation is not None and "weak" not in mode:
         raise ConfigError(
@@ -490,7 +490,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     """What these directories hold. Raises ConfigError for what is none of ours, or not to be compared."""
     from launcher import results
     from launcher.report.run_report import of_directories
-    from launcher.scaling.scale_report import FILE, scale_report
+    from launcher.scale.scale_report import FILE, scale_report
     from launcher.tune import FILE as TUNED
     from launcher.tune.batch_report import batch_report
     from launcher.tune.rate_report import rate_report

@@ -31,8 +31,9 @@ from bert_dp.config import (
     read_manifest,
 )
 from bert_dp.config.manifest import Manifest
-from launcher import children, environment, results
-from launcher.environment import Environment
+from launcher import children, results
+from launcher.machine import environment
+from launcher.machine.environment import Environment
 from launcher.redact import redact_argv, secrets, setting_issues
 from launcher.results import PlanFile
 

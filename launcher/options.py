@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from bert_dp.record import safe
-from launcher.starters import launcher_problem
+from launcher.run.starters import launcher_problem
 
 if TYPE_CHECKING:
     from rich.segment import Segment

@@ -20,7 +20,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_
 from bert_dp import record
 from bert_dp.config import ConfigError
 from bert_dp.config.stored import read_regular
-from bert_dp.record_models import FailureKind, NoiseScale, StoredFile, StoredModel, kind_of_old_summary
+from bert_dp.record.models import FailureKind, NoiseScale, StoredFile, StoredModel, kind_of_old_summary
 
 LATE = 1.05  # ready times over the backward pass: two clocks
 SCHEMA_VERSION = record.SCHEMA_VERSION

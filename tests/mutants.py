@@ -30,8 +30,8 @@ GOAL = 0.9
 MODULES = {
     "launcher/plan/timeline.py": ["test_timeline.py"],
     "launcher/plan/links.py": ["test_plan_links.py"],
-    "launcher/scaling/stats.py": ["test_stats.py"],
-    "launcher/scaling/verdict.py": ["test_verdict.py"],
+    "launcher/stats.py": ["test_stats.py"],
+    "launcher/scale/verdict.py": ["test_verdict.py"],
     "launcher/tune/curve.py": ["test_curve.py"],
     "launcher/tune/ladder.py": ["test_ladder.py"],
     "launcher/redact.py": ["test_redact.py"],

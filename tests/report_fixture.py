@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 
 from bert_dp import record
-from launcher.environment import probe
+from launcher.machine.environment import probe
 from launcher.report.console import ConsoleReport
 from launcher.report.html import html as page_of
 from launcher.report.model import Figure, Report

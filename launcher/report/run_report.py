@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp.record_models import Summary
+from bert_dp.record.models import Summary
 from launcher.report.model import (
     Axis,
     Bars,
@@ -48,7 +48,7 @@ from launcher.report.parts import (
     value,
     words,
 )
-from launcher.runs import TRAIN_PARTS, WALL_PARTS, Run, load, other
+from launcher.report.run_files import TRAIN_PARTS, WALL_PARTS, Run, load, other
 
 PAGE = "report.html"
 PROGRESS = "progress (share of the budget)"

@@ -10,7 +10,7 @@ from typing import Literal
 
 from bert_dp import record
 from bert_dp.config import Config
-from bert_dp.record_models import FailureKind, Summary
+from bert_dp.record.models import FailureKind, Summary
 from launcher import results
 
 Ended = Literal["ok", "oom", "failed"]

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from bert_dp import record
 from bert_dp.config import load_config
-from launcher import processes, watch
+from launcher.run import processes
+from launcher.watch import heartbeats
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     if asked.data_bytes is not None:  # an allocation fails before the kernel has to kill
         resource.setrlimit(resource.RLIMIT_DATA, (asked.data_bytes, asked.data_bytes))
     run = load_config(asked.directory / "config.yaml").run
-    watched = watch.Watch(
+    watched = heartbeats.Watch(
         asked.directory, print, hang_after_s=run.hang_after_s, end_hung_after_s=run.end_hung_after_s
     )
     with record.HeldDirectory(asked.directory) as held:

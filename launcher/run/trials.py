@@ -18,10 +18,11 @@ from typing import IO, Any
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, dump_config, load_config, resolve
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
-from launcher import children, processes, results
+from launcher import children, results
 from launcher.log import complain
-from launcher.reaper import reaper
 from launcher.report.numbers import format_duration, format_eta
+from launcher.run import processes
+from launcher.run.reaper import reaper
 from launcher.run.records import Ended, ended, from_outside, is_whole, read_summary
 
 Say = Callable[[str], None]

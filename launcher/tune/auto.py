@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import ConfigError, load_config, micro_is_auto, read_manifest
-from launcher import job, results, training
+from launcher import job, results
 from launcher.log import PLAIN, show
+from launcher.run import train
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -53,7 +54,7 @@ def fill(
         asked, ranks=nproc, option="--nproc", budget_s=BUDGET_S, memory_gib=None, launcher=launcher
     )
     where = (run_dir or Path("runs") / path.stem).resolve()
-    if issues := training.start_issues(asked, where, resume) or record.cache_issues():
+    if issues := train.start_issues(asked, where, resume) or record.cache_issues():
         raise ConfigError(issues)
     machine = asked.machine.to_json()
     key = batch.key(question, machine)

@@ -8,9 +8,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from bert_dp.record_models import FailureKind
+from bert_dp.record.models import FailureKind
+from launcher import stats
 from launcher.results import BatchChoice, Goodput, GoodputPoint, SizeStatus, TimedRun
-from launcher.scaling import stats
 
 WITHIN = 0.97  # of the best throughput: what a smaller micro batch must reach
 SURE = 0.94  # of the best, at the low end of its interval: as much again as it may miss by

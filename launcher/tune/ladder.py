@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
-from bert_dp.record_models import FailureKind
+from bert_dp.record.models import FailureKind
 from launcher.results import TrialStatus
-from launcher.scaling.stats import student
+from launcher.stats import student
 
 SMOOTH = 5  # losses of a range test that are averaged
 RISE = 0.1  # of what the loss had fallen by, that counts as risen

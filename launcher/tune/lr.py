@@ -29,9 +29,8 @@ from launcher.report.run_report import PAGE
 from launcher.results import LrPlanFile, TuneLr, TuneStatus
 from launcher.run import trials
 from launcher.run.trials import Say, Stopped
-from launcher.tune import FILE, ladder, lr_trials, transfer
+from launcher.tune import FILE, ladder, rate_trials, transfer
 from launcher.tune.ladder import Outcome, Rung
-from launcher.tune.lr_trials import device_slots
 from launcher.tune.rate_report import rate_report
 from launcher.tune.rate_search import (
     SHORT,
@@ -42,6 +41,7 @@ from launcher.tune.rate_search import (
     SearchFile,
     Settings,
 )
+from launcher.tune.rate_trials import device_slots
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -101,7 +101,7 @@ def plan_of(config: Config, settings: Settings) -> LrPlanFile:
 def setting_issues(config: Config, settings: Settings, ranks: int) -> list[str]:
     """Why these options cannot be searched with this configuration; one line each."""
     issues: list[str] = []
-    optim = config.optim.model_copy(update=lr_trials.as_it_stands(1.0))
+    optim = config.optim.model_copy(update=rate_trials.as_it_stands(1.0))
     try:
         batch_layout(config.model_copy(update={"optim": optim}), ranks, "--ranks")
     except ConfigError as error:
@@ -111,8 +111,8 @@ def setting_issues(config: Config, settings: Settings, ranks: int) -> list[str]:
             f"run.seed: {config.run.seed} leaves no room for --seeds {settings.seeds}, which count "
             "on from it; use a smaller one"
         )
-    full = settings.tokens or lr_trials.full_tokens(config)
-    size = lr_trials.step_tokens(config)
+    full = settings.tokens or rate_trials.full_tokens(config)
+    size = rate_trials.step_tokens(config)
     least = SHORT * size
     if full is not None and full < least:
         option = "--tokens" if settings.tokens else "schedule"
@@ -184,7 +184,7 @@ def run_locked(
         found = found.model_copy(update={"transfer": earlier.transfer})
     results.write(out / FILE, found)
     if found.choice is not None:
-        record.write_text(out / "tuned.yaml", dump_config(lr_trials.tuned_config(config, found.choice.lr)))
+        record.write_text(out / "tuned.yaml", dump_config(rate_trials.tuned_config(config, found.choice.lr)))
     return (128 + stopped if stopped else 1 if found.status == "failed" else 0), found
 
 
@@ -310,7 +310,7 @@ def carry(
                 [f"--transfer: {path} was tuned at global batch {config.batch.global_size}, not {before}"]
             )
         lr = tuned.choice.lr
-        config, source = lr_trials.tuned_config(config, lr), str(path)
+        config, source = rate_trials.tuned_config(config, lr), str(path)
     carried = transfer.transfer(config, lr, source, before, after)
     if path is not None and tuned is not None:
         tuned = tuned.model_copy(update={"transfer": carried})

@@ -12,7 +12,7 @@ from typing import Any
 from bert_dp import record
 from bert_dp.config import ConfigError, batch_layout, dump_config
 from bert_dp.cost import GIB, flops_per_token
-from bert_dp.record_models import NoiseScale
+from bert_dp.record.models import NoiseScale
 from launcher import results
 from launcher.report.numbers import format_count, format_gib, format_si
 from launcher.results import (

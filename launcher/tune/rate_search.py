@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp.config import Config, ConfigError
-from bert_dp.record_models import Summary
+from bert_dp.record.models import Summary
 from launcher import results
 from launcher.report.numbers import format_duration, format_si
 from launcher.results import LrPlanFile
 from launcher.run.records import cause, failure_kind, read_summary
 from launcher.run.trials import Progress, Runner, Say, Trial, earlier
-from launcher.tune import ladder, lr_trials
+from launcher.tune import ladder, rate_trials
 from launcher.tune.ladder import FINALISTS, Edge, Outcome, Rung
 
 SHORT = 8  # the first rung trains this part of the whole budget
@@ -95,7 +95,7 @@ class RangeTest:
 
     def trial_s(self, tokens: int, *, last: bool) -> float:
         """Predicted seconds of a trial of the first or the last rung."""
-        evaluations = (lr_trials.CURVE_POINTS - 1) * self.eval_s if last else 0.0
+        evaluations = (rate_trials.CURVE_POINTS - 1) * self.eval_s if last else 0.0
         return self.fixed_s + evaluations + tokens / (self.tokens_per_s or math.inf)
 
 
@@ -112,16 +112,16 @@ def predicted_s(test: RangeTest, q: Question, tokens: int) -> float:
 
 def whole_budget(test: RangeTest, q: Question) -> tuple[int, str]:
     """Tokens of a whole run, and where they come from."""
-    asked, full = q.settings.tokens, lr_trials.full_tokens(q.config)
+    asked, full = q.settings.tokens, rate_trials.full_tokens(q.config)
     if asked is not None:
-        tokens = lr_trials.whole(q.config, asked)
+        tokens = rate_trials.whole(q.config, asked)
         why = f"{tokens:,} tokens, as asked"
     elif full is not None:
-        tokens = lr_trials.whole(q.config, full)
+        tokens = rate_trials.whole(q.config, full)
         why = f"{tokens:,} tokens, the configuration's"
     else:
         hours = q.config.schedule.hours or 0.0
-        tokens = lr_trials.whole(q.config, hours * 3600 * test.tokens_per_s)
+        tokens = rate_trials.whole(q.config, hours * 3600 * test.tokens_per_s)
         why = (
             f"{hours:g} h at the measured {format_si(test.tokens_per_s, 'tokens/s')} of {q.ranks} "
             f"rank{'s' if q.ranks > 1 else ''} = {tokens:,} tokens; more ranks would train more: then give "
@@ -138,8 +138,8 @@ def _within(budget_s: float, test: RangeTest, q: Question, tokens: int, why: str
     if whole + test.seconds <= budget_s:
         return tokens, why
     share = max(0.0, budget_s - test.seconds - fixed) / (whole - fixed)
-    least = LEAST_STEPS * lr_trials.step_tokens(q.config)
-    fitting = max(least, lr_trials.whole(q.config, math.floor(share * tokens)))
+    least = LEAST_STEPS * rate_trials.step_tokens(q.config)
+    fitting = max(least, rate_trials.whole(q.config, math.floor(share * tokens)))
     return (
         fitting,
         f"{fitting:,} tokens instead of {tokens:,}, for --budget; a shorter run takes a higher rate",
@@ -174,15 +174,15 @@ class RateSearch:
     def _test_range(self) -> RangeTest:
         """Raises AllFailed when nothing trains."""
         config = self.q.config
-        steps = lr_trials.range_steps(config, self.q.settings.tokens or lr_trials.full_tokens(config))
+        steps = rate_trials.range_steps(config, self.q.settings.tokens or rate_trials.full_tokens(config))
         trial = self._trial(
-            f"range-{config.optim.name}", lr_trials.range_config(config, self.q.shards, steps)
+            f"range-{config.optim.name}", rate_trials.range_config(config, self.q.shards, steps)
         )
-        top = lr_trials.RANGE_TOP
+        top = rate_trials.RANGE_TOP
         self._say(f"range test: {steps} steps, the rate rising from {1e-4 * top:g} to {top:g}")
         outcome, directory = self._runs.run_one(trial), trial.directory
-        points, why = lr_trials.range_points(directory), cause(directory)
-        self.range_tokens = len(points) * lr_trials.step_tokens(config)
+        points, why = rate_trials.range_points(directory), cause(directory)
+        self.range_tokens = len(points) * rate_trials.step_tokens(config)
         if not points or (outcome.status != "ok" and failure_kind(directory) != "not_finite"):
             raise AllFailed(f"{trial.name}: {outcome.status}: {why}")
         summary, seconds = read_summary(directory) or Summary(status="failed"), outcome.seconds
@@ -202,7 +202,7 @@ class RateSearch:
         """Tokens of a whole run; what is about to run is said."""
         if self._file.plan.tokens is None:
             tokens, why = whole_budget(test, self.q)
-            if tokens < LEAST_STEPS * lr_trials.step_tokens(self.q.config):
+            if tokens < LEAST_STEPS * rate_trials.step_tokens(self.q.config):
                 raise ConfigError(
                     [f"schedule: {tokens:,} tokens are fewer than {LEAST_STEPS} steps; raise schedule.hours"]
                 )
@@ -220,7 +220,7 @@ class RateSearch:
         return tokens
 
     def _open_rung(self, tokens: int, seeds: tuple[int, ...], *, last: bool) -> Rung:
-        rung = Rung(lr_trials.whole(self.q.config, tokens), seeds, last)
+        rung = Rung(rate_trials.whole(self.q.config, tokens), seeds, last)
         self.rungs.append(rung)
         self._say(
             f"{'last' if last else 'first'} rung: {format_si(rung.tokens, 'tokens')} a run, "
@@ -271,14 +271,14 @@ class RateSearch:
         q = self.q
         had = {(o.lr, o.seed) for o in rung.outcomes}
         named = {
-            lr_trials.trial_name(q.config, lr, rung.tokens, seed): (lr, seed)
+            rate_trials.trial_name(q.config, lr, rung.tokens, seed): (lr, seed)
             for seed in seeds
             for lr in rates
             if (lr, seed) not in had
         }
         todo = [
             self._trial(
-                name, lr_trials.trial_config(q.config, q.shards, lr, rung.tokens, seed, last=rung.last)
+                name, rate_trials.trial_config(q.config, q.shards, lr, rung.tokens, seed, last=rung.last)
             )
             for name, (lr, seed) in named.items()
         ]
@@ -288,11 +288,11 @@ class RateSearch:
         before = len(rung.outcomes)
         try:
             for trial, ended in self._runs.run(todo):
-                outcome = lr_trials.read_outcome(
+                outcome = rate_trials.read_outcome(
                     trial.directory,
                     ended.status,
                     *named[trial.name],
-                    tokens_of_step=lr_trials.step_tokens(q.config),
+                    tokens_of_step=rate_trials.step_tokens(q.config),
                     seconds=ended.seconds,
                 )
                 rung.outcomes.append(outcome)

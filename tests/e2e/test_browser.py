@@ -12,7 +12,7 @@ import pytest
 from launcher.report.html import write
 from launcher.report.model import Axis, Rule
 from launcher.report.run_report import of_directories
-from launcher.scaling.scale_report import scale_report
+from launcher.scale.scale_report import scale_report
 from tests.browser import COLLISIONS, FIGURES, OVERFLOW, Browser, find
 from tests.report_fixture import HOSTILE, make_run, with_strings
 from tests.scaling_fixture import nulls, scaling

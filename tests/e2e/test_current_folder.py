@@ -9,7 +9,7 @@ import pytest
 
 from bert_dp.config import dump_config, load_config
 from launcher.run import trials
-from launcher.starters import LAUNCHERS
+from launcher.run.starters import LAUNCHERS
 from tests.e2e.cli import bert_dp, tiny
 from tests.shards import write_shards
 

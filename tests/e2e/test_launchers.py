@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 from bert_dp.config import dump_config, load_config
-from launcher.failure import Departure, first_cause
 from launcher.job import shipped_configs
-from launcher.starters import LAUNCHERS, start_command, start_environment
+from launcher.run.starters import LAUNCHERS, start_command, start_environment
+from launcher.watch.failure import Departure, first_cause
 from tests.e2e.cli import TINY, bert_dp, start, tiny
 from tests.e2e.test_train import lines, members, step_reached, wait_for
 from tests.shards import write_shards

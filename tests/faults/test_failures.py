@@ -15,11 +15,11 @@ import pytest
 
 from bert_dp import record
 from bert_dp.config import dump_config, load_config
-from launcher import processes
-from launcher.failure import card
 from launcher.job import shipped_configs
-from launcher.memory import MemoryWatch
-from launcher.starters import LAUNCHERS
+from launcher.run import processes
+from launcher.run.starters import LAUNCHERS
+from launcher.watch.failure import card
+from launcher.watch.memory import MemoryWatch
 from tests.e2e.cli import TINY, bert_dp, tiny
 from tests.e2e.test_train import members
 from tests.faults.harness import FULL, broken, observe, rounds

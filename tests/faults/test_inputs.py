@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 from bert_dp.config.manifest import manifest_hash
 from bert_dp.corpus.sources import file_hash
-from launcher.starters import LAUNCHERS
+from launcher.run.starters import LAUNCHERS
 from tests.e2e.cli import bert_dp, start, tiny
 from tests.e2e.test_launchers import TOOLS, with_site
 from tests.e2e.test_train import step_reached, wait_for

@@ -12,11 +12,11 @@ import yaml
 from bert_dp import record
 from bert_dp.config import Config, batch_layout, dump_config, load_config
 from bert_dp.cost import memory_estimate_gib
-from bert_dp.record_models import kind_of_text
-from launcher.advice import SPARE, explain, what_fits
-from launcher.failure import Failure
+from bert_dp.record.models import kind_of_text
 from launcher.job import shipped_configs
-from launcher.memory import MemoryFacts
+from launcher.watch.advice import SPARE, explain, what_fits
+from launcher.watch.failure import Failure
+from launcher.watch.memory import MemoryFacts
 
 NONE = MemoryFacts({}, 1.0, 0, "memory.events")
 CUDA = (

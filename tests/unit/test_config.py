@@ -33,7 +33,7 @@ from bert_dp.config import (
 )
 from bert_dp.config.checks import parallel_issues
 from launcher.job import absolute
-from launcher.training import expected_steps
+from launcher.run.train import expected_steps
 from tests.shards import write_shards
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -10,8 +10,8 @@ import pytest
 from rich.console import Console
 
 from bert_dp import record
-from launcher.display import Display, Tail, eta_s, progress_line, readable
 from launcher.log import PLAIN, show
+from launcher.watch.display import Display, Tail, eta_s, progress_line, readable
 from tests.report_fixture import metrics
 
 
@@ -102,8 +102,8 @@ def test_nothing_held_back_is_shown_once_a_rank_has_failed(tmp_path: Path) -> No
 def test_a_file_far_ahead_is_followed_in_bounded_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.display.READ_BYTES", 1000)
-    monkeypatch.setattr("launcher.display.BEHIND_BYTES", 5000)
+    monkeypatch.setattr("launcher.watch.display.READ_BYTES", 1000)
+    monkeypatch.setattr("launcher.watch.display.BEHIND_BYTES", 5000)
     path = tmp_path / "f"
     tail = Tail(path)
     path.write_text("".join(f"{number:09}\n" for number in range(700)))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from bert_dp.record import HeldDirectory
-from launcher import processes, reaper
+from launcher.run import processes, reaper
 
 STUBBORN = """
 import signal, sys, time

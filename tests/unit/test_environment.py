@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from launcher import doctor
-from launcher.doctor import diagnose
-from launcher.environment import (
+from launcher.machine import doctor
+from launcher.machine.doctor import diagnose
+from launcher.machine.environment import (
     Environment,
     Gpu,
     cgroup_limit,
@@ -390,6 +390,6 @@ def test_what_doctor_starts_ends_with_it(fake_module, tmp_path):
 
 def test_import_is_free_of_torch_and_rich():
     heavy = "{'torch', 'rich'} & set(sys.modules)"
-    light = "launcher.doctor, launcher.environment, launcher.report.html, launcher.report.run_report"
+    light = "launcher.machine.doctor, launcher.report.html, launcher.report.run_report"
     code = f"import sys, {light}; sys.exit(bool({heavy}))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

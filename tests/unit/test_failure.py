@@ -15,8 +15,8 @@ import pytest
 from bert_dp import process, record
 from bert_dp.config import ConfigError
 from bert_dp.record import STARTED_AGAIN
-from bert_dp.record_models import FailureKind, kind_of_text
-from launcher.failure import (
+from bert_dp.record.models import FailureKind, kind_of_text
+from launcher.watch.failure import (
     CONSEQUENCES_SHOWN,
     NO_CAUSE,
     Departure,
@@ -31,7 +31,7 @@ from launcher.failure import (
     summary_facts,
     tail_of,
 )
-from launcher.memory import MemoryFacts
+from launcher.watch.memory import MemoryFacts
 
 TORCHRUN = """
 Failures:

@@ -7,7 +7,16 @@ import sysconfig
 from typing import Any
 
 from bert_dp.record import PHASES, Beat
-from launcher.hangs import Frame, Verdict, Witness, compare_collectives, judge, parse_stack, report, waits_in
+from launcher.watch.hangs import (
+    Frame,
+    Verdict,
+    Witness,
+    compare_collectives,
+    judge,
+    parse_stack,
+    report,
+    waits_in,
+)
 
 STDLIB = sysconfig.get_paths()["stdlib"]
 TORCH = f"{STDLIB}/site-packages/torch"

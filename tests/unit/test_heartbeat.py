@@ -16,7 +16,7 @@ from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites
 from bert_dp.process import show_stacks_on_signal
 from bert_dp.record import BEAT_BYTES, PHASES, Beat, ask_for_collectives, heartbeat_path, read_beat
-from launcher.hangs import parse_stack
+from launcher.watch.hangs import parse_stack
 from tests.faults.harness import observe
 
 

@@ -295,7 +295,7 @@ def test_a_limit_of_the_process_is_no_traceback(
     def fail(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr("launcher.training.train", fail)
+    monkeypatch.setattr("launcher.run.train.train", fail)
     code, _, errors = run("train")
     assert code == 1
     assert errors.startswith("error: ")

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from bert_dp import noise
+from launcher import stats
 from launcher.results import TimedRun
-from launcher.scaling import stats
 from launcher.tune import curve
 from launcher.tune.curve import Rate, Size
 

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from bert_dp.config import ConfigError, load_config
-from launcher import environment, job, results
-from launcher.environment import Gpu
+from launcher import job, results
+from launcher.machine import environment
+from launcher.machine.environment import Gpu
 from launcher.results import LrPlanFile
 
 ASKED = {"repeats": 3, "steps": 50, "tokens": None}

@@ -9,7 +9,16 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launcher.memory import BARS_SHOWN, GIB, GROUP, POINTS, MemoryWatch, group_bytes, oom_kills, sparkline
+from launcher.watch.memory import (
+    BARS_SHOWN,
+    GIB,
+    GROUP,
+    POINTS,
+    MemoryWatch,
+    group_bytes,
+    oom_kills,
+    sparkline,
+)
 
 
 def write(root: Path, files: dict[str, str]) -> Path:

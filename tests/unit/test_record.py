@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from bert_dp import record
 from bert_dp.record import Evaluation, Metrics
-from bert_dp.record_models import Summary
+from bert_dp.record.models import Summary
 from tests.states import FACTS
 
 PROMISED = {

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from bert_dp.config import ConfigError, load_config, setting_paths
 from bert_dp.record import hide, is_secret, secret_values
-from bert_dp.record_models import Summary
+from bert_dp.record.models import Summary
 from launcher import datasets, job, redact
-from launcher.environment import Environment
+from launcher.machine.environment import Environment
 from launcher.report.html import html as page_of
 from launcher.report.run_report import of_directories
 

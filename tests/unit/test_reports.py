@@ -13,15 +13,15 @@ import pytest
 
 from launcher import results
 from launcher.datasets import shards_report
-from launcher.doctor import Finding, doctor_report
-from launcher.environment import probe
+from launcher.machine.doctor import Finding, doctor_report
+from launcher.machine.environment import probe
 from launcher.plan.plan_report import plan_report
 from launcher.report import html
 from launcher.report.drawing import HOVER, numbers_of
 from launcher.report.model import Axis, Bars, Figure, Line, Report, Rule, Section, Table, Verdict
 from launcher.report.numbers import format_plain
 from launcher.report.run_report import of_directories
-from launcher.scaling.scale_report import scale_report
+from launcher.scale.scale_report import scale_report
 from tests.report_fixture import (
     HOSTILE,
     figures_of,

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from bert_dp.config import Config, resolve
-from launcher import environment, restarts
-from launcher.failure import Failure
-from launcher.processes import RunResult
-from launcher.restarts import Policy, supervise
+from launcher.machine import environment
+from launcher.run import restarts
+from launcher.run.processes import RunResult
+from launcher.run.restarts import Policy, supervise
+from launcher.watch.failure import Failure
 from tests.states import FACTS
 
 KILLED = Failure(1, "killed by signal 9 (SIGKILL)", killed_by=9)

@@ -12,7 +12,7 @@ import pytest
 
 from bert_dp import record
 from bert_dp.config import ConfigError
-from bert_dp.record_models import FailureKind, Summary, kind_of_error, kind_of_old_summary, kind_of_text
+from bert_dp.record.models import FailureKind, Summary, kind_of_error, kind_of_old_summary, kind_of_text
 from launcher import results
 from tests import scaling_fixture, tune_fixture
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher import processes
-from launcher.failure import Failure
+from launcher.run import processes
+from launcher.watch.failure import Failure
 
 UNKNOWN = Failure(None, "torchrun: ended with exit code 1 and no summary")
 RAISED = Failure(1, "ValueError: no", where="a.py:1")

@@ -13,9 +13,9 @@ import pytest
 from launcher import results
 from launcher.report.model import Line, Report
 from launcher.report.numbers import NA, format_percent, format_si, format_step_time
-from launcher.scaling import scale_figures
-from launcher.scaling.columns import write_csv
-from launcher.scaling.scale_report import scale_report
+from launcher.scale import scale_figures
+from launcher.scale.columns import write_csv
+from launcher.scale.scale_report import scale_report
 from tests.report_fixture import figure_of, figures_of, read_page, shown, unfolded
 from tests.scaling_fixture import nulls, scaling
 

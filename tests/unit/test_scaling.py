@@ -13,14 +13,15 @@ import pytest
 from bert_dp import record
 from bert_dp.config import Config, resolve
 from bert_dp.cost import flops_per_token, memory_estimate_gib
-from launcher import environment, job, results
+from launcher import job, results, stats
+from launcher.machine import environment
 from launcher.results import Cell, Scaling
-from launcher.room import STATE
-from launcher.scaling import benchmark, stats
-from launcher.scaling.grid import Grid, Settings, run_dir
-from launcher.scaling.measure import cores_of
-from launcher.scaling.reduce import collect
-from launcher.scaling.verdict import verdicts
+from launcher.run.memory_check import STATE
+from launcher.scale import benchmark
+from launcher.scale.grid import Grid, Settings, run_dir
+from launcher.scale.measure import cores_of
+from launcher.scale.reduce import collect
+from launcher.scale.verdict import verdicts
 
 MACHINE = environment.probe()
 SETTINGS = Settings(

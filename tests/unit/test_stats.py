@@ -6,7 +6,7 @@ import statistics
 import numpy as np
 import pytest
 
-from launcher.scaling import stats
+from launcher import stats
 
 
 def widening(repeats: int, student: float) -> float:

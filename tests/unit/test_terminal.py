@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from bert_dp.corpus import builder
 from bert_dp.record import CONTROL, safe
 from launcher import children, cli, datasets, options
-from launcher.display import readable
 from launcher.log import complain, show, teller
+from launcher.watch.display import readable
 
 OSC = "\x1b]0;title\x07"
 EVIL = f"\x1b[31mred\x1b[0m{OSC}\x9b2J\u202egpj\r\x08"

@@ -17,8 +17,8 @@ import pytest
 
 from bert_dp import record
 from bert_dp.config import Config, dump_config, load_config
-from launcher import children, processes
-from launcher.run import records, trials
+from launcher import children
+from launcher.run import processes, records, trials
 from launcher.run.trials import Outcome, Slot, Stopped, Trial
 
 KILLED = {"status": "failed", "killed_by": 9, "cause": "rank 0: SIGKILL"}

@@ -19,7 +19,7 @@ from bert_dp.config import Config, ConfigError, batch_layout, dump_config, load_
 from launcher import job, results
 from launcher.run import trials
 from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier
-from launcher.tune import ladder, lr, lr_trials, transfer
+from launcher.tune import ladder, lr, rate_trials, transfer
 from launcher.tune.rate_report import rate_report
 from launcher.tune.rate_search import Settings
 from tests.e2e.cli import TINY
@@ -296,7 +296,7 @@ def test_a_stopped_search_goes_on_where_it_was(shards: Path, tmp_path: Path) -> 
 def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: Path) -> None:
     items = [item for item in TINY if not item.startswith("schedule")]
     config = load_config(None, [*items, f"data.path={shards}", "schedule.hours=0.01"])
-    assert lr_trials.full_tokens(config) is None
+    assert rate_trials.full_tokens(config) is None
     out = tmp_path / "out"
     out.mkdir()
     for rate in (1e4, 2e4):  # a machine that is faster in the second call
@@ -326,9 +326,9 @@ def test_a_budget_shortens_the_runs_and_says_so(shards: Path, tmp_path: Path) ->
 
 
 def test_tokens_of_a_run_count_its_ramp(shards: Path) -> None:
-    assert lr_trials.full_tokens(make(shards)) == WHOLE
+    assert rate_trials.full_tokens(make(shards)) == WHOLE
     ramp = make(shards, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2")
-    assert WHOLE * 0.75 < (lr_trials.full_tokens(ramp) or 0) < WHOLE
+    assert WHOLE * 0.75 < (rate_trials.full_tokens(ramp) or 0) < WHOLE
 
 
 # --- trials
@@ -345,7 +345,7 @@ def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
         "optim.name=lamb",
         "optim.weight_decay=0.1",
     )
-    trial = lr_trials.trial_config(config, Path("/shards"), 0.003, 40 * STEP, 7, last=True)
+    trial = rate_trials.trial_config(config, Path("/shards"), 0.003, 40 * STEP, 7, last=True)
     assert (trial.schedule.name, trial.schedule.tokens) == (config.schedule.name, 40 * STEP)
     assert peak_lr(trial).value == 0.003
     assert (trial.optim.name, trial.optim.weight_decay, trial.run.seed) == ("lamb", 0.1, 7)
@@ -353,58 +353,58 @@ def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
     assert (trial.checkpoint.keep, trial.eval.every_steps, trial.log.tensorboard) == (0, 10, False)
     assert (trial.batch, trial.model, trial.parallel) == (config.batch, config.model, config.parallel)
     assert batch_layout(trial, 1).global_size == config.batch.global_size
-    short = lr_trials.trial_config(config, Path("/shards"), 0.003, 40 * STEP, 7, last=False)
+    short = rate_trials.trial_config(config, Path("/shards"), 0.003, 40 * STEP, 7, last=False)
     assert short.eval.every_steps == 0, "at its end alone"
     ramp = make(shards, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2")
-    part = (lr_trials.full_tokens(ramp) or 0) // 4
-    quarter = lr_trials.trial_config(ramp, Path("/shards"), 0.003, part, 7, last=True).schedule
+    part = (rate_trials.full_tokens(ramp) or 0) // 4
+    quarter = rate_trials.trial_config(ramp, Path("/shards"), 0.003, part, 7, last=True).schedule
     assert (quarter.steps, quarter.tokens) == ((ramp.schedule.steps or 0) // 4, None), "as the run ramps"
     in_tokens = ramp.model_copy(
         update={"schedule": ramp.schedule.model_copy(update={"steps": None, "tokens": 400 * STEP})}
     )
-    ramped = lr_trials.trial_config(in_tokens, Path("/shards"), 0.003, 40 * STEP, 7, last=True)
+    ramped = rate_trials.trial_config(in_tokens, Path("/shards"), 0.003, 40 * STEP, 7, last=True)
     assert ramped.eval.every_steps > 40 // 4, "a ramp has more steps for as many tokens"
     assert Config.model_validate_json(trial.model_dump_json()) == trial
 
 
 def test_a_range_test_has_the_whole_batch_from_the_start(shards: Path) -> None:
     config = make(shards, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2")
-    test = lr_trials.range_config(config, shards, 60)
+    test = rate_trials.range_config(config, shards, 60)
     assert (test.schedule.name, test.schedule.steps, test.schedule.tokens) == ("exponential", 60, None)
     assert (test.batch.ramp_fraction, test.log.every_steps, test.optim.lr) == (0, 1, 1.0)
-    assert lr_trials.range_steps(config, None) == 100
+    assert rate_trials.range_steps(config, None) == 100
     hours = config.schedule.model_copy(update={"steps": None, "tokens": None, "hours": 0.03})
     brief = config.model_copy(update={"schedule": hours})
-    assert lr_trials.range_steps(brief, None) == lr_trials.RANGE_LEAST
-    assert lr_trials.range_steps(config, 10**9) == 100
-    assert lr_trials.range_steps(config, 800 * STEP) == 50
-    assert lr_trials.range_steps(config, 8 * STEP) == lr_trials.RANGE_LEAST
+    assert rate_trials.range_steps(brief, None) == rate_trials.RANGE_LEAST
+    assert rate_trials.range_steps(config, 10**9) == 100
+    assert rate_trials.range_steps(config, 800 * STEP) == 50
+    assert rate_trials.range_steps(config, 8 * STEP) == rate_trials.RANGE_LEAST
 
 
 def test_a_tuned_configuration_has_the_rate_at_its_own_batch(shards: Path) -> None:
     config = make(shards, "optim.lr_scaling=sqrt", "optim.lr_batch=2")
-    tuned = lr_trials.tuned_config(config, 0.003)
+    tuned = rate_trials.tuned_config(config, 0.003)
     assert peak_lr(tuned).value == 0.003
     assert (tuned.optim.lr_scaling, tuned.optim.lr_batch) == ("sqrt", config.batch.global_size)
     automatic = make(shards, "optim.name=lamb", "optim.lr=auto")
-    assert peak_lr(lr_trials.tuned_config(automatic, 0.003)).value == 0.003
+    assert peak_lr(rate_trials.tuned_config(automatic, 0.003)).value == 0.003
 
 
 def test_a_trial_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    slots = lr_trials.device_slots(2, gpus=5, cores=64, most=9)
+    slots = rate_trials.device_slots(2, gpus=5, cores=64, most=9)
     assert slots == [Slot(gpus=("0", "1")), Slot(gpus=("2", "3"))]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-ab, 1")
-    slots = lr_trials.device_slots(1, gpus=3, cores=64, most=9)
+    slots = rate_trials.device_slots(1, gpus=3, cores=64, most=9)
     assert slots == [Slot(gpus=("3",)), Slot(gpus=("GPU-ab",)), Slot(gpus=("1",))]
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    slots = lr_trials.device_slots(1, gpus=0, cores=8, most=3)  # more cores than trials
+    slots = rate_trials.device_slots(1, gpus=0, cores=8, most=3)  # more cores than trials
     assert slots == [Slot(cores=(0, 1)), Slot(cores=(2, 3)), Slot(cores=(4, 5))]
-    assert lr_trials.device_slots(2, gpus=0, cores=4, most=9) == [
+    assert rate_trials.device_slots(2, gpus=0, cores=4, most=9) == [
         Slot(cores=(0, 1, 2, 3)),
         Slot(cores=(4, 5, 6, 7)),
     ]
-    assert lr_trials.device_slots(16, gpus=0, cores=8, most=9) == [Slot(cores=tuple(range(8)))]
+    assert rate_trials.device_slots(16, gpus=0, cores=8, most=9) == [Slot(cores=tuple(range(8)))]
 
 
 @pytest.mark.parametrize(
@@ -421,7 +421,7 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
 ) -> None:
     """The third is of an older program, which wrote no kind."""
     record.write_json(tmp_path / "summary.json", {"status": "failed", "exit_code": 1, "step": 3, **facts})
-    found = lr_trials.read_outcome(tmp_path, "failed", 0.1, 0, tokens_of_step=8, seconds=1.0)
+    found = rate_trials.read_outcome(tmp_path, "failed", 0.1, 0, tokens_of_step=8, seconds=1.0)
     assert (found.status, found.tokens, found.cause) == (status, 24, facts["cause"])
     assert found.failure_kind == ("not_finite" if status == "diverged" else "error")
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from launcher.results import Cell, Verdict
-from launcher.scaling.verdict import judge, verdicts
+from launcher.scale.verdict import judge, verdicts
 
 REACHED = "efficiency 80.0 % [78.0 %, 82.0 %]"
 MEASURE_MORE = "more --repeats or --steps"

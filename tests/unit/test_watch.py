@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp.record import BEAT_SLOTS, PHASES, Beat, heartbeat_path, read_beat
-from launcher.watch import PATIENT_S, Hang, Watch
+from launcher.watch.heartbeats import PATIENT_S, Hang, Watch
 
 STACK = 'Current thread 0x1 (most recent call first):\n  File "/p/model.py", line 7 in forward\n'
 

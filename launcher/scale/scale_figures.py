@@ -9,7 +9,7 @@ from launcher.report.model import Axis, Bars, Boxes, Figure, Line, Mark, Rule
 from launcher.report.numbers import format_count, format_lr, format_step_time
 from launcher.report.quantities import at
 from launcher.results import Cell, FiveNumbers, Mode, RankTimes, Scaling
-from launcher.scaling.columns import SPLIT
+from launcher.scale.columns import SPLIT
 
 LOG_FROM = 16  # times the least N: above, N stands on a logarithmic axis
 MAX_RANKS = 16  # boxes of one cell

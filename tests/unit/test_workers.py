@@ -1,4 +1,4 @@
-"""The roll of a run's workers, without any."""
+"""The workers of a run's workers, without any."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from launcher import roll
+from launcher.run import workers
 
 
 def test_a_wait_for_workers_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -20,9 +20,9 @@ def test_a_wait_for_workers_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> No
             waited.append(milliseconds)
             return []
 
-    monkeypatch.setattr(roll.select, "poll", Poller)
+    monkeypatch.setattr(workers.select, "poll", Poller)
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
-        roll.Roll(process, 0).wait(0.2)
+        workers.Workers(process, 0).wait(0.2)
     assert waited == [200.0]
 
 
@@ -48,7 +48,7 @@ def test_a_worker_that_ends_leaves_its_exit_code_or_signal(end: str, code: int) 
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stdout.readline() == b"started\n"
-        seen = roll.Roll(process, 1)
+        seen = workers.Workers(process, 1)
         seen.wait(0.0)
         assert list(seen.by_rank()) == [2]
         process.stdin.write(b"\n")

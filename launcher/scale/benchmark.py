@@ -18,12 +18,12 @@ from launcher.report.html import write_or_warn
 from launcher.report.run_report import PAGE
 from launcher.run import trials
 from launcher.run.trials import Say, Slot, Stopped
-from launcher.scaling.columns import write_csv
-from launcher.scaling.grid import Grid, Settings
-from launcher.scaling.measure import measure_links, measure_peak, measure_profile, run_grid
-from launcher.scaling.reduce import collect
-from launcher.scaling.scale_report import FILE, scale_report
-from launcher.scaling.verdict import verdicts
+from launcher.scale.columns import write_csv
+from launcher.scale.grid import Grid, Settings
+from launcher.scale.measure import measure_links, measure_peak, measure_profile, run_grid
+from launcher.scale.reduce import collect
+from launcher.scale.scale_report import FILE, scale_report
+from launcher.scale.verdict import verdicts
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bert_dp.record import cache_root
-from launcher import links
 from launcher.children import module_command
-from launcher.environment import NO_ANSWER, Environment, existing, probe, run_command
-from launcher.links import Links
+from launcher.machine import gpu_links
+from launcher.machine.environment import NO_ANSWER, Environment, existing, probe, run_command
+from launcher.machine.gpu_links import Links
 from launcher.report.model import Report, Verdict
 from launcher.report.numbers import format_gib
 
@@ -64,7 +64,7 @@ def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
     env = probe(target)
     findings = diagnose(env)
     if len(env.gpus) > 1:
-        findings += link_findings(links.query(), [gpu.index for gpu in env.gpus])
+        findings += link_findings(gpu_links.query(), [gpu.index for gpu in env.gpus])
     findings.append(_loopback())
     findings += [_writable("run directory", target), _writable("cache directory", cache_root())]
     findings.append(checkpoint(target, (deadline - time.monotonic()) / 2))
@@ -252,7 +252,7 @@ def link_findings(found: Links, gpus: Sequence[int]) -> list[Finding]:
     slow = by_kind.get("SYS", []) + by_kind.get("NODE", [])
     shown = ", ".join(f"{_path(k)} between {_pairs(some)}" for k, some in sorted(by_kind.items()) if some)
     off = {p: why for p, why in found.p2p.items() if set(p) <= set(gpus) and why != "OK"}
-    why = ", ".join(sorted({links.NO_P2P.get(reason, reason) for reason in off.values()}))
+    why = ", ".join(sorted({gpu_links.NO_P2P.get(reason, reason) for reason in off.values()}))
     counts = {gpu: count for gpu, count in found.nvlinks.items() if gpu in gpus}
     most = max((active for active, _ in counts.values()), default=0)
     bad = [f"GPU {gpu} has {active} of {every}" for gpu, (active, every) in counts.items() if active < most]
@@ -292,7 +292,7 @@ def link_findings(found: Links, gpus: Sequence[int]) -> list[Finding]:
 
 
 def _path(kind: str) -> str:
-    return f"{kind[2:]} NVLinks" if kind.startswith("NV") else links.PATHS.get(kind, kind)
+    return f"{kind[2:]} NVLinks" if kind.startswith("NV") else gpu_links.PATHS.get(kind, kind)
 
 
 def _pairs(pairs: Sequence[tuple[int, int]]) -> str:

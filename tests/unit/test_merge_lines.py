@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from launcher.collapse import WAIT_S, WINDOW_LINES, WINDOW_S, Collapser, name_ranks
+from launcher.watch.merge_lines import WAIT_S, WINDOW_LINES, WINDOW_S, Collapser, name_ranks
 
 
 def test_what_all_say_is_said_once_and_at_once() -> None:

@@ -6,9 +6,9 @@ import dataclasses
 
 from bert_dp.config import Config
 from bert_dp.cost import memory_estimate_gib
-from launcher import advice
-from launcher.environment import Environment
+from launcher.machine.environment import Environment
 from launcher.report.numbers import format_gib
+from launcher.watch import advice
 
 STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are no estimate
 FAR_ABOVE = 1.25  # times what there is: more than the estimate is off by
@@ -20,7 +20,7 @@ def precision_of(config: Config, on_gpu: bool) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
-class Room:
+class MemoryCheck:
     """The estimate for one configuration beside what each of its ranks may have, GiB."""
 
     config: Config
@@ -64,10 +64,10 @@ class Room:
         ]
 
 
-def room(config: Config, world_size: int, machine: Environment, *, on_gpu: bool) -> Room:
+def check_memory(config: Config, world_size: int, machine: Environment, *, on_gpu: bool) -> MemoryCheck:
     """The room of a rank of `world_size` on this machine."""
     precision = precision_of(config, on_gpu)
     parts = memory_estimate_gib(config, precision, world_size)
     limit, limit_of = machine.rank_memory(world_size, on_gpu)
     state = sum(parts[name] for name in STATE)
-    return Room(config, precision, world_size, state, sum(parts.values()), limit, limit_of)
+    return MemoryCheck(config, precision, world_size, state, sum(parts.values()), limit, limit_of)

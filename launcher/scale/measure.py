@@ -14,7 +14,7 @@ from launcher.log import complain
 from launcher.report.numbers import format_si
 from launcher.run.records import cause, read_summary
 from launcher.run.trials import Progress, Runner, Say, Trial, earlier
-from launcher.scaling.grid import Cell, Grid, run_dir
+from launcher.scale.grid import Cell, Grid, run_dir
 
 SWEEP = tuple(4**k for k in range(6, 14))  # bytes: 4 KiB to 64 MiB
 LINK_S = 0.3  # per size

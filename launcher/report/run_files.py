@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from bert_dp import record
 from bert_dp.config import ConfigError, read_yaml
 from bert_dp.config.stored import problem_lines
-from bert_dp.record_models import Summary
+from bert_dp.record.models import Summary
 from launcher.redact import redact, secrets, without_secrets
 from launcher.report.numbers import number
 

@@ -13,11 +13,11 @@ from typing import Any
 
 from bert_dp import record
 from bert_dp.record import is_own_code, safe
-from bert_dp.record_models import FailureKind, RankError, kind_of_text
+from bert_dp.record.models import FailureKind, RankError, kind_of_text
 from launcher import results
-from launcher.collapse import name_ranks
-from launcher.memory import GROUP, MemoryFacts, sparkline
 from launcher.report.numbers import format_gib
+from launcher.watch.memory import GROUP, MemoryFacts, sparkline
+from launcher.watch.merge_lines import name_ranks
 
 TAIL_LINES = 20
 TAIL_BYTES = 65_536  # of a log's end that is read

@@ -11,9 +11,11 @@ from pathlib import Path
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout
-from bert_dp.record_models import Restart, Summary
-from launcher import environment, processes, results
-from launcher.failure import Failure, first_line
+from bert_dp.record.models import Restart, Summary
+from launcher import results
+from launcher.machine import environment
+from launcher.run import processes
+from launcher.watch.failure import Failure, first_line
 
 WITHOUT_PROGRESS = 3
 """Failures in a row, with no newer checkpoint in between, after which starting again is pointless."""

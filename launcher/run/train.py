@@ -27,16 +27,19 @@ from bert_dp.config import (
     with_budget,
 )
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
-from bert_dp.record_models import Summary
-from launcher import environment, failure, job, processes, restarts, results, watch
-from launcher.display import Display
-from launcher.failure import Failure, card
+from bert_dp.record.models import Summary
+from launcher import job, results
 from launcher.log import PLAIN, show
+from launcher.machine import environment
 from launcher.redact import WRITTEN, is_log, redact_argv
 from launcher.report.console import ConsoleReport
 from launcher.report.html import write_or_warn
 from launcher.report.run_report import PAGE, of_directories
-from launcher.room import precision_of, room
+from launcher.run import processes, restarts
+from launcher.run.memory_check import check_memory, precision_of
+from launcher.watch import failure, heartbeats
+from launcher.watch.display import Display
+from launcher.watch.failure import Failure, card
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -240,10 +243,10 @@ def train(
         warnings.append("checkpoint.keep is 0: nothing is saved, and a run that ends early starts over")
     if anyone_writes(where):  # a file system without modes must not lock a run out that stands there
         warnings.append(f"{where} can be written by every user; chmod o-w it")
-    rank_room = room(config, ranks, machine, on_gpu=gpus > 0)
+    memory = check_memory(config, ranks, machine, on_gpu=gpus > 0)
     has_checkpoint = record.newest_checkpoint_facts(where) is not None
-    too_much = rank_room.issues(has_checkpoint)
-    warnings += [*rank_room.warnings(has_checkpoint), *(too_much if force else [])]
+    too_much = memory.issues(has_checkpoint)
+    warnings += [*memory.warnings(has_checkpoint), *(too_much if force else [])]
     for line in warnings:
         show(console, f"warning: {line}", style="yellow", **PLAIN)
     if dry_run:
@@ -292,7 +295,7 @@ def run_locked(
         show(console, line, **PLAIN)
 
     def attempt(ranks: int, resume: str) -> processes.RunResult:
-        watched = watch.Watch(
+        watched = heartbeats.Watch(
             where, say, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
         )
         with Display(where, console, config.schedule.hours, ranks) as display:

@@ -9,11 +9,11 @@ from typing import Any
 
 from bert_dp import record
 from bert_dp.config import BuildConfig, CheckpointConfig, Config, LogConfig, ScheduleConfig, batch_at
-from bert_dp.record_models import Summary
+from bert_dp.record.models import Summary
 from launcher.results import TrialStatus
 from launcher.run.records import cause, failure_kind, read_summary
+from launcher.run.train import expected_steps
 from launcher.run.trials import Slot
-from launcher.training import expected_steps
 from launcher.tune.ladder import Outcome
 
 RANGE_TOP = 1.0  # rate at the end of a range test; it begins at 1e-4 of this

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from bert_dp import record
-from launcher.collapse import Collapser
 from launcher.log import PLAIN, show
 from launcher.redact import secrets
 from launcher.report.numbers import (
@@ -24,6 +23,7 @@ from launcher.report.numbers import (
     format_si,
     number,
 )
+from launcher.watch.merge_lines import Collapser
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -107,7 +107,7 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        from bert_dp.record_models import Summary
+        from bert_dp.record.models import Summary
         from launcher import results  # not for --help
 
         ended = results.find(self._run_dir / "summary.json", Summary)

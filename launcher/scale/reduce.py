@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bert_dp import cost
-from bert_dp.record_models import FailureKind, Summary
-from launcher import results
+from bert_dp.record.models import FailureKind, Summary
+from launcher import results, stats
 from launcher.results import Cell, CellStatus, Scaling
 from launcher.run.records import Repeat, ended, read_repeat, read_summary
-from launcher.scaling import stats
-from launcher.scaling.grid import Cell as GridCell
-from launcher.scaling.grid import Grid, run_dir
+from launcher.scale.grid import Cell as GridCell
+from launcher.scale.grid import Grid, run_dir
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run
 STRAGGLER_RATIO, STRAGGLER_STEPS = 1.2, 10  # as the worker has it

@@ -279,7 +279,7 @@ class GpuMemory(StoredModel):
 
 
 class Environment(StoredFile):
-    """environment.json as far as a failure's advice reads it; launcher.environment writes the whole."""
+    """What a failure's advice reads of environment.json; the launcher writes the whole."""
 
     gpus: list[GpuMemory] = []
     memory_gib: float | None = None

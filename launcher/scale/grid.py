@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from bert_dp.config import BUDGETS, BatchLayout, Config, ConfigError, batch_layout
-from launcher.environment import Environment
-from launcher.room import room
+from launcher.machine.environment import Environment
+from launcher.run.memory_check import check_memory
 from launcher.run.trials import measured
 
 Mode = Literal["weak", "strong"]
@@ -182,7 +182,7 @@ class Grid:
 
     def _memory_issues(self, config: Config, plan: BatchLayout) -> list[str]:
         """Only what cannot fit: weights, gradients and optimizer state alone exceed what a rank may have."""
-        return room(config, plan.world_size, self._machine, on_gpu=self._on_gpu).impossible()
+        return check_memory(config, plan.world_size, self._machine, on_gpu=self._on_gpu).impossible()
 
     def order(self, seed: int = 0) -> Iterator[tuple[Cell, int]]:
         """(cell, repeat): every repeat runs all cells once, in an order drawn anew, so that a drift of the

@@ -12,8 +12,10 @@ from rich.console import Console
 
 from bert_dp.config import Config, ConfigError, load_config, resolve
 from bert_dp.cost import memory_estimate_gib
-from launcher import environment, job, training
-from launcher.environment import Environment, Gpu
+from launcher import job
+from launcher.machine import environment
+from launcher.machine.environment import Environment, Gpu
+from launcher.run import train
 
 OPTIONS = ("run.device=cpu", "precision=fp32")
 MACHINE = environment.probe()
@@ -39,7 +41,7 @@ def dry_run(
         monkeypatch.setattr(environment, "probe", lambda *_: machine)
         issues: tuple[str, ...] = ()
         try:
-            code = training.train(
+            code = train.train(
                 None,
                 [*OPTIONS, f"run.device={device}", *more],
                 nproc=str(ranks),

@@ -18,16 +18,17 @@ import psutil
 
 from bert_dp import record
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START
-from bert_dp.record_models import Summary
-from launcher import advice, failure, results
-from launcher.failure import Failure
+from bert_dp.record.models import Summary
+from launcher import results
 from launcher.log import complain
-from launcher.memory import MemoryWatch
-from launcher.reaper import reaper
 from launcher.redact import scrub, secrets
-from launcher.roll import Roll, kill_tree, send
-from launcher.starters import start_command, start_environment
-from launcher.watch import Hang, Watch
+from launcher.run.reaper import reaper
+from launcher.run.starters import start_command, start_environment
+from launcher.run.workers import Workers, kill_tree, send
+from launcher.watch import advice, failure
+from launcher.watch.failure import Failure
+from launcher.watch.heartbeats import Hang, Watch
+from launcher.watch.memory import MemoryWatch
 
 POLL_S = 0.2
 KILL_AFTER_FAILURE_S = 5.0
@@ -106,11 +107,11 @@ def run(
                         stderr=log,
                         start_new_session=True,  # a terminal's Ctrl-C is ours to pass on
                     )
-                roll = Roll(process, nproc)
+                workers = Workers(process, nproc)
                 try:
-                    hang = _follow(process, roll, directory, pending, on_poll, grace_s, memory, watch)
+                    hang = _follow(process, workers, directory, pending, on_poll, grace_s, memory, watch)
                 finally:
-                    kill_tree(process, roll)
+                    kill_tree(process, workers)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
             home = directory.now()
@@ -139,7 +140,7 @@ def run(
                 hang.rank, hang.message, hang.log, hang.report, hang.where, kind="hang"
             )
         else:
-            cause = failure.first_cause(logs, said, roll.departures)
+            cause = failure.first_cause(logs, said, workers.departures)
         if cause is not None and (
             cause.log is None or not cause.log.exists()
         ):  # it ended before it had a log
@@ -151,7 +152,7 @@ def run(
 
 def _follow(
     process: subprocess.Popen[bytes],
-    roll: Roll,
+    workers: Workers,
     directory: record.HeldDirectory,
     pending: list[int],
     on_poll: Callable[[], None],
@@ -168,38 +169,38 @@ def _follow(
     deadline: float | None = None
     failed = False
     run_dir = directory.path
-    while (ended := process.poll()) is None or (roll.present() and -ended in STOP_SIGNALS):
+    while (ended := process.poll()) is None or (workers.present() and -ended in STOP_SIGNALS):
         if ended is not None and not pending:
             pending.append(-ended)
         if len(pending) >= 2 or directory.lost():
             return None
         if pending:
             deadline = deadline or time.monotonic() + grace_s
-            for worker in roll.present():
+            for worker in workers.present():
                 if worker not in signalled:  # it may have started after the signal came
                     signalled.add(worker)
                     send(worker, pending[0])
-        failed = failed or _has_failed(run_dir, roll)
+        failed = failed or _has_failed(run_dir, workers)
         if deadline is None and failed:
             deadline = time.monotonic() + KILL_AFTER_FAILURE_S
         if deadline is not None and time.monotonic() > deadline:
             return None
         if not failed:  # else the cause is told first
             on_poll()
-        if watch is not None and (deadline is None or pending) and (hang := watch.poll(roll.by_rank())):
+        if watch is not None and (deadline is None or pending) and (hang := watch.poll(workers.by_rank())):
             return hang
-        memory.sample(roll.by_rank())
-        roll.wait(POLL_S)
-    if not _has_failed(run_dir, roll):
+        memory.sample(workers.by_rank())
+        workers.wait(POLL_S)
+    if not _has_failed(run_dir, workers):
         on_poll()
     return None
 
 
-def _has_failed(run_dir: Path, roll: Roll) -> bool:
+def _has_failed(run_dir: Path, workers: Workers) -> bool:
     """A rank has recorded an error, or has ended before the summary was written."""
     if any((run_dir / "logs").glob("rank-*.error.json")):
         return True
-    return bool(roll.departures) and not (run_dir / "summary.json").exists()
+    return bool(workers.departures) and not (run_dir / "summary.json").exists()
 
 
 def _said_since(log: Path, offset: int) -> str:

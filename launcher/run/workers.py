@@ -12,13 +12,13 @@ from pathlib import Path
 
 import psutil
 
-from launcher.failure import Departure
-from launcher.starters import WORKER
+from launcher.run.starters import WORKER
+from launcher.watch.failure import Departure
 
 KILLED_S = 10.0  # that the end of a killed process may take
 
 
-class Roll:
+class Workers:
     """The workers as they come and go.
 
     A pidfd wakes us the moment one ends: only while it is a zombie can anyone but its parent read how.
@@ -99,9 +99,9 @@ def send(worker: psutil.Process, number: int) -> None:
         worker.send_signal(number)  # psutil checks that the pid is still the same process
 
 
-def kill_tree(process: subprocess.Popen[bytes], roll: Roll) -> None:
+def kill_tree(process: subprocess.Popen[bytes], workers: Workers) -> None:
     """Also the workers that a launcher which was killed has left behind."""
-    tree = {*_tree(process), *roll.present()}
+    tree = {*_tree(process), *workers.present()}
     with contextlib.suppress(psutil.NoSuchProcess):
         tree.add(psutil.Process(process.pid))
     for member in tree:
@@ -110,7 +110,7 @@ def kill_tree(process: subprocess.Popen[bytes], roll: Roll) -> None:
     deadline = time.monotonic() + KILLED_S
     while any(_runs(member) for member in tree) and time.monotonic() < deadline:
         time.sleep(0.01)
-    roll.close()
+    workers.close()
 
 
 def _runs(process: psutil.Process) -> bool:

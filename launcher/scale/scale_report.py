@@ -30,8 +30,8 @@ from launcher.report.parts import cell, environment_text, first_line, machine_li
 from launcher.report.quantities import Quantity, at, table
 from launcher.results import Cell as GridCell
 from launcher.results import ComparedCell, Prediction, Scaling, VerdictKind
-from launcher.scaling import scale_figures
-from launcher.scaling.columns import TOPICS
+from launcher.scale import scale_figures
+from launcher.scale.columns import TOPICS
 
 FILE = "scaling.json"
 LEVELS: dict[VerdictKind, Level] = {

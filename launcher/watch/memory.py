@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from launcher.environment import ROOT, control_groups
+from launcher.machine.environment import ROOT, control_groups
 
 GIB = 2**30
 SAMPLE_S = 1.0

@@ -15,8 +15,8 @@ from pathlib import Path
 import psutil
 
 from bert_dp.record import PHASES, Beat, ask_for_collectives, heartbeat_path, read_beat, read_json
-from launcher import hangs
-from launcher.hangs import Verdict, Witness
+from launcher.watch import hangs
+from launcher.watch.hangs import Verdict, Witness
 
 LOOK_EVERY_S = 1.0
 UNWATCHED_S = (

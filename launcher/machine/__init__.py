@@ -1,0 +1,1 @@
+"""What this machine is and whether a run would work here."""

@@ -1,0 +1,1 @@
+"""What the ranks tell while they run, read: heartbeats, hangs, failures, memory, their lines."""
