@@ -97,7 +97,7 @@ def sweep(question: Any, where: Path, number: int, steps: int) -> dict[int, floa
     """Sequences per second of every size, each in a run of its own at the declared global batch."""
     found = {}
     with trials.runner(
-        where, [Slot()], launcher="torchrun", on_gpu=question.on_gpu, say=lambda line: None
+        where, [Slot()], launcher="torchrun", on_gpu=question.on_gpu, log=lambda line: None
     ) as runs:
         batches = BatchTrials(question, where, runs)
         for micro in random.Random(number).sample(question.sizes, len(question.sizes)):

@@ -116,7 +116,7 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
     todo = [trial for trial, *_ in named.values()]
     left = [trial for trial in todo if trials.earlier(trial) is None]
     try:
-        with trials.runner(out, slots, launcher="torchrun", on_gpu=on_gpu, say=print) as runs:
+        with trials.runner(out, slots, launcher="torchrun", on_gpu=on_gpu, log=print) as runs:
             for trial, ended in runs.run(todo):
                 _, rate, seed = named[trial.name]
                 outcome = rate_trials.read_outcome(

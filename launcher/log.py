@@ -14,6 +14,7 @@ from launcher.redact import ordinary_secrets, secrets
 if TYPE_CHECKING:
     from rich.console import Console
 
+Log = Callable[[str], None]
 PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
 
 
@@ -46,13 +47,13 @@ def warn_of_ordinary_secrets() -> None:
         complain(f"warning: {line}")
 
 
-def teller(console: Console, as_json: bool) -> Callable[[str], None]:
+def logger(console: Console, as_json: bool) -> Log:
     """What a verb says its lines with: on the console, or on stderr where stdout takes JSON."""
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         if as_json:
             complain(line)
         else:
             show(console, line, **PLAIN)
 
-    return say
+    return log

@@ -41,7 +41,7 @@ def supervise(
     ranks: int,
     resume: str,
     policy: Policy,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
     sleep: Callable[[float], int] | None = None,
 ) -> processes.RunResult:
     """Run to its end, or until restarting is over. Each restart stands in summary.json under `restarts`.
@@ -59,22 +59,22 @@ def supervise(
         if failure is None or result.exit_code != 1 or result.signal or len(past) == policy.max_restarts:
             break
         if failure.kind == "directory_lost":
-            say("not started again: the run directory is not where it was")
+            log("not started again: the run directory is not where it was")
             break
         if failure.agreed:
-            say("not started again: the ranks ended the run together, and would again")
+            log("not started again: the ranks ended the run together, and would again")
             break
         after = saved_step(run_dir)
         idle = 0 if after > before else idle + 1
         if idle == WITHOUT_PROGRESS:
-            say(f"not started again: {idle} failures without a newer checkpoint")
+            log(f"not started again: {idle} failures without a newer checkpoint")
             break
         fewer = ranks_left(config, ranks, failure) if policy.elastic else ranks
         wait_s = 2.0**idle
         if after != before or resume == "never":  # else the one that was named has not been read yet
             resume = "auto"
         where = f"step {after}" if after >= 0 else "the start"
-        say(
+        log(
             f"restart {len(past) + 1} of {policy.max_restarts} in {wait_s:.0f} s on {fewer} ranks "
             f"from {where}: {first_line(failure.headline())}"
         )

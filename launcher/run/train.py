@@ -291,19 +291,19 @@ def run_locked(
     record.write_text(where / "config.yaml", dump_config(config))
     show(console, f"launcher: {launcher}", **PLAIN)
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         show(console, line, **PLAIN)
 
     def attempt(ranks: int, resume: str) -> processes.RunResult:
         watched = heartbeats.Watch(
-            where, say, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
+            where, log, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
         )
         with Display(where, console, config.schedule.hours, ranks) as display:
             return processes.run(
                 held, ranks, resume, display.poll, launcher=launcher, on_gpu=on_gpu, watch=watched
             )
 
-    result = restarts.supervise(attempt, config, where, ranks, resume, policy, say)
+    result = restarts.supervise(attempt, config, where, ranks, resume, policy, log)
     home = held.now()
     if result.failure is not None:
         print_failure(result.failure, home or where, console)

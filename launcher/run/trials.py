@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -19,13 +19,11 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError, dump_config, load_config, resolve
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from launcher import children, results
-from launcher.log import complain
+from launcher.log import Log, complain
 from launcher.report.numbers import format_duration, format_eta
 from launcher.run import processes
 from launcher.run.reaper import reaper
 from launcher.run.records import Ended, ended, from_outside, is_whole, read_summary
-
-Say = Callable[[str], None]
 
 PROGRESS_S = 30.0
 SCRATCH = ".scratch"
@@ -134,9 +132,9 @@ def _outcome(trial: Trial) -> Outcome | None:
 class Progress:
     """Says each result, how many there are, and the time left by the pace of the trials of this call."""
 
-    def __init__(self, expected: Sequence[float], say: Say):
+    def __init__(self, expected: Sequence[float], log: Log):
         """`expected`: of every trial that is planned, its share of the time, in any unit."""
-        self._say, self._total, self._left = say, len(expected), sum(expected)
+        self._log, self._total, self._left = log, len(expected), sum(expected)
         self._begun, self._done, self._here = time.monotonic(), 0, 0.0
 
     def expect(self, share: float) -> None:
@@ -155,7 +153,7 @@ class Progress:
         self._here += share
         pace = (time.monotonic() - self._begun) / max(self._here, 1e-9)
         left = format_eta(max(0.0, self._left) * pace)
-        self._say(f"[{self._done}/{max(self._total, self._done)}] {text}; left {left}")
+        self._log(f"[{self._done}/{max(self._total, self._done)}] {text}; left {left}")
 
 
 @dataclasses.dataclass
@@ -170,7 +168,7 @@ class _Running:
 
 
 @contextlib.contextmanager
-def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, say: Say) -> Iterator[Runner]:
+def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log: Log) -> Iterator[Runner]:
     """Runs trials within the block: stop signals are noted, no process outlives this one however it ends, and
     what processes leave behind in OUT/.scratch goes at the end."""
     scratch = out / SCRATCH
@@ -178,7 +176,7 @@ def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, say
     marks = [f"{LAUNCHER_PID}={os.getpid()}", f"{LAUNCHER_START}={start_ticks(os.getpid())}"]
     try:
         with reaper(scratch, marks), processes.stop_signals() as signals:
-            yield Runner(out, scratch, slots, signals, launcher=launcher, on_gpu=on_gpu, say=say)
+            yield Runner(out, scratch, slots, signals, launcher=launcher, on_gpu=on_gpu, log=log)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
@@ -195,10 +193,10 @@ class Runner:
         *,
         launcher: str,
         on_gpu: bool,
-        say: Say,
+        log: Log,
     ):
         self.out, self.scratch, self._slots, self._signals = out, scratch, slots, signals
-        self._launcher, self._on_gpu, self._say = launcher, on_gpu, say
+        self._launcher, self._on_gpu, self._log = launcher, on_gpu, log
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
         """Each trial with its outcome as it ends; its records are in its directory.
@@ -231,7 +229,7 @@ class Runner:
                     if outcome is None and self._signals:
                         continue
                     if outcome is None and tries[each.trial.directory] < TRIES:
-                        self._say(f"  {each.trial.name}: ended from outside; once more")
+                        self._log(f"  {each.trial.name}: ended from outside; once more")
                         running.append(self._start(each.trial, each.slot))
                         continue
                     free.append(each.slot)
@@ -321,6 +319,6 @@ class Runner:
             for line in record.read_lines(each.trial.directory / "metrics.jsonl"):
                 step = line["step"]
             of = f" of {steps}" if steps else ""
-            self._say(
+            self._log(
                 f"  {each.trial.name}: step {step}{of}, running for {format_duration(now - each.begun)}"
             )

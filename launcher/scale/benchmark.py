@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from bert_dp.config import ConfigError
 from launcher import job, results
-from launcher.log import PLAIN, show, teller
+from launcher.log import PLAIN, Log, logger, show
 from launcher.redact import redact_argv
 from launcher.report.console import ConsoleReport
 from launcher.report.html import write_or_warn
 from launcher.report.run_report import PAGE
 from launcher.run import trials
-from launcher.run.trials import Say, Slot, Stopped
+from launcher.run.trials import Slot, Stopped
 from launcher.scale.columns import write_csv
 from launcher.scale.grid import Grid, Settings
 from launcher.scale.measure import measure_links, measure_peak, measure_profile, run_grid
@@ -54,8 +54,8 @@ def scale(
     if issues := [*issues, *grid.issues, *output.issues()]:
         raise ConfigError(issues)
 
-    say = teller(console, as_json)
-    describe(grid, where, say, overrides, cores=None if asked.gpus else asked.machine.affinity_cores)
+    log = logger(console, as_json)
+    describe(grid, where, log, overrides, cores=None if asked.gpus else asked.machine.affinity_cores)
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
@@ -76,28 +76,28 @@ def plan_of(grid: Grid) -> results.GridFile:
     )
 
 
-def describe(grid: Grid, where: Path, say: Say, overrides: Sequence[str], *, cores: int | None) -> None:
+def describe(grid: Grid, where: Path, log: Log, overrides: Sequence[str], *, cores: int | None) -> None:
     """What is about to run. `cores`: of this machine, where ranks run on them."""
     s = grid.settings
-    say(f"scaling benchmark: {where}")
-    say(f"{len(grid.cells)} cells x {s.repeats} repeats, {s.warm_up} + {s.steps} steps each, in random order")
+    log(f"scaling benchmark: {where}")
+    log(f"{len(grid.cells)} cells x {s.repeats} repeats, {s.warm_up} + {s.steps} steps each, in random order")
     for cell in grid.cells:
         split = f", tensor {cell.tensor}" if cell.tensor > 1 else ""
         batch = f"{cell.micro_batch} x {cell.accumulation} x {cell.world_size // cell.tensor}"
-        say(f"  {cell.id}: {cell.world_size} ranks{split}, global batch {cell.global_batch} = {batch}")
+        log(f"  {cell.id}: {cell.world_size} ranks{split}, global batch {cell.global_batch} = {batch}")
     for mode in s.modes:
         for count in [n for n in s.gpus if n > 1]:
             if not any(c.id == f"{mode}-ceiling-n{count}" for c in grid.cells):
-                say(
+                log(
                     f"warning: {mode}, {count} ranks: the batch does not divide over as many copies; no "
                     "ceiling, and no exposed communication"
                 )
     if "weak" in s.modes and "strong" not in s.modes:
-        say("weak scaling trains another global batch at every N: losses are not compared")
+        log("weak scaling trains another global batch at every N: losses are not compared")
     for name in grid.displaced(overrides):
-        say(f"warning: --set {name} has no effect: the grid sets it, or nothing is saved in a measured run")
+        log(f"warning: --set {name} has no effect: the grid sets it, or nothing is saved in a measured run")
     if cores is not None and max(s.gpus) > cores:
-        say("warning: more CPU ranks than cores: efficiency says nothing about the program")
+        log("warning: more CPU ranks than cores: efficiency says nothing about the program")
 
 
 def run_locked(
@@ -110,7 +110,7 @@ def run_locked(
     predict: Callable[[results.Scaling], results.Prediction | None],
 ) -> int:
     """The grid, and its result; also what there is of it when a signal came."""
-    say, out = teller(console, as_json), output.path
+    log, out = logger(console, as_json), output.path
     begun = output.begin(grid.config)
     facts = {
         "environment": begun.machine,
@@ -120,14 +120,14 @@ def run_locked(
     }
     stopped = 0
     try:
-        with trials.runner(out, [Slot()], launcher=grid.settings.launcher, on_gpu=on_gpu, say=say) as runs:
-            run_grid(grid, out, runs, on_gpu=on_gpu, say=say)
-            measure_links(grid, out, runs, say)
-            measure_profile(grid, out, runs, on_gpu=on_gpu, say=say)
-            measure_peak(grid, out, runs, on_gpu=on_gpu, say=say)
+        with trials.runner(out, [Slot()], launcher=grid.settings.launcher, on_gpu=on_gpu, log=log) as runs:
+            run_grid(grid, out, runs, on_gpu=on_gpu, log=log)
+            measure_links(grid, out, runs, log)
+            measure_profile(grid, out, runs, on_gpu=on_gpu, log=log)
+            measure_peak(grid, out, runs, on_gpu=on_gpu, log=log)
     except Stopped as stop:
         stopped = stop.number
-        say(f"stopped: {out} holds what was measured; the same command goes on")
+        log(f"stopped: {out} holds what was measured; the same command goes on")
     scaling = collect(grid, out, facts=facts)
     judged = {"verdicts": verdicts(scaling.cells), "prediction": predict(scaling)}
     scaling = scaling.model_copy(update=judged | ({"status": "partial"} if stopped else {}))

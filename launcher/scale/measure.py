@@ -10,17 +10,17 @@ from typing import Any
 from bert_dp import record
 from bert_dp.config import ConfigError, dump_config
 from launcher import results
-from launcher.log import complain
+from launcher.log import Log, complain
 from launcher.report.numbers import format_si
 from launcher.run.records import cause, read_summary
-from launcher.run.trials import Progress, Runner, Say, Trial, earlier
+from launcher.run.trials import Progress, Runner, Trial, earlier
 from launcher.scale.grid import Cell, Grid, run_dir
 
 SWEEP = tuple(4**k for k in range(6, 14))  # bytes: 4 KiB to 64 MiB
 LINK_S = 0.3  # per size
 
 
-def run_grid(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, say: Say) -> None:
+def run_grid(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, log: Log) -> None:
     """Every run that has not ended yet. A cell that failed or ran out of memory is not repeated: that is its
     result. Raises Stopped."""
     most = max(grid.settings.gpus)
@@ -33,9 +33,9 @@ def run_grid(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, say: Say) -> 
         cells[directory] = cell
     known = {trial.directory: outcome for trial in trials if (outcome := earlier(trial)) is not None}
     lost = {cells[path].id: (path, o.status) for path, o in known.items() if o.status != "ok"}
-    progress = Progress([1.0] * len(trials), say)
+    progress = Progress([1.0] * len(trials), log)
     if known:
-        say(f"going on: {len(known)} of {len(trials)} runs are there")
+        log(f"going on: {len(known)} of {len(trials)} runs are there")
 
     def due() -> Iterator[Trial]:
         for trial in trials:
@@ -54,7 +54,7 @@ def run_grid(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, say: Say) -> 
             how = f"{outcome.status}: {cause(trial.directory)}"
         progress.ended(1.0, f"{trial.name}: {how}")
     for name, (path, status) in lost.items():
-        say(f"{name}: {status}; to run it again remove {path}")
+        log(f"{name}: {status}; to run it again remove {path}")
 
 
 def cores_of(ranks: int, most: int) -> list[int]:
@@ -65,7 +65,7 @@ def cores_of(ranks: int, most: int) -> list[int]:
     return cores[: ranks * share] if share else cores
 
 
-def measure_links(grid: Grid, out: Path, runs: Runner, say: Say) -> None:
+def measure_links(grid: Grid, out: Path, runs: Runner, log: Log) -> None:
     """links-N.json: all-reduces over each number of ranks, at a sweep of sizes and DDP's real buckets."""
     for count in sorted({c.world_size for c in grid.cells if c.world_size > 1}):
         path = out / f"links-{count}.json"
@@ -73,7 +73,7 @@ def measure_links(grid: Grid, out: Path, runs: Runner, say: Say) -> None:
             continue
         buckets = bucket_sizes(grid, out, count)
         sizes = sorted({*SWEEP, *buckets})
-        say(f"links: all-reduce over {count} ranks at {len(sizes)} sizes")
+        log(f"links: all-reduce over {count} ranks at {len(sizes)} sizes")
         arguments = [str(count), str(LINK_S), *map(str, sizes)]
         lines = runs.helper("bert_dp.measure.all_reduce", arguments)
         points = [
@@ -102,7 +102,7 @@ def bucket_sizes(grid: Grid, out: Path, count: int) -> list[int]:
     return []
 
 
-def measure_profile(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, say: Say) -> None:
+def measure_profile(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, log: Log) -> None:
     """profile.json: one rank's step, taken apart."""
     if results.find(out / "profile.json", results.Profile) is not None:
         return
@@ -112,16 +112,16 @@ def measure_profile(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, say: S
     data = config.data.model_copy(update={"synthetic": True})
     path = runs.scratch / "profile.yaml"
     record.write_text(path, dump_config(config.model_copy(update={"batch": batch, "data": data})))
-    say("profile: when each gradient is ready")
+    log("profile: when each gradient is ready")
     lines = runs.helper("bert_dp.measure.profiling", [str(path)], None if on_gpu else _one_share(grid))
     _keep(lines, results.Profile, out / "profile.json")
 
 
-def measure_peak(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, say: Say) -> None:
+def measure_peak(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, log: Log) -> None:
     """peak.json: the matmul rate of one rank's device."""
     if results.find(out / "peak.json", results.PeakFile) is not None:
         return
-    say("peak: the matmul rate of one device")
+    log("peak: the matmul rate of one device")
     cores = None if on_gpu else _one_share(grid)
     lines = runs.helper("bert_dp.measure.peak", [grid.config.precision, "2"], cores)
     _keep(lines, results.PeakFile, out / "peak.json")

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, dump_config
 from launcher import job, results
-from launcher.log import PLAIN, show, teller
+from launcher.log import PLAIN, logger, show
 from launcher.redact import redact_argv
 from launcher.report.console import ConsoleReport
 from launcher.report.html import write_or_warn
@@ -56,9 +56,9 @@ def tune_batch(
     if issues := [*job.exposure_issues(question.config, where, "--out"), *output.issues()]:
         raise ConfigError(issues)
 
-    say = teller(console, as_json)
+    log = logger(console, as_json)
     for line in describe(question, where):
-        say(line)
+        log(line)
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
@@ -66,17 +66,17 @@ def tune_batch(
     known = None if fresh else cache.find(key(question, machine), question.budget_s, question.limit_gib)
     with output.claim():
         if known is not None and not (where / "trials").exists():
-            say(f"from the cache: found on {known.date}; --fresh measures again")
+            log(f"from the cache: found on {known.date}; --fresh measures again")
             tune, code = from_cache(known, question), 0
             results.write(where / PLAN, output.plan)
         else:
-            tune, code = search(question, output, say)
+            tune, code = search(question, output, log)
         report, has_page = write(tune, where)
         if tune.status == "complete" and not tune.cached:
             try:
                 cache.keep(key(question, machine), tune)
             except OSError as error:
-                say(f"warning: the cache cannot be written ({error}); the next search measures again")
+                log(f"warning: the cache cannot be written ({error}); the next search measures again")
     if as_json:
         sys.stdout.write(results.to_json(tune))
     else:
@@ -168,22 +168,22 @@ def from_cache(known: TuneBatch, question: Question) -> TuneBatch:
 
 
 def search(
-    question: Question, output: job.Output[BatchPlanFile], say: Callable[[str], None]
+    question: Question, output: job.Output[BatchPlanFile], log: Callable[[str], None]
 ) -> tuple[TuneBatch, int]:
     """tune.json and the exit code. Goes on where an earlier call ended."""
     out, begun = output.path, output.begin(question.config)
     status: TuneStatus = "complete"
     why, code = None, 0
-    with trials.runner(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, say=say) as runs:
-        found = BatchSearch(question, out, runs, say)
+    with trials.runner(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, log=log) as runs:
+        found = BatchSearch(question, out, runs, log)
         try:
             found.run()
         except Stopped as stop:
             status, code = "partial", 128 + stop.number
-            say(f"stopped: {out} holds what was measured; the same command goes on")
+            log(f"stopped: {out} holds what was measured; the same command goes on")
         except NothingFits as error:
             status, why, code = "failed", str(error), 1
-            say(f"error: {why}")
+            log(f"error: {why}")
     config = question.config
     return TuneBatch(
         status=status,

@@ -21,14 +21,14 @@ from bert_dp.config import (
     with_budget,
 )
 from launcher import job, results
-from launcher.log import PLAIN, show, teller
+from launcher.log import PLAIN, Log, logger, show
 from launcher.redact import redact_argv
 from launcher.report.console import ConsoleReport
 from launcher.report.html import write_or_warn
 from launcher.report.run_report import PAGE
 from launcher.results import LrPlanFile, TuneLr, TuneStatus
 from launcher.run import trials
-from launcher.run.trials import Say, Stopped
+from launcher.run.trials import Stopped
 from launcher.tune import FILE, ladder, rate_trials, transfer
 from launcher.tune.ladder import Outcome, Rung
 from launcher.tune.rate_report import rate_report
@@ -71,13 +71,13 @@ def tune(
     if issues := [*dict.fromkeys(issues), *output.issues()]:
         raise ConfigError(issues)
 
-    say = teller(console, as_json)
-    describe(config, settings, ranks, where, say, overrides)
+    log = logger(console, as_json)
+    describe(config, settings, ranks, where, log, overrides)
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
     with output.claim():
-        code, found = run_locked(config, settings, ranks, output, on_gpu=asked.gpus > 0, say=say)
+        code, found = run_locked(config, settings, ranks, output, on_gpu=asked.gpus > 0, log=log)
         report = rate_report(found, where)
         has_page = write_or_warn(report, where / PAGE)
     if as_json:
@@ -124,17 +124,17 @@ def setting_issues(config: Config, settings: Settings, ranks: int) -> list[str]:
 
 
 def describe(
-    config: Config, settings: Settings, ranks: int, where: Path, say: Say, overrides: Sequence[str]
+    config: Config, settings: Settings, ranks: int, where: Path, log: Log, overrides: Sequence[str]
 ) -> None:
     """What is about to run."""
     s = settings
-    say(f"learning rate search: {where}")
-    say(
+    log(f"learning rate search: {where}")
+    log(
         f"{s.rates} rates spaced 2x at 1/{SHORT} of the whole run, {ladder.FINALISTS} x {s.seeds} seeds at "
         f"all of it; {batch_layout(config, ranks)}"
     )
     if config.optim.lr != "auto" and any(item.partition("=")[0].strip() == "optim.lr" for item in overrides):
-        say("warning: --set optim.lr has no effect: it is what is searched")
+        log("warning: --set optim.lr has no effect: it is what is searched")
 
 
 def run_locked(
@@ -144,7 +144,7 @@ def run_locked(
     output: job.Output[LrPlanFile],
     *,
     on_gpu: bool,
-    say: Say,
+    log: Log,
 ) -> tuple[int, TuneLr]:
     """The search, and (exit code, tune.json); also what there is of it when a signal came."""
     out, begun = output.path, output.begin(config)
@@ -168,13 +168,13 @@ def run_locked(
     file = SearchFile(out / STATE, begun.plan)
     status: TuneStatus = "complete"
     stopped, why = 0, None
-    with trials.runner(out, slots, launcher=settings.launcher, on_gpu=on_gpu, say=say) as runs:
-        doing = RateSearch(question, runs, file, say)
+    with trials.runner(out, slots, launcher=settings.launcher, on_gpu=on_gpu, log=log) as runs:
+        doing = RateSearch(question, runs, file, log)
         try:
             doing.run()
         except Stopped as stop:
             status, stopped = "partial", stop.number
-            say(f"stopped: {out} holds what was measured; the same command goes on")
+            log(f"stopped: {out} holds what was measured; the same command goes on")
         except AllFailed as failed:
             status, why = "failed", str(failed)
     file.save()

@@ -14,6 +14,7 @@ from bert_dp.config import ConfigError, batch_layout, dump_config
 from bert_dp.cost import GIB, flops_per_token
 from bert_dp.record.models import NoiseScale
 from launcher import results
+from launcher.log import Log
 from launcher.report.numbers import format_count, format_gib, format_si
 from launcher.results import (
     BatchChoice,
@@ -28,7 +29,7 @@ from launcher.results import (
     TriedSize,
 )
 from launcher.run.records import cause, failure_kind, read_summary
-from launcher.run.trials import Runner, Say, Trial
+from launcher.run.trials import Runner, Trial
 from launcher.tune import curve, sizes
 from launcher.tune.curve import Rate, Size
 from launcher.tune.runner import BatchTrials, Question, peak_gib
@@ -51,8 +52,8 @@ class NothingFits(Exception):
 class BatchSearch:
     """Asks and measures; `facts` is what tune.json holds of it, whole after every step."""
 
-    def __init__(self, question: Question, out: Path, runs: Runner, say: Say):
-        self.q, self.out, self._say = question, out, say
+    def __init__(self, question: Question, out: Path, runs: Runner, log: Log):
+        self.q, self.out, self._log = question, out, log
         self.runs, self._runner = BatchTrials(question, out, runs), runs
         self._line = MemoryLine(0, 1)
         self._curve: dict[int, Size] = {}
@@ -95,7 +96,7 @@ class BatchSearch:
         path = self.out / "memory_line.json"
         line = results.find(path, MemoryLineFile)
         if line is None:
-            self._say("memory: a step of the model at two sizes, without its memory")
+            self._log("memory: a step of the model at two sizes, without its memory")
             asked = self._runner.scratch / "memory_line.yaml"
             record.write_text(asked, dump_config(sizes.with_micro(self.q.config, self.q.sizes[0])))
             arguments = [str(asked), str(self.q.ranks), "2", "4"]
@@ -119,7 +120,7 @@ class BatchSearch:
         outcome = self.runs.run(trial)
         if outcome.status == "oom" and micro > smallest:
             self._note_memory(trial, micro, outcome.status)
-            self._say(f"memory: micro batch {micro}: {outcome.status}")
+            self._log(f"memory: micro batch {micro}: {outcome.status}")
             micro, trial = smallest, self._memory_trial("pilot-smallest", smallest)
             outcome = self.runs.run(trial)
         if outcome.status != "ok":
@@ -132,7 +133,7 @@ class BatchSearch:
         rank = run.peak_gib.index(measured)
         self._tried(TriedSize(micro_batch=micro, status="ok", measured_gib=measured, rank=rank))
         self._remember(constant_gib=self._line.constant / GIB)
-        self._say(
+        self._log(
             f"memory: {format_gib(self._line.gib(0))} + {self._line.slope / GIB:.4f} GiB a sequence; "
             f"micro batch {micro} took {format_gib(measured)}"
         )
@@ -165,7 +166,7 @@ class BatchSearch:
             )
         if self._fitting[-1] < self.q.sizes[-1]:
             self._limited_by = "memory"
-        self._say(
+        self._log(
             f"memory: {format_gib(self.q.limit_gib)} a rank ({self.q.limit_of}) allow micro batch "
             f"{format_count(most)} with {100 * sizes.SPARE:.0f} % spare"
         )
@@ -178,12 +179,12 @@ class BatchSearch:
         for share in VERIFY:
             micro = max(1, int(share * predicted))
             if self.runs.step_s(2 * micro * self.q.dp) * (MEMORY_STEPS + 1) > self.runs.left(CURVE_SHARE) / 3:
-                self._say(f"memory: real steps at micro batch {micro} do not fit the budget; not verified")
+                self._log(f"memory: real steps at micro batch {micro} do not fit the budget; not verified")
                 return
             trial = self._memory_trial(f"verify-{micro}", micro)
             status = self.runs.judged(trial, self.runs.run(trial).status, 0, MEMORY_STEPS)
             self._note_memory(trial, micro, status)
-            self._say(f"memory: micro batch {micro}: {status}")
+            self._log(f"memory: micro batch {micro}: {status}")
             if status == "ok":
                 self._remember(verified=micro)
                 break
@@ -221,7 +222,7 @@ class BatchSearch:
         self._samples = samples
         self._curve = {micro: Size(micro, samples // (micro * self.q.dp)) for micro in chosen}
         order = random.Random(0).sample(chosen, len(chosen))  # noqa: S311 (an order, no secret)
-        self._say(f"throughput: micro batches {', '.join(map(str, chosen))}, {samples} sequences a step")
+        self._log(f"throughput: micro batches {', '.join(map(str, chosen))}, {samples} sequences a step")
         for place, micro in enumerate([*order, order[0]] if len(order) > 1 else order):
             self._run_size(micro, f"{place + 1}/{len(order) + (len(order) > 1)}")
         while (rates := self.rates()) and len(rates) > 1 and (unsure := curve.open_sizes(rates)):
@@ -269,7 +270,7 @@ class BatchSearch:
             size.why = self.runs.why(trial, size.status)
             if size.status in ("oom", "failed"):
                 size.failure_kind = failure_kind(trial.directory)
-            self._say(f"[{where}] micro batch {micro}: {size.status}: {size.why}")
+            self._log(f"[{where}] micro batch {micro}: {size.status}: {size.why}")
         else:
             run = self.runs.timed(trial, self.runs.warm_up, steps)
             size.runs.append(run)
@@ -278,7 +279,7 @@ class BatchSearch:
                 self.runs.sequence_s, sum(run.step_s) / len(run.step_s) / self._samples
             )
             speed, peak = format_si(now.median, "sequences/s"), format_gib(max(run.peak_gib))
-            self._say(f"[{where}] micro batch {micro}: {speed}, {steps} steps, peak {peak}")
+            self._log(f"[{where}] micro batch {micro}: {speed}, {steps} steps, peak {peak}")
         self._conclude()
 
     def rates(self) -> list[Rate]:
@@ -351,9 +352,9 @@ class BatchSearch:
         why = self._no_noise(trial, steps)
         if why is not None:
             self.noise = Noise(verdict="inconclusive", why=why)
-            self._say(f"noise scale: not measured: {why}")
+            self._log(f"noise scale: not measured: {why}")
             return
-        self._say(f"noise scale: {steps} steps of the declared batch")
+        self._log(f"noise scale: {steps} steps of the declared batch")
         status = self.runs.run(trial).status
         summary = read_summary(trial.directory)
         estimate = summary.noise_scale if summary else None

@@ -16,10 +16,11 @@ from typing import Any
 from bert_dp.config import Config, ConfigError
 from bert_dp.record.models import Summary
 from launcher import results
+from launcher.log import Log
 from launcher.report.numbers import format_duration, format_si
 from launcher.results import LrPlanFile
 from launcher.run.records import cause, failure_kind, read_summary
-from launcher.run.trials import Progress, Runner, Say, Trial, earlier
+from launcher.run.trials import Progress, Runner, Trial, earlier
 from launcher.tune import ladder, rate_trials
 from launcher.tune.ladder import FINALISTS, Edge, Outcome, Rung
 
@@ -149,8 +150,8 @@ def _within(budget_s: float, test: RangeTest, q: Question, tokens: int, why: str
 class RateSearch:
     """`range_test` and `rungs` hold what has been measured, also when the search is stopped."""
 
-    def __init__(self, question: Question, runs: Runner, file: SearchFile, say: Say):
-        self.q, self._runs, self._file, self._say = question, runs, file, say
+    def __init__(self, question: Question, runs: Runner, file: SearchFile, log: Log):
+        self.q, self._runs, self._file, self._log = question, runs, file, log
         self.range_test: RangeTest | None = None
         self.range_tokens = 0
         self.tokens = 0
@@ -163,7 +164,7 @@ class RateSearch:
         self.tokens = self._settle_tokens(test)
         rungs = planned(self.q.settings, self.tokens)
         expected = [test.trial_s(n, last=last) for count, n, last in rungs for _ in range(count)]
-        progress = Progress(expected, self._say)
+        progress = Progress(expected, self._log)
         first = self._climb(test.edge, progress)
         order = ladder.ranked(first)
         if not order:
@@ -179,7 +180,7 @@ class RateSearch:
             f"range-{config.optim.name}", rate_trials.range_config(config, self.q.shards, steps)
         )
         top = rate_trials.RANGE_TOP
-        self._say(f"range test: {steps} steps, the rate rising from {1e-4 * top:g} to {top:g}")
+        self._log(f"range test: {steps} steps, the rate rising from {1e-4 * top:g} to {top:g}")
         outcome, directory = self._runs.run_one(trial), trial.directory
         points, why = rate_trials.range_points(directory), cause(directory)
         self.range_tokens = len(points) * rate_trials.step_tokens(config)
@@ -187,7 +188,7 @@ class RateSearch:
             raise AllFailed(f"{trial.name}: {outcome.status}: {why}")
         summary, seconds = read_summary(directory) or Summary(status="failed"), outcome.seconds
         edge = ladder.find_edge(points)
-        self._say(f"  edge at {edge.lr:.3g}: {edge.why}" if edge.lr is not None else f"  {edge.why}")
+        self._log(f"  edge at {edge.lr:.3g}: {edge.why}" if edge.lr is not None else f"  {edge.why}")
         return RangeTest(
             trial.name,
             points,
@@ -211,8 +212,8 @@ class RateSearch:
         tokens = plan.tokens or 0
         rungs = planned(self.q.settings, tokens)
         total = sum(count * each for count, each, _ in rungs)
-        self._say(f"whole run: {plan.tokens_why}")
-        self._say(
+        self._log(f"whole run: {plan.tokens_why}")
+        self._log(
             f"{sum(count for count, *_ in rungs)} trials, {format_si(total, 'tokens')}, "
             f"{self.q.at_a_time} at a time: about {format_duration(predicted_s(test, self.q, tokens))}, and "
             f"up to {2 * ladder.EXTENSIONS} more where the best stands at an end"
@@ -222,7 +223,7 @@ class RateSearch:
     def _open_rung(self, tokens: int, seeds: tuple[int, ...], *, last: bool) -> Rung:
         rung = Rung(rate_trials.whole(self.q.config, tokens), seeds, last)
         self.rungs.append(rung)
-        self._say(
+        self._log(
             f"{'last' if last else 'first'} rung: {format_si(rung.tokens, 'tokens')} a run, "
             f"{len(seeds)} seed{'s' if len(seeds) > 1 else ''}"
         )
@@ -234,7 +235,7 @@ class RateSearch:
         rates = ladder.first_ladder(edge, self.q.settings.rates)
         self._train(rung, rates, rung.seeds, progress)
         while (more := ladder.extension(rung.outcomes, edge, rates)) is not None:
-            self._say(f"the best rate stands at the end of the ladder; next to it: {more:g}")
+            self._log(f"the best rate stands at the end of the ladder; next to it: {more:g}")
             progress.expect(self._share(rung))
             self._train(rung, [more], rung.seeds, progress)
         return rung
@@ -250,20 +251,20 @@ class RateSearch:
         at_once = self.q.at_a_time >= len(finalists) * len(seeds)
         self._train(last, finalists, seeds if at_once else seeds[:1], progress)
         while (more := ladder.beside(self.rungs, last)) is not None:
-            self._say(f"next to the best, not yet trained in full: {more:g}")
+            self._log(f"next to the best, not yet trained in full: {more:g}")
             self._train(last, [more], seeds[:1], progress)
         near = ladder.near(last)
         for lr in ladder.ranked(last):
             if lr not in near and last.num_seeds(lr) < len(seeds):
                 behind = last.mean(lr) - last.mean(near[0])
-                self._say(f"{lr:g} is {behind:.4f} nats behind after one seed: left out")
+                self._log(f"{lr:g} is {behind:.4f} nats behind after one seed: left out")
         self._train(last, near[:FINALISTS], seeds[1:], progress)
         while (ranked := ladder.ranked(last)) and last.num_seeds(ranked[0]) < len(seeds):
             self._train(last, ranked[:1], seeds[1:], progress)
         for lr in spare:
             if ladder.ranked(last):
                 break
-            self._say(f"no finalist can be chosen; next: {lr:g}")
+            self._log(f"no finalist can be chosen; next: {lr:g}")
             self._train(last, [lr], seeds, progress)
 
     def _train(self, rung: Rung, rates: Sequence[float], seeds: Sequence[int], progress: Progress) -> None:
@@ -284,7 +285,7 @@ class RateSearch:
         ]
         there = {trial.name for trial in todo if earlier(trial) is not None}
         if there:
-            self._say(f"going on: {len(there)} of {len(todo)} trials are there")
+            self._log(f"going on: {len(there)} of {len(todo)} trials are there")
         before = len(rung.outcomes)
         try:
             for trial, ended in self._runs.run(todo):

@@ -59,9 +59,9 @@ class Watch:
     """
 
     def __init__(
-        self, run_dir: Path, say: Callable[[str], None], *, hang_after_s: float, end_hung_after_s: float
+        self, run_dir: Path, log: Callable[[str], None], *, hang_after_s: float, end_hung_after_s: float
     ) -> None:
-        self._run_dir, self._say = run_dir, say
+        self._run_dir, self._log = run_dir, log
         self._hang_after_s, self._end_after_s = hang_after_s, end_hung_after_s
         self._looked = time.monotonic()
         self._clock_s = 0.0
@@ -116,7 +116,7 @@ class Watch:
             return
         self._lost_writes, self._losses_told_s = lost, self._clock_s
         why = os.strerror(max(beat.write_errno for beat in beats))
-        self._say(
+        self._log(
             f"warning: {why}: {lost} write{'s' * (lost > 1)} to {self._run_dir} failed so far; "
             "what is missing is counted, training goes on"
         )
@@ -195,7 +195,7 @@ class Watch:
         with contextlib.suppress(OSError), (self._run_dir / "hang.txt").open("a", encoding="utf-8") as file:
             file.write(time.strftime("%Y-%m-%d %H:%M:%S\n") + "".join(f"{line}\n" for line in lines))
         for line in lines:
-            self._say(line)
+            self._log(line)
 
 
 def examine(

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from bert_dp.corpus import builder
 from bert_dp.record import CONTROL, safe
 from launcher import children, cli, datasets, options
-from launcher.log import complain, show, teller
+from launcher.log import complain, logger, show
 from launcher.watch.display import readable
 
 OSC = "\x1b]0;title\x07"
@@ -60,7 +60,7 @@ def test_every_way_to_the_console(
     console.print(EVIL, markup=False)
     show(console, f"{EVIL} s3cret-1", markup=False)
     complain(f"error: {EVIL} s3cret-1")
-    teller(console, as_json=True)(f"{EVIL} s3cret-1")
+    logger(console, as_json=True)(f"{EVIL} s3cret-1")
     shown = capsys.readouterr()
     for text in (shown.out, shown.err, readable(f"x{EVIL} s3cret-1", ["s3cret-1"])):
         assert not CONTROL.search(text)

@@ -146,7 +146,7 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: list[list[
     said: list[str] = []
     trial = Trial(tmp_path / "t", config(), 2, cores=(1,), data_bytes=5)
     slots = [Slot(cores=(0, 1))]
-    with trials.runner(tmp_path, slots, launcher="torchrun", on_gpu=False, say=said.append) as runs:
+    with trials.runner(tmp_path, slots, launcher="torchrun", on_gpu=False, log=said.append) as runs:
         assert runs.run_one(trial).status == "failed"
         assert runs.scratch.is_dir()
     assert not runs.scratch.exists()
@@ -169,7 +169,7 @@ def test_the_next_trial_is_taken_when_a_slot_is_free(tmp_path: Path, started: li
         assert ended == ["there", "a"]
         yield Trial(tmp_path / "b", config(), 1)
 
-    with trials.runner(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=lambda line: None) as runs:
+    with trials.runner(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, log=lambda line: None) as runs:
         for trial, _ in runs.run(due()):
             ended.append(trial.name)
     assert ended == ["there", "a", "b"]
@@ -187,7 +187,7 @@ def test_a_stop_signal_is_passed_to_a_trial_once(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(children, "start_module", start)
     monkeypatch.setattr(processes, "POLL_S", 0.01)
-    with trials.runner(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, say=print) as runs:
+    with trials.runner(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, log=print) as runs:
         with pytest.raises(Stopped):
             runs.run_one(Trial(tmp_path / "t", config(), 2))
     assert notes.read_text() == "15\n"
@@ -210,7 +210,7 @@ def test_a_signal_ends_a_helper_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(children, "start_module", start)
     monkeypatch.setattr(processes, "POLL_S", 0.01)
     monkeypatch.setattr(trials, "time", types.SimpleNamespace(monotonic=stands_still))
-    with trials.runner(tmp_path, [], launcher="torchrun", on_gpu=False, say=print) as runs:
+    with trials.runner(tmp_path, [], launcher="torchrun", on_gpu=False, log=print) as runs:
         with pytest.raises(Stopped) as stopped:
             runs.helper("bert_dp.dist", [])
     assert stopped.value.number == signal.SIGTERM
