@@ -107,12 +107,7 @@ def _as_wide_as(dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> dict[st
 
 
 def compile_pays(
-    config: Config,
-    task: Task,
-    model: Model,
-    layout: BatchLayout,
-    precision: Precision,
-    device: torch.device,
+    config: Config, task: Task, model: Model, layout: BatchLayout, precision: Precision, device: torch.device
 ) -> bool:
     """compile: auto = always on a GPU; on a CPU when it saves more time over the run than it takes."""
     if config.compile != "auto":

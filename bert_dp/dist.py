@@ -107,12 +107,7 @@ def connect(world: World, device: torch.device, *, group_of_one: bool = False) -
         meeting = {"init_method": "env://"}
     device_id = device if device.type == "cuda" else None
     dist.init_process_group(
-        backend,
-        **meeting,
-        rank=world.rank,
-        world_size=world.size,
-        timeout=TIMEOUT,
-        device_id=device_id,
+        backend, **meeting, rank=world.rank, world_size=world.size, timeout=TIMEOUT, device_id=device_id
     )
     return Comm(world, dist.new_group(backend="gloo", timeout=TIMEOUT))
 

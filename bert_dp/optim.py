@@ -36,11 +36,7 @@ def parameter_groups(
 
 
 def make_optimizer(
-    config: OptimConfig,
-    named: NamedParameters,
-    model: Model,
-    *,
-    compiled: bool = False,
+    config: OptimConfig, named: NamedParameters, model: Model, *, compiled: bool = False
 ) -> torch.optim.Optimizer:
     """AdamW (arXiv 1711.05101) in one fused kernel, LAMB or Muon; `lr` is set before every step.
 

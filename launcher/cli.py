@@ -215,9 +215,7 @@ def scale(
     mode: Annotated[
         Sequence[Literal["weak", "strong"]],
         parsed(
-            modes,
-            "MODE",
-            help="weak (same batch per rank; the default), strong (same global batch) or both.",
+            modes, "MODE", help="weak (same batch per rank; the default), strong (same global batch) or both."
         ),
     ] = ("weak",),
     engine: Annotated[
@@ -230,8 +228,7 @@ def scale(
         ),
     ] = ("ddp",),
     tensor: Annotated[
-        Sequence[int],
-        parsed(counts, "N,...", help="Ranks that share one replica, by commas; default: 1."),
+        Sequence[int], parsed(counts, "N,...", help="Ranks that share one replica, by commas; default: 1.")
     ] = (1,),
     launcher: Launcher = "torchrun",
     repeats: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each cell, in random order.")] = 3,
@@ -296,8 +293,7 @@ def tune_batch(
         str, typer.Option(help="Ranks of every trial: auto (every GPU, or 2 CPU ranks).")
     ] = "auto",
     budget: Annotated[
-        float,
-        parsed(seconds, "TIME", help="Time for all trials, about: 90s, 5m (the default), 1h."),
+        float, parsed(seconds, "TIME", help="Time for all trials, about: 90s, 5m (the default), 1h.")
     ] = 300.0,
     memory: Annotated[
         float | None,
@@ -429,8 +425,7 @@ def plan_scaling(
         Sequence[int], parsed(counts, "N,...", help="Tensor-parallel sizes: 1,2; default: 1.")
     ] = (1,),
     accumulation: Annotated[
-        Sequence[int],
-        parsed(counts, "N,...", help="Micro batches per step: 1,4; default: as measured."),
+        Sequence[int], parsed(counts, "N,...", help="Micro batches per step: 1,4; default: as measured.")
     ] = (),
     reduce_dtype: Annotated[
         str, typer.Option(help="What is sent of a gradient: full, bf16 or fp16.")

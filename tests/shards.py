@@ -61,12 +61,7 @@ def write_shards(
                     "sha256": hashlib.sha256(data).hexdigest(),
                 }
             )
-        manifest[split] = {
-            "sequences": count,
-            "tokens": count * length,
-            "documents": count,
-            "shards": shards,
-        }
+        manifest[split] = {"sequences": count, "tokens": count * length, "documents": count, "shards": shards}
     (directory / "tokenizer.json").write_text("{}")
     sha = hashlib.sha256(b"{}").hexdigest()
     manifest["tokenizer"] = {"file": "tokenizer.json", "sha256": sha}

@@ -40,17 +40,7 @@ def profile(config: Config, work: Path) -> dict[str, Any]:
     heartbeat = Heartbeat(work / "heartbeats" / "rank-0", lost_writes)
     task = tasks.make_task(config, device)
     trainer, *_ = setup.build_trainer(
-        config,
-        layout,
-        work,
-        comm,
-        device,
-        task,
-        task.open_data(),
-        None,
-        heartbeat,
-        Signals(),
-        lost_writes,
+        config, layout, work, comm, device, task, task.open_data(), None, heartbeat, Signals(), lost_writes
     )
     try:
         return measure(trainer, Timers(device))

@@ -32,11 +32,7 @@ def plan_report(answer: Prediction) -> Report:
     """The rows, the levers at the greatest number of GPUs, measured cells, and what was assumed."""
     last = max(answer.rows, key=lambda row: row.world_size)
     levers = [
-        words(
-            lever.lever,
-            format_change(lever.gain),
-            "what is lost there; no setting" if lever.bound else "",
-        )
+        words(lever.lever, format_change(lever.gain), "what is lost there; no setting" if lever.bound else "")
         for lever in last.levers
     ]
     what = f"What one change would do on {format_count(last.world_size)} GPUs"

@@ -127,10 +127,7 @@ def anyone_writes(directory: Path) -> bool:
 
 def start_issues(asked: job.Job, where: Path, resume: str) -> list[str]:
     """Why a run cannot start there; one line each."""
-    return [
-        *asked.issues(where, "--run-dir"),
-        *run_dir_issues(where, asked.config, resume),
-    ]
+    return [*asked.issues(where, "--run-dir"), *run_dir_issues(where, asked.config, resume)]
 
 
 def expected_steps(config: Config) -> int | None:

@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from launcher.redact import redact
-from launcher.report.model import (
-    QUARTILES,
-    Cell,
-    Column,
-    Level,
-    Report,
-    Row,
-    Section,
-    Table,
-    Tile,
-    Verdict,
-)
+from launcher.report.model import QUARTILES, Cell, Column, Level, Report, Row, Section, Table, Tile, Verdict
 from launcher.report.numbers import (
     NA,
     format_count,

@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_dp import record
-from bert_dp.config import (
-    Config,
-    ConfigError,
-    batch_layout,
-    dump_config,
-    load_config,
-    peak_lr,
-    with_budget,
-)
+from bert_dp.config import Config, ConfigError, batch_layout, dump_config, load_config, peak_lr, with_budget
 from launcher import job, results
 from launcher.log import PLAIN, Log, logger, show
 from launcher.redact import redact_argv
@@ -32,15 +24,7 @@ from launcher.run.trials import Stopped
 from launcher.tune import FILE, ladder, rate_trials, transfer
 from launcher.tune.ladder import Outcome, Rung
 from launcher.tune.rate_report import rate_report
-from launcher.tune.rate_search import (
-    SHORT,
-    AllFailed,
-    Question,
-    RangeTest,
-    RateSearch,
-    SearchFile,
-    Settings,
-)
+from launcher.tune.rate_search import SHORT, AllFailed, Question, RangeTest, RateSearch, SearchFile, Settings
 from launcher.tune.rate_trials import device_slots
 
 if TYPE_CHECKING:
@@ -138,13 +122,7 @@ def describe(
 
 
 def run_locked(
-    config: Config,
-    settings: Settings,
-    ranks: int,
-    output: job.Output[LrPlanFile],
-    *,
-    on_gpu: bool,
-    log: Log,
+    config: Config, settings: Settings, ranks: int, output: job.Output[LrPlanFile], *, on_gpu: bool, log: Log
 ) -> tuple[int, TuneLr]:
     """The search, and (exit code, tune.json); also what there is of it when a signal came."""
     out, begun = output.path, output.begin(config)

@@ -8,14 +8,7 @@ from pathlib import Path
 from launcher.redact import redact
 from launcher.report.model import Row, Section, Table, Verdict
 from launcher.report.numbers import count_of, format_word
-from launcher.report.parts import (
-    cell,
-    environment_text,
-    machine_line,
-    other_version,
-    record_text,
-    words,
-)
+from launcher.report.parts import cell, environment_text, machine_line, other_version, record_text, words
 from launcher.report.quantities import Quantity, at
 from launcher.results import TuneFile
 from launcher.tune import FILE

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.environment import probe
+
 from tests.e2e.cli import bert_dp, start
 
 HERE = Path(__file__).parent

@@ -313,5 +313,5 @@ QUICK: dict[str, Callable[[Path], Any]] = {
     **{"batch": batch, "rate": rate, "reports": reports},
 }
 SLOW: dict[str, Callable[[Path], Any]] = {
-    **{"built": built, "doctor": doctor, "train": train, "resumed": resumed, "gone_on": gone_on},
+    **{"built": built, "doctor": doctor, "train": train, "resumed": resumed, "gone_on": gone_on}
 }

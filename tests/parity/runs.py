@@ -21,13 +21,7 @@ from tests.wrapped_task import PoisonedTask
 
 BASE: dict[str, Any] = {
     "data": {"sequence_length": 16},
-    "model": {
-        "vocab_size": 64,
-        "hidden_size": 32,
-        "num_layers": 2,
-        "num_heads": 2,
-        "intermediate_size": 48,
-    },
+    "model": {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 48},
     "batch": {"global_size": 8, "micro_size": 2},
     "schedule": {"steps": 50},
     "optim": {"lr": 5e-3},

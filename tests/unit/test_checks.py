@@ -340,5 +340,5 @@ def test_weights_of_another_model_are_refused() -> None:
     shorter = config(learned, {"data": {"sequence_length": 64}})
     assert init_issues("/w", config(learned).model_dump(mode="json"), shorter) == [
         "data.sequence_length: 64, but run.init_from /w was trained with 128; set data.sequence_length=128 "
-        "or start from other weights",
+        "or start from other weights"
     ]

@@ -61,8 +61,7 @@ def write(folder: Path, text: str) -> Path:
 
 def test_defaults_then_yaml_then_set(tmp_path: Path) -> None:
     path = write(
-        tmp_path,
-        "data: {sources: [builtin]}\nschedule: {steps: 10}\noptim: {lr: 2e-3, beta1: 0.5}\n",
+        tmp_path, "data: {sources: [builtin]}\nschedule: {steps: 10}\noptim: {lr: 2e-3, beta1: 0.5}\n"
     )
     config = load_config(path, ["optim.lr=3e-3", "run.seed=7"])
     assert config.optim.lr == 3e-3  # --set over YAML
@@ -315,12 +314,7 @@ def test_vocabulary_must_fit_uint16() -> None:
 
 @given(hidden=st.integers(8, 2000), heads=st.integers(1, 64))
 def test_heads_must_divide_and_the_named_ones_do(hidden: int, heads: int) -> None:
-    overrides = [
-        *BASE,
-        "model.position=learned",
-        f"model.hidden_size={hidden}",
-        f"model.num_heads={heads}",
-    ]
+    overrides = [*BASE, "model.position=learned", f"model.hidden_size={hidden}", f"model.num_heads={heads}"]
     if hidden % heads == 0:
         assert load_config(None, overrides).model.num_heads == heads
         return

@@ -101,11 +101,7 @@ def test_packing_is_exact(tmp_path: Path) -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.lists(st.integers(0, 49), max_size=40), max_size=12),
-    st.integers(1, 9),
-    st.integers(1, 5),
-)
+@given(st.lists(st.lists(st.integers(0, 49), max_size=40), max_size=12), st.integers(1, 9), st.integers(1, 5))
 def test_shard_writer_against_plain_lists(
     tmp_path_factory: pytest.TempPathFactory, pieces: list[list[int]], length: int, per_shard: int
 ) -> None:

@@ -201,16 +201,8 @@ HALF = TOTAL - (LINEAR + V * H) // 2  # of a replica over two ranks
         ),
         ({"engine": "fsdp"}, 4, (TOTAL + GATHERED, TOTAL + GATHERED, 2 * TOTAL)),
         ({"engine": "fsdp"}, 2, (2 * TOTAL + GATHERED, 4 * TOTAL, 4 * TOTAL)),  # two micro batches a step
-        (
-            {"engine": "fsdp", "fsdp_replicas": 2},
-            4,
-            (2 * TOTAL + GATHERED, 2 * TOTAL + GATHERED, 4 * TOTAL),
-        ),
-        (
-            {"engine": "fsdp", "tensor": 2},
-            8,
-            (HALF + GATHERED // 2, HALF + GATHERED // 2, 2 * HALF),
-        ),
+        ({"engine": "fsdp", "fsdp_replicas": 2}, 4, (2 * TOTAL + GATHERED, 2 * TOTAL + GATHERED, 4 * TOTAL)),
+        ({"engine": "fsdp", "tensor": 2}, 8, (HALF + GATHERED // 2, HALF + GATHERED // 2, 2 * HALF)),
         ({"engine": "fsdp", "tensor": 2}, 4, (2 * HALF + GATHERED // 2, 4 * HALF, 4 * HALF)),
     ],
 )

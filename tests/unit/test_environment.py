@@ -13,13 +13,7 @@ import pytest
 
 from launcher.machine import doctor
 from launcher.machine.doctor import diagnose
-from launcher.machine.environment import (
-    Environment,
-    Gpu,
-    cgroup_limit,
-    num_gpus,
-    probe,
-)
+from launcher.machine.environment import Environment, Gpu, cgroup_limit, num_gpus, probe
 from launcher.redact import redact, redact_argv
 
 CSV = """0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 81559, 81000, 570.124.06, 00000000:1A:00.0

@@ -24,8 +24,7 @@ def schedule(name: str, **changed: float) -> ScheduleConfig:
 
 
 @pytest.mark.parametrize(
-    ("f", "factor"),
-    [(0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (0.7, 0.95), (0.9, 0.4), (1, 0.0)],
+    ("f", "factor"), [(0, 0.25), (0.25, 0.5), (0.5, 0.75), (0.75, 1.0), (0.7, 0.95), (0.9, 0.4), (1, 0.0)]
 )
 def test_budget_triangle_is_the_recipes(f: float, factor: float) -> None:
     assert lr_factor(schedule("budget_triangle"), f) == pytest.approx(factor, abs=1e-15)

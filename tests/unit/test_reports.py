@@ -22,15 +22,7 @@ from launcher.report.model import Axis, Bars, Figure, Line, Report, Rule, Sectio
 from launcher.report.numbers import format_plain
 from launcher.report.run_report import of_directories
 from launcher.scale.scale_report import scale_report
-from tests.report_fixture import (
-    HOSTILE,
-    figures_of,
-    make_run,
-    read_page,
-    shown,
-    unfolded,
-    with_strings,
-)
+from tests.report_fixture import HOSTILE, figures_of, make_run, read_page, shown, unfolded, with_strings
 from tests.scaling_fixture import nulls, scaling
 from tests.tune_fixture import batch, lr, transfer, unmeasured
 from tests.unit.test_scale_report import parsed

@@ -79,8 +79,7 @@ def test_a_run_that_fails_goes_on_from_its_checkpoint_and_says_so(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("code", "failure"),
-    [(0, None), (2, Failure(0, "bad", bad_input=("optim.lr: no",))), (143, KILLED)],
+    ("code", "failure"), [(0, None), (2, Failure(0, "bad", bad_input=("optim.lr: no",))), (143, KILLED)]
 )
 def test_only_a_failure_is_started_again(tmp_path: Path, code: int, failure: Failure | None) -> None:
     play = Play(tmp_path, (code, failure, None))

@@ -296,10 +296,7 @@ def test_figures_follow_from_the_records(collected: Scaling) -> None:
     assert [r.peak_memory_gib for r in ddp.ranks] == [1.0, 2.0]
     assert (ddp.loss_agrees, ddp.loss_deviation) == (True, 0.0)
     assert ddp.mfu is None
-    assert (cells["strong-zero1-n2"].status, cells["strong-ddp-synthetic-n2"].status) == (
-        "oom",
-        "pending",
-    )
+    assert (cells["strong-zero1-n2"].status, cells["strong-ddp-synthetic-n2"].status) == ("oom", "pending")
     assert collected.status == "partial"
 
 

@@ -25,12 +25,7 @@ from torch import Tensor, nn
 from bert_dp.building import recompute_blocks
 from bert_dp.config import ModelConfig, OptimConfig
 from bert_dp.dist import connect, disconnect
-from bert_dp.model import (
-    IGNORE,
-    CrammedBert,
-    Vocabulary,
-    build_model,
-)
+from bert_dp.model import IGNORE, CrammedBert, Vocabulary, build_model
 from bert_dp.optim import make_optimizer, set_lr
 from bert_dp.parallel.grid import Grid
 from bert_dp.parallel.stepping import clip_and_step

@@ -90,10 +90,7 @@ def test_every_way_to_the_console(
     ],
 )
 def test_hostile_names_reach_no_terminal(
-    tmp_path: Path,
-    arguments: list[str],
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("evil.yaml").write_text(json.dumps({f"model{EVIL}": 1, "optim": {"name": EVIL}}))

@@ -107,10 +107,7 @@ def test_without_a_loss(facts: dict[str, Any], expected: tuple[str, str | None, 
 
 
 LOADER = ("loader-bound", "raise data.workers")
-STRAGGLER = (
-    "straggler rank 2",
-    "look at that device: clocks, links, who else uses it (bert-dp doctor)",
-)
+STRAGGLER = ("straggler rank 2", "look at that device: clocks, links, who else uses it (bert-dp doctor)")
 CEILING = ("hardware ceiling", "shared memory bandwidth, power or clocks, which no engine changes")
 SENT = ("communication-bound", "more accumulation, 16-bit reduction, or a faster link")
 LAUNCH = ("launch-bound", "compile: on, or a larger micro batch")
