@@ -286,24 +286,3 @@ def test_a_held_directory_knows_where_it_is(tmp_path: Path) -> None:
         path.mkdir()
         assert held.now() is None
         assert held.lost() == f"the run directory {path} was deleted during the run"
-
-
-def test_a_line_that_fits_only_in_part_leaves_none_of_it(tmp_path: Path) -> None:
-    """A file's size limit ends a write in its middle, as a full disk does."""
-    path = tmp_path / "evals.jsonl"
-    record.append_line(path, evaluation(1))
-    code = (
-        "import resource, signal, sys\n"
-        "from pathlib import Path\n"
-        "from bert_dp import record\n"
-        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
-        "path = Path(sys.argv[1])\n"
-        "resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 9,) * 2)\n"
-        "try:\n"
-        "    record.append_line(path, {'step': 2, 'loss': 6.5})\n"
-        "except OSError:\n"
-        "    sys.exit(3)\n"
-    )
-    assert subprocess.run([sys.executable, "-c", code, str(path)]).returncode == 3
-    record.append_line(path, evaluation(3))
-    assert steps(path) == [1, 3]
