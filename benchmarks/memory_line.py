@@ -23,10 +23,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bert_dp.config import dump_config, load_config
+from bert_dp.config import dump_config, load_config, shipped_configs
 from bert_dp.measure.memory_line import choose_device
 from bert_dp.measure.memory_trace import count_step
-from launcher.job import shipped_configs
 from launcher.machine.environment import versions
 from tests.shards import write_shards
 

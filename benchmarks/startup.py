@@ -22,8 +22,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bert_dp.config import dump_config, load_config
-from launcher.job import shipped_configs
+from bert_dp.config import dump_config, load_config, shipped_configs
 from launcher.machine.environment import versions
 from tests.e2e.cli import TINY
 from tests.shards import write_shards

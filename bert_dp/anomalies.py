@@ -23,27 +23,30 @@ def is_spike(loss: float, recent: Sequence[float]) -> bool:
 
 
 def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, lr: float) -> str | None:
-    """Why the run must stop, when so many steps in a row had a gradient that is not finite, up to `step`."""
+    """Why the run must stop, when so many steps in a row had a gradient that is not finite, up to `step`,
+    whose rate was `lr`. Asked when a line is logged, so that no step waits for the device."""
     limit = config.run.max_skipped_in_a_row + (FP16_ROOM if precision == "fp16" else 0)
     if in_a_row < limit:
         return None
-    advice = f"lower optim.lr (now {lr:.3g}) or resume from an earlier checkpoint"
-    if precision in ("fp16", "bf16"):
-        advice += ", or try precision: fp32"
+    run = config.run
+    advice = _advice(config, precision, " or resume from an earlier checkpoint")
     return (
         f"{in_a_row} steps in a row up to step {step} had a gradient that is not finite and were skipped, "
-        f"at learning rate {lr:.3g}; the weights did not change in them; {advice}"
+        f"at learning rate {lr:.3g}; run.max_skipped_in_a_row is {run.max_skipped_in_a_row}, looked at "
+        f"every {config.log.every_steps} steps; the weights did not change in them; {advice}"
     )
 
 
-def nothing_learned(precision: str, skipped: int, step: int, lr: float) -> str | None:
+def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> str | None:
     """Why a run that has come to its end is not done, when each of its steps was skipped."""
     if not step or skipped < step:
         return None
-    advice = f"lower optim.lr (now {lr:.3g})"
-    if precision in ("fp16", "bf16"):
-        advice += ", or try precision: fp32"
     return (
         f"all {step} steps had a gradient that is not finite and were skipped: the weights are those that "
-        f"the run began with; {advice}"
+        f"the run began with; {_advice(config, precision)}"
     )
+
+
+def _advice(config: Config, precision: str, more: str = "") -> str:
+    other = ", or try precision: fp32" if precision in ("fp16", "bf16") else ""
+    return f"lower optim.lr (now {config.optim.lr}){more}{other}"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bert_dp.config import BatchLayout, ConfigError, LogConfig
+from bert_dp.config import BatchLayout, ConfigError, LogConfig, install_command
 from bert_dp.cost import GIB
 from bert_dp.dist import Comm
 from bert_dp.lines import LostWrites
@@ -308,7 +308,7 @@ class MetricsWriter:
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError:
-            raise ConfigError(["log.tensorboard: needs `pip install 'bert-dp[tensorboard]'`"]) from None
+            raise ConfigError([f"log.tensorboard: needs `{install_command('tensorboard')}`"]) from None
         self._writer = SummaryWriter(str(run_dir / "tensorboard"))
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:

@@ -184,9 +184,9 @@ def estimate(
         "grad_sq_interval": (float(grad - margin), float(grad + margin)),
         "trace": float(trace),
     }
-    for name, mean, variance in (("|G|^2", grad, var), ("tr(Sigma)", trace, var_trace)):
+    for name, mean, variance in (("gradient signal", grad, var), ("gradient noise", trace, var_trace)):
         if mean <= T_999 * variance**0.5:
-            why = f"{name} is not above 0 at 99.9 % over {steps} steps"
+            why = f"the {name} is too weak to measure in {steps} steps (not above 0 at 99.9 %)"
             return NoiseScale(steps, "inconclusive", why, **facts)
     # a x^2 - 2 h x + c <= 0; a > 0 after the checks above
     a, h, c = grad**2 - T_95**2 * var, grad * trace - T_95**2 * cov, trace**2 - T_95**2 * var_trace

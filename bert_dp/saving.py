@@ -140,7 +140,7 @@ class AsyncCheckpointer:
         row = f"; {self._in_a_row} saves in a row have failed" if self._in_a_row > 1 else ""
         self._problem = (
             f"{checkpoint.path_of(self._folder, step).name} could not be saved: {error}; "
-            f"the newest good checkpoint is {self._newest_good()}{row}"
+            f"{self._newest_good()}{row}"
         )
         if self._settings.on_error == "stop":
             self.gave_up = self.gave_up or self._problem
@@ -160,4 +160,5 @@ class AsyncCheckpointer:
     def _newest_good(self) -> str:
         listed = list_checkpoints(self._folder)
         good = (p.name for p in listed if p in self._trusted or checkpoint.check(p) is None)
-        return next(good, "none")
+        newest = next(good, None)
+        return f"the newest good checkpoint is {newest}" if newest else "no good checkpoint yet"

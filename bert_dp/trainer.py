@@ -238,8 +238,9 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
     if state.step > state.logged_step:
         log_steps(trainer, state, clock)
     if not stop:
-        name, skipped = trainer.precision.name, state.skipped_steps
-        state.give_up(anomalies.nothing_learned(name, skipped, state.step, state.lr), "not_finite")
+        precision, skipped = trainer.precision.name, state.skipped_steps
+        nothing = anomalies.nothing_learned(trainer.config, precision, skipped, state.step)
+        state.give_up(nothing, "not_finite")
     evaluated = state.heldout_loss is not None and state.step == state.evaluated_step
     if not (stop or state.trouble or evaluated):
         evaluate_and_write(trainer, state, clock)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import io
 import json as jsonlib
@@ -15,13 +16,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from bert_dp import __version__, record
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, find_config, shipped_configs
 from launcher.log import PLAIN, complain, show, warn_of_ordinary_secrets
 from launcher.options import (
-    ConfigName,
     Json,
     Launcher,
     Set,
+    Words,
     argument_issues,
     console,
     counts,
@@ -29,6 +30,7 @@ from launcher.options import (
     modes,
     parsed,
     seconds,
+    split_words,
     two_batches,
 )
 
@@ -79,7 +81,7 @@ def _root(
 
 @app.command()
 def train(
-    config: ConfigName = None,
+    words: Words = None,
     set_: Set = None,
     nproc: Annotated[str, typer.Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a number.")] = "auto",
     launcher: Launcher = "torchrun",
@@ -89,7 +91,8 @@ def train(
         int, typer.Option(min=0, metavar="K", help="Start a failed run again from its newest checkpoint.")
     ] = 0,
     elastic: Annotated[
-        bool, typer.Option("--elastic", help="Restart with fewer ranks when one was killed or a GPU went.")
+        bool,
+        typer.Option("--elastic", help="Restart with fewer ranks when one was killed or a GPU was lost."),
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
@@ -102,12 +105,13 @@ def train(
     from launcher.run import restarts, train
     from launcher.tune import auto
 
+    config, settings = split_words(words, set_)
     if elastic and not max_restarts:
         raise ConfigError(["--elastic: only a restart changes the number of ranks; add --max-restarts K"])
     warn_of_ordinary_secrets()
     overrides, failed = auto.fill(
         config,
-        set_ or [],
+        settings,
         nproc=nproc,
         run_dir=run_dir,
         resume=resume,
@@ -117,7 +121,7 @@ def train(
     )
     if failed:
         raise typer.Exit(failed)
-    searched = overrides != (set_ or []) and not dry_run  # a micro batch that was measured needs no estimate
+    searched = overrides != settings and not dry_run  # a micro batch that was measured needs no estimate
     raise typer.Exit(
         train.train(
             config,
@@ -187,12 +191,26 @@ def data_inspect(
 
 
 @app.command()
+def configs(
+    name: Annotated[str | None, typer.Argument(help="Print this one; without it all are listed.")] = None,
+) -> None:
+    """The configurations that come with bert-dp: their names and what each is, or the text of one."""
+    if name is not None:
+        typer.echo(find_config(name).read_text(), nl=False)
+        return
+    for path in sorted(shipped_configs().glob("*.yaml")):
+        what = path.read_text().partition("\n")[0].removeprefix("# ")
+        typer.echo(f"{path.stem:<18} {what}")
+
+
+@app.command()
 def doctor(
     run_dir: Annotated[Path | None, typer.Option(help="Where runs would be written; default: here.")] = None,
     json: Json = False,
 ) -> None:
-    """What this machine is, and what will bite: devices, links, NUMA, memory, limits, disk, ports, versions,
-    a checkpoint written and read back, a short all-reduce. Under 30 s; exit code 1 when a run would fail.
+    """What this machine is, and what could go wrong: devices, links, NUMA, memory, limits, disk, ports,
+    versions, a checkpoint written and read back, a short all-reduce. Under 30 s; exit code 1 when a run
+    would fail.
     """
     from launcher.machine import doctor as checks
     from launcher.report.console import ConsoleReport
@@ -208,9 +226,12 @@ def doctor(
 
 @app.command()
 def scale(
-    config: ConfigName = None,
-    gpus: Annotated[
-        Sequence[int], parsed(counts, "N,...", help="Numbers of ranks, by commas; default: 1,2.")
+    words: Words = None,
+    nproc: Annotated[
+        Sequence[int],
+        parsed(
+            counts, "N,...", help="Numbers of ranks, by commas; default: 1,2.", names=["--nproc", "--gpus"]
+        ),
     ] = (1, 2),
     mode: Annotated[
         Sequence[Literal["weak", "strong"]],
@@ -224,7 +245,7 @@ def scale(
             engines,
             "NAME,...",
             help="ddp (the default), zero1, fsdp, accelerate, deepspeed-0 to -3, by commas.",
-            names="--engines",
+            names=["--engines"],
         ),
     ] = ("ddp",),
     tensor: Annotated[
@@ -255,13 +276,14 @@ def scale(
     from launcher.plan.scaling import answer_measured
     from launcher.scale import benchmark, grid
 
+    config, overrides = split_words(words, set_)
     if accumulation is not None and "weak" not in mode:
         raise ConfigError(
             ["--accumulation: strong scaling derives it from batch.global_size; use --mode weak"]
         )
     warn_of_ordinary_secrets()
     settings = grid.Settings(
-        gpus=tuple(sorted(gpus)),
+        gpus=tuple(sorted(nproc)),
         modes=tuple(mode),
         engines=tuple(engine),
         tensor=tuple(tensor),
@@ -275,7 +297,7 @@ def scale(
     raise typer.Exit(
         benchmark.scale(
             config,
-            set_ or [],
+            overrides,
             settings,
             out=out,
             dry_run=dry_run,
@@ -288,9 +310,9 @@ def scale(
 
 @tune_app.command("batch")
 def tune_batch(
-    config: ConfigName = None,
-    gpus: Annotated[
-        str, typer.Option(help="Ranks of every trial: auto (every GPU, or 2 CPU ranks).")
+    words: Words = None,
+    nproc: Annotated[
+        str, typer.Option("--nproc", "--gpus", help="Ranks of every trial: auto (every GPU, or 2 CPU ranks).")
     ] = "auto",
     budget: Annotated[
         float, parsed(seconds, "TIME", help="Time for all trials, about: 90s, 5m (the default), 1h.")
@@ -319,12 +341,13 @@ def tune_batch(
     """
     from launcher.tune import batch as search
 
+    config, overrides = split_words(words, set_)
     warn_of_ordinary_secrets()
     raise typer.Exit(
         search.tune_batch(
             config,
-            set_ or [],
-            gpus=gpus,
+            overrides,
+            gpus=nproc,
             budget_s=budget,
             memory_gib=memory,
             launcher=launcher,
@@ -339,9 +362,12 @@ def tune_batch(
 
 @tune_app.command("lr")
 def tune_lr(
-    config: ConfigName = None,
-    ranks: Annotated[
-        int | None, typer.Option(min=1, help="Ranks of a trial; default: as few as one replica needs.")
+    words: Words = None,
+    nproc: Annotated[
+        int | None,
+        typer.Option(
+            "--nproc", "--ranks", min=1, help="Ranks of a trial; default: as few as one replica needs."
+        ),
     ] = None,
     rates: Annotated[int, typer.Option(min=3, max=20, help="Rates of the first rung, spaced 2x.")] = 5,
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Seeds of each finalist.")] = 3,
@@ -371,16 +397,15 @@ def tune_lr(
     """
     from launcher.tune import lr as search
 
+    config, overrides = split_words(words, set_)
     warn_of_ordinary_secrets()
     if transfer is not None:
         before, after = transfer
-        raise typer.Exit(
-            search.carry(config, set_ or [], before, after, out, as_json=json, console=console())
-        )
+        raise typer.Exit(search.carry(config, overrides, before, after, out, as_json=json, console=console()))
     if tokens is not None and not tokens < MOST_TOKENS:
         raise ConfigError([f"--tokens: {tokens} is not below {MOST_TOKENS:g}"])
     settings = search.Settings(
-        ranks=ranks,
+        ranks=nproc,
         rates=rates,
         seeds=seeds,
         launcher=launcher,
@@ -388,7 +413,7 @@ def tune_lr(
         budget_s=budget,
     )
     raise typer.Exit(
-        search.tune(config, set_ or [], settings, out=out, dry_run=dry_run, as_json=json, console=console())
+        search.tune(config, overrides, settings, out=out, dry_run=dry_run, as_json=json, console=console())
     )
 
 
@@ -399,8 +424,14 @@ def _plan() -> None:
 
 @plan_app.command("scaling")
 def plan_scaling(
-    gpus: Annotated[
-        Sequence[int], parsed(counts, "N,...", help="1,2,4,8 or 1..1024 (doubling); default: 1..8.")
+    nproc: Annotated[
+        Sequence[int],
+        parsed(
+            counts,
+            "N,...",
+            help="Numbers of GPUs: 1,2,4,8 or 1..1024 (doubling); default: 1..8.",
+            names=["--nproc", "--gpus"],
+        ),
     ] = (1, 2, 4, 8),
     from_: Annotated[
         Path | None, typer.Option("--from", help="scaling.json or profile.json of a measured run.")
@@ -441,7 +472,7 @@ def plan_scaling(
 
     source = inputs.choose(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
     question = scaling.Question(
-        tuple(gpus),
+        tuple(nproc),
         link,
         inter,
         gpus_per_node,
@@ -467,6 +498,9 @@ def report(
     out: Annotated[
         Path | None, typer.Option(help="HTML file; default: report.html in the first run.")
     ] = None,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print what the page would show as JSON; write no page.")
+    ] = False,
 ) -> None:
     """One self-contained HTML page of a run, a comparison of runs, a scaling benchmark or a search (tune)."""
     from launcher.report import html
@@ -474,6 +508,9 @@ def report(
 
     target = out or run_dirs[0] / PAGE
     report = report_of(run_dirs)
+    if json:
+        typer.echo(jsonlib.dumps(record.finite(dataclasses.asdict(report)), indent=1))
+        return
     if issues := html.target_issues(target):
         raise ConfigError(issues)
     with _writing("--out"):

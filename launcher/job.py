@@ -30,7 +30,10 @@ from bert_dp.config import (
     load_config,
     read_manifest,
 )
+from bert_dp.config.extras import install_command
 from bert_dp.config.manifest import Manifest
+from bert_dp.config.shipped import find_config as find_named_config
+from bert_dp.config.shipped import shipped_configs
 from launcher import children, results
 from launcher.machine import environment
 from launcher.machine.environment import Environment
@@ -96,22 +99,12 @@ def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None
     return Job(path.stem, config, environment.probe(run_dir or Path()))
 
 
-def shipped_configs() -> Path:
-    """The directory of the configurations that come with bert-dp: in the wheel, or beside the source."""
-    packaged = Path(__file__).parent / "configs"
-    return packaged if packaged.is_dir() else Path(__file__).parent.parent / "configs"
-
-
 def find_config(name: str | None, run_dir: Path | None = None) -> Path:
-    """A path as it is; else a shipped configuration; without a name the run's own, else quickstart.yaml."""
-    if name is None:
-        own = run_dir / "config.yaml" if run_dir else None
-        return own if own and own.exists() else shipped_configs() / "quickstart.yaml"
-    path = Path(name)
-    shipped = shipped_configs() / f"{path.stem}.yaml"
-    if not path.exists() and path.parent.name in ("", "configs") and shipped.exists():
-        return shipped
-    return path
+    """The file of this name; without a name the run's own, else quickstart.yaml. Raises ConfigError."""
+    if name is not None:
+        return find_named_config(name)
+    own = run_dir / "config.yaml" if run_dir else None
+    return own if own and own.exists() else shipped_configs() / "quickstart.yaml"
 
 
 def absolute(config: Config) -> Config:
@@ -157,10 +150,10 @@ def input_issues(config: Config) -> list[str]:
             else [f"run.init_from: {start} holds no checkpoint; name a checkpoint or a run directory"]
         )
     if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        issues.append("log.tensorboard: true needs `pip install 'bert-dp[tensorboard]'`")
+        issues.append(f"log.tensorboard: true needs `{install_command('tensorboard')}`")
     engine = config.parallel.engine
     if engine in ("deepspeed", "accelerate") and importlib.util.find_spec(engine) is None:
-        issues.append(f"parallel.engine: {engine} needs `pip install 'bert-dp[{engine}]'`")
+        issues.append(f"parallel.engine: {engine} needs `{install_command(engine)}`")
     if engine == "independent":
         issues.append(
             "parallel.engine: independent trains a model of its own on every rank, which only "
@@ -196,7 +189,9 @@ def prepare_data(config: Config) -> Path:
     if done.returncode == 2:
         raise ConfigError([])  # the data room has said why
     if done.returncode:
-        raise RuntimeError(f"the data room failed with exit code {done.returncode}")
+        raise RuntimeError(
+            f"preparing the data failed with exit code {done.returncode}; its message is above"
+        )
     return Path(done.stdout.strip())
 
 
@@ -290,8 +285,8 @@ class Output(Generic[P]):
             apart = "; ".join(f"{key}: {then.get(key)} then, {here[key]} now" for key in other)
             raise ConfigError(
                 [
-                    f"--out: {self.path} was begun elsewhere ({apart}) and would not compare; choose another "
-                    "directory"
+                    f"--out: {self.path} was started with another machine, versions or data ({apart}); the "
+                    "results would not be comparable; choose another directory"
                 ]
             )
         asked = {name: getattr(self.plan, name) for name in self.fixed}

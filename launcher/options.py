@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from bert_dp.config import ConfigError
+from bert_dp.config.extras import install_command
 from bert_dp.record import safe
 from launcher.run.starters import launcher_problem
 
@@ -23,15 +25,14 @@ Mode = Literal["weak", "strong"]
 MODES: dict[str, tuple[Mode, ...]] = {"weak": ("weak",), "strong": ("strong",), "both": ("weak", "strong")}
 
 
-def parsed(parse: Callable[[str], Any], metavar: str, *, names: str | None = None, **options: Any) -> Any:
+def parsed(parse: Callable[[str], Any], metavar: str, *, names: Sequence[str] = (), **options: Any) -> Any:
     """An option whose text `parse` turns into a value; it raises typer.BadParameter. Defaults are values.
     `names`: where it is not the parameter's."""
 
     def value_of(text: Any) -> Any:
         return parse(text) if isinstance(text, str) else text
 
-    declared = [names] if names else []
-    return typer.Option(*declared, parser=value_of, metavar=metavar, show_default=False, **options)
+    return typer.Option(*names, parser=value_of, metavar=metavar, show_default=False, **options)
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -57,7 +58,7 @@ def counts(text: str) -> tuple[int, ...]:
 def modes(text: str) -> tuple[Mode, ...]:
     """weak, strong or both."""
     if text not in MODES:
-        raise typer.BadParameter(f"{text} is none of {', '.join(MODES)}")
+        raise typer.BadParameter(f"unknown mode {text}; choose from {', '.join(MODES)}")
     return MODES[text]
 
 
@@ -65,10 +66,10 @@ def engines(text: str) -> tuple[str, ...]:
     """`ddp,zero1` -> ("ddp", "zero1"); the first is the one that is also run without the loader."""
     names = ["deepspeed-1" if (n := word.strip()) == "deepspeed" else n for word in text.split(",")]
     if unknown := [name or "nothing" for name in names if name not in ENGINES]:
-        raise typer.BadParameter(f"{', '.join(unknown)} is none of {', '.join(ENGINES)}")
+        raise typer.BadParameter(f"unknown engine {', '.join(unknown)}; choose from {', '.join(ENGINES)}")
     for package in sorted({name.partition("-")[0] for name in names} & {"accelerate", "deepspeed"}):
         if importlib.util.find_spec(package) is None:
-            raise typer.BadParameter(f"{package} needs `pip install 'bert-dp[{package}]'`")
+            raise typer.BadParameter(f"{package} needs `{install_command(package)}`")
     return tuple(dict.fromkeys(names))
 
 
@@ -77,7 +78,7 @@ def seconds(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)", text.strip())
     value = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
     if not 0 < value < math.inf:
-        raise typer.BadParameter(f"{text} is no length of time; write 90s, 5m or 1h")
+        raise typer.BadParameter(f"expected a duration such as 90s, 5m or 1h, not {text!r}")
     return value
 
 
@@ -97,16 +98,31 @@ def launcher(text: str) -> str:
     return text
 
 
-ConfigName = Annotated[
-    str | None, typer.Argument(help="YAML file or the name of a shipped one; default: quickstart.")
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[CONFIG] [SETTING=VALUE]...",
+        show_default=False,
+        help="YAML file or the name of a shipped one (default: quickstart), and settings that override it.",
+    ),
 ]
 Set = Annotated[
-    list[str] | None, typer.Option("--set", metavar="a.b=v", help="Override a setting; repeatable.")
+    list[str] | None, typer.Option("--set", metavar="a.b=v", help="The same as SETTING=VALUE; repeatable.")
 ]
 Launcher = Annotated[
     str, parsed(launcher, "NAME", help="Starts the ranks: torchrun, accelerate or deepspeed.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+def split_words(words: Sequence[str] | None, overrides: Sequence[str] | None) -> tuple[str | None, list[str]]:
+    """The configuration among the arguments of a verb, and its settings with those of --set. Raises
+    ConfigError."""
+    names = [word for word in words or [] if "=" not in word]
+    if len(names) > 1:
+        raise ConfigError([f"CONFIG: {' and '.join(names)} are two; give one, and settings as a.b=value"])
+    settings = [word for word in words or [] if "=" in word]
+    return names[0] if names else None, [*settings, *(overrides or [])]
 
 
 def argument_issues(arguments: Sequence[str]) -> list[str]:

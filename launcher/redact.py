@@ -71,8 +71,8 @@ def ordinary_secrets(environ: Mapping[str, str] = os.environ) -> list[str]:
     if not found:
         return []
     return [
-        f"{', '.join(sorted(found))}: by name a secret, but a plain word or under {record.MIN_SECRET} "
-        "characters, which stands in logs by chance: it is not hidden there; choose a longer one"
+        f"{', '.join(sorted(found))}: looks like a secret, but is a common word or shorter than "
+        f"{record.MIN_SECRET} characters, so it cannot be removed from logs; use a longer value"
     ]
 
 
@@ -99,7 +99,7 @@ def scrub(run_dir: Path, hidden: Iterable[str]) -> list[str]:
 
     Once the ranks have ended: an error or a log may hold what a library printed. In a log every byte keeps
     its place, so no space is needed and no reader loses its own; of JSON the text alone is written anew. No
-    link is followed, and no file changed that has another name elsewhere.
+    link is followed, and no file with several hard links is changed.
     """
     hidden = set(hidden)
     forms = {form for secret in hidden for form in record.written_forms(secret)}
@@ -179,7 +179,7 @@ def _overwrite(path: Path, forms: Sequence[bytes]) -> None:
                     continue
                 if out < 0:
                     if os.fstat(descriptor).st_nlink > 1:
-                        raise OSError(0, "it has another name elsewhere and stays as it is")
+                        raise OSError(0, "it has several hard links and stays as it is")
                     out = os.open(path, os.O_WRONLY | os.O_NOFOLLOW)
                     files.callback(os.close, out)
                 begin = max(begin, done)

@@ -11,6 +11,7 @@ from bert_dp.config.checks import (
     progress_at,
     with_budget,
 )
+from bert_dp.config.extras import install_command
 from bert_dp.config.load import (
     dump_config,
     load_config,
@@ -40,6 +41,7 @@ from bert_dp.config.schema import (
     divisors,
     num_masked,
 )
+from bert_dp.config.shipped import find_config, shipped_configs
 
 __all__ = [
     "BUDGETS",
@@ -66,7 +68,9 @@ __all__ = [
     "data_issues",
     "divisors",
     "dump_config",
+    "find_config",
     "init_issues",
+    "install_command",
     "load_config",
     "micro_is_auto",
     "no_effect",
@@ -78,5 +82,6 @@ __all__ = [
     "read_yaml",
     "resolve",
     "setting_paths",
+    "shipped_configs",
     "with_budget",
 ]

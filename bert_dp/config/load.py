@@ -19,6 +19,7 @@ from pydantic import ValidationError
 
 from bert_dp.config.checks import ConfigError
 from bert_dp.config.schema import BUDGETS, Config, Section
+from bert_dp.config.shipped import find_config
 from bert_dp.config.stored import read_regular
 
 AUTO = "auto"
@@ -33,18 +34,35 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
     Raises ConfigError with every problem found, each with its full path and a suggestion.
     """
+    return resolve(_levels(path, overrides))
+
+
+def _levels(path: str | Path | None, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """Lowest precedence first: the bases of a file, the file, the overrides."""
     levels: list[dict[str, Any]] = []
-    if path is not None:
-        levels.append(read_yaml(path))
-    if overrides:
-        levels.append(parse_overrides(overrides))
-    return resolve(levels)
+    chain: list[Path] = []
+    file = None if path is None else Path(path)
+    while file is not None:
+        if file.resolve() in chain:
+            names = " -> ".join(p.stem for p in (*chain, file))
+            raise ConfigError([f"{path}: base: {names} is a circle; one of them must have no base"])
+        chain.append(file.resolve())
+        level = read_yaml(file)
+        base = level.pop("base", None)
+        levels.insert(0, level)
+        if base is not None and not isinstance(base, str):
+            raise ConfigError([f"{file}: base: expected the name or path of a configuration, got {base!r}"])
+        try:
+            file = None if base is None else find_config(base, file.parent)
+        except ConfigError as error:
+            raise ConfigError([f"{file}: base: {issue}" for issue in error.issues]) from None
+    return [*levels, parse_overrides(overrides)] if overrides else levels
 
 
 def micro_is_auto(path: str | Path, overrides: Sequence[str] = ()) -> bool:
     """Whether `batch.micro_size` is to be found before the run. Raises ConfigError as `load_config` does."""
     merged: dict[str, Any] = {}
-    for level in (read_yaml(path), parse_overrides(overrides)):
+    for level in _levels(path, overrides):
         _merge(merged, level)
     batch = merged.get("batch")
     return isinstance(batch, dict) and batch.get("micro_size") == AUTO
@@ -140,9 +158,7 @@ def _construct_mapping(loader: ConfigLoader, node: yaml.MappingNode) -> dict[Any
                 None, None, "a key must be a plain word", key_node.start_mark
             )
         if key in seen:
-            raise yaml.constructor.ConstructorError(
-                None, None, f"key {key!r} stands twice", key_node.start_mark
-            )
+            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
         seen.add(key)
     return dict(loader.construct_mapping(node, deep=True))
 

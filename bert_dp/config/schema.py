@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -13,6 +13,7 @@ from pydantic import (
     ConfigDict,
     Field,
     ValidationError,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -47,6 +48,14 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _whole(cls, value: object, info: ValidationInfo) -> object:
+        """1e3 is a float in YAML, and means 1000 where a count is asked for."""
+        annotation = cls.model_fields[info.field_name or ""].annotation
+        is_count = int in (annotation, *get_args(annotation))
+        return int(value) if is_count and isinstance(value, float) and value.is_integer() else value
 
 
 class RunConfig(Section):
@@ -104,6 +113,12 @@ class DataConfig(Section):
     synthetic: bool = False
     """Train on one micro batch of random tokens, made once: what a step takes without the loader."""
     build: BuildConfig = BuildConfig()
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _as_tuple(cls, value: object) -> object:
+        """One source may stand without brackets."""
+        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 class ModelConfig(Section):
@@ -190,13 +205,6 @@ class ScheduleConfig(Section):
     """Share of the budget for linear warm-up (linear, cosine, wsd)."""
     decay_fraction: float = Field(0.2, gt=0, le=1)
     """Share of the budget for the final decay (wsd)."""
-
-    @field_validator("tokens", mode="before")
-    @classmethod
-    def _whole(cls, value: object) -> object:
-        return (
-            int(value) if isinstance(value, float) and value.is_integer() else value
-        )  # 1e9 is a float in YAML
 
     @model_validator(mode="after")
     def _one_budget(self) -> ScheduleConfig:

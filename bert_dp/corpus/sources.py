@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, install_command
 from bert_dp.config.stored import sha256
 from bert_dp.corpus import builtin
 
@@ -124,7 +124,7 @@ def require(module: str, extra: str, what: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         package = module.partition(".")[0]
-        raise ConfigError([f"{what} needs {package}; pip install 'bert-dp[{extra}]'"]) from None
+        raise ConfigError([f"{what} needs {package}; {install_command(extra)}"]) from None
 
 
 def _suffixes(path: Path) -> tuple[str, str]:

@@ -26,7 +26,7 @@ def append_line(path: Path, record: Metrics | Evaluation | Mapping[str, Any]) ->
     Raises OSError.
     """
     facts = record if isinstance(record, Mapping) else dataclasses.asdict(record)
-    line = (json.dumps(_finite(dict(facts)), allow_nan=False) + "\n").encode()
+    line = (json.dumps(finite(dict(facts)), allow_nan=False) + "\n").encode()
     with path.open("ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         try:
@@ -64,7 +64,7 @@ def cut_back(path: Path, step: int) -> None:
 
 def write_json(path: Path, data: Any) -> None:
     """Atomic: a reader sees the old file or the whole new one."""
-    write_text(path, json.dumps(_finite(data), indent=1, allow_nan=False) + "\n")
+    write_text(path, json.dumps(finite(data), indent=1, allow_nan=False) + "\n")
 
 
 def write_text(path: Path, text: str | Iterable[str]) -> None:
@@ -111,11 +111,12 @@ def _whole_number(text: str) -> int:
     return number
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """JSON values, with null for each number that is not finite."""
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: finite(v) for k, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_finite(v) for v in value]
+        return [finite(v) for v in value]
     return value

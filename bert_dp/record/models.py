@@ -60,7 +60,7 @@ _OLD_TEXTS: tuple[tuple[FailureKind, re.Pattern[str]], ...] = (
     ("killed", re.compile(r"killed by signal")),
     ("stopped", re.compile(r"SIG[A-Z0-9]+: stopped before")),
     ("directory_lost", re.compile(r"the run directory .* was (moved|deleted)", re.DOTALL)),
-    ("no_cause", re.compile(r".*(and left no cause|and no summary)", re.DOTALL)),
+    ("no_cause", re.compile(r".*(and left no cause|without recording an error|and no summary)", re.DOTALL)),
 )
 
 

@@ -104,8 +104,8 @@ def _end(run: Run) -> tuple[Level, str]:
     loss, entropy = facts.heldout_loss, facts.unigram_entropy_nats
     result = "held-out loss not recorded."
     if loss is not None and entropy is not None:
-        result = f"held-out loss {format_nats(loss)}, {_gap(loss, entropy)} the unigram entropy"
-        result += "." if loss < entropy else ": the model does not use context yet."
+        result = f"held-out loss {format_nats(loss)} (a context-free model: {format_nats(entropy)})"
+        result += "." if loss < entropy else ": no better than word frequencies; train longer."
     elif loss is not None:
         result = f"held-out loss {format_nats(loss)}."
     level: Level = "ok" if facts.status == "done" else "warn"

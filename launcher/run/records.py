@@ -61,7 +61,7 @@ def cause(directory: Path) -> str:
     """Why a run ended as it did, in its own words."""
     summary = read_summary(directory)
     if summary is None:
-        return "it ended without a summary, twice"
+        return "both attempts ended without writing summary.json"
     return summary.cause or "its records are not whole"
 
 

@@ -11,6 +11,7 @@ import json
 import os
 from pathlib import Path
 
+from bert_dp.config.extras import install_command
 from bert_dp.record import INIT_FILE, LOG_DIR
 from launcher.children import child_environment, module_command
 
@@ -25,9 +26,9 @@ FOREIGN_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE")
 def launcher_problem(launcher: str) -> str | None:
     """Why this launcher cannot start anything."""
     if launcher not in LAUNCHERS:
-        return f"{launcher} is none of {', '.join(LAUNCHERS)}"
+        return f"unknown launcher {launcher}; choose from {', '.join(LAUNCHERS)}"
     if launcher != "torchrun" and importlib.util.find_spec(launcher) is None:
-        return f"{launcher} needs pip install 'bert-dp[{launcher}]'"
+        return f"{launcher} needs `{install_command(launcher)}`"
     return None
 
 

@@ -35,7 +35,7 @@ def run_grid(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, log: Log) -> 
     lost = {cells[path].id: (path, o.status) for path, o in known.items() if o.status != "ok"}
     progress = Progress([1.0] * len(trials), log)
     if known:
-        log(f"going on: {len(known)} of {len(trials)} runs are there")
+        log(f"resuming: {len(known)} of {len(trials)} runs already done")
 
     def due() -> Iterator[Trial]:
         for trial in trials:

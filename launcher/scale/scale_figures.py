@@ -195,7 +195,11 @@ def loss_note(scaling: Scaling) -> str:
     greatest = f"; greatest relative deviation {format_lr(max(deviations))}" if deviations else ""
     text = f"The loss of {len(agree)} of {len(runs)} compared cells agrees with the baseline's{greatest}."
     others = [cell.id for cell in runs if not cell.loss_agrees]
-    return f"{text} Not of: {', '.join(others)}." if others else f"{text} One line means one model."
+    return (
+        f"{text} Not of: {', '.join(others)}."
+        if others
+        else f"{text} All loss curves coincide: every cell trained the same model."
+    )
 
 
 def steps(scaling: Scaling, mode: Mode) -> Figure:

@@ -71,7 +71,7 @@ def judge(cell: Cell, cells: Sequence[Cell]) -> Verdict:
         cell,
         "no_single_cause",
         "no single cause",
-        f"{reached}; no loss is beyond its bound and doubt: {_measured(cell)}",
+        f"{reached}; no single bottleneck stands out beyond the measurement's doubt: {_measured(cell)}",
         "more --repeats or --steps, and look at the split of the step",
     )
 

@@ -96,7 +96,7 @@ class BatchSearch:
         path = self.out / "memory_line.json"
         line = results.find(path, MemoryLineFile)
         if line is None:
-            self._log("memory: a step of the model at two sizes, without its memory")
+            self._log("memory: tracing a step at two sizes (nothing allocated)")
             asked = self._runner.scratch / "memory_line.yaml"
             record.write_text(asked, dump_config(sizes.with_micro(self.q.config, self.q.sizes[0])))
             arguments = [str(asked), str(self.q.ranks), "2", "4"]

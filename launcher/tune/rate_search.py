@@ -285,7 +285,7 @@ class RateSearch:
         ]
         there = {trial.name for trial in todo if earlier(trial) is not None}
         if there:
-            self._log(f"going on: {len(there)} of {len(todo)} trials are there")
+            self._log(f"resuming: {len(there)} of {len(todo)} trials already done")
         before = len(rung.outcomes)
         try:
             for trial, ended in self._runs.run(todo):

@@ -33,8 +33,8 @@ MEANING: dict[int, tuple[str, str]] = {
         "its message stands in the log, above the stack",
     ),
     signal.SIGBUS: (
-        "a page of mapped memory could not be had: /dev/shm is full, or a mapped data file was cut, or its "
-        "disk failed",
+        "a page of mapped memory could not be allocated or read: /dev/shm is full, or a mapped data file was "
+        "cut, or its disk failed",
         "free or enlarge /dev/shm (a container's default is 64 MiB: --shm-size), and check the shards with "
         "`bert-dp data inspect`",
     ),
@@ -94,7 +94,10 @@ def _explain_kill(failure: Failure, run_dir: Path, world_size: int, memory: Memo
             memory=memory,
         )
     if memory.oom_kills is None:
-        why_not = f"from outside, perhaps for want of memory: no oom_kill counter is readable; {peaked}"
+        why_not = (
+            "killed by another process or by the kernel; it may have been out of memory, but no oom_kill "
+            f"counter can be read; {peaked}"
+        )
     else:
         why_not = f"from outside: no out-of-memory kill was counted; {peaked}"
     fix = "see who ended it: a limit of the batch system or container, an administrator; `dmesg` if readable"

@@ -240,7 +240,7 @@ def report(witnesses: Sequence[Witness], verdict: Verdict) -> list[str]:
         lines.append(
             f"  rank {witness.rank} at {witness.where}"
             if witness.where
-            else f"  rank {witness.rank}: no stack to be had"
+            else f"  rank {witness.rank}: no stack available"
         )
         lines += [f"    | {frame}" for frame in witness.stack[:STACK_LINES]]
     for witness in witnesses:

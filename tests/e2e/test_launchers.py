@@ -16,8 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bert_dp.config import dump_config, load_config
-from launcher.job import shipped_configs
+from bert_dp.config import dump_config, load_config, shipped_configs
 from launcher.run.starters import LAUNCHERS, start_command, start_environment
 from launcher.watch.failure import Departure, first_cause
 from tests.e2e.cli import TINY, bert_dp, members, start, step_reached, tiny, wait_for
@@ -192,8 +191,8 @@ DEEPSPEED = "[ERROR] ['python', '-m', 'bert_dp.worker'] exits with return code =
         (LATER, [Departure(1, -9, 40), Departure(0, 1, 52)], "", "rank 1: killed by signal 9 (SIGKILL)"),
         (LATER, [Departure(1, -9, 60), Departure(0, 1, 52)], "", "rank 0: RuntimeError: out of luck"),
         (GONE, [Departure(1, None, 51)], DEEPSPEED, "rank 1: killed by signal 11 (SIGSEGV)"),
-        (GONE, [Departure(1, None, 51)], "", "rank 1: ended and left no cause"),
-        (GONE, [Departure(1, 7, 51)], "", "rank 1: ended with exit code 7 and left no cause"),
+        (GONE, [Departure(1, None, 51)], "", "rank 1: ended without recording an error"),
+        (GONE, [Departure(1, 7, 51)], "", "rank 1: ended with exit code 7 without recording an error"),
         (GONE, [Departure(1, 0, 51)], "", "rank 0: RuntimeError: Connection closed by peer"),
     ],
 )
@@ -209,9 +208,9 @@ def test_the_first_to_go_is_the_cause_unless_an_error_came_before(
 @pytest.mark.parametrize(
     ("launcher", "line"),
     [
-        ("mpirun", "--launcher: mpirun is none of torchrun, accelerate, deepspeed"),
-        ("accelerate", "--launcher: accelerate needs pip install 'bert-dp[accelerate]'"),
-        ("deepspeed", "--launcher: deepspeed needs pip install 'bert-dp[deepspeed]'"),
+        ("mpirun", "--launcher: unknown launcher mpirun; choose from torchrun, accelerate, deepspeed"),
+        ("accelerate", "--launcher: accelerate needs `pip install 'accelerate>="),
+        ("deepspeed", "--launcher: deepspeed needs `pip install 'deepspeed>="),
     ],
 )
 def test_a_launcher_that_is_unknown_or_not_installed_is_refused(

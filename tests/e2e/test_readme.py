@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from launcher.job import shipped_configs
+from bert_dp.config import shipped_configs
 from tests.e2e.cli import TINY, bert_dp
 
 ROOT = Path(__file__).parents[2]

@@ -232,7 +232,7 @@ def test_a_torn_run_is_run_again_and_damaged_side_files_are_measured_again(
     (where / "peak.json").write_text('{"matmul_flops": "x"}')
     done = bert_dp(*command(shards, where), timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "going on: 9 of 10 runs are there" in done.stdout
+    assert "resuming: 9 of 10 runs already done" in done.stdout
     scaling = json.loads((where / "scaling.json").read_text())
     assert (scaling["status"], len(scaling["links"])) == ("complete", 1)
     assert scaling["peak"]["matmul_flops"] > 0

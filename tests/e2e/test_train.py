@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from bert_dp.config import dump_config, load_config
-from launcher.job import shipped_configs
+from bert_dp.config import dump_config, load_config, shipped_configs
 from tests.e2e.cli import TINY, bert_dp, here, tiny
 from tests.helpers import read_lines
 from tests.parity.runs import train_runs, write_run

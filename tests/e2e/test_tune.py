@@ -259,7 +259,7 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (("--budget", "soon"), "--budget: soon is no length of time"),
+        (("--budget", "soon"), "--budget: expected a duration"),
         (("--gpus", "0"), "--gpus: 0 is not auto"),
         (("--gpus", "3"), "global_size: 8 is not a multiple"),
         (("--memory", "-1"), "--memory: -1"),

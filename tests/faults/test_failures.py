@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from bert_dp import record
-from bert_dp.config import dump_config, load_config
-from launcher.job import shipped_configs
+from bert_dp.config import dump_config, load_config, shipped_configs
 from launcher.run import processes
 from launcher.run.starters import LAUNCHERS
 from launcher.watch.failure import card

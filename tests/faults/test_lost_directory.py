@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp import record
-from bert_dp.config import dump_config, load_config
-from launcher.job import shipped_configs
+from bert_dp.config import dump_config, load_config, shipped_configs
 from tests.e2e.cli import TINY, open_to_others, start, step_reached, tiny, umask, wait_for
 from tests.shards import write_shards
 

@@ -10,10 +10,9 @@ import pytest
 import yaml
 
 from bert_dp import record
-from bert_dp.config import Config, batch_layout, dump_config, load_config
+from bert_dp.config import Config, batch_layout, dump_config, load_config, shipped_configs
 from bert_dp.cost import memory_estimate_gib
 from bert_dp.record.models import kind_of_text
-from launcher.job import shipped_configs
 from launcher.watch.advice import SPARE, explain, what_fits
 from launcher.watch.failure import Failure
 from launcher.watch.memory import MemoryFacts
@@ -169,7 +168,7 @@ def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) ->
         "from outside: no out-of-memory kill was counted; its memory peaked at 3.50 GiB",
     )
     unknown = explain(killed, run_dir, 2, MemoryFacts({}, 1.0, None, None))
-    assert "no oom_kill counter is readable; it ended before its memory was seen" in unknown.explanation[0]
+    assert "no oom_kill counter can be read; it ended before its memory was seen" in unknown.explanation[0]
 
 
 @pytest.mark.parametrize(

@@ -70,7 +70,7 @@ def test_how_many_in_a_row_stop(precision: str, row: int, limit: int) -> None:
 
 @pytest.mark.parametrize(("skipped", "step", "failed"), [(0, 0, False), (3, 4, False), (4, 4, True)])
 def test_a_run_that_skipped_every_step_is_not_done(skipped: int, step: int, failed: bool) -> None:
-    cause = anomalies.nothing_learned("bf16", skipped, step, 1e-3)
+    cause = anomalies.nothing_learned(config(), "bf16", skipped, step)
     assert (cause is not None) == failed
     for text in ("all 4 steps", "not finite", "optim.lr (now 0.001)", "precision: fp32"):
         assert not failed or text in (cause or "")

@@ -176,9 +176,9 @@ def test_what_only_looks_like_a_float_stays_a_string(text: str) -> None:
 
 def test_duplicate_keys_are_refused_at_every_depth(tmp_path: Path) -> None:
     for text in ("run: {seed: 1}\nrun: {seed: 2}\n", "run: {seed: 1, seed: 2}\n"):
-        with pytest.raises(ConfigError, match="stands twice"):
+        with pytest.raises(ConfigError, match="duplicate key"):
             load_config(write(tmp_path, text))
-    with pytest.raises(ConfigError, match="stands twice"):
+    with pytest.raises(ConfigError, match="duplicate key"):
         make("run={seed: 1, seed: 2}")
 
 
@@ -260,7 +260,6 @@ def test_all_problems_come_at_once() -> None:
         ("optim.lr=2020-01-01", "optim.lr"),
         ("optim=3", "optim"),
         ("data.shuffle=1", "data.shuffle"),
-        ("data.sources=builtin", "data.sources"),
         ("data.sources=[1]", "data.sources.0"),
         ("run.seed=9223372036854775808", "run.seed"),
         ("run.seed=-1", "run.seed"),

@@ -288,7 +288,9 @@ def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
     assert failure.source.endswith('raise RuntimeError("no shards\\nat all") from None')
     other = first_cause(tmp_path, "", [Departure(1, 7, 5)])
     assert other is not None
-    assert other.message == "ended with exit code 7 and left no cause", "os._exit after one that was caught"
+    assert other.message == "ended with exit code 7 without recording an error", (
+        "os._exit after one that was caught"
+    )
     assert other.kind == "no_cause"
     assert raised_last("Traceback (most recent call last):\nOSError: lost\n") == ("OSError: lost", None, None)
     assert raised_last("nothing") is None

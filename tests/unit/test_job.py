@@ -114,7 +114,9 @@ def test_runs_of_another_machine_or_other_data_are_not_mixed(
     assert (later.tokens, later.settings["repeats"]) == (7, 4)  # what was measured stays
     other = {**begun.plan.machine, "cores": 99}
     results.write(out / "grid.json", begun.plan.model_copy(update={"machine": other}))
-    with pytest.raises(ConfigError, match=r"was begun elsewhere \(cores: 99 then, "):
+    with pytest.raises(
+        ConfigError, match=r"was started with another machine, versions or data \(cores: 99 then, "
+    ):
         output(out).begin(config)
 
 

@@ -70,7 +70,7 @@ def test_without_a_gradient_or_with_ten_steps_there_is_no_figure(
         none = estimate(*draw(seed, steps=200, grad_sq=0.0, **kind)[:2], 1, replicas)
         few = estimate(*draw(seed, steps=10, **kind)[:2], 1, replicas)
         shown += none.verdict == "ok"
-        for found, why in ((none, "|G|^2 is not above 0"), (few, "10 measured steps, fewer than 50")):
+        for found, why in ((none, "gradient signal is too weak"), (few, "10 measured steps, fewer than 50")):
             if found is few or found.verdict != "ok":
                 assert (found.verdict, found.noise_scale, found.interval) == ("inconclusive", None, None)
                 assert why in (found.why or "")
@@ -83,7 +83,10 @@ def test_by_hand() -> None:
     assert found.noise_scale == pytest.approx(20 / 3)
     assert (found.grad_sq, found.trace) == (pytest.approx(3), pytest.approx(20))
     assert found.interval == pytest.approx((20 / 3, 20 / 3))
-    assert estimate([5.0] * 60, [5.0] * 60, 2, 10).why == "tr(Sigma) is not above 0 at 99.9 % over 60 steps"
+    assert (
+        estimate([5.0] * 60, [5.0] * 60, 2, 10).why
+        == "the gradient noise is too weak to measure in 60 steps (not above 0 at 99.9 %)"
+    )
     with pytest.raises(ValueError, match="below"):
         estimate([1.0] * 60, [1.0] * 60, 4, 4)
 

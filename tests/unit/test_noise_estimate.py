@@ -72,13 +72,17 @@ def test_either_figure_must_be_above_zero_at_99_9_per_cent(sigmas: float, ok: bo
     big = [5 + mean + turn for turn in TURNS]
     found = estimate([x + 5 for x in big], big, 1, 2)  # |G|^2 = 2 y - x, tr = 2 (x - y) = 10
     assert (found.verdict == "ok") == ok
-    assert found.why == (None if ok else "|G|^2 is not above 0 at 99.9 % over 60 steps")
+    assert found.why == (
+        None if ok else "the gradient signal is too weak to measure in 60 steps (not above 0 at 99.9 %)"
+    )
     assert found.trace == pytest.approx(10)
     assert (found.interval is not None, found.noise_scale is not None) == (ok, ok)
     big = [3 + (mean + turn) / 2 for turn in TURNS]
     found = estimate([2 * x - 3 for x in big], big, 1, 2)  # |G|^2 = 3, tr = 2 (y - 3)
     assert (found.verdict == "ok") == ok
-    assert found.why == (None if ok else "tr(Sigma) is not above 0 at 99.9 % over 60 steps")
+    assert found.why == (
+        None if ok else "the gradient noise is too weak to measure in 60 steps (not above 0 at 99.9 %)"
+    )
     assert found.grad_sq == pytest.approx(3)
 
 

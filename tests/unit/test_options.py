@@ -71,14 +71,17 @@ def test_what_is_refused(parse: Callable[[str], Any], text: str) -> None:
     [
         (
             "scale --gpus 4..2",
-            "--gpus: '4..2' is not a list like 1,2,4 or a range like 1..1024; the first must be",
+            "--nproc: '4..2' is not a list like 1,2,4 or a range like 1..1024; the first must be",
         ),
-        ("scale --mode medium", "--mode: medium is none of weak, strong, both"),
-        ("scale --engines ddp,magic,x", "--engines: magic, x is none of ddp, zero1"),
+        ("scale --mode medium", "--mode: unknown mode medium; choose from weak, strong, both"),
+        ("scale --engines ddp,magic,x", "--engines: unknown engine magic, x; choose from ddp, zero1"),
         ("scale --repeats 0", "--repeats: "),
-        ("tune batch --budget 5", "--budget: 5 is no length of time; write 90s, 5m or 1h"),
+        ("tune batch --budget 5", "--budget: expected a duration such as 90s, 5m or 1h, not '5'"),
         ("tune lr --transfer 5", "--transfer: '5' is not of the form '256->4096'"),
-        ("train --launcher mpirun", "--launcher: mpirun is none of torchrun, accelerate, deepspeed"),
+        (
+            "train --launcher mpirun",
+            "--launcher: unknown launcher mpirun; choose from torchrun, accelerate, deepspeed",
+        ),
         ("plan scaling --tensor 1.5", "--tensor: '1.5' is not a list"),
     ],
 )

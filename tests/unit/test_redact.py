@@ -167,7 +167,7 @@ def test_what_the_run_did_not_write_is_left_alone(tmp_path: Path) -> None:
     os.link(outside, run / "logs" / "rank-1.log")
     os.mkfifo(run / "logs" / "rank-2.log")
     assert redact.scrub(run, ["secret-1"]) == [
-        f"{run}/logs/rank-1.log: may hold a secret (it has another name elsewhere and stays as it is)"
+        f"{run}/logs/rank-1.log: may hold a secret (it has several hard links and stays as it is)"
     ]
     assert outside.read_text() == '{"cause": "secret-1"}'
     assert {(run / name).read_text() for name in mine} == {'{"cause": "secret-1"}'}
@@ -225,8 +225,8 @@ def test_which_values_are_secrets(tmp_path: Path) -> None:
         "/not/there": "KEY_PATH",
     }
     assert redact.ordinary_secrets(environ) == [
-        "DB_PASSWORD, MY_KEY, PASSPHRASE: by name a secret, but a plain word or under 6 characters, which "
-        "stands in logs by chance: it is not hidden there; choose a longer one"
+        "DB_PASSWORD, MY_KEY, PASSPHRASE: looks like a secret, but is a common word or shorter than 6 "
+        "characters, so it cannot be removed from logs; use a longer value"
     ]
     assert redact.ordinary_secrets({"USE_AUTH": "True", "KEY_BITS": "2048", "HF_TOKEN": "", "A": "b"}) == []
     argv = ["bert-dp", "train", "--token=abcdef7", "--api-key", "hijklm8", "--set", "schedule.tokens=1000000"]

@@ -37,7 +37,7 @@ def test_a_stop_signal_does_not_hide_a_failure(tmp_path: Path, cause: Failure) -
     [
         None,
         Failure(1, "killed by signal 15 (SIGTERM)", killed_by=15),
-        Failure(1, "ended with exit code 1 and left no cause", kind="no_cause"),
+        Failure(1, "ended with exit code 1 without recording an error", kind="no_cause"),
         dataclasses.replace(RAISED, message="RuntimeError: Connection closed by peer", kind="peer_gone"),
     ],
 )

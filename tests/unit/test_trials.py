@@ -154,7 +154,7 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: list[list[
     directory = str(trial.directory)
     line = [directory, "--nproc", "2", "--launcher", "torchrun", "--cores", "1", "--data-bytes", "5"]
     assert started == [line, line]
-    assert records.cause(trial.directory) == "it ended without a summary, twice"
+    assert records.cause(trial.directory) == "both attempts ended without writing summary.json"
 
 
 def test_the_next_trial_is_taken_when_a_slot_is_free(tmp_path: Path, started: list[list[str]]) -> None:

@@ -1,0 +1,29 @@
+"""The configurations that come with bert-dp, and how a name is found among them."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+from bert_dp.config.checks import ConfigError
+
+
+def shipped_configs() -> Path:
+    """Their directory: in the wheel, or beside the source."""
+    root = Path(__file__).parents[2]
+    packaged = root / "launcher" / "configs"
+    return packaged if packaged.is_dir() else root / "configs"
+
+
+def find_config(name: str, folder: Path = Path()) -> Path:
+    """A path (from `folder`), else the shipped configuration of that name. Raises ConfigError."""
+    path = folder / Path(name).expanduser()
+    if path.exists():
+        return path
+    names = [file.stem for file in sorted(shipped_configs().glob("*.yaml"))]
+    plain = Path(name)
+    if plain.parent.name in ("", "configs") and plain.stem in names:
+        return shipped_configs() / f"{plain.stem}.yaml"
+    close = difflib.get_close_matches(plain.stem, names, n=1, cutoff=0.6)
+    hint = f"; did you mean {close[0]}?" if close else ""
+    raise ConfigError([f"{name}: no such file or shipped configuration ({', '.join(names)}){hint}"])

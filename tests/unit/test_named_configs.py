@@ -1,0 +1,103 @@
+"""Configurations by name and on top of each other, and settings as they are written on a command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from bert_dp.config import find_config, install_command, load_config, shipped_configs
+from launcher.options import split_words
+from tests.helpers import issues_of, make_config, write_files
+from tests.report_fixture import make_run
+
+
+def bert_dp(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-P", "-m", "launcher", *arguments], capture_output=True, text=True
+    )
+
+
+def test_a_file_overrides_its_base_and_that_the_base_below(tmp_path: Path) -> None:
+    write_files(
+        tmp_path,
+        {
+            "low.yaml": "base: quickstart\nmodel: {num_layers: 3}\noptim: {lr: 0.5}\n",
+            "top.yaml": "base: low.yaml\noptim: {lr: 0.25}\nschedule: {tokens: 1000}\n",
+        },
+    )
+    quickstart = load_config(shipped_configs() / "quickstart.yaml")
+    config = load_config(tmp_path / "top.yaml", ["model.num_heads=1"])
+    assert (config.optim.lr, config.model.num_layers, config.model.num_heads) == (0.25, 3, 1)
+    assert config.model.hidden_size == quickstart.model.hidden_size
+    assert (config.schedule.tokens, config.schedule.steps) == (1000, None)  # it displaces the base's budget
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"a.yaml": "base: b.yaml", "b.yaml": "base: a.yaml"}, "base: a -> b -> a is a circle"),
+        ({"a.yaml": "base: a.yaml"}, "base: a -> a is a circle"),
+        ({"a.yaml": "base: [x]"}, "base: expected the name or path of a configuration, got ['x']"),
+        ({"a.yaml": "base: quickstrat"}, "base: quickstrat: no such file or shipped configuration"),
+    ],
+)
+def test_a_base_that_cannot_be_is_refused(tmp_path: Path, files: dict[str, str], words: str) -> None:
+    write_files(tmp_path, files)
+    (issue,) = issues_of(load_config, tmp_path / "a.yaml")
+    assert issue.startswith(str(tmp_path))
+    assert words in issue
+
+
+def test_a_name_slightly_wrong_is_answered_with_the_right_one() -> None:
+    assert find_config("configs/quickstart.yaml").name == "quickstart.yaml"
+    (issue,) = issues_of(find_config, "quickstrat")
+    assert issue.startswith("quickstrat: no such file or shipped configuration (bert-simple, ")
+    assert issue.endswith("; did you mean quickstart?")
+
+
+def test_arguments_with_an_equals_sign_are_settings() -> None:
+    assert split_words(["quickstart", "a.b=1", "c=d=e"], ["f=2"]) == ("quickstart", ["a.b=1", "c=d=e", "f=2"])
+    assert split_words(["a.b=1"], None) == (None, ["a.b=1"])
+    assert split_words(None, None) == (None, [])
+    (issue,) = issues_of(split_words, ["one", "two"], None)
+    assert issue == "CONFIG: one and two are two; give one, and settings as a.b=value"
+
+
+def test_a_count_may_be_written_as_a_power_of_ten_and_one_source_without_brackets() -> None:
+    config = make_config("schedule.steps=1e3", "batch.global_size=1e2", "data.sources=builtin")
+    assert (config.schedule.steps, config.batch.global_size, config.data.sources) == (1000, 100, ("builtin",))
+    assert isinstance(config.schedule.steps, int)
+    (issue,) = issues_of(make_config, "schedule.steps=1.5")
+    assert issue.startswith("schedule.steps: ")
+
+
+@pytest.mark.parametrize("extra", ["accelerate", "deepspeed", "dedup", "tensorboard", "zstd"])
+def test_what_is_missing_is_installed_by_the_names_of_its_packages(extra: str) -> None:
+    package = {"dedup": "rensa", "zstd": "zstandard"}.get(extra, extra)
+    assert re.fullmatch(rf"pip install '{package}>=[\d.]+'", install_command(extra))
+
+
+def test_the_shipped_configurations_are_listed_and_printed() -> None:
+    listed = bert_dp("configs")
+    assert [line.split()[0] for line in listed.stdout.splitlines()] == [
+        path.stem for path in sorted(shipped_configs().glob("*.yaml"))
+    ]
+    assert all(len(line.split()) > 3 for line in listed.stdout.splitlines()), "each says what it is"
+    assert bert_dp("configs", "quickstart").stdout == (shipped_configs() / "quickstart.yaml").read_text()
+    unknown = bert_dp("configs", "quick")
+    assert (unknown.returncode, unknown.stdout) == (2, "")
+    assert unknown.stderr.startswith("error: quick: no such file or shipped configuration")
+
+
+def test_a_report_as_json_holds_its_numbers_and_writes_no_page(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    done = bert_dp("report", str(run), "--json")
+    report = json.loads(done.stdout)
+    assert report["verdicts"][0]["level"] == "ok"
+    assert {tile["label"]: tile["text"] for tile in report["tiles"]}["Held-out loss"] == "6.2500 nats"
+    assert not (run / "report.html").exists()
