@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from launcher.environment import probe
+from launcher.machine.environment import probe
 
 from tests.e2e.cli import bert_dp, start
 
