@@ -369,6 +369,7 @@ def tune_lr(
     them on whole runs with several seeds, by held-out loss. Writes tune.json and tuned.yaml, which `train`
     takes.
     """
+    from launcher.results import LrOptions
     from launcher.tune import lr as search
 
     warn_of_ordinary_secrets()
@@ -379,7 +380,7 @@ def tune_lr(
         )
     if tokens is not None and not tokens < MOST_TOKENS:
         raise ConfigError([f"--tokens: {tokens} is not below {MOST_TOKENS:g}"])
-    settings = search.Settings(
+    settings = LrOptions(
         ranks=ranks,
         rates=rates,
         seeds=seeds,

@@ -10,7 +10,9 @@ and efficiencies are fractions, unless a name says otherwise. An interval is [lo
 from __future__ import annotations
 
 import json
+import math
 import reprlib
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -587,6 +589,7 @@ TuneStatus = Literal["complete", "partial", "failed"]
 SizeStatus = Literal["ok", "oom", "failed", "over", "thrash"]
 """over: its peak is above the limit; thrash: the allocator had to free what it kept."""
 TrialStatus = Literal["ok", "diverged", "oom", "failed"]
+Side = Literal["high", "low"]
 
 
 class TuneFile(StoredFile):
@@ -800,23 +803,24 @@ class TuneBatch(TuneFile):
     drift: Drift | None = None
 
 
-class LrSettings(StoredModel):
-    """What was asked for, and what was made of it."""
+class LrOptions(StoredModel):
+    """What was asked for."""
 
     ranks: int | None = None
-    rates: int | None = None
-    seeds: int | None = None
-    optimizers: list[str] = []
-    left_out: dict[str, str] = {}
-    """Optimizer -> why its range test failed."""
-    weight_decays: list[float] = []
-    trials: int = 0
-    """Drawn by Optuna; 0 = the ladder."""
+    rates: int = 5
+    seeds: int = 3
     tokens: int | None = None
     """Of a whole run."""
-    tokens_why: str | None = None
     budget_s: float | None = None
-    launcher: str | None = None
+    launcher: str = "torchrun"
+
+
+class LrSettings(LrOptions):
+    """What was asked for, and what was made of it."""
+
+    optimizers: list[str] = []
+    weight_decays: list[float] = []
+    tokens_why: str | None = None
     seeds_used: list[int] = []
 
 
@@ -850,6 +854,11 @@ class LrTrial(StoredModel):
     curve: list[Point] = []
     """[[tokens, held-out loss], ...]"""
 
+    @property
+    def score(self) -> float:
+        """Nats; infinite for what cannot be chosen."""
+        return self.heldout_loss if self.status == "ok" and self.heldout_loss is not None else math.inf
+
 
 class Rung(StoredModel):
     """Trials of one length."""
@@ -859,6 +868,15 @@ class Rung(StoredModel):
     last: bool = False
     trials: list[LrTrial] = []
     kept: list[CandidateFacts] = []
+
+    def mean(self, lr: float) -> float:
+        """Mean score over its trials here: infinite when one of them is, not a number when there is none."""
+        scores = [trial.score for trial in self.trials if trial.lr == lr]
+        return statistics.fmean(scores) if scores else math.nan
+
+    def num_seeds(self, lr: float) -> int:
+        """Of its trials here."""
+        return sum(trial.lr == lr for trial in self.trials)
 
 
 class LrChoice(StoredModel):
@@ -875,7 +893,7 @@ class LrChoice(StoredModel):
     """Standard deviation of a seed; null of one seed."""
     seeds: int
     at_edge: bool = False
-    edge_side: Literal["high", "low"] | None = None
+    edge_side: Side | None = None
     """Where no worse rate was measured."""
     tied: list[CandidateFacts] = []
     why: str | None = None
@@ -927,7 +945,6 @@ class TuneLr(TuneFile):
     """Trials."""
     unigram_entropy_nats: float | None = None
     range_test: RangeTest | None = None
-    other_range_tests: list[RangeTest] = []
     rungs: list[Rung] = []
     choice: LrChoice | None = None
     cost: LrCost | None = None

@@ -59,6 +59,11 @@ def student(degrees: int) -> float:
     return STUDENT[max(known for known in STUDENT if known <= degrees)]
 
 
+def half_width(values: Sequence[float]) -> float:
+    """Of the interval of the mean of two values or more, by Student's t."""
+    return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
 def _widening(count: int) -> float:
     return student(count - 1) / NORMAL * math.sqrt(count / (count - 1))
 

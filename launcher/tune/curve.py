@@ -53,7 +53,7 @@ def rate(size: Size, trial_samples: int, global_size: int) -> Rate:
         cuts = [len(steps) * i // BLOCKS for i in range(BLOCKS + 1)]
         blocks += [math.log(statistics.fmean(steps[a:b])) for a, b in itertools.pairwise(cuts)]
     middle = statistics.median(blocks)
-    half = stats.student(len(blocks) - 1) * statistics.stdev(blocks) / math.sqrt(len(blocks))
+    half = stats.half_width(blocks)
     return Rate(size.micro, *(global_size / math.exp(x) for x in (middle, middle + half, middle - half)))
 
 

@@ -79,7 +79,6 @@ def test_the_choice_stands_first() -> None:
         (batch(schema_version=2), "warn", "schema version 2; this page reads version 1"),
         (change(lr(), "choice", at_edge=True, edge_side="high"), "warn", "was measured on the higher side"),
         (change(lr(), "choice", tied=[["adamw", 0.01, 0.002]]), "ok", "Cannot be told apart from 2.00e-03"),
-        (change(lr(), "settings", left_out={"lamb": "oom"}), "ok", "lamb was left out: oom"),
         (lr(), "ok", "Of 14 trials: 1 diverged."),
         (lr(choice=None), "warn", "No learning rate was chosen; the logs stand below OUT/trials."),
     ],
@@ -192,12 +191,6 @@ def test_loss_by_rate_has_the_band_of_the_last_rung_and_what_diverged() -> None:
     assert (diverged.label, diverged.x) == ("diverged (drawn at the top)", [0.004])
     assert diverged.values[0] > max(first.values)
     assert [mark.value for mark in figure.marks] == [0.001]
-
-
-def test_optimizers_of_an_older_search_are_lines_of_their_own() -> None:
-    names = [t.label for t in figure_of(of(lr(optimizers=("adamw", "lamb"))), LOSS).traces]
-    assert names[:2] == ["131 k tokens, 1 seed, adamw", "131 k tokens, 1 seed, lamb"]
-    assert figure_of(of(lr()), LOSS).traces[0].label == "131 k tokens, 1 seed"
 
 
 def test_range_test_marks_the_edge_and_cuts_what_is_far_above() -> None:
