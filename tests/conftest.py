@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
+from tests.shards import write_shards
+
 LONG = ("e2e", "faults", "parity")  # rooms of tests that start ranks
 
 # a thread that waits sleeps: one that spins takes the core from the thread it waits for, and a step of one
@@ -21,3 +23,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(item.path).parent.name in LONG and not item.get_closest_marker("quick"):
             item.add_marker("slow")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Small shards that no test changes."""
+    return write_shards(tmp_path_factory.mktemp("shards") / "s")

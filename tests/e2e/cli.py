@@ -7,13 +7,17 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
+
+import psutil
 
 from launcher import cli
 
+T = TypeVar("T")
 TINY = (
     "model.vocab_size=64",
     "model.hidden_size=32",
@@ -101,3 +105,62 @@ def start(
         stderr=subprocess.PIPE,
         env={**os.environ, "COLUMNS": "160", **environ},
     )
+
+
+def train_command(shards: Path, run_dir: Path, *settings: str, nproc: int = 2) -> list[str]:
+    """The quickstart, shrunk, on `shards`."""
+    return ["train", "quickstart", *tiny(shards, *settings), "--nproc", str(nproc), "--run-dir", str(run_dir)]
+
+
+def train(
+    shards: Path,
+    run_dir: Path,
+    *settings: str,
+    nproc: int = 2,
+    options: tuple[str, ...] = (),
+    code: int | None = 0,
+    timeout: float = 180,
+    **environ: str,
+) -> subprocess.CompletedProcess[str]:
+    """A run to its end, which must exit with `code` (None: whatever it exits with)."""
+    command_line = (*train_command(shards, run_dir, *settings, nproc=nproc), *options)
+    done = bert_dp(*command_line, timeout=timeout, **environ)
+    assert code is None or done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def begin(
+    shards: Path, run_dir: Path, *settings: str, nproc: int = 2, options: tuple[str, ...] = (), **environ: str
+) -> subprocess.Popen[str]:
+    """A run that is still going on."""
+    return start(*train_command(shards, run_dir, *settings, nproc=nproc), *options, **environ)
+
+
+def processes_of(place: Path) -> list[psutil.Process]:
+    """Every process with this path in its command line."""
+    return [p for p in psutil.process_iter(["cmdline"]) if str(place) in " ".join(p.info["cmdline"] or ())]
+
+
+def members(run_dir: Path) -> list[psutil.Process]:
+    """The processes of a run, without its launcher."""
+    return processes_of(run_dir / "config.yaml")
+
+
+def assert_none_left(place: Path, seconds: float = 15.0) -> None:
+    """Every process with this path in its command line ends by itself within that time."""
+    _, alive = psutil.wait_procs(processes_of(place), timeout=seconds)
+    assert alive == []
+
+
+def wait_for(condition: Callable[[], T], seconds: float = 120.0) -> T:
+    """The first answer that is true."""
+    deadline = time.monotonic() + seconds
+    while not (answer := condition()):
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.05)
+    return answer
+
+
+def step_reached(run_dir: Path, step: int) -> Callable[[], bool]:
+    path = run_dir / "metrics.jsonl"
+    return lambda: path.exists() and path.read_text().count("\n") >= step

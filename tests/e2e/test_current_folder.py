@@ -11,18 +11,12 @@ from bert_dp.config import dump_config, load_config
 from launcher.run import trials
 from launcher.run.starters import LAUNCHERS
 from tests.e2e.cli import bert_dp, tiny
-from tests.shards import write_shards
 
 MODULES = ("random", "json", "numpy", "psutil", "tokenizers", "torch", "safetensors", "yaml")
 PACKAGES = ("launcher", "bert_dp", "accelerate", "deepspeed")
 CODE = "open({marker!r}, 'a').write(__name__ + ' ')\nraise ImportError('a file of the current folder')\n"
 
 Executed = Callable[[], str]
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
 @pytest.fixture

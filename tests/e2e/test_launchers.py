@@ -20,9 +20,8 @@ from bert_dp.config import dump_config, load_config
 from launcher.job import shipped_configs
 from launcher.run.starters import LAUNCHERS, start_command, start_environment
 from launcher.watch.failure import Departure, first_cause
-from tests.e2e.cli import TINY, bert_dp, start, tiny
-from tests.e2e.test_train import lines, members, step_reached, wait_for
-from tests.shards import write_shards
+from tests.e2e.cli import TINY, bert_dp, members, start, step_reached, tiny, wait_for
+from tests.helpers import read_lines
 
 TOOLS = [
     pytest.param(
@@ -55,11 +54,6 @@ import importlib.util
 find = importlib.util.find_spec
 importlib.util.find_spec = lambda name, *a: None if name in ("accelerate", "deepspeed") else find(name, *a)
 """
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
 def with_site(folder: Path, code: str) -> str:
@@ -113,7 +107,7 @@ def test_sigterm_checkpoints_only_loopback_listens_and_the_run_goes_on_to_its_en
         f"schedule.steps={steps}",
     )
     assert more.returncode == 0, more.stdout + more.stderr
-    assert [line["step"] for line in lines(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
+    assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "done"
     assert json.loads((run_dir / "environment.json").read_text())["launcher"] == launcher
     assert (run_dir / "logs" / "rank-1.log").exists()

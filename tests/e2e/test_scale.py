@@ -18,7 +18,6 @@ import pytest
 
 from tests.e2e.cli import bert_dp, here, start, tiny
 from tests.faults.harness import broken
-from tests.shards import write_shards
 
 WARM_UP, STEPS, SEQUENCE, REPEATS = 2, 6, 16, 2
 
@@ -42,11 +41,6 @@ def command(shards: Path, out: Path, *more: str) -> list[str]:
         str(out),
         *more,
     ]
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
 def whole_runs(out: Path) -> set[str]:

@@ -12,14 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.cli import bert_dp, command, here, start, tiny
-from tests.e2e.test_train import lines, members, step_reached, wait_for
+from tests.e2e.cli import bert_dp, command, here, members, start, step_reached, tiny, wait_for
+from tests.helpers import read_lines
 from tests.shards import write_shards
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +77,7 @@ def test_going_back_to_an_earlier_checkpoint_sets_the_later_ones_aside(
         "checkpoint.keep=1",
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line["step"] for line in lines(run_dir / "metrics.jsonl")] == [1, 2, 3]
+    assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == [1, 2, 3]
     kept = sorted(p.name for p in (run_dir / "checkpoints").iterdir() if ".abandoned-" not in p.name)
     assert kept == ["latest", "step-00000003"]
 

@@ -5,50 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 import yaml
 
 from bert_dp.config import dump_config, load_config
 from launcher.job import shipped_configs
 from tests.e2e.cli import TINY, bert_dp, here, tiny
+from tests.helpers import read_lines
 from tests.parity.runs import train_runs, write_run
-from tests.shards import edited_manifest, write_shards
+from tests.shards import edited_manifest
 
 CONFIGS = sorted(shipped_configs().glob("*.yaml"))
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def members(run_dir: Path) -> list[psutil.Process]:
-    """Every process that has the run directory on its command line."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        if str(run_dir / "config.yaml") in (process.info["cmdline"] or []):
-            found.append(process)
-    return found
-
-
-def wait_for(condition, seconds: float = 90.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "waited too long"
-        time.sleep(0.05)
-
-
-def step_reached(run_dir: Path, step: int):
-    path = run_dir / "metrics.jsonl"
-    return lambda: path.exists() and path.read_text().count("\n") >= step
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +50,7 @@ def test_a_run_writes_its_directory(first: tuple[Path, str]) -> None:
     assert summary["accumulation"] * summary["micro_batch"] * summary["world_size"] == summary["global_batch"]
     for text in ("held-out", "unigram", "ln V", "tokens/s", "global steps/s", "MFU", "report.html"):
         assert text in said, text
-    for line in lines(run_dir / "metrics.jsonl"):
+    for line in read_lines(run_dir / "metrics.jsonl"):
         assert line["tokens_per_s"] == pytest.approx(line["samples_per_s"] * 16)
         assert line["tokens_per_s_per_gpu"] == pytest.approx(line["tokens_per_s"] / 2)
         assert line["global_steps_per_s"] == pytest.approx(line["steps_per_s"] * line["accumulation"] * 2)
@@ -96,8 +65,8 @@ def test_the_same_directory_goes_on_at_another_number_of_ranks(
     more = bert_dp("train", "--run-dir", str(run_dir), "--set", "schedule.steps=4", "--nproc", "1")
     assert more.returncode == 0, more.stderr + more.stdout
     assert "resuming from step-00000002" in more.stdout
-    assert [line["step"] for line in lines(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
-    assert [line["world_size"] for line in lines(run_dir / "metrics.jsonl")] == [2, 2, 1, 1]
+    assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [line["world_size"] for line in read_lines(run_dir / "metrics.jsonl")] == [2, 2, 1, 1]
 
 
 @pytest.mark.quick
@@ -119,7 +88,7 @@ def test_a_run_from_another_runs_weights_starts_at_step_one(
     options = [*tiny(shards, f"run.init_from={first[0]}"), "--nproc", "1"]
     done = bert_dp("train", "quickstart", *options, "--run-dir", str(tmp_path / "second"))
     assert done.returncode == 0, done.stderr
-    assert lines(tmp_path / "second" / "metrics.jsonl")[0]["step"] == 1
+    assert read_lines(tmp_path / "second" / "metrics.jsonl")[0]["step"] == 1
 
 
 def test_weights_of_another_shape_are_refused(first: tuple[Path, str], shards: Path) -> None:

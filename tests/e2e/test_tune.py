@@ -18,7 +18,6 @@ import yaml
 from bert_dp.config import load_config
 from tests.e2e.cli import bert_dp, here, start, tiny
 from tests.faults.harness import broken
-from tests.shards import write_shards
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
@@ -35,11 +34,6 @@ def command(shards: Path, out: Path, *more: str) -> list[str]:
         str(out),
         *more,
     ]
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
 @pytest.fixture(scope="module")

@@ -13,14 +13,8 @@ import psutil
 import pytest
 
 from tests.e2e.cli import bert_dp, here, start, tiny
-from tests.shards import write_shards
 
 STEPS, STEP = 32, 128  # of the configured run; tokens of one step
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:

@@ -30,24 +30,15 @@ from launcher import job
 from tests.e2e.cli import bert_dp, command, tiny
 from tests.faults.harness import broken, observe, rounds
 from tests.faults.killed_saver import state_of
+from tests.helpers import read_lines
 from tests.parity.runs import settings, state, write_run
 from tests.parity.test_wrapped import installed, parallel
 from tests.ranks import run_ranks
-from tests.shards import write_shards
 from tests.states import FACTS
 from tests.wrapped_task import PoisonedTask
 
 ROOT = Path(__file__).parents[2]
 FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.json")
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
-
-
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
@@ -179,7 +170,7 @@ def test_row_09_a_run_killed_in_the_background_write_goes_on_from_the_one_before
     again = bert_dp(*options)
     assert again.returncode == 0, again.stdout + again.stderr
     assert "resuming from step-00000004" in again.stdout
-    assert [line["step"] for line in lines(run_dir / "metrics.jsonl")] == list(range(1, 9))
+    assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == list(range(1, 9))
     left = {p.name for p in (run_dir / "checkpoints").iterdir()}
     assert left == {"step-00000006", "step-00000008", "latest"}
 
@@ -454,7 +445,16 @@ def one_bad_rank_skips_the_step_on_all(run_dir: Path, shards: Path, rank: int) -
         **broken("nan", rank=rank, place="step", step=2, times=4),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert [line["skipped_steps"] for line in lines(run_dir / "metrics.jsonl")] == [0, 0, 1, 2, 3, 4, 4, 4]
+    assert [line["skipped_steps"] for line in read_lines(run_dir / "metrics.jsonl")] == [
+        0,
+        0,
+        1,
+        2,
+        3,
+        4,
+        4,
+        4,
+    ]
     assert summary(run_dir)["skipped_steps"] == 4
 
 
@@ -534,7 +534,7 @@ def test_row_15_every_engine_stops_on_all_ranks_together(tmp_path: Path, shards:
         facts = summary(run_dir)
         assert (facts["status"], facts["exit_code"], facts["step"]) == ("failed", 1, 9), run_dir.name
         assert "5 steps in a row up to step 8 " in facts["cause"], run_dir.name
-        assert [line["skipped_steps"] for line in lines(run_dir / "metrics.jsonl")] == [0] * 3 + [
+        assert [line["skipped_steps"] for line in read_lines(run_dir / "metrics.jsonl")] == [0] * 3 + [
             *range(1, 7)
         ]
         before, after = state(run_dir, 4), state(run_dir, 8)
@@ -563,7 +563,7 @@ def test_row_16_a_spike_is_said_and_counted_and_no_rank_falls_out_of_step(
     assert "at step 31:" in said
     facts = summary(run_dir)
     assert (facts["loss_spikes"], facts["skipped_steps"], facts["step"]) == (1, 0, 40)
-    losses = [line["loss"] for line in lines(run_dir / "metrics.jsonl")]
+    losses = [line["loss"] for line in read_lines(run_dir / "metrics.jsonl")]
     assert losses[30] > 3 * losses[29]
     assert all(loss < 2 * losses[0] for loss in losses[31:])
     observe(16, losses=losses[28:34])

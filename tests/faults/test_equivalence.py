@@ -18,14 +18,8 @@ from tests.parity.runs import (
     train_runs,
     write_run,
 )
-from tests.shards import write_shards
 
 PAIRS = [(a, b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) if a != b] if FULL else [(1, 3), (4, 2)]
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
 def whole_run(root: Path, shards: Path, ranks: int, steps: int) -> Path:

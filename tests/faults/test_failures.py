@@ -20,18 +20,11 @@ from launcher.run import processes
 from launcher.run.starters import LAUNCHERS
 from launcher.watch.failure import card
 from launcher.watch.memory import MemoryWatch
-from tests.e2e.cli import TINY, bert_dp, tiny
-from tests.e2e.test_train import members
+from tests.e2e.cli import TINY, bert_dp, members, tiny
 from tests.faults.harness import FULL, broken, observe, rounds
-from tests.shards import write_shards
 
 LIMIT_S = 60.0  # the goal is 5 s, which a busy machine may miss; what was measured is recorded
 PLACES = ("step", "data", "compile")
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
 def fail(folder: Path, shards: Path, what: str, number: int, launcher: str, *settings: str) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from bert_dp import record
-from tests.e2e.cli import start, tiny
-from tests.e2e.test_train import lines, step_reached, wait_for
+from tests.e2e.cli import start, step_reached, tiny, wait_for
+from tests.helpers import read_lines
 from tests.shards import write_shards
 
 
@@ -34,7 +34,7 @@ def fill_and_free(place: Path, shards: Path) -> None:
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
             pass
-    seen = len(lines(run_dir / "metrics.jsonl"))
+    seen = len(read_lines(run_dir / "metrics.jsonl"))
 
     def step() -> int:
         beat = record.read_beat(record.heartbeat_path(run_dir, 0))
@@ -45,7 +45,7 @@ def fill_and_free(place: Path, shards: Path) -> None:
     said, errors = process.communicate(timeout=120)
     assert process.returncode == 0, said + errors
     assert " is missing in metrics.jsonl: " in said
-    steps = [line["step"] for line in lines(run_dir / "metrics.jsonl")]
+    steps = [line["step"] for line in read_lines(run_dir / "metrics.jsonl")]
     assert steps == sorted(set(steps))
     assert steps[-1] == 400
     assert len(steps) < 400

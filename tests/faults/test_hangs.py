@@ -16,18 +16,12 @@ import psutil
 import pytest
 import torch
 
-from tests.e2e.cli import bert_dp, start, tiny
-from tests.e2e.test_train import lines, wait_for
+from tests.e2e.cli import bert_dp, start, tiny, wait_for
 from tests.faults.harness import FULL, broken, observe, rounds
-from tests.shards import write_shards
+from tests.helpers import read_lines
 
 LIMIT_S = 30.0 if FULL else 8.0
 WHY = {"sleep": "has not started", "stop": "stopped by a signal (SIGSTOP)", "gil": "not schedulable"}
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
 @pytest.fixture(autouse=True)
@@ -169,7 +163,7 @@ def test_row_07_no_false_alarm(tmp_path: Path, shards: Path) -> None:
         timeout=3600,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert lines(run_dir / "metrics.jsonl")[-1]["step"] == steps
+    assert read_lines(run_dir / "metrics.jsonl")[-1]["step"] == steps
     assert (run_dir / "heartbeats" / "rank-1").exists()  # or there was nothing to watch
     alarms = (run_dir / "hang.txt").read_text() if (run_dir / "hang.txt").exists() else ""
     observe(7, healthy_steps=steps, false_alarms=alarms.count("hang"))

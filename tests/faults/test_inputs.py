@@ -22,16 +22,10 @@ from safetensors.torch import load_file, save_file
 from bert_dp.config.manifest import manifest_hash
 from bert_dp.corpus.sources import file_hash
 from launcher.run.starters import LAUNCHERS
-from tests.e2e.cli import bert_dp, start, tiny
+from tests.e2e.cli import bert_dp, start, step_reached, tiny, wait_for
 from tests.e2e.test_launchers import TOOLS, with_site
-from tests.e2e.test_train import step_reached, wait_for
 from tests.faults.harness import observe, rounds
 from tests.shards import write_shards
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
 @pytest.fixture(scope="module")

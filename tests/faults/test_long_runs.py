@@ -10,13 +10,11 @@ import time
 from pathlib import Path
 
 import psutil
-import pytest
 
 from tests.e2e.cli import bert_dp, start, tiny
 from tests.e2e.test_launchers import with_site
-from tests.e2e.test_train import lines
 from tests.faults.harness import FULL, observe
-from tests.shards import write_shards
+from tests.helpers import read_lines
 
 GROWTH_MB = 50
 OURS = 'any(word in ("bert_dp.worker", "launcher") for word in sys.orig_argv)'
@@ -80,11 +78,6 @@ LINE = {
 }
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
-
-
 def test_row_25_a_clock_that_jumps_changes_nothing(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     options = tiny(shards, "schedule.steps=5", "compile=off")
@@ -92,7 +85,7 @@ def test_row_25_a_clock_that_jumps_changes_nothing(tmp_path: Path, shards: Path)
         "train", "quickstart", *options, "--run-dir", str(run_dir), PYTHONPATH=with_site(tmp_path, CLOCK)
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    written = lines(run_dir / "metrics.jsonl")
+    written = read_lines(run_dir / "metrics.jsonl")
     elapsed = [line["elapsed_s"] for line in written]
     assert len(written) == 5
     assert elapsed == sorted(elapsed)

@@ -13,8 +13,7 @@ import pytest
 from bert_dp import record
 from bert_dp.config import dump_config, load_config
 from launcher.job import shipped_configs
-from tests.e2e.cli import TINY, open_to_others, start, tiny, umask
-from tests.e2e.test_train import step_reached, wait_for
+from tests.e2e.cli import TINY, open_to_others, start, step_reached, tiny, umask, wait_for
 from tests.shards import write_shards
 
 ENDLESS = ("schedule.steps=1000000", "checkpoint.every_steps=2", "compile=off")

@@ -13,18 +13,12 @@ import pytest
 import yaml
 
 from bert_dp.record import STARTED_AGAIN
-from tests.e2e.cli import bert_dp, here, start, tiny
-from tests.e2e.test_train import lines, members, wait_for
+from tests.e2e.cli import bert_dp, here, members, start, tiny, wait_for
 from tests.faults.harness import FULL, broken, observe, rounds
+from tests.helpers import read_lines
 from tests.parity.runs import state, train_runs, write_run
-from tests.shards import write_shards
 
 INTERVAL = 20  # steps between two checkpoints of the soak
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
 def test_row_18_launchers_at_once_do_not_collide(tmp_path: Path, shards: Path) -> None:
@@ -95,7 +89,7 @@ def test_row_19_a_run_that_breaks_once_goes_on_to_the_same_weights(tmp_path: Pat
     assert [(r["step"], r["ranks"]) for r in restarts] == [(4, 2)]
     whole = undisturbed(run_dir, tmp_path / "whole")
     for each in (run_dir, whole):
-        assert [x["step"] for x in lines(each / "metrics.jsonl")] == list(range(1, 9))
+        assert [x["step"] for x in read_lines(each / "metrics.jsonl")] == list(range(1, 9))
     assert_equal_weights(run_dir, whole, 8)
 
 
@@ -119,9 +113,9 @@ def test_row_19_elastic_goes_on_with_fewer_ranks(tmp_path: Path, shards: Path, l
         **broken("kill", rank=3, step=4, once=str(tmp_path / "once")),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    sizes = [line["world_size"] for line in lines(run_dir / "metrics.jsonl")]
+    sizes = [line["world_size"] for line in read_lines(run_dir / "metrics.jsonl")]
     assert sizes == [4] * 4 + [2] * 4  # 8 = micro 2 x accumulation x 3 has no solution
-    assert {line["global_batch"] for line in lines(run_dir / "metrics.jsonl")} == {8}
+    assert {line["global_batch"] for line in read_lines(run_dir / "metrics.jsonl")} == {8}
 
 
 @pytest.mark.quick
@@ -191,7 +185,7 @@ def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path
     assert process.returncode == 0, [said.read()[-5000:], errors]
     assert lost
     assert max(lost) <= 2 * INTERVAL + 1
-    assert [x["step"] for x in lines(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
+    assert [x["step"] for x in read_lines(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
     assert_equal_weights(run_dir, undisturbed(run_dir, tmp_path / "whole"), steps)
 
 

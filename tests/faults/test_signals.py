@@ -13,18 +13,12 @@ import psutil
 import pytest
 import yaml
 
-from tests.e2e.cli import start, tiny
-from tests.e2e.test_train import lines, members, step_reached, wait_for
+from tests.e2e.cli import members, start, step_reached, tiny, wait_for
 from tests.faults.harness import FULL, broken, observe, rounds
+from tests.helpers import read_lines
 from tests.parity.runs import train_runs, write_run
-from tests.shards import write_shards
 
 ENDLESS = ("schedule.steps=100000", "checkpoint.every_steps=5", "compile=off")
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
 def begin(run_dir: Path, shards: Path, *settings: str, **environ: str) -> subprocess.Popen[str]:
@@ -106,7 +100,7 @@ def test_row_05_once_checkpoints(tmp_path: Path, shards: Path, name: str) -> Non
         assert (summary["status"], summary["signal"]) == ("stopped", number)
         assert (run_dir / summary["checkpoint"] / "manifest.json").exists()
         state = json.loads((run_dir / summary["checkpoint"] / "state.json").read_text())
-        assert state["step"] == summary["step"] == lines(run_dir / "metrics.jsonl")[-1]["step"]
+        assert state["step"] == summary["step"] == read_lines(run_dir / "metrics.jsonl")[-1]["step"]
 
 
 def test_row_05_twice_ends_at_once(tmp_path: Path, shards: Path) -> None:
@@ -153,11 +147,11 @@ def test_row_06_a_stop_signal_anywhere_leaves_a_valid_checkpoint(
         out, err = process.communicate(timeout=90)
         assert process.returncode == 143, out + err
         summary = json.loads((run_dir / "summary.json").read_text())
-        logged = lines(run_dir / "metrics.jsonl")[-1]["step"] if summary["step"] else 0
+        logged = read_lines(run_dir / "metrics.jsonl")[-1]["step"] if summary["step"] else 0
         state = json.loads((run_dir / summary["checkpoint"] / "state.json").read_text())
         assert state["step"] == summary["step"] == logged  # nothing that was done is lost
         observe(6, place=place, step=summary["step"])
         config = yaml.safe_load((run_dir / "config.yaml").read_text())
         write_run(run_dir, {**config, "schedule": {**config["schedule"], "steps": state["step"] + 2}})
         train_runs(2, [run_dir])
-        assert [x["step"] for x in lines(run_dir / "metrics.jsonl")] == list(range(1, state["step"] + 3))
+        assert [x["step"] for x in read_lines(run_dir / "metrics.jsonl")] == list(range(1, state["step"] + 3))

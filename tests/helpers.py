@@ -1,0 +1,51 @@
+"""What many tests need and no room of the product has. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bert_dp.config import Config, ConfigError, parse_overrides, resolve
+
+CONFIGS = Path(__file__).parents[1] / "configs"
+BASE: dict[str, Any] = {"data": {"sources": ["builtin"]}, "schedule": {"steps": 10}}
+TINY_MODEL = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 32}
+
+
+def make_config(*settings: str, **sections: Any) -> Config:
+    """The least that is a configuration, with `sections` as in a file and `settings` as after `--set`."""
+    return resolve([BASE, sections, parse_overrides(settings)])
+
+
+def issues_of(function: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[str, ...]:
+    """The lines of the ConfigError that this call raises."""
+    with pytest.raises(ConfigError) as caught:
+        function(*arguments, **options)
+    assert str(caught.value) == "\n".join(caught.value.issues)
+    return caught.value.issues
+
+
+def write_files(root: Path, files: Mapping[str, str]) -> Path:
+    """A directory with these texts, by their paths in it."""
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def read_json(path: Path) -> Any:
+    return json.loads(path.read_text())
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
