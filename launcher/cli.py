@@ -105,7 +105,7 @@ def train(
     if elastic and not max_restarts:
         raise ConfigError(["--elastic: only a restart changes the number of ranks; add --max-restarts K"])
     warn_of_ordinary_secrets()
-    overrides, failed = auto.fill(
+    overrides, failed = auto.resolve_auto_batch(
         config,
         set_ or [],
         nproc=nproc,

@@ -127,22 +127,23 @@ VerdictKind = Literal[
     "launch_bound",
     "fastest",
 ]
-_VERDICT_STARTS: Mapping[str, VerdictKind] = {
-    "out of memory": "out_of_memory",
+VERDICTS: Mapping[VerdictKind, str] = {
+    "out_of_memory": "out of memory",
     "failed": "failed",
-    "no baseline": "no_baseline",
-    "no claim: one repeat": "one_repeat",
-    "no claim": "intervals_overlap",
-    "above 100 %": "above_baseline",
+    "no_baseline": "no baseline",
+    "one_repeat": "no claim: one repeat",
+    "above_baseline": "above 100 %",
     "scales": "scales",
-    "no single cause": "no_single_cause",
-    "loader-bound": "loader_bound",
+    "intervals_overlap": "no claim: intervals overlap",
+    "no_single_cause": "no single cause",
+    "loader_bound": "loader-bound",
     "straggler": "straggler",
-    "hardware ceiling": "hardware_ceiling",
-    "communication-bound": "communication_bound",
-    "launch-bound": "launch_bound",
+    "hardware_ceiling": "hardware ceiling",
+    "communication_bound": "communication-bound",
+    "launch_bound": "launch-bound",
     "fastest": "fastest",
 }
+"""How the words of a verdict begin; what it is of may follow."""
 
 
 class ScalingSettings(StoredModel):
@@ -276,8 +277,8 @@ class LossCurve(StoredModel):
     """[[tokens, nats], ...]"""
 
 
-class Cell(StoredModel):
-    """One configuration of the grid. A cell that did not run to its end has no figures."""
+class GridCell(StoredModel):
+    """One configuration of the grid."""
 
     id: str
     mode: Mode = "weak"
@@ -290,6 +291,11 @@ class Cell(StoredModel):
     global_batch: Count
     of: str | None = None
     """The run that a ceiling or a synthetic cell belongs to."""
+
+
+class Cell(GridCell):
+    """What was measured of it; one that did not run to its end has no figures."""
+
     launcher: str | None = None
     status: CellStatus
     failure_kind: FailureKind | None = None
@@ -471,8 +477,8 @@ class Verdict(StoredModel):
     def _of_an_older_program(cls, data: Any) -> Any:
         if isinstance(data, dict) and "kind" not in data:
             text = str(data.get("verdict"))
-            kinds = [kind for start, kind in _VERDICT_STARTS.items() if text.startswith(start)]
-            return {**data, "kind": kinds[0] if kinds else "no_single_cause"}
+            kinds = (kind for kind, words in VERDICTS.items() if text.startswith(words))
+            return {**data, "kind": next(kinds, "no_single_cause")}
         return data
 
 

@@ -13,8 +13,6 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout, dump_config, load_config, peak_lr, with_budget
 from launcher import job, results
 from launcher.log import PLAIN, Log, logger, show
-from launcher.redact import redact_argv
-from launcher.report.console import ConsoleReport
 from launcher.report.html import write_or_warn
 from launcher.report.run_report import PAGE
 from launcher.results import LrOptions, LrPlanFile, LrSettings, RangeTest, TuneLr, TuneStatus
@@ -59,15 +57,8 @@ def tune(
         output.print_plan(as_json=as_json)
         return 0
     with output.claim():
-        code, found = run_locked(config, settings, ranks, output, on_gpu=asked.gpus > 0, log=log)
-        report = rate_report(found, where)
-        has_page = write_or_warn(report, where / PAGE)
-    if as_json:
-        sys.stdout.write(results.to_json(found))
-    else:
-        show(console, ConsoleReport(report))
-        if has_page:
-            show(console, f"page: {where / PAGE}", **PLAIN)
+        code, tuned = run_locked(config, settings, ranks, output, on_gpu=asked.gpus > 0, log=log)
+        job.publish(tuned, rate_report(tuned, where), where, as_json=as_json, console=console)
     return code
 
 
@@ -176,11 +167,9 @@ def document(
         why=why,
         date=time.strftime("%Y-%m-%d"),
         seconds=plan.seconds,
-        environment={**begun.machine, "launcher": settings.launcher},
-        config_hash=config.hash(),
+        **begun.facts()
+        | {"environment": {**begun.machine, "launcher": settings.launcher}, "config_hash": config.hash()},
         config=config.model_dump(mode="json"),
-        data_hash=begun.manifest.hash,
-        command=redact_argv(sys.argv),
         settings=LrSettings(
             **{**results.plain(settings), "tokens": doing.tokens},
             tokens_why=plan.tokens_why,

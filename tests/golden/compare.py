@@ -22,6 +22,8 @@ CHANGED: dict[str, str | None] = {
     "rate/other_range_tests": None,  # of optimizers that no search compares any more
     "rate/settings/left_out": None,
     "rate/settings/trials": None,
+    "reports/lr/asked: trials": None,
+    "reports/lr-stopped/asked: trials": None,
     "options/report/--png": None,  # a page saves its figures itself
 }
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from launcher import results
+from launcher import job, results
 from launcher.report.model import Line, Report
 from launcher.tune.batch import write
 from launcher.tune.batch_report import batch_report, run_rate
@@ -247,7 +248,10 @@ def test_a_page_that_cannot_be_written_costs_no_search(
 ) -> None:
     (tmp_path / "report.html").mkdir()
     tune = results.parse(batch(choice=None), results.TuneBatch, "tune.json")
-    _, has_page = write(tune, tmp_path)
-    assert not has_page
+    write(tune, tmp_path)
+    job.publish(tune, batch_report(tune, tmp_path), tmp_path, as_json=False, console=Console())
     assert results.read(tmp_path / "tune.json", results.TuneBatch) == tune
-    assert f"warning: the page {tmp_path / 'report.html'} was not written" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert f"warning: the page {tmp_path / 'report.html'} was not written" in told.err
+    assert "No micro batch was chosen" in told.out
+    assert "page:" not in told.out
