@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bert_dp.config import Config, ModelConfig, resolve
+from bert_dp.config import ModelConfig
 from bert_dp.cost import (
     GIB,
     PEAK_FLOPS,
@@ -19,12 +19,9 @@ from bert_dp.cost import (
     peak_flops,
 )
 from bert_dp.model import build_model
+from tests.helpers import make_config
 
 TINY = {"vocab_size": 40, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "intermediate_size": 20}
-
-
-def config(**overrides: object) -> Config:
-    return resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 1}}, overrides])
 
 
 def test_crammed_bert_reference_values() -> None:
@@ -139,7 +136,7 @@ def test_every_entry_is_reached_by_its_own_name() -> None:
 
 
 def test_memory_parts_scale_as_they_must() -> None:
-    small, twice = config(batch={"micro_size": 8}), config(batch={"micro_size": 16})
+    small, twice = make_config(batch={"micro_size": 8}), make_config(batch={"micro_size": 16})
     parts, more = memory_estimate_gib(small, "fp32"), memory_estimate_gib(twice, "fp32")
     assert parts["weights"] == parts["gradients"] == num_parameters(small.model, 128) * 4 / GIB
     assert parts["optimizer"] == 2 * parts["weights"]
@@ -169,7 +166,7 @@ def memory(
         "parallel": parallel or {},
         **more,
     }
-    parts = memory_estimate_gib(config(**settings), precision, world)
+    parts = memory_estimate_gib(make_config(**settings), precision, world)
     return {name: round(size * GIB) for name, size in parts.items()}
 
 
