@@ -399,3 +399,13 @@ def test_every_archive_that_ci_installs_has_its_hash() -> None:
 def canonical(name: str) -> str:
     """A distribution's name as PEP 503 compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_tour_names_files_that_exist() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    names = re.findall(r"`([\w/]+(?:\.(?:py|yaml)|/))`", text)
+    assert len(names) > 60
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    files = [f"/{name}" for name in tracked.split()]
+    missing = [n for n in names if not any(f.endswith(f"/{n}") or f"/{n}" in f for f in files)]
+    assert missing == []
