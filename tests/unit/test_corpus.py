@@ -25,6 +25,8 @@ from bert_dp import record
 from bert_dp.config import BuildConfig, Config, ConfigError, read_manifest
 from bert_dp.config.manifest import Split
 from bert_dp.corpus import builder, dedup, encode, pipeline, shards, sources, tokenizer
+from bert_dp.corpus.builder import BuildRequest
+from bert_dp.corpus.pipeline import Progress
 from launcher.job import input_issues
 from tests.e2e.cli import open_to_others, umask
 from tests.helpers import make_config
@@ -66,13 +68,15 @@ def out(source: str, tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
-def make(source: str | list[str], out: Path, *, seed: int = 0, **options: Any) -> dict[str, Any]:
-    keys = ("processes", "force", "tokenizer", "progress", "vocab_size")
-    rest = {k: options.pop(k) for k in keys if k in options}
-    rest = {"processes": 1, "tokenizer": None, "vocab_size": VOCAB, **rest}
+def make(
+    source: str | list[str], out: Path, *, progress: Progress | None = None, **options: Any
+) -> dict[str, Any]:
+    """`options`: of the request, and of how text becomes shards."""
+    request = {k: options.pop(k) for k in BuildRequest.model_fields.keys() & options.keys()}
+    request = {"processes": 1, "vocab_size": VOCAB, "sequence_length": LENGTH, **request}
     items = [source] if isinstance(source, str) else source
-    build_options = BuildConfig(**{**PLAIN, **options})
-    built = builder.build(items, out, options=build_options, sequence_length=LENGTH, seed=seed, **rest)
+    how = BuildConfig(**{**PLAIN, **options})
+    built = builder.build(BuildRequest(sources=items, out=str(out), options=how, **request), progress)
     return built.model_dump()
 
 
