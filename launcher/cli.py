@@ -109,7 +109,7 @@ def train(
     if elastic and not max_restarts:
         raise ConfigError(["--elastic: only a restart changes the number of ranks; add --max-restarts K"])
     warn_of_ordinary_secrets()
-    overrides, failed = auto.fill(
+    overrides, failed = auto.resolve_auto_batch(
         config,
         settings,
         nproc=nproc,
@@ -347,7 +347,7 @@ def tune_batch(
         search.tune_batch(
             config,
             overrides,
-            gpus=nproc,
+            nproc=nproc,
             budget_s=budget,
             memory_gib=memory,
             launcher=launcher,
@@ -395,6 +395,7 @@ def tune_lr(
     them on whole runs with several seeds, by held-out loss. Writes tune.json and tuned.yaml, which `train`
     takes.
     """
+    from launcher.results import LrOptions
     from launcher.tune import lr as search
 
     config, overrides = split_words(words, set_)
@@ -404,7 +405,7 @@ def tune_lr(
         raise typer.Exit(search.carry(config, overrides, before, after, out, as_json=json, console=console()))
     if tokens is not None and not tokens < MOST_TOKENS:
         raise ConfigError([f"--tokens: {tokens} is not below {MOST_TOKENS:g}"])
-    settings = search.Settings(
+    settings = LrOptions(
         ranks=nproc,
         rates=rates,
         seeds=seeds,

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
 from bert_dp import record
 from bert_dp.config import (
@@ -34,11 +34,20 @@ from bert_dp.config.extras import install_command
 from bert_dp.config.manifest import Manifest
 from bert_dp.config.shipped import find_config as find_named_config
 from bert_dp.config.shipped import shipped_configs
+from bert_dp.record.models import StoredFile
 from launcher import children, results
+from launcher.log import PLAIN, show
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.redact import redact_argv, secrets, setting_issues
+from launcher.report.console import ConsoleReport
+from launcher.report.html import write_or_warn
+from launcher.report.model import Report
+from launcher.report.run_report import PAGE
 from launcher.results import PlanFile
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
 P = TypeVar("P", bound=PlanFile)
@@ -59,25 +68,25 @@ class Job:
         """Visible ones that it may use; 0: its ranks run on CPU cores."""
         return 0 if self.config.run.device == "cpu" else len(self.machine.gpus)
 
-    def choose_ranks(self, setting: str, option: str) -> int:
-        """Number of ranks; `setting`: auto or a number. Raises ConfigError that names `option`."""
-        if issues := self.device_issues(1, option):
+    def choose_ranks(self, nproc: str) -> int:
+        """Number of ranks; `nproc`: auto or a number. Raises ConfigError."""
+        if issues := self.device_issues(1):
             raise ConfigError(issues)
-        if setting == "auto":
+        if nproc == "auto":
             return self.gpus or CPU_RANKS
-        if not re.fullmatch("[0-9]{1,9}", setting) or not 1 <= (ranks := int(setting)) <= MAX_RANKS:
-            raise ConfigError([f"{option}: {setting[:40]} is not auto or a whole number of 1 to {MAX_RANKS}"])
-        if issues := self.device_issues(ranks, option):
+        if not re.fullmatch("[0-9]{1,9}", nproc) or not 1 <= (ranks := int(nproc)) <= MAX_RANKS:
+            raise ConfigError([f"--nproc: {nproc[:40]} is not auto or a whole number of 1 to {MAX_RANKS}"])
+        if issues := self.device_issues(ranks):
             raise ConfigError(issues)
         return ranks
 
-    def device_issues(self, ranks: int, option: str) -> list[str]:
+    def device_issues(self, ranks: int) -> list[str]:
         """Why this machine has no devices for so many ranks; at most one line."""
         if self.config.run.device == "cuda" and not self.gpus:
             return ["run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"]
         if self.gpus and ranks > self.gpus:
             return [
-                f"{option}: {ranks} ranks but {self.gpus} GPUs; use {option} {self.gpus}, or "
+                f"--nproc: {ranks} ranks but {self.gpus} GPUs; use --nproc {self.gpus}, or "
                 "--set run.device=cpu"
             ]
         return []
@@ -221,6 +230,15 @@ class Begun(Generic[P]):
     plan: P
     """What the directory was begun with, as its file holds it."""
 
+    def facts(self) -> dict[str, Any]:
+        """What every result file says of where and with what it was measured."""
+        return {
+            "environment": self.machine,
+            "config_hash": self.plan.config_hash,
+            "data_hash": self.manifest.hash,
+            "command": redact_argv(sys.argv),
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class Output(Generic[P]):
@@ -299,6 +317,17 @@ class Output(Generic[P]):
         """The end of a dry run: with --json what would be run."""
         if as_json:
             sys.stdout.write(results.to_json(self.plan))
+
+
+def publish(file: StoredFile, report: Report, out: Path, *, as_json: bool, console: Console) -> None:
+    """The page of a result in `out`, and what the verb prints: the file as JSON, or the report."""
+    has_page = write_or_warn(report, out / PAGE)
+    if as_json:
+        sys.stdout.write(results.to_json(file))
+        return
+    show(console, ConsoleReport(report))
+    if has_page:
+        show(console, f"page: {out / PAGE}", **PLAIN)
 
 
 def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:

@@ -74,8 +74,8 @@ class BatchLayout(BaseModel):
         )
 
 
-def batch_layout(config: Config, world_size: int, option: str = "--nproc") -> BatchLayout:
-    """Accumulation for `world_size` ranks, which `option` sets, at the declared global batch.
+def batch_layout(config: Config, world_size: int) -> BatchLayout:
+    """Accumulation for `world_size` ranks at the declared global batch.
 
     Raises ConfigError, naming the nearest batches that divide, when it does not.
     """
@@ -88,7 +88,7 @@ def batch_layout(config: Config, world_size: int, option: str = "--nproc") -> Ba
         issues.append(
             f"batch.global_size: {batch.global_size} is not a multiple of batch.micro_size "
             f"{batch.micro_size} x {dp} replicas = {per_pass}; nearest that are: {near} "
-            f"(or change batch.micro_size or {option})"
+            f"(or change batch.micro_size or --nproc)"
         )
     elif batch.ramp_fraction > 0 and batch.ramp_quantum is not None and batch.ramp_quantum % per_pass:
         fits = [q for q in divisors(batch.global_size) if q % per_pass == 0]
@@ -97,7 +97,7 @@ def batch_layout(config: Config, world_size: int, option: str = "--nproc") -> Ba
             f"batch.ramp_quantum: {batch.ramp_quantum} is not a multiple of batch.micro_size "
             f"{batch.micro_size} x {dp} replicas = {per_pass}; nearest that are: {near}"
         )
-    issues += parallel_issues(config, world_size, option)
+    issues += parallel_issues(config, world_size)
     issues += noise_issues(config, dp)
     if issues:
         raise ConfigError(issues)
@@ -111,13 +111,13 @@ def batch_layout(config: Config, world_size: int, option: str = "--nproc") -> Ba
     )
 
 
-def parallel_issues(config: Config, world_size: int, option: str = "--nproc") -> list[str]:
+def parallel_issues(config: Config, world_size: int) -> list[str]:
     """Why this engine cannot train this model with this optimizer on `world_size` ranks; one line each."""
     parallel, model, optim = config.parallel, config.model, config.optim.name
     engine, tensor = parallel.engine, parallel.tensor
     issues = []
     if engine == "single" and world_size > 1:
-        issues.append(f"parallel.engine: single runs one rank, got {option} {world_size}; use ddp")
+        issues.append(f"parallel.engine: single runs one rank, got --nproc {world_size}; use ddp")
     if engine == "independent" and world_size == 1:
         issues.append("parallel.engine: independent is for two ranks and more; use single")
     if tensor > 1:
@@ -125,7 +125,7 @@ def parallel_issues(config: Config, world_size: int, option: str = "--nproc") ->
             issues.append(f"parallel.tensor: {tensor} works with ddp, zero1 and fsdp, not with {engine}")
         if world_size % tensor:
             issues.append(
-                f"parallel.tensor: {tensor} does not divide {option} {world_size}; use "
+                f"parallel.tensor: {tensor} does not divide --nproc {world_size}; use "
                 f"{nearest_divisors(world_size, tensor)}"
             )
         for name in ("num_heads", "intermediate_size", "vocab_size"):

@@ -223,7 +223,7 @@ def train(
     asked = job.load(name, overrides, run_dir)
     config, gpus, machine = asked.config, asked.gpus, asked.machine
     where = asked.directory(run_dir, "runs")
-    ranks = asked.choose_ranks(nproc, "--nproc")
+    ranks = asked.choose_ranks(nproc)
     plan = batch_layout(config, ranks)
     if issues := start_issues(asked, where, resume):
         raise ConfigError(issues)

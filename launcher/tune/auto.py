@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BUDGET_S = 300.0
 
 
-def fill(
+def resolve_auto_batch(
     name: str | None,
     overrides: Sequence[str],
     *,
@@ -50,14 +50,12 @@ def fill(
     from launcher.tune import FILE, batch, cache
 
     asked = batch.load(name, overrides, run_dir)
-    question = batch.ask(
-        asked, ranks=nproc, option="--nproc", budget_s=BUDGET_S, memory_gib=None, launcher=launcher
-    )
+    question = batch.ask(asked, nproc=nproc, budget_s=BUDGET_S, memory_gib=None, launcher=launcher)
     where = (run_dir or Path("runs") / path.stem).resolve()
     if issues := train.start_issues(asked, where, resume) or record.cache_issues():
         raise ConfigError(issues)
     machine = asked.machine.to_json()
-    key = batch.key(question, machine)
+    key = cache.key(question, machine)
     kept = cache.find(key, 0.0, question.limit_gib)
     if kept is not None and kept.choice is not None:
         return with_micro(kept.choice.micro_batch, f"found on {kept.date}")
@@ -71,7 +69,7 @@ def fill(
     code = batch.tune_batch(
         name,
         overrides,
-        gpus=nproc,
+        nproc=nproc,
         budget_s=BUDGET_S,
         memory_gib=None,
         launcher=launcher,

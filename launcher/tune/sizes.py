@@ -45,10 +45,10 @@ def with_micro(config: Config, micro: int) -> Config:
     return config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": micro})})
 
 
-def dividing(config: Config, ranks: int, option: str = "--nproc") -> list[int]:
+def dividing(config: Config, ranks: int) -> list[int]:
     """Every micro batch that the declared global batch allows on `ranks` ranks, ascending.
 
-    Raises ConfigError when there is none: not even 1 divides, or the engine refuses. `option` sets the ranks.
+    Raises ConfigError when there is none: not even 1 divides, or the engine refuses.
     """
     whole = config.batch.global_size
     share = max(1, whole // max(1, ranks // config.parallel.tensor))
@@ -63,7 +63,7 @@ def dividing(config: Config, ranks: int, option: str = "--nproc") -> list[int]:
             continue
         found.append(micro)
     if not found:
-        batch_layout(with_micro(config, 1), ranks, option)
+        batch_layout(with_micro(config, 1), ranks)
     return found
 
 

@@ -260,7 +260,7 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
     ("more", "said"),
     [
         (("--budget", "soon"), "--budget: expected a duration"),
-        (("--gpus", "0"), "--gpus: 0 is not auto"),
+        (("--nproc", "0"), "--nproc: 0 is not auto"),
         (("--gpus", "3"), "global_size: 8 is not a multiple"),
         (("--memory", "-1"), "--memory: -1"),
         (("--launcher", "slurm"), "slurm"),

@@ -41,18 +41,18 @@ def made(device: str, gpus: int) -> job.Job:
         ("auto", 4, "auto", 4),
         ("auto", 4, "3", 3),
         ("cpu", 0, "64", 64),
-        ("auto", 2, "3", "--ranks: 3 ranks but 2 GPUs; use --ranks 2, or --set run.device=cpu"),
+        ("auto", 2, "3", "--nproc: 3 ranks but 2 GPUs; use --nproc 2, or --set run.device=cpu"),
         ("cuda", 0, "1", "run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"),
-        ("cpu", 0, "two", "--ranks: two is not auto or a whole number of 1 to "),
-        ("cpu", 0, "0", "--ranks: 0 is not auto or a whole number of 1 to "),
+        ("cpu", 0, "two", "--nproc: two is not auto or a whole number of 1 to "),
+        ("cpu", 0, "0", "--nproc: 0 is not auto or a whole number of 1 to "),
     ],
 )
 def test_ranks_need_devices(device: str, gpus: int, setting: str, ranks: int | str) -> None:
     if isinstance(ranks, int):
-        assert made(device, gpus).choose_ranks(setting, "--ranks") == ranks
+        assert made(device, gpus).choose_ranks(setting) == ranks
         return
     with pytest.raises(ConfigError) as refused:
-        made(device, gpus).choose_ranks(setting, "--ranks")
+        made(device, gpus).choose_ranks(setting)
     assert refused.value.issues[0].startswith(ranks)
 
 
