@@ -493,7 +493,6 @@ def test_what_cannot_be_searched(
     found = lr.setting_issues(make(shards, *overrides), settings, 1)
     assert len(found) == 1
     assert found[0].startswith(line)
-    assert "--nproc" not in found[0]
 
 
 def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
