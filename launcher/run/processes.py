@@ -20,7 +20,7 @@ from bert_dp import record
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START
 from bert_dp.record.models import Summary
 from launcher import results
-from launcher.log import complain
+from launcher.log import Log, complain
 from launcher.redact import scrub, secrets
 from launcher.run.reaper import reaper
 from launcher.run.starters import start_command, start_environment
@@ -62,6 +62,7 @@ def run(
     resume: str,
     on_poll: Callable[[], None],
     *,
+    log: Log = complain,
     launcher: str = "torchrun",
     on_gpu: bool = False,
     grace_s: float = 300.0,
@@ -70,7 +71,7 @@ def run(
 ) -> RunResult:
     """Train RUN/config.yaml on `nproc` ranks of this node, started by `launcher`, and return how it ended.
 
-    `on_poll` is called several times a second until a rank has failed. The first stop signal is passed to
+    `on_poll` is called several times a second until a rank has failed. The first stop signal is said in `log` and passed to
     every worker, which checkpoints at its next step and ends; the second, or `grace_s` seconds, kills.
     Whatever happens, no process of the run is left. Writes summary.json when the workers could not. `watch`
     may end a hung run. The workers share `cores`, by default all that we may use. A run whose directory is
@@ -98,18 +99,18 @@ def run(
     with stop_signals() as pending:  # until all is told: one that comes last must not cost the summary
         try:
             with reaper(scratch, ours):
-                with launcher_log.open("ab") as log, confined(cores):
+                with launcher_log.open("ab") as output, confined(cores):
                     process = subprocess.Popen(
                         start_command(launcher, nproc, scratch, worker),
                         env=environ,
                         stdin=subprocess.DEVNULL,
-                        stdout=log,
-                        stderr=log,
+                        stdout=output,
+                        stderr=output,
                         start_new_session=True,  # a terminal's Ctrl-C is ours to pass on
                     )
                 workers = Workers(process, nproc)
                 try:
-                    hang = _follow(process, workers, directory, pending, on_poll, grace_s, memory, watch)
+                    hang = _follow(process, workers, directory, pending, on_poll, log, grace_s, memory, watch)
                 finally:
                     kill_tree(process, workers)
         finally:
@@ -143,6 +144,7 @@ def _follow(
     directory: record.HeldDirectory,
     pending: list[int],
     on_poll: Callable[[], None],
+    log: Log,
     grace_s: float,
     memory: MemoryWatch,
     watch: Watch | None,
@@ -162,6 +164,9 @@ def _follow(
         if len(pending) >= 2 or directory.lost():
             return None
         if pending:
+            if deadline is None:
+                name = signal.Signals(pending[0]).name
+                log(f"{name}: stopping; the ranks save after their step. A second signal ends them at once")
             deadline = deadline or time.monotonic() + grace_s
             for worker in workers.present():
                 if worker not in signalled:  # it may have started after the signal came

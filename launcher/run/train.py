@@ -295,9 +295,9 @@ def run_locked(
         watched = heartbeats.Watch(
             where, log, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
         )
-        with Display(where, console, config.schedule.hours, ranks) as display:
+        with Display(where, console, config, ranks) as display:
             return processes.run(
-                held, ranks, resume, display.poll, launcher=launcher, on_gpu=on_gpu, watch=watched
+                held, ranks, resume, display.poll, log=log, launcher=launcher, on_gpu=on_gpu, watch=watched
             )
 
     result = restarts.supervise(attempt, config, where, ranks, resume, policy, log)
@@ -312,6 +312,8 @@ def run_locked(
         show(console, ConsoleReport(report))
         if has_page:
             show(console, f"page: {home / PAGE}", **PLAIN)
+        if result.exit_code:
+            show(console, f"next: bert-dp train --run-dir {home}  goes on from the checkpoint", **PLAIN)
     return result.exit_code
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 from bert_dp import record
+from bert_dp.config import Config, progress_at
 from launcher.log import PLAIN, show
 from launcher.redact import secrets
 from launcher.report.numbers import (
@@ -58,8 +59,8 @@ class Tail:
             return [], False
         with file:
             status = os.fstat(file.fileno())
-            replaced = status.st_ino != self._inode or status.st_size < self._offset
-            if replaced:
+            replaced = self._inode != 0 and (status.st_ino != self._inode or status.st_size < self._offset)
+            if replaced or not self._inode:
                 self._inode, self._offset = status.st_ino, 0
             if status.st_size - self._offset > BEHIND_BYTES:
                 self._pass_over(file, status.st_size - READ_BYTES)
@@ -87,8 +88,8 @@ class Display:
     """A context; call `poll` several times a second. Once a rank has failed it shows no more of their lines:
     what comes next is to be the cause."""
 
-    def __init__(self, run_dir: Path, console: Console, hours: float | None, ranks: int = 1):
-        self._console, self._hours, self._run_dir = console, hours, run_dir
+    def __init__(self, run_dir: Path, console: Console, config: Config, ranks: int = 1):
+        self._console, self._config, self._run_dir = console, config, run_dir
         logs = [run_dir / "logs" / f"rank-{rank}.log" for rank in range(ranks)]
         self._logs = [Tail(log, skip_present=True) for log in logs]
         self._collapser = Collapser(ranks)
@@ -126,13 +127,11 @@ class Display:
         if replaced:
             self._lines = []
         for line in fresh:
-            try:
-                self._lines = [*self._lines[-50:], json.loads(line)]
-            except ValueError:
-                continue
-        if not fresh or not self._lines:
-            return
-        left = eta_s(self._lines, self._hours)
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                self._lines = [*self._lines[-50:], self._at_its_end(json.loads(line))]
+        if not fresh or not self._lines or replaced:
+            return  # of a file that was replaced the lines are those before a resume
+        left = eta_s(self._lines, self._config.schedule.hours)
         text = progress_line(self._lines[-1], eta=left)
         if self._live is not None:
             self._live.update(text)
@@ -140,6 +139,11 @@ class Display:
             self._last_plain = time.monotonic()
             self._collapser.note(text, self._last_plain)  # not before the lines that still wait
             self._release()
+
+    def _at_its_end(self, line: dict[str, Any]) -> dict[str, Any]:
+        """With the progress once its step is done; the record has that of the step's learning rate."""
+        done = progress_at(self._config, line["step"], line["samples"], line["elapsed_s"])
+        return {**line, "progress": done}
 
     def _show_lines(self, *, everything: bool = False) -> bool:
         """Whether there was anything new."""

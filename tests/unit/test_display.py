@@ -13,7 +13,10 @@ from rich.console import Console
 from bert_dp import record
 from launcher.log import PLAIN, show
 from launcher.watch.display import Display, Tail, eta_s, progress_line, readable
+from tests.helpers import make_config
 from tests.report_fixture import metrics
+
+CONFIG = make_config("schedule.steps=100")
 
 
 def test_tail_gives_whole_lines_once(tmp_path: Path) -> None:
@@ -41,17 +44,22 @@ def test_tail_can_skip_what_is_there(tmp_path: Path) -> None:
 
 def test_display_follows_a_run_that_was_cut_back(tmp_path: Path) -> None:
     def line(step: int) -> str:
-        return json.dumps({"step": step, "progress": step / 100, "elapsed_s": float(step)}) + "\n"
+        facts = {"step": step, "samples": step * 8, "progress": (step - 1) / 100, "elapsed_s": float(step)}
+        return json.dumps(facts) + "\n"
 
     (tmp_path / "metrics.jsonl").write_text("".join(line(i) for i in range(1, 91)))
     out = io.StringIO()
-    with Display(tmp_path, Console(file=out, width=200), None) as display:
+    with Display(tmp_path, Console(file=out, width=200), CONFIG) as display:
         display.poll()
         assert not out.getvalue()  # what an earlier attempt has left is no progress
         record.write_text(tmp_path / "metrics.jsonl", line(50))
         display._last_plain = -1e9
         display.poll()
-    assert "step 50" in out.getvalue()
+        assert not out.getvalue()  # nor is what it goes on from
+        with (tmp_path / "metrics.jsonl").open("a") as file:
+            file.write(line(51))
+        display.poll()
+    assert "step 51 | 51.0 %" in out.getvalue()
 
 
 def test_a_budget_in_hours_tells_what_is_left() -> None:
@@ -63,7 +71,7 @@ def test_a_budget_in_hours_tells_what_is_left() -> None:
 def run_of(tmp_path: Path, ranks: int) -> tuple[io.StringIO, Display]:
     (tmp_path / "logs").mkdir()
     out = io.StringIO()
-    return out, Display(tmp_path, Console(file=out, width=200), None, ranks)
+    return out, Display(tmp_path, Console(file=out, width=200), CONFIG, ranks)
 
 
 def say(tmp_path: Path, rank: int, text: str) -> None:
@@ -92,7 +100,7 @@ def test_nothing_held_back_is_shown_once_a_rank_has_failed(tmp_path: Path) -> No
         display.poll()
     assert out.getvalue() == ""
     (tmp_path / "logs" / "rank-0.error.json").unlink()
-    out, display = io.StringIO(), Display(tmp_path, Console(file=out), None, 2)
+    out, display = io.StringIO(), Display(tmp_path, Console(file=out), CONFIG, 2)
     with display:
         say(tmp_path, 0, "Fatal Python error: Segmentation fault\n")
         display.poll()

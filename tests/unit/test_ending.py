@@ -97,8 +97,10 @@ def test_a_worker_that_never_ends_is_killed_when_the_time_since_the_first_signal
     tmp_path: Path, directory: HeldDirectory, clock: Clock
 ) -> None:
     clock.waits_for = tmp_path / "signals"
-    ended = processes.run(directory, 1, "none", once_ready(stop), grace_s=100.0)
+    lines: list[str] = []
+    ended = processes.run(directory, 1, "none", once_ready(stop), log=lines.append, grace_s=100.0)
     assert (ended.exit_code, ended.signal) == (128 + signal.SIGTERM, signal.SIGTERM)
+    assert [line.partition(";")[0] for line in lines] == ["SIGTERM: stopping"], "at once, and once"
     assert 100 < clock.now < 110
     assert (tmp_path / "signals").read_text() == "15\n"  # it was told once
 
