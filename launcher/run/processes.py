@@ -71,8 +71,9 @@ def run(
 ) -> RunResult:
     """Train RUN/config.yaml on `nproc` ranks of this node, started by `launcher`, and return how it ended.
 
-    `on_poll` is called several times a second until a rank has failed. The first stop signal is said in `log` and passed to
-    every worker, which checkpoints at its next step and ends; the second, or `grace_s` seconds, kills.
+    `on_poll` is called several times a second until a rank has failed. The first stop signal is said in
+    `log` and passed to every worker, which checkpoints at its next step and ends; the second, or `grace_s`
+    seconds, kills.
     Whatever happens, no process of the run is left. Writes summary.json when the workers could not. `watch`
     may end a hung run. The workers share `cores`, by default all that we may use. A run whose directory is
     moved or deleted is ended, and nothing is written where it was.
