@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -12,8 +14,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from bert_dp import record
-from bert_dp.config import ConfigError, read_yaml
+from bert_dp.config import ConfigError, read_yaml, resolve
 from bert_dp.config.stored import problem_lines
+from bert_dp.cost import num_parameters
 from bert_dp.record.models import Summary
 from launcher.redact import redact, secrets, without_secrets
 from launcher.report.numbers import number
@@ -47,14 +50,15 @@ def load(run_dir: Path) -> Run:
     ]
     metrics, evals = (_lines(run_dir / name, missing) for name in ("metrics.jsonl", "evals.jsonl"))
     summary = _summary(run_dir / "summary.json", missing)
+    config = _yaml(run_dir / "config.yaml", missing)
     return Run(
         path=run_dir,
         name=record.printable(run_dir.absolute().name),
         finished=summary is not None,
-        facts=summary or _last_lines(metrics, evals),
+        facts=summary or _logged(run_dir, metrics, evals, config),
         metrics=metrics,
         evals=evals,
-        config=redact(_yaml(run_dir / "config.yaml", missing)),
+        config=redact(config),
         environment=redact(record.read_json(run_dir / "environment.json") or {}),
         missing=missing,
     )
@@ -73,15 +77,37 @@ def _summary(path: Path, missing: list[str]) -> Summary | None:
     return None
 
 
-def _last_lines(metrics: Sequence[dict[str, Any]], evals: Sequence[dict[str, Any]]) -> Summary:
-    """What they tell of a run that left no summary."""
+def _logged(
+    run_dir: Path,
+    metrics: Sequence[dict[str, Any]],
+    evals: Sequence[dict[str, Any]],
+    settings: Mapping[str, Any],
+) -> Summary:
+    """What its other files tell of a run that left no summary."""
     last = metrics[-1] if metrics else {}
-    shared = {key: last[key] for key in Summary.model_fields if key in last}
-    losses = {"final_loss": last.get("loss"), "heldout_loss": evals[-1].get("loss") if evals else None}
-    try:
-        return Summary.model_validate({"status": "stopped", **shared, **losses})
-    except ValidationError:
-        return Summary(status="stopped")
+    facts: dict[str, Any] = {key: last[key] for key in Summary.model_fields if key in last}
+    facts |= {"final_loss": last.get("loss"), "heldout_loss": evals[-1].get("loss") if evals else None}
+    if checkpoints := record.list_checkpoints(run_dir / "checkpoints"):
+        facts["checkpoint"] = f"checkpoints/{checkpoints[0].name}"
+    with contextlib.suppress(ConfigError):
+        config = resolve([dict(settings)])
+        facts["parameters"] = num_parameters(config.model, config.data.sequence_length)
+        facts["uniform_entropy_nats"] = math.log(config.model.vocab_size)
+        facts["precision"] = None if config.precision == "auto" else config.precision
+    with contextlib.suppress(ValidationError, TypeError, KeyError):
+        return Summary.model_validate({"status": "stopped", **facts, "time_s": _seconds(metrics)})
+    return Summary(status="stopped")
+
+
+def _seconds(metrics: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of the real steps and their parts: each line's mean x the steps since the line before."""
+    seconds = dict.fromkeys(("train", *TRAIN_PARTS), 0.0)
+    before = 0
+    for line in metrics:
+        for part in seconds:
+            seconds[part] += line["step_time_s" if part == "train" else f"{part}_s"] * (line["step"] - before)
+        before = line["step"]
+    return seconds if metrics else {}
 
 
 def other(times: Mapping[str, float]) -> float:

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from bert_dp import record
+from bert_dp.config import dump_config
 from launcher.report.model import Report
 from launcher.report.run_report import of_directories
+from tests.helpers import make_config
 from tests.report_fixture import SUMMARY, figure_of, make_run, metrics, read_page, shown, unfolded
 
 
@@ -246,6 +248,21 @@ def test_a_crashed_run_shows_its_last_evaluation(tmp_path: Path) -> None:
     record.append_line(run / "evals.jsonl", record.Evaluation(200, 819200, 5.5, 0.25, 4096, 90.0))
     (run / "summary.json").unlink()
     assert "held-out loss 5.5000 nats" in unfolded(shown(of_directories([run])))
+
+
+def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    (run / "summary.json").unlink()
+    (run / "checkpoints" / "step-00000090").mkdir(parents=True)
+    (run / "config.yaml").write_text(dump_config(make_config("precision=fp32", "model.vocab_size=1000")))
+    rows = {label: cells[0] for (_, label), cells in rows_of(of_directories([run])).items()}
+    assert rows["ln V"].startswith("6.9078 nats")
+    assert rows["train"].startswith("50.0 s")  # 100 steps of 0.5 s
+    assert rows["data wait"].startswith("1.0 s")
+    assert rows["checkpoint"].startswith("checkpoints/step-00000090")
+    unknown = {label for label, cell in rows.items() if cell.startswith("n/a")}
+    logged_nowhere = {"unigram entropy", "straggler ratio", "MFU", "energy"}
+    assert unknown == logged_nowhere | {"setup", "compile", "eval", "save"}
 
 
 def test_files_of_the_wrong_type_render(tmp_path: Path) -> None:
