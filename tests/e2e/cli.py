@@ -15,7 +15,9 @@ from unittest import mock
 
 import psutil
 
+from bert_dp.config import dump_config, load_config
 from launcher import cli
+from launcher.job import find_config
 
 T = TypeVar("T")
 TINY = (
@@ -94,6 +96,14 @@ def here(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess
     return subprocess.CompletedProcess(arguments, code, said.getvalue(), errors.getvalue())
 
 
+def refused(*arguments: str, cwd: Path | None = None, **environ: str) -> str:
+    """What a command says that ends with exit code 2 and without a traceback."""
+    done = here(*arguments, cwd=cwd, **environ)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
 def start(
     *arguments: str, cwd: Path | None = None, stdout: Any = subprocess.PIPE, **environ: str
 ) -> subprocess.Popen[str]:
@@ -134,6 +144,24 @@ def begin(
 ) -> subprocess.Popen[str]:
     """A run that is still going on."""
     return start(*train_command(shards, run_dir, *settings, nproc=nproc), *options, **environ)
+
+
+def go_on(
+    run_dir: Path, *settings: str, nproc: int = 1, options: tuple[str, ...] = (), code: int | None = 0
+) -> subprocess.CompletedProcess[str]:
+    """The run of this directory, started again without its configuration."""
+    items = [part for item in settings for part in ("--set", item)]
+    done = bert_dp("train", "--run-dir", str(run_dir), "--nproc", str(nproc), *items, *options)
+    assert code is None or done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def write_config(run_dir: Path, shards: Path, *settings: str) -> Path:
+    """config.yaml of the shrunk quickstart, for ranks that no launcher starts."""
+    run_dir.mkdir()
+    config = load_config(find_config("quickstart"), [*TINY, f"data.path={shards}", *settings])
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    return run_dir / "config.yaml"
 
 
 def processes_of(place: Path) -> list[psutil.Process]:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from bert_dp import record
-from tests.e2e.cli import start, step_reached, tiny, wait_for
-from tests.helpers import read_lines
+from tests.e2e.cli import begin, step_reached, tiny, wait_for
+from tests.helpers import logged, read_lines
 from tests.shards import write_shards
 
 
@@ -28,8 +28,7 @@ def can_mount() -> bool:
 def fill_and_free(place: Path, shards: Path) -> None:
     """In a small file system of its own: fill it while the run trains, free it, see the run end well."""
     run_dir, filler = place / "run", place / "filler"
-    options = tiny(shards, "schedule.steps=400", "checkpoint.every_steps=20", "compile=off")
-    process = start("train", "quickstart", *options, "--nproc", "2", "--run-dir", str(run_dir))
+    process = begin(shards, run_dir, "schedule.steps=400", "checkpoint.every_steps=20", "compile=off")
     wait_for(step_reached(run_dir, 5), 300)
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
@@ -45,7 +44,7 @@ def fill_and_free(place: Path, shards: Path) -> None:
     said, errors = process.communicate(timeout=120)
     assert process.returncode == 0, said + errors
     assert " is missing in metrics.jsonl: " in said
-    steps = [line["step"] for line in read_lines(run_dir / "metrics.jsonl")]
+    steps = logged(run_dir, "step")
     assert steps == sorted(set(steps))
     assert steps[-1] == 400
     assert len(steps) < 400
@@ -60,8 +59,7 @@ def fill_and_free(place: Path, shards: Path) -> None:
 def fill_and_stay(place: Path, shards: Path) -> None:
     """The same, and it stays full to the end: the steps are all made, what fails is the last checkpoint."""
     run_dir, filler = place / "run", place / "filler"
-    options = tiny(shards, "schedule.steps=40", "checkpoint.every_steps=10", "compile=off")
-    process = start("train", "quickstart", *options, "--nproc", "1", "--run-dir", str(run_dir))
+    process = begin(shards, run_dir, "schedule.steps=40", "checkpoint.every_steps=10", "compile=off", nproc=1)
     wait_for(step_reached(run_dir, 3), 300)
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
