@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import os
 import signal
 import socket
@@ -17,7 +16,6 @@ import psutil
 import pytest
 
 from launcher.run.starters import LAUNCHERS, start_command, start_environment
-from launcher.watch.failure import Departure, first_cause
 from tests.e2e.cli import begin, go_on, members, step_reached, train, wait_for, write_config
 from tests.helpers import logged, read_json
 
@@ -145,41 +143,6 @@ def test_the_console_hears_all_ranks_once_and_no_flood(tmp_path: Path, shards: P
     assert (run_dir / "logs" / "rank-1.log").read_text().count("flood") == 5000
     ready = next(i for i, line in enumerate(said) if line.startswith("ready"))
     assert ready < next(i for i, line in enumerate(said) if line.startswith("step "))
-
-
-GONE = {
-    "rank": 0,
-    "time_ns": 50,
-    "type": "RuntimeError",
-    "message": "Connection closed by peer",
-    "where": "a.py:1",
-    "bad_input": None,
-    "failure_kind": "peer_gone",
-}
-LATER = {**GONE, "message": "out of luck", "failure_kind": "error"}
-DEEPSPEED = "[ERROR] ['python', '-m', 'bert_dp.worker'] exits with return code = -11"
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize(
-    ("error", "departures", "said", "message"),
-    [
-        (GONE, [Departure(0, 1, 52), Departure(1, -9, 51)], "", "rank 1: killed by signal 9 (SIGKILL)"),
-        (LATER, [Departure(1, -9, 40), Departure(0, 1, 52)], "", "rank 1: killed by signal 9 (SIGKILL)"),
-        (LATER, [Departure(1, -9, 60), Departure(0, 1, 52)], "", "rank 0: RuntimeError: out of luck"),
-        (GONE, [Departure(1, None, 51)], DEEPSPEED, "rank 1: killed by signal 11 (SIGSEGV)"),
-        (GONE, [Departure(1, None, 51)], "", "rank 1: ended and left no cause"),
-        (GONE, [Departure(1, 7, 51)], "", "rank 1: ended with exit code 7 and left no cause"),
-        (GONE, [Departure(1, 0, 51)], "", "rank 0: RuntimeError: Connection closed by peer"),
-    ],
-)
-def test_the_first_to_go_is_the_cause_unless_an_error_came_before(
-    tmp_path: Path, error: dict, departures: list[Departure], said: str, message: str
-) -> None:
-    (tmp_path / "rank-0.error.json").write_text(json.dumps(error))
-    failure = first_cause(tmp_path, said, departures)
-    assert failure is not None
-    assert f"rank {failure.rank}: {failure.message}" == message
 
 
 @pytest.mark.parametrize(
