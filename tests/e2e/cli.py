@@ -118,8 +118,9 @@ def start(
 
 
 def train_command(shards: Path, run_dir: Path, *settings: str, nproc: int = 2) -> list[str]:
-    """The quickstart, shrunk, on `shards`."""
-    return ["train", "quickstart", *tiny(shards, *settings), "--nproc", str(nproc), "--run-dir", str(run_dir)]
+    """The quickstart, shrunk, on `shards`; each of `settings` may hold several, with spaces between."""
+    items = " ".join(settings).split()
+    return ["train", "quickstart", *tiny(shards, *items), "--nproc", str(nproc), "--run-dir", str(run_dir)]
 
 
 def train(
@@ -150,7 +151,7 @@ def go_on(
     run_dir: Path, *settings: str, nproc: int = 1, options: tuple[str, ...] = (), code: int | None = 0
 ) -> subprocess.CompletedProcess[str]:
     """The run of this directory, started again without its configuration."""
-    items = [part for item in settings for part in ("--set", item)]
+    items = [part for item in " ".join(settings).split() for part in ("--set", item)]
     done = bert_dp("train", "--run-dir", str(run_dir), "--nproc", str(nproc), *items, *options)
     assert code is None or done.returncode == code, done.stdout + done.stderr
     return done
@@ -159,7 +160,9 @@ def go_on(
 def write_config(run_dir: Path, shards: Path, *settings: str) -> Path:
     """config.yaml of the shrunk quickstart, for ranks that no launcher starts."""
     run_dir.mkdir()
-    config = load_config(find_config("quickstart"), [*TINY, f"data.path={shards}", *settings])
+    config = load_config(
+        find_config("quickstart"), [*TINY, f"data.path={shards}", *" ".join(settings).split()]
+    )
     (run_dir / "config.yaml").write_text(dump_config(config))
     return run_dir / "config.yaml"
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.cli import begin, go_on, members, refused, start, step_reached, tiny, train, wait_for
+from tests.e2e.cli import begin, go_on, members, refused, start, tiny, train, wait_for
 from tests.helpers import logged, read_json
 from tests.shards import write_shards
 
@@ -70,17 +70,6 @@ def test_a_signal_during_start_up_is_not_lost(tmp_path: Path, shards: Path) -> N
     process.communicate(timeout=60)
     assert process.returncode == 143
     assert not members(run_dir)
-
-
-def test_two_signals_end_at_once(tmp_path: Path, shards: Path) -> None:
-    run_dir = tmp_path / "run"
-    process = begin(shards, run_dir, "schedule.steps=100000")
-    wait_for(step_reached(run_dir, 2))
-    process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
-    assert process.returncode in (130, 143)
-    wait_for(lambda: not members(run_dir), seconds=10)
 
 
 def test_two_launchers_on_one_directory_only_one_runs(tmp_path: Path, shards: Path) -> None:

@@ -235,20 +235,14 @@ ERRORS = {
 }
 
 
-def test_row_11_a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path) -> None:
-    for number in rounds(1, 3):
-        a_failed_save_does_not_end_the_run(tmp_path / str(number), shards, list(ERRORS)[number])
-
-
-def a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path, what: str) -> None:
+@pytest.mark.parametrize("what", list(ERRORS)[: len(rounds(1, 3))])
+def test_row_11_a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path, what: str) -> None:
     """Injected in the save after step 6; the ones before and after it are good."""
     run_dir = tmp_path / "run"
     done = train(
         shards,
         run_dir,
-        "schedule.steps=10",
-        "checkpoint.every_steps=2",
-        "checkpoint.keep=3",
+        "schedule.steps=10 checkpoint.every_steps=2 checkpoint.keep=3",
         **broken(what, rank=0, place="save", step=5),
     )
     (said,) = [line for line in done.stdout.splitlines() if "could not be saved" in line]
@@ -266,9 +260,7 @@ def test_row_11_a_failed_save_stops_the_run_when_that_is_the_policy(tmp_path: Pa
     done = train(
         shards,
         run_dir,
-        "schedule.steps=100000",
-        "checkpoint.every_steps=2",
-        "checkpoint.on_error=stop",
+        "schedule.steps=100000 checkpoint.every_steps=2 checkpoint.on_error=stop",
         code=1,
         **broken("io_error", rank=0, place="save", step=5),
     )
@@ -296,8 +288,7 @@ def test_row_11_a_last_save_that_fails_fails_the_run(tmp_path: Path, shards: Pat
     train(
         shards,
         run_dir,
-        "schedule.steps=4",
-        "checkpoint.every_steps=2",
+        "schedule.steps=4 checkpoint.every_steps=2",
         code=1,
         **broken("io_error", rank=0, place="save", step=3),
     )
@@ -331,12 +322,8 @@ def on_small_disk(folder: Path, size: int, *arguments: str) -> subprocess.Comple
 
 
 @pytest.mark.skipif(shutil.which("unshare") is None or not can_mount(), reason="mounting needs root")
-def test_row_11_a_disk_that_fills_up(tmp_path: Path, shards: Path) -> None:
-    for policy in ("continue", "stop")[: len(rounds(1, 2))]:
-        a_disk_that_fills_up(tmp_path / policy, shards, policy)
-
-
-def a_disk_that_fills_up(tmp_path: Path, shards: Path, policy: str) -> None:
+@pytest.mark.parametrize("policy", ("continue", "stop")[: len(rounds(1, 2))])
+def test_row_11_a_disk_that_fills_up(tmp_path: Path, shards: Path, policy: str) -> None:
     """A file system on which the start and two checkpoints fit, and the third does not."""
     run_dir, disk = tmp_path / "run", tmp_path / "run" / "checkpoints"
     run_dir.mkdir(parents=True)
@@ -403,37 +390,28 @@ def test_row_11_what_a_full_and_a_read_only_disk_really_answer(tmp_path: Path) -
 # --- row 15
 
 
-def test_row_15_one_bad_rank_skips_the_step_on_all(tmp_path: Path, shards: Path) -> None:
-    for rank in (1, 0)[: len(rounds(1, 2))]:
-        one_bad_rank_skips_the_step_on_all(tmp_path / str(rank), shards, rank)
-
-
-def one_bad_rank_skips_the_step_on_all(run_dir: Path, shards: Path, rank: int) -> None:
+@pytest.mark.parametrize("rank", (1, 0)[: len(rounds(1, 2))])
+def test_row_15_one_bad_rank_skips_the_step_on_all(tmp_path: Path, shards: Path, rank: int) -> None:
+    run_dir = tmp_path / "run"
     train(
         shards,
         run_dir,
-        "schedule.steps=8",
-        "checkpoint.every_steps=4",
+        "schedule.steps=8 checkpoint.every_steps=4",
         **broken("nan", rank=rank, place="step", step=2, times=4),
     )
     assert logged(run_dir, "skipped_steps") == [0, 0, 1, 2, 3, 4, 4, 4]
     assert summary(run_dir)["skipped_steps"] == 4
 
 
+@pytest.mark.parametrize("rank", (1, 0)[: len(rounds(1, 2))])
 def test_row_15_five_in_a_row_stop_the_run_with_the_last_checkpoint_intact(
-    tmp_path: Path, shards: Path
+    tmp_path: Path, shards: Path, rank: int
 ) -> None:
-    for rank in (1, 0)[: len(rounds(1, 2))]:
-        five_in_a_row_stop_the_run(tmp_path / str(rank), shards, rank)
-
-
-def five_in_a_row_stop_the_run(run_dir: Path, shards: Path, rank: int) -> None:
+    run_dir = tmp_path / "run"
     train(
         shards,
         run_dir,
-        "schedule.steps=100000",
-        "checkpoint.every_steps=2",
-        "log.every_steps=3",
+        "schedule.steps=100000 checkpoint.every_steps=2 log.every_steps=3",
         code=1,
         **broken("nan", rank=rank, place="step", step=4, times=100000),
     )
@@ -508,9 +486,7 @@ def test_row_16_a_spike_is_said_and_counted_and_no_rank_falls_out_of_step(
     done = train(
         shards,
         run_dir,
-        "schedule.steps=40",
-        "checkpoint.every_steps=30",
-        "checkpoint.keep=9",
+        "schedule.steps=40 checkpoint.every_steps=30 checkpoint.keep=9",
         **broken("spike", rank=1, place="step", step=30),
     )
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("warning: loss spike")]

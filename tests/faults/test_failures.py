@@ -36,8 +36,7 @@ def fail(folder: Path, shards: Path, what: str, number: int, launcher: str, *set
     done = train(
         shards,
         run_dir,
-        "schedule.steps=100000",
-        "compile=off",
+        "schedule.steps=100000 compile=off",
         *settings,
         nproc=nproc,
         options=("--launcher", launcher),

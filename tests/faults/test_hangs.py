@@ -121,16 +121,9 @@ def test_row_07_no_false_alarm(tmp_path: Path, shards: Path) -> None:
     """Healthy steps with evaluation and saving, and in the full form with compilation."""
     steps = len(rounds(400, 10_000))
     run_dir = tmp_path / "run"
-    done = train(
-        shards,
-        run_dir,
-        *hang_limits(10.0),
-        f"schedule.steps={steps}",
-        f"eval.every_steps={steps // 20}",
-        f"checkpoint.every_steps={steps // 10}",
-        f"compile={'on' if FULL else 'off'}",
-        timeout=3600,
-    )
+    often = f"eval.every_steps={steps // 20} checkpoint.every_steps={steps // 10}"
+    settings = (*hang_limits(10.0), f"schedule.steps={steps}", often, f"compile={'on' if FULL else 'off'}")
+    done = train(shards, run_dir, *settings, timeout=3600)
     assert read_lines(run_dir / "metrics.jsonl")[-1]["step"] == steps
     assert (run_dir / "heartbeats" / "rank-1").exists()  # or there was nothing to watch
     alarms = (run_dir / "hang.txt").read_text() if (run_dir / "hang.txt").exists() else ""
@@ -142,7 +135,7 @@ def test_row_07_no_false_alarm(tmp_path: Path, shards: Path) -> None:
 def test_row_07_a_straggler_is_named(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     done = train(
-        shards, run_dir, "schedule.steps=20", "log.every_steps=7", **broken("slow", rank=1, seconds=0.1)
+        shards, run_dir, "schedule.steps=20 log.every_steps=7", **broken("slow", rank=1, seconds=0.1)
     )
     summary = read_json(run_dir / "summary.json")
     assert summary["straggler"]["rank"] == 1
@@ -158,9 +151,7 @@ def mismatch_once(tmp_path: Path, shards: Path, rank: int, device: str) -> str:
         shards,
         run_dir,
         *hang_limits(),
-        "schedule.steps=100000",
-        f"run.device={device}",
-        "compile='off'",
+        f"schedule.steps=100000 run.device={device} compile='off'",
         code=1,
         **broken("mismatch", rank=rank),
     )

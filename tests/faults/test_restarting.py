@@ -34,8 +34,7 @@ def test_row_19_a_crash_loop_ends_and_keeps_its_logs(tmp_path: Path, shards: Pat
     done = train(
         shards,
         run_dir,
-        "schedule.steps=20",
-        "checkpoint.every_steps=2",
+        "schedule.steps=20 checkpoint.every_steps=2",
         options=("--max-restarts", "50"),
         code=1,
         **broken("raise", step=1),
@@ -56,8 +55,7 @@ def test_row_19_a_run_that_breaks_once_goes_on_to_the_same_weights(tmp_path: Pat
     train(
         shards,
         run_dir,
-        "schedule.steps=8",
-        "checkpoint.every_steps=2",
+        "schedule.steps=8 checkpoint.every_steps=2",
         options=("--max-restarts", "3"),
         **broken("kill", step=4, once=str(tmp_path / "once")),
     )
@@ -76,8 +74,7 @@ def test_row_19_elastic_goes_on_with_fewer_ranks(tmp_path: Path, shards: Path, l
     train(
         shards,
         run_dir,
-        "schedule.steps=8",
-        "checkpoint.every_steps=2",
+        "schedule.steps=8 checkpoint.every_steps=2",
         nproc=4,
         options=("--max-restarts", "1", "--elastic", "--launcher", launcher),
         **broken("kill", rank=3, step=4, once=str(tmp_path / "once")),

@@ -107,11 +107,11 @@ def test_row_05_twice_ends_at_once(tmp_path: Path, shards: Path) -> None:
         process.send_signal(signal.SIGINT)
         time.sleep(1.0)
         assert process.poll() is None
-        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)  # of whatever kind
         started = time.monotonic()
         process.communicate(timeout=60)
-        observe(5, signal="SIGINT twice", seconds=time.monotonic() - started)
-        assert process.returncode == 130
+        observe(5, signal="two", seconds=time.monotonic() - started)
+        assert process.returncode in (130, 143)
         assert not any(alive(p) for p in family)
 
 
