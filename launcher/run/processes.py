@@ -123,29 +123,16 @@ def run(
         logs = home / "logs"
         launcher_log = logs / launcher_log.name
         said = _said_since(launcher_log, offset)
-        how = failure.ending(process.returncode, "and no summary")
-        stuck = watch.hang if watch is not None else None
         unknown = Failure(
             None,
-            f"{launcher}: {how}",
+            f"{launcher}: {failure.ending(process.returncode, 'and no summary')}",
             launcher_log,
             failure.tail_of(said),
-            explanation=_stood_still(stuck),
+            explanation=_stood_still(watch.hang if watch is not None else None),
             kind="no_cause",
         )
-        if lost is not None:
-            return _result(home, lost, unknown, pending)
-        if hang is not None:
-            cause: Failure | None = Failure(
-                hang.rank, hang.message, hang.log, hang.report, hang.where, kind="hang"
-            )
-        else:
-            cause = failure.first_cause(logs, said, workers.departures)
-        if cause is not None and (
-            cause.log is None or not cause.log.exists()
-        ):  # it ended before it had a log
-            cause = dataclasses.replace(cause, log=unknown.log, tail=unknown.tail)
-        if cause is not None:
+        cause = failure.decide_cause(logs, said, workers.departures, unknown, hang=hang, lost=lost)
+        if cause is not None and lost is None:
             cause = advice.explain(cause, home, nproc, memory.facts())
         return _result(home, cause, unknown, pending)
 

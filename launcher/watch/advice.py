@@ -179,13 +179,13 @@ def what_fits(
     plain = _largest(config, precision, world_size, limit, micro - 1)
     if plain is not None:
         where = ", in a new --run-dir (a run keeps its micro batch)" if has_checkpoint else ""
-        fixes.append(_log(config, config, plain, precision, world_size) + where)
+        fixes.append(_options(config, config, plain, precision, world_size) + where)
     for change in CHANGES if plain is None or has_checkpoint else ():
         parallel = config.parallel.model_copy(update=change)
         changed = config.model_copy(update={"parallel": parallel})
         found = _largest(changed, precision, world_size, limit, micro)
         if found is not None and parallel != config.parallel and (found == micro or not has_checkpoint):
-            fixes.append(_log(config, changed, found, precision, world_size))
+            fixes.append(_options(config, changed, found, precision, world_size))
             break
     return equation, fixes or [
         "nothing fits by the estimate: a smaller model, more ranks with parallel.engine=fsdp, or more memory"
@@ -204,7 +204,7 @@ def _largest(config: Config, precision: str, world_size: int, limit_gib: float, 
     return None
 
 
-def _log(old: Config, new: Config, micro: int, precision: str, world_size: int) -> str:
+def _options(old: Config, new: Config, micro: int, precision: str, world_size: int) -> str:
     """`--set` options from `old` to `new` at this micro batch, what that does to the batch, the estimate."""
     new = _with_micro(new, micro)
     settings = {

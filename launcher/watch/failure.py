@@ -16,6 +16,7 @@ from bert_dp.record import is_own_code, safe
 from bert_dp.record.models import FailureKind, RankError, kind_of_text
 from launcher import results
 from launcher.report.numbers import format_gib
+from launcher.watch.heartbeats import Hang
 from launcher.watch.memory import GROUP, MemoryFacts, sparkline
 from launcher.watch.merge_lines import name_ranks
 
@@ -80,6 +81,30 @@ class Failure:
         """The cause in one piece."""
         who = "" if self.rank is None else f"rank {self.rank}: "
         return who + self.message
+
+
+def decide_cause(
+    logs: Path,
+    launcher_said: str,
+    departures: Sequence[Departure],
+    unknown: Failure,
+    *,
+    hang: Hang | None,
+    lost: Failure | None,
+) -> Failure | None:
+    """What ended a run: that its directory went away, else the hang that it was ended for, else the earliest
+    error of a rank. None when no rank tells. `unknown` has the log of a rank that ended before its own."""
+    if lost is not None:
+        return lost
+    if hang is not None:
+        cause: Failure | None = Failure(
+            hang.rank, hang.message, hang.log, hang.report, hang.where, kind="hang"
+        )
+    else:
+        cause = first_cause(logs, launcher_said, departures)
+    if cause is not None and (cause.log is None or not cause.log.exists()):
+        cause = dataclasses.replace(cause, log=unknown.log, tail=unknown.tail)
+    return cause
 
 
 def first_cause(logs: Path, launcher_said: str, departures: Sequence[Departure] = ()) -> Failure | None:

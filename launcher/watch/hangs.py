@@ -1,5 +1,5 @@
 """Which rank holds the others up: stacks, states and collectives of a run that stands still -> a verdict, a
-report. Pure functions; watch.py gathers what they judge.
+report. Pure functions; heartbeats.py gathers what they judge.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m tests.golden check|record [SECTION...]`, `python -m tests.golden make`."""
+"""`python -m tests.golden check|record [SECTION...]`."""
 
 from __future__ import annotations
 
@@ -39,9 +39,6 @@ def record(section: str) -> list[str]:
 
 
 def main(verb: str, sections: list[str]) -> int:
-    if verb == "make":
-        made.make()
-        return 0
     found = []
     for section in sections or [*QUICK, *SLOW]:
         found += check(section) if verb == "check" else record(section)

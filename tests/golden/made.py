@@ -1,4 +1,4 @@
-"""The directories in `made/`: how they were made, and how one is placed on this machine."""
+"""The directories in `made/`: with which verbs an earlier commit wrote them, and placed on this machine."""
 
 from __future__ import annotations
 
@@ -8,15 +8,10 @@ import json
 import os
 import random
 import shutil
-import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-from launcher.environment import probe
-
-from tests.e2e.cli import bert_dp, start
+from launcher.machine.environment import probe
 
 HERE = Path(__file__).parent
 MADE = HERE / "made"
@@ -41,9 +36,7 @@ BATCH = (
 )
 LR = ("tune", "lr", "tiny.yaml", "--rates", "4", "--seeds", "2", *SMALL_BATCH, "--json", "--out")
 
-AS_WRITTEN = ("checkpoints", "shards")  # hashed: their files stay as they are
-LEFT_OUT = ("heartbeats", "report.html", ".lock", ".launcher.lock", "__pycache__")
-OF_A_MACHINE: dict[str, Any] = {"command": ["bert-dp"], "cpu_model": "a CPU", "cpu": "a CPU", "kernel": "0"}
+AS_WRITTEN = {"checkpoints", "shards"}  # hashed: their files stay as they are
 
 
 def corpus() -> str:
@@ -63,79 +56,16 @@ def corpus() -> str:
     return "\n".join(lines) + "\n"
 
 
-def make() -> None:
-    """Write `made/` anew, in some minutes, with two ranks."""
-    shutil.rmtree(ROOT, ignore_errors=True)
-    ROOT.mkdir()
-    prepare(ROOT)
-    environ = {"BERT_DP_CACHE": str(ROOT / "cache")}
-    for arguments in ((*BUILD, "shards"), (*TRAIN, "run"), (*SCALE, "scale"), (*BATCH, "batch"), (*LR, "lr")):
-        done = bert_dp(*arguments, cwd=ROOT, timeout=1200, **environ)
-        assert done.returncode == 0, done.stderr
-    stopped(
-        (*TRAIN, "run-stopped"), signal.SIGTERM, lambda: num_lines(ROOT / "run-stopped/metrics.jsonl") > 4
-    )
-    ended = "scale-stopped/runs/*/summary.json", "lr-stopped/trials/*/summary.json"
-    stopped((*WEAK, "scale-stopped"), signal.SIGINT, lambda: len(list(ROOT.glob(ended[0]))) > 4)
-    stopped((*LR, "lr-stopped"), signal.SIGINT, lambda: len(list(ROOT.glob(ended[1]))) > 6)
-    keep()
-
-
 def prepare(root: Path) -> None:
     shutil.copy(HERE / "tiny.yaml", root)
     (root / "corpus.jsonl").write_text(corpus())
-
-
-def num_lines(path: Path) -> int:
-    return path.read_bytes().count(b"\n") if path.exists() else 0
-
-
-def stopped(arguments: tuple[str, ...], number: int, due: Callable[[], bool]) -> None:
-    """A verb that got a signal once it was `due`."""
-    process = start(*arguments, cwd=ROOT, BERT_DP_CACHE=str(ROOT / "cache"))
-    while not due():
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.02)
-    process.send_signal(number)
-    told = process.communicate(timeout=120)
-    assert process.returncode == 128 + number, told
-
-
-def keep() -> None:
-    """`made/` from ROOT: what is needed, without what tells of a machine."""
-    shutil.rmtree(MADE, ignore_errors=True)
-    for name in ("shards", "run", "run-stopped", "scale", "scale-stopped", "batch", "lr", "lr-stopped"):
-        shutil.copytree(ROOT / name, MADE / name, ignore=shutil.ignore_patterns(*LEFT_OUT))
-    for path in MADE.glob("*/*/*/logs"):
-        shutil.rmtree(path)
-    for path in MADE.glob("*/*/*/environment.json"):
-        path.unlink()
-    for path in MADE.rglob("*.json"):
-        if not within(path, AS_WRITTEN) and set(OF_A_MACHINE) & set(words_of(path)):
-            path.write_text(json.dumps(without_machine(json.loads(path.read_text())), indent=1) + "\n")
-
-
-def words_of(path: Path) -> list[str]:
-    return path.read_text().split('"')
-
-
-def within(path: Path, folders: tuple[str, ...]) -> bool:
-    return bool({*path.parts} & {*folders})
-
-
-def without_machine(value: Any) -> Any:
-    if isinstance(value, list):
-        return [without_machine(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    return {key: OF_A_MACHINE.get(key, without_machine(item)) for key, item in value.items()}
 
 
 def place(root: Path) -> Path:
     """`made/` at `root` as if it had been made there, on this machine and with these versions."""
     shutil.copytree(MADE, root, dirs_exist_ok=True)
     prepare(root)
-    files = [p for p in root.rglob("*") if p.is_file() and not within(p.relative_to(root), AS_WRITTEN)]
+    files = [p for p in root.rglob("*") if p.is_file() and not {*p.relative_to(root).parts} & AS_WRITTEN]
     replace(files, {str(ROOT): str(root)})
     replace(files, dict(renewed(path) for path in files if path.suffix == ".json" and has_hash(path)))
     machine = probe().to_json()

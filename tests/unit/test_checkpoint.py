@@ -172,10 +172,11 @@ def test_latest_names_the_newest_and_decides_nothing(tmp_path: Path) -> None:
     for step in (1, 2):
         save(tmp_path, step)
         assert (tmp_path / "latest").read_text() == f"step-{step:08d}\n"
-    (tmp_path / "latest").write_text("step-00000001\n")
-    assert checkpoint.newest_valid(tmp_path)[0] == tmp_path / "step-00000002"
     checkpoint.set_aside_after(tmp_path, 1)
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
+    save(tmp_path, 2)
+    (tmp_path / "latest").write_text("step-00000001\n")
+    assert checkpoint.newest_valid(tmp_path)[0] == tmp_path / "step-00000002"
 
 
 def test_what_was_set_aside_goes_once_the_run_is_as_far_again(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -160,3 +161,17 @@ def test_eta():
     assert eta_s([{"elapsed_s": 1.0, "progress": None}, *lines]) == pytest.approx(50)
     resumed = [{"elapsed_s": 90.0, "progress": 0.9}, *lines[:10]]
     assert eta_s(resumed) == pytest.approx(90)
+
+
+def test_lines_that_are_passed_over_are_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("launcher.watch.display.READ_BYTES", 1000)
+    monkeypatch.setattr("launcher.watch.display.BEHIND_BYTES", 5000)
+    out, display = run_of(tmp_path, 1)
+    with display:
+        say(tmp_path, 0, "".join(f"line {number}\n" for number in range(1000)))
+        for _ in range(3):
+            display.poll()
+        record.write_json(tmp_path / "summary.json", {"status": "done"})
+    shown = out.getvalue()
+    not_shown = sum(int(count) for count in re.findall(r"(\d+) more lines", shown))
+    assert not_shown + shown.count("line ") == 1000

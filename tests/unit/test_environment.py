@@ -229,6 +229,8 @@ def test_a_good_machine_has_no_findings():
     assert {f.level for f in diagnose(GOOD)} == {"ok"}
     no_gpu = dataclasses.replace(GOOD, gpus=(), gpus_present=0, shm_gib=0.0, versions={"torch": "2.13.0+cpu"})
     assert {f.level for f in diagnose(no_gpu)} == {"ok"}
+    as_many_cores_as_ranks = dataclasses.replace(no_gpu, affinity_cores=2, cpu_quota_cores=2.0)
+    assert {f.level for f in diagnose(as_many_cores_as_ranks)} == {"ok"}
 
 
 def has_ended(pid: str) -> bool:

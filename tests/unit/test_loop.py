@@ -238,6 +238,7 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
 ) -> None:
     trainer, state, result = trained
     trainer.comm = TwoRanks(World(0, 0, 2, 2), None)
+    state.samples += 1000  # of an earlier start
     monkeypatch.setattr(metrics, "peak_memory_gib", lambda device: 1.0)
     monkeypatch.setattr(metrics, "joules", lambda device: 130.0)
     summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
@@ -245,6 +246,7 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     assert found["peak_memory_gib"] == 4.0
     assert found["energy_j"] == 150.0
     assert found["mfu"] is None
+    assert (found["samples"], found["tokens"]) == (1020, 1020 * LENGTH)
     assert found["tokens_per_s"] == pytest.approx(5 * 4 * LENGTH / 10.0)
     spent = found["time_s"]
     assert (spent["setup"], spent["compile"], spent["train"], spent["eval"]) == (1.0, 2.0, 10.0, 500.0)

@@ -143,6 +143,7 @@ def test_evaluation_and_saving_are_no_part_of_a_step(monkeypatch: pytest.MonkeyP
         run.pause(100.0)
         run.step()
         run.line()
+        assert run.meter.steps["step_s"] == [STEP, STEP]
         run.pause(50.0)
         run.pause(25.0)
     run.step()

@@ -251,10 +251,11 @@ def test_learned_positions_biases_and_the_dense_head_restated():
     torch.testing.assert_close(model(ids_BS, positions_P), logits_PV, rtol=1e-4, atol=1e-4)
 
 
-def test_rmsnorm_divides_by_the_root_mean_square():
-    model = build_model(small(**OPTIONS["rms"]), 16, seed=1)
+@pytest.mark.parametrize("eps", [1e-6, 0.5])
+def test_rmsnorm_divides_by_the_root_mean_square(eps):
+    model = build_model(small(**{**OPTIONS["rms"], "norm_eps": eps}), 16, seed=1)
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
-    expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    expected = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
     torch.testing.assert_close(model.model.final_norm(x), expected)
 
 

@@ -288,6 +288,7 @@ def test_figures_follow_from_the_records(collected: Scaling) -> None:
     assert (ddp.speedup, ddp.efficiency) == pytest.approx((1.6, 0.8))
     assert ddp.efficiency_ci95 == pytest.approx([0.8, 0.8])
     assert (ddp.ceiling_efficiency, ddp.communication_efficiency) == pytest.approx((1.0, 0.8))
+    assert (ddp.ceiling_efficiency_ci95, ddp.communication_efficiency_ci95) == ([1.0, 1.0], [0.8, 0.8])
     assert ddp.exposed_comm_fraction == pytest.approx(0.2)
     assert sum(v for v in ddp.split_s.model_dump().values() if v) == pytest.approx(0.625)
     # passes 0.8 and optimizer 0.1 of a step, beyond the ceiling's 0.4 and 0.05 s
@@ -402,6 +403,7 @@ def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
     assert split.efficiency_ddp1 == pytest.approx(1.25 / 0.8 / 2)
     assert split.communication_efficiency == pytest.approx((8 / 0.8) / (16 / 1.1))
     assert split.ceiling_efficiency == pytest.approx(1 / 1.1)
+    assert split.ceiling_efficiency_ci95 == pytest.approx([1 / 1.1] * 2)
     assert split.split_s.forward_backward == pytest.approx(0.8 * 1.1 / 2)  # half the ceiling's tokens
     assert split.exposed_comm_ddp_fraction is None
     assert (split.straggler_ratio, split.loss_agrees) == (None, None)
@@ -458,3 +460,15 @@ def flat(value: Any, path: str = "") -> dict[str, Any]:
     if isinstance(value, list):
         return {k: v for i, each in enumerate(value) for k, v in flat(each, f"{path}.{i}").items()}
     return {path: value} if isinstance(value, int | float) else {}
+
+
+def test_a_run_that_a_signal_ended_is_still_to_be_run(tmp_path: Path) -> None:
+    made = grid(gpus=(1, 2))
+    for cell in made.cells:
+        directory = run_dir(tmp_path, cell, 0)
+        if cell.engine == "ddp" and cell.world_size == 2:
+            write_run(directory, cell, 1.0, status="stopped", signal=2)
+        else:
+            write_run(directory, cell, 1.0)
+    statuses = {cell.id: cell.status for cell in collect(made, tmp_path, facts={}).cells}
+    assert statuses["weak-ddp-n2"] == "pending"

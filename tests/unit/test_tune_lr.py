@@ -8,6 +8,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -19,7 +20,7 @@ from bert_dp.config import Config, ConfigError, batch_layout, dump_config, load_
 from launcher import job, results
 from launcher.run import trials
 from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier
-from launcher.tune import ladder, lr, rate_trials, transfer
+from launcher.tune import ladder, lr, rate_search, rate_trials, transfer
 from launcher.tune.rate_report import rate_report
 from launcher.tune.rate_search import Settings
 from tests.e2e.cli import TINY
@@ -501,3 +502,14 @@ def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
         edited["held_out"] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
     with pytest.raises(ConfigError, match="no held-out documents"):
         lr.run_locked(make(bare), Settings(), 1, output(tmp_path, make(bare)), on_gpu=False, log=print)
+
+
+def test_a_search_counts_its_seconds_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([100.0, 107.0, 112.0])
+    monkeypatch.setattr(rate_search, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    file = rate_search.SearchFile(
+        tmp_path / "search.json", results.LrPlanFile(config_hash="x", settings={}, seconds=30.0)
+    )
+    file.save()
+    file.save()
+    assert results.read(tmp_path / "search.json", results.LrPlanFile).seconds == 30.0 + 12.0
