@@ -183,6 +183,26 @@ def assert_none_left(place: Path, seconds: float = 15.0) -> None:
     assert alive == []
 
 
+def interrupted(
+    arguments: list[str],
+    place: Path,
+    number: int,
+    condition: Callable[[], object],
+    *,
+    patience_s: float = 15.0,
+    **environ: str,
+) -> subprocess.CompletedProcess[str]:
+    """A command that gets this signal once `condition` holds; of what it has started at `place` nothing is
+    left after `patience_s`."""
+    process = start(*arguments, **environ)
+    wait_for(lambda: condition() or process.poll() is not None, seconds=240)
+    assert process.poll() is None, process.communicate()
+    process.send_signal(number)
+    said, errors = process.communicate(timeout=120)
+    assert_none_left(place, patience_s)
+    return subprocess.CompletedProcess(arguments, process.returncode, said, errors)
+
+
 def wait_for(condition: Callable[[], T], seconds: float = 120.0) -> T:
     """The first answer that is true."""
     deadline = time.monotonic() + seconds

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
 import signal
 import statistics
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.e2e.cli import assert_none_left, bert_dp, here, refused, start, tiny, wait_for
+from tests.e2e.cli import bert_dp, here, interrupted, refused, tiny
 from tests.faults.harness import broken
 from tests.helpers import read_json, read_lines
 
@@ -34,13 +33,8 @@ def whole_runs(out: Path) -> set[str]:
 def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A grid whose launcher was killed after its second run, and was started again."""
     where = tmp_path_factory.mktemp("scaling") / "out"
-    process = start(*command(shards, where))
-    wait_for(lambda: len(whole_runs(where)) >= 2 or process.poll() is not None, seconds=240)
-    assert process.poll() is None, process.communicate()
-    process.kill()
-    process.communicate()
+    interrupted(command(shards, where), where, signal.SIGKILL, lambda: len(whole_runs(where)) >= 2)
     before = {name: (where / "runs" / name / "metrics.jsonl").read_text() for name in whole_runs(where)}
-    assert_none_left(where)
     done = bert_dp(*command(shards, where), timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "runs are there" in done.stdout
@@ -277,14 +271,12 @@ def test_a_cell_that_fails_is_a_result_and_a_signal_stops(tmp_path: Path, shards
     """Rank 1 raises wherever there is one: the lone ranks' cells stand, the others say why they do not."""
     where = tmp_path / "out"
     options = command(shards, where, "--repeats", "1", "--no-synthetic")
-    process = start(*options, **broken("raise", step=1))
-    wait_for(lambda: whole_runs(where), seconds=240)
-    os.kill(process.pid, signal.SIGINT)
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "the same command goes on" in text
+    fault = broken("raise", step=1)
+    stopped = interrupted(options, where, signal.SIGINT, lambda: whole_runs(where), **fault)
+    assert stopped.returncode == 130
+    assert "the same command goes on" in stopped.stdout
     assert read_json(where / "scaling.json")["status"] == "partial"
-    done = bert_dp(*options, **broken("raise", step=1), timeout=300)
+    done = bert_dp(*options, **fault, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     cells = {cell["id"]: cell for cell in read_json(where / "scaling.json")["cells"]}
     assert {cell["status"] for cell in cells.values() if cell["world_size"] == 1} == {"ok"}

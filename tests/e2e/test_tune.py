@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from bert_dp.config import load_config
-from tests.e2e.cli import assert_none_left, bert_dp, here, processes_of, refused, start, tiny, wait_for
+from tests.e2e.cli import bert_dp, here, interrupted, processes_of, refused, start, tiny, wait_for
 from tests.faults.harness import broken
 from tests.helpers import read_json, read_lines
 
@@ -42,23 +42,24 @@ def out(shards: Path, cache: str, tmp_path_factory: pytest.TempPathFactory) -> P
     """A search that had a Ctrl-C in its first trial, was killed in its second, and whose next trial lost a
     rank to SIGKILL."""
     where = tmp_path_factory.mktemp("tune") / "out"
-    process = start(*command(shards, where), BERT_DP_CACHE=cache)
-    wait_for(lambda: list(where.glob("trials/pilot/heartbeats/rank-1")))
-    process.send_signal(signal.SIGINT)
-    told, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, told + errors
-    assert "the same command goes on" in told
+    search = command(shards, where)
+
+    def pilot_runs() -> list[Path]:
+        return list(where.glob("trials/pilot/heartbeats/rank-1"))
+
+    stopped = interrupted(search, where, signal.SIGINT, pilot_runs, patience_s=0.0, BERT_DP_CACHE=cache)
+    assert stopped.returncode == 130, stopped.stdout + stopped.stderr
+    assert "the same command goes on" in stopped.stdout
     partial = read_json(where / "tune.json")
     assert (partial["status"], partial["choice"]) == ("partial", None)
     assert not (where / "tuned.yaml").exists()
-    assert processes_of(where) == []
-    process = start(*command(shards, where), BERT_DP_CACHE=cache)
-    wait_for(lambda: list(where.glob("trials/micro-*/heartbeats/rank-1")))
-    process.kill()
-    process.communicate()
-    assert_none_left(where)
+
+    def a_size_runs() -> list[Path]:
+        return list(where.glob("trials/micro-*/heartbeats/rank-1"))
+
+    interrupted(search, where, signal.SIGKILL, a_size_runs, BERT_DP_CACHE=cache)
     pilot = (where / "trials" / "pilot" / "metrics.jsonl").read_text()
-    process = start(*command(shards, where), BERT_DP_CACHE=cache)
+    process = start(*search, BERT_DP_CACHE=cache)
 
     def a_rank() -> list[psutil.Process]:
         return [

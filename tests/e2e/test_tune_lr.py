@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.cli import assert_none_left, bert_dp, here, refused, start, tiny, wait_for
+from tests.e2e.cli import bert_dp, here, interrupted, refused, tiny
 from tests.helpers import logged, read_json, read_lines
 
 STEPS, STEP = 32, 128  # of the configured run; tokens of one step
@@ -31,32 +31,22 @@ def whole(out: Path) -> dict[str, float]:
     return found
 
 
-def interrupted(shards: Path, out: Path, number: int, count: int) -> tuple[int, str]:
-    """The search, sent a signal once `count` trials are whole: its exit code and what it said."""
-    process = start(*command(shards, out))
-    wait_for(lambda: len(whole(out)) >= count or process.poll() is not None, seconds=200)
-    assert process.poll() is None, process.communicate()
-    process.send_signal(number)
-    said = process.communicate(timeout=60)[0]
-    assert_none_left(out)
-    return process.returncode, said
-
-
 @pytest.fixture(scope="module")
 def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A search that had a Ctrl-C in its second trial, was killed later, and then went to its end."""
     where = tmp_path_factory.mktemp("tuning") / "out"
-    code, said = interrupted(shards, where, signal.SIGINT, 1)
-    assert code == 130
-    assert "the same command goes on" in said
+    search = command(shards, where)
+    stopped = interrupted(search, where, signal.SIGINT, lambda: whole(where))
+    assert stopped.returncode == 130
+    assert "the same command goes on" in stopped.stdout
     partial = read_json(where / "tune.json")
     assert (partial["status"], partial["choice"]) == ("partial", None)
     assert not (where / "tuned.yaml").exists()
     before = whole(where)
-    code, _ = interrupted(shards, where, signal.SIGKILL, len(before) + 2)
-    assert code == -signal.SIGKILL
+    killed = interrupted(search, where, signal.SIGKILL, lambda: len(whole(where)) >= len(before) + 2)
+    assert killed.returncode == -signal.SIGKILL
     before |= whole(where)
-    done = bert_dp(*command(shards, where), timeout=400)
+    done = bert_dp(*search, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trials are there" in done.stdout
     after = whole(where)

@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -28,7 +27,7 @@ from bert_dp.cost import num_parameters
 from bert_dp.parallel import State
 from launcher import job
 from tests.e2e.cli import command, go_on, tiny, train
-from tests.faults.harness import broken, observe, rounds
+from tests.faults.harness import broken, needs_mount, observe, on_small_disk, rounds
 from tests.faults.killed_saver import state_of
 from tests.helpers import logged, read_json
 from tests.parity.runs import settings, state, write_run
@@ -301,27 +300,7 @@ def test_row_11_a_last_save_that_fails_fails_the_run(tmp_path: Path, shards: Pat
     assert facts["checkpoint"] == "checkpoints/step-00000002"
 
 
-def can_mount() -> bool:
-    script = 'mount -t tmpfs -o size=1m tmpfs "$0"'
-    done = subprocess.run(["unshare", "-m", "sh", "-c", script, "/mnt"], capture_output=True, check=False)
-    return done.returncode == 0
-
-
-def on_small_disk(folder: Path, size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command with a file system of `size` bytes at `folder`, and copy what it left to folder-left."""
-    folder.mkdir()
-    script = f'mount -t tmpfs -o size={size} tmpfs "$0" && "$@"; code=$?; cp -a "$0" "$0-left"; exit $code'
-    return subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, str(folder), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-        cwd=ROOT,
-    )
-
-
-@pytest.mark.skipif(shutil.which("unshare") is None or not can_mount(), reason="mounting needs root")
+@needs_mount
 @pytest.mark.parametrize("policy", ("continue", "stop")[: len(rounds(1, 2))])
 def test_row_11_a_disk_that_fills_up(tmp_path: Path, shards: Path, policy: str) -> None:
     """A file system on which the start and two checkpoints fit, and the third does not."""
@@ -377,7 +356,7 @@ for expected in (errno.ENOSPC, errno.EROFS):
 """
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None or not can_mount(), reason="mounting needs root")
+@needs_mount
 def test_row_11_what_a_full_and_a_read_only_disk_really_answer(tmp_path: Path) -> None:
     """Not injected: the errors as the system and safetensors give them, when space runs out in mid-write."""
     done = on_small_disk(
