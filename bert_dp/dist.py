@@ -211,6 +211,12 @@ def choose_device(setting: str, world: World) -> torch.device:
     return torch.device("cuda", world.local_rank)
 
 
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def keep_freed_memory() -> None:
     """Let glibc keep what tensors free; else every micro batch gets its large tensors from the kernel again,
     page by page (110,000 faults a micro batch at 4 layers x 768). Nothing where there is no mallopt.

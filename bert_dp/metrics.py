@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bert_dp.config import BatchLayout, ConfigError, LogConfig
 from bert_dp.cost import GIB
-from bert_dp.dist import Comm
+from bert_dp.dist import Comm, synchronize
 from bert_dp.lines import LostWrites
 from bert_dp.record import Metrics
 from bert_dp.train_state import TrainState
@@ -207,16 +207,16 @@ class Meter:
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Evaluation and saving are not part of a step's time."""
-        self._sync()
+        synchronize(self._device)
         start = time.perf_counter()
         yield
-        self._sync()
+        synchronize(self._device)
         self._paused_s += time.perf_counter() - start
         self.timers.restart()
 
     def flush(self, state: TrainState, *, epoch: int, wait_s: float, elapsed_s: float) -> Metrics:
         """One sync point, one gather; the line is the same on every rank. Collective."""
-        self._sync()
+        synchronize(self._device)
         ranks = self._gather(state.step, wait_s, time.perf_counter() - self._start - self._paused_s)
         loss = ranks[:: self._layout.tensor, 0].sum().item()  # the ranks of a replica hold the same share
         memory = ranks[:, 1].max().item()
@@ -290,10 +290,6 @@ class Meter:
         if not self.total_steps:
             return dict.fromkeys(self.rates(1, 1, 1, 1.0))
         return self.rates(self.total_steps, self.total_samples, self.total_micro, self.totals["train_s"])
-
-    def _sync(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
 
 
 class MetricsWriter:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import fcntl
 import json
 import os
@@ -42,64 +41,52 @@ from bert_dp.corpus.pipeline import Progress
 from bert_dp.process import follow_launcher
 
 
-def build(
-    sources: Sequence[str],
-    out: Path,
-    *,
-    options: BuildConfig,
-    vocab_size: int,
-    sequence_length: int,
-    tokenizer: str | None,
-    seed: int = 0,
-    processes: int | None = None,
-    force: bool = False,
-    progress: Progress | None = None,
-) -> Manifest:
+class BuildRequest(BaseModel):
+    """What to build. OPTIONS.json holds one; what is null there has its default."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+    sources: list[str] = Field(min_length=1)
+    out: str = Field(min_length=1)
+    options: BuildConfig = BuildConfig()
+    vocab_size: int = Field(32_768, ge=16, le=MAX_VOCAB_SIZE)
+    """Of a trained tokenizer, and the most that a given one may have."""
+    sequence_length: int = Field(128, ge=8, le=8192)
+    tokenizer: str | None = None
+    seed: int = 0
+    """Another one picks another held-out split and other MinHash permutations."""
+    processes: int | None = Field(None, ge=1, le=4096)
+    """None: one per usable core, fewer for small input."""
+    force: bool = False
+    """Replace another build that stands in `out`."""
+
+    def resolved(self) -> pipeline.Wanted:
+        """Raises ConfigError for sources or a tokenizer that are not there."""
+        settings = {
+            **self.options.model_dump(mode="json"),
+            "sequence_length": self.sequence_length,
+            "vocab_size": self.vocab_size,
+            "seed": self.seed,
+            "tokenizer_sha256": inputs.file_hash(Path(self.tokenizer)) if self.tokenizer else None,
+        }
+        return pipeline.Wanted(
+            inputs.resolve(self.sources), self.options, self.tokenizer, settings, self.processes
+        )
+
+
+def build(request: BuildRequest, progress: Progress | None = None) -> Manifest:
     """Build shards of [sequences, sequence_length] token ids in `out`; returns the manifest.
 
-    `vocab_size` is the size of a trained tokenizer and the most that a given one may have. `seed` picks
-    another held-out split and other MinHash permutations. `processes`: None = one per usable core, fewer for
-    small input. An `out` that holds these options and sources is kept; another build is replaced on `force`.
-    Raises ConfigError for bad sources or tokenizer, too little text, or an `out` that would be lost.
+    An `out` that holds these options and sources is kept. Raises ConfigError for bad sources or tokenizer,
+    too little text, or an `out` that would be lost.
     """
     tell: Progress = progress or (lambda stage, done, total: None)
-    out = out.expanduser().resolve()
-    wanted = _wanted(sources, options, vocab_size, sequence_length, tokenizer, seed)
+    out = Path(request.out).expanduser().resolve()
+    wanted = request.resolved()
     with _locked(out, tell):
-        return _build_locked(wanted, out, processes, force, tell)
+        return _build_locked(wanted, out, request.force, tell)
 
 
-@dataclasses.dataclass(frozen=True)
-class Wanted:
-    """What to build."""
-
-    sources: list[inputs.Source]
-    options: BuildConfig
-    tokenizer: str | None
-    settings: dict[str, str | int | float | bool | None]
-    """`build` of the manifest: everything that the shards depend on beside the sources."""
-
-
-def _wanted(
-    sources: Sequence[str],
-    options: BuildConfig,
-    vocab_size: int,
-    sequence_length: int,
-    tokenizer: str | None,
-    seed: int,
-) -> Wanted:
-    """Raises ConfigError for sources or a tokenizer that are not there."""
-    settings = {
-        **options.model_dump(mode="json"),
-        "sequence_length": sequence_length,
-        "vocab_size": vocab_size,
-        "seed": seed,
-        "tokenizer_sha256": inputs.file_hash(Path(tokenizer)) if tokenizer else None,
-    }
-    return Wanted(inputs.resolve(sources), options, tokenizer, settings)
-
-
-def _build_locked(wanted: Wanted, out: Path, processes: int | None, force: bool, tell: Progress) -> Manifest:
+def _build_locked(wanted: pipeline.Wanted, out: Path, force: bool, tell: Progress) -> Manifest:
     """Build in `out`, by the holder of its lock."""
     before = [_stamp(source) for source in wanted.sources]
     records = [pipeline.source_record(source) for source in wanted.sources]
@@ -111,9 +98,7 @@ def _build_locked(wanted: Wanted, out: Path, processes: int | None, force: bool,
         shutil.rmtree(stale)  # its process is gone: this one holds the lock
     work = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
     try:
-        manifest = pipeline.build_in(
-            wanted.sources, records, work, wanted.options, wanted.settings, wanted.tokenizer, processes, tell
-        )
+        manifest = pipeline.build_in(wanted, records, work, tell)
         if before != [_stamp(source) for source in wanted.sources]:
             raise ConfigError(["data.sources: a source changed while it was read; run again"])
         _install(work, out)
@@ -167,12 +152,20 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
 
 def _ensure_built(config: Config, directory: Path, tell: Progress) -> Manifest:
     """Build in the cache, unless another process has done so while this one waited for its lock."""
-    data, length = config.data, config.data.sequence_length
-    wanted = _wanted(data.sources or (), data.build, config.model.vocab_size, length, data.tokenizer, seed=0)
+    data = config.data
+    request = BuildRequest(
+        sources=list(data.sources or ()),
+        out=str(directory),
+        options=data.build,
+        vocab_size=config.model.vocab_size,
+        sequence_length=data.sequence_length,
+        tokenizer=data.tokenizer,
+    )
+    wanted = request.resolved()
     with _locked(directory, tell):
         with contextlib.suppress(ConfigError):
             return _sound(directory)
-        return _build_locked(wanted, directory, None, True, tell)
+        return _build_locked(wanted, directory, True, tell)
 
 
 def _sound(directory: Path) -> Manifest:
@@ -264,7 +257,7 @@ def filter_warning(manifest: Manifest) -> str | None:
 def main(argv: Sequence[str] | None = None) -> int:
     """`build OPTIONS.json`: manifest to stdout. `ensure CONFIG.yaml`: directory. `inspect DIR`: JSON.
 
-    OPTIONS.json holds the arguments of `build`, `options` as a mapping. Progress and errors go to stderr.
+    OPTIONS.json holds a BuildRequest. Progress and errors go to stderr.
     Returns the exit code: 0, 2 for bad input, 1 for a failure, 130 after Ctrl-C.
     """
     parser = argparse.ArgumentParser(prog="python -m bert_dp.corpus", description="text to packed shards")
@@ -278,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _shown_progress() as progress:
             if arguments.verb == "build":
-                answer = build(**_read_options(arguments.path), progress=progress).model_dump_json(indent=1)
+                answer = build(read_request(arguments.path), progress).model_dump_json(indent=1)
             elif arguments.verb == "ensure":
                 record.keep_private()
                 answer = str(ensure(load_config(arguments.path), progress))
@@ -299,32 +292,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     return code
 
 
-class Arguments(BaseModel):
-    """OPTIONS.json: the arguments of `build`; what is null has its default."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
-    sources: list[str] = Field(min_length=1)
-    out: str = Field(min_length=1)
-    options: BuildConfig = BuildConfig()
-    vocab_size: int = Field(32_768, ge=16, le=MAX_VOCAB_SIZE)
-    sequence_length: int = Field(128, ge=8, le=8192)
-    tokenizer: str | None = None
-    seed: int = 0
-    processes: int | None = Field(None, ge=1, le=4096)
-    force: bool = False
-
-
-def _read_options(path: Path) -> dict[str, Any]:
-    """Keyword arguments of `build` from a JSON file. Raises ConfigError for what is missing or unknown."""
+def read_request(path: Path) -> BuildRequest:
+    """Raises ConfigError for what is missing or unknown."""
     given = record.read_json(path)
     if given is None:
         raise ConfigError([f"{path}: not a JSON object"])
     text = json.dumps({key: value for key, value in given.items() if value is not None})
     try:
-        arguments = Arguments.model_validate_json(text)
+        return BuildRequest.model_validate_json(text)
     except ValidationError as error:
         raise ConfigError([f"{path}: {line}" for line in problem_lines(error)]) from None
-    return {**dict(arguments), "out": Path(arguments.out)}
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ sequence when `order` is set. The result does not depend on the number of proces
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import math
 import os
@@ -34,28 +35,33 @@ BYTES_PER_PROCESS = 8 * 2**20  # of source; for less, starting a process costs m
 Progress = Callable[[str, int, int | None], None]  # stage, done, total (None = unknown)
 
 
-def build_in(
-    found: list[inputs.Source],
-    records: list[dict[str, Any]],
-    work: Path,
-    options: BuildConfig,
-    settings: dict[str, Any],
-    tokenizer_path: str | None,
-    processes: int | None,
-    tell: Progress,
-) -> Manifest:
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """What to build."""
+
+    sources: list[inputs.Source]
+    options: BuildConfig
+    tokenizer: str | None
+    """A file; None = train one."""
+    settings: dict[str, Any]
+    """`build` of the manifest: everything that the shards depend on beside the sources."""
+    processes: int | None
+
+
+def build_in(wanted: Wanted, records: list[dict[str, Any]], work: Path, tell: Progress) -> Manifest:
     """Build the shards, tokenizer.json and manifest.json in the directory `work`; returns the manifest."""
-    tokenizer_json, total = _tokenizer(found, options, settings, tokenizer_path, tell)
+    options, settings = wanted.options, wanted.settings
+    tokenizer_json, total = _tokenizer(wanted, tell)
     write_text(work / "tokenizer.json", tokenizer_json)
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, tokenizer_path or "trained")
+    vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, wanted.tokenizer or "trained")
     encoding = encode.Encoding(
         tokenizer_json, special["sep"], options.max_tokens_per_char, options.dedup == "near", settings["seed"]
     )
-    batches = encode.in_batches(_documents(found, records))
-    encoded = encode.encode_all(batches, encoding, processes or _processes(found))
+    batches = encode.in_batches(_documents(wanted.sources, records))
+    encoded = encode.encode_all(batches, encoding, wanted.processes or _processes(wanted.sources))
     with contextlib.closing(encoded):  # ends the processes, however this ends
-        (train, held_out), dropped = _route(encoded, work, options, settings, vocab_size, tell, total)
+        (train, held_out), dropped = _route(encoded, work, wanted, vocab_size, tell, total)
     _check_enough(train, held_out, settings, dropped)
     if options.order != "none":
         train = shards.order_shards(work, train, options.order, tokenizer, tell)
@@ -81,17 +87,11 @@ def build_in(
     return read_manifest(work)
 
 
-def _tokenizer(
-    found: list[inputs.Source],
-    options: BuildConfig,
-    settings: dict[str, Any],
-    path: str | None,
-    tell: Progress,
-) -> tuple[str, int | None]:
+def _tokenizer(wanted: Wanted, tell: Progress) -> tuple[str, int | None]:
     """(tokenizer.json, number of all documents if it was counted)."""
-    most = settings["vocab_size"]
+    most, path, options = wanted.settings["vocab_size"], wanted.tokenizer, wanted.options
     if path is None:
-        sample, total = _sample(_documents(found, None), tell)
+        sample, total = _sample(_documents(wanted.sources, None), tell)
         tell("train tokenizer", 0, None)
         kind = options.tokenizer_model
         trained = tokens.train(sample, model=kind, vocab_size=most, with_normalizer=options.normalize)
@@ -164,13 +164,13 @@ def _processes(found: list[inputs.Source]) -> int:
 def _route(
     encoded: Iterable[encode.Encoded],
     work: Path,
-    options: BuildConfig,
-    settings: dict[str, Any],
+    wanted: Wanted,
     vocab_size: int,
     tell: Progress,
     total: int | None,
 ) -> tuple[tuple[ShardWriter, ShardWriter], dict[str, int]]:
     """Drop duplicates, then send each document to training or held-out by the hash of its text."""
+    options, settings = wanted.options, wanted.settings
     length = settings["sequence_length"]
     name = "train" if options.order == "none" else "unordered"
     train = ShardWriter(work, name, length, vocab_size)

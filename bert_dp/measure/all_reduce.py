@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from bert_dp.dist import synchronize
 from bert_dp.process import follow_launcher
 
 MEASURE_S = 2.0
@@ -50,8 +51,7 @@ def _time_all_reduce(num_bytes: int, seconds: float, device: torch.device) -> di
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(data)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         return time.perf_counter() - start
 
     start = time.perf_counter()

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bert_dp.dist import keep_freed_memory
+from bert_dp.dist import keep_freed_memory, synchronize
 from bert_dp.matmul import product
 from bert_dp.precision import choose_precision
 from bert_dp.process import follow_launcher
@@ -42,8 +42,7 @@ def _rate(
     def once() -> float:
         start = time.perf_counter()
         product(x, w)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         return time.perf_counter() - start
 
     for _ in range(WARM_UP):

@@ -13,12 +13,11 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from bert_dp import setup, tasks
 from bert_dp.config import Config, batch_layout, load_config
-from bert_dp.dist import Comm, choose_device
+from bert_dp.dist import Comm, choose_device, synchronize
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites
 from bert_dp.metrics import Timers
@@ -65,7 +64,7 @@ def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
     batch = trainer.stream.next().to(trainer.device)
     num_targets = trainer.task.num_targets(0, trainer.layout.micro_size)
     for number in range(WARM_UP + REPEATS):
-        _sync(trainer.device)
+        synchronize(trainer.device)
         start = clock.mark()
         with trainer.precision.context(trainer.device):
             loss = trainer.task.loss(trainer.model, batch) / num_targets
@@ -74,7 +73,7 @@ def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
         end = clock.mark()
         trainer.engine.step(trainer.config.optim.clip)
         stepped = clock.mark()
-        _sync(trainer.device)
+        synchronize(trainer.device)
         if number >= WARM_UP:
             ready = {name: clock.between(turn, mark) for name, mark in arrived.items()}
             rounds.append(
@@ -107,11 +106,6 @@ def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
             for name in sorted(ready_s, key=lambda name: ready_s[name])
         ],
     }
-
-
-def _sync(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def main(path: Path) -> None:

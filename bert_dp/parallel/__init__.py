@@ -24,7 +24,13 @@ State = dict[str, dict[str, Tensor]]
 
 
 class Engine(Protocol):
-    """Six verbs and two numbers. Data is split by dp_rank and dp_size, never by world rank."""
+    """Six verbs and two numbers. Data is split by dp_rank and dp_size, never by world rank.
+
+    A new one is a file here and its name in `config/schema.py`; then what it allows (`parallel_issues` in
+    `config/checks.py`), its memory (`cost.py`), its name for `scale` (`launcher/options.py`), where its ranks
+    wait (`WAITS` in `launcher/watch/hangs.py`), and a row of the parity matrix. A package that it wraps is an
+    extra in pyproject.toml.
+    """
 
     dp_rank: int
     dp_size: int

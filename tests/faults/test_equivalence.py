@@ -9,15 +9,8 @@ import pytest
 import torch
 
 from tests.faults.harness import FULL, observe
-from tests.parity.runs import (
-    largest_relative_error,
-    metrics,
-    samples_by_step,
-    settings,
-    state,
-    train_runs,
-    write_run,
-)
+from tests.parity.runs import metrics, samples_by_step, settings, state, train_runs, write_run
+from tests.tensors import largest_relative_error
 
 PAIRS = [(a, b) for a in (1, 2, 3, 4) for b in (1, 2, 3, 4) if a != b] if FULL else [(1, 3), (4, 2)]
 

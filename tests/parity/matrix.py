@@ -15,18 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp.config import ConfigError, batch_layout, resolve
-from tests.parity.runs import (
-    BASE,
-    evals,
-    largest_relative_error,
-    metrics,
-    settings,
-    state,
-    train_runs,
-    write_run,
-)
+from tests.parity.runs import BASE, evals, metrics, settings, state, train_runs, write_run
 from tests.parity.toy import ToyTask
 from tests.shards import write_shards
+from tests.tensors import largest_relative_error
 
 ENGINES = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 OPTIMIZERS = ("adamw", "lamb", "muon")

@@ -14,9 +14,10 @@ import numpy as np
 import torch
 import yaml
 from numpy.typing import NDArray
-from safetensors.torch import load_file
 
+from tests.helpers import read_json, read_lines
 from tests.ranks import run_ranks
+from tests.tensors import saved_state
 from tests.wrapped_task import PoisonedTask
 
 BASE: dict[str, Any] = {
@@ -90,15 +91,15 @@ def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
 
 
 def metrics(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(run_dir / "metrics.jsonl")
 
 
 def evals(run_dir: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run_dir / "evals.jsonl").read_text().splitlines()]
+    return read_lines(run_dir / "evals.jsonl")
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    data: dict[str, Any] = read_json(run_dir / "summary.json")
     return data
 
 
@@ -123,16 +124,4 @@ def samples_by_step(run_dir: Path) -> list[dict[int, tuple[NDArray[np.int64], ND
 
 def state(run_dir: Path, step: int) -> dict[str, torch.Tensor]:
     """Weights and optimizer state of a checkpoint, in one dictionary."""
-    folder = run_dir / "checkpoints" / f"step-{step:08d}"
-    return {**load_file(folder / "model.safetensors"), **load_file(folder / "optimizer.safetensors")}
-
-
-def largest_relative_error(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
-    """max over tensors of |a - b| / |b| in the L2 norm."""
-    assert a.keys() == b.keys()
-    errors = []
-    for name, tensor in a.items():
-        norm = b[name].double().norm()
-        error = (tensor.double() - b[name].double()).norm()
-        errors.append(float(error / norm) if norm > 0 else float(error))
-    return max(errors)
+    return saved_state(run_dir / "checkpoints" / f"step-{step:08d}")

@@ -10,18 +10,9 @@ import torch
 
 from bert_dp.config import load_config
 from bert_dp.model import build_model
-from tests.parity.runs import (
-    evals,
-    largest_relative_error,
-    metrics,
-    samples_by_step,
-    settings,
-    state,
-    summary,
-    train_runs,
-    write_run,
-)
+from tests.parity.runs import evals, metrics, samples_by_step, settings, state, summary, train_runs, write_run
 from tests.shards import write_shards
+from tests.tensors import largest_relative_error
 
 CASES = ("fp32", "fp64", "ramp", "tokens", "hours", "threads")
 SIZES = (1, 2, 4)

@@ -13,6 +13,7 @@ from tests.parity import matrix
 from tests.parity.matrix import Cell, Deviation
 from tests.parity.runs import metrics, settings, state, train_runs, write_run
 from tests.shards import write_shards
+from tests.tensors import largest_relative_error
 
 
 def ci_cells() -> list[Cell]:
@@ -129,7 +130,7 @@ def test_a_checkpoint_of_any_engine_goes_on_in_any_other(tmp_path: Path) -> None
     one, many = state(whole, last), state(moving, last)
     assert one.keys() == many.keys()
     assert all(one[name].shape == many[name].shape for name in one)
-    assert matrix.largest_relative_error(many, one) < 1e-9
+    assert largest_relative_error(many, one) < 1e-9
 
 
 NAN_ENGINES = (("ddp", 2, 1), ("zero1", 2, 1), ("fsdp", 2, 1), ("ddp", 2, 2), ("zero1", 4, 2), ("fsdp", 4, 2))

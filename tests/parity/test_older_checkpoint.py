@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.parity.runs import largest_relative_error, metrics, settings, state, train_runs, write_run
+from tests.parity.runs import metrics, settings, state, train_runs, write_run
 from tests.shards import write_shards
+from tests.tensors import largest_relative_error
 
 OLDER = Path(__file__).parent / "older"
 LOSSES = [3.4784872324207394, 3.4857147693165094, 3.485904553265891]

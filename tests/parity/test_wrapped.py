@@ -16,9 +16,10 @@ import torch
 
 from bert_dp.config import ConfigError, resolve
 from bert_dp.world import World
-from tests.parity.runs import BASE, _train_all, largest_relative_error, metrics, settings, state, write_run
+from tests.parity.runs import BASE, _train_all, metrics, settings, state, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
+from tests.tensors import largest_relative_error
 
 STAGES = ("deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 ENGINES = ("accelerate", *STAGES)

@@ -11,13 +11,14 @@ import pytest
 import torch
 
 from bert_dp import anomalies
-from bert_dp.config import BatchLayout, resolve
+from bert_dp.config import BatchLayout
 from bert_dp.dist import Comm
 from bert_dp.lines import LostWrites, Records
 from bert_dp.metrics import Meter
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import log_steps
 from bert_dp.world import World
+from tests.helpers import make_config
 
 CPU = torch.device("cpu")
 LAYOUT = BatchLayout(world_size=1, tensor=1, dp=1, micro_size=2, grad_accum_steps=1, global_size=2)
@@ -52,7 +53,7 @@ def test_a_falling_loss_has_no_spikes() -> None:
 
 
 def config(**run: int) -> Any:
-    return resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 9}, "run": run}])
+    return make_config(run=run)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import pickle
@@ -18,7 +19,9 @@ import torch
 from bert_dp import checkpoint, record
 from bert_dp.config import ConfigError
 from bert_dp.parallel import State
+from tests.helpers import read_json
 from tests.states import FACTS
+from tests.tensors import bits, flat
 
 
 def make_state(seed: int = 0) -> State:
@@ -35,14 +38,6 @@ def make_state(seed: int = 0) -> State:
             "scale": torch.tensor(65536.0, dtype=torch.float64),
             "growth_factor": torch.tensor(2.0).double(),
         },
-    }
-
-
-def bits(state: State) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
-    return {
-        f"{part}:{name}": (t.dtype, t.shape, t.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-        for part, tensors in state.items()
-        for name, t in tensors.items()
     }
 
 
@@ -63,37 +58,27 @@ def tree(folder: Path) -> dict[str, bytes]:
 def test_round_trip_is_bit_equal(tmp_path: Path) -> None:
     path = save(tmp_path / "checkpoints", 100)
     assert path.name == "step-00000100"
-    assert {p.name for p in path.iterdir()} == {
-        "model.safetensors",
-        "optimizer.safetensors",
-        "state.json",
-        "manifest.json",
-    }
+    assert names(path) == {"model.safetensors", "optimizer.safetensors", "state.json", "manifest.json"}
     state, facts = checkpoint.load(path)
-    assert bits(state) == bits(make_state(100))
+    assert bits(flat(state)) == bits(flat(make_state(100)))
     assert (facts.step, facts.samples, facts.elapsed_s) == (100, 800, 0.1)
     assert checkpoint.check(path) is None
 
 
 def test_the_manifest_holds_sizes_and_hashes_of_all_other_files(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
-    files = json.loads((path / "manifest.json").read_text())["files"]
+    files = read_json(path / "manifest.json")["files"]
     assert set(files) == {"model.safetensors", "optimizer.safetensors", "state.json"}
     for name, facts in files.items():
         assert facts == {"bytes": (path / name).stat().st_size, "sha256": checkpoint.sha256(path / name)}
 
 
 def test_newest_are_kept_and_listed_first(tmp_path: Path) -> None:
-    for step in (1, 2, 30, 100_000_000):
+    """By number, not by name."""
+    for step in (1, 2, 99_999_999, 100_000_000):
         save(tmp_path, step, keep=2)
-    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-100000000", "step-00000030"]
-    assert names(tmp_path) == {"step-100000000", "step-00000030", "latest"}
-
-
-def test_order_is_by_number_not_by_name(tmp_path: Path) -> None:
-    for step in (99_999_999, 100_000_000):
-        (tmp_path / f"step-{step:08d}").mkdir()
-    assert checkpoint.list_checkpoints(tmp_path)[0].name == "step-100000000"
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-100000000", "step-99999999"]
+    assert names(tmp_path) == {"step-100000000", "step-99999999", "latest"}
 
 
 def test_foreign_names_are_neither_listed_nor_removed(tmp_path: Path) -> None:
@@ -114,6 +99,10 @@ def test_left_overs_of_interrupted_saves_are_pruned(tmp_path: Path) -> None:
     assert not stale.exists()
 
 
+def fail(*_: object) -> None:
+    raise OSError(28, "No space left on device")
+
+
 @pytest.mark.parametrize("fails_at", ["first tensors", "second tensors", "manifest", "fsync", "rename"])
 def test_a_save_that_fails_leaves_the_old_ones_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
@@ -122,9 +111,6 @@ def test_a_save_that_fails_leaves_the_old_ones_and_nothing_else(
     before = tree(tmp_path)
     calls = {"save_file": 0}
     real_save, real_sha = checkpoint.save_file, checkpoint.sha256
-
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
 
     def save_some(tensors: object, path: Path) -> None:
         calls["save_file"] += 1
@@ -151,12 +137,8 @@ def test_saving_a_step_again_never_loses_the_first(tmp_path: Path, monkeypatch: 
     """The docstring's promise: after an OSError nothing under the final name has changed."""
     save(tmp_path, 1)
     before = tree(tmp_path)
-
-    def fail(*_: object) -> None:
-        raise OSError(5, "Input/output error")
-
     monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match="Input/output"):
+    with pytest.raises(OSError, match="No space left"):
         checkpoint.save(tmp_path, 1, make_state(2), FACTS, 9)
     assert tree(tmp_path) == before
 
@@ -164,7 +146,7 @@ def test_saving_a_step_again_never_loses_the_first(tmp_path: Path, monkeypatch: 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     save(tmp_path, 1)
     path = checkpoint.save(tmp_path, 1, make_state(5), FACTS, 9)
-    assert bits(checkpoint.load(path)[0]) == bits(make_state(5))
+    assert bits(flat(checkpoint.load(path)[0])) == bits(flat(make_state(5)))
     assert names(tmp_path) == {"step-00000001", "latest"}
 
 
@@ -193,9 +175,6 @@ def test_what_was_set_aside_goes_once_the_run_is_as_far_again(tmp_path: Path) ->
 def test_latest_that_cannot_be_written_is_no_failed_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(28, "No space left on device")
-
     monkeypatch.setattr(checkpoint.record, "write_text", fail)
     assert checkpoint.check(save(tmp_path, 1)) is None
 
@@ -292,50 +271,23 @@ def flip(path: Path) -> None:
     file.write_bytes(data)
 
 
-def no_manifest(path: Path) -> None:
-    (path / "manifest.json").unlink()
-
-
-def missing_file(path: Path) -> None:
-    (path / "state.json").unlink()
-
-
-def not_json(path: Path) -> None:
-    (path / "manifest.json").write_text('{"files": ')
-
-
-def binary(path: Path) -> None:
-    (path / "manifest.json").write_bytes(b"\xff\xfe\x00")
-
-
-def a_list(path: Path) -> None:
-    (path / "manifest.json").write_text("[1, 2]")
-
-
-def wrong_shape(path: Path) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["model.safetensors"] = 3
+def name_in_manifest(path: Path, name: str, entry: Any) -> None:
+    """`entry` for a file of a checkpoint; None: it is not named."""
+    manifest = read_json(path / "manifest.json")
+    manifest["files"] = {k: v for k, v in {**manifest["files"], name: entry}.items() if v is not None}
     (path / "manifest.json").write_text(json.dumps(manifest))
-
-
-def empty_manifest(path: Path) -> None:
-    (path / "manifest.json").write_text('{"version": 1, "files": {}}')
 
 
 def lacks_a_file(path: Path) -> None:
-    manifest = json.loads((path / "manifest.json").read_text())
-    del manifest["files"]["optimizer.safetensors"]
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    name_in_manifest(path, "optimizer.safetensors", None)
     (path / "optimizer.safetensors").unlink()
 
 
-def outside(path: Path) -> None:
-    """A manifest that points out of its directory at a file that verifies."""
+def points_outside(path: Path) -> None:
+    """At a file that verifies."""
     secret = path.parent.parent / "secret"
     secret.write_bytes(b"outside")
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"]["../../secret"] = {"bytes": 7, "sha256": checkpoint.sha256(secret)}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    name_in_manifest(path, "../../secret", {"bytes": 7, "sha256": checkpoint.sha256(secret)})
 
 
 def manifest_is_a_directory(path: Path) -> None:
@@ -343,25 +295,32 @@ def manifest_is_a_directory(path: Path) -> None:
     (path / "manifest.json").mkdir()
 
 
-DAMAGE: list[tuple[Callable[[Path], None], str]] = [
-    (truncate, "model.safetensors: .* bytes, manifest says"),
-    (flip, "optimizer.safetensors: SHA-256 differs"),
-    (no_manifest, "FileNotFoundError: .*manifest.json"),
-    (missing_file, "FileNotFoundError: .*state.json"),
-    (not_json, "JSONDecodeError"),
-    (binary, "UnicodeDecodeError"),
-    (a_list, "TypeError"),
-    (wrong_shape, "TypeError"),
-    (outside, "secret"),
-    (manifest_is_a_directory, "not a regular file"),
-    (empty_manifest, "does not name model.safetensors, optimizer.safetensors, state.json"),
-    (lacks_a_file, "does not name optimizer.safetensors"),
-]
+def manifest_of(text: bytes) -> Callable[[Path], object]:
+    return lambda path: (path / "manifest.json").write_bytes(text)
 
 
-@pytest.mark.parametrize(("damage", "message"), DAMAGE, ids=[d.__name__ for d, _ in DAMAGE])
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "truncated": (truncate, "model.safetensors: .* bytes, manifest says"),
+    "flipped": (flip, "optimizer.safetensors: SHA-256 differs"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "FileNotFoundError: .*manifest.json"),
+    "missing file": (lambda p: (p / "state.json").unlink(), "FileNotFoundError: .*state.json"),
+    "not JSON": (manifest_of(b'{"files": '), "JSONDecodeError"),
+    "binary": (manifest_of(b"\xff\xfe\x00"), "UnicodeDecodeError"),
+    "a list": (manifest_of(b"[1, 2]"), "TypeError"),
+    "a number for a file": (lambda p: name_in_manifest(p, "model.safetensors", 3), "TypeError"),
+    "outside": (points_outside, "secret"),
+    "manifest is a directory": (manifest_is_a_directory, "not a regular file"),
+    "empty manifest": (
+        manifest_of(b'{"version": 1, "files": {}}'),
+        "does not name model.safetensors, optimizer.safetensors, state.json",
+    ),
+    "lacks a file": (lacks_a_file, "does not name optimizer.safetensors"),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
 def test_a_broken_newest_is_passed_over_and_named(
-    tmp_path: Path, damage: Callable[[Path], None], message: str
+    tmp_path: Path, damage: Callable[[Path], object], message: str
 ) -> None:
     folder = tmp_path / "run" / "checkpoints"
     good = save(folder, 1)
@@ -424,14 +383,9 @@ class Bomb:
 def test_a_pickle_is_refused_and_not_executed(tmp_path: Path, writer: str) -> None:
     canary = tmp_path / "canary"
     path = save(tmp_path / "checkpoints", 1)
-    file = path / "model.safetensors"
-    if writer == "pickle":
-        file.write_bytes(pickle.dumps(Bomb(str(canary))))
-    else:
-        torch.save(Bomb(str(canary)), file)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][file.name] = {"bytes": file.stat().st_size, "sha256": checkpoint.sha256(file)}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    data = io.BytesIO()
+    {"pickle": pickle.dump, "torch": torch.save}[writer](Bomb(str(canary)), data)
+    rewrite(path, "model.safetensors", data.getvalue())
     assert checkpoint.check(path) is None  # its hashes are right: only the format can stop it
     with pytest.raises(ConfigError, match="not a checkpoint"):
         checkpoint.load(path)
@@ -453,11 +407,9 @@ def test_a_state_json_of_another_shape_is_a_configuration_error(tmp_path: Path, 
 
 def rewrite(path: Path, name: str, data: bytes) -> None:
     """Exchange a file of a checkpoint and make the manifest right: what one who knows the format can do."""
-    (path / name).unlink()
     (path / name).write_bytes(data)
-    manifest = json.loads((path / "manifest.json").read_text())
-    manifest["files"][name] = {"bytes": len(data), "sha256": checkpoint.sha256(path / name)}
-    (path / "manifest.json").write_text(json.dumps(manifest))
+    entry = {"bytes": len(data), "sha256": checkpoint.sha256(path / name)}
+    name_in_manifest(path, name, entry)
 
 
 BAD_FACTS: list[tuple[str, Any]] = [
@@ -489,7 +441,7 @@ BAD_FACTS: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("key", "value"), BAD_FACTS)
 def test_a_fact_of_another_type_or_range_is_named(tmp_path: Path, key: str, value: Any) -> None:
     path = save(tmp_path, 1)
-    facts = json.loads((path / "state.json").read_text())
+    facts = read_json(path / "state.json")
     rewrite(path, "state.json", json.dumps({**facts, key: value}).encode())
     assert checkpoint.check(path) is None  # its hash is right: only its content can stop it
     with pytest.raises(ConfigError, match=rf"state\.json: {key}") as caught:
@@ -501,7 +453,7 @@ def test_a_fact_of_another_type_or_range_is_named(tmp_path: Path, key: str, valu
 @pytest.mark.parametrize("key", ["step", *(k for k in FACTS if k != "scaler")])
 def test_a_fact_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
     path = save(tmp_path, 1)
-    facts = json.loads((path / "state.json").read_text())
+    facts = read_json(path / "state.json")
     del facts[key]
     rewrite(path, "state.json", json.dumps(facts).encode())
     with pytest.raises(ConfigError, match=rf"state\.json: {key}: Field required"):
@@ -570,9 +522,9 @@ def test_tensors_that_are_not_the_models_are_refused_by_name(
 
 
 SPECIAL: dict[str, Callable[[Path], None]] = {
-    "fifo": lambda file: os.mkfifo(file),
+    "fifo": os.mkfifo,
     "device": lambda file: file.symlink_to("/dev/zero"),
-    "directory": lambda file: file.mkdir(),
+    "directory": Path.mkdir,
 }
 
 
@@ -587,9 +539,8 @@ def test_what_is_no_regular_file_is_never_waited_for(tmp_path: Path, name: str, 
     (path / name).unlink()
     SPECIAL[what](path / name)
     if name != "manifest.json":
-        manifest = json.loads((path / "manifest.json").read_text())
-        manifest["files"][name]["bytes"] = (path / name).stat().st_size if size else 0
-        (path / "manifest.json").write_text(json.dumps(manifest))
+        entry = read_json(path / "manifest.json")["files"][name]
+        name_in_manifest(path, name, {**entry, "bytes": (path / name).stat().st_size if size else 0})
         with pytest.raises(ConfigError, match=rf"{name}: not a regular file"):
             checkpoint.load(path)
     assert f"{name}: not a regular file" in str(checkpoint.check(path))

@@ -22,11 +22,14 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bert_dp import record
-from bert_dp.config import BuildConfig, Config, ConfigError, read_manifest, resolve
+from bert_dp.config import BuildConfig, Config, ConfigError, read_manifest
 from bert_dp.config.manifest import Split
 from bert_dp.corpus import builder, dedup, encode, pipeline, shards, sources, tokenizer
+from bert_dp.corpus.builder import BuildRequest
+from bert_dp.corpus.pipeline import Progress
 from launcher.job import input_issues
 from tests.e2e.cli import open_to_others, umask
+from tests.helpers import make_config
 from tests.shards import edited_manifest, write_shards
 
 LENGTH, VOCAB = 16, 300
@@ -53,13 +56,27 @@ def write(path: Path, docs: list[str]) -> str:
     return str(path)
 
 
-def make(source: str | list[str], out: Path, *, seed: int = 0, **options: Any) -> dict[str, Any]:
-    keys = ("processes", "force", "tokenizer", "progress", "vocab_size")
-    rest = {k: options.pop(k) for k in keys if k in options}
-    rest = {"processes": 1, "tokenizer": None, "vocab_size": VOCAB, **rest}
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    return write(tmp_path / "a.txt", prose(100))
+
+
+@pytest.fixture
+def out(source: str, tmp_path: Path) -> Path:
+    """The shards of `source`."""
+    make(source, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def make(
+    source: str | list[str], out: Path, *, progress: Progress | None = None, **options: Any
+) -> dict[str, Any]:
+    """`options`: of the request, and of how text becomes shards."""
+    request = {k: options.pop(k) for k in BuildRequest.model_fields.keys() & options.keys()}
+    request = {"processes": 1, "vocab_size": VOCAB, "sequence_length": LENGTH, **request}
     items = [source] if isinstance(source, str) else source
-    build_options = BuildConfig(**{**PLAIN, **options})
-    built = builder.build(items, out, options=build_options, sequence_length=LENGTH, seed=seed, **rest)
+    how = BuildConfig(**{**PLAIN, **options})
+    built = builder.build(BuildRequest(sources=items, out=str(out), options=how, **request), progress)
     return built.model_dump()
 
 
@@ -404,8 +421,8 @@ def test_too_little_text_tells_the_counts(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir() if p.is_dir()] == []
 
 
-def test_existing_output_is_kept_refused_or_replaced(tmp_path: Path) -> None:
-    source, out = write(tmp_path / "a.txt", prose(100)), tmp_path / "out put ü"
+def test_existing_output_is_kept_refused_or_replaced(source: str, tmp_path: Path) -> None:
+    out = tmp_path / "out put ü"
     first = make(source, out)
     before = (out / "manifest.json").stat().st_mtime_ns
     said: list[str] = []
@@ -424,39 +441,38 @@ def test_existing_output_is_kept_refused_or_replaced(tmp_path: Path) -> None:
     assert not list(tmp_path.glob(".*building*"))
 
 
-def test_damage_is_found(tmp_path: Path) -> None:
-    make(write(tmp_path / "a.txt", prose(100)), tmp_path / "out")
-    shard, manifest = tmp_path / "out/train-00000.bin", tmp_path / "out/manifest.json"
+def test_damage_is_found(out: Path) -> None:
+    shard, manifest = out / "train-00000.bin", out / "manifest.json"
     data = shard.read_bytes()
     shard.write_bytes(data[:-2] + b"\xff\xff")
-    assert read_manifest(tmp_path / "out")
-    problems = shards.verify(tmp_path / "out")
-    assert any("SHA-256" in p for p in problems)
-    assert any("token id 65535" in p for p in problems)
+    assert read_manifest(out)
+    problems = "\n".join(shards.verify(out))
+    assert "SHA-256" in problems
+    assert "token id 65535" in problems
     shard.write_bytes(data[:-2])
-    with pytest.raises(
-        ConfigError, match=rf"train-00000.bin: expected {len(data)} bytes, found {len(data) - 2}"
-    ):
-        read_manifest(tmp_path / "out")
+    sizes = rf"train-00000.bin: expected {len(data)} bytes, found {len(data) - 2}"
+    with pytest.raises(ConfigError, match=sizes):
+        read_manifest(out)
     shard.unlink()
     with pytest.raises(ConfigError, match="no such file"):
-        read_manifest(tmp_path / "out")
+        read_manifest(out)
     shard.write_bytes(data)
-    (tmp_path / "out/tokenizer.json").write_text("{}")
+    (out / "tokenizer.json").write_text("{}")
     with pytest.raises(
         ConfigError, match=r"tokenizer\.json: expected SHA-256 \w{16}, found 44136fa355b3678a"
     ):
-        read_manifest(tmp_path / "out")
+        read_manifest(out)
     text = manifest.read_text()
-    manifest.write_text(text.replace('"num_special": 7', '"num_special": 8'))
-    with pytest.raises(ConfigError, match="edited or torn"):
-        read_manifest(tmp_path / "out")
-    manifest.write_text(text.replace('"version": 1', '"version": 2'))
-    with pytest.raises(ConfigError, match="version 1, found"):
-        read_manifest(tmp_path / "out")
+    for old, new, message in (
+        ('"num_special": 7', '"num_special": 8', "edited or torn"),
+        ('"version": 1', '"version": 2', "version 1, found"),
+    ):
+        manifest.write_text(text.replace(old, new))
+        with pytest.raises(ConfigError, match=message):
+            read_manifest(out)
     manifest.unlink()
     with pytest.raises(ConfigError, match="no manifest"):
-        read_manifest(tmp_path / "out")
+        read_manifest(out)
 
 
 @given(st.lists(st.binary(max_size=40), max_size=9))
@@ -490,31 +506,19 @@ def test_a_changed_block_is_found_at_the_start_with_both_hashes(
     assert "train-00000.bin: the block at byte 64 has SHA-256" in problem
 
 
-def test_a_manifest_without_block_hashes_still_counts(tmp_path: Path) -> None:
-    make(write(tmp_path / "a.txt", prose(100)), tmp_path / "out")
-    with edited_manifest(tmp_path / "out") as edited:
+def test_a_manifest_without_block_hashes_still_counts(out: Path) -> None:
+    with edited_manifest(out) as edited:
         for shard in (*edited["train"]["shards"], *edited["held_out"]["shards"]):
             del shard["blocks"], shard["block_bytes"], shard["greatest_id"]
-    manifest = read_manifest(tmp_path / "out")
-    assert shards.check_blocks(tmp_path / "out", manifest) == []
-    file = tmp_path / "out/train-00000.bin"
+    manifest = read_manifest(out)
+    assert shards.check_blocks(out, manifest) == []
+    file = out / "train-00000.bin"
     file.write_bytes(bytes(file.stat().st_size))
-    assert len(shards.check_blocks(tmp_path / "out", manifest)) == 1
+    assert len(shards.check_blocks(out, manifest)) == 1
 
 
-def test_a_damaged_cache_is_built_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
-    settings = config(write(tmp_path / "a.txt", prose(100)))
-    file = builder.ensure(settings) / "train-00000.bin"
-    good = file.read_bytes()
-    file.write_bytes(bytes(len(good)))
-    builder.ensure(settings)
-    assert file.read_bytes() == good
-
-
-def test_inspect(tmp_path: Path) -> None:
-    make(write(tmp_path / "a.txt", prose(100)), tmp_path / "out")
-    facts = shards.inspect(tmp_path / "out")
+def test_inspect(out: Path) -> None:
+    facts = shards.inspect(out)
     json.dumps(facts)
     assert facts["problems"] == []
     assert len(facts["samples"]) == 3
@@ -534,19 +538,22 @@ def test_a_big_sample_is_bounded_and_deterministic(monkeypatch: pytest.MonkeyPat
 
 def config(source: str, **extra: Any) -> Config:
     data = {"sources": [source], "sequence_length": LENGTH, "build": PLAIN, **extra}
-    return resolve([{"data": data, "model": {"vocab_size": VOCAB}, "schedule": {"steps": 1}}])
+    return make_config(data=data, model={"vocab_size": VOCAB})
 
 
-def test_ensure_builds_once_and_follows_the_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ensure_builds_once_and_follows_the_source(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
-    source = write(tmp_path / "a.txt", prose(100))
     first = builder.ensure(config(source))
     assert first == builder.cache_dir(config(source))
     stamp = (first / "manifest.json").stat().st_mtime_ns
     assert builder.ensure(config(source)) == first
     assert (first / "manifest.json").stat().st_mtime_ns == stamp
-    (first / "train-00000.bin").write_bytes(b"")  # damaged: made again
-    assert shards.verify(builder.ensure(config(source))) == []
+    good = (first / "train-00000.bin").read_bytes()
+    for damaged in (b"", bytes(len(good))):
+        (first / "train-00000.bin").write_bytes(damaged)
+        assert shards.verify(builder.ensure(config(source))) == []  # made again
     write(tmp_path / "a.txt", prose(101))
     assert builder.ensure(config(source)) != first
     assert builder.ensure(config(source, build={**PLAIN, "dedup": "none"})).parent == first.parent
@@ -568,10 +575,9 @@ def test_the_cache_follows_every_setting_that_the_shards_depend_on(tmp_path: Pat
     assert len({builder.cache_dir(c) for c in (mine, *others)}) == 1 + len(others)
 
 
-def test_ensure_with_a_given_path(tmp_path: Path) -> None:
-    make(write(tmp_path / "a.txt", prose(100)), tmp_path / "out")
-    given = {"path": str(tmp_path / "out"), "sources": None}
-    assert builder.ensure(config("", **given)) == tmp_path / "out"
+def test_ensure_with_a_given_path(out: Path, tmp_path: Path) -> None:
+    given = {"path": str(out), "sources": None}
+    assert builder.ensure(config("", **given)) == out
     with pytest.raises(ConfigError, match="no manifest"):
         builder.ensure(config("", **{**given, "path": str(tmp_path)}))
     with pytest.raises(ConfigError, match=r"data\.sequence_length"):

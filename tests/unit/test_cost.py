@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from bert_dp.config import Config, ModelConfig, resolve
+from bert_dp.config import ModelConfig
 from bert_dp.cost import (
     GIB,
     PEAK_FLOPS,
@@ -19,12 +19,9 @@ from bert_dp.cost import (
     peak_flops,
 )
 from bert_dp.model import build_model
+from tests.helpers import make_config
 
 TINY = {"vocab_size": 40, "hidden_size": 16, "num_layers": 3, "num_heads": 2, "intermediate_size": 20}
-
-
-def config(**overrides: object) -> Config:
-    return resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 1}}, overrides])
 
 
 def test_crammed_bert_reference_values() -> None:
@@ -112,44 +109,24 @@ def test_flops_follow_the_masked_count_not_the_rate() -> None:
         ("AMD Instinct MI300X", "bf16", None),
         ("NVIDIA GeForce RTX 4090", "bf16", None),
         ("NVIDIA RTX 6000 Ada Generation", "bf16", None),
+        # names that only begin like a known one
+        ("NVIDIA L40", "fp16", None),  # 181 TFLOP/s, not the L4's 121
+        ("NVIDIA T400", "fp16", None),
+        ("NVIDIA RTX A4000", "fp16", None),
+        ("NVIDIA A400", "fp16", None),
+        ("Quadro T4000", "fp16", None),
+        ("NVIDIA V100", "bf16", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16", None),  # a slice of a device
     ],
 )
 def test_peak_of_a_device(name: str, precision: str, peak: float | None) -> None:
     assert peak_flops(name, precision) == peak
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "NVIDIA L40",  # 181 TFLOP/s, not the L4's 121
-        "NVIDIA T400",
-        "NVIDIA RTX A4000",
-        "NVIDIA A400",
-        "Quadro T4000",
-    ],
-)
-def test_a_device_whose_name_only_begins_like_a_known_one_has_no_peak(name: str) -> None:
-    assert peak_flops(name, "fp16") is None
-
-
 def test_every_entry_is_reached_by_its_own_name() -> None:
     for name, peaks in PEAK_FLOPS:
         for precision, value in peaks.items():
             assert peak_flops(f"NVIDIA {name}", precision) == value, name
-
-
-def test_memory_parts_scale_as_they_must() -> None:
-    small, twice = config(batch={"micro_size": 8}), config(batch={"micro_size": 16})
-    parts, more = memory_estimate_gib(small, "fp32"), memory_estimate_gib(twice, "fp32")
-    assert parts["weights"] == parts["gradients"] == num_parameters(small.model, 128) * 4 / GIB
-    assert parts["optimizer"] == 2 * parts["weights"]
-    for name in ("activations", "logits"):
-        assert more[name] == pytest.approx(2 * parts[name])
-    assert memory_estimate_gib(small, "fp64")["weights"] == 2 * parts["weights"]
-    mixed = memory_estimate_gib(small, "bf16")
-    assert mixed["weights"] == parts["weights"]
-    assert mixed["autocast weights"] == parts["weights"] / 2
-    assert mixed["activations"] < parts["activations"]
 
 
 # --- memory by hand
@@ -169,7 +146,7 @@ def memory(
         "parallel": parallel or {},
         **more,
     }
-    parts = memory_estimate_gib(config(**settings), precision, world)
+    parts = memory_estimate_gib(make_config(**settings), precision, world)
     return {name: round(size * GIB) for name, size in parts.items()}
 
 
@@ -233,6 +210,11 @@ def test_activations_of_a_micro_batch(precision: str, wide: int, narrow: int) ->
 
 
 def test_autocast_keeps_narrow_copies_of_the_weights() -> None:
+    assert [memory(precision=p)["weights"] for p in ("fp32", "fp64", "bf16")] == [
+        4 * TOTAL,
+        8 * TOTAL,
+        4 * TOTAL,
+    ]
     assert memory(precision="bf16")["autocast weights"] == 2 * TOTAL
     assert memory({"engine": "ddp", "tensor": 2}, 2, "fp16")["autocast weights"] == 2 * HALF
     assert "autocast weights" not in memory()
@@ -246,9 +228,3 @@ def test_flops_by_hand() -> None:
     assert flops_per_token(model, S, 0.25) == 6 * LINEAR + 12 * L * S * H + 6 * H * V * 6 / 24
     dense = ModelConfig(**TINY, head="dense")  # type: ignore[arg-type]
     assert flops_per_token(dense, S, 0.5) == 6 * LINEAR + 12 * L * S * H + 6 * H * (V + H) * 12 / 24
-
-
-def test_a_slice_of_a_device_has_no_peak() -> None:
-    assert peak_flops("NVIDIA H100 80GB HBM3 MIG 1g.10gb", "bf16") is None
-    assert peak_flops("NVIDIA V100", "bf16") is None
-    assert peak_flops("some device", "bf16") is None

@@ -17,6 +17,7 @@ import pytest
 
 from bert_dp.record import HeldDirectory
 from launcher.run import processes, reaper
+from launcher.watch.heartbeats import Hang
 
 STUBBORN = """
 import signal, sys, time
@@ -126,6 +127,22 @@ def test_ranks_that_outlive_a_failed_one_are_ended_soon(
     assert (ended.exit_code, ended.failure.headline()) == (1, "rank 1: ValueError: no")
     assert processes.KILL_AFTER_FAILURE_S < clock.now < 2 * processes.KILL_AFTER_FAILURE_S
     assert not (tmp_path / "signals").exists()
+
+
+def test_a_run_that_stands_still_while_it_is_to_stop_is_ended_for_that(
+    tmp_path: Path, directory: HeldDirectory, clock: Clock
+) -> None:
+    class Impatience(Patience):
+        def poll(self, workers: object) -> Any:
+            told = (tmp_path / "signals").exists()
+            return Hang(0, "it stands still", "x.py:1", tmp_path / "log", ()) if told else None
+
+    watch: Any = Impatience()
+    clock.waits_for = tmp_path / "signals"
+    ended = processes.run(directory, 1, "none", once_ready(stop), grace_s=100.0, watch=watch)
+    assert ended.failure is not None
+    assert ended.failure.headline() == "rank 0: it stands still"
+    assert clock.now < 50
 
 
 def test_what_an_earlier_start_said_is_not_this_ones(

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp import record
-from bert_dp.config import BuildConfig, Config, ConfigError, Section
+from bert_dp.config import Config, ConfigError, Section
 from bert_dp.corpus import builder, sources
 from tests.e2e.cli import here, refused
 
@@ -302,14 +302,7 @@ def test_a_hostile_number_of_processes(count: str) -> None:
 def test_a_file_with_the_name_of_a_lock_keeps_its_content(tmp_path: Path) -> None:
     (tmp_path / ".out.lock").write_text("mine")
     (tmp_path / "empty.txt").write_text("")
-    options = BuildConfig()
+    request = builder.BuildRequest(sources=[str(tmp_path / "empty.txt")], out=str(tmp_path / "out"))
     with pytest.raises(ConfigError, match="no text"):
-        builder.build(
-            [str(tmp_path / "empty.txt")],
-            tmp_path / "out",
-            options=options,
-            vocab_size=300,
-            sequence_length=16,
-            tokenizer=None,
-        )
+        builder.build(request)
     assert (tmp_path / ".out.lock").read_text() == "mine"

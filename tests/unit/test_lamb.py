@@ -16,9 +16,10 @@ from torch import Tensor, nn
 
 from bert_dp.config import OptimConfig
 from bert_dp.lamb import Lamb
-from bert_dp.optim import make_optimizer, set_lr
+from bert_dp.optim import make_optimizer
 from bert_dp.trainable import Model
-from tests.unit.snapshot import snapshot
+from tests.tensors import assert_near, with_moments
+from tests.unit.test_optimizers import parameters_of, take_step
 
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-6, 0.01
 DECAYED = {"wide": (6, 11), "tall": (13, 4)}
@@ -55,10 +56,6 @@ def rate(step: int) -> float:
     return 0.02 * min(step + 1, 40 - step) / 10
 
 
-def parameters_of(weights: dict[str, Tensor]) -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(w.clone()) for name, w in weights.items()}
-
-
 def groups(parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
     return [
         {"params": [parameters[name] for name in DECAYED], "weight_decay": DECAY},
@@ -68,15 +65,6 @@ def groups(parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
 
 def make_lamb(parameters: dict[str, nn.Parameter], *, compiled: bool = False) -> Lamb:
     return Lamb(groups(parameters), lr=0.0, betas=BETAS, eps=EPS, compiled=compiled)
-
-
-def take_step(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], grads: dict[str, Tensor], lr: float
-) -> None:
-    set_lr(optimizer, lr)
-    for name, parameter in parameters.items():
-        parameter.grad = grads[name].clone()
-    optimizer.step()
 
 
 def train(
@@ -90,13 +78,6 @@ def train(
         take_step(optimizer, parameters, grads, rate(step))
         out.append({name: p.detach().clone() for name, p in parameters.items()})
     return out
-
-
-def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, at: Any) -> None:
-    """Relative to the largest element of each tensor."""
-    for name, value in expected.items():
-        error = float((actual[name].detach() - value).abs().max() / value.abs().max())
-        assert error <= tolerance, f"{name} at {at}: {error:.1e}"
 
 
 class Reference:
@@ -141,7 +122,7 @@ def test_thirty_steps_are_timms(scale: float) -> None:
     theirs = timms_lamb()
     expected = train(lambda p: theirs(groups(p), lr=0.0, betas=BETAS, eps=EPS, max_grad_norm=None), scale)
     for step, (a, b) in enumerate(zip(train(make_lamb, scale), expected, strict=True)):
-        assert_same(a, b, 1e-12, step)
+        assert_near(a, b, 1e-12, step)
 
 
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
@@ -153,7 +134,7 @@ def test_thirty_steps_are_the_rule_written_by_hand(scale: float) -> None:
     for step, (ours, grads) in enumerate(zip(train(make_lamb, scale), gradients(30), strict=True)):
         for name, reference in references.items():
             reference.step(grads[name].numpy(), rate(step))
-        assert_same(ours, {n: torch.from_numpy(r.w) for n, r in references.items()}, 1e-12, step)
+        assert_near(ours, {n: torch.from_numpy(r.w) for n, r in references.items()}, 1e-12, step)
     moved = {name: float((ours[name] - start[name]).norm() / start[name].norm()) for name in start}
     assert min(moved.values()) > 1e-3, moved  # far beyond the tolerance
 
@@ -189,58 +170,6 @@ def test_an_update_of_norm_zero_moves_nothing() -> None:
     parameter.grad = torch.zeros(4, dtype=torch.float64)
     optimizer.step()  # the squares of the update underflow
     assert torch.equal(parameter, torch.ones(4, dtype=torch.float64))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("skipped", [0, 3])
-def test_a_skipped_step_leaves_everything_bit_for_bit(skipped: int, dtype: torch.dtype) -> None:
-    weights = {name: w.to(dtype) for name, w in starting_weights(0.02).items()}
-    steps = [{name: g.to(dtype) for name, g in grads.items()} for grads in gradients(6)]
-    results = []
-    for with_bad_step in (True, False):
-        parameters = parameters_of(weights)
-        optimizer = make_lamb(parameters)
-        for step, grads in enumerate(steps):
-            if with_bad_step and step == skipped:
-                before = snapshot(optimizer, parameters)
-                optimizer.found_inf = torch.tensor(1.0)
-                bad = {name: g.clone() for name, g in grads.items()}
-                bad["wide"][0, 0], bad["tall"][1, 1], bad["bias"][0] = torch.nan, torch.inf, -torch.inf
-                take_step(optimizer, parameters, bad, 0.5)
-                after = snapshot(optimizer, parameters)
-                assert {key: after[key] for key in before} == before
-                assert all(not any(after[key]) for key in after.keys() - before.keys())  # made as zeros
-                assert skipped or len(after) > len(before)
-            optimizer.found_inf = torch.tensor(0.0)
-            take_step(optimizer, parameters, grads, rate(step))
-        assert {float(state["step"]) for state in optimizer.state.values()} == {6.0}
-        results.append(snapshot(optimizer, parameters))
-    assert results[0] == results[1]
-
-
-def test_gradients_are_divided_by_grad_scale() -> None:
-    grads = gradients(5)
-    results = []
-    for scale in (1.0, 8.0):
-        parameters = parameters_of(starting_weights(0.02))
-        optimizer = make_lamb(parameters)
-        optimizer.grad_scale = torch.tensor(scale)
-        for step in range(5):
-            take_step(optimizer, parameters, {n: g * scale for n, g in grads[step].items()}, rate(step))
-        results.append(snapshot(optimizer, parameters))
-    assert results[0] == results[1]  # a power of two rounds nothing
-
-
-def test_parameters_without_a_gradient_stay_as_they_are() -> None:
-    parameters = parameters_of(starting_weights(0.02))
-    optimizer = make_lamb(parameters)
-    set_lr(optimizer, 0.1)
-    optimizer.step()
-    parameters["wide"].grad = gradients(1)[0]["wide"]
-    optimizer.step()
-    start = starting_weights(0.02)
-    assert {name for name, p in parameters.items() if not torch.equal(p, start[name])} == {"wide"}
-    assert set(optimizer.state) == {parameters["wide"]}
 
 
 def half_of(tensors: dict[str, Tensor], side: int) -> dict[str, Tensor]:
@@ -290,7 +219,7 @@ def test_two_optimizers_of_halves_are_one_of_whole_tensors() -> None:
         thread.join()
     assert not failures, failures
     together = {name: torch.cat([halves[0][name], halves[1][name]]) for name in SHAPES}
-    assert_same(together, train(make_lamb, 0.02, steps=10)[-1], 1e-12, "the end")
+    assert_near(together, train(make_lamb, 0.02, steps=10)[-1], 1e-12, "the end")
     assert exchange.shapes == [torch.Size((2, len(SHAPES)))] * 20  # one exchange a step for all tensors
 
 
@@ -322,12 +251,7 @@ def test_the_compiled_form_is_the_eager_one() -> None:
                 grads["tall"][0, 0] = torch.nan
             take_step(optimizer, parameters, grads, rate(step))
             frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        state = {
-            f"{name}/{key}": value
-            for name, p in parameters.items()
-            for key, value in optimizer.state[p].items()
-        }
-        results.append({**{name: p.detach() for name, p in parameters.items()}, **state})
-    assert_same(results[1], results[0], 1e-12, "the end")
+        results.append(with_moments(optimizer, parameters.items()))
+    assert_near(results[1], results[0], 1e-12, "the end")
     assert frames[9] == 0
     assert frames[10] == frames[19] == 4  # moments and descent of either group

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp import metrics, summary
-from bert_dp.config import batch_layout, resolve
+from bert_dp.config import batch_layout
 from bert_dp.data import Batch, random_batch
 from bert_dp.dist import Comm, SharedClock
 from bert_dp.lines import LostWrites, Records
@@ -30,6 +30,7 @@ from bert_dp.train_state import TrainState
 from bert_dp.trainable import Model
 from bert_dp.trainer import RunResult, evaluate, train
 from bert_dp.world import World
+from tests.helpers import make_config
 
 CPU = torch.device("cpu")
 LONE = World(0, 0, 1, 1)
@@ -40,12 +41,11 @@ FP32 = Precision("fp32", torch.float32, None)
 def config(**sections: Any) -> Any:
     model = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
     base = {
-        "data": {"sources": ["builtin"], "sequence_length": LENGTH},
-        "schedule": {"steps": 4},
+        "data": {"sequence_length": LENGTH},
         "batch": {"global_size": 4, "micro_size": 2},
         "model": {**model, "intermediate_size": 16, "dropout": 0.5},
     }
-    return resolve([base, sections])
+    return make_config(**base | sections)
 
 
 def batches(count: int) -> list[Batch]:

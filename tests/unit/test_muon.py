@@ -8,57 +8,31 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from bert_dp import muon
 from bert_dp.config import OptimConfig, load_config
 from bert_dp.model import CrammedBert
 from bert_dp.muon import Muon, orthogonalize
-from bert_dp.optim import make_optimizer, set_lr
-from tests.unit.snapshot import snapshot
+from bert_dp.optim import make_optimizer
+from tests.unit.test_optimizers import parameters_of, random_tensors, rate, take_step
 
 MOMENTUM, BETAS, EPS, DECAY = 0.9, (0.8, 0.95), 1e-6, 0.1
-MATRICES = {"wide": (6, 17), "tall": (19, 5), "square": (8, 8)}
-REST = {"embedding": (12, 4), "norm": (9,)}  # the first with decay
-SHAPES = MATRICES | REST
+MATRICES = ("wide", "tall", "square")
+REST = ("embedding", "norm", "bias")  # the first with decay
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
-
-
-def random_tensors(seed: int, scale: float = 1.0) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        name: scale * torch.randn(shape, generator=generator, dtype=torch.float64)
-        for name, shape in SHAPES.items()
-    }
-
-
-def parameters_of(weights: dict[str, Tensor]) -> dict[str, nn.Parameter]:
-    return {name: nn.Parameter(w.clone()) for name, w in weights.items()}
 
 
 def groups(parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
     return [
         {"params": [parameters["embedding"]], "weight_decay": DECAY},
-        {"params": [parameters["norm"]], "weight_decay": 0.0},
+        {"params": [parameters["norm"], parameters["bias"]], "weight_decay": 0.0},
         {"params": [parameters[name] for name in MATRICES], "weight_decay": DECAY, "matrix": True},
     ]
 
 
 def make_muon(parameters: dict[str, nn.Parameter]) -> Muon:
     return Muon(groups(parameters), lr=0.0, momentum=MOMENTUM, betas=BETAS, eps=EPS)
-
-
-def take_step(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter], grads: dict[str, Tensor], lr: float
-) -> None:
-    set_lr(optimizer, lr)
-    for name, parameter in parameters.items():
-        parameter.grad = grads[name].to(parameter.dtype).clone()
-    optimizer.step()
-
-
-def rate(step: int) -> float:
-    return 0.01 * (1 + step % 4)
 
 
 def through_singular_values(matrix: np.ndarray) -> np.ndarray:
@@ -206,7 +180,7 @@ def test_the_rest_is_torchs_fused_adamw_bit_for_bit(dtype: torch.dtype) -> None:
     adamw = torch.optim.AdamW(
         [
             {"params": [theirs["embedding"]], "weight_decay": DECAY},
-            {"params": [theirs["norm"]], "weight_decay": 0.0},
+            {"params": [theirs["norm"], theirs["bias"]], "weight_decay": 0.0},
         ],
         lr=0.0,
         betas=BETAS,
@@ -225,59 +199,6 @@ def test_the_rest_is_torchs_fused_adamw_bit_for_bit(dtype: torch.dtype) -> None:
             for key, value in adamw.state[parameter].items():
                 assert torch.equal(own.state[ours[name]][key], value), (step, name, key)
         assert own.state[ours["norm"]].keys() == adamw.state[theirs["norm"]].keys()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("skipped", [0, 3])
-def test_a_skipped_step_leaves_everything_bit_for_bit(skipped: int, dtype: torch.dtype) -> None:
-    start = {name: w.to(dtype) for name, w in random_tensors(0, 0.02).items()}
-    results = []
-    for with_bad_step in (True, False):
-        parameters = parameters_of(start)
-        optimizer = make_muon(parameters)
-        for step in range(6):
-            grads = random_tensors(step + 1)
-            if with_bad_step and step == skipped:
-                before = snapshot(optimizer, parameters)
-                optimizer.found_inf = torch.tensor(1.0)
-                bad = {name: g.clone() for name, g in grads.items()}
-                bad["wide"][0, 0], bad["tall"][1, 1], bad["norm"][0] = torch.nan, torch.inf, torch.nan
-                take_step(optimizer, parameters, bad, 0.5)
-                after = snapshot(optimizer, parameters)
-                assert {key: after[key] for key in before} == before
-                assert all(not any(after[key]) for key in after.keys() - before.keys())  # made as zeros
-            optimizer.found_inf = torch.tensor(0.0)
-            take_step(optimizer, parameters, grads, rate(step))
-        results.append(snapshot(optimizer, parameters))
-    assert results[0] == results[1]
-
-
-def test_gradients_are_divided_by_grad_scale() -> None:
-    """Seen in the momentum: the update itself has no memory of the gradient's size."""
-    results = []
-    for scale in (1.0, 8.0):
-        parameters = parameters_of(random_tensors(0, 0.02))
-        optimizer = make_muon(parameters)
-        optimizer.grad_scale = torch.tensor(scale)
-        for step in range(5):
-            grads = {name: g * scale for name, g in random_tensors(step + 1).items()}
-            take_step(optimizer, parameters, grads, rate(step))
-        results.append(snapshot(optimizer, parameters))
-    assert results[0] == results[1]  # a power of two rounds nothing
-
-
-def test_parameters_without_a_gradient_stay_as_they_are() -> None:
-    parameters = parameters_of(random_tensors(0, 0.02))
-    optimizer = make_muon(parameters)
-    set_lr(optimizer, 0.1)
-    optimizer.step()
-    for name in ("wide", "norm"):
-        parameters[name].grad = random_tensors(1)[name]
-    optimizer.step()
-    start = random_tensors(0, 0.02)
-    moved = {name for name, p in parameters.items() if not torch.equal(p, start[name])}
-    assert moved == {"wide", "norm"}
-    assert set(optimizer.state) == {parameters["wide"], parameters["norm"]}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)

@@ -18,8 +18,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_dp.config import ConfigError, batch_layout, resolve
-from bert_dp.noise import estimate, of_run
+from bert_dp.config import batch_layout
+from bert_dp.noise import estimate
+from tests.helpers import issues_of, make_config, read_lines
 from tests.parity.runs import settings, state, summary, train_runs, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
@@ -75,17 +76,6 @@ def test_without_a_gradient_or_with_ten_steps_there_is_no_figure(
                 assert (found.verdict, found.noise_scale, found.interval) == ("inconclusive", None, None)
                 assert why in (found.why or "")
     assert shown <= 1
-
-
-def test_by_hand() -> None:
-    """|G|^2 = 3, tr = 20 at every step: b = 2 gives 13, B = 10 gives 5, B = 5 gives 7."""
-    found = estimate([13.0] * 60, [5.0] * 30 + [7.0] * 30, 2, [10] * 30 + [5] * 30)
-    assert found.noise_scale == pytest.approx(20 / 3)
-    assert (found.grad_sq, found.trace) == (pytest.approx(3), pytest.approx(20))
-    assert found.interval == pytest.approx((20 / 3, 20 / 3))
-    assert estimate([5.0] * 60, [5.0] * 60, 2, 10).why == "tr(Sigma) is not above 0 at 99.9 % over 60 steps"
-    with pytest.raises(ValueError, match="below"):
-        estimate([1.0] * 60, [1.0] * 60, 4, 4)
 
 
 # --- engines
@@ -183,9 +173,9 @@ class FakeBatch:
         return self
 
 
-def measure(cases: Sequence[Case], out: str | None = None) -> list[list[dict[str, Any]]]:
-    """The lines of noise.jsonl of each case, by train_step on the real engine; the weights stand still. The
-    step before the first and the one after the last are as a dry run and a skipped one."""
+def measure(cases: Sequence[Case], out: str) -> None:
+    """Write the lines of noise.jsonl of each case, by train_step on the real engine; the weights stand
+    still. The step before the first and the one after the last are as a dry run and a skipped one."""
     from bert_dp import dist, optim
     from bert_dp.metrics import Timers
     from bert_dp.parallel import make_engine
@@ -199,16 +189,10 @@ def measure(cases: Sequence[Case], out: str | None = None) -> list[list[dict[str
     found = []
     for case in cases:
         parallel = {"engine": case.engine, "bucket_mib": 1e-4, **dict(case.parallel)}
-        config = resolve(
-            [
-                {
-                    "data": {"sources": ["builtin"]},
-                    "schedule": {"steps": 1},
-                    "log": {"noise_scale": True},
-                    "batch": {"micro_size": case.micro, "global_size": case.batches[1]},
-                    "parallel": parallel,
-                }
-            ]
+        config = make_config(
+            log={"noise_scale": True},
+            batch={"micro_size": case.micro, "global_size": case.batches[1]},
+            parallel=parallel,
         )
         engine: Any = make_engine(case.engine, config, world, cpu, precision=case.precision, run_dir=Path())
         model, optimizer = engine.prepare(
@@ -235,9 +219,8 @@ def measure(cases: Sequence[Case], out: str | None = None) -> list[list[dict[str
                 engine.norm_pairs.clear()
         found.append(engine.norm_pairs.drain(comm, case.steps + 1))
     dist.disconnect()
-    if out is not None and world.rank == 0:
+    if world.rank == 0:
         Path(out).write_text(json.dumps(found))
-    return found
 
 
 LONG = 60
@@ -274,14 +257,9 @@ NARROW: Any = {"parallel": (("reduce_dtype", "bf16"),)}
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_norms_are_those_of_the_samples(ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_are_those_of_the_samples(ranks: int, tmp_path: Path) -> None:
     """And the estimate is that of the closed form."""
-    if ranks == 1:
-        monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-        monkeypatch.delenv("BERT_DP_INIT_FILE", raising=False)
-        measure(cases_of(1), str(tmp_path / "found"))
-    else:
-        run_ranks(ranks, measure, cases_of(ranks), str(tmp_path / "found"))
+    run_ranks(ranks, measure, cases_of(ranks), str(tmp_path / "found"))
     found = json.loads((tmp_path / "found").read_text())
     for case, lines in zip(cases_of(ranks), found, strict=True):
         small, big = case.batches
@@ -330,20 +308,13 @@ def test_norms_are_those_of_the_samples(ranks: int, tmp_path: Path, monkeypatch:
 def test_what_cannot_be_measured_is_refused(
     ranks: int, parallel: dict[str, Any], batch: dict[str, int], needle: str | None
 ) -> None:
-    sections = {
-        "data": {"sources": ["builtin"]},
-        "schedule": {"steps": 1},
-        "parallel": parallel,
-        "batch": {"global_size": 8, "micro_size": 2, **batch},
-    }
-    batch_layout(resolve([sections]), ranks)
-    config = resolve([{**sections, "log": {"noise_scale": True}}])
+    sections: dict[str, Any] = {"parallel": parallel, "batch": {"global_size": 8, "micro_size": 2, **batch}}
+    batch_layout(make_config(**sections), ranks)
+    config = make_config(**sections, log={"noise_scale": True})
     if needle is None:
         batch_layout(config, ranks)
         return
-    with pytest.raises(ConfigError) as caught:
-        batch_layout(config, ranks)
-    (line,) = caught.value.issues
+    (line,) = issues_of(batch_layout, config, ranks)
     assert line.startswith("log.noise_scale: true, ")
     assert needle in line
     assert line.endswith("or log.noise_scale: false")
@@ -355,13 +326,9 @@ def test_what_cannot_be_measured_is_refused(
 STEPS, SAVED = 60, 40
 
 
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def column(run_dir: Path, name: str) -> list[float]:
     """Of every step; a batch stands once for each."""
-    lines = lines_of(run_dir / "noise.jsonl")
+    lines = read_lines(run_dir / "noise.jsonl")
     return [
         v for e in lines for v in (e[name] if isinstance(e[name], list) else [e[name]] * len(e["big_sq"]))
     ]
@@ -411,7 +378,7 @@ def test_weights_are_bit_identical_with_it_on_and_off(runs: Path, ranks: int) ->
 def test_a_line_holds_the_steps_of_one_batch_and_the_summary_their_estimate(runs: Path, ranks: int) -> None:
     """The ramp leaves batch 4 after step 15; the dry run's step is none of them."""
     run = runs / f"on-{ranks}"
-    lines = lines_of(run / "noise.jsonl")
+    lines = read_lines(run / "noise.jsonl")
     assert [line["step"] for line in lines] == [7, 14, 15, 21, 28, 35, 42, 49, 56, 60]
     assert [len(line["small_sq"]) for line in lines] == [7, 7, 1, 6, 7, 7, 7, 7, 7, 4]
     assert [line["big_batch"] for line in lines] == [4] * 3 + [8] * 7
@@ -425,15 +392,15 @@ def test_a_line_holds_the_steps_of_one_batch_and_the_summary_their_estimate(runs
 def test_ranks_agree_on_the_norm_of_the_global_batch(runs: Path) -> None:
     one, two = (column(runs / f"on-{ranks}", "big_sq") for ranks in (1, 2))
     assert one == pytest.approx(two, rel=1e-10)
-    logged = {line["step"]: line["grad_norm"] for line in lines_of(runs / "on-2" / "metrics.jsonl")}
-    norms = {e["step"]: e["big_sq"][-1] ** 0.5 for e in lines_of(runs / "on-2" / "noise.jsonl")}
+    logged = {line["step"]: line["grad_norm"] for line in read_lines(runs / "on-2" / "metrics.jsonl")}
+    norms = {e["step"]: e["big_sq"][-1] ** 0.5 for e in read_lines(runs / "on-2" / "noise.jsonl")}
     norms.pop(15)
     assert norms == pytest.approx(logged, rel=1e-12)
 
 
 def test_resume_cuts_back_and_goes_on(runs: Path) -> None:
     """The lines up to step 35 stay, those after the checkpoint are as they were; what was cut is lost."""
-    before, after = (lines_of(runs / name / "noise.jsonl") for name in ("on-1", "resumed"))
+    before, after = (read_lines(runs / name / "noise.jsonl") for name in ("on-1", "resumed"))
     assert [line["step"] for line in after] == [line["step"] for line in before]
     assert after[:6] == before[:6]
     assert after[6]["big_sq"] == pytest.approx(before[6]["big_sq"][5:], rel=1e-9)  # steps 41 and 42
@@ -441,12 +408,3 @@ def test_resume_cuts_back_and_goes_on(runs: Path) -> None:
         assert new["big_sq"] == pytest.approx(old["big_sq"], rel=1e-9)
     assert [line["small_batch"] for line in after] == [2] * 6 + [4] * 4  # two replicas now
     assert summary(runs / "resumed")["noise_scale"]["steps"] == STEPS - 5
-
-
-def test_the_summary_is_of_the_last_200_steps(tmp_path: Path) -> None:
-    line = {"step": 1, "small_batch": 2, "big_batch": 10, "small_sq": [13.0] * 150, "big_sq": [5.0] * 150}
-    other = {**line, "small_sq": [99.0] * 150}
-    (tmp_path / "noise.jsonl").write_text("".join(json.dumps(e) + "\n" for e in (other, line, line)))
-    found = of_run(tmp_path)
-    assert (found.steps, found.noise_scale) == (200, pytest.approx(20 / 3))
-    assert of_run(tmp_path / "none").why == "0 measured steps, fewer than 50"

@@ -1,7 +1,6 @@
 """The gradient noise scale against its formulas, and what of a step its norms are, without ranks."""
 
 import itertools
-import json
 import math
 import random
 from collections.abc import Sequence
@@ -12,8 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_dp.config import Config, resolve
+from bert_dp.config import Config
 from bert_dp.noise import NormPairs, estimate, of_run
+from tests.helpers import make_config, write_lines
 
 # --- the estimate
 
@@ -86,6 +86,12 @@ def test_too_little_says_nothing_and_a_figure_of_nothing_neither() -> None:
     few = estimate([13.0] * 49, [5.0] * 49, 2, 10)
     assert (few.steps, few.verdict, few.why) == (49, "inconclusive", "49 measured steps, fewer than 50")
     assert (few.noise_scale, few.interval, few.grad_sq, few.trace) == (None, None, None, None)
+    # |G|^2 = 3, tr = 20 at every step: b = 2 gives 13, B = 10 gives 5, B = 5 gives 7
+    by_hand = estimate([13.0] * 60, [5.0] * 30 + [7.0] * 30, 2, [10] * 30 + [5] * 30)
+    assert (by_hand.noise_scale, *(by_hand.interval or ())) == pytest.approx((20 / 3,) * 3)
+    assert (by_hand.grad_sq, by_hand.trace) == pytest.approx((3, 20))
+    same = estimate([5.0] * 60, [5.0] * 60, 2, 10)
+    assert same.why == "tr(Sigma) is not above 0 at 99.9 % over 60 steps"
     assert estimate([13.0] * 50, [5.0] * 50, 2, 10).verdict == "ok"
     none = estimate([2.0] * 50, [1.0] * 50, 1, 2)  # |G|^2 = 0
     assert (none.verdict, none.grad_sq, none.grad_sq_interval) == ("inconclusive", 0.0, (0.0, 0.0))
@@ -98,13 +104,11 @@ def test_the_figure_of_a_run_is_of_its_last_200_steps(tmp_path: Path) -> None:
     line = {"step": 1, "small_batch": 2, "big_batch": 10, "small_sq": [13.0] * 60, "big_sq": [5.0] * 60}
     other = {**line, "big_batch": 5, "big_sq": [7.0] * 60}
     before = {**line, "small_sq": [99.0] * 80}
-    (tmp_path / "noise.jsonl").write_text("".join(json.dumps(x) + "\n" for x in (before, line, other, line)))
+    write_lines(tmp_path / "noise.jsonl", (before, line, other, line))
     found = of_run(tmp_path)
     assert found.steps == 200
     assert found.noise_scale != pytest.approx(20 / 3)  # 20 steps of the first line are left
-    (tmp_path / "noise.jsonl").write_text(
-        "".join(json.dumps(x) + "\n" for x in (before, line, other, line, line))
-    )
+    write_lines(tmp_path / "noise.jsonl", (before, line, other, line, line))
     assert of_run(tmp_path).noise_scale == pytest.approx(20 / 3)
     assert of_run(tmp_path / "none").why == "0 measured steps, fewer than 50"
 
@@ -123,9 +127,7 @@ class Others:
 
 
 def config(noise_scale: bool = True) -> Config:
-    batch = {"global_size": 12, "micro_size": 3}
-    log = {"noise_scale": noise_scale}
-    return resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 1}, "batch": batch, "log": log}])
+    return make_config(batch={"global_size": 12, "micro_size": 3}, log={"noise_scale": noise_scale})
 
 
 def parameters() -> torch.optim.Optimizer:

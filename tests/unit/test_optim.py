@@ -15,6 +15,7 @@ from bert_dp.config import ModelConfig, OptimConfig, ScheduleConfig
 from bert_dp.model import build_model
 from bert_dp.optim import lr_factor, make_optimizer, parameter_groups, set_lr
 from bert_dp.trainable import Model
+from tests.tensors import bits, with_moments
 
 NAMES = ("budget_triangle", "linear", "cosine", "wsd", "constant", "exponential")
 
@@ -146,7 +147,7 @@ def test_fused_adamw_equals_one_written_by_hand() -> None:
     for step in range(5):
         lr, scale, skip = 0.01 * (step + 1), 3.75 if step == 2 else 1.0, step == 3
         set_lr(optimizer, lr)
-        before = snapshot(optimizer, parameters)
+        before = bits(with_moments(optimizer, parameters.items()))
         for name, parameter in parameters.items():
             gradient = rng.normal(size=parameter.shape)
             if skip:
@@ -158,7 +159,7 @@ def test_fused_adamw_equals_one_written_by_hand() -> None:
         optimizer.found_inf = torch.tensor(float(skip))  # type: ignore[attr-defined]
         optimizer.step()
         if skip:
-            assert snapshot(optimizer, parameters) == before
+            assert bits(with_moments(optimizer, parameters.items())) == before
         for name, parameter in parameters.items():
             wanted = reference[name]
             error = np.abs(parameter.detach().numpy() - wanted.values) / np.abs(wanted.values).max()
@@ -170,14 +171,6 @@ def test_fused_adamw_equals_one_written_by_hand() -> None:
                 optimizer.state[parameter]["exp_avg_sq"].numpy(), wanted.v, rtol=1e-12, atol=1e-15
             )
             assert optimizer.state[parameter]["step"].item() == wanted.steps
-
-
-def snapshot(optimizer: torch.optim.Optimizer, parameters: dict[str, nn.Parameter]) -> dict[str, bytes]:
-    out = {n: p.detach().numpy().tobytes() for n, p in parameters.items()}
-    for name, parameter in parameters.items():
-        for key, value in optimizer.state.get(parameter, {}).items():
-            out[f"{name}/{key}"] = value.numpy().tobytes()
-    return out
 
 
 def test_set_lr_reaches_every_group() -> None:

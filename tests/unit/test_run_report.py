@@ -241,6 +241,13 @@ def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
     assert "training loss, last 7.4000 nats" in unfolded(shown(report))
 
 
+def test_a_crashed_run_shows_its_last_evaluation(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run")
+    record.append_line(run / "evals.jsonl", record.Evaluation(200, 819200, 5.5, 0.25, 4096, 90.0))
+    (run / "summary.json").unlink()
+    assert "held-out loss 5.5000 nats" in unfolded(shown(of_directories([run])))
+
+
 def test_files_of_the_wrong_type_render(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "metrics.jsonl").write_text('null\n[1]\n{"tokens": "x", "loss": {}}\n{"tokens": 5, "loss": NaN}\n')

@@ -1,0 +1,63 @@
+"""Tensors by name: to the bit, and how far they are from others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+Tensors = Mapping[str, Tensor]
+CPU = torch.device("cpu")
+
+
+def bits(tensors: Tensors) -> dict[str, tuple[torch.dtype, torch.Size, bytes]]:
+    return {
+        name: (t.dtype, t.shape, t.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+        for name, t in tensors.items()
+    }
+
+
+def flat(state: Mapping[str, Tensors]) -> dict[str, Tensor]:
+    """The parts of a canonical state as one."""
+    return {f"{part}:{name}": tensor for part, tensors in state.items() for name, tensor in tensors.items()}
+
+
+def with_moments(
+    optimizer: torch.optim.Optimizer, named: Iterable[tuple[str, nn.Parameter]]
+) -> dict[str, Tensor]:
+    """Parameters and what the optimizer holds of each."""
+    out: dict[str, Tensor] = {}
+    for name, parameter in named:
+        out[name] = parameter.detach()
+        out |= {f"{name}/{key}": value for key, value in optimizer.state.get(parameter, {}).items()}
+    return out
+
+
+def saved_state(folder: Path) -> dict[str, Tensor]:
+    """Weights and optimizer state of a checkpoint."""
+    return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")
+
+
+def relative_error(actual: Tensor, expected: Tensor) -> float:
+    """|a - b| / |b| in the L2 norm; |a - b| where b is 0."""
+    norm = expected.detach().double().norm()
+    error = (actual.detach().double() - expected.detach().double()).norm()
+    return float(error / norm) if norm > 0 else float(error)
+
+
+def largest_relative_error(actual: Tensors, expected: Tensors) -> float:
+    assert actual.keys() == expected.keys()
+    return max(relative_error(actual[name], tensor) for name, tensor in expected.items())
+
+
+def assert_near(actual: Tensors, expected: Tensors, tolerance: float, at: Any = "") -> None:
+    """Each tensor by its relative error; one that is expected to be 0 would say nothing."""
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert tensor.norm() > 0, f"{name}: the check is empty"
+        error = relative_error(actual[name], tensor)
+        assert error <= tolerance, f"{name} {at}: relative error {error:.1e}"
