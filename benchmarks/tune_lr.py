@@ -119,13 +119,8 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
         with trials.runner(out, slots, launcher="torchrun", on_gpu=on_gpu, log=print) as runs:
             for trial, ended in runs.run(todo):
                 _, rate, seed = named[trial.name]
-                outcome = rate_trials.read_outcome(
-                    trial.directory,
-                    ended.status,
-                    rate,
-                    seed,
-                    tokens_of_step=rate_trials.step_tokens(config),
-                    seconds=ended.seconds,
+                outcome = rate_trials.read_trial(
+                    config, trial.directory, ended.status, rate, seed, ended.seconds
                 )
                 outcomes.append(outcome)
                 print(

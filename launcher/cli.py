@@ -105,7 +105,7 @@ def train(
     if elastic and not max_restarts:
         raise ConfigError(["--elastic: only a restart changes the number of ranks; add --max-restarts K"])
     warn_of_ordinary_secrets()
-    overrides, failed = auto.fill(
+    overrides, failed = auto.resolve_auto_batch(
         config,
         set_ or [],
         nproc=nproc,
@@ -369,6 +369,7 @@ def tune_lr(
     them on whole runs with several seeds, by held-out loss. Writes tune.json and tuned.yaml, which `train`
     takes.
     """
+    from launcher.results import LrOptions
     from launcher.tune import lr as search
 
     warn_of_ordinary_secrets()
@@ -379,7 +380,7 @@ def tune_lr(
         )
     if tokens is not None and not tokens < MOST_TOKENS:
         raise ConfigError([f"--tokens: {tokens} is not below {MOST_TOKENS:g}"])
-    settings = search.Settings(
+    settings = LrOptions(
         ranks=ranks,
         rates=rates,
         seeds=seeds,

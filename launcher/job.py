@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Generic, TypeVar
+from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
 
 from bert_dp import record
 from bert_dp.config import (
@@ -31,11 +31,20 @@ from bert_dp.config import (
     read_manifest,
 )
 from bert_dp.config.manifest import Manifest
+from bert_dp.record.models import StoredFile
 from launcher import children, results
+from launcher.log import PLAIN, show
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.redact import redact_argv, secrets, setting_issues
+from launcher.report.console import ConsoleReport
+from launcher.report.html import write_or_warn
+from launcher.report.model import Report
+from launcher.report.run_report import PAGE
 from launcher.results import PlanFile
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
 P = TypeVar("P", bound=PlanFile)
@@ -226,6 +235,15 @@ class Begun(Generic[P]):
     plan: P
     """What the directory was begun with, as its file holds it."""
 
+    def facts(self) -> dict[str, Any]:
+        """What every result file says of where and with what it was measured."""
+        return {
+            "environment": self.machine,
+            "config_hash": self.plan.config_hash,
+            "data_hash": self.manifest.hash,
+            "command": redact_argv(sys.argv),
+        }
+
 
 @dataclasses.dataclass(frozen=True)
 class Output(Generic[P]):
@@ -304,6 +322,17 @@ class Output(Generic[P]):
         """The end of a dry run: with --json what would be run."""
         if as_json:
             sys.stdout.write(results.to_json(self.plan))
+
+
+def publish(file: StoredFile, report: Report, out: Path, *, as_json: bool, console: Console) -> None:
+    """The page of a result in `out`, and what the verb prints: the file as JSON, or the report."""
+    has_page = write_or_warn(report, out / PAGE)
+    if as_json:
+        sys.stdout.write(results.to_json(file))
+        return
+    show(console, ConsoleReport(report))
+    if has_page:
+        show(console, f"page: {out / PAGE}", **PLAIN)
 
 
 def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:

@@ -10,7 +10,9 @@ and efficiencies are fractions, unless a name says otherwise. An interval is [lo
 from __future__ import annotations
 
 import json
+import math
 import reprlib
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
@@ -125,22 +127,23 @@ VerdictKind = Literal[
     "launch_bound",
     "fastest",
 ]
-_VERDICT_STARTS: Mapping[str, VerdictKind] = {
-    "out of memory": "out_of_memory",
+VERDICTS: Mapping[VerdictKind, str] = {
+    "out_of_memory": "out of memory",
     "failed": "failed",
-    "no baseline": "no_baseline",
-    "no claim: one repeat": "one_repeat",
-    "no claim": "intervals_overlap",
-    "above 100 %": "above_baseline",
+    "no_baseline": "no baseline",
+    "one_repeat": "no claim: one repeat",
+    "above_baseline": "above 100 %",
     "scales": "scales",
-    "no single cause": "no_single_cause",
-    "loader-bound": "loader_bound",
+    "intervals_overlap": "no claim: intervals overlap",
+    "no_single_cause": "no single cause",
+    "loader_bound": "loader-bound",
     "straggler": "straggler",
-    "hardware ceiling": "hardware_ceiling",
-    "communication-bound": "communication_bound",
-    "launch-bound": "launch_bound",
+    "hardware_ceiling": "hardware ceiling",
+    "communication_bound": "communication-bound",
+    "launch_bound": "launch-bound",
     "fastest": "fastest",
 }
+"""How the words of a verdict begin; what it is of may follow."""
 
 
 class ScalingSettings(StoredModel):
@@ -274,8 +277,8 @@ class LossCurve(StoredModel):
     """[[tokens, nats], ...]"""
 
 
-class Cell(StoredModel):
-    """One configuration of the grid. A cell that did not run to its end has no figures."""
+class GridCell(StoredModel):
+    """One configuration of the grid."""
 
     id: str
     mode: Mode = "weak"
@@ -288,6 +291,11 @@ class Cell(StoredModel):
     global_batch: Count
     of: str | None = None
     """The run that a ceiling or a synthetic cell belongs to."""
+
+
+class Cell(GridCell):
+    """What was measured of it; one that did not run to its end has no figures."""
+
     launcher: str | None = None
     status: CellStatus
     failure_kind: FailureKind | None = None
@@ -469,8 +477,8 @@ class Verdict(StoredModel):
     def _of_an_older_program(cls, data: Any) -> Any:
         if isinstance(data, dict) and "kind" not in data:
             text = str(data.get("verdict"))
-            kinds = [kind for start, kind in _VERDICT_STARTS.items() if text.startswith(start)]
-            return {**data, "kind": kinds[0] if kinds else "no_single_cause"}
+            kinds = (kind for kind, words in VERDICTS.items() if text.startswith(words))
+            return {**data, "kind": next(kinds, "no_single_cause")}
         return data
 
 
@@ -587,6 +595,7 @@ TuneStatus = Literal["complete", "partial", "failed"]
 SizeStatus = Literal["ok", "oom", "failed", "over", "thrash"]
 """over: its peak is above the limit; thrash: the allocator had to free what it kept."""
 TrialStatus = Literal["ok", "diverged", "oom", "failed"]
+Side = Literal["high", "low"]
 
 
 class TuneFile(StoredFile):
@@ -800,23 +809,24 @@ class TuneBatch(TuneFile):
     drift: Drift | None = None
 
 
-class LrSettings(StoredModel):
-    """What was asked for, and what was made of it."""
+class LrOptions(StoredModel):
+    """What was asked for."""
 
     ranks: int | None = None
-    rates: int | None = None
-    seeds: int | None = None
-    optimizers: list[str] = []
-    left_out: dict[str, str] = {}
-    """Optimizer -> why its range test failed."""
-    weight_decays: list[float] = []
-    trials: int = 0
-    """Drawn by Optuna; 0 = the ladder."""
+    rates: int = 5
+    seeds: int = 3
     tokens: int | None = None
     """Of a whole run."""
-    tokens_why: str | None = None
     budget_s: float | None = None
-    launcher: str | None = None
+    launcher: str = "torchrun"
+
+
+class LrSettings(LrOptions):
+    """What was asked for, and what was made of it."""
+
+    optimizers: list[str] = []
+    weight_decays: list[float] = []
+    tokens_why: str | None = None
     seeds_used: list[int] = []
 
 
@@ -850,6 +860,11 @@ class LrTrial(StoredModel):
     curve: list[Point] = []
     """[[tokens, held-out loss], ...]"""
 
+    @property
+    def score(self) -> float:
+        """Nats; infinite for what cannot be chosen."""
+        return self.heldout_loss if self.status == "ok" and self.heldout_loss is not None else math.inf
+
 
 class Rung(StoredModel):
     """Trials of one length."""
@@ -859,6 +874,15 @@ class Rung(StoredModel):
     last: bool = False
     trials: list[LrTrial] = []
     kept: list[CandidateFacts] = []
+
+    def mean(self, lr: float) -> float:
+        """Mean score over its trials here: infinite when one of them is, not a number when there is none."""
+        scores = [trial.score for trial in self.trials if trial.lr == lr]
+        return statistics.fmean(scores) if scores else math.nan
+
+    def num_seeds(self, lr: float) -> int:
+        """Of its trials here."""
+        return sum(trial.lr == lr for trial in self.trials)
 
 
 class LrChoice(StoredModel):
@@ -875,7 +899,7 @@ class LrChoice(StoredModel):
     """Standard deviation of a seed; null of one seed."""
     seeds: int
     at_edge: bool = False
-    edge_side: Literal["high", "low"] | None = None
+    edge_side: Side | None = None
     """Where no worse rate was measured."""
     tied: list[CandidateFacts] = []
     why: str | None = None
@@ -927,7 +951,6 @@ class TuneLr(TuneFile):
     """Trials."""
     unigram_entropy_nats: float | None = None
     range_test: RangeTest | None = None
-    other_range_tests: list[RangeTest] = []
     rungs: list[Rung] = []
     choice: LrChoice | None = None
     cost: LrCost | None = None

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+
+from launcher.results import FiveNumbers
 
 if TYPE_CHECKING:
     import numpy as np
@@ -59,6 +61,11 @@ def student(degrees: int) -> float:
     return STUDENT[max(known for known in STUDENT if known <= degrees)]
 
 
+def half_width(values: Sequence[float]) -> float:
+    """Of the interval of the mean of two values or more, by Student's t."""
+    return student(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
+
+
 def _widening(count: int) -> float:
     return student(count - 1) / NORMAL * math.sqrt(count / (count - 1))
 
@@ -89,27 +96,14 @@ def ratio_interval(over: Floats | None, under: Floats | None, scale: float = 1.0
     return None if over is None or under is None else interval(scale * over / under)
 
 
-def median(values: Sequence[float]) -> float:
-    """Of anything countable; the mean of the two in the middle."""
-    return statistics.median(values)
-
-
 def percentile(values: Sequence[float], share: float) -> float:
     """Linear between the values around it."""
-    ordered = sorted(values)
-    place = share * (len(ordered) - 1)
-    low = int(place)
-    high = min(low + 1, len(ordered) - 1)
-    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+    import numpy as np
+
+    return float(np.percentile(values, 100 * share))
 
 
-def five_numbers(values: Sequence[float]) -> dict[str, float]:
+def five_numbers(values: Sequence[float]) -> FiveNumbers:
     """min, q1, median, q3, max."""
-    shares = {"min": 0.0, "q1": 0.25, "median": 0.5, "q3": 0.75, "max": 1.0}
-    return {name: percentile(values, share) for name, share in shares.items()}
-
-
-def over(values: Sequence[float | None], how: Callable[[Sequence[float]], float] = median) -> float | None:
-    """`how` of what is known; None when nothing is."""
-    known = [value for value in values if value is not None]
-    return how(known) if known else None
+    low, q1, middle, q3, high = (percentile(values, share) for share in (0.0, 0.25, 0.5, 0.75, 1.0))
+    return FiveNumbers(min=low, q1=q1, median=middle, q3=q3, max=high)

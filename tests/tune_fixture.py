@@ -92,18 +92,18 @@ def unmeasured() -> dict[str, Any]:
     return found | dict.fromkeys(("memory", "sizes", "drift", "choice", "noise", "goodput", "order"))
 
 
-def lr(seed: int = 0, *, optimizers: Sequence[str] = ("adamw",), **changes: Any) -> dict[str, Any]:
+def lr(seed: int = 0, **changes: Any) -> dict[str, Any]:
     """Of kind lr: two short rungs and the last one of three seeds; the highest rate has diverged."""
     rng = random.Random(seed)
     rates = [0.004 / 2**k for k in range(5)]
-    every = [(name, 0.01, rate) for name in optimizers for rate in rates]
+    every = [("adamw", 0.01, rate) for rate in rates]
     first = _rung(rng, 131_072, [0], every)
     order = sorted(every, key=lambda c: _loss(c, 131_072))
     second = _rung(rng, 262_144, [0], order[:3])
     last = _rung(rng, 1_048_576, [0, 1, 2], order[:2]) | {"last": True}
     first["kept"], second["kept"] = [list(c) for c in order[:3]], [list(c) for c in order[:2]]
     best = order[0]
-    losses = [t["heldout_loss"] for t in last["trials"] if t["lr"] == best[2] and t["optimizer"] == best[0]]
+    losses = [t["heldout_loss"] for t in last["trials"] if t["lr"] == best[2]]
     tokens = sum(t["tokens"] for rung in (first, second, last) for t in rung["trials"])
     data: dict[str, Any] = {
         **COMMON,

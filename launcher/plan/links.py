@@ -88,31 +88,25 @@ class Fabric:
         if ranks <= 1 or size <= 0:
             return 0.0
         traversals = TRAVERSALS[kind]
-        volume = traversals * (ranks - 1) / ranks * size
-        if self.curve is not None and self.nodes(ranks) == 1:
-            measured = 2 * (self.curve.ranks - 1) / self.curve.ranks
-            return self.curve.seconds(size) * (traversals * (ranks - 1) / ranks) / measured
-        bus = self.bus_gb_s(ranks) * GB
-        times: list[float] = []
-        for near, far in self.protocols(ranks):
-            times.append(self._ring_latency(ranks, traversals, near, far) + volume / (bus * near.share))
-            tree = self._tree_latency(ranks, near, far)
-            if kind == "all_reduce" and tree is not None:
-                times.append(tree + 2 * size / (bus * TREE_SHARE * near.share))
-        return min(times)
+        return self._fastest(size, ranks, traversals, traversals * (ranks - 1) / ranks, kind == "all_reduce")
 
     def rooted_seconds(self, size: float, ranks: int) -> float:
         """Of a reduce to one rank or a broadcast from it: a pipelined chain, each byte once over each hop."""
-        if ranks <= 1 or size <= 0:
-            return 0.0
+        return self._fastest(size, ranks, 1, 1.0) if ranks > 1 and size > 0 else 0.0
+
+    def _fastest(self, size: float, ranks: int, traversals: int, share: float, tree: bool = False) -> float:
+        """Of the protocols, as a ring or perhaps a tree. `share`: of the bytes that cross each link."""
         if self.curve is not None and self.nodes(ranks) == 1:
             measured = 2 * (self.curve.ranks - 1) / self.curve.ranks
-            return self.curve.seconds(size) / measured
+            return self.curve.seconds(size) * share / measured
         bus = self.bus_gb_s(ranks) * GB
-        return min(
-            self._ring_latency(ranks, 1, near, far) + size / (bus * near.share)
-            for near, far in self.protocols(ranks)
-        )
+        times: list[float] = []
+        for near, far in self.protocols(ranks):
+            times.append(self._ring_latency(ranks, traversals, near, far) + share * size / (bus * near.share))
+            latency = self._tree_latency(ranks, near, far)
+            if tree and latency is not None:
+                times.append(latency + 2 * size / (bus * TREE_SHARE * near.share))
+        return min(times)
 
     def protocols(self, ranks: int) -> list[tuple[Protocol, Protocol]]:
         """Latencies of those that both levels know: (within a node, between nodes)."""

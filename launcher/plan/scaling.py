@@ -121,7 +121,7 @@ def levers(profile: Profile, scenario: Scenario) -> list[Lever]:
     twice = dataclasses.replace
     changes: list[tuple[str, Profile, Scenario]] = [
         ("2 x accumulation", profile, twice(scenario, accumulation=2 * scenario.accumulation)),
-        ("2 x micro batch", _doubled(profile), scenario),
+        ("2 x micro batch", _with_micro_batch(profile, 2 * profile.micro_batch), scenario),
         ("2 x link speed", profile, twice(scenario, fabric=_faster(scenario.fabric))),
         ("no overlap: one bucket", profile, twice(scenario, overlap=False)),
         ("2 x bucket size", profile, twice(scenario, bucket_bytes=2 * scenario.bucket_bytes)),
@@ -319,10 +319,6 @@ def _with_micro_batch(profile: Profile, micro_batch: int) -> Profile:
     """As fast per sequence."""
     scaled = with_micro(profile, profile.micro_s * micro_batch / profile.micro_batch)
     return dataclasses.replace(scaled, micro_batch=micro_batch)
-
-
-def _doubled(profile: Profile) -> Profile:
-    return _with_micro_batch(profile, 2 * profile.micro_batch)
 
 
 def _faster(links: Fabric) -> Fabric:

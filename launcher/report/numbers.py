@@ -29,45 +29,33 @@ def format_si(value: object, unit: str = "") -> str:
     return f"{_three(rounded)} {unit}".rstrip()
 
 
-def format_count(value: object) -> str:
-    """A whole number with separators."""
-    n = number(value)
-    return NA if n is None else f"{n:,.0f}"
+def _formatter(scale: float, digits: str, unit: str = "") -> Callable[[object], str]:
+    """Of a number times `scale`, printed as `digits` say, and its unit behind it."""
+
+    def text(value: object) -> str:
+        n = number(value)
+        return NA if n is None else f"{scale * n:{digits}}{unit}"
+
+    return text
 
 
-def format_gib(value: object) -> str:
-    """Memory given in GiB."""
-    n = number(value)
-    return NA if n is None else f"{n:.2f} GiB"
-
-
-def format_percent(fraction: object) -> str:
-    """A fraction of 1 as per cent."""
-    n = number(fraction)
-    return NA if n is None else f"{100 * n:.1f} %"
-
-
-def format_change(fraction: object) -> str:
-    """A gain or a loss, with its sign: `+4.2 %`."""
-    n = number(fraction)
-    return NA if n is None else f"{100 * n:+.1f} %"
-
-
-def format_nats(value: object) -> str:
-    """A loss or an entropy, in nats per predicted token."""
-    n = number(value)
-    return NA if n is None else f"{n:.4f} nats"
+format_count = _formatter(1, ",.0f")
+"""A whole number with separators."""
+format_gib = _formatter(1, ".2f", " GiB")
+"""Memory given in GiB."""
+format_percent = _formatter(100, ".1f", " %")
+"""A fraction of 1 as per cent."""
+format_change = _formatter(100, "+.1f", " %")
+"""A gain or a loss, a fraction of 1, with its sign: `+4.2 %`."""
+format_nats = _formatter(1, ".4f", " nats")
+"""A loss or an entropy, in nats per predicted token."""
+format_lr = _formatter(1, ".2e")
+"""A learning rate."""
 
 
 def format_energy(joules: object) -> str:
     """Joules with a prefix: `21 MJ`."""
     return re.sub(r"(?<=[TGMk]) J$", "J", format_si(joules, "J"))
-
-
-def format_lr(value: object) -> str:
-    """A learning rate."""
-    n = number(value)
-    return NA if n is None else f"{n:.2e}"
 
 
 def format_duration(seconds: object) -> str:

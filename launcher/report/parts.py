@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from launcher.report.model import Cell, Row, Verdict
+from launcher.report.model import Cell, Row, Section, Table, Verdict
 from launcher.report.numbers import FORMATS, NA, Unit, number
 
 
@@ -44,6 +44,13 @@ def other_version(file: str, version: int) -> list[Verdict]:
     """A warning about a file that another program has written."""
     text = f"{file} has schema version {version}; this page reads version 1."
     return [] if version == 1 else [Verdict("warn", text)]
+
+
+def folded(title: str, content: Table | str) -> Section:
+    """Of the page alone, and opens on a click."""
+    if isinstance(content, str):
+        return Section(title, text=content, folded=True, console=False)
+    return Section(title, tables=[content], folded=True, console=False)
 
 
 def record_text(content: Mapping[str, Any], after: str = "") -> str:

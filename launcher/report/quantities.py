@@ -31,6 +31,11 @@ def at(part: object, path: str) -> object:
     return len(part) if path in ("repeats", "runs") and isinstance(part, list) else part
 
 
+def rows(part: object, quantities: Sequence[Quantity]) -> list[Row]:
+    """A row for each quantity of one part of a result file."""
+    return [Row(q.head, (cell(at(part, q.path), q.unit),)) for q in quantities]
+
+
 def table(
     parts: Iterable[tuple[str, object]],
     quantities: Sequence[Quantity],
@@ -40,6 +45,6 @@ def table(
     empty: str = "none",
 ) -> Table:
     """A row for each named part of a result file."""
-    rows = [Row(name, [cell(at(part, q.path), q.unit) for q in quantities]) for name, part in parts]
+    named = [Row(name, [cell(at(part, q.path), q.unit) for q in quantities]) for name, part in parts]
     heads = [Column(q.head, text=q.unit == "word") for q in quantities]
-    return Table(rows, heads, title, corner, empty)
+    return Table(named, heads, title, corner, empty)

@@ -42,6 +42,7 @@ from launcher.report.numbers import (
 from launcher.report.parts import (
     environment_text,
     first_line,
+    folded,
     machine_line,
     record_text,
     series,
@@ -343,9 +344,7 @@ def _differences(runs: Sequence[Run]) -> Table:
 def _records(run: Run, many: bool) -> list[Section]:
     suffix = f": {run.name}" if many else ""
     texts = {"Configuration": record_text(run.config), "Environment": environment_text(run.environment)}
-    return [
-        Section(f"{title}{suffix}", text=text, folded=True, console=False) for title, text in texts.items()
-    ]
+    return [folded(f"{title}{suffix}", text) for title, text in texts.items()]
 
 
 # --- words

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_dp.config import ConfigError
 from launcher import job, results
-from launcher.log import PLAIN, Log, logger, show
-from launcher.redact import redact_argv
-from launcher.report.console import ConsoleReport
-from launcher.report.html import write_or_warn
-from launcher.report.run_report import PAGE
+from launcher.log import Log, logger
 from launcher.run import trials
 from launcher.run.trials import Slot, Stopped
 from launcher.scale.columns import write_csv
@@ -71,7 +66,7 @@ def plan_of(grid: Grid) -> results.GridFile:
         config_hash=grid.config.hash(),
         config=grid.config.model_dump(mode="json"),
         settings=json.loads(json.dumps(dataclasses.asdict(grid.settings))),
-        cells=[dataclasses.asdict(cell) for cell in grid.cells],
+        cells=[results.plain(cell) for cell in grid.cells],
         order=[[cell.id, repeat] for cell, repeat in grid.order(len(grid.cells))],
     )
 
@@ -112,12 +107,6 @@ def run_locked(
     """The grid, and its result; also what there is of it when a signal came."""
     log, out = logger(console, as_json), output.path
     begun = output.begin(grid.config)
-    facts = {
-        "environment": begun.machine,
-        "config_hash": begun.plan.config_hash,
-        "data_hash": begun.manifest.hash,
-        "command": redact_argv(sys.argv),
-    }
     stopped = 0
     try:
         with trials.runner(out, [Slot()], launcher=grid.settings.launcher, on_gpu=on_gpu, log=log) as runs:
@@ -128,18 +117,11 @@ def run_locked(
     except Stopped as stop:
         stopped = stop.number
         log(f"stopped: {out} holds what was measured; the same command goes on")
-    scaling = collect(grid, out, facts=facts)
+    scaling = collect(grid, out, facts=begun.facts())
     judged = {"verdicts": verdicts(scaling.cells), "prediction": predict(scaling)}
     scaling = scaling.model_copy(update=judged | ({"status": "partial"} if stopped else {}))
     results.write(out / FILE, scaling)
     write_csv(scaling, out / "scaling.csv")
-    report = scale_report(scaling)
-    has_page = write_or_warn(report, out / PAGE)
-    if as_json:
-        sys.stdout.write(results.to_json(scaling))
-    else:
-        show(console, ConsoleReport(report))
-        if has_page:
-            show(console, f"page: {out / PAGE}", **PLAIN)
+    job.publish(scaling, scale_report(scaling), out, as_json=as_json, console=console)
     ran = any(cell.status == "ok" for cell in scaling.cells)
     return 128 + stopped if stopped else 0 if ran else 1

@@ -6,15 +6,13 @@ import dataclasses
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from bert_dp.config import BUDGETS, BatchLayout, Config, ConfigError, batch_layout
 from launcher.machine.environment import Environment
+from launcher.results import CellKind, GridCell, Mode
 from launcher.run.memory_check import check_memory
 from launcher.run.trials import measured
-
-Mode = Literal["weak", "strong"]
-Kind = Literal["run", "ceiling", "synthetic"]
 
 DISPLACED = ("checkpoint.", "eval.", "log.", "batch.ramp_")  # sections that a cell sets itself
 DISPLACED_KEYS = (
@@ -46,23 +44,7 @@ class Settings:
     """Whether the first engine also runs without the loader."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One configuration of the grid. `of`: the run that a ceiling or a synthetic cell belongs to."""
-
-    id: str
-    mode: Mode
-    kind: Kind
-    engine: str
-    world_size: int
-    tensor: int
-    micro_batch: int
-    accumulation: int
-    global_batch: int
-    of: str | None = None
-
-
-def run_dir(out: Path, cell: Cell, repeat: int) -> Path:
+def run_dir(out: Path, cell: GridCell, repeat: int) -> Path:
     """Where this repeat of a cell runs."""
     return out / "runs" / f"{cell.id}-r{repeat}"
 
@@ -78,7 +60,7 @@ class Grid:
 
     def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):
         self.config, self.settings, self._machine, self._on_gpu = config, settings, machine, on_gpu
-        self.cells: list[Cell] = []
+        self.cells: list[GridCell] = []
         self.issues: list[str] = []
         for mode in settings.modes:
             self._add_mode(mode)
@@ -106,14 +88,14 @@ class Grid:
     def _add(
         self,
         mode: Mode,
-        kind: Kind,
+        kind: CellKind,
         engine: str,
         ranks: int,
         tensor: int,
         *,
         of: str | None = None,
         optional: bool = False,
-    ) -> Cell | None:
+    ) -> GridCell | None:
         split = f"-tp{tensor}" if tensor > 1 else ""
         what = {"run": engine, "ceiling": "ceiling", "synthetic": f"{engine}-synthetic"}[kind]
         name = f"{mode}-{what}-n{ranks}{split}"
@@ -127,23 +109,23 @@ class Grid:
         if issues and optional:
             return None
         self.issues += [f"cell {name}: {issue}" for issue in issues]
-        cell = Cell(
-            name,
-            mode,
-            kind,
-            engine,
-            ranks,
-            tensor,
-            plan.micro_size,
-            plan.grad_accum_steps,
-            plan.global_size,
-            of,
+        cell = GridCell(
+            id=name,
+            mode=mode,
+            kind=kind,
+            engine=engine,
+            world_size=ranks,
+            tensor=tensor,
+            micro_batch=plan.micro_size,
+            accumulation=plan.grad_accum_steps,
+            global_batch=plan.global_size,
+            of=of,
         )
         self.cells.append(cell)
         return cell
 
     def _plan(
-        self, mode: Mode, kind: Kind, engine: str, ranks: int, tensor: int
+        self, mode: Mode, kind: CellKind, engine: str, ranks: int, tensor: int
     ) -> tuple[Config, BatchLayout]:
         batch = self.config.batch
         size = batch.global_size
@@ -154,7 +136,7 @@ class Grid:
         config = self._config(engine, tensor, batch.micro_size, size, kind)
         return config, batch_layout(config, ranks, "--gpus")
 
-    def _config(self, engine: str, tensor: int, micro: int, size: int, kind: Kind) -> Config:
+    def _config(self, engine: str, tensor: int, micro: int, size: int, kind: CellKind) -> Config:
         """What a cell's ranks train: the user's configuration with the cell's values, and nothing saved."""
         name, _, stage = engine.partition("-")
         parallel: dict[str, Any] = {"engine": name, "tensor": tensor}
@@ -176,7 +158,7 @@ class Grid:
         batch = () if "strong" in self.settings.modes else ("batch.global_size",)
         return [name for name in names if name.startswith(DISPLACED) or name in (*DISPLACED_KEYS, *batch)]
 
-    def config_of(self, cell: Cell) -> Config:
+    def config_of(self, cell: GridCell) -> Config:
         """What the ranks of this cell train."""
         return self._config(cell.engine, cell.tensor, cell.micro_batch, cell.global_batch, cell.kind)
 
@@ -184,7 +166,7 @@ class Grid:
         """Only what cannot fit: weights, gradients and optimizer state alone exceed what a rank may have."""
         return check_memory(config, plan.world_size, self._machine, on_gpu=self._on_gpu).impossible()
 
-    def order(self, seed: int = 0) -> Iterator[tuple[Cell, int]]:
+    def order(self, seed: int = 0) -> Iterator[tuple[GridCell, int]]:
         """(cell, repeat): every repeat runs all cells once, in an order drawn anew, so that a drift of the
         machine falls on all of them."""
         draw = random.Random(seed)  # noqa: S311 (an order, no secret)

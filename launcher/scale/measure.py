@@ -12,9 +12,10 @@ from bert_dp.config import ConfigError, dump_config
 from launcher import results
 from launcher.log import Log, complain
 from launcher.report.numbers import format_si
+from launcher.results import GridCell
 from launcher.run.records import cause, read_summary
 from launcher.run.trials import Progress, Runner, Trial, earlier
-from launcher.scale.grid import Cell, Grid, run_dir
+from launcher.scale.grid import Grid, run_dir
 
 SWEEP = tuple(4**k for k in range(6, 14))  # bytes: 4 KiB to 64 MiB
 LINK_S = 0.3  # per size
@@ -24,7 +25,7 @@ def run_grid(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, log: Log) -> 
     """Every run that has not ended yet. A cell that failed or ran out of memory is not repeated: that is its
     result. Raises Stopped."""
     most = max(grid.settings.gpus)
-    cells: dict[Path, Cell] = {}
+    cells: dict[Path, GridCell] = {}
     trials: list[Trial] = []
     for cell, repeat in grid.order(len(grid.cells)):
         cores = None if on_gpu else tuple(cores_of(cell.world_size, most))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 from bert_dp import cost
 from bert_dp.record.models import FailureKind, Summary
 from launcher import results, stats
-from launcher.results import Cell, CellStatus, Scaling
+from launcher.results import Cell, CellStatus, GridCell, Scaling
 from launcher.run.records import Repeat, ended, read_repeat, read_summary
-from launcher.scale.grid import Cell as GridCell
 from launcher.scale.grid import Grid, run_dir
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run
@@ -31,7 +30,7 @@ class Measured:
         self.tokens = cell.global_batch * sequence_length  # of a step, over all ranks
         self.steps = [self._step_seconds(r) for r in repeats]
         """[repeat][step]: seconds that a step of the whole job took."""
-        self.mean_s = stats.median([sum(s) / len(s) for s in self.steps])
+        self.mean_s = statistics.median([sum(s) / len(s) for s in self.steps])
         self.draws = stats.resampled_means(self.steps, seed)
 
     def _step_seconds(self, repeat: Repeat) -> list[float]:
@@ -70,8 +69,8 @@ class Measured:
             out.append(
                 results.RankTimes(
                     rank=rank,
-                    step_time_s=results.FiveNumbers(**stats.five_numbers(steps)),
-                    own_work_s=results.FiveNumbers(**stats.five_numbers(own)),
+                    step_time_s=stats.five_numbers(steps),
+                    own_work_s=stats.five_numbers(own),
                     peak_memory_gib=memory,
                 )
             )
@@ -83,11 +82,11 @@ class Measured:
         if self.cell.world_size == 1 or self.cell.tensor > 1 or self.cell.engine not in OWN_WORK:
             return None, None
         totals = [
-            stats.median([sum(r.parts["own_work_s"][rank]) for r in self.repeats])
+            statistics.median([sum(r.parts["own_work_s"][rank]) for r in self.repeats])
             for rank in range(self.cell.world_size)
         ]
         slowest, steps = totals.index(max(totals)), len(self.steps) * len(self.steps[0])
-        ratio = totals[slowest] / stats.median([*totals[:slowest], *totals[slowest + 1 :]])
+        ratio = totals[slowest] / statistics.median([*totals[:slowest], *totals[slowest + 1 :]])
         return ratio, slowest if ratio > STRAGGLER_RATIO and steps >= STRAGGLER_STEPS else None
 
     @property
@@ -191,7 +190,7 @@ def _cell(
     settings: results.ScalingSettings,
     peak: results.Peak,
 ) -> Cell:
-    named = {**dataclasses.asdict(cell), "launcher": grid.settings.launcher, **state._asdict()}
+    named = {**cell.model_dump(), "launcher": grid.settings.launcher, **state._asdict()}
     mine = measured.get(cell.id)
     if mine is None:
         return Cell(**named)
@@ -211,7 +210,7 @@ def _cell(
         tokens_per_s=mine.tokens_per_s,
         tokens_per_s_per_gpu=mine.per_gpu,
         step_time_s=results.StepTime(
-            median=stats.median(steps),
+            median=statistics.median(steps),
             p95=stats.percentile(steps, 0.95),
             mean=mine.mean_s,
             ci95=stats.interval(mine.draws),
@@ -241,7 +240,7 @@ def _repeat(repeat: Repeat, steps: Sequence[float], mine: Measured) -> results.R
         steps=len(steps),
         steps_per_s=1 / mean,
         tokens_per_s=mine.tokens / mean,
-        step_time_s=results.RepeatTime(median=stats.median(steps), p95=stats.percentile(steps, 0.95)),
+        step_time_s=results.RepeatTime(median=statistics.median(steps), p95=stats.percentile(steps, 0.95)),
     )
 
 
@@ -292,15 +291,17 @@ def _split(mine: Measured, top: Measured | None) -> results.SplitTime:
 def _ddp_exposed(mine: Measured) -> float | None:
     """The same share of a step from DDP's own samples in the timed steps; it does not see what tensor
     parallelism sends."""
-    shares = [stats.median(r.exposed_s) / mine.mean_s for r in mine.repeats if r.exposed_s]
+    shares = [statistics.median(r.exposed_s) / mine.mean_s for r in mine.repeats if r.exposed_s]
     known = shares and mine.cell.world_size > 1 and mine.cell.tensor == 1
-    return stats.median(shares) if known else None
+    return statistics.median(shares) if known else None
 
 
 def _energy(mine: Measured) -> Facts:
     """Joules of the real steps, where every rank's device told it."""
-    joules = stats.over([r.summary.energy_j for r in mine.repeats])
-    tokens = stats.over([r.summary.tokens for r in mine.repeats])
+    joules, tokens = (
+        statistics.median(each) if (each := [n for n in counts if n is not None]) else None
+        for counts in zip(*((r.summary.energy_j, r.summary.tokens) for r in mine.repeats), strict=True)
+    )
     per = joules / tokens * 1e6 if joules is not None and tokens else None
     return {"energy_j": joules, "energy_j_per_mtoken": per}
 

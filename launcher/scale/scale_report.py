@@ -15,8 +15,16 @@ from launcher.report.numbers import (
     format_si,
     format_step_time,
 )
-from launcher.report.parts import cell, environment_text, first_line, machine_line, other_version, words
-from launcher.report.quantities import Quantity, at, table
+from launcher.report.parts import (
+    cell,
+    environment_text,
+    first_line,
+    folded,
+    machine_line,
+    other_version,
+    words,
+)
+from launcher.report.quantities import Quantity, at, rows, table
 from launcher.results import Cell as GridCell
 from launcher.results import ComparedCell, Prediction, Scaling, VerdictKind
 from launcher.scale import scale_figures
@@ -96,6 +104,8 @@ LINK = (
     Quantity("algbw_gb_s", "bytes / time, GB/s"),
     Quantity("bucket", "a bucket's size", "word"),
 )
+STEP_HEADS = ("step, predicted", "step, measured", "95 % interval", "difference")
+EFFICIENCY_HEADS = ("efficiency, predicted", "efficiency, measured", "95 % interval")
 PREDICTED = (
     Quantity("tensor", "tensor", "count"),
     Quantity("accumulation", "accumulation", "count"),
@@ -256,19 +266,13 @@ def _prediction(scaling: Scaling, prediction: Prediction) -> Section:
     """What `bert-dp plan scaling` says: its prediction for each measured cell beside the measurement, its
     rows for other numbers of ranks, and what it assumes."""
     cells = {c.id: c for c in scaling.cells}
-    heads = (
-        "step, predicted",
-        "step, measured",
-        "95 % interval",
-        "difference",
-        "efficiency, predicted",
-        "efficiency, measured",
-        "95 % interval",
-    )
-    rows = [Row(row.cell, _beside(row, cells.get(row.cell))) for row in prediction.measured]
-    beside = Table(rows, [Column(head) for head in heads], corner="cell")
+    beside = [Row(row.cell, _beside(row, cells.get(row.cell))) for row in prediction.measured]
     named = [(f"N = {format_count(row.world_size)}", row) for row in prediction.rows]
-    tables = [beside] if rows else []
+    tables = (
+        [Table(beside, [Column(head) for head in (*STEP_HEADS, *EFFICIENCY_HEADS)], corner="cell")]
+        if beside
+        else []
+    )
     tables += [table(named, PREDICTED, title="Predicted")] if named else []
     return Section("Prediction and measurement", tables=tables, notes=prediction.assumptions, console=False)
 
@@ -288,42 +292,31 @@ def _beside(row: ComparedCell, measured: GridCell | None) -> list[Cell]:
 
 def _settings(scaling: Scaling) -> Table:
     """What was asked for, and the peaks that rates are divided by."""
-    flops = ("FLOP/s", scaling.peak.datasheet_flops, scaling.peak.matmul_flops)
-    rows = [Row(q.head, (cell(at(scaling.settings, q.path), q.unit),)) for q in SETTINGS]
-    rows += [
-        words("peak from the data sheet", format_si(flops[1], flops[0])),
-        words("matmul peak measured here", format_si(flops[2], flops[0])),
+    settings = [
+        *rows(scaling.settings, SETTINGS),
+        words("peak from the data sheet", format_si(scaling.peak.datasheet_flops, "FLOP/s")),
+        words("matmul peak measured here", format_si(scaling.peak.matmul_flops, "FLOP/s")),
     ]
     if (profile := scaling.profile) is not None:
-        times = {
-            "forward": profile.forward_s,
-            "backward": profile.backward_s,
-            "optimizer": profile.optimizer_s,
-        }
-        parts = ", ".join(f"{name} {format_step_time(seconds)}" for name, seconds in times.items())
+        names = ("forward", "backward", "optimizer")
+        parts = ", ".join(f"{name} {format_step_time(getattr(profile, f'{name}_s'))}" for name in names)
         size = f"{format_count(len(profile.gradients))} tensors, {format_si(profile.size, 'B')}"
-        rows += [words("one rank, one micro batch", parts), words("gradients", size)]
-    rows += [
+        settings += [words("one rank, one micro batch", parts), words("gradients", size)]
+    settings += [
         words("configuration hash", scaling.config_hash),
         words("data hash", scaling.data_hash),
         words("command", " ".join(scaling.command)),
     ]
-    return Table(rows)
+    return Table(settings)
 
 
 def _details(scaling: Scaling) -> Iterable[Section]:
     """What opens on a click: each repeat, each rank, each all-reduce, the environment."""
     repeats = [(f"{c.id}: {repeat.run}", repeat) for c in scaling.cells for repeat in c.repeats]
-    ranks = [
-        (f"{c.id}, rank {format_count(rank.rank)}", rank)
-        for c in scaling.cells
-        for rank in scale_figures.extremes(c)
-    ]
-    links = [
-        (f"{format_count(link.world_size)} ranks, {link.backend}", point)
-        for link in scaling.links
-        for point in link.points
-    ]
+    extremes = [(c, rank) for c in scaling.cells for rank in scale_figures.extremes(c)]
+    ranks = [(f"{c.id}, rank {format_count(rank.rank)}", rank) for c, rank in extremes]
+    points = [(link, point) for link in scaling.links for point in link.points]
+    links = [(f"{format_count(link.world_size)} ranks, {link.backend}", point) for link, point in points]
     tables = {
         "Repeats": table(repeats, REPEAT),
         "Ranks": table(ranks, RANK),
@@ -331,6 +324,5 @@ def _details(scaling: Scaling) -> Iterable[Section]:
     }
     for title, each in tables.items():
         if each.rows:
-            yield Section(title, tables=[each], folded=True, console=False)
-    environment = environment_text(redact(scaling.environment))
-    yield Section("Environment", text=environment, folded=True, console=False)
+            yield folded(title, each)
+    yield folded("Environment", environment_text(redact(scaling.environment)))

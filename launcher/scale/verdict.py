@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from launcher.results import Cell, Verdict, VerdictKind
+from launcher.report.numbers import format_percent
+from launcher.results import VERDICTS, Cell, Verdict, VerdictKind
 
 LOADER_BOUND = 0.05  # share of a step spent waiting for data
 COMM_BOUND = 0.05  # share of the ceiling lost
@@ -20,9 +21,14 @@ class Loss(NamedTuple):
 
     share: float
     kind: VerdictKind
-    name: str
     evidence: str
     remedy: str
+    of: str = ""
+    """What the words of its kind go on with."""
+
+    @property
+    def words(self) -> str:
+        return f"{VERDICTS[self.kind]}{self.of}"
 
 
 def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
@@ -36,41 +42,37 @@ def judge(cell: Cell, cells: Sequence[Cell]) -> Verdict:
     """The greatest loss of a cell, named."""
     if cell.status == "oom":
         remedy = "lower batch.micro_size, or use zero1 or fsdp"
-        return _verdict(cell, "out_of_memory", "out of memory", str(cell.cause), remedy)
+        return _verdict(cell, "out_of_memory", str(cell.cause), remedy)
     if cell.status != "ok":
-        return _verdict(cell, "failed", "failed", str(cell.cause), "see the logs of its run")
+        return _verdict(cell, "failed", str(cell.cause), "see the logs of its run")
     if cell.efficiency is None:
-        return _verdict(
-            cell, "no_baseline", "no baseline", "the single-rank cell did not run", "see its cause"
-        )
+        return _verdict(cell, "no_baseline", "the single-rank cell did not run", "see its cause")
     if cell.efficiency_ci95 is None:
-        evidence = f"efficiency {_percent(cell.efficiency)}; how much runs differ is not known"
-        return _verdict(cell, "one_repeat", "no claim: one repeat", evidence, "--repeats 3 or more")
+        evidence = f"efficiency {format_percent(cell.efficiency)}; how much runs differ is not known"
+        return _verdict(cell, "one_repeat", evidence, "--repeats 3 or more")
     low, high = cell.efficiency_ci95
-    reached = f"efficiency {_percent(cell.efficiency)} [{_percent(low)}, {_percent(high)}]"
+    reached = f"efficiency {format_percent(cell.efficiency)} [{format_percent(low)}, {format_percent(high)}]"
     losses = sorted(_losses(cell, cells), reverse=True)
     if low > 1:
         return _verdict(
             cell,
             "above_baseline",
-            "above 100 %",
             f"{reached}: one rank alone was slower than each of these",
             "measure the baseline again, on the same machine in the same state",
         )
     if losses:
-        others = "".join(f"; also {loss.name}: {loss.evidence}" for loss in losses[1:])
+        others = "".join(f"; also {loss.words}: {loss.evidence}" for loss in losses[1:])
         greatest = losses[0]
         evidence = f"{reached}: {greatest.evidence}{others}"
-        return _verdict(cell, greatest.kind, greatest.name, evidence, greatest.remedy)
+        return _verdict(cell, greatest.kind, evidence, greatest.remedy, greatest.of)
     if cell.efficiency >= GOOD:
-        evidence = f"{reached}; no loss above {_percent(COMM_BOUND)} found"
-        return _verdict(cell, "scales", "scales", evidence, "nothing")
+        evidence = f"{reached}; no loss above {format_percent(COMM_BOUND)} found"
+        return _verdict(cell, "scales", evidence, "nothing")
     if low <= 1 <= high:
         return _overlap(cell, f"{reached} includes 100 %")
     return _verdict(
         cell,
         "no_single_cause",
-        "no single cause",
         f"{reached}; no loss is beyond its bound and doubt: {_measured(cell)}",
         "more --repeats or --steps, and look at the split of the step",
     )
@@ -82,19 +84,19 @@ def _losses(cell: Cell, cells: Sequence[Cell]) -> list[Loss]:
     wait = cell.data_wait_fraction or 0.0
     faster = _without_loader(cell, cells)
     if wait > LOADER_BOUND or faster > LOADER_BOUND:
-        evidence = f"{_percent(wait)} of a step waits for data"
+        evidence = f"{format_percent(wait)} of a step waits for data"
         if faster > 0:
-            evidence += f", {_percent(faster)} faster without the loader"
-        out.append(Loss(max(wait, faster), "loader_bound", "loader-bound", evidence, "raise data.workers"))
+            evidence += f", {format_percent(faster)} faster without the loader"
+        out.append(Loss(max(wait, faster), "loader_bound", evidence, "raise data.workers"))
     ratio, rank = cell.straggler_ratio, cell.straggler_rank
     if ratio is not None and rank is not None:
         out.append(
             Loss(
                 1 - 1 / ratio,
                 "straggler",
-                f"straggler rank {rank}",
                 f"rank {rank} works {ratio:.2f} x as long as the others' median before any reduction",
                 "look at that device: clocks, links, who else uses it (bert-dp doctor)",
+                f" rank {rank}",
             )
         )
     top, sent = cell.ceiling_efficiency, cell.communication_efficiency
@@ -103,35 +105,34 @@ def _losses(cell: Cell, cells: Sequence[Cell]) -> list[Loss]:
             Loss(
                 1 - top,
                 "hardware_ceiling",
-                "hardware ceiling",
-                f"{cell.world_size} independent copies reach {_percent(top)} of as many single ranks",
+                f"{cell.world_size} independent copies reach {format_percent(top)} of as many single ranks",
                 "shared memory bandwidth, power or clocks, which no engine changes",
             )
         )
     if sent is not None and 1 - sent > COMM_BOUND and _below(cell.communication_efficiency_ci95):
         counters = cell.exposed_comm_ddp_fraction
-        evidence = f"{_percent(1 - sent)} of the ceiling is lost once ranks exchange gradients"
+        evidence = f"{format_percent(1 - sent)} of the ceiling is lost once ranks exchange gradients"
         if counters is not None:
-            evidence += f" (DDP's own counters: {_percent(counters)} of a step)"
+            evidence += f" (DDP's own counters: {format_percent(counters)} of a step)"
         remedy = "more accumulation, 16-bit reduction, or a faster link"
-        out.append(Loss(1 - sent, "communication_bound", "communication-bound", evidence, remedy))
+        out.append(Loss(1 - sent, "communication_bound", evidence, remedy))
     host = cell.launch_fraction
     if host is not None and host > LAUNCH_BOUND:
         # the device then follows the host: what is not waiting for data is lost to launching
-        evidence = f"the host needs {_percent(host)} of a step to enqueue it"
+        evidence = f"the host needs {format_percent(host)} of a step to enqueue it"
         remedy = "compile: on, or a larger micro batch"
-        out.append(Loss(host - wait, "launch_bound", "launch-bound", evidence, remedy))
+        out.append(Loss(host - wait, "launch_bound", evidence, remedy))
     return out
 
 
 def _measured(cell: Cell) -> str:
     """The losses that were measured, in words."""
     top, sent = cell.ceiling_efficiency, cell.communication_efficiency
-    wait = f"{_percent(cell.data_wait_fraction or 0.0)} of a step waits for data"
+    wait = f"{format_percent(cell.data_wait_fraction or 0.0)} of a step waits for data"
     if top is None or sent is None:
         return f"{wait}; there is no ceiling to compare with"
-    lost = f"{_percent(1 - sent)} of the ceiling is lost to communication"
-    return f"{wait}, {lost}, the ceiling itself is {_percent(1 - top)} below as many single ranks"
+    lost = f"{format_percent(1 - sent)} of the ceiling is lost to communication"
+    return f"{wait}, {lost}, the ceiling itself is {format_percent(1 - top)} below as many single ranks"
 
 
 def _below(interval: Sequence[float] | None) -> bool:
@@ -162,8 +163,7 @@ def _comparisons(runs: Sequence[Cell]) -> list[Verdict]:
         times = _tokens_per_s(best) / _tokens_per_s(second)
         evidence = f"{times:.3f} x the throughput of {second.id}"
         if _sequence_s(best)[1] < _sequence_s(second)[0]:
-            name = f"fastest of {len(ran)} at N = {count}"
-            out.append(_verdict(best, "fastest", name, evidence, "nothing"))
+            out.append(_verdict(best, "fastest", evidence, "nothing", f" of {len(ran)} at N = {count}"))
         else:
             out.append(_overlap(best, f"{evidence}, whose interval overlaps"))
     return out
@@ -180,13 +180,8 @@ def _sequence_s(cell: Cell) -> tuple[float, float]:
 
 
 def _overlap(cell: Cell, evidence: str) -> Verdict:
-    name = "no claim: intervals overlap"
-    return _verdict(cell, "intervals_overlap", name, evidence, "more --repeats or --steps")
+    return _verdict(cell, "intervals_overlap", evidence, "more --repeats or --steps")
 
 
-def _verdict(cell: Cell, kind: VerdictKind, verdict: str, evidence: str, remedy: str) -> Verdict:
-    return Verdict(cell=cell.id, kind=kind, verdict=verdict, evidence=evidence, next=remedy)
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def _verdict(cell: Cell, kind: VerdictKind, evidence: str, remedy: str, of: str = "") -> Verdict:
+    return Verdict(cell=cell.id, kind=kind, verdict=VERDICTS[kind] + of, evidence=evidence, next=remedy)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 BUDGET_S = 300.0
 
 
-def fill(
+def resolve_auto_batch(
     name: str | None,
     overrides: Sequence[str],
     *,
@@ -57,7 +57,7 @@ def fill(
     if issues := train.start_issues(asked, where, resume) or record.cache_issues():
         raise ConfigError(issues)
     machine = asked.machine.to_json()
-    key = batch.key(question, machine)
+    key = cache.key(question, machine)
     kept = cache.find(key, 0.0, question.limit_gib)
     if kept is not None and kept.choice is not None:
         return with_micro(kept.choice.micro_batch, f"found on {kept.date}")

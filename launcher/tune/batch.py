@@ -5,19 +5,15 @@ from __future__ import annotations
 import datetime
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, dump_config
 from launcher import job, results
-from launcher.log import PLAIN, logger, show
+from launcher.log import logger
 from launcher.redact import redact_argv
-from launcher.report.console import ConsoleReport
-from launcher.report.html import write_or_warn
-from launcher.report.model import Report
-from launcher.report.run_report import PAGE
 from launcher.results import BatchPlanFile, TuneBatch, TuneStatus
 from launcher.run import trials
 from launcher.run.trials import Slot, Stopped
@@ -62,27 +58,22 @@ def tune_batch(
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
-    machine = asked.machine.to_json()
-    known = None if fresh else cache.find(key(question, machine), question.budget_s, question.limit_gib)
+    key = cache.key(question, asked.machine.to_json())
+    kept = None if fresh else cache.find(key, question.budget_s, question.limit_gib)
     with output.claim():
-        if known is not None and not (where / "trials").exists():
-            log(f"from the cache: found on {known.date}; --fresh measures again")
-            tune, code = from_cache(known, question), 0
+        if kept is not None and not (where / "trials").exists():
+            log(f"from the cache: found on {kept.date}; --fresh measures again")
+            tune, code = from_cache(kept, question), 0
             results.write(where / PLAN, output.plan)
         else:
             tune, code = search(question, output, log)
-        report, has_page = write(tune, where)
+        write(tune, where)
         if tune.status == "complete" and not tune.cached:
             try:
-                cache.keep(key(question, machine), tune)
+                cache.keep(key, tune)
             except OSError as error:
                 log(f"warning: the cache cannot be written ({error}); the next search measures again")
-    if as_json:
-        sys.stdout.write(results.to_json(tune))
-    else:
-        show(console, ConsoleReport(report))
-        if has_page:
-            show(console, f"page: {where / PAGE}", **PLAIN)
+        job.publish(tune, batch_report(tune, where), where, as_json=as_json, console=console)
     return code
 
 
@@ -115,18 +106,6 @@ def ask(
     return Question(config, count, fitting, budget_s, limit, limit_of, launcher, on_gpu)
 
 
-def key(question: Question, machine: Mapping[str, Any]) -> str:
-    """Of the cache."""
-    return cache.key(
-        question.config,
-        machine,
-        ranks=question.ranks,
-        on_gpu=question.on_gpu,
-        launcher=question.launcher,
-        memory_gib=question.limit_gib if question.limit_of == "--memory" else None,
-    )
-
-
 def plan_of(question: Question) -> BatchPlanFile:
     """plan.json: what a directory was begun with."""
     return BatchPlanFile(
@@ -134,7 +113,7 @@ def plan_of(question: Question) -> BatchPlanFile:
         ranks=question.ranks,
         sizes=list(question.sizes),
         budget_s=question.budget_s,
-        memory=question.limit_gib if question.limit_of == "--memory" else None,
+        memory=question.asked_gib,
         launcher=question.launcher,
     )
 
@@ -153,7 +132,7 @@ def describe(question: Question, where: Path) -> list[str]:
     ]
 
 
-def from_cache(known: TuneBatch, question: Question) -> TuneBatch:
+def from_cache(kept: TuneBatch, question: Question) -> TuneBatch:
     """tune.json of a search that an earlier one answers: the user's own configuration, and of another data
     set, seed or schedule no noise scale."""
     config = question.config
@@ -163,8 +142,8 @@ def from_cache(known: TuneBatch, question: Question) -> TuneBatch:
         "config_hash": config.hash(),
         "config": config.model_dump(mode="json"),
     }
-    other = {} if known.config_hash == config.hash() else {"noise": None, "goodput": None}
-    return known.model_copy(update={**mine, **other})
+    other = {} if kept.config_hash == config.hash() else {"noise": None, "goodput": None}
+    return kept.model_copy(update={**mine, **other})
 
 
 def search(
@@ -175,9 +154,9 @@ def search(
     status: TuneStatus = "complete"
     why, code = None, 0
     with trials.runner(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, log=log) as runs:
-        found = BatchSearch(question, out, runs, log)
+        doing = BatchSearch(question, out, runs, log)
         try:
-            found.run()
+            doing.run()
         except Stopped as stop:
             status, code = "partial", 128 + stop.number
             log(f"stopped: {out} holds what was measured; the same command goes on")
@@ -189,13 +168,10 @@ def search(
         status=status,
         why=why,
         date=datetime.date.today().isoformat(),
-        seconds=found.runs.used_s,
+        seconds=doing.runs.used_s,
         budget_s=question.budget_s,
-        environment=begun.machine,
-        config_hash=config.hash(),
+        **begun.facts(),
         config=config.model_dump(mode="json"),
-        data_hash=begun.manifest.hash,
-        command=redact_argv(sys.argv),
         ranks=question.ranks,
         dp=question.dp,
         tensor=config.parallel.tensor,
@@ -205,16 +181,14 @@ def search(
         global_batch=config.batch.global_size,
         sequence_length=config.data.sequence_length,
         trials=len(list(out.glob("trials/*/summary.json"))),
-        **found.facts,
+        **doing.facts,
     ), code
 
 
-def write(tune: TuneBatch, out: Path) -> tuple[Report, bool]:
-    """tune.json and what is made of it: (its report, whether the page was written). Raises OSError."""
+def write(tune: TuneBatch, out: Path) -> None:
+    """tune.json, and tuned.yaml of a choice. Raises OSError."""
     results.write(out / FILE, tune)
     if tune.choice:
         config = Config.model_validate_json(json.dumps(tune.config))
         chosen = sizes.with_micro(config, tune.choice.micro_batch)
         record.write_text(out / "tuned.yaml", dump_config(chosen))
-    report = batch_report(tune, out)
-    return report, write_or_warn(report, out / PAGE)

@@ -32,7 +32,7 @@ from launcher.report.numbers import (
     format_ratio,
     format_si,
 )
-from launcher.report.parts import cell
+from launcher.report.parts import cell, folded
 from launcher.report.quantities import Quantity, at, table
 from launcher.results import (
     BatchChoice,
@@ -427,11 +427,7 @@ def _details(tune: TuneBatch) -> list[Section]:
         "Runs": Table(runs, [Column(head) for head in RUNS]),
         "Global batches": table(points, GOODPUT, corner="global batch"),
     }
-    return [
-        Section(title, tables=[each], folded=True, console=False)
-        for title, each in tables.items()
-        if each.rows
-    ]
+    return [folded(title, each) for title, each in tables.items() if each.rows]
 
 
 def _run(tune: TuneBatch, run: TimedRun) -> Row:

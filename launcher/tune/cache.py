@@ -9,28 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.config import Config
 from launcher import results
 from launcher.results import BatchChoice, TuneBatch
+from launcher.tune.runner import Question
 
 MORE = 1.1  # times the memory of the search that it bounded
 VERSIONS = ("torch", "accelerate", "deepspeed", "bert-dp")
 
 
-def key(
-    config: Config,
-    machine: Mapping[str, Any],
-    *,
-    ranks: int,
-    on_gpu: bool,
-    launcher: str,
-    memory_gib: float | None,
-) -> str:
+def key(question: Question, machine: Mapping[str, Any]) -> str:
     """16 hex digits of all that decides how fast a micro batch is and whether it fits; the micro batch itself
     is not in it. `machine` is `Environment.to_json()`."""
+    config = question.config
     gpus = [[gpu["name"], gpu["driver"], gpu["memory_gib"]] for gpu in machine["gpus"]]
     facts = {
-        "devices": gpus if on_gpu else [machine["cpu_model"], machine["affinity_cores"]],
+        "devices": gpus if question.on_gpu else [machine["cpu_model"], machine["affinity_cores"]],
         "versions": {name: machine["versions"].get(name) for name in VERSIONS},
         "model": config.model.model_dump(mode="json"),
         "sequence_length": config.data.sequence_length,
@@ -41,9 +34,9 @@ def key(
         "optimizer": config.optim.name,
         "batch": config.batch.model_dump(mode="json", exclude={"micro_size"}),
         "noise_scale": config.log.noise_scale,  # it asks for two batches
-        "ranks": ranks,
-        "launcher": launcher,
-        "memory_gib": memory_gib,
+        "ranks": question.ranks,
+        "launcher": question.launcher,
+        "memory_gib": question.asked_gib,
     }
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -8,26 +8,12 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from bert_dp.record.models import FailureKind
 from launcher import stats
-from launcher.results import BatchChoice, Goodput, GoodputPoint, SizeStatus, TimedRun
+from launcher.results import BatchChoice, Goodput, GoodputPoint, SizeResult
 
 WITHIN = 0.97  # of the best throughput: what a smaller micro batch must reach
 SURE = 0.94  # of the best, at the low end of its interval: as much again as it may miss by
 BLOCKS = 3  # stretches of a run's steps whose means are compared
-
-
-@dataclasses.dataclass
-class Size:
-    """A micro batch and what was measured of it."""
-
-    micro: int
-    accumulation: int
-    runs: list[TimedRun] = dataclasses.field(default_factory=list)
-    status: SizeStatus = "ok"
-    why: str | None = None
-    failure_kind: FailureKind | None = None
-    """Of one that is oom or failed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +28,7 @@ class Rate:
     machine changes from run to run is known only as far as there are several."""
 
 
-def rate(size: Size, trial_samples: int, global_size: int) -> Rate:
+def rate(size: SizeResult, trial_samples: int, global_size: int) -> Rate:
     """A trial's step may take fewer sequences than the declared one: then forward and backward count as often
     as they would, reduction and update once."""
     times = global_size / trial_samples
@@ -53,11 +39,12 @@ def rate(size: Size, trial_samples: int, global_size: int) -> Rate:
         cuts = [len(steps) * i // BLOCKS for i in range(BLOCKS + 1)]
         blocks += [math.log(statistics.fmean(steps[a:b])) for a, b in itertools.pairwise(cuts)]
     middle = statistics.median(blocks)
-    half = stats.student(len(blocks) - 1) * statistics.stdev(blocks) / math.sqrt(len(blocks))
-    return Rate(size.micro, *(global_size / math.exp(x) for x in (middle, middle + half, middle - half)))
+    half = stats.half_width(blocks)
+    rates = (global_size / math.exp(x) for x in (middle, middle + half, middle - half))
+    return Rate(size.micro_batch, *rates)
 
 
-def parts(size: Size) -> tuple[float, float]:
+def parts(size: SizeResult) -> tuple[float, float]:
     """Seconds of a trial's step: (forward and backward without the exposed reduction, all)."""
     passes = [max(0.0, statistics.fmean(run.forward_backward_s) - run.exposed_s) for run in size.runs]
     return statistics.fmean(passes), statistics.fmean(statistics.fmean(run.step_s) for run in size.runs)

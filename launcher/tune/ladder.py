@@ -3,16 +3,14 @@ on to the next rung, and the choice."""
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from bert_dp.record.models import FailureKind
-from launcher.results import TrialStatus
-from launcher.stats import student
+from launcher.results import CandidateFacts, LrChoice, LrTrial, Rung, Side
+from launcher.stats import half_width
 
 SMOOTH = 5  # losses of a range test that are averaged
 RISE = 0.1  # of what the loss had fallen by, that counts as risen
@@ -21,52 +19,6 @@ SAFETY = 4.0  # the ladder begins at the edge over this (Smith, arXiv 1506.01186
 EXTENSIONS = 3  # rates that may be added at either end
 FINALISTS = 2
 BEHIND = 0.03  # nats after the first seed, the same for all, by which a finalist is out
-
-
-Side = Literal["high", "low"]
-
-
-@dataclasses.dataclass
-class Outcome:
-    """One trial."""
-
-    trial: str
-    lr: float
-    seed: int
-    status: TrialStatus
-    cause: str | None
-    heldout_loss: float | None
-    tokens: int
-    seconds: float | None = None
-    curve: list[tuple[int, float]] = dataclasses.field(default_factory=list)
-    """[(tokens, held-out loss), ...]"""
-    failure_kind: FailureKind | None = None
-    """Of a run that failed."""
-
-    @property
-    def score(self) -> float:
-        """Nats; infinite for what cannot be chosen."""
-        return self.heldout_loss if self.status == "ok" and self.heldout_loss is not None else math.inf
-
-
-@dataclasses.dataclass
-class Rung:
-    """Trials of one length."""
-
-    tokens: int
-    seeds: tuple[int, ...]
-    last: bool
-    outcomes: list[Outcome] = dataclasses.field(default_factory=list)
-    kept: list[float] = dataclasses.field(default_factory=list)
-
-    def mean(self, lr: float) -> float:
-        """Mean score over its trials here: infinite when one of them is, not a number when there is none."""
-        scores = [o.score for o in self.outcomes if o.lr == lr]
-        return statistics.fmean(scores) if scores else math.nan
-
-    def num_seeds(self, lr: float) -> int:
-        """Of its trials here."""
-        return sum(o.lr == lr for o in self.outcomes)
 
 
 class Edge(NamedTuple):
@@ -115,16 +67,16 @@ def first_ladder(edge: Edge, count: int) -> list[float]:
     return [rounded / 2**k for k in range(count)]
 
 
-def extension(outcomes: Sequence[Outcome], edge: Edge, first: Sequence[float]) -> float | None:
+def extension(trials: Sequence[LrTrial], edge: Edge, first: Sequence[float]) -> float | None:
     """The rate to add to the first rung because the best one is its highest or lowest, or, when all diverged,
     below the first ladder; None when there is a bracket, or no room. `first`: before additions.
     """
-    rates = [o.lr for o in outcomes]
-    scored = [o for o in outcomes if o.score < math.inf]
+    rates = [t.lr for t in trials]
+    scored = [t for t in trials if t.score < math.inf]
     if not scored:
-        diverged = [o.lr for o in outcomes if o.status == "diverged"]
+        diverged = [t.lr for t in trials if t.status == "diverged"]
         return _added(min(diverged) / 2, first, edge) if diverged else None
-    best = min(scored, key=lambda o: o.score).lr
+    best = min(scored, key=lambda t: t.score).lr
     if best == max(rates) and (up := _added(best * 2, first, edge)):
         return up
     return _added(best / 2, first, edge) if best == min(rates) else None
@@ -137,21 +89,34 @@ def _added(lr: float, first: Sequence[float], edge: Edge) -> float | None:
     return lr
 
 
-def mark_diverged(outcomes: Sequence[Outcome], unigram: float | None) -> None:
+def marked_diverged(trials: Sequence[LrTrial], unigram: float | None) -> list[LrTrial]:
     """A run that ends above the unigram entropy has diverged if one at a lower rate, as long, ends below it;
     else it may only have been too short to learn anything."""
     if unigram is None:
-        return
-    learned = [o for o in outcomes if o.score <= unigram]
-    for o in outcomes:
-        if o.status == "ok" and o.score > unigram and any(x.lr < o.lr for x in learned):
-            o.status = "diverged"
-            o.cause = f"{o.heldout_loss:.4g} nats, above the unigram entropy {unigram:.4g}"
+        return list(trials)
+    learned = min((t.lr for t in trials if t.score <= unigram), default=math.inf)
+    return [
+        t.model_copy(
+            update={
+                "status": "diverged",
+                "cause": f"{t.heldout_loss:.4g} nats, above the unigram entropy {unigram:.4g}",
+            }
+        )
+        if t.status == "ok" and t.score > unigram and learned < t.lr
+        else t
+        for t in trials
+    ]
+
+
+def candidates(rung: Rung, rates: Sequence[float]) -> list[CandidateFacts]:
+    """As the files name them: the optimizer and the weight decay are the configuration's."""
+    first = rung.trials[0]
+    return [(first.optimizer, first.weight_decay, lr) for lr in rates]
 
 
 def ranked(rung: Rung) -> list[float]:
     """The rates of a rung that can be chosen, best first."""
-    means = {lr: rung.mean(lr) for lr in {o.lr for o in rung.outcomes}}
+    means = {lr: rung.mean(lr) for lr in {t.lr for t in rung.trials}}
     return sorted((lr for lr, mean in means.items() if mean < math.inf), key=lambda lr: (means[lr], lr))
 
 
@@ -169,7 +134,7 @@ def beside(rungs: Sequence[Rung], last: Rung) -> float | None:
     if not order:
         return None
     best = order[0]
-    here = {o.lr for o in last.outcomes}
+    here = {t.lr for t in last.trials}
     tried = {lr for rung in rungs for lr in ranked(rung)} | here
     for sign in (1, -1):
         beyond = [lr for lr in tried if sign * math.log2(lr / best) > 0.49]
@@ -184,7 +149,7 @@ def open_side(rungs: Sequence[Rung], best: float) -> Side | None:
 
     The nearest rate on each side counts, in the longest rung that has both.
     """
-    measured = {o.lr for rung in rungs for o in rung.outcomes if o.status in ("ok", "diverged")}
+    measured = {t.lr for rung in rungs for t in rung.trials if t.status in ("ok", "diverged")}
     sides: tuple[tuple[Side, int], ...] = (("high", 1), ("low", -1))
     for side, sign in sides:
         beyond = [lr for lr in measured if sign * (lr - best) > 0]
@@ -198,24 +163,7 @@ def open_side(rungs: Sequence[Rung], best: float) -> Side | None:
     return None
 
 
-@dataclasses.dataclass(frozen=True)
-class Choice:
-    """The rate with the lowest mean over the seeds of the last rung; losses in nats."""
-
-    lr: float
-    heldout_loss: float
-    band: list[float]
-    """Least and greatest of the seeds."""
-    sd: float | None
-    """Standard deviation of a seed, pooled over the finalists; None of one seed."""
-    seeds: int
-    edge_side: Side | None
-    """Where no worse rate was measured."""
-    tied: list[float]
-    why: str
-
-
-def choose(rungs: Sequence[Rung]) -> Choice | None:
+def choose(rungs: Sequence[Rung]) -> LrChoice | None:
     """The choice from the last rung; None when no rate is left.
 
     Tied with it is a finalist whose mean difference, paired by seed, has a 95 % interval (Student's t) that
@@ -225,7 +173,7 @@ def choose(rungs: Sequence[Rung]) -> Choice | None:
     order = ranked(last) if last is not None else []
     if last is None or not order:
         return None
-    losses = {lr: {o.seed: o.score for o in last.outcomes if o.lr == lr} for lr in order}
+    losses = {lr: {t.seed: t.score for t in last.trials if t.lr == lr} for lr in order}
     best = order[0]
     mine = losses[best]
     count = len(mine)
@@ -245,21 +193,21 @@ def choose(rungs: Sequence[Rung]) -> Choice | None:
         why += f"; not to be told apart from {', '.join(f'{lr:g}' for lr in tied)}{reason}"
     if side:
         why += f"; edge of the grid: no worse rate was measured on the {side} side"
-    return Choice(
+    return LrChoice(
+        optimizer=last.trials[0].optimizer,
+        weight_decay=last.trials[0].weight_decay,
         lr=best,
         heldout_loss=mean,
         band=[min(mine.values()), max(mine.values())],
         sd=math.sqrt(statistics.fmean(deviations)) if deviations else None,
         seeds=count,
+        at_edge=side is not None,
         edge_side=side,
-        tied=tied,
+        tied=candidates(last, tied),
         why=why,
     )
 
 
 def _tied(mine: dict[int, float], theirs: dict[int, float]) -> bool:
     differences = [theirs[seed] - mine[seed] for seed in mine if seed in theirs]
-    if len(differences) < 2:
-        return True
-    half = student(len(differences) - 1) * statistics.stdev(differences) / math.sqrt(len(differences))
-    return statistics.fmean(differences) <= half
+    return len(differences) < 2 or statistics.fmean(differences) <= half_width(differences)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 import time
@@ -14,17 +13,14 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout, dump_config, load_config, peak_lr, with_budget
 from launcher import job, results
 from launcher.log import PLAIN, Log, logger, show
-from launcher.redact import redact_argv
-from launcher.report.console import ConsoleReport
 from launcher.report.html import write_or_warn
 from launcher.report.run_report import PAGE
-from launcher.results import LrPlanFile, TuneLr, TuneStatus
+from launcher.results import LrOptions, LrPlanFile, LrSettings, RangeTest, TuneLr, TuneStatus
 from launcher.run import trials
 from launcher.run.trials import Stopped
 from launcher.tune import FILE, ladder, rate_trials, transfer
-from launcher.tune.ladder import Outcome, Rung
 from launcher.tune.rate_report import rate_report
-from launcher.tune.rate_search import SHORT, AllFailed, Question, RangeTest, RateSearch, SearchFile, Settings
+from launcher.tune.rate_search import SHORT, AllFailed, Question, RateSearch, SearchFile
 from launcher.tune.rate_trials import device_slots
 
 if TYPE_CHECKING:
@@ -37,7 +33,7 @@ FIXED = ("kind", "config_hash", "settings")
 def tune(
     name: str | None,
     overrides: Sequence[str],
-    settings: Settings,
+    settings: LrOptions,
     *,
     out: Path | None,
     dry_run: bool,
@@ -61,28 +57,19 @@ def tune(
         output.print_plan(as_json=as_json)
         return 0
     with output.claim():
-        code, found = run_locked(config, settings, ranks, output, on_gpu=asked.gpus > 0, log=log)
-        report = rate_report(found, where)
-        has_page = write_or_warn(report, where / PAGE)
-    if as_json:
-        sys.stdout.write(results.to_json(found))
-    else:
-        show(console, ConsoleReport(report))
-        if has_page:
-            show(console, f"page: {where / PAGE}", **PLAIN)
+        code, tuned = run_locked(config, settings, ranks, output, on_gpu=asked.gpus > 0, log=log)
+        job.publish(tuned, rate_report(tuned, where), where, as_json=as_json, console=console)
     return code
 
 
-def plan_of(config: Config, settings: Settings) -> LrPlanFile:
+def plan_of(config: Config, settings: LrOptions) -> LrPlanFile:
     """search.json as a search begins."""
     return LrPlanFile(
-        config_hash=config.hash(),
-        config=config.model_dump(mode="json"),
-        settings=dataclasses.asdict(settings),
+        config_hash=config.hash(), config=config.model_dump(mode="json"), settings=results.plain(settings)
     )
 
 
-def setting_issues(config: Config, settings: Settings, ranks: int) -> list[str]:
+def setting_issues(config: Config, settings: LrOptions, ranks: int) -> list[str]:
     """Why these options cannot be searched with this configuration; one line each."""
     issues: list[str] = []
     optim = config.optim.model_copy(update=rate_trials.as_it_stands(1.0))
@@ -108,7 +95,7 @@ def setting_issues(config: Config, settings: Settings, ranks: int) -> list[str]:
 
 
 def describe(
-    config: Config, settings: Settings, ranks: int, where: Path, log: Log, overrides: Sequence[str]
+    config: Config, settings: LrOptions, ranks: int, where: Path, log: Log, overrides: Sequence[str]
 ) -> None:
     """What is about to run."""
     s = settings
@@ -122,7 +109,7 @@ def describe(
 
 
 def run_locked(
-    config: Config, settings: Settings, ranks: int, output: job.Output[LrPlanFile], *, on_gpu: bool, log: Log
+    config: Config, settings: LrOptions, ranks: int, output: job.Output[LrPlanFile], *, on_gpu: bool, log: Log
 ) -> tuple[int, TuneLr]:
     """The search, and (exit code, tune.json); also what there is of it when a signal came."""
     out, begun = output.path, output.begin(config)
@@ -170,93 +157,45 @@ def document(
     doing: RateSearch, plan: LrPlanFile, status: TuneStatus, why: str | None, begun: job.Begun[LrPlanFile]
 ) -> TuneLr:
     """tune.json."""
-    q, rungs = doing.q, doing.rungs
+    q, rungs, test = doing.q, doing.rungs, doing.range_test
     config, settings = q.config, q.settings
     choice = ladder.choose(rungs) if status == "complete" else None
-    outcomes = [outcome for rung in rungs for outcome in rung.outcomes]
-    first = {o.lr for o in rungs[0].outcomes} if rungs else set()
-    asked = {
-        **dataclasses.asdict(settings),
-        "tokens": doing.tokens,
-        "tokens_why": plan.tokens_why,
-        "optimizers": [config.optim.name],
-        "weight_decays": [config.optim.weight_decay],
-        "seeds_used": list(q.seeds),
-    }
+    trials_ = [trial for rung in rungs for trial in rung.trials]
+    first = {trial.lr for trial in rungs[0].trials} if rungs else set()
     return TuneLr(
         status="failed" if status == "complete" and choice is None else status,
         why=why,
         date=time.strftime("%Y-%m-%d"),
         seconds=plan.seconds,
-        environment={**begun.machine, "launcher": settings.launcher},
-        config_hash=config.hash(),
+        **begun.facts()
+        | {"environment": {**begun.machine, "launcher": settings.launcher}, "config_hash": config.hash()},
         config=config.model_dump(mode="json"),
-        data_hash=begun.manifest.hash,
-        command=redact_argv(sys.argv),
-        settings=results.LrSettings.model_validate(asked),
+        settings=LrSettings(
+            **{**results.plain(settings), "tokens": doing.tokens},
+            tokens_why=plan.tokens_why,
+            optimizers=[config.optim.name],
+            weight_decays=[config.optim.weight_decay],
+            seeds_used=list(q.seeds),
+        ),
         ranks=q.ranks,
         at_a_time=q.at_a_time,
         unigram_entropy_nats=q.unigram,
-        range_test=_range_facts(doing.range_test, config) if doing.range_test else None,
-        rungs=[_rung_facts(rung, config) for rung in rungs],
-        choice=_choice_facts(choice, config) if choice else None,
+        range_test=RangeTest(
+            optimizer=config.optim.name,
+            points=[(lr, loss) for lr, loss, _ in test.points],
+            edge=test.edge.lr,
+            why=test.edge.why,
+            trial=test.trial,
+        )
+        if test
+        else None,
+        rungs=rungs,
+        choice=choice,
         cost=results.LrCost(
-            tokens=doing.range_tokens + sum(o.tokens for o in outcomes),
+            tokens=doing.range_tokens + sum(trial.tokens for trial in trials_),
             grid_tokens=len(first) * settings.seeds * doing.tokens,
-            trials=len(outcomes) + bool(doing.range_tokens),
+            trials=len(trials_) + bool(doing.range_tokens),
         ),
-    )
-
-
-def _candidates(rates: Sequence[float], config: Config) -> list[tuple[str, float, float]]:
-    """[(optimizer, weight decay, rate), ...]"""
-    return [(config.optim.name, config.optim.weight_decay, lr) for lr in rates]
-
-
-def _choice_facts(choice: ladder.Choice, config: Config) -> results.LrChoice:
-    facts = dataclasses.asdict(choice)
-    return results.LrChoice(
-        **{**facts, "tied": _candidates(choice.tied, config)},
-        optimizer=config.optim.name,
-        weight_decay=config.optim.weight_decay,
-        at_edge=choice.edge_side is not None,
-    )
-
-
-def _range_facts(test: RangeTest, config: Config) -> results.RangeTest:
-    return results.RangeTest(
-        optimizer=config.optim.name,
-        points=[(lr, loss) for lr, loss, _ in test.points],
-        edge=test.edge.lr,
-        why=test.edge.why,
-        trial=test.trial,
-    )
-
-
-def _rung_facts(rung: Rung, config: Config) -> results.Rung:
-    return results.Rung(
-        tokens=rung.tokens,
-        seeds=list(rung.seeds),
-        last=rung.last,
-        trials=[_trial_facts(outcome, config) for outcome in rung.outcomes],
-        kept=_candidates(rung.kept, config),
-    )
-
-
-def _trial_facts(o: Outcome, config: Config) -> results.LrTrial:
-    return results.LrTrial(
-        trial=o.trial,
-        lr=o.lr,
-        weight_decay=config.optim.weight_decay,
-        optimizer=config.optim.name,
-        seed=o.seed,
-        status=o.status,
-        failure_kind=o.failure_kind,
-        cause=o.cause,
-        heldout_loss=o.heldout_loss,
-        tokens=o.tokens,
-        seconds=o.seconds,
-        curve=list(o.curve),
     )
 
 

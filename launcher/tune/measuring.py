@@ -31,7 +31,7 @@ from launcher.results import (
 from launcher.run.records import cause, failure_kind, read_summary
 from launcher.run.trials import Runner, Trial
 from launcher.tune import curve, sizes
-from launcher.tune.curve import Rate, Size
+from launcher.tune.curve import Rate
 from launcher.tune.runner import BatchTrials, Question, peak_gib
 from launcher.tune.sizes import MemoryLine
 
@@ -56,7 +56,7 @@ class BatchSearch:
         self.q, self.out, self._log = question, out, log
         self.runs, self._runner = BatchTrials(question, out, runs), runs
         self._line = MemoryLine(0, 1)
-        self._curve: dict[int, Size] = {}
+        self._curve: dict[int, SizeResult] = {}
         self._order: list[int] = []
         self._limited_by = "global batch"
         self._fitting: list[int] = []
@@ -220,7 +220,16 @@ class BatchSearch:
         """Each size once in random order, the first once more at the end; then those that are still open."""
         chosen, samples = self._affordable()
         self._samples = samples
-        self._curve = {micro: Size(micro, samples // (micro * self.q.dp)) for micro in chosen}
+        self._curve = {
+            micro: SizeResult(
+                micro_batch=micro,
+                accumulation=self.q.config.batch.global_size // (micro * self.q.dp),
+                trial_accumulation=samples // (micro * self.q.dp),
+                status="ok",
+                predicted_gib=self._line.gib(micro),
+            )
+            for micro in chosen
+        }
         order = random.Random(0).sample(chosen, len(chosen))  # noqa: S311 (an order, no secret)
         self._log(f"throughput: micro batches {', '.join(map(str, chosen))}, {samples} sequences a step")
         for place, micro in enumerate([*order, order[0]] if len(order) > 1 else order):
@@ -264,13 +273,14 @@ class BatchSearch:
         trial = self.runs.trial(
             f"micro-{micro}-r{len(size.runs)}", micro, self._samples, self.runs.warm_up + steps
         )
-        size.status = self.runs.judged(trial, self.runs.run(trial).status, self.runs.warm_up, steps)
-        self._note_memory(trial, micro, size.status)
-        if size.status != "ok":
-            size.why = self.runs.why(trial, size.status)
-            if size.status in ("oom", "failed"):
-                size.failure_kind = failure_kind(trial.directory)
-            self._log(f"[{where}] micro batch {micro}: {size.status}: {size.why}")
+        status = self.runs.judged(trial, self.runs.run(trial).status, self.runs.warm_up, steps)
+        self._note_memory(trial, micro, status)
+        if status != "ok":
+            why = self.runs.why(trial, status)
+            kind = failure_kind(trial.directory) if status in ("oom", "failed") else None
+            lost = {"status": status, "why": why, "failure_kind": kind}
+            self._curve[micro] = size.model_copy(update=lost)
+            self._log(f"[{where}] micro batch {micro}: {status}: {why}")
         else:
             run = self.runs.timed(trial, self.runs.warm_up, steps)
             size.runs.append(run)
@@ -288,7 +298,7 @@ class BatchSearch:
             self._rate(size) for _, size in sorted(self._curve.items()) if size.status == "ok" and size.runs
         ]
 
-    def _rate(self, size: Size) -> Rate:
+    def _rate(self, size: SizeResult) -> Rate:
         return curve.rate(size, self._samples, self.q.config.batch.global_size)
 
     def _conclude(self) -> None:
@@ -309,25 +319,20 @@ class BatchSearch:
     def size_results(self) -> list[SizeResult]:
         """Every size so far, ascending."""
         rates = {rate.micro: rate for rate in self.rates()}
-        best = max((rate.median for rate in rates.values()), default=None)
-        return [self._size(size, rates.get(micro), best) for micro, size in sorted(self._curve.items())]
-
-    def _size(self, size: Size, rate: Rate | None, best: float | None) -> SizeResult:
-        measured = [peak for run in size.runs for peak in run.peak_gib]
-        return SizeResult(
-            micro_batch=size.micro,
-            accumulation=self.q.config.batch.global_size // (size.micro * self.q.dp),
-            trial_accumulation=size.accumulation,
-            status=size.status,
-            failure_kind=size.failure_kind,
-            why=size.why,
-            samples_per_s=rate.median if rate else None,
-            samples_per_s_ci95=[rate.low, rate.high] if rate else None,
-            relative=rate.median / best if rate and best else None,
-            predicted_gib=self._line.gib(size.micro),
-            measured_gib=max(measured, default=None),
-            runs=list(size.runs),
-        )
+        best = max((rate.median for rate in rates.values()), default=math.nan)
+        sizes_ = []
+        for micro, size in sorted(self._curve.items()):
+            measured: dict[str, Any] = {}
+            if (rate := rates.get(micro)) is not None:
+                measured = {
+                    "samples_per_s": rate.median,
+                    "samples_per_s_ci95": [rate.low, rate.high],
+                    "relative": rate.median / best,
+                }
+            peaks = [peak for run in size.runs for peak in run.peak_gib]
+            measured["measured_gib"] = max(peaks, default=None)
+            sizes_.append(size.model_copy(update=measured))
+        return sizes_
 
     def _drift(self) -> Drift | None:
         """The size that ran first, against its run at the end of the first round."""
@@ -342,7 +347,8 @@ class BatchSearch:
     def _noise(self) -> None:
         choice = self.choice
         if choice is None:
-            raise NothingFits("; ".join(f"micro batch {s.micro}: {s.why}" for s in self._curve.values()))
+            whys = [f"micro batch {size.micro_batch}: {size.why}" for size in self._curve.values()]
+            raise NothingFits("; ".join(whys))
         micro, config = choice.micro_batch, self.q.config
         if self.q.dp == 1 and choice.accumulation == 1:  # two batches are compared
             micro = max((size for size in self.q.sizes if size < micro), default=micro)
@@ -383,11 +389,11 @@ class BatchSearch:
     def _goodput(self, choice: BatchChoice, noise: float, interval: Sequence[float]) -> Goodput:
         config, size = self.q.config, self._curve[choice.micro_batch]
         passes_s, whole_s = curve.parts(size)
-        per_pass, declared = size.micro * self.q.dp, config.batch.global_size
+        per_pass, declared = size.micro_batch * self.q.dp, config.batch.global_size
         wanted = {per_pass * 2**k for k in range(12)} | {declared}
         wanted = {b for b in wanted if declared / 16 <= b <= declared * 16}
         return curve.goodput(
-            micro_s=passes_s / size.accumulation,
+            micro_s=passes_s / (size.trial_accumulation or 1),
             update_s=whole_s - passes_s,
             per_pass=per_pass,
             global_size=declared,

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-import statistics
-from collections.abc import Sequence
+import math
 from pathlib import Path
 
 from launcher.report.model import (
@@ -36,7 +34,7 @@ from launcher.report.numbers import (
 )
 from launcher.report.parts import cell
 from launcher.report.quantities import Quantity, table
-from launcher.results import LrChoice, LrTrial, RangeTest, Rung, Transfer, TrialStatus, TuneLr
+from launcher.results import LrChoice, Rung, Transfer, TrialStatus, TuneLr
 from launcher.tune.search_report import ends, settings_sections, subtitle, use
 
 CEILING = 1.5  # times the first loss of a range test: what lies above is drawn there
@@ -71,31 +69,6 @@ SETTINGS = (
     Quantity("cost.grid_tokens", "tokens of the full grid"),
     Quantity("unigram_entropy_nats", "unigram entropy", "nats"),
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """The trials of one rung that differ by seed alone. `label` tells it from the others of the search."""
-
-    key: tuple[str, float, float]
-    """Optimizer, weight decay, rate."""
-    label: str
-    trials: Sequence[LrTrial]
-
-    @property
-    def lr(self) -> float:
-        return self.key[2]
-
-    @property
-    def losses(self) -> list[float]:
-        """Of the seeds that ended well."""
-        return [t.heldout_loss for t in self.trials if t.status == "ok" and t.heldout_loss is not None]
-
-    @property
-    def mean(self) -> float | None:
-        """None unless every seed has a loss."""
-        whole = self.losses and len(self.losses) == len(self.trials)
-        return statistics.fmean(self.losses) if whole else None
 
 
 def rate_report(tune: TuneLr, folder: Path) -> Report:
@@ -148,17 +121,12 @@ def _choice(tune: TuneLr, folder: Path) -> Verdict:
 
 
 def _lost(tune: TuneLr) -> list[Verdict]:
-    """The trials without a loss, and what was left out."""
+    """The trials without a loss."""
     every = [trial for rung in tune.rungs for trial in rung.trials]
     counts = {word: sum(t.status == status for t in every) for status, word in LOST.items()}
     notes = [f"{t.trial}: {t.status}: {t.cause}" for t in every if t.cause]
-    verdicts = [
-        Verdict("warn", f"{name} was left out: {why}") for name, why in tune.settings.left_out.items()
-    ]
-    if any(counts.values()):
-        words_ = ", ".join(f"{format_count(n)} {word}" for word, n in counts.items() if n)
-        verdicts.append(Verdict("info", f"Of {format_count(len(every))} trials: {words_}.", notes))
-    return verdicts
+    lost = ", ".join(f"{format_count(n)} {word}" for word, n in counts.items() if n)
+    return [Verdict("info", f"Of {format_count(len(every))} trials: {lost}.", notes)] if lost else []
 
 
 def _cost(tune: TuneLr) -> list[Verdict]:
@@ -178,7 +146,7 @@ def _band(choice: LrChoice) -> str:
 
 
 def _tiles(tune: TuneLr) -> list[Tile]:
-    choice, test = tune.choice, _range_test(tune)
+    choice, test = tune.choice, tune.range_test
     band = choice.band if choice else None
     spread = format_nats(band[1] - band[0] if band else None)
     cost = tune.cost
@@ -211,37 +179,34 @@ def _tiles(tune: TuneLr) -> list[Tile]:
 # --- figures
 
 
-def candidates(tune: TuneLr, rung: Rung) -> list[Candidate]:
-    """Of a rung, by rate; a name has the optimizer and the weight decay as far as they differ."""
-    every = [trial for each in tune.rungs for trial in each.trials]
-    several = len({t.optimizer for t in every}) > 1, len({t.weight_decay for t in every}) > 1
-    members: dict[tuple[str, float, float], list[LrTrial]] = {}
-    for trial in rung.trials:
-        members.setdefault((trial.optimizer, trial.weight_decay, trial.lr), []).append(trial)
-    made = []
-    for key, trials in sorted(members.items()):
-        names = (key[0], f"weight decay {format_si(key[1])}")
-        label = ", ".join(name for name, differs in zip(names, several, strict=True) if differs)
-        made.append(Candidate(key, label, trials))
-    return made
+def rates_of(rung: Rung) -> list[float]:
+    """Ascending."""
+    return sorted({trial.lr for trial in rung.trials})
+
+
+def losses_of(rung: Rung, lr: float) -> list[float]:
+    """Of the seeds that ended well."""
+    return [trial.score for trial in rung.trials if trial.lr == lr and trial.score < math.inf]
+
+
+def mean_of(rung: Rung, lr: float) -> float | None:
+    """None unless every seed has a loss."""
+    mean = rung.mean(lr)
+    return mean if mean < math.inf else None
 
 
 def by_rate(tune: TuneLr) -> Figure:
     """Held-out loss against the rate, a line for each rung; of the last one the seeds and their band."""
     lines: list[Line] = []
-    diverged: set[float] = set()
     for rung in tune.rungs:
-        each = candidates(tune, rung)
-        diverged |= {c.lr for c in each if any(t.status == "diverged" for t in c.trials)}
-        for label in dict.fromkeys(c.label for c in each):
-            ladder = [c for c in each if c.label == label]
-            several = rung is _last(tune) and any(len(c.losses) > 1 for c in ladder)
-            lines += _ladder(rung, label, ladder, several, len(lines))
-    known = [loss for line in lines for loss in line.values]
-    if diverged and known:
-        top = max(known) + 0.08 * ((max(known) - min(known)) or 1.0)
-        lines.append(Line("diverged (drawn at the top)", sorted(diverged), [top] * len(diverged), 3, "marks"))
-    rates = sorted({trial.lr for rung in tune.rungs for trial in rung.trials})
+        lines += _ladder(rung, rung is _last(tune), len(lines))
+    every = [trial for rung in tune.rungs for trial in rung.trials]
+    diverged = sorted({trial.lr for trial in every if trial.status == "diverged"})
+    losses = [loss for line in lines for loss in line.values]
+    if diverged and losses:
+        top = max(losses) + 0.08 * ((max(losses) - min(losses)) or 1.0)
+        lines.append(Line("diverged (drawn at the top)", diverged, [top] * len(diverged), 3, "marks"))
+    rates = sorted({trial.lr for trial in every})
     x = Axis("learning rate", "lr", log=True, ticks=rates if len(rates) <= MANY_RATES else ())
     y = Axis(LOSS, "nats")
     marks = [Mark(f"chosen: {format_lr(tune.choice.lr)}", tune.choice.lr)] if tune.choice else []
@@ -249,22 +214,23 @@ def by_rate(tune: TuneLr) -> Figure:
     return Figure("Held-out loss against learning rate", lines, x, y, marks=marks, note=note)
 
 
-def _ladder(rung: Rung, label: str, ladder: Sequence[Candidate], several: bool, colour: int) -> list[Line]:
-    seeds = count_of(len(rung.seeds) or 1, "seed")
-    name = ", ".join(filter(None, [format_si(rung.tokens, "tokens"), seeds, label]))
-    low = [min(c.losses, default=None) for c in ladder] if several else []
-    high = [max(c.losses, default=None) for c in ladder] if several else []
-    lines = [Line(name, [c.lr for c in ladder], [c.mean for c in ladder], colour, "both", low, high)]
+def _ladder(rung: Rung, last: bool, colour: int) -> list[Line]:
+    name = f"{format_si(rung.tokens, 'tokens')}, {count_of(len(rung.seeds) or 1, 'seed')}"
+    rates = rates_of(rung)
+    losses = [losses_of(rung, lr) for lr in rates]
+    several = last and any(len(each) > 1 for each in losses)
+    low, high = ([end(each, default=None) for each in losses] if several else [] for end in (min, max))
+    lines = [Line(name, rates, [mean_of(rung, lr) for lr in rates], colour, "both", low, high)]
     if several:
-        points = [(c.lr, loss) for c in ladder for loss in c.losses]
-        x, y = [lr for lr, _ in points], [loss for _, loss in points]
-        lines.append(Line("a seed of the last rung", x, y, colour, "marks"))
+        x = [lr for lr, each in zip(rates, losses, strict=True) for _ in each]
+        seeds = [loss for each in losses for loss in each]
+        lines.append(Line("a seed of the last rung", x, seeds, colour, "marks"))
     return lines
 
 
 def range_test(tune: TuneLr) -> Figure:
     """Training loss while the rate rises, and where it breaks."""
-    test = _range_test(tune)
+    test = tune.range_test
     points = test.points if test else []
     ceiling = CEILING * next((loss for _, loss in points if loss is not None), 0.0)
     cut = any(loss is not None and loss > ceiling for _, loss in points)
@@ -281,12 +247,13 @@ def range_test(tune: TuneLr) -> Figure:
 
 
 def curves(tune: TuneLr) -> Figure:
-    """Held-out loss over tokens of every trial of the last rung, a colour for each candidate."""
-    final = _last(tune)
+    """Held-out loss over tokens of every trial of the last rung, a colour for each rate."""
+    final = _last(tune) or Rung(tokens=0)
     lines = [
-        Line(_title(c), [t for t, _ in trial.curve], [loss for _, loss in trial.curve], index)
-        for index, c in enumerate(candidates(tune, final) if final else [])
-        for trial in c.trials
+        Line(format_lr(lr), [t for t, _ in trial.curve], [loss for _, loss in trial.curve], index)
+        for index, lr in enumerate(rates_of(final))
+        for trial in final.trials
+        if trial.lr == lr
     ]
     entropy = tune.unigram_entropy_nats
     levels = [Rule(f"unigram entropy {format_ratio(entropy)}", entropy)] if entropy is not None else []
@@ -295,39 +262,27 @@ def curves(tune: TuneLr) -> Figure:
     return Figure(title, lines, Axis("tokens"), Axis(LOSS, "nats"), levels=levels, note=note)
 
 
-def _title(candidate: Candidate) -> str:
-    return ", ".join(filter(None, [format_lr(candidate.lr), candidate.label]))
-
-
 def _last(tune: TuneLr) -> Rung | None:
     """The rung that decides; the longest so far where it has not begun."""
     return next((rung for rung in tune.rungs if rung.last), tune.rungs[-1] if tune.rungs else None)
-
-
-def _range_test(tune: TuneLr) -> RangeTest | None:
-    """Of the chosen optimizer; without a choice the first."""
-    tests = [*([tune.range_test] if tune.range_test else []), *tune.other_range_tests]
-    chosen = tune.choice.optimizer if tune.choice else None
-    return next((test for test in tests if test.optimizer == chosen), tests[0] if tests else None)
 
 
 # --- tables
 
 
 def _finalists(tune: TuneLr) -> Table:
-    """The candidates of the last rung, best first."""
-    final, choice = _last(tune), tune.choice
-    each = candidates(tune, final) if final else []
-    each.sort(key=lambda c: (c.mean is None, c.mean or 0.0))
-    chosen = (choice.optimizer, choice.weight_decay, choice.lr) if choice else None
-    best = next((c.mean for c in each if c.key == chosen), None)
+    """The rates of the last rung, best first."""
+    final, choice = _last(tune) or Rung(tokens=0), tune.choice
+    tied = [entry[2] for entry in choice.tied] if choice else []
     rows = []
-    for c in each:
-        mark = " (chosen)" if c.key == chosen else " (tied)" if choice and c.key in choice.tied else ""
-        values = [c.mean, min(c.losses, default=None), max(c.losses, default=None)]
-        above = None if c.mean is None or best is None else c.mean - best
-        cells = [cell(value, "nats") for value in (*values, above)]
-        rows.append(Row(f"{_title(c)}{mark}", [*cells, Cell(format_count(len(c.losses)))]))
+    for lr in sorted(rates_of(final), key=final.mean):
+        mark = " (chosen)" if choice and lr == choice.lr else " (tied)" if lr in tied else ""
+        mean, best = mean_of(final, lr), mean_of(final, choice.lr) if choice else None
+        losses = losses_of(final, lr)
+        above = None if mean is None or best is None else mean - best
+        values = [mean, min(losses, default=None), max(losses, default=None), above]
+        cells = [*(cell(value, "nats") for value in values), Cell(format_count(len(losses)))]
+        rows.append(Row(f"{format_lr(lr)}{mark}", cells))
     heads = ("mean", "least", "greatest", "above", "seeds")
     return Table(rows, [Column(head) for head in heads], corner="held-out loss", empty="no trial recorded")
 

@@ -18,11 +18,11 @@ from bert_dp.record.models import Summary
 from launcher import results
 from launcher.log import Log
 from launcher.report.numbers import format_duration, format_si
-from launcher.results import LrPlanFile
+from launcher.results import LrOptions, LrPlanFile, LrTrial, Rung
 from launcher.run.records import cause, failure_kind, read_summary
 from launcher.run.trials import Progress, Runner, Trial, earlier
 from launcher.tune import ladder, rate_trials
-from launcher.tune.ladder import FINALISTS, Edge, Outcome, Rung
+from launcher.tune.ladder import FINALISTS, Edge
 
 SHORT = 8  # the first rung trains this part of the whole budget
 LEAST_STEPS = SHORT  # of the whole budget: one in the first rung
@@ -33,23 +33,11 @@ class AllFailed(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Settings:
-    """What was asked for."""
-
-    ranks: int | None = None
-    rates: int = 5
-    seeds: int = 3
-    tokens: int | None = None
-    budget_s: float | None = None
-    launcher: str = "torchrun"
-
-
-@dataclasses.dataclass(frozen=True)
 class Question:
     """What is searched, and on what."""
 
     config: Config
-    settings: Settings
+    settings: LrOptions
     ranks: int
     """Of a trial."""
     shards: Path
@@ -100,7 +88,7 @@ class RangeTest:
         return self.fixed_s + evaluations + tokens / (self.tokens_per_s or math.inf)
 
 
-def planned(settings: Settings, tokens: int) -> tuple[tuple[int, int, bool], ...]:
+def planned(settings: LrOptions, tokens: int) -> tuple[tuple[int, int, bool], ...]:
     """(trials, tokens of each, whether it is the last) of both rungs, one rate beside the best included."""
     return (settings.rates, tokens // SHORT, False), (FINALISTS * settings.seeds + 1, tokens, True)
 
@@ -169,7 +157,7 @@ class RateSearch:
         order = ladder.ranked(first)
         if not order:
             raise AllFailed("no rate of the first rung can be chosen")
-        first.kept = order[:FINALISTS]
+        first.kept.extend(ladder.candidates(first, order[:FINALISTS]))
         self._train_finalists(order, progress)
 
     def _test_range(self) -> RangeTest:
@@ -221,7 +209,7 @@ class RateSearch:
         return tokens
 
     def _open_rung(self, tokens: int, seeds: tuple[int, ...], *, last: bool) -> Rung:
-        rung = Rung(rate_trials.whole(self.q.config, tokens), seeds, last)
+        rung = Rung(tokens=rate_trials.whole(self.q.config, tokens), seeds=list(seeds), last=last)
         self.rungs.append(rung)
         self._log(
             f"{'last' if last else 'first'} rung: {format_si(rung.tokens, 'tokens')} a run, "
@@ -234,7 +222,7 @@ class RateSearch:
         rung = self._open_rung(self.tokens // SHORT, self.q.seeds[:1], last=False)
         rates = ladder.first_ladder(edge, self.q.settings.rates)
         self._train(rung, rates, rung.seeds, progress)
-        while (more := ladder.extension(rung.outcomes, edge, rates)) is not None:
+        while (more := ladder.extension(rung.trials, edge, rates)) is not None:
             self._log(f"the best rate stands at the end of the ladder; next to it: {more:g}")
             progress.expect(self._share(rung))
             self._train(rung, [more], rung.seeds, progress)
@@ -270,7 +258,7 @@ class RateSearch:
     def _train(self, rung: Rung, rates: Sequence[float], seeds: Sequence[int], progress: Progress) -> None:
         """Each rate with each of these seeds that it has not had; the results in that order."""
         q = self.q
-        had = {(o.lr, o.seed) for o in rung.outcomes}
+        had = {(t.lr, t.seed) for t in rung.trials}
         named = {
             rate_trials.trial_name(q.config, lr, rung.tokens, seed): (lr, seed)
             for seed in seeds
@@ -286,25 +274,21 @@ class RateSearch:
         there = {trial.name for trial in todo if earlier(trial) is not None}
         if there:
             self._log(f"going on: {len(there)} of {len(todo)} trials are there")
-        before = len(rung.outcomes)
+        before = len(rung.trials)
         try:
             for trial, ended in self._runs.run(todo):
-                outcome = rate_trials.read_outcome(
-                    trial.directory,
-                    ended.status,
-                    *named[trial.name],
-                    tokens_of_step=rate_trials.step_tokens(q.config),
-                    seconds=ended.seconds,
+                done = rate_trials.read_trial(
+                    q.config, trial.directory, ended.status, *named[trial.name], ended.seconds
                 )
-                rung.outcomes.append(outcome)
+                rung.trials.append(done)
                 if trial.name in there:
                     progress.had(self._share(rung))
                 else:
-                    progress.ended(self._share(rung), result_text(outcome, rung))
+                    progress.ended(self._share(rung), result_text(done, rung))
         finally:
             places = {name: place for place, name in enumerate(named)}
-            rung.outcomes[before:] = sorted(rung.outcomes[before:], key=lambda o: places[o.trial])
-            ladder.mark_diverged(rung.outcomes, q.unigram)
+            rung.trials[before:] = sorted(rung.trials[before:], key=lambda t: places[t.trial])
+            rung.trials[:] = ladder.marked_diverged(rung.trials, q.unigram)
             self._file.save()
 
     def _trial(self, name: str, config: Config) -> Trial:
@@ -315,9 +299,9 @@ class RateSearch:
         return self.range_test.trial_s(rung.tokens, last=rung.last) if self.range_test else 0.0
 
 
-def result_text(outcome: Outcome, rung: Rung) -> str:
+def result_text(trial: LrTrial, rung: Rung) -> str:
     """What is said of a trial."""
-    how = f"{outcome.status}: {outcome.cause}"
-    if outcome.heldout_loss is not None and outcome.status == "ok":
-        how = f"held-out {outcome.heldout_loss:.4f}"
-    return f"rate {outcome.lr:g}, {format_si(rung.tokens, 'tokens')}, seed {outcome.seed}: {how}"
+    how = f"{trial.status}: {trial.cause}"
+    if trial.score < math.inf:
+        how = f"held-out {trial.score:.4f}"
+    return f"rate {trial.lr:g}, {format_si(rung.tokens, 'tokens')}, seed {trial.seed}: {how}"

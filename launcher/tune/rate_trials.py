@@ -10,11 +10,10 @@ from typing import Any
 from bert_dp import record
 from bert_dp.config import BuildConfig, CheckpointConfig, Config, LogConfig, ScheduleConfig, batch_at
 from bert_dp.record.models import Summary
-from launcher.results import TrialStatus
+from launcher.results import LrTrial, TrialStatus
 from launcher.run.records import cause, failure_kind, read_summary
 from launcher.run.train import expected_steps
 from launcher.run.trials import Slot
-from launcher.tune.ladder import Outcome
 
 RANGE_TOP = 1.0  # rate at the end of a range test; it begins at 1e-4 of this
 RANGE_STEPS = 100
@@ -134,24 +133,32 @@ def tuned_config(config: Config, lr: float) -> Config:
     return config.model_copy(update={"optim": config.optim.model_copy(update=update)})
 
 
-def read_outcome(
-    directory: Path, state: TrialStatus, lr: float, seed: int, *, tokens_of_step: int, seconds: float
-) -> Outcome:
-    """What a trial that ended as `state` (ok, oom or failed) after `seconds` has come to."""
+def read_trial(
+    config: Config, directory: Path, status: TrialStatus, lr: float, seed: int, seconds: float
+) -> LrTrial:
+    """What a trial that ended as `status` (ok, oom or failed) after `seconds` has come to."""
     summary = read_summary(directory) or Summary(status="failed")
     loss = summary.heldout_loss
-    why, kind = (None, None) if state == "ok" else (cause(directory), failure_kind(directory))
-    if state == "ok" and loss is None:
-        state, why = "diverged", "the held-out loss is not finite"
-    elif state == "failed" and kind == "not_finite":
-        state = "diverged"
-    curve = [
-        (line["tokens"], line["loss"])
-        for line in record.read_lines(directory / "evals.jsonl")
-        if line["loss"] is not None
-    ]
-    trained = summary.tokens or tokens_of_step * summary.step
-    return Outcome(directory.name, lr, seed, state, why, loss, trained, seconds, curve, kind)
+    why, kind = (None, None) if status == "ok" else (cause(directory), failure_kind(directory))
+    if status == "ok" and loss is None:
+        status, why = "diverged", "the held-out loss is not finite"
+    elif status == "failed" and kind == "not_finite":
+        status = "diverged"
+    evals = record.read_lines(directory / "evals.jsonl")
+    return LrTrial(
+        trial=directory.name,
+        lr=lr,
+        weight_decay=config.optim.weight_decay,
+        optimizer=config.optim.name,
+        seed=seed,
+        status=status,
+        failure_kind=kind,
+        cause=why,
+        heldout_loss=loss,
+        tokens=summary.tokens or step_tokens(config) * summary.step,
+        seconds=seconds,
+        curve=[(line["tokens"], line["loss"]) for line in evals if line["loss"] is not None],
+    )
 
 
 def range_points(directory: Path) -> list[tuple[float, float | None, int]]:

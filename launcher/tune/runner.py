@@ -35,6 +35,11 @@ class Question:
     on_gpu: bool
 
     @property
+    def asked_gib(self) -> float | None:
+        """The limit where it is the user's."""
+        return self.limit_gib if self.limit_of == "--memory" else None
+
+    @property
     def dp(self) -> int:
         """Replicas."""
         return max(1, self.ranks // self.config.parallel.tensor)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launcher.redact import redact
-from launcher.report.model import Row, Section, Table, Verdict
+from launcher.report.model import Section, Table, Verdict
 from launcher.report.numbers import count_of, format_word
-from launcher.report.parts import cell, environment_text, machine_line, other_version, record_text, words
-from launcher.report.quantities import Quantity, at
+from launcher.report.parts import environment_text, folded, machine_line, other_version, record_text, words
+from launcher.report.quantities import Quantity, rows
 from launcher.results import TuneFile
 from launcher.tune import FILE
 
@@ -39,8 +39,8 @@ def settings_sections(
     tune: TuneFile, quantities: Sequence[Quantity], asked: Sequence[tuple[str, object]] = ()
 ) -> list[Section]:
     """What was asked for, the configuration, the machine."""
-    rows = [Row(q.head, (cell(at(tune, q.path), q.unit),)) for q in quantities]
-    rows += [
+    settings = [
+        *rows(tune, quantities),
         words("configuration hash", tune.config_hash),
         words("data hash", tune.data_hash),
         *[words(f"asked: {name}", format_word(value)) for name, value in asked],
@@ -51,6 +51,6 @@ def settings_sections(
         "Environment": environment_text(redact(tune.environment)),
     }
     return [
-        Section("Settings", tables=[Table(rows)], console=False),
-        *[Section(title, text=text, folded=True, console=False) for title, text in texts.items()],
+        Section("Settings", tables=[Table(settings)], console=False),
+        *[folded(title, text) for title, text in texts.items()],
     ]

@@ -19,6 +19,11 @@ CHANGED: dict[str, str | None] = {
     "dry_runs/lr/settings/optimizers": None,
     "dry_runs/lr/settings/weight_decays": None,
     "dry_runs/lr/settings/trials": None,
+    "rate/other_range_tests": None,  # of optimizers that no search compares any more
+    "rate/settings/left_out": None,
+    "rate/settings/trials": None,
+    "reports/lr/asked: trials": None,
+    "reports/lr-stopped/asked: trials": None,
     "options/report/--png": None,  # a page saves its figures itself
 }
 

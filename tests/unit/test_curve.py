@@ -5,9 +5,9 @@ import statistics
 
 import pytest
 
-from launcher.results import BatchChoice, TimedRun
+from launcher.results import BatchChoice, SizeResult, TimedRun
 from launcher.tune import curve
-from launcher.tune.curve import Rate, Size
+from launcher.tune.curve import Rate
 
 
 def timed(steps: list[float], passes: list[float] | None = None, exposed_s: float = 0.0) -> TimedRun:
@@ -25,9 +25,13 @@ def rate(micro: int, median: float, half: float = 0.0) -> Rate:
     return Rate(micro, median, median * math.exp(-half), median * math.exp(half))
 
 
+def size(runs: list[TimedRun]) -> SizeResult:
+    return SizeResult(micro_batch=4, accumulation=1, status="ok", runs=runs)
+
+
 def test_the_interval_is_students_over_three_stretches_of_each_run() -> None:
     runs = [timed([1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0]), timed([1.0, 2.0, 4.0, 4.0, 1.0, 1.0, 1.0])]
-    found = curve.rate(Size(4, 1, runs), 64, 64)
+    found = curve.rate(size(runs), 64, 64)
     # stretches of 2, 2 and 3 steps
     blocks = [math.log(x) for x in (1.0, 2.0, 3.0, 1.5, 4.0, 1.0)]
     middle = statistics.median(blocks)
@@ -39,16 +43,16 @@ def test_the_interval_is_students_over_three_stretches_of_each_run() -> None:
 
 def test_passes_count_as_often_as_the_declared_batch_needs_and_the_rest_once() -> None:
     run = timed([1.0] * 3, [0.7, 0.7, 0.7], exposed_s=0.2)
-    assert curve.rate(Size(4, 1, [run]), 64, 256).median == pytest.approx(256 / (1.0 + 3 * 0.5))
-    assert curve.rate(Size(4, 1, [run]), 64, 64).median == pytest.approx(64)
+    assert curve.rate(size([run]), 64, 256).median == pytest.approx(256 / (1.0 + 3 * 0.5))
+    assert curve.rate(size([run]), 64, 64).median == pytest.approx(64)
     hidden = run.model_copy(update={"exposed_s": 0.9})  # more than there is: no pass takes less than nothing
-    assert curve.rate(Size(4, 1, [hidden]), 64, 256).median == pytest.approx(256)
+    assert curve.rate(size([hidden]), 64, 256).median == pytest.approx(256)
 
 
 def test_parts_are_means_over_runs() -> None:
     runs = [timed([1.0, 3.0], [0.5, 1.5], 0.25), timed([4.0, 4.0], [2.0, 2.0])]
-    assert curve.parts(Size(4, 1, runs)) == pytest.approx(((0.75 + 2.0) / 2, 3.0))
-    assert curve.parts(Size(4, 1, [timed([1.0], [0.5], 0.9)])) == (0.0, 1.0)
+    assert curve.parts(size(runs)) == pytest.approx(((0.75 + 2.0) / 2, 3.0))
+    assert curve.parts(size([timed([1.0], [0.5], 0.9)])) == (0.0, 1.0)
 
 
 def test_the_smallest_that_reaches_97_of_100_is_chosen() -> None:

@@ -12,9 +12,9 @@ import pytest
 
 from bert_dp import noise
 from launcher import stats
-from launcher.results import TimedRun
+from launcher.results import SizeResult, TimedRun
 from launcher.tune import curve
-from launcher.tune.curve import Rate, Size
+from launcher.tune.curve import Rate
 
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 8: 2.306, 19: 2.093}  # Student's t, two-sided
 NORMAL_95 = 1.960
@@ -122,7 +122,8 @@ def test_the_rate_of_a_micro_batch_has_students_interval_over_the_stretches(runs
     logs = [math.log(mean) for each in means for mean in each]
     half = T_95[3 * runs - 1] * statistics.stdev(logs) / math.sqrt(3 * runs)
     middle = math.exp(statistics.median(logs))
-    found = curve.rate(Size(4, 1, timed), 64, 64)
+    size = SizeResult(micro_batch=4, accumulation=1, status="ok", runs=timed)
+    found = curve.rate(size, 64, 64)
     expected = (64 / middle, 64 / middle * math.exp(-half), 64 / middle * math.exp(half))
     assert (found.median, found.low, found.high) == pytest.approx(expected, rel=1e-9)
 

@@ -1,23 +1,24 @@
 """Decisions of the learning rate search at their bounds, by hand."""
 
-import dataclasses
 import math
 import random
 from collections.abc import Sequence
 
 import pytest
 
+from launcher.results import LrChoice, LrTrial, Rung
 from launcher.tune import ladder
-from launcher.tune.ladder import Edge, Outcome, Rung
+from launcher.tune.ladder import Edge
 
 
-def outcome(lr: float, loss: float | None, seed: int = 0, status: str = "ok") -> Outcome:
-    return Outcome(f"t{lr}", lr, seed, status, None, loss, 1)
+def outcome(lr: float, loss: float | None, seed: int = 0, status: str = "ok") -> LrTrial:
+    candidate = {"lr": lr, "weight_decay": 0.01, "optimizer": "adamw"}
+    return LrTrial(trial=f"t{lr}", **candidate, seed=seed, status=status, heldout_loss=loss, tokens=1)
 
 
-def rung(losses: dict[float, Sequence[float]], *, last: bool = False) -> Rung:
+def rung(losses: dict[float, Sequence[float | None]], *, last: bool = False) -> Rung:
     made = [outcome(lr, x, seed) for lr, each in losses.items() for seed, x in enumerate(each)]
-    return Rung(8, (0, 1, 2), last, made)
+    return Rung(tokens=8, seeds=[0, 1, 2], last=last, trials=made)
 
 
 # --- the range test
@@ -101,7 +102,7 @@ def test_the_first_ladder(edge: Edge, rates: list[float]) -> None:
 FIRST = [1.0, 2.0, 4.0]
 
 
-def added(outcomes: list[Outcome], edge: float | None = 100.0) -> float | None:
+def added(outcomes: list[LrTrial], edge: float | None = 100.0) -> float | None:
     return ladder.extension(outcomes, Edge(edge, 100.0, ""), FIRST)
 
 
@@ -135,21 +136,12 @@ def test_where_all_diverged_a_lower_one_is_added() -> None:
 def test_a_rate_that_ends_above_the_unigram_entropy_has_diverged_if_a_lower_one_learned() -> None:
     trials = [outcome(1, 4.0), outcome(2, 4.0), outcome(4, 4.1), outcome(8, 3.0), outcome(0.5, 9.0)]
     trials.append(outcome(16, 9.0, status="oom"))
-    ladder.mark_diverged(trials, None)
-    assert [o.status for o in trials] == ["ok"] * 5 + ["oom"]
-    ladder.mark_diverged(trials, 4.0)
-    assert [o.status for o in trials] == ["ok", "ok", "diverged", "ok", "ok", "oom"]
-    assert [o.cause for o in trials] == [
-        None,
-        None,
-        "4.1 nats, above the unigram entropy 4",
-        None,
-        None,
-        None,
-    ]
+    assert ladder.marked_diverged(trials, None) == trials
+    marked = ladder.marked_diverged(trials, 4.0)
+    assert marked[:2] + marked[3:] == trials[:2] + trials[3:]
+    assert (marked[2].status, marked[2].cause) == ("diverged", "4.1 nats, above the unigram entropy 4")
     alone = [outcome(1, 4.1), outcome(1, 3.9, seed=1), outcome(2, 4.0)]
-    ladder.mark_diverged(alone, 4.0)
-    assert [o.status for o in alone] == ["ok"] * 3
+    assert ladder.marked_diverged(alone, 4.0) == alone
 
 
 # --- who goes on
@@ -157,7 +149,7 @@ def test_a_rate_that_ends_above_the_unigram_entropy_has_diverged_if_a_lower_one_
 
 def test_means_and_ranks() -> None:
     made = rung({1.0: [3.0, 5.0], 2.0: [3.5], 4.0: [3.5]})
-    made.outcomes.append(outcome(8, None, status="failed"))
+    made.trials.append(outcome(8, None, status="failed"))
     assert (made.mean(1.0), made.num_seeds(1.0)) == (4.0, 2)
     assert math.isnan(made.mean(16.0))
     assert made.mean(8) == math.inf
@@ -181,11 +173,11 @@ def test_the_rate_beside_the_best_of_the_last_rung() -> None:
     assert beside({2.0: [2.0], 4.0: [3.0], 1.3: [3.0]}) is None  # 1.3 is 0.62 octaves below
     assert beside({2.0: [2.0], 4.0: [3.0]}) == 1.3
     assert beside({8.0: [2.0]}) == 4.0
-    assert ladder.beside([short], Rung(8, (0,), last=True)) is None
+    assert ladder.beside([short], Rung(tokens=8, last=True)) is None
     broken = rung({2.0: [2.0], 1.3: [3.0]}, last=True)
-    broken.outcomes.append(outcome(4.0, None, status="diverged"))
+    broken.trials.append(outcome(4.0, None, status="diverged"))
     assert ladder.beside([short], broken) is None  # it broke
-    short.outcomes.append(outcome(3.0, 9.0))
+    short.trials.append(outcome(3.0, 9.0))
     assert beside({2.0: [3.0], 4.0: [2.0], 8.0: [3.0]}) is None  # 3 is 0.42 octaves below
 
 
@@ -205,16 +197,16 @@ def test_a_side_is_open_without_a_worse_rate_on_it() -> None:
     assert side(short, rung({2.0: [2.0]})) == "low"
     assert side(rung({1.0: [3.0]}), rung({2.0: [2.0], 4.0: [3.0]})) == "low"  # none has both
     lost = rung({1.0: [3.0], 2.0: [2.0]})
-    lost.outcomes.append(outcome(4.0, None, status="failed"))
+    lost.trials.append(outcome(4.0, None, status="failed"))
     assert side(lost) == "high"
-    lost.outcomes.append(outcome(4.0, None, seed=1, status="diverged"))
+    lost.trials.append(outcome(4.0, None, seed=1, status="diverged"))
     assert side(lost) is None
 
 
 # --- the choice
 
 
-def chosen(losses: dict[float, Sequence[float]], *before: Rung) -> ladder.Choice:
+def chosen(losses: dict[float, Sequence[float]], *before: Rung) -> LrChoice:
     found = ladder.choose([*before, rung(losses, last=True)])
     assert found is not None
     return found
@@ -225,12 +217,15 @@ WIDE = rung({lr: [9.0 if lr != 2 else 8.0] for lr in (1, 2, 4, 8)})
 
 def test_the_choice_in_full() -> None:
     found = chosen({2.0: [3.0, 3.25, 3.5], 4.0: [4.0, 4.25, 4.5]}, WIDE)
-    assert dataclasses.asdict(found) == {
+    assert found.model_dump() == {
+        "optimizer": "adamw",
+        "weight_decay": 0.01,
         "lr": 2.0,
         "heldout_loss": 3.25,
         "band": [3.0, 3.5],
         "sd": 0.25,
         "seeds": 3,
+        "at_edge": False,
         "edge_side": None,
         "tied": [],
         "why": "the lowest mean of 3 seeds, 1.0000 nats below 4",
@@ -240,7 +235,7 @@ def test_the_choice_in_full() -> None:
 def test_one_seed_has_no_interval() -> None:
     found = chosen({2.0: [3.0], 4.0: [3.01], 8.0: [3.5]}, WIDE)
     assert (found.sd, found.seeds, found.band) == (None, 1, [3.0, 3.0])
-    assert found.tied == [4.0, 8.0]
+    assert found.tied == [("adamw", 0.01, 4.0), ("adamw", 0.01, 8.0)]
     assert found.why == (
         "the lowest loss, of one seed, 0.0100 nats below 4; not to be told apart from 4, 8: one seed has no "
         "interval"
@@ -250,7 +245,7 @@ def test_one_seed_has_no_interval() -> None:
 
 def test_an_open_side_is_told() -> None:
     found = chosen({8.0: [3.0, 3.0], 4.0: [4.0, 4.0]})
-    assert (found.edge_side, found.tied, found.sd) == ("high", [], 0.0)
+    assert (found.at_edge, found.edge_side, found.tied, found.sd) == (True, "high", [], 0.0)
     assert found.why == (
         "the lowest mean of 2 seeds, 1.0000 nats below 4; edge of the grid: no worse rate was measured on "
         "the high side"
@@ -274,7 +269,7 @@ def test_rates_are_tied_whose_paired_difference_may_be_zero(count: int, student:
 
 def test_fewer_seeds_are_compared_over_those_that_both_have() -> None:
     found = chosen({2.0: [3.0, 3.5, 2.5], 4.0: [3.02], 8.0: [3.04]}, WIDE)
-    assert found.tied == [4.0]  # within 0.03 of the mean, 8 is not
+    assert [tied[2] for tied in found.tied] == [4.0]  # within 0.03 of the mean, 8 is not
     assert found.why == (
         "the lowest mean of 3 seeds, 0.0200 nats below 4 over 1 of them; not to be told apart from 4"
     )
@@ -285,7 +280,7 @@ def test_the_deviation_is_pooled_over_the_finalists_and_a_diverged_seed_is_out()
     found = ladder.choose([WIDE, made])
     assert found is not None
     assert found.sd == pytest.approx(math.sqrt((0.2**2 + 0.4**2) / 2))
-    made.outcomes[0].status = "diverged"
+    made.trials[0] = outcome(2.0, 3.0, status="diverged")
     found = ladder.choose([WIDE, made])
     assert found is not None
     assert found.lr == 4.0
@@ -294,4 +289,4 @@ def test_the_deviation_is_pooled_over_the_finalists_and_a_diverged_seed_is_out()
 def test_without_a_last_rung_or_a_finite_loss_nothing_is_chosen() -> None:
     assert ladder.choose([]) is None
     assert ladder.choose([rung({2.0: [3.0]})]) is None
-    assert ladder.choose([rung({2.0: [math.inf]}, last=True)]) is None
+    assert ladder.choose([rung({2.0: [None]}, last=True)]) is None

@@ -81,6 +81,12 @@ def make(
     )
 
 
+def save_all(saver: AsyncCheckpointer, *steps: int) -> None:
+    for step in steps:
+        saver.save(step, lambda step=step: state(step), FACTS)  # type: ignore[misc]
+    saver.wait()
+
+
 def failing(number: int, first: int, last: int) -> SaveFile:
     """save_file whose calls `first` to `last` (from 1) leave half a file and raise OSError(number)."""
     calls = 0
@@ -140,9 +146,7 @@ def test_an_error_is_said_and_counted_and_the_good_ones_stay(
 ) -> None:
     said: list[str] = []
     saver = make(tmp_path, said, keep=2, on_error=policy)
-    for step in (1, 2):
-        saver.save(step, lambda step=step: state(step), FACTS)
-    saver.wait()
+    save_all(saver, 1, 2)
     monkeypatch.setattr(checkpoint, "save_file", failing(number, 2, 2))
     saver.save(3, lambda: state(3.0), FACTS)
     step, problem = saver.wait()
@@ -168,9 +172,7 @@ def test_a_full_disk_makes_room_and_tries_once_more(
 ) -> None:
     said: list[str] = []
     saver = make(tmp_path, said, keep=keep)
-    for step in (1, 2, 3):
-        saver.save(step, lambda step=step: state(step), FACTS)
-    saver.wait()
+    save_all(saver, 1, 2, 3)
     monkeypatch.setattr(checkpoint, "save_file", failing(number, 1, 1))
     saver.save(4, lambda: state(4.0), FACTS)
     assert saver.wait() == (4, None)
@@ -180,9 +182,7 @@ def test_a_full_disk_makes_room_and_tries_once_more(
 
 def test_a_disk_that_stays_full_keeps_the_last_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = make(tmp_path, keep=9)
-    for step in (1, 2, 3):
-        saver.save(step, lambda step=step: state(step), FACTS)
-    saver.wait()
+    save_all(saver, 1, 2, 3)
     monkeypatch.setattr(checkpoint, "save_file", failing(errno.ENOSPC, 1, 99))
     for step in (4, 5):
         saver.save(step, lambda step=step: state(step), FACTS)

@@ -203,8 +203,7 @@ def test_statistics_of_what_does_not_vary() -> None:
     draws = stats.resampled_means([[2.0] * 7] * 3)
     assert stats.interval(draws) == pytest.approx([2.0, 2.0])
     assert stats.ratio_interval(draws, draws, 0.5) == pytest.approx([0.5, 0.5])
-    assert stats.five_numbers([3.0]) == dict.fromkeys(("min", "q1", "median", "q3", "max"), 3.0)
-    assert stats.over([None, None]) is None
+    assert set(stats.five_numbers([3.0]).model_dump().values()) == {3.0}
 
 
 def test_one_repeat_has_no_interval() -> None:

@@ -86,17 +86,5 @@ def test_percentiles_are_linear_between_values(values: list[float], share: float
 
 
 def test_five_numbers() -> None:
-    assert stats.five_numbers([5.0, 1.0, 2.0, 4.0, 3.0]) == {
-        "min": 1.0,
-        "q1": 2.0,
-        "median": 3.0,
-        "q3": 4.0,
-        "max": 5.0,
-    }
-
-
-def test_what_is_not_known_is_left_out() -> None:
-    assert stats.over([None, 3.0, 0.0, None]) == 1.5
-    assert stats.over([None, 3.0, 1.0], max) == 3.0
-    assert stats.over([]) is stats.over([None]) is None
-    assert stats.median([3.0, 1.0, 2.0, 10.0]) == 2.5
+    five = {"min": 1.0, "q1": 2.0, "median": 3.0, "q3": 4.0, "max": 5.0}
+    assert stats.five_numbers([5.0, 1.0, 2.0, 4.0, 3.0]).model_dump() == five

@@ -14,10 +14,10 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.cost import GIB
 from launcher import job, results
-from launcher.results import TimedRun, TuneBatch
+from launcher.results import SizeResult, TimedRun, TuneBatch
 from launcher.run.trials import Outcome, Runner, Slot, Trial
 from launcher.tune import batch, cache, curve, sizes
-from launcher.tune.curve import Rate, Size
+from launcher.tune.curve import Rate
 from launcher.tune.measuring import BatchSearch
 from launcher.tune.runner import BatchTrials, Question, alloc_retries
 from launcher.tune.sizes import MemoryLine
@@ -78,12 +78,12 @@ def test_the_memory_line_goes_through_the_measured_point_and_leaves_a_tenth_free
 # --- the choice
 
 
-def made(micro: int, rate: float, spread: float = 0.001, runs: int = 1, samples: int = 64) -> Size:
+def made(micro: int, rate: float, spread: float = 0.001, runs: int = 1, samples: int = 64) -> SizeResult:
     """Steps about samples / rate seconds, of which an update is a fifth."""
     step = samples / rate
     steps = [step * (1 + spread * ((i * 7) % 5 - 2)) for i in range(12)]
     run = TimedRun(name="r", step_s=steps, forward_backward_s=[0.8 * s for s in steps], peak_gib=[1.0])
-    return Size(micro, 1, [run] * runs)
+    return SizeResult(micro_batch=micro, accumulation=1, status="ok", runs=[run] * runs)
 
 
 def rates(**known: float) -> list[Rate]:
@@ -143,7 +143,7 @@ def test_a_trial_of_fewer_sequences_counts_its_update_once() -> None:
 def test_a_trial_of_fewer_sequences_counts_its_reduction_once() -> None:
     """A step of 64: 0.512 s of passes, of which 0.112 s the reduction that they did not cover."""
     size = made(4, 100, spread=0.0)
-    size.runs = [run.model_copy(update={"exposed_s": 0.112}) for run in size.runs]
+    size.runs[:] = [run.model_copy(update={"exposed_s": 0.112}) for run in size.runs]
     small = curve.rate(size, 64, 640)
     assert small.median == pytest.approx(640 / (10 * 0.4 + 0.112 + 0.128))
     assert curve.parts(size) == pytest.approx((0.4, 0.64))
@@ -313,9 +313,8 @@ MACHINE = {"gpus": [], "cpu_model": "a CPU", "affinity_cores": 2, "versions": {"
 
 
 def key(settings: Config, machine: dict[str, Any] | None = None, ranks: int = 2) -> str:
-    return cache.key(
-        settings, machine or MACHINE, ranks=ranks, on_gpu=False, launcher="torchrun", memory_gib=None
-    )
+    question = Question(settings, ranks, (1,), 60.0, 4.0, "this machine", "torchrun", False)
+    return cache.key(question, machine or MACHINE)
 
 
 def test_the_key_follows_all_that_decides_and_nothing_else() -> None:

@@ -18,11 +18,11 @@ from rich.console import Console
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout, dump_config, load_config, peak_lr
 from launcher import job, results
+from launcher.results import LrOptions
 from launcher.run import trials
 from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier
 from launcher.tune import ladder, lr, rate_search, rate_trials, transfer
 from launcher.tune.rate_report import rate_report
-from launcher.tune.rate_search import Settings
 from tests.e2e.cli import TINY
 from tests.report_fixture import shown
 from tests.shards import edited_manifest, write_shards
@@ -39,7 +39,7 @@ def prepared(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "prepare_data", lambda config: Path(config.data.path))
 
 
-def output(out: Path, config: Config, settings: Settings = Settings()) -> job.Output:  # noqa: B008
+def output(out: Path, config: Config, settings: LrOptions = LrOptions()) -> job.Output:  # noqa: B008
     return job.Output(out, "search", lr.STATE, lr.plan_of(config, settings), lr.FIXED)
 
 
@@ -118,7 +118,7 @@ def searched(
     shards: Path,
     out: Path,
     surface: Surface,
-    settings: Settings = Settings(),  # noqa: B008
+    settings: LrOptions = LrOptions(),  # noqa: B008
     *overrides: str,
     limit: float = math.inf,
     rate: float = 1e4,
@@ -133,7 +133,7 @@ def searched(
 def run_search(
     made: MadeRunner,
     config: Config,
-    settings: Settings = Settings(),  # noqa: B008
+    settings: LrOptions = LrOptions(),  # noqa: B008
 ) -> tuple[int, dict[str, Any], list[str]]:
     """(exit code, tune.json, what was said) of a search whose trials `made` runs."""
     said: list[str] = []
@@ -309,9 +309,9 @@ def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: 
 
 
 def test_a_budget_shortens_the_runs_and_says_so(shards: Path, tmp_path: Path) -> None:
-    long = searched(shards, tmp_path / "long", valley(0.004), Settings(budget_s=1e6))[1]
+    long = searched(shards, tmp_path / "long", valley(0.004), LrOptions(budget_s=1e6))[1]
     assert long["settings"]["tokens"] == WHOLE
-    out, found, _, said = searched(shards, tmp_path / "short", valley(0.004), Settings(budget_s=60))
+    out, found, _, said = searched(shards, tmp_path / "short", valley(0.004), LrOptions(budget_s=60))
     tokens = found["settings"]["tokens"]
     assert out == 0
     assert STEP * 8 < tokens < WHOLE
@@ -418,12 +418,12 @@ def test_a_trial_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_a_trial_has_diverged_by_the_kind_of_its_failure(
-    tmp_path: Path, facts: dict[str, str], status: str
+    shards: Path, tmp_path: Path, facts: dict[str, str], status: str
 ) -> None:
     """The third is of an older program, which wrote no kind."""
     record.write_json(tmp_path / "summary.json", {"status": "failed", "exit_code": 1, "step": 3, **facts})
-    found = rate_trials.read_outcome(tmp_path, "failed", 0.1, 0, tokens_of_step=8, seconds=1.0)
-    assert (found.status, found.tokens, found.cause) == (status, 24, facts["cause"])
+    found = rate_trials.read_trial(make(shards), tmp_path, "failed", 0.1, 0, 1.0)
+    assert (found.status, found.tokens, found.cause) == (status, 3 * STEP, facts["cause"])
     assert found.failure_kind == ("not_finite" if status == "diverged" else "error")
 
 
@@ -480,15 +480,15 @@ def test_transfer_takes_the_rate_that_was_found(
 @pytest.mark.parametrize(
     ("settings", "overrides", "line"),
     [
-        (Settings(tokens=7 * STEP), (), "--tokens: 896 tokens are fewer than 8 steps of 128"),
-        (Settings(seeds=2), (f"run.seed={2**63 - 1}",), "run.seed: 9223372036854775807 leaves no room"),
-        (Settings(), ("schedule.steps=7",), "schedule: 896 tokens are fewer than 8 steps"),
-        (Settings(), ("batch.micro_size=3",), "batch.global_size: 8 is not a multiple"),
-        (Settings(), ("optim.name=muon", "parallel.engine=fsdp"), "optim.name: muon"),
+        (LrOptions(tokens=7 * STEP), (), "--tokens: 896 tokens are fewer than 8 steps of 128"),
+        (LrOptions(seeds=2), (f"run.seed={2**63 - 1}",), "run.seed: 9223372036854775807 leaves no room"),
+        (LrOptions(), ("schedule.steps=7",), "schedule: 896 tokens are fewer than 8 steps"),
+        (LrOptions(), ("batch.micro_size=3",), "batch.global_size: 8 is not a multiple"),
+        (LrOptions(), ("optim.name=muon", "parallel.engine=fsdp"), "optim.name: muon"),
     ],
 )
 def test_what_cannot_be_searched(
-    shards: Path, settings: Settings, overrides: tuple[str, ...], line: str
+    shards: Path, settings: LrOptions, overrides: tuple[str, ...], line: str
 ) -> None:
     found = lr.setting_issues(make(shards, *overrides), settings, 1)
     assert len(found) == 1
@@ -501,7 +501,7 @@ def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
     with edited_manifest(bare) as edited:
         edited["held_out"] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
     with pytest.raises(ConfigError, match="no held-out documents"):
-        lr.run_locked(make(bare), Settings(), 1, output(tmp_path, make(bare)), on_gpu=False, log=print)
+        lr.run_locked(make(bare), LrOptions(), 1, output(tmp_path, make(bare)), on_gpu=False, log=print)
 
 
 def test_a_search_counts_its_seconds_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from launcher import results
+from launcher import job, results
 from launcher.report.model import Line, Report
 from launcher.tune.batch import write
 from launcher.tune.batch_report import batch_report, run_rate
@@ -79,7 +80,6 @@ def test_the_choice_stands_first() -> None:
         (batch(schema_version=2), "warn", "schema version 2; this page reads version 1"),
         (change(lr(), "choice", at_edge=True, edge_side="high"), "warn", "was measured on the higher side"),
         (change(lr(), "choice", tied=[["adamw", 0.01, 0.002]]), "ok", "Cannot be told apart from 2.00e-03"),
-        (change(lr(), "settings", left_out={"lamb": "oom"}), "ok", "lamb was left out: oom"),
         (lr(), "ok", "Of 14 trials: 1 diverged."),
         (lr(choice=None), "warn", "No learning rate was chosen; the logs stand below OUT/trials."),
     ],
@@ -194,12 +194,6 @@ def test_loss_by_rate_has_the_band_of_the_last_rung_and_what_diverged() -> None:
     assert [mark.value for mark in figure.marks] == [0.001]
 
 
-def test_optimizers_of_an_older_search_are_lines_of_their_own() -> None:
-    names = [t.label for t in figure_of(of(lr(optimizers=("adamw", "lamb"))), LOSS).traces]
-    assert names[:2] == ["131 k tokens, 1 seed, adamw", "131 k tokens, 1 seed, lamb"]
-    assert figure_of(of(lr()), LOSS).traces[0].label == "131 k tokens, 1 seed"
-
-
 def test_range_test_marks_the_edge_and_cuts_what_is_far_above() -> None:
     data = lr()
     figure = figure_of(of(data), RANGE)
@@ -254,7 +248,10 @@ def test_a_page_that_cannot_be_written_costs_no_search(
 ) -> None:
     (tmp_path / "report.html").mkdir()
     tune = results.parse(batch(choice=None), results.TuneBatch, "tune.json")
-    _, has_page = write(tune, tmp_path)
-    assert not has_page
+    write(tune, tmp_path)
+    job.publish(tune, batch_report(tune, tmp_path), tmp_path, as_json=False, console=Console())
     assert results.read(tmp_path / "tune.json", results.TuneBatch) == tune
-    assert f"warning: the page {tmp_path / 'report.html'} was not written" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert f"warning: the page {tmp_path / 'report.html'} was not written" in told.err
+    assert "No micro batch was chosen" in told.out
+    assert "page:" not in told.out
