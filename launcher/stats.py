@@ -58,7 +58,7 @@ def resampled_means(repeats: Sequence[Sequence[float]], seed: int = 0) -> Floats
 
 def student(degrees: int) -> float:
     """Two-sided quantile of Student's t at LEVEL, rather too wide than too narrow."""
-    return STUDENT[max(known for known in STUDENT if known <= degrees)]
+    return STUDENT[max(tabled for tabled in STUDENT if tabled <= degrees)]
 
 
 def half_width(values: Sequence[float]) -> float:

@@ -41,8 +41,8 @@ class Link(_Entry):
 
     def bus_gb_s(self, gpus: int) -> float:
         """Bus bandwidth of a large all-reduce, GB/s, that `gpus` GPUs or NICs' nodes get."""
-        known = [count for count in self.gpus_gb_s if count <= gpus]
-        return (self.gpus_gb_s[max(known)] if known else self.gb_s) * self.reach
+        measured = [count for count in self.gpus_gb_s if count <= gpus]
+        return (self.gpus_gb_s[max(measured)] if measured else self.gb_s) * self.reach
 
 
 class Protocol(BaseModel):

@@ -64,8 +64,8 @@ class Source:
 
     def slowdown(self, ranks: int) -> float:
         """As measured; between and beyond, that of the next smaller count."""
-        known = [count for count in self.slowdowns if count <= ranks]
-        return self.slowdowns[max(known)] if known else 1.0
+        smaller = [count for count in self.slowdowns if count <= ranks]
+        return self.slowdowns[max(smaller)] if smaller else 1.0
 
 
 def choose(
@@ -182,11 +182,11 @@ def from_rate(model: str, seq_per_s: float, micro: int, accumulation: int, gpu: 
     if gpu is None:
         notes.append("optimizer time not told apart from the micro batches: give --gpu")
     else:
-        found = _find_gpu(gpu)
-        optimizer_s = count * ADAM_BYTES / (found.memory_gb_s * GB * constant("memory_reach"))
+        card = _find_gpu(gpu)
+        optimizer_s = count * ADAM_BYTES / (card.memory_gb_s * GB * constant("memory_reach"))
         notes.append(f"optimizer {1000 * optimizer_s:.1f} ms: fused AdamW at {gpu}'s memory bandwidth")
-        precision = "bf16" if found.peak("bf16") else "fp16"
-        device = Device(gpu, precision, found.peak(precision), _model_flops(model), found.memory_gib)
+        precision = "bf16" if card.peak("bf16") else "fp16"
+        device = Device(gpu, precision, card.peak(precision), _model_flops(model), card.memory_gib)
     micro_s = micro / seq_per_s - optimizer_s / accumulation
     if micro_s <= 0:
         raise ConfigError([f"--seq-per-s: {seq_per_s:g} leaves no time beside the optimizer; check --micro"])
@@ -251,7 +251,7 @@ def _shape(model: str, facts: results.Profile, name: str) -> ModelConfig:
 
 
 def _profile(facts: results.Profile, shape: ModelConfig | None) -> Profile:
-    blocks = {found[1] for g in facts.gradients if (found := re.search(r"\.(\d+)\.", g.name or ""))}
+    blocks = {number[1] for g in facts.gradients if (number := re.search(r"\.(\d+)\.", g.name or ""))}
     return Profile(
         facts.whole_s,
         facts.backward_s,
@@ -270,8 +270,8 @@ def _profile(facts: results.Profile, shape: ModelConfig | None) -> Profile:
 
 def _slowdowns(cells: Sequence[Cell]) -> dict[int, float]:
     """At least 1: that N copies are faster than as many lone ranks is noise, or a slow baseline."""
-    found: dict[int, list[float]] = {}
+    times: dict[int, list[float]] = {}
     for cell in cells:
         if cell.ceiling_efficiency and cell.kind == "run" and cell.tensor == 1:
-            found.setdefault(cell.world_size, []).append(max(1.0, 1 / cell.ceiling_efficiency))
-    return {ranks: statistics.median(values) for ranks, values in found.items()}
+            times.setdefault(cell.world_size, []).append(max(1.0, 1 / cell.ceiling_efficiency))
+    return {ranks: statistics.median(values) for ranks, values in times.items()}

@@ -114,8 +114,8 @@ class Fabric:
         inner = self.intra or outer
         assert inner is not None
         assert outer is not None
-        known = hardware().latencies
-        near, far = known[inner.kind].protocols, known[outer.kind].protocols
+        latencies = hardware().latencies
+        near, far = latencies[inner.kind].protocols, latencies[outer.kind].protocols
         return [(near[name], far[name]) for name in near if name in far]
 
     def _ring_latency(self, ranks: int, traversals: int, near: Protocol, far: Protocol) -> float:

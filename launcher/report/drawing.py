@@ -287,13 +287,7 @@ def _levels(figure: Figure) -> list[dict[str, Any]]:
     highest = max((value for trace in figure.traces for value in trace.values), default=0.0)
     return [
         {
-            "type": "line",
-            "xref": "paper",
-            "x0": 0,
-            "x1": 1,
-            "y0": level.value,
-            "y1": level.value,
-            "line": {"color": "soft", "width": 1.2, "dash": "dot"},
+            **_across("y", level.value, "soft", 1.2),
             "label": {
                 "text": text_of(level.label, LABEL_CHARS),
                 "textposition": "start" if level.left else "end",
@@ -310,16 +304,21 @@ def _marks(marks: Sequence[Mark]) -> list[dict[str, Any]]:
     colours = {name: _colour(i + 1) for i, name in enumerate(different)} if len(different) > 1 else {}
     return [
         {
-            "type": "line",
-            "yref": "paper",
-            "y0": 0,
-            "y1": 1,
-            "x0": mark.value,
-            "x1": mark.value,
-            "line": {"color": colours.get(names[i], "soft"), "width": 1.4, "dash": "dot"},
-            "name": names[i],
-            "legendgroup": names[i],
-            "showlegend": names.index(names[i]) == i,
+            **_across("x", mark.value, colours.get(name, "soft"), 1.4),
+            "name": name,
+            "legendgroup": name,
+            "showlegend": names.index(name) == i,
         }
-        for i, mark in enumerate(marks)
+        for i, (mark, name) in enumerate(zip(marks, names, strict=True))
     ]
+
+
+def _across(axis: str, value: float, colour: str, width: float) -> dict[str, Any]:
+    """A dotted line through the whole area at `value` of this axis."""
+    other = {"x": "y", "y": "x"}[axis]
+    return {
+        "type": "line",
+        f"{other}ref": "paper",
+        **{f"{other}0": 0, f"{other}1": 1, f"{axis}0": value, f"{axis}1": value},
+        "line": {"color": colour, "width": width, "dash": "dot"},
+    }

@@ -42,15 +42,15 @@ def scale(
     """Returns the exit code. `predict` gives what is predicted for the measured cells. Raises ConfigError
     before any run starts, with every cell that cannot run."""
     asked = job.load(name, overrides)
-    where = asked.directory(out, "scaling")
+    folder = asked.directory(out, "scaling")
     grid = Grid(asked.config, settings, asked.machine, on_gpu=asked.gpus > 0)
-    output = job.Output(where, "grid", PLAN, plan_of(grid), FIXED, GROWS)
-    issues = [*asked.issues(where, "--out"), *asked.device_issues(max(settings.gpus), "--gpus")]
+    output = job.Output(folder, "grid", PLAN, plan_of(grid), FIXED, GROWS)
+    issues = [*asked.issues(folder, "--out"), *asked.device_issues(max(settings.gpus), "--gpus")]
     if issues := [*issues, *grid.issues, *output.issues()]:
         raise ConfigError(issues)
 
     log = logger(console, as_json)
-    describe(grid, where, log, overrides, cores=None if asked.gpus else asked.machine.affinity_cores)
+    describe(grid, folder, log, overrides, cores=None if asked.gpus else asked.machine.affinity_cores)
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
@@ -71,10 +71,10 @@ def plan_of(grid: Grid) -> results.GridFile:
     )
 
 
-def describe(grid: Grid, where: Path, log: Log, overrides: Sequence[str], *, cores: int | None) -> None:
+def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, cores: int | None) -> None:
     """What is about to run. `cores`: of this machine, where ranks run on them."""
     s = grid.settings
-    log(f"scaling benchmark: {where}")
+    log(f"scaling benchmark: {folder}")
     log(f"{len(grid.cells)} cells x {s.repeats} repeats, {s.warm_up} + {s.steps} steps each, in random order")
     for cell in grid.cells:
         split = f", tensor {cell.tensor}" if cell.tensor > 1 else ""

@@ -32,15 +32,15 @@ def run_grid(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, log: Log) -> 
         directory = run_dir(out, cell, repeat)
         trials.append(Trial(directory, grid.config_of(cell), cell.world_size, cores))
         cells[directory] = cell
-    known = {trial.directory: outcome for trial in trials if (outcome := earlier(trial)) is not None}
-    lost = {cells[path].id: (path, o.status) for path, o in known.items() if o.status != "ok"}
+    ended = {trial.directory: outcome for trial in trials if (outcome := earlier(trial)) is not None}
+    lost = {cells[path].id: (path, o.status) for path, o in ended.items() if o.status != "ok"}
     progress = Progress([1.0] * len(trials), log)
-    if known:
-        log(f"going on: {len(known)} of {len(trials)} runs are there")
+    if ended:
+        log(f"going on: {len(ended)} of {len(trials)} runs are there")
 
     def due() -> Iterator[Trial]:
         for trial in trials:
-            if trial.directory in known or cells[trial.directory].id in lost:
+            if trial.directory in ended or cells[trial.directory].id in lost:
                 progress.had(1.0)
             else:
                 yield trial

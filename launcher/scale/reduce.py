@@ -292,8 +292,8 @@ def _ddp_exposed(mine: Measured) -> float | None:
     """The same share of a step from DDP's own samples in the timed steps; it does not see what tensor
     parallelism sends."""
     shares = [statistics.median(r.exposed_s) / mine.mean_s for r in mine.repeats if r.exposed_s]
-    known = shares and mine.cell.world_size > 1 and mine.cell.tensor == 1
-    return statistics.median(shares) if known else None
+    seen = shares and mine.cell.world_size > 1 and mine.cell.tensor == 1
+    return statistics.median(shares) if seen else None
 
 
 def _energy(mine: Measured) -> Facts:

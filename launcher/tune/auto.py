@@ -53,8 +53,8 @@ def resolve_auto_batch(
     question = batch.ask(
         asked, ranks=nproc, option="--nproc", budget_s=BUDGET_S, memory_gib=None, launcher=launcher
     )
-    where = (run_dir or Path("runs") / path.stem).resolve()
-    if issues := train.start_issues(asked, where, resume) or record.cache_issues():
+    folder = (run_dir or Path("runs") / path.stem).resolve()
+    if issues := train.start_issues(asked, folder, resume) or record.cache_issues():
         raise ConfigError(issues)
     machine = asked.machine.to_json()
     key = cache.key(question, machine)
@@ -67,7 +67,7 @@ def resolve_auto_batch(
         )
     manifest = read_manifest(job.prepare_data(question.config))
     facts = [question.config.hash(), *sorted(job.identity(machine, manifest.hash).items())]
-    where = cache.path_of(key).with_suffix("") / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    folder = cache.path_of(key).with_suffix("") / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     code = batch.tune_batch(
         name,
         overrides,
@@ -75,7 +75,7 @@ def resolve_auto_batch(
         budget_s=BUDGET_S,
         memory_gib=None,
         launcher=launcher,
-        out=where,
+        out=folder,
         fresh=False,
         dry_run=False,
         as_json=False,
@@ -83,7 +83,7 @@ def resolve_auto_batch(
     )
     if code:
         return list(overrides), code
-    found = results.read(where / FILE, results.TuneBatch)
-    if found.choice is None:
-        raise ConfigError([f"batch.micro_size: {where / FILE} holds no choice; give a number"])
-    return with_micro(found.choice.micro_batch, f"found just now; {where / 'report.html'}")
+    tuned = results.read(folder / FILE, results.TuneBatch)
+    if tuned.choice is None:
+        raise ConfigError([f"batch.micro_size: {folder / FILE} holds no choice; give a number"])
+    return with_micro(tuned.choice.micro_batch, f"found just now; {folder / 'report.html'}")

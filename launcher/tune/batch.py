@@ -47,13 +47,13 @@ def tune_batch(
     """Returns the exit code. Raises ConfigError, before any trial starts, with everything that is wrong."""
     asked = load(name, overrides)
     question = ask(asked, ranks=gpus, budget_s=budget_s, memory_gib=memory_gib, launcher=launcher)
-    where = asked.directory(out, "tune", "batch")
-    output = job.Output(where, "search", PLAN, plan_of(question), FIXED, GROWS)
-    if issues := [*job.exposure_issues(question.config, where, "--out"), *output.issues()]:
+    folder = asked.directory(out, "tune", "batch")
+    output = job.Output(folder, "search", PLAN, plan_of(question), FIXED, GROWS)
+    if issues := [*job.exposure_issues(question.config, folder, "--out"), *output.issues()]:
         raise ConfigError(issues)
 
     log = logger(console, as_json)
-    for line in describe(question, where):
+    for line in describe(question, folder):
         log(line)
     if dry_run:
         output.print_plan(as_json=as_json)
@@ -61,19 +61,19 @@ def tune_batch(
     key = cache.key(question, asked.machine.to_json())
     kept = None if fresh else cache.find(key, question.budget_s, question.limit_gib)
     with output.claim():
-        if kept is not None and not (where / "trials").exists():
+        if kept is not None and not (folder / "trials").exists():
             log(f"from the cache: found on {kept.date}; --fresh measures again")
             tune, code = from_cache(kept, question), 0
-            results.write(where / PLAN, output.plan)
+            results.write(folder / PLAN, output.plan)
         else:
             tune, code = search(question, output, log)
-        write(tune, where)
+        write(tune, folder)
         if tune.status == "complete" and not tune.cached:
             try:
                 cache.keep(key, tune)
             except OSError as error:
                 log(f"warning: the cache cannot be written ({error}); the next search measures again")
-        job.publish(tune, batch_report(tune, where), where, as_json=as_json, console=console)
+        job.publish(tune, batch_report(tune, folder), folder, as_json=as_json, console=console)
     return code
 
 
@@ -118,14 +118,14 @@ def plan_of(question: Question) -> BatchPlanFile:
     )
 
 
-def describe(question: Question, where: Path) -> list[str]:
+def describe(question: Question, folder: Path) -> list[str]:
     """What is about to be searched."""
     shown = sizes.thin(question.sizes, sizes.MOST)
     what = "GPUs" if question.on_gpu else "CPU ranks"
     eager = question.config.compile == "auto" and not question.on_gpu
     how = "; trials run eager: compile=on compiles them" if eager else ""
     return [
-        f"batch search: {where}",
+        f"batch search: {folder}",
         f"{question.ranks} {what}, global batch {question.config.batch.global_size} as declared; of "
         f"{len(question.sizes)} micro batches that divide it, up to {', '.join(map(str, shown))}; "
         f"budget about {question.budget_s:.0f} s{how}",

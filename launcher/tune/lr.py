@@ -44,21 +44,21 @@ def tune(
     asked = job.load(name, overrides)
     config = asked.config
     ranks = settings.ranks or config.parallel.tensor
-    where = asked.directory(out, "tune", "lr")
-    output = job.Output(where, "search", STATE, plan_of(config, settings), FIXED)
-    issues = [*asked.issues(where, "--out"), *asked.device_issues(ranks, "--ranks")]
+    folder = asked.directory(out, "tune", "lr")
+    output = job.Output(folder, "search", STATE, plan_of(config, settings), FIXED)
+    issues = [*asked.issues(folder, "--out"), *asked.device_issues(ranks, "--ranks")]
     issues += setting_issues(config, settings, ranks)
     if issues := [*dict.fromkeys(issues), *output.issues()]:
         raise ConfigError(issues)
 
     log = logger(console, as_json)
-    describe(config, settings, ranks, where, log, overrides)
+    describe(config, settings, ranks, folder, log, overrides)
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
     with output.claim():
         code, tuned = run_locked(config, settings, ranks, output, on_gpu=asked.gpus > 0, log=log)
-        job.publish(tuned, rate_report(tuned, where), where, as_json=as_json, console=console)
+        job.publish(tuned, rate_report(tuned, folder), folder, as_json=as_json, console=console)
     return code
 
 
@@ -95,11 +95,11 @@ def setting_issues(config: Config, settings: LrOptions, ranks: int) -> list[str]
 
 
 def describe(
-    config: Config, settings: LrOptions, ranks: int, where: Path, log: Log, overrides: Sequence[str]
+    config: Config, settings: LrOptions, ranks: int, folder: Path, log: Log, overrides: Sequence[str]
 ) -> None:
     """What is about to run."""
     s = settings
-    log(f"learning rate search: {where}")
+    log(f"learning rate search: {folder}")
     log(
         f"{s.rates} rates spaced 2x at 1/{SHORT} of the whole run, {ladder.FINALISTS} x {s.seeds} seeds at "
         f"all of it; {batch_layout(config, ranks)}"
@@ -143,14 +143,14 @@ def run_locked(
         except AllFailed as failed:
             status, why = "failed", str(failed)
     file.save()
-    found = document(doing, file.plan, status, why, begun)
+    tuned = document(doing, file.plan, status, why, begun)
     earlier = results.find(out / FILE, TuneLr)
-    if earlier is not None and earlier.choice == found.choice:
-        found = found.model_copy(update={"transfer": earlier.transfer})
-    results.write(out / FILE, found)
-    if found.choice is not None:
-        record.write_text(out / "tuned.yaml", dump_config(rate_trials.tuned_config(config, found.choice.lr)))
-    return (128 + stopped if stopped else 1 if found.status == "failed" else 0), found
+    if earlier is not None and earlier.choice == tuned.choice:
+        tuned = tuned.model_copy(update={"transfer": earlier.transfer})
+    results.write(out / FILE, tuned)
+    if tuned.choice is not None:
+        record.write_text(out / "tuned.yaml", dump_config(rate_trials.tuned_config(config, tuned.choice.lr)))
+    return (128 + stopped if stopped else 1 if tuned.status == "failed" else 0), tuned
 
 
 def document(

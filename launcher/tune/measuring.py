@@ -261,7 +261,7 @@ class BatchSearch:
                 return kept[-max(count, sizes.FEWEST) :], samples
             fitting, self._limited_by = fitting[:-1], "budget"
 
-    def _run_size(self, micro: int, where: str) -> None:
+    def _run_size(self, micro: int, place: str) -> None:
         size = self._curve[micro]
         if size.status != "ok":
             return
@@ -280,7 +280,7 @@ class BatchSearch:
             kind = failure_kind(trial.directory) if status in ("oom", "failed") else None
             lost = {"status": status, "why": why, "failure_kind": kind}
             self._curve[micro] = size.model_copy(update=lost)
-            self._log(f"[{where}] micro batch {micro}: {status}: {why}")
+            self._log(f"[{place}] micro batch {micro}: {status}: {why}")
         else:
             run = self.runs.timed(trial, self.runs.warm_up, steps)
             size.runs.append(run)
@@ -289,7 +289,7 @@ class BatchSearch:
                 self.runs.sequence_s, sum(run.step_s) / len(run.step_s) / self._samples
             )
             speed, peak = format_si(now.median, "sequences/s"), format_gib(max(run.peak_gib))
-            self._log(f"[{where}] micro batch {micro}: {speed}, {steps} steps, peak {peak}")
+            self._log(f"[{place}] micro batch {micro}: {speed}, {steps} steps, peak {peak}")
         self._conclude()
 
     def rates(self) -> list[Rate]:

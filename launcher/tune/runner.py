@@ -121,11 +121,11 @@ class BatchTrials:
 
 def peak_gib(directory: Path, ranks: int) -> list[float]:
     """Of each rank, as far as it has told."""
-    found = []
+    peaks = []
     for rank in range(ranks):
         lines = list(record.read_lines(directory / "steps" / f"rank-{rank}.jsonl"))
-        found.append(max(float(line["peak_memory_gib"]) for line in lines))
-    return found
+        peaks.append(max(float(line["peak_memory_gib"]) for line in lines))
+    return peaks
 
 
 def alloc_retries(directory: Path, ranks: int, warm_up: int) -> int | None:
@@ -135,8 +135,8 @@ def alloc_retries(directory: Path, ranks: int, warm_up: int) -> int | None:
     for rank in range(ranks):
         lines = list(record.read_lines(directory / "steps" / f"rank-{rank}.jsonl"))
         counts: Sequence[tuple[int, Any]] = [(line["step"], line.get("alloc_retries")) for line in lines]
-        known = [(step, int(count)) for step, count in counts if count is not None]
-        if known:
-            before = max((count for step, count in known if step <= max(warm_up, known[0][0])), default=0)
-            most = max(most or 0, known[-1][1] - before)
+        retries = [(step, int(count)) for step, count in counts if count is not None]
+        if retries:
+            before = max((count for step, count in retries if step <= max(warm_up, retries[0][0])), default=0)
+            most = max(most or 0, retries[-1][1] - before)
     return most

@@ -53,7 +53,7 @@ def dividing(config: Config, ranks: int, option: str = "--nproc") -> list[int]:
     whole = config.batch.global_size
     share = max(1, whole // max(1, ranks // config.parallel.tensor))
     small = [n for n in range(1, math.isqrt(whole) + 1) if whole % n == 0]
-    found = []
+    dividing_sizes = []
     for micro in sorted({*small, *(whole // n for n in small)}):
         if micro > share:
             break
@@ -61,10 +61,10 @@ def dividing(config: Config, ranks: int, option: str = "--nproc") -> list[int]:
             batch_layout(with_micro(config, micro), ranks)
         except ConfigError:
             continue
-        found.append(micro)
-    if not found:
+        dividing_sizes.append(micro)
+    if not dividing_sizes:
         batch_layout(with_micro(config, 1), ranks, option)
-    return found
+    return dividing_sizes
 
 
 def thin(sizes: Sequence[int], count: int) -> list[int]:

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from bert_dp.config import ModelConfig, resolve
+from bert_dp.config import resolve
 from bert_dp.cost import GIB, linear_parameters, memory_estimate_gib, num_parameters
-from launcher.plan import hardware, inputs, links, scaling, timeline
+from launcher.plan import hardware, inputs, links, scaling
 from launcher.plan.device import Device, state_gib
 from launcher.plan.predict import Profile, Scenario, exposed_s, predict
 from launcher.plan.timeline import Gradient
@@ -111,17 +111,6 @@ def test_the_optimizer_is_divided_as_the_engine_divides_it() -> None:
     wanted = {("ddp", 4): 0.4, ("fsdp", 4): 0.1, ("zero1", 4): 0.2, ("zero1", 2): 0.2}
     for (engine, ranks), seconds in wanted.items():
         assert predict(PROFILE, ask(ranks, engine=engine)).optimizer_s == pytest.approx(seconds), engine
-
-
-def test_blocks_are_ready_at_even_steps_and_the_embedding_at_the_end() -> None:
-    model = ModelConfig(
-        vocab_size=40, hidden_size=16, num_layers=3, num_heads=2, intermediate_size=20, mlp="gelu"
-    )
-    found = timeline.from_layers(model, 24, 2.0, 1.2)
-    assert [g.ready for g in found] == pytest.approx([0.3, 0.6, 0.9, 1.2])
-    block = 4 * 16 * 16 + 2 * 16 * 20  # attention and MLP
-    whole = num_parameters(model, 24)
-    assert [g.size for g in found] == pytest.approx([2.0 * block] * 3 + [2.0 * (whole - 3 * block)])
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,7 @@ def test_the_bus_is_as_fast_as_its_slowest_hop() -> None:
 
 
 def test_tensor_parallel_neighbours_share_node_and_nics() -> None:
+    assert NODES.replicas(1) is NODES
     halves = NODES.replicas(2)
     assert (halves.gpus_per_node, halves.nics, halves.bus_gb_s(4)) == (2, 2, 10)
     assert NODES.replicas(8).gpus_per_node == 1

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
 
 import pytest
 import yaml
@@ -14,7 +12,7 @@ from benchmarks import predictor, published_rows
 from bert_dp.config import ModelConfig
 from bert_dp.cost import PEAK_FLOPS, num_parameters
 from launcher.plan import hardware as hw
-from launcher.plan import links, predict, timeline
+from launcher.plan import predict, timeline
 from launcher.plan.links import Fabric
 from launcher.plan.predict import Profile, Scenario
 from launcher.plan.timeline import Gradient
@@ -39,47 +37,7 @@ def ask(ranks: int, fabric: Fabric = NVLINK, **changes: object) -> Scenario:
 # --- the timeline
 
 
-def test_timeline_by_hand() -> None:
-    """Three buckets, 10 ms a reduction, backward 30 ms: the second waits for the first, the third is late."""
-    fused = [Gradient(1, 0.005), Gradient(1, 0.010), Gradient(1, 0.030)]
-    # 5-15, 15-25, 30-40: 10 ms after the backward pass
-    assert timeline.exposed(fused, 0.030, lambda _: 0.010) == pytest.approx(0.010)
-    # 5-25, 25-45, 45-65
-    assert timeline.exposed(fused, 0.030, lambda _: 0.020) == pytest.approx(0.035)
-    # a fifth of the hidden 20 ms is gained: 30 - 4
-    assert timeline.exposed(fused, 0.030, lambda _: 0.010, gain=0.2) == pytest.approx(0.026)
-    assert timeline.exposed(fused, 0.030, lambda _: 0.010, gain=0.0) == pytest.approx(0.030)
-    assert timeline.exposed(fused, 0.030, lambda _: 0.0) == 0
-
-
-def test_buckets_close_when_full_and_never_split_a_tensor() -> None:
-    gradients = [Gradient(size, ready) for ready, size in enumerate([1, 3, 3, 10, 2])]
-    assert timeline.buckets(gradients, 5) == [Gradient(7, 2), Gradient(10, 3), Gradient(2, 4)]
-    assert timeline.buckets(gradients, 5, first=1)[0] == Gradient(1, 0)
-    assert timeline.buckets(list(reversed(gradients)), 100) == [Gradient(19, 4)]
-    assert timeline.buckets([], 5) == []
-
-
-def test_gradients_of_the_layers_are_all_of_them_and_the_tied_embedding_is_last() -> None:
-    gradients = timeline.from_layers(MODEL, 128, 4.0, 0.06)
-    assert sum(g.size for g in gradients) == pytest.approx(4 * num_parameters(MODEL, 128))
-    assert len(gradients) == MODEL.num_layers + 1
-    assert gradients[-1].ready == 0.06
-    assert gradients[-1].size >= 4 * MODEL.vocab_size * MODEL.hidden_size
-    assert all(a.ready < b.ready for a, b in itertools.pairwise(gradients))
-
-
 # --- links
-
-
-def test_ring_by_hand() -> None:
-    link = LINKS["nvlink4"]
-    size = 10**10
-    expected = 2 * 7 / 8 * size / (450e9 * link.reach)
-    assert NVLINK.seconds(size, 8) == pytest.approx(expected, rel=0.002)  # latency is a thousandth of it
-    assert NVLINK.seconds(size, 8, "all_gather") == pytest.approx(expected / 2, rel=0.002)
-    assert NVLINK.rooted_seconds(size, 8) == pytest.approx(size / (450e9 * link.reach), rel=0.002)
-    assert NVLINK.seconds(size, 1) == NVLINK.seconds(0, 8) == NVLINK.rooted_seconds(size, 1) == 0
 
 
 def test_small_messages_are_latency() -> None:
@@ -89,46 +47,9 @@ def test_small_messages_are_latency() -> None:
     assert gloo.seconds(1, 2) == pytest.approx(0.37e-3, rel=1e-3)
 
 
-def test_nics_of_a_node_add_up_and_the_narrowest_decides() -> None:
-    size = 10**10
-    assert NODES.bus_gb_s(16) == pytest.approx(min(450 * 0.8, 8 * 50 * 0.96))
-    one = dataclasses.replace(NODES, nics=1)
-    assert one.bus_gb_s(16) == pytest.approx(48)
-    assert one.seconds(size, 16) > 7 * NODES.seconds(size, 16)
-    assert one.bus_gb_s(8) == pytest.approx(360)  # one node: no NIC
-    with pytest.raises(ValueError, match="no link between nodes"):
-        NVLINK.seconds(size, 16)
-    with pytest.raises(ValueError, match="within a node"):
-        Fabric(8, None, LINKS["ib-edr"]).seconds(size, 4)
-
-
-def test_groups_of_a_tensor_parallel_job_share_the_nics() -> None:
-    assert NODES.replicas(1) is NODES
-    halves = NODES.replicas(2)
-    assert halves.gpus_per_node == 4
-    assert halves.bus_gb_s(8) == pytest.approx(8 * 25 * 0.96)
-
-
 def test_links_whose_speed_depends_on_who_takes_part() -> None:
     mesh = LINKS["nvlink2"]
     assert [mesh.bus_gb_s(n) / mesh.reach for n in (2, 3, 4, 7, 8, 16)] == [25, 25, 100, 100, 150, 150]
-
-
-def test_measured_curve_is_followed_between_and_beyond_its_points() -> None:
-    curve = links.curve(8, [(4e6, 4e-3), (1e6, 2e-3), (16e6, 16e-3)])
-    assert curve.seconds(1e6) == 2e-3
-    assert curve.seconds(2e6) == pytest.approx(math.sqrt(2e-3 * 4e-3))  # half way in logarithms
-    assert curve.seconds(10) == 2e-3
-    assert curve.seconds(160e6) == pytest.approx(0.16)
-    fabric = Fabric(8, None, curve=curve)
-    assert fabric.seconds(4e6, 8) == pytest.approx(4e-3)
-    assert fabric.seconds(4e6, 2) == pytest.approx(4e-3 * 1.0 / 1.75)  # the same bus bandwidth
-    assert fabric.seconds(4e6, 8, "all_gather") == pytest.approx(2e-3)
-    for points in ([], [(0.0, 1.0)], [(1.0, 0.0)]):
-        with pytest.raises(ValueError, match="positive"):
-            links.curve(8, points)
-    with pytest.raises(ValueError, match="2 ranks"):
-        links.curve(1, [(1.0, 1.0)])
 
 
 def test_all_to_all_crosses_the_nics_with_every_rank() -> None:

@@ -199,19 +199,6 @@ def test_the_interval_covers_the_truth_about_as_often_as_it_says(repeats: int, l
     assert covered >= least
 
 
-def test_statistics_of_what_does_not_vary() -> None:
-    draws = stats.resampled_means([[2.0] * 7] * 3)
-    assert stats.interval(draws) == pytest.approx([2.0, 2.0])
-    assert stats.ratio_interval(draws, draws, 0.5) == pytest.approx([0.5, 0.5])
-    assert set(stats.five_numbers([3.0]).model_dump().values()) == {3.0}
-
-
-def test_one_repeat_has_no_interval() -> None:
-    assert stats.resampled_means([[1.0, 1.1, 0.9]]) is None
-    assert stats.interval(None) is None
-    assert stats.ratio_interval(None, None) is None
-
-
 def write_run(
     directory: Path,
     cell: Any,

@@ -56,11 +56,6 @@ def test_draws_follow_from_the_seed_and_need_two_repeats() -> None:
     assert stats.resampled_means(repeats[:1]) is None
 
 
-def test_students_t_is_rather_too_wide() -> None:
-    known = {1: 12.706, 2: 4.303, 5: 2.571, 9: 2.262, 10: 2.262, 28: 2.262, 29: 2.045, 1000: 2.045}
-    assert {degrees: stats.student(degrees) for degrees in known} == known
-
-
 def test_intervals_are_the_central_95_per_cent() -> None:
     assert stats.interval(np.arange(1001.0)) == pytest.approx([25, 975])
     assert stats.interval(None) is None
@@ -86,5 +81,6 @@ def test_percentiles_are_linear_between_values(values: list[float], share: float
 
 
 def test_five_numbers() -> None:
+    assert set(stats.five_numbers([3.0]).model_dump().values()) == {3.0}
     five = {"min": 1.0, "q1": 2.0, "median": 3.0, "q3": 4.0, "max": 5.0}
     assert stats.five_numbers([5.0, 1.0, 2.0, 4.0, 3.0]).model_dump() == five

@@ -27,6 +27,8 @@ def test_the_first_bucket_alone_may_be_smaller_and_none_is_empty() -> None:
     gradients = [Gradient(2.0, t) for t in (4.0, 1.0, 2.0, 3.0)]
     assert buckets(gradients, 4.0, first=2.0) == [Gradient(2, 1), Gradient(4, 3), Gradient(2, 4)]
     assert buckets(gradients, 4.0) == [Gradient(4, 2), Gradient(4, 4)]
+    assert buckets([*gradients, Gradient(9.0, 5.0)], 4.0)[-1] == Gradient(9, 5), "a tensor is never split"
+    assert buckets([], 4.0) == []
     assert buckets(gradients, 2.0, first=0.0) == [Gradient(2, t) for t in (1, 2, 3, 4)]
 
 
