@@ -39,6 +39,10 @@ SPARE = 1.5  # free space asked for before a save, in sizes of the checkpoint: o
 MOMENTS = 2  # sizes of the weights that an optimizer's state will have, for a state that has none yet
 
 
+TOKENIZER = "tokenizer.json"
+"""What the tokens mean: in the run directory and, as a run leaves it there, in each of its checkpoints."""
+
+
 def save(
     folder: Path, step: int, state: State, facts: dict[str, Any], keep: int, trusted: Collection[Path] = ()
 ) -> Path:
@@ -57,6 +61,8 @@ def save(
         _write_tensors(state["optimizer"], temporary / "optimizer.safetensors")
         scaler = {name: value.item() for name, value in state["scaler"].items()}
         (temporary / "state.json").write_text(json.dumps({**facts, "step": step, "scaler": scaler}, indent=1))
+        if (tokenizer := folder.parent / TOKENIZER).is_file():
+            shutil.copyfile(tokenizer, temporary / TOKENIZER)
         files = {
             p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(temporary.iterdir())
         }

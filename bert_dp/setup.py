@@ -168,6 +168,8 @@ def build_trainer(
         "precision": precision.name,
         "world_size": comm.world.size,
     }
+    if comm.world.rank == 0 and data.tokenizer_file is not None:
+        record.write_text(run_dir / checkpoint.TOKENIZER, data.tokenizer_file.read_text(encoding="utf-8"))
     folder = run_dir / "checkpoints"
     goes_on_here = resumed is not None and resumed.path.parent.resolve() == folder
     line = functools.partial(log_rank0, comm)

@@ -46,6 +46,11 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def logged(run_dir: Path, key: str) -> list[Any]:
+    """This value of every line in metrics.jsonl."""
+    return [line[key] for line in read_lines(run_dir / "metrics.jsonl")]
+
+
 def write_lines(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

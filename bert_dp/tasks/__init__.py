@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol, Self
 
 import torch
@@ -64,6 +65,8 @@ class Metadata:
     """SHA-256 of the tokenizer's file."""
     num_samples: int
     """Of an epoch."""
+    tokenizer_file: Path | None = None
+    """Copied into the run directory, and from there into every checkpoint."""
     unigram_entropy_nats: float | None = None
     uniform_entropy_nats: float | None = None
 

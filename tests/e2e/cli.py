@@ -15,7 +15,9 @@ from unittest import mock
 
 import psutil
 
+from bert_dp.config import dump_config, load_config
 from launcher import cli
+from launcher.job import find_config
 
 T = TypeVar("T")
 TINY = (
@@ -94,6 +96,14 @@ def here(*arguments: str, cwd: Path | None = None, **environ: str) -> subprocess
     return subprocess.CompletedProcess(arguments, code, said.getvalue(), errors.getvalue())
 
 
+def refused(*arguments: str, cwd: Path | None = None, **environ: str) -> str:
+    """What a command says that ends with exit code 2 and without a traceback."""
+    done = here(*arguments, cwd=cwd, **environ)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
 def start(
     *arguments: str, cwd: Path | None = None, stdout: Any = subprocess.PIPE, **environ: str
 ) -> subprocess.Popen[str]:
@@ -108,8 +118,9 @@ def start(
 
 
 def train_command(shards: Path, run_dir: Path, *settings: str, nproc: int = 2) -> list[str]:
-    """The quickstart, shrunk, on `shards`."""
-    return ["train", "quickstart", *tiny(shards, *settings), "--nproc", str(nproc), "--run-dir", str(run_dir)]
+    """The quickstart, shrunk, on `shards`; each of `settings` may hold several, with spaces between."""
+    items = " ".join(settings).split()
+    return ["train", "quickstart", *tiny(shards, *items), "--nproc", str(nproc), "--run-dir", str(run_dir)]
 
 
 def train(
@@ -136,6 +147,26 @@ def begin(
     return start(*train_command(shards, run_dir, *settings, nproc=nproc), *options, **environ)
 
 
+def go_on(
+    run_dir: Path, *settings: str, nproc: int = 1, options: tuple[str, ...] = (), code: int | None = 0
+) -> subprocess.CompletedProcess[str]:
+    """The run of this directory, started again without its configuration."""
+    items = [part for item in " ".join(settings).split() for part in ("--set", item)]
+    done = bert_dp("train", "--run-dir", str(run_dir), "--nproc", str(nproc), *items, *options)
+    assert code is None or done.returncode == code, done.stdout + done.stderr
+    return done
+
+
+def write_config(run_dir: Path, shards: Path, *settings: str) -> Path:
+    """config.yaml of the shrunk quickstart, for ranks that no launcher starts."""
+    run_dir.mkdir()
+    config = load_config(
+        find_config("quickstart"), [*TINY, f"data.path={shards}", *" ".join(settings).split()]
+    )
+    (run_dir / "config.yaml").write_text(dump_config(config))
+    return run_dir / "config.yaml"
+
+
 def processes_of(place: Path) -> list[psutil.Process]:
     """Every process with this path in its command line."""
     return [p for p in psutil.process_iter(["cmdline"]) if str(place) in " ".join(p.info["cmdline"] or ())]
@@ -150,6 +181,26 @@ def assert_none_left(place: Path, seconds: float = 15.0) -> None:
     """Every process with this path in its command line ends by itself within that time."""
     _, alive = psutil.wait_procs(processes_of(place), timeout=seconds)
     assert alive == []
+
+
+def interrupted(
+    arguments: list[str],
+    place: Path,
+    number: int,
+    condition: Callable[[], object],
+    *,
+    patience_s: float = 15.0,
+    **environ: str,
+) -> subprocess.CompletedProcess[str]:
+    """A command that gets this signal once `condition` holds; of what it has started at `place` nothing is
+    left after `patience_s`."""
+    process = start(*arguments, **environ)
+    wait_for(lambda: condition() or process.poll() is not None, seconds=240)
+    assert process.poll() is None, process.communicate()
+    process.send_signal(number)
+    said, errors = process.communicate(timeout=120)
+    assert_none_left(place, patience_s)
+    return subprocess.CompletedProcess(arguments, process.returncode, said, errors)
 
 
 def wait_for(condition: Callable[[], T], seconds: float = 120.0) -> T:

@@ -10,7 +10,7 @@ import pytest
 from bert_dp.config import dump_config, load_config
 from launcher.run import trials
 from launcher.run.starters import LAUNCHERS
-from tests.e2e.cli import bert_dp, tiny
+from tests.e2e.cli import bert_dp, tiny, train
 
 MODULES = ("random", "json", "numpy", "psutil", "tokenizers", "torch", "safetensors", "yaml")
 PACKAGES = ("launcher", "bert_dp", "accelerate", "deepspeed")
@@ -37,8 +37,7 @@ def executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Executed:
 def test_train_imports_nothing_from_there(
     tmp_path: Path, shards: Path, executed: Executed, launcher: str
 ) -> None:
-    options = ["--launcher", launcher, "--nproc", "1", "--run-dir", str(tmp_path / "run")]
-    done = bert_dp("train", "quickstart", *tiny(shards), *options)
+    done = train(shards, tmp_path / "run", nproc=1, options=("--launcher", launcher), code=None)
     assert executed() == ""
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -48,16 +47,7 @@ def test_doctor_and_the_data_room_import_nothing_from_there(tmp_path: Path, exec
     assert executed() == ""
     text = tmp_path / "a.txt"
     text.write_text("".join(f"one line of words, number {i}\n" for i in range(2000)))
-    options = [
-        "--vocab-size",
-        "64",
-        "--sequence-length",
-        "16",
-        "--processes",
-        "2",
-        "--set",
-        "max_tokens_per_char=0",
-    ]
+    options = "--vocab-size 64 --sequence-length 16 --processes 2 --set max_tokens_per_char=0".split()
     done = bert_dp("data", "build", str(text), "--out", str(tmp_path / "out"), *options)
     assert executed() == ""
     assert done.returncode == 0, done.stdout + done.stderr

@@ -4,43 +4,25 @@ from __future__ import annotations
 
 import csv
 import json
-import os
 import shutil
 import signal
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import pytest
 
-from tests.e2e.cli import bert_dp, here, start, tiny
+from tests.e2e.cli import bert_dp, here, interrupted, refused, tiny
 from tests.faults.harness import broken
+from tests.helpers import read_json, read_lines
 
 WARM_UP, STEPS, SEQUENCE, REPEATS = 2, 6, 16, 2
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
-    return [
-        "scale",
-        "quickstart",
-        *tiny(shards),
-        "--gpus",
-        "1,2",
-        "--mode",
-        "strong",
-        "--repeats",
-        str(REPEATS),
-        "--steps",
-        str(STEPS),
-        "--warm-up",
-        str(WARM_UP),
-        "--out",
-        str(out),
-        *more,
-    ]
+    size = f"--gpus 1,2 --mode strong --repeats {REPEATS} --steps {STEPS} --warm-up {WARM_UP}"
+    return ["scale", "quickstart", *tiny(shards), *size.split(), "--out", str(out), *more]
 
 
 def whole_runs(out: Path) -> set[str]:
@@ -51,17 +33,8 @@ def whole_runs(out: Path) -> set[str]:
 def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A grid whose launcher was killed after its second run, and was started again."""
     where = tmp_path_factory.mktemp("scaling") / "out"
-    process = start(*command(shards, where))
-    deadline = time.monotonic() + 240
-    while len(whole_runs(where)) < 2 and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.kill()
-    process.communicate()
+    interrupted(command(shards, where), where, signal.SIGKILL, lambda: len(whole_runs(where)) >= 2)
     before = {name: (where / "runs" / name / "metrics.jsonl").read_text() for name in whole_runs(where)}
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(where) in " ".join(p.info["cmdline"] or ())]
-    psutil.wait_procs(left, timeout=10)
-    assert not [p for p in left if p.is_running()]
     done = bert_dp(*command(shards, where), timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "runs are there" in done.stdout
@@ -72,14 +45,14 @@ def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scaling(out: Path) -> dict[str, Any]:
-    return json.loads((out / "scaling.json").read_text())
+    return read_json(out / "scaling.json")
 
 
 def steps_of(out: Path, run: str, ranks: int) -> list[dict[str, list[float]]]:
     """Per rank: the timed steps, by part."""
     found = []
     for rank in range(ranks):
-        lines = [json.loads(x) for x in (out / run / "steps" / f"rank-{rank}.jsonl").read_text().splitlines()]
+        lines = read_lines(out / run / "steps" / f"rank-{rank}.jsonl")
         parts = [key for key, value in lines[0].items() if isinstance(value, list)]
         found.append({part: [s for line in lines for s in line[part]][WARM_UP:] for part in parts})
     return found
@@ -103,7 +76,7 @@ def test_every_cell_ran_as_often_as_asked(scaling: dict[str, Any], out: Path) ->
 
 def test_every_number_is_recomputed_from_the_raw_records(scaling: dict[str, Any], out: Path) -> None:
     means: dict[str, float] = {}
-    peak = json.loads((out / "peak.json").read_text())["matmul_flops"]
+    peak = read_json(out / "peak.json")["matmul_flops"]
     for cell in scaling["cells"]:
         n, tokens = cell["world_size"], cell["global_batch"] * SEQUENCE
         runs = [steps_of(out, r["run"], n) for r in cell["repeats"]]
@@ -140,17 +113,12 @@ def test_every_number_is_recomputed_from_the_raw_records(scaling: dict[str, Any]
             cell["tokens_per_s_per_gpu"] * scaling["settings"]["flops_per_token"] / peak
         )
         memory = [
-            json.loads((out / r["run"] / "steps" / f"rank-{k}.jsonl").read_text().splitlines()[-1])[
-                "peak_memory_gib"
-            ]
+            read_lines(out / r["run"] / "steps" / f"rank-{k}.jsonl")[-1]["peak_memory_gib"]
             for r in cell["repeats"]
             for k in range(n)
         ]
         assert cell["peak_memory_gib"] == max(memory)
-        lines = [
-            json.loads(x)
-            for x in (out / cell["repeats"][0]["run"] / "metrics.jsonl").read_text().splitlines()
-        ]
+        lines = read_lines(out / cell["repeats"][0]["run"] / "metrics.jsonl")
         assert cell["loss"]["curve"] == [[x["tokens"], x["loss"]] for x in lines]
         for rank in range(n):
             steps = [s for run in runs for s in run[rank]["step_s"]]
@@ -174,9 +142,8 @@ def test_every_number_is_recomputed_from_the_raw_records(scaling: dict[str, Any]
     assert ddp["ceiling_efficiency"] == pytest.approx(one / means["strong-ceiling-n2"] / 2)
     samples = []
     for r in ddp["repeats"]:
-        text = (out / r["run"] / "steps" / "rank-0.jsonl").read_text()
-        found = [json.loads(line) for line in text.splitlines()]
-        samples.append([line["ddp_exposed_s"] for line in found if line["step"] > WARM_UP])
+        lines = read_lines(out / r["run"] / "steps" / "rank-0.jsonl")
+        samples.append([line["ddp_exposed_s"] for line in lines if line["step"] > WARM_UP])
     exposed = statistics.median(statistics.median(each) for each in samples) / means["strong-ddp-n2"]
     assert ddp["exposed_comm_ddp_fraction"] == pytest.approx(exposed)
 
@@ -233,7 +200,7 @@ def test_a_torn_run_is_run_again_and_damaged_side_files_are_measured_again(
     done = bert_dp(*command(shards, where), timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resuming: 9 of 10 runs already done" in done.stdout
-    scaling = json.loads((where / "scaling.json").read_text())
+    scaling = read_json(where / "scaling.json")
     assert (scaling["status"], len(scaling["links"])) == ("complete", 1)
     assert scaling["peak"]["matmul_flops"] > 0
     assert not (where / ".scratch").exists()
@@ -248,9 +215,7 @@ def test_one_more_call_measures_nothing_again(out: Path, shards: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written_names_its_place(out: Path) -> None:
-    done = here("report", str(out), "--out", "/proc/nothing/x")
-    assert done.returncode == 2, done.stderr
-    assert "--out: /proc" in done.stderr
+    assert "--out: /proc" in refused("report", str(out), "--out", "/proc/nothing/x")
 
 
 def test_a_page_that_cannot_be_written_costs_no_result(out: Path, shards: Path) -> None:
@@ -264,9 +229,7 @@ def test_a_page_that_cannot_be_written_costs_no_result(out: Path, shards: Path) 
 
 
 def test_another_grid_is_refused_where_one_stands(out: Path, shards: Path) -> None:
-    done = here(*command(shards, out, "--set", "optim.lr=0.5"))
-    assert done.returncode == 2
-    assert "config_hash differ" in done.stderr
+    assert "config_hash differ" in refused(*command(shards, out, "--set", "optim.lr=0.5"))
 
 
 @pytest.mark.quick
@@ -288,10 +251,8 @@ def test_another_grid_is_refused_where_one_stands(out: Path, shards: Path) -> No
 def test_a_grid_with_an_impossible_cell_is_refused(
     tmp_path: Path, shards: Path, more: list[str], texts: list[str]
 ) -> None:
-    done = here(*command(shards, tmp_path / "out", *more))
-    assert done.returncode == 2, done.stdout
-    for text in texts:
-        assert text in done.stderr
+    said = refused(*command(shards, tmp_path / "out", *more))
+    assert all(text in said for text in texts), said
     assert not (tmp_path / "out").exists()
 
 
@@ -310,18 +271,14 @@ def test_a_cell_that_fails_is_a_result_and_a_signal_stops(tmp_path: Path, shards
     """Rank 1 raises wherever there is one: the lone ranks' cells stand, the others say why they do not."""
     where = tmp_path / "out"
     options = command(shards, where, "--repeats", "1", "--no-synthetic")
-    process = start(*options, **broken("raise", step=1))
-    deadline = time.monotonic() + 240
-    while not whole_runs(where) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGINT)
-    text, _ = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "the same command goes on" in text
-    assert json.loads((where / "scaling.json").read_text())["status"] == "partial"
-    done = bert_dp(*options, **broken("raise", step=1), timeout=300)
+    fault = broken("raise", step=1)
+    stopped = interrupted(options, where, signal.SIGINT, lambda: whole_runs(where), **fault)
+    assert stopped.returncode == 130
+    assert "the same command goes on" in stopped.stdout
+    assert read_json(where / "scaling.json")["status"] == "partial"
+    done = bert_dp(*options, **fault, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    cells = {cell["id"]: cell for cell in json.loads((where / "scaling.json").read_text())["cells"]}
+    cells = {cell["id"]: cell for cell in read_json(where / "scaling.json")["cells"]}
     assert {cell["status"] for cell in cells.values() if cell["world_size"] == 1} == {"ok"}
     assert {cell["status"] for cell in cells.values() if cell["world_size"] == 2} == {"failed"}
     assert "injected by a test" in cells["strong-ddp-n2"]["cause"]
@@ -334,7 +291,7 @@ def test_four_ranks_and_tensor_parallelism(tmp_path: Path, shards: Path) -> None
     options = ["--gpus", "4", "--mode", "weak", "--tensor", "2", "--repeats", "1", "--steps", "3"]
     done = bert_dp(*command(shards, where, *options), timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    scaling = json.loads((where / "scaling.json").read_text())
+    scaling = read_json(where / "scaling.json")
     cells = {cell["id"]: cell for cell in scaling["cells"]}
     assert set(cells) == {"weak-single-n1", "weak-ddp-n1", "weak-ddp-n4-tp2", "weak-ceiling-n4"}
     assert {cell["status"] for cell in cells.values()} == {"ok"}

@@ -5,32 +5,20 @@ from __future__ import annotations
 import itertools
 import json
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.e2e.cli import bert_dp, here, start, tiny
+from tests.e2e.cli import bert_dp, here, interrupted, refused, tiny
+from tests.helpers import logged, read_json, read_lines
 
 STEPS, STEP = 32, 128  # of the configured run; tokens of one step
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
-    return [
-        "tune",
-        "lr",
-        "quickstart",
-        *tiny(shards, f"schedule.steps={STEPS}"),
-        "--rates",
-        "3",
-        "--seeds",
-        "1",
-        "--out",
-        str(out),
-        *more,
-    ]
+    options = [*tiny(shards, f"schedule.steps={STEPS}"), *"--rates 3 --seeds 1".split()]
+    return ["tune", "lr", "quickstart", *options, "--out", str(out), *more]
 
 
 def whole(out: Path) -> dict[str, float]:
@@ -38,41 +26,27 @@ def whole(out: Path) -> dict[str, float]:
     found = {}
     for path in out.glob("trials/*/trial.json"):
         summary = path.with_name("summary.json")
-        if summary.exists() and json.loads(summary.read_text())["status"] == "done":
+        if summary.exists() and read_json(summary)["status"] == "done":
             found[path.parent.name] = summary.stat().st_mtime
     return found
-
-
-def interrupted(shards: Path, out: Path, number: int, count: int) -> tuple[int, str]:
-    """The search, sent a signal once `count` trials are whole: its exit code and what it said."""
-    process = start(*command(shards, out))
-    deadline = time.monotonic() + 200
-    while len(whole(out)) < count and time.monotonic() < deadline:
-        assert process.poll() is None, process.communicate()
-        time.sleep(0.05)
-    process.send_signal(number)
-    said = process.communicate(timeout=60)[0]
-    left = [p for p in psutil.process_iter(["cmdline"]) if str(out) in " ".join(p.info["cmdline"] or ())]
-    psutil.wait_procs(left, timeout=10)
-    assert not [p for p in left if p.is_running()]
-    return process.returncode, said
 
 
 @pytest.fixture(scope="module")
 def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A search that had a Ctrl-C in its second trial, was killed later, and then went to its end."""
     where = tmp_path_factory.mktemp("tuning") / "out"
-    code, said = interrupted(shards, where, signal.SIGINT, 1)
-    assert code == 130
-    assert "the same command goes on" in said
-    partial = json.loads((where / "tune.json").read_text())
+    search = command(shards, where)
+    stopped = interrupted(search, where, signal.SIGINT, lambda: whole(where))
+    assert stopped.returncode == 130
+    assert "the same command goes on" in stopped.stdout
+    partial = read_json(where / "tune.json")
     assert (partial["status"], partial["choice"]) == ("partial", None)
     assert not (where / "tuned.yaml").exists()
     before = whole(where)
-    code, _ = interrupted(shards, where, signal.SIGKILL, len(before) + 2)
-    assert code == -signal.SIGKILL
+    killed = interrupted(search, where, signal.SIGKILL, lambda: len(whole(where)) >= len(before) + 2)
+    assert killed.returncode == -signal.SIGKILL
     before |= whole(where)
-    done = bert_dp(*command(shards, where), timeout=400)
+    done = bert_dp(*search, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trials are there" in done.stdout
     after = whole(where)
@@ -82,7 +56,7 @@ def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(out: Path) -> dict[str, Any]:
-    return json.loads((out / "tune.json").read_text())
+    return read_json(out / "tune.json")
 
 
 def test_the_choice_follows_from_the_trials_records(found: dict[str, Any], out: Path) -> None:
@@ -92,13 +66,13 @@ def test_the_choice_follows_from_the_trials_records(found: dict[str, Any], out: 
     assert (first["tokens"], last["tokens"]) == (STEPS // 8 * STEP, STEPS * STEP)
     for last_rung, trial in [(rung["last"], trial) for rung in rungs for trial in rung["trials"]]:
         directory = out / "trials" / trial["trial"]
-        summary = json.loads((directory / "summary.json").read_text())
+        summary = read_json(directory / "summary.json")
         assert trial["heldout_loss"] == summary["heldout_loss"]
         assert trial["tokens"] == summary["tokens"]
-        lines = [json.loads(line) for line in (directory / "evals.jsonl").read_text().splitlines()]
+        lines = read_lines(directory / "evals.jsonl")
         assert trial["curve"] == [[line["tokens"], line["loss"]] for line in lines]
         assert len(lines) in ((3, 4) if last_rung else (1,))
-        rates = [json.loads(x)["lr"] for x in (directory / "metrics.jsonl").read_text().splitlines()]
+        rates = logged(directory, "lr")
         count = trial["tokens"] // STEP  # its own budget triangle, to its end
         factors = [min(0.25 + k / count, 4 * (1 - k / count)) for k in range(count)]
         assert rates == pytest.approx([trial["lr"] * factor for factor in factors])
@@ -126,20 +100,19 @@ def test_a_complete_search_runs_nothing_again(shards: Path, out: Path, found: di
     told = json.loads(again.stdout)
     assert (told["choice"], told["rungs"]) == (found["choice"], found["rungs"])
     assert whole(out) == before
-    other = here(*command(shards, out, "--seeds", "2"))
-    assert other.returncode == 2
-    assert "holds another search (settings.seeds differ)" in other.stderr
+    other = refused(*command(shards, out, "--seeds", "2"))
+    assert "holds another search (settings.seeds differ)" in other
 
 
 def test_what_was_tuned_trains(out: Path, found: dict[str, Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = bert_dp("train", str(out / "tuned.yaml"), "--nproc", "1", "--run-dir", str(run))
     assert done.returncode == 0, done.stdout + done.stderr
-    rates = [json.loads(x)["lr"] for x in (run / "metrics.jsonl").read_text().splitlines()]
+    rates = logged(run, "lr")
     assert len(rates) == STEPS
     choice = found["choice"]
     assert max(rates) == pytest.approx(choice["lr"], rel=0.1)
-    summary = json.loads((run / "summary.json").read_text())
+    summary = read_json(run / "summary.json")
     assert summary["heldout_loss"] == pytest.approx(choice["heldout_loss"], abs=1e-3)  # the same run
 
 
@@ -149,13 +122,10 @@ def test_the_verb_describes_and_refuses(shards: Path, tmp_path: Path) -> None:
     assert dry.returncode == 0, dry.stderr
     assert "3 rates spaced 2x at 1/8" in dry.stdout
     assert not (tmp_path / "out").exists()
-    bad = here(*command(shards, tmp_path, "--tokens", "5"))
-    assert bad.returncode == 2
-    assert "error: --tokens: 5 tokens are fewer than 8 steps" in bad.stderr
+    bad = refused(*command(shards, tmp_path, "--tokens", "5"))
+    assert "error: --tokens: 5 tokens are fewer than 8 steps" in bad
     (tmp_path / "mine.txt").write_text("x")
-    taken = here(*command(shards, tmp_path))
-    assert taken.returncode == 2
-    assert "is not empty and holds no search" in taken.stderr
+    assert "is not empty and holds no search" in refused(*command(shards, tmp_path))
     carried = here("tune", "lr", "quickstart", "--transfer", "64->256")
     assert carried.returncode == 0, carried.stderr
     assert "0.008 = 0.004 x sqrt(256 / 64)" in carried.stdout

@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.cli import bert_dp, here, tiny
+from tests.e2e.cli import bert_dp, here, refused, train
 from tests.scaling_fixture import scaling
-from tests.shards import write_shards
 from tests.tune_fixture import batch
 
 VERBS = (
@@ -56,34 +55,15 @@ def test_data_build_inspect_and_train_on_own_text(tmp_path: Path) -> None:
         "\n".join(" ".join(words[(i * j) % len(words)] for j in range(1, 30)) for i in range(1, 900))
     )
     out = tmp_path / "shards"
-    options = [
-        "--vocab-size",
-        "200",
-        "--sequence-length",
-        "16",
-        "--set",
-        "max_tokens_per_char=0",
-        "--set",
-        "dedup=none",
-        "--set",
-        "held_out_fraction=0.1",
-    ]
+    options = "--vocab-size 200 --sequence-length 16 --set max_tokens_per_char=0 --set dedup=none".split()
+    options += ["--set", "held_out_fraction=0.1"]
     built = bert_dp("data", "build", str(text), "--out", str(out), *options)
     assert built.returncode == 0, built.stderr
     shown = bert_dp("data", "inspect", str(out), "--json")
     assert shown.returncode == 0, shown.stderr
     assert json.loads(shown.stdout)
     assert bert_dp("data", "inspect", str(out)).returncode == 0
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *tiny(out, "model.vocab_size=200"),
-        "--nproc",
-        "1",
-        "--run-dir",
-        str(tmp_path / "run"),
-    )
-    assert done.returncode == 0, done.stderr + done.stdout
+    train(out, tmp_path / "run", "model.vocab_size=200", nproc=1)
     with (out / "train-00000.bin").open("r+b") as file:
         file.write(b"\xff")
     broken = bert_dp("data", "inspect", str(out))
@@ -115,22 +95,8 @@ def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None:
-    asked = (
-        "plan",
-        "scaling",
-        "--model",
-        "bert-large",
-        "--seq-per-s",
-        "580",
-        "--micro",
-        "256",
-        "--gpu",
-        "A100-80G",
-        "--link",
-        "nvswitch3",
-        "--gpus",
-        "1..16",
-    )
+    asked = "plan scaling --model bert-large --seq-per-s 580 --micro 256 --gpu A100-80G".split()
+    asked += "--link nvswitch3 --gpus 1..16".split()
     done = here(*asked, "--inter", "ib-hdr", "--nics", "8", "--engine", "zero1", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
@@ -145,17 +111,12 @@ def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None
         (("--gpus", "0"), "--gpus"),
         (("--from", str(tmp_path)), "--from"),
     ):
-        refused = here(*asked, *extra)
-        assert refused.returncode == 2
-        assert said in refused.stderr
-        assert "Traceback" not in refused.stderr
+        assert said in refused(*asked, *extra)
     assert here("plan", "scaling").returncode == 2
 
 
-def test_report_of_runs_and_of_nothing(tmp_path: Path) -> None:
-    shards = write_shards(tmp_path / "s")
-    done = bert_dp("train", "quickstart", *tiny(shards), "--nproc", "1", "--run-dir", str(tmp_path / "a"))
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_report_of_runs_and_of_nothing(tmp_path: Path, shards: Path) -> None:
+    train(shards, tmp_path / "a", nproc=1)
     shutil.copytree(tmp_path / "a", tmp_path / "b")
     done = bert_dp("report", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "both.html"))
     assert done.returncode == 0, done.stderr
@@ -173,13 +134,10 @@ def test_report_of_a_scaling_benchmark(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(tmp_path / "scale" / "report.html")
     assert "Speed-up, weak scaling" in (tmp_path / "scale" / "report.html").read_text()
-    mixed = here("report", str(tmp_path / "run"), str(tmp_path / "scale"))
-    assert mixed.returncode == 2
-    assert "scale is a scaling benchmark" in mixed.stderr
+    mixed = refused("report", str(tmp_path / "run"), str(tmp_path / "scale"))
+    assert "scale is a scaling benchmark" in mixed
     (tmp_path / "scale" / "scaling.json").write_text("{")
-    torn = here("report", str(tmp_path / "scale"))
-    assert torn.returncode == 2
-    assert "scaling.json is not JSON" in torn.stderr
+    assert "scaling.json is not JSON" in refused("report", str(tmp_path / "scale"))
 
 
 @pytest.mark.quick
@@ -193,6 +151,4 @@ def test_report_of_a_search(tmp_path: Path) -> None:
         ([str(tmp_path)], "tune is a search; its page is made of it alone"),
         (["--out", "/proc/nothing/x"], "cannot be written"),
     ):
-        refused = here("report", str(tmp_path / "tune"), *extra)
-        assert refused.returncode == 2
-        assert said in refused.stderr
+        assert said in refused("report", str(tmp_path / "tune"), *extra)

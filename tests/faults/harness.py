@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 FULL = os.environ.get("BERT_DP_FAULTS") == "full"
 RECORD = "BERT_DP_FAULTS_RECORD"  # a file that gets a JSON line per observation
@@ -35,3 +39,22 @@ def broken(what: str, *, rank: int = 1, place: str = "step", step: int = 3, **mo
     fault = {"what": what, "rank": rank, "place": place, "step": step, **more}
     path = os.pathsep.join(filter(None, [str(INJECT), str(ROOT), os.environ.get("PYTHONPATH")]))
     return {"BERT_DP_TEST_FAULT": json.dumps(fault), "PYTHONPATH": path}
+
+
+def on_small_disk(folder: Path, size: int | str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command with a file system of `size` bytes at `folder`, and copy what it left to folder-left."""
+    folder.mkdir()
+    script = f'mount -t tmpfs -o size={size} tmpfs "$0" && "$@"; code=$?; cp -a "$0" "$0-left"; exit $code'
+    command = ["unshare", "-m", "sh", "-c", script, str(folder), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def _can_mount() -> bool:
+    script = 'mount -t tmpfs -o size=1m tmpfs "$0"'
+    command = ["unshare", "-m", "sh", "-c", script, "/mnt"]
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+needs_mount = pytest.mark.skipif(not _can_mount(), reason="mounting needs root")

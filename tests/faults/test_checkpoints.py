@@ -11,7 +11,6 @@ import functools
 import json
 import os
 import random
-import shutil
 import subprocess
 import sys
 import time
@@ -27,10 +26,10 @@ from bert_dp.config import load_config
 from bert_dp.cost import num_parameters
 from bert_dp.parallel import State
 from launcher import job
-from tests.e2e.cli import bert_dp, command, tiny
-from tests.faults.harness import broken, observe, rounds
+from tests.e2e.cli import command, go_on, tiny, train
+from tests.faults.harness import broken, needs_mount, observe, on_small_disk, rounds
 from tests.faults.killed_saver import state_of
-from tests.helpers import read_lines
+from tests.helpers import logged, read_json
 from tests.parity.runs import settings, state, write_run
 from tests.parity.test_wrapped import installed, parallel
 from tests.ranks import run_ranks
@@ -42,7 +41,7 @@ FILES = ("model.safetensors", "optimizer.safetensors", "state.json", "manifest.j
 
 
 def summary(run_dir: Path) -> dict[str, Any]:
-    data: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
+    data: dict[str, Any] = read_json(run_dir / "summary.json")
     return data
 
 
@@ -154,23 +153,15 @@ def test_row_09_a_run_killed_in_the_background_write_goes_on_from_the_one_before
     tmp_path: Path, shards: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    options = [
-        "train",
-        "quickstart",
-        *tiny(shards, "schedule.steps=8", "checkpoint.every_steps=2"),
-        "--nproc",
-        "1",
-        "--run-dir",
-        str(run_dir),
-    ]
-    killed = bert_dp(*options, **broken("kill", rank=0, place="save", step=5))
-    assert killed.returncode == 1, killed.stdout + killed.stderr
+    settings = ("schedule.steps=8", "checkpoint.every_steps=2")
+    killed = train(
+        shards, run_dir, *settings, nproc=1, code=1, **broken("kill", rank=0, place="save", step=5)
+    )
     assert "signal 9" in killed.stdout
     assert checkpoint.newest_valid(run_dir / "checkpoints")[0] == run_dir / "checkpoints" / "step-00000004"
-    again = bert_dp(*options)
-    assert again.returncode == 0, again.stdout + again.stderr
+    again = train(shards, run_dir, *settings, nproc=1)
     assert "resuming from step-00000004" in again.stdout
-    assert [line["step"] for line in read_lines(run_dir / "metrics.jsonl")] == list(range(1, 9))
+    assert logged(run_dir, "step") == list(range(1, 9))
     left = {p.name for p in (run_dir / "checkpoints").iterdir()}
     assert left == {"step-00000006", "step-00000008", "latest"}
 
@@ -226,12 +217,9 @@ def test_row_10_no_single_bit_of_the_manifest_may_change(tmp_path: Path) -> None
 
 def test_row_10_a_run_says_what_it_passes_over(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    options = tiny(shards, "checkpoint.every_steps=2", "schedule.steps=4")
-    first = bert_dp("train", "quickstart", *options, "--nproc", "1", "--run-dir", str(run_dir))
-    assert first.returncode == 0, first.stdout + first.stderr
+    train(shards, run_dir, "checkpoint.every_steps=2", "schedule.steps=4", nproc=1)
     damage(run_dir / "checkpoints" / "step-00000004" / "optimizer.safetensors", random.Random(0))
-    again = bert_dp("train", "--run-dir", str(run_dir), "--set", "schedule.steps=6", "--nproc", "1")
-    assert again.returncode == 0, again.stdout + again.stderr
+    again = go_on(run_dir, "schedule.steps=6")
     assert "checkpoint passed over" in again.stdout
     assert "step-00000004/optimizer.safetensors" in again.stdout
     assert "resuming from step-00000002" in again.stdout
@@ -246,24 +234,16 @@ ERRORS = {
 }
 
 
-def test_row_11_a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path) -> None:
-    for number in rounds(1, 3):
-        a_failed_save_does_not_end_the_run(tmp_path / str(number), shards, list(ERRORS)[number])
-
-
-def a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path, what: str) -> None:
+@pytest.mark.parametrize("what", list(ERRORS)[: len(rounds(1, 3))])
+def test_row_11_a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path, what: str) -> None:
     """Injected in the save after step 6; the ones before and after it are good."""
     run_dir = tmp_path / "run"
-    options = tiny(shards, "schedule.steps=10", "checkpoint.every_steps=2", "checkpoint.keep=3")
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *options,
-        "--run-dir",
-        str(run_dir),
+    done = train(
+        shards,
+        run_dir,
+        "schedule.steps=10 checkpoint.every_steps=2 checkpoint.keep=3",
         **broken(what, rank=0, place="save", step=5),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     (said,) = [line for line in done.stdout.splitlines() if "could not be saved" in line]
     for text in ("step-00000006", ERRORS[what], "newest good checkpoint is step-00000004"):
         assert text in said
@@ -276,18 +256,13 @@ def a_failed_save_does_not_end_the_run(tmp_path: Path, shards: Path, what: str) 
 
 def test_row_11_a_failed_save_stops_the_run_when_that_is_the_policy(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    options = tiny(shards, "schedule.steps=100000", "checkpoint.every_steps=2", "checkpoint.on_error=stop")
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *options,
-        "--nproc",
-        "2",
-        "--run-dir",
-        str(run_dir),
+    done = train(
+        shards,
+        run_dir,
+        "schedule.steps=100000 checkpoint.every_steps=2 checkpoint.on_error=stop",
+        code=1,
         **broken("io_error", rank=0, place="save", step=5),
     )
-    assert done.returncode == 1, done.stdout + done.stderr
     facts = summary(run_dir)
     assert (facts["status"], facts["exit_code"]) == ("failed", 1)
     for text in ("step-00000006 could not be saved", ERRORS["io_error"], "step-00000004"):
@@ -299,15 +274,7 @@ def test_row_11_a_failed_save_stops_the_run_when_that_is_the_policy(tmp_path: Pa
 
 def test_row_11_a_first_save_that_fails_refuses_the_run(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *tiny(shards),
-        "--run-dir",
-        str(run_dir),
-        **broken("read_only", rank=0, place="save", step=-1),
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
+    train(shards, run_dir, code=1, **broken("read_only", rank=0, place="save", step=-1))
     facts = summary(run_dir)
     assert facts["status"] == "failed"
     assert "step-00000000 could not be saved" in facts["cause"]
@@ -317,16 +284,13 @@ def test_row_11_a_first_save_that_fails_refuses_the_run(tmp_path: Path, shards: 
 
 def test_row_11_a_last_save_that_fails_fails_the_run(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    options = tiny(shards, "schedule.steps=4", "checkpoint.every_steps=2")
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *options,
-        "--run-dir",
-        str(run_dir),
+    train(
+        shards,
+        run_dir,
+        "schedule.steps=4 checkpoint.every_steps=2",
+        code=1,
         **broken("io_error", rank=0, place="save", step=3),
     )
-    assert done.returncode == 1, done.stdout + done.stderr
     facts = summary(run_dir)
     assert (facts["status"], facts["step"]) == ("failed", 4)
     assert facts["failed_saves"] == 2, "once on time, once more at the end"
@@ -336,33 +300,9 @@ def test_row_11_a_last_save_that_fails_fails_the_run(tmp_path: Path, shards: Pat
     assert facts["checkpoint"] == "checkpoints/step-00000002"
 
 
-def can_mount() -> bool:
-    script = 'mount -t tmpfs -o size=1m tmpfs "$0"'
-    done = subprocess.run(["unshare", "-m", "sh", "-c", script, "/mnt"], capture_output=True, check=False)
-    return done.returncode == 0
-
-
-def on_small_disk(folder: Path, size: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command with a file system of `size` bytes at `folder`, and copy what it left to folder-left."""
-    folder.mkdir()
-    script = f'mount -t tmpfs -o size={size} tmpfs "$0" && "$@"; code=$?; cp -a "$0" "$0-left"; exit $code'
-    return subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, str(folder), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-        cwd=ROOT,
-    )
-
-
-@pytest.mark.skipif(shutil.which("unshare") is None or not can_mount(), reason="mounting needs root")
-def test_row_11_a_disk_that_fills_up(tmp_path: Path, shards: Path) -> None:
-    for policy in ("continue", "stop")[: len(rounds(1, 2))]:
-        a_disk_that_fills_up(tmp_path / policy, shards, policy)
-
-
-def a_disk_that_fills_up(tmp_path: Path, shards: Path, policy: str) -> None:
+@needs_mount
+@pytest.mark.parametrize("policy", ("continue", "stop")[: len(rounds(1, 2))])
+def test_row_11_a_disk_that_fills_up(tmp_path: Path, shards: Path, policy: str) -> None:
     """A file system on which the start and two checkpoints fit, and the third does not."""
     run_dir, disk = tmp_path / "run", tmp_path / "run" / "checkpoints"
     run_dir.mkdir(parents=True)
@@ -416,7 +356,7 @@ for expected in (errno.ENOSPC, errno.EROFS):
 """
 
 
-@pytest.mark.skipif(shutil.which("unshare") is None or not can_mount(), reason="mounting needs root")
+@needs_mount
 def test_row_11_what_a_full_and_a_read_only_disk_really_answer(tmp_path: Path) -> None:
     """Not injected: the errors as the system and safetensors give them, when space runs out in mid-write."""
     done = on_small_disk(
@@ -429,53 +369,31 @@ def test_row_11_what_a_full_and_a_read_only_disk_really_answer(tmp_path: Path) -
 # --- row 15
 
 
-def test_row_15_one_bad_rank_skips_the_step_on_all(tmp_path: Path, shards: Path) -> None:
-    for rank in (1, 0)[: len(rounds(1, 2))]:
-        one_bad_rank_skips_the_step_on_all(tmp_path / str(rank), shards, rank)
-
-
-def one_bad_rank_skips_the_step_on_all(run_dir: Path, shards: Path, rank: int) -> None:
-    options = tiny(shards, "schedule.steps=8", "checkpoint.every_steps=4")
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *options,
-        "--run-dir",
-        str(run_dir),
+@pytest.mark.parametrize("rank", (1, 0)[: len(rounds(1, 2))])
+def test_row_15_one_bad_rank_skips_the_step_on_all(tmp_path: Path, shards: Path, rank: int) -> None:
+    run_dir = tmp_path / "run"
+    train(
+        shards,
+        run_dir,
+        "schedule.steps=8 checkpoint.every_steps=4",
         **broken("nan", rank=rank, place="step", step=2, times=4),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert [line["skipped_steps"] for line in read_lines(run_dir / "metrics.jsonl")] == [
-        0,
-        0,
-        1,
-        2,
-        3,
-        4,
-        4,
-        4,
-    ]
+    assert logged(run_dir, "skipped_steps") == [0, 0, 1, 2, 3, 4, 4, 4]
     assert summary(run_dir)["skipped_steps"] == 4
 
 
+@pytest.mark.parametrize("rank", (1, 0)[: len(rounds(1, 2))])
 def test_row_15_five_in_a_row_stop_the_run_with_the_last_checkpoint_intact(
-    tmp_path: Path, shards: Path
+    tmp_path: Path, shards: Path, rank: int
 ) -> None:
-    for rank in (1, 0)[: len(rounds(1, 2))]:
-        five_in_a_row_stop_the_run(tmp_path / str(rank), shards, rank)
-
-
-def five_in_a_row_stop_the_run(run_dir: Path, shards: Path, rank: int) -> None:
-    options = tiny(shards, "schedule.steps=100000", "checkpoint.every_steps=2", "log.every_steps=3")
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *options,
-        "--run-dir",
-        str(run_dir),
+    run_dir = tmp_path / "run"
+    train(
+        shards,
+        run_dir,
+        "schedule.steps=100000 checkpoint.every_steps=2 log.every_steps=3",
+        code=1,
         **broken("nan", rank=rank, place="step", step=4, times=100000),
     )
-    assert done.returncode == 1, done.stdout + done.stderr
     facts = summary(run_dir)
     assert (facts["status"], facts["exit_code"], facts["failure_kind"]) == ("failed", 1, "not_finite")
     assert "5 steps in a row up to step 9 " in facts["cause"], "seen at the line of step 9"
@@ -492,11 +410,8 @@ def five_in_a_row_stop_the_run(run_dir: Path, shards: Path, rank: int) -> None:
 
 def test_row_15_a_run_that_skipped_every_step_is_not_done(tmp_path: Path, shards: Path) -> None:
     """Fewer steps than stop a run by themselves."""
-    options = [*tiny(shards, "schedule.steps=3"), "--nproc", "1", "--run-dir", str(tmp_path)]
-    done = bert_dp(
-        "train", "quickstart", *options, **broken("nan", rank=0, place="step", step=0, times=100000)
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
+    fault = broken("nan", rank=0, place="step", step=0, times=100000)
+    done = train(shards, tmp_path, "schedule.steps=3", nproc=1, code=1, **fault)
     facts = summary(tmp_path)
     assert (facts["status"], facts["exit_code"], facts["step"]) == ("failed", 1, 3)
     assert (facts["skipped_steps"], facts["failure_kind"]) == (3, "not_finite")
@@ -534,9 +449,7 @@ def test_row_15_every_engine_stops_on_all_ranks_together(tmp_path: Path, shards:
         facts = summary(run_dir)
         assert (facts["status"], facts["exit_code"], facts["step"]) == ("failed", 1, 9), run_dir.name
         assert "5 steps in a row up to step 8 " in facts["cause"], run_dir.name
-        assert [line["skipped_steps"] for line in read_lines(run_dir / "metrics.jsonl")] == [0] * 3 + [
-            *range(1, 7)
-        ]
+        assert logged(run_dir, "skipped_steps") == [0, 0, 0, 1, 2, 3, 4, 5, 6]
         before, after = state(run_dir, 4), state(run_dir, 8)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[name], after[name]) for name in before), "skips change nothing"
@@ -549,21 +462,17 @@ def test_row_16_a_spike_is_said_and_counted_and_no_rank_falls_out_of_step(
     tmp_path: Path, shards: Path
 ) -> None:
     run_dir = tmp_path / "run"
-    options = tiny(shards, "schedule.steps=40", "checkpoint.every_steps=30", "checkpoint.keep=9")
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *options,
-        "--run-dir",
-        str(run_dir),
+    done = train(
+        shards,
+        run_dir,
+        "schedule.steps=40 checkpoint.every_steps=30 checkpoint.keep=9",
         **broken("spike", rank=1, place="step", step=30),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     (said,) = [line for line in done.stdout.splitlines() if line.startswith("warning: loss spike")]
     assert "at step 31:" in said
     facts = summary(run_dir)
     assert (facts["loss_spikes"], facts["skipped_steps"], facts["step"]) == (1, 0, 40)
-    losses = [line["loss"] for line in read_lines(run_dir / "metrics.jsonl")]
+    losses = logged(run_dir, "loss")
     assert losses[30] > 3 * losses[29]
     assert all(loss < 2 * losses[0] for loss in losses[31:])
     observe(16, losses=losses[28:34])

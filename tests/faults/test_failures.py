@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import random
 import re
 import threading
@@ -14,13 +13,13 @@ from typing import Any
 import pytest
 
 from bert_dp import record
-from bert_dp.config import dump_config, load_config, shipped_configs
 from launcher.run import processes
 from launcher.run.starters import LAUNCHERS
 from launcher.watch.failure import card
 from launcher.watch.memory import MemoryWatch
-from tests.e2e.cli import TINY, bert_dp, members, tiny
+from tests.e2e.cli import members, train, write_config
 from tests.faults.harness import FULL, broken, observe, rounds
+from tests.helpers import read_json, write_files
 
 LIMIT_S = 60.0  # the goal is 5 s, which a busy machine may miss; what was measured is recorded
 PLACES = ("step", "data", "compile")
@@ -34,16 +33,14 @@ def fail(folder: Path, shards: Path, what: str, number: int, launcher: str, *set
     rank, step = chance.randrange(nproc), chance.randrange(5)
     place = chance.choice(PLACES) if what == "raise" else "step"
     run_dir, sign = folder / f"run-{number}", folder / f"broken-{number}"
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *tiny(shards, "schedule.steps=100000", "compile=off", *settings),
-        "--nproc",
-        str(nproc),
-        "--launcher",
-        launcher,
-        "--run-dir",
-        str(run_dir),
+    done = train(
+        shards,
+        run_dir,
+        "schedule.steps=100000 compile=off",
+        *settings,
+        nproc=nproc,
+        options=("--launcher", launcher),
+        code=None,
         **broken(what, rank=rank, step=step, place=place, once=str(sign)),
     )
     seconds = time.time() - sign.stat().st_mtime
@@ -56,7 +53,7 @@ def fail(folder: Path, shards: Path, what: str, number: int, launcher: str, *set
     assert any(f"{run_dir}/logs/rank-{rank}.log" in line for line in first)
     assert done.returncode == 1
     assert not members(run_dir)
-    facts = json.loads((run_dir / "summary.json").read_text())
+    facts = read_json(run_dir / "summary.json")
     assert (facts["status"], facts["exit_code"], facts["rank"]) == ("failed", 1, rank)
     assert facts["log"] == f"{run_dir}/logs/rank-{rank}.log"
     assert not [line for line in facts["consequences"] if line.startswith(f"rank {rank}:")]
@@ -108,15 +105,8 @@ def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
     """The kernel's counter is a file of ours that rises when the rank is killed."""
     run_dir, root, sign = tmp_path / "run", tmp_path / "root", tmp_path / "broken"
     counter = root / "sys/fs/cgroup/job/memory.events"
-    counter.parent.mkdir(parents=True)
-    counter.write_text("oom_kill 0\n")
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/cgroup").write_text("0::/job\n")
-    run_dir.mkdir()
-    settings = [*TINY, f"data.path={shards}", "compile=off", "schedule.steps=100000", "run.device=cpu"]
-    (run_dir / "config.yaml").write_text(
-        dump_config(load_config(shipped_configs() / "quickstart.yaml", settings))
-    )
+    write_files(root, {str(counter): "oom_kill 0\n", "proc/self/cgroup": "0::/job\n"})
+    write_config(run_dir, shards, "compile=off", "schedule.steps=100000", "run.device=cpu")
     record.write_json(run_dir / "environment.json", {"gpus": [], "memory_gib": 1.0, "memory_limit_gib": None})
 
     def rise() -> None:
@@ -137,7 +127,7 @@ def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
     assert any("want of host memory" in line and "peaked at 0." in line for line in told[:15])
     assert any(line.startswith("  fix: --set batch.micro_size=1 ") for line in told[:15])
     assert any(line.startswith("  memory: rank 1 ") for line in told[:15])
-    facts = json.loads((run_dir / "summary.json").read_text())
+    facts = read_json(run_dir / "summary.json")
     assert facts["oom_kills"] == 1
     assert max(facts["memory_curve_gib"]["rank 1"]) > 0.05
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,24 +10,15 @@ from pathlib import Path
 import pytest
 
 from bert_dp import record
-from tests.e2e.cli import start, step_reached, tiny, wait_for
-from tests.helpers import read_lines
-from tests.shards import write_shards
-
-
-def can_mount() -> bool:
-    if shutil.which("unshare") is None:
-        return False
-    script = 'mount -t tmpfs -o size=1m tmpfs "$0"'
-    done = subprocess.run(["unshare", "-m", "sh", "-c", script, "/mnt"], capture_output=True, check=False)
-    return done.returncode == 0
+from tests.e2e.cli import begin, command, step_reached, train_command, wait_for
+from tests.faults.harness import needs_mount, on_small_disk
+from tests.helpers import logged, read_lines
 
 
 def fill_and_free(place: Path, shards: Path) -> None:
     """In a small file system of its own: fill it while the run trains, free it, see the run end well."""
     run_dir, filler = place / "run", place / "filler"
-    options = tiny(shards, "schedule.steps=400", "checkpoint.every_steps=20", "compile=off")
-    process = start("train", "quickstart", *options, "--nproc", "2", "--run-dir", str(run_dir))
+    process = begin(shards, run_dir, "schedule.steps=400", "checkpoint.every_steps=20", "compile=off")
     wait_for(step_reached(run_dir, 5), 300)
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
@@ -45,7 +34,7 @@ def fill_and_free(place: Path, shards: Path) -> None:
     said, errors = process.communicate(timeout=120)
     assert process.returncode == 0, said + errors
     assert " is missing in metrics.jsonl: " in said
-    steps = [line["step"] for line in read_lines(run_dir / "metrics.jsonl")]
+    steps = logged(run_dir, "step")
     assert steps == sorted(set(steps))
     assert steps[-1] == 400
     assert len(steps) < 400
@@ -60,8 +49,7 @@ def fill_and_free(place: Path, shards: Path) -> None:
 def fill_and_stay(place: Path, shards: Path) -> None:
     """The same, and it stays full to the end: the steps are all made, what fails is the last checkpoint."""
     run_dir, filler = place / "run", place / "filler"
-    options = tiny(shards, "schedule.steps=40", "checkpoint.every_steps=10", "compile=off")
-    process = start("train", "quickstart", *options, "--nproc", "1", "--run-dir", str(run_dir))
+    process = begin(shards, run_dir, "schedule.steps=40", "checkpoint.every_steps=10", "compile=off", nproc=1)
     wait_for(step_reached(run_dir, 3), 300)
     with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
         while file.write(bytes(4096)):
@@ -80,46 +68,20 @@ def fill_and_stay(place: Path, shards: Path) -> None:
     assert any("No space left on device: " in line and "failed so far" in line for line in warnings), said
 
 
-@pytest.mark.skipif(not can_mount(), reason="mounting needs root")
+@needs_mount
 @pytest.mark.parametrize("how", ["free", "stay"])
-def test_row_11_a_full_disk_does_not_end_the_run(tmp_path: Path, how: str) -> None:
-    shards, place = write_shards(tmp_path / "s"), tmp_path / "small"
-    place.mkdir()
-    script = 'mount -t tmpfs -o size=6m tmpfs "$0" && exec "$@"'
-    done = subprocess.run(
-        [
-            "unshare",
-            "-m",
-            "sh",
-            "-c",
-            script,
-            str(place),
-            sys.executable,
-            "-m",
-            "tests.faults.test_full_disk",
-            str(place),
-            str(shards),
-            how,
-        ],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+def test_row_11_a_full_disk_does_not_end_the_run(tmp_path: Path, shards: Path, how: str) -> None:
+    place = tmp_path / "small"
+    command = (sys.executable, "-m", "tests.faults.test_full_disk", str(place), str(shards), how)
+    done = on_small_disk(place, "6m", *command)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.skipif(not can_mount(), reason="mounting needs root")
-def test_row_11_a_run_that_finds_no_room_says_so(tmp_path: Path) -> None:
-    shards, place = write_shards(tmp_path / "s"), tmp_path / "small"
-    place.mkdir()
-    script = 'mount -t tmpfs -o size=40k tmpfs "$0" && head -c 1m /dev/zero > "$0/filler"; exec "$@"'
-    train = ["train", "quickstart", *tiny(shards), "--nproc", "2", "--run-dir", str(place / "run")]
-    done = subprocess.run(
-        ["unshare", "-m", "sh", "-c", script, str(place), sys.executable, "-m", "launcher", *train],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+@needs_mount
+def test_row_11_a_run_that_finds_no_room_says_so(tmp_path: Path, shards: Path) -> None:
+    place = tmp_path / "small"
+    fill = ("sh", "-c", 'head -c 1m /dev/zero > "$0/filler"; exec "$@"', str(place))
+    done = on_small_disk(place, "40k", *fill, *command(*train_command(shards, place / "run")))
     assert done.returncode == 1, done.stdout + done.stderr
     assert "No space left on device" in done.stderr.splitlines()[-1]
     assert "Traceback" not in done.stderr

@@ -4,7 +4,6 @@ rank; and no alarm where all is well.
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import signal
@@ -16,9 +15,9 @@ import psutil
 import pytest
 import torch
 
-from tests.e2e.cli import bert_dp, start, tiny, wait_for
+from tests.e2e.cli import begin, processes_of, train, wait_for
 from tests.faults.harness import FULL, broken, observe, rounds
-from tests.helpers import read_lines
+from tests.helpers import read_json, read_lines
 
 LIMIT_S = 30.0 if FULL else 8.0
 WHY = {"sleep": "has not started", "stop": "stopped by a signal (SIGSTOP)", "gil": "not schedulable"}
@@ -28,11 +27,7 @@ WHY = {"sleep": "has not started", "stop": "stopped by a signal (SIGSTOP)", "gil
 def nothing_left(tmp_path: Path) -> Iterator[None]:
     """A stopped process follows nobody: whatever a failed test leaves is ended here."""
     yield
-    left = [
-        p
-        for p in psutil.process_iter(["cmdline"])
-        if any(str(tmp_path) in word for word in p.info["cmdline"] or [])
-    ]
+    left = processes_of(tmp_path)
     for process in left:
         process.kill()
     psutil.wait_procs(left, timeout=10)
@@ -52,25 +47,25 @@ def silence_of(report: str) -> float:
 
 def hang_once(tmp_path: Path, shards: Path, what: str, rank: int, ranks: int, place: str) -> None:
     run_dir = tmp_path / f"{what}-{rank}-{ranks}-{place}"
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *tiny(shards, *hang_limits(), "schedule.steps=100000", "eval.every_steps=3", "batch.global_size=16"),
-        "--nproc",
-        str(ranks),
-        "--run-dir",
-        str(run_dir),
+    done = train(
+        shards,
+        run_dir,
+        *hang_limits(),
+        "schedule.steps=100000",
+        "eval.every_steps=3",
+        "batch.global_size=16",
+        nproc=ranks,
+        code=1,
         timeout=600,
         **broken(what, rank=rank, place=place, step=2 if place == "eval" else 3),  # evaluated after step 2
     )
-    assert done.returncode == 1, done.stdout + done.stderr
     report = next(line for line in done.stdout.splitlines() if line.startswith("hang"))
     assert f"rank {rank} in step" in report
     assert WHY[what] in report or (what == "sleep" and ("behind" in report or "not in the coll" in report))
     if what != "stop":
         assert f"  rank {rank} at {Path(__file__).parent / 'inject' / 'sitecustomize.py'}:" in done.stdout
     assert report.partition(":")[2].strip() in (run_dir / "hang.txt").read_text()
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = read_json(run_dir / "summary.json")
     assert summary["status"] == "failed"
     assert summary["cause"].startswith(f"rank {rank}: hang in step")
     silence = silence_of(report)
@@ -98,36 +93,17 @@ def test_row_07_a_hang_in_evaluation(tmp_path: Path, shards: Path, place: str) -
 
 def test_row_07_a_pause_is_reported_and_its_end_too(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *tiny(shards, *hang_limits(4.0, 600.0), "schedule.steps=6"),
-        "--nproc",
-        "2",
-        "--run-dir",
-        str(run_dir),
-        **broken("sleep", seconds=8),
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    train(shards, run_dir, *hang_limits(4.0, 600.0), "schedule.steps=6", **broken("sleep", seconds=8))
     said = (run_dir / "hang.txt").read_text()
     assert said.count("hang: rank 1 in step 4 (step") == 1
     assert f"  rank 1 at {Path(__file__).parent / 'inject' / 'sitecustomize.py'}:" in said
     assert re.search(r"goes on after \d+ s", said)
-    assert json.loads((run_dir / "summary.json").read_text())["status"] == "done"
+    assert read_json(run_dir / "summary.json")["status"] == "done"
 
 
 def test_row_07_a_hung_run_that_is_ended_by_hand_tells_its_hang(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    process = start(
-        "train",
-        "quickstart",
-        *tiny(shards, *hang_limits(end_s=600.0), "schedule.steps=100000"),
-        "--nproc",
-        "2",
-        "--run-dir",
-        str(run_dir),
-        **broken("stop"),
-    )
+    process = begin(shards, run_dir, *hang_limits(end_s=600.0), "schedule.steps=100000", **broken("stop"))
     wait_for((run_dir / "hang.txt").exists)
     for _ in range(2):
         process.send_signal(signal.SIGINT)
@@ -137,7 +113,7 @@ def test_row_07_a_hung_run_that_is_ended_by_hand_tells_its_hang(tmp_path: Path, 
     card = said.splitlines()
     card = card[next(i for i, line in enumerate(card) if line.startswith("failed: SIGINT")) :]
     assert any(line.startswith("  why: it stood still: rank 1: hang in step") for line in card)
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = read_json(run_dir / "summary.json")
     assert "rank 1" in summary["explanation"][0]
 
 
@@ -145,24 +121,9 @@ def test_row_07_no_false_alarm(tmp_path: Path, shards: Path) -> None:
     """Healthy steps with evaluation and saving, and in the full form with compilation."""
     steps = len(rounds(400, 10_000))
     run_dir = tmp_path / "run"
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *tiny(
-            shards,
-            *hang_limits(10.0),
-            f"schedule.steps={steps}",
-            f"eval.every_steps={steps // 20}",
-            f"checkpoint.every_steps={steps // 10}",
-            f"compile={'on' if FULL else 'off'}",
-        ),
-        "--nproc",
-        "2",
-        "--run-dir",
-        str(run_dir),
-        timeout=3600,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    often = f"eval.every_steps={steps // 20} checkpoint.every_steps={steps // 10}"
+    settings = (*hang_limits(10.0), f"schedule.steps={steps}", often, f"compile={'on' if FULL else 'off'}")
+    done = train(shards, run_dir, *settings, timeout=3600)
     assert read_lines(run_dir / "metrics.jsonl")[-1]["step"] == steps
     assert (run_dir / "heartbeats" / "rank-1").exists()  # or there was nothing to watch
     alarms = (run_dir / "hang.txt").read_text() if (run_dir / "hang.txt").exists() else ""
@@ -173,18 +134,10 @@ def test_row_07_no_false_alarm(tmp_path: Path, shards: Path) -> None:
 
 def test_row_07_a_straggler_is_named(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *tiny(shards, "schedule.steps=20", "log.every_steps=7"),
-        "--nproc",
-        "2",
-        "--run-dir",
-        str(run_dir),
-        **broken("slow", rank=1, seconds=0.1),
+    done = train(
+        shards, run_dir, "schedule.steps=20 log.every_steps=7", **broken("slow", rank=1, seconds=0.1)
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = read_json(run_dir / "summary.json")
     assert summary["straggler"]["rank"] == 1
     assert summary["straggler"]["ratio"] == summary["straggler_ratio"] > 2
     observe(7, straggler_seconds_per_step=summary["straggler"]["seconds_per_step"])
@@ -194,17 +147,14 @@ def test_row_07_a_straggler_is_named(tmp_path: Path, shards: Path) -> None:
 
 def mismatch_once(tmp_path: Path, shards: Path, rank: int, device: str) -> str:
     run_dir = tmp_path / f"rank-{rank}"
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *tiny(shards, *hang_limits(), "schedule.steps=100000", f"run.device={device}", "compile='off'"),
-        "--nproc",
-        "2",
-        "--run-dir",
-        str(run_dir),
+    done = train(
+        shards,
+        run_dir,
+        *hang_limits(),
+        f"schedule.steps=100000 run.device={device} compile='off'",
+        code=1,
         **broken("mismatch", rank=rank),
     )
-    assert done.returncode == 1, done.stdout + done.stderr
     report = next(line for line in done.stdout.splitlines() if line.startswith("hang"))
     observe(8, rank=rank, device=device, limit_s=LIMIT_S, silence_s=silence_of(report))
     assert silence_of(report) <= LIMIT_S + 20

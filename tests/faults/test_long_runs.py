@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,10 +12,11 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.cli import bert_dp, start, tiny
+from tests.e2e.cli import begin, train
 from tests.e2e.test_launchers import with_site
 from tests.faults.harness import FULL, observe
-from tests.helpers import read_lines
+from tests.helpers import read_json, read_lines
+from tests.report_fixture import metrics
 
 GROWTH_MB = 50
 OURS = 'any(word in ("bert_dp.worker", "launcher") for word in sys.orig_argv)'
@@ -49,68 +51,27 @@ def peak_mb():
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) for line in file if line.startswith("VmHWM")) / 1e3
 """
-LINE = {
-    "step": 0,
-    "samples": 0,
-    "tokens": 0,
-    "epoch": 0,
-    "progress": 0.0,
-    "loss": 0.0,
-    "lr": 1e-3,
-    "grad_norm": 1.5,
-    "global_batch": 8,
-    "micro_batch": 2,
-    "accumulation": 2,
-    "world_size": 2,
-    "step_time_s": 0.123456789,
-    "steps_per_s": 8.1,
-    "global_steps_per_s": 32.4,
-    "samples_per_s": 64.8,
-    "tokens_per_s": 1036.8,
-    "tokens_per_s_per_gpu": 518.4,
-    "mfu": None,
-    "data_wait_s": 0.001,
-    "forward_backward_s": 0.1,
-    "optimizer_s": 0.02,
-    "peak_memory_gib": 0.3,
-    "elapsed_s": 0.0,
-    "skipped_steps": 0,
-}
 
 
 def test_row_25_a_clock_that_jumps_changes_nothing(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    options = tiny(shards, "schedule.steps=5", "compile=off")
-    done = bert_dp(
-        "train", "quickstart", *options, "--run-dir", str(run_dir), PYTHONPATH=with_site(tmp_path, CLOCK)
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    train(shards, run_dir, "schedule.steps=5", "compile=off", PYTHONPATH=with_site(tmp_path, CLOCK))
     written = read_lines(run_dir / "metrics.jsonl")
     elapsed = [line["elapsed_s"] for line in written]
     assert len(written) == 5
     assert elapsed == sorted(elapsed)
     assert all(line["step_time_s"] > 0 for line in written)
-    assert all(s >= 0 for s in json.loads((run_dir / "summary.json").read_text())["time_s"].values())
+    assert all(s >= 0 for s in read_json(run_dir / "summary.json")["time_s"].values())
 
 
 def many_lines(path: Path, count: int) -> None:
     """metrics.jsonl of `count` steps with one spike."""
+    line = dataclasses.asdict(metrics(0))
     with path.open("w", encoding="utf-8") as file:
         for step in range(1, count + 1):
             loss = 99.0 if step == count // 3 else 10 - 5 * step / count
-            file.write(
-                json.dumps(
-                    {
-                        **LINE,
-                        "step": step,
-                        "tokens": step * 128,
-                        "loss": loss,
-                        "progress": step / count,
-                        "elapsed_s": step / 8,
-                    }
-                )
-                + "\n"
-            )
+            changes = {"tokens": step * 128, "loss": loss, "progress": step / count, "elapsed_s": step / 8}
+            file.write(json.dumps({**line, "step": step, **changes}) + "\n")
 
 
 def growth_mb(code: str, *arguments: str) -> float:
@@ -156,15 +117,7 @@ def test_row_25_a_log_of_gigabytes_does_not_fill_the_launchers_memory(tmp_path: 
     run_dir = tmp_path / "run"
     environ = {"PYTHONPATH": with_site(tmp_path, FLOOD), "FLOOD_BYTES": str(num_bytes), "FLOOD_TOKEN": SECRET}
     with (tmp_path / "out").open("w") as out:  # not a pipe, which would stop the launcher when it is full
-        process = start(
-            "train",
-            "quickstart",
-            *tiny(shards, "compile=off"),
-            "--run-dir",
-            str(run_dir),
-            stdout=out,
-            **environ,
-        )
+        process = begin(shards, run_dir, "compile=off", stdout=out, **environ)
         log, first, peak = run_dir / "logs" / "rank-0.log", 0.0, 0.0
         launcher = psutil.Process(process.pid)
         while process.poll() is None:

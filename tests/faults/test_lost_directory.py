@@ -11,9 +11,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp import record
-from bert_dp.config import dump_config, load_config, shipped_configs
-from tests.e2e.cli import TINY, open_to_others, start, step_reached, tiny, umask, wait_for
-from tests.shards import write_shards
+from tests.e2e.cli import begin, open_to_others, step_reached, umask, wait_for, write_config
 
 ENDLESS = ("schedule.steps=1000000", "checkpoint.every_steps=2", "compile=off")
 PATIENCE_S = 300.0
@@ -32,15 +30,11 @@ def exchange(run_dir: Path) -> None:
 
 @pytest.mark.parametrize("lose", [delete, exchange])
 def test_a_run_whose_directory_has_gone_says_so_and_ends(
-    tmp_path: Path, lose: Callable[[Path], None]
+    tmp_path: Path, shards: Path, lose: Callable[[Path], None]
 ) -> None:
     run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
-    options = tiny(write_shards(tmp_path / "s"), *ENDLESS)
     with umask(0):
-        process = start(
-            *("train", "quickstart", *options, "--nproc", "1"),
-            *("--run-dir", str(run_dir), "--max-restarts", "3"),
-        )
+        process = begin(shards, run_dir, *ENDLESS, nproc=1, options=("--max-restarts", "3"))
     wait_for(step_reached(run_dir, 5), PATIENCE_S)
     lose(run_dir)
     said, errors = process.communicate(timeout=PATIENCE_S)
@@ -63,14 +57,10 @@ def test_a_run_whose_directory_has_gone_says_so_and_ends(
     assert open_to_others(elsewhere) == []
 
 
-def test_a_rank_without_our_launcher_notices_too(tmp_path: Path) -> None:
-    run_dir, shards = tmp_path / "run", write_shards(tmp_path / "s")
-    run_dir.mkdir()
-    settings = [*TINY, f"data.path={shards}", *ENDLESS, "run.device=cpu"]
-    (run_dir / "config.yaml").write_text(
-        dump_config(load_config(shipped_configs() / "quickstart.yaml", settings))
-    )
-    command = [sys.executable, "-m", "bert_dp.worker", str(run_dir / "config.yaml")]
+def test_a_rank_without_our_launcher_notices_too(tmp_path: Path, shards: Path) -> None:
+    run_dir = tmp_path / "run"
+    config = write_config(run_dir, shards, *ENDLESS, "run.device=cpu")
+    command = [sys.executable, "-m", "bert_dp.worker", str(config)]
     with umask(0):
         process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     wait_for(step_reached(run_dir, 5), PATIENCE_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import time
@@ -13,9 +12,9 @@ import pytest
 import yaml
 
 from bert_dp.record import STARTED_AGAIN
-from tests.e2e.cli import bert_dp, here, members, start, tiny, wait_for
+from tests.e2e.cli import begin, here, members, train, wait_for
 from tests.faults.harness import FULL, broken, observe, rounds
-from tests.helpers import read_lines
+from tests.helpers import logged, read_json, read_lines
 from tests.parity.runs import state, train_runs, write_run
 
 INTERVAL = 20  # steps between two checkpoints of the soak
@@ -24,18 +23,7 @@ INTERVAL = 20  # steps between two checkpoints of the soak
 def test_row_18_launchers_at_once_do_not_collide(tmp_path: Path, shards: Path) -> None:
     count = 8 if FULL else 2
     for number in rounds(1, 20):
-        together = [
-            start(
-                "train",
-                "quickstart",
-                *tiny(shards),
-                "--nproc",
-                "2",
-                "--run-dir",
-                str(tmp_path / f"run-{number}-{k}"),
-            )
-            for k in range(count)
-        ]
+        together = [begin(shards, tmp_path / f"run-{number}-{k}") for k in range(count)]
         texts = [process.communicate(timeout=300) for process in together]
         assert [process.returncode for process in together] == [0] * count, texts
         observe(18, launchers=count)
@@ -43,22 +31,16 @@ def test_row_18_launchers_at_once_do_not_collide(tmp_path: Path, shards: Path) -
 
 def test_row_19_a_crash_loop_ends_and_keeps_its_logs(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    options = tiny(shards, "schedule.steps=20", "checkpoint.every_steps=2")
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *options,
-        "--nproc",
-        "2",
-        "--run-dir",
-        str(run_dir),
-        "--max-restarts",
-        "50",
+    done = train(
+        shards,
+        run_dir,
+        "schedule.steps=20 checkpoint.every_steps=2",
+        options=("--max-restarts", "50"),
+        code=1,
         **broken("raise", step=1),
     )
-    assert done.returncode == 1, done.stdout + done.stderr
     assert "not started again: 3 failures without a newer checkpoint" in done.stdout
-    summary = json.loads((run_dir / "summary.json").read_text())
+    summary = read_json(run_dir / "summary.json")
     attempts = len(summary["restarts"]) + 1
     assert attempts <= 4
     assert "rank 1: ValueError: injected by a test" in summary["cause"]
@@ -69,51 +51,35 @@ def test_row_19_a_crash_loop_ends_and_keeps_its_logs(tmp_path: Path, shards: Pat
 
 
 def test_row_19_a_run_that_breaks_once_goes_on_to_the_same_weights(tmp_path: Path, shards: Path) -> None:
-    options = tiny(shards, "schedule.steps=8", "checkpoint.every_steps=2")
     run_dir = tmp_path / "broken"
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *options,
-        "--nproc",
-        "2",
-        "--run-dir",
-        str(run_dir),
-        "--max-restarts",
-        "3",
+    train(
+        shards,
+        run_dir,
+        "schedule.steps=8 checkpoint.every_steps=2",
+        options=("--max-restarts", "3"),
         **broken("kill", step=4, once=str(tmp_path / "once")),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
     assert (tmp_path / "once").exists()
-    restarts = json.loads((run_dir / "summary.json").read_text())["restarts"]
+    restarts = read_json(run_dir / "summary.json")["restarts"]
     assert [(r["step"], r["ranks"]) for r in restarts] == [(4, 2)]
     whole = undisturbed(run_dir, tmp_path / "whole")
     for each in (run_dir, whole):
-        assert [x["step"] for x in read_lines(each / "metrics.jsonl")] == list(range(1, 9))
+        assert logged(each, "step") == list(range(1, 9))
     assert_equal_weights(run_dir, whole, 8)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "accelerate"] if FULL else ["torchrun"])
 def test_row_19_elastic_goes_on_with_fewer_ranks(tmp_path: Path, shards: Path, launcher: str) -> None:
     run_dir = tmp_path / "run"
-    options = tiny(shards, "schedule.steps=8", "checkpoint.every_steps=2")
-    done = bert_dp(
-        "train",
-        "quickstart",
-        *options,
-        "--nproc",
-        "4",
-        "--run-dir",
-        str(run_dir),
-        "--max-restarts",
-        "1",
-        "--elastic",
-        "--launcher",
-        launcher,
+    train(
+        shards,
+        run_dir,
+        "schedule.steps=8 checkpoint.every_steps=2",
+        nproc=4,
+        options=("--max-restarts", "1", "--elastic", "--launcher", launcher),
         **broken("kill", rank=3, step=4, once=str(tmp_path / "once")),
     )
-    assert done.returncode == 0, done.stdout + done.stderr
-    sizes = [line["world_size"] for line in read_lines(run_dir / "metrics.jsonl")]
+    sizes = logged(run_dir, "world_size")
     assert sizes == [4] * 4 + [2] * 4  # 8 = micro 2 x accumulation x 3 has no solution
     assert {line["global_batch"] for line in read_lines(run_dir / "metrics.jsonl")} == {8}
 
@@ -131,23 +97,12 @@ def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path
     making."""
     dice = random.Random(26 if FULL else 141)  # 141: one of each kind comes first
     steps, every, pause, faults = (40_000, 30.0, 1800.0, math.inf) if FULL else (400, 0.0, math.inf, 3)
-    options = tiny(shards, f"schedule.steps={steps}", f"checkpoint.every_steps={INTERVAL}")
-    if not FULL:
-        options += ["--set", "compile=off"]
+    settings = [f"schedule.steps={steps}", f"checkpoint.every_steps={INTERVAL}"]
+    settings += [] if FULL else ["compile=off"]
     run_dir, lost = tmp_path / "soak", []
-    command = [
-        "train",
-        "quickstart",
-        *options,
-        "--nproc",
-        "2",
-        "--run-dir",
-        str(run_dir),
-        "--max-restarts",
-        "1000",
-    ]
+    again = ("--max-restarts", "1000")
     said = (tmp_path / "said").open("w+")  # more than a pipe holds
-    process = start(*command, stdout=said)
+    process = begin(shards, run_dir, *settings, options=again, stdout=said)
     begun, due = time.monotonic(), INTERVAL
     try:
         while time.monotonic() - begun < pause and len(lost) < faults and process.poll() is None:
@@ -161,7 +116,7 @@ def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path
                 process.communicate()
                 wait_for(lambda: not members(run_dir), seconds=60)
                 lost.append(steps_to_lose(run_dir))
-                process = start(*command, stdout=said)
+                process = begin(shards, run_dir, *settings, options=again, stdout=said)
             elif what == "rank":
                 victim = dice.choice(workers)
                 victim.kill()
@@ -185,7 +140,7 @@ def test_row_26_random_kills_under_restart_reach_the_same_weights(tmp_path: Path
     assert process.returncode == 0, [said.read()[-5000:], errors]
     assert lost
     assert max(lost) <= 2 * INTERVAL + 1
-    assert [x["step"] for x in read_lines(run_dir / "metrics.jsonl")] == list(range(1, steps + 1))
+    assert logged(run_dir, "step") == list(range(1, steps + 1))
     assert_equal_weights(run_dir, undisturbed(run_dir, tmp_path / "whole"), steps)
 
 

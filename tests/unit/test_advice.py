@@ -33,14 +33,8 @@ HOST = (
 
 
 def config(*overrides: str) -> Config:
-    settings = (
-        "batch.global_size=512",
-        "batch.micro_size=128",
-        "batch.ramp_fraction=0",
-        "batch.ramp_quantum=null",
-        *overrides,
-    )
-    return load_config(shipped_configs() / "crammed-bert.yaml", settings)
+    batch = "batch.global_size=512 batch.micro_size=128 batch.ramp_fraction=0 batch.ramp_quantum=null"
+    return load_config(shipped_configs() / "crammed-bert.yaml", [*batch.split(), *overrides])
 
 
 def size(of: Config, world: int) -> float:

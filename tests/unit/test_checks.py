@@ -1,14 +1,17 @@
-"""What is said before anything starts, word for word."""
+"""What is said before anything starts, word for word: batch, engines, data, idle settings, resuming."""
 
+from __future__ import annotations
+
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from bert_dp.config import (
     BatchConfig,
-    Config,
-    ConfigError,
     batch_at,
     batch_layout,
     changed_settings,
@@ -17,328 +20,577 @@ from bert_dp.config import (
     no_effect,
     progress_at,
     read_manifest,
-    resolve,
 )
 from bert_dp.config.checks import parallel_issues
+from tests.helpers import issues_of, make_config
 from tests.shards import write_shards
 
-SOURCES = {"data": {"sources": ["builtin"]}}
-SHARDS = {"data": {"path": "/x"}}
 
-
-def config(*sections: dict[str, Any], base: dict[str, Any] = SOURCES) -> Config:
-    return resolve([base, {"schedule": {"steps": 8}}, *sections])
-
-
-def batch(global_size: int, micro: int, **more: Any) -> dict[str, Any]:
-    return {"batch": {"global_size": global_size, "micro_size": micro, **more}}
-
-
-def refused(made: Config, ranks: int) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        batch_layout(made, ranks)
-    assert str(caught.value) == "\n".join(caught.value.issues)
-    return caught.value.issues
+def named_in(line: str, before: str) -> list[int]:
+    """The numbers that a line proposes."""
+    numbers = re.findall(r"\d+", line.partition(before)[2].partition("(")[0])
+    assert numbers
+    return [int(number) for number in numbers]
 
 
 # --- the batch
 
 
-@pytest.mark.parametrize(("size", "near"), [(7, "6, 12"), (5, "6"), (13, "12, 18")])
-def test_a_batch_that_does_not_divide(size: int, near: str) -> None:
-    assert refused(config(batch(size, 3)), 2) == (
-        f"batch.global_size: {size} is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
-        f"are: {near} (or change batch.micro_size or --nproc)",
-    )
-
-
-def test_a_ramp_that_does_not_divide() -> None:
-    ramp = {"ramp_fraction": 0.5, "ramp_quantum": 16}
-    assert refused(config(batch(144, 3, **ramp)), 2) == (
-        "batch.ramp_quantum: 16 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that are: "
-        "18, 12",
-    )
-    assert batch_layout(config(batch(72, 3, ramp_quantum=9)), 2).grad_accum_steps == 12  # no ramp
-    assert batch_layout(config(batch(72, 3, ramp_fraction=0.5, ramp_quantum=12)), 2).grad_accum_steps == 12
-
-
-def test_the_plan_counts_replicas() -> None:
-    plan = batch_layout(config(batch(24, 3), {"parallel": {"tensor": 2}}), 4)
-    assert plan.model_dump() == {
-        "world_size": 4,
-        "tensor": 2,
-        "dp": 2,
-        "micro_size": 3,
-        "grad_accum_steps": 4,
-        "global_size": 24,
-    }
-    assert str(plan) == "global batch 24 = micro 3 x accumulation 4 x dp 2"
-
-
 @pytest.mark.parametrize(
-    ("f", "size"), [(0.0, 4), (0.12, 4), (0.13, 8), (0.37, 12), (0.375, 16), (0.5, 16), (1.0, 16)]
-)
-def test_the_ramp_grows_by_whole_quanta(f: float, size: int) -> None:
-    ramp = BatchConfig(global_size=16, micro_size=1, ramp_fraction=0.5, ramp_quantum=4)
-    assert batch_at(ramp, f) == size
-    assert batch_at(BatchConfig(global_size=16, micro_size=1, ramp_quantum=4), f) == 16
-    whole = BatchConfig(global_size=16, micro_size=1, ramp_fraction=1.0, ramp_quantum=4)
-    assert [batch_at(whole, x) for x in (0.0, 0.26, 0.51, 0.8)] == [4, 8, 12, 16]
-
-
-@pytest.mark.parametrize(
-    ("budget", "progress"),
-    [({"steps": 8}, 0.25), ({"tokens": 4096}, 0.3125), ({"hours": 0.5}, 0.2), ({"steps": 1}, 1.0)],
-)
-def test_progress_is_consumed_over_declared(budget: dict[str, Any], progress: float) -> None:
-    made = resolve([SOURCES, {"schedule": budget}])
-    assert progress_at(made, step=2, samples=10, elapsed_s=360.0) == pytest.approx(progress)
-    assert progress_at(made, step=99, samples=10**6, elapsed_s=1e6) == 1.0
-
-
-# --- engines and the noise scale
-
-
-def test_engines_that_do_not_fit_the_number_of_ranks() -> None:
-    single, independent = ({"parallel": {"engine": name}} for name in ("single", "independent"))
-    assert parallel_issues(config(single), 2) == [
-        "parallel.engine: single runs one rank, got --nproc 2; use ddp"
-    ]
-    assert parallel_issues(config(independent), 1) == [
-        "parallel.engine: independent is for two ranks and more; use single"
-    ]
-    assert parallel_issues(config(single), 1) == parallel_issues(config(independent), 2) == []
-
-
-@pytest.mark.parametrize(
-    ("engine", "tensor", "what"),
+    ("batch", "line"),
     [
-        ("fsdp", 1, "parallel.engine: fsdp"),
-        ("ddp", 2, "parallel.tensor: 2"),
-        ("fsdp", 2, "parallel.tensor: 2"),
+        (
+            {"global_size": 7, "micro_size": 3},
+            "batch.global_size: 7 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
+            "are: 6, 12 (or change batch.micro_size or --nproc)",
+        ),
+        (
+            {"global_size": 5, "micro_size": 3},
+            "batch.global_size: 5 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
+            "are: 6 (or change batch.micro_size or --nproc)",
+        ),
+        (
+            {"global_size": 144, "micro_size": 3, "ramp_fraction": 0.5, "ramp_quantum": 16},
+            "batch.ramp_quantum: 16 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
+            "are: 18, 12",
+        ),
     ],
 )
-def test_an_engine_that_hides_its_gradients_has_no_noise_scale(engine: str, tensor: int, what: str) -> None:
-    made = config(
-        batch(8, 2), {"parallel": {"engine": engine, "tensor": tensor}, "log": {"noise_scale": True}}
-    )
-    assert refused(made, 2) == (
-        f"log.noise_scale: true, gradients at two batches are not seen under {what}; use ddp, zero1 or "
-        "single with parallel.tensor: 1, or log.noise_scale: false",
-    )
+def test_a_batch_or_a_ramp_that_does_not_divide(batch: dict[str, Any], line: str) -> None:
+    assert issues_of(batch_layout, make_config(batch=batch), 2) == (line,)
 
 
-@pytest.mark.parametrize(("size", "fix"), [(8, "batch.micro_size: 4, "), (1, "")])
-def test_one_batch_a_step_has_no_noise_scale(size: int, fix: str) -> None:
-    made = config(batch(size, size), {"log": {"noise_scale": True}})
-    assert refused(made, 1) == (
-        "log.noise_scale: true, one replica with accumulation 1 has one batch and two are compared; use "
-        f"{fix}more ranks, or log.noise_scale: false",
-    )
+@pytest.mark.parametrize("ramp", [{"ramp_quantum": 9}, {"ramp_quantum": 12, "ramp_fraction": 0.5}])
+def test_a_ramp_that_divides_or_is_none(ramp: dict[str, Any]) -> None:
+    config = make_config(batch={"global_size": 72, "micro_size": 3, **ramp})
+    assert batch_layout(config, 2).grad_accum_steps == 12
+
+
+@given(global_size=st.integers(1, 4096), micro=st.integers(1, 64), ranks=st.integers(1, 16))
+def test_batch_layout_holds_or_names_batches_that_divide(global_size: int, micro: int, ranks: int) -> None:
+    config = make_config(batch={"global_size": global_size, "micro_size": micro})
+    per_pass = micro * ranks
+    if global_size % per_pass == 0:
+        layout = batch_layout(config, ranks)
+        assert layout.micro_size * layout.grad_accum_steps * layout.dp == layout.global_size == global_size
+        assert layout.dp == layout.world_size == ranks
+        return
+    (line,) = issues_of(batch_layout, config, ranks)
+    low = global_size // per_pass * per_pass
+    named = named_in(line, "nearest that are: ")
+    assert named == [n for n in (low, low + per_pass) if n]
+    for near in named:
+        batch_layout(make_config(batch={"global_size": near, "micro_size": micro}), ranks)
+
+
+@given(
+    accumulation=st.integers(1, 48),
+    micro=st.integers(1, 8),
+    ranks=st.integers(1, 6),
+    quantum=st.integers(1, 400),
+)
+def test_ramp_quantum_must_be_whole_micro_batches(
+    accumulation: int, micro: int, ranks: int, quantum: int
+) -> None:
+    global_size = accumulation * micro * ranks
+    batch = {"global_size": global_size, "micro_size": micro, "ramp_fraction": 0.5, "ramp_quantum": quantum}
+    if global_size % quantum:
+        line = issues_of(make_config, batch=batch)[0]
+        assert all(global_size % n == 0 for n in named_in(line, "; use "))
+    elif quantum % (micro * ranks):
+        (line,) = issues_of(batch_layout, make_config(batch=batch), ranks)
+        assert line.startswith("batch.ramp_quantum: ")
+        for near in named_in(line, "nearest that are: "):
+            batch_layout(make_config(batch={**batch, "ramp_quantum": near}), ranks)
+    else:
+        assert batch_layout(make_config(batch=batch), ranks).grad_accum_steps == accumulation
+
+
+@pytest.mark.parametrize(("tensor", "dp", "accumulation"), [(1, 4, 16), (2, 2, 32), (4, 1, 64)])
+def test_the_batch_counts_replicas_not_ranks(tensor: int, dp: int, accumulation: int) -> None:
+    layout = batch_layout(make_config(f"parallel.tensor={tensor}"), 4)
+    assert layout.model_dump() == {
+        "world_size": 4,
+        "tensor": tensor,
+        "dp": dp,
+        "micro_size": 128,
+        "grad_accum_steps": accumulation,
+        "global_size": 8192,
+    }
+    assert str(layout) == f"global batch 8192 = micro 128 x accumulation {accumulation} x dp {dp}"
+
+
+def ramp(quantum: int | None, fraction: float = 0.6, size: int = 8192) -> BatchConfig:
+    return BatchConfig(global_size=size, micro_size=1, ramp_fraction=fraction, ramp_quantum=quantum)
+
+
+SMALL = ramp(4, 0.5, 16)
 
 
 @pytest.mark.parametrize(
-    ("engine", "ranks", "micro"),
-    [("auto", 1, 4), ("single", 1, 4), ("ddp", 1, 4), ("ddp", 2, 4), ("zero1", 2, 4), ("auto", 2, 4)],
+    ("batch", "sizes"),
+    [  # progress -> sequences; the first is the recipe's
+        (ramp(512), {0.0: 512, 0.1: 1536, 0.3: 4608, 0.5624: 7680, 0.5626: 8192, 0.57: 8192, 1.0: 8192}),
+        (ramp(4096), {0.0: 4096, 0.29: 4096, 0.31: 8192, 1.0: 8192}),
+        (ramp(None, 0.0), {0.0: 8192, 0.5: 8192, 1.0: 8192}),
+        (ramp(4, 0.0, 16), {0.0: 16, 1.0: 16}),
+        (SMALL, {0.0: 4, 0.12: 4, 0.13: 8, 0.37: 12, 0.375: 16, 0.5: 16, 1.0: 16}),
+        (ramp(4, 1.0, 16), {0.0: 4, 0.26: 8, 0.51: 12, 0.8: 16}),
+    ],
 )
-def test_where_the_noise_scale_can_be_measured(engine: str, ranks: int, micro: int) -> None:
-    made = config(batch(8, micro), {"parallel": {"engine": engine}, "log": {"noise_scale": True}})
-    assert batch_layout(made, ranks).grad_accum_steps == 8 // micro // ranks
+def test_the_ramp_grows_by_whole_quanta(batch: BatchConfig, sizes: dict[float, int]) -> None:
+    assert {f: batch_at(batch, f) for f in sizes} == sizes
+
+
+@given(
+    quantum=st.sampled_from([1, 2, 64, 512, 1024, 4096, 8192]),
+    fraction=st.floats(0.01, 1.0),
+    f=st.floats(0.0, 1.0),
+    g=st.floats(0.0, 1.0),
+)
+def test_ramp_is_whole_quanta_within_bounds_and_never_falls(
+    quantum: int, fraction: float, f: float, g: float
+) -> None:
+    config = ramp(quantum, fraction)
+    first, second, last = (batch_at(config, at) for at in (*sorted((f, g)), 1.0))
+    assert quantum <= first <= second <= last == 8192
+    assert first % quantum == second % quantum == 0
+
+
+@pytest.mark.parametrize(
+    ("budget", "progress"), [("steps=8", 0.25), ("tokens=4096", 0.3125), ("hours=0.5", 0.2), ("steps=1", 1.0)]
+)
+def test_progress_is_consumed_over_declared(budget: str, progress: float) -> None:
+    config = make_config(f"schedule.{budget}")
+    assert progress_at(config, step=2, samples=10, elapsed_s=360.0) == pytest.approx(progress)
+    assert progress_at(config, step=99, samples=10**6, elapsed_s=1e6) == 1.0
+
+
+# --- what an engine cannot do
+
+
+TENSOR = "parallel.engine=ddp parallel.tensor=2"
+TENSOR_FIXES = ("parallel.engine=ddp", "parallel.engine=zero1", "parallel.engine=fsdp")
+WHOLE_FIXES = ("parallel.engine=ddp", "parallel.engine=zero1")
+REFUSED: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
+    # settings, --nproc, the line, and what it tells to change, each by itself enough
+    "single": (
+        "parallel.engine=single",
+        4,
+        "parallel.engine: single runs one rank, got --nproc 4; use ddp",
+        ("parallel.engine=ddp",),
+    ),
+    "independent": (
+        "parallel.engine=independent",
+        1,
+        "parallel.engine: independent is for two ranks and more; use single",
+        ("parallel.engine=single",),
+    ),
+    "tensor with accelerate": (
+        "parallel.engine=accelerate parallel.tensor=2",
+        2,
+        "parallel.tensor: 2 works with ddp, zero1 and fsdp, not with accelerate",
+        TENSOR_FIXES,
+    ),
+    "tensor with deepspeed": (
+        "parallel.engine=deepspeed parallel.tensor=4",
+        4,
+        "parallel.tensor: 4 works with ddp, zero1 and fsdp, not with deepspeed",
+        TENSOR_FIXES,
+    ),
+    "tensor and ranks": (
+        "parallel.engine=ddp parallel.tensor=3 model.vocab_size=32760",
+        4,
+        "parallel.tensor: 3 does not divide --nproc 4; use 2 or 4",
+        ("parallel.tensor=2", "parallel.tensor=4"),
+    ),
+    "more tensor ranks than ranks": (
+        TENSOR,
+        1,
+        "parallel.tensor: 2 does not divide --nproc 1; use 1",
+        ("parallel.tensor=1",),
+    ),
+    "heads": (
+        "parallel.tensor=8 model.num_heads=12",
+        8,
+        "model.num_heads: 12 is not a multiple of parallel.tensor 8; nearest that are: 8, 16",
+        ("model.num_heads=8", "model.num_heads=16"),
+    ),
+    "fewer heads than ranks": (
+        f"{TENSOR} model.num_heads=1",
+        2,
+        "model.num_heads: 1 is not a multiple of parallel.tensor 2; nearest that are: 2",
+        ("model.num_heads=2",),
+    ),
+    "heads that divide the hidden size": (
+        "parallel.tensor=3 model.hidden_size=36 model.num_heads=4 model.intermediate_size=48 "
+        "model.vocab_size=96",
+        3,
+        "model.num_heads: 4 is not a multiple of parallel.tensor 3; nearest that are: 3, 6",
+        ("model.num_heads=3", "model.num_heads=6"),
+    ),
+    "a hidden size that no such heads divide": (
+        "parallel.tensor=3 model.hidden_size=32 model.num_heads=2 model.intermediate_size=48 "
+        "model.vocab_size=96",
+        3,
+        "model.num_heads: 2 is not a multiple of parallel.tensor 3; nearest that are: 3, with a "
+        "model.hidden_size that is a multiple, not 32",
+        (),
+    ),
+    "intermediate": (
+        f"{TENSOR} model.intermediate_size=1535",
+        2,
+        "model.intermediate_size: 1535 is not a multiple of parallel.tensor 2; nearest that are: 1534, 1536",
+        ("model.intermediate_size=1534", "model.intermediate_size=1536"),
+    ),
+    "vocabulary": (
+        "parallel.engine=fsdp parallel.tensor=4 model.vocab_size=30522",
+        8,
+        "model.vocab_size: 30522 is not a multiple of parallel.tensor 4; nearest that are: 30520, 30524",
+        ("model.vocab_size=30520", "model.vocab_size=30524"),
+    ),
+    "replicas without fsdp": (
+        "parallel.engine=zero1 parallel.fsdp_replicas=2",
+        4,
+        "parallel.fsdp_replicas: 2 needs parallel.engine: fsdp",
+        ("parallel.engine=fsdp",),
+    ),
+    "replicas and ranks": (
+        "parallel.engine=fsdp parallel.fsdp_replicas=3",
+        4,
+        "parallel.fsdp_replicas: 3 does not divide 4 replicas; use 2 or 4",
+        ("parallel.fsdp_replicas=2", "parallel.fsdp_replicas=4"),
+    ),
+    "replicas beside tensor": (
+        "parallel.engine=fsdp parallel.tensor=2 parallel.fsdp_replicas=4",
+        4,
+        "parallel.fsdp_replicas: 4 does not divide 2 replicas; use 1 or 2",
+        ("parallel.fsdp_replicas=1", "parallel.fsdp_replicas=2"),
+    ),
+    "muon with fsdp": (
+        "optim.name=muon parallel.engine=fsdp",
+        2,
+        "optim.name: muon multiplies whole matrices and parallel.engine: fsdp divides them; use ddp or zero1",
+        WHOLE_FIXES,
+    ),
+    "muon with deepspeed": (
+        "optim.name=muon parallel.engine=deepspeed",
+        2,
+        "optim.name: muon multiplies whole matrices and parallel.engine: deepspeed divides them; use ddp or "
+        "zero1",
+        WHOLE_FIXES,
+    ),
+    "muon with tensor": (
+        f"optim.name=muon {TENSOR}",
+        2,
+        "optim.name: muon multiplies whole matrices and parallel.tensor: 2 divides them; use "
+        "parallel.tensor: 1",
+        ("parallel.tensor=1",),
+    ),
+    "lamb with zero": (
+        "optim.name=lamb parallel.engine=deepspeed",
+        2,
+        "optim.name: lamb needs norms of whole tensors and DeepSpeed ZeRO flattens them; use "
+        "parallel.engine: zero1, or parallel.zero_stage: 0",
+        ("parallel.engine=zero1", "parallel.zero_stage=0"),
+    ),
+    "deepspeed in fp64": (
+        "parallel.engine=deepspeed precision=fp64",
+        2,
+        "precision: fp64 is not supported with parallel.engine: deepspeed; use fp32 or bf16",
+        ("precision=fp32", "precision=bf16"),
+    ),
+    "deepspeed in fp16": (
+        "parallel.engine=deepspeed precision=fp16",
+        1,
+        "precision: fp16 is not supported with parallel.engine: deepspeed; use fp32 or bf16",
+        ("precision=fp32", "precision=bf16"),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_an_engine_cannot_do_is_refused_with_what_helps(what: str) -> None:
+    """Setting, value and fix in one line, nothing else; and what the line names does help."""
+    settings, ranks, line, fixes = REFUSED[what]
+    config = make_config(*settings.split())
+    assert parallel_issues(config, ranks) == [line]
+    assert line in issues_of(batch_layout, config, ranks)
+    for fix in fixes:
+        assert parallel_issues(make_config(*settings.split(), fix), ranks) == [], fix
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "named"),
+    [
+        (
+            "parallel.engine=deepspeed parallel.tensor=4 model.num_heads=6 model.intermediate_size=10 "
+            "model.vocab_size=30 parallel.fsdp_replicas=2 optim.name=muon precision=fp64 "
+            "batch.global_size=9 batch.micro_size=2",
+            2,
+            "batch.global_size parallel.tensor parallel.tensor model.num_heads model.intermediate_size "
+            "model.vocab_size parallel.fsdp_replicas optim.name precision",
+        ),
+        (
+            "parallel.engine=single batch.global_size=10 batch.micro_size=4",
+            2,
+            "batch.global_size parallel.engine",
+        ),
+    ],
+)
+def test_everything_that_cannot_be_is_told_at_once(settings: str, ranks: int, named: str) -> None:
+    lines = issues_of(batch_layout, make_config(*settings.split()), ranks)
+    assert [line.partition(":")[0] for line in lines] == named.split()
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks"),
+    [
+        ("", 3),
+        ("parallel.engine=single precision=fp64 optim.name=muon", 1),
+        ("parallel.engine=independent", 2),
+        ("optim.name=muon", 4),
+        ("optim.name=muon parallel.engine=zero1", 4),
+        ("optim.name=muon parallel.engine=accelerate", 2),
+        (f"optim.name=lamb {TENSOR}", 4),
+        ("optim.name=lamb parallel.engine=fsdp parallel.tensor=4 parallel.fsdp_replicas=2", 8),
+        ("optim.name=lamb parallel.engine=deepspeed parallel.zero_stage=0 precision=bf16", 2),
+        ("parallel.engine=deepspeed parallel.zero_stage=3 precision=fp32", 2),
+        ("parallel.tensor=4", 4),
+    ],
+)
+def test_what_an_engine_can_do_is_not_refused(settings: str, ranks: int) -> None:
+    assert parallel_issues(make_config(*settings.split()), ranks) == []
+
+
+HIDDEN = (
+    "log.noise_scale: true, gradients at two batches are not seen under {}; use ddp, zero1 or single with "
+    "parallel.tensor: 1, or log.noise_scale: false"
+)
+ONE_BATCH = (
+    "log.noise_scale: true, one replica with accumulation 1 has one batch and two are compared; use {}more "
+    "ranks, or log.noise_scale: false"
+)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "line"),
+    [
+        ("parallel.engine=fsdp batch.micro_size=2", 2, HIDDEN.format("parallel.engine: fsdp")),
+        (f"{TENSOR} batch.micro_size=2", 2, HIDDEN.format("parallel.tensor: 2")),
+        ("parallel.engine=fsdp parallel.tensor=2 batch.micro_size=2", 2, HIDDEN.format("parallel.tensor: 2")),
+        ("batch.micro_size=8", 1, ONE_BATCH.format("batch.micro_size: 4, ")),
+        ("batch.micro_size=1 batch.global_size=1", 1, ONE_BATCH.format("")),
+        ("batch.micro_size=4", 1, None),
+        ("parallel.engine=single batch.micro_size=4", 1, None),
+        ("parallel.engine=ddp batch.micro_size=4", 1, None),
+        ("parallel.engine=ddp batch.micro_size=4", 2, None),
+        ("parallel.engine=zero1 batch.micro_size=4", 2, None),
+        ("batch.micro_size=4", 2, None),
+    ],
+)
+def test_where_the_noise_scale_can_be_measured(settings: str, ranks: int, line: str | None) -> None:
+    config = make_config("batch.global_size=8", "log.noise_scale=true", *settings.split())
+    if line is None:
+        assert batch_layout(config, ranks).grad_accum_steps == 8 // 4 // ranks
+    else:
+        assert issues_of(batch_layout, config, ranks) == (line,)
 
 
 # --- the data
 
 
 def test_shards_that_do_not_fit(tmp_path: Path) -> None:
-    shards = write_shards(tmp_path, length=32, vocab_size=101, train=4, held_out=1)
-    fitting = {"data": {"path": "/x", "sequence_length": 32}, "model": {"vocab_size": 101}}
-    assert data_issues(config(base=fitting), read_manifest(shards)) == []
-    other = {"data": {"path": "/x", "sequence_length": 64}, "model": {"vocab_size": 100}}
-    assert data_issues(config(base=other), read_manifest(shards)) == [
+    manifest = read_manifest(write_shards(tmp_path, length=32, vocab_size=101, train=4, held_out=1))
+    for vocab_size in (101, 102):
+        fits = make_config("data.path=/x", "data.sequence_length=32", f"model.vocab_size={vocab_size}")
+        assert data_issues(fits, manifest) == []
+    other = make_config("data.path=/x", "data.sequence_length=64", "model.vocab_size=100")
+    assert data_issues(other, manifest) == [
         "data.sequence_length: 64, but /x holds sequences of 32; set data.sequence_length=32 or build again",
         "model.vocab_size: 100 is below the tokenizer's 101 in /x; set model.vocab_size=101 or more",
     ]
-    built = config({"data": {"sequence_length": 64}})
-    assert "the built shards holds sequences of 32" in data_issues(built, read_manifest(shards))[0]
+    built = make_config("data.sequence_length=64")
+    assert "the built shards holds sequences of 32" in data_issues(built, manifest)[0]
 
 
 # --- what has no effect
 
-TOKENIZER = {"data": {"tokenizer": "/t"}}
+
+IDLE: list[tuple[str, list[str]]] = [
+    # settings -> what is said of each that changes nothing
+    ("batch.ramp_quantum=512", ["batch.ramp_quantum has no effect: batch.ramp_fraction is 0"]),
+    ("batch.ramp_quantum=512 batch.ramp_fraction=0.5", []),
+    ("run.init_keeps=moments", ["run.init_keeps has no effect without run.init_from"]),
+    ("run.init_keeps=moments run.init_from=/w", []),
+    (
+        "schedule.name=constant schedule.warmup_fraction=0.1 schedule.decay_fraction=0.1",
+        [
+            "schedule.warmup_fraction has no effect with schedule.name: constant",
+            "schedule.decay_fraction has no effect with schedule.name: constant",
+        ],
+    ),
+    (
+        "schedule.name=exponential schedule.warmup_fraction=0.1",
+        ["schedule.warmup_fraction has no effect with schedule.name: exponential"],
+    ),
+    (
+        "schedule.warmup_fraction=0.1 schedule.decay_fraction=0.1",
+        [
+            "schedule.warmup_fraction has no effect with schedule.name: budget_triangle",
+            "schedule.decay_fraction has no effect with schedule.name: budget_triangle",
+        ],
+    ),
+    (
+        "schedule.name=cosine schedule.decay_fraction=0.1",
+        ["schedule.decay_fraction has no effect with schedule.name: cosine"],
+    ),
+    ("schedule.name=linear schedule.warmup_fraction=0.1", []),
+    ("schedule.name=wsd schedule.warmup_fraction=0.5 schedule.decay_fraction=0.5", []),
+    (
+        "model.rope_theta=1e4 model.position=learned",
+        ["model.rope_theta has no effect with model.position: learned"],
+    ),
+    ("model.rope_theta=1e4 model.position=rope", []),
+    ("model.norm=rmsnorm model.norm_bias=false", ["model.norm_bias has no effect with model.norm: rmsnorm"]),
+    ("model.norm=rmsnorm model.norm_bias=true", []),
+    ("model.norm_bias=false", []),
+    (
+        "checkpoint.keep=0 checkpoint.every_steps=5",
+        ["checkpoint.every_steps has no effect: checkpoint.keep is 0, nothing is saved"],
+    ),
+    ("checkpoint.keep=1 checkpoint.every_steps=5", []),
+    (
+        "data.path=/x data.tokenizer=/t data.build.normalize=false data.build.order=unigram "
+        "data.build.dedup=near data.build.held_out_fraction=0.1",
+        [
+            "data.tokenizer has no effect with data.path: the shards carry their tokenizer",
+            "data.build.normalize has no effect with data.path",
+            "data.build.dedup has no effect with data.path",
+            "data.build.order has no effect with data.path",
+            "data.build.held_out_fraction has no effect with data.path",
+        ],
+    ),
+    (
+        "model.rope_theta=1e4 data.tokenizer=/t data.build.normalize=false data.build.tokenizer_model=bpe",
+        [
+            "model.rope_theta has no effect with model.position: scaled_sinusoidal",
+            "data.build.tokenizer_model has no effect: data.tokenizer is given",
+            "data.build.normalize has no effect: data.tokenizer is given",
+        ],
+    ),
+    ("data.tokenizer=/t", []),
+    (
+        "data.build.order=unigram data.build.near_threshold=0.5",
+        [
+            "data.build.order: unigram has no effect while data.shuffle is true",
+            "data.build.near_threshold has no effect with data.build.dedup: exact",
+        ],
+    ),
+    ("data.build.order=unigram data.shuffle=false data.build.dedup=near data.build.near_threshold=0.5", []),
+    ("parallel.zero_stage=2", ["parallel.zero_stage has no effect with parallel.engine: auto"]),
+    ("parallel.engine=deepspeed parallel.zero_stage=2", []),
+    (
+        "optim.momentum=0.9 optim.lr_batch=8",
+        [
+            "optim.momentum has no effect with optim.name: adamw",
+            "optim.lr_batch has no effect with optim.lr_scaling: none",
+        ],
+    ),
+    ("optim.name=muon optim.momentum=0.9", []),
+    ("optim.lr_batch=512 optim.lr_scaling=sqrt", []),
+    ("", []),
+]
+
+
+@pytest.mark.parametrize(("settings", "lines"), IDLE)
+def test_what_was_given_and_changes_nothing(settings: str, lines: list[str]) -> None:
+    assert no_effect(make_config(*settings.split())) == lines
+
+
+ENGINE_SETTINGS = {"bucket_mib": 3.0, "reduce_dtype": "bf16", "static_graph": True}
 
 
 @pytest.mark.parametrize(
-    ("section", "base", "lines"),
+    ("engine", "read"),
     [
-        (
-            {"batch": {"ramp_quantum": 512}},
-            SOURCES,
-            ["batch.ramp_quantum has no effect: batch.ramp_fraction is 0"],
-        ),
-        (
-            {"schedule": {"name": "constant", "warmup_fraction": 0.1, "decay_fraction": 0.1}},
-            SOURCES,
-            [
-                "schedule.warmup_fraction has no effect with schedule.name: constant",
-                "schedule.decay_fraction has no effect with schedule.name: constant",
-            ],
-        ),
-        (
-            {"schedule": {"name": "exponential", "warmup_fraction": 0.1}},
-            SOURCES,
-            ["schedule.warmup_fraction has no effect with schedule.name: exponential"],
-        ),
-        (
-            {"schedule": {"warmup_fraction": 0.1}},
-            SOURCES,
-            ["schedule.warmup_fraction has no effect with schedule.name: budget_triangle"],
-        ),
-        ({"schedule": {"name": "linear", "warmup_fraction": 0.1}}, SOURCES, []),
-        (
-            {"model": {"rope_theta": 1e4, "position": "learned"}},
-            SOURCES,
-            ["model.rope_theta has no effect with model.position: learned"],
-        ),
-        (
-            {"model": {"norm": "rmsnorm", "norm_bias": False}},
-            SOURCES,
-            ["model.norm_bias has no effect with model.norm: rmsnorm"],
-        ),
-        ({"model": {"norm": "rmsnorm", "norm_bias": True}}, SOURCES, []),
-        (
-            {"checkpoint": {"keep": 0, "every_steps": 5}},
-            SOURCES,
-            ["checkpoint.every_steps has no effect: checkpoint.keep is 0, nothing is saved"],
-        ),
-        ({"checkpoint": {"keep": 1, "every_steps": 5}}, SOURCES, []),
-        (
-            {"data": {"tokenizer": "/t", "build": {"normalize": False, "order": "unigram"}}},
-            SHARDS,
-            [
-                "data.tokenizer has no effect with data.path: the shards carry their tokenizer",
-                "data.build.normalize has no effect with data.path",
-                "data.build.order has no effect with data.path",
-            ],
-        ),
-        (
-            {
-                "model": {"rope_theta": 1e4},
-                "data": {"tokenizer": "/t", "build": {"normalize": False, "tokenizer_model": "bpe"}},
-            },
-            SOURCES,
-            [
-                "model.rope_theta has no effect with model.position: scaled_sinusoidal",
-                "data.build.tokenizer_model has no effect: data.tokenizer is given",
-                "data.build.normalize has no effect: data.tokenizer is given",
-            ],
-        ),
-        (TOKENIZER, SOURCES, []),
-        (
-            {"data": {"build": {"order": "unigram", "near_threshold": 0.5}}},
-            SOURCES,
-            [
-                "data.build.order: unigram has no effect while data.shuffle is true",
-                "data.build.near_threshold has no effect with data.build.dedup: exact",
-            ],
-        ),
-        ({"data": {"build": {"order": "unigram"}, "shuffle": False}}, SOURCES, []),
-        (
-            {"parallel": {"engine": "fsdp", "bucket_mib": 3.0, "reduce_dtype": "bf16", "static_graph": True}},
-            SOURCES,
-            [
-                "parallel.bucket_mib has no effect with parallel.engine: fsdp",
-                "parallel.reduce_dtype has no effect with parallel.engine: fsdp",
-                "parallel.static_graph has no effect with parallel.engine: fsdp",
-            ],
-        ),
-        (
-            {"parallel": {"zero_stage": 2}},
-            SOURCES,
-            ["parallel.zero_stage has no effect with parallel.engine: auto"],
-        ),
-        ({"parallel": {"engine": "deepspeed", "zero_stage": 2}}, SOURCES, []),
-        (
-            {"optim": {"momentum": 0.9, "lr_batch": 8}},
-            SOURCES,
-            [
-                "optim.momentum has no effect with optim.name: adamw",
-                "optim.lr_batch has no effect with optim.lr_scaling: none",
-            ],
-        ),
-        ({"optim": {"name": "muon", "momentum": 0.9}}, SOURCES, []),
+        ("auto", set(ENGINE_SETTINGS)),
+        ("ddp", set(ENGINE_SETTINGS)),
+        ("zero1", {"bucket_mib"}),
+        ("accelerate", {"bucket_mib"}),
+        ("fsdp", set()),
+        ("deepspeed", set()),
+        ("single", set()),
+        ("independent", set()),
     ],
 )
-def test_what_was_given_and_changes_nothing(
-    section: dict[str, Any], base: dict[str, Any], lines: list[str]
-) -> None:
-    assert no_effect(config(section, base=base)) == lines
-
-
-@pytest.mark.parametrize("engine", ["auto", "ddp", "zero1", "accelerate", "deepspeed", "independent"])
-def test_which_engine_reads_what(engine: str) -> None:
-    given = {"bucket_mib": 3.0, "reduce_dtype": "bf16", "static_graph": True}
-    idle = [
-        line.split()[0].removeprefix("parallel.")
-        for line in no_effect(config({"parallel": {"engine": engine, **given}}))
-    ]
-    assert set(given) - set(idle) == {
-        "auto": set(given),
-        "ddp": set(given),
-        "zero1": {"bucket_mib"},
-        "accelerate": {"bucket_mib"},
-    }.get(engine, set())
+def test_which_engine_reads_what(engine: str, read: set[str]) -> None:
+    config = make_config(parallel={"engine": engine, **ENGINE_SETTINGS})
+    why = f"has no effect with parallel.engine: {engine}"
+    assert no_effect(config) == [f"parallel.{name} {why}" for name in ENGINE_SETTINGS if name not in read]
 
 
 # --- going on, and starting from weights
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        "schedule.steps=99",
+        "schedule.hours=1",
+        "data.path=/x",
+        "data.workers=3",
+        "parallel.engine=ddp",
+        "log.every_steps=1",
+        "checkpoint.keep=9",
+        "eval.every_steps=5",
+        "compile='off'",
+        "run.device=cpu run.init_from=/w run.hang_after_s=5 run.end_hung_after_s=0",
+    ],
+)
+def test_budget_ranks_and_logging_may_change_on_resume(settings: str) -> None:
+    assert changed_settings(make_config().model_dump(mode="json"), make_config(*settings.split())) == []
+
+
 def test_what_may_not_change_on_resume_is_named_with_both_values() -> None:
-    old = config().model_dump(mode="json")
-    free = {
-        "schedule": {"steps": 99},
-        "parallel": {"engine": "ddp"},
-        "log": {"every_steps": 3},
-        "checkpoint": {"keep": 5},
-        "eval": {"every_steps": 3},
-        "compile": "on",
-        "run": {"device": "cpu", "init_from": "/w", "hang_after_s": 5.0},
-        "data": {"workers": 2},
+    old = make_config().model_dump(mode="json")
+    changes = {
+        "batch.global_size": (8192, 4096),
+        "data.sequence_length": (128, 64),
+        "data.shuffle": (True, False),
+        "model.num_layers": (16, 2),
+        "optim.beta1": (0.9, 0.5),
+        "optim.clip": (0.5, 1.0),
+        "precision": ("auto", "fp32"),
+        "run.seed": (0, 1),
+        "schedule.name": ("budget_triangle", "linear"),
     }
-    assert changed_settings(old, config(free)) == []
-    changed = config(
-        {"optim": {"clip": 1.0, "beta1": 0.5}, "data": {"sequence_length": 64}, "precision": "fp32"}
-    )
+    changed = make_config(*(f"{key}={after}" for key, (_, after) in changes.items()))
     assert changed_settings(old, changed) == [
-        "data.sequence_length: the run has 128, now 64",
-        "optim.beta1: the run has 0.9, now 0.5",
-        "optim.clip: the run has 0.5, now 1.0",
-        "precision: the run has 'auto', now 'fp32'",
+        f"{key}: the run has {before!r}, now {after!r}" for key, (before, after) in changes.items()
     ]
-    del old["model"]["dropout"]  # an older version's
-    assert changed_settings(old, config()) == []
+    del old["optim"]["clip"]  # an older version's: it had its default
+    assert changed_settings(old, make_config()) == []
+    assert changed_settings(old, make_config("optim.clip=1.0")) == ["optim.clip: the run has 0.5, now 1.0"]
     old["model"]["gone"] = 1  # a newer version's: taken as it stands
-    assert changed_settings(old, config()) == [
-        "model.dropout: the run has None, now 0.0",
+    assert changed_settings(old, make_config()) == [
         "model.gone: the run has 1, now None",
+        "optim.clip: the run has None, now 0.5",
     ]
 
 
 def test_weights_of_another_model_are_refused() -> None:
-    old = config().model_dump(mode="json")
-    same = config(
-        {"model": {"dropout": 0.1, "norm_eps": 1e-5, "rope_theta": 1e4}, "data": {"sequence_length": 64}}
-    )
-    assert init_issues("/w", old, same) == []
-    heads = config({"model": {"num_heads": 6, "norm": "rmsnorm"}})
-    assert init_issues("/w", old, heads) == [
+    old = make_config().model_dump(mode="json")
+    free = "model.dropout=0.1 model.norm_eps=1e-5 model.rope_theta=1e4 data.sequence_length=64".split()
+    assert init_issues("/w", old, make_config(*free)) == []
+    assert init_issues("/w", old, make_config("model.num_heads=6", "model.norm=rmsnorm")) == [
         "model.num_heads: 6, but run.init_from /w was trained with 12; set model.num_heads=12 or start from "
         "other weights",
         "model.norm: 'rmsnorm', but run.init_from /w was trained with 'layernorm'; set model.norm=layernorm "
         "or start from other weights",
     ]
-    learned = {"model": {"position": "learned"}}
-    shorter = config(learned, {"data": {"sequence_length": 64}})
-    assert init_issues("/w", config(learned).model_dump(mode="json"), shorter) == [
+    learned = make_config("model.position=learned").model_dump(mode="json")
+    assert init_issues("/w", learned, make_config("model.position=learned", "data.sequence_length=64")) == [
         "data.sequence_length: 64, but run.init_from /w was trained with 128; set data.sequence_length=128 "
         "or start from other weights"
     ]

@@ -1,4 +1,4 @@
-"""The machine as seen through fake kernel files and a fake nvidia-smi; redaction; every finding of doctor."""
+"""The machine as seen through fake kernel files and a fake nvidia-smi; every finding of doctor."""
 
 import dataclasses
 import json
@@ -6,7 +6,6 @@ import os
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ import pytest
 from launcher.machine import doctor
 from launcher.machine.doctor import diagnose
 from launcher.machine.environment import Environment, Gpu, cgroup_limit, num_gpus, probe
-from launcher.redact import redact, redact_argv
+from tests.e2e.cli import wait_for
+from tests.helpers import write_files
 
 CSV = """0, GPU-aaaa1111, NVIDIA H100 80GB HBM3, 81559, 81000, 570.124.06, 00000000:1A:00.0
 1, GPU-bbbb2222, NVIDIA H100 80GB HBM3, 81559, 20480, 570.124.06, 00000000:3D:00.0
@@ -35,13 +35,6 @@ def smi(tmp_path, monkeypatch):
         monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
 
     return install
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
 
 
 GOOD = Environment(
@@ -132,7 +125,7 @@ def test_the_numa_node_of_a_gpu_and_its_usable_cores(smi, tmp_path):
         f"sys/devices/system/node/node0/cpu{core}/online": "1\n",
         "sys/devices/system/node/node1/cpulist": "9000\n",
     }
-    facts = probe(root=write(tmp_path, files))
+    facts = probe(root=write_files(tmp_path, files))
     assert [gpu.numa_node for gpu in facts.gpus] == [1, None, None]
     assert facts.numa_cores == {"0": 1, "1": 0}
     assert any("no core of node 1 is usable" in f.consequence for f in diagnose(facts))
@@ -140,7 +133,7 @@ def test_the_numa_node_of_a_gpu_and_its_usable_cores(smi, tmp_path):
 
 def test_broken_driver_is_a_finding_and_the_drivers_list_still_counts(smi, tmp_path):
     smi("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
-    root = write(
+    root = write_files(
         tmp_path,
         {
             "proc/driver/nvidia/version": "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat",
@@ -154,7 +147,7 @@ def test_broken_driver_is_a_finding_and_the_drivers_list_still_counts(smi, tmp_p
 
 
 def test_cgroup_v2_takes_the_tightest_ancestor(tmp_path):
-    root = write(
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "0::/slice/job\n",
@@ -172,7 +165,7 @@ def test_cgroup_v2_takes_the_tightest_ancestor(tmp_path):
 
 
 def test_cgroup_v1_and_no_limit(tmp_path):
-    root = write(
+    root = write_files(
         tmp_path,
         {
             "proc/self/cgroup": "4:memory:/job\n1:cpu,cpuacct:/job\n",
@@ -183,7 +176,7 @@ def test_cgroup_v1_and_no_limit(tmp_path):
     )
     assert cgroup_limit(root, "cpu") is None
     assert cgroup_limit(root, "memory") is None
-    write(root, {"sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "50000\n"})
+    write_files(root, {"sys/fs/cgroup/cpu/job/cpu.cfs_quota_us": "50000\n"})
     assert cgroup_limit(root, "cpu") == 0.5
     assert cgroup_limit(tmp_path / "nothing", "cpu") is None
 
@@ -198,36 +191,6 @@ def test_git_commit_and_dirty_flag(tmp_path):
     assert clean.git_dirty is False
     (tmp_path / "new").write_text("x")
     assert probe(tmp_path).git_dirty is True
-
-
-def test_redact():
-    secrets = {
-        "HF_TOKEN": "a",
-        "api_key": "b",
-        "Secret": 1,
-        "db": {"password": ["c"]},
-        "list": [{"token": "d"}],
-    }
-    assert redact(secrets) == {
-        "HF_TOKEN": "<redacted>",
-        "api_key": "<redacted>",
-        "Secret": "<redacted>",
-        "db": {"password": "<redacted>"},
-        "list": [{"token": "<redacted>"}],
-    }
-    settings = {"tokens": 1000, "tokenizer": "t.json", "tokens_per_s": 1.5, "max_tokens_per_char": None}
-    assert redact(settings) == settings
-    assert redact({"API_TOKENS": "abc"}) == {"API_TOKENS": "<redacted>"}
-
-
-def test_redact_argv():
-    shown = redact_argv(
-        ["x", "--token=abc", "TOKEN=abc", "--api-key", "abc", "--set", "schedule.tokens=5", "--key"]
-    )
-    assert "abc" not in " ".join(shown)
-    assert shown[0] == "x"
-    assert shown[-2:] == ["schedule.tokens=5", "--key"]
-    assert redact_argv(["--secret", "--verbose", "on"]) == ["--secret", "--verbose", "on"]
 
 
 @pytest.mark.parametrize(
@@ -268,6 +231,11 @@ def test_a_good_machine_has_no_findings():
     assert {f.level for f in diagnose(no_gpu)} == {"ok"}
     as_many_cores_as_ranks = dataclasses.replace(no_gpu, affinity_cores=2, cpu_quota_cores=2.0)
     assert {f.level for f in diagnose(as_many_cores_as_ranks)} == {"ok"}
+
+
+def has_ended(pid: str) -> bool:
+    status = Path("/proc") / pid / "stat"
+    return not status.exists() or status.read_text().split()[2] == "Z"
 
 
 @pytest.fixture
@@ -320,11 +288,7 @@ time.sleep(600)
     finding = doctor.all_reduce(3, fake_module(source))
     assert finding.level == "fail"
     assert "no answer within 3 s | rank 1 is late" in finding.what
-    status = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
-    deadline = time.monotonic() + 5
-    while status.exists() and status.read_text().split()[2] != "Z" and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert not status.exists() or status.read_text().split()[2] == "Z"
+    wait_for(lambda: has_ended((tmp_path / "pid").read_text()), seconds=5)
 
 
 def test_doctor_names_a_directory_that_cannot_be_written(monkeypatch):
@@ -370,18 +334,12 @@ def test_what_doctor_starts_ends_with_it(fake_module, tmp_path):
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
-    code = f"from launcher import doctor; doctor.all_reduce(60, {name!r})"
+    code = f"from launcher.machine import doctor; doctor.all_reduce(60, {name!r})"
     process = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path})
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "pid").exists() or not (tmp_path / "pid").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    pid = wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
     process.kill()
     process.wait()
-    status = Path("/proc") / (tmp_path / "pid").read_text() / "stat"
-    while status.exists() and status.read_text().split()[2] != "Z":
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: has_ended(pid))
 
 
 def test_import_is_free_of_torch_and_rich():

@@ -8,6 +8,7 @@ import itertools
 import json
 import signal
 import sysconfig
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -52,10 +53,15 @@ def error(logs: Path, rank: int, message: str, time_ns: int, bad_input: list[str
     (logs / f"rank-{rank}.error.json").write_text(json.dumps(facts))
 
 
+def cause_of(logs: Path, said: str = "", departures: Sequence[Departure] = ()) -> Failure:
+    failure = first_cause(logs, said, departures)
+    assert failure is not None
+    return failure
+
+
 def test_a_kill_comes_before_what_the_others_saw(tmp_path: Path) -> None:
     error(tmp_path, 0, "Connection reset by peer", 5)
-    failure = first_cause(tmp_path, TORCHRUN)
-    assert failure is not None
+    failure = cause_of(tmp_path, TORCHRUN)
     assert (failure.rank, failure.message) == (1, "killed by signal 9 (SIGKILL)")
     assert failure.kind == "killed"
 
@@ -63,8 +69,7 @@ def test_a_kill_comes_before_what_the_others_saw(tmp_path: Path) -> None:
 def test_an_exception_comes_before_the_kills_that_follow_it(tmp_path: Path) -> None:
     error(tmp_path, 0, "out of memory", 9)
     error(tmp_path, 2, "Connection closed by peer", 5)
-    failure = first_cause(tmp_path, TORCHRUN)
-    assert failure is not None
+    failure = cause_of(tmp_path, TORCHRUN)
     assert (failure.rank, failure.message) == (0, "RuntimeError: out of memory")
 
 
@@ -79,20 +84,41 @@ def test_the_earliest_that_is_no_consequence_is_the_cause(tmp_path: Path, kinds:
             message = "out of memory" if kind == "error" else "Connection closed by peer"
             error(tmp_path, rank, message, 10 * time_ns)
             departures.append(Departure(rank, 1, 10 * time_ns + 5))
-    failure = first_cause(tmp_path, "", departures)
-    assert failure is not None
+    failure = cause_of(tmp_path, "", departures)
     first = next((place for place, kind in enumerate(kinds) if kind != "peer"), 0)
     assert failure.rank == 2 - first
     assert failure.killed == (kinds[first] == "silence")
 
 
+DEEPSPEED = "[ERROR] ['python', '-m', 'bert_dp.worker'] exits with return code = -11"
+GONE, LATER = "Connection closed by peer", "out of luck"
+
+
+@pytest.mark.parametrize(
+    ("message", "departures", "said", "cause"),
+    [  # rank 0 raises at 50
+        (GONE, [(0, 1, 52), (1, -9, 51)], "", "rank 1: killed by signal 9 (SIGKILL)"),
+        (LATER, [(1, -9, 40), (0, 1, 52)], "", "rank 1: killed by signal 9 (SIGKILL)"),
+        (LATER, [(1, -9, 60), (0, 1, 52)], "", "rank 0: RuntimeError: out of luck"),
+        (GONE, [(1, None, 51)], DEEPSPEED, "rank 1: killed by signal 11 (SIGSEGV)"),
+        (GONE, [(1, None, 51)], "", "rank 1: ended without recording an error"),
+        (GONE, [(1, 7, 51)], "", "rank 1: ended with exit code 7 without recording an error"),
+        (GONE, [(1, 0, 51)], "", "rank 0: RuntimeError: Connection closed by peer"),
+    ],
+)
+def test_the_first_to_go_is_the_cause_unless_an_error_came_before(
+    tmp_path: Path, message: str, departures: list[tuple[int, int | None, int]], said: str, cause: str
+) -> None:
+    error(tmp_path, 0, message, 50)
+    assert cause_of(tmp_path, said, [Departure(*each) for each in departures]).headline() == cause
+
+
 def test_the_earliest_exception_wins_and_bad_input_before_it(tmp_path: Path) -> None:
     error(tmp_path, 0, "late", 9)
     error(tmp_path, 1, "early", 3)
-    assert first_cause(tmp_path, "").rank == 1  # type: ignore[union-attr]
+    assert cause_of(tmp_path).rank == 1
     error(tmp_path, 2, "optim.lr: wrong", 20, bad_input=["optim.lr: wrong"])
-    failure = first_cause(tmp_path, "")
-    assert failure is not None
+    failure = cause_of(tmp_path)
     assert failure.bad_input == ("optim.lr: wrong",)
 
 
@@ -108,8 +134,7 @@ def test_the_log_of_an_earlier_start_is_not_this_ones(tmp_path: Path) -> None:
 
 def test_the_log_tail_comes_along(tmp_path: Path) -> None:
     (tmp_path / "rank-1.log").write_text("\n".join(f"line {i}" for i in range(100)))
-    failure = first_cause(tmp_path, TORCHRUN)
-    assert failure is not None
+    failure = cause_of(tmp_path, TORCHRUN)
     assert failure.tail[-1] == "line 99"
     assert len(failure.tail) == 20
 
@@ -119,8 +144,7 @@ def test_what_followed_is_marked_and_who_failed_alike_is_no_consequence(tmp_path
     error(tmp_path, 2, "loss is nowhere finite", 4)
     error(tmp_path, 0, "[/build/gloo/pair.cc:537] Connection closed by peer [::1]:9. Typically it hangs.", 5)
     departures = [Departure(1, 1, 6), Departure(3, -signal.SIGTERM, 7), Departure(4, -signal.SIGBUS, 8)]
-    failure = first_cause(tmp_path, "", departures)
-    assert failure is not None
+    failure = cause_of(tmp_path, "", departures)
     assert (failure.rank, failure.alike) == (1, (2,))
     assert failure.consequences == (
         "rank 0: RuntimeError: Connection closed by peer [::1]:9",
@@ -145,14 +169,13 @@ Extension modules: numpy.core (total: 1)
 
 def test_a_crash_shows_the_stack_of_its_thread_and_our_line_in_it(tmp_path: Path) -> None:
     (tmp_path / "rank-1.log").write_text(CRASH)
-    failure = first_cause(tmp_path, "", [Departure(1, -signal.SIGSEGV, 1)])
-    assert failure is not None
+    failure = cause_of(tmp_path, "", [Departure(1, -signal.SIGSEGV, 1)])
     assert (failure.killed_by, failure.where, failure.source) == (11, "/data/mine/hook.py:12", "in poke")
     assert failure.tail[0] == "Fatal Python error: Segmentation fault"
     assert failure.tail[1].startswith("Current thread")
     assert failure.tail[-1].endswith('main.py", line 3 in <module>')
-    killed = first_cause(tmp_path, "", [Departure(1, -signal.SIGKILL, 1)])
-    assert killed is not None  # that stack is of an earlier part of the log, SIGKILL leaves none
+    killed = cause_of(tmp_path, "", [Departure(1, -signal.SIGKILL, 1)])
+    # that stack is of an earlier part of the log, SIGKILL leaves none
     assert (killed.where, killed.tail[0]) == (None, "setting up")
 
 
@@ -278,16 +301,14 @@ def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
         process.record_error(1, error)
     said = "Traceback (most recent call last):\nOSError: one that was caught\n" + capsys.readouterr().err
     (tmp_path / "rank-1.log").write_text(said)
-    failure = first_cause(tmp_path, "", [Departure(1, 1, 5)])
-    assert failure is not None
+    failure = cause_of(tmp_path, "", [Departure(1, 1, 5)])
     assert (failure.rank, failure.message, failure.kind) == (1, "RuntimeError: no shards", "error")
     assert failure.where is not None
     assert failure.where.startswith(f"{__file__}:")
     assert failure.source is not None
     assert failure.source.startswith("in test_a_cause_that_could_not_be_recorded")
     assert failure.source.endswith('raise RuntimeError("no shards\\nat all") from None')
-    other = first_cause(tmp_path, "", [Departure(1, 7, 5)])
-    assert other is not None
+    other = cause_of(tmp_path, "", [Departure(1, 7, 5)])
     assert other.message == "ended with exit code 7 without recording an error", (
         "os._exit after one that was caught"
     )
@@ -301,8 +322,7 @@ def test_bad_input_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.Monke
     process.record_error(0, ConfigError(["optim.lr: wrong"]))
     assert json.loads((tmp_path / "rank-0.error.json").read_text())["failure_kind"] == "bad_input"
     assert capsys.readouterr().err == "error: optim.lr: wrong\n"
-    failure = first_cause(tmp_path, "")
-    assert failure is not None
+    failure = cause_of(tmp_path)
     assert failure.bad_input == ("optim.lr: wrong",)
 
 
@@ -326,8 +346,7 @@ def test_what_all_ranks_decided_together_is_no_ranks_fault(
 ) -> None:
     monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
     process.record_error(0, process.RunFailed("5 steps in a row were skipped", "not_finite"))
-    failure = first_cause(tmp_path, "")
-    assert failure is not None
+    failure = cause_of(tmp_path)
     assert (failure.rank, failure.headline()) == (None, "5 steps in a row were skipped")
     assert failure.kind == "not_finite", "whatever the words"
     assert failure.agreed

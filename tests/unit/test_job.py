@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from bert_dp.config import ConfigError, load_config
+from bert_dp.config import ConfigError
 from launcher import job, results
 from launcher.machine import environment
 from launcher.machine.environment import Gpu
 from launcher.results import LrPlanFile
+from tests.helpers import issues_of, make_config
 
 ASKED = {"repeats": 3, "steps": 50, "tokens": None}
 
@@ -30,8 +31,7 @@ def output(out: Path, **settings: Any) -> job.Output[LrPlanFile]:
 def made(device: str, gpus: int) -> job.Job:
     shown = tuple(Gpu(k, "a", 80.0, None) for k in range(gpus))
     machine = dataclasses.replace(environment.probe(), gpus=shown)
-    overrides = ["schedule.steps=1", "data.sources=[builtin]", f"run.device={device}"]
-    return job.Job("x", load_config(None, overrides), machine)
+    return job.Job("x", make_config(f"run.device={device}"), machine)
 
 
 @pytest.mark.parametrize(
@@ -51,9 +51,7 @@ def test_ranks_need_devices(device: str, gpus: int, setting: str, ranks: int | s
     if isinstance(ranks, int):
         assert made(device, gpus).choose_ranks(setting) == ranks
         return
-    with pytest.raises(ConfigError) as refused:
-        made(device, gpus).choose_ranks(setting)
-    assert refused.value.issues[0].startswith(ranks)
+    assert issues_of(made(device, gpus).choose_ranks, setting)[0].startswith(ranks)
 
 
 def test_who_may_stand_where_a_verb_writes(tmp_path: Path) -> None:
@@ -96,13 +94,10 @@ def test_a_directory_begun_with_an_option_that_was_cut(
 
 
 def test_runs_of_another_machine_or_other_data_are_not_mixed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.shards import write_shards
-
-    shards = write_shards(tmp_path / "s")
     monkeypatch.setattr(job, "prepare_data", lambda config: shards)
-    config = load_config(None, ["schedule.steps=1", "data.sources=[builtin]"])
+    config = make_config()
     out = tmp_path / "out"
     out.mkdir()
     begun = output(out).begin(config)

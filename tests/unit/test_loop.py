@@ -196,7 +196,7 @@ def trained(tmp_path: Path, clock: Clock) -> tuple[Any, TrainState, RunResult]:
         model=wrapped,
         optimizer=optimizer,
         stream=SimpleNamespace(next=lambda: batch, wait_s=0.0),
-        data=Metadata("0" * 64, None, 99, 3.0, 4.0),
+        data=Metadata("0" * 64, None, 99, None, 3.0, 4.0),
         num_parameters=1,
         meter=meter,
         metadata={"compiled": False},

@@ -19,14 +19,7 @@ from launcher.watch.memory import (
     oom_kills,
     sparkline,
 )
-
-
-def write(root: Path, files: dict[str, str]) -> Path:
-    for name, text in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(text)
-    return root
-
+from tests.helpers import write_files
 
 EVENTS = "low 0\nhigh 0\nmax 7\noom 3\noom_kill {}\noom_group_kill 0\n"
 V2 = {
@@ -54,14 +47,14 @@ NO_GROUP = {"proc/self/cgroup": "0::/\n", "proc/vmstat": "nr_free_pages 1\noom_k
 def test_the_nearest_counter_is_read(
     tmp_path: Path, files: dict, kills: int | None, used: int | None
 ) -> None:
-    root = write(tmp_path, files)
+    root = write_files(tmp_path, files)
     found = oom_kills(root)
     assert (found[0] if found else None) == kills
     assert group_bytes(root) == used
 
 
 def test_kills_during_the_run_are_counted(tmp_path: Path) -> None:
-    watch = MemoryWatch(write(tmp_path, V2))
+    watch = MemoryWatch(write_files(tmp_path, V2))
     assert watch.facts().oom_kills == 0
     path = tmp_path / "sys/fs/cgroup/user/job/memory.events"
     path.write_text(EVENTS.format(3))
@@ -106,7 +99,7 @@ def test_a_curve_stays_short_and_keeps_every_peak(tmp_path: Path, count: int) ->
 
 def test_a_worker_that_has_gone_leaves_its_curve(tmp_path: Path) -> None:
     seconds = 0.0
-    watch = MemoryWatch(write(tmp_path, V1), clock=lambda: seconds)
+    watch = MemoryWatch(write_files(tmp_path, V1), clock=lambda: seconds)
     workers = {0: Worker(1.0), 10: Worker(2.0), 2: Worker(3.0)}
     for seconds in (0.0, 1.0, 2.0):
         workers[10].gone = seconds > 0

@@ -9,7 +9,7 @@ import pytest
 import typer
 
 from launcher import options
-from tests.e2e.cli import here
+from tests.e2e.cli import refused
 
 
 @pytest.mark.parametrize(
@@ -36,20 +36,7 @@ def test_a_text_and_its_value(parse: Callable[[str], Any], text: str, value: obj
 
 
 REFUSED = {
-    options.counts: (
-        "",
-        "0",
-        "1,0",
-        "-1",
-        "1.5",
-        "a",
-        "4..2",
-        "0..8",
-        "1..",
-        "1,,2",
-        "9999999",
-        "1..9999999",
-    ),
+    options.counts: ("", *"0 1,0 -1 1.5 a 4..2 0..8 1.. 1,,2 9999999 1..9999999".split()),
     options.modes: ("medium", ""),
     options.engines: ("ddp,magic", "", "deepspeed-9"),
     options.seconds: ("", "5", "0s", "-5m", "5 days", "nan s", "1e99h", "m", "9" * 400 + "s"),
@@ -86,7 +73,6 @@ def test_what_is_refused(parse: Callable[[str], Any], text: str) -> None:
     ],
 )
 def test_the_line_names_the_option_the_value_and_a_fix(command: str, line: str) -> None:
-    done = here(*command.split())
-    assert done.returncode == 2
-    assert done.stderr.startswith(f"error: {line}")
-    assert len(done.stderr.splitlines()) == 1
+    said = refused(*command.split())
+    assert said.startswith(f"error: {line}")
+    assert len(said.splitlines()) == 1

@@ -3,29 +3,18 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_dp.config import Config, ConfigError, load_config, no_effect, peak_lr
+from bert_dp.config import Config, load_config, peak_lr
 from bert_dp.config.rates import UNTUNED_WARMUP_STEPS
 from bert_dp.model import build_model
 from bert_dp.optim import lr_factor
+from tests.helpers import CONFIGS, issues_of, make_config
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = {"vocab_size": 32, "hidden_size": 16, "num_layers": 1, "num_heads": 2, "intermediate_size": 8}
-
-
-def make(*overrides: str) -> Config:
-    return load_config(None, ["data.sources=[builtin]", "schedule.steps=10", *overrides])
-
-
-def issues(*overrides: str) -> tuple[str, ...]:
-    with pytest.raises(ConfigError) as caught:
-        make(*overrides)
-    return caught.value.issues
 
 
 def value_of(equation: str) -> float:
@@ -56,7 +45,7 @@ def value_of(equation: str) -> float:
     ],
 )
 def test_untuned_lamb_has_the_published_rates(batch: int, lr: float) -> None:
-    peak = peak_lr(make("optim.name=lamb", "optim.lr=auto", f"batch.global_size={batch}"))
+    peak = peak_lr(make_config("optim.name=lamb", "optim.lr=auto", f"batch.global_size={batch}"))
     assert peak.value == pytest.approx(lr, rel=1e-12)
     assert value_of(peak.equation) == pytest.approx(lr, rel=1e-12)
     assert "untuned LAMB" in peak.equation
@@ -96,15 +85,8 @@ def test_the_published_warm_ups_are_the_same_number_of_steps(steps: int, ratio: 
 )
 @pytest.mark.parametrize("name", ["adamw", "lamb", "muon"])
 def test_scaling_from_the_batch_it_was_tuned_at(name: str, rule: str, batch: int, value: float) -> None:
-    config = make(
-        f"optim.name={name}",
-        "optim.lr=1e-3",
-        "optim.lr_batch=1024",
-        f"optim.lr_scaling={rule}",
-        f"batch.global_size={batch}",
-        "batch.micro_size=1",
-    )
-    peak = peak_lr(config)
+    optim = {"name": name, "lr": 1e-3, "lr_batch": 1024, "lr_scaling": rule}
+    peak = peak_lr(make_config(optim=optim, batch={"global_size": batch, "micro_size": 1}))
     assert peak.value == pytest.approx(value, rel=1e-12)
     if rule == "none":
         assert peak.equation == f"0.001 as given, for global batch {batch}"
@@ -117,14 +99,8 @@ def test_scaling_from_the_batch_it_was_tuned_at(name: str, rule: str, batch: int
 @given(lr=st.floats(1e-6, 1.0), batch=st.integers(1, 2**14), factor=st.integers(1, 64))
 def test_four_times_the_batch_is_twice_the_rate(lr: float, batch: int, factor: int) -> None:
     def value(rule: str, size: int) -> float:
-        return peak_lr(
-            make(
-                f"optim.lr={lr}",
-                f"optim.lr_batch={batch}",
-                f"optim.lr_scaling={rule}",
-                f"batch.global_size={size}",
-            )
-        ).value
+        optim = {"lr": lr, "lr_batch": batch, "lr_scaling": rule}
+        return peak_lr(make_config(optim=optim, batch={"global_size": size})).value
 
     for rule, power in (("none", 0.0), ("sqrt", 0.5), ("linear", 1.0)):
         assert value(rule, batch) == pytest.approx(lr, rel=1e-12)
@@ -132,53 +108,33 @@ def test_four_times_the_batch_is_twice_the_rate(lr: float, batch: int, factor: i
 
 
 def test_without_a_rule_the_rate_is_the_one_given() -> None:
-    peak = peak_lr(make("optim.lr=3e-4", "batch.global_size=64"))
+    peak = peak_lr(make_config("optim.lr=3e-4", "batch.global_size=64"))
     assert peak == (3e-4, "0.0003 as given, for global batch 64")
 
 
 # --- refusals
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_auto_is_lambs_alone(name: str) -> None:
-    (line,) = issues("optim.lr=auto", f"optim.name={name}")
-    assert line.startswith("optim: lr: auto is LAMB's untuned rule; give a number for ")
-    assert name in line
-
-
-@pytest.mark.parametrize("rule", ["sqrt", "linear"])
-def test_auto_is_not_scaled_again(rule: str) -> None:
-    (line,) = issues("optim.name=lamb", "optim.lr=auto", "optim.lr_batch=512", f"optim.lr_scaling={rule}")
-    assert line.startswith(f"optim: lr: auto follows the batch already; lr_scaling: {rule} must be none")
-
-
-@pytest.mark.parametrize("rule", ["sqrt", "linear"])
-def test_scaling_needs_the_batch_it_starts_from(rule: str) -> None:
-    (line,) = issues(f"optim.lr_scaling={rule}")
-    assert line.startswith(f"optim: lr_scaling: {rule} needs lr_batch, the global batch lr was tuned at")
-
-
 @pytest.mark.parametrize(
-    ("override", "setting"),
+    ("settings", "start"),
     [
-        ("optim.lr=automatic", "optim.lr"),
-        ("optim.lr_scaling=cubic", "optim.lr_scaling"),
-        ("optim.lr_scaling=quadratic", "optim.lr_scaling"),
-        ("optim.lr_batch=0", "optim.lr_batch"),
-        ("optim.lr_batch=1.5", "optim.lr_batch"),
-        ("optim.momentum=1", "optim.momentum"),
-        ("optim.name=sgd", "optim.name"),
+        ("optim.lr=auto optim.name=adamw", "lr: auto is LAMB's untuned rule; give a number for adamw"),
+        ("optim.lr=auto optim.name=muon", "lr: auto is LAMB's untuned rule; give a number for muon"),
+        (
+            "optim.lr=auto optim.name=lamb optim.lr_batch=512 optim.lr_scaling=sqrt",
+            "lr: auto follows the batch already; lr_scaling: sqrt must be none",
+        ),
+        (
+            "optim.lr=auto optim.name=lamb optim.lr_batch=512 optim.lr_scaling=linear",
+            "lr: auto follows the batch already; lr_scaling: linear must be none",
+        ),
+        ("optim.lr_scaling=sqrt", "lr_scaling: sqrt needs lr_batch, the global batch lr was tuned at"),
+        ("optim.lr_scaling=linear", "lr_scaling: linear needs lr_batch, the global batch lr was tuned at"),
     ],
 )
-def test_wrong_values_are_refused_with_their_path(override: str, setting: str) -> None:
-    (line,) = issues(override)
-    assert line.startswith(f"{setting}: ")
-
-
-def test_a_rate_that_scales_nothing_is_idle() -> None:
-    (line,) = no_effect(make("optim.lr_batch=512"))
-    assert line == "optim.lr_batch has no effect with optim.lr_scaling: none"
-    assert no_effect(make("optim.lr_batch=512", "optim.lr_scaling=sqrt")) == []
+def test_what_the_rules_cannot_answer_is_refused(settings: str, start: str) -> None:
+    (line,) = issues_of(make_config, *settings.split())
+    assert line.startswith(f"optim: {start}")
 
 
 # --- the shipped large-batch runs

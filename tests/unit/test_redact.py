@@ -12,13 +12,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_dp.config import ConfigError, load_config, setting_paths
+from bert_dp.config import setting_paths
 from bert_dp.record import hide, is_secret, secret_values
 from bert_dp.record.models import Summary
 from launcher import datasets, job, redact
 from launcher.machine.environment import Environment
 from launcher.report.html import html as page_of
 from launcher.report.run_report import of_directories
+from tests.helpers import issues_of, make_config
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
 FORMED = (  # (text, the secret in it)
@@ -265,28 +266,35 @@ def test_ordinary_names_are_none() -> None:
     assert not is_secret("max_connections", 100)
 
 
-def test_a_command_line_without_its_secrets() -> None:
-    given = ["x", "--pwd=geheim", "--auth", "abc", "-H", "Authorization: Bearer abc", "-H", "X-Api-Key: 12"]
-    given += [
-        "--auth",
-        "Bearer",
-        "abc",
-        "https://me:pw@host/x",
-        "--set",
-        "data.path=/a/b",
-        "--set",
-        "a.dsn=1",
-    ]
-    assert " ".join(redact.redact_argv(given)) == (
-        "x --pwd=<redacted> --auth <redacted> -H Authorization: <redacted> -H X-Api-Key: <redacted> "
-        "--auth <redacted> <redacted> https://<redacted>@host/x --set data.path=/a/b --set a.dsn=<redacted>"
-    )
+@pytest.mark.parametrize(
+    ("given", "shown"),
+    [
+        (["x", "--pwd=geheim", "TOKEN=abc"], "x --pwd=<redacted> TOKEN=<redacted>"),
+        (["--auth", "abc", "--key"], "--auth <redacted> --key"),
+        (
+            ["-H", "Authorization: Bearer abc", "-H", "X-Api-Key: 12"],
+            "-H Authorization: <redacted> -H X-Api-Key: <redacted>",
+        ),
+        (
+            ["--auth", "Bearer", "abc", "https://me:pw@host/x"],
+            "--auth <redacted> <redacted> https://<redacted>@host/x",
+        ),
+        (["--set", "data.path=/a/b", "--set", "a.dsn=1"], "--set data.path=/a/b --set a.dsn=<redacted>"),
+        (["--set", "schedule.tokens=5"], "--set schedule.tokens=5"),
+        (["--secret", "--verbose", "on"], "--secret --verbose on"),
+    ],
+)
+def test_a_command_line_without_its_secrets(given: list[str], shown: str) -> None:
+    assert " ".join(redact.redact_argv(given)) == shown
 
 
 @pytest.mark.parametrize(
     ("key", "value", "shown"),
     [
         ("api_key", "12", "<redacted>"),
+        ("Secret", 1, "<redacted>"),
+        ("API_TOKENS", "abc", "<redacted>"),
+        *((name, 1000, 1000) for name in ("tokens", "tokenizer", "tokens_per_s", "max_tokens_per_char")),
         ("api_key", ["12"], "<redacted>"),
         ("api_key", None, None),
         ("lr", 0.5, 0.5),
@@ -323,7 +331,7 @@ def test_each_setting_and_each_name_that_it_holds_is_told() -> None:
 def test_settings_that_hold_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.argv", ["bert-dp"])
     monkeypatch.setenv("MY_KEY", "corpus")
-    config = load_config(None, ["schedule.steps=1", "data.sources=[builtin]"])
+    config = make_config()
     assert job.exposure_issues(config, tmp_path / "corpus" / "data-1:2@3", "--run-dir") == []
     data = config.data.model_copy(update={"sources": ("https://me:hunter2@host/corpus.txt",)})
     config = job.absolute(config.model_copy(update={"data": data}))
@@ -334,17 +342,18 @@ def test_settings_that_hold_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_sources_of_shards_that_hold_one(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"SOURCES: s3://<redacted>@host/x.txt holds a password"):
-        datasets.build(
-            ["s3://me:hunter2@host/x.txt"],
-            tmp_path / "out",
-            vocab_size=64,
-            sequence_length=16,
-            tokenizer=None,
-            overrides=[],
-            processes_=None,
-            force=False,
-        )
+    (issue,) = issues_of(
+        datasets.build,
+        ["s3://me:hunter2@host/x.txt"],
+        tmp_path / "out",
+        vocab_size=64,
+        sequence_length=16,
+        tokenizer=None,
+        overrides=[],
+        processes_=None,
+        force=False,
+    )
+    assert issue.startswith("SOURCES: s3://<redacted>@host/x.txt holds a password")
     assert not list(tmp_path.iterdir())
 
 

@@ -10,29 +10,21 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp.config import Config, resolve
+from bert_dp.config import Config
 from launcher.machine import environment
 from launcher.run import restarts
 from launcher.run.processes import RunResult
 from launcher.run.restarts import Policy, supervise
 from launcher.watch.failure import Failure
+from tests.helpers import make_config, read_json
 from tests.states import FACTS
 
 KILLED = Failure(1, "killed by signal 9 (SIGKILL)", killed_by=9)
 RAISED = Failure(0, "ValueError: no", where="a.py:1")
 
 
-def config(**batch: int) -> Config:
-    return resolve(
-        [
-            {
-                "batch": {"global_size": 12, "micro_size": 1, **batch},
-                "schedule": {"steps": 9},
-                "data": {"sources": ["builtin"]},
-                "run": {"device": "cpu"},
-            }
-        ]
-    )
+def config(*settings: str, **batch: int) -> Config:
+    return make_config(*settings, batch={"global_size": 12, "micro_size": 1, **batch}, run={"device": "cpu"})
 
 
 class Play:
@@ -72,7 +64,7 @@ def test_a_run_that_fails_goes_on_from_its_checkpoint_and_says_so(tmp_path: Path
     assert play.go(Policy(3)).exit_code == 0
     assert play.started == [(4, "auto"), (4, "auto")]
     assert play.said == ["restart 1 of 3 in 1 s on 4 ranks from step 4: rank 0: ValueError: no"]
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = read_json(tmp_path / "summary.json")
     assert [(r["step"], r["ranks"], r["cause"]) for r in summary["restarts"]] == [
         (4, 4, "rank 0: ValueError: no")
     ]
@@ -85,7 +77,7 @@ def test_only_a_failure_is_started_again(tmp_path: Path, code: int, failure: Fai
     play = Play(tmp_path, (code, failure, None))
     assert play.go(Policy(5)).exit_code == code
     assert len(play.started) == 1
-    assert not json.loads((tmp_path / "summary.json").read_text()).get("restarts")
+    assert not read_json(tmp_path / "summary.json").get("restarts")
 
 
 def test_the_number_of_restarts_is_kept(tmp_path: Path) -> None:
@@ -122,7 +114,7 @@ def test_a_signal_while_waiting_ends_it(tmp_path: Path) -> None:
     play.stop = signal.SIGTERM
     assert play.go(Policy(9)).exit_code == 143
     assert len(play.started) == 1
-    summary = json.loads((tmp_path / "summary.json").read_text())
+    summary = read_json(tmp_path / "summary.json")
     assert (summary["exit_code"], summary["signal"]) == (143, signal.SIGTERM)
 
 
@@ -169,15 +161,7 @@ def test_elastic_keeps_the_ranks_after_an_exception(tmp_path: Path) -> None:
 
 def test_elastic_follows_the_gpus_that_are_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "num_gpus", lambda: 3)
-    free = resolve(
-        [
-            {
-                "batch": {"global_size": 12, "micro_size": 1},
-                "schedule": {"steps": 9},
-                "data": {"sources": ["builtin"]},
-            }
-        ]
-    )
+    free = config("run.device=auto")
     assert restarts.ranks_left(free, 4, RAISED) == 3
     assert restarts.ranks_left(free, 3, KILLED) == 2
     assert restarts.ranks_left(config(global_size=7), 1, KILLED) == 1

@@ -15,6 +15,7 @@ from bert_dp.config import ConfigError
 from bert_dp.record.models import FailureKind, Summary, kind_of_error, kind_of_old_summary, kind_of_text
 from launcher import results
 from tests import scaling_fixture, tune_fixture
+from tests.helpers import issues_of, read_json
 
 RAW = Path(__file__).parents[2] / "benchmarks" / "raw"
 SCALING = RAW / "2026-11-21-scaling"
@@ -49,14 +50,14 @@ def test_the_committed_record_opens_and_nothing_is_lost(
     tmp_path: Path, name: str, model: type[results.StoredFile]
 ) -> None:
     file = results.read(SCALING / name, model)
-    assert_kept(json.loads((SCALING / name).read_text()), file)
+    assert_kept(read_json(SCALING / name), file)
     results.write(tmp_path / name, file)
     assert results.read(tmp_path / name, model) == file
 
 
 @pytest.mark.parametrize("name", ["2026-11-22-tune-lr.json", "2026-11-22-tune-lr-three-rungs.json"])
 def test_the_committed_searches_open(name: str) -> None:
-    data = json.loads((RAW / name).read_text())["search"]
+    data = read_json(RAW / name)["search"]
     assert_kept(data, results.parse(data, results.TuneLr, name))
 
 
@@ -83,7 +84,7 @@ def test_a_whole_file_comes_back_as_it_was(
     assert_kept(data, file)
     results.write(tmp_path / "it.json", file)
     assert results.read(tmp_path / "it.json", model) == file
-    assert json.loads(results.to_json(file)) == json.loads((tmp_path / "it.json").read_text())
+    assert json.loads(results.to_json(file)) == read_json(tmp_path / "it.json")
 
 
 def test_unknown_keys_are_ignored() -> None:
@@ -122,9 +123,7 @@ def test_a_damaged_file_is_one_line_with_a_remedy(tmp_path: Path, text: str | No
     path = tmp_path / "scaling.json"
     if text is not None:
         path.write_bytes(json.dumps(text).encode() if text == "\xff" else text.encode())
-    with pytest.raises(ConfigError) as error:
-        results.read(path, results.Scaling)
-    (line,) = error.value.issues
+    (line,) = issues_of(results.read, path, results.Scaling)
     assert line.startswith(f"{path} ")
     assert problem in line
     assert line.endswith("`bert-dp scale` with the same --out writes it anew from its runs")

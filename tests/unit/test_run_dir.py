@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 from bert_dp import record
-from bert_dp.config import dump_config, load_config
+from bert_dp.config import dump_config
 from launcher.run import train
+from tests.helpers import make_config
 from tests.states import FACTS
 
-CONFIG = load_config(None, ["schedule.steps=1", "data.sources=[builtin]"])
+CONFIG = make_config("schedule.steps=1")
 
 
 def put(*names: str) -> Callable[[Path], None]:

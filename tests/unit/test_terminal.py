@@ -19,6 +19,7 @@ from bert_dp.record import CONTROL, safe
 from launcher import children, cli, datasets, options
 from launcher.log import complain, logger, show
 from launcher.watch.display import readable
+from tests.e2e.cli import here
 
 OSC = "\x1b]0;title\x07"
 EVIL = f"\x1b[31mred\x1b[0m{OSC}\x9b2J\u202egpj\r\x08"
@@ -90,36 +91,28 @@ def test_every_way_to_the_console(
     ],
 )
 def test_hostile_names_reach_no_terminal(
-    tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, arguments: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("evil.yaml").write_text(json.dumps({f"model{EVIL}": 1, "optim": {"name": EVIL}}))
     Path("evil").mkdir()
-    monkeypatch.setattr(sys, "argv", ["bert-dp", *arguments])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 2
-    shown = capsys.readouterr()
-    assert not re.search(CONTROL, shown.out + shown.err)
-    assert "Traceback" not in shown.err
-    assert shown.err
+    done = here(*arguments)
+    assert done.returncode == 2
+    assert not re.search(CONTROL, done.stdout + done.stderr)
+    assert "Traceback" not in done.stderr
+    assert done.stderr
 
 
-def test_an_error_of_ours_is_no_way_either(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_ours_is_no_way_either(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(**_: Any) -> None:
         raise RuntimeError(f"{EVIL} s3cret-1")
 
-    monkeypatch.setenv("HF_TOKEN", "s3cret-1")
     monkeypatch.setattr(cli, "app", fail)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == 1
-    said = capsys.readouterr().err
-    assert "RuntimeError: red" in said
-    assert "s3cret-1" not in said
-    assert not CONTROL.search(said)
+    done = here(HF_TOKEN="s3cret-1")
+    assert done.returncode == 1
+    assert "RuntimeError: red" in done.stderr
+    assert "s3cret-1" not in done.stderr
+    assert not CONTROL.search(done.stderr)
 
 
 def test_shards_with_hostile_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,18 +16,20 @@ from typing import Any
 import pytest
 
 from bert_dp import record
-from bert_dp.config import Config, dump_config, load_config
+from bert_dp.config import Config, dump_config
 from launcher import children
 from launcher.run import processes, records, trials
 from launcher.run.trials import Outcome, Slot, Stopped, Trial
+from tests.helpers import make_config, write_lines
 
 KILLED = {"status": "failed", "killed_by": 9, "cause": "rank 0: SIGKILL"}
 PARTS = {name: [0.5, 0.5] for name in records.PARTS}
 
 
 def config(global_size: int = 8, *overrides: str) -> Config:
-    base = ["data.sources=[builtin]", "schedule.steps=2", f"batch.global_size={global_size}"]
-    return load_config(None, [*base, "batch.micro_size=1", *overrides])
+    return make_config(
+        f"batch.global_size={global_size}", "batch.micro_size=1", "schedule.steps=2", *overrides
+    )
 
 
 def write(trial: Trial, summary: dict[str, Any], seconds: float | None = None) -> None:
@@ -40,10 +42,9 @@ def write(trial: Trial, summary: dict[str, Any], seconds: float | None = None) -
 
 
 def write_steps(directory: Path, ranks: int = 2) -> None:
-    (directory / "steps").mkdir()
     for rank in range(ranks):
         line = {"step": 2, **PARTS, "peak_memory_gib": 1.0}
-        (directory / "steps" / f"rank-{rank}.jsonl").write_text(json.dumps(line) + "\n")
+        write_lines(directory / "steps" / f"rank-{rank}.jsonl", [line])
 
 
 @pytest.mark.parametrize(
