@@ -48,14 +48,6 @@ LOCK = ".launcher.lock"
 BESIDE_A_RUN = (".*", "slurm-*.out", "lost+found")  # what may stand where a run begins, and logs/
 # beside its logs
 FILES = ("config.yaml", "tokenizer.json", "metrics.jsonl", "evals.jsonl", ".lock", LOCK, *WRITTEN[""])
-    "config.yaml",
-    "tokenizer.json",
-    "metrics.jsonl",
-    "evals.jsonl",
-    ".lock",
-    LOCK,
-    *WRITTEN[""],
-)  # beside its logs
 
 
 def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:

@@ -171,7 +171,7 @@ WRONG_VALUES = {
     "optim.lr_scaling": ["cubic", "quadratic"],
     "optim.lr_batch": ["0", "1.5"],
     "data.shuffle": ["1"],
-    "data.sources": ["builtin"],
+    "data.sources": ["7"],
     "run.seed": ["9223372036854775808", "-1"],
     "run.device": ["gpu"],
     "precision": ["float32"],
