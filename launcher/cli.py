@@ -176,6 +176,7 @@ def data_build(
             overrides=set_ or [],
             processes_=processes,
             force=force,
+            console=console(),
         )
     )
 

@@ -9,8 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bert_dp.config import ConfigError, resolve
+from bert_dp.config import ConfigError, Manifest, read_manifest, resolve
 from launcher import children
+from launcher.log import PLAIN, show
 from launcher.redact import secrets, setting_issues
 from launcher.report.console import ConsoleReport
 from launcher.report.model import Column, Report, Row, Section, Table, Verdict
@@ -40,6 +41,7 @@ def build(
     overrides: Sequence[str],
     processes_: int | None,
     force: bool,
+    console: Console,
 ) -> int:
     """Returns the exit code. Raises ConfigError for an option that a run could not use."""
     from bert_dp.config import parse_overrides
@@ -76,7 +78,25 @@ def build(
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(options, file)
         file.flush()
-        return children.run_module("bert_dp.corpus", ["build", file.name], stdout=children.DEVNULL).returncode
+        done = children.run_module("bert_dp.corpus", ["build", file.name], stdout=children.DEVNULL)
+    if done.returncode == 0:
+        for line in built_lines(out, read_manifest(out), vocab_size):
+            show(console, line, **PLAIN)
+    return done.returncode
+
+
+def built_lines(out: Path, manifest: Manifest, vocab_size: int) -> list[str]:
+    """What was made, what was left out, and how to train on it."""
+    train, held_out, length = manifest.train, manifest.held_out, manifest.sequence_length
+    dropped = [f"{format_count(n)} {DROPPED.get(stage, stage)}" for stage, n in manifest.dropped.items() if n]
+    asked = "" if manifest.vocab_size == vocab_size else f" ({vocab_size:,} asked; the text has no more)"
+    settings = f"data.path={out} data.sequence_length={length} model.vocab_size={manifest.vocab_size}"
+    return [
+        f"{out}: {train.sequences:,} training and {held_out.sequences:,} held-out sequences of {length} "
+        f"tokens, from {train.documents + held_out.documents:,} documents",
+        f"dropped: {', '.join(dropped) or 'no document'}; vocabulary: {manifest.vocab_size:,} tokens{asked}",
+        f"next: bert-dp train {settings}",
+    ]
 
 
 def inspect(directory: Path, *, as_json: bool, console: Console) -> int:

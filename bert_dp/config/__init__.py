@@ -21,7 +21,7 @@ from bert_dp.config.load import (
     resolve,
     setting_paths,
 )
-from bert_dp.config.manifest import Manifest, data_issues, read_manifest
+from bert_dp.config.manifest import Manifest, data_issues, data_warnings, read_manifest
 from bert_dp.config.rates import PeakLr, peak_lr
 from bert_dp.config.schema import (
     BUDGETS,

@@ -26,6 +26,9 @@ BlockHash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 TokenId = Annotated[int, Field(ge=0, le=MAX_VOCAB_SIZE)]
 
 
+VOCAB_MULTIPLE = 128  # a vocabulary may be padded to the next one, for the device's sake
+
+
 class _Part(BaseModel):
     """Types are taken as they stand; keys that a later version adds are let through."""
 
@@ -213,6 +216,25 @@ def data_issues(config: Config, manifest: Manifest) -> list[str]:
             f"set model.vocab_size={vocabulary} or more"
         )
     return issues
+
+
+def data_warnings(config: Config, manifest: Manifest) -> list[str]:
+    """What in a shard manifest fits the configuration but is hardly meant; one line each."""
+    warnings = []
+    vocabulary, wanted = manifest.vocab_size, config.model.vocab_size
+    if wanted > -(-vocabulary // VOCAB_MULTIPLE) * VOCAB_MULTIPLE:
+        warnings.append(
+            f"model.vocab_size: {wanted} is {wanted / vocabulary:.1f} x the {vocabulary} tokens of the "
+            f"shards' vocabulary; the rest of the embedding is never trained; set "
+            f"model.vocab_size={vocabulary}"
+        )
+    sequences, batch = manifest.train.sequences, config.batch.global_size
+    if batch > sequences:
+        warnings.append(
+            f"batch.global_size: {batch} is {batch / sequences:.1f} x the {sequences} training sequences, so "
+            "every step repeats them; lower it, or give more text"
+        )
+    return warnings
 
 
 def hash_json(data: Any) -> str:

@@ -16,9 +16,11 @@ from bert_dp.config import (
     BatchLayout,
     Config,
     ConfigError,
+    Manifest,
     batch_at,
     batch_layout,
     changed_settings,
+    data_warnings,
     dump_config,
     no_effect,
     peak_lr,
@@ -151,8 +153,22 @@ def expected_steps(config: Config) -> int | None:
     return steps
 
 
-def describe(config: Config, plan: BatchLayout, on_gpu: bool) -> list[str]:
-    """The dry run's report: batch equation, model, memory, length of the run."""
+def describe_data(config: Config, manifest: Manifest | None) -> str:
+    """How much there is of it, and how often the run passes over it. `manifest`: None before it is built."""
+    if manifest is None:
+        return "data    not built yet; built when the run starts"
+    train = manifest.train
+    line = f"data    {train.sequences:,} sequences of {manifest.sequence_length} tokens"
+    if config.schedule.hours is not None:
+        return line
+    tokens = config.schedule.tokens or (expected_steps(config) or 0) * config.batch.global_size * (
+        manifest.sequence_length
+    )
+    return f"{line}; the run passes over them {tokens / train.tokens:.3g} times"
+
+
+def describe(config: Config, plan: BatchLayout, manifest: Manifest | None, *, on_gpu: bool) -> list[str]:
+    """The dry run's report: batch equation, data, model, memory, length of the run."""
     sequence = config.data.sequence_length
     precision = precision_of(config, on_gpu)
     memory = memory_estimate_gib(config, precision, plan.world_size)
@@ -171,6 +187,7 @@ def describe(config: Config, plan: BatchLayout, on_gpu: bool) -> list[str]:
     ramp = f", ramped in steps of {config.batch.ramp_quantum}" if config.batch.ramp_fraction else ""
     return [
         f"batch   {plan} = {tokens:,} tokens a step{ramp}",
+        describe_data(config, manifest),
         f"model   {num_parameters(config.model, sequence):,} parameters, {flops / 1e6:.1f} MFLOP a token",
         f"memory  about {sum(memory.values()):.2f} GiB a rank (estimate, {precision}, eager: {parts})",
         f"length  {length}; schedule {config.schedule.name}",
@@ -228,9 +245,10 @@ def train(
     plan = batch_layout(config, ranks)
     if issues := start_issues(asked, where, resume):
         raise ConfigError(issues)
-    if config.data.path is not None:
-        config = with_budget(config, read_manifest(Path(config.data.path)).train.sequences)
-    warnings = no_effect(config)
+    manifest = None if config.data.path is None else read_manifest(Path(config.data.path))
+    if manifest is not None:
+        config = with_budget(config, manifest.train.sequences)
+    warnings = [*no_effect(config), *(data_warnings(config, manifest) if manifest else [])]
     if ranks > (cores := len(os.sched_getaffinity(0))) and not gpus:
         warnings.append(f"{ranks} CPU ranks share {cores} cores")
     if policy.max_restarts and not (config.checkpoint.every_steps and config.checkpoint.keep):
@@ -248,7 +266,7 @@ def train(
     for line in warnings:
         show(console, f"warning: {line}", style="yellow", **PLAIN)
     if dry_run:
-        for line in describe(config, plan, gpus > 0):
+        for line in describe(config, plan, manifest, on_gpu=gpus > 0):
             show(console, line, **PLAIN)
     if too_much and not force:
         raise ConfigError([f"{line}; or --force starts anyway" for line in too_much])
@@ -274,7 +292,11 @@ def run_locked(
     where = held.path
     show(console, f"run directory: {where}", **PLAIN)
     manifest = read_manifest(job.prepare_data(config))
-    config = with_budget(config, manifest.train.sequences)
+    built, config = config.data.path is None, with_budget(config, manifest.train.sequences)
+    if built:  # else these were said before
+        show(console, describe_data(config, manifest), **PLAIN)
+        for line in data_warnings(config, manifest):
+            show(console, f"warning: {line}", style="yellow", **PLAIN)
     if issues := resume_issues(where, config, resume, manifest.hash):
         raise ConfigError(issues)
     if is_complete(where, config, resume):
