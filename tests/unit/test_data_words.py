@@ -37,10 +37,7 @@ def test_before_it_is_built_nothing_is_claimed() -> None:
     [
         (("model.vocab_size=64", "batch.global_size=96"), None),
         (("model.vocab_size=128", "batch.global_size=8"), None),  # padded
-        (
-            ("model.vocab_size=512",),
-            "model.vocab_size: 512 is 8.0 x the 64 tokens of the shards' vocabulary; ",
-        ),
+        (("model.vocab_size=512", "batch.global_size=8"), "model.vocab_size: 512 is 8.0 x the 64 tokens of "),
         (("model.vocab_size=64", "batch.global_size=480"), "batch.global_size: 480 is 5.0 x the 96 training"),
     ],
 )
