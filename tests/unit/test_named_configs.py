@@ -10,10 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp.config import find_config, install_command, load_config, shipped_configs
+from bert_dp.config import find_config, install_command, load_config, setting_paths, shipped_configs
+from bert_dp.config.reference import settings_reference
 from launcher.options import split_words
 from tests.helpers import issues_of, make_config, write_files
 from tests.report_fixture import make_run
+
+ROOT = Path(__file__).parents[2]
 
 
 def bert_dp(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -101,3 +104,12 @@ def test_a_report_as_json_holds_its_numbers_and_writes_no_page(tmp_path: Path) -
     assert report["verdicts"][0]["level"] == "ok"
     assert {tile["label"]: tile["text"] for tile in report["tiles"]}["Held-out loss"] == "6.2500 nats"
     assert not (run / "report.html").exists()
+
+
+def test_the_reference_of_settings_is_that_of_the_schema() -> None:
+    """`python -m bert_dp.config.reference > docs/settings.md` writes it."""
+    reference = settings_reference()
+    assert (ROOT / "docs" / "settings.md").read_text() == reference
+    documented = set(re.findall(r"^\| `([\w.]+)` \|", reference, re.MULTILINE))
+    assert documented == set(setting_paths())
+    assert "| `optim.lr` | number or `auto` | `0.001` | Peak learning rate." in reference
