@@ -52,7 +52,6 @@ from launcher.report.parts import (
 from launcher.report.run_files import TRAIN_PARTS, WALL_PARTS, Run, load, other
 
 PAGE = "report.html"
-PROGRESS = "progress (share of the budget)"
 OUTCOME, WORK, RATES, TIME, FILES = "Outcome", "Work", "Throughput", "Time (rank 0)", "Resources and files"
 
 
@@ -156,8 +155,8 @@ def _over_time(runs: Sequence[Run]) -> list[Figure]:
     unit, seconds = ("h", 3600.0) if longest > 7200 else ("min", 60.0) if longest > 300 else ("s", 1.0)
     kinds = [
         ("Throughput", "tokens_per_s", "tokens/s, summed over all ranks", "elapsed_s", f"elapsed ({unit})"),
-        ("Learning rate", "lr", "learning rate", "progress", PROGRESS),
-        ("Global batch", "global_batch", "sequences per optimizer step", "progress", PROGRESS),
+        ("Learning rate", "lr", "learning rate", "tokens", "tokens"),
+        ("Global batch", "global_batch", "sequences per optimizer step", "tokens", "tokens"),
     ]
     figures = []
     for title, y, y_label, x, x_label in kinds:
@@ -166,9 +165,8 @@ def _over_time(runs: Sequence[Run]) -> list[Figure]:
             xs, ys = series([(line.get(x), line.get(y)) for line in run.metrics])
             divide = seconds if x == "elapsed_s" else 1.0
             lines.append(Line(run.name, [at / divide for at in xs], ys, i))
-        x_axis = Axis(x_label, "percent" if x == "progress" else "si")
         y_axis = Axis(y_label, "lr" if y == "lr" else "si", from_zero=True)
-        figures.append(Figure(title, lines, x_axis, y_axis))
+        figures.append(Figure(title, lines, Axis(x_label), y_axis))
     return figures
 
 
