@@ -47,6 +47,7 @@ def write_summary(
         tokens=state.samples * trainer.config.data.sequence_length,
         final_loss=state.final_loss,
         heldout_loss=state.heldout_loss,
+        heldout_tokens=state.heldout_tokens,
         unigram_entropy_nats=trainer.data.unigram_entropy_nats,
         uniform_entropy_nats=trainer.data.uniform_entropy_nats,
         world_size=trainer.comm.world.size,

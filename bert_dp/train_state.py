@@ -34,6 +34,7 @@ class TrainState:
     evaluated_step: int | None = None
     final_loss: float | None = None
     heldout_loss: float | None = None
+    heldout_tokens: int | None = None
     eval_s: float = 0.0
     """Seconds spent in evaluations."""
     trouble: str | None = None

@@ -309,6 +309,8 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     measured = evaluate(trainer, lambda: bool(clock.poll_stop(stop_request(trainer, state))))
     elapsed = clock.elapsed_s()
     state.heldout_loss = measured["loss"] if measured else None
+    masked = measured.get("masked_tokens") if measured else None
+    state.heldout_tokens = None if masked is None else int(masked)
     state.evaluated_step = state.step
     state.eval_s += elapsed - start
     state.give_up(trainer.directory_lost(), "directory_lost")

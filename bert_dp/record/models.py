@@ -198,6 +198,8 @@ class Summary(StoredFile):
     tokens: int | None = None
     final_loss: FiniteOrNone = None
     heldout_loss: FiniteOrNone = None
+    heldout_tokens: int | None = None
+    """Masked tokens that the held-out loss is the mean of."""
     unigram_entropy_nats: FiniteOrNone = None
     uniform_entropy_nats: FiniteOrNone = None
     world_size: int | None = None

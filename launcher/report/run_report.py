@@ -229,11 +229,12 @@ def _rows(run: Run) -> list[Row]:
 def _outcome(facts: Summary) -> list[Row]:
     loss, unigram, uniform = facts.heldout_loss, facts.unigram_entropy_nats, facts.uniform_entropy_nats
     failed = facts.status == "failed"
+    masked = f"{format_count(facts.heldout_tokens)} " if facts.heldout_tokens else ""
     return [
         words("status", facts.status, f"exit code {facts.exit_code}", console=False),
         words("cause", (facts.cause if failed else "") or "none recorded", console=False),
         *(_failure(facts) if failed else []),
-        value("held-out loss", loss, "nats", "mean over held-out masked tokens"),
+        value("held-out loss", loss, "nats", f"mean over {masked}held-out masked tokens"),
         value("unigram entropy", unigram, "nats", f"no context; held-out loss is {_gap(loss, unigram)}"),
         value("ln V", uniform, "nats", f"uniform guess; held-out loss is {_gap(loss, uniform)}"),
         value("training loss, last", facts.final_loss, "nats", "mean over all ranks"),

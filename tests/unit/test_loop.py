@@ -246,6 +246,7 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     assert found["peak_memory_gib"] == 4.0
     assert found["energy_j"] == 150.0
     assert found["mfu"] is None
+    assert found["heldout_tokens"] == state.heldout_tokens is not None
     assert (found["samples"], found["tokens"]) == (1020, 1020 * LENGTH)
     assert found["tokens_per_s"] == pytest.approx(5 * 4 * LENGTH / 10.0)
     spent = found["time_s"]

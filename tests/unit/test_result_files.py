@@ -57,8 +57,11 @@ def test_the_committed_record_opens_and_nothing_is_lost(
 
 @pytest.mark.parametrize("name", ["2026-11-22-tune-lr.json", "2026-11-22-tune-lr-three-rungs.json"])
 def test_the_committed_searches_open(name: str) -> None:
+    """All but what only a comparison of optimizers had, which was cut: it told nothing here."""
     data = read_json(RAW / name)["search"]
-    assert_kept(data, results.parse(data, results.TuneLr, name))
+    search = results.parse(data, results.TuneLr, name)
+    assert not data["settings"].pop("trials", 0)
+    assert_kept(data, search)
 
 
 @pytest.mark.parametrize("path", sorted(RAW.rglob("summary.json")), ids=lambda path: path.parent.name)
