@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from launcher.report.model import Cell, Column, Report, Row, Section, Table
-from launcher.report.numbers import format_change, format_count
+from launcher.report.numbers import count_of, format_change, format_count
 from launcher.report.parts import words
 from launcher.report.quantities import Quantity, table
 from launcher.results import PredictedRow, Prediction
@@ -35,7 +35,7 @@ def plan_report(answer: Prediction) -> Report:
         words(lever.lever, format_change(lever.gain), "what is lost there; no setting" if lever.bound else "")
         for lever in last.levers
     ]
-    what = f"What one change would do on {format_count(last.world_size)} GPUs"
+    what = f"What one change would do on {count_of(last.world_size, 'GPU')}"
     measured = [(cell.cell, cell) for cell in answer.measured]
     tables = [
         _rows(answer.rows),

@@ -14,6 +14,7 @@ from bert_dp.config import Config, ConfigError, batch_layout
 from bert_dp.record.models import Restart, Summary
 from launcher import results
 from launcher.machine import environment
+from launcher.report.numbers import count_of
 from launcher.run import processes
 from launcher.watch.failure import Failure, first_line
 
@@ -75,8 +76,8 @@ def supervise(
             resume = "auto"
         where = f"step {after}" if after >= 0 else "the start"
         log(
-            f"restart {len(past) + 1} of {policy.max_restarts} in {wait_s:.0f} s on {fewer} ranks "
-            f"from {where}: {first_line(failure.headline())}"
+            f"restart {len(past) + 1} of {policy.max_restarts} in {wait_s:.0f} s on "
+            f"{count_of(fewer, 'rank')} from {where}: {first_line(failure.headline())}"
         )
         past.append(
             Restart(

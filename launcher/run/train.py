@@ -36,6 +36,7 @@ from launcher.machine import environment
 from launcher.redact import WRITTEN, is_log, redact_argv
 from launcher.report.console import ConsoleReport
 from launcher.report.html import write_or_warn
+from launcher.report.numbers import count_of
 from launcher.report.run_report import PAGE, of_directories
 from launcher.run import processes, restarts
 from launcher.run.memory_check import check_memory, precision_of
@@ -177,7 +178,7 @@ def describe(config: Config, plan: BatchLayout, manifest: Manifest | None, *, on
     tokens = plan.global_size * sequence
     schedule = config.schedule
     steps = expected_steps(config)
-    length = f"{schedule.hours} h on rank 0's clock" if steps is None else f"{steps:,} steps"
+    length = f"{schedule.hours} h on rank 0's clock" if steps is None else count_of(steps, "step")
     if schedule.epochs is not None:
         length = f"{schedule.epochs:g} epochs of the data, which are not built yet"
     if schedule.tokens is not None:
@@ -250,7 +251,7 @@ def train(
         config = with_budget(config, manifest.train.sequences)
     warnings = [*no_effect(config), *(data_warnings(config, manifest) if manifest else [])]
     if ranks > (cores := len(os.sched_getaffinity(0))) and not gpus:
-        warnings.append(f"{ranks} CPU ranks share {cores} cores")
+        warnings.append(f"{count_of(ranks, 'CPU rank')} share {count_of(cores, 'core')}")
     if policy.max_restarts and not (config.checkpoint.every_steps and config.checkpoint.keep):
         warnings.append(
             "--max-restarts: checkpoint.every_steps or checkpoint.keep is 0, so a restart begins at the start"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from bert_dp.config import ConfigError
 from launcher import job, results
 from launcher.log import Log, logger
+from launcher.report.numbers import count_of
 from launcher.run import trials
 from launcher.run.trials import Slot, Stopped
 from launcher.scale.columns import write_csv
@@ -75,11 +76,17 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
     """What is about to run. `cores`: of this machine, where ranks run on them."""
     s = grid.settings
     log(f"scaling benchmark: {folder}")
-    log(f"{len(grid.cells)} cells x {s.repeats} repeats, {s.warm_up} + {s.steps} steps each, in random order")
+    log(
+        f"{count_of(len(grid.cells), 'cell')} x {count_of(s.repeats, 'repeat')}, "
+        f"{s.warm_up} + {s.steps} steps each, in random order"
+    )
     for cell in grid.cells:
         split = f", tensor {cell.tensor}" if cell.tensor > 1 else ""
         batch = f"{cell.micro_batch} x {cell.accumulation} x {cell.world_size // cell.tensor}"
-        log(f"  {cell.id}: {cell.world_size} ranks{split}, global batch {cell.global_batch} = {batch}")
+        log(
+            f"  {cell.id}: {count_of(cell.world_size, 'rank')}{split}, "
+            f"global batch {cell.global_batch} = {batch}"
+        )
     for mode in s.modes:
         for count in [n for n in s.gpus if n > 1]:
             if not any(c.id == f"{mode}-ceiling-n{count}" for c in grid.cells):

@@ -11,7 +11,7 @@ from bert_dp import record
 from bert_dp.config import ConfigError, dump_config
 from launcher import results
 from launcher.log import Log, complain
-from launcher.report.numbers import format_si
+from launcher.report.numbers import count_of, format_si
 from launcher.results import GridCell
 from launcher.run.records import cause, read_summary
 from launcher.run.trials import Progress, Runner, Trial, earlier
@@ -49,7 +49,7 @@ def run_grid(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, log: Log) -> 
         if outcome.status == "ok":
             summary = read_summary(trial.directory)
             rate = format_si(summary.tokens_per_s if summary else None, "tokens/s")
-            how = f"{rate} over {trial.ranks} ranks, warm-up included"
+            how = f"{rate} over {count_of(trial.ranks, 'rank')}, warm-up included"
         else:
             lost[cells[trial.directory].id] = trial.directory, outcome.status
             how = f"{outcome.status}: {cause(trial.directory)}"

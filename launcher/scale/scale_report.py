@@ -8,6 +8,7 @@ from launcher.redact import redact
 from launcher.report.model import QUARTILES, Cell, Column, Level, Report, Row, Section, Table, Tile, Verdict
 from launcher.report.numbers import (
     NA,
+    count_of,
     format_count,
     format_interval,
     format_percent,
@@ -147,12 +148,12 @@ def _machine(scaling: Scaling) -> str:
 
 def _method(scaling: Scaling) -> str:
     asked, ids = scaling.settings, ", ".join(scale_figures.baselines(scaling))
-    counts = [format_count(n) for n in (asked.repeats, asked.steps, asked.warm_up)]
+    counts = [format_count(n) for n in (asked.steps, asked.warm_up)]
     return " \u00b7 ".join(
         [
             asked.model or "model not recorded",
             f"{' and '.join(scale_figures.modes(scaling))} scaling",
-            f"{counts[0]} repeats of {counts[1]} steps after {counts[2]} of warm-up",
+            f"{count_of(asked.repeats, 'repeat')} of {counts[0]} steps after {counts[1]} of warm-up",
             f"baseline: {scaling.baseline or NA} on one rank{f' ({ids})' if ids else ''}",
         ]
     )

@@ -24,6 +24,7 @@ from launcher.report.model import (
 )
 from launcher.report.numbers import (
     NA,
+    count_of,
     format_count,
     format_duration,
     format_gib,
@@ -115,8 +116,8 @@ def batch_report(tune: TuneBatch, folder: Path) -> Report:
     length, engine = format_count(tune.sequence_length), tune.engine or "engine not recorded"
     method = [
         f"global batch {format_count(tune.global_batch)}, sequences of {length} tokens",
-        f"{engine} on {format_count(tune.ranks)} ranks",
-        f"{format_count(tune.trials)} trials in {format_duration(tune.seconds)}",
+        f"{engine} on {count_of(tune.ranks, 'rank')}",
+        f"{count_of(tune.trials, 'trial')} in {format_duration(tune.seconds)}",
     ]
     return Report(
         "bert-dp: tuned micro batch",

@@ -77,7 +77,7 @@ def rate_report(tune: TuneLr, folder: Path) -> Report:
     longest = format_si(final and final.tokens, "tokens")
     method = [
         f"range test, {count_of(len(tune.rungs), 'rung')} up to {longest}",
-        f"{format_count(cost and cost.trials)} trials in {format_duration(tune.seconds)}",
+        f"{count_of(cost and cost.trials, 'trial')} in {format_duration(tune.seconds)}",
     ]
     asked = tune.settings.model_dump()
     settings = [(name, value) for name, value in asked.items() if value not in (None, [], {})]
@@ -126,7 +126,7 @@ def _lost(tune: TuneLr) -> list[Verdict]:
     counts = {word: sum(t.status == status for t in every) for status, word in LOST.items()}
     notes = [f"{t.trial}: {t.status}: {t.cause}" for t in every if t.cause]
     lost = ", ".join(f"{format_count(n)} {word}" for word, n in counts.items() if n)
-    return [Verdict("info", f"Of {format_count(len(every))} trials: {lost}.", notes)] if lost else []
+    return [Verdict("info", f"Of {count_of(len(every), 'trial')}: {lost}.", notes)] if lost else []
 
 
 def _cost(tune: TuneLr) -> list[Verdict]:

@@ -16,6 +16,7 @@ from bert_dp.config import Config, progress_at
 from launcher.log import PLAIN, show
 from launcher.redact import secrets
 from launcher.report.numbers import (
+    count_of,
     format_count,
     format_eta,
     format_lr,
@@ -167,14 +168,14 @@ class Display:
 
 def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None) -> str:
     """One line of metrics.jsonl for the console; `eta` in seconds."""
-    world = format_count(metrics.get("world_size"))
+    ranks = count_of(metrics.get("world_size"), "rank")
     return " | ".join(
         (
             f"step {format_count(metrics.get('step'))}",
             format_percent(metrics.get("progress")),
             f"loss {format_nats(metrics.get('loss'))}",
             f"lr {format_lr(metrics.get('lr'))}",
-            f"{format_si(metrics.get('tokens_per_s'), 'tokens/s')} over {world} ranks",
+            f"{format_si(metrics.get('tokens_per_s'), 'tokens/s')} over {ranks}",
             f"{format_si(metrics.get('global_steps_per_s'), 'global steps/s')}",
             f"left {format_eta(eta)}",
         )
