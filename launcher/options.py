@@ -101,7 +101,7 @@ def launcher(text: str) -> str:
 Words = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="[CONFIG] [SETTING=VALUE]...",
+        metavar="CONFIG | SETTING=VALUE",
         show_default=False,
         help="YAML file or the name of a shipped one (default: quickstart), and settings that override it.",
     ),

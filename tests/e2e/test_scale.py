@@ -237,7 +237,7 @@ def test_another_grid_is_refused_where_one_stands(out: Path, shards: Path) -> No
     ("more", "texts"),
     [
         (["--gpus", "1,3"], ["cell strong-ddp-n3", "batch.global_size", "6, 12"]),
-        (["--gpus", "x"], ["--gpus", "1,2,4"]),
+        (["--gpus", "x"], ["--nproc", "1,2,4"]),
         (["--engines", "magic"], ["--engines", "zero1"]),
         (["--mode", "odd"], ["--mode", "weak"]),
         (["--launcher", "odd"], ["--launcher", "torchrun"]),

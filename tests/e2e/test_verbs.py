@@ -108,7 +108,7 @@ def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None
     for extra, said in (
         ((), "--inter: 16 GPUs"),
         (("--inter", "ib-hdx"), "did you mean ib-"),
-        (("--gpus", "0"), "--gpus"),
+        (("--gpus", "0"), "--nproc"),
         (("--from", str(tmp_path)), "--from"),
     ):
         assert said in refused(*asked, *extra)

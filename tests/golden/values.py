@@ -37,7 +37,7 @@ def options(root: Path) -> Any:
     found = {}
     for verb in VERBS:
         text = here(*verb.split(), "--help").stdout
-        lines = re.findall(r"^ +(?:-\w, )?(--[a-z-]+)(?: / (--[a-z-]+))?", text, re.MULTILINE)
+        lines = re.findall(r"^ +(?:-\w, )?(--[a-z-]+)(?:(?:, | / )(--[a-z-]+))?", text, re.MULTILINE)
         found[verb] = dict.fromkeys(sorted({name for line in lines for name in line if name}), "option")
     return found
 

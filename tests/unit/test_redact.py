@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
 from bert_dp.config import setting_paths
 from bert_dp.record import hide, is_secret, secret_values
@@ -352,6 +353,7 @@ def test_sources_of_shards_that_hold_one(tmp_path: Path) -> None:
         overrides=[],
         processes_=None,
         force=False,
+        console=Console(),
     )
     assert issue.startswith("SOURCES: s3://<redacted>@host/x.txt holds a password")
     assert not list(tmp_path.iterdir())
