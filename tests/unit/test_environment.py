@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from launcher import cli
 from launcher.machine import doctor
 from launcher.machine.doctor import diagnose
 from launcher.machine.environment import Environment, Gpu, cgroup_limit, num_gpus, probe
@@ -347,3 +348,10 @@ def test_import_is_free_of_torch_and_rich():
     light = "launcher.machine.doctor, launcher.report.html, launcher.report.run_report"
     code = f"import sys, {light}; sys.exit(bool({heavy}))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(("level", "code"), [("ok", 0), ("warn", 0), ("fail", 1)])
+def test_doctor_fails_only_when_a_run_would(monkeypatch, capsys, level, code):
+    monkeypatch.setattr(doctor, "doctor", lambda run_dir: (GOOD, [doctor.Finding(level, "something")]))
+    assert (cli.app(["doctor"], standalone_mode=False) or 0) == code
+    assert "something" in capsys.readouterr().out

@@ -30,7 +30,7 @@ from bert_dp.train_state import TrainState
 from bert_dp.trainable import Model
 from bert_dp.trainer import RunResult, evaluate, train
 from bert_dp.world import World
-from tests.helpers import make_config
+from tests.helpers import make_config, read_lines
 
 CPU = torch.device("cpu")
 LONE = World(0, 0, 1, 1)
@@ -171,11 +171,14 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def trained(tmp_path: Path, clock: Clock) -> tuple[Any, TrainState, RunResult]:
-    """Five steps of two micro batches, a line after every second, an evaluation after each."""
+def trained(
+    tmp_path: Path, clock: Clock, request: pytest.FixtureRequest
+) -> tuple[Any, TrainState, RunResult]:
+    """Five steps of two micro batches, a line after every second, an evaluation after each, or after every so
+    many as the test asks for."""
     settings = config(
         schedule={"steps": 5, "name": "constant"},
-        eval={"every_steps": 1},
+        eval={"every_steps": getattr(request, "param", 1)},
         checkpoint={"every_steps": 2},
         log={"every_steps": 2},
     )
@@ -212,6 +215,13 @@ def trained(tmp_path: Path, clock: Clock) -> tuple[Any, TrainState, RunResult]:
     return trainer, state, train(trainer, state, SharedClock(comm, now=clock.read))
 
 
+@pytest.mark.parametrize(("trained", "steps"), [(2, [2, 4, 5]), (5, [5]), (0, [5])], indirect=["trained"])
+def test_the_last_step_is_evaluated_once(
+    tmp_path: Path, trained: tuple[Any, TrainState, RunResult], steps: list[int]
+) -> None:
+    assert [line["step"] for line in read_lines(tmp_path / "evals.jsonl")] == steps
+
+
 def test_evaluation_and_saving_are_no_part_of_a_steps_time(
     tmp_path: Path, trained: tuple[Any, TrainState, RunResult]
 ) -> None:
@@ -239,6 +249,7 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     trainer, state, result = trained
     trainer.comm = TwoRanks(World(0, 0, 2, 2), None)
     state.samples += 1000  # of an earlier start
+    trainer.meter.own_work_s, trainer.meter.total_steps = [20.0, 60.0], 20
     monkeypatch.setattr(metrics, "peak_memory_gib", lambda device: 1.0)
     monkeypatch.setattr(metrics, "joules", lambda device: 130.0)
     summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
@@ -246,6 +257,7 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     assert found["peak_memory_gib"] == 4.0
     assert found["energy_j"] == 150.0
     assert found["mfu"] is None
+    assert found["straggler"] == {"rank": 1, "ratio": 3.0, "seconds_per_step": 2.0}
     assert found["heldout_tokens"] == state.heldout_tokens is not None
     assert (found["samples"], found["tokens"]) == (1020, 1020 * LENGTH)
     assert found["tokens_per_s"] == pytest.approx(5 * 4 * LENGTH / 10.0)

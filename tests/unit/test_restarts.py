@@ -153,6 +153,12 @@ def test_elastic_goes_on_with_the_most_ranks_that_divide(tmp_path: Path) -> None
     assert [ranks for ranks, _ in play.started] == [6, 3, 2]  # 12 = 2 x accumulation x 5, 4 has no solution
 
 
+def test_elastic_goes_down_to_one_rank(tmp_path: Path) -> None:
+    play = Play(tmp_path, (1, KILLED, 4), (0, None, None))
+    assert play.go(Policy(9, elastic=True), ranks=2).exit_code == 0
+    assert [ranks for ranks, _ in play.started] == [2, 1]
+
+
 def test_elastic_keeps_the_ranks_after_an_exception(tmp_path: Path) -> None:
     play = Play(tmp_path, (1, RAISED, 2), (0, None, 9))
     play.go(Policy(9, elastic=True))

@@ -246,3 +246,15 @@ def test_progress_counts_and_says_what_is_left() -> None:
     progress.ended(1.0, "c: ok")
     assert [line.partition("; left ")[0] for line in said] == ["[2/3] a: ok", "[3/4] b: ok", "[4/4] c: ok"]
     assert said[-1].endswith("left <1 s")
+
+
+def test_the_time_left_follows_the_shares_of_this_calls_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    """60 s for a third of what this call has to do; an earlier call had run most of the search."""
+    now = iter([0.0, 60.0])
+    monkeypatch.setattr(trials, "time", types.SimpleNamespace(monotonic=lambda: next(now)))
+    said: list[str] = []
+    progress = trials.Progress([5.0, 5.0, 2.0, 4.0], said.append)
+    progress.had(5.0)
+    progress.had(5.0)
+    progress.ended(2.0, "a: ok")
+    assert said == ["[3/4] a: ok; left 2 min 00 s"]
