@@ -283,8 +283,10 @@ def _has_bars(figure: Figure) -> bool:
 
 
 def _levels(figure: Figure) -> list[dict[str, Any]]:
-    """The label of one above all that is drawn stands below it, where there is room."""
-    highest = max((value for trace in figure.traces for value in trace.values), default=0.0)
+    """The label of one above all that is drawn, intervals included, stands below it, where there is room."""
+    drawn = [value for trace in figure.traces for value in trace.values]
+    drawn += [high for trace in figure.traces if isinstance(trace, Line) for high in trace.high if high]
+    highest = max(drawn, default=0.0)
     return [
         {
             **_across("y", level.value, "soft", 1.2),

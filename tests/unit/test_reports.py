@@ -170,6 +170,9 @@ def test_the_label_of_a_rule_stays_within_the_figure() -> None:
     report = of_figure(Line("a", [1.0, 2.0], [1.0, 2.0]), levels=[Rule("low", 1.5), Rule("high", 3.0)])
     rules = read_page(report).data[0]["layout"]["shapes"]
     assert [rule["label"]["yanchor"] for rule in rules] == ["bottom", "top"]
+    with_interval = Line("a", [1.0, 2.0], [1.0, 2.0], low=[0.5, 1.5], high=[1.5, 3.5])
+    (rule,) = read_page(of_figure(with_interval, levels=[Rule("high", 3.0)])).data[0]["layout"]["shapes"]
+    assert rule["label"]["yanchor"] == "bottom"
 
 
 def test_lines_of_one_name_stand_in_the_legend_once() -> None:
