@@ -27,7 +27,7 @@ from launcher.machine import environment
 from launcher.run import trials
 from launcher.run.trials import Slot
 from launcher.tune import FILE, batch, sizes
-from launcher.tune.runner import BatchTrials
+from launcher.tune.batch_trials import BatchTrials
 
 ROOT = Path(__file__).parents[1]
 WARM_UP = 5

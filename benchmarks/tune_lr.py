@@ -114,7 +114,7 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
     before = (record.read_json(out / "seconds.json") or {"seconds": 0.0})["seconds"]
     begun, outcomes = time.monotonic(), []
     todo = [trial for trial, *_ in named.values()]
-    left = [trial for trial in todo if trials.earlier(trial) is None]
+    left = [trial for trial in todo if trials.earlier_outcome(trial) is None]
     try:
         with trials.runner(out, slots, launcher="torchrun", on_gpu=on_gpu, log=print) as runs:
             for trial, ended in runs.run(todo):

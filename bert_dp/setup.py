@@ -19,7 +19,7 @@ from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites, Records
 from bert_dp.metrics import Meter, MetricsWriter, sample_communication
 from bert_dp.precision import choose_precision
-from bert_dp.process import Signals
+from bert_dp.rank_process import Signals
 from bert_dp.saving import AsyncCheckpointer
 from bert_dp.tasks import Metadata, SameBatch, Stream, Task
 from bert_dp.train_state import TrainState

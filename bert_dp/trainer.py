@@ -24,7 +24,7 @@ from bert_dp.metrics import Meter, MetricsWriter, Timers, exposed_communication_
 from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine, State
 from bert_dp.precision import Precision
-from bert_dp.process import Signals
+from bert_dp.rank_process import Signals
 from bert_dp.record.models import FailureKind
 from bert_dp.saving import AsyncCheckpointer
 from bert_dp.tasks import Batch, Context, Metadata, Stream, Task

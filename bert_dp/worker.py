@@ -17,7 +17,7 @@ from bert_dp import record
 from bert_dp.config import ConfigError, batch_layout, load_config, with_budget
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites
-from bert_dp.process import (
+from bert_dp.rank_process import (
     RunFailed,
     Signals,
     follow_launcher,

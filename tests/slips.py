@@ -90,7 +90,7 @@ SLIPS = (
     ),
     Slip(
         "pilot-memory-of-rank-0",
-        "launcher/tune/runner.py",
+        "launcher/tune/batch_trials.py",
         "    for rank in range(ranks):\n"
         '        lines = list(record.read_lines(directory / "steps" / f"rank-{rank}.jsonl"))\n'
         "        peaks.append(",

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from bert_dp.config.checks import ConfigError
+from bert_dp.config.error import ConfigError
 from bert_dp.config.schema import BUDGETS, Config, Section
 from bert_dp.config.shipped import find_config
 from bert_dp.config.stored import read_regular

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from bert_dp.config.checks import ConfigError
+from bert_dp.config.error import ConfigError
 from bert_dp.config.schema import MAX_VOCAB_SIZE, Config
 from bert_dp.config.stored import Count, Sha256, problem_lines, read_regular, sha256
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from bert_dp.config.checks import ConfigError
+from bert_dp.config.error import ConfigError
 
 
 def shipped_configs() -> Path:

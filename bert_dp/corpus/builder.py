@@ -38,7 +38,7 @@ from bert_dp.config.stored import problem_lines
 from bert_dp.corpus import pipeline, shards
 from bert_dp.corpus import sources as inputs
 from bert_dp.corpus.pipeline import Progress
-from bert_dp.process import follow_launcher
+from bert_dp.rank_process import follow_launcher
 
 
 class BuildRequest(BaseModel):

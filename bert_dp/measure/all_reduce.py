@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from bert_dp.dist import synchronize
-from bert_dp.process import follow_launcher
+from bert_dp.rank_process import follow_launcher
 
 MEASURE_S = 2.0
 WARM_UP = 5

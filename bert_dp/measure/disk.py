@@ -16,7 +16,7 @@ import torch
 
 from bert_dp import checkpoint
 from bert_dp.parallel import State
-from bert_dp.process import follow_launcher
+from bert_dp.rank_process import follow_launcher
 
 
 def main(folder: Path, num_bytes: int = 32 * 2**20) -> None:

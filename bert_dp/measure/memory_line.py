@@ -30,7 +30,7 @@ from bert_dp import cost, record
 from bert_dp.config import Config, ConfigError, load_config
 from bert_dp.parallel import engine_name
 from bert_dp.precision import Precision, choose_precision
-from bert_dp.process import follow_launcher
+from bert_dp.rank_process import follow_launcher
 
 PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
 STATE = PARTS[:3]

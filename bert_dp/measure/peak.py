@@ -18,7 +18,7 @@ import torch
 from bert_dp.dist import keep_freed_memory, synchronize
 from bert_dp.matmul import product
 from bert_dp.precision import choose_precision
-from bert_dp.process import follow_launcher
+from bert_dp.rank_process import follow_launcher
 
 WARM_UP = 3
 SHAPES = {  # (M, N, K) of [M, K] x [K, N]: from a block's products to what keeps a large device busy

@@ -21,7 +21,7 @@ from bert_dp.dist import Comm, choose_device, synchronize
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites
 from bert_dp.metrics import Timers
-from bert_dp.process import Signals, follow_launcher
+from bert_dp.rank_process import Signals, follow_launcher
 from bert_dp.trainer import Trainer
 from bert_dp.world import World
 

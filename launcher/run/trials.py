@@ -22,8 +22,8 @@ from launcher import children, results
 from launcher.log import Log, complain
 from launcher.report.numbers import format_duration, format_eta
 from launcher.run import processes
+from launcher.run.read_run import Ended, ended, from_outside, is_whole, read_summary
 from launcher.run.reaper import reaper
-from launcher.run.records import Ended, ended, from_outside, is_whole, read_summary
 
 PROGRESS_S = 30.0
 SCRATCH = ".scratch"
@@ -74,7 +74,7 @@ class Outcome:
     """From its start to its end."""
 
 
-def measured(
+def timed_config(
     config: Config,
     *,
     on_gpu: bool,
@@ -108,7 +108,7 @@ def measured(
     return resolve([config.model_dump(mode="json"), {**own, **sections}])
 
 
-def earlier(trial: Trial) -> Outcome | None:
+def earlier_outcome(trial: Trial) -> Outcome | None:
     """How this very trial ended in an earlier call; None: it is to be run (again)."""
     try:
         same = load_config(trial.directory / "config.yaml") == trial.config
@@ -212,7 +212,7 @@ class Runner:
         try:
             while True:
                 while free and not self._signals and (trial := next(queue, None)) is not None:
-                    if (outcome := earlier(trial)) is not None:
+                    if (outcome := earlier_outcome(trial)) is not None:
                         yield trial, outcome
                     else:
                         running.append(self._start(trial, free.pop(0)))

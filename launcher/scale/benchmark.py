@@ -14,10 +14,10 @@ from launcher.log import Log, logger
 from launcher.report.numbers import count_of
 from launcher.run import trials
 from launcher.run.trials import Slot, Stopped
+from launcher.scale.collect import collect
 from launcher.scale.columns import write_csv
 from launcher.scale.grid import Grid, Settings
-from launcher.scale.measure import measure_links, measure_peak, measure_profile, run_grid
-from launcher.scale.reduce import collect
+from launcher.scale.run_grid import measure_links, measure_peak, measure_profile, run_grid
 from launcher.scale.scale_report import FILE, scale_report
 from launcher.scale.verdict import verdicts
 

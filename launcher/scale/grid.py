@@ -12,7 +12,7 @@ from bert_dp.config import BUDGETS, BatchLayout, Config, ConfigError, batch_layo
 from launcher.machine.environment import Environment
 from launcher.results import CellKind, GridCell, Mode
 from launcher.run.memory_check import check_memory
-from launcher.run.trials import measured
+from launcher.run.trials import timed_config
 
 DISPLACED = ("checkpoint.", "eval.", "log.", "batch.ramp_")  # sections that a cell sets itself
 DISPLACED_KEYS = (
@@ -142,7 +142,7 @@ class Grid:
         parallel: dict[str, Any] = {"engine": name, "tensor": tensor}
         if stage:
             parallel["zero_stage"] = int(stage)
-        return measured(
+        return timed_config(
             self.config,
             on_gpu=self._on_gpu,
             steps=self.settings.warm_up + self.settings.steps,

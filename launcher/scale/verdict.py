@@ -16,7 +16,7 @@ LAUNCH_BOUND = 0.95  # host time of a step over the step
 GOOD = 0.95  # efficiency from which nothing needs a remedy
 
 
-class Loss(NamedTuple):
+class Bottleneck(NamedTuple):
     """What a cell loses by one cause. `share`: of a step."""
 
     share: float
@@ -52,7 +52,7 @@ def judge(cell: Cell, cells: Sequence[Cell]) -> Verdict:
         return _verdict(cell, "one_repeat", evidence, "--repeats 3 or more")
     low, high = cell.efficiency_ci95
     reached = f"efficiency {format_percent(cell.efficiency)} [{format_percent(low)}, {format_percent(high)}]"
-    losses = sorted(_losses(cell, cells), reverse=True)
+    losses = sorted(_bottlenecks(cell, cells), reverse=True)
     if low > 1:
         return _verdict(
             cell,
@@ -78,7 +78,7 @@ def judge(cell: Cell, cells: Sequence[Cell]) -> Verdict:
     )
 
 
-def _losses(cell: Cell, cells: Sequence[Cell]) -> list[Loss]:
+def _bottlenecks(cell: Cell, cells: Sequence[Cell]) -> list[Bottleneck]:
     """Every loss above its bound."""
     out = []
     wait = cell.data_wait_fraction or 0.0
@@ -87,11 +87,11 @@ def _losses(cell: Cell, cells: Sequence[Cell]) -> list[Loss]:
         evidence = f"{format_percent(wait)} of a step waits for data"
         if faster > 0:
             evidence += f", {format_percent(faster)} faster without the loader"
-        out.append(Loss(max(wait, faster), "loader_bound", evidence, "raise data.workers"))
+        out.append(Bottleneck(max(wait, faster), "loader_bound", evidence, "raise data.workers"))
     ratio, rank = cell.straggler_ratio, cell.straggler_rank
     if ratio is not None and rank is not None:
         out.append(
-            Loss(
+            Bottleneck(
                 1 - 1 / ratio,
                 "straggler",
                 f"rank {rank} works {ratio:.2f} x as long as the others' median before any reduction",
@@ -102,7 +102,7 @@ def _losses(cell: Cell, cells: Sequence[Cell]) -> list[Loss]:
     top, sent = cell.ceiling_efficiency, cell.communication_efficiency
     if top is not None and 1 - top > CEILING_BOUND and _below(cell.ceiling_efficiency_ci95):
         out.append(
-            Loss(
+            Bottleneck(
                 1 - top,
                 "hardware_ceiling",
                 f"{cell.world_size} independent copies reach {format_percent(top)} of as many single ranks",
@@ -115,13 +115,13 @@ def _losses(cell: Cell, cells: Sequence[Cell]) -> list[Loss]:
         if counters is not None:
             evidence += f" (DDP's own counters: {format_percent(counters)} of a step)"
         remedy = "more accumulation, 16-bit reduction, or a faster link"
-        out.append(Loss(1 - sent, "communication_bound", evidence, remedy))
+        out.append(Bottleneck(1 - sent, "communication_bound", evidence, remedy))
     host = cell.launch_fraction
     if host is not None and host > LAUNCH_BOUND:
         # the device then follows the host: what is not waiting for data is lost to launching
         evidence = f"the host needs {format_percent(host)} of a step to enqueue it"
         remedy = "compile: on, or a larger micro batch"
-        out.append(Loss(host - wait, "launch_bound", evidence, remedy))
+        out.append(Bottleneck(host - wait, "launch_bound", evidence, remedy))
     return out
 
 

@@ -19,8 +19,8 @@ from launcher.run import trials
 from launcher.run.trials import Slot, Stopped
 from launcher.tune import FILE, cache, sizes
 from launcher.tune.batch_report import batch_report
-from launcher.tune.measuring import BatchSearch, NothingFits
-from launcher.tune.runner import Question
+from launcher.tune.batch_search import BatchSearch, NothingFits
+from launcher.tune.batch_trials import Question
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -11,7 +11,7 @@ from typing import Any
 from bert_dp import record
 from launcher import results
 from launcher.results import BatchChoice, TuneBatch
-from launcher.tune.runner import Question
+from launcher.tune.batch_trials import Question
 
 MORE = 1.1  # times the memory of the search that it bounded
 VERSIONS = ("torch", "accelerate", "deepspeed", "bert-dp")

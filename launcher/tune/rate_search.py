@@ -19,8 +19,8 @@ from launcher import results
 from launcher.log import Log
 from launcher.report.numbers import format_duration, format_si
 from launcher.results import LrOptions, LrPlanFile, LrTrial, Rung
-from launcher.run.records import cause, failure_kind, read_summary
-from launcher.run.trials import Progress, Runner, Trial, earlier
+from launcher.run.read_run import cause, failure_kind, read_summary
+from launcher.run.trials import Progress, Runner, Trial, earlier_outcome
 from launcher.tune import ladder, rate_trials
 from launcher.tune.ladder import FINALISTS, Edge
 
@@ -271,7 +271,7 @@ class RateSearch:
             )
             for name, (lr, seed) in named.items()
         ]
-        there = {trial.name for trial in todo if earlier(trial) is not None}
+        there = {trial.name for trial in todo if earlier_outcome(trial) is not None}
         if there:
             self._log(f"resuming: {len(there)} of {len(todo)} trials already done")
         before = len(rung.trials)

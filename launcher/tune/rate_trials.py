@@ -11,7 +11,7 @@ from bert_dp import record
 from bert_dp.config import BuildConfig, CheckpointConfig, Config, LogConfig, ScheduleConfig, batch_at
 from bert_dp.record.models import Summary
 from launcher.results import LrTrial, TrialStatus
-from launcher.run.records import cause, failure_kind, read_summary
+from launcher.run.read_run import cause, failure_kind, read_summary
 from launcher.run.train import expected_steps
 from launcher.run.trials import Slot
 

@@ -112,7 +112,7 @@ def waits_in(stack: Sequence[Frame]) -> tuple[int, str]:
     return 0, ""
 
 
-def judge(witnesses: Sequence[Witness]) -> Verdict:
+def find_culprit(witnesses: Sequence[Witness]) -> Verdict:
     """The surest evidence first: stopped, frozen, collectives not started, place in the step, stacks."""
     if stopped := [w for w in witnesses if w.stopped]:
         by = (

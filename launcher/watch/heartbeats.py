@@ -160,7 +160,7 @@ class Watch:
             for rank, pulse in sorted(self._pulses.items())
         ]
         witnesses = examine(self._run_dir, workers, witnesses)
-        verdict = hangs.judge(witnesses)
+        verdict = hangs.find_culprit(witnesses)
         before = {rank: self._pulses[rank].beat.progress for rank in verdict.ranks or self._pulses}
         if any(self._beat(rank, workers[rank]).progress != count for rank, count in before.items()):
             return  # it went on while we looked

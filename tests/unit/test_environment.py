@@ -331,7 +331,7 @@ def test_an_all_reduce_without_time_is_told(monkeypatch):
 def test_what_doctor_starts_ends_with_it(fake_module, tmp_path):
     """Killed, it can end nothing itself: our modules follow it by the pid in their environment."""
     name = fake_module(
-        "import os, time; from bert_dp.process import follow_launcher; follow_launcher()\n"
+        "import os, time; from bert_dp.rank_process import follow_launcher; follow_launcher()\n"
         f"open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid())); time.sleep(600)"
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])

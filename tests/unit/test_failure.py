@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp import process, record
+from bert_dp import rank_process, record
 from bert_dp.config import ConfigError
 from bert_dp.record import STARTED_AGAIN
 from bert_dp.record.models import FailureKind, kind_of_text
@@ -272,12 +272,12 @@ def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
     monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
     path = tmp_path / "rank-2.error.json"
     there: list[bool] = []
-    monkeypatch.setattr(process, "hide", lambda text, secrets: text)
-    monkeypatch.setattr(process.sys.stderr, "write", lambda text: there.append(path.exists()))
+    monkeypatch.setattr(rank_process, "hide", lambda text, secrets: text)
+    monkeypatch.setattr(rank_process.sys.stderr, "write", lambda text: there.append(path.exists()))
     try:
         json.loads("{")
     except ValueError as problem:
-        process.record_error(2, problem)
+        rank_process.record_error(2, problem)
     assert there == [True]
     facts = json.loads(path.read_text())
     assert facts["type"] == "JSONDecodeError"  # raised in the standard library, blamed on the line above
@@ -298,7 +298,7 @@ def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
         except ValueError:
             raise RuntimeError("no shards\nat all") from None
     except RuntimeError as error:
-        process.record_error(1, error)
+        rank_process.record_error(1, error)
     said = "Traceback (most recent call last):\nOSError: one that was caught\n" + capsys.readouterr().err
     (tmp_path / "rank-1.log").write_text(said)
     failure = cause_of(tmp_path, "", [Departure(1, 1, 5)])
@@ -319,7 +319,7 @@ def test_a_cause_that_could_not_be_recorded_is_read_from_the_log(
 
 def test_bad_input_is_recorded_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
-    process.record_error(0, ConfigError(["optim.lr: wrong"]))
+    rank_process.record_error(0, ConfigError(["optim.lr: wrong"]))
     assert json.loads((tmp_path / "rank-0.error.json").read_text())["failure_kind"] == "bad_input"
     assert capsys.readouterr().err == "error: optim.lr: wrong\n"
     failure = cause_of(tmp_path)
@@ -345,7 +345,7 @@ def test_what_all_ranks_decided_together_is_no_ranks_fault(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(record.LOG_DIR, str(tmp_path))
-    process.record_error(0, process.RunFailed("5 steps in a row were skipped", "not_finite"))
+    rank_process.record_error(0, rank_process.RunFailed("5 steps in a row were skipped", "not_finite"))
     failure = cause_of(tmp_path)
     assert (failure.rank, failure.headline()) == (None, "5 steps in a row were skipped")
     assert failure.kind == "not_finite", "whatever the words"

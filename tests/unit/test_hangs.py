@@ -12,7 +12,7 @@ from launcher.watch.hangs import (
     Verdict,
     Witness,
     compare_collectives,
-    judge,
+    find_culprit,
     parse_stack,
     report,
     waits_in,
@@ -99,20 +99,20 @@ def test_what_a_stack_waits_in() -> None:
 
 
 def test_a_stopped_rank_is_named_before_all_else() -> None:
-    found = judge([witness(0, WORK, step=3), witness(1, state="T", step=5, unheard_s=30.0)])
+    found = find_culprit([witness(0, WORK, step=3), witness(1, state="T", step=5, unheard_s=30.0)])
     assert found.ranks == (1,)
     assert "SIGSTOP" in found.why
-    assert "debugger" in judge([witness(0), witness(1, state="t")]).why
+    assert "debugger" in find_culprit([witness(0), witness(1, state="t")]).why
 
 
 def test_a_frozen_rank_is_named_and_the_kernel_function_with_it() -> None:
-    found = judge([witness(0, WORK), witness(1, unheard_s=29.0)])
+    found = find_culprit([witness(0, WORK), witness(1, unheard_s=29.0)])
     assert found.ranks == (1,)
     assert "not schedulable" in found.why
     assert "GIL" in found.why
     assert (
         "stuck in the kernel in nfs_wait"
-        in judge([witness(0), witness(1, unheard_s=29.0, state="D", kernel_wait="nfs_wait")]).why
+        in find_culprit([witness(0), witness(1, unheard_s=29.0, state="D", kernel_wait="nfs_wait")]).why
     )
 
 
@@ -123,20 +123,20 @@ def test_a_late_heartbeat_is_not_a_frozen_rank() -> None:
 
 def test_a_rank_that_has_not_begun_is_behind_and_not_frozen() -> None:
     absent = Witness(1, Beat(*[0] * len(dataclasses.fields(Beat))), 400.0, 400.0)
-    found = judge([witness(0, GATHER, step=0, phase="compile"), absent])
+    found = find_culprit([witness(0, GATHER, step=0, phase="compile"), absent])
     assert found.ranks == (1,)
     assert found.why.startswith("behind")
 
 
 def test_the_rank_that_is_behind_is_named() -> None:
     for other in ({"step": 5, "phase": "data"}, {"phase": "log"}, {"done": 2}):
-        found = judge([witness(0, **other), witness(1, done=1), witness(2, **other)])
+        found = find_culprit([witness(0, **other), witness(1, done=1), witness(2, **other)])
         assert found.ranks == (1,)
         assert found.why.startswith("behind the others")
 
 
 def test_of_ranks_at_many_places_the_last_one_is_named() -> None:
-    found = judge([witness(0, step=5), witness(1, phase="log"), witness(2), witness(3, phase="log")])
+    found = find_culprit([witness(0, step=5), witness(1, phase="log"), witness(2), witness(3, phase="log")])
     assert (found.ranks, found.why) == (
         (2,),
         "behind the others, which are in step 5 (step, 0 micro batches done)",
@@ -144,18 +144,18 @@ def test_of_ranks_at_many_places_the_last_one_is_named() -> None:
 
 
 def test_at_the_same_place_the_rank_outside_the_collective_is_named() -> None:
-    assert judge([witness(0, GATHER), witness(1, WORK), witness(2, TICK)]).ranks == (1,)
-    assert judge([witness(0, BACKWARD), witness(1, WORK)]).ranks == (1,)
-    assert judge([witness(0, BACKWARD), witness(1, GATHER)]).ranks == (0,)
+    assert find_culprit([witness(0, GATHER), witness(1, WORK), witness(2, TICK)]).ranks == (1,)
+    assert find_culprit([witness(0, BACKWARD), witness(1, WORK)]).ranks == (1,)
+    assert find_culprit([witness(0, BACKWARD), witness(1, GATHER)]).ranks == (0,)
 
 
 def test_nobody_is_named_when_all_wait_alike() -> None:
-    assert judge([witness(0, GATHER), witness(1, GATHER)]).ranks == ()
-    assert judge([witness(0), witness(1)]).ranks == ()
+    assert find_culprit([witness(0, GATHER), witness(1, GATHER)]).ranks == ()
+    assert find_culprit([witness(0), witness(1)]).ranks == ()
 
 
 def test_a_lone_rank_names_itself() -> None:
-    assert judge([witness(0, WORK)]).ranks == (0,)
+    assert find_culprit([witness(0, WORK)]).ranks == (0,)
 
 
 # --- collectives
@@ -229,7 +229,7 @@ def test_ranks_that_wait_for_each_other_are_both_named() -> None:
 
 def test_the_report_names_rank_phase_step_seconds_and_line() -> None:
     witnesses = [witness(0, GATHER, phase="log"), witness(1, WORK)]
-    lines = report(witnesses, judge(witnesses))
+    lines = report(witnesses, find_culprit(witnesses))
     assert "rank 1 in step 4 (step" in lines[0]
     assert "no progress for 30 s" in lines[0]
     assert lines[1] == "  rank 1 at /p/bert_dp/data.py:40 in next"

@@ -14,7 +14,7 @@ import pytest
 
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites
-from bert_dp.process import show_stacks_on_signal
+from bert_dp.rank_process import show_stacks_on_signal
 from bert_dp.record import BEAT_BYTES, PHASES, Beat, ask_for_collectives, heartbeat_path, read_beat
 from launcher.watch.hangs import parse_stack
 from tests.faults.harness import observe
@@ -118,7 +118,7 @@ def test_a_beat_is_no_system_call(path: Path) -> None:
 def test_the_stack_of_a_process_that_holds_the_lock(tmp_path: Path) -> None:
     code = (
         "import ctypes, sys\n"
-        "from bert_dp.process import show_stacks_on_signal\n"
+        "from bert_dp.rank_process import show_stacks_on_signal\n"
         "show_stacks_on_signal(2)\n"
         "print('ready', flush=True)\n"
         "def held():\n"
@@ -147,7 +147,7 @@ def test_without_a_log_directory_stacks_go_to_stderr(monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("BERT_DP_LOG_DIR", raising=False)
     code = (
         "import os, signal\n"
-        "from bert_dp.process import show_stacks_on_signal\n"
+        "from bert_dp.rank_process import show_stacks_on_signal\n"
         "show_stacks_on_signal(0)\n"
         "os.kill(os.getpid(), signal.SIGUSR2)\n"
     )

@@ -21,7 +21,7 @@ def test_a_full_disk_does_not_end_a_process_that_logs(tmp_path: Path) -> None:
     script = (
         "import sys, warnings\n"
         "from bert_dp.lines import LostWrites\n"
-        "from bert_dp.process import redirect_output, show_stacks_on_signal\n"
+        "from bert_dp.rank_process import redirect_output, show_stacks_on_signal\n"
         "redirect_output(0, LostWrites())\n"
         "show_stacks_on_signal(0)\n"
         "for i in range(100): print('a line of a log ' * 100)\n"
@@ -42,7 +42,7 @@ def test_a_full_disk_does_not_end_a_process_that_logs(tmp_path: Path) -> None:
 def test_a_log_that_cannot_be_made_does_not_end_a_process(tmp_path: Path) -> None:
     script = (
         "from bert_dp.lines import LostWrites\n"
-        "from bert_dp.process import redirect_output, show_stacks_on_signal\n"
+        "from bert_dp.rank_process import redirect_output, show_stacks_on_signal\n"
         "redirect_output(0, LostWrites()); show_stacks_on_signal(0); print('goes on')\n"
     )
     environ = {**os.environ, record.LOG_DIR: str(tmp_path / "gone")}

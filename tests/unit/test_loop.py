@@ -23,7 +23,7 @@ from bert_dp.metrics import Meter
 from bert_dp.model import build_model
 from bert_dp.parallel import make_engine
 from bert_dp.precision import Precision
-from bert_dp.process import Signals
+from bert_dp.rank_process import Signals
 from bert_dp.tasks import Metadata
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.train_state import TrainState
@@ -176,11 +176,17 @@ def trained(
 ) -> tuple[Any, TrainState, RunResult]:
     """Five steps of two micro batches, a line after every second, an evaluation after each, or after every so
     many as the test asks for."""
+    return train_here(tmp_path, clock, eval={"every_steps": getattr(request, "param", 1)})
+
+
+def train_here(tmp_path: Path, clock: Clock, **sections: Any) -> tuple[Any, TrainState, RunResult]:
     settings = config(
-        schedule={"steps": 5, "name": "constant"},
-        eval={"every_steps": getattr(request, "param", 1)},
-        checkpoint={"every_steps": 2},
-        log={"every_steps": 2},
+        **{
+            "schedule": {"steps": 5, "name": "constant"},
+            "checkpoint": {"every_steps": 2},
+            "log": {"every_steps": 2},
+            **sections,
+        }
     )
     layout = batch_layout(settings, 1)
     model, comm, saver = Slow(clock), Comm(LONE, None), SlowCheckpointer(clock)
@@ -233,6 +239,24 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(
     assert trainer.meter.totals["train_s"] == 5 * 2.0
     assert state.eval_s == 5 * 100.0
     assert np.isfinite(state.heldout_loss or np.nan)
+
+
+def test_a_step_of_the_ramp_is_divided_by_its_own_targets(
+    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: list[tuple[int, int]] = []
+
+    def num_targets(task: MaskedLanguageModel, first_sample: int, count: int) -> int:
+        steps.append((first_sample, count))
+        return count
+
+    monkeypatch.setattr(MaskedLanguageModel, "num_targets", num_targets)
+    batch = {"global_size": 8, "micro_size": 2, "ramp_fraction": 0.8, "ramp_quantum": 2}
+    _, state, _ = train_here(tmp_path, clock, batch=batch)
+    counts = [count for _, count in steps]
+    assert (counts[0], counts[-1]) == (2, 8)
+    assert [first for first, _ in steps] == [sum(counts[:step]) for step in range(5)]
+    assert state.samples == sum(counts)
 
 
 class TwoRanks(Comm):

@@ -14,8 +14,8 @@ from bert_dp.config import ConfigError
 from launcher.plan import inputs, scaling
 from launcher.plan.scaling import Question
 from launcher.results import Scaling
+from launcher.scale.collect import collect
 from launcher.scale.grid import run_dir
-from launcher.scale.reduce import collect
 from tests.unit.test_plan_scaling import cell, from_data, measured, profile
 from tests.unit.test_scaling import grid, write_run
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp.process import record_error
+from bert_dp.rank_process import record_error
 from bert_dp.record import LOG_DIR
 
 SECRET = "q7Zx-81kkd-Pw04ff"

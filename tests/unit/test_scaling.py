@@ -18,9 +18,9 @@ from launcher.machine import environment
 from launcher.results import Cell, Scaling
 from launcher.run.memory_check import STATE
 from launcher.scale import benchmark
+from launcher.scale.collect import collect
 from launcher.scale.grid import Grid, Settings, run_dir
-from launcher.scale.measure import cores_of
-from launcher.scale.reduce import collect
+from launcher.scale.run_grid import cores_of
 from launcher.scale.verdict import verdicts
 
 MACHINE = environment.probe()

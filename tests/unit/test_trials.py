@@ -18,12 +18,12 @@ import pytest
 from bert_dp import record
 from bert_dp.config import Config, dump_config
 from launcher import children
-from launcher.run import processes, records, trials
+from launcher.run import processes, read_run, trials
 from launcher.run.trials import Outcome, Slot, Stopped, Trial
 from tests.helpers import make_config, write_lines
 
 KILLED = {"status": "failed", "killed_by": 9, "cause": "rank 0: SIGKILL"}
-PARTS = {name: [0.5, 0.5] for name in records.PARTS}
+PARTS = {name: [0.5, 0.5] for name in read_run.PARTS}
 
 
 def config(global_size: int = 8, *overrides: str) -> Config:
@@ -70,19 +70,19 @@ def test_a_trial_that_ended_is_not_run_again(
     tmp_path: Path, summary: dict[str, Any], status: str | None
 ) -> None:
     trial = Trial(tmp_path / "t", config(), 2)
-    assert trials.earlier(trial) is None
+    assert trials.earlier_outcome(trial) is None
     write(trial, summary, 9.0)
-    outcome = trials.earlier(trial)
+    outcome = trials.earlier_outcome(trial)
     assert (outcome and outcome.status) == status
     assert outcome is None or outcome.seconds == 9.0
-    assert trials.earlier(Trial(trial.directory, config(16), 2)) is None, "it is of other settings"
+    assert trials.earlier_outcome(Trial(trial.directory, config(16), 2)) is None, "it is of other settings"
 
 
 def test_a_run_of_an_older_benchmark_counts_with_the_time_that_it_tells(tmp_path: Path) -> None:
     """It has no trial.json."""
     trial = Trial(tmp_path / "t", config(), 2)
     write(trial, {"status": "done", "time_s": {"setup": 1.0, "train": 2.0}})
-    assert trials.earlier(trial) == Outcome("ok", 3.0)
+    assert trials.earlier_outcome(trial) == Outcome("ok", 3.0)
 
 
 @pytest.mark.parametrize("damage", [None, "torn", "gone", "short", "list", "zero"])
@@ -102,18 +102,18 @@ def test_a_run_whose_steps_are_not_whole_is_run_again(tmp_path: Path, damage: st
         path.write_text("[1]\n" + path.read_text())
     elif damage == "zero":
         path.write_text(json.dumps({**line, "step_s": [0.0, 0.5]}) + "\n")
-    assert (trials.earlier(trial) is None) == (damage is not None)
+    assert (trials.earlier_outcome(trial) is None) == (damage is not None)
 
 
 def test_a_measured_run_keeps_the_users_settings_and_saves_nothing() -> None:
     user = config(8, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2", "log.noise_scale=true")
-    run = trials.measured(user, on_gpu=False, steps=40, global_size=16, micro_size=4)
+    run = trials.timed_config(user, on_gpu=False, steps=40, global_size=16, micro_size=4)
     assert (run.model, run.optim, run.data) == (user.model, user.optim, user.data)
     assert (run.batch.global_size, run.batch.micro_size, run.batch.ramp_fraction) == (16, 4, 0)
     assert (run.schedule.steps, run.checkpoint.keep, run.eval.every_steps) == (40, 0, 0)
     assert (run.log.step_times, run.log.noise_scale, run.log.every_steps) == (True, False, 4)
     assert (run.compile, run.eval.max_sequences) == ("off", 4)
-    other = trials.measured(
+    other = trials.timed_config(
         user, on_gpu=True, steps=4, global_size=8, micro_size=1, parallel={"engine": "zero1"}
     )
     assert (other.compile, other.parallel.engine) == ("on", "zero1")
@@ -155,7 +155,7 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: list[list[
     directory = str(trial.directory)
     line = [directory, "--nproc", "2", "--launcher", "torchrun", "--cores", "1", "--data-bytes", "5"]
     assert started == [line, line]
-    assert records.cause(trial.directory) == "both attempts ended without writing summary.json"
+    assert read_run.cause(trial.directory) == "both attempts ended without writing summary.json"
 
 
 def test_the_next_trial_is_taken_when_a_slot_is_free(tmp_path: Path, started: list[list[str]]) -> None:

@@ -17,9 +17,9 @@ from launcher import job, results
 from launcher.results import SizeResult, TimedRun, TuneBatch
 from launcher.run.trials import Outcome, Runner, Slot, Trial
 from launcher.tune import batch, cache, curve, sizes
+from launcher.tune.batch_search import BatchSearch
+from launcher.tune.batch_trials import BatchTrials, Question, alloc_retries
 from launcher.tune.curve import Rate
-from launcher.tune.measuring import BatchSearch
-from launcher.tune.runner import BatchTrials, Question, alloc_retries
 from launcher.tune.sizes import MemoryLine
 from tests import tune_fixture
 

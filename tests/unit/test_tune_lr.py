@@ -20,7 +20,7 @@ from bert_dp.config import Config, ConfigError, batch_layout, dump_config, load_
 from launcher import job, results
 from launcher.results import LrOptions
 from launcher.run import trials
-from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier
+from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier_outcome
 from launcher.tune import ladder, lr, rate_search, rate_trials, transfer
 from launcher.tune.rate_report import rate_report
 from tests.e2e.cli import TINY
@@ -64,12 +64,12 @@ class MadeRunner(Runner):
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
         for trial in reversed([*trials]):  # they may end in any order
-            if earlier(trial) is None:
+            if earlier_outcome(trial) is None:
                 if len(self.ran) >= self.limit:
                     raise Stopped(2)
                 self.ran.append(trial.name)
                 self._train(trial)
-            outcome = earlier(trial)
+            outcome = earlier_outcome(trial)
             assert outcome is not None
             yield trial, outcome
 

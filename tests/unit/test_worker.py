@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bert_dp.config import ConfigError
-from bert_dp.process import STOP_SIGNALS, Signals
+from bert_dp.rank_process import STOP_SIGNALS, Signals
 from tests.parity.runs import evals, metrics, settings, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards

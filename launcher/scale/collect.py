@@ -12,7 +12,7 @@ from bert_dp import cost
 from bert_dp.record.models import FailureKind, Summary
 from launcher import results, stats
 from launcher.results import Cell, CellStatus, GridCell, Scaling
-from launcher.run.records import Repeat, ended, read_repeat, read_summary
+from launcher.run.read_run import Repeat, ended, read_repeat, read_summary
 from launcher.scale.grid import Grid, run_dir
 
 LOSS_TOLERANCE = {"fp64": 1e-9, "fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative, over the whole run

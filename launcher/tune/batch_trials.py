@@ -13,8 +13,8 @@ from bert_dp.config import Config
 from bert_dp.cost import GIB
 from launcher.report.numbers import format_gib
 from launcher.results import SizeStatus, TimedRun
-from launcher.run.records import cause, read_repeat
-from launcher.run.trials import Outcome, Runner, Trial, measured
+from launcher.run.read_run import cause, read_repeat
+from launcher.run.trials import Outcome, Runner, Trial, timed_config
 
 GUARD_GIB = 1.0  # above a rank's memory: address space that is private and never touched
 
@@ -59,7 +59,7 @@ class BatchTrials:
 
     def trial(self, name: str, micro: int, global_size: int, steps: int, *, noise: bool = False) -> Trial:
         """The user's configuration at this batch, for so many steps, with nothing saved."""
-        config = measured(
+        config = timed_config(
             self.q.config,
             on_gpu=self.q.on_gpu,
             steps=steps,

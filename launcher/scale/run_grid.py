@@ -13,8 +13,8 @@ from launcher import results
 from launcher.log import Log, complain
 from launcher.report.numbers import count_of, format_si
 from launcher.results import GridCell
-from launcher.run.records import cause, read_summary
-from launcher.run.trials import Progress, Runner, Trial, earlier
+from launcher.run.read_run import cause, read_summary
+from launcher.run.trials import Progress, Runner, Trial, earlier_outcome
 from launcher.scale.grid import Grid, run_dir
 
 SWEEP = tuple(4**k for k in range(6, 14))  # bytes: 4 KiB to 64 MiB
@@ -32,7 +32,7 @@ def run_grid(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, log: Log) -> 
         directory = run_dir(out, cell, repeat)
         trials.append(Trial(directory, grid.config_of(cell), cell.world_size, cores))
         cells[directory] = cell
-    ended = {trial.directory: outcome for trial in trials if (outcome := earlier(trial)) is not None}
+    ended = {trial.directory: outcome for trial in trials if (outcome := earlier_outcome(trial)) is not None}
     lost = {cells[path].id: (path, o.status) for path, o in ended.items() if o.status != "ok"}
     progress = Progress([1.0] * len(trials), log)
     if ended:

@@ -28,11 +28,11 @@ from launcher.results import (
     SizeStatus,
     TriedSize,
 )
-from launcher.run.records import cause, failure_kind, read_summary
+from launcher.run.read_run import cause, failure_kind, read_summary
 from launcher.run.trials import Runner, Trial
 from launcher.tune import curve, sizes
+from launcher.tune.batch_trials import BatchTrials, Question, peak_gib
 from launcher.tune.curve import Rate
-from launcher.tune.runner import BatchTrials, Question, peak_gib
 from launcher.tune.sizes import MemoryLine
 
 FEWEST_STEPS, MOST_STEPS = 6, 60  # timed, of a run

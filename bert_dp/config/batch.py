@@ -1,0 +1,101 @@
+"""The batch equation, its ramp, and how far a run has come in its budget."""
+
+from __future__ import annotations
+
+from pydantic import BaseModel, ConfigDict
+
+from bert_dp.config.checks import noise_issues, parallel_issues
+from bert_dp.config.error import ConfigError
+from bert_dp.config.schema import BatchConfig, Config, divisors
+
+
+class BatchLayout(BaseModel):
+    """The batch equation for one world size: global = micro x accumulation x dp."""
+
+    model_config = ConfigDict(frozen=True)
+    world_size: int
+    tensor: int
+    """Ranks of one replica."""
+    dp: int
+    micro_size: int
+    grad_accum_steps: int
+    global_size: int
+
+    @property
+    def samples_per_micro_step(self) -> int:
+        """Sequences of one forward/backward over all replicas."""
+        return self.micro_size * self.dp
+
+    def __str__(self) -> str:
+        return (
+            f"global batch {self.global_size} = micro {self.micro_size} "
+            f"x accumulation {self.grad_accum_steps} x dp {self.dp}"
+        )
+
+
+def batch_layout(config: Config, world_size: int) -> BatchLayout:
+    """Accumulation for `world_size` ranks at the declared global batch.
+
+    Raises ConfigError, naming the nearest batches that divide, when it does not.
+    """
+    batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
+    issues = []
+    per_pass = batch.micro_size * dp  # samples per micro step
+    if batch.global_size % per_pass:
+        low = batch.global_size // per_pass * per_pass
+        near = ", ".join(str(n) for n in (low, low + per_pass) if n)
+        issues.append(
+            f"batch.global_size: {batch.global_size} is not a multiple of batch.micro_size "
+            f"{batch.micro_size} x {dp} replicas = {per_pass}; nearest that are: {near} "
+            f"(or change batch.micro_size or --nproc)"
+        )
+    elif batch.ramp_fraction > 0 and batch.ramp_quantum is not None and batch.ramp_quantum % per_pass:
+        fits = [q for q in divisors(batch.global_size) if q % per_pass == 0]
+        near = ", ".join(map(str, sorted(fits, key=lambda q: abs(q - (batch.ramp_quantum or 0)))[:2]))
+        issues.append(
+            f"batch.ramp_quantum: {batch.ramp_quantum} is not a multiple of batch.micro_size "
+            f"{batch.micro_size} x {dp} replicas = {per_pass}; nearest that are: {near}"
+        )
+    issues += parallel_issues(config, world_size)
+    issues += noise_issues(config, dp)
+    if issues:
+        raise ConfigError(issues)
+    return BatchLayout(
+        world_size=world_size,
+        tensor=config.parallel.tensor,
+        dp=dp,
+        micro_size=batch.micro_size,
+        grad_accum_steps=batch.global_size // per_pass,
+        global_size=batch.global_size,
+    )
+
+
+def progress_at(config: Config, step: int, samples: int, elapsed_s: float) -> float:
+    """f in [0, 1]: consumed / declared in the budget's own unit. Of a budget in epochs: see with_budget."""
+    schedule = config.schedule
+    if schedule.steps is not None:
+        return min(step / schedule.steps, 1.0)
+    if schedule.tokens is not None:
+        return min(samples * config.data.sequence_length / schedule.tokens, 1.0)
+    assert schedule.hours is not None
+    return min(elapsed_s / (schedule.hours * 3600), 1.0)
+
+
+def with_budget(config: Config, num_samples: int) -> Config:
+    """The configuration with schedule.epochs, if it has any, as the tokens of so many passes over
+    `num_samples` training sequences."""
+    schedule = config.schedule
+    if schedule.epochs is None:
+        return config
+    tokens = max(1, round(schedule.epochs * num_samples)) * config.data.sequence_length
+    resolved = schedule.model_copy(update={"epochs": None, "tokens": tokens})
+    return config.model_copy(update={"schedule": resolved})
+
+
+def batch_at(batch: BatchConfig, progress: float) -> int:
+    """Sequences of the step that starts at progress f: the recipe's linear ramp in declared quanta."""
+    if batch.ramp_fraction <= 0 or batch.ramp_quantum is None:
+        return batch.global_size
+    quantum = batch.ramp_quantum
+    ramped = int(progress * batch.global_size / batch.ramp_fraction / quantum) * quantum + quantum
+    return min(ramped, batch.global_size)
