@@ -227,7 +227,7 @@ def test_launcher_does_not_pull_torch() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["binding", "config", "record", "cost", "world", "process", "heartbeat", "train_state", "corpus"],
+    ["binding", "config", "record", "cost", "world", "rank_process", "heartbeat", "train_state", "corpus"],
 )
 def test_torch_free_rooms(module: str) -> None:
     done = python(f"import bert_dp.{module}, sys; assert 'torch' not in sys.modules")
