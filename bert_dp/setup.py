@@ -114,6 +114,14 @@ def select_checkpoint(
     return Checkpoint(path, tensors, state, facts.compiled if facts.device == device.type else None)
 
 
+def saved_step(resumed: Checkpoint | None, folder: Path) -> int | None:
+    """The step that lies in this run's own folder already; None of a new run, and of one that goes on from
+    the checkpoint of another directory: it first saves one of its own."""
+    if resumed is None or resumed.path.parent.resolve() != folder.resolve():
+        return None
+    return resumed.state.step
+
+
 def build_trainer(
     config: Config,
     layout: BatchLayout,
@@ -171,14 +179,13 @@ def build_trainer(
     if comm.world.rank == 0 and data.tokenizer_file is not None:
         record.write_text(run_dir / checkpoint.TOKENIZER, data.tokenizer_file.read_text(encoding="utf-8"))
     folder = run_dir / "checkpoints"
-    goes_on_here = resumed is not None and resumed.path.parent.resolve() == folder
     line = functools.partial(log_rank0, comm)
     directory = record.HeldDirectory(run_dir) if comm.world.rank == 0 else None
     checkpointer = AsyncCheckpointer(
         folder,
         config.checkpoint,
         log_rank0=line,
-        saved_step=state.step if goes_on_here else None,
+        saved_step=saved_step(resumed, folder),
         lost_writes=lost_writes,
         directory=directory,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from bert_dp.dist import (
     connect,
     disconnect,
     gather_json,
+    recent_collectives,
     set_affinity,
 )
 from bert_dp.measure import all_reduce
@@ -293,3 +295,11 @@ def test_a_group_of_one_rank_talks_to_itself(tmp_path: Path, monkeypatch: pytest
         disconnect()
     assert list(tmp_path.iterdir()) == []  # nothing is left where temporary files go
     assert not torch.distributed.is_initialized()
+
+
+def test_the_collectives_that_are_told_are_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = {"process_group": ["0"], "profiling_name": "gloo:_all_gather"}
+    recorded = json.dumps({"entries": [{**entry, "collective_seq_id": number} for number in range(5)]})
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: recorded, raising=False)
+    monkeypatch.delattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", raising=False)
+    assert [each["sequence"] for each in recent_collectives(2)] == [3, 4]
