@@ -155,7 +155,8 @@ def test_a_launcher_that_is_unknown_or_not_installed_is_refused(
 ) -> None:
     site, options = with_site(tmp_path, NO_PACKAGE), ("--launcher", launcher)
     done = train(shards, tmp_path / "run", options=options, code=2, PYTHONPATH=site)
-    assert done.stderr.strip() == f"error: {line}"
+    assert done.stderr.startswith(f"error: {line}")
+    assert len(done.stderr.splitlines()) == 1
     assert not (tmp_path / "run").exists()
 
 
