@@ -18,7 +18,7 @@ def shipped_configs() -> Path:
 def find_config(name: str, folder: Path = Path()) -> Path:
     """A path (from `folder`), else the shipped configuration of that name. Raises ConfigError."""
     path = folder / Path(name).expanduser()
-    if path.exists():
+    if path.exists() and not path.is_dir():  # a run directory may bear the name of its configuration
         return path
     names = [file.stem for file in sorted(shipped_configs().glob("*.yaml"))]
     plain = Path(name)

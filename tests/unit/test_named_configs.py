@@ -56,6 +56,11 @@ def test_a_base_that_cannot_be_is_refused(tmp_path: Path, files: dict[str, str],
     assert words in issue
 
 
+def test_a_directory_of_the_same_name_does_not_hide_a_configuration(tmp_path: Path) -> None:
+    (tmp_path / "quickstart").mkdir()
+    assert find_config("quickstart", tmp_path) == shipped_configs() / "quickstart.yaml"
+
+
 def test_a_name_slightly_wrong_is_answered_with_the_right_one() -> None:
     assert find_config("configs/quickstart.yaml").name == "quickstart.yaml"
     (issue,) = issues_of(find_config, "quickstrat")
