@@ -80,7 +80,7 @@ def test_a_directory_that_holds_a_run_refuses_another(
 def test_a_run_from_another_runs_weights_starts_at_step_one(
     first: tuple[Path, str], shards: Path, tmp_path: Path
 ) -> None:
-    train(shards, tmp_path / "second", f"run.init_from={first[0]}", nproc=1)
+    train(shards, tmp_path / "second", nproc=1, options=("--set", f"run.init_from={first[0]}"))
     assert read_lines(tmp_path / "second" / "metrics.jsonl")[0]["step"] == 1
 
 
@@ -113,7 +113,8 @@ def test_weights_of_another_tokenizer_are_refused(
     (foreign / "tokenizer.json").write_text("{ }")
     with edited_manifest(foreign) as edited:
         edited["tokenizer"]["sha256"] = hashlib.sha256(b"{ }").hexdigest()
-    done = train(foreign, tmp_path / "third", f"run.init_from={first[0]}", nproc=1, code=2)
+    options = ("--set", f"run.init_from={first[0]}")
+    done = train(foreign, tmp_path / "third", nproc=1, options=options, code=2)
     assert "data.tokenizer" in done.stdout + done.stderr
 
 

@@ -216,7 +216,7 @@ def test_row_23_no_file_of_a_run_holds_a_secret(tmp_path: Path, shards: Path) ->
     run_dir.mkdir(mode=0o700)
     (run_dir / ".env").write_text(f"HF_TOKEN={SECRETS['HF_TOKEN']}\n")
     done = train(shards, run_dir, **SECRETS, **ORDINARY)
-    assert done.stderr.count("by name a secret, but a plain word") == 1
+    assert done.stderr.count("looks like a secret, but is a common word") == 1
     assert leaks(run_dir) == [".env: HF_TOKEN"]
     summary = read_json(run_dir / "summary.json")
     assert (summary["status"], summary["exit_code"]) == ("done", 0)
