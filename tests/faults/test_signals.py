@@ -142,9 +142,9 @@ def test_row_06_a_stop_signal_anywhere_leaves_a_valid_checkpoint(
         out, err = process.communicate(timeout=90)
         assert process.returncode == 143, out + err
         summary = read_json(run_dir / "summary.json")
-        logged = read_lines(run_dir / "metrics.jsonl")[-1]["step"] if summary["step"] else 0
+        last = read_lines(run_dir / "metrics.jsonl")[-1]["step"] if summary["step"] else 0
         state = read_json(run_dir / summary["checkpoint"] / "state.json")
-        assert state["step"] == summary["step"] == logged  # nothing that was done is lost
+        assert state["step"] == summary["step"] == last  # nothing that was done is lost
         observe(6, place=place, step=summary["step"])
         config = yaml.safe_load((run_dir / "config.yaml").read_text())
         write_run(run_dir, {**config, "schedule": {**config["schedule"], "steps": state["step"] + 2}})
