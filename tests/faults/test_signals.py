@@ -13,7 +13,7 @@ import yaml
 
 from tests.e2e.cli import begin, members, step_reached, wait_for
 from tests.faults.harness import FULL, broken, observe, rounds
-from tests.helpers import read_json, read_lines
+from tests.helpers import logged, read_json, read_lines
 from tests.parity.runs import train_runs, write_run
 
 ENDLESS = ("schedule.steps=100000", "checkpoint.every_steps=5", "compile=off")
