@@ -160,8 +160,10 @@ def describe_data(config: Config, manifest: Manifest | None) -> str:
         return "data    not built yet; built when the run starts"
     train = manifest.train
     line = f"data    {train.sequences:,} sequences of {manifest.sequence_length} tokens"
-    if config.schedule.hours is not None:
-        return line
+    if config.schedule.hours is not None or (
+        config.schedule.steps is not None and config.batch.ramp_fraction
+    ):
+        return line  # how much that is shows only as it runs
     tokens = config.schedule.tokens or (expected_steps(config) or 0) * config.batch.global_size * (
         manifest.sequence_length
     )

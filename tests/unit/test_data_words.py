@@ -18,6 +18,10 @@ from tests.helpers import make_config
         (("schedule.steps=30", "batch.global_size=64"), "the run passes over them 20 times"),
         (("schedule.tokens=768",), "the run passes over them 0.5 times"),
         (("schedule.hours=1",), "96 sequences of 16 tokens"),
+        (
+            ("schedule.steps=30", "batch.ramp_fraction=0.5", "batch.ramp_quantum=64"),
+            "96 sequences of 16 tokens",
+        ),
     ],
 )
 def test_the_data_is_described_with_its_passes(shards: Path, settings: tuple[str, ...], line: str) -> None:
