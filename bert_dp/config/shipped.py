@@ -24,6 +24,8 @@ def find_config(name: str, folder: Path = Path()) -> Path:
     plain = Path(name)
     if plain.parent.name in ("", "configs") and plain.stem in names:
         return shipped_configs() / f"{plain.stem}.yaml"
+    if path.exists():  # a directory, which the reader refuses
+        return path
     close = difflib.get_close_matches(plain.stem, names, n=1, cutoff=0.6)
     hint = f"; did you mean {close[0]}?" if close else ""
     raise ConfigError([f"{name}: no such file or shipped configuration ({', '.join(names)}){hint}"])
