@@ -20,7 +20,7 @@ from bert_dp.data import hash64
 from bert_dp.dist import Comm, SharedClock, Stop
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites, Records
-from bert_dp.metrics import Meter, MetricsWriter, Timers, exposed_communication_s
+from bert_dp.metrics import Meter, Timers, exposed_communication_s
 from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine, State
 from bert_dp.precision import Precision
@@ -59,7 +59,6 @@ class Trainer:
     meter: Meter
     checkpointer: AsyncCheckpointer
     records: Records
-    metrics_writer: MetricsWriter
     lost_writes: LostWrites
     log_rank0: Callable[[str], None]
     """Writes a line of rank 0's log."""
@@ -279,7 +278,6 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
         trainer.records.append("metrics.jsonl", line)
         for pairs in norms:
             trainer.records.append("noise.jsonl", pairs)
-        trainer.metrics_writer.write(line.step, dataclasses.asdict(line))
     state.logged_step, state.final_loss, state.skipped_steps = line.step, line.loss, line.skipped_steps
     watch_loss(trainer, state, line.loss)
     skipping = anomalies.too_many_skipped(
@@ -320,7 +318,6 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
         tokens = state.samples * trainer.config.data.sequence_length
         line = {"step": state.step, "tokens": tokens, **measured, "elapsed_s": elapsed}
         trainer.records.append("evals.jsonl", line)
-        trainer.metrics_writer.write(state.step, {"heldout_loss": measured["loss"]})
 
 
 def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = False) -> str | None:

@@ -215,7 +215,6 @@ def train_here(tmp_path: Path, clock: Clock, **sections: Any) -> tuple[Any, Trai
         log_rank0=lambda line: None,
         heartbeat=SimpleNamespace(enter=lambda *_: None, progress=lambda: None),
         signals=Signals(),
-        metrics_writer=SimpleNamespace(write=lambda step, values: None),
     )
     state = TrainState()
     return trainer, state, train(trainer, state, SharedClock(comm, now=clock.read))
