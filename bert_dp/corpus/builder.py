@@ -62,14 +62,14 @@ class BuildRequest(BaseModel):
     def resolved(self) -> pipeline.Wanted:
         """Raises ConfigError for sources or a tokenizer that are not there."""
         settings = {
-            **self.options.model_dump(mode="json"),
+            **self.options.identity(),
             "sequence_length": self.sequence_length,
             "vocab_size": self.vocab_size,
             "seed": self.seed,
             "tokenizer_sha256": inputs.file_hash(Path(self.tokenizer)) if self.tokenizer else None,
         }
         return pipeline.Wanted(
-            inputs.resolve(self.sources), self.options, self.tokenizer, settings, self.processes
+            inputs.resolve(self.sources, self.options), self.options, self.tokenizer, settings, self.processes
         )
 
 
@@ -115,11 +115,11 @@ def cache_dir(config: Config) -> Path:
     The hash covers the options, the tokenizer and every source's name, size and mtime. Raises ConfigError.
     """
     data = config.data
-    found = inputs.resolve(data.sources or ())
+    found = inputs.resolve(data.sources or (), data.build)
     given = inputs.identity(inputs.Source("", Path(data.tokenizer))) if data.tokenizer else None
     facts = {
         "format": [FORMAT, VERSION],
-        "build": data.build.model_dump(mode="json"),
+        "build": data.build.identity(),
         "sequence_length": data.sequence_length,
         "vocab_size": config.model.vocab_size,
         "tokenizer": given,
