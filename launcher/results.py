@@ -554,6 +554,7 @@ class Prediction(StoredFile):
     remedy: ClassVar[str] = "run `bert-dp plan scaling` again"
     schema_version: int = SCHEMA_VERSION
     engine: str
+    warnings: list[str] = []
     assumptions: list[str] = []
     rows: list[PredictedRow]
     measured: list[ComparedCell] = []

@@ -365,6 +365,7 @@ class Config(Section):
         """First 16 hex digits of the SHA-256 of the resolved configuration. A setting of ADDED_LATER counts
         only where it is no default: the hash is in output directories that older versions have started."""
         tree = self.model_dump(mode="json")
+        tree["data"]["build"] = self.data.build.identity()
         for section, name in ADDED_LATER:
             if tree[section][name] == type(getattr(self, section)).model_fields[name].default:
                 del tree[section][name]
