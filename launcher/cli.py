@@ -151,6 +151,12 @@ def data_build(
     vocab_size: Annotated[int, typer.Option(help="Size of the tokenizer to train.")] = 32_768,
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 128,
     tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json; train none.")] = None,
+    format: Annotated[
+        str, typer.Option(help="Of every file: text, jsonl or parquet; auto goes by the suffix.")
+    ] = "auto",
+    text_key: Annotated[
+        str, typer.Option(help="Field of a JSON record or column of a Parquet file that holds the text.")
+    ] = "text",
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -174,7 +180,7 @@ def data_build(
             vocab_size=vocab_size,
             sequence_length=sequence_length,
             tokenizer=tokenizer,
-            overrides=set_ or [],
+            overrides=[f"source_format={format}", f"text_key={text_key}", *(set_ or [])],
             processes_=processes,
             force=force,
             console=console(),
