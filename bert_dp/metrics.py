@@ -6,18 +6,16 @@ import itertools
 import resource
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bert_dp.config import BatchLayout, ConfigError, LogConfig, install_command
+from bert_dp.config import BatchLayout
 from bert_dp.cost import GIB
 from bert_dp.dist import Comm, synchronize
-from bert_dp.lines import LostWrites
 from bert_dp.record import Metrics
 from bert_dp.train_state import TrainState
 
@@ -290,34 +288,6 @@ class Meter:
         if not self.total_steps:
             return dict.fromkeys(self.rates(1, 1, 1, 1.0))
         return self.rates(self.total_steps, self.total_samples, self.total_micro, self.totals["train_s"])
-
-
-class MetricsWriter:
-    """Sends rank 0's lines to TensorBoard where log.tensorboard asks for it, and nowhere else."""
-
-    def __init__(self, settings: LogConfig, run_dir: Path, rank: int, lost_writes: LostWrites):
-        """Raises ConfigError when the extra is not installed."""
-        self._lost_writes = lost_writes
-        self._writer: Any = None
-        if not settings.tensorboard or rank != 0:
-            return
-        try:
-            from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            raise ConfigError([f"log.tensorboard: needs `{install_command('tensorboard')}`"]) from None
-        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """The numbers among `values`."""
-        if self._writer is None:
-            return
-        try:
-            for key, value in values.items():
-                if key != "step" and isinstance(value, (int, float)):
-                    self._writer.add_scalar(key, value, step)
-            self._writer.flush()
-        except OSError as error:  # a full disk
-            self._lost_writes.note(error)
 
 
 # What torch's DDP counts of its own reductions is private to torch, so every reader may find nothing.

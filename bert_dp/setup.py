@@ -17,7 +17,7 @@ from bert_dp.building import first_state, prepare_model
 from bert_dp.config import BatchLayout, Config, ConfigError, changed_settings, peak_lr
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites, Records
-from bert_dp.metrics import Meter, MetricsWriter, sample_communication
+from bert_dp.metrics import Meter, sample_communication
 from bert_dp.precision import choose_precision
 from bert_dp.rank_process import Signals
 from bert_dp.saving import AsyncCheckpointer
@@ -208,7 +208,6 @@ def build_trainer(
         meter=meter,
         checkpointer=checkpointer,
         records=Records(run_dir, line, lost_writes),
-        metrics_writer=MetricsWriter(config.log, run_dir, comm.world.rank, lost_writes),
         lost_writes=lost_writes,
         log_rank0=line,
         heartbeat=heartbeat,

@@ -20,7 +20,7 @@ from bert_dp.data import hash64
 from bert_dp.dist import Comm, SharedClock, Stop
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites, Records
-from bert_dp.metrics import Meter, MetricsWriter, Timers, exposed_communication_s
+from bert_dp.metrics import Meter, Timers, exposed_communication_s
 from bert_dp.optim import lr_factor, set_lr
 from bert_dp.parallel import Engine, State
 from bert_dp.precision import Precision
@@ -59,7 +59,6 @@ class Trainer:
     meter: Meter
     checkpointer: AsyncCheckpointer
     records: Records
-    metrics_writer: MetricsWriter
     lost_writes: LostWrites
     log_rank0: Callable[[str], None]
     """Writes a line of rank 0's log."""
@@ -241,10 +240,10 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
         precision, skipped = trainer.precision.name, state.skipped_steps
         nothing = anomalies.nothing_learned(trainer.config, precision, skipped, state.step)
         state.give_up(nothing, "not_finite")
-    evaluated = state.heldout_loss is not None and state.step == state.evaluated_step
+    evaluated = state.heldout is not None and state.step == state.evaluated_step
     if not (stop or state.trouble or evaluated):
         evaluate_and_write(trainer, state, clock)
-        if state.heldout_loss is None:  # a signal came meanwhile, or nothing is held out
+        if state.heldout is None:  # a signal came meanwhile, or nothing is held out
             stop = clock.poll_stop(stop_request(trainer, state))
     clock.finish()
     trainer.records.close()
@@ -279,7 +278,6 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
         trainer.records.append("metrics.jsonl", line)
         for pairs in norms:
             trainer.records.append("noise.jsonl", pairs)
-        trainer.metrics_writer.write(line.step, dataclasses.asdict(line))
     state.logged_step, state.final_loss, state.skipped_steps = line.step, line.loss, line.skipped_steps
     watch_loss(trainer, state, line.loss)
     skipping = anomalies.too_many_skipped(
@@ -308,9 +306,7 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     start = clock.elapsed_s()
     measured = evaluate(trainer, lambda: bool(clock.poll_stop(stop_request(trainer, state))))
     elapsed = clock.elapsed_s()
-    state.heldout_loss = measured["loss"] if measured else None
-    masked = measured.get("masked_tokens") if measured else None
-    state.heldout_tokens = None if masked is None else int(masked)
+    state.heldout = measured
     state.evaluated_step = state.step
     state.eval_s += elapsed - start
     state.give_up(trainer.directory_lost(), "directory_lost")
@@ -320,7 +316,6 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
         tokens = state.samples * trainer.config.data.sequence_length
         line = {"step": state.step, "tokens": tokens, **measured, "elapsed_s": elapsed}
         trainer.records.append("evals.jsonl", line)
-        trainer.metrics_writer.write(state.step, {"heldout_loss": measured["loss"]})
 
 
 def save(trainer: Trainer, state: TrainState, elapsed_s: float, *, wait: bool = False) -> str | None:

@@ -17,7 +17,7 @@ import typer
 
 from bert_dp import __version__, record
 from bert_dp.config import ConfigError, find_config, shipped_configs
-from launcher.log import PLAIN, complain, show, warn_of_ordinary_secrets
+from launcher.log import PLAIN, complain, logger, show, warn_of_ordinary_secrets
 from launcher.options import (
     Json,
     Launcher,
@@ -27,6 +27,7 @@ from launcher.options import (
     console,
     counts,
     engines,
+    loggers,
     modes,
     parsed,
     seconds,
@@ -150,6 +151,12 @@ def data_build(
     vocab_size: Annotated[int, typer.Option(help="Size of the tokenizer to train.")] = 32_768,
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 128,
     tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json; train none.")] = None,
+    format: Annotated[
+        str, typer.Option(help="Of every file: text, jsonl or parquet; auto goes by the suffix.")
+    ] = "auto",
+    text_key: Annotated[
+        str, typer.Option(help="Field of a JSON record or column of a Parquet file that holds the text.")
+    ] = "text",
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -173,7 +180,7 @@ def data_build(
             vocab_size=vocab_size,
             sequence_length=sequence_length,
             tokenizer=tokenizer,
-            overrides=set_ or [],
+            overrides=[f"source_format={format}", f"text_key={text_key}", *(set_ or [])],
             processes_=processes,
             force=force,
             console=console(),
@@ -506,21 +513,30 @@ def report(
     json: Annotated[
         bool, typer.Option("--json", help="Print what the page would show as JSON; write no page.")
     ] = False,
+    log_to: Annotated[
+        Sequence[str],
+        parsed(loggers, "NAME,...", help="Also send the runs to tensorboard, wandb, mlflow or trackio."),
+    ] = (),
 ) -> None:
     """One self-contained HTML page of a run, a comparison of runs, a scaling benchmark or a search (tune)."""
     from launcher.report import html
     from launcher.report.run_report import PAGE
+    from launcher.run.loggers import send_run
 
+    if log_to and (others := [d for d in run_dirs if not (d / "config.yaml").exists()]):
+        raise ConfigError([f"--log-to: {d} is not a run directory (no config.yaml)" for d in others])
     target = out or run_dirs[0] / PAGE
     report = report_of(run_dirs)
     if json:
         typer.echo(jsonlib.dumps(record.finite(dataclasses.asdict(report)), indent=1))
-        return
-    if issues := html.target_issues(target):
-        raise ConfigError(issues)
-    with _writing("--out"):
-        html.write(report, target)
-    show(console(), str(target), **PLAIN)
+    else:
+        if issues := html.target_issues(target):
+            raise ConfigError(issues)
+        with _writing("--out"):
+            html.write(report, target)
+        show(console(), str(target), **PLAIN)
+    log = logger(console(), json)
+    raise typer.Exit(max(send_run(run_dir, log_to, log) for run_dir in run_dirs))
 
 
 def report_of(run_dirs: Sequence[Path]) -> Report:

@@ -58,7 +58,7 @@ def build(
                     "sources": list(sources),
                     "tokenizer": tokenizer,
                     "sequence_length": sequence_length,
-                    "build": parse_overrides(overrides),
+                    "build": parse_overrides([o.removeprefix("data.build.") for o in overrides]),
                 },
                 "model": {"vocab_size": vocab_size},
                 "schedule": {"steps": 1},

@@ -37,6 +37,7 @@ from bert_dp.config.shipped import shipped_configs
 from bert_dp.record.models import StoredFile
 from launcher import children, results
 from launcher.log import PLAIN, show
+from launcher.loggers import logger_issues
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.redact import redact_argv, secrets, setting_issues
@@ -163,8 +164,7 @@ def input_issues(config: Config) -> list[str]:
             if found
             else [f"run.init_from: {start} holds no checkpoint; name a checkpoint or a run directory"]
         )
-    if config.log.tensorboard and importlib.util.find_spec("tensorboard") is None:
-        issues.append(f"log.tensorboard: true needs `{install_command('tensorboard')}`")
+    issues += [f"log.to: {issue}" for issue in logger_issues(config.log.loggers)]
     engine = config.parallel.engine
     if engine in ("deepspeed", "accelerate") and importlib.util.find_spec(engine) is None:
         issues.append(f"parallel.engine: {engine} needs `{install_command(engine)}`")

@@ -14,6 +14,7 @@ import typer
 from bert_dp.config import ConfigError, shipped_configs
 from bert_dp.config.extras import install_command
 from bert_dp.record import safe
+from launcher.loggers import logger_issues
 from launcher.run.starters import launcher_problem
 
 if TYPE_CHECKING:
@@ -72,6 +73,14 @@ def engines(text: str) -> tuple[str, ...]:
         if importlib.util.find_spec(package) is None:
             raise typer.BadParameter(f"{package} needs `{install_command(package)}`")
     return tuple(dict.fromkeys(names))
+
+
+def loggers(text: str) -> tuple[str, ...]:
+    """`wandb,mlflow` -> ("wandb", "mlflow"), each installed."""
+    names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    if issues := logger_issues(names):
+        raise typer.BadParameter("; ".join(issues))
+    return names
 
 
 def seconds(text: str) -> float:

@@ -30,6 +30,7 @@ WRITTEN = {
         "accelerate.log",
         "deepspeed.log",
         "trial.log",
+        "loggers.log",
     ),
 }
 UNFINISHED = re.compile(r"\.(.+)\.[0-9a-f]{8}")  # what `record.write_text` leaves when it is killed

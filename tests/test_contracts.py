@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("bert_dp", "launcher")
 OPTIONAL = tuple(
     "accelerate deepspeed datasets transformers onnx onnxruntime "
-    "tensorboard trackio rensa pynvml pyarrow zstandard".split()
+    "tensorboard trackio wandb mlflow rensa pynvml pyarrow zstandard".split()
 )
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

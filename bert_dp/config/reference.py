@@ -60,7 +60,7 @@ def type_name(annotation: object) -> str:
     if annotation in names:
         return names[annotation]
     if get_origin(annotation) is tuple:
-        return "list of text"
+        return f"list of {type_name(get_args(annotation)[0])}"
     return " or ".join(
         dict.fromkeys(
             type_name(part) for part in get_args(annotation) if hasattr(part, "__mro__") or get_args(part)

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import (
     AfterValidator,
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -26,7 +27,8 @@ MAX_TOKENS = 10**18
 MAX_RANKS = 2**16
 MAX_SECONDS = 1e9
 MAX_PATH = 4096  # bytes
-ADDED_LATER = (("run", "init_keeps"), ("objective", "name"), ("schedule", "epochs"))
+ADDED_LATER = (("run", "init_keeps"), ("objective", "name"), ("schedule", "epochs"), ("log", "to"))
+Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 BUDGETS = ("steps", "tokens", "hours", "epochs")  # of the schedule; exactly one is set
 
 
@@ -36,6 +38,12 @@ def _can_be_a_path(text: str) -> str:
     return text
 
 
+def _as_tuple(value: object) -> object:
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
+
+
+ONE_OR_MORE = BeforeValidator(_as_tuple)
+"""One may stand without brackets."""
 PathText = Annotated[str, AfterValidator(_can_be_a_path)]
 
 
@@ -95,12 +103,23 @@ class BuildConfig(Section):
     """Of the sequences in the shards: short sentences, or likely tokens, first. Needs data.shuffle: false."""
     held_out_fraction: float = Field(0.01, ge=0, lt=0.5)
     """Share of the documents kept for the held-out loss."""
+    source_format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """Of the files; auto = by suffix (none = text), and an unknown suffix is refused."""
+    text_key: str = Field("text", min_length=1, max_length=256)
+    """Field of a JSON record, or column of a Parquet file or hub data set, that holds the text."""
+
+    def identity(self) -> dict[str, Any]:
+        """What names a build. The settings that came later are in it where they are not at their default, so
+        that a build of an older version keeps its name."""
+        later = {"source_format": "auto", "text_key": "text"}
+        chosen = self.model_dump(mode="json")
+        return {name: value for name, value in chosen.items() if later.get(name) != value}
 
 
 class DataConfig(Section):
     path: PathText | None = None
     """Directory made by `bert-dp data build`."""
-    sources: tuple[PathText, ...] | None = None
+    sources: Annotated[tuple[PathText, ...] | None, ONE_OR_MORE] = None
     """Files, globs, `hub:NAME`, or `builtin` (CPython's own documentation); built on first use, cached."""
     tokenizer: PathText | None = None
     """Existing tokenizer.json; null = train one on the sources."""
@@ -113,12 +132,6 @@ class DataConfig(Section):
     synthetic: bool = False
     """Train on one micro batch of random tokens, made once: what a step takes without the loader."""
     build: BuildConfig = BuildConfig()
-
-    @field_validator("sources", mode="before")
-    @classmethod
-    def _as_tuple(cls, value: object) -> object:
-        """One source may stand without brackets."""
-        return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 class ModelConfig(Section):
@@ -308,8 +321,17 @@ class LogConfig(Section):
     """Write the squared gradient norms of each step at two batches, before clipping, to noise.jsonl, and the
     gradient noise scale of the last 200 steps, in sequences, to summary.json. Under single, ddp and zero1
     without tensor parallelism; one replica needs accumulation 2 or more."""
+    to: Annotated[tuple[Logger, ...], ONE_OR_MORE] = ()
+    """Services that the records are also sent to (extras of the same names); on this machine alone unless
+    the environment asks for more."""
     tensorboard: bool = False
-    """Mirror metrics.jsonl to TensorBoard (extra `tensorboard`)."""
+    """The same as tensorboard in log.to."""
+
+    @property
+    def loggers(self) -> tuple[Logger, ...]:
+        """Services that the records are sent to, each once."""
+        mirrored: tuple[Logger, ...] = ("tensorboard",) if self.tensorboard else ()
+        return tuple(dict.fromkeys((*self.to, *mirrored)))
 
 
 class Config(Section):
@@ -354,8 +376,10 @@ class Config(Section):
         """First 16 hex digits of the SHA-256 of the resolved configuration. A setting of ADDED_LATER counts
         only where it is no default: the hash is in output directories that older versions have started."""
         tree = self.model_dump(mode="json")
+        tree["data"]["build"] = self.data.build.identity()
         for section, name in ADDED_LATER:
-            if tree[section][name] == type(getattr(self, section)).model_fields[name].default:
+            given = getattr(self, section)
+            if getattr(given, name) == type(given).model_fields[name].default:
                 del tree[section][name]
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 

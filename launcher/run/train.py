@@ -39,6 +39,7 @@ from launcher.report.html import write_or_warn
 from launcher.report.numbers import count_of
 from launcher.report.run_report import PAGE, of_directories
 from launcher.run import processes, restarts
+from launcher.run.loggers import Loggers
 from launcher.run.memory_check import check_memory, precision_of
 from launcher.watch import failure, heartbeats
 from launcher.watch.display import Display
@@ -317,16 +318,24 @@ def run_locked(
     def log(line: str) -> None:
         show(console, line, **PLAIN)
 
+    loggers = Loggers(where, config.log.loggers, log)
+
     def attempt(ranks: int, resume: str) -> processes.RunResult:
         watched = heartbeats.Watch(
             where, log, hang_after_s=config.run.hang_after_s, end_hung_after_s=config.run.end_hung_after_s
         )
         with Display(where, console, config, ranks) as display:
+
+            def poll() -> None:
+                display.poll()
+                loggers.poll()
+
             return processes.run(
-                held, ranks, resume, display.poll, log=log, launcher=launcher, on_gpu=on_gpu, watch=watched
+                held, ranks, resume, poll, log=log, launcher=launcher, on_gpu=on_gpu, watch=watched
             )
 
-    result = restarts.supervise(attempt, config, where, ranks, resume, policy, log)
+    with loggers:
+        result = restarts.supervise(attempt, config, where, ranks, resume, policy, log)
     home = held.now()
     if result.failure is not None:
         print_failure(result.failure, home or where, console)

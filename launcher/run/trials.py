@@ -101,6 +101,7 @@ def timed_config(
         "log": {
             "every_steps": max(1, -(-steps // LOG_LINES)),
             "step_times": True,
+            "to": [],
             "tensorboard": False,
             "noise_scale": noise_scale,
         },

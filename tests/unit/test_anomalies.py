@@ -118,7 +118,6 @@ def test_a_logged_spike_is_said_counted_and_remembered_with_the_checkpoint(tmp_p
         meter=meter,
         run_dir=tmp_path,
         log_rank0=said.append,
-        metrics_writer=SimpleNamespace(write=lambda step, values: None),
         data=SimpleNamespace(num_samples=100),
         stream=SimpleNamespace(wait_s=0.0),
         heartbeat=SimpleNamespace(enter=lambda *_: None),

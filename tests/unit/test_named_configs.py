@@ -84,9 +84,11 @@ def test_a_count_may_be_written_as_a_power_of_ten_and_one_source_without_bracket
     assert issue.startswith("schedule.steps: ")
 
 
-@pytest.mark.parametrize("extra", ["accelerate", "deepspeed", "dedup", "tensorboard", "zstd"])
+@pytest.mark.parametrize(
+    "extra", ["accelerate", "deepspeed", "dedup", "mlflow", "tensorboard", "trackio", "wandb", "zstd"]
+)
 def test_what_is_missing_is_installed_by_the_names_of_its_packages(extra: str) -> None:
-    package = {"dedup": "rensa", "zstd": "zstandard"}.get(extra, extra)
+    package = {"dedup": "rensa", "mlflow": "mlflow-skinny", "zstd": "zstandard"}.get(extra, extra)
     assert re.fullmatch(rf"pip install '{package}>=[\d.]+'", install_command(extra))
 
 
@@ -107,7 +109,7 @@ def test_a_report_as_json_holds_its_numbers_and_writes_no_page(tmp_path: Path) -
     done = bert_dp("report", str(run), "--json")
     report = json.loads(done.stdout)
     assert report["verdicts"][0]["level"] == "ok"
-    assert {tile["label"]: tile["text"] for tile in report["tiles"]}["Held-out loss"] == "6.2500 nats"
+    assert {tile["label"]: tile["text"] for tile in report["tiles"]}["Held-out loss"] == "6.2500 nats ± 0.0392"
     assert not (run / "report.html").exists()
 
 

@@ -1,0 +1,140 @@
+"""A run's record files, followed line by line, and what of them goes to a service."""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from bert_dp import record
+from bert_dp.config import ConfigError, read_yaml
+from bert_dp.record.models import Summary
+from launcher import results
+from launcher.loggers import STATE, Beginning, MetricsWriter, Scalar, open_writer
+from launcher.redact import redact
+from launcher.results import LoggerRun
+
+POLL_S = 1.0
+# record file -> what the names of its numbers begin with, and those that are no measurement of it
+FOLLOWED = {"metrics.jsonl": ("", ("step",)), "evals.jsonl": ("heldout_", ("step", "tokens", "elapsed_s"))}
+
+
+class Tail:
+    """The whole lines of a record file as they come, each step once, also after the file was cut back."""
+
+    def __init__(self, path: Path, sent: int):
+        """`sent`: the last step that needs no sending."""
+        self.sent = sent
+        self._path = path
+        self._inode, self._offset = 0, 0
+        self._prefix, self._left_out = FOLLOWED[path.name]
+
+    def read(self) -> Iterator[tuple[int, str, dict[str, float]]]:
+        """(step, file, numbers) of the lines that stand there at the moment of this call."""
+        try:
+            file = self._path.open("rb")
+        except FileNotFoundError:
+            return iter(())
+        status = os.fstat(file.fileno())
+        if status.st_ino != self._inode or status.st_size < self._offset:  # cut back: another file
+            self._inode, self._offset = status.st_ino, 0
+        return self._lines(file, status.st_size)
+
+    def _lines(self, file: IO[bytes], end: int) -> Iterator[tuple[int, str, dict[str, float]]]:
+        with file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n") or self._offset + len(line) > end:
+                    return
+                self._offset += len(line)
+                facts = _parse(line)
+                if facts is not None and facts["step"] > self.sent:
+                    self.sent = facts["step"]
+                    yield self.sent, self._path.name, self._numbers(facts)
+
+    def _numbers(self, facts: Mapping[str, Any]) -> dict[str, float]:
+        return {
+            f"{self._prefix}{key}": value
+            for key, value in facts.items()
+            if key not in self._left_out and isinstance(value, int | float)
+        }
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """None of a damaged line: the ones after it may be whole."""
+    try:
+        facts = record.parse_json(line)
+    except ValueError:
+        return None
+    return facts if isinstance(facts, dict) and type(facts.get("step")) is int else None
+
+
+def send(run_dir: Path, name: str, over: threading.Event) -> None:
+    """All records of the run to the service `name`, as they come until `over`, then how it has ended.
+
+    Goes on with the service's run of an earlier call. Raises what the service raises, and ConfigError.
+    """
+    folder = run_dir / name
+    folder.mkdir(exist_ok=True)
+    with record.lock(folder / ".lock") or _busy(folder):
+        known = results.find(folder / STATE, LoggerRun)
+        writer = open_writer(name, Beginning(run_dir, known.id if known else None, settings_of(run_dir)))
+        sent = known.sent if known else {}
+        tails = [Tail(run_dir / file, sent.get(file, 0)) for file in FOLLOWED]
+        step = _send_lines(writer, tails, folder / STATE, over)
+        writer.finish(step, *ending(run_dir))
+
+
+def _busy(folder: Path) -> IO[str]:
+    raise ConfigError([f"another process sends what {folder} holds"])
+
+
+def _send_lines(writer: MetricsWriter, tails: list[Tail], state: Path, over: threading.Event) -> int:
+    """Returns the last step."""
+    before = None
+    while True:
+        is_last = over.is_set()  # asked before reading: all that was written until then is sent
+        # metrics.jsonl is looked at first: what is held out before its last line then stands in evals.jsonl
+        for step, _, numbers in heapq.merge(*[tail.read() for tail in tails], key=lambda line: line[0]):
+            writer.write(step, numbers)
+        sent = {file: tail.sent for file, tail in zip(FOLLOWED, tails, strict=True)}
+        if sent != before:
+            results.write(state, LoggerRun(id=writer.run_id, where=writer.where, sent=sent))
+            before = sent
+        if is_last:
+            return max(sent.values())
+        over.wait(POLL_S)
+
+
+def settings_of(run_dir: Path) -> dict[str, Scalar]:
+    """config.yaml by `section.name`, lists as JSON, without what is null or a secret. Raises ConfigError."""
+    config = flat(redact(read_yaml(run_dir / "config.yaml")))
+    return {k: json.dumps(v) if isinstance(v, list) else v for k, v in config.items()}
+
+
+def ending(run_dir: Path) -> tuple[dict[str, Scalar], int]:
+    """The values of summary.json with paths to the page and the checkpoint, and the exit code; nothing and 1
+    of a run that left no summary."""
+    summary = results.find(run_dir / "summary.json", Summary)
+    if summary is None:
+        return {}, 1
+    facts = {k: v for k, v in flat(results.plain(summary)).items() if not isinstance(v, list)}
+    facts["report"] = str(run_dir / "report.html")
+    if summary.checkpoint:
+        facts["checkpoint"] = str(run_dir / summary.checkpoint)
+    return {f"summary/{key}": value for key, value in facts.items()}, summary.exit_code
+
+
+def flat(tree: Mapping[str, Any], above: str = "") -> dict[str, Any]:
+    """The values of nested mappings by `key.key`, without those that are null."""
+    leaves: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            leaves |= flat(value, f"{above}{key}.")
+        elif value is not None:
+            leaves[f"{above}{key}"] = value
+    return leaves
