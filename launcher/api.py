@@ -32,6 +32,7 @@ from launcher.watch.failure import ending
 PathLike = str | os.PathLike[str]
 ERROR = "error: "  # what the verbs put before each line of bad input
 LINES_KEPT = 1000  # of what a run says
+NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}  # a kernel asks for colours; a bar needs a terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +184,7 @@ def _follow(arguments: list[str]) -> _Ended:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, **environ},
+            env={**os.environ, **NO_TERMINAL, **environ},
             start_new_session=True,
         )
         assert process.stdout is not None
