@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 import yaml
@@ -134,6 +135,8 @@ def begin(folder: Path, settings: dict[str, Any]) -> subprocess.Popen[str]:
 
 def test_an_interrupt_stops_the_run_after_a_checkpoint(tmp_path: Path, small: dict[str, Any]) -> None:
     process = begin(tmp_path, small)
+    groups = {os.getpgid(child.pid) for child in psutil.Process(process.pid).children(recursive=True)}
+    assert process.pid not in groups  # else the verb would hear the same interrupt twice, and end at once
     os.killpg(process.pid, signal.SIGINT)  # as a terminal and a notebook's server do
     said, _ = process.communicate(timeout=120)
     assert process.returncode == 0
