@@ -17,7 +17,7 @@ import typer
 
 from bert_dp import __version__, record
 from bert_dp.config import ConfigError, find_config, shipped_configs
-from launcher.log import PLAIN, complain, logger, show, warn_of_ordinary_secrets
+from launcher.log import complain, logger, warn_of_ordinary_secrets
 from launcher.options import (
     Json,
     Launcher,
@@ -212,6 +212,7 @@ def configs(
     for path in sorted(shipped_configs().glob("*.yaml")):
         what = path.read_text().partition("\n")[0].removeprefix("# ")
         typer.echo(f"{path.stem:<18} {what}")
+    complain("next: bert-dp train NAME --dry-run")
 
 
 @app.command()
@@ -224,14 +225,14 @@ def doctor(
     would fail.
     """
     from launcher.machine import doctor as checks
-    from launcher.report.console import ConsoleReport
+    from launcher.report.console import show_report
 
     machine, findings = checks.doctor(run_dir)
     if json:
         facts = {"environment": machine.to_json(), "findings": [f.__dict__ for f in findings]}
         typer.echo(jsonlib.dumps(facts, indent=1))
     else:
-        console().print(ConsoleReport(checks.doctor_report(machine, findings), titled=True))
+        show_report(console(), checks.doctor_report(machine, findings), titled=True)
     raise typer.Exit(1 if any(f.level == "fail" for f in findings) else 0)
 
 
@@ -480,7 +481,7 @@ def plan_scaling(
     from launcher import results
     from launcher.plan import inputs, scaling
     from launcher.plan.plan_report import plan_report
-    from launcher.report.console import ConsoleReport
+    from launcher.report.console import show_report
 
     source = inputs.choose(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
     question = scaling.Question(
@@ -499,7 +500,7 @@ def plan_scaling(
     if json:
         typer.echo(results.to_json(answer), nl=False)
     else:
-        console().print(ConsoleReport(plan_report(answer)))
+        show_report(console(), plan_report(answer))
 
 
 @app.command()
@@ -520,6 +521,7 @@ def report(
 ) -> None:
     """One self-contained HTML page of a run, a comparison of runs, a scaling benchmark or a search (tune)."""
     from launcher.report import html
+    from launcher.report.console import show_end
     from launcher.report.run_report import PAGE
     from launcher.run.loggers import send_run
 
@@ -534,7 +536,7 @@ def report(
             raise ConfigError(issues)
         with _writing("--out"):
             html.write(report, target)
-        show(console(), str(target), **PLAIN)
+        show_end(console(), report, target)
     log = logger(console(), json)
     raise typer.Exit(max(send_run(run_dir, log_to, log) for run_dir in run_dirs))
 
@@ -553,7 +555,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     if alone and len(run_dirs) > 1:
         raise ConfigError([f"RUN_DIR: {alone[0][0]} is {kinds[alone[0][1]]}; its page is made of it alone"])
     if alone and alone[0][1] == FILE:
-        return scale_report(results.read(first / FILE, results.Scaling))
+        return scale_report(results.read(first / FILE, results.Scaling), first)
     if alone:
         if (record.read_json(first / TUNED) or {}).get("kind") == "lr":
             return rate_report(results.read(first / TUNED, results.TuneLr), first)

@@ -36,12 +36,11 @@ from bert_dp.config.shipped import find_config as find_named_config
 from bert_dp.config.shipped import shipped_configs
 from bert_dp.record.models import StoredFile
 from launcher import children, results
-from launcher.log import PLAIN, show
 from launcher.loggers import logger_issues
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.redact import redact_argv, secrets, setting_issues
-from launcher.report.console import ConsoleReport
+from launcher.report.console import show_report
 from launcher.report.html import write_or_warn
 from launcher.report.model import Report
 from launcher.report.run_report import PAGE
@@ -330,9 +329,7 @@ def publish(file: StoredFile, report: Report, out: Path, *, as_json: bool, conso
     if as_json:
         sys.stdout.write(results.to_json(file))
         return
-    show(console, ConsoleReport(report))
-    if has_page:
-        show(console, f"page: {out / PAGE}", **PLAIN)
+    show_report(console, report, out / PAGE if has_page else None)
 
 
 def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:

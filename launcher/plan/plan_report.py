@@ -46,6 +46,7 @@ def plan_report(answer: Prediction) -> Report:
         "bert-dp: predicted scaling",
         verdicts=[Verdict("warn", text) for text in answer.warnings],
         sections=[Section("", tables=tables, notes=answer.assumptions)],
+        next=f"bert-dp scale --nproc {','.join(str(row.world_size) for row in answer.rows[:4])}  measures it",
     )
 
 

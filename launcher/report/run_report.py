@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import json
+import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -78,7 +80,16 @@ def run_report(runs: Sequence[Run]) -> Report:
             *([Section("Settings that differ", tables=[_differences(runs)])] if many else []),
             *[section for run in runs for section in _records(run, many)],
         ],
+        next="" if many else _next(runs[0]),
     )
+
+
+def _next(run: Run) -> str:
+    """What can be done with the run: use the model that it has trained, or go on with it."""
+    path = str(run.path)
+    if run.finished and run.facts.status == "done":
+        return f"python -c {shlex.quote(f'import bert_dp; print(bert_dp.load({json.dumps(path)}))')}"
+    return f"bert-dp train --run-dir {shlex.quote(path)}" if run.facts.checkpoint else ""
 
 
 def _machine(run: Run, many: bool) -> str:

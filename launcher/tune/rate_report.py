@@ -95,6 +95,7 @@ def rate_report(tune: TuneLr, folder: Path) -> Report:
             *([_transfer(tune.transfer)] if tune.transfer else []),
             *settings_sections(tune, SETTINGS, settings),
         ],
+        next=use(tune.choice, folder),
     )
 
 
@@ -119,7 +120,6 @@ def _choice(tune: TuneLr, folder: Path) -> Verdict:
         if choice.at_edge
         else "",
         heldout.too_small(_heldout(tune), _lead(tune)) or "",
-        use(folder),
     ]
     return Verdict("warn" if choice.at_edge else "ok", text, [note for note in notes if note])
 

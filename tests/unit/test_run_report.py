@@ -304,3 +304,45 @@ def test_names_of_a_run_cannot_harm_and_no_secret_is_shown(tmp_path: Path) -> No
     page = read_page(of_directories([run]))
     assert "x<script>y" in page.text
     assert "hf_x" not in page.text
+
+
+ENDINGS: dict[str, dict[str, Any] | None] = {
+    "done": {},
+    "failed": FAILED,
+    "failed early": {"status": "failed", "exit_code": 1, "cause": None, "step": 0, "heldout_loss": None},
+    "stopped": {"status": "stopped", "signal": 15, "exit_code": 143},
+    "killed": None,
+    "running": None,
+}
+"""What summary.json says more; None: there is none."""
+
+
+def make_ended(path: Path, ending: str) -> Path:
+    run = make_run(path, num_lines=3 if ending == "running" else 10, summary=ENDINGS[ending] or {})
+    (run / "checkpoints" / "step-00000100").mkdir(parents=True)
+    if ENDINGS[ending] is None:
+        (run / "summary.json").unlink()
+    return run
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_every_ending_has_a_report_and_what_comes_next(tmp_path: Path, ending: str) -> None:
+    run = make_ended(tmp_path / "a run", ending)
+    report = of_directories([run])
+    goes_on = f"bert-dp train --run-dir '{run}'"
+    loads = f"python -c 'import bert_dp; print(bert_dp.load(\"{run}\"))'"
+    assert report.next == (loads if ending == "done" else goes_on)
+    shown_rows = rows_of(report)
+    for row in (("Outcome", "training loss, last"), ("Throughput", "tokens"), ("Work", "optimizer steps")):
+        assert not shown_rows[row][0].startswith("n/a"), row
+
+
+@pytest.mark.parametrize("one", ENDINGS)
+def test_a_run_of_every_ending_stands_beside_those_of_the_others(tmp_path: Path, one: str) -> None:
+    runs = [make_ended(tmp_path / other / "run", other) for other in ENDINGS]
+    first = make_ended(tmp_path / "first", one)
+    for other in runs:
+        report = of_directories([first, other])
+        assert len([verdict for verdict in report.verdicts if verdict.name]) == 2
+        assert {len(cells) for cells in rows_of(report).values()} == {2}
+        assert report.next == ""
