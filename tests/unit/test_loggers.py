@@ -148,6 +148,19 @@ def test_a_second_start_goes_on_in_the_same_run(tmp_path: Path, opened: list[Fak
     assert state == LoggerRun(id="new", where="nowhere", sent={"metrics.jsonl": 110, "evals.jsonl": 100})
 
 
+def test_another_destination_gets_the_whole_run_anew(
+    tmp_path: Path, opened: list[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sent offline first, then to a server; the state holds no password."""
+    run_dir = make_run(tmp_path / "run")
+    send_all(run_dir)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://me:a-long-password-1@host")
+    for _ in range(2):
+        send_all(run_dir)
+    assert [(run.beginning.run_id, len(steps(run))) for run in opened] == [(None, 10), (None, 10), ("new", 0)]
+    assert "a-long-password-1" not in (run_dir / "wandb" / "run.json").read_text()
+
+
 def test_a_run_without_a_summary_has_failed(tmp_path: Path, opened: list[Fake]) -> None:
     run_dir = make_run(tmp_path / "run")
     (run_dir / "summary.json").unlink()
