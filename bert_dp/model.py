@@ -50,6 +50,11 @@ def rotate(x_BASD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
     return x_BASD * cos_SD + torch.cat([-second, first], dim=-1) * sin_SD
 
 
+def widened(logits_PV: Tensor) -> Tensor:
+    """In fp32 at least, as cross entropies are computed."""
+    return logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
+
+
 class TiedLookup(torch.autograd.Function):
     """(weight[ids], weight): the second for the decoder, which is tied to the embedding.
 
@@ -81,8 +86,18 @@ class Vocabulary:
 
     def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """Sum of the cross entropies; a label of IGNORE contributes nothing."""
-        wide = logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
-        return F.cross_entropy(wide, labels_P, ignore_index=IGNORE, reduction="sum")
+        return F.cross_entropy(widened(logits_PV), labels_P, ignore_index=IGNORE, reduction="sum")
+
+    def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
+        """[2, P]: the cross entropy of each position, and 1 where the label has the greatest logit.
+
+        Both are 0 for a label of IGNORE.
+        """
+        wide_PV = widened(logits_PV)
+        loss_P = F.cross_entropy(wide_PV, labels_P, ignore_index=IGNORE, reduction="none")
+        label_logit_P = wide_PV.gather(1, labels_P.clamp(min=0)[:, None])[:, 0]
+        is_best_P = (label_logit_P == wide_PV.amax(-1)) & (labels_P != IGNORE)
+        return torch.stack([loss_P, is_best_P.to(loss_P.dtype)])
 
 
 class Embeddings(nn.Module):

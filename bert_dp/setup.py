@@ -260,7 +260,6 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
         f"model: {trainer.num_parameters:,} parameters, {trainer.precision.name}, {compiled}, "
         f"engine {engine}",
         f"learning rate: {peak_lr(config).equation}, {config.optim.name}",
-        f"data: {trainer.data.num_samples:,} training sequences of {config.data.sequence_length}",
     ]
     if resumed is None and config.run.init_from:
         kept = "weights and moments" if config.run.init_keeps == "moments" else "weights"

@@ -7,7 +7,7 @@ import math
 
 from bert_dp import metrics, noise, record
 from bert_dp.metrics import straggler
-from bert_dp.record.models import DdpCounters, NoiseScale, RunStatus, Straggler, Summary
+from bert_dp.record.models import DdpCounters, HeldOut, NoiseScale, RunStatus, Straggler, Summary
 from bert_dp.setup import device_name
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import RunResult, Trainer
@@ -36,6 +36,7 @@ def write_summary(
     counted = metrics.communication_summary(trainer.model)
     scale = noise.of_run(trainer.run_dir) if trainer.config.log.noise_scale else None
     ratio, slowest = straggler(trainer.meter.own_work_s, trainer.meter.total_steps)
+    heldout = HeldOut.model_validate(state.heldout) if state.heldout else None
     summary = Summary(
         status=status,
         exit_code={"done": 0, "stopped": 128 + result.signal, "failed": 1}[status],
@@ -46,8 +47,8 @@ def write_summary(
         samples=state.samples,
         tokens=state.samples * trainer.config.data.sequence_length,
         final_loss=state.final_loss,
-        heldout_loss=state.heldout_loss,
-        heldout_tokens=state.heldout_tokens,
+        heldout_loss=heldout.loss if heldout else None,
+        heldout=heldout,
         unigram_entropy_nats=trainer.data.unigram_entropy_nats,
         uniform_entropy_nats=trainer.data.uniform_entropy_nats,
         world_size=trainer.comm.world.size,

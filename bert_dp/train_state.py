@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 from bert_dp.record import CheckpointFacts
@@ -33,8 +34,8 @@ class TrainState:
     logged_step: int = 0
     evaluated_step: int | None = None
     final_loss: float | None = None
-    heldout_loss: float | None = None
-    heldout_tokens: int | None = None
+    heldout: Mapping[str, float] | None = None
+    """What the task measured last, its `loss` among it."""
     eval_s: float = 0.0
     """Seconds spent in evaluations."""
     trouble: str | None = None

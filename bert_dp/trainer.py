@@ -240,10 +240,10 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
         precision, skipped = trainer.precision.name, state.skipped_steps
         nothing = anomalies.nothing_learned(trainer.config, precision, skipped, state.step)
         state.give_up(nothing, "not_finite")
-    evaluated = state.heldout_loss is not None and state.step == state.evaluated_step
+    evaluated = state.heldout is not None and state.step == state.evaluated_step
     if not (stop or state.trouble or evaluated):
         evaluate_and_write(trainer, state, clock)
-        if state.heldout_loss is None:  # a signal came meanwhile, or nothing is held out
+        if state.heldout is None:  # a signal came meanwhile, or nothing is held out
             stop = clock.poll_stop(stop_request(trainer, state))
     clock.finish()
     trainer.records.close()
@@ -306,9 +306,7 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     start = clock.elapsed_s()
     measured = evaluate(trainer, lambda: bool(clock.poll_stop(stop_request(trainer, state))))
     elapsed = clock.elapsed_s()
-    state.heldout_loss = measured["loss"] if measured else None
-    masked = measured.get("masked_tokens") if measured else None
-    state.heldout_tokens = None if masked is None else int(masked)
+    state.heldout = measured
     state.evaluated_step = state.step
     state.eval_s += elapsed - start
     state.give_up(trainer.directory_lost(), "directory_lost")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import Any
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
 DEVNULL = subprocess.DEVNULL
+CLEANING_S = 10.0  # that a module has to remove its files after a signal
 
 
 def module_command(module: str, *options: str) -> list[str]:
@@ -45,12 +47,22 @@ def start_module(
 
 
 def run_module(module: str, arguments: list[str], **kwargs: Any) -> subprocess.CompletedProcess[str]:
-    """`python -m module` to its end."""
-    with start_module(module, arguments, **kwargs) as process:
+    """`python -m module` to its end. Ctrl-C waits until the module lets it come, and leaves no traceback of
+    its imports."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        process = start_module(module, arguments, **kwargs)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with process:
         try:
             output, errors = process.communicate()
         except BaseException:
-            process.kill()
+            process.terminate()  # it may have files to remove; Ctrl-C has reached it already
+            try:
+                process.wait(CLEANING_S)
+            except BaseException:
+                process.kill()
             raise
     return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 

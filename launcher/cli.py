@@ -17,7 +17,7 @@ import typer
 
 from bert_dp import __version__, record
 from bert_dp.config import ConfigError, find_config, shipped_configs
-from launcher.log import PLAIN, complain, logger, show, warn_of_ordinary_secrets
+from launcher.log import complain, logger, warn_of_ordinary_secrets
 from launcher.options import (
     Json,
     Launcher,
@@ -31,6 +31,7 @@ from launcher.options import (
     modes,
     parsed,
     seconds,
+    shipped_names,
     split_words,
     two_batches,
 )
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -151,6 +151,12 @@ def data_build(
     vocab_size: Annotated[int, typer.Option(help="Size of the tokenizer to train.")] = 32_768,
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 128,
     tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json; train none.")] = None,
+    format: Annotated[
+        str, typer.Option(help="Of every file: text, jsonl or parquet; auto goes by the suffix.")
+    ] = "auto",
+    text_key: Annotated[
+        str, typer.Option(help="Field of a JSON record or column of a Parquet file that holds the text.")
+    ] = "text",
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -174,7 +180,7 @@ def data_build(
             vocab_size=vocab_size,
             sequence_length=sequence_length,
             tokenizer=tokenizer,
-            overrides=set_ or [],
+            overrides=[f"source_format={format}", f"text_key={text_key}", *(set_ or [])],
             processes_=processes,
             force=force,
             console=console(),
@@ -194,7 +200,10 @@ def data_inspect(
 
 @app.command()
 def configs(
-    name: Annotated[str | None, typer.Argument(help="Print this one; without it all are listed.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Print this one; without it all are listed.", autocompletion=shipped_names),
+    ] = None,
 ) -> None:
     """The configurations that come with bert-dp: their names and what each is, or the text of one."""
     if name is not None:
@@ -203,6 +212,7 @@ def configs(
     for path in sorted(shipped_configs().glob("*.yaml")):
         what = path.read_text().partition("\n")[0].removeprefix("# ")
         typer.echo(f"{path.stem:<18} {what}")
+    complain("next: bert-dp train NAME --dry-run")
 
 
 @app.command()
@@ -215,14 +225,14 @@ def doctor(
     would fail.
     """
     from launcher.machine import doctor as checks
-    from launcher.report.console import ConsoleReport
+    from launcher.report.console import show_report
 
     machine, findings = checks.doctor(run_dir)
     if json:
         facts = {"environment": machine.to_json(), "findings": [f.__dict__ for f in findings]}
         typer.echo(jsonlib.dumps(facts, indent=1))
     else:
-        console().print(ConsoleReport(checks.doctor_report(machine, findings), titled=True))
+        show_report(console(), checks.doctor_report(machine, findings), titled=True)
     raise typer.Exit(1 if any(f.level == "fail" for f in findings) else 0)
 
 
@@ -471,7 +481,7 @@ def plan_scaling(
     from launcher import results
     from launcher.plan import inputs, scaling
     from launcher.plan.plan_report import plan_report
-    from launcher.report.console import ConsoleReport
+    from launcher.report.console import show_report
 
     source = inputs.choose(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
     question = scaling.Question(
@@ -490,7 +500,7 @@ def plan_scaling(
     if json:
         typer.echo(results.to_json(answer), nl=False)
     else:
-        console().print(ConsoleReport(plan_report(answer)))
+        show_report(console(), plan_report(answer))
 
 
 @app.command()
@@ -511,6 +521,7 @@ def report(
 ) -> None:
     """One self-contained HTML page of a run, a comparison of runs, a scaling benchmark or a search (tune)."""
     from launcher.report import html
+    from launcher.report.console import show_end
     from launcher.report.run_report import PAGE
     from launcher.run.loggers import send_run
 
@@ -525,7 +536,7 @@ def report(
             raise ConfigError(issues)
         with _writing("--out"):
             html.write(report, target)
-        show(console(), str(target), **PLAIN)
+        show_end(console(), report, target)
     log = logger(console(), json)
     raise typer.Exit(max(send_run(run_dir, log_to, log) for run_dir in run_dirs))
 
@@ -544,7 +555,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     if alone and len(run_dirs) > 1:
         raise ConfigError([f"RUN_DIR: {alone[0][0]} is {kinds[alone[0][1]]}; its page is made of it alone"])
     if alone and alone[0][1] == FILE:
-        return scale_report(results.read(first / FILE, results.Scaling))
+        return scale_report(results.read(first / FILE, results.Scaling), first)
     if alone:
         if (record.read_json(first / TUNED) or {}).get("kind") == "lr":
             return rate_report(results.read(first / TUNED, results.TuneLr), first)

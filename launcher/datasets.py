@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from bert_dp.config import ConfigError, Manifest, read_manifest, resolve
 from launcher import children
 from launcher.log import PLAIN, show
 from launcher.redact import secrets, setting_issues
-from launcher.report.console import ConsoleReport
+from launcher.report.console import show_report
 from launcher.report.model import Column, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import format_count, format_nats, format_percent, format_si
 from launcher.report.parts import cell, words
@@ -58,7 +59,7 @@ def build(
                     "sources": list(sources),
                     "tokenizer": tokenizer,
                     "sequence_length": sequence_length,
-                    "build": parse_overrides(overrides),
+                    "build": parse_overrides([o.removeprefix("data.build.") for o in overrides]),
                 },
                 "model": {"vocab_size": vocab_size},
                 "schedule": {"steps": 1},
@@ -90,12 +91,11 @@ def built_lines(out: Path, manifest: Manifest, vocab_size: int) -> list[str]:
     train, held_out, length = manifest.train, manifest.held_out, manifest.sequence_length
     dropped = [f"{format_count(n)} {DROPPED.get(stage, stage)}" for stage, n in manifest.dropped.items() if n]
     asked = "" if manifest.vocab_size == vocab_size else f" ({vocab_size:,} asked; the text has no more)"
-    settings = f"data.path={out} data.sequence_length={length} model.vocab_size={manifest.vocab_size}"
     return [
         f"{out}: {train.sequences:,} training and {held_out.sequences:,} held-out sequences of {length} "
         f"tokens, from {train.documents + held_out.documents:,} documents",
         f"dropped: {', '.join(dropped) or 'no document'}; vocabulary: {manifest.vocab_size:,} tokens{asked}",
-        f"next: bert-dp train {settings}",
+        f"next: {train_command(out, length, manifest.vocab_size)}",
     ]
 
 
@@ -107,11 +107,11 @@ def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
     if as_json:
         sys.stdout.write(json.dumps(facts, indent=1) + "\n")
     else:
-        console.print(ConsoleReport(shards_report(facts)))
+        show_report(console, shards_report(facts, directory))
     return code
 
 
-def shards_report(facts: Mapping[str, Any]) -> Report:
+def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
     """What `inspect` found: counts, entropies, tokens, samples; every damaged file, or that none is."""
     manifest = facts["manifest"]
     damaged = [Verdict("fail", f"damaged: {problem}") for problem in facts["problems"]]
@@ -142,7 +142,18 @@ def shards_report(facts: Mapping[str, Any]) -> Report:
     ]
     heads = [Column(name) for name in ("documents", "tokens", "sequences", "files")]
     tables = [Table(splits, heads, corner="split"), Table(rows)]
-    return Report("bert-dp: shards", verdicts=damaged or [sound], sections=[Section("", tables=tables)])
+    return Report(
+        "bert-dp: shards",
+        verdicts=damaged or [sound],
+        sections=[Section("", tables=tables)],
+        next="" if damaged else train_command(directory, manifest["sequence_length"], manifest["vocab_size"]),
+    )
+
+
+def train_command(directory: Path, sequence_length: int, vocab_size: int) -> str:
+    """A run on these shards."""
+    settings = f"data.sequence_length={sequence_length} model.vocab_size={vocab_size}"
+    return f"bert-dp train data.path={shlex.quote(str(directory))} {settings}"
 
 
 def _shortened(sample: str) -> str:

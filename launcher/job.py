@@ -36,12 +36,11 @@ from bert_dp.config.shipped import find_config as find_named_config
 from bert_dp.config.shipped import shipped_configs
 from bert_dp.record.models import StoredFile
 from launcher import children, results
-from launcher.log import PLAIN, show
 from launcher.loggers import logger_issues
 from launcher.machine import environment
 from launcher.machine.environment import Environment
 from launcher.redact import redact_argv, secrets, setting_issues
-from launcher.report.console import ConsoleReport
+from launcher.report.console import show_report
 from launcher.report.html import write_or_warn
 from launcher.report.model import Report
 from launcher.report.run_report import PAGE
@@ -98,8 +97,7 @@ class Job:
 
     def directory(self, given: Path | None, folder: str, kind: str = "") -> Path:
         """The one that was given, else FOLDER/NAME-KIND-DATE-TIME."""
-        parts = [self.name, *([kind] if kind else []), time.strftime("%Y%m%d-%H%M%S")]
-        return (given or Path(folder) / "-".join(parts)).resolve()
+        return output_directory(given, folder, self.name, kind)
 
 
 def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> Job:
@@ -107,6 +105,12 @@ def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None
     path = find_config(name, run_dir)
     config = absolute(load_config(path, overrides))
     return Job(path.stem, config, environment.probe(run_dir or Path()))
+
+
+def output_directory(given: Path | None, folder: str, *parts: str) -> Path:
+    """The one that was given, else FOLDER/PARTS-DATE-TIME; absolute."""
+    name = "-".join([*filter(None, parts), time.strftime("%Y%m%d-%H%M%S")])
+    return (given or Path(folder) / name).resolve()
 
 
 def find_config(name: str | None, run_dir: Path | None = None) -> Path:
@@ -325,9 +329,7 @@ def publish(file: StoredFile, report: Report, out: Path, *, as_json: bool, conso
     if as_json:
         sys.stdout.write(results.to_json(file))
         return
-    show(console, ConsoleReport(report))
-    if has_page:
-        show(console, f"page: {out / PAGE}", **PLAIN)
+    show_report(console, report, out / PAGE if has_page else None)
 
 
 def identity(machine: Mapping[str, Any], data_hash: object) -> dict[str, Any]:

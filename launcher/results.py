@@ -22,7 +22,14 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_
 from bert_dp import record
 from bert_dp.config import ConfigError
 from bert_dp.config.stored import read_regular
-from bert_dp.record.models import FailureKind, NoiseScale, StoredFile, StoredModel, kind_of_old_summary
+from bert_dp.record.models import (
+    FailureKind,
+    HeldOut,
+    NoiseScale,
+    StoredFile,
+    StoredModel,
+    kind_of_old_summary,
+)
 
 LATE = 1.05  # ready times over the backward pass: two clocks
 SCHEMA_VERSION = record.SCHEMA_VERSION
@@ -547,6 +554,7 @@ class Prediction(StoredFile):
     remedy: ClassVar[str] = "run `bert-dp plan scaling` again"
     schema_version: int = SCHEMA_VERSION
     engine: str
+    warnings: list[str] = []
     assumptions: list[str] = []
     rows: list[PredictedRow]
     measured: list[ComparedCell] = []
@@ -855,6 +863,8 @@ class LrTrial(StoredModel):
     """Of one whose run failed."""
     cause: str | None = None
     heldout_loss: float | None = None
+    heldout: HeldOut | None = None
+    """`heldout_loss` with its denominator."""
     tokens: int
     seconds: float | None = None
     curve: list[Point] = []

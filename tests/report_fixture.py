@@ -58,6 +58,19 @@ def metrics(step: int, **changes: Any) -> record.Metrics:
     return record.Metrics(**{**values, **changes})
 
 
+def evaluation(step: int, tokens: int, loss: float) -> dict[str, Any]:
+    """A line of evals.jsonl."""
+    return {"step": step, "tokens": tokens, **HELDOUT, "loss": loss, "elapsed_s": step / 2}
+
+
+HELDOUT = {
+    "loss": 6.25,
+    "loss_se": 0.02,
+    "masked_accuracy": 0.125,
+    "mask_rate": 0.15,
+    "masked_tokens": 4096,
+    "sequences": 216,
+}
 SUMMARY: dict[str, Any] = {
     "status": "done",
     "exit_code": 0,
@@ -68,6 +81,7 @@ SUMMARY: dict[str, Any] = {
     "tokens": 819200,
     "final_loss": 6.0,
     "heldout_loss": 6.25,
+    "heldout": HELDOUT,
     "unigram_entropy_nats": 6.75,
     "uniform_entropy_nats": math.log(4096),
     "world_size": 2,
@@ -110,7 +124,7 @@ def make_run(path: Path, num_lines: int = 10, summary: dict[str, Any] | None = N
     path.mkdir(parents=True)
     for i in range(1, num_lines + 1):
         record.append_line(path / "metrics.jsonl", metrics(10 * i))
-    record.append_line(path / "evals.jsonl", record.Evaluation(100, 819200, 6.25, 0.25, 4096, 50.0))
+    record.append_line(path / "evals.jsonl", evaluation(100, 819200, 6.25))
     record.write_json(path / "summary.json", {**SUMMARY, **(summary or {})})
     record.write_text(path / "config.yaml", json.dumps({"optim": {"lr": 1e-3}, **config}))
     record.write_json(path / "environment.json", machine())

@@ -103,6 +103,17 @@ class BuildConfig(Section):
     """Of the sequences in the shards: short sentences, or likely tokens, first. Needs data.shuffle: false."""
     held_out_fraction: float = Field(0.01, ge=0, lt=0.5)
     """Share of the documents kept for the held-out loss."""
+    source_format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
+    """Of the files; auto = by suffix (none = text), and an unknown suffix is refused."""
+    text_key: str = Field("text", min_length=1, max_length=256)
+    """Field of a JSON record, or column of a Parquet file or hub data set, that holds the text."""
+
+    def identity(self) -> dict[str, Any]:
+        """What names a build. The settings that came later are in it where they are not at their default, so
+        that a build of an older version keeps its name."""
+        later = {"source_format": "auto", "text_key": "text"}
+        chosen = self.model_dump(mode="json")
+        return {name: value for name, value in chosen.items() if later.get(name) != value}
 
 
 class DataConfig(Section):
@@ -365,6 +376,7 @@ class Config(Section):
         """First 16 hex digits of the SHA-256 of the resolved configuration. A setting of ADDED_LATER counts
         only where it is no default: the hash is in output directories that older versions have started."""
         tree = self.model_dump(mode="json")
+        tree["data"]["build"] = self.data.build.identity()
         for section, name in ADDED_LATER:
             given = getattr(self, section)
             if getattr(given, name) == type(given).model_fields[name].default:

@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -62,14 +62,14 @@ class BuildRequest(BaseModel):
     def resolved(self) -> pipeline.Wanted:
         """Raises ConfigError for sources or a tokenizer that are not there."""
         settings = {
-            **self.options.model_dump(mode="json"),
+            **self.options.identity(),
             "sequence_length": self.sequence_length,
             "vocab_size": self.vocab_size,
             "seed": self.seed,
             "tokenizer_sha256": inputs.file_hash(Path(self.tokenizer)) if self.tokenizer else None,
         }
         return pipeline.Wanted(
-            inputs.resolve(self.sources), self.options, self.tokenizer, settings, self.processes
+            inputs.resolve(self.sources, self.options), self.options, self.tokenizer, settings, self.processes
         )
 
 
@@ -115,11 +115,11 @@ def cache_dir(config: Config) -> Path:
     The hash covers the options, the tokenizer and every source's name, size and mtime. Raises ConfigError.
     """
     data = config.data
-    found = inputs.resolve(data.sources or ())
+    found = inputs.resolve(data.sources or (), data.build)
     given = inputs.identity(inputs.Source("", Path(data.tokenizer))) if data.tokenizer else None
     facts = {
         "format": [FORMAT, VERSION],
-        "build": data.build.model_dump(mode="json"),
+        "build": data.build.identity(),
         "sequence_length": data.sequence_length,
         "vocab_size": config.model.vocab_size,
         "tokenizer": given,
@@ -188,18 +188,32 @@ def _stamp(source: inputs.Source) -> dict[str, Any]:
 @contextlib.contextmanager
 def _locked(out: Path, tell: Progress) -> Iterator[None]:
     """One build of `out` at a time, by a lock file beside it that the kernel frees when its holder dies."""
+    path = out.parent / f".{out.name}.lock"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        file = (out.parent / f".{out.name}.lock").open("a")
+        file = _take(path, out, tell)
     except OSError as error:
         raise ConfigError([f"--out {out}: {out.parent} cannot be written ({error.strerror})"]) from None
     with file:
+        try:
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+
+
+def _take(path: Path, out: Path, tell: Progress) -> IO[str]:
+    """Hold the lock file, which its holder removes at the end."""
+    while True:
+        file = path.open("a")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             tell(f"wait for another build of {out}", 0, None)
             fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return file
+        file.close()  # of a build that has ended: by now another file may be the lock
 
 
 def _existing(
@@ -258,14 +272,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """`build OPTIONS.json`: manifest to stdout. `ensure CONFIG.yaml`: directory. `inspect DIR`: JSON.
 
     OPTIONS.json holds a BuildRequest. Progress and errors go to stderr.
-    Returns the exit code: 0, 2 for bad input, 1 for a failure, 130 after Ctrl-C.
+    Returns the exit code: 0, 2 for bad input, 1 for a failure, 128 + signal.
     """
     parser = argparse.ArgumentParser(prog="python -m bert_dp.corpus", description="text to packed shards")
     verbs = parser.add_subparsers(dest="verb", required=True)
     for verb, argument in (("build", "OPTIONS.json"), ("ensure", "CONFIG.yaml"), ("inspect", "DIR")):
         verbs.add_parser(verb).add_argument("path", type=Path, metavar=argument)
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a shell's background job
+        signal.signal(signal.SIGINT, _stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which a launcher lets wait until here
     follow_launcher()
     code = 0
     try:
@@ -282,14 +299,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         sys.stderr.writelines(record.printable(f"error: {issue}\n") for issue in error.issues)
         return 2
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         sys.stderr.write("stopped; nothing was written\n")
-        return 130
+        return 128 + int(stop.args[0])
     except (OSError, RuntimeError) as error:
         sys.stderr.write(record.printable(f"error: {error}\n"))
         return 1
     sys.stdout.write(answer + "\n")
     return code
+
+
+def _stop(number: int, frame: object) -> None:
+    """Leave, once: what is removed on the way out is not disturbed by another signal."""
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, lambda *_: None)
+    raise KeyboardInterrupt(number)
 
 
 def read_request(path: Path) -> BuildRequest:

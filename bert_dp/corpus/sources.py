@@ -1,37 +1,53 @@
 """Where text comes from: files, globs, directories, the hub and the documentation in CPython. Torch-free.
 
-A document is one non-empty line of a text file, one JSONL record's or Parquet row's `text`, one row of a hub
-data set, one docstring or one help topic of CPython. Nothing larger than one document, one chunk or one
+A document is one non-empty line of a text file, the text of one JSON record, Parquet row or row of a hub data
+set, one docstring or one help topic of CPython. Nothing larger than one document, one chunk or one
 Parquet row group is held. The order is that of the arguments; a glob or directory is read sorted by path.
 """
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import glob
 import gzip
 import importlib
+import itertools
 import json
 import lzma
 import os
 import platform
+import re
 import tempfile
 import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from bert_dp.config import ConfigError, install_command
+from bert_dp.config import BuildConfig, ConfigError, install_command
 from bert_dp.config.stored import sha256
 from bert_dp.corpus import builtin
 
-TEXT_KEY = "text"  # field of a JSONL record, column of a Parquet file or hub data set
+KEY_FIX = "name the key that holds the text with --text-key (data.build.text_key)"
+ARRAY_MOVES = {("begin", "["): "first", ("first", "]"): "end", ("next", ","): "value", ("next", "]"): "end"}
+"""What has been read of a JSON array, and a symbol that leads on; `first` and `value` await a record."""
+BESIDE_SPACE = re.compile(r"[^ \t\r\n]")
 MAX_DOCUMENT_BYTES = 16 * 2**20
 CHUNK_BYTES = 2**20
 ZSTD_HEADER_BYTES = 18  # the longest header of a frame
 ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # of its magic number; the first byte is 0x50 to 0x5f
 COMPRESSIONS = (".gz", ".xz", ".zst")
-FORMATS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".json": "jsonl", ".parquet": "parquet"}
+FORMATS = {
+    "": "text",
+    ".txt": "text",
+    ".text": "text",
+    ".md": "text",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+    ".json": "jsonl",
+    ".parquet": "parquet",
+}
+"""Suffix -> what a file holds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,20 +56,33 @@ class Source:
 
     name: str
     path: Path | None = None
+    format: str = "text"
+    """Of a file: text, jsonl or parquet."""
+    text_key: str = "text"
+    """Of a record or row: where its text is."""
 
 
-def resolve(sources: Sequence[str]) -> list[Source]:
-    """Expand globs and directories. Raises ConfigError with every source that matches nothing."""
+def resolve(sources: Sequence[str], options: BuildConfig | None = None) -> list[Source]:
+    """Expand globs and directories. Raises ConfigError with every source that matches nothing or whose format
+    is not known."""
+    options = options or BuildConfig()
+    told = None if options.source_format == "auto" else options.source_format
     found: list[Source] = []
     issues: list[str] = []
     for item in sources:
         if item == "builtin":
             found.append(Source(f"builtin:cpython-{platform.python_version()}"))
         elif item.startswith("hub:"):
-            found.append(Source(item))
+            found.append(Source(item, text_key=options.text_key))
         else:
-            paths = _expand(item)
-            found += [Source(str(path), path) for path in paths]
+            paths = _expand(item, everything=told is not None)
+            formats = [told or FORMATS.get(_suffixes(path)[0]) for path in paths]
+            found += [
+                Source(str(path), path, format, options.text_key)
+                for path, format in zip(paths, formats, strict=True)
+                if format is not None
+            ]
+            issues += [_unknown(path) for path, format in zip(paths, formats, strict=True) if format is None]
             issues += [f"data.sources: {path} is not a regular file" for path in paths if not path.is_file()]
             if not paths:
                 issues.append(
@@ -66,11 +95,21 @@ def resolve(sources: Sequence[str]) -> list[Source]:
     return found
 
 
-def _expand(item: str) -> list[Path]:
+def _unknown(path: Path) -> str:
+    known = ", ".join(suffix for suffix in FORMATS if suffix)
+    return (
+        f"data.sources: {path} has the suffix {_suffixes(path)[0]}, whose text cannot be told from the rest; "
+        f"convert it to one of {known}, or name its format: --format text (data.build.source_format) takes "
+        "its lines as they are, header, ids and quotes too"
+    )
+
+
+def _expand(item: str, *, everything: bool) -> list[Path]:
+    """The files of a name, of a directory (`everything`: of any suffix) or of a glob."""
     path = Path(item).expanduser()
     if path.is_dir():
         inside = (p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
-        return sorted(p for p in inside if _suffixes(p)[0] in FORMATS)
+        return sorted(p for p in inside if everything or _suffixes(p)[0] in FORMATS)
     if path.exists():
         return [path]
     return sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
@@ -103,12 +142,12 @@ def documents(source: Source) -> Iterator[str]:
     Raises ConfigError naming file, line (or row) and a fix for corrupt, empty, binary or non-UTF-8 input.
     """
     if source.path is None:
-        texts = builtin.documents() if source.name.startswith("builtin:") else _hub(source.name)
+        is_builtin = source.name.startswith("builtin:")
+        texts = builtin.documents() if is_builtin else _hub(source.name, source.text_key)
+    elif source.format == "text":
+        texts = (line for _, line in _lines(source.path))
     else:
-        reader = {"text": _text, "jsonl": _jsonl, "parquet": _parquet}[
-            FORMATS.get(_suffixes(source.path)[0], "text")
-        ]
-        texts = reader(source.path)
+        texts = {"jsonl": _json, "parquet": _parquet}[source.format](source.path, source.text_key)
     empty = True
     for text in texts:
         if text and not text.isspace():
@@ -133,27 +172,63 @@ def _suffixes(path: Path) -> tuple[str, str]:
     return (Path(path.stem).suffix if compression else path.suffix).lower(), compression
 
 
-def _text(path: Path) -> Iterator[str]:
-    return (line for _, line in _lines(path))
+def _json(path: Path, key: str) -> Iterator[str]:
+    """The texts of JSON records: one on each line, or all in one array."""
+    for place, record in _array(path) if _is_array(path) else _records(path):
+        text = record.get(key) if isinstance(record, dict) else None
+        if not isinstance(text, str):
+            got = f"keys {sorted(record)[:8]}" if isinstance(record, dict) else type(record).__name__
+            raise ConfigError([f"{path}: {place} has no string {key!r} (got {got}); {KEY_FIX}"])
+        _check_surrogates(text, f"{path}: {place}")
+        yield text
 
 
-def _jsonl(path: Path) -> Iterator[str]:
+def _is_array(path: Path) -> bool:
+    begin = next((text for chunk in _chunks(path) if (text := chunk.lstrip(b"\xef\xbb\xbf \t\r\n"))), b"")
+    return begin.startswith(b"[")
+
+
+def _records(path: Path) -> Iterator[tuple[str, Any]]:
+    """(which line, its record)."""
     for number, line in _lines(path):
         if not line or line.isspace():
             continue
         try:
-            record = json.loads(line)
+            yield f"line {number}", json.loads(line)
         except (ValueError, RecursionError) as error:
             raise ConfigError([f"{path}: line {number} is not JSON ({error}); one object a line"]) from None
-        text = record.get(TEXT_KEY) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            got = f"keys {sorted(record)[:8]}" if isinstance(record, dict) else type(record).__name__
-            raise ConfigError(
-                [f"{path}: line {number} has no string {TEXT_KEY!r} (got {got}); rename the key"]
-            )
-        if "\\u" in line:
-            _check_surrogates(text, f"{path}: line {number}")
-        yield text
+
+
+def _array(path: Path) -> Iterator[tuple[str, Any]]:
+    """(which record, itself) of an array of any length; about one chunk and one record are held."""
+    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
+    parse = json.JSONDecoder().raw_decode
+    text, at, count, state = "", 0, 0, "begin"
+    for chunk in itertools.chain(_chunks(path), [b""]):
+        try:
+            text, at = text[at:] + decode(chunk, final=not chunk), 0
+        except UnicodeDecodeError:
+            raise ConfigError([f"{path}: not UTF-8 after record {count}; convert it"]) from None
+        while symbol := BESIDE_SPACE.search(text, at):
+            at = symbol.start()
+            if moved := ARRAY_MOVES.get((state, symbol[0])):
+                state, at = moved, at + 1
+                continue
+            if state in ("next", "end"):
+                raise ConfigError([f"{path}: no JSON after record {count}: got {text[at : at + 20]!r}"])
+            try:
+                record, at = parse(text, at)
+            except RecursionError:
+                raise ConfigError([f"{path}: record {count + 1} is nested too deep"]) from None
+            except ValueError as error:
+                if not chunk or len(text) - at > MAX_DOCUMENT_BYTES:
+                    reason = f"record {count + 1} is not JSON, or cut ({error.args[0].split(':')[0]})"
+                    raise ConfigError([f"{path}: {reason}"]) from None
+                break  # the rest of the record is in the next chunk
+            state, count = "next", count + 1
+            yield f"record {count}", record
+    if state != "end":
+        raise ConfigError([f"{path}: the array does not end after record {count}; fetch it again"])
 
 
 def _check_surrogates(text: str, where: str) -> None:
@@ -253,7 +328,7 @@ def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
         yield header + raw.read(1 if is_repeated_byte else size)
 
 
-def _parquet(path: Path) -> Iterator[str]:
+def _parquet(path: Path, key: str) -> Iterator[str]:
     parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")
     arrow = require("pyarrow", "parquet", f"{path}: reading Parquet")
     with (
@@ -268,16 +343,16 @@ def _parquet(path: Path) -> Iterator[str]:
         row = 0
         try:
             table = parquet.ParquetFile(file)
-            if TEXT_KEY not in table.schema_arrow.names:
+            if key not in table.schema_arrow.names:
                 names = table.schema_arrow.names[:8]
-                raise ConfigError([f"{path}: no column {TEXT_KEY!r} (got {names}); rename the column"])
-            for batch in table.iter_batches(batch_size=1000, columns=[TEXT_KEY]):
+                raise ConfigError([f"{path}: no column {key!r} (got {names}); {KEY_FIX}"])
+            for batch in table.iter_batches(batch_size=1000, columns=[key]):
                 for text in batch.column(0).to_pylist():
                     row += 1
                     if not isinstance(text, str):
                         got = type(text).__name__
                         raise ConfigError(
-                            [f"{path}: row {row}: {TEXT_KEY!r} is {got}, not a string; drop the row"]
+                            [f"{path}: row {row}: {key!r} is {got}, not a string; drop the row"]
                         )
                     yield text
         except ConfigError:
@@ -287,8 +362,8 @@ def _parquet(path: Path) -> Iterator[str]:
             raise ConfigError([f"{path}: corrupt Parquet after row {row} ({why}); fetch it again"]) from None
 
 
-def _hub(name: str) -> Iterator[str]:
-    """`hub:NAME[:CONFIG]`: column `text` of split `train`, streamed through `datasets`."""
+def _hub(name: str, key: str) -> Iterator[str]:
+    """`hub:NAME[:CONFIG]`: column `key` of split `train`, streamed through `datasets`."""
     datasets = require("datasets", "hub", name)
     _, _, rest = name.partition(":")
     repository, _, config = rest.partition(":")
@@ -296,10 +371,10 @@ def _hub(name: str) -> Iterator[str]:
     try:
         for record in datasets.load_dataset(repository, config or None, split="train", streaming=True):
             row += 1
-            text = record.get(TEXT_KEY)
+            text = record.get(key)
             if not isinstance(text, str):
                 raise ConfigError(
-                    [f"{name}: row {row} has no string {TEXT_KEY!r} (got keys {sorted(record)[:8]})"]
+                    [f"{name}: row {row} has no string {key!r} (got keys {sorted(record)[:8]}); {KEY_FIX}"]
                 )
             yield text
     except ConfigError:

@@ -140,10 +140,22 @@ class ParallelVocabulary:
 
     def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """Sum of the cross entropies over the whole vocabulary; negative labels count for nothing."""
-        wide = logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
-        start = self._rank * logits_PV.shape[1]
-        loss: Tensor = _CrossEntropy.apply(wide, labels_P, start, self._group)
+        loss: Tensor = _CrossEntropy.apply(_wide(logits_PV), labels_P, self._start(logits_PV), self._group)
         return loss
+
+    def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
+        """[2, P]: the cross entropy of each position over the whole vocabulary, and 1 where the label has the
+        greatest logit; both are 0 for a negative label. Has no gradient."""
+        with torch.no_grad():
+            sums = _reduced_sums(_wide(logits_PV), labels_P, self._start(logits_PV), self._group)
+        real_P = labels_P >= 0
+        return torch.stack(
+            [sums.cross_entropy_P * real_P, ((sums.label_P == 0) & real_P).to(sums.sum_P.dtype)]
+        )
+
+    def _start(self, logits_PV: Tensor) -> int:
+        """The first of this rank's rows."""
+        return self._rank * logits_PV.shape[1]
 
 
 def column_product(x: Tensor, weight: Tensor, group: Group) -> Tensor:
@@ -213,23 +225,50 @@ class _LookUp(torch.autograd.Function):
         return None, grad_VH.index_put_((local_BS,), grad_BSH, accumulate=True), None, None
 
 
-class _CrossEntropy(torch.autograd.Function):
-    """Two reductions of P and 2 P numbers instead of a gather of P x V."""
+def _wide(logits_PV: Tensor) -> Tensor:
+    return logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
 
+
+class _Sums(NamedTuple):
+    """What the cross entropy over a divided vocabulary is made of; `label_P` and `exp_PV` are relative to the
+    greatest logit of all ranks."""
+
+    exp_PV: Tensor
+    """This rank's columns."""
+    sum_P: Tensor
+    """Of the exponentials of all ranks."""
+    label_P: Tensor
+    """The label's logit; 0 for a negative label."""
+    local_P: Tensor
+    """The label's column here, where it is one of `mine_P`."""
+    mine_P: Tensor
+
+    @property
+    def cross_entropy_P(self) -> Tensor:
+        return self.sum_P.log() - self.label_P
+
+
+def _reduced_sums(logits_PV: Tensor, labels_P: Tensor, start: int, group: Group) -> _Sums:
+    """By two reductions of P and 2 P numbers instead of a gather of P x V."""
+    top_P = logits_PV.max(dim=-1).values
+    dist.all_reduce(top_P, dist.ReduceOp.MAX, group=group)
+    shifted_PV = logits_PV - top_P[:, None]
+    mine_P = (labels_P >= start) & (labels_P < start + logits_PV.shape[1])
+    local_P = (labels_P - start).masked_fill(~mine_P, 0)
+    label_P = shifted_PV.gather(1, local_P[:, None])[:, 0].masked_fill(~mine_P, 0.0)
+    exp_PV = shifted_PV.exp_()
+    sums_2P = torch.stack([exp_PV.sum(-1), label_P])
+    dist.all_reduce(sums_2P, group=group)
+    return _Sums(exp_PV, sums_2P[0], sums_2P[1], local_P, mine_P)
+
+
+class _CrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_PV: Tensor, labels_P: Tensor, start: int, group: Group) -> Tensor:
-        top_P = logits_PV.max(dim=-1).values
-        dist.all_reduce(top_P, dist.ReduceOp.MAX, group=group)
-        shifted_PV = logits_PV - top_P[:, None]
-        mine_P = (labels_P >= start) & (labels_P < start + logits_PV.shape[1])
-        local_P = (labels_P - start).masked_fill(~mine_P, 0)
-        target_P = shifted_PV.gather(1, local_P[:, None])[:, 0].masked_fill(~mine_P, 0.0)
-        exp_PV = shifted_PV.exp_()
-        sums_2P = torch.stack([exp_PV.sum(-1), target_P])
-        dist.all_reduce(sums_2P, group=group)
+        sums = _reduced_sums(logits_PV, labels_P, start, group)
         counts_P = labels_P >= 0
-        ctx.save_for_backward(exp_PV, sums_2P[0], local_P, mine_P, counts_P)
-        return ((sums_2P[0].log() - sums_2P[1]) * counts_P).sum()
+        ctx.save_for_backward(sums.exp_PV, sums.sum_P, sums.local_P, sums.mine_P, counts_P)
+        return (sums.cross_entropy_P * counts_P).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:

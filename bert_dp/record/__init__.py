@@ -24,7 +24,6 @@ from bert_dp.record.locks import HeldDirectory, lock
 from bert_dp.record.results import (
     SCHEMA_VERSION,
     CheckpointFacts,
-    Evaluation,
     Metrics,
     list_checkpoints,
     newest_checkpoint_facts,

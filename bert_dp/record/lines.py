@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp.config.stored import read_regular
-from bert_dp.record.results import Evaluation, Metrics
+from bert_dp.record.results import Metrics
 
 MAX_JSON_BYTES = 2**28
 MAX_JSON_DEPTH = 32  # of nested objects and lists; ours have less than ten
 MAX_WHOLE = 2**64  # no count, size or time in ns is as large
 
 
-def append_line(path: Path, record: Metrics | Evaluation | Mapping[str, Any]) -> None:
+def append_line(path: Path, record: Metrics | Mapping[str, Any]) -> None:
     """Append one flat JSON line, whole or not at all. A non-finite number becomes null: JSON has none.
 
     Raises OSError.

@@ -183,6 +183,23 @@ class Restart(StoredModel):
     failure_kind: FailureKind = "error"
 
 
+class HeldOut(StoredModel):
+    """What an evaluation measured, as far as its task measures it.
+
+    A line of evals.jsonl has these keys beside step, tokens and elapsed_s.
+    """
+
+    loss: FiniteOrNone = None
+    """Nats, mean over `masked_tokens`."""
+    loss_se: FiniteOrNone = None
+    """Standard error of the mean, over sequences as if they were independent; null of one sequence."""
+    masked_accuracy: FiniteOrNone = None
+    """Share of the masked tokens that have the greatest logit."""
+    mask_rate: FiniteOrNone = None
+    masked_tokens: int | None = None
+    sequences: int | None = None
+
+
 class Summary(StoredFile):
     """summary.json: how a run ended. Rates are over the real steps, warm-up of set-up excluded. Of a run that
     ended before rank 0 could write it there is only what its launcher knows."""
@@ -198,8 +215,8 @@ class Summary(StoredFile):
     tokens: int | None = None
     final_loss: FiniteOrNone = None
     heldout_loss: FiniteOrNone = None
-    heldout_tokens: int | None = None
-    """Masked tokens that the held-out loss is the mean of."""
+    heldout: HeldOut | None = None
+    """`heldout_loss` with its denominator."""
     unigram_entropy_nats: FiniteOrNone = None
     uniform_entropy_nats: FiniteOrNone = None
     world_size: int | None = None

@@ -48,18 +48,6 @@ class Metrics:
     skipped_steps: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """One line of evals.jsonl: mean cross entropy in nats over `masked_tokens` held-out positions."""
-
-    step: int
-    tokens: int
-    loss: float
-    mask_rate: float
-    masked_tokens: int
-    elapsed_s: float
-
-
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, newest first; one set aside by a save comes after its replacement."""
     if not folder.is_dir():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import math
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 
 from bert_dp import corpus, cost, data, model
 from bert_dp.config import Config, num_masked, read_manifest
+from bert_dp.model import CrammedBert
 from bert_dp.tasks import Context, Metadata
 
 EVAL_MASK_RATE = 0.15  # fixed, so that held-out losses of runs with other mask rates compare
@@ -63,19 +67,37 @@ class MaskedLanguageModel:
         return count * self._config.num_masked
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, float] | None:
-        """Mean cross entropy in nats over all masked positions."""
+        """Of the held-out sequences at EVAL_MASK_RATE: see `record.models.HeldOut`."""
+        vocabulary = cast(CrammedBert, model).vocabulary
+        each = num_masked(EVAL_MASK_RATE, self._config.data.sequence_length)  # masked tokens of a sequence
+        # of the mean losses of sequences, of their squares, and of tokens that were guessed
+        sums = torch.zeros(3, dtype=torch.float64, device=context.device)
         batches = self._evaluation_batches(context)
-        total = torch.zeros((), dtype=torch.float64, device=context.device)
         with torch.no_grad(), context.precision.context(context.device):
             for batch in batches:
                 if context.stopped():
                     return None
-                total += self.loss(model, batch.to(context.device)).double()
+                on_device = batch.to(context.device)
+                logits_PV = model(on_device.ids_BS, on_device.positions_P)
+                loss_P, hit_P = vocabulary.score(logits_PV, on_device.labels_P).double()
+                loss_B = loss_P.view(-1, each).mean(1)  # 0 of a row that only fills up the batch
+                sums += torch.stack([loss_B.sum(), loss_B.square().sum(), hit_P.sum()])
                 context.progress()
-        loss, count = context.sum_over_replicas([float(total), sum(b.num_masked for b in batches)])
-        if not count:
+        count = sum(batch.num_masked for batch in batches) // each
+        total, squares, hits, sequences = context.sum_over_replicas([*sums.tolist(), count])
+        if not sequences:
             return None
-        return {"loss": loss / count, "mask_rate": EVAL_MASK_RATE, "masked_tokens": int(count)}
+        measured = {
+            "loss": total / sequences,
+            "masked_accuracy": hits / (sequences * each),
+            "mask_rate": EVAL_MASK_RATE,
+            "masked_tokens": int(sequences) * each,
+            "sequences": int(sequences),
+        }
+        if sequences > 1:
+            variance = (squares - total**2 / sequences) / (sequences - 1)
+            measured["loss_se"] = math.sqrt(max(0.0, variance) / sequences)
+        return measured
 
     def _evaluation_batches(self, context: Context) -> list[data.Batch]:
         """This replica's, made once."""

@@ -51,6 +51,7 @@ def doctor_report(machine: Environment, findings: Sequence[Finding]) -> Report:
             Verdict(f.level, f.what, () if f.level == "ok" else (f"causes: {f.consequence}", f"fix: {f.fix}"))
             for f in findings
         ],
+        next="" if any(f.level == "fail" for f in findings) else "bert-dp train --dry-run",
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.report.model import Cell, Column, Report, Row, Section, Table
+from launcher.report.model import Cell, Column, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import count_of, format_change, format_count
 from launcher.report.parts import words
 from launcher.report.quantities import Quantity, table
@@ -43,7 +43,10 @@ def plan_report(answer: Prediction) -> Report:
         table(measured, MEASURED, title="Predicted beside measured", corner="cell"),
     ]
     return Report(
-        "bert-dp: predicted scaling", sections=[Section("", tables=tables, notes=answer.assumptions)]
+        "bert-dp: predicted scaling",
+        verdicts=[Verdict("warn", text) for text in answer.warnings],
+        sections=[Section("", tables=tables, notes=answer.assumptions)],
+        next=f"bert-dp scale --nproc {','.join(str(row.world_size) for row in answer.rows[:4])}  measures it",
     )
 
 

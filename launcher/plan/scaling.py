@@ -16,6 +16,7 @@ from launcher.plan.predict import Engine, Prediction, Profile, Scenario, predict
 from launcher.plan.timeline import FIRST_BUCKET, MIB, Gradient
 from launcher.results import Cell, ComparedCell, Lever, PredictedRow, PredictedSplit
 
+GPU_LINKS = ("nvlink", "pcie")
 BOUNDS = ("no stragglers", "perfect overlap")
 WIDTHS = {"full": None, "bf16": 2.0, "fp16": 2.0}
 
@@ -64,6 +65,7 @@ def answer(source: Source, question: Question) -> results.Prediction:
     ]
     return results.Prediction(
         engine=question.engine,
+        warnings=_warnings(source, question),
         assumptions=assumptions,
         rows=rows,
         measured=against_measured(source, question),
@@ -290,6 +292,19 @@ def _device_notes(source: Source, question: Question, rows: Sequence[PredictedRo
             f"{device.memory_gib:g}; more --tensor or another --engine divides them"
         )
     return notes
+
+
+def _warnings(source: Source, question: Question) -> list[str]:
+    if source.device is None or not source.device.name.upper().startswith("CPU"):
+        return []
+    links = [name for name in (question.link, question.inter) if name is not None]
+    return [
+        f"The profile is of a CPU, whose steps are far longer than a GPU's, while {name} joins GPUs: the "
+        "efficiency is far too good for GPUs. Measure the profile on one GPU, or give --seq-per-s, --micro "
+        "and --gpu in place of --from."
+        for name in links
+        if find_link(name, "--link").kind in GPU_LINKS
+    ][:1]
 
 
 def _links_note(source: Source, question: Question) -> str:

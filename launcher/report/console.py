@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from bert_dp.record import safe
+from launcher.log import PLAIN, show
 from launcher.report.model import Report, Row, Table, Verdict
 
 if TYPE_CHECKING:
@@ -39,6 +41,19 @@ class ConsoleReport:
                 yield Text(safe(note if len(section.notes) == 1 else f"* {note}"), style="dim")
         for verdict in self.report.verdicts:
             yield from verdict_lines(verdict)
+
+
+def show_report(console: Console, report: Report, page: Path | None = None, *, titled: bool = False) -> None:
+    """What a verb ends with: the report, its page and the command that leads on, as far as there are any."""
+    show(console, ConsoleReport(report, titled=titled))
+    show_end(console, report, page)
+
+
+def show_end(console: Console, report: Report, page: Path | None) -> None:
+    """The last lines of it alone."""
+    for label, what in (("page", page), ("next", report.next)):
+        if what:
+            show(console, f"{label}: {what}", **PLAIN)
 
 
 def verdict_lines(verdict: Verdict) -> list[Text]:

@@ -192,3 +192,5 @@ class Report:
     verdicts: Sequence[Verdict] = ()
     tiles: Sequence[Tile] = ()
     sections: Sequence[Section] = ()
+    next: str = ""
+    """One command that leads on."""

@@ -86,8 +86,9 @@ def _logged(
     """What its other files tell of a run that left no summary."""
     last = metrics[-1] if metrics else {}
     facts: dict[str, Any] = {key: last[key] for key in Summary.model_fields if key in last}
-    facts |= {"final_loss": last.get("loss"), "heldout_loss": evals[-1].get("loss") if evals else None}
-    facts |= {"heldout_tokens": evals[-1].get("masked_tokens")} if evals else {}
+    facts["final_loss"] = last.get("loss")
+    if evals:
+        facts |= {"heldout_loss": evals[-1].get("loss"), "heldout": evals[-1]}
     if checkpoints := record.list_checkpoints(run_dir / "checkpoints"):
         facts["checkpoint"] = f"checkpoints/{checkpoints[0].name}"
     with contextlib.suppress(ConfigError):

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import json
+import shlex
 import signal
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp.record.models import Summary
+from bert_dp.record.models import HeldOut, Summary
+from launcher.report import heldout
 from launcher.report.model import (
     Axis,
     Bars,
@@ -67,7 +71,7 @@ def run_report(runs: Sequence[Run]) -> Report:
     return Report(
         title,
         [_machine(run, many) for run in runs],
-        [_verdict(run, many) for run in runs],
+        [*(_verdict(run, many) for run in runs), *_apart(runs)],
         [] if many else _tiles(runs[0].facts),
         [
             Section("", [_loss(runs), *_over_time(runs)], console=False),
@@ -76,7 +80,16 @@ def run_report(runs: Sequence[Run]) -> Report:
             *([Section("Settings that differ", tables=[_differences(runs)])] if many else []),
             *[section for run in runs for section in _records(run, many)],
         ],
+        next="" if many else _next(runs[0]),
     )
+
+
+def _next(run: Run) -> str:
+    """What can be done with the run: use the model that it has trained, or go on with it."""
+    path = str(run.path)
+    if run.finished and run.facts.status == "done":
+        return f"python -c {shlex.quote(f'import bert_dp; print(bert_dp.load({json.dumps(path)}))')}"
+    return f"bert-dp train --run-dir {shlex.quote(path)}" if run.facts.checkpoint else ""
 
 
 def _machine(run: Run, many: bool) -> str:
@@ -103,19 +116,33 @@ def _end(run: Run) -> tuple[Level, str]:
         return "warn", f"Stopped by {_signal(facts.signal)}{saved} at {step}."
     loss, entropy = facts.heldout_loss, facts.unigram_entropy_nats
     result = "held-out loss not recorded."
-    if loss is not None and entropy is not None:
-        result = f"held-out loss {format_nats(loss)} (a context-free model: {format_nats(entropy)})"
-        result += "." if loss < entropy else ": no better than word frequencies; train longer."
-    elif loss is not None:
-        result = f"held-out loss {format_nats(loss)}."
+    if loss is not None:
+        result = f"held-out loss {heldout.loss_text(loss, facts.heldout)}"
+        result += f" (a context-free model: {format_nats(entropy)})" if entropy is not None else ""
+        useless = entropy is not None and loss >= entropy
+        result += ": no better than word frequencies; train longer." if useless else "."
     level: Level = "ok" if facts.status == "done" else "warn"
     return level, f"{facts.status.capitalize()} after {step}: {result}"
+
+
+def _apart(runs: Sequence[Run]) -> list[Verdict]:
+    """A warning where the held-out losses of runs are nearer to each other than either is known."""
+    measured = sorted(
+        ((run.facts.heldout_loss, run.facts.heldout) for run in runs if run.facts.heldout_loss is not None),
+        key=lambda pair: pair[0],
+    )
+    small = [heldout.too_small(a, y - x) for (x, a), (y, _) in itertools.pairwise(measured)]
+    return [Verdict("warn", text) for text in small[:1] if text]
 
 
 def _tiles(facts: Summary) -> list[Tile]:
     entropy = format_nats(facts.unigram_entropy_nats)
     return [
-        Tile("Held-out loss", format_nats(facts.heldout_loss), f"unigram entropy {entropy}"),
+        Tile(
+            "Held-out loss",
+            heldout.loss_text(facts.heldout_loss, facts.heldout),
+            f"{heldout.basis(facts.heldout)}; unigram entropy {entropy}",
+        ),
         Tile("Throughput", format_si(facts.tokens_per_s, "tokens/s"), f"summed over {_ranks(facts)}"),
         Tile(f"Per {_device(facts)}", format_si(facts.tokens_per_s_per_gpu, "tokens/s"), _ranks(facts)),
         Tile("Peak memory", format_gib(facts.peak_memory_gib), f"greatest of {_ranks(facts)}"),
@@ -129,12 +156,12 @@ def _loss(runs: Sequence[Run]) -> Figure:
     lines = []
     for i, run in enumerate(runs):
         prefix, facts = (f"{run.name}: " if len(runs) > 1 else ""), run.facts
-        heldout = [(line.get("tokens"), line.get("loss")) for line in run.evals]
-        heldout = heldout or [(facts.tokens, facts.heldout_loss)]
+        evals = [(line.get("tokens"), line.get("loss")) for line in run.evals]
+        evals = evals or [(facts.tokens, facts.heldout_loss)]
         training = [(line.get("tokens"), line.get("loss")) for line in run.metrics]
         lines.append(Line(f"{prefix}training", *series(training), i))
         style: Style = "both" if len(runs) == 1 else "dashed"
-        lines.append(Line(f"{prefix}held-out", *series(heldout), i if len(runs) > 1 else 1, style))
+        lines.append(Line(f"{prefix}held-out", *series(evals), i if len(runs) > 1 else 1, style))
     rules = {}
     for run in runs:
         entropies = {
@@ -229,16 +256,26 @@ def _rows(run: Run) -> list[Row]:
 def _outcome(facts: Summary) -> list[Row]:
     loss, unigram, uniform = facts.heldout_loss, facts.unigram_entropy_nats, facts.uniform_entropy_nats
     failed = facts.status == "failed"
-    masked = f"{format_count(facts.heldout_tokens)} " if facts.heldout_tokens else ""
+    measured = facts.heldout
+    interval = "; ± 95 % over sequences" if heldout.half_width(measured) is not None else ""
+    note = f"mean over {heldout.basis(measured)}{interval}"
     return [
         words("status", facts.status, f"exit code {facts.exit_code}", console=False),
         words("cause", (facts.cause if failed else "") or "none recorded", console=False),
         *(_failure(facts) if failed else []),
-        value("held-out loss", loss, "nats", f"mean over {masked}held-out masked tokens"),
+        Row("held-out loss", (Cell(heldout.loss_text(loss, measured), note, loss),)),
+        *_accuracy(measured),
         value("unigram entropy", unigram, "nats", f"no context; held-out loss is {_gap(loss, unigram)}"),
         value("ln V", uniform, "nats", f"uniform guess; held-out loss is {_gap(loss, uniform)}"),
         value("training loss, last", facts.final_loss, "nats", "mean over all ranks"),
     ]
+
+
+def _accuracy(measured: HeldOut | None) -> list[Row]:
+    if measured is None or measured.masked_accuracy is None:
+        return []
+    note = "of the same masked tokens, the greatest logit is right"
+    return [value("masked accuracy", measured.masked_accuracy, "percent", note, console=False)]
 
 
 def _failure(facts: Summary) -> list[Row]:

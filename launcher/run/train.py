@@ -34,7 +34,7 @@ from launcher import job, results
 from launcher.log import PLAIN, show
 from launcher.machine import environment
 from launcher.redact import WRITTEN, is_log, redact_argv
-from launcher.report.console import ConsoleReport
+from launcher.report.console import show_report
 from launcher.report.html import write_or_warn
 from launcher.report.numbers import count_of
 from launcher.report.run_report import PAGE, of_directories
@@ -305,7 +305,7 @@ def run_locked(
         raise ConfigError(issues)
     if is_complete(where, config, resume):
         show(console, "this run is complete: its budget is spent; raise schedule.* to go on", **PLAIN)
-        show(console, ConsoleReport(of_directories([where])))
+        show_report(console, of_directories([where]))
         return 0
     if (lost := failure.lost_directory(held)) is not None:  # a corpus may have taken long
         print_failure(lost, held.now() or where, console)
@@ -344,11 +344,7 @@ def run_locked(
     report = of_directories([home])
     has_page = write_or_warn(report, home / PAGE)
     if result.failure is None:
-        show(console, ConsoleReport(report))
-        if has_page:
-            show(console, f"page: {home / PAGE}", **PLAIN)
-        if result.exit_code:
-            show(console, f"next: bert-dp train --run-dir {home}  goes on from the checkpoint", **PLAIN)
+        show_report(console, report, home / PAGE if has_page else None)
     return result.exit_code
 
 

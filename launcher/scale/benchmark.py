@@ -129,6 +129,6 @@ def run_locked(
     scaling = scaling.model_copy(update=judged | ({"status": "partial"} if stopped else {}))
     results.write(out / FILE, scaling)
     write_csv(scaling, out / "scaling.csv")
-    job.publish(scaling, scale_report(scaling), out, as_json=as_json, console=console)
+    job.publish(scaling, scale_report(scaling, out), out, as_json=as_json, console=console)
     ran = any(cell.status == "ok" for cell in scaling.cells)
     return 128 + stopped if stopped else 0 if ran else 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 from launcher.redact import redact
 from launcher.report.model import QUARTILES, Cell, Column, Level, Report, Row, Section, Table, Tile, Verdict
@@ -119,7 +121,7 @@ PREDICTED = (
 )
 
 
-def scale_report(scaling: Scaling) -> Report:
+def scale_report(scaling: Scaling, folder: Path | None = None) -> Report:
     """Findings worst first, figures, and every number of every cell."""
     modes = scale_figures.modes(scaling)
     return Report(
@@ -137,6 +139,9 @@ def scale_report(scaling: Scaling) -> Report:
             Section("Settings", tables=[_settings(scaling)], console=False),
             *_details(scaling),
         ],
+        next=f"bert-dp plan scaling --from {shlex.quote(str(folder / FILE))}"
+        if folder and scaling.profile
+        else "",
     )
 
 

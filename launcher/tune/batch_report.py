@@ -122,7 +122,7 @@ def batch_report(tune: TuneBatch, folder: Path) -> Report:
     return Report(
         "bert-dp: tuned micro batch",
         subtitle(tune, method, tune.device),
-        [*ends(tune), *_lost(tune), _choice(tune, folder), _noise(tune), *_goodput_verdict(tune)],
+        [*ends(tune), *_lost(tune), _choice(tune), _noise(tune), *_goodput_verdict(tune)],
         _tiles(tune),
         [
             Section("Sizes", tables=[_sizes(tune)]),
@@ -130,6 +130,7 @@ def batch_report(tune: TuneBatch, folder: Path) -> Report:
             *_details(tune),
             *settings_sections(tune, SETTINGS),
         ],
+        next=use(tune.choice, folder),
     )
 
 
@@ -144,7 +145,7 @@ def _lost(tune: TuneBatch) -> list[Verdict]:
     return [Verdict("info", "Sizes without a throughput:", why)] if why else []
 
 
-def _choice(tune: TuneBatch, folder: Path) -> Verdict:
+def _choice(tune: TuneBatch) -> Verdict:
     choice = tune.choice
     if choice is None:
         return Verdict("warn", "No micro batch was chosen.")
@@ -159,7 +160,7 @@ def _choice(tune: TuneBatch, folder: Path) -> Verdict:
     parts = (tune.memory and tune.memory.parts_gib) or {}
     made = ", ".join(f"{name} {format_gib(gib)}" for name, gib in parts.items())
     needs = f"Memory of a rank at this size: {made}." if made else ""
-    notes = [note for note in (why, limit, needs, *doubts, cached, use(folder)) if note]
+    notes = [note for note in (why, limit, needs, *doubts, cached) if note]
     return Verdict("warn" if doubts else "ok", text, notes)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
+from bert_dp.record.models import HeldOut
+from launcher.report import heldout
 from launcher.report.model import (
     Axis,
     Cell,
@@ -93,6 +95,7 @@ def rate_report(tune: TuneLr, folder: Path) -> Report:
             *([_transfer(tune.transfer)] if tune.transfer else []),
             *settings_sections(tune, SETTINGS, settings),
         ],
+        next=use(tune.choice, folder),
     )
 
 
@@ -105,7 +108,8 @@ def _choice(tune: TuneLr, folder: Path) -> Verdict:
         return Verdict("warn", f"No learning rate was chosen; the logs stand below {folder / 'trials'}.")
     text = (
         f"Learning rate {_named(choice.optimizer, choice.weight_decay, choice.lr)}: held-out loss "
-        f"{format_nats(choice.heldout_loss)}, mean of {count_of(choice.seeds, 'seed')} ({_band(choice)})."
+        f"{heldout.loss_text(choice.heldout_loss, _heldout(tune))}, mean of "
+        f"{count_of(choice.seeds, 'seed')} ({_band(choice)})."
     )
     tied = ", ".join(_named(*entry) for entry in choice.tied)
     side = {"low": "lower", "high": "higher"}.get(choice.edge_side or "", "one")
@@ -115,9 +119,23 @@ def _choice(tune: TuneLr, folder: Path) -> Verdict:
         f"Edge of the grid: no worse rate was measured on the {side} side, so the best one may lie beyond."
         if choice.at_edge
         else "",
-        use(folder),
+        heldout.too_small(_heldout(tune), _lead(tune)) or "",
     ]
     return Verdict("warn" if choice.at_edge else "ok", text, [note for note in notes if note])
+
+
+def _heldout(tune: TuneLr) -> HeldOut | None:
+    """What the losses are measured on, with the interval of one trial of the chosen rate."""
+    final, choice = _last(tune), tune.choice
+    trials = final.trials if final and choice else []
+    return next((t.heldout for t in trials if choice and t.lr == choice.lr and t.heldout), None)
+
+
+def _lead(tune: TuneLr) -> float | None:
+    """Nats by which the chosen rate is ahead of the next one."""
+    final = _last(tune) or Rung(tokens=0)
+    means = sorted(mean for lr in rates_of(final) if (mean := mean_of(final, lr)) is not None)
+    return means[1] - means[0] if len(means) > 1 else None
 
 
 def _lost(tune: TuneLr) -> list[Verdict]:
@@ -156,7 +174,7 @@ def _tiles(tune: TuneLr) -> list[Tile]:
         Tile(
             "Held-out loss",
             format_nats(choice and choice.heldout_loss),
-            f"unigram entropy {format_nats(tune.unigram_entropy_nats)}",
+            f"{heldout.basis(_heldout(tune))}; unigram entropy {format_nats(tune.unigram_entropy_nats)}",
         ),
         Tile(
             "Spread over seeds",

@@ -155,6 +155,7 @@ def read_trial(
         failure_kind=kind,
         cause=why,
         heldout_loss=loss,
+        heldout=summary.heldout,
         tokens=summary.tokens or step_tokens(config) * summary.step,
         seconds=seconds,
         curve=[(line["tokens"], line["loss"]) for line in evals if line["loss"] is not None],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,9 +31,9 @@ def ends(tune: TuneFile) -> list[Verdict]:
     return [*verdicts, *other_version(FILE, tune.schema_version)]
 
 
-def use(folder: Path) -> str:
-    """How a run takes the choice."""
-    return f"To use it: bert-dp train {folder / 'tuned.yaml'}"
+def use(choice: object, folder: Path) -> str:
+    """The command of a run that takes the choice, if there is one."""
+    return f"bert-dp train {shlex.quote(str(folder / 'tuned.yaml'))}" if choice is not None else ""
 
 
 def settings_sections(

@@ -13,8 +13,10 @@ from typing import IO, TYPE_CHECKING, Any
 
 from bert_dp import record
 from bert_dp.config import Config, progress_at
+from bert_dp.record.models import HeldOut
 from launcher.log import PLAIN, show
 from launcher.redact import secrets
+from launcher.report import heldout
 from launcher.report.numbers import (
     count_of,
     format_count,
@@ -29,8 +31,9 @@ from launcher.watch.merge_lines import Collapser
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress
 
-PLAIN_PROGRESS_S = 10.0  # between progress lines when the console is not a terminal
+STAY_S = 10.0  # between lines that stay above the bar of a terminal; elsewhere each is shown
 READ_BYTES = 2**20  # of a file at once
 BEHIND_BYTES = 2**26  # a reader that is further behind goes on near the end
 LINE_CHARS = 1000
@@ -96,16 +99,20 @@ class Display:
         self._collapser = Collapser(ranks)
         self._secrets = secrets(sys.argv)
         self._metrics = Tail(run_dir / "metrics.jsonl", skip_present=True)
+        self._evals = Tail(run_dir / "evals.jsonl")
+        self._evaluated = set(self._evals.lines()[0])  # the file is replaced with every line that it gets
         self._lines: list[dict[str, Any]] = []
-        self._last_plain = 0.0
-        self._live: Any = None
+        self._stayed = -STAY_S
+        self._bar: Progress | None = None
 
     def __enter__(self) -> Display:
         if self._console.is_terminal:
-            from rich.live import Live
+            from rich import progress
 
-            self._live = Live("starting", console=self._console, refresh_per_second=4, transient=True)
-            self._live.start()
+            columns = (progress.BarColumn(20), progress.TextColumn("{task.description}", markup=False))
+            self._bar = progress.Progress(*columns, console=self._console, transient=True)
+            self._bar.add_task("starting", total=1.0)
+            self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -117,29 +124,43 @@ class Display:
             while self._show_lines():  # the ranks have ended: what they left is finite
                 pass
             self._show_lines(everything=True)
-        if self._live is not None:
+        if self._bar is not None:
             with contextlib.suppress(OSError, SystemExit):
-                self._live.stop()
+                self._bar.stop()
 
     def poll(self) -> None:
         """Show what the ranks have written since the last call."""
         fresh, replaced = self._metrics.lines()
+        evaluated = [line for line in self._evals.lines()[0] if line not in self._evaluated]
         self._show_lines()  # what a rank said before a step stands before it
         if replaced:
             self._lines = []
         for line in fresh:
             with contextlib.suppress(ValueError, KeyError, TypeError):
                 self._lines = [*self._lines[-50:], self._at_its_end(json.loads(line))]
-        if not fresh or not self._lines or replaced:
-            return  # of a file that was replaced the lines are those before a resume
+                if not replaced:  # else they are the lines from before a resume
+                    self._show_progress()
+        self._evaluated.update(evaluated)
+        for line in evaluated:
+            with contextlib.suppress(ValueError, TypeError):
+                self._note(heldout_line(json.loads(line)))
+
+    def _show_progress(self) -> None:
+        """The newest line on the bar, and as a line that stays: on a terminal one in STAY_S."""
+        line, now = self._lines[-1], time.monotonic()
         left = eta_s(self._lines, self._config.schedule.hours)
-        text = progress_line(self._lines[-1], eta=left)
-        if self._live is not None:
-            self._live.update(text)
-        elif time.monotonic() - self._last_plain >= PLAIN_PROGRESS_S:
-            self._last_plain = time.monotonic()
-            self._collapser.note(text, self._last_plain)  # not before the lines that still wait
-            self._release()
+        if self._bar is not None:
+            (bar,) = self._bar.task_ids
+            self._bar.update(bar, completed=line["progress"], description=bar_text(line, eta=left))
+            if now - self._stayed < STAY_S:
+                return
+        self._stayed = now
+        self._note(progress_line(line, eta=left))
+
+    def _note(self, text: str) -> None:
+        """A line of ours, but not before the ranks' lines that still wait."""
+        self._collapser.note(text, time.monotonic())
+        self._release()
 
     def _at_its_end(self, line: dict[str, Any]) -> dict[str, Any]:
         """With the progress once its step is done; the record has that of the step's learning rate."""
@@ -180,6 +201,29 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None) -> st
             f"left {format_eta(eta)}",
         )
     )
+
+
+def bar_text(metrics: Mapping[str, Any], *, eta: float | None = None) -> str:
+    """The same beside a bar, within 60 characters."""
+    return " | ".join(
+        (
+            format_percent(metrics.get("progress")),
+            f"loss {format_nats(metrics.get('loss'))}",
+            format_si(metrics.get("tokens_per_s"), "tokens/s"),
+            f"left {format_eta(eta)}",
+        )
+    )
+
+
+def heldout_line(line: Mapping[str, Any]) -> str:
+    """One line of evals.jsonl for the console. Raises ValueError."""
+    measured = HeldOut.model_validate(line)
+    parts = (
+        f"step {format_count(line.get('step'))}",
+        f"held-out loss {heldout.loss_text(measured.loss, measured)}",
+        heldout.basis(measured),
+    )
+    return " | ".join(parts)
 
 
 def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> float | None:

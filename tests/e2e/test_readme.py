@@ -20,6 +20,7 @@ PAGES = (
     "tuning",
     "planning",
     "failures",
+    "python",
     "files",
     "benchmarks",
     "logging",

@@ -49,14 +49,13 @@ def test_help_and_version_do_not_import_torch() -> None:
 
 
 def test_data_build_inspect_and_train_on_own_text(tmp_path: Path) -> None:
-    text = tmp_path / "text.txt"
+    text = tmp_path / "text.json"
     words = "the quick brown fox jumps over a lazy dog while seven old ships sail slowly past".split()
-    text.write_text(
-        "\n".join(" ".join(words[(i * j) % len(words)] for j in range(1, 30)) for i in range(1, 900))
-    )
+    documents = [" ".join(words[(i * j) % len(words)] for j in range(1, 30)) for i in range(1, 900)]
+    text.write_text(json.dumps([{"body": document} for document in documents]))
     out = tmp_path / "shards"
     options = "--vocab-size 200 --sequence-length 16 --set max_tokens_per_char=0 --set dedup=none".split()
-    options += ["--set", "held_out_fraction=0.1"]
+    options += ["--set", "data.build.held_out_fraction=0.1", "--text-key", "body"]
     built = bert_dp("data", "build", str(text), "--out", str(out), *options)
     assert built.returncode == 0, built.stderr
     shown = bert_dp("data", "inspect", str(out), "--json")
@@ -81,6 +80,14 @@ def test_data_build_refuses_what_it_cannot_read(tmp_path: Path) -> None:
     unknown = bert_dp("data", "build", "builtin", "--out", str(tmp_path / "out"), "--set", "dedupe=exact")
     assert unknown.returncode == 2
     assert "did you mean" in unknown.stderr
+    (tmp_path / "big.csv").write_text("id,text\n1,one\n")
+    table = bert_dp("data", "build", str(tmp_path / "big.csv"), "--out", str(tmp_path / "out"))
+    assert (table.returncode, table.stderr.count("\n")) == (2, 1)
+    assert "--format text" in table.stderr
+    wrong = bert_dp("data", "build", "builtin", "--out", str(tmp_path / "out"), "--format", "csv")
+    assert wrong.returncode == 2
+    assert "source_format" in wrong.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.txt", "big.csv"]
     missing = bert_dp("data", "inspect", str(tmp_path))
     assert missing.returncode == 2
 

@@ -108,7 +108,7 @@ class Deviation:
     weights: float
     """Of any weight or optimizer tensor, relative in L2."""
     heldout_loss: float
-    """Infinite when another number of held-out positions was counted."""
+    """Or its standard error; infinite when another number of held-out positions was counted."""
 
     def problems(self, cell: Cell) -> list[str]:
         """What is beyond its tolerance."""
@@ -167,12 +167,15 @@ def compare(run: Path, base: Path) -> Deviation:
     lines = list(zip(metrics(run), metrics(base), strict=True))
     held_out = list(zip(evals(run), evals(base), strict=True))
     assert (len(lines), len(held_out)) == (STEPS, STEPS // EVAL_STEPS)
-    counted = all(a.get(key) == b.get(key) for a, b in held_out for key in ("masked_tokens", "targets"))
+    counts = ("masked_tokens", "sequences", "targets")
+    counted = all(a.get(key) == b.get(key) for a, b in held_out for key in counts)
     return Deviation(
         max(abs(a["loss"] - b["loss"]) for a, b in lines),
         max(abs(a["grad_norm"] - b["grad_norm"]) / b["grad_norm"] for a, b in lines),
         largest_relative_error(state(run, STEPS), state(base, STEPS)),
-        max(abs(a["loss"] - b["loss"]) for a, b in held_out) if counted else math.inf,
+        max(abs(a[key] - b[key]) for a, b in held_out for key in ("loss", "loss_se") if key in b)
+        if counted
+        else math.inf,
     )
 
 

@@ -662,21 +662,47 @@ def test_interrupted_build_leaves_nothing_and_runs_again(tmp_path: Path, number:
         assert process.poll() is None
     workers = children(process.pid)
     process.send_signal(number)
-    process.communicate(timeout=30)
+    said = process.communicate(timeout=30)[1]
     expected = {signal.SIGKILL: -9, signal.SIGTERM: 143, signal.SIGINT: 130}[number]
     assert process.returncode == expected
     assert not (tmp_path / "out").exists()
-    assert bool(list(tmp_path.glob(".out.building-*"))) == (number == signal.SIGKILL)
+    was_killed = number == signal.SIGKILL
+    left = sorted(path.name.partition("-")[0] for path in tmp_path.glob(".out.*"))
+    assert left == ([".out.building", ".out.lock"] if was_killed else [])
+    assert was_killed or said.splitlines()[-1] == "stopped; nothing was written"
     deadline = time.monotonic() + 10
     while any(Path(f"/proc/{pid}").exists() for pid in workers):  # no orphan outlives the build
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    if number == signal.SIGKILL:
+    if was_killed:
         again = start("build", options)
         out, err = again.communicate(timeout=60)
         assert again.returncode == 0, err
         assert json.loads(out) == read_manifest(tmp_path / "out").model_dump()
-        assert not list(tmp_path.glob(".out.building-*"))
+        assert not list(tmp_path.glob(".out.*"))
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 1.0])
+def test_a_build_ends_with_the_launcher_that_is_interrupted(tmp_path: Path, wait_s: float) -> None:
+    """Ctrl-C reaches both, at any moment of their imports; what reaches the launcher alone ends both too."""
+    write(tmp_path / "a.txt", prose(40_000))
+    command = [
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)",
+        "from launcher import children",
+        "print('ready', flush=True)",
+        "children.run_module('bert_dp.corpus', ['build', sys.argv[1]])",
+    ]
+    arguments = [sys.executable, "-c", "; ".join(command), str(options_file(tmp_path))]
+    process = subprocess.Popen(
+        arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(0.2 + wait_s)
+    os.killpg(process.pid, signal.SIGINT)
+    said = process.communicate(timeout=30)[1]
+    assert said.count("Traceback") == 1, said  # of the launcher here, whose main says nothing
+    assert not list(tmp_path.glob(".out*"))
 
 
 def test_main_refuses_bad_options_with_exit_2(

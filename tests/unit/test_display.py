@@ -14,7 +14,7 @@ from bert_dp import record
 from launcher.log import PLAIN, show
 from launcher.watch.display import Display, Tail, eta_s, progress_line, readable
 from tests.helpers import make_config
-from tests.report_fixture import metrics
+from tests.report_fixture import evaluation, metrics
 
 CONFIG = make_config("schedule.steps=100")
 
@@ -53,13 +53,46 @@ def test_display_follows_a_run_that_was_cut_back(tmp_path: Path) -> None:
         display.poll()
         assert not out.getvalue()  # what an earlier attempt has left is no progress
         record.write_text(tmp_path / "metrics.jsonl", line(50))
-        display._last_plain = -1e9
         display.poll()
         assert not out.getvalue()  # nor is what it goes on from
         with (tmp_path / "metrics.jsonl").open("a") as file:
             file.write(line(51))
         display.poll()
     assert "step 51 | 51.0 %" in out.getvalue()
+
+
+def test_every_logged_line_and_every_held_out_loss_is_shown_once(tmp_path: Path) -> None:
+    out = io.StringIO()
+    evals = tmp_path / "evals.jsonl"
+    record.write_text(evals, json.dumps(evaluation(10, 1000, 7.0)) + "\n")
+    with Display(tmp_path, Console(file=out, width=200), CONFIG) as display:
+        for step in (20, 30):
+            record.append_line(tmp_path / "metrics.jsonl", metrics(step))
+            record.append_line(tmp_path / "metrics.jsonl", metrics(step + 5))
+            record.cut_back(evals, step - 1)  # as the trainer does
+            record.append_line(evals, evaluation(step, 1000, 6.0))
+            display.poll()
+    shown = [line.split(" | ") for line in out.getvalue().splitlines()]
+    steps = ["step 20", "step 25", "step 20", "step 30", "step 35", "step 30"]
+    assert [line[0] for line in shown] == steps
+    what = ["held-out loss 6.0000 nats ± 0.0392", "4,096 masked tokens of 216 sequences, 15.0 % masked"]
+    assert shown[2][1:] == what
+
+
+def test_a_terminal_has_a_bar_and_a_line_that_stays_now_and_then(tmp_path: Path) -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=90, force_terminal=True, color_system=None)
+    with Display(tmp_path, console, CONFIG) as display:
+        for step in (10, 20, 30):
+            record.append_line(tmp_path / "metrics.jsonl", metrics(step))
+            display.poll()
+            assert display._bar is not None
+            display._bar.refresh()
+    text = out.getvalue()
+    assert text.count("global steps/s") == 1  # the whole line, once in ten seconds
+    for step, loss in ((10, 7.8), (20, 7.6), (30, 7.4)):
+        bar = rf"━ +{step}\.0 % \| loss {loss}000 nats \| 16\.4 k tokens/s \| left"
+        assert re.search(bar, text)
 
 
 def test_a_budget_in_hours_tells_what_is_left() -> None:

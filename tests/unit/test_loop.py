@@ -20,7 +20,7 @@ from bert_dp.data import Batch, random_batch
 from bert_dp.dist import Comm, SharedClock
 from bert_dp.lines import LostWrites, Records
 from bert_dp.metrics import Meter
-from bert_dp.model import build_model
+from bert_dp.model import Vocabulary, build_model
 from bert_dp.parallel import make_engine
 from bert_dp.precision import Precision
 from bert_dp.rank_process import Signals
@@ -111,8 +111,8 @@ class FourRanks(Comm):
     """Two replicas of two ranks each; the second replica has fewer positions and a greater loss."""
 
     def all_gather(self, values: Any) -> Tensor:
-        loss, count = values
-        mine, other = [loss, count], [3 * loss, count / 2]
+        loss, squares, hits, count = values
+        mine, other = [loss, squares, hits, count], [3 * loss, 9 * squares, hits, count / 2]
         return torch.tensor([mine, mine, other, other], dtype=torch.float64)
 
 
@@ -133,11 +133,12 @@ class Slow(Model):
     def __init__(self, clock: Clock):
         super().__init__()
         self.scale = nn.Parameter(torch.ones(()))
+        self.vocabulary = Vocabulary()
         self._clock = clock
 
-    def forward(self, ids_BS: Tensor, positions_P: Tensor, labels_P: Tensor) -> Tensor:
+    def forward(self, ids_BS: Tensor, positions_P: Tensor, labels_P: Tensor | None = None) -> Tensor:
         self._clock.now += 1.0 if self.training else 100.0
-        return (self.scale * labels_P).sum()
+        return torch.zeros(len(positions_P), 64) if labels_P is None else (self.scale * labels_P).sum()
 
 
 class Clock:
@@ -237,7 +238,7 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(
     assert trainer.checkpointer.steps == [0, 2, 4, 5]
     assert trainer.meter.totals["train_s"] == 5 * 2.0
     assert state.eval_s == 5 * 100.0
-    assert np.isfinite(state.heldout_loss or np.nan)
+    assert np.isfinite((state.heldout or {})["loss"])
 
 
 def test_a_step_of_the_ramp_is_divided_by_its_own_targets(
@@ -281,7 +282,9 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     assert found["energy_j"] == 150.0
     assert found["mfu"] is None
     assert found["straggler"] == {"rank": 1, "ratio": 3.0, "seconds_per_step": 2.0}
-    assert found["heldout_tokens"] == state.heldout_tokens is not None
+    assert state.heldout is not None
+    assert found["heldout_loss"] == found["heldout"]["loss"] == state.heldout["loss"]
+    assert found["heldout"]["masked_tokens"] == state.heldout["masked_tokens"] > 0
     assert (found["samples"], found["tokens"]) == (1020, 1020 * LENGTH)
     assert found["tokens_per_s"] == pytest.approx(5 * 4 * LENGTH / 10.0)
     spent = found["time_s"]

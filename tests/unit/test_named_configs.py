@@ -109,7 +109,9 @@ def test_a_report_as_json_holds_its_numbers_and_writes_no_page(tmp_path: Path) -
     done = bert_dp("report", str(run), "--json")
     report = json.loads(done.stdout)
     assert report["verdicts"][0]["level"] == "ok"
-    assert {tile["label"]: tile["text"] for tile in report["tiles"]}["Held-out loss"] == "6.2500 nats"
+    assert {tile["label"]: tile["text"] for tile in report["tiles"]}[
+        "Held-out loss"
+    ] == "6.2500 nats ± 0.0392"
     assert not (run / "report.html").exists()
 
 

@@ -56,6 +56,22 @@ def test_another_model_than_the_profiled_one_is_refused() -> None:
     assert (near.layers, near.hidden_size, near.heads) == (16, 768, 12)
 
 
+@pytest.mark.parametrize(
+    ("device", "link", "warned"),
+    [
+        ("CPU", "nvlink4", True),
+        ("CPU", "gloo-loopback", False),
+        ("CPU", "ethernet10", False),
+        ("NVIDIA H100 80GB HBM3", "nvlink4", False),
+    ],
+)
+def test_a_cpus_profile_with_links_of_gpus_is_warned_of(device: str, link: str, warned: bool) -> None:
+    source = from_data(profile() | {"device": device}, "p.json")
+    found = scaling.answer(source, Question(gpus=(1, 2), link=link))
+    assert [text[:24] for text in found.warnings] == ["The profile is of a CPU,"] * warned
+    assert (f"{link} joins GPUs" in unfolded(shown(plan_report(found)))) == warned
+
+
 def test_a_profile_that_knows_its_shape_needs_no_model() -> None:
     two = cell("tp", 2, 9.0, tensor=2)
     source = from_data(measured(cells=[two], profile=profile(**SHAPE)), "it")

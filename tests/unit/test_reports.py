@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import re
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from launcher import results
 from launcher.datasets import shards_report
@@ -17,6 +19,7 @@ from launcher.machine.doctor import Finding, doctor_report
 from launcher.machine.environment import probe
 from launcher.plan.plan_report import plan_report
 from launcher.report import html
+from launcher.report.console import show_report
 from launcher.report.drawing import HOVER, numbers_of
 from launcher.report.model import Axis, Bars, Figure, Line, Report, Rule, Section, Table, Verdict
 from launcher.report.numbers import format_plain
@@ -53,7 +56,7 @@ MAKERS: dict[str, Callable[[Path], Report]] = {
     "runs": lambda path: of_directories([make_run(path / "a" / "run"), make_run(path / "b" / "run", seed=7)]),
     "empty run": lambda path: of_directories([path]),
     "doctor": lambda path: doctor_report(probe(path), FINDINGS),
-    "shards": lambda path: shards_report(SHARDS),
+    "shards": lambda path: shards_report(SHARDS, Path("shards")),
     "scaling": lambda path: scale_report(parsed(scaling(modes=("weak", "strong"), prediction=True))),
     "scaling, begun": lambda path: scale_report(parsed(nulls())),
     "batch": lambda path: of(batch()),
@@ -225,7 +228,7 @@ def test_doctor_names_the_consequence_and_the_fix(tmp_path: Path) -> None:
 
 
 def test_shards() -> None:
-    text = unfolded(shown(shards_report(SHARDS), 100))
+    text = unfolded(shown(shards_report(SHARDS, Path("shards")), 100))
     for words in (
         "ok sound: every hash",
         "train 1,200 128,000 1,000 1",
@@ -239,6 +242,16 @@ def test_shards() -> None:
         assert words in text
     assert "x" * 301 not in text.replace(" ", "")
     problem = "train-00000.bin: expected SHA-256 ab, found cd [x]"
-    damaged = unfolded(shown(shards_report({**SHARDS, "problems": [problem]})))
+    damaged = unfolded(shown(shards_report({**SHARDS, "problems": [problem]}, Path("shards"))))
     assert f"fail damaged: {problem}" in damaged
     assert "sound" not in damaged
+
+
+def test_a_report_ends_with_its_page_and_what_comes_next() -> None:
+    out = io.StringIO()
+    console = Console(file=out, width=40)
+    show_report(console, Report("t", next="bert-dp train [x] " + 30 * "y"), Path("a/report.html"))
+    assert out.getvalue() == f"page: a/report.html\nnext: bert-dp train [x] {30 * 'y'}\n"
+    show_report(console, Report("t"))
+    assert out.getvalue().count("\n") == 2
+    assert "next: <code>bert-dp train &lt;x&gt;</code>" in html.html(Report("t", next="bert-dp train <x>"))

@@ -14,7 +14,12 @@ from bert_dp.config import dump_config
 from launcher.report.model import Report
 from launcher.report.run_report import of_directories
 from tests.helpers import make_config
-from tests.report_fixture import SUMMARY, figure_of, make_run, metrics, read_page, shown, unfolded
+from tests.report_fixture import SUMMARY, evaluation, figure_of, make_run, metrics, read_page, shown, unfolded
+
+HELDOUT = (
+    "6.2500 nats ± 0.0392 | "
+    "mean over 4,096 masked tokens of 216 sequences, 15.0 % masked; ± 95 % over sequences"
+)
 
 
 def rows_of(report: Report, title: str = "Numbers") -> dict[tuple[str, str], list[str]]:
@@ -32,7 +37,8 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
     assert rows == [
         (outcome, "status", "done | exit code 0"),
         (outcome, "cause", "none recorded | "),
-        (outcome, "held-out loss", "6.2500 nats | mean over held-out masked tokens"),
+        (outcome, "held-out loss", HELDOUT),
+        (outcome, "masked accuracy", "12.5 % | of the same masked tokens, the greatest logit is right"),
         (outcome, "unigram entropy", "6.7500 nats | no context; held-out loss is 0.5000 nats below"),
         (outcome, "ln V", "8.3178 nats | uniform guess; held-out loss is 2.0678 nats below"),
         (outcome, "training loss, last", "6.0000 nats | mean over all ranks"),
@@ -111,10 +117,11 @@ def test_a_failed_save_moves_no_other_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "level", "words"),
     [
-        ({}, "ok", "held-out loss 6.2500 nats (a context-free model: 6.7500 nats)."),
+        ({}, "ok", "held-out loss 6.2500 nats ± 0.0392 (a context-free model: 6.7500 nats)."),
         ({"heldout_loss": 7.0}, "ok", "6.7500 nats): no better than word frequencies; train longer."),
         ({"heldout_loss": None}, "ok", "not recorded"),
-        ({"unigram_entropy_nats": None}, "ok", "held-out loss 6.2500 nats."),
+        ({"unigram_entropy_nats": None}, "ok", "held-out loss 6.2500 nats ± 0.0392."),
+        ({"heldout": None}, "ok", "held-out loss 6.2500 nats (a context-free"),
         ({"status": "failed", "exit_code": 1, "cause": "OOM\nmore"}, "fail", "exit code 1): OOM"),
         ({"status": "failed", "exit_code": 1, "cause": None}, "fail", "cause not recorded"),
         ({"status": "stopped", "signal": 15}, "warn", "Stopped by SIGTERM after a checkpoint at step 100."),
@@ -170,9 +177,21 @@ def test_a_failed_run_beside_others_keeps_every_value_under_its_label(tmp_path: 
     assert rows["Outcome", "at"] == [" | ", "a.py:1 in f: g() | ", " | "]
     assert rows["Outcome", "consequence"] == [" | ", " | ", "rank 1 followed | "]
     assert rows["Resources and files", "failed saves"] == ["1 | see the log", " | ", " | "]
-    assert rows["Outcome", "held-out loss"] == ["6.2500 nats | mean over held-out masked tokens"] * 3
+    assert rows["Outcome", "held-out loss"] == [HELDOUT] * 3
     assert [verdict.level for verdict in report.verdicts] == ["ok", "fail", "fail"]
     read_page(report)
+
+
+@pytest.mark.parametrize(("other", "small"), [(6.26, True), (6.3, False), (6.25, False)])
+def test_a_difference_that_the_held_out_text_cannot_carry_is_warned_of(
+    tmp_path: Path, other: float, small: bool
+) -> None:
+    """The interval is 1.96 x 0.02 nats."""
+    runs = [make_run(tmp_path / "a"), make_run(tmp_path / "b", summary={"heldout_loss": other})]
+    warnings = [verdict.text for verdict in of_directories(runs).verdicts if verdict.level == "warn"]
+    assert [text[:53] for text in warnings] == [
+        "The held-out text is small for a difference of 0.0100"
+    ] * small
 
 
 def test_comparison_names_the_runs_and_what_differs(tmp_path: Path) -> None:
@@ -245,7 +264,7 @@ def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
 
 def test_a_crashed_run_shows_its_last_evaluation(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    record.append_line(run / "evals.jsonl", record.Evaluation(200, 819200, 5.5, 0.25, 4096, 90.0))
+    record.append_line(run / "evals.jsonl", evaluation(200, 819200, 5.5))
     (run / "summary.json").unlink()
     assert "held-out loss 5.5000 nats" in unfolded(shown(of_directories([run])))
 
@@ -285,3 +304,45 @@ def test_names_of_a_run_cannot_harm_and_no_secret_is_shown(tmp_path: Path) -> No
     page = read_page(of_directories([run]))
     assert "x<script>y" in page.text
     assert "hf_x" not in page.text
+
+
+ENDINGS: dict[str, dict[str, Any] | None] = {
+    "done": {},
+    "failed": FAILED,
+    "failed early": {"status": "failed", "exit_code": 1, "cause": None, "step": 0, "heldout_loss": None},
+    "stopped": {"status": "stopped", "signal": 15, "exit_code": 143},
+    "killed": None,
+    "running": None,
+}
+"""What summary.json says more; None: there is none."""
+
+
+def make_ended(path: Path, ending: str) -> Path:
+    run = make_run(path, num_lines=3 if ending == "running" else 10, summary=ENDINGS[ending] or {})
+    (run / "checkpoints" / "step-00000100").mkdir(parents=True)
+    if ENDINGS[ending] is None:
+        (run / "summary.json").unlink()
+    return run
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_every_ending_has_a_report_and_what_comes_next(tmp_path: Path, ending: str) -> None:
+    run = make_ended(tmp_path / "a run", ending)
+    report = of_directories([run])
+    goes_on = f"bert-dp train --run-dir '{run}'"
+    loads = f"python -c 'import bert_dp; print(bert_dp.load(\"{run}\"))'"
+    assert report.next == (loads if ending == "done" else goes_on)
+    shown_rows = rows_of(report)
+    for row in (("Outcome", "training loss, last"), ("Throughput", "tokens"), ("Work", "optimizer steps")):
+        assert not shown_rows[row][0].startswith("n/a"), row
+
+
+@pytest.mark.parametrize("one", ENDINGS)
+def test_a_run_of_every_ending_stands_beside_those_of_the_others(tmp_path: Path, one: str) -> None:
+    runs = [make_ended(tmp_path / other / "run", other) for other in ENDINGS]
+    first = make_ended(tmp_path / "first", one)
+    for other in runs:
+        report = of_directories([first, other])
+        assert len([verdict for verdict in report.verdicts if verdict.name]) == 2
+        assert {len(cells) for cells in rows_of(report).values()} == {2}
+        assert report.next == ""

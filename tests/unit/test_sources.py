@@ -11,19 +11,21 @@ import tracemalloc
 import types
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bert_dp.config import ConfigError
+from bert_dp.config import BuildConfig, ConfigError
 from bert_dp.corpus import builtin, sources
 
 DOCS = ["First document.", "Zwölf Boxkämpfer — jagen", 'third "quoted"', "x" * 5000]
 
 
-def read(*items: object) -> list[str]:
-    return [text for source in sources.resolve([str(i) for i in items]) for text in sources.documents(source)]
+def read(*items: object, **options: Any) -> list[str]:
+    found = sources.resolve([str(i) for i in items], BuildConfig(**options))
+    return [text for source in found for text in sources.documents(source)]
 
 
 def as_text(docs: list[str]) -> bytes:
@@ -205,6 +207,66 @@ def test_bad_jsonl_names_the_line(tmp_path: Path, line: str, expected: str) -> N
     path = tmp_path / "bad.jsonl"
     path.write_text('{"text": "fine"}\n\n' + line + "\n")
     fails(path, "line 3", expected)
+
+
+@pytest.mark.parametrize("indent", [None, 2])
+@pytest.mark.parametrize("chunk", [1, 7, 2**20])
+def test_a_json_array_is_read_record_by_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, indent: int | None, chunk: int
+) -> None:
+    docs = [*DOCS[:3], 'a ] "quote", a } and a \\ in a text', "\u4e16\u754c"]
+    path = tmp_path / "array.json"
+    records = [{"id": [i, {}], "body": d} for i, d in enumerate(docs)]
+    path.write_text("\ufeff \n" + json.dumps(records, indent=indent, ensure_ascii=False) + "\n", "utf-8")
+    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk)
+    assert read(path, text_key="body") == docs
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[{"text": "a"}, {"text": ', "record 2 is not JSON, or cut"),
+        ('[{"text": "a"}, {"text": "b"}', "the array does not end after record 2"),
+        ('[{"text": "a"} {"text": "b"}]', "no JSON after record 1"),
+        ('[{"text": "a"}, ]', "record 2 is not JSON"),
+        ('[{"text": "a"}] x', "no JSON after record 1: got 'x'"),
+        ('[{"text": "a"}, {"body": "b"}]', "record 2 has no string 'text' (got keys ['body'])"),
+        ('[{"text": "a"}, "b"]', "record 2 has no string 'text' (got str); name the key"),
+        ("[" * 100_000, "nested too deep"),
+        ("[]", "holds no text"),
+    ],
+)
+def test_a_bad_json_array_names_the_record(tmp_path: Path, text: str, expected: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    fails(path, expected)
+
+
+def test_another_key_holds_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "no", "body": "yes"}\n')
+    assert read(tmp_path / "a.jsonl", text_key="body") == ["yes"]
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pyarrow.table({"text": ["no"], "body": ["yes"]}), tmp_path / "a.parquet")
+    assert read(tmp_path / "a.parquet", text_key="body") == ["yes"]
+    fake_hub(monkeypatch, [{"text": "no", "body": "yes"}])
+    assert read("hub:org/name", text_key="body") == ["yes"]
+
+
+def test_an_unknown_suffix_is_refused_unless_its_format_is_told(tmp_path: Path) -> None:
+    path = tmp_path / "big.csv"
+    path.write_text("id,text\n1,one\n")
+    with pytest.raises(ConfigError) as caught:
+        sources.resolve([str(path), str(tmp_path / "gone.txt")])
+    assert len(caught.value.issues) == 2
+    assert "big.csv has the suffix .csv" in caught.value.issues[0]
+    assert "--format text" in caught.value.issues[0]
+    assert read(path, source_format="text") == ["id,text", "1,one"]
+    (tmp_path / "compressed.csv.gz").write_bytes(gzip.compress(b"one\n"))
+    with pytest.raises(ConfigError, match=r"has the suffix \.csv"):
+        sources.resolve([str(tmp_path / "compressed.csv.gz")])
+    (tmp_path / "part-00000").write_text("no suffix is text\n")
+    assert read(tmp_path / "part-00000") == ["no suffix is text"]
+    assert read(tmp_path, source_format="text") == ["id,text", "1,one", "one", "no suffix is text"]
 
 
 def test_bad_parquet(tmp_path: Path) -> None:

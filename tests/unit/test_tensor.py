@@ -114,12 +114,13 @@ def check_cross_entropy(tensor: TensorParallel, grid: Grid) -> None:
     (0.7 * expected).backward()
     width = VOCABULARY // grid.tp_size
     mine = slice(grid.tp_rank * width, (grid.tp_rank + 1) * width)
-    results = []
+    results, scores = [], []
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         part_PV = whole_PV.detach()[:, mine].to(dtype).requires_grad_()
         before = part_PV.detach().clone()
         loss = vocabulary.loss(part_PV, labels_P)
         (0.7 * loss).backward()
+        scores.append(vocabulary.score(part_PV, labels_P))
         assert torch.equal(part_PV.detach(), before), "the logits changed"
         assert part_PV.grad is not None
         results.append((dtype, loss.detach(), part_PV.grad))
@@ -127,6 +128,11 @@ def check_cross_entropy(tensor: TensorParallel, grid: Grid) -> None:
     nothing = vocabulary.loss(ignored_PV, torch.full((2,), IGNORE))
     nothing.backward()
     assert whole_PV.grad is not None
+    by_position_2P = Vocabulary().score(whole_PV.detach(), labels_P)
+    torch.testing.assert_close(by_position_2P[0].sum(), expected.detach(), rtol=1e-12, atol=0)
+    assert 0 < by_position_2P[1].sum() < len(labels_P)
+    torch.testing.assert_close(scores[0], by_position_2P, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(scores[1].double(), by_position_2P, rtol=1e-4, atol=1e-4)
     for dtype, loss, grad in results:
         rtol = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
         assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)

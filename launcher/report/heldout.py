@@ -1,0 +1,44 @@
+"""A held-out loss in words: never without its interval and what it is the mean of."""
+
+from __future__ import annotations
+
+from bert_dp.record.models import HeldOut
+from launcher.report.numbers import count_of, format_count, format_nats, format_percent, number
+from launcher.stats import NORMAL
+
+
+def half_width(heldout: HeldOut | None) -> float | None:
+    """Of the 95 % interval of the loss, nats; None where it was not measured."""
+    se = number(heldout.loss_se) if heldout else None
+    return None if se is None else NORMAL * se
+
+
+def loss_text(loss: float | None, heldout: HeldOut | None) -> str:
+    """`5.7123 nats ± 0.0312`; without the interval where there is none."""
+    width = half_width(heldout)
+    return format_nats(loss) + ("" if loss is None or width is None else f" ± {width:.4f}")
+
+
+def basis(heldout: HeldOut | None) -> str:
+    """What the loss is the mean of: `4,096 masked tokens of 216 sequences, 15.0 % masked`."""
+    if heldout is None or heldout.masked_tokens is None:
+        return "held-out masked tokens"
+    sequences = f" of {count_of(heldout.sequences, 'sequence')}" if heldout.sequences else ""
+    rate = f", {format_percent(heldout.mask_rate)} masked" if heldout.mask_rate else ""
+    return f"{format_count(heldout.masked_tokens)} masked tokens{sequences}{rate}"
+
+
+def too_small(heldout: HeldOut | None, difference: float | None) -> str | None:
+    """A warning where the held-out text cannot carry a difference of losses, in nats; else None.
+
+    The interval is that of one loss: a difference on the same masked tokens is known better, by how much is
+    not measured.
+    """
+    width = half_width(heldout)
+    if heldout is None or width is None or not difference or abs(difference) >= width:
+        return None
+    return (
+        f"The held-out text is small for a difference of {format_nats(abs(difference))}: {basis(heldout)} "
+        f"give ± {width:.4f} (95 %, over sequences). Hold out more with data.build.held_out_fraction, or "
+        "raise eval.max_sequences."
+    )
