@@ -30,7 +30,7 @@ from launcher.run.reaper import reaper
 from launcher.watch.failure import ending
 
 PathLike = str | os.PathLike[str]
-ERROR = "error: "  # what the verbs put before each line of bad input
+ERROR, FAILED = "error: ", "failed: "  # before each line of bad input, and before the cause of a failure
 LINES_KEPT = 1000  # of what a run says
 NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}  # a kernel asks for colours; a bar needs a terminal
 
@@ -104,12 +104,12 @@ def train(
         issues = [line.removeprefix(ERROR) for line in ended.said if line.startswith(ERROR)]
         raise ConfigError(issues or ended.said)
     if ended.interrupted and ended.code != 1:
-        raise KeyboardInterrupt(f"bert_dp.train(run_dir={str(directory)!r}) goes on from the checkpoint")
+        raise KeyboardInterrupt(f"stopped; the same call with run_dir={str(directory)!r} goes on")
     run = _read(directory)
     if ended.code == 0:
         return run
     if run.summary is None or _written(directory) == before:  # it ended before, or could not be written
-        cause = ending(ended.code, "") if ended.code < 0 else (ended.said or [""])[-1].removeprefix(ERROR)
+        cause = _cause_said(ended)
         raise TrainingFailed(cause, "killed" if ended.code < 0 else kind_of_text(cause), run)
     status = f"{signal.Signals(ended.code - 128).name}: stopped" if ended.code > 128 else "failed"
     raise TrainingFailed(run.summary.cause or status, run.summary.failure_kind or "stopped", run)
@@ -148,6 +148,14 @@ def _read(directory: Path) -> Run:
         metrics=list(record.read_lines(directory / "metrics.jsonl")),
         evals=list(record.read_lines(directory / "evals.jsonl")),
     )
+
+
+def _cause_said(ended: _Ended) -> str:
+    """Why a verb ended that could write no file of it: the head of its failure card, else its last line."""
+    if ended.code < 0:
+        return ending(ended.code, "")
+    heads = [line for line in ended.said if line.startswith(FAILED)]
+    return (heads or ended.said or [f"exit code {ended.code}"])[-1].removeprefix(FAILED).removeprefix(ERROR)
 
 
 def _written(directory: Path) -> tuple[int, int] | None:

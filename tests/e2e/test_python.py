@@ -142,7 +142,7 @@ def test_an_interrupt_stops_the_run_after_a_checkpoint(tmp_path: Path, small: di
     assert process.returncode == 0
     assert said.count("this script has begun") == 1
     assert re.search(r"^SIGINT: stopping", said, re.MULTILINE)
-    assert said.splitlines()[-1].startswith("interrupted: bert_dp.train(run_dir=")
+    assert said.splitlines()[-1].startswith("interrupted: stopped; the same call with run_dir=")
     run = bert_dp.read_run(tmp_path / "run")
     assert run.summary is not None
     assert (run.summary.status, run.summary.exit_code) == ("stopped", 130)
