@@ -161,9 +161,9 @@ def test_a_kernel_that_is_killed_leaves_no_process(tmp_path: Path, small: dict[s
 SHRUNK = """
 import bert_dp
 whole = bert_dp.train
-def shrunk(config=None, *, nproc=2, settings=None, **options):
+def shrunk(config=None, *, settings, nproc="auto", **options):
     given = settings if config is None else {{**{small!r}, **settings}}
-    return whole(config, nproc=2, settings=given, **options)
+    return whole(config, nproc=1, settings=given, **options)
 bert_dp.train = shrunk
 """  # what a test puts before the code of the docs
 
