@@ -31,6 +31,7 @@ from launcher.options import (
     modes,
     parsed,
     seconds,
+    shipped_names,
     split_words,
     two_batches,
 )
@@ -40,7 +41,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -200,7 +200,10 @@ def data_inspect(
 
 @app.command()
 def configs(
-    name: Annotated[str | None, typer.Argument(help="Print this one; without it all are listed.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Print this one; without it all are listed.", autocompletion=shipped_names),
+    ] = None,
 ) -> None:
     """The configurations that come with bert-dp: their names and what each is, or the text of one."""
     if name is not None:

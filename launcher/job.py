@@ -97,8 +97,7 @@ class Job:
 
     def directory(self, given: Path | None, folder: str, kind: str = "") -> Path:
         """The one that was given, else FOLDER/NAME-KIND-DATE-TIME."""
-        parts = [self.name, *([kind] if kind else []), time.strftime("%Y%m%d-%H%M%S")]
-        return (given or Path(folder) / "-".join(parts)).resolve()
+        return output_directory(given, folder, self.name, kind)
 
 
 def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None) -> Job:
@@ -106,6 +105,12 @@ def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None
     path = find_config(name, run_dir)
     config = absolute(load_config(path, overrides))
     return Job(path.stem, config, environment.probe(run_dir or Path()))
+
+
+def output_directory(given: Path | None, folder: str, *parts: str) -> Path:
+    """The one that was given, else FOLDER/PARTS-DATE-TIME; absolute."""
+    name = "-".join([*filter(None, parts), time.strftime("%Y%m%d-%H%M%S")])
+    return (given or Path(folder) / name).resolve()
 
 
 def find_config(name: str | None, run_dir: Path | None = None) -> Path:

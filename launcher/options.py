@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import importlib.util
 import math
 import re
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, shipped_configs
 from bert_dp.config.extras import install_command
 from bert_dp.record import safe
 from launcher.loggers import logger_issues
@@ -107,11 +108,17 @@ def launcher(text: str) -> str:
     return text
 
 
+def shipped_names(incomplete: str) -> list[str]:
+    """What a shell offers for a configuration's name, beside its files."""
+    return [path.stem for path in sorted(shipped_configs().glob(f"{glob.escape(incomplete)}*.yaml"))]
+
+
 Words = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG | SETTING=VALUE",
         show_default=False,
+        autocompletion=shipped_names,
         help="YAML file or the name of a shipped one (default: quickstart), and settings that override it.",
     ),
 ]

@@ -12,7 +12,18 @@ from bert_dp.config import shipped_configs
 from tests.e2e.cli import TINY, bert_dp
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("training", "data", "engines", "scaling", "tuning", "planning", "failures", "files", "benchmarks")
+PAGES = (
+    "training",
+    "data",
+    "engines",
+    "scaling",
+    "tuning",
+    "planning",
+    "failures",
+    "python",
+    "files",
+    "benchmarks",
+)
 TEXTS = {
     "README.md": (ROOT / "README.md").read_text(),
     **{f"docs/{name}.md": (ROOT / "docs" / f"{name}.md").read_text() for name in PAGES},

@@ -1,0 +1,43 @@
+"""A pretrained model for use: from a run or a checkpoint, with its tokenizer."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from bert_dp import checkpoint
+from bert_dp.config import ConfigError, resolve
+from bert_dp.corpus import tokenizer
+from bert_dp.model import CrammedBert
+
+
+def load(run: str | os.PathLike[str]) -> tuple[CrammedBert, Tokenizer]:
+    """The model, on the CPU and in eval mode, and the tokenizer of a run (a Run, its directory: the newest
+    good checkpoint) or of one checkpoint's directory.
+
+    `model.model(ids_BS)` gives the hidden states [B, S, H], `model(ids_BS, positions_P)` the logits [P, V] at
+    the flat positions b * S + s; S is at most the run's data.sequence_length. Models are trained on text
+    without <cls> and <sep>: encode it with `add_special_tokens=False`. Raises ConfigError.
+    """
+    path = checkpoint.resolve(os.fspath(run))
+    state, facts = checkpoint.load(path)
+    config = resolve([facts.config])
+    model = CrammedBert(config.model, config.data.sequence_length)
+    model.to(next(iter(state["model"].values())).dtype)
+    state["optimizer"] = {}  # half of the memory, and of no use here
+    if issues := checkpoint.state_issues(path, state, model):
+        raise ConfigError(issues)
+    model.load_state_dict(state["model"])
+    return model.eval(), tokenizer.load(tokenizer_of(path))
+
+
+def tokenizer_of(path: Path) -> Path:
+    """The tokenizer.json of a checkpoint, or of its run where it has none. Raises ConfigError."""
+    places = (path / checkpoint.TOKENIZER, path.parent.parent / checkpoint.TOKENIZER)
+    if found := next((place for place in places if place.is_file()), None):
+        return found
+    raise ConfigError(
+        [f"{path}: an older run, without its tokenizer; put the tokenizer.json of its shards at {places[1]}"]
+    )

@@ -1,0 +1,192 @@
+"""bert-dp from Python with real ranks: what a call returns, leaves and raises, also when it is interrupted or
+killed; the page about it and its notebook, executed at tiny size."""
+
+from __future__ import annotations
+
+import ast
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import bert_dp
+from tests.e2e.cli import TINY, assert_none_left, open_to_others, step_reached, umask, wait_for
+from tests.faults.harness import broken
+from tests.helpers import read_json
+
+ROOT = Path(__file__).parents[2]
+WORDS = "returns the of list a string object when if it is given with all items and values in order".split()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """Settings that shrink any run to seconds, on a small text with its own tokenizer; the budget stays."""
+    folder = tmp_path_factory.mktemp("text")
+    words = random.Random(0)
+    text = "\n\n".join(" ".join(words.choices(WORDS, k=60)) + f" number {i}" for i in range(400))
+    (folder / "part.txt").write_text(text)
+    settings = {key: yaml.safe_load(value) for key, _, value in (item.partition("=") for item in TINY)}
+    settings |= {"model.vocab_size": 200, "data.sources": [str(folder / "part.txt")]}
+    settings |= {"data.build": {"max_tokens_per_char": 0, "held_out_fraction": 0.1}}
+    del settings["schedule.steps"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BERT_DP_CACHE", str(folder / "cache"))
+        yield settings
+
+
+def process_state() -> tuple[Any, ...]:
+    """What a call must leave as it was."""
+    handlers = [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)]
+    return (handlers, os.sched_getaffinity(0), dict(os.environ), Path.cwd())
+
+
+def test_a_run_in_a_thread_and_its_model(
+    tmp_path: Path, small: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "run"
+    with umask(0o002), ThreadPoolExecutor(1) as pool:
+        before = process_state()
+        run = pool.submit(
+            bert_dp.train, "quickstart", nproc=2, settings={**small, "schedule.steps": 6}, run_dir=path
+        ).result()
+        assert process_state() == before
+        (tmp_path / "mine").touch()
+        assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o664  # our umask
+    assert open_to_others(path) == []
+    assert run.summary is not None
+    assert (run.summary.status, run.summary.world_size) == ("done", 2)
+    assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in run.evals] == [6]
+    assert run.checkpoint == path / "checkpoints/step-00000006"
+    assert run.report is not None
+    assert run == bert_dp.read_run(path)
+    assert "Done after step 6" in capsys.readouterr().out
+    assert "--set" in read_json(path / "environment.json")["command"]
+
+    model, tokenizer = bert_dp.load(run)
+    assert not model.training
+    text = tokenizer.encode("returns the <mask> of the list", add_special_tokens=False)
+    ids = torch.tensor([text.ids, text.ids])
+    masked = (ids == tokenizer.token_to_id("<mask>")).flatten().nonzero().flatten()
+    with torch.inference_mode():
+        hidden, logits = model.model(ids), model(ids, masked)
+    assert masked.tolist() == [2, 2 + len(text.ids)]
+    assert hidden.shape == (2, len(text.ids), 32)
+    assert logits.shape == (2, 200)
+    same, _ = bert_dp.load(run.checkpoint)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), same.parameters(), strict=True))
+
+    again = bert_dp.train(run_dir=path, nproc=1, settings={"schedule": {"steps": 8}})
+    assert [line["step"] for line in again.metrics] == list(range(1, 9))
+    assert run.metrics[-1]["step"] == 6, "a Run does not change"
+
+
+def test_a_rank_that_fails_raises_what_it_raised(
+    tmp_path: Path, small: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in broken("raise", rank=1, step=2).items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(bert_dp.TrainingFailed) as caught:
+        bert_dp.train(
+            "quickstart", nproc=2, settings={**small, "schedule.steps": 100}, run_dir=tmp_path / "run"
+        )
+    assert caught.value.cause == "rank 1: ValueError: injected by a test"
+    assert caught.value.kind == "error"
+    assert len(caught.value.run.metrics) == 2
+    assert_none_left(tmp_path)
+
+
+SCRIPT = """
+import signal, sys
+import bert_dp
+print("this script has begun", flush=True)
+handlers = [signal.getsignal(n) for n in range(1, 32)]
+try:
+    bert_dp.train({arguments})
+except KeyboardInterrupt as error:
+    assert [signal.getsignal(n) for n in range(1, 32)] == handlers
+    print("interrupted:", error)
+"""
+
+
+def begin(folder: Path, settings: dict[str, Any]) -> subprocess.Popen[str]:
+    """A script without a __main__ guard, whose endless run has begun to step."""
+    endless = {**settings, "schedule.steps": 1_000_000, "compile": "off"}
+    arguments = f"'quickstart', nproc=2, settings={endless!r}, run_dir={str(folder / 'run')!r}"
+    (folder / "script.py").write_text(SCRIPT.format(arguments=arguments))
+    process = subprocess.Popen(
+        [sys.executable, str(folder / "script.py")], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    wait_for(lambda: step_reached(folder / "run", 3)() or process.poll() is not None)
+    assert process.poll() is None, process.communicate()
+    return process
+
+
+def test_an_interrupt_stops_the_run_after_a_checkpoint(tmp_path: Path, small: dict[str, Any]) -> None:
+    process = begin(tmp_path, small)
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal and a notebook's server do
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 0
+    assert said.count("this script has begun") == 1
+    assert re.search(r"^SIGINT: stopping", said, re.MULTILINE)
+    assert said.splitlines()[-1].startswith("interrupted: bert_dp.train(run_dir=")
+    run = bert_dp.read_run(tmp_path / "run")
+    assert run.summary is not None
+    assert (run.summary.status, run.summary.exit_code) == ("stopped", 130)
+    assert run.checkpoint == tmp_path / f"run/checkpoints/step-{run.summary.step:08d}"
+    assert run.summary.step >= 3
+    assert_none_left(tmp_path / "run")
+
+
+def test_a_kernel_that_is_killed_leaves_no_process(tmp_path: Path, small: dict[str, Any]) -> None:
+    process = begin(tmp_path, small)
+    process.kill()
+    process.communicate()
+    assert_none_left(tmp_path / "run", seconds=30)
+
+
+SHRUNK = """
+import bert_dp
+whole = bert_dp.train
+def shrunk(config=None, *, nproc=2, settings=None, **options):
+    given = settings if config is None else {{**{small!r}, **settings}}
+    return whole(config, nproc=2, settings=given, **options)
+bert_dp.train = shrunk
+"""  # what a test puts before the code of the docs
+
+
+def test_the_python_of_the_page_runs(tmp_path: Path, small: dict[str, Any]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/python.md").read_text(), re.DOTALL)
+    assert len(blocks) == 4
+    (tmp_path / "page.py").write_text("\n".join([SHRUNK.format(small=small), *blocks]))
+    done = subprocess.run(
+        [sys.executable, "page.py"], cwd=tmp_path, capture_output=True, text=True, check=False, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "('schedule.stepz: unknown setting" in done.stdout  # the failure that it shows
+    run = bert_dp.read_run(tmp_path / "runs/python")
+    assert run.metrics[-1]["step"] == 40  # it went on
+    assert len(ast.literal_eval(done.stdout.splitlines()[-1])) == 5  # words for the mask
+
+
+def test_the_notebook_runs(tmp_path: Path, small: dict[str, Any]) -> None:
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    notebook = nbformat.read(ROOT / "docs/first-run.ipynb", as_version=4)
+    assert all(not cell.get("outputs") for cell in notebook.cells), "its outputs are cleared"
+    notebook.cells.insert(0, nbformat.v4.new_code_cell(SHRUNK.format(small=small)))
+    client = nbclient.NotebookClient(notebook, timeout=300, resources={"metadata": {"path": str(tmp_path)}})
+    client.execute()
+    said = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+    assert "Done after step" in "".join(o.get("text", "") for o in said)
+    assert len(ast.literal_eval(said[-1]["data"]["text/plain"])) == 5
+    assert bert_dp.read_run(tmp_path / "runs/notebook").report is not None

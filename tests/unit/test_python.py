@@ -1,0 +1,207 @@
+"""bert-dp from Python: what an import loads, what a Run is, what is raised, what the shell completes. No rank
+is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import bert_dp
+from bert_dp.config import parse_overrides
+from launcher import api
+from launcher.api import overrides
+from tests.helpers import issues_of, write_files
+from tests.report_fixture import SUMMARY, make_run
+
+
+def test_an_import_loads_nothing_and_train_no_torch() -> None:
+    code = (
+        "import sys, bert_dp\n"
+        "assert {'train', 'load', 'read_run', 'Run', 'TrainingFailed', 'ConfigError'} < set(dir(bert_dp))\n"
+        "assert not hasattr(bert_dp, 'nothing')\n"
+        "assert not {'torch', 'launcher', 'pydantic'} & set(sys.modules)\n"
+        "bert_dp.train, bert_dp.read_run, bert_dp.Run\n"
+        "assert 'launcher.api' in sys.modules\n"
+        "assert not {'torch', 'numpy'} & set(sys.modules)\n"
+        "bert_dp.load\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_what_a_run_is(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    (path / "report.html").write_text("a page")
+    write_files(path, {"checkpoints/step-00000100/state.json": "not read here"})
+    run = bert_dp.read_run(os.path.relpath(path))
+    assert run.directory == Path(run) == path
+    assert run.summary is not None
+    assert run.summary.heldout_loss == SUMMARY["heldout_loss"]
+    assert [line["step"] for line in run.metrics] == list(range(10, 110, 10))
+    assert [line["loss"] for line in run.evals] == [6.25]
+    assert all(not isinstance(v, (dict, list)) for line in (*run.metrics, *run.evals) for v in line.values())
+    assert run.checkpoint is None  # what cannot be read is none
+    assert run.report == path / "report.html"
+    assert len(repr(run)) < 400 + len(str(path))
+
+
+def test_a_run_that_was_killed_and_no_run(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    (path / "summary.json").unlink()
+    run = bert_dp.read_run(path)
+    assert (run.summary, run.report, len(run.metrics)) == (None, None, 10)
+    (line,) = issues_of(bert_dp.read_run, tmp_path)
+    assert line.startswith(f"{tmp_path}: not a run directory")
+
+
+@pytest.mark.parametrize(
+    ("settings", "tree"),
+    [
+        ({"schedule.steps": 20, "schedule": {"min_lr": 0.0}}, {"schedule": {"steps": 20, "min_lr": 0.0}}),
+        ({"optim": {"lr": 1e-7}}, {"optim": {"lr": 1e-7}}),
+        ({"data.sources": ["a b.txt", "c=d.txt"]}, {"data": {"sources": ["a b.txt", "c=d.txt"]}}),
+        (
+            {"data.sources": ("\U0001f600 é", "no: 'yes'")},
+            {"data": {"sources": ["\U0001f600 é", "no: 'yes'"]}},
+        ),
+        ({"a": "1e-3", "b": "null", "c": ""}, {"a": "1e-3", "b": "null", "c": ""}),
+        ({"a": None, "b": True, "c": Path("x")}, {"a": None, "b": True, "c": "x"}),
+        ({"a": np.int64(3), "b": np.float32(0.5)}, {"a": 3, "b": 0.5}),
+        ({}, {}),
+    ],
+)
+def test_settings_reach_the_verb_as_they_are(settings: dict[str, Any], tree: dict[str, Any]) -> None:
+    assert parse_overrides(list(overrides(settings))) == tree
+
+
+def test_a_setting_that_is_no_value_is_refused() -> None:
+    with pytest.raises(TypeError, match="PathLike"):
+        list(overrides({"a": object()}))
+
+
+def test_bad_input_raises_every_issue_and_writes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = {"schedule.stepz": 1, "optim": {"lr": -1}, "data.sources": ["builtin"]}
+    issues = issues_of(bert_dp.train, "quickstart", settings=settings)
+    assert [line.partition(":")[0] for line in issues] == ["schedule.stepz", "optim.lr"]
+    assert "did you mean schedule.steps?" in issues[0]
+    (line,) = issues_of(bert_dp.train, "quickstrat", run_dir="r")
+    assert "did you mean quickstart?" in line
+    (line,) = issues_of(bert_dp.train, "quickstart", run_dir="r", nproc=0)
+    assert line.startswith("--nproc: 0 is not")
+    (line,) = issues_of(bert_dp.train, "quickstart", run_dir="r", launcher="mpirun")
+    assert "choose from torchrun" in line
+    assert not list(tmp_path.iterdir())
+    assert capfd.readouterr().err == ""
+
+
+ENDINGS: list[tuple[int, bool, dict[str, Any] | None, str, str]] = [
+    # exit code, interrupted, the summary that it wrote -> kind, cause
+    (
+        1,
+        False,
+        {"status": "failed", "failure_kind": "hang", "cause": "rank 1: stood still"},
+        "hang",
+        "rank 1: st",
+    ),
+    (1, True, {"status": "failed", "failure_kind": "disk", "cause": "full"}, "disk", "full"),
+    (143, False, {"status": "stopped", "signal": 15}, "stopped", "SIGTERM: stopped"),
+    (1, False, None, "error", "/x: No space left on device"),
+    (-9, False, None, "killed", "killed by signal 9"),
+]
+
+
+@pytest.fixture
+def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
+    """Makes the verb end as told, in a directory that an earlier start has left as failed."""
+    path = make_run(
+        tmp_path / "run", summary={"status": "failed", "failure_kind": "killed", "cause": "older"}
+    )
+
+    def end(code: int, interrupted: bool, summary: dict[str, Any] | None) -> Path:
+        def follow(_: object) -> api._Ended:
+            if summary is not None:
+                (path / "summary.json").unlink()
+                write_files(path, {"summary.json": json.dumps(summary)})
+            return api._Ended(code, ["some line", "error: /x: No space left on device"], interrupted)
+
+        monkeypatch.setattr(api, "_follow", follow)
+        return path
+
+    return end
+
+
+@pytest.mark.parametrize(("code", "interrupted", "summary", "kind", "cause"), ENDINGS)
+def test_a_failure_raises_with_its_kind_and_cause(
+    ended: Callable[..., Path],
+    code: int,
+    interrupted: bool,
+    summary: dict[str, Any] | None,
+    kind: str,
+    cause: str,
+) -> None:
+    path = ended(code, interrupted, summary)
+    with pytest.raises(bert_dp.TrainingFailed) as caught:
+        bert_dp.train(run_dir=path)
+    assert caught.value.kind == kind
+    assert caught.value.cause.startswith(cause)
+    assert caught.value.run.directory == path
+    assert str(caught.value).startswith(cause)
+    assert str(caught.value).endswith(f"run: {path}")
+    assert "older" not in str(caught.value)
+
+
+def test_a_failure_tells_where_and_what_to_do(ended: Callable[..., Path]) -> None:
+    facts = {"status": "failed", "cause": "no memory", "where": "a.py:3", "fix": ["batch.micro_size=4"]}
+    path = ended(1, False, facts)
+    with pytest.raises(bert_dp.TrainingFailed) as caught:
+        bert_dp.train(run_dir=path)
+    assert str(caught.value).splitlines() == ["no memory", "at a.py:3", "batch.micro_size=4", f"run: {path}"]
+
+
+@pytest.mark.parametrize(("code", "interrupted"), [(130, True), (0, True), (-2, True), (129, True)])
+def test_an_interrupt_is_raised_whatever_the_verb_made_of_it(
+    ended: Callable[..., Path], code: int, interrupted: bool
+) -> None:
+    path = ended(code, interrupted, {"status": "stopped"})
+    with pytest.raises(KeyboardInterrupt, match="goes on"):
+        bert_dp.train(run_dir=path)
+
+
+def test_a_stdout_that_is_closed_or_absent_costs_lines_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    closed = (tmp_path / "out").open("w")
+    closed.close()
+    for stdout in (closed, None):
+        monkeypatch.setattr(sys, "stdout", stdout)
+        ended = api._follow(["--version"])
+        assert (ended.code, ended.said, ended.interrupted) == (0, [f"bert-dp {bert_dp.__version__}"], False)
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+def test_bash_completes_verbs_options_and_names() -> None:
+    script = (
+        'eval "$(_BERT_DP_COMPLETE=source_bash bert-dp)"\n'
+        "for line in 'bert-dp tr' 'bert-dp train --res' 'bert-dp train quick' 'bert-dp train no-such-'; do\n"
+        "  COMP_WORDS=($line) COMP_CWORD=$((${#COMP_WORDS[@]} - 1)) COMPREPLY=()\n"
+        "  complete -p bert-dp > /dev/null && _bert_dp_completion bert-dp\n"
+        '  echo "${COMPREPLY[@]}"\n'
+        "done\n"
+    )
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        ["bash", "-c", script], env={**os.environ, "PATH": path}, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split("\n") == ["train", "--resume", "quickstart", "", ""], done.stderr
