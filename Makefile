@@ -1,8 +1,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+LOGGERS := .venv-loggers
 
-.PHONY: env train test test-long parity faults mutants slips lock lint types check clean
+.PHONY: env train test test-long test-loggers parity faults mutants slips lock lint types check clean
 
 env: $(VENV)/.installed
 
@@ -32,6 +33,22 @@ test: env
 # the rest of the tests
 test-long: env
 	$(BIN)/python -m pytest -m slow
+
+# the services that records go to, their real packages, offline; an environment of their own
+test-loggers: $(LOGGERS)/.installed
+	$(LOGGERS)/bin/python -m pytest -m loggers tests/loggers
+
+PIP_LOGGERS := $(LOGGERS)/bin/python -m pip install --quiet --disable-pip-version-check
+
+$(LOGGERS)/.installed: pyproject.toml .constraints.txt .ci/loggers.lock .ci/build.lock
+	$(PYTHON) -m venv $(LOGGERS)
+ifdef LOCKED
+	$(PIP_LOGGERS) --require-hashes --no-deps -r .ci/build.lock -r .ci/loggers.lock
+	$(PIP_LOGGERS) --no-deps --no-build-isolation -e .
+else
+	$(PIP_LOGGERS) -c .constraints.txt -e '.[tensorboard,wandb,mlflow,trackio]' hypothesis pytest pytest-timeout
+endif
+	touch $@
 
 # the hashed lists of what CI installs, from .constraints.txt
 lock: env
@@ -63,4 +80,4 @@ types: env
 check: lint types test test-long
 
 clean:
-	rm -rf $(VENV) .parity .faults .mutants.json .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LOGGERS) .parity .faults .mutants.json .pytest_cache .mypy_cache .ruff_cache

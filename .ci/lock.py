@@ -1,6 +1,7 @@
 """Write the hashed lists of what CI installs, for the Python and the platform that run this (`make lock`).
 
-.ci/build.lock: what builds packages that come as source. .ci/all.lock: everything else.
+.ci/build.lock: what builds packages that come as source. .ci/loggers.lock: the services of log.to and
+what the launcher needs beside them, without torch. .ci/all.lock: everything else.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,16 @@ ROOT = Path(__file__).parents[1]
 PIP_OPTIONS = ["--quiet", "--dry-run", "--ignore-installed", f"--constraint={ROOT / '.constraints.txt'}"]
 BUILD = ["hatchling", "setuptools", "wheel"]
 WITHOUT_THEIR_DEPENDENCIES = ["timm==1.0.31"]  # it asks for torchvision, whose wheel does not fit a CPU torch
+LOGGERS = ("tensorboard", "wandb", "mlflow", "trackio")  # extras
+
+
+def without_torch() -> list[str]:
+    """What the launcher, the services and their tests need."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    needed = [name for name in project["dependencies"] if not name.startswith("torch")]
+    tests = [name for name in extras["test"] if name.startswith(("pytest", "hypothesis"))]
+    return [*needed, *tests, *(name for extra in LOGGERS for name in extras[extra])]
 
 
 def resolve(*requirements: str) -> list[dict[str, Any]]:
@@ -41,6 +53,7 @@ def write(path: Path, installs: list[dict[str, Any]]) -> None:
 
 if __name__ == "__main__":
     write(ROOT / ".ci/build.lock", resolve(*BUILD))
+    write(ROOT / ".ci/loggers.lock", resolve(*without_torch()))
     write(
         ROOT / ".ci/all.lock",
         resolve("--editable", f"{ROOT}[dev]") + resolve("--no-deps", *WITHOUT_THEIR_DEPENDENCIES),

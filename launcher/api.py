@@ -32,6 +32,7 @@ from launcher.watch.failure import ending
 PathLike = str | os.PathLike[str]
 ERROR = "error: "  # what the verbs put before each line of bad input
 LINES_KEPT = 1000  # of what a run says
+NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}  # a kernel asks for colours; a bar needs a terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def train(
 
     Raises ConfigError, with every issue, for bad input, TrainingFailed and KeyboardInterrupt.
     """
-    place = None if run_dir is None else Path(run_dir)
+    place = None if run_dir is None else Path(run_dir).expanduser()
     file = job.find_config(None if config is None else os.fspath(config), place)
     directory = job.output_directory(place, "runs", file.stem)
     options = {"nproc": nproc, "launcher": launcher, "run-dir": directory, "resume": os.fspath(resume)}
@@ -116,7 +117,7 @@ def train(
 
 def read_run(directory: PathLike) -> Run:
     """What a run directory holds, also of a run that goes on. Raises ConfigError where there is none."""
-    path = Path(directory).resolve()
+    path = Path(directory).expanduser().resolve()
     if not (path / "config.yaml").is_file():
         raise ConfigError([f"{path}: not a run directory (no config.yaml)"])
     return _read(path)
@@ -183,7 +184,7 @@ def _follow(arguments: list[str]) -> _Ended:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, **environ},
+            env={**os.environ, **NO_TERMINAL, **environ},
             start_new_session=True,
         )
         assert process.stdout is not None

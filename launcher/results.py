@@ -1030,5 +1030,7 @@ class LoggerRun(StoredFile):
     id: str
     where: str
     """A path or an address at which it can be seen."""
+    destination: str = ""
+    """What the environment said of it; a run of another destination is a new one."""
     sent: dict[str, int] = {}
     """Record file -> the last step that was sent."""

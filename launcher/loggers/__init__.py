@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import importlib.util
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, get_args
 
+from bert_dp import record
 from bert_dp.config.extras import install_command
 from bert_dp.config.schema import Logger
 
@@ -17,6 +19,13 @@ INCOMPLETE = 3
 """Exit code of the child when its warnings say what was not sent."""
 STATE = "run.json"
 """In a folder named like the service, in the run directory: which run of the service is this run's."""
+DESTINATION = {
+    "tensorboard": (),
+    "wandb": ("WANDB_MODE", "WANDB_BASE_URL", "WANDB_ENTITY", "WANDB_PROJECT"),
+    "mlflow": ("MLFLOW_TRACKING_URI",),
+    "trackio": ("TRACKIO_DIR", "TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL", "TRACKIO_PROJECT"),
+}
+"""The services' own variables that say where a run goes: without them into the run directory."""
 PROJECT = "bert-dp"
 """What the project, or experiment, is called where the service's own variable does not say."""
 
@@ -53,6 +62,12 @@ def open_writer(name: str, beginning: Beginning) -> MetricsWriter:
     """A run in the service `name`, one of LOGGERS. Raises what the service raises."""
     writer: MetricsWriter = importlib.import_module(f"launcher.loggers.{name}").Writer(beginning)
     return writer
+
+
+def destination(name: str) -> str:
+    """Where the environment sends runs of this service, without passwords; empty = into the run directory."""
+    given = {variable: os.environ.get(variable) for variable in DESTINATION[name]}
+    return record.hide(" ".join(f"{variable}={value}" for variable, value in given.items() if value))
 
 
 def logger_issues(names: Iterable[str]) -> list[str]:

@@ -14,7 +14,7 @@ from bert_dp import record
 from bert_dp.config import ConfigError, read_yaml
 from bert_dp.record.models import Summary
 from launcher import results
-from launcher.loggers import STATE, Beginning, MetricsWriter, Scalar, open_writer
+from launcher.loggers import STATE, Beginning, MetricsWriter, Scalar, destination, open_writer
 from launcher.redact import redact
 from launcher.results import LoggerRun
 
@@ -81,11 +81,14 @@ def send(run_dir: Path, name: str, over: threading.Event) -> None:
     folder = run_dir / name
     folder.mkdir(exist_ok=True)
     with record.lock(folder / ".lock") or _busy(folder):
-        known = results.find(folder / STATE, LoggerRun)
+        known, there = results.find(folder / STATE, LoggerRun), destination(name)
+        if known is not None and known.destination != there:
+            known = None
         writer = open_writer(name, Beginning(run_dir, known.id if known else None, settings_of(run_dir)))
+        begun = LoggerRun(id=writer.run_id, where=record.hide(writer.where), destination=there)
         sent = known.sent if known else {}
         tails = [Tail(run_dir / file, sent.get(file, 0)) for file in FOLLOWED]
-        step = _send_lines(writer, tails, folder / STATE, over)
+        step = _send_lines(writer, tails, folder / STATE, begun, over)
         writer.finish(step, *ending(run_dir))
 
 
@@ -93,8 +96,10 @@ def _busy(folder: Path) -> IO[str]:
     raise ConfigError([f"another process sends what {folder} holds"])
 
 
-def _send_lines(writer: MetricsWriter, tails: list[Tail], state: Path, over: threading.Event) -> int:
-    """Returns the last step."""
+def _send_lines(
+    writer: MetricsWriter, tails: list[Tail], state: Path, begun: LoggerRun, over: threading.Event
+) -> int:
+    """Keeps what was sent in `state`; returns the last step."""
     before = None
     while True:
         is_last = over.is_set()  # asked before reading: all that was written until then is sent
@@ -103,7 +108,7 @@ def _send_lines(writer: MetricsWriter, tails: list[Tail], state: Path, over: thr
             writer.write(step, numbers)
         sent = {file: tail.sent for file, tail in zip(FOLLOWED, tails, strict=True)}
         if sent != before:
-            results.write(state, LoggerRun(id=writer.run_id, where=writer.where, sent=sent))
+            results.write(state, begun.model_copy(update={"sent": sent}))
             before = sent
         if is_last:
             return max(sent.values())

@@ -23,6 +23,7 @@ PAGES = (
     "python",
     "files",
     "benchmarks",
+    "logging",
 )
 TEXTS = {
     "README.md": (ROOT / "README.md").read_text(),

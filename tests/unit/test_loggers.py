@@ -82,8 +82,10 @@ def test_a_run_is_sent_with_its_settings_numbers_summary_and_links(
     first = dataclasses.asdict(metrics(10))
     del first["step"], first["mfu"]  # null: not known
     assert run.rows[0] == (10, first)
-    heldout = {"heldout_loss": 6.25, "heldout_mask_rate": 0.25, "heldout_masked_tokens": 4096}
-    assert run.rows[-1] == (100, heldout)
+    (evaluation,) = record.read_lines(run_dir / "evals.jsonl")
+    measured = evaluation.keys() - {"step", "tokens", "elapsed_s"}
+    assert run.rows[-1] == (100, {f"heldout_{key}": evaluation[key] for key in measured})
+    assert "heldout_loss" in run.rows[-1][1]
     assert run.ended is not None
     step, facts, code = run.ended
     assert (step, code, facts["summary/status"], facts["summary/heldout_loss"]) == (100, 0, "done", 6.25)
@@ -146,6 +148,19 @@ def test_a_second_start_goes_on_in_the_same_run(tmp_path: Path, opened: list[Fak
     assert second.ended is not None
     state = results.read(run_dir / "wandb" / "run.json", LoggerRun)
     assert state == LoggerRun(id="new", where="nowhere", sent={"metrics.jsonl": 110, "evals.jsonl": 100})
+
+
+def test_another_destination_gets_the_whole_run_anew(
+    tmp_path: Path, opened: list[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sent offline first, then to a server; the state holds no password."""
+    run_dir = make_run(tmp_path / "run")
+    send_all(run_dir)
+    monkeypatch.setenv("WANDB_BASE_URL", "https://me:a-long-password-1@host")
+    for _ in range(2):
+        send_all(run_dir)
+    assert [(run.beginning.run_id, len(steps(run))) for run in opened] == [(None, 10), (None, 10), ("new", 0)]
+    assert "a-long-password-1" not in (run_dir / "wandb" / "run.json").read_text()
 
 
 def test_a_run_without_a_summary_has_failed(tmp_path: Path, opened: list[Fake]) -> None:
@@ -345,10 +360,8 @@ def test_a_run_that_was_not_sent_is_sent_by_report(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     done = here("report", str(run_dir), "--log-to", "tensorboard")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
-        str(run_dir / "report.html"),
-        f"tensorboard: {run_dir / 'tensorboard'}",
-    ]
+    assert done.stdout.splitlines()[-1] == f"tensorboard: {run_dir / 'tensorboard'}"
+    assert (run_dir / "report.html").exists()
     assert read_json(run_dir / "tensorboard" / "run.json")["sent"] == {
         "metrics.jsonl": 100,
         "evals.jsonl": 100,

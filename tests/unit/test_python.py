@@ -125,9 +125,8 @@ ENDINGS: list[tuple[int, bool, dict[str, Any] | None, str, str]] = [
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
     """Makes the verb end as told, in a directory that an earlier start has left as failed."""
-    path = make_run(
-        tmp_path / "run", summary={"status": "failed", "failure_kind": "killed", "cause": "older"}
-    )
+    older = {"cause": "older", "where": "older.py:1", "fix": ["an older fix"]}
+    path = make_run(tmp_path / "run", summary={"status": "failed", "failure_kind": "killed", **older})
 
     def end(code: int, interrupted: bool, summary: dict[str, Any] | None) -> Path:
         def follow(_: object) -> api._Ended:

@@ -1,0 +1,181 @@
+"""The real packages, offline: what each one's own store holds of a run (`make test-loggers`)."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+import sqlite3
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bert_dp import record
+from launcher.run.loggers import Loggers
+from tests.e2e.cli import here, wait_for
+from tests.helpers import read_json
+from tests.report_fixture import make_run, metrics
+
+pytestmark = pytest.mark.loggers
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """What a service has of one run."""
+
+    rows: list[tuple[int, dict[str, Any]]]
+    """By step; a service may keep the values of a step in several."""
+    config: dict[str, Any]
+    summary: dict[str, Any]
+    ended: str | None
+
+    def steps(self, key: str) -> list[int]:
+        return [step for step, values in self.rows if key in values]
+
+
+def read_wandb(run_dir: Path, run_id: str) -> Stored:
+    """The transaction logs of its starts, in LevelDB's log format: blocks of 32 KiB with records of a
+    checksum, a length and a type (1 whole, 2 first, 3 middle, 4 last)."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    rows, config, summary, ended = [], {}, {}, None
+    for path in sorted((run_dir / "wandb").glob(f"offline-run-*/run-{run_id}.wandb")):
+        data = path.read_bytes()
+        whole, place = b"", 7  # after the file's own header
+        while place + 7 <= len(data):
+            if (left := 2**15 - place % 2**15) < 7:
+                place += left
+                continue
+            _, length, kind = struct.unpack("<IHB", data[place : place + 7])
+            whole += data[place + 7 : place + 7 + length]
+            place += 7 + length
+            if kind in (2, 3):
+                continue
+            entry, whole = Record.FromString(whole), b""
+            values = {(i.key or ".".join(i.nested_key)): json.loads(i.value_json) for i in entry.history.item}
+            if values:
+                rows.append((values["_step"], values))
+            for update in [*entry.run.config.update, *entry.config.update]:
+                config[update.key] = json.loads(update.value_json)
+            for update in entry.summary.update:
+                summary[update.key or ".".join(update.nested_key)] = json.loads(update.value_json)
+            if entry.HasField("exit"):
+                ended = str(entry.exit.exit_code)
+    return Stored(rows, config, summary, ended)
+
+
+def read_mlflow(run_dir: Path, run_id: str) -> Stored:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(tracking_uri=(run_dir / "mlflow").as_uri())
+    run = client.get_run(run_id)
+    rows = [
+        (point.step, {key: point.value})
+        for key in run.data.metrics
+        for point in client.get_metric_history(run_id, key)
+    ]
+    return Stored(rows, run.data.params, {**run.data.metrics, **run.data.tags}, run.info.status)
+
+
+def read_trackio(run_dir: Path, run_id: str) -> Stored:
+    with sqlite3.connect(run_dir / "trackio" / "bert-dp.db") as database:
+        found = database.execute("select step, metrics from metrics where run_name = ? order by id", [run_id])
+        rows = [(step, json.loads(values)) for step, values in found]
+        (config,) = database.execute("select config from configs where run_name = ?", [run_id]).fetchone()
+    summary = {key: value for _, values in rows for key, value in values.items() if key[:8] == "summary/"}
+    return Stored(rows, json.loads(config), summary, None)
+
+
+READERS: dict[str, Callable[[Path, str], Stored]] = {
+    "wandb": read_wandb,
+    "mlflow": read_mlflow,
+    "trackio": read_trackio,
+}
+
+
+@pytest.fixture(params=READERS)
+def service(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Each, as on a machine where nothing was said of it."""
+    name = str(request.param)
+    if importlib.util.find_spec(name) is None:
+        pytest.skip(f"{name} is not installed here; `make test-loggers` has an environment with it")
+    for variable in (
+        "WANDB_MODE",
+        "MLFLOW_TRACKING_URI",
+        "TRACKIO_DIR",
+        "TRACKIO_SPACE_ID",
+        "TRACKIO_SERVER_URL",
+    ):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # for the reader
+    return name
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """Of what a service starts for itself."""
+    before = helpers()
+    yield
+    assert helpers() - before == set()
+
+
+def helpers() -> set[psutil.Process]:
+    return {p for p in psutil.process_iter(["name"]) if "wandb" in p.info["name"]}
+
+
+def send(run_dir: Path, service: str) -> Stored:
+    done = here("report", str(run_dir), "--log-to", service)
+    assert done.returncode == 0, (done.stdout, done.stderr, (run_dir / "logs" / "loggers.log").read_text())
+    return READERS[service](run_dir, read_json(run_dir / service / "run.json")["id"])
+
+
+def test_a_run_is_stored_whole(tmp_path: Path, service: str) -> None:
+    stored = send(make_run(tmp_path / "run"), service)
+    assert stored.steps("loss") == list(range(10, 101, 10))
+    assert stored.steps("heldout_loss") == [100]
+    losses = {step: values["loss"] for step, values in stored.rows if "loss" in values}
+    assert losses == {step: metrics(step).loss for step in losses}
+    assert float(stored.config["optim.lr"]) == 1e-3
+    assert stored.summary["summary/heldout_loss"] == 6.25
+    assert stored.summary["summary/checkpoint"] == str(tmp_path / "run" / "checkpoints" / "step-00000100")
+    assert stored.ended in {"wandb": ["0"], "mlflow": ["FINISHED"], "trackio": [None]}[service]
+
+
+def test_a_resumed_run_goes_on_in_the_same_run(tmp_path: Path, service: str) -> None:
+    """It was killed, and is cut back to step 80: what it repeats is not sent twice."""
+    run_dir = make_run(tmp_path / "run")
+    (run_dir / "summary.json").rename(tmp_path / "summary.json")
+    assert send(run_dir, service).ended in {"wandb": ["1"], "mlflow": ["FAILED"], "trackio": [None]}[service]
+    before = read_json(run_dir / service / "run.json")["id"]
+    for name in ("metrics.jsonl", "evals.jsonl"):
+        record.cut_back(run_dir / name, 80)
+    for step in (90, 100, 110):
+        record.append_line(run_dir / "metrics.jsonl", metrics(step))
+    record.append_line(run_dir / "evals.jsonl", {"step": 110, "loss": 6.0})
+    (tmp_path / "summary.json").rename(run_dir / "summary.json")
+    stored = send(run_dir, service)
+    assert read_json(run_dir / service / "run.json")["id"] == before
+    assert stored.steps("loss") == list(range(10, 111, 10))
+    assert stored.steps("heldout_loss") == [100, 110]
+    assert stored.ended in {"wandb": ["0"], "mlflow": ["FINISHED"], "trackio": [None]}[service]
+
+
+def test_lines_arrive_while_the_run_goes_on_and_a_lost_store_ends_nothing(
+    tmp_path: Path, service: str
+) -> None:
+    """The directory goes in the middle of the run, with what the service has in it."""
+    run_dir, said = make_run(tmp_path / "run", 1), list[str]()
+    with Loggers(run_dir, [service], said.append) as sender:
+        wait_for((run_dir / service / "run.json").exists, 60)
+        shutil.rmtree(run_dir)
+        run_dir.mkdir()
+        for step in (10, 20):
+            record.append_line(run_dir / "metrics.jsonl", metrics(step))
+    (line,) = said
+    assert line.startswith(f"warning: {service} gets no more of this run (")
+    assert sender.exit_code == 1
