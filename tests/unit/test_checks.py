@@ -597,6 +597,6 @@ def test_weights_of_another_model_are_refused() -> None:
     other = ["optim.name=lamb", "run.init_from=/w"]
     assert init_issues("/w", old, make_config(*other)) == []
     assert init_issues("/w", old, make_config(*other, "run.init_keeps=moments")) == [
-        "optim.name: 'lamb', but run.init_from /w was trained with 'adamw'; set optim.name=adamw or start from "
-        "other weights"
+        "optim.name: 'lamb', but run.init_from /w was trained with 'adamw'; set optim.name=adamw or start "
+        "from other weights"
     ]
