@@ -594,3 +594,9 @@ def test_weights_of_another_model_are_refused() -> None:
         "data.sequence_length: 64, but run.init_from /w was trained with 128; set data.sequence_length=128 "
         "or start from other weights"
     ]
+    other = ["optim.name=lamb", "run.init_from=/w"]
+    assert init_issues("/w", old, make_config(*other)) == []
+    assert init_issues("/w", old, make_config(*other, "run.init_keeps=moments")) == [
+        "optim.name: 'lamb', but run.init_from /w was trained with 'adamw'; set optim.name=adamw or start "
+        "from other weights"
+    ]
