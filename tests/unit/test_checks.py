@@ -20,6 +20,7 @@ from bert_dp.config import (
     no_effect,
     progress_at,
     read_manifest,
+    with_budget,
 )
 from bert_dp.config.checks import parallel_issues
 from tests.helpers import issues_of, make_config
@@ -600,3 +601,19 @@ def test_weights_of_another_model_are_refused() -> None:
         "optim.name: 'lamb', but run.init_from /w was trained with 'adamw'; set optim.name=adamw or start "
         "from other weights"
     ]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "samples", "tokens"), [(2.5, 101, 252 * 128), (3.0, 7, 21 * 128), (1e-6, 10, 128)]
+)
+def test_a_budget_in_epochs_becomes_whole_sequences(epochs: float, samples: int, tokens: int) -> None:
+    config = make_config(f"schedule.epochs={epochs}")
+    resolved = with_budget(config, samples)
+    assert (resolved.schedule.tokens, resolved.schedule.epochs, resolved.schedule.steps) == (
+        tokens,
+        None,
+        None,
+    )
+    assert resolved.model_copy(update={"schedule": config.schedule}) == config
+    in_steps = make_config("schedule.steps=7")
+    assert with_budget(in_steps, samples) is in_steps
