@@ -120,9 +120,8 @@ def test_what_a_resumed_run_repeats_is_not_sent_twice(tmp_path: Path) -> None:
     tail = follow.Tail(path, 0)
     assert [step for step, *_ in tail.read()] == [1, 2, 3, 4]
     record.cut_back(path, 2)
-    assert list(tail.read()) == []
     for step in (3, 4, 5, 6):
-        record.append_line(path, metrics(step))
+        record.append_line(path, metrics(step, loss=1.0))  # a shorter line than before
     assert [step for step, *_ in tail.read()] == [5, 6]
 
 
@@ -360,7 +359,7 @@ def test_a_run_that_was_not_sent_is_sent_by_report(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     done = here("report", str(run_dir), "--log-to", "tensorboard")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"tensorboard: {run_dir / 'tensorboard'}"
+    assert done.stdout.splitlines()[0] == f"tensorboard: {run_dir / 'tensorboard'}"
     assert (run_dir / "report.html").exists()
     assert read_json(run_dir / "tensorboard" / "run.json")["sent"] == {
         "metrics.jsonl": 100,
