@@ -61,3 +61,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 class Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias)
+
+
+def widened(logits_PV: Tensor) -> Tensor:
+    """In fp32 at least, as cross entropies are computed."""
+    return logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()

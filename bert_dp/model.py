@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import ModelConfig
-from bert_dp.matmul import Linear, linear
+from bert_dp.matmul import Linear, linear, widened
 from bert_dp.trainable import Model
 
 INIT_STD = 0.02
@@ -48,11 +48,6 @@ def rotary_table(length: int, head_size: int, theta: float) -> tuple[Tensor, Ten
 def rotate(x_BASD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
     first, second = x_BASD.chunk(2, dim=-1)
     return x_BASD * cos_SD + torch.cat([-second, first], dim=-1) * sin_SD
-
-
-def widened(logits_PV: Tensor) -> Tensor:
-    """In fp32 at least, as cross entropies are computed."""
-    return logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
 
 
 class TiedLookup(torch.autograd.Function):

@@ -21,7 +21,7 @@ def load(run: str | os.PathLike[str]) -> tuple[CrammedBert, Tokenizer]:
     the flat positions b * S + s; S is at most the run's data.sequence_length. Models are trained on text
     without <cls> and <sep>: encode it with `add_special_tokens=False`. Raises ConfigError.
     """
-    path = checkpoint.resolve(os.fspath(run))
+    path = checkpoint.resolve(os.path.expanduser(run))
     state, facts = checkpoint.load(path)
     config = resolve([facts.config])
     model = CrammedBert(config.model, config.data.sequence_length)

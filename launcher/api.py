@@ -30,8 +30,9 @@ from launcher.run.reaper import reaper
 from launcher.watch.failure import ending
 
 PathLike = str | os.PathLike[str]
-ERROR = "error: "  # what the verbs put before each line of bad input
+ERROR, FAILED = "error: ", "failed: "  # before each line of bad input, and before the cause of a failure
 LINES_KEPT = 1000  # of what a run says
+NO_TERMINAL = {"FORCE_COLOR": "", "TTY_COMPATIBLE": "0"}  # a kernel asks for colours; a bar needs a terminal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +92,7 @@ def train(
 
     Raises ConfigError, with every issue, for bad input, TrainingFailed and KeyboardInterrupt.
     """
-    place = None if run_dir is None else Path(run_dir)
+    place = None if run_dir is None else Path(run_dir).expanduser()
     file = job.find_config(None if config is None else os.fspath(config), place)
     directory = job.output_directory(place, "runs", file.stem)
     options = {"nproc": nproc, "launcher": launcher, "run-dir": directory, "resume": os.fspath(resume)}
@@ -103,12 +104,12 @@ def train(
         issues = [line.removeprefix(ERROR) for line in ended.said if line.startswith(ERROR)]
         raise ConfigError(issues or ended.said)
     if ended.interrupted and ended.code != 1:
-        raise KeyboardInterrupt(f"bert_dp.train(run_dir={str(directory)!r}) goes on from the checkpoint")
+        raise KeyboardInterrupt(f"stopped; the same call with run_dir={str(directory)!r} goes on")
     run = _read(directory)
     if ended.code == 0:
         return run
     if run.summary is None or _written(directory) == before:  # it ended before, or could not be written
-        cause = ending(ended.code, "") if ended.code < 0 else (ended.said or [""])[-1].removeprefix(ERROR)
+        cause = _cause_said(ended)
         raise TrainingFailed(cause, "killed" if ended.code < 0 else kind_of_text(cause), run)
     status = f"{signal.Signals(ended.code - 128).name}: stopped" if ended.code > 128 else "failed"
     raise TrainingFailed(run.summary.cause or status, run.summary.failure_kind or "stopped", run)
@@ -116,7 +117,7 @@ def train(
 
 def read_run(directory: PathLike) -> Run:
     """What a run directory holds, also of a run that goes on. Raises ConfigError where there is none."""
-    path = Path(directory).resolve()
+    path = Path(directory).expanduser().resolve()
     if not (path / "config.yaml").is_file():
         raise ConfigError([f"{path}: not a run directory (no config.yaml)"])
     return _read(path)
@@ -147,6 +148,14 @@ def _read(directory: Path) -> Run:
         metrics=list(record.read_lines(directory / "metrics.jsonl")),
         evals=list(record.read_lines(directory / "evals.jsonl")),
     )
+
+
+def _cause_said(ended: _Ended) -> str:
+    """Why a verb ended that could write no file of it: the head of its failure card, else its last line."""
+    if ended.code < 0:
+        return ending(ended.code, "")
+    heads = [line for line in ended.said if line.startswith(FAILED)]
+    return (heads or ended.said or [f"exit code {ended.code}"])[-1].removeprefix(FAILED).removeprefix(ERROR)
 
 
 def _written(directory: Path) -> tuple[int, int] | None:
@@ -183,7 +192,7 @@ def _follow(arguments: list[str]) -> _Ended:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, **environ},
+            env={**os.environ, **NO_TERMINAL, **environ},
             start_new_session=True,
         )
         assert process.stdout is not None

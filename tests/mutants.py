@@ -36,6 +36,7 @@ MODULES = {
     "launcher/tune/ladder.py": ["test_ladder.py"],
     "launcher/redact.py": ["test_redact.py"],
     "bert_dp/config/rates.py": ["test_rates.py"],
+    "bert_dp/config/batch.py": ["test_config.py", "test_checks.py"],
     "bert_dp/config/checks.py": ["test_config.py", "test_checks.py"],
     "bert_dp/cost.py": ["test_cost.py"],
     "bert_dp/data.py": ["test_data.py"],

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import ConfigError
-from bert_dp.matmul import Linear, linear, product
+from bert_dp.matmul import Linear, linear, product, widened
 from bert_dp.parallel.grid import Grid, ShardedSums
 from bert_dp.parallel.stepping import optimizer_parameters
 from bert_dp.trainable import Model
@@ -140,14 +140,14 @@ class ParallelVocabulary:
 
     def loss(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """Sum of the cross entropies over the whole vocabulary; negative labels count for nothing."""
-        loss: Tensor = _CrossEntropy.apply(_wide(logits_PV), labels_P, self._start(logits_PV), self._group)
+        loss: Tensor = _CrossEntropy.apply(widened(logits_PV), labels_P, self._start(logits_PV), self._group)
         return loss
 
     def score(self, logits_PV: Tensor, labels_P: Tensor) -> Tensor:
         """[2, P]: the cross entropy of each position over the whole vocabulary, and 1 where the label has the
         greatest logit; both are 0 for a negative label. Has no gradient."""
         with torch.no_grad():
-            sums = _reduced_sums(_wide(logits_PV), labels_P, self._start(logits_PV), self._group)
+            sums = _reduced_sums(widened(logits_PV), labels_P, self._start(logits_PV), self._group)
         real_P = labels_P >= 0
         return torch.stack(
             [sums.cross_entropy_P * real_P, ((sums.label_P == 0) & real_P).to(sums.sum_P.dtype)]
@@ -223,10 +223,6 @@ class _LookUp(torch.autograd.Function):
         local_BS, foreign_BS = ctx.saved_tensors
         grad_BSH = grad_BSH.masked_fill(foreign_BS[..., None], 0.0)
         return None, grad_VH.index_put_((local_BS,), grad_BSH, accumulate=True), None, None
-
-
-def _wide(logits_PV: Tensor) -> Tensor:
-    return logits_PV if logits_PV.dtype == torch.float64 else logits_PV.float()
 
 
 class _Sums(NamedTuple):

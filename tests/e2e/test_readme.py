@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -83,6 +85,8 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
         arguments = smaller(command, tmp_path)
         done = bert_dp(*arguments, cwd=tmp_path, timeout=900, BERT_DP_CACHE=str(tmp_path / "cache"))
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    (python,) = re.findall(r"```python\n(.*?)```", TEXTS["README.md"], re.DOTALL)
+    subprocess.run([sys.executable, "-P", "-c", python], cwd=tmp_path, check=True, timeout=120)
 
 
 @pytest.mark.quick

@@ -20,6 +20,7 @@ from bert_dp.config import (
     no_effect,
     progress_at,
     read_manifest,
+    with_budget,
 )
 from bert_dp.config.checks import parallel_issues
 from tests.helpers import issues_of, make_config
@@ -594,3 +595,25 @@ def test_weights_of_another_model_are_refused() -> None:
         "data.sequence_length: 64, but run.init_from /w was trained with 128; set data.sequence_length=128 "
         "or start from other weights"
     ]
+    other = ["optim.name=lamb", "run.init_from=/w"]
+    assert init_issues("/w", old, make_config(*other)) == []
+    assert init_issues("/w", old, make_config(*other, "run.init_keeps=moments")) == [
+        "optim.name: 'lamb', but run.init_from /w was trained with 'adamw'; set optim.name=adamw or start "
+        "from other weights"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "samples", "tokens"), [(2.5, 101, 252 * 128), (3.0, 7, 21 * 128), (1e-6, 10, 128)]
+)
+def test_a_budget_in_epochs_becomes_whole_sequences(epochs: float, samples: int, tokens: int) -> None:
+    config = make_config(f"schedule.epochs={epochs}")
+    resolved = with_budget(config, samples)
+    assert (resolved.schedule.tokens, resolved.schedule.epochs, resolved.schedule.steps) == (
+        tokens,
+        None,
+        None,
+    )
+    assert resolved.model_copy(update={"schedule": config.schedule}) == config
+    in_steps = make_config("schedule.steps=7")
+    assert with_budget(in_steps, samples) is in_steps

@@ -125,16 +125,15 @@ ENDINGS: list[tuple[int, bool, dict[str, Any] | None, str, str]] = [
 @pytest.fixture
 def ended(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Path]:
     """Makes the verb end as told, in a directory that an earlier start has left as failed."""
-    path = make_run(
-        tmp_path / "run", summary={"status": "failed", "failure_kind": "killed", "cause": "older"}
-    )
+    older = {"cause": "older", "where": "older.py:1", "fix": ["an older fix"]}
+    path = make_run(tmp_path / "run", summary={"status": "failed", "failure_kind": "killed", **older})
 
-    def end(code: int, interrupted: bool, summary: dict[str, Any] | None) -> Path:
+    def end(code: int, interrupted: bool, summary: dict[str, Any] | None, *said: str) -> Path:
         def follow(_: object) -> api._Ended:
             if summary is not None:
                 (path / "summary.json").unlink()
                 write_files(path, {"summary.json": json.dumps(summary)})
-            return api._Ended(code, ["some line", "error: /x: No space left on device"], interrupted)
+            return api._Ended(code, ["some line", *said], interrupted)
 
         monkeypatch.setattr(api, "_follow", follow)
         return path
@@ -151,7 +150,7 @@ def test_a_failure_raises_with_its_kind_and_cause(
     kind: str,
     cause: str,
 ) -> None:
-    path = ended(code, interrupted, summary)
+    path = ended(code, interrupted, summary, "error: /x: No space left on device")
     with pytest.raises(bert_dp.TrainingFailed) as caught:
         bert_dp.train(run_dir=path)
     assert caught.value.kind == kind
@@ -160,6 +159,13 @@ def test_a_failure_raises_with_its_kind_and_cause(
     assert str(caught.value).startswith(cause)
     assert str(caught.value).endswith(f"run: {path}")
     assert "older" not in str(caught.value)
+
+
+def test_a_failure_that_no_file_tells_is_told_by_its_card(ended: Callable[..., Path]) -> None:
+    path = ended(1, False, None, "failed: the run directory was deleted", "  fix: start again", "  | step 3")
+    with pytest.raises(bert_dp.TrainingFailed) as caught:
+        bert_dp.train(run_dir=path)
+    assert caught.value.cause == "the run directory was deleted"
 
 
 def test_a_failure_tells_where_and_what_to_do(ended: Callable[..., Path]) -> None:

@@ -1,0 +1,79 @@
+"""A pretrained model for use: from a run, its newest good checkpoint or one checkpoint; what is refused."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import bert_dp
+from bert_dp.corpus import tokenizer
+from tests.helpers import issues_of
+
+ROOT = Path(__file__).parents[1]
+RUN = ROOT / "golden/made/run-stopped"
+FP64 = ROOT / "parity/older/step-00000003"
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer.json."""
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokenizer.train(["a cat sat on a mat"], model="wordpiece", vocab_size=60, with_normalizer=True).save(
+        str(path)
+    )
+    return path
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, words: Path) -> Path:
+    """A run of before its tokenizer lay in it, with the one it was given since."""
+    path = shutil.copytree(RUN, tmp_path / "run")
+    shutil.copyfile(words, path / "tokenizer.json")
+    return path
+
+
+def test_weights_mode_and_tokenizer(run_dir: Path) -> None:
+    model, words = bert_dp.load(str(run_dir))
+    saved = load_file(run_dir / "checkpoints/step-00000012/model.safetensors")
+    assert model.state_dict().keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in model.state_dict().items())
+    assert not model.training
+    assert words.encode("a cat", add_special_tokens=False).tokens == ["a", "cat"]
+    ids = torch.arange(8).reshape(2, 4)
+    with torch.inference_mode():
+        hidden, logits = model.model(ids), model(ids, torch.arange(8))
+        torch.testing.assert_close(model(ids, torch.tensor([5]))[0], logits[5])
+    assert hidden.shape[:2] == (2, 4)
+    assert logits.shape == (8, len(saved["model.embeddings.tok_embeddings.weight"]))
+
+
+def test_of_a_run_the_newest_good_checkpoint_and_of_a_checkpoint_itself(run_dir: Path, words: Path) -> None:
+    good = run_dir / "checkpoints/step-00000012"
+    torn = shutil.copytree(good, run_dir / "checkpoints/step-00000013")
+    (torn / "model.safetensors").write_bytes(b"torn")
+    expected = dict(bert_dp.load(good)[0].named_parameters())
+    model, _ = bert_dp.load(run_dir)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in model.named_parameters())
+    (line,) = issues_of(bert_dp.load, torn)
+    assert str(torn) in line
+
+
+def test_a_width_stays(tmp_path: Path, words: Path) -> None:
+    path = shutil.copytree(FP64, tmp_path / "run/checkpoints/step-00000003")
+    shutil.copyfile(words, tmp_path / "run/tokenizer.json")
+    model, _ = bert_dp.load(path)
+    assert {tensor.dtype for tensor in model.parameters()} == {torch.float64}
+
+
+def test_what_cannot_be_loaded_is_named(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    assert "no valid checkpoint" in issues_of(bert_dp.load, tmp_path / "empty")[0]
+    (run_dir / "tokenizer.json").write_text("{}")
+    assert "not a tokenizer.json" in issues_of(bert_dp.load, run_dir)[0]
+    (run_dir / "tokenizer.json").unlink()
+    (line,) = issues_of(bert_dp.load, run_dir)
+    assert line.endswith(f"put the tokenizer.json of its shards at {run_dir / 'tokenizer.json'}")
