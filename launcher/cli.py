@@ -536,9 +536,10 @@ def report(
             raise ConfigError(issues)
         with _writing("--out"):
             html.write(report, target)
+    code = max(send_run(run_dir, log_to, logger(console(), json)) for run_dir in run_dirs)
+    if not json:
         show_end(console(), report, target)
-    log = logger(console(), json)
-    raise typer.Exit(max(send_run(run_dir, log_to, log) for run_dir in run_dirs))
+    raise typer.Exit(code)
 
 
 def report_of(run_dirs: Sequence[Path]) -> Report:

@@ -75,7 +75,7 @@ def logger_issues(names: Iterable[str]) -> list[str]:
     issues = []
     for name in names:
         if name not in LOGGERS:
-            issues.append(f"unknown logger {name}; choose from {', '.join(LOGGERS)}")
+            issues.append(f"unknown logger {name or 'nothing'}; choose from {', '.join(LOGGERS)}")
         elif importlib.util.find_spec(name) is None:
             issues.append(f"{name} needs `{install_command(name)}`")
     return issues

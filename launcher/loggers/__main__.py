@@ -7,6 +7,7 @@ Exit code: 0 when all was sent, INCOMPLETE when a warning says what was not.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -68,9 +69,10 @@ def send_or_warn(
         send(run_dir, name, over)
     except Exception as error:
         incomplete.add(name)
-        traceback.print_exc()
         first = (str(error).strip() or "no message").splitlines()[0]
         warn(warnings, run_dir, name, f"{type(error).__name__}: {first}")
+        with contextlib.suppress(OSError):  # of a log on a full disk
+            traceback.print_exc()
 
 
 def warn(warnings: IO[str], run_dir: Path, name: str, problem: str) -> None:

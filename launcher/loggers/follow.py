@@ -88,8 +88,10 @@ def send(run_dir: Path, name: str, over: threading.Event) -> None:
         begun = LoggerRun(id=writer.run_id, where=record.hide(writer.where), destination=there)
         sent = known.sent if known else {}
         tails = [Tail(run_dir / file, sent.get(file, 0)) for file in FOLLOWED]
-        step = _send_lines(writer, tails, folder / STATE, begun, over)
-        writer.finish(step, *ending(run_dir))
+        sent = _send_lines(writer, tails, folder / STATE, begun, over)
+        writer.finish(max(sent.values()), *ending(run_dir))
+        # some services lose what they write to a full disk without a word; this does not
+        results.write(folder / STATE, begun.model_copy(update={"sent": sent}))
 
 
 def _busy(folder: Path) -> IO[str]:
@@ -98,8 +100,8 @@ def _busy(folder: Path) -> IO[str]:
 
 def _send_lines(
     writer: MetricsWriter, tails: list[Tail], state: Path, begun: LoggerRun, over: threading.Event
-) -> int:
-    """Keeps what was sent in `state`; returns the last step."""
+) -> dict[str, int]:
+    """Keeps what was sent in `state`, and returns it: record file -> last step."""
     before = None
     while True:
         is_last = over.is_set()  # asked before reading: all that was written until then is sent
@@ -111,7 +113,7 @@ def _send_lines(
             results.write(state, begun.model_copy(update={"sent": sent}))
             before = sent
         if is_last:
-            return max(sent.values())
+            return sent
         over.wait(POLL_S)
 
 

@@ -8,8 +8,6 @@ from typing import Any
 
 from launcher.loggers import Beginning, Scalar
 
-FLUSH_S = 1
-
 
 class Writer:
     """Numbers are scalars, settings and summary are tables under Text."""
@@ -19,7 +17,7 @@ class Writer:
 
         self.run_id = beginning.run_dir.name
         self.where = str(beginning.run_dir / "tensorboard")
-        self._events = EventFileWriter(self.where, flush_secs=FLUSH_S)
+        self._events = EventFileWriter(self.where)
         self._add_table("config", beginning.settings, 0)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
@@ -43,3 +41,4 @@ class Writer:
         from tensorboard.compat.proto.event_pb2 import Event
 
         self._events.add_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._events.flush()  # a disk that is full then says so

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import warnings
 from collections.abc import Mapping
 
 from launcher.loggers import PROJECT, Beginning, Scalar
@@ -34,4 +35,8 @@ class Writer:
     def finish(self, step: int, facts: Mapping[str, Scalar], exit_code: int) -> None:
         if facts:
             self._run.log(dict(facts), step=step)
-        self._run.finish()
+        with warnings.catch_warnings(record=True) as said:  # of its threads too: what could not be stored
+            warnings.simplefilter("always")
+            self._run.finish()
+        if said:
+            raise OSError(str(said[0].message))

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -120,9 +121,8 @@ def test_what_a_resumed_run_repeats_is_not_sent_twice(tmp_path: Path) -> None:
     tail = follow.Tail(path, 0)
     assert [step for step, *_ in tail.read()] == [1, 2, 3, 4]
     record.cut_back(path, 2)
-    assert list(tail.read()) == []
     for step in (3, 4, 5, 6):
-        record.append_line(path, metrics(step))
+        record.append_line(path, metrics(step, loss=1.0))  # a shorter line than before
     assert [step for step, *_ in tail.read()] == [5, 6]
 
 
@@ -163,6 +163,19 @@ def test_another_destination_gets_the_whole_run_anew(
     assert "a-long-password-1" not in (run_dir / "wandb" / "run.json").read_text()
 
 
+def test_what_a_service_loses_without_a_word_is_not_taken_for_sent(
+    tmp_path: Path, opened: list[Fake], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full from the last line on, and the service says nothing of it."""
+
+    def full(path: Path, file: object) -> None:
+        raise OSError(28, "full")
+
+    monkeypatch.setattr(Fake, "finish", lambda *_: monkeypatch.setattr(results, "write", full))
+    with pytest.raises(OSError, match="full"):
+        send_all(make_run(tmp_path / "run"))
+
+
 def test_a_run_without_a_summary_has_failed(tmp_path: Path, opened: list[Fake]) -> None:
     run_dir = make_run(tmp_path / "run")
     (run_dir / "summary.json").unlink()
@@ -201,10 +214,16 @@ def test_two_processes_do_not_send_the_same_run(tmp_path: Path, opened: list[Fak
 def test_a_service_that_fails_is_one_warning_and_is_given_up(
     tmp_path: Path, opened: list[Fake], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    """Also where its traceback finds the log's disk full."""
+
     def fail(*_: object) -> None:
         raise error
 
+    def full(*_: object) -> None:
+        raise OSError(28, "full")
+
     monkeypatch.setattr(Fake, "write", fail)
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=full, flush=full))
     run_dir, warnings, incomplete = make_run(tmp_path / "run"), io.StringIO(), set[str]()
     __main__.send_or_warn(run_dir, "wandb", threading.Event(), warnings, incomplete)
     (line,) = warnings.getvalue().splitlines()
@@ -343,7 +362,10 @@ def test_a_missing_package_is_refused_before_anything_starts(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("names", "said"),
-    [("tensorbord", "unknown logger tensorbord; choose from tensorboard, wandb"), ("", "unknown logger ;")],
+    [
+        ("tensorbord", "unknown logger tensorbord; choose from tensorboard, wandb"),
+        ("", "unknown logger nothing;"),
+    ],
 )
 def test_an_unknown_service_is_refused(tmp_path: Path, names: str, said: str) -> None:
     run_dir = make_run(tmp_path / "run")
@@ -360,7 +382,7 @@ def test_a_run_that_was_not_sent_is_sent_by_report(tmp_path: Path) -> None:
     run_dir = make_run(tmp_path / "run")
     done = here("report", str(run_dir), "--log-to", "tensorboard")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == f"tensorboard: {run_dir / 'tensorboard'}"
+    assert done.stdout.splitlines()[0] == f"tensorboard: {run_dir / 'tensorboard'}"
     assert (run_dir / "report.html").exists()
     assert read_json(run_dir / "tensorboard" / "run.json")["sent"] == {
         "metrics.jsonl": 100,
