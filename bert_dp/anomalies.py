@@ -29,9 +29,10 @@ def too_many_skipped(config: Config, precision: str, in_a_row: int, step: int, l
     if in_a_row < limit:
         return None
     run = config.run
-    advice = _advice(config, precision, " or resume from an earlier checkpoint")
+    advice = _advice(config, precision, ", which run.init_from lets begin from a checkpoint of this one")
+    steps = "1 step" if in_a_row == 1 else f"{in_a_row} steps in a row"
     return (
-        f"{in_a_row} steps in a row up to step {step} had a gradient that is not finite and were skipped, "
+        f"{steps} up to step {step} had a gradient that is not finite and were skipped, "
         f"at learning rate {lr:.3g}; run.max_skipped_in_a_row is {run.max_skipped_in_a_row}, looked at "
         f"every {config.log.every_steps} steps; the weights did not change in them; {advice}"
     )
@@ -49,4 +50,4 @@ def nothing_learned(config: Config, precision: str, skipped: int, step: int) -> 
 
 def _advice(config: Config, precision: str, more: str = "") -> str:
     other = ", or try precision: fp32" if precision in ("fp16", "bf16") else ""
-    return f"lower optim.lr (now {config.optim.lr}){more}{other}"
+    return f"lower optim.lr (now {config.optim.lr}) in a new run directory{more}{other}"

@@ -1,3 +1,18 @@
-from launcher.cli import main
+"""`bert-dp` and `python -m launcher`: Ctrl-C during the imports is an ending like any other."""
 
-main()
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Entry point."""
+    try:
+        from launcher.cli import main
+    except KeyboardInterrupt:
+        sys.exit(130)
+    main()
+
+
+if __name__ == "__main__":
+    main()

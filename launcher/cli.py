@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import errno
 import io
+import itertools
 import json as jsonlib
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -58,8 +60,19 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(tune_app, name="tune")
 
 MOST_TOKENS = 1e15
+PLAINER = (
+    ("Input should be a valid integer", "expected a whole number"),
+    ("Input should be a valid number", "expected a number"),
+    ("Input should be greater", "expected a number greater"),
+    ("Input should be less", "expected a number less"),
+    ("Input should be", "expected"),
+    (", unable to parse string as an integer", ""),
+    (", unable to parse string as a number", ""),
+)
+"""What the library says of an option, and how we say it."""
 SHARED = ("report", "data")  # they write where the user says, with the user's umask; the others privately
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR)
 LIMIT_REACHED = (errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
 
 
@@ -580,6 +593,7 @@ def _writing(option: str) -> Iterator[None]:
 def main() -> None:
     """Entry point. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
     record.open_missing_descriptors()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what is begun is tidied up
     try:
         if issues := argument_issues(sys.argv[1:]):
             raise ConfigError(issues)
@@ -590,28 +604,70 @@ def main() -> None:
         sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(130)
-    except Exception as error:
-        if isinstance(error, typer.BadParameter) and (option := getattr(error, "param", None)):
-            complain(f"error: {option.opts[0]}: {error.message.removeprefix('Value error, ')}")
-            sys.exit(2)
-        if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's, of a wrong command line
-            usage = io.StringIO()
-            error.show(usage)
-            complain(usage.getvalue().rstrip())
-            sys.exit(error.exit_code)
-        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
-            complain(f"error: {error.filename}: {error.strerror}")
-            sys.exit(2)
-        if isinstance(error, OSError) and error.errno in DISK_FAILED:
-            complain(f"error: {error.filename}: {error.strerror}")
-        elif isinstance(error, MemoryError):
-            complain("error: no memory is left for this process; free some, or raise `ulimit -v`")
-        elif isinstance(error, OSError) and error.errno in LIMIT_REACHED:
-            where = f"{error.filename}: " if error.filename else ""
-            complain(f"error: {where}{error.strerror}: a limit of this process; see `ulimit -a`")
-        else:
-            complain(traceback.format_exc().rstrip())
+    except OSError as error:
+        sys.exit(_system_error(error))
+    except MemoryError:
+        complain("error: no memory is left for this process; free some, or raise `ulimit -v`")
         sys.exit(1)
+    except typer.BadParameter as error:
+        _bad_parameter(error)
+        sys.exit(2)
+    except Exception as error:
+        if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's, of a wrong command line
+            complain(_usage_error(error))
+            sys.exit(error.exit_code)
+        complain(traceback.format_exc().rstrip())
+        sys.exit(1)
+
+
+def _usage_error(error: Any) -> str:
+    """One line of a wrong command line; the help where a group of verbs stands alone."""
+    shown = io.StringIO()
+    error.show(shown)
+    if "Error: " not in shown.getvalue():
+        return shown.getvalue().rstrip()
+    verb = getattr(error.ctx, "command_path", "bert-dp")
+    return f"error: {error.format_message().rstrip('.')}; see `{verb} --help`"
+
+
+def _bad_parameter(error: typer.BadParameter) -> None:
+    """One line that names the option or argument; typer has no words for one that is missing."""
+    verb = getattr(getattr(error, "ctx", None), "command_path", "bert-dp")
+    names = error.param.opts if error.param is not None else ["bert-dp"]
+    name, message = names[0], error.message.removeprefix("Value error, ")
+    for library, plain in PLAINER:
+        message = message.replace(library, plain)
+    if message.startswith("expected ") and (value := _given(name)) is not None and value not in message:
+        message += f", got {value}"
+    name = name if name.startswith("-") else name.upper()
+    complain(f"error: {name}: {message}" if message else f"error: {name} is missing; see `{verb} --help`")
+
+
+def _given(option: str) -> str | None:
+    """What stands behind an option on the command line."""
+    for word, after in itertools.zip_longest(sys.argv, sys.argv[1:]):
+        if word == option:
+            return after
+        if word.startswith(f"{option}="):
+            return word.partition("=")[2]
+    return None
+
+
+def _system_error(error: OSError) -> int:
+    """One line for what the machine refuses; the exit code."""
+    where = f"{error.filename}: " if error.filename else ""
+    if error.errno in UNUSABLE:
+        complain(f"error: {where}{error.strerror}; name another one, or mend its rights")
+        return 2
+    if error.errno in DISK_FAILED:
+        complain(
+            f"error: {where}{error.strerror}; make room, or name another place, and run the command again"
+        )
+    elif error.errno in LIMIT_REACHED:
+        complain(f"error: {where}{error.strerror}: a limit of this process; see `ulimit -a`")
+    else:
+        complain(traceback.format_exc().rstrip())
+    return 1
 
 
 if __name__ == "__main__":

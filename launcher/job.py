@@ -6,6 +6,7 @@ not change, nor the machine, its versions and the data, or the figures would not
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import glob
 import importlib.util
@@ -15,9 +16,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from bert_dp import record
 from bert_dp.config import (
@@ -202,17 +204,17 @@ def prepare_data(config: Config) -> Path:
     if done.returncode == 2:
         raise ConfigError([])  # the data room has said why
     if done.returncode:
-        raise RuntimeError(
-            f"preparing the data failed with exit code {done.returncode}; its message is above"
-        )
+        sys.exit(f"error: preparing the data failed with exit code {done.returncode}; its message is above")
     return Path(done.stdout.strip())
 
 
-def claim(directory: Path, lock: str, option: str, what: str) -> IO[str]:
-    """Make a directory of ours and hold it until the returned file is closed.
+@contextlib.contextmanager
+def claim(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
+    """Make a directory of ours and hold it. Where nothing was written, nothing is left.
 
     Raises ConfigError, naming `option`, when it cannot be written or another `what` holds it.
     """
+    is_new = not directory.exists()
     try:
         directory.mkdir(parents=True, exist_ok=True, mode=0o700)
         held = record.lock(directory / lock)
@@ -220,7 +222,15 @@ def claim(directory: Path, lock: str, option: str, what: str) -> IO[str]:
         raise ConfigError([f"{option}: {directory} cannot be written ({error.strerror})"]) from None
     if held is None:
         raise ConfigError([f"{option}: {directory} is in use by another {what}; choose another directory"])
-    return held
+    with held:
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                if os.listdir(directory) == [lock]:
+                    (directory / lock).unlink()
+                    if is_new:
+                        directory.rmdir()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,8 +300,8 @@ class Output(Generic[P]):
             ]
         return []
 
-    def claim(self) -> IO[str]:
-        """Hold the directory until the returned file is closed. Raises ConfigError."""
+    def claim(self) -> AbstractContextManager[None]:
+        """Hold the directory. Raises ConfigError."""
         return claim(self.path, ".lock", "--out", self.what)
 
     def begin(self, config: Config) -> Begun[P]:

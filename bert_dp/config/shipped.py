@@ -17,6 +17,8 @@ def shipped_configs() -> Path:
 
 def find_config(name: str, folder: Path = Path()) -> Path:
     """A path (from `folder`), else the shipped configuration of that name. Raises ConfigError."""
+    if not name:
+        raise ConfigError(["CONFIG: is empty; name a file or a configuration that `bert-dp configs` lists"])
     path = folder / Path(name).expanduser()
     if path.exists() and not path.is_dir():  # a run directory may bear the name of its configuration
         return path

@@ -198,7 +198,8 @@ def _locked(out: Path, tell: Progress) -> Iterator[None]:
         try:
             yield
         finally:
-            path.unlink(missing_ok=True)
+            if path.exists() and not path.stat().st_size:  # else it is someone's file of that name
+                path.unlink()
 
 
 def _take(path: Path, out: Path, tell: Progress) -> IO[str]:
@@ -303,7 +304,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write("stopped; nothing was written\n")
         return 128 + int(stop.args[0])
     except (OSError, RuntimeError) as error:
-        sys.stderr.write(record.printable(f"error: {error}\n"))
+        place = (
+            f"; the cache is {record.cache_root()}, BERT_DP_CACHE names another"
+            if arguments.verb == "ensure"
+            else ""
+        )
+        sys.stderr.write(record.printable(f"error: {error}{place}\n"))
         return 1
     sys.stdout.write(answer + "\n")
     return code

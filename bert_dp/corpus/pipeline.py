@@ -10,11 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import math
 import os
+import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -94,7 +97,11 @@ def _tokenizer(wanted: Wanted, tell: Progress) -> tuple[str, int | None]:
         sample, total = _sample(_documents(wanted.sources, None), tell)
         tell("train tokenizer", 0, None)
         kind = options.tokenizer_model
-        trained = tokens.train(sample, model=kind, vocab_size=most, with_normalizer=options.normalize)
+        trained = _beside(
+            functools.partial(
+                tokens.train, sample, model=kind, vocab_size=most, with_normalizer=options.normalize
+            )
+        )
         return trained.to_str(), total
     size = tokens.size(tokens.load(Path(path)))
     if size > most:
@@ -102,6 +109,20 @@ def _tokenizer(wanted: Wanted, tell: Progress) -> tuple[str, int | None]:
             [f"data.tokenizer: {path} has {size} tokens, but model.vocab_size is {most}; raise it"]
         )
     return Path(path).read_text(encoding="utf-8"), None
+
+
+def _beside(work: Callable[[], Tokenizer]) -> Tokenizer:
+    """The result of long work outside of Python, done in a thread, so that signals are heard meanwhile."""
+    future: Future[Tokenizer] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except Exception as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future.result()
 
 
 def source_record(source: inputs.Source) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import re
@@ -379,6 +380,8 @@ def _loopback() -> Finding:
 
 def _writable(role: str, path: Path) -> Finding:
     try:
+        if not (standing := next(p for p in (path, *path.absolute().parents) if p.exists())).is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{standing} is no directory")
         with tempfile.TemporaryFile(dir=existing(path)) as file:
             file.write(b"x")
         return Finding("ok", f"{role}: writable")

@@ -51,15 +51,16 @@ def load(run_dir: Path) -> Run:
     metrics, evals = (_lines(run_dir / name, missing) for name in ("metrics.jsonl", "evals.jsonl"))
     summary = _summary(run_dir / "summary.json", missing)
     config = _yaml(run_dir / "config.yaml", missing)
+    environment = redact(record.read_json(run_dir / "environment.json") or {})
     return Run(
         path=run_dir,
         name=record.printable(run_dir.absolute().name),
         finished=summary is not None,
-        facts=summary or _logged(run_dir, metrics, evals, config),
+        facts=_completed(summary, _logged(run_dir, metrics, evals, config, environment)),
         metrics=metrics,
         evals=evals,
         config=redact(config),
-        environment=redact(record.read_json(run_dir / "environment.json") or {}),
+        environment=environment,
         missing=missing,
     )
 
@@ -77,13 +78,22 @@ def _summary(path: Path, missing: list[str]) -> Summary | None:
     return None
 
 
+def _completed(summary: Summary | None, logged: Summary) -> Summary:
+    """With what the logs tell and the summary does not: a rank that was killed could not write its own."""
+    if summary is None or summary.samples is not None:
+        return summary or logged
+    told = summary.model_fields_set - {name for name, value in summary if value in (None, [], {})}
+    return logged.model_copy(update={name: getattr(summary, name) for name in told})
+
+
 def _logged(
     run_dir: Path,
     metrics: Sequence[dict[str, Any]],
     evals: Sequence[dict[str, Any]],
     settings: Mapping[str, Any],
+    environment: Mapping[str, Any],
 ) -> Summary:
-    """What its other files tell of a run that left no summary."""
+    """What its other files tell of a run that left no summary, or no more than how it ended."""
     last = metrics[-1] if metrics else {}
     facts: dict[str, Any] = {key: last[key] for key in Summary.model_fields if key in last}
     facts["final_loss"] = last.get("loss")
@@ -96,6 +106,8 @@ def _logged(
         facts["parameters"] = num_parameters(config.model, config.data.sequence_length)
         facts["uniform_entropy_nats"] = math.log(config.model.vocab_size)
         facts["precision"] = None if config.precision == "auto" else config.precision
+        gpus = [] if config.run.device == "cpu" else environment.get("gpus") or []
+        facts["device"] = gpus[0].get("name") if gpus else "CPU" if environment else None
     with contextlib.suppress(ValidationError, TypeError, KeyError):
         return Summary.model_validate({"status": "stopped", **facts, "time_s": _seconds(metrics)})
     return Summary(status="stopped")

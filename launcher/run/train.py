@@ -34,7 +34,7 @@ from launcher import job, results
 from launcher.log import PLAIN, show
 from launcher.machine import environment
 from launcher.redact import WRITTEN, is_log, redact_argv
-from launcher.report.console import show_report
+from launcher.report.console import show_end, show_report
 from launcher.report.html import write_or_warn
 from launcher.report.numbers import count_of
 from launcher.report.run_report import PAGE, of_directories
@@ -343,8 +343,11 @@ def run_locked(
         return result.exit_code or 1
     report = of_directories([home])
     has_page = write_or_warn(report, home / PAGE)
+    page = home / PAGE if has_page else None
     if result.failure is None:
-        show_report(console, report, home / PAGE if has_page else None)
+        show_report(console, report, page)
+    elif not result.failure.bad_input:
+        show_end(console, report, page)
     return result.exit_code
 
 
