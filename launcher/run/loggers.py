@@ -21,10 +21,12 @@ from launcher.run.processes import stop_signals
 from launcher.run.reaper import marked
 from launcher.watch.failure import ending
 
-GRACE_S = 10.0
+GRACE_S = 9.0
 """After the end of the run, for what is not sent yet."""
-OWN_GRACE_S = 9.0
+OWN_GRACE_S = 8.0
 """The child's, which then still says who was late."""
+HELPERS_S = 1.0
+"""For what a service has started for itself, when the child has ended."""
 POLL_S = 0.02
 MARK = "BERT_DP_LOGGERS"  # in the environment of the child and of whatever a service starts
 
@@ -93,14 +95,21 @@ class Loggers:
         code = child.wait()
         self.poll()
         child.stdout.close()
-        for pid in marked([self._mark]):  # what a service has started for itself
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        self._end_helpers()
         if code not in (0, INCOMPLETE):
             services = ", ".join(self._names)
             how = ending(code, "without a word")
             self._log(f"warning: not all was sent to {services}: their process ended ({how})")
         self.exit_code = 128 + came[0] if came else min(1, abs(code))
+
+    def _end_helpers(self) -> None:
+        """What a service has started for itself: it has a moment to tidy up after the child."""
+        deadline = time.monotonic() + HELPERS_S
+        while (left := marked([self._mark])) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        for pid in left:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
 
     @staticmethod
     def _out(child: subprocess.Popen[bytes]) -> int:

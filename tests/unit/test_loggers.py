@@ -281,6 +281,7 @@ def test_a_service_that_never_ends_is_ended_with_all_it_has_started(
     ready, said = tmp_path / "ready", list[str]()
     monkeypatch.setattr(child, "module_command", lambda _: [sys.executable, "-c", STUCK, str(ready)])
     monkeypatch.setattr(child, "GRACE_S", 0.1)
+    monkeypatch.setattr(child, "HELPERS_S", 0.1)
     before = set(psutil.Process().children(recursive=True))
     with child.Loggers(tmp_path, ["wandb"], said.append) as sender:
         wait_for(ready.exists, 30)
