@@ -105,13 +105,13 @@ class BuildConfig(Section):
     """Share of the documents kept for the held-out loss."""
     source_format: Literal["auto", "text", "jsonl", "parquet"] = "auto"
     """Of the files; auto = by suffix (none = text), and an unknown suffix is refused."""
-    text_key: str = Field("text", min_length=1, max_length=256)
+    text_field: str = Field("text", min_length=1, max_length=256)
     """Field of a JSON record, or column of a Parquet file or hub data set, that holds the text."""
 
     def identity(self) -> dict[str, Any]:
         """What names a build. The settings that came later are in it where they are not at their default, so
         that a build of an older version keeps its name."""
-        later = {"source_format": "auto", "text_key": "text"}
+        later = {"source_format": "auto", "text_field": "text"}
         chosen = self.model_dump(mode="json")
         return {name: value for name, value in chosen.items() if later.get(name) != value}
 

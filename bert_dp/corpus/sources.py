@@ -28,7 +28,7 @@ from bert_dp.config import BuildConfig, ConfigError, install_command
 from bert_dp.config.stored import sha256
 from bert_dp.corpus import builtin
 
-KEY_FIX = "name the key that holds the text with --text-key (data.build.text_key)"
+KEY_FIX = "name the key that holds the text with --text-key (data.build.text_field)"
 ARRAY_MOVES = {("begin", "["): "first", ("first", "]"): "end", ("next", ","): "value", ("next", "]"): "end"}
 """What has been read of a JSON array, and a symbol that leads on; `first` and `value` await a record."""
 BESIDE_SPACE = re.compile(r"[^ \t\r\n]")
@@ -58,7 +58,7 @@ class Source:
     path: Path | None = None
     format: str = "text"
     """Of a file: text, jsonl or parquet."""
-    text_key: str = "text"
+    text_field: str = "text"
     """Of a record or row: where its text is."""
 
 
@@ -73,12 +73,12 @@ def resolve(sources: Sequence[str], options: BuildConfig | None = None) -> list[
         if item == "builtin":
             found.append(Source(f"builtin:cpython-{platform.python_version()}"))
         elif item.startswith("hub:"):
-            found.append(Source(item, text_key=options.text_key))
+            found.append(Source(item, text_field=options.text_field))
         else:
             paths = _expand(item, everything=told is not None)
             formats = [told or FORMATS.get(_suffixes(path)[0]) for path in paths]
             found += [
-                Source(str(path), path, format, options.text_key)
+                Source(str(path), path, format, options.text_field)
                 for path, format in zip(paths, formats, strict=True)
                 if format is not None
             ]
@@ -143,11 +143,11 @@ def documents(source: Source) -> Iterator[str]:
     """
     if source.path is None:
         is_builtin = source.name.startswith("builtin:")
-        texts = builtin.documents() if is_builtin else _hub(source.name, source.text_key)
+        texts = builtin.documents() if is_builtin else _hub(source.name, source.text_field)
     elif source.format == "text":
         texts = (line for _, line in _lines(source.path))
     else:
-        texts = {"jsonl": _json, "parquet": _parquet}[source.format](source.path, source.text_key)
+        texts = {"jsonl": _json, "parquet": _parquet}[source.format](source.path, source.text_field)
     empty = True
     for text in texts:
         if text and not text.isspace():

@@ -88,7 +88,8 @@ def _next(run: Run) -> str:
     """What can be done with the run: use the model that it has trained, or go on with it."""
     path = str(run.path)
     if run.finished and run.facts.status == "done":
-        return f"python -c {shlex.quote(f'import bert_dp; print(bert_dp.load({json.dumps(path)}))')}"
+        load = f"import bert_dp; model, tokenizer = bert_dp.load({json.dumps(path)})"
+        return f"python -ic {shlex.quote(load)}"
     return f"bert-dp train --run-dir {shlex.quote(path)}" if run.facts.checkpoint else ""
 
 

@@ -360,7 +360,7 @@ def test_hash_feels_every_setting_but_not_how_a_value_came(tmp_path: Path) -> No
     path = write(tmp_path, "schedule: {steps: 10}\ndata: {sources: [builtin]}\noptim: {lr: 0.001}\n")
     assert load_config(path).hash() == make_config("optim.lr=1e-3").hash() == make_config().hash()
     changes = ["run.seed=1", "optim.lr=2e-3", "log.every_steps=3", "data.build.dedup=none", "compile='off'"]
-    changes += ["run.init_keeps=moments", "schedule.epochs=2", "data.build.text_key=body"]
+    changes += ["run.init_keeps=moments", "schedule.epochs=2", "data.build.text_field=body"]
     assert len({make_config().hash(), *(make_config(change).hash() for change in changes)}) == 9
 
 

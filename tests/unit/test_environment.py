@@ -355,3 +355,11 @@ def test_doctor_fails_only_when_a_run_would(monkeypatch, capsys, level, code):
     monkeypatch.setattr(doctor, "doctor", lambda run_dir: (GOOD, [doctor.Finding(level, "something")]))
     assert (cli.app(["doctor"], standalone_mode=False) or 0) == code
     assert "something" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("inside", [(), ("sub",), ("sub", "deeper")])
+def test_doctor_refuses_a_file_as_a_run_directory(tmp_path: Path, inside: tuple[str, ...]) -> None:
+    (tmp_path / "file").touch()
+    finding = doctor._writable("run directory", tmp_path.joinpath("file", *inside))
+    assert (finding.level, "file is no directory" in finding.what) == ("fail", True)
+    assert doctor._writable("run directory", tmp_path / "new" / "run").level == "ok"

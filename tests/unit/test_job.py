@@ -124,3 +124,20 @@ def test_identity_is_of_the_machine_and_the_data() -> None:
     )
     assert job.identity(facts, "a") != job.identity(facts, "b")
     assert job.identity({**facts, "affinity_cores": 99}, "a") != job.identity(facts, "a")
+
+
+@pytest.mark.parametrize("stands", [True, False])
+def test_a_directory_in_which_nothing_was_written_is_as_before(tmp_path: Path, stands: bool) -> None:
+    directory = tmp_path / "run"
+    if stands:
+        directory.mkdir()
+    with job.claim(directory, ".lock", "--run-dir", "run"):
+        assert (directory / ".lock").exists()
+        again = job.claim(directory, ".lock", "-", "run")
+        with pytest.raises(ConfigError, match="in use by another run"):
+            again.__enter__()
+    assert directory.exists() == stands
+    assert not list(tmp_path.rglob(".lock"))
+    with job.claim(directory, ".lock", "--run-dir", "run"):
+        (directory / "config.yaml").touch()
+    assert sorted(path.name for path in directory.iterdir()) == [".lock", "config.yaml"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -261,3 +262,14 @@ def test_a_held_directory_knows_where_it_is(tmp_path: Path) -> None:
         path.mkdir()
         assert held.now() is None
         assert held.lost() == f"the run directory {path} was deleted during the run"
+
+
+def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("bert_dp.record.lines.os.fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
+        record.write_text(tmp_path / "summary.json", "{}")
+    assert caught.value.filename == str(tmp_path / "summary.json")
+    assert not list(tmp_path.iterdir())

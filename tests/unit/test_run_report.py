@@ -311,14 +311,35 @@ ENDINGS: dict[str, dict[str, Any] | None] = {
     "failed": FAILED,
     "failed early": {"status": "failed", "exit_code": 1, "cause": None, "step": 0, "heldout_loss": None},
     "stopped": {"status": "stopped", "signal": 15, "exit_code": 143},
+    "rank killed": {
+        "status": "failed",
+        "exit_code": 1,
+        "cause": "killed by signal 9",
+        "step": 100,
+        "rank": 1,
+    },
     "killed": None,
     "running": None,
 }
 """What summary.json says more; None: there is none."""
 
 
+LOGGED = (
+    ("Outcome", "training loss, last"),
+    ("Throughput", "tokens"),
+    ("Throughput", "tokens per device"),
+    ("Work", "optimizer steps"),
+    ("Work", "samples"),
+    ("Work", "tokens"),
+    ("Resources and files", "peak memory"),
+    ("Resources and files", "checkpoint"),
+)
+
+
 def make_ended(path: Path, ending: str) -> Path:
     run = make_run(path, num_lines=3 if ending == "running" else 10, summary=ENDINGS[ending] or {})
+    if ending == "rank killed":  # its launcher wrote what it knows
+        record.write_json(run / "summary.json", ENDINGS[ending])
     (run / "checkpoints" / "step-00000100").mkdir(parents=True)
     if ENDINGS[ending] is None:
         (run / "summary.json").unlink()
@@ -330,11 +351,14 @@ def test_every_ending_has_a_report_and_what_comes_next(tmp_path: Path, ending: s
     run = make_ended(tmp_path / "a run", ending)
     report = of_directories([run])
     goes_on = f"bert-dp train --run-dir '{run}'"
-    loads = f"python -c 'import bert_dp; print(bert_dp.load(\"{run}\"))'"
+    loads = f"python -ic 'import bert_dp; model, tokenizer = bert_dp.load(\"{run}\")'"
     assert report.next == (loads if ending == "done" else goes_on)
     shown_rows = rows_of(report)
-    for row in (("Outcome", "training loss, last"), ("Throughput", "tokens"), ("Work", "optimizer steps")):
+    for row in LOGGED:
         assert not shown_rows[row][0].startswith("n/a"), row
+    assert not any(tile.text == "n/a" for tile in report.tiles) or ending == "failed early"
+    if ending == "rank killed":
+        assert shown_rows["Outcome", "cause"] == ["killed by signal 9 | "]
 
 
 @pytest.mark.parametrize("one", ENDINGS)

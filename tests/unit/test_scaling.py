@@ -16,7 +16,7 @@ from bert_dp.cost import flops_per_token, memory_estimate_gib
 from launcher import job, results, stats
 from launcher.machine import environment
 from launcher.results import Cell, Scaling
-from launcher.run.memory_check import STATE
+from launcher.run.memory_check import STATE, check_memory
 from launcher.scale import benchmark
 from launcher.scale.collect import collect
 from launcher.scale.grid import Grid, Settings, run_dir
@@ -134,6 +134,17 @@ def test_a_model_that_cannot_fit_is_refused_by_its_state_alone() -> None:
     small = dataclasses.replace(MACHINE, memory_available_gib=0.0002, memory_limit_gib=None)
     made = Grid(config(), dataclasses.replace(SETTINGS, modes=("strong",)), small, on_gpu=False)
     assert any("cell strong-ddp-n4: weights, gradients and optimizer" in issue for issue in made.issues)
+
+
+@pytest.mark.parametrize(("on_gpu", "refused"), [(False, True), (True, False)])
+def test_a_cell_far_above_the_memory_is_refused_on_a_cpu(on_gpu: bool, refused: bool) -> None:
+    """A compiled step on a GPU takes less than the estimate of an eager one."""
+    alone = check_memory(config(), 1, MACHINE, on_gpu=False)
+    room = (alone.state_gib + (alone.total_gib - alone.state_gib) / 10) * 4  # of four ranks
+    gpus = [environment.Gpu(0, "g", room / 4, None)] * 4 if on_gpu else []
+    small = dataclasses.replace(MACHINE, memory_available_gib=room, memory_limit_gib=None, gpus=gpus)
+    made = Grid(config(), dataclasses.replace(SETTINGS, modes=("strong",)), small, on_gpu=on_gpu)
+    assert any("cell strong-ddp-n4: batch.micro_size" in issue for issue in made.issues) == refused
 
 
 @pytest.mark.parametrize(

@@ -219,7 +219,7 @@ def test_a_json_array_is_read_record_by_record(
     records = [{"id": [i, {}], "body": d} for i, d in enumerate(docs)]
     path.write_text("\ufeff \n" + json.dumps(records, indent=indent, ensure_ascii=False) + "\n", "utf-8")
     monkeypatch.setattr(sources, "CHUNK_BYTES", chunk)
-    assert read(path, text_key="body") == docs
+    assert read(path, text_field="body") == docs
 
 
 @pytest.mark.parametrize(
@@ -244,12 +244,12 @@ def test_a_bad_json_array_names_the_record(tmp_path: Path, text: str, expected: 
 
 def test_another_key_holds_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "no", "body": "yes"}\n')
-    assert read(tmp_path / "a.jsonl", text_key="body") == ["yes"]
+    assert read(tmp_path / "a.jsonl", text_field="body") == ["yes"]
     pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.table({"text": ["no"], "body": ["yes"]}), tmp_path / "a.parquet")
-    assert read(tmp_path / "a.parquet", text_key="body") == ["yes"]
+    assert read(tmp_path / "a.parquet", text_field="body") == ["yes"]
     fake_hub(monkeypatch, [{"text": "no", "body": "yes"}])
-    assert read("hub:org/name", text_key="body") == ["yes"]
+    assert read("hub:org/name", text_field="body") == ["yes"]
 
 
 def test_an_unknown_suffix_is_refused_unless_its_format_is_told(tmp_path: Path) -> None:
