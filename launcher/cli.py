@@ -53,7 +53,7 @@ plan_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="What a run would take, before it is bought."
 )
 tune_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Find the per-GPU batch and the learning rate."
+    no_args_is_help=True, rich_markup_mode=None, help="Find the micro batch and the learning rate."
 )
 app.add_typer(data_app, name="data")
 app.add_typer(plan_app, name="plan")

@@ -16,7 +16,7 @@ from launcher.log import PLAIN, show
 from launcher.redact import secrets, setting_issues
 from launcher.report.console import show_report
 from launcher.report.model import Column, Report, Row, Section, Table, Verdict
-from launcher.report.numbers import format_count, format_nats, format_percent, format_si
+from launcher.report.numbers import count_of, format_count, format_nats, format_percent, format_si
 from launcher.report.parts import cell, words
 
 MAX_PROCESSES = 4096
@@ -93,7 +93,7 @@ def built_lines(out: Path, manifest: Manifest, vocab_size: int) -> list[str]:
     asked = "" if manifest.vocab_size == vocab_size else f" ({vocab_size:,} asked; the text has no more)"
     return [
         f"{out}: {train.sequences:,} training and {held_out.sequences:,} held-out sequences of {length} "
-        f"tokens, from {train.documents + held_out.documents:,} documents",
+        f"tokens, from {count_of(train.documents + held_out.documents, 'document')}",
         f"dropped: {', '.join(dropped) or 'no document'}; vocabulary: {manifest.vocab_size:,} tokens{asked}",
         f"next: {train_command(out, length, manifest.vocab_size)}",
     ]

@@ -119,7 +119,7 @@ Words = Annotated[
         metavar="CONFIG | SETTING=VALUE",
         show_default=False,
         autocompletion=shipped_names,
-        help="YAML file or the name of a shipped one (default: quickstart), and settings that override it.",
+        help="YAML file, or a name that `bert-dp configs` lists (default: quickstart), and settings.",
     ),
 ]
 Set = Annotated[

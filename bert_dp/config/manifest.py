@@ -19,7 +19,7 @@ MAX_BYTES = 2**28  # of a manifest: 20 KB for 4 GB of shards
 FORMAT, VERSION = "bert-dp-shards", 1
 TOKEN_BYTES = 2
 MAX_BLOCK_BYTES = 64 * 2**20  # of what a reader holds at once
-AGAIN = "build it again with `bert-dp data build`"
+AGAIN = "build it with `bert-dp data build`"
 
 BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
 BlockHash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
@@ -154,7 +154,8 @@ def read_manifest(directory: Path) -> Manifest:
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(read_regular(path, MAX_BYTES))
     if not isinstance(found, dict):
-        raise ConfigError([f"{path}: no manifest; {AGAIN}"])
+        what = "no manifest" if path.parent.is_dir() else "there is no such directory of shards"
+        raise ConfigError([f"{path if path.parent.is_dir() else path.parent}: {what}; {AGAIN}"])
     if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
         got = f"{found.get('format')!r:.40} version {found.get('version')!r:.40}"
         raise ConfigError([f"{path}: expected {FORMAT!r} version {VERSION}, found {got}; {AGAIN}"])

@@ -36,7 +36,7 @@ from launcher.machine import environment
 from launcher.redact import WRITTEN, is_log, redact_argv
 from launcher.report.console import show_end, show_report
 from launcher.report.html import write_or_warn
-from launcher.report.numbers import count_of
+from launcher.report.numbers import count_of, format_percent
 from launcher.report.run_report import PAGE, of_directories
 from launcher.run import processes, restarts
 from launcher.run.loggers import Loggers
@@ -158,9 +158,9 @@ def expected_steps(config: Config) -> int | None:
 def describe_data(config: Config, manifest: Manifest | None) -> str:
     """How much there is of it, and how often the run passes over it. `manifest`: None before it is built."""
     if manifest is None:
-        return "data    not built yet; built when the run starts"
+        return "not built yet; built when the run starts"
     train = manifest.train
-    line = f"data    {train.sequences:,} sequences of {manifest.sequence_length} tokens"
+    line = f"{train.sequences:,} sequences of {manifest.sequence_length} tokens"
     if config.schedule.hours is not None or (
         config.schedule.steps is not None and config.batch.ramp_fraction
     ):
@@ -168,7 +168,9 @@ def describe_data(config: Config, manifest: Manifest | None) -> str:
     tokens = config.schedule.tokens or (expected_steps(config) or 0) * config.batch.global_size * (
         manifest.sequence_length
     )
-    return f"{line}; the run passes over them {tokens / train.tokens:.3g} times"
+    passes = tokens / train.tokens
+    how = f"reads {format_percent(passes)} of them" if passes < 1 else f"passes over them {passes:.3g} times"
+    return f"{line}; the run {how}"
 
 
 def describe(config: Config, plan: BatchLayout, manifest: Manifest | None, *, on_gpu: bool) -> list[str]:
@@ -191,7 +193,7 @@ def describe(config: Config, plan: BatchLayout, manifest: Manifest | None, *, on
     ramp = f", ramped in steps of {config.batch.ramp_quantum}" if config.batch.ramp_fraction else ""
     return [
         f"batch   {plan} = {tokens:,} tokens a step{ramp}",
-        describe_data(config, manifest),
+        f"data    {describe_data(config, manifest)}",
         f"model   {num_parameters(config.model, sequence):,} parameters, {flops / 1e6:.1f} MFLOP a token",
         f"memory  about {sum(memory.values()):.2f} GiB a rank (estimate, {precision}, eager: {parts})",
         f"length  {length}; schedule {config.schedule.name}",
@@ -298,7 +300,7 @@ def run_locked(
     manifest = read_manifest(job.prepare_data(config))
     built, config = config.data.path is None, with_budget(config, manifest.train.sequences)
     if built:  # else these were said before
-        show(console, describe_data(config, manifest), **PLAIN)
+        show(console, f"data: {describe_data(config, manifest)}", **PLAIN)
         for line in data_warnings(config, manifest):
             show(console, f"warning: {line}", style="yellow", **PLAIN)
     if issues := resume_issues(where, config, resume, manifest.hash):

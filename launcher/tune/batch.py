@@ -89,7 +89,7 @@ def ask(asked: job.Job, *, nproc: str, budget_s: float, memory_gib: float | None
     fitting = tuple(sizes.dividing(config, count))
     issues = job.input_issues(config)
     if memory_gib is not None and not 0 < memory_gib < float("inf"):
-        issues.append(f"--memory: {memory_gib} GiB is no amount of memory; give a number above 0")
+        issues.append(f"--memory: {memory_gib} GiB is not enough for anything; give a number above 0")
     if issues:
         raise ConfigError(issues)
     limit, limit_of = memory_gib, "--memory"

@@ -198,7 +198,7 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None) -> st
             f"lr {format_lr(metrics.get('lr'))}",
             f"{format_si(metrics.get('tokens_per_s'), 'tokens/s')} over {ranks}",
             f"{format_si(metrics.get('global_steps_per_s'), 'global steps/s')}",
-            f"left {format_eta(eta)}",
+            *([] if eta is None else [f"left {format_eta(eta)}"]),
         )
     )
 
@@ -210,7 +210,7 @@ def bar_text(metrics: Mapping[str, Any], *, eta: float | None = None) -> str:
             format_percent(metrics.get("progress")),
             f"loss {format_nats(metrics.get('loss'))}",
             format_si(metrics.get("tokens_per_s"), "tokens/s"),
-            f"left {format_eta(eta)}",
+            *([] if eta is None else [f"left {format_eta(eta)}"]),
         )
     )
 

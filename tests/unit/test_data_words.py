@@ -16,7 +16,7 @@ from tests.helpers import make_config
     ("settings", "line"),
     [
         (("schedule.steps=30", "batch.global_size=64"), "the run passes over them 20 times"),
-        (("schedule.tokens=768",), "the run passes over them 0.5 times"),
+        (("schedule.tokens=768",), "the run reads 50.0 % of them"),
         (("schedule.hours=1",), "96 sequences of 16 tokens"),
         (
             ("schedule.steps=30", "batch.ramp_fraction=0.5", "batch.ramp_quantum=64"),
@@ -28,12 +28,12 @@ def test_the_data_is_described_with_its_passes(shards: Path, settings: tuple[str
     """96 sequences of 16 tokens."""
     config = make_config(*settings, "data.sequence_length=16")
     described = describe_data(config, read_manifest(shards))
-    assert described.startswith("data    96 sequences of 16 tokens")
+    assert described.startswith("96 sequences of 16 tokens")
     assert described.endswith(line)
 
 
 def test_before_it_is_built_nothing_is_claimed() -> None:
-    assert describe_data(make_config(), None) == "data    not built yet; built when the run starts"
+    assert describe_data(make_config(), None) == "not built yet; built when the run starts"
 
 
 @pytest.mark.parametrize(
