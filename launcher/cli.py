@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from bert_dp import __version__, record
-from bert_dp.config import ConfigError, find_config, shipped_configs
+from bert_dp.config import ConfigError, find_config, plain_message, shipped_configs
 from launcher.log import complain, logger, warn_of_ordinary_secrets
 from launcher.options import (
     Json,
@@ -60,16 +60,6 @@ app.add_typer(plan_app, name="plan")
 app.add_typer(tune_app, name="tune")
 
 MOST_TOKENS = 1e15
-PLAINER = (
-    ("Input should be a valid integer", "expected a whole number"),
-    ("Input should be a valid number", "expected a number"),
-    ("Input should be greater", "expected a number greater"),
-    ("Input should be less", "expected a number less"),
-    ("Input should be", "expected"),
-    (", unable to parse string as an integer", ""),
-    (", unable to parse string as a number", ""),
-)
-"""What the library says of an option, and how we say it."""
 SHARED = ("report", "data")  # they write where the user says, with the user's umask; the others privately
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR)
@@ -555,6 +545,13 @@ def report(
     raise typer.Exit(code)
 
 
+def _no_run(path: Path) -> str:
+    inside = sorted(child.parent.name for child in path.glob("*/config.yaml")) if path.is_dir() else []
+    hint = f"; it holds runs, name one: {', '.join(inside[:3])}" if inside else ""
+    hint = hint or (f"; name the directory, {path.parent}" if path.is_file() else "")
+    return f"RUN_DIR: {path} is not a run directory (no config.yaml in it){hint}"
+
+
 def report_of(run_dirs: Sequence[Path]) -> Report:
     """What these directories hold. Raises ConfigError for what is none of ours, or not to be compared."""
     from launcher import results
@@ -575,7 +572,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
             return rate_report(results.read(first / TUNED, results.TuneLr), first)
         return batch_report(results.read(first / TUNED, results.TuneBatch), first)
     if missing := [d for d in run_dirs if not (d / "config.yaml").exists()]:
-        raise ConfigError([f"RUN_DIR: {d} is not a run directory (no config.yaml)" for d in missing])
+        raise ConfigError([_no_run(d) for d in missing])
     return of_directories(run_dirs)
 
 
@@ -634,9 +631,7 @@ def _bad_parameter(error: typer.BadParameter) -> None:
     """One line that names the option or argument; typer has no words for one that is missing."""
     verb = getattr(getattr(error, "ctx", None), "command_path", "bert-dp")
     names = error.param.opts if error.param is not None else ["bert-dp"]
-    name, message = names[0], error.message.removeprefix("Value error, ")
-    for library, plain in PLAINER:
-        message = message.replace(library, plain)
+    name, message = names[0], plain_message(error.message)
     if message.startswith("expected ") and (value := _given(name)) is not None and value not in message:
         message += f", got {value}"
     name = name if name.startswith("-") else name.upper()

@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from bert_dp import record
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, plain_message
 from bert_dp.config.stored import read_regular
 from bert_dp.record.models import (
     FailureKind,
@@ -92,7 +92,7 @@ def parse(data: Any, model: type[F], name: str) -> F:
 def _problem(error: dict[str, Any]) -> str:
     """Where, what, and the value; a check of several fields names its own in the message."""
     place = ".".join(str(part) for part in error["loc"])
-    text = str(error["msg"]).removeprefix("Value error, ")
+    text = plain_message(str(error["msg"]))
     if error["type"] not in ("missing", "value_error"):
         text += f", not {reprlib.repr(error['input'])}"
     return f"{place}: {text}" if place else text

@@ -2,7 +2,7 @@
 
 from bert_dp.config.batch import BatchLayout, batch_at, batch_layout, progress_at, with_budget
 from bert_dp.config.checks import changed_settings, init_issues, no_effect
-from bert_dp.config.error import ConfigError
+from bert_dp.config.error import ConfigError, plain_message
 from bert_dp.config.extras import install_command
 from bert_dp.config.load import (
     dump_config,

@@ -17,7 +17,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from bert_dp.config.error import ConfigError
+from bert_dp.config.error import ConfigError, plain_message
 from bert_dp.config.schema import BUDGETS, Config, Section
 from bert_dp.config.shipped import find_config
 from bert_dp.config.stored import read_regular
@@ -237,7 +237,7 @@ def _explain(error: Any, merged: dict[str, Any]) -> str:
         return f"{_short(path)}: unknown setting{hint}"
     value = error.get("input")
     shown = "" if isinstance(value, dict) or error["type"] == "missing" else f" (got {_short(repr(value))})"
-    message = error["msg"].removeprefix("Value error, ")
+    message = plain_message(error["msg"])
     if path == "batch.micro_size" and value == AUTO:
         return (
             f"{path}: {AUTO} is found by `bert-dp train` and `bert-dp tune batch` alone; give the number "

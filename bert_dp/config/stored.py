@@ -11,6 +11,8 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
+from bert_dp.config.error import plain_message
+
 CHUNK = 2**20  # bytes
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
@@ -23,7 +25,7 @@ def problem_lines(error: ValidationError, most: int = 8) -> list[str]:
         where = ascii(".".join(map(str, problem["loc"])))[1:-1][:80]
         plain = isinstance(problem["input"], (str, int, float, type(None)))
         got = f", got {ascii(problem['input'])[:80]}" if plain else ""
-        line = problem["msg"].removeprefix("Value error, ") + got
+        line = plain_message(problem["msg"]) + got
         lines.append(f"{where}: {line}" if where else line)
     return lines
 

@@ -346,6 +346,9 @@ def _shown_progress() -> Iterator[Progress]:
 
             def draw(stage: str, done: int, total: int | None) -> None:
                 if stage not in tasks:
+                    for before in bars.tasks:  # a stage of unknown length ends with the next one's begin
+                        if before.total is None:
+                            bars.update(before.id, total=1, completed=1)
                     tasks[stage] = bars.add_task(record.printable(stage))
                 bars.update(tasks[stage], completed=done, total=total)
 

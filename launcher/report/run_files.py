@@ -46,7 +46,7 @@ def load(run_dir: Path) -> Run:
     missing = [
         f"{n} is missing"
         for n in ("metrics.jsonl", "evals.jsonl", "config.yaml", "environment.json")
-        if not (run_dir / n).exists()
+        if not (run_dir / n).exists() and (n != "evals.jsonl" or not (run_dir / "summary.json").exists())
     ]
     metrics, evals = (_lines(run_dir / name, missing) for name in ("metrics.jsonl", "evals.jsonl"))
     summary = _summary(run_dir / "summary.json", missing)

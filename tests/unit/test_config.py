@@ -432,3 +432,18 @@ def test_every_path_of_a_run_is_made_absolute(tmp_path: Path, monkeypatch: pytes
     assert config.data.tokenizer == "/data/me/tokenizer.json"
     assert config.run.init_from == f"{tmp_path}/runs/first"
     assert absolute(make_config("data.path=shards")).data.path == f"{tmp_path}/shards"
+
+
+@pytest.mark.parametrize(
+    ("setting", "words"),
+    [
+        ("schedule.steps=abc", "schedule.steps: expected a whole number (got 'abc')"),
+        ("model.vocab_size=1.5", "model.vocab_size: expected a whole number (got 1.5)"),
+        ("model=5", "model: expected named values (got 5)"),
+        ("data.sources=5", "data.sources: expected a list (got 5)"),
+        ("data.shuffle=3", "data.shuffle: expected true or false (got 3)"),
+        ("compile=maybe", "compile: expected 'auto', 'on' or 'off' (got 'maybe')"),
+    ],
+)
+def test_a_value_of_another_type_is_refused_in_our_words(setting: str, words: str) -> None:
+    assert words in issues_of(make_config, setting)

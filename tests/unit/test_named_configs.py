@@ -122,3 +122,15 @@ def test_the_reference_of_settings_is_that_of_the_schema() -> None:
     documented = set(re.findall(r"^\| `([\w.]+)` \|", reference, re.MULTILINE))
     assert documented == set(setting_paths())
     assert "| `optim.lr` | number or `auto` | `0.001` | Peak learning rate." in reference
+
+
+def test_what_is_no_run_is_told_from_a_folder_of_runs_and_a_file_of_one(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs" / "first")
+    for path, hint in (
+        (tmp_path / "runs", "it holds runs, name one: first"),
+        (run / "config.yaml", f"name the directory, {run}"),
+        (tmp_path / "nowhere", "(no config.yaml in it)"),
+    ):
+        done = bert_dp("report", str(path))
+        assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+        assert done.stderr.rstrip().endswith(hint)
