@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -154,8 +155,9 @@ def read_manifest(directory: Path) -> Manifest:
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(read_regular(path, MAX_BYTES))
     if not isinstance(found, dict):
-        what = "no manifest" if path.parent.is_dir() else "there is no such directory of shards"
-        raise ConfigError([f"{path if path.parent.is_dir() else path.parent}: {what}; {AGAIN}"])
+        if os.path.isdir(directory):
+            raise ConfigError([f"{path}: no manifest; {AGAIN}"])
+        raise ConfigError([f"{directory}: there is no such directory of shards; {AGAIN}"])
     if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
         got = f"{found.get('format')!r:.40} version {found.get('version')!r:.40}"
         raise ConfigError([f"{path}: expected {FORMAT!r} version {VERSION}, found {got}; {AGAIN}"])

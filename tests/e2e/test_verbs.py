@@ -139,7 +139,9 @@ def test_report_of_a_scaling_benchmark(tmp_path: Path) -> None:
     (tmp_path / "scale" / "scaling.json").write_text(json.dumps(scaling()))
     done = here("report", str(tmp_path / "scale"))
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(tmp_path / "scale" / "report.html")
+    page, following = done.stdout.splitlines()
+    assert page == f"page: {tmp_path / 'scale' / 'report.html'}"
+    assert following == f"next: bert-dp plan scaling --from {tmp_path / 'scale' / 'scaling.json'}"
     assert "Speed-up, weak scaling" in (tmp_path / "scale" / "report.html").read_text()
     mixed = refused("report", str(tmp_path / "run"), str(tmp_path / "scale"))
     assert "scale is a scaling benchmark" in mixed
