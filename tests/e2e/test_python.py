@@ -4,6 +4,7 @@ killed; the page about it and its notebook, executed at tiny size."""
 from __future__ import annotations
 
 import ast
+import contextlib
 import os
 import random
 import re
@@ -111,6 +112,7 @@ SCRIPT = """
 import signal, sys
 import bert_dp
 print("this script has begun", flush=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
 handlers = [signal.getsignal(n) for n in range(1, 32)]
 try:
     bert_dp.train({arguments})
@@ -120,25 +122,29 @@ except KeyboardInterrupt as error:
 """
 
 
-def begin(folder: Path, settings: dict[str, Any]) -> subprocess.Popen[str]:
-    """A script without a __main__ guard, whose endless run has begun to step."""
+@contextlib.contextmanager
+def begin(folder: Path, settings: dict[str, Any]) -> Iterator[subprocess.Popen[str]]:
+    """A script without a __main__ guard, whose endless run has begun to step; killed at the end."""
     endless = {**settings, "schedule.steps": 1_000_000, "compile": "off"}
     arguments = f"'quickstart', nproc=2, settings={endless!r}, run_dir={str(folder / 'run')!r}"
     (folder / "script.py").write_text(SCRIPT.format(arguments=arguments))
     process = subprocess.Popen(
         [sys.executable, str(folder / "script.py")], stdout=subprocess.PIPE, text=True, start_new_session=True
     )
-    wait_for(lambda: step_reached(folder / "run", 3)() or process.poll() is not None)
-    assert process.poll() is None, process.communicate()
-    return process
+    try:
+        wait_for(lambda: step_reached(folder / "run", 3)() or process.poll() is not None)
+        assert process.poll() is None, process.communicate()
+        yield process
+    finally:
+        process.kill()
 
 
 def test_an_interrupt_stops_the_run_after_a_checkpoint(tmp_path: Path, small: dict[str, Any]) -> None:
-    process = begin(tmp_path, small)
-    groups = {os.getpgid(child.pid) for child in psutil.Process(process.pid).children(recursive=True)}
-    assert process.pid not in groups  # else the verb would hear the same interrupt twice, and end at once
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal and a notebook's server do
-    said, _ = process.communicate(timeout=120)
+    with begin(tmp_path, small) as process:
+        groups = {os.getpgid(child.pid) for child in psutil.Process(process.pid).children(recursive=True)}
+        assert process.pid not in groups  # else the verb would hear the same interrupt twice, and end at once
+        os.killpg(process.pid, signal.SIGINT)  # as a terminal and a notebook's server do
+        said, _ = process.communicate(timeout=120)
     assert process.returncode == 0
     assert said.count("this script has begun") == 1
     assert re.search(r"^SIGINT: stopping", said, re.MULTILINE)
@@ -152,9 +158,9 @@ def test_an_interrupt_stops_the_run_after_a_checkpoint(tmp_path: Path, small: di
 
 
 def test_a_kernel_that_is_killed_leaves_no_process(tmp_path: Path, small: dict[str, Any]) -> None:
-    process = begin(tmp_path, small)
-    process.kill()
-    process.communicate()
+    with begin(tmp_path, small) as process:
+        process.kill()
+        process.communicate()
     assert_none_left(tmp_path / "run", seconds=30)
 
 
