@@ -50,7 +50,7 @@ def main() -> None:
     (out / "sweep").mkdir(parents=True, exist_ok=True)
     question = batch.ask(
         batch.load(asked.config, asked.set),
-        ranks=asked.gpus,
+        nproc=asked.gpus,
         budget_s=options.seconds(asked.budget),
         memory_gib=None,
         launcher="torchrun",

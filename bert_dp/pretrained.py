@@ -19,7 +19,9 @@ def load(run: str | os.PathLike[str]) -> tuple[CrammedBert, Tokenizer]:
 
     `model.model(ids_BS)` gives the hidden states [B, S, H], `model(ids_BS, positions_P)` the logits [P, V] at
     the flat positions b * S + s; S is at most the run's data.sequence_length. Models are trained on text
-    without <cls> and <sep>: encode it with `add_special_tokens=False`. Raises ConfigError.
+    without <cls>, where a <sep> ends each document: encode with `add_special_tokens=False`.
+
+    Raises ConfigError.
     """
     path = checkpoint.resolve(os.path.expanduser(run))
     state, facts = checkpoint.load(path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -18,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -191,7 +190,10 @@ def _locked(out: Path, tell: Progress) -> Iterator[None]:
     path = out.parent / f".{out.name}.lock"
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
-        file = _take(path, out, tell)
+        file = record.lock(path)
+        if file is None:
+            tell(f"wait for another build of {out}", 0, None)
+            file = record.lock(path, wait=True)
     except OSError as error:
         raise ConfigError([f"--out {out}: {out.parent} cannot be written ({error.strerror})"]) from None
     with file:
@@ -200,21 +202,6 @@ def _locked(out: Path, tell: Progress) -> Iterator[None]:
         finally:
             if path.exists() and not path.stat().st_size:  # else it is someone's file of that name
                 path.unlink()
-
-
-def _take(path: Path, out: Path, tell: Progress) -> IO[str]:
-    """Hold the lock file, which its holder removes at the end."""
-    while True:
-        file = path.open("a")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            tell(f"wait for another build of {out}", 0, None)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                return file
-        file.close()  # of a build that has ended: by now another file may be the lock
 
 
 def _existing(

@@ -7,18 +7,23 @@ import errno
 import fcntl
 import os
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal, overload
 
 
-def lock(path: Path) -> IO[str] | None:
-    """Hold the lock file at `path` until the returned file is closed; None when another process holds it.
+@overload
+def lock(path: Path, *, wait: Literal[True]) -> IO[str]: ...
+@overload
+def lock(path: Path, *, wait: bool = ...) -> IO[str] | None: ...
+def lock(path: Path, *, wait: bool = False) -> IO[str] | None:
+    """Hold the lock file at `path` until the returned file is closed; None when another process holds it,
+    unless it is to `wait` for that one's end.
 
     Raises OSError when the file cannot be written.
     """
     while True:
         file = path.open("a")
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
             return None
