@@ -47,7 +47,9 @@ def main() -> None:
     generator = torch.Generator(device).manual_seed(0)
     gradients = [torch.randn(p.shape, generator=generator, device=device) for p in model.parameters()]
     optimizers = {
-        name: make_optimizer(OptimConfig(name=kind), model.named_parameters(), model, compiled=compiled)
+        name: make_optimizer(
+            OptimConfig.model_validate({"name": kind}), model.named_parameters(), model, compiled=compiled
+        )
         for name, (kind, compiled) in VARIANTS.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}

@@ -132,9 +132,9 @@ def inter_link(text: str) -> tuple[Link, int]:
     if ethernet := re.search(r"\b(10|25|40|100|200)\s*GbE", text):
         return links[f"ethernet{ethernet[1]}"], count
     rate = re.search(r"(\d+)\s*Gb", text)
-    word = next((w for w in ("RoCE", "RDMA", "IB") if re.search(rf"\b{w}\b", text)), None)
-    if rate and word and (word, int(rate[1])) in INTER_RATES:
-        return links[INTER_RATES[word, int(rate[1])]], count
+    fabric = next((w for w in ("RoCE", "RDMA", "IB") if re.search(rf"\b{w}\b", text)), None)
+    if rate and fabric and (fabric, int(rate[1])) in INTER_RATES:
+        return links[INTER_RATES[fabric, int(rate[1])]], count
     raise NotPredictable(f"link between nodes not stated: {text!r}")
 
 
@@ -203,7 +203,7 @@ def scenario(row: Row, constants: Constants) -> tuple[Profile, Scenario, float]:
         "TensorFlow's sparse gather": sparse_embedding_s(row, model, links),
     }
     beside_s = sum(seconds for name, seconds in beside.items() if name not in constants.without)
-    bucket = HOROVOD_FUSION if row["overlap"] == "Horovod" else timeline.BUCKET
+    bucket: float = HOROVOD_FUSION if row["overlap"] == "Horovod" else timeline.BUCKET
     if "apex DDP" in row["overlap"]:
         bucket = APEX_MESSAGE * width
     asked = predict.Scenario(

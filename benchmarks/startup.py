@@ -115,6 +115,7 @@ def main() -> None:
     rounds = measure(arguments.rounds, arguments.ranks, arguments.settings)
     medians = {name: statistics.median(r[name] for r in rounds) for name in VARIANTS}
     over = [r["bert-dp"] - r["torchrun"] for r in rounds]
+    spread = {"median": statistics.median(over), "min": min(over), "max": max(over)}
     result = {
         "environment": {
             "command": " ".join(["python", "benchmarks/startup.py", *sys.argv[1:]]),
@@ -125,13 +126,11 @@ def main() -> None:
         },
         "rounds": rounds,
         "median_s": medians,
-        "over_s": {"median": statistics.median(over), "min": min(over), "max": max(over)},
+        "over_s": spread,
     }
     for name, seconds in medians.items():
         print(f"{name:10} {seconds:6.2f} s to the first step, median of {len(rounds)}")
-    print(
-        f"bert-dp over torchrun: {result['over_s']['median']:+.2f} s ({min(over):+.2f} to {max(over):+.2f})"
-    )
+    print(f"bert-dp over torchrun: {spread['median']:+.2f} s ({min(over):+.2f} to {max(over):+.2f})")
     if arguments.json:
         arguments.json.write_text(json.dumps(result, indent=1) + "\n")
 

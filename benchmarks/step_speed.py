@@ -255,11 +255,13 @@ def make_peer(o: argparse.Namespace, kind: str, mode: str) -> tuple[Callable[...
     import torch
 
     torch.manual_seed(o.seed)
-    bare = {"bert": make_bert, "modernbert": make_modernbert, "cramming": make_cramming}[kind](o)
+    bare: torch.nn.Module = {"bert": make_bert, "modernbert": make_modernbert, "cramming": make_cramming}[
+        kind
+    ](o)
     if kind == "cramming":
         bare.eval()  # as it pretrains: dropout off
     model = torch.compile(bare, dynamic=False) if mode == "whole" else bare
-    groups: dict[bool, list[Any]] = {True: [], False: []}
+    groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
     for p in bare.parameters():
         groups[p.dim() >= 2].append(p)
     optimizer = torch.optim.AdamW(
@@ -328,7 +330,8 @@ def make_modernbert(o: argparse.Namespace) -> Any:
 def make_cramming(o: argparse.Namespace) -> Any:
     import transformers.utils.generic
 
-    transformers.utils.generic.working_or_temp_dir = contextlib.nullcontext  # removed from transformers 5
+    # removed from transformers 5
+    setattr(transformers.utils.generic, "working_or_temp_dir", contextlib.nullcontext)  # noqa: B010
     sys.path.insert(0, o.cramming)
     from cramming.architectures.crammed_bert import construct_crammed_bert
     from omegaconf import OmegaConf
@@ -633,10 +636,10 @@ def show(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> None:
         seconds = records[name].get("self_cpu_s")
         if seconds:
             total = sum(seconds.values())
-            parts = sorted(seconds.items(), key=lambda item: -item[1])
+            shares = sorted(seconds.items(), key=lambda item: -item[1])
             print(
                 f"{name}: self CPU {total:.2f} s per step: "
-                + ", ".join(f"{k} {100 * v / total:.1f} %" for k, v in parts)
+                + ", ".join(f"{k} {100 * v / total:.1f} %" for k, v in shares)
             )
 
 

@@ -101,8 +101,8 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
     for seed in seeds:
         for rate in ladder_of(found):
             name = rate_trials.trial_name(config, rate, tokens, seed)
-            trial = rate_trials.trial_config(config, shards, rate, tokens, seed, last=True)
-            named[name] = Trial(out / "trials" / name, trial, found["ranks"]), rate, seed
+            settings = rate_trials.trial_config(config, shards, rate, tokens, seed, last=True)
+            named[name] = Trial(out / "trials" / name, settings, found["ranks"]), rate, seed
     machine = environment.probe()
     on_gpu = bool(machine.gpus) and config.run.device != "cpu"
     slots = rate_trials.device_slots(
