@@ -24,7 +24,6 @@ from bert_dp.saving import AsyncCheckpointer
 from bert_dp.tasks import Metadata, SameBatch, Stream, Task
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import Trainer
-from bert_dp.world import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,13 +45,12 @@ def log_rank0(comm: dist.Comm, text: str) -> None:
             sys.stdout.flush()
 
 
-def set_device_and_affinity(config: Config, device: torch.device, world: World) -> Placement:
-    """Device, cores and threads of this rank."""
+def set_device(config: Config, device: torch.device) -> None:
+    """What this process does on its device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # fp32 means fp32: the peak that MFU divides by is not TF32's
         torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
-    return dist.set_affinity(device, world)
 
 
 def check_same_data(comm: dist.Comm, data: Metadata) -> None:

@@ -100,13 +100,16 @@ def run(
     device = dist.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
     heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank), lost_writes)
-    placed = setup.set_device_and_affinity(config, device, world)
+    setup.set_device(config, device)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)
     data = task.open_data()  # before the ranks meet: a corpus may take longer than a collective may
     config = with_budget(config, data.num_samples)
     heartbeat.progress()
-    comm = dist.connect(world, device, group_of_one=engine != "single")
+    meeting = dist.meet(world, device)
+    dist.check_places(meeting.places, layout.tensor)
+    placed = dist.set_affinity(device, world, meeting.places)
+    comm = dist.connect(world, device, meeting, group_of_one=engine != "single")
     heartbeat.answer_with(lambda: write_collectives(run_dir, world.rank))
     heartbeat.progress()
     setup.check_same_data(comm, data)

@@ -125,6 +125,23 @@ def test_a_corpus_is_built_before_the_ranks_meet(tmp_path: Path) -> None:
     assert [(tmp_path / f"built-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 
 
+def start_misplaced(folder: str) -> None:
+    """Two ranks that have one GPU, and then a replica of two ranks on two nodes: bad input on both."""
+    from bert_dp import dist, worker
+
+    rank, store = os.environ["RANK"], os.environ["BERT_DP_INIT_FILE"]
+    for name, place in (("gpu", dist.Place("n/1", "0000:1a:00.0")), ("nodes", dist.Place(f"n/{rank}", None))):
+        os.environ["BERT_DP_INIT_FILE"] = f"{store}-{name}"
+        dist.own_place = lambda device, place=place: place  # type: ignore[misc,assignment]
+        assert worker.main([f"{folder}/{name}/config.yaml"]) == 2
+
+
+def test_ranks_at_the_wrong_place_are_refused(tmp_path: Path, shards: Path) -> None:
+    for name, tensor in (("gpu", 1), ("nodes", 2)):
+        write_run(tmp_path / name, settings(shards, schedule={"steps": 1}, parallel={"tensor": tensor}))
+    run_ranks(2, start_misplaced, str(tmp_path))
+
+
 def test_ranks_with_other_data_than_rank_0_are_refused() -> None:
     """Nodes may have caches of their own."""
     from bert_dp.dist import Comm
