@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import os
 import select
 import signal
@@ -11,7 +12,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import IO
@@ -55,6 +56,20 @@ class Signals:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
+
+
+@contextlib.contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """Within the block Python collects garbage only when it is told to, and not among what is there now: a
+    collection of its own would stop one rank for a while, at a step of its own, and all others with it."""
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+        gc.unfreeze()
 
 
 def redirect_output(rank: int, lost_writes: LostWrites) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -274,6 +275,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
 def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
     """A line of metrics.jsonl, and what it shows. Collective."""
     trainer.heartbeat.enter("log", state.step)
+    gc.collect()  # on all ranks at once, while a device still works; whole, as only what is new is walked
     lost = trainer.directory_lost()
     state.give_up(lost, "directory_lost")
     line = trainer.meter.flush(

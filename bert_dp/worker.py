@@ -20,6 +20,7 @@ from bert_dp.lines import LostWrites
 from bert_dp.rank_process import (
     RunFailed,
     Signals,
+    collector_at_rest,
     follow_launcher,
     record_error,
     redirect_output,
@@ -124,6 +125,7 @@ def run(
     setup_s = time.monotonic() - started
     heartbeat.enter("compile", state.step)
     dry_run(trainer, tensors)
+    metrics.restart_peak_memory(device)
     setup.cut_records_back(trainer, state, resumed)
     del resumed, tensors  # or a whole state stays on the host of every rank
     dry_run_s = time.monotonic() - started - setup_s
@@ -132,7 +134,8 @@ def run(
     failure_kind = trainer.checkpointer.failure_kind
     if failure is None:
         before_j = metrics.joules(device)
-        result = train(trainer, state, dist.SharedClock(comm, state.elapsed_s))
+        with collector_at_rest():
+            result = train(trainer, state, dist.SharedClock(comm, state.elapsed_s))
         write_summary(trainer, state, result, setup_s, dry_run_s, before_j)
         failure, failure_kind = result.failure, result.failure_kind or failure_kind
     heartbeat.enter("done")

@@ -77,10 +77,14 @@ class Engine:
         return norm
 
     def gather_state(self) -> State | None:
-        state = read_state(
-            self._model, self._optimizer, self._scaler, unshard=self._unshard, parameters=self._local
+        return read_state(
+            self._model,
+            self._optimizer,
+            self._scaler,
+            unshard=self._unshard,
+            parameters=self._local,
+            keep=self.dp_rank == 0 and self._grid.tp_rank == 0,
         )
-        return state if self.dp_rank == 0 and self._grid.tp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
         write_state(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ from bert_dp.metrics import Meter
 from bert_dp.model import Vocabulary, build_model
 from bert_dp.parallel import make_engine
 from bert_dp.precision import Precision
-from bert_dp.rank_process import Signals
+from bert_dp.rank_process import Signals, collector_at_rest
 from bert_dp.tasks import Metadata
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.train_state import TrainState
@@ -274,6 +276,43 @@ def test_a_micro_batch_is_drawn_when_the_one_before_it_is_on_its_way(tmp_path: P
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert (line["step_time_s"], line["data_wait_s"], line["forward_backward_s"]) == (33.0, 30.0, 3.0)
     assert trainer.meter.own_work_s == [3.0]
+
+
+class Knot:
+    """Refers to itself, so that only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+class LeakyStream:
+    """Every micro batch leaves a knot."""
+
+    def __init__(self) -> None:
+        self.wait_s, self.left = 0.0, list[weakref.ref[Knot]]()
+
+    def next(self) -> Batch:
+        knot = Knot()
+        self.left.append(weakref.ref(knot))
+        return batches(1)[0]
+
+
+def test_garbage_is_collected_when_a_line_is_logged(tmp_path: Path, clock: Clock) -> None:
+    stream, alive = LeakyStream(), []
+
+    def enter(phase: str, *_: Any) -> None:
+        if phase == "data" and len(stream.left) % 2 == 0:
+            alive.append(sum(knot() is not None for knot in stream.left))
+
+    with collector_at_rest():
+        train_here(
+            tmp_path, clock, stream=stream, heartbeat=SimpleNamespace(enter=enter, progress=lambda: None)
+        )
+        assert gc.get_freeze_count() > 0
+    assert (gc.isenabled(), gc.get_freeze_count()) == (True, 0)
+    # at the begin of each step, two micro batches, and a line after every second
+    assert list(dict.fromkeys(alive)) == [0, 2]
+    assert sum(knot() is not None for knot in stream.left) == 0
 
 
 def test_a_step_of_the_ramp_is_divided_by_its_own_targets(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import signal
@@ -35,16 +36,28 @@ def slowed(module: Any, name: str, clock: SimpleNamespace, seconds: float) -> No
 
 def train_twice(run_dir: str, more: dict[str, Any]) -> None:
     """Two steps, the second with a bad gradient, and in a second process's place as `more` says."""
-    from bert_dp import setup, trainer, worker
+    from bert_dp import metrics, setup, trainer, worker
 
     clock = SimpleNamespace(now=100.0)
     worker.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
     slowed(setup, "build_trainer", clock, ASSEMBLE_S)
     slowed(trainer, "dry_run", clock, DRY_RUN_S)
+    told, plain = [], trainer.train
+
+    def train(*arguments: Any) -> Any:
+        told.append(("train", gc.isenabled(), clock.now))
+        return plain(*arguments)
+
+    trainer.train = train
+    metrics.restart_peak_memory = lambda device: told.append(("peak", gc.isenabled(), clock.now))
     poisoned = functools.partial(PoisonedTask, bad_steps=range(1, 2))
     assert worker.main([f"{run_dir}/config.yaml"], poisoned) == 0
     write_run(Path(run_dir), more)
     assert worker.main([f"{run_dir}/config.yaml"]) == 0
+    ready = [100.0 + number * (ASSEMBLE_S + DRY_RUN_S) for number in (1, 2)]
+    # the dry run's memory is not the run's, and no rank stops to collect garbage at a step of its own
+    assert told == [each for now in ready for each in (("peak", True, now), ("train", False, now))]
+    assert gc.isenabled()
 
 
 @pytest.fixture(scope="module")
