@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from bert_dp.config import ConfigError
-from bert_dp.rank_process import STOP_SIGNALS, Signals
+from bert_dp.rank_process import LITTER, STOP_SIGNALS, Signals
 from tests.parity.runs import evals, metrics, settings, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
@@ -45,19 +45,20 @@ def train_twice(run_dir: str, more: dict[str, Any]) -> None:
     told, plain = [], trainer.train
 
     def train(*arguments: Any) -> Any:
-        told.append(("train", gc.isenabled(), clock.now))
+        told.append(("train", gc.get_threshold()[0], clock.now))
         return plain(*arguments)
 
     trainer.train = train
-    metrics.restart_peak_memory = lambda device: told.append(("peak", gc.isenabled(), clock.now))
+    metrics.restart_peak_memory = lambda device: told.append(("peak", gc.get_threshold()[0], clock.now))
     poisoned = functools.partial(PoisonedTask, bad_steps=range(1, 2))
     assert worker.main([f"{run_dir}/config.yaml"], poisoned) == 0
     write_run(Path(run_dir), more)
     assert worker.main([f"{run_dir}/config.yaml"]) == 0
     ready = [100.0 + number * (ASSEMBLE_S + DRY_RUN_S) for number in (1, 2)]
     # the dry run's memory is not the run's, and no rank stops to collect garbage at a step of its own
-    assert told == [each for now in ready for each in (("peak", True, now), ("train", False, now))]
-    assert gc.isenabled()
+    often = gc.get_threshold()[0]
+    assert told == [each for now in ready for each in (("peak", often, now), ("train", LITTER, now))]
+    assert often < LITTER
 
 
 @pytest.fixture(scope="module")
