@@ -51,6 +51,8 @@ def recompute_blocks(model: Model) -> None:
 
 def compile_parts(model: Model) -> None:
     """torch.compile in place: names stay as they are."""
+    # or inside a DDP forward Dynamo divides each part's graph at DDP's buckets, whose hooks fire as they are
+    torch._dynamo.config.optimize_ddp = False
     for part in model.compiled_parts():
         part.compile(dynamic=False)
 

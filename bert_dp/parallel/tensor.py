@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import ConfigError
+from bert_dp.lookup import add_row_gradients
 from bert_dp.matmul import Linear, linear, product, widened
 from bert_dp.parallel.grid import Grid, ShardedSums
 from bert_dp.parallel.stepping import optimizer_parameters
@@ -221,8 +222,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BSH: Tensor, grad_VH: Tensor) -> tuple[None, Tensor, None, None]:
         local_BS, foreign_BS = ctx.saved_tensors
-        grad_BSH = grad_BSH.masked_fill(foreign_BS[..., None], 0.0)
-        return None, grad_VH.index_put_((local_BS,), grad_BSH, accumulate=True), None, None
+        return None, add_row_gradients(grad_VH, local_BS, grad_BSH, foreign_BS), None, None
 
 
 class _Sums(NamedTuple):
