@@ -29,12 +29,16 @@ Formulas
     share             (model FLOP/s over the whole step) / (matmul rate), paired within a round
     attention         scaled_dot_product_attention forward + backward at the model's shape, beside it;
                       its products are in the model's FLOPs, not in the matmul rate
+
+With --device cuda every variant computes on the first GPU, in --precision, and a timing ends when the GPU has
+finished; its peak memory is the allocator's.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import importlib.metadata
 import json
 import multiprocessing
@@ -112,6 +116,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--micro", type=int, default=8, help="sequences per micro batch")
     add("--accumulation", type=int, default=8, help="micro batches per step")
     add("--threads", type=int, default=2)
+    add("--device", choices=("cpu", "cuda"), default="cpu")
+    add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: by autocast, for all")
     add("--rounds", type=int, default=5, help="timed steps per variant")
     add("--warmup", type=int, default=1, help="untimed steps per variant, after compilation")
     add("--seed", type=int, default=0, help="of weights, tokens, masks and the order of the variants")
@@ -153,6 +159,11 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
             )
         if kind == "cramming" and not options.cramming:
             parser.error(f"{name} needs --cramming CHECKOUT")
+    if options.device == "cuda":
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("--device cuda: this machine has no GPU that torch can use; leave it out")
     if not any(name.startswith("ours:") for name in names):
         parser.error("--variants must hold at least one of ours: it is what the others are compared with")
     options.names = list(dict.fromkeys(names))
@@ -175,7 +186,7 @@ def model_config(o: argparse.Namespace) -> Any:
 
 
 def make_micro_batches(o: argparse.Namespace, step: int) -> list[tuple[Any, Any]]:
-    """ids [B, S] and labels [B, S] of one step; token frequencies fall as 1 / rank."""
+    """ids [B, S] and labels [B, S] of one step, on the device; token frequencies fall as 1 / rank."""
     import torch
 
     generator = torch.Generator().manual_seed(o.seed * 1_000_003 + step)
@@ -192,7 +203,7 @@ def make_micro_batches(o: argparse.Namespace, step: int) -> list[tuple[Any, Any]
         labels.scatter_(1, chosen, truth.gather(1, chosen))
         ids.scatter_(1, chosen[:, kept + rand :], MASK_ID)
         ids.scatter_(1, chosen[:, :rand], torch.randint(o.vocab, (o.micro, rand), generator=generator))
-        out.append((ids, labels))
+        out.append((ids.to(o.device), labels.to(o.device)))
     return out
 
 
@@ -207,13 +218,14 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
     from bert_dp.model import build_model
     from bert_dp.optim import make_optimizer
     from bert_dp.parallel.single import Engine
-    from bert_dp.precision import Precision
+    from bert_dp.precision import choose_precision
     from bert_dp.tasks.mlm import MaskedLanguageModel
     from bert_dp.trainer import train_step
     from bert_dp.world import read_world
 
-    device = torch.device("cpu")
-    bare = build_model(model_config(o), o.sequence, o.seed)
+    device = torch.device(o.device)
+    precision = choose_precision(o.precision, device)
+    bare = build_model(model_config(o), o.sequence, o.seed).to(device)
     model: Any = bare
     if mode == "regions":
         compile_parts(bare)
@@ -223,7 +235,7 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
         name="adamw", lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=WEIGHT_DECAY, clip=CLIP
     )
     run = resolve([{"data": {"sources": ["builtin"]}, "schedule": {"steps": 1}}])
-    engine = Engine(run, read_world({}), device, precision="fp32", run_dir=Path())
+    engine = Engine(run, read_world({}), device, precision=o.precision, run_dir=Path())
     model, _ = engine.prepare(model, lambda named: make_optimizer(settings, named, bare))
     timers = Timers(device)
 
@@ -240,7 +252,7 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
             batches,
             num_targets=sum(b.num_masked for b in batches),
             device=device,
-            precision=Precision("fp32", torch.float32, None),
+            precision=precision,
             max_norm=CLIP,
             timers=timers,
             dropout_seed=None,
@@ -257,15 +269,16 @@ def make_peer(o: argparse.Namespace, kind: str, mode: str) -> tuple[Callable[...
     torch.manual_seed(o.seed)
     bare: torch.nn.Module = {"bert": make_bert, "modernbert": make_modernbert, "cramming": make_cramming}[
         kind
-    ](o)
+    ](o).to(o.device)
     if kind == "cramming":
         bare.eval()  # as it pretrains: dropout off
     model = torch.compile(bare, dynamic=False) if mode == "whole" else bare
     groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
     for p in bare.parameters():
         groups[p.dim() >= 2].append(p)
+    decayed: dict[str, Any] = {"params": groups[True]}
     optimizer = torch.optim.AdamW(
-        [{"params": groups[True]}, {"params": groups[False], "weight_decay": 0.0}],
+        [decayed, {"params": groups[False], "weight_decay": 0.0}],
         lr=LR,
         betas=BETAS,
         eps=EPS,
@@ -274,9 +287,10 @@ def make_peer(o: argparse.Namespace, kind: str, mode: str) -> tuple[Callable[...
     )
 
     def step(micro_batches: list[tuple[Any, Any]]) -> tuple[float, float]:
-        total = torch.zeros(())
+        total = torch.zeros((), device=o.device)
         for ids_BS, labels_BS in micro_batches:
-            loss = model(input_ids=ids_BS, labels=labels_BS)["loss"] / len(micro_batches)
+            with torch.autocast(o.device, torch.bfloat16, enabled=o.precision == "bf16"):
+                loss = model(input_ids=ids_BS, labels=labels_BS)["loss"] / len(micro_batches)
             loss.backward()
             total += loss.detach()
         norm = torch.nn.utils.clip_grad_norm_(bare.parameters(), CLIP, foreach=True)
@@ -360,12 +374,15 @@ def make_matmul(o: argparse.Namespace) -> Callable[[], dict[str, float]]:
     import torch.nn.functional as F
 
     work = []
+    normal = functools.partial(
+        torch.randn, device=o.device, dtype=torch.bfloat16 if o.precision == "bf16" else torch.float32
+    )
     for rows, inputs, outputs, count in linear_shapes(o):
-        x, w, g = torch.randn(rows, inputs), 0.02 * torch.randn(outputs, inputs), torch.randn(rows, outputs)
+        x, w, g = normal(rows, inputs), 0.02 * normal(outputs, inputs), normal(rows, outputs)
         work.append((count, x, w, g, torch.empty_like(g), torch.empty_like(x), torch.empty_like(w)))
     shape = (o.micro, o.heads, o.sequence, o.hidden // o.heads)
-    q, k, v = (torch.randn(shape, requires_grad=True) for _ in range(3))
-    up = torch.randn(shape)
+    q, k, v = (normal(shape, requires_grad=True) for _ in range(3))
+    up = normal(shape)
 
     def measure() -> dict[str, float]:
         seconds = dict.fromkeys((*PRODUCTS, *BESIDE), 0.0)
@@ -376,19 +393,18 @@ def make_matmul(o: argparse.Namespace) -> Callable[[], dict[str, float]]:
                 "weight_gradient_s": lambda g=g, x=x, gw=gw: torch.mm(g.t(), x, out=gw),
             }
             for name, product in products.items():
-                start = time.perf_counter()
+                start = now(o)
                 for _ in range(count):
                     product()
-                seconds[name] += time.perf_counter() - start
-            start = time.perf_counter()
-            for _ in range(count):
-                for a, b in ((x, w), (g, w.t()), (g.t(), x.t())):
-                    torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
-            seconds["onednn_s"] += time.perf_counter() - start
-        start = time.perf_counter()
+                seconds[name] += now(o) - start
+            start = now(o)
+            for a, b in ((x, w), (g, w.t()), (g.t(), x.t())) * count if o.device == "cpu" else ():
+                torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+            seconds["onednn_s"] += now(o) - start
+        start = now(o)
         for _ in range(o.layers):
             torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), up)
-        seconds["attention_s"] = time.perf_counter() - start
+        seconds["attention_s"] = now(o) - start
         return seconds
 
     return measure
@@ -420,6 +436,23 @@ def breakdown(step: Callable[..., Any], micro_batches: list[Any]) -> dict[str, f
     return seconds
 
 
+def now(o: argparse.Namespace) -> float:
+    """Seconds, once the device has done what it was asked."""
+    import torch
+
+    if o.device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def peak_memory_gib(o: argparse.Namespace) -> float:
+    import torch
+
+    if o.device == "cuda":
+        return torch.cuda.max_memory_reserved() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def child(name: str, o: argparse.Namespace, pipe: Connection) -> None:
     """Answers `step I`, `profile I` until `quit`."""
     warnings.simplefilter("ignore")
@@ -428,6 +461,8 @@ def child(name: str, o: argparse.Namespace, pipe: Connection) -> None:
         import torch
 
         torch.set_num_threads(o.threads)
+        if o.precision == "bf16":
+            torch.set_float32_matmul_precision("high")  # what autocast leaves in fp32
         kind, _, mode = name.partition(":")
         start = time.perf_counter()
         if kind == "matmul":
@@ -452,9 +487,9 @@ def child(name: str, o: argparse.Namespace, pipe: Connection) -> None:
             if command[0] == "profile":
                 pipe.send(breakdown(step, micro_batches))
                 continue
-            before, start = resource.getrusage(resource.RUSAGE_SELF), time.perf_counter()
+            before, start = resource.getrusage(resource.RUSAGE_SELF), now(o)
             loss, norm = step(micro_batches)
-            seconds = time.perf_counter() - start
+            seconds = now(o) - start
             after = resource.getrusage(resource.RUSAGE_SELF)
             pipe.send(
                 {
@@ -464,7 +499,7 @@ def child(name: str, o: argparse.Namespace, pipe: Connection) -> None:
                     "system_s": after.ru_stime - before.ru_stime,
                     "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
                     "page_faults": after.ru_minflt - before.ru_minflt,
-                    "peak_memory_gib": after.ru_maxrss / 2**20,
+                    "peak_memory_gib": peak_memory_gib(o),
                 }
             )
     except Exception as error:
@@ -545,7 +580,9 @@ def summarise(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> dict
     rates: list[float] = []
     if "matmul:eager" in records:
         matmul = records["matmul:eager"]
-        products = [min(sum(r[k] for k in PRODUCTS), r["onednn_s"]) for r in matmul["rounds"]]
+        products = [sum(r[k] for k in PRODUCTS) for r in matmul["rounds"]]
+        if o.device == "cpu":
+            products = [min(a, r["onednn_s"]) for a, r in zip(products, matmul["rounds"], strict=True)]
         rates = [gemm_flops / seconds for seconds in products]
         matmul["gflop_per_s"] = spread([rate / 1e9 for rate in rates])
         for name in matmul["rounds"][0]:
@@ -571,6 +608,12 @@ def summarise(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> dict
     return records
 
 
+def gpu_name(o: argparse.Namespace) -> str | None:
+    import torch
+
+    return torch.cuda.get_device_name() if o.device == "cuda" else None
+
+
 def environment(o: argparse.Namespace) -> dict[str, Any]:
     versions = {}
     for package in ("torch", "transformers", "numpy"):
@@ -587,6 +630,7 @@ def environment(o: argparse.Namespace) -> dict[str, Any]:
     return {
         "date": o.date,
         "cpu": cpu,
+        "gpu": gpu_name(o),
         "cores": os.cpu_count(),
         "load_average": os.getloadavg(),
         "python": platform.python_version(),
