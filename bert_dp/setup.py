@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,25 @@ def log_rank0(comm: dist.Comm, text: str) -> None:
             sys.stdout.flush()
 
 
+def set_deterministic(on: bool) -> None:
+    """Let torch do everything in one order, or as is fastest: the gradients of attention and of look-ups, and
+    what cuBLAS and inductor choose by timing. Where torch knows no such way the dry run raises."""
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    if (
+        on != torch.are_deterministic_algorithms_enabled()
+    ):  # setting it loads inductor's settings, to set them too
+        torch.use_deterministic_algorithms(on)
+    torch.backends.cudnn.deterministic = on
+    torch.utils.deterministic.fill_uninitialized_memory = False  # it finds mistakes, and costs a pass
+    # what remains: flash attention, which torch then lets add in one order, and plain attention
+    torch.backends.cuda.enable_mem_efficient_sdp(not on)
+    torch.backends.cuda.enable_cudnn_sdp(not on)
+
+
 def set_device(config: Config, device: torch.device) -> None:
-    """What this process does on its device."""
+    """What this process does on its device. Before anything runs there."""
+    set_deterministic(config.run.deterministic)
     if device.type == "cuda":
         torch.cuda.set_device(device)
         # fp32 means fp32: the peak that MFU divides by is not TF32's
