@@ -56,7 +56,7 @@ def set_deterministic(on: bool) -> None:
     ):  # setting it loads inductor's settings, to set them too
         torch.use_deterministic_algorithms(on)
     torch.backends.cudnn.deterministic = on
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it finds mistakes, and costs a pass
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass
     # what remains: flash attention, which torch then lets add in one order, and plain attention
     torch.backends.cuda.enable_mem_efficient_sdp(not on)
     torch.backends.cuda.enable_cudnn_sdp(not on)
