@@ -51,9 +51,7 @@ def set_deterministic(on: bool) -> None:
     what cuBLAS and inductor choose by timing. Where torch knows no such way the dry run raises."""
     if on:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    if (
-        on != torch.are_deterministic_algorithms_enabled()
-    ):  # setting it loads inductor's settings, to set them too
+    if on != torch.are_deterministic_algorithms_enabled():  # inductor's setting follows, and is slow to load
         torch.use_deterministic_algorithms(on)
     torch.backends.cudnn.deterministic = on
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass
