@@ -14,11 +14,11 @@ import torch
 from bert_dp import checkpoint, cost, dist, optim, parallel, record
 from bert_dp.binding import Placement, format_cores
 from bert_dp.building import first_state, prepare_model
-from bert_dp.config import BatchLayout, Config, ConfigError, changed_settings, peak_lr
+from bert_dp.config import BatchLayout, Config, ConfigError, changed_settings, decide_precision, peak_lr
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites, Records
 from bert_dp.metrics import Meter, sample_communication
-from bert_dp.precision import choose_precision
+from bert_dp.precision import Precision, allow_tf32, has_bf16, precision_of
 from bert_dp.rank_process import Signals
 from bert_dp.saving import AsyncCheckpointer
 from bert_dp.tasks import Metadata, SameBatch, Stream, Task
@@ -36,6 +36,8 @@ class Checkpoint:
     state: TrainState
     compiled: bool | None
     """Whether the model was compiled; None when that was on another kind of device."""
+    precision: str
+    """In which it was trained."""
 
 
 def log_rank0(comm: dist.Comm, text: str) -> None:
@@ -46,12 +48,10 @@ def log_rank0(comm: dist.Comm, text: str) -> None:
             sys.stdout.flush()
 
 
-def set_device_and_affinity(config: Config, device: torch.device, world: World) -> Placement:
+def set_device_and_affinity(device: torch.device, world: World) -> Placement:
     """Device, cores and threads of this rank."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # fp32 means fp32: the peak that MFU divides by is not TF32's
-        torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
     return dist.set_affinity(device, world)
 
 
@@ -108,10 +108,28 @@ def select_checkpoint(
         )
     state = TrainState.of_checkpoint(facts)
     log_rank0(comm, f"resuming from {path.name}: {state.samples} samples seen")
-    precision = choose_precision(config.precision, device).name
-    if precision != facts.precision:
-        log_rank0(comm, f"warning: the run was trained in {facts.precision} so far, from here in {precision}")
-    return Checkpoint(path, tensors, state, facts.compiled if facts.device == device.type else None)
+    compiled = facts.compiled if facts.device == device.type else None
+    return Checkpoint(path, tensors, state, compiled, facts.precision)
+
+
+def agree_precision(
+    config: Config, comm: dist.Comm, device: torch.device, resumed: Checkpoint | None
+) -> Precision:
+    """What every rank computes in, as rank 0 decides from what the devices of all can. Under auto a run that
+    goes on keeps its own, also where that is slow. Collective."""
+    native = bool(comm.all_gather([has_bf16(device)]).all())
+    name = comm.broadcast(
+        decide_precision(
+            config.precision,
+            [config.parallel.engine],
+            on_gpu=device.type == "cuda",
+            has_bf16=native,
+            kept=resumed.precision if resumed else None,
+        )
+    )
+    if resumed and config.precision == "auto" and name == "bf16" and not native:
+        log_rank0(comm, "warning: the run was begun in bf16 and keeps it, and here bf16 is emulated and slow")
+    return precision_of(name)
 
 
 def saved_step(resumed: Checkpoint | None, folder: Path) -> int | None:
@@ -140,7 +158,8 @@ def build_trainer(
 
     Raises ConfigError for a checkpoint with the tensors of another model.
     """
-    precision = choose_precision(config.precision, device)
+    precision = agree_precision(config, comm, device, resumed)
+    allow_tf32(precision, device)
     state = resumed.state if resumed else TrainState()
     bare, compiled = prepare_model(
         config, task, layout, precision, comm, device, resumed.compiled if resumed else None
@@ -285,6 +304,7 @@ def write_environment(trainer: Trainer, placed: Placement) -> None:
         "cores": [format_cores(share) for share in placed.shares],  # of each rank of rank 0's node
         "cores_inherited": placed.inherited,
         "config_hash": trainer.config.hash(),
+        "precision": trainer.precision.name,
         "compiled": trainer.metadata["compiled"],
     }
     record.write_json(path, facts)

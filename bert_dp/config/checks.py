@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bert_dp.config.precision import REFUSED
 from bert_dp.config.schema import (
     BUDGETS,
     MAX_VOCAB_SIZE,
@@ -94,10 +95,9 @@ def parallel_issues(config: Config, world_size: int) -> list[str]:
             "optim.name: lamb needs norms of whole tensors and DeepSpeed ZeRO flattens them; use "
             "parallel.engine: zero1, or parallel.zero_stage: 0"
         )
-    if engine == "deepspeed" and config.precision in ("fp64", "fp16"):
+    if config.precision in REFUSED.get(engine, ()):
         issues.append(
-            f"precision: {config.precision} is not supported with parallel.engine: deepspeed; use "
-            "fp32 or bf16"
+            f"precision: {config.precision} is not supported with parallel.engine: {engine}; use fp32 or bf16"
         )
     return issues
 

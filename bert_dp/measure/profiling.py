@@ -34,7 +34,7 @@ def profile(config: Config, work: Path) -> dict[str, Any]:
     layout = batch_layout(config, 1)
     device = choose_device(config.run.device, ALONE)
     comm = Comm(ALONE, None)
-    setup.set_device_and_affinity(config, device, ALONE)
+    setup.set_device_and_affinity(device, ALONE)
     lost_writes = LostWrites()
     heartbeat = Heartbeat(work / "heartbeats" / "rank-0", lost_writes)
     task = tasks.make_task(config, device)

@@ -305,3 +305,5 @@ class Environment(StoredFile):
     """Of the machine."""
     memory_limit_gib: float | None = None
     """Of the control group; null = no limit."""
+    bf16_units: list[str] = []
+    """Of the CPU."""

@@ -105,7 +105,9 @@ def _logged(
         config = resolve([dict(settings)])
         facts["parameters"] = num_parameters(config.model, config.data.sequence_length)
         facts["uniform_entropy_nats"] = math.log(config.model.vocab_size)
-        facts["precision"] = None if config.precision == "auto" else config.precision
+        worker = environment.get("worker")
+        decided = worker.get("precision") if isinstance(worker, dict) else None
+        facts["precision"] = decided if config.precision == "auto" else config.precision
         gpus = [] if config.run.device == "cpu" else environment.get("gpus") or []
         facts["device"] = gpus[0].get("name") if gpus else "CPU" if environment else None
     with contextlib.suppress(ValidationError, TypeError, KeyError):

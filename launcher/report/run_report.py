@@ -311,7 +311,8 @@ def _work(facts: Summary) -> list[Row]:
 def _rates(facts: Summary) -> list[Row]:
     over = f"summed over {_ranks(facts)}"
     micro = f"{_product(facts)} micro batches per optimizer step"
-    peak = "peak of the device" if facts.mfu is not None else "peak of the device unknown"
+    of = " ".join(filter(None, [facts.precision, "peak of the device"]))
+    peak = of if facts.mfu is not None else f"{of} unknown"
     rates = [
         ("optimizer steps", facts.steps_per_s, "steps/s", "of the whole job"),
         ("global steps", facts.global_steps_per_s, "global steps/s", micro),
