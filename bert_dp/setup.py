@@ -15,12 +15,14 @@ from bert_dp import checkpoint, cost, dist, optim, parallel, record
 from bert_dp.binding import Placement, format_cores
 from bert_dp.building import first_state, prepare_model
 from bert_dp.config import BatchLayout, Config, ConfigError, changed_settings, decide_precision, peak_lr
+from bert_dp.config.profile import ProfilePlan
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites, Records
 from bert_dp.metrics import Meter, sample_communication
 from bert_dp.precision import Precision, allow_tf32, has_bf16, precision_of
 from bert_dp.rank_process import Signals
 from bert_dp.saving import AsyncCheckpointer
+from bert_dp.step_trace import StepTrace
 from bert_dp.tasks import Metadata, SameBatch, Stream, Task
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import Trainer
@@ -152,9 +154,10 @@ def build_trainer(
     heartbeat: Heartbeat,
     signals: Signals,
     lost_writes: LostWrites,
+    plan: ProfilePlan | None = None,
 ) -> tuple[Trainer, TrainState, parallel.State]:
-    """Everything `train` needs, where it starts, and the tensors that it starts from, not yet loaded.
-    Collective.
+    """Everything `train` needs, where it starts, and the tensors that it starts from, not yet loaded. `plan`:
+    steps to profile. Collective.
 
     Raises ConfigError for a checkpoint with the tensors of another model.
     """
@@ -232,6 +235,7 @@ def build_trainer(
         heartbeat=heartbeat,
         signals=signals,
         directory=directory,
+        trace=StepTrace(plan, comm, device, run_dir, lost_writes) if plan is not None else None,
     )
     return trainer, state, tensors
 

@@ -17,7 +17,7 @@ from bert_dp import record
 from bert_dp.config import ConfigError, read_yaml, resolve
 from bert_dp.config.stored import problem_lines
 from bert_dp.cost import num_parameters
-from bert_dp.record.models import Summary
+from bert_dp.record.models import ProfileFile, Summary
 from launcher.redact import redact, secrets, without_secrets
 from launcher.report.numbers import number
 
@@ -39,6 +39,8 @@ class Run:
     config: dict[str, Any]
     environment: dict[str, Any]
     missing: list[str]
+    profiles: list[ProfileFile]
+    """By rank."""
 
 
 def load(run_dir: Path) -> Run:
@@ -62,7 +64,17 @@ def load(run_dir: Path) -> Run:
         config=redact(config),
         environment=environment,
         missing=missing,
+        profiles=_profiles(run_dir / "profile"),
     )
+
+
+def _profiles(folder: Path) -> list[ProfileFile]:
+    """The profiles of a run's ranks; a damaged one is left out."""
+    found = []
+    for path in folder.glob("rank-*.json"):
+        with contextlib.suppress(ValidationError):
+            found.append(ProfileFile.model_validate(record.read_json(path)))
+    return sorted(found, key=lambda profile: profile.rank)
 
 
 def _summary(path: Path, missing: list[str]) -> Summary | None:

@@ -28,6 +28,7 @@ from bert_dp.config import (
     read_manifest,
     with_budget,
 )
+from bert_dp.config.profile import ProfilePlan, profile_issues
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
 from bert_dp.record.models import Summary
 from launcher import job, results
@@ -208,6 +209,15 @@ def goes_on_from(run_dir: Path, resume: str) -> tuple[Path, record.CheckpointFac
     return record.newest_checkpoint_facts(run_dir if resume == "auto" else Path(resume))
 
 
+def check_profile(
+    plan: ProfilePlan | None, config: Config, ranks: int, resumed: tuple[Path, record.CheckpointFacts] | None
+) -> None:
+    """Raises ConfigError when the run has not the steps or ranks that are to be profiled."""
+    done = resumed[1].step if resumed is not None else 0
+    if plan is not None and (issues := profile_issues(plan, ranks, steps=expected_steps(config), done=done)):
+        raise ConfigError(issues)
+
+
 def resume_issues(run_dir: Path, config: Config, resume: str, data_hash: str) -> list[str]:
     """Why the checkpoint that this run would go on from does not fit; one line each."""
     found = goes_on_from(run_dir, resume)
@@ -244,10 +254,11 @@ def train(
     launcher: str = "torchrun",
     policy: restarts.Policy = restarts.ONCE,
     force: bool = False,
+    profile: ProfilePlan | None = None,
 ) -> int:
     """Returns the exit code. Raises ConfigError, before any rank starts, with everything that is wrong.
 
-    `force`: also where the memory must be expected not to suffice.
+    `force`: also where the memory must be expected not to suffice. `profile`: steps to profile.
     """
     asked = job.load(name, overrides, run_dir)
     config, gpus, machine = asked.config, asked.gpus, asked.machine
@@ -259,6 +270,8 @@ def train(
     manifest = None if config.data.path is None else read_manifest(Path(config.data.path))
     if manifest is not None:
         config = with_budget(config, manifest.train.sequences)
+    resumed = goes_on_from(where, resume)
+    check_profile(profile, config, ranks, resumed)
     warnings = [*no_effect(config), *(data_warnings(config, manifest) if manifest else [])]
     if ranks > (cores := len(os.sched_getaffinity(0))) and not gpus:
         warnings.append(f"{count_of(ranks, 'CPU rank')} share {count_of(cores, 'core')}")
@@ -271,7 +284,6 @@ def train(
     if anyone_writes(where):  # a file system without modes must not lock a run out that stands there
         warnings.append(f"{where} can be written by every user; chmod o-w it")
     warnings += emulated_warnings(config, machine, on_gpu=gpus > 0)
-    resumed = goes_on_from(where, resume)
     kept = resumed[1].precision if resumed else None
     memory = check_memory(config, ranks, machine, on_gpu=gpus > 0, kept=kept)
     has_checkpoint = record.newest_checkpoint_facts(where) is not None
@@ -287,7 +299,9 @@ def train(
     if dry_run:
         return 0
     with job.claim(where, LOCK, "--run-dir", "run"), record.HeldDirectory(where) as held:
-        return run_locked(config, ranks, held, resume, launcher, console, policy, machine, on_gpu=gpus > 0)
+        return run_locked(
+            config, ranks, held, resume, launcher, console, policy, machine, profile, on_gpu=gpus > 0
+        )
 
 
 def run_locked(
@@ -299,6 +313,7 @@ def run_locked(
     console: Console,
     policy: restarts.Policy,
     machine: environment.Environment,
+    profile: ProfilePlan | None,
     *,
     on_gpu: bool,
 ) -> int:
@@ -313,6 +328,7 @@ def run_locked(
             show(console, f"warning: {line}", style="yellow", **PLAIN)
     if issues := resume_issues(where, config, resume, manifest.hash):
         raise ConfigError(issues)
+    check_profile(profile, config, ranks, goes_on_from(where, resume))
     if is_complete(where, config, resume):
         show(console, "this run is complete: its budget is spent; raise schedule.* to go on", **PLAIN)
         show_report(console, of_directories([where]))
@@ -341,7 +357,15 @@ def run_locked(
                 loggers.poll()
 
             return processes.run(
-                held, ranks, resume, poll, log=log, launcher=launcher, on_gpu=on_gpu, watch=watched
+                held,
+                ranks,
+                resume,
+                poll,
+                log=log,
+                launcher=launcher,
+                on_gpu=on_gpu,
+                watch=watched,
+                options=profile.options() if profile is not None else (),
             )
 
     with loggers:
