@@ -30,6 +30,7 @@ def config(global_size: int = 64, **batch: Any) -> Config:
             {
                 "data": {"sources": ["builtin"]},
                 "schedule": {"steps": 9},
+                "precision": "fp32",
                 "batch": {"global_size": global_size, "micro_size": 1, **batch},
             }
         ]
