@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 LOGGERS := .venv-loggers
 
-.PHONY: env train test test-long test-loggers parity faults mutants slips lock lint types check clean
+.PHONY: env train test test-long test-loggers parity faults gpu mutants slips lock lint types check clean
 
 env: $(VENV)/.installed
 
@@ -26,13 +26,14 @@ endif
 train: env
 	$(BIN)/bert-dp train
 
-# what a contributor runs: the quick tests, one parity cell an engine, one kill, one resume
+# what a contributor runs: the quick tests, one parity cell an engine, one kill, one resume; two files at a
+# time, as processes that start keep one core busy at most
 test: env
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m "not slow"
 
 # the rest of the tests
 test-long: env
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
 
 # the services that records go to, their real packages, offline; an environment of their own
 test-loggers: $(LOGGERS)/.installed
@@ -62,6 +63,10 @@ parity: env
 faults: env
 	$(BIN)/python -m tests.faults
 
+# is this machine's GPU right, and how fast? Goes on where it was stopped (.gpu/results.jsonl)
+gpu: env
+	$(BIN)/python -m tests.gpu
+
 # what the tests notice: small changes of the pure modules by tool, slips in the others by hand (hours)
 mutants: env
 	$(PIP) -c .constraints.txt -e '.[mutants]'
@@ -80,4 +85,4 @@ types: env
 check: lint types test test-long
 
 clean:
-	rm -rf $(VENV) $(LOGGERS) .parity .faults .mutants.json .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LOGGERS) .parity .faults .gpu .mutants.json .pytest_cache .mypy_cache .ruff_cache

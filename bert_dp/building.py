@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import time
+import types
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from bert_dp import checkpoint, dist
@@ -46,11 +47,19 @@ def prepare_model(
 def recompute_blocks(model: Model) -> None:
     """Keep only the input of each block for the backward pass, and compute the block again there."""
     for block in model.blocks():
-        block.forward = functools.partial(recompute, block.forward, use_reentrant=False)
+        block.forward = types.MethodType(forward_recomputed, block)
+
+
+def forward_recomputed(block: nn.Module, *inputs: Any) -> Any:
+    """A frame of ours around torch's, whose own Dynamo passes over, with all that they call; and of the block
+    itself, so that one graph serves all blocks."""
+    return recompute(type(block).forward, block, *inputs, use_reentrant=False)
 
 
 def compile_parts(model: Model) -> None:
     """torch.compile in place: names stay as they are."""
+    # or inside a DDP forward Dynamo divides each part's graph at DDP's buckets, whose hooks fire as they are
+    torch._dynamo.config.optimize_ddp = False
     for part in model.compiled_parts():
         part.compile(dynamic=False)
 

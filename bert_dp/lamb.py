@@ -12,6 +12,9 @@ from torch import Tensor
 
 Tensors = list[Tensor]
 
+INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
+"""Of the same size."""
+
 
 def as_they_are(sums: Tensor) -> Tensor:
     return sums
@@ -37,8 +40,12 @@ class Lamb(torch.optim.Optimizer):
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
         self.sharded_sums: Callable[[Tensor], Tensor] = as_they_are
-        self._moments = torch.compile(moments, dynamic=False) if compiled else moments
-        self._descend = torch.compile(descend, dynamic=False) if compiled else descend
+        self._moments, self._descend = moments, descend
+        if "cuda" in {p.device.type for group in self.param_groups for p in group["params"]}:
+            self._moments, self._descend = moments_of_all, descend_all
+        elif compiled:
+            self._moments = torch.compile(moments, dynamic=False)
+            self._descend = torch.compile(descend, dynamic=False)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -122,3 +129,49 @@ def descend(params: Tensors, updates: Tensors, sums_2N: Tensor, lr: Tensor, adap
     ratio_N = torch.where((weight_N > 0) & (update_N > 0), weight_N / update_N, 1.0)
     for i, (p, update) in enumerate(zip(params, updates, strict=True)):
         p.sub_((lr * ratio_N[i] if adapted else lr) * update)
+
+
+def moments_of_all(
+    params: Tensors,
+    grads: Tensors,
+    exp_avgs: Tensors,
+    exp_avg_sqs: Tensors,
+    step: Tensor,
+    keep: Tensor,
+    divisor: Tensor,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+) -> Tensor:
+    """`moments` by one kernel for all tensors at a time, for a GPU; not to the bit."""
+    number = INTEGERS[keep.dtype]
+    torch._foreach_mul_([g.view(number) for g in grads], keep.to(number))  # as bits: NaN times 0 is NaN
+    torch._foreach_div_(grads, divisor)
+    torch._foreach_mul_(exp_avgs, 1.0 - (1.0 - beta1) * keep)
+    torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)
+    torch._foreach_mul_(exp_avg_sqs, 1.0 - (1.0 - beta2) * keep)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - beta2)
+    step = step.clamp(min=1.0)
+    torch._foreach_copy_(grads, exp_avg_sqs)
+    torch._foreach_div_(grads, (1.0 - beta2**step).to(keep.dtype))
+    torch._foreach_sqrt_(grads)
+    torch._foreach_add_(grads, eps)
+    torch._foreach_mul_(grads, (1.0 - beta1**step).to(keep.dtype))
+    torch._foreach_reciprocal_(grads)
+    torch._foreach_mul_(grads, exp_avgs)
+    torch._foreach_add_(grads, params, alpha=weight_decay)
+    norms = [torch.stack(torch._foreach_norm(tensors)) for tensors in (params, grads)]
+    return torch.stack(norms).square()
+
+
+def descend_all(params: Tensors, updates: Tensors, sums_2N: Tensor, lr: Tensor, adapted: bool) -> None:
+    """`descend` for a GPU: one kernel for each tensor with a ratio of its own, one for the others."""
+    if not adapted:
+        torch._foreach_mul_(updates, lr)
+        torch._foreach_sub_(params, updates)
+        return
+    weight_N, update_N = sums_2N.sqrt()
+    rate_N = lr * torch.where((weight_N > 0) & (update_N > 0), weight_N / update_N, 1.0)
+    for p, update, rate in zip(params, updates, rate_N, strict=True):
+        p.addcmul_(update, rate, value=-1.0)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import ModelConfig
+from bert_dp.lookup import add_row_gradients
 from bert_dp.matmul import Linear, linear, widened
 from bert_dp.trainable import Model
 
@@ -53,8 +54,7 @@ def rotate(x_BASD: Tensor, cos_SD: Tensor, sin_SD: Tensor) -> Tensor:
 class TiedLookup(torch.autograd.Function):
     """(weight[ids], weight): the second for the decoder, which is tied to the embedding.
 
-    So the matrix gets one gradient, not two: the looked-up rows' share is added into the decoder's in place,
-    without a dense [V, H] tensor that is zero almost everywhere. index_put_ is deterministic on every device.
+    So the matrix gets one gradient, not two: the looked-up rows' share is added into the decoder's in place.
     """
 
     @staticmethod
@@ -65,7 +65,7 @@ class TiedLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_BSH: Tensor, grad_VH: Tensor) -> tuple[None, Tensor]:
         (ids_BS,) = ctx.saved_tensors
-        return None, grad_VH.index_put_((ids_BS,), grad_BSH, accumulate=True)
+        return None, add_row_gradients(grad_VH, ids_BS, grad_BSH)
 
 
 class Vocabulary:

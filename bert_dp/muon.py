@@ -8,6 +8,7 @@ that holds several matrices is taken apart: orthogonalised as one it trains wors
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -135,6 +136,18 @@ def batches_of_a_shape(matrices: Sequence[Tensor]) -> Iterator[list[int]]:
             yield numbers[start : start + most]
 
 
+@contextmanager
+def no_tf32() -> Iterator[None]:
+    """Products of fp32 matrices in fp32, whatever the model's own are allowed (setup.py)."""
+    allowed = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(allowed)
+
+
+@no_tf32()
 def orthogonalize(matrices: Tensor) -> Tensor:
     """[..., R, C] -> about U V' of each one's singular value decomposition, in their own precision."""
     a, b, c = COEFFICIENTS

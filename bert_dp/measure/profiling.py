@@ -6,10 +6,12 @@ configuration's micro batch of random tokens.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +31,9 @@ ALONE = World(0, 0, 1, 1)
 WARM_UP, REPEATS = 2, 7
 
 
-def profile(config: Config, work: Path) -> dict[str, Any]:
-    """The `profile` of scaling.json: medians over REPEATS micro batches. `work`: a scratch directory."""
+@contextlib.contextmanager
+def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
+    """A trainer of one rank without a process group. `work`: a scratch directory."""
     layout = batch_layout(config, 1)
     device = choose_device(config.run.device, ALONE)
     comm = Comm(ALONE, None)
@@ -42,10 +45,16 @@ def profile(config: Config, work: Path) -> dict[str, Any]:
         config, layout, work, comm, device, task, task.open_data(), None, heartbeat, Signals(), lost_writes
     )
     try:
-        return measure(trainer, Timers(device))
+        yield trainer
     finally:
         trainer.stream.close()
         heartbeat.close()
+
+
+def profile(config: Config, work: Path) -> dict[str, Any]:
+    """The `profile` of scaling.json: medians over REPEATS micro batches. `work`: a scratch directory."""
+    with lone_trainer(config, work) as trainer:
+        return measure(trainer, Timers(trainer.device))
 
 
 def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:

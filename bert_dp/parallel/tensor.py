@@ -13,8 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import _resolve_process_group
 
 from bert_dp.config import ConfigError
+from bert_dp.lookup import add_row_gradients
 from bert_dp.matmul import Linear, linear, product, widened
 from bert_dp.parallel.grid import Grid, ShardedSums
 from bert_dp.parallel.stepping import optimizer_parameters
@@ -47,6 +49,8 @@ class TensorParallel:
         plan = model.tensor_plan()
         if plan is None:
             raise ConfigError([f"parallel.tensor: {self._size}, but this model cannot be divided; use 1"])
+        assert self._group is not None
+        group = self._group.group_name
         self._plan = {name: Split(*split) for name, split in plan.items()}
         for name, split in self._plan.items():
             path, _, leaf = name.rpartition(".")
@@ -55,9 +59,9 @@ class TensorParallel:
             parameter.data = self.shard(name, parameter.data).clone()
             if isinstance(module, nn.Linear) and leaf == "weight":
                 parent, _, child = path.rpartition(".")
-                parallel = (ColumnLinear, RowLinear)[split.dim](module, self._group)
+                parallel = (ColumnLinear, RowLinear)[split.dim](module, group)
                 setattr(model.get_submodule(parent), child, parallel)
-        vocabulary = ParallelVocabulary(self._group, self._rank)
+        vocabulary = ParallelVocabulary(group, self._rank)
         for module in model.modules():
             if hasattr(module, "vocabulary"):
                 module.vocabulary = vocabulary  # type: ignore[assignment]
@@ -98,36 +102,32 @@ class TensorParallel:
 class ColumnLinear(Linear):
     """[..., in] -> [..., out / ranks]; the input is the same on every rank."""
 
-    def __init__(self, linear: nn.Linear, group: Group):
+    def __init__(self, linear: nn.Linear, group: str):
         nn.Module.__init__(self)
         self.weight, self.bias, self._group = linear.weight, linear.bias, group
-        self._product = torch.compiler.disable(column_product)  # not at import: it loads the compiler
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self._product(x, self.weight, self._group)
+        out = column_product(x, self.weight, self._group)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 class RowLinear(Linear):
     """[..., in / ranks] -> [..., out], summed over the ranks; the bias is added once, after the sum."""
 
-    def __init__(self, linear: nn.Linear, group: Group):
+    def __init__(self, linear: nn.Linear, group: str):
         nn.Module.__init__(self)
         self.weight, self.bias, self._group = linear.weight, linear.bias, group
-        self._sum = torch.compiler.disable(sum_over_ranks)
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self._sum(linear(x, self.weight), self._group)
+        out: Tensor = _SumOverRanks.apply(linear(x, self.weight), self._group)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
 
 class ParallelVocabulary:
     """The tied embedding and decoder and the loss, each rank with its rows of the vocabulary."""
 
-    def __init__(self, group: Group, rank: int):
+    def __init__(self, group: str, rank: int):
         self._group, self._rank = group, rank
-        self.logits = torch.compiler.disable(self.logits)  # type: ignore[method-assign]
-        self.loss = torch.compiler.disable(self.loss)  # type: ignore[method-assign]
 
     def look_up(self, ids_BS: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
         start = self._rank * weight_VH.shape[0]
@@ -158,7 +158,46 @@ class ParallelVocabulary:
         return self._rank * logits_PV.shape[1]
 
 
-def column_product(x: Tensor, weight: Tensor, group: Group) -> Tensor:
+# Collectives as operators of their own, so that a compiled block has them in its graph: Dynamo ends one at
+# torch's. A group goes by its name, as no graph holds an object.
+
+OPERATIONS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+def named_group(name: str) -> dist.ProcessGroup:
+    return _resolve_process_group(name)  # type: ignore[arg-type]
+
+
+@torch.library.custom_op("bert_dp::all_reduce", mutates_args=())
+def all_reduce(x: Tensor, operation: str, group: str) -> Tensor:
+    """A copy, reduced over the ranks: `operation` is sum or max. Has no gradient of its own."""
+    out = x.contiguous().clone()
+    dist.all_reduce(out, OPERATIONS[operation], group=named_group(group))
+    return out
+
+
+@all_reduce.register_fake
+def _(x: Tensor, operation: str, group: str) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@torch.library.custom_op("bert_dp::column_gradients", mutates_args=())
+def column_gradients(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    """Of x @ weight.T: the input's, summed over the ranks, and the weight's, made while that is under way."""
+    grad_MK = product(grad_MN, weight_NK.t())
+    work = dist.all_reduce(grad_MK, group=named_group(group), async_op=True)
+    grad_NK = product(grad_MN.t(), x_MK.t())
+    assert work is not None
+    work.wait()
+    return grad_MK, grad_NK
+
+
+@column_gradients.register_fake
+def _(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: str) -> tuple[Tensor, Tensor]:
+    return x_MK.new_empty(x_MK.shape), weight_NK.new_empty(weight_NK.shape)
+
+
+def column_product(x: Tensor, weight: Tensor, group: str) -> Tensor:
     """x @ weight.T, under autocast in its precision; the backward pass sums the input gradient over ranks."""
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -170,7 +209,7 @@ def column_product(x: Tensor, weight: Tensor, group: Group) -> Tensor:
 
 class _ColumnProduct(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, group: Group) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, group: str) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.group = group
         return product(x.flatten(0, -2), weight).view(*x.shape[:-1], weight.shape[0])
@@ -178,51 +217,35 @@ class _ColumnProduct(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
         x, weight = ctx.saved_tensors
-        grad_MN, x_MK = grad.flatten(0, -2), x.flatten(0, -2)
-        grad_x = product(grad_MN, weight.t())
-        work = dist.all_reduce(grad_x, group=ctx.group, async_op=True)
-        grad_weight = product(grad_MN.t(), x_MK.t())  # while the other gradient is on its way
-        assert work is not None
-        work.wait()
-        return grad_x.view(x.shape), grad_weight, None
+        grad_MK, grad_weight = column_gradients(grad.flatten(0, -2), x.flatten(0, -2), weight, ctx.group)
+        return grad_MK.view(x.shape), grad_weight, None
 
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        out = x.contiguous().clone()
-        dist.all_reduce(out, group=group)
-        return out
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        return all_reduce(x, "sum", group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
-def sum_over_ranks(x: Tensor, group: Group) -> Tensor:
-    out: Tensor = _SumOverRanks.apply(x, group)
-    return out
-
-
 class _LookUp(torch.autograd.Function):
     """(weight[ids], weight) with one gradient for both uses of the matrix, as the model's own look-up."""
 
     @staticmethod
-    def forward(
-        ctx: Any, ids_BS: Tensor, weight_VH: Tensor, start: int, group: Group
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, ids_BS: Tensor, weight_VH: Tensor, start: int, group: str) -> tuple[Tensor, Tensor]:
         foreign_BS = (ids_BS < start) | (ids_BS >= start + weight_VH.shape[0])
         local_BS = (ids_BS - start).masked_fill(foreign_BS, 0)
         ctx.save_for_backward(local_BS, foreign_BS)
         out_BSH = F.embedding(local_BS, weight_VH).masked_fill_(foreign_BS[..., None], 0.0)
-        dist.all_reduce(out_BSH, group=group)
-        return out_BSH, weight_VH.view_as(weight_VH)
+        return all_reduce(out_BSH, "sum", group), weight_VH.view_as(weight_VH)
 
     @staticmethod
     def backward(ctx: Any, grad_BSH: Tensor, grad_VH: Tensor) -> tuple[None, Tensor, None, None]:
         local_BS, foreign_BS = ctx.saved_tensors
-        grad_BSH = grad_BSH.masked_fill(foreign_BS[..., None], 0.0)
-        return None, grad_VH.index_put_((local_BS,), grad_BSH, accumulate=True), None, None
+        return None, add_row_gradients(grad_VH, local_BS, grad_BSH, foreign_BS), None, None
 
 
 class _Sums(NamedTuple):
@@ -244,23 +267,21 @@ class _Sums(NamedTuple):
         return self.sum_P.log() - self.label_P
 
 
-def _reduced_sums(logits_PV: Tensor, labels_P: Tensor, start: int, group: Group) -> _Sums:
+def _reduced_sums(logits_PV: Tensor, labels_P: Tensor, start: int, group: str) -> _Sums:
     """By two reductions of P and 2 P numbers instead of a gather of P x V."""
-    top_P = logits_PV.max(dim=-1).values
-    dist.all_reduce(top_P, dist.ReduceOp.MAX, group=group)
+    top_P = all_reduce(logits_PV.max(dim=-1).values, "max", group)
     shifted_PV = logits_PV - top_P[:, None]
     mine_P = (labels_P >= start) & (labels_P < start + logits_PV.shape[1])
     local_P = (labels_P - start).masked_fill(~mine_P, 0)
     label_P = shifted_PV.gather(1, local_P[:, None])[:, 0].masked_fill(~mine_P, 0.0)
     exp_PV = shifted_PV.exp_()
-    sums_2P = torch.stack([exp_PV.sum(-1), label_P])
-    dist.all_reduce(sums_2P, group=group)
+    sums_2P = all_reduce(torch.stack([exp_PV.sum(-1), label_P]), "sum", group)
     return _Sums(exp_PV, sums_2P[0], sums_2P[1], local_P, mine_P)
 
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits_PV: Tensor, labels_P: Tensor, start: int, group: Group) -> Tensor:
+    def forward(ctx: Any, logits_PV: Tensor, labels_P: Tensor, start: int, group: str) -> Tensor:
         sums = _reduced_sums(logits_PV, labels_P, start, group)
         counts_P = labels_P >= 0
         ctx.save_for_backward(sums.exp_PV, sums.sum_P, sums.local_P, sums.mine_P, counts_P)

@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from bert_dp.config import load_config
+from launcher.tune import auto as auto_batch
 from tests.e2e.cli import bert_dp, here, interrupted, processes_of, refused, start, tiny, wait_for
 from tests.faults.harness import broken
 from tests.helpers import read_json, read_lines
@@ -187,18 +188,19 @@ def auto(shards: Path, tmp_path: Path) -> list[str]:
 
 
 def test_micro_size_auto_searches_once_and_only_for_a_run_that_can_start(
-    shards: Path, tmp_path: Path
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(auto_batch, "BUDGET_S", 5.0)
     cache = tmp_path / "cache"
     run = ["train", *auto(shards, tmp_path), "--set", "batch.global_size=2"]
     said = refused(*run, "--resume", str(tmp_path / "none"), BERT_DP_CACHE=str(cache))
     assert "none holds no checkpoint" in said
     assert not cache.exists()
-    done = bert_dp(*run, "--run-dir", str(tmp_path / "a"), BERT_DP_CACHE=str(cache), timeout=300)
+    done = here(*run, "--run-dir", str(tmp_path / "a"), BERT_DP_CACHE=str(cache))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "batch.micro_size: auto = 1, found just now" in done.stdout
     assert load_config(tmp_path / "a" / "config.yaml").batch.micro_size == 1
-    again = bert_dp(*run, "--run-dir", str(tmp_path / "b"), BERT_DP_CACHE=str(cache))
+    again = here(*run, "--dry-run", BERT_DP_CACHE=str(cache))
     assert again.returncode == 0, again.stdout + again.stderr
     assert "auto = 1, found on" in again.stdout
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import statistics
 import subprocess
 import sys
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from tests.e2e.cli import tiny
+from tests.e2e.cli import TINY, tiny
 
 ROOT = Path(__file__).resolve().parents[2]
+WORDS = "the crew of old ship sailed past seven grey islands while rain fell on every quiet harbour".split()
 
 
 def run(script: str, options: str, *more: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -29,10 +32,12 @@ def run(script: str, options: str, *more: str, **environ: str) -> subprocess.Com
     )
 
 
-def record_of(tmp_path: Path, script: str, options: str, *more: str) -> tuple[dict[str, Any], str]:
+def record_of(
+    tmp_path: Path, script: str, options: str, *more: str, **environ: str
+) -> tuple[dict[str, Any], str]:
     """The record that a script wrote, and what it said."""
     record = tmp_path / "record.json"
-    done = run(script, options, *more, "--json", str(record))
+    done = run(script, options, *more, "--json", str(record), **environ)
     assert done.returncode == 0, done.stderr
     return json.loads(record.read_text()), done.stdout
 
@@ -64,6 +69,35 @@ def test_step_speed_quick(tmp_path):
     # 6 N_linear + 12 L S H + 6 H V p
     expected = 6 * (4 * 32 * 32 + 3 * 32 * 32) + 12 * 16 * 32 + 6 * 32 * 128 * 0.25
     assert variants["ours:eager"]["flops_per_token"] == expected
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
+def test_step_speed_refuses_a_gpu_that_is_not_there():
+    done = run("step_speed", "--device cuda")
+    assert (done.returncode, "--device cuda: this machine has no GPU" in done.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_hf_trainer_small(tmp_path):
+    pytest.importorskip("transformers")
+    words = random.Random(0)
+    lines = (" ".join(words.choices(WORDS, k=40)) + f" number {i}" for i in range(300))
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    sizes = (*TINY[1:8], "model.vocab_size=300", "batch.ramp_fraction=0", "eval.max_sequences=8")
+    build = ("data.build.max_tokens_per_char=0", "data.build.held_out_fraction=0.1")
+    more = [
+        part for item in (*sizes, *build, f"data.sources=[{tmp_path}/text.txt]") for part in ("--set", item)
+    ]
+    options = "--minutes 0.03 --variants ours,modernbert"
+    cache = {"BERT_DP_CACHE": str(tmp_path / "cache")}
+    result, said = record_of(tmp_path, "hf_trainer", options, str(tmp_path / "out"), *more, **cache)
+    ours, theirs = (result["variants"][name] for name in ("ours", "modernbert"))
+    assert ours["heldout_loss"] == ours["evals"][-1][1]
+    assert theirs["evals"][-1][0] == theirs["tokens"]
+    fewer = min((ours, theirs), key=lambda variant: variant["tokens"])
+    assert fewer["loss_at_equal_tokens"] == fewer["heldout_loss"]
+    assert theirs["evals"][0][1] > theirs["heldout_loss"], "it learns"
+    assert "modernbert " in said
 
 
 @pytest.mark.parametrize(

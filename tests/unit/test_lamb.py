@@ -6,19 +6,20 @@ import importlib.util
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from bert_dp.config import OptimConfig
-from bert_dp.lamb import Lamb
+from bert_dp.lamb import Lamb, descend_all, moments_of_all
 from bert_dp.optim import make_optimizer
 from bert_dp.trainable import Model
-from tests.tensors import assert_near, with_moments
+from tests.tensors import assert_near, bits, largest_relative_error, with_moments
 from tests.unit.test_optimizers import parameters_of, take_step
 
 BETAS, EPS, DECAY = (0.9, 0.999), 1e-6, 0.01
@@ -235,21 +236,78 @@ def test_the_order_of_the_sums_is_that_of_the_parameters() -> None:
     assert len({round(x, 6) for x in expected}) == len(expected)
 
 
+def ten_steps(optimizer: Lamb, parameters: dict[str, nn.Parameter]) -> Iterator[dict[str, Tensor]]:
+    """One of them divided and two skipped, of which one has a gradient of NaN and infinity; gives weights
+    and moments after each."""
+    for step, grads in enumerate(gradients(10)):
+        optimizer.grad_scale = torch.tensor(3.0 if step == 4 else 1.0)
+        optimizer.found_inf = torch.tensor(float(step in (0, 6)))
+        if step == 6:
+            grads["tall"][0, 0], grads["norm"][1] = torch.nan, -torch.inf
+        take_step(optimizer, parameters, grads, rate(step))
+        yield {name: t.clone() for name, t in with_moments(optimizer, parameters.items()).items()}
+
+
+def for_a_gpu(optimizer: Lamb) -> Lamb:
+    """With the form that it has for parameters on a GPU, here on a CPU."""
+    optimizer._moments, optimizer._descend = moments_of_all, descend_all
+    return optimizer
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_the_form_for_gpus_is_the_other(dtype: torch.dtype, tolerance: float) -> None:
+    start = {name: w.to(dtype) for name, w in starting_weights(0.02).items()}
+    start["wide"].zero_()  # no ratio in the first step
+    ours, theirs = parameters_of(start), parameters_of(start)
+    ends = zip(ten_steps(for_a_gpu(make_lamb(ours)), ours), ten_steps(make_lamb(theirs), theirs), strict=True)
+    before: dict[str, Tensor] = {}
+    for step, (found, expected) in enumerate(ends):
+        assert largest_relative_error(found, expected) < tolerance, step
+        if step == 6:
+            assert bits(found) == bits(before), "a skipped step changes no bit"
+        before = found
+    assert all(float((before[name] - w).norm()) > 1e-3 for name, w in start.items())
+
+
+def test_the_form_for_gpus_of_halves_is_that_of_whole_tensors() -> None:
+    """`sharded_sums` sees the same row of sums, and its answer is what the ratio is made of."""
+    seen: list[Tensor] = []
+
+    def doubled(sums_2N: Tensor) -> Tensor:
+        seen.append(sums_2N.clone())
+        return sums_2N * torch.tensor([[4.0], [1.0]], dtype=sums_2N.dtype)  # weights twice as long
+
+    weights = []
+    for change in (lambda optimizer: optimizer, for_a_gpu):
+        parameters = parameters_of(starting_weights(0.02))
+        optimizer = change(make_lamb(parameters))
+        optimizer.sharded_sums = doubled
+        take_step(optimizer, parameters, gradients(1)[0], 0.1)
+        weights.append(parameters)
+    torch.testing.assert_close(seen[1], seen[0], rtol=1e-13, atol=0)
+    assert_near(weights[1], weights[0], 1e-13)
+
+
+def test_parameters_on_a_gpu_get_its_form() -> None:
+    """Also where the first group has none: an engine may give a rank tensors without decay only."""
+    with FakeTensorMode():
+        parameter = nn.Parameter(torch.ones(3, device="cuda"))
+        for first in ([], [parameter]):
+            groups = [{"params": first}, {"params": [p for p in (parameter,) if not first]}]
+            optimizer = Lamb(groups, lr=0.1, betas=BETAS, eps=EPS, compiled=True)
+            assert (optimizer._moments, optimizer._descend) == (moments_of_all, descend_all)
+
+
 @pytest.mark.slow
 def test_the_compiled_form_is_the_eager_one() -> None:
-    """Ten steps, one of them divided and one skipped; two graphs, and no step makes another."""
+    """Two graphs, and no step makes another."""
     results, frames = [], []
     for compiled in (False, True):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()  # of the tests before
         parameters = parameters_of(starting_weights(0.02))
         optimizer = make_lamb(parameters, compiled=compiled)
-        for step, grads in enumerate(gradients(10)):
-            optimizer.grad_scale = torch.tensor(3.0 if step == 4 else 1.0)
-            optimizer.found_inf = torch.tensor(float(step in (0, 6)))
-            if step == 6:
-                grads["tall"][0, 0] = torch.nan
-            take_step(optimizer, parameters, grads, rate(step))
+        for _ in ten_steps(optimizer, parameters):
             frames.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
         results.append(with_moments(optimizer, parameters.items()))
     assert_near(results[1], results[0], 1e-12, "the end")

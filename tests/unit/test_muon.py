@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from bert_dp import muon
 from bert_dp.config import OptimConfig, load_config
@@ -62,6 +63,35 @@ def test_orthogonalize_moves_the_singular_values_alone(shape: tuple[int, int]) -
 
 def test_orthogonalize_of_nothing_is_nothing() -> None:
     assert torch.equal(orthogonalize(torch.zeros(3, 4)), torch.zeros(3, 4))
+
+
+class Watched(TorchDispatchMode):
+    """The precision that each product of matrices is allowed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.mm.default or func is torch.ops.aten.bmm.default:
+            self.allowed.append(torch.get_float32_matmul_precision())
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("models", ["high", "highest"])
+def test_products_are_in_fp32_where_the_models_may_be_in_tf32(models: str) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(models)
+    try:
+        with Watched() as watched:
+            orthogonalize(torch.ones(2, 3, 4))
+            assert torch.get_float32_matmul_precision() == models
+            with pytest.raises(IndexError):
+                orthogonalize(torch.ones(3))
+        assert torch.get_float32_matmul_precision() == models, "also after an error"
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert watched.allowed == ["highest"] * 15  # three products, five times
 
 
 def test_ten_steps_are_the_rule_written_by_hand() -> None:

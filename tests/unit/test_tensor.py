@@ -104,7 +104,7 @@ def gathered(tensor: TensorParallel, parts: Numbers) -> Numbers:
 
 def check_cross_entropy(tensor: TensorParallel, grid: Grid) -> None:
     """Labels in every shard and on its borders; exp of the last rows overflows without the maximum."""
-    vocabulary = ParallelVocabulary(grid.tp_group, grid.tp_rank)
+    vocabulary = ParallelVocabulary(grid.tp_group.group_name, grid.tp_rank)
     generator = torch.Generator().manual_seed(0)
     labels_P = torch.cat([torch.arange(VOCABULARY), torch.tensor([IGNORE, 5, IGNORE, 17, 0, 23])])
     whole_PV = 5 * torch.randn(len(labels_P), VOCABULARY, generator=generator, dtype=torch.float64)
@@ -148,7 +148,7 @@ def check_cross_entropy(tensor: TensorParallel, grid: Grid) -> None:
 
 def check_look_up(tensor: TensorParallel, grid: Grid) -> None:
     """Against an embedding and a second use of its matrix, as the decoder's."""
-    vocabulary = ParallelVocabulary(grid.tp_group, grid.tp_rank)
+    vocabulary = ParallelVocabulary(grid.tp_group.group_name, grid.tp_rank)
     generator = torch.Generator().manual_seed(0)
     ids_BS = torch.cat([torch.arange(VOCABULARY), torch.tensor([0, 0, 23, 7, 7, 7])]).view(5, 6)
     whole_VH = torch.randn(VOCABULARY, HIDDEN, generator=generator, dtype=torch.float64)

@@ -1,0 +1,69 @@
+"""`make gpu` without a GPU: it says so; its short form runs the checks themselves on the CPU, and goes on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+# the others start benchmarks, faults and searches that have tests of their own
+CHOSEN = (
+    "lookup gradient",
+    "engines",
+    "no host sync",
+    "precisions and compile",
+    "bit-equal resume",
+    "timers",
+    "optimizers",
+    "throughput at 128",
+)
+
+
+def gpu(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "tests.gpu", *options], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+
+
+@pytest.mark.quick
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
+def test_without_a_gpu_nothing_is_claimed(tmp_path: Path) -> None:
+    done = gpu("--out", str(tmp_path / "out"))
+    assert done.returncode == 1
+    assert "no GPU that torch can use: nothing was checked" in done.stdout
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_short_form_runs_and_goes_on(tmp_path: Path) -> None:
+    chosen = [part for name in CHOSEN for part in ("--only", name)]
+    done = gpu("--short", "--out", str(tmp_path), *chosen)
+    assert done.returncode == 0, done.stdout + done.stderr
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["environment"]["device"] == "CPU, short form"
+    assert [check["check"] for check in record["checks"]] == list(CHOSEN)
+    facts = {check["check"]: check["facts"] for check in record["checks"]}
+    assert facts["engines"]["cells"] == 2
+    assert facts["no host sync"]["refused_by_torch"] is False
+    assert facts["throughput at 128"]["weak-ddp-n1"]["tokens_per_s"] > 0
+    assert facts["optimizers"]["lamb"]["share_of_memory_rate"] > 0
+    table = done.stdout.partition("2 x CPU, short form\n")[2].splitlines()
+    assert [line.split("  ")[0].strip() for line in table if line[0] != " "].count("right") == 6
+    before = (tmp_path / "results.jsonl").read_text()
+    again = gpu("--short", "--out", str(tmp_path), "--only", "timers")
+    assert "timers: already done" in again.stdout
+    assert (tmp_path / "results.jsonl").read_text() == before
+
+
+def test_a_check_that_breaks_is_a_failure(tmp_path: Path) -> None:
+    """Its process ends without a result: a file stands where its folder should be."""
+    (tmp_path / "cache").write_text("")
+    done = gpu("--short", "--out", str(tmp_path), "--only", "memory line")
+    assert done.returncode == 1
+    (line,) = (tmp_path / "results.jsonl").read_text().splitlines()
+    assert "ended with exit code" in json.loads(line)["problems"][0]
+    assert "FAILED" in done.stdout

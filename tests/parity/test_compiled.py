@@ -1,0 +1,96 @@
+"""What Dynamo makes of a run on two ranks: whole blocks, each once, and the model that one rank trains.
+
+Captured, differentiated and partitioned as for a device, then run by torch's own kernels (backend aot_eager),
+which takes seconds; inductor's C++ takes minutes and is in `make parity` and in test_matrix.py.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import read_json
+from tests.parity.runs import _train_all, evals, metrics, settings, state, train_runs, write_run
+from tests.ranks import run_ranks
+from tests.shards import write_shards
+from tests.tensors import largest_relative_error
+from tests.wrapped_task import WrappedTask
+
+STEPS = 4
+COMMON: dict[str, Any] = {
+    "precision": "fp64",
+    "model": {"dropout": 0.1},
+    "schedule": {"steps": STEPS, "name": "constant"},
+    "eval": {"every_steps": 2},
+}
+PARALLEL: dict[str, dict[str, Any]] = {
+    "ddp": {"engine": "ddp", "static_graph": True, "bucket_mib": 0.01},
+    "fsdp": {"engine": "fsdp"},
+    "tensor": {"engine": "ddp", "tensor": 2},
+}
+
+
+class CountingTask(WrappedTask):
+    """Writes what Dynamo has done so far, at the start of each step."""
+
+    def num_targets(self, first_sample: int, count: int) -> int:
+        counters = torch._dynamo.utils.counters
+        found = {"graphs": counters["stats"]["unique_graphs"], "breaks": dict(counters["graph_break"])}
+        with Path(f"dynamo-{os.environ['RANK']}.jsonl").open("a") as file:
+            file.write(json.dumps(found) + "\n")
+        return super().num_targets(first_sample, count)
+
+
+def train_compiled(run_dirs: list[str]) -> None:
+    compile_it, store = nn.Module.compile, os.environ["BERT_DP_INIT_FILE"]
+    nn.Module.compile = lambda self, **options: compile_it(self, backend="aot_eager", **options)  # type: ignore[method-assign]
+    for number, run_dir in enumerate(run_dirs):
+        os.environ["BERT_DP_INIT_FILE"] = f"{store}-run{number}"
+        os.chdir(run_dir)
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        _train_all([run_dir], {"make_task": CountingTask})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """root/<name of PARALLEL>, compiled, and root/single, eager."""
+    root = tmp_path_factory.mktemp("compiled")
+    shards = write_shards(root / "shards")
+    train_runs(1, [write_run(root / "single", settings(shards, **COMMON))])
+    compiled = [
+        write_run(
+            root / name,
+            settings(shards, compile="on", parallel={"activation_checkpointing": True, **parallel}, **COMMON),
+        )
+        for name, parallel in PARALLEL.items()
+    ]
+    run_ranks(2, train_compiled, [str(run) for run in compiled])
+    return root
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_a_block_is_one_graph_made_before_the_first_step(runs: Path, name: str) -> None:
+    """Embeddings, a block and the head, each for training and for evaluation; the blocks share theirs."""
+    for rank in (0, 1):
+        lines = [json.loads(line) for line in (runs / name / f"dynamo-{rank}.jsonl").read_text().splitlines()]
+        assert len(lines) == 1 + STEPS
+        assert [line["graphs"] for line in lines] == [0] + [6] * STEPS
+        assert lines[-1]["breaks"] == {}
+
+
+@pytest.mark.parametrize("name", PARALLEL)
+def test_a_compiled_run_is_the_eager_one_of_one_rank(runs: Path, name: str) -> None:
+    """With dropout, which torch's own kernels draw as in an eager run, and each block computed twice."""
+    one, many = runs / "single", runs / name
+    assert read_json(many / "summary.json")["compiled"]
+    for read in (metrics, evals):
+        lines = list(zip(read(many), read(one), strict=True))
+        assert max(abs(a["loss"] - b["loss"]) for a, b in lines) < 1e-10
+    assert largest_relative_error(state(many, STEPS), state(one, STEPS)) < 1e-10
