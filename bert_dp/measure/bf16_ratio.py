@@ -17,6 +17,7 @@ SECONDS = 0.5  # of each
 
 
 def main() -> None:
+    """FLOP/s in both, over all cores that this process may use."""
     follow_launcher()
     device = torch.device("cpu")
     use_all_cores()

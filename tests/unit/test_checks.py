@@ -562,7 +562,7 @@ def test_what_may_not_change_on_resume_is_named_with_both_values() -> None:
         "model.num_layers": (16, 2),
         "optim.beta1": (0.9, 0.5),
         "optim.clip": (0.5, 1.0),
-        "precision": ("auto", "fp32"),
+        "precision": ("fp32", "bf16"),
         "run.seed": (0, 1),
         "schedule.name": ("budget_triangle", "linear"),
     }
