@@ -26,7 +26,6 @@ from bert_dp.step_trace import StepTrace
 from bert_dp.tasks import Metadata, SameBatch, Stream, Task
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import Trainer
-from bert_dp.world import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +49,10 @@ def log_rank0(comm: dist.Comm, text: str) -> None:
             sys.stdout.flush()
 
 
-def set_device_and_affinity(device: torch.device, world: World) -> Placement:
-    """Device, cores and threads of this rank."""
+def set_device(device: torch.device) -> None:
+    """What this process does on its device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    return dist.set_affinity(device, world)
 
 
 def check_same_data(comm: dist.Comm, data: Metadata) -> None:

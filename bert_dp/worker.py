@@ -21,6 +21,7 @@ from bert_dp.lines import LostWrites
 from bert_dp.rank_process import (
     RunFailed,
     Signals,
+    collector_at_rest,
     follow_launcher,
     record_error,
     redirect_output,
@@ -104,13 +105,16 @@ def run(
     device = dist.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
     heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank), lost_writes)
-    placed = setup.set_device_and_affinity(device, world)
+    setup.set_device(device)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)
     data = task.open_data()  # before the ranks meet: a corpus may take longer than a collective may
     config = with_budget(config, data.num_samples)
     heartbeat.progress()
-    comm = dist.connect(world, device, group_of_one=engine != "single")
+    meeting = dist.meet(world, device)
+    dist.check_places(meeting.places, layout.tensor)
+    placed = dist.set_affinity(device, world, meeting.places)
+    comm = dist.connect(world, device, meeting, group_of_one=engine != "single")
     heartbeat.answer_with(lambda: write_collectives(run_dir, world.rank))
     heartbeat.progress()
     setup.check_same_data(comm, data)
@@ -125,6 +129,7 @@ def run(
     setup_s = time.monotonic() - started
     heartbeat.enter("compile", state.step)
     dry_run(trainer, tensors)
+    metrics.restart_peak_memory(device)
     setup.cut_records_back(trainer, state, resumed)
     del resumed, tensors  # or a whole state stays on the host of every rank
     dry_run_s = time.monotonic() - started - setup_s
@@ -133,7 +138,8 @@ def run(
     failure_kind = trainer.checkpointer.failure_kind
     if failure is None:
         before_j = metrics.joules(device)
-        result = train(trainer, state, dist.SharedClock(comm, state.elapsed_s))
+        with collector_at_rest():
+            result = train(trainer, state, dist.SharedClock(comm, state.elapsed_s))
         write_summary(trainer, state, result, setup_s, dry_run_s, before_j)
         failure, failure_kind = result.failure, result.failure_kind or failure_kind
     heartbeat.enter("done")

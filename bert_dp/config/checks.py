@@ -95,6 +95,11 @@ def parallel_issues(config: Config, world_size: int) -> list[str]:
             "optim.name: lamb needs norms of whole tensors and DeepSpeed ZeRO flattens them; use "
             "parallel.engine: zero1, or parallel.zero_stage: 0"
         )
+    if engine in ("auto", "ddp") and parallel.reduce_dtype == "fp16" and config.precision != "fp16":
+        issues.append(
+            f"parallel.reduce_dtype: fp16 loses small gradients without a loss scale, which precision: "
+            f"{config.precision} does not have; use parallel.reduce_dtype: bf16, or precision: fp16"
+        )
     if config.precision in REFUSED.get(engine, ()):
         issues.append(
             f"precision: {config.precision} is not supported with parallel.engine: {engine}; use fp32 or bf16"

@@ -283,7 +283,7 @@ class ParallelConfig(Section):
     bucket_mib: float | None = Field(None, gt=0, le=2**20)
     """Size of a reduction bucket of ddp, zero1 and accelerate, MiB; null = 25 (torch's first one: 1)."""
     reduce_dtype: Literal["full", "bf16", "fp16"] = "full"
-    """What ddp sends of a gradient; full = the parameters' precision."""
+    """What ddp sends of a gradient; full = the parameters' precision, fp16 needs `precision: fp16`."""
     static_graph: bool = False
     """ddp: promise that every step runs the same graph, which spares it a search."""
     fsdp_replicas: int = Field(1, ge=1, le=MAX_RANKS)

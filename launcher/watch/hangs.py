@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bert_dp.record import PHASES, Beat
+from bert_dp.record import IN_STEP, PHASES, Beat
 
 UNHEARD_S = 3.0  # a rank beats about once a second; a busy machine may delay that
 STACK_LINES = 12
@@ -219,7 +219,7 @@ def _verb(ranks: Sequence[int], verb: str) -> str:
 def _place(witness: Witness) -> str:
     if witness.phase in ("setup", "compile"):
         return f"in {witness.phase}"
-    done = f", {witness.beat.done} micro batches done" if witness.phase == "step" else ""
+    done = f", {witness.beat.done} micro batches done" if witness.phase in IN_STEP else ""
     return f"in step {witness.beat.step} ({witness.phase}{done})"
 
 

@@ -295,6 +295,13 @@ REFUSED: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "parallel.engine: zero1, or parallel.zero_stage: 0",
         ("parallel.engine=zero1", "parallel.zero_stage=0"),
     ),
+    "fp16 sent without a loss scale": (
+        "parallel.reduce_dtype=fp16",
+        2,
+        "parallel.reduce_dtype: fp16 loses small gradients without a loss scale, which precision: auto does "
+        "not have; use parallel.reduce_dtype: bf16, or precision: fp16",
+        ("parallel.reduce_dtype=bf16", "precision=fp16"),
+    ),
     "deepspeed in fp64": (
         "parallel.engine=deepspeed precision=fp64",
         2,

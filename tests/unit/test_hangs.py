@@ -129,10 +129,18 @@ def test_a_rank_that_has_not_begun_is_behind_and_not_frozen() -> None:
 
 
 def test_the_rank_that_is_behind_is_named() -> None:
-    for other in ({"step": 5, "phase": "data"}, {"phase": "log"}, {"done": 2}):
+    for other in ({"step": 5, "phase": "data"}, {"phase": "log"}, {"done": 2}, {"phase": "data", "done": 2}):
         found = find_culprit([witness(0, **other), witness(1, done=1), witness(2, **other)])
         assert found.ranks == (1,)
         assert found.why.startswith("behind the others")
+
+
+def test_a_rank_that_waits_for_data_is_named() -> None:
+    """In the step of the others, with as many micro batches done as they."""
+    witnesses = [witness(0, BACKWARD, done=3), witness(1, WORK, phase="data", done=3), witness(2, done=3)]
+    found = find_culprit(witnesses)
+    assert found.ranks == (1,)
+    assert "hang: rank 1 in step 4 (data, 3 micro batches done): behind" in report(witnesses, found)[0]
 
 
 def test_of_ranks_at_many_places_the_last_one_is_named() -> None:
