@@ -298,7 +298,7 @@ REFUSED: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
     "fp16 sent without a loss scale": (
         "parallel.reduce_dtype=fp16",
         2,
-        "parallel.reduce_dtype: fp16 loses small gradients without a loss scale, which precision: auto does "
+        "parallel.reduce_dtype: fp16 loses small gradients without a loss scale, which precision: fp32 does "
         "not have; use parallel.reduce_dtype: bf16, or precision: fp16",
         ("parallel.reduce_dtype=bf16", "precision=fp16"),
     ),
