@@ -28,6 +28,7 @@ from bert_dp.precision import Precision
 from bert_dp.rank_process import Signals
 from bert_dp.record.models import FailureKind
 from bert_dp.saving import AsyncCheckpointer
+from bert_dp.step_trace import StepTrace
 from bert_dp.tasks import Batch, Context, Metadata, Stream, Task
 from bert_dp.train_state import TrainState
 from bert_dp.trainable import Model
@@ -67,6 +68,8 @@ class Trainer:
     signals: Signals
     directory: record.HeldDirectory | None
     """The run directory, held by rank 0, which writes."""
+    trace: StepTrace | None = None
+    """None = no step is profiled."""
 
     def directory_lost(self) -> str | None:
         """What became of the run directory when it is no longer where it was."""
@@ -193,6 +196,8 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
     dropout_seed = config.run.seed if config.model.dropout > 0 else None
     peak = peak_lr(config).value
     meter.start(trainer.stream.wait_s)
+    if trainer.trace is not None:
+        trainer.trace.reached(state.step, meter)
     while True:
         heartbeat.enter("data", state.step + 1)
         elapsed_s, stop = clock.exchange(stop_request(trainer, state))
@@ -220,6 +225,8 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
         meter.observe(loss, norm, state.global_batch, grad_accum_steps, trainer.stream.wait_s)
         state.step += 1
         state.samples += state.global_batch
+        if trainer.trace is not None:
+            trainer.trace.reached(state.step, meter)
         if state.step % config.log.every_steps == 0:
             log_steps(trainer, state, clock)
         if config.eval.every_steps and state.step % config.eval.every_steps == 0:
@@ -228,6 +235,8 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
         if config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0:
             with meter.paused():
                 save(trainer, state, clock.elapsed_s())
+    if trainer.trace is not None:
+        trainer.trace.reached(state.step, meter, at_end=True)
     return _finish(trainer, state, clock, stop)
 
 

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from bert_dp import record
-from bert_dp.config import ConfigError, batch_layout, load_config, with_budget
+from bert_dp.config import Config, ConfigError, batch_layout, load_config, with_budget
+from bert_dp.config.profile import ProfilePlan, parse_profile, profile_issues
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites
 from bert_dp.rank_process import (
@@ -69,6 +70,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("config", type=Path, help="resolved configuration, usually RUN/config.yaml")
     parser.add_argument("--run-dir", type=Path, help="default: the directory of the configuration")
     parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
+    parser.add_argument("--profile", metavar="FIRST:END", help="optimizer steps; 10:13 = 10, 11 and 12")
+    parser.add_argument("--profile-ranks", default="0", metavar="N,...", help="ranks; default: 0")
     # deepspeed passes it
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -98,10 +101,12 @@ def run(
     if arguments.run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
     layout = batch_layout(config, world.size)
+    plan = profile_plan(arguments, config, world)
     device = dist.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
     heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank), lost_writes)
-    setup.set_device(config, device)
+    setup.set_deterministic(config.run.deterministic)
+    setup.set_device(device)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)
     data = task.open_data()  # before the ranks meet: a corpus may take longer than a collective may
@@ -117,7 +122,7 @@ def run(
     resumed = setup.select_checkpoint(config, run_dir, comm, device, data, arguments.resume)
     heartbeat.progress()
     trainer, state, tensors = setup.build_trainer(
-        config, layout, run_dir, comm, device, task, data, resumed, heartbeat, signals, lost_writes
+        config, layout, run_dir, comm, device, task, data, resumed, heartbeat, signals, lost_writes, plan
     )
     at_end.callback(trainer.checkpointer.close)  # a checkpoint that is being written outlives an error
     setup.describe(trainer, placed, resumed)
@@ -148,6 +153,16 @@ def run(
         lock.close()
     if failure is not None and world.rank == 0:
         raise RunFailed(failure, failure_kind)
+
+
+def profile_plan(arguments: argparse.Namespace, config: Config, world: World) -> ProfilePlan | None:
+    """The steps that are to be profiled. Raises ConfigError for what the run does not have."""
+    if arguments.profile is None:
+        return None
+    plan = parse_profile(arguments.profile, arguments.profile_ranks)
+    if issues := profile_issues(plan, world.size, steps=config.schedule.steps):
+        raise ConfigError(issues)
+    return plan
 
 
 def write_collectives(run_dir: Path, rank: int) -> None:

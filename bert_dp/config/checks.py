@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bert_dp.config.precision import REFUSED
 from bert_dp.config.schema import (
     BUDGETS,
     MAX_VOCAB_SIZE,
@@ -100,10 +101,9 @@ def parallel_issues(config: Config, world_size: int) -> list[str]:
             f"parallel.reduce_dtype: fp16 loses small gradients without a loss scale, which precision: "
             f"{config.precision} does not have; use parallel.reduce_dtype: bf16, or precision: fp16"
         )
-    if engine == "deepspeed" and config.precision in ("fp64", "fp16"):
+    if config.precision in REFUSED.get(engine, ()):
         issues.append(
-            f"precision: {config.precision} is not supported with parallel.engine: deepspeed; use "
-            "fp32 or bf16"
+            f"precision: {config.precision} is not supported with parallel.engine: {engine}; use fp32 or bf16"
         )
     return issues
 

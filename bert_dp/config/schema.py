@@ -353,7 +353,8 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     parallel: ParallelConfig = ParallelConfig()
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """auto = bf16 on a GPU that has it, fp16 with a gradient scaler on one that has not, fp32 on a CPU."""
+    """auto = bf16 where every rank's device multiplies it (a GPU since Ampere, a CPU with avx512_bf16 or
+    amx_bf16), else fp16 with a gradient scaler on GPUs and fp32 on CPUs. A run keeps what it was begun in."""
     compile: Literal["auto", "on", "off"] = "auto"
     """auto = on a GPU, and on a CPU when the run is long enough to earn the compile time back."""
     checkpoint: CheckpointConfig = CheckpointConfig()

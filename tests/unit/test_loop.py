@@ -213,6 +213,7 @@ def train_here(
         data=Metadata("0" * 64, None, 99, None, 3.0, 4.0),
         num_parameters=1,
         meter=meter,
+        trace=None,
         metadata={"compiled": False},
         checkpointer=saver,
         directory_lost=lambda: None,
