@@ -90,6 +90,8 @@ def _steps(engine_name: str, folder: str, script: Sequence[float]) -> tuple[list
                     loss = loss * factor
                 engine.backward(loss)
         norms.append(float(engine.step(config.optim.clip)))
+        if engine_name == "accelerate":  # views of DDP's buckets: freed, they would stand twice
+            assert all(p.grad is not None and not p.grad.any() for p in bare.parameters())
     gathered = engine.gather_state()
     dist.disconnect()
     return norms, gathered
