@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,21 @@ def log_rank0(comm: dist.Comm, text: str) -> None:
         with contextlib.suppress(OSError):  # the log's disk is full: no reason to end the run
             sys.stdout.write(record.printable(text) + "\n")
             sys.stdout.flush()
+
+
+def set_deterministic(on: bool) -> None:
+    """Let torch do everything in one order, or as is fastest: the gradients of attention and of look-ups, and
+    what cuBLAS and inductor choose by timing. Where torch knows no such way the dry run raises. Before
+    anything runs on a GPU."""
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    if on != torch.are_deterministic_algorithms_enabled():  # inductor's setting follows, and is slow to load
+        torch.use_deterministic_algorithms(on)
+    torch.backends.cudnn.deterministic = on
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass
+    # what remains: flash attention, which torch then lets add in one order, and plain attention
+    torch.backends.cuda.enable_mem_efficient_sdp(not on)
+    torch.backends.cuda.enable_cudnn_sdp(not on)
 
 
 def set_device(device: torch.device) -> None:

@@ -105,6 +105,7 @@ def run(
     device = dist.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
     heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank), lost_writes)
+    setup.set_deterministic(config.run.deterministic)
     setup.set_device(device)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)

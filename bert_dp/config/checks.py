@@ -28,6 +28,7 @@ FREE_ON_RESUME = (
     "eval",
     "compile",
     "run.device",
+    "run.deterministic",
     "run.init_from",
     "run.init_keeps",
     "run.max_skipped_in_a_row",

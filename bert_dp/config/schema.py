@@ -27,7 +27,13 @@ MAX_TOKENS = 10**18
 MAX_RANKS = 2**16
 MAX_SECONDS = 1e9
 MAX_PATH = 4096  # bytes
-ADDED_LATER = (("run", "init_keeps"), ("objective", "name"), ("schedule", "epochs"), ("log", "to"))
+ADDED_LATER = (
+    ("run", "init_keeps"),
+    ("run", "deterministic"),
+    ("objective", "name"),
+    ("schedule", "epochs"),
+    ("log", "to"),
+)
 Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 BUDGETS = ("steps", "tokens", "hours", "epochs")  # of the schedule; exactly one is set
 
@@ -71,6 +77,9 @@ class RunConfig(Section):
     """Seed of initial weights, sample order and masks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = every GPU of the machine, else the CPU."""
+    deterministic: bool = False
+    """Let a GPU add in one order, so that a resumed run is bit-equal to an undisturbed one there too; slower.
+    CPU ranks do so in any case."""
     init_from: PathText | None = None
     """Checkpoint or run directory whose weights start this run; counters and schedule start fresh."""
     init_keeps: Literal["weights", "moments"] = "weights"

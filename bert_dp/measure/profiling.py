@@ -37,6 +37,7 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
     layout = batch_layout(config, 1)
     device = choose_device(config.run.device, ALONE)
     comm = Comm(ALONE, None)
+    setup.set_deterministic(config.run.deterministic)
     setup.set_device(device)
     set_affinity(device, ALONE)
     lost_writes = LostWrites()

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from bert_dp.config import ConfigError
+from bert_dp.config import ConfigError, changed_settings, resolve
 from bert_dp.rank_process import LITTER, STOP_SIGNALS, Signals
 from tests.parity.runs import evals, metrics, settings, write_run
 from tests.ranks import run_ranks
@@ -137,6 +137,43 @@ def test_a_corpus_is_built_before_the_ranks_meet(tmp_path: Path) -> None:
     config["data"]["build"] = {"held_out_fraction": 0.2, "max_tokens_per_char": 0.0}
     run_ranks(2, build_and_meet, str(write_run(tmp_path, config)))
     assert [(tmp_path / f"built-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+def train_deterministically(folder: str) -> None:
+    """With the setting and then without, in one process."""
+    import torch
+    from torch._inductor import config as inductor
+
+    from bert_dp import trainer, worker
+
+    plain = trainer.train
+    for on in (True, False):
+
+        def train(*arguments: Any, on: bool = on) -> Any:
+            assert torch.are_deterministic_algorithms_enabled() is on
+            assert getattr(inductor, "deterministic", on) is on
+            assert torch.backends.cuda.mem_efficient_sdp_enabled() is not on
+            assert torch.backends.cuda.flash_sdp_enabled()
+            return plain(*arguments)
+
+        trainer.train = train
+        assert worker.main([f"{folder}/{on}/config.yaml"]) == 0
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_run_can_be_made_deterministic(tmp_path: Path, shards: Path) -> None:
+    for on in (True, False):
+        write_run(tmp_path / str(on), settings(shards, schedule={"steps": 2}, run={"deterministic": on}))
+    run_ranks(1, train_deterministically, str(tmp_path))
+    assert metrics(tmp_path / "True")[-1]["loss"] == pytest.approx(metrics(tmp_path / "False")[-1]["loss"])
+
+
+def test_an_older_run_may_go_on_deterministically(tmp_path: Path, shards: Path) -> None:
+    older = resolve([settings(shards)]).model_dump(mode="json")
+    del older["run"]["deterministic"]
+    newer = resolve([settings(shards, run={"deterministic": True})])
+    assert changed_settings(older, newer) == []
+    assert resolve([settings(shards)]).hash() != newer.hash()
 
 
 def start_misplaced(folder: str) -> None:
