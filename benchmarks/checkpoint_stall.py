@@ -135,6 +135,7 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, Precision]) 
                 wrapped,
                 MaskedLanguageModel.loss,
                 [step_batch],
+                grad_accum_steps=1,
                 num_targets=step_batch.num_masked,
                 device=CPU,
                 precision=precision,

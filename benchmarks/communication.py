@@ -121,6 +121,7 @@ def our_step(o: argparse.Namespace, engine_name: str, world: World) -> Callable[
             wrapped,
             MaskedLanguageModel.loss,
             batches,
+            grad_accum_steps=len(batches),
             num_targets=sum(b.num_masked for b in batches) * engine.dp_size,
             device=CPU,
             precision=precision,

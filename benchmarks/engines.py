@@ -98,6 +98,7 @@ def main() -> None:
             "batch.ramp_quantum=null",
             "log.every_steps=1",
             "compile=off",
+            "precision=fp32",
             "eval.every_steps=0",
             "checkpoint.every_steps=0",
             *arguments.settings,

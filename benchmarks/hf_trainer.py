@@ -31,6 +31,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
@@ -157,8 +158,17 @@ def train_peer(asked: argparse.Namespace) -> None:
     config = load_config(asked.out / "config.yaml")
     path = Path(config.data.path or "")
     manifest = read_manifest(path)
-    rows = Shards(path, manifest, "train")
-    text = [{"input_ids": rows.rows(torch.tensor([i]).numpy())[0].tolist()} for i in range(len(rows))]
+    shards = Shards(path, manifest, "train")
+
+    class Rows(torch.utils.data.Dataset[dict[str, list[int]]]):
+        """What `datasets` would give."""
+
+        def __len__(self) -> int:
+            return len(shards)
+
+        def __getitem__(self, index: int) -> dict[str, list[int]]:
+            return {"input_ids": shards.rows(np.array([index]))[0].tolist()}
+
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(path / manifest.tokenizer.file), mask_token="<mask>", pad_token="<pad>"
     )
@@ -213,7 +223,7 @@ def train_peer(asked: argparse.Namespace) -> None:
         Trainer(
             model=model,
             args=arguments,
-            train_dataset=text,
+            train_dataset=Rows(),
             data_collator=DataCollatorForLanguageModeling(tokenizer),
             callbacks=[clock],
         ).train()

@@ -141,6 +141,7 @@ def main() -> None:
             "batch.ramp_fraction=0",
             "batch.ramp_quantum=null",
             "compile=off",
+            "precision=fp32",
             "checkpoint.every_steps=0",
             "checkpoint.keep=0",
             "eval.every_steps=0",

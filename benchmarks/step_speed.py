@@ -250,6 +250,7 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
             model,
             MaskedLanguageModel.loss,
             batches,
+            grad_accum_steps=len(batches),
             num_targets=sum(b.num_masked for b in batches),
             device=device,
             precision=precision,

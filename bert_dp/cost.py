@@ -93,7 +93,7 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
     divided = linear_parameters(model) + model.vocab_size * model.hidden_size
     parameters = total - divided + divided / tensor
     block = linear_parameters(model) / model.num_layers / tensor
-    gathered = (model.vocab_size * model.hidden_size / tensor + 2 * block) * narrow
+    gathered = (model.vocab_size * model.hidden_size / tensor + 2 * block) * wide
     weights = gradients = parameters * wide
     moments = 2.0 * parameters
     if config.optim.name == "muon":
@@ -119,7 +119,7 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
         "optimizer": optimizer,
         **_activation_bytes(config, wide, narrow),
     }
-    if narrow != wide and parallel.engine != "fsdp":
+    if narrow != wide:  # kept for the backward pass, also of weights that are gathered
         parts["autocast weights"] = parameters * narrow
     return {name: size / GIB for name, size in parts.items()}
 

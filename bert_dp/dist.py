@@ -7,13 +7,16 @@ import dataclasses
 import datetime
 import json
 import os
+import socket
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
 from bert_dp.binding import Placement, place
 from bert_dp.config import ConfigError
@@ -88,26 +91,102 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
     return [json.loads(bytes(part[:size].tolist())) for part, size in zip(parts, sizes.tolist(), strict=True)]
 
 
-def connect(world: World, device: torch.device, *, group_of_one: bool = False) -> Comm:
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a rank runs."""
+
+    node: str
+    """Its host's name and, after a slash, its boot's identifier: images are copied with their names."""
+    gpu: str | None
+    """Its GPU's address, see pci_address; None on a CPU."""
+
+    @property
+    def host(self) -> str:
+        return self.node.partition("/")[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Meeting:
+    """What ranks know of each other before they make a process group."""
+
+    store: dist.Store
+    places: tuple[Place, ...]
+    """Of each rank."""
+
+
+def meet(world: World, device: torch.device) -> Meeting:
+    """Find the other ranks and learn where each runs, without a process group: NCCL's own beginning fails,
+    or never ends, where two ranks have one GPU. Collective."""
+    mine = own_place(device)
+    if world.size == 1:
+        return Meeting(dist.HashStore(), (mine,))
+    path, attempt = os.environ.get(INIT_FILE), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    where = "env://" if path is None else f"file://{path}-{attempt}"
+    store, _, _ = next(rendezvous(where, world.rank, world.size, timeout=TIMEOUT))
+    store.set_timeout(TIMEOUT)
+    store.set(f"place-{world.rank}", json.dumps(dataclasses.astuple(mine)))
+    if world.rank == 0:
+        each = [json.loads(store.get(f"place-{rank}")) for rank in range(world.size)]
+        store.set("places", json.dumps(each))
+    return Meeting(store, tuple(Place(*fields) for fields in json.loads(store.get("places"))))
+
+
+def own_place(device: torch.device) -> Place:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    gpu = pci_address(device.index) if device.type == "cuda" else None
+    return Place(f"{socket.gethostname()}/{boot}", gpu)
+
+
+def check_places(places: Sequence[Place], tensor: int) -> None:
+    """Raises ConfigError for ranks that share a GPU, which NCCL refuses, and for a replica of `tensor` ranks
+    that is spread over nodes: it communicates in every layer."""
+    issues = []
+    for shared in dict.fromkeys(places):
+        ranks = [rank for rank, place in enumerate(places) if place == shared]
+        if shared.gpu is not None and len(ranks) > 1:
+            issues.append(
+                f"run.device: ranks {_listed(ranks)} have one GPU, {shared.gpu} of {shared.host}, and each "
+                "needs its own; start as many ranks as there are GPUs (--nproc), or give each task one "
+                "(srun --gpus-per-task=1)"
+            )
+    for first in range(0, len(places), tensor):
+        ranks = list(range(first, first + tensor))
+        hosts = {places[rank].node: places[rank].host for rank in ranks}
+        if len(hosts) > 1:
+            issues.append(
+                f"parallel.tensor: {tensor}, and ranks {_listed(ranks)} of one replica are spread over "
+                f"{_listed(list(hosts.values()))}; start a multiple of {tensor} ranks on every node, "
+                "numbered node by node (srun --distribution=block), or use parallel.tensor: 1"
+            )
+    if issues:
+        raise ConfigError(issues)
+
+
+def _listed(items: Sequence[Any]) -> str:
+    return ", ".join(map(str, items))
+
+
+def connect(
+    world: World, device: torch.device, meeting: Meeting | None = None, *, group_of_one: bool = False
+) -> Comm:
     """Join the process group (nccl on GPUs, gloo on CPUs) and make the gloo side group.
 
-    A lone rank joins none unless `group_of_one` (the ddp engine on one GPU).
+    `meeting`: None = meet here. A lone rank joins none unless `group_of_one` (the ddp engine on one GPU).
     """
     if world.size == 1 and not group_of_one:
         return Comm(world, None)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    path = os.environ.get(INIT_FILE)
-    meeting: dict[str, Any]
-    if path is not None:
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        meeting = {"init_method": f"file://{path}-{attempt}"}
-    elif world.size == 1:
-        meeting = {"store": dist.HashStore()}
-    else:
-        meeting = {"init_method": "env://"}
-    device_id = device if device.type == "cuda" else None
+    meeting = meeting or meet(world, device)
+    on_gpu = device.type == "cuda"
     dist.init_process_group(
-        backend, **meeting, rank=world.rank, world_size=world.size, timeout=TIMEOUT, device_id=device_id
+        "nccl" if on_gpu else "gloo",
+        store=dist.PrefixStore("ranks", meeting.store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=TIMEOUT,
+        device_id=device if on_gpu else None,
     )
     return Comm(world, dist.new_group(backend="gloo", timeout=TIMEOUT))
 
@@ -197,16 +276,20 @@ class SharedClock:
 
 
 def choose_device(setting: str, world: World) -> torch.device:
-    """The device of this rank. Raises ConfigError when there are more local ranks than GPUs."""
-    gpus = torch.cuda.device_count()
+    """The device of this rank: the GPU of its local number, or the only one that it sees, which its starter
+    has chosen (srun --gpus-per-task=1, --gpu-bind).
+
+    Raises ConfigError, on all ranks of the machine, when there are more of them than GPUs.
+    """
+    gpus, ranks = torch.cuda.device_count(), world.local_size
     if setting == "cpu" or (setting == "auto" and gpus == 0):
         return torch.device("cpu")
-    if world.local_rank >= gpus:
+    if gpus == 1:
+        return torch.device("cuda", 0)
+    if ranks > gpus:
+        fix = f"use --nproc {gpus}, or run.device: cpu" if gpus else "use run.device: cpu or auto"
         raise ConfigError(
-            [
-                f"run.device: {setting} needs {world.local_size} GPUs on this machine, found {gpus}; "
-                "lower --nproc"
-            ]
+            [f"run.device: {setting} needs a GPU for each rank of this machine, {ranks}, found {gpus}; {fix}"]
         )
     return torch.device("cuda", world.local_rank)
 
@@ -227,10 +310,15 @@ def keep_freed_memory() -> None:
         mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink the heap
 
 
-def set_affinity(device: torch.device, world: World) -> Placement:
-    """Give this rank its cores (see binding.py) and at most as many threads; on a CPU exactly as many."""
+def set_affinity(device: torch.device, world: World, places: Sequence[Place] = ()) -> Placement:
+    """Give this rank its cores (see binding.py) and at most as many threads; on a CPU exactly as many.
+
+    `places`: of all ranks; () = this one is alone. A GPU of another rank may not be visible here.
+    """
     if device.type == "cuda":
-        placed = place(world.local_rank, world.local_size, [pci_address(i) for i in range(world.local_size)])
+        places = places or [own_place(device)]
+        here = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
+        placed = place(here.index(world.rank), len(here), [str(places[rank].gpu) for rank in here])
         placed = dataclasses.replace(placed, threads=min(placed.threads, torch.get_num_threads()))
     else:
         placed = place(world.local_rank, world.local_size)

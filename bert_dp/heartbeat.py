@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from bert_dp.lines import LostWrites
-from bert_dp.record import BEAT_BYTES, BEAT_SLOTS, PHASES
+from bert_dp.record import BEAT_BYTES, BEAT_SLOTS, IN_STEP, PHASES
 
 ALIVE_EVERY_S = 1.0
 PID, STEP, PHASE, DONE, PROGRESS, PROGRESS_NS, ALIVE, ALIVE_NS, ASKED, ANSWERED, LOST, ERRNO = (
@@ -37,11 +37,14 @@ class Heartbeat:
         threading.Thread(target=self._live, name="heartbeat", daemon=True).start()
 
     def enter(self, phase: str, step: int | None = None) -> None:
-        """A phase (of record.PHASES) begins, in optimizer step `step` (None = the same as before)."""
+        """A phase (of record.PHASES) begins, in optimizer step `step` (None = the same as before). Data and
+        step take turns within one, and count on."""
         slots = self._slots
         if step is not None:
             slots[STEP] = step
-        slots[PHASE], slots[DONE] = PHASES.index(phase), 0
+        if step is not None or phase not in IN_STEP:
+            slots[DONE] = 0
+        slots[PHASE] = PHASES.index(phase)
         slots[PROGRESS] += 1
         slots[PROGRESS_NS] = time.monotonic_ns()
         slots[LOST], slots[ERRNO] = self._lost_writes.count, self._lost_writes.errno

@@ -120,6 +120,14 @@ def peak_memory_gib(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts KiB
 
 
+def restart_peak_memory(device: torch.device) -> None:
+    """Count a GPU's peak from here on; what its allocator holds and nobody uses, such as what compilation
+    tried, goes back first. The peak of a CPU rank stays: what a process has freed remains its own."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def alloc_retries(device: torch.device) -> int | None:
     """How often this rank's GPU allocator failed and freed what it kept, to try again; None on a CPU."""
     return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else None

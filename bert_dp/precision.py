@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from bert_dp.config import bf16_units, decide_precision
+
 
 @dataclasses.dataclass(frozen=True)
 class Precision:
@@ -21,12 +23,28 @@ class Precision:
         return torch.autocast(device.type, self.autocast) if self.autocast else nullcontext()
 
 
-def choose_precision(setting: str, device: torch.device) -> Precision:
-    """auto = bf16 on a GPU with native bf16, fp16 with a gradient scaler on an older one, fp32 on a CPU."""
-    if setting == "auto":
-        if device.type == "cpu":
-            setting = "fp32"
-        else:
-            setting = "bf16" if torch.cuda.get_device_capability(device) >= (8, 0) else "fp16"
-    wide = torch.float64 if setting == "fp64" else torch.float32
-    return Precision(setting, wide, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(setting))
+def precision_of(name: str) -> Precision:
+    """The widths of fp64, fp32, bf16 or fp16."""
+    wide = torch.float64 if name == "fp64" else torch.float32
+    return Precision(name, wide, {"bf16": torch.bfloat16, "fp16": torch.float16}.get(name))
+
+
+def has_bf16(device: torch.device) -> bool:
+    """Whether the device multiplies bf16 itself."""
+    if device.type == "cpu":
+        return bool(bf16_units())
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def choose_precision(setting: str, device: torch.device, engine: str = "auto") -> Precision:
+    """Of one process by itself; ranks agree on one (`setup.agree_precision`)."""
+    on_gpu = device.type == "cuda"
+    native = setting == "auto" and has_bf16(device)
+    return precision_of(decide_precision(setting, [engine], on_gpu=on_gpu, has_bf16=native))
+
+
+def allow_tf32(precision: Precision, device: torch.device) -> None:
+    """On a GPU, products of fp32 matrices in TF32 beside bf16 or fp16; where the run is fp32 they are fp32,
+    whose peak MFU divides by."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("highest" if precision.name == "fp32" else "high")

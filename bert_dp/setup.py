@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,17 +15,18 @@ import torch
 from bert_dp import checkpoint, cost, dist, optim, parallel, record
 from bert_dp.binding import Placement, format_cores
 from bert_dp.building import first_state, prepare_model
-from bert_dp.config import BatchLayout, Config, ConfigError, changed_settings, peak_lr
+from bert_dp.config import BatchLayout, Config, ConfigError, changed_settings, decide_precision, peak_lr
+from bert_dp.config.profile import ProfilePlan
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites, Records
 from bert_dp.metrics import Meter, sample_communication
-from bert_dp.precision import choose_precision
+from bert_dp.precision import Precision, allow_tf32, has_bf16, precision_of
 from bert_dp.rank_process import Signals
 from bert_dp.saving import AsyncCheckpointer
+from bert_dp.step_trace import StepTrace
 from bert_dp.tasks import Metadata, SameBatch, Stream, Task
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import Trainer
-from bert_dp.world import World
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Checkpoint:
     state: TrainState
     compiled: bool | None
     """Whether the model was compiled; None when that was on another kind of device."""
+    precision: str
+    """In which it was trained."""
 
 
 def log_rank0(comm: dist.Comm, text: str) -> None:
@@ -46,13 +50,25 @@ def log_rank0(comm: dist.Comm, text: str) -> None:
             sys.stdout.flush()
 
 
-def set_device_and_affinity(config: Config, device: torch.device, world: World) -> Placement:
-    """Device, cores and threads of this rank."""
+def set_deterministic(on: bool) -> None:
+    """Let torch do everything in one order, or as is fastest: the gradients of attention and of look-ups, and
+    what cuBLAS and inductor choose by timing. Where torch knows no such way the dry run raises. Before
+    anything runs on a GPU."""
+    if on:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    if on != torch.are_deterministic_algorithms_enabled():  # inductor's setting follows, and is slow to load
+        torch.use_deterministic_algorithms(on)
+    torch.backends.cudnn.deterministic = on
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass
+    # what remains: flash attention, which torch then lets add in one order, and plain attention
+    torch.backends.cuda.enable_mem_efficient_sdp(not on)
+    torch.backends.cuda.enable_cudnn_sdp(not on)
+
+
+def set_device(device: torch.device) -> None:
+    """What this process does on its device."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # fp32 means fp32: the peak that MFU divides by is not TF32's
-        torch.set_float32_matmul_precision("highest" if config.precision == "fp32" else "high")
-    return dist.set_affinity(device, world)
 
 
 def check_same_data(comm: dist.Comm, data: Metadata) -> None:
@@ -108,10 +124,28 @@ def select_checkpoint(
         )
     state = TrainState.of_checkpoint(facts)
     log_rank0(comm, f"resuming from {path.name}: {state.samples} samples seen")
-    precision = choose_precision(config.precision, device).name
-    if precision != facts.precision:
-        log_rank0(comm, f"warning: the run was trained in {facts.precision} so far, from here in {precision}")
-    return Checkpoint(path, tensors, state, facts.compiled if facts.device == device.type else None)
+    compiled = facts.compiled if facts.device == device.type else None
+    return Checkpoint(path, tensors, state, compiled, facts.precision)
+
+
+def agree_precision(
+    config: Config, comm: dist.Comm, device: torch.device, resumed: Checkpoint | None
+) -> Precision:
+    """What every rank computes in, as rank 0 decides from what the devices of all can. Under auto a run that
+    goes on keeps its own, also where that is slow. Collective."""
+    native = bool(comm.all_gather([has_bf16(device)]).all())
+    name = comm.broadcast(
+        decide_precision(
+            config.precision,
+            [config.parallel.engine],
+            on_gpu=device.type == "cuda",
+            has_bf16=native,
+            kept=resumed.precision if resumed else None,
+        )
+    )
+    if resumed and config.precision == "auto" and name == "bf16" and not native:
+        log_rank0(comm, "warning: the run was begun in bf16 and keeps it, and here bf16 is emulated and slow")
+    return precision_of(name)
 
 
 def saved_step(resumed: Checkpoint | None, folder: Path) -> int | None:
@@ -134,13 +168,15 @@ def build_trainer(
     heartbeat: Heartbeat,
     signals: Signals,
     lost_writes: LostWrites,
+    plan: ProfilePlan | None = None,
 ) -> tuple[Trainer, TrainState, parallel.State]:
-    """Everything `train` needs, where it starts, and the tensors that it starts from, not yet loaded.
-    Collective.
+    """Everything `train` needs, where it starts, and the tensors that it starts from, not yet loaded. `plan`:
+    steps to profile. Collective.
 
     Raises ConfigError for a checkpoint with the tensors of another model.
     """
-    precision = choose_precision(config.precision, device)
+    precision = agree_precision(config, comm, device, resumed)
+    allow_tf32(precision, device)
     state = resumed.state if resumed else TrainState()
     bare, compiled = prepare_model(
         config, task, layout, precision, comm, device, resumed.compiled if resumed else None
@@ -213,6 +249,7 @@ def build_trainer(
         heartbeat=heartbeat,
         signals=signals,
         directory=directory,
+        trace=StepTrace(plan, comm, device, run_dir, lost_writes) if plan is not None else None,
     )
     return trainer, state, tensors
 
@@ -285,6 +322,7 @@ def write_environment(trainer: Trainer, placed: Placement) -> None:
         "cores": [format_cores(share) for share in placed.shares],  # of each rank of rank 0's node
         "cores_inherited": placed.inherited,
         "config_hash": trainer.config.hash(),
+        "precision": trainer.precision.name,
         "compiled": trainer.metadata["compiled"],
     }
     record.write_json(path, facts)

@@ -66,6 +66,7 @@ def write_summary(
         ddp=DdpCounters.model_validate(counted) if counted else None,
         loss_spikes=state.loss_spikes,
         failed_saves=trainer.checkpointer.failed_saves,
+        profiled_steps=trainer.trace.steps if trainer.trace is not None else None,
         noise_scale=NoiseScale.model_validate(dataclasses.asdict(scale)) if scale else None,
         checkpoint=str(result.checkpoint.relative_to(trainer.run_dir)) if result.checkpoint else None,
         straggler_ratio=ratio,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from bert_dp.precision import Precision
 from bert_dp.rank_process import Signals
 from bert_dp.record.models import FailureKind
 from bert_dp.saving import AsyncCheckpointer
+from bert_dp.step_trace import StepTrace
 from bert_dp.tasks import Batch, Context, Metadata, Stream, Task
 from bert_dp.train_state import TrainState
 from bert_dp.trainable import Model
@@ -66,6 +68,8 @@ class Trainer:
     signals: Signals
     directory: record.HeldDirectory | None
     """The run directory, held by rank 0, which writes."""
+    trace: StepTrace | None = None
+    """None = no step is profiled."""
 
     def directory_lost(self) -> str | None:
         """What became of the run directory when it is no longer where it was."""
@@ -89,8 +93,9 @@ def train_step(
     engine: Engine,
     model: nn.Module,
     loss_fn: LossFn,
-    batches: Sequence[Batch],
+    batches: Iterable[Batch],
     *,
+    grad_accum_steps: int,
     num_targets: int,
     device: torch.device,
     precision: Precision,
@@ -101,29 +106,32 @@ def train_step(
 ) -> tuple[Tensor, Tensor]:
     """Forward, backward, reduce, clip, step.
 
-    `num_targets` is that of the step over all replicas. Returns this replica's share of the mean loss over
-    them (the shares sum to it) and the reduced gradient norm, both device scalars; no host sync. With
-    `dropout_seed` a micro batch draws its dropout from (dropout_seed, its first sample), whichever rank it
-    falls to. `progress` is called after each micro batch.
+    `batches` gives `grad_accum_steps` micro batches, each drawn when the one before it has been passed to the
+    device: the next is made while that computes. `num_targets` is that of the step over all replicas. Returns
+    this replica's share of the mean loss over them (the shares sum to it) and the reduced gradient norm, both
+    device scalars; no host sync. With `dropout_seed` a micro batch draws its dropout from (dropout_seed, its
+    first sample), whichever rank it falls to. `progress` is called after each micro batch.
 
-    Timed as own_work: up to the last micro batch's backward, before any gradient is reduced. That is this
-    rank's alone under single, ddp, zero1 and accelerate; fsdp and tensor parallelism meet in the forward.
+    Timed without the wait for data, as own_work: up to the last micro batch's backward, before any gradient
+    is reduced. That is this rank's alone under single, ddp, zero1 and accelerate; fsdp and tensor parallelism
+    meet in the forward.
     """
     loss_share = torch.zeros((), dtype=precision.parameters, device=device)
-    with timers.phase("forward_backward"):
-        timers.start("own_work")
-        for i, batch in enumerate(batches):
+    for left, batch in zip(reversed(range(grad_accum_steps)), batches, strict=True):
+        with timers.phase("forward_backward"):
+            timers.start("own_work")
             if dropout_seed is not None:
                 torch.manual_seed(int(hash64(dropout_seed, 4, batch.sample_ids[0])[0] >> np.uint64(1)))
-            last = i == len(batches) - 1
-            with engine.accumulate(last=last):
+            with engine.accumulate(last=not left):
                 with precision.context(device):
                     loss = loss_fn(model, batch.to(device)) / num_targets
-                if last:
+                if not left:
                     timers.stop("own_work")
                 engine.backward(loss)
             loss_share += loss.detach()
-            progress()
+            if left:
+                timers.stop("own_work")
+        progress()
     with timers.phase("optimizer"):
         norm = engine.step(max_norm)
     return loss_share, norm
@@ -136,13 +144,14 @@ def dry_run(trainer: Trainer, start: State) -> None:
     It takes no samples, and what it moves is then what `start` holds.
     """
     layout, engine = trainer.layout, trainer.engine
-    batches = [trainer.task.example_batch(layout.micro_size)] * min(2, layout.grad_accum_steps)
+    count = min(2, layout.grad_accum_steps)
     train_step(
         engine,
         trainer.model,
         trainer.task.loss,
-        batches,
-        num_targets=trainer.task.num_targets(0, len(batches) * layout.samples_per_micro_step),
+        [trainer.task.example_batch(layout.micro_size)] * count,
+        grad_accum_steps=count,
+        num_targets=trainer.task.num_targets(0, count * layout.samples_per_micro_step),
         device=trainer.device,
         precision=trainer.precision,
         max_norm=trainer.config.optim.clip,
@@ -187,6 +196,8 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
     dropout_seed = config.run.seed if config.model.dropout > 0 else None
     peak = peak_lr(config).value
     meter.start(trainer.stream.wait_s)
+    if trainer.trace is not None:
+        trainer.trace.reached(state.step, meter)
     while True:
         heartbeat.enter("data", state.step + 1)
         elapsed_s, stop = clock.exchange(stop_request(trainer, state))
@@ -197,13 +208,12 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
         state.lr = peak * lr_factor(config.schedule, progress)
         set_lr(trainer.optimizer, state.lr)
         grad_accum_steps = state.global_batch // trainer.layout.samples_per_micro_step
-        batches = [trainer.stream.next() for _ in range(grad_accum_steps)]
-        heartbeat.enter("step")
         loss, norm = train_step(
             trainer.engine,
             trainer.model,
             trainer.task.loss,
-            batches,
+            micro_batches(trainer, grad_accum_steps),
+            grad_accum_steps=grad_accum_steps,
             num_targets=trainer.task.num_targets(state.samples, state.global_batch),
             device=trainer.device,
             precision=trainer.precision,
@@ -212,9 +222,11 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
             dropout_seed=dropout_seed,
             progress=heartbeat.progress,
         )
-        meter.observe(loss, norm, state.global_batch, len(batches), trainer.stream.wait_s)
+        meter.observe(loss, norm, state.global_batch, grad_accum_steps, trainer.stream.wait_s)
         state.step += 1
         state.samples += state.global_batch
+        if trainer.trace is not None:
+            trainer.trace.reached(state.step, meter)
         if state.step % config.log.every_steps == 0:
             log_steps(trainer, state, clock)
         if config.eval.every_steps and state.step % config.eval.every_steps == 0:
@@ -223,7 +235,18 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
         if config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0:
             with meter.paused():
                 save(trainer, state, clock.elapsed_s())
+    if trainer.trace is not None:
+        trainer.trace.reached(state.step, meter, at_end=True)
     return _finish(trainer, state, clock, stop)
+
+
+def micro_batches(trainer: Trainer, count: int) -> Iterator[Batch]:
+    """The next ones of the stream; while one is waited for the heartbeat says so."""
+    for _ in range(count):
+        trainer.heartbeat.enter("data")
+        batch = trainer.stream.next()
+        trainer.heartbeat.enter("step")
+        yield batch
 
 
 def stop_request(trainer: Trainer, state: TrainState) -> Stop:
@@ -261,6 +284,7 @@ def _finish(trainer: Trainer, state: TrainState, clock: SharedClock, stop: Stop)
 def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
     """A line of metrics.jsonl, and what it shows. Collective."""
     trainer.heartbeat.enter("log", state.step)
+    gc.collect()  # on all ranks at once, while a device still works; whole, as only what is new is walked
     lost = trainer.directory_lost()
     state.give_up(lost, "directory_lost")
     line = trainer.meter.flush(

@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from bert_dp import record
-from bert_dp.config import ConfigError, batch_layout, load_config, with_budget
+from bert_dp.config import Config, ConfigError, batch_layout, load_config, with_budget
+from bert_dp.config.profile import ProfilePlan, parse_profile, profile_issues
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites
 from bert_dp.rank_process import (
     RunFailed,
     Signals,
+    collector_at_rest,
     follow_launcher,
     record_error,
     redirect_output,
@@ -68,6 +70,8 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("config", type=Path, help="resolved configuration, usually RUN/config.yaml")
     parser.add_argument("--run-dir", type=Path, help="default: the directory of the configuration")
     parser.add_argument("--resume", default="auto", help="auto | never | path of a checkpoint or run")
+    parser.add_argument("--profile", metavar="FIRST:END", help="optimizer steps; 10:13 = 10, 11 and 12")
+    parser.add_argument("--profile-ranks", default="0", metavar="N,...", help="ranks; default: 0")
     # deepspeed passes it
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
@@ -97,23 +101,28 @@ def run(
     if arguments.run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
     layout = batch_layout(config, world.size)
+    plan = profile_plan(arguments, config, world)
     device = dist.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
     heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank), lost_writes)
-    placed = setup.set_device_and_affinity(config, device, world)
+    setup.set_deterministic(config.run.deterministic)
+    setup.set_device(device)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)
     data = task.open_data()  # before the ranks meet: a corpus may take longer than a collective may
     config = with_budget(config, data.num_samples)
     heartbeat.progress()
-    comm = dist.connect(world, device, group_of_one=engine != "single")
+    meeting = dist.meet(world, device)
+    dist.check_places(meeting.places, layout.tensor)
+    placed = dist.set_affinity(device, world, meeting.places)
+    comm = dist.connect(world, device, meeting, group_of_one=engine != "single")
     heartbeat.answer_with(lambda: write_collectives(run_dir, world.rank))
     heartbeat.progress()
     setup.check_same_data(comm, data)
     resumed = setup.select_checkpoint(config, run_dir, comm, device, data, arguments.resume)
     heartbeat.progress()
     trainer, state, tensors = setup.build_trainer(
-        config, layout, run_dir, comm, device, task, data, resumed, heartbeat, signals, lost_writes
+        config, layout, run_dir, comm, device, task, data, resumed, heartbeat, signals, lost_writes, plan
     )
     at_end.callback(trainer.checkpointer.close)  # a checkpoint that is being written outlives an error
     setup.describe(trainer, placed, resumed)
@@ -121,6 +130,7 @@ def run(
     setup_s = time.monotonic() - started
     heartbeat.enter("compile", state.step)
     dry_run(trainer, tensors)
+    metrics.restart_peak_memory(device)
     setup.cut_records_back(trainer, state, resumed)
     del resumed, tensors  # or a whole state stays on the host of every rank
     dry_run_s = time.monotonic() - started - setup_s
@@ -129,7 +139,8 @@ def run(
     failure_kind = trainer.checkpointer.failure_kind
     if failure is None:
         before_j = metrics.joules(device)
-        result = train(trainer, state, dist.SharedClock(comm, state.elapsed_s))
+        with collector_at_rest():
+            result = train(trainer, state, dist.SharedClock(comm, state.elapsed_s))
         write_summary(trainer, state, result, setup_s, dry_run_s, before_j)
         failure, failure_kind = result.failure, result.failure_kind or failure_kind
     heartbeat.enter("done")
@@ -142,6 +153,16 @@ def run(
         lock.close()
     if failure is not None and world.rank == 0:
         raise RunFailed(failure, failure_kind)
+
+
+def profile_plan(arguments: argparse.Namespace, config: Config, world: World) -> ProfilePlan | None:
+    """The steps that are to be profiled. Raises ConfigError for what the run does not have."""
+    if arguments.profile is None:
+        return None
+    plan = parse_profile(arguments.profile, arguments.profile_ranks)
+    if issues := profile_issues(plan, world.size, steps=config.schedule.steps):
+        raise ConfigError(issues)
+    return plan
 
 
 def write_collectives(run_dir: Path, rank: int) -> None:

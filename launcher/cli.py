@@ -19,6 +19,7 @@ import typer
 
 from bert_dp import __version__, record
 from bert_dp.config import ConfigError, find_config, plain_message, shipped_configs
+from bert_dp.config.profile import parse_profile
 from launcher.log import complain, logger, warn_of_ordinary_secrets
 from launcher.options import (
     Json,
@@ -104,6 +105,16 @@ def train(
     force: Annotated[
         bool, typer.Option("--force", help="Start although the memory is estimated not to suffice.")
     ] = False,
+    profile: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FIRST:END",
+            help="Record these optimizer steps with torch.profiler; 10:13 is steps 10, 11 and 12.",
+        ),
+    ] = None,
+    profile_ranks: Annotated[
+        str | None, typer.Option(metavar="N,...", help="Ranks that --profile records, by commas; default: 0.")
+    ] = None,
 ) -> None:
     """Pretrain. Without arguments: the quickstart, two minutes on the built-in corpus."""
     from launcher.run import restarts, train
@@ -112,6 +123,9 @@ def train(
     config, settings = split_words(words, set_)
     if elastic and not max_restarts:
         raise ConfigError(["--elastic: only a restart changes the number of ranks; add --max-restarts K"])
+    if profile_ranks is not None and profile is None:
+        raise ConfigError(["--profile-ranks: records nothing without --profile FIRST:END; add it"])
+    plan = None if profile is None else parse_profile(profile, profile_ranks or "0")
     warn_of_ordinary_secrets()
     overrides, failed = auto.resolve_auto_batch(
         config,
@@ -138,6 +152,7 @@ def train(
             console=console(),
             policy=restarts.Policy(max_restarts, elastic),
             force=force or searched,
+            profile=plan,
         )
     )
 

@@ -194,6 +194,8 @@ class Peak(StoredModel):
 
     datasheet_flops: float | None = None
     matmul_flops: Positive | None = None
+    matmul_precision: str | None = None
+    """Of `matmul_flops`."""
     shapes: Listed[MatmulRate] = []
 
 
@@ -206,6 +208,25 @@ class PeakFile(StoredFile):
     matmul_flops: Positive
     """FLOP/s, the best of the shapes."""
     shapes: Listed[MatmulRate] = []
+
+
+class MatmulRatio(StoredFile):
+    """matmul_ratio.json in the cache: how fast a CPU multiplies bf16 beside fp32, by `bert-dp doctor`."""
+
+    remedy: ClassVar[str] = "remove it, and `bert-dp doctor` measures it again"
+    date: str
+    cpu: list[str]
+    """Its model and its bf16 units."""
+    torch: str
+    shape: Annotated[list[int], Field(min_length=3, max_length=3)]
+    """M, N, K of [M, K] x [K, N]."""
+    fp32_flops: Positive
+    """FLOP/s, all cores."""
+    bf16_flops: Positive
+
+    @property
+    def ratio(self) -> float:
+        return self.bf16_flops / self.fp32_flops
 
 
 class RepeatTime(StoredModel):

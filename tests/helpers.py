@@ -12,7 +12,7 @@ import pytest
 from bert_dp.config import Config, ConfigError, parse_overrides, resolve
 
 CONFIGS = Path(__file__).parents[1] / "configs"
-BASE: dict[str, Any] = {"data": {"sources": ["builtin"]}, "schedule": {"steps": 10}}
+BASE: dict[str, Any] = {"data": {"sources": ["builtin"]}, "schedule": {"steps": 10}, "precision": "fp32"}
 TINY_MODEL = {"vocab_size": 64, "hidden_size": 32, "num_layers": 2, "num_heads": 2, "intermediate_size": 32}
 
 

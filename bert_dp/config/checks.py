@@ -9,6 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bert_dp.config.precision import REFUSED
 from bert_dp.config.schema import (
     BUDGETS,
     MAX_VOCAB_SIZE,
@@ -27,6 +28,7 @@ FREE_ON_RESUME = (
     "eval",
     "compile",
     "run.device",
+    "run.deterministic",
     "run.init_from",
     "run.init_keeps",
     "run.max_skipped_in_a_row",
@@ -94,10 +96,14 @@ def parallel_issues(config: Config, world_size: int) -> list[str]:
             "optim.name: lamb needs norms of whole tensors and DeepSpeed ZeRO flattens them; use "
             "parallel.engine: zero1, or parallel.zero_stage: 0"
         )
-    if engine == "deepspeed" and config.precision in ("fp64", "fp16"):
+    if engine in ("auto", "ddp") and parallel.reduce_dtype == "fp16" and config.precision != "fp16":
         issues.append(
-            f"precision: {config.precision} is not supported with parallel.engine: deepspeed; use "
-            "fp32 or bf16"
+            f"parallel.reduce_dtype: fp16 loses small gradients without a loss scale, which precision: "
+            f"{config.precision} does not have; use parallel.reduce_dtype: bf16, or precision: fp16"
+        )
+    if config.precision in REFUSED.get(engine, ()):
+        issues.append(
+            f"precision: {config.precision} is not supported with parallel.engine: {engine}; use fp32 or bf16"
         )
     return issues
 

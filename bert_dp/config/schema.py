@@ -27,7 +27,13 @@ MAX_TOKENS = 10**18
 MAX_RANKS = 2**16
 MAX_SECONDS = 1e9
 MAX_PATH = 4096  # bytes
-ADDED_LATER = (("run", "init_keeps"), ("objective", "name"), ("schedule", "epochs"), ("log", "to"))
+ADDED_LATER = (
+    ("run", "init_keeps"),
+    ("run", "deterministic"),
+    ("objective", "name"),
+    ("schedule", "epochs"),
+    ("log", "to"),
+)
 Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 BUDGETS = ("steps", "tokens", "hours", "epochs")  # of the schedule; exactly one is set
 
@@ -71,6 +77,9 @@ class RunConfig(Section):
     """Seed of initial weights, sample order and masks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto = every GPU of the machine, else the CPU."""
+    deterministic: bool = False
+    """Let a GPU add in one order, so that a resumed run is bit-equal to an undisturbed one there too; slower.
+    CPU ranks do so in any case."""
     init_from: PathText | None = None
     """Checkpoint or run directory whose weights start this run; counters and schedule start fresh."""
     init_keeps: Literal["weights", "moments"] = "weights"
@@ -283,7 +292,7 @@ class ParallelConfig(Section):
     bucket_mib: float | None = Field(None, gt=0, le=2**20)
     """Size of a reduction bucket of ddp, zero1 and accelerate, MiB; null = 25 (torch's first one: 1)."""
     reduce_dtype: Literal["full", "bf16", "fp16"] = "full"
-    """What ddp sends of a gradient; full = the parameters' precision."""
+    """What ddp sends of a gradient; full = the parameters' precision, fp16 needs `precision: fp16`."""
     static_graph: bool = False
     """ddp: promise that every step runs the same graph, which spares it a search."""
     fsdp_replicas: int = Field(1, ge=1, le=MAX_RANKS)
@@ -344,7 +353,8 @@ class Config(Section):
     optim: OptimConfig = OptimConfig()
     parallel: ParallelConfig = ParallelConfig()
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """auto = bf16 on a GPU that has it, fp16 with a gradient scaler on one that has not, fp32 on a CPU."""
+    """auto = bf16 where every rank's device multiplies it (a GPU since Ampere, a CPU with avx512_bf16 or
+    amx_bf16), else fp16 with a gradient scaler on GPUs and fp32 on CPUs. A run keeps what it was begun in."""
     compile: Literal["auto", "on", "off"] = "auto"
     """auto = on a GPU, and on a CPU when the run is long enough to earn the compile time back."""
     checkpoint: CheckpointConfig = CheckpointConfig()

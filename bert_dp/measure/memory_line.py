@@ -65,10 +65,11 @@ def choose_device(config: Config) -> tuple[torch.device, Precision]:
     """Where a rank would run, and how wide; without a GPU here, one with bf16 is taken to be meant."""
     if config.run.device != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
-        return device, choose_precision(config.precision, device)
+        return device, choose_precision(config.precision, device, config.parallel.engine)
     device = torch.device("cpu")
     elsewhere = config.run.device == "cuda" and config.precision == "auto"
-    return device, choose_precision("bf16" if elsewhere else config.precision, device)
+    setting = "bf16" if elsewhere else config.precision
+    return device, choose_precision(setting, device, config.parallel.engine)
 
 
 def traced(

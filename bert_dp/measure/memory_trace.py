@@ -180,6 +180,7 @@ def count_step(
                 bare,
                 task.loss,
                 [batch] * accumulation,
+                grad_accum_steps=accumulation,
                 num_targets=task.num_targets(0, micro_size * accumulation),
                 device=device,
                 precision=precision,

@@ -17,7 +17,7 @@ import torch
 
 from bert_dp.dist import keep_freed_memory, synchronize
 from bert_dp.matmul import product
-from bert_dp.precision import choose_precision
+from bert_dp.precision import allow_tf32, choose_precision
 from bert_dp.rank_process import follow_launcher
 
 WARM_UP = 3
@@ -30,12 +30,13 @@ SHAPES = {  # (M, N, K) of [M, K] x [K, N]: from a block's products to what keep
 def matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float) -> list[dict[str, Any]]:
     """FLOP/s of each shape, median over about `seconds` in all."""
     shapes = SHAPES[device.type]
-    return [_rate(shape, device, dtype, seconds / len(shapes)) for shape in shapes]
+    return [matmul_rate(shape, device, dtype, seconds / len(shapes)) for shape in shapes]
 
 
-def _rate(
+def matmul_rate(
     shape: tuple[int, int, int], device: torch.device, dtype: torch.dtype, seconds: float
 ) -> dict[str, Any]:
+    """m, n, k and flops, FLOP/s of [m, k] x [k, n]: the median over about `seconds`."""
     m, n, k = shape
     x, w = torch.randn(m, k, device=device, dtype=dtype), torch.randn(n, k, device=device, dtype=dtype)
 
@@ -51,16 +52,20 @@ def _rate(
     return {"m": m, "n": n, "k": k, "flops": 2 * m * n * k / statistics.median(times)}
 
 
+def use_all_cores() -> None:
+    """As many threads as this process has cores; memory as a CPU rank has it."""
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    keep_freed_memory()
+
+
 def main(precision: str, seconds: float = 2.0) -> None:
     """`precision` as the configuration has it; about `seconds` in all."""
     follow_launcher()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
-        keep_freed_memory()
+        use_all_cores()
     chosen = choose_precision(precision, device)
-    if device.type == "cuda":
-        torch.set_float32_matmul_precision("highest" if chosen.name == "fp32" else "high")
+    allow_tf32(chosen, device)
     shapes = matmul_flops(device, chosen.autocast or chosen.parameters, seconds)
     facts = {"device": device.type, "precision": chosen.name, "shapes": shapes}
     sys.stdout.write(json.dumps({**facts, "matmul_flops": max(s["flops"] for s in shapes)}) + "\n")

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from bert_dp import setup, tasks
 from bert_dp.config import Config, batch_layout, load_config
-from bert_dp.dist import Comm, choose_device, synchronize
+from bert_dp.dist import Comm, choose_device, set_affinity, synchronize
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites
 from bert_dp.metrics import Timers
@@ -37,7 +37,9 @@ def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
     layout = batch_layout(config, 1)
     device = choose_device(config.run.device, ALONE)
     comm = Comm(ALONE, None)
-    setup.set_device_and_affinity(config, device, ALONE)
+    setup.set_deterministic(config.run.deterministic)
+    setup.set_device(device)
+    set_affinity(device, ALONE)
     lost_writes = LostWrites()
     heartbeat = Heartbeat(work / "heartbeats" / "rank-0", lost_writes)
     task = tasks.make_task(config, device)

@@ -75,7 +75,8 @@ class Engine:
 
     def step(self, max_norm: float) -> Tensor:
         norm = clip_and_step(self._stepper, self._scaler, max_norm)
-        self._optimizer.zero_grad(set_to_none=True)
+        # of several ranks they are views of the buckets: freed, they would stand twice
+        self._optimizer.zero_grad(set_to_none=self.dp_size == 1)
         return norm
 
     def gather_state(self) -> State | None:

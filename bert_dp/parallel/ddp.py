@@ -94,8 +94,13 @@ class Engine:
     def gather_state(self) -> State | None:
         if self.dp_rank:
             return None
-        state = read_state(self._model, self._optimizer, self._scaler, unshard=self._tensor.unshard)
-        return state if self._grid.tp_rank == 0 else None
+        return read_state(
+            self._model,
+            self._optimizer,
+            self._scaler,
+            unshard=self._tensor.unshard,
+            keep=self._grid.tp_rank == 0,
+        )
 
     def scatter_state(self, state: State) -> None:
         write_state(self._model, self._optimizer, self._scaler, state, shard=self._tensor.shard)

@@ -24,8 +24,6 @@ from bert_dp.parallel.tensor import TensorParallel
 from bert_dp.trainable import Model
 from bert_dp.world import World
 
-GATHER_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
 
 class Engine:
     """See `bert_dp.parallel.Engine`."""
@@ -35,12 +33,9 @@ class Engine:
         self._grid = Grid(world, parallel.tensor, device, replicas=parallel.fsdp_replicas)
         self.dp_rank, self.dp_size = self._grid.dp_rank, self._grid.dp_size
         self._tensor = TensorParallel(self._grid)
-        # autocast would cast the gathered weights down anyway: gather them so; sum gradients wide. A CPU's
-        # autocast leaves norms alone, and they take no weights narrower than their input
-        narrow = GATHER_DTYPES.get(precision) if device.type == "cuda" else None
-        self._policy = MixedPrecisionPolicy(
-            param_dtype=narrow, reduce_dtype=torch.float32 if narrow else None, cast_forward_inputs=False
-        )
+        # weights are gathered as wide as they are: autocast then narrows what it narrows under ddp, and norms
+        # and embeddings stay wide on every device
+        self._policy = MixedPrecisionPolicy(cast_forward_inputs=False)
         self.norm_pairs = None
         self._scaler = make_scaler(device, precision == "fp16")
 
@@ -82,10 +77,14 @@ class Engine:
         return norm
 
     def gather_state(self) -> State | None:
-        state = read_state(
-            self._model, self._optimizer, self._scaler, unshard=self._unshard, parameters=self._local
+        return read_state(
+            self._model,
+            self._optimizer,
+            self._scaler,
+            unshard=self._unshard,
+            parameters=self._local,
+            keep=self.dp_rank == 0 and self._grid.tp_rank == 0,
         )
-        return state if self.dp_rank == 0 and self._grid.tp_rank == 0 else None
 
     def scatter_state(self, state: State) -> None:
         write_state(

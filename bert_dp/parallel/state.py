@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -24,23 +24,29 @@ def read_state(
     *,
     unshard: Convert = as_it_is,
     parameters: Mapping[str, Tensor] | None = None,
-) -> State:
-    """Copies on the host; a tied tensor stands once, under its first name. Collective as far as `unshard` is.
+    keep: bool = True,
+) -> State | None:
+    """Copies on the host; a tied tensor stands once, under its first name. Collective as far as `unshard` is:
+    a rank that shall not `keep` them takes part, copies nothing and gets None.
 
     `parameters`: name -> the tensor that the optimizer knows; default: the model's own.
     """
-    tensors = dict(model.state_dict())
-    state: State = {"model": _host((name, unshard(name, t)) for name, t in tensors.items()), "optimizer": {}}
-    for name, parameter in (parameters or dict(model.named_parameters())).items():
-        values = optimizer.state.get(parameter, {})
-        state["optimizer"].update(
-            _host(
-                (f"{name}/{key}", unshard(name, value) if value.shape == parameter.shape else value)
-                for key, value in values.items()
-            )
-        )
-    state["scaler"] = read_scaler(scaler)
-    return state
+    weights = ((name, unshard(name, tensor)) for name, tensor in dict(model.state_dict()).items())
+    moments = (
+        (key, unshard(name, value) if value.shape == parameter.shape else value)
+        for name, parameter in (parameters or dict(model.named_parameters())).items()
+        for key, value in optimizer_state(optimizer, name, parameter)
+    )
+    state = {"model": to_host(weights, keep), "optimizer": to_host(moments, keep)}
+    return {**state, "scaler": read_scaler(scaler)} if keep else None
+
+
+def optimizer_state(
+    optimizer: torch.optim.Optimizer, name: str, parameter: Tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """What the optimizer holds of a parameter, under its name in a State."""
+    for key, value in optimizer.state.get(parameter, {}).items():
+        yield f"{name}/{key}", value
 
 
 def read_scaler(scaler: torch.amp.GradScaler | None) -> dict[str, Tensor]:
@@ -103,5 +109,6 @@ def _like(parameter: Tensor, key: str, value: Tensor) -> Tensor:
     return value.to(parameter.device, dtype, copy=True).contiguous()
 
 
-def _host(items: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
-    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in items}
+def to_host(items: Iterable[tuple[str, Tensor]], keep: bool) -> dict[str, Tensor]:
+    """Copies of those that are to be kept; each of `items` is made in any case, which may be collective."""
+    return {name: value.detach().to("cpu", copy=True).contiguous() for name, value in items if keep}

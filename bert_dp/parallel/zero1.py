@@ -6,7 +6,7 @@ Tensors stay whole, so norms over a tensor (LAMB) and products with it (Muon) st
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +21,7 @@ from bert_dp.dist import gather_json
 from bert_dp.noise import NormPairs
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.grid import Grid
-from bert_dp.parallel.state import read_state, write_state
+from bert_dp.parallel.state import optimizer_state, read_scaler, to_host, write_state
 from bert_dp.parallel.stepping import clip_and_step, make_scaler
 from bert_dp.parallel.tensor import TensorParallel
 from bert_dp.trainable import Model
@@ -157,28 +157,35 @@ class Engine:
         self._works.clear()
 
     def gather_state(self) -> State | None:
-        """Every owner's state goes to all ranks, tensor by tensor, and stays on rank 0."""
-        mine = {name: p for name, p in self._parameters.items() if self._owners[name] == self.dp_rank}
-        state = read_state(
-            self._model, self._optimizer, self._scaler, unshard=self._tensor.unshard, parameters=mine
-        )
+        """Every owner's state goes to all replicas, tensor by tensor; rank 0 keeps it."""
+        keep = self.dp_rank == 0 and self._grid.tp_rank == 0
+        mine = {
+            key: value
+            for name, parameter in self._parameters.items()
+            for key, value in optimizer_state(self._optimizer, name, parameter)
+        }
+        weights = dict(self._model.state_dict()) if self.dp_rank == 0 else {}
+        model = to_host(((name, self._tensor.unshard(name, t)) for name, t in weights.items()), keep)
+        moments = to_host(self._gather_moments(mine), keep)
+        order = {name: i for i, name in enumerate(self._parameters)}
+        in_order = dict(sorted(moments.items(), key=lambda item: order[item[0].rpartition("/")[0]]))
+        return {"model": model, "optimizer": in_order, "scaler": read_scaler(self._scaler)} if keep else None
+
+    def _gather_moments(self, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+        """What each owner has (`mine` on this rank), whole on the ranks of the first replica. Collective."""
         device = next(iter(self._parameters.values())).device
-        facts = [
-            (key, list(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in state["optimizer"].items()
-        ]
+        facts = [(key, list(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in mine.items()]
         for owner, tensors in enumerate(gather_json(facts, self._grid.dp_group, device)):
             for key, shape, dtype in tensors:
-                value = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
                 if owner == self.dp_rank:
-                    value.copy_(state["optimizer"][key])
+                    value = mine[key].to(device).contiguous()
+                else:
+                    value = torch.empty(shape, dtype=getattr(torch, dtype), device=device)
                 dist.broadcast(value, group_src=owner, group=self._grid.dp_group)
-                if self.dp_rank == 0:
-                    state["optimizer"][key] = value.cpu()
-        order = {name: i for i, name in enumerate(self._parameters)}
-        state["optimizer"] = dict(
-            sorted(state["optimizer"].items(), key=lambda item: order[item[0].rpartition("/")[0]])
-        )
-        return state if self.dp_rank == 0 and self._grid.tp_rank == 0 else None
+                name = key.rpartition("/")[0]
+                if self.dp_rank == 0 and value.shape == self._parameters[name].shape:
+                    value = self._tensor.unshard(name, value)
+                yield key, value
 
     def scatter_state(self, state: State) -> None:
         mine = {name: p for name, p in self._parameters.items() if self._owners[name] == self.dp_rank}

@@ -3,6 +3,7 @@
 from bert_dp.record.beats import (
     BEAT_BYTES,
     BEAT_SLOTS,
+    IN_STEP,
     PHASES,
     Beat,
     ask_for_collectives,

@@ -8,6 +8,8 @@ import struct
 from pathlib import Path
 
 PHASES = ("setup", "compile", "data", "step", "log", "evaluate", "save", "done")
+IN_STEP = ("data", "step")
+"""Phases that take turns, once for each micro batch of an optimizer step."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Beat:
     phase: int
     """Index into PHASES."""
     done: int
-    """Pieces of work since the phase began: micro batches, evaluation batches."""
+    """Pieces of work: micro batches since the step began, evaluation batches since the phase did. On a GPU
+    those that it was given, which it may not have done yet."""
     progress: int
     """Rises with every phase and every piece of work."""
     progress_ns: int
@@ -39,9 +42,10 @@ class Beat:
     """How the last of them failed, as errno(3) has it."""
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def place(self) -> tuple[int, int, int, int]:
         """How far the rank is, to be compared with that of other ranks."""
-        return self.step, self.phase, self.done
+        in_step = PHASES[self.phase] in IN_STEP
+        return self.step, PHASES.index("step") if in_step else self.phase, self.done, self.phase
 
 
 BEAT_SLOTS = {field.name: i for i, field in enumerate(dataclasses.fields(Beat))}

@@ -172,6 +172,31 @@ class NoiseScale(StoredModel):
     """Of the covariance of the gradient of one sequence."""
 
 
+class ProfiledOperator(StoredModel):
+    name: str
+    calls: int
+    self_s: float
+    """Seconds without the operators that it calls, on the GPU or else on the CPU."""
+
+
+class ProfileFile(StoredFile):
+    """RUN/profile/rank-N.json: what torch.profiler recorded of a rank's steps."""
+
+    rank: int
+    steps: list[int]
+    """First and last."""
+    device: str
+    """cpu or cuda"""
+    wall_s: float
+    """From the first step's begin to the last one's end, evaluations and saves between them included."""
+    idle_share: float
+    """Of `wall_s`: the GPU ran nothing; on a CPU the rank was in no operator or collective."""
+    operators: list[ProfiledOperator]
+    """Those with the most time of their own."""
+    trace: str
+    """Name of the trace beside this file, for Perfetto or chrome://tracing."""
+
+
 class Restart(StoredModel):
     """One start again after a failure."""
 
@@ -254,6 +279,8 @@ class Summary(StoredFile):
     """Checkpoints that could not be written, since the run was last started."""
     noise_scale: NoiseScale | None = None
     """null without log.noise_scale."""
+    profiled_steps: list[int] | None = None
+    """First and last of those that ran under torch.profiler, which slows them: they count in the rates."""
     # of a failure, by the launcher
     rank: int | None = None
     """The first that failed."""
@@ -305,3 +332,5 @@ class Environment(StoredFile):
     """Of the machine."""
     memory_limit_gib: float | None = None
     """Of the control group; null = no limit."""
+    bf16_units: list[str] = []
+    """Of the CPU."""

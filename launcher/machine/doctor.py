@@ -14,11 +14,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from bert_dp.config import ConfigError
 from bert_dp.record import cache_root
 from launcher.children import module_command
 from launcher.machine import gpu_links
 from launcher.machine.environment import NO_ANSWER, Environment, existing, probe, run_command
 from launcher.machine.gpu_links import Links
+from launcher.machine.precision import in_words, keep_ratio
 from launcher.report.model import Report, Verdict
 from launcher.report.numbers import format_gib
 
@@ -71,6 +73,8 @@ def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
     findings += [_writable("run directory", target), _writable("cache directory", cache_root())]
     findings.append(checkpoint(target, (deadline - time.monotonic()) / 2))
     findings.append(all_reduce(deadline - time.monotonic()))
+    if not env.gpus:
+        findings.append(bf16(env, deadline - time.monotonic()))
     return env, findings
 
 
@@ -345,6 +349,27 @@ def all_reduce(timeout_s: float, module: str = "bert_dp.measure.all_reduce") -> 
         return Finding("ok", what)
     except (KeyError, TypeError):
         return _unanswered("all-reduce", error, consequence, fix)
+
+
+def bf16(env: Environment, timeout_s: float, module: str = "bert_dp.measure.bf16_ratio") -> Finding:
+    """Whether `precision: auto` is bf16 on this CPU, and what `python -m module` measures of it, which later
+    warnings quote."""
+    units = ", ".join(env.bf16_units)
+    what = f"bf16: {units}" if units else "bf16: no unit on this CPU, so precision: auto is fp32"
+    result, error = (
+        _json_of(module, [], timeout_s) if timeout_s > MIN_ALL_REDUCE_S else (None, "no time was left")
+    )
+    try:
+        ratio = keep_ratio(result or {}, env)
+    except (ConfigError, OSError) as problem:
+        return Finding("ok", f"{what}; its matmul rate is not known ({error or problem})")
+    return _finding(
+        not units or ratio.ratio >= 1,
+        "warn",
+        f"{what}; it multiplies bf16 at {in_words(ratio)}",
+        "precision: auto is bf16 here, which is slower than fp32",
+        "precision=fp32; ask again when the machine is idle",
+    )
 
 
 def _unanswered(check: str, error: str | None, consequence: str, fix: str) -> Finding:

@@ -24,6 +24,7 @@ from typing import Any, Literal
 
 import psutil
 
+from bert_dp.config import bf16_units
 from launcher.children import child_environment
 from launcher.redact import redact_argv
 
@@ -74,6 +75,8 @@ class Environment:
     kernel: str
     python: str
     cpu_model: str
+    bf16_units: tuple[str, ...]
+    """Flags of its units that multiply bf16; without any bf16 is emulated."""
     physical_cores: int | None
     logical_cores: int
     affinity_cores: int
@@ -155,6 +158,7 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         kernel=platform.release(),
         python=platform.python_version(),
         cpu_model=_cpu_model(root),
+        bf16_units=bf16_units(root),
         physical_cores=psutil.cpu_count(logical=False),
         logical_cores=os.cpu_count() or 1,
         affinity_cores=len(os.sched_getaffinity(0)),

@@ -172,7 +172,7 @@ def _fsdp_s(profile: Profile, scenario: Scenario) -> float:
     fabric, n, t = scenario.fabric.replicas(scenario.tensor), scenario.replicas, scenario.tensor
     blocks = max(1, profile.layers) + 1
     numbers = profile.gradient_size / profile.gradient_bytes / t
-    gather = fabric.seconds(numbers * profile.activation_bytes / blocks, n, "all_gather")
+    gather = fabric.seconds(profile.weight_size / t / blocks, n, "all_gather")
     scatter = fabric.seconds(numbers * profile.gradient_bytes / blocks, n, "reduce_scatter")
     scale = scenario.slowdown / t / blocks
     forward, backward = (profile.micro_s - profile.backward_s) * scale, profile.backward_s * scale

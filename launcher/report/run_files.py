@@ -17,7 +17,7 @@ from bert_dp import record
 from bert_dp.config import ConfigError, read_yaml, resolve
 from bert_dp.config.stored import problem_lines
 from bert_dp.cost import num_parameters
-from bert_dp.record.models import Summary
+from bert_dp.record.models import ProfileFile, Summary
 from launcher.redact import redact, secrets, without_secrets
 from launcher.report.numbers import number
 
@@ -39,6 +39,8 @@ class Run:
     config: dict[str, Any]
     environment: dict[str, Any]
     missing: list[str]
+    profiles: list[ProfileFile]
+    """By rank."""
 
 
 def load(run_dir: Path) -> Run:
@@ -62,7 +64,17 @@ def load(run_dir: Path) -> Run:
         config=redact(config),
         environment=environment,
         missing=missing,
+        profiles=_profiles(run_dir / "profile"),
     )
+
+
+def _profiles(folder: Path) -> list[ProfileFile]:
+    """The profiles of a run's ranks; a damaged one is left out."""
+    found = []
+    for path in folder.glob("rank-*.json"):
+        with contextlib.suppress(ValidationError):
+            found.append(ProfileFile.model_validate(record.read_json(path)))
+    return sorted(found, key=lambda profile: profile.rank)
 
 
 def _summary(path: Path, missing: list[str]) -> Summary | None:
@@ -105,7 +117,9 @@ def _logged(
         config = resolve([dict(settings)])
         facts["parameters"] = num_parameters(config.model, config.data.sequence_length)
         facts["uniform_entropy_nats"] = math.log(config.model.vocab_size)
-        facts["precision"] = None if config.precision == "auto" else config.precision
+        worker = environment.get("worker")
+        decided = worker.get("precision") if isinstance(worker, dict) else None
+        facts["precision"] = decided if config.precision == "auto" else config.precision
         gpus = [] if config.run.device == "cpu" else environment.get("gpus") or []
         facts["device"] = gpus[0].get("name") if gpus else "CPU" if environment else None
     with contextlib.suppress(ValidationError, TypeError, KeyError):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bert_dp.record.models import HeldOut, Summary
+from bert_dp.record.models import HeldOut, ProfileFile, Summary
 from launcher.report import heldout
 from launcher.report.model import (
     Axis,
@@ -44,6 +44,7 @@ from launcher.report.numbers import (
     number,
 )
 from launcher.report.parts import (
+    cell,
     environment_text,
     first_line,
     folded,
@@ -56,6 +57,7 @@ from launcher.report.parts import (
 from launcher.report.run_files import TRAIN_PARTS, WALL_PARTS, Run, load, other
 
 PAGE = "report.html"
+NAMED_OPERATORS = 3
 OUTCOME, WORK, RATES, TIME, FILES = "Outcome", "Work", "Throughput", "Time (rank 0)", "Resources and files"
 
 
@@ -78,6 +80,7 @@ def run_report(runs: Sequence[Run]) -> Report:
             Section("", [_time_split(runs)], console=False),
             Section("Numbers", tables=[_numbers(runs)]),
             *([Section("Settings that differ", tables=[_differences(runs)])] if many else []),
+            *[section for run in runs for section in _profiles(run, many)],
             *[section for run in runs for section in _records(run, many)],
         ],
         next="" if many else _next(runs[0]),
@@ -247,7 +250,7 @@ def _rows(run: Run) -> list[Row]:
     topics = {
         OUTCOME: _outcome(run.facts),
         WORK: _work(run.facts),
-        RATES: _rates(run.facts),
+        RATES: [*_rates(run.facts), *map(_profiled, run.profiles)],
         TIME: _times(run.facts),
         FILES: _files(run.facts),
     }
@@ -311,9 +314,11 @@ def _work(facts: Summary) -> list[Row]:
 def _rates(facts: Summary) -> list[Row]:
     over = f"summed over {_ranks(facts)}"
     micro = f"{_product(facts)} micro batches per optimizer step"
-    peak = "peak of the device" if facts.mfu is not None else "peak of the device unknown"
+    of = " ".join(filter(None, [facts.precision, "peak of the device"]))
+    peak = of if facts.mfu is not None else f"{of} unknown"
+    profiled = f"; {_steps(facts.profiled_steps)} under the profiler" if facts.profiled_steps else ""
     rates = [
-        ("optimizer steps", facts.steps_per_s, "steps/s", "of the whole job"),
+        ("optimizer steps", facts.steps_per_s, "steps/s", f"of the whole job{profiled}"),
         ("global steps", facts.global_steps_per_s, "global steps/s", micro),
         ("samples", facts.samples_per_s, "samples/s", over),
         ("tokens", facts.tokens_per_s, "tokens/s", over),
@@ -378,6 +383,48 @@ def _differences(runs: Sequence[Run]) -> Table:
     return Table(rows, [Column(run.name, text=True) for run in runs])
 
 
+def _profiled(profile: ProfileFile) -> Row:
+    """What torch.profiler recorded of a rank, in a line."""
+    what = "the GPU ran nothing" if profile.device == "cuda" else "it was in no operator or collective"
+    most = ", ".join(
+        f"{format_percent(each.self_s / profile.wall_s)} in {each.name}"
+        for each in profile.operators[:NAMED_OPERATORS]
+    )
+    return words(
+        f"profile of rank {format_count(profile.rank)}",
+        f"{_steps(profile.steps)}, idle {format_percent(profile.idle_share)}",
+        f"share of {format_duration(profile.wall_s)} in which {what}; {most}",
+    )
+
+
+def _profiles(run: Run, many: bool) -> list[Section]:
+    """The operators of each profiled rank."""
+    suffix = f": {run.name}" if many else ""
+    sections = []
+    for profile in run.profiles:
+        title = f"Profile of rank {format_count(profile.rank)}, {_steps(profile.steps)}{suffix}"
+        trace = run.path / "profile" / profile.trace
+        note = f"{trace} opens in ui.perfetto.dev or chrome://tracing"
+        sections.append(Section(title, tables=[_operators(profile)], notes=[note], console=False))
+    return sections
+
+
+def _operators(profile: ProfileFile) -> Table:
+    shown = [
+        Row(
+            each.name,
+            [
+                cell(each.calls, "count"),
+                cell(each.self_s, "duration"),
+                cell(each.self_s / profile.wall_s, "percent"),
+            ],
+        )
+        for each in profile.operators
+    ]
+    heads = ("calls", "own time", f"of {format_duration(profile.wall_s)}")
+    return Table(shown, [Column(head) for head in heads], corner="operator")
+
+
 def _records(run: Run, many: bool) -> list[Section]:
     suffix = f": {run.name}" if many else ""
     texts = {"Configuration": record_text(run.config), "Environment": environment_text(run.environment)}
@@ -385,6 +432,11 @@ def _records(run: Run, many: bool) -> list[Section]:
 
 
 # --- words
+
+
+def _steps(ends: Sequence[int]) -> str:
+    first, last = (format_count(end) for end in ends)
+    return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
 def _batch_equation(facts: Summary) -> str:

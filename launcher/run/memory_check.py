@@ -7,16 +7,12 @@ import dataclasses
 from bert_dp.config import Config
 from bert_dp.cost import memory_estimate_gib
 from launcher.machine.environment import Environment
+from launcher.machine.precision import precision_of
 from launcher.report.numbers import format_gib
 from launcher.watch import advice
 
 STATE = ("weights", "gradients", "optimizer")  # parts of the memory estimate that are no estimate
 FAR_ABOVE = 1.25  # times what there is: more than the estimate is off by
-
-
-def precision_of(config: Config, on_gpu: bool) -> str:
-    """What `precision` is expected to be where it is auto."""
-    return config.precision if config.precision != "auto" else ("bf16" if on_gpu else "fp32")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,9 +60,11 @@ class MemoryCheck:
         ]
 
 
-def check_memory(config: Config, world_size: int, machine: Environment, *, on_gpu: bool) -> MemoryCheck:
-    """The room of a rank of `world_size` on this machine."""
-    precision = precision_of(config, on_gpu)
+def check_memory(
+    config: Config, world_size: int, machine: Environment, *, on_gpu: bool, kept: str | None = None
+) -> MemoryCheck:
+    """The room of a rank of `world_size` on this machine. `kept`: see precision_of."""
+    precision = precision_of(config, machine.bf16_units, on_gpu=on_gpu, kept=kept)
     parts = memory_estimate_gib(config, precision, world_size)
     limit, limit_of = machine.rank_memory(world_size, on_gpu)
     state = sum(parts[name] for name in STATE)

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 import psutil
@@ -68,6 +68,7 @@ def run(
     grace_s: float = 300.0,
     watch: Watch | None = None,
     cores: Collection[int] | None = None,
+    options: Sequence[str] = (),
 ) -> RunResult:
     """Train RUN/config.yaml on `nproc` ranks of this node, started by `launcher`, and return how it ended.
 
@@ -75,7 +76,8 @@ def run(
     `log` and passed to every worker, which checkpoints at its next step and ends; the second, or `grace_s`
     seconds, kills.
     Whatever happens, no process of the run is left. Writes summary.json when the workers could not. `watch`
-    may end a hung run. The workers share `cores`, by default all that we may use. A run whose directory is
+    may end a hung run. The workers share `cores`, by default all that we may use. `options`: more of each
+    worker's. A run whose directory is
     moved or deleted is ended, and nothing is written where it was.
     """
     if (lost := failure.lost_directory(directory)) is not None:
@@ -90,7 +92,7 @@ def run(
     ):
         stale.unlink(missing_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix="bert-dp-"))
-    worker = [str(run_dir / "config.yaml"), "--resume", resume]
+    worker = [str(run_dir / "config.yaml"), "--resume", resume, *options]
     launcher_log = logs / f"{launcher}.log"
     offset = launcher_log.stat().st_size if launcher_log.exists() else 0
     memory = MemoryWatch()

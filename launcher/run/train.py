@@ -28,11 +28,13 @@ from bert_dp.config import (
     read_manifest,
     with_budget,
 )
+from bert_dp.config.profile import ProfilePlan, profile_issues
 from bert_dp.cost import flops_per_token, memory_estimate_gib, num_parameters
 from bert_dp.record.models import Summary
 from launcher import job, results
 from launcher.log import PLAIN, show
 from launcher.machine import environment
+from launcher.machine.precision import emulated_warnings
 from launcher.redact import WRITTEN, is_log, redact_argv
 from launcher.report.console import show_end, show_report
 from launcher.report.html import write_or_warn
@@ -40,7 +42,7 @@ from launcher.report.numbers import count_of, format_percent
 from launcher.report.run_report import PAGE, of_directories
 from launcher.run import processes, restarts
 from launcher.run.loggers import Loggers
-from launcher.run.memory_check import check_memory, precision_of
+from launcher.run.memory_check import check_memory
 from launcher.watch import failure, heartbeats
 from launcher.watch.display import Display
 from launcher.watch.failure import Failure, card
@@ -173,10 +175,9 @@ def describe_data(config: Config, manifest: Manifest | None) -> str:
     return f"{line}; the run {how}"
 
 
-def describe(config: Config, plan: BatchLayout, manifest: Manifest | None, *, on_gpu: bool) -> list[str]:
+def describe(config: Config, plan: BatchLayout, manifest: Manifest | None, precision: str) -> list[str]:
     """The dry run's report: batch equation, data, model, memory, length of the run."""
     sequence = config.data.sequence_length
-    precision = precision_of(config, on_gpu)
     memory = memory_estimate_gib(config, precision, plan.world_size)
     parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.items())
     flops = flops_per_token(config.model, sequence, config.objective.mask_rate)
@@ -201,13 +202,27 @@ def describe(config: Config, plan: BatchLayout, manifest: Manifest | None, *, on
     ]
 
 
+def goes_on_from(run_dir: Path, resume: str) -> tuple[Path, record.CheckpointFacts] | None:
+    """The checkpoint that this run would go on from; unverified."""
+    if resume == "never":
+        return None
+    return record.newest_checkpoint_facts(run_dir if resume == "auto" else Path(resume))
+
+
+def check_profile(
+    plan: ProfilePlan | None, config: Config, ranks: int, resumed: tuple[Path, record.CheckpointFacts] | None
+) -> None:
+    """Raises ConfigError when the run has not the steps or ranks that are to be profiled."""
+    done = resumed[1].step if resumed is not None else 0
+    if plan is not None and (issues := profile_issues(plan, ranks, steps=expected_steps(config), done=done)):
+        raise ConfigError(issues)
+
+
 def resume_issues(run_dir: Path, config: Config, resume: str, data_hash: str) -> list[str]:
     """Why the checkpoint that this run would go on from does not fit; one line each."""
-    if resume == "never":
-        return []
-    found = record.newest_checkpoint_facts(run_dir if resume == "auto" else Path(resume))
+    found = goes_on_from(run_dir, resume)
     if found is None:
-        return [] if resume == "auto" else [f"--resume: {resume} holds no checkpoint"]
+        return [] if resume in ("auto", "never") else [f"--resume: {resume} holds no checkpoint"]
     path, facts = found
     undo = "undo it or choose another --run-dir"
     issues = [f"{line}; {undo}" for line in changed_settings(facts.config, config)]
@@ -239,10 +254,11 @@ def train(
     launcher: str = "torchrun",
     policy: restarts.Policy = restarts.ONCE,
     force: bool = False,
+    profile: ProfilePlan | None = None,
 ) -> int:
     """Returns the exit code. Raises ConfigError, before any rank starts, with everything that is wrong.
 
-    `force`: also where the memory must be expected not to suffice.
+    `force`: also where the memory must be expected not to suffice. `profile`: steps to profile.
     """
     asked = job.load(name, overrides, run_dir)
     config, gpus, machine = asked.config, asked.gpus, asked.machine
@@ -254,6 +270,8 @@ def train(
     manifest = None if config.data.path is None else read_manifest(Path(config.data.path))
     if manifest is not None:
         config = with_budget(config, manifest.train.sequences)
+    resumed = goes_on_from(where, resume)
+    check_profile(profile, config, ranks, resumed)
     warnings = [*no_effect(config), *(data_warnings(config, manifest) if manifest else [])]
     if ranks > (cores := len(os.sched_getaffinity(0))) and not gpus:
         warnings.append(f"{count_of(ranks, 'CPU rank')} share {count_of(cores, 'core')}")
@@ -265,21 +283,25 @@ def train(
         warnings.append("checkpoint.keep is 0: nothing is saved, and a run that ends early starts over")
     if anyone_writes(where):  # a file system without modes must not lock a run out that stands there
         warnings.append(f"{where} can be written by every user; chmod o-w it")
-    memory = check_memory(config, ranks, machine, on_gpu=gpus > 0)
+    warnings += emulated_warnings(config, machine, on_gpu=gpus > 0)
+    kept = resumed[1].precision if resumed else None
+    memory = check_memory(config, ranks, machine, on_gpu=gpus > 0, kept=kept)
     has_checkpoint = record.newest_checkpoint_facts(where) is not None
     too_much = memory.issues(has_checkpoint)
     warnings += [*memory.warnings(has_checkpoint), *(too_much if force else [])]
     for line in warnings:
         show(console, f"warning: {line}", style="yellow", **PLAIN)
     if dry_run:
-        for line in describe(config, plan, manifest, on_gpu=gpus > 0):
+        for line in describe(config, plan, manifest, memory.precision):
             show(console, line, **PLAIN)
     if too_much and not force:
         raise ConfigError([f"{line}; or --force starts anyway" for line in too_much])
     if dry_run:
         return 0
     with job.claim(where, LOCK, "--run-dir", "run"), record.HeldDirectory(where) as held:
-        return run_locked(config, ranks, held, resume, launcher, console, policy, machine, on_gpu=gpus > 0)
+        return run_locked(
+            config, ranks, held, resume, launcher, console, policy, machine, profile, on_gpu=gpus > 0
+        )
 
 
 def run_locked(
@@ -291,6 +313,7 @@ def run_locked(
     console: Console,
     policy: restarts.Policy,
     machine: environment.Environment,
+    profile: ProfilePlan | None,
     *,
     on_gpu: bool,
 ) -> int:
@@ -305,6 +328,7 @@ def run_locked(
             show(console, f"warning: {line}", style="yellow", **PLAIN)
     if issues := resume_issues(where, config, resume, manifest.hash):
         raise ConfigError(issues)
+    check_profile(profile, config, ranks, goes_on_from(where, resume))
     if is_complete(where, config, resume):
         show(console, "this run is complete: its budget is spent; raise schedule.* to go on", **PLAIN)
         show_report(console, of_directories([where]))
@@ -333,7 +357,15 @@ def run_locked(
                 loggers.poll()
 
             return processes.run(
-                held, ranks, resume, poll, log=log, launcher=launcher, on_gpu=on_gpu, watch=watched
+                held,
+                ranks,
+                resume,
+                poll,
+                log=log,
+                launcher=launcher,
+                on_gpu=on_gpu,
+                watch=watched,
+                options=profile.options() if profile is not None else (),
             )
 
     with loggers:

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import IO, Any
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, dump_config, load_config, resolve
+from bert_dp.config import Config, ConfigError, decide_precision, dump_config, load_config, resolve
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from launcher import children, results
 from launcher.log import Log, complain
+from launcher.machine.environment import Environment
 from launcher.report.numbers import format_duration, format_eta
 from launcher.run import processes
 from launcher.run.read_run import Ended, ended, from_outside, is_whole, read_summary
@@ -74,6 +75,14 @@ class Outcome:
     """From its start to its end."""
 
 
+def trial_precision(config: Config, machine: Environment, engines: Sequence[str], *, on_gpu: bool) -> str:
+    """What every trial of a verb has as its `precision`, so that all compute alike, whatever their engine. On
+    GPUs it may stay auto: they are those of one machine, and only a rank can ask of what generation."""
+    if on_gpu:
+        return config.precision
+    return decide_precision(config.precision, engines, on_gpu=False, has_bf16=bool(machine.bf16_units))
+
+
 def timed_config(
     config: Config,
     *,
@@ -82,7 +91,7 @@ def timed_config(
     global_size: int,
     micro_size: int,
     noise_scale: bool = False,
-    **sections: dict[str, Any],
+    **sections: Any,
 ) -> Config:
     """`config` for a short run whose steps are timed: at this batch, without a ramp, with nothing saved or
     evaluated, and compiled as the run itself would be. `sections`: more settings."""

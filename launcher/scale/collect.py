@@ -110,6 +110,7 @@ def collect(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Scaling:
     peak = results.Peak(
         datasheet_flops=cost.peak_flops(str(settings.device), str(settings.precision)),
         matmul_flops=peak_file.matmul_flops if peak_file else None,
+        matmul_precision=peak_file.precision if peak_file else None,
         shapes=peak_file.shapes if peak_file else [],
     )
     cells = [_cell(cell, grid, measured, states[cell.id], settings, peak) for cell in grid.cells]

@@ -12,7 +12,7 @@ from bert_dp.config import BUDGETS, BatchLayout, Config, ConfigError, batch_layo
 from launcher.machine.environment import Environment
 from launcher.results import CellKind, GridCell, Mode
 from launcher.run.memory_check import check_memory
-from launcher.run.trials import timed_config
+from launcher.run.trials import timed_config, trial_precision
 
 DISPLACED = ("checkpoint.", "eval.", "log.", "batch.ramp_")  # sections that a cell sets itself
 DISPLACED_KEYS = (
@@ -60,6 +60,9 @@ class Grid:
 
     def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):
         self.config, self.settings, self._machine, self._on_gpu = config, settings, machine, on_gpu
+        engines = [engine.partition("-")[0] for engine in settings.engines]
+        self.precision = trial_precision(config, machine, engines, on_gpu=on_gpu)
+        """Of every cell."""
         self.cells: list[GridCell] = []
         self.issues: list[str] = []
         for mode in settings.modes:
@@ -149,6 +152,7 @@ class Grid:
             global_size=size,
             micro_size=micro,
             parallel=parallel,
+            precision=self.precision,
             data={"synthetic": kind == "synthetic"},
         )
 

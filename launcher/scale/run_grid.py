@@ -124,7 +124,7 @@ def measure_peak(grid: Grid, out: Path, runs: Runner, *, on_gpu: bool, log: Log)
         return
     log("peak: the matmul rate of one device")
     cores = None if on_gpu else _one_share(grid)
-    lines = runs.helper("bert_dp.measure.peak", [grid.config.precision, "2"], cores)
+    lines = runs.helper("bert_dp.measure.peak", [grid.precision, "2"], cores)
     _keep(lines, results.PeakFile, out / "peak.json")
 
 

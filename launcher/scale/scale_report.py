@@ -200,8 +200,10 @@ def _tiles(scaling: Scaling) -> list[Tile]:
     best = max(runs, key=lambda c: (c.speedup or 0.0, c.world_size), default=None)
     place = f"{best.id}, N = {format_count(best.world_size)}" if best else "no cell has run"
     device = scaling.settings.device or "this device"
-    peaks = "data-sheet peak" if scaling.peak.datasheet_flops else f"data-sheet peak of {device} unknown"
-    measured = "matmul peak measured here" if scaling.peak.matmul_flops else "no matmul peak measured"
+    peak, precision = scaling.peak, scaling.settings.precision
+    peaks = f"{precision} data-sheet peak" if peak.datasheet_flops else f"data-sheet peak of {device} unknown"
+    measured = " ".join(filter(None, [peak.matmul_precision, "matmul peak measured here"]))
+    measured = measured if peak.matmul_flops else "no matmul peak measured"
     both = " / ".join(format_percent(at(best, path)) for path in ("mfu", "mamfu"))
     own, sent = (
         (
@@ -301,7 +303,11 @@ def _settings(scaling: Scaling) -> Table:
     settings = [
         *rows(scaling.settings, SETTINGS),
         words("peak from the data sheet", format_si(scaling.peak.datasheet_flops, "FLOP/s")),
-        words("matmul peak measured here", format_si(scaling.peak.matmul_flops, "FLOP/s")),
+        words(
+            "matmul peak measured here",
+            format_si(scaling.peak.matmul_flops, "FLOP/s"),
+            scaling.peak.matmul_precision or "",
+        ),
     ]
     if (profile := scaling.profile) is not None:
         names = ("forward", "backward", "optimizer")

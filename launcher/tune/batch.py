@@ -95,7 +95,8 @@ def ask(asked: job.Job, *, nproc: str, budget_s: float, memory_gib: float | None
     limit, limit_of = memory_gib, "--memory"
     if limit is None:
         limit, limit_of = asked.machine.rank_memory(count, on_gpu)
-    return Question(config, count, fitting, budget_s, limit, limit_of, launcher, on_gpu)
+    precision = trials.trial_precision(config, asked.machine, [config.parallel.engine], on_gpu=on_gpu)
+    return Question(config, count, fitting, budget_s, limit, limit_of, launcher, on_gpu, precision)
 
 
 def plan_of(question: Question) -> BatchPlanFile:

@@ -33,6 +33,8 @@ class Question:
     limit_of: str
     launcher: str
     on_gpu: bool
+    precision: str
+    """Of every trial."""
 
     @property
     def asked_gib(self) -> float | None:
@@ -66,6 +68,7 @@ class BatchTrials:
             global_size=global_size,
             micro_size=micro,
             noise_scale=noise,
+            precision=self.q.precision,
         )
         limit = self.q.limit_gib
         guard = None if self.q.on_gpu or limit is None else int((limit + GUARD_GIB) * GIB)

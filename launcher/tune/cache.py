@@ -28,7 +28,7 @@ def key(question: Question, machine: Mapping[str, Any]) -> str:
         "model": config.model.model_dump(mode="json"),
         "sequence_length": config.data.sequence_length,
         "mask_rate": config.objective.mask_rate,
-        "precision": config.precision,
+        "precision": question.precision,
         "compile": config.compile,
         "parallel": config.parallel.model_dump(mode="json"),
         "optimizer": config.optim.name,

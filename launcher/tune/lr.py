@@ -57,7 +57,9 @@ def tune(
         output.print_plan(as_json=as_json)
         return 0
     with output.claim():
-        code, tuned = run_locked(config, settings, ranks, output, on_gpu=asked.gpus > 0, log=log)
+        on_gpu = asked.gpus > 0
+        precision = trials.trial_precision(config, asked.machine, [config.parallel.engine], on_gpu=on_gpu)
+        code, tuned = run_locked(config, settings, ranks, output, precision=precision, on_gpu=on_gpu, log=log)
         job.publish(tuned, rate_report(tuned, folder), folder, as_json=as_json, console=console)
     return code
 
@@ -109,9 +111,17 @@ def describe(
 
 
 def run_locked(
-    config: Config, settings: LrOptions, ranks: int, output: job.Output[LrPlanFile], *, on_gpu: bool, log: Log
+    config: Config,
+    settings: LrOptions,
+    ranks: int,
+    output: job.Output[LrPlanFile],
+    *,
+    precision: str,
+    on_gpu: bool,
+    log: Log,
 ) -> tuple[int, TuneLr]:
-    """The search, and (exit code, tune.json); also what there is of it when a signal came."""
+    """The search, and (exit code, tune.json); also what there is of it when a signal came. `precision`: of
+    every trial."""
     out, begun = output.path, output.begin(config)
     if not begun.manifest.held_out.sequences:
         raise ConfigError(
@@ -129,7 +139,9 @@ def run_locked(
     )
     manifest = begun.manifest
     declared = with_budget(config, manifest.train.sequences)
-    question = Question(declared, settings, ranks, begun.shards, manifest.unigram_entropy_nats, len(slots))
+    question = Question(
+        declared, settings, ranks, begun.shards, manifest.unigram_entropy_nats, len(slots), precision
+    )
     file = SearchFile(out / STATE, begun.plan)
     status: TuneStatus = "complete"
     stopped, why = 0, None

@@ -45,6 +45,8 @@ class Question:
     """Unigram entropy of the data, nats."""
     at_a_time: int
     """Trials."""
+    precision: str
+    """Of every trial."""
 
     @property
     def seeds(self) -> tuple[int, ...]:
@@ -292,6 +294,7 @@ class RateSearch:
             self._file.save()
 
     def _trial(self, name: str, config: Config) -> Trial:
+        config = config.model_copy(update={"precision": self.q.precision})
         return Trial(self._runs.out / "trials" / name, config, self.q.ranks)
 
     def _share(self, rung: Rung) -> float:

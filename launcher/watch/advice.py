@@ -17,6 +17,7 @@ from bert_dp.cost import memory_estimate_gib
 from bert_dp.record.models import Environment, FailureKind
 from launcher import results
 from launcher.machine.environment import ROOT
+from launcher.machine.precision import precision_of
 from launcher.report.numbers import format_count, format_gib
 from launcher.watch.failure import Failure
 from launcher.watch.memory import GIB, MemoryFacts
@@ -122,9 +123,11 @@ def _what_to_lower(
         capacity, why = _device_capacity(message, machine)
     else:
         capacity, why = _host_capacity(machine, world_size)
-    precision = ("bf16" if scarce == "device" else "fp32") if config.precision == "auto" else config.precision
-    has_checkpoint = record.newest_checkpoint_facts(run_dir) is not None
-    equation, fixes = what_fits(config, precision, world_size, capacity, has_checkpoint=has_checkpoint)
+    found = record.newest_checkpoint_facts(run_dir)
+    precision = precision_of(
+        config, machine.bf16_units, on_gpu=scarce == "device", kept=found[1].precision if found else None
+    )
+    equation, fixes = what_fits(config, precision, world_size, capacity, has_checkpoint=found is not None)
     return [*why, equation], fixes
 
 

@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bert_dp.record import PHASES, Beat
+from bert_dp.record import IN_STEP, PHASES, Beat
 
 UNHEARD_S = 3.0  # a rank beats about once a second; a busy machine may delay that
 STACK_LINES = 12
@@ -25,6 +25,7 @@ UNSURE = {
 }
 
 
+BEGUN = ("started", "completed")  # states of collectives that GPUs have; those under gloo stay "scheduled"
 UNEVEN = ("scatter", "all_to_all", "alltoall", "alltoall_base")  # whose inputs may differ by rank
 
 
@@ -80,6 +81,10 @@ class Witness:
         return PHASES[self.beat.phase]
 
     @property
+    def on_gpu(self) -> bool:
+        return any(entry["state"] in BEGUN for entry in self.collectives)
+
+    @property
     def where(self) -> Frame | None:
         return next((frame for frame in self.stack if frame.own), self.stack[0] if self.stack else None)
 
@@ -113,7 +118,10 @@ def waits_in(stack: Sequence[Frame]) -> tuple[int, str]:
 
 
 def find_culprit(witnesses: Sequence[Witness]) -> Verdict:
-    """The surest evidence first: stopped, frozen, collectives not started, place in the step, stacks."""
+    """The surest evidence first: stopped, frozen, collectives not started, place in the step, stacks.
+
+    A rank on a GPU runs ahead of it: its place is what it has passed on, its collectives tell what is done.
+    """
     if stopped := [w for w in witnesses if w.stopped]:
         by = (
             "a debugger"
@@ -125,8 +133,10 @@ def find_culprit(witnesses: Sequence[Witness]) -> Verdict:
         return Verdict(_numbers(frozen), _why_frozen(frozen[0]))
     if len(witnesses) == 1:
         return Verdict(_numbers(witnesses), "makes no progress")
-    if (told := compare_collectives({w.rank: w.collectives for w in witnesses})) is not None:
-        return told
+    recorded = {w.rank: w.collectives for w in witnesses}
+    for on_gpu in (False, True):
+        if (told := compare_collectives(recorded, on_gpu=on_gpu)) is not None:
+            return told
     first, last = (choose(w.beat.place for w in witnesses) for choose in (min, max))
     if first != last:
         behind = [w for w in witnesses if w.beat.place == first]
@@ -152,12 +162,18 @@ def _why_frozen(witness: Witness) -> str:
     return "not schedulable: holds the interpreter lock (GIL), or gets no processor"
 
 
-def compare_collectives(recorded: Mapping[int, Sequence[Mapping[str, Any]]]) -> Verdict | None:
-    """From each rank's recent collectives: who has not started one that others are in, or started another.
+def compare_collectives(
+    recorded: Mapping[int, Sequence[Mapping[str, Any]]], *, on_gpu: bool = False
+) -> Verdict | None:
+    """From each rank's recent collectives: who has not started one that others are in, or started another;
+    with `on_gpu` by what their GPUs have begun, of all that ranks have passed on.
 
     A rank that is behind only because it waits for one in another group (tensor parallelism) is not named.
     None when the records show no difference, or nothing was recorded.
     """
+    if on_gpu:
+        recorded = {rank: [e for e in all_ if e["state"] in BEGUN] for rank, all_ in recorded.items()}
+    has_not = "has on its GPU not begun" if on_gpu else "has not started"
     missing: dict[int, str] = {}
     waiting: set[int] = set()
     groups = {str(entry["group"]) for entries in recorded.values() for entry in entries}
@@ -178,9 +194,9 @@ def compare_collectives(recorded: Mapping[int, Sequence[Mapping[str, Any]]]) -> 
             missing.update({rank: what for rank in last if last[rank] < newest})
     culprits = [rank for rank in missing if rank not in waiting]
     if culprits:
-        return Verdict(tuple(culprits), f"has not started {missing[culprits[0]]}")
+        return Verdict(tuple(culprits), f"{has_not} {missing[culprits[0]]}")
     if missing:
-        each = "; ".join(f"rank {rank} has not started {what}" for rank, what in sorted(missing.items()))
+        each = "; ".join(f"rank {rank} {has_not} {what}" for rank, what in sorted(missing.items()))
         return Verdict(tuple(sorted(missing)), f"they wait for each other: {each}")
     return None
 
@@ -219,7 +235,8 @@ def _verb(ranks: Sequence[int], verb: str) -> str:
 def _place(witness: Witness) -> str:
     if witness.phase in ("setup", "compile"):
         return f"in {witness.phase}"
-    done = f", {witness.beat.done} micro batches done" if witness.phase == "step" else ""
+    how = "passed to the GPU" if witness.on_gpu else "done"
+    done = f", {witness.beat.done} micro batches {how}" if witness.phase in IN_STEP else ""
     return f"in step {witness.beat.step} ({witness.phase}{done})"
 
 

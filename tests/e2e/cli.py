@@ -36,6 +36,7 @@ TINY = (
     "checkpoint.every_steps=0",
     "eval.every_steps=0",
     "eval.max_sequences=8",
+    "precision=fp32",
 )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import json
 import shutil
 from pathlib import Path
 
@@ -195,3 +197,17 @@ def test_dry_run_prints_the_equation_and_starts_nothing(tmp_path: Path) -> None:
     for text in ("119,589,889 parameters", "622.9 MFLOP", "GiB", "24.0 h"):
         assert text in done.stdout, text
     assert not list(tmp_path.iterdir())
+
+
+def test_profiled_steps_leave_a_trace_and_the_run_as_it_was(
+    first: tuple[Path, str], shards: Path, tmp_path: Path
+) -> None:
+    plain, run_dir = first[0], tmp_path / "run"
+    done = train(shards, run_dir, options=("--profile", "2:3", "--profile-ranks", "1"))
+    assert "profile of rank 1" in done.stdout
+    assert sorted(path.name for path in (run_dir / "profile").iterdir()) == ["rank-1.json", "rank-1.json.gz"]
+    with gzip.open(run_dir / "profile" / "rank-1.json.gz") as file:
+        assert json.load(file)["traceEvents"]
+    assert read_json(run_dir / "summary.json")["profiled_steps"] == [2, 2]
+    assert logged(run_dir, "loss") == logged(plain, "loss")
+    assert "profile" not in (run_dir / "config.yaml").read_text()

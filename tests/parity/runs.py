@@ -30,6 +30,7 @@ BASE: dict[str, Any] = {
     "eval": {"every_steps": 25},
     "checkpoint": {"keep": 9},
     "compile": "off",
+    "precision": "fp32",
 }
 
 

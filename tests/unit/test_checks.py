@@ -295,6 +295,13 @@ REFUSED: dict[str, tuple[str, int, str, tuple[str, ...]]] = {
         "parallel.engine: zero1, or parallel.zero_stage: 0",
         ("parallel.engine=zero1", "parallel.zero_stage=0"),
     ),
+    "fp16 sent without a loss scale": (
+        "parallel.reduce_dtype=fp16",
+        2,
+        "parallel.reduce_dtype: fp16 loses small gradients without a loss scale, which precision: fp32 does "
+        "not have; use parallel.reduce_dtype: bf16, or precision: fp16",
+        ("parallel.reduce_dtype=bf16", "precision=fp16"),
+    ),
     "deepspeed in fp64": (
         "parallel.engine=deepspeed precision=fp64",
         2,
@@ -562,7 +569,7 @@ def test_what_may_not_change_on_resume_is_named_with_both_values() -> None:
         "model.num_layers": (16, 2),
         "optim.beta1": (0.9, 0.5),
         "optim.clip": (0.5, 1.0),
-        "precision": ("auto", "fp32"),
+        "precision": ("fp32", "bf16"),
         "run.seed": (0, 1),
         "schedule.name": ("budget_triangle", "linear"),
     }

@@ -356,9 +356,11 @@ def test_every_shipped_configuration_loads() -> None:
 
 def test_hash_feels_every_setting_but_not_how_a_value_came(tmp_path: Path) -> None:
     """Output directories hold it and go on only with the same."""
-    assert make_config().hash() == make_config().hash() == "b1e5f365a8d0bf85"
+    plain = make_config("precision=auto")
+    assert plain.hash() == make_config("precision=auto").hash() == "b1e5f365a8d0bf85"
     path = write(tmp_path, "schedule: {steps: 10}\ndata: {sources: [builtin]}\noptim: {lr: 0.001}\n")
-    assert load_config(path).hash() == make_config("optim.lr=1e-3").hash() == make_config().hash()
+    assert load_config(path).hash() == make_config("precision=auto", "optim.lr=1e-3").hash() == plain.hash()
+    assert plain.hash() != make_config("precision=fp32").hash()
     changes = ["run.seed=1", "optim.lr=2e-3", "log.every_steps=3", "data.build.dedup=none", "compile='off'"]
     changes += ["run.init_keeps=moments", "schedule.epochs=2", "data.build.text_field=body"]
     assert len({make_config().hash(), *(make_config(change).hash() for change in changes)}) == 9

@@ -219,8 +219,8 @@ def test_autocast_keeps_narrow_copies_of_the_weights() -> None:
     assert memory({"engine": "ddp", "tensor": 2}, 2, "fp16")["autocast weights"] == 2 * HALF
     assert "autocast weights" not in memory()
     narrow = memory({"engine": "fsdp"}, 4, "bf16")
-    assert "autocast weights" not in narrow
-    assert narrow["weights"] == TOTAL + GATHERED // 2
+    assert narrow["autocast weights"] == 2 * TOTAL
+    assert narrow["weights"] == TOTAL + GATHERED
 
 
 def test_flops_by_hand() -> None:

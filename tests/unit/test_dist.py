@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bert_dp.config import ConfigError
+from bert_dp import dist
+from bert_dp.binding import Placement
 from bert_dp.dist import (
     Comm,
+    Place,
     SharedClock,
     Stop,
+    check_places,
     choose_device,
     connect,
     disconnect,
     gather_json,
+    meet,
     recent_collectives,
     set_affinity,
 )
@@ -120,16 +127,82 @@ def test_every_rank_of_a_world_reads_itself(size: int, data: st.DataObject) -> N
 def test_devices_of_a_machine_without_a_gpu() -> None:
     assert choose_device("cpu", LONE) == CPU
     assert choose_device("auto", World(1, 1, 2, 2)) == CPU
-    with pytest.raises(ConfigError, match=r"run\.device: cuda needs 1 GPUs on this machine, found 0"):
-        choose_device("cuda", LONE)
+    (line,) = issues_of(choose_device, "cuda", LONE)
+    assert line.startswith("run.device: cuda needs a GPU for each rank of this machine, 1, found 0; use run.")
 
 
 def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("auto", World(1, 1, 2, 2)) == torch.device("cuda", 1)
     assert choose_device("cpu", World(5, 5, 8, 8)) == CPU
-    with pytest.raises(ConfigError, match="needs 3 GPUs on this machine, found 2; lower --nproc"):
-        choose_device("auto", World(2, 2, 3, 3))
+    for rank in range(4):  # also those for which there is one: they would wait for the others
+        (line,) = issues_of(choose_device, "auto", World(rank, rank, 4, 4))
+        assert line.startswith(
+            "run.device: auto needs a GPU for each rank of this machine, 4, found 2; use --"
+        )
+
+
+def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each task has its own, and that is number 0 to it: srun --gpus-per-task=1, --gpu-bind."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for rank in range(4):
+        assert choose_device("cuda", World(rank, rank, 4, 4)) == torch.device("cuda", 0)
+
+
+def test_ranks_that_have_one_gpu_are_refused() -> None:
+    here = [Place("n1/1", "0000:1a:00.0"), Place("n1/1", "0000:1b:00.0"), Place("n2/2", "0000:1a:00.0")]
+    check_places(here, 1)
+    check_places([Place("n1/1", None)] * 3, 1)  # CPU ranks share a machine
+    (line,) = issues_of(check_places, [*here, here[1], Place("n1/3", "0000:1a:00.0")], 1)
+    assert line.startswith(
+        "run.device: ranks 1, 3 have one GPU, 0000:1b:00.0 of n1, and each needs its own; "
+    )
+
+
+@pytest.mark.parametrize(
+    ("nodes", "spread"),
+    [
+        ("aabb", ()),
+        ("aaaabb", ()),
+        ("abab", ("ranks 0, 1 of one replica are spread over a, b", "ranks 2, 3 of one")),
+        ("aaab", ("ranks 2, 3 of one replica are spread over a, b",)),
+    ],
+)
+def test_the_ranks_of_a_replica_share_a_node(nodes: str, spread: tuple[str, ...]) -> None:
+    places = [Place(f"{node}/0", f"0000:{i:02x}:00.0") for i, node in enumerate(nodes)]
+    check_places(places, 1)
+    if not spread:
+        check_places(places, 2)
+        return
+    found = issues_of(check_places, places, 2)
+    assert len(found) == len(spread)
+    for line, part in zip(found, spread, strict=True):
+        assert line.startswith("parallel.tensor: 2, and ")
+        assert part in line
+
+
+def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the other ranks are not visible to it; what they are it is told."""
+    asked: list[Any] = []
+
+    def properties(index: int) -> Any:
+        assert index == 0, "no such device"
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+
+    def placed(*arguments: Any) -> Placement:
+        asked.append(arguments)
+        return Placement(((0,), (1,)), 1)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(dist, "place", placed)
+    mine = dist.own_place(torch.device("cuda", 0))
+    assert mine.gpu == "0000:1b:00.0"
+    other = dataclasses.replace(mine, gpu="0000:1a:00.0")
+    elsewhere = Place("n2/2", "0000:1a:00.0")
+    set_affinity(torch.device("cuda", 0), World(2, 1, 4, 2), [elsewhere, other, mine, elsewhere])
+    set_affinity(torch.device("cuda", 0), LONE)
+    assert asked == [(1, 2, ["0000:1a:00.0", "0000:1b:00.0"]), (0, 1, ["0000:1b:00.0"])]
 
 
 @pytest.mark.parametrize(("ranks", "share"), [(1, 6), (2, 3), (3, 2), (4, 1), (6, 1), (7, 0)])
@@ -261,7 +334,11 @@ def check_bus_bandwidth(comm: Comm) -> None:
 
 def check_everything() -> None:
     world = read_world(os.environ)
-    comm = connect(world, CPU)
+    node = dist.own_place(CPU).node
+    dist.own_place = lambda device: Place(node, f"gpu {world.rank}")  # type: ignore[assignment]
+    meeting = meet(world, CPU)
+    assert meeting.places == tuple(Place(node, f"gpu {rank}") for rank in range(world.size))
+    comm = connect(world, CPU, meeting)
     check_comm(comm, [3.5, -1.25, 1e300][: world.size])
     check_clock(comm)
     for sender in range(world.size):

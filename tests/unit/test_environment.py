@@ -45,6 +45,7 @@ GOOD = Environment(
     kernel="6",
     python="3.12.1",
     cpu_model="cpu",
+    bf16_units=(),
     physical_cores=16,
     logical_cores=32,
     affinity_cores=32,

@@ -129,10 +129,18 @@ def test_a_rank_that_has_not_begun_is_behind_and_not_frozen() -> None:
 
 
 def test_the_rank_that_is_behind_is_named() -> None:
-    for other in ({"step": 5, "phase": "data"}, {"phase": "log"}, {"done": 2}):
+    for other in ({"step": 5, "phase": "data"}, {"phase": "log"}, {"done": 2}, {"phase": "data", "done": 2}):
         found = find_culprit([witness(0, **other), witness(1, done=1), witness(2, **other)])
         assert found.ranks == (1,)
         assert found.why.startswith("behind the others")
+
+
+def test_a_rank_that_waits_for_data_is_named() -> None:
+    """In the step of the others, with as many micro batches done as they."""
+    witnesses = [witness(0, BACKWARD, done=3), witness(1, WORK, phase="data", done=3), witness(2, done=3)]
+    found = find_culprit(witnesses)
+    assert found.ranks == (1,)
+    assert "hang: rank 1 in step 4 (data, 3 micro batches done): behind" in report(witnesses, found)[0]
 
 
 def test_of_ranks_at_many_places_the_last_one_is_named() -> None:
@@ -222,6 +230,19 @@ def test_ranks_that_wait_for_each_other_are_both_named() -> None:
     assert found is not None
     assert found.ranks == (0, 1)
     assert "wait for each other" in found.why
+
+
+def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
+    """All ranks have passed on as much: the GPU of one has not begun what those of the others are in."""
+    ahead = [*started("all_reduce"), {**started("all_reduce", first=2)[0], "state": "started"}]
+    behind = [*ahead[:-1], {**ahead[-1], "state": "scheduled"}]
+    assert compare_collectives({0: ahead, 1: behind}) is None
+    witnesses = [witness(0, BACKWARD, collectives=ahead), witness(1, BACKWARD, done=2, collectives=behind)]
+    found = find_culprit(witnesses)  # before the place in the step: rank 0 is behind there
+    assert found == Verdict((1,), "has on its GPU not begun all_reduce of [[8]], in which rank 0 waits")
+    assert "rank 1 in step 4 (step, 2 micro batches passed to the GPU)" in report(witnesses, found)[0]
+    gloo = [{**entry, "state": "scheduled"} for entry in ahead]
+    assert find_culprit([witness(0, collectives=gloo), witness(1, collectives=gloo)]).ranks == ()
 
 
 # --- the report

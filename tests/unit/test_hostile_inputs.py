@@ -17,7 +17,7 @@ from bert_dp.config import Config, ConfigError, Section
 from bert_dp.corpus import builder, sources
 from tests.e2e.cli import here, refused
 
-BASE = ("train", "quickstart", "--nproc", "1", "--dry-run")
+BASE = ("train", "quickstart", "--nproc", "1", "--dry-run", "--set", "precision=fp32")
 LONG = "9" * 400
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +25,7 @@ from bert_dp.metrics import Meter
 from bert_dp.model import Vocabulary, build_model
 from bert_dp.parallel import make_engine
 from bert_dp.precision import Precision
-from bert_dp.rank_process import Signals
+from bert_dp.rank_process import Signals, collector_at_rest
 from bert_dp.tasks import Metadata
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.train_state import TrainState
@@ -180,7 +182,9 @@ def trained(
     return train_here(tmp_path, clock, eval={"every_steps": getattr(request, "param", 1)})
 
 
-def train_here(tmp_path: Path, clock: Clock, **sections: Any) -> tuple[Any, TrainState, RunResult]:
+def train_here(
+    tmp_path: Path, clock: Clock, *, stream: Any = None, heartbeat: Any = None, **sections: Any
+) -> tuple[Any, TrainState, RunResult]:
     settings = config(
         **{
             "schedule": {"steps": 5, "name": "constant"},
@@ -205,16 +209,17 @@ def train_here(tmp_path: Path, clock: Clock, **sections: Any) -> tuple[Any, Trai
         engine=engine,
         model=wrapped,
         optimizer=optimizer,
-        stream=SimpleNamespace(next=lambda: batch, wait_s=0.0),
+        stream=stream or SimpleNamespace(next=lambda: batch, wait_s=0.0),
         data=Metadata("0" * 64, None, 99, None, 3.0, 4.0),
         num_parameters=1,
         meter=meter,
+        trace=None,
         metadata={"compiled": False},
         checkpointer=saver,
         directory_lost=lambda: None,
         records=Records(tmp_path, lambda line: None, LostWrites()),
         log_rank0=lambda line: None,
-        heartbeat=SimpleNamespace(enter=lambda *_: None, progress=lambda: None),
+        heartbeat=heartbeat or SimpleNamespace(enter=lambda *_: None, progress=lambda: None),
         signals=Signals(),
     )
     state = TrainState()
@@ -239,6 +244,76 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(
     assert trainer.meter.totals["train_s"] == 5 * 2.0
     assert state.eval_s == 5 * 100.0
     assert np.isfinite((state.heldout or {})["loss"])
+
+
+class SlowStream:
+    """Ten seconds for a micro batch, of which it tells."""
+
+    def __init__(self, clock: Clock, told: list[str]):
+        self._clock, self._told, self.wait_s = clock, told, 0.0
+
+    def next(self) -> Batch:
+        self._clock.now += 10.0
+        self.wait_s += 10.0
+        self._told.append("drawn")
+        return batches(1)[0]
+
+
+def test_a_micro_batch_is_drawn_when_the_one_before_it_is_on_its_way(tmp_path: Path, clock: Clock) -> None:
+    """Else a device idles through the wait for all of them; the heartbeat says who waits, and no timer of
+    the work counts it."""
+    told: list[str] = []
+    trainer, *_ = train_here(
+        tmp_path,
+        clock,
+        stream=SlowStream(clock, told),
+        heartbeat=SimpleNamespace(
+            enter=lambda name, *_: told.append(name), progress=lambda: told.append("+")
+        ),
+        batch={"global_size": 6, "micro_size": 2},
+        schedule={"steps": 1, "name": "constant"},
+    )
+    assert told[: told.index("log")] == ["data", *["data", "drawn", "step", "+"] * 3, "data"]
+    (line,) = read_lines(tmp_path / "metrics.jsonl")
+    assert (line["step_time_s"], line["data_wait_s"], line["forward_backward_s"]) == (33.0, 30.0, 3.0)
+    assert trainer.meter.own_work_s == [3.0]
+
+
+class Knot:
+    """Refers to itself, so that only the collector frees it."""
+
+    def __init__(self) -> None:
+        self.itself = self
+
+
+class LeakyStream:
+    """Every micro batch leaves a knot."""
+
+    def __init__(self) -> None:
+        self.wait_s, self.left = 0.0, list[weakref.ref[Knot]]()
+
+    def next(self) -> Batch:
+        knot = Knot()
+        self.left.append(weakref.ref(knot))
+        return batches(1)[0]
+
+
+def test_garbage_is_collected_when_a_line_is_logged(tmp_path: Path, clock: Clock) -> None:
+    stream, alive, before = LeakyStream(), [], gc.get_threshold()
+
+    def enter(phase: str, *_: Any) -> None:
+        if phase == "data" and len(stream.left) % 2 == 0:
+            alive.append(sum(knot() is not None for knot in stream.left))
+
+    with collector_at_rest():
+        train_here(
+            tmp_path, clock, stream=stream, heartbeat=SimpleNamespace(enter=enter, progress=lambda: None)
+        )
+        assert gc.get_freeze_count() > 0
+    assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
+    # at the begin of each step, two micro batches, and a line after every second
+    assert list(dict.fromkeys(alive)) == [0, 2]
+    assert sum(knot() is not None for knot in stream.left) == 0
 
 
 def test_a_step_of_the_ramp_is_divided_by_its_own_targets(

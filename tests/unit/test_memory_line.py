@@ -125,12 +125,14 @@ def test_without_torchs_private_modules_the_formula_answers(monkeypatch: pytest.
     assert memory_line(small("parallel.tensor=2"), 2, (8, 16))["source"] == "formula"
 
 
-def test_main_allocates_no_model() -> None:
+def test_main_allocates_no_model(tmp_path: Path) -> None:
+    config = tmp_path / "config.yaml"
+    config.write_text("base: crammed-bert\nprecision: fp32\n")
     code = (
         "import sys, resource, bert_dp.measure.memory_line as m; assert m.main(sys.argv[1:]) == 0; "
         "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
     )
-    arguments = [str(CONFIGS / "crammed-bert.yaml"), "1", "64", "128"]
+    arguments = [str(config), "1", "64", "128"]
     done = subprocess.run(
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True
     )

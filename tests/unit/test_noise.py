@@ -207,6 +207,7 @@ def measure(cases: Sequence[Case], out: str) -> None:
                 model,
                 lambda m, b: m(b.x_ND),
                 batches,
+                grad_accum_steps=len(batches),
                 num_targets=sum(b.num_masked for b in batches) * engine.dp_size,
                 device=cpu,
                 precision=Precision("fp64", torch.float64, None),

@@ -67,15 +67,15 @@ def test_gradients_go_once_a_step(accumulation: int, options: dict[str, Any], se
 @pytest.mark.parametrize(
     ("accumulation", "gain", "seconds"),
     [
-        # Four blocks, of which one is the embedding: gather 500 B, 0.25 s; scatter 1000 B, 0.5 s; forward
-        # 0.2 s and backward 0.3 s. All in turn: 4 x 0.25 forward, 4 x 0.25 backward, 4 x 0.5 scatter.
-        (1, 0.0, 1.0 + 1.0 + 2.0),
-        (3, 0.0, 3 * 1.0 + 3 * 1.0 + 2.0),
-        # The first is waited for; the next come beside a block: forward 0.05 s late, backward in time, and
-        # with the scatter 0.25 + 0.5 - 0.3 late
-        (1, 1.0, (0.25 + 3 * 0.05) + (0.75 + 3 * 0.45)),
-        (3, 1.0, 3 * (0.25 + 3 * 0.05) + 2 * 0.25 + (0.75 + 3 * 0.45)),
-        (3, 0.5, (8.0 + 3.8) / 2),
+        # Four blocks, of which one is the embedding: gather and scatter 1000 B, 0.5 s each; forward 0.2 s and
+        # backward 0.3 s. All in turn: 4 x 0.5 forward, 4 x 0.5 backward, 4 x 0.5 scatter.
+        (1, 0.0, 2.0 + 2.0 + 2.0),
+        (3, 0.0, 3 * 2.0 + 3 * 2.0 + 2.0),
+        # The first is waited for; the next come beside a block: forward 0.3 s late, backward 0.2 s, and with
+        # the scatter 0.5 + 0.5 - 0.3 late
+        (1, 1.0, (0.5 + 3 * 0.3) + (1.0 + 3 * 0.7)),
+        (3, 1.0, 3 * (0.5 + 3 * 0.3) + 2 * (0.5 + 3 * 0.2) + (1.0 + 3 * 0.7)),
+        (3, 0.5, (14.0 + 9.5) / 2),
     ],
 )
 def test_fsdp_gathers_twice_a_micro_batch_and_scatters_once_a_step(

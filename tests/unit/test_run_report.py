@@ -53,7 +53,7 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
         (rates, "tokens", "16.4 k tokens/s | summed over 2 CPU ranks"),
         (rates, "tokens per device", "8.19 k tokens/s | tokens/s divided by 2 CPU ranks"),
         (rates, "straggler ratio", f"1.05 | {ratio}"),
-        (rates, "MFU", "n/a | model FLOPs / peak of the device unknown"),
+        (rates, "MFU", "n/a | model FLOPs / fp32 peak of the device unknown"),
         (time, "wall", "100.0 s | setup 10.0 s, compile 5.0 s, train 75.0 s, eval 6.0 s, save 4.0 s"),
         (time, "setup", "10.0 s | 10.0 % of wall"),
         (time, "compile", "5.0 s | 5.0 % of wall"),

@@ -43,6 +43,7 @@ def config(**batch: int) -> Config:
             {
                 "data": {"sources": ["builtin"], "sequence_length": 16},
                 "schedule": {"hours": 1.0},
+                "precision": "fp32",
                 "model": {
                     "vocab_size": 64,
                     "hidden_size": 32,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 from bert_dp import checkpoint
 from bert_dp.building import first_state
 from bert_dp.config import OptimConfig, batch_layout
+from bert_dp.data import random_batch
 from bert_dp.dist import Comm, connect, disconnect
+from bert_dp.metrics import restart_peak_memory
+from bert_dp.model import build_model
 from bert_dp.optim import make_optimizer
 from bert_dp.parallel import Engine, State, engine_name, make_engine
 from bert_dp.parallel.ddp import reduce_narrow
@@ -27,8 +31,9 @@ from bert_dp.precision import Precision
 from bert_dp.tasks import make_task
 from bert_dp.trainable import Model
 from bert_dp.trainer import dry_run
-from bert_dp.world import World
+from bert_dp.world import World, read_world
 from tests.helpers import TINY_MODEL, make_config
+from tests.ranks import run_ranks
 from tests.shards import write_shards
 from tests.states import FACTS
 from tests.tensors import CPU, bits, flat, with_moments
@@ -330,6 +335,48 @@ def test_replicas_are_summed_with_a_loss_scale_as_without(
         engine.dp_size = 2
         norms.append(float(run_step(engine, model, 0, fp16=fp16)) * loss_scale)
     assert norms[1] == pytest.approx(norms[0], rel=0.05)
+
+
+def gather_on_two_ranks() -> None:
+    """Rank 1 takes part and copies nothing: a whole state on the host of every rank may be too much."""
+    world = read_world(os.environ)
+    connect(world, CPU)
+    plain_to, copies = Tensor.to, []
+
+    def counted(tensor: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        copies.extend([tensor.shape] * bool(options.get("copy")))
+        return plain_to(tensor, *arguments, **options)
+
+    for name, tensor in (("ddp", 1), ("ddp", 2), ("zero1", 1), ("zero1", 2), ("fsdp", 1), ("fsdp", 2)):
+        config = make_config(parallel={"engine": name, "tensor": tensor}, model=TINY_MODEL)
+        engine = make_engine(name, config, world, CPU, precision="fp32", run_dir=Path())
+        bare = build_model(config.model, 16, 0)
+        model, _ = engine.prepare(bare, lambda named, bare=bare: make_optimizer(OPTIM, named, bare))
+        batch = random_batch(0, 2, 16, 4, 64)
+        with engine.accumulate(last=True):
+            engine.backward(model(batch.ids_BS, batch.positions_P, batch.labels_P))
+        engine.step(0.5)
+        copies.clear()
+        Tensor.to = counted  # type: ignore[method-assign,assignment]
+        state = engine.gather_state()
+        Tensor.to = plain_to  # type: ignore[method-assign]
+        held = 0 if state is None else sum(len(part) for part in state.values())
+        assert (held > 0, len(copies)) == (world.rank == 0, held), (name, tensor)
+    disconnect()
+
+
+def test_a_gathered_state_is_on_rank_0_alone() -> None:
+    run_ranks(2, gather_on_two_ranks)
+
+
+def test_a_gpus_peak_memory_can_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("cache"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", told.append)
+    restart_peak_memory(CPU)
+    assert told == []
+    restart_peak_memory(torch.device("cuda", 1))
+    assert told == ["cache", torch.device("cuda", 1)]
 
 
 def test_the_scaler_goes_on_where_it_was() -> None:

@@ -30,6 +30,7 @@ def config(global_size: int = 64, **batch: Any) -> Config:
             {
                 "data": {"sources": ["builtin"]},
                 "schedule": {"steps": 9},
+                "precision": "fp32",
                 "batch": {"global_size": global_size, "micro_size": 1, **batch},
             }
         ]
@@ -242,7 +243,9 @@ def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
     """Of 1.6 GiB a tenth is spare: 27 sequences fit beside 0.9 GiB, 47 would beside the 0.5 of rank 0."""
     line = {"intercept_bytes": 0, "bytes_per_sequence": 0.02 * GIB, "parts": {}}
     (tmp_path / "memory_line.json").write_text(json.dumps(line))
-    question = Question(config(64), 2, (1, 2, 4, 8, 16, 32), 600.0, 1.6, "--memory", "torchrun", False)
+    question = Question(
+        config(64), 2, (1, 2, 4, 8, 16, 32), 600.0, 1.6, "--memory", "torchrun", False, "fp32"
+    )
     search = BatchSearch(question, tmp_path, runner(MadeRunner, tmp_path), lambda line: None)
     search.run()
     memory = search.memory
@@ -263,7 +266,7 @@ def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
 def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
     tmp_path: Path, peaks: list[float], retries: int | None, status: str
 ) -> None:
-    question = Question(config(8), 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False)
+    question = Question(config(8), 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False, "fp32")
     batches = BatchTrials(question, tmp_path, runner(Runner, tmp_path))
     trial = batches.trial("t", 2, 8, 4)
     parts = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
@@ -286,7 +289,7 @@ def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
 
 def test_a_trial_keeps_the_users_settings_and_saves_nothing(tmp_path: Path) -> None:
     noisy = resolve([config(8).model_dump(mode="json"), {"log": {"noise_scale": True}}])
-    question = Question(noisy, 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False)
+    question = Question(noisy, 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False, "fp32")
     trial = BatchTrials(question, tmp_path, runner(Runner, tmp_path)).trial("t", 2, 8, 4)
     assert trial.config.model == question.config.model
     assert trial.config.optim == question.config.optim
@@ -300,7 +303,7 @@ def test_a_trial_keeps_the_users_settings_and_saves_nothing(tmp_path: Path) -> N
 @pytest.mark.parametrize(("budget_s", "taken"), [(60.0, True), (120.0, True), (30.0, False)])
 def test_a_search_goes_on_with_a_greater_budget_only(tmp_path: Path, budget_s: float, taken: bool) -> None:
     """A search that could not settle its choice advises one."""
-    question = Question(config(8), 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False)
+    question = Question(config(8), 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False, "fp32")
     results.write(tmp_path / batch.PLAN, batch.plan_of(question))
     plan = batch.plan_of(dataclasses.replace(question, budget_s=budget_s))
     output = job.Output(tmp_path, "search", batch.PLAN, plan, batch.FIXED, batch.GROWS)
@@ -313,7 +316,9 @@ MACHINE = {"gpus": [], "cpu_model": "a CPU", "affinity_cores": 2, "versions": {"
 
 
 def key(settings: Config, machine: dict[str, Any] | None = None, ranks: int = 2) -> str:
-    question = Question(settings, ranks, (1,), 60.0, 4.0, "this machine", "torchrun", False)
+    question = Question(
+        settings, ranks, (1,), 60.0, 4.0, "this machine", "torchrun", False, settings.precision
+    )
     return cache.key(question, machine or MACHINE)
 
 
@@ -332,7 +337,7 @@ def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
 
 def test_what_the_cache_answers_trains_the_users_own_configuration() -> None:
     mine = config(64).model_copy(update={"optim": config().optim.model_copy(update={"lr": 7e-5})})
-    question = Question(mine, 2, (1, 2), 60.0, None, "", "torchrun", False)
+    question = Question(mine, 2, (1, 2), 60.0, None, "", "torchrun", False, "fp32")
     known = TuneBatch.model_validate(
         tune_fixture.batch(config_hash="of another", config={}) | {"choice": chosen(2)}
     )

@@ -139,7 +139,13 @@ def run_search(
     said: list[str] = []
     with mock.patch.object(trials, "runner", return_value=contextlib.nullcontext(made)):
         code, tune = lr.run_locked(
-            config, settings, 1, output(made.out, config, settings), on_gpu=False, log=said.append
+            config,
+            settings,
+            1,
+            output(made.out, config, settings),
+            precision="fp32",
+            on_gpu=False,
+            log=said.append,
         )
     said += shown(rate_report(tune, made.out), 200)
     found = results.plain(tune)
@@ -500,7 +506,15 @@ def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
     with edited_manifest(bare) as edited:
         edited["held_out"] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
     with pytest.raises(ConfigError, match="no held-out documents"):
-        lr.run_locked(make(bare), LrOptions(), 1, output(tmp_path, make(bare)), on_gpu=False, log=print)
+        lr.run_locked(
+            make(bare),
+            LrOptions(),
+            1,
+            output(tmp_path, make(bare)),
+            precision="fp32",
+            on_gpu=False,
+            log=print,
+        )
 
 
 def test_a_search_counts_its_seconds_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

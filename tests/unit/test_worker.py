@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import os
 import signal
@@ -12,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from bert_dp.config import ConfigError
-from bert_dp.rank_process import STOP_SIGNALS, Signals
+from bert_dp.config import ConfigError, changed_settings, resolve
+from bert_dp.rank_process import LITTER, STOP_SIGNALS, Signals
 from tests.parity.runs import evals, metrics, settings, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
@@ -35,16 +36,29 @@ def slowed(module: Any, name: str, clock: SimpleNamespace, seconds: float) -> No
 
 def train_twice(run_dir: str, more: dict[str, Any]) -> None:
     """Two steps, the second with a bad gradient, and in a second process's place as `more` says."""
-    from bert_dp import setup, trainer, worker
+    from bert_dp import metrics, setup, trainer, worker
 
     clock = SimpleNamespace(now=100.0)
     worker.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
     slowed(setup, "build_trainer", clock, ASSEMBLE_S)
     slowed(trainer, "dry_run", clock, DRY_RUN_S)
+    told, plain = [], trainer.train
+
+    def train(*arguments: Any) -> Any:
+        told.append(("train", gc.get_threshold()[0], clock.now))
+        return plain(*arguments)
+
+    trainer.train = train
+    metrics.restart_peak_memory = lambda device: told.append(("peak", gc.get_threshold()[0], clock.now))
     poisoned = functools.partial(PoisonedTask, bad_steps=range(1, 2))
     assert worker.main([f"{run_dir}/config.yaml"], poisoned) == 0
     write_run(Path(run_dir), more)
     assert worker.main([f"{run_dir}/config.yaml"]) == 0
+    ready = [100.0 + number * (ASSEMBLE_S + DRY_RUN_S) for number in (1, 2)]
+    # the dry run's memory is not the run's, and no rank stops to collect garbage at a step of its own
+    often = gc.get_threshold()[0]
+    assert told == [each for now in ready for each in (("peak", often, now), ("train", LITTER, now))]
+    assert often < LITTER
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +137,60 @@ def test_a_corpus_is_built_before_the_ranks_meet(tmp_path: Path) -> None:
     config["data"]["build"] = {"held_out_fraction": 0.2, "max_tokens_per_char": 0.0}
     run_ranks(2, build_and_meet, str(write_run(tmp_path, config)))
     assert [(tmp_path / f"built-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+def train_deterministically(folder: str) -> None:
+    """With the setting and then without, in one process."""
+    import torch
+    from torch._inductor import config as inductor
+
+    from bert_dp import trainer, worker
+
+    plain = trainer.train
+    for on in (True, False):
+
+        def train(*arguments: Any, on: bool = on) -> Any:
+            assert torch.are_deterministic_algorithms_enabled() is on
+            assert getattr(inductor, "deterministic", on) is on
+            assert torch.backends.cuda.mem_efficient_sdp_enabled() is not on
+            assert torch.backends.cuda.flash_sdp_enabled()
+            return plain(*arguments)
+
+        trainer.train = train
+        assert worker.main([f"{folder}/{on}/config.yaml"]) == 0
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_a_run_can_be_made_deterministic(tmp_path: Path, shards: Path) -> None:
+    for on in (True, False):
+        write_run(tmp_path / str(on), settings(shards, schedule={"steps": 2}, run={"deterministic": on}))
+    run_ranks(1, train_deterministically, str(tmp_path))
+    assert metrics(tmp_path / "True")[-1]["loss"] == pytest.approx(metrics(tmp_path / "False")[-1]["loss"])
+
+
+def test_an_older_run_may_go_on_deterministically(tmp_path: Path, shards: Path) -> None:
+    older = resolve([settings(shards)]).model_dump(mode="json")
+    del older["run"]["deterministic"]
+    newer = resolve([settings(shards, run={"deterministic": True})])
+    assert changed_settings(older, newer) == []
+    assert resolve([settings(shards)]).hash() != newer.hash()
+
+
+def start_misplaced(folder: str) -> None:
+    """Two ranks that have one GPU, and then a replica of two ranks on two nodes: bad input on both."""
+    from bert_dp import dist, worker
+
+    rank, store = os.environ["RANK"], os.environ["BERT_DP_INIT_FILE"]
+    for name, place in (("gpu", dist.Place("n/1", "0000:1a:00.0")), ("nodes", dist.Place(f"n/{rank}", None))):
+        os.environ["BERT_DP_INIT_FILE"] = f"{store}-{name}"
+        dist.own_place = lambda device, place=place: place  # type: ignore[misc,assignment]
+        assert worker.main([f"{folder}/{name}/config.yaml"]) == 2
+
+
+def test_ranks_at_the_wrong_place_are_refused(tmp_path: Path, shards: Path) -> None:
+    for name, tensor in (("gpu", 1), ("nodes", 2)):
+        write_run(tmp_path / name, settings(shards, schedule={"steps": 1}, parallel={"tensor": tensor}))
+    run_ranks(2, start_misplaced, str(tmp_path))
 
 
 def test_ranks_with_other_data_than_rank_0_are_refused() -> None:

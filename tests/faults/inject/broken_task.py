@@ -42,7 +42,7 @@ class BrokenStream:
         return getattr(self._inner, name)
 
     def next(self):
-        if COUNTER.due("data", self._task.step + 1):  # the step that this batch is for has not begun
+        if COUNTER.due("data", self._task.step):
             break_now(COUNTER.fault)
         return self._inner.next()
 

@@ -1,0 +1,256 @@
+"""What `precision: auto` is, by CPU, engine and checkpoint: the same for launcher and ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+
+import bert_dp.precision
+from bert_dp import record, setup
+from bert_dp.config import bf16_units, decide_precision, dump_config
+from bert_dp.config import precision as rule
+from bert_dp.dist import Comm
+from bert_dp.measure import memory_line
+from bert_dp.train_state import TrainState
+from bert_dp.world import World
+from launcher.machine import doctor, environment
+from launcher.machine.environment import Environment
+from launcher.machine.precision import keep_ratio, precision_of, ratio_file
+from launcher.report import run_files
+from launcher.run import train
+from launcher.run.memory_check import check_memory
+from launcher.run.trials import trial_precision
+from launcher.scale.grid import Grid, Settings
+from launcher.tune import batch
+from launcher.watch import advice
+from tests.helpers import make_config, write_files
+from tests.states import FACTS
+
+CPU = torch.device("cpu")
+MACHINE = dataclasses.replace(environment.probe(), gpus=(), memory_available_gib=64.0, memory_limit_gib=None)
+WITH = dataclasses.replace(MACHINE, bf16_units=("amx_bf16", "avx512_bf16"))
+WITHOUT = dataclasses.replace(MACHINE, bf16_units=())
+AUTO = make_config("precision=auto", "run.device=cpu")
+
+
+@pytest.mark.parametrize(
+    ("line", "units"),
+    [
+        ("flags\t\t: fpu avx512_bf16 amx_bf16 amx_tile", ("amx_bf16", "avx512_bf16")),
+        ("flags : fpu avx512f avx512_bf16", ("avx512_bf16",)),
+        ("flags : fpu avx512f avx512_bf16x", ()),
+        ("flags : fpu avx2\npower management: amx_bf16", ()),
+        ("Features : fp asimd bf16 i8mm", ()),
+    ],
+)
+def test_units_are_the_flags_of_cpuinfo(tmp_path: Path, line: str, units: tuple[str, ...]) -> None:
+    text = f"processor\t: 0\nmodel name\t: a CPU\n{line}\n\nprocessor\t: 1\n{line}\n"
+    root = write_files(tmp_path, {"proc/cpuinfo": text})
+    assert bf16_units(root) == units
+    assert environment.probe(root=root).bf16_units == units
+
+
+def test_a_system_that_tells_no_flags_has_no_units(tmp_path: Path) -> None:
+    assert bf16_units(tmp_path) == ()
+
+
+@pytest.mark.parametrize(
+    ("setting", "on_gpu", "has_bf16", "kept", "chosen"),
+    [
+        ("auto", False, True, None, "bf16"),
+        ("auto", False, False, None, "fp32"),
+        ("auto", True, True, None, "bf16"),
+        ("auto", True, False, None, "fp16"),
+        ("auto", False, False, "bf16", "bf16"),
+        ("auto", False, True, "fp32", "fp32"),
+        ("fp32", False, True, "bf16", "fp32"),
+        ("bf16", False, False, None, "bf16"),
+    ],
+)
+def test_auto_is_bf16_where_it_is_multiplied_and_nothing_was_kept(
+    setting: str, on_gpu: bool, has_bf16: bool, kept: str | None, chosen: str
+) -> None:
+    for engine in ("ddp", "deepspeed"):
+        assert decide_precision(setting, [engine], on_gpu=on_gpu, has_bf16=has_bf16, kept=kept) == chosen
+
+
+def test_an_engine_that_does_not_take_bf16_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(rule.REFUSED, "deepspeed", ("fp64", "fp16", "bf16"))
+    assert decide_precision("auto", ["ddp", "deepspeed"], on_gpu=False, has_bf16=True) == "fp32"
+    assert decide_precision("auto", ["ddp", "zero1"], on_gpu=False, has_bf16=True) == "bf16"
+    assert trial_precision(AUTO, WITH, ["ddp", "deepspeed"], on_gpu=False) == "fp32"
+
+
+# --- ranks
+
+
+class Ranks(Comm):
+    """Rank 0 of several, of which only those in `able` multiply bf16."""
+
+    def __init__(self, able: Sequence[bool]):
+        super().__init__(World(0, 0, len(able), len(able)), None)
+        self._able = able
+
+    def all_gather(self, values: Sequence[float]) -> torch.Tensor:
+        assert list(values) == [self._able[0]]
+        return torch.tensor(self._able, dtype=torch.float64)[:, None]
+
+
+def agreed(
+    monkeypatch: pytest.MonkeyPatch, able: Sequence[bool], *settings: str, kept: str | None = None
+) -> str:
+    monkeypatch.setattr(bert_dp.precision, "bf16_units", lambda: ("amx_bf16",) if able[0] else ())
+    resumed = None if kept is None else setup.Checkpoint(Path(), {}, TrainState(), None, kept)
+    config = make_config("precision=auto", *settings)
+    return setup.agree_precision(config, Ranks(able), CPU, resumed).name
+
+
+def test_ranks_compute_in_bf16_only_if_all_of_them_can(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert agreed(monkeypatch, [True, True]) == "bf16"
+    assert agreed(monkeypatch, [True, False]) == "fp32"
+    assert agreed(monkeypatch, [False, True]) == "fp32"
+    assert agreed(monkeypatch, [True, True], "precision=fp32") == "fp32"
+    assert capsys.readouterr().out == ""
+
+
+def test_a_run_that_goes_on_keeps_its_precision_and_says_where_that_is_slow(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert agreed(monkeypatch, [True], kept="fp32") == "fp32"
+    assert agreed(monkeypatch, [True], kept="bf16") == "bf16"
+    assert capsys.readouterr().out == ""
+    assert agreed(monkeypatch, [True, False], kept="bf16") == "bf16"
+    assert "begun in bf16 and keeps it, and here bf16 is emulated and slow" in capsys.readouterr().out
+
+
+# --- the launcher
+
+
+@pytest.mark.parametrize(("machine", "chosen"), [(WITH, "bf16"), (WITHOUT, "fp32")])
+def test_launcher_and_ranks_estimate_and_try_in_the_same_precision(
+    machine: Environment, chosen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bert_dp.precision, "bf16_units", lambda: machine.bf16_units)
+    assert memory_line.choose_device(AUTO)[1].name == chosen
+    assert check_memory(AUTO, 2, machine, on_gpu=False).precision == chosen
+    assert check_memory(AUTO, 2, machine, on_gpu=False, kept="fp64").precision == "fp64"
+    assert precision_of(AUTO, machine.bf16_units, on_gpu=True) == "bf16"
+    options = Settings((1, 2), ("weak",), ("ddp", "zero1"), (1,), "torchrun", 1, 2, 1, None)
+    grid = Grid(AUTO, options, machine, on_gpu=False)
+    assert {grid.config_of(cell).precision for cell in grid.cells} == {chosen}
+    assert (grid.config, grid.precision) == (AUTO, chosen)
+    asked = batch.job.Job("it", AUTO, machine)
+    question = batch.ask(asked, nproc="1", budget_s=1.0, memory_gib=1.0, launcher="torchrun")
+    assert (question.precision, question.config.precision) == (chosen, "auto")
+
+
+def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(AUTO))
+    for machine in (WITH, WITHOUT):
+        record.write_json(tmp_path / "environment.json", machine.to_json())
+        told = advice._what_to_lower(tmp_path, 1, "host", "")[0][-1]
+        for precision in ("bf16", "fp32"):
+            of = advice.what_fits(AUTO, precision, 1, MACHINE.memory_gib, has_checkpoint=False)[0]
+            assert (told == of) == (precision == ("bf16" if machine is WITH else "fp32"))
+
+
+def dry_run(tmp_path: Path, *settings: str, resume: str = "auto") -> None:
+    overrides = ["run.device=cpu", *settings]
+    console = Console(width=400)
+    code = train.train(
+        None, overrides, nproc="1", run_dir=tmp_path / "run", resume=resume, dry_run=True, console=console
+    )
+    assert code == 0
+
+
+@pytest.mark.parametrize(("machine", "chosen"), [(WITH, "bf16"), (WITHOUT, "fp32")])
+def test_a_dry_run_names_what_auto_is(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    machine: Environment,
+    chosen: str,
+) -> None:
+    monkeypatch.setattr(environment, "probe", lambda *_: machine)
+    dry_run(tmp_path)
+    told = capsys.readouterr().out
+    assert f"(estimate, {chosen}, " in told
+    assert "emulated" not in told
+
+
+def test_bf16_where_it_is_emulated_is_a_warning_with_the_rate_that_doctor_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(environment, "probe", lambda *_: WITHOUT)
+
+    def told(*settings: str) -> list[str]:
+        dry_run(tmp_path, *settings)
+        lines = capsys.readouterr().out.splitlines()
+        return [line for line in lines if line.startswith("warning: precision: bf16 is emulated on this CPU")]
+
+    assert told() == told("precision=fp32") == []
+    (line,) = told("precision=bf16")
+    assert "is slower than fp32; bert-dp doctor measures by how much" in line
+    measured = {"torch": "2", "shape": [1024, 768, 768], "fp32_flops": 4e10, "bf16_flops": 1e10}
+    keep_ratio(measured, WITHOUT)
+    (line,) = told("precision=bf16")
+    assert "0.25 x its fp32 matmul rate (10 G FLOP/s against 40 G FLOP/s)" in line
+    keep_ratio(measured, dataclasses.replace(WITHOUT, cpu_model="another"))
+    (line,) = told("precision=bf16")
+    assert "0.25" not in line
+    monkeypatch.setattr(environment, "probe", lambda *_: WITH)
+    assert told("precision=bf16") == []
+
+
+@pytest.mark.parametrize(
+    ("machine", "bf16", "level", "said"),
+    [
+        (WITH, 8e10, "ok", "bf16: amx_bf16, avx512_bf16; it multiplies bf16 at 2.00 x"),
+        (WITH, 2e10, "warn", "at 0.50 x its fp32 matmul rate (20 G FLOP/s against 40 G FLOP/s)"),
+        (WITHOUT, 2e10, "ok", "bf16: no unit on this CPU, so precision: auto is fp32; it multiplies"),
+        (WITHOUT, -1.0, "ok", "its matmul rate is not known (matmul_ratio.json is damaged: bf16_flops"),
+    ],
+)
+def test_doctor_names_the_units_and_keeps_the_ratio(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, machine: Environment, bf16: float, level: str, said: str
+) -> None:
+    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path))
+    line = {"torch": "2", "shape": [1024, 768, 768], "fp32_flops": 4e10, "bf16_flops": bf16}
+    monkeypatch.setattr(doctor, "_json_of", lambda *_: (line, None))
+    finding = doctor.bf16(machine, 20.0)
+    assert (finding.level, said in finding.what) == (level, True), finding
+    assert ratio_file().exists() == (bf16 > 0)
+    assert "no time was left" in doctor.bf16(machine, 1.0).what
+
+
+def test_a_run_that_left_no_summary_tells_what_its_ranks_had_decided(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(dump_config(AUTO))
+    facts: dict[str, Any]
+    for facts, precision in (
+        ({}, None),
+        ({"worker": "x"}, None),
+        ({"worker": {"precision": "bf16"}}, "bf16"),
+    ):
+        record.write_json(tmp_path / "environment.json", facts)
+        assert run_files.load(tmp_path).facts.precision == precision
+
+
+def test_the_estimate_of_a_run_that_goes_on_is_in_its_own_precision(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(environment, "probe", lambda *_: WITHOUT)
+    config = train.job.load(None, ["run.device=cpu"]).config
+    facts = {**FACTS, "step": 1, "precision": "bf16", "config": config.model_dump(mode="json")}
+    record.write_json(write_files(tmp_path, {"run/checkpoints/step-00000001/x": ""}) / "x", {})
+    record.write_json(tmp_path / "run/checkpoints/step-00000001/state.json", facts)
+    dry_run(tmp_path)
+    assert "(estimate, bf16, " in capsys.readouterr().out
