@@ -124,7 +124,8 @@ def idle_share(events: Iterable[Any], on_gpu: bool, wall_s: float) -> float:
 
 
 def top_operators(averages: Iterable[Any], on_gpu: bool) -> list[ProfiledOperator]:
-    """Those with the most time of their own, on the GPU or else on the CPU, without what they call."""
+    """Those with the most time of their own, on the GPU or else on the CPU, without what they call. A kernel
+    counts for the operator that launched it, and stands in no line of its own."""
     found = [
         ProfiledOperator(
             name=str(each.key),
@@ -132,7 +133,7 @@ def top_operators(averages: Iterable[Any], on_gpu: bool) -> list[ProfiledOperato
             self_s=(each.self_device_time_total if on_gpu else each.self_cpu_time_total) / 1e6,
         )
         for each in averages
-        if not each.is_user_annotation
+        if each.device_type == DeviceType.CPU and not each.is_user_annotation
     ]
     ranked = sorted(found, key=lambda operator: operator.self_s, reverse=True)
     return [operator for operator in ranked[:MOST_OPERATORS] if operator.self_s > 0]

@@ -136,6 +136,7 @@ def train(
         launcher=launcher,
         dry_run=dry_run,
         console=console(),
+        profile=plan,
     )
     if failed:
         raise typer.Exit(failed)

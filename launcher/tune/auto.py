@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from bert_dp import record
 from bert_dp.config import ConfigError, load_config, micro_is_auto, read_manifest
+from bert_dp.config.profile import ProfilePlan
 from launcher import job, results
 from launcher.log import PLAIN, show
 from launcher.run import train
@@ -30,11 +31,13 @@ def resolve_auto_batch(
     launcher: str,
     dry_run: bool,
     console: Console,
+    profile: ProfilePlan | None = None,
 ) -> tuple[list[str], int]:
     """The overrides with a number for `batch.micro_size` where it is auto, and the exit code of the search.
 
     A run that goes on keeps its own. The search lies in the cache, so that one that was ended goes on. A dry
-    run starts none: without a cached one it shows the smallest size. Raises ConfigError.
+    run starts none: without a cached one it shows the smallest size. Raises ConfigError, also where the run
+    has no steps or ranks of `profile`.
     """
     path = job.find_config(name, run_dir)
     if not micro_is_auto(path, overrides):
@@ -54,6 +57,7 @@ def resolve_auto_batch(
     folder = (run_dir or Path("runs") / path.stem).resolve()
     if issues := train.start_issues(asked, folder, resume) or record.cache_issues():
         raise ConfigError(issues)
+    train.check_profile(profile, asked.config, question.ranks, train.goes_on_from(folder, resume))
     machine = asked.machine.to_json()
     key = cache.key(question, machine)
     kept = cache.find(key, 0.0, question.limit_gib)

@@ -88,6 +88,18 @@ def test_the_verb_refuses_them_before_anything_starts(
     assert not run_dir.exists()
 
 
+def test_a_search_for_the_micro_batch_does_not_start_before_it_is_refused(
+    shards: Path, tmp_path: Path
+) -> None:
+    config = tmp_path / "auto.yaml"
+    config.write_text("batch: {micro_size: auto}\n")
+    options = [part for part in tiny(shards) if part != "--set" and "micro_size" not in part]
+    asked = ("train", str(config), *options, "--run-dir", str(tmp_path / "run"), "--profile", "3:4")
+    said = refused(*asked, BERT_DP_CACHE=str(tmp_path / "cache"))
+    assert "--profile: step 3 is beyond this run's 2" in said
+    assert not (tmp_path / "cache").exists()
+
+
 def test_a_step_that_the_checkpoint_has_behind_it_is_refused(shards: Path, tmp_path: Path) -> None:
     checkpoint = tmp_path / "run" / "checkpoints" / "step-00000001"
     checkpoint.mkdir(parents=True)
@@ -128,13 +140,14 @@ def test_idle_is_what_no_operator_or_kernel_covers(on_gpu: bool, share: float) -
 
 
 def test_operators_stand_by_their_own_time_on_the_device() -> None:
-    def of(name: str, cpu: float, gpu: float, *, annotation: bool = False) -> Any:
+    def of(name: str, cpu: float, gpu: float, *, annotation: bool = False, device: DeviceType = CPU) -> Any:
         return SimpleNamespace(
             key=name,
             count=2,
             self_cpu_time_total=cpu,
             self_device_time_total=gpu,
             is_user_annotation=annotation,
+            device_type=device,
         )
 
     averages = [
@@ -142,6 +155,7 @@ def test_operators_stand_by_their_own_time_on_the_device() -> None:
         of("add", 300, 20),
         of("step", 900, 900, annotation=True),
         of("view", 5, 0),
+        of("the kernel of mm", 0, 500, device=GPU),
     ]
     assert [(o.name, o.calls, o.self_s) for o in top_operators(averages, False)] == [
         ("add", 2, pytest.approx(300e-6)),
