@@ -101,6 +101,7 @@ def take_steps(engine: Engine, config: Any, world: World) -> None:
             model,
             MaskedLanguageModel.loss,
             batches,
+            grad_accum_steps=layout.grad_accum_steps,
             num_targets=16,
             device=GPU,
             precision=FP32,
