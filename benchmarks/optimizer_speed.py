@@ -1,4 +1,5 @@
-"""Time of one optimizer step on the 120 M model: LAMB (eager, compiled) and Muon beside fused AdamW.
+"""Time of one optimizer step on the 120 M model: LAMB (eager, compiled; on a GPU there is one form) and Muon
+beside fused AdamW.
 
     python benchmarks/optimizer_speed.py [--rounds 5] [--threads 2] [--device cpu|cuda]
 

@@ -1,4 +1,5 @@
-"""The parity matrix: every engine x optimizer x N x tensor, each run or refused by name."""
+"""The parity matrix: every engine x optimizer x N x tensor, each run or refused by name; and every engine
+compiled, in fp32 and bf16, with dropout, recomputation and a static graph."""
 
 from __future__ import annotations
 
@@ -21,6 +22,7 @@ from tests.shards import write_shards
 from tests.tensors import largest_relative_error
 
 ENGINES = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
+COMPILED_ENGINES = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed-1")
 OPTIMIZERS = ("adamw", "lamb", "muon")
 PRECISIONS = ("fp32", "fp64")
 ACCUMULATIONS = (1, 3)
@@ -39,12 +41,26 @@ class Cell:
     accumulation: int
     task: str = "mlm"
     """toy = tests/parity/toy.py, whose micro batches have unequal numbers of targets."""
+    form: str = "eager"
+    """Of FORMS."""
 
     def __str__(self) -> str:
         tensor = f"-tensor{self.tensor}" if self.tensor > 1 else ""
         toy = "toy-" if self.task == "toy" else ""
         name = f"{toy}{self.engine}-{self.optimizer}-n{self.ranks}{tensor}"
-        return f"{name}-{self.precision}-acc{self.accumulation}"
+        form = "" if self.form == "eager" else f"-{self.form}"
+        return f"{name}-{self.precision}-acc{self.accumulation}{form}"
+
+    def baseline(self) -> Cell:
+        """The run of one process that this cell must equal; that of one process in bf16: the one in fp32."""
+        return dataclasses.replace(
+            self,
+            engine="single",
+            ranks=1,
+            tensor=1,
+            precision="fp32" if self.engine == "single" else self.precision,
+            form=self.form.partition("-")[0],
+        )
 
     def settings(self) -> dict[str, Any]:
         """Sections over BASE: the same global batches whatever the engine and N, ramped."""
@@ -54,7 +70,7 @@ class Cell:
             parallel["zero_stage"] = int(stage)
         dp = self.ranks // self.tensor
         micro = GLOBAL // (self.accumulation * dp)
-        return {
+        sections: dict[str, Any] = {
             "parallel": parallel,
             "optim": {"name": self.optimizer, "lr": RATES[self.optimizer], "clip": 0.5, "eps": 1e-6},
             "precision": self.precision,
@@ -69,6 +85,9 @@ class Cell:
             "log": {"every_steps": 1},
             "eval": {"every_steps": EVAL_STEPS},
         }
+        for name, section in FORMS[self.form].items():
+            sections[name] = {**sections[name], **section} if isinstance(section, dict) else section
+        return sections
 
     def refusal(self) -> str | None:
         """Why this cell does not exist, in the words of the configuration's own check."""
@@ -82,6 +101,18 @@ class Cell:
 
 
 GLOBAL = 12
+# dropout is drawn by micro batch, whose size must then be the same whatever N
+COMPILED = {
+    "compile": "on",
+    "model": {"num_heads": 4, "dropout": 0.1},
+    "batch": {"micro_size": 2, "ramp_quantum": 4},
+}
+FORMS: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "compiled": COMPILED,
+    "compiled-recomputed": {**COMPILED, "parallel": {"activation_checkpointing": True}},
+    "compiled-static": {**COMPILED, "parallel": {"static_graph": True}},
+}
 PER_SPAWN = 20
 MAKE_TASK = {"mlm": None, "toy": ToyTask}
 RATES = {"adamw": 5e-3, "lamb": 2e-2, "muon": 5e-3}
@@ -96,6 +127,19 @@ def cells() -> Iterator[Cell]:
     for engine, ranks in itertools.product(ENGINES, (1, 2, 4)):
         precision = "fp32" if engine.startswith("deepspeed") else "fp64"
         yield Cell(engine, "adamw", ranks, 1, precision, 3, "toy")
+    yield from compiled_cells()
+
+
+def compiled_cells() -> Iterator[Cell]:
+    """Two ranks; LAMB too, which is compiled as well."""
+    yield Cell("single", "adamw", 1, 1, "bf16", 3, form="compiled")
+    for precision in ("fp32", "bf16"):
+        for engine, tensor in (*((e, 1) for e in COMPILED_ENGINES), ("ddp", 2), ("fsdp", 2)):
+            for form in ("compiled", "compiled-recomputed"):
+                yield Cell(engine, "adamw", 2, tensor, precision, 3, form=form)
+        yield Cell("ddp", "adamw", 2, 1, precision, 3, form="compiled-static")
+    for engine, tensor in (("zero1", 1), ("fsdp", 1), ("ddp", 2)):
+        yield Cell(engine, "lamb", 2, tensor, "fp32", 3, form="compiled")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,14 +156,20 @@ class Deviation:
 
     def problems(self, cell: Cell) -> list[str]:
         """What is beyond its tolerance."""
-        exact = cell.precision == "fp64"
-        limits = {"loss": 1e-5, "grad_norm": 1e-5, "weights": 1e-4, "heldout_loss": 1e-5}
-        values = dataclasses.asdict(self)
+        limits = TOLERANCES["bf16 against fp32" if cell.engine == "single" else cell.precision]
         return [
-            f"{cell}: {name} {values[name]:.2e} is not below {1e-10 if exact else limit:.0e}"
-            for name, limit in limits.items()
-            if not values[name] < (1e-10 if exact else limit)
+            f"{cell}: {name} {value:.2e} is not below {limits[name]:.0e}"
+            for name, value in dataclasses.asdict(self).items()
+            if not value < limits[name]
         ]
+
+
+TOLERANCES = {
+    "fp64": {"loss": 1e-10, "grad_norm": 1e-10, "weights": 1e-10, "heldout_loss": 1e-10},
+    "fp32": {"loss": 1e-5, "grad_norm": 1e-5, "weights": 1e-4, "heldout_loss": 1e-5},
+    "bf16": {"loss": 5e-3, "grad_norm": 5e-2, "weights": 5e-2, "heldout_loss": 5e-3},
+    "bf16 against fp32": {"loss": 1e-2, "grad_norm": 1e-1, "weights": 1e-1, "heldout_loss": 1e-2},
+}
 
 
 def excuse(cell: Cell) -> str | None:
@@ -142,11 +192,10 @@ def run_cells(wanted: Sequence[Cell], root: Path) -> Iterator[tuple[Cell, Deviat
 
 def _run_chunk(chunk: Sequence[Cell], root: Path, shards: Path) -> list[tuple[Cell, Deviation | str]]:
     make_task = MAKE_TASK[chunk[0].task]
-    missing = {_baseline(cell, root): cell for cell in chunk}
-    missing = {path: cell for path, cell in missing.items() if not (path / "summary.json").exists()}
+    missing = {_baseline(cell, root): cell.baseline() for cell in chunk}
+    missing = {path: lone for path, lone in missing.items() if not (path / "summary.json").exists()}
     if missing:
-        lone = [dataclasses.replace(cell, engine="single", ranks=1, tensor=1) for cell in missing.values()]
-        alone = [write_run(p, settings(shards, **c.settings())) for p, c in zip(missing, lone, strict=True)]
+        alone = [write_run(path, settings(shards, **lone.settings())) for path, lone in missing.items()]
         train_runs(1, alone, make_task=make_task)
     runs = [write_run(root / str(cell), settings(shards, **cell.settings())) for cell in chunk]
     try:
@@ -159,8 +208,7 @@ def _run_chunk(chunk: Sequence[Cell], root: Path, shards: Path) -> list[tuple[Ce
 
 
 def _baseline(cell: Cell, root: Path) -> Path:
-    """The run of one process that this cell must equal."""
-    return root / f"{cell.task}-single-{cell.optimizer}-{cell.precision}-acc{cell.accumulation}"
+    return root / "alone" / str(cell.baseline())
 
 
 def compare(run: Path, base: Path) -> Deviation:

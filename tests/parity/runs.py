@@ -64,6 +64,7 @@ def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
     plain_next, plain_clock = data.TrainingStream.next, dist.SharedClock
     for number, run_dir in enumerate(run_dirs):
         os.environ["BERT_DP_INIT_FILE"] = f"{store}-{number}"
+        torch._dynamo.reset()  # each run compiles as in a process of its own
         seen: list[Any] = []
 
         def watched(stream: Any, seen: list[Any] = seen) -> Any:
