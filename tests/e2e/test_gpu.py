@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,9 +25,14 @@ CHOSEN = (
 )
 
 
-def gpu(*options: str) -> subprocess.CompletedProcess[str]:
+def gpu(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "tests.gpu", *options], cwd=ROOT, capture_output=True, text=True, check=False
+        [sys.executable, "-m", "tests.gpu", *options],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environ},
     )
 
 
@@ -60,10 +66,9 @@ def test_the_short_form_runs_and_goes_on(tmp_path: Path) -> None:
 
 
 def test_a_check_that_breaks_is_a_failure(tmp_path: Path) -> None:
-    """Its process ends without a result: a file stands where its folder should be."""
-    (tmp_path / "cache").write_text("")
-    done = gpu("--short", "--out", str(tmp_path), "--only", "memory line")
+    (tmp_path / "sitecustomize.py").write_text("import os, sys\nif '--one' in sys.orig_argv: os._exit(3)\n")
+    done = gpu("--short", "--out", str(tmp_path / "out"), "--only", "timers", PYTHONPATH=str(tmp_path))
     assert done.returncode == 1
-    (line,) = (tmp_path / "results.jsonl").read_text().splitlines()
-    assert "ended with exit code" in json.loads(line)["problems"][0]
+    (line,) = (tmp_path / "out" / "results.jsonl").read_text().splitlines()
+    assert "ended with exit code 3" in json.loads(line)["problems"][0]
     assert "FAILED" in done.stdout

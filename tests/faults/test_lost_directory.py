@@ -18,7 +18,8 @@ PATIENCE_S = 300.0
 
 
 def delete(run_dir: Path) -> None:
-    shutil.rmtree(run_dir)
+    while run_dir.exists():  # the run still writes there: a file that comes meanwhile stops rmtree
+        shutil.rmtree(run_dir, ignore_errors=True)
 
 
 def exchange(run_dir: Path) -> None:
