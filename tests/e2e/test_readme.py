@@ -61,13 +61,17 @@ def smaller(command: str, folder: Path) -> list[str]:
     if verb == "train":
         budget = next((i for i, word in enumerate(words) if word.startswith("schedule.")), None)
         words = words if budget is None else [*words[: budget - 1], *words[budget + 1 :]]
-        words += ["--set", f"schedule.steps={4 if words[1] == '--run-dir' else 2}"]  # 4: goes on
     files = [sorted(str(p.relative_to(folder)) for p in folder.glob(w)) if "*" in w else [w] for w in words]
     words = [word for group in files for word in group]
     rare = {"train": "data.build.", "scale": "data.build.", "tune": "data.build.", "data": ""}.get(words[0])
     if words[1:2] != ["inspect"] and rare is not None and "data.path=shards" not in words:
         words += ["--set", f"{rare}max_tokens_per_char=0"]  # so few words make many tokens
-    return [*words, *SMALLER.get(verb, [])]
+    steps = 13 if "--profile" in words else 4 if words[1:2] == ["--run-dir"] else 2  # 4: goes on
+    return [
+        *words,
+        *SMALLER.get(verb, []),
+        *(["--set", f"schedule.steps={steps}"] if verb == "train" else []),
+    ]
 
 
 @pytest.mark.timeout(2400)
