@@ -450,6 +450,15 @@ def test_held_out_masks_do_not_move_and_originals_are_the_rows(directory: Path) 
     assert np.array_equal(unmasked(first[0]), shards.rows(np.arange(21)))
 
 
+def test_a_held_out_row_is_masked_alike_in_any_micro_batch(directory: Path) -> None:
+    shards = open_shards(directory, "held_out")
+    whole, small = (
+        sorted(row for batch in held_out(shards, 1, micro_size)[0] for row in real_rows(batch))
+        for micro_size in (21, 4)
+    )
+    assert whole == small
+
+
 def test_a_batch_goes_to_a_device_as_a_whole(shards: Shards) -> None:
     batch = batch_of(shards, 0, 4)
     assert batch.to(torch.device("cpu")) is batch
