@@ -44,7 +44,8 @@ SHRINK = [part for item in (*TINY, "model.vocab_size=400") for part in ("--set",
 SMALLER = {
     "train": SHRINK,
     "scale": [*SHRINK, "--steps", "2", "--warm-up", "1", "--repeats", "1"],
-    "tune": [*SHRINK, "--dry-run"],  # test_tune.py and test_tune_lr.py search
+    "tune batch": [*SHRINK, "--dry-run"],  # test_tune.py and test_tune_lr.py search
+    "tune lr": [*SHRINK, "--tokens", "1024", "--dry-run"],
     "data build": ["--vocab-size", "400", "--sequence-length", "16", "--set", "held_out_fraction=0.1"],
 }
 # a corpus in the working directory, so that the commands run as they are written
