@@ -1,8 +1,9 @@
 """The whole configuration of a run. Torch-free."""
 
 from bert_dp.config.batch import BatchLayout, batch_at, batch_layout, progress_at, with_budget
-from bert_dp.config.checks import changed_settings, init_issues, no_effect
+from bert_dp.config.checks import changed_settings, init_issues, native_head, no_effect
 from bert_dp.config.error import ConfigError, plain_message
+from bert_dp.config.examples import ExamplesManifest, examples_issues, read_examples
 from bert_dp.config.extras import install_command
 from bert_dp.config.load import (
     dump_config,
@@ -25,6 +26,7 @@ from bert_dp.config.schema import (
     CheckpointConfig,
     Config,
     DataConfig,
+    FinetuneConfig,
     LogConfig,
     ModelConfig,
     OptimConfig,

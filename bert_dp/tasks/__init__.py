@@ -65,6 +65,8 @@ class Metadata:
     """SHA-256 of the tokenizer's file."""
     num_samples: int
     """Of an epoch."""
+    tokens_per_sample: float
+    """Mean over an epoch; padding does not count."""
     tokenizer_file: Path | None = None
     """Copied into the run directory, and from there into every checkpoint."""
     unigram_entropy_nats: float | None = None
@@ -86,6 +88,8 @@ class Context:
     """To be called after each batch."""
     stopped: Callable[[], bool]
     """To be asked before each batch; alike on all ranks, which must ask equally often. Collective."""
+    run_dir: Path | None = None
+    """Where this rank writes what was found of single examples; None = nowhere."""
 
     def sum_over_replicas(self, values: Sequence[float]) -> list[float]:
         """Elementwise; every replica counts once. Collective."""
@@ -115,8 +119,8 @@ class Task(Protocol):
     def num_targets(self, first_sample: int, count: int) -> int:
         """Targets of `count` samples of the stream, alike on every rank, without drawing them."""
 
-    def evaluate(self, model: nn.Module, context: Context) -> dict[str, float] | None:
-        """What is measured on held-out data over all replicas, `loss` among it; the keys of evals.jsonl. None
+    def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
+        """What is measured on held-out data over all replicas, `loss` among it: see record.models.HeldOut. None
         when nothing is held out or `context.stopped`. The model is in eval mode. Collective."""
 
     def example_batch(self, micro_size: int) -> Batch:
@@ -125,7 +129,7 @@ class Task(Protocol):
 
 MakeTask = Callable[[Config, torch.device], Task]
 
-TASKS = {"mlm": "bert_dp.tasks.mlm"}
+TASKS = {"mlm": "bert_dp.tasks.mlm", "finetune": "bert_dp.tasks.finetune"}
 """objective.name -> the module whose `make_task` makes it."""
 
 
