@@ -81,9 +81,7 @@ class Classifier(EncoderModel):
         self.head = ClassificationHead(config, finetune)
         self.pooling = finetune.pooling
 
-    def forward(
-        self, ids_BS: Tensor, real_BS: Tensor | None = None, key_B: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None, key_B: Tensor | None = None) -> Tensor:
         """[B, L], or [B, 1] of a regression; see Encoder.encode."""
         x_BSH, _ = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
         x_BSH = self.model.encode(x_BSH, real_BS, key_B)

@@ -246,9 +246,7 @@ class Encoder(nn.Module):
     def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None) -> Tensor:
         return self.encode(self.embeddings.tok_embeddings(ids_BS), real_BS)
 
-    def encode(
-        self, x_BSH: Tensor, real_BS: Tensor | None = None, key_B: Tensor | None = None
-    ) -> Tensor:
+    def encode(self, x_BSH: Tensor, real_BS: Tensor | None = None, key_B: Tensor | None = None) -> Tensor:
         """Of looked-up tokens. `real_BS`: True for tokens, False for padding; None = all are tokens. `key_B`:
         int32, of the examples, for dropout in training."""
         x_BSH = self.embeddings(x_BSH, key_B)

@@ -160,9 +160,12 @@ def dry_run(trainer: Trainer, start: State) -> None:
         engine.norm_pairs.clear()
 
 
-def evaluate(trainer: Trainer, stopped: Callable[[], bool]) -> dict[str, float] | None:
+def evaluate(
+    trainer: Trainer, stopped: Callable[[], bool], run_dir: Path | None = None
+) -> dict[str, Any] | None:
     """What the task measures on held-out data, without dropout; None when nothing is held out or `stopped`,
-    asked before each batch and alike on all ranks, says so. Collective."""
+    asked before each batch and alike on all ranks, says so. `run_dir`: where rank 0 writes what was found of
+    single examples. Collective."""
     context = Context(
         comm=trainer.comm,
         device=trainer.device,
@@ -172,6 +175,7 @@ def evaluate(trainer: Trainer, stopped: Callable[[], bool]) -> dict[str, float] 
         tensor=trainer.layout.tensor,
         progress=trainer.heartbeat.progress,
         stopped=stopped,
+        run_dir=run_dir if trainer.comm.world.rank == 0 else None,
     )
     model = trainer.bare_model.eval()
     measured = trainer.task.evaluate(model, context)
@@ -319,7 +323,7 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     """A line of evals.jsonl. Collective."""
     trainer.heartbeat.enter("evaluate", state.step)
     start = clock.elapsed_s()
-    measured = evaluate(trainer, lambda: bool(clock.poll_stop(stop_request(trainer, state))))
+    measured = evaluate(trainer, lambda: bool(clock.poll_stop(stop_request(trainer, state))), trainer.run_dir)
     elapsed = clock.elapsed_s()
     state.heldout = measured
     state.evaluated_step = state.step
@@ -328,8 +332,12 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     if trainer.comm.world.rank == 0 and measured and not state.trouble:
         with suppress(OSError):
             record.cut_back(trainer.run_dir / "evals.jsonl", state.step - 1)  # one line a step, also repeated
-        tokens = state.samples * trainer.config.data.sequence_length
-        line = {"step": state.step, "tokens": tokens, **measured, "elapsed_s": elapsed}
+        line = {
+            "step": state.step,
+            "tokens": trainer.meter.tokens(state.samples),
+            **measured,
+            "elapsed_s": elapsed,
+        }
         trainer.records.append("evals.jsonl", line)
 
 

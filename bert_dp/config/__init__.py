@@ -15,6 +15,7 @@ from bert_dp.config.load import (
     setting_paths,
 )
 from bert_dp.config.manifest import Manifest, data_issues, data_warnings, read_manifest
+from bert_dp.config.opened import fit_issues, fit_warnings, read_data
 from bert_dp.config.precision import bf16_units, decide_precision
 from bert_dp.config.rates import PeakLr, peak_lr
 from bert_dp.config.schema import (

@@ -406,9 +406,20 @@ class Config(Section):
         return self
 
     @property
+    def predicted_share(self) -> float:
+        """Of the positions: those whose token the model predicts; none in finetuning."""
+        return self.objective.mask_rate if self.objective.name == "mlm" else 0.0
+
+    @property
     def num_masked(self) -> int:
         """Predicted positions per training sequence."""
-        return num_masked(self.objective.mask_rate, self.data.sequence_length)
+        return num_masked(self.predicted_share, self.data.sequence_length)
+
+    @property
+    def loss_unit(self) -> Literal["nats", "squared error"]:
+        """Of the training and held-out loss."""
+        squared = self.objective.name == "finetune" and self.finetune.kind == "regression"
+        return "squared error" if squared else "nats"
 
     def hash(self) -> str:
         """First 16 hex digits of the SHA-256 of the resolved configuration. A setting of ADDED_LATER counts

@@ -65,12 +65,12 @@ class Metadata:
     """SHA-256 of the tokenizer's file."""
     num_samples: int
     """Of an epoch."""
-    tokens_per_sample: float
-    """Mean over an epoch; padding does not count."""
     tokenizer_file: Path | None = None
     """Copied into the run directory, and from there into every checkpoint."""
     unigram_entropy_nats: float | None = None
     uniform_entropy_nats: float | None = None
+    tokens_per_sample: float | None = None
+    """Mean over an epoch, padding not counted; None = data.sequence_length."""
 
 
 @dataclasses.dataclass(frozen=True)

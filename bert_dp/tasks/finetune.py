@@ -125,7 +125,10 @@ class Finetuning:
             if np.isfinite(logits_NL).all():
                 measured = score(self._manifest.metrics, self._kind, logits_NL, examples.labels)
                 scores |= {f"{name}/{metric}": value for metric, value in measured.items()}
-        return {"loss": total / count, "examples": count, "scores": scores} if count else None
+        if not count:
+            return None
+        unit = self._config.loss_unit
+        return {"loss": total / count, "loss_unit": unit, "examples": count, "scores": scores}
 
     def example_batch(self, micro_size: int) -> Batch:
         """Random tokens, the last one of each example padding, so that the mask is there."""
@@ -172,7 +175,7 @@ class Finetuning:
         length_B = examples.lengths[index_B]
         longest = -(-int(length_B.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
         length = min(longest, self._config.data.sequence_length)
-        ids_BS = np.full((len(index_B), length), self._manifest.special_tokens["pad"], np.int64)
+        ids_BS = np.full((len(index_B), length), self._manifest.special_tokens.pad, np.int64)
         for row, i in enumerate(index_B):
             ids_BS[row, : length_B[row]] = examples.tokens(int(i))
         real_BS = np.arange(length) < length_B[:, None]

@@ -36,7 +36,6 @@ class MaskedLanguageModel:
             data_hash=manifest.hash,
             tokenizer=manifest.tokenizer.sha256,
             num_samples=len(self._train),
-            tokens_per_sample=manifest.sequence_length,
             tokenizer_file=path / manifest.tokenizer.file,
             unigram_entropy_nats=manifest.unigram_entropy_nats,
             uniform_entropy_nats=manifest.uniform_entropy_nats,

@@ -49,7 +49,9 @@ def open_shards(directory: Path, split: str) -> Shards:
     return Shards(directory, read_manifest(directory), split)
 
 
-def stream(shards: Shards, *, seed: int = 3, shuffle: bool = True, **changed: object) -> TrainingStream[Batch]:
+def stream(
+    shards: Shards, *, seed: int = 3, shuffle: bool = True, **changed: object
+) -> TrainingStream[Batch]:
     make = functools.partial(training_batch, shards, seed=seed, num_masked=4, shuffle=shuffle)
     arguments: dict[str, object] = {
         "micro_size": 4,

@@ -200,7 +200,7 @@ def train_here(
         model, lambda named: torch.optim.AdamW([p for _, p in named], fused=True)
     )
     batch = batches(1)[0]
-    meter = Meter(comm, CPU, layout, sequence_length=LENGTH, flops_per_token=1.0, peak_flops=None)
+    meter = Meter(comm, CPU, layout, tokens_per_sample=LENGTH, flops_per_token=1.0, peak_flops=None)
     trainer = evaluated([batch], settings, model, comm)
     vars(trainer).update(
         config=settings,
@@ -214,7 +214,7 @@ def train_here(
         num_parameters=1,
         meter=meter,
         trace=None,
-        metadata={"compiled": False},
+        metadata={"compiled": False, "init_from": None},
         checkpointer=saver,
         directory_lost=lambda: None,
         records=Records(tmp_path, lambda line: None, LostWrites()),
