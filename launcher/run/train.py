@@ -7,7 +7,6 @@ import fnmatch
 import os
 import stat
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -184,8 +183,8 @@ def describe_examples(config: Config, manifest: ExamplesManifest) -> str:
     of_glue = {None: "", True: ", GLUE's own rows", False: ", a subset of GLUE's rows"}[manifest.official]
     cut = format_percent(train.truncated / train.examples)
     line = (
-        f"{manifest.task}: {train.examples:,} examples of {train.tokens / train.examples:.1f} tokens on average, "
-        f"{cut} of them truncated to {manifest.sequence_length}{of_glue}"
+        f"{manifest.task}: {train.examples:,} examples of {train.tokens / train.examples:.1f} tokens on "
+        f"average, {cut} of them truncated to {manifest.sequence_length}{of_glue}"
     )
     if steps is None:
         return line
