@@ -32,10 +32,13 @@ from launcher.options import (
     engines,
     loggers,
     modes,
+    names,
     parsed,
+    rates,
     seconds,
     shipped_names,
     split_words,
+    starts,
     two_batches,
 )
 
@@ -56,7 +59,9 @@ plan_app = typer.Typer(
 tune_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Find the micro batch and the learning rate."
 )
+eval_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure a run after training.")
 app.add_typer(data_app, name="data")
+app.add_typer(eval_app, name="eval")
 app.add_typer(plan_app, name="plan")
 app.add_typer(tune_app, name="tune")
 
@@ -600,10 +605,93 @@ def plan_scaling(
         show_report(console(), plan_report(answer))
 
 
+@eval_app.callback()
+def _eval() -> None:
+    pass
+
+
+@eval_app.command("glue")
+def eval_glue(
+    run: Annotated[Path, typer.Argument(help="Pretrained run, or a checkpoint of one.", show_default=False)],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SETTING=VALUE", show_default=False, help="Settings; the rest is configs/glue.yaml."
+        ),
+    ] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option(help="Folder or archive with GLUE's files; repeatable.")
+    ] = None,
+    tasks: Annotated[
+        Sequence[str], parsed(names, "NAME,...", help="Default: every task whose files are there.")
+    ] = (),
+    seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each task; the median counts.")] = 5,
+    rates_: Annotated[
+        Sequence[float],
+        parsed(
+            rates,
+            "RATE,...",
+            help="Choose one for all tasks, on a tenth of train; default: the recipe's.",
+            names=["--rates"],
+        ),
+    ] = (),
+    rate_tasks: Annotated[
+        Sequence[str],
+        parsed(names, "NAME,...", help="Tasks that choose it; default: CoLA, MRPC, STS-B and RTE."),
+    ] = (),
+    init_task: Annotated[
+        Sequence[tuple[str, str]],
+        parsed(starts, "RTE=MNLI,...", help="Start a task from the finetuned run of another one."),
+    ] = (),
+    init: Annotated[
+        Literal["checkpoint", "random"],
+        typer.Option(help="random = the baseline that shows what pretraining is worth."),
+    ] = "checkpoint",
+    ranks_per_job: Annotated[
+        int, typer.Option(min=1, help="Ranks of a run; runs go side by side on the devices that are left.")
+    ] = 1,
+    launcher: Launcher = "torchrun",
+    out: Annotated[
+        Path | None, typer.Option(help="Directory; the same one goes on. Default: eval/RUN-glue-DATE-TIME.")
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the tasks, start nothing.")
+    ] = False,
+    json: Json = False,
+    set_: Set = None,
+) -> None:
+    """GLUE: every task finetuned with several seeds, and the median of each on its dev set, beside what a
+    constant answer scores. Writes glue.json, a page, and files for GLUE's server where test files are there.
+    """
+    from launcher.evaluate import glue
+    from launcher.results import GlueOptions
+
+    name, settings = split_words(words, set_)
+    if name is not None:
+        raise ConfigError([f"{name}: expected a setting as a.b=value, after the RUN"])
+    if not data:
+        raise ConfigError(["--data: name the folder or archive with GLUE's files"])
+    warn_of_ordinary_secrets()
+    options = GlueOptions(
+        tasks=list(tasks),
+        seeds=seeds,
+        rates=list(rates_),
+        rate_tasks=list(rate_tasks),
+        init=init,
+        init_task=dict(init_task),
+        ranks=ranks_per_job,
+        launcher=launcher,
+    )
+    raise typer.Exit(
+        glue.evaluate(run, settings, options, data, out=out, dry_run=dry_run, as_json=json, console=console())
+    )
+
+
 @app.command()
 def report(
     run_dirs: Annotated[
-        list[Path], typer.Argument(help="One run, several to compare, one scaling benchmark or one search.")
+        list[Path],
+        typer.Argument(help="One run, several to compare, one benchmark, search or GLUE evaluation."),
     ],
     out: Annotated[
         Path | None, typer.Option(help="HTML file; default: report.html in the first run.")
@@ -616,7 +704,8 @@ def report(
         parsed(loggers, "NAME,...", help="Also send the runs to tensorboard, wandb, mlflow or trackio."),
     ] = (),
 ) -> None:
-    """One self-contained HTML page of a run, a comparison of runs, a scaling benchmark or a search (tune)."""
+    """One self-contained HTML page of a run, a comparison of runs, a scaling benchmark, a search (tune) or an
+    evaluation on GLUE."""
     from launcher.report import html
     from launcher.report.console import show_end
     from launcher.report.run_report import PAGE
@@ -649,18 +738,22 @@ def _no_run(path: Path) -> str:
 def report_of(run_dirs: Sequence[Path]) -> Report:
     """What these directories hold. Raises ConfigError for what is none of ours, or not to be compared."""
     from launcher import results
+    from launcher.evaluate import FILE as GLUE
+    from launcher.evaluate.glue_report import glue_report
     from launcher.report.run_report import of_directories
     from launcher.scale.scale_report import FILE, scale_report
     from launcher.tune import FILE as TUNED
     from launcher.tune.batch_report import batch_report
     from launcher.tune.rate_report import rate_report
 
-    first, kinds = run_dirs[0], {FILE: "a scaling benchmark", TUNED: "a search"}
+    first, kinds = run_dirs[0], {FILE: "a scaling benchmark", TUNED: "a search", GLUE: "an evaluation"}
     alone = [(d, file) for d in run_dirs for file in kinds if (d / file).exists()]
     if alone and len(run_dirs) > 1:
         raise ConfigError([f"RUN_DIR: {alone[0][0]} is {kinds[alone[0][1]]}; its page is made of it alone"])
     if alone and alone[0][1] == FILE:
         return scale_report(results.read(first / FILE, results.Scaling), first)
+    if alone and alone[0][1] == GLUE:
+        return glue_report(results.read(first / GLUE, results.Glue))
     if alone:
         if (record.read_json(first / TUNED) or {}).get("kind") == "lr":
             return rate_report(results.read(first / TUNED, results.TuneLr), first)

@@ -47,13 +47,14 @@ from launcher.report.console import show_report
 from launcher.report.html import write_or_warn
 from launcher.report.model import Report
 from launcher.report.run_report import PAGE
-from launcher.results import PlanFile
+from launcher.results import PlanFile, TimedPlanFile
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 CPU_RANKS = 2  # of --nproc auto on a machine without a GPU
 P = TypeVar("P", bound=PlanFile)
+T = TypeVar("T", bound=TimedPlanFile)
 COMPARED = ("torch", "accelerate", "deepspeed", "bert-dp")  # versions that figures depend on
 
 
@@ -237,24 +238,47 @@ def claim(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Begun(Generic[P]):
-    """An output directory that is ours, with its data."""
+class Taken(Generic[P]):
+    """An output directory that is ours."""
 
-    shards: Path
-    manifest: Manifest
     machine: dict[str, Any]
     """`Environment.to_json()`"""
     plan: P
     """What the directory was begun with, as its file holds it."""
+    data_hash: str
 
     def facts(self) -> dict[str, Any]:
         """What every result file says of where and with what it was measured."""
         return {
             "environment": self.machine,
             "config_hash": self.plan.config_hash,
-            "data_hash": self.manifest.hash,
+            "data_hash": self.data_hash,
             "command": redact_argv(sys.argv),
         }
+
+
+@dataclasses.dataclass(frozen=True)
+class Begun(Taken[P]):
+    """The same, with its shards."""
+
+    shards: Path
+    manifest: Manifest
+
+
+class KeptPlan(Generic[T]):
+    """A plan in its file, with what is settled once and must not change when going on, and the seconds of
+    all calls."""
+
+    def __init__(self, path: Path, plan: T):
+        self.path, self.plan, self._since = path, plan, time.monotonic()
+
+    def save(self, **more: Any) -> None:
+        """Add `more`, and the seconds since the last time."""
+        now = time.monotonic()
+        seconds = self.plan.seconds + now - self._since
+        self.plan = self.plan.model_copy(update={**more, "seconds": seconds})
+        self._since = now
+        results.write(self.path, self.plan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,8 +336,13 @@ class Output(Generic[P]):
         begun on another machine, with other versions or other data."""
         shards = prepare_data(config)
         manifest = read_manifest(shards)
+        taken = self.begin_with(manifest.hash)
+        return Begun(taken.machine, taken.plan, taken.data_hash, shards, manifest)
+
+    def begin_with(self, data_hash: str) -> Taken[P]:
+        """The same of data that is prepared."""
         machine = environment.probe(self.path).to_json()
-        here = identity(machine, manifest.hash)
+        here = identity(machine, data_hash)
         before = results.find(self.path / self.file, type(self.plan))
         then = here if before is None or before.machine is None else before.machine
         if other := [key for key in here if then.get(key) != here[key]]:
@@ -328,7 +357,7 @@ class Output(Generic[P]):
         plan = (before or self.plan).model_copy(update={**asked, "machine": here})
         results.write(self.path / self.file, plan)
         record.write_json(self.path / "environment.json", {**machine, "command": redact_argv(sys.argv)})
-        return Begun(shards, manifest, machine, plan)
+        return Taken(machine, plan, data_hash)
 
     def print_plan(self, *, as_json: bool) -> None:
         """The end of a dry run: with --json what would be run."""

@@ -83,6 +83,33 @@ def loggers(text: str) -> tuple[str, ...]:
     return names
 
 
+def names(text: str) -> tuple[str, ...]:
+    """`CoLA,RTE` -> ("CoLA", "RTE"), each once."""
+    found = [word.strip() for word in text.split(",")]
+    if not all(found):
+        raise typer.BadParameter(f"{text!r} is not a list of names like CoLA,RTE")
+    return tuple(dict.fromkeys(found))
+
+
+def rates(text: str) -> tuple[float, ...]:
+    """`4e-5,1e-4` -> learning rates, each once, ascending."""
+    try:
+        found = sorted({float(word) for word in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or not all(0 < rate < 1 for rate in found):
+        raise typer.BadParameter(f"{text!r} is not a list of rates between 0 and 1 like 4e-5,1e-4")
+    return tuple(found)
+
+
+def starts(text: str) -> tuple[tuple[str, str], ...]:
+    """`RTE=MNLI,MRPC=MNLI` -> what starts from what."""
+    pairs = [tuple(part.strip() for part in word.split("=")) for word in text.split(",")]
+    if not all(len(pair) == 2 and all(pair) for pair in pairs) or len({p[0] for p in pairs}) < len(pairs):
+        raise typer.BadParameter(f"{text!r} is not of the form RTE=MNLI,MRPC=MNLI, each task once")
+    return tuple((task, source) for task, source in pairs)
+
+
 def seconds(text: str) -> float:
     """`90s`, `5m` or `1h` -> seconds."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)", text.strip())

@@ -226,8 +226,9 @@ class HeldOut(StoredModel):
     sequences: int | None = None
     examples: int | None = None
     """Of finetuning: labelled ones of all splits but train."""
-    scores: dict[str, float] | None = None
-    """Of finetuning: "split/metric", in the metric's own unit; none where a logit was not finite."""
+    scores: dict[str, FiniteOrNone] | None = None
+    """Of finetuning: "split/metric", in the metric's own unit; none where a logit was not finite, null where
+    the metric is not defined, as a correlation with what is constant."""
 
 
 class InitFrom(StoredModel):

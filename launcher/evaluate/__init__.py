@@ -1,1 +1,3 @@
-"""What a pretrained run is worth: finetuning, GLUE, and the loss on any text."""
+"""Finetuned runs of a pretrained one, and what they score."""
+
+FILE = "glue.json"

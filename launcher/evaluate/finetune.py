@@ -83,6 +83,10 @@ class Pretrained:
     """What finetuning begins with."""
 
     run: Path
+    checkpoint: Path
+    """Its newest."""
+    step: int
+    """Of the checkpoint."""
     config: Config
     tokenizer: Path
 
@@ -101,7 +105,7 @@ def find_pretrained(run: Path) -> Pretrained:
         raise ConfigError(
             [f"RUN: {run} has no {TOKENIZER}; put that of its shards at {places[1]}, or train it again"]
         )
-    return Pretrained(run.resolve(), resolve([facts.config]), tokenizer.resolve())
+    return Pretrained(run.resolve(), path.resolve(), facts.step, resolve([facts.config]), tokenizer.resolve())
 
 
 def configuration(
@@ -110,18 +114,19 @@ def configuration(
     *,
     manifest: ExamplesManifest | None,
     path: Path | None,
-    random_weights: bool = False,
+    init_from: Path | None,
 ) -> Config:
     """The model and length of the pretrained run, then the recipe, then the data's kind and labels, then the
-    settings that were given. Without data: to be checked before any is prepared. Raises ConfigError."""
+    settings that were given. Without data: to be checked before any is prepared. `init_from`: a run or
+    checkpoint; None = random weights. Raises ConfigError."""
     model = start.config.model.model_dump(mode="json")
     levels: list[dict[str, Any]] = [
         {"model": model, "data": {"sequence_length": start.config.data.sequence_length}},
         read_yaml(shipped_configs() / RECIPE),
         {"data": {"path": str(path or "not-prepared")}},
     ]
-    if not random_weights:
-        levels.append({"run": {"init_from": str(start.run)}})
+    if init_from is not None:
+        levels.append({"run": {"init_from": str(init_from)}})
     if manifest is not None:
         levels.append({"finetune": {"kind": manifest.kind, "labels": manifest.labels}})
     return resolve([*levels, parse_overrides(overrides)])
@@ -143,8 +148,9 @@ def prepare(start: Pretrained, source: Source, sequence_length: int, dev_share: 
 def load(run: Path, source: Source, overrides: Sequence[str], *, random_weights: bool) -> job.Job:
     """A job that `train` takes. Raises ConfigError."""
     start = find_pretrained(run)
-    asked = configuration(start, overrides, manifest=None, path=None, random_weights=random_weights)
+    weights = None if random_weights else start.run
+    asked = configuration(start, overrides, manifest=None, path=None, init_from=weights)
     path = prepare(start, source, asked.data.sequence_length)
     manifest = read_examples(path)
-    config = configuration(start, overrides, manifest=manifest, path=path, random_weights=random_weights)
+    config = configuration(start, overrides, manifest=manifest, path=path, init_from=weights)
     return job.Job(f"{start.run.name}-{source.name}", job.absolute(config), environment.probe(Path()))

@@ -49,6 +49,20 @@ class Slot:
     gpus: tuple[str, ...] | None = None
 
 
+def device_slots(ranks: int, *, gpus: int, cores: int, most: int) -> list[Slot]:
+    """The devices of each trial, no more than `most` trials at a time. `gpus`: visible ones, 0 = CPU ranks;
+    `cores`: that we may use, shared out evenly."""
+    if gpus:
+        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = [n.strip() for n in shown.split(",")][:gpus] if shown else [str(k) for k in range(gpus)]
+        count = max(1, min(gpus // ranks, most))
+        return [Slot(gpus=tuple(names[k * ranks : (k + 1) * ranks])) for k in range(count)]
+    ours = sorted(os.sched_getaffinity(0))
+    count = max(1, min(cores // ranks, most))
+    share = len(ours) // count
+    return [Slot(cores=tuple(ours[k * share : (k + 1) * share])) for k in range(count)]
+
+
 @dataclasses.dataclass(frozen=True)
 class Trial:
     """One run: `directory` is made to train `config` on `ranks` ranks."""

@@ -14,7 +14,7 @@ from bert_dp.config import Config, ConfigError, dump_config
 from launcher import job, results
 from launcher.log import logger
 from launcher.redact import redact_argv
-from launcher.results import BatchPlanFile, TuneBatch, TuneStatus
+from launcher.results import BatchPlanFile, MeasureStatus, TuneBatch
 from launcher.run import trials
 from launcher.run.trials import Slot, Stopped
 from launcher.tune import FILE, cache, sizes
@@ -144,7 +144,7 @@ def search(
 ) -> tuple[TuneBatch, int]:
     """tune.json and the exit code. Goes on where an earlier call ended."""
     out, begun = output.path, output.begin(question.config)
-    status: TuneStatus = "complete"
+    status: MeasureStatus = "complete"
     why, code = None, 0
     with trials.runner(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, log=log) as runs:
         doing = BatchSearch(question, out, runs, log)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp.cost import GIB
+from launcher.report.measured import ends, settings_sections, subtitle
 from launcher.report.model import (
     Axis,
     Bars,
@@ -45,8 +46,8 @@ from launcher.results import (
     TriedSize,
     TuneBatch,
 )
-from launcher.tune import curve
-from launcher.tune.search_report import ends, settings_sections, subtitle, use
+from launcher.tune import FILE, curve
+from launcher.tune.search_report import use
 
 FAR = 3.0  # times what was measured: a limit or an end of an interval above is told, not drawn
 STEADY = (0.97, 1.03)  # of the first size's rate, when it runs again at the end
@@ -122,7 +123,7 @@ def batch_report(tune: TuneBatch, folder: Path) -> Report:
     return Report(
         "bert-dp: tuned micro batch",
         subtitle(tune, method, tune.device),
-        [*ends(tune), *_lost(tune), _choice(tune), _noise(tune), *_goodput_verdict(tune)],
+        [*ends(tune, FILE), *_lost(tune), _choice(tune), _noise(tune), *_goodput_verdict(tune)],
         _tiles(tune),
         [
             Section("Sizes", tables=[_sizes(tune)]),

@@ -15,13 +15,12 @@ from launcher import job, results
 from launcher.log import PLAIN, Log, logger, show
 from launcher.report.html import write_or_warn
 from launcher.report.run_report import PAGE
-from launcher.results import LrOptions, LrPlanFile, LrSettings, RangeTest, TuneLr, TuneStatus
+from launcher.results import LrOptions, LrPlanFile, LrSettings, MeasureStatus, RangeTest, TuneLr
 from launcher.run import trials
 from launcher.run.trials import Stopped
 from launcher.tune import FILE, ladder, rate_trials, transfer
 from launcher.tune.rate_report import rate_report
-from launcher.tune.rate_search import SHORT, AllFailed, Question, RateSearch, SearchFile
-from launcher.tune.rate_trials import device_slots
+from launcher.tune.rate_search import SHORT, AllFailed, Question, RateSearch
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -131,7 +130,7 @@ def run_locked(
             ]
         )
     most = max(settings.rates, ladder.FINALISTS * settings.seeds)
-    slots = device_slots(
+    slots = trials.device_slots(
         ranks,
         gpus=len(begun.machine["gpus"]) if on_gpu else 0,
         cores=int(begun.machine["usable_cores"]),
@@ -142,8 +141,8 @@ def run_locked(
     question = Question(
         declared, settings, ranks, begun.shards, manifest.unigram_entropy_nats, len(slots), precision
     )
-    file = SearchFile(out / STATE, begun.plan)
-    status: TuneStatus = "complete"
+    file = job.KeptPlan(out / STATE, begun.plan)
+    status: MeasureStatus = "complete"
     stopped, why = 0, None
     with trials.runner(out, slots, launcher=settings.launcher, on_gpu=on_gpu, log=log) as runs:
         doing = RateSearch(question, runs, file, log)
@@ -166,7 +165,7 @@ def run_locked(
 
 
 def document(
-    doing: RateSearch, plan: LrPlanFile, status: TuneStatus, why: str | None, begun: job.Begun[LrPlanFile]
+    doing: RateSearch, plan: LrPlanFile, status: MeasureStatus, why: str | None, begun: job.Begun[LrPlanFile]
 ) -> TuneLr:
     """tune.json."""
     q, rungs, test = doing.q, doing.rungs, doing.range_test

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from bert_dp.record.models import HeldOut
 from launcher.report import heldout
+from launcher.report.measured import ends, settings_sections, subtitle
 from launcher.report.model import (
     Axis,
     Cell,
@@ -37,7 +38,8 @@ from launcher.report.numbers import (
 from launcher.report.parts import cell
 from launcher.report.quantities import Quantity, table
 from launcher.results import LrChoice, Rung, Transfer, TrialStatus, TuneLr
-from launcher.tune.search_report import ends, settings_sections, subtitle, use
+from launcher.tune import FILE
+from launcher.tune.search_report import use
 
 CEILING = 1.5  # times the first loss of a range test: what lies above is drawn there
 MANY_RATES = 8  # above, their ticks are round numbers
@@ -86,7 +88,7 @@ def rate_report(tune: TuneLr, folder: Path) -> Report:
     return Report(
         "bert-dp: tuned learning rate",
         subtitle(tune, method),
-        [*ends(tune), _choice(tune, folder), *_lost(tune), *_cost(tune)],
+        [*ends(tune, FILE), _choice(tune, folder), *_lost(tune), *_cost(tune)],
         _tiles(tune),
         [
             Section("", [by_rate(tune), range_test(tune), curves(tune)], console=False),

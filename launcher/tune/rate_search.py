@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bert_dp.config import Config, ConfigError
 from bert_dp.record.models import Summary
-from launcher import results
+from launcher.job import KeptPlan
 from launcher.log import Log
 from launcher.report.numbers import format_duration, format_si
 from launcher.results import LrOptions, LrPlanFile, LrTrial, Rung
@@ -51,22 +49,6 @@ class Question:
     @property
     def seeds(self) -> tuple[int, ...]:
         return tuple(self.config.run.seed + k for k in range(self.settings.seeds))
-
-
-class SearchFile:
-    """OUT/search.json: what was asked for, the measured length of a run, which must not change when going on,
-    and the seconds of all calls."""
-
-    def __init__(self, path: Path, plan: LrPlanFile):
-        self.path, self.plan, self._since = path, plan, time.monotonic()
-
-    def save(self, **more: Any) -> None:
-        """Add `more`, and the seconds since the last time."""
-        now = time.monotonic()
-        seconds = self.plan.seconds + now - self._since
-        self.plan = self.plan.model_copy(update={**more, "seconds": seconds})
-        self._since = now
-        results.write(self.path, self.plan)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +122,7 @@ def _within(budget_s: float, test: RangeTest, q: Question, tokens: int, why: str
 class RateSearch:
     """`range_test` and `rungs` hold what has been measured, also when the search is stopped."""
 
-    def __init__(self, question: Question, runs: Runner, file: SearchFile, log: Log):
+    def __init__(self, question: Question, runs: Runner, file: KeptPlan[LrPlanFile], log: Log):
         self.q, self._runs, self._file, self._log = question, runs, file, log
         self.range_test: RangeTest | None = None
         self.range_tokens = 0

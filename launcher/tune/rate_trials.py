@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,6 @@ from bert_dp.record.models import Summary
 from launcher.results import LrTrial, TrialStatus
 from launcher.run.read_run import cause, failure_kind, read_summary
 from launcher.run.train import expected_steps
-from launcher.run.trials import Slot
 
 RANGE_TOP = 1.0  # rate at the end of a range test; it begins at 1e-4 of this
 RANGE_STEPS = 100
@@ -21,20 +19,6 @@ RANGE_SHARE = 16  # a range test takes no more than this part of the whole budge
 RANGE_LEAST = 25  # as many steps as four decades need to be told apart
 RANGE_SHORT_H = 0.5  # below it a run of unknown speed may have few steps
 CURVE_POINTS = 4
-
-
-def device_slots(ranks: int, *, gpus: int, cores: int, most: int) -> list[Slot]:
-    """The devices of each trial, no more than `most` trials at a time. `gpus`: visible ones, 0 = CPU ranks;
-    `cores`: that we may use, shared out evenly."""
-    if gpus:
-        shown = os.environ.get("CUDA_VISIBLE_DEVICES")
-        names = [n.strip() for n in shown.split(",")][:gpus] if shown else [str(k) for k in range(gpus)]
-        count = max(1, min(gpus // ranks, most))
-        return [Slot(gpus=tuple(names[k * ranks : (k + 1) * ranks])) for k in range(count)]
-    ours = sorted(os.sched_getaffinity(0))
-    count = max(1, min(cores // ranks, most))
-    share = len(ours) // count
-    return [Slot(cores=tuple(ours[k * share : (k + 1) * share])) for k in range(count)]
 
 
 def step_tokens(config: Config) -> int:

@@ -21,7 +21,7 @@ from launcher import job, results
 from launcher.results import LrOptions
 from launcher.run import trials
 from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier_outcome
-from launcher.tune import ladder, lr, rate_search, rate_trials, transfer
+from launcher.tune import ladder, lr, rate_trials, transfer
 from launcher.tune.rate_report import rate_report
 from tests.e2e.cli import TINY
 from tests.report_fixture import shown
@@ -399,19 +399,19 @@ def test_a_tuned_configuration_has_the_rate_at_its_own_batch(shards: Path) -> No
 
 def test_a_trial_has_devices_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    slots = rate_trials.device_slots(2, gpus=5, cores=64, most=9)
+    slots = trials.device_slots(2, gpus=5, cores=64, most=9)
     assert slots == [Slot(gpus=("0", "1")), Slot(gpus=("2", "3"))]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-ab, 1")
-    slots = rate_trials.device_slots(1, gpus=3, cores=64, most=9)
+    slots = trials.device_slots(1, gpus=3, cores=64, most=9)
     assert slots == [Slot(gpus=("3",)), Slot(gpus=("GPU-ab",)), Slot(gpus=("1",))]
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    slots = rate_trials.device_slots(1, gpus=0, cores=8, most=3)  # more cores than trials
+    slots = trials.device_slots(1, gpus=0, cores=8, most=3)  # more cores than trials
     assert slots == [Slot(cores=(0, 1)), Slot(cores=(2, 3)), Slot(cores=(4, 5))]
-    assert rate_trials.device_slots(2, gpus=0, cores=4, most=9) == [
+    assert trials.device_slots(2, gpus=0, cores=4, most=9) == [
         Slot(cores=(0, 1, 2, 3)),
         Slot(cores=(4, 5, 6, 7)),
     ]
-    assert rate_trials.device_slots(16, gpus=0, cores=8, most=9) == [Slot(cores=tuple(range(8)))]
+    assert trials.device_slots(16, gpus=0, cores=8, most=9) == [Slot(cores=tuple(range(8)))]
 
 
 @pytest.mark.parametrize(
@@ -519,8 +519,8 @@ def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
 
 def test_a_search_counts_its_seconds_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([100.0, 107.0, 112.0])
-    monkeypatch.setattr(rate_search, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    file = rate_search.SearchFile(
+    monkeypatch.setattr(job, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    file = job.KeptPlan(
         tmp_path / "search.json", results.LrPlanFile(config_hash="x", settings={}, seconds=30.0)
     )
     file.save()

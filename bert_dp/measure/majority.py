@@ -1,0 +1,48 @@
+"""What a constant answer scores: `python -m bert_dp.measure.majority DIR...` prints, of prepared directories,
+{directory: {split: {metric: score}}} for every labelled split but train."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from bert_dp.config import ConfigError, read_examples
+from bert_dp.examples.store import Examples
+from bert_dp.scores import majority
+
+
+def of_directory(directory: Path) -> dict[str, dict[str, float | None]]:
+    """Split -> metric -> the score of the most frequent label of train, or of the mean of its scores; null
+    where the metric of a constant is not defined. Raises ConfigError."""
+    manifest = read_examples(directory)
+    train = Examples.open(directory, manifest, "train")
+    found: dict[str, dict[str, float | None]] = {}
+    for name, split in manifest.splits.items():
+        if name == "train" or not split.has_labels:
+            continue
+        dev = Examples.open(directory, manifest, name)
+        scores = majority(manifest.metrics, manifest.kind, train.labels, dev.labels)
+        found[name] = {metric: score if math.isfinite(score) else None for metric, score in scores.items()}
+    return found
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 for a directory that is none of ours."""
+    parser = argparse.ArgumentParser(prog="python -m bert_dp.measure.majority")
+    parser.add_argument("directories", type=Path, nargs="+")
+    directories = parser.parse_args(argv).directories
+    try:
+        found = {str(directory): of_directory(directory) for directory in directories}
+    except ConfigError as error:
+        sys.stderr.writelines(f"error: {issue}\n" for issue in error.issues)
+        return 2
+    print(json.dumps(found))  # noqa: T201 (the answer)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,190 @@
+"""What `eval glue` runs: the tasks whose files are there, and a trial for each task, rate and seed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bert_dp.config import CheckpointConfig, Config, ConfigError, ExamplesManifest, peak_lr, read_examples
+from launcher import children
+from launcher.evaluate import finetune
+from launcher.evaluate.finetune import Pretrained, Source
+from launcher.results import GlueOptions
+from launcher.run.trials import Trial
+
+RATE_TASKS = ("CoLA", "MRPC", "STS-B", "RTE")  # small ones
+RATE_SHARE = 0.1  # of train, by which a rate is chosen: never by dev
+OURS = ("data.path", "run.init_from", "finetune.kind", "finetune.labels", "objective.name")
+"""Settings that follow from the task and from RUN."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A task with its prepared directory."""
+
+    path: Path
+    manifest: ExamplesManifest
+
+    @property
+    def name(self) -> str:
+        return self.manifest.task
+
+    @property
+    def dev(self) -> list[str]:
+        """The splits that are scored."""
+        return [name for name, split in self.manifest.splits.items() if split.has_labels and name != "train"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """What is measured, and with which settings."""
+
+    start: Pretrained
+    overrides: tuple[str, ...]
+    options: GlueOptions
+    base: Config
+    """Of every trial, but for what its task brings."""
+    precision: str
+    """Of every trial."""
+
+    @property
+    def seeds(self) -> list[int]:
+        return [self.base.run.seed + k for k in range(self.options.seeds)]
+
+    @property
+    def weights(self) -> Path | None:
+        """That a trial begins with; None = random ones."""
+        return None if self.options.init == "random" else self.start.checkpoint
+
+
+def missing_files(data: Sequence[Path]) -> dict[str, list[str]]:
+    """Task of GLUE, in GLUE's order -> its train and dev files that `data` lacks. Raises ConfigError."""
+    words = [word for place in data for word in ("--data", str(place))]
+    code, found = children.capture_json("bert_dp.examples", ["missing", *words])
+    if code == 2:
+        raise ConfigError([])  # its lines stand on stderr already
+    if found is None:
+        raise ConfigError([f"--data: looking for GLUE's files failed with exit code {code}; see above"])
+    return dict(found)
+
+
+def choose_tasks(
+    missing: Mapping[str, Sequence[str]], options: GlueOptions
+) -> tuple[GlueOptions, dict[str, str]]:
+    """The options with every task named, and why the others are left out. Raises ConfigError."""
+    there = [task for task, files in missing.items() if not files]
+    tasks = options.tasks or there
+    unknown = [
+        f"{option}: {task} is no task of GLUE; choose from {', '.join(missing)}"
+        for option, names in (("--tasks", options.tasks), ("--rate-tasks", options.rate_tasks))
+        for task in names
+        if task not in missing
+    ]
+    if unknown:
+        raise ConfigError(unknown)
+    issues = [
+        f"--tasks: {task}: no {', '.join(missing[task])} in --data; add --data with the folder or tar that "
+        "has it"
+        for task in tasks
+        if missing[task]
+    ]
+    if not tasks:
+        issues.append("--data: holds no task of GLUE; name a folder or tar with CoLA/train.tsv and the like")
+    rate_tasks = options.rate_tasks or [task for task in RATE_TASKS if task in there]
+    if not options.rates:
+        issues += ["--rate-tasks: choose a rate, but --rates names none"] if options.rate_tasks else []
+        rate_tasks = []
+    elif not rate_tasks:
+        issues.append(f"--rates: none of {', '.join(RATE_TASKS)} is there; name others with --rate-tasks")
+    issues += [
+        f"--rate-tasks: {task}: no {', '.join(missing[task])} in --data"
+        for task in rate_tasks
+        if missing[task]
+    ]
+    issues += init_task_issues(options.init_task, tasks, options.init)
+    if issues:
+        raise ConfigError(issues)
+    left_out = {
+        task: f"no {', '.join(files)} in --data" if files else "not among --tasks"
+        for task, files in missing.items()
+        if task not in tasks
+    }
+    ordered = [task for task in missing if task in tasks]
+    return options.model_copy(update={"tasks": ordered, "rate_tasks": list(rate_tasks)}), left_out
+
+
+def init_task_issues(init_task: Mapping[str, str], tasks: Sequence[str], init: str) -> list[str]:
+    """Why these tasks cannot start from those; one line each."""
+    issues = []
+    for task, source in init_task.items():
+        named = f"--init-task: {task}={source}"
+        issues += [
+            f"{named}: {name} is not evaluated; add it to --tasks"
+            for name in (task, source)
+            if name not in tasks
+        ]
+        if source in init_task:
+            issues.append(f"{named}: {source} starts from {init_task[source]} itself; only one may follow")
+    if init_task and init == "random":
+        issues.append("--init-task: is not from random weights; drop it or --init random")
+    return issues
+
+
+def setting_issues(overrides: Sequence[str], rates: Sequence[float]) -> list[str]:
+    """Settings that this verb sets itself; one line each."""
+    given = [item.partition("=")[0].strip() for item in overrides]
+    issues = [f"{name}: follows from RUN and the task; leave it out" for name in given if name in OURS]
+    if rates and "optim.lr" in given:
+        issues.append("optim.lr: is what --rates chooses; give one of them")
+    return issues
+
+
+def prepare(start: Pretrained, task: str, data: Sequence[Path], length: int, dev_share: float = 0.0) -> Task:
+    """From the cache or made now. Raises ConfigError."""
+    path = finetune.prepare(start, Source(task, tuple(data)), length, dev_share)
+    return Task(path, read_examples(path))
+
+
+def configure(q: Question, task: Task, weights: Path | None) -> Config:
+    """Of the task, as it would be trained. Raises ConfigError."""
+    return finetune.configuration(
+        q.start, q.overrides, manifest=task.manifest, path=task.path, init_from=weights
+    )
+
+
+def rate_of(config: Config) -> float:
+    """The peak rate of a trial with this configuration."""
+    return peak_lr(config).value
+
+
+def make_trial(
+    q: Question, out: Path, task: Task, lr: float | None, seed: int, weights: Path | None
+) -> Trial:
+    """One finetuning run of `task`. `lr`: null = the configuration's. Its checkpoint is kept where a task
+    starts from it."""
+    config = configure(q, task, weights)
+    of_rate = task.manifest.dev_share > 0
+    optim = config.optim
+    if lr is not None:
+        optim = optim.model_copy(update={"lr": lr, "lr_scaling": "none", "lr_batch": None})
+    keeps = not of_rate and task.name in q.options.init_task.values()
+    config = config.model_copy(
+        update={
+            "run": config.run.model_copy(update={"seed": seed}),
+            "optim": optim,
+            "checkpoint": CheckpointConfig(keep=int(keeps)),
+            "log": config.log.model_copy(update={"to": (), "tensorboard": False}),
+            "precision": q.precision,
+        }
+    )
+    name = f"{'rate-' if of_rate else ''}{task.name}-lr-{rate_of(config)}-s{seed}"
+    return Trial(out / "trials" / name, config, q.options.ranks)
+
+
+def rounds(options: GlueOptions, examples: Mapping[str, int]) -> list[list[str]]:
+    """Tasks that start from RUN, then those that start from one of them; the longest first, so that the
+    devices end together."""
+    first = [task for task in options.tasks if task not in options.init_task]
+    then = [task for task in options.tasks if task in options.init_task]
+    return [sorted(each, key=lambda task: -examples[task]) for each in (first, then) if each]

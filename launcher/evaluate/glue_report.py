@@ -1,0 +1,214 @@
+"""An evaluation on GLUE as a Report, from glue.json, partial or whole."""
+
+from __future__ import annotations
+
+from launcher.evaluate import FILE
+from launcher.report.measured import ends, settings_sections, subtitle
+from launcher.report.model import Cell, Column, Report, Row, Section, Table, Tile, Verdict
+from launcher.report.numbers import (
+    count_of,
+    format_count,
+    format_duration,
+    format_lr,
+    format_percent,
+    format_points,
+)
+from launcher.report.parts import cell, words
+from launcher.report.quantities import Quantity, table
+from launcher.results import Glue, GlueScore, GlueSplit, GlueTask, GlueTrial
+
+METRICS = {
+    "mcc": "Matthews",
+    "accuracy": "accuracy",
+    "f1": "F1",
+    "auc": "AUC",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+}
+TRIAL = (
+    Quantity("lr", "learning rate", "lr"),
+    Quantity("seed", "seed", "count"),
+    Quantity("status", "status", "word"),
+    Quantity("seconds", "time", "duration"),
+)
+SETTINGS = (
+    Quantity("ranks", "ranks of a trial", "count"),
+    Quantity("at_a_time", "trials at a time", "count"),
+    Quantity("settings.seeds", "seeds", "count"),
+    Quantity("seconds", "time", "duration"),
+    Quantity("start.checkpoint", "checkpoint", "word"),
+    Quantity("start.step", "its step", "count"),
+    Quantity("start.sha256", "its weights (SHA-256)", "word"),
+)
+SCORES = (
+    Column("median"),
+    Column("deviation"),
+    Column("majority"),
+    Column("dev examples"),
+    Column("truncated"),
+    Column("also in train"),
+    Column("remark", text=True),
+    Column("every seed", text=True),
+)
+
+
+def glue_report(glue: Glue) -> Report:
+    """The table of the dev scores, what limits it, and every trial."""
+    method = [how_text(glue), f"rate {format_lr(glue.lr)}", count_of(glue.settings.seeds, "seed")]
+    return Report(
+        "bert-dp: GLUE",
+        subtitle(glue, method),
+        [*ends(glue, FILE), _average(glue), *_warnings(glue), *_notes(glue)],
+        _tiles(glue),
+        [
+            Section("Dev scores", tables=[scores_table(glue)], notes=["Out of 100; median over the seeds."]),
+            *([Section("Rates", tables=[_rates(glue)])] if glue.rates else []),
+            *_outside(glue),
+            Section("All trials", tables=[_trials(glue)], console=False),
+            *settings_sections(glue, SETTINGS),
+        ],
+    )
+
+
+def how_text(glue: Glue) -> str:
+    """The head, the pooling and what the trials began with."""
+    begun = "random weights" if glue.settings.init == "random" else f"step {format_count(glue.start.step)}"
+    return f"{glue.head} head, {glue.pooling} pooling, from {begun}"
+
+
+def label(task: GlueTask, score: GlueScore) -> str:
+    """`RTE accuracy`, `MNLI matched accuracy`; where it starts from another task, that too."""
+    part = score.split.removeprefix("dev").removeprefix("_")
+    start = f"(from {task.init_task})" if task.init_task else ""
+    return " ".join(filter(None, (task.task, part, METRICS.get(score.metric, score.metric), start)))
+
+
+# --- findings
+
+
+def _average(glue: Glue) -> Verdict:
+    if glue.average is None:
+        return Verdict(
+            "info", "No GLUE average: the nine numbers of its eight tasks are not whole.", glue.no_average
+        )
+    starts = [f"{task.task} starts from {task.init_task}" for task in glue.tasks if task.init_task]
+    text = (
+        f"GLUE average {format_points(glue.average)} on the dev sets: mean of nine numbers, each the "
+        f"median of {count_of(glue.settings.seeds, 'seed')}."
+    )
+    return Verdict("ok", text, [", ".join(glue.averaged), *starts])
+
+
+def _warnings(glue: Glue) -> list[Verdict]:
+    """Trials that say nothing of the model."""
+    trials = [trial for task in glue.tasks for trial in task.trials]
+    failed = [f"{t.trial}: {t.status}: {t.cause}" for t in trials if t.status != "ok"]
+    constant = [f"{t.trial}: {', '.join(t.one_class)}" for t in trials if t.one_class]
+    of = f"of {count_of(len(trials), 'trial')}"
+    found = []
+    if failed:
+        text = f"{format_count(len(failed))} {of} failed and have no score; medians are of the others."
+        found.append(Verdict("fail", text, failed))
+    if constant:
+        text = f"{format_count(len(constant))} {of} gave every example of a dev set the same answer."
+        found.append(Verdict("warn", text, constant))
+    return found
+
+
+def _notes(glue: Glue) -> list[Verdict]:
+    subsets = [task.task for task in glue.tasks if not task.official]
+    starts = [f"{task.task} from {task.init_task}" for task in glue.tasks if task.init_task]
+    found = []
+    if subsets:
+        text = f"Subsets of GLUE's rows, whose scores are none of GLUE's: {', '.join(subsets)}."
+        found.append(Verdict("info", text))
+    if starts:
+        text = f"Started from the finetuned run of another task: {', '.join(starts)}."
+        found.append(Verdict("info", text))
+    return found
+
+
+def _tiles(glue: Glue) -> list[Tile]:
+    trials = [trial for task in glue.tasks for trial in task.trials]
+    scored = sum(trial.status == "ok" for trial in trials)
+    rates = f"chosen among {len(glue.rates)} on a tenth of train" if glue.rates else "the configuration's"
+    return [
+        Tile("GLUE average", format_points(glue.average), "dev; nine numbers of eight tasks, out of 100"),
+        Tile("Tasks", format_count(len(glue.tasks)), f"{format_count(len(glue.left_out))} left out"),
+        Tile("Trials with scores", format_count(scored), f"of {format_count(len(trials))}"),
+        Tile("Learning rate", format_lr(glue.lr), f"{rates}; the same for every task"),
+        Tile("Time", format_duration(glue.seconds), f"{count_of(glue.at_a_time, 'trial')} at a time"),
+    ]
+
+
+# --- tables
+
+
+def scores_table(glue: Glue) -> Table:
+    """A row for each metric of a dev set."""
+    rows = []
+    for task in glue.tasks:
+        splits = {split.name: split for split in task.splits}
+        rows += [_row(task, splits[score.split], score) for score in task.scores]
+    return Table(rows, SCORES, title=how_text(glue), corner="task", empty="no task was evaluated")
+
+
+def _row(task: GlueTask, split: GlueSplit, score: GlueScore) -> Row:
+    seeds = ", ".join(format_points(each) for each in score.seeds)
+    of = f"of {format_count(split.examples)}"
+    return Row(
+        label(task, score),
+        (
+            cell(score.median, "points"),
+            cell(score.sd, "points"),
+            cell(score.majority, "points"),
+            cell(split.examples, "count"),
+            Cell(format_percent(split.truncated / split.examples), f"{format_count(split.truncated)} {of}"),
+            cell(split.in_train, "count", of),
+            Cell(remark(task, score)),
+            Cell(seeds or "none"),
+        ),
+    )
+
+
+def remark(task: GlueTask, score: GlueScore) -> str:
+    """What a number must not be read without."""
+    failed = sum(each is None for each in score.seeds)
+    constant = sum(score.split in trial.one_class for trial in task.trials)
+    of = f"of {len(task.trials)}"
+    parts = [
+        "" if task.official else "subset",
+        f"{failed} {of} failed" if failed else "",
+        f"one answer in {constant} {of}" if constant else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _rates(glue: Glue) -> Table:
+    """Scores on a tenth of train, one seed."""
+    names = list(dict.fromkeys(name for rate in glue.rates for name in rate.scores))
+    rows = [
+        Row(
+            format_lr(rate.lr),
+            [*(cell(rate.scores.get(name), "points") for name in names), cell(rate.mean, "points")],
+        )
+        for rate in glue.rates
+    ]
+    heads = [*(Column(name) for name in names), Column("mean")]
+    return Table(rows, heads, title="First metric on a tenth of train, one seed", corner="learning rate")
+
+
+def _outside(glue: Glue) -> list[Section]:
+    """Tasks that were left out, and files for GLUE's server."""
+    files = [words(task.task, ", ".join(task.submissions) or task.no_submission) for task in glue.tasks]
+    left = [words(task, why) for task, why in glue.left_out.items()]
+    return [
+        Section("Left out", tables=[Table(left)], console=bool(left)),
+        Section("Submission files", tables=[Table(files)], console=False),
+    ]
+
+
+def _trials(glue: Glue) -> Table:
+    chosen = [trial for rate in glue.rates for trial in rate.trials]
+    every: list[GlueTrial] = [*chosen, *(trial for task in glue.tasks for trial in task.trials)]
+    return table([(t.trial, t) for t in every], TRIAL, corner="trial", empty="no trial recorded")
