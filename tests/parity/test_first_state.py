@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from bert_dp import checkpoint
 from bert_dp.building import first_state
 from bert_dp.config import ConfigError, load_config
 from bert_dp.dist import Comm
