@@ -120,8 +120,8 @@ class Task(Protocol):
         """Targets of `count` samples of the stream, alike on every rank, without drawing them."""
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """What is measured on held-out data over all replicas, `loss` among it: see record.models.HeldOut. None
-        when nothing is held out or `context.stopped`. The model is in eval mode. Collective."""
+        """What is measured on held-out data over all replicas, `loss` among it, as record.models.HeldOut has
+        it. None when nothing is held out or `context.stopped`. The model is in eval mode. Collective."""
 
     def example_batch(self, micro_size: int) -> Batch:
         """A micro batch of the largest shapes, made of no data."""
