@@ -151,6 +151,16 @@ class GlueData:
         return [sources.identity(sources.Source("", file)) for file in files if file.exists()]
 
 
+def missing(places: Sequence[Path]) -> dict[str, list[str]]:
+    """Task, in GLUE's order -> its train and dev files that none of `places` has. Raises ConfigError."""
+    names = {name: [f"{name}/{split}.tsv" for split in task.required] for name, task in TASKS.items()}
+    found: set[str] = set()
+    for place in places:
+        wanted = [file for files in names.values() for file in files if file not in found]
+        found |= read_files(place, wanted).keys()
+    return {name: [file for file in files if file not in found] for name, files in names.items()}
+
+
 def _table(name: str, data: bytes, task: Task, split: str) -> Table:
     """The rows of a file. Of train those are left out that lack columns; elsewhere they are refused, as every
     example of dev and test has to be scored. For the same reason one with an empty text is kept."""

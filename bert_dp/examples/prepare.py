@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import dataclasses
 import functools
+import json
 import shutil
 import sys
 from collections.abc import Sequence
@@ -35,7 +36,7 @@ from bert_dp.corpus.command import run_command
 from bert_dp.corpus.dedup import document_key
 from bert_dp.corpus.whole import locked, replaced
 from bert_dp.examples.encode import Encoder
-from bert_dp.examples.glue import GlueData
+from bert_dp.examples.glue import GlueData, missing
 from bert_dp.examples.labels import to_array
 from bert_dp.examples.own import OwnData
 from bert_dp.examples.store import Examples
@@ -191,10 +192,13 @@ def summary(manifest: ExamplesManifest) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """`prepare`: the prepared directory to stdout. Returns the exit code: 0, 2 for bad input, 1 for a
-    failure, 128 + signal."""
+    """`prepare`: the prepared directory to stdout. `missing`: what GLUE's tasks lack, as JSON. Returns the
+    exit code: 0, 2 for bad input, 1 for a failure, 128 + signal."""
     parser = argparse.ArgumentParser(prog="python -m bert_dp.examples", description="labelled texts to ids")
-    verb = parser.add_subparsers(dest="verb", required=True).add_parser("prepare")
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    verb = verbs.add_parser("missing")
+    verb.add_argument("--data", type=Path, action="append", required=True, help="folder or tar of GLUE's")
+    verb = verbs.add_parser("prepare")
     verb.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of the pretrained run")
     verb.add_argument("--length", type=int, required=True, help="tokens of the longest example")
     verb.add_argument("--task", help="one of GLUE's")
@@ -211,6 +215,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
+    if arguments.verb == "missing":
+        return json.dumps(missing(arguments.data)), 0
     record.keep_private()
     request = Request(_data(arguments), arguments.tokenizer, arguments.length, arguments.dev_share)
     directory = prepare(request)

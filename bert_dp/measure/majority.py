@@ -4,13 +4,15 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from bert_dp.config import ConfigError, read_examples
+from bert_dp.config import read_examples
+from bert_dp.corpus.command import run_command
 from bert_dp.examples.store import Examples
 from bert_dp.scores import majority
 
@@ -31,17 +33,14 @@ def of_directory(directory: Path) -> dict[str, dict[str, float | None]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 2 for a directory that is none of ours."""
+    """Returns the exit code: 0, 2 for a directory that is none of ours, 1 for a failure, 128 + signal."""
     parser = argparse.ArgumentParser(prog="python -m bert_dp.measure.majority")
     parser.add_argument("directories", type=Path, nargs="+")
-    directories = parser.parse_args(argv).directories
-    try:
-        found = {str(directory): of_directory(directory) for directory in directories}
-    except ConfigError as error:
-        sys.stderr.writelines(f"error: {issue}\n" for issue in error.issues)
-        return 2
-    print(json.dumps(found))  # noqa: T201 (the answer)
-    return 0
+    return run_command(functools.partial(_answer, parser.parse_args(argv).directories))
+
+
+def _answer(directories: Sequence[Path]) -> tuple[str, int]:
+    return json.dumps({str(directory): of_directory(directory) for directory in directories}), 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,175 @@
+"""GLUE as small files, prepared tasks as values, and trials as a rank writes them: no number was measured."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bert_dp import record
+from bert_dp.config import Config, ExamplesManifest, dump_config
+from launcher.evaluate import finetune
+from launcher.evaluate.finetune import Pretrained
+from launcher.evaluate.glue_grid import Question, Task
+from launcher.results import GlueOptions
+from launcher.run.trials import Outcome, Runner, Stopped, Trial, earlier_outcome
+from tests.helpers import make_config, write_lines
+from tests.shards import SPECIAL
+
+METRICS = {
+    "CoLA": ["mcc"],
+    "MRPC": ["accuracy", "f1"],
+    "STS-B": ["pearson", "spearman"],
+    "QQP": ["accuracy", "f1", "auc"],
+}
+SHA = hashlib.sha256(b"").hexdigest()
+Answers = Callable[[Config, str, int], list[float]]
+"""(configuration of a trial, split, index of an example) -> its logits."""
+
+
+def make_task(
+    name: str, *, official: bool = True, examples: int = 4, test: int = 0, dev_share: float = 0.0
+) -> Task:
+    """A task with dev sets of `examples` each; train has ten times as many."""
+    parts = ("matched", "mismatched") if name == "MNLI" else ("",)
+    dev = ["_".join(filter(None, ("dev", part))) for part in parts]
+    tests = ["_".join(filter(None, ("test", part))) for part in parts if test]
+    counts = {"train": 10 * examples, **dict.fromkeys(dev, examples), **dict.fromkeys(tests, test)}
+    splits = {
+        split: {
+            "file": f"{split}.safetensors",
+            "sha256": SHA,
+            "examples": count,
+            "tokens": 5 * count,
+            "truncated": count // 4,
+            "has_labels": split not in tests,
+            "in_train": None if split == "train" else 1,
+        }
+        for split, count in counts.items()
+    }
+    regression = name == "STS-B"
+    facts = {
+        "format": "bert-dp-examples",
+        "version": 1,
+        "task": name,
+        "kind": "regression" if regression else "single_label",
+        "labels": [] if regression else ["entailment", "not_entailment"],
+        "metrics": METRICS.get(name, ["accuracy"]),
+        "sequence_length": 16,
+        "vocab_size": 64,
+        "special_tokens": {role: SPECIAL[role] for role in ("pad", "cls", "sep")},
+        "tokenizer": {"file": "tokenizer.json", "sha256": SHA},
+        "splits": splits,
+        "official": official and not dev_share,
+        "rows": {},
+        "dev_share": dev_share,
+        "sources": [],
+        "hash": hashlib.sha256(f"{name}{dev_share}".encode()).hexdigest(),
+    }
+    return Task(Path(f"/prepared/{name}-{dev_share:g}"), ExamplesManifest.model_validate(facts))
+
+
+def make_question(options: GlueOptions, *settings: str) -> Question:
+    """Of a run that is at /run; no file of it is looked at."""
+    model = make_config("schedule.steps=1")
+    start = Pretrained(Path("/run"), Path("/run/checkpoints/step-00000005"), 5, model, Path("/run/t.json"))
+    base = finetune.configuration(start, settings, manifest=None, path=None, init_from=start.checkpoint)
+    return Question(start, settings, options, base, "fp32")
+
+
+def write_trial(
+    trial: Trial,
+    task: Task,
+    scores: Mapping[str, float | None],
+    answers: Answers = lambda config, split, index: [0.0, float(index % 2)],
+    **summary: Any,
+) -> None:
+    """What a finished run leaves in the directory of a trial."""
+    directory = trial.directory
+    directory.mkdir(parents=True, exist_ok=True)
+    record.write_text(directory / "config.yaml", dump_config(trial.config))
+    splits = [(name, split) for name, split in task.manifest.splits.items() if name != "train"]
+    write_lines(
+        directory / "predictions.jsonl",
+        [
+            {"split": name, "index": i, "label": 0, "logits": answers(trial.config, name, i)}
+            for name, split in splits
+            for i in range(split.examples)
+        ],
+    )
+    heldout = {"loss": 0.5, "examples": 4, "scores": dict(scores)}
+    (directory / "summary.json").write_text(json.dumps({"status": "done", "heldout": heldout, **summary}))
+    (directory / "trial.json").write_text('{"seconds": 2.0}')
+
+
+def scores_of(task: Task, value: float) -> dict[str, float | None]:
+    """Every metric of every dev set."""
+    return {f"{split}/{metric}": value for split in task.dev for metric in task.manifest.metrics}
+
+
+class MadeRunner(Runner):
+    """Ends every trial at once with what `surface` says of it: a score, or how it failed; `limit` trials,
+    then a Ctrl-C."""
+
+    def __init__(
+        self,
+        out: Path,
+        tasks: Iterable[Task],
+        surface: Callable[[str, Config], float | str],
+        limit: int = 10**6,
+    ):
+        self.out, self.surface, self.limit = out, surface, limit
+        self.tasks = {str(task.path): task for task in tasks}
+        self.ran: list[Trial] = []
+
+    def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        for trial in reversed([*trials]):  # they may end in any order
+            if earlier_outcome(trial) is None:
+                if len(self.ran) >= self.limit:
+                    raise Stopped(2)
+                self.ran.append(trial)
+                task = self.tasks[str(trial.config.data.path)]
+                told = self.surface(task.name, trial.config)
+                if isinstance(told, str):
+                    facts = {"status": "failed", "cause": told, "failure_kind": "not_finite"}
+                    write_trial(trial, task, {}, **facts)
+                else:
+                    write_trial(trial, task, scores_of(task, told))
+            outcome = earlier_outcome(trial)
+            assert outcome is not None
+            yield trial, outcome
+
+
+# --- files of GLUE
+
+
+def write_glue(folder: Path, task: str, header: str, rows: Mapping[str, Iterable[str]]) -> None:
+    """TASK/SPLIT.tsv of each split."""
+    (folder / task).mkdir(parents=True, exist_ok=True)
+    for split, lines in rows.items():
+        (folder / task / f"{split}.tsv").write_text("\n".join([header, *lines, ""]))
+
+
+def write_two_tasks(folder: Path, train: int = 24, dev: int = 8, test: int = 3) -> Path:
+    """RTE with a test file and WNLI without, of few words."""
+    words = "the cat dog sat ran on under a mat bed".split()
+
+    def pairs(count: int, label: Callable[[int], str] | None) -> list[str]:
+        lines = []
+        for i in range(count):
+            texts = [" ".join(words[(i * k) % 10] for k in (1, 3, 7)), words[i % 10]]
+            lines.append("\t".join([str(i), *texts, *([label(i)] if label else [])]))
+        return lines
+
+    def entails(i: int) -> str:
+        return "entailment" if i % 3 else "not_entailment"
+
+    header = "index\tsentence1\tsentence2\tlabel"
+    rte = {"train": pairs(train, entails), "dev": pairs(dev, entails), "test": pairs(test, None)}
+    write_glue(folder, "RTE", header, rte)
+    (folder / "RTE" / "test.tsv").write_text("\n".join([header[: -len("\tlabel")], *rte["test"], ""]))
+    wnli = {split: pairs(n, lambda i: str(i % 2)) for split, n in (("train", train), ("dev", dev))}
+    write_glue(folder, "WNLI", header, wnli)
+    return folder
