@@ -183,7 +183,7 @@ def pieces(count: int, length: int) -> Iterator[tuple[int, int, int]]:
         yield whole, count, count - whole
 
 
-def ratio(sum_D: NDArray[np.float64], count_D: NDArray[np.int64]) -> tuple[float | None, float | None]:
+def ratio(sum_D: NDArray[Any], count_D: NDArray[Any]) -> tuple[float | None, float | None]:
     """The mean of what was counted, and its standard error over documents, of which each is drawn as a whole:
     that of a ratio of two sums (Cochran 1977, 2.11). None of nothing; no error of one document."""
     total, documents = count_D.sum(), int((count_D > 0).sum())
