@@ -8,7 +8,7 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -25,18 +25,18 @@ AGAIN = "build it with `bert-dp data build`"
 BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
 BlockHash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 TokenId = Annotated[int, Field(ge=0, le=MAX_VOCAB_SIZE)]
-
+Stored = TypeVar("Stored", bound=BaseModel)
 
 VOCAB_MULTIPLE = 128  # a vocabulary may be padded to the next one, for the device's sake
 
 
-class _Part(BaseModel):
+class Part(BaseModel):
     """Types are taken as they stand; keys that a later version adds are let through."""
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
 
 
-class Shard(_Part):
+class Shard(Part):
     """One flat file of token ids."""
 
     file: BaseName
@@ -60,26 +60,26 @@ class Shard(_Part):
         return self
 
 
-class Split(_Part):
+class Split(Part):
     sequences: Count
     tokens: Count
     documents: Count
     shards: list[Shard]
 
 
-class TokenizerFile(_Part):
+class TokenizerFile(Part):
     file: BaseName
     sha256: Sha256
 
 
-class SourceFile(_Part):
+class SourceFile(Part):
     name: str
     bytes: Count
     sha256: str
     documents: Count
 
 
-class Manifest(_Part):
+class Manifest(Part):
     """What a directory of shards says of itself. Entropies in nats per token."""
 
     format: Literal["bert-dp-shards"]
@@ -150,30 +150,38 @@ def read_manifest(directory: Path) -> Manifest:
 
     Raises ConfigError naming the file, what was expected and what was found.
     """
-    path = directory / "manifest.json"
+    if not os.path.isdir(directory):
+        raise ConfigError([f"{directory}: there is no such directory of shards; {AGAIN}"])
+    manifest = read_hashed(directory / "manifest.json", Manifest, AGAIN)
+    if issues := list(_file_issues(directory, manifest)):
+        raise ConfigError(issues)
+    return manifest
+
+
+def read_hashed(path: Path, model: type[Stored], again: str) -> Stored:
+    """A file that holds its own hash, checked: format, version, hash, content. `again`: how it is made.
+
+    Raises ConfigError naming the file, what was expected and what was found.
+    """
     found = None
     with contextlib.suppress(OSError, ValueError, RecursionError):
         found = json.loads(read_regular(path, MAX_BYTES))
     if not isinstance(found, dict):
-        if os.path.isdir(directory):
-            raise ConfigError([f"{path}: no manifest; {AGAIN}"])
-        raise ConfigError([f"{directory}: there is no such directory of shards; {AGAIN}"])
-    if (found.get("format"), found.get("version")) != (FORMAT, VERSION):
+        raise ConfigError([f"{path}: no manifest; {again}"])
+    format, version = (get_args(model.model_fields[name].annotation)[0] for name in ("format", "version"))
+    if (found.get("format"), found.get("version")) != (format, version):
         got = f"{found.get('format')!r:.40} version {found.get('version')!r:.40}"
-        raise ConfigError([f"{path}: expected {FORMAT!r} version {VERSION}, found {got}; {AGAIN}"])
+        raise ConfigError([f"{path}: expected {format!r} version {version}, found {got}; {again}"])
     try:
         expected, own = found.get("hash"), manifest_hash(found)
         if expected != own:
             shown = str(expected)[:16]
-            raise ConfigError([f"{path}: expected hash {shown}, found {own[:16]}: edited or torn; {AGAIN}"])
-        manifest = Manifest.model_validate(found)
+            raise ConfigError([f"{path}: expected hash {shown}, found {own[:16]}: edited or torn; {again}"])
+        return model.model_validate(found)
     except RecursionError:
-        raise ConfigError([f"{path}: nested too deep; {AGAIN}"]) from None
+        raise ConfigError([f"{path}: nested too deep; {again}"]) from None
     except ValidationError as error:
-        raise ConfigError([f"{path}: {line}; {AGAIN}" for line in problem_lines(error)]) from None
-    if issues := list(_file_issues(directory, manifest)):
-        raise ConfigError(issues)
-    return manifest
+        raise ConfigError([f"{path}: {line}; {again}" for line in problem_lines(error)]) from None
 
 
 def _file_issues(directory: Path, manifest: Manifest) -> Iterator[str]:

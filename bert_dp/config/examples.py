@@ -1,0 +1,119 @@
+"""examples.json of a prepared directory of labelled examples: its model and its one reader."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from bert_dp.config.manifest import BaseName, Part, TokenizerFile, beyond, read_hashed
+from bert_dp.config.schema import MAX_VOCAB_SIZE
+from bert_dp.config.stored import Count, Sha256
+
+FORMAT, VERSION = "bert-dp-examples", 1
+FILE = "examples.json"
+MIN_LENGTH, MAX_LENGTH = 8, 8192  # tokens of an example
+MAX_LABELS = 1000
+TRAIN = "train"
+AGAIN = "prepare it again with `python -m bert_dp.examples prepare`"
+
+Kind = Literal["single_label", "multi_label", "regression"]
+Metric = Literal["mcc", "accuracy", "f1", "auc", "pearson", "spearman"]
+Share = Annotated[float, Field(ge=0, lt=1)]
+
+
+class ExampleSplit(Part):
+    """One file of examples. Tokens are the real ones, with <cls> and <sep>."""
+
+    file: BaseName
+    sha256: Sha256
+    examples: int = Field(ge=1, lt=2**63)
+    tokens: Count
+    truncated: Count
+    """Examples that were longer than the sequence length."""
+    has_labels: bool
+    in_train: Count | None
+    """Examples whose texts also stand in train; null of train itself."""
+
+
+class ExampleSource(Part):
+    """A file that the examples were read from; of an archive one of its members."""
+
+    name: str
+    sha256: Sha256
+
+
+class SpecialTokens(Part):
+    """Ids of the tokens that frame an example."""
+
+    pad: Count
+    cls: Count
+    sep: Count
+
+
+class ExamplesManifest(Part):
+    """What a directory of examples says of itself."""
+
+    format: Literal["bert-dp-examples"]
+    version: Literal[1]
+    task: str = Field(min_length=1, max_length=64)
+    """GLUE's name, as in "RTE", or "own"."""
+    kind: Kind
+    labels: list[str] = Field(max_length=MAX_LABELS)
+    """Names in the order of the model's outputs; empty of a regression."""
+    metrics: list[Metric] = Field(min_length=1)
+    """The first is the one that a search goes by."""
+    sequence_length: int = Field(ge=MIN_LENGTH, le=MAX_LENGTH)
+    """No example has more tokens; longer ones were truncated."""
+    vocab_size: int = Field(ge=1, le=MAX_VOCAB_SIZE)
+    special_tokens: SpecialTokens
+    tokenizer: TokenizerFile
+    splits: dict[BaseName, ExampleSplit]
+    official: bool | None
+    """Whether every split has GLUE's own number of rows; null where the task is none of GLUE's."""
+    rows: dict[str, Count]
+    """GLUE's own number of rows by split."""
+    dev_share: Share
+    """Of train that became dev; 0 where dev is a file."""
+    sources: list[ExampleSource]
+    hash: Sha256
+
+    @property
+    def outputs(self) -> int:
+        """Numbers that a model gives for an example."""
+        return len(self.labels) or 1
+
+    @model_validator(mode="after")
+    def _agrees_with_itself(self) -> ExamplesManifest:
+        issues = []
+        if TRAIN not in self.splits:
+            issues.append("splits: no train")
+        if len(set(self.labels)) < len(self.labels):
+            issues.append("labels: a name stands twice")
+        least = {"single_label": 2, "multi_label": 1, "regression": 0}[self.kind]
+        if len(self.labels) < least or (self.kind == "regression" and self.labels):
+            issues.append(f"labels: {len(self.labels)} do not fit {self.kind}")
+        special = self.special_tokens.model_dump()
+        issues += [
+            f"special_tokens.{role}: {beyond(number, self.vocab_size)}"
+            for role, number in special.items()
+            if number >= self.vocab_size
+        ]
+        for name, split in self.splits.items():
+            if not 2 * split.examples <= split.tokens <= self.sequence_length * split.examples:
+                issues.append(
+                    f"splits.{name}.tokens: {split.tokens} are not those of {split.examples} examples"
+                )
+        if issues:
+            raise ValueError("; ".join(issues))
+        return self
+
+
+def read_examples(directory: Path) -> ExamplesManifest:
+    """examples.json of a prepared directory, a run or a checkpoint, checked: format, version, own hash,
+    content. No other file is looked at.
+
+    Raises ConfigError naming the file, what was expected and what was found.
+    """
+    return read_hashed(directory / FILE, ExamplesManifest, AGAIN)
