@@ -74,7 +74,7 @@ def text_report(found: TextLoss) -> Report:
     hidden = found.hidden
     losses = Table(
         [_loss_row(row) for row in found.predicted],
-        [Column(head) for head in ("nats per token", "\u00b1", "guessed", "tokens", "documents")],
+        [Column(head) for head in ("loss", "\u00b1", "guessed", "tokens", "documents")],
         title=f"Loss of predicted tokens, {format_percent(found.mask_rate)} of all, by what the model saw",
         corner="saw",
     )
