@@ -22,9 +22,12 @@ from bert_dp.config import ConfigError, find_config, plain_message, shipped_conf
 from bert_dp.config.profile import parse_profile
 from launcher.log import complain, logger, warn_of_ordinary_secrets
 from launcher.options import (
+    Format,
     Json,
     Launcher,
+    Run,
     Set,
+    TextKey,
     Words,
     argument_issues,
     console,
@@ -253,12 +256,8 @@ def data_build(
     vocab_size: Annotated[int, typer.Option(help="Size of the tokenizer to train.")] = 32_768,
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 128,
     tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json; train none.")] = None,
-    format: Annotated[
-        str, typer.Option(help="Of every file: text, jsonl or parquet; auto goes by the suffix.")
-    ] = "auto",
-    text_key: Annotated[
-        str, typer.Option(help="Field of a JSON record or column of a Parquet file that holds the text.")
-    ] = "text",
+    format: Format = "auto",
+    text_key: TextKey = "text",
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -612,7 +611,7 @@ def _eval() -> None:
 
 @eval_app.command("glue")
 def eval_glue(
-    run: Annotated[Path, typer.Argument(help="Pretrained run, or a checkpoint of one.", show_default=False)],
+    run: Run,
     words: Annotated[
         list[str] | None,
         typer.Argument(
@@ -684,6 +683,37 @@ def eval_glue(
     )
     raise typer.Exit(
         glue.evaluate(run, settings, options, data, out=out, dry_run=dry_run, as_json=json, console=console())
+    )
+
+
+@eval_app.command("mlm")
+def eval_mlm(
+    run: Run,
+    texts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TEXT...",
+            help="Files, directories, globs (text, JSONL, Parquet; .gz .xz .zst), hub:NAME, or builtin.",
+        ),
+    ],
+    documents: Annotated[
+        str, typer.Option(help="What ends a document of plain text: line or blank_line.")
+    ] = "line",
+    format: Format = "auto",
+    text_key: TextKey = "text",
+    max_bytes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Stop after the document that reaches so many; default: read all."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Held-out loss on any text: of single tokens, by what the model saw in their place, and of whole words
+    in bits per byte, by which runs with other vocabularies compare. Intervals are over documents."""
+    from launcher.evaluate import text_loss
+
+    options = {"documents": documents, "source_format": format, "text_field": text_key}
+    raise typer.Exit(
+        text_loss.evaluate(run, texts, options, max_bytes=max_bytes, as_json=json, console=console())
     )
 
 

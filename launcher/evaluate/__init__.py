@@ -1,3 +1,3 @@
-"""Finetuned runs of a pretrained one, and what they score."""
+"""What a run is worth after training: finetuned runs and their scores, and the loss on any text."""
 
 FILE = "glue.json"
