@@ -17,9 +17,9 @@ def run_command(answer: Callable[[], tuple[str, int]], hint: str = "") -> int:
     signal.signal(signal.SIGTERM, _stop)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a shell's background job
         signal.signal(signal.SIGINT, _stop)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which a launcher lets wait until here
     follow_launcher()
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which a launcher lets wait until here
         text, code = answer()
     except ConfigError as error:
         sys.stderr.writelines(record.printable(f"error: {issue}\n") for issue in error.issues)
