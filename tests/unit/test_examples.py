@@ -576,6 +576,18 @@ def test_files_that_glue_lacks_are_named_one_a_line(lab: Lab) -> None:
     assert named == [f"error: --task MNLI: no MNLI/dev_{name}matched.tsv" for name in ("", "mis")]
 
 
+def test_what_glue_tasks_lack_is_told_over_all_places(lab: Lab) -> None:
+    first = lab.write_glue("a", "RTE", RTE_HEADER, train=RTE["train"])
+    second = pack(lab.write_glue("b", "RTE", RTE_HEADER, dev=RTE["dev"]), lab.folder / "b.tar")
+    assert main(["missing", "--data", first, "--data", second]) == 0
+    told = json.loads(lab.capsys.readouterr().out)
+    assert list(told) == list(glue.TASKS)
+    assert told["RTE"] == []
+    assert told["MNLI"] == ["MNLI/train.tsv", "MNLI/dev_matched.tsv", "MNLI/dev_mismatched.tsv"]
+    assert main(["missing", "--data", str(lab.folder / "nowhere")]) == 2
+    assert "there is no such folder or tar" in lab.capsys.readouterr().err
+
+
 def test_glue_files_that_do_not_fit_are_refused(lab: Lab) -> None:
     data = lab.write_glue("a", "RTE", "index\tsentence1\tlabel", train=["0\ta\tentailment"], dev=RTE["dev"])
     assert "RTE/train.tsv: no column 'sentence2'" in lab.refusal("--task", "RTE", "--data", data)

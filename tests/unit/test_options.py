@@ -33,6 +33,9 @@ from tests.e2e.cli import refused
         (options.seconds, " 2 m", 120),
         (options.two_batches, " 256 -> 4096", (256, 4096)),
         (options.launcher, "torchrun", "torchrun"),
+        (options.names, "RTE, CoLA,RTE", ("RTE", "CoLA")),
+        (options.rates, "3e-4, 1e-4,0.0003", (1e-4, 3e-4)),
+        (options.starts, "RTE=MNLI, MRPC = MNLI", (("RTE", "MNLI"), ("MRPC", "MNLI"))),
     ],
 )
 def test_a_text_and_its_value(parse: Callable[[str], Any], text: str, value: object) -> None:
@@ -46,6 +49,9 @@ REFUSED = {
     options.seconds: ("", "5", "0s", "-5m", "5 days", "nan s", "1e99h", "m", "9" * 400 + "s"),
     options.two_batches: ("256", "256->", "0->4", "a->b", "256->4096->8", "1->" + "9" * 400),
     options.launcher: ("mpirun", ""),
+    options.names: ("", "RTE,", ",RTE"),
+    options.rates: ("", "fast", "0", "1e-4,3", "nan", "1e-4,"),
+    options.starts: ("", "RTE", "RTE=", "RTE=MNLI=QNLI", "RTE=MNLI,RTE=QNLI"),
 }
 
 
