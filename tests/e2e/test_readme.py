@@ -12,11 +12,13 @@ import pytest
 
 from bert_dp.config import shipped_configs
 from tests.e2e.cli import TINY, bert_dp
+from tests.glue_fixture import write_two_tasks
 
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "training",
     "evaluating",
+    "finetuning",
     "data",
     "engines",
     "scaling",
@@ -47,6 +49,7 @@ SMALLER = {
     "scale": [*SHRINK, "--steps", "2", "--warm-up", "1", "--repeats", "1"],
     "tune batch": [*SHRINK, "--dry-run"],  # test_tune.py and test_tune_lr.py search
     "tune lr": [*SHRINK, "--tokens", "1024", "--dry-run"],
+    "eval glue": ["--dry-run"],  # test_glue.py runs it
     "data build": ["--vocab-size", "400", "--sequence-length", "16", "--set", "held_out_fraction=0.1"],
 }
 # a corpus in the working directory, so that the commands run as they are written
@@ -84,6 +87,7 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
         for i in range(1, 600)
     )
     (tmp_path / "corpus" / "part.txt").write_text(text)
+    write_two_tasks(tmp_path / "glue")
     ours = [command for command in COMMANDS if command.startswith("bert-dp ")]
     assert len(ours) >= 15
     for command in ours:

@@ -1,0 +1,177 @@
+"""`bert-dp eval glue` on a tiny run and two tiny tasks: killed, gone on with, its files."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.cli import bert_dp, here, interrupted, refused, train
+from tests.glue_fixture import write_two_tasks
+from tests.helpers import read_json, read_lines
+
+SETTINGS = ["precision=fp32", "compile=off", "finetune.head_size=8", "schedule.epochs=1"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Of prepared examples."""
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("BERT_DP_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A pretrained run with a tokenizer."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    rng = random.Random(0)
+    words = "the cat dog sat ran on under a mat bed".split()
+    lines = [" ".join(rng.choices(words, k=rng.randint(4, 12))) for _ in range(600)]
+    (folder / "texts.txt").write_text("\n".join(lines) + "\n")
+    filters = [part for name in ("dedup=none", "max_tokens_per_char=0") for part in ("--set", name)]
+    options = ["--vocab-size", "64", "--sequence-length", "16", *filters]
+    built = here("data", "build", str(folder / "texts.txt"), "--out", str(folder / "shards"), *options)
+    assert built.returncode == 0, built.stderr
+    train(folder / "shards", folder / "tiny", nproc=1)
+    return folder / "tiny"
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_two_tasks(tmp_path_factory.mktemp("glue"))
+
+
+def command(run: Path, data: Path, out: Path, *more: str) -> list[str]:
+    return [
+        "eval",
+        "glue",
+        str(run),
+        *SETTINGS,
+        "--data",
+        str(data),
+        "--out",
+        str(out),
+        "--seeds",
+        "2",
+        *more,
+    ]
+
+
+def done(out: Path) -> dict[str, float]:
+    """Trials that have ended by themselves, and were seen to -> when."""
+    paths = [path.with_name("summary.json") for path in out.glob("trials/*/trial.json")]
+    return {
+        path.parent.name: path.stat().st_mtime
+        for path in paths
+        if path.exists() and read_json(path)["status"] == "done"
+    }
+
+
+@pytest.fixture(scope="module")
+def out(run: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An evaluation that was killed after its first trial, and then went to its end."""
+    where = tmp_path_factory.mktemp("evaluated") / "out"
+    evaluation = command(run, data, where, "--init-task", "WNLI=RTE")
+    killed = interrupted(evaluation, where, signal.SIGKILL, lambda: done(where))
+    assert killed.returncode == -signal.SIGKILL
+    assert not (where / "glue.json").exists()
+    before = done(where)
+    whole = bert_dp(*evaluation, timeout=400)
+    assert whole.returncode == 0, whole.stdout + whole.stderr
+    assert "trials already done" in whole.stdout
+    after = done(where)
+    assert {name: after[name] for name in before} == before, "a whole trial was run again"
+    ended = [read_json(path)["status"] for path in where.glob("trials/*/summary.json")]
+    assert ended == ["done"] * 4
+    return where
+
+
+@pytest.fixture(scope="module")
+def found(out: Path) -> dict[str, Any]:
+    return read_json(out / "glue.json")
+
+
+def test_every_score_is_that_of_its_trials(found: dict[str, Any], out: Path) -> None:
+    assert (found["status"], found["average"], found["ranks"]) == ("complete", None, 1)
+    assert [task["task"] for task in found["tasks"]] == ["RTE", "WNLI"]
+    for task in found["tasks"]:
+        told = [read_json(out / "trials" / t["trial"] / "summary.json") for t in task["trials"]]
+        scores = [summary["heldout"]["scores"]["dev/accuracy"] for summary in told]
+        (score,) = task["scores"]
+        assert score["seeds"] == scores
+        assert score["median"] == statistics.median(scores)
+        assert [summary["step"] for summary in told] == [24 // 16] * 2
+        rows = read_lines(out / "trials" / task["trials"][0]["trial"] / "predictions.jsonl")
+        dev = [row for row in rows if row["split"] == "dev"]
+        right = sum(max((0, 1), key=row["logits"].__getitem__) == row["label"] for row in dev)
+        assert scores[0] == pytest.approx(right / len(dev))
+    rte, wnli = found["tasks"]
+    assert rte["scores"][0]["majority"] == 5 / 8  # `entailment` in the 8 examples of dev
+    assert rte["trials"][0]["init_from"]["checkpoint"] == found["start"]["checkpoint"]
+    assert rte["trials"][0]["init_from"]["sha256"] == found["start"]["sha256"]
+    for trial, before in zip(wnli["trials"], rte["trials"], strict=True):
+        assert Path(trial["init_from"]["checkpoint"]).is_relative_to(out / "trials" / before["trial"])
+    assert (wnli["init_task"], wnli["submissions"], wnli["no_submission"]) == (
+        "RTE",
+        [],
+        "no test file in --data",
+    )
+    assert found["left_out"]["CoLA"] == "no CoLA/train.tsv, CoLA/dev.tsv in --data"
+
+
+def test_the_submission_is_of_the_median_trial(found: dict[str, Any], out: Path) -> None:
+    rte = found["tasks"][0]
+    assert rte["submissions"] == ["submission/RTE.tsv"]
+    rows = read_lines(out / "trials" / rte["median_trial"] / "predictions.jsonl")
+    names = ["entailment", "not_entailment"]
+    expected = [
+        f"{row['index']}\t{names[max((0, 1), key=row['logits'].__getitem__)]}"
+        for row in rows
+        if row["split"] == "test"
+    ]
+    lines = (out / "submission" / "RTE.tsv").read_text().splitlines()
+    assert lines == ["index\tprediction", *expected]
+
+
+def test_a_whole_evaluation_runs_nothing_again_and_has_a_page(
+    run: Path, data: Path, out: Path, found: dict[str, Any], tmp_path: Path
+) -> None:
+    before = done(out)
+    again = here(*command(run, data, out, "--init-task", "WNLI=RTE", "--json"))
+    assert again.returncode == 0, again.stderr
+    assert json.loads(again.stdout)["tasks"] == found["tasks"]
+    assert done(out) == before
+    page = here("report", str(out), "--out", str(tmp_path / "page.html"))
+    assert page.returncode == 0, page.stderr
+    shown = (tmp_path / "page.html").read_text()
+    for words in ("WNLI accuracy (from RTE)", "recipe head, cls pooling, from step 2", "no CoLA/train.tsv"):
+        assert words in shown
+    other = refused(*command(run, data, out))
+    assert "holds another evaluation (settings.init_task differ)" in other
+
+
+def test_the_verb_describes_and_refuses(run: Path, data: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    dry = here(*command(run, data, out, "--dry-run", "--rates", "1e-4,3e-4", "--rate-tasks", "RTE"))
+    assert dry.returncode == 0, dry.stderr
+    assert "RTE, WNLI x 2 seeds, 1 rank each" in dry.stdout
+    assert "left out: CoLA: no CoLA/train.tsv" in dry.stdout
+    assert "subsets of GLUE's rows, no GLUE score: RTE, WNLI" in dry.stdout
+    for more, line in (
+        (("--tasks", "MNLI"), "--tasks: MNLI: no MNLI/train.tsv"),
+        (("--tasks", "rte"), "--tasks: rte is no task of GLUE"),
+        (("--ranks-per-job", "3"), "batch.global_size"),
+        (("finetune.labels=[a,b]",), "finetune.labels: follows from RUN and the task"),
+        (("batch.micro_size=5",), "batch.global_size"),
+    ):
+        assert line in refused(*command(run, data, out, *more))
+    assert "holds no checkpoint" in refused("eval", "glue", str(tmp_path), "--data", str(data))
+    assert not out.exists()
