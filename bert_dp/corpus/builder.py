@@ -230,7 +230,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
     """(what stdout is to say, exit code)."""
-    with _shown_progress() as progress:
+    with shown_progress() as progress:
         if arguments.verb == "build":
             return build(read_request(arguments.path), progress).model_dump_json(indent=1), 0
         if arguments.verb == "ensure":
@@ -253,7 +253,7 @@ def read_request(path: Path) -> BuildRequest:
 
 
 @contextlib.contextmanager
-def _shown_progress() -> Iterator[Progress]:
+def shown_progress() -> Iterator[Progress]:
     """A bar when stderr is a terminal, else a line per stage and one every ten seconds."""
     if sys.stderr.isatty():
         import rich.console
