@@ -269,7 +269,7 @@ def _blocks(path: Path) -> Iterator[str]:
     """The lines between two blank ones, as one text."""
     held: list[str] = []
     size = 0
-    for number, line in _lines(path):
+    for number, line in lines(path):
         if line and not line.isspace():
             held.append(line)
             size += len(line)
