@@ -22,9 +22,12 @@ from bert_dp.config import ConfigError, find_config, plain_message, shipped_conf
 from bert_dp.config.profile import parse_profile
 from launcher.log import complain, logger, warn_of_ordinary_secrets
 from launcher.options import (
+    Format,
     Json,
     Launcher,
+    Run,
     Set,
+    TextKey,
     Words,
     argument_issues,
     console,
@@ -56,7 +59,9 @@ plan_app = typer.Typer(
 tune_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Find the micro batch and the learning rate."
 )
+eval_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure a run after training.")
 app.add_typer(data_app, name="data")
+app.add_typer(eval_app, name="eval")
 app.add_typer(plan_app, name="plan")
 app.add_typer(tune_app, name="tune")
 
@@ -248,12 +253,8 @@ def data_build(
     vocab_size: Annotated[int, typer.Option(help="Size of the tokenizer to train.")] = 32_768,
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 128,
     tokenizer: Annotated[str | None, typer.Option(help="Use this tokenizer.json; train none.")] = None,
-    format: Annotated[
-        str, typer.Option(help="Of every file: text, jsonl or parquet; auto goes by the suffix.")
-    ] = "auto",
-    text_key: Annotated[
-        str, typer.Option(help="Field of a JSON record or column of a Parquet file that holds the text.")
-    ] = "text",
+    format: Format = "auto",
+    text_key: TextKey = "text",
     set_: Annotated[
         list[str] | None,
         typer.Option(
@@ -598,6 +599,42 @@ def plan_scaling(
         typer.echo(results.to_json(answer), nl=False)
     else:
         show_report(console(), plan_report(answer))
+
+
+@eval_app.callback()
+def _eval() -> None:
+    pass
+
+
+@eval_app.command("mlm")
+def eval_mlm(
+    run: Run,
+    texts: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="TEXT...",
+            help="Files, directories, globs (text, JSONL, Parquet; .gz .xz .zst), hub:NAME, or builtin.",
+        ),
+    ],
+    documents: Annotated[
+        str, typer.Option(help="What ends a document of plain text: line or blank_line.")
+    ] = "line",
+    format: Format = "auto",
+    text_key: TextKey = "text",
+    max_bytes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Stop after the document that reaches so many; default: read all."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Held-out loss on any text: of single tokens, by what the model saw in their place, and of whole words
+    in bits per byte, by which runs with other vocabularies compare. Intervals are over documents."""
+    from launcher.evaluate import text_loss
+
+    options = {"documents": documents, "source_format": format, "text_field": text_key}
+    raise typer.Exit(
+        text_loss.evaluate(run, texts, options, max_bytes=max_bytes, as_json=json, console=console())
+    )
 
 
 @app.command()

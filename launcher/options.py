@@ -7,6 +7,7 @@ import importlib.util
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -127,6 +128,16 @@ Set = Annotated[
 ]
 Launcher = Annotated[
     str, parsed(launcher, "NAME", help="Starts the ranks: torchrun, accelerate or deepspeed.")
+]
+Run = Annotated[
+    Path,
+    typer.Argument(
+        metavar="RUN", show_default=False, help="Run directory (its newest checkpoint), or one checkpoint."
+    ),
+]
+Format = Annotated[str, typer.Option(help="Of every file: text, jsonl or parquet; auto goes by the suffix.")]
+TextKey = Annotated[
+    str, typer.Option(help="Field of a JSON record or column of a Parquet file that holds the text.")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 

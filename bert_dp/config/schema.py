@@ -118,11 +118,14 @@ class BuildConfig(Section):
     """Of the files; auto = by suffix (none = text), and an unknown suffix is refused."""
     text_field: str = Field("text", min_length=1, max_length=256)
     """Field of a JSON record, or column of a Parquet file or hub data set, that holds the text."""
+    documents: Literal["line", "blank_line"] = "line"
+    """What ends a document of plain text: the end of its line, or a blank line after it. Whole documents are
+    held out, so blank_line keeps the neighbours of a held-out paragraph out of the training set."""
 
     def identity(self) -> dict[str, Any]:
         """What names a build. The settings that came later are in it where they are not at their default, so
         that a build of an older version keeps its name."""
-        later = {"source_format": "auto", "text_field": "text"}
+        later = {"source_format": "auto", "text_field": "text", "documents": "line"}
         chosen = self.model_dump(mode="json")
         return {name: value for name, value in chosen.items() if later.get(name) != value}
 
@@ -389,6 +392,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Config:
+        if self.objective.name == "finetune" and self.data.path is None:
+            raise ValueError("objective.name: finetune reads labelled examples; use `bert-dp finetune RUN`")
         if (self.data.path is None) == (self.data.sources is None):
             which = "none" if self.data.path is None else "both"
             raise ValueError(

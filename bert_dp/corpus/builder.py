@@ -274,7 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     follow_launcher()
     code = 0
     try:
-        with _shown_progress() as progress:
+        with shown_progress() as progress:
             if arguments.verb == "build":
                 answer = build(read_request(arguments.path), progress).model_dump_json(indent=1)
             elif arguments.verb == "ensure":
@@ -322,7 +322,7 @@ def read_request(path: Path) -> BuildRequest:
 
 
 @contextlib.contextmanager
-def _shown_progress() -> Iterator[Progress]:
+def shown_progress() -> Iterator[Progress]:
     """A bar when stderr is a terminal, else a line per stage and one every ten seconds."""
     if sys.stderr.isatty():
         import rich.console

@@ -61,7 +61,7 @@ def build_in(wanted: Wanted, records: list[dict[str, Any]], work: Path, tell: Pr
     encoding = encode.Encoding(
         tokenizer_json, special["sep"], options.max_tokens_per_char, options.dedup == "near", settings["seed"]
     )
-    batches = encode.in_batches(_documents(wanted.sources, records))
+    batches = encode.in_batches(read_documents(wanted.sources, records))
     encoded = encode.encode_all(batches, encoding, wanted.processes or _processes(wanted.sources))
     with contextlib.closing(encoded):  # ends the processes, however this ends
         (train, held_out), dropped = _route(encoded, work, wanted, vocab_size, tell, total)
@@ -94,7 +94,7 @@ def _tokenizer(wanted: Wanted, tell: Progress) -> tuple[str, int | None]:
     """(tokenizer.json, number of all documents if it was counted)."""
     most, path, options = wanted.settings["vocab_size"], wanted.tokenizer, wanted.options
     if path is None:
-        sample, total = _sample(_documents(wanted.sources, None), tell)
+        sample, total = _sample(read_documents(wanted.sources, None), tell)
         tell("train tokenizer", 0, None)
         kind = options.tokenizer_model
         trained = _beside(
@@ -134,8 +134,8 @@ def source_record(source: inputs.Source) -> dict[str, Any]:
     return {"name": name, "bytes": size, "sha256": inputs.file_hash(source.path), "documents": 0}
 
 
-def _documents(found: list[inputs.Source], records: list[dict[str, Any]] | None) -> Iterator[str]:
-    """All documents; fills in the records of the sources."""
+def read_documents(found: list[inputs.Source], records: list[dict[str, Any]] | None) -> Iterator[str]:
+    """All documents of the sources, in order; fills in their records (`source_record`)."""
     for source, record in zip(found, records or [{} for _ in found], strict=True):
         digest, size, count = hashlib.sha256(), 0, 0
         for text in inputs.documents(source):

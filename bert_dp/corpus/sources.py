@@ -1,8 +1,9 @@
 """Where text comes from: files, globs, directories, the hub and the documentation in CPython. Torch-free.
 
-A document is one non-empty line of a text file, the text of one JSON record, Parquet row or row of a hub data
-set, one docstring or one help topic of CPython. Nothing larger than one document, one chunk or one
-Parquet row group is held. The order is that of the arguments; a glob or directory is read sorted by path.
+A document is one non-empty line of a text file (or the lines between two blank ones), the text of one JSON
+record, Parquet row or row of a hub data set, one docstring or one help topic of CPython. Nothing larger than
+one document, one chunk or one Parquet row group is held. The order is that of the arguments; a glob or
+directory is read sorted by path.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ class Source:
     """Of a file: text, jsonl or parquet."""
     text_field: str = "text"
     """Of a record or row: where its text is."""
+    documents: str = "line"
+    """What ends a document of a text file: line or blank_line."""
 
 
 def resolve(sources: Sequence[str], options: BuildConfig | None = None) -> list[Source]:
@@ -78,7 +81,7 @@ def resolve(sources: Sequence[str], options: BuildConfig | None = None) -> list[
             paths = _expand(item, everything=told is not None)
             formats = [told or FORMATS.get(_suffixes(path)[0]) for path in paths]
             found += [
-                Source(str(path), path, format, options.text_field)
+                Source(str(path), path, format, options.text_field, options.documents)
                 for path, format in zip(paths, formats, strict=True)
                 if format is not None
             ]
@@ -144,6 +147,8 @@ def documents(source: Source) -> Iterator[str]:
     if source.path is None:
         is_builtin = source.name.startswith("builtin:")
         texts = builtin.documents() if is_builtin else _hub(source.name, source.text_field)
+    elif source.format == "text" and source.documents == "blank_line":
+        texts = _blocks(source.path)
     elif source.format == "text":
         texts = (line for _, line in _lines(source.path))
     else:
@@ -254,6 +259,29 @@ def _lines(path: Path) -> Iterator[tuple[int, str]]:
             )
     if rest:
         yield number + 1, _decode(path, number + 1, rest)
+
+
+def _blocks(path: Path) -> Iterator[str]:
+    """The lines between two blank ones, as one text."""
+    held: list[str] = []
+    size = 0
+    for number, line in _lines(path):
+        if line and not line.isspace():
+            held.append(line)
+            size += len(line)
+        elif held:
+            yield "\n".join(held)
+            held, size = [], 0
+        if size > MAX_DOCUMENT_BYTES:
+            limit = f"{MAX_DOCUMENT_BYTES // 2**20} M characters"
+            raise ConfigError(
+                [
+                    f"{path}: more than {limit} up to line {number} without a blank line, which would end a "
+                    "document; use documents=line (data.build.documents)"
+                ]
+            )
+    if held:
+        yield "\n".join(held)
 
 
 def _decode(path: Path, number: int, line: bytes) -> str:

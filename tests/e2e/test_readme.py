@@ -16,6 +16,7 @@ from tests.e2e.cli import TINY, bert_dp
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "training",
+    "evaluating",
     "data",
     "engines",
     "scaling",

@@ -21,6 +21,8 @@ VERBS = (
     ["data", "build"],
     ["data", "inspect"],
     ["doctor"],
+    ["eval"],
+    ["eval", "mlm"],
     ["report"],
     ["plan"],
     ["plan", "scaling"],

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -181,6 +182,28 @@ def test_held_out_is_disjoint_and_does_not_depend_on_order(tmp_path: Path) -> No
     assert other["build"]["seed"] == 7
     # without dedup the copies of a held-out document are held out too
     assert dedup.document_key("Some  text", 0) == dedup.document_key("some text\t", 0)
+
+
+def test_whole_books_are_held_out_where_a_blank_line_ends_one(tmp_path: Path) -> None:
+    """Twenty books of ten lines, each line with its book's word."""
+    books = [[f"{line} book{i:02d}" for line in prose(10, seed=i)] for i in range(20)]
+    path = tmp_path / "a.txt"
+    path.write_text("\n\n".join("\n".join(lines) for lines in books))
+    shared = {}
+    for documents in ("line", "blank_line"):
+        manifest = make(str(path), tmp_path / documents, documents=documents, held_out_fraction=0.3)
+        tok = Tokenizer.from_file(str(tmp_path / documents / "tokenizer.json"))
+        train, held_out = (
+            set(re.findall(r"book\d\d", tok.decode(split(tmp_path / documents, name).ravel().tolist())))
+            for name in ("train", "held_out")
+        )
+        shared[documents] = len(train & held_out)
+        assert (manifest["build"].get("documents") == "blank_line") == (documents == "blank_line")
+        total = manifest["train"]["documents"] + manifest["held_out"]["documents"]
+        assert total == {"line": 200, "blank_line": 20}[documents]
+        assert len(train | held_out) == 20
+    assert shared["line"] > 10
+    assert shared["blank_line"] == 0
 
 
 def test_no_held_out_on_request(tmp_path: Path) -> None:

@@ -79,6 +79,25 @@ def test_every_format_and_compression_reads_the_same_documents(
     assert read(path) == DOCS
 
 
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+def test_a_blank_line_ends_a_document(tmp_path: Path, compression: str) -> None:
+    path = tmp_path / f"a.txt{compression}"
+    text = "\n \none\ntwo\r\n\n\t\n\nthree\n\nfour\nfive"
+    path.write_bytes(COMPRESSIONS[compression](text.encode()))
+    assert read(path, documents="blank_line") == ["one\ntwo", "three", "four\nfive"]
+    assert read(path) == ["one", "two", "three", "four", "five"]
+
+
+def test_a_document_of_many_lines_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 2**20)
+    path = tmp_path / "a.txt"
+    path.write_text(("x" * 1023 + "\n") * 1024 + "\n" + "y\n")
+    assert len(read(path, documents="blank_line")) == 2
+    path.write_text(("x" * 1023 + "\n") * 1030)
+    with pytest.raises(ConfigError, match=r"without a blank line.*use documents=line"):
+        read(path, documents="blank_line")
+
+
 @pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
 def test_two_frames_in_one_file(tmp_path: Path, compression: str) -> None:
     path = tmp_path / f"a.txt{compression}"

@@ -1,0 +1,144 @@
+"""Text in the tokens of one vocabulary, and what a masked language model is asked of it.
+
+Which tokens are predicted is a function of (document, position), which whole words are hidden one of
+(document, word index): of the document's text alone, not of the other documents, their order or how sequences
+are cut, and the words not of the vocabulary either.
+
+Axes: D documents, T tokens of all, W words of a document.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from bert_dp.corpus import encode
+from bert_dp.corpus import tokenizer as tokens
+from bert_dp.corpus.dedup import document_key
+from bert_dp.data import GOLDEN, U64, hash64, mix64
+from bert_dp.tasks.mlm import EVAL_MASK_RATE
+
+MASK_RATE = EVAL_MASK_RATE  # of the tokens, and of the words
+KINDS = ("mask", "random", "original")
+"""As what a predicted token is seen: 80, 10 and 10 %. A kind is stored as its place here + 1."""
+WORD = re.compile(r"\S+")
+TOKENS, WORDS = 6, 7  # streams of draws, apart from those of training
+
+
+@dataclasses.dataclass(frozen=True)
+class Words:
+    """The words of one document, and which of its tokens hide some."""
+
+    hidden_T: NDArray[np.bool_]
+    """Tokens that share a character with a hidden word."""
+    words: int
+    hidden: int
+    hidden_bytes: int
+    """UTF-8 bytes of the hidden words, without the white space around them."""
+    silent: int
+    """Hidden words of which the tokenizer keeps nothing."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """D documents one after another, each followed by a <sep>."""
+
+    ids_T: NDArray[np.uint16]
+    seen_T: NDArray[np.uint16]
+    """The tokens as the model sees them when it predicts those of `kind_T`."""
+    kind_T: NDArray[np.uint8]
+    """0: not predicted, else the place in KINDS + 1."""
+    hidden_T: NDArray[np.bool_]
+    """Tokens of hidden words."""
+    document_T: NDArray[np.int32]
+    bytes: int
+    """UTF-8 bytes of all documents."""
+    words: int
+    hidden_words: int
+    silent_words: int
+    hidden_bytes_D: NDArray[np.int64]
+
+
+def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]) -> Text:
+    """All documents, tokenized and drawn. `special`: ids by role."""
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
+    ids, hidden, keys, lengths, found = [], [], [], [], []
+    size = 0
+    for batch in encode.in_batches(documents):
+        for text, encoded in zip(batch, tokenizer.encode_batch(batch, add_special_tokens=False), strict=True):
+            key = document_key(text, 0)
+            words = hide_words(text, encoded.offsets, key)
+            ids.append(np.array([*encoded.ids, special["sep"]], np.uint16))
+            hidden += [words.hidden_T, np.zeros(1, bool)]
+            keys.append(key)
+            lengths.append(len(encoded.ids) + 1)
+            found.append((words.words, words.hidden, words.silent, words.hidden_bytes))
+            size += len(text.encode())
+    lengths_D = np.array(lengths, np.int64)
+    ids_T = np.concatenate(ids)
+    positions_T = np.arange(len(ids_T)) - np.repeat(np.cumsum(lengths_D) - lengths_D, lengths_D)
+    ordinary = (tokens.first_ordinary(tokenizer, special), tokens.size(tokenizer))
+    keys_T = np.repeat(np.array(keys, np.uint64), lengths_D)
+    seen_T, kind_T = draw_tokens(ids_T, keys_T, positions_T, special["mask"], ordinary)
+    counts = np.array(found, np.int64)
+    return Text(
+        ids_T=ids_T,
+        seen_T=seen_T,
+        kind_T=kind_T,
+        hidden_T=np.concatenate(hidden),
+        document_T=np.repeat(np.arange(len(lengths_D), dtype=np.int32), lengths_D),
+        bytes=size,
+        words=int(counts[:, 0].sum()),
+        hidden_words=int(counts[:, 1].sum()),
+        silent_words=int(counts[:, 2].sum()),
+        hidden_bytes_D=counts[:, 3],
+    )
+
+
+def draw_tokens(
+    ids_T: NDArray[np.uint16],
+    keys_T: NDArray[np.uint64],
+    positions_T: NDArray[np.int64],
+    mask_id: int,
+    ordinary: tuple[int, int],
+) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
+    """What the model sees, and the kind of each token: predicted with probability MASK_RATE, and then seen as
+    <mask>, as a random token of `range(*ordinary)`, or as it is."""
+    random_T = hash64(keys_T, TOKENS, positions_T)
+    share_T = mix64(random_T + GOLDEN)
+    kind_T = np.select([share_T % U64(10) == 0, share_T % U64(10) == 1], [2, 3], 1)
+    kind_T[random_T >= U64(int(MASK_RATE * 2.0**64))] = 0
+    first, end = ordinary
+    others_T = (mix64(share_T + GOLDEN) % U64(end - first)).astype(np.uint16) + np.uint16(first)
+    seen_T = np.where(kind_T == 1, np.uint16(mask_id), np.where(kind_T == 2, others_T, ids_T))
+    return seen_T, kind_T.astype(np.uint8)
+
+
+def hide_words(text: str, offsets: Sequence[tuple[int, int]], key: int) -> Words:
+    """The words of a document that are hidden, with probability MASK_RATE each, and the tokens that hide
+    them. `offsets`: of each token its first character and the one after its last."""
+    spans_W2 = np.array([word.span() for word in WORD.finditer(text)], np.int64).reshape(-1, 2)
+    starts_W, ends_W = spans_W2.T
+    drawn_W = hash64(key, WORDS, np.arange(len(spans_W2))) < U64(int(MASK_RATE * 2.0**64))
+    begin_T, end_T = np.array(offsets, np.int64).reshape(-1, 2).T
+    first_T = np.searchsorted(ends_W, begin_T, side="right")  # the words that a token shares characters with
+    last_T = np.maximum(np.searchsorted(starts_W, end_T, side="left"), first_T)
+    drawn_before_W = np.concatenate([[0], np.cumsum(drawn_W)])
+    has_token_W = np.zeros(len(spans_W2) + 1, np.int64)
+    np.add.at(has_token_W, first_T, 1)
+    np.add.at(has_token_W, last_T, -1)
+    silent_W = drawn_W & (np.cumsum(has_token_W)[:-1] == 0)
+    return Words(
+        hidden_T=drawn_before_W[last_T] > drawn_before_W[first_T],
+        words=len(spans_W2),
+        hidden=int(drawn_W.sum()),
+        hidden_bytes=sum(len(text[a:b].encode()) for a, b in spans_W2[drawn_W].tolist()),
+        silent=int(silent_W.sum()),
+    )

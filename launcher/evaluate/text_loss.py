@@ -1,0 +1,143 @@
+"""`bert-dp eval mlm`: checked here, measured by `python -m bert_dp.measure.text_loss`, shown as a Report."""
+
+from __future__ import annotations
+
+import glob
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bert_dp.config import ConfigError, resolve
+from launcher import children, results
+from launcher.evaluate.runs import run_issues
+from launcher.report.console import show_report
+from launcher.report.model import Cell, Column, Report, Row, Section, Table
+from launcher.report.numbers import NA, count_of, format_count, format_percent, number
+from launcher.report.parts import cell, words
+from launcher.results import HiddenWords, PredictedTokens, TextLoss
+from launcher.stats import student
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+SEEN = {"all": "all of them", "mask": "<mask>", "random": "a random token", "original": "the token itself"}
+
+
+def evaluate(
+    run: Path,
+    texts: Sequence[str],
+    options: Mapping[str, str],
+    *,
+    max_bytes: int | None,
+    as_json: bool,
+    console: Console,
+) -> int:
+    """`options`: settings of data.build. Returns the exit code. Raises ConfigError."""
+    asked = {"data": {"sources": list(texts), "build": dict(options)}, "schedule": {"steps": 1}}
+    build = resolve([asked]).data.build
+    if issues := [*run_issues(run), *text_issues(texts)]:
+        raise ConfigError(issues)
+    arguments = ["--options", build.model_dump_json()]
+    if max_bytes is not None:
+        arguments += ["--max-bytes", str(max_bytes)]
+    arguments += ["--", str(run.expanduser()), *texts]
+    code, found = children.capture_json("bert_dp.measure.text_loss", arguments)
+    if code or found is None:
+        return code or 1
+    measured = results.parse(found, TextLoss, "the measurement")
+    if as_json:
+        sys.stdout.write(results.to_json(measured))
+    else:
+        show_report(console, text_report(measured), titled=True)
+    return 0
+
+
+def text_issues(texts: Sequence[str]) -> list[str]:
+    """Names that stand for no file; one line each."""
+    issues = []
+    for text in texts:
+        path = Path(text).expanduser()
+        if (
+            text == "builtin"
+            or text.startswith("hub:")
+            or path.exists()
+            or glob.glob(str(path), recursive=True)
+        ):
+            continue
+        issues.append(f"TEXT: {text} matches no file; name a file, a directory, a glob, hub:NAME or builtin")
+    return issues
+
+
+def text_report(found: TextLoss) -> Report:
+    """The losses by what the model saw, and the bits per byte, each with what it is a mean of."""
+    hidden = found.hidden
+    losses = Table(
+        [_loss_row(row) for row in found.predicted],
+        [Column(head) for head in ("loss", "\u00b1", "guessed", "tokens", "documents")],
+        title=f"Loss of predicted tokens, {format_percent(found.mask_rate)} of all, by what the model saw",
+        corner="saw",
+    )
+    facts = [
+        words("pseudo-bits per byte", _bits(hidden), _basis(hidden)),
+        words(
+            "text",
+            count_of(found.documents, "document"),
+            f"{count_of(found.bytes, 'byte')}, {count_of(found.words, 'word')}, "
+            f"{count_of(found.tokens, 'token')} with their separators",
+        ),
+        words(
+            "model",
+            f"{found.run}, step {found.step}",
+            f"vocabulary of {format_count(found.vocab_size)}, sequences of {found.sequence_length} tokens, "
+            f"{found.precision} on {found.device}",
+        ),
+    ]
+    return Report(
+        "bert-dp: masked language model on text",
+        sections=[Section("", tables=[losses, Table(facts)], notes=_notes(hidden))],
+    )
+
+
+def _loss_row(row: PredictedTokens) -> Row:
+    """Nats, half the width of their interval, accuracy, and what they are means of."""
+    counts = [cell(count, "count") for count in (row.tokens, row.documents)]
+    width = _half_width(row.loss_se, row.documents)
+    return Row(
+        SEEN[row.seen],
+        [cell(row.loss, "nats"), Cell(_digits(width), exact=width), cell(row.accuracy, "percent"), *counts],
+    )
+
+
+def _bits(hidden: HiddenWords) -> str:
+    width = _half_width(hidden.bits_per_byte_se, hidden.documents)
+    return _digits(hidden.bits_per_byte) + ("" if width is None else f" \u00b1 {_digits(width)}")
+
+
+def _basis(hidden: HiddenWords) -> str:
+    """What the bits are divided by."""
+    return (
+        f"of {count_of(hidden.bytes, 'byte')} in {count_of(hidden.words, 'hidden word')} "
+        f"({count_of(hidden.tokens, 'token')}) of {count_of(hidden.documents, 'document')}, "
+        f"{format_percent(hidden.rate)} of the words hidden"
+    )
+
+
+def _notes(hidden: HiddenWords) -> list[str]:
+    """What the intervals are, and what a tokenizer leaves out, which costs it no bit."""
+    notes = ["\u00b1: half of a 95 % interval over documents, each drawn as a whole; n/a of one document."]
+    if hidden.words_without_token or hidden.unknown_tokens:
+        notes.append(
+            f"{count_of(hidden.words_without_token, 'hidden word')} without a token and "
+            f"{count_of(hidden.unknown_tokens, 'unknown token')} cost fewer bits than their text holds."
+        )
+    return notes
+
+
+def _half_width(se: float | None, documents: int) -> float | None:
+    """Of the 95 % interval of a mean over so many documents."""
+    return None if se is None else student(documents - 1) * se
+
+
+def _digits(value: float | None) -> str:
+    return NA if number(value) is None else f"{value:.4f}"

@@ -1,0 +1,236 @@
+"""`eval mlm`: which tokens and words of a text are drawn, what is divided by what, and what is said of it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from bert_dp.config import BuildConfig, ModelConfig
+from bert_dp.corpus import tokenizer as tokens
+from bert_dp.measure import masked_text, text_loss
+from bert_dp.model import CrammedBert, build_model
+from bert_dp.rank_process import RunFailed
+from launcher import results
+from launcher.evaluate.text_loss import text_issues, text_report
+from tests.helpers import TINY_MODEL, issues_of
+
+RUN = Path(__file__).parents[1] / "golden/made/run-stopped"
+SENTENCE = "Seven old ships sailed slowly past the quiet harbour, while rain fell on every lamp of it."
+DOCUMENTS = [f"{SENTENCE} This is number {i}: {SENTENCE[i % 40 :]}" for i in range(60)]
+LENGTH = 16
+
+
+def quiet(stage: str, done: int, total: int | None) -> None:
+    pass
+
+
+def trained(size: int, kind: str = "wordpiece") -> Tokenizer:
+    return tokens.train(DOCUMENTS, model=kind, vocab_size=size, with_normalizer=True)  # type: ignore[arg-type]
+
+
+def read(documents: Sequence[str], tokenizer: Tokenizer) -> masked_text.Text:
+    return masked_text.read(documents, tokenizer, tokens.special_ids(tokenizer, "it"))
+
+
+def model_of(size: int) -> CrammedBert:
+    return build_model(ModelConfig(**{**TINY_MODEL, "vocab_size": size}), LENGTH, 0).eval()
+
+
+def hidden_words(text: str, tokenizer: Tokenizer) -> list[str]:
+    """The words of which a token is hidden, read back from the text by the tokens' places."""
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    found = masked_text.hide_words(text, encoded.offsets, masked_text.document_key(text, 0))
+    places = [span for span, hides in zip(encoded.offsets, found.hidden_T, strict=True) if hides]
+    words = [word.span() for word in re.finditer(r"\S+", text)]
+    return [text[a:b] for a, b in words if any(begin < b and a < end for begin, end in places)]
+
+
+# --- what is drawn
+
+
+def test_the_same_words_are_hidden_for_every_vocabulary() -> None:
+    texts = [*DOCUMENTS, "Na\u00efve caf\u00e9s sold \u201ccr\u00eapes\u201d \u2014 and  ``tea''.\n" * 9]
+    small, large = trained(80), trained(400, "bpe")
+    assert len(small.encode(texts[0]).ids) > 1.5 * len(large.encode(texts[0]).ids)
+    assert [hidden_words(t, small) for t in texts] == [hidden_words(t, large) for t in texts]
+    of_small, of_large = read(texts, small), read(texts, large)
+    assert of_small.hidden_words == of_large.hidden_words > 0.1 * of_small.words
+    assert of_small.hidden_bytes_D.tolist() == of_large.hidden_bytes_D.tolist()
+    assert of_small.hidden_T.sum() > of_large.hidden_T.sum()
+
+
+def test_hidden_words_are_whole_and_their_bytes_are_those_of_the_text() -> None:
+    text = "Zw\u00f6lf Boxk\u00e4mpfer \u2014 jagen \u00e4\u00f6\u00fc, " * 30
+    tokenizer = trained(90)
+    encoded = tokenizer.encode(text, add_special_tokens=False)
+    found = masked_text.hide_words(text, encoded.offsets, 7)
+    words = [word.span() for word in re.finditer(r"\S+", text)]
+    hidden = [span for span, hides in zip(encoded.offsets, found.hidden_T, strict=True) if hides]
+    seen = [span for span, hides in zip(encoded.offsets, found.hidden_T, strict=True) if not hides]
+    covered = [(a, b) for a, b in words if any(x < b and a < y for x, y in hidden)]
+    assert all(not (x < b and a < y) for a, b in covered for x, y in seen)
+    dashes = found.hidden - len(covered)  # the normaliser drops them, so no token stands for one
+    assert found.words == len(words) == 150
+    assert found.silent == dashes > 0
+    sizes = sum(len(text[a:b].encode()) for a, b in covered)
+    assert found.hidden_bytes == sizes + dashes * len("\u2014".encode())
+
+
+def test_what_is_drawn_of_a_document_depends_on_nothing_beside_it() -> None:
+    tokenizer = trained(80)
+    whole, alone = read(DOCUMENTS, tokenizer), read(DOCUMENTS[7:8], tokenizer)
+    there = whole.document_T == 7
+    for name in ("ids_T", "seen_T", "kind_T", "hidden_T"):
+        assert getattr(whole, name)[there].tolist() == getattr(alone, name).tolist()
+    assert alone.kind_T.any()
+    assert alone.hidden_T.any()
+    other = whole.document_T == 8
+    assert whole.kind_T[there].tolist() != whole.kind_T[other].tolist()
+
+
+def test_shares_of_what_is_drawn_and_how_it_is_seen() -> None:
+    count, first, end = 200_000, 7, 64
+    ids_T = np.full(count, 9, np.uint16)
+    seen_T, kind_T = masked_text.draw_tokens(
+        ids_T, np.full(count, 3, np.uint64), np.arange(count), 6, (first, end)
+    )
+    assert (kind_T > 0).mean() == pytest.approx(0.15, abs=0.004)
+    shares = np.bincount(kind_T[kind_T > 0], minlength=4)[1:] / (kind_T > 0).sum()
+    assert shares.tolist() == pytest.approx([0.8, 0.1, 0.1], abs=0.01)
+    assert set(seen_T[kind_T == 1]) == {6}
+    assert set(seen_T[kind_T == 2]) == set(range(first, end))
+    assert set(seen_T[(kind_T == 0) | (kind_T == 3)]) == {9}
+
+
+def test_special_tokens_of_a_text_are_text() -> None:
+    found = read(["one <mask> two"], trained(80))
+    special = tokens.special_ids(trained(80), "it")
+    assert special["mask"] not in found.ids_T
+    assert found.ids_T.tolist().count(special["sep"]) == 1
+    assert found.ids_T[-1] == special["sep"]
+
+
+# --- what is divided by what
+
+
+def test_a_model_that_knows_nothing_needs_the_bits_of_its_vocabulary() -> None:
+    """Every logit is 0: ln V nats a token, log2 V bits a hidden one; every count by hand."""
+    tokenizer = trained(80)
+    model, text = model_of(80), read(DOCUMENTS, tokenizer)
+    torch.nn.init.zeros_(model.model.embeddings.tok_embeddings.weight)
+    rows = text_loss.token_losses(model, text, LENGTH, quiet)
+    assert [row["seen"] for row in rows] == ["all", "mask", "random", "original"]
+    assert [row["loss"] for row in rows] == pytest.approx([math.log(80)] * 4, rel=1e-6)
+    assert [row["loss_se"] for row in rows] == pytest.approx([0.0] * 4, abs=1e-6)
+    assert rows[0]["tokens"] == sum(row["tokens"] for row in rows[1:]) == (text.kind_T > 0).sum()
+    special = tokens.special_ids(tokenizer, "it")
+    words = text_loss.word_losses(model, text, LENGTH, special, quiet)
+    hidden = [word for document in DOCUMENTS for word in hidden_words(document, tokenizer)]
+    assert (words["words"], words["bytes"]) == (len(hidden), sum(map(len, hidden)))
+    assert words["bits_per_byte"] == pytest.approx(words["tokens"] * math.log2(80) / words["bytes"], rel=1e-6)
+    assert words["nats"] == pytest.approx(words["tokens"] * math.log(80), rel=1e-6)
+    assert words["bits_per_byte_se"] > 0
+
+
+def test_the_loss_is_that_of_training_at_the_same_positions() -> None:
+    tokenizer = trained(80)
+    model, text = model_of(80), read(DOCUMENTS, tokenizer)
+    (row, *_) = text_loss.token_losses(model, text, LENGTH, quiet)
+    total = 0.0
+    for first in range(0, len(text.ids_T), LENGTH):  # the last one is shorter
+        cut = slice(first, first + LENGTH)
+        (positions,) = np.nonzero(text.kind_T[cut])
+        ids = torch.from_numpy(text.seen_T[cut].astype(np.int64))[None]
+        labels = torch.from_numpy(text.ids_T[cut][positions].astype(np.int64))
+        total += model(ids, torch.from_numpy(positions), labels).item()
+    assert len(text.ids_T) % LENGTH
+    assert row["loss"] * row["tokens"] == pytest.approx(total, rel=1e-5)
+
+
+def test_the_error_of_a_ratio_by_hand() -> None:
+    """3 of 2 and 1 of 1: mean 4/3, residuals 1/3 and -1/3, sqrt(2/9 x 2/1) / 3 = 2/9. A third has nothing."""
+    assert text_loss.ratio(np.array([3.0, 1.0, 0.0]), np.array([2, 1, 0])) == pytest.approx((4 / 3, 2 / 9))
+    assert text_loss.ratio(np.array([3.0]), np.array([2])) == (1.5, None)
+    assert text_loss.ratio(np.zeros(2), np.zeros(2, np.int64)) == (None, None)
+
+
+def test_the_error_is_that_of_drawing_documents_again() -> None:
+    rng = np.random.default_rng(0)
+    count_D = rng.integers(1, 30, 200)
+    sum_D = count_D * rng.normal(2, 0.5, 200)
+    again = rng.integers(200, size=(4000, 200))
+    spread = (sum_D[again].sum(1) / count_D[again].sum(1)).std()
+    assert text_loss.ratio(sum_D, count_D)[1] == pytest.approx(spread, rel=0.05)
+
+
+@pytest.mark.parametrize("count", [1, 15, 16, 17, 8192, 8193, 20_000])
+def test_every_token_is_read_once_in_sequences_of_one_length_but_the_last(count: int) -> None:
+    cut = list(text_loss.pieces(count, LENGTH))
+    assert [n for begin, end, _ in cut for n in range(begin, end)] == list(range(count))
+    assert all((end - begin) % width == 0 for begin, end, width in cut)
+    assert {width for _, _, width in cut[:-1]} <= {LENGTH}
+    assert cut[-1][2] == count % LENGTH or LENGTH
+
+
+def test_a_model_that_has_diverged_is_not_scored() -> None:
+    model = model_of(80)
+    torch.nn.init.constant_(model.model.final_norm.weight, math.nan)
+    with pytest.raises(RunFailed, match="not finite"):
+        text_loss.token_losses(model, read(DOCUMENTS, trained(80)), LENGTH, quiet)
+
+
+# --- of a run
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    path = shutil.copytree(RUN, tmp_path / "run")
+    trained(60).save(str(path / "tokenizer.json"))
+    return path
+
+
+def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n\n".join("\n".join(DOCUMENTS[i : i + 3]) for i in range(0, 60, 3)))
+    options = BuildConfig(documents="blank_line")
+    found = text_loss.text_loss(str(run_dir), [str(tmp_path / "a.txt")], options, None, quiet)
+    measured = results.parse(json.loads(json.dumps(found)), results.TextLoss, "it")
+    assert (measured.documents, measured.step, measured.precision) == (20, 12, "float32")
+    assert measured.bytes == sum(map(len, DOCUMENTS)) + 40
+    assert [source["documents"] for source in measured.sources] == [20]
+    assert results.plain(measured).items() >= found.items()
+    (section,) = text_report(measured).sections
+    losses, facts = section.tables
+    assert [row.label for row in losses.rows][:2] == ["all of them", "<mask>"]
+    assert losses.rows[0].cells[0].exact == measured.predicted[0].loss
+    assert (
+        f"{measured.hidden.bytes:,} bytes in {measured.hidden.words} hidden words"
+        in facts.rows[0].cells[0].note
+    )
+    first = text_loss.text_loss(str(run_dir), [str(tmp_path / "a.txt")], options, 400, quiet)
+    assert first["documents"] == 1
+    assert first["predicted"][0]["loss_se"] is None
+
+
+def test_what_cannot_be_measured_is_one_line(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a")
+    asked = ([str(tmp_path / "a.txt")], BuildConfig(), None, quiet)
+    (line,) = issues_of(text_loss.text_loss, str(run_dir), *asked)
+    assert line.endswith("that are drawn to be predicted; give more text")
+    larger = trained(60)
+    larger.add_tokens([f"word{i}" for i in range(1000)])
+    larger.save(str(run_dir / "tokenizer.json"))
+    assert (
+        "put the tokenizer.json of the run's shards there"
+        in issues_of(text_loss.text_loss, str(run_dir), *asked)[0]
+    )
+    assert text_issues(["builtin", "hub:x", str(tmp_path), str(tmp_path / "*.txt")]) == []
+    assert "matches no file" in text_issues([str(tmp_path / "*.json")])[0]
