@@ -1,3 +1,3 @@
-"""What a run is worth after training: finetuned runs and their scores, and the loss on any text."""
+"""What a pretrained run is worth: finetuning, GLUE, and the loss on any text."""
 
 FILE = "glue.json"
