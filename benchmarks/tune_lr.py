@@ -105,7 +105,7 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
             named[name] = Trial(out / "trials" / name, settings, found["ranks"]), rate, seed
     machine = environment.probe()
     on_gpu = bool(machine.gpus) and config.run.device != "cpu"
-    slots = rate_trials.device_slots(
+    slots = trials.device_slots(
         found["ranks"],
         gpus=len(machine.gpus) if on_gpu else 0,
         cores=int(machine.usable_cores),

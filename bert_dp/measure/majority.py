@@ -10,8 +10,11 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from bert_dp.config import read_examples
+from numpy.typing import NDArray
+
+from bert_dp.config import ExamplesManifest, read_examples
 from bert_dp.corpus.command import run_command
 from bert_dp.examples.store import Examples
 from bert_dp.scores import majority
@@ -21,15 +24,20 @@ def of_directory(directory: Path) -> dict[str, dict[str, float | None]]:
     """Split -> metric -> the score of the most frequent label of train, or of the mean of its scores; null
     where the metric of a constant is not defined. Raises ConfigError."""
     manifest = read_examples(directory)
-    train = Examples.open(directory, manifest, "train")
+    train = _labels(directory, manifest, "train")
     found: dict[str, dict[str, float | None]] = {}
     for name, split in manifest.splits.items():
         if name == "train" or not split.has_labels:
             continue
-        dev = Examples.open(directory, manifest, name)
-        scores = majority(manifest.metrics, manifest.kind, train.labels, dev.labels)
+        scores = majority(manifest.metrics, manifest.kind, train, _labels(directory, manifest, name))
         found[name] = {metric: score if math.isfinite(score) else None for metric, score in scores.items()}
     return found
+
+
+def _labels(directory: Path, manifest: ExamplesManifest, split: str) -> NDArray[Any]:
+    labels = Examples.open(directory, manifest, split).labels
+    assert labels is not None
+    return labels
 
 
 def main(argv: Sequence[str] | None = None) -> int:
