@@ -148,9 +148,10 @@ def prepare(start: Pretrained, task: str, data: Sequence[Path], length: int, dev
 
 def configure(q: Question, task: Task, weights: Path | None) -> Config:
     """Of the task, as it would be trained. Raises ConfigError."""
-    return finetune.configuration(
+    config = finetune.configuration(
         q.start, q.overrides, manifest=task.manifest, path=task.path, init_from=weights
     )
+    return finetune.whole_batches(config, q.options.ranks, q.overrides)
 
 
 def rate_of(config: Config) -> float:
