@@ -769,6 +769,7 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     """What these directories hold. Raises ConfigError for what is none of ours, or not to be compared."""
     from launcher import results
     from launcher.evaluate import FILE as GLUE
+    from launcher.evaluate.glue_compare import compare_report
     from launcher.evaluate.glue_report import glue_report
     from launcher.report.run_report import of_directories
     from launcher.scale.scale_report import FILE, scale_report
@@ -778,6 +779,8 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
 
     first, kinds = run_dirs[0], {FILE: "a scaling benchmark", TUNED: "a search", GLUE: "an evaluation"}
     alone = [(d, file) for d in run_dirs for file in kinds if (d / file).exists()]
+    if len(run_dirs) > 1 and [file for _, file in alone] == [GLUE] * len(run_dirs):
+        return compare_report(run_dirs)
     if alone and len(run_dirs) > 1:
         raise ConfigError([f"RUN_DIR: {alone[0][0]} is {kinds[alone[0][1]]}; its page is made of it alone"])
     if alone and alone[0][1] == FILE:

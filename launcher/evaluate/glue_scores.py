@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,22 +31,38 @@ AVERAGED = (
 """The nine numbers of the recipe's average: eight tasks, MNLI twice, WNLI never."""
 
 
-def answer(line: Mapping[str, Any]) -> float | None:
-    """What a line of predictions.jsonl says: the index of the greatest logit, or the score of a regression;
-    None where a logit is not finite."""
-    logits = line["logits"]
-    if None in logits:
+@dataclasses.dataclass(frozen=True)
+class Prediction:
+    """What was predicted of an example."""
+
+    split: str
+    index: int
+    label: float | None
+    """null: not known."""
+    answer: float | None
+    """The index of the greatest logit, or the score of a regression; None where a logit is not finite."""
+
+
+def read_predictions(path: Path) -> Iterator[Prediction]:
+    """Every line of predictions.jsonl; none where there is no such file."""
+    for text in path.read_bytes().splitlines() if path.is_file() else ():
+        line = record.parse_json(text)
+        yield Prediction(line["split"], line["index"], line["label"], _answer(line["logits"]))
+
+
+def _answer(logits: Sequence[float | None]) -> float | None:
+    finite = [logit for logit in logits if logit is not None]
+    if len(finite) < len(logits):
         return None
-    return float(logits[0] if len(logits) == 1 else max(range(len(logits)), key=logits.__getitem__))
+    return finite[0] if len(finite) == 1 else float(finite.index(max(finite)))
 
 
 def answers(path: Path) -> dict[str, list[float | None]]:
-    """Split -> `answer` of each of its examples, in their order; none where there is no such file."""
-    found: dict[str, dict[int, float | None]] = {}
-    for text in path.read_bytes().splitlines() if path.is_file() else ():
-        line = record.parse_json(text)
-        found.setdefault(line["split"], {})[line["index"]] = answer(line)
-    return {split: [by_index[i] for i in sorted(by_index)] for split, by_index in found.items()}
+    """Split -> the answer of each of its examples, in their order."""
+    found: dict[str, list[float | None]] = {}
+    for line in sorted(read_predictions(path), key=lambda line: line.index):
+        found.setdefault(line.split, []).append(line.answer)
+    return found
 
 
 def read_trial(trial: Trial, outcome: Outcome, task: Task, lr: float) -> GlueTrial:

@@ -14,6 +14,7 @@ from bert_dp.config import Config, ConfigError
 from launcher import results
 from launcher.evaluate import glue_grid, glue_scores
 from launcher.evaluate.glue import document
+from launcher.evaluate.glue_compare import compare_report
 from launcher.evaluate.glue_grid import Task, choose_tasks
 from launcher.evaluate.glue_report import glue_report, scores_table
 from launcher.evaluate.glue_run import GlueRun, NoRate
@@ -443,3 +444,58 @@ def test_the_average_names_its_numbers(tmp_path: Path) -> None:
     )
     assert "MNLI dev_mismatched/accuracy" in first.notes[0]
     assert "WNLI" not in first.notes[0]
+
+
+# --- side by side
+
+
+def measured(folder: Path, tasks: dict[str, Task], answer: Any, *seeds: int) -> None:
+    """A folder with glue.json and trials whose examples get the label `answer(task, seed, index)`."""
+    found = []
+    for name, task in tasks.items():
+        trials = []
+        for seed in seeds:
+            q = make_question(GlueOptions(tasks=[name]))
+            trial = glue_grid.make_trial(q, folder, task, None, seed, None)
+
+            def logits(config: Config, split: str, i: int, name: str = name) -> list[float]:
+                return [0.0, 2.0 * answer(name, config.run.seed, i) - 1.0]
+
+            write_trial(trial, task, scores_of(task, 0.5 + seed / 10), logits)
+            trials.append(read(trial, task))
+        found.append(glue_scores.task_result(task, trials, {}, None))
+    results.write(folder / "glue.json", evaluation(folder, found))
+
+
+def test_flipped_predictions_and_pooled_accuracy_are_over_the_same_examples(tmp_path: Path) -> None:
+    tasks = {"RTE": make_task("RTE", examples=10), "MRPC": make_task("MRPC", examples=30)}
+    tasks["STS-B"] = make_task("STS-B", examples=10)
+    measured(tmp_path / "a", tasks, lambda name, seed, i: 0, 0, 1)
+    measured(tmp_path / "b", tasks, lambda name, seed, i: int(name == "RTE" and seed == 1 and i < 3), 0, 1, 2)
+    report = compare_report([tmp_path / "a", tmp_path / "b"])
+    (flipped,) = report.sections[1].tables
+    cells = {row.label: (row.cells[0].text, row.cells[0].note) for row in flipped.rows}
+    assert cells == {
+        "RTE": ("15.0 %", "3 of 20, over the seeds of both"),
+        "MRPC": ("0.0 %", "0 of 60, over the seeds of both"),
+        "all of them": ("3.8 %", "3 of 80, over the seeds of both"),
+    }
+    # every label is 0: of 40 examples 3 are wrong in one seed of three
+    assert report.verdicts[0].notes == ["a: 100.00 of 40 examples", "b: 97.50 of 40 examples"]
+    (scores,) = report.sections[0].tables
+    row = next(row for row in scores.rows if row.label == "RTE accuracy")
+    assert [cell.text for cell in row.cells] == ["n/a", "55.0 \u00b1 7.1", "60.0 \u00b1 10.0", "+5.0"]
+    assert "STS-B Pearson" in [row.label for row in scores.rows]
+
+
+def test_what_does_not_compare_is_refused(tmp_path: Path) -> None:
+    measured(tmp_path / "a", {"RTE": make_task("RTE")}, lambda *_: 0, 0)
+    measured(tmp_path / "b", {"MRPC": make_task("MRPC")}, lambda *_: 0, 0)
+    measured(tmp_path / "c", {"RTE": make_task("RTE", dev_share=0.1)}, lambda *_: 0, 0)
+    for other, issue in (("b", "no task in common"), ("c", "has other data of RTE")):
+        with pytest.raises(ConfigError, match=issue):
+            compare_report([tmp_path / "a", tmp_path / other])
+    (path,) = (tmp_path / "a").glob("trials/*/predictions.jsonl")
+    path.write_text(path.read_text().replace("-1.0", "1.0"))
+    with pytest.raises(ConfigError, match="evaluate again"):
+        compare_report([tmp_path / "a", tmp_path / "a"])

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from launcher import results
 from launcher.datasets import shards_report
+from launcher.evaluate.glue_report import glue_report
 from launcher.machine.doctor import Finding, doctor_report
 from launcher.machine.environment import probe
 from launcher.plan.plan_report import plan_report
@@ -28,6 +29,7 @@ from launcher.scale.scale_report import scale_report
 from tests.report_fixture import HOSTILE, figures_of, make_run, read_page, shown, unfolded, with_strings
 from tests.scaling_fixture import nulls, scaling
 from tests.tune_fixture import batch, lr, transfer, unmeasured
+from tests.unit.test_glue import evaluation, made
 from tests.unit.test_scale_report import parsed
 from tests.unit.test_tune_reports import of
 
@@ -62,6 +64,7 @@ MAKERS: dict[str, Callable[[Path], Report]] = {
     "batch": lambda path: of(batch()),
     "rate": lambda path: of(lr(transfer=transfer())),
     "search, begun": lambda path: of(unmeasured()),
+    "glue": lambda path: glue_report(evaluation(path, [made("RTE", [0.5, None]), made("MNLI", [0.5, 0.7])])),
     "plan": lambda path: plan_report(results.parse(PREDICTION, results.Prediction, "plan")),
 }
 

@@ -1,0 +1,191 @@
+"""Evaluations on GLUE side by side: medians, flipped predictions, pooled accuracy; what a claim that two
+pretraining runs are equal needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from bert_dp.config import ConfigError
+from launcher import results
+from launcher.evaluate import FILE
+from launcher.evaluate.glue_report import how_text, label
+from launcher.evaluate.glue_scores import PREDICTIONS, read_predictions
+from launcher.report.model import Cell, Column, Report, Row, Section, Table, Verdict
+from launcher.report.numbers import NA, count_of, format_count, format_percent, format_points
+from launcher.report.parts import cell
+from launcher.results import Glue, GlueScore, GlueTask
+
+REGRESSIONS = {"pearson", "spearman"}
+NOTE = (
+    "Median over the seeds and standard deviation of a seed, out of 100. A flipped prediction is a dev "
+    "example that gets another label with the same finetuning seed."
+)
+Answers = Mapping[tuple[str, int], tuple[float | None, float | None]]
+"""(split, index) -> (answer, label) of the labelled examples."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """A glue.json and the folder that holds its trials."""
+
+    folder: Path
+    glue: Glue
+
+    @property
+    def tasks(self) -> dict[str, GlueTask]:
+        return {task.task: task for task in self.glue.tasks}
+
+    def answers(self, task: str) -> dict[int, Answers]:
+        """Of each seed whose trial has scores. Raises ConfigError for predictions that are not those which
+        were scored."""
+        found: dict[int, Answers] = {}
+        for trial in self.tasks[task].trials:
+            if trial.status != "ok":
+                continue
+            path = self.folder / "trials" / trial.trial / PREDICTIONS
+            data = path.read_bytes() if path.is_file() else b""
+            if hashlib.sha256(data).hexdigest() != trial.predictions_sha256:
+                raise ConfigError([f"{path} is not what {FILE} was made from; evaluate again"])
+            found[trial.seed] = {
+                (line.split, line.index): (line.answer, line.label)
+                for line in read_predictions(path)
+                if line.label is not None
+            }
+        return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Flips:
+    """Dev examples that get another answer, summed over the seeds that both have."""
+
+    flipped: int
+    of: int
+
+    @property
+    def share(self) -> float | None:
+        return self.flipped / self.of if self.of else None
+
+
+def flips(one: Mapping[int, Answers], other: Mapping[int, Answers]) -> Flips:
+    """Of the same seeds and the same examples."""
+    pairs = [
+        (answer, other[seed][key][0])
+        for seed, answers in one.items()
+        if seed in other
+        for key, (answer, _) in answers.items()
+        if key in other[seed]
+    ]
+    return Flips(sum(a != b for a, b in pairs), len(pairs))
+
+
+def pooled_accuracy(by_task: Sequence[Mapping[int, Answers]]) -> tuple[float | None, int]:
+    """(share of right answers, examples) over the dev sets of all tasks, the mean over the seeds that every
+    task has."""
+    seeds = set.intersection(*(set(answers) for answers in by_task)) if by_task else set()
+    shares = []
+    count = 0
+    for seed in seeds:
+        pairs = [pair for answers in by_task for pair in answers[seed].values()]
+        count = len(pairs)
+        shares.append(sum(answer == true for answer, true in pairs) / count)
+    return (statistics.fmean(shares) if shares else None), count
+
+
+def compare_report(folders: Sequence[Path]) -> Report:
+    """Each evaluation against the first. Raises ConfigError for those that do not compare."""
+    evaluations = [Evaluation(folder, results.read(folder / FILE, Glue)) for folder in folders]
+    first, *others = evaluations
+    shared = [task.task for task in first.glue.tasks if all(task.task in other.tasks for other in others)]
+    if not shared:
+        raise ConfigError(["RUN_DIR: these evaluations have no task in common"])
+    if issues := [
+        f"RUN_DIR: {other.folder} has other data of {name} than {first.folder}, or another tokenizer"
+        for other in others
+        for name in shared
+        if other.tasks[name].data_hash != first.tasks[name].data_hash
+    ]:
+        raise ConfigError(issues)
+    labelled = [name for name in shared if not REGRESSIONS & {s.metric for s in first.tasks[name].scores}]
+    names = names_of(folders)
+    answers = [{name: each.answers(name) for name in labelled} for each in evaluations]
+    return Report(
+        "bert-dp: GLUE, compared",
+        [f"{name}: {how_text(each.glue)}" for name, each in zip(names, evaluations, strict=True)],
+        [_pooled(names, labelled, answers)],
+        sections=[
+            Section("Dev scores", tables=[_scores(names, shared, evaluations)], notes=[NOTE]),
+            Section("Flipped predictions", tables=[_flips(names, labelled, answers)]),
+        ],
+    )
+
+
+def names_of(folders: Sequence[Path]) -> list[str]:
+    """Short ones, if they differ."""
+    names = [folder.resolve().name for folder in folders]
+    return names if len(set(names)) == len(names) else [str(folder) for folder in folders]
+
+
+def _pooled(
+    names: Sequence[str], tasks: Sequence[str], answers: Sequence[Mapping[str, Mapping[int, Answers]]]
+) -> Verdict:
+    notes = []
+    for name, each in zip(names, answers, strict=True):
+        share, count = pooled_accuracy([each[task] for task in tasks])
+        notes.append(f"{name}: {_exact(share)} of {count_of(count, 'example')}")
+    text = f"Pooled dev accuracy, mean over the seeds, of {', '.join(tasks) or 'no task'}."
+    return Verdict("info", text, notes)
+
+
+def _exact(share: float | None) -> str:
+    """With two digits: a tenth of a point is what a claim may turn on."""
+    return NA if share is None else f"{100 * share:.2f}"
+
+
+def _scores(names: Sequence[str], tasks: Sequence[str], evaluations: Sequence[Evaluation]) -> Table:
+    rows = []
+    for name in tasks:
+        of_first = evaluations[0].tasks[name]
+        for score in of_first.scores:
+            found = [each.tasks[name].score(score.name) for each in evaluations]
+            differences = [_difference(each, score) for each in found[1:]]
+            medians = [_median(each) for each in found]
+            rows.append(Row(label(of_first, score), [cell(score.majority, "points"), *medians, *differences]))
+    heads = ["majority", *names, *(f"{name} - {names[0]}" for name in names[1:])]
+    return Table(rows, [Column(head) for head in heads], corner="task")
+
+
+def _median(score: GlueScore | None) -> Cell:
+    if score is None:
+        return Cell(NA)
+    text = format_points(score.median)
+    return Cell(text if score.sd is None else f"{text} \u00b1 {format_points(score.sd)}", exact=score.median)
+
+
+def _difference(score: GlueScore | None, first: GlueScore) -> Cell:
+    if score is None or score.median is None or first.median is None:
+        return Cell(NA)
+    return Cell(f"{100 * (score.median - first.median):+.1f}", exact=score.median - first.median)
+
+
+def _flips(
+    names: Sequence[str], tasks: Sequence[str], answers: Sequence[Mapping[str, Mapping[int, Answers]]]
+) -> Table:
+    """Against the first, seed by seed."""
+    first, *others = answers
+    found = [[flips(first[task], each[task]) for each in others] for task in tasks]
+    sums = [
+        Flips(sum(row[k].flipped for row in found), sum(row[k].of for row in found))
+        for k in range(len(others))
+    ]
+    rows = [Row(task, [_share(each) for each in row]) for task, row in zip(tasks, found, strict=True)]
+    rows.append(Row("all of them", [_share(each) for each in sums]))
+    return Table(rows, [Column(f"{name} - {names[0]}") for name in names[1:]], corner="task")
+
+
+def _share(found: Flips) -> Cell:
+    of = f"{format_count(found.flipped)} of {format_count(found.of)}, over the seeds of both"
+    return Cell(format_percent(found.share), of, found.share)
