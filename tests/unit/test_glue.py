@@ -235,6 +235,9 @@ def test_a_rate_with_a_failed_trial_is_not_chosen(tmp_path: Path) -> None:
     with pytest.raises(NoRate):
         none.run()
     assert [rate.mean for rate in none.rates] == [None, None]
+    trials = {name: made(name, [value]).trials[0] for name, value in (("RTE", 0.9), ("CoLA", None))}
+    rate = glue_scores.rate_score(3e-4, trials, {"RTE": "dev/accuracy", "CoLA": "dev/mcc"})
+    assert (rate.scores, rate.mean) == ({"RTE": 0.9, "CoLA": None}, None)
 
 
 def test_a_task_starts_from_the_finetuned_run_of_the_same_seed(tmp_path: Path) -> None:
