@@ -7,8 +7,11 @@ import gzip
 import io
 import json
 import os
+import re
+import shlex
 import signal
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +24,12 @@ from tokenizers import Tokenizer
 from bert_dp.config import ConfigError
 from bert_dp.config.examples import ExamplesManifest, read_examples
 from bert_dp.config.manifest import manifest_hash
+from bert_dp.corpus import sources
 from bert_dp.corpus import tokenizer as tokens
-from bert_dp.examples import Examples, archive, glue
+from bert_dp.examples import Examples, archive, glue, own
 from bert_dp.examples.encode import truncate
 from bert_dp.examples.prepare import main, summary
+from bert_dp.examples.table import Labelled
 from tests.helpers import read_json
 
 WORDS = "the cat dog sat ran on under a mat bed and who did it"
@@ -134,6 +139,9 @@ def test_a_pair_is_framed_and_its_label_is_the_index_of_its_name(lab: Lab) -> No
         special.sep,
     ]
     assert manifest.vocab_size == known.get_vocab_size()
+    assert (
+        train.tokens(0).tolist() == known.encode("the cat sat", "a cat").ids
+    )  # by the tokenizer's own template
 
 
 def test_a_quote_is_a_character_and_a_byte_order_mark_is_none(lab: Lab) -> None:
@@ -221,6 +229,13 @@ def test_broken_rows_are_left_out_of_train_and_counted(lab: Lab) -> None:
     manifest = lab.prepare("--task", "QQP", "--data", data)[1]
     assert (manifest.splits["train"].examples, manifest.splits["train"].left_out) == (2, 2)
     assert "2 broken rows left out" in lab.err
+
+
+def test_an_example_of_glue_with_an_empty_text_is_kept(lab: Lab) -> None:
+    rows = [*QQP_WHOLE, "3\t5\t6\twho did it\t\t0"]
+    directory, manifest = lab.glue("QQP", QQP_HEADER, train=rows, dev=rows)
+    dev = Examples.open(directory, manifest, "dev")
+    assert (len(dev), lab.words(dev, 2)) == (3, "<cls> who did it <sep> <sep>")
 
 
 def test_a_broken_row_of_dev_is_refused(lab: Lab) -> None:
@@ -394,6 +409,29 @@ def test_every_format_gives_the_same_examples(lab: Lab) -> None:
     assert found["jsonl"][:2] == (["7", "cat", "dog"], [1, 2, 1, 0])
 
 
+def test_texts_that_the_vocabulary_has_nothing_of_are_counted_or_refused(lab: Lab) -> None:
+    text = "text,label\na cat,x\n\u732b,y\n"
+    train = lab.own({"train": text, "dev": text})["train"]
+    assert lab.words(train, 1) == "<cls> <sep>"
+    assert "1 without a token of the vocabulary" in lab.err
+    file = lab.write("other.csv", "text,label\n\u72ac,x\n\u732b,y\n")
+    code, _ = lab.run("--train", file, "--dev", file)
+    assert (code, "has no token for any of its texts" in lab.err) == (2, True)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = lab.write("own.csv", GOOD)
+    read = own.OwnData.read
+
+    def read_and_change(self: own.OwnData, *, train_only: bool) -> Labelled:
+        found = read(self, train_only=train_only)
+        lab.write("own.csv", GOOD + "the mat,x\n")
+        return found
+
+    monkeypatch.setattr(own.OwnData, "read", read_and_change)
+    assert "a file changed while it was read" in lab.refusal("--train", file, "--dev", file)
+
+
 def test_a_tsv_takes_quotes_as_they_are(lab: Lab) -> None:
     text = 'text\tlabel\n"the cat\tx\nthe "dog"\ty\n'
     train = lab.own({"train": text, "dev": text}, suffix="tsv")["train"]
@@ -447,6 +485,64 @@ def test_a_test_file_may_have_labels_or_none(lab: Lab) -> None:
     with_labels = lab.own({"train": text, "dev": text, "test": "text,label\nthe mat,y\n"})
     assert with_labels["test"].labels is not None
     assert with_labels["test"].labels.tolist() == [1]
+
+
+def test_a_set_of_the_hub_is_read_by_its_splits(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def rows(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        asked.append((name, split))
+        yield from ((f"row {i}", {"text": text, "label": i, "id": i}) for i, text in enumerate("ab", 1))
+
+    monkeypatch.setattr(sources, "hub_records", rows)
+    hub = ["--train", "hub:org/set:en", "--dev", "hub:org/set:en", "--test", "hub:org/set"]
+    manifest = lab.prepare(*hub)[1]
+    assert asked == [("hub:org/set:en", "train"), ("hub:org/set:en", "validation"), ("hub:org/set", "test")]
+    assert (manifest.labels, manifest.splits["test"].has_labels) == (["1", "2"], True)
+
+
+def test_a_class_of_the_hub_has_its_name(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs the extra hub")
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    labels = {"train": [1, 0], "validation": [0, 1], "test": [-1, -1]}
+
+    def load_dataset(*_: Any, split: str, streaming: bool) -> Any:
+        rows = {"text": ["a cat", "a dog"], "label": labels[split]}
+        return datasets.Dataset.from_dict(rows, features=features).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    directory, manifest = lab.prepare(
+        *(x for split in ("train", "dev", "test") for x in (f"--{split}", "hub:a/b"))
+    )
+    train = Examples.open(directory, manifest, "train").labels
+    assert train is not None
+    assert (manifest.labels, train.tolist()) == (["no", "yes"], [1, 0])
+    assert manifest.splits["test"].has_labels is False
+
+
+def test_the_documented_commands_run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text()
+    commands = re.findall(r"^python -m bert_dp\.examples (.*)$", page, re.MULTILINE)
+    assert len(commands) >= 2
+    lab.write("runs/crammed/tokenizer.json", lab.tokenizer.read_bytes())
+    pack(lab.write_glue("g", "RTE", RTE_HEADER, **RTE), lab.folder / "glue_data.tar.xz")
+    for name in ("train.csv", "dev.csv"):
+        lab.write(name, "body,topic\na cat,x\na dog,y\n")
+    monkeypatch.chdir(lab.folder)
+    assert [main(shlex.split(command)) for command in commands] == [0] * len(commands)
+
+
+def test_the_page_names_every_task_and_its_metrics() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text()
+    words = {"Matthews correlation": "mcc"}
+    listed = {
+        task: tuple(words.get(name, name.lower()) for name in metrics.partition(", of ")[0].split(", "))
+        for tasks, metrics in re.findall(r"^\| ([A-Z][^|]*?) \| [^|]* \| ([^|]*?) \|$", page, re.MULTILINE)
+        for task in tasks.split(", ")
+    }
+    assert listed == {name: task.metrics for name, task in glue.TASKS.items()}
 
 
 # --- rows of dev that stand in train, and a dev drawn from train
@@ -558,6 +654,8 @@ def test_own_files_that_do_not_fit_are_refused(lab: Lab, case: str) -> None:
     [
         (["--task", "SQuAD", "--data", "."], "GLUE's tasks are CoLA, SST-2, MRPC"),
         (["--task", "RTE"], "needs --data"),
+        (["--task", "RTE", "--data", ".", "--text", "body"], "--text: has no effect with --task"),
+        (["--task", "RTE", "--data", ".", "--kind", "regression"], "--kind: has no effect with --task"),
         (["--task", "RTE", "--data", "nowhere"], "nowhere: cannot be read (No such file or directory)"),
         (["--train", "nowhere.csv", "--dev", "nowhere.csv"], "nowhere.csv: cannot be read"),
         (["--train", "nowhere.csv"], "--dev: name the file to score on"),
