@@ -49,6 +49,8 @@ format_change = _formatter(100, "+.1f", " %")
 """A gain or a loss, a fraction of 1, with its sign: `+4.2 %`."""
 format_points = _formatter(100, ".1f")
 """A score, 1 at best, as tables of GLUE have it: out of 100."""
+format_score = _formatter(1, ".4f", "")
+"""A metric of finetuning, such as an accuracy or a correlation."""
 format_nats = _formatter(1, ".4f", " nats")
 """A loss or an entropy, in nats per predicted token."""
 format_lr = _formatter(1, ".2e")
@@ -132,7 +134,19 @@ def _three(value: float) -> str:
 
 
 Unit = Literal[
-    "si", "count", "percent", "points", "nats", "lr", "gib", "seconds", "ratio", "word", "energy", "duration"
+    "si",
+    "count",
+    "percent",
+    "points",
+    "score",
+    "nats",
+    "lr",
+    "gib",
+    "seconds",
+    "ratio",
+    "word",
+    "energy",
+    "duration",
 ]
 FORMATS: Mapping[Unit, Callable[[object], str]] = {
     "si": format_si,
@@ -140,6 +154,7 @@ FORMATS: Mapping[Unit, Callable[[object], str]] = {
     "percent": format_percent,
     "points": format_points,
     "nats": format_nats,
+    "score": format_score,
     "lr": format_lr,
     "gib": format_gib,
     "seconds": format_step_time,
