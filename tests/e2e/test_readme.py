@@ -88,6 +88,8 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
     )
     (tmp_path / "corpus" / "part.txt").write_text(text)
     write_two_tasks(tmp_path / "glue")
+    for name in ("train.csv", "dev.csv"):
+        (tmp_path / name).write_text("body,topic\nseven islands,sea\nthe old lamp,shore\n" * 8)
     ours = [command for command in COMMANDS if command.startswith("bert-dp ")]
     assert len(ours) >= 15
     for command in ours:
