@@ -47,6 +47,10 @@ def text_loss(
     facts = record.read_checkpoint_facts(path)
     config = resolve([facts.config])
     model, tokenizer = pretrained.load(path)
+    if not isinstance(model, CrammedBert):
+        raise ConfigError(
+            [f"RUN: {path} is finetuned and predicts no tokens; name the run that it started from"]
+        )
     special = tokens.special_ids(tokenizer, str(path))
     if (size := tokens.size(tokenizer)) > config.model.vocab_size:
         raise ConfigError(

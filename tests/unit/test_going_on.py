@@ -69,7 +69,7 @@ def test_no_rank_writes_before_rank_0_has_cut_the_records_back(run_dir: Path, ra
     meeting = Meeting(World(rank, rank, 2, 2), record)
     trainer: Any = SimpleNamespace(run_dir=run_dir, comm=meeting, config=config())
     state = TrainState(step=3)
-    resumed = setup.Checkpoint(run_dir / "checkpoints" / "step-00000003", {}, state, None, "fp32")
+    resumed = setup.Checkpoint(run_dir / "checkpoints" / "step-00000003", {}, state, None, "fp32", None)
     setup.cut_records_back(trainer, state, resumed)
     assert meeting.seen == [[1, 2, 3] if rank == 0 else [1, 2, 3, 4, 5]]
 
@@ -77,6 +77,6 @@ def test_no_rank_writes_before_rank_0_has_cut_the_records_back(run_dir: Path, ra
 def test_only_a_checkpoint_of_the_run_itself_counts_as_saved(tmp_path: Path) -> None:
     folder = tmp_path / "run" / "checkpoints"
     for parent, saved in ((folder, 7), (tmp_path / "other" / "checkpoints", None)):
-        resumed = setup.Checkpoint(parent / "step-00000007", {}, TrainState(step=7), None, "fp32")
+        resumed = setup.Checkpoint(parent / "step-00000007", {}, TrainState(step=7), None, "fp32", None)
         assert setup.saved_step(resumed, folder) == saved
     assert setup.saved_step(None, folder) is None
