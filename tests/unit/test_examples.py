@@ -8,7 +8,6 @@ import io
 import json
 import os
 import re
-import shlex
 import signal
 import tarfile
 from collections.abc import Iterator
@@ -520,18 +519,6 @@ def test_a_class_of_the_hub_has_its_name(lab: Lab, monkeypatch: pytest.MonkeyPat
     assert train is not None
     assert (manifest.labels, train.tolist()) == (["no", "yes"], [1, 0])
     assert manifest.splits["test"].has_labels is False
-
-
-def test_the_documented_commands_run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text()
-    commands = re.findall(r"^python -m bert_dp\.examples (.*)$", page, re.MULTILINE)
-    assert len(commands) >= 2
-    lab.write("runs/crammed/tokenizer.json", lab.tokenizer.read_bytes())
-    pack(lab.write_glue("g", "RTE", RTE_HEADER, **RTE), lab.folder / "glue_data.tar.xz")
-    for name in ("train.csv", "dev.csv"):
-        lab.write(name, "body,topic\na cat,x\na dog,y\n")
-    monkeypatch.chdir(lab.folder)
-    assert [main(shlex.split(command)) for command in commands] == [0] * len(commands)
 
 
 def test_the_page_names_every_task_and_its_metrics() -> None:
