@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("bert_dp", "launcher")
 OPTIONAL = tuple(
     "accelerate deepspeed datasets transformers onnx onnxruntime "
-    "tensorboard trackio wandb mlflow rensa pynvml pyarrow zstandard".split()
+    "tensorboard trackio wandb mlflow rensa pynvml pyarrow zstandard sklearn scipy".split()
 )
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -127,6 +127,7 @@ FORBIDDEN = {
     "bert_dp.trainable": "bert_dp",
     "bert_dp.train_state": "trainer dist parallel",
     "bert_dp.tasks": f"{LOOP} parallel",
+    "bert_dp.examples": f"{LOOP} parallel model data tasks",
     "bert_dp.model": "dist world parallel trainer",
     "bert_dp.data": "dist world parallel trainer",
     "bert_dp.optim": "dist world parallel trainer model",
@@ -235,7 +236,7 @@ def test_launcher_does_not_pull_torch() -> None:
 
 @pytest.mark.parametrize(
     "module",
-    ["binding", "config", "record", "cost", "world", "rank_process", "heartbeat", "train_state", "corpus"],
+    "binding config record cost world rank_process heartbeat train_state corpus examples scores".split(),
 )
 def test_torch_free_rooms(module: str) -> None:
     done = python(f"import bert_dp.{module}, sys; assert 'torch' not in sys.modules")

@@ -34,7 +34,9 @@ class ExampleSplit(Part):
     """Examples that were longer than the sequence length."""
     has_labels: bool
     in_train: Count | None
-    """Examples whose texts also stand in train; null of train itself."""
+    """Examples whose texts, but for case and white space, also stand in train; null of train itself."""
+    left_out: Count = 0
+    """Rows of the file that are broken, and so no examples."""
 
 
 class ExampleSource(Part):

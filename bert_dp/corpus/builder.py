@@ -8,12 +8,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import json
-import os
-import shutil
-import signal
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,8 +33,9 @@ from bert_dp.config.manifest import FORMAT, VERSION, hash_json
 from bert_dp.config.stored import problem_lines
 from bert_dp.corpus import pipeline, shards
 from bert_dp.corpus import sources as inputs
+from bert_dp.corpus.command import run_command
 from bert_dp.corpus.pipeline import Progress
-from bert_dp.rank_process import follow_launcher
+from bert_dp.corpus.whole import locked, replaced
 
 
 class BuildRequest(BaseModel):
@@ -81,7 +79,7 @@ def build(request: BuildRequest, progress: Progress | None = None) -> Manifest:
     tell: Progress = progress or (lambda stage, done, total: None)
     out = Path(request.out).expanduser().resolve()
     wanted = request.resolved()
-    with _locked(out, tell):
+    with locked(out, tell):
         return _build_locked(wanted, out, request.force, tell)
 
 
@@ -92,19 +90,12 @@ def _build_locked(wanted: pipeline.Wanted, out: Path, force: bool, tell: Progres
     if (kept := _existing(out, wanted.settings, records, force)) is not None:
         tell(f"kept {out}: it holds this build", 0, None)
         return kept
-    prefix = f".{out.name}.building-"
-    for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
-        shutil.rmtree(stale)  # its process is gone: this one holds the lock
-    work = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
-    try:
+    with replaced(out) as work:
         manifest = pipeline.build_in(wanted, records, work, tell)
         if before != [_stamp(source) for source in wanted.sources]:
             raise ConfigError(["data.sources: a source changed while it was read; run again"])
-        _install(work, out)
-        if warning := filter_warning(manifest):
-            tell(warning, 0, None)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
+    if warning := filter_warning(manifest):
+        tell(warning, 0, None)
     return manifest
 
 
@@ -161,7 +152,7 @@ def _ensure_built(config: Config, directory: Path, tell: Progress) -> Manifest:
         tokenizer=data.tokenizer,
     )
     wanted = request.resolved()
-    with _locked(directory, tell):
+    with locked(directory, tell):
         with contextlib.suppress(ConfigError):
             return _sound(directory)
         return _build_locked(wanted, directory, True, tell)
@@ -182,26 +173,6 @@ def _stamp(source: inputs.Source) -> dict[str, Any]:
         found = source.path.stat()
         stamp |= {"inode": found.st_ino, "ctime_ns": found.st_ctime_ns}
     return stamp
-
-
-@contextlib.contextmanager
-def _locked(out: Path, tell: Progress) -> Iterator[None]:
-    """One build of `out` at a time, by a lock file beside it that the kernel frees when its holder dies."""
-    path = out.parent / f".{out.name}.lock"
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        file = record.lock(path)
-        if file is None:
-            tell(f"wait for another build of {out}", 0, None)
-            file = record.lock(path, wait=True)
-    except OSError as error:
-        raise ConfigError([f"--out {out}: {out.parent} cannot be written ({error.strerror})"]) from None
-    with file:
-        try:
-            yield
-        finally:
-            if path.exists() and not path.stat().st_size:  # else it is someone's file of that name
-                path.unlink()
 
 
 def _existing(
@@ -229,20 +200,6 @@ def _existing(
     return None
 
 
-def _install(work: Path, out: Path) -> None:
-    """Move the finished directory to `out`; a build that stands there goes first."""
-    umask = os.umask(0o077)
-    os.umask(umask)
-    work.chmod(0o777 & ~umask)  # mkdtemp makes it private, also where the user shares
-    if out.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.building-", dir=out.parent))
-        out.rename(old)
-        work.rename(out)
-        shutil.rmtree(old)
-    else:
-        work.rename(out)
-
-
 def filter_warning(manifest: Manifest) -> str | None:
     """What to say when the token filter took over a fifth of the documents: a small vocabulary does that."""
     filtered = manifest.dropped["tokens_per_char"]
@@ -267,46 +224,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     for verb, argument in (("build", "OPTIONS.json"), ("ensure", "CONFIG.yaml"), ("inspect", "DIR")):
         verbs.add_parser(verb).add_argument("path", type=Path, metavar=argument)
     arguments = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, _stop)
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a shell's background job
-        signal.signal(signal.SIGINT, _stop)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which a launcher lets wait until here
-    follow_launcher()
-    code = 0
-    try:
-        with shown_progress() as progress:
-            if arguments.verb == "build":
-                answer = build(read_request(arguments.path), progress).model_dump_json(indent=1)
-            elif arguments.verb == "ensure":
-                record.keep_private()
-                answer = str(ensure(load_config(arguments.path), progress))
-            else:
-                facts = shards.inspect(arguments.path)
-                code = 1 if facts["problems"] else 0
-                answer = json.dumps(facts, indent=1)
-    except ConfigError as error:
-        sys.stderr.writelines(record.printable(f"error: {issue}\n") for issue in error.issues)
-        return 2
-    except KeyboardInterrupt as stop:
-        sys.stderr.write("stopped; nothing was written\n")
-        return 128 + int(stop.args[0])
-    except (OSError, RuntimeError) as error:
-        place = (
-            f"; the cache is {record.cache_root()}, BERT_DP_CACHE names another"
-            if arguments.verb == "ensure"
-            else ""
-        )
-        sys.stderr.write(record.printable(f"error: {error}{place}\n"))
-        return 1
-    sys.stdout.write(answer + "\n")
-    return code
+    hint = f"the cache is {record.cache_root()}, BERT_DP_CACHE names another"
+    return run_command(functools.partial(_answer, arguments), hint if arguments.verb == "ensure" else "")
 
 
-def _stop(number: int, frame: object) -> None:
-    """Leave, once: what is removed on the way out is not disturbed by another signal."""
-    for other in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(other, lambda *_: None)
-    raise KeyboardInterrupt(number)
+def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
+    """(what stdout is to say, exit code)."""
+    with shown_progress() as progress:
+        if arguments.verb == "build":
+            return build(read_request(arguments.path), progress).model_dump_json(indent=1), 0
+        if arguments.verb == "ensure":
+            record.keep_private()
+            return str(ensure(load_config(arguments.path), progress)), 0
+        facts = shards.inspect(arguments.path)
+        return json.dumps(facts, indent=1), 1 if facts["problems"] else 0
 
 
 def read_request(path: Path) -> BuildRequest:

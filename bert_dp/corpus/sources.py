@@ -79,7 +79,7 @@ def resolve(sources: Sequence[str], options: BuildConfig | None = None) -> list[
             found.append(Source(item, text_field=options.text_field))
         else:
             paths = _expand(item, everything=told is not None)
-            formats = [told or FORMATS.get(_suffixes(path)[0]) for path in paths]
+            formats = [told or FORMATS.get(suffixes(path)[0]) for path in paths]
             found += [
                 Source(str(path), path, format, options.text_field, options.documents)
                 for path, format in zip(paths, formats, strict=True)
@@ -101,7 +101,7 @@ def resolve(sources: Sequence[str], options: BuildConfig | None = None) -> list[
 def _unknown(path: Path) -> str:
     known = ", ".join(suffix for suffix in FORMATS if suffix)
     return (
-        f"data.sources: {path} has the suffix {_suffixes(path)[0]}, whose text cannot be told from the rest; "
+        f"data.sources: {path} has the suffix {suffixes(path)[0]}, whose text cannot be told from the rest; "
         f"convert it to one of {known}, or name its format: --format text (data.build.source_format) takes "
         "its lines as they are, header, ids and quotes too"
     )
@@ -112,7 +112,7 @@ def _expand(item: str, *, everything: bool) -> list[Path]:
     path = Path(item).expanduser()
     if path.is_dir():
         inside = (p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
-        return sorted(p for p in inside if everything or _suffixes(p)[0] in FORMATS)
+        return sorted(p for p in inside if everything or suffixes(p)[0] in FORMATS)
     if path.exists():
         return [path]
     return sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
@@ -150,7 +150,7 @@ def documents(source: Source) -> Iterator[str]:
     elif source.format == "text" and source.documents == "blank_line":
         texts = _blocks(source.path)
     elif source.format == "text":
-        texts = (line for _, line in _lines(source.path))
+        texts = (line for _, line in lines(source.path))
     else:
         texts = {"jsonl": _json, "parquet": _parquet}[source.format](source.path, source.text_field)
     empty = True
@@ -171,21 +171,25 @@ def require(module: str, extra: str, what: str) -> Any:
         raise ConfigError([f"{what} needs {package}; {install_command(extra)}"]) from None
 
 
-def _suffixes(path: Path) -> tuple[str, str]:
+def suffixes(path: Path) -> tuple[str, str]:
     """(format, compression) suffixes: corpus.jsonl.gz -> (".jsonl", ".gz")."""
     compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
     return (Path(path.stem).suffix if compression else path.suffix).lower(), compression
 
 
 def _json(path: Path, key: str) -> Iterator[str]:
-    """The texts of JSON records: one on each line, or all in one array."""
-    for place, record in _array(path) if _is_array(path) else _records(path):
+    for place, record in json_records(path):
         text = record.get(key) if isinstance(record, dict) else None
         if not isinstance(text, str):
             got = f"keys {sorted(record)[:8]}" if isinstance(record, dict) else type(record).__name__
             raise ConfigError([f"{path}: {place} has no string {key!r} (got {got}); {KEY_FIX}"])
         _check_surrogates(text, f"{path}: {place}")
         yield text
+
+
+def json_records(path: Path) -> Iterator[tuple[str, Any]]:
+    """(place, record) of JSON records: one on each line, or all in one array. Raises ConfigError."""
+    yield from _array(path) if _is_array(path) else _records(path)
 
 
 def _is_array(path: Path) -> bool:
@@ -195,7 +199,7 @@ def _is_array(path: Path) -> bool:
 
 def _records(path: Path) -> Iterator[tuple[str, Any]]:
     """(which line, its record)."""
-    for number, line in _lines(path):
+    for number, line in lines(path):
         if not line or line.isspace():
             continue
         try:
@@ -244,8 +248,8 @@ def _check_surrogates(text: str, where: str) -> None:
         raise ConfigError([f"{where} holds a lone surrogate {bad}, which is not text; remove it"]) from None
 
 
-def _lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number from 1, text without its line end)."""
+def lines(path: Path) -> Iterator[tuple[int, str]]:
+    """(line number from 1, text without its end) of a text file, compressed or not. Raises ConfigError."""
     number, rest = 0, b""
     for chunk in _chunks(path):
         *whole, rest = (rest + chunk).split(b"\n")
@@ -265,7 +269,7 @@ def _blocks(path: Path) -> Iterator[str]:
     """The lines between two blank ones, as one text."""
     held: list[str] = []
     size = 0
-    for number, line in _lines(path):
+    for number, line in lines(path):
         if line and not line.isspace():
             held.append(line)
             size += len(line)
@@ -303,7 +307,7 @@ def _decode(path: Path, number: int, line: bytes) -> str:
 
 
 def _chunks(path: Path) -> Iterator[bytes]:
-    compression = _suffixes(path)[1]
+    compression = suffixes(path)[1]
     try:
         with path.open("rb") as raw:
             if compression == ".zst":
@@ -357,13 +361,28 @@ def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
 
 
 def _parquet(path: Path, key: str) -> Iterator[str]:
+    for place, row in parquet_records(path, [key]):
+        text = row[key]
+        if not isinstance(text, str):
+            got = type(text).__name__
+            raise ConfigError([f"{path}: {place}: {key!r} is {got}, not a string; drop the row"])
+        yield text
+
+
+def parquet_records(
+    path: Path, keys: Sequence[str], optional: Sequence[str] = (), fix: str = KEY_FIX
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) with the columns `keys`, and those of `optional` that the file has.
+
+    Raises ConfigError for a column of `keys` that is not there and for a damaged file.
+    """
     parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")
     arrow = require("pyarrow", "parquet", f"{path}: reading Parquet")
     with (
         tempfile.TemporaryFile() as plain
     ):  # Parquet is read from its end, so a compressed one is unpacked first
         file: Any = path
-        if _suffixes(path)[1]:
+        if suffixes(path)[1]:
             for chunk in _chunks(path):
                 plain.write(chunk)
             plain.seek(0)
@@ -371,18 +390,14 @@ def _parquet(path: Path, key: str) -> Iterator[str]:
         row = 0
         try:
             table = parquet.ParquetFile(file)
-            if key not in table.schema_arrow.names:
-                names = table.schema_arrow.names[:8]
-                raise ConfigError([f"{path}: no column {key!r} (got {names}); {KEY_FIX}"])
-            for batch in table.iter_batches(batch_size=1000, columns=[key]):
-                for text in batch.column(0).to_pylist():
+            names = table.schema_arrow.names
+            if missing := [key for key in keys if key not in names]:
+                raise ConfigError([f"{path}: no column {missing[0]!r} (got {names[:8]}); {fix}"])
+            columns = [*keys, *(key for key in optional if key in names)]
+            for batch in table.iter_batches(batch_size=1000, columns=columns):
+                for record in batch.to_pylist():
                     row += 1
-                    if not isinstance(text, str):
-                        got = type(text).__name__
-                        raise ConfigError(
-                            [f"{path}: row {row}: {key!r} is {got}, not a string; drop the row"]
-                        )
-                    yield text
+                    yield f"row {row}", record
         except ConfigError:
             raise
         except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
@@ -391,22 +406,25 @@ def _parquet(path: Path, key: str) -> Iterator[str]:
 
 
 def _hub(name: str, key: str) -> Iterator[str]:
-    """`hub:NAME[:CONFIG]`: column `key` of split `train`, streamed through `datasets`."""
+    for place, record in hub_records(name, "train"):
+        text = record.get(key)
+        if not isinstance(text, str):
+            raise ConfigError(
+                [f"{name}: {place} has no string {key!r} (got keys {sorted(record)[:8]}); {KEY_FIX}"]
+            )
+        yield text
+
+
+def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """(place, row) of `hub:NAME[:CONFIG]`, streamed through `datasets`. Raises ConfigError."""
     datasets = require("datasets", "hub", name)
     _, _, rest = name.partition(":")
     repository, _, config = rest.partition(":")
     row = 0
     try:
-        for record in datasets.load_dataset(repository, config or None, split="train", streaming=True):
+        for record in datasets.load_dataset(repository, config or None, split=split, streaming=True):
             row += 1
-            text = record.get(key)
-            if not isinstance(text, str):
-                raise ConfigError(
-                    [f"{name}: row {row} has no string {key!r} (got keys {sorted(record)[:8]}); {KEY_FIX}"]
-                )
-            yield text
-    except ConfigError:
-        raise
+            yield f"row {row}", record
     except Exception as error:  # the hub, the network and every data format raise their own
         why = " ".join(str(error).split())[:300]
         raise ConfigError(

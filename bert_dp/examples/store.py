@@ -63,7 +63,7 @@ class Examples:
 
     def save(self, path: Path) -> str:
         """Write the file; returns its SHA-256."""
-        arrays = {"ids": self.ids, "offsets": self.offsets}
+        arrays: dict[str, NDArray[Any]] = {"ids": self.ids, "offsets": self.offsets}
         if self.labels is not None:
             arrays["labels"] = self.labels
         data = safetensors.numpy.save(arrays)

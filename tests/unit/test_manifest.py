@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_dp.config import Config, ConfigError, read_manifest
-from bert_dp.corpus import builder, shards
+from bert_dp.corpus import builder, command, shards
 from bert_dp.data import Shards
 from launcher.job import input_issues
 from tests.helpers import issues_of, make_config
@@ -103,7 +103,7 @@ def test_what_does_not_hold_together_is_refused_by_every_reader(
     assert shards.verify(place) == list(issues)
     assert [i.removeprefix("data.path: ") for i in input_issues(config(place))] == list(issues)
     assert issues_of(builder.ensure, config(place)) == issues_of(shards.inspect, place) == issues
-    monkeypatch.setattr(builder.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command.signal, "signal", lambda *_: None)
     assert builder.main(["inspect", str(place)]) == 2
     assert "error: " in capsys.readouterr().err
 

@@ -1,0 +1,41 @@
+"""A process that prints one answer: its signals, its errors and its exit code. Torch-free."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable
+
+from bert_dp import record
+from bert_dp.config import ConfigError
+from bert_dp.rank_process import follow_launcher
+
+
+def run_command(answer: Callable[[], tuple[str, int]], hint: str = "") -> int:
+    """Print what `answer` gives first on stdout, and return the exit code that it gives second; 2 for bad
+    input, 1 for a failure (`hint` is added to its line), 128 + signal. Errors go to stderr, a line each."""
+    signal.signal(signal.SIGTERM, _stop)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a shell's background job
+        signal.signal(signal.SIGINT, _stop)
+    follow_launcher()
+    try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # which a launcher lets wait until here
+        text, code = answer()
+    except ConfigError as error:
+        sys.stderr.writelines(record.printable(f"error: {issue}\n") for issue in error.issues)
+        return 2
+    except KeyboardInterrupt as stop:
+        sys.stderr.write("stopped; nothing was written\n")
+        return 128 + int(stop.args[0])
+    except (OSError, RuntimeError) as error:
+        sys.stderr.write(record.printable(f"error: {error}{hint and '; '}{hint}\n"))
+        return 1
+    sys.stdout.write(text + "\n")
+    return code
+
+
+def _stop(number: int, frame: object) -> None:
+    """Leave, once: what is removed on the way out is not disturbed by another signal."""
+    for other in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(other, lambda *_: None)
+    raise KeyboardInterrupt(number)

@@ -1,0 +1,62 @@
+"""A directory that appears whole or not at all, written by one process at a time. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from bert_dp import record
+from bert_dp.config import ConfigError
+
+
+@contextlib.contextmanager
+def locked(out: Path, tell: Callable[[str, int, int | None], None]) -> Iterator[None]:
+    """One build of `out` at a time, by a lock file beside it that the kernel frees when its holder dies."""
+    path = out.parent / f".{out.name}.lock"
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        file = record.lock(path)
+        if file is None:
+            tell(f"wait for another build of {out}", 0, None)
+            file = record.lock(path, wait=True)
+    except OSError as error:
+        raise ConfigError([f"--out {out}: {out.parent} cannot be written ({error.strerror})"]) from None
+    with file:
+        try:
+            yield
+        finally:
+            if path.exists() and not path.stat().st_size:  # else it is someone's file of that name
+                path.unlink()
+
+
+@contextlib.contextmanager
+def replaced(out: Path) -> Iterator[Path]:
+    """A new directory beside `out` that takes its place at the end; by the holder of its lock. What stands
+    there goes, and nothing stays of a directory that was not finished."""
+    prefix = f".{out.name}.building-"
+    for stale in [p for p in out.parent.iterdir() if p.name.startswith(prefix)]:
+        shutil.rmtree(stale)  # its process is gone: this one holds the lock
+    work = Path(tempfile.mkdtemp(prefix=prefix, dir=out.parent))
+    try:
+        yield work
+        _install(work, out)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _install(work: Path, out: Path) -> None:
+    """Move the finished directory to `out`; a build that stands there goes first."""
+    umask = os.umask(0o077)
+    os.umask(umask)
+    work.chmod(0o777 & ~umask)  # mkdtemp makes it private, also where the user shares
+    if out.exists():
+        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.building-", dir=out.parent))
+        out.rename(old)
+        work.rename(out)
+        shutil.rmtree(old)
+    else:
+        work.rename(out)

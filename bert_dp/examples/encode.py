@@ -1,0 +1,71 @@
+"""Texts -> token ids, framed by <cls> and <sep> and cut to a length. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import chain, islice
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from bert_dp.corpus import tokenizer as tokens
+
+BATCH_EXAMPLES = 1000
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """Examples -> `<cls> A <sep>` or `<cls> A <sep> B <sep>`, as ids of at most `length` tokens."""
+
+    tokenizer: Tokenizer
+    special: dict[str, int]
+    """Ids by role: pad, cls, sep and others."""
+    length: int
+
+    @classmethod
+    def load(cls, path: Path, length: int) -> Encoder:
+        """Raises ConfigError for what is no tokenizer, and for one that lacks a special token."""
+        tokenizer = tokens.load(path)
+        special = tokens.special_ids(tokenizer, str(path))
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
+        tokenizer.encode_special_tokens = True  # "<sep>" in a text is text
+        return cls(tokenizer, special, length)
+
+    def encode(
+        self, examples: Sequence[tuple[str, ...]]
+    ) -> tuple[NDArray[np.uint16], NDArray[np.int64], int]:
+        """(ids [T] of all examples, offsets [n + 1], how many examples were truncated)."""
+        rows: list[list[int]] = []
+        truncated = 0
+        for parts in self._parts(examples):
+            kept = truncate(parts, self.length - 1 - len(parts))
+            truncated += kept != parts
+            row = [self.special["cls"]]
+            for part in kept:
+                row += [*part, self.special["sep"]]
+            rows.append(row)
+        offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+        return np.fromiter(chain.from_iterable(rows), np.uint16, int(offsets[-1])), offsets, truncated
+
+    def _parts(self, examples: Sequence[tuple[str, ...]]) -> Iterator[list[list[int]]]:
+        """The ids of each text of each example, whole and bare."""
+        for start in range(0, len(examples), BATCH_EXAMPLES):
+            batch = examples[start : start + BATCH_EXAMPLES]
+            texts = list(chain.from_iterable(batch))
+            encoded = iter(self.tokenizer.encode_batch_fast(texts, add_special_tokens=False))
+            for example in batch:
+                yield [e.ids for e in islice(encoded, len(example))]
+
+
+def truncate(parts: list[list[int]], room: int) -> list[list[int]]:
+    """One or two parts cut to `room` tokens together: token by token from the end of the longer one, of the
+    second where both are as long."""
+    if len(parts) == 1:
+        return [parts[0][:room]]
+    first, second = parts
+    keep_second = min(len(second), max(room // 2, room - len(first)))
+    return [first[: room - keep_second], second[:keep_second]]

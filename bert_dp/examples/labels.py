@@ -1,0 +1,107 @@
+"""What a file says of an example -> what a loss is computed against. Torch-free."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from bert_dp.config import ConfigError
+from bert_dp.config.examples import MAX_LABELS, Kind
+from bert_dp.examples.store import LABEL_TYPES
+from bert_dp.examples.table import Row, Table, shown
+
+MAX_SCORE = float(np.finfo(np.float32).max)
+
+
+def label_names(kind: Kind, train: Table) -> tuple[str, ...]:
+    """Every name in train: in the order of numbers where all are whole numbers, else in that of letters.
+
+    Raises ConfigError for a value that is no label, and for too few or too many names.
+    """
+    if kind == "regression":
+        return ()
+    found = {name for row in train.rows for name in _names(kind, train, row)}
+    least = 2 if kind == "single_label" else 1
+    if len(found) < least:
+        raise ConfigError([f"{train.name}: {len(found)} different labels, {least} at least; add examples"])
+    if len(found) > MAX_LABELS:
+        raise ConfigError(
+            [
+                f"{train.name}: {len(found)} different labels, {MAX_LABELS} at most; name the column of "
+                "the labels, or give --kind regression where they are scores"
+            ]
+        )
+    if all(name.removeprefix("-").isdecimal() for name in found):
+        return tuple(sorted(found, key=lambda name: (int(name), name)))
+    return tuple(sorted(found))
+
+
+def to_array(kind: Kind, names: Sequence[str], table: Table) -> NDArray[Any]:
+    """The labels of all rows: int64 [n], uint8 [n, L] of multi_label, float32 [n] of regression.
+
+    Raises ConfigError, naming the row, for a label that is none of `names` and for a score that is no number.
+    """
+    if kind == "regression":
+        return np.array([_score(table, row) for row in table.rows], LABEL_TYPES[kind])
+    index = {name: i for i, name in enumerate(names)}
+    found = [[_index(index, name, table, row) for name in _names(kind, table, row)] for row in table.rows]
+    if kind == "single_label":
+        return np.array(found, LABEL_TYPES[kind])[:, 0]
+    labels = np.zeros((len(found), len(names)), LABEL_TYPES[kind])
+    for row, indices in zip(labels, found, strict=True):
+        row[indices] = 1
+    return labels
+
+
+def _index(index: dict[str, int], name: str, table: Table, row: Row) -> int:
+    if name not in index:
+        fix = "correct it, or add such examples to train"
+        raise _refused(table, row, f"label {name!r} is none of train's {shown(map(repr, index))}; {fix}")
+    return index[name]
+
+
+def _refused(table: Table, row: Row, why: str) -> ConfigError:
+    return ConfigError([f"{table.name}: {row.place}: {why}"])
+
+
+def _names(kind: Kind, table: Table, row: Row) -> list[str]:
+    """One name, or those of a multi-label row: a list, JSON that is one, or a text with | between them."""
+    if kind == "single_label":
+        return [_name(row.label, table, row)]
+    label = row.label
+    if isinstance(label, str) and label.lstrip().startswith("["):
+        try:
+            label = json.loads(label)
+        except (ValueError, RecursionError) as error:
+            raise _refused(table, row, f"{label!r:.40} is no JSON list ({error})") from None
+    elif isinstance(label, str):
+        label = [part for part in label.split("|") if part.strip()]
+    if not isinstance(label, list):
+        label = [label]
+    return [_name(each, table, row) for each in label]
+
+
+def _name(value: Any, table: Table, row: Row) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int):
+        return str(value)
+    if isinstance(value, str) and value.strip():
+        return value.strip()
+    raise _refused(table, row, f"{value!r:.40} is no label; a label is a name or a whole number")
+
+
+def _score(table: Table, row: Row) -> float:
+    value = math.nan
+    if isinstance(row.label, (int, float, str)) and not isinstance(row.label, bool):
+        with contextlib.suppress(ValueError, OverflowError):
+            value = float(row.label)
+    if not abs(value) <= MAX_SCORE:
+        raise _refused(table, row, f"{row.label!r:.40} is no number; a score is one")
+    return value

@@ -1,0 +1,120 @@
+"""A user's own files: CSV, TSV, JSONL, JSON, Parquet, or a data set of the hub. Torch-free."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bert_dp.config import ConfigError
+from bert_dp.config.examples import TRAIN, Kind, Metric
+from bert_dp.corpus import sources
+from bert_dp.examples.labels import label_names
+from bert_dp.examples.table import COLUMN_FIX, Columns, Labelled, Row, Table, delimited, make_row, no_column
+
+FORMATS = {
+    ".csv": "csv",
+    ".tsv": "tsv",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".json": "json",
+    ".parquet": "parquet",
+}
+HUB_SPLITS = {TRAIN: "train", "dev": "validation", "test": "test"}
+METRICS: dict[Kind, tuple[Metric, ...]] = {
+    "single_label": ("accuracy", "f1"),
+    "multi_label": ("f1", "accuracy"),
+    "regression": ("pearson", "spearman"),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnData:
+    """Files by split ("train", "dev", "test"), and their columns. A name may be `hub:NAME[:CONFIG]`."""
+
+    files: dict[str, str]
+    columns: Columns
+    kind: Kind
+
+    def identity(self) -> dict[str, Any]:
+        """What changes when a file does, without reading it. Raises ConfigError."""
+        stamps = {split: sources.identity(_source(name)) for split, name in self.files.items()}
+        return {"files": stamps, "columns": dataclasses.asdict(self.columns), "kind": self.kind}
+
+    def read(self, *, train_only: bool) -> Labelled:
+        """Raises ConfigError naming the file and the row for what is no example."""
+        splits = [TRAIN] if train_only else list(self.files)
+        tables = {split: _table(self.files[split], self.columns, split) for split in splits}
+        names = label_names(self.kind, tables[TRAIN])
+        return Labelled("own", self.kind, names, METRICS[self.kind], tables, {}, None)
+
+
+def _source(name: str) -> sources.Source:
+    return sources.Source(name, None if name.startswith("hub:") else Path(name).expanduser())
+
+
+def _table(name: str, columns: Columns, split: str) -> Table:
+    """The rows of a file. Those of test may have no labels, but then none of them has one."""
+    source = _source(name)
+    is_test = split == "test"
+    rows = []
+    for place, record in _records(source, columns, split):
+        row = make_row(name, place, record, columns, needs_label=not is_test)
+        if not all(text.strip() for text in row.texts):
+            raise ConfigError([f"{name}: {place}: a text is empty; drop the row"])
+        rows.append(row)
+    if not rows:
+        raise ConfigError([f"{name}: holds no example"])
+    if is_test and len({row.label is None for row in rows}) == 2:
+        place = next(row.place for row in rows if row.label is None)
+        raise ConfigError([f"{name}: {place} has no label, but others have; label all rows or none"])
+    if source.path is None:
+        return Table(name, _rows_hash(rows), rows)
+    return Table(source.path.name, sources.file_hash(source.path), rows)
+
+
+def _rows_hash(rows: list[Row]) -> str:
+    """Hex SHA-256 of rows that come from no file."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.texts, row.label], default=str).encode() + b"\n")
+    return digest.hexdigest()
+
+
+def _records(source: sources.Source, columns: Columns, split: str) -> Iterator[tuple[str, Any]]:
+    """(place, record) of every row. Raises ConfigError."""
+    if source.path is None:
+        yield from sources.hub_records(source.name, HUB_SPLITS[split])
+        return
+    suffix = sources.suffixes(source.path)[0]
+    if suffix not in FORMATS:
+        raise ConfigError([f"{source.name}: not a table of a known suffix: {', '.join(FORMATS)}; convert it"])
+    if FORMATS[suffix] == "json":
+        yield from sources.json_records(source.path)
+    elif FORMATS[suffix] == "parquet":
+        needed = columns.texts if split == "test" else (*columns.texts, columns.label)
+        yield from sources.parquet_records(source.path, needed, [columns.label], COLUMN_FIX)
+    else:
+        yield from _delimited_records(source, columns, FORMATS[suffix])
+
+
+def _delimited_records(
+    source: sources.Source, columns: Columns, format: str
+) -> Iterator[tuple[str, dict[str, str]]]:
+    assert source.path is not None
+    lines = delimited(source.name, (line + "\n" for _, line in sources.lines(source.path)), format)
+    _, header = next(lines, ("", []))
+    for column in (*columns.texts, columns.label):
+        if header.count(column) > 1:
+            raise ConfigError([f"{source.name}: the header names {column!r} twice; rename one"])
+    if missing := [column for column in columns.texts if column not in header]:
+        raise ConfigError([f"{source.name}: {no_column(missing[0], header)}"])
+    for place, fields in lines:
+        if len(fields) != len(header):
+            raise ConfigError(
+                [f"{source.name}: {place} has {len(fields)} fields, the header {len(header)}; correct it"]
+            )
+        yield place, dict(zip(header, fields, strict=True))

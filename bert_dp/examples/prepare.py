@@ -1,0 +1,230 @@
+"""Labelled texts -> a prepared directory in the cache, found again. Torch-free.
+
+`main` is the command line `python -m bert_dp.examples`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+from bert_dp import record
+from bert_dp.config import ConfigError
+from bert_dp.config.examples import (
+    FILE,
+    FORMAT,
+    MAX_LENGTH,
+    MIN_LENGTH,
+    TRAIN,
+    VERSION,
+    ExamplesManifest,
+    Kind,
+    read_examples,
+)
+from bert_dp.config.manifest import hash_json, manifest_hash
+from bert_dp.corpus import sources
+from bert_dp.corpus import tokenizer as tokens
+from bert_dp.corpus.command import run_command
+from bert_dp.corpus.dedup import document_key
+from bert_dp.corpus.whole import locked, replaced
+from bert_dp.examples.encode import Encoder
+from bert_dp.examples.glue import GlueData
+from bert_dp.examples.labels import to_array
+from bert_dp.examples.own import OwnData
+from bert_dp.examples.store import Examples
+from bert_dp.examples.table import Columns, Labelled, Row, Table
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What to prepare."""
+
+    data: GlueData | OwnData
+    tokenizer: Path
+    length: int
+    """Tokens of the longest example."""
+    dev_share: float = 0.0
+    """Of train that becomes dev, for choosing a rate; 0: dev is a file."""
+
+    def __post_init__(self) -> None:
+        if not MIN_LENGTH <= self.length <= MAX_LENGTH:
+            raise ConfigError([f"--length {self.length}: expected {MIN_LENGTH} to {MAX_LENGTH} tokens"])
+        if not 0 <= self.dev_share < 1:
+            raise ConfigError([f"--dev-share {self.dev_share}: expected 0, or a share below 1"])
+        if isinstance(self.data, OwnData) and not (self.dev_share or "dev" in self.data.files):
+            raise ConfigError(["--dev: name the file to score on, or give --dev-share 0.1"])
+
+
+def prepare(request: Request) -> Path:
+    """The prepared directory of a request, built in the cache on first use.
+
+    Safe when several processes call it at once: one builds, the others wait. Raises ConfigError.
+    """
+    if issues := record.cache_issues():
+        raise ConfigError(issues)
+    facts = {
+        "format": [FORMAT, VERSION],
+        "data": request.data.identity(),
+        "tokenizer": sources.identity(sources.Source("", request.tokenizer)),
+        "length": request.length,
+        "dev_share": request.dev_share,
+    }
+    directory = record.cache_root() / f"examples-{hash_json(facts)[:20]}"
+    with locked(directory, _tell):
+        with contextlib.suppress(ConfigError):
+            _sound(directory)
+            return directory
+        with replaced(directory) as work:
+            _build(request, work)
+    return directory
+
+
+def _tell(stage: str, done: int, total: int | None) -> None:
+    sys.stderr.write(record.printable(f"{stage}\n"))
+
+
+def _sound(directory: Path) -> ExamplesManifest:
+    """The manifest, checked against every file. Raises ConfigError."""
+    manifest = read_examples(directory)
+    for split in manifest.splits:
+        Examples.open(directory, manifest, split)
+    if sources.file_hash(directory / manifest.tokenizer.file) != manifest.tokenizer.sha256:
+        raise ConfigError([f"{directory / manifest.tokenizer.file}: is not the tokenizer that was used"])
+    return manifest
+
+
+def _build(request: Request, work: Path) -> None:
+    """Write the splits, tokenizer.json and examples.json into the directory `work`."""
+    encoder = Encoder.load(request.tokenizer, request.length)
+    labelled = request.data.read(train_only=request.dev_share > 0)
+    if request.dev_share:
+        labelled = _with_drawn_dev(labelled, request.dev_share)
+    seen = {_key(row) for row in labelled.tables[TRAIN].rows}
+    splits = {split: _write_split(work, split, labelled, encoder, seen) for split in labelled.tables}
+    shutil.copyfile(request.tokenizer, work / "tokenizer.json")
+    manifest = {
+        "format": FORMAT,
+        "version": VERSION,
+        "task": labelled.task,
+        "kind": labelled.kind,
+        "labels": list(labelled.labels),
+        "metrics": list(labelled.metrics),
+        "sequence_length": request.length,
+        "vocab_size": tokens.size(encoder.tokenizer),
+        "special_tokens": {role: encoder.special[role] for role in ("pad", "cls", "sep")},
+        "tokenizer": {"file": "tokenizer.json", "sha256": sources.file_hash(work / "tokenizer.json")},
+        "splits": splits,
+        "official": labelled.official,
+        "rows": labelled.rows,
+        "dev_share": request.dev_share,
+        "sources": [
+            {"name": name, "sha256": sha256}
+            for name, sha256 in sorted({(table.name, table.sha256) for table in labelled.tables.values()})
+        ],
+    }
+    manifest["hash"] = manifest_hash(manifest)
+    record.write_json(work / FILE, manifest)
+
+
+def _write_split(
+    work: Path, split: str, labelled: Labelled, encoder: Encoder, seen: set[int]
+) -> dict[str, Any]:
+    """Write the file of a split; returns its entry in the manifest. `seen`: keys of the rows of train."""
+    table = labelled.tables[split]
+    ids, offsets, truncated = encoder.encode([row.texts for row in table.rows])
+    has_labels = table.rows[0].label is not None
+    labels = to_array(labelled.kind, labelled.labels, table) if has_labels else None
+    file = f"{split}.safetensors"
+    return {
+        "file": file,
+        "sha256": Examples(ids, offsets, labels).save(work / file),
+        "examples": len(table.rows),
+        "tokens": len(ids),
+        "truncated": truncated,
+        "has_labels": has_labels,
+        "in_train": None if split == TRAIN else sum(_key(row) in seen for row in table.rows),
+        "left_out": table.left_out,
+    }
+
+
+def _key(row: Row) -> int:
+    """64-bit hash of an example's texts: the same for texts that differ in case and white space only."""
+    return document_key("\0".join(row.texts), seed=0)
+
+
+def _with_drawn_dev(labelled: Labelled, share: float) -> Labelled:
+    """Train alone, of which a share, drawn by the hash of each row's texts, is dev. Raises ConfigError."""
+    whole = labelled.tables[TRAIN]
+    is_dev = [_key(row) < int(share * 2**64) for row in whole.rows]
+    parts: dict[str, Table] = {}
+    for split, wanted in ((TRAIN, False), ("dev", True)):
+        rows = [row for row, drawn in zip(whole.rows, is_dev, strict=True) if drawn == wanted]
+        if not rows:
+            raise ConfigError([f"--dev-share {share}: leaves {split} no example of {len(whole.rows)}"])
+        parts[split] = dataclasses.replace(whole, rows=rows)
+    official = None if labelled.official is None else False
+    return dataclasses.replace(labelled, tables=parts, official=official)
+
+
+def summary(manifest: ExamplesManifest) -> str:
+    """What a prepared directory holds, in one line."""
+    parts = []
+    for name, split in manifest.splits.items():
+        rows, share = f"{split.examples:,}", split.truncated / split.examples
+        if manifest.official is False and manifest.rows.get(name, split.examples) != split.examples:
+            rows += f" of GLUE's {manifest.rows[name]:,}"
+        notes = [f"{split.tokens:,} tokens", f"{share:.1%} truncated to {manifest.sequence_length}"]
+        if split.in_train:
+            notes.append(f"{split.in_train:,} also in train")
+        if split.left_out:
+            notes.append(f"{split.left_out:,} broken rows left out")
+        parts.append(f"{name} {rows} examples ({', '.join(notes)})")
+    counts = {None: "", True: "; GLUE's own numbers of rows", False: "; a subset, no GLUE score"}
+    return f"{manifest.task}: {', '.join(parts)}{counts[manifest.official]}"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """`prepare`: the prepared directory to stdout. Returns the exit code: 0, 2 for bad input, 1 for a
+    failure, 128 + signal."""
+    parser = argparse.ArgumentParser(prog="python -m bert_dp.examples", description="labelled texts to ids")
+    verb = parser.add_subparsers(dest="verb", required=True).add_parser("prepare")
+    verb.add_argument("--tokenizer", type=Path, required=True, help="tokenizer.json of the pretrained run")
+    verb.add_argument("--length", type=int, required=True, help="tokens of the longest example")
+    verb.add_argument("--task", help="one of GLUE's")
+    verb.add_argument("--data", type=Path, action="append", default=[], help="folder or tar of GLUE's files")
+    for split in ("train", "dev", "test"):
+        verb.add_argument(f"--{split}", help="CSV, TSV, JSONL, Parquet or hub:NAME[:CONFIG]")
+    verb.add_argument("--text", default="text", help="column of the text")
+    verb.add_argument("--text-pair", help="column of the second text")
+    verb.add_argument("--label", default="label", help="column of the label")
+    verb.add_argument("--kind", choices=get_args(Kind), default="single_label")
+    verb.add_argument("--dev-share", type=float, default=0.0, help="of train that becomes dev")
+    arguments = parser.parse_args(argv)
+    return run_command(functools.partial(_answer, arguments))
+
+
+def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
+    record.keep_private()
+    request = Request(_data(arguments), arguments.tokenizer, arguments.length, arguments.dev_share)
+    directory = prepare(request)
+    sys.stderr.write(record.printable(f"{summary(read_examples(directory))}\n"))
+    return str(directory), 0
+
+
+def _data(arguments: argparse.Namespace) -> GlueData | OwnData:
+    """Raises ConfigError where not exactly one of a task and a file is named."""
+    files = {split: getattr(arguments, split) for split in ("train", "dev", "test")}
+    files = {split: name for split, name in files.items() if name is not None}
+    if arguments.task is not None and not files:
+        return GlueData(arguments.task, tuple(arguments.data))
+    if arguments.task is None and TRAIN in files and not arguments.data:
+        pair = () if arguments.text_pair is None else (arguments.text_pair,)
+        return OwnData(files, Columns((arguments.text, *pair), arguments.label), arguments.kind)
+    raise ConfigError(["name either --task with --data, or --train with --dev"])

@@ -1,0 +1,607 @@
+"""Labelled texts to ids: GLUE's files and own ones, labels, truncation, what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import gzip
+import io
+import json
+import os
+import signal
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from bert_dp.config import ConfigError
+from bert_dp.config.examples import ExamplesManifest, read_examples
+from bert_dp.config.manifest import manifest_hash
+from bert_dp.corpus import tokenizer as tokens
+from bert_dp.examples import Examples, archive, glue
+from bert_dp.examples.encode import truncate
+from bert_dp.examples.prepare import main, summary
+from tests.helpers import read_json
+
+WORDS = "the cat dog sat ran on under a mat bed and who did it"
+RTE_HEADER = "index\tsentence1\tsentence2\tlabel"
+RTE = {
+    "train": ["0\tthe cat sat\ta cat\tentailment", "1\tthe dog ran\ta cat\tnot_entailment"],
+    "dev": ["0\ta dog\tthe dog ran\tnot_entailment", "1\tThe  CAT sat\ta cat\tentailment"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_surroundings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # of this process, whose command line `main` is
+
+
+@pytest.fixture(scope="module")
+def tokenizer_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tokenizer") / "tokenizer.json"
+    tokens.train([WORDS] * 9, model="wordpiece", vocab_size=200, with_normalizer=True).save(str(path))
+    return path
+
+
+class Lab:
+    """Files in one folder, and what preparing them gives."""
+
+    def __init__(self, folder: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]):
+        self.folder, self.tokenizer, self.capsys = folder, tokenizer, capsys
+        self.err = ""
+
+    def write(self, name: str, text: str | bytes) -> str:
+        path = self.folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        return str(path)
+
+    def write_glue(self, folder: str, task: str, header: str | None = None, **splits: list[str]) -> str:
+        """TASK/SPLIT.tsv below `folder`; returns the folder."""
+        for split, rows in splits.items():
+            lines = [*([header] if header else []), *rows]
+            self.write(f"{folder}/{task}/{split}.tsv", "\n".join(lines) + "\n")
+        return str(self.folder / folder)
+
+    def run(self, *arguments: str, length: int = 16) -> tuple[int, str]:
+        """(exit code, stdout); stderr is kept in `err`."""
+        options = ["--tokenizer", str(self.tokenizer), "--length", str(length)]
+        code = main(["prepare", *options, *arguments])
+        out, self.err = self.capsys.readouterr()
+        return code, out
+
+    def prepare(self, *arguments: str, length: int = 16) -> tuple[Path, ExamplesManifest]:
+        code, out = self.run(*arguments, length=length)
+        assert code == 0, self.err
+        directory = Path(out.strip())
+        return directory, read_examples(directory)
+
+    def glue(self, task: str, header: str | None, **splits: list[str]) -> tuple[Path, ExamplesManifest]:
+        """These rows, prepared."""
+        return self.prepare("--task", task, "--data", self.write_glue("glue", task, header, **splits))
+
+    def own(self, rows: dict[str, str], *arguments: str, suffix: str = "csv") -> dict[str, Examples]:
+        """The splits that files of these texts give."""
+        named = []
+        for split, text in rows.items():
+            named += [f"--{split}", self.write(f"{split}.{suffix}", text)]
+        directory, manifest = self.prepare(*named, *arguments)
+        return {split: Examples.open(directory, manifest, split) for split in manifest.splits}
+
+    def refusal(self, *arguments: str, length: int = 16) -> str:
+        """The one line on stderr of a bad input."""
+        code, out = self.run(*arguments, length=length)
+        assert (code, out) == (2, "")
+        assert self.err.startswith("error: ")
+        assert self.err.count("\n") == 1
+        assert not list((self.folder / "cache").glob("examples-*"))
+        return self.err
+
+    def words(self, examples: Examples, index: int) -> str:
+        known = Tokenizer.from_file(str(self.tokenizer))
+        return " ".join(str(known.id_to_token(int(i))) for i in examples.tokens(index))
+
+
+@pytest.fixture
+def lab(tmp_path: Path, tokenizer_file: Path, capsys: pytest.CaptureFixture[str]) -> Lab:
+    return Lab(tmp_path, tokenizer_file, capsys)
+
+
+# --- GLUE
+
+
+def test_a_pair_is_framed_and_its_label_is_the_index_of_its_name(lab: Lab) -> None:
+    directory, manifest = lab.glue("RTE", RTE_HEADER, **RTE)
+    train = Examples.open(directory, manifest, "train")
+    assert manifest.labels == ["entailment", "not_entailment"]
+    assert (manifest.kind, manifest.metrics, manifest.outputs) == ("single_label", ["accuracy"], 2)
+    assert lab.words(train, 0) == "<cls> the cat sat <sep> a cat <sep>"
+    assert lab.words(train, 1) == "<cls> the dog ran <sep> a cat <sep>"
+    assert train.labels is not None
+    assert train.labels.tolist() == [0, 1]
+    assert (train.labels.dtype, train.ids.dtype, train.lengths.tolist()) == (np.int64, np.uint16, [8, 8])
+    assert (len(train), manifest.splits["train"].tokens, manifest.splits["train"].truncated) == (2, 16, 0)
+    special = manifest.special_tokens
+    known = Tokenizer.from_file(str(directory / manifest.tokenizer.file))
+    assert [known.token_to_id(name) for name in ("<pad>", "<cls>", "<sep>")] == [
+        special.pad,
+        special.cls,
+        special.sep,
+    ]
+    assert manifest.vocab_size == known.get_vocab_size()
+
+
+def test_a_quote_is_a_character_and_a_byte_order_mark_is_none(lab: Lab) -> None:
+    rows = ['1\t1\t2\t" the cat\tit', '0\t3\t4\tthe "dog\ta "mat" and']
+    header = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"
+    directory, manifest = lab.glue("MRPC", header, train=rows, dev=rows)
+    train = Examples.open(directory, manifest, "train")
+    assert train.labels is not None
+    assert (len(train), train.labels.tolist(), manifest.metrics) == (2, [1, 0], ["accuracy", "f1"])
+    assert lab.words(train, 0).endswith("the cat <sep> it <sep>")
+
+
+def test_cola_has_a_header_in_its_test_alone(lab: Lab) -> None:
+    rows = ["gj04\t1\t\tthe cat sat", "gj04\t0\t*\tcat the on"]
+    lab.write_glue("glue", "CoLA", "index\tsentence", test=["0\tthe dog ran"])
+    directory, manifest = lab.glue("CoLA", None, train=rows, dev=rows)
+    train, test = (Examples.open(directory, manifest, split) for split in ("train", "test"))
+    assert train.labels is not None
+    assert (lab.words(train, 0), train.labels.tolist()) == ("<cls> the cat sat <sep>", [1, 0])
+    assert (lab.words(test, 0), test.labels) == ("<cls> the dog ran <sep>", None)
+    assert manifest.splits["test"].has_labels is False
+
+
+def test_sts_b_is_a_regression_of_its_scores(lab: Lab) -> None:
+    header = "index\tsentence1\tsentence2\tscore"
+    rows = ["0\tthe cat\ta cat\t4.750", "1\tthe dog\ta mat\t0.000"]
+    directory, manifest = lab.glue("STS-B", header, train=rows, dev=rows)
+    labels = Examples.open(directory, manifest, "train").labels
+    assert (manifest.kind, manifest.labels, manifest.outputs) == ("regression", [], 1)
+    assert labels is not None
+    assert (labels.dtype, labels.tolist()) == (np.float32, [4.75, 0.0])
+
+
+def test_mnli_has_two_dev_splits_and_test_need_not_be_there(lab: Lab) -> None:
+    header = "index\tsentence1\tsentence2\tlabel1\tgold_label"
+    rows = [f"0\tthe cat\ta cat\tneutral\t{name}" for name in ("contradiction", "entailment")]
+    splits = {"train": rows, "dev_matched": rows, "dev_mismatched": rows[:1]}
+    directory, manifest = lab.glue("MNLI", header, **splits)
+    assert {name: split.examples for name, split in manifest.splits.items()} == {
+        "train": 2,
+        "dev_matched": 2,
+        "dev_mismatched": 1,
+    }
+    labels = Examples.open(directory, manifest, "dev_matched").labels
+    assert labels is not None
+    assert labels.tolist() == [2, 0]
+
+
+def test_row_counts_decide_whether_it_is_glue(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = lab.write_glue("g", "RTE", RTE_HEADER, **RTE)
+    manifest = lab.prepare("--task", "RTE", "--data", data)[1]
+    assert (manifest.official, manifest.rows) == (False, {"train": 2490, "dev": 277, "test": 3000})
+    assert "train 2 of GLUE's 2,490 examples" in lab.err
+    assert "a subset, no GLUE score" in lab.err
+    small = dataclasses.replace(glue.TASKS["RTE"], rows={"train": 2, "dev": 2})
+    monkeypatch.setitem(glue.TASKS, "RTE", small)
+    whole = lab.prepare("--task", "RTE", "--data", data, length=17)[1]
+    assert (whole.official, "GLUE's own numbers of rows" in summary(whole)) == (True, True)
+    fewer = lab.write_glue("h", "RTE", RTE_HEADER, train=RTE["train"], dev=RTE["dev"][:1])
+    assert lab.prepare("--task", "RTE", "--data", fewer)[1].official is False
+
+
+def test_glue_has_its_published_numbers_of_rows() -> None:
+    """https://huggingface.co/datasets/nyu-mll/glue, whose test set of CoLA and others is GLUE's own."""
+    assert {name: tuple(task.rows.values()) for name, task in glue.TASKS.items()} == {
+        "CoLA": (8551, 1043, 1063),
+        "SST-2": (67349, 872, 1821),
+        "MRPC": (3668, 408, 1725),
+        "STS-B": (5749, 1500, 1379),
+        "QQP": (363846, 40430, 390965),
+        "MNLI": (392702, 9815, 9832, 9796, 9847),
+        "QNLI": (104743, 5463, 5463),
+        "RTE": (2490, 277, 3000),
+        "WNLI": (635, 71, 146),
+    }
+
+
+QQP_HEADER = "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate"
+QQP_BROKEN = ["1\t2\t3\twho sat on", "\ta mat\t0"]  # as in the published train.tsv: a line end in a question
+QQP_WHOLE = ["0\t1\t2\twho sat\twho ran\t0", "2\t3\t4\twho did it\tthe cat\t1"]
+
+
+def test_broken_rows_are_left_out_of_train_and_counted(lab: Lab) -> None:
+    data = lab.write_glue("g", "QQP", QQP_HEADER, train=[*QQP_WHOLE, *QQP_BROKEN], dev=QQP_WHOLE)
+    manifest = lab.prepare("--task", "QQP", "--data", data)[1]
+    assert (manifest.splits["train"].examples, manifest.splits["train"].left_out) == (2, 2)
+    assert "2 broken rows left out" in lab.err
+
+
+def test_a_broken_row_of_dev_is_refused(lab: Lab) -> None:
+    data = lab.write_glue("g", "QQP", QQP_HEADER, train=QQP_WHOLE, dev=[*QQP_WHOLE, *QQP_BROKEN])
+    assert "QQP/dev.tsv: line 4 has fewer fields than the header" in lab.refusal(
+        "--task", "QQP", "--data", data
+    )
+
+
+def pack(folder: str, tar: Path, **kinds: bytes) -> str:
+    """The folder as a tar, below a top folder; `kinds` of links may be added."""
+    with tarfile.open(tar, "w:xz") as packed:
+        packed.add(folder, "top")
+    return str(tar)
+
+
+def test_a_tar_gives_what_the_folder_gives_and_is_not_unpacked(lab: Lab) -> None:
+    folder = lab.write_glue("g", "RTE", RTE_HEADER, **RTE)
+    tar = pack(folder, lab.folder / "glue.tar.xz")
+    before = {path for path in lab.folder.rglob("*") if "cache" not in path.parts}
+    one, two = (lab.prepare("--task", "RTE", "--data", data) for data in (folder, tar))
+    assert one[0] != two[0]
+    assert one[1] == two[1]
+    assert {source.name for source in one[1].sources} == {"RTE/train.tsv", "RTE/dev.tsv"}
+    assert {path for path in lab.folder.rglob("*") if "cache" not in path.parts} == before
+
+
+def test_a_file_is_taken_from_the_first_place_that_has_it(lab: Lab) -> None:
+    first = lab.write_glue("a", "RTE", RTE_HEADER, dev=RTE["dev"][:1])
+    second = pack(lab.write_glue("b", "RTE", RTE_HEADER, **RTE), lab.folder / "b.tar")
+    manifest = lab.prepare("--task", "RTE", "--data", first, "--data", second)[1]
+    assert {name: split.examples for name, split in manifest.splits.items()} == {"train": 2, "dev": 1}
+
+
+def test_a_link_in_a_tar_is_not_followed(lab: Lab) -> None:
+    folder = lab.write_glue("g", "RTE", RTE_HEADER, train=RTE["train"])
+    tar = lab.folder / "glue.tar"
+    with tarfile.open(tar, "w") as packed:
+        packed.add(folder, "top")
+        link = tarfile.TarInfo("top/RTE/dev.tsv")
+        link.type, link.linkname = tarfile.SYMTYPE, f"{folder}/RTE/train.tsv"
+        packed.addfile(link)
+    assert "no RTE/dev.tsv in" in lab.refusal("--task", "RTE", "--data", str(tar))
+
+
+def test_a_file_of_a_tar_has_a_largest_size(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    tar = pack(lab.write_glue("g", "RTE", RTE_HEADER, **RTE), lab.folder / "glue.tar")
+    monkeypatch.setattr(archive, "MAX_FILE_BYTES", 50)
+    assert "top/RTE/" in lab.refusal("--task", "RTE", "--data", tar)
+    monkeypatch.setattr(archive, "MAX_MEMBERS", 1)
+    assert "more than 1 files" in lab.refusal("--task", "RTE", "--data", tar)
+
+
+# --- the cache
+
+
+def test_what_was_prepared_is_found_again_until_a_file_changes(lab: Lab) -> None:
+    arguments = ["--task", "RTE", "--data", lab.write_glue("g", "RTE", RTE_HEADER, **RTE)]
+    directory, manifest = lab.prepare(*arguments)
+    assert "train 2 of" in lab.err
+    inode = directory.stat().st_ino
+    assert lab.prepare(*arguments)[0] == directory
+    assert directory.stat().st_ino == inode
+    assert "train 2 of" in lab.err
+    assert lab.prepare(*arguments, length=12)[0] != directory
+    lab.write_glue("g", "RTE", RTE_HEADER, train=[*RTE["train"], RTE["dev"][0]])
+    assert lab.prepare(*arguments)[1].splits["train"].examples == manifest.splits["train"].examples + 1
+
+
+def test_what_is_damaged_in_the_cache_is_prepared_again(lab: Lab) -> None:
+    arguments = ["--task", "RTE", "--data", lab.write_glue("g", "RTE", RTE_HEADER, **RTE)]
+    directory, manifest = lab.prepare(*arguments)
+    file = directory / manifest.splits["train"].file
+    whole = file.read_bytes()
+    file.write_bytes(whole[:-1] + b"\1")
+    with pytest.raises(ConfigError, match="expected SHA-256"):
+        Examples.open(directory, manifest, "train")
+    assert lab.prepare(*arguments)[0] == directory
+    assert file.read_bytes() == whole
+
+
+def test_an_edited_manifest_and_arrays_of_another_task_are_refused(lab: Lab) -> None:
+    data = lab.write_glue("g", "RTE", RTE_HEADER, **RTE)
+    directory, manifest = lab.prepare("--task", "RTE", "--data", data)
+    facts: dict[str, Any] = read_json(directory / "examples.json")
+    (directory / "examples.json").write_text(json.dumps(facts | {"labels": ["no", "yes"]}))
+    with pytest.raises(ConfigError, match="edited or torn"):
+        read_examples(directory)
+    other = facts | {"kind": "regression", "labels": []}
+    (directory / "examples.json").write_text(json.dumps(other | {"hash": manifest_hash(other)}))
+    with pytest.raises(ConfigError, match="do not fit regression"):
+        Examples.open(directory, read_examples(directory), "train")
+    wrong = facts | {"labels": ["entailment"]}
+    (directory / "examples.json").write_text(json.dumps(wrong | {"hash": manifest_hash(wrong)}))
+    with pytest.raises(ConfigError, match="labels: 1 do not fit single_label"):
+        read_examples(directory)
+    with pytest.raises(ConfigError, match="no split 'held_out', only train, dev"):
+        Examples.open(directory, manifest, "held_out")
+
+
+# --- truncation
+
+
+def cut_by_hand(first: list[int], second: list[int], room: int) -> list[list[int]]:
+    """Token by token."""
+    first, second = list(first), list(second)
+    while len(first) + len(second) > room:
+        (first if len(first) > len(second) else second).pop()
+    return [first, second]
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.integers(5, 14))
+def test_the_longer_text_is_cut_first(first: int, second: int, room: int) -> None:
+    pair = [list(range(first)), list(range(100, 100 + second))]
+    assert truncate(pair, room) == cut_by_hand(*pair, room)
+    assert truncate(pair[:1], room) == [pair[0][:room]]
+
+
+def test_a_long_example_is_cut_to_the_length_and_counted(lab: Lab) -> None:
+    long = "the cat sat on a mat and the dog ran under the bed"
+    text = f"text,other,label\n{long},who did it,x\nthe,cat,y\n{long},{long},x\n"
+    arguments = ["--text-pair", "other"]
+    files = lab.own({"train": text, "dev": text}, *arguments)
+    train = files["train"]
+    assert train.lengths.tolist() == [16, 5, 16]
+    assert lab.words(train, 0) == "<cls> the cat sat on a mat and the dog ran <sep> who did it <sep>"
+    assert lab.words(train, 2) == "<cls> the cat sat on a mat and <sep> the cat sat on a mat <sep>"
+    assert "66.7% truncated to 16" in lab.err
+
+
+def test_a_special_token_in_a_text_is_text(lab: Lab) -> None:
+    files = lab.own({"train": "text,label\nthe <sep> cat,x\na dog,y\n", "dev": "text,label\na cat,x\n"})
+    words = lab.words(files["train"], 0).split()
+    assert words.count("<sep>") == 1
+    assert words[-1] == "<sep>"
+
+
+# --- own files
+
+
+ROWS = [("the cat, sat", "cat"), ("a dog\nran", "dog"), ('who "did" it', "cat"), ("under a bed", "7")]
+
+
+def tables(lab: Lab) -> dict[str, str]:
+    """The same rows in every format, and the file of each."""
+    records = [{"text": text, "label": label} for text, label in ROWS]
+    jsonl = "".join(json.dumps(record) + "\n" for record in records)
+    quoted = "".join('"{}",{}\n'.format(text.replace('"', '""'), label) for text, label in ROWS)
+    arrow = pytest.importorskip("pyarrow", reason="needs the extra parquet")
+    parquet = pytest.importorskip("pyarrow.parquet", reason="needs the extra parquet")
+    table = io.BytesIO()
+    parquet.write_table(arrow.Table.from_pylist(records), table)
+    return {
+        "csv": lab.write("own.csv", "\ufefftext,label\n" + quoted),
+        "jsonl": lab.write("own.jsonl", jsonl),
+        "json": lab.write("own.json", json.dumps(records)),
+        "jsonl.gz": lab.write("own.jsonl.gz", gzip.compress(jsonl.encode())),
+        "parquet": lab.write("own.parquet", table.getvalue()),
+    }
+
+
+def test_every_format_gives_the_same_examples(lab: Lab) -> None:
+    found = {}
+    for format, file in tables(lab).items():
+        directory, manifest = lab.prepare("--train", file, "--dev", file)
+        examples = Examples.open(directory, manifest, "train")
+        assert examples.labels is not None
+        found[format] = (manifest.labels, examples.labels.tolist(), examples.ids.tolist())
+        assert lab.words(examples, 1) == "<cls> a dog ran <sep>"
+    assert {str(value) for value in found.values()} == {str(found["jsonl"])}
+    assert found["jsonl"][:2] == (["7", "cat", "dog"], [1, 2, 1, 0])
+
+
+def test_a_tsv_takes_quotes_as_they_are(lab: Lab) -> None:
+    text = 'text\tlabel\n"the cat\tx\nthe "dog"\ty\n'
+    train = lab.own({"train": text, "dev": text}, suffix="tsv")["train"]
+    assert len(train) == 2
+    assert lab.words(train, 0).endswith("the cat <sep>")
+
+
+def test_columns_have_the_names_of_the_options(lab: Lab) -> None:
+    text = "id,question,answer,grade\n1,who sat,the cat,good\n2,who ran,a dog,bad\n"
+    named = ("--text", "question", "--text-pair", "answer", "--label", "grade")
+    train = lab.own({"train": text, "dev": text}, *named)["train"]
+    assert lab.words(train, 0) == "<cls> who sat <sep> the cat <sep>"
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (["10", "9", "-1"], ["-1", "9", "10"]),
+        (["b", "10", "9"], ["10", "9", "b"]),
+        ([True, False], ["false", "true"]),
+        ([2, 0], ["0", "2"]),
+        ([" b ", "a"], ["a", "b"]),
+    ],
+)
+def test_labels_are_names_in_order(lab: Lab, values: list[Any], names: list[str]) -> None:
+    text = "".join(json.dumps({"text": "a cat", "label": value}) + "\n" for value in values)
+    file = lab.write("own.jsonl", text)
+    directory, manifest = lab.prepare("--train", file, "--dev", file)
+    labels = Examples.open(directory, manifest, "train").labels
+    assert manifest.labels == names
+    assert labels is not None
+    assert [names[i] for i in labels] == [str(v).lower().strip() for v in values]
+
+
+def test_several_labels_by_a_bar_or_a_list(lab: Lab) -> None:
+    text = 'text,label\nthe cat,red|green\na dog,\nthe mat,"[""blue"", ""red""]"\n'
+    train = lab.own({"train": text, "dev": text}, "--kind", "multi_label")["train"]
+    assert train.labels is not None
+    assert train.labels.dtype == np.uint8
+    assert train.labels.tolist() == [[0, 1, 1], [0, 0, 0], [1, 0, 1]]
+    rows = [{"text": "a cat", "label": label} for label in (["red", "blue"], "green", [])]
+    listed = lab.own({s: json.dumps(rows) for s in ("train", "dev")}, "--kind", "multi_label", suffix="json")
+    assert listed["train"].labels is not None
+    assert listed["train"].labels.tolist() == [[1, 0, 1], [0, 1, 0], [0, 0, 0]]
+
+
+def test_a_test_file_may_have_labels_or_none(lab: Lab) -> None:
+    text = "text,label\na cat,x\na dog,y\n"
+    without = lab.own({"train": text, "dev": text, "test": "text\nthe mat\n"})
+    assert without["test"].labels is None
+    with_labels = lab.own({"train": text, "dev": text, "test": "text,label\nthe mat,y\n"})
+    assert with_labels["test"].labels is not None
+    assert with_labels["test"].labels.tolist() == [1]
+
+
+# --- rows of dev that stand in train, and a dev drawn from train
+
+
+def test_dev_rows_that_stand_in_train_are_counted(lab: Lab) -> None:
+    data = lab.write_glue("g", "RTE", RTE_HEADER, **RTE)
+    manifest = lab.prepare("--task", "RTE", "--data", data)[1]
+    assert (manifest.splits["train"].in_train, manifest.splits["dev"].in_train) == (None, 1)
+    assert "1 also in train" in lab.err
+
+
+def test_a_share_of_train_becomes_dev_by_the_rows_alone(lab: Lab) -> None:
+    rows = [f"the {a} {b} {c} {i}" for i, a in enumerate(WORDS.split()) for b in "xyz" for c in "uvw"]
+    text = "text,label\n" + "".join(f"{row},{i % 2}\n" for i, row in enumerate(rows))
+    again = "text,label\n" + "".join(f"{row},{i % 2}\n" for i, row in enumerate([*rows[::-1], rows[0]]))
+    found = []
+    for name, content in (("a.csv", text), ("b.csv", again)):
+        directory, manifest = lab.prepare("--train", lab.write(name, content), "--dev-share", "0.1")
+        splits = {s: Examples.open(directory, manifest, s) for s in manifest.splits}
+        found.append({s: {lab.words(e, i) for i in range(len(e))} for s, e in splits.items()})
+        assert sum(len(e) for e in splits.values()) == content.count("\n") - 1
+        assert (manifest.dev_share, manifest.splits["dev"].in_train) == (0.1, 0)
+    assert list(found[0]) == ["train", "dev"]
+    assert found[0] == found[1]
+    assert 0.04 * len(rows) < len(found[0]["dev"]) < 0.17 * len(rows)
+
+
+def test_a_dev_drawn_from_glues_train_leaves_the_real_one_out(lab: Lab) -> None:
+    rows = [f"{i}\tthe {a} ran {i}\ta cat\tentailment" for i, a in enumerate(WORDS.split() * 3)]
+    data = lab.write_glue("g", "RTE", RTE_HEADER, train=rows)
+    manifest = lab.prepare("--task", "RTE", "--data", data, "--dev-share", "0.3")[1]
+    assert list(manifest.splits) == ["train", "dev"]
+    assert sum(split.examples for split in manifest.splits.values()) == len(rows)
+    assert manifest.official is False
+
+
+# --- what is refused
+
+
+GOOD = "text,label\na cat,x\na dog,y\n"
+REFUSED = {
+    "a column that is not there": (
+        {"train": "title,label\na cat,x\n"},
+        [],
+        "no column 'text' (got title, label)",
+    ),
+    "no label column": ({"train": "text\na cat\n"}, [], "line 2: no column 'label' (got text)"),
+    "a label that train lacks": (
+        {"dev": "text,label\na cat,z\n"},
+        [],
+        "dev.csv: line 2: label 'z' is none of train's 'x', 'y'",
+    ),
+    "a score that is no number": (
+        {"train": "text,label\na cat,1.5\na dog,good\n"},
+        ["--kind", "regression"],
+        "train.csv: line 3: 'good' is no number",
+    ),
+    "a score that is not finite": (
+        {"train": "text,label\na cat,1e40\n"},
+        ["--kind", "regression"],
+        "'1e40' is no number",
+    ),
+    "an empty text": ({"train": "text,label\na cat,x\n \t,y\n"}, [], "line 3: a text is empty"),
+    "an empty label": ({"train": "text,label\na cat,x\na dog,\n"}, [], "line 3: '' is no label"),
+    "one label": ({"train": "text,label\na cat,x\na dog,x\n"}, [], "1 different labels, 2 at least"),
+    "scores as labels": (
+        {"train": "text,label\n" + "".join(f"a cat,{i / 7}\n" for i in range(1001))},
+        [],
+        "1001 different labels, 1000 at most",
+    ),
+    "a ragged row": ({"train": "text,label\na cat\n"}, [], "line 2 has 1 fields, the header 2"),
+    "a quote that does not end": ({"train": 'text,label\n"a cat,x\n'}, [], "is not CSV"),
+    "a header that names a column twice": ({"train": "text,text,label\na,b,x\n"}, [], "names 'text' twice"),
+    "no rows": ({"train": "text,label\n"}, [], "holds no example"),
+    "labels of some test rows": (
+        {"test": '[{"text": "a cat", "label": "x"}, {"text": "a dog"}]'},
+        [],
+        "record 2 has no label, but others have",
+    ),
+    "a list that is none": (
+        {"train": "text,label\na cat,[1\n"},
+        ["--kind", "multi_label"],
+        "'[1' is no JSON list",
+    ),
+    "a share that leaves no dev": ({}, ["--dev-share", "0.00001"], "leaves dev no example of 2"),
+    "a share above one": ({}, ["--dev-share", "1.5"], "--dev-share 1.5"),
+    "a task and a file": ({}, ["--task", "RTE"], "name either --task with --data, or --train"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_own_files_that_do_not_fit_are_refused(lab: Lab, case: str) -> None:
+    files, options, expected = REFUSED[case]
+    named = []
+    for split, text in {"train": GOOD, "dev": GOOD, **files}.items():
+        suffix = "json" if text.startswith("[") else "csv"
+        named += [f"--{split}", lab.write(f"{split}.{suffix}", text)]
+    assert expected in lab.refusal(*named, *options)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--task", "SQuAD", "--data", "."], "GLUE's tasks are CoLA, SST-2, MRPC"),
+        (["--task", "RTE"], "needs --data"),
+        (["--task", "RTE", "--data", "nowhere"], "nowhere: cannot be read (No such file or directory)"),
+        (["--train", "nowhere.csv", "--dev", "nowhere.csv"], "nowhere.csv: cannot be read"),
+        (["--train", "nowhere.csv"], "--dev: name the file to score on"),
+        (["--train", "own.txt", "--dev", "own.txt"], "own.txt: not a table of a known suffix: .csv, .tsv"),
+        ([], "name either --task with --data, or --train"),
+    ],
+)
+def test_what_names_no_data_is_refused(
+    lab: Lab, arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab.write("own.txt", "a cat\n")
+    monkeypatch.chdir(lab.folder)
+    assert expected in lab.refusal(*arguments)
+
+
+def test_files_that_glue_lacks_are_named_one_a_line(lab: Lab) -> None:
+    data = lab.write_glue("g", "MNLI", "sentence1\tsentence2\tgold_label", train=["a\tb\tneutral"])
+    code, _ = lab.run("--task", "MNLI", "--data", data)
+    assert code == 2
+    named = [line.partition(" in ")[0] for line in lab.err.splitlines()]
+    assert named == [f"error: --task MNLI: no MNLI/dev_{name}matched.tsv" for name in ("", "mis")]
+
+
+def test_glue_files_that_do_not_fit_are_refused(lab: Lab) -> None:
+    data = lab.write_glue("a", "RTE", "index\tsentence1\tlabel", train=["0\ta\tentailment"], dev=RTE["dev"])
+    assert "RTE/train.tsv: no column 'sentence2'" in lab.refusal("--task", "RTE", "--data", data)
+    data = lab.write_glue("b", "RTE", RTE_HEADER, train=["0\ta\tb\tperhaps"], dev=RTE["dev"])
+    assert "RTE/train.tsv: line 2: label 'perhaps'" in lab.refusal("--task", "RTE", "--data", data)
+    data = lab.write("cut.tar.xz", Path(pack(data, lab.folder / "c.tar.xz")).read_bytes()[:100])
+    assert "no tar, or a damaged one" in lab.refusal("--task", "RTE", "--data", data)
+    lab.write("d/RTE/train.tsv", b"index\tsentence1\tsentence2\tlabel\n0\t\xff\tb\tentailment\n")
+    lab.write_glue("d", "RTE", RTE_HEADER, dev=RTE["dev"])
+    assert "not UTF-8" in lab.refusal("--task", "RTE", "--data", str(lab.folder / "d"))
+
+
+def test_a_tokenizer_or_a_length_that_does_not_fit_is_refused(lab: Lab) -> None:
+    file = lab.write("own.csv", GOOD)
+    assert "--length 7: expected 8 to 8192" in lab.refusal("--train", file, "--dev", file, length=7)
+    bare = json.loads(lab.tokenizer.read_text())
+    bare["added_tokens"] = []
+    for name in ("<cls>", "<s>"):
+        del bare["model"]["vocab"][name]
+    lab.tokenizer = Path(lab.write("bare.json", json.dumps(bare)))
+    assert "has no token <cls> or [CLS]" in lab.refusal("--train", file, "--dev", file)
+
+
+def test_a_cache_that_others_may_write_to_is_not_used(lab: Lab) -> None:
+    file = lab.write("own.csv", GOOD)
+    cache = Path(os.environ["BERT_DP_CACHE"])
+    cache.mkdir()
+    cache.chmod(0o777)
+    assert "can be written by every user" in lab.refusal("--train", file, "--dev", file)

@@ -1,0 +1,103 @@
+"""Scores by the formulas of their papers, and what whoever always says the same reaches."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from bert_dp.config.examples import Metric
+from bert_dp.scores import majority, score
+
+pytest.importorskip("sklearn", reason="needs the extra glue")
+
+BINARY: tuple[Metric, ...] = ("accuracy", "f1", "mcc", "auc")
+RNG = np.random.default_rng(0)
+LABELS = RNG.integers(0, 2, 60)
+LOGITS = RNG.normal(size=(60, 2)) + 0.7 * np.eye(2)[LABELS]
+
+
+def counts(logits: NDArray[Any], labels: NDArray[Any], positive: int = 1) -> tuple[int, int, int, int]:
+    """True positives, false positives, false negatives, true negatives."""
+    says, is_so = logits.argmax(1) == positive, labels == positive
+    return tuple(
+        int((a & b).sum()) for a, b in ((says, is_so), (says, ~is_so), (~says, is_so), (~says, ~is_so))
+    )
+
+
+def f1_by_counts(tp: int, fp: int, fn: int, tn: int) -> float:
+    return 2 * tp / (2 * tp + fp + fn)
+
+
+def test_two_labels_by_counts_of_decisions() -> None:
+    tp, fp, fn, tn = counts(LOGITS, LABELS)
+    margin = LOGITS[:, 1] - LOGITS[:, 0]
+    ahead = np.sign(margin[LABELS == 1][:, None] - margin[LABELS == 0]) / 2 + 0.5  # Mann and Whitney's U
+    expected = {
+        "accuracy": (tp + tn) / 60,
+        "f1": f1_by_counts(tp, fp, fn, tn),
+        "mcc": (tp * tn - fp * fn) / math.sqrt((tp + fp) * (tp + fn) * (tn + fp) * (tn + fn)),
+        "auc": float(ahead.mean()),
+    }
+    assert score(BINARY, "single_label", LOGITS, LABELS) == pytest.approx(expected, abs=1e-12)
+
+
+def test_three_labels_have_the_mean_f1_and_no_auc() -> None:
+    labels, logits = RNG.integers(0, 3, 50), RNG.normal(size=(50, 3))
+    mean = np.mean([f1_by_counts(*counts(logits, labels, positive)) for positive in range(3)])
+    assert score(["f1"], "single_label", logits, labels)["f1"] == pytest.approx(mean, abs=1e-12)
+    with pytest.raises(KeyError):
+        score(["auc"], "single_label", logits, labels)
+
+
+def test_several_labels_count_every_decision_or_whole_examples() -> None:
+    logits = np.array([[1.0, -1, 2], [-1, -1, -1], [1, 1, -1]])
+    labels = np.array([[1, 0, 1], [0, 0, 1], [1, 0, 0]], np.uint8)
+    found = score(["accuracy", "f1"], "multi_label", logits, labels)
+    assert found == pytest.approx({"accuracy": 1 / 3, "f1": f1_by_counts(3, 1, 1, 4)})
+
+
+def test_a_regression_is_scored_unclipped() -> None:
+    labels = np.array([0.0, 1.0, 5.0, 4.0, 2.5], np.float32)
+    logits = np.array([[-3.0], [0.5], [9.0], [4.0], [5.0]], np.float32)
+    pearson = float(np.corrcoef(logits[:, 0], labels)[0, 1])
+    ranks = np.argsort(np.argsort(logits[:, 0])), np.argsort(np.argsort(labels))
+    found = score(["pearson", "spearman"], "regression", logits, labels)
+    assert found == pytest.approx(
+        {"pearson": pearson, "spearman": float(np.corrcoef(*ranks)[0, 1])}, abs=1e-6
+    )
+
+
+@pytest.mark.parametrize("metric", [*BINARY, "pearson", "spearman"])
+def test_the_order_of_examples_does_not_matter(metric: Metric) -> None:
+    order = RNG.permutation(60)
+    kind = "single_label" if metric in BINARY else "regression"
+    logits = LOGITS if kind == "single_label" else LOGITS[:, :1]
+    one, two = score([metric], kind, logits, LABELS), score([metric], kind, logits[order], LABELS[order])
+    assert two == pytest.approx(one, abs=1e-12)
+
+
+def test_what_is_not_defined_is_nan_and_what_is_not_finite_is_refused() -> None:
+    flat = np.zeros((4, 1))
+    found = score(["pearson", "spearman"], "regression", flat, np.arange(4.0))
+    assert all(math.isnan(value) for value in found.values())
+    assert math.isnan(score(["pearson"], "regression", flat[:1], np.zeros(1))["pearson"])
+    assert math.isnan(score(["auc"], "single_label", LOGITS[:4], np.ones(4, np.int64))["auc"])
+    broken = LOGITS.copy()
+    broken[3, 1] = np.nan
+    with pytest.raises(ValueError, match="not finite"):
+        score(["accuracy"], "single_label", broken, LABELS)
+
+
+def test_the_majority_of_train_is_scored_on_dev() -> None:
+    train, dev = np.array([1] * 7 + [0] * 3), np.array([1] * 279 + [0] * 129)  # dev as MRPC's
+    found = majority(BINARY, "single_label", train, dev)
+    assert found == pytest.approx({"accuracy": 0.68382, "f1": 0.81223, "mcc": 0, "auc": 0.5}, abs=1e-5)
+    assert majority(["accuracy"], "single_label", 1 - train, dev)["accuracy"] == pytest.approx(129 / 408)
+    scores = majority(["pearson"], "regression", np.arange(5.0), np.arange(3.0))
+    assert math.isnan(scores["pearson"])
+    several = np.array([[1, 0], [1, 1], [1, 0]], np.uint8)
+    assert majority(["accuracy"], "multi_label", several, several)["accuracy"] == pytest.approx(2 / 3)
