@@ -73,6 +73,7 @@ def batch(o: argparse.Namespace) -> data.Batch:
         ids_BS=ids,
         positions_P=positions,
         labels_P=ids.flatten()[positions],
+        key_B=torch.zeros(o.micro, dtype=torch.int32),
         num_masked=len(positions),
         sample_ids=torch.arange(o.micro).numpy(),
     )
@@ -141,7 +142,6 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, Precision]) 
                 precision=precision,
                 max_norm=0.5,
                 timers=timers,
-                dropout_seed=None,
                 progress=lambda: None,
             )
             if way != "none" and step % o.every == 0:

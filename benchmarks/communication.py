@@ -127,7 +127,6 @@ def our_step(o: argparse.Namespace, engine_name: str, world: World) -> Callable[
             precision=precision,
             max_norm=CLIP,
             timers=metrics.Timers(CPU),
-            dropout_seed=None,
             progress=lambda: None,
         )
 

@@ -244,7 +244,8 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
         for ids_BS, labels_BS in micro_batches:
             positions_P = (labels_BS.flatten() != IGNORE).nonzero().flatten()
             labels_P = labels_BS.flatten()[positions_P]
-            batches.append(Batch(ids_BS, positions_P, labels_P, len(labels_P), np.arange(len(ids_BS))))
+            key_B = torch.zeros(len(ids_BS), dtype=torch.int32)
+            batches.append(Batch(np.arange(len(ids_BS)), ids_BS, positions_P, labels_P, key_B, len(labels_P)))
         loss, norm = train_step(
             engine,
             model,
@@ -256,7 +257,6 @@ def make_ours(o: argparse.Namespace, mode: str) -> tuple[Callable[..., tuple[flo
             precision=precision,
             max_norm=CLIP,
             timers=timers,
-            dropout_seed=None,
             progress=lambda: None,
         )
         return loss.item(), norm.item()

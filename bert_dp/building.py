@@ -15,6 +15,7 @@ from bert_dp import checkpoint, dist
 from bert_dp.config import BatchLayout, Config, ConfigError, init_issues
 from bert_dp.parallel import State
 from bert_dp.precision import Precision
+from bert_dp.record.models import InitFrom
 from bert_dp.tasks import Metadata, Task
 from bert_dp.trainable import Model
 
@@ -60,21 +61,28 @@ def compile_parts(model: Model) -> None:
     """torch.compile in place: names stay as they are."""
     # or inside a DDP forward Dynamo divides each part's graph at DDP's buckets, whose hooks fire as they are
     torch._dynamo.config.optimize_ddp = False
+    # lengths of finetuning are rounded up to at most 8 shapes, each in training and in evaluation
+    torch._dynamo.config.recompile_limit = 32
     for part in model.compiled_parts():
         part.compile(dynamic=False)
 
 
-def first_state(config: Config, model: Model, data: Metadata, comm: dist.Comm) -> State:
+def first_state(
+    config: Config, model: Model, data: Metadata, comm: dist.Comm
+) -> tuple[State, InitFrom | None]:
     """The canonical state that a run begins with, on the host: the model's own weights, or those of
-    run.init_from, with its optimizer's state where run.init_keeps says so. Collective.
+    run.init_from, with its optimizer's state where run.init_keeps says so; and what came from there.
+    Collective.
+
+    Every tensor that is pretrained (`Model.is_pretrained`) comes from the checkpoint.
 
     Rank 0 chooses the checkpoint: the other run may go on, and prune. Raises ConfigError when the weights are
     another model's or were trained with another tokenizer, or the optimizer's state does not fit.
     """
     where = config.run.init_from
+    own = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
     if where is None:
-        weights = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
-        return {"model": weights, "optimizer": {}, "scaler": {}}
+        return {"model": own, "optimizer": {}, "scaler": {}}, None
     answer: dict[str, Any] = {}
     if comm.world.rank == 0:
         try:
@@ -99,15 +107,20 @@ def first_state(config: Config, model: Model, data: Metadata, comm: dist.Comm) -
             f"run.init_keeps: moments, but {path} was saved before the first step and has none; use weights"
         )
     dtype = next(model.parameters()).dtype
+    loaded = {name: t for name, t in state["model"].items() if model.is_pretrained(name)}
+    fresh = {name: t for name, t in own.items() if not model.is_pretrained(name)}
     start: State = {
-        "model": _as_wide_as(dtype, state["model"]),
+        "model": {**fresh, **_as_wide_as(dtype, loaded)},
         "optimizer": _as_wide_as(dtype, state["optimizer"]) if keeps_moments else {},
         "scaler": {},
     }
     issues += [f"run.init_from: {line}" for line in checkpoint.state_issues(path, start, model)]
     if issues:
         raise ConfigError(issues)
-    return start
+    init = InitFrom(
+        checkpoint=str(path), sha256=checkpoint.weights_hash(path), tensors=len(loaded), of=len(own)
+    )
+    return start, init
 
 
 def _as_wide_as(dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -231,11 +231,11 @@ def load(path: Path) -> tuple[State, record.CheckpointFacts]:
     return state, facts
 
 
-def load_weights(where: str, prefix: str = "") -> dict[str, Tensor]:
-    """The weights of a checkpoint, or of a run's newest valid one, whose names begin with `prefix`, on the
-    host. Raises ConfigError."""
-    weights = load(resolve(where))[0]["model"]
-    return {name: tensor for name, tensor in weights.items() if name.startswith(prefix)}
+def weights_hash(path: Path) -> str:
+    """SHA-256 of the weights of a checkpoint that was verified, by its manifest."""
+    manifest = json.loads((path / "manifest.json").read_text())
+    found: str = manifest["files"]["model.safetensors"]["sha256"]
+    return found
 
 
 def load_tensors(path: Path) -> State:

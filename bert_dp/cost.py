@@ -139,6 +139,9 @@ def _activation_bytes(config: Config, wide: int, narrow: int) -> dict[str, float
     mlp_saved = 4 * i if model.mlp == "geglu" else 2 * i
     a_block = 2 * wide * h + narrow * (2 * h + (4 * h + mlp_saved) / tensor)
     tokens = config.batch.micro_size * config.data.sequence_length
+    if model.attention_dropout:  # written out: scores, probabilities, and what was dropped of them
+        length = config.data.sequence_length
+        a_block += model.num_heads * length * (3 * narrow + 1) / tensor
     saved = model.num_layers * a_block
     if config.parallel.activation_checkpointing:
         saved = a_block + model.num_layers * wide * h

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import collections
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, Self, TypeVar
 
 import numpy as np
 import torch
@@ -29,26 +30,32 @@ FEISTEL_ROUNDS = 6
 
 
 @dataclass(frozen=True)
-class Batch:
-    """One micro batch. positions are flat: b * S + s; sample_ids are positions in the training stream."""
+class TensorBatch:
+    """One micro batch; sample_ids are positions in the training stream."""
+
+    sample_ids: NDArray[np.int64]
+
+    def to(self, device: torch.device) -> Self:
+        return self if device.type == "cpu" else self._map(lambda t: t.to(device, non_blocking=True))
+
+    def pin(self) -> Self:
+        return self._map(Tensor.pin_memory)
+
+    def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """With every tensor changed."""
+        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+
+
+@dataclass(frozen=True)
+class Batch(TensorBatch):
+    """Of masked language modelling. positions are flat: b * S + s; key_B is dropout's."""
 
     ids_BS: Tensor
     positions_P: Tensor
     labels_P: Tensor
+    key_B: Tensor
     num_masked: int
-    sample_ids: NDArray[np.int64]
-
-    def to(self, device: torch.device) -> Batch:
-        if device.type == "cpu":
-            return self
-        ids, positions, labels = (
-            t.to(device, non_blocking=True) for t in (self.ids_BS, self.positions_P, self.labels_P)
-        )
-        return Batch(ids, positions, labels, self.num_masked, self.sample_ids)
-
-    def pin(self) -> Batch:
-        ids, positions, labels = (t.pin_memory() for t in (self.ids_BS, self.positions_P, self.labels_P))
-        return Batch(ids, positions, labels, self.num_masked, self.sample_ids)
 
 
 def mix64(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -138,7 +145,13 @@ def training_batch(
     key_B = hash64(seed, 2, epoch_B, index_B)
     arrays = mask(shards.rows(index_B), key_B, num_masked, shards.vocabulary)
     ids, positions, labels = (torch.from_numpy(a) for a in arrays)
-    return Batch(ids, positions, labels, len(labels), sample_ids)
+    dropout_key_B = key32(hash64(seed, 4, epoch_B, index_B))
+    return Batch(sample_ids, ids, positions, labels, dropout_key_B, len(labels))
+
+
+def key32(key_B: NDArray[np.uint64]) -> Tensor:
+    """[B] int32: the key of an example, for bert_dp.dropout."""
+    return torch.from_numpy((key_B >> U64(32)).astype(np.uint32).view(np.int32))
 
 
 def held_out_batches(
@@ -162,7 +175,7 @@ def held_out_batches(
         labels[~np.repeat(real_B, num_masked)] = IGNORE
         count = int(real_B.sum()) * num_masked
         tensors = (torch.from_numpy(ids), torch.from_numpy(positions), torch.from_numpy(labels))
-        batches.append(Batch(*tensors, count, index_B))
+        batches.append(Batch(index_B, *tensors, key32(hash64(0, 4, index_B)), count))
     return batches
 
 
@@ -173,11 +186,17 @@ def random_batch(seed: int, micro_size: int, sequence_length: int, num_masked: i
     within = [torch.randperm(sequence_length, generator=g)[:num_masked].sort()[0] for _ in range(micro_size)]
     positions_P = torch.cat([row * sequence_length + chosen for row, chosen in enumerate(within)])
     labels_P = torch.randint(vocab_size, (len(positions_P),), generator=g)
-    return Batch(ids_BS, positions_P, labels_P, len(positions_P), np.arange(micro_size))
+    sample_ids = np.arange(micro_size)
+    key_B = key32(hash64(seed, 4, sample_ids))
+    return Batch(sample_ids, ids_BS, positions_P, labels_P, key_B, len(positions_P))
 
 
-class TrainingStream:
-    """Micro batches of one replica, prefetched by threads, in order.
+AnyBatch = TypeVar("AnyBatch", bound=TensorBatch)
+
+
+class TrainingStream(Generic[AnyBatch]):
+    """Micro batches of one replica, prefetched by threads, in order; `make` gives that of some positions in
+    the training stream.
 
     From `start_sample` on, micro batches of `micro_size` samples go round-robin to the replicas, so a
     replica's stream does not depend on accumulation or on the batch ramp.
@@ -185,11 +204,8 @@ class TrainingStream:
 
     def __init__(
         self,
-        shards: Shards,
+        make: Callable[[NDArray[np.int64]], AnyBatch],
         *,
-        seed: int,
-        num_masked: int,
-        shuffle: bool,
         micro_size: int,
         dp_rank: int,
         dp_size: int,
@@ -197,20 +213,18 @@ class TrainingStream:
         workers: int,
         pin: bool,
     ):
-        self._make = lambda ids: training_batch(
-            shards, ids, seed=seed, num_masked=num_masked, shuffle=shuffle
-        )
+        self._make = make
         self._pin = pin
         self._micro_size = micro_size
         self._next_start = start_sample + dp_rank * micro_size
         self._stride = dp_size * micro_size
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="prefetch") if workers else None
-        self._queue: collections.deque[Future[Batch]] = collections.deque()
+        self._queue: collections.deque[Future[AnyBatch]] = collections.deque()
         self._depth = 2 * workers
         self.wait_s = 0.0
         """Seconds `next` has blocked so far."""
 
-    def next(self) -> Batch:
+    def next(self) -> AnyBatch:
         """This replica's next micro batch, on the host; waits when the threads are behind."""
         start = time.perf_counter()
         if self._pool is None:
@@ -232,6 +246,6 @@ class TrainingStream:
         self._next_start += self._stride
         return ids
 
-    def _build(self, sample_ids: NDArray[np.int64]) -> Batch:
+    def _build(self, sample_ids: NDArray[np.int64]) -> AnyBatch:
         batch = self._make(sample_ids)
         return batch.pin() if self._pin else batch

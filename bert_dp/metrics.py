@@ -162,14 +162,14 @@ class Meter:
         device: torch.device,
         layout: BatchLayout,
         *,
-        sequence_length: int,
+        tokens_per_sample: float,
         flops_per_token: float,
         peak_flops: float | None,
         skipped: int = 0,
     ):
-        """`skipped`: steps that the run has skipped before."""
+        """`tokens_per_sample`: without padding; `skipped`: steps that the run has skipped before."""
         self._comm, self._device, self._layout = comm, device, layout
-        self._sequence_length = sequence_length
+        self._tokens_per_sample = tokens_per_sample
         self._flops_per_token, self._peak_flops = flops_per_token, peak_flops
         self.timers = Timers(device)
         self.totals = dict.fromkeys(("train_s", "data_wait_s", *(f"{p}_s" for p in PHASES)), 0.0)
@@ -240,7 +240,7 @@ class Meter:
         line = Metrics(
             step=state.step,
             samples=state.samples,
-            tokens=state.samples * self._sequence_length,
+            tokens=self.tokens(state.samples),
             epoch=epoch,
             progress=state.progress,
             loss=loss,
@@ -278,9 +278,13 @@ class Meter:
         sums = [sum(phases[name]) for name in TIMED]
         return self._comm.all_gather([float(self._loss), memory_gib, wait_s - self._waits[0], *sums, seconds])
 
+    def tokens(self, samples: int) -> int:
+        """Of so many samples; of examples that differ in length, as if each had the mean."""
+        return round(samples * self._tokens_per_sample)
+
     def rates(self, steps: int, samples: int, micro: int, seconds: float) -> dict[str, Any]:
         """Throughput over all replicas; `micro` = micro-batch steps summed over replicas."""
-        tokens_per_s = samples * self._sequence_length / seconds
+        tokens_per_s = samples * self._tokens_per_sample / seconds
         per_gpu = tokens_per_s / self._layout.world_size
         return {
             "steps_per_s": steps / seconds,

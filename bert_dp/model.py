@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bert_dp.config import ModelConfig
+from bert_dp.dropout import KeyedDropout, subkey
 from bert_dp.lookup import add_row_gradients
 from bert_dp.matmul import Linear, linear, widened
 from bert_dp.trainable import Model
@@ -111,21 +112,25 @@ class Embeddings(nn.Module):
         elif config.position == "learned":
             self.position_embeddings = nn.Embedding(sequence_length, config.hidden_size)
         self.norm = make_norm(config)
-        self.drop = nn.Dropout(config.dropout)
+        self.drop = KeyedDropout(config.dropout, place=0)
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
+    def forward(self, x_BSH: Tensor, key_B: Tensor | None) -> Tensor:
         """Of looked-up tokens."""
         length = x_BSH.shape[1]
         if self.position == "scaled_sinusoidal":
             x_BSH = x_BSH + self.position_scale * self.sinusoids_SH[:length]
         elif self.position == "learned":
             x_BSH = x_BSH + self.position_embeddings.weight[:length]
-        return self.drop(self.norm(x_BSH))
+        out: Tensor = self.drop(self.norm(x_BSH), key_B)
+        return out
 
 
 class Attention(nn.Module):
     """Bidirectional self-attention over whole sequences: [B, S, H] -> [B, S, H]. `real_B11S`: False where no
-    query may look; None = everywhere, without a mask's cost."""
+    query may look; None = everywhere, without a mask's cost. `key_B`: see bert_dp.dropout."""
+
+    tensor_rank = 0
+    """Which shard of the heads these are."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
@@ -133,13 +138,19 @@ class Attention(nn.Module):
         self.head_size = hidden // config.num_heads
         self.Wqkv = Linear(hidden, 3 * hidden, bias=False)
         self.Wo = Linear(hidden, hidden, bias=config.bias)
-        self.drop = nn.Dropout(config.dropout)
+        self.drop_probabilities = KeyedDropout(config.attention_dropout, place=0)
+        self.drop = KeyedDropout(config.dropout, place=1)
         # a key bias shifts all scores of a query alike: softmax ignores it and its gradient is exactly zero
         self.q_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
         self.v_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
 
     def forward(
-        self, x_BSH: Tensor, cos_SD: Tensor | None, sin_SD: Tensor | None, real_B11S: Tensor | None = None
+        self,
+        x_BSH: Tensor,
+        cos_SD: Tensor | None,
+        sin_SD: Tensor | None,
+        real_B11S: Tensor | None,
+        key_B: Tensor | None,
     ) -> Tensor:
         batch, length, _ = x_BSH.shape
         qkv = self.Wqkv(x_BSH)
@@ -151,8 +162,25 @@ class Attention(nn.Module):
         if cos_SD is not None and sin_SD is not None:
             cos, sin = cos_SD[:length].to(q.dtype), sin_SD[:length].to(q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        out_BASD = F.scaled_dot_product_attention(q, k, v, attn_mask=real_B11S)
-        return self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, -1)))
+        if self.training and self.drop_probabilities.p:
+            out_BASD = self._attend_with_dropout(q, k, v, real_B11S, key_B)
+        else:
+            out_BASD = F.scaled_dot_product_attention(q, k, v, attn_mask=real_B11S)
+        out: Tensor = self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, -1)), key_B)
+        return out
+
+    def _attend_with_dropout(
+        self, q: Tensor, k: Tensor, v: Tensor, real_B11S: Tensor | None, key_B: Tensor | None
+    ) -> Tensor:
+        """Attention written out: what torch's own kernels drop changes with the padded length."""
+        heads = q.shape[1]
+        score_BASS = (q * self.head_size**-0.5) @ k.transpose(-2, -1)
+        if real_B11S is not None:
+            score_BASS = score_BASS.masked_fill(~real_B11S, -math.inf)
+        head_A = torch.arange(heads, dtype=torch.int32, device=q.device) + self.tensor_rank * heads
+        key_BA = None if key_B is None else subkey(key_B[:, None], head_A)
+        probability_BASS = self.drop_probabilities(score_BASS.softmax(-1), key_BA)
+        return probability_BASS.to(v.dtype) @ v
 
 
 class MLP(nn.Module):
@@ -164,14 +192,17 @@ class MLP(nn.Module):
         width = config.intermediate_size * (2 if self.gated else 1)
         self.Wi = Linear(config.hidden_size, width, bias=config.bias)
         self.Wo = Linear(config.intermediate_size, config.hidden_size, bias=config.bias)
-        self.drop = nn.Dropout(config.dropout)
+        self.drop = KeyedDropout(config.dropout, place=2)
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
+    def forward(self, x_BSH: Tensor, key_B: Tensor | None) -> Tensor:
         x = self.Wi(x_BSH)
         if self.gated:
             x, gate = x.chunk(2, dim=-1)  # the recipe gates with the first half; the same up to a renaming
-            return self.drop(self.Wo(F.gelu(x) * gate))
-        return self.drop(self.Wo(F.gelu(x)))
+            x = F.gelu(x) * gate
+        else:
+            x = F.gelu(x)
+        out: Tensor = self.drop(self.Wo(x), key_B)
+        return out
 
 
 class Layer(nn.Module):
@@ -186,10 +217,15 @@ class Layer(nn.Module):
         self.mlp = MLP(config)
 
     def forward(
-        self, x_BSH: Tensor, cos_SD: Tensor | None, sin_SD: Tensor | None, real_B11S: Tensor | None = None
+        self,
+        x_BSH: Tensor,
+        cos_SD: Tensor | None,
+        sin_SD: Tensor | None,
+        real_B11S: Tensor | None = None,
+        key_B: Tensor | None = None,
     ) -> Tensor:
-        x_BSH = x_BSH + self.attn(self.attn_norm(x_BSH), cos_SD, sin_SD, real_B11S)
-        return x_BSH + self.mlp(self.mlp_norm(x_BSH))
+        x_BSH = x_BSH + self.attn(self.attn_norm(x_BSH), cos_SD, sin_SD, real_B11S, key_B)
+        return x_BSH + self.mlp(self.mlp_norm(x_BSH), key_B)
 
 
 class Encoder(nn.Module):
@@ -210,13 +246,16 @@ class Encoder(nn.Module):
     def forward(self, ids_BS: Tensor, real_BS: Tensor | None = None) -> Tensor:
         return self.encode(self.embeddings.tok_embeddings(ids_BS), real_BS)
 
-    def encode(self, x_BSH: Tensor, real_BS: Tensor | None = None) -> Tensor:
-        """Of looked-up tokens. `real_BS`: True for tokens, False for padding; None = all are tokens."""
-        x_BSH = self.embeddings(x_BSH)
+    def encode(self, x_BSH: Tensor, real_BS: Tensor | None = None, key_B: Tensor | None = None) -> Tensor:
+        """Of looked-up tokens. `real_BS`: True for tokens, False for padding; None = all are tokens. `key_B`:
+        int32, of the examples, for dropout in training."""
+        x_BSH = self.embeddings(x_BSH, key_B)
         real_B11S = None if real_BS is None else real_BS[:, None, None, :]
         cos, sin = (self.cos_SD, self.sin_SD) if self.rope else (None, None)
-        for layer in self.layers:
-            x_BSH = layer(x_BSH, cos, sin, real_B11S)
+        for i, layer in enumerate(self.layers):
+            # a key of its own, as a tensor, so that one compiled graph serves all layers
+            layer_key_B = None if key_B is None else subkey(key_B, i + 1)
+            x_BSH = layer(x_BSH, cos, sin, real_B11S, layer_key_B)
         return self.final_norm(x_BSH)
 
 
@@ -238,31 +277,16 @@ class PredictionHead(nn.Module):
         return logits_PV if labels_P is None else self.vocabulary.loss(logits_PV, labels_P)
 
 
-class CrammedBert(Model):
-    """Masked language model with a tied, bias-free decoder that sees only the predicted positions."""
+class EncoderModel(Model):
+    """An encoder with a head, `head`, on it, as engines see it."""
+
+    head: nn.Module
 
     def __init__(self, config: ModelConfig, sequence_length: int):
         super().__init__()
         self.vocabulary = Vocabulary()
         self.model = Encoder(config, sequence_length)
-        self.head = PredictionHead(config, self.vocabulary)
         self.gated = config.mlp == "geglu"
-
-    def forward(
-        self,
-        ids_BS: Tensor,
-        positions_P: Tensor,
-        labels_P: Tensor | None = None,
-        real_BS: Tensor | None = None,
-    ) -> Tensor:
-        """Logits [P, V] of the flat positions b * S + s, or with labels the SUM of their cross entropies.
-
-        A label of IGNORE contributes nothing. `real_BS`: see Encoder.encode.
-        """
-        x_BSH, weight_VH = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
-        x_PH = self.model.encode(x_BSH, real_BS).flatten(0, 1)[positions_P]
-        out: Tensor = self.head(x_PH, weight_VH, labels_P)
-        return out
 
     def blocks(self) -> Sequence[nn.Module]:
         return list(self.model.layers)
@@ -298,12 +322,41 @@ class CrammedBert(Model):
         return plan
 
 
-def build_model(config: ModelConfig, sequence_length: int, seed: int) -> CrammedBert:
-    """A whole model on the CPU: N(0, 0.02) for linears and embeddings, norms 1 / 0, biases 0.
+class CrammedBert(EncoderModel):
+    """Masked language model with a tied, bias-free decoder that sees only the predicted positions."""
 
-    The weights are a pure function of (config, sequence_length, seed): every rank builds the same ones.
-    """
-    model = CrammedBert(config, sequence_length)
+    def __init__(self, config: ModelConfig, sequence_length: int):
+        super().__init__(config, sequence_length)
+        self.head = PredictionHead(config, self.vocabulary)
+
+    def forward(
+        self,
+        ids_BS: Tensor,
+        positions_P: Tensor,
+        labels_P: Tensor | None = None,
+        real_BS: Tensor | None = None,
+        key_B: Tensor | None = None,
+    ) -> Tensor:
+        """Logits [P, V] of the flat positions b * S + s, or with labels the SUM of their cross entropies.
+
+        A label of IGNORE contributes nothing. `real_BS`, `key_B`: see Encoder.encode.
+        """
+        x_BSH, weight_VH = self.vocabulary.look_up(ids_BS, self.model.embeddings.tok_embeddings.weight)
+        x_PH = self.model.encode(x_BSH, real_BS, key_B).flatten(0, 1)[positions_P]
+        out: Tensor = self.head(x_PH, weight_VH, labels_P)
+        return out
+
+
+def build_model(config: ModelConfig, sequence_length: int, seed: int) -> CrammedBert:
+    """A whole model on the CPU; see `initialize`. Every rank builds the same one."""
+    return initialize(CrammedBert(config, sequence_length), seed)
+
+
+AnyModel = TypeVar("AnyModel", bound=nn.Module)
+
+
+def initialize(model: AnyModel, seed: int) -> AnyModel:
+    """N(0, 0.02) for linears and embeddings, norms 1 / 0, biases 0: a pure function of shapes and seed."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for module in model.modules():

@@ -8,31 +8,45 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 from bert_dp import checkpoint
-from bert_dp.config import ConfigError, resolve
+from bert_dp.classifier import Classifier
+from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.corpus import tokenizer
 from bert_dp.model import CrammedBert
 
 
-def load(run: str | os.PathLike[str]) -> tuple[CrammedBert, Tokenizer]:
+def load(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classifier, Tokenizer]:
     """The model, on the CPU and in eval mode, and the tokenizer of a run (a Run, its directory: the newest
     good checkpoint) or of one checkpoint's directory.
 
-    `model.model(ids_BS)` gives the hidden states [B, S, H], `model(ids_BS, positions_P)` the logits [P, V] at
-    the flat positions b * S + s; S is at most the run's data.sequence_length. Models are trained on text
-    without <cls>, where a <sep> ends each document: encode with `add_special_tokens=False`.
+    `model.model(ids_BS)` gives the hidden states [B, S, H], `model(ids_BS, positions_P)` of a pretrained run
+    the logits [P, V] at the flat positions b * S + s, `model(ids_BS, real_BS)` of a finetuned one those of
+    whole examples [B, L]; S is at most the run's data.sequence_length. Models are pretrained on text without
+    <cls>, where a <sep> ends each document: encode with `add_special_tokens=False`. An example of finetuning
+    is <cls> A <sep> or <cls> A <sep> B <sep>.
 
     Raises ConfigError.
     """
+    model, tokenizer, _ = load_with_config(run)
+    return model, tokenizer
+
+
+def load_with_config(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classifier, Tokenizer, Config]:
+    """As `load`, with the configuration of the run."""
     path = checkpoint.resolve(os.path.expanduser(run))
     state, facts = checkpoint.load(path)
     config = resolve([facts.config])
-    model = CrammedBert(config.model, config.data.sequence_length)
+    length = config.data.sequence_length
+    model = (
+        Classifier(config.model, length, config.finetune)
+        if config.objective.name == "finetune"
+        else CrammedBert(config.model, length)
+    )
     model.to(next(iter(state["model"].values())).dtype)
     state["optimizer"] = {}  # half of the memory, and of no use here
     if issues := checkpoint.state_issues(path, state, model):
         raise ConfigError(issues)
     model.load_state_dict(state["model"])
-    return model.eval(), tokenizer.load(tokenizer_of(path))
+    return model.eval(), tokenizer.load(tokenizer_of(path)), config
 
 
 def tokenizer_of(path: Path) -> Path:

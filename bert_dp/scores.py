@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bert_dp.config.examples import Kind, Metric
+from bert_dp.config.examples import Metric
+from bert_dp.config.schema import LabelKind as Kind
 from bert_dp.corpus.sources import require
 
 Measure = Callable[[NDArray[Any], NDArray[Any]], Any]

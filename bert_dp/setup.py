@@ -22,6 +22,7 @@ from bert_dp.lines import LostWrites, Records
 from bert_dp.metrics import Meter, sample_communication
 from bert_dp.precision import Precision, allow_tf32, has_bf16, precision_of
 from bert_dp.rank_process import Signals
+from bert_dp.record.models import InitFrom
 from bert_dp.saving import AsyncCheckpointer
 from bert_dp.step_trace import StepTrace
 from bert_dp.tasks import Metadata, SameBatch, Stream, Task
@@ -40,6 +41,8 @@ class Checkpoint:
     """Whether the model was compiled; None when that was on another kind of device."""
     precision: str
     """In which it was trained."""
+    init: InitFrom | None
+    """What the run began with."""
 
 
 def log_rank0(comm: dist.Comm, text: str) -> None:
@@ -125,7 +128,7 @@ def select_checkpoint(
     state = TrainState.of_checkpoint(facts)
     log_rank0(comm, f"resuming from {path.name}: {state.samples} samples seen")
     compiled = facts.compiled if facts.device == device.type else None
-    return Checkpoint(path, tensors, state, compiled, facts.precision)
+    return Checkpoint(path, tensors, state, compiled, facts.precision, facts.init_from)
 
 
 def agree_precision(
@@ -182,7 +185,7 @@ def build_trainer(
         config, task, layout, precision, comm, device, resumed.compiled if resumed else None
     )
     num_parameters = sum(p.numel() for p in bare.parameters())
-    tensors = resumed.tensors if resumed else first_state(config, bare, data, comm)
+    tensors, init = (resumed.tensors, resumed.init) if resumed else first_state(config, bare, data, comm)
     if resumed and (issues := checkpoint.state_issues(resumed.path, tensors, bare)):
         raise ConfigError(issues)
     name = parallel.engine_name(config.parallel, comm.world.size)
@@ -198,7 +201,7 @@ def build_trainer(
         comm,
         device,
         layout,
-        sequence_length=config.data.sequence_length,
+        tokens_per_sample=data.tokens_per_sample or config.data.sequence_length,
         flops_per_token=task.flops_per_token,
         peak_flops=cost.peak_flops(device_name(device), precision.name),
         skipped=state.skipped_steps,
@@ -211,6 +214,7 @@ def build_trainer(
         "device": device.type,
         "precision": precision.name,
         "world_size": comm.world.size,
+        "init_from": init.model_dump() if init else None,
     }
     if comm.world.rank == 0 and data.tokenizer_file is not None:
         record.write_text(run_dir / checkpoint.TOKENIZER, data.tokenizer_file.read_text(encoding="utf-8"))
@@ -298,9 +302,12 @@ def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) ->
         f"engine {engine}",
         f"learning rate: {peak_lr(config).equation}, {config.optim.name}",
     ]
-    if resumed is None and config.run.init_from:
+    if resumed is None and (init := trainer.metadata["init_from"]):
         kept = "weights and moments" if config.run.init_keeps == "moments" else "weights"
-        lines.append(f"{kept}: from {config.run.init_from}")
+        lines.append(
+            f"{kept}: loaded {init['tensors']} of {init['of']} tensors from {init['checkpoint']}, SHA-256 "
+            f"{init['sha256'][:16]}"
+        )
     for line in lines:
         trainer.log_rank0(line)
 

@@ -7,7 +7,7 @@ import math
 
 from bert_dp import metrics, noise, record
 from bert_dp.metrics import straggler
-from bert_dp.record.models import DdpCounters, HeldOut, NoiseScale, RunStatus, Straggler, Summary
+from bert_dp.record.models import DdpCounters, HeldOut, InitFrom, NoiseScale, RunStatus, Straggler, Summary
 from bert_dp.setup import device_name
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import RunResult, Trainer
@@ -36,6 +36,7 @@ def write_summary(
     counted = metrics.communication_summary(trainer.model)
     scale = noise.of_run(trainer.run_dir) if trainer.config.log.noise_scale else None
     ratio, slowest = straggler(trainer.meter.own_work_s, trainer.meter.total_steps)
+    init = trainer.metadata["init_from"]
     heldout = HeldOut.model_validate(state.heldout) if state.heldout else None
     summary = Summary(
         status=status,
@@ -45,7 +46,7 @@ def write_summary(
         signal=result.signal or None,
         step=state.step,
         samples=state.samples,
-        tokens=state.samples * trainer.config.data.sequence_length,
+        tokens=trainer.meter.tokens(state.samples),
         final_loss=state.final_loss,
         heldout_loss=heldout.loss if heldout else None,
         heldout=heldout,
@@ -69,6 +70,7 @@ def write_summary(
         profiled_steps=trainer.trace.steps if trainer.trace is not None else None,
         noise_scale=NoiseScale.model_validate(dataclasses.asdict(scale)) if scale else None,
         checkpoint=str(result.checkpoint.relative_to(trainer.run_dir)) if result.checkpoint else None,
+        init_from=InitFrom.model_validate(init) if init else None,
         straggler_ratio=ratio,
         straggler=Straggler.model_validate(slowest) if slowest else None,
         time_s={

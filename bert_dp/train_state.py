@@ -34,7 +34,7 @@ class TrainState:
     logged_step: int = 0
     evaluated_step: int | None = None
     final_loss: float | None = None
-    heldout: Mapping[str, float] | None = None
+    heldout: Mapping[str, Any] | None = None
     """What the task measured last, its `loss` among it."""
     eval_s: float = 0.0
     """Seconds spent in evaluations."""

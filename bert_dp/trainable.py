@@ -30,3 +30,7 @@ class Model(nn.Module):
     def is_matrix(self, name: str) -> bool:
         """Whether Muon updates a parameter."""
         return False
+
+    def is_pretrained(self, name: str) -> bool:
+        """Whether run.init_from gives a tensor; the others begin as the seed makes them."""
+        return True

@@ -11,13 +11,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from bert_dp import anomalies, record
 from bert_dp.config import BatchLayout, Config, batch_at, peak_lr, progress_at
-from bert_dp.data import hash64
 from bert_dp.dist import Comm, SharedClock, Stop
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites, Records
@@ -101,7 +99,6 @@ def train_step(
     precision: Precision,
     max_norm: float,
     timers: Timers,
-    dropout_seed: int | None,
     progress: Callable[[], None],
 ) -> tuple[Tensor, Tensor]:
     """Forward, backward, reduce, clip, step.
@@ -109,8 +106,7 @@ def train_step(
     `batches` gives `grad_accum_steps` micro batches, each drawn when the one before it has been passed to the
     device: the next is made while that computes. `num_targets` is that of the step over all replicas. Returns
     this replica's share of the mean loss over them (the shares sum to it) and the reduced gradient norm, both
-    device scalars; no host sync. With `dropout_seed` a micro batch draws its dropout from (dropout_seed, its
-    first sample), whichever rank it falls to. `progress` is called after each micro batch.
+    device scalars; no host sync. `progress` is called after each micro batch.
 
     Timed without the wait for data, as own_work: up to the last micro batch's backward, before any gradient
     is reduced. That is this rank's alone under single, ddp, zero1 and accelerate; fsdp and tensor parallelism
@@ -120,8 +116,6 @@ def train_step(
     for left, batch in zip(reversed(range(grad_accum_steps)), batches, strict=True):
         with timers.phase("forward_backward"):
             timers.start("own_work")
-            if dropout_seed is not None:
-                torch.manual_seed(int(hash64(dropout_seed, 4, batch.sample_ids[0])[0] >> np.uint64(1)))
             with engine.accumulate(last=not left):
                 with precision.context(device):
                     loss = loss_fn(model, batch.to(device)) / num_targets
@@ -156,7 +150,6 @@ def dry_run(trainer: Trainer, start: State) -> None:
         precision=trainer.precision,
         max_norm=trainer.config.optim.clip,
         timers=Timers(trainer.device),
-        dropout_seed=None,
         progress=trainer.heartbeat.progress,
     )
     asked = itertools.count()
@@ -167,9 +160,12 @@ def dry_run(trainer: Trainer, start: State) -> None:
         engine.norm_pairs.clear()
 
 
-def evaluate(trainer: Trainer, stopped: Callable[[], bool]) -> dict[str, float] | None:
+def evaluate(
+    trainer: Trainer, stopped: Callable[[], bool], run_dir: Path | None = None
+) -> dict[str, Any] | None:
     """What the task measures on held-out data, without dropout; None when nothing is held out or `stopped`,
-    asked before each batch and alike on all ranks, says so. Collective."""
+    asked before each batch and alike on all ranks, says so. `run_dir`: where rank 0 writes what was found of
+    single examples. Collective."""
     context = Context(
         comm=trainer.comm,
         device=trainer.device,
@@ -179,6 +175,7 @@ def evaluate(trainer: Trainer, stopped: Callable[[], bool]) -> dict[str, float] 
         tensor=trainer.layout.tensor,
         progress=trainer.heartbeat.progress,
         stopped=stopped,
+        run_dir=run_dir if trainer.comm.world.rank == 0 else None,
     )
     model = trainer.bare_model.eval()
     measured = trainer.task.evaluate(model, context)
@@ -193,7 +190,6 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
     Rank 0 writes metrics.jsonl, noise.jsonl, evals.jsonl and checkpoints. Collective.
     """
     config, meter, heartbeat = trainer.config, trainer.meter, trainer.heartbeat
-    dropout_seed = config.run.seed if config.model.dropout > 0 else None
     peak = peak_lr(config).value
     meter.start(trainer.stream.wait_s)
     if trainer.trace is not None:
@@ -219,7 +215,6 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
             precision=trainer.precision,
             max_norm=config.optim.clip,
             timers=meter.timers,
-            dropout_seed=dropout_seed,
             progress=heartbeat.progress,
         )
         meter.observe(loss, norm, state.global_batch, grad_accum_steps, trainer.stream.wait_s)
@@ -328,7 +323,7 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     """A line of evals.jsonl. Collective."""
     trainer.heartbeat.enter("evaluate", state.step)
     start = clock.elapsed_s()
-    measured = evaluate(trainer, lambda: bool(clock.poll_stop(stop_request(trainer, state))))
+    measured = evaluate(trainer, lambda: bool(clock.poll_stop(stop_request(trainer, state))), trainer.run_dir)
     elapsed = clock.elapsed_s()
     state.heldout = measured
     state.evaluated_step = state.step
@@ -337,8 +332,12 @@ def evaluate_and_write(trainer: Trainer, state: TrainState, clock: SharedClock) 
     if trainer.comm.world.rank == 0 and measured and not state.trouble:
         with suppress(OSError):
             record.cut_back(trainer.run_dir / "evals.jsonl", state.step - 1)  # one line a step, also repeated
-        tokens = state.samples * trainer.config.data.sequence_length
-        line = {"step": state.step, "tokens": tokens, **measured, "elapsed_s": elapsed}
+        line = {
+            "step": state.step,
+            "tokens": trainer.meter.tokens(state.samples),
+            **measured,
+            "elapsed_s": elapsed,
+        }
         trainer.records.append("evals.jsonl", line)
 
 

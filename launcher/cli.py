@@ -122,6 +122,7 @@ def train(
     ] = None,
 ) -> None:
     """Pretrain. Without arguments: the quickstart, two minutes on the built-in corpus."""
+    from launcher import job
     from launcher.run import restarts, train
     from launcher.tune import auto
 
@@ -148,8 +149,7 @@ def train(
     searched = overrides != settings and not dry_run  # a micro batch that was measured needs no estimate
     raise typer.Exit(
         train.train(
-            config,
-            overrides,
+            job.load(config, overrides, run_dir),
             nproc=nproc,
             launcher=launcher,
             run_dir=run_dir,
@@ -159,6 +159,84 @@ def train(
             policy=restarts.Policy(max_restarts, elastic),
             force=force or searched,
             profile=plan,
+        )
+    )
+
+
+@app.command()
+def finetune(
+    run: Annotated[Path, typer.Argument(help="Pretrained run, or a checkpoint of one.", show_default=False)],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="SETTING=VALUE", show_default=False, help="Settings; the rest is configs/glue.yaml."
+        ),
+    ] = None,
+    task: Annotated[str | None, typer.Option(metavar="NAME", help="A GLUE task, with --data.")] = None,
+    data: Annotated[
+        list[Path] | None, typer.Option(help="Folder or archive with GLUE's files; repeatable.")
+    ] = None,
+    train: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="Your own examples: CSV, TSV, JSONL, Parquet or hub:NAME."),
+    ] = None,
+    dev: Annotated[str | None, typer.Option(metavar="FILE", help="Examples that are scored.")] = None,
+    test: Annotated[
+        str | None, typer.Option(metavar="FILE", help="Examples that are only predicted.")
+    ] = None,
+    text: Annotated[str | None, typer.Option(metavar="COLUMN", help="Of the text.")] = None,
+    text_pair: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Of a second text, for pairs.")
+    ] = None,
+    label: Annotated[str | None, typer.Option(metavar="COLUMN", help="Of the label.")] = None,
+    kind: Annotated[
+        str | None, typer.Option(help="single_label (the default), multi_label or regression.")
+    ] = None,
+    init: Annotated[
+        Literal["checkpoint", "random"],
+        typer.Option(help="random = the baseline that shows what pretraining is worth."),
+    ] = "checkpoint",
+    nproc: Annotated[str, typer.Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a number.")] = "auto",
+    launcher: Launcher = "torchrun",
+    run_dir: Annotated[
+        Path | None, typer.Option(help="Run directory; default: runs/RUN-TASK-DATE-TIME.")
+    ] = None,
+    resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint or run.")] = "auto",
+    max_restarts: Annotated[
+        int, typer.Option(min=0, metavar="K", help="Start a failed run again from its newest checkpoint.")
+    ] = 0,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
+    ] = False,
+    set_: Set = None,
+) -> None:
+    """A classifier or regressor from a pretrained run, by the loop that pretrains: N ranks train what one
+    trains. The last line names its scores; RUN/predictions.jsonl has what was predicted of each example.
+    """
+    from launcher.evaluate import finetune as finetuning
+    from launcher.run import restarts
+    from launcher.run import train as training
+
+    name, settings = split_words(words, set_)
+    if name is not None:
+        raise ConfigError([f"{name}: expected a setting as a.b=value, after the RUN"])
+    source = finetuning.source_of(
+        task,
+        data or (),
+        {"train": train, "dev": dev, "test": test},
+        {"text": text, "text-pair": text_pair, "label": label, "kind": kind},
+    )
+    warn_of_ordinary_secrets()
+    raise typer.Exit(
+        training.train(
+            finetuning.load(run, source, settings, random_weights=init == "random"),
+            nproc=nproc,
+            launcher=launcher,
+            run_dir=run_dir,
+            resume=resume,
+            dry_run=dry_run,
+            console=console(),
+            policy=restarts.Policy(max_restarts, False),
         )
     )
 

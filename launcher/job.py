@@ -26,10 +26,11 @@ from bert_dp.config import (
     MAX_RANKS,
     Config,
     ConfigError,
-    data_issues,
     dump_config,
+    fit_issues,
     init_issues,
     load_config,
+    read_data,
     read_manifest,
 )
 from bert_dp.config.extras import install_command
@@ -145,7 +146,7 @@ def input_issues(config: Config) -> list[str]:
     data = config.data
     if data.path is not None:
         try:
-            issues += data_issues(config, read_manifest(Path(data.path)))
+            issues += fit_issues(config, read_data(config, Path(data.path)))
         except ConfigError as error:
             issues += [f"data.path: {issue}" for issue in error.issues]
     for source in data.sources or ():
@@ -197,6 +198,8 @@ def prepare_data(config: Config) -> Path:
 
     Raises ConfigError.
     """
+    if config.objective.name == "finetune":  # each rank verifies what it reads
+        return Path(config.data.path or "")
     with tempfile.NamedTemporaryFile("w", suffix=".yaml") as file:
         file.write(dump_config(config))
         file.flush()

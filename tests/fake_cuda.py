@@ -90,7 +90,7 @@ def take_steps(engine: Engine, config: Any, world: World) -> None:
         SimpleNamespace(world=world),  # type: ignore[arg-type]
         GPU,
         layout,
-        sequence_length=LENGTH,
+        tokens_per_sample=LENGTH,
         flops_per_token=1.0,
         peak_flops=None,
     )
@@ -107,7 +107,6 @@ def take_steps(engine: Engine, config: Any, world: World) -> None:
             precision=FP32,
             max_norm=0.5,
             timers=meter.timers,
-            dropout_seed=0,
             progress=lambda: None,
         )
         assert (loss.device, norm.device) == (GPU, GPU)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import BaseModel, ConfigDict
 
-from bert_dp.config.checks import noise_issues, parallel_issues
+from bert_dp.config.checks import finetune_issues, noise_issues, parallel_issues
 from bert_dp.config.error import ConfigError
 from bert_dp.config.schema import BatchConfig, Config, divisors
 
@@ -57,7 +57,7 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
             f"{batch.micro_size} x {dp} replicas = {per_pass}; nearest that are: {near}"
         )
     issues += parallel_issues(config, world_size)
-    issues += noise_issues(config, dp)
+    issues += noise_issues(config, dp) + finetune_issues(config)
     if issues:
         raise ConfigError(issues)
     return BatchLayout(
@@ -83,12 +83,15 @@ def progress_at(config: Config, step: int, samples: int, elapsed_s: float) -> fl
 
 def with_budget(config: Config, num_samples: int) -> Config:
     """The configuration with schedule.epochs, if it has any, as the tokens of so many passes over
-    `num_samples` training sequences."""
+    `num_samples` training sequences; of finetuning, whose examples differ in length, as its whole steps."""
     schedule = config.schedule
     if schedule.epochs is None:
         return config
-    tokens = max(1, round(schedule.epochs * num_samples)) * config.data.sequence_length
-    resolved = schedule.model_copy(update={"epochs": None, "tokens": tokens})
+    if config.objective.name == "finetune":
+        budget = {"steps": max(1, int(schedule.epochs * num_samples / config.batch.global_size))}
+    else:
+        budget = {"tokens": max(1, round(schedule.epochs * num_samples)) * config.data.sequence_length}
+    resolved = schedule.model_copy(update={"epochs": None, **budget})
     return config.model_copy(update={"schedule": resolved})
 
 

@@ -9,12 +9,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from bert_dp.config.error import ConfigError
 from bert_dp.config.precision import REFUSED
 from bert_dp.config.schema import (
     BUDGETS,
     MAX_VOCAB_SIZE,
     BuildConfig,
     Config,
+    ModelConfig,
     Section,
     divisors,
     nearest_divisors,
@@ -39,7 +41,7 @@ FREE_ON_RESUME = (
     "data.sources",
 )
 
-FREE_FROM_WEIGHTS = ("model.dropout", "model.norm_eps", "model.rope_theta")
+FREE_FROM_WEIGHTS = ("model.dropout", "model.attention_dropout", "model.norm_eps", "model.rope_theta")
 
 
 def parallel_issues(config: Config, world_size: int) -> list[str]:
@@ -105,6 +107,55 @@ def parallel_issues(config: Config, world_size: int) -> list[str]:
         issues.append(
             f"precision: {config.precision} is not supported with parallel.engine: {engine}; use fp32 or bf16"
         )
+    return issues
+
+
+def native_head(model: ModelConfig) -> str:
+    """The architecture of transformers that this encoder exports to. Raises ConfigError for one without."""
+    kind = (model.position, model.norm)
+    names = {
+        ("rope", "layernorm"): "ModernBERT",
+        ("rope", "rmsnorm"): "EuroBERT",
+        ("learned", "layernorm"): "RobertaPreLayerNorm",
+    }
+    if kind not in names:
+        raise ConfigError(
+            [
+                f"finetune.head: native, but transformers has no class for model.position: {model.position} "
+                f"with model.norm: {model.norm}; use finetune.head: recipe"
+            ]
+        )
+    return names[kind]
+
+
+def finetune_issues(config: Config) -> list[str]:
+    """What in the settings does not go with objective.name: finetune; one line each."""
+    if config.objective.name != "finetune":
+        return []
+    issues = []
+    if config.finetune.kind != "regression" and len(config.finetune.labels) < 1 + (
+        config.finetune.kind == "single_label"
+    ):
+        issues.append(
+            f"finetune.labels: {len(config.finetune.labels)} of a {config.finetune.kind} task; name them, "
+            "or use `bert-dp finetune`, which takes them from the data"
+        )
+    if config.finetune.head == "native":
+        try:
+            native_head(config.model)
+        except ConfigError as error:
+            issues += error.issues
+    if config.data.path is None:
+        issues.append(
+            "data.sources: finetuning reads a prepared directory, data.path; use `bert-dp finetune`"
+        )
+    if config.batch.ramp_fraction:
+        issues.append(
+            f"batch.ramp_fraction: {config.batch.ramp_fraction}, but batches of finetuning are sorted by "
+            "length inside one global batch, whose size must not change; use 0"
+        )
+    if config.schedule.tokens is not None:
+        issues.append("schedule.tokens: examples differ in length; use schedule.epochs or schedule.steps")
     return issues
 
 

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from bert_dp.config.manifest import BaseName, Part, TokenizerFile, beyond, read_hashed
-from bert_dp.config.schema import MAX_VOCAB_SIZE
+from bert_dp.config.schema import MAX_VOCAB_SIZE, Config, LabelKind
 from bert_dp.config.stored import Count, Sha256
 
 FORMAT, VERSION = "bert-dp-examples", 1
@@ -18,7 +18,6 @@ MAX_LABELS = 1000
 TRAIN = "train"
 AGAIN = "prepare it again with `python -m bert_dp.examples prepare`"
 
-Kind = Literal["single_label", "multi_label", "regression"]
 Metric = Literal["mcc", "accuracy", "f1", "auc", "pearson", "spearman"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
@@ -61,7 +60,7 @@ class ExamplesManifest(Part):
     version: Literal[1]
     task: str = Field(min_length=1, max_length=64)
     """GLUE's name, as in "RTE", or "own"."""
-    kind: Kind
+    kind: LabelKind
     labels: list[str] = Field(max_length=MAX_LABELS)
     """Names in the order of the model's outputs; empty of a regression."""
     metrics: list[Metric] = Field(min_length=1)
@@ -80,6 +79,11 @@ class ExamplesManifest(Part):
     """Of train that became dev; 0 where dev is a file."""
     sources: list[ExampleSource]
     hash: Sha256
+
+    @property
+    def num_samples(self) -> int:
+        """Of an epoch."""
+        return self.splits[TRAIN].examples
 
     @property
     def outputs(self) -> int:
@@ -119,3 +123,22 @@ def read_examples(directory: Path) -> ExamplesManifest:
     Raises ConfigError naming the file, what was expected and what was found.
     """
     return read_hashed(directory / FILE, ExamplesManifest, AGAIN)
+
+
+def examples_issues(config: Config, manifest: ExamplesManifest) -> list[str]:
+    """What in a prepared directory does not fit the configuration; one line each."""
+    where, issues = config.data.path, []
+    if manifest.sequence_length > config.data.sequence_length:
+        issues.append(
+            f"data.sequence_length: {config.data.sequence_length}, but {where} holds examples of up to "
+            f"{manifest.sequence_length} tokens; set data.sequence_length={manifest.sequence_length}"
+        )
+    if manifest.vocab_size > config.model.vocab_size:
+        issues.append(
+            f"model.vocab_size: {config.model.vocab_size} is below the tokenizer's {manifest.vocab_size} in "
+            f"{where}; finetune a run that was trained with this tokenizer"
+        )
+    for name, found in (("kind", manifest.kind), ("labels", tuple(manifest.labels))):
+        if (given := getattr(config.finetune, name)) != found:
+            issues.append(f"finetune.{name}: {given}, but {where} has {found}; set it so")
+    return issues

@@ -101,6 +101,11 @@ class Manifest(Part):
     hash: Sha256
 
     @property
+    def num_samples(self) -> int:
+        """Of an epoch."""
+        return self.train.sequences
+
+    @property
     def shards(self) -> Iterator[Shard]:
         """Of both splits."""
         yield from self.train.shards

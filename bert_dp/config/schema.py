@@ -31,10 +31,12 @@ ADDED_LATER = (
     ("run", "init_keeps"),
     ("run", "deterministic"),
     ("objective", "name"),
+    ("model", "attention_dropout"),
     ("schedule", "epochs"),
     ("log", "to"),
 )
 Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
+LabelKind = Literal["single_label", "multi_label", "regression"]
 BUDGETS = ("steps", "tokens", "hours", "epochs")  # of the schedule; exactly one is set
 
 
@@ -169,6 +171,8 @@ class ModelConfig(Section):
     """Biases in the linear layers. There is never a key bias: its gradient is exactly zero."""
     dropout: float = Field(0.0, ge=0, lt=1)
     """Probability, on embedding, attention output and MLP output."""
+    attention_dropout: float = Field(0.0, ge=0, lt=1)
+    """Probability, on what attention weighs values with; attention is then written out, which is slower."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> ModelConfig:
@@ -185,10 +189,31 @@ class ModelConfig(Section):
 
 
 class ObjectiveConfig(Section):
-    name: Literal["mlm"] = "mlm"
-    """What is trained: mlm = masked language modelling."""
+    name: Literal["mlm", "finetune"] = "mlm"
+    """What is trained: mlm = masked language modelling; finetune = see the section of that name."""
     mask_rate: float = Field(0.25, gt=0, lt=1)
     """Exactly round(mask_rate x sequence_length) positions of every sequence are predicted."""
+
+
+class FinetuneConfig(Section):
+    """Of objective.name: finetune. `bert-dp finetune` fills in kind and labels, as the data have them."""
+
+    kind: LabelKind = "single_label"
+    """single_label: one class an example; multi_label: any number of them; regression: a score."""
+    labels: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    """Names of the classes, in the order of the model's outputs."""
+    head: Literal["recipe", "native"] = "recipe"
+    """recipe = dense, tanh, dropout, linear; native = that of the class in transformers that the encoder
+    exports to."""
+    head_size: int = Field(1024, ge=1, le=2**17)
+    """Width of the recipe's head."""
+    pooling: Literal["cls", "mean"] = "cls"
+    """What of an example goes into the head: its first token, or the mean over its tokens."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Logits of an example."""
+        return 1 if self.kind == "regression" else len(self.labels)
 
 
 class BatchConfig(Section):
@@ -351,6 +376,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     model: ModelConfig = ModelConfig()
     objective: ObjectiveConfig = ObjectiveConfig()
+    finetune: FinetuneConfig = FinetuneConfig()
     batch: BatchConfig = BatchConfig()
     schedule: ScheduleConfig
     optim: OptimConfig = OptimConfig()
@@ -373,6 +399,8 @@ class Config(Section):
             )
         if self.data.sources is not None and not self.data.sources:
             raise ValueError("data.sources is empty; name a file, a glob or `builtin`")
+        if self.objective.name == "finetune":
+            return self
         if num_masked(self.objective.mask_rate, self.data.sequence_length) < 1:
             raise ValueError(
                 f"objective.mask_rate {self.objective.mask_rate} masks no position of "
@@ -381,15 +409,28 @@ class Config(Section):
         return self
 
     @property
+    def predicted_share(self) -> float:
+        """Of the positions: those whose token the model predicts; none in finetuning."""
+        return self.objective.mask_rate if self.objective.name == "mlm" else 0.0
+
+    @property
     def num_masked(self) -> int:
         """Predicted positions per training sequence."""
-        return num_masked(self.objective.mask_rate, self.data.sequence_length)
+        return num_masked(self.predicted_share, self.data.sequence_length)
+
+    @property
+    def loss_unit(self) -> Literal["nats", "squared error"]:
+        """Of the training and held-out loss."""
+        squared = self.objective.name == "finetune" and self.finetune.kind == "regression"
+        return "squared error" if squared else "nats"
 
     def hash(self) -> str:
         """First 16 hex digits of the SHA-256 of the resolved configuration. A setting of ADDED_LATER counts
         only where it is no default: the hash is in output directories that older versions have started."""
         tree = self.model_dump(mode="json")
         tree["data"]["build"] = self.data.build.identity()
+        if self.objective.name == "mlm":  # the section came later, and is of no use there
+            del tree["finetune"]
         for section, name in ADDED_LATER:
             given = getattr(self, section)
             if getattr(given, name) == type(given).model_fields[name].default:

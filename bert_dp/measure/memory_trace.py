@@ -186,7 +186,6 @@ def count_step(
                 precision=precision,
                 max_norm=config.optim.clip,
                 timers=Timers(device),
-                dropout_seed=None,
                 progress=lambda: None,
             )
     return trace

@@ -65,6 +65,8 @@ class TensorParallel:
         for module in model.modules():
             if hasattr(module, "vocabulary"):
                 module.vocabulary = vocabulary  # type: ignore[assignment]
+            if hasattr(module, "tensor_rank"):
+                module.tensor_rank = self._rank  # type: ignore[assignment]
 
     def shard(self, name: str, whole: Tensor) -> Tensor:
         """This rank's shard of a tensor with the whole shape of parameter `name`."""

@@ -215,7 +215,8 @@ class HeldOut(StoredModel):
     """
 
     loss: FiniteOrNone = None
-    """Nats, mean over `masked_tokens`."""
+    """Mean over `masked_tokens` or `examples`, in `loss_unit`."""
+    loss_unit: Literal["nats", "squared error"] = "nats"
     loss_se: FiniteOrNone = None
     """Standard error of the mean, over sequences as if they were independent; null of one sequence."""
     masked_accuracy: FiniteOrNone = None
@@ -223,6 +224,22 @@ class HeldOut(StoredModel):
     mask_rate: FiniteOrNone = None
     masked_tokens: int | None = None
     sequences: int | None = None
+    examples: int | None = None
+    """Of finetuning: labelled ones of all splits but train."""
+    scores: dict[str, float] | None = None
+    """Of finetuning: "split/metric", in the metric's own unit; none where a logit was not finite."""
+
+
+class InitFrom(StoredModel):
+    """What run.init_from gave a run."""
+
+    checkpoint: str
+    sha256: str
+    """Of its model.safetensors."""
+    tensors: int
+    """Of the model that were taken from it."""
+    of: int
+    """Of the model in all; the others began as the seed makes them."""
 
 
 class Summary(StoredFile):
@@ -265,6 +282,7 @@ class Summary(StoredFile):
     skipped_steps: int | None = None
     checkpoint: str | None = None
     """Relative to the run directory."""
+    init_from: InitFrom | None = None
     straggler_ratio: FiniteOrNone = None
     """Own work (before any reduction) of the slowest rank over the others' median; null for a lone rank."""
     straggler: Straggler | None = None

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from bert_dp.config.stored import Count, Sha256, problem_lines
+from bert_dp.record.models import InitFrom
 
 SCHEMA_VERSION = 1
 CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(\.old-\w+)?")  # one that is whole, and no run has left behind
@@ -78,6 +79,8 @@ class CheckpointFacts(BaseModel):
     device: Literal["cpu", "cuda"]
     precision: Literal["fp64", "fp32", "bf16", "fp16"]
     scaler: dict[str, FiniteFloat]
+    init_from: InitFrom | None = None
+    """What the run began with."""
 
 
 def read_checkpoint_facts(path: Path) -> CheckpointFacts:

@@ -69,6 +69,8 @@ class Metadata:
     """Copied into the run directory, and from there into every checkpoint."""
     unigram_entropy_nats: float | None = None
     uniform_entropy_nats: float | None = None
+    tokens_per_sample: float | None = None
+    """Mean over an epoch, padding not counted; None = data.sequence_length."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Context:
     """To be called after each batch."""
     stopped: Callable[[], bool]
     """To be asked before each batch; alike on all ranks, which must ask equally often. Collective."""
+    run_dir: Path | None = None
+    """Where this rank writes what was found of single examples; None = nowhere."""
 
     def sum_over_replicas(self, values: Sequence[float]) -> list[float]:
         """Elementwise; every replica counts once. Collective."""
@@ -115,9 +119,9 @@ class Task(Protocol):
     def num_targets(self, first_sample: int, count: int) -> int:
         """Targets of `count` samples of the stream, alike on every rank, without drawing them."""
 
-    def evaluate(self, model: nn.Module, context: Context) -> dict[str, float] | None:
-        """What is measured on held-out data over all replicas, `loss` among it; the keys of evals.jsonl. None
-        when nothing is held out or `context.stopped`. The model is in eval mode. Collective."""
+    def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
+        """What is measured on held-out data over all replicas, `loss` among it, as record.models.HeldOut has
+        it. None when nothing is held out or `context.stopped`. The model is in eval mode. Collective."""
 
     def example_batch(self, micro_size: int) -> Batch:
         """A micro batch of the largest shapes, made of no data."""
@@ -125,7 +129,7 @@ class Task(Protocol):
 
 MakeTask = Callable[[Config, torch.device], Task]
 
-TASKS = {"mlm": "bert_dp.tasks.mlm"}
+TASKS = {"mlm": "bert_dp.tasks.mlm", "finetune": "bert_dp.tasks.finetune"}
 """objective.name -> the module whose `make_task` makes it."""
 
 

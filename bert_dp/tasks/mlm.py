@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import cast
 
@@ -43,13 +44,17 @@ class MaskedLanguageModel:
     def build_model(self, seed: int) -> model.CrammedBert:
         return model.build_model(self._config.model, self._config.data.sequence_length, seed)
 
-    def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> data.TrainingStream:
+    def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> data.TrainingStream[data.Batch]:
         config = self._config
-        return data.TrainingStream(
+        make = functools.partial(
+            data.training_batch,
             self._train,
             seed=config.run.seed,
             num_masked=config.num_masked,
             shuffle=config.data.shuffle,
+        )
+        return data.TrainingStream(
+            make,
             micro_size=config.batch.micro_size,
             dp_rank=dp_rank,
             dp_size=dp_size,
@@ -60,7 +65,7 @@ class MaskedLanguageModel:
 
     @staticmethod
     def loss(model: nn.Module, batch: data.Batch) -> Tensor:
-        loss: Tensor = model(batch.ids_BS, batch.positions_P, batch.labels_P)
+        loss: Tensor = model(batch.ids_BS, batch.positions_P, batch.labels_P, key_B=batch.key_B)
         return loss
 
     def num_targets(self, first_sample: int, count: int) -> int:

@@ -1,1 +1,1 @@
-"""What a run is worth after training: the work in `python -m bert_dp...`, what it found as a Report."""
+"""What a pretrained run is worth: finetuning, GLUE, and the loss on any text."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bert_dp.record.models import HeldOut
-from launcher.report.numbers import count_of, format_count, format_nats, format_percent, number
+from launcher.report.numbers import count_of, format_count, format_nats, format_percent, format_ratio, number
 from launcher.stats import NORMAL
 
 
@@ -16,16 +16,32 @@ def half_width(heldout: HeldOut | None) -> float | None:
 def loss_text(loss: float | None, heldout: HeldOut | None) -> str:
     """`5.7123 nats ± 0.0312`; without the interval where there is none."""
     width = half_width(heldout)
-    return format_nats(loss) + ("" if loss is None or width is None else f" ± {width:.4f}")
+    shown = loss_in(heldout.loss_unit if heldout else "nats", loss)
+    return shown + ("" if loss is None or width is None else f" ± {width:.4f}")
+
+
+def loss_in(unit: str, loss: float | None) -> str:
+    """A loss in nats or in another unit."""
+    return format_nats(loss) if unit == "nats" else f"{format_ratio(loss)} {unit}"
 
 
 def basis(heldout: HeldOut | None) -> str:
     """What the loss is the mean of: `4,096 masked tokens of 216 sequences, 15.0 % masked`."""
+    if heldout is not None and heldout.examples is not None:
+        return count_of(heldout.examples, "example")
     if heldout is None or heldout.masked_tokens is None:
         return "held-out masked tokens"
     sequences = f" of {count_of(heldout.sequences, 'sequence')}" if heldout.sequences else ""
     rate = f", {format_percent(heldout.mask_rate)} masked" if heldout.mask_rate else ""
     return f"{format_count(heldout.masked_tokens)} masked tokens{sequences}{rate}"
+
+
+def scores_text(heldout: HeldOut | None) -> str | None:
+    """`dev accuracy 0.7123, dev f1 0.8012`; None where no example is scored."""
+    if heldout is None or heldout.scores is None:
+        return None
+    named = [f"{name.replace('/', ' ')} {format_ratio(score)}" for name, score in heldout.scores.items()]
+    return ", ".join(named) or "no score: a logit was not finite"
 
 
 def too_small(heldout: HeldOut | None, difference: float | None) -> str | None:

@@ -32,6 +32,7 @@ from launcher.report.model import (
 )
 from launcher.report.numbers import (
     NA,
+    Unit,
     count_of,
     format_count,
     format_duration,
@@ -125,6 +126,8 @@ def _end(run: Run) -> tuple[Level, str]:
         result += f" (a context-free model: {format_nats(entropy)})" if entropy is not None else ""
         useless = entropy is not None and loss >= entropy
         result += ": no better than word frequencies; train longer." if useless else "."
+        if (scores := heldout.scores_text(facts.heldout)) is not None:
+            result = f"{scores} on {heldout.basis(facts.heldout)}."
     level: Level = "ok" if facts.status == "done" else "warn"
     return level, f"{facts.status.capitalize()} after {step}: {result}"
 
@@ -176,8 +179,16 @@ def _loss(runs: Sequence[Run]) -> Figure:
             if nats is not None:
                 label = f"{name} {format_ratio(nats)}"
                 rules[label] = Rule(label, nats)
-    x, y = Axis("tokens"), Axis("loss (nats per masked token)", "nats")
+    what, unit = ("example", _unit(runs[0].facts.heldout)) if _scored(runs) else ("masked token", "nats")
+    label = f"loss ({'nats' if unit == 'nats' else 'squared error'} per {what})"
+    x, y = Axis("tokens"), Axis(label, unit)
     return Figure("Loss", lines, x, y, levels=list(rules.values()), switch=True)
+
+
+def _scored(runs: Sequence[Run]) -> bool:
+    """Whether these are finetuning runs."""
+    first = runs[0].facts.heldout
+    return first is not None and first.examples is not None
 
 
 def _over_time(runs: Sequence[Run]) -> list[Figure]:
@@ -258,7 +269,7 @@ def _rows(run: Run) -> list[Row]:
 
 
 def _outcome(facts: Summary) -> list[Row]:
-    loss, unigram, uniform = facts.heldout_loss, facts.unigram_entropy_nats, facts.uniform_entropy_nats
+    loss = facts.heldout_loss
     failed = facts.status == "failed"
     measured = facts.heldout
     interval = "; ± 95 % over sequences" if heldout.half_width(measured) is not None else ""
@@ -269,10 +280,33 @@ def _outcome(facts: Summary) -> list[Row]:
         *(_failure(facts) if failed else []),
         Row("held-out loss", (Cell(heldout.loss_text(loss, measured), note, loss),)),
         *_accuracy(measured),
+        *_scores(measured),
+        *_references(facts),
+        value("training loss, last", facts.final_loss, _unit(measured), "mean over all ranks"),
+    ]
+
+
+def _references(facts: Summary) -> list[Row]:
+    """What the loss of a language model is compared with; a finetuned one has none."""
+    if facts.heldout is not None and facts.heldout.examples is not None:
+        return []
+    loss, unigram, uniform = facts.heldout_loss, facts.unigram_entropy_nats, facts.uniform_entropy_nats
+    return [
         value("unigram entropy", unigram, "nats", f"no context; held-out loss is {_gap(loss, unigram)}"),
         value("ln V", uniform, "nats", f"uniform guess; held-out loss is {_gap(loss, uniform)}"),
-        value("training loss, last", facts.final_loss, "nats", "mean over all ranks"),
     ]
+
+
+def _unit(measured: HeldOut | None) -> Unit:
+    """In which losses are formatted."""
+    return "nats" if measured is None or measured.loss_unit == "nats" else "ratio"
+
+
+def _scores(measured: HeldOut | None) -> list[Row]:
+    if measured is None:
+        return []
+    note = f"split and metric; {heldout.basis(measured)} in all"
+    return [value(name, score, "ratio", note) for name, score in (measured.scores or {}).items()]
 
 
 def _accuracy(measured: HeldOut | None) -> list[Row]:

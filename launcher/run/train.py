@@ -7,7 +7,6 @@ import fnmatch
 import os
 import stat
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,16 +15,17 @@ from bert_dp.config import (
     BatchLayout,
     Config,
     ConfigError,
+    ExamplesManifest,
     Manifest,
     batch_at,
     batch_layout,
     changed_settings,
-    data_warnings,
     dump_config,
+    fit_warnings,
     no_effect,
     peak_lr,
     progress_at,
-    read_manifest,
+    read_data,
     with_budget,
 )
 from bert_dp.config.profile import ProfilePlan, profile_issues
@@ -157,10 +157,12 @@ def expected_steps(config: Config) -> int | None:
     return steps
 
 
-def describe_data(config: Config, manifest: Manifest | None) -> str:
+def describe_data(config: Config, manifest: Manifest | ExamplesManifest | None) -> str:
     """How much there is of it, and how often the run passes over it. `manifest`: None before it is built."""
     if manifest is None:
         return "not built yet; built when the run starts"
+    if isinstance(manifest, ExamplesManifest):
+        return describe_examples(config, manifest)
     train = manifest.train
     line = f"{train.sequences:,} sequences of {manifest.sequence_length} tokens"
     if config.schedule.hours is not None or (
@@ -175,25 +177,43 @@ def describe_data(config: Config, manifest: Manifest | None) -> str:
     return f"{line}; the run {how}"
 
 
-def describe(config: Config, plan: BatchLayout, manifest: Manifest | None, precision: str) -> list[str]:
+def describe_examples(config: Config, manifest: ExamplesManifest) -> str:
+    """Task, rows and lengths; of GLUE whether the rows are all that there are."""
+    train, steps = manifest.splits["train"], expected_steps(config)
+    of_glue = {None: "", True: ", GLUE's own rows", False: ", a subset of GLUE's rows"}[manifest.official]
+    cut = format_percent(train.truncated / train.examples)
+    line = (
+        f"{manifest.task}: {train.examples:,} examples of {train.tokens / train.examples:.1f} tokens on "
+        f"average, {cut} of them truncated to {manifest.sequence_length}{of_glue}"
+    )
+    if steps is None:
+        return line
+    passes = steps * config.batch.global_size / train.examples
+    return f"{line}; the run passes over them {passes:.3g} times"
+
+
+def describe(
+    config: Config, plan: BatchLayout, manifest: Manifest | ExamplesManifest | None, precision: str
+) -> list[str]:
     """The dry run's report: batch equation, data, model, memory, length of the run."""
     sequence = config.data.sequence_length
     memory = memory_estimate_gib(config, precision, plan.world_size)
     parts = ", ".join(f"{name} {size:.2f}" for name, size in memory.items())
-    flops = flops_per_token(config.model, sequence, config.objective.mask_rate)
+    flops = flops_per_token(config.model, sequence, config.predicted_share)
     tokens = plan.global_size * sequence
     schedule = config.schedule
+    packed = config.objective.name == "mlm"  # else examples differ in length
     steps = expected_steps(config)
     length = f"{schedule.hours} h on rank 0's clock" if steps is None else count_of(steps, "step")
     if schedule.epochs is not None:
         length = f"{schedule.epochs:g} epochs of the data, which are not built yet"
     if schedule.tokens is not None:
         length += f" = {schedule.tokens:,} tokens"
-    elif steps is not None and config.batch.ramp_fraction == 0:
+    elif steps is not None and config.batch.ramp_fraction == 0 and packed:
         length += f" = {steps * tokens:,} tokens"
     ramp = f", ramped in steps of {config.batch.ramp_quantum}" if config.batch.ramp_fraction else ""
     return [
-        f"batch   {plan} = {tokens:,} tokens a step{ramp}",
+        f"batch   {plan} = {f'{tokens:,} tokens' if packed else 'as many examples'} a step{ramp}",
         f"data    {describe_data(config, manifest)}",
         f"model   {num_parameters(config.model, sequence):,} parameters, {flops / 1e6:.1f} MFLOP a token",
         f"memory  about {sum(memory.values()):.2f} GiB a rank (estimate, {precision}, eager: {parts})",
@@ -243,8 +263,7 @@ def is_complete(run_dir: Path, config: Config, resume: str) -> bool:
 
 
 def train(
-    name: str | None,
-    overrides: Sequence[str],
+    asked: job.Job,
     *,
     nproc: str,
     run_dir: Path | None,
@@ -260,19 +279,18 @@ def train(
 
     `force`: also where the memory must be expected not to suffice. `profile`: steps to profile.
     """
-    asked = job.load(name, overrides, run_dir)
     config, gpus, machine = asked.config, asked.gpus, asked.machine
     where = asked.directory(run_dir, "runs")
     ranks = asked.choose_ranks(nproc)
     plan = batch_layout(config, ranks)
     if issues := start_issues(asked, where, resume):
         raise ConfigError(issues)
-    manifest = None if config.data.path is None else read_manifest(Path(config.data.path))
+    manifest = None if config.data.path is None else read_data(config, Path(config.data.path))
     if manifest is not None:
-        config = with_budget(config, manifest.train.sequences)
+        config = with_budget(config, manifest.num_samples)
     resumed = goes_on_from(where, resume)
     check_profile(profile, config, ranks, resumed)
-    warnings = [*no_effect(config), *(data_warnings(config, manifest) if manifest else [])]
+    warnings = [*no_effect(config), *(fit_warnings(config, manifest) if manifest else [])]
     if ranks > (cores := len(os.sched_getaffinity(0))) and not gpus:
         warnings.append(f"{count_of(ranks, 'CPU rank')} share {count_of(cores, 'core')}")
     if policy.max_restarts and not (config.checkpoint.every_steps and config.checkpoint.keep):
@@ -320,11 +338,11 @@ def run_locked(
     """The run itself, once the directory is ours. Nothing in it changes before the last check has passed."""
     where = held.path
     show(console, f"run directory: {where}", **PLAIN)
-    manifest = read_manifest(job.prepare_data(config))
-    built, config = config.data.path is None, with_budget(config, manifest.train.sequences)
+    manifest = read_data(config, job.prepare_data(config))
+    built, config = config.data.path is None, with_budget(config, manifest.num_samples)
     if built:  # else these were said before
         show(console, f"data: {describe_data(config, manifest)}", **PLAIN)
-        for line in data_warnings(config, manifest):
+        for line in fit_warnings(config, manifest):
             show(console, f"warning: {line}", style="yellow", **PLAIN)
     if issues := resume_issues(where, config, resume, manifest.hash):
         raise ConfigError(issues)

@@ -22,7 +22,6 @@ from launcher.report.numbers import (
     format_count,
     format_eta,
     format_lr,
-    format_nats,
     format_percent,
     format_si,
     number,
@@ -151,11 +150,12 @@ class Display:
         left = eta_s(self._lines, self._config.schedule.hours)
         if self._bar is not None:
             (bar,) = self._bar.task_ids
-            self._bar.update(bar, completed=line["progress"], description=bar_text(line, eta=left))
+            text = bar_text(line, eta=left, unit=self._config.loss_unit)
+            self._bar.update(bar, completed=line["progress"], description=text)
             if now - self._stayed < STAY_S:
                 return
         self._stayed = now
-        self._note(progress_line(line, eta=left))
+        self._note(progress_line(line, eta=left, unit=self._config.loss_unit))
 
     def _note(self, text: str) -> None:
         """A line of ours, but not before the ranks' lines that still wait."""
@@ -187,14 +187,14 @@ class Display:
             show(self._console, line, **PLAIN)
 
 
-def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None) -> str:
-    """One line of metrics.jsonl for the console; `eta` in seconds."""
+def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit: str = "nats") -> str:
+    """One line of metrics.jsonl for the console; `eta` in seconds, `unit` of the loss."""
     ranks = count_of(metrics.get("world_size"), "rank")
     return " | ".join(
         (
             f"step {format_count(metrics.get('step'))}",
             format_percent(metrics.get("progress")),
-            f"loss {format_nats(metrics.get('loss'))}",
+            f"loss {heldout.loss_in(unit, metrics.get('loss'))}",
             f"lr {format_lr(metrics.get('lr'))}",
             f"{format_si(metrics.get('tokens_per_s'), 'tokens/s')} over {ranks}",
             f"{format_si(metrics.get('global_steps_per_s'), 'global steps/s')}",
@@ -203,12 +203,12 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None) -> st
     )
 
 
-def bar_text(metrics: Mapping[str, Any], *, eta: float | None = None) -> str:
+def bar_text(metrics: Mapping[str, Any], *, eta: float | None = None, unit: str = "nats") -> str:
     """The same beside a bar, within 60 characters."""
     return " | ".join(
         (
             format_percent(metrics.get("progress")),
-            f"loss {format_nats(metrics.get('loss'))}",
+            f"loss {heldout.loss_in(unit, metrics.get('loss'))}",
             format_si(metrics.get("tokens_per_s"), "tokens/s"),
             *([] if eta is None else [f"left {format_eta(eta)}"]),
         )
@@ -222,8 +222,9 @@ def heldout_line(line: Mapping[str, Any]) -> str:
         f"step {format_count(line.get('step'))}",
         f"held-out loss {heldout.loss_text(measured.loss, measured)}",
         heldout.basis(measured),
+        heldout.scores_text(measured),
     )
-    return " | ".join(parts)
+    return " | ".join(filter(None, parts))
 
 
 def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> float | None:

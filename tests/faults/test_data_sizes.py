@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 from bert_dp.config import read_manifest
-from bert_dp.data import Shards, TrainingStream, held_out_batches
+from bert_dp.data import Shards, TrainingStream, held_out_batches, training_batch
 from tests.faults.harness import FULL, observe, rounds
 from tests.parity.runs import settings, train_runs, write_run
 from tests.shards import write_shards
@@ -41,10 +42,9 @@ def test_row_17_every_replica_gets_as_many_batches(
     seen = []
     for rank in range(dp):
         stream = TrainingStream(
-            Shards(directory, manifest, "train"),
-            seed=0,
-            num_masked=2,
-            shuffle=True,
+            functools.partial(
+                training_batch, Shards(directory, manifest, "train"), seed=0, num_masked=2, shuffle=True
+            ),
             micro_size=MICRO,
             dp_rank=rank,
             dp_size=dp,

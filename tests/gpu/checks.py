@@ -366,7 +366,6 @@ def steps(trainer: Trainer, count: int, clock: Timers | None = None) -> None:
             precision=trainer.precision,
             max_norm=trainer.config.optim.clip,
             timers=clock,
-            dropout_seed=None,
             progress=lambda: None,
         )
         clock.end_step()

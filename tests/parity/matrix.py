@@ -101,12 +101,7 @@ class Cell:
 
 
 GLOBAL = 12
-# dropout is drawn by micro batch, whose size must then be the same whatever N
-COMPILED = {
-    "compile": "on",
-    "model": {"num_heads": 4, "dropout": 0.1},
-    "batch": {"micro_size": 2, "ramp_quantum": 4},
-}
+COMPILED = {"compile": "on", "model": {"num_heads": 4, "dropout": 0.1}}
 FORMS: dict[str, dict[str, Any]] = {
     "eager": {},
     "compiled": COMPILED,

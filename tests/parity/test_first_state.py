@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from bert_dp import checkpoint
 from bert_dp.building import first_state
 from bert_dp.config import ConfigError, load_config
 from bert_dp.dist import Comm
@@ -85,13 +84,6 @@ def test_moments_that_do_not_fit_are_refused(
     task = make_task(config, torch.device("cpu"))
     with pytest.raises(ConfigError, match=told):
         first_state(config, task.build_model(0), task.open_data(), Comm(World(0, 0, 1, 1), None))
-
-
-def test_weights_are_loaded_by_prefix(runs: Path) -> None:
-    whole = checkpoint.load_weights(str(runs / "first"))
-    blocks = checkpoint.load_weights(str(runs / "first"), prefix="model.layers.0.")
-    assert blocks.keys() == {name for name in whole if name.startswith("model.layers.0.")}
-    assert 0 < len(blocks) < len(whole)
 
 
 def test_two_epochs_are_each_sequence_twice_and_a_resumed_run_ends_with_them(

@@ -83,7 +83,7 @@ def flush(meter: Meter) -> None:
 
 def make_meter() -> Meter:
     comm = Comm(World(0, 0, 1, 1), None)
-    return Meter(comm, CPU, LAYOUT, sequence_length=4, flops_per_token=1.0, peak_flops=None)
+    return Meter(comm, CPU, LAYOUT, tokens_per_sample=4, flops_per_token=1.0, peak_flops=None)
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from pathlib import Path
 
@@ -48,11 +49,11 @@ def open_shards(directory: Path, split: str) -> Shards:
     return Shards(directory, read_manifest(directory), split)
 
 
-def stream(shards: Shards, **changed: object) -> TrainingStream:
+def stream(
+    shards: Shards, *, seed: int = 3, shuffle: bool = True, **changed: object
+) -> TrainingStream[Batch]:
+    make = functools.partial(training_batch, shards, seed=seed, num_masked=4, shuffle=shuffle)
     arguments: dict[str, object] = {
-        "seed": 3,
-        "num_masked": 4,
-        "shuffle": True,
         "micro_size": 4,
         "dp_rank": 0,
         "dp_size": 1,
@@ -60,7 +61,7 @@ def stream(shards: Shards, **changed: object) -> TrainingStream:
         "workers": 0,
         "pin": False,
     }
-    return TrainingStream(shards, **{**arguments, **changed})  # type: ignore[arg-type]
+    return TrainingStream(make, **{**arguments, **changed})  # type: ignore[arg-type]
 
 
 def rows_of(batch: Batch) -> list[tuple[int, bytes]]:

@@ -52,7 +52,7 @@ class Run:
             Others(),
             torch.device("cpu"),
             LAYOUT,
-            sequence_length=LENGTH,
+            tokens_per_sample=LENGTH,
             flops_per_token=FLOPS,
             peak_flops=peak,
         )

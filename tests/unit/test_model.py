@@ -12,6 +12,7 @@ from torch import Tensor
 from bert_dp.building import compile_parts
 from bert_dp.config import ModelConfig
 from bert_dp.cost import num_parameters
+from bert_dp.dropout import KeyedDropout
 from bert_dp.model import IGNORE, INIT_STD, build_model, sinusoidal_table
 from tests.tensors import assert_near
 
@@ -269,25 +270,40 @@ def test_a_shorter_sequence_uses_the_first_positions():
         torch.testing.assert_close(long(*case), short(*case))
 
 
+KEYS = torch.tensor([[3, 4, 5], [6, 7, 8]], dtype=torch.int32)
+
+
 def test_dropout_works_in_train_mode_only():
-    model = build_model(small(dropout=0.5), 16, seed=1)
+    model = build_model(small(dropout=0.5, attention_dropout=0.5), 16, seed=1)
     plain = build_model(small(), 16, seed=1)
     case = make_case()
-    torch.manual_seed(0)
-    assert model.train()(*case).item() != model(*case).item()
-    assert model.eval()(*case).item() == model(*case).item() == plain(*case).item()
+    trained = [model.train()(*case, key_B=key_B).item() for key_B in (*KEYS, KEYS[0])]
+    assert trained[0] == trained[2] != trained[1]
+    assert model.eval()(*case, key_B=KEYS[0]).item() == model(*case).item() == plain(*case).item()
+    with pytest.raises(ValueError, match="needs a key"):
+        model.train()(*case)
 
 
 def test_every_dropout_acts():
-    """Each alone, all others off; of two layers, so none stands for another."""
-    model = build_model(small(dropout=0.5), 16, seed=1).train()
-    places = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Dropout)}
-    assert len(places) == 1 + 2 * len(model.model.layers)
-    case = make_case()
+    """Each alone, all others off; of three layers, so none stands for another."""
+    model = build_model(small(dropout=0.5, attention_dropout=0.5), 16, seed=1).train()
+    places = {name: m for name, m in model.named_modules() if isinstance(m, KeyedDropout)}
+    assert len(places) == 1 + 3 * len(model.model.layers)
+    case, losses = make_case(), {}
     for name, alone in places.items():
         for place in places.values():
             place.p = 0.5 if place is alone else 0.0
-        assert model(*case).item() != model(*case).item(), name
+        losses[name] = model(*case, key_B=KEYS[0]).item()
+        assert losses[name] != model(*case, key_B=KEYS[1]).item(), name
+    assert len(set(losses.values())) == len(places)
+
+
+def test_attention_that_is_written_out_is_that_of_torch():
+    """With a probability so small that nothing is dropped, and padding."""
+    model = build_model(small(attention_dropout=1e-9), 16, seed=1)
+    case, real_BS = make_case(), torch.arange(16) < torch.tensor([[16], [9], [3]])
+    written = model.train()(*case, real_BS, KEYS[0])
+    torch.testing.assert_close(written, model.eval()(*case, real_BS), rtol=1e-6, atol=1e-6)
 
 
 def test_an_ignored_label_contributes_nothing():

@@ -213,7 +213,6 @@ def measure(cases: Sequence[Case], out: str) -> None:
                 precision=Precision("fp64", torch.float64, None),
                 max_norm=0.5,
                 timers=Timers(cpu),
-                dropout_seed=None,
                 progress=lambda: None,
             )
             if step == 0:

@@ -458,7 +458,7 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, fp16: bool
         comm=Comm(LONE, None),
         heartbeat=SimpleNamespace(progress=lambda: None),
     )
-    start = first_state(config, bare, data, Comm(LONE, None))
+    start, _ = first_state(config, bare, data, Comm(LONE, None))
     dry_run(trainer, start)
     after = gathered(engine)
     assert bits(after["model"]) == bits(before["model"])

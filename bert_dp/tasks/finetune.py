@@ -1,0 +1,226 @@
+"""Finetuning: labels or scores of whole examples, by a prepared directory (bert_dp.examples).
+
+Axes: B examples of a micro batch, S positions of its longest example, L labels.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from bert_dp import cost, record
+from bert_dp.classifier import Classifier, build_classifier
+from bert_dp.config import Config, ConfigError, examples_issues, read_examples
+from bert_dp.data import TensorBatch, TrainingStream, hash64, key32, permute
+from bert_dp.examples.store import Examples
+from bert_dp.matmul import widened
+from bert_dp.scores import score
+from bert_dp.tasks import Context, Metadata
+
+LENGTH_MULTIPLE = 16  # of the padded length: few shapes to compile
+PREDICTIONS = "predictions.jsonl"
+
+
+@dataclass(frozen=True)
+class Batch(TensorBatch):
+    """`real_BS`: False for padding; None = there is none."""
+
+    ids_BS: Tensor
+    real_BS: Tensor | None
+    labels: Tensor | None
+    """[B] int64 of classes or of scores in the parameters' precision, or [B, L] of independent labels."""
+    key_B: Tensor
+
+
+class Finetuning:
+    """See `bert_dp.tasks.Task`."""
+
+    def __init__(self, config: Config, device: torch.device):
+        self._config, self._pin = config, device.type == "cuda"
+        self._kind = config.finetune.kind
+        self.flops_per_token = cost.flops_per_token(config.model, config.data.sequence_length, 0.0)
+
+    def open_data(self) -> Metadata:
+        """Raises ConfigError for a directory that is damaged or that the configuration does not fit."""
+        path = Path(self._config.data.path or "")
+        manifest = read_examples(path)
+        if issues := examples_issues(self._config, manifest):
+            raise ConfigError(issues)
+        self._manifest = manifest
+        self._splits = {name: Examples.open(path, manifest, name) for name in manifest.splits}
+        self._train = self._splits.pop("train")
+        return Metadata(
+            data_hash=manifest.hash,
+            tokenizer=manifest.tokenizer.sha256,
+            num_samples=len(self._train),
+            tokenizer_file=path / manifest.tokenizer.file,
+            tokens_per_sample=manifest.splits["train"].tokens / len(self._train),
+        )
+
+    def build_model(self, seed: int) -> Classifier:
+        config = self._config
+        return build_classifier(config.model, config.data.sequence_length, config.finetune, seed)
+
+    def stream(self, *, dp_rank: int, dp_size: int, start_sample: int) -> TrainingStream[Batch]:
+        config = self._config
+        return TrainingStream(
+            self._training_batch,
+            micro_size=config.batch.micro_size,
+            dp_rank=dp_rank,
+            dp_size=dp_size,
+            start_sample=start_sample,
+            workers=config.data.workers,
+            pin=self._pin,
+        )
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        assert batch.labels is not None
+        logits = widened(model(batch.ids_BS, batch.real_BS, batch.key_B))
+        return self._loss(logits, batch.labels)
+
+    def num_targets(self, first_sample: int, count: int) -> int:
+        """An example has one target, or one for each of independent labels."""
+        return count * (self._config.finetune.num_outputs if self._kind == "multi_label" else 1)
+
+    def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
+        """Loss and scores of every split with labels, each example counted once; predictions of all splits.
+
+        `loss` is the mean over the labelled examples of all splits. Where the logits are not finite there
+        are no scores.
+        """
+        logits: dict[str, NDArray[np.float64]] = {}
+        for name, examples in self._splits.items():
+            logits_NL = self._logits(model, examples, context)
+            if logits_NL is None:
+                return None
+            logits[name] = logits_NL
+        first = context.comm.world.rank == 0  # it alone loads what computes scores
+        measured: dict[str, Any] | None = context.comm.broadcast(self._measure(logits) if first else None)
+        if context.run_dir is not None:
+            lines = (_prediction_lines(name, logits[name], each) for name, each in self._splits.items())
+            record.write_text(context.run_dir / PREDICTIONS, "".join(itertools.chain.from_iterable(lines)))
+        return measured
+
+    def _measure(self, logits: Mapping[str, NDArray[np.float64]]) -> dict[str, Any] | None:
+        """See `evaluate`."""
+        scores: dict[str, float] = {}
+        total, count = 0.0, 0
+        for name, logits_NL in logits.items():
+            examples = self._splits[name]
+            if examples.labels is None:
+                continue
+            labels = torch.from_numpy(np.asarray(examples.labels))
+            total += float(self._loss(torch.from_numpy(logits_NL), labels)) / self.num_targets(0, 1)
+            count += len(examples)
+            if np.isfinite(logits_NL).all():
+                measured = score(self._manifest.metrics, self._kind, logits_NL, examples.labels)
+                scores |= {f"{name}/{metric}": value for metric, value in measured.items()}
+        if not count:
+            return None
+        unit = self._config.loss_unit
+        return {"loss": total / count, "loss_unit": unit, "examples": count, "scores": scores}
+
+    def example_batch(self, micro_size: int) -> Batch:
+        """Random tokens, the last one of each example padding, so that the mask is there."""
+        config, outputs = self._config, self._config.finetune.num_outputs
+        g = torch.Generator().manual_seed(config.run.seed)
+        length = config.data.sequence_length
+        ids_BS = torch.randint(config.model.vocab_size, (micro_size, length), generator=g)
+        real_BS = torch.ones(micro_size, length, dtype=torch.bool)
+        real_BS[:, -1] = False
+        index = np.arange(micro_size)
+        labels = {
+            "single_label": torch.randint(outputs, (micro_size,), generator=g),
+            "multi_label": torch.zeros(micro_size, outputs),
+            "regression": torch.zeros(micro_size),
+        }[self._kind]
+        return Batch(index, ids_BS, real_BS, labels, key32(hash64(0, index)))
+
+    def _loss(self, logits_BL: Tensor, labels: Tensor) -> Tensor:
+        """Sum over the targets."""
+        if self._kind == "single_label":
+            return F.cross_entropy(logits_BL, labels, reduction="sum")
+        labels = labels.to(logits_BL.dtype)
+        if self._kind == "multi_label":
+            return F.binary_cross_entropy_with_logits(logits_BL, labels, reduction="sum")
+        return F.mse_loss(logits_BL[:, 0], labels, reduction="sum")
+
+    def _training_batch(self, sample_ids: NDArray[np.int64]) -> Batch:
+        """A slice of the global batch around these positions of the stream, which is a random set, sorted by
+        length only inside itself."""
+        size, seed, n = self._config.batch.global_size, self._config.run.seed, len(self._train)
+        first = int(sample_ids[0]) // size * size
+        epoch, within = np.divmod(np.arange(first, first + size), n)
+        index = permute(within, n, hash64(seed, 1, epoch))
+        order = np.argsort(self._train.lengths[index], kind="stable")
+        chosen = order[sample_ids - first]
+        index_B, epoch_B = index[chosen], epoch[chosen]
+        key_B = key32(hash64(seed, 4, epoch_B, index_B))
+        return self._batch(self._train, index_B, first + chosen, key_B)
+
+    def _batch(
+        self, examples: Examples, index_B: NDArray[np.int64], sample_ids: NDArray[np.int64], key_B: Tensor
+    ) -> Batch:
+        """Padded to the longest example, rounded up."""
+        length_B = examples.lengths[index_B]
+        longest = -(-int(length_B.max()) // LENGTH_MULTIPLE) * LENGTH_MULTIPLE
+        length = min(longest, self._config.data.sequence_length)
+        ids_BS = np.full((len(index_B), length), self._manifest.special_tokens.pad, np.int64)
+        for row, i in enumerate(index_B):
+            ids_BS[row, : length_B[row]] = examples.tokens(int(i))
+        real_BS = np.arange(length) < length_B[:, None]
+        labels = None if examples.labels is None else torch.from_numpy(np.asarray(examples.labels)[index_B])
+        real = None if real_BS.all() else torch.from_numpy(real_BS)
+        return Batch(sample_ids, torch.from_numpy(ids_BS), real, labels, key_B)
+
+    def _evaluation_batches(self, examples: Examples, context: Context) -> Iterator[Batch]:
+        """This replica's, by length; every replica gets as many, filled up with the longest example:
+        engines that communicate in the forward pass stay together."""
+        micro = self._config.batch.micro_size
+        order = np.argsort(examples.lengths, kind="stable")
+        rounds = -(-len(order) // (micro * context.dp_size))
+        padded = np.pad(order, (0, rounds * micro * context.dp_size - len(order)), mode="edge")
+        for start in range(context.dp_rank * micro, len(padded), context.dp_size * micro):
+            index_B = padded[start : start + micro]
+            yield self._batch(examples, index_B, index_B, key32(hash64(0, index_B)))
+
+    def _logits(self, model: nn.Module, examples: Examples, context: Context) -> NDArray[np.float64] | None:
+        """[n, L] of every example, in their order, on every rank; None when `context.stopped`. Collective.
+
+        What replicas compute more than once, to fill up their last batch, is averaged.
+        """
+        own_NL = np.zeros((len(examples), self._config.finetune.num_outputs))
+        seen_N1 = np.zeros((len(examples), 1))
+        with torch.no_grad(), context.precision.context(context.device):
+            for batch in self._evaluation_batches(examples, context):
+                if context.stopped():
+                    return None
+                on_device = batch.to(context.device)
+                logits_BL = widened(model(on_device.ids_BS, on_device.real_BS)).double().cpu().numpy()
+                own_NL[batch.sample_ids] = logits_BL
+                seen_N1[batch.sample_ids] = 1
+                context.progress()
+        gathered = context.sum_over_replicas([*own_NL.ravel().tolist(), *seen_N1.ravel().tolist()])
+        sum_NL, count_N1 = np.split(np.array(gathered), [own_NL.size])
+        return sum_NL.reshape(own_NL.shape) / count_N1[:, None]
+
+
+def _prediction_lines(split: str, logits_NL: NDArray[np.float64], examples: Examples) -> Iterator[str]:
+    labels = None if examples.labels is None else np.asarray(examples.labels).tolist()
+    for i, logits in enumerate(logits_NL.tolist()):
+        label = None if labels is None else labels[i]
+        finite = [x if np.isfinite(x) else None for x in logits]
+        yield json.dumps({"split": split, "index": i, "label": label, "logits": finite}) + "\n"
+
+
+make_task = Finetuning

@@ -1,0 +1,150 @@
+"""`bert-dp finetune`: the configuration of a finetuning run, from a pretrained run and a task's data."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bert_dp import record
+from bert_dp.config import (
+    Config,
+    ConfigError,
+    ExamplesManifest,
+    parse_overrides,
+    read_examples,
+    read_yaml,
+    resolve,
+    shipped_configs,
+)
+from launcher import children, job
+from launcher.machine import environment
+
+RECIPE = "glue.yaml"
+TOKENIZER = "tokenizer.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a task's examples come from: GLUE's own files in `data`, or files of the user's."""
+
+    task: str | None = None
+    data: tuple[Path, ...] = ()
+    """Folders or archives with GLUE's files."""
+    files: tuple[tuple[str, str], ...] = ()
+    """(train | dev | test, file)."""
+    columns: tuple[tuple[str, str], ...] = ()
+    """(text | text-pair | label | kind, what is given for it)."""
+
+    @property
+    def name(self) -> str:
+        return self.task or "own"
+
+    def arguments(self) -> list[str]:
+        """Of `python -m bert_dp.examples prepare`."""
+        given = [] if self.task is None else ["--task", self.task]
+        for folder in self.data:
+            given += ["--data", str(folder)]
+        for name, value in (*self.files, *self.columns):
+            given += [f"--{name}", value]
+        return given
+
+
+def source_of(
+    task: str | None, data: Sequence[Path], files: Mapping[str, str | None], columns: Mapping[str, str | None]
+) -> Source:
+    """What the options of a verb name. Raises ConfigError for what does not go together."""
+    named = {name: value for name, value in files.items() if value is not None}
+    given = {name: value for name, value in columns.items() if value is not None}
+    issues = []
+    if task is not None:
+        issues += [f"--{name}: goes with --train, not with --task" for name in (*named, *given)]
+        if not data:
+            issues.append("--task: needs --data, the folder or archive with GLUE's files")
+    elif data:
+        issues.append("--data: goes with --task NAME; name your own files by --train and --dev")
+    elif not named:
+        issues.append("--task: name a GLUE task with --data, or your own files by --train and --dev")
+    else:
+        wanted = {"train": named, "dev": named, "text": given, "label": given}
+        issues += [
+            f"--{name} is missing, beside --train" for name, where in wanted.items() if name not in where
+        ]
+    if issues:
+        raise ConfigError(issues)
+    return Source(task, tuple(data), tuple(named.items()), tuple(given.items()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Pretrained:
+    """What finetuning begins with."""
+
+    run: Path
+    config: Config
+    tokenizer: Path
+
+
+def find_pretrained(run: Path) -> Pretrained:
+    """A run, or a checkpoint of one. Raises ConfigError, naming what is missing."""
+    if not run.exists():
+        raise ConfigError([f"RUN: {run} does not exist; name the directory of a pretrained run"])
+    found = record.newest_checkpoint_facts(run)
+    if found is None:
+        raise ConfigError([f"RUN: {run} holds no checkpoint; name a run that has saved one"])
+    path, facts = found
+    places = (path / TOKENIZER, path.parent.parent / TOKENIZER)
+    tokenizer = next((place for place in places if place.is_file()), None)
+    if tokenizer is None:
+        raise ConfigError(
+            [f"RUN: {run} has no {TOKENIZER}; put that of its shards at {places[1]}, or train it again"]
+        )
+    return Pretrained(run.resolve(), resolve([facts.config]), tokenizer.resolve())
+
+
+def configuration(
+    start: Pretrained,
+    overrides: Sequence[str],
+    *,
+    manifest: ExamplesManifest | None,
+    path: Path | None,
+    random_weights: bool = False,
+) -> Config:
+    """The model and length of the pretrained run, then the recipe, then the data's kind and labels, then the
+    settings that were given. Without data: to be checked before any is prepared. Raises ConfigError."""
+    model = start.config.model.model_dump(mode="json")
+    levels: list[dict[str, Any]] = [
+        {"model": model, "data": {"sequence_length": start.config.data.sequence_length}},
+        read_yaml(shipped_configs() / RECIPE),
+        {"data": {"path": str(path or "not-prepared")}},
+    ]
+    if not random_weights:
+        levels.append({"run": {"init_from": str(start.run)}})
+    if manifest is not None:
+        levels.append({"finetune": {"kind": manifest.kind, "labels": manifest.labels}})
+    return resolve([*levels, parse_overrides(overrides)])
+
+
+def prepare(start: Pretrained, source: Source, sequence_length: int, dev_share: float = 0.0) -> Path:
+    """The prepared directory, from the cache or made now. Raises ConfigError, whose lines stand on stderr
+    already."""
+    arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
+    arguments += ["--dev-share", str(dev_share)] if dev_share else []
+    done = children.run_module("bert_dp.examples", [*arguments, *source.arguments()], stdout=subprocess.PIPE)
+    if done.returncode == 2:
+        raise ConfigError([])
+    if done.returncode:
+        sys.exit(f"error: preparing the examples failed with exit code {done.returncode}; see above")
+    return Path(done.stdout.strip())
+
+
+def load(run: Path, source: Source, overrides: Sequence[str], *, random_weights: bool) -> job.Job:
+    """A job that `train` takes. Raises ConfigError."""
+    start = find_pretrained(run)
+    asked = configuration(start, overrides, manifest=None, path=None, random_weights=random_weights)
+    path = prepare(start, source, asked.data.sequence_length)
+    manifest = read_examples(path)
+    config = configuration(start, overrides, manifest=manifest, path=path, random_weights=random_weights)
+    return job.Job(f"{start.run.name}-{source.name}", job.absolute(config), environment.probe(Path()))

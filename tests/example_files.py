@@ -1,0 +1,83 @@
+"""Small prepared directories of labelled examples, written directly."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bert_dp.config.manifest import hash_json
+from bert_dp.examples.store import LABEL_TYPES, Examples
+from bert_dp.record import write_json
+from tests.shards import SPECIAL
+
+METRICS = {"single_label": ["accuracy"], "multi_label": ["f1"], "regression": ["pearson", "spearman"]}
+
+
+def write_examples(
+    directory: Path,
+    *,
+    kind: str = "single_label",
+    train: int = 40,
+    dev: int = 11,
+    test: int = 0,
+    vocab_size: int = 64,
+    length: int = 32,
+    seed: int = 0,
+) -> Path:
+    """Examples whose label follows from their first token; `test` ones have none."""
+    rng = np.random.default_rng(seed)
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "tokenizer.json").write_text("{}")
+    splits: dict[str, Any] = {}
+    for name, count in (("train", train), ("dev", dev), ("test", test)):
+        if not count:
+            continue
+        rows = [
+            [SPECIAL["cls"], *rng.integers(7, vocab_size, rng.integers(1, length - 1)), SPECIAL["sep"]]
+            for _ in range(count)
+        ]
+        first = np.array([row[1] for row in rows])
+        labels = {
+            "single_label": first % 3,
+            "multi_label": np.stack([first % 2, first % 3 == 0], axis=1),
+            "regression": first / vocab_size,
+        }[kind].astype(LABEL_TYPES[kind])
+        offsets = np.cumsum([0, *map(len, rows)]).astype(np.int64)
+        ids = np.concatenate(rows).astype(np.uint16)
+        file = f"{name}.safetensors"
+        sha = Examples(ids, offsets, None if name == "test" else labels).save(directory / file)
+        splits[name] = {
+            "file": file,
+            "sha256": sha,
+            "examples": count,
+            "tokens": len(ids),
+            "truncated": 0,
+            "has_labels": name != "test",
+            "in_train": None if name == "train" else 0,
+        }
+    manifest: dict[str, Any] = {
+        "format": "bert-dp-examples",
+        "version": 1,
+        "task": "own",
+        "kind": kind,
+        "labels": label_names(kind),
+        "metrics": METRICS[kind],
+        "sequence_length": length,
+        "vocab_size": vocab_size,
+        "special_tokens": {name: SPECIAL[name] for name in ("pad", "cls", "sep")},
+        "tokenizer": {"file": "tokenizer.json", "sha256": hashlib.sha256(b"{}").hexdigest()},
+        "splits": splits,
+        "official": None,
+        "rows": {},
+        "dev_share": 0.0,
+        "sources": [],
+    }
+    write_json(directory / "examples.json", {**manifest, "hash": hash_json(manifest)})
+    return directory
+
+
+def label_names(kind: str) -> list[str]:
+    return {"single_label": ["a", "b", "c"], "multi_label": ["x", "y"], "regression": []}[kind]

@@ -1,0 +1,161 @@
+"""N ranks finetune what one rank finetunes, with dropout on, from the weights of a pretrained run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bert_dp.tasks.finetune import PREDICTIONS
+from tests.example_files import label_names, write_examples
+from tests.helpers import read_lines
+from tests.parity.runs import metrics, settings, state, summary, train_runs, write_run
+from tests.shards import write_shards
+from tests.tensors import largest_relative_error
+
+STEPS, HALF = 50, 20
+MODEL = {"num_heads": 4}
+GLOBAL = 8
+CELLS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single-acc4": (1, {"batch": {"micro_size": 2}}),
+    "ddp-n2": (2, {"batch": {"micro_size": 4}}),
+    "ddp-n2-acc2": (2, {"batch": {"micro_size": 2}}),
+    "zero1-n2": (2, {"batch": {"micro_size": 2}, "parallel": {"engine": "zero1"}}),
+    "fsdp-n2": (2, {"batch": {"micro_size": 4}, "parallel": {"engine": "fsdp"}}),
+    "tensor2": (2, {"batch": {"micro_size": 8}, "parallel": {"tensor": 2}}),
+    "recomputed": (2, {"batch": {"micro_size": 4}, "parallel": {"activation_checkpointing": True}}),
+    "ddp-n4": (4, {"batch": {"micro_size": 2}}),
+    "tensor2-n4": (4, {"batch": {"micro_size": 2}, "parallel": {"tensor": 2}}),
+}
+QUICK = ("single-acc4", "ddp-n2", "tensor2")
+
+
+def finetuning(
+    examples: Path, pretrained: Path, kind: str = "single_label", **sections: Any
+) -> dict[str, Any]:
+    own: dict[str, Any] = {
+        "run": {"init_from": str(pretrained)},
+        "data": {"sequence_length": 32},
+        "objective": {"name": "finetune"},
+        "finetune": {"kind": kind, "labels": label_names(kind), "head_size": 24, "pooling": "mean"},
+        "model": {**MODEL, "dropout": 0.1, "attention_dropout": 0.1},
+        "batch": {"global_size": GLOBAL, "micro_size": GLOBAL},
+        "schedule": {"steps": STEPS, "name": "cosine"},
+        "eval": {"every_steps": 0},
+        "checkpoint": {"keep": 9, "every_steps": HALF},
+        "precision": "fp64",
+    }
+    config = settings(examples, **own)
+    for name, section in sections.items():
+        config[name] = {**config.get(name, {}), **section} if isinstance(section, dict) else section
+    return config
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("pretrained")
+    shards = write_shards(folder / "shards", length=32)
+    config = settings(shards, data={"sequence_length": 32}, model=MODEL, schedule={"steps": 3})
+    run = write_run(folder / "run", config)
+    train_runs(1, [run])
+    return run
+
+
+@pytest.fixture(scope="module")
+def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_examples(tmp_path_factory.mktemp("examples"), test=5)
+
+
+@pytest.fixture(scope="module")
+def one_rank(pretrained: Path, examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = write_run(tmp_path_factory.mktemp("one") / "run", finetuning(examples, pretrained))
+    train_runs(1, [run])
+    return run
+
+
+def assert_same(run: Path, base: Path, loss: float, weights: float) -> None:
+    """Losses of all steps, weights, scores and predictions of all examples."""
+    losses, wanted = ([line["loss"] for line in metrics(each)] for each in (run, base))
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(wanted, rel=loss)
+    assert largest_relative_error(state(run, STEPS), state(base, STEPS)) <= weights
+    assert summary(run)["heldout"]["examples"] == summary(base)["heldout"]["examples"]
+    found, expected = (read_lines(each / PREDICTIONS) for each in (run, base))
+    assert [(p["split"], p["index"], p["label"]) for p in found] == [
+        (p["split"], p["index"], p["label"]) for p in expected
+    ]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours["logits"] == pytest.approx(theirs["logits"], rel=weights, abs=weights)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.quick if n in QUICK else ()) for n in CELLS]
+)
+def test_n_ranks_finetune_what_one_rank_finetunes(
+    name: str, pretrained: Path, examples: Path, one_rank: Path, tmp_path: Path
+) -> None:
+    ranks, sections = CELLS[name]
+    run = write_run(tmp_path, finetuning(examples, pretrained, **sections))
+    train_runs(ranks, [run])
+    assert_same(run, one_rank, loss=1e-10, weights=1e-8)
+
+
+def test_in_single_precision_too(pretrained: Path, examples: Path, tmp_path: Path) -> None:
+    runs = {}
+    for name, ranks in (("single-acc4", 1), ("ddp-n4", 4)):
+        config = finetuning(examples, pretrained, **{**CELLS[name][1], "precision": "fp32"})
+        runs[name] = write_run(tmp_path / name, config)
+        train_runs(ranks, [runs[name]])
+    assert_same(runs["ddp-n4"], runs["single-acc4"], loss=1e-5, weights=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["multi_label", "regression"])
+def test_other_kinds_of_labels(kind: str, pretrained: Path, tmp_path: Path) -> None:
+    examples = write_examples(tmp_path / "examples", kind=kind)
+    runs = []
+    for ranks, micro in ((1, 8), (2, 2)):
+        config = finetuning(examples, pretrained, kind, batch={"micro_size": micro})
+        runs.append(write_run(tmp_path / f"n{ranks}", config))
+        train_runs(ranks, runs[-1:])
+    assert_same(runs[1], runs[0], loss=1e-10, weights=1e-8)
+    scores = summary(runs[0])["heldout"]["scores"]
+    assert set(scores) == ({"dev/f1"} if kind == "multi_label" else {"dev/pearson", "dev/spearman"})
+
+
+def test_a_resumed_run_ends_bit_equal(pretrained: Path, examples: Path, tmp_path: Path) -> None:
+    whole, again = (tmp_path / name for name in ("whole", "again"))
+    config = finetuning(examples, pretrained, batch={"micro_size": 2})
+    train_runs(2, [write_run(whole, config)])
+    train_runs(2, [write_run(again, config)], resume=str(whole / "checkpoints" / f"step-{HALF:08d}"))
+    a, b = state(whole, STEPS), state(again, STEPS)
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert (whole / PREDICTIONS).read_text() == (again / PREDICTIONS).read_text()
+    assert summary(again)["init_from"] == summary(whole)["init_from"]
+
+
+@pytest.mark.quick
+def test_every_encoder_tensor_is_loaded_and_only_the_head_is_new(one_rank: Path, pretrained: Path) -> None:
+    start, source = state(one_rank, 0), state(pretrained, 3)
+    encoder = {name for name in start if name.startswith("model.")}
+    for name in encoder:
+        torch.testing.assert_close(start[name], source[name].to(start[name].dtype), rtol=0, atol=0)
+    told = summary(one_rank)["init_from"]
+    assert told["tensors"] == len(encoder)
+    assert told["of"] == len(encoder) + 4  # dense and classifier, with their biases
+    assert told["sha256"] in (pretrained / "checkpoints/step-00000003/manifest.json").read_text()
+
+
+@pytest.mark.quick
+def test_a_finetuned_run_learns_and_says_what_of(one_rank: Path) -> None:
+    losses = [line["loss"] for line in metrics(one_rank)]
+    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
+    told = summary(one_rank)
+    assert told["heldout"]["examples"] == 11
+    assert 0 <= told["heldout"]["scores"]["dev/accuracy"] <= 1
+    lines = read_lines(one_rank / PREDICTIONS)
+    assert [line["split"] for line in lines] == ["dev"] * 11 + ["test"] * 5
+    assert all(line["label"] is None for line in lines[11:])
+    right = sum(line["logits"].index(max(line["logits"])) == line["label"] for line in lines[:11])
+    assert told["heldout"]["scores"]["dev/accuracy"] == pytest.approx(right / 11)

@@ -1,0 +1,186 @@
+"""The classifier against transformers' own, and what its logits must not depend on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from bert_dp.classifier import Classifier, build_classifier
+from bert_dp.config import ConfigError, FinetuneConfig, ModelConfig, resolve
+from bert_dp.data import hash64, key32
+from bert_dp.tasks import finetune
+from bert_dp.tasks.finetune import Finetuning
+from tests.example_files import label_names, write_examples
+
+LENGTH, VOCABULARY = 32, 64
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "num_layers": 3,
+    "num_heads": 4,
+    "intermediate_size": 40,
+}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "crammed": {},
+    "ModernBERT": {
+        "position": "rope",
+        "norm_eps": 1e-5,
+        "norm_bias": False,
+        "first_attention_norm": False,
+        "head": "dense",
+    },
+    "EuroBERT": {"position": "rope", "norm": "rmsnorm", "norm_eps": 1e-6},
+    "RobertaPreLayerNorm": {"position": "learned", "mlp": "gelu", "bias": True},
+}
+
+
+def make(variant: str, **options: Any) -> Classifier:
+    head = "recipe" if variant == "crammed" else "native"
+    finetuned = FinetuneConfig(labels=("a", "b", "c"), head=head, head_size=20, **options)
+    return build_classifier(ModelConfig(**SHAPE, **VARIANTS[variant]), LENGTH, finetuned, seed=1)
+
+
+def make_examples(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(0)
+    ids = torch.randint(7, VOCABULARY, (len(lengths), max(lengths)), generator=g)
+    real = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    return ids.masked_fill(~real, 0), real
+
+
+@pytest.mark.parametrize("pooling", ["cls", "mean"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_do_not_depend_on_padding_or_neighbours(variant: str, pooling: str) -> None:
+    model = make(variant, pooling=pooling).eval()
+    torch.nn.init.normal_(model.head.classifier.weight)
+    lengths = [3, 9, 20]
+    ids_BS, real_BS = make_examples(lengths)
+    together = model(ids_BS, real_BS)
+    for row, length in enumerate(lengths):
+        alone = model(ids_BS[row : row + 1, :length])
+        padded_ids = F.pad(ids_BS[row : row + 1, :length], (0, LENGTH - length), value=11)
+        padded = model(padded_ids, torch.arange(LENGTH)[None] < length)
+        torch.testing.assert_close(alone[0], together[row], rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(alone, padded, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"pooling": "mean"}], ids=["cls", "mean"])
+def test_fifty_steps_are_those_of_modernbert(options: dict[str, Any]) -> None:
+    transformers = pytest.importorskip("transformers")
+    model = make("ModernBERT", **options).train()
+    rope = {"rope_type": "default", "rope_theta": 160_000.0}
+    peer = transformers.ModernBertForSequenceClassification(
+        transformers.ModernBertConfig(
+            vocab_size=VOCABULARY,
+            hidden_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            intermediate_size=40,
+            layer_types=["full_attention"] * 3,
+            max_position_embeddings=LENGTH,
+            norm_eps=1e-5,
+            norm_bias=False,
+            num_labels=3,
+            classifier_pooling=options.get("pooling", "cls"),
+            pad_token_id=0,
+            rope_parameters={kind: rope for kind in ("full_attention", "sliding_attention")},
+        )
+    ).train()
+    peer.model.embeddings.tok_embeddings.padding_idx = None
+    named = {name.replace("head.classifier", "classifier"): t for name, t in model.state_dict().items()}
+    assert peer.load_state_dict(named, strict=True)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, peer)]
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        ids_BS, real_BS = make_examples(rng.integers(3, LENGTH, 8).tolist())
+        labels = torch.from_numpy(rng.integers(0, 3, 8))
+        logits = [model(ids_BS, real_BS), peer(input_ids=ids_BS, attention_mask=real_BS.long()).logits]
+        torch.testing.assert_close(logits[0], logits[1], rtol=1e-5, atol=1e-5)
+        for each, optimizer in zip(logits, optimizers, strict=True):
+            optimizer.zero_grad()
+            F.cross_entropy(each, labels).backward()
+            optimizer.step()
+
+
+def test_a_head_that_no_class_has_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"finetune\.head: native, but transformers has no class"):
+        build_classifier(ModelConfig(**SHAPE), LENGTH, FinetuneConfig(labels=("a", "b"), head="native"), 0)
+
+
+# --- the task
+
+
+@pytest.fixture
+def task(tmp_path: Any, request: pytest.FixtureRequest) -> Finetuning:
+    kind = getattr(request, "param", "single_label")
+    path = write_examples(tmp_path, kind=kind, train=37)
+    config = resolve(
+        [
+            {
+                "data": {"path": str(path), "sequence_length": LENGTH},
+                "model": {**SHAPE, "dropout": 0.1, "attention_dropout": 0.1},
+                "objective": {"name": "finetune"},
+                "finetune": {"kind": kind, "labels": label_names(kind), "head_size": 20},
+                "batch": {"global_size": 8, "micro_size": 4},
+                "schedule": {"steps": 9},
+            }
+        ]
+    )
+    made = finetune.make_task(config, torch.device("cpu"))
+    made.open_data()
+    return made
+
+
+def test_each_epoch_is_each_example_once_whatever_the_micro_batch(task: Finetuning) -> None:
+    """37 examples in batches of 8: batches straddle epochs, all are full, nothing is dropped."""
+    rows = []
+    for start in range(0, 37 * 8, 8):
+        halves = [task._training_batch(np.arange(start + m, start + m + 4)) for m in (0, 4)]
+        whole = task._training_batch(np.arange(start, start + 8))
+        assert sorted(whole.sample_ids) == list(range(start, start + 8))
+        assert np.array_equal(np.concatenate([b.sample_ids for b in halves]), whole.sample_ids)
+        assert torch.equal(torch.cat([b.key_B for b in halves]), whole.key_B)
+        assert whole.real_BS is not None
+        lengths = whole.real_BS.sum(1)
+        assert lengths.tolist() == sorted(lengths.tolist()), "sorted by length inside the batch"
+        assert all(b.ids_BS.shape[1] % 16 == 0 or b.ids_BS.shape[1] == LENGTH for b in (whole, *halves))
+        rows += [
+            (int(i), tuple(ids[real].tolist()))
+            for i, ids, real in zip(whole.sample_ids, whole.ids_BS, whole.real_BS, strict=True)
+        ]
+    by_sample = dict(rows)
+    epochs = [sorted(by_sample[i] for i in range(e * 37, e * 37 + 37)) for e in range(8)]
+    assert all(epoch == epochs[0] for epoch in epochs)
+    order = [[by_sample[i] for i in range(e * 37, e * 37 + 37)] for e in range(2)]
+    assert order[0] != order[1], "another order in every epoch"
+
+
+@pytest.mark.parametrize("task", ["single_label", "multi_label", "regression"], indirect=True)
+def test_the_loss_depends_on_neither_padding_nor_micro_batch(
+    task: Finetuning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = task.build_model(0).double().train()
+
+    def loss(size: int) -> float:
+        batches = [task._training_batch(np.arange(m, m + size)) for m in range(0, 8, size)]
+        return sum(task.loss(model, batch).item() for batch in batches)
+
+    wanted = loss(8)
+    assert loss(8) == wanted
+    assert loss(4) == pytest.approx(wanted, rel=1e-12)
+    monkeypatch.setattr(finetune, "LENGTH_MULTIPLE", LENGTH)
+    assert loss(2) == pytest.approx(wanted, rel=1e-12)
+    task_of_another_seed = hash64(1, 4, np.arange(8))
+    batch = task._training_batch(np.arange(8))
+    changed = task.loss(model, type(batch)(**{**vars(batch), "key_B": key32(task_of_another_seed)}))
+    assert changed.item() != pytest.approx(wanted, rel=1e-6), "dropout changes nothing here"
+
+
+def test_an_example_batch_has_the_largest_shapes(task: Finetuning) -> None:
+    batch = task.example_batch(4)
+    assert batch.ids_BS.shape == (4, LENGTH)
+    assert batch.real_BS is not None
+    assert task.num_targets(0, 8) == 8
