@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 
 from bert_dp import checkpoint, pretrained, record
-from bert_dp.config import BuildConfig, ConfigError, resolve
+from bert_dp.config import BuildConfig, ConfigError
 from bert_dp.corpus import sources as inputs
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.corpus.builder import shown_progress
@@ -46,8 +46,11 @@ def text_loss(
     records = [source_record(source) for source in found]
     path = checkpoint.resolve(run)
     facts = record.read_checkpoint_facts(path)
-    config = resolve([facts.config])
-    model, tokenizer = pretrained.load(path)
+    model, tokenizer, config = pretrained.load_with_config(path)
+    if not isinstance(model, CrammedBert):
+        raise ConfigError(
+            [f"RUN: {path} predicts labels, not tokens; name the run that it was finetuned from"]
+        )
     special = tokens.special_ids(tokenizer, str(path))
     if (size := tokens.size(tokenizer)) > config.model.vocab_size:
         raise ConfigError(
