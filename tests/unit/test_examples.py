@@ -475,9 +475,14 @@ def test_a_share_of_train_becomes_dev_by_the_rows_alone(lab: Lab) -> None:
     assert 0.04 * len(rows) < len(found[0]["dev"]) < 0.17 * len(rows)
 
 
-def test_a_dev_drawn_from_glues_train_leaves_the_real_one_out(lab: Lab) -> None:
+def test_a_dev_drawn_from_glues_train_leaves_the_real_one_out(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rows = [f"{i}\tthe {a} ran {i}\ta cat\tentailment" for i, a in enumerate(WORDS.split() * 3)]
-    data = lab.write_glue("g", "RTE", RTE_HEADER, train=rows)
+    complete = dataclasses.replace(glue.TASKS["RTE"], rows={"train": len(rows), "dev": 2})
+    monkeypatch.setitem(glue.TASKS, "RTE", complete)
+    data = lab.write_glue("g", "RTE", RTE_HEADER, train=rows, dev=RTE["dev"])
+    assert lab.prepare("--task", "RTE", "--data", data)[1].official is True
     manifest = lab.prepare("--task", "RTE", "--data", data, "--dev-share", "0.3")[1]
     assert list(manifest.splits) == ["train", "dev"]
     assert sum(split.examples for split in manifest.splits.values()) == len(rows)
