@@ -17,6 +17,7 @@ ROOT = Path(__file__).parents[2]
 PAGES = (
     "training",
     "evaluating",
+    "finetuning",
     "data",
     "engines",
     "scaling",

@@ -7,8 +7,11 @@ import gzip
 import io
 import json
 import os
+import re
+import shlex
 import signal
 import tarfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from tokenizers import Tokenizer
 from bert_dp.config import ConfigError
 from bert_dp.config.examples import ExamplesManifest, read_examples
 from bert_dp.config.manifest import manifest_hash
+from bert_dp.corpus import sources
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.examples import Examples, archive, glue
 from bert_dp.examples.encode import truncate
@@ -134,6 +138,9 @@ def test_a_pair_is_framed_and_its_label_is_the_index_of_its_name(lab: Lab) -> No
         special.sep,
     ]
     assert manifest.vocab_size == known.get_vocab_size()
+    assert (
+        train.tokens(0).tolist() == known.encode("the cat sat", "a cat").ids
+    )  # by the tokenizer's own template
 
 
 def test_a_quote_is_a_character_and_a_byte_order_mark_is_none(lab: Lab) -> None:
@@ -447,6 +454,43 @@ def test_a_test_file_may_have_labels_or_none(lab: Lab) -> None:
     with_labels = lab.own({"train": text, "dev": text, "test": "text,label\nthe mat,y\n"})
     assert with_labels["test"].labels is not None
     assert with_labels["test"].labels.tolist() == [1]
+
+
+def test_a_set_of_the_hub_is_read_by_its_splits(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def rows(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
+        asked.append((name, split))
+        yield from ((f"row {i}", {"text": text, "label": i, "id": i}) for i, text in enumerate("ab", 1))
+
+    monkeypatch.setattr(sources, "hub_records", rows)
+    hub = ["--train", "hub:org/set:en", "--dev", "hub:org/set:en", "--test", "hub:org/set"]
+    manifest = lab.prepare(*hub)[1]
+    assert asked == [("hub:org/set:en", "train"), ("hub:org/set:en", "validation"), ("hub:org/set", "test")]
+    assert (manifest.labels, manifest.splits["test"].has_labels) == (["1", "2"], True)
+
+
+def test_the_documented_commands_run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text()
+    commands = re.findall(r"^python -m bert_dp\.examples (.*)$", page, re.MULTILINE)
+    assert len(commands) >= 2
+    lab.write("runs/crammed/tokenizer.json", lab.tokenizer.read_bytes())
+    pack(lab.write_glue("g", "RTE", RTE_HEADER, **RTE), lab.folder / "glue_data.tar.xz")
+    for name in ("train.csv", "dev.csv"):
+        lab.write(name, "body,topic\na cat,x\na dog,y\n")
+    monkeypatch.chdir(lab.folder)
+    assert [main(shlex.split(command)) for command in commands] == [0] * len(commands)
+
+
+def test_the_page_names_every_task_and_its_metrics() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "finetuning.md").read_text()
+    words = {"Matthews correlation": "mcc"}
+    listed = {
+        task: tuple(words.get(name, name.lower()) for name in metrics.partition(", of ")[0].split(", "))
+        for tasks, metrics in re.findall(r"^\| ([A-Z][^|]*?) \| [^|]* \| ([^|]*?) \|$", page, re.MULTILINE)
+        for task in tasks.split(", ")
+    }
+    assert listed == {name: task.metrics for name, task in glue.TASKS.items()}
 
 
 # --- rows of dev that stand in train, and a dev drawn from train
