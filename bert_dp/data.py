@@ -43,8 +43,10 @@ class TensorBatch:
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
         """With every tensor changed."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+        changed: dict[str, Any] = {
+            name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
+        }
+        return replace(self, **changed)
 
 
 @dataclass(frozen=True)

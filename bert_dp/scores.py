@@ -16,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_dp.config.examples import Metric
-from bert_dp.config.schema import LabelKind as Kind
+from bert_dp.config.schema import LabelKind
 from bert_dp.corpus.sources import require
 
 Measure = Callable[[NDArray[Any], NDArray[Any]], Any]
 
 
 def score(
-    metrics: Sequence[Metric], kind: Kind, logits: NDArray[Any], labels: NDArray[Any]
+    metrics: Sequence[Metric], kind: LabelKind, logits: NDArray[Any], labels: NDArray[Any]
 ) -> dict[str, float]:
     """Each metric of the model's outputs [n, L] (regression [n, 1]) against labels: [n] whole numbers,
     [n, L] of 0 and 1, or [n] scores. No prediction is clipped or rounded.
@@ -41,7 +41,7 @@ def score(
 
 
 def majority(
-    metrics: Sequence[Metric], kind: Kind, train_labels: NDArray[Any], dev_labels: NDArray[Any]
+    metrics: Sequence[Metric], kind: LabelKind, train_labels: NDArray[Any], dev_labels: NDArray[Any]
 ) -> dict[str, float]:
     """The scores of whoever always says what is most frequent in train (the mean, of a regression)."""
     if kind == "regression":
@@ -66,7 +66,7 @@ def _regression() -> Mapping[Metric, Measure]:
     }
 
 
-def _classification(kind: Kind, num_labels: int) -> Mapping[Metric, Measure]:
+def _classification(kind: LabelKind, num_labels: int) -> Mapping[Metric, Measure]:
     known = require("sklearn.metrics", "glue", "scoring")
     if kind == "multi_label":
         return {

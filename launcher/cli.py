@@ -229,7 +229,7 @@ def finetune(
     warn_of_ordinary_secrets()
     raise typer.Exit(
         training.train(
-            finetuning.load(run, source, settings, random_weights=init == "random"),
+            finetuning.load(run, source, settings, nproc=nproc, random_weights=init == "random"),
             nproc=nproc,
             launcher=launcher,
             run_dir=run_dir,

@@ -145,10 +145,6 @@ def finetune_issues(config: Config) -> list[str]:
             native_head(config.model)
         except ConfigError as error:
             issues += error.issues
-    if config.data.path is None:
-        issues.append(
-            "data.sources: finetuning reads a prepared directory, data.path; use `bert-dp finetune`"
-        )
     if config.batch.ramp_fraction:
         issues.append(
             f"batch.ramp_fraction: {config.batch.ramp_fraction}, but batches of finetuning are sorted by "

@@ -392,6 +392,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _one_source(self) -> Config:
+        if self.objective.name == "finetune" and self.data.path is None:
+            raise ValueError("objective.name: finetune reads labelled examples; use `bert-dp finetune RUN`")
         if (self.data.path is None) == (self.data.sources is None):
             which = "none" if self.data.path is None else "both"
             raise ValueError(

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp.config import ConfigError
-from bert_dp.config.examples import TRAIN, Kind, Metric
+from bert_dp.config.examples import TRAIN, Metric
+from bert_dp.config.schema import LabelKind
 from bert_dp.corpus import sources
 from bert_dp.examples.archive import read_files
 from bert_dp.examples.table import Columns, Labelled, Row, Table, delimited, make_row, no_column
@@ -39,7 +40,7 @@ class Task:
     """Of train and dev, whose files have none."""
 
     @property
-    def kind(self) -> Kind:
+    def kind(self) -> LabelKind:
         return "single_label" if self.labels else "regression"
 
     @property

@@ -12,14 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_dp.config import ConfigError
-from bert_dp.config.examples import MAX_LABELS, Kind
+from bert_dp.config.examples import MAX_LABELS
+from bert_dp.config.schema import LabelKind
 from bert_dp.examples.store import LABEL_TYPES
 from bert_dp.examples.table import Row, Table, shown
 
 MAX_SCORE = float(np.finfo(np.float32).max)
 
 
-def label_names(kind: Kind, train: Table) -> tuple[str, ...]:
+def label_names(kind: LabelKind, train: Table) -> tuple[str, ...]:
     """Every name in train: in the order of numbers where all are whole numbers, else in that of letters.
 
     Raises ConfigError for a value that is no label, and for too few or too many names.
@@ -42,7 +43,7 @@ def label_names(kind: Kind, train: Table) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def to_array(kind: Kind, names: Sequence[str], table: Table) -> NDArray[Any]:
+def to_array(kind: LabelKind, names: Sequence[str], table: Table) -> NDArray[Any]:
     """The labels of all rows: int64 [n], uint8 [n, L] of multi_label, float32 [n] of regression.
 
     Raises ConfigError, naming the row, for a label that is none of `names` and for a score that is no number.
@@ -70,7 +71,7 @@ def _refused(table: Table, row: Row, why: str) -> ConfigError:
     return ConfigError([f"{table.name}: {row.place}: {why}"])
 
 
-def _names(kind: Kind, table: Table, row: Row) -> list[str]:
+def _names(kind: LabelKind, table: Table, row: Row) -> list[str]:
     """One name, or those of a multi-label row: a list, JSON that is one, or a text with | between them."""
     if kind == "single_label":
         return [_name(row.label, table, row)]

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp.config import ConfigError
-from bert_dp.config.examples import TRAIN, Kind, Metric
+from bert_dp.config.examples import TRAIN, Metric
+from bert_dp.config.schema import LabelKind
 from bert_dp.corpus import sources
 from bert_dp.examples.labels import label_names
 from bert_dp.examples.table import COLUMN_FIX, Columns, Labelled, Row, Table, delimited, make_row, no_column
@@ -24,7 +25,7 @@ FORMATS = {
     ".parquet": "parquet",
 }
 HUB_SPLITS = {TRAIN: "train", "dev": "validation", "test": "test"}
-METRICS: dict[Kind, tuple[Metric, ...]] = {
+METRICS: dict[LabelKind, tuple[Metric, ...]] = {
     "single_label": ("accuracy", "f1"),
     "multi_label": ("f1", "accuracy"),
     "regression": ("pearson", "spearman"),
@@ -37,7 +38,7 @@ class OwnData:
 
     files: dict[str, str]
     columns: Columns
-    kind: Kind
+    kind: LabelKind
 
     def identity(self) -> dict[str, Any]:
         """What changes when a file does, without reading it. Raises ConfigError."""

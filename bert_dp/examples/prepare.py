@@ -25,10 +25,10 @@ from bert_dp.config.examples import (
     TRAIN,
     VERSION,
     ExamplesManifest,
-    Kind,
     read_examples,
 )
 from bert_dp.config.manifest import hash_json, manifest_hash
+from bert_dp.config.schema import LabelKind
 from bert_dp.corpus import sources
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.corpus.command import run_command
@@ -204,7 +204,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb.add_argument("--text", default="text", help="column of the text")
     verb.add_argument("--text-pair", help="column of the second text")
     verb.add_argument("--label", default="label", help="column of the label")
-    verb.add_argument("--kind", choices=get_args(Kind), default="single_label")
+    verb.add_argument("--kind", choices=get_args(LabelKind), default="single_label")
     verb.add_argument("--dev-share", type=float, default=0.0, help="of train that becomes dev")
     arguments = parser.parse_args(argv)
     return run_command(functools.partial(_answer, arguments))

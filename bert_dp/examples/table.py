@@ -8,7 +8,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from bert_dp.config import ConfigError
-from bert_dp.config.examples import Kind, Metric
+from bert_dp.config.examples import Metric
+from bert_dp.config.schema import LabelKind
 
 DIALECTS: dict[str, dict[str, Any]] = {
     "csv": {"strict": True},
@@ -54,7 +55,7 @@ class Labelled:
     """The tables of a task, by split, and what their labels mean."""
 
     task: str
-    kind: Kind
+    kind: LabelKind
     labels: tuple[str, ...]
     """Names in the order of the model's outputs; empty of a regression."""
     metrics: tuple[Metric, ...]

@@ -140,11 +140,26 @@ def prepare(start: Pretrained, source: Source, sequence_length: int, dev_share: 
     return Path(done.stdout.strip())
 
 
-def load(run: Path, source: Source, overrides: Sequence[str], *, random_weights: bool) -> job.Job:
+def whole_batches(config: Config, ranks: int, overrides: Sequence[str]) -> Config:
+    """Without accumulation, where batch.micro_size is not given and the global batch divides: examples are
+    short, and a global batch fits."""
+    replicas = max(1, ranks // config.parallel.tensor)
+    given = "micro_size" in parse_overrides(overrides).get("batch", {})
+    if given or config.batch.global_size % replicas:
+        return config
+    return resolve(
+        [config.model_dump(mode="json"), {"batch": {"micro_size": config.batch.global_size // replicas}}]
+    )
+
+
+def load(run: Path, source: Source, overrides: Sequence[str], *, nproc: str, random_weights: bool) -> job.Job:
     """A job that `train` takes. Raises ConfigError."""
     start = find_pretrained(run)
-    asked = configuration(start, overrides, manifest=None, path=None, random_weights=random_weights)
-    path = prepare(start, source, asked.data.sequence_length)
+    machine = environment.probe(Path())
+    checked = configuration(start, overrides, manifest=None, path=None, random_weights=random_weights)
+    name = f"{start.run.name}-{source.name}"
+    ranks = job.Job(name, checked, machine).choose_ranks(nproc)
+    path = prepare(start, source, checked.data.sequence_length)
     manifest = read_examples(path)
     config = configuration(start, overrides, manifest=manifest, path=path, random_weights=random_weights)
-    return job.Job(f"{start.run.name}-{source.name}", job.absolute(config), environment.probe(Path()))
+    return job.Job(name, job.absolute(whole_batches(config, ranks, overrides)), machine)

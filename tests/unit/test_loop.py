@@ -138,7 +138,9 @@ class Slow(Model):
         self.vocabulary = Vocabulary()
         self._clock = clock
 
-    def forward(self, ids_BS: Tensor, positions_P: Tensor, labels_P: Tensor | None = None) -> Tensor:
+    def forward(
+        self, ids_BS: Tensor, positions_P: Tensor, labels_P: Tensor | None = None, key_B: Tensor | None = None
+    ) -> Tensor:
         self._clock.now += 1.0 if self.training else 100.0
         return torch.zeros(len(positions_P), 64) if labels_P is None else (self.scale * labels_P).sum()
 

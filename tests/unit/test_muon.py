@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bert_dp import muon
-from bert_dp.config import OptimConfig, load_config
+from bert_dp.config import OptimConfig, load_config, shipped_configs
 from bert_dp.model import CrammedBert
 from bert_dp.muon import Muon, orthogonalize
 from bert_dp.optim import make_optimizer
@@ -21,7 +21,7 @@ from tests.unit.test_optimizers import parameters_of, random_tensors, rate, take
 MOMENTUM, BETAS, EPS, DECAY = 0.9, (0.8, 0.95), 1e-6, 0.1
 MATRICES = ("wide", "tall", "square")
 REST = ("embedding", "norm", "bias")  # the first with decay
-CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
+CONFIGS = sorted(set(shipped_configs().glob("*.yaml")) - {shipped_configs() / "glue.yaml"})  # finetuning
 
 
 def groups(parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
