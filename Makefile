@@ -33,7 +33,7 @@ test: env
 
 # the rest of the tests
 test-long: env
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m slow
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m slow
 
 # the services that records go to, their real packages, offline; an environment of their own
 test-loggers: $(LOGGERS)/.installed

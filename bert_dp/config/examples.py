@@ -36,6 +36,8 @@ class ExampleSplit(Part):
     """Examples whose texts, but for case and white space, also stand in train; null of train itself."""
     left_out: Count = 0
     """Rows of the file that are broken, and so no examples."""
+    without_tokens: Count = 0
+    """Examples that have none but <cls> and <sep>: the vocabulary has nothing of their texts."""
 
 
 class ExampleSource(Part):

@@ -416,14 +416,20 @@ def _hub(name: str, key: str) -> Iterator[str]:
 
 
 def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of `hub:NAME[:CONFIG]`, streamed through `datasets`. Raises ConfigError."""
+    """(place, row) of `hub:NAME[:CONFIG]`, streamed through `datasets`; a class has its name, or null where
+    it is not told. Raises ConfigError."""
     datasets = require("datasets", "hub", name)
     _, _, rest = name.partition(":")
     repository, _, config = rest.partition(":")
     row = 0
     try:
-        for record in datasets.load_dataset(repository, config or None, split=split, streaming=True):
+        rows = datasets.load_dataset(repository, config or None, split=split, streaming=True)
+        features = getattr(rows, "features", None) or {}
+        classes = {key: feature.names for key, feature in features.items() if hasattr(feature, "names")}
+        for record in rows:
             row += 1
+            for key, names in classes.items():
+                record[key] = None if record[key] in (None, -1) else names[record[key]]
             yield f"row {row}", record
     except Exception as error:  # the hub, the network and every data format raise their own
         why = " ".join(str(error).split())[:300]

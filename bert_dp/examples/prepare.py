@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, get_args
 
+import numpy as np
+
 from bert_dp import record
 from bert_dp.config import ConfigError
 from bert_dp.config.examples import (
@@ -83,6 +85,8 @@ def prepare(request: Request) -> Path:
             return directory
         with replaced(directory) as work:
             _build(request, work)
+            if request.data.identity() != facts["data"]:
+                raise ConfigError(["a file changed while it was read; run again"])
     return directory
 
 
@@ -108,6 +112,9 @@ def _build(request: Request, work: Path) -> None:
         labelled = _with_drawn_dev(labelled, request.dev_share)
     seen = {_key(row) for row in labelled.tables[TRAIN].rows}
     splits = {split: _write_split(work, split, labelled, encoder, seen) for split in labelled.tables}
+    if splits[TRAIN]["without_tokens"] == splits[TRAIN]["examples"]:
+        name = labelled.tables[TRAIN].name
+        raise ConfigError([f"{name}: {request.tokenizer} has no token for any of its texts; name another"])
     shutil.copyfile(request.tokenizer, work / "tokenizer.json")
     manifest = {
         "format": FORMAT,
@@ -151,6 +158,7 @@ def _write_split(
         "has_labels": has_labels,
         "in_train": None if split == TRAIN else sum(_key(row) in seen for row in table.rows),
         "left_out": table.left_out,
+        "without_tokens": int((np.diff(offsets) == 1 + len(table.rows[0].texts)).sum()),
     }
 
 
@@ -185,6 +193,8 @@ def summary(manifest: ExamplesManifest) -> str:
             notes.append(f"{split.in_train:,} also in train")
         if split.left_out:
             notes.append(f"{split.left_out:,} broken rows left out")
+        if split.without_tokens:
+            notes.append(f"{split.without_tokens:,} without a token of the vocabulary")
         parts.append(f"{name} {rows} examples ({', '.join(notes)})")
     counts = {None: "", True: "; GLUE's own numbers of rows", False: "; a subset, no GLUE score"}
     return f"{manifest.task}: {', '.join(parts)}{counts[manifest.official]}"
@@ -201,10 +211,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb.add_argument("--data", type=Path, action="append", default=[], help="folder or tar of GLUE's files")
     for split in ("train", "dev", "test"):
         verb.add_argument(f"--{split}", help="CSV, TSV, JSONL, Parquet or hub:NAME[:CONFIG]")
-    verb.add_argument("--text", default="text", help="column of the text")
+    verb.add_argument("--text", help="column of the text (text)")
     verb.add_argument("--text-pair", help="column of the second text")
-    verb.add_argument("--label", default="label", help="column of the label")
-    verb.add_argument("--kind", choices=get_args(LabelKind), default="single_label")
+    verb.add_argument("--label", help="column of the label (label)")
+    verb.add_argument("--kind", choices=get_args(LabelKind), help="of the labels (single_label)")
     verb.add_argument("--dev-share", type=float, default=0.0, help="of train that becomes dev")
     arguments = parser.parse_args(argv)
     return run_command(functools.partial(_answer, arguments))
@@ -219,12 +229,19 @@ def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
 
 
 def _data(arguments: argparse.Namespace) -> GlueData | OwnData:
-    """Raises ConfigError where not exactly one of a task and a file is named."""
+    """Raises ConfigError where not exactly one of a task and a file is named, or an option has no effect."""
     files = {split: getattr(arguments, split) for split in ("train", "dev", "test")}
     files = {split: name for split, name in files.items() if name is not None}
+    of_own = {"--text": arguments.text, "--text-pair": arguments.text_pair, "--label": arguments.label}
+    of_own["--kind"] = arguments.kind
     if arguments.task is not None and not files:
+        if given := [name for name, value in of_own.items() if value is not None]:
+            raise ConfigError(
+                [f"{given[0]}: has no effect with --task, whose files GLUE defines; leave it out"]
+            )
         return GlueData(arguments.task, tuple(arguments.data))
     if arguments.task is None and TRAIN in files and not arguments.data:
         pair = () if arguments.text_pair is None else (arguments.text_pair,)
-        return OwnData(files, Columns((arguments.text, *pair), arguments.label), arguments.kind)
+        columns = Columns((arguments.text or "text", *pair), arguments.label or "label")
+        return OwnData(files, columns, arguments.kind or "single_label")
     raise ConfigError(["name either --task with --data, or --train with --dev"])

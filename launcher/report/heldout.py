@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from bert_dp.record.models import HeldOut
-from launcher.report.numbers import count_of, format_count, format_nats, format_percent, format_ratio, number
+from launcher.report.numbers import (
+    count_of,
+    format_count,
+    format_nats,
+    format_percent,
+    format_ratio,
+    format_score,
+    number,
+)
 from launcher.stats import NORMAL
 
 
@@ -40,7 +48,7 @@ def scores_text(heldout: HeldOut | None) -> str | None:
     """`dev accuracy 0.7123, dev f1 0.8012`; None where no example is scored."""
     if heldout is None or heldout.scores is None:
         return None
-    named = [f"{name.replace('/', ' ')} {format_ratio(score)}" for name, score in heldout.scores.items()]
+    named = [f"{name.replace('/', ' ')} {format_score(score)}" for name, score in heldout.scores.items()]
     return ", ".join(named) or "no score: a logit was not finite"
 
 

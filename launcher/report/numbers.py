@@ -47,6 +47,8 @@ format_percent = _formatter(100, ".1f", " %")
 """A fraction of 1 as per cent."""
 format_change = _formatter(100, "+.1f", " %")
 """A gain or a loss, a fraction of 1, with its sign: `+4.2 %`."""
+format_score = _formatter(1, ".4f", "")
+"""A metric of finetuning, such as an accuracy or a correlation."""
 format_nats = _formatter(1, ".4f", " nats")
 """A loss or an entropy, in nats per predicted token."""
 format_lr = _formatter(1, ".2e")
@@ -130,13 +132,14 @@ def _three(value: float) -> str:
 
 
 Unit = Literal[
-    "si", "count", "percent", "nats", "lr", "gib", "seconds", "ratio", "word", "energy", "duration"
+    "si", "count", "percent", "nats", "score", "lr", "gib", "seconds", "ratio", "word", "energy", "duration"
 ]
 FORMATS: Mapping[Unit, Callable[[object], str]] = {
     "si": format_si,
     "count": format_count,
     "percent": format_percent,
     "nats": format_nats,
+    "score": format_score,
     "lr": format_lr,
     "gib": format_gib,
     "seconds": format_step_time,

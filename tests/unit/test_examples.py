@@ -26,9 +26,10 @@ from bert_dp.config.examples import ExamplesManifest, read_examples
 from bert_dp.config.manifest import manifest_hash
 from bert_dp.corpus import sources
 from bert_dp.corpus import tokenizer as tokens
-from bert_dp.examples import Examples, archive, glue
+from bert_dp.examples import Examples, archive, glue, own
 from bert_dp.examples.encode import truncate
 from bert_dp.examples.prepare import main, summary
+from bert_dp.examples.table import Labelled
 from tests.helpers import read_json
 
 WORDS = "the cat dog sat ran on under a mat bed and who did it"
@@ -230,6 +231,13 @@ def test_broken_rows_are_left_out_of_train_and_counted(lab: Lab) -> None:
     assert "2 broken rows left out" in lab.err
 
 
+def test_an_example_of_glue_with_an_empty_text_is_kept(lab: Lab) -> None:
+    rows = [*QQP_WHOLE, "3\t5\t6\twho did it\t\t0"]
+    directory, manifest = lab.glue("QQP", QQP_HEADER, train=rows, dev=rows)
+    dev = Examples.open(directory, manifest, "dev")
+    assert (len(dev), lab.words(dev, 2)) == (3, "<cls> who did it <sep> <sep>")
+
+
 def test_a_broken_row_of_dev_is_refused(lab: Lab) -> None:
     data = lab.write_glue("g", "QQP", QQP_HEADER, train=QQP_WHOLE, dev=[*QQP_WHOLE, *QQP_BROKEN])
     assert "QQP/dev.tsv: line 4 has fewer fields than the header" in lab.refusal(
@@ -401,6 +409,29 @@ def test_every_format_gives_the_same_examples(lab: Lab) -> None:
     assert found["jsonl"][:2] == (["7", "cat", "dog"], [1, 2, 1, 0])
 
 
+def test_texts_that_the_vocabulary_has_nothing_of_are_counted_or_refused(lab: Lab) -> None:
+    text = "text,label\na cat,x\n\u732b,y\n"
+    train = lab.own({"train": text, "dev": text})["train"]
+    assert lab.words(train, 1) == "<cls> <sep>"
+    assert "1 without a token of the vocabulary" in lab.err
+    file = lab.write("other.csv", "text,label\n\u72ac,x\n\u732b,y\n")
+    code, _ = lab.run("--train", file, "--dev", file)
+    assert (code, "has no token for any of its texts" in lab.err) == (2, True)
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = lab.write("own.csv", GOOD)
+    read = own.OwnData.read
+
+    def read_and_change(self: own.OwnData, *, train_only: bool) -> Labelled:
+        found = read(self, train_only=train_only)
+        lab.write("own.csv", GOOD + "the mat,x\n")
+        return found
+
+    monkeypatch.setattr(own.OwnData, "read", read_and_change)
+    assert "a file changed while it was read" in lab.refusal("--train", file, "--dev", file)
+
+
 def test_a_tsv_takes_quotes_as_they_are(lab: Lab) -> None:
     text = 'text\tlabel\n"the cat\tx\nthe "dog"\ty\n'
     train = lab.own({"train": text, "dev": text}, suffix="tsv")["train"]
@@ -468,6 +499,27 @@ def test_a_set_of_the_hub_is_read_by_its_splits(lab: Lab, monkeypatch: pytest.Mo
     manifest = lab.prepare(*hub)[1]
     assert asked == [("hub:org/set:en", "train"), ("hub:org/set:en", "validation"), ("hub:org/set", "test")]
     assert (manifest.labels, manifest.splits["test"].has_labels) == (["1", "2"], True)
+
+
+def test_a_class_of_the_hub_has_its_name(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets", reason="needs the extra hub")
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    labels = {"train": [1, 0], "validation": [0, 1], "test": [-1, -1]}
+
+    def load_dataset(*_: Any, split: str, streaming: bool) -> Any:
+        rows = {"text": ["a cat", "a dog"], "label": labels[split]}
+        return datasets.Dataset.from_dict(rows, features=features).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    directory, manifest = lab.prepare(
+        *(x for split in ("train", "dev", "test") for x in (f"--{split}", "hub:a/b"))
+    )
+    train = Examples.open(directory, manifest, "train").labels
+    assert train is not None
+    assert (manifest.labels, train.tolist()) == (["no", "yes"], [1, 0])
+    assert manifest.splits["test"].has_labels is False
 
 
 def test_the_documented_commands_run(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -602,6 +654,8 @@ def test_own_files_that_do_not_fit_are_refused(lab: Lab, case: str) -> None:
     [
         (["--task", "SQuAD", "--data", "."], "GLUE's tasks are CoLA, SST-2, MRPC"),
         (["--task", "RTE"], "needs --data"),
+        (["--task", "RTE", "--data", ".", "--text", "body"], "--text: has no effect with --task"),
+        (["--task", "RTE", "--data", ".", "--kind", "regression"], "--kind: has no effect with --task"),
         (["--task", "RTE", "--data", "nowhere"], "nowhere: cannot be read (No such file or directory)"),
         (["--train", "nowhere.csv", "--dev", "nowhere.csv"], "nowhere.csv: cannot be read"),
         (["--train", "nowhere.csv"], "--dev: name the file to score on"),

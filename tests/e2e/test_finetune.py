@@ -1,0 +1,105 @@
+"""`bert-dp finetune` as a user runs it: from a pretrained run and files of labelled examples."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import bert_dp as package
+from bert_dp.tasks.finetune import PREDICTIONS
+from tests.e2e.cli import TINY, bert_dp, here, refused
+from tests.helpers import read_json, read_lines
+
+WORDS = "the cat sat on a mat and the dog ran off with an old red hat in the rain today".split()
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps on a few sentences, with a tokenizer of its own."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    lines = [" ".join([*WORDS[i % 7 : i % 7 + 9], str(i)]) for i in range(400)]
+    (folder / "text.txt").write_text("\n".join(lines))
+    build = ("data.build.max_tokens_per_char=0", "data.build.held_out_fraction=0.1", "eval.max_sequences=8")
+    sources = f"data.sources=[{folder / 'text.txt'}]"
+    done = bert_dp("train", sources, *TINY, *build, "--nproc", "1", "--run-dir", str(folder / "run"))
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """train.csv and dev.csv: which animal a sentence is of."""
+    folder = tmp_path_factory.mktemp("files")
+    for name, count in (("train", 24), ("dev", 7)):
+        rows = [
+            f"the {('cat', 'dog')[i % 2]} sat on {WORDS[i % 9]},{('meow', 'woof')[i % 2]}"
+            for i in range(count)
+        ]
+        (folder / f"{name}.csv").write_text("\n".join(["sentence,animal", *rows]) + "\n")
+    return folder
+
+
+OWN = ("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence", "--label", "animal")
+
+
+def test_a_run_is_finetuned_and_says_what_it_scores(run_dir: Path, files: Path, tmp_path: Path) -> None:
+    plain = here("finetune", str(run_dir), "schedule.epochs=2", *OWN, "--dry-run", cwd=files)
+    assert plain.returncode == 0, plain.stderr
+    assert "24 examples" in plain.stdout
+    done = bert_dp("finetune", str(run_dir), "schedule.epochs=2", *OWN, "--run-dir", str(tmp_path), cwd=files)
+    assert done.returncode == 0, done.stderr
+    told = read_json(tmp_path / "summary.json")
+    assert (told["step"], told["world_size"], told["micro_batch"]) == (3, 2, 8)
+    score = told["heldout"]["scores"]["dev/accuracy"]
+    assert f"Done after step 3: dev accuracy {score:.4f}, dev f1 " in done.stdout
+    lines = read_lines(tmp_path / PREDICTIONS)
+    assert [line["label"] for line in lines] == [0, 1, 0, 1, 0, 1, 0]
+    model, _ = package.load(tmp_path)
+    assert model.head.classifier.out_features == 2
+    again = here("train", "--run-dir", str(tmp_path))
+    assert again.returncode == 0, again.stderr
+    assert "this run is complete" in again.stdout
+
+
+REFUSED = {
+    "no data": ((), "--task: name a GLUE task with --data, or your own files by --train and --dev"),
+    "task without data": (("--task", "RTE"), "--task: needs --data"),
+    "two kinds": (("--task", "RTE", "--data", ".", "--train", "x"), "--train: goes with --train, not with"),
+    "data alone": (("--data", "."), "--data: goes with --task NAME"),
+    "no label": (("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence"), "--label is missing"),
+    "unknown column": ((*OWN[:-1], "colour"), "colour"),
+    "missing file": (("--train", "none.csv", *OWN[2:]), "none.csv"),
+    "batch": ((*OWN, "batch.global_size=7"), "batch.global_size: 7 is not a multiple"),
+    "ramp": ((*OWN, "batch.ramp_fraction=0.5", "batch.ramp_quantum=16"), "batch.ramp_fraction: 0.5"),
+    "tokens": ((*OWN, "schedule.tokens=1000"), "schedule.tokens: examples differ in length"),
+    "other shape": ((*OWN, "model.num_layers=3"), "model.num_layers: 3, but run.init_from"),
+    "native head": ((*OWN, "finetune.head=native"), "finetune.head: native, but transformers has no class"),
+    "a word": ((*OWN, "colour"), "colour: expected a setting as a.b=value"),
+}
+
+
+IN_THE_FILES = ("unknown column", "missing file")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_refused_before_anything_starts(
+    name: str, run_dir: Path, files: Path, tmp_path: Path
+) -> None:
+    arguments, told = REFUSED[name]
+    place = tmp_path / "run"
+    asked = ("finetune", str(run_dir), *arguments, "--run-dir", str(place))
+    if name in IN_THE_FILES:  # said by the process that reads them
+        done = bert_dp(*asked, cwd=files)
+        assert done.returncode == 2
+        assert told in done.stderr
+    else:
+        assert told in refused(*asked, cwd=files)
+    assert not place.exists()
+
+
+def test_a_run_that_is_none_is_refused(run_dir: Path, files: Path, tmp_path: Path) -> None:
+    for place, told in ((tmp_path / "none", "does not exist"), (files, "holds no checkpoint")):
+        assert told in refused("finetune", str(place), *OWN, cwd=files)
+    assert json.loads((run_dir / "summary.json").read_text())["status"] == "done"
