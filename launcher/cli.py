@@ -718,6 +718,36 @@ def eval_mlm(
 
 
 @app.command()
+def predict(
+    run: Run,
+    file: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE",
+            help="An example a line, a table (CSV, TSV, JSONL, Parquet), hub:NAME, or - for stdin.",
+        ),
+    ],
+    text: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Of the text in a table; default: text.")
+    ] = None,
+    text_pair: Annotated[
+        str | None, typer.Option(metavar="COLUMN", help="Of a second text, for pairs.")
+    ] = None,
+    pooling: Annotated[
+        Literal["mean", "cls"] | None,
+        typer.Option(help="Of a pretrained run: the mean over the tokens (the default), or the first."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.")] = None,
+) -> None:
+    """A JSON line for each example of a file: labels with probabilities by a finetuned run, or its score;
+    encodings by a pretrained one.
+    """
+    from launcher.evaluate import predict as predicting
+
+    raise typer.Exit(predicting.predict(run, file, text=text, text_pair=text_pair, pooling=pooling, out=out))
+
+
+@app.command()
 def report(
     run_dirs: Annotated[
         list[Path],

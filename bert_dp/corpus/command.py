@@ -12,7 +12,7 @@ from bert_dp.rank_process import follow_launcher
 
 
 def run_command(answer: Callable[[], tuple[str, int]], hint: str = "") -> int:
-    """Print what `answer` gives first on stdout, and return the exit code that it gives second; 2 for bad
+    """Print what `answer` gives first, if anything, and return the exit code that it gives second; 2 for bad
     input, 1 for a failure (`hint` is added to its line), 128 + signal. Errors go to stderr, a line each."""
     signal.signal(signal.SIGTERM, _stop)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a shell's background job
@@ -30,7 +30,7 @@ def run_command(answer: Callable[[], tuple[str, int]], hint: str = "") -> int:
     except (OSError, RuntimeError) as error:
         sys.stderr.write(record.printable(f"error: {error}{hint and '; '}{hint}\n"))
         return 1
-    sys.stdout.write(text + "\n")
+    sys.stdout.write(text and f"{text}\n")
     return code
 
 

@@ -48,7 +48,7 @@ class OwnData:
     def read(self, *, train_only: bool) -> Labelled:
         """Raises ConfigError naming the file and the row for what is no example."""
         splits = [TRAIN] if train_only else list(self.files)
-        tables = {split: _table(self.files[split], self.columns, split) for split in splits}
+        tables = {split: read_table(self.files[split], self.columns, split) for split in splits}
         names = label_names(self.kind, tables[TRAIN])
         return Labelled("own", self.kind, names, METRICS[self.kind], tables, {}, None)
 
@@ -57,8 +57,9 @@ def _source(name: str) -> sources.Source:
     return sources.Source(name, None if name.startswith("hub:") else Path(name).expanduser())
 
 
-def _table(name: str, columns: Columns, split: str) -> Table:
-    """The rows of a file. Those of test may have no labels, but then none of them has one."""
+def read_table(name: str, columns: Columns, split: str) -> Table:
+    """The rows of a file. Those of test may have no labels, but then none of them has one. Raises
+    ConfigError."""
     source = _source(name)
     is_test = split == "test"
     rows = []
@@ -108,7 +109,7 @@ def _delimited_records(
     assert source.path is not None
     lines = delimited(source.name, (line + "\n" for _, line in sources.lines(source.path)), format)
     _, header = next(lines, ("", []))
-    for column in (*columns.texts, columns.label):
+    for column in filter(None, (*columns.texts, columns.label)):
         if header.count(column) > 1:
             raise ConfigError([f"{source.name}: the header names {column!r} twice; rename one"])
     if missing := [column for column in columns.texts if column not in header]:

@@ -24,7 +24,8 @@ class Columns:
     """Where a row has its one or two texts and its label."""
 
     texts: tuple[str, ...]
-    label: str
+    label: str = ""
+    """Empty: none is looked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

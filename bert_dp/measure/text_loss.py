@@ -20,16 +20,17 @@ import torch
 from numpy.typing import NDArray
 
 from bert_dp import checkpoint, pretrained, record
-from bert_dp.config import BuildConfig, ConfigError, resolve
+from bert_dp.config import BuildConfig, ConfigError
 from bert_dp.corpus import sources as inputs
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.corpus.builder import shown_progress
+from bert_dp.corpus.command import run_command
 from bert_dp.corpus.pipeline import Progress, read_documents, source_record
 from bert_dp.measure import masked_text
 from bert_dp.measure.masked_text import KINDS, MASK_RATE, Text
 from bert_dp.measure.peak import use_all_cores
 from bert_dp.model import CrammedBert
-from bert_dp.rank_process import RunFailed, follow_launcher
+from bert_dp.rank_process import RunFailed
 
 BATCH_TOKENS = 8192  # of one forward pass, about; the logits of 15 % of them are held at once
 
@@ -45,11 +46,10 @@ def text_loss(
     records = [source_record(source) for source in found]
     path = checkpoint.resolve(run)
     facts = record.read_checkpoint_facts(path)
-    config = resolve([facts.config])
-    model, tokenizer = pretrained.load(path)
+    model, tokenizer, config = pretrained.load_with_config(path)
     if not isinstance(model, CrammedBert):
         raise ConfigError(
-            [f"RUN: {path} is finetuned and predicts no tokens; name the run that it started from"]
+            [f"RUN: {path} predicts labels, not tokens; name the run that it was finetuned from"]
         )
     special = tokens.special_ids(tokenizer, str(path))
     if (size := tokens.size(tokenizer)) > config.model.vocab_size:
@@ -201,27 +201,22 @@ def ratio(sum_D: NDArray[Any], count_D: NDArray[Any]) -> tuple[float | None, flo
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit codes: 0 done, 1 failed, 2 bad input. Progress and errors go to stderr."""
+    """Exit codes: 0 done, 1 failed, 2 bad input, 128 + signal. Progress and errors go to stderr."""
     parser = argparse.ArgumentParser(prog="python -m bert_dp.measure.text_loss")
     parser.add_argument("run")
     parser.add_argument("texts", nargs="+")
     parser.add_argument("--options", default="{}", help="data.build as JSON")
     parser.add_argument("--max-bytes", type=int)
     arguments = parser.parse_args(argv)
-    follow_launcher()
     use_all_cores()
-    try:
+
+    def answer() -> tuple[str, int]:
         options = BuildConfig.model_validate_json(arguments.options)
         with shown_progress() as tell:
             facts = text_loss(arguments.run, arguments.texts, options, arguments.max_bytes, tell)
-    except ConfigError as error:
-        sys.stderr.writelines(record.printable(f"error: {issue}\n") for issue in error.issues)
-        return 2
-    except RunFailed as error:
-        sys.stderr.write(f"error: {error}\n")
-        return 1
-    sys.stdout.write(json.dumps(facts) + "\n")
-    return 0
+        return json.dumps(facts), 0
+
+    return run_command(answer)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from bert_dp.config import ConfigError, resolve
 from launcher import children, results
-from launcher.evaluate.runs import run_issues
+from launcher.evaluate.finetune import find_pretrained
 from launcher.report.console import show_report
 from launcher.report.model import Cell, Column, Report, Row, Section, Table
 from launcher.report.numbers import NA, count_of, format_count, format_percent, number
@@ -36,12 +36,17 @@ def evaluate(
     """`options`: settings of data.build. Returns the exit code. Raises ConfigError."""
     asked = {"data": {"sources": list(texts), "build": dict(options)}, "schedule": {"steps": 1}}
     build = resolve([asked]).data.build
-    if issues := [*run_issues(run), *text_issues(texts)]:
+    start = find_pretrained(run.expanduser())
+    issues = text_issues(texts)
+    if start.config.objective.name != "mlm":
+        source = start.config.run.init_from or "a pretrained run"
+        issues.append(f"RUN: {run} was finetuned and predicts no tokens; name {source}")
+    if issues:
         raise ConfigError(issues)
     arguments = ["--options", build.model_dump_json()]
     if max_bytes is not None:
         arguments += ["--max-bytes", str(max_bytes)]
-    arguments += ["--", str(run.expanduser()), *texts]
+    arguments += ["--", str(start.run), *texts]
     code, found = children.capture_json("bert_dp.measure.text_loss", arguments)
     if code or found is None:
         return code or 1

@@ -1,22 +1,23 @@
-"""`bert-dp eval mlm` as a user calls it, on a run of before: what it prints, and what it refuses."""
+"""`bert-dp eval mlm` and `predict` as a user calls them: what they print, and what they refuse."""
 
 from __future__ import annotations
 
 import json
+import math
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from bert_dp.corpus import tokenizer
 from launcher import results
-from tests.e2e.cli import bert_dp, refused
+from tests.e2e.cli import bert_dp, command, refused
+from tests.helpers import read_lines
 
 RUN = Path(__file__).parents[1] / "golden/made/run-stopped"
 WORDS = "a cat sat on a mat while seven old ships sailed slowly past the quiet harbour in rain".split()
 LINES = [" ".join(WORDS[(i * j + i) % len(WORDS)] for j in range(1, 30)) for i in range(1, 200)]
-
-pytestmark = pytest.mark.quick
 
 
 @pytest.fixture(scope="module")
@@ -28,6 +29,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.quick
 def test_eval_mlm_prints_a_table_or_json(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n".join(LINES))
     asked = ("eval", "mlm", str(run_dir), "a.txt")
@@ -44,13 +46,14 @@ def test_eval_mlm_prints_a_table_or_json(run_dir: Path, tmp_path: Path) -> None:
     assert f"{found.predicted[1].tokens:,} " in shown.stdout  # <mask>: the same tokens in another order
 
 
+@pytest.mark.quick
 def test_eval_mlm_refuses(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a cat sat")
     text = str(tmp_path / "a.txt")
     bare = shutil.copytree(RUN, tmp_path / "bare")
     for arguments, said in (
-        ([str(tmp_path), text], "holds no checkpoint; name a run directory or a checkpoint"),
-        ([str(bare), text], f"put the tokenizer.json of its shards at {bare / 'tokenizer.json'}"),
+        ([str(tmp_path), text], "holds no checkpoint; name a run that has saved one"),
+        ([str(bare), text], f"put that of its shards at {bare / 'tokenizer.json'}"),
         ([str(run_dir), str(tmp_path / "none.txt")], "none.txt matches no file"),
         (
             [str(run_dir), text, "--documents", "page"],
@@ -66,3 +69,67 @@ def test_eval_mlm_refuses(run_dir: Path, tmp_path: Path) -> None:
     done = bert_dp("eval", "mlm", str(run_dir), str(tmp_path / "b.txt"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "b.txt: line 2, byte 1 is not UTF-8" in done.stderr
+
+
+@pytest.mark.quick
+def test_predict_encodes_by_a_pretrained_run(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("\n".join(LINES))
+    done = bert_dp("predict", str(run_dir), "a.txt", "--out", "a.jsonl", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+    found = read_lines(tmp_path / "a.jsonl")
+    assert [line["index"] for line in found] == list(range(len(LINES)))
+    assert {len(line["encoding"]) for line in found} == {16}
+    piped = subprocess.run(
+        command("predict", str(run_dir), "-"),
+        input=f"{LINES[7]}\n",
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    (line,) = map(json.loads, piped.stdout.splitlines())
+    assert line["encoding"] == pytest.approx(found[7]["encoding"], abs=1e-5)
+
+
+def test_predict_labels_by_a_finetuned_run(run_dir: Path, tmp_path: Path) -> None:
+    """As the run itself has predicted the same examples after its last step."""
+    rows = [f"{line}\t{'odd' if i % 3 else 'even'}" for i, line in enumerate(LINES)]
+    for name, part in (("train", rows[:120]), ("dev", rows[120:])):
+        (tmp_path / f"{name}.tsv").write_text("\n".join(["text\tlabel", *part]))
+    asked = "--train train.tsv --dev dev.tsv --text text --label label --init random".split()
+    asked += "--nproc 1 --run-dir tuned".split()
+    settings = "schedule.epochs=1 precision=fp32 finetune.head_size=16 batch.micro_size=16".split()
+    cache = {"BERT_DP_CACHE": str(tmp_path / "cache")}
+    done = bert_dp("finetune", str(run_dir), *settings, *asked, cwd=tmp_path, **cache)
+    assert done.returncode == 0, done.stdout + done.stderr
+    expected = read_lines(tmp_path / "tuned/predictions.jsonl")
+    predicted = bert_dp("predict", "tuned", "dev.tsv", cwd=tmp_path)
+    assert predicted.returncode == 0, predicted.stderr
+    found = [json.loads(line) for line in predicted.stdout.splitlines()]
+    assert [line["index"] for line in found] == [line["index"] for line in expected]
+    names = list(found[0]["probabilities"])
+    assert sorted(names) == ["even", "odd"]
+    for line, before in zip(found, expected, strict=True):
+        shares = [math.exp(x) / sum(map(math.exp, before["logits"])) for x in before["logits"]]
+        assert list(line["probabilities"].values()) == pytest.approx(shares, abs=2e-5)
+        assert line["probabilities"][line["label"]] == max(line["probabilities"].values())
+    errors = refused("predict", str(tmp_path / "tuned"), str(tmp_path / "dev.tsv"), "--pooling", "cls")
+    assert "was finetuned with pooling: cls and gives labels" in errors
+    errors = refused("eval", "mlm", str(tmp_path / "tuned"), str(tmp_path / "dev.tsv"))
+    assert "was finetuned and predicts no tokens; name a pretrained run" in errors
+
+
+@pytest.mark.quick
+def test_predict_refuses(run_dir: Path, tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("a cat sat")
+    text = str(tmp_path / "a.txt")
+    for arguments, said in (
+        ([str(tmp_path), text], "holds no checkpoint"),
+        ([str(run_dir), str(tmp_path)], "is no file; name one, hub:NAME, or - for stdin"),
+        ([str(run_dir), text, "--out", text], "a.txt exists; name a new file"),
+        ([str(run_dir), text, "--out", str(tmp_path / "none/a")], "none cannot be written"),
+        ([str(run_dir), text, "--text-pair", "b"], "--text-pair: goes with --text"),
+        ([str(run_dir), text, "--pooling", "max"], "--pooling"),
+    ):
+        errors = refused("predict", *arguments)
+        assert said in errors
+        assert errors.count("\n") == 1

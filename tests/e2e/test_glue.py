@@ -158,11 +158,6 @@ def test_a_whole_evaluation_runs_nothing_again_and_has_a_page(
     assert "holds another evaluation (settings.init_task differ)" in other
 
 
-def test_a_finetuned_run_predicts_no_tokens(out: Path) -> None:
-    said = refused("eval", "mlm", str(out / "trials" / "RTE-lr-4e-05-s0"), __file__, "--format", "text")
-    assert "is finetuned and predicts no tokens" in said
-
-
 def test_the_verb_describes_and_refuses(run: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     dry = here(*command(run, data, out, "--dry-run", "--rates", "1e-4,3e-4", "--rate-tasks", "RTE"))

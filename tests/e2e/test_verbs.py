@@ -23,6 +23,7 @@ VERBS = (
     ["doctor"],
     ["eval"],
     ["eval", "mlm"],
+    ["predict"],
     ["report"],
     ["plan"],
     ["plan", "scaling"],

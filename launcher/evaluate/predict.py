@@ -1,0 +1,48 @@
+"""`bert-dp predict`: checked here, done by `python -m bert_dp.predict`, whose lines go straight to stdout."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from bert_dp.config import ConfigError
+from launcher import children
+from launcher.evaluate.finetune import find_pretrained
+
+
+def predict(
+    run: Path, file: str, *, text: str | None, text_pair: str | None, pooling: str | None, out: Path | None
+) -> int:
+    """Returns the exit code. Raises ConfigError."""
+    start = find_pretrained(run.expanduser())
+    issues = [*_file_issues(file), *_out_issues(out)]
+    if text_pair is not None and text is None:
+        issues.append("--text-pair: goes with --text, the column of the first text")
+    if pooling is not None and start.config.objective.name == "finetune":
+        own = start.config.finetune.pooling
+        issues.append(f"--pooling: {run} was finetuned with pooling: {own} and gives labels; leave it out")
+    if issues:
+        raise ConfigError(issues)
+    arguments = [part for column in (text, text_pair) if column for part in ("--column", column)]
+    if pooling is not None:
+        arguments += ["--pooling", pooling]
+    if out is not None:
+        arguments += ["--out", str(out.absolute())]
+    return children.run_module("bert_dp.predict", [*arguments, "--", str(start.run), file]).returncode
+
+
+def _file_issues(file: str) -> list[str]:
+    if file == "-" or file.startswith("hub:") or Path(file).expanduser().is_file():
+        return []
+    return [f"FILE: {file} is no file; name one, hub:NAME, or - for stdin"]
+
+
+def _out_issues(out: Path | None) -> list[str]:
+    """Why no new file can be made there; at most one line."""
+    if out is None:
+        return []
+    if out.exists():
+        return [f"--out: {out} exists; name a new file"]
+    if not os.access(out.absolute().parent, os.W_OK | os.X_OK):
+        return [f"--out: {out.absolute().parent} cannot be written; name a file elsewhere"]
+    return []

@@ -1,0 +1,130 @@
+"""`predict`: what is read of a file, and that an example's answer does not depend on its neighbours."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from bert_dp import predict
+from bert_dp.classifier import build_classifier
+from bert_dp.config import FinetuneConfig, ModelConfig
+from bert_dp.model import CrammedBert, build_model
+from tests.helpers import TINY_MODEL, issues_of, write_files
+
+LENGTH, PAD, CLS = 32, 0, 4
+ROWS = [
+    np.array([CLS, *np.random.default_rng(n).integers(7, 64, n % 29 + 1), 5], np.uint16) for n in range(50)
+]
+
+
+def pretrained() -> CrammedBert:
+    return build_model(ModelConfig(**TINY_MODEL), LENGTH, 0).eval()
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls", None])
+def test_an_encoding_is_the_mean_without_cls_or_that_of_cls(pooling: str | None) -> None:
+    model = pretrained()
+    found = predict.outputs_of(model, ROWS, PAD, pooling)
+    for row, encoding in zip(ROWS, found, strict=True):
+        ids = torch.from_numpy(row.astype(np.int64))[None]
+        with torch.no_grad():
+            expected = model.model(ids)[0, 0] if pooling == "cls" else model.model(ids[:, 1:])[0].mean(0)
+        assert encoding == pytest.approx(expected.numpy(), abs=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_an_answer_does_not_depend_on_its_neighbours(pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    finetune = FinetuneConfig(labels=("a", "b", "c"), pooling=pooling, head_size=16)  # type: ignore[arg-type]
+    model = build_classifier(ModelConfig(**TINY_MODEL), LENGTH, finetune, 0).eval()
+    for weight in model.parameters():
+        weight.data *= 1 if weight.dim() == 1 else 8  # or all examples are nearly alike
+    together = predict.outputs_of(model, ROWS, PAD, None)
+    assert together.std(0).min() > 1e-3
+    monkeypatch.setattr(predict, "BATCH_TOKENS", 1)
+    alone = predict.outputs_of(model, ROWS[::-1], PAD, None)[::-1]
+    assert together == pytest.approx(alone, abs=1e-5)
+
+
+def test_batches_are_sorted_bounded_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(predict, "BATCH_TOKENS", 100)
+    lengths = np.random.default_rng(0).integers(1, 130, 200)
+    found = list(predict.batches(lengths))
+    assert sorted(np.concatenate(found).tolist()) == list(range(200))
+    assert all(len(b) * lengths[b].max() <= 100 or len(b) == 1 for b in found)
+    assert sum(len(b) * int(lengths[b].max()) for b in found) < 1.05 * lengths.sum()
+
+
+def test_labels_and_their_probabilities() -> None:
+    logits = np.array([0.0, math.log(3), -800.0])
+    names = ("no", "yes", "never")
+    single = predict.labelled(logits, FinetuneConfig(labels=names))
+    assert single == {"label": "yes", "probabilities": {"no": 0.25, "yes": 0.75, "never": 0.0}}
+    several = predict.labelled(logits, FinetuneConfig(labels=names, kind="multi_label"))
+    assert several == {"labels": ["yes"], "probabilities": {"no": 0.5, "yes": 0.75, "never": 0.0}}
+    assert predict.labelled(np.array([2.5]), FinetuneConfig(kind="regression")) == {"score": 2.5}
+
+
+def test_what_is_read_of_a_file_or_of_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    records = [
+        {"text": "one", "a": "x", "b": "y", "label": None},
+        {"text": "two, and", "a": "v", "b": "w", "label": "1"},
+    ]
+    lines = "".join(json.dumps(record) + "\n" for record in records)
+    write_files(
+        tmp_path,
+        {
+            "a.txt": "one\ntwo, and\n",
+            "a.jsonl": lines,
+            "a.tsv": "a\tb\nx\ty\nv\tw\n",
+            "a.csv": 'text\none\n"two, and"\n',
+        },
+    )
+    texts = [("one",), ("two, and",)]
+    for name in ("a.txt", "a.jsonl", "a.csv"):
+        assert predict.read_texts(str(tmp_path / name), []) == texts
+    for name in ("a.jsonl", "a.tsv"):
+        assert predict.read_texts(str(tmp_path / name), ["a", "b"]) == [("x", "y"), ("v", "w")]
+    for given, columns in (("one\ntwo, and\n", []), (lines, ["text"])):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
+        assert predict.read_texts("-", columns) == texts
+
+
+def test_what_is_no_example_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_files(
+        tmp_path,
+        {"a.txt": "one\n\nthree\n", "empty.txt": "", "a.csv": "a,b\n1,2\n", "b.csv": "text\n' '\n\"\"\n"},
+    )
+    for name, columns, said in (
+        ("a.txt", [], "line 2 is empty"),
+        ("empty.txt", [], "holds no example"),
+        ("a.csv", [], "no column 'text' (got a, b); name it with --text"),
+        ("a.csv", ["a", "c"], "no column 'c'"),
+        ("b.csv", [], "line 3: a text is empty"),
+        ("none.csv", [], "cannot be read"),
+    ):
+        (line,) = issues_of(predict.read_texts, str(tmp_path / name), columns)
+        assert said in line
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"one\n \n")))
+    assert issues_of(predict.read_texts, "-", []) == (
+        "stdin: line 2 is empty; drop it, as each line is an example",
+    )
+
+
+def test_a_file_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
+    out = tmp_path / "out.jsonl"
+    with contextlib.suppress(KeyboardInterrupt), predict.destination(out) as file:
+        file.write("1\n")
+        raise KeyboardInterrupt
+    assert list(tmp_path.iterdir()) == []
+    with predict.destination(out) as file:
+        file.write("1\n")
+        assert not out.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert out.read_text() == "1\n"
