@@ -162,7 +162,11 @@ def read_file(file: str, columns: Sequence[str]) -> Texts:
 def destination(out: Path | None) -> Iterator[TextIO]:
     """Stdout, or a file that appears whole or not at all."""
     if out is None:
-        yield sys.stdout
+        try:
+            yield sys.stdout
+            sys.stdout.flush()
+        except BrokenPipeError:  # its reader has enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return
     with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as folder:
         path = Path(folder) / out.name

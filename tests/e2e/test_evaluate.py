@@ -12,7 +12,7 @@ import pytest
 
 from bert_dp.corpus import tokenizer
 from launcher import results
-from tests.e2e.cli import bert_dp, command, refused
+from tests.e2e.cli import bert_dp, command, refused, start
 from tests.helpers import read_lines
 
 RUN = Path(__file__).parents[1] / "golden/made/run-stopped"
@@ -88,6 +88,12 @@ def test_predict_encodes_by_a_pretrained_run(run_dir: Path, tmp_path: Path) -> N
     )
     (line,) = map(json.loads, piped.stdout.splitlines())
     assert line["encoding"] == pytest.approx(found[7]["encoding"], abs=1e-5)
+    left = start("predict", str(run_dir), "a.txt", cwd=tmp_path)
+    assert left.stdout is not None
+    left.stdout.close()  # as `head` does
+    assert left.stderr is not None
+    errors = left.stderr.read()
+    assert (left.wait(60), "error" in errors) == (0, False), errors
 
 
 def test_predict_labels_by_a_finetuned_run(run_dir: Path, tmp_path: Path) -> None:
