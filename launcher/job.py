@@ -169,16 +169,24 @@ def input_issues(config: Config) -> list[str]:
         )
     issues += [f"log.to: {issue}" for issue in logger_issues(config.log.loggers)]
     engine = config.parallel.engine
-    if engine in ("deepspeed", "accelerate") and importlib.util.find_spec(engine) is None:
+    if engine in ("deepspeed", "accelerate") and not has_package(engine):
         issues.append(f"parallel.engine: {engine} needs `{install_command(engine)}`")
+    if config.objective.name == "finetune" and not (has_package("sklearn") and has_package("scipy")):
+        issues.append(
+            f"objective.name: finetune scores with scikit-learn and scipy; `{install_command('glue')}`"
+        )
     if engine == "independent":
         issues.append(
             "parallel.engine: independent trains a model of its own on every rank, which only "
             "`bert-dp scale` does, for its ceiling; use ddp"
         )
-    if importlib.util.find_spec("torch") is None:
+    if not has_package("torch"):
         issues.append("torch is not installed; `pip install torch`")
     return issues
+
+
+def has_package(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
 
 
 def exposure_issues(config: Config, directory: Path, option: str) -> list[str]:

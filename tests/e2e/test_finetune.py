@@ -9,6 +9,7 @@ import pytest
 
 import bert_dp as package
 from bert_dp.tasks.finetune import PREDICTIONS
+from launcher import job
 from tests.e2e.cli import TINY, bert_dp, here, refused
 from tests.helpers import read_json, read_lines
 
@@ -103,3 +104,11 @@ def test_a_run_that_is_none_is_refused(run_dir: Path, files: Path, tmp_path: Pat
     for place, told in ((tmp_path / "none", "does not exist"), (files, "holds no checkpoint")):
         assert told in refused("finetune", str(place), *OWN, cwd=files)
     assert json.loads((run_dir / "summary.json").read_text())["status"] == "done"
+
+
+def test_without_scikit_learn_nothing_starts(
+    run_dir: Path, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job, "has_package", lambda name: name != "sklearn")
+    said = refused("finetune", str(run_dir), *OWN, cwd=files)
+    assert "finetune scores with scikit-learn and scipy; `pip install " in said

@@ -49,6 +49,7 @@ SMALLER = {
     "scale": [*SHRINK, "--steps", "2", "--warm-up", "1", "--repeats", "1"],
     "tune batch": [*SHRINK, "--dry-run"],  # test_tune.py and test_tune_lr.py search
     "tune lr": [*SHRINK, "--tokens", "1024", "--dry-run"],
+    "finetune": ["--dry-run"],  # test_finetune.py runs it
     "eval glue": ["--dry-run"],  # test_glue.py runs it
     "data build": ["--vocab-size", "400", "--sequence-length", "16", "--set", "held_out_fraction=0.1"],
 }
@@ -88,6 +89,9 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
     )
     (tmp_path / "corpus" / "part.txt").write_text(text)
     write_two_tasks(tmp_path / "glue")
+    for name in ("train", "dev"):
+        rows = [f"the {WORDS[i]},{('sea', 'land')[i % 2]}" for i in range(20)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["body,topic", *rows]))
     for name in ("train.csv", "dev.csv"):
         (tmp_path / name).write_text("body,topic\nseven islands,sea\nthe old lamp,shore\n" * 8)
     ours = [command for command in COMMANDS if command.startswith("bert-dp ")]
