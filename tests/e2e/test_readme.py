@@ -92,8 +92,6 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
     for name in ("train", "dev"):
         rows = [f"the {WORDS[i]},{('sea', 'land')[i % 2]}" for i in range(20)]
         (tmp_path / f"{name}.csv").write_text("\n".join(["body,topic", *rows]))
-    for name in ("train.csv", "dev.csv"):
-        (tmp_path / name).write_text("body,topic\nseven islands,sea\nthe old lamp,shore\n" * 8)
     ours = [command for command in COMMANDS if command.startswith("bert-dp ")]
     assert len(ours) >= 15
     for command in ours:
