@@ -42,8 +42,7 @@ def dry_run(
         issues: tuple[str, ...] = ()
         try:
             code = train.train(
-                None,
-                [*OPTIONS, f"run.device={device}", *more],
+                job.load(None, [*OPTIONS, f"run.device={device}", *more], tmp_path / "run"),
                 nproc=str(ranks),
                 run_dir=tmp_path / "run",
                 resume="auto",

@@ -19,6 +19,7 @@ from bert_dp.dist import Comm
 from bert_dp.measure import memory_line
 from bert_dp.train_state import TrainState
 from bert_dp.world import World
+from launcher import job
 from launcher.machine import doctor, environment
 from launcher.machine.environment import Environment
 from launcher.machine.precision import keep_ratio, precision_of, ratio_file
@@ -106,7 +107,7 @@ def agreed(
     monkeypatch: pytest.MonkeyPatch, able: Sequence[bool], *settings: str, kept: str | None = None
 ) -> str:
     monkeypatch.setattr(bert_dp.precision, "bf16_units", lambda: ("amx_bf16",) if able[0] else ())
-    resumed = None if kept is None else setup.Checkpoint(Path(), {}, TrainState(), None, kept)
+    resumed = None if kept is None else setup.Checkpoint(Path(), {}, TrainState(), None, kept, None)
     config = make_config("precision=auto", *settings)
     return setup.agree_precision(config, Ranks(able), CPU, resumed).name
 
@@ -165,8 +166,9 @@ def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoi
 def dry_run(tmp_path: Path, *settings: str, resume: str = "auto") -> None:
     overrides = ["run.device=cpu", *settings]
     console = Console(width=400)
+    asked = job.load(None, overrides, tmp_path / "run")
     code = train.train(
-        None, overrides, nproc="1", run_dir=tmp_path / "run", resume=resume, dry_run=True, console=console
+        asked, nproc="1", run_dir=tmp_path / "run", resume=resume, dry_run=True, console=console
     )
     assert code == 0
 
