@@ -320,26 +320,23 @@ def make_bert(o: argparse.Namespace) -> Any:
 
 
 def make_modernbert(o: argparse.Namespace) -> Any:
-    from transformers import ModernBertConfig, ModernBertForMaskedLM
+    """What a model of ours in ModernBERT's shape is exported to, at these sizes."""
+    from bert_dp.config import find_config, read_yaml, resolve
+    from bert_dp.corpus.tokenizer import ROLES, SPECIALS
+    from bert_dp.export.hf import new_model, settings_of
 
-    return ModernBertForMaskedLM(
-        ModernBertConfig(
-            vocab_size=o.vocab,
-            hidden_size=o.hidden,
-            num_hidden_layers=o.layers,
-            num_attention_heads=o.heads,
-            intermediate_size=o.intermediate,
-            layer_types=["full_attention"] * o.layers,
-            max_position_embeddings=o.sequence,
-            sparse_prediction=True,
-            decoder_bias=False,
-            pad_token_id=0,
-            bos_token_id=1,
-            eos_token_id=2,
-            cls_token_id=4,
-            sep_token_id=5,
-        )
+    sizes = {
+        "vocab_size": o.vocab,
+        "hidden_size": o.hidden,
+        "num_layers": o.layers,
+        "num_heads": o.heads,
+        "intermediate_size": o.intermediate,
+    }
+    run = resolve(
+        [read_yaml(find_config("crammed-rope")), {"model": sizes, "data": {"sequence_length": o.sequence}}]
     )
+    special = {role: SPECIALS.index(f"<{role}>") for role in ROLES}
+    return new_model(settings_of(run, special, "mlm"), sparse_prediction=True)
 
 
 def make_cramming(o: argparse.Namespace) -> Any:

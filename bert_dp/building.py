@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from bert_dp import checkpoint, dist
-from bert_dp.config import BatchLayout, Config, ConfigError, init_issues
+from bert_dp.config import BatchLayout, Config, ConfigError, hf_directory, init_issues
+from bert_dp.export.from_hf import modernbert_state
 from bert_dp.parallel import State
 from bert_dp.precision import Precision
 from bert_dp.record.models import InitFrom
@@ -76,13 +77,40 @@ def first_state(
 
     Every tensor that is pretrained (`Model.is_pretrained`) comes from the checkpoint.
 
-    Rank 0 chooses the checkpoint: the other run may go on, and prune. Raises ConfigError when the weights are
+    Raises ConfigError when the weights are
     another model's or were trained with another tokenizer, or the optimizer's state does not fit.
     """
     where = config.run.init_from
     own = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
     if where is None:
         return {"model": own, "optimizer": {}, "scaler": {}}, None
+    directory = hf_directory(where)
+    if directory is not None:
+        path = directory
+        issues: list[str] = []
+        state = modernbert_state(directory, config, data.tokenizer)
+        sha256 = checkpoint.sha256(directory / "model.safetensors")
+    else:
+        path = _chosen_by_rank_0(where, comm)
+        state, issues = _saved_state(path, where, config, data.tokenizer)
+        sha256 = checkpoint.weights_hash(path)
+    dtype = next(model.parameters()).dtype
+    loaded = {name: t for name, t in state["model"].items() if model.is_pretrained(name)}
+    fresh = {name: t for name, t in own.items() if not model.is_pretrained(name)}
+    start: State = {
+        "model": {**fresh, **_as_wide_as(dtype, loaded)},
+        "optimizer": _as_wide_as(dtype, state["optimizer"]),
+        "scaler": {},
+    }
+    issues += [f"run.init_from: {line}" for line in checkpoint.state_issues(path, start, model)]
+    if issues:
+        raise ConfigError(issues)
+    return start, InitFrom(checkpoint=str(path), sha256=sha256, tensors=len(loaded), of=len(own))
+
+
+def _chosen_by_rank_0(where: str, comm: dist.Comm) -> Path:
+    """The newest good checkpoint of a run; the other run may go on, and prune. Collective. Raises
+    ConfigError."""
     answer: dict[str, Any] = {}
     if comm.world.rank == 0:
         try:
@@ -92,13 +120,17 @@ def first_state(
     answer = comm.broadcast(answer)
     if "issues" in answer:
         raise ConfigError(answer["issues"])
-    path = Path(answer["path"])
+    return Path(answer["path"])
+
+
+def _saved_state(path: Path, where: str, config: Config, tokenizer: str | None) -> tuple[State, list[str]]:
+    """What a run begins with of a checkpoint, and why it does not fit. `tokenizer`: hash of the data's."""
     state, facts = checkpoint.load(path)
     issues = init_issues(where, facts.config, config)
-    if data.tokenizer is not None and facts.tokenizer not in (None, data.tokenizer):
+    if tokenizer is not None and facts.tokenizer not in (None, tokenizer):
         issues.append(
             f"data.tokenizer: run.init_from {where} was trained with tokenizer "
-            f"{str(facts.tokenizer)[:16]}, the shards have {data.tokenizer[:16]}; build them with "
+            f"{str(facts.tokenizer)[:16]}, the shards have {tokenizer[:16]}; build them with "
             "data.tokenizer set to that run's tokenizer.json"
         )
     keeps_moments = config.run.init_keeps == "moments"
@@ -106,21 +138,7 @@ def first_state(
         issues.append(
             f"run.init_keeps: moments, but {path} was saved before the first step and has none; use weights"
         )
-    dtype = next(model.parameters()).dtype
-    loaded = {name: t for name, t in state["model"].items() if model.is_pretrained(name)}
-    fresh = {name: t for name, t in own.items() if not model.is_pretrained(name)}
-    start: State = {
-        "model": {**fresh, **_as_wide_as(dtype, loaded)},
-        "optimizer": _as_wide_as(dtype, state["optimizer"]) if keeps_moments else {},
-        "scaler": {},
-    }
-    issues += [f"run.init_from: {line}" for line in checkpoint.state_issues(path, start, model)]
-    if issues:
-        raise ConfigError(issues)
-    init = InitFrom(
-        checkpoint=str(path), sha256=checkpoint.weights_hash(path), tensors=len(loaded), of=len(own)
-    )
-    return start, init
+    return {**state, "optimizer": state["optimizer"] if keeps_moments else {}}, issues
 
 
 def _as_wide_as(dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

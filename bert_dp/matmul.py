@@ -1,4 +1,4 @@
-"""The matrix product of the linear layers: by oneDNN for training on an x86 CPU in fp32, else torch's own."""
+"""The matrix product of the linear layers: by oneDNN for training on an AMD CPU in fp32, else torch's own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# torch hands fp32 products on x86 to MKL; oneDNN, which it carries too, was 5-10 % faster (AMD Zen 4)
-HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+from bert_dp.config import cpu_field
+
+# torch hands fp32 products on x86 to MKL. oneDNN, which it carries too, takes 5-10 % less time on AMD (Zen 4)
+# and 39 % more on Intel (Xeon, AVX-512): benchmarks/RESULTS.md
+USES_ONEDNN = (
+    cpu_field("vendor_id") == "AuthenticAMD"
+    and torch.backends.mkldnn.is_available()
+    and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+)
 
 
 @torch.library.custom_op("bert_dp::matmul_nt", mutates_args=())
@@ -38,7 +45,7 @@ matmul_nt.register_autograd(_backward, setup_context=_save)
 
 def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     """a @ b.T, [M, N], by the faster library for this device and dtype; for code with its own backward."""
-    fast = HAS_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
+    fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
     out: Tensor = matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
     return out
 
@@ -46,7 +53,7 @@ def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear. Sharded weights, autocast, other widths and devices, and evaluation take torch's own way."""
     if not (
-        HAS_ONEDNN
+        USES_ONEDNN
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and type(weight) in (nn.Parameter, Tensor)

@@ -10,18 +10,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from bert_dp import checkpoint, pretrained
 from bert_dp.classifier import Classifier, pool
@@ -33,9 +35,11 @@ from bert_dp.corpus.pipeline import Progress
 from bert_dp.examples.encode import Encoder
 from bert_dp.examples.own import read_table
 from bert_dp.examples.table import Columns
+from bert_dp.export import foreign
 from bert_dp.measure.peak import use_all_cores
 from bert_dp.model import CrammedBert
 from bert_dp.rank_process import RunFailed
+from bert_dp.record.exported import is_exported, read_exported
 
 HELD = 8192  # examples that are sorted by length among each other
 BATCH_TOKENS = 8192  # of one forward pass, padding included
@@ -44,24 +48,64 @@ DIGITS = 6  # after the point, of what is written
 Texts = Sequence[tuple[str, ...]]
 
 
-def predict(run: str, texts: Texts, pooling: str | None, tell: Progress) -> Iterator[dict[str, Any]]:
-    """Of each example, in their order, its index and what the run makes of it: see `labelled`; a pretrained
-    run `encoding`, the hidden states pooled by `pooling` (mean, or cls).
+@dataclasses.dataclass(frozen=True)
+class Predictor:
+    """A run, or what was exported of one."""
 
-    Raises ConfigError for a run that cannot be used, RunFailed where its outputs are not finite.
-    """
+    compute: Callable[[Tensor, Tensor], Tensor]
+    """Token ids and which of them are real, each [B, S], to logits [B, L] of a finetuned run or hidden states
+    [B, S, H]."""
+    finetune: FinetuneConfig | None
+    """null of a pretrained run."""
+
+
+def open_predictor(run: str) -> tuple[Predictor, Encoder]:
+    """Of a run, of a checkpoint or of an exported directory. Raises ConfigError."""
+    if is_exported(Path(run)):
+        about = read_exported(Path(run))
+        kind = "classifier" if about.kind == "classifier" else "encoder"
+        by_arrays = foreign.open_directory(Path(run), about.format, kind)
+
+        def compute(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
+            return torch.from_numpy(by_arrays(ids_BS.numpy(), real_BS.long().numpy()))
+
+        tokenizer = Path(run) / checkpoint.TOKENIZER
+        return Predictor(compute, about.finetune), Encoder.load(tokenizer, about.sequence_length)
     path = checkpoint.resolve(run)
     model, _, config = pretrained.load_with_config(path)
     encoder = Encoder.load(pretrained.tokenizer_of(path), config.data.sequence_length)
-    model.to(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return of_model(model, config.finetune), encoder
+
+
+def of_model(model: CrammedBert | Classifier, finetune: FinetuneConfig) -> Predictor:
+    """Of a model of ours, on the GPU where there is one."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model.to(device)
+    inner = model if isinstance(model, Classifier) else model.model
+
+    def compute(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
+        with torch.inference_mode():
+            out: Tensor = inner(ids_BS.to(device), real_BS.to(device))
+        return out
+
+    return Predictor(compute, finetune if isinstance(model, Classifier) else None)
+
+
+def predict(run: str, texts: Texts, pooling: str | None, tell: Progress) -> Iterator[dict[str, Any]]:
+    """Of each example, in their order, its index and what the run makes of it: see `labelled`; a pretrained
+    one `encoding`, the hidden states pooled by `pooling` (mean, or cls).
+
+    Raises ConfigError for a run that cannot be used, RunFailed where its outputs are not finite.
+    """
+    predictor, encoder = open_predictor(run)
     cut = 0
     for first in range(0, len(texts), HELD):
         ids, offsets, truncated = encoder.encode(texts[first : first + HELD])
         cut += truncated
-        outputs_NL = outputs_of(model, np.split(ids, offsets[1:-1]), encoder.special["pad"], pooling)
+        outputs_NL = outputs_of(predictor, np.split(ids, offsets[1:-1]), encoder.special["pad"], pooling)
         for index, output_L in enumerate(outputs_NL, first):
-            if isinstance(model, Classifier):
-                yield {"index": index, **labelled(output_L, config.finetune)}
+            if predictor.finetune is not None:
+                yield {"index": index, **labelled(output_L, predictor.finetune)}
             else:
                 yield {"index": index, "encoding": output_L.round(DIGITS).tolist()}
         tell("examples", min(first + HELD, len(texts)), len(texts))
@@ -70,29 +114,26 @@ def predict(run: str, texts: Texts, pooling: str | None, tell: Progress) -> Iter
 
 
 def outputs_of(
-    model: CrammedBert | Classifier, rows: Sequence[NDArray[np.uint16]], pad: int, pooling: str | None
+    predictor: Predictor, rows: Sequence[NDArray[np.uint16]], pad: int, pooling: str | None
 ) -> NDArray[np.float64]:
     """[N, L]: logits, or pooled hidden states. `rows`: the tokens of each example, <cls> first.
 
     The mean of a pretrained run, which has never seen a <cls>, is over what stands behind it.
     """
-    if isinstance(model, CrammedBert) and pooling != "cls":
+    encodes = predictor.finetune is None
+    if encodes and pooling != "cls":
         rows = [row[1:] for row in rows]
     lengths_N = np.array([len(row) for row in rows])
-    device = next(model.parameters()).device
     parts, order = [], []
     for index_B in batches(lengths_N):
         ids_BS = np.full((len(index_B), lengths_N[index_B].max()), pad, np.int64)
         for place, index in enumerate(index_B):
             ids_BS[place, : lengths_N[index]] = rows[index]
-        real_BS = torch.from_numpy(np.arange(ids_BS.shape[1]) < lengths_N[index_B, None]).to(device)
-        with torch.inference_mode():
-            ids = torch.from_numpy(ids_BS).to(device)
-            if isinstance(model, Classifier):
-                outputs_BL = model(ids, real_BS)
-            else:
-                outputs_BL = pool(model.model(ids, real_BS), real_BS, pooling or "mean")
-            parts.append(outputs_BL.double().cpu().numpy())
+        real_BS = torch.from_numpy(np.arange(ids_BS.shape[1]) < lengths_N[index_B, None])
+        outputs = predictor.compute(torch.from_numpy(ids_BS), real_BS)
+        if encodes:
+            outputs = pool(outputs, real_BS.to(outputs.device), pooling or "mean")
+        parts.append(outputs.double().cpu().numpy())
         order.append(index_B)
     found: NDArray[np.float64] = np.concatenate(parts)[np.argsort(np.concatenate(order))]
     if not np.isfinite(found).all():

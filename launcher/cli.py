@@ -22,12 +22,14 @@ from bert_dp.config import ConfigError, find_config, plain_message, shipped_conf
 from bert_dp.config.profile import parse_profile
 from launcher.log import complain, logger, warn_of_ordinary_secrets
 from launcher.options import (
+    ExportOut,
     Format,
     Json,
     Launcher,
     Run,
     Set,
     TextKey,
+    WithoutHead,
     Words,
     argument_issues,
     console,
@@ -63,13 +65,19 @@ tune_app = typer.Typer(
     no_args_is_help=True, rich_markup_mode=None, help="Find the micro batch and the learning rate."
 )
 eval_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure a run after training.")
+export_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="What other programs load.")
 app.add_typer(data_app, name="data")
 app.add_typer(eval_app, name="eval")
+app.add_typer(export_app, name="export")
 app.add_typer(plan_app, name="plan")
 app.add_typer(tune_app, name="tune")
 
 MOST_TOKENS = 1e15
-SHARED = ("report", "data")  # they write where the user says, with the user's umask; the others privately
+SHARED = (
+    "report",
+    "data",
+    "export",
+)  # they write where the user says, with the user's umask; the others privately
 DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
 UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR)
 LIMIT_REACHED = (errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
@@ -745,6 +753,66 @@ def predict(
     from launcher.evaluate import predict as predicting
 
     raise typer.Exit(predicting.predict(run, file, text=text, text_pair=text_pair, pooling=pooling, out=out))
+
+
+@export_app.callback()
+def _export() -> None:
+    pass
+
+
+@export_app.command("hf")
+def export_hf(run: Run, out: ExportOut, encoder: WithoutHead = False) -> None:
+    """A directory that transformers loads without code of ours: ModernBERT, EuroBERT or RobertaPreLayerNorm,
+    whichever has the run's positions and norm, with tokenizer and model card."""
+    from launcher.evaluate import export
+
+    raise typer.Exit(export.export("hf", run, out, encoder=encoder))
+
+
+@export_app.command("onnx")
+def export_onnx(
+    run: Run,
+    out: ExportOut,
+    encoder: WithoutHead = False,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Weights of 8 bits: ONNX Runtime's dynamic quantisation.")
+    ] = False,
+) -> None:
+    """A directory with model.onnx, for any batch and any length up to the run's; of any run."""
+    from launcher.evaluate import export
+
+    raise typer.Exit(export.export("onnx", run, out, encoder=encoder, options=["--int8"] if int8 else []))
+
+
+@export_app.command("aoti")
+def export_aoti(
+    run: Run,
+    out: ExportOut,
+    encoder: WithoutHead = False,
+    bf16: Annotated[bool, typer.Option("--bf16", help="Weights and products in bf16.")] = False,
+) -> None:
+    """A directory with model.pt2, compiled by AOTInductor for processors like this one, for Python or C++; of
+    any run."""
+    from launcher.evaluate import export
+
+    raise typer.Exit(export.export("aoti", run, out, encoder=encoder, options=["--bf16"] if bf16 else []))
+
+
+@export_app.command("check")
+def export_check(
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", show_default=False, help="Made by `bert-dp export`.")
+    ],
+    run: Annotated[
+        Path | None, typer.Option(metavar="RUN", help="Where its run is now; default: where it was.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Compares an exported directory with its run, on batches of several sizes and lengths: the directory is
+    loaded in a process without our code. Exit code 1 when the two differ."""
+    from launcher.evaluate import export
+
+    raise typer.Exit(export.check(directory, run, as_json=json, console=console()))
 
 
 @app.command()

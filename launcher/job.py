@@ -23,13 +23,16 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from bert_dp import record
 from bert_dp.config import (
+    HF,
     MAX_RANKS,
     Config,
     ConfigError,
     dump_config,
     fit_issues,
+    hf_directory,
     init_issues,
     load_config,
+    modernbert_issues,
     read_data,
     read_manifest,
 )
@@ -137,7 +140,10 @@ def absolute(config: Config) -> Config:
     data = config.data
     sources = None if data.sources is None else tuple(source(s) for s in data.sources)
     changed = {"path": full(data.path), "sources": sources, "tokenizer": full(data.tokenizer)}
-    run = config.run.model_copy(update={"init_from": full(config.run.init_from)})
+    start = config.run.init_from
+    foreign = hf_directory(start)
+    begin = full(start) if foreign is None else f"{HF}{full(str(foreign))}"
+    run = config.run.model_copy(update={"init_from": begin})
     return config.model_copy(update={"data": data.model_copy(update=changed), "run": run})
 
 
@@ -153,14 +159,17 @@ def input_issues(config: Config) -> list[str]:
     for source in data.sources or ():
         if source != "builtin" and not source.startswith("hub:") and not glob.glob(source, recursive=True):
             issues.append(f"data.sources: {source} matches no file; name a file, a glob or `builtin`")
-    for setting, value in (("data.tokenizer", data.tokenizer), ("run.init_from", config.run.init_from)):
+    start, foreign = config.run.init_from, hf_directory(config.run.init_from)
+    for setting, value in (("data.tokenizer", data.tokenizer), ("run.init_from", foreign or start)):
         if value is not None and not Path(value).exists():
             issues.append(f"{setting}: {value} does not exist")
     if data.tokenizer is not None and Path(data.tokenizer).exists() and not Path(data.tokenizer).is_file():
         issues.append(f"data.tokenizer: {data.tokenizer} is not a regular file")
     if data.path is None:
         issues += record.cache_issues()
-    if (start := config.run.init_from) is not None and Path(start).exists():
+    if foreign is not None:
+        issues += modernbert_issues(foreign, config) if foreign.exists() else []
+    elif start is not None and Path(start).exists():
         found = record.newest_checkpoint_facts(Path(start))
         issues += (
             init_issues(start, found[1].config, config)

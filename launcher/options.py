@@ -166,6 +166,10 @@ Format = Annotated[str, typer.Option(help="Of every file: text, jsonl or parquet
 TextKey = Annotated[
     str, typer.Option(help="Field of a JSON record or column of a Parquet file that holds the text.")
 ]
+ExportOut = Annotated[Path, typer.Option("--out", metavar="DIR", help="Directory to write; new or empty.")]
+WithoutHead = Annotated[
+    bool, typer.Option("--encoder", help="The hidden states alone, without the head of tokens or labels.")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 

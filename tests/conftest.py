@@ -9,6 +9,7 @@ from hypothesis import settings
 from tests.shards import write_shards
 
 LONG = ("e2e", "faults", "parity")  # rooms of tests that start ranks
+LAST = ("e2e", "faults")  # the longest files stand elsewhere: one that came last would run alone
 
 # a thread that waits sleeps: one that spins takes the core from the thread it waits for, and a step of one
 # rank on two busy cores took 14 times as long
@@ -21,8 +22,13 @@ settings.load_profile("no timing decides a test")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What starts ranks is slow unless it is marked quick: `make test` and `make test-long` are disjoint."""
     for item in items:
-        if Path(item.path).parent.name in LONG and not item.get_closest_marker("quick"):
+        if room(item) in LONG and not item.get_closest_marker("quick"):
             item.add_marker("slow")
+    items.sort(key=lambda item: LAST.index(room(item)) + 1 if room(item) in LAST else 0)
+
+
+def room(item: pytest.Item) -> str:
+    return Path(item.path).parent.name
 
 
 @pytest.fixture(scope="module")

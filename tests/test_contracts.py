@@ -19,7 +19,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("bert_dp", "launcher")
 OPTIONAL = tuple(
-    "accelerate deepspeed datasets transformers onnx onnxruntime "
+    "accelerate deepspeed datasets transformers onnx onnxruntime onnxscript "
     "tensorboard trackio wandb mlflow rensa pynvml pyarrow zstandard sklearn scipy".split()
 )
 

@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from bert_dp.config.error import ConfigError
+from bert_dp.config.native import native_head
 from bert_dp.config.precision import REFUSED
 from bert_dp.config.schema import (
     BUDGETS,
     MAX_VOCAB_SIZE,
     BuildConfig,
     Config,
-    ModelConfig,
     Section,
     divisors,
     nearest_divisors,
@@ -108,24 +108,6 @@ def parallel_issues(config: Config, world_size: int) -> list[str]:
             f"precision: {config.precision} is not supported with parallel.engine: {engine}; use fp32 or bf16"
         )
     return issues
-
-
-def native_head(model: ModelConfig) -> str:
-    """The architecture of transformers that this encoder exports to. Raises ConfigError for one without."""
-    kind = (model.position, model.norm)
-    names = {
-        ("rope", "layernorm"): "ModernBERT",
-        ("rope", "rmsnorm"): "EuroBERT",
-        ("learned", "layernorm"): "RobertaPreLayerNorm",
-    }
-    if kind not in names:
-        raise ConfigError(
-            [
-                f"finetune.head: native, but transformers has no class for model.position: {model.position} "
-                f"with model.norm: {model.norm}; use finetune.head: recipe"
-            ]
-        )
-    return names[kind]
 
 
 def finetune_issues(config: Config) -> list[str]:

@@ -2,27 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable
-from pathlib import Path
-
-ROOT = Path("/")
-BF16_UNITS = ("amx_bf16", "avx512_bf16")  # CPU flags, as Linux names them
 
 REFUSED = {"deepspeed": ("fp64", "fp16")}
 """Engine -> precisions that it does not train in."""
-
-
-def bf16_units(root: Path = ROOT) -> tuple[str, ...]:
-    """Those of BF16_UNITS that this machine's CPU has; () also where no /proc/cpuinfo tells. `root`: the
-    directory that holds proc/."""
-    try:
-        text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ()
-    found = re.search(r"^flags\s*:(.*)$", text, re.MULTILINE)
-    flags = found[1].split() if found else []
-    return tuple(unit for unit in BF16_UNITS if unit in flags)
 
 
 def decide_precision(

@@ -83,7 +83,8 @@ class RunConfig(Section):
     """Let a GPU add in one order, so that a resumed run is bit-equal to an undisturbed one there too; slower.
     CPU ranks do so in any case."""
     init_from: PathText | None = None
-    """Checkpoint or run directory whose weights start this run; counters and schedule start fresh."""
+    """Checkpoint or run directory whose weights start this run, or hf:DIR, a ModernBERT in the format of
+    transformers; counters and schedule start fresh."""
     init_keeps: Literal["weights", "moments"] = "weights"
     """What to take from run.init_from: the weights alone, or the optimizer's state too with its step count
     (phase 2 of a LAMB run). The optimizer and all shapes must then be the same."""

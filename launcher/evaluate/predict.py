@@ -6,7 +6,9 @@ import os
 from pathlib import Path
 
 from bert_dp.config import ConfigError
+from bert_dp.record.exported import is_exported, read_exported
 from launcher import children
+from launcher.evaluate.export import LOADS, package_issues
 from launcher.evaluate.finetune import find_pretrained
 
 
@@ -14,12 +16,20 @@ def predict(
     run: Path, file: str, *, text: str | None, text_pair: str | None, pooling: str | None, out: Path | None
 ) -> int:
     """Returns the exit code. Raises ConfigError."""
-    start = find_pretrained(run.expanduser())
-    issues = [*_file_issues(file), *_out_issues(out)]
+    run = run.expanduser()
+    if is_exported(run):
+        exported = read_exported(run)
+        place, finetune = run.absolute(), exported.finetune
+        issues = package_issues("predict", LOADS[exported.format])
+    else:
+        start = find_pretrained(run)
+        is_finetuned = start.config.objective.name == "finetune"
+        place, finetune, issues = start.run, start.config.finetune if is_finetuned else None, []
+    issues += [*_file_issues(file), *_out_issues(out)]
     if text_pair is not None and text is None:
         issues.append("--text-pair: goes with --text, the column of the first text")
-    if pooling is not None and start.config.objective.name == "finetune":
-        own = start.config.finetune.pooling
+    if pooling is not None and finetune is not None:
+        own = finetune.pooling
         issues.append(f"--pooling: {run} was finetuned with pooling: {own} and gives labels; leave it out")
     if issues:
         raise ConfigError(issues)
@@ -28,7 +38,7 @@ def predict(
         arguments += ["--pooling", pooling]
     if out is not None:
         arguments += ["--out", str(out.absolute())]
-    return children.run_module("bert_dp.predict", [*arguments, "--", str(start.run), file]).returncode
+    return children.run_module("bert_dp.predict", [*arguments, "--", str(place), file]).returncode
 
 
 def _file_issues(file: str) -> list[str]:

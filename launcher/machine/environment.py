@@ -24,7 +24,7 @@ from typing import Any, Literal
 
 import psutil
 
-from bert_dp.config import bf16_units
+from bert_dp.config import bf16_units, cpu_field
 from launcher.children import child_environment
 from launcher.redact import redact_argv
 
@@ -157,7 +157,7 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
         platform=f"{platform.system()} {platform.machine()}",
         kernel=platform.release(),
         python=platform.python_version(),
-        cpu_model=_cpu_model(root),
+        cpu_model=cpu_field("model name", root) or platform.machine(),
         bf16_units=bf16_units(root),
         physical_cores=psutil.cpu_count(logical=False),
         logical_cores=os.cpu_count() or 1,
@@ -345,8 +345,3 @@ def existing(path: Path) -> Path:
     """`path` or its nearest ancestor that exists."""
     path = path.absolute()
     return next((p for p in (path, *path.parents) if p.is_dir()), path)
-
-
-def _cpu_model(root: Path) -> str:
-    model = re.search(r"^model name\s*:\s*(.+)$", _read(root / "proc/cpuinfo"), re.MULTILINE)
-    return model[1].strip() if model else platform.machine()

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.config import Config, decide_precision
-from bert_dp.config.precision import BF16_UNITS
+from bert_dp.config import BF16_UNITS, Config, decide_precision
 from launcher import results
 from launcher.machine.environment import Environment
 from launcher.report.numbers import format_ratio, format_si

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from tests.e2e.cli import here
+from tests.gpu import checks
+from tests.helpers import read_json
+
 ROOT = Path(__file__).parents[2]
 # the others start benchmarks, faults and searches that have tests of their own
-CHOSEN = ("lookup gradient", "engines", "no host sync", "bit-equal resume", "timers", "throughput at 128")
+CHOSEN = ("lookup gradient", "engines", "no host sync", "bit-equal resume", "timers")
 
 
 def gpu(*options: str, **environ: str) -> subprocess.CompletedProcess[str]:
@@ -46,13 +52,29 @@ def test_the_short_form_runs_and_goes_on(tmp_path: Path) -> None:
     facts = {check["check"]: check["facts"] for check in record["checks"]}
     assert facts["engines"]["cells"] == 2
     assert facts["no host sync"]["refused_by_torch"] is False
-    assert facts["throughput at 128"]["weak-ddp-n1"]["tokens_per_s"] > 0
     table = done.stdout.partition("2 x CPU, short form\n")[2].splitlines()
     assert [line.split("  ")[0].strip() for line in table if line[0] != " "].count("right") == 5
     before = (tmp_path / "results.jsonl").read_text()
     again = gpu("--short", "--out", str(tmp_path), "--only", "timers")
     assert "timers: already done" in again.stdout
     assert (tmp_path / "results.jsonl").read_text() == before
+
+
+def test_throughput_is_read_off_what_scale_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The verb accepts what it is asked; its file is that of an earlier run."""
+
+    def asked(*arguments: str, **_: Any) -> subprocess.CompletedProcess[str]:
+        out = Path(arguments[arguments.index("--out") + 1])
+        done = here(*arguments, "--dry-run")
+        out.mkdir()
+        shutil.copy(ROOT / "tests/golden/made/scale/scaling.json", out)
+        return done
+
+    monkeypatch.setattr(checks, "bert_dp", asked)
+    found = checks.scaling(checks.Place(devices=2, short=True, folder=tmp_path), length=128)
+    assert found.problems == []
+    cells = {cell["id"]: cell for cell in read_json(tmp_path / "scale" / "scaling.json")["cells"]}
+    assert found.facts["weak-ddp-n1"]["tokens_per_s"] == cells["weak-ddp-n1"]["tokens_per_s"]
 
 
 def test_a_check_that_breaks_is_a_failure(tmp_path: Path) -> None:

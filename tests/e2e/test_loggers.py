@@ -40,7 +40,7 @@ def test_a_stop_signal_to_every_process_of_the_job_does_not_cost_the_summary(
 
 def test_no_process_outlives_a_killed_launcher(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    process = begin(shards, run_dir, *ENDLESS)
+    process = begin(shards, run_dir, *ENDLESS, nproc=1)
     wait_for(lambda: is_sent(run_dir))
     process.kill()
     process.communicate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from bert_dp.config import shipped_configs
-from tests.e2e.cli import TINY, bert_dp
+from tests.e2e.cli import TINY, here
 from tests.glue_fixture import write_two_tasks
 
 ROOT = Path(__file__).parents[2]
@@ -19,6 +20,7 @@ PAGES = (
     "training",
     "evaluating",
     "finetuning",
+    "export",
     "data",
     "engines",
     "scaling",
@@ -46,13 +48,15 @@ OWN_FILES = re.compile(r"`((?:bert_dp|launcher|tests|benchmarks|configs)/[\w./-]
 SHRINK = [part for item in (*TINY, "model.vocab_size=400") for part in ("--set", item)]
 SMALLER = {
     "train": SHRINK,
-    "scale": [*SHRINK, "--steps", "2", "--warm-up", "1", "--repeats", "1"],
+    "scale": [*SHRINK, "--dry-run"],  # test_scale.py runs it
     "tune batch": [*SHRINK, "--dry-run"],  # test_tune.py and test_tune_lr.py search
     "tune lr": [*SHRINK, "--tokens", "1024", "--dry-run"],
     "finetune": ["--dry-run"],  # test_finetune.py runs it
     "eval glue": ["--dry-run"],  # test_glue.py runs it
     "data build": ["--vocab-size", "400", "--sequence-length", "16", "--set", "held_out_fraction=0.1"],
 }
+# options of `train` that test_train.py and test_restarting.py run with
+DRY = ("--profile", "--max-restarts", "log.to=")
 # a corpus in the working directory, so that the commands run as they are written
 WORDS = (
     "the crew of the old ship sailed past seven grey islands while rain fell on every quiet harbour and "
@@ -72,15 +76,23 @@ def smaller(command: str, folder: Path) -> list[str]:
     rare = {"train": "data.build.", "scale": "data.build.", "tune": "data.build.", "data": ""}.get(words[0])
     if words[1:2] != ["inspect"] and rare is not None and "data.path=shards" not in words:
         words += ["--set", f"{rare}max_tokens_per_char=0"]  # so few words make many tokens
-    steps = 13 if "--profile" in words else 4 if words[1:2] == ["--run-dir"] else 2  # 4: goes on
-    return [
-        *words,
-        *SMALLER.get(verb, []),
-        *(["--set", f"schedule.steps={steps}"] if verb == "train" else []),
-    ]
+    more = list(SMALLER.get(verb, []))
+    if verb == "train":
+        steps = 13 if "--profile" in words else 4 if words[1:2] == ["--run-dir"] else 2  # 4: goes on
+        dry = any(word.startswith(DRY) for word in words)
+        more += ["--set", f"schedule.steps={steps}", *["--dry-run"] * dry]
+    return [*words, *more]
 
 
-@pytest.mark.timeout(2400)
+def stand_in(arguments: list[str], folder: Path) -> None:
+    """What a command that ran dry would have left, where later ones read it."""
+    if arguments[0] == "scale":
+        (folder / "scaling/first").mkdir(parents=True)
+        shutil.copy(ROOT / "tests/golden/made/scale/scaling.json", folder / "scaling/first")
+    if "log.to=tensorboard" in arguments:
+        shutil.copytree(folder / "runs/first", folder / "runs/logged")
+
+
 def test_commands_run_in_order(tmp_path: Path) -> None:
     (tmp_path / "corpus").mkdir()
     text = "\n".join(
@@ -96,8 +108,9 @@ def test_commands_run_in_order(tmp_path: Path) -> None:
     assert len(ours) >= 15
     for command in ours:
         arguments = smaller(command, tmp_path)
-        done = bert_dp(*arguments, cwd=tmp_path, timeout=900, BERT_DP_CACHE=str(tmp_path / "cache"))
+        done = here(*arguments, cwd=tmp_path, BERT_DP_CACHE=str(tmp_path / "cache"))
         assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        stand_in(arguments, tmp_path)
     (python,) = re.findall(r"```python\n(.*?)```", TEXTS["README.md"], re.DOTALL)
     subprocess.run([sys.executable, "-P", "-c", python], cwd=tmp_path, check=True, timeout=120)
 

@@ -74,7 +74,7 @@ def test_a_signal_during_start_up_is_not_lost(tmp_path: Path, shards: Path) -> N
 
 def test_two_launchers_on_one_directory_only_one_runs(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    both = [begin(shards, run_dir, "schedule.steps=300", nproc=1) for _ in range(2)]
+    both = [begin(shards, run_dir, "schedule.steps=50", nproc=1) for _ in range(2)]
     texts = [process.communicate(timeout=120) for process in both]
     codes = sorted(process.returncode for process in both)
     assert codes == [0, 2], texts

@@ -30,7 +30,7 @@ from tests.e2e.cli import command, go_on, tiny, train
 from tests.faults.harness import broken, needs_mount, observe, on_small_disk, rounds
 from tests.faults.killed_saver import state_of
 from tests.helpers import logged, read_json
-from tests.parity.runs import settings, state, write_run
+from tests.parity.runs import settings, state, train_runs, write_run
 from tests.parity.test_wrapped import installed, parallel
 from tests.ranks import run_ranks
 from tests.states import FACTS
@@ -371,13 +371,8 @@ def test_row_11_what_a_full_and_a_read_only_disk_really_answer(tmp_path: Path) -
 
 @pytest.mark.parametrize("rank", (1, 0)[: len(rounds(1, 2))])
 def test_row_15_one_bad_rank_skips_the_step_on_all(tmp_path: Path, shards: Path, rank: int) -> None:
-    run_dir = tmp_path / "run"
-    train(
-        shards,
-        run_dir,
-        "schedule.steps=8 checkpoint.every_steps=4",
-        **broken("nan", rank=rank, place="step", step=2, times=4),
-    )
+    run_dir = write_run(tmp_path / "run", settings(shards, schedule={"steps": 8}))
+    train_runs(2, [run_dir], poison=(rank, range(2, 6)))
     assert logged(run_dir, "skipped_steps") == [0, 0, 1, 2, 3, 4, 4, 4]
     assert summary(run_dir)["skipped_steps"] == 4
 

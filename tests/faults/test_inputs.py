@@ -9,6 +9,7 @@ import pickle
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,10 +23,10 @@ from safetensors.torch import load_file, save_file
 from bert_dp.config.manifest import manifest_hash
 from bert_dp.corpus.sources import file_hash
 from launcher.run.starters import LAUNCHERS
-from tests.e2e.cli import begin, bert_dp, go_on, step_reached, tiny, train, wait_for
+from tests.e2e.cli import begin, bert_dp, go_on, members, step_reached, tiny, train, wait_for
 from tests.e2e.test_launchers import TOOLS, with_site
 from tests.faults.harness import observe, rounds
-from tests.helpers import read_json
+from tests.helpers import logged, read_json
 from tests.shards import write_shards
 
 
@@ -33,7 +34,7 @@ from tests.shards import write_shards
 def finished(tmp_path_factory: pytest.TempPathFactory, shards: Path) -> Path:
     """A run of 2 steps; copy it before changing anything."""
     run_dir = tmp_path_factory.mktemp("finished") / "run"
-    train(shards, run_dir)
+    train(shards, run_dir, nproc=1)
     return run_dir
 
 
@@ -215,7 +216,7 @@ def test_row_23_no_file_of_a_run_holds_a_secret(tmp_path: Path, shards: Path) ->
     run_dir = tmp_path / "run"
     run_dir.mkdir(mode=0o700)
     (run_dir / ".env").write_text(f"HF_TOKEN={SECRETS['HF_TOKEN']}\n")
-    done = train(shards, run_dir, **SECRETS, **ORDINARY)
+    done = train(shards, run_dir, nproc=1, **SECRETS, **ORDINARY)
     assert done.stderr.count("looks like a secret, but is a common word") == 1
     assert leaks(run_dir) == [".env: HF_TOKEN"]
     summary = read_json(run_dir / "summary.json")
@@ -275,11 +276,13 @@ def listening(process: psutil.Process) -> set[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("launcher", TOOLS)
-def test_row_24_nothing_listens_beyond_loopback(tmp_path: Path, shards: Path, launcher: str) -> None:
-    """From the first process to the third step, looked at 20 times a second."""
+def test_row_24_nothing_listens_beyond_loopback_and_a_stopped_run_goes_on(
+    tmp_path: Path, shards: Path, launcher: str
+) -> None:
+    """From the first process to the third step, looked at 20 times a second; then SIGTERM."""
     assert launcher in LAUNCHERS
-    run_dir = tmp_path / "run"
-    process = begin(shards, run_dir, "schedule.steps=100000", "compile=off", options=("--launcher", launcher))
+    run_dir, options = tmp_path / "a run", ("--launcher", launcher)
+    process = begin(shards, run_dir, "schedule.steps=100000", "compile=off", options=options)
     seen: set[tuple[str, int]] = set()
     whole = psutil.Process(process.pid)
 
@@ -292,7 +295,19 @@ def test_row_24_nothing_listens_beyond_loopback(tmp_path: Path, shards: Path, la
         wait_for(third_step, seconds=180)
     finally:
         process.terminate()
-        process.communicate(timeout=120)
+        out, err = process.communicate(timeout=120)
     observe(24, launcher=launcher, sockets=len(seen))
     assert seen, "gloo listens somewhere"
     assert {address for address, _ in seen} <= {"127.0.0.1", "::1"}, seen
+    assert process.returncode == 143, out + err
+    assert f"launcher: {launcher}" in out
+    assert not members(run_dir)
+    summary = read_json(run_dir / "summary.json")
+    assert (summary["status"], summary["signal"], summary["world_size"]) == ("stopped", signal.SIGTERM, 2)
+    assert (run_dir / summary["checkpoint"] / "manifest.json").is_file()
+    steps = summary["step"] + 2
+    go_on(run_dir, f"schedule.steps={steps}", nproc=2, options=options)
+    assert logged(run_dir, "step") == list(range(1, steps + 1))
+    assert read_json(run_dir / "summary.json")["status"] == "done"
+    assert read_json(run_dir / "environment.json")["launcher"] == launcher
+    assert (run_dir / "logs" / "rank-1.log").exists()

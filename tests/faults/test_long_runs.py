@@ -55,7 +55,7 @@ def peak_mb():
 
 def test_row_25_a_clock_that_jumps_changes_nothing(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
-    train(shards, run_dir, "schedule.steps=5", "compile=off", PYTHONPATH=with_site(tmp_path, CLOCK))
+    train(shards, run_dir, "schedule.steps=5", "compile=off", nproc=1, PYTHONPATH=with_site(tmp_path, CLOCK))
     written = read_lines(run_dir / "metrics.jsonl")
     elapsed = [line["elapsed_s"] for line in written]
     assert len(written) == 5
@@ -117,7 +117,7 @@ def test_row_25_a_log_of_gigabytes_does_not_fill_the_launchers_memory(tmp_path: 
     run_dir = tmp_path / "run"
     environ = {"PYTHONPATH": with_site(tmp_path, FLOOD), "FLOOD_BYTES": str(num_bytes), "FLOOD_TOKEN": SECRET}
     with (tmp_path / "out").open("w") as out:  # not a pipe, which would stop the launcher when it is full
-        process = begin(shards, run_dir, "compile=off", stdout=out, **environ)
+        process = begin(shards, run_dir, "compile=off", nproc=1, stdout=out, **environ)
         log, first, peak = run_dir / "logs" / "rank-0.log", 0.0, 0.0
         launcher = psutil.Process(process.pid)
         while process.poll() is None:

@@ -11,6 +11,7 @@ import html.parser
 import itertools
 import json
 import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -231,7 +232,9 @@ def resumed(root: Path) -> Any:
 
 
 def gone_on(root: Path) -> Any:
-    """A grid and a search that were ended go on; what they had measured stays."""
+    """A grid and a search that were ended go on; what they had measured stays, as links, profile and peak."""
+    for name in ("links-2.json", "profile.json", "peak.json"):
+        shutil.copy(root / "scale" / name, root / "scale-stopped")
     grid = measured(root, "scale-stopped", made.WEAK, "runs")
     search = measured(root, "lr-stopped", made.LR, "trials")
     cells = [{key: cell[key] for key in ("id", "status", "global_batch")} for cell in grid.pop("cells")]

@@ -81,8 +81,8 @@ def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
         ):  # every rank's own clock runs at another speed; only rank 0's may count
             ticks = itertools.count(step=options["seconds_per_call"] * (1 + 3 * rank))
             dist.SharedClock = functools.partial(plain_clock, now=ticks.__next__)  # type: ignore[misc,assignment]
-        bad_rank, bad_step = options.get("poison", (None, 0))
-        poisoned = functools.partial(PoisonedTask, bad_steps=range(bad_step, bad_step + 1))
+        bad_rank, bad_steps = options.get("poison", (None, range(0)))
+        poisoned = functools.partial(PoisonedTask, bad_steps=bad_steps)
         make_task = poisoned if bad_rank == rank else options.get("make_task")
         code = worker.main([f"{run_dir}/config.yaml", "--resume", options.get("resume", "auto")], make_task)
         assert code == 0, f"worker exit code {code}"

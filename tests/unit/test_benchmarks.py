@@ -215,9 +215,11 @@ def test_startup_figures_follow_from_the_rounds(tmp_path):
 
 @pytest.mark.slow
 def test_tune_batch_small(tmp_path, shards):
-    options = [str(tmp_path / "out"), *tiny(shards, "batch.global_size=4", "batch.micro_size=1")]
+    options = [str(tmp_path / "out"), *tiny(shards, "batch.global_size=2", "batch.micro_size=1")]
     cache = str(tmp_path / "cache")
-    done = run("tune_batch", "--tries 1 --budget 5s --rounds 1 --steps 3", *options, BERT_DP_CACHE=cache)
+    done = run(
+        "tune_batch", "--gpus 1 --tries 1 --budget 5s --rounds 1 --steps 3", *options, BERT_DP_CACHE=cache
+    )
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     medians = {int(micro): each["samples_per_s_median"] for micro, each in result["sweep"].items()}

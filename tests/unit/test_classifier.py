@@ -15,6 +15,7 @@ from bert_dp.data import hash64, key32
 from bert_dp.tasks import finetune
 from bert_dp.tasks.finetune import Finetuning
 from tests.example_files import label_names, write_examples
+from tests.runs_to_export import peer_of
 
 LENGTH, VOCABULARY = 32, 64
 SHAPE: dict[str, Any] = {
@@ -69,29 +70,14 @@ def test_logits_do_not_depend_on_padding_or_neighbours(variant: str, pooling: st
 
 @pytest.mark.parametrize("options", [{}, {"pooling": "mean"}], ids=["cls", "mean"])
 def test_fifty_steps_are_those_of_modernbert(options: dict[str, Any]) -> None:
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
     model = make("ModernBERT", **options).train()
-    rope = {"rope_type": "default", "rope_theta": 160_000.0}
-    peer = transformers.ModernBertForSequenceClassification(
-        transformers.ModernBertConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=48,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            intermediate_size=40,
-            layer_types=["full_attention"] * 3,
-            max_position_embeddings=LENGTH,
-            norm_eps=1e-5,
-            norm_bias=False,
-            num_labels=3,
-            classifier_pooling=options.get("pooling", "cls"),
-            pad_token_id=0,
-            rope_parameters={kind: rope for kind in ("full_attention", "sliding_attention")},
-        )
-    ).train()
-    peer.model.embeddings.tok_embeddings.padding_idx = None
-    named = {name.replace("head.classifier", "classifier"): t for name, t in model.state_dict().items()}
-    assert peer.load_state_dict(named, strict=True)
+    sections = {"model": SHAPE | VARIANTS["ModernBERT"], "data": {"path": "x", "sequence_length": LENGTH}}
+    finetune = {"labels": ["a", "b", "c"], "head": "native", **options}
+    config = resolve(
+        [{**sections, "objective": {"name": "finetune"}, "finetune": finetune, "schedule": {"steps": 1}}]
+    )
+    peer = peer_of(model, config, "classifier").train()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in (model, peer)]
     rng = np.random.default_rng(0)
     for _ in range(50):
@@ -136,13 +122,14 @@ def task(tmp_path: Any, request: pytest.FixtureRequest) -> Finetuning:
 
 def test_each_epoch_is_each_example_once_whatever_the_micro_batch(task: Finetuning) -> None:
     """37 examples in batches of 8: batches straddle epochs, all are full, nothing is dropped."""
-    rows = []
+    rows, keys = [], set()
     for start in range(0, 37 * 8, 8):
         halves = [task._training_batch(np.arange(start + m, start + m + 4)) for m in (0, 4)]
         whole = task._training_batch(np.arange(start, start + 8))
         assert sorted(whole.sample_ids) == list(range(start, start + 8))
         assert np.array_equal(np.concatenate([b.sample_ids for b in halves]), whole.sample_ids)
         assert torch.equal(torch.cat([b.key_B for b in halves]), whole.key_B)
+        keys |= set(whole.key_B.tolist())
         assert whole.real_BS is not None
         lengths = whole.real_BS.sum(1)
         assert lengths.tolist() == sorted(lengths.tolist()), "sorted by length inside the batch"
@@ -151,6 +138,7 @@ def test_each_epoch_is_each_example_once_whatever_the_micro_batch(task: Finetuni
             (int(i), tuple(ids[real].tolist()))
             for i, ids, real in zip(whole.sample_ids, whole.ids_BS, whole.real_BS, strict=True)
         ]
+    assert len(keys) == 37 * 8, "dropout of its own for each example in each epoch"
     by_sample = dict(rows)
     epochs = [sorted(by_sample[i] for i in range(e * 37, e * 37 + 37)) for e in range(8)]
     assert all(epoch == epochs[0] for epoch in epochs)

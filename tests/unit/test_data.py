@@ -290,6 +290,16 @@ def test_without_shuffle_the_order_is_the_shards_and_masks_still_move(shards: Sh
     assert not torch.equal(first.positions_P, second.positions_P)
 
 
+def test_dropout_is_drawn_for_each_sequence_in_each_epoch_and_for_each_seed(shards: Shards) -> None:
+    drawn = [
+        batch_of(shards, 0, 150, seed=s, shuffle=shuffle).key_B for s in (3, 4) for shuffle in (True, False)
+    ]
+    for keys, same in zip(drawn[::2], drawn[1::2], strict=True):
+        assert len(keys.unique()) == 150
+        assert sorted(keys.tolist()) == sorted(same.tolist())  # of the sequence, not of its place
+    assert not set(drawn[0].tolist()) & set(drawn[2].tolist())
+
+
 def test_seed_moves_order_and_masks(shards: Shards) -> None:
     a, b = batch_of(shards, 0, 16, seed=1), batch_of(shards, 0, 16, seed=2)
     assert not np.array_equal(unmasked(a), unmasked(b))

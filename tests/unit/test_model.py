@@ -14,6 +14,8 @@ from bert_dp.config import ModelConfig
 from bert_dp.cost import num_parameters
 from bert_dp.dropout import KeyedDropout
 from bert_dp.model import IGNORE, INIT_STD, build_model, sinusoidal_table
+from tests.helpers import make_config
+from tests.runs_to_export import peer_of
 from tests.tensors import assert_near
 
 Case = tuple[Tensor, Tensor, Tensor]  # ids [B, S], flat positions [P], labels [P]
@@ -141,45 +143,18 @@ def test_the_positions_begin_at_the_published_scale():
 
 @pytest.mark.parametrize("length", [16, 128])
 def test_the_compatible_variant_is_modernbert_name_by_name(length):
-    transformers = pytest.importorskip("transformers")
-    config = small(num_heads=4, **MODERN)
-    model = build_model(config, length, seed=1)
+    pytest.importorskip("transformers")
+    config = make_config(model=SMALL | MODERN, data={"sources": ["builtin"], "sequence_length": length})
+    model = build_model(config.model, length, seed=1)
     randomise(model)
-    peer_config = transformers.ModernBertConfig(
-        vocab_size=100,
-        hidden_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        intermediate_size=40,
-        layer_types=["full_attention"] * 3,
-        max_position_embeddings=length,
-        norm_eps=1e-5,
-        norm_bias=False,
-        decoder_bias=False,
-        sparse_prediction=True,
-        attn_implementation="sdpa",
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        cls_token_id=1,
-        sep_token_id=2,
-        rope_parameters={
-            kind: {"rope_type": "default", "rope_theta": config.rope_theta}
-            for kind in ("full_attention", "sliding_attention")
-        },
-    )
-    peer = transformers.ModernBertForMaskedLM(peer_config)
-    peer.model.embeddings.tok_embeddings.padding_idx = None  # ours trains the padding row as any other
-    result = peer.load_state_dict(model.state_dict(), strict=False)
-    assert result.unexpected_keys == []
-    assert set(result.missing_keys) <= {"decoder.weight"}
+    peer = peer_of(model, config, "mlm", sparse_prediction=True)
     assert peer.decoder.weight is peer.model.embeddings.tok_embeddings.weight
     case = ids_BS, positions_P, labels_P = make_case(length=length)
     labels_BS = (
         torch.full(ids_BS.shape, IGNORE).flatten().index_copy(0, positions_P, labels_P).view_as(ids_BS)
     )
     loss = model(*case) / len(labels_P)
-    expected = peer.eval()(input_ids=ids_BS, labels=labels_BS).loss
+    expected = peer(input_ids=ids_BS, labels=labels_BS).loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     assert_near(
         gradients(loss, dict(model.named_parameters())),

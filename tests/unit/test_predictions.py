@@ -31,7 +31,7 @@ def pretrained() -> CrammedBert:
 @pytest.mark.parametrize("pooling", ["mean", "cls", None])
 def test_an_encoding_is_the_mean_without_cls_or_that_of_cls(pooling: str | None) -> None:
     model = pretrained()
-    found = predict.outputs_of(model, ROWS, PAD, pooling)
+    found = predict.outputs_of(predict.of_model(model, FinetuneConfig()), ROWS, PAD, pooling)
     for row, encoding in zip(ROWS, found, strict=True):
         ids = torch.from_numpy(row.astype(np.int64))[None]
         with torch.no_grad():
@@ -45,10 +45,11 @@ def test_an_answer_does_not_depend_on_its_neighbours(pooling: str, monkeypatch: 
     model = build_classifier(ModelConfig(**TINY_MODEL), LENGTH, finetune, 0).eval()
     for weight in model.parameters():
         weight.data *= 1 if weight.dim() == 1 else 8  # or all examples are nearly alike
-    together = predict.outputs_of(model, ROWS, PAD, None)
+    predictor = predict.of_model(model, finetune)
+    together = predict.outputs_of(predictor, ROWS, PAD, None)
     assert together.std(0).min() > 1e-3
     monkeypatch.setattr(predict, "BATCH_TOKENS", 1)
-    alone = predict.outputs_of(model, ROWS[::-1], PAD, None)[::-1]
+    alone = predict.outputs_of(predictor, ROWS[::-1], PAD, None)[::-1]
     assert together == pytest.approx(alone, abs=1e-5)
 
 

@@ -1,0 +1,95 @@
+"""`run.init_from: hf:DIR`: does the ModernBERT there compute what this configuration trains? Torch-free."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from bert_dp.config.schema import Config
+from bert_dp.config.stored import read_regular
+
+HF = "hf:"  # before a directory in the format of transformers
+MAX_BYTES = 2**22  # of config.json
+# config.json -> our setting of the same meaning
+FIELDS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "intermediate_size": "intermediate_size",
+    "norm_eps": "norm_eps",
+    "norm_bias": "norm_bias",
+    "attention_bias": "bias",
+    "mlp_bias": "bias",
+}
+# config.json -> the only value that our models have, which is also that of an older file without it
+FIXED = {"hidden_activation": "gelu", "classifier_activation": "gelu", "tie_word_embeddings": True}
+SHAPE = {"position": "rope", "norm": "layernorm", "mlp": "geglu", "first_attention_norm": False}
+THETAS = {
+    "full_attention": ("global_rope_theta", 160_000.0),
+    "sliding_attention": ("local_rope_theta", 10_000.0),
+}
+"""Kind of layer -> its field in the layout before transformers 5, and the default."""
+
+
+def hf_directory(where: str | None) -> Path | None:
+    """DIR of hf:DIR."""
+    return Path(where.removeprefix(HF)) if where is not None and where.startswith(HF) else None
+
+
+def modernbert_issues(directory: Path, config: Config) -> list[str]:
+    """Why weights there are not this model's; a line for each field."""
+    try:
+        settings = json.loads(read_regular(directory / "config.json", MAX_BYTES))
+        if not isinstance(settings, dict):
+            raise ValueError("no object")
+    except (OSError, ValueError, RecursionError) as error:
+        return [f"run.init_from: {directory / 'config.json'} cannot be read ({error})"]
+    if (kind := settings.get("model_type")) != "modernbert":
+        return [f"run.init_from: {directory} has model_type {kind!r}; only modernbert can be begun with"]
+    if not (directory / "model.safetensors").is_file():
+        return [f"run.init_from: {directory} has no model.safetensors"]
+    issues = [f"run.init_from: {directory}: {line}" for line in _differences(settings, config)]
+    if config.run.init_keeps == "moments":
+        issues.append(f"run.init_keeps: moments, but {directory} has weights alone; use weights")
+    return issues
+
+
+def _differences(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
+    model = config.model
+    mlm = config.objective.name == "mlm"
+    for name, value in {**SHAPE, **({"head": "dense"} if mlm else {})}.items():
+        if (ours := getattr(model, name)) != value:
+            yield f"ModernBERT has {name} {value}; set model.{name}={value}, not {ours}"
+    for theirs, name in {**FIELDS, **({"classifier_bias": "bias"} if mlm else {})}.items():
+        found, ours = settings.get(theirs), getattr(model, name)
+        if found != ours:
+            yield f"{theirs} is {found}; set model.{name}={found}, not {ours}"
+    for theirs, value in FIXED.items():
+        if (found := settings.get(theirs, value)) != value:
+            yield f"{theirs} is {found}, and our models have {value} alone"
+    if mlm and settings.get("decoder_bias", True):
+        yield "decoder_bias is true, and our decoder has no bias"
+    yield from _attention(settings, config)
+
+
+def _attention(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
+    """Every layer must look at the whole sequence, with the same positions; in either layout."""
+    every = settings.get("global_attn_every_n_layers", 3)
+    kinds = settings.get("layer_types") or [
+        "sliding_attention" if i % every else "full_attention" for i in range(config.model.num_layers)
+    ]
+    length, window = config.data.sequence_length, settings.get("local_attention", 128)
+    if "sliding_attention" in kinds and window // 2 < length - 1:
+        yield f"local_attention is {window}, which is not global at data.sequence_length {length}"
+    parameters = settings.get("rope_parameters") or {}
+    for kind in sorted(set(kinds) & THETAS.keys()):
+        field, default = THETAS[kind]
+        rope = parameters.get(kind) or {}
+        theta = rope.get("rope_theta", settings.get(field, default))
+        if rope.get("rope_type", "default") != "default":
+            yield f"rope_parameters.{kind} has rope_type {rope['rope_type']}, and ours is default"
+        if theta != config.model.rope_theta:
+            yield f"{field} is {theta}; set model.rope_theta={theta}, not {config.model.rope_theta}"

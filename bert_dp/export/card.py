@@ -1,0 +1,100 @@
+"""README.md of an exported directory: a model card, from what the run has written down."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from bert_dp import __version__, record
+from bert_dp.export.whole import Source
+from bert_dp.record.exported import Exported
+from bert_dp.record.models import HeldOut, Summary
+
+TAGS = {"mlm": "fill-mask", "classifier": "text-classification", "encoder": "feature-extraction"}
+HOW = {
+    "hf": "    from transformers import {auto}, AutoTokenizer\n\n"
+    '    model = {auto}.from_pretrained("DIR")\n'
+    '    tokenizer = AutoTokenizer.from_pretrained("DIR")\n',
+    "onnx": "    import onnxruntime\n\n"
+    '    session = onnxruntime.InferenceSession("DIR/model.onnx")\n'
+    '    session.run(["{output}"], {{"input_ids": ids, "attention_mask": mask}})  # int64 [batch, length]\n',
+    "aoti": "    import torch\n\n"
+    '    model = torch._inductor.aoti_load_package("DIR/model.pt2")\n'
+    "    model(ids, mask)  # both int64 [batch, length]\n",
+}
+NEEDS = {"EuroBERT": "Its class exists from transformers 5 on.", "aoti": "It runs on CPUs of the same kind."}
+PRETRAINED = (
+    "It was pretrained on running text whose documents end with the separator, without a classification "
+    "token at the front: `tokenizer(text, add_special_tokens=False)` is what it has seen."
+)
+NOT_SIMILAR = "Its encodings were not trained for similarity."
+
+
+def card(exported: Exported, source: Source, command: str, auto: str, output: str) -> str:
+    """Markdown. `command`: what made the directory; `auto`: the class of transformers that loads it;
+    `output`: the name of what it computes first."""
+    front = "---\nlibrary_name: {}\npipeline_tag: {}\ntags: [bert, bert-dp]\n---\n"
+    library = {"hf": "transformers", "onnx": "onnx", "aoti": "pytorch"}[exported.format]
+    notes = [
+        {"mlm": PRETRAINED, "encoder": f"{PRETRAINED} {NOT_SIMILAR}"}.get(exported.kind),
+        NEEDS.get(exported.architecture or exported.format),
+    ]
+    parts = [
+        front.format(library, TAGS[exported.kind]),
+        f"# {source.checkpoint.parent.parent.name or source.checkpoint.name}\n",
+        f"{exported.parameters:,} parameters, at most {exported.sequence_length} tokens, made by bert-dp "
+        f"{__version__}: `{command}`.\n",
+        HOW[exported.format].format(auto=auto, output=output),
+        *(f"{note}\n" for note in notes if note),
+        "| trained | |\n|---|---|\n" + "".join(f"| {name} | {text} |\n" for name, text in facts(source)),
+    ]
+    return "\n".join(parts)
+
+
+def facts(source: Source) -> Iterator[tuple[str, str]]:
+    """What is known of the training, as far as the run's directory still has it."""
+    run, config = source.checkpoint.parent.parent, source.config
+    environment = record.read_json(run / "environment.json") or {}
+    if command := environment.get("command"):
+        yield "command", f"`{' '.join(map(str, command))}`"
+    yield "steps", f"{source.facts.step:,}"
+    yield "samples", f"{source.facts.samples:,}"
+    if config.objective.name == "mlm":
+        yield "tokens", f"{source.facts.samples * config.data.sequence_length:,}"
+    yield "data", f"sha256 {source.facts.data_hash}"
+    if source.facts.init_from is not None:
+        yield "began with", f"weights with sha256 {source.facts.init_from.sha256}"
+    summary = _summary(run)
+    if summary is None or summary.step != source.facts.step:
+        return
+    unit = (summary.heldout or HeldOut()).loss_unit
+    for name, value in (
+        ("loss of the last step", summary.final_loss),
+        ("held-out loss", summary.heldout_loss),
+        ("unigram entropy", summary.unigram_entropy_nats),
+    ):
+        if value is not None:
+            yield name, f"{value:.4f} {unit}"
+    for name, value in ((summary.heldout and summary.heldout.scores) or {}).items():
+        yield name, "not defined" if value is None else f"{value:.4f}"
+
+
+def _summary(run: Path) -> Summary | None:
+    """summary.json; None where there is none, or a damaged one."""
+    try:
+        return Summary.model_validate(record.read_json(run / "summary.json"))
+    except ValueError:
+        return None
+
+
+def tokenizer_files(source: Source) -> dict[str, Any]:
+    """tokenizer_config.json as PreTrainedTokenizerFast reads it, beside tokenizer.json."""
+    roles = {f"{role}_token": source.tokenizer.id_to_token(i) for role, i in source.special.items()}
+    return {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": source.config.data.sequence_length,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+        **roles,
+    }

@@ -1,0 +1,164 @@
+"""Is an exported directory the run that it was made from? Both compute the same batches, the directory in a
+process without our code.
+
+Axes: B sequences, S positions, O outputs of a position or of a sequence.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from bert_dp import checkpoint
+from bert_dp.config import ConfigError
+from bert_dp.corpus import tokenizer as tokens
+from bert_dp.export import foreign
+from bert_dp.export.whole import Source, open_run
+from bert_dp.rank_process import RunFailed
+from bert_dp.record.exported import Exported, read_exported
+
+BATCHES = (1, 3, 8)
+LENGTHS = (5, 37)  # and the run's own
+TOLERANCES = {"hf": 1e-5, "onnx": 1e-4, "aoti": 1e-4}
+"""Largest difference in fp32, of outputs up to 1; of larger ones as a share of the largest."""
+
+Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
+
+
+def check(directory: Path, run: Path | None) -> dict[str, Any]:
+    """What main prints: see launcher.results.ExportCheck. `run`: where it is; None = where it was.
+
+    Raises ConfigError for a directory or run that cannot be used, or that is another one, and RunFailed where
+    the directory cannot be loaded.
+    """
+    exported = read_exported(directory)
+    source = open_source(exported, run)
+    batches = make_batches(source, exported)
+    ours = [reference(source, *batch) for batch in batches]
+    theirs, facts = compute_apart(directory, batches)
+    tolerance = TOLERANCES[exported.format] if exported.precision == "fp32" else None
+    rows = [
+        compare(batch, *pair, exported, tolerance)
+        for batch, pair in zip(batches, zip(ours, theirs, strict=True), strict=True)
+    ]
+    found = {
+        "format": exported.format,
+        "kind": exported.kind,
+        "precision": exported.precision,
+        "architecture": exported.architecture,
+        "checkpoint": str(source.checkpoint),
+        "tolerance": tolerance,
+        "rows": rows,
+        "parameters": facts.get("parameters"),
+        "stored_parameters": stored_parameters(directory),
+        "run_parameters": exported.parameters,
+        "not_loaded": facts.get("odd", []),
+        "again": facts["again"],
+    }
+    return {**found, "ok": is_ok(found)}
+
+
+def is_ok(found: dict[str, Any]) -> bool:
+    """Whether the two compute the same. A directory of another precision is measured, not judged."""
+    same_weights = not found["not_loaded"] and found["parameters"] == found["stored_parameters"]
+    if found["tolerance"] is None:
+        return same_weights
+    rows = found["rows"]
+    near = all(row["difference"] <= found["tolerance"] and row["top1"] in (None, 1) for row in rows)
+    return near and same_weights and found["again"] <= found["tolerance"]
+
+
+def open_source(exported: Exported, run: Path | None) -> Source:
+    """The run of a directory. Raises ConfigError when it is gone or has other weights."""
+    where = Path(exported.checkpoint) if run is None else run
+    if not where.exists():
+        raise ConfigError([f"DIR: its checkpoint {where} is gone; name the run that has it by --run"])
+    path = checkpoint.resolve(str(where))
+    if checkpoint.weights_hash(path) != exported.weights_sha256:
+        what = f"its newest is {path.name}" if path != where else "it was written again since"
+        raise ConfigError(
+            [f"--run: {where} has not the weights that were exported at step {exported.step} ({what})"]
+        )
+    return open_run(path, encoder=exported.kind == "encoder")
+
+
+def make_batches(source: Source, exported: Exported) -> list[Batch]:
+    """Ordinary tokens, drawn by seed; the first sequence of a batch is whole, the others of any length."""
+    rng = np.random.default_rng(0)
+    first = tokens.first_ordinary(source.tokenizer, source.special)
+    most = exported.sequence_length
+    batches = []
+    for length in sorted({min(length, most) for length in (*LENGTHS, most)}):
+        for size in BATCHES:
+            lengths_B = rng.integers(1, length + 1, size)
+            lengths_B[0] = length
+            mask_BS = (np.arange(length) < lengths_B[:, None]).astype(np.int64)
+            ids_BS = rng.integers(min(first, exported.vocab_size - 1), exported.vocab_size, (size, length))
+            batches.append((np.where(mask_BS, ids_BS, exported.pad), mask_BS))
+    return batches
+
+
+def reference(source: Source, ids_BS: NDArray[np.int64], mask_BS: NDArray[np.int64]) -> NDArray[np.float32]:
+    """What our model makes of a batch, in fp32."""
+    with torch.inference_mode():
+        found: NDArray[np.float32] = (
+            source.whole()(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))[0].float().numpy()
+        )
+    return found
+
+
+def compute_apart(directory: Path, batches: Sequence[Batch]) -> tuple[list[NDArray[Any]], dict[str, Any]]:
+    """What the directory makes of the batches in a process of its own, and what it says of itself."""
+    with tempfile.TemporaryDirectory() as scratch:
+        given, made = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
+        ids = {f"ids-{i}": np.ascontiguousarray(ids_BS) for i, (ids_BS, _) in enumerate(batches)}
+        masks = {f"mask-{i}": np.ascontiguousarray(mask_BS) for i, (_, mask_BS) in enumerate(batches)}
+        save_file({**ids, **masks}, given)
+        done = subprocess.run(
+            [sys.executable, "-I", foreign.__file__, str(directory.absolute()), str(given), str(made)],
+            stdout=subprocess.PIPE,
+            cwd=scratch,
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+            text=True,
+        )
+        if done.returncode:
+            raise RunFailed(f"{directory} could not be loaded; see above", "error")
+        outputs = load_file(made)
+    return [outputs[f"output-{i}"] for i in range(len(batches))], json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(
+    batch: Batch, ours: NDArray[Any], theirs: NDArray[Any], exported: Exported, tolerance: float | None
+) -> dict[str, Any]:
+    """The largest difference of a batch's outputs, over the largest of ours where that is above 1; and the
+    share whose largest output is the same, which a tie within the tolerance is (None of hidden states)."""
+    mask_BS = batch[1]
+    if exported.kind != "classifier":
+        ours, theirs = ours[mask_BS != 0], theirs[mask_BS != 0]  # what stands at padding says nothing
+    scale = max(1.0, float(np.abs(ours).max()))
+    margin_N = ours.max(-1) - np.take_along_axis(ours, theirs.argmax(-1)[:, None], -1)[:, 0]
+    is_same_N = margin_N <= 2 * scale * (tolerance or 0.0)
+    return {
+        "batch": mask_BS.shape[0],
+        "length": mask_BS.shape[1],
+        "outputs": ours.size,
+        "difference": float(np.abs(ours - theirs).max()) / scale,
+        "top1": None if exported.kind == "encoder" else float(is_same_N.mean()),
+    }
+
+
+def stored_parameters(directory: Path) -> int | None:
+    """Numbers in model.safetensors, where there is one."""
+    file = directory / "model.safetensors"
+    return sum(tensor.size for tensor in load_file(file).values()) if file.is_file() else None

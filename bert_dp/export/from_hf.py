@@ -1,0 +1,56 @@
+"""The weights of a ModernBERT in the format of transformers, by our names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from bert_dp import checkpoint
+from bert_dp.config import Config, ConfigError, modernbert_issues
+from bert_dp.config.stored import sha256
+from bert_dp.parallel import State
+
+TIED = "decoder.weight"  # to the embedding
+
+
+def modernbert_state(directory: Path, config: Config, tokenizer: str | None) -> State:
+    """What a run begins with of DIR/model.safetensors. `tokenizer`: hash of the data's.
+
+    Raises ConfigError for a file that cannot be read or does not fit.
+    """
+    issues = modernbert_issues(directory, config)
+    own = directory / checkpoint.TOKENIZER
+    if tokenizer is not None and own.is_file() and sha256(own) != tokenizer:
+        issues.append(
+            f"data.tokenizer: the shards have another tokenizer than {directory}; build them with "
+            f"data.tokenizer={own}"
+        )
+    if issues:
+        raise ConfigError(issues)
+    try:
+        tensors = load_file(directory / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(
+            [f"run.init_from: {directory}: model.safetensors cannot be read ({error})"]
+        ) from None
+    return {"model": dict(our_names(tensors)), "optimizer": {}, "scaler": {}}
+
+
+def our_names(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The parameters under our names. A key's bias is left out: it shifts all scores of a query alike."""
+    is_bare = not any(name.startswith("model.") for name in tensors)  # of AutoModel
+    for theirs, tensor in tensors.items():
+        name = f"model.{theirs}" if is_bare else theirs
+        if theirs == TIED:
+            continue
+        if name.endswith(".Wqkv.bias"):
+            layer = name.removesuffix(".Wqkv.bias")
+            query_H, _, value_H = tensor.chunk(3)
+            yield f"{layer}.q_bias", query_H.clone()
+            yield f"{layer}.v_bias", value_H.clone()
+        else:
+            yield f"head.{name}" if name.startswith("classifier.") else name, tensor

@@ -1,0 +1,81 @@
+"""A run's model as one function of token ids and a padding mask: what is compared, traced and compiled."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+
+from bert_dp import checkpoint, pretrained, record
+from bert_dp.classifier import Classifier, pool
+from bert_dp.config import Config, Kind
+from bert_dp.corpus import tokenizer as tokens
+from bert_dp.model import CrammedBert
+
+OUTPUTS: dict[Kind, tuple[str, ...]] = {
+    "mlm": ("logits", "last_hidden_state"),
+    "classifier": ("logits",),
+    "encoder": ("last_hidden_state",),
+}
+"""Names of what is computed, in order; the first is what is compared."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What is exported."""
+
+    checkpoint: Path
+    facts: record.CheckpointFacts
+    config: Config
+    kind: Kind
+    model: CrammedBert | Classifier
+    """In fp32, in eval mode."""
+    tokenizer: Tokenizer
+    tokenizer_file: Path
+    special: dict[str, int]
+    """Ids by role."""
+
+    def whole(self) -> Whole:
+        return Whole(self.model, self.kind, self.config.finetune.pooling).eval()
+
+
+def open_run(run: str | Path, *, encoder: bool) -> Source:
+    """The newest good checkpoint of a run, or one checkpoint. `encoder`: without its head.
+
+    Raises ConfigError.
+    """
+    path = checkpoint.resolve(str(run))
+    model, words, config = pretrained.load_with_config(path)
+    file = pretrained.tokenizer_of(path)
+    kind: Kind = "encoder" if encoder else "mlm" if isinstance(model, CrammedBert) else "classifier"
+    return Source(
+        checkpoint=path.resolve(),
+        facts=record.read_checkpoint_facts(path),
+        config=config,
+        kind=kind,
+        model=model.float(),
+        tokenizer=words,
+        tokenizer_file=file,
+        special=tokens.special_ids(words, str(file)),
+    )
+
+
+class Whole(nn.Module):
+    """input_ids and attention_mask, each [B, S] int64, to OUTPUTS: logits are [B, S, V] of tokens or [B, L]
+    of labels, hidden states [B, S, H]."""
+
+    def __init__(self, model: CrammedBert | Classifier, kind: Kind, pooling: str):
+        super().__init__()
+        self.model, self.kind, self.pooling = model, kind, pooling
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
+        real_BS = attention_mask != 0
+        x_BSH = self.model.model(input_ids, real_BS)
+        if self.kind == "encoder":
+            return (x_BSH.float(),)
+        if self.kind == "classifier":
+            return (self.model.head(pool(x_BSH, real_BS, self.pooling), None).float(),)
+        table_VH = self.model.model.embeddings.tok_embeddings.weight
+        return self.model.head(x_BSH, table_VH, None).float(), x_BSH.float()

@@ -1,0 +1,143 @@
+"""`bert-dp export`: checked here, written and compared by `python -m bert_dp.export`, shown as a Report."""
+
+from __future__ import annotations
+
+import importlib.util
+import shlex
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bert_dp.config import ConfigError, native_issues
+from bert_dp.config.extras import install_command
+from bert_dp.record.exported import ExportFormat, read_exported
+from launcher import children, results
+from launcher.evaluate.finetune import Pretrained, find_pretrained
+from launcher.report.console import show_report
+from launcher.report.model import Cell, Column, Report, Row, Section, Table, Verdict
+from launcher.report.numbers import NA, count_of, format_count
+from launcher.report.parts import cell, words
+from launcher.results import ExportCheck
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+NEEDS: dict[ExportFormat, tuple[str, ...]] = {"hf": (), "onnx": ("onnx", "onnxscript"), "aoti": ()}
+"""Packages that writing a format takes."""
+LOADS: dict[ExportFormat, tuple[str, ...]] = {
+    "hf": ("transformers",),
+    "onnx": ("onnx", "onnxruntime"),
+    "aoti": (),
+}
+"""Packages that loading it takes."""
+
+
+def export(form: ExportFormat, run: Path, out: Path, *, encoder: bool, options: Sequence[str] = ()) -> int:
+    """`options`: of the format, as `python -m bert_dp.export` takes them. Returns the exit code. Raises
+    ConfigError."""
+    start = find_pretrained(run.expanduser())
+    out = out.expanduser().absolute()
+    issues = [*package_issues(f"export {form}", NEEDS[form]), *_out_issues(out)]
+    if "--int8" in options:
+        issues += package_issues("--int8", ("onnxruntime",))
+    if form == "aoti" and shutil.which("g++") is None:
+        issues.append("export aoti compiles by g++, which is not installed; install it, or export onnx")
+    if form == "hf":
+        issues += _hf_issues(start, encoder)
+    if issues:
+        raise ConfigError(issues)
+    flags = [*(["--encoder"] if encoder else []), *options]
+    command = shlex.join(["bert-dp", "export", form, start.run.name, "--out", out.name, *flags])
+    arguments = [form, "--out", str(out), "--command", command, *flags, "--", str(start.run)]
+    return children.run_module("bert_dp.export", arguments).returncode
+
+
+def package_issues(what: str, packages: Sequence[str]) -> list[str]:
+    """At most one line, which names the extra that has what is missing."""
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if not missing:
+        return []
+    return [f"{what} needs {' and '.join(missing)}, of the extra export; {install_command('export')}"]
+
+
+def _hf_issues(start: Pretrained, encoder: bool) -> list[str]:
+    is_classifier = start.config.objective.name == "finetune"
+    return native_issues(start.config, "encoder" if encoder else "classifier" if is_classifier else "mlm")
+
+
+def _out_issues(out: Path) -> list[str]:
+    """Why nothing can be written there; at most one line."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        return [f"--out: {out} is not an empty directory; name a new one"]
+    if not out.parent.is_dir():
+        return [f"--out: {out.parent} does not exist; make it, or name a directory elsewhere"]
+    return []
+
+
+def check(directory: Path, run: Path | None, *, as_json: bool, console: Console) -> int:
+    """Exit code 0 if the directory computes what its run computes, else 1. Raises ConfigError."""
+    directory = directory.expanduser()
+    exported = read_exported(directory)
+    if issues := package_issues("export check", LOADS[exported.format]):
+        raise ConfigError(issues)
+    arguments = ["check", *(["--run", str(run.expanduser())] if run else []), "--", str(directory)]
+    code, found = children.capture_json("bert_dp.export", arguments)
+    if found is None:
+        return code or 1
+    measured = results.parse(found, ExportCheck, "the comparison")
+    if as_json:
+        sys.stdout.write(results.to_json(measured))
+    else:
+        show_report(console, check_report(measured), titled=True)
+    return code
+
+
+def check_report(found: ExportCheck) -> Report:
+    """The differences by batch and length, and what decides."""
+    columns = [Column("length"), Column("outputs"), Column("difference"), Column("same top 1")]
+    rows = [
+        Row(
+            f"{row.batch}",
+            [
+                cell(row.length, "count"),
+                cell(row.outputs, "count"),
+                Cell(f"{row.difference:.1e}", exact=row.difference),
+                cell(row.top1, "percent") if row.top1 is not None else Cell(NA),
+            ],
+        )
+        for row in found.rows
+    ]
+    largest = max(row.difference for row in found.rows)
+    held = "not judged, as it is no fp32" if found.tolerance is None else f"{found.tolerance:.0e} is allowed"
+    facts = [
+        words("what", f"{found.architecture or found.format} ({found.kind}, {found.precision})"),
+        words("largest difference", f"{largest:.1e}", held),
+        words("saved and loaded again", f"{found.again:.1e}", "difference from what was loaded first"),
+        words("parameters", _parameters(found), f"{format_count(found.run_parameters)} in the run"),
+        words("not loaded", ", ".join(found.not_loaded[:8]) or "none"),
+        words("checkpoint", found.checkpoint),
+    ]
+    verdict = Verdict("ok", "The directory computes what the run computes.")
+    if not found.ok:
+        verdict = Verdict("fail", "The directory does not compute what the run computes.")
+    return Report(
+        "bert-dp: an exported directory beside its run",
+        verdicts=[verdict],
+        sections=[Section("", tables=[Table(rows, columns, corner="batch"), Table(facts)], notes=[NOTE])],
+    )
+
+
+NOTE = (
+    "difference: the largest of any output, over the largest output where that is above 1. The sequences "
+    "of a batch differ in length; padding is not compared."
+)
+
+
+def _parameters(found: ExportCheck) -> str | None:
+    if found.parameters is None or found.stored_parameters is None:
+        return None
+    return (
+        f"{count_of(found.parameters, 'number')} loaded, {count_of(found.stored_parameters, 'number')} stored"
+    )

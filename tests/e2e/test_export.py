@@ -1,0 +1,300 @@
+"""`bert-dp export` as a user calls it: what it writes, what proves it, and what it refuses."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bert_dp import load
+from bert_dp.config import Config
+from launcher import results
+from tests.e2e.cli import bert_dp, refused
+from tests.helpers import logged, read_json, read_lines
+from tests.runs_to_export import WORDS, config_of, finetuned, write_run
+
+NAMES = {"rope": "crammed-rope", "rms": "small-text", "simple": "bert-simple", "crammed": "crammed-bert"}
+SMALL = {"hidden_size": 48, "num_heads": 4, "intermediate_size": 40}
+RUNS: dict[str, Config] = {name: config_of(shipped, model=SMALL) for name, shipped in NAMES.items()}
+RUNS["rope-labels"] = finetuned(RUNS["rope"], "native", pooling="mean")
+RUNS["recipe-labels"] = finetuned(RUNS["crammed"], "recipe")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a run of each configuration."""
+    folder = tmp_path_factory.mktemp("export")
+    for name, config in RUNS.items():
+        write_run(folder / name, config)
+    return folder
+
+
+def export(form: str, run: Path, out: Path, *options: str) -> Path:
+    done = bert_dp("export", form, str(run), "--out", str(out), *options)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out
+
+
+def check(directory: Path, *options: str, code: int = 0) -> results.ExportCheck:
+    done = bert_dp("export", "check", str(directory), "--json", *options)
+    assert done.returncode == code, done.stdout + done.stderr
+    return results.parse(json.loads(done.stdout), results.ExportCheck, "stdout")
+
+
+def assert_proven(found: results.ExportCheck, tolerance: float) -> None:
+    assert found.ok
+    assert {(row.batch, row.length) for row in found.rows} == {
+        (batch, length) for batch in (1, 3, 8) for length in (5, 37, 128)
+    }
+    assert max(row.difference for row in found.rows) < tolerance
+    assert found.again <= tolerance
+    assert not found.not_loaded
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "architecture"),
+    [
+        pytest.param("rms", (), "EuroBERT", marks=pytest.mark.quick),
+        ("simple", ("--encoder",), "RobertaPreLayerNorm"),
+        ("rope-labels", (), "ModernBERT"),
+    ],
+)
+def test_transformers_loads_it_and_computes_the_same(
+    runs: Path, tmp_path: Path, name: str, options: tuple[str, ...], architecture: str
+) -> None:
+    pytest.importorskip("transformers")
+    out = export("hf", runs / name, tmp_path / "out", *options)
+    found = check(out)
+    assert found.architecture == architecture
+    assert_proven(found, 1e-5)
+    assert found.parameters == found.stored_parameters
+    if architecture == "ModernBERT":
+        assert found.parameters == found.run_parameters
+
+
+def test_what_the_directory_holds(runs: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer
+
+    run = shutil.copytree(runs / "rope-labels", tmp_path / "rope-labels")
+    heldout = {"loss": 0.5, "scores": {"dev/accuracy": 0.75}}
+    (run / "summary.json").write_text(json.dumps({"status": "done", "step": 3, "heldout": heldout}))
+    (run / "environment.json").write_text(json.dumps({"command": ["bert-dp", "finetune", "runs/a"]}))
+    out = export("hf", run, tmp_path / "out")
+    assert sorted(path.name for path in out.iterdir()) == [
+        "README.md",
+        "config.json",
+        "export.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    config = AutoConfig.from_pretrained(out)
+    assert config.id2label == {0: "sea", 1: "land", 2: "sky"}
+    assert config.rope_parameters["full_attention"]["rope_theta"] == RUNS["rope"].model.rope_theta
+    assert set(config.layer_types) == {"full_attention"}
+    old = read_json(out / "config.json")
+    assert (old["global_attn_every_n_layers"], old["local_attention"]) == (1, 256)
+    assert old["global_rope_theta"] == old["local_rope_theta"] == RUNS["rope"].model.rope_theta
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    encoded = tokenizer(["an old ship", "rain"], ["on grey islands", "fell"], padding=True)
+    assert set(encoded) == {"input_ids", "attention_mask"}
+    assert encoded["input_ids"][0][0] == tokenizer.cls_token_id == 4
+    assert encoded["input_ids"][1][-1] == tokenizer.pad_token_id == config.pad_token_id
+    card = (out / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\npipeline_tag: text-classification\n")
+    assert "`bert-dp export hf rope-labels --out out`" in card
+    for row in ("command | `bert-dp finetune runs/a`", f"data | sha256 {'0' * 64}", "dev/accuracy | 0.7500"):
+        assert f"| {row} |\n" in card
+
+
+@pytest.mark.parametrize(("form", "name"), [("hf", "rope-labels"), ("onnx", "rope")])
+def test_predict_takes_it_in_place_of_the_run(runs: Path, tmp_path: Path, form: str, name: str) -> None:
+    pytest.importorskip("onnxruntime")
+    file = tmp_path / "a.txt"
+    file.write_text("\n".join(" ".join(WORDS[: n + 1]) for n in range(len(WORDS))))
+    out = export(form, runs / name, tmp_path / "out")
+    ours, theirs = (predicted(run, file, tmp_path / run.name) for run in (runs / name, out))
+    assert len(ours) == len(WORDS)
+    for mine, other in zip(ours, theirs, strict=True):
+        if name == "rope":
+            assert other["encoding"] == pytest.approx(mine["encoding"], abs=1e-4)
+        else:
+            assert other["label"] == mine["label"]
+            assert other["probabilities"] == pytest.approx(mine["probabilities"], abs=1e-4)
+
+
+def predicted(run: Path, file: Path, place: Path) -> list[dict[str, Any]]:
+    out = place.with_suffix(".jsonl")
+    done = bert_dp("predict", str(run), str(file), "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    return read_lines(out)
+
+
+@pytest.mark.quick
+def test_a_directory_that_is_another_model_fails(runs: Path, tmp_path: Path) -> None:
+    """One wrong constant, which initial weights would hide."""
+    pytest.importorskip("transformers")
+    out = export("hf", runs / "rms", tmp_path / "out")
+    config = read_json(out / "config.json")
+    config["rope_parameters"]["rope_theta"] = 10_000.0
+    (out / "config.json").write_text(json.dumps(config))
+    shown = bert_dp("export", "check", out.name, cwd=tmp_path)
+    assert shown.returncode == 1, shown.stderr
+    assert "does not compute what the run computes" in shown.stdout
+    largest = re.search(r"largest difference +([\d.e-]+)", shown.stdout)
+    assert largest is not None
+    assert float(largest[1]) > 1e-3
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("crammed", (), "model.position: scaled_sinusoidal with model.norm: layernorm"),
+        ("recipe-labels", ("--encoder",), "model.position: scaled_sinusoidal"),
+        ("nowhere", (), "does not exist"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused(
+    runs: Path, tmp_path: Path, name: str, options: tuple[str, ...], said: str
+) -> None:
+    errors = refused("export", "hf", str(runs / name), "--out", str(tmp_path / "out"), *options)
+    assert said in errors
+    assert errors.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.quick
+def test_places_that_are_refused(runs: Path, tmp_path: Path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "a").touch()
+    rope = str(runs / "rope")
+    assert "--out: " in refused("export", "hf", rope, "--out", str(tmp_path / "full"))
+    assert "--out: " in refused("export", "hf", rope, "--out", str(tmp_path / "none" / "out"))
+    assert "export.json cannot be read" in refused("export", "check", str(tmp_path))
+
+
+@pytest.mark.quick
+def test_a_missing_package_is_refused_by_its_extra(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "export.json").write_text(
+        json.dumps(
+            {
+                "format": "hf",
+                "kind": "mlm",
+                "checkpoint": "x",
+                "weights_sha256": "0" * 64,
+                **dict.fromkeys(("step", "sequence_length", "vocab_size", "parameters", "pad"), 1),
+            }
+        )
+    )
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    missing = refused("export", "onnx", str(runs / "rope"), "--out", str(tmp_path / "out"))
+    assert "export onnx needs onnx and onnxscript, of the extra export; pip install 'onnx" in missing
+    assert "export check needs transformers" in refused("export", "check", str(tmp_path))
+    assert "predict needs transformers" in refused("predict", str(tmp_path), str(tmp_path / "export.json"))
+
+
+def test_a_broken_or_untrained_run(runs: Path, tmp_path: Path) -> None:
+    write_run(tmp_path / "new", RUNS["rms"], step=0)
+    done = bert_dp("export", "hf", str(tmp_path / "new"), "--out", str(tmp_path / "out"))
+    assert done.returncode == 0
+    assert done.stderr.startswith("warning: RUN has not trained a step")
+    broken = shutil.copytree(runs / "rms", tmp_path / "broken")
+    (broken / "checkpoints/step-00000003/model.safetensors").write_bytes(b"torn")
+    done = bert_dp("export", "hf", str(broken), "--out", str(tmp_path / "none"))
+    assert (done.returncode, "manifest says" in done.stderr) == (2, True)
+    assert not (tmp_path / "none").exists()
+    assert check(tmp_path / "out", "--run", str(tmp_path / "new")).ok
+    shutil.move(tmp_path / "new", tmp_path / "moved")
+    done = bert_dp("export", "check", str(tmp_path / "out"))
+    assert (done.returncode, "name the run that has it by --run" in done.stderr) == (2, True)
+    done = bert_dp("export", "check", str(tmp_path / "out"), "--run", str(runs / "rope"))
+    assert (done.returncode, "has not the weights that were exported" in done.stderr) == (2, True)
+
+
+@pytest.mark.parametrize("name", ["crammed", "recipe-labels"])
+def test_onnx_runtime_loads_it_and_computes_the_same(runs: Path, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("onnxruntime")
+    out = export("onnx", runs / name, tmp_path / "out")
+    assert_proven(check(out), 1e-4)
+
+
+def test_eight_bits_are_measured_and_not_judged(runs: Path, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    found = check(export("onnx", runs / "recipe-labels", tmp_path / "out", "--int8"))
+    assert (found.precision, found.tolerance, found.ok) == ("int8", None, True)
+
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles by g++")
+
+
+@needs_compiler
+def test_aotinductor_computes_the_same_also_from_c_plus_plus(runs: Path, tmp_path: Path) -> None:
+    """The runner of docs/export.md, built as it stands there."""
+    out = export("aoti", runs / "crammed", tmp_path / "out")
+    assert_proven(check(out), 1e-4)
+    if shutil.which("cmake") is None:
+        pytest.skip("cmake is not installed: the runner is not built")
+    text = (Path(__file__).parents[2] / "docs/export.md").read_text()
+    for kind, name in (("cpp", "runner.cpp"), ("cmake", "CMakeLists.txt")):
+        (code,) = re.findall(rf"```{kind}\n(.*?)```", text, re.DOTALL)
+        (tmp_path / name).write_text(code)
+    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    for command in (["cmake", "-S", ".", "-B", "build", prefix], ["cmake", "--build", "build"]):
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    ids = [4, 17, 6, 23, 5]
+    words = ["build/runner", "out/model.pt2", *map(str, ids)]
+    said = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    model, _ = load(runs / "crammed")
+    with torch.inference_mode():
+        best = model(torch.tensor([ids]), torch.arange(len(ids))).max(-1)
+    rows = [line.split() for line in said.splitlines()]
+    assert [int(row[0]) for row in rows] == best.indices.tolist()
+    assert [float(row[1]) for row in rows] == pytest.approx(best.values.tolist(), abs=1e-3)
+
+
+@needs_compiler
+def test_bf16_is_measured_and_not_judged(runs: Path, tmp_path: Path) -> None:
+    found = check(export("aoti", runs / "rms", tmp_path / "out", "--bf16"))
+    assert (found.precision, found.tolerance, found.ok) == ("bf16", None, True)
+    assert 1e-4 < max(row.difference for row in found.rows) < 0.1
+
+
+def test_a_run_begins_with_what_was_exported(runs: Path, shards: Path, tmp_path: Path) -> None:
+    """To the bit where the run itself is begun with, and is refused by the field that does not fit."""
+    out = export("hf", runs / "rope", tmp_path / "out")
+    (out / "tokenizer.json").unlink()  # the shards have another
+    shape = "schedule.steps=2 log.every_steps=1 batch.global_size=8 batch.micro_size=4"
+    model = [f"model.{key}={json.dumps(value)}" for key, value in RUNS["rope"].model.model_dump().items()]
+    settings = [*shape.split(), *model, f"data.path={shards}", "precision=fp32", "data.sequence_length=16"]
+
+    def train(*more: str) -> Any:
+        place = tmp_path / f"run-{len(list(tmp_path.iterdir()))}"
+        return place, bert_dp(
+            "train", "quickstart", *settings, *more, "--nproc", "1", "--run-dir", str(place), timeout=300
+        )
+
+    place, done = train(f"run.init_from=hf:{out}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = read_json(place / "summary.json")
+    assert summary["init_from"]["tensors"] == summary["init_from"]["of"]
+    own, done = train(f"run.init_from={runs / 'rope'}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert logged(own, "loss") == logged(place, "loss")
+    for setting, named in (
+        ("model.norm_eps=1e-6", "norm_eps is 1e-05; set model.norm_eps=1e-05"),
+        ("model.rope_theta=10000.0", "global_rope_theta is 160000.0; set model.rope_theta=160000.0"),
+        ("model.mlp=gelu", "ModernBERT has mlp geglu"),
+        ("run.init_keeps=moments", "has weights alone"),
+    ):
+        assert named in refused("train", "quickstart", *settings, f"run.init_from=hf:{out}", setting)

@@ -1,0 +1,86 @@
+"""Runs that were never trained and yet have every parameter off its first value, and their peers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from bert_dp import checkpoint
+from bert_dp.classifier import Classifier
+from bert_dp.config import Config, Kind, read_yaml, resolve
+from bert_dp.corpus import tokenizer
+from bert_dp.export.hf import new_model, settings_of, tensors_of
+from bert_dp.model import CrammedBert
+from tests.helpers import CONFIGS
+from tests.states import FACTS
+
+SPECIAL = {"pad": 0, "unk": 3, "cls": 4, "sep": 5, "mask": 6}
+WORDS = (
+    "the crew of an old ship sailed past seven grey islands while rain fell on every quiet harbour".split()
+)
+VOCABULARY = 300
+LABELS: dict[str, Any] = {"kind": "single_label", "labels": ["sea", "land", "sky"]}
+
+
+def config_of(name: str, **sections: Any) -> Config:
+    """A shipped configuration at its own widths, with two layers and a small vocabulary."""
+    small = {"model": {"num_layers": 2, "vocab_size": VOCABULARY}}
+    return resolve([read_yaml(CONFIGS / f"{name}.yaml"), {"run": {"init_from": None}}, small, sections])
+
+
+def finetuned(config: Config, head: str, **finetune: Any) -> Config:
+    """The configuration of a classifier from a run of `config`."""
+    more = {
+        "data": {"path": "examples", "sources": None},
+        "objective": {"name": "finetune"},
+        "finetune": {**LABELS, "head": head, **finetune},
+        "batch": {"ramp_fraction": 0.0, "ramp_quantum": None},
+        "schedule": {"hours": None, "tokens": None, "steps": 9},
+    }
+    return resolve([config.model_dump(mode="json"), more])
+
+
+def perturbed(config: Config, seed: int = 0) -> CrammedBert | Classifier:
+    """A model whose outputs change with each of its parameters."""
+    length = config.data.sequence_length
+    model: CrammedBert | Classifier = (
+        Classifier(config.model, length, config.finetune)
+        if config.objective.name == "finetune"
+        else CrammedBert(config.model, length)
+    )
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            spread = 0.5 * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 0.2
+            parameter.copy_(centre + spread * torch.randn(parameter.shape, generator=generator))
+    return model.eval()
+
+
+def write_run(path: Path, config: Config, *, step: int = 3) -> Path:
+    """A run directory with one checkpoint of the perturbed model."""
+    path.mkdir(parents=True)
+    texts = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 12)) for i in range(1, 40)]
+    words = tokenizer.train(texts, model="wordpiece", vocab_size=200, with_normalizer=True)
+    words.save(str(path / checkpoint.TOKENIZER))
+    model = perturbed(config).state_dict()
+    optimizer = {f"{name}/step": torch.tensor(1.0) for name in model} if step else {}
+    state = {"model": model, "optimizer": optimizer, "scaler": {}}
+    facts = {**FACTS, "samples": 24, "config": config.model_dump(mode="json")}
+    checkpoint.save(path / "checkpoints", step, state, facts, keep=1)
+    return path
+
+
+def peer_of(model: CrammedBert | Classifier, config: Config, kind: Kind, **more: Any) -> nn.Module:
+    """The class of transformers that `model` is exported to, with its weights, in memory."""
+    peer: nn.Module = new_model(settings_of(config, SPECIAL, kind), **more)
+    missing, unexpected = peer.load_state_dict(tensors_of(model, config, SPECIAL, kind), strict=False)
+    assert not unexpected
+    assert {name.rpartition("decoder.")[2] for name in missing} <= {"weight", "bias"}, missing  # a tied one
+    for module in peer.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None  # ours trains the row of padding as any other
+    return peer.eval()

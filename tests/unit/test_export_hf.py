@@ -1,0 +1,99 @@
+"""Our models beside the classes of transformers that they are exported to, with every parameter perturbed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from bert_dp.config import Config, Kind
+from bert_dp.export.whole import Whole
+from tests.helpers import issues_of
+from tests.runs_to_export import SPECIAL, VOCABULARY, config_of, finetuned, peer_of, perturbed
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = {"hidden_size": 48, "num_heads": 4, "intermediate_size": 40}
+CONFIGS: dict[str, Config] = {
+    name: config_of(shipped, model=SMALL | changes)
+    for name, shipped, changes in (
+        ("ModernBERT", "crammed-rope", {}),
+        ("ModernBERT, biases", "crammed-rope", {"bias": True, "norm_bias": True, "rope_theta": 500.0}),
+        ("EuroBERT", "small-text", {}),
+        ("EuroBERT, biases", "small-text", {"bias": True, "rope_theta": 500.0}),
+        ("RobertaPreLayerNorm", "bert-simple", {}),
+        ("RobertaPreLayerNorm, no biases", "bert-simple", {"bias": False, "norm_bias": False}),
+    )
+}
+KINDS: tuple[tuple[Kind, dict[str, Any]], ...] = (
+    ("mlm", {}),
+    ("encoder", {}),
+    ("classifier", {"pooling": "cls"}),
+    ("classifier", {"pooling": "mean"}),
+    ("classifier", {"kind": "regression", "labels": []}),
+)
+
+
+def make_batch(length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Three sequences, two of them padded."""
+    ids_BS = torch.randint(7, VOCABULARY, (3, length), generator=torch.Generator().manual_seed(1))
+    mask_BS = (torch.arange(length) < torch.tensor([[length], [2 * length // 3], [1]])).long()
+    return ids_BS * mask_BS + SPECIAL["pad"] * (1 - mask_BS), mask_BS
+
+
+def outputs_of(config: Config, kind: Kind, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What ours and theirs make of a batch, at its tokens."""
+    model = perturbed(config)
+    peer = peer_of(model, config, kind)
+    ids_BS, mask_BS = make_batch(length)
+    whole = Whole(model, kind, config.finetune.pooling)
+    with torch.inference_mode():
+        ours = whole(ids_BS, mask_BS)[0]
+        found = peer(input_ids=ids_BS, attention_mask=mask_BS)
+    theirs = found.last_hidden_state if kind == "encoder" else found.logits
+    return (ours, theirs) if kind == "classifier" else (ours[mask_BS != 0], theirs[mask_BS != 0])
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    KINDS,
+    ids=lambda part: "-".join(map(str, part.values())) if isinstance(part, dict) else part,
+)
+def test_outputs_are_those_of_the_class(name: str, kind: Kind, options: dict[str, Any]) -> None:
+    config = CONFIGS[name]
+    if kind == "classifier":
+        if options.get("pooling") == "mean" and name.startswith("Roberta"):
+            pytest.skip("its class has no mean pooling: refused, below")
+        config = finetuned(config, "native", **options)
+    for length in (5, 37, 128):
+        ours, theirs = outputs_of(config, kind, length)
+        scale = max(1.0, float(ours.abs().max()))
+        assert scale > 0.1
+        assert float((ours - theirs).abs().max()) / scale < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("config", "kind", "named"),
+    [
+        (config_of("crammed-bert"), "mlm", ["model.position: scaled_sinusoidal"]),
+        (config_of("crammed-bert"), "encoder", ["model.position: scaled_sinusoidal"]),
+        (finetuned(config_of("crammed-rope"), "recipe"), "classifier", ["finetune.head: recipe"]),
+        (
+            finetuned(config_of("bert-simple"), "native", pooling="mean"),
+            "classifier",
+            ["finetune.pooling: mean"],
+        ),
+        (config_of("small-text", model={"head": "dense"}), "mlm", ["model.head: dense"]),
+        (
+            config_of("crammed-rope", model={"mlp": "gelu", "first_attention_norm": True, "head": "none"}),
+            "mlm",
+            ["model.mlp: gelu", "model.first_attention_norm: true", "model.head: none"],
+        ),
+    ],
+)
+def test_what_no_class_holds_is_refused_by_its_settings(config: Config, kind: Kind, named: list[str]) -> None:
+    issues = issues_of(peer_of, perturbed(config), config, kind)
+    assert [issue.partition(",")[0].partition(" with")[0] for issue in issues] == named
+    assert all("export onnx" in issue for issue in issues)

@@ -1,0 +1,45 @@
+"""The linear layers' product is the same by oneDNN, which an AMD CPU takes, and by torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from bert_dp import matmul
+
+pytestmark = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this build of torch has no oneDNN"
+)
+
+
+def gradients(linear: object, inputs: tuple[Tensor, ...]) -> list[Tensor]:
+    """Output [B, S, N] and the gradients of x [B, S, K], weight [N, K] and bias [N]."""
+    leaves = [tensor.clone().requires_grad_() for tensor in inputs]
+    out = linear(*leaves)  # type: ignore[operator]
+    out.square().sum().backward()
+    return [out, *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@pytest.mark.parametrize("by_onednn", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_product_and_gradients_are_those_of_linear(
+    by_onednn: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "USES_ONEDNN", by_onednn)
+    torch.manual_seed(0)
+    inputs = (torch.randn(3, 5, 24), torch.randn(40, 24), torch.randn(40))
+    ours = torch.compile(matmul.linear, fullgraph=True) if compiled else matmul.linear
+    with torch.profiler.profile() as profile:
+        mine = gradients(ours, inputs)
+    torch.testing.assert_close(mine, gradients(F.linear, inputs), rtol=1e-4, atol=1e-4)
+    calls = sum(event.count for event in profile.key_averages() if event.key == "mkldnn::_linear_pointwise")
+    assert calls == (3 if by_onednn else 0)
+
+
+def test_a_product_without_autograd_takes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    a_MK, b_NK = torch.randn(7, 24), torch.randn(9, 24)
+    for by_onednn in (True, False):
+        monkeypatch.setattr(matmul, "USES_ONEDNN", by_onednn)
+        torch.testing.assert_close(matmul.product(a_MK, b_NK), a_MK @ b_NK.t())
