@@ -15,6 +15,7 @@ from bert_dp.config import BatchLayout
 from bert_dp.dist import Comm
 from bert_dp.lines import LostWrites, Records
 from bert_dp.metrics import Meter
+from bert_dp.rank_process import collector_at_rest
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import log_steps
 from bert_dp.world import World
@@ -128,10 +129,11 @@ def test_a_logged_spike_is_said_counted_and_remembered_with_the_checkpoint(tmp_p
     )
     clock: Any = SimpleNamespace(elapsed_s=lambda: 1.0)
     losses = [*noise(140), 20.0, *noise(3), float("nan")]
-    for step, loss in enumerate(losses, 1):
-        state.step = step
-        meter.observe(torch.tensor(loss), torch.tensor(1.0), 2, 1, 0.0)
-        log_steps(trainer, state, clock)
+    with collector_at_rest():  # as in a run: each line collects garbage
+        for step, loss in enumerate(losses, 1):
+            state.step = step
+            meter.observe(torch.tensor(loss), torch.tensor(1.0), 2, 1, 0.0)
+            log_steps(trainer, state, clock)
     assert state.trouble is None
     assert state.loss_spikes == 1
     (line,) = said
