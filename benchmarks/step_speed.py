@@ -30,7 +30,10 @@ Formulas
     attention         scaled_dot_product_attention forward + backward at the model's shape, beside it;
                       its products are in the model's FLOPs, not in the matmul rate
 
-With --device cuda every variant computes on the first GPU, in --precision, and a timing ends when the GPU has
+A variant is NAME:MODE, in --precision, or NAME:MODE:PRECISION, so that one run compares precisions; the share
+is of the matmul rate of the same one.
+
+With --device cuda every variant computes on the first GPU, and a timing ends when the GPU has
 finished; its peak memory is the allocator's.
 """
 
@@ -68,6 +71,7 @@ MODES = {
     "cramming": ("eager", "whole"),
     "matmul": ("eager",),
 }
+PRECISIONS = ("fp32", "bf16")
 DEFAULT = (
     "ours:eager,ours:regions,ours:whole,bert:eager,bert:whole,modernbert:eager,modernbert:whole,matmul:eager"
 )
@@ -101,7 +105,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--variants", default=DEFAULT, help="comma-separated NAME:MODE (default: %(default)s)")
+    add("--variants", default=DEFAULT, help="comma-separated NAME:MODE[:PRECISION] (default: %(default)s)")
     add(
         "--cramming",
         metavar="CHECKOUT",
@@ -117,7 +121,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--accumulation", type=int, default=8, help="micro batches per step")
     add("--threads", type=int, default=2)
     add("--device", choices=("cpu", "cuda"), default="cpu")
-    add("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16: by autocast, for all")
+    add("--precision", choices=PRECISIONS, default="fp32", help="bf16: by autocast, for all")
     add("--rounds", type=int, default=5, help="timed steps per variant")
     add("--warmup", type=int, default=1, help="untimed steps per variant, after compilation")
     add("--seed", type=int, default=0, help="of weights, tokens, masks and the order of the variants")
@@ -152,11 +156,10 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         modes = ("eager",) if options.quick else MODES["cramming"]
         names += [f"cramming:{mode}" for mode in modes if f"cramming:{mode}" not in names]
     for name in names:
-        kind, _, mode = name.partition(":")
-        if mode not in MODES.get(kind, ()):
-            parser.error(
-                f"unknown variant {name!r}; known: {', '.join(f'{k}:{m}' for k in MODES for m in MODES[k])}"
-            )
+        kind, mode, precision = parts_of(name, options)
+        if mode not in MODES.get(kind, ()) or precision not in PRECISIONS:
+            known = ", ".join(f"{k}:{m}" for k in MODES for m in MODES[k])
+            parser.error(f"unknown variant {name!r}; known: {known}, each alone or with :fp32 or :bf16")
         if kind == "cramming" and not options.cramming:
             parser.error(f"{name} needs --cramming CHECKOUT")
     if options.device == "cuda":
@@ -168,6 +171,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         parser.error("--variants must hold at least one of ours: it is what the others are compared with")
     options.names = list(dict.fromkeys(names))
     return options
+
+
+def parts_of(name: str, o: argparse.Namespace) -> tuple[str, str, str]:
+    """Kind, mode and precision of a variant."""
+    kind, mode, precision = (*name.split(":"), "", "")[:3]
+    return kind, mode, precision or o.precision
 
 
 # ---- the variants; all of this runs in the child processes, which alone import torch ----
@@ -459,9 +468,9 @@ def child(name: str, o: argparse.Namespace, pipe: Connection) -> None:
         import torch
 
         torch.set_num_threads(o.threads)
+        kind, mode, o.precision = parts_of(name, o)
         if o.precision == "bf16":
             torch.set_float32_matmul_precision("high")  # what autocast leaves in fp32
-        kind, _, mode = name.partition(":")
         start = time.perf_counter()
         if kind == "matmul":
             measure = make_matmul(o)
@@ -575,24 +584,24 @@ def summarise(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> dict
     """Adds to each variant its tokens/s, its ratios and its share; all pairs are of one round."""
     tokens = o.micro * o.sequence * o.accumulation
     gemm_flops = sum(6 * rows * k * n * count for rows, k, n, count in linear_shapes(o))
-    rates: list[float] = []
-    if "matmul:eager" in records:
-        matmul = records["matmul:eager"]
+    rates: dict[str, list[float]] = {}  # by precision
+    for matmul_name in (name for name in records if name.startswith("matmul")):
+        matmul = records[matmul_name]
         products = [sum(r[k] for k in PRODUCTS) for r in matmul["rounds"]]
         if o.device == "cpu":
             products = [min(a, r["onednn_s"]) for a, r in zip(products, matmul["rounds"], strict=True)]
-        rates = [gemm_flops / seconds for seconds in products]
-        matmul["gflop_per_s"] = spread([rate / 1e9 for rate in rates])
-        for name in matmul["rounds"][0]:
-            matmul[name] = spread([r[name] for r in matmul["rounds"]])
+        rates[parts_of(matmul_name, o)[2]] = found = [gemm_flops / seconds for seconds in products]
+        matmul["gflop_per_s"] = spread([rate / 1e9 for rate in found])
+        for part in matmul["rounds"][0]:
+            matmul[part] = spread([r[part] for r in matmul["rounds"]])
     models = {name: r for name, r in records.items() if not name.startswith("matmul")}
     ours = [name for name in models if name.startswith("ours:")]
-    for record in models.values():
+    for name, record in models.items():
         seconds = [r["step_time_s"] for r in record["rounds"]]
         record["tokens_per_s"] = spread([tokens / s for s in seconds])
         record["gflop_per_s"] = spread([tokens * record["flops_per_token"] / s / 1e9 for s in seconds])
-        if rates:
-            pairs = zip(seconds, rates, strict=True)
+        if own_rates := rates.get(parts_of(name, o)[2]):
+            pairs = zip(seconds, own_rates, strict=True)
             record["share"] = spread([tokens * record["flops_per_token"] / s / rate for s, rate in pairs])
         record["ours_over_this"] = {
             own: spread([s / r["step_time_s"] for s, r in zip(seconds, models[own]["rounds"], strict=True)])
@@ -670,10 +679,10 @@ def show(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> None:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
     of = "CPU time" if o.threads == 1 else "wall time"
     print(f"x ours:MODE = {of} of the row / {of} of ours in that mode; median of the rounds (min-max)")
-    if "matmul:eager" in records:
-        m = records["matmul:eager"]
+    for name in (name for name in records if name.startswith("matmul")):
+        m = records[name]
         parts = ", ".join(f"{k[:-2]} {1e3 * m[k]['median']:.0f} ms" for k in (*PRODUCTS, *BESIDE))
-        print(f"matmul: {with_range(m['gflop_per_s'], 1)} GFLOP/s; one micro batch: {parts}")
+        print(f"{name}: {with_range(m['gflop_per_s'], 1)} GFLOP/s; one micro batch: {parts}")
     for name in models:
         seconds = records[name].get("self_cpu_s")
         if seconds:

@@ -101,7 +101,13 @@ def test_hf_trainer_small(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments", ["--variants ours:fast", "--variants bert:eager", "--variants ours:eager,cramming:eager"]
+    "arguments",
+    [
+        "--variants ours:fast",
+        "--variants ours:eager:fp8",
+        "--variants bert:eager",
+        "--variants ours:eager,cramming:eager",
+    ],
 )
 def test_step_speed_refuses_what_it_cannot_measure(arguments):
     done = run("step_speed", arguments)
