@@ -125,6 +125,12 @@ class Embeddings(nn.Module):
         return out
 
 
+def is_slow_in_kernel(q_BASD: Tensor) -> bool:
+    """Whether torch's attention kernel multiplies slower than a written product does: in bf16 on a CPU, where
+    it takes 2.5 to 4 times as long, forward and backward (benchmarks/RESULTS.md)."""
+    return q_BASD.device.type == "cpu" and q_BASD.dtype == torch.bfloat16
+
+
 class Attention(nn.Module):
     """Bidirectional self-attention over whole sequences: [B, S, H] -> [B, S, H]. `real_B11S`: False where no
     query may look; None = everywhere, without a mask's cost. `key_B`: see bert_dp.dropout."""
@@ -162,23 +168,26 @@ class Attention(nn.Module):
         if cos_SD is not None and sin_SD is not None:
             cos, sin = cos_SD[:length].to(q.dtype), sin_SD[:length].to(q.dtype)
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        if self.training and self.drop_probabilities.p:
-            out_BASD = self._attend_with_dropout(q, k, v, real_B11S, key_B)
+        if (self.training and self.drop_probabilities.p) or is_slow_in_kernel(q):
+            out_BASD = self._attend_in_full(q, k, v, real_B11S, key_B)
         else:
             out_BASD = F.scaled_dot_product_attention(q, k, v, attn_mask=real_B11S)
         out: Tensor = self.drop(self.Wo(out_BASD.transpose(1, 2).reshape(batch, length, -1)), key_B)
         return out
 
-    def _attend_with_dropout(
+    def _attend_in_full(
         self, q: Tensor, k: Tensor, v: Tensor, real_B11S: Tensor | None, key_B: Tensor | None
     ) -> Tensor:
-        """Attention written out: what torch's own kernels drop changes with the padded length."""
+        """Attention with its scores written out. With dropout: what torch's own kernels drop changes with the
+        padded length."""
         heads = q.shape[1]
         score_BASS = (q * self.head_size**-0.5) @ k.transpose(-2, -1)
         if real_B11S is not None:
             score_BASS = score_BASS.masked_fill(~real_B11S, -math.inf)
-        head_A = torch.arange(heads, dtype=torch.int32, device=q.device) + self.tensor_rank * heads
-        key_BA = None if key_B is None else subkey(key_B[:, None], head_A)
+        key_BA = None
+        if self.drop_probabilities.p and key_B is not None:
+            head_A = torch.arange(heads, dtype=torch.int32, device=q.device) + self.tensor_rank * heads
+            key_BA = subkey(key_B[:, None], head_A)
         probability_BASS = self.drop_probabilities(score_BASS.softmax(-1), key_BA)
         return probability_BASS.to(v.dtype) @ v
 

@@ -234,3 +234,17 @@ def test_tune_batch_small(tmp_path, shards):
     assert found["share_of_sweeps_best"] == medians[found["micro_batch"]] / max(medians.values())
     assert result["within_3_percent"] == (found["share_of_sweeps_best"] >= 0.97)
     assert str(tmp_path) not in done.stdout, "no path of this machine in a record"
+
+
+@pytest.mark.slow
+def test_settings_in_turn_figures_follow_from_the_rounds(tmp_path, shards):
+    settings = tiny(shards, "schedule.steps=4", "eval.every_steps=4")
+    options = [str(tmp_path / "out"), "--a", "optim.lr=1e-3", "--b", "optim.lr=2e-3", *settings]
+    result, said = record_of(tmp_path, "settings_in_turn", "--seeds 5 --ranks 1", *options)
+    (round_1,) = result["rounds"]
+    a, b = round_1["a"], round_1["b"]
+    assert a["step"] == b["step"] == 4
+    assert a["heldout_loss"] != b["heldout_loss"]
+    assert result["ratios"] == [b["tokens_per_s"] / a["tokens_per_s"]]
+    assert result["loss_differences"] == [b["heldout_loss"] - a["heldout_loss"]]
+    assert "seeds 5" in said

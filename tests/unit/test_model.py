@@ -281,6 +281,23 @@ def test_attention_that_is_written_out_is_that_of_torch():
     torch.testing.assert_close(written, model.eval()(*case, real_BS), rtol=1e-6, atol=1e-6)
 
 
+def test_attention_in_bf16_on_a_cpu_rounds_as_torchs_kernel_does(monkeypatch):
+    """It is written out there, for its speed."""
+    model = build_model(small(), 16, seed=1)
+    randomise(model)
+    (ids_BS, _, _), real_BS = make_case(), torch.arange(16) < torch.tensor([[16], [9], [3]])
+    wanted = model.double().model(ids_BS, real_BS)
+    model.float()
+    errors = {}
+    for way, written in (("written", True), ("kernel", False)):
+        monkeypatch.setattr("bert_dp.model.is_slow_in_kernel", lambda q, written=written: written)
+        with torch.autocast("cpu", torch.bfloat16):
+            out = model.model(ids_BS, real_BS)
+        errors[way] = ((out - wanted)[real_BS].norm() / wanted[real_BS].norm()).item()
+    assert errors["written"] != errors["kernel"]
+    assert errors["written"] < min(1.5 * errors["kernel"], 0.02), errors
+
+
 def test_an_ignored_label_contributes_nothing():
     model = build_model(small(), 16, seed=1)
     ids_BS, positions_P, labels_P = make_case()
