@@ -4,8 +4,8 @@
         [--set a.b=v ...] [--seeds 0,1,2] [--ranks 2] [--json FILE]
 
 A round trains both with the same seed, in an order swapped every round; give `--set schedule.steps=N`, so
-that both do the same steps. Printed: tokens/s over all ranks of both, median and range of the rounds, the ratio
-B / A by round, and the difference of the held-out losses by seed.
+that both do the same steps. Printed: tokens/s over all ranks of both, median and range of the rounds, the
+ratio B / A by round, and the difference of the held-out losses by seed.
 """
 
 from __future__ import annotations

@@ -85,8 +85,8 @@ def memory_estimate_gib(config: Config, precision: str, world_size: int = 1) -> 
     them; fsdp and ZeRO stage 3 gather one block beside the embedding, and without a reduction on every micro
     batch fsdp keeps whole gradients between them.
 
-    It knows no device: on a CPU in bf16, where attention's probabilities are written out, `num_heads` x length
-    x 2 bytes a token and layer come on top.
+    It knows no device: on a CPU in bf16, where attention's probabilities are written out, `num_heads` x
+    length x 2 bytes a token and layer come on top.
     """
     model, parallel = config.model, config.parallel
     wide, narrow = _widths(precision)
