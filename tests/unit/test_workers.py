@@ -29,7 +29,6 @@ def test_a_wait_for_workers_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> No
 PARENT = """
 import subprocess, sys
 child = subprocess.Popen([sys.executable, "-c", sys.argv[1], "-m", "bert_dp.worker"], stdin=subprocess.PIPE)
-print("started", flush=True)
 sys.stdin.readline()
 child.stdin.close()
 sys.stdin.readline()
@@ -38,7 +37,8 @@ sys.stdin.readline()
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", -9)])
 def test_a_worker_that_ends_leaves_its_exit_code_or_signal(end: str, code: int) -> None:
-    worker = f"import os, sys; sys.stdin.read(); {end}"
+    # it says itself that it runs: right after its start a process has no command line yet
+    worker = f"import os, sys; print('started', flush=True); sys.stdin.read(); {end}"
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, worker],
         stdin=subprocess.PIPE,
