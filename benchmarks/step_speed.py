@@ -537,14 +537,17 @@ def variables(extra: dict[str, str]) -> Iterator[None]:
         os.environ.update(before)
 
 
-def measure_all(o: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Per variant: facts and the list of its rounds."""
+def measure_all(
+    o: argparse.Namespace, run: Callable[[str, argparse.Namespace, Connection], None] = child
+) -> dict[str, dict[str, Any]]:
+    """Per variant: facts and the list of its rounds. `run` is a variant's process: it tells its facts, then
+    answers as `child` does."""
     context = multiprocessing.get_context("spawn")
     pipes, records, processes = {}, {}, []
     try:
         for name in o.names:  # one at a time: compile times are not to disturb each other
             pipes[name], theirs = context.Pipe()
-            process = context.Process(target=child, args=(name, o, theirs), daemon=False)
+            process = context.Process(target=run, args=(name, o, theirs), daemon=False)
             with variables(KEEP if o.allocator in ("keep", name.partition(":")[0]) else {}):
                 process.start()
             processes.append(process)

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from bert_dp.config import ConfigError
 from launcher import results
@@ -26,6 +28,7 @@ NOTE = (
 )
 Answers = Mapping[tuple[str, int], tuple[float | None, float | None]]
 """(split, index) -> (answer, label) of the labelled examples."""
+Seed = TypeVar("Seed", bound=Hashable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +73,7 @@ class Flips:
         return self.flipped / self.of if self.of else None
 
 
-def flips(one: Mapping[int, Answers], other: Mapping[int, Answers]) -> Flips:
+def flips(one: Mapping[Seed, Answers], other: Mapping[Seed, Answers]) -> Flips:
     """Of the same seeds and the same examples."""
     pairs = [
         (answer, other[seed][key][0])
@@ -82,7 +85,7 @@ def flips(one: Mapping[int, Answers], other: Mapping[int, Answers]) -> Flips:
     return Flips(sum(a != b for a, b in pairs), len(pairs))
 
 
-def pooled_accuracy(by_task: Sequence[Mapping[int, Answers]]) -> tuple[float | None, int]:
+def pooled_accuracy(by_task: Sequence[Mapping[Seed, Answers]]) -> tuple[float | None, int]:
     """(share of right answers, examples) over the dev sets of all tasks, the mean over the seeds that every
     task has."""
     seeds = set.intersection(*(set(answers) for answers in by_task)) if by_task else set()
@@ -93,6 +96,50 @@ def pooled_accuracy(by_task: Sequence[Mapping[int, Answers]]) -> tuple[float | N
         count = len(pairs)
         shares.append(sum(answer == true for answer, true in pairs) / count)
     return (statistics.fmean(shares) if shares else None), count
+
+
+@dataclasses.dataclass(frozen=True)
+class Paired:
+    """A difference of pooled accuracies; shares of 1."""
+
+    difference: float
+    standard_error: float | None
+    """None of a single example."""
+    examples: int
+    seeds: int
+
+
+def paired_difference(
+    one: Sequence[Mapping[Seed, Answers]], other: Sequence[Mapping[Seed, Answers]]
+) -> Paired | None:
+    """How much more accurate `other` is than `one` over the dev sets of all tasks; an entry of each for each
+    task. None where no seed or no example is shared.
+
+    Of the n examples that both have, over the k seeds that every task has in both, with right = 1 or 0,
+
+        d_i = sum over the seeds of (right of `other` - right of `one`) / k
+        difference = sum of d_i / n
+        standard error = sqrt(sum of (d_i - difference)^2 / (n (n - 1)))
+
+    which is that of a paired comparison over examples: what other dev examples would change for these very
+    runs, not what other pretraining would.
+    """
+    sides = [set(answers) for answers in (*one, *other)]
+    seeds = set.intersection(*sides) if sides else set()
+    gains = [
+        statistics.fmean(_is_right(b[seed][key]) - _is_right(a[seed][key]) for seed in seeds)
+        for a, b in zip(one, other, strict=True)
+        for key in (set.intersection(*(set(x[seed]) for x in (a, b) for seed in seeds)) if seeds else ())
+    ]
+    if not gains:
+        return None
+    spread = statistics.stdev(gains) / math.sqrt(len(gains)) if len(gains) > 1 else None
+    return Paired(statistics.fmean(gains), spread, len(gains), len(seeds))
+
+
+def _is_right(pair: tuple[float | None, float | None]) -> int:
+    answer, label = pair
+    return int(answer == label)
 
 
 def compare_report(folders: Sequence[Path]) -> Report:
@@ -136,8 +183,21 @@ def _pooled(
     for name, each in zip(names, answers, strict=True):
         share, count = pooled_accuracy([each[task] for task in tasks])
         notes.append(f"{name}: {_exact(share)} of {count_of(count, 'example')}")
+    first = [answers[0][task] for task in tasks]
+    for name, each in zip(names[1:], answers[1:], strict=True):
+        found = paired_difference(first, [each[task] for task in tasks])
+        notes.append(f"{name} - {names[0]}: {paired_text(found)}")
     text = f"Pooled dev accuracy, mean over the seeds, of {', '.join(tasks) or 'no task'}."
     return Verdict("info", text, notes)
+
+
+def paired_text(found: Paired | None) -> str:
+    """The difference with its standard error, in points."""
+    if found is None:
+        return NA
+    error = NA if found.standard_error is None else f"{100 * found.standard_error:.2f}"
+    of = f"{count_of(found.examples, 'example')}, mean of {count_of(found.seeds, 'seed')}"
+    return f"{100 * found.difference:+.2f}, paired standard error {error} ({of})"
 
 
 def _exact(share: float | None) -> str:

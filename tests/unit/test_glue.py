@@ -14,7 +14,7 @@ from bert_dp.config import Config, ConfigError
 from launcher import results
 from launcher.evaluate import glue_grid, glue_scores
 from launcher.evaluate.glue import document
-from launcher.evaluate.glue_compare import compare_report
+from launcher.evaluate.glue_compare import Paired, compare_report, paired_difference, paired_text
 from launcher.evaluate.glue_grid import Task, choose_tasks
 from launcher.evaluate.glue_report import glue_report, scores_table
 from launcher.evaluate.glue_run import GlueRun, NoRate
@@ -484,11 +484,39 @@ def test_flipped_predictions_and_pooled_accuracy_are_over_the_same_examples(tmp_
         "all of them": ("3.8 %", "3 of 80, over the seeds of both"),
     }
     # every label is 0: of 40 examples 3 are wrong in one seed of three
-    assert report.verdicts[0].notes == ["a: 100.00 of 40 examples", "b: 97.50 of 40 examples"]
+    assert report.verdicts[0].notes == [
+        "a: 100.00 of 40 examples",
+        "b: 97.50 of 40 examples",
+        # of the seeds of both, 0 and 1: three of 40 examples are wrong in one of two
+        "b - a: -3.75, paired standard error 2.11 (40 examples, mean of 2 seeds)",
+    ]
     (scores,) = report.sections[0].tables
     row = next(row for row in scores.rows if row.label == "RTE accuracy")
     assert [cell.text for cell in row.cells] == ["n/a", "55.0 \u00b1 7.1", "60.0 \u00b1 10.0", "+5.0"]
     assert "STS-B Pearson" in [row.label for row in scores.rows]
+
+
+def test_the_paired_standard_error_by_hand() -> None:
+    def right(*examples: int) -> Any:
+        return {("dev", i): (float(right), 1.0) for i, right in enumerate(examples)}
+
+    # two seeds, three examples of one task and one of another: gains 1/2, 0, -1 and 1
+    one = [{0: right(0, 1, 1), 1: right(0, 0, 1)}, {0: right(0), 1: right(0), 2: right(1)}]
+    other = [{0: right(1, 0, 0), 1: right(0, 1, 0), 2: right(1, 1, 1)}, {0: right(1), 1: right(1)}]
+    found = paired_difference(one, other)
+    assert found is not None
+    assert (found.examples, found.seeds) == (4, 2)
+    assert found.difference == 0.125  # (0.5 + 0 - 1 + 1) / 4
+    squares = 0.375**2 + 0.125**2 + 1.125**2 + 0.875**2
+    assert found.standard_error == pytest.approx(math.sqrt(squares / (4 * 3)))
+    assert paired_text(found) == "+12.50, paired standard error 42.70 (4 examples, mean of 2 seeds)"
+    swapped = paired_difference(other, one)
+    assert swapped is not None
+    assert (swapped.difference, swapped.standard_error) == (-0.125, found.standard_error)
+    alone = paired_difference([{0: right(0)}], [{0: right(1)}])
+    assert alone == Paired(1.0, None, 1, 1)
+    assert paired_difference([{0: right(0)}], [{1: right(1)}]) is None
+    assert paired_difference([], []) is None
 
 
 def test_what_does_not_compare_is_refused(tmp_path: Path) -> None:

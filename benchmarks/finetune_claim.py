@@ -1,0 +1,511 @@
+"""BERT-GPU's claim, on models that this machine can train: 1 and 4 ranks give the same model downstream.
+
+    python benchmarks/finetune_claim.py --out DIR --data GLUE [--data ...] [--config small-text] [--set a.b=v ...]
+        [--tokens 1000000] [--pretrainings 3] [--tasks MRPC,RTE,STS-B,CoLA] [--seeds 1] [--epochs 5]
+        [--finetune-set a.b=v ...] [--arms one,four,control,bert-gpu] [--finetune-only] [--precision fp32]
+        [--json FILE]
+
+Models are pretrained and finetuned by `bert-dp train` and `bert-dp eval glue`, every arm with the same seeds:
+
+    one       pretrained on 1 rank, finetuned on 1 rank
+    four      pretrained on 4 ranks, finetuned on 4 ranks, the same global batches
+    control   as one, with another accumulation both times: what rounding alone does
+    bert-gpu  pretrained as BERT-GPU does on 4 GPUs: 4 x the batch at the same rate and the same number of
+              steps, so 4 x the tokens; finetuned on 1 rank, as it finetunes on none
+
+The same command goes on after a kill; more --pretrainings, --seeds and --arms are added to what is there.
+Losses and predictions do not depend on how busy the machine is. --finetune-only finetunes all arms but
+bert-gpu from the first pretraining of one; with --precision fp64 no prediction may flip.
+
+Against one, over the same pretraining seeds k, finetuning seeds s and dev examples:
+
+    difference  of each task's metric, mean over (k, s); STS-B by Pearson, and in no pooled figure
+    flips       dev examples that get another label
+    pooled      accuracy over the dev examples of all tasks with labels, mean over (k, s), and its paired
+                standard error over examples (launcher.evaluate.glue_compare.paired_difference)
+
+The claim: the pooled accuracy of four is within 0.1 points of one's. If more than 1 % of the control's
+predictions flip, rounding alone moves single tasks by more than that: then 0.1 points cannot be shown, and
+what is asked is twice the paired standard error.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from bert_dp import record  # noqa: E402
+from bert_dp.config import Config, ConfigError, load_config, read_examples  # noqa: E402
+from launcher import job, results  # noqa: E402
+from launcher.evaluate import FILE, finetune  # noqa: E402
+from launcher.evaluate.glue_compare import (  # noqa: E402
+    REGRESSIONS,
+    Answers,
+    Evaluation,
+    Flips,
+    flips,
+    paired_difference,
+    pooled_accuracy,
+)
+from launcher.machine import environment  # noqa: E402
+from launcher.report.numbers import format_duration  # noqa: E402
+from launcher.results import Glue  # noqa: E402
+from launcher.run.read_run import read_summary  # noqa: E402
+
+POINT = 0.001  # the claim's 0.1 points, as a share
+MANY_FLIPS = 0.01
+FIXED = ("config", "settings", "finetune_settings", "tokens", "tasks", "epochs", "precision", "finetune_only")
+CALIBRATION_STEPS = 20
+Run = tuple[int, int]
+"""(seed of the pretraining, seed of the finetuning)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Arm:
+    """How the models of an arm are trained."""
+
+    ranks: int = 1
+    settings: tuple[str, ...] = ()
+    """Of pretraining, beside everyone's."""
+    finetune_ranks: int = 1
+    finetune_settings: tuple[str, ...] = ()
+    times: int = 1
+    """Batch and tokens of pretraining over one's."""
+
+
+def arms_of(config: Config) -> dict[str, Arm]:
+    """`config`: of the pretraining."""
+    size, micro = config.batch.global_size, config.batch.micro_size
+    other = 2 * micro if size % (2 * micro) == 0 else max(1, micro // 2)
+    return {
+        "one": Arm(),
+        "four": Arm(ranks=4, finetune_ranks=4),
+        "control": Arm(
+            settings=(f"batch.micro_size={other}",), finetune_settings=("batch.micro_size=4",)
+        ),
+        "bert-gpu": Arm(ranks=4, settings=(f"batch.global_size={4 * size}",), times=4),
+    }
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder; the same one goes on")
+    add(
+        "--data", action="append", required=True, type=Path, help="folder or tar with GLUE's files; repeatable"
+    )
+    add("--config", default="small-text", help="of the pretraining")
+    add("--set", dest="settings", action="append", default=[], metavar="a.b=v", help="of the pretraining")
+    add("--tokens", type=int, default=24_000_000, help="of a pretraining of one")
+    add("--pretrainings", type=int, default=3, help="seeds of it")
+    add("--tasks", default="CoLA,SST-2,MRPC,STS-B,QNLI,RTE,WNLI")
+    add("--seeds", type=int, default=1, help="of each finetuning")
+    add("--epochs", type=float, default=5.0, help="of each finetuning")
+    add("--finetune-set", dest="finetune_settings", action="append", default=[], metavar="a.b=v")
+    add("--arms", default="one,four,control,bert-gpu")
+    add("--finetune-only", action="store_true")
+    add("--precision", choices=("fp32", "fp64"), default="fp32")
+    add("--date", default=datetime.date.today().isoformat())
+    add("--json", type=Path)
+    add("--quick", action="store_true", help="one seed, one epoch, 4,096 tokens: shows that it works")
+    o = parser.parse_args()
+    if o.quick:
+        vars(o).update(tokens=4096, pretrainings=1, seeds=1, epochs=1.0)
+    o.out, o.data = o.out.resolve(), [path.resolve() for path in o.data]
+    o.tasks, o.arms = o.tasks.split(","), o.arms.split(",")
+    try:
+        config = load_config(job.find_config(o.config), [*o.settings, *common_settings(o)])
+    except ConfigError as error:
+        parser.error(str(error))
+    o.known = arms_of(config)
+    if unknown := set(o.arms) - set(o.known):
+        parser.error(f"--arms: {', '.join(sorted(unknown))} is not one of {', '.join(o.known)}")
+    if "one" not in o.arms:
+        parser.error("--arms: must hold one, with which the others are compared")
+    if o.finetune_only:
+        o.arms = [arm for arm in o.arms if arm != "bert-gpu"]  # it differs in its pretraining alone
+        o.pretrainings = 1
+    for setting in (*o.settings, *o.finetune_settings):
+        if setting.startswith(("schedule.", "precision", "run.seed")):
+            parser.error(f"{setting}: follows from --tokens, --epochs, --precision and the seeds")
+    before = record.read_json(o.out / "settings.json")
+    asked = {name: getattr(o, name) for name in FIXED}
+    if before is not None and (differ := [name for name in FIXED if before.get(name) != asked[name]]):
+        parser.error(f"--out: {o.out} holds another comparison ({', '.join(differ)} differ); name a new one")
+    o.out.mkdir(parents=True, exist_ok=True)
+    record.write_json(o.out / "settings.json", asked)
+    return o
+
+
+def common_settings(o: argparse.Namespace) -> list[str]:
+    """Of every pretraining. Eager, as whether compiling pays is decided by the clock."""
+    return [f"schedule.tokens={o.tokens}", f"precision={o.precision}", "compile=off"]
+
+
+# ---- what is run ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """A run of `bert-dp`."""
+
+    name: str
+    command: Sequence[str]
+    seconds: float
+    """Expected."""
+    is_done: Callable[[], bool]
+
+
+def bert_dp(command: Sequence[str]) -> None:
+    """A verb; ends the program where it fails, or was stopped."""
+    done = subprocess.run(
+        [sys.executable, "-m", "launcher", *command], cwd=ROOT, stdout=sys.stderr, check=False
+    )
+    if done.returncode:
+        print(f"error: bert-dp {shlex.join(command)} ended with {done.returncode}", file=sys.stderr)
+        sys.exit(done.returncode if done.returncode > 0 else 1)
+
+
+def pretrained(o: argparse.Namespace, arm: str, number: int) -> Path:
+    """The run that finetuning `number` of an arm begins with."""
+    folder: Path = o.out / "pretrained" / f"{'one' if o.finetune_only else arm}-{number}"
+    return folder
+
+
+def evaluated(o: argparse.Namespace, arm: str, number: int) -> Path:
+    folder: Path = o.out / "glue" / f"{arm}-{number}"
+    return folder
+
+
+def pretrain_command(o: argparse.Namespace, arm: Arm, number: int, run: Path, tokens: int) -> list[str]:
+    settings = [*o.settings, *common_settings(o), *arm.settings]
+    settings += [f"schedule.tokens={tokens}", f"run.seed={number}"]
+    pairs = [part for item in settings for part in ("--set", item)]
+    return ["train", o.config, *pairs, "--nproc", str(arm.ranks), "--run-dir", str(run)]
+
+
+def places(o: argparse.Namespace) -> list[str]:
+    return [part for path in o.data for part in ("--data", str(path))]
+
+
+def of_finetuning(o: argparse.Namespace) -> list[str]:
+    """Settings of every finetuning."""
+    return [*o.finetune_settings, f"precision={o.precision}", "compile=off"]
+
+
+def evaluate_command(o: argparse.Namespace, name: str, number: int) -> list[str]:
+    arm = o.known[name]
+    settings = [*of_finetuning(o), f"schedule.epochs={o.epochs}", *arm.finetune_settings]
+    options = ["--tasks", ",".join(o.tasks), "--seeds", str(o.seeds)]
+    options += ["--ranks-per-job", str(arm.finetune_ranks), "--out", str(evaluated(o, name, number))]
+    return ["eval", "glue", str(pretrained(o, name, number)), *settings, *places(o), *options]
+
+
+def is_pretrained(run: Path) -> bool:
+    found = read_summary(run)
+    return found is not None and found.status == "done"
+
+
+def glue_of(folder: Path) -> Glue | None:
+    """What there is of an evaluation."""
+    return results.read(folder / FILE, Glue) if (folder / FILE).is_file() else None
+
+
+def is_evaluated(folder: Path, seeds: int) -> bool:
+    found = glue_of(folder)
+    return found is not None and found.status == "complete" and found.settings.seeds >= seeds
+
+
+def calibrate(o: argparse.Namespace) -> dict[str, Any]:
+    """Rates of 1 rank in short runs, measured once, by which times are expected."""
+    path = o.out / "calibration.json"
+    if (found := record.read_json(path)) is not None:
+        return found
+    config = load_config(job.find_config(o.config), o.settings)
+    tokens = CALIBRATION_STEPS * config.batch.global_size * config.data.sequence_length
+    base, tuned = (o.out / "calibration" / name for name in ("pretrained", "finetuned"))
+    begun = time.monotonic()
+    bert_dp(pretrain_command(o, Arm(), 0, base, min(tokens, o.tokens)))
+    task = ["--task", o.tasks[0], *places(o), "--nproc", "1", "--run-dir", str(tuned)]
+    middle = time.monotonic()
+    bert_dp(
+        ["finetune", str(base), *of_finetuning(o), f"schedule.steps={CALIBRATION_STEPS}", *task, "--init", "random"]
+    )
+    summary, last = read_summary(base), read_summary(tuned)
+    assert summary is not None
+    assert last is not None
+    start = finetune.find_pretrained(base)
+    length = start.config.data.sequence_length
+    tasks = {
+        name: finetune.prepare(start, finetune.Source(name, tuple(o.data)), length) for name in o.tasks
+    }
+    spent = time.monotonic() - middle
+    found = {
+        "seconds": time.monotonic() - begun,
+        "pretraining_tokens_per_s": summary.tokens_per_s,
+        "finetuning_tokens_per_s": last.tokens_per_s,
+        "start_s": max(0.0, spent - sum(last.time_s.get(key, 0.0) for key in ("train", "eval"))),
+        "train_tokens": {name: read_examples(path).splits["train"].tokens for name, path in tasks.items()},
+    }
+    record.write_json(path, found)
+    return found
+
+
+def plan(o: argparse.Namespace, rates: Mapping[str, Any]) -> list[Work]:
+    """Everything, in order: all arms of a pretraining seed, then the next seed. Ranks share the cores, so
+    tokens take as long on 4; starting takes as much longer as there are ranks to a core."""
+    cores = len(os.sched_getaffinity(0))
+    per_epoch = sum(rates["train_tokens"][task] for task in o.tasks)
+    trials = len(o.tasks) * o.seeds
+    found: dict[str, Work] = {}
+    for number in range(o.pretrainings):
+        for name in o.arms:
+            arm = o.known[name]
+            run, folder = pretrained(o, name, number), evaluated(o, name, number)
+            source = o.known["one"] if o.finetune_only else arm
+            tokens = source.times * o.tokens
+            found[run.name] = found.get(run.name) or Work(
+                f"pretraining {run.name}",
+                pretrain_command(o, source, number, run, tokens),
+                tokens / rates["pretraining_tokens_per_s"] + rates["start_s"] * max(1.0, source.ranks / cores),
+                lambda run=run: is_pretrained(run),  # type: ignore[misc]
+            )
+            starts = trials * arm.finetune_ranks / cores
+            found[f"glue {folder.name}"] = Work(
+                f"finetuning {folder.name}",
+                evaluate_command(o, name, number),
+                o.seeds * o.epochs * per_epoch / rates["finetuning_tokens_per_s"] + rates["start_s"] * starts,
+                lambda folder=folder: is_evaluated(folder, o.seeds),  # type: ignore[misc]
+            )
+    return list(found.values())
+
+
+def run_all(o: argparse.Namespace, works: Sequence[Work]) -> None:
+    """What is not done yet; the figures of what there is after each evaluation."""
+    todo = [work for work in works if not work.is_done()]
+    expected = sum(work.seconds for work in todo)
+    print(
+        f"{len(todo)} of {len(works)} parts to run, expected {format_duration(expected)} by the rates of "
+        "short runs on 1 rank; ranks beyond the cores are slower than that",
+        flush=True,
+    )
+    begun = time.monotonic()
+    for number, work in enumerate(todo, 1):
+        bert_dp(work.command)
+        spent, done = time.monotonic() - begun, sum(each.seconds for each in todo[:number])
+        left = spent / done * (expected - done)
+        print(
+            f"[{number}/{len(todo)}] {work.name}: {format_duration(spent)} so far, about "
+            f"{format_duration(left)} left",
+            flush=True,
+        )
+        if work.name.startswith("finetuning"):
+            write(o, figures_of(o))
+
+
+# ---- the figures, from the evaluations alone ----
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """The evaluations of an arm that there are, by the number of their pretraining."""
+
+    evaluations: dict[int, Evaluation]
+
+    def answers(self, task: str) -> dict[Run, Answers]:
+        return {
+            (number, seed): answers
+            for number, each in self.evaluations.items()
+            for seed, answers in each.answers(task).items()
+        }
+
+    def scores(self, task: str, metric: str) -> dict[Run, float]:
+        """Of the runs that have one."""
+        return {
+            (number, trial.seed): trial.scores[metric]
+            for number, each in self.evaluations.items()
+            for trial in each.tasks[task].trials
+            if metric in trial.scores
+        }
+
+
+def read_arm(o: argparse.Namespace, arm: str) -> Measured:
+    folders = {number: evaluated(o, arm, number) for number in range(o.pretrainings)}
+    found = {number: glue_of(folder) for number, folder in folders.items()}
+    return Measured({n: Evaluation(folders[n], glue) for n, glue in found.items() if glue is not None})
+
+
+def metrics_of(one: Measured) -> dict[str, list[str]]:
+    """Task -> "split/metric"s, the one that counts first."""
+    tasks = next(iter(one.evaluations.values())).tasks
+    return {name: [score.name for score in task.scores] for name, task in tasks.items()}
+
+
+def is_regression(metrics: Sequence[str]) -> bool:
+    return bool(REGRESSIONS & {name.partition("/")[2] for name in metrics})
+
+
+def describe_arm(arm: Measured, metrics: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Mean of each metric over the runs and deviation of a run."""
+    tasks: dict[str, Any] = {}
+    for task, names in metrics.items():
+        for name in names:
+            scores = arm.scores(task, name)
+            values = list(scores.values())
+            tasks[f"{task} {name}"] = {
+                "runs": [[*run, score] for run, score in sorted(scores.items())],
+                "mean": statistics.fmean(values) if values else None,
+                "sd": statistics.stdev(values) if len(values) > 1 else None,
+            }
+    return {"pretrainings": sorted(arm.evaluations), "scores": tasks}
+
+
+def compare(one: Measured, other: Measured, metrics: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """`other` less `one`; shares of 1."""
+    differences: dict[str, float | None] = {}
+    for task, names in metrics.items():
+        for name in names:
+            a, b = one.scores(task, name), other.scores(task, name)
+            gains = [b[run] - a[run] for run in a if run in b]
+            differences[f"{task} {name}"] = statistics.fmean(gains) if gains else None
+    labelled = [task for task, names in metrics.items() if not is_regression(names)]
+    pairs = {task: (one.answers(task), other.answers(task)) for task in labelled}
+    found = {task: flips(a, b) for task, (a, b) in pairs.items()}
+    every = Flips(sum(each.flipped for each in found.values()), sum(each.of for each in found.values()))
+    paired = paired_difference([a for a, _ in pairs.values()], [b for _, b in pairs.values()])
+    by_pretraining = {}
+    for number in sorted(one.evaluations.keys() & other.evaluations.keys()):
+        sides = [Measured({number: each.evaluations[number]}) for each in (one, other)]
+        alone = paired_difference(*([side.answers(task) for task in labelled] for side in sides))
+        by_pretraining[number] = None if alone is None else alone.difference
+    return {
+        "differences": differences,
+        "flips": {
+            task: {"flipped": each.flipped, "of": each.of, "share": each.share}
+            for task, each in {**found, "all": every}.items()
+        },
+        "pooled": None if paired is None else dataclasses.asdict(paired),
+        "pooled_accuracy": [pooled_accuracy([pair[k] for pair in pairs.values()])[0] for k in (0, 1)],
+        "pooled_by_pretraining": by_pretraining,
+    }
+
+
+def judge(against: Mapping[str, Any], *, precision: str, finetune_only: bool) -> dict[str, Any]:
+    """Whether the claim holds, and what was asked."""
+    if finetune_only and precision == "fp64":
+        flipped = {arm: found["flips"]["all"]["flipped"] for arm, found in against.items()}
+        text = ", ".join(f"{arm} {count}" for arm, count in flipped.items())
+        return {"holds": not any(flipped.values()), "text": f"fp64 from one checkpoint, flipped: {text}"}
+    four, control = against.get("four"), against.get("control")
+    if four is None or control is None or four["pooled"] is None:
+        return {"holds": None, "text": "not judged: needs the arms four and control"}
+    gap, error = four["pooled"]["difference"], four["pooled"]["standard_error"]
+    share = control["flips"]["all"]["share"]
+    told = f"4 ranks less 1: {100 * gap:+.2f} points of pooled accuracy"
+    rounding = f"rounding alone flips {100 * share:.2f} % (control)"
+    if share <= MANY_FLIPS:
+        return {"holds": abs(gap) <= POINT, "limit": POINT, "text": f"{told}, 0.1 allowed; {rounding}"}
+    limit = None if error is None else 2 * error
+    holds = None if limit is None else abs(gap) <= limit
+    shown = "n/a" if limit is None else f"{100 * limit:.2f}"
+    text = f"{told}, {shown} allowed (twice the paired standard error): 0.1 points cannot be shown, as {rounding}"
+    return {"holds": holds, "limit": limit, "text": text}
+
+
+def figures_of(o: argparse.Namespace) -> dict[str, Any]:
+    """Of what there is."""
+    arms = {arm: found for arm in o.arms if (found := read_arm(o, arm)).evaluations}
+    if "one" not in arms:
+        return {}
+    one = arms["one"]
+    metrics = metrics_of(one)
+    against = {arm: compare(one, found, metrics) for arm, found in arms.items() if arm != "one"}
+    runs = {pretrained(o, arm, n) for arm in arms for n in range(o.pretrainings)}
+    summaries = {run.name: read_summary(run) for run in sorted(runs)}
+    return {
+        "pretrainings": {
+            name: {"tokens": s.tokens, "steps": s.step, "ranks": s.world_size, "heldout_loss": s.heldout_loss}
+            for name, s in summaries.items()
+            if s is not None
+        },
+        "arms": {arm: describe_arm(found, metrics) for arm, found in arms.items()},
+        "against_one": against,
+        "verdict": judge(against, precision=o.precision, finetune_only=o.finetune_only),
+    }
+
+
+def write(o: argparse.Namespace, figures: Mapping[str, Any], whole: bool = False) -> None:
+    machine = environment.probe(ROOT).to_json()
+    asked = {name: getattr(o, name) for name in (*FIXED, "pretrainings", "seeds", "arms")}
+    content = {
+        "status": "complete" if whole else "partial",
+        "environment": {**machine, "date": o.date},
+        "settings": asked,
+        "calibration": record.read_json(o.out / "calibration.json"),
+        **figures,
+    }
+    for path in (o.out / "claim.json", *([o.json] if o.json else [])):
+        path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def show(figures: Mapping[str, Any]) -> None:
+    """Points, out of 100."""
+
+    def points(value: float | None, sign: str = "") -> str:
+        return "n/a" if value is None else f"{100 * value:{sign}.2f}"
+
+    print("pretraining      ranks        tokens   steps  held-out loss")
+    for name, run in figures["pretrainings"].items():
+        loss = "n/a" if run["heldout_loss"] is None else f"{run['heldout_loss']:.5f}"
+        print(f"{name:16} {run['ranks']:5} {run['tokens']:13,} {run['steps']:7,}  {loss:>13}")
+    one, against = figures["arms"]["one"]["scores"], figures["against_one"]
+    heads = "".join(f" {arm:>10}" for arm in against)
+    print(f"\n{'metric, less that of one':28} {'one':>8} {'deviation':>10}{heads}")
+    for name, found in one.items():
+        cells = "".join(f" {points(each['differences'][name], '+'):>10}" for each in against.values())
+        print(f"{name:28} {points(found['mean']):>8} {points(found['sd']):>10}{cells}")
+    print(f"\n{'flipped predictions, %':48}{heads}")
+    for task in next(iter(against.values()))["flips"] if against else ():
+        cells = "".join(f" {points(each['flips'][task]['share']):>10}" for each in against.values())
+        print(f"{task:48}{cells}")
+    print()
+    for arm, each in against.items():
+        pooled, alone = each["pooled"], each["pooled_by_pretraining"].values()
+        if pooled is None:
+            continue
+        print(
+            f"pooled accuracy, {arm} less one: {points(pooled['difference'], '+')}, paired standard error "
+            f"{points(pooled['standard_error'])} over {pooled['examples']:,} examples, mean of "
+            f"{pooled['seeds']} runs ({', '.join(points(gap, '+') for gap in alone)} by pretraining)"
+        )
+    verdict = figures["verdict"]
+    word = {True: "holds", False: "does not hold", None: "open"}[verdict["holds"]]
+    print(f"{word}: {verdict['text']}")
+
+
+def main() -> None:
+    o = parse()
+    run_all(o, plan(o, calibrate(o)))
+    figures = figures_of(o)
+    write(o, figures, whole=True)
+    show(figures)
+
+
+if __name__ == "__main__":
+    main()
