@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,11 @@ def write_examples(
     vocab_size: int = 64,
     length: int = 32,
     seed: int = 0,
+    metrics: Sequence[str] | None = None,
+    num_labels: int = 3,
 ) -> Path:
-    """Examples whose label follows from their first token; `test` ones have none."""
+    """Examples whose label follows from their first token; `test` ones have none. `num_labels`: of
+    single_label."""
     rng = np.random.default_rng(seed)
     directory.mkdir(parents=True, exist_ok=True)
     (directory / "tokenizer.json").write_text("{}")
@@ -41,7 +45,7 @@ def write_examples(
         ]
         first = np.array([row[1] for row in rows])
         labels = {
-            "single_label": first % 3,
+            "single_label": first % num_labels,
             "multi_label": np.stack([first % 2, first % 3 == 0], axis=1),
             "regression": first / vocab_size,
         }[kind].astype(LABEL_TYPES[kind])
@@ -63,8 +67,8 @@ def write_examples(
         "version": 1,
         "task": "own",
         "kind": kind,
-        "labels": label_names(kind),
-        "metrics": METRICS[kind],
+        "labels": label_names(kind, num_labels),
+        "metrics": METRICS[kind] if metrics is None else [*metrics],
         "sequence_length": length,
         "vocab_size": vocab_size,
         "special_tokens": {name: SPECIAL[name] for name in ("pad", "cls", "sep")},
@@ -79,5 +83,5 @@ def write_examples(
     return directory
 
 
-def label_names(kind: str) -> list[str]:
-    return {"single_label": ["a", "b", "c"], "multi_label": ["x", "y"], "regression": []}[kind]
+def label_names(kind: str, num_labels: int = 3) -> list[str]:
+    return {"single_label": [*"abcdef"][:num_labels], "multi_label": ["x", "y"], "regression": []}[kind]

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from bert_dp import record
 from bert_dp.config import Config, ExamplesManifest, dump_config
-from launcher.evaluate import finetune
+from launcher import results
+from launcher.evaluate import finetune, glue_grid, glue_scores
+from launcher.evaluate.glue import document
 from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue_grid import Question, Task
-from launcher.results import GlueOptions
+from launcher.evaluate.glue_run import GlueRun
+from launcher.results import Glue, GlueOptions, GlueTask
 from launcher.run.trials import Outcome, Runner, Stopped, Trial, earlier_outcome
 from tests.helpers import make_config, write_lines
 from tests.shards import SPECIAL
@@ -140,6 +143,42 @@ class MadeRunner(Runner):
             outcome = earlier_outcome(trial)
             assert outcome is not None
             yield trial, outcome
+
+
+# --- whole evaluations
+
+
+def evaluation(out: Path, tasks: Sequence[GlueTask], **asked: Any) -> Glue:
+    """glue.json of these results."""
+    q = make_question(GlueOptions(tasks=[task.task for task in tasks], **{"seeds": 2, **asked}))
+    doing = GlueRun(q, {}, {}, MadeRunner(out, [], lambda *_: 0.5), print)
+    return document(q, doing, tasks, {"WNLI": "not among --tasks"}, "complete", None, 60.0, {}, 2)
+
+
+def measured(
+    folder: Path,
+    tasks: Mapping[str, Task],
+    answer: Callable[[str, int, int], int],
+    *seeds: int,
+    score: Callable[[str, int], float] = lambda name, seed: 0.5 + seed / 10,
+) -> Path:
+    """A folder with glue.json and trials whose examples get the label `answer(task, seed, index)`; every
+    label is 0."""
+    found = []
+    for name, task in tasks.items():
+        trials = []
+        for seed in seeds:
+            q = make_question(GlueOptions(tasks=[name]))
+            trial = glue_grid.make_trial(q, folder, task, None, seed, None)
+
+            def logits(config: Config, split: str, i: int, name: str = name) -> list[float]:
+                return [0.0, 2.0 * answer(name, config.run.seed, i) - 1.0]
+
+            write_trial(trial, task, scores_of(task, score(name, seed)), logits)
+            trials.append(glue_scores.read_trial(trial, Outcome("ok", 2.0), task, 4e-5))
+        found.append(glue_scores.task_result(task, trials, {}, None))
+    results.write(folder / "glue.json", evaluation(folder, found))
+    return folder
 
 
 # --- files of GLUE

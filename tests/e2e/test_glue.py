@@ -158,6 +158,21 @@ def test_a_whole_evaluation_runs_nothing_again_and_has_a_page(
     assert "holds another evaluation (settings.init_task differ)" in other
 
 
+def test_one_checkpoint_of_a_run_is_evaluated(run: Path, data: Path, tmp_path: Path) -> None:
+    """Also one that is not the newest: score against loss, checkpoint by checkpoint."""
+    first = run / "checkpoints" / "step-00000000"
+    out = tmp_path / "out"
+    done = here(*command(first, data, out, "--tasks", "RTE", "--json"), timeout=200)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["start"]["step"], found["start"]["checkpoint"]) == (0, str(first))
+    weights = read_json(first / "manifest.json")["files"]["model.safetensors"]["sha256"]
+    for trial in found["tasks"][0]["trials"]:
+        assert trial["init_from"]["sha256"] == weights
+    newest = read_json(run / "checkpoints" / "step-00000002" / "manifest.json")
+    assert newest["files"]["model.safetensors"]["sha256"] != weights
+
+
 def test_the_verb_describes_and_refuses(run: Path, data: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     dry = here(*command(run, data, out, "--dry-run", "--rates", "1e-4,3e-4", "--rate-tasks", "RTE"))

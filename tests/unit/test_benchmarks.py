@@ -14,7 +14,9 @@ from typing import Any
 import pytest
 import torch
 
+from bert_dp.config import read_examples
 from tests.e2e.cli import TINY, tiny
+from tests.glue_fixture import write_two_tasks
 
 ROOT = Path(__file__).resolve().parents[2]
 WORDS = "the crew of old ship sailed past seven grey islands while rain fell on every quiet harbour".split()
@@ -98,6 +100,106 @@ def test_hf_trainer_small(tmp_path):
     assert fewer["loss_at_equal_tokens"] == fewer["heldout_loss"]
     assert theirs["evals"][0][1] > theirs["heldout_loss"], "it learns"
     assert "modernbert " in said
+
+
+TO_PRETRAIN = (
+    "model.vocab_size=300",
+    "model.hidden_size=32",
+    "model.num_heads=2",
+    "model.intermediate_size=48",
+    "data.sequence_length=32",
+    "data.build.max_tokens_per_char=0",
+    "data.build.held_out_fraction=0.1",
+)
+
+
+def texts_and_tasks(tmp_path: Path) -> None:
+    """text.txt, and RTE and WNLI below glue."""
+    words = random.Random(0)
+    lines = (" ".join(words.choices(WORDS, k=40)) + f" number {i}" for i in range(300))
+    (tmp_path / "text.txt").write_text("\n".join(lines))
+    write_two_tasks(tmp_path / "glue")
+
+
+@pytest.mark.slow
+def test_finetune_speed_quick(tmp_path):
+    pytest.importorskip("transformers")
+    texts_and_tasks(tmp_path)
+    more = [part for item in TO_PRETRAIN for part in ("--set", item)]
+    more += ["--corpus", str(tmp_path / "text.txt"), "--data", str(tmp_path / "glue"), "--task", "RTE"]
+    cache = {"BERT_DP_CACHE": str(tmp_path / "cache")}
+    out = str(tmp_path / "out")
+    result, said = record_of(tmp_path, "finetune_speed", "--quick --threads 1", out, *more, **cache)
+    variants = result["variants"]
+    assert len(variants) == 5
+    assert len({variant["parameters"] for variant in variants.values()}) == 1, "the same model"
+    # once each over the same examples
+    tokens = {sum(turn["tokens"] for turn in variant["rounds"]) for variant in variants.values()}
+    assert len(tokens) == 1
+    assert tokens.pop() == read_examples(tmp_path / "out" / "examples").splits["train"].tokens
+    for variant in variants.values():
+        seconds = sum(turn["seconds"] for turn in variant["rounds"])
+        total, computed = (
+            sum(turn[key] for turn in variant["rounds"]) for key in ("tokens", "computed_tokens")
+        )
+        assert variant["tokens_per_s"] == pytest.approx(total / seconds)
+        assert variant["padding"] == pytest.approx(1 - total / computed)
+        assert computed >= total
+    ours, theirs = (variants[name]["tokens_per_s"] for name in ("ours:plain", "trainer:dynamic"))
+    assert result["figures"]["ours_over"]["trainer:dynamic"] == pytest.approx(ours / theirs)
+    pairs = (variants[name]["rounds"] for name in ("ours:attention-dropout", "ours:plain"))
+    ratios = [a["seconds"] / b["seconds"] for a, b in zip(*pairs, strict=True)]
+    assert result["figures"]["attention_dropout"]["median"] == pytest.approx(statistics.median(ratios))
+    assert "ours over trainer:grouped" in said
+    assert str(tmp_path) not in json.dumps(result), "no path of this machine in a record"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--variants ours:fast", "ours:fast is not one of"),
+        ("--variants trainer:dynamic", "must hold ours:plain"),
+    ],
+)
+def test_finetune_speed_refuses_what_it_cannot_measure(options, said, tmp_path):
+    done = run("finetune_speed", options, str(tmp_path / "out"), "--corpus", "a.txt", "--data", "glue")
+    assert (done.returncode, said in done.stderr) == (2, True)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_finetune_claim_quick(tmp_path):
+    texts_and_tasks(tmp_path)
+    sizes = (*TO_PRETRAIN, "model.num_layers=1", f"data.sources=[{tmp_path}/text.txt]")
+    batch = ("batch.global_size=8", "batch.micro_size=2", "eval.max_sequences=8")
+    more = [part for item in (*sizes, *batch) for part in ("--set", item)]
+    more += ["--data", str(tmp_path / "glue"), "--out", str(tmp_path / "out")]
+    cache = {"BERT_DP_CACHE": str(tmp_path / "cache")}
+    options = "--quick --tasks RTE --arms one,four,control"
+    result, said = record_of(tmp_path, "finetune_claim", options, *more, **cache)
+    assert result["status"] == "complete"
+    assert "6 of 6 parts to run, expected" in said
+    assert {name: run["ranks"] for name, run in result["pretrainings"].items()} == {
+        "control-0": 1,
+        "four-0": 4,
+        "one-0": 1,
+    }
+    for number, accumulation in (("one", 4), ("four", 1), ("control", 2)):
+        summary = json.loads((tmp_path / f"out/pretrained/{number}-0/summary.json").read_text())
+        assert (summary["step"], summary["accumulation"]) == (4096 // (8 * 32), accumulation)
+    glue = {arm: json.loads((tmp_path / f"out/glue/{arm}-0/glue.json").read_text()) for arm in ("one", "four")}
+    assert (glue["one"]["ranks"], glue["four"]["ranks"]) == (1, 4)
+    for arm, found in glue.items():
+        (score,) = found["tasks"][0]["scores"]
+        assert result["arms"][arm]["scores"]["RTE dev/accuracy"]["mean"] == score["median"]
+    assert result["against_one"]["four"]["flips"]["all"]["of"] == 8
+    before = {path: path.stat().st_mtime for path in tmp_path.glob("out/glue/*/glue.json")}
+    again, said = record_of(tmp_path, "finetune_claim", options, *more, **cache)
+    assert "0 of 6 parts to run" in said
+    assert again["against_one"] == result["against_one"]
+    assert {path: path.stat().st_mtime for path in before} == before
+    other = run("finetune_claim", options.replace("RTE", "WNLI"), *more, **cache)
+    assert (other.returncode, "holds another comparison (tasks differ)" in other.stderr) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import pytest
 from bert_dp.config import Config, ConfigError
 from launcher import results
 from launcher.evaluate import glue_grid, glue_scores
-from launcher.evaluate.glue import document
 from launcher.evaluate.glue_compare import Paired, compare_report, paired_difference, paired_text
 from launcher.evaluate.glue_grid import Task, choose_tasks
 from launcher.evaluate.glue_report import glue_report, scores_table
@@ -21,7 +20,15 @@ from launcher.evaluate.glue_run import GlueRun, NoRate
 from launcher.evaluate.submissions import write_submissions
 from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Outcome, Stopped, Trial
-from tests.glue_fixture import MadeRunner, make_question, make_task, scores_of, write_trial
+from tests.glue_fixture import (
+    MadeRunner,
+    evaluation,
+    make_question,
+    make_task,
+    measured,
+    scores_of,
+    write_trial,
+)
 from tests.helpers import issues_of
 from tests.report_fixture import shown, unfolded
 
@@ -383,12 +390,6 @@ def test_a_prediction_that_is_not_finite_is_not_submitted(tmp_path: Path) -> Non
 # --- the table
 
 
-def evaluation(tmp_path: Path, tasks: list[GlueTask], **asked: Any) -> Glue:
-    q = make_question(options(*(task.task for task in tasks), **asked))
-    doing = GlueRun(q, {}, {}, MadeRunner(tmp_path, [], lambda *_: 0.5), print)
-    return document(q, doing, tasks, {"WNLI": "not among --tasks"}, "complete", None, 60.0, {}, 2)
-
-
 def test_the_file_comes_back_as_it_was(tmp_path: Path) -> None:
     glue = evaluation(tmp_path, [made("RTE", [0.5, None]), made("MNLI", [0.5, 0.7])])
     results.write(tmp_path / "glue.json", glue)
@@ -450,24 +451,6 @@ def test_the_average_names_its_numbers(tmp_path: Path) -> None:
 
 
 # --- side by side
-
-
-def measured(folder: Path, tasks: dict[str, Task], answer: Any, *seeds: int) -> None:
-    """A folder with glue.json and trials whose examples get the label `answer(task, seed, index)`."""
-    found = []
-    for name, task in tasks.items():
-        trials = []
-        for seed in seeds:
-            q = make_question(GlueOptions(tasks=[name]))
-            trial = glue_grid.make_trial(q, folder, task, None, seed, None)
-
-            def logits(config: Config, split: str, i: int, name: str = name) -> list[float]:
-                return [0.0, 2.0 * answer(name, config.run.seed, i) - 1.0]
-
-            write_trial(trial, task, scores_of(task, 0.5 + seed / 10), logits)
-            trials.append(read(trial, task))
-        found.append(glue_scores.task_result(task, trials, {}, None))
-    results.write(folder / "glue.json", evaluation(folder, found))
 
 
 def test_flipped_predictions_and_pooled_accuracy_are_over_the_same_examples(tmp_path: Path) -> None:

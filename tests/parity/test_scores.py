@@ -1,0 +1,140 @@
+"""Scores of predictions that several ranks made, beside scikit-learn's and scipy's own functions."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+from bert_dp.config import read_examples, resolve
+from bert_dp.examples.store import Examples
+from bert_dp.tasks.finetune import PREDICTIONS, Finetuning
+from tests.example_files import label_names, write_examples
+from tests.helpers import read_json, read_lines
+from tests.parity.runs import settings
+from tests.ranks import run_ranks
+
+sklearn = pytest.importorskip("sklearn.metrics", reason="needs the extra glue")
+stats = pytest.importorskip("scipy.stats", reason="needs the extra glue")
+
+VOCAB, DEV, MICRO = 64, 13, 3  # 13 examples fill no number of micro batches
+Measure = Callable[[NDArray[Any], NDArray[Any]], float]
+KINDS: dict[str, tuple[str, int, Mapping[str, Measure]]] = {
+    "two labels": (
+        "single_label",
+        2,
+        {
+            "accuracy": lambda y, x: sklearn.accuracy_score(y, x.argmax(1)),
+            "f1": lambda y, x: sklearn.f1_score(y, x.argmax(1)),
+            "mcc": lambda y, x: sklearn.matthews_corrcoef(y, x.argmax(1)),
+            "auc": lambda y, x: sklearn.roc_auc_score(y, x[:, 1] - x[:, 0]),
+        },
+    ),
+    "three labels": (
+        "single_label",
+        3,
+        {
+            "accuracy": lambda y, x: sklearn.accuracy_score(y, x.argmax(1)),
+            "f1": lambda y, x: sklearn.f1_score(y, x.argmax(1), average="macro"),
+            "mcc": lambda y, x: sklearn.matthews_corrcoef(y, x.argmax(1)),
+        },
+    ),
+    "several labels": (
+        "multi_label",
+        2,
+        {
+            "accuracy": lambda y, x: sklearn.accuracy_score(y, x > 0),
+            "f1": lambda y, x: sklearn.f1_score(y, x > 0, average="micro"),
+        },
+    ),
+    "a score": (
+        "regression",
+        1,
+        {
+            "pearson": lambda y, x: stats.pearsonr(y, x[:, 0]).statistic,
+            "spearman": lambda y, x: stats.spearmanr(y, x[:, 0]).statistic,
+        },
+    ),
+}
+
+
+class SumOfTokens(torch.nn.Module):
+    """Logits that follow from an example's tokens alone: [B, L]."""
+
+    def __init__(self, outputs: int):
+        super().__init__()
+        table = torch.randn(VOCAB, outputs, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        self.table_VL = torch.nn.Parameter(table)
+
+    def forward(self, ids_BS: torch.Tensor, real_BS: torch.Tensor | None = None) -> torch.Tensor:
+        of_tokens_BSL = self.table_VL[ids_BS]
+        if real_BS is not None:
+            of_tokens_BSL = of_tokens_BSL * real_BS[..., None]
+        return of_tokens_BSL.sum(1)
+
+
+def evaluate(examples: str, kind: str, outputs: int, out: str) -> None:
+    """In a rank."""
+    from bert_dp import dist
+    from bert_dp.precision import choose_precision
+    from bert_dp.tasks import Context
+    from bert_dp.world import read_world
+
+    world, device = read_world(os.environ), torch.device("cpu")
+    comm = dist.connect(world, device)
+    own: dict[str, Any] = {
+        "data": {"sequence_length": 32},
+        "objective": {"name": "finetune"},
+        "finetune": {"kind": kind, "labels": label_names(kind, outputs)},
+        "batch": {"global_size": 2 * MICRO, "micro_size": MICRO},
+        "precision": "fp64",
+    }
+    task = Finetuning(resolve([settings(Path(examples), **own)]), device)
+    task.open_data()
+    context = Context(
+        comm=comm,
+        device=device,
+        precision=choose_precision("fp64", device),
+        dp_rank=world.rank,
+        dp_size=world.size,
+        tensor=1,
+        progress=lambda: None,
+        stopped=lambda: False,
+        run_dir=Path(out) if world.rank == 0 else None,
+    )
+    measured = task.evaluate(SumOfTokens(outputs), context)
+    Path(out, f"scores-{world.rank}.json").write_text(json.dumps(measured))
+    dist.disconnect()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_scores_of_gathered_predictions_are_scikit_learns(name: str, ranks: int, tmp_path: Path) -> None:
+    kind, outputs, measures = KINDS[name]
+    path = write_examples(
+        tmp_path / "examples", kind=kind, dev=DEV, metrics=list(measures), num_labels=outputs
+    )
+    run_ranks(ranks, evaluate, str(path), kind, outputs, str(tmp_path))
+    dev = Examples.open(path, read_examples(path), "dev")
+    model = SumOfTokens(outputs)
+    with torch.no_grad():
+        alone = [model(torch.from_numpy(dev.tokens(i).astype(np.int64))[None])[0].numpy() for i in range(DEV)]
+    logits_NL, labels = np.stack(alone), np.asarray(dev.labels)
+    predicted = [line["logits"] for line in read_lines(tmp_path / PREDICTIONS)]
+    np.testing.assert_allclose(predicted, logits_NL, rtol=1e-12, atol=1e-12)
+    order = np.random.default_rng(2).permutation(DEV)
+    expected = {f"dev/{metric}": measure(labels[order], logits_NL[order]) for metric, measure in measures.items()}
+    moved = {f"dev/{metric}": measure(labels, logits_NL[order]) for metric, measure in measures.items()}
+    assert all(abs(moved[metric] - score) > 1e-3 for metric, score in expected.items()), "order matters"
+    for rank in range(ranks):
+        found = read_json(tmp_path / f"scores-{rank}.json")
+        assert found["examples"] == DEV
+        assert found["scores"] == pytest.approx(expected, abs=1e-12)
