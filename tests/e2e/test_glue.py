@@ -162,7 +162,7 @@ def test_one_checkpoint_of_a_run_is_evaluated(run: Path, data: Path, tmp_path: P
     """Also one that is not the newest: score against loss, checkpoint by checkpoint."""
     first = run / "checkpoints" / "step-00000000"
     out = tmp_path / "out"
-    done = here(*command(first, data, out, "--tasks", "RTE", "--json"), timeout=200)
+    done = bert_dp(*command(first, data, out, "--tasks", "RTE", "--json"), timeout=200)
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
     assert (found["start"]["step"], found["start"]["checkpoint"]) == (0, str(first))
