@@ -1,9 +1,9 @@
 """BERT-GPU's claim, on models that this machine can train: 1 and 4 ranks give the same model downstream.
 
-    python benchmarks/finetune_claim.py --out DIR --data GLUE [--data ...] [--config small-text] [--set a.b=v ...]
-        [--tokens 1000000] [--pretrainings 3] [--tasks MRPC,RTE,STS-B,CoLA] [--seeds 1] [--epochs 5]
-        [--finetune-set a.b=v ...] [--arms one,four,control,bert-gpu] [--finetune-only] [--precision fp32]
-        [--json FILE]
+    python benchmarks/finetune_claim.py --out DIR --data GLUE [--data ...] [--config small-text]
+        [--set a.b=v ...] [--tokens 1000000] [--pretrainings 3] [--tasks MRPC,RTE,STS-B,CoLA] [--seeds 1]
+        [--epochs 5] [--finetune-set a.b=v ...] [--arms one,four,control,bert-gpu] [--finetune-only]
+        [--precision fp32] [--json FILE]
 
 Models are pretrained and finetuned by `bert-dp train` and `bert-dp eval glue`, every arm with the same seeds:
 
@@ -95,9 +95,7 @@ def arms_of(config: Config) -> dict[str, Arm]:
     return {
         "one": Arm(),
         "four": Arm(ranks=4, finetune_ranks=4),
-        "control": Arm(
-            settings=(f"batch.micro_size={other}",), finetune_settings=("batch.micro_size=4",)
-        ),
+        "control": Arm(settings=(f"batch.micro_size={other}",), finetune_settings=("batch.micro_size=4",)),
         "bert-gpu": Arm(ranks=4, settings=(f"batch.global_size={4 * size}",), times=4),
     }
 
@@ -109,7 +107,11 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder; the same one goes on")
     add(
-        "--data", action="append", required=True, type=Path, help="folder or tar with GLUE's files; repeatable"
+        "--data",
+        action="append",
+        required=True,
+        type=Path,
+        help="folder or tar with GLUE's files; repeatable",
     )
     add("--config", default="small-text", help="of the pretraining")
     add("--set", dest="settings", action="append", default=[], metavar="a.b=v", help="of the pretraining")
@@ -283,7 +285,8 @@ def plan(o: argparse.Namespace, rates: Mapping[str, Any]) -> list[Work]:
             found[run.name] = found.get(run.name) or Work(
                 f"pretraining {run.name}",
                 pretrain_command(o, source, number, run, tokens),
-                tokens / rates["pretraining_tokens_per_s"] + rates["start_s"] * max(1.0, source.ranks / cores),
+                tokens / rates["pretraining_tokens_per_s"]
+                + rates["start_s"] * max(1.0, source.ranks / cores),
                 functools.partial(is_pretrained, run),
             )
             starts = trials * arm.finetune_ranks / cores

@@ -70,7 +70,11 @@ def parse() -> argparse.Namespace:
     add("out", type=Path, help="folder for the model and the examples; made anew")
     add("--corpus", action="append", required=True, metavar="FILE", help="text of the tokenizer; repeatable")
     add(
-        "--data", action="append", required=True, type=Path, help="folder or tar with GLUE's files; repeatable"
+        "--data",
+        action="append",
+        required=True,
+        type=Path,
+        help="folder or tar with GLUE's files; repeatable",
     )
     add("--task", default="MRPC")
     add("--layers", type=int, default=4)
@@ -146,11 +150,7 @@ def prepare(o: argparse.Namespace) -> None:
     for name in (name for name in o.names if name in OURS):
         settings = [*of_task, steps, *OURS[name]]
         config = finetune.configuration(
-            found,
-            settings,
-            manifest=read_examples(examples),
-            path=examples,
-            init_from=found.checkpoint,
+            found, settings, manifest=read_examples(examples), path=examples, init_from=found.checkpoint
         )
         folder = folder_of(o, name)
         folder.mkdir()

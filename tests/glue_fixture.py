@@ -12,8 +12,8 @@ from bert_dp import record
 from bert_dp.config import Config, ExamplesManifest, dump_config
 from launcher import results
 from launcher.evaluate import finetune, glue_grid, glue_scores
-from launcher.evaluate.glue import document
 from launcher.evaluate.finetune import Pretrained
+from launcher.evaluate.glue import document
 from launcher.evaluate.glue_grid import Question, Task
 from launcher.evaluate.glue_run import GlueRun
 from launcher.results import Glue, GlueOptions, GlueTask

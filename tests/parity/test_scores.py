@@ -24,7 +24,7 @@ from tests.ranks import run_ranks
 sklearn = pytest.importorskip("sklearn.metrics", reason="needs the extra glue")
 stats = pytest.importorskip("scipy.stats", reason="needs the extra glue")
 
-VOCAB, DEV, MICRO = 64, 13, 3  # 13 examples fill no number of micro batches
+VOCAB, DEV, MICRO = 64, 31, 3  # 31 examples fill no number of micro batches
 Measure = Callable[[NDArray[Any], NDArray[Any]], float]
 KINDS: dict[str, tuple[str, int, Mapping[str, Measure]]] = {
     "two labels": (
@@ -80,15 +80,23 @@ class SumOfTokens(torch.nn.Module):
         return of_tokens_BSL.sum(1)
 
 
-def evaluate(examples: str, kind: str, outputs: int, out: str) -> None:
-    """In a rank."""
+def evaluate_all(folder: str) -> None:
+    """In a rank: each kind's prepared directory."""
     from bert_dp import dist
-    from bert_dp.precision import choose_precision
-    from bert_dp.tasks import Context
     from bert_dp.world import read_world
 
-    world, device = read_world(os.environ), torch.device("cpu")
-    comm = dist.connect(world, device)
+    comm = dist.connect(read_world(os.environ), torch.device("cpu"))
+    for name, (kind, outputs, _) in KINDS.items():
+        evaluate(Path(folder, name), kind, outputs, comm)
+    dist.disconnect()
+
+
+def evaluate(out: Path, kind: str, outputs: int, comm: Any) -> None:
+    """Writes scores-RANK.json."""
+    from bert_dp.precision import choose_precision
+    from bert_dp.tasks import Context
+
+    world, device = comm.world, torch.device("cpu")
     own: dict[str, Any] = {
         "data": {"sequence_length": 32},
         "objective": {"name": "finetune"},
@@ -96,7 +104,7 @@ def evaluate(examples: str, kind: str, outputs: int, out: str) -> None:
         "batch": {"global_size": 2 * MICRO, "micro_size": MICRO},
         "precision": "fp64",
     }
-    task = Finetuning(resolve([settings(Path(examples), **own)]), device)
+    task = Finetuning(resolve([settings(out, **own)]), device)
     task.open_data()
     context = Context(
         comm=comm,
@@ -107,34 +115,36 @@ def evaluate(examples: str, kind: str, outputs: int, out: str) -> None:
         tensor=1,
         progress=lambda: None,
         stopped=lambda: False,
-        run_dir=Path(out) if world.rank == 0 else None,
+        run_dir=out if world.rank == 0 else None,
     )
     measured = task.evaluate(SumOfTokens(outputs), context)
-    Path(out, f"scores-{world.rank}.json").write_text(json.dumps(measured))
-    dist.disconnect()
+    (out / f"scores-{world.rank}.json").write_text(json.dumps(measured))
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_scores_of_gathered_predictions_are_scikit_learns(name: str, ranks: int, tmp_path: Path) -> None:
-    kind, outputs, measures = KINDS[name]
-    path = write_examples(
-        tmp_path / "examples", kind=kind, dev=DEV, metrics=list(measures), num_labels=outputs
-    )
-    run_ranks(ranks, evaluate, str(path), kind, outputs, str(tmp_path))
-    dev = Examples.open(path, read_examples(path), "dev")
-    model = SumOfTokens(outputs)
+def test_scores_of_gathered_predictions_are_scikit_learns(ranks: int, tmp_path: Path) -> None:
+    for name, (kind, outputs, measures) in KINDS.items():
+        metrics = list(measures)
+        write_examples(tmp_path / name, kind=kind, dev=DEV, metrics=metrics, num_labels=outputs)
+    run_ranks(ranks, evaluate_all, str(tmp_path))
+    for name, (_, outputs, measures) in KINDS.items():
+        assert_scores(tmp_path / name, SumOfTokens(outputs), measures, ranks)
+
+
+def assert_scores(folder: Path, model: torch.nn.Module, measures: Mapping[str, Measure], ranks: int) -> None:
+    """Those of every rank, and the predictions, are what each example alone gives."""
+    dev = Examples.open(folder, read_examples(folder), "dev")
     with torch.no_grad():
         alone = [model(torch.from_numpy(dev.tokens(i).astype(np.int64))[None])[0].numpy() for i in range(DEV)]
     logits_NL, labels = np.stack(alone), np.asarray(dev.labels)
-    predicted = [line["logits"] for line in read_lines(tmp_path / PREDICTIONS)]
+    predicted = [line["logits"] for line in read_lines(folder / PREDICTIONS)]
     np.testing.assert_allclose(predicted, logits_NL, rtol=1e-12, atol=1e-12)
     order = np.random.default_rng(2).permutation(DEV)
-    expected = {f"dev/{metric}": measure(labels[order], logits_NL[order]) for metric, measure in measures.items()}
-    moved = {f"dev/{metric}": measure(labels, logits_NL[order]) for metric, measure in measures.items()}
-    assert all(abs(moved[metric] - score) > 1e-3 for metric, score in expected.items()), "order matters"
+    expected = {f"dev/{name}": measure(labels[order], logits_NL[order]) for name, measure in measures.items()}
+    moved = {f"dev/{name}": measure(labels, logits_NL[order]) for name, measure in measures.items()}
+    assert any(abs(moved[metric] - score) > 1e-3 for metric, score in expected.items()), "order matters"
     for rank in range(ranks):
-        found = read_json(tmp_path / f"scores-{rank}.json")
+        found = read_json(folder / f"scores-{rank}.json")
         assert found["examples"] == DEV
         assert found["scores"] == pytest.approx(expected, abs=1e-12)

@@ -187,7 +187,9 @@ def test_finetune_claim_quick(tmp_path):
     for number, accumulation in (("one", 4), ("four", 1), ("control", 2)):
         summary = json.loads((tmp_path / f"out/pretrained/{number}-0/summary.json").read_text())
         assert (summary["step"], summary["accumulation"]) == (4096 // (8 * 32), accumulation)
-    glue = {arm: json.loads((tmp_path / f"out/glue/{arm}-0/glue.json").read_text()) for arm in ("one", "four")}
+    glue = {
+        arm: json.loads((tmp_path / f"out/glue/{arm}-0/glue.json").read_text()) for arm in ("one", "four")
+    }
     assert (glue["one"]["ranks"], glue["four"]["ranks"]) == (1, 4)
     for arm, found in glue.items():
         (score,) = found["tasks"][0]["scores"]
