@@ -263,7 +263,10 @@ def calibrate(o: argparse.Namespace) -> dict[str, Any]:
         "pretraining_tokens_per_s": summary.tokens_per_s,
         "finetuning_tokens_per_s": last.tokens_per_s,
         "start_s": max(0.0, spent - sum(last.time_s.get(key, 0.0) for key in ("train", "eval"))),
-        "train_tokens": {name: read_examples(path).splits["train"].tokens for name, path in tasks.items()},
+        "tokens": {
+            name: {split: part.tokens for split, part in read_examples(path).splits.items()}
+            for name, path in tasks.items()
+        },
     }
     record.write_json(path, found)
     return found
@@ -271,9 +274,13 @@ def calibrate(o: argparse.Namespace) -> dict[str, Any]:
 
 def plan(o: argparse.Namespace, rates: Mapping[str, Any]) -> list[Work]:
     """Everything, in order: all arms of a pretraining seed, then the next seed. Ranks share the cores, so
-    tokens take as long on 4; starting takes as much longer as there are ranks to a core."""
+    tokens take as long on 4; starting takes as much longer as there are ranks to a core. A token of dev or
+    test has only its forward pass, a third of the work."""
     cores = len(os.sched_getaffinity(0))
-    per_epoch = sum(rates["train_tokens"][task] for task in o.tasks)
+    parts = [rates["tokens"][task] for task in o.tasks]
+    trained = sum(o.epochs * part["train"] for part in parts)
+    evaluated_only = sum(sum(part.values()) - part["train"] for part in parts)
+    computed = o.seeds * (trained + evaluated_only / 3)
     trials = len(o.tasks) * o.seeds
     found: dict[str, Work] = {}
     for number in range(o.pretrainings):
@@ -293,7 +300,7 @@ def plan(o: argparse.Namespace, rates: Mapping[str, Any]) -> list[Work]:
             found[f"glue {folder.name}"] = Work(
                 f"finetuning {folder.name}",
                 evaluate_command(o, name, number),
-                o.seeds * o.epochs * per_epoch / rates["finetuning_tokens_per_s"] + rates["start_s"] * starts,
+                computed / rates["finetuning_tokens_per_s"] + rates["start_s"] * starts,
                 functools.partial(is_evaluated, folder, o.seeds),
             )
     return list(found.values())
