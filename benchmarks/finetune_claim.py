@@ -249,9 +249,13 @@ def calibrate(o: argparse.Namespace) -> dict[str, Any]:
     bert_dp(pretrain_command(o, Arm(), 0, base, min(tokens, o.tokens)))
     start = finetune.find_pretrained(base)
     length = start.config.data.sequence_length
-    tasks = {name: finetune.prepare(start, finetune.Source(name, tuple(o.data)), length) for name in o.tasks}
+    tokens_of = {}
+    for name in o.tasks:
+        prepared = finetune.prepare(start, finetune.Source(name, tuple(o.data)), length)
+        tokens_of[name] = {split: part.tokens for split, part in read_examples(prepared).splits.items()}
+    small = min(o.tasks, key=lambda name: sum(tokens_of[name].values()))
     settings = [*of_finetuning(o), f"schedule.steps={CALIBRATION_STEPS}"]
-    options = ["--task", o.tasks[0], *places(o), "--nproc", "1", "--run-dir", str(tuned)]
+    options = ["--task", small, *places(o), "--nproc", "1", "--run-dir", str(tuned)]
     middle = time.monotonic()
     bert_dp(["finetune", str(base), *settings, *options])
     spent = time.monotonic() - middle
@@ -263,10 +267,7 @@ def calibrate(o: argparse.Namespace) -> dict[str, Any]:
         "pretraining_tokens_per_s": summary.tokens_per_s,
         "finetuning_tokens_per_s": last.tokens_per_s,
         "start_s": max(0.0, spent - sum(last.time_s.get(key, 0.0) for key in ("train", "eval"))),
-        "tokens": {
-            name: {split: part.tokens for split, part in read_examples(path).splits.items()}
-            for name, path in tasks.items()
-        },
+        "tokens": tokens_of,
     }
     record.write_json(path, found)
     return found
