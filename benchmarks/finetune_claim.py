@@ -133,7 +133,7 @@ def parse() -> argparse.Namespace:
     o.out, o.data = o.out.resolve(), [path.resolve() for path in o.data]
     o.tasks, o.arms = o.tasks.split(","), o.arms.split(",")
     try:
-        config = load_config(job.find_config(o.config), [*o.settings, *common_settings(o)])
+        config = load_config(job.find_config(o.config), [*o.settings, *common_settings(o, o.tokens)])
     except ConfigError as error:
         parser.error(str(error))
     o.known = arms_of(config)
@@ -156,10 +156,10 @@ def parse() -> argparse.Namespace:
     return o
 
 
-def common_settings(o: argparse.Namespace) -> list[str]:
+def common_settings(o: argparse.Namespace, tokens: int) -> list[str]:
     """Of every pretraining. Eager, as whether compiling pays is decided by the clock."""
     precision = "fp32" if o.finetune_only else o.precision
-    return [f"schedule.tokens={o.tokens}", f"precision={precision}", "compile=off"]
+    return [f"schedule.tokens={tokens}", f"precision={precision}", "compile=off"]
 
 
 # ---- what is run ----
@@ -199,8 +199,7 @@ def evaluated(o: argparse.Namespace, arm: str, number: int) -> Path:
 
 
 def pretrain_command(o: argparse.Namespace, arm: Arm, number: int, run: Path, tokens: int) -> list[str]:
-    settings = [*o.settings, *common_settings(o), *arm.settings]
-    settings += [f"schedule.tokens={tokens}", f"run.seed={number}"]
+    settings = [*o.settings, *common_settings(o, tokens), *arm.settings, f"run.seed={number}"]
     pairs = [part for item in settings for part in ("--set", item)]
     return ["train", o.config, *pairs, "--nproc", str(arm.ranks), "--run-dir", str(run)]
 
