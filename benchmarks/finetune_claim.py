@@ -372,7 +372,8 @@ def is_regression(metrics: Sequence[str]) -> bool:
 
 
 def describe_arm(arm: Measured, metrics: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-    """Mean of each metric over the runs and deviation of a run."""
+    """Mean of each metric over the runs and deviation of a run; trials that failed, and those that gave every
+    example the same answer, which cannot flip but by all of them."""
     tasks: dict[str, Any] = {}
     for task, names in metrics.items():
         for name in names:
@@ -383,7 +384,14 @@ def describe_arm(arm: Measured, metrics: Mapping[str, Sequence[str]]) -> dict[st
                 "mean": statistics.fmean(values) if values else None,
                 "sd": statistics.stdev(values) if len(values) > 1 else None,
             }
-    return {"pretrainings": sorted(arm.evaluations), "scores": tasks}
+    trials = [trial for each in arm.evaluations.values() for task in each.glue.tasks for trial in task.trials]
+    return {
+        "pretrainings": sorted(arm.evaluations),
+        "trials": len(trials),
+        "failed": [trial.trial for trial in trials if trial.status != "ok"],
+        "one_class": [trial.trial for trial in trials if trial.one_class],
+        "scores": tasks,
+    }
 
 
 def compare(one: Measured, other: Measured, metrics: Mapping[str, Sequence[str]]) -> dict[str, Any]:
@@ -496,6 +504,12 @@ def show(figures: Mapping[str, Any]) -> None:
         cells = "".join(f" {points(each['flips'][task]['share']):>10}" for each in against.values())
         print(f"{task:48}{cells}")
     print()
+    for arm, described in figures["arms"].items():
+        if described["failed"] or described["one_class"]:
+            print(
+                f"{arm}: of {described['trials']} finetunings {len(described['failed'])} failed, "
+                f"{len(described['one_class'])} gave every example the same answer"
+            )
     for arm, each in against.items():
         pooled, alone = each["pooled"], each["pooled_by_pretraining"].values()
         if pooled is None:

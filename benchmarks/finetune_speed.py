@@ -4,8 +4,8 @@
         [--rounds 5] [--steps 5] [--precision fp32] [--set a.b=v ...] [--json FILE]
 
 The model is `crammed-rope` at 4 layers with the native head: one step of pretraining on the corpus gives it a
-tokenizer and weights, `bert-dp finetune` a head, and `export hf` of that run's first checkpoint is the model
-of the peer. All finetune on the same examples, the first ROUNDS x STEPS x BATCH of the task's train set, once
+tokenizer and weights, a finetuning run a head, and `export hf` of that run's first checkpoint is the model of
+the peer. All finetune on the same examples, the first ROUNDS x STEPS x BATCH of the task's train set, once
 each, as the same token ids, in the same global batch, by the same AdamW, on one rank. Dropout is 0 but where
 it is named.
 
@@ -113,7 +113,7 @@ def parse() -> argparse.Namespace:
 def prepare(o: argparse.Namespace) -> None:
     """OUT/exported, OUT/examples and a configuration of each variant of ours."""
     o.out.mkdir(parents=True, exist_ok=True)
-    pretrained, start = o.out / "pretrained", o.out / "start"
+    pretrained = o.out / "pretrained"
     of_model = [
         f"model.num_layers={o.layers}",
         f"data.sources=[{','.join(map(os.path.abspath, o.corpus))}]",
@@ -133,28 +133,24 @@ def prepare(o: argparse.Namespace) -> None:
     prepared = finetune.prepare(found, source, found.config.data.sequence_length)
     examples = write_part(prepared, o.out / "examples", o)
     of_task = [*of_head, *of_all, f"precision={o.precision}", f"batch.global_size={o.batch}"]
-    of_task += [f"run.seed={o.seed}", "checkpoint.keep=0"]
-    bert_dp(
-        "finetune",
-        str(pretrained),
-        "--task",
-        o.task,
-        *(part for path in o.data for part in ("--data", str(path.resolve()))),
-        *("--nproc", "1", "--run-dir", str(start)),
-        *of_task[:-1],
-        "schedule.steps=1",
-    )
-    first = start / "checkpoints" / "step-00000000"
-    bert_dp("export", "hf", str(first), "--out", str(o.out / "exported"))
-    steps = f"schedule.steps={o.steps * o.rounds}"
-    for name in (name for name in o.names if name in OURS):
-        settings = [*of_task, steps, *OURS[name]]
+    of_task += [f"run.seed={o.seed}"]
+
+    def write_config(path: Path, *more: str) -> Path:
+        settings = [*of_task, *more]
         config = finetune.configuration(
             found, settings, manifest=read_examples(examples), path=examples, init_from=found.checkpoint
         )
-        folder = folder_of(o, name)
-        folder.mkdir()
-        (folder / "config.yaml").write_text(dump_config(finetune.whole_batches(config, 1, settings)))
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(dump_config(finetune.whole_batches(config, 1, settings)))
+        return path
+
+    once = write_config(o.out / "start.yaml", "schedule.steps=1")
+    bert_dp("train", str(once), "--nproc", "1", "--run-dir", str(o.out / "start"))
+    first = o.out / "start" / "checkpoints" / "step-00000000"
+    bert_dp("export", "hf", str(first), "--out", str(o.out / "exported"))
+    for name in (name for name in o.names if name in OURS):
+        steps = f"schedule.steps={o.steps * o.rounds}"
+        write_config(folder_of(o, name) / "config.yaml", steps, "checkpoint.keep=0", *OURS[name])
 
 
 def bert_dp(*arguments: str) -> None:

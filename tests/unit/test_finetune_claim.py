@@ -62,7 +62,10 @@ def test_an_arm_beside_another_by_hand(arms: dict[str, Measured]) -> None:
     assert pooled["standard_error"] == pytest.approx(math.sqrt(squares / (40 * 39)))
     assert found["pooled_accuracy"] == [1.0, 0.975]
     assert found["pooled_by_pretraining"] == {0: 0.0, 1: -0.05}
-    scores = describe_arm(other, metrics)["scores"]["RTE dev/accuracy"]
+    described = describe_arm(other, metrics)
+    assert (described["trials"], described["failed"]) == (6, [])
+    assert described["one_class"] == [f"{task}-lr-4e-05-s0" for task in (*TASKS, "MRPC", "STS-B")]
+    scores = described["scores"]["RTE dev/accuracy"]
     assert scores["runs"] == [[0, 0, 0.5], [1, 0, pytest.approx(0.8)]]
     assert (scores["mean"], scores["sd"]) == (pytest.approx(0.65), pytest.approx(0.3 / math.sqrt(2)))
 
