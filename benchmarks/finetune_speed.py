@@ -29,6 +29,7 @@ loop does before its first step, and evaluation, are not timed; every loop has c
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -251,7 +252,8 @@ def child(name: str, o: argparse.Namespace, pipe: Connection) -> None:
         if name in OURS:
             finetune_ours(name, o, turns)
         else:
-            finetune_peer(name, o, turns)
+            with contextlib.redirect_stdout(sys.stderr):  # Trainer prints its log
+                finetune_peer(name, o, turns)
     except Exception as error:
         pipe.send({"error": f"{type(error).__name__}: {error}"[:2000]})
 
