@@ -118,6 +118,7 @@ def check_report(found: ExportCheck) -> Report:
         words("parameters", _parameters(found), f"{format_count(found.run_parameters)} in the run"),
         words("not loaded", ", ".join(found.not_loaded[:8]) or "none"),
         words("checkpoint", found.checkpoint),
+        words("loaded by", ", ".join(f"{name} {version}" for name, version in found.versions.items())),
     ]
     verdict = Verdict("ok", "The directory computes what the run computes.")
     if not found.ok:
