@@ -13,9 +13,18 @@ from launcher.evaluate.finetune import find_pretrained
 
 
 def predict(
-    run: Path, file: str, *, text: str | None, text_pair: str | None, pooling: str | None, out: Path | None
+    run: Path,
+    file: str,
+    *,
+    text: str | None,
+    text_pair: str | None,
+    pooling: str | None,
+    out: Path | None,
+    instances: int,
+    threads: int | None,
 ) -> int:
-    """Returns the exit code. Raises ConfigError."""
+    """`threads`: of each instance; None = its share of the cores. Returns the exit code. Raises
+    ConfigError."""
     run = run.expanduser()
     if is_exported(run):
         exported = read_exported(run)
@@ -38,6 +47,11 @@ def predict(
         arguments += ["--pooling", pooling]
     if out is not None:
         arguments += ["--out", str(out.absolute())]
+    if instances > 1:
+        arguments += ["--instances", str(instances)]
+        threads = threads or max(1, len(os.sched_getaffinity(0)) // instances)
+    if threads is not None:
+        arguments += ["--threads", str(threads)]
     return children.run_module("bert_dp.predict", [*arguments, "--", str(place), file]).returncode
 
 
