@@ -86,7 +86,13 @@ class Predictor:
     """null of a pretrained run."""
 
 
-def open_predictor(place: Path, threads: int = 0) -> Predictor:
+def open_predictor(run: str) -> tuple[Predictor, Encoder]:
+    """Of a run, of a checkpoint or of an exported directory. Raises ConfigError."""
+    subject = find_subject(run)
+    return predictor_at(subject.place), subject.encoder
+
+
+def predictor_at(place: Path, threads: int = 0) -> Predictor:
     """`place`: of a Subject. `threads`: of ONNX Runtime, 0 = its own choice; what else computes has torch's.
 
     Raises ConfigError.
@@ -169,7 +175,7 @@ def open_answer(place: Path, how: tuple[int, str | None], threads: int | None) -
     use_all_cores()
     if threads is not None:
         torch.set_num_threads(threads)
-    predictor = open_predictor(place, threads or 0)
+    predictor = predictor_at(place, threads or 0)
     return lambda rows: outputs_of(predictor, rows, *how)
 
 

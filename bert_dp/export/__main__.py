@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp.corpus.command import run_command
-from bert_dp.export.card import Told
 from bert_dp.export.check import check
 from bert_dp.export.trace import write_aoti, write_onnx
 from bert_dp.export.whole import open_run
@@ -44,15 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         source = open_run(asked.run, encoder=asked.encoder)
         if source.facts.step == 0:
             sys.stderr.write("warning: RUN has not trained a step: its weights are random\n")
-        told = Told(asked.command, asked.scores)
+        told = (asked.command, asked.scores)
         with new_directory(asked.out) as folder:
             if asked.form == "hf":
-                write_hf(source, folder, told)
+                write_hf(source, folder, *told)
             elif asked.form == "onnx":
                 write_onnx(source, folder, int8=asked.int8)
-                write_about(folder, source, "onnx", told, precision="int8" if asked.int8 else "fp32")
+                write_about(folder, source, "onnx", *told, precision="int8" if asked.int8 else "fp32")
             else:
-                write_about(folder, source, "aoti", told, precision="bf16" if asked.bf16 else "fp32")
+                write_about(folder, source, "aoti", *told, precision="bf16" if asked.bf16 else "fp32")
                 write_aoti(source, folder, bf16=asked.bf16)
         return "", 0
 

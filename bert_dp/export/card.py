@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import shlex
 from collections.abc import Iterator
@@ -38,19 +37,9 @@ SENTENCES = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Told:
-    """What a card says that the run's directory does not."""
-
-    command: str
-    """What made the exported directory."""
-    scores: str = ""
-    """A section of Markdown, or nothing."""
-
-
-def card(exported: Exported, source: Source, told: Told, auto: str, output: str) -> str:
-    """Markdown. `auto`: the class of transformers that loads it; `output`: the name of what it computes
-    first."""
+def card(exported: Exported, source: Source, command: str, scores: str, auto: str, output: str) -> str:
+    """Markdown. `command`: what made the directory; `scores`: a section, or nothing; `auto`: the class of
+    transformers that loads it; `output`: the name of what it computes first."""
     front = "---\nlibrary_name: {}\npipeline_tag: {}\ntags: [bert, bert-dp]\n---\n"
     library = {"hf": "transformers", "onnx": "onnx", "aoti": "pytorch"}[exported.format]
     is_pretrained = source.config.objective.name == "mlm"
@@ -64,11 +53,11 @@ def card(exported: Exported, source: Source, told: Told, auto: str, output: str)
         front.format(library, TAGS[exported.kind]),
         f"# {source.run_name}\n",
         f"{exported.parameters:,} parameters, at most {exported.sequence_length} tokens, made by bert-dp "
-        f"{__version__}: `{told.command}`.\n",
+        f"{__version__}: `{command}`.\n",
         HOW[exported.format].format(auto=auto, output=output),
         *(f"{note}\n" for note in notes if note),
         "| trained | |\n|---|---|\n" + "".join(f"| {name} | {text} |\n" for name, text in facts(source)),
-        *([told.scores] if told.scores else []),
+        *([scores] if scores else []),
     ]
     return "\n".join(parts)
 

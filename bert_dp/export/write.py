@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from bert_dp import checkpoint, record
 from bert_dp.config import Config, ConfigError, native_class
 from bert_dp.export import foreign
-from bert_dp.export.card import Told, card, tokenizer_files
+from bert_dp.export.card import card, tokenizer_files
 from bert_dp.export.hf import settings_of, tensors_of
 from bert_dp.export.whole import OUTPUTS, Source
 from bert_dp.record.exported import EXPORTED, Exported, ExportFormat
@@ -32,8 +32,11 @@ def new_directory(out: Path) -> Iterator[Path]:
         folder.rename(out)
 
 
-def write_about(folder: Path, source: Source, form: ExportFormat, told: Told, **facts: Any) -> None:
-    """What every format has beside its model: tokenizer, export.json, README.md. `facts`: of Exported."""
+def write_about(
+    folder: Path, source: Source, form: ExportFormat, command: str, scores: str = "", **facts: Any
+) -> None:
+    """What every format has beside its model: tokenizer, export.json, README.md. `command` and `scores`: of
+    the card; `facts`: of Exported."""
     exported = Exported(
         format=form,
         kind=source.kind,
@@ -51,17 +54,18 @@ def write_about(folder: Path, source: Source, form: ExportFormat, told: Told, **
     record.write_json(folder / "tokenizer_config.json", tokenizer_files(source))
     record.write_json(folder / EXPORTED, exported.model_dump(mode="json"))
     auto = foreign.AUTO.get(source.kind, "AutoModel")
-    record.write_text(folder / "README.md", card(exported, source, told, auto, OUTPUTS[source.kind][0]))
+    output = OUTPUTS[source.kind][0]
+    record.write_text(folder / "README.md", card(exported, source, command, scores, auto, output))
 
 
-def write_hf(source: Source, folder: Path, told: Told) -> None:
+def write_hf(source: Source, folder: Path, command: str, scores: str = "") -> None:
     """What transformers' Auto classes load without code of ours. Raises ConfigError where none holds it."""
     how = (source.config, source.special, source.kind)
     save_file(tensors_of(source.model, *how), folder / "model.safetensors", metadata={"format": "pt"})
     record.write_json(folder / "config.json", settings_of(*how))
     if source.kind == "encoder":
         write_sentences(source.config, folder)
-    write_about(folder, source, "hf", told, architecture=native_class(source.config.model))
+    write_about(folder, source, "hf", command, scores, architecture=native_class(source.config.model))
 
 
 def write_sentences(config: Config, folder: Path) -> None:

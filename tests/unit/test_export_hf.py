@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from bert_dp.config import Config, Kind
-from bert_dp.export.card import Told
 from bert_dp.export.whole import Whole, open_run
 from bert_dp.export.write import write_hf
 from tests.helpers import issues_of, read_json
@@ -92,7 +91,7 @@ def test_an_encoder_is_one_of_sentence_transformers_too(tmp_path: Path, name: st
     source = open_run(write_run(tmp_path / "run", CONFIGS[name]), encoder=True)
     out = tmp_path / "out"
     out.mkdir()
-    write_hf(source, out, Told("bert-dp export"))
+    write_hf(source, out, "bert-dp export")
     modules = read_json(out / "modules.json")
     assert [module["type"] for module in modules] == [
         "sentence_transformers.models.Transformer",
