@@ -46,7 +46,9 @@ def answering(open_answer: Callable[[], Answer], instances: int) -> Iterator[Sub
             found = connection.recv()
         except (EOFError, OSError):
             process.join(1)
-            raise RunFailed(f"an instance has ended (exit code {process.exitcode}); fewer need less memory", "error") from None
+            raise RunFailed(
+                f"an instance has ended (exit code {process.exitcode}); fewer need less memory", "error"
+            ) from None
         finally:
             idle.put((process, connection))
         if isinstance(found, Exception):

@@ -128,12 +128,7 @@ def of_model(model: CrammedBert | Classifier, finetune: FinetuneConfig) -> Predi
 
 
 def predict(
-    run: str,
-    texts: Texts,
-    pooling: str | None,
-    tell: Progress,
-    count: int = 1,
-    threads: int | None = None,
+    run: str, texts: Texts, pooling: str | None, tell: Progress, count: int = 1, threads: int | None = None
 ) -> Iterator[dict[str, Any]]:
     """Of each example, in their order, its index and what the run makes of it: see `labelled`; a pretrained
     one `encoding`, the hidden states pooled by `pooling` (mean, or cls). `count`: of the processes that

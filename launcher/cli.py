@@ -747,13 +747,14 @@ def predict(
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.")] = None,
     instances: Annotated[
-        int, typer.Option(min=1, max=1024, metavar="N", help="Processes that compute, each with a copy of the model.")
+        int,
+        typer.Option(
+            min=1, max=1024, metavar="N", help="Processes that compute, each with a copy of the model."
+        ),
     ] = 1,
     threads: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=1024, metavar="T", help="Of each process; default: its share of the cores."
-        ),
+        typer.Option(min=1, max=1024, metavar="T", help="Of each process; default: its share of the cores."),
     ] = None,
 ) -> None:
     """A JSON line for each example of a file: labels with probabilities by a finetuned run, or its score;
@@ -761,9 +762,10 @@ def predict(
     """
     from launcher.evaluate import predict as predicting
 
-    columns = {"text": text, "text_pair": text_pair}
-    how = {"instances": instances, "threads": threads}
-    raise typer.Exit(predicting.predict(run, file, **columns, pooling=pooling, out=out, **how))
+    columns = predicting.Columns(text, text_pair)
+    raise typer.Exit(
+        predicting.predict(run, file, columns, pooling=pooling, out=out, instances=instances, threads=threads)
+    )
 
 
 @export_app.callback()

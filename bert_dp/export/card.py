@@ -32,8 +32,8 @@ PRETRAINED = (
 )
 NOT_SIMILAR = "Its encodings were not trained for similarity."
 SENTENCES = (
-    'It is a directory of sentence-transformers too (`SentenceTransformer("DIR")`): the mean over the tokens, '
-    "the classification token and the separator among them. It was not trained for similarity."
+    'It is a directory of sentence-transformers too (`SentenceTransformer("DIR")`): the mean over the '
+    "tokens, the classification token and the separator among them. It was not trained for similarity."
 )
 
 

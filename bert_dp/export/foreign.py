@@ -94,9 +94,7 @@ def open_onnx(directory: Path, kind: str, threads: int = 0) -> Compute:
 
     how = onnxruntime.SessionOptions()
     how.intra_op_num_threads = threads
-    session = onnxruntime.InferenceSession(
-        directory / "model.onnx", how, providers=["CPUExecutionProvider"]
-    )
+    session = onnxruntime.InferenceSession(directory / "model.onnx", how, providers=["CPUExecutionProvider"])
     options = onnxruntime.RunOptions()
     options.only_execute_path_to_fetches = True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from bert_dp.config import ConfigError
 from bert_dp.record.exported import is_exported, read_exported
@@ -12,12 +13,18 @@ from launcher.evaluate.export import LOADS, package_issues
 from launcher.evaluate.finetune import find_pretrained
 
 
+class Columns(NamedTuple):
+    """Of a table, with the one or two texts of an example; None = the default."""
+
+    text: str | None = None
+    text_pair: str | None = None
+
+
 def predict(
     run: Path,
     file: str,
+    columns: Columns,
     *,
-    text: str | None,
-    text_pair: str | None,
     pooling: str | None,
     out: Path | None,
     instances: int,
@@ -35,14 +42,14 @@ def predict(
         is_finetuned = start.config.objective.name == "finetune"
         place, finetune, issues = start.run, start.config.finetune if is_finetuned else None, []
     issues += [*_file_issues(file), *_out_issues(out)]
-    if text_pair is not None and text is None:
+    if columns.text_pair is not None and columns.text is None:
         issues.append("--text-pair: goes with --text, the column of the first text")
     if pooling is not None and finetune is not None:
         own = finetune.pooling
         issues.append(f"--pooling: {run} was finetuned with pooling: {own} and gives labels; leave it out")
     if issues:
         raise ConfigError(issues)
-    arguments = [part for column in (text, text_pair) if column for part in ("--column", column)]
+    arguments = [part for column in columns if column for part in ("--column", column)]
     if pooling is not None:
         arguments += ["--pooling", pooling]
     if out is not None:

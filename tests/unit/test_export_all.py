@@ -15,7 +15,9 @@ def test_every_configuration_is_in_every_format_that_holds_it() -> None:
     cells = list(export_all.cells("python"))
     names = {path.stem for path in shipped_configs().glob("*.yaml")} - {"glue"}
     by_form = {
-        form: sorted(name for cell in cells if (cell.form, cell.python) == (form, "") for name in cell.configs)
+        form: sorted(
+            name for cell in cells if (cell.form, cell.python) == (form, "") for name in cell.configs
+        )
         for form in export_all.FORMATS
     }
     assert by_form["onnx"] == by_form["aoti"] == sorted(names)

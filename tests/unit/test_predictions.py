@@ -109,7 +109,8 @@ def test_a_model_file_that_is_damaged_is_one_line(tmp_path: Path, form: str) -> 
     """Truncated, and no such file at all."""
     pytest.importorskip("transformers")
     pytest.importorskip("onnxruntime")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "modernbert", "num_hidden_layers": 1}))
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "modernbert", **small}))
     for content in (b"torn", b"PK\x03\x04" + bytes(64), b"\x08\x00\x00\x00\x00\x00\x00\x00{}      "):
         (tmp_path / MODEL_FILES[form]).write_bytes(content)  # type: ignore[index]
         with pytest.raises(foreign.Unusable, match="export the run again") as caught:
