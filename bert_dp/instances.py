@@ -15,6 +15,7 @@ from typing import Any
 
 from bert_dp.rank_process import RunFailed, follow_launcher
 
+CLEANING_S = 5.0  # that a process has to end by itself
 Answer = Callable[[Any], Any]
 Wait = Callable[[], Any]
 """For an answer, or its error."""
@@ -27,16 +28,17 @@ def answering(open_answer: Callable[[], Answer], instances: int) -> Iterator[Sub
     """What asks whichever of so many processes is idle; one is this process itself, which answers when it is
     waited for. Each calls `open_answer`, which can be pickled, before its first answer.
 
-    At the end of the block the processes end, and what was not waited for is dropped.
+    At the end of the block, by when all answers were waited for, the processes end; after an error at once.
     """
     if instances == 1:
         answer = open_answer()
         yield lambda question: functools.partial(answer, question)
         return
     idle: queue.SimpleQueue[tuple[BaseProcess, Connection]] = queue.SimpleQueue()
-    processes = []
+    processes, connections = [], []
     for process, connection in map(start, [open_answer] * instances):
         processes.append(process)
+        connections.append(connection)
         idle.put((process, connection))
 
     def ask(question: Any) -> Any:
@@ -58,6 +60,10 @@ def answering(open_answer: Callable[[], Answer], instances: int) -> Iterator[Sub
     with ThreadPoolExecutor(instances) as threads:
         try:
             yield lambda question: threads.submit(ask, question).result
+            for connection in connections:
+                connection.close()
+            for process in processes:
+                process.join(CLEANING_S)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
             for process in processes:

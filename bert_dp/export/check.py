@@ -87,7 +87,10 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Source
         if run is None and not where.exists():
             continue
         own = checkpoint.path_of(where / "checkpoints", exported.step)  # it may have been trained on
-        path = checkpoint.resolve(str(own if own.is_dir() else where))
+        try:
+            path = checkpoint.resolve(str(own if own.is_dir() else where))
+        except ConfigError as error:
+            raise ConfigError([f"--run: {issue}" for issue in error.issues]) from None
         if checkpoint.weights_hash(path) == exported.weights_sha256:
             return open_run(path, encoder=exported.kind == "encoder")
         if run is not None:
@@ -147,7 +150,7 @@ def compute_apart(
             [python, "-I", foreign.__file__, str(directory.absolute()), str(given), str(made)],
             stdout=subprocess.PIPE,
             cwd=scratch,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
             text=True,
         )
         if done.returncode == foreign.UNUSABLE:

@@ -9,6 +9,7 @@ Axes: B sequences, S positions.
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import sys
 import tempfile
@@ -54,24 +55,33 @@ def open_directory(directory: Path, form: str, kind: str, threads: int = 0) -> C
 
 
 def open_hf(directory: Path, kind: str) -> Compute:
-    """By transformers' own classes. Raises Unusable where the file lacks a parameter."""
+    """By transformers' own classes. Raises Unusable where the file lacks a parameter or has another shape."""
     model, missing, _ = load_hf(directory, kind)
     if absent := [name for name in missing if "pooler." not in name]:  # no output of ours needs that one
-        what = ", ".join(absent[:3])
-        raise Unusable(f"DIR: {directory}: model.safetensors has no {what}; export the run again")
+        raise Unusable(
+            f"DIR: {directory}: model.safetensors has no {', '.join(absent[:3])} as config.json asks for it; "
+            "export the run again"
+        )
     return compute_hf(model, kind)
 
 
 def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
-    """(the model, names of parameters that were not in the file, and of those that are not in the model)."""
+    """(the model, names of parameters that the file has not or in another shape, and of those that are not in
+    the model)."""
     import transformers
 
+    transformers.logging.set_verbosity_error()  # what was not loaded is said by us
+    transformers.logging.disable_progress_bar()
     auto = getattr(transformers, AUTO.get(kind, "AutoModel"))
     model, loaded = auto.from_pretrained(
-        directory, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        directory,
+        local_files_only=True,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,  # we say which
+        output_loading_info=True,
     )
-    missing, unexpected = (sorted(map(str, loaded[f"{part}_keys"])) for part in ("missing", "unexpected"))
-    return model.eval(), missing, unexpected
+    missing = {*loaded["missing_keys"], *(key[0] for key in loaded["mismatched_keys"])}
+    return model.eval(), sorted(missing), sorted(loaded["unexpected_keys"])
 
 
 def compute_hf(model: Any, kind: str) -> Compute:
@@ -141,6 +151,8 @@ def main(directory: Path, inputs: Path, outputs: Path) -> int:
     """See above. Exit code UNUSABLE, and a line on stderr, for a directory that cannot be loaded."""
     for name in ("bert_dp", "launcher"):
         sys.modules[name] = None  # type: ignore[assignment]  # not by any means
+    # torch says that it cannot import what our package has registered there
+    logging.getLogger("torch.distributed.elastic.rendezvous.registry").setLevel(logging.ERROR)
     from safetensors.numpy import load_file, save_file
 
     about = json.loads((directory / "export.json").read_text())

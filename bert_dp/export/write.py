@@ -25,7 +25,13 @@ def new_directory(out: Path) -> Iterator[Path]:
     """A directory that gets its name at the end. Raises ConfigError where there is one with files in it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError([f"--out: {out} is not an empty directory; name a new one"])
-    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as scratch:
+    try:
+        place = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
+    except OSError as error:
+        raise ConfigError(
+            [f"--out: {out.parent} cannot be written ({error.strerror}); name a directory elsewhere"]
+        ) from None
+    with place as scratch:
         folder = Path(scratch) / out.name
         folder.mkdir()
         yield folder

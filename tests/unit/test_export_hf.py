@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from bert_dp.config import Config, Kind
+from bert_dp.export import foreign
 from bert_dp.export.whole import Whole, open_run
 from bert_dp.export.write import write_hf
 from tests.helpers import issues_of, read_json
@@ -118,6 +120,19 @@ def test_an_encoder_is_one_of_sentence_transformers_too(tmp_path: Path, name: st
     mask_BS1 = batch["attention_mask"][..., None]
     mean_BH = (hidden_BSH * mask_BS1).sum(1) / mask_BS1.sum(1)
     assert found == pytest.approx(mean_BH.numpy(), abs=1e-5)
+
+
+def test_a_file_that_is_not_what_config_json_says_is_refused(tmp_path: Path) -> None:
+    """transformers would draw what is missing at random."""
+    out = tmp_path / "out"
+    out.mkdir()
+    write_hf(open_run(write_run(tmp_path / "run", CONFIGS["EuroBERT"]), encoder=True), out, "bert-dp export")
+    settings = read_json(out / "config.json")
+    foreign.open_directory(out, "hf", "encoder")
+    for change, named in (({"num_hidden_layers": 3}, "layers.2."), ({"vocab_size": 64}, "embed_tokens")):
+        (out / "config.json").write_text(json.dumps({**settings, **change}))
+        with pytest.raises(foreign.Unusable, match=f"model.safetensors has no {named}.* as config.json"):
+            foreign.open_directory(out, "hf", "encoder")
 
 
 @pytest.mark.parametrize(
