@@ -12,7 +12,7 @@ import torch
 from bert_dp.config import Config, Kind
 from bert_dp.export import foreign
 from bert_dp.export.whole import Whole, open_run
-from bert_dp.export.write import write_hf
+from bert_dp.export.write import new_directory, write_hf
 from tests.helpers import issues_of, read_json
 from tests.runs_to_export import (
     SPECIAL,
@@ -120,6 +120,11 @@ def test_an_encoder_is_one_of_sentence_transformers_too(tmp_path: Path, name: st
     mask_BS1 = batch["attention_mask"][..., None]
     mean_BH = (hidden_BSH * mask_BS1).sum(1) / mask_BS1.sum(1)
     assert found == pytest.approx(mean_BH.numpy(), abs=1e-5)
+
+
+def test_a_place_that_cannot_be_written_is_one_line() -> None:
+    (line,) = issues_of(new_directory(Path("/proc/out")).__enter__)
+    assert line.startswith("--out: /proc cannot be written (")
 
 
 def test_a_file_that_is_not_what_config_json_says_is_refused(tmp_path: Path) -> None:
