@@ -2,8 +2,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 LOGGERS := .venv-loggers
+TRANSFORMERS4 := .venv-transformers4
 
-.PHONY: env train test test-long test-loggers parity faults gpu mutants slips lock lint types check clean
+.PHONY: env train test test-long test-loggers parity faults export gpu mutants slips lock lint types check clean
 
 env: $(VENV)/.installed
 
@@ -63,6 +64,18 @@ parity: env
 faults: env
 	$(BIN)/python -m tests.faults
 
+# every configuration at full size in every format, loaded by transformers 5 and 4.57; goes on where it was
+# stopped (.export/results.jsonl)
+export: env $(TRANSFORMERS4)/.installed
+	nice $(BIN)/python -m tests.export_all --transformers4 $(TRANSFORMERS4)/bin/python
+
+# what loads a directory of `export hf` without our code, with the last transformers before 5
+$(TRANSFORMERS4)/.installed: .constraints.txt
+	$(PYTHON) -m venv $(TRANSFORMERS4)
+	$(TRANSFORMERS4)/bin/python -m pip install --quiet --disable-pip-version-check \
+		$$(grep -E '^(torch|numpy|safetensors)==' .constraints.txt) 'transformers>=4.57,<5'
+	touch $@
+
 # is this machine's GPU right, and how fast? Goes on where it was stopped (.gpu/results.jsonl)
 gpu: env
 	$(BIN)/python -m tests.gpu
@@ -85,4 +98,4 @@ types: env
 check: lint types test test-long
 
 clean:
-	rm -rf $(VENV) $(LOGGERS) .parity .faults .gpu .mutants.json .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(LOGGERS) $(TRANSFORMERS4) .parity .faults .export .gpu .mutants.json .pytest_cache .mypy_cache .ruff_cache

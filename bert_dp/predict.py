@@ -11,23 +11,24 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from bert_dp import checkpoint, pretrained
+from bert_dp import checkpoint, instances, pretrained, record
 from bert_dp.classifier import Classifier, pool
-from bert_dp.config import ConfigError, FinetuneConfig
+from bert_dp.config import ConfigError, FinetuneConfig, resolve
 from bert_dp.corpus import sources
 from bert_dp.corpus.builder import shown_progress
 from bert_dp.corpus.command import run_command
@@ -46,11 +47,37 @@ BATCH_TOKENS = 8192  # of one forward pass, padding included
 DIGITS = 6  # after the point, of what is written
 
 Texts = Sequence[tuple[str, ...]]
+T = TypeVar("T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """What predicts: a run, or what was exported of one."""
+
+    place: Path
+    """A checkpoint, or an exported directory."""
+    finetune: FinetuneConfig | None
+    """null of a pretrained run."""
+    encoder: Encoder
+
+
+def find_subject(run: str) -> Subject:
+    """Of a run, of a checkpoint or of an exported directory, without its weights. Raises ConfigError."""
+    place = Path(run)
+    if is_exported(place):
+        about = read_exported(place)
+        return Subject(
+            place, about.finetune, Encoder.load(place / checkpoint.TOKENIZER, about.sequence_length)
+        )
+    path = checkpoint.resolve(run)
+    config = resolve([record.read_checkpoint_facts(path).config])
+    encoder = Encoder.load(pretrained.tokenizer_of(path), config.data.sequence_length)
+    return Subject(path, config.finetune if config.objective.name == "finetune" else None, encoder)
 
 
 @dataclasses.dataclass(frozen=True)
 class Predictor:
-    """A run, or what was exported of one."""
+    """The model of a Subject."""
 
     compute: Callable[[Tensor, Tensor], Tensor]
     """Token ids and which of them are real, each [B, S], to logits [B, L] of a finetuned run or hidden states
@@ -61,20 +88,29 @@ class Predictor:
 
 def open_predictor(run: str) -> tuple[Predictor, Encoder]:
     """Of a run, of a checkpoint or of an exported directory. Raises ConfigError."""
-    if is_exported(Path(run)):
-        about = read_exported(Path(run))
+    subject = find_subject(run)
+    return predictor_at(subject.place), subject.encoder
+
+
+def predictor_at(place: Path, threads: int = 0) -> Predictor:
+    """`place`: of a Subject. `threads`: of ONNX Runtime, 0 = its own choice; what else computes has torch's.
+
+    Raises ConfigError.
+    """
+    if not is_exported(place):
+        model, _, config = pretrained.load_with_config(place)
+        return of_model(model, config.finetune)
+    about = read_exported(place)
+    try:
         kind = "classifier" if about.kind == "classifier" else "encoder"
-        by_arrays = foreign.open_directory(Path(run), about.format, kind)
+        by_arrays = foreign.open_directory(place, about.format, kind, threads)
+    except foreign.Unusable as error:
+        raise ConfigError([str(error)]) from None
 
-        def compute(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
-            return torch.from_numpy(by_arrays(ids_BS.numpy(), real_BS.long().numpy()))
+    def compute(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
+        return torch.from_numpy(by_arrays(ids_BS.numpy(), real_BS.long().numpy()))
 
-        tokenizer = Path(run) / checkpoint.TOKENIZER
-        return Predictor(compute, about.finetune), Encoder.load(tokenizer, about.sequence_length)
-    path = checkpoint.resolve(run)
-    model, _, config = pretrained.load_with_config(path)
-    encoder = Encoder.load(pretrained.tokenizer_of(path), config.data.sequence_length)
-    return of_model(model, config.finetune), encoder
+    return Predictor(compute, about.finetune)
 
 
 def of_model(model: CrammedBert | Classifier, finetune: FinetuneConfig) -> Predictor:
@@ -91,26 +127,67 @@ def of_model(model: CrammedBert | Classifier, finetune: FinetuneConfig) -> Predi
     return Predictor(compute, finetune if isinstance(model, Classifier) else None)
 
 
-def predict(run: str, texts: Texts, pooling: str | None, tell: Progress) -> Iterator[dict[str, Any]]:
+def predict(
+    run: str, texts: Texts, pooling: str | None, tell: Progress, count: int = 1, threads: int | None = None
+) -> Iterator[dict[str, Any]]:
     """Of each example, in their order, its index and what the run makes of it: see `labelled`; a pretrained
-    one `encoding`, the hidden states pooled by `pooling` (mean, or cls).
+    one `encoding`, the hidden states pooled by `pooling` (mean, or cls). `count`: of the processes that
+    compute, each with `threads` (None: one a core).
 
     Raises ConfigError for a run that cannot be used, RunFailed where its outputs are not finite.
     """
-    predictor, encoder = open_predictor(run)
-    cut = 0
-    for first in range(0, len(texts), HELD):
+    subject = find_subject(run)
+    encoder = subject.encoder
+    how = (encoder.special["pad"], pooling)
+    cut = done = index = 0
+
+    def ask(first: int) -> list[tuple[NDArray[np.int64], instances.Wait]]:
+        """Of the examples that are held from `first` on, in batches."""
+        nonlocal cut
         ids, offsets, truncated = encoder.encode(texts[first : first + HELD])
         cut += truncated
-        outputs_NL = outputs_of(predictor, np.split(ids, offsets[1:-1]), encoder.special["pad"], pooling)
-        for index, output_L in enumerate(outputs_NL, first):
-            if predictor.finetune is not None:
-                yield {"index": index, **labelled(output_L, predictor.finetune)}
-            else:
-                yield {"index": index, "encoding": output_L.round(DIGITS).tolist()}
-        tell("examples", min(first + HELD, len(texts)), len(texts))
+        rows = np.split(ids, offsets[1:-1])
+        return [(index_B, submit([rows[i] for i in index_B])) for index_B in batches(np.diff(offsets))]
+
+    with instances.answering(functools.partial(open_answer, subject.place, how, threads), count) as submit:
+        for asked in one_ahead(map(ask, range(0, len(texts), HELD))):
+            outputs = []
+            for index_B, wait in asked:
+                outputs.append(wait())
+                done += len(index_B)
+                tell("examples", done, len(texts))
+            order_N = np.concatenate([index_B for index_B, _ in asked])
+            for output_L in np.concatenate(outputs)[np.argsort(order_N)]:
+                yield {"index": index, **shown(output_L, subject.finetune)}
+                index += 1
     if cut:
         tell(f"{cut} of {len(texts)} examples were cut to {encoder.length} tokens", 0, None)
+
+
+def open_answer(place: Path, how: tuple[int, str | None], threads: int | None) -> instances.Answer:
+    """Rows of tokens to outputs, in this process and from now on with its threads. `how`: pad and pooling of
+    `outputs_of`. Raises ConfigError."""
+    use_all_cores()
+    if threads is not None:
+        torch.set_num_threads(threads)
+    predictor = predictor_at(place, threads or 0)
+    return lambda rows: outputs_of(predictor, rows, *how)
+
+
+def one_ahead(items: Iterable[T]) -> Iterator[T]:
+    """Each once the next one is there: so that something is asked while an answer is dealt with."""
+    before: list[T] = []
+    for item in items:
+        yield from before
+        before = [item]
+    yield from before
+
+
+def shown(output_L: NDArray[np.float64], finetune: FinetuneConfig | None) -> dict[str, Any]:
+    """What a line says of an example."""
+    if finetune is None:
+        return {"encoding": output_L.round(DIGITS).tolist()}
+    return labelled(output_L, finetune)
 
 
 def outputs_of(
@@ -226,13 +303,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--column", action="append", default=[], help="of the text; twice for pairs")
     parser.add_argument("--pooling", choices=["mean", "cls"])
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--instances", type=int, default=1, help="processes that compute")
+    parser.add_argument("--threads", type=int, help="of each")
     arguments = parser.parse_args(argv)
-    use_all_cores()
 
     def answer() -> tuple[str, int]:
         texts = read_texts(arguments.file, arguments.column)
         with shown_progress() as tell, destination(arguments.out) as file:
-            for line in predict(arguments.run, texts, arguments.pooling, tell):
+            how = (arguments.pooling, tell, arguments.instances, arguments.threads)
+            for line in predict(arguments.run, texts, *how):
                 file.write(json.dumps(line) + "\n")
         return "", 0
 

@@ -746,13 +746,26 @@ def predict(
         typer.Option(help="Of a pretrained run: the mean over the tokens (the default), or the first."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="File to write; default: stdout.")] = None,
+    instances: Annotated[
+        int,
+        typer.Option(
+            min=1, max=1024, metavar="N", help="Processes that compute, each with a copy of the model."
+        ),
+    ] = 1,
+    threads: Annotated[
+        int | None,
+        typer.Option(min=1, max=1024, metavar="T", help="Of each process; default: its share of the cores."),
+    ] = None,
 ) -> None:
     """A JSON line for each example of a file: labels with probabilities by a finetuned run, or its score;
     encodings by a pretrained one.
     """
     from launcher.evaluate import predict as predicting
 
-    raise typer.Exit(predicting.predict(run, file, text=text, text_pair=text_pair, pooling=pooling, out=out))
+    columns = predicting.Columns(text, text_pair)
+    raise typer.Exit(
+        predicting.predict(run, file, columns, pooling=pooling, out=out, instances=instances, threads=threads)
+    )
 
 
 @export_app.callback()

@@ -1248,6 +1248,8 @@ class ExportCheck(StoredFile):
     """Parameters of the class that are not in the file, and the other way round."""
     again: float
     """Largest difference after it was saved and loaded again."""
+    versions: dict[str, str]
+    """Of Python and the packages that loaded it."""
 
 
 # --- what an --out directory was begun with

@@ -37,3 +37,6 @@ class ConfigError(ValueError):
     def __init__(self, issues: Sequence[str]):
         self.issues = tuple(issues)
         super().__init__("\n".join(self.issues))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[str, ...]]]:
+        return ConfigError, (self.issues,)  # how another process gets it

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,25 +31,33 @@ PRETRAINED = (
     "token at the front: `tokenizer(text, add_special_tokens=False)` is what it has seen."
 )
 NOT_SIMILAR = "Its encodings were not trained for similarity."
+SENTENCES = (
+    'It is a directory of sentence-transformers too (`SentenceTransformer("DIR")`): the mean over the '
+    "tokens, the classification token and the separator among them. It was not trained for similarity."
+)
 
 
-def card(exported: Exported, source: Source, command: str, auto: str, output: str) -> str:
-    """Markdown. `command`: what made the directory; `auto`: the class of transformers that loads it;
-    `output`: the name of what it computes first."""
+def card(exported: Exported, source: Source, command: str, scores: str, auto: str, output: str) -> str:
+    """Markdown. `command`: what made the directory; `scores`: a section, or nothing; `auto`: the class of
+    transformers that loads it; `output`: the name of what it computes first."""
     front = "---\nlibrary_name: {}\npipeline_tag: {}\ntags: [bert, bert-dp]\n---\n"
     library = {"hf": "transformers", "onnx": "onnx", "aoti": "pytorch"}[exported.format]
+    is_pretrained = source.config.objective.name == "mlm"
+    is_encoder = exported.kind == "encoder"
     notes = [
-        {"mlm": PRETRAINED, "encoder": f"{PRETRAINED} {NOT_SIMILAR}"}.get(exported.kind),
+        PRETRAINED if is_pretrained else None,
+        (SENTENCES if exported.format == "hf" else NOT_SIMILAR) if is_encoder else None,
         NEEDS.get(exported.architecture or exported.format),
     ]
     parts = [
         front.format(library, TAGS[exported.kind]),
-        f"# {source.checkpoint.parent.parent.name or source.checkpoint.name}\n",
+        f"# {source.run_name}\n",
         f"{exported.parameters:,} parameters, at most {exported.sequence_length} tokens, made by bert-dp "
         f"{__version__}: `{command}`.\n",
         HOW[exported.format].format(auto=auto, output=output),
         *(f"{note}\n" for note in notes if note),
         "| trained | |\n|---|---|\n" + "".join(f"| {name} | {text} |\n" for name, text in facts(source)),
+        *([scores] if scores else []),
     ]
     return "\n".join(parts)
 
@@ -57,7 +67,7 @@ def facts(source: Source) -> Iterator[tuple[str, str]]:
     run, config = source.checkpoint.parent.parent, source.config
     environment = record.read_json(run / "environment.json") or {}
     if command := environment.get("command"):
-        yield "command", f"`{' '.join(map(str, command))}`"
+        yield "command", f"`{shlex.join(without_folders(str(word)) for word in command)}`"
     yield "steps", f"{source.facts.step:,}"
     yield "samples", f"{source.facts.samples:,}"
     if config.objective.name == "mlm":
@@ -78,6 +88,11 @@ def facts(source: Source) -> Iterator[tuple[str, str]]:
             yield name, f"{value:.4f} {unit}"
     for name, value in ((summary.heldout and summary.heldout.scores) or {}).items():
         yield name, "not defined" if value is None else f"{value:.4f}"
+
+
+def without_folders(word: str) -> str:
+    """A word of a command with absolute paths cut to their names: the others say nothing to a stranger."""
+    return re.sub(r"(?<![\w.~/-])/(?:[^/\s,]+/)+(?=[^/\s,])", "", word)
 
 
 def _summary(run: Path) -> Summary | None:

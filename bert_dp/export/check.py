@@ -29,24 +29,25 @@ from bert_dp.rank_process import RunFailed
 from bert_dp.record.exported import Exported, read_exported
 
 BATCHES = (1, 3, 8)
-LENGTHS = (5, 37)  # and the run's own
+LENGTHS = (5, 37, 128)  # and the run's own
 TOLERANCES = {"hf": 1e-5, "onnx": 1e-4, "aoti": 1e-4}
 """Largest difference in fp32, of outputs up to 1; of larger ones as a share of the largest."""
 
 Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
-def check(directory: Path, run: Path | None) -> dict[str, Any]:
-    """What main prints: see launcher.results.ExportCheck. `run`: where it is; None = where it was.
+def check(directory: Path, run: Path | None, python: str = sys.executable) -> dict[str, Any]:
+    """What main prints: see launcher.results.ExportCheck. `run`: where it is; None = see `places`. `python`:
+    the interpreter that loads the directory.
 
     Raises ConfigError for a directory or run that cannot be used, or that is another one, and RunFailed where
     the directory cannot be loaded.
     """
     exported = read_exported(directory)
-    source = open_source(exported, run)
+    source = open_source(directory, exported, run)
     batches = make_batches(source, exported)
     ours = [reference(source, *batch) for batch in batches]
-    theirs, facts = compute_apart(directory, batches)
+    theirs, facts = compute_apart(directory, batches, python)
     tolerance = TOLERANCES[exported.format] if exported.precision == "fp32" else None
     rows = [
         compare(batch, *pair, exported, tolerance)
@@ -65,6 +66,7 @@ def check(directory: Path, run: Path | None) -> dict[str, Any]:
         "run_parameters": exported.parameters,
         "not_loaded": facts.get("odd", []),
         "again": facts["again"],
+        "versions": facts["versions"],
     }
     return {**found, "ok": is_ok(found)}
 
@@ -79,18 +81,35 @@ def is_ok(found: dict[str, Any]) -> bool:
     return near and same_weights and found["again"] <= found["tolerance"]
 
 
-def open_source(exported: Exported, run: Path | None) -> Source:
-    """The run of a directory. Raises ConfigError when it is gone or has other weights."""
-    where = Path(exported.checkpoint) if run is None else run
-    if not where.exists():
-        raise ConfigError([f"DIR: its checkpoint {where} is gone; name the run that has it by --run"])
-    path = checkpoint.resolve(str(where))
-    if checkpoint.weights_hash(path) != exported.weights_sha256:
-        what = f"its newest is {path.name}" if path != where else "it was written again since"
-        raise ConfigError(
-            [f"--run: {where} has not the weights that were exported at step {exported.step} ({what})"]
-        )
-    return open_run(path, encoder=exported.kind == "encoder")
+def open_source(directory: Path, exported: Exported, run: Path | None) -> Source:
+    """The run of a directory. Raises ConfigError when it is not found or has other weights."""
+    for where in places(directory, exported.run) if run is None else [run]:
+        if run is None and not where.exists():
+            continue
+        own = checkpoint.path_of(where / "checkpoints", exported.step)  # it may have been trained on
+        try:
+            path = checkpoint.resolve(str(own if own.is_dir() else where))
+        except ConfigError as error:
+            raise ConfigError([f"--run: {issue}" for issue in error.issues]) from None
+        if checkpoint.weights_hash(path) == exported.weights_sha256:
+            return open_run(path, encoder=exported.kind == "encoder")
+        if run is not None:
+            what = f"{path.name} has others" if path != where else "it has others"
+            raise ConfigError(
+                [f"--run: {where} has not the weights that were exported at step {exported.step} ({what})"]
+            )
+    raise ConfigError(
+        [
+            f"--run: no run {exported.run} with the weights of DIR here, in runs or beside DIR; name the run "
+            "that has them"
+        ]
+    )
+
+
+def places(directory: Path, name: str) -> list[Path]:
+    """Where a run of this name may be: in the current folder, in runs, or beside the directory."""
+    beside = directory.absolute().parent
+    return [Path(name), Path("runs") / name, beside / name, beside / "runs" / name]
 
 
 def make_batches(source: Source, exported: Exported) -> list[Batch]:
@@ -118,7 +137,9 @@ def reference(source: Source, ids_BS: NDArray[np.int64], mask_BS: NDArray[np.int
     return found
 
 
-def compute_apart(directory: Path, batches: Sequence[Batch]) -> tuple[list[NDArray[Any]], dict[str, Any]]:
+def compute_apart(
+    directory: Path, batches: Sequence[Batch], python: str = sys.executable
+) -> tuple[list[NDArray[Any]], dict[str, Any]]:
     """What the directory makes of the batches in a process of its own, and what it says of itself."""
     with tempfile.TemporaryDirectory() as scratch:
         given, made = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
@@ -126,14 +147,16 @@ def compute_apart(directory: Path, batches: Sequence[Batch]) -> tuple[list[NDArr
         masks = {f"mask-{i}": np.ascontiguousarray(mask_BS) for i, (_, mask_BS) in enumerate(batches)}
         save_file({**ids, **masks}, given)
         done = subprocess.run(
-            [sys.executable, "-I", foreign.__file__, str(directory.absolute()), str(given), str(made)],
+            [python, "-I", foreign.__file__, str(directory.absolute()), str(given), str(made)],
             stdout=subprocess.PIPE,
             cwd=scratch,
-            env={**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"},
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
             text=True,
         )
+        if done.returncode == foreign.UNUSABLE:
+            raise ConfigError([])  # it has said why
         if done.returncode:
-            raise RunFailed(f"{directory} could not be loaded; see above", "error")
+            raise RunFailed(f"{directory} could not be computed; see above", "error")
         outputs = load_file(made)
     return [outputs[f"output-{i}"] for i in range(len(batches))], json.loads(done.stdout.splitlines()[-1])
 

@@ -9,9 +9,12 @@ Axes: B sequences, S positions.
 from __future__ import annotations
 
 import json
+import logging
+import platform
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -23,32 +26,62 @@ Compute = Callable[[Array, Array], Array]
 """input_ids and attention_mask, each [B, S] int64, to logits or last hidden states."""
 
 AUTO = {"mlm": "AutoModelForMaskedLM", "classifier": "AutoModelForSequenceClassification"}
+UNUSABLE = 2  # exit code for a directory that cannot be loaded
+
+
+class Unusable(RuntimeError):
+    """A directory that cannot be loaded; the message is one line."""
 
 
 def output_of(kind: str) -> str:
     return "last_hidden_state" if kind == "encoder" else "logits"
 
 
-def open_directory(directory: Path, form: str, kind: str) -> Compute:
-    """The first output of `kind`; an exported masked language model is opened as an encoder too."""
-    return {"hf": open_hf, "onnx": open_onnx, "aoti": open_aoti}[form](directory, kind)
+def open_directory(directory: Path, form: str, kind: str, threads: int = 0) -> Compute:
+    """The first output of `kind`; an exported masked language model is opened as an encoder too. `threads`:
+    of ONNX Runtime, 0 = as many as it likes; the others have torch's.
+
+    Raises Unusable.
+    """
+    try:
+        if form == "onnx":
+            return open_onnx(directory, kind, threads)
+        return {"hf": open_hf, "aoti": open_aoti}[form](directory, kind)
+    except Unusable:
+        raise
+    except Exception as error:  # each library has its own for a damaged file
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise Unusable(f"DIR: {directory} cannot be loaded ({why}); export the run again") from None
 
 
 def open_hf(directory: Path, kind: str) -> Compute:
-    """By transformers' own classes."""
-    return compute_hf(load_hf(directory, kind)[0], kind)
+    """By transformers' own classes. Raises Unusable where the file lacks a parameter or has another shape."""
+    model, missing, _ = load_hf(directory, kind)
+    if absent := [name for name in missing if "pooler." not in name]:  # no output of ours needs that one
+        raise Unusable(
+            f"DIR: {directory}: model.safetensors has no {', '.join(absent[:3])} as config.json asks for it; "
+            "export the run again"
+        )
+    return compute_hf(model, kind)
 
 
-def load_hf(directory: Path, kind: str) -> tuple[Any, list[str]]:
-    """(the model, names of parameters that were not in the file or not in the model)."""
+def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
+    """(the model, names of parameters that the file has not or in another shape, and of those that are not in
+    the model)."""
     import transformers
 
+    transformers.logging.set_verbosity_error()  # what was not loaded is said by us
+    transformers.logging.disable_progress_bar()
     auto = getattr(transformers, AUTO.get(kind, "AutoModel"))
     model, loaded = auto.from_pretrained(
-        directory, local_files_only=True, trust_remote_code=False, output_loading_info=True
+        directory,
+        local_files_only=True,
+        trust_remote_code=False,
+        ignore_mismatched_sizes=True,  # we say which
+        output_loading_info=True,
     )
-    odd = [str(name) for part in ("missing_keys", "unexpected_keys") for name in loaded[part]]
-    return model.eval(), odd
+    missing = {*loaded["missing_keys"], *(key[0] for key in loaded["mismatched_keys"])}
+    return model.eval(), sorted(missing), sorted(loaded["unexpected_keys"])
 
 
 def compute_hf(model: Any, kind: str) -> Compute:
@@ -65,11 +98,13 @@ def compute_hf(model: Any, kind: str) -> Compute:
     return compute
 
 
-def open_onnx(directory: Path, kind: str) -> Compute:
+def open_onnx(directory: Path, kind: str, threads: int = 0) -> Compute:
     """By ONNX Runtime on the CPU. What the output does not need is not computed."""
     import onnxruntime
 
-    session = onnxruntime.InferenceSession(directory / "model.onnx", providers=["CPUExecutionProvider"])
+    how = onnxruntime.SessionOptions()
+    how.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(directory / "model.onnx", how, providers=["CPUExecutionProvider"])
     options = onnxruntime.RunOptions()
     options.only_execute_path_to_fetches = True
 
@@ -100,10 +135,10 @@ def open_aoti(directory: Path, kind: str) -> Compute:
 def again(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute, dict[str, Any]]:
     """What the directory computes once it was loaded, saved and loaded, and facts of the first loading."""
     if form == "hf":
-        model, odd = load_hf(directory, kind)
+        model, missing, unexpected = load_hf(directory, kind)
         model.save_pretrained(scratch)
         count = sum(parameter.numel() for parameter in model.parameters())
-        return open_hf(scratch, kind), {"parameters": count, "odd": odd}
+        return open_hf(scratch, kind), {"parameters": count, "odd": [*missing, *unexpected]}
     if form == "onnx":
         import onnx
 
@@ -112,17 +147,23 @@ def again(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute
     return open_aoti(directory, kind), {}
 
 
-def main(directory: Path, inputs: Path, outputs: Path) -> None:
-    """See above."""
+def main(directory: Path, inputs: Path, outputs: Path) -> int:
+    """See above. Exit code UNUSABLE, and a line on stderr, for a directory that cannot be loaded."""
     for name in ("bert_dp", "launcher"):
         sys.modules[name] = None  # type: ignore[assignment]  # not by any means
+    # torch says that it cannot import what our package has registered there
+    logging.getLogger("torch.distributed.elastic.rendezvous.registry").setLevel(logging.ERROR)
     from safetensors.numpy import load_file, save_file
 
     about = json.loads((directory / "export.json").read_text())
     form, kind = about["format"], about["kind"]
     given = load_file(inputs)
     batches = [(given[f"ids-{i}"], given[f"mask-{i}"]) for i in range(len(given) // 2)]
-    compute = open_directory(directory, form, kind)
+    try:
+        compute = open_directory(directory, form, kind)
+    except Unusable as error:
+        sys.stderr.write(f"error: {error}\n")
+        return UNUSABLE
     found = [compute(*batch) for batch in batches]
     with tempfile.TemporaryDirectory() as scratch:
         saved, facts = again(directory, form, kind, Path(scratch))
@@ -130,8 +171,15 @@ def main(directory: Path, inputs: Path, outputs: Path) -> None:
             float(np.abs(saved(*batch) - once).max()) for batch, once in zip(batches, found, strict=True)
         )
     save_file({f"output-{i}": np.ascontiguousarray(each) for i, each in enumerate(found)}, outputs)
-    sys.stdout.write(json.dumps(facts) + "\n")
+    sys.stdout.write(json.dumps({**facts, "versions": versions(form)}) + "\n")
+    return 0
+
+
+def versions(form: str) -> dict[str, str]:
+    """Of Python and of what has loaded the directory."""
+    packages = {"hf": ("torch", "transformers"), "onnx": ("onnxruntime",), "aoti": ("torch",)}[form]
+    return {"python": platform.python_version(), **{name: version(name) for name in packages}}
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:]))
+    sys.exit(main(*map(Path, sys.argv[1:])))

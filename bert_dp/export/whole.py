@@ -37,6 +37,12 @@ class Source:
     special: dict[str, int]
     """Ids by role."""
 
+    @property
+    def run_name(self) -> str:
+        """Name of the run's directory; of the checkpoint's where it stands alone."""
+        folder = self.checkpoint.parent
+        return folder.parent.name if folder.name == "checkpoints" else self.checkpoint.name
+
     def whole(self) -> Whole:
         return Whole(self.model, self.kind, self.config.finetune.pooling).eval()
 

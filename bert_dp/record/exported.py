@@ -15,6 +15,7 @@ from bert_dp.record.models import StoredFile
 
 EXPORTED = "export.json"
 ExportFormat = Literal["hf", "onnx", "aoti"]
+MODEL_FILES: dict[ExportFormat, str] = {"hf": "model.safetensors", "onnx": "model.onnx", "aoti": "model.pt2"}
 
 
 class Exported(StoredFile):
@@ -27,10 +28,12 @@ class Exported(StoredFile):
     architecture: str | None = None
     """Class of transformers, of the format hf."""
     precision: Literal["fp32", "bf16", "int8"] = "fp32"
-    checkpoint: str
-    """Where it was; of the run alone its name would not tell which."""
-    weights_sha256: Sha256
+    run: str
+    """Name of the run's directory."""
     step: Count
+    """Of its checkpoint."""
+    weights_sha256: Sha256
+    """Of the checkpoint's model.safetensors."""
     sequence_length: Count
     vocab_size: Count
     parameters: Count
@@ -47,12 +50,19 @@ def is_exported(directory: Path) -> bool:
 
 
 def read_exported(directory: Path) -> Exported:
-    """export.json of a directory. Raises ConfigError, one line."""
+    """export.json of a directory, which has the files that it speaks of. Raises ConfigError, one line."""
     path = directory / EXPORTED
     try:
-        return Exported.model_validate_json(read_regular(path, MAX_JSON_BYTES))
+        exported = Exported.model_validate_json(read_regular(path, MAX_JSON_BYTES))
     except OSError as error:
-        why = error.strerror
+        raise _unusable(f"{path} cannot be read ({error.strerror})") from None
     except ValidationError as error:
-        why = "; ".join(problem_lines(error))
-    raise ConfigError([f"DIR: {path} cannot be read ({why}); {Exported.remedy}"])
+        raise _unusable(f"{path} cannot be read ({'; '.join(problem_lines(error))})") from None
+    needed = [MODEL_FILES[exported.format], "tokenizer.json", *(["config.json"] * (exported.format == "hf"))]
+    if absent := [name for name in needed if not (directory / name).is_file()]:
+        raise _unusable(f"{directory} has no {' and no '.join(absent)}")
+    return exported
+
+
+def _unusable(why: str) -> ConfigError:
+    return ConfigError([f"DIR: {why}; {Exported.remedy}"])

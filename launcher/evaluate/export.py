@@ -15,6 +15,7 @@ from bert_dp.config.extras import install_command
 from bert_dp.record.exported import ExportFormat, read_exported
 from launcher import children, results
 from launcher.evaluate.finetune import Pretrained, find_pretrained
+from launcher.evaluate.glue_text import glue_text
 from launcher.report.console import show_report
 from launcher.report.model import Cell, Column, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import NA, count_of, format_count
@@ -50,7 +51,8 @@ def export(form: ExportFormat, run: Path, out: Path, *, encoder: bool, options: 
         raise ConfigError(issues)
     flags = [*(["--encoder"] if encoder else []), *options]
     command = shlex.join(["bert-dp", "export", form, start.run.name, "--out", out.name, *flags])
-    arguments = [form, "--out", str(out), "--command", command, *flags, "--", str(start.run)]
+    told = [f"--command={command}", f"--scores={glue_text(start)}"]
+    arguments = [form, "--out", str(out), *told, *flags, "--", str(start.run)]
     return children.run_module("bert_dp.export", arguments).returncode
 
 
@@ -118,6 +120,7 @@ def check_report(found: ExportCheck) -> Report:
         words("parameters", _parameters(found), f"{format_count(found.run_parameters)} in the run"),
         words("not loaded", ", ".join(found.not_loaded[:8]) or "none"),
         words("checkpoint", found.checkpoint),
+        words("loaded by", ", ".join(f"{name} {version}" for name, version in found.versions.items())),
     ]
     verdict = Verdict("ok", "The directory computes what the run computes.")
     if not found.ok:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from bert_dp.config import ConfigError
 from bert_dp.record.exported import is_exported, read_exported
@@ -12,10 +13,25 @@ from launcher.evaluate.export import LOADS, package_issues
 from launcher.evaluate.finetune import find_pretrained
 
 
+class Columns(NamedTuple):
+    """Of a table, with the one or two texts of an example; None = the default."""
+
+    text: str | None = None
+    text_pair: str | None = None
+
+
 def predict(
-    run: Path, file: str, *, text: str | None, text_pair: str | None, pooling: str | None, out: Path | None
+    run: Path,
+    file: str,
+    columns: Columns,
+    *,
+    pooling: str | None,
+    out: Path | None,
+    instances: int,
+    threads: int | None,
 ) -> int:
-    """Returns the exit code. Raises ConfigError."""
+    """`threads`: of each instance; None = its share of the cores. Returns the exit code. Raises
+    ConfigError."""
     run = run.expanduser()
     if is_exported(run):
         exported = read_exported(run)
@@ -26,18 +42,23 @@ def predict(
         is_finetuned = start.config.objective.name == "finetune"
         place, finetune, issues = start.run, start.config.finetune if is_finetuned else None, []
     issues += [*_file_issues(file), *_out_issues(out)]
-    if text_pair is not None and text is None:
+    if columns.text_pair is not None and columns.text is None:
         issues.append("--text-pair: goes with --text, the column of the first text")
     if pooling is not None and finetune is not None:
         own = finetune.pooling
         issues.append(f"--pooling: {run} was finetuned with pooling: {own} and gives labels; leave it out")
     if issues:
         raise ConfigError(issues)
-    arguments = [part for column in (text, text_pair) if column for part in ("--column", column)]
+    arguments = [part for column in columns if column for part in ("--column", column)]
     if pooling is not None:
         arguments += ["--pooling", pooling]
     if out is not None:
         arguments += ["--out", str(out.absolute())]
+    if instances > 1:
+        arguments += ["--instances", str(instances)]
+        threads = threads or max(1, len(os.sched_getaffinity(0)) // instances)
+    if threads is not None:
+        arguments += ["--threads", str(threads)]
     return children.run_module("bert_dp.predict", [*arguments, "--", str(place), file]).returncode
 
 

@@ -12,12 +12,15 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 from bert_dp import load
 from bert_dp.config import Config
+from bert_dp.record.exported import MODEL_FILES
 from launcher import results
 from tests.e2e.cli import bert_dp, refused
-from tests.helpers import logged, read_json, read_lines
+from tests.helpers import logged, read_json, read_lines, write_files
 from tests.runs_to_export import WORDS, config_of, finetuned, write_run
 
 NAMES = {"rope": "crammed-rope", "rms": "small-text", "simple": "bert-simple", "crammed": "crammed-bert"}
@@ -42,9 +45,9 @@ def export(form: str, run: Path, out: Path, *options: str) -> Path:
     return out
 
 
-def check(directory: Path, *options: str, code: int = 0) -> results.ExportCheck:
-    done = bert_dp("export", "check", str(directory), "--json", *options)
-    assert done.returncode == code, done.stdout + done.stderr
+def check(directory: Path, run: Path) -> results.ExportCheck:
+    done = bert_dp("export", "check", str(directory), "--json", "--run", str(run))
+    assert done.returncode == 0, done.stdout + done.stderr
     return results.parse(json.loads(done.stdout), results.ExportCheck, "stdout")
 
 
@@ -71,7 +74,7 @@ def test_transformers_loads_it_and_computes_the_same(
 ) -> None:
     pytest.importorskip("transformers")
     out = export("hf", runs / name, tmp_path / "out", *options)
-    found = check(out)
+    found = check(out, runs / name)
     assert found.architecture == architecture
     assert_proven(found, 1e-5)
     assert found.parameters == found.stored_parameters
@@ -114,27 +117,57 @@ def test_what_the_directory_holds(runs: Path, tmp_path: Path) -> None:
         assert f"| {row} |\n" in card
 
 
-@pytest.mark.parametrize(("form", "name"), [("hf", "rope-labels"), ("onnx", "rope")])
-def test_predict_takes_it_in_place_of_the_run(runs: Path, tmp_path: Path, form: str, name: str) -> None:
+def test_predict_takes_it_in_place_of_the_run(runs: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
-    file = tmp_path / "a.txt"
+    out = export("onnx", runs / "rope", tmp_path / "out")
+    assert_encodes_alike(runs / "rope", out, tmp_path, "--instances", "2", "--threads", "1")
+
+
+def assert_encodes_alike(run: Path, out: Path, folder: Path, *options: str) -> None:
+    """`predict` gives the run's encodings; `options` are given for the exported directory."""
+    file = folder / "a.txt"
     file.write_text("\n".join(" ".join(WORDS[: n + 1]) for n in range(len(WORDS))))
-    out = export(form, runs / name, tmp_path / "out")
-    ours, theirs = (predicted(run, file, tmp_path / run.name) for run in (runs / name, out))
+    ours = predicted(run, file, folder / "ours.jsonl")
+    theirs = predicted(out, file, folder / "theirs.jsonl", *options)
     assert len(ours) == len(WORDS)
     for mine, other in zip(ours, theirs, strict=True):
-        if name == "rope":
-            assert other["encoding"] == pytest.approx(mine["encoding"], abs=1e-4)
-        else:
-            assert other["label"] == mine["label"]
-            assert other["probabilities"] == pytest.approx(mine["probabilities"], abs=1e-4)
+        assert other["index"] == mine["index"]
+        assert other["encoding"] == pytest.approx(mine["encoding"], abs=1e-4)
 
 
-def predicted(run: Path, file: Path, place: Path) -> list[dict[str, Any]]:
-    out = place.with_suffix(".jsonl")
-    done = bert_dp("predict", str(run), str(file), "--out", str(out))
+def predicted(run: Path, file: Path, place: Path, *options: str) -> list[dict[str, Any]]:
+    done = bert_dp("predict", str(run), str(file), "--out", str(place), *options)
     assert done.returncode == 0, done.stderr
-    return read_lines(out)
+    return read_lines(place)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles by g++")
+def test_the_dev_score_is_that_of_the_run_in_every_format(runs: Path, tmp_path: Path) -> None:
+    """As the loop that finetuned it has written it."""
+    for package in ("transformers", "onnxruntime", "sklearn"):
+        pytest.importorskip(package)
+    topics = ("sea", "land", "sky")
+    for name, count in (("train", 24), ("dev", 40)):
+        rows = [f"{' '.join(WORDS[i % 9 : i % 9 + 1 + i % 5])},{topics[i % 3]}" for i in range(count)]
+        (tmp_path / f"{name}.csv").write_text("\n".join(["body,topic", *rows]) + "\n")
+    run = tmp_path / "run"
+    data = ["--train", "train.csv", "--dev", "dev.csv", "--text", "body", "--label", "topic"]
+    how = ["finetune.head=native", "schedule.epochs=20", "optim.lr=2e-3", "--nproc", "1"]
+    done = bert_dp("finetune", str(runs / "rope"), *data, *how, "--run-dir", str(run), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    score = read_json(run / "summary.json")["heldout"]["scores"]["dev/accuracy"]
+    told = read_lines(run / "predictions.jsonl")
+    names = read_json(export("hf", run, tmp_path / "hf") / "config.json")["id2label"]
+    answers = [names[str(line["logits"].index(max(line["logits"])))] for line in told]
+    assert len(set(answers)) > 1
+    for form in ("run", "hf", "onnx", "aoti"):
+        place = tmp_path / form
+        if not place.exists():
+            export(form, run, place)
+        lines = predicted(place, tmp_path / "dev.csv", tmp_path / f"{form}.jsonl", "--text", "body")
+        assert [line["label"] for line in lines] == answers, form
+        right = [line["label"] == topics[i % 3] for i, line in enumerate(lines)]
+        assert sum(right) / len(right) == pytest.approx(score, abs=1e-9), form
 
 
 @pytest.mark.quick
@@ -145,7 +178,7 @@ def test_a_directory_that_is_another_model_fails(runs: Path, tmp_path: Path) -> 
     config = read_json(out / "config.json")
     config["rope_parameters"]["rope_theta"] = 10_000.0
     (out / "config.json").write_text(json.dumps(config))
-    shown = bert_dp("export", "check", out.name, cwd=tmp_path)
+    shown = bert_dp("export", "check", out.name, "--run", str(runs / "rms"), cwd=tmp_path)
     assert shown.returncode == 1, shown.stderr
     assert "does not compute what the run computes" in shown.stdout
     largest = re.search(r"largest difference +([\d.e-]+)", shown.stdout)
@@ -181,26 +214,56 @@ def test_places_that_are_refused(runs: Path, tmp_path: Path) -> None:
     assert "export.json cannot be read" in refused("export", "check", str(tmp_path))
 
 
+def write_exported(folder: Path, form: str) -> None:
+    """A directory whose files are there and damaged, all but export.json and the tokenizer."""
+    counts = dict.fromkeys(("step", "sequence_length", "vocab_size", "parameters", "pad"), 64)
+    about = {"format": form, "kind": "mlm", "run": "x", "weights_sha256": "0" * 64, **counts}
+    folder.mkdir(exist_ok=True)
+    write_files(
+        folder,
+        {
+            "export.json": json.dumps(about),
+            "config.json": json.dumps({"model_type": "modernbert"}),
+            "tokenizer.json": Tokenizer(WordLevel({"a": 0}, "a")).to_str(),
+            MODEL_FILES[form]: "torn",  # type: ignore[index]
+        },
+    )
+
+
 @pytest.mark.quick
 def test_a_missing_package_is_refused_by_its_extra(
     runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "export.json").write_text(
-        json.dumps(
-            {
-                "format": "hf",
-                "kind": "mlm",
-                "checkpoint": "x",
-                "weights_sha256": "0" * 64,
-                **dict.fromkeys(("step", "sequence_length", "vocab_size", "parameters", "pad"), 1),
-            }
-        )
-    )
+    write_exported(tmp_path, "hf")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     missing = refused("export", "onnx", str(runs / "rope"), "--out", str(tmp_path / "out"))
     assert "export onnx needs onnx and onnxscript, of the extra export; pip install 'onnx" in missing
     assert "export check needs transformers" in refused("export", "check", str(tmp_path))
     assert "predict needs transformers" in refused("predict", str(tmp_path), str(tmp_path / "export.json"))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    ("file", "text", "said"),
+    [
+        ("export.json", "{", "export.json cannot be read (Invalid JSON"),
+        ("export.json", '{"version": 2}', "export.json cannot be read (version: "),
+        ("model.onnx", None, "has no model.onnx; export the run again"),
+        ("tokenizer.json", None, "has no tokenizer.json; export the run again"),
+    ],
+)
+def test_a_directory_that_lacks_a_file_is_refused(
+    tmp_path: Path, file: str, text: str | None, said: str
+) -> None:
+    write_exported(tmp_path, "onnx")
+    if text is None:
+        (tmp_path / file).unlink()
+    else:
+        (tmp_path / file).write_text(text)
+    for verb in (("predict", str(tmp_path), __file__), ("export", "check", str(tmp_path))):
+        errors = refused(*verb)
+        assert said in errors
+        assert errors.count("\n") == 1
 
 
 def test_a_broken_or_untrained_run(runs: Path, tmp_path: Path) -> None:
@@ -213,10 +276,12 @@ def test_a_broken_or_untrained_run(runs: Path, tmp_path: Path) -> None:
     done = bert_dp("export", "hf", str(broken), "--out", str(tmp_path / "none"))
     assert (done.returncode, "manifest says" in done.stderr) == (2, True)
     assert not (tmp_path / "none").exists()
-    assert check(tmp_path / "out", "--run", str(tmp_path / "new")).ok
+    assert str(tmp_path) not in "".join(p.read_text() for p in (tmp_path / "out").glob("*.*[nd]"))
+    done = bert_dp("export", "check", str(tmp_path / "out"))  # its run lies beside it
+    assert done.returncode == 0, done.stderr
     shutil.move(tmp_path / "new", tmp_path / "moved")
     done = bert_dp("export", "check", str(tmp_path / "out"))
-    assert (done.returncode, "name the run that has it by --run" in done.stderr) == (2, True)
+    assert (done.returncode, "name the run that has them" in done.stderr) == (2, True)
     done = bert_dp("export", "check", str(tmp_path / "out"), "--run", str(runs / "rope"))
     assert (done.returncode, "has not the weights that were exported" in done.stderr) == (2, True)
 
@@ -225,12 +290,12 @@ def test_a_broken_or_untrained_run(runs: Path, tmp_path: Path) -> None:
 def test_onnx_runtime_loads_it_and_computes_the_same(runs: Path, tmp_path: Path, name: str) -> None:
     pytest.importorskip("onnxruntime")
     out = export("onnx", runs / name, tmp_path / "out")
-    assert_proven(check(out), 1e-4)
+    assert_proven(check(out, runs / name), 1e-4)
 
 
 def test_eight_bits_are_measured_and_not_judged(runs: Path, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
-    found = check(export("onnx", runs / "recipe-labels", tmp_path / "out", "--int8"))
+    found = check(export("onnx", runs / "recipe-labels", tmp_path / "out", "--int8"), runs / "recipe-labels")
     assert (found.precision, found.tolerance, found.ok) == ("int8", None, True)
 
 
@@ -241,7 +306,8 @@ needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="AOTIndu
 def test_aotinductor_computes_the_same_also_from_c_plus_plus(runs: Path, tmp_path: Path) -> None:
     """The runner of docs/export.md, built as it stands there."""
     out = export("aoti", runs / "crammed", tmp_path / "out")
-    assert_proven(check(out), 1e-4)
+    assert_proven(check(out, runs / "crammed"), 1e-4)
+    assert_encodes_alike(runs / "crammed", out, tmp_path)
     if shutil.which("cmake") is None:
         pytest.skip("cmake is not installed: the runner is not built")
     text = (Path(__file__).parents[2] / "docs/export.md").read_text()
@@ -265,7 +331,7 @@ def test_aotinductor_computes_the_same_also_from_c_plus_plus(runs: Path, tmp_pat
 
 @needs_compiler
 def test_bf16_is_measured_and_not_judged(runs: Path, tmp_path: Path) -> None:
-    found = check(export("aoti", runs / "rms", tmp_path / "out", "--bf16"))
+    found = check(export("aoti", runs / "rms", tmp_path / "out", "--bf16"), runs / "rms")
     assert (found.precision, found.tolerance, found.ok) == ("bf16", None, True)
     assert 1e-4 < max(row.difference for row in found.rows) < 0.1
 
@@ -273,7 +339,6 @@ def test_bf16_is_measured_and_not_judged(runs: Path, tmp_path: Path) -> None:
 def test_a_run_begins_with_what_was_exported(runs: Path, shards: Path, tmp_path: Path) -> None:
     """To the bit where the run itself is begun with, and is refused by the field that does not fit."""
     out = export("hf", runs / "rope", tmp_path / "out")
-    (out / "tokenizer.json").unlink()  # the shards have another
     shape = "schedule.steps=2 log.every_steps=1 batch.global_size=8 batch.micro_size=4"
     model = [f"model.{key}={json.dumps(value)}" for key, value in RUNS["rope"].model.model_dump().items()]
     settings = [*shape.split(), *model, f"data.path={shards}", "precision=fp32", "data.sequence_length=16"]
@@ -284,6 +349,10 @@ def test_a_run_begins_with_what_was_exported(runs: Path, shards: Path, tmp_path:
             "train", "quickstart", *settings, *more, "--nproc", "1", "--run-dir", str(place), timeout=300
         )
 
+    place, done = train(f"run.init_from=hf:{out}")
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert f"data.tokenizer: the shards have another tokenizer than {out}" in done.stdout
+    (out / "tokenizer.json").unlink()
     place, done = train(f"run.init_from=hf:{out}")
     assert done.returncode == 0, done.stdout + done.stderr
     summary = read_json(place / "summary.json")

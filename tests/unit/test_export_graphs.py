@@ -32,7 +32,7 @@ def about(source: Source, form: str) -> Exported:
     return Exported(
         format=form,  # type: ignore[arg-type]
         kind=source.kind,
-        checkpoint="",
+        run="",
         weights_sha256="0" * 64,
         step=1,
         sequence_length=config.data.sequence_length,
@@ -46,7 +46,7 @@ def differences(source: Source, exported: Exported, compute: foreign.Compute) ->
     """Of each batch that `export check` compares."""
     batches = check.make_batches(source, exported)
     lengths = {batch[0].shape[1] for batch in batches}
-    assert lengths == {5, 37, source.config.data.sequence_length}
+    assert lengths == {5, 37, 128, source.config.data.sequence_length}
     rows = [
         check.compare(batch, check.reference(source, *batch), compute(*batch), exported, 1e-4)
         for batch in batches

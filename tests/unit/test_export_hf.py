@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from bert_dp.config import Config, Kind
-from bert_dp.export.whole import Whole
-from tests.helpers import issues_of
-from tests.runs_to_export import SPECIAL, VOCABULARY, config_of, finetuned, peer_of, perturbed
+from bert_dp.export import foreign
+from bert_dp.export.whole import Whole, open_run
+from bert_dp.export.write import new_directory, write_hf
+from tests.helpers import issues_of, read_json
+from tests.runs_to_export import (
+    SPECIAL,
+    VOCABULARY,
+    WORDS,
+    config_of,
+    finetuned,
+    peer_of,
+    perturbed,
+    write_run,
+)
 
 transformers = pytest.importorskip("transformers")
 
@@ -72,6 +85,59 @@ def test_outputs_are_those_of_the_class(name: str, kind: Kind, options: dict[str
         scale = max(1.0, float(ours.abs().max()))
         assert scale > 0.1
         assert float((ours - theirs).abs().max()) / scale < 1e-5
+
+
+@pytest.mark.parametrize("name", ["ModernBERT", "EuroBERT", "RobertaPreLayerNorm"])
+def test_an_encoder_is_one_of_sentence_transformers_too(tmp_path: Path, name: str) -> None:
+    """What its files say is the mean over the tokens that transformers' own classes give."""
+    source = open_run(write_run(tmp_path / "run", CONFIGS[name]), encoder=True)
+    out = tmp_path / "out"
+    out.mkdir()
+    write_hf(source, out, "bert-dp export")
+    modules = read_json(out / "modules.json")
+    assert [module["type"] for module in modules] == [
+        "sentence_transformers.models.Transformer",
+        "sentence_transformers.models.Pooling",
+    ]
+    assert [module["path"] for module in modules] == ["", "1_Pooling"]
+    assert read_json(out / "1_Pooling" / "config.json") == {
+        "word_embedding_dimension": SMALL["hidden_size"],
+        "pooling_mode_cls_token": False,
+        "pooling_mode_mean_tokens": True,
+    }
+    assert read_json(out / "sentence_bert_config.json")["max_seq_length"] == 128
+    assert "was not trained for similarity" in (out / "README.md").read_text()
+    sentence_transformers = pytest.importorskip(
+        "sentence_transformers", reason="sentence-transformers is not installed: what it loads is not seen"
+    )
+    texts = [" ".join(WORDS[:n]) for n in (1, 5, 12)] + [" ".join(WORDS * 20)]
+    found = sentence_transformers.SentenceTransformer(str(out), device="cpu").encode(texts)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
+    batch = tokenizer(texts, padding=True, truncation=True, return_tensors="pt")
+    assert batch["input_ids"].shape[1] == 128
+    with torch.inference_mode():
+        hidden_BSH = transformers.AutoModel.from_pretrained(out)(**batch).last_hidden_state
+    mask_BS1 = batch["attention_mask"][..., None]
+    mean_BH = (hidden_BSH * mask_BS1).sum(1) / mask_BS1.sum(1)
+    assert found == pytest.approx(mean_BH.numpy(), abs=1e-5)
+
+
+def test_a_place_that_cannot_be_written_is_one_line() -> None:
+    (line,) = issues_of(new_directory(Path("/proc/out")).__enter__)
+    assert line.startswith("--out: /proc cannot be written (")
+
+
+def test_a_file_that_is_not_what_config_json_says_is_refused(tmp_path: Path) -> None:
+    """transformers would draw what is missing at random."""
+    out = tmp_path / "out"
+    out.mkdir()
+    write_hf(open_run(write_run(tmp_path / "run", CONFIGS["EuroBERT"]), encoder=True), out, "bert-dp export")
+    settings = read_json(out / "config.json")
+    foreign.open_directory(out, "hf", "encoder")
+    for change, named in (({"num_hidden_layers": 3}, "layers.2."), ({"vocab_size": 64}, "embed_tokens")):
+        (out / "config.json").write_text(json.dumps({**settings, **change}))
+        with pytest.raises(foreign.Unusable, match=f"model.safetensors has no {named}.* as config.json"):
+            foreign.open_directory(out, "hf", "encoder")
 
 
 @pytest.mark.parametrize(

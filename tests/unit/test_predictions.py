@@ -6,17 +6,22 @@ import contextlib
 import io
 import json
 import math
+import os
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from bert_dp import predict
+from bert_dp import instances, predict
 from bert_dp.classifier import build_classifier
-from bert_dp.config import FinetuneConfig, ModelConfig
+from bert_dp.config import ConfigError, FinetuneConfig, ModelConfig
+from bert_dp.export import foreign
 from bert_dp.model import CrammedBert, build_model
+from bert_dp.rank_process import RunFailed
+from bert_dp.record.exported import MODEL_FILES
 from tests.helpers import TINY_MODEL, issues_of, write_files
+from tests.runs_to_export import WORDS, config_of, write_run
 
 LENGTH, PAD, CLS = 32, 0, 4
 ROWS = [
@@ -51,6 +56,67 @@ def test_an_answer_does_not_depend_on_its_neighbours(pooling: str, monkeypatch: 
     monkeypatch.setattr(predict, "BATCH_TOKENS", 1)
     alone = predict.outputs_of(predictor, ROWS[::-1], PAD, None)[::-1]
     assert together == pytest.approx(alone, abs=1e-5)
+
+
+class Sums:
+    """Answers, of which one is an error and one the end of its process."""
+
+    def __call__(self, question: list[int]) -> tuple[int, int]:
+        if question == [13]:
+            raise ConfigError(["13: an unlucky number"])
+        if question == [9]:
+            os._exit(9)
+        return sum(question), os.getpid()
+
+
+def test_instances_answer_whoever_asks() -> None:
+    """And an error, or the end of a process, is that of its question."""
+    with instances.answering(Sums, 2) as submit:
+        waits = [submit([n, 1]) for n in range(30)]
+        found = [wait() for wait in waits]
+        assert [total for total, _ in found] == [n + 1 for n in range(30)]
+        assert os.getpid() not in {pid for _, pid in found}
+        with pytest.raises(ConfigError, match="unlucky"):
+            submit([13])()
+        with pytest.raises(RunFailed, match=r"an instance has ended \(exit code 9\)"):
+            submit([9])()
+    with instances.answering(Sums, 1) as submit:
+        assert submit([1, 2])() == (3, os.getpid())
+
+
+def test_lines_stand_in_the_order_of_the_file_with_any_number_of_instances(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "run", config_of("quickstart", model={"hidden_size": 16, "num_heads": 2}))
+    texts = [(" ".join(WORDS[: 1 + n * 7 % len(WORDS)]),) for n in range(50)]
+    whole = list(predict.predict(str(run), texts, None, lambda *told: None))
+    monkeypatch.setattr(predict, "HELD", 20)
+    monkeypatch.setattr(predict, "BATCH_TOKENS", 60)
+    for count in (1, 2):
+        told: list[tuple[str, int, int | None]] = []
+        found = list(predict.predict(str(run), texts, None, lambda *now: told.append(now), count, 1))  # noqa: B023
+        assert [line["index"] for line in found] == list(range(50))
+        for line, expected in zip(found, whole, strict=True):
+            assert line["encoding"] == pytest.approx(expected["encoding"], abs=1e-5)
+        done = [number for _, number, _ in told]
+        assert done == sorted(done)
+        assert len(done) > 10
+        assert told[-1] == ("examples", 50, 50)
+
+
+@pytest.mark.parametrize("form", ["hf", "onnx", "aoti"])
+def test_a_model_file_that_is_damaged_is_one_line(tmp_path: Path, form: str) -> None:
+    """Truncated, and no such file at all."""
+    pytest.importorskip("transformers")
+    pytest.importorskip("onnxruntime")
+    small = {"num_hidden_layers": 1, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "modernbert", **small}))
+    for content in (b"torn", b"PK\x03\x04" + bytes(64), b"\x08\x00\x00\x00\x00\x00\x00\x00{}      "):
+        (tmp_path / MODEL_FILES[form]).write_bytes(content)  # type: ignore[index]
+        with pytest.raises(foreign.Unusable, match="export the run again") as caught:
+            foreign.open_directory(tmp_path, form, "mlm")
+        assert str(caught.value).startswith(f"DIR: {tmp_path}")
+        assert "\n" not in str(caught.value)
 
 
 def test_batches_are_sorted_bounded_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,195 @@
+"""`python -m tests.export_all`: every shipped configuration at full size, in every format that holds it.
+
+A run of each has random weights, every parameter off its first value; it is exported and compared by `bert-dp
+export check`, which loads the directory without our code. What transformers 4.57 has a class for is compared
+there too, by the interpreter that --transformers4 names. Results go to OUT/results.jsonl, a line each; what
+has passed there with this code is not done again. Then a table, and OUT/record.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import hashlib
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from bert_dp import record
+from bert_dp.config import Config, native_class, read_yaml, resolve, shipped_configs
+from launcher.machine.environment import versions
+from tests.runs_to_export import write_run
+
+ROOT = Path(__file__).parents[1]
+OLD_CLASSES = ("ModernBERT", "RobertaPreLayerNorm")  # that transformers 4.57 has
+FORMATS = ("hf", "onnx", "aoti")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """A model in a format, loaded by one environment."""
+
+    configs: tuple[str, ...]
+    """Names of the configurations that train this very model."""
+    form: str
+    python: str
+    """The interpreter that loads it; empty = this one."""
+
+    def __str__(self) -> str:
+        return f"{self.configs[0]} {self.form}{' transformers4' if self.python else ''}"
+
+
+def config_of(name: str) -> Config:
+    """A shipped configuration, which does not ask for an earlier run."""
+    return resolve([read_yaml(shipped_configs() / f"{name}.yaml"), {"run": {"init_from": None}}])
+
+
+def models() -> dict[tuple[str, ...], Config]:
+    """Names of configurations -> one of them; those with the same model and length are one."""
+    found: dict[str, list[str]] = {}
+    for path in sorted(shipped_configs().glob("*.yaml")):
+        if path.stem != "glue":  # finetuning, of any model
+            config = config_of(path.stem)
+            what = f"{config.model.model_dump_json(exclude={'dropout', 'attention_dropout'})}"
+            found.setdefault(f"{what} {config.data.sequence_length}", []).append(path.stem)
+    return {tuple(names): config_of(names[0]) for names in found.values()}
+
+
+def cells(old_python: str | None) -> Iterator[Cell]:
+    """Of each model those of the formats that hold it."""
+    for names, config in models().items():
+        name = native_class(config.model)
+        for form in FORMATS:
+            if form != "hf" or name is not None:
+                yield Cell(names, form, "")
+        if old_python and name in OLD_CLASSES:
+            yield Cell(names, "hf", old_python)
+
+
+def measure(cell: Cell, run: Path, out: Path) -> dict[str, Any]:
+    """What `export check` finds, and how large the model file is; else why there is nothing."""
+    start = time.monotonic()
+    command = [sys.executable, "-m", "launcher", "export", cell.form, str(run), "--out", str(out)]
+    if not out.exists():
+        done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+        if done.returncode:
+            return {"cell": str(cell), "ok": False, "problem": done.stderr[-2000:]}
+    size = max(path.stat().st_size for path in out.iterdir())
+    command = [sys.executable, "-m", "bert_dp.export", "check", str(out), "--run", str(run)]
+    command += ["--python", cell.python] if cell.python else []
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode not in (0, 1) or not done.stdout:
+        return {"cell": str(cell), "ok": False, "problem": done.stderr[-2000:]}
+    found = json.loads(done.stdout)
+    del found["checkpoint"]
+    facts = {"cell": str(cell), "configs": cell.configs, "model_bytes": size}
+    return {**facts, **found, "seconds": round(time.monotonic() - start)}
+
+
+def code_version() -> str:
+    """Changes with any committed file of the code and the configurations."""
+    trees = [f"HEAD:{folder}" for folder in ("launcher", "bert_dp", "configs")]
+    done = subprocess.run(["git", "rev-parse", *trees], cwd=ROOT, capture_output=True, text=True, check=False)
+    return hashlib.sha256(done.stdout.encode()).hexdigest()[:12]
+
+
+def read_results(out: Path) -> dict[str, dict[str, Any]]:
+    """The newest line of each cell."""
+    file = out / "results.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+    return {line["cell"]: line for line in lines}
+
+
+def run_all(wanted: Sequence[Cell], out: Path) -> None:
+    """Each cell that has not passed yet; a model's cells share its run, and formats their directory."""
+    code, known = code_version(), read_results(out)
+    waiting = [c for c in wanted if not (known.get(str(c), {}).get("ok") and known[str(c)]["code"] == code)]
+    for names, config in models().items():
+        group = [cell for cell in waiting if cell.configs == names]
+        work = out / "work"
+        shutil.rmtree(work, ignore_errors=True)
+        if group:
+            write_run(work / names[0], config)
+        for cell in group:
+            found = {**measure(cell, work / names[0], work / cell.form), "code": code}
+            with (out / "results.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps(found) + "\n")
+            say(f"{cell}: {'ok' if found['ok'] else found.get('problem', 'differs')}")
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def write_record(results: Sequence[dict[str, Any]], path: Path) -> None:
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    environment = {
+        "command": "make export",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit.stdout.strip(),
+        "cores": os.cpu_count(),
+        "python": platform.python_version(),
+        "versions": versions(),
+    }
+    record.write_json(path, {"environment": environment, "cells": list(results)})
+
+
+def table(results: Sequence[dict[str, Any]]) -> Iterator[str]:
+    """Markdown: of each cell the largest difference at each length, over the batches."""
+    yield "| configuration | format | loaded by | parameters | largest difference by length | again | |"
+    yield "|---|---|---|---|---|---|---|"
+    for found in results:
+        if "rows" not in found:
+            yield f"| {found['cell']} | | | | | | failed |"
+            continue
+        lengths = sorted({row["length"] for row in found["rows"]})
+        worst = ", ".join(
+            f"{length}: {max(r['difference'] for r in found['rows'] if r['length'] == length):.1e}"
+            for length in lengths
+        )
+        by = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if name != "python")
+        form = found["architecture"] or found["format"]
+        state = "ok" if found["ok"] else "differs"
+        names = ", ".join(found["configs"])
+        numbers = f"{found['run_parameters']:,} | {worst} | {found['again']:.1e}"
+        yield f"| {names} | {form} | {by} | {numbers} | {state} |"
+
+
+def say(text: str) -> None:
+    sys.stdout.write(f"{text}\n")
+    sys.stdout.flush()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--transformers4", metavar="PYTHON", help="interpreter with transformers 4.57")
+    parser.add_argument("--only", metavar="CONFIG", action="append", help="this model; repeatable")
+    parser.add_argument("--format", choices=FORMATS, action="append", help="this format; repeatable")
+    parser.add_argument("--out", type=Path, default=ROOT / ".export", help="default: .export")
+    asked = parser.parse_args(argv)
+    wanted = [
+        cell
+        for cell in cells(asked.transformers4)
+        if (asked.only is None or set(asked.only) & set(cell.configs))
+        and (asked.format is None or cell.form in asked.format)
+    ]
+    out = asked.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    run_all(wanted, out)
+    known = read_results(out)
+    results = [known[str(cell)] for cell in wanted]
+    write_record(results, out / "record.json")
+    for line in table(results):
+        say(line)
+    return 0 if all(found["ok"] for found in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,108 @@
+"""The section of a model card with the scores of `eval glue`: which evaluation it is of, and what it says."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bert_dp.export.card import without_folders
+from launcher import results
+from launcher.evaluate.finetune import Pretrained, find_pretrained
+from launcher.evaluate.glue import start_of
+from launcher.evaluate.glue_text import glue_text
+from launcher.results import Glue, GlueOptions, GlueScore, GlueSplit, GlueStart, GlueTask, GlueTrial
+from tests.runs_to_export import config_of, write_run
+
+SEEDS = (0.5, 0.625, 0.75)
+
+
+def task_of(name: str) -> GlueTask:
+    trials = [
+        GlueTrial(trial=f"{name}-{seed}", lr=4e-5, seed=seed, status="ok", scores={"dev/accuracy": score})
+        for seed, score in enumerate(SEEDS)
+    ]
+    score = GlueScore(
+        split="dev", metric="accuracy", seeds=list(SEEDS), median=0.625, sd=0.125, majority=0.527
+    )
+    return GlueTask(
+        task=name,
+        official=name != "MRPC",
+        train_examples=2490,
+        data_hash="0" * 64,
+        splits=[GlueSplit(name="dev", examples=1277, truncated=3)],
+        trials=trials,
+        scores=[score],
+    )
+
+
+def write_evaluation(folder: Path, start: GlueStart, *, age_s: int = 0, **changes: Any) -> None:
+    glue = Glue(
+        start=start,
+        head="recipe",
+        pooling="cls",
+        lr=4e-5,
+        settings=GlueOptions(seeds=3),
+        tasks=[task_of("RTE"), task_of("MRPC")],
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "glue.json"
+    results.write(file, glue.model_copy(update=changes))
+    os.utime(file, (file.stat().st_mtime - age_s,) * 2)
+
+
+@pytest.fixture
+def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretrained:
+    """A pretrained run in runs of the current folder."""
+    monkeypatch.chdir(tmp_path)
+    small = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    return find_pretrained(write_run(tmp_path / "runs" / "a", config_of("quickstart", model=small)))
+
+
+def test_a_pretrained_run_has_every_task_of_its_newest_evaluation(start: Pretrained, tmp_path: Path) -> None:
+    assert glue_text(start) == ""
+    own = start_of(start)
+    write_evaluation(tmp_path / "eval" / "old", own, age_s=99, average=0.25)
+    write_evaluation(tmp_path / "runs" / "other", own.model_copy(update={"sha256": "1" * 64}), average=0.125)
+    random = GlueOptions(seeds=3, init="random")
+    write_evaluation(tmp_path / "eval" / "random", own, settings=random, average=0.375)
+    (tmp_path / "eval" / "damaged").mkdir()
+    (tmp_path / "eval" / "damaged" / "glue.json").write_text("{")
+    assert "Average of its nine numbers: 25.0." in glue_text(start)
+    write_evaluation(tmp_path / "eval" / "new", own, status="partial")
+    text = glue_text(start)
+    assert text.startswith("## GLUE\n\nDev sets, out of 100; median over 3 seeds. recipe head, cls pooling, ")
+    assert text.splitlines()[2].endswith("rate 4.00e-05. The evaluation was not finished.")
+    assert text.splitlines()[4:] == [
+        "| task | median | deviation | majority | dev examples | remark |",
+        "| --- | --- | --- | --- | --- | --- |",
+        "| RTE accuracy | 62.5 | 12.5 | 52.7 | 1,277 |  |",
+        "| MRPC accuracy | 62.5 | 12.5 | 52.7 | 1,277 | subset |",
+    ]
+
+
+def test_a_trial_has_its_own_task_and_score(start: Pretrained, tmp_path: Path) -> None:
+    write_evaluation(tmp_path / "eval" / "all", start_of(start), average=0.5)
+    small = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    trial = write_run(tmp_path / "eval/all/trials/MRPC-2", config_of("quickstart", model=small))
+    text = glue_text(find_pretrained(trial))
+    assert "| MRPC accuracy | 62.5 | 12.5 | 52.7 | 1,277 | subset, this run: 75.0 |\n" in text
+    assert "RTE" not in text
+    assert "Average" not in text
+
+
+@pytest.mark.parametrize(
+    ("word", "cut"),
+    [
+        ("/usr/local/bin/bert-dp", "bert-dp"),
+        ("run.init_from=hf:/data/models/rope", "run.init_from=hf:rope"),
+        ("data.sources=[/data/a/x.txt,/data/y.txt]", "data.sources=[x.txt,y.txt]"),
+        ("runs/crammed", "runs/crammed"),
+        ("../runs/crammed", "../runs/crammed"),
+        ("--lr=1/2", "--lr=1/2"),
+    ],
+)
+def test_a_card_names_files_and_not_where_they_are(word: str, cut: str) -> None:
+    assert without_folders(word) == cut
