@@ -20,8 +20,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
@@ -77,7 +76,7 @@ def measure(run: Path, forms: Sequence[str]) -> dict[str, Any]:
             out = Path(scratch) / form
             kind, *options = FORMS[form]
             words = [kind, str(run), "--out", str(out), "--command", f"export {form}", *options]
-            subprocess.run([sys.executable, "-m", "bert_dp.export", *words], check=True, cwd=ROOT)
+            subprocess.run([sys.executable, "-m", "bert_dp.export", *words], check=True)
             scores[form] = scores_of(out, config, manifest)
             tell(f"{run.name}: {form} is measured")
     return {

@@ -38,7 +38,6 @@ import json
 import multiprocessing
 import os
 import random
-import resource
 import shutil
 import statistics
 import sys
@@ -50,8 +49,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import step_speed
 from benchmarks.step_speed import spread, with_range
@@ -93,13 +91,7 @@ SHARE_AT = (8, 128)
 MOST_CALLS = 50  # of a row at a point in one round
 PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "torchao", "openvino", "numpy")
 QUICK = {
-    "model": {
-        "vocab_size": 256,
-        "hidden_size": 32,
-        "num_heads": 2,
-        "num_layers": 1,
-        "intermediate_size": 32,
-    },
+    "model": {"vocab_size": 256, "hidden_size": 32, "num_heads": 2, "num_layers": 1, "intermediate_size": 32},
     "data": {"sequence_length": 16},
 }
 QUICK_ROWS = ",".join((OURS, PEER, PLAIN, FUSED, "matmul:eager:fp32"))
@@ -148,9 +140,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         longest = subject.config.data.sequence_length
         if max(o.lengths) > longest:
             parser.error(f"--lengths {max(o.lengths)}: {subject.name} takes at most {longest}")
-    o.names = [
-        row for row in ROWS if any(fnmatch.fnmatchcase(row, pattern) for pattern in o.rows.split(","))
-    ]
+    o.names = [row for row in ROWS if any(fnmatch.fnmatchcase(row, pattern) for pattern in o.rows.split(","))]
     if OURS not in o.names:
         parser.error(f"--rows {o.rows}: must hold {OURS}, which the others' answers are compared with")
     o.points = [(batch, length) for batch in o.batches for length in o.lengths]
@@ -210,9 +200,7 @@ def make_run(path: Path, config: Config, texts: Iterable[str]) -> Path:
         "precision": "fp32",
         "scaler": {},
     }
-    checkpoint.save(
-        path / "checkpoints", 0, {"model": model, "optimizer": {}, "scaler": {}}, facts, keep=1
-    )
+    checkpoint.save(path / "checkpoints", 0, {"model": model, "optimizer": {}, "scaler": {}}, facts, keep=1)
     return path
 
 
@@ -239,7 +227,7 @@ def prepare(subject: Subject, place: Path, forms: Sequence[str], pipe: Connectio
 
 def export(form: str, source: Any, folder: Path, config: Config) -> dict[str, Any]:
     """Writes one form; what is worth telling of it."""
-    from bert_dp.export.trace import write_aoti, write_onnx
+    from bert_dp.export.trace import fuse, write_aoti, write_onnx
     from bert_dp.export.write import write_about, write_hf
 
     if form == "hf":
@@ -248,24 +236,8 @@ def export(form: str, source: Any, folder: Path, config: Config) -> dict[str, An
         write_about(folder, source, "aoti", "benchmarks/export_speed.py")
         write_aoti(source, folder, bf16=form == "aoti-bf16")
     else:
-        write_onnx(source, folder, int8=form == "onnx-int8")
-    return {"fused": fuse(folder / "model.onnx", config)} if form == "onnx-fused" else {}
-
-
-def fuse(path: Path, config: Config) -> dict[str, int]:
-    """Rewrites an ONNX file by the transformer optimizer of ONNX Runtime; how many operators of each kind
-    that it knows are in it then."""
-    from onnxruntime.transformers.optimizer import optimize_model
-
-    found = optimize_model(
-        str(path),
-        model_type="bert",
-        num_heads=config.model.num_heads,
-        hidden_size=config.model.hidden_size,
-        use_gpu=False,
-    )
-    found.save_model_to_file(str(path))
-    return {name: count for name, count in found.get_fused_operator_statistics().items() if count}
+        write_onnx(source, folder, int8=form == "onnx-int8", fused=None if form == "onnx-int8" else False)
+    return {"fused": fuse(folder / "model.onnx", config.model)} if form == "onnx-fused" else {}
 
 
 # ---- the rows; each in a child process, which alone imports its libraries ----
@@ -291,7 +263,9 @@ def open_row(row: str, place: Path, threads: int) -> Callable[..., Any]:
         import transformers
 
         peer = transformers.AutoModel.from_pretrained(folder, local_files_only=True, dtype=dtype).eval()
-        return foreign.compute_hf(torch.compile(peer, dynamic=True) if mode == "compiled" else peer, "encoder")
+        return foreign.compute_hf(
+            torch.compile(peer, dynamic=True) if mode == "compiled" else peer, "encoder"
+        )
     from bert_dp.export.whole import open_run
 
     model: Any = open_run(folder, encoder=True).whole().to(dtype)
@@ -389,8 +363,6 @@ def child(row: str, o: argparse.Namespace, subject: Subject, place: Path, pipe: 
     """Answers `time BATCH LENGTH SECONDS` until `quit`."""
     warnings.simplefilter("ignore")
     try:
-        import psutil
-
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
         program, _, precision = row.split(":")
         facts: dict[str, Any] = {}
@@ -401,7 +373,7 @@ def child(row: str, o: argparse.Namespace, subject: Subject, place: Path, pipe: 
         else:
             compute = open_row(row, place, o.threads)
             facts["load_s"] = time.perf_counter() - start
-            facts["loaded_mib"] = psutil.Process().memory_info().rss / 2**20
+            facts["loaded_mib"] = memory_mib("VmRSS")
             batch = ragged_batch(o, subject)
             start = time.perf_counter()
             facts["answer"] = compute(*batch)
@@ -413,10 +385,15 @@ def child(row: str, o: argparse.Namespace, subject: Subject, place: Path, pipe: 
                 continue
             _, *point, seconds = command
             latencies = time_calls(compute, whole_batch(o, subject, (point[0], point[1])), seconds)
-            peak_mib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-            pipe.send({"latencies_s": latencies, "peak_mib": peak_mib})
+            pipe.send({"latencies_s": latencies, "peak_mib": memory_mib("VmHWM")})
     except Exception as error:
         pipe.send({"error": f"{type(error).__name__}: {error}"[:2000]})
+
+
+def memory_mib(field: str) -> float:
+    """Of this process: VmRSS, what is resident, or VmHWM, its peak. getrusage would count its parent's."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) / 2**10
 
 
 def time_calls(compute: Callable[..., Any], batch: tuple[Any, Any], seconds: float) -> list[float]:
@@ -455,7 +432,10 @@ def measure(o: argparse.Namespace, subject: Subject, rows: Sequence[str]) -> dic
         theirs.close()
         exports = step_speed.ask("export", ours, None)
         writer.join()
-        tell(f"{subject.name}: exported " + ", ".join(f"{k} ({v['seconds']:.0f} s)" for k, v in exports.items()))
+        tell(
+            f"{subject.name}: exported "
+            + ", ".join(f"{k} ({v['seconds']:.0f} s)" for k, v in exports.items())
+        )
         return {"exports": exports, "rows": take_turns(o, subject, rows, place)}
 
 
@@ -525,9 +505,7 @@ def summarise(o: argparse.Namespace, subject: Subject, rows: dict[str, dict[str,
             continue
         apart = np.abs(record["answer"] - reference)[mask_BS != 0]
         record["difference"] = float(apart.max()) / scale
-        record["points"] = {
-            name_of(point): point_facts(row, point, rows) for point in o.points
-        }
+        record["points"] = {name_of(point): point_facts(row, point, rows) for point in o.points}
         if own := rates.get(row.split(":")[2]):
             record["share"] = share(o, subject, record, own)
     for record in rows.values():
@@ -648,7 +626,7 @@ def lines_of(o: argparse.Namespace, name: str, model: dict[str, Any]) -> Iterato
             yield f"{what}: {value} ({found['of']}" + (f" over {found['over']})" if "over" in found else ")")
     for form, made in model["exports"].items():
         if "fused" in made:
-            yield f"operators after the transformer optimizer, {form}: {made['fused'] or 'none that it knows'}"
+            yield f"{form}, operators of the transformer optimizer: {made['fused'] or 'none'}"
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:

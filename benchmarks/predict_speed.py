@@ -27,8 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 import torch
@@ -43,7 +42,7 @@ from bert_dp.examples.glue import GlueData
 
 PLAIN_BATCH = 32
 SORTED, ORDER, LARGE = "by length", "in order", "in order, large"
-QUICK_WORDS = "an old ship sailed past seven grey islands while rain fell on every quiet harbour".split()
+QUICK_WORDS = ("ship", "sailed", "past", "seven", "grey", "islands", "while", "rain", "fell", "on", "harbour")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -201,5 +201,7 @@ def test_what_8_bits_cost_a_trial(out: Path, tmp_path: Path) -> None:
 
 def test_scores_of_a_run_that_is_not_finetuned_are_refused(run: Path) -> None:
     script = Path(__file__).parents[2] / "benchmarks/export_scores.py"
-    done = subprocess.run([sys.executable, str(script), str(run)], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(script), str(run)], capture_output=True, text=True, check=False
+    )
     assert (done.returncode, "is not a finetuned run" in done.stderr) == (2, True), done.stderr

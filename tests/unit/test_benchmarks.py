@@ -142,7 +142,9 @@ def test_export_speed_quick(tmp_path):
         # 2 N_linear + 4 L S H a token, of one layer; products alone at the matmul rate
         products = 4 * 32 * 32 + 3 * 32 * 32
         flops, weights = 2 * 16 * (2 * products + 4 * 16 * 32), 2 * 16 * 2 * products
-        rates = [weights / min(r["2x16"]["forward_s"], r["2x16"]["onednn_forward_s"]) for r in probe["rounds"]]
+        rates = [
+            weights / min(r["2x16"]["forward_s"], r["2x16"]["onednn_forward_s"]) for r in probe["rounds"]
+        ]
         shares = [flops / s / rate for s, rate in zip(medians[1], rates, strict=True)]
         assert row["share"]["median"] == pytest.approx(statistics.median(shares))
         assert f"\n{name} " in said
