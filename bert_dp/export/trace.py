@@ -3,6 +3,7 @@ or compiled by AOTInductor."""
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import warnings
 from pathlib import Path
@@ -24,10 +25,11 @@ def trace(source: Source, dtype: torch.dtype = torch.float32) -> ExportedProgram
     ids_BS = torch.full((2, min(7, most - 1)), source.special["mask"])  # no size of 1, which would be fixed
     mask_BS = torch.ones_like(ids_BS)
     sizes = {0: Dim("batch", max=MAX_BATCH), 1: Dim("length", max=most)}
+    model = source.whole()
+    if dtype != torch.float32:
+        model = copy.deepcopy(model).to(dtype)  # the source keeps its own
     with torch.no_grad():
-        return torch.export.export(
-            source.whole().to(dtype), (ids_BS, mask_BS), dynamic_shapes=dict.fromkeys(INPUTS, sizes)
-        )
+        return torch.export.export(model, (ids_BS, mask_BS), dynamic_shapes=dict.fromkeys(INPUTS, sizes))
 
 
 def write_onnx(source: Source, folder: Path, *, int8: bool, fused: bool | None = None) -> None:
@@ -76,8 +78,8 @@ def write_aoti(source: Source, folder: Path, *, bf16: bool) -> None:
     program = trace(source, torch.bfloat16 if bf16 else torch.float32)
     settings = {
         "cpp.dynamic_threads": True,
-        # constant weights, laid out for oneDNN: AOTInductor has no packed products of MKL, which is faster
-        # than oneDNN for fp32 on Intel CPUs and takes twice its time on AMD ones
+        # constant weights, laid out for oneDNN; else fp32 products are MKL's, which are faster on Intel CPUs
+        # and slower on AMD ones
         "freezing": bf16 or USES_ONEDNN,
     }
     with torch.no_grad():  # else nothing is frozen
