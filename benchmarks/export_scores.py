@@ -99,7 +99,7 @@ def splits_of(manifest: ExamplesManifest) -> Iterator[str]:
 def scores_of(place: Path, config: Config, manifest: ExamplesManifest) -> dict[str, float]:
     """split/metric -> score, of a run or of an exported directory."""
     predictor, encoder = predict.open_predictor(str(place))
-    found = {}
+    found: dict[str, float] = {}
     for split in splits_of(manifest):
         examples = Examples.open(Path(config.data.path or ""), manifest, split)
         rows = [examples.tokens(i) for i in range(len(examples))]

@@ -71,7 +71,7 @@ def sentences(o: argparse.Namespace) -> tuple[list[str], list[str]]:
     """(those of train, those of dev). Raises ConfigError."""
     if o.quick:
         rng = random.Random(o.seed)
-        made = [" ".join(rng.choices(QUICK_WORDS, k=rng.randint(1, 12))) for _ in range(100)]
+        made = [" ".join(rng.choices(QUICK_WORDS, k=rng.randint(1, 12))) for _ in range(1500)]
         return made, made
     tables = GlueData("SST-2", (o.glue,)).read(train_only=False).tables
     train, dev = ([row.texts[0] for row in tables[split].rows] for split in ("train", "dev"))
