@@ -54,7 +54,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,11 @@ DEFAULT = (
 # else glibc gives large tensors back to the kernel when they are freed, and pays the page faults again
 KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**26)}
 PRODUCTS = ("forward_s", "input_gradient_s", "weight_gradient_s")  # by torch.mm
-BESIDE = ("onednn_s", "attention_s")  # all three again by oneDNN; scaled_dot_product_attention
+BESIDE = (  # all three again by oneDNN, its forward ones, scaled_dot_product_attention
+    "onednn_s",
+    "onednn_forward_s",
+    "attention_s",
+)
 OP_GROUPS = {  # first match wins; what matches none is "compiled kernels and other"
     "matmul": ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "matmul", "mkl::", "mkldnn::"),
     "attention": ("scaled_dot_product", "_flash_attention", "aten::_softmax", "aten::_safe_softmax"),
@@ -375,8 +379,10 @@ def linear_shapes(o: argparse.Namespace) -> list[tuple[int, int, int, int]]:
     return [*blocks, (predicted, h, o.vocab, 1)]
 
 
-def make_matmul(o: argparse.Namespace) -> Callable[[], dict[str, float]]:
-    """Times one micro batch's products, each shape as often as the model has layers."""
+def make_matmul(
+    o: argparse.Namespace, shapes: Sequence[tuple[int, int, int, int]]
+) -> Callable[[], dict[str, float]]:
+    """Times one micro batch's products, each shape (as `linear_shapes` gives them) as often as it says."""
     import torch
     import torch.nn.functional as F
 
@@ -384,7 +390,7 @@ def make_matmul(o: argparse.Namespace) -> Callable[[], dict[str, float]]:
     normal = functools.partial(
         torch.randn, device=o.device, dtype=torch.bfloat16 if o.precision == "bf16" else torch.float32
     )
-    for rows, inputs, outputs, count in linear_shapes(o):
+    for rows, inputs, outputs, count in shapes:
         x, w, g = normal(rows, inputs), 0.02 * normal(outputs, inputs), normal(rows, outputs)
         work.append((count, x, w, g, torch.empty_like(g), torch.empty_like(x), torch.empty_like(w)))
     shape = (o.micro, o.heads, o.sequence, o.hidden // o.heads)
@@ -404,10 +410,13 @@ def make_matmul(o: argparse.Namespace) -> Callable[[], dict[str, float]]:
                 for _ in range(count):
                     product()
                 seconds[name] += now(o) - start
-            start = now(o)
-            for a, b in ((x, w), (g, w.t()), (g.t(), x.t())) * count if o.device == "cpu" else ():
-                torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
-            seconds["onednn_s"] += now(o) - start
+            for a, b in ((x, w), (g, w.t()), (g.t(), x.t())) if o.device == "cpu" else ():
+                start = now(o)
+                for _ in range(count):
+                    torch.ops.mkldnn._linear_pointwise(a, b, None, "none", [], "")
+                spent = now(o) - start
+                seconds["onednn_s"] += spent
+                seconds["onednn_forward_s"] += spent if a is x else 0.0
         start = now(o)
         for _ in range(o.layers):
             torch.autograd.grad(F.scaled_dot_product_attention(q, k, v), (q, k, v), up)
@@ -473,7 +482,7 @@ def child(name: str, o: argparse.Namespace, pipe: Connection) -> None:
             torch.set_float32_matmul_precision("high")  # what autocast leaves in fp32
         start = time.perf_counter()
         if kind == "matmul":
-            measure = make_matmul(o)
+            measure = make_matmul(o, linear_shapes(o))
             measure()
             facts = {"flops_per_token": 0.0, "parameters": 0, "first_step_s": time.perf_counter() - start}
         else:
@@ -624,9 +633,12 @@ def gpu_name(o: argparse.Namespace) -> str | None:
     return torch.cuda.get_device_name() if o.device == "cuda" else None
 
 
-def environment(o: argparse.Namespace) -> dict[str, Any]:
+def environment(
+    o: argparse.Namespace, packages: Sequence[str] = ("torch", "transformers", "numpy")
+) -> dict[str, Any]:
+    """Of the machine, and the versions of those packages that are installed."""
     versions = {}
-    for package in ("torch", "transformers", "numpy"):
+    for package in packages:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     cpu = platform.processor() or platform.machine()

@@ -3,6 +3,7 @@ or compiled by AOTInductor."""
 
 from __future__ import annotations
 
+import copy
 import tempfile
 import warnings
 from pathlib import Path
@@ -10,7 +11,9 @@ from pathlib import Path
 import torch
 from torch.export import Dim, ExportedProgram
 
+from bert_dp.config import ModelConfig
 from bert_dp.export.whole import OUTPUTS, Source
+from bert_dp.matmul import USES_ONEDNN
 
 INPUTS = ("input_ids", "attention_mask")
 MAX_BATCH = 2**16
@@ -22,15 +25,17 @@ def trace(source: Source, dtype: torch.dtype = torch.float32) -> ExportedProgram
     ids_BS = torch.full((2, min(7, most - 1)), source.special["mask"])  # no size of 1, which would be fixed
     mask_BS = torch.ones_like(ids_BS)
     sizes = {0: Dim("batch", max=MAX_BATCH), 1: Dim("length", max=most)}
+    model = source.whole()
+    if dtype != torch.float32:
+        model = copy.deepcopy(model).to(dtype)  # the source keeps its own
     with torch.no_grad():
-        return torch.export.export(
-            source.whole().to(dtype), (ids_BS, mask_BS), dynamic_shapes=dict.fromkeys(INPUTS, sizes)
-        )
+        return torch.export.export(model, (ids_BS, mask_BS), dynamic_shapes=dict.fromkeys(INPUTS, sizes))
 
 
-def write_onnx(source: Source, folder: Path, *, int8: bool) -> None:
+def write_onnx(source: Source, folder: Path, *, int8: bool, fused: bool | None = None) -> None:
     """FOLDER/model.onnx. `int8`: products with weights of 8 bits, those of the activations chosen as it runs
-    (ONNX Runtime's dynamic quantisation)."""
+    (ONNX Runtime's dynamic quantisation). `fused`: rewritten by ONNX Runtime's transformer optimizer; None =
+    where that is faster (benchmarks/export_speed.py)."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
@@ -42,18 +47,42 @@ def write_onnx(source: Source, folder: Path, *, int8: bool) -> None:
         )
     assert program is not None
     path = folder / "model.onnx"
-    if not int8:
-        program.save(path, external_data=False)
-        return
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-        whole = Path(scratch) / "model.onnx"
+        whole = Path(scratch) / "model.onnx" if int8 else path
         program.save(whole, external_data=False)
-        quantize_dynamic(whole, path, weight_type=QuantType.QInt8, per_channel=True)
+        if source.config.model.norm == "rmsnorm" if fused is None else fused:
+            fuse(whole, source.config.model)
+        if int8:
+            from onnxruntime.quantization import QuantType, quantize_dynamic
+
+            quantize_dynamic(whole, path, weight_type=QuantType.QInt8, per_channel=True)
+
+
+def fuse(path: Path, model: ModelConfig) -> dict[str, int]:
+    """Rewrites an ONNX file by the transformer optimizer of ONNX Runtime. How many operators of each kind
+    that it makes are in it then."""
+    from onnxruntime.transformers.fusion_options import FusionOptions
+    from onnxruntime.transformers.optimizer import optimize_model
+
+    options = FusionOptions("bert")
+    # it fails on a LayerNorm without a bias; where the runtime loads the file it fuses what it can anyway
+    options.enable_skip_layer_norm = model.norm == "rmsnorm" or model.norm_bias
+    sizes = {"num_heads": model.num_heads, "hidden_size": model.hidden_size}
+    found = optimize_model(str(path), optimization_options=options, **sizes)
+    found.save_model_to_file(str(path))
+    return {name: count for name, count in found.get_fused_operator_statistics().items() if count}
 
 
 def write_aoti(source: Source, folder: Path, *, bf16: bool) -> None:
-    """FOLDER/model.pt2, compiled for processors like this one. Needs g++."""
+    """FOLDER/model.pt2, compiled for processors like this one and any number of threads. Needs g++."""
     program = trace(source, torch.bfloat16 if bf16 else torch.float32)
-    torch._inductor.aoti_compile_and_package(program, package_path=str(folder / "model.pt2"))
+    settings = {
+        "cpp.dynamic_threads": True,
+        # constant weights, laid out for oneDNN; else fp32 products are MKL's, which are faster on Intel CPUs
+        # and slower on AMD ones
+        "freezing": bf16 or USES_ONEDNN,
+    }
+    with torch.no_grad():  # else nothing is frozen
+        torch._inductor.aoti_compile_and_package(
+            program, package_path=str(folder / "model.pt2"), inductor_configs=settings
+        )

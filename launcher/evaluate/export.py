@@ -25,7 +25,11 @@ from launcher.results import ExportCheck
 if TYPE_CHECKING:
     from rich.console import Console
 
-NEEDS: dict[ExportFormat, tuple[str, ...]] = {"hf": (), "onnx": ("onnx", "onnxscript"), "aoti": ()}
+NEEDS: dict[ExportFormat, tuple[str, ...]] = {
+    "hf": (),
+    "onnx": ("onnx", "onnxscript", "onnxruntime"),
+    "aoti": (),
+}
 """Packages that writing a format takes."""
 LOADS: dict[ExportFormat, tuple[str, ...]] = {
     "hf": ("transformers",),
@@ -41,8 +45,6 @@ def export(form: ExportFormat, run: Path, out: Path, *, encoder: bool, options: 
     start = find_pretrained(run.expanduser())
     out = out.expanduser().absolute()
     issues = [*package_issues(f"export {form}", NEEDS[form]), *_out_issues(out)]
-    if "--int8" in options:
-        issues += package_issues("--int8", ("onnxruntime",))
     if form == "aoti" and shutil.which("g++") is None:
         issues.append("export aoti compiles by g++, which is not installed; install it, or export onnx")
     if form == "hf":

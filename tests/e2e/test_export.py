@@ -237,7 +237,10 @@ def test_a_missing_package_is_refused_by_its_extra(
     write_exported(tmp_path, "hf")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     missing = refused("export", "onnx", str(runs / "rope"), "--out", str(tmp_path / "out"))
-    assert "export onnx needs onnx and onnxscript, of the extra export; pip install 'onnx" in missing
+    assert (
+        "export onnx needs onnx and onnxscript and onnxruntime, of the extra export; pip install 'onnx"
+        in missing
+    )
     assert "export check needs transformers" in refused("export", "check", str(tmp_path))
     assert "predict needs transformers" in refused("predict", str(tmp_path), str(tmp_path / "export.json"))
 

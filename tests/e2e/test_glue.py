@@ -6,6 +6,8 @@ import json
 import random
 import signal
 import statistics
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,3 +192,31 @@ def test_the_verb_describes_and_refuses(run: Path, data: Path, tmp_path: Path) -
         assert line in refused(*command(run, data, out, *more))
     assert "holds no checkpoint" in refused("eval", "glue", str(tmp_path), "--data", str(data))
     assert not out.exists()
+
+
+def test_what_8_bits_cost_a_trial(out: Path, tmp_path: Path) -> None:
+    """benchmarks/export_scores.py, by the trials that kept their checkpoints."""
+    pytest.importorskip("onnxruntime")
+    trials = sorted(out.glob("trials/RTE-*"))
+    words = [*map(str, trials), "--forms", "onnx-int8", "--json", str(tmp_path / "record.json")]
+    script = Path(__file__).parents[2] / "benchmarks/export_scores.py"
+    done = subprocess.run([sys.executable, str(script), *words], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    record = read_json(tmp_path / "record.json")
+    assert str(out) not in json.dumps(record), "no path of this machine in a record"
+    assert list(record["runs"]) == [trial.name for trial in trials]
+    for trial in trials:
+        found = record["runs"][trial.name]
+        assert (found["task"], found["examples"]) == ("RTE", {"dev": 8})
+        own, int8 = (found["scores"][form]["dev/accuracy"] for form in ("run", "onnx-int8"))
+        assert own == read_json(trial / "summary.json")["heldout"]["scores"]["dev/accuracy"]
+        assert found["drop_points"]["onnx-int8"]["dev/accuracy"] == pytest.approx(100 * (own - int8))
+    assert "onnx-int8: largest drop " in done.stdout
+
+
+def test_scores_of_a_run_that_is_not_finetuned_are_refused(run: Path) -> None:
+    script = Path(__file__).parents[2] / "benchmarks/export_scores.py"
+    done = subprocess.run(
+        [sys.executable, str(script), str(run)], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, "is not a finetuned run" in done.stderr) == (2, True), done.stderr

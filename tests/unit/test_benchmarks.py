@@ -215,6 +215,67 @@ def test_step_speed_refuses_what_it_cannot_measure(arguments):
     assert "--variants" in done.stderr or "--cramming" in done.stderr or "unknown variant" in done.stderr
 
 
+@pytest.mark.slow
+def test_export_speed_quick(tmp_path):
+    pytest.importorskip("transformers")
+    pytest.importorskip("onnxruntime")
+    result, said = record_of(tmp_path, "export_speed", "--quick --threads 1 --date 2000-01-02")
+    assert result["absent"] == {}
+    model = result["models"]["small-text"]
+    assert set(model["exports"]) == {"hf", "onnx", "onnx-fused"}
+    probe = model["rows"].pop("matmul:eager:fp32")
+    programs = {"ours:eager", "transformers:eager", "onnxruntime:plain", "onnxruntime:fused"}
+    assert set(model["rows"]) == {f"{program}:fp32" for program in programs}
+    peer = model["rows"]["transformers:eager:fp32"]
+    for name, row in model["rows"].items():
+        assert row["difference"] < 1e-4, "it computes something else"
+        assert set(row["points"]) == {"1x8", "1x16", "2x8", "2x16"}
+        assert 0 < row["loaded_mib"] <= row["peak_mib"]
+        calls = [s for each in row["rounds"] for s in each["2x16"]]
+        facts = row["points"]["2x16"]
+        assert (facts["calls"], facts["p50_s"]) == (len(calls), statistics.median(calls))
+        assert facts["p50_s"] <= facts["p95_s"] <= max(calls)
+        assert facts["sequences_per_s"] == pytest.approx(2 * len(calls) / sum(calls))
+        medians = [[statistics.median(each["2x16"]) for each in r["rounds"]] for r in (peer, row)]
+        times = statistics.median(a / b for a, b in zip(*medians, strict=True))
+        assert facts["times"]["transformers:eager:fp32"]["median"] == pytest.approx(times)
+        # 2 N_linear + 4 L S H a token, of one layer; products alone at the matmul rate
+        products = 4 * 32 * 32 + 3 * 32 * 32
+        flops, weights = 2 * 16 * (2 * products + 4 * 16 * 32), 2 * 16 * 2 * products
+        rates = [
+            weights / min(r["2x16"]["forward_s"], r["2x16"]["onednn_forward_s"]) for r in probe["rounds"]
+        ]
+        shares = [flops / s / rate for s, rate in zip(medians[1], rates, strict=True)]
+        assert row["share"]["median"] == pytest.approx(statistics.median(shares))
+        assert f"\n{name} " in said
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        ("--rows onnxruntime:*", "--rows onnxruntime:*: must hold ours:eager:fp32"),
+        ("--lengths 256", "--lengths 256: crammed-rope takes at most 128"),
+        ("--batches 1,x", "--batches 1,x: whole numbers"),
+        ("--models tiny", "--models tiny: choose from"),
+        ("--threads 9999", "--threads 9999: this process has"),
+    ],
+)
+def test_export_speed_refuses_what_it_cannot_measure(arguments, named):
+    done = run("export_speed", arguments)
+    assert (done.returncode, named in done.stderr) == (2, True), done.stderr
+
+
+@pytest.mark.slow
+def test_predict_speed_quick(tmp_path):
+    result, said = record_of(tmp_path, "predict_speed", "--quick --threads 1")
+    assert "by length " in said
+    ways = result["ways"]
+    assert result["tokens"] <= ways["by length"]["padded_tokens"] < ways["in order"]["padded_tokens"]
+    for way in ways.values():
+        ratios = [s / t for s, t in zip(way["seconds"], ways["by length"]["seconds"], strict=True)]
+        assert way["time_over_by_length"]["median"] == pytest.approx(statistics.median(ratios))
+
+
 SMALL = (
     "--set model.vocab_size=64 --set model.hidden_size=32 --set model.num_heads=2 --set model.num_layers=1 "
     "--set model.intermediate_size=48"

@@ -90,3 +90,16 @@ def test_eight_bits_are_near_and_not_the_same(tmp_path: Path) -> None:
     found = foreign.open_onnx(small.parent, source.kind)(*batch)
     row = check.compare(batch, check.reference(source, *batch), found, exported, None)
     assert 1e-4 < row["difference"] < 0.1
+
+
+@pytest.mark.slow
+def test_a_norm_without_a_mean_is_one_operator_and_the_source_keeps_its_precision(tmp_path: Path) -> None:
+    onnx = pytest.importorskip("onnx")
+    source = source_of(tmp_path, *CONFIGS["rms, encoder"])
+    trace.trace(source, torch.bfloat16)
+    assert {parameter.dtype for parameter in source.model.parameters()} == {torch.float32}
+    trace.write_onnx(source, tmp_path, int8=False)
+    kinds = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]
+    norms = [kind for kind in kinds if kind.endswith("SimplifiedLayerNormalization")]
+    assert len(norms) == 2 * source.config.model.num_layers + 2  # of the blocks, the embedding and the last
+    assert "ReduceMean" not in kinds

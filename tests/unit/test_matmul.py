@@ -38,6 +38,22 @@ def test_product_and_gradients_are_those_of_linear(
     assert calls == (3 if by_onednn else 0)
 
 
+@pytest.mark.parametrize(
+    ("by_onednn", "mode", "calls"),
+    [(True, torch.inference_mode, 1), (False, torch.inference_mode, 0), (True, torch.no_grad, 0)],
+)
+def test_inference_takes_the_same_way_and_what_is_traced_does_not(
+    by_onednn: bool, mode: type, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(matmul, "USES_ONEDNN", by_onednn)
+    torch.manual_seed(0)
+    inputs = (torch.randn(3, 5, 24), torch.randn(40, 24), torch.randn(40))
+    with mode(), torch.profiler.profile() as profile:
+        torch.testing.assert_close(matmul.linear(*inputs), F.linear(*inputs), rtol=1e-4, atol=1e-4)
+    found = [event.count for event in profile.key_averages() if event.key == "mkldnn::_linear_pointwise"]
+    assert sum(found) == calls
+
+
 def test_a_product_without_autograd_takes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     a_MK, b_NK = torch.randn(7, 24), torch.randn(9, 24)
     for by_onednn in (True, False):

@@ -1,0 +1,153 @@
+"""What 8 bits and bf16 cost a finetuned run: its dev scores as it is, and as each export computes them.
+
+    python benchmarks/export_scores.py RUN... [--forms onnx,onnx-int8,aoti-bf16] [--json FILE]
+
+RUN is a finetuned run that has kept its checkpoint (`bert-dp finetune`; a trial of `eval glue` keeps it only
+where another task starts from it), with the examples that it was finetuned on still prepared. It is exported
+by `python -m bert_dp.export` in each form, and every labelled split but train is predicted as
+`bert-dp predict` does: first by the run in fp32, then by each exported directory. The drop is the run's score
+less the export's, in points (hundredths of the metric).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import numpy as np
+
+from benchmarks import step_speed
+from benchmarks.export_speed import PACKAGES, aligned, tell
+from bert_dp import predict
+from bert_dp.config import Config, ConfigError, ExamplesManifest, read_examples
+from bert_dp.config.examples import TRAIN
+from bert_dp.examples.store import Examples
+from bert_dp.export.whole import open_run
+from bert_dp.measure.peak import use_all_cores
+from bert_dp.scores import score
+
+FORMS = {
+    "onnx": ("onnx",),
+    "onnx-int8": ("onnx", "--int8"),
+    "aoti": ("aoti",),
+    "aoti-bf16": ("aoti", "--bf16"),
+}
+DEFAULT = "onnx,onnx-int8,aoti-bf16"
+GOAL_POINTS = 0.5  # the largest drop
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("runs", type=Path, nargs="+", metavar="RUN")
+    add("--forms", default=DEFAULT, help=f"of {', '.join(FORMS)} (default: %(default)s)")
+    add("--date", help="for the record, as YYYY-MM-DD")
+    add("--json", metavar="FILE", help="write environment and raw figures here")
+    o = parser.parse_args(arguments)
+    o.forms = o.forms.split(",")
+    if unknown := [form for form in o.forms if form not in FORMS]:
+        parser.error(f"--forms {unknown[0]}: choose from {', '.join(FORMS)}")
+    if len({run.name for run in o.runs}) < len(o.runs):
+        parser.error("RUN: two have the same name, by which the record tells them apart; rename one")
+    o.device = "cpu"  # as step_speed.py's functions ask
+    return o
+
+
+def measure(run: Path, forms: Sequence[str]) -> dict[str, Any]:
+    """The scores of a run by each form. Raises ConfigError for one that is not finetuned."""
+    source = open_run(run, encoder=False)
+    if source.kind != "classifier":
+        raise ConfigError([f"{run}: is not a finetuned run; name one that `bert-dp finetune` has made"])
+    config: Config = source.config
+    manifest = read_examples(Path(config.data.path or ""))
+    scores = {"run": scores_of(run, config, manifest)}
+    with tempfile.TemporaryDirectory(prefix="export-scores-") as scratch:
+        for form in forms:
+            out = Path(scratch) / form
+            kind, *options = FORMS[form]
+            words = [kind, str(run), "--out", str(out), "--command", f"export {form}", *options]
+            subprocess.run([sys.executable, "-m", "bert_dp.export", *words], check=True)
+            scores[form] = scores_of(out, config, manifest)
+            tell(f"{run.name}: {form} is measured")
+    return {
+        "task": manifest.task,
+        "official": manifest.official,
+        "examples": {split: manifest.splits[split].examples for split in splits_of(manifest)},
+        "scores": scores,
+        "drop_points": {
+            form: {name: 100 * (scores["run"][name] - value) for name, value in scores[form].items()}
+            for form in forms
+        },
+    }
+
+
+def splits_of(manifest: ExamplesManifest) -> Iterator[str]:
+    """Those that are scored."""
+    return (name for name, split in manifest.splits.items() if split.has_labels and name != TRAIN)
+
+
+def scores_of(place: Path, config: Config, manifest: ExamplesManifest) -> dict[str, float]:
+    """split/metric -> score, of a run or of an exported directory."""
+    predictor, encoder = predict.open_predictor(str(place))
+    found: dict[str, float] = {}
+    for split in splits_of(manifest):
+        examples = Examples.open(Path(config.data.path or ""), manifest, split)
+        rows = [examples.tokens(i) for i in range(len(examples))]
+        logits_NL = predict.outputs_of(predictor, rows, encoder.special["pad"], None)
+        measured = score(manifest.metrics, config.finetune.kind, logits_NL, np.asarray(examples.labels))
+        found |= {f"{split}/{metric}": value for metric, value in measured.items()}
+    return found
+
+
+def lines_of(result: dict[str, Any]) -> Iterator[str]:
+    forms = result["forms"]
+    rows = [["run", "task", "score", "run, fp32", *forms, *(f"drop {form}" for form in forms)]]
+    for name, found in result["runs"].items():
+        for metric, own in found["scores"]["run"].items():
+            scores = [f"{100 * found['scores'][form][metric]:.2f}" for form in forms]
+            drops = [f"{found['drop_points'][form][metric]:+.2f}" for form in forms]
+            rows.append([name, found["task"], metric, f"{100 * own:.2f}", *scores, *drops])
+    yield from aligned(rows)
+    for form, most in result["largest_drop_points"].items():
+        verdict = "within" if most <= GOAL_POINTS else "beyond"
+        yield f"{form}: largest drop {most:+.2f} points, {verdict} the goal of {GOAL_POINTS}"
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    o = parse(arguments)
+    runs, o.runs = o.runs, [run.name for run in o.runs]  # no path of this machine in a record
+    use_all_cores()
+    result: dict[str, Any] = {
+        "environment": step_speed.environment(o, PACKAGES),
+        "forms": o.forms,
+        "goal_points": GOAL_POINTS,
+        "runs": {},
+    }
+    try:
+        for run in runs:
+            result["runs"][run.name] = measure(run, o.forms)
+    except ConfigError as error:
+        sys.stderr.write("".join(f"error: {issue}\n" for issue in error.issues))
+        sys.exit(2)
+    result["largest_drop_points"] = {
+        form: max(drop for found in result["runs"].values() for drop in found["drop_points"][form].values())
+        for form in o.forms
+    }
+    print("\n".join(lines_of(result)))
+    if o.json:
+        Path(o.json).write_text(json.dumps(result, indent=1) + "\n")
+    return result
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,674 @@
+"""Latency and throughput of an exported encoder, beside the same weights by other programs.
+
+    python benchmarks/export_speed.py [--models crammed-rope,small-text] [--rows 'ours:*,...'] [--json FILE]
+
+What is measured is the encoder (`export --encoder`: last hidden states, no head), as whoever encodes or
+classifies runs it. Its weights are initial ones, which cost what trained ones cost. Every sequence is of the
+full length, and every program gets the padding mask, all ones.
+
+    ours          bert_dp's model: eager; compiled (torch.compile, dynamic shapes); aoti (`export aoti`)
+    transformers  what `export hf` writes, by AutoModel: eager; compiled (as ours)
+    onnxruntime   what `export onnx` writes: plain; fused by onnxruntime.transformers; plain with --int8
+    torchao       ours with dynamic int8 activations and int8 weights, compiled and frozen
+    openvino      the plain ONNX file
+    matmul        no model: the forward products of step_speed.py's probe, of the encoder at 8 x 128
+
+A row is PROGRAM:MODE:PRECISION. A row whose package is not installed, or whose precision the CPU does not
+multiply, is named as absent. Every row lives in a process of its own, on the same cores with the same number
+of threads, and glibc keeps freed memory in all of them; rows take turns at every batch x length, in an order
+drawn anew in each round from a fixed seed. The first call of each row and point is outside the timing, but
+for points of more than 4,096 tokens. transformers imports torchao where it is installed, which is then in its
+load time.
+
+    load_s        from a bare Python to a model that is ready, its libraries' import in it
+    first_s       the first answer, 3 sequences of ragged lengths: what is compiled is compiled there
+    latency       of one call, arrays in to arrays out: median and 95th percentile of the calls of all rounds
+    x             latency of transformers:eager:fp32 (of onnxruntime:plain:fp32) / latency of the row, medians
+                  of a round's calls, paired within the round
+    share         (model FLOP/s, 2 N_linear + 4 L S H a token) / (matmul rate of that precision), paired
+    difference    of the first answer from ours:eager:fp32, largest, over the largest output above 1
+    memory        resident, once loaded and at its peak
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import importlib.util
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks import step_speed
+from benchmarks.step_speed import spread, with_range
+from bert_dp.config import Config, bf16_units, find_config, read_yaml, resolve
+
+MODELS = ("crammed-rope", "small-text")
+ROWS = (
+    "ours:eager:fp32",
+    "ours:eager:bf16",
+    "ours:compiled:fp32",
+    "ours:compiled:bf16",
+    "ours:aoti:fp32",
+    "ours:aoti:bf16",
+    "transformers:eager:fp32",
+    "transformers:eager:bf16",
+    "transformers:compiled:fp32",
+    "transformers:compiled:bf16",
+    "onnxruntime:plain:fp32",
+    "onnxruntime:fused:fp32",
+    "onnxruntime:plain:int8",
+    "torchao:compiled:int8",
+    "openvino:plain:fp32",
+    "openvino:plain:bf16",
+    "matmul:eager:fp32",
+    "matmul:eager:bf16",
+)
+OURS, PEER, PLAIN = "ours:eager:fp32", "transformers:eager:fp32", "onnxruntime:plain:fp32"
+FUSED, INT8 = "onnxruntime:fused:fp32", "onnxruntime:plain:int8"
+FILES = {  # row -> what is exported for it
+    "ours:aoti:fp32": "aoti",
+    "ours:aoti:bf16": "aoti-bf16",
+    **dict.fromkeys((row for row in ROWS if row.startswith("transformers")), "hf"),
+    **dict.fromkeys((row for row in ROWS if row.startswith("openvino")), "onnx"),
+    PLAIN: "onnx",
+    FUSED: "onnx-fused",
+    INT8: "onnx-int8",
+}
+SHARE_AT = (8, 128)
+WARM_TOKENS = 4096  # of the calls that have an untimed one before them; others are long beside what it costs
+MOST_CALLS = 50  # of a row at a point in one round
+PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "torchao", "openvino", "numpy")
+QUICK = {
+    "model": {"vocab_size": 256, "hidden_size": 32, "num_heads": 2, "num_layers": 1, "intermediate_size": 32},
+    "data": {"sequence_length": 16},
+}
+QUICK_ROWS = ",".join((OURS, PEER, PLAIN, FUSED, "matmul:eager:fp32"))
+
+Point = tuple[int, int]
+"""Sequences of a call, tokens of each."""
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--models", default=",".join(MODELS), help="shipped configurations (default: %(default)s)")
+    add("--rows", default="*", help="names or shell patterns, comma-separated (default: all)")
+    add("--lengths", default="32,128", help="tokens of a sequence (default: %(default)s)")
+    add("--batches", default="1,8,32,128", help="sequences of a call (default: %(default)s)")
+    add("--rounds", type=int, default=3)
+    add("--seconds", type=float, default=0.5, help="of each row and point in a round; one call at least")
+    add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="and cores (default: %(default)s)")
+    add("--seed", type=int, default=0, help="of weights, tokens and the order of the rows")
+    add("--date", help="for the record, as YYYY-MM-DD")
+    add("--json", metavar="FILE", help="write environment and raw figures here")
+    add("--quick", action="store_true", help="a tiny model, two rounds, what needs no compiler")
+    o = parser.parse_args(arguments)
+    if o.quick:
+        vars(o).update(models="small-text", lengths="8,16", batches="1,2", rounds=2, seconds=0.01)
+        o.rows = QUICK_ROWS if o.rows == "*" else o.rows
+    cores = len(os.sched_getaffinity(0))
+    if not 1 <= o.threads <= cores:
+        parser.error(f"--threads {o.threads}: this process has {cores} cores; give 1 to {cores}")
+    for name in ("lengths", "batches"):
+        try:
+            sizes = [int(part) for part in getattr(o, name).split(",")]
+        except ValueError:
+            sizes = [0]
+        if min(sizes) < 1:
+            parser.error(f"--{name} {getattr(o, name)}: whole numbers from 1 on, with commas between")
+        setattr(o, name, sizes)
+    o.models = o.models.split(",")
+    shipped = {path.stem for path in find_config("small-text").parent.glob("*.yaml")}
+    if unknown := [name for name in o.models if name not in shipped]:
+        parser.error(f"--models {unknown[0]}: choose from {', '.join(sorted(shipped))}")
+    subjects = [subject_of(name, o) for name in o.models]
+    for subject in subjects:
+        longest = subject.config.data.sequence_length
+        if max(o.lengths) > longest:
+            parser.error(f"--lengths {max(o.lengths)}: {subject.name} takes at most {longest}")
+    o.names = [row for row in ROWS if any(fnmatch.fnmatchcase(row, pattern) for pattern in o.rows.split(","))]
+    if OURS not in o.names:
+        parser.error(f"--rows {o.rows}: must hold {OURS}, which the others' answers are compared with")
+    o.points = [(batch, length) for batch in o.batches for length in o.lengths]
+    o.share_at = SHARE_AT if SHARE_AT in o.points else o.points[-1]
+    o.device = "cpu"  # as step_speed.py's functions ask
+    return o
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model that is measured."""
+
+    name: str
+    config: Config
+
+
+def subject_of(name: str, o: argparse.Namespace) -> Subject:
+    layers = [read_yaml(find_config(name)), {"run": {"init_from": None, "seed": o.seed}}]
+    return Subject(name, resolve([*layers, *([QUICK] if o.quick else [])]))
+
+
+def absent(row: str) -> str | None:
+    """Why this machine cannot measure a row."""
+    program, mode, precision = row.split(":")
+    package = {"ours": "torch", "matmul": "torch"}.get(program, program)
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    if precision == "bf16" and not bf16_units():
+        return "this CPU does not multiply bf16"
+    if mode in ("aoti", "compiled") and shutil.which("g++") is None:
+        return "g++ is not installed"
+    return None
+
+
+# ---- what is measured: a run of initial weights, and its exports; in a process of its own ----
+
+
+def make_run(path: Path, config: Config, texts: Iterable[str]) -> Path:
+    """A run directory with a checkpoint of initial weights and a tokenizer trained on `texts`."""
+    from bert_dp import checkpoint
+    from bert_dp.corpus import tokenizer
+    from bert_dp.model import build_model
+
+    path.mkdir(parents=True)
+    words = tokenizer.train(
+        texts, model="wordpiece", vocab_size=config.model.vocab_size, with_normalizer=True
+    )
+    words.save(str(path / checkpoint.TOKENIZER))
+    model = build_model(config.model, config.data.sequence_length, config.run.seed).state_dict()
+    facts = {
+        "samples": 0,
+        "elapsed_s": 0.0,
+        "config": config.model_dump(mode="json"),
+        "data_hash": "0" * 64,
+        "compiled": False,
+        "device": "cpu",
+        "precision": "fp32",
+        "scaler": {},
+    }
+    checkpoint.save(path / "checkpoints", 0, {"model": model, "optimizer": {}, "scaler": {}}, facts, keep=1)
+    return path
+
+
+def prepare(subject: Subject, place: Path, forms: Sequence[str], pipe: Connection) -> None:
+    """Writes place/run and place/FORM of each form; tells seconds and sizes."""
+    warnings.simplefilter("ignore")
+    try:
+        from bert_dp.export.whole import open_run
+
+        run = make_run(place / "run", subject.config, ["a run of initial weights"])
+        source = open_run(run, encoder=True)
+        facts = {}
+        for form in forms:
+            start = time.perf_counter()
+            folder = place / form
+            folder.mkdir()
+            fused = export(form, source, folder, subject.config)
+            size = sum(path.stat().st_size for path in folder.iterdir())
+            facts[form] = {"seconds": time.perf_counter() - start, "mib": size / 2**20, **fused}
+        pipe.send(facts)
+    except Exception as error:
+        pipe.send({"error": f"{type(error).__name__}: {error}"[:2000]})
+
+
+def export(form: str, source: Any, folder: Path, config: Config) -> dict[str, Any]:
+    """Writes one form; what is worth telling of it."""
+    from bert_dp.export.trace import fuse, write_aoti, write_onnx
+    from bert_dp.export.write import write_about, write_hf
+
+    plain = folder.parent / "onnx/model.onnx"
+    if form == "hf":
+        write_hf(source, folder, "benchmarks/export_speed.py")
+    elif form.startswith("aoti"):
+        write_about(folder, source, "aoti", "benchmarks/export_speed.py")
+        write_aoti(source, folder, bf16=form == "aoti-bf16")
+    elif form == "onnx-int8":
+        write_onnx(source, folder, int8=True)
+    elif form == "onnx-fused" and plain.exists():
+        shutil.copyfile(plain, folder / "model.onnx")
+    else:
+        write_onnx(source, folder, int8=False, fused=False)
+    return {"fused": fuse(folder / "model.onnx", config.model)} if form == "onnx-fused" else {}
+
+
+# ---- the rows; each in a child process, which alone imports its libraries ----
+
+
+def open_row(row: str, place: Path, threads: int) -> Callable[..., Any]:
+    """input_ids and attention_mask, arrays [B, S] int64, to last hidden states, an array [B, S, H]."""
+    program, mode, precision = row.split(":")
+    folder = place / FILES.get(row, "run")
+    if program == "onnxruntime":
+        return open_onnxruntime(folder / "model.onnx", threads)
+    if program == "openvino":
+        return open_openvino(folder / "model.onnx", threads, precision)
+    import torch
+
+    from bert_dp.export import foreign
+
+    torch.set_num_threads(threads)
+    if mode == "aoti":
+        return foreign.open_aoti(folder, "encoder")
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    if program == "transformers":
+        import transformers
+
+        peer = transformers.AutoModel.from_pretrained(folder, local_files_only=True, dtype=dtype).eval()
+        return foreign.compute_hf(
+            torch.compile(peer, dynamic=True) if mode == "compiled" else peer, "encoder"
+        )
+    from bert_dp.export.whole import open_run
+
+    model: Any = open_run(folder, encoder=True).whole().to(dtype)
+    if program == "torchao":
+        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
+
+        quantize_(model, Int8DynamicActivationInt8WeightConfig())
+        torch._inductor.config.freezing = True
+    if mode == "compiled":
+        model = torch.compile(model, dynamic=True)
+
+    def compute(ids_BS: Any, mask_BS: Any) -> Any:
+        with torch.inference_mode():
+            return model(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))[0].numpy()
+
+    return compute
+
+
+def open_onnxruntime(path: Path, threads: int) -> Callable[..., Any]:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+    return lambda ids, mask: session.run(None, {"input_ids": ids, "attention_mask": mask})[0]
+
+
+def open_openvino(path: Path, threads: int, precision: str) -> Callable[..., Any]:
+    import openvino
+
+    settings = {
+        "INFERENCE_NUM_THREADS": threads,
+        "PERFORMANCE_HINT": "LATENCY",
+        "INFERENCE_PRECISION_HINT": {"fp32": "f32", "bf16": "bf16"}[precision],
+    }
+    request = openvino.Core().compile_model(str(path), "CPU", settings).create_infer_request()
+
+    def compute(ids_BS: Any, mask_BS: Any) -> Any:
+        return request.infer({"input_ids": ids_BS, "attention_mask": mask_BS})[0]
+
+    return compute
+
+
+def whole_batch(o: argparse.Namespace, subject: Subject, point: Point) -> tuple[Any, Any]:
+    """Random tokens and a mask of ones, each [B, S] int64."""
+    import numpy as np
+
+    ids_BS = np.random.default_rng(o.seed).integers(7, subject.config.model.vocab_size, point)
+    return ids_BS, np.ones_like(ids_BS)
+
+
+def ragged_batch(o: argparse.Namespace, subject: Subject) -> tuple[Any, Any]:
+    """Three sequences of which one is whole: what the answers are compared on."""
+    import numpy as np
+
+    ids_BS, mask_BS = whole_batch(o, subject, (3, max(o.lengths)))
+    for row, lost in ((1, 3), (2, ids_BS.shape[1] // 2)):
+        mask_BS[row, -lost:] = 0
+        ids_BS[row, -lost:] = 0
+    return ids_BS, np.ascontiguousarray(mask_BS)
+
+
+def probe_of(o: argparse.Namespace, subject: Subject, precision: str) -> Callable[[], dict[str, float]]:
+    """step_speed.py's products, of the encoder."""
+    import torch
+
+    torch.set_num_threads(o.threads)
+    sizes = probe_sizes(o, subject)
+    return step_speed.make_matmul(
+        argparse.Namespace(**vars(sizes), precision=precision), encoder_shapes(sizes)
+    )
+
+
+def probe_sizes(o: argparse.Namespace, subject: Subject) -> argparse.Namespace:
+    model, (batch, length) = subject.config.model, o.share_at
+    return argparse.Namespace(
+        micro=batch,
+        sequence=length,
+        hidden=model.hidden_size,
+        heads=model.num_heads,
+        intermediate=model.intermediate_size,
+        layers=model.num_layers,
+        vocab=model.vocab_size,
+        device=o.device,
+    )
+
+
+def encoder_shapes(sizes: argparse.Namespace) -> list[tuple[int, int, int, int]]:
+    """step_speed.linear_shapes without the decoder, which is its last."""
+    return step_speed.linear_shapes(sizes)[:-1]
+
+
+def child(row: str, o: argparse.Namespace, subject: Subject, place: Path, pipe: Connection) -> None:
+    """Answers `time BATCH LENGTH SECONDS` until `quit`."""
+    warnings.simplefilter("ignore")
+    try:
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
+        program, _, precision = row.split(":")
+        facts: dict[str, Any] = {}
+        start = time.perf_counter()
+        if program == "matmul":
+            probe = probe_of(o, subject, precision)
+            probe()
+        else:
+            compute = open_row(row, place, o.threads)
+            facts["load_s"] = time.perf_counter() - start
+            facts["loaded_mib"] = memory_mib("VmRSS")
+            batch = ragged_batch(o, subject)
+            start = time.perf_counter()
+            facts["answer"] = compute(*batch)
+            facts["first_s"] = time.perf_counter() - start
+        pipe.send(facts)
+        while (command := pipe.recv())[0] != "quit":
+            if program == "matmul":
+                pipe.send(probe())
+                continue
+            _, *point, seconds = command
+            latencies = time_calls(compute, whole_batch(o, subject, (point[0], point[1])), seconds)
+            pipe.send({"latencies_s": latencies, "peak_mib": memory_mib("VmHWM")})
+    except Exception as error:
+        pipe.send({"error": f"{type(error).__name__}: {error}"[:2000]})
+
+
+def memory_mib(field: str) -> float:
+    """Of this process: VmRSS, what is resident, or VmHWM, its peak. getrusage would count its parent's."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) / 2**10
+
+
+def time_calls(compute: Callable[..., Any], batch: tuple[Any, Any], seconds: float) -> list[float]:
+    """Seconds of each call, until `seconds` are over or there are MOST_CALLS; of one at least."""
+    latencies: list[float] = []
+    end = time.perf_counter() + seconds
+    while not latencies or (time.perf_counter() < end and len(latencies) < MOST_CALLS):
+        start = time.perf_counter()
+        compute(*batch)
+        latencies.append(time.perf_counter() - start)
+    return latencies
+
+
+# ---- the parent: starts, takes turns, computes ----
+
+
+def tell(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def measure(o: argparse.Namespace, subject: Subject, rows: Sequence[str]) -> dict[str, Any]:
+    """The exports of a model, and of each row its facts and rounds."""
+    context = multiprocessing.get_context("spawn")
+    environ = {
+        **step_speed.KEEP,
+        "OMP_NUM_THREADS": str(o.threads),
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_VERBOSITY": "error",
+    }
+    with tempfile.TemporaryDirectory(prefix="export-speed-") as scratch, step_speed.variables(environ):
+        place = Path(scratch)
+        forms = list(dict.fromkeys(FILES[row] for row in rows if row in FILES))
+        ours, theirs = context.Pipe()
+        writer = context.Process(target=prepare, args=(subject, place, forms, theirs))
+        writer.start()
+        theirs.close()
+        exports = step_speed.ask("export", ours, None)
+        writer.join()
+        tell(
+            f"{subject.name}: exported "
+            + ", ".join(f"{k} ({v['seconds']:.0f} s)" for k, v in exports.items())
+        )
+        return {"exports": exports, "rows": take_turns(o, subject, rows, place)}
+
+
+def take_turns(
+    o: argparse.Namespace, subject: Subject, rows: Sequence[str], place: Path
+) -> dict[str, dict[str, Any]]:
+    """Per row its facts and a list of its rounds: point -> seconds of each call."""
+    context = multiprocessing.get_context("spawn")
+    pipes: dict[str, Connection] = {}
+    records: dict[str, dict[str, Any]] = {}
+    processes = []
+    try:
+        for row in rows:  # one at a time: loading and compiling are not to disturb each other
+            pipes[row], theirs = context.Pipe()
+            process = context.Process(target=child, args=(row, o, subject, place, theirs))
+            process.start()
+            processes.append(process)
+            theirs.close()
+            records[row] = {**step_speed.ask(row, pipes[row], None), "rounds": []}
+            for point in o.points:
+                if not is_probe(row) and point[0] * point[1] <= WARM_TOKENS:
+                    step_speed.ask(row, pipes[row], ("time", *point, 0.0))
+            tell(f"{subject.name}: {row} is ready")
+        order, rng = list(rows), random.Random(o.seed)
+        for turn in range(o.rounds):
+            for record in records.values():
+                record["rounds"].append({})
+            rng.shuffle(order)
+            for point in o.points:
+                for row in order:
+                    if is_probe(row) and point != o.share_at:
+                        continue
+                    answer = step_speed.ask(row, pipes[row], ("time", *point, o.seconds))
+                    found = answer if is_probe(row) else answer["latencies_s"]
+                    records[row]["rounds"][-1][name_of(point)] = found
+                    if not is_probe(row):
+                        records[row]["peak_mib"] = answer["peak_mib"]
+            tell(f"{subject.name}: round {turn + 1} of {o.rounds}")
+        for pipe in pipes.values():
+            pipe.send(("quit",))
+    finally:
+        for process in processes:
+            process.join(timeout=10 if len(records) == len(rows) else 0)
+            if process.is_alive():
+                process.terminate()
+    return records
+
+
+def is_probe(row: str) -> bool:
+    return row.startswith("matmul")
+
+
+def name_of(point: Point) -> str:
+    return f"{point[0]}x{point[1]}"
+
+
+def summarise(o: argparse.Namespace, subject: Subject, rows: dict[str, dict[str, Any]]) -> None:
+    """Adds to each row its points, its difference and its share; drops the answers."""
+    import numpy as np
+
+    reference, (_, mask_BS) = rows[OURS]["answer"], ragged_batch(o, subject)
+    scale = max(1.0, float(np.abs(reference[mask_BS != 0]).max()))
+    rates = {row.split(":")[2]: matmul_rates(o, subject, rows[row]) for row in rows if is_probe(row)}
+    for row, record in rows.items():
+        if is_probe(row):
+            rate = rates[row.split(":")[2]]
+            record["gflop_per_s"] = spread([each / 1e9 for each in rate])
+            continue
+        apart = np.abs(record["answer"] - reference)[mask_BS != 0]
+        record["difference"] = float(apart.max()) / scale
+        record["points"] = {name_of(point): point_facts(row, point, rows) for point in o.points}
+        if own := rates.get(row.split(":")[2]):
+            record["share"] = share(o, subject, record, own)
+    for record in rows.values():
+        record.pop("answer", None)
+
+
+def point_facts(row: str, point: Point, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Of one batch x length."""
+    where = name_of(point)
+    calls = [seconds for each in rows[row]["rounds"] for seconds in each[where]]
+    return {
+        "calls": len(calls),
+        "p50_s": statistics.median(calls),
+        "p95_s": percentile(calls, 0.95),
+        "sequences_per_s": point[0] * len(calls) / sum(calls),
+        "times": {other: ratio(rows, other, row, where) for other in (PEER, PLAIN) if other in rows},
+    }
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that this share of them does not exceed."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def ratio(rows: dict[str, dict[str, Any]], slow: str, fast: str, where: str) -> dict[str, float]:
+    """Latency of `slow` / latency of `fast`, paired within the rounds."""
+    pairs = zip(rows[slow]["rounds"], rows[fast]["rounds"], strict=True)
+    return spread([statistics.median(a[where]) / statistics.median(b[where]) for a, b in pairs])
+
+
+def matmul_rates(o: argparse.Namespace, subject: Subject, record: dict[str, Any]) -> list[float]:
+    """FLOP/s of the forward products in each round, by the faster of torch.mm and oneDNN."""
+    flops = sum(2 * rows * k * n * count for rows, k, n, count in encoder_shapes(probe_sizes(o, subject)))
+    where = name_of(o.share_at)
+    found = [each[where] for each in record["rounds"]]
+    return [flops / min(each["forward_s"], each["onednn_forward_s"]) for each in found]
+
+
+def share(
+    o: argparse.Namespace, subject: Subject, record: dict[str, Any], rates: Sequence[float]
+) -> dict[str, float]:
+    """Of the matmul rate, at o.share_at."""
+    from bert_dp import cost
+
+    batch, length = o.share_at
+    flops = batch * length * cost.flops_per_token(subject.config.model, length, 0.0) / 3  # forward alone
+    seconds = [statistics.median(each[name_of(o.share_at)]) for each in record["rounds"]]
+    return spread([flops / s / rate for s, rate in zip(seconds, rates, strict=True)])
+
+
+def findings(o: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """What the rows say at o.share_at, each with the rows that it is of."""
+    where = name_of(o.share_at)
+
+    def best(pattern: str) -> str | None:
+        named = [row for row in rows if fnmatch.fnmatchcase(row, pattern)]
+        return min(named, key=lambda row: rows[row]["points"][where]["p50_s"], default=None)
+
+    wide, narrow = best("ours:*:fp32"), best("ours:*:bf16")
+    pairs = {
+        "our best fp32 over onnxruntime's": (best("onnxruntime:*:fp32"), wide),
+        "our best fp32 over transformers eager": (PEER, wide),
+        "our best bf16 over our best fp32": (wide, narrow),
+        "int8 over fp32 of onnxruntime": (PLAIN, INT8),
+        "fused over plain of onnxruntime": (PLAIN, FUSED),
+    }
+    found: dict[str, Any] = {
+        name: {"of": fast, "over": slow, "times": ratio(rows, slow, fast, where)}
+        for name, (slow, fast) in pairs.items()
+        if slow in rows and fast in rows
+    }
+    for row in (wide, narrow):
+        if row is not None and "share" in rows[row]:
+            found[f"share of the matmul rate, {row.split(':')[2]}"] = {"of": row, "share": rows[row]["share"]}
+    return {"at": where, **found}
+
+
+# ---- what is printed ----
+
+
+def lines_of(o: argparse.Namespace, name: str, model: dict[str, Any]) -> Iterator[str]:
+    rows = {row: record for row, record in model["rows"].items() if not is_probe(row)}
+    head = ["row", "load s", "first s", "loaded MiB", "peak MiB", "difference"]
+    facts = [
+        [
+            row,
+            f"{r['load_s']:.1f}",
+            f"{r['first_s']:.1f}",
+            f"{r['loaded_mib']:.0f}",
+            f"{r['peak_mib']:.0f}",
+            f"{r['difference']:.1e}",
+        ]
+        for row, r in rows.items()
+    ]
+    yield f"\n{name}"
+    yield from aligned([head, *facts])
+    for point in o.points:
+        where = name_of(point)
+        table = [["row", "p50 ms", "p95 ms", "sequences/s", "x transformers", "x onnxruntime", "share"]]
+        for row, r in rows.items():
+            facts_here = r["points"][where]
+            times = [
+                with_range(facts_here["times"][other], 2) if other in facts_here["times"] else "-"
+                for other in (PEER, PLAIN)
+            ]
+            own = with_range(r["share"], 2) if point == o.share_at and "share" in r else "-"
+            p50, p95 = (f"{1e3 * facts_here[key]:.2f}" for key in ("p50_s", "p95_s"))
+            table.append([row, p50, p95, f"{facts_here['sequences_per_s']:.1f}", *times, own])
+        yield f"\n{name}, batch x length {where}"
+        yield from aligned(table)
+    for row, record in model["rows"].items():
+        if is_probe(row):
+            yield f"{row} at {name_of(o.share_at)}: {with_range(record['gflop_per_s'], 1)} GFLOP/s"
+    for what, found in model["findings"].items():
+        if what != "at":
+            value = with_range(found.get("times") or found["share"], 2)
+            yield f"{what}: {value} ({found['of']}" + (f" over {found['over']})" if "over" in found else ")")
+    for form, made in model["exports"].items():
+        if "fused" in made:
+            yield f"{form}, operators of the transformer optimizer: {made['fused'] or 'none'}"
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    for row in rows:
+        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    o = parse(arguments)
+    start = time.monotonic()
+    missing = {row: reason for row in o.names if (reason := absent(row))}
+    result: dict[str, Any] = {
+        "environment": step_speed.environment(o, PACKAGES),
+        "absent": missing,
+        "models": {},
+    }
+    rows = [row for row in o.names if row not in missing]
+    for name in o.models:
+        subject = subject_of(name, o)
+        model = measure(o, subject, rows)
+        summarise(o, subject, model["rows"])
+        model["findings"] = findings(o, model["rows"])
+        result["models"][name] = model
+        if o.json:
+            Path(o.json).write_text(json.dumps(result, indent=1) + "\n")
+    for name, model in result["models"].items():
+        print("\n".join(lines_of(o, name, model)))
+    for row, reason in missing.items():
+        print(f"absent: {row}: {reason}")
+    tell(f"{time.monotonic() - start:.0f} s in all")
+    return result
+
+
+if __name__ == "__main__":
+    main()
