@@ -145,6 +145,8 @@ def test_what_surrounds_a_launcher_does_not_change_it(
     for name in ("PET_NNODES", "ACCELERATE_USE_FSDP", "TORCHELASTIC_RESTART_COUNT", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "8")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")  # as many clusters set them
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
     for launcher in LAUNCHERS:
         environ = start_environment(launcher, tmp_path, tmp_path, 2, on_gpu=True, grace_s=9.0)
         assert not {
@@ -154,6 +156,7 @@ def test_what_surrounds_a_launcher_does_not_change_it(
             "LOCAL_WORLD_SIZE",
             "DS_ACCELERATOR",
         } & set(environ)
+        assert environ["GLOO_SOCKET_IFNAME"] == environ["NCCL_SOCKET_IFNAME"] == "lo"
         assert environ["CUDA_VISIBLE_DEVICES"] == "2,3"
         assert environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] == "9"  # seconds, as grace_s
     assert "CUDA_VISIBLE_DEVICES=2,3" in start_command("deepspeed", 2, tmp_path, ["config.yaml"])

@@ -624,3 +624,12 @@ def test_a_budget_in_epochs_becomes_whole_sequences(epochs: float, samples: int,
     assert resolved.model_copy(update={"schedule": config.schedule}) == config
     in_steps = make_config("schedule.steps=7")
     assert with_budget(in_steps, samples) is in_steps
+
+
+@pytest.mark.parametrize(("samples", "steps"), [(31, 3), (32, 4), (3, 1)])
+def test_a_finetuning_budget_in_epochs_becomes_whole_steps(samples: int, steps: int) -> None:
+    """The last samples that fill no batch are not trained, but there is one step at least."""
+    config = make_config("schedule.epochs=2", "batch.global_size=16", "batch.micro_size=4")
+    objective = config.objective.model_copy(update={"name": "finetune"})
+    resolved = with_budget(config.model_copy(update={"objective": objective}), samples)
+    assert (resolved.schedule.steps, resolved.schedule.epochs) == (steps, None)

@@ -243,6 +243,14 @@ def test_near_dedup_drops_the_later_document(tmp_path: Path) -> None:
     )
 
 
+def test_near_dedup_keeps_short_documents_that_differ() -> None:
+    """Shorter than a shingle."""
+    pytest.importorskip("rensa")
+    sketch, is_new = dedup.sketcher(0), dedup.near_filter(0.8, 0)
+    texts = ["grey islands", "rain", "the old ship sailed", "rain"]
+    assert [is_new(each) for each in sketch(texts)] == [True, True, True, False]
+
+
 def test_near_dedup_stays_in_step_after_an_exact_duplicate(tmp_path: Path) -> None:
     """A sketch belongs to its document, not to its place among those that are left."""
     pytest.importorskip("rensa")
@@ -522,6 +530,8 @@ def test_a_changed_block_is_found_at_the_start_with_both_hashes(
     zeros = hashlib.sha256(bytes(64)).hexdigest()[:16]
     assert any(f"has SHA-256 {zeros}, expected" in p for p in problems)
     assert len(problems) <= shards.SAMPLED_BLOCKS
+    starts = {tuple(shards.check_blocks(tmp_path / "out", manifest)) for _ in range(8)}
+    assert len(starts) > 1, "every start reads other blocks"
     monkeypatch.setattr(shards, "SAMPLED_BLOCKS", 10**6)
     at = 69  # in the second block
     file.write_bytes(data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
@@ -596,6 +606,14 @@ def test_the_cache_follows_every_setting_that_the_shards_depend_on(tmp_path: Pat
         for part, change in changes
     ]
     assert len({builder.cache_dir(c) for c in (mine, *others)}) == 1 + len(others)
+
+
+def test_the_cache_follows_the_file_of_a_tokenizer(tmp_path: Path) -> None:
+    file = write(tmp_path / "tokenizer.json", "{}")
+    mine = config(write(tmp_path / "a.txt", "some text"), tokenizer=file)
+    before = builder.cache_dir(mine)
+    Path(file).write_text('{"another": 1}')
+    assert builder.cache_dir(mine) != before
 
 
 def test_ensure_with_a_given_path(out: Path, tmp_path: Path) -> None:

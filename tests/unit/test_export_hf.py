@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from bert_dp.config import Config, Kind
-from bert_dp.export import foreign
+from bert_dp.export import card, check, foreign
 from bert_dp.export.whole import Whole, open_run
 from bert_dp.export.write import new_directory, write_hf
 from tests.helpers import issues_of, read_json
@@ -163,3 +163,19 @@ def test_what_no_class_holds_is_refused_by_its_settings(config: Config, kind: Ki
     issues = issues_of(peer_of, perturbed(config), config, kind)
     assert [issue.partition(",")[0].partition(" with")[0] for issue in issues] == named
     assert all("export onnx" in issue for issue in issues)
+
+
+def test_a_difference_after_saving_and_loading_again_fails_the_check() -> None:
+    rows = [{"difference": 1e-7, "top1": 1.0}]
+    found = {"not_loaded": [], "parameters": 9, "stored_parameters": 9, "tolerance": 1e-5, "rows": rows}
+    assert check.is_ok({**found, "again": 1e-7})
+    assert not check.is_ok({**found, "again": 1e-3})
+
+
+def test_a_card_quotes_the_summary_of_its_own_step_alone(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", config_of("small-text"), step=3)
+    for step, told in ((3, True), (9, False)):
+        summary = {"status": "done", "step": step, "heldout_loss": 4.25, "schema_version": 1}
+        (run / "summary.json").write_text(json.dumps(summary))
+        facts = dict(card.facts(open_run(run, encoder=False)))
+        assert ("held-out loss" in facts) == told

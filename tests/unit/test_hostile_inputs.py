@@ -16,6 +16,7 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError, Section
 from bert_dp.corpus import builder, sources
 from tests.e2e.cli import here, refused
+from tests.helpers import issues_of, make_config
 
 BASE = ("train", "quickstart", "--nproc", "1", "--dry-run", "--set", "precision=fp32")
 LONG = "9" * 400
@@ -161,6 +162,12 @@ def whole_numbers(section: type[Section] = Config, prefix: str = "") -> Iterator
             yield from whole_numbers(kind, f"{prefix}{name}.")
         elif kind in (int, int | None):
             yield f"{prefix}{name}", field
+
+
+def test_a_number_with_a_leading_zero_is_refused() -> None:
+    """YAML 1.1 would read it as octal."""
+    (issue,) = issues_of(make_config, "batch.global_size=0100")
+    assert issue.startswith("batch.global_size: ")
 
 
 def test_every_whole_number_has_an_upper_bound() -> None:
