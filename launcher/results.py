@@ -252,8 +252,8 @@ class StepTime(StoredModel):
     median: Seconds | None = None
     p95: Seconds | None = None
     mean: Seconds | None = None
-    ci95: Annotated[list[Seconds], Field(min_length=2, max_length=2)] | None = None
-    """Of the mean; null of one repeat."""
+    ci95: Annotated[list[Share], Field(min_length=2, max_length=2)] | None = None
+    """Of the mean; null of one repeat. Two repeats that differ much leave an end that is no time at all."""
 
     @model_validator(mode="after")
     def _ascends(self) -> Self:

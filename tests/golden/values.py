@@ -235,12 +235,18 @@ def gone_on(root: Path) -> Any:
     """A grid and a search that were ended go on; what they had measured stays, as links, profile and peak."""
     for name in ("links-2.json", "profile.json", "peak.json"):
         shutil.copy(root / "scale" / name, root / "scale-stopped")
+    measured_before = summaries(root / "lr-stopped" / "trials")
     grid = measured(root, "scale-stopped", made.WEAK, "runs")
     search = measured(root, "lr-stopped", made.LR, "trials")
     cells = [{key: cell[key] for key in ("id", "status", "global_batch")} for cell in grid.pop("cells")]
+    # the greatest rate trains too unsteadily for another CPU to repeat it, nor what follows from its loss
     losses = {
-        trial["trial"]: trial["heldout_loss"] for rung in search.pop("rungs") for trial in rung["trials"]
+        trial["trial"]: trial["heldout_loss"]
+        for rung in search.pop("rungs")
+        for trial in rung["trials"]
+        if trial["trial"] in measured_before
     }
+    search["started"] = search["started"] > 0
     shown = ("exit", "kept", "started", "status", "files")
     return {
         "grid": {**{key: grid[key] for key in shown}, "cells": cells},

@@ -252,3 +252,8 @@ def test_an_older_cell_without_a_kind_is_read_by_its_cause(
 ) -> None:
     cell = scaling_fixture.scaling()["cells"][0] | {"status": status, "cause": cause}
     assert results.Cell.model_validate(cell).failure_kind == kind
+
+
+def test_an_interval_of_two_repeats_that_differ_much_is_kept() -> None:
+    """Its ends may be shorter or longer than any step."""
+    assert results.StepTime(mean=1e-3, ci95=[4e-11, 3e9]).ci95 == [4e-11, 3e9]
