@@ -418,3 +418,10 @@ def test_the_tour_names_files_that_exist() -> None:
     files = [f"/{name}" for name in tracked.split()]
     missing = [n for n in names if not any(f.endswith(f"/{n}") or f"/{n}" in f for f in files)]
     assert missing == []
+
+
+def test_nothing_stands_at_the_top_that_does_not_belong_there() -> None:
+    folders = {"launcher", "bert_dp", "configs", "tests", "benchmarks", "docs"}
+    files = {"pyproject.toml", "README.md", "LICENSE", "Makefile", "CHANGELOG.md", "CONTRIBUTING.md"}
+    top = {path.relative_to(ROOT).parts[0] for path in tracked()}
+    assert {name for name in top if not name.startswith(".")} == folders | files
