@@ -51,21 +51,20 @@ def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """F.linear. Sharded weights, autocast, other widths and devices, and what is evaluated or traced without
-    gradients take torch's own way; eager inference mode does not."""
+    """F.linear. Sharded weights, autocast, other widths and devices, and what is exported take torch's own
+    way."""
     if not (
         USES_ONEDNN
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and type(weight) in (nn.Parameter, Tensor)
         and not torch.is_autocast_enabled("cpu")
+        and not torch.compiler.is_exporting()
     ):
         return F.linear(x, weight, bias)
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         out = matmul_nt(x.flatten(0, -2), weight).view(*x.shape[:-1], weight.shape[0])
         return out if bias is None else out + bias
-    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-        return F.linear(x, weight, bias)
     inferred: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return inferred
 

@@ -40,9 +40,9 @@ def test_product_and_gradients_are_those_of_linear(
 
 @pytest.mark.parametrize(
     ("by_onednn", "mode", "calls"),
-    [(True, torch.inference_mode, 1), (False, torch.inference_mode, 0), (True, torch.no_grad, 0)],
+    [(True, torch.inference_mode, 1), (True, torch.no_grad, 1), (False, torch.inference_mode, 0)],
 )
-def test_inference_takes_the_same_way_and_what_is_traced_does_not(
+def test_what_needs_no_gradient_takes_the_same_way(
     by_onednn: bool, mode: type, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(matmul, "USES_ONEDNN", by_onednn)
@@ -52,6 +52,15 @@ def test_inference_takes_the_same_way_and_what_is_traced_does_not(
         torch.testing.assert_close(matmul.linear(*inputs), F.linear(*inputs), rtol=1e-4, atol=1e-4)
     found = [event.count for event in profile.key_averages() if event.key == "mkldnn::_linear_pointwise"]
     assert sum(found) == calls
+
+
+def test_what_is_exported_has_torchs_own_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No operator of ours stands in a file for other programs."""
+    monkeypatch.setattr(matmul, "USES_ONEDNN", True)
+    with torch.no_grad():
+        program = torch.export.export(matmul.Linear(24, 40), (torch.randn(5, 24),))
+    names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
+    assert names == {"aten.linear.default"}
 
 
 def test_a_product_without_autograd_takes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
