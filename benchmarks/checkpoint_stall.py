@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import random
 import shutil
 import statistics
@@ -35,6 +33,7 @@ sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402
 
+from benchmarks.records import environment  # noqa: E402
 from bert_dp import checkpoint, config, data, metrics, model, optim, saving, trainer, world  # noqa: E402
 from bert_dp.lines import LostWrites  # noqa: E402
 from bert_dp.parallel import make_engine  # noqa: E402
@@ -213,15 +212,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             f"{w['write_s']:.2f} s; longest interval {w['longest_interval_s']:.2f} s"
         )
     result = {
-        "environment": {
-            "date": o.date,
-            "cores": os.cpu_count(),
-            "machine": platform.machine(),
-            "load_average": os.getloadavg(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "settings": {k: v for k, v in vars(o).items() if k not in ("folder", "json", "date")},
-        },
+        "environment": environment(
+            o.date, settings={k: v for k, v in vars(o).items() if k not in ("folder", "json", "date")}
+        ),
         "summary": summary,
         "records": records,
     }

@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import random
 import statistics
 import sys
@@ -37,6 +36,7 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from benchmarks import records  # noqa: E402
 from bert_dp import config, data, metrics, model, optim, trainer  # noqa: E402
 from bert_dp.dist import set_affinity  # noqa: E402
 from bert_dp.parallel import make_engine  # noqa: E402
@@ -284,15 +284,9 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             f"{f'{low:.3f}-{high:.3f}':>15} {facts['of_medians']:11.3f}"
         )
     result = {
-        "environment": {
-            "date": o.date,
-            "cores": os.cpu_count(),
-            "machine": platform.machine(),
-            "load_average": os.getloadavg(),
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "settings": {k: v for k, v in vars(o).items() if k not in ("date", "json")},
-        },
+        "environment": records.environment(
+            o.date, settings={k: v for k, v in vars(o).items() if k not in ("date", "json")}
+        ),
         "summary": summary,
         "seconds": seconds,
     }

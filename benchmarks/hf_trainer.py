@@ -20,7 +20,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import subprocess
 import sys
 import time
@@ -35,12 +34,12 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
+from benchmarks import records  # noqa: E402
 from bert_dp.config import Config, dump_config, load_config, num_masked, peak_lr, read_manifest  # noqa: E402
 from bert_dp.data import Shards, held_out_batches  # noqa: E402
 from bert_dp.model import IGNORE  # noqa: E402
 from bert_dp.tasks.mlm import EVAL_MASK_RATE  # noqa: E402
 from launcher import job  # noqa: E402
-from launcher.machine.environment import versions  # noqa: E402
 
 VARIANTS = ("ours", "bert", "modernbert")
 WARMUP = 0.1  # of the steps
@@ -77,15 +76,9 @@ def main() -> None:
         result["loss_at_equal_tokens"] = loss_at(result["evals"], min(r["tokens"] for r in found.values()))
     report(found)
     if asked.json:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        environment = {
-            "command": " ".join(["python", "benchmarks/hf_trainer.py", *sys.argv[1:]]),
-            "commit": commit.stdout.strip(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "versions": versions(),
-        }
-        asked.json.write_text(json.dumps({"environment": environment, "variants": found}, indent=1) + "\n")
+        asked.json.write_text(
+            json.dumps({"environment": records.environment(None), "variants": found}, indent=1) + "\n"
+        )
 
 
 def ours(asked: argparse.Namespace) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -23,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from launcher.machine.environment import versions  # noqa: E402
+from benchmarks import records  # noqa: E402
 
 FACTS = ("precision", "step", "tokens", "tokens_per_s", "final_loss", "heldout_loss", "heldout")
 
@@ -74,16 +72,10 @@ def main() -> None:
         f"to {max(differences):+.4f}), seeds {asked.seeds}"
     )
     if asked.json:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        environment = {
-            "command": " ".join(["python", "benchmarks/settings_in_turn.py", *sys.argv[1:]]),
-            "commit": commit.stdout.strip(),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "versions": versions(),
-        }
         figures = {"ratios": ratios, "loss_differences": differences, "rounds": rounds}
-        asked.json.write_text(json.dumps({"environment": environment, **figures}, indent=1) + "\n")
+        asked.json.write_text(
+            json.dumps({"environment": records.environment(None), **figures}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import platform
 import statistics
 import subprocess
 import sys
@@ -22,8 +20,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import records
 from bert_dp.config import dump_config, load_config, shipped_configs
-from launcher.machine.environment import versions
 from tests.e2e.cli import TINY
 from tests.shards import write_shards
 
@@ -117,13 +115,7 @@ def main() -> None:
     over = [r["bert-dp"] - r["torchrun"] for r in rounds]
     spread = {"median": statistics.median(over), "min": min(over), "max": max(over)}
     result = {
-        "environment": {
-            "command": " ".join(["python", "benchmarks/startup.py", *sys.argv[1:]]),
-            "cores": os.cpu_count(),
-            "python": platform.python_version(),
-            "versions": versions(),
-            "ranks": arguments.ranks,
-        },
+        "environment": records.environment(None, ranks=arguments.ranks),
         "rounds": rounds,
         "median_s": medians,
         "over_s": spread,

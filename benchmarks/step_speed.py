@@ -42,15 +42,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib.metadata
 import json
 import multiprocessing
 import os
-import platform
 import random
 import resource
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -61,6 +58,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+
+from benchmarks import records  # noqa: E402
 
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.98), 1e-12, 0.01, 0.5
 MASK_RATE, MASK_ID, IGNORE = 0.25, 6, -100
@@ -636,31 +635,15 @@ def gpu_name(o: argparse.Namespace) -> str | None:
 def environment(
     o: argparse.Namespace, packages: Sequence[str] = ("torch", "transformers", "numpy")
 ) -> dict[str, Any]:
-    """Of the machine, and the versions of those packages that are installed."""
-    versions = {}
-    for package in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            versions[package] = importlib.metadata.version(package)
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
+    """Of the record."""
     tuned = ("MALLOC_", "GLIBC_", "THP_", "OMP_", "MKL_", "KMP_", "LD_PRELOAD", "TORCHINDUCTOR_")
-    return {
-        "date": o.date,
-        "cpu": cpu,
-        "gpu": gpu_name(o),
-        "cores": os.cpu_count(),
-        "load_average": os.getloadavg(),
-        "python": platform.python_version(),
-        "versions": versions,
-        "commit": commit,
-        "variables": {k: v for k, v in os.environ.items() if k.startswith(tuned)},
-        "settings": {k: v for k, v in vars(o).items() if k not in ("json", "cramming", "date", "names")},
-    }
+    return records.environment(
+        o.date,
+        packages,
+        gpu=gpu_name(o),
+        variables={k: v for k, v in os.environ.items() if k.startswith(tuned)},
+        settings={k: v for k, v in vars(o).items() if k not in ("json", "cramming", "date", "names")},
+    )
 
 
 def with_range(values: dict[str, float], digits: int) -> str:

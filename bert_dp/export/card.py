@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -67,7 +66,7 @@ def facts(source: Source) -> Iterator[tuple[str, str]]:
     run, config = source.checkpoint.parent.parent, source.config
     environment = record.read_json(run / "environment.json") or {}
     if command := environment.get("command"):
-        yield "command", f"`{shlex.join(without_folders(str(word)) for word in command)}`"
+        yield "command", f"`{shlex.join(record.without_folders(str(word)) for word in command)}`"
     yield "steps", f"{source.facts.step:,}"
     yield "samples", f"{source.facts.samples:,}"
     if config.objective.name == "mlm":
@@ -88,11 +87,6 @@ def facts(source: Source) -> Iterator[tuple[str, str]]:
             yield name, f"{value:.4f} {unit}"
     for name, value in ((summary.heldout and summary.heldout.scores) or {}).items():
         yield name, "not defined" if value is None else f"{value:.4f}"
-
-
-def without_folders(word: str) -> str:
-    """A word of a command with absolute paths cut to their names: the others say nothing to a stranger."""
-    return re.sub(r"(?<![\w.~/-])/(?:[^/\s,]+/)+(?=[^/\s,])", "", word)
 
 
 def _summary(run: Path) -> Summary | None:

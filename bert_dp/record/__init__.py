@@ -56,5 +56,6 @@ from bert_dp.record.text import (
     printable,
     safe,
     secret_values,
+    without_folders,
     written_forms,
 )

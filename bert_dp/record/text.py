@@ -115,3 +115,8 @@ def safe(text: str) -> str:
 def printable(text: str) -> str:
     """`safe`, and without the secrets of this process's environment."""
     return safe(hide(text, secret_values(os.environ)))
+
+
+def without_folders(word: str) -> str:
+    """A word of a command with absolute paths cut to their names: the others say nothing to a stranger."""
+    return re.sub(r"(?<![\w.~/-])/(?:[^/\s,]+/)+(?=[^/\s,])", "", word)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bert_dp.export.card import without_folders
+from bert_dp.record import without_folders
 from launcher import results
 from launcher.evaluate.finetune import Pretrained, find_pretrained
 from launcher.evaluate.glue import start_of
