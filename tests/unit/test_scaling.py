@@ -402,6 +402,8 @@ def test_a_replica_of_two_ranks_counts_once(tmp_path: Path) -> None:
     assert split.communication_efficiency == pytest.approx((8 / 0.8) / (16 / 1.1))
     assert split.ceiling_efficiency == pytest.approx(1 / 1.1)
     assert split.ceiling_efficiency_ci95 == pytest.approx([1 / 1.1] * 2)
+    assert split.communication_efficiency == pytest.approx(8 / 0.8 / (16 / 1.1))
+    assert split.communication_efficiency_ci95 == pytest.approx([8 / 0.8 / (16 / 1.1)] * 2)
     assert split.split_s.forward_backward == pytest.approx(0.8 * 1.1 / 2)  # half the ceiling's tokens
     assert split.exposed_comm_ddp_fraction is None
     assert (split.straggler_ratio, split.loss_agrees) == (None, None)
