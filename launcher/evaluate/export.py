@@ -17,9 +17,10 @@ from launcher import children, results
 from launcher.evaluate.finetune import Pretrained, find_pretrained
 from launcher.evaluate.glue_text import glue_text
 from launcher.report.console import show_report
-from launcher.report.model import Cell, Column, Report, Row, Section, Table, Verdict
-from launcher.report.numbers import NA, count_of, format_count
-from launcher.report.parts import cell, words
+from launcher.report.model import Cell, Report, Section, Table, Verdict
+from launcher.report.numbers import count_of, format_count
+from launcher.report.parts import words
+from launcher.report.quantities import Computed, Quantity, table
 from launcher.results import ExportCheck
 
 if TYPE_CHECKING:
@@ -37,6 +38,16 @@ LOADS: dict[ExportFormat, tuple[str, ...]] = {
     "aoti": (),
 }
 """Packages that loading it takes."""
+BATCH = (
+    Quantity("length", "length", "count"),
+    Quantity("outputs", "outputs", "count"),
+    Computed(lambda row: Cell(f"{row.difference:.1e}", exact=row.difference), "difference"),
+    Quantity("top1", "same top 1", "percent"),
+)
+NOTE = (
+    "difference: the largest of any output, over the largest output where that is above 1. The sequences "
+    "of a batch differ in length; padding is not compared."
+)
 
 
 def export(form: ExportFormat, run: Path, out: Path, *, encoder: bool, options: Sequence[str] = ()) -> int:
@@ -100,19 +111,7 @@ def check(directory: Path, run: Path | None, *, as_json: bool, console: Console)
 
 def check_report(found: ExportCheck) -> Report:
     """The differences by batch and length, and what decides."""
-    columns = [Column("length"), Column("outputs"), Column("difference"), Column("same top 1")]
-    rows = [
-        Row(
-            f"{row.batch}",
-            [
-                cell(row.length, "count"),
-                cell(row.outputs, "count"),
-                Cell(f"{row.difference:.1e}", exact=row.difference),
-                cell(row.top1, "percent") if row.top1 is not None else Cell(NA),
-            ],
-        )
-        for row in found.rows
-    ]
+    rows = [(f"{row.batch}", row) for row in found.rows]
     largest = max(row.difference for row in found.rows)
     held = "not judged, as it is no fp32" if found.tolerance is None else f"{found.tolerance:.0e} is allowed"
     facts = [
@@ -130,14 +129,8 @@ def check_report(found: ExportCheck) -> Report:
     return Report(
         "bert-dp: an exported directory beside its run",
         verdicts=[verdict],
-        sections=[Section("", tables=[Table(rows, columns, corner="batch"), Table(facts)], notes=[NOTE])],
+        sections=[Section("", tables=[table(rows, BATCH, corner="batch"), Table(facts)], notes=[NOTE])],
     )
-
-
-NOTE = (
-    "difference: the largest of any output, over the largest output where that is above 1. The sequences "
-    "of a batch differ in length; padding is not compared."
-)
 
 
 def _parameters(found: ExportCheck) -> str | None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from launcher.evaluate import FILE
 from launcher.report.measured import ends, settings_sections, subtitle
 from launcher.report.model import Cell, Column, Report, Row, Section, Table, Tile, Verdict
@@ -14,7 +17,7 @@ from launcher.report.numbers import (
     format_points,
 )
 from launcher.report.parts import cell, words
-from launcher.report.quantities import Quantity, table
+from launcher.report.quantities import Computed, Quantity, table
 from launcher.results import Glue, GlueScore, GlueSplit, GlueTask, GlueTrial
 
 METRICS = {
@@ -40,20 +43,57 @@ SETTINGS = (
     Quantity("start.step", "its step", "count"),
     Quantity("start.sha256", "its weights (SHA-256)", "word"),
 )
+
+
+class ScoreRow(NamedTuple):
+    """A row of the table of scores: a metric of a dev set of a task."""
+
+    task: GlueTask
+    split: GlueSplit
+    score: GlueScore
+
+
+def remark(row: ScoreRow) -> str:
+    """What a number must not be read without."""
+    trials = row.task.trials
+    failed = sum(score is None for score in row.score.seeds)
+    constant = sum(row.score.split in trial.one_class for trial in trials)
+    parts = [
+        "" if row.task.official else "subset",
+        f"{failed} of {len(trials)} failed" if failed else "",
+        f"one answer in {constant} of {len(trials)}" if constant else "",
+    ]
+    return ", ".join(filter(None, parts))
+
+
+def _truncated(row: ScoreRow) -> Cell:
+    count, examples = row.split.truncated, row.split.examples
+    return Cell(format_percent(count / examples), f"{format_count(count)} of {format_count(examples)}")
+
+
+def _in_train(row: ScoreRow) -> Cell:
+    return cell(row.split.in_train, "count", f"of {format_count(row.split.examples)}")
+
+
+def _seeds(row: ScoreRow) -> str:
+    return ", ".join(map(format_points, row.score.seeds)) or "none"
+
+
 SCORES = (
-    Column("median"),
-    Column("deviation"),
-    Column("majority"),
-    Column("dev examples"),
-    Column("truncated"),
-    Column("also in train"),
-    Column("remark", text=True),
-    Column("every seed", text=True),
+    Quantity("score.median", "median", "points"),
+    Quantity("score.sd", "deviation", "points"),
+    Quantity("score.majority", "majority", "points"),
+    Quantity("split.examples", "dev examples", "count"),
+    Computed(_truncated, "truncated"),
+    Computed(_in_train, "also in train"),
+    Computed(remark, "remark", "word"),
+    Computed(_seeds, "every seed", "word"),
 )
 
 
 def glue_report(glue: Glue) -> Report:
     """The table of the dev scores, what limits it, and every trial."""
+    scores = scores_table(glue.tasks, title=how_text(glue))
     method = [how_text(glue), f"rate {format_lr(glue.lr)}", count_of(glue.settings.seeds, "seed")]
     return Report(
         "bert-dp: GLUE",
@@ -61,7 +101,7 @@ def glue_report(glue: Glue) -> Report:
         [*ends(glue, FILE), _average(glue), *_warnings(glue), *_notes(glue)],
         _tiles(glue),
         [
-            Section("Dev scores", tables=[scores_table(glue)], notes=["Out of 100; median over the seeds."]),
+            Section("Dev scores", tables=[scores], notes=["Out of 100; median over the seeds."]),
             *([Section("Rates", tables=[_rates(glue)])] if glue.rates else []),
             *_outside(glue),
             Section("All trials", tables=[_trials(glue)], console=False),
@@ -144,44 +184,15 @@ def _tiles(glue: Glue) -> list[Tile]:
 # --- tables
 
 
-def scores_table(glue: Glue) -> Table:
+def scores_table(
+    tasks: Sequence[GlueTask], quantities: Sequence[Quantity | Computed] = SCORES, title: str = ""
+) -> Table:
     """A row for each metric of a dev set."""
     rows = []
-    for task in glue.tasks:
+    for task in tasks:
         splits = {split.name: split for split in task.splits}
-        rows += [_row(task, splits[score.split], score) for score in task.scores]
-    return Table(rows, SCORES, title=how_text(glue), corner="task", empty="no task was evaluated")
-
-
-def _row(task: GlueTask, split: GlueSplit, score: GlueScore) -> Row:
-    seeds = ", ".join(format_points(each) for each in score.seeds)
-    of = f"of {format_count(split.examples)}"
-    return Row(
-        label(task, score),
-        (
-            cell(score.median, "points"),
-            cell(score.sd, "points"),
-            cell(score.majority, "points"),
-            cell(split.examples, "count"),
-            Cell(format_percent(split.truncated / split.examples), f"{format_count(split.truncated)} {of}"),
-            cell(split.in_train, "count", of),
-            Cell(remark(task, score)),
-            Cell(seeds or "none"),
-        ),
-    )
-
-
-def remark(task: GlueTask, score: GlueScore) -> str:
-    """What a number must not be read without."""
-    failed = sum(each is None for each in score.seeds)
-    constant = sum(score.split in trial.one_class for trial in task.trials)
-    of = f"of {len(task.trials)}"
-    parts = [
-        "" if task.official else "subset",
-        f"{failed} {of} failed" if failed else "",
-        f"one answer in {constant} {of}" if constant else "",
-    ]
-    return ", ".join(filter(None, parts))
+        rows += [(label(task, s), ScoreRow(task, splits[s.split], s)) for s in task.scores]
+    return table(rows, quantities, title=title, corner="task", empty="no task was evaluated")
 
 
 def _rates(glue: Glue) -> Table:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
 
 from launcher import results
 from launcher.evaluate import FILE
 from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue import start_of
-from launcher.evaluate.glue_report import how_text, label, remark
-from launcher.report.numbers import count_of, format_count, format_lr, format_points
+from launcher.evaluate.glue_report import SCORES, ScoreRow, how_text, remark, scores_table
+from launcher.report.numbers import count_of, format_lr, format_points
+from launcher.report.quantities import Computed
 from launcher.results import Glue, GlueTask
-
-HEAD = ("task", "median", "deviation", "majority", "dev examples", "remark")
 
 
 def glue_text(start: Pretrained) -> str:
@@ -27,14 +26,13 @@ def glue_text(start: Pretrained) -> str:
         tasks = glue.tasks if glue else []
     if glue is None or not tasks:
         return ""
-    rows = [_line(row) for task in tasks for row in _rows(task, start.run.name)]
     told = f"Dev sets, out of 100; median over {count_of(glue.settings.seeds, 'seed')}. "
     told += f"{how_text(glue)}; rate {format_lr(glue.lr)}."
     if glue.average is not None and len(tasks) == len(glue.tasks):
         told += f" Average of its nine numbers: {format_points(glue.average)}."
     if glue.status != "complete":
         told += " The evaluation was not finished."
-    return "\n".join(["## GLUE", "", told, "", _line(HEAD), _line(["---"] * len(HEAD)), *rows, ""])
+    return "\n".join(["## GLUE", "", told, "", *_lines(tasks, start.run.name), ""])
 
 
 def _evaluation_of(start: Pretrained) -> Glue | None:
@@ -54,23 +52,15 @@ def _has(task: GlueTask, trial: str) -> bool:
     return any(each.trial == trial for each in task.trials)
 
 
-def _rows(task: GlueTask, trial: str) -> Iterator[tuple[str, ...]]:
-    """One for each metric; of a trial its own score is remarked."""
-    examples = {split.name: split.examples for split in task.splits}
-    own = next((each.scores for each in task.trials if each.trial == trial), {})
-    for score in task.scores:
-        remarks = [remark(task, score)]
-        if score.name in own:
-            remarks.append(f"this run: {format_points(own[score.name])}")
-        yield (
-            label(task, score),
-            format_points(score.median),
-            format_points(score.sd),
-            format_points(score.majority),
-            format_count(examples.get(score.split)),
-            ", ".join(filter(None, remarks)),
-        )
+def _lines(tasks: Sequence[GlueTask], trial: str) -> list[str]:
+    """The first columns of the report's table, and remarks; of a trial its own score is remarked."""
 
+    def remarks(row: ScoreRow) -> str:
+        own = next((each.scores for each in row.task.trials if each.trial == trial), {})
+        this = f"this run: {format_points(own[row.score.name])}" if row.score.name in own else ""
+        return ", ".join(filter(None, (remark(row), this)))
 
-def _line(cells: tuple[str, ...] | list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+    table = scores_table(tasks, [*SCORES[:4], Computed(remarks, "remark", "word")])
+    heads = [table.corner, *(column.head for column in table.columns)]
+    rows = [[row.label, *(cell.text for cell in row.cells)] for row in table.rows]
+    return [f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows)]

@@ -12,16 +12,31 @@ from bert_dp.config import ConfigError, resolve
 from launcher import children, results
 from launcher.evaluate.finetune import find_pretrained
 from launcher.report.console import show_report
-from launcher.report.model import Cell, Column, Report, Row, Section, Table
-from launcher.report.numbers import NA, count_of, format_count, format_percent, number
-from launcher.report.parts import cell, words
-from launcher.results import HiddenWords, PredictedTokens, TextLoss
+from launcher.report.model import Report, Section, Table
+from launcher.report.numbers import count_of, format_count, format_decimals, format_percent
+from launcher.report.parts import words
+from launcher.report.quantities import Computed, Quantity, table
+from launcher.results import HiddenWords, TextLoss
 from launcher.stats import student
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 SEEN = {"all": "all of them", "mask": "<mask>", "random": "a random token", "original": "the token itself"}
+
+
+def _half_width(se: float | None, documents: int) -> float | None:
+    """Of the 95 % interval of a mean over so many documents."""
+    return None if se is None else student(documents - 1) * se
+
+
+PREDICTED = (
+    Quantity("loss", "loss", "nats"),
+    Computed(lambda row: _half_width(row.loss_se, row.documents), "\u00b1", "decimals"),
+    Quantity("accuracy", "guessed", "percent"),
+    Quantity("tokens", "tokens", "count"),
+    Quantity("documents", "documents", "count"),
+)
 
 
 def evaluate(
@@ -77,9 +92,9 @@ def text_issues(texts: Sequence[str]) -> list[str]:
 def text_report(found: TextLoss) -> Report:
     """The losses by what the model saw, and the bits per byte, each with what it is a mean of."""
     hidden = found.hidden
-    losses = Table(
-        [_loss_row(row) for row in found.predicted],
-        [Column(head) for head in ("loss", "\u00b1", "guessed", "tokens", "documents")],
+    losses = table(
+        [(SEEN[row.seen], row) for row in found.predicted],
+        PREDICTED,
         title=f"Loss of predicted tokens, {format_percent(found.mask_rate)} of all, by what the model saw",
         corner="saw",
     )
@@ -104,19 +119,11 @@ def text_report(found: TextLoss) -> Report:
     )
 
 
-def _loss_row(row: PredictedTokens) -> Row:
-    """Nats, half the width of their interval, accuracy, and what they are means of."""
-    counts = [cell(count, "count") for count in (row.tokens, row.documents)]
-    width = _half_width(row.loss_se, row.documents)
-    return Row(
-        SEEN[row.seen],
-        [cell(row.loss, "nats"), Cell(_digits(width), exact=width), cell(row.accuracy, "percent"), *counts],
-    )
-
-
 def _bits(hidden: HiddenWords) -> str:
     width = _half_width(hidden.bits_per_byte_se, hidden.documents)
-    return _digits(hidden.bits_per_byte) + ("" if width is None else f" \u00b1 {_digits(width)}")
+    return format_decimals(hidden.bits_per_byte) + (
+        "" if width is None else f" \u00b1 {format_decimals(width)}"
+    )
 
 
 def _basis(hidden: HiddenWords) -> str:
@@ -137,12 +144,3 @@ def _notes(hidden: HiddenWords) -> list[str]:
             f"{count_of(hidden.unknown_tokens, 'unknown token')} cost fewer bits than their text holds."
         )
     return notes
-
-
-def _half_width(se: float | None, documents: int) -> float | None:
-    """Of the 95 % interval of a mean over so many documents."""
-    return None if se is None else student(documents - 1) * se
-
-
-def _digits(value: float | None) -> str:
-    return NA if number(value) is None else f"{value:.4f}"

@@ -33,7 +33,7 @@ class ConsoleReport:
             if not section.console:
                 continue
             for table in section.tables:
-                if table.console and table.rows:
+                if table.rows:
                     if table.title:
                         yield Text(safe(f"{table.title}:"), style="bold")
                     yield from _tables(table, console, options)
@@ -75,9 +75,8 @@ def _tables(table: Table, console: Console, options: ConsoleOptions) -> list[Any
     rows = [row for row in table.rows if row.console]
     if not table.columns:
         return [_pairs(rows)]
-    shown = [i for i, column in enumerate(table.columns) if column.console]
     parts: list[list[int]] = [[]]
-    for i in shown:
+    for i in range(len(table.columns)):
         wider = _grid(table, rows, [*parts[-1], i])
         width = Measurement.get(console, options.update(max_width=1000), wider).maximum
         if width > options.max_width and parts[-1]:

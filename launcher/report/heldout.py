@@ -6,10 +6,10 @@ from bert_dp.record.models import HeldOut
 from launcher.report.numbers import (
     count_of,
     format_count,
+    format_decimals,
     format_nats,
     format_percent,
     format_ratio,
-    format_score,
     number,
 )
 from launcher.stats import NORMAL
@@ -48,7 +48,7 @@ def scores_text(heldout: HeldOut | None) -> str | None:
     """`dev accuracy 0.7123, dev f1 0.8012`; None where no example is scored."""
     if heldout is None or heldout.scores is None:
         return None
-    named = [f"{name.replace('/', ' ')} {format_score(score)}" for name, score in heldout.scores.items()]
+    named = [f"{name.replace('/', ' ')} {format_decimals(score)}" for name, score in heldout.scores.items()]
     return ", ".join(named) or "no score: a logit was not finite"
 
 

@@ -49,7 +49,6 @@ class Column:
 
     head: str
     text: bool = False
-    console: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +71,6 @@ class Table:
     """The head above the labels."""
     empty: str = "none"
     """What stands in place of a table without rows."""
-    console: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

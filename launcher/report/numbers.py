@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Literal
@@ -29,32 +30,30 @@ def format_si(value: object, unit: str = "") -> str:
     return f"{_three(rounded)} {unit}".rstrip()
 
 
-def _formatter(scale: float, digits: str, unit: str = "") -> Callable[[object], str]:
-    """Of a number times `scale`, printed as `digits` say, and its unit behind it."""
+def _known(text: Callable[[float], str]) -> Callable[[object], str]:
+    """The formatter of any value: what is no number is n/a."""
 
-    def text(value: object) -> str:
+    @functools.wraps(text)
+    def formatter(value: object) -> str:
         n = number(value)
-        return NA if n is None else f"{scale * n:{digits}}{unit}"
+        return NA if n is None else text(n)
 
-    return text
+    return formatter
 
 
-format_count = _formatter(1, ",.0f")
-"""A whole number with separators."""
-format_gib = _formatter(1, ".2f", " GiB")
-"""Memory given in GiB."""
-format_percent = _formatter(100, ".1f", " %")
-"""A fraction of 1 as per cent."""
-format_change = _formatter(100, "+.1f", " %")
-"""A gain or a loss, a fraction of 1, with its sign: `+4.2 %`."""
-format_points = _formatter(100, ".1f")
-"""A score, 1 at best, as tables of GLUE have it: out of 100."""
-format_score = _formatter(1, ".4f", "")
-"""A metric of finetuning, such as an accuracy or a correlation."""
-format_nats = _formatter(1, ".4f", " nats")
-"""A loss or an entropy, in nats per predicted token."""
-format_lr = _formatter(1, ".2e")
-"""A learning rate."""
+def _scaled(scale: float, digits: str, unit: str = "") -> Callable[[object], str]:
+    """Of a number times `scale`, printed as `digits` say, and its unit behind it."""
+    return _known(lambda n: f"{scale * n:{digits}}{unit}")
+
+
+format_count = _scaled(1, ",.0f")  # a whole number with separators
+format_gib = _scaled(1, ".2f", " GiB")  # memory given in GiB
+format_percent = _scaled(100, ".1f", " %")  # a fraction of 1 as per cent
+format_change = _scaled(100, "+.1f", " %")  # a gain or a loss, a fraction of 1, with its sign: `+4.2 %`
+format_points = _scaled(100, ".1f")  # a score, 1 at best, as tables of GLUE have it: out of 100
+format_decimals = _scaled(1, ".4f")  # an accuracy or a correlation, or an error whose unit stands beside it
+format_nats = _scaled(1, ".4f", " nats")  # a loss or an entropy, per predicted token
+format_lr = _scaled(1, ".2e")  # a learning rate
 
 
 def format_energy(joules: object) -> str:
@@ -62,50 +61,44 @@ def format_energy(joules: object) -> str:
     return re.sub(r"(?<=[TGMk]) J$", "J", format_si(joules, "J"))
 
 
-def format_duration(seconds: object) -> str:
+@_known
+def format_duration(seconds: float) -> str:
     """`120 ms`, `12.3 s`, `12 min 05 s`, `2 h 05 min`, `3 d 02 h`."""
-    s = number(seconds)
-    if s is None:
-        return NA
-    if s < 0.9995:
-        return f"{1000 * s:.0f} ms" if s else "0 s"
-    if s < 119.95:
-        return f"{s:.1f} s"
-    if round(s) < 3600:
-        return "{} min {:02d} s".format(*divmod(round(s), 60))
-    if round(s / 60) < 24 * 60:
-        return "{} h {:02d} min".format(*divmod(round(s / 60), 60))
-    return "{} d {:02d} h".format(*divmod(round(s / 3600), 24))
+    if seconds < 0.9995:
+        return f"{1000 * seconds:.0f} ms" if seconds else "0 s"
+    if seconds < 119.95:
+        return f"{seconds:.1f} s"
+    if round(seconds) < 3600:
+        return "{} min {:02d} s".format(*divmod(round(seconds), 60))
+    if round(seconds / 60) < 24 * 60:
+        return "{} h {:02d} min".format(*divmod(round(seconds / 60), 60))
+    return "{} d {:02d} h".format(*divmod(round(seconds / 3600), 24))
 
 
-def format_step_time(seconds: object) -> str:
+@_known
+def format_eta(seconds: float) -> str:
+    """A remaining time: below a second it is no more than `<1 s`."""
+    return "<1 s" if seconds < 1 else format_duration(seconds)
+
+
+@_known
+def format_step_time(seconds: float) -> str:
     """Seconds of a step with three significant digits, so that steps can be compared: `12.3 ms`, `1.23 s`."""
-    s = number(seconds)
-    if s is None:
-        return NA
-    if s == 0:
+    if seconds == 0:
         return "0 s"
-    scaled, unit = (1000 * s, "ms") if abs(s) < 0.9995 else (s, "s")
+    scaled, unit = (1000 * seconds, "ms") if abs(seconds) < 0.9995 else (seconds, "s")
     return f"{_three(scaled) if abs(scaled) >= 999.5 else f'{scaled:#.3g}'.rstrip('.')} {unit}"
 
 
-def format_ratio(value: object) -> str:
+@_known
+def format_ratio(ratio: float) -> str:
     """A ratio around one, or a speed-up, with three digits: `1.90`, `17.6`, `1,024`."""
-    n = number(value)
-    return NA if n is None else f"{n:,.{2 if abs(n) < 9.995 else 1 if abs(n) < 99.95 else 0}f}"
+    return f"{ratio:,.{2 if abs(ratio) < 9.995 else 1 if abs(ratio) < 99.95 else 0}f}"
 
 
-def format_eta(seconds: object) -> str:
-    """A remaining time: below a second it is no more than `<1 s`."""
-    s = number(seconds)
-    return "<1 s" if s is not None and s < 1 else format_duration(s)
-
-
-def format_plain(value: object) -> str:
+@_known
+def format_plain(n: float) -> str:
     """Six significant digits, for the numbers of a figure: `819,200`, `0.00123457`."""
-    n = number(value)
-    if n is None:
-        return NA
     return f"{n:,.0f}" if n == int(n) and abs(n) < 1e15 else f"{n:.6g}"
 
 
@@ -138,7 +131,7 @@ Unit = Literal[
     "count",
     "percent",
     "points",
-    "score",
+    "decimals",
     "nats",
     "lr",
     "gib",
@@ -154,7 +147,7 @@ FORMATS: Mapping[Unit, Callable[[object], str]] = {
     "percent": format_percent,
     "points": format_points,
     "nats": format_nats,
-    "score": format_score,
+    "decimals": format_decimals,
     "lr": format_lr,
     "gib": format_gib,
     "seconds": format_step_time,

@@ -1,11 +1,12 @@
-"""Tables whose columns are quantities of a part of a result file, each with its unit."""
+"""Tables as data: each column is a quantity of the parts that the rows are about, with its unit."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
-from launcher.report.model import Column, Row, Table
+from launcher.report.model import Cell, Column, Row, Table
 from launcher.report.numbers import Unit
 from launcher.report.parts import cell
 
@@ -14,9 +15,23 @@ ENDS = {"low": 0, "high": 1}  # of an interval
 
 @dataclasses.dataclass(frozen=True)
 class Quantity:
-    """`path` into a part of a result file, with dots; `head` carries what its unit does not say."""
+    """A field of a part of a result file: `path` leads to it, with dots; `head` carries what its unit does
+    not say."""
 
     path: str
+    head: str
+    unit: Unit = "si"
+
+    def of(self, part: object) -> object:
+        return at(part, self.path)
+
+
+@dataclasses.dataclass(frozen=True)
+class Computed:
+    """What no field holds: a function of the part gives a value in `unit`, or a whole Cell, e.g. one with a
+    note."""
+
+    of: Callable[[Any], object]
     head: str
     unit: Unit = "si"
 
@@ -31,20 +46,25 @@ def at(part: object, path: str) -> object:
     return len(part) if path in ("repeats", "runs") and isinstance(part, list) else part
 
 
-def rows(part: object, quantities: Sequence[Quantity]) -> list[Row]:
-    """A row for each quantity of one part of a result file."""
-    return [Row(q.head, (cell(at(part, q.path), q.unit),)) for q in quantities]
+def cell_of(part: object, quantity: Quantity | Computed) -> Cell:
+    value = quantity.of(part)
+    return value if isinstance(value, Cell) else cell(value, quantity.unit)
+
+
+def rows(part: object, quantities: Iterable[Quantity | Computed]) -> list[Row]:
+    """A row for each quantity of one part."""
+    return [Row(q.head, (cell_of(part, q),)) for q in quantities]
 
 
 def table(
     parts: Iterable[tuple[str, object]],
-    quantities: Sequence[Quantity],
+    quantities: Sequence[Quantity | Computed],
     *,
     title: str = "",
     corner: str = "",
     empty: str = "none",
 ) -> Table:
-    """A row for each named part of a result file."""
-    named = [Row(name, [cell(at(part, q.path), q.unit) for q in quantities]) for name, part in parts]
+    """A row for each named part, a column for each quantity; those of words stand at the left."""
+    named = [Row(name, [cell_of(part, q) for q in quantities]) for name, part in parts]
     heads = [Column(q.head, text=q.unit == "word") for q in quantities]
     return Table(named, heads, title, corner, empty)

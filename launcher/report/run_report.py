@@ -306,7 +306,7 @@ def _scores(measured: HeldOut | None) -> list[Row]:
     if measured is None:
         return []
     note = f"split and metric; {heldout.basis(measured)} in all"
-    return [value(name, score, "score", note) for name, score in (measured.scores or {}).items()]
+    return [value(name, score, "decimals", note) for name, score in (measured.scores or {}).items()]
 
 
 def _accuracy(measured: HeldOut | None) -> list[Row]:

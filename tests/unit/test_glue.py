@@ -15,7 +15,7 @@ from launcher import results
 from launcher.evaluate import glue_grid, glue_scores
 from launcher.evaluate.glue_compare import Paired, compare_report, paired_difference, paired_text
 from launcher.evaluate.glue_grid import Task, choose_tasks
-from launcher.evaluate.glue_report import glue_report, scores_table
+from launcher.evaluate.glue_report import glue_report
 from launcher.evaluate.glue_run import GlueRun, NoRate
 from launcher.evaluate.submissions import write_submissions
 from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
@@ -405,7 +405,7 @@ def test_the_table_has_what_a_number_must_not_be_read_without(tmp_path: Path) ->
         made("RTE", [0.25, None]).model_copy(update={"init_task": "MNLI"}),
     ]
     glue = evaluation(tmp_path, tasks, init_task={"RTE": "MNLI"})
-    table = scores_table(glue)
+    (table,) = glue_report(glue).sections[0].tables
     assert table.title == "recipe head, cls pooling, from step 5"
     rows = {row.label: [cell.text for cell in row.cells] for row in table.rows}
     assert list(rows) == [
