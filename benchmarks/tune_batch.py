@@ -50,10 +50,7 @@ def main() -> None:
     (out / "sweep").mkdir(parents=True, exist_ok=True)
     question = batch.ask(
         batch.load(asked.config, asked.set),
-        nproc=asked.gpus,
-        budget_s=options.seconds(asked.budget),
-        memory_gib=None,
-        launcher="torchrun",
+        batch.Options(asked.gpus, options.seconds(asked.budget), None, "torchrun"),
     )
     job.prepare_data(question.config)
     rounds: list[dict[int, float]] = []
@@ -103,11 +100,11 @@ def sweep(question: Any, where: Path, number: int, steps: int) -> dict[int, floa
         for micro in random.Random(number).sample(question.sizes, len(question.sizes)):
             global_size = question.config.batch.global_size
             trial = batches.trial(f"micro-{micro}-round-{number}", micro, global_size, WARM_UP + steps)
-            status = batches.run(trial).status
-            if status == "ok":
-                run = batches.timed(trial, WARM_UP, steps)
-                found[micro] = global_size / statistics.fmean(run.step_s)
-            print(f"round {number}, micro {micro}: {status} {found.get(micro, 0):.1f}/s", file=sys.stderr)
+            measured = batches.measure(trial, WARM_UP)
+            if measured.run is not None:
+                found[micro] = global_size / statistics.fmean(measured.run.step_s)
+            rate = f"{measured.status} {found.get(micro, 0):.1f}/s"
+            print(f"round {number}, micro {micro}: {rate}", file=sys.stderr)
     return found
 
 

@@ -468,10 +468,7 @@ def tune_batch(
         search.tune_batch(
             config,
             overrides,
-            nproc=nproc,
-            budget_s=budget,
-            memory_gib=memory,
-            launcher=launcher,
+            search.Options(nproc, budget, memory, launcher),
             out=out,
             fresh=fresh,
             dry_run=dry_run,
@@ -522,8 +519,10 @@ def tune_lr(
     config, overrides = split_words(words, set_)
     warn_of_ordinary_secrets()
     if transfer is not None:
+        from launcher.tune.transfer import carry
+
         before, after = transfer
-        raise typer.Exit(search.carry(config, overrides, before, after, out, as_json=json, console=console()))
+        raise typer.Exit(carry(config, overrides, before, after, out, as_json=json, console=console()))
     if tokens is not None and not tokens < MOST_TOKENS:
         raise ConfigError([f"--tokens: {tokens} is not below {MOST_TOKENS:g}"])
     settings = LrOptions(

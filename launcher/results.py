@@ -22,6 +22,7 @@ from pydantic import BeforeValidator, ConfigDict, Field, ValidationError, model_
 from bert_dp import record
 from bert_dp.config import ConfigError, plain_message
 from bert_dp.config.stored import read_regular
+from bert_dp.cost import GIB
 from bert_dp.record.models import (
     FailureKind,
     HeldOut,
@@ -681,6 +682,10 @@ class MemoryLineFile(StoredFile):
     parts: dict[str, Interval] = {}
     """Name -> [intercept, per sequence], bytes."""
 
+    def gib(self, micro_batch: float) -> float:
+        """What it counts at this size."""
+        return (self.intercept_bytes + self.bytes_per_sequence * micro_batch) / GIB
+
 
 class TriedSize(StoredModel):
     """The memory of one real trial."""
@@ -713,14 +718,34 @@ class BatchMemory(StoredModel):
     parts_gib: dict[str, float] | None = None
     """Of the peak at the choice."""
 
+    def predicted_gib(self, micro_batch: float) -> float:
+        """Peak of a rank at this size, by the line and what it does not count."""
+        assert self.line is not None
+        return (self.constant_gib or 0.0) + self.line.gib(micro_batch)
+
+    def parts_at(self, micro_batch: float) -> dict[str, float]:
+        """The parts of that peak, GiB."""
+        assert self.line is not None
+        counted = {
+            name: (start + each * micro_batch) / GIB for name, (start, each) in self.line.parts.items()
+        }
+        return {"program and libraries": self.constant_gib or 0.0, **counted}
+
+    def largest_size(self) -> int:
+        """The largest micro batch that leaves `spare` of the limit free, by the line; 0: none."""
+        assert self.line is not None
+        assert self.limit_gib is not None
+        room_gib = (1 - (self.spare or 0.0)) * self.limit_gib - self.predicted_gib(0)
+        return max(0, int(room_gib * GIB / self.line.bytes_per_sequence))
+
 
 class TimedRun(StoredModel):
     """The timed steps of one run."""
 
     name: str
-    step_s: list[float]
-    forward_backward_s: list[float]
-    peak_gib: list[float]
+    step_s: Annotated[list[float], Field(min_length=1)]
+    forward_backward_s: Annotated[list[float], Field(min_length=1)]
+    peak_gib: Annotated[list[float], Field(min_length=1)]
     """Of each rank."""
     exposed_s: float = 0.0
     """Of a step's forward and backward: the reduction that no backward pass covered, by DDP's own median; 0
@@ -916,14 +941,19 @@ class Rung(StoredModel):
     trials: list[LrTrial] = []
     kept: list[CandidateFacts] = []
 
+    @property
+    def rates(self) -> list[float]:
+        """Ascending."""
+        return sorted({trial.lr for trial in self.trials})
+
+    def scores(self, lr: float) -> list[float]:
+        """Of its trials here."""
+        return [trial.score for trial in self.trials if trial.lr == lr]
+
     def mean(self, lr: float) -> float:
         """Mean score over its trials here: infinite when one of them is, not a number when there is none."""
-        scores = [trial.score for trial in self.trials if trial.lr == lr]
+        scores = self.scores(lr)
         return statistics.fmean(scores) if scores else math.nan
-
-    def num_seeds(self, lr: float) -> int:
-        """Of its trials here."""
-        return sum(trial.lr == lr for trial in self.trials)
 
 
 class LrChoice(StoredModel):

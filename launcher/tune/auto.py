@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +11,7 @@ from bert_dp.config import ConfigError, load_config, micro_is_auto, read_manifes
 from bert_dp.config.profile import ProfilePlan
 from launcher import job, results
 from launcher.log import PLAIN, show
+from launcher.report.run_report import PAGE
 from launcher.run import train
 
 if TYPE_CHECKING:
@@ -53,7 +52,8 @@ def resolve_auto_batch(
     from launcher.tune import FILE, batch, cache
 
     asked = batch.load(name, overrides, run_dir)
-    question = batch.ask(asked, nproc=nproc, budget_s=BUDGET_S, memory_gib=None, launcher=launcher)
+    options = batch.Options(nproc, BUDGET_S, None, launcher)
+    question = batch.ask(asked, options)
     folder = (run_dir or Path("runs") / path.stem).resolve()
     if issues := train.start_issues(asked, folder, resume) or record.cache_issues():
         raise ConfigError(issues)
@@ -67,25 +67,14 @@ def resolve_auto_batch(
         return with_micro(
             question.sizes[0], f"for this dry run; a search of {BUDGET_S / 60:.0f} min will find the best"
         )
-    manifest = read_manifest(job.prepare_data(question.config))
-    facts = [question.config.hash(), *sorted(job.identity(machine, manifest.hash).items())]
-    folder = cache.path_of(key).with_suffix("") / hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
+    data_hash = read_manifest(job.prepare_data(question.config)).hash
+    facts = [question.config.hash(), *sorted(job.identity(machine, data_hash).items())]
+    folder = cache.path_of(key).with_suffix("") / cache.digest(facts)
     code = batch.tune_batch(
-        name,
-        overrides,
-        nproc=nproc,
-        budget_s=BUDGET_S,
-        memory_gib=None,
-        launcher=launcher,
-        out=folder,
-        fresh=False,
-        dry_run=False,
-        as_json=False,
-        console=console,
+        name, overrides, options, out=folder, fresh=False, dry_run=False, as_json=False, console=console
     )
     if code:
         return list(overrides), code
-    tuned = results.read(folder / FILE, results.TuneBatch)
-    if tuned.choice is None:
-        raise ConfigError([f"batch.micro_size: {folder / FILE} holds no choice; give a number"])
-    return with_micro(tuned.choice.micro_batch, f"found just now; {folder / 'report.html'}")
+    choice = results.read(folder / FILE, results.TuneBatch).choice
+    assert choice is not None, "a search that has not failed"
+    return with_micro(choice.micro_batch, f"found just now; {folder / PAGE}")

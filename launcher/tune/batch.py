@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
-import json
+import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bert_dp import record
-from bert_dp.config import Config, ConfigError, dump_config
+from bert_dp.config import ConfigError
 from launcher import job, results
-from launcher.log import logger
+from launcher.log import Log, logger
 from launcher.redact import redact_argv
-from launcher.results import BatchPlanFile, MeasureStatus, TuneBatch
+from launcher.results import BatchPlanFile, TuneBatch
 from launcher.run import trials
-from launcher.run.trials import Slot, Stopped
-from launcher.tune import FILE, cache, sizes
+from launcher.run.trials import Slot
+from launcher.tune import cache, sizes
 from launcher.tune.batch_report import batch_report
-from launcher.tune.batch_search import BatchSearch, NothingFits
+from launcher.tune.batch_search import BatchSearch
 from launcher.tune.batch_trials import Question
+from launcher.tune.search import run_to_end, write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,14 +31,23 @@ FIXED = tuple(name for name in BatchPlanFile.model_fields if name != "machine")
 GROWS = ("budget_s",)
 
 
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What was asked for."""
+
+    nproc: str
+    """auto or a number"""
+    budget_s: float
+    memory_gib: float | None
+    """Of a rank; None: what its device or its share of the host has."""
+    launcher: str
+
+
 def tune_batch(
     name: str | None,
     overrides: Sequence[str],
+    options: Options,
     *,
-    nproc: str,
-    budget_s: float,
-    memory_gib: float | None,
-    launcher: str,
     out: Path | None,
     fresh: bool,
     dry_run: bool,
@@ -46,7 +56,7 @@ def tune_batch(
 ) -> int:
     """Returns the exit code. Raises ConfigError, before any trial starts, with everything that is wrong."""
     asked = load(name, overrides)
-    question = ask(asked, nproc=nproc, budget_s=budget_s, memory_gib=memory_gib, launcher=launcher)
+    question = ask(asked, options)
     folder = asked.directory(out, "tune", "batch")
     output = job.Output(folder, "search", PLAN, plan_of(question), FIXED, GROWS)
     if issues := [*job.exposure_issues(question.config, folder, "--out"), *output.issues()]:
@@ -67,7 +77,7 @@ def tune_batch(
             results.write(folder / PLAN, output.plan)
         else:
             tune, code = search(question, output, log)
-        write(tune, folder)
+        write_files(tune, question, folder)
         if tune.status == "complete" and not tune.cached:
             try:
                 cache.keep(key, tune)
@@ -82,21 +92,23 @@ def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None
     return job.load(name, [*overrides, "batch.micro_size=1"], run_dir)
 
 
-def ask(asked: job.Job, *, nproc: str, budget_s: float, memory_gib: float | None, launcher: str) -> Question:
+def ask(asked: job.Job, options: Options) -> Question:
     """The question of these options. Raises ConfigError."""
     config, on_gpu = asked.config, asked.gpus > 0
-    count = asked.choose_ranks(nproc)
-    fitting = tuple(sizes.dividing(config, count))
+    count = asked.choose_ranks(options.nproc)
+    allowed = tuple(sizes.dividing(config, count))
     issues = job.input_issues(config)
-    if memory_gib is not None and not 0 < memory_gib < float("inf"):
-        issues.append(f"--memory: {memory_gib} GiB is not enough for anything; give a number above 0")
-    if issues:
-        raise ConfigError(issues)
-    limit, limit_of = memory_gib, "--memory"
+    limit, limit_of = options.memory_gib, "--memory"
     if limit is None:
         limit, limit_of = asked.machine.rank_memory(count, on_gpu)
+    elif not 0 < limit < math.inf:
+        issues.append(f"--memory: {limit} GiB is not enough for anything; give a number above 0")
+    if issues:
+        raise ConfigError(issues)
     precision = trials.trial_precision(config, asked.machine, [config.parallel.engine], on_gpu=on_gpu)
-    return Question(config, count, fitting, budget_s, limit, limit_of, launcher, on_gpu, precision)
+    return Question(
+        config, count, allowed, options.budget_s, limit, limit_of, options.launcher, on_gpu, precision
+    )
 
 
 def plan_of(question: Question) -> BatchPlanFile:
@@ -139,29 +151,20 @@ def from_cache(kept: TuneBatch, question: Question) -> TuneBatch:
     return kept.model_copy(update={**mine, **other})
 
 
-def search(
-    question: Question, output: job.Output[BatchPlanFile], log: Callable[[str], None]
-) -> tuple[TuneBatch, int]:
+def search(question: Question, output: job.Output[BatchPlanFile], log: Log) -> tuple[TuneBatch, int]:
     """tune.json and the exit code. Goes on where an earlier call ended."""
     out, begun = output.path, output.begin(question.config)
-    status: MeasureStatus = "complete"
-    why, code = None, 0
     with trials.runner(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, log=log) as runs:
-        doing = BatchSearch(question, out, runs, log)
-        try:
-            doing.run()
-        except Stopped as stop:
-            status, code = "partial", 128 + stop.number
-            log(f"stopped: {out} holds what was measured; the same command goes on")
-        except NothingFits as error:
-            status, why, code = "failed", str(error), 1
-            log(f"error: {why}")
+        measured = BatchSearch(question, out, runs, log)
+        ending = run_to_end(measured.run, out, log)
+    if ending.why:
+        log(f"error: {ending.why}")
     config = question.config
     return TuneBatch(
-        status=status,
-        why=why,
+        status=ending.status,
+        why=ending.why,
         date=datetime.date.today().isoformat(),
-        seconds=doing.runs.used_s,
+        seconds=measured.trials.used_s,
         budget_s=question.budget_s,
         **begun.facts(),
         config=config.model_dump(mode="json"),
@@ -174,14 +177,11 @@ def search(
         global_batch=config.batch.global_size,
         sequence_length=config.data.sequence_length,
         trials=len(list(out.glob("trials/*/summary.json"))),
-        **doing.facts,
-    ), code
+        **measured.facts,
+    ), ending.exit_code
 
 
-def write(tune: TuneBatch, out: Path) -> None:
+def write_files(tune: TuneBatch, question: Question, out: Path) -> None:
     """tune.json, and tuned.yaml of a choice. Raises OSError."""
-    results.write(out / FILE, tune)
-    if tune.choice:
-        config = Config.model_validate_json(json.dumps(tune.config))
-        chosen = sizes.with_micro(config, tune.choice.micro_batch)
-        record.write_text(out / "tuned.yaml", dump_config(chosen))
+    tuned = sizes.with_micro(question.config, tune.choice.micro_batch) if tune.choice else None
+    write(tune, tuned, out)

@@ -5,24 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 from bert_dp.cost import GIB
 from launcher.report.measured import ends, settings_sections, subtitle
-from launcher.report.model import (
-    Axis,
-    Bars,
-    Column,
-    Figure,
-    Line,
-    Mark,
-    Report,
-    Row,
-    Rule,
-    Section,
-    Table,
-    Tile,
-    Verdict,
-)
+from launcher.report.model import Axis, Bars, Figure, Line, Mark, Report, Rule, Section, Table, Tile, Verdict
 from launcher.report.numbers import (
     NA,
     count_of,
@@ -34,20 +21,11 @@ from launcher.report.numbers import (
     format_ratio,
     format_si,
 )
-from launcher.report.parts import cell, folded
+from launcher.report.parts import folded
 from launcher.report.quantities import Quantity, at, table
-from launcher.results import (
-    BatchChoice,
-    BatchMemory,
-    Noise,
-    SizeResult,
-    SizeStatus,
-    TimedRun,
-    TriedSize,
-    TuneBatch,
-)
+from launcher.results import BatchChoice, BatchMemory, SizeResult, SizeStatus, TimedRun, TriedSize, TuneBatch
 from launcher.tune import FILE, curve
-from launcher.tune.search_report import use
+from launcher.tune.search import train_command
 
 FAR = 3.0  # times what was measured: a limit or an end of an interval above is told, not drawn
 STEADY = (0.97, 1.03)  # of the first size's rate, when it runs again at the end
@@ -80,12 +58,12 @@ TRIED = (
     Quantity("rank", "of rank", "count"),
 )
 RUNS = (
-    "timed steps",
-    "sequences/s",
-    "step, mean",
-    "forward + backward, mean",
-    "peak, greatest rank",
-    "allocator retries",
+    Quantity("steps", "timed steps", "count"),
+    Quantity("samples_per_s", "sequences/s"),
+    Quantity("step_s", "step, mean", "seconds"),
+    Quantity("passes_s", "forward + backward, mean", "seconds"),
+    Quantity("peak_gib", "peak, greatest rank", "gib"),
+    Quantity("alloc_retries", "allocator retries", "count"),
 )
 GOODPUT = (
     Quantity("samples_per_s", "sequences/s"),
@@ -113,7 +91,7 @@ SETTINGS = (
 
 
 def batch_report(tune: TuneBatch, folder: Path) -> Report:
-    """The choice and what makes it less than certain, figures, and every size. `folder` holds tune.json."""
+    """The choice and reasons to doubt it, figures, and every size. `folder` holds tune.json."""
     length, engine = format_count(tune.sequence_length), tune.engine or "engine not recorded"
     method = [
         f"global batch {format_count(tune.global_batch)}, sequences of {length} tokens",
@@ -131,7 +109,7 @@ def batch_report(tune: TuneBatch, folder: Path) -> Report:
             *_details(tune),
             *settings_sections(tune, SETTINGS),
         ],
-        next=use(tune.choice, folder),
+        next=train_command(folder) if tune.choice else "",
     )
 
 
@@ -155,18 +133,20 @@ def _choice(tune: TuneBatch) -> Verdict:
     rate = format_si(choice.samples_per_s, "sequences/s")
     text = f"Micro batch {micro}, accumulation {format_count(choice.accumulation)}: {rate}, {share}."
     doubts = _doubts(tune, choice)
-    why = f"{choice.why[:1].upper()}{choice.why[1:]}." if choice.why else ""
-    cached = "From the cache: nothing was run anew; --fresh measures again." if tune.cached else ""
-    limit = LIMITS.get(choice.limited_by or "", "")
-    parts = (tune.memory and tune.memory.parts_gib) or {}
-    made = ", ".join(f"{name} {format_gib(gib)}" for name, gib in parts.items())
-    needs = f"Memory of a rank at this size: {made}." if made else ""
-    notes = [note for note in (why, limit, needs, *doubts, cached) if note]
-    return Verdict("warn" if doubts else "ok", text, notes)
+    parts_gib = (tune.memory and tune.memory.parts_gib) or {}
+    parts = ", ".join(f"{name} {format_gib(gib)}" for name, gib in parts_gib.items())
+    notes = [
+        f"{choice.why[:1].upper()}{choice.why[1:]}." if choice.why else "",
+        LIMITS.get(choice.limited_by or "", ""),
+        f"Memory of a rank at this size: {parts}." if parts else "",
+        *doubts,
+        "From the cache: nothing was run anew; --fresh measures again." if tune.cached else "",
+    ]
+    return Verdict("warn" if doubts else "ok", text, [*filter(None, notes)])
 
 
 def _doubts(tune: TuneBatch, choice: BatchChoice) -> list[str]:
-    """What makes the choice less than certain."""
+    """Reasons to doubt the choice."""
     doubts = []
     if choice.not_settled:
         unsure = ", ".join(map(format_count, choice.not_settled))
@@ -195,11 +175,11 @@ def _noise(tune: TuneBatch) -> Verdict:
         f"B_simple = tr(Sigma) / |G|^2{equal}, {format_count(noise.steps)} of {format_count(noise.of_steps)} "
         f"steps {start}; it grows in training."
     ]
-    if (declared := _declared(tune)) is not None:
-        worth = format_percent(1 / (1 + declared / noise.noise_scale))
+    if tune.global_batch is not None:
+        worth = format_percent(1 / (1 + tune.global_batch / noise.noise_scale))
         notes.append(
-            f"In the declared batch of {format_count(declared)} a sequence is worth {worth} of one in a "
-            "small batch."
+            f"In the declared batch of {format_count(tune.global_batch)} a sequence is worth {worth} of one "
+            "in a small batch."
         )
     return Verdict("info", text, notes)
 
@@ -210,8 +190,8 @@ def _goodput_verdict(tune: TuneBatch) -> list[Verdict]:
         return []
     text = f"Goodput (throughput x what a sequence is worth) is greatest at {format_count(gain.recommended)} "
     text += f"sequences, {format_percent(gain.gain)} above the declared {format_count(gain.declared)}."
-    ends_of = " and ".join(map(format_count, gain.recommended_interval))
-    notes = [f"At the ends of the noise scale's interval: {ends_of}."]
+    interval = " and ".join(map(format_count, gain.recommended_interval))
+    notes = [f"At the ends of the noise scale's interval: {interval}."]
     if gain.at_edge:
         notes.append("It is the end of what was looked at, not known to be the top.")
     if gain.recommended != gain.declared:
@@ -220,14 +200,13 @@ def _goodput_verdict(tune: TuneBatch) -> list[Verdict]:
 
 
 def _tiles(tune: TuneBatch) -> list[Tile]:
-    choice, memory_, noise, gain = tune.choice, tune.memory or BatchMemory(), tune.noise, tune.goodput
-    sizes = {size.micro_batch: size for size in tune.sizes or ()}
-    chosen = sizes.get(choice.micro_batch) if choice else None
+    choice, noise, gain = tune.choice, tune.noise, tune.goodput
+    limit = tune.memory or BatchMemory()
+    chosen = next((s for s in tune.sizes or () if choice and s.micro_batch == choice.micro_batch), None)
     rate = choice.samples_per_s if choice else None
     tokens = format_si(rate * tune.sequence_length if rate and tune.sequence_length else None, "tokens/s")
     interval = format_interval(at(chosen, "samples_per_s_ci95"), format_si)
-    limit = f"{format_gib(memory_.limit_gib)} ({memory_.limit_of or NA})"
-    scale = noise and _interval_of(noise)
+    scale = format_interval(noise.interval, format_si) if noise and noise.interval else ""
     return [
         Tile(
             "Micro batch",
@@ -235,7 +214,11 @@ def _tiles(tune: TuneBatch) -> list[Tile]:
             f"sequences per replica; accumulation {format_count(choice and choice.accumulation)}",
         ),
         Tile("Throughput", format_si(rate, "seq/s"), f"{tokens}, all ranks; 95 % interval {interval}"),
-        Tile("Peak memory", format_gib(chosen and chosen.measured_gib), f"greatest rank; it may use {limit}"),
+        Tile(
+            "Peak memory",
+            format_gib(chosen and chosen.measured_gib),
+            f"greatest rank; it may use {format_gib(limit.limit_gib)} ({limit.limit_of or NA})",
+        ),
         Tile(
             "Noise scale",
             format_si(noise.noise_scale) if noise and scale else "inconclusive",
@@ -251,40 +234,27 @@ def _tiles(tune: TuneBatch) -> list[Tile]:
     ]
 
 
-def _interval_of(noise: Noise) -> str:
-    return format_interval(noise.interval, format_si) if noise.interval else ""
-
-
-def _declared(tune: TuneBatch) -> int | None:
-    return tune.goodput.declared if tune.goodput else tune.global_batch
-
-
 # --- figures
 
 
 def throughput(tune: TuneBatch) -> Figure:
     """Against the micro batch, with its interval, every run, and what a smaller size must reach."""
     sizes = _by_micro(tune)
-    runs = [(float(s.micro_batch), rate) for s in sizes for run in s.runs if (rate := run_rate(tune, run))]
+    runs = [(float(s.micro_batch), run_rate(tune, run)) for s in sizes for run in s.runs]
     rates = [rate for rate in (*(s.samples_per_s for s in sizes), *(rate for _, rate in runs)) if rate]
     top = FAR * max(rates, default=0.0)
-    ends_of = [s.samples_per_s_ci95 or (None, None) for s in sizes]
-    cut = any(high is not None and high > top for _, high in ends_of)
+    intervals = [s.samples_per_s_ci95 or (None, None) for s in sizes]
     line = Line(
         "median, 95 % within its runs",
         [float(s.micro_batch) for s in sizes],
         [s.samples_per_s for s in sizes],
         0,
         "both",
-        [low for low, _ in ends_of],
-        [None if high is None else min(high, top) for _, high in ends_of],
+        [low for low, _ in intervals],
+        [None if high is None else min(high, top) for _, high in intervals],
     )
-    marks = Line("each run", [micro for micro, _ in runs], [rate for _, rate in runs], 1, "marks")
-    x = Axis("micro batch (sequences)", "count", log=True, ticks=line.x)
-    y = Axis("sequences/s, all ranks", from_zero=True)
     best = tune.choice.best_samples_per_s if tune.choice else None
     share = f"{format_percent(curve.WITHIN)} of the best"
-    levels = [Rule(share, curve.WITHIN * best, left=True)] if best else []
     lost = [
         f"{format_count(s.micro_batch)} ({LOST.get(s.status, 'not run')})"
         for s in sizes
@@ -292,53 +262,62 @@ def throughput(tune: TuneBatch) -> Figure:
     ]
     note = "At the declared global batch; accumulation follows the micro batch."
     note += f" Without a throughput: {', '.join(lost)}." if lost else ""
-    note += f" Ends of intervals above {format_si(top)} are drawn there." if cut else ""
-    title = "Throughput against micro batch"
-    return Figure(title, [line, marks], x, y, levels=levels, marks=_chosen(tune), note=note)
+    if any(high is not None and high > top for _, high in intervals):
+        note += f" Ends of intervals above {format_si(top)} are drawn there."
+    return Figure(
+        "Throughput against micro batch",
+        [line, _marks("each run", runs, 1)],
+        Axis("micro batch (sequences)", "count", log=True, ticks=line.x),
+        Axis("sequences/s, all ranks", from_zero=True),
+        levels=[Rule(share, curve.WITHIN * best, left=True)] if best else [],
+        marks=_chosen(tune),
+        note=note,
+    )
 
 
 def run_rate(tune: TuneBatch, run: TimedRun) -> float | None:
     """Sequences/s of one run at the declared global batch, as `curve.rate` has it for a size."""
-    if not tune.trial_samples or not run.step_s:
+    if not tune.trial_samples:
         return None
-    more = (tune.global_batch or tune.trial_samples) / tune.trial_samples - 1
-    passes = sum(max(0.0, seconds - run.exposed_s) for seconds in run.forward_backward_s)
-    return (1 + more) * tune.trial_samples * len(run.step_s) / (sum(run.step_s) + more * passes)
+    declared = tune.global_batch or tune.trial_samples
+    return declared / statistics.fmean(curve.step_times(run, declared / tune.trial_samples))
 
 
 def memory(tune: TuneBatch) -> Figure:
     """The predicted line, what runs measured, what did not fit, and what a rank may use."""
     of = tune.memory or BatchMemory()
-    tried: Sequence[TriedSize | SizeResult] = [*of.tried, *_by_micro(tune)]
-    measured = sorted(
-        {(float(s.micro_batch), s.measured_gib) for s in tried if s.status == "ok" and s.measured_gib}
-    )
-    lost: dict[str, list[tuple[float, float]]] = {}
+    sizes: Sequence[TriedSize | SizeResult] = [*of.tried, *_by_micro(tune)]
+    measured = {(s.micro_batch, s.measured_gib) for s in sizes if s.status == "ok" and s.measured_gib}
+    lost: dict[str, list[tuple[float, float | None]]] = {}
     for size in of.tried:
-        gib = size.measured_gib or size.predicted_gib
-        if size.status != "ok" and gib is not None:
-            lost.setdefault(LOST[size.status], []).append((float(size.micro_batch), gib))
-    sizes = sorted({float(s.micro_batch) for s in tried})
-    traces = [_marks("measured, greatest rank", measured, 1)]
+        if size.status != "ok" and (gib := size.measured_gib or size.predicted_gib) is not None:
+            lost.setdefault(LOST[size.status], []).append((size.micro_batch, gib))
+    traces = [_marks("measured, greatest rank", sorted(measured), 1)]
     traces += [_marks(label, points, 3 + i) for i, (label, points) in enumerate(lost.items())]
-    if (line := predicted(of)) is not None and sizes:
-        most = sizes[-1]
-        if of.predicted_limit and most < of.predicted_limit <= FAR * most:
-            most = float(of.predicted_limit)
-        traces.insert(0, Line("predicted", [0.0, most], [line[0], line[0] + line[1] * most], 0, "dashed"))
+    note = "No line was made."
+    if of.line is not None and of.constant_gib is not None:
+        most = max((size.micro_batch for size in sizes), default=0)
+        if of.predicted_limit and of.predicted_limit <= FAR * most:
+            most = max(most, of.predicted_limit)
+        ends_x = [0.0, float(most)]
+        traces.insert(0, Line("predicted", ends_x, [of.predicted_gib(x) for x in ends_x], 0, "dashed"))
+        note = (
+            f"Predicted: {format_gib(of.predicted_gib(0))} + "
+            f"{1024 * of.line.bytes_per_sequence / GIB:.3g} MiB a sequence "
+            f"({of.line.source or 'source not recorded'}; the program's own {format_gib(of.constant_gib)} "
+            f"measured in one real step). Largest micro batch within the limit: "
+            f"{format_count(of.predicted_limit)}."
+        )
     levels, far = _limits(of, max([value for trace in traces for value in trace.values], default=0.0))
-    x = Axis("micro batch (sequences)", "count", from_zero=True)
-    y = Axis("peak memory of a rank (GiB)", from_zero=True)
-    note = _line_note(of, line) + far
-    title = "Peak memory against micro batch"
-    return Figure(title, traces, x, y, levels=levels, marks=_chosen(tune), note=note)
-
-
-def predicted(of: BatchMemory) -> tuple[float, float] | None:
-    """(GiB at no sequence, GiB a sequence) of the line."""
-    if of.line is None or of.constant_gib is None:
-        return None
-    return of.constant_gib + of.line.intercept_bytes / GIB, of.line.bytes_per_sequence / GIB
+    return Figure(
+        "Peak memory against micro batch",
+        traces,
+        Axis("micro batch (sequences)", "count", from_zero=True),
+        Axis("peak memory of a rank (GiB)", from_zero=True),
+        levels=levels,
+        marks=_chosen(tune),
+        note=note + far,
+    )
 
 
 def memory_parts(tune: TuneBatch) -> Figure:
@@ -355,27 +334,27 @@ def memory_parts(tune: TuneBatch) -> Figure:
 
 def goodput(tune: TuneBatch) -> Figure:
     """Throughput x efficiency against the global batch, with the declared and the recommended one."""
-    points = sorted(tune.goodput.points, key=lambda p: p.global_batch) if tune.goodput else []
+    gain = tune.goodput
+    points = gain.points if gain else []
     x = [float(point.global_batch) for point in points]
     low, high = [point.low for point in points], [point.high for point in points]
-    traces = [
-        Line("goodput, 95 % interval", x, [point.goodput for point in points], 0, "both", low, high),
-        Line("throughput", x, [point.samples_per_s for point in points], None, "dashed"),
-    ]
-    marks = []
-    if tune.goodput is not None:
-        marks = [
-            Mark("declared global batch", tune.goodput.declared),
-            Mark("recommended", tune.goodput.recommended),
-        ]
-    axis = Axis("global batch (sequences)", "si", log=True, ticks=x)
-    y = Axis("sequences/s, worth as in the declared batch", from_zero=True)
-    absent = "No noise scale, so no goodput."
-    return Figure("Goodput against global batch", traces, axis, y, marks=marks, absent=absent)
+    return Figure(
+        "Goodput against global batch",
+        [
+            Line("goodput, 95 % interval", x, [point.goodput for point in points], 0, "both", low, high),
+            Line("throughput", x, [point.samples_per_s for point in points], None, "dashed"),
+        ],
+        Axis("global batch (sequences)", "si", log=True, ticks=x),
+        Axis("sequences/s, worth as in the declared batch", from_zero=True),
+        marks=[Mark("declared global batch", gain.declared), Mark("recommended", gain.recommended)]
+        if gain
+        else [],
+        absent="No noise scale, so no goodput.",
+    )
 
 
-def _marks(label: str, points: Sequence[tuple[float, float]], colour: int) -> Line:
-    return Line(label, [x for x, _ in points], [y for _, y in points], colour, "marks")
+def _marks(label: str, points: Sequence[tuple[float, float | None]], colour: int) -> Line:
+    return Line(label, [float(x) for x, _ in points], [y for _, y in points], colour, "marks")
 
 
 def _limits(of: BatchMemory, highest: float) -> tuple[list[Rule], str]:
@@ -392,17 +371,6 @@ def _limits(of: BatchMemory, highest: float) -> tuple[list[Rule], str]:
     return levels, ""
 
 
-def _line_note(of: BatchMemory, line: tuple[float, float] | None) -> str:
-    if line is None or of.line is None:
-        return "No line was made."
-    return (
-        f"Predicted: {format_gib(line[0])} + {1024 * line[1]:.3g} MiB a sequence "
-        f"({of.line.source or 'source not recorded'}; the program's own {format_gib(of.constant_gib)} "
-        f"measured in one real step). Largest micro batch within the limit: "
-        f"{format_count(of.predicted_limit)}."
-    )
-
-
 def _chosen(tune: TuneBatch) -> list[Mark]:
     micro = tune.choice.micro_batch if tune.choice else None
     return [Mark(f"chosen: micro batch {format_count(micro)}", micro)] if micro else []
@@ -416,34 +384,30 @@ def _by_micro(tune: TuneBatch) -> list[SizeResult]:
 
 
 def _sizes(tune: TuneBatch) -> Table:
-    named = [(format_count(size.micro_batch), size) for size in _by_micro(tune)]
-    return table(named, SIZES, corner="micro batch", empty="no size was measured")
+    sizes = [(format_count(size.micro_batch), size) for size in _by_micro(tune)]
+    return table(sizes, SIZES, corner="micro batch", empty="no size was measured")
 
 
 def _details(tune: TuneBatch) -> list[Section]:
     """What memory was tried, every run, every global batch."""
     tried = [(format_count(size.micro_batch), size) for size in (tune.memory.tried if tune.memory else ())]
+    runs = [(run.name, _means(tune, run)) for size in _by_micro(tune) for run in size.runs]
     points = [(format_count(p.global_batch), p) for p in (tune.goodput.points if tune.goodput else ())]
-    runs = [_run(tune, run) for size in _by_micro(tune) for run in size.runs]
     tables = {
         "Memory tried": table(tried, TRIED, corner="micro batch"),
-        "Runs": Table(runs, [Column(head) for head in RUNS]),
+        "Runs": table(runs, RUNS),
         "Global batches": table(points, GOODPUT, corner="global batch"),
     }
     return [folded(title, each) for title, each in tables.items() if each.rows]
 
 
-def _run(tune: TuneBatch, run: TimedRun) -> Row:
-    """Means over its steps."""
-    step, passes = (
-        statistics.fmean(times) if times else None for times in (run.step_s, run.forward_backward_s)
+def _means(tune: TuneBatch, run: TimedRun) -> SimpleNamespace:
+    """RUNS of a run: means over its steps."""
+    return SimpleNamespace(
+        steps=len(run.step_s),
+        samples_per_s=run_rate(tune, run),
+        step_s=statistics.fmean(run.step_s),
+        passes_s=statistics.fmean(run.forward_backward_s),
+        peak_gib=max(run.peak_gib),
+        alloc_retries=run.alloc_retries,
     )
-    cells = [
-        cell(len(run.step_s), "count"),
-        cell(run_rate(tune, run), "si"),
-        cell(step, "seconds"),
-        cell(passes, "seconds"),
-        cell(max(run.peak_gib, default=None), "gib"),
-        cell(run.alloc_retries, "count"),
-    ]
-    return Row(run.name, cells)

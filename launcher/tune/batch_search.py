@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import random
-from collections.abc import Sequence
+import statistics
 from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.config import ConfigError, batch_layout, dump_config
-from bert_dp.cost import GIB, flops_per_token
+from bert_dp.config import Config, ConfigError, batch_layout, dump_config
+from bert_dp.cost import flops_per_token
 from bert_dp.record.models import NoiseScale
 from launcher import results
 from launcher.log import Log
@@ -25,15 +24,14 @@ from launcher.results import (
     Noise,
     NoisePair,
     SizeResult,
-    SizeStatus,
     TriedSize,
 )
-from launcher.run.read_run import cause, failure_kind, read_summary
-from launcher.run.trials import Runner, Trial
+from launcher.run.read_run import cause, read_summary
+from launcher.run.trials import Runner
 from launcher.tune import curve, sizes
-from launcher.tune.batch_trials import BatchTrials, Question, peak_gib
+from launcher.tune.batch_trials import BatchTrials, Measured, Question
 from launcher.tune.curve import Rate
-from launcher.tune.sizes import MemoryLine
+from launcher.tune.search import SearchFailed
 
 FEWEST_STEPS, MOST_STEPS = 6, 60  # timed, of a run
 NOISE_STEPS = 400
@@ -45,97 +43,85 @@ PILOT_FLOPS = {"cuda": 1e13, "cpu": 5e10}  # of a micro batch: tens of milliseco
 VERIFY = (1.0, 0.9, 0.8)  # of the largest predicted micro batch
 
 
-class NothingFits(Exception):
-    """No size could be measured; the message says why."""
-
-
 class BatchSearch:
-    """Asks and measures; `facts` is what tune.json holds of it, whole after every step."""
+    """Measures. What follows from the measurements is computed when it is asked for, so that a search that is
+    stopped tells what it has come to."""
 
     def __init__(self, question: Question, out: Path, runs: Runner, log: Log):
-        self.q, self.out, self._log = question, out, log
-        self.runs, self._runner = BatchTrials(question, out, runs), runs
-        self._line = MemoryLine(0, 1)
-        self._curve: dict[int, SizeResult] = {}
+        self.q, self.out, self._runner, self._log = question, out, runs, log
+        self.trials = BatchTrials(question, out, runs)
+        self.memory = BatchMemory(limit_gib=question.limit_gib, limit_of=question.limit_of, spare=sizes.SPARE)
+        self._sizes: dict[int, SizeResult] = {}
+        """Those of the throughput curve, ascending."""
+        self._samples = 0
+        """Sequences of a step of their trials."""
         self._order: list[int] = []
         self._limited_by = "global batch"
-        self._fitting: list[int] = []
-        self._samples = 0
-        self.memory: BatchMemory | None = None
-        self.choice: BatchChoice | None = None
         self.noise: Noise | None = None
-        self.goodput: Goodput | None = None
+
+    def run(self) -> None:
+        """Raises Stopped for a signal and SearchFailed when no size runs."""
+        self._count_memory()
+        self._pilot()
+        self._measure(self._verified(self._predicted_to_fit()))
+        self._measure_noise()
 
     @property
     def facts(self) -> dict[str, Any]:
         """Fields of TuneBatch."""
-        measured = any(size.runs or size.status != "ok" for size in self._curve.values())
+        choice = self.choice()
         return {
-            "memory": self.memory,
-            "sizes": self.size_results() if measured else None,
-            "choice": self.choice,
+            "memory": self._described_memory(choice),
+            "sizes": self.size_results() if self._order else None,
+            "choice": choice,
             "noise": self.noise,
-            "goodput": self.goodput,
-            "order": list(self._order) if measured else None,
-            "trial_samples": self._samples if measured else None,
-            "drift": self._drift() if measured else None,
+            "goodput": self._goodput(choice),
+            "order": self._order or None,
+            "trial_samples": self._samples if self._order else None,
+            "drift": self._drift(),
         }
-
-    def run(self) -> None:
-        """Raises Stopped for a signal and NothingFits when no size runs."""
-        self._describe_memory()
-        self._pilot()
-        self._fit()
-        self._verify()
-        self._measure()
-        self._noise()
 
     # --- memory
 
-    def _describe_memory(self) -> None:
+    def _count_memory(self) -> None:
+        """The line that the memory of a rank follows, counted without running."""
         path = self.out / "memory_line.json"
         line = results.find(path, MemoryLineFile)
         if line is None:
             self._log("memory: tracing a step at two sizes (nothing allocated)")
-            asked = self._runner.scratch / "memory_line.yaml"
-            record.write_text(asked, dump_config(sizes.with_micro(self.q.config, self.q.sizes[0])))
-            arguments = [str(asked), str(self.q.ranks), "2", "4"]
+            config = self._runner.scratch / "memory_line.yaml"
+            record.write_text(config, dump_config(sizes.with_micro(self.q.config, self.q.sizes[0])))
+            arguments = [str(config), str(self.q.ranks), "2", "4"]
             lines = self._runner.helper("bert_dp.measure.memory_line", arguments)
             if not lines:
-                raise NothingFits("bert_dp.measure.memory_line failed; its message stands above")
+                raise SearchFailed("bert_dp.measure.memory_line failed; its message stands above")
             try:
                 line = results.parse(lines[-1], MemoryLineFile, path.name)
             except ConfigError as error:
-                raise NothingFits(str(error)) from None
+                raise SearchFailed(str(error)) from None
             results.write(path, line)
-        self._line = MemoryLine(line.intercept_bytes, line.bytes_per_sequence)
-        self.memory = BatchMemory(
-            limit_gib=self.q.limit_gib, limit_of=self.q.limit_of, spare=sizes.SPARE, line=line
-        )
+        self._remember(line=line)
 
     def _pilot(self) -> None:
         """A few real steps with all ranks: what the line does not count, and what a sequence costs."""
         micro, smallest = self._pilot_size(), self.q.sizes[0]
-        trial = self._memory_trial("pilot", micro)
-        outcome = self.runs.run(trial)
-        if outcome.status == "oom" and micro > smallest:
-            self._note_memory(trial, micro, outcome.status)
-            self._log(f"memory: micro batch {micro}: {outcome.status}")
-            micro, trial = smallest, self._memory_trial("pilot-smallest", smallest)
-            outcome = self.runs.run(trial)
-        if outcome.status != "ok":
-            raise NothingFits(f"micro batch {micro} does not run: {cause(trial.directory)}")
-        run = self.runs.timed(trial, 0, MEMORY_STEPS)
-        measured = max(run.peak_gib)
-        self._line = self._line.through(micro, measured)
-        self.runs.startup_s = max(0.0, outcome.seconds - sum(run.step_s))
-        self.runs.sequence_s = min(run.step_s) / trial.config.batch.global_size
-        rank = run.peak_gib.index(measured)
-        self._tried(TriedSize(micro_batch=micro, status="ok", measured_gib=measured, rank=rank))
-        self._remember(constant_gib=self._line.constant / GIB)
+        measured = self._measure_memory("pilot", micro)
+        if measured.status == "oom" and micro > smallest:
+            self._note_memory(micro, measured)
+            self._log(f"memory: micro batch {micro}: {measured.status}")
+            micro, measured = smallest, self._measure_memory("pilot-smallest", smallest)
+        if measured.run is None:
+            raise SearchFailed(f"micro batch {micro} does not run: {measured.why}")
+        steps_s, peak = measured.run.step_s, max(measured.peak_gib)
+        self.trials.startup_s = max(0.0, measured.seconds - sum(steps_s))
+        self.trials.sequence_s = min(steps_s) / self._memory_samples(micro)
+        self._remember(constant_gib=peak - self.memory.predicted_gib(micro))
+        rank = measured.peak_gib.index(peak)
+        self._add_tried(TriedSize(micro_batch=micro, status="ok", measured_gib=peak, rank=rank))
+        start, sequence = self.memory.predicted_gib(0), self.memory.predicted_gib(1)
         self._log(
-            f"memory: {format_gib(self._line.gib(0))} + {self._line.slope / GIB:.4f} GiB a sequence; "
-            f"micro batch {micro} took {format_gib(measured)}"
+            f"memory: {format_gib(start)} + {sequence - start:.4f} GiB a sequence; micro batch {micro} took "
+            f"{format_gib(peak)}"
         )
 
     def _pilot_size(self) -> int:
@@ -146,226 +132,224 @@ class BatchSearch:
         flops = flops_per_token(config.model, sequence, config.objective.mask_rate) * sequence
         room = math.inf if self.q.limit_gib is None else self.q.limit_gib / 2
         busy = PILOT_FLOPS["cuda" if self.q.on_gpu else "cpu"] / flops
-        fit = [size for size in self.q.sizes if size <= busy and self._line.gib(size) <= room]
+        fit = [size for size in self.q.sizes if size <= busy and self.memory.predicted_gib(size) <= room]
         return max(fit, default=self.q.sizes[0])
 
-    def _fit(self) -> None:
-        """Leave the sizes that the memory allows by the line."""
-        self._fitting = list(self.q.sizes)
-        if self.q.limit_gib is None:
-            return
-        most = self._line.largest(self.q.limit_gib)
+    def _predicted_to_fit(self) -> list[int]:
+        """The sizes that the memory allows by the line."""
+        limit = self.q.limit_gib
+        if limit is None:
+            return list(self.q.sizes)
+        most = self.memory.largest_size()
         self._remember(predicted_limit=most)
-        self._fitting = [size for size in self.q.sizes if size <= most]
-        if not self._fitting:
-            needed, smallest = self._line.gib(self.q.sizes[0]), self.q.sizes[0]
-            raise NothingFits(
-                f"micro batch {smallest} takes {format_gib(needed)} of the {format_gib(self.q.limit_gib)} "
-                f"that a rank may use, of which {100 * sizes.SPARE:.0f} % stay free; use zero1 or fsdp, "
-                "parallel.activation_checkpointing, more ranks, or a smaller model"
+        fitting = [size for size in self.q.sizes if size <= most]
+        if not fitting:
+            smallest = self.q.sizes[0]
+            raise SearchFailed(
+                f"micro batch {smallest} takes {format_gib(self.memory.predicted_gib(smallest))} of the "
+                f"{format_gib(limit)} that a rank may use, of which {100 * sizes.SPARE:.0f} % stay free; use "
+                "zero1 or fsdp, parallel.activation_checkpointing, more ranks, or a smaller model"
             )
-        if self._fitting[-1] < self.q.sizes[-1]:
-            self._limited_by = "memory"
         self._log(
-            f"memory: {format_gib(self.q.limit_gib)} a rank ({self.q.limit_of}) allow micro batch "
-            f"{format_count(most)} with {100 * sizes.SPARE:.0f} % spare"
+            f"memory: {format_gib(limit)} a rank ({self.q.limit_of}) allow micro batch {format_count(most)} "
+            f"with {100 * sizes.SPARE:.0f} % spare"
         )
+        return fitting
 
-    def _verify(self) -> None:
-        """Where memory limits: real steps at the predicted limit, then at 0.9 and 0.8 of it."""
-        if self._limited_by != "memory" or self._memory.predicted_limit is None:
-            return
-        predicted = self._memory.predicted_limit
-        for share in VERIFY:
-            micro = max(1, int(share * predicted))
-            if self.runs.step_s(2 * micro * self.q.dp) * (MEMORY_STEPS + 1) > self.runs.left(CURVE_SHARE) / 3:
+    def _verified(self, fitting: list[int]) -> list[int]:
+        """Where memory limits: those of the sizes that real steps at the predicted limit, then at 0.9 and 0.8
+        of it, show to fit."""
+        predicted = self.memory.predicted_limit
+        if predicted is None or fitting[-1] == self.q.sizes[-1]:
+            return fitting
+        self._limited_by = "memory"
+        for micro in (max(1, int(share * predicted)) for share in VERIFY):
+            seconds = (MEMORY_STEPS + 1) * self.trials.step_s(self._memory_samples(micro))
+            if seconds > self.trials.left(CURVE_SHARE) / 3:
                 self._log(f"memory: real steps at micro batch {micro} do not fit the budget; not verified")
-                return
-            trial = self._memory_trial(f"verify-{micro}", micro)
-            status = self.runs.judged(trial, self.runs.run(trial).status, 0, MEMORY_STEPS)
-            self._note_memory(trial, micro, status)
-            self._log(f"memory: micro batch {micro}: {status}")
-            if status == "ok":
+                return fitting
+            measured = self._measure_memory(f"verify-{micro}", micro)
+            self._note_memory(micro, measured)
+            self._log(f"memory: micro batch {micro}: {measured.status}")
+            if measured.status == "ok":
                 self._remember(verified=micro)
                 break
-        largest = self._memory.verified or int(VERIFY[-1] * predicted) - 1
-        self._fitting = [size for size in self._fitting if size <= largest] or self._fitting[:1]
+        largest = self.memory.verified or int(VERIFY[-1] * predicted) - 1
+        return [size for size in fitting if size <= largest] or fitting[:1]
 
-    def _memory_trial(self, name: str, micro: int) -> Trial:
-        return self.runs.trial(name, micro, 2 * micro * self.q.dp, MEMORY_STEPS)
+    def _measure_memory(self, name: str, micro: int) -> Measured:
+        trial = self.trials.trial(name, micro, self._memory_samples(micro), MEMORY_STEPS)
+        return self.trials.measure(trial, 0)
 
-    @property
-    def _memory(self) -> BatchMemory:
-        return self.memory or BatchMemory()
+    def _memory_samples(self, micro: int) -> int:
+        """Sequences of a step: it accumulates once."""
+        return 2 * micro * self.q.dp
+
+    def _note_memory(self, micro: int, measured: Measured) -> None:
+        peaks = measured.peak_gib
+        self._add_tried(
+            TriedSize(
+                micro_batch=micro,
+                status=measured.status,
+                predicted_gib=self.memory.predicted_gib(micro),
+                measured_gib=max(peaks, default=None),
+                rank=peaks.index(max(peaks)) if peaks else None,
+            )
+        )
+
+    def _add_tried(self, size: TriedSize) -> None:
+        self._remember(tried=[*self.memory.tried, size])
 
     def _remember(self, **facts: Any) -> None:
-        self.memory = self._memory.model_copy(update=facts)
+        self.memory = self.memory.model_copy(update=facts)
 
-    def _tried(self, size: TriedSize) -> None:
-        self._remember(tried=[*self._memory.tried, size])
-
-    def _note_memory(self, trial: Trial, micro: int, status: SizeStatus) -> None:
-        peak, rank = None, None
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            peaks = peak_gib(trial.directory, self.q.ranks)
-            peak, rank = max(peaks), peaks.index(max(peaks))
-        predicted = self._line.gib(micro)
-        self._tried(
-            TriedSize(micro_batch=micro, status=status, predicted_gib=predicted, measured_gib=peak, rank=rank)
-        )
+    def _described_memory(self, choice: BatchChoice | None) -> BatchMemory:
+        """With the parts of the peak at the choice."""
+        if choice is None:
+            return self.memory
+        return self.memory.model_copy(update={"parts_gib": self.memory.parts_at(choice.micro_batch)})
 
     # --- throughput
 
-    def _measure(self) -> None:
+    def _measure(self, fitting: list[int]) -> None:
         """Each size once in random order, the first once more at the end; then those that are still open."""
-        chosen, samples = self._affordable()
-        self._samples = samples
-        self._curve = {
+        chosen, self._samples = self._affordable(fitting)
+        self._sizes = {
             micro: SizeResult(
                 micro_batch=micro,
                 accumulation=self.q.config.batch.global_size // (micro * self.q.dp),
-                trial_accumulation=samples // (micro * self.q.dp),
+                trial_accumulation=self._samples // (micro * self.q.dp),
                 status="ok",
-                predicted_gib=self._line.gib(micro),
+                predicted_gib=self.memory.predicted_gib(micro),
             )
             for micro in chosen
         }
         order = random.Random(0).sample(chosen, len(chosen))  # noqa: S311 (an order, no secret)
-        self._log(f"throughput: micro batches {', '.join(map(str, chosen))}, {samples} sequences a step")
-        for place, micro in enumerate([*order, order[0]] if len(order) > 1 else order):
-            self._run_size(micro, f"{place + 1}/{len(order) + (len(order) > 1)}")
-        while (rates := self.rates()) and len(rates) > 1 and (unsure := curve.open_sizes(rates)):
-            unsure = [micro for micro in unsure if len(self._curve[micro].runs) < MOST_RUNS]
-            cost = self.runs.startup_s + (self.runs.warm_up + FEWEST_STEPS) * self.runs.step_s(samples)
-            if not unsure or self.runs.left(SETTLE_SHARE) < cost * len(unsure):
+        order += order[:1] if len(order) > 1 else []
+        self._log(
+            f"throughput: micro batches {', '.join(map(str, chosen))}, {self._samples} sequences a step"
+        )
+        for place, micro in enumerate(order, 1):
+            self._run_size(micro, f"{place}/{len(order)}")
+        while again := [m for m in curve.open_sizes(self.rates()) if len(self._sizes[m].runs) < MOST_RUNS]:
+            if self.trials.left(SETTLE_SHARE) < len(again) * self.trials.run_s(FEWEST_STEPS, self._samples):
                 break
-            for micro in unsure:
+            for micro in again:
                 self._run_size(micro, "again")
-        self._conclude()
 
-    def _affordable(self) -> tuple[list[int], int]:
+    def _affordable(self, fitting: list[int]) -> tuple[list[int], int]:
         """Sizes, and sequences of a trial's step, that the budget has time for.
 
         Where steps are what takes the time the largest sizes go, until FEWEST are left; then the smallest:
         they are seldom the choice.
         """
-        fitting = self._fitting
         while True:
             kept = sizes.thin(fitting, sizes.MOST)
             samples = sizes.samples_per_step(kept, self.q.dp)
-            steps_s = (self.runs.warm_up + FEWEST_STEPS) * self.runs.step_s(samples)
-            cost = self.runs.startup_s + steps_s
-            count = int(self.runs.left(CURVE_SHARE) / cost) - 2  # the first again, and one that is close
-            few = len(fitting) <= sizes.FEWEST and len(fitting) * steps_s <= self.runs.left(CURVE_SHARE)
-            if count >= sizes.FEWEST or few or len(fitting) == 1 or steps_s < self.runs.startup_s:
+            run_s, left_s = self.trials.run_s(FEWEST_STEPS, samples), self.trials.left(CURVE_SHARE)
+            steps_s = run_s - self.trials.startup_s
+            count = int(left_s / run_s) - 2  # the first again, and one that is close
+            few = len(fitting) <= sizes.FEWEST and len(fitting) * steps_s <= left_s
+            if count >= sizes.FEWEST or few or len(fitting) == 1 or steps_s < self.trials.startup_s:
                 return kept[-max(count, sizes.FEWEST) :], samples
             fitting, self._limited_by = fitting[:-1], "budget"
 
     def _run_size(self, micro: int, place: str) -> None:
-        size = self._curve[micro]
+        size, warm_up = self._sizes[micro], self.trials.warm_up
         if size.status != "ok":
             return
+        steps = self._steps_of_next_run()
+        name = f"micro-{micro}-r{len(size.runs)}"
+        trial = self.trials.trial(name, micro, self._samples, warm_up + steps)
+        measured = self.trials.measure(trial, warm_up)
         self._order.append(micro)
-        runs = len(self._curve) + 4 - len(self._order)
-        each = self.runs.left(CURVE_SHARE) / max(2, runs) - self.runs.startup_s
-        steps = int(each / self.runs.step_s(self._samples)) - self.runs.warm_up
-        steps = min(MOST_STEPS, max(FEWEST_STEPS, steps))
-        trial = self.runs.trial(
-            f"micro-{micro}-r{len(size.runs)}", micro, self._samples, self.runs.warm_up + steps
-        )
-        status = self.runs.judged(trial, self.runs.run(trial).status, self.runs.warm_up, steps)
-        self._note_memory(trial, micro, status)
-        if status != "ok":
-            why = self.runs.why(trial, status)
-            kind = failure_kind(trial.directory) if status in ("oom", "failed") else None
-            lost = {"status": status, "why": why, "failure_kind": kind}
-            self._curve[micro] = size.model_copy(update=lost)
-            self._log(f"[{place}] micro batch {micro}: {status}: {why}")
-        else:
-            run = self.runs.timed(trial, self.runs.warm_up, steps)
-            size.runs.append(run)
-            now = self._rate(size)
-            self.runs.sequence_s = min(
-                self.runs.sequence_s, sum(run.step_s) / len(run.step_s) / self._samples
-            )
-            speed, peak = format_si(now.median, "sequences/s"), format_gib(max(run.peak_gib))
-            self._log(f"[{place}] micro batch {micro}: {speed}, {steps} steps, peak {peak}")
-        self._conclude()
+        self._note_memory(micro, measured)
+        run = measured.run
+        if run is None or measured.status != "ok":
+            facts = {name: getattr(measured, name) for name in ("status", "why", "failure_kind")}
+            self._sizes[micro] = size.model_copy(update=facts)
+            self._log(f"[{place}] micro batch {micro}: {measured.status}: {measured.why}")
+            return
+        peak = max(run.peak_gib)
+        facts = {"runs": [*size.runs, run], "measured_gib": max(peak, size.measured_gib or 0.0)}
+        self._sizes[micro] = size.model_copy(update=facts)
+        mean_s = statistics.fmean(run.step_s)
+        self.trials.sequence_s = min(self.trials.sequence_s, mean_s / self._samples)
+        speed = format_si(self._rate(self._sizes[micro]).median, "sequences/s")
+        self._log(f"[{place}] micro batch {micro}: {speed}, {steps} steps, peak {format_gib(peak)}")
+
+    def _steps_of_next_run(self) -> int:
+        """Timed ones: what the first round's time has left, shared among its runs and two that may follow."""
+        runs = max(2, len(self._sizes) + 3 - len(self._order))
+        each_s = self.trials.left(CURVE_SHARE) / runs - self.trials.startup_s
+        steps = int(each_s / self.trials.step_s(self._samples)) - self.trials.warm_up
+        return min(MOST_STEPS, max(FEWEST_STEPS, steps))
 
     def rates(self) -> list[Rate]:
         """Of every size that ran, ascending."""
-        return [
-            self._rate(size) for _, size in sorted(self._curve.items()) if size.status == "ok" and size.runs
-        ]
+        return [self._rate(size) for size in self._sizes.values() if size.status == "ok" and size.runs]
 
     def _rate(self, size: SizeResult) -> Rate:
         return curve.rate(size, self._samples, self.q.config.batch.global_size)
 
-    def _conclude(self) -> None:
+    def choice(self) -> BatchChoice | None:
+        """None before the end of the first round, and where no size ran."""
         rates = self.rates()
-        if not rates or any(size.status == "ok" and not size.runs for size in self._curve.values()):
-            return  # no choice from a part of the first round
+        if not rates or any(size.status == "ok" and not size.runs for size in self._sizes.values()):
+            return None
         choice = curve.choose(rates)
         micro, why = choice.micro_batch, choice.why
-        if micro == min(self._curve) > self.q.sizes[0]:
+        if micro == min(self._sizes) > self.q.sizes[0]:
             why = f"{why}; smaller ones were not tried"
-        layout = batch_layout(sizes.with_micro(self.q.config, micro), self.q.ranks)
-        accumulation = layout.grad_accum_steps
+        accumulation = self._sizes[micro].accumulation
         decided = {"why": why, "limited_by": self._limited_by, "accumulation": accumulation}
-        self.choice = choice.model_copy(update=decided)
-        parts = sizes.parts_at(self._memory.line.parts, micro) if self._memory.line else {}
-        self._remember(parts_gib={"program and libraries": self._line.constant / GIB, **parts})
+        return choice.model_copy(update=decided)
 
     def size_results(self) -> list[SizeResult]:
         """Every size so far, ascending."""
         rates = {rate.micro: rate for rate in self.rates()}
         best = max((rate.median for rate in rates.values()), default=math.nan)
-        sizes_ = []
-        for micro, size in sorted(self._curve.items()):
-            measured: dict[str, Any] = {}
-            if (rate := rates.get(micro)) is not None:
-                measured = {
-                    "samples_per_s": rate.median,
-                    "samples_per_s_ci95": [rate.low, rate.high],
-                    "relative": rate.median / best,
-                }
-            peaks = [peak for run in size.runs for peak in run.peak_gib]
-            measured["measured_gib"] = max(peaks, default=None)
-            sizes_.append(size.model_copy(update=measured))
-        return sizes_
+        measured = {
+            micro: {
+                "samples_per_s": rate.median,
+                "samples_per_s_ci95": [rate.low, rate.high],
+                "relative": rate.median / best,
+            }
+            for micro, rate in rates.items()
+        }
+        return [size.model_copy(update=measured.get(micro, {})) for micro, size in self._sizes.items()]
 
     def _drift(self) -> Drift | None:
         """The size that ran first, against its run at the end of the first round."""
-        runs = self._curve[self._order[0]].runs if self._order else []
+        runs = self._sizes[self._order[0]].runs if self._order else []
         if len(runs) < 2:
             return None
-        first, last = (self._samples * len(run.step_s) / sum(run.step_s) for run in runs[:2])
+        first, last = (self._samples / statistics.fmean(run.step_s) for run in runs[:2])
         return Drift(micro_batch=self._order[0], first=first, last=last, ratio=last / first)
 
     # --- noise scale and goodput
 
-    def _noise(self) -> None:
-        choice = self.choice
+    def _measure_noise(self) -> None:
+        choice = self.choice()
         if choice is None:
-            whys = [f"micro batch {size.micro_batch}: {size.why}" for size in self._curve.values()]
-            raise NothingFits("; ".join(whys))
+            whys = [f"micro batch {size.micro_batch}: {size.why}" for size in self._sizes.values()]
+            raise SearchFailed("; ".join(whys))
         micro, config = choice.micro_batch, self.q.config
         if self.q.dp == 1 and choice.accumulation == 1:  # two batches are compared
             micro = max((size for size in self.q.sizes if size < micro), default=micro)
         step_s = config.batch.global_size / choice.samples_per_s
-        steps = max(1, min(NOISE_STEPS, int((self.runs.left(1.0) - self.runs.startup_s) / step_s)))
-        trial = self.runs.trial("noise", micro, config.batch.global_size, steps, noise=True)
-        why = self._no_noise(trial, steps)
-        if why is not None:
+        steps = max(1, min(NOISE_STEPS, int((self.trials.left(1.0) - self.trials.startup_s) / step_s)))
+        trial = self.trials.trial("noise", micro, config.batch.global_size, steps, noise=True)
+        if (why := self._no_noise(trial.config, steps)) is not None:
             self.noise = Noise(verdict="inconclusive", why=why)
             self._log(f"noise scale: not measured: {why}")
             return
         self._log(f"noise scale: {steps} steps of the declared batch")
-        status = self.runs.run(trial).status
+        measured = self.trials.measure(trial, 0)
         summary = read_summary(trial.directory)
         estimate = summary.noise_scale if summary else None
-        if status != "ok" or estimate is None:
-            estimate = NoiseScale(verdict="inconclusive", why=self.runs.why(trial, status))
+        if measured.run is None or estimate is None:
+            estimate = NoiseScale(verdict="inconclusive", why=cause(trial.directory))
         lines = record.read_lines(trial.directory / "noise.jsonl")
         self.noise = Noise(
             **estimate.model_dump(),
@@ -373,31 +357,32 @@ class BatchSearch:
             init_from=config.run.init_from,
             pairs=[NoisePair.model_validate(line) for line in lines],
         )
-        if estimate.noise_scale is not None and estimate.interval is not None:
-            self.goodput = self._goodput(choice, estimate.noise_scale, estimate.interval)
 
-    def _no_noise(self, trial: Trial, steps: int) -> str | None:
+    def _no_noise(self, config: Config, steps: int) -> str | None:
         """Why the noise scale cannot be measured here."""
         try:
-            batch_layout(trial.config, self.q.ranks)
+            batch_layout(config, self.q.ranks)
         except ConfigError as error:
             return error.issues[0]
         if steps < FEWEST_NOISE_STEPS:
             return f"the budget leaves {steps} steps, {FEWEST_NOISE_STEPS} are needed; raise --budget"
         return None
 
-    def _goodput(self, choice: BatchChoice, noise: float, interval: Sequence[float]) -> Goodput:
-        config, size = self.q.config, self._curve[choice.micro_batch]
-        passes_s, whole_s = curve.parts(size)
-        per_pass, declared = size.micro_batch * self.q.dp, config.batch.global_size
-        wanted = {per_pass * 2**k for k in range(12)} | {declared}
-        wanted = {b for b in wanted if declared / 16 <= b <= declared * 16}
+    def _goodput(self, choice: BatchChoice | None) -> Goodput | None:
+        """None without a noise scale."""
+        noise = self.noise
+        if choice is None or noise is None or noise.noise_scale is None or noise.interval is None:
+            return None
+        size, declared = self._sizes[choice.micro_batch], self.q.config.batch.global_size
+        passes_s, step_s = curve.parts(size)
+        per_pass = size.micro_batch * self.q.dp
+        batches = {per_pass * 2**k for k in range(12)} | {declared}
         return curve.goodput(
             micro_s=passes_s / (size.trial_accumulation or 1),
-            update_s=whole_s - passes_s,
+            update_s=step_s - passes_s,
             per_pass=per_pass,
             global_size=declared,
-            noise=noise,
-            interval=interval,
-            sizes=sorted(wanted),
+            noise=noise.noise_scale,
+            interval=noise.interval,
+            sizes=sorted(batch for batch in batches if declared / 16 <= batch <= declared * 16),
         )

@@ -1,20 +1,21 @@
-"""Trials of a batch search: their configuration, their budget, and what they are worth."""
+"""Trials of a batch search: their configuration, their time, and what they have come to."""
 
 from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from bert_dp import record
 from bert_dp.config import Config
 from bert_dp.cost import GIB
+from bert_dp.record.models import FailureKind
 from launcher.report.numbers import format_gib
 from launcher.results import SizeStatus, TimedRun
-from launcher.run.read_run import cause, read_repeat
-from launcher.run.trials import Outcome, Runner, Trial, timed_config
+from launcher.run.read_run import cause, failure_kind, read_repeat
+from launcher.run.trials import Runner, Trial, timed_config
 
 GUARD_GIB = 1.0  # above a rank's memory: address space that is private and never touched
 
@@ -47,6 +48,24 @@ class Question:
         return max(1, self.ranks // self.config.parallel.tensor)
 
 
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What a trial has come to."""
+
+    directory: Path
+    seconds: float
+    """From its start to its end."""
+    status: SizeStatus
+    why: str = ""
+    """Why the status is not ok."""
+    failure_kind: FailureKind | None = None
+    """Of one that is oom or failed."""
+    peak_gib: list[float] = dataclasses.field(default_factory=list)
+    """Of each rank; [] where one has not recorded its own."""
+    run: TimedRun | None = None
+    """Where all steps were taken."""
+
+
 class BatchTrials:
     """Trials of a search, one after the other.
 
@@ -59,13 +78,14 @@ class BatchTrials:
         self.warm_up = 10 if question.on_gpu else 3
         self.used_s = self.startup_s = self.sequence_s = 0.0
 
-    def trial(self, name: str, micro: int, global_size: int, steps: int, *, noise: bool = False) -> Trial:
-        """The user's configuration at this batch, for so many steps, with nothing saved."""
+    def trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> Trial:
+        """The user's configuration at this micro batch, for so many steps of `samples` sequences, with
+        nothing saved."""
         config = timed_config(
             self.q.config,
             on_gpu=self.q.on_gpu,
             steps=steps,
-            global_size=global_size,
+            global_size=samples,
             micro_size=micro,
             noise_scale=noise,
             precision=self.q.precision,
@@ -74,72 +94,79 @@ class BatchTrials:
         guard = None if self.q.on_gpu or limit is None else int((limit + GUARD_GIB) * GIB)
         return Trial(self._out / "trials" / name, config, self.q.ranks, data_bytes=guard)
 
-    def run(self, trial: Trial) -> Outcome:
-        """Its time counts as used. Raises Stopped."""
-        outcome = self._runs.run_one(trial)
+    def measure(self, trial: Trial, warm_up: int) -> Measured:
+        """Run it, unless an earlier call has; its steps after the warm-up are timed. Its time counts as used.
+        Raises Stopped."""
+        outcome, directory = self._runs.run_one(trial), trial.directory
         self.used_s += outcome.seconds
-        return outcome
+        if outcome.status != "ok":
+            return Measured(
+                directory,
+                outcome.seconds,
+                outcome.status,
+                cause(directory),
+                failure_kind(directory),
+                recorded_peaks(directory, self.q.ranks),
+            )
+        run = timed_run(trial, warm_up)
+        status, why = self._judge(run)
+        return Measured(directory, outcome.seconds, status, why, None, run.peak_gib, run)
 
-    def judged(self, trial: Trial, status: SizeStatus, warm_up: int, steps: int) -> SizeStatus:
+    def _judge(self, run: TimedRun) -> tuple[SizeStatus, str]:
         """A run that ended well may still have taken too much: over the limit, or the allocator thrashed."""
-        if status != "ok":
-            return status
-        run = self.timed(trial, warm_up, steps)
-        if self.q.limit_gib is not None and max(run.peak_gib) > self.q.limit_gib:
-            return "over"
-        return "thrash" if run.alloc_retries else "ok"
-
-    def why(self, trial: Trial, status: str) -> str:
-        """What a status of `judged` that is not ok means."""
-        if status == "over":
-            peak = max(peak_gib(trial.directory, self.q.ranks))
-            return f"its peak of {format_gib(peak)} is above the {format_gib(self.q.limit_gib)} of a rank"
-        if status == "thrash":
-            return "the GPU's allocator had to free what it kept to go on"
-        return cause(trial.directory)
-
-    def timed(self, trial: Trial, warm_up: int, steps: int) -> TimedRun:
-        """Its steps after the warm-up. Raises ValueError or KeyError when its records are not whole."""
-        directory = trial.directory
-        repeat = read_repeat(directory, self.q.ranks, warm_up, steps)
-        parts = repeat.parts
-        exposed_s = statistics.median(repeat.exposed_s) if repeat.exposed_s else 0.0
-        return TimedRun(
-            name=trial.name,
-            step_s=parts["step_s"][0],
-            forward_backward_s=parts["forward_backward_s"][0],
-            peak_gib=repeat.memory_gib,
-            exposed_s=exposed_s,
-            alloc_retries=alloc_retries(directory, self.q.ranks, warm_up),
-        )
+        limit, peak = self.q.limit_gib, max(run.peak_gib)
+        if limit is not None and peak > limit:
+            return "over", f"its peak of {format_gib(peak)} is above the {format_gib(limit)} of a rank"
+        if run.alloc_retries:
+            return "thrash", "the GPU's allocator had to free what it kept to go on"
+        return "ok", ""
 
     def step_s(self, samples: int) -> float:
         """What a step of so many sequences takes, by the best rate seen."""
         return samples * self.sequence_s
+
+    def run_s(self, steps: int, samples: int) -> float:
+        """What a trial of so many timed steps takes."""
+        return self.startup_s + (self.warm_up + steps) * self.step_s(samples)
 
     def left(self, share: float) -> float:
         """Seconds of this share of the budget that are not used yet."""
         return max(0.0, share * self.q.budget_s - self.used_s)
 
 
-def peak_gib(directory: Path, ranks: int) -> list[float]:
-    """Of each rank, as far as it has told."""
-    peaks = []
-    for rank in range(ranks):
-        lines = list(record.read_lines(directory / "steps" / f"rank-{rank}.jsonl"))
-        peaks.append(max(float(line["peak_memory_gib"]) for line in lines))
-    return peaks
+def timed_run(trial: Trial, warm_up: int) -> TimedRun:
+    """The steps of a whole trial after the warm-up."""
+    steps = (trial.config.schedule.steps or 0) - warm_up
+    repeat = read_repeat(trial.directory, trial.ranks, warm_up, steps)
+    return TimedRun(
+        name=trial.name,
+        step_s=repeat.parts["step_s"][0],
+        forward_backward_s=repeat.parts["forward_backward_s"][0],
+        peak_gib=repeat.memory_gib,
+        exposed_s=statistics.median(repeat.exposed_s or [0.0]),
+        alloc_retries=alloc_retries(trial.directory, trial.ranks, warm_up),
+    )
+
+
+def recorded_peaks(directory: Path, ranks: int) -> list[float]:
+    """Peak memory of each rank, GiB; [] where one has not recorded its own."""
+    peaks = [[line["peak_memory_gib"] for line in step_lines(directory, rank)] for rank in range(ranks)]
+    return [max(each) for each in peaks] if all(peaks) else []
 
 
 def alloc_retries(directory: Path, ranks: int, warm_up: int) -> int | None:
     """How often the GPU's allocator failed and tried again after the warm-up, of the rank with most; None on
     a CPU."""
-    most: int | None = None
+    retries = []
     for rank in range(ranks):
-        lines = list(record.read_lines(directory / "steps" / f"rank-{rank}.jsonl"))
-        counts: Sequence[tuple[int, Any]] = [(line["step"], line.get("alloc_retries")) for line in lines]
-        retries = [(step, int(count)) for step, count in counts if count is not None]
-        if retries:
-            before = max((count for step, count in retries if step <= max(warm_up, retries[0][0])), default=0)
-            most = max(most or 0, retries[-1][1] - before)
-    return most
+        lines = [(line["step"], line.get("alloc_retries")) for line in step_lines(directory, rank)]
+        counts = [(step, count) for step, count in lines if count is not None]
+        if counts:
+            before = max(count for step, count in counts if step <= max(warm_up, counts[0][0]))
+            retries.append(counts[-1][1] - before)
+    return max(retries, default=None)
+
+
+def step_lines(directory: Path, rank: int) -> Iterator[dict[str, Any]]:
+    """What a rank has recorded of its steps."""
+    return record.read_lines(directory / "steps" / f"rank-{rank}.jsonl")

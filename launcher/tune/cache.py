@@ -38,6 +38,11 @@ def key(question: Question, machine: Mapping[str, Any]) -> str:
         "launcher": question.launcher,
         "memory_gib": question.asked_gib,
     }
+    return digest(facts)
+
+
+def digest(facts: object) -> str:
+    """16 hex digits of JSON values."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 

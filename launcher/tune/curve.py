@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Sequence
 
 from launcher import stats
-from launcher.results import BatchChoice, Goodput, GoodputPoint, SizeResult
+from launcher.results import BatchChoice, Goodput, GoodputPoint, SizeResult, TimedRun
 
 WITHIN = 0.97  # of the best throughput: what a smaller micro batch must reach
 SURE = 0.94  # of the best, at the low end of its interval: as much again as it may miss by
@@ -29,13 +29,10 @@ class Rate:
 
 
 def rate(size: SizeResult, trial_samples: int, global_size: int) -> Rate:
-    """A trial's step may take fewer sequences than the declared one: then forward and backward count as often
-    as they would, reduction and update once."""
-    times = global_size / trial_samples
+    """From trials whose step takes `trial_samples` sequences, which may be fewer than the declared ones."""
     blocks = []
     for run in size.runs:
-        passes = [max(0.0, fb - run.exposed_s) for fb in run.forward_backward_s]
-        steps = [s + (times - 1) * p for s, p in zip(run.step_s, passes, strict=True)]
+        steps = step_times(run, global_size / trial_samples)
         cuts = [len(steps) * i // BLOCKS for i in range(BLOCKS + 1)]
         blocks += [math.log(statistics.fmean(steps[a:b])) for a, b in itertools.pairwise(cuts)]
     middle = statistics.median(blocks)
@@ -44,8 +41,15 @@ def rate(size: SizeResult, trial_samples: int, global_size: int) -> Rate:
     return Rate(size.micro_batch, *rates)
 
 
+def step_times(run: TimedRun, times: float) -> list[float]:
+    """Seconds of each step if it took `times` as many sequences: forward and backward count as often,
+    reduction and update once."""
+    passes = [max(0.0, seconds - run.exposed_s) for seconds in run.forward_backward_s]
+    return [step + (times - 1) * passes_s for step, passes_s in zip(run.step_s, passes, strict=True)]
+
+
 def parts(size: SizeResult) -> tuple[float, float]:
-    """Seconds of a trial's step: (forward and backward without the exposed reduction, all)."""
+    """Seconds of a trial's step: (forward and backward without the exposed reduction, the whole step)."""
     passes = [max(0.0, statistics.fmean(run.forward_backward_s) - run.exposed_s) for run in size.runs]
     return statistics.fmean(passes), statistics.fmean(statistics.fmean(run.step_s) for run in size.runs)
 
@@ -60,8 +64,8 @@ def unsettled(rates: Sequence[Rate]) -> list[int]:
 
 def open_sizes(rates: Sequence[Rate]) -> list[int]:
     """What another run each would tell more about: the unsettled ones and what they are held against."""
-    unsure, (chosen, best) = unsettled(rates), _pick(rates)
-    return sorted({*unsure, best.micro, chosen.micro}) if unsure else []
+    unsure = unsettled(rates) if rates else []
+    return sorted({*unsure, *(rate.micro for rate in _pick(rates))}) if unsure else []
 
 
 def _share(rate: Rate, best: Rate) -> tuple[float, float]:
@@ -85,13 +89,14 @@ def choose(rates: Sequence[Rate]) -> BatchChoice:
     """`choice` of tune.json: the smallest micro batch whose throughput is WITHIN of the best."""
     chosen, best = _pick(rates)
     flat = len(rates) > 1 and chosen is rates[0] and all(r.median >= WITHIN * best.median for r in rates)
-    why = "the smallest within 3 % of the best"
-    if chosen.micro == best.micro:
-        why = "the best of those tried, and no smaller one is sure to come within 3 %"
     if len(rates) == 1:
         why = "the only size that ran"
-    if flat:
+    elif flat:
         why = "the curve is flat: every size is within 3 % of the best, so the smallest"
+    elif chosen is best:
+        why = "the best of those tried, and no smaller one is sure to come within 3 %"
+    else:
+        why = "the smallest within 3 % of the best"
     return BatchChoice(
         micro_batch=chosen.micro,
         best_micro_batch=best.micro,
@@ -133,22 +138,20 @@ def goodput(
     def top(scale: float) -> int:
         return max(sizes, key=lambda size: good(size, scale))
 
-    points = []
-    for size in sizes:
+    def point(size: int) -> GoodputPoint:
         low, high = sorted(good(size, scale) for scale in interval)
-        points.append(
-            GoodputPoint(
-                global_batch=size,
-                samples_per_s=speed(size),
-                efficiency=worth(size, noise),
-                goodput=good(size, noise),
-                low=low,
-                high=high,
-            )
+        return GoodputPoint(
+            global_batch=size,
+            samples_per_s=speed(size),
+            efficiency=worth(size, noise),
+            goodput=good(size, noise),
+            low=low,
+            high=high,
         )
+
     best = top(noise)
     return Goodput(
-        points=points,
+        points=[point(size) for size in sizes],
         recommended=best,
         recommended_interval=sorted(top(scale) for scale in interval),
         gain=good(best, noise) / good(global_size, noise) - 1,

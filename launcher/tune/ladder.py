@@ -116,7 +116,7 @@ def candidates(rung: Rung, rates: Sequence[float]) -> list[CandidateFacts]:
 
 def ranked(rung: Rung) -> list[float]:
     """The rates of a rung that can be chosen, best first."""
-    means = {lr: rung.mean(lr) for lr in {t.lr for t in rung.trials}}
+    means = {lr: rung.mean(lr) for lr in rung.rates}
     return sorted((lr for lr, mean in means.items() if mean < math.inf), key=lambda lr: (means[lr], lr))
 
 

@@ -1,26 +1,21 @@
-"""`bert-dp tune lr`: the learning rate from short complete runs, and its transfer to another global batch."""
+"""`bert-dp tune lr`: the learning rate from short complete runs."""
 
 from __future__ import annotations
 
-import json
-import sys
-import time
+import datetime
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bert_dp import record
-from bert_dp.config import Config, ConfigError, batch_layout, dump_config, load_config, peak_lr, with_budget
+from bert_dp.config import Config, ConfigError, batch_layout, with_budget
 from launcher import job, results
-from launcher.log import PLAIN, Log, logger, show
-from launcher.report.html import write_or_warn
-from launcher.report.run_report import PAGE
-from launcher.results import LrOptions, LrPlanFile, LrSettings, MeasureStatus, RangeTest, TuneLr
+from launcher.log import Log, logger
+from launcher.results import LrOptions, LrPlanFile, LrSettings, TuneLr
 from launcher.run import trials
-from launcher.run.trials import Stopped
-from launcher.tune import FILE, ladder, rate_trials, transfer
+from launcher.tune import FILE, ladder, rate_trials
 from launcher.tune.rate_report import rate_report
-from launcher.tune.rate_search import SHORT, AllFailed, Question, RateSearch
+from launcher.tune.rate_search import SHORT, Question, RateSearch
+from launcher.tune.search import run_to_end, write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,9 +51,7 @@ def tune(
         output.print_plan(as_json=as_json)
         return 0
     with output.claim():
-        on_gpu = asked.gpus > 0
-        precision = trials.trial_precision(config, asked.machine, [config.parallel.engine], on_gpu=on_gpu)
-        code, tuned = run_locked(config, settings, ranks, output, precision=precision, on_gpu=on_gpu, log=log)
+        tuned, code = search(asked, settings, ranks, output, log)
         job.publish(tuned, rate_report(tuned, folder), folder, as_json=as_json, console=console)
     return code
 
@@ -99,154 +92,85 @@ def describe(
     config: Config, settings: LrOptions, ranks: int, folder: Path, log: Log, overrides: Sequence[str]
 ) -> None:
     """What is about to run."""
-    s = settings
     log(f"learning rate search: {folder}")
     log(
-        f"{s.rates} rates spaced 2x at 1/{SHORT} of the whole run, {ladder.FINALISTS} x {s.seeds} seeds at "
-        f"all of it; {batch_layout(config, ranks)}"
+        f"{settings.rates} rates spaced 2x at 1/{SHORT} of the whole run, {ladder.FINALISTS} x "
+        f"{settings.seeds} seeds at all of it; {batch_layout(config, ranks)}"
     )
     if config.optim.lr != "auto" and any(item.partition("=")[0].strip() == "optim.lr" for item in overrides):
         log("warning: --set optim.lr has no effect: it is what is searched")
 
 
-def run_locked(
-    config: Config,
-    settings: LrOptions,
-    ranks: int,
-    output: job.Output[LrPlanFile],
-    *,
-    precision: str,
-    on_gpu: bool,
-    log: Log,
-) -> tuple[int, TuneLr]:
-    """The search, and (exit code, tune.json); also what there is of it when a signal came. `precision`: of
-    every trial."""
-    out, begun = output.path, output.begin(config)
-    if not begun.manifest.held_out.sequences:
+def search(
+    asked: job.Job, settings: LrOptions, ranks: int, output: job.Output[LrPlanFile], log: Log
+) -> tuple[TuneLr, int]:
+    """tune.json and the exit code; also what there is when a signal came. Goes on where an earlier call
+    ended."""
+    config, out, on_gpu = asked.config, output.path, asked.gpus > 0
+    begun = output.begin(config)
+    manifest = begun.manifest
+    if not manifest.held_out.sequences:
         raise ConfigError(
             [
                 f"data: {begun.shards} holds no held-out documents, by whose loss rates are chosen; "
                 "raise data.build.held_out_fraction"
             ]
         )
-    most = max(settings.rates, ladder.FINALISTS * settings.seeds)
     slots = trials.device_slots(
         ranks,
-        gpus=len(begun.machine["gpus"]) if on_gpu else 0,
+        gpus=asked.gpus,
         cores=int(begun.machine["usable_cores"]),
-        most=most,
+        most=max(settings.rates, ladder.FINALISTS * settings.seeds),
     )
-    manifest = begun.manifest
-    declared = with_budget(config, manifest.train.sequences)
     question = Question(
-        declared, settings, ranks, begun.shards, manifest.unigram_entropy_nats, len(slots), precision
+        with_budget(config, manifest.train.sequences),
+        settings,
+        ranks,
+        begun.shards,
+        manifest.unigram_entropy_nats,
+        len(slots),
+        trials.trial_precision(config, asked.machine, [config.parallel.engine], on_gpu=on_gpu),
     )
-    file = job.KeptPlan(out / STATE, begun.plan)
-    status: MeasureStatus = "complete"
-    stopped, why = 0, None
+    kept = job.KeptPlan(out / STATE, begun.plan)
     with trials.runner(out, slots, launcher=settings.launcher, on_gpu=on_gpu, log=log) as runs:
-        doing = RateSearch(question, runs, file, log)
-        try:
-            doing.run()
-        except Stopped as stop:
-            status, stopped = "partial", stop.number
-            log(f"stopped: {out} holds what was measured; the same command goes on")
-        except AllFailed as failed:
-            status, why = "failed", str(failed)
-    file.save()
-    tuned = document(doing, file.plan, status, why, begun)
-    earlier = results.find(out / FILE, TuneLr)
-    if earlier is not None and earlier.choice == tuned.choice:
-        tuned = tuned.model_copy(update={"transfer": earlier.transfer})
-    results.write(out / FILE, tuned)
-    if tuned.choice is not None:
-        record.write_text(out / "tuned.yaml", dump_config(rate_trials.tuned_config(config, tuned.choice.lr)))
-    return (128 + stopped if stopped else 1 if tuned.status == "failed" else 0), tuned
-
-
-def document(
-    doing: RateSearch, plan: LrPlanFile, status: MeasureStatus, why: str | None, begun: job.Begun[LrPlanFile]
-) -> TuneLr:
-    """tune.json."""
-    q, rungs, test = doing.q, doing.rungs, doing.range_test
-    config, settings = q.config, q.settings
-    choice = ladder.choose(rungs) if status == "complete" else None
-    trials_ = [trial for rung in rungs for trial in rung.trials]
-    first = {trial.lr for trial in rungs[0].trials} if rungs else set()
-    return TuneLr(
-        status="failed" if status == "complete" and choice is None else status,
-        why=why,
-        date=time.strftime("%Y-%m-%d"),
-        seconds=plan.seconds,
+        measured = RateSearch(question, runs, kept, log)
+        ending = run_to_end(measured.run, out, log)
+    kept.save()
+    rungs, tokens = measured.rungs, kept.plan.tokens or 0
+    choice = ladder.choose(rungs) if ending.status == "complete" else None
+    has_failed = ending.status == "complete" and choice is None
+    before = results.find(out / FILE, TuneLr)
+    trained = [trial.tokens for rung in rungs for trial in rung.trials]
+    tuned = TuneLr(
+        status="failed" if has_failed else ending.status,
+        why=ending.why,
+        date=datetime.date.today().isoformat(),
+        seconds=kept.plan.seconds,
         **begun.facts()
-        | {"environment": {**begun.machine, "launcher": settings.launcher}, "config_hash": config.hash()},
-        config=config.model_dump(mode="json"),
+        | {
+            "environment": {**begun.machine, "launcher": settings.launcher},
+            "config_hash": question.config.hash(),
+        },
+        config=question.config.model_dump(mode="json"),
         settings=LrSettings(
-            **{**results.plain(settings), "tokens": doing.tokens},
-            tokens_why=plan.tokens_why,
+            **{**results.plain(settings), "tokens": tokens},
+            tokens_why=kept.plan.tokens_why,
             optimizers=[config.optim.name],
             weight_decays=[config.optim.weight_decay],
-            seeds_used=list(q.seeds),
+            seeds_used=list(question.seeds),
         ),
-        ranks=q.ranks,
-        at_a_time=q.at_a_time,
-        unigram_entropy_nats=q.unigram,
-        range_test=RangeTest(
-            optimizer=config.optim.name,
-            points=[(lr, loss) for lr, loss, _ in test.points],
-            edge=test.edge.lr,
-            why=test.edge.why,
-            trial=test.trial,
-        )
-        if test
-        else None,
+        ranks=ranks,
+        at_a_time=len(slots),
+        unigram_entropy_nats=question.unigram,
+        range_test=measured.range_test,
         rungs=rungs,
         choice=choice,
         cost=results.LrCost(
-            tokens=doing.range_tokens + sum(trial.tokens for trial in trials_),
-            grid_tokens=len(first) * settings.seeds * doing.tokens,
-            trials=len(trials_) + bool(doing.range_tokens),
+            tokens=measured.range_tokens + sum(trained),
+            grid_tokens=len(rungs[0].rates if rungs else ()) * settings.seeds * tokens,
+            trials=len(trained) + bool(measured.range_tokens),
         ),
+        transfer=before.transfer if before is not None and before.choice == choice else None,
     )
-
-
-def carry(
-    name: str | None,
-    overrides: Sequence[str],
-    before: int,
-    after: int,
-    out: Path | None,
-    *,
-    as_json: bool,
-    console: Console,
-) -> int:
-    """The configuration's rate, or the one found in OUT, at global batch `before`, carried to `after`. Adds
-    it to OUT/tune.json. Returns the exit code; raises ConfigError."""
-    config = load_config(job.find_config(name), overrides)
-    path = None if out is None else out / FILE
-    tuned = None if path is None else results.find(path, TuneLr)
-    at_before = config.model_copy(update={"batch": config.batch.model_copy(update={"global_size": before})})
-    source, lr = "the configuration's", peak_lr(at_before).value
-    if path is not None:
-        if tuned is None or tuned.choice is None:
-            raise ConfigError(
-                [f"--out: {path} holds no chosen learning rate; drop --out to carry the configuration's"]
-            )
-        config = Config.model_validate_json(json.dumps(tuned.config))
-        if before != config.batch.global_size:
-            raise ConfigError(
-                [f"--transfer: {path} was tuned at global batch {config.batch.global_size}, not {before}"]
-            )
-        lr = tuned.choice.lr
-        config, source = rate_trials.tuned_config(config, lr), str(path)
-    carried = transfer.transfer(config, lr, source, before, after)
-    if path is not None and tuned is not None:
-        tuned = tuned.model_copy(update={"transfer": carried})
-        results.write(path, tuned)
-        write_or_warn(rate_report(tuned, path.parent), path.with_name(PAGE))
-    if as_json:
-        sys.stdout.write(results.to_json(carried))
-    else:
-        for line in transfer.lines(carried):
-            show(console, line, **PLAIN)
-    return 0
+    write(tuned, rate_trials.tuned_config(config, choice.lr) if choice else None, out)
+    return tuned, 1 if has_failed else ending.exit_code

@@ -4,25 +4,12 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 from bert_dp.record.models import HeldOut
 from launcher.report import heldout
 from launcher.report.measured import ends, settings_sections, subtitle
-from launcher.report.model import (
-    Axis,
-    Cell,
-    Column,
-    Figure,
-    Line,
-    Mark,
-    Report,
-    Row,
-    Rule,
-    Section,
-    Table,
-    Tile,
-    Verdict,
-)
+from launcher.report.model import Axis, Figure, Line, Mark, Report, Rule, Section, Table, Tile, Verdict
 from launcher.report.numbers import (
     NA,
     count_of,
@@ -35,11 +22,10 @@ from launcher.report.numbers import (
     format_ratio,
     format_si,
 )
-from launcher.report.parts import cell
 from launcher.report.quantities import Quantity, table
-from launcher.results import LrChoice, Rung, Transfer, TrialStatus, TuneLr
+from launcher.results import LrTrial, RangeTest, Rung, Transfer, TrialStatus, TuneLr
 from launcher.tune import FILE
-from launcher.tune.search_report import use
+from launcher.tune.search import train_command
 
 CEILING = 1.5  # times the first loss of a range test: what lies above is drawn there
 MANY_RATES = 8  # above, their ticks are round numbers
@@ -54,6 +40,13 @@ TRIAL = (
     Quantity("heldout_loss", "held-out loss", "nats"),
     Quantity("tokens", "tokens"),
     Quantity("seconds", "time", "duration"),
+)
+FINALIST = (
+    Quantity("mean", "mean", "nats"),
+    Quantity("least", "least", "nats"),
+    Quantity("greatest", "greatest", "nats"),
+    Quantity("above", "above", "nats"),
+    Quantity("seeds", "seeds", "count"),
 )
 RULE = (
     Quantity("for_", "for", "word"),
@@ -78,7 +71,7 @@ SETTINGS = (
 def rate_report(tune: TuneLr, folder: Path) -> Report:
     """The choice, figures and every trial. `folder` holds tune.json."""
     final, cost = _last(tune), tune.cost
-    longest = format_si(final and final.tokens, "tokens")
+    longest = format_si(final.tokens or None, "tokens")
     method = [
         f"range test, {count_of(len(tune.rungs), 'rung')} up to {longest}",
         f"{count_of(cost and cost.trials, 'trial')} in {format_duration(tune.seconds)}",
@@ -97,7 +90,7 @@ def rate_report(tune: TuneLr, folder: Path) -> Report:
             *([_transfer(tune.transfer)] if tune.transfer else []),
             *settings_sections(tune, SETTINGS, settings),
         ],
-        next=use(tune.choice, folder),
+        next=train_command(folder) if tune.choice else "",
     )
 
 
@@ -105,13 +98,13 @@ def rate_report(tune: TuneLr, folder: Path) -> Report:
 
 
 def _choice(tune: TuneLr, folder: Path) -> Verdict:
-    choice = tune.choice
+    choice, held_out = tune.choice, _heldout(tune)
     if choice is None:
         return Verdict("warn", f"No learning rate was chosen; the logs stand below {folder / 'trials'}.")
     text = (
         f"Learning rate {_named(choice.optimizer, choice.weight_decay, choice.lr)}: held-out loss "
-        f"{heldout.loss_text(choice.heldout_loss, _heldout(tune))}, mean of "
-        f"{count_of(choice.seeds, 'seed')} ({_band(choice)})."
+        f"{heldout.loss_text(choice.heldout_loss, held_out)}, mean of {count_of(choice.seeds, 'seed')} "
+        f"({format_interval(choice.band, format_nats)})."
     )
     tied = ", ".join(_named(*entry) for entry in choice.tied)
     side = {"low": "lower", "high": "higher"}.get(choice.edge_side or "", "one")
@@ -121,28 +114,27 @@ def _choice(tune: TuneLr, folder: Path) -> Verdict:
         f"Edge of the grid: no worse rate was measured on the {side} side, so the best one may lie beyond."
         if choice.at_edge
         else "",
-        heldout.too_small(_heldout(tune), _lead(tune)) or "",
+        heldout.too_small(held_out, _lead(tune)) or "",
     ]
-    return Verdict("warn" if choice.at_edge else "ok", text, [note for note in notes if note])
+    return Verdict("warn" if choice.at_edge else "ok", text, [*filter(None, notes)])
 
 
 def _heldout(tune: TuneLr) -> HeldOut | None:
     """What the losses are measured on, with the interval of one trial of the chosen rate."""
-    final, choice = _last(tune), tune.choice
-    trials = final.trials if final and choice else []
-    return next((t.heldout for t in trials if choice and t.lr == choice.lr and t.heldout), None)
+    chosen = tune.choice.lr if tune.choice else None
+    return next((t.heldout for t in _last(tune).trials if t.lr == chosen and t.heldout), None)
 
 
 def _lead(tune: TuneLr) -> float | None:
     """Nats by which the chosen rate is ahead of the next one."""
-    final = _last(tune) or Rung(tokens=0)
-    means = sorted(mean for lr in rates_of(final) if (mean := mean_of(final, lr)) is not None)
+    final = _last(tune)
+    means = sorted(mean for lr in final.rates if (mean := mean_of(final, lr)) is not None)
     return means[1] - means[0] if len(means) > 1 else None
 
 
 def _lost(tune: TuneLr) -> list[Verdict]:
     """The trials without a loss."""
-    every = [trial for rung in tune.rungs for trial in rung.trials]
+    every = _every_trial(tune)
     counts = {word: sum(t.status == status for t in every) for status, word in LOST.items()}
     notes = [f"{t.trial}: {t.status}: {t.cause}" for t in every if t.cause]
     lost = ", ".join(f"{format_count(n)} {word}" for word, n in counts.items() if n)
@@ -161,15 +153,10 @@ def _named(optimizer: str, weight_decay: float, lr: float) -> str:
     return f"{format_lr(lr)} ({optimizer}, weight decay {format_si(weight_decay)})"
 
 
-def _band(choice: LrChoice) -> str:
-    return format_interval(choice.band, format_nats)
-
-
 def _tiles(tune: TuneLr) -> list[Tile]:
-    choice, test = tune.choice, tune.range_test
+    choice, test, cost = tune.choice, tune.range_test, tune.cost
     band = choice.band if choice else None
     spread = format_nats(band[1] - band[0] if band else None)
-    cost = tune.cost
     share = format_percent(cost.tokens / cost.grid_tokens if cost and cost.grid_tokens else None)
     return [
         Tile("Learning rate", format_lr(choice and choice.lr), f"peak; {choice.optimizer if choice else NA}"),
@@ -181,7 +168,7 @@ def _tiles(tune: TuneLr) -> list[Tile]:
         Tile(
             "Spread over seeds",
             spread,
-            f"{_band(choice) if choice else NA}; standard deviation {format_nats(choice and choice.sd)}",
+            f"{format_interval(band, format_nats)}; standard deviation {format_nats(choice and choice.sd)}",
         ),
         Tile(
             "Divergence edge",
@@ -199,14 +186,9 @@ def _tiles(tune: TuneLr) -> list[Tile]:
 # --- figures
 
 
-def rates_of(rung: Rung) -> list[float]:
-    """Ascending."""
-    return sorted({trial.lr for trial in rung.trials})
-
-
 def losses_of(rung: Rung, lr: float) -> list[float]:
     """Of the seeds that ended well."""
-    return [trial.score for trial in rung.trials if trial.lr == lr and trial.score < math.inf]
+    return [score for score in rung.scores(lr) if score < math.inf]
 
 
 def mean_of(rung: Rung, lr: float) -> float | None:
@@ -220,71 +202,85 @@ def by_rate(tune: TuneLr) -> Figure:
     lines: list[Line] = []
     for rung in tune.rungs:
         lines += _ladder(rung, rung is _last(tune), len(lines))
-    every = [trial for rung in tune.rungs for trial in rung.trials]
+    every = _every_trial(tune)
     diverged = sorted({trial.lr for trial in every if trial.status == "diverged"})
     losses = [loss for line in lines for loss in line.values]
     if diverged and losses:
         top = max(losses) + 0.08 * ((max(losses) - min(losses)) or 1.0)
         lines.append(Line("diverged (drawn at the top)", diverged, [top] * len(diverged), 3, "marks"))
     rates = sorted({trial.lr for trial in every})
-    x = Axis("learning rate", "lr", log=True, ticks=rates if len(rates) <= MANY_RATES else ())
-    y = Axis(LOSS, "nats")
-    marks = [Mark(f"chosen: {format_lr(tune.choice.lr)}", tune.choice.lr)] if tune.choice else []
-    note = "Lines: mean over the seeds. Band and whiskers: least and greatest. The axis does not start at 0."
-    return Figure("Held-out loss against learning rate", lines, x, y, marks=marks, note=note)
+    return Figure(
+        "Held-out loss against learning rate",
+        lines,
+        Axis("learning rate", "lr", log=True, ticks=rates if len(rates) <= MANY_RATES else ()),
+        Axis(LOSS, "nats"),
+        marks=[Mark(f"chosen: {format_lr(tune.choice.lr)}", tune.choice.lr)] if tune.choice else [],
+        note="Lines: mean over the seeds. Band and whiskers: least and greatest. The axis does not start at "
+        "0.",
+    )
 
 
 def _ladder(rung: Rung, last: bool, colour: int) -> list[Line]:
     name = f"{format_si(rung.tokens, 'tokens')}, {count_of(len(rung.seeds) or 1, 'seed')}"
-    rates = rates_of(rung)
-    losses = [losses_of(rung, lr) for lr in rates]
-    several = last and any(len(each) > 1 for each in losses)
-    low, high = ([end(each, default=None) for each in losses] if several else [] for end in (min, max))
-    lines = [Line(name, rates, [mean_of(rung, lr) for lr in rates], colour, "both", low, high)]
+    losses = {lr: losses_of(rung, lr) for lr in rung.rates}
+    several = last and any(len(each) > 1 for each in losses.values())
+    low, high = (
+        [end(each, default=None) for each in losses.values()] if several else [] for end in (min, max)
+    )
+    lines = [Line(name, rung.rates, [mean_of(rung, lr) for lr in losses], colour, "both", low, high)]
     if several:
-        x = [lr for lr, each in zip(rates, losses, strict=True) for _ in each]
-        seeds = [loss for each in losses for loss in each]
-        lines.append(Line("a seed of the last rung", x, seeds, colour, "marks"))
+        seeds = [(lr, loss) for lr, each in losses.items() for loss in each]
+        x, y = [lr for lr, _ in seeds], [loss for _, loss in seeds]
+        lines.append(Line("a seed of the last rung", x, y, colour, "marks"))
     return lines
 
 
 def range_test(tune: TuneLr) -> Figure:
     """Training loss while the rate rises, and where it breaks."""
-    test = tune.range_test
-    points = test.points if test else []
-    ceiling = CEILING * next((loss for _, loss in points if loss is not None), 0.0)
-    cut = any(loss is not None and loss > ceiling for _, loss in points)
-    losses = [None if loss is None else min(loss, ceiling) for _, loss in points]
-    line = Line("training loss", [lr for lr, _ in points], losses)
-    edge = test.edge if test else None
-    marks = [Mark(f"divergence edge: {format_lr(edge)}", edge)] if edge else []
-    why = (test and test.why) or ("no edge was recorded" if edge is None else "")
-    at_edge = f"edge at {format_lr(edge)}{f': {why}' if why else ''}" if edge else why
+    test = tune.range_test or RangeTest(points=[])
+    losses = [loss for _, loss in test.points]
+    ceiling = CEILING * next((loss for loss in losses if loss is not None), 0.0)
+    drawn = [None if loss is None else min(loss, ceiling) for loss in losses]
+    why = test.why or ("" if test.edge else "no edge was recorded")
+    at_edge = f"edge at {format_lr(test.edge)}{f': {why}' if why else ''}" if test.edge else why
     note = f"The rate rises with every step; {at_edge}."
-    note += f" Losses above {format_ratio(ceiling)} are drawn there." if cut else ""
-    x, y = Axis("learning rate", "lr", log=True), Axis("training loss (nats per masked token)", "nats")
-    return Figure("Range test", [line], x, y, marks=marks, note=note)
+    note += f" Losses above {format_ratio(ceiling)} are drawn there." if drawn != losses else ""
+    return Figure(
+        "Range test",
+        [Line("training loss", [lr for lr, _ in test.points], drawn)],
+        Axis("learning rate", "lr", log=True),
+        Axis("training loss (nats per masked token)", "nats"),
+        marks=[Mark(f"divergence edge: {format_lr(test.edge)}", test.edge)] if test.edge else [],
+        note=note,
+    )
 
 
 def curves(tune: TuneLr) -> Figure:
     """Held-out loss over tokens of every trial of the last rung, a colour for each rate."""
-    final = _last(tune) or Rung(tokens=0)
+    final, entropy = _last(tune), tune.unigram_entropy_nats
     lines = [
         Line(format_lr(lr), [t for t, _ in trial.curve], [loss for _, loss in trial.curve], index)
-        for index, lr in enumerate(rates_of(final))
+        for index, lr in enumerate(final.rates)
         for trial in final.trials
         if trial.lr == lr
     ]
-    entropy = tune.unigram_entropy_nats
-    levels = [Rule(f"unigram entropy {format_ratio(entropy)}", entropy)] if entropy is not None else []
-    note = "Every trial is a complete schedule; one line for each seed."
-    title = "Learning curves of the last rung"
-    return Figure(title, lines, Axis("tokens"), Axis(LOSS, "nats"), levels=levels, note=note)
+    return Figure(
+        "Learning curves of the last rung",
+        lines,
+        Axis("tokens"),
+        Axis(LOSS, "nats"),
+        levels=[Rule(f"unigram entropy {format_ratio(entropy)}", entropy)] if entropy is not None else [],
+        note="Every trial is a complete schedule; one line for each seed.",
+    )
 
 
-def _last(tune: TuneLr) -> Rung | None:
+def _last(tune: TuneLr) -> Rung:
     """The rung that decides; the longest so far where it has not begun."""
-    return next((rung for rung in tune.rungs if rung.last), tune.rungs[-1] if tune.rungs else None)
+    return next((rung for rung in tune.rungs if rung.last), tune.rungs[-1] if tune.rungs else Rung(tokens=0))
+
+
+def _every_trial(tune: TuneLr) -> list[LrTrial]:
+    return [trial for rung in tune.rungs for trial in rung.trials]
 
 
 # --- tables
@@ -292,19 +288,22 @@ def _last(tune: TuneLr) -> Rung | None:
 
 def _finalists(tune: TuneLr) -> Table:
     """The rates of the last rung, best first."""
-    final, choice = _last(tune) or Rung(tokens=0), tune.choice
-    tied = [entry[2] for entry in choice.tied] if choice else []
-    rows = []
-    for lr in sorted(rates_of(final), key=final.mean):
-        mark = " (chosen)" if choice and lr == choice.lr else " (tied)" if lr in tied else ""
-        mean, best = mean_of(final, lr), mean_of(final, choice.lr) if choice else None
-        losses = losses_of(final, lr)
-        above = None if mean is None or best is None else mean - best
-        values = [mean, min(losses, default=None), max(losses, default=None), above]
-        cells = [*(cell(value, "nats") for value in values), Cell(format_count(len(losses)))]
-        rows.append(Row(f"{format_lr(lr)}{mark}", cells))
-    heads = ("mean", "least", "greatest", "above", "seeds")
-    return Table(rows, [Column(head) for head in heads], corner="held-out loss", empty="no trial recorded")
+    final, choice = _last(tune), tune.choice
+    best = mean_of(final, choice.lr) if choice else None
+    marks = {lr: " (tied)" for _, _, lr in (choice.tied if choice else ())}
+    marks |= {choice.lr: " (chosen)"} if choice else {}
+    rates = []
+    for lr in sorted(final.rates, key=final.mean):
+        mean, losses = mean_of(final, lr), losses_of(final, lr)
+        values = SimpleNamespace(
+            mean=mean,
+            least=min(losses, default=None),
+            greatest=max(losses, default=None),
+            above=None if mean is None or best is None else mean - best,
+            seeds=len(losses),
+        )
+        rates.append((f"{format_lr(lr)}{marks.get(lr, '')}", values))
+    return table(rates, FINALIST, corner="held-out loss", empty="no trial recorded")
 
 
 def _trials(tune: TuneLr) -> list[Table]:
@@ -321,11 +320,11 @@ def _trials(tune: TuneLr) -> list[Table]:
 def _transfer(transfer: Transfer) -> Section:
     """The rate at another global batch by the published rules."""
     before, after = format_count(transfer.from_batch), format_count(transfer.to_batch)
-    rules = [
-        (f"{rule.rule}{' (as configured)' if rule.rule == transfer.ours else ''}", rule)
-        for rule in transfer.rules
-    ]
-    note = f"{format_lr(transfer.lr)} at global batch {before}, by each rule at {after}. "
-    note += "The paper of sqrt also moves the betas and eps; optim.lr_scaling does not."
+    configured = {transfer.ours: " (as configured)"}
+    rules = [(f"{rule.rule}{configured.get(rule.rule, '')}", rule) for rule in transfer.rules]
+    note = (
+        f"{format_lr(transfer.lr)} at global batch {before}, by each rule at {after}. "
+        "The paper of sqrt also moves the betas and eps; optim.lr_scaling does not."
+    )
     title = f"Transfer from global batch {before} to {after}"
     return Section(title, tables=[table(rules, RULE, corner="rule")], notes=[note], console=False)

@@ -1,14 +1,71 @@
-"""A learning rate at one global batch carried to another by the published rules; no trial is run."""
+"""`bert-dp tune lr --transfer`: a learning rate at one global batch carried to another by published rules."""
 
 from __future__ import annotations
 
-from bert_dp.config import Config
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from bert_dp.config import Config, ConfigError, load_config, peak_lr
 from bert_dp.config.rates import UNTUNED_BATCH, UNTUNED_LR
-from launcher.results import Transfer, TransferRule
+from launcher import job, results
+from launcher.log import PLAIN, show
+from launcher.report.html import write_or_warn
+from launcher.report.run_report import PAGE
+from launcher.results import Transfer, TransferRule, TuneLr
+from launcher.tune import FILE, rate_trials
+from launcher.tune.rate_report import rate_report
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 SQRT = "arXiv 2205.10287"
 LINEAR = "arXiv 1706.02677"
 UNTUNED = "arXiv 1904.00962"
+
+
+def carry(
+    name: str | None,
+    overrides: Sequence[str],
+    before: int,
+    after: int,
+    out: Path | None,
+    *,
+    as_json: bool,
+    console: Console,
+) -> int:
+    """The configuration's rate, or the one found in OUT, at global batch `before`, carried to `after`. Adds
+    it to OUT/tune.json. Returns the exit code; raises ConfigError."""
+    config = load_config(job.find_config(name), overrides)
+    if out is None:
+        batch = config.batch.model_copy(update={"global_size": before})
+        lr = peak_lr(config.model_copy(update={"batch": batch})).value
+        carried = transfer(config, lr, "the configuration's", before, after)
+    else:
+        path = out / FILE
+        tuned = results.find(path, TuneLr)
+        if tuned is None or tuned.choice is None:
+            raise ConfigError(
+                [f"--out: {path} holds no chosen learning rate; drop --out to carry the configuration's"]
+            )
+        config = Config.model_validate_json(json.dumps(tuned.config))
+        if before != config.batch.global_size:
+            raise ConfigError(
+                [f"--transfer: {path} was tuned at global batch {config.batch.global_size}, not {before}"]
+            )
+        lr = tuned.choice.lr
+        carried = transfer(rate_trials.tuned_config(config, lr), lr, str(path), before, after)
+        tuned = tuned.model_copy(update={"transfer": carried})
+        results.write(path, tuned)
+        write_or_warn(rate_report(tuned, out), out / PAGE)
+    if as_json:
+        sys.stdout.write(results.to_json(carried))
+    else:
+        for line in lines(carried):
+            show(console, line, **PLAIN)
+    return 0
 
 
 def transfer(config: Config, lr: float, source: str, before: int, after: int) -> Transfer:
@@ -18,7 +75,7 @@ def transfer(config: Config, lr: float, source: str, before: int, after: int) ->
     null where a beta would fall below 0. linear (SGD): lr k. untuned_lamb: of the batch alone.
     """
     optim, k = config.optim, after / before
-    root = k**0.5
+    root, untuned = k**0.5, UNTUNED_LR * (after / UNTUNED_BATCH) ** 0.5
     betas = {name: 1 - k * (1 - getattr(optim, name)) for name in ("beta1", "beta2")}
     rules = [
         TransferRule(
@@ -40,14 +97,12 @@ def transfer(config: Config, lr: float, source: str, before: int, after: int) ->
         TransferRule(
             rule="untuned_lamb",
             for_="LAMB",
-            lr=UNTUNED_LR * (after / UNTUNED_BATCH) ** 0.5,
+            lr=untuned,
             source=UNTUNED,
-            equation=f"{UNTUNED_LR * (after / UNTUNED_BATCH) ** 0.5:.4g} = {UNTUNED_LR:g} x "
-            f"sqrt({after} / {UNTUNED_BATCH})",
+            equation=f"{untuned:.4g} = {UNTUNED_LR:g} x sqrt({after} / {UNTUNED_BATCH})",
         ),
     ]
-    names = {"none": None, "sqrt": "sqrt", "linear": "linear"}
-    ours = "untuned_lamb" if optim.lr == "auto" else names[optim.lr_scaling]
+    scaling = None if optim.lr_scaling == "none" else optim.lr_scaling
     return Transfer(
         from_batch=before,
         to_batch=after,
@@ -56,7 +111,7 @@ def transfer(config: Config, lr: float, source: str, before: int, after: int) ->
         lr_source=source,
         optimizer=optim.name,
         rules=rules,
-        ours=ours,
+        ours="untuned_lamb" if optim.lr == "auto" else scaling,
     )
 
 

@@ -150,7 +150,7 @@ def test_a_rate_that_ends_above_the_unigram_entropy_has_diverged_if_a_lower_one_
 def test_means_and_ranks() -> None:
     made = rung({1.0: [3.0, 5.0], 2.0: [3.5], 4.0: [3.5]})
     made.trials.append(outcome(8, None, status="failed"))
-    assert (made.mean(1.0), made.num_seeds(1.0)) == (4.0, 2)
+    assert (made.mean(1.0), made.scores(1.0)) == (4.0, [3.0, 5.0])
     assert math.isnan(made.mean(16.0))
     assert made.mean(8) == math.inf
     assert ladder.ranked(made) == [2.0, 4.0, 1.0]

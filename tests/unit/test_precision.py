@@ -149,7 +149,7 @@ def test_launcher_and_ranks_estimate_and_try_in_the_same_precision(
     assert {grid.config_of(cell).precision for cell in grid.cells} == {chosen}
     assert (grid.config, grid.precision) == (AUTO, chosen)
     asked = batch.job.Job("it", AUTO, machine)
-    question = batch.ask(asked, nproc="1", budget_s=1.0, memory_gib=1.0, launcher="torchrun")
+    question = batch.ask(asked, batch.Options("1", 1.0, 1.0, "torchrun"))
     assert (question.precision, question.config.precision) == (chosen, "auto")
 
 

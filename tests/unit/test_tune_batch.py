@@ -14,13 +14,12 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.cost import GIB
 from launcher import job, results
-from launcher.results import SizeResult, TimedRun, TuneBatch
+from launcher.results import BatchMemory, MemoryLineFile, SizeResult, TimedRun, TuneBatch
 from launcher.run.trials import Outcome, Runner, Slot, Trial
 from launcher.tune import batch, cache, curve, sizes
 from launcher.tune.batch_search import BatchSearch
 from launcher.tune.batch_trials import BatchTrials, Question, alloc_retries
 from launcher.tune.curve import Rate
-from launcher.tune.sizes import MemoryLine
 from tests import tune_fixture
 
 
@@ -67,13 +66,14 @@ def test_every_trial_takes_as_many_sequences_and_divides_the_declared_batch() ->
 
 
 def test_the_memory_line_goes_through_the_measured_point_and_leaves_a_tenth_free() -> None:
-    line = MemoryLine(2 * GIB, GIB / 4).through(8, 5.0)
-    assert line.constant == GIB
-    assert line.gib(8) == 5.0
-    assert line.gib(16) == 7.0
-    most = line.largest(10.0)
-    assert line.gib(most) <= 9.0 < line.gib(most + 1)
-    assert line.largest(1.0) == 0
+    line = MemoryLineFile(intercept_bytes=2 * GIB, bytes_per_sequence=GIB / 4)
+    memory = BatchMemory(limit_gib=10.0, spare=0.1, line=line)
+    assert memory.predicted_gib(8) == 4.0
+    memory = memory.model_copy(update={"constant_gib": 1.0})
+    assert (memory.predicted_gib(8), memory.predicted_gib(16)) == (5.0, 7.0)
+    most = memory.largest_size()
+    assert memory.predicted_gib(most) <= 9.0 < memory.predicted_gib(most + 1)
+    assert memory.model_copy(update={"limit_gib": 1.0}).largest_size() == 0
 
 
 # --- the choice
@@ -264,7 +264,7 @@ def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
     [([0.5, 0.9], 0, "ok"), ([0.5, 1.1], 0, "over"), ([0.5, 0.9], 3, "thrash"), ([0.5, 0.9], None, "ok")],
 )
 def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
-    tmp_path: Path, peaks: list[float], retries: int | None, status: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peaks: list[float], retries: int | None, status: str
 ) -> None:
     question = Question(config(8), 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False, "fp32")
     batches = BatchTrials(question, tmp_path, runner(Runner, tmp_path))
@@ -281,10 +281,14 @@ def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
             for k in (1, 2)
         ]
         write_steps(trial.directory, lines, rank)
-    assert batches.judged(trial, "ok", 1, 3) == status
-    assert batches.judged(trial, "oom", 1, 3) == "oom"
+    monkeypatch.setattr(Runner, "run_one", lambda self, trial: Outcome("ok", 2.0))
+    measured = batches.measure(trial, 1)
+    assert measured.status == status
+    assert (measured.peak_gib, batches.used_s) == (peaks, 2.0)
+    assert measured.run is not None
+    assert len(measured.run.step_s) == 3
     if status == "over":
-        assert "1.10 GiB is above the 1.00 GiB" in batches.why(trial, status)
+        assert "1.10 GiB is above the 1.00 GiB" in measured.why
 
 
 def test_a_trial_keeps_the_users_settings_and_saves_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -18,6 +19,8 @@ from rich.console import Console
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout, dump_config, load_config, peak_lr
 from launcher import job, results
+from launcher.machine import environment
+from launcher.machine.environment import Environment
 from launcher.results import LrOptions
 from launcher.run import trials
 from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier_outcome
@@ -37,6 +40,15 @@ Surface = Callable[[Config], float | str]
 def prepared(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The data is there: no process is started for it."""
     monkeypatch.setattr(job, "prepare_data", lambda config: Path(config.data.path))
+
+
+def asked(config: Config) -> job.Job:
+    return job.Job("tiny", config, machine())
+
+
+@functools.cache
+def machine() -> Environment:
+    return environment.probe(Path())
 
 
 def output(out: Path, config: Config, settings: LrOptions = LrOptions()) -> job.Output:  # noqa: B008
@@ -138,15 +150,7 @@ def run_search(
     """(exit code, tune.json, what was said) of a search whose trials `made` runs."""
     said: list[str] = []
     with mock.patch.object(trials, "runner", return_value=contextlib.nullcontext(made)):
-        code, tune = lr.run_locked(
-            config,
-            settings,
-            1,
-            output(made.out, config, settings),
-            precision="fp32",
-            on_gpu=False,
-            log=said.append,
-        )
+        tune, code = lr.search(asked(config), settings, 1, output(made.out, config, settings), said.append)
     said += shown(rate_report(tune, made.out), 200)
     found = results.plain(tune)
     assert found == json.loads((made.out / "tune.json").read_text())
@@ -460,7 +464,7 @@ def test_transfer_takes_the_rate_that_was_found(
     out = tmp_path / "out"
     found = searched(shards, out, valley(0.004))[1]
     options = [f"data.path={shards}", *TINY]
-    code = lr.carry("quickstart", options, 8, 32, out, as_json=True, console=Console())
+    code = transfer.carry("quickstart", options, 8, 32, out, as_json=True, console=Console())
     assert code == 0
     told = json.loads(capsys.readouterr().out)
     assert told["rules"][0]["lr"] == pytest.approx(2 * found["choice"]["lr"])
@@ -469,15 +473,17 @@ def test_transfer_takes_the_rate_that_was_found(
     another = {**found, "choice": {**found["choice"], "lr": 0.5}, "transfer": told}
     record.write_json(out / "tune.json", another)
     assert searched(shards, out, valley(0.004))[1]["transfer"] is None, "it was another rate's"
-    lr.carry("quickstart", [*options, "optim.lr=0.5"], 8, 32, None, as_json=False, console=Console(width=200))
+    transfer.carry(
+        "quickstart", [*options, "optim.lr=0.5"], 8, 32, None, as_json=False, console=Console(width=200)
+    )
     assert "sqrt          1 = 0.5 x sqrt(32 / 8)" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="tuned at global batch 8, not 16"):
-        lr.carry("quickstart", options, 16, 32, out, as_json=False, console=Console())
+        transfer.carry("quickstart", options, 16, 32, out, as_json=False, console=Console())
     scaled = [*options, "optim.lr=0.004", "optim.lr_scaling=sqrt", "optim.lr_batch=8"]
-    lr.carry("quickstart", scaled, 32, 128, None, as_json=False, console=Console(width=200))
+    transfer.carry("quickstart", scaled, 32, 128, None, as_json=False, console=Console(width=200))
     assert "0.016 = 0.008 x sqrt(128 / 32)" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="holds no chosen learning rate"):
-        lr.carry("quickstart", options, 8, 32, tmp_path, as_json=False, console=Console())
+        transfer.carry("quickstart", options, 8, 32, tmp_path, as_json=False, console=Console())
 
 
 # --- refusals
@@ -506,15 +512,7 @@ def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
     with edited_manifest(bare) as edited:
         edited["held_out"] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
     with pytest.raises(ConfigError, match="no held-out documents"):
-        lr.run_locked(
-            make(bare),
-            LrOptions(),
-            1,
-            output(tmp_path, make(bare)),
-            precision="fp32",
-            on_gpu=False,
-            log=print,
-        )
+        lr.search(asked(make(bare)), LrOptions(), 1, output(tmp_path, make(bare)), print)
 
 
 def test_a_search_counts_its_seconds_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from rich.console import Console
 
 from launcher import job, results
 from launcher.report.model import Line, Report
-from launcher.tune.batch import write
 from launcher.tune.batch_report import batch_report, run_rate
 from launcher.tune.rate_report import rate_report
+from launcher.tune.search import write
 from tests.report_fixture import figure_of, read_page, shown, unfolded
 from tests.tune_fixture import CHOSEN, GLOBAL, NOISE, RATES, batch, gib, lr, transfer, unmeasured
 from tests.unit.test_scale_report import numbers, points
@@ -248,7 +248,7 @@ def test_a_page_that_cannot_be_written_costs_no_search(
 ) -> None:
     (tmp_path / "report.html").mkdir()
     tune = results.parse(batch(choice=None), results.TuneBatch, "tune.json")
-    write(tune, tmp_path)
+    write(tune, None, tmp_path)
     job.publish(tune, batch_report(tune, tmp_path), tmp_path, as_json=False, console=Console())
     assert results.read(tmp_path / "tune.json", results.TuneBatch) == tune
     told = capsys.readouterr()
