@@ -2,45 +2,52 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import errno
-import io
-import itertools
 import json as jsonlib
 import signal
 import sys
-import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from bert_dp import __version__, record
-from bert_dp.config import ConfigError, find_config, plain_message, shipped_configs
+from bert_dp.config import ConfigError, find_config, shipped_configs
 from bert_dp.config.profile import parse_profile
+from launcher.errors import DISK_FAILED, exit_code
 from launcher.log import complain, logger, warn_of_ordinary_secrets
 from launcher.options import (
+    TEXTS,
     ExportOut,
     Format,
+    GlueData,
+    Init,
     Json,
     Launcher,
+    MaxRestarts,
+    Nproc,
+    Resume,
     Run,
     Set,
+    Settings,
     TextKey,
+    TextPair,
     WithoutHead,
     Words,
-    argument_issues,
     console,
-    counts,
+    counts_option,
+    dry_run_option,
     engines,
     loggers,
     modes,
     names,
+    out_option,
     parsed,
     rates,
+    run_dir_option,
     seconds,
+    settings_after_run,
     shipped_names,
     split_words,
     starts,
@@ -50,6 +57,10 @@ from launcher.options import (
 if TYPE_CHECKING:
     from launcher.report.model import Report
 
+MOST_TOKENS = 1e15
+SHARED = ("report", "data", "export")
+"""Verbs that write where the user says, with the user's umask; the others write privately."""
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -57,30 +68,20 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Pretrain a crammed BERT on every GPU of this machine, and know what each one contributed.",
 )
-data_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Build and inspect token shards.")
-plan_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="What a run would take, before it is bought."
-)
-tune_app = typer.Typer(
-    no_args_is_help=True, rich_markup_mode=None, help="Find the micro batch and the learning rate."
-)
-eval_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="Measure a run after training.")
-export_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="What other programs load.")
-app.add_typer(data_app, name="data")
-app.add_typer(eval_app, name="eval")
-app.add_typer(export_app, name="export")
-app.add_typer(plan_app, name="plan")
-app.add_typer(tune_app, name="tune")
 
-MOST_TOKENS = 1e15
-SHARED = (
-    "report",
-    "data",
-    "export",
-)  # they write where the user says, with the user's umask; the others privately
-DISK_FAILED = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-UNUSABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR)
-LIMIT_REACHED = (errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN)
+
+def _group(name: str, help: str) -> typer.Typer:
+    """Verbs of two words: `bert-dp NAME VERB`."""
+    group = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help=help)
+    app.add_typer(group, name=name)
+    return group
+
+
+data_app = _group("data", "Build and inspect token shards.")
+eval_app = _group("eval", "Measure a run after training.")
+export_app = _group("export", "What other programs load.")
+plan_app = _group("plan", "What a run would take, before it is bought.")
+tune_app = _group("tune", "Find the micro batch and the learning rate.")
 
 
 def _version(show: bool) -> None:
@@ -104,20 +105,16 @@ def _root(
 def train(
     words: Words = None,
     set_: Set = None,
-    nproc: Annotated[str, typer.Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a number.")] = "auto",
+    nproc: Nproc = "auto",
     launcher: Launcher = "torchrun",
-    run_dir: Annotated[Path | None, typer.Option(help="Run directory; default: runs/NAME-DATE-TIME.")] = None,
-    resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint or run.")] = "auto",
-    max_restarts: Annotated[
-        int, typer.Option(min=0, metavar="K", help="Start a failed run again from its newest checkpoint.")
-    ] = 0,
+    run_dir: Annotated[Path | None, run_dir_option("runs/NAME")] = None,
+    resume: Resume = "auto",
+    max_restarts: MaxRestarts = 0,
     elastic: Annotated[
         bool,
         typer.Option("--elastic", help="Restart with fewer ranks when one was killed or a GPU was lost."),
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, dry_run_option("everything, print the plan")] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Start although the memory is estimated not to suffice.")
     ] = False,
@@ -131,7 +128,7 @@ def train(
     profile_ranks: Annotated[
         str | None, typer.Option(metavar="N,...", help="Ranks that --profile records, by commas; default: 0.")
     ] = None,
-) -> None:
+) -> int:
     """Pretrain. Without arguments: the quickstart, two minutes on the built-in corpus."""
     from launcher import job
     from launcher.run import restarts, train
@@ -156,37 +153,28 @@ def train(
         profile=plan,
     )
     if failed:
-        raise typer.Exit(failed)
+        return failed
     searched = overrides != settings and not dry_run  # a micro batch that was measured needs no estimate
-    raise typer.Exit(
-        train.train(
-            job.load(config, overrides, run_dir),
-            nproc=nproc,
-            launcher=launcher,
-            run_dir=run_dir,
-            resume=resume,
-            dry_run=dry_run,
-            console=console(),
-            policy=restarts.Policy(max_restarts, elastic),
-            force=force or searched,
-            profile=plan,
-        )
+    return train.train(
+        job.load(config, overrides, run_dir),
+        nproc=nproc,
+        launcher=launcher,
+        run_dir=run_dir,
+        resume=resume,
+        dry_run=dry_run,
+        console=console(),
+        policy=restarts.Policy(max_restarts, elastic),
+        force=force or searched,
+        profile=plan,
     )
 
 
 @app.command()
 def finetune(
     run: Annotated[Path, typer.Argument(help="Pretrained run, or a checkpoint of one.", show_default=False)],
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SETTING=VALUE", show_default=False, help="Settings; the rest is configs/glue.yaml."
-        ),
-    ] = None,
+    words: Settings = None,
     task: Annotated[str | None, typer.Option(metavar="NAME", help="A GLUE task, with --data.")] = None,
-    data: Annotated[
-        list[Path] | None, typer.Option(help="Folder or archive with GLUE's files; repeatable.")
-    ] = None,
+    data: GlueData = None,
     train: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Your own examples: CSV, TSV, JSONL, Parquet or hub:NAME."),
@@ -196,31 +184,20 @@ def finetune(
         str | None, typer.Option(metavar="FILE", help="Examples that are only predicted.")
     ] = None,
     text: Annotated[str | None, typer.Option(metavar="COLUMN", help="Of the text.")] = None,
-    text_pair: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Of a second text, for pairs.")
-    ] = None,
+    text_pair: TextPair = None,
     label: Annotated[str | None, typer.Option(metavar="COLUMN", help="Of the label.")] = None,
     kind: Annotated[
         str | None, typer.Option(help="single_label (the default), multi_label or regression.")
     ] = None,
-    init: Annotated[
-        Literal["checkpoint", "random"],
-        typer.Option(help="random = the baseline that shows what pretraining is worth."),
-    ] = "checkpoint",
-    nproc: Annotated[str, typer.Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a number.")] = "auto",
+    init: Init = "checkpoint",
+    nproc: Nproc = "auto",
     launcher: Launcher = "torchrun",
-    run_dir: Annotated[
-        Path | None, typer.Option(help="Run directory; default: runs/RUN-TASK-DATE-TIME.")
-    ] = None,
-    resume: Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint or run.")] = "auto",
-    max_restarts: Annotated[
-        int, typer.Option(min=0, metavar="K", help="Start a failed run again from its newest checkpoint.")
-    ] = 0,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the plan, start nothing.")
-    ] = False,
+    run_dir: Annotated[Path | None, run_dir_option("runs/RUN-TASK")] = None,
+    resume: Resume = "auto",
+    max_restarts: MaxRestarts = 0,
+    dry_run: Annotated[bool, dry_run_option("everything, print the plan")] = False,
     set_: Set = None,
-) -> None:
+) -> int:
     """A classifier or regressor from a pretrained run, by the loop that pretrains: N ranks train what one
     trains. The last line names its scores; RUN/predictions.jsonl has what was predicted of each example.
     """
@@ -228,9 +205,7 @@ def finetune(
     from launcher.run import restarts
     from launcher.run import train as training
 
-    name, settings = split_words(words, set_)
-    if name is not None:
-        raise ConfigError([f"{name}: expected a setting as a.b=value, after the RUN"])
+    settings = settings_after_run(words, set_)
     source = finetuning.source_of(
         task,
         data or (),
@@ -238,28 +213,21 @@ def finetune(
         {"text": text, "text-pair": text_pair, "label": label, "kind": kind},
     )
     warn_of_ordinary_secrets()
-    raise typer.Exit(
-        training.train(
-            finetuning.load(run, source, settings, nproc=nproc, random_weights=init == "random"),
-            nproc=nproc,
-            launcher=launcher,
-            run_dir=run_dir,
-            resume=resume,
-            dry_run=dry_run,
-            console=console(),
-            policy=restarts.Policy(max_restarts, False),
-        )
+    return training.train(
+        finetuning.load(run, source, settings, nproc=nproc, random_weights=init == "random"),
+        nproc=nproc,
+        launcher=launcher,
+        run_dir=run_dir,
+        resume=resume,
+        dry_run=dry_run,
+        console=console(),
+        policy=restarts.Policy(max_restarts, False),
     )
 
 
 @data_app.command("build")
 def data_build(
-    sources: Annotated[
-        list[str],
-        typer.Argument(
-            help="Files, directories, globs (text, JSONL, Parquet; .gz .xz .zst), hub:NAME, or builtin."
-        ),
-    ],
+    sources: Annotated[list[str], typer.Argument(help=TEXTS)],
     out: Annotated[Path, typer.Option(help="Directory to write.")],
     vocab_size: Annotated[int, typer.Option(help="Size of the tokenizer to train.")] = 32_768,
     sequence_length: Annotated[int, typer.Option(help="Tokens per sequence.")] = 128,
@@ -278,33 +246,31 @@ def data_build(
         int | None, typer.Option(help="Tokenising processes; default: one per core.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Replace what OUT holds.")] = False,
-) -> None:
+) -> int:
     """Corpus -> filter -> dedup -> tokenizer -> packed shards with a manifest of hashes."""
     from launcher import datasets
 
-    raise typer.Exit(
-        datasets.build(
-            sources,
-            out,
-            vocab_size=vocab_size,
-            sequence_length=sequence_length,
-            tokenizer=tokenizer,
-            overrides=[f"source_format={format}", f"text_field={text_key}", *(set_ or [])],
-            processes_=processes,
-            force=force,
-            console=console(),
-        )
+    return datasets.build(
+        sources,
+        out,
+        vocab_size=vocab_size,
+        sequence_length=sequence_length,
+        tokenizer=tokenizer,
+        overrides=[f"source_format={format}", f"text_field={text_key}", *(set_ or [])],
+        processes_=processes,
+        force=force,
+        console=console(),
     )
 
 
 @data_app.command("inspect")
 def data_inspect(
     directory: Annotated[Path, typer.Argument(help="Directory made by data build.")], json: Json = False
-) -> None:
+) -> int:
     """Verify every hash; show counts, entropy, frequent tokens and samples."""
     from launcher import datasets
 
-    raise typer.Exit(datasets.inspect(directory, as_json=json, console=console()))
+    return datasets.inspect(directory, as_json=json, console=console())
 
 
 @app.command()
@@ -328,7 +294,7 @@ def configs(
 def doctor(
     run_dir: Annotated[Path | None, typer.Option(help="Where runs would be written; default: here.")] = None,
     json: Json = False,
-) -> None:
+) -> int:
     """What this machine is, and what could go wrong: devices, links, NUMA, memory, limits, disk, ports,
     versions, a checkpoint written and read back, a short all-reduce. Under 30 s; exit code 1 when a run
     would fail.
@@ -342,35 +308,30 @@ def doctor(
         typer.echo(jsonlib.dumps(facts, indent=1))
     else:
         show_report(console(), checks.doctor_report(machine, findings), titled=True)
-    raise typer.Exit(1 if any(f.level == "fail" for f in findings) else 0)
+    return 1 if any(f.level == "fail" for f in findings) else 0
 
 
 @app.command()
 def scale(
     words: Words = None,
     nproc: Annotated[
-        Sequence[int],
-        parsed(
-            counts, "N,...", help="Numbers of ranks, by commas; default: 1,2.", names=["--nproc", "--gpus"]
-        ),
+        Sequence[int], counts_option("Numbers of ranks, by commas; default: 1,2.", "--nproc", "--gpus")
     ] = (1, 2),
     mode: Annotated[
         Sequence[Literal["weak", "strong"]],
-        parsed(
-            modes, "MODE", help="weak (same batch per rank; the default), strong (same global batch) or both."
-        ),
+        parsed(modes, "MODE", "weak (same batch per rank; the default), strong (same global batch) or both."),
     ] = ("weak",),
     engine: Annotated[
         Sequence[str],
         parsed(
             engines,
             "NAME,...",
-            help="ddp (the default), zero1, fsdp, accelerate, deepspeed-0 to -3, by commas.",
-            names=["--engines"],
+            "ddp (the default), zero1, fsdp, accelerate, deepspeed-0 to -3, by commas.",
+            "--engines",
         ),
     ] = ("ddp",),
     tensor: Annotated[
-        Sequence[int], parsed(counts, "N,...", help="Ranks that share one replica, by commas; default: 1.")
+        Sequence[int], counts_option("Ranks that share one replica, by commas; default: 1.")
     ] = (1,),
     launcher: Launcher = "torchrun",
     repeats: Annotated[int, typer.Option(min=1, max=1000, help="Runs of each cell, in random order.")] = 3,
@@ -381,14 +342,10 @@ def scale(
     ] = None,
     synthetic: Annotated[bool, typer.Option(help="Also run the first engine without the loader.")] = True,
     set_: Set = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory; the same one goes on. Default: scaling/NAME-DATE-TIME.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check every cell, print the grid, start nothing.")
-    ] = False,
+    out: Annotated[Path | None, out_option("scaling/NAME")] = None,
+    dry_run: Annotated[bool, dry_run_option("every cell, print the grid")] = False,
     json: Json = False,
-) -> None:
+) -> int:
     """Benchmark: a grid of real runs, efficiency against one rank with its interval, and what costs it.
 
     Beside the cells that are asked for: one rank without a process group (the baseline), ddp on one rank, and
@@ -415,17 +372,15 @@ def scale(
         accumulation=accumulation,
         synthetic=synthetic,
     )
-    raise typer.Exit(
-        benchmark.scale(
-            config,
-            overrides,
-            settings,
-            out=out,
-            dry_run=dry_run,
-            as_json=json,
-            console=console(),
-            predict=answer_measured,
-        )
+    return benchmark.scale(
+        config,
+        overrides,
+        settings,
+        out=out,
+        dry_run=dry_run,
+        as_json=json,
+        console=console(),
+        predict=answer_measured,
     )
 
 
@@ -436,7 +391,7 @@ def tune_batch(
         str, typer.Option("--nproc", "--gpus", help="Ranks of every trial: auto (every GPU, or 2 CPU ranks).")
     ] = "auto",
     budget: Annotated[
-        float, parsed(seconds, "TIME", help="Time for all trials, about: 90s, 5m (the default), 1h.")
+        float, parsed(seconds, "TIME", "Time for all trials, about: 90s, 5m (the default), 1h.")
     ] = 300.0,
     memory: Annotated[
         float | None,
@@ -444,17 +399,13 @@ def tune_batch(
     ] = None,
     launcher: Launcher = "torchrun",
     set_: Set = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory; the same one goes on. Default: tune/NAME-batch-DATE-TIME.")
-    ] = None,
+    out: Annotated[Path | None, out_option("tune/NAME-batch")] = None,
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure again what the cache already knows.")
     ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the sizes, start nothing.")
-    ] = False,
+    dry_run: Annotated[bool, dry_run_option("everything, print the sizes")] = False,
     json: Json = False,
-) -> None:
+) -> int:
     """The smallest micro batch within 3 % of the best throughput, by real runs with all ranks.
 
     The global batch stays as it is declared; accumulation follows. Also: what a rank's memory is made of, the
@@ -464,17 +415,15 @@ def tune_batch(
 
     config, overrides = split_words(words, set_)
     warn_of_ordinary_secrets()
-    raise typer.Exit(
-        search.tune_batch(
-            config,
-            overrides,
-            search.Options(nproc, budget, memory, launcher),
-            out=out,
-            fresh=fresh,
-            dry_run=dry_run,
-            as_json=json,
-            console=console(),
-        )
+    return search.tune_batch(
+        config,
+        overrides,
+        search.Options(nproc, budget, memory, launcher),
+        out=out,
+        fresh=fresh,
+        dry_run=dry_run,
+        as_json=json,
+        console=console(),
     )
 
 
@@ -493,22 +442,18 @@ def tune_lr(
         float | None, typer.Option(min=1, help="Of a run in the last rung; default: of the configured run.")
     ] = None,
     budget: Annotated[
-        float | None, parsed(seconds, "TIME", help="90s, 30m or 2h: shorten the runs to fit.")
+        float | None, parsed(seconds, "TIME", "90s, 30m or 2h: shorten the runs to fit.")
     ] = None,
     transfer: Annotated[
         Sequence[int] | None,
-        parsed(two_batches, "'B1->B2'", help="Run nothing: the rate at global batch B1, carried to B2."),
+        parsed(two_batches, "'B1->B2'", "Run nothing: the rate at global batch B1, carried to B2."),
     ] = None,
     launcher: Launcher = "torchrun",
     set_: Set = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Directory; the same one goes on. Default: tune/NAME-lr-DATE-TIME.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the search, start nothing.")
-    ] = False,
+    out: Annotated[Path | None, out_option("tune/NAME-lr")] = None,
+    dry_run: Annotated[bool, dry_run_option("everything, print the search")] = False,
     json: Json = False,
-) -> None:
+) -> int:
     """Learning rate: a range test for the divergence edge, a ladder of rates on short runs, and the best of
     them on whole runs with several seeds, by held-out loss. Writes tune.json and tuned.yaml, which `train`
     takes.
@@ -522,7 +467,7 @@ def tune_lr(
         from launcher.tune.transfer import carry
 
         before, after = transfer
-        raise typer.Exit(carry(config, overrides, before, after, out, as_json=json, console=console()))
+        return carry(config, overrides, before, after, out, as_json=json, console=console())
     if tokens is not None and not tokens < MOST_TOKENS:
         raise ConfigError([f"--tokens: {tokens} is not below {MOST_TOKENS:g}"])
     settings = LrOptions(
@@ -533,26 +478,14 @@ def tune_lr(
         tokens=None if tokens is None else int(tokens),
         budget_s=budget,
     )
-    raise typer.Exit(
-        search.tune(config, overrides, settings, out=out, dry_run=dry_run, as_json=json, console=console())
-    )
-
-
-@plan_app.callback()
-def _plan() -> None:
-    pass
+    return search.tune(config, overrides, settings, out=out, dry_run=dry_run, as_json=json, console=console())
 
 
 @plan_app.command("scaling")
 def plan_scaling(
     nproc: Annotated[
         Sequence[int],
-        parsed(
-            counts,
-            "N,...",
-            help="Numbers of GPUs: 1,2,4,8 or 1..1024 (doubling); default: 1..8.",
-            names=["--nproc", "--gpus"],
-        ),
+        counts_option("Numbers of GPUs: 1,2,4,8 or 1..1024 (doubling); default: 1..8.", "--nproc", "--gpus"),
     ] = (1, 2, 4, 8),
     from_: Annotated[
         Path | None, typer.Option("--from", help="scaling.json or profile.json of a measured run.")
@@ -573,11 +506,9 @@ def plan_scaling(
     gpus_per_node: Annotated[int | None, typer.Option(help="Default: 8.")] = None,
     nics: Annotated[int, typer.Option(help="NICs per node.")] = 1,
     engine: Annotated[str, typer.Option(help="ddp, zero1 or fsdp.")] = "ddp",
-    tensor: Annotated[
-        Sequence[int], parsed(counts, "N,...", help="Tensor-parallel sizes: 1,2; default: 1.")
-    ] = (1,),
+    tensor: Annotated[Sequence[int], counts_option("Tensor-parallel sizes: 1,2; default: 1.")] = (1,),
     accumulation: Annotated[
-        Sequence[int], parsed(counts, "N,...", help="Micro batches per step: 1,4; default: as measured.")
+        Sequence[int], counts_option("Micro batches per step: 1,4; default: as measured.")
     ] = (),
     reduce_dtype: Annotated[
         str, typer.Option(help="What is sent of a gradient: full, bf16 or fp16.")
@@ -611,25 +542,13 @@ def plan_scaling(
         show_report(console(), plan_report(answer))
 
 
-@eval_app.callback()
-def _eval() -> None:
-    pass
-
-
 @eval_app.command("glue")
 def eval_glue(
     run: Run,
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="SETTING=VALUE", show_default=False, help="Settings; the rest is configs/glue.yaml."
-        ),
-    ] = None,
-    data: Annotated[
-        list[Path] | None, typer.Option(help="Folder or archive with GLUE's files; repeatable.")
-    ] = None,
+    words: Settings = None,
+    data: GlueData = None,
     tasks: Annotated[
-        Sequence[str], parsed(names, "NAME,...", help="Default: every task whose files are there.")
+        Sequence[str], parsed(names, "NAME,...", "Default: every task whose files are there.")
     ] = (),
     seeds: Annotated[int, typer.Option(min=1, max=100, help="Runs of each task; the median counts.")] = 5,
     rates_: Annotated[
@@ -637,44 +556,34 @@ def eval_glue(
         parsed(
             rates,
             "RATE,...",
-            help="Choose one for all tasks, on a tenth of train; default: the recipe's.",
-            names=["--rates"],
+            "Choose one for all tasks, on a tenth of train; default: the recipe's.",
+            "--rates",
         ),
     ] = (),
     rate_tasks: Annotated[
-        Sequence[str],
-        parsed(names, "NAME,...", help="Tasks that choose it; default: CoLA, MRPC, STS-B and RTE."),
+        Sequence[str], parsed(names, "NAME,...", "Tasks that choose it; default: CoLA, MRPC, STS-B and RTE.")
     ] = (),
     init_task: Annotated[
         Sequence[tuple[str, str]],
-        parsed(starts, "RTE=MNLI,...", help="Start a task from the finetuned run of another one."),
+        parsed(starts, "RTE=MNLI,...", "Start a task from the finetuned run of another one."),
     ] = (),
-    init: Annotated[
-        Literal["checkpoint", "random"],
-        typer.Option(help="random = the baseline that shows what pretraining is worth."),
-    ] = "checkpoint",
+    init: Init = "checkpoint",
     ranks_per_job: Annotated[
         int, typer.Option(min=1, help="Ranks of a run; runs go side by side on the devices that are left.")
     ] = 1,
     launcher: Launcher = "torchrun",
-    out: Annotated[
-        Path | None, typer.Option(help="Directory; the same one goes on. Default: eval/RUN-glue-DATE-TIME.")
-    ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Check everything, print the tasks, start nothing.")
-    ] = False,
+    out: Annotated[Path | None, out_option("eval/RUN-glue")] = None,
+    dry_run: Annotated[bool, dry_run_option("everything, print the tasks")] = False,
     json: Json = False,
     set_: Set = None,
-) -> None:
+) -> int:
     """GLUE: every task finetuned with several seeds, and the median of each on its dev set, beside what a
     constant answer scores. Writes glue.json, a page, and files for GLUE's server where test files are there.
     """
     from launcher.evaluate import glue
     from launcher.results import GlueOptions
 
-    name, settings = split_words(words, set_)
-    if name is not None:
-        raise ConfigError([f"{name}: expected a setting as a.b=value, after the RUN"])
+    settings = settings_after_run(words, set_)
     if not data:
         raise ConfigError(["--data: name the folder or archive with GLUE's files"])
     warn_of_ordinary_secrets()
@@ -688,21 +597,15 @@ def eval_glue(
         ranks=ranks_per_job,
         launcher=launcher,
     )
-    raise typer.Exit(
-        glue.evaluate(run, settings, options, data, out=out, dry_run=dry_run, as_json=json, console=console())
+    return glue.evaluate(
+        run, settings, options, data, out=out, dry_run=dry_run, as_json=json, console=console()
     )
 
 
 @eval_app.command("mlm")
 def eval_mlm(
     run: Run,
-    texts: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="TEXT...",
-            help="Files, directories, globs (text, JSONL, Parquet; .gz .xz .zst), hub:NAME, or builtin.",
-        ),
-    ],
+    texts: Annotated[list[str], typer.Argument(metavar="TEXT...", help=TEXTS)],
     documents: Annotated[
         str, typer.Option(help="What ends a document of plain text: line or blank_line.")
     ] = "line",
@@ -713,15 +616,13 @@ def eval_mlm(
         typer.Option(min=1, help="Stop after the document that reaches so many; default: read all."),
     ] = None,
     json: Json = False,
-) -> None:
+) -> int:
     """Held-out loss on any text: of single tokens, by what the model saw in their place, and of whole words
     in bits per byte, by which runs with other vocabularies compare. Intervals are over documents."""
     from launcher.evaluate import text_loss
 
     options = {"documents": documents, "source_format": format, "text_field": text_key}
-    raise typer.Exit(
-        text_loss.evaluate(run, texts, options, max_bytes=max_bytes, as_json=json, console=console())
-    )
+    return text_loss.evaluate(run, texts, options, max_bytes=max_bytes, as_json=json, console=console())
 
 
 @app.command()
@@ -737,9 +638,7 @@ def predict(
     text: Annotated[
         str | None, typer.Option(metavar="COLUMN", help="Of the text in a table; default: text.")
     ] = None,
-    text_pair: Annotated[
-        str | None, typer.Option(metavar="COLUMN", help="Of a second text, for pairs.")
-    ] = None,
+    text_pair: TextPair = None,
     pooling: Annotated[
         Literal["mean", "cls"] | None,
         typer.Option(help="Of a pretrained run: the mean over the tokens (the default), or the first."),
@@ -755,30 +654,25 @@ def predict(
         int | None,
         typer.Option(min=1, max=1024, metavar="T", help="Of each process; default: its share of the cores."),
     ] = None,
-) -> None:
+) -> int:
     """A JSON line for each example of a file: labels with probabilities by a finetuned run, or its score;
     encodings by a pretrained one.
     """
     from launcher.evaluate import predict as predicting
 
     columns = predicting.Columns(text, text_pair)
-    raise typer.Exit(
-        predicting.predict(run, file, columns, pooling=pooling, out=out, instances=instances, threads=threads)
+    return predicting.predict(
+        run, file, columns, pooling=pooling, out=out, instances=instances, threads=threads
     )
 
 
-@export_app.callback()
-def _export() -> None:
-    pass
-
-
 @export_app.command("hf")
-def export_hf(run: Run, out: ExportOut, encoder: WithoutHead = False) -> None:
+def export_hf(run: Run, out: ExportOut, encoder: WithoutHead = False) -> int:
     """A directory that transformers loads without code of ours: ModernBERT, EuroBERT or RobertaPreLayerNorm,
     whichever has the run's positions and norm, with tokenizer and model card."""
     from launcher.evaluate import export
 
-    raise typer.Exit(export.export("hf", run, out, encoder=encoder))
+    return export.export("hf", run, out, encoder=encoder)
 
 
 @export_app.command("onnx")
@@ -789,11 +683,11 @@ def export_onnx(
     int8: Annotated[
         bool, typer.Option("--int8", help="Weights of 8 bits: ONNX Runtime's dynamic quantisation.")
     ] = False,
-) -> None:
+) -> int:
     """A directory with model.onnx, for any batch and any length up to the run's; of any run."""
     from launcher.evaluate import export
 
-    raise typer.Exit(export.export("onnx", run, out, encoder=encoder, options=["--int8"] if int8 else []))
+    return export.export("onnx", run, out, encoder=encoder, options=["--int8"] if int8 else [])
 
 
 @export_app.command("aoti")
@@ -802,12 +696,12 @@ def export_aoti(
     out: ExportOut,
     encoder: WithoutHead = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="Weights and products in bf16.")] = False,
-) -> None:
+) -> int:
     """A directory with model.pt2, compiled by AOTInductor for processors like this one, for Python or C++; of
     any run."""
     from launcher.evaluate import export
 
-    raise typer.Exit(export.export("aoti", run, out, encoder=encoder, options=["--bf16"] if bf16 else []))
+    return export.export("aoti", run, out, encoder=encoder, options=["--bf16"] if bf16 else [])
 
 
 @export_app.command("check")
@@ -819,12 +713,12 @@ def export_check(
         Path | None, typer.Option(metavar="RUN", help="Where its run is now; default: where it was.")
     ] = None,
     json: Json = False,
-) -> None:
+) -> int:
     """Compares an exported directory with its run, on batches of several sizes and lengths: the directory is
     loaded in a process without our code. Exit code 1 when the two differ."""
     from launcher.evaluate import export
 
-    raise typer.Exit(export.check(directory, run, as_json=json, console=console()))
+    return export.check(directory, run, as_json=json, console=console())
 
 
 @app.command()
@@ -841,12 +735,11 @@ def report(
     ] = False,
     log_to: Annotated[
         Sequence[str],
-        parsed(loggers, "NAME,...", help="Also send the runs to tensorboard, wandb, mlflow or trackio."),
+        parsed(loggers, "NAME,...", "Also send the runs to tensorboard, wandb, mlflow or trackio."),
     ] = (),
-) -> None:
+) -> int:
     """One self-contained HTML page of a run, a comparison of runs, a scaling benchmark, a search (tune) or an
     evaluation on GLUE."""
-    from launcher.report import html
     from launcher.report.console import show_end
     from launcher.report.run_report import PAGE
     from launcher.run.loggers import send_run
@@ -858,141 +751,76 @@ def report(
     if json:
         typer.echo(jsonlib.dumps(record.finite(dataclasses.asdict(report)), indent=1))
     else:
-        if issues := html.target_issues(target):
-            raise ConfigError(issues)
-        with _writing("--out"):
-            html.write(report, target)
+        write_page(report, target)
     code = max(send_run(run_dir, log_to, logger(console(), json)) for run_dir in run_dirs)
     if not json:
         show_end(console(), report, target)
-    raise typer.Exit(code)
+    return code
 
 
-def _no_run(path: Path) -> str:
-    inside = sorted(child.parent.name for child in path.glob("*/config.yaml")) if path.is_dir() else []
-    hint = f"; it holds runs, name one: {', '.join(inside[:3])}" if inside else ""
-    hint = hint or (f"; name the directory, {path.parent}" if path.is_file() else "")
-    return f"RUN_DIR: {path} is not a run directory (no config.yaml in it){hint}"
+def write_page(report: Report, target: Path) -> None:
+    """Raises ConfigError where it cannot be written, but OSError of a full or failing disk."""
+    from launcher.report import html
+
+    if issues := html.target_issues(target):
+        raise ConfigError(issues)
+    try:
+        html.write(report, target)
+    except OSError as error:
+        if error.errno in DISK_FAILED:
+            raise
+        raise ConfigError([f"--out: {error.filename} cannot be written ({error.strerror})"]) from None
 
 
 def report_of(run_dirs: Sequence[Path]) -> Report:
     """What these directories hold. Raises ConfigError for what is none of ours, or not to be compared."""
-    from launcher import results
-    from launcher.evaluate import FILE as GLUE
+    from launcher import evaluate, results, tune
     from launcher.evaluate.glue_compare import compare_report
     from launcher.evaluate.glue_report import glue_report
     from launcher.report.run_report import of_directories
     from launcher.scale.scale_report import FILE, scale_report
-    from launcher.tune import FILE as TUNED
     from launcher.tune.batch_report import batch_report
     from launcher.tune.rate_report import rate_report
 
-    first, kinds = run_dirs[0], {FILE: "a scaling benchmark", TUNED: "a search", GLUE: "an evaluation"}
-    alone = [(d, file) for d in run_dirs for file in kinds if (d / file).exists()]
-    if len(run_dirs) > 1 and [file for _, file in alone] == [GLUE] * len(run_dirs):
+    def of_search(path: Path) -> Report:
+        if (record.read_json(path) or {}).get("kind") == "lr":
+            return rate_report(results.read(path, results.TuneLr), path.parent)
+        return batch_report(results.read(path, results.TuneBatch), path.parent)
+
+    kinds: dict[str, tuple[str, Callable[[Path], Report]]] = {  # of directories, by the file of their result
+        FILE: (
+            "a scaling benchmark",
+            lambda path: scale_report(results.read(path, results.Scaling), path.parent),
+        ),
+        tune.FILE: ("a search", of_search),
+        evaluate.FILE: ("an evaluation", lambda path: glue_report(results.read(path, results.Glue))),
+    }
+    files = [d / name for d in run_dirs for name in kinds if (d / name).exists()]
+    if len(run_dirs) > 1 and [path.name for path in files] == [evaluate.FILE] * len(run_dirs):
         return compare_report(run_dirs)
-    if alone and len(run_dirs) > 1:
-        raise ConfigError([f"RUN_DIR: {alone[0][0]} is {kinds[alone[0][1]]}; its page is made of it alone"])
-    if alone and alone[0][1] == FILE:
-        return scale_report(results.read(first / FILE, results.Scaling), first)
-    if alone and alone[0][1] == GLUE:
-        return glue_report(results.read(first / GLUE, results.Glue))
-    if alone:
-        if (record.read_json(first / TUNED) or {}).get("kind") == "lr":
-            return rate_report(results.read(first / TUNED, results.TuneLr), first)
-        return batch_report(results.read(first / TUNED, results.TuneBatch), first)
+    if files:
+        what, read = kinds[files[0].name]
+        if len(run_dirs) > 1:
+            raise ConfigError([f"RUN_DIR: {files[0].parent} is {what}; its page is made of it alone"])
+        return read(files[0])
     if missing := [d for d in run_dirs if not (d / "config.yaml").exists()]:
-        raise ConfigError([_no_run(d) for d in missing])
+        raise ConfigError([no_run(d) for d in missing])
     return of_directories(run_dirs)
 
 
-@contextlib.contextmanager
-def _writing(option: str) -> Iterator[None]:
-    """A place that cannot be written is bad input; a full or failing disk is not."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno in DISK_FAILED:
-            raise
-        raise ConfigError([f"{option}: {error.filename} cannot be written ({error.strerror})"]) from None
+def no_run(path: Path) -> str:
+    """Why this is not a run directory, and which one may be meant."""
+    hint = f"; name the directory, {path.parent}" if path.is_file() else ""
+    if path.is_dir() and (runs := sorted(child.parent.name for child in path.glob("*/config.yaml"))):
+        hint = f"; it holds runs, name one: {', '.join(runs[:3])}"
+    return f"RUN_DIR: {path} is not a run directory (no config.yaml in it){hint}"
 
 
 def main() -> None:
     """Entry point. Exit codes: 0 done, 2 bad input, 1 failed, 128 + signal."""
     record.open_missing_descriptors()
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # what is begun is tidied up
-    try:
-        if issues := argument_issues(sys.argv[1:]):
-            raise ConfigError(issues)
-        sys.exit(app(standalone_mode=False) or 0)
-    except ConfigError as error:
-        for issue in error.issues:
-            complain(f"error: {issue}")
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except OSError as error:
-        sys.exit(_system_error(error))
-    except MemoryError:
-        complain("error: no memory is left for this process; free some, or raise `ulimit -v`")
-        sys.exit(1)
-    except typer.BadParameter as error:
-        _bad_parameter(error)
-        sys.exit(2)
-    except Exception as error:
-        if hasattr(error, "show") and hasattr(error, "exit_code"):  # typer's, of a wrong command line
-            complain(_usage_error(error))
-            sys.exit(error.exit_code)
-        complain(traceback.format_exc().rstrip())
-        sys.exit(1)
-
-
-def _usage_error(error: Any) -> str:
-    """One line of a wrong command line; the help where a group of verbs stands alone."""
-    shown = io.StringIO()
-    error.show(shown)
-    if "Error: " not in shown.getvalue():
-        return shown.getvalue().rstrip()
-    verb = getattr(error.ctx, "command_path", "bert-dp")
-    return f"error: {error.format_message().rstrip('.')}; see `{verb} --help`"
-
-
-def _bad_parameter(error: typer.BadParameter) -> None:
-    """One line that names the option or argument; typer has no words for one that is missing."""
-    verb = getattr(getattr(error, "ctx", None), "command_path", "bert-dp")
-    names = error.param.opts if error.param is not None else ["bert-dp"]
-    name, message = names[0], plain_message(error.message)
-    if message.startswith("expected ") and (value := _given(name)) is not None and value not in message:
-        message += f", got {value}"
-    name = name if name.startswith("-") else name.upper()
-    complain(f"error: {name}: {message}" if message else f"error: {name} is missing; see `{verb} --help`")
-
-
-def _given(option: str) -> str | None:
-    """What stands behind an option on the command line."""
-    for word, after in itertools.zip_longest(sys.argv, sys.argv[1:]):
-        if word == option:
-            return after
-        if word.startswith(f"{option}="):
-            return word.partition("=")[2]
-    return None
-
-
-def _system_error(error: OSError) -> int:
-    """One line for what the machine refuses; the exit code."""
-    where = f"{error.filename}: " if error.filename else ""
-    if error.errno in UNUSABLE:
-        complain(f"error: {where}{error.strerror}; name another one, or mend its rights")
-        return 2
-    if error.errno in DISK_FAILED:
-        complain(
-            f"error: {where}{error.strerror}; make room, or name another place, and run the command again"
-        )
-    elif error.errno in LIMIT_REACHED:
-        complain(f"error: {where}{error.strerror}: a limit of this process; see `ulimit -a`")
-    else:
-        complain(traceback.format_exc().rstrip())
-    return 1
+    sys.exit(exit_code(lambda: app(standalone_mode=False)))
 
 
 if __name__ == "__main__":

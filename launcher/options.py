@@ -28,14 +28,33 @@ Mode = Literal["weak", "strong"]
 MODES: dict[str, tuple[Mode, ...]] = {"weak": ("weak",), "strong": ("strong",), "both": ("weak", "strong")}
 
 
-def parsed(parse: Callable[[str], Any], metavar: str, *, names: Sequence[str] = (), **options: Any) -> Any:
+def parsed(parse: Callable[[str], Any], metavar: str, help: str, *names: str) -> Any:
     """An option whose text `parse` turns into a value; it raises typer.BadParameter. Defaults are values.
     `names`: where it is not the parameter's."""
 
     def value_of(text: Any) -> Any:
         return parse(text) if isinstance(text, str) else text
 
-    return typer.Option(*names, parser=value_of, metavar=metavar, show_default=False, **options)
+    return typer.Option(*names, parser=value_of, metavar=metavar, show_default=False, help=help)
+
+
+def counts_option(help: str, *names: str) -> Any:
+    """Whole numbers by commas."""
+    return parsed(counts, "N,...", help, *names)
+
+
+def dry_run_option(what: str) -> Any:
+    """`what` is checked and printed."""
+    return typer.Option("--dry-run", help=f"Check {what}, start nothing.")
+
+
+def run_dir_option(default: str) -> Any:
+    return typer.Option(help=f"Run directory; default: {default}-DATE-TIME.")
+
+
+def out_option(default: str) -> Any:
+    """The directory of a verb that goes on where it was ended."""
+    return typer.Option(help=f"Directory; the same one goes on. Default: {default}-DATE-TIME.")
 
 
 def counts(text: str) -> tuple[int, ...]:
@@ -45,17 +64,18 @@ def counts(text: str) -> tuple[int, ...]:
         first, last = int(ends[1]), int(ends[2])
         if not 0 < first <= last:
             raise typer.BadParameter(f"{problem}; the first must be above 0 and not above the last")
-        found = [last]
+        values = []
         while first < last <= MAX_GPUS:
-            found.insert(-1, first)
+            values.append(first)
             first *= 2
+        values.append(last)
     elif re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
-        found = [int(part) for part in text.split(",")]
+        values = [int(part) for part in text.split(",")]
     else:
         raise typer.BadParameter(problem)
-    if not all(0 < count <= MAX_GPUS for count in found):
+    if not all(0 < count <= MAX_GPUS for count in values):
         raise typer.BadParameter(f"{problem}; each between 1 and {MAX_GPUS:,}")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(values))
 
 
 def modes(text: str) -> tuple[Mode, ...]:
@@ -86,21 +106,21 @@ def loggers(text: str) -> tuple[str, ...]:
 
 def names(text: str) -> tuple[str, ...]:
     """`CoLA,RTE` -> ("CoLA", "RTE"), each once."""
-    found = [word.strip() for word in text.split(",")]
-    if not all(found):
+    names = [word.strip() for word in text.split(",")]
+    if not all(names):
         raise typer.BadParameter(f"{text!r} is not a list of names like CoLA,RTE")
-    return tuple(dict.fromkeys(found))
+    return tuple(dict.fromkeys(names))
 
 
 def rates(text: str) -> tuple[float, ...]:
     """`4e-5,1e-4` -> learning rates, each once, ascending."""
     try:
-        found = sorted({float(word) for word in text.split(",")})
+        rates = sorted({float(word) for word in text.split(",")})
     except ValueError:
-        found = []
-    if not found or not all(0 < rate < 1 for rate in found):
+        rates = []
+    if not rates or not all(0 < rate < 1 for rate in rates):
         raise typer.BadParameter(f"{text!r} is not a list of rates between 0 and 1 like 4e-5,1e-4")
-    return tuple(found)
+    return tuple(rates)
 
 
 def starts(text: str) -> tuple[tuple[str, str], ...]:
@@ -113,8 +133,8 @@ def starts(text: str) -> tuple[tuple[str, str], ...]:
 
 def seconds(text: str) -> float:
     """`90s`, `5m` or `1h` -> seconds."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)", text.strip())
-    value = float(found[1]) * {"s": 1, "m": 60, "h": 3600}[found[2]] if found else 0.0
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)", text.strip())
+    value = float(match[1]) * {"s": 1, "m": 60, "h": 3600}[match[2]] if match else 0.0
     if not 0 < value < math.inf:
         raise typer.BadParameter(f"expected a duration such as 90s, 5m or 1h, not {text!r}")
     return value
@@ -122,8 +142,8 @@ def seconds(text: str) -> float:
 
 def two_batches(text: str) -> tuple[int, int]:
     """`256->4096` as two global batches."""
-    found = re.fullmatch(r"\s*(\d{1,9})\s*->\s*(\d{1,9})\s*", text)
-    batches = (int(found[1]), int(found[2])) if found else (0, 0)
+    match = re.fullmatch(r"\s*(\d{1,9})\s*->\s*(\d{1,9})\s*", text)
+    batches = (int(match[1]), int(match[2])) if match else (0, 0)
     if not min(batches):
         raise typer.BadParameter(f"{text!r} is not of the form '256->4096', two global batches; quote it")
     return batches
@@ -150,11 +170,20 @@ Words = Annotated[
         help="YAML file, or a name that `bert-dp configs` lists (default: quickstart), and settings.",
     ),
 ]
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="SETTING=VALUE", show_default=False, help="Settings; the rest is configs/glue.yaml."
+    ),
+]
 Set = Annotated[
     list[str] | None, typer.Option("--set", metavar="a.b=v", help="The same as SETTING=VALUE; repeatable.")
 ]
-Launcher = Annotated[
-    str, parsed(launcher, "NAME", help="Starts the ranks: torchrun, accelerate or deepspeed.")
+Nproc = Annotated[str, typer.Option(help="Ranks: auto (every GPU, or 2 CPU ranks) or a number.")]
+Launcher = Annotated[str, parsed(launcher, "NAME", "Starts the ranks: torchrun, accelerate or deepspeed.")]
+Resume = Annotated[str, typer.Option(help="auto, never, or the path of a checkpoint or run.")]
+MaxRestarts = Annotated[
+    int, typer.Option(min=0, metavar="K", help="Start a failed run again from its newest checkpoint.")
 ]
 Run = Annotated[
     Path,
@@ -162,6 +191,13 @@ Run = Annotated[
         metavar="RUN", show_default=False, help="Run directory (its newest checkpoint), or one checkpoint."
     ),
 ]
+GlueData = Annotated[list[Path] | None, typer.Option(help="Folder or archive with GLUE's files; repeatable.")]
+Init = Annotated[
+    Literal["checkpoint", "random"],
+    typer.Option(help="random = the baseline that shows what pretraining is worth."),
+]
+TextPair = Annotated[str | None, typer.Option(metavar="COLUMN", help="Of a second text, for pairs.")]
+TEXTS = "Files, directories, globs (text, JSONL, Parquet; .gz .xz .zst), hub:NAME, or builtin."
 Format = Annotated[str, typer.Option(help="Of every file: text, jsonl or parquet; auto goes by the suffix.")]
 TextKey = Annotated[
     str, typer.Option(help="Field of a JSON record or column of a Parquet file that holds the text.")
@@ -183,9 +219,12 @@ def split_words(words: Sequence[str] | None, overrides: Sequence[str] | None) ->
     return names[0] if names else None, [*settings, *(overrides or [])]
 
 
-def argument_issues(arguments: Sequence[str]) -> list[str]:
-    """One line for each argument that is not UTF-8: no file of ours could hold it."""
-    return [f"argument {a!a} is not UTF-8" for a in arguments if any("\ud800" <= c <= "\udfff" for c in a)]
+def settings_after_run(words: Sequence[str] | None, overrides: Sequence[str] | None) -> list[str]:
+    """The settings of a verb whose configuration follows from its RUN. Raises ConfigError."""
+    name, settings = split_words(words, overrides)
+    if name is not None:
+        raise ConfigError([f"{name}: expected a setting as a.b=value, after the RUN"])
+    return settings
 
 
 def console() -> Any:
