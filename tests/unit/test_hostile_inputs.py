@@ -3,7 +3,6 @@ nothing is written. What hangs here would hang for the user."""
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import tracemalloc
@@ -267,29 +266,6 @@ def test_a_report_replaces_nothing_but_a_page(tmp_path: Path) -> None:
     for _ in range(2):  # its own it does replace
         assert here("report", str(tmp_path), "--out", str(page)).returncode == 0
     assert "<html" in page.read_text()
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (OSError(errno.EFBIG, "File too large"), "File too large: a limit of this process"),
-        (OSError(errno.EMFILE, "Too many open files", "/a/b"), "/a/b: Too many open files: a limit"),
-        (BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable"), "see `ulimit -a`"),
-        (MemoryError(), "no memory is left"),
-    ],
-)
-def test_a_limit_of_the_process_is_no_traceback(
-    monkeypatch: pytest.MonkeyPatch, error: BaseException, said: str
-) -> None:
-    def fail(*_: object, **__: object) -> None:
-        raise error
-
-    monkeypatch.setattr("launcher.run.train.train", fail)
-    done = here("train")
-    assert done.returncode == 1
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert said in done.stderr
 
 
 def test_a_small_file_is_read_in_little_memory(tmp_path: Path) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import errno
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import typer
 
-from launcher import cli, options
+from launcher import options
 from tests.e2e.cli import refused
 
 
@@ -86,66 +82,3 @@ def test_the_line_names_the_option_the_value_and_a_fix(command: str, line: str) 
     said = refused(*command.split())
     assert said.startswith(f"error: {line}")
     assert len(said.splitlines()) == 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["report"], "error: RUN_DIRS is missing; see `"),
-        (["data", "build", "x"], "error: --out is missing; see `"),
-        (["train", "--max-restarts", "abc"], "error: --max-restarts: expected a whole number, got abc"),
-        (["scale", "--repeats=0"], "error: --repeats: expected a number greater than or equal to 1, got 0"),
-        (["train", "--nosuch"], "error: No such option: --nosuch"),
-        (["nosuch"], "error: No such command 'nosuch'; see `"),
-        (["configs", ""], "error: CONFIG: is empty; name a file or a configuration"),
-    ],
-)
-def test_a_wrong_command_line_is_one_line(
-    arguments: list[str], line: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["bert-dp", *arguments])
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    said = capsys.readouterr().err
-    assert (ended.value.code, said.count("\n")) == (2, 1), said
-    assert said.startswith(line)
-
-
-@pytest.mark.parametrize(
-    ("number", "code", "words"),
-    [
-        (errno.ENOSPC, 1, "error: a/b: No space left on device; make room"),
-        (errno.EACCES, 2, "error: a/b: Permission denied; name another one"),
-        (errno.EMFILE, 1, "a limit of this process"),
-    ],
-)
-def test_what_the_machine_refuses_is_one_line(
-    number: int, code: int, words: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def fail(**_: object) -> None:
-        raise OSError(number, os.strerror(number), "a/b")
-
-    monkeypatch.setattr(cli, "app", fail)
-    monkeypatch.setattr("sys.argv", ["bert-dp", "configs"])
-    monkeypatch.setattr("signal.signal", lambda *_: None)
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    assert ended.value.code == code
-    said = capsys.readouterr().err
-    assert words in said
-    assert said.count("\n") == 1
-
-
-def test_ctrl_c_during_the_imports_leaves_no_traceback() -> None:
-    script = (
-        "import sys\n"
-        "class Interrupt:\n"
-        "    def find_spec(self, name, path, target=None):\n"
-        "        if name == 'launcher.cli': raise KeyboardInterrupt\n"
-        "sys.meta_path.insert(0, Interrupt())\n"
-        "from launcher.__main__ import main\n"
-        "main()\n"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (130, "")

@@ -1,0 +1,90 @@
+"""How a command line ends that went wrong: one line and an exit code; a traceback of nothing foreseen."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+
+import pytest
+
+from bert_dp.record import CONTROL
+from launcher import cli
+from tests.e2e.cli import here
+
+
+def error_of(number: int, path: str | None = "a/b") -> OSError:
+    return OSError(number, os.strerror(number), path)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("report", "error: RUN_DIRS is missing; see `"),
+        ("data build x", "error: --out is missing; see `"),
+        ("train --max-restarts abc", "error: --max-restarts: expected a whole number, got abc"),
+        ("scale --repeats=0", "error: --repeats: expected a number greater than or equal to 1, got 0"),
+        ("train --nosuch", "error: No such option: --nosuch"),
+        ("nosuch", "error: No such command 'nosuch'; see `"),
+        ("configs ", "error: CONFIG: is empty; name a file or a configuration"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line(arguments: str, line: str) -> None:
+    done = here(*arguments.split(" "))
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "line"),
+    [
+        (error_of(errno.ENOSPC), 1, "error: a/b: No space left on device; make room"),
+        (error_of(errno.EACCES), 2, "error: a/b: Permission denied; name another one"),
+        (
+            error_of(errno.EMFILE),
+            1,
+            "error: a/b: Too many open files: a limit of this process; see `ulimit -a`",
+        ),
+        (error_of(errno.EFBIG, None), 1, "error: File too large: a limit of this process"),
+        (error_of(errno.EAGAIN, None), 1, "error: Resource temporarily unavailable: a limit of this process"),
+        (MemoryError(), 1, "error: no memory is left"),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_what_the_machine_refuses_is_one_line(
+    error: BaseException, code: int, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(**_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "app", fail)
+    done = here("configs")
+    assert (done.returncode, done.stderr.count("\n")) == (code, bool(line)), done.stderr
+    assert done.stderr.startswith(line)
+
+
+def test_a_traceback_holds_no_secret_and_no_control_character(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(**_: object) -> None:
+        raise RuntimeError("\x1b[31mred\x1b[0m\x1b]0;title\x07\x9b2J\u202egpj\r\x08 s3cret-1")
+
+    monkeypatch.setattr(cli, "app", fail)
+    done = here(HF_TOKEN="s3cret-1")
+    assert done.returncode == 1
+    assert "RuntimeError: red" in done.stderr
+    assert "s3cret-1" not in done.stderr
+    assert not CONTROL.search(done.stderr)
+
+
+def test_ctrl_c_during_the_imports_leaves_no_traceback() -> None:
+    script = (
+        "import sys\n"
+        "class Interrupt:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'launcher.cli': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Interrupt())\n"
+        "from launcher.__main__ import main\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (130, "")
