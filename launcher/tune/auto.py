@@ -12,7 +12,8 @@ from bert_dp.config.profile import ProfilePlan
 from launcher import job, results
 from launcher.log import PLAIN, show
 from launcher.report.run_report import PAGE
-from launcher.run import train
+from launcher.run.run_directory import start_issues
+from launcher.run.train import check_profile
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -55,9 +56,9 @@ def resolve_auto_batch(
     options = batch.Options(nproc, BUDGET_S, None, launcher)
     question = batch.ask(asked, options)
     folder = (run_dir or Path("runs") / path.stem).resolve()
-    if issues := train.start_issues(asked, folder, resume) or record.cache_issues():
+    if issues := start_issues(asked, folder, resume) or record.cache_issues():
         raise ConfigError(issues)
-    train.check_profile(profile, asked.config, question.ranks, train.goes_on_from(folder, resume))
+    check_profile(profile, asked.config, question.ranks, folder, resume)
     machine = asked.machine.to_json()
     key = cache.key(question, machine)
     kept = cache.find(key, 0.0, question.limit_gib)

@@ -10,8 +10,8 @@ from bert_dp import record
 from bert_dp.config import BuildConfig, CheckpointConfig, Config, LogConfig, ScheduleConfig, batch_at
 from bert_dp.record.models import Summary
 from launcher.results import LrTrial, TrialStatus
+from launcher.run.describe import expected_steps
 from launcher.run.read_run import cause, failure_kind, read_summary
-from launcher.run.train import expected_steps
 
 RANGE_TOP = 1.0  # rate at the end of a range test; it begins at 1e-4 of this
 RANGE_STEPS = 100

@@ -8,7 +8,7 @@ import pytest
 
 from bert_dp.config import data_warnings, read_manifest
 from launcher.datasets import built_lines
-from launcher.run.train import describe_data
+from launcher.run.describe import describe_data
 from tests.helpers import make_config
 
 

@@ -250,7 +250,7 @@ def test_the_estimate_of_a_run_that_goes_on_is_in_its_own_precision(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(environment, "probe", lambda *_: WITHOUT)
-    config = train.job.load(None, ["run.device=cpu"]).config
+    config = job.load(None, ["run.device=cpu"]).config
     facts = {**FACTS, "step": 1, "precision": "bf16", "config": config.model_dump(mode="json")}
     record.write_json(write_files(tmp_path, {"run/checkpoints/step-00000001/x": ""}) / "x", {})
     record.write_json(tmp_path / "run/checkpoints/step-00000001/state.json", facts)

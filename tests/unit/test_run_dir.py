@@ -11,7 +11,7 @@ import pytest
 
 from bert_dp import record
 from bert_dp.config import dump_config
-from launcher.run import train
+from launcher.run.run_directory import is_complete, run_dir_issues
 from tests.helpers import make_config
 from tests.states import FACTS
 
@@ -63,7 +63,7 @@ def test_an_empty_directory_one_with_a_run_and_what_may_stand_beside_it(
     tmp_path: Path, fill: Callable[[Path], None]
 ) -> None:
     fill(tmp_path)
-    assert train.run_dir_issues(tmp_path, CONFIG, "auto") == []
+    assert run_dir_issues(tmp_path, CONFIG, "auto") == []
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,7 @@ def test_a_directory_that_holds_something_else_is_refused_and_stays(
 ) -> None:
     fill(tmp_path)
     before = sorted(tmp_path.rglob("*"))
-    (issue,) = train.run_dir_issues(tmp_path, CONFIG, "auto")
+    (issue,) = run_dir_issues(tmp_path, CONFIG, "auto")
     assert issue == (
         f"--run-dir: {tmp_path} holds {named} but no run, and a run would write among what is yours; choose "
         f"a new directory, for example {tmp_path}/run"
@@ -99,29 +99,29 @@ def test_a_run_is_complete_while_its_newest_checkpoint_has_spent_the_budget(tmp_
     longer = CONFIG.model_copy(update={"schedule": CONFIG.schedule.model_copy(update={"steps": 2})})
     checkpoint(tmp_path)
     record.write_json(tmp_path / "summary.json", {"status": "done"})
-    assert train.is_complete(tmp_path, CONFIG, "auto")
-    assert not train.is_complete(tmp_path, longer, "auto")  # the budget was raised
-    assert not train.is_complete(tmp_path, CONFIG, "never")
+    assert is_complete(tmp_path, CONFIG, "auto")
+    assert not is_complete(tmp_path, longer, "auto")  # the budget was raised
+    assert not is_complete(tmp_path, CONFIG, "never")
     record.write_json(tmp_path / "summary.json", {"status": "stopped"})
-    assert not train.is_complete(tmp_path, CONFIG, "auto")
+    assert not is_complete(tmp_path, CONFIG, "auto")
 
 
 def test_a_run_elsewhere_to_go_on_from_makes_it_no_run(tmp_path: Path) -> None:
     checkpoint(tmp_path / "old")
-    assert train.run_dir_issues(tmp_path / "new", CONFIG, str(tmp_path / "old")) == []
-    assert train.run_dir_issues(tmp_path / "old", CONFIG, str(tmp_path / "old")) == []
+    assert run_dir_issues(tmp_path / "new", CONFIG, str(tmp_path / "old")) == []
+    assert run_dir_issues(tmp_path / "old", CONFIG, str(tmp_path / "old")) == []
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "x").touch()
-    (issue,) = train.run_dir_issues(tmp_path / "mine", CONFIG, str(tmp_path / "old"))
+    (issue,) = run_dir_issues(tmp_path / "mine", CONFIG, str(tmp_path / "old"))
     assert "holds x but no run" in issue
 
 
 def test_a_checkpoint_is_no_run_directory(tmp_path: Path) -> None:
     checkpoint(tmp_path)
     for folder in (tmp_path / "checkpoints", tmp_path / "checkpoints" / "step-00000001"):
-        (issue,) = train.run_dir_issues(folder, CONFIG, "auto")
+        (issue,) = run_dir_issues(folder, CONFIG, "auto")
         assert "but no run" in issue
-        assert train.run_dir_issues(tmp_path / "new", CONFIG, str(folder)) == []
+        assert run_dir_issues(tmp_path / "new", CONFIG, str(folder)) == []
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_a_run_whose_files_lead_elsewhere_is_refused(tmp_path: Path, name: str) 
     ):
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
         make()
-        (issue,) = train.run_dir_issues(folder, CONFIG, "auto")
+        (issue,) = run_dir_issues(folder, CONFIG, "auto")
         assert issue.startswith(f"--run-dir: {path} is not a ")
 
 
@@ -156,8 +156,8 @@ def test_logs_and_checkpoints_may_lie_on_a_disk_of_their_own(tmp_path: Path) -> 
     for name in ("logs", "checkpoints"):
         (tmp_path / name).mkdir()
         (folder / name).symlink_to(tmp_path / name)
-    assert train.run_dir_issues(folder, CONFIG, "auto") == []
+    assert run_dir_issues(folder, CONFIG, "auto") == []
     (folder / "logs").unlink()
     (folder / "logs").write_text("")
-    (issue,) = train.run_dir_issues(folder, CONFIG, "auto")
+    (issue,) = run_dir_issues(folder, CONFIG, "auto")
     assert "logs is not a directory" in issue
