@@ -30,15 +30,14 @@ DOCTOR_LIMIT_S = 28.0
 MIN_ALL_REDUCE_S = 3.0
 MIN_CHECKPOINT_MB_S = 50.0
 
-# A check: good?, level if not, what was seen, what it will cause, how to fix it.
-Check = tuple[bool, Literal["warn", "fail"], str, str, str]
+Level = Literal["ok", "warn", "fail"]
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
     """One line of `doctor`: what was seen and, unless it is ok, what it will cause and how to fix it."""
 
-    level: Literal["ok", "warn", "fail"]
+    level: Level
     what: str
     consequence: str = ""
     fix: str = ""
@@ -80,67 +79,50 @@ def doctor(run_dir: Path | None = None) -> tuple[Environment, list[Finding]]:
 
 def diagnose(env: Environment) -> list[Finding]:
     """The findings that follow from the facts in `env` alone."""
-    checks = [*_version_checks(env), *_gpu_checks(env), *_host_checks(env)]
-    return [_finding(*check) for check in checks]
+    return [*_version_findings(env), *_gpu_findings(env), *_host_findings(env)]
 
 
-def _finding(good: bool, level: Literal["warn", "fail"], what: str, consequence: str, fix: str) -> Finding:
+def _finding(good: bool, what: str, consequence: str, fix: str, level: Level = "warn") -> Finding:
+    """`level`: of what is not good."""
     return Finding("ok", what) if good else Finding(level, what, consequence, fix)
 
 
-def _version_checks(env: Environment) -> list[Check]:
-    torch, supported = env.versions.get("torch"), MIN_PYTHON <= _version(env.python) <= MAX_PYTHON
-    checks: list[Check] = [
-        (
-            supported,
-            "fail",
+def _version_findings(env: Environment) -> list[Finding]:
+    torch = env.versions.get("torch")
+    findings = [
+        _finding(
+            MIN_PYTHON <= _version(env.python) <= MAX_PYTHON,
             f"python {env.python}",
             "supported are 3.11 to 3.13; imports or runs may fail",
             "make a virtual environment with python 3.13",
-        ),
-        (
-            torch is not None and _version(torch) >= MIN_TORCH,
             "fail",
+        ),
+        _finding(
+            torch is not None and _version(torch) >= MIN_TORCH,
             f"torch {torch or 'is not installed'}",
             "2.11 or newer is needed; every rank stops at start",
             "pip install 'torch>=2.11'",
+            "fail",
         ),
     ]
     if env.gpus and "+cpu" in (torch or ""):
-        checks.append(
-            (
-                False,
-                "fail",
-                f"torch {torch} is a CPU build beside {len(env.gpus)} GPUs",
-                "the GPUs stay unused",
-                "install the CUDA build of the same version",
-            )
-        )
-    return checks
+        what = f"torch {torch} is a CPU build beside {len(env.gpus)} GPUs"
+        fix = "install the CUDA build of the same version"
+        findings.append(Finding("fail", what, "the GPUs stay unused", fix))
+    return findings
 
 
-def _gpu_checks(env: Environment) -> list[Check]:
-    visible, shm = len(env.gpus), float("inf") if env.shm_gib is None else env.shm_gib
-    checks: list[Check] = []
+def _gpu_findings(env: Environment) -> list[Finding]:
+    findings = []
     if env.gpu_error:
-        checks.append(
-            (
-                False,
-                "fail",
-                f"GPU driver: {env.gpu_error}",
-                "ranks cannot open a GPU",
-                "reboot after a driver update; in a container pass --gpus all",
-            )
-        )
+        fix = "reboot after a driver update; in a container pass --gpus all"
+        findings.append(Finding("fail", f"GPU driver: {env.gpu_error}", "ranks cannot open a GPU", fix))
     names = ", ".join(["", *sorted({gpu.name for gpu in env.gpus})])
-    seen = (
-        f"{visible} of {env.gpus_present} visible{names}" if env.gpus_present else "none, ranks use the CPU"
-    )
-    checks.append(
-        (
-            visible == env.gpus_present,
-            "warn",
-            f"GPUs: {seen}",
+    visible = f"{len(env.gpus)} of {env.gpus_present} visible{names}"
+    findings.append(
+        _finding(
+            len(env.gpus) == env.gpus_present,
+            f"GPUs: {visible if env.gpus_present else 'none, ranks use the CPU'}",
             f"CUDA_VISIBLE_DEVICES={env.cuda_visible_devices} leaves the others idle",
             "unset it to use all",
         )
@@ -148,99 +130,89 @@ def _gpu_checks(env: Environment) -> list[Check]:
     for gpu in env.gpus:
         free, total = gpu.free_gib, gpu.memory_gib
         if free is not None and total is not None and free < GPU_FREE * total:
-            checks.append(
-                (
-                    False,
-                    "warn",
-                    f"GPU {gpu.index}: {free:.1f} of {total:.1f} GiB are free",
-                    "out of memory where an idle GPU is not, and every rank as slow as this one",
-                    "end its processes (nvidia-smi); or CUDA_VISIBLE_DEVICES without it",
-                )
+            low = Finding(
+                "warn",
+                f"GPU {gpu.index}: {free:.1f} of {total:.1f} GiB are free",
+                "out of memory where an idle GPU is not, and every rank as slow as this one",
+                "end its processes (nvidia-smi); or CUDA_VISIBLE_DEVICES without it",
             )
-    checks.append(
-        (
-            not visible or shm >= 1,
-            "warn",
-            f"shared memory (/dev/shm): {shm:.2f} GiB",
+            findings.append(low)
+    shm_gib = float("inf") if env.shm_gib is None else env.shm_gib
+    findings.append(
+        _finding(
+            not env.gpus or shm_gib >= 1,
+            f"shared memory (/dev/shm): {shm_gib:.2f} GiB",
             "NCCL between GPUs of one node fails with a bus error or cannot start",
             "start the container with --shm-size=8g or --ipc=host",
         )
     )
-    return checks
+    return findings
 
 
-def _host_checks(env: Environment) -> list[Check]:
-    cores, disk = env.usable_cores, float("inf") if env.disk_free_gib is None else env.disk_free_gib
-    ranks = f"{len(env.gpus) or 2} {'GPU' if env.gpus else 'CPU'} ranks"
+def _host_findings(env: Environment) -> list[Finding]:
+    disk_gib = float("inf") if env.disk_free_gib is None else env.disk_free_gib
+    ranks, kind = len(env.gpus) or 2, "GPU" if env.gpus else "CPU"
+    locked_mib = None if env.locked_memory_gib is None else env.locked_memory_gib * 1024
     return [
-        (
+        _finding(
             env.usable_memory_gib >= 4,
-            "warn",
             f"memory: {env.usable_memory_gib:.1f} GiB available",
             "ranks may be killed by the kernel without a message (exit code -9)",
             "stop other programs, raise the container's memory limit, or lower --nproc",
         ),
-        (
-            disk >= 5,
-            "warn",
-            f"disk: {disk:.1f} GiB free",
+        _finding(
+            disk_gib >= 5,
+            f"disk: {disk_gib:.1f} GiB free",
             "a checkpoint may not fit; the run stops at its first save",
             "free space, choose another --run-dir, or lower checkpoint.keep",
         ),
-        (
+        _finding(
             env.open_files >= 1024,
-            "warn",
             f"open files: limit {env.open_files}",
             "'too many open files' with many ranks or shards",
             "ulimit -n 65536 before the start",
         ),
-        (
-            cores >= (len(env.gpus) or 2),
-            "warn",
-            f"cores: {cores:g} usable for {ranks}",
+        _finding(
+            env.usable_cores >= ranks,
+            f"cores: {env.usable_cores:g} usable for {ranks} {kind} ranks",
             "ranks share cores, so all wait for the slowest one",
             "add cores, or start fewer with --nproc",
         ),
-        (
+        _finding(
             env.swap_used_gib < 0.5,
-            "warn",
             f"swap: {env.swap_used_gib:.1f} GiB in use",
             "steps become slow and uneven when a rank's memory is swapped",
             "free memory, then swapoff -a",
         ),
-        (
+        _finding(
             env.omp_num_threads is None,
-            "warn",
             f"OMP_NUM_THREADS: {env.omp_num_threads or 'not set'}",
             "ranks take cores / ranks threads whatever it says; other OpenMP libraries follow it",
             "unset it unless the number is meant",
         ),
-        _numa_check(env),
-        (
+        _numa_finding(env),
+        _finding(
             env.max_processes is None or env.max_processes >= 2048,
-            "warn",
             f"processes: limit {_limit(env.max_processes)}",
             "'resource temporarily unavailable': every thread of a rank counts, some 50 and more a rank",
             "ulimit -u 16384 before the start, or raise the container's pids limit",
         ),
-        (
-            not env.gpus or env.locked_memory_gib is None or env.locked_memory_gib >= 1 / 1024,
-            "warn",
-            f"locked memory: limit {_limit(env.locked_memory_gib and env.locked_memory_gib * 1024, ' MiB')}",
+        _finding(
+            not env.gpus or locked_mib is None or locked_mib >= 1,
+            f"locked memory: limit {_limit(locked_mib, ' MiB')}",
             "drivers cannot register the buffers of GPUs or InfiniBand",
             "ulimit -l unlimited before the start",
         ),
     ]
 
 
-def _numa_check(env: Environment) -> Check:
+def _numa_finding(env: Environment) -> Finding:
     nodes = sorted({gpu.numa_node for gpu in env.gpus if gpu.numa_node is not None})
     bare = [str(node) for node in nodes if not env.numa_cores.get(str(node))]
     cores = ", ".join(f"{count} cores of node {node}" for node, count in env.numa_cores.items())
     near = f"; GPUs at node {', '.join(map(str, nodes))}" if nodes else ""
-    return (
+    return _finding(
         not bare,
-        "warn",
         f"NUMA nodes: {env.numa_nodes}, usable {cores or 'unknown'}{near}",
         f"no core of node {' or '.join(bare)} is usable: ranks reach their GPU over the socket link",
         "allow cores of that node (Slurm: --cpus-per-gpu or --gpu-bind; container: --cpuset-cpus)",
@@ -251,50 +223,43 @@ def _limit(value: float | None, unit: str = "") -> str:
     return "none" if value is None else f"{value:g}{unit}"
 
 
-def link_findings(found: Links, gpus: Sequence[int]) -> list[Finding]:
+def link_findings(links: Links, gpus: Sequence[int]) -> list[Finding]:
     """What the links between the visible GPUs (by their index) will do to a reduction."""
-    pairs = [pair for pair in found.paths if set(pair) <= set(gpus)]
-    by_kind = {kind: [p for p in pairs if found.paths[p] == kind] for kind in set(found.paths.values())}
-    slow = by_kind.get("SYS", []) + by_kind.get("NODE", [])
-    shown = ", ".join(f"{_path(k)} between {_pairs(some)}" for k, some in sorted(by_kind.items()) if some)
-    off = {p: why for p, why in found.p2p.items() if set(p) <= set(gpus) and why != "OK"}
-    why = ", ".join(sorted({gpu_links.NO_P2P.get(reason, reason) for reason in off.values()}))
-    counts = {gpu: count for gpu, count in found.nvlinks.items() if gpu in gpus}
-    most = max((active for active, _ in counts.values()), default=0)
-    bad = [f"GPU {gpu} has {active} of {every}" for gpu, (active, every) in counts.items() if active < most]
-    checks: list[tuple[bool, Check]] = [
-        (
-            bool(pairs),
-            (
+    findings = []
+    if paths := {pair: kind for pair, kind in links.paths.items() if set(pair) <= set(gpus)}:
+        by_kind = {kind: [p for p in paths if paths[p] == kind] for kind in sorted(set(paths.values()))}
+        slow = by_kind.get("SYS", []) + by_kind.get("NODE", [])
+        findings.append(
+            _finding(
                 not slow,
-                "warn",
-                f"GPU links: {shown}",
+                f"GPU links: {', '.join(f'{_path(k)} between {_pairs(v)}' for k, v in by_kind.items())}",
                 f"gradients between {_pairs(slow)} cross host bridges: reductions run at the pace of these",
                 "choose near GPUs by CUDA_VISIBLE_DEVICES, or accumulate more micro batches per step",
-            ),
-        ),
-        (
-            bool(found.p2p),
-            (
+            )
+        )
+    if links.p2p:
+        off = {pair: why for pair, why in links.p2p.items() if set(pair) <= set(gpus) and why != "OK"}
+        reasons = ", ".join(sorted({gpu_links.NO_P2P.get(why, why) for why in off.values()}))
+        findings.append(
+            _finding(
                 not off,
-                "warn",
-                f"P2P: {f'off between {_pairs(list(off))} ({why})' if off else 'on between all GPUs'}",
+                f"P2P: {f'off between {_pairs(list(off))} ({reasons})' if off else 'on between all GPUs'}",
                 "each transfer goes through the host's memory, or NCCL hangs",
                 "turn ACS and the IOMMU off in the BIOS; else NCCL_P2P_DISABLE=1 ends a hang",
-            ),
-        ),
-        (
-            most > 0,
-            (
+            )
+        )
+    counts = {gpu: count for gpu, count in links.nvlinks.items() if gpu in gpus}
+    if most := max((active for active, _ in counts.values()), default=0):
+        bad = [f"GPU {gpu} has {active} of {all_}" for gpu, (active, all_) in counts.items() if active < most]
+        findings.append(
+            _finding(
                 not bad,
-                "warn",
                 f"NVLink: {', '.join(bad) or f'{most} active on each GPU'}",
                 "every reduction runs at the pace of that GPU",
                 "look for Xid errors in dmesg; reset the GPU, check its bridge and the fabric manager",
-            ),
-        ),
-    ]
-    return [_finding(*check) for known, check in checks if known]
+            )
+        )
+    return findings
 
 
 def _path(kind: str) -> str:
@@ -312,18 +277,16 @@ def checkpoint(target: Path, timeout_s: float, module: str = "bert_dp.measure.di
     fix = "choose another --run-dir; free space and rights are above, dmesg names a failing disk"
     try:
         with tempfile.TemporaryDirectory(prefix=".bert-dp-doctor-", dir=existing(target)) as folder:
-            result, error = _json_of(module, [folder], timeout_s)
+            measured, error = _json_of(module, [folder], timeout_s)
     except OSError as problem:
         return Finding("fail", f"checkpoint round trip: {problem.strerror}", consequence, fix)
     try:
-        seconds, rate = result["seconds"], result["mb_per_s"]
-        what = f"checkpoint round trip: {result['bytes'] / 2**20:.0f} MiB in {seconds:.2f} s, {rate:.0f} MB/s"
+        mib, seconds, rate = measured["bytes"] / 2**20, measured["seconds"], measured["mb_per_s"]
     except (KeyError, TypeError):
         return _unanswered("checkpoint round trip", error, consequence, fix)
     return _finding(
         rate >= MIN_CHECKPOINT_MB_S,
-        "warn",
-        what,
+        f"checkpoint round trip: {mib:.0f} MiB in {seconds:.2f} s, {rate:.0f} MB/s",
         f"1.4 GB, of a model of 120 M parameters, take {1400 / rate:.0f} s to write and verify",
         "choose a faster disk by --run-dir, or a larger checkpoint.every_steps",
     )
@@ -331,15 +294,10 @@ def checkpoint(target: Path, timeout_s: float, module: str = "bert_dp.measure.di
 
 def all_reduce(timeout_s: float, module: str = "bert_dp.measure.all_reduce") -> Finding:
     """A short all-reduce of `python -m module`: between all GPUs if there are several, else two CPU ranks."""
-    consequence = "ranks cannot talk to each other: every run on more than one rank will fail"
     fix = f"run `python -m {module}` to see the whole message"
     if timeout_s < MIN_ALL_REDUCE_S:
-        return Finding(
-            "warn",
-            f"all-reduce: not measured, {timeout_s:.0f} s were left",
-            "it is not known whether ranks can talk to each other",
-            fix,
-        )
+        what = f"all-reduce: not measured, {timeout_s:.0f} s were left"
+        return Finding("warn", what, "it is not known whether ranks can talk to each other", fix)
     r, error = _json_of(module, [], timeout_s)
     try:
         what = (
@@ -348,24 +306,22 @@ def all_reduce(timeout_s: float, module: str = "bert_dp.measure.all_reduce") -> 
         )
         return Finding("ok", what)
     except (KeyError, TypeError):
+        consequence = "ranks cannot talk to each other: every run on more than one rank will fail"
         return _unanswered("all-reduce", error, consequence, fix)
 
 
 def bf16(env: Environment, timeout_s: float, module: str = "bert_dp.measure.bf16_ratio") -> Finding:
     """Whether `precision: auto` is bf16 on this CPU, and what `python -m module` measures of it, which later
     warnings quote."""
-    units = ", ".join(env.bf16_units)
-    what = f"bf16: {units}" if units else "bf16: no unit on this CPU, so precision: auto is fp32"
-    result, error = (
-        _json_of(module, [], timeout_s) if timeout_s > MIN_ALL_REDUCE_S else (None, "no time was left")
-    )
+    what = f"bf16: {', '.join(env.bf16_units) or 'no unit on this CPU, so precision: auto is fp32'}"
+    has_time = timeout_s > MIN_ALL_REDUCE_S
+    measured, error = _json_of(module, [], timeout_s) if has_time else (None, "no time was left")
     try:
-        ratio = keep_ratio(result or {}, env)
+        ratio = keep_ratio(measured or {}, env)
     except (ConfigError, OSError) as problem:
         return Finding("ok", f"{what}; its matmul rate is not known ({error or problem})")
     return _finding(
-        not units or ratio.ratio >= 1,
-        "warn",
+        not env.bf16_units or ratio.ratio >= 1,
         f"{what}; it multiplies bf16 at {in_words(ratio)}",
         "precision: auto is bf16 here, which is slower than fp32",
         "precision=fp32; ask again when the machine is idle",

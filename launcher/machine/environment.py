@@ -194,11 +194,11 @@ def num_gpus(root: Path = ROOT) -> int:
 
 def versions() -> dict[str, str]:
     """Versions of the installed packages that a run depends on."""
-    found = {}
+    installed = {}
     for package in PACKAGES:
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[package] = importlib.metadata.version(package)
-    return found
+            installed[package] = importlib.metadata.version(package)
+    return installed
 
 
 def cgroup_limit(root: Path, controller: Literal["cpu", "memory", "pids"]) -> float | None:
@@ -285,14 +285,14 @@ def _visible(devices: list[tuple[Gpu, str]], selection: str | None) -> list[Gpu]
     for entry in (e.strip() for e in selection.split(",")):
         if entry.startswith("MIG-") and devices:
             name = f"{devices[0][0].name} (MIG)"
-            found = [dataclasses.replace(devices[0][0], name=name, memory_gib=None, free_gib=None)]
+            named = [dataclasses.replace(devices[0][0], name=name, memory_gib=None, free_gib=None)]
         elif entry.startswith("GPU-"):
-            found = [gpu for gpu, uuid in devices if uuid.startswith(entry)]
+            named = [gpu for gpu, uuid in devices if uuid.startswith(entry)]
         else:
-            found = [gpu for gpu, _ in devices if str(gpu.index) == entry]
-        if len(found) != 1 or found[0] in chosen:
+            named = [gpu for gpu, _ in devices if str(gpu.index) == entry]
+        if len(named) != 1 or named[0] in chosen:
             break
-        chosen += found
+        chosen += named
     return chosen
 
 

@@ -80,12 +80,12 @@ def _matrix(text: str) -> dict[Pair, str]:
 
 
 def _nvlinks(text: str) -> dict[int, tuple[int, int]]:
-    found: dict[int, tuple[int, int]] = {}
+    counts: dict[int, tuple[int, int]] = {}
     gpu = None
     for line in text.splitlines():
         if head := re.match(r"GPU (\d+):", line):
             gpu = int(head[1])
         elif gpu is not None and (link := re.match(r"\s+Link \d+: (.+)", line)):
-            active, count = found.get(gpu, (0, 0))
-            found[gpu] = active + ("inactive" not in link[1]), count + 1
-    return found
+            active, count = counts.get(gpu, (0, 0))
+            counts[gpu] = active + ("inactive" not in link[1]), count + 1
+    return counts

@@ -42,8 +42,8 @@ def keep_ratio(measured: Mapping[str, Any], machine: Environment) -> MatmulRatio
 
 def kept_ratio(machine: Environment) -> MatmulRatio | None:
     """What `doctor` has measured last, if it was of this CPU."""
-    found = None if record.cache_issues() else results.find(ratio_file(), MatmulRatio)
-    return found if found is not None and found.cpu == identity(machine) else None
+    ratio = None if record.cache_issues() else results.find(ratio_file(), MatmulRatio)
+    return ratio if ratio is not None and ratio.cpu == identity(machine) else None
 
 
 def identity(machine: Environment) -> list[str]:
