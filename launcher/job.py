@@ -137,14 +137,13 @@ def absolute(config: Config) -> Config:
     def source(name: str) -> str:
         return name if name == "builtin" or name.startswith("hub:") else str(full(name))
 
-    data = config.data
-    sources = None if data.sources is None else tuple(source(s) for s in data.sources)
-    changed = {"path": full(data.path), "sources": sources, "tokenizer": full(data.tokenizer)}
-    start = config.run.init_from
-    foreign = hf_directory(start)
-    begin = full(start) if foreign is None else f"{HF}{full(str(foreign))}"
-    run = config.run.model_copy(update={"init_from": begin})
-    return config.model_copy(update={"data": data.model_copy(update=changed), "run": run})
+    data, init_from = config.data, config.run.init_from
+    sources = None if data.sources is None else tuple(map(source, data.sources))
+    paths = {"path": full(data.path), "sources": sources, "tokenizer": full(data.tokenizer)}
+    foreign = hf_directory(init_from)
+    weights = full(init_from) if foreign is None else f"{HF}{full(str(foreign))}"
+    run = config.run.model_copy(update={"init_from": weights})
+    return config.model_copy(update={"data": data.model_copy(update=paths), "run": run})
 
 
 def input_issues(config: Config) -> list[str]:
@@ -159,8 +158,8 @@ def input_issues(config: Config) -> list[str]:
     for source in data.sources or ():
         if source != "builtin" and not source.startswith("hub:") and not glob.glob(source, recursive=True):
             issues.append(f"data.sources: {source} matches no file; name a file, a glob or `builtin`")
-    start, foreign = config.run.init_from, hf_directory(config.run.init_from)
-    for setting, value in (("data.tokenizer", data.tokenizer), ("run.init_from", foreign or start)):
+    init_from, foreign = config.run.init_from, hf_directory(config.run.init_from)
+    for setting, value in (("data.tokenizer", data.tokenizer), ("run.init_from", foreign or init_from)):
         if value is not None and not Path(value).exists():
             issues.append(f"{setting}: {value} does not exist")
     if data.tokenizer is not None and Path(data.tokenizer).exists() and not Path(data.tokenizer).is_file():
@@ -169,12 +168,12 @@ def input_issues(config: Config) -> list[str]:
         issues += record.cache_issues()
     if foreign is not None:
         issues += modernbert_issues(foreign, config) if foreign.exists() else []
-    elif start is not None and Path(start).exists():
-        found = record.newest_checkpoint_facts(Path(start))
+    elif init_from is not None and Path(init_from).exists():
+        checkpoint = record.newest_checkpoint_facts(Path(init_from))
         issues += (
-            init_issues(start, found[1].config, config)
-            if found
-            else [f"run.init_from: {start} holds no checkpoint; name a checkpoint or a run directory"]
+            init_issues(init_from, checkpoint[1].config, config)
+            if checkpoint
+            else [f"run.init_from: {init_from} holds no checkpoint; name a checkpoint or a run directory"]
         )
     issues += [f"log.to: {issue}" for issue in logger_issues(config.log.loggers)]
     engine = config.parallel.engine
@@ -227,6 +226,16 @@ def prepare_data(config: Config) -> Path:
     if done.returncode:
         sys.exit(f"error: preparing the data failed with exit code {done.returncode}; its message is above")
     return Path(done.stdout.strip())
+
+
+def place_issues(directory: Path, option: str) -> list[str]:
+    """Why nothing can be written to a directory, made or not; at most one line. Raises OSError."""
+    existing = next(p for p in (directory, *directory.parents) if p.exists())
+    if not existing.is_dir():
+        return [f"{option}: {directory} cannot be made, {existing} is a file"]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [f"{option}: {existing} cannot be written; choose another directory"]
+    return []
 
 
 @contextlib.contextmanager
@@ -317,11 +326,8 @@ class Output(Generic[P]):
     def issues(self) -> list[str]:
         """Why the directory cannot be taken; one line each."""
         try:
-            standing = next(p for p in (self.path, *self.path.parents) if p.exists())
-            if not standing.is_dir():
-                return [f"--out: {self.path} cannot be made, {standing} is a file"]
-            if not os.access(standing, os.W_OK | os.X_OK):
-                return [f"--out: {standing} cannot be written; choose another directory"]
+            if issues := place_issues(self.path, "--out"):
+                return issues
             names = os.listdir(self.path) if self.path.exists() else []
         except OSError as error:
             return [f"--out: {self.path} cannot be used ({error.strerror})"]
@@ -331,15 +337,15 @@ class Output(Generic[P]):
         if before is None:
             return [f"--out: {self.path} is not empty and holds no {self.what}; choose another directory"]
         then, now = _flat(before, self.fixed), _flat(self.plan, self.fixed)
-        if gone := sorted(name for name in then.keys() - now.keys() if then[name]):
+        if cut := sorted(name for name in then.keys() - now.keys() if then[name]):
             return [
                 f"--out: {self.path} was begun with settings that this version does not have "
-                f"({', '.join(gone)}); choose another directory"
+                f"({', '.join(cut)}); choose another directory"
             ]
-        changed = [name for name in now if then.get(name) != now[name]]
-        if other := [n for n in changed if n not in self.grows or not _grown(then.get(n), now[n])]:
+        differ = [name for name in now if then.get(name) != now[name]]
+        if changed := [n for n in differ if n not in self.grows or not _grown(then.get(n), now[n])]:
             return [
-                f"--out: {self.path} holds another {self.what} ({', '.join(other)} differ); choose another "
+                f"--out: {self.path} holds another {self.what} ({', '.join(changed)} differ); choose another "
                 "directory, or go on with the options it was begun with"
             ]
         return []
@@ -362,16 +368,18 @@ class Output(Generic[P]):
         here = identity(machine, data_hash)
         before = results.find(self.path / self.file, type(self.plan))
         then = here if before is None or before.machine is None else before.machine
-        if other := [key for key in here if then.get(key) != here[key]]:
-            apart = "; ".join(f"{key}: {then.get(key)} then, {here[key]} now" for key in other)
+        differ = [
+            f"{key}: {then.get(key)} then, {here[key]} now" for key in here if then.get(key) != here[key]
+        ]
+        if differ:
             raise ConfigError(
                 [
-                    f"--out: {self.path} was started with another machine, versions or data ({apart}); the "
-                    "results would not be comparable; choose another directory"
+                    f"--out: {self.path} was started with another machine, versions or data "
+                    f"({'; '.join(differ)}); the results would not be comparable; choose another directory"
                 ]
             )
-        asked = {name: getattr(self.plan, name) for name in self.fixed}
-        plan = (before or self.plan).model_copy(update={**asked, "machine": here})
+        options = {name: getattr(self.plan, name) for name in self.fixed}
+        plan = (before or self.plan).model_copy(update={**options, "machine": here})
         results.write(self.path / self.file, plan)
         record.write_json(self.path / "environment.json", {**machine, "command": redact_argv(sys.argv)})
         return Taken(machine, plan, data_hash)

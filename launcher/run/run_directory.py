@@ -12,7 +12,7 @@ from bert_dp import record
 from bert_dp.config import Config, changed_settings, progress_at
 from bert_dp.record.models import Summary
 from launcher import results
-from launcher.job import Job
+from launcher.job import Job, place_issues
 from launcher.redact import WRITTEN, is_log
 
 LOCK = ".launcher.lock"
@@ -28,17 +28,14 @@ def start_issues(job: Job, run_dir: Path, resume: str) -> list[str]:
 
 def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
     """Why this directory cannot take this run; one line each."""
-    existing = next(p for p in (run_dir, *run_dir.parents) if p.exists())
-    if not existing.is_dir():
-        return [f"--run-dir: {run_dir} cannot be made, {existing} is a file"]
+    if issues := place_issues(run_dir, "--run-dir"):
+        return issues
     has_run = any((run_dir / "checkpoints").glob("step-*")) or (run_dir / "metrics.jsonl").exists()
     if not has_run and anyone_writes(run_dir):
         return [
             f"--run-dir: {run_dir} can be written by every user, who could exchange its checkpoints; "
             f"chmod o-w it, or choose another directory"
         ]
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return [f"--run-dir: {existing} cannot be written; choose another directory"]
     if (strange := foreign_files(run_dir)) and not holds_run(run_dir):
         names = ", ".join(strange[:3]) + (f" and {len(strange) - 3} more" if len(strange) > 3 else "")
         return [
