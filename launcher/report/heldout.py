@@ -15,17 +15,16 @@ from launcher.report.numbers import (
 from launcher.stats import NORMAL
 
 
-def half_width(heldout: HeldOut | None) -> float | None:
+def half_width(heldout: HeldOut) -> float | None:
     """Of the 95 % interval of the loss, nats; None where it was not measured."""
-    se = number(heldout.loss_se) if heldout else None
+    se = number(heldout.loss_se)
     return None if se is None else NORMAL * se
 
 
-def loss_text(loss: float | None, heldout: HeldOut | None) -> str:
+def loss_text(loss: float | None, heldout: HeldOut) -> str:
     """`5.7123 nats ± 0.0312`; without the interval where there is none."""
     width = half_width(heldout)
-    shown = loss_in(heldout.loss_unit if heldout else "nats", loss)
-    return shown + ("" if loss is None or width is None else f" ± {width:.4f}")
+    return loss_in(heldout.loss_unit, loss) + ("" if loss is None or width is None else f" ± {width:.4f}")
 
 
 def loss_in(unit: str, loss: float | None) -> str:
@@ -33,33 +32,33 @@ def loss_in(unit: str, loss: float | None) -> str:
     return format_nats(loss) if unit == "nats" else f"{format_ratio(loss)} {unit}"
 
 
-def basis(heldout: HeldOut | None) -> str:
+def basis(heldout: HeldOut) -> str:
     """What the loss is the mean of: `4,096 masked tokens of 216 sequences, 15.0 % masked`."""
-    if heldout is not None and heldout.examples is not None:
+    if heldout.examples is not None:
         return count_of(heldout.examples, "example")
-    if heldout is None or heldout.masked_tokens is None:
+    if heldout.masked_tokens is None:
         return "held-out masked tokens"
     sequences = f" of {count_of(heldout.sequences, 'sequence')}" if heldout.sequences else ""
     rate = f", {format_percent(heldout.mask_rate)} masked" if heldout.mask_rate else ""
     return f"{format_count(heldout.masked_tokens)} masked tokens{sequences}{rate}"
 
 
-def scores_text(heldout: HeldOut | None) -> str | None:
+def scores_text(heldout: HeldOut) -> str | None:
     """`dev accuracy 0.7123, dev f1 0.8012`; None where no example is scored."""
-    if heldout is None or heldout.scores is None:
+    if heldout.scores is None:
         return None
     named = [f"{name.replace('/', ' ')} {format_decimals(score)}" for name, score in heldout.scores.items()]
     return ", ".join(named) or "no score: a logit was not finite"
 
 
-def too_small(heldout: HeldOut | None, difference: float | None) -> str | None:
+def too_small(heldout: HeldOut, difference: float | None) -> str | None:
     """A warning where the held-out text cannot carry a difference of losses, in nats; else None.
 
     The interval is that of one loss: a difference on the same masked tokens is known better, by how much is
     not measured.
     """
     width = half_width(heldout)
-    if heldout is None or width is None or not difference or abs(difference) >= width:
+    if width is None or not difference or abs(difference) >= width:
         return None
     return (
         f"The held-out text is small for a difference of {format_nats(abs(difference))}: {basis(heldout)} "

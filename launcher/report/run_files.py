@@ -17,7 +17,7 @@ from bert_dp import record
 from bert_dp.config import ConfigError, read_yaml, resolve
 from bert_dp.config.stored import problem_lines
 from bert_dp.cost import num_parameters
-from bert_dp.record.models import ProfileFile, Summary
+from bert_dp.record.models import HeldOut, ProfileFile, Summary
 from launcher.redact import redact, secrets, without_secrets
 from launcher.report.numbers import number
 
@@ -41,6 +41,11 @@ class Run:
     missing: list[str]
     profiles: list[ProfileFile]
     """By rank."""
+
+    @property
+    def heldout(self) -> HeldOut:
+        """What the held-out loss is the mean of, as far as it is known."""
+        return self.facts.heldout or HeldOut()
 
 
 def load(run_dir: Path) -> Run:

@@ -42,10 +42,8 @@ from launcher.report.numbers import (
     format_percent,
     format_ratio,
     format_si,
-    number,
 )
 from launcher.report.parts import (
-    cell,
     environment_text,
     first_line,
     folded,
@@ -55,34 +53,30 @@ from launcher.report.parts import (
     value,
     words,
 )
+from launcher.report.quantities import Computed, Quantity, table
 from launcher.report.run_files import TRAIN_PARTS, WALL_PARTS, Run, load, other
 
 PAGE = "report.html"
 NAMED_OPERATORS = 3
-OUTCOME, WORK, RATES, TIME, FILES = "Outcome", "Work", "Throughput", "Time (rank 0)", "Resources and files"
 
 
 def of_directories(run_dirs: Sequence[Path]) -> Report:
     """The report of what one run directory holds, or several. Raises no error on a crashed or torn one."""
-    return run_report(_distinct([load(run_dir) for run_dir in run_dirs]))
-
-
-def run_report(runs: Sequence[Run]) -> Report:
-    """Of one run, or a comparison of several."""
+    runs = _distinct([load(run_dir) for run_dir in run_dirs])
     many = len(runs) > 1
-    title = f"bert-dp: {len(runs)} runs compared" if many else f"{runs[0].name}: bert-dp run"
+    names = [run.name if many else "" for run in runs]  # where there are several
+    named = list(zip(names, runs, strict=True))
     return Report(
-        title,
-        [_machine(run, many) for run in runs],
-        [*(_verdict(run, many) for run in runs), *_apart(runs)],
-        [] if many else _tiles(runs[0].facts),
+        f"bert-dp: {len(runs)} runs compared" if many else f"{runs[0].name}: bert-dp run",
+        [_machine(name, run) for name, run in named],
+        [*(Verdict(*_end(run), run.missing, name) for name, run in named), *_too_near(runs)],
+        [] if many else _tiles(runs[0]),
         [
-            Section("", [_loss(runs), *_over_time(runs)], console=False),
-            Section("", [_time_split(runs)], console=False),
+            Section("", [figure(runs) for figure in FIGURES], console=False),
             Section("Numbers", tables=[_numbers(runs)]),
             *([Section("Settings that differ", tables=[_differences(runs)])] if many else []),
-            *[section for run in runs for section in _profiles(run, many)],
-            *[section for run in runs for section in _records(run, many)],
+            *[section for name, run in named for section in _profiles(name, run)],
+            *[section for name, run in named for section in _records(name, run)],
         ],
         next="" if many else _next(runs[0]),
     )
@@ -97,15 +91,9 @@ def _next(run: Run) -> str:
     return f"bert-dp train --run-dir {shlex.quote(path)}" if run.facts.checkpoint else ""
 
 
-def _machine(run: Run, many: bool) -> str:
+def _machine(name: str, run: Run) -> str:
     count = format_count(run.facts.world_size)
-    devices = f"{count} x {run.facts.device or 'device not recorded'}"
-    return machine_line(run.environment, *([run.name] if many else []), devices)
-
-
-def _verdict(run: Run, many: bool) -> Verdict:
-    level, text = _end(run)
-    return Verdict(level, text, run.missing, run.name if many else "")
+    return machine_line(run.environment, name, f"{count} x {run.facts.device or 'device not recorded'}")
 
 
 def _end(run: Run) -> tuple[Level, str]:
@@ -122,33 +110,31 @@ def _end(run: Run) -> tuple[Level, str]:
     loss, entropy = facts.heldout_loss, facts.unigram_entropy_nats
     result = "held-out loss not recorded."
     if loss is not None:
-        result = f"held-out loss {heldout.loss_text(loss, facts.heldout)}"
+        result = f"held-out loss {heldout.loss_text(loss, run.heldout)}"
         result += f" (a context-free model: {format_nats(entropy)})" if entropy is not None else ""
         useless = entropy is not None and loss >= entropy
         result += ": no better than word frequencies; train longer." if useless else "."
-        if (scores := heldout.scores_text(facts.heldout)) is not None:
-            result = f"{scores} on {heldout.basis(facts.heldout)}."
-    level: Level = "ok" if facts.status == "done" else "warn"
-    return level, f"{facts.status.capitalize()} after {step}: {result}"
+        if (scores := heldout.scores_text(run.heldout)) is not None:
+            result = f"{scores} on {heldout.basis(run.heldout)}."
+    return "ok", f"Done after {step}: {result}"
 
 
-def _apart(runs: Sequence[Run]) -> list[Verdict]:
+def _too_near(runs: Sequence[Run]) -> list[Verdict]:
     """A warning where the held-out losses of runs are nearer to each other than either is known."""
-    measured = sorted(
-        ((run.facts.heldout_loss, run.facts.heldout) for run in runs if run.facts.heldout_loss is not None),
-        key=lambda pair: pair[0],
-    )
-    small = [heldout.too_small(a, y - x) for (x, a), (y, _) in itertools.pairwise(measured)]
+    measured = [(loss, run.heldout) for run in runs if (loss := run.facts.heldout_loss) is not None]
+    neighbours = itertools.pairwise(sorted(measured, key=lambda pair: pair[0]))
+    small = [heldout.too_small(a, y - x) for (x, a), (y, _) in neighbours]
     return [Verdict("warn", text) for text in small[:1] if text]
 
 
-def _tiles(facts: Summary) -> list[Tile]:
+def _tiles(run: Run) -> list[Tile]:
+    facts = run.facts
     entropy = format_nats(facts.unigram_entropy_nats)
     return [
         Tile(
             "Held-out loss",
-            heldout.loss_text(facts.heldout_loss, facts.heldout),
-            f"{heldout.basis(facts.heldout)}; unigram entropy {entropy}",
+            heldout.loss_text(facts.heldout_loss, run.heldout),
+            f"{heldout.basis(run.heldout)}; unigram entropy {entropy}",
         ),
         Tile("Throughput", format_si(facts.tokens_per_s, "tokens/s"), f"summed over {_ranks(facts)}"),
         Tile(f"Per {_device(facts)}", format_si(facts.tokens_per_s_per_gpu, "tokens/s"), _ranks(facts)),
@@ -156,74 +142,66 @@ def _tiles(facts: Summary) -> list[Tile]:
     ]
 
 
-# --- figures
+# --- figures: one function of the runs each, in FIGURES
 
 
-def _loss(runs: Sequence[Run]) -> Figure:
-    lines = []
+def loss(runs: Sequence[Run]) -> Figure:
+    """Of training and held out, with what a model without context reaches."""
+    many = len(runs) > 1
+    style: Style = "dashed" if many else "both"
+    lines, levels = [], {}
     for i, run in enumerate(runs):
-        prefix, facts = (f"{run.name}: " if len(runs) > 1 else ""), run.facts
+        prefix, facts = (f"{run.name}: " if many else ""), run.facts
         evals = [(line.get("tokens"), line.get("loss")) for line in run.evals]
         evals = evals or [(facts.tokens, facts.heldout_loss)]
-        training = [(line.get("tokens"), line.get("loss")) for line in run.metrics]
-        lines.append(Line(f"{prefix}training", *series(training), i))
-        style: Style = "both" if len(runs) == 1 else "dashed"
-        lines.append(Line(f"{prefix}held-out", *series(evals), i if len(runs) > 1 else 1, style))
-    rules = {}
-    for run in runs:
-        entropies = {
-            "unigram entropy": run.facts.unigram_entropy_nats,
-            "ln V": run.facts.uniform_entropy_nats,
-        }
-        for name, nats in entropies.items():
+        lines += [
+            Line(f"{prefix}training", *_points(run, "loss"), i),
+            Line(f"{prefix}held-out", *series(evals), i if many else 1, style),
+        ]
+        for name, nats in (
+            ("unigram entropy", facts.unigram_entropy_nats),
+            ("ln V", facts.uniform_entropy_nats),
+        ):
             if nats is not None:
                 label = f"{name} {format_ratio(nats)}"
-                rules[label] = Rule(label, nats)
-    what, unit = ("example", _unit(runs[0].facts.heldout)) if _scored(runs) else ("masked token", "nats")
-    label = f"loss ({'nats' if unit == 'nats' else 'squared error'} per {what})"
-    x, y = Axis("tokens"), Axis(label, unit)
-    return Figure("Loss", lines, x, y, levels=list(rules.values()), switch=True)
+                levels[label] = Rule(label, nats)
+    first = runs[0].heldout
+    per = "masked token" if first.examples is None else "example"
+    y = Axis(f"loss ({first.loss_unit} per {per})", _unit(first))
+    return Figure("Loss", lines, Axis("tokens"), y, levels=list(levels.values()), switch=True)
 
 
-def _scored(runs: Sequence[Run]) -> bool:
-    """Whether these are finetuning runs."""
-    first = runs[0].facts.heldout
-    return first is not None and first.examples is not None
-
-
-def _over_time(runs: Sequence[Run]) -> list[Figure]:
-    elapsed = [s for run in runs for line in run.metrics if (s := number(line.get("elapsed_s"))) is not None]
-    longest = max(elapsed, default=0.0)
+def throughput(runs: Sequence[Run]) -> Figure:
+    """Over the time of the run."""
+    lines = [Line(run.name, *_points(run, "tokens_per_s", "elapsed_s"), i) for i, run in enumerate(runs)]
+    longest = max((x for line in lines for x in line.x), default=0.0)
     unit, seconds = ("h", 3600.0) if longest > 7200 else ("min", 60.0) if longest > 300 else ("s", 1.0)
-    kinds = [
-        ("Throughput", "tokens_per_s", "tokens/s, summed over all ranks", "elapsed_s", f"elapsed ({unit})"),
-        ("Learning rate", "lr", "learning rate", "tokens", "tokens"),
-        ("Global batch", "global_batch", "sequences per optimizer step", "tokens", "tokens"),
-    ]
-    figures = []
-    for title, y, y_label, x, x_label in kinds:
-        lines = []
-        for i, run in enumerate(runs):
-            xs, ys = series([(line.get(x), line.get(y)) for line in run.metrics])
-            divide = seconds if x == "elapsed_s" else 1.0
-            lines.append(Line(run.name, [at / divide for at in xs], ys, i))
-        y_axis = Axis(y_label, "lr" if y == "lr" else "si", from_zero=True)
-        figures.append(Figure(title, lines, Axis(x_label), y_axis))
-    return figures
+    lines = [dataclasses.replace(line, x=[x / seconds for x in line.x]) for line in lines]
+    y = Axis("tokens/s, summed over all ranks", from_zero=True)
+    return Figure("Throughput", lines, Axis(f"elapsed ({unit})"), y)
 
 
-def _time_split(runs: Sequence[Run]) -> Figure:
-    """A row of 100 % for each run."""
+def learning_rate(runs: Sequence[Run]) -> Figure:
+    """As it was scheduled."""
+    return _over_tokens("Learning rate", runs, "lr", Axis("learning rate", "lr", from_zero=True))
+
+
+def global_batch(runs: Sequence[Run]) -> Figure:
+    """With its ramp."""
+    y = Axis("sequences per optimizer step", from_zero=True)
+    return _over_tokens("Global batch", runs, "global_batch", y)
+
+
+def time_split(runs: Sequence[Run]) -> Figure:
+    """The parts of the wall time, a row of 100 % for each run."""
     splits = [_split(run.facts) for run in runs]
     walls = [sum(split.values()) for split in splits]
-    names = ("wall of rank 0",) if len(runs) == 1 else [f"{run.name}, wall" for run in runs]
-    rows = [
-        f"{name}: {format_duration(wall) if wall else 'not recorded'}"
-        for name, wall in zip(names, walls, strict=True)
-    ]
+    names = ["wall of rank 0"] if len(runs) == 1 else [f"{run.name}, wall" for run in runs]
+    times = [format_duration(wall) if wall else "not recorded" for wall in walls]
+    rows = [f"{name}: {text}" for name, text in zip(names, times, strict=True)]
     bars = []
-    for part in dict.fromkeys(part for split in splits for part in split):
-        seconds = [split.get(part, 0.0) for split in splits]
+    for part in splits[0]:
+        seconds = [split[part] for split in splits]
         shares = [s / wall if wall else 0.0 for s, wall in zip(seconds, walls, strict=True)]
         texts = [
             f"{format_duration(s)}, {format_percent(share)}" for s, share in zip(seconds, shares, strict=True)
@@ -232,88 +210,78 @@ def _time_split(runs: Sequence[Run]) -> Figure:
     return Figure("Where the time went", bars, Axis("share of the wall time", "percent"), Axis(""), rows)
 
 
+FIGURES = (loss, throughput, learning_rate, global_batch, time_split)
+
+
+def _over_tokens(title: str, runs: Sequence[Run], key: str, y: Axis) -> Figure:
+    """What the runs logged as `key`, against the tokens they had seen."""
+    lines = [Line(run.name, *_points(run, key), i) for i, run in enumerate(runs)]
+    return Figure(title, lines, Axis("tokens"), y)
+
+
+def _points(run: Run, y: str, x: str = "tokens") -> tuple[list[float], list[float | None]]:
+    return series([(line.get(x), line.get(y)) for line in run.metrics])
+
+
 def _split(facts: Summary) -> dict[str, float]:
-    parts = facts.time_s
-    inner = {name: parts.get(key, 0.0) for key, name in TRAIN_PARTS.items()}
-    outer = [(part, parts.get(part, 0.0)) for part in WALL_PARTS if part != "train"]
-    return {**dict(outer[:2]), **inner, "other": other(parts), **dict(outer[2:])}
+    """Seconds of each part of the wall time, those of training in place of it, as they follow each other."""
+    seconds = {**facts.time_s, "other": other(facts.time_s)}
+    names = {"setup": "setup", "compile": "compile", **TRAIN_PARTS}
+    names |= {"other": "other", "eval": "eval", "save": "save"}
+    return {name: seconds.get(key, 0.0) for key, name in names.items()}
 
 
-# --- numbers
+# --- numbers: the rows of each topic, in TOPICS
 
 
 def _numbers(runs: Sequence[Run]) -> Table:
     """A column for each run. Rows are joined by their labels: a failed run has some that others lack."""
-    found: dict[tuple[str, str], dict[int, Row]] = {}
-    rows_of = [_rows(run) for run in runs]
-    for i in sorted(range(len(runs)), key=lambda i: -len(rows_of[i])):
-        for row in rows_of[i]:
-            found.setdefault((row.topic, row.label), {})[i] = row
-    order = {topic: i for i, topic in enumerate((OUTCOME, WORK, RATES, TIME, FILES))}
     rows = []
-    for (topic, label), members in sorted(found.items(), key=lambda item: order[item[0][0]]):
-        cells = [members[i].cells[0] if i in members else Cell("") for i in range(len(runs))]
-        rows.append(Row(label, cells, topic, any(row.console for row in members.values())))
+    for topic, rows_of in TOPICS.items():
+        columns = [{row.label: row for row in rows_of(run)} for run in runs]
+        longest_first = sorted(columns, key=len, reverse=True)
+        for label in dict.fromkeys(label for column in longest_first for label in column):
+            found = [column.get(label) for column in columns]
+            cells = [row.cells[0] if row else Cell("") for row in found]
+            rows.append(Row(label, cells, topic, any(row.console for row in found if row)))
     return Table(rows, [Column(run.name) for run in runs] if len(runs) > 1 else ())
 
 
-def _rows(run: Run) -> list[Row]:
-    topics = {
-        OUTCOME: _outcome(run.facts),
-        WORK: _work(run.facts),
-        RATES: [*_rates(run.facts), *map(_profiled, run.profiles)],
-        TIME: _times(run.facts),
-        FILES: _files(run.facts),
-    }
-    return [dataclasses.replace(row, topic=topic) for topic, rows in topics.items() for row in rows]
-
-
-def _outcome(facts: Summary) -> list[Row]:
-    loss = facts.heldout_loss
-    failed = facts.status == "failed"
-    measured = facts.heldout
+def _outcome(run: Run) -> list[Row]:
+    facts, measured = run.facts, run.heldout
+    loss, basis, failed = facts.heldout_loss, heldout.basis(measured), facts.status == "failed"
     interval = "; ± 95 % over sequences" if heldout.half_width(measured) is not None else ""
-    note = f"mean over {heldout.basis(measured)}{interval}"
-    return [
+    loss_note = f"mean over {basis}{interval}"
+    rows = [
         words("status", facts.status, f"exit code {facts.exit_code}", console=False),
         words("cause", (facts.cause if failed else "") or "none recorded", console=False),
         *(_failure(facts) if failed else []),
-        Row("held-out loss", (Cell(heldout.loss_text(loss, measured), note, loss),)),
-        *_accuracy(measured),
-        *_scores(measured),
-        *_references(facts),
-        value("training loss, last", facts.final_loss, _unit(measured), "mean over all ranks"),
+        Row("held-out loss", (Cell(heldout.loss_text(loss, measured), loss_note, loss),)),
     ]
+    if (accuracy := measured.masked_accuracy) is not None:
+        note = "of the same masked tokens, the greatest logit is right"
+        rows.append(value("masked accuracy", accuracy, "percent", note, console=False))
+    note = f"split and metric; {basis} in all"
+    rows += [value(name, score, "decimals", note) for name, score in (measured.scores or {}).items()]
+    if measured.examples is None:  # the losses of a language model compare with these
+        rows += [
+            value(name, entropy, "nats", f"{what}; held-out loss is {_gap(loss, entropy)}")
+            for name, entropy, what in _entropies(facts)
+        ]
+    return [*rows, value("training loss, last", facts.final_loss, _unit(measured), "mean over all ranks")]
 
 
-def _references(facts: Summary) -> list[Row]:
-    """What the loss of a language model is compared with; a finetuned one has none."""
-    if facts.heldout is not None and facts.heldout.examples is not None:
-        return []
-    loss, unigram, uniform = facts.heldout_loss, facts.unigram_entropy_nats, facts.uniform_entropy_nats
+def _entropies(facts: Summary) -> list[tuple[str, float | None, str]]:
+    """What the loss of a language model compares with: name, nats, and what the model knows."""
     return [
-        value("unigram entropy", unigram, "nats", f"no context; held-out loss is {_gap(loss, unigram)}"),
-        value("ln V", uniform, "nats", f"uniform guess; held-out loss is {_gap(loss, uniform)}"),
+        ("unigram entropy", facts.unigram_entropy_nats, "no context"),
+        ("ln V", facts.uniform_entropy_nats, "uniform guess"),
     ]
 
 
-def _unit(measured: HeldOut | None) -> Unit:
+def _unit(measured: HeldOut) -> Unit:
     """In which losses are formatted."""
-    return "nats" if measured is None or measured.loss_unit == "nats" else "ratio"
-
-
-def _scores(measured: HeldOut | None) -> list[Row]:
-    if measured is None:
-        return []
-    note = f"split and metric; {heldout.basis(measured)} in all"
-    return [value(name, score, "decimals", note) for name, score in (measured.scores or {}).items()]
-
-
-def _accuracy(measured: HeldOut | None) -> list[Row]:
-    if measured is None or measured.masked_accuracy is None:
-        return []
-    note = "of the same masked tokens, the greatest logit is right"
-    return [value("masked accuracy", measured.masked_accuracy, "percent", note, console=False)]
+    return "nats" if measured.loss_unit == "nats" else "ratio"
 
 
 def _failure(facts: Summary) -> list[Row]:
@@ -329,23 +297,24 @@ def _failure(facts: Summary) -> list[Row]:
     return [words(label, text, console=False) for label, text in texts.items() if text]
 
 
-def _work(facts: Summary) -> list[Row]:
+def _work(run: Run) -> list[Row]:
+    facts = run.facts
     lost = f"{_share(facts.skipped_steps, facts.step)} of the steps; gradient norm not finite"
     compiled = None if facts.compiled is None else "compiled" if facts.compiled else "eager"
     precision = ", ".join(filter(None, [f"precision {facts.precision or NA}", compiled]))
-    rows = [
+    spikes = value("loss spikes", facts.loss_spikes, "count", "logged losses far above the ones before")
+    return [
         value("optimizer steps", facts.step, "count", f"one step = {_batch_equation(facts)}"),
         value("samples", facts.samples, "count", "sequences over all ranks", console=False),
         value("tokens", facts.tokens, "count", "over all ranks"),
         value("skipped steps", facts.skipped_steps, "count", lost, console=bool(facts.skipped_steps)),
+        *([spikes] if facts.loss_spikes else []),
+        value("parameters", facts.parameters, "si", precision),
     ]
-    if facts.loss_spikes:
-        far = "logged losses far above the ones before"
-        rows.append(value("loss spikes", facts.loss_spikes, "count", far))
-    return [*rows, value("parameters", facts.parameters, "si", precision)]
 
 
-def _rates(facts: Summary) -> list[Row]:
+def _rates(run: Run) -> list[Row]:
+    facts = run.facts
     over = f"summed over {_ranks(facts)}"
     micro = f"{_product(facts)} micro batches per optimizer step"
     of = " ".join(filter(None, [facts.precision, "peak of the device"]))
@@ -365,6 +334,7 @@ def _rates(facts: Summary) -> list[Row]:
         ],
         *_straggler(facts),
         value("MFU", facts.mfu, "percent", f"model FLOPs / {peak}"),
+        *map(_profiled, run.profiles),
     ]
 
 
@@ -379,22 +349,23 @@ def _straggler(facts: Summary) -> list[Row]:
     return rows
 
 
-def _times(facts: Summary) -> list[Row]:
+def _times(run: Run) -> list[Row]:
     """The wall time, and each of its parts: those of training on the console too."""
-    parts = facts.time_s
+    parts = run.facts.time_s
     wall = sum(parts[part] for part in WALL_PARTS if part in parts) or None
     named = ", ".join(f"{part} {format_duration(parts.get(part))}" for part in WALL_PARTS)
-    rows = [value("wall", wall, "duration", named)]
-    inner = {name: parts.get(key) for key, name in TRAIN_PARTS.items()} | {"other": other(parts)}
     outer = {part: parts.get(part) for part in WALL_PARTS}
-    for name, seconds in [*outer.items(), *(inner.items() if parts else ())]:
-        inside = name in inner
-        note = f"{_share(seconds, wall)} of wall{', part of train' if inside else ''}"
-        rows.append(value(name, seconds, "duration", note, console=inside))
+    inner = {name: parts.get(key) for key, name in TRAIN_PARTS.items()} | {"other": other(parts)}
+    rows = [value("wall", wall, "duration", named)]
+    for name, seconds in outer.items():
+        rows.append(value(name, seconds, "duration", f"{_share(seconds, wall)} of wall", console=False))
+    for name, seconds in inner.items() if parts else ():
+        rows.append(value(name, seconds, "duration", f"{_share(seconds, wall)} of wall, part of train"))
     return rows
 
 
-def _files(facts: Summary) -> list[Row]:
+def _files(run: Run) -> list[Row]:
+    facts = run.facts
     each = format_energy(facts.energy_j / facts.tokens * 1e6 if facts.energy_j and facts.tokens else None)
     energy = f"{each} per million tokens, {_ranks(facts)}"
     saves = [value("failed saves", facts.failed_saves, "count", "see the log")]
@@ -404,6 +375,15 @@ def _files(facts: Summary) -> list[Row]:
         words("checkpoint", facts.checkpoint),
         *(saves if facts.failed_saves else []),
     ]
+
+
+TOPICS = {
+    "Outcome": _outcome,
+    "Work": _work,
+    "Throughput": _rates,
+    "Time (rank 0)": _times,
+    "Resources and files": _files,
+}
 
 
 def _differences(runs: Sequence[Run]) -> Table:
@@ -431,41 +411,38 @@ def _profiled(profile: ProfileFile) -> Row:
     )
 
 
-def _profiles(run: Run, many: bool) -> list[Section]:
+def _profiles(name: str, run: Run) -> list[Section]:
     """The operators of each profiled rank."""
-    suffix = f": {run.name}" if many else ""
     sections = []
     for profile in run.profiles:
-        title = f"Profile of rank {format_count(profile.rank)}, {_steps(profile.steps)}{suffix}"
+        title = f"Profile of rank {format_count(profile.rank)}, {_steps(profile.steps)}"
         trace = run.path / "profile" / profile.trace
         note = f"{trace} opens in ui.perfetto.dev or chrome://tracing"
-        sections.append(Section(title, tables=[_operators(profile)], notes=[note], console=False))
+        sections.append(Section(_of(title, name), tables=[_operators(profile)], notes=[note], console=False))
     return sections
 
 
 def _operators(profile: ProfileFile) -> Table:
-    shown = [
-        Row(
-            each.name,
-            [
-                cell(each.calls, "count"),
-                cell(each.self_s, "duration"),
-                cell(each.self_s / profile.wall_s, "percent"),
-            ],
-        )
-        for each in profile.operators
-    ]
-    heads = ("calls", "own time", f"of {format_duration(profile.wall_s)}")
-    return Table(shown, [Column(head) for head in heads], corner="operator")
+    wall = profile.wall_s
+    columns = (
+        Quantity("calls", "calls", "count"),
+        Quantity("self_s", "own time", "duration"),
+        Computed(lambda operator: operator.self_s / wall, f"of {format_duration(wall)}", "percent"),
+    )
+    return table([(each.name, each) for each in profile.operators], columns, corner="operator")
 
 
-def _records(run: Run, many: bool) -> list[Section]:
-    suffix = f": {run.name}" if many else ""
+def _records(name: str, run: Run) -> list[Section]:
     texts = {"Configuration": record_text(run.config), "Environment": environment_text(run.environment)}
-    return [folded(f"{title}{suffix}", text) for title, text in texts.items()]
+    return [folded(_of(title, name), text) for title, text in texts.items()]
 
 
 # --- words
+
+
+def _of(title: str, name: str) -> str:
+    """With the name of the run, where there are several."""
+    return f"{title}: {name}" if name else title
 
 
 def _steps(ends: Sequence[int]) -> str:

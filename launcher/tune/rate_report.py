@@ -119,10 +119,10 @@ def _choice(tune: TuneLr, folder: Path) -> Verdict:
     return Verdict("warn" if choice.at_edge else "ok", text, [*filter(None, notes)])
 
 
-def _heldout(tune: TuneLr) -> HeldOut | None:
+def _heldout(tune: TuneLr) -> HeldOut:
     """What the losses are measured on, with the interval of one trial of the chosen rate."""
     chosen = tune.choice.lr if tune.choice else None
-    return next((t.heldout for t in _last(tune).trials if t.lr == chosen and t.heldout), None)
+    return next((t.heldout for t in _last(tune).trials if t.lr == chosen and t.heldout), HeldOut())
 
 
 def _lead(tune: TuneLr) -> float | None:
