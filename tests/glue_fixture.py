@@ -14,7 +14,7 @@ from launcher import results
 from launcher.evaluate import finetune, glue_grid, glue_scores
 from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue import document
-from launcher.evaluate.glue_grid import Question, Task
+from launcher.evaluate.glue_grid import Grid, Task
 from launcher.evaluate.glue_run import GlueRun
 from launcher.results import Glue, GlueOptions, GlueTask
 from launcher.run.trials import Outcome, Runner, Stopped, Trial, earlier_outcome
@@ -74,12 +74,13 @@ def make_task(
     return Task(Path(f"/prepared/{name}-{dev_share:g}"), ExamplesManifest.model_validate(facts))
 
 
-def make_question(options: GlueOptions, *settings: str) -> Question:
+def make_grid(options: GlueOptions, tasks: Iterable[Task] = (), rate_tasks: Iterable[Task] = ()) -> Grid:
     """Of a run that is at /run; no file of it is looked at."""
     model = make_config("schedule.steps=1")
     start = Pretrained(Path("/run"), Path("/run/checkpoints/step-00000005"), 5, model, Path("/run/t.json"))
-    base = finetune.configuration(start, settings, manifest=None, path=None, init_from=start.checkpoint)
-    return Question(start, settings, options, base, "fp32")
+    base = finetune.configuration(start, (), start.checkpoint)
+    named, choosing = ({task.name: task for task in each} for each in (tasks, rate_tasks))
+    return Grid(start, (), options, base, "fp32", named, choosing, {"WNLI": "not among --tasks"})
 
 
 def write_trial(
@@ -150,9 +151,9 @@ class MadeRunner(Runner):
 
 def evaluation(out: Path, tasks: Sequence[GlueTask], **asked: Any) -> Glue:
     """glue.json of these results."""
-    q = make_question(GlueOptions(tasks=[task.task for task in tasks], **{"seeds": 2, **asked}))
-    doing = GlueRun(q, {}, {}, MadeRunner(out, [], lambda *_: 0.5), print)
-    return document(q, doing, tasks, {"WNLI": "not among --tasks"}, "complete", None, 60.0, {}, 2)
+    grid = make_grid(GlueOptions(tasks=[task.task for task in tasks], **{"seeds": 2, **asked}))
+    done = GlueRun(grid, MadeRunner(out, [], lambda *_: 0.5), print)
+    return document(done, tasks, "complete", None, {"seconds": 60.0, "at_a_time": 2})
 
 
 def measured(
@@ -168,8 +169,7 @@ def measured(
     for name, task in tasks.items():
         trials = []
         for seed in seeds:
-            q = make_question(GlueOptions(tasks=[name]))
-            trial = glue_grid.make_trial(q, folder, task, None, seed, None)
+            trial = glue_grid.make_trial(make_grid(GlueOptions(tasks=[name])), folder, task, None, seed, None)
 
             def logits(config: Config, split: str, i: int, name: str = name) -> list[float]:
                 return [0.0, 2.0 * answer(name, config.run.seed, i) - 1.0]

@@ -111,14 +111,13 @@ def find_pretrained(run: Path) -> Pretrained:
 def configuration(
     start: Pretrained,
     overrides: Sequence[str],
-    *,
-    manifest: ExamplesManifest | None,
-    path: Path | None,
     init_from: Path | None,
+    path: Path | None = None,
+    manifest: ExamplesManifest | None = None,
 ) -> Config:
-    """The model and length of the pretrained run, then the recipe, then the data's kind and labels, then the
-    settings that were given. Without data: to be checked before any is prepared. `init_from`: a run or
-    checkpoint; None = random weights. Raises ConfigError."""
+    """The model and length of the pretrained run, then the recipe, then the kind and labels of the data at
+    `path`, then the settings that were given. Without data: to be checked before any is prepared.
+    `init_from`: a run or checkpoint; None = random weights. Raises ConfigError."""
     model = start.config.model.model_dump(mode="json")
     levels: list[dict[str, Any]] = [
         {"model": model, "data": {"sequence_length": start.config.data.sequence_length}},
@@ -162,10 +161,10 @@ def load(run: Path, source: Source, overrides: Sequence[str], *, nproc: str, ran
     start = find_pretrained(run)
     machine = environment.probe(Path())
     weights = None if random_weights else start.run
-    checked = configuration(start, overrides, manifest=None, path=None, init_from=weights)
+    checked = configuration(start, overrides, weights)
     name = f"{start.run.name}-{source.name}"
     ranks = job.Job(name, checked, machine).choose_ranks(nproc)
     path = prepare(start, source, checked.data.sequence_length)
     manifest = read_examples(path)
-    config = configuration(start, overrides, manifest=manifest, path=path, init_from=weights)
+    config = configuration(start, overrides, weights, path, manifest)
     return job.Job(name, job.absolute(whole_batches(config, ranks, overrides)), machine)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from bert_dp.config.manifest import hash_json
 from launcher import children, job, results
 from launcher.evaluate import FILE, finetune, glue_grid, glue_scores
 from launcher.evaluate.finetune import Pretrained
-from launcher.evaluate.glue_grid import RATE_SHARE, Question, Task
+from launcher.evaluate.glue_grid import RATE_SHARE, Grid, Task
 from launcher.evaluate.glue_report import glue_report
 from launcher.evaluate.glue_run import GlueRun, NoRate
 from launcher.evaluate.submissions import write_submissions
@@ -46,54 +45,50 @@ def evaluate(
 ) -> int:
     """Returns the exit code. Raises ConfigError before any trial starts, with everything that is wrong."""
     start = finetune.find_pretrained(run)
-    base = finetune.configuration(
-        start,
-        overrides,
-        manifest=None,
-        path=None,
-        init_from=None if options.init == "random" else start.checkpoint,
-    )
-    asked = job.Job(start.run.name, base, environment.probe(Path()))
-    folder = asked.directory(out, "eval", "glue")
+    weights = None if options.init == "random" else start.checkpoint
+    base = finetune.configuration(start, overrides, weights)
+    trial_job = job.Job(start.run.name, base, environment.probe(Path()))
+    folder = trial_job.directory(out, "eval", "glue")
     if issues := [
         *glue_grid.setting_issues(overrides, options.rates),
-        *asked.device_issues(options.ranks),
+        *trial_job.device_issues(options.ranks),
         *job.exposure_issues(base, folder, "--out"),
     ]:
         raise ConfigError(issues)
     options, left_out = glue_grid.choose_tasks(glue_grid.missing_files(data), options)
-    plan = plan_of(asked, start, options)
+    plan = GluePlanFile(
+        config_hash=base.hash(),
+        config=base.model_dump(mode="json"),
+        settings=results.plain(options),
+        start=results.plain(start_of(start)),
+    )
     output = job.Output(folder, "evaluation", STATE, plan, FIXED, GROWS)
     if issues := output.issues():
         raise ConfigError(issues)
-    on_gpu = asked.gpus > 0
-    precision = trials.trial_precision(base, asked.machine, [base.parallel.engine], on_gpu=on_gpu)
-    q = Question(start, tuple(overrides), options, base, precision)
+    on_gpu = trial_job.gpus > 0
     length = base.data.sequence_length
-    tasks = {name: glue_grid.prepare(start, name, data, length) for name in options.tasks}
-    tenths = {name: glue_grid.prepare(start, name, data, length, RATE_SHARE) for name in options.rate_tasks}
-    if issues := trial_issues(q, [*tasks.values(), *tenths.values()]):
+    grid = Grid(
+        start,
+        tuple(overrides),
+        options,
+        base,
+        trials.trial_precision(base, trial_job.machine, [base.parallel.engine], on_gpu=on_gpu),
+        {name: glue_grid.prepare(start, name, data, length) for name in options.tasks},
+        {name: glue_grid.prepare(start, name, data, length, RATE_SHARE) for name in options.rate_tasks},
+        left_out,
+    )
+    if issues := trial_issues(grid):
         raise ConfigError(issues)
 
     log = logger(console, as_json)
-    describe(q, folder, tasks, left_out, log)
+    describe(grid, folder, log)
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
     with output.claim():
-        measured = run_locked(q, tasks, tenths, left_out, output, on_gpu=on_gpu, log=log)
-        job.publish(measured.file, glue_report(measured.file), folder, as_json=as_json, console=console)
-    return measured.exit_code
-
-
-def plan_of(asked: job.Job, start: Pretrained, options: GlueOptions) -> GluePlanFile:
-    """plan.json as an evaluation begins."""
-    return GluePlanFile(
-        config_hash=asked.config.hash(),
-        config=asked.config.model_dump(mode="json"),
-        settings=results.plain(options),
-        start=results.plain(start_of(start)),
-    )
+        file, exit_code = run_locked(grid, output, on_gpu=on_gpu, log=log)
+        job.publish(file, glue_report(file), folder, as_json=as_json, console=console)
+    return exit_code
 
 
 def start_of(start: Pretrained) -> GlueStart:
@@ -103,43 +98,42 @@ def start_of(start: Pretrained) -> GlueStart:
     return GlueStart(run=str(start.run), checkpoint=str(start.checkpoint), step=start.step, sha256=sha256)
 
 
-def trial_issues(q: Question, tasks: Sequence[Task]) -> list[str]:
+def trial_issues(grid: Grid) -> list[str]:
     """Why these tasks cannot be trained with these settings; one line each."""
     issues: list[str] = []
-    for task in tasks:
-        config = glue_grid.configure(q, task, q.weights)
+    for task in grid.every_task:
+        config = glue_grid.configure(grid, task, grid.weights)
         issues += job.input_issues(config)
         try:
-            batch_layout(config, q.options.ranks)
+            batch_layout(config, grid.options.ranks)
         except ConfigError as error:
             issues += error.issues
-    if q.base.run.seed + q.options.seeds > 2**63:
-        issues.append(f"run.seed: {q.base.run.seed} leaves no room for {q.options.seeds} seeds; use less")
+    seed, seeds = grid.base.run.seed, grid.options.seeds
+    if seed + seeds > 2**63:
+        issues.append(f"run.seed: {seed} leaves no room for {seeds} seeds; use less")
     return [*dict.fromkeys(issues)]
 
 
-def head_of(q: Question) -> str:
+def head_of(grid: Grid) -> str:
     """The head by name, a native one with the class that it is of."""
-    head = q.base.finetune.head
-    return f"native ({native_head(q.base.model)})" if head == "native" else head
+    head = grid.base.finetune.head
+    return f"native ({native_head(grid.base.model)})" if head == "native" else head
 
 
-def describe(
-    q: Question, folder: Path, tasks: Mapping[str, Task], left_out: Mapping[str, str], log: Log
-) -> None:
+def describe(grid: Grid, folder: Path, log: Log) -> None:
     """What is about to run."""
-    options = q.options
+    options = grid.options
     log(f"GLUE evaluation: {folder}")
-    begun = "random weights" if q.weights is None else f"{q.weights}"
-    log(f"from {begun}; head {head_of(q)}, pooling {q.base.finetune.pooling}")
+    log(
+        f"from {grid.weights or 'random weights'}; head {head_of(grid)}, pooling {grid.base.finetune.pooling}"
+    )
     log(
         f"{', '.join(options.tasks)} x {count_of(options.seeds, 'seed')}, "
         f"{count_of(options.ranks, 'rank')} each"
     )
-    for task, why in left_out.items():
+    for task, why in grid.left_out.items():
         log(f"left out: {task}: {why}")
-    subsets = [task.name for task in tasks.values() if not task.manifest.official]
-    if subsets:
+    if subsets := [name for name, task in grid.tasks.items() if not task.manifest.official]:
         log(f"subsets of GLUE's rows, no GLUE score: {', '.join(subsets)}")
     if options.rates:
         rates = ", ".join(map(format_lr, options.rates))
@@ -148,70 +142,55 @@ def describe(
         log(f"{task} starts from the finetuned run of {source} of the same seed")
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    file: Glue
-    exit_code: int
-
-
-def run_locked(
-    q: Question,
-    tasks: Mapping[str, Task],
-    tenths: Mapping[str, Task],
-    left_out: dict[str, str],
-    output: job.Output[GluePlanFile],
-    *,
-    on_gpu: bool,
-    log: Log,
-) -> Measured:
-    """All trials, and glue.json; also what there is of it when a signal came."""
+def run_locked(grid: Grid, output: job.Output[GluePlanFile], *, on_gpu: bool, log: Log) -> tuple[Glue, int]:
+    """All trials, and glue.json, also what there is of it when a signal came; and the exit code."""
     out = output.path
-    hashes = {
-        f"{t.name} {t.manifest.dev_share:g}": t.manifest.hash for t in (*tasks.values(), *tenths.values())
-    }
-    taken = output.begin_with(hash_json(hashes))
-    majority = majorities(tasks)
+    taken = output.begin_with(
+        hash_json({f"{t.name} {t.manifest.dev_share:g}": t.manifest.hash for t in grid.every_task})
+    )
+    majority = majorities(grid.tasks)
     slots = trials.device_slots(
-        q.options.ranks,
+        grid.options.ranks,
         gpus=len(taken.machine["gpus"]) if on_gpu else 0,
         cores=int(taken.machine["usable_cores"]),
-        most=max(len(tasks) * q.options.seeds, len(tenths) * len(q.options.rates)),
+        most=max(len(grid.tasks) * grid.options.seeds, len(grid.rate_tasks) * len(grid.options.rates)),
     )
     kept = job.KeptPlan(out / STATE, taken.plan)
     status: MeasureStatus = "complete"
     stopped, why = 0, None
-    with trials.runner(out, slots, launcher=q.options.launcher, on_gpu=on_gpu, log=log) as runs:
-        doing = GlueRun(q, tasks, tenths, runs, log)
+    with trials.runner(out, slots, launcher=grid.options.launcher, on_gpu=on_gpu, log=log) as runs:
+        measured = GlueRun(grid, runs, log)
         try:
-            doing.run()
+            measured.run()
         except Stopped as stop:
             status, stopped = "partial", stop.number
             log(f"stopped: {out} holds what was measured; the same command goes on")
-        except NoRate as none:
-            status, why = "failed", str(none)
+        except NoRate as error:
+            status, why = "failed", str(error)
     kept.save()
-    found = [
-        glue_scores.task_result(task, doing.trials[name], majority[name], q.options.init_task.get(name))
-        for name, task in tasks.items()
+    tasks = [
+        glue_scores.task_result(task, measured.trials[name], majority[name], grid.options.init_task.get(name))
+        for name, task in grid.tasks.items()
     ]
     if status == "complete":
-        found = [submitted(out, each, tasks[each.task]) for each in found]
-        if not any(trial.status == "ok" for each in found for trial in each.trials):
+        tasks = [submitted(out, task, grid.tasks[task.task]) for task in tasks]
+        if not any(trial.status == "ok" for task in tasks for trial in task.trials):
             status, why = "failed", "every trial failed; their logs stand below trials"
-    file = document(q, doing, found, left_out, status, why, kept.plan.seconds, taken.facts(), len(slots))
+    facts = {**taken.facts(), "seconds": kept.plan.seconds, "at_a_time": len(slots)}
+    file = document(measured, tasks, status, why, facts)
     results.write(out / FILE, file)
-    return Measured(file, 128 + stopped if stopped else int(status == "failed"))
+    return file, 128 + stopped if stopped else int(status == "failed")
 
 
 def majorities(tasks: Mapping[str, Task]) -> dict[str, Any]:
     """Task -> split -> metric -> the score of the most frequent answer of train."""
     folders = [str(task.path) for task in tasks.values()]
-    code, found = children.capture_json("bert_dp.measure.majority", folders)
+    code, scores = children.capture_json("bert_dp.measure.majority", folders)
     if code == 2:
         raise ConfigError([])
-    if found is None:
+    if scores is None:
         raise ConfigError([f"the majority baselines failed with exit code {code}; see above"])
-    return {task: found[str(tasks[task].path)] for task in tasks}
+    return {name: scores[str(task.path)] for name, task in tasks.items()}
 
 
 def submitted(out: Path, task: GlueTask, source: Task) -> GlueTask:
@@ -223,35 +202,30 @@ def submitted(out: Path, task: GlueTask, source: Task) -> GlueTask:
 
 
 def document(
-    q: Question,
-    doing: GlueRun,
+    measured: GlueRun,
     tasks: Sequence[GlueTask],
-    left_out: dict[str, str],
     status: MeasureStatus,
     why: str | None,
-    seconds: float,
     facts: Mapping[str, Any],
-    at_a_time: int,
 ) -> Glue:
-    """glue.json."""
+    """glue.json; `facts`: the machine, the data, the time."""
+    grid = measured.grid
     average, no_average = glue_scores.average(tasks)
     return Glue(
         status=status,
         why=why,
         date=time.strftime("%Y-%m-%d"),
-        seconds=seconds,
         **facts,
-        config=q.base.model_dump(mode="json"),
-        settings=q.options,
-        ranks=q.options.ranks,
-        start=start_of(q.start),
-        head=head_of(q),
-        pooling=q.base.finetune.pooling,
-        lr=doing.lr,
-        at_a_time=at_a_time,
-        rates=doing.rates,
+        config=grid.base.model_dump(mode="json"),
+        settings=grid.options,
+        ranks=grid.options.ranks,
+        start=start_of(grid.start),
+        head=head_of(grid),
+        pooling=grid.base.finetune.pooling,
+        lr=measured.lr,
+        rates=measured.rates,
         tasks=list(tasks),
-        left_out=left_out,
+        left_out=dict(grid.left_out),
         average=average if status == "complete" else None,
         averaged=[f"{task} {metric}" for task, metric in glue_scores.AVERAGED],
         no_average=no_average,

@@ -37,8 +37,8 @@ class Task:
 
 
 @dataclasses.dataclass(frozen=True)
-class Question:
-    """What is measured, and with which settings."""
+class Grid:
+    """What is measured of a run, and with which settings."""
 
     start: Pretrained
     overrides: tuple[str, ...]
@@ -47,6 +47,11 @@ class Question:
     """Of every trial, but for what its task brings."""
     precision: str
     """Of every trial."""
+    tasks: Mapping[str, Task]
+    rate_tasks: Mapping[str, Task]
+    """Those that choose the rate, with a part of train in place of dev."""
+    left_out: Mapping[str, str]
+    """Task -> why it is not evaluated."""
 
     @property
     def seeds(self) -> list[int]:
@@ -56,6 +61,11 @@ class Question:
     def weights(self) -> Path | None:
         """That a trial begins with; None = random ones."""
         return None if self.options.init == "random" else self.start.checkpoint
+
+    @property
+    def every_task(self) -> list[Task]:
+        """With both dev sets of one that also chooses the rate."""
+        return [*self.tasks.values(), *self.rate_tasks.values()]
 
 
 def missing_files(data: Sequence[Path]) -> dict[str, list[str]]:
@@ -146,46 +156,38 @@ def prepare(start: Pretrained, task: str, data: Sequence[Path], length: int, dev
     return Task(path, read_examples(path))
 
 
-def configure(q: Question, task: Task, weights: Path | None) -> Config:
+def configure(grid: Grid, task: Task, weights: Path | None) -> Config:
     """Of the task, as it would be trained. Raises ConfigError."""
-    config = finetune.configuration(
-        q.start, q.overrides, manifest=task.manifest, path=task.path, init_from=weights
-    )
-    return finetune.whole_batches(config, q.options.ranks, q.overrides)
+    config = finetune.configuration(grid.start, grid.overrides, weights, task.path, task.manifest)
+    return finetune.whole_batches(config, grid.options.ranks, grid.overrides)
 
 
-def rate_of(config: Config) -> float:
-    """The peak rate of a trial with this configuration."""
-    return peak_lr(config).value
-
-
-def make_trial(
-    q: Question, out: Path, task: Task, lr: float | None, seed: int, weights: Path | None
-) -> Trial:
-    """One finetuning run of `task`. `lr`: null = the configuration's. Its checkpoint is kept where a task
+def make_trial(grid: Grid, out: Path, task: Task, lr: float | None, seed: int, weights: Path | None) -> Trial:
+    """One finetuning run of `task`. `lr`: None = the configuration's. Its checkpoint is kept where a task
     starts from it."""
-    config = configure(q, task, weights)
-    of_rate = task.manifest.dev_share > 0
+    config = configure(grid, task, weights)
+    chooses_rate = task.manifest.dev_share > 0
     optim = config.optim
     if lr is not None:
         optim = optim.model_copy(update={"lr": lr, "lr_scaling": "none", "lr_batch": None})
-    keeps = not of_rate and task.name in q.options.init_task.values()
+    keeps = not chooses_rate and task.name in grid.options.init_task.values()
     config = config.model_copy(
         update={
             "run": config.run.model_copy(update={"seed": seed}),
             "optim": optim,
             "checkpoint": CheckpointConfig(keep=int(keeps)),
             "log": config.log.model_copy(update={"to": (), "tensorboard": False}),
-            "precision": q.precision,
+            "precision": grid.precision,
         }
     )
-    name = f"{'rate-' if of_rate else ''}{task.name}-lr-{rate_of(config)}-s{seed}"
-    return Trial(out / "trials" / name, config, q.options.ranks)
+    name = f"{'rate-' if chooses_rate else ''}{task.name}-lr-{peak_lr(config).value}-s{seed}"
+    return Trial(out / "trials" / name, config, grid.options.ranks)
 
 
-def rounds(options: GlueOptions, examples: Mapping[str, int]) -> list[list[str]]:
+def rounds(grid: Grid) -> list[list[Task]]:
     """Tasks that start from RUN, then those that start from one of them; the longest first, so that the
     devices end together."""
-    first = [task for task in options.tasks if task not in options.init_task]
-    then = [task for task in options.tasks if task in options.init_task]
-    return [sorted(each, key=lambda task: -examples[task]) for each in (first, then) if each]
+    tasks = sorted(grid.tasks.values(), key=lambda task: -task.manifest.num_samples)
+    followers = grid.options.init_task
+    parts = [[t for t in tasks if t.name not in followers], [t for t in tasks if t.name in followers]]
+    return [part for part in parts if part]

@@ -4,10 +4,12 @@ task."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+from bert_dp.config import peak_lr
 from launcher.evaluate import glue_grid, glue_scores
-from launcher.evaluate.glue_grid import Question, Task
+from launcher.evaluate.glue_grid import Grid, Task
 from launcher.log import Log
 from launcher.report.numbers import format_lr, format_points
 from launcher.results import GlueTrial, RateScore
@@ -20,95 +22,93 @@ class NoRate(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A trial and what it is of."""
+    """A trial and the task that it is of."""
 
     trial: Trial
     task: Task
 
     @property
     def lr(self) -> float:
-        return glue_grid.rate_of(self.trial.config)
+        return peak_lr(self.trial.config).value
 
     @property
-    def share(self) -> float:
+    def share(self) -> int:
         """Of the time: the tokens of its train set, as every trial has as many epochs."""
-        return float(self.task.manifest.splits["train"].tokens)
+        return self.task.manifest.splits["train"].tokens
 
 
 class GlueRun:
     """`lr`, `rates` and `trials` hold what has been measured, also when the evaluation is stopped."""
 
-    def __init__(
-        self, q: Question, tasks: Mapping[str, Task], tenths: Mapping[str, Task], runs: Runner, log: Log
-    ):
-        """`tenths`: the tasks that choose the rate, with a part of train as dev."""
-        self.q, self._tasks, self._tenths, self._runs, self._log = q, tasks, tenths, runs, log
-        self.lr: float | None = None if q.options.rates else glue_grid.rate_of(q.base)
+    def __init__(self, grid: Grid, runs: Runner, log: Log):
+        self.grid, self._runs, self._log = grid, runs, log
+        self.lr: float | None = None if grid.options.rates else peak_lr(grid.base).value
         self.rates: list[RateScore] = []
-        self.trials: dict[str, list[GlueTrial]] = {name: [] for name in tasks}
-        shares = [task.manifest.splits["train"].tokens for task in tasks.values() for _ in q.seeds]
-        shares += [task.manifest.splits["train"].tokens for task in tenths.values() for _ in q.options.rates]
-        self._progress = Progress(shares, log)
+        self.trials: dict[str, list[GlueTrial]] = {name: [] for name in grid.tasks}
+        planned = [*grid.tasks.values()] * len(grid.seeds)
+        planned += [*grid.rate_tasks.values()] * len(grid.options.rates)
+        self._progress = Progress([task.manifest.splits["train"].tokens for task in planned], log)
 
     def run(self) -> None:
         """To the last trial. Raises Stopped for a signal, NoRate."""
-        rate = self._choose_rate() if self._tenths else None
-        examples = {name: task.manifest.num_samples for name, task in self._tasks.items()}
-        for names in glue_grid.rounds(self.q.options, examples):
-            items = [self._item(name, rate, seed) for seed in self.q.seeds for name in names]
-            for item, done in self._measure([item for item in items if item is not None]):
-                self.trials[item.task.name].append(done)
+        rate = self._choose_rate() if self.grid.rate_tasks else None
+        for tasks in glue_grid.rounds(self.grid):
+            items = [self._item(task, rate, seed) for seed in self.grid.seeds for task in tasks]
+            for item, trial in self._measure([item for item in items if item is not None]):
+                self.trials[item.task.name].append(trial)
 
     def _choose_rate(self) -> float:
         """By one seed of each task. Raises NoRate."""
-        q = self.q
+        grid, rates = self.grid, self.grid.options.rates
         items = [
-            Item(glue_grid.make_trial(q, self._runs.out, task, lr, q.seeds[0], q.weights), task)
-            for task in self._tenths.values()
-            for lr in q.options.rates
+            self._make(task, lr, grid.seeds[0], grid.weights)
+            for task in grid.rate_tasks.values()
+            for lr in rates
         ]
-        found: dict[float, dict[str, GlueTrial]] = {lr: {} for lr in q.options.rates}
-        for item, done in self._measure(items):
-            found[item.lr][item.task.name] = done
-        metrics = {name: f"dev/{task.manifest.metrics[0]}" for name, task in self._tenths.items()}
-        self.rates = [glue_scores.rate_score(lr, found[lr], metrics) for lr in q.options.rates]
+        trials: dict[float, dict[str, GlueTrial]] = {lr: {} for lr in rates}
+        for item, trial in self._measure(items):
+            trials[item.lr][item.task.name] = trial
+        metrics = {name: f"dev/{task.manifest.metrics[0]}" for name, task in grid.rate_tasks.items()}
+        self.rates = [glue_scores.rate_score(lr, trials[lr], metrics) for lr in rates]
         self.lr = glue_scores.choose_rate(self.rates)
         if self.lr is None:
             raise NoRate("a trial of every rate failed, so that none can be chosen")
-        self._log(f"rate: {format_lr(self.lr)}, the highest mean score of {len(q.options.rates)}")
+        self._log(f"rate: {format_lr(self.lr)}, the highest mean score of {len(rates)}")
         return self.lr
 
-    def _item(self, name: str, rate: float | None, seed: int) -> Item | None:
+    def _make(self, task: Task, lr: float | None, seed: int, weights: Path | None) -> Item:
+        return Item(glue_grid.make_trial(self.grid, self._runs.out, task, lr, seed, weights), task)
+
+    def _item(self, task: Task, rate: float | None, seed: int) -> Item | None:
         """None where the trial that it would start from has failed: it has failed too."""
-        q, task = self.q, self._tasks[name]
-        weights, source = q.weights, q.options.init_task.get(name)
-        if source is not None:
-            before = next(trial for trial in self.trials[source] if trial.seed == seed)
-            weights = self._runs.out / "trials" / before.trial
-            if before.status != "ok":
-                why = f"{before.trial}, from which it would start, has failed"
-                item = Item(glue_grid.make_trial(q, self._runs.out, task, rate, seed, weights), task)
-                self.trials[name].append(
-                    GlueTrial(trial=item.trial.name, lr=item.lr, seed=seed, status="failed", cause=why)
-                )
-                self._progress.had(item.share)
-                return None
-        return Item(glue_grid.make_trial(q, self._runs.out, task, rate, seed, weights), task)
+        source = self.grid.options.init_task.get(task.name)
+        if source is None:
+            return self._make(task, rate, seed, self.grid.weights)
+        before = next(trial for trial in self.trials[source] if trial.seed == seed)
+        item = self._make(task, rate, seed, self._runs.out / "trials" / before.trial)
+        if before.status == "ok":
+            return item
+        why = f"{before.trial}, from which it would start, has failed"
+        self.trials[task.name].append(
+            GlueTrial(trial=item.trial.name, lr=item.lr, seed=seed, status="failed", cause=why)
+        )
+        self._progress.had(item.share)
+        return None
 
     def _measure(self, items: Sequence[Item]) -> Iterator[tuple[Item, GlueTrial]]:
         """Each with its result, as they end. Raises Stopped."""
         by_name = {item.trial.name: item for item in items}
-        there = {item.trial.name for item in items if earlier_outcome(item.trial) is not None}
-        if there:
-            self._log(f"resuming: {len(there)} of {len(items)} trials already done")
+        done = {item.trial.name for item in items if earlier_outcome(item.trial) is not None}
+        if done:
+            self._log(f"resuming: {len(done)} of {len(items)} trials already done")
         for trial, outcome in self._runs.run([item.trial for item in items]):
             item = by_name[trial.name]
-            done = glue_scores.read_trial(trial, outcome, item.task, item.lr)
-            if trial.name in there:
+            result = glue_scores.read_trial(trial, outcome, item.task, item.lr)
+            if trial.name in done:
                 self._progress.had(item.share)
             else:
-                self._progress.ended(item.share, result_text(done))
-            yield item, done
+                self._progress.ended(item.share, result_text(result))
+            yield item, result
 
 
 def result_text(trial: GlueTrial) -> str:

@@ -20,15 +20,7 @@ from launcher.evaluate.glue_run import GlueRun, NoRate
 from launcher.evaluate.submissions import write_submissions
 from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Outcome, Stopped, Trial
-from tests.glue_fixture import (
-    MadeRunner,
-    evaluation,
-    make_question,
-    make_task,
-    measured,
-    scores_of,
-    write_trial,
-)
+from tests.glue_fixture import MadeRunner, evaluation, make_grid, make_task, measured, scores_of, write_trial
 from tests.helpers import issues_of
 from tests.report_fixture import shown, unfolded
 
@@ -36,8 +28,8 @@ EIGHT = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"]
 
 
 def trial_of(task: Task, tmp_path: Path, seed: int = 0) -> Trial:
-    q = make_question(GlueOptions(tasks=[task.name]))
-    return glue_grid.make_trial(q, tmp_path, task, None, seed, None)
+    grid = make_grid(GlueOptions(tasks=[task.name]))
+    return glue_grid.make_trial(grid, tmp_path, task, None, seed, None)
 
 
 def read(trial: Trial, task: Task) -> GlueTrial:
@@ -181,10 +173,10 @@ def ran(runner: MadeRunner) -> list[str]:
 def test_every_task_runs_with_every_seed_and_the_results_are_in_order(tmp_path: Path) -> None:
     tasks = {name: make_task(name, examples=n) for name, n in (("RTE", 4), ("MRPC", 40))}
     runner = MadeRunner(tmp_path, tasks.values(), lambda name, config: 0.5 + config.run.seed / 10)
-    doing = GlueRun(make_question(options("MRPC", "RTE")), tasks, {}, runner, print)
+    doing = GlueRun(make_grid(options("MRPC", "RTE"), tasks.values()), runner, print)
     doing.run()
     assert sorted(ran(runner)) == [f"{name}-lr-4e-05-s{seed}" for name in ("MRPC", "RTE") for seed in (0, 1)]
-    assert glue_grid.rounds(options("RTE", "MRPC"), {"RTE": 40, "MRPC": 400}) == [["MRPC", "RTE"]]
+    assert glue_grid.rounds(doing.grid) == [[tasks["MRPC"], tasks["RTE"]]]
     assert doing.lr == 4e-5
     (score,) = glue_scores.task_result(tasks["RTE"], doing.trials["RTE"], {}, None).scores
     assert score.seeds == [0.5, 0.6]
@@ -206,7 +198,7 @@ def test_one_rate_is_chosen_for_all_on_a_tenth_of_train(tmp_path: Path) -> None:
         tmp_path, [*tasks.values(), *tenths.values()], lambda n, c: 0.1 if n == "RTE" else surface(n, c)
     )
     asked = options("CoLA", "MRPC", "RTE", rates=[1e-4, 3e-4], rate_tasks=["MRPC", "CoLA"])
-    doing = GlueRun(make_question(asked), tasks, tenths, runner, print)
+    doing = GlueRun(make_grid(asked, tasks.values(), tenths.values()), runner, print)
     doing.run()
     assert [(rate.lr, rate.scores, rate.mean) for rate in doing.rates] == [
         (1e-4, {"MRPC": 0.5, "CoLA": 0.9}, pytest.approx(0.7)),
@@ -230,7 +222,7 @@ def test_a_rate_with_a_failed_trial_is_not_chosen(tmp_path: Path) -> None:
         runner = MadeRunner(
             tmp_path / folder, [*tasks.values(), *tenths.values()], lambda _, c: surface[float(c.optim.lr)]
         )
-        return GlueRun(make_question(asked), tasks, tenths, runner, print)
+        return GlueRun(make_grid(asked, tasks.values(), tenths.values()), runner, print)
 
     doing = run({1e-4: 0.1, 3e-4: "loss is NaN"}, "one")
     doing.run()
@@ -253,7 +245,7 @@ def test_a_task_starts_from_the_finetuned_run_of_the_same_seed(tmp_path: Path) -
         tmp_path, tasks.values(), lambda n, c: "loss is NaN" if (n, c.run.seed) == ("MNLI", 1) else 0.5
     )
     doing = GlueRun(
-        make_question(options("MNLI", "RTE", init_task={"RTE": "MNLI"})), tasks, {}, runner, print
+        make_grid(options("MNLI", "RTE", init_task={"RTE": "MNLI"}), tasks.values()), runner, print
     )
     doing.run()
     assert sorted(ran(runner)) == ["MNLI-lr-4e-05-s0", "MNLI-lr-4e-05-s1", "RTE-lr-4e-05-s0"]
@@ -269,12 +261,12 @@ def test_a_task_starts_from_the_finetuned_run_of_the_same_seed(tmp_path: Path) -
 def test_what_was_stopped_goes_on(tmp_path: Path) -> None:
     tasks = {name: make_task(name) for name in ("RTE", "MRPC")}
     first = MadeRunner(tmp_path, tasks.values(), lambda *_: 0.5, limit=3)
-    stopped = GlueRun(make_question(options("MRPC", "RTE")), tasks, {}, first, print)
+    stopped = GlueRun(make_grid(options("MRPC", "RTE"), tasks.values()), first, print)
     with pytest.raises(Stopped):
         stopped.run()
     assert sum(len(trials) for trials in stopped.trials.values()) == 3
     second = MadeRunner(tmp_path, tasks.values(), lambda *_: 0.5)
-    doing = GlueRun(make_question(options("MRPC", "RTE")), tasks, {}, second, print)
+    doing = GlueRun(make_grid(options("MRPC", "RTE"), tasks.values()), second, print)
     doing.run()
     assert (len(first.ran), len(second.ran)) == (3, 1)
     assert {name: len(trials) for name, trials in doing.trials.items()} == {"RTE": 2, "MRPC": 2}
