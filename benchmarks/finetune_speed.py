@@ -47,7 +47,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.step_speed import environment, measure_all, now, spread, variables, with_range  # noqa: E402
 from bert_dp import record  # noqa: E402
 from bert_dp.config import dump_config, load_config, peak_lr, read_examples  # noqa: E402
-from bert_dp.config.examples import FILE  # noqa: E402
+from bert_dp.config.examples import ExamplesManifest  # noqa: E402
 from bert_dp.config.manifest import hash_json  # noqa: E402
 from bert_dp.examples.store import Examples  # noqa: E402
 from launcher.evaluate import finetune  # noqa: E402
@@ -190,7 +190,7 @@ def write_part(source: Path, out: Path, o: argparse.Namespace) -> Path:
         }
     content |= {"splits": splits, "official": False}
     shutil.copyfile(source / manifest.tokenizer.file, out / manifest.tokenizer.file)
-    record.write_json(out / FILE, {**content, "hash": hash_json(content)})
+    record.write_json(out / ExamplesManifest.file_name, {**content, "hash": hash_json(content)})
     return out
 
 

@@ -28,7 +28,6 @@ from bert_dp.config import (
     Config,
     ConfigError,
     dump_config,
-    fit_issues,
     hf_directory,
     init_issues,
     load_config,
@@ -152,7 +151,7 @@ def input_issues(config: Config) -> list[str]:
     data = config.data
     if data.path is not None:
         try:
-            issues += fit_issues(config, read_data(config, Path(data.path)))
+            issues += read_data(config, Path(data.path)).issues(config)
         except ConfigError as error:
             issues += [f"data.path: {issue}" for issue in error.issues]
     for source in data.sources or ():

@@ -4,7 +4,7 @@ from bert_dp.config.batch import BatchLayout, batch_at, batch_layout, progress_a
 from bert_dp.config.checks import changed_settings, init_issues, no_effect
 from bert_dp.config.cpu import BF16_UNITS, bf16_units, cpu_field
 from bert_dp.config.error import ConfigError, plain_message
-from bert_dp.config.examples import ExamplesManifest, examples_issues, read_examples
+from bert_dp.config.examples import ExamplesManifest, read_data, read_examples
 from bert_dp.config.extras import install_command
 from bert_dp.config.load import (
     dump_config,
@@ -15,10 +15,9 @@ from bert_dp.config.load import (
     resolve,
     setting_paths,
 )
-from bert_dp.config.manifest import Manifest, data_issues, data_warnings, read_manifest
+from bert_dp.config.manifest import Manifest, read_manifest
 from bert_dp.config.modernbert import HF, hf_directory, modernbert_issues
 from bert_dp.config.native import Kind, native_class, native_head, native_issues
-from bert_dp.config.opened import fit_issues, fit_warnings, read_data
 from bert_dp.config.precision import decide_precision
 from bert_dp.config.rates import PeakLr, peak_lr
 from bert_dp.config.schema import (

@@ -1,28 +1,34 @@
-"""examples.json of a prepared directory of labelled examples: its model and its one reader."""
+"""examples.json of a prepared directory of labelled examples: its model, its one reader, and how it fits a
+configuration."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from bert_dp.config.manifest import BaseName, Part, TokenizerFile, beyond, read_hashed
+from bert_dp.config.manifest import (
+    BaseName,
+    HashedFile,
+    Manifest,
+    TokenizerFile,
+    beyond,
+    read_hashed,
+    read_manifest,
+)
 from bert_dp.config.schema import MAX_VOCAB_SIZE, Config, LabelKind
-from bert_dp.config.stored import Count, Sha256
+from bert_dp.config.stored import Count, Sha256, StoredModel
 
-FORMAT, VERSION = "bert-dp-examples", 1
-FILE = "examples.json"
 MIN_LENGTH, MAX_LENGTH = 8, 8192  # tokens of an example
 MAX_LABELS = 1000
 TRAIN = "train"
-AGAIN = "prepare it again with `python -m bert_dp.examples prepare`"
 
 Metric = Literal["mcc", "accuracy", "f1", "auc", "pearson", "spearman"]
 Share = Annotated[float, Field(ge=0, lt=1)]
 
 
-class ExampleSplit(Part):
+class ExampleSplit(StoredModel):
     """One file of examples. Tokens are the real ones, with <cls> and <sep>."""
 
     file: BaseName
@@ -40,14 +46,14 @@ class ExampleSplit(Part):
     """Examples that have none but <cls> and <sep>: the vocabulary has nothing of their texts."""
 
 
-class ExampleSource(Part):
+class ExampleSource(StoredModel):
     """A file that the examples were read from; of an archive one of its members."""
 
     name: str
     sha256: Sha256
 
 
-class SpecialTokens(Part):
+class SpecialTokens(StoredModel):
     """Ids of the tokens that frame an example."""
 
     pad: Count
@@ -55,9 +61,11 @@ class SpecialTokens(Part):
     sep: Count
 
 
-class ExamplesManifest(Part):
+class ExamplesManifest(HashedFile):
     """What a directory of examples says of itself."""
 
+    file_name: ClassVar[str] = "examples.json"
+    remedy: ClassVar[str] = "prepare it again with `python -m bert_dp.examples prepare`"
     format: Literal["bert-dp-examples"]
     version: Literal[1]
     task: str = Field(min_length=1, max_length=64)
@@ -102,10 +110,9 @@ class ExamplesManifest(Part):
         least = {"single_label": 2, "multi_label": 1, "regression": 0}[self.kind]
         if len(self.labels) < least or (self.kind == "regression" and self.labels):
             issues.append(f"labels: {len(self.labels)} do not fit {self.kind}")
-        special = self.special_tokens.model_dump()
         issues += [
             f"special_tokens.{role}: {beyond(number, self.vocab_size)}"
-            for role, number in special.items()
+            for role, number in self.special_tokens
             if number >= self.vocab_size
         ]
         for name, split in self.splits.items():
@@ -117,6 +124,28 @@ class ExamplesManifest(Part):
             raise ValueError("; ".join(issues))
         return self
 
+    def issues(self, config: Config) -> list[str]:
+        """What does not fit the configuration; one line each."""
+        where, issues = config.data.path, []
+        if self.sequence_length > config.data.sequence_length:
+            issues.append(
+                f"data.sequence_length: {config.data.sequence_length}, but {where} holds examples of up to "
+                f"{self.sequence_length} tokens; set data.sequence_length={self.sequence_length}"
+            )
+        if self.vocab_size > config.model.vocab_size:
+            issues.append(
+                f"model.vocab_size: {config.model.vocab_size} is below the tokenizer's {self.vocab_size} in "
+                f"{where}; finetune a run that was trained with this tokenizer"
+            )
+        for name, value in (("kind", self.kind), ("labels", tuple(self.labels))):
+            if (given := getattr(config.finetune, name)) != value:
+                issues.append(f"finetune.{name}: {given}, but {where} has {value}; set it so")
+        return issues
+
+    def warnings(self, config: Config) -> list[str]:
+        """What fits the configuration but is hardly meant: nothing."""
+        return []
+
 
 def read_examples(directory: Path) -> ExamplesManifest:
     """examples.json of a prepared directory, a run or a checkpoint, checked: format, version, own hash,
@@ -124,23 +153,9 @@ def read_examples(directory: Path) -> ExamplesManifest:
 
     Raises ConfigError naming the file, what was expected and what was found.
     """
-    return read_hashed(directory / FILE, ExamplesManifest, AGAIN)
+    return read_hashed(directory, ExamplesManifest)
 
 
-def examples_issues(config: Config, manifest: ExamplesManifest) -> list[str]:
-    """What in a prepared directory does not fit the configuration; one line each."""
-    where, issues = config.data.path, []
-    if manifest.sequence_length > config.data.sequence_length:
-        issues.append(
-            f"data.sequence_length: {config.data.sequence_length}, but {where} holds examples of up to "
-            f"{manifest.sequence_length} tokens; set data.sequence_length={manifest.sequence_length}"
-        )
-    if manifest.vocab_size > config.model.vocab_size:
-        issues.append(
-            f"model.vocab_size: {config.model.vocab_size} is below the tokenizer's {manifest.vocab_size} in "
-            f"{where}; finetune a run that was trained with this tokenizer"
-        )
-    for name, found in (("kind", manifest.kind), ("labels", tuple(manifest.labels))):
-        if (given := getattr(config.finetune, name)) != found:
-            issues.append(f"finetune.{name}: {given}, but {where} has {found}; set it so")
-    return issues
+def read_data(config: Config, directory: Path) -> Manifest | ExamplesManifest:
+    """The manifest in `directory`, of the kind of data that the objective reads. Raises ConfigError."""
+    return read_examples(directory) if config.objective.name == "finetune" else read_manifest(directory)

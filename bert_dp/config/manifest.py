@@ -1,4 +1,5 @@
-"""manifest.json of a directory of shards: its model, its one reader, and how it fits a configuration."""
+"""manifest.json of a directory of shards: its model, its one reader, and how it fits a configuration. Also
+what every file that holds its own hash has in common."""
 
 from __future__ import annotations
 
@@ -8,35 +9,35 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from bert_dp.config.error import ConfigError
 from bert_dp.config.schema import MAX_VOCAB_SIZE, Config
-from bert_dp.config.stored import Count, Sha256, problem_lines, read_regular, sha256
+from bert_dp.config.stored import Count, Sha256, StoredModel, problem_lines, read_regular, sha256
 
 MAX_BYTES = 2**28  # of a manifest: 20 KB for 4 GB of shards
-FORMAT, VERSION = "bert-dp-shards", 1
 TOKEN_BYTES = 2
 MAX_BLOCK_BYTES = 64 * 2**20  # of what a reader holds at once
-AGAIN = "build it with `bert-dp data build`"
 
 BaseName = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-][A-Za-z0-9_.-]*$", max_length=255)]
 BlockHash = Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]
 TokenId = Annotated[int, Field(ge=0, le=MAX_VOCAB_SIZE)]
-Stored = TypeVar("Stored", bound=BaseModel)
+Hashed = TypeVar("Hashed", bound="HashedFile")
 
 VOCAB_MULTIPLE = 128  # a vocabulary may be padded to the next one, for the device's sake
 
 
-class Part(BaseModel):
-    """Types are taken as they stand; keys that a later version adds are let through."""
+class HashedFile(StoredModel):
+    """A file that holds its own hash, its `format` and its `version`."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False)
+    file_name: ClassVar[str]
+    remedy: ClassVar[str]
+    """How another one is made."""
 
 
-class Shard(Part):
+class Shard(StoredModel):
     """One flat file of token ids."""
 
     file: BaseName
@@ -60,28 +61,30 @@ class Shard(Part):
         return self
 
 
-class Split(Part):
+class Split(StoredModel):
     sequences: Count
     tokens: Count
     documents: Count
     shards: list[Shard]
 
 
-class TokenizerFile(Part):
+class TokenizerFile(StoredModel):
     file: BaseName
     sha256: Sha256
 
 
-class SourceFile(Part):
+class SourceFile(StoredModel):
     name: str
     bytes: Count
     sha256: str
     documents: Count
 
 
-class Manifest(Part):
+class Manifest(HashedFile):
     """What a directory of shards says of itself. Entropies in nats per token."""
 
+    file_name: ClassVar[str] = "manifest.json"
+    remedy: ClassVar[str] = "build it with `bert-dp data build`"
     format: Literal["bert-dp-shards"]
     version: Literal[1]
     sequence_length: int = Field(ge=1, le=8192)
@@ -97,7 +100,7 @@ class Manifest(Part):
     tokenizer: TokenizerFile
     sources: list[SourceFile]
     build: dict[str, bool | int | float | str | None]
-    dropped: dict[str, Count] = {}
+    dropped: dict[str, Count] = {}  # noqa: RUF012 (pydantic copies a default)
     hash: Sha256
 
     @property
@@ -117,12 +120,12 @@ class Manifest(Part):
         if not (self.train.sequences and self.train.documents):
             issues.append("train: holds no sequences")
         for name, split in (("train", self.train), ("held_out", self.held_out)):
-            found = sum(shard.sequences for shard in split.shards)
-            if split.sequences != found:
-                issues.append(f"{name}.sequences: {split.sequences}, its shards hold {found}")
-            if split.tokens != split.sequences * self.sequence_length:
-                wanted = split.sequences * self.sequence_length
-                issues.append(f"{name}.tokens: {split.tokens}, its sequences hold {wanted}")
+            sequences = sum(shard.sequences for shard in split.shards)
+            if split.sequences != sequences:
+                issues.append(f"{name}.sequences: {split.sequences}, its shards hold {sequences}")
+            tokens = split.sequences * self.sequence_length
+            if split.tokens != tokens:
+                issues.append(f"{name}.tokens: {split.tokens}, its sequences hold {tokens}")
         for shard in self.shards:
             size = shard.sequences * self.sequence_length * TOKEN_BYTES
             if shard.bytes != size:
@@ -144,6 +147,41 @@ class Manifest(Part):
             raise ValueError("; ".join(issues[:8]))
         return self
 
+    def issues(self, config: Config) -> list[str]:
+        """What does not fit the configuration; one line each."""
+        issues = []
+        where = config.data.path or "the built shards"
+        length, vocabulary = self.sequence_length, self.vocab_size
+        if length != config.data.sequence_length:
+            issues.append(
+                f"data.sequence_length: {config.data.sequence_length}, but {where} holds sequences of "
+                f"{length}; set data.sequence_length={length} or build again"
+            )
+        if vocabulary > config.model.vocab_size:
+            issues.append(
+                f"model.vocab_size: {config.model.vocab_size} is below the tokenizer's {vocabulary} in "
+                f"{where}; set model.vocab_size={vocabulary} or more"
+            )
+        return issues
+
+    def warnings(self, config: Config) -> list[str]:
+        """What fits the configuration but is hardly meant; one line each."""
+        warnings = []
+        vocabulary, rows = self.vocab_size, config.model.vocab_size
+        if rows > -(-vocabulary // VOCAB_MULTIPLE) * VOCAB_MULTIPLE:
+            warnings.append(
+                f"model.vocab_size: {rows} is {rows / vocabulary:.1f} x the {vocabulary} tokens of the "
+                f"shards' vocabulary; the rest of the embedding is never trained; set "
+                f"model.vocab_size={vocabulary}"
+            )
+        sequences, batch = self.train.sequences, config.batch.global_size
+        if batch > sequences:
+            warnings.append(
+                f"batch.global_size: {batch} is {batch / sequences:.1f} x the {sequences} training "
+                "sequences, so every step repeats them; lower it, or give more text"
+            )
+        return warnings
+
 
 def beyond(token: int, vocab_size: int) -> str:
     return f"token id {token}, but the vocabulary has {vocab_size}"
@@ -156,37 +194,51 @@ def read_manifest(directory: Path) -> Manifest:
     Raises ConfigError naming the file, what was expected and what was found.
     """
     if not os.path.isdir(directory):
-        raise ConfigError([f"{directory}: there is no such directory of shards; {AGAIN}"])
-    manifest = read_hashed(directory / "manifest.json", Manifest, AGAIN)
+        raise ConfigError([f"{directory}: there is no such directory of shards; {Manifest.remedy}"])
+    manifest = read_hashed(directory, Manifest)
     if issues := list(_file_issues(directory, manifest)):
         raise ConfigError(issues)
     return manifest
 
 
-def read_hashed(path: Path, model: type[Stored], again: str) -> Stored:
-    """A file that holds its own hash, checked: format, version, hash, content. `again`: how it is made.
+def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
+    """The file of this model in a directory, checked: format, version, hash, content.
 
     Raises ConfigError naming the file, what was expected and what was found.
     """
-    found = None
+    path, content = directory / model.file_name, None
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(read_regular(path, MAX_BYTES))
-    if not isinstance(found, dict):
-        raise ConfigError([f"{path}: no manifest; {again}"])
-    format, version = (get_args(model.model_fields[name].annotation)[0] for name in ("format", "version"))
-    if (found.get("format"), found.get("version")) != (format, version):
-        got = f"{found.get('format')!r:.40} version {found.get('version')!r:.40}"
-        raise ConfigError([f"{path}: expected {format!r} version {version}, found {got}; {again}"])
+        content = json.loads(read_regular(path, MAX_BYTES))
     try:
-        expected, own = found.get("hash"), manifest_hash(found)
-        if expected != own:
-            shown = str(expected)[:16]
-            raise ConfigError([f"{path}: expected hash {shown}, found {own[:16]}: edited or torn; {again}"])
-        return model.model_validate(found)
+        if not isinstance(content, dict):
+            raise ValueError("no manifest")
+        format, version = format_of(model)
+        if (content.get("format"), content.get("version")) != (format, version):
+            other = f"{content.get('format')!r:.40} version {content.get('version')!r:.40}"
+            raise ValueError(f"expected {format!r} version {version}, found {other}")
+        expected, actual = content.get("hash"), manifest_hash(content)
+        if expected != actual:
+            raise ValueError(f"expected hash {str(expected)[:16]}, found {actual[:16]}: edited or torn")
+        return model.model_validate(content)
     except RecursionError:
-        raise ConfigError([f"{path}: nested too deep; {again}"]) from None
+        problems = ["nested too deep"]
     except ValidationError as error:
-        raise ConfigError([f"{path}: {line}; {again}" for line in problem_lines(error)]) from None
+        problems = problem_lines(error)
+    except ValueError as error:
+        problems = [str(error)]
+    raise ConfigError([f"{path}: {problem}; {model.remedy}" for problem in problems])
+
+
+def format_of(model: type[HashedFile]) -> list[Any]:
+    """[format, version] of a file of this model."""
+    return [get_args(model.model_fields[name].annotation)[0] for name in ("format", "version")]
+
+
+def with_hash(model: type[HashedFile], content: dict[str, Any]) -> dict[str, Any]:
+    """What a file of this model holds: `content` with format, version and hash."""
+    format, version = format_of(model)
+    whole = {"format": format, "version": version, **content}
+    return {**whole, "hash": hash_json(whole)}
 
 
 def _file_issues(directory: Path, manifest: Manifest) -> Iterator[str]:
@@ -198,7 +250,7 @@ def _file_issues(directory: Path, manifest: Manifest) -> Iterator[str]:
             yield f"{file}: a link out of its directory; copy the file there"
         elif size != shard.bytes:
             shown = "no such file" if size is None else f"{size} bytes"
-            yield f"{file}: expected {shard.bytes} bytes, found {shown}; {AGAIN}"
+            yield f"{file}: expected {shard.bytes} bytes, found {shown}; {Manifest.remedy}"
     file, wanted = directory / manifest.tokenizer.file, manifest.tokenizer.sha256
     if leads_out(file):
         yield f"{file}: a link out of its directory; copy the file there"
@@ -208,49 +260,12 @@ def _file_issues(directory: Path, manifest: Manifest) -> Iterator[str]:
     except OSError as error:
         got = f"an error ({error.strerror})"
     if got != wanted[:16]:
-        yield f"{file}: expected SHA-256 {wanted[:16]}, found {got}; {AGAIN}"
+        yield f"{file}: expected SHA-256 {wanted[:16]}, found {got}; {Manifest.remedy}"
 
 
 def leads_out(file: Path) -> bool:
     """Whether `file` is a link to somewhere beyond its own directory."""
     return file.is_symlink() and file.resolve().parent != file.parent.resolve()
-
-
-def data_issues(config: Config, manifest: Manifest) -> list[str]:
-    """What in a shard manifest does not fit the configuration; one line each."""
-    issues = []
-    where = config.data.path or "the built shards"
-    length, vocabulary = manifest.sequence_length, manifest.vocab_size
-    if length != config.data.sequence_length:
-        issues.append(
-            f"data.sequence_length: {config.data.sequence_length}, but {where} holds sequences of {length}; "
-            f"set data.sequence_length={length} or build again"
-        )
-    if vocabulary > config.model.vocab_size:
-        issues.append(
-            f"model.vocab_size: {config.model.vocab_size} is below the tokenizer's {vocabulary} in {where}; "
-            f"set model.vocab_size={vocabulary} or more"
-        )
-    return issues
-
-
-def data_warnings(config: Config, manifest: Manifest) -> list[str]:
-    """What in a shard manifest fits the configuration but is hardly meant; one line each."""
-    warnings = []
-    vocabulary, wanted = manifest.vocab_size, config.model.vocab_size
-    if wanted > -(-vocabulary // VOCAB_MULTIPLE) * VOCAB_MULTIPLE:
-        warnings.append(
-            f"model.vocab_size: {wanted} is {wanted / vocabulary:.1f} x the {vocabulary} tokens of the "
-            f"shards' vocabulary; the rest of the embedding is never trained; set "
-            f"model.vocab_size={vocabulary}"
-        )
-    sequences, batch = manifest.train.sequences, config.batch.global_size
-    if batch > sequences:
-        warnings.append(
-            f"batch.global_size: {batch} is {batch / sequences:.1f} x the {sequences} training sequences, so "
-            "every step repeats them; lower it, or give more text"
-        )
-    return warnings
 
 
 def hash_json(data: Any) -> str:

@@ -1,4 +1,4 @@
-"""What the readers of stored files share: a regular file, types, and the wording of what is wrong."""
+"""What the models and readers of stored files share: a base, types, a regular file, and how errors read."""
 
 from __future__ import annotations
 
@@ -9,13 +9,19 @@ import stat
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bert_dp.config.error import plain_message
 
 CHUNK = 2**20  # bytes
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+
+class StoredModel(BaseModel):
+    """A part of a file: its numbers are finite and of the type they say, unknown keys are ignored."""
+
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
 
 def problem_lines(error: ValidationError, most: int = 8) -> list[str]:

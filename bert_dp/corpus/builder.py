@@ -25,11 +25,10 @@ from bert_dp.config import (
     Config,
     ConfigError,
     Manifest,
-    data_issues,
     load_config,
     read_manifest,
 )
-from bert_dp.config.manifest import FORMAT, VERSION, hash_json
+from bert_dp.config.manifest import format_of, hash_json
 from bert_dp.config.stored import problem_lines
 from bert_dp.corpus import pipeline, shards
 from bert_dp.corpus import sources as inputs
@@ -108,7 +107,7 @@ def cache_dir(config: Config) -> Path:
     found = inputs.resolve(data.sources or (), data.build)
     given = inputs.identity(inputs.Source("", Path(data.tokenizer))) if data.tokenizer else None
     facts = {
-        "format": [FORMAT, VERSION],
+        "format": format_of(Manifest),
         "build": data.build.identity(),
         "sequence_length": data.sequence_length,
         "vocab_size": config.model.vocab_size,
@@ -135,7 +134,7 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
             manifest = _sound(directory)
         except ConfigError:
             manifest = _ensure_built(config, directory, progress or (lambda stage, done, total: None))
-    if issues := data_issues(config, manifest):
+    if issues := manifest.issues(config):
         raise ConfigError(issues)
     return directory
 

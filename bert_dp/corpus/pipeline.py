@@ -25,7 +25,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from bert_dp.config import BuildConfig, ConfigError, Manifest, read_manifest
-from bert_dp.config.manifest import FORMAT, VERSION, manifest_hash
+from bert_dp.config.manifest import with_hash
 from bert_dp.corpus import dedup, encode, shards
 from bert_dp.corpus import sources as inputs
 from bert_dp.corpus import tokenizer as tokens
@@ -68,9 +68,7 @@ def build_in(wanted: Wanted, records: list[dict[str, Any]], work: Path, tell: Pr
     _check_enough(train, held_out, settings, dropped)
     if options.order != "none":
         train = shards.order_shards(work, train, options.order, tokenizer, tell)
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
+    content = {
         "sequence_length": settings["sequence_length"],
         "dtype": "uint16",
         "vocab_size": vocab_size,
@@ -85,8 +83,7 @@ def build_in(wanted: Wanted, records: list[dict[str, Any]], work: Path, tell: Pr
         "build": settings,
         "dropped": dropped,
     }
-    manifest["hash"] = manifest_hash(manifest)
-    write_json(work / "manifest.json", manifest)
+    write_json(work / Manifest.file_name, with_hash(Manifest, content))
     return read_manifest(work)
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from bert_dp.config import ConfigError, Manifest, read_manifest
-from bert_dp.config.manifest import AGAIN, beyond
+from bert_dp.config.manifest import beyond
 from bert_dp.corpus import tokenizer as tokens
 
 SHARD_BYTES = 2**30
@@ -131,7 +131,9 @@ class MappedShards:
             here = shard_B == shard
             rows = self._maps[shard][index_B[here] - self._starts[shard]]
             if self._vocab_size is not None and (greatest := int(rows.max())) >= self._vocab_size:
-                raise ConfigError([f"{self._files[shard]}: {beyond(greatest, self._vocab_size)}; {AGAIN}"])
+                raise ConfigError(
+                    [f"{self._files[shard]}: {beyond(greatest, self._vocab_size)}; {Manifest.remedy}"]
+                )
             out_BS[here] = rows
         return out_BS
 
@@ -172,10 +174,10 @@ def check_blocks(directory: Path, manifest: Manifest, seed: int | None = None) -
         if expected not in (None, found):
             problems.append(
                 f"{file}: the block at byte {offset} has SHA-256 {found}, expected {expected}: damaged or "
-                f"changed; see `bert-dp data inspect`, {AGAIN}"
+                f"changed; see `bert-dp data inspect`, {Manifest.remedy}"
             )
         elif (greatest := int(np.frombuffer(data, TOKEN).max())) >= manifest.vocab_size:
-            problems.append(f"{file}: {beyond(greatest, manifest.vocab_size)}; {AGAIN}")
+            problems.append(f"{file}: {beyond(greatest, manifest.vocab_size)}; {Manifest.remedy}")
     return problems
 
 

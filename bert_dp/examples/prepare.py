@@ -20,17 +20,8 @@ import numpy as np
 
 from bert_dp import record
 from bert_dp.config import ConfigError
-from bert_dp.config.examples import (
-    FILE,
-    FORMAT,
-    MAX_LENGTH,
-    MIN_LENGTH,
-    TRAIN,
-    VERSION,
-    ExamplesManifest,
-    read_examples,
-)
-from bert_dp.config.manifest import hash_json, manifest_hash
+from bert_dp.config.examples import MAX_LENGTH, MIN_LENGTH, TRAIN, ExamplesManifest, read_examples
+from bert_dp.config.manifest import format_of, hash_json, with_hash
 from bert_dp.config.schema import LabelKind
 from bert_dp.corpus import sources
 from bert_dp.corpus import tokenizer as tokens
@@ -73,7 +64,7 @@ def prepare(request: Request) -> Path:
     if issues := record.cache_issues():
         raise ConfigError(issues)
     facts = {
-        "format": [FORMAT, VERSION],
+        "format": format_of(ExamplesManifest),
         "data": request.data.identity(),
         "tokenizer": sources.identity(sources.Source("", request.tokenizer)),
         "length": request.length,
@@ -117,9 +108,7 @@ def _build(request: Request, work: Path) -> None:
         name = labelled.tables[TRAIN].name
         raise ConfigError([f"{name}: {request.tokenizer} has no token for any of its texts; name another"])
     shutil.copyfile(request.tokenizer, work / "tokenizer.json")
-    manifest = {
-        "format": FORMAT,
-        "version": VERSION,
+    content = {
         "task": labelled.task,
         "kind": labelled.kind,
         "labels": list(labelled.labels),
@@ -137,8 +126,7 @@ def _build(request: Request, work: Path) -> None:
             for name, sha256 in sorted({(table.name, table.sha256) for table in labelled.tables.values()})
         ],
     }
-    manifest["hash"] = manifest_hash(manifest)
-    record.write_json(work / FILE, manifest)
+    record.write_json(work / ExamplesManifest.file_name, with_hash(ExamplesManifest, content))
 
 
 def _write_split(

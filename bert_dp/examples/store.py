@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 
 from bert_dp.config import ConfigError
-from bert_dp.config.examples import AGAIN, ExamplesManifest, ExampleSplit
+from bert_dp.config.examples import ExamplesManifest, ExampleSplit
 from bert_dp.config.manifest import beyond
 from bert_dp.config.stored import read_regular
 
@@ -47,18 +47,18 @@ class Examples:
         path = directory / entry.file
         try:
             data = read_regular(path, MAX_BYTES)
+            if (actual := hashlib.sha256(data).hexdigest()) == entry.sha256:
+                arrays = safetensors.numpy.load(data)
+                examples = cls(arrays["ids"], arrays["offsets"], arrays.get("labels"))
+                issues = _issues(examples, manifest, entry)
+            else:
+                issues = [f"expected SHA-256 {entry.sha256[:16]}, found {actual[:16]}"]
         except OSError as error:
-            raise ConfigError([f"{path}: cannot be read ({error.strerror}); {AGAIN}"]) from None
-        if (found := hashlib.sha256(data).hexdigest()) != entry.sha256:
-            raise ConfigError([f"{path}: expected SHA-256 {entry.sha256[:16]}, found {found[:16]}; {AGAIN}"])
-        try:
-            arrays = safetensors.numpy.load(data)
-            examples = cls(arrays["ids"], arrays["offsets"], arrays.get("labels"))
-            issues = _issues(examples, manifest, entry)
+            issues = [f"cannot be read ({error.strerror})"]
         except (SafetensorError, KeyError, IndexError, ValueError) as error:
             issues = [f"not a file of examples ({error})"]
         if issues:
-            raise ConfigError([f"{path}: {issue}; {AGAIN}" for issue in issues])
+            raise ConfigError([f"{path}: {issue}; {manifest.remedy}" for issue in issues])
         return examples
 
     def save(self, path: Path) -> str:

@@ -1,6 +1,8 @@
 """The files that a rank or its launcher writes into a run directory, as models: one schema for writer and
 reader. Torch-free. An unknown key is ignored and a missing one has its default, so older files open."""
 
+# ruff: noqa: RUF012 (pydantic copies a default)
+
 from __future__ import annotations
 
 import errno
@@ -8,7 +10,9 @@ import math
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
+
+from bert_dp.config.stored import StoredModel
 
 FailureKind = Literal[
     "bad_input",
@@ -95,15 +99,7 @@ def _finite(value: Any) -> Any:
 
 FiniteOrNone = Annotated[float | None, BeforeValidator(_finite)]
 """A measured number; one that is not finite becomes null: JSON has none."""
-
-
 Pair = Annotated[list[float], Field(strict=False)]
-
-
-class StoredModel(BaseModel):
-    """A part of a file: its numbers are finite and of the type they say, unknown keys are ignored."""
-
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
 
 class StoredFile(StoredModel):

@@ -9,9 +9,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import Field, ValidationError
 
-from bert_dp.config.stored import Count, Sha256, problem_lines
+from bert_dp.config.stored import Count, Sha256, StoredModel, problem_lines
 from bert_dp.record.models import InitFrom
 
 SCHEMA_VERSION = 1
@@ -61,16 +61,15 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return [path for *_, path in sorted(found, reverse=True)]
 
 
-class CheckpointFacts(BaseModel):
-    """state.json of a checkpoint: how far the run was, and what it was. Unknown keys are left out."""
+class CheckpointFacts(StoredModel):
+    """state.json of a checkpoint: how far the run was, and what it was."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
     step: Count
     samples: Count
-    elapsed_s: FiniteFloat = Field(ge=0)
+    elapsed_s: float = Field(ge=0)
     skipped_steps: Count = 0
     loss_spikes: Count = 0
-    recent_losses: list[FiniteFloat] = []
+    recent_losses: list[float] = []  # noqa: RUF012 (pydantic copies a default)
     config: dict[str, Any]
     data_hash: Sha256
     tokenizer: Sha256 | None = None
@@ -78,7 +77,7 @@ class CheckpointFacts(BaseModel):
     compiled: bool
     device: Literal["cpu", "cuda"]
     precision: Literal["fp64", "fp32", "bf16", "fp16"]
-    scaler: dict[str, FiniteFloat]
+    scaler: dict[str, float]
     init_from: InitFrom | None = None
     """What the run began with."""
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bert_dp import cost, record
 from bert_dp.classifier import Classifier, build_classifier
-from bert_dp.config import Config, ConfigError, examples_issues, read_examples
+from bert_dp.config import Config, ConfigError, read_examples
 from bert_dp.data import TensorBatch, TrainingStream, hash64, key32, permute
 from bert_dp.examples.store import Examples
 from bert_dp.matmul import widened
@@ -54,7 +54,7 @@ class Finetuning:
         """Raises ConfigError for a directory that is damaged or that the configuration does not fit."""
         path = Path(self._config.data.path or "")
         manifest = read_examples(path)
-        if issues := examples_issues(self._config, manifest):
+        if issues := manifest.issues(self._config):
             raise ConfigError(issues)
         self._manifest = manifest
         self._splits = {name: Examples.open(path, manifest, name) for name in manifest.splits}

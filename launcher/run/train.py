@@ -16,7 +16,6 @@ from bert_dp.config import (
     Manifest,
     batch_layout,
     dump_config,
-    fit_warnings,
     no_effect,
     read_data,
     with_budget,
@@ -112,7 +111,7 @@ def start_warnings(
 ) -> list[str]:
     """What is allowed but hardly meant; one line each."""
     config, cores = job.config, len(os.sched_getaffinity(0))
-    warnings = [*no_effect(config), *(fit_warnings(config, manifest) if manifest else [])]
+    warnings = [*no_effect(config), *(manifest.warnings(config) if manifest else [])]
     if ranks > cores and not job.gpus:
         warnings.append(f"{count_of(ranks, 'CPU rank')} share {count_of(cores, 'core')}")
     if policy.max_restarts and not (config.checkpoint.every_steps and config.checkpoint.keep):
@@ -144,7 +143,7 @@ def run_locked(
     config = with_budget(job.config, manifest.num_samples)
     if job.config.data.path is None:  # else these were said before
         log(f"data: {describe_data(config, manifest)}")
-        warn(console, fit_warnings(config, manifest))
+        warn(console, manifest.warnings(config))
     if issues := resume_issues(run_dir, config, resume, manifest.hash):
         raise ConfigError(issues)
     check_profile(profile, config, ranks, run_dir, resume)

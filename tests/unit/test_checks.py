@@ -15,7 +15,6 @@ from bert_dp.config import (
     batch_at,
     batch_layout,
     changed_settings,
-    data_issues,
     init_issues,
     no_effect,
     progress_at,
@@ -412,14 +411,14 @@ def test_shards_that_do_not_fit(tmp_path: Path) -> None:
     manifest = read_manifest(write_shards(tmp_path, length=32, vocab_size=101, train=4, held_out=1))
     for vocab_size in (101, 102):
         fits = make_config("data.path=/x", "data.sequence_length=32", f"model.vocab_size={vocab_size}")
-        assert data_issues(fits, manifest) == []
+        assert manifest.issues(fits) == []
     other = make_config("data.path=/x", "data.sequence_length=64", "model.vocab_size=100")
-    assert data_issues(other, manifest) == [
+    assert manifest.issues(other) == [
         "data.sequence_length: 64, but /x holds sequences of 32; set data.sequence_length=32 or build again",
         "model.vocab_size: 100 is below the tokenizer's 101 in /x; set model.vocab_size=101 or more",
     ]
     built = make_config("data.sequence_length=64")
-    assert "the built shards holds sequences of 32" in data_issues(built, manifest)[0]
+    assert "the built shards holds sequences of 32" in manifest.issues(built)[0]
 
 
 # --- what has no effect

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp.config import data_warnings, read_manifest
+from bert_dp.config import read_manifest
 from launcher.datasets import built_lines
 from launcher.run.describe import describe_data
 from tests.helpers import make_config
@@ -48,7 +48,7 @@ def test_before_it_is_built_nothing_is_claimed() -> None:
 def test_what_fits_but_is_hardly_meant_is_a_warning(
     shards: Path, settings: tuple[str, ...], line: str | None
 ) -> None:
-    warnings = data_warnings(make_config(*settings, "data.sequence_length=16"), read_manifest(shards))
+    warnings = read_manifest(shards).warnings(make_config(*settings, "data.sequence_length=16"))
     assert len(warnings) == (line is not None)
     assert all(warning.startswith(line or "") for warning in warnings)
 
