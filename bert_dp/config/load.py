@@ -63,14 +63,14 @@ def micro_is_auto(path: str | Path, overrides: Sequence[str] = ()) -> bool:
     """Whether `batch.micro_size` is to be found before the run. Raises ConfigError as `load_config` does."""
     merged: dict[str, Any] = {}
     for level in _levels(path, overrides):
-        _merge(merged, level)
+        merged = _merged(merged, level)
     batch = merged.get("batch")
     return isinstance(batch, dict) and batch.get("micro_size") == AUTO
 
 
 def resolve(levels: Sequence[dict[str, Any]]) -> Config:
     """Merge nested dictionaries, lowest precedence first, and validate. Raises ConfigError."""
-    merged: dict[str, Any] = {}
+    merged: dict[str, Any] = {"schedule": {}}
     issues: list[str] = []
     for level in levels:
         for section, members in EXCLUSIVE_GROUPS:
@@ -79,17 +79,16 @@ def resolve(levels: Sequence[dict[str, Any]]) -> Config:
             if len(given) > 1:
                 issues.append(f"{section}: {' and '.join(given)} are both set; keep one")
             if given and isinstance(merged.get(section), dict):
-                for member in (*members, *(("build", "tokenizer") if given == ["path"] else ())):
-                    merged[section].pop(member, None)  # how to build goes with what to build from
-        _merge(merged, level)
+                # how to build goes with what to build from
+                displaced = (*members, "build", "tokenizer") if given == ["path"] else members
+                merged[section] = {k: v for k, v in merged[section].items() if k not in displaced}
+        merged = _merged(merged, level)
     if issues:
         raise ConfigError(issues)
-    if "schedule" not in merged:
-        merged["schedule"] = {}
     try:
         return Config.model_validate_json(json.dumps(merged, default=str))
     except ValidationError as error:
-        raise ConfigError([_explain(e, merged) for e in error.errors()]) from None
+        raise ConfigError([_explain(e) for e in error.errors()]) from None
 
 
 def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
@@ -97,34 +96,32 @@ def parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     tree: dict[str, Any] = {}
     issues = []
     for item in overrides:
-        key, sep, value = item.partition("=")
-        if not sep or not key.strip():
-            issues.append(f"--set {_short(item)}: expected a.b=value, for example --set optim.lr=1e-3")
-            continue
-        node = tree
-        *parents, leaf = key.strip().split(".")
-        if len(parents) > MAX_DEPTH:
-            issues.append(f"--set {_short(item)}: no setting has {len(parents) + 1} parts")
-            continue
-        for i, parent in enumerate(parents):
-            child = node.setdefault(parent, {})
-            if not isinstance(child, dict):
-                issues.append(
-                    f"--set {_short(item)}: {'.'.join(parents[: i + 1])} is also set to a plain value; "
-                    "keep one"
-                )
-                break
-            node = child
-        else:
-            try:
-                node[leaf] = yaml.load(value, Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
-            except (yaml.YAMLError, ValueError, RecursionError) as error:
-                issues.append(
-                    f"--set {_short(item)}: not a YAML value ({_short(str(error).splitlines()[0])})"
-                )
+        try:
+            _set(tree, item)
+        except ValueError as error:
+            issues.append(f"--set {_short(item)}: {error}")
     if issues:
         raise ConfigError(issues)
     return tree
+
+
+def _set(tree: dict[str, Any], item: str) -> None:
+    """Put the value of `a.b=value` into the tree. Raises ValueError."""
+    key, sign, value = item.partition("=")
+    if not sign or not key.strip():
+        raise ValueError("expected a.b=value, for example --set optim.lr=1e-3")
+    *parents, leaf = key.strip().split(".")
+    if len(parents) > MAX_DEPTH:
+        raise ValueError(f"no setting has {len(parents) + 1} parts")
+    node = tree
+    for depth, parent in enumerate(parents, 1):
+        node = node.setdefault(parent, {})
+        if not isinstance(node, dict):
+            raise ValueError(f"{'.'.join(parents[:depth])} is also set to a plain value; keep one")
+    try:
+        node[leaf] = yaml.load(value, Loader=ConfigLoader)  # noqa: S506 (a SafeLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ValueError(f"not a YAML value ({_short(str(error).splitlines()[0])})") from None
 
 
 def dump_config(config: Config) -> str:
@@ -208,12 +205,15 @@ def _short(text: str) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
 
-def _merge(base: dict[str, Any], over: dict[str, Any]) -> None:
+def _merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`over` on top of `base`, section by section; neither changes."""
+    merged = dict(base)
     for key, value in over.items():
-        if isinstance(value, dict) and isinstance(base.get(key), dict):
-            _merge(base[key], value)
-        else:
-            base[key] = json.loads(json.dumps(value, default=str)) if isinstance(value, dict) else value
+        below = merged.get(key)
+        if isinstance(below, dict) and isinstance(value, dict):
+            value = _merged(below, value)
+        merged[key] = value
+    return merged
 
 
 def setting_paths(section: type[Section] = Config, prefix: str = "") -> Iterator[str]:
@@ -225,7 +225,7 @@ def setting_paths(section: type[Section] = Config, prefix: str = "") -> Iterator
             yield f"{prefix}{name}"
 
 
-def _explain(error: Any, merged: dict[str, Any]) -> str:
+def _explain(error: Any) -> str:
     path = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":
         known = list(setting_paths())

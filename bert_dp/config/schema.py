@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import (
     AfterValidator,
@@ -27,14 +27,6 @@ MAX_TOKENS = 10**18
 MAX_RANKS = 2**16
 MAX_SECONDS = 1e9
 MAX_PATH = 4096  # bytes
-ADDED_LATER = (
-    ("run", "init_keeps"),
-    ("run", "deterministic"),
-    ("objective", "name"),
-    ("model", "attention_dropout"),
-    ("schedule", "epochs"),
-    ("log", "to"),
-)
 Logger = Literal["tensorboard", "wandb", "mlflow", "trackio"]
 LabelKind = Literal["single_label", "multi_label", "regression"]
 BUDGETS = ("steps", "tokens", "hours", "epochs")  # of the schedule; exactly one is set
@@ -50,7 +42,7 @@ def _as_tuple(value: object) -> object:
     return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
-ONE_OR_MORE = BeforeValidator(_as_tuple)
+OneOrMore = BeforeValidator(_as_tuple)
 """One may stand without brackets."""
 PathText = Annotated[str, AfterValidator(_can_be_a_path)]
 
@@ -64,6 +56,8 @@ class Section(BaseModel):
         allow_inf_nan=False,
         use_attribute_docstrings=True,
     )
+    added_later: ClassVar[tuple[str, ...]] = ()
+    """Settings that older versions did not have."""
 
     @field_validator("*", mode="before")
     @classmethod
@@ -73,8 +67,19 @@ class Section(BaseModel):
         is_count = int in (annotation, *get_args(annotation))
         return int(value) if is_count and isinstance(value, float) and value.is_integer() else value
 
+    def identity(self) -> dict[str, Any]:
+        """The settings by which a build or an output directory is known. One that was added later is among
+        them only where it is not at its default, so that what an older version began keeps its name."""
+        settings = {}
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name not in self.added_later or value != field.default:
+                settings[name] = value.identity() if isinstance(value, Section) else value
+        return settings
+
 
 class RunConfig(Section):
+    added_later = ("init_keeps", "deterministic")
     seed: int = Field(0, ge=0, lt=2**63)
     """Seed of initial weights, sample order and masks."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -101,6 +106,7 @@ class RunConfig(Section):
 class BuildConfig(Section):
     """How a corpus becomes shards (`data build`, or `data.sources` on first use)."""
 
+    added_later = ("source_format", "text_field", "documents")
     normalize: bool = True
     """In the tokenizer: TeX-style quotes to ", NFD, lowercase, no accents, single spaces, no non-ASCII."""
     tokenizer_model: Literal["wordpiece", "bpe"] = "wordpiece"
@@ -123,18 +129,11 @@ class BuildConfig(Section):
     """What ends a document of plain text: the end of its line, or a blank line after it. Whole documents are
     held out, so blank_line keeps the neighbours of a held-out paragraph out of the training set."""
 
-    def identity(self) -> dict[str, Any]:
-        """What names a build. The settings that came later are in it where they are not at their default, so
-        that a build of an older version keeps its name."""
-        later = {"source_format": "auto", "text_field": "text", "documents": "line"}
-        chosen = self.model_dump(mode="json")
-        return {name: value for name, value in chosen.items() if later.get(name) != value}
-
 
 class DataConfig(Section):
     path: PathText | None = None
     """Directory made by `bert-dp data build`."""
-    sources: Annotated[tuple[PathText, ...] | None, ONE_OR_MORE] = None
+    sources: Annotated[tuple[PathText, ...] | None, OneOrMore] = None
     """Files, globs, `hub:NAME`, or `builtin` (CPython's own documentation); built on first use, cached."""
     tokenizer: PathText | None = None
     """Existing tokenizer.json; null = train one on the sources."""
@@ -150,6 +149,7 @@ class DataConfig(Section):
 
 
 class ModelConfig(Section):
+    added_later = ("attention_dropout",)
     vocab_size: int = Field(32_768, ge=16, le=MAX_VOCAB_SIZE)
     """Rows of the embedding; also the size of a trained tokenizer."""
     hidden_size: int = Field(768, ge=8, le=2**17)
@@ -190,6 +190,7 @@ class ModelConfig(Section):
 
 
 class ObjectiveConfig(Section):
+    added_later = ("name",)
     name: Literal["mlm", "finetune"] = "mlm"
     """What is trained: mlm = masked language modelling; finetune = see the section of that name."""
     mask_rate: float = Field(0.25, gt=0, lt=1)
@@ -201,7 +202,7 @@ class FinetuneConfig(Section):
 
     kind: LabelKind = "single_label"
     """single_label: one class an example; multi_label: any number of them; regression: a score."""
-    labels: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    labels: Annotated[tuple[str, ...], OneOrMore] = ()
     """Names of the classes, in the order of the model's outputs."""
     head: Literal["recipe", "native"] = "recipe"
     """recipe = dense, tanh, dropout, linear; native = that of the class in transformers that the encoder
@@ -241,6 +242,7 @@ class BatchConfig(Section):
 
 
 class ScheduleConfig(Section):
+    added_later = ("epochs",)
     name: Literal["budget_triangle", "linear", "cosine", "wsd", "constant", "exponential"] = "budget_triangle"
     """Learning rate as a function of progress f; wsd = warm-up, stable, decay; exponential rises from 1e-4 of
     the peak to the peak: a range test."""
@@ -351,6 +353,7 @@ class EvalConfig(Section):
 
 
 class LogConfig(Section):
+    added_later = ("to",)
     every_steps: int = Field(10, ge=1, le=MAX_STEPS)
     """Optimizer steps between lines of metrics.jsonl."""
     step_times: bool = False
@@ -359,7 +362,7 @@ class LogConfig(Section):
     """Write the squared gradient norms of each step at two batches, before clipping, to noise.jsonl, and the
     gradient noise scale of the last 200 steps, in sequences, to summary.json. Under single, ddp and zero1
     without tensor parallelism; one replica needs accumulation 2 or more."""
-    to: Annotated[tuple[Logger, ...], ONE_OR_MORE] = ()
+    to: Annotated[tuple[Logger, ...], OneOrMore] = ()
     """Services that the records are also sent to (extras of the same names); on this machine alone unless
     the environment asks for more."""
     tensorboard: bool = False
@@ -428,16 +431,10 @@ class Config(Section):
         return "squared error" if squared else "nats"
 
     def hash(self) -> str:
-        """First 16 hex digits of the SHA-256 of the resolved configuration. A setting of ADDED_LATER counts
-        only where it is no default: the hash is in output directories that older versions have started."""
-        tree = self.model_dump(mode="json")
-        tree["data"]["build"] = self.data.build.identity()
+        """First 16 hex digits of the SHA-256 of the resolved configuration's identity."""
+        tree = self.identity()
         if self.objective.name == "mlm":  # the section came later, and is of no use there
             del tree["finetune"]
-        for section, name in ADDED_LATER:
-            given = getattr(self, section)
-            if getattr(given, name) == type(given).model_fields[name].default:
-                del tree[section][name]
         return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()[:16]
 
 
