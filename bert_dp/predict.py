@@ -29,7 +29,7 @@ from torch import Tensor
 from bert_dp import checkpoint, instances, pretrained, record
 from bert_dp.classifier import Classifier, pool
 from bert_dp.config import ConfigError, FinetuneConfig, resolve
-from bert_dp.corpus import sources
+from bert_dp.corpus import readers
 from bert_dp.corpus.builder import shown_progress
 from bert_dp.corpus.command import run_command
 from bert_dp.corpus.pipeline import Progress
@@ -264,10 +264,10 @@ def read_file(file: str, columns: Sequence[str]) -> Texts:
     """As `read_texts`."""
     path = Path(file).expanduser()
     is_hub = file.startswith("hub:")
-    if columns or is_hub or sources.FORMATS.get(sources.suffixes(path)[0]) != "text":
+    if columns or is_hub or readers.FORMATS.get(readers.suffixes(path)[0]) != "text":
         return [row.texts for row in read_table(file, Columns(tuple(columns) or ("text",)), "test").rows]
     texts = []
-    for number, line in sources.lines(path):
+    for number, line in readers.lines(path):
         if not line.strip():
             raise ConfigError([f"{file}: line {number} is empty; drop it, as each line is an example"])
         texts.append((line,))

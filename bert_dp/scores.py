@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bert_dp.config.examples import Metric
+from bert_dp.config.extras import require
 from bert_dp.config.schema import LabelKind
-from bert_dp.corpus.sources import require
 
 Measure = Callable[[NDArray[Any], NDArray[Any]], Any]
 

@@ -1,9 +1,22 @@
-"""How to install what an optional part needs, from this package's own metadata."""
+"""Optional packages: imported, or how to install them, from this package's own metadata."""
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import re
+from typing import Any
+
+from bert_dp.config.error import ConfigError
+
+
+def require(module: str, extra: str, what: str) -> Any:
+    """Import an optional package. Raises ConfigError naming the extra when it is absent."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        package = module.partition(".")[0]
+        raise ConfigError([f"{what} needs {package}; {install_command(extra)}"]) from None
 
 
 def install_command(extra: str) -> str:

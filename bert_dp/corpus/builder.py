@@ -105,7 +105,7 @@ def cache_dir(config: Config) -> Path:
     """
     data = config.data
     found = inputs.resolve(data.sources or (), data.build)
-    given = inputs.identity(inputs.Source("", Path(data.tokenizer))) if data.tokenizer else None
+    given = inputs.file_identity(Path(data.tokenizer)) if data.tokenizer else None
     facts = {
         "format": format_of(Manifest),
         "build": data.build.identity(),

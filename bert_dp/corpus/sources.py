@@ -1,54 +1,25 @@
 """Where text comes from: files, globs, directories, the hub and the documentation in CPython. Torch-free.
 
 A document is one non-empty line of a text file (or the lines between two blank ones), the text of one JSON
-record, Parquet row or row of a hub data set, one docstring or one help topic of CPython. Nothing larger than
-one document, one chunk or one Parquet row group is held. The order is that of the arguments; a glob or
-directory is read sorted by path.
+record, Parquet row or row of a hub data set, one docstring or one help topic of CPython. The order is that of
+the arguments; a glob or directory is read sorted by path.
 """
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import glob
-import gzip
-import importlib
-import itertools
-import json
-import lzma
-import os
 import platform
-import re
-import tempfile
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from bert_dp.config import BuildConfig, ConfigError, install_command
+from bert_dp.config import BuildConfig, ConfigError
 from bert_dp.config.stored import sha256
-from bert_dp.corpus import builtin
+from bert_dp.corpus import builtin, readers
+from bert_dp.corpus.readers import FORMATS, MAX_DOCUMENT_BYTES, suffixes
 
 KEY_FIX = "name the key that holds the text with --text-key (data.build.text_field)"
-ARRAY_MOVES = {("begin", "["): "first", ("first", "]"): "end", ("next", ","): "value", ("next", "]"): "end"}
-"""What has been read of a JSON array, and a symbol that leads on; `first` and `value` await a record."""
-BESIDE_SPACE = re.compile(r"[^ \t\r\n]")
-MAX_DOCUMENT_BYTES = 16 * 2**20
-CHUNK_BYTES = 2**20
-ZSTD_HEADER_BYTES = 18  # the longest header of a frame
-ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # of its magic number; the first byte is 0x50 to 0x5f
-COMPRESSIONS = (".gz", ".xz", ".zst")
-FORMATS = {
-    "": "text",
-    ".txt": "text",
-    ".text": "text",
-    ".md": "text",
-    ".jsonl": "jsonl",
-    ".ndjson": "jsonl",
-    ".json": "jsonl",
-    ".parquet": "parquet",
-}
-"""Suffix -> what a file holds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,39 +37,40 @@ class Source:
 
 
 def resolve(sources: Sequence[str], options: BuildConfig | None = None) -> list[Source]:
-    """Expand globs and directories. Raises ConfigError with every source that matches nothing or whose format
-    is not known."""
+    """Expand globs and directories. Raises ConfigError with every source that matches nothing, is no regular
+    file or has a format that is not known."""
     options = options or BuildConfig()
-    told = None if options.source_format == "auto" else options.source_format
-    found: list[Source] = []
+    of_format = None if options.source_format == "auto" else options.source_format
+    resolved: list[Source] = []
     issues: list[str] = []
     for item in sources:
         if item == "builtin":
-            found.append(Source(f"builtin:cpython-{platform.python_version()}"))
-        elif item.startswith("hub:"):
-            found.append(Source(item, text_field=options.text_field))
-        else:
-            paths = _expand(item, everything=told is not None)
-            formats = [told or FORMATS.get(suffixes(path)[0]) for path in paths]
-            found += [
-                Source(str(path), path, format, options.text_field, options.documents)
-                for path, format in zip(paths, formats, strict=True)
-                if format is not None
-            ]
-            issues += [_unknown(path) for path, format in zip(paths, formats, strict=True) if format is None]
-            issues += [f"data.sources: {path} is not a regular file" for path in paths if not path.is_file()]
-            if not paths:
-                issues.append(
-                    f"data.sources: {item!r} matches no file; check the path (relative to {Path.cwd()})"
-                )
+            resolved.append(Source(f"builtin:cpython-{platform.python_version()}"))
+            continue
+        if item.startswith("hub:"):
+            resolved.append(Source(item, text_field=options.text_field))
+            continue
+        paths = _expand(item, every_suffix=of_format is not None)
+        if not paths:
+            issues.append(
+                f"data.sources: {item!r} matches no file; check the path (relative to {Path.cwd()})"
+            )
+        for path in paths:
+            format = of_format or FORMATS.get(suffixes(path)[0])
+            if not path.is_file():
+                issues.append(f"data.sources: {path} is not a regular file")
+            elif format is None:
+                issues.append(_unknown_suffix(path))
+            else:
+                resolved.append(Source(str(path), path, format, options.text_field, options.documents))
     if not sources:
         issues.append("data.sources: is empty; name a file, a glob or `builtin`")
     if issues:
         raise ConfigError(issues)
-    return found
+    return resolved
 
 
-def _unknown(path: Path) -> str:
+def _unknown_suffix(path: Path) -> str:
     known = ", ".join(suffix for suffix in FORMATS if suffix)
     return (
         f"data.sources: {path} has the suffix {suffixes(path)[0]}, whose text cannot be told from the rest; "
@@ -107,26 +79,29 @@ def _unknown(path: Path) -> str:
     )
 
 
-def _expand(item: str, *, everything: bool) -> list[Path]:
-    """The files of a name, of a directory (`everything`: of any suffix) or of a glob."""
+def _expand(item: str, *, every_suffix: bool) -> list[Path]:
+    """The files of a name, of a glob or of a directory: of those the ones with a known suffix, or all."""
     path = Path(item).expanduser()
     if path.is_dir():
         inside = (p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
-        return sorted(p for p in inside if everything or suffixes(p)[0] in FORMATS)
+        return sorted(p for p in inside if every_suffix or suffixes(p)[0] in FORMATS)
     if path.exists():
         return [path]
     return sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
 
 
 def identity(source: Source) -> dict[str, Any]:
-    """What changes when the source changes, without reading it: name, bytes, mtime. Raises ConfigError."""
-    if source.path is None:
-        return {"name": source.name}
+    """What changes when the source changes, without reading it. Raises ConfigError."""
+    return {"name": source.name} if source.path is None else file_identity(source.path)
+
+
+def file_identity(path: Path) -> dict[str, Any]:
+    """Name, bytes and time of the last change of a file. Raises ConfigError."""
     try:
-        stat = source.path.stat()
+        stat = path.stat()
     except OSError as error:
-        raise ConfigError([f"{source.path}: cannot be read ({error.strerror})"]) from None
-    return {"name": str(source.path.resolve()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+        raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
+    return {"name": str(path.resolve()), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
 def file_hash(path: Path) -> str:
@@ -144,17 +119,8 @@ def documents(source: Source) -> Iterator[str]:
 
     Raises ConfigError naming file, line (or row) and a fix for corrupt, empty, binary or non-UTF-8 input.
     """
-    if source.path is None:
-        is_builtin = source.name.startswith("builtin:")
-        texts = builtin.documents() if is_builtin else _hub(source.name, source.text_field)
-    elif source.format == "text" and source.documents == "blank_line":
-        texts = _blocks(source.path)
-    elif source.format == "text":
-        texts = (line for _, line in lines(source.path))
-    else:
-        texts = {"jsonl": _json, "parquet": _parquet}[source.format](source.path, source.text_field)
     empty = True
-    for text in texts:
+    for text in _texts(source):
         if text and not text.isspace():
             empty = False
             yield text
@@ -162,120 +128,68 @@ def documents(source: Source) -> Iterator[str]:
         raise ConfigError([f"{source.name}: holds no text; remove it from data.sources"])
 
 
-def require(module: str, extra: str, what: str) -> Any:
-    """Import an optional package. Raises ConfigError naming the extra when it is absent."""
-    try:
-        return importlib.import_module(module)
-    except ImportError:
-        package = module.partition(".")[0]
-        raise ConfigError([f"{what} needs {package}; {install_command(extra)}"]) from None
+def _texts(source: Source) -> Iterator[str]:
+    if source.name.startswith("builtin:"):
+        yield from builtin.documents()
+    elif source.path is None or source.format != "text":
+        for place, record in records(source, [source.text_field]):
+            yield _text(record, source.text_field, f"{source.name}: {place}")
+    elif source.documents == "blank_line":
+        yield from _blocks(source.path)
+    else:
+        yield from (line for _, line in readers.lines(source.path))
 
 
-def suffixes(path: Path) -> tuple[str, str]:
-    """(format, compression) suffixes: corpus.jsonl.gz -> (".jsonl", ".gz")."""
-    compression = path.suffix.lower() if path.suffix.lower() in COMPRESSIONS else ""
-    return (Path(path.stem).suffix if compression else path.suffix).lower(), compression
+def records(
+    source: Source,
+    columns: Sequence[str],
+    optional: Sequence[str] = (),
+    *,
+    split: str = "train",
+    fix: str = KEY_FIX,
+) -> Iterator[tuple[str, Any]]:
+    """(place, record) of a JSON or Parquet file or of a split of a hub data set. Raises ConfigError.
+
+    Of Parquet only `columns` are read, and those of `optional` that it has; `fix`: what to do where it lacks
+    one of `columns`.
+    """
+    if source.path is None:
+        return readers.hub_records(source.name, split)
+    if source.format == "parquet":
+        return readers.parquet_records(source.path, columns, optional, fix)
+    return readers.json_records(source.path)
 
 
-def _json(path: Path, key: str) -> Iterator[str]:
-    for place, record in json_records(path):
-        text = record.get(key) if isinstance(record, dict) else None
-        if not isinstance(text, str):
-            got = f"keys {sorted(record)[:8]}" if isinstance(record, dict) else type(record).__name__
-            raise ConfigError([f"{path}: {place} has no string {key!r} (got {got}); {KEY_FIX}"])
-        _check_surrogates(text, f"{path}: {place}")
-        yield text
-
-
-def json_records(path: Path) -> Iterator[tuple[str, Any]]:
-    """(place, record) of JSON records: one on each line, or all in one array. Raises ConfigError."""
-    yield from _array(path) if _is_array(path) else _records(path)
-
-
-def _is_array(path: Path) -> bool:
-    begin = next((text for chunk in _chunks(path) if (text := chunk.lstrip(b"\xef\xbb\xbf \t\r\n"))), b"")
-    return begin.startswith(b"[")
-
-
-def _records(path: Path) -> Iterator[tuple[str, Any]]:
-    """(which line, its record)."""
-    for number, line in lines(path):
-        if not line or line.isspace():
-            continue
-        try:
-            yield f"line {number}", json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise ConfigError([f"{path}: line {number} is not JSON ({error}); one object a line"]) from None
-
-
-def _array(path: Path) -> Iterator[tuple[str, Any]]:
-    """(which record, itself) of an array of any length; about one chunk and one record are held."""
-    decode = codecs.getincrementaldecoder("utf-8-sig")().decode
-    parse = json.JSONDecoder().raw_decode
-    text, at, count, state = "", 0, 0, "begin"
-    for chunk in itertools.chain(_chunks(path), [b""]):
-        try:
-            text, at = text[at:] + decode(chunk, final=not chunk), 0
-        except UnicodeDecodeError:
-            raise ConfigError([f"{path}: not UTF-8 after record {count}; convert it"]) from None
-        while symbol := BESIDE_SPACE.search(text, at):
-            at = symbol.start()
-            if moved := ARRAY_MOVES.get((state, symbol[0])):
-                state, at = moved, at + 1
-                continue
-            if state in ("next", "end"):
-                raise ConfigError([f"{path}: no JSON after record {count}: got {text[at : at + 20]!r}"])
-            try:
-                record, at = parse(text, at)
-            except RecursionError:
-                raise ConfigError([f"{path}: record {count + 1} is nested too deep"]) from None
-            except ValueError as error:
-                if not chunk or len(text) - at > MAX_DOCUMENT_BYTES:
-                    reason = f"record {count + 1} is not JSON, or cut ({error.args[0].split(':')[0]})"
-                    raise ConfigError([f"{path}: {reason}"]) from None
-                break  # the rest of the record is in the next chunk
-            state, count = "next", count + 1
-            yield f"record {count}", record
-    if state != "end":
-        raise ConfigError([f"{path}: the array does not end after record {count}; fetch it again"])
-
-
-def _check_surrogates(text: str, where: str) -> None:
+def _text(record: Any, key: str, where: str) -> str:
+    """The text of a record. Raises ConfigError for one that has none."""
+    text = record.get(key) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        if not isinstance(record, dict):
+            got = type(record).__name__
+        elif key in record:
+            got = type(text).__name__
+        else:
+            got = f"keys {sorted(record)[:8]}"
+        raise ConfigError([f"{where} has no string {key!r} (got {got}); {KEY_FIX}, or drop the record"])
     try:
         text.encode()
     except UnicodeEncodeError as error:
         bad = ascii(text[error.start])
         raise ConfigError([f"{where} holds a lone surrogate {bad}, which is not text; remove it"]) from None
-
-
-def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """(line number from 1, text without its end) of a text file, compressed or not. Raises ConfigError."""
-    number, rest = 0, b""
-    for chunk in _chunks(path):
-        *whole, rest = (rest + chunk).split(b"\n")
-        for line in whole:
-            number += 1
-            yield number, _decode(path, number, line)
-        if len(rest) > MAX_DOCUMENT_BYTES:
-            limit = f"{MAX_DOCUMENT_BYTES // 2**20} MiB"
-            raise ConfigError(
-                [f"{path}: line {number + 1} is longer than {limit}; a line is one document, split it"]
-            )
-    if rest:
-        yield number + 1, _decode(path, number + 1, rest)
+    return text
 
 
 def _blocks(path: Path) -> Iterator[str]:
     """The lines between two blank ones, as one text."""
-    held: list[str] = []
-    size = 0
-    for number, line in lines(path):
+    block: list[str] = []
+    size = 0  # characters
+    for number, line in readers.lines(path):
         if line and not line.isspace():
-            held.append(line)
+            block.append(line)
             size += len(line)
-        elif held:
-            yield "\n".join(held)
-            held, size = [], 0
+        elif block:
+            yield "\n".join(block)
+            block, size = [], 0
         if size > MAX_DOCUMENT_BYTES:
             limit = f"{MAX_DOCUMENT_BYTES // 2**20} M characters"
             raise ConfigError(
@@ -284,155 +198,5 @@ def _blocks(path: Path) -> Iterator[str]:
                     "document; use documents=line (data.build.documents)"
                 ]
             )
-    if held:
-        yield "\n".join(held)
-
-
-def _decode(path: Path, number: int, line: bytes) -> str:
-    if number == 1:
-        line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark
-    if b"\0" in line:
-        at = line.index(b"\0") + 1
-        known = ", ".join((*FORMATS, *COMPRESSIONS))
-        raise ConfigError(
-            [f"{path}: line {number}, byte {at} is zero: binary data, not text; known suffixes: {known}"]
-        )
-    try:
-        return line.removesuffix(b"\r").decode()
-    except UnicodeDecodeError as error:
-        at, fix = error.start + 1, "convert it, for example with iconv -f latin1 -t utf-8"
-        raise ConfigError(
-            [f"{path}: line {number}, byte {at} is not UTF-8 (0x{line[error.start]:02x}); {fix}"]
-        ) from None
-
-
-def _chunks(path: Path) -> Iterator[bytes]:
-    compression = suffixes(path)[1]
-    try:
-        with path.open("rb") as raw:
-            if compression == ".zst":
-                yield from _zstd_chunks(path, raw)
-                return
-            file: Any = raw
-            if compression == ".gz":
-                file = gzip.GzipFile(fileobj=raw)
-            elif compression == ".xz":
-                file = lzma.LZMAFile(raw)  # noqa: SIM115 (closed with raw)
-            while chunk := file.read(CHUNK_BYTES):
-                yield chunk
-    except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-        raise ConfigError([f"{path}: corrupt or cut {compression} file ({error}); fetch it again"]) from None
-    except OSError as error:
-        raise ConfigError([f"{path}: cannot be read ({error.strerror})"]) from None
-
-
-def _zstd_chunks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
-    zstandard = require("zstandard", "zstd", f"{path}: reading .zst")
-    try:
-        while head := raw.read(ZSTD_HEADER_BYTES):  # a file is one or more frames
-            if head[1:4] == ZSTD_SKIPPABLE and head[0] >> 4 == 5:
-                raw.seek(8 + int.from_bytes(head[4:8], "little") - len(head), os.SEEK_CUR)
-                continue
-            size = zstandard.frame_header_size(head)
-            raw.seek(size - len(head), os.SEEK_CUR)
-            frame = zstandard.ZstdDecompressor().decompressobj()
-            yield frame.decompress(head[:size])
-            for block in _zstd_blocks(raw):
-                yield frame.decompress(block)
-            if zstandard.get_frame_parameters(head).has_checksum:
-                yield frame.decompress(raw.read(4))
-            if not frame.eof:
-                raise zstandard.ZstdError("the last frame does not end")
-    except zstandard.ZstdError as error:
-        raise ConfigError([f"{path}: corrupt or cut .zst file ({error}); fetch it again"]) from None
-
-
-def _zstd_blocks(raw: BinaryIO) -> Iterator[bytes]:
-    """The blocks of a frame after its header (RFC 8878, 3.1.1.2), up to the last or the end of the file.
-
-    Each unpacks to 128 KiB at most, while a call of the decompressor returns all that its input holds, which
-    may be 30 000 times as much.
-    """
-    last = False
-    while not last and len(header := raw.read(3)) == 3:
-        word = int.from_bytes(header, "little")
-        last, is_repeated_byte, size = bool(word & 1), word >> 1 & 3 == 1, word >> 3
-        yield header + raw.read(1 if is_repeated_byte else size)
-
-
-def _parquet(path: Path, key: str) -> Iterator[str]:
-    for place, row in parquet_records(path, [key]):
-        text = row[key]
-        if not isinstance(text, str):
-            got = type(text).__name__
-            raise ConfigError([f"{path}: {place}: {key!r} is {got}, not a string; drop the row"])
-        yield text
-
-
-def parquet_records(
-    path: Path, keys: Sequence[str], optional: Sequence[str] = (), fix: str = KEY_FIX
-) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) with the columns `keys`, and those of `optional` that the file has.
-
-    Raises ConfigError for a column of `keys` that is not there and for a damaged file.
-    """
-    parquet = require("pyarrow.parquet", "parquet", f"{path}: reading Parquet")
-    arrow = require("pyarrow", "parquet", f"{path}: reading Parquet")
-    with (
-        tempfile.TemporaryFile() as plain
-    ):  # Parquet is read from its end, so a compressed one is unpacked first
-        file: Any = path
-        if suffixes(path)[1]:
-            for chunk in _chunks(path):
-                plain.write(chunk)
-            plain.seek(0)
-            file = plain
-        row = 0
-        try:
-            table = parquet.ParquetFile(file)
-            names = table.schema_arrow.names
-            if missing := [key for key in keys if key not in names]:
-                raise ConfigError([f"{path}: no column {missing[0]!r} (got {names[:8]}); {fix}"])
-            columns = [*keys, *(key for key in optional if key in names)]
-            for batch in table.iter_batches(batch_size=1000, columns=columns):
-                for record in batch.to_pylist():
-                    row += 1
-                    yield f"row {row}", record
-        except ConfigError:
-            raise
-        except (arrow.ArrowException, OSError, UnicodeDecodeError) as error:
-            why = " ".join(str(error).split())[:200]
-            raise ConfigError([f"{path}: corrupt Parquet after row {row} ({why}); fetch it again"]) from None
-
-
-def _hub(name: str, key: str) -> Iterator[str]:
-    for place, record in hub_records(name, "train"):
-        text = record.get(key)
-        if not isinstance(text, str):
-            raise ConfigError(
-                [f"{name}: {place} has no string {key!r} (got keys {sorted(record)[:8]}); {KEY_FIX}"]
-            )
-        yield text
-
-
-def hub_records(name: str, split: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(place, row) of `hub:NAME[:CONFIG]`, streamed through `datasets`; a class has its name, or null where
-    it is not told. Raises ConfigError."""
-    datasets = require("datasets", "hub", name)
-    _, _, rest = name.partition(":")
-    repository, _, config = rest.partition(":")
-    row = 0
-    try:
-        rows = datasets.load_dataset(repository, config or None, split=split, streaming=True)
-        features = getattr(rows, "features", None) or {}
-        classes = {key: feature.names for key, feature in features.items() if hasattr(feature, "names")}
-        for record in rows:
-            row += 1
-            for key, names in classes.items():
-                record[key] = None if record[key] in (None, -1) else names[record[key]]
-            yield f"row {row}", record
-    except Exception as error:  # the hub, the network and every data format raise their own
-        why = " ".join(str(error).split())[:300]
-        raise ConfigError(
-            [f"{name}: {type(error).__name__} after row {row}: {why}; check the name and network"]
-        ) from None
+    if block:
+        yield "\n".join(block)

@@ -18,7 +18,7 @@ from bert_dp.config.examples import TRAIN, Metric
 from bert_dp.config.schema import LabelKind
 from bert_dp.corpus import sources
 from bert_dp.examples.archive import read_files
-from bert_dp.examples.table import Columns, Labelled, Row, Table, delimited, make_row, no_column
+from bert_dp.examples.table import Columns, Labelled, Row, Table, delimited, make_row
 
 ZERO_ONE = ("0", "1")
 ENTAILMENT = ("entailment", "not_entailment")
@@ -147,9 +147,9 @@ class GlueData:
 
     def _stamps(self, place: Path) -> list[dict[str, Any]]:
         if not place.is_dir():
-            return [sources.identity(sources.Source("", place))]
+            return [sources.file_identity(place)]
         files = [place / self.task / f"{split}.tsv" for split in TASKS[self.task].rows]
-        return [sources.identity(sources.Source("", file)) for file in files if file.exists()]
+        return [sources.file_identity(file) for file in files if file.exists()]
 
 
 def missing(places: Sequence[Path]) -> dict[str, list[str]]:
@@ -187,12 +187,8 @@ def _records(
     """(place, record); None of a row that lacks fields."""
     text = io.TextIOWrapper(io.BytesIO(data), encoding="utf-8-sig")
     try:
-        lines = delimited(name, text, "tsv")
-        if header is None:
-            header = tuple(next(lines, ("", []))[1])
-        if missing := [column for column in columns.texts if column not in header]:
-            raise ConfigError([f"{name}: {no_column(missing[0], header)}"])
-        for place, fields in lines:
-            yield place, dict(zip(header, fields, strict=False)) if len(fields) >= len(header) else None
+        names, rows = delimited(name, text, "tsv", columns, header)
+        for place, fields in rows:
+            yield place, dict(zip(names, fields, strict=False)) if len(fields) >= len(names) else None
     except UnicodeDecodeError as error:
         raise ConfigError([f"{name}: not UTF-8 ({error.reason}); fetch the file again"]) from None

@@ -12,17 +12,14 @@ from typing import Any
 from bert_dp.config import ConfigError
 from bert_dp.config.examples import TRAIN, Metric
 from bert_dp.config.schema import LabelKind
-from bert_dp.corpus import sources
+from bert_dp.corpus import readers, sources
 from bert_dp.examples.labels import label_names
-from bert_dp.examples.table import COLUMN_FIX, Columns, Labelled, Row, Table, delimited, make_row, no_column
+from bert_dp.examples.table import COLUMN_FIX, Columns, Labelled, Row, Table, delimited, make_row
 
 FORMATS = {
     ".csv": "csv",
     ".tsv": "tsv",
-    ".jsonl": "json",
-    ".ndjson": "json",
-    ".json": "json",
-    ".parquet": "parquet",
+    **{suffix: format for suffix, format in readers.FORMATS.items() if format != "text"},
 }
 HUB_SPLITS = {TRAIN: "train", "dev": "validation", "test": "test"}
 METRICS: dict[LabelKind, tuple[Metric, ...]] = {
@@ -54,7 +51,10 @@ class OwnData:
 
 
 def _source(name: str) -> sources.Source:
-    return sources.Source(name, None if name.startswith("hub:") else Path(name).expanduser())
+    if name.startswith("hub:"):
+        return sources.Source(name)
+    path = Path(name).expanduser()
+    return sources.Source(name, path, FORMATS.get(readers.suffixes(path)[0], "text"))
 
 
 def read_table(name: str, columns: Columns, split: str) -> Table:
@@ -88,33 +88,18 @@ def _rows_hash(rows: list[Row]) -> str:
 
 def _records(source: sources.Source, columns: Columns, split: str) -> Iterator[tuple[str, Any]]:
     """(place, record) of every row. Raises ConfigError."""
-    if source.path is None:
-        yield from sources.hub_records(source.name, HUB_SPLITS[split])
-        return
-    suffix = sources.suffixes(source.path)[0]
-    if suffix not in FORMATS:
-        raise ConfigError([f"{source.name}: not a table of a known suffix: {', '.join(FORMATS)}; convert it"])
-    if FORMATS[suffix] == "json":
-        yield from sources.json_records(source.path)
-    elif FORMATS[suffix] == "parquet":
+    if source.path is None or source.format in ("jsonl", "parquet"):
         needed = columns.texts if split == "test" else (*columns.texts, columns.label)
-        yield from sources.parquet_records(source.path, needed, [columns.label], COLUMN_FIX)
-    else:
-        yield from _delimited_records(source, columns, FORMATS[suffix])
-
-
-def _delimited_records(
-    source: sources.Source, columns: Columns, format: str
-) -> Iterator[tuple[str, dict[str, str]]]:
-    assert source.path is not None
-    lines = delimited(source.name, (line + "\n" for _, line in sources.lines(source.path)), format)
-    _, header = next(lines, ("", []))
+        yield from sources.records(source, needed, [columns.label], split=HUB_SPLITS[split], fix=COLUMN_FIX)
+        return
+    if source.format == "text":
+        raise ConfigError([f"{source.name}: not a table of a known suffix: {', '.join(FORMATS)}; convert it"])
+    lines = (line + "\n" for _, line in readers.lines(source.path))
+    header, rows = delimited(source.name, lines, source.format, columns)
     for column in filter(None, (*columns.texts, columns.label)):
         if header.count(column) > 1:
             raise ConfigError([f"{source.name}: the header names {column!r} twice; rename one"])
-    if missing := [column for column in columns.texts if column not in header]:
-        raise ConfigError([f"{source.name}: {no_column(missing[0], header)}"])
-    for place, fields in lines:
+    for place, fields in rows:
         if len(fields) != len(header):
             raise ConfigError(
                 [f"{source.name}: {place} has {len(fields)} fields, the header {len(header)}; correct it"]

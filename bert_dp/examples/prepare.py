@@ -66,7 +66,7 @@ def prepare(request: Request) -> Path:
     facts = {
         "format": format_of(ExamplesManifest),
         "data": request.data.identity(),
-        "tokenizer": sources.identity(sources.Source("", request.tokenizer)),
+        "tokenizer": sources.file_identity(request.tokenizer),
         "length": request.length,
         "dev_share": request.dev_share,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from bert_dp.config import ConfigError
@@ -96,8 +96,20 @@ def shown(names: Iterable[str]) -> str:
     return ", ".join(every[:SHOWN]) + (f" and {len(every) - SHOWN} more" if len(every) > SHOWN else "")
 
 
-def delimited(name: str, lines: Iterable[str], format: str) -> Iterator[tuple[str, list[str]]]:
-    """(place, fields) of every line of a csv or tsv that is not empty, its header too. Raises ConfigError."""
+def delimited(
+    name: str, lines: Iterable[str], format: str, columns: Columns, header: Sequence[str] | None = None
+) -> tuple[Sequence[str], Iterator[tuple[str, list[str]]]]:
+    """The header of a csv or tsv, by default its first line, and (place, fields) of every other line that is
+    not empty. Raises ConfigError, also where the header lacks a column of texts."""
+    rows = _fields(name, lines, format)
+    if header is None:
+        _, header = next(rows, ("", []))
+    if missing := [column for column in columns.texts if column not in header]:
+        raise ConfigError([f"{name}: {no_column(missing[0], header)}"])
+    return header, rows
+
+
+def _fields(name: str, lines: Iterable[str], format: str) -> Iterator[tuple[str, list[str]]]:
     reader = csv.reader(lines, **DIALECTS[format])
     try:
         for fields in reader:

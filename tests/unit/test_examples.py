@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 from bert_dp.config import ConfigError
 from bert_dp.config.examples import ExamplesManifest, read_examples
 from bert_dp.config.manifest import manifest_hash
-from bert_dp.corpus import sources
+from bert_dp.corpus import readers
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.examples import Examples, archive, glue, own
 from bert_dp.examples.encode import truncate
@@ -493,7 +493,7 @@ def test_a_set_of_the_hub_is_read_by_its_splits(lab: Lab, monkeypatch: pytest.Mo
         asked.append((name, split))
         yield from ((f"row {i}", {"text": text, "label": i, "id": i}) for i, text in enumerate("ab", 1))
 
-    monkeypatch.setattr(sources, "hub_records", rows)
+    monkeypatch.setattr(readers, "hub_records", rows)
     hub = ["--train", "hub:org/set:en", "--dev", "hub:org/set:en", "--test", "hub:org/set"]
     manifest = lab.prepare(*hub)[1]
     assert asked == [("hub:org/set:en", "train"), ("hub:org/set:en", "validation"), ("hub:org/set", "test")]

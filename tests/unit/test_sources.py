@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bert_dp.config import BuildConfig, ConfigError
-from bert_dp.corpus import builtin, sources
+from bert_dp.corpus import builtin, readers, sources
 
 DOCS = ["First document.", "Zwölf Boxkämpfer — jagen", 'third "quoted"', "x" * 5000]
 
@@ -162,7 +162,7 @@ def test_lines_across_chunk_borders(tmp_path_factory: pytest.TempPathFactory, li
     path = tmp_path_factory.mktemp("t") / "a.txt"
     path.write_bytes("\r\n".join(lines).encode())
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sources, "CHUNK_BYTES", 7)
+        patch.setattr(readers, "CHUNK_BYTES", 7)
         assert read(path) == wanted
 
 
@@ -206,7 +206,7 @@ def test_empty_file_is_refused(tmp_path: Path, data: bytes) -> None:
 def test_endless_line_is_refused_before_it_fills_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sources, "MAX_DOCUMENT_BYTES", 2**20)
+    monkeypatch.setattr(readers, "MAX_DOCUMENT_BYTES", 2**20)
     path = tmp_path / "long.txt"
     path.write_bytes(b"short\n" + b"a" * 3 * 2**20)
     fails(path, "line 2", "1 MiB")
@@ -237,7 +237,7 @@ def test_a_json_array_is_read_record_by_record(
     path = tmp_path / "array.json"
     records = [{"id": [i, {}], "body": d} for i, d in enumerate(docs)]
     path.write_text("\ufeff \n" + json.dumps(records, indent=indent, ensure_ascii=False) + "\n", "utf-8")
-    monkeypatch.setattr(sources, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
     assert read(path, text_field="body") == docs
 
 
