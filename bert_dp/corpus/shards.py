@@ -9,7 +9,7 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,34 +26,18 @@ TOKEN = np.dtype("<u2")
 CHUNK_SEQUENCES = 8192  # that a reader of all holds at once
 
 
-class BlockHash:
-    """SHA-256 of a stream, and the first 16 digits of that of each of its blocks of `size` bytes."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-        self._whole, self._block, self._filled = hashlib.sha256(), hashlib.sha256(), 0
-        self._blocks: list[str] = []
-
-    def update(self, data: bytes) -> None:
-        """Append `data`."""
-        self._whole.update(data)
-        view = memoryview(data)
-        while view:
-            part, view = view[: self._size - self._filled], view[self._size - self._filled :]
-            self._block.update(part)
-            self._filled += len(part)
-            if self._filled == self._size:
-                self._end_block()
-
-    def record(self) -> dict[str, Any]:
-        """The hashes as a shard's entry in the manifest holds them."""
-        if self._filled:
-            self._end_block()
-        return {"sha256": self._whole.hexdigest(), "block_bytes": self._size, "blocks": self._blocks}
-
-    def _end_block(self) -> None:
-        self._blocks.append(self._block.hexdigest()[:16])
-        self._block, self._filled = hashlib.sha256(), 0
+def measure(file: Path, block_bytes: int) -> dict[str, Any]:
+    """What the manifest says of the content of a shard: its largest token id, bytes and hashes. One block is
+    held. Raises OSError."""
+    whole, blocks, greatest, size = hashlib.sha256(), [], 0, 0
+    with file.open("rb") as opened:
+        while block := opened.read(block_bytes):
+            whole.update(block)
+            blocks.append(hashlib.sha256(block).hexdigest()[:16])
+            greatest = max(greatest, int(np.frombuffer(block, TOKEN).max()))
+            size += len(block)
+    hashes = {"sha256": whole.hexdigest(), "block_bytes": block_bytes, "blocks": blocks}
+    return {"greatest_id": greatest, "bytes": size, **hashes}
 
 
 class ShardWriter:
@@ -66,7 +50,7 @@ class ShardWriter:
         self.sequences = 0
         self.shards: list[dict[str, Any]] = []
         self._rest = np.empty(0, TOKEN)  # fewer than S tokens
-        self._file: Any = None
+        self._file: BinaryIO | None = None
 
     def write(self, ids: np.ndarray) -> None:
         """Append tokens [T]; whole sequences go to disk."""
@@ -79,16 +63,12 @@ class ShardWriter:
         capacity = max(1, SHARD_BYTES // (self.length * TOKEN.itemsize))
         while len(rows):
             if self._file is None:
-                shard: dict[str, Any] = {"file": f"{self.name}-{len(self.shards):05d}.bin", "sequences": 0}
-                shard["greatest_id"] = 0
-                self.shards.append(shard)
-                self._file, self._hash = (self.directory / shard["file"]).open("wb"), BlockHash(BLOCK_BYTES)
+                self.shards.append({"file": f"{self.name}-{len(self.shards):05d}.bin", "sequences": 0})
+                self._file = (self.directory / self.shards[-1]["file"]).open("wb")
             shard = self.shards[-1]
             part, rows = np.split(rows, [capacity - shard["sequences"]])
-            self._file.write(data := part.tobytes())
-            self._hash.update(data)
+            self._file.write(part.tobytes())
             shard["sequences"] += len(part)
-            shard["greatest_id"] = max(shard["greatest_id"], int(part.max()))
             if shard["sequences"] == capacity:
                 self.close()
 
@@ -99,8 +79,7 @@ class ShardWriter:
             os.fsync(self._file.fileno())
             self._file.close()
             self._file = None
-            size = self.shards[-1]["sequences"] * self.length * TOKEN.itemsize
-            self.shards[-1] |= {"bytes": size, **self._hash.record()}
+            self.shards[-1] |= measure(self.directory / self.shards[-1]["file"], BLOCK_BYTES)
 
     def record(self) -> dict[str, Any]:
         """The split's part of the manifest."""
@@ -153,13 +132,14 @@ def check_blocks(directory: Path, manifest: Manifest, seed: int | None = None) -
     """
     blocks: list[tuple[Path, int, int, str | None]] = []  # file, offset, bytes, hash
     for shard in manifest.shards:
-        size = shard.block_bytes or BLOCK_BYTES
-        hashes: list[str] | list[None] = [None] * -(-shard.bytes // size)
+        file, size = directory / shard.file, shard.block_bytes or BLOCK_BYTES
+        starts = range(0, shard.bytes, size)
+        hashes: Sequence[str | None] = [None] * len(starts)
         if shard.blocks is not None:
             hashes = shard.blocks
-        elif len(hashes) == 1:
+        elif len(starts) == 1:
             hashes = [shard.sha256[:16]]
-        blocks += [(directory / shard.file, i * size, size, expected) for i, expected in enumerate(hashes)]
+        blocks += [(file, start, size, expected) for start, expected in zip(starts, hashes, strict=True)]
     chosen = np.random.default_rng(seed).permutation(len(blocks))[:SAMPLED_BLOCKS]
     problems = []
     for file, offset, size, expected in [blocks[i] for i in sorted(chosen)]:
@@ -170,10 +150,10 @@ def check_blocks(directory: Path, manifest: Manifest, seed: int | None = None) -
         except OSError as error:
             problems.append(f"{file}: cannot be read at byte {offset} ({error.strerror})")
             continue
-        found = hashlib.sha256(data).hexdigest()[:16]
-        if expected not in (None, found):
+        actual = hashlib.sha256(data).hexdigest()[:16]
+        if expected not in (None, actual):
             problems.append(
-                f"{file}: the block at byte {offset} has SHA-256 {found}, expected {expected}: damaged or "
+                f"{file}: the block at byte {offset} has SHA-256 {actual}, expected {expected}: damaged or "
                 f"changed; see `bert-dp data inspect`, {Manifest.remedy}"
             )
         elif (greatest := int(np.frombuffer(data, TOKEN).max())) >= manifest.vocab_size:
@@ -189,15 +169,12 @@ def verify(directory: Path) -> list[str]:
         return list(error.issues)
     problems = []
     for shard in manifest.shards:
-        file, blocks, greatest = directory / shard.file, BlockHash(shard.block_bytes or BLOCK_BYTES), 0
-        with file.open("rb") as opened:
-            while data := opened.read(BLOCK_BYTES):
-                blocks.update(data)
-                greatest = max(greatest, int(np.frombuffer(data, TOKEN).max()))
-        found = blocks.record()
-        if found["sha256"] != shard.sha256:
-            problems.append(f"{file}: expected SHA-256 {shard.sha256[:16]}, found {found['sha256'][:16]}")
-        elif shard.blocks not in (None, found["blocks"]):
+        file = directory / shard.file
+        actual = measure(file, shard.block_bytes or BLOCK_BYTES)
+        greatest = actual["greatest_id"]
+        if actual["sha256"] != shard.sha256:
+            problems.append(f"{file}: expected SHA-256 {shard.sha256[:16]}, found {actual['sha256'][:16]}")
+        elif shard.blocks not in (None, actual["blocks"]):
             problems.append(f"{file}: the block hashes of the manifest are not those of the file")
         if greatest >= manifest.vocab_size:
             problems.append(f"{file}: {beyond(greatest, manifest.vocab_size)}")

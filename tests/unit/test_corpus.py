@@ -506,15 +506,6 @@ def test_damage_is_found(out: Path) -> None:
         read_manifest(out)
 
 
-@given(st.lists(st.binary(max_size=40), max_size=9))
-def test_block_hashes_do_not_depend_on_how_the_stream_is_cut(parts: list[bytes]) -> None:
-    cut, whole = shards.BlockHash(16), shards.BlockHash(16)
-    for part in parts:
-        cut.update(part)
-    whole.update(b"".join(parts))
-    assert cut.record() == whole.record()
-
-
 def test_a_changed_block_is_found_at_the_start_with_both_hashes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
