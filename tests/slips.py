@@ -220,7 +220,7 @@ SLIPS = (
     Slip(
         "source-may-change-while-read",
         "bert_dp/corpus/builder.py",
-        "if before != [_stamp(source) for source in wanted.sources]:",
+        "if before != [_stamp(source) for source in plan.sources]:",
         "if False:",
         "tests/unit/test_corpus.py",
     ),

@@ -55,7 +55,7 @@ class BuildRequest(BaseModel):
     force: bool = False
     """Replace another build that stands in `out`."""
 
-    def resolved(self) -> pipeline.Wanted:
+    def resolved(self) -> pipeline.BuildPlan:
         """Raises ConfigError for sources or a tokenizer that are not there."""
         settings = {
             **self.options.identity(),
@@ -64,7 +64,7 @@ class BuildRequest(BaseModel):
             "seed": self.seed,
             "tokenizer_sha256": inputs.file_hash(Path(self.tokenizer)) if self.tokenizer else None,
         }
-        return pipeline.Wanted(
+        return pipeline.BuildPlan(
             inputs.resolve(self.sources, self.options), self.options, self.tokenizer, settings, self.processes
         )
 
@@ -77,21 +77,21 @@ def build(request: BuildRequest, progress: Progress | None = None) -> Manifest:
     """
     tell: Progress = progress or (lambda stage, done, total: None)
     out = Path(request.out).expanduser().resolve()
-    wanted = request.resolved()
+    plan = request.resolved()
     with locked(out, tell):
-        return _build_locked(wanted, out, request.force, tell)
+        return _build_locked(plan, out, request.force, tell)
 
 
-def _build_locked(wanted: pipeline.Wanted, out: Path, force: bool, tell: Progress) -> Manifest:
+def _build_locked(plan: pipeline.BuildPlan, out: Path, force: bool, tell: Progress) -> Manifest:
     """Build in `out`, by the holder of its lock."""
-    before = [_stamp(source) for source in wanted.sources]
-    records = [pipeline.source_record(source) for source in wanted.sources]
-    if (kept := _existing(out, wanted.settings, records, force)) is not None:
+    before = [_stamp(source) for source in plan.sources]
+    records = [pipeline.source_record(source) for source in plan.sources]
+    if (kept := _existing(out, plan.settings, records, force)) is not None:
         tell(f"kept {out}: it holds this build", 0, None)
         return kept
     with replaced(out) as work:
-        manifest = pipeline.build_in(wanted, records, work, tell)
-        if before != [_stamp(source) for source in wanted.sources]:
+        manifest = pipeline.build_in(plan, records, work, tell)
+        if before != [_stamp(source) for source in plan.sources]:
             raise ConfigError(["data.sources: a source changed while it was read; run again"])
     if warning := filter_warning(manifest):
         tell(warning, 0, None)
@@ -150,11 +150,11 @@ def _ensure_built(config: Config, directory: Path, tell: Progress) -> Manifest:
         sequence_length=data.sequence_length,
         tokenizer=data.tokenizer,
     )
-    wanted = request.resolved()
+    plan = request.resolved()
     with locked(directory, tell):
         with contextlib.suppress(ConfigError):
             return _sound(directory)
-        return _build_locked(wanted, directory, True, tell)
+        return _build_locked(plan, directory, True, tell)
 
 
 def _sound(directory: Path) -> Manifest:

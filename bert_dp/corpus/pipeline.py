@@ -18,6 +18,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,17 @@ from bert_dp.record import write_json, write_text
 SAMPLE_BYTES = 128 * 2**20  # text that the tokenizer is trained on, at most
 BYTES_PER_PROCESS = 8 * 2**20  # of source; for less, starting a process costs more than it saves
 
+LONG_DOCUMENT = 0.1  # of all tokens: a document of more distorts the split
+WHAT_ENDS_A_DOCUMENT = {
+    "line": "each line of a text file is a document (data.build.documents)",
+    "blank_line": "a blank line ends a document of a text file; where it has none, use documents=line",
+}
+
 Progress = Callable[[str, int, int | None], None]  # stage, done, total (None = unknown)
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class BuildPlan:
     """What to build."""
 
     sources: list[inputs.Source]
@@ -51,21 +58,21 @@ class Wanted:
     processes: int | None
 
 
-def build_in(wanted: Wanted, records: list[dict[str, Any]], work: Path, tell: Progress) -> Manifest:
+def build_in(plan: BuildPlan, records: list[dict[str, Any]], work: Path, tell: Progress) -> Manifest:
     """Build the shards, tokenizer.json and manifest.json in the directory `work`; returns the manifest."""
-    options, settings = wanted.options, wanted.settings
-    tokenizer_json, total = _tokenizer(wanted, tell)
+    options, settings = plan.options, plan.settings
+    tokenizer_json, total = _tokenizer(plan, tell)
     write_text(work / "tokenizer.json", tokenizer_json)
     tokenizer = Tokenizer.from_str(tokenizer_json)
-    vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, wanted.tokenizer or "trained")
+    vocab_size, special = tokens.size(tokenizer), tokens.special_ids(tokenizer, plan.tokenizer or "trained")
     encoding = encode.Encoding(
         tokenizer_json, special["sep"], options.max_tokens_per_char, options.dedup == "near", settings["seed"]
     )
-    batches = encode.in_batches(read_documents(wanted.sources, records))
-    encoded = encode.encode_all(batches, encoding, wanted.processes or _processes(wanted.sources))
+    batches = encode.in_batches(read_documents(plan.sources, records))
+    encoded = encode.encode_all(batches, encoding, plan.processes or _processes(plan.sources))
     with contextlib.closing(encoded):  # ends the processes, however this ends
-        (train, held_out), dropped = _route(encoded, work, wanted, vocab_size, tell, total)
-    _check_enough(train, held_out, settings, dropped)
+        train, held_out, dropped = _route(encoded, work, plan, vocab_size, tell, total)
+    _check_split(train, held_out, dropped, options, tell)
     if options.order != "none":
         train = shards.order_shards(work, train, options.order, tokenizer, tell)
     content = {
@@ -87,11 +94,11 @@ def build_in(wanted: Wanted, records: list[dict[str, Any]], work: Path, tell: Pr
     return read_manifest(work)
 
 
-def _tokenizer(wanted: Wanted, tell: Progress) -> tuple[str, int | None]:
+def _tokenizer(plan: BuildPlan, tell: Progress) -> tuple[str, int | None]:
     """(tokenizer.json, number of all documents if it was counted)."""
-    most, path, options = wanted.settings["vocab_size"], wanted.tokenizer, wanted.options
+    most, path, options = plan.settings["vocab_size"], plan.tokenizer, plan.options
     if path is None:
-        sample, total = _sample(read_documents(wanted.sources, None), tell)
+        sample, total = _sample(chain.from_iterable(map(inputs.documents, plan.sources)), tell)
         tell("train tokenizer", 0, None)
         kind = options.tokenizer_model
         trained = _beside(
@@ -123,21 +130,22 @@ def _beside(work: Callable[[], Tokenizer]) -> Tokenizer:
 
 
 def source_record(source: inputs.Source) -> dict[str, Any]:
-    """Bytes and hash of a file; of anything else those of its text, filled in when it is read."""
+    """Bytes and hash of a file; of anything else those of its text, filled in when it is read, as the number
+    of documents is."""
     if source.path is None:
         return {"name": source.name, "bytes": 0, "sha256": "", "documents": 0}
-    size = inputs.identity(source)["bytes"]
+    size = inputs.file_identity(source.path)["bytes"]
     name = source.path.name  # not the directory: the same text elsewhere is the same build
     return {"name": name, "bytes": size, "sha256": inputs.file_hash(source.path), "documents": 0}
 
 
-def read_documents(found: list[inputs.Source], records: list[dict[str, Any]] | None) -> Iterator[str]:
+def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) -> Iterator[str]:
     """All documents of the sources, in order; fills in their records (`source_record`)."""
-    for source, record in zip(found, records or [{} for _ in found], strict=True):
+    for source, record in zip(sources, records, strict=True):
         digest, size, count = hashlib.sha256(), 0, 0
         for text in inputs.documents(source):
             count += 1
-            if source.path is None and records is not None:
+            if source.path is None:
                 data = text.encode() + b"\n"
                 digest.update(data)
                 size += len(data)
@@ -171,24 +179,27 @@ def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
     return [text for _, text in sample], total
 
 
-def _processes(found: list[inputs.Source]) -> int:
+def _processes(sources: list[inputs.Source]) -> int:
     cores = len(os.sched_getaffinity(0))
-    if any(source.name.startswith("hub:") for source in found):
+    if any(source.name.startswith("hub:") for source in sources):
         return cores
-    size: int = sum(inputs.identity(source).get("bytes", 0) for source in found)
+    size: int = sum(inputs.identity(source).get("bytes", 0) for source in sources)
     return min(cores, 1 + size // BYTES_PER_PROCESS)
 
 
 def _route(
     encoded: Iterable[encode.Encoded],
     work: Path,
-    wanted: Wanted,
+    plan: BuildPlan,
     vocab_size: int,
     tell: Progress,
     total: int | None,
-) -> tuple[tuple[ShardWriter, ShardWriter], dict[str, int]]:
-    """Drop duplicates, then send each document to training or held-out by the hash of its text."""
-    options, settings = wanted.options, wanted.settings
+) -> tuple[ShardWriter, ShardWriter, dict[str, int]]:
+    """Drop duplicates, then send each document to training or held-out by the hash of its text.
+
+    Returns both splits, and how many documents each stage dropped.
+    """
+    options, settings = plan.options, plan.settings
     length = settings["sequence_length"]
     name = "train" if options.order == "none" else "unordered"
     train = ShardWriter(work, name, length, vocab_size)
@@ -212,6 +223,7 @@ def _route(
         apart = batch.keys < bound
         for writer, mine in ((train, keep & ~apart), (held_out, keep & apart)):
             writer.documents += int(mine.sum())
+            writer.longest = max(writer.longest, int(batch.lengths[mine].max(initial=0)))
             writer.write(batch.ids[np.repeat(mine, batch.lengths)])
         dropped["empty"] += batch.empty
         dropped["tokens_per_char"] += batch.filtered
@@ -219,24 +231,37 @@ def _route(
         tell("tokenize", read, total)
     train.close()
     held_out.close()
-    return (train, held_out), dropped
+    return train, held_out, dropped
 
 
-def _check_enough(
-    train: ShardWriter, held_out: ShardWriter, settings: dict[str, Any], dropped: dict[str, int]
+def _check_split(
+    train: ShardWriter, held_out: ShardWriter, dropped: dict[str, int], options: BuildConfig, tell: Progress
 ) -> None:
-    needs_held_out = settings["held_out_fraction"] > 0
-    if train.sequences and (held_out.sequences or not needs_held_out):
-        return
+    """Tell of a document that is a large part of the text.
+
+    Raises ConfigError for a split without a sequence and for more held-out than training sequences.
+    """
     counts = [f"{w.sequences} sequences from {w.documents} documents" for w in (train, held_out)]
-    lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
-    length, share, rate = (
-        settings[k] for k in ("sequence_length", "held_out_fraction", "max_tokens_per_char")
-    )
-    raise ConfigError(
-        [
-            f"data.sources: too little text for data.sequence_length {length}: training {counts[0]}, "
-            f"held-out {counts[1]} (dropped: {lost}); add text, raise "
-            f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char {rate} (0 = no filter)"
-        ]
-    )
+    ends, share = WHAT_ENDS_A_DOCUMENT[options.documents], options.held_out_fraction
+    if not train.sequences or not (held_out.sequences or share == 0):
+        lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
+        raise ConfigError(
+            [
+                f"data.sources: too little text for data.sequence_length {train.length}: training "
+                f"{counts[0]}, held-out {counts[1]} (dropped: {lost}); {ends}; add text, raise "
+                f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char "
+                f"{options.max_tokens_per_char} (0 = no filter)"
+            ]
+        )
+    longest = max(train.longest, held_out.longest) / (train.length * (train.sequences + held_out.sequences))
+    if held_out.sequences > train.sequences:
+        raise ConfigError(
+            [
+                f"data.sources: held-out {counts[1]}, but training {counts[0]}: documents are held out whole "
+                f"and the longest has {longest:.0%} of the tokens; {ends}; split long documents, or lower "
+                f"data.build.held_out_fraction {share}"
+            ]
+        )
+    if longest > LONG_DOCUMENT and share > 0:
+        what = f"one document has {longest:.0%} of the tokens, and documents are held out whole"
+        tell(f"warning: {what}; {ends}", 0, None)

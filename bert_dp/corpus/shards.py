@@ -46,7 +46,7 @@ class ShardWriter:
     def __init__(self, directory: Path, name: str, sequence_length: int, vocab_size: int):
         self.directory, self.name, self.length = directory, name, sequence_length
         self.counts = np.zeros(vocab_size, np.int64)  # of the tokens written
-        self.documents = 0
+        self.documents = self.longest = 0  # their number, and the tokens of the longest
         self.sequences = 0
         self.shards: list[dict[str, Any]] = []
         self._rest = np.empty(0, TOKEN)  # fewer than S tokens

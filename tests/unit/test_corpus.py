@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
@@ -204,6 +205,32 @@ def test_whole_books_are_held_out_where_a_blank_line_ends_one(tmp_path: Path) ->
         assert len(train | held_out) == 20
     assert shared["line"] > 10
     assert shared["blank_line"] == 0
+
+
+@pytest.mark.parametrize(
+    ("fraction", "with_others", "refused", "warned"),
+    [
+        (0.3, False, r"held-out 0 sequences from 0 documents.*where it has none, use documents=line", ""),
+        (0.4, True, r"held-out \d+ sequences from \d+ documents, but training .*the longest has 87%", ""),
+        (0.05, True, "", "warning: one document has 87% of the tokens"),
+        (0.0, False, "", ""),
+    ],
+)
+def test_a_file_without_blank_lines_is_one_document_and_no_silent_split(
+    tmp_path: Path, fraction: float, with_others: bool, refused: str, warned: str
+) -> None:
+    """The hash of its text puts it among the 40 % but not the 30 % that are held out."""
+    (tmp_path / "whole.txt").write_text("\n".join(prose(400, seed=6)))
+    (tmp_path / "others.txt").write_text("\n\n".join(prose(60)))
+    files = [str(tmp_path / f"{name}.txt") for name in ("whole", *(["others"] if with_others else []))]
+    told: list[str] = []
+    options: dict[str, Any] = {"documents": "blank_line", "held_out_fraction": fraction}
+    with pytest.raises(ConfigError, match=refused) if refused else contextlib.nullcontext():
+        make(files, tmp_path / "out", progress=lambda stage, done, total: told.append(stage), **options)
+    warnings = [stage for stage in told if stage.startswith("warning")]
+    assert len(warnings) == bool(warned)
+    assert all(warning.startswith(warned) for warning in warnings)
+    assert (tmp_path / "out").exists() != bool(refused)
 
 
 def test_no_held_out_on_request(tmp_path: Path) -> None:
