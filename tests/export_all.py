@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
-import hashlib
 import json
 import os
 import platform
@@ -26,9 +25,9 @@ from typing import Any
 from bert_dp import record
 from bert_dp.config import Config, native_class, read_yaml, resolve, shipped_configs
 from launcher.machine.environment import versions
+from tests.resumable import ROOT, Results, commit
 from tests.runs_to_export import write_run
 
-ROOT = Path(__file__).parents[1]
 OLD_CLASSES = ("ModernBERT", "RobertaPreLayerNorm")  # that transformers 4.57 has
 FORMATS = ("hf", "onnx", "aoti")
 
@@ -54,13 +53,13 @@ def config_of(name: str) -> Config:
 
 def models() -> dict[tuple[str, ...], Config]:
     """Names of configurations -> one of them; those with the same model and length are one."""
-    found: dict[str, list[str]] = {}
+    names_of: dict[str, list[str]] = {}
     for path in sorted(shipped_configs().glob("*.yaml")):
         if path.stem != "glue":  # finetuning, of any model
             config = config_of(path.stem)
-            what = f"{config.model.model_dump_json(exclude={'dropout', 'attention_dropout'})}"
-            found.setdefault(f"{what} {config.data.sequence_length}", []).append(path.stem)
-    return {tuple(names): config_of(names[0]) for names in found.values()}
+            key = f"{config.model.model_dump_json(exclude={'dropout', 'attention_dropout'})}"
+            names_of.setdefault(f"{key} {config.data.sequence_length}", []).append(path.stem)
+    return {tuple(names): config_of(names[0]) for names in names_of.values()}
 
 
 def cells(old_python: str | None) -> Iterator[Cell]:
@@ -88,52 +87,32 @@ def measure(cell: Cell, run: Path, out: Path) -> dict[str, Any]:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode not in (0, 1) or not done.stdout:
         return {"cell": str(cell), "ok": False, "problem": done.stderr[-2000:]}
-    found = json.loads(done.stdout)
-    del found["checkpoint"]
+    compared = json.loads(done.stdout)
+    del compared["checkpoint"]
     facts = {"cell": str(cell), "configs": cell.configs, "model_bytes": size}
-    return {**facts, **found, "seconds": round(time.monotonic() - start)}
+    return {**facts, **compared, "seconds": round(time.monotonic() - start)}
 
 
-def code_version() -> str:
-    """Changes with any committed file of the code and the configurations."""
-    trees = [f"HEAD:{folder}" for folder in ("launcher", "bert_dp", "configs")]
-    done = subprocess.run(["git", "rev-parse", *trees], cwd=ROOT, capture_output=True, text=True, check=False)
-    return hashlib.sha256(done.stdout.encode()).hexdigest()[:12]
-
-
-def read_results(out: Path) -> dict[str, dict[str, Any]]:
-    """The newest line of each cell."""
-    file = out / "results.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    return {line["cell"]: line for line in lines}
-
-
-def run_all(wanted: Sequence[Cell], out: Path) -> None:
-    """Each cell that has not passed yet; a model's cells share its run, and formats their directory."""
-    code, known = code_version(), read_results(out)
-    waiting = [c for c in wanted if not (known.get(str(c), {}).get("ok") and known[str(c)]["code"] == code)]
+def run_all(wanted: Sequence[Cell], work: Path, results: Results) -> None:
+    """Each cell that has not passed yet; a model's cells share its run, and formats their directory. `work`:
+    a folder of theirs."""
+    waiting = [cell for cell in wanted if not results.has_passed(str(cell))]
     for names, config in models().items():
         group = [cell for cell in waiting if cell.configs == names]
-        work = out / "work"
         shutil.rmtree(work, ignore_errors=True)
         if group:
             write_run(work / names[0], config)
         for cell in group:
-            found = {**measure(cell, work / names[0], work / cell.form), "code": code}
-            with (out / "results.jsonl").open("a", encoding="utf-8") as file:
-                file.write(json.dumps(found) + "\n")
-            say(f"{cell}: {'ok' if found['ok'] else found.get('problem', 'differs')}")
+            result = results.add(measure(cell, work / names[0], work / cell.form))
+            print(f"{cell}: {'ok' if result['ok'] else result.get('problem', 'differs')}", flush=True)
         shutil.rmtree(work, ignore_errors=True)
 
 
 def write_record(results: Sequence[dict[str, Any]], path: Path) -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
     environment = {
         "command": "make export",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "cores": os.cpu_count(),
         "python": platform.python_version(),
         "versions": versions(),
@@ -145,26 +124,23 @@ def table(results: Sequence[dict[str, Any]]) -> Iterator[str]:
     """Markdown: of each cell the largest difference at each length, over the batches."""
     yield "| configuration | format | loaded by | parameters | largest difference by length | again | |"
     yield "|---|---|---|---|---|---|---|"
-    for found in results:
-        if "rows" not in found:
-            yield f"| {found['cell']} | | | | | | failed |"
+    for result in results:
+        if "rows" not in result:
+            yield f"| {result['cell']} | | | | | | failed |"
             continue
-        lengths = sorted({row["length"] for row in found["rows"]})
+        lengths = sorted({row["length"] for row in result["rows"]})
         worst = ", ".join(
-            f"{length}: {max(r['difference'] for r in found['rows'] if r['length'] == length):.1e}"
+            f"{length}: {max(r['difference'] for r in result['rows'] if r['length'] == length):.1e}"
             for length in lengths
         )
-        by = ", ".join(f"{name} {version}" for name, version in found["versions"].items() if name != "python")
-        form = found["architecture"] or found["format"]
-        state = "ok" if found["ok"] else "differs"
-        names = ", ".join(found["configs"])
-        numbers = f"{found['run_parameters']:,} | {worst} | {found['again']:.1e}"
+        by = ", ".join(
+            f"{name} {version}" for name, version in result["versions"].items() if name != "python"
+        )
+        form = result["architecture"] or result["format"]
+        state = "ok" if result["ok"] else "differs"
+        names = ", ".join(result["configs"])
+        numbers = f"{result['run_parameters']:,} | {worst} | {result['again']:.1e}"
         yield f"| {names} | {form} | {by} | {numbers} | {state} |"
-
-
-def say(text: str) -> None:
-    sys.stdout.write(f"{text}\n")
-    sys.stdout.flush()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -173,22 +149,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", metavar="CONFIG", action="append", help="this model; repeatable")
     parser.add_argument("--format", choices=FORMATS, action="append", help="this format; repeatable")
     parser.add_argument("--out", type=Path, default=ROOT / ".export", help="default: .export")
-    asked = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     wanted = [
         cell
-        for cell in cells(asked.transformers4)
-        if (asked.only is None or set(asked.only) & set(cell.configs))
-        and (asked.format is None or cell.form in asked.format)
+        for cell in cells(options.transformers4)
+        if (options.only is None or set(options.only) & set(cell.configs))
+        and (options.format is None or cell.form in options.format)
     ]
-    out = asked.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    run_all(wanted, out)
-    known = read_results(out)
-    results = [known[str(cell)] for cell in wanted]
-    write_record(results, out / "record.json")
-    for line in table(results):
-        say(line)
-    return 0 if all(found["ok"] for found in results) else 1
+    out = options.out.resolve()
+    results = Results(out, "cell", lambda result: result["ok"], code_of=("launcher", "bert_dp", "configs"))
+    run_all(wanted, out / "work", results)
+    newest = results.newest
+    lines = [newest[str(cell)] for cell in wanted]
+    write_record(lines, out / "record.json")
+    print(*table(lines), sep="\n", flush=True)
+    return 0 if all(line["ok"] for line in lines) else 1
 
 
 if __name__ == "__main__":

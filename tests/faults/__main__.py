@@ -9,21 +9,19 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
-import json
 import os
 import platform
 import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from tests.faults.harness import RECORD
+from tests.helpers import read_lines
+from tests.resumable import ROOT, Results
 
-ROOT = Path(__file__).parents[2]
-RESULTS = ROOT / ".faults" / "results.jsonl"
+OUT = ROOT / ".faults"
 FULL = {**os.environ, "BERT_DP_FAULTS": "full"}
 
 
@@ -46,19 +44,9 @@ def row_of(test: str) -> int:
     return int(found[1]) if found else 0
 
 
-def results() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-
-
-def code_version() -> str:
-    """Changes with any committed file that a fault test runs."""
-    trees = [f"HEAD:{folder}" for folder in ("launcher", "bert_dp", "tests/faults")]
-    done = subprocess.run(["git", "rev-parse", *trees], cwd=ROOT, capture_output=True, text=True, check=True)
-    return hashlib.sha256(done.stdout.encode()).hexdigest()[:12]
-
-
-def run(test: str, code: str) -> dict[str, Any]:
-    observed = RESULTS.with_name("observed.jsonl")
+def run(test: str) -> dict[str, Any]:
+    """The line of a test, by its node id."""
+    observed = OUT / "observed.jsonl"
     observed.unlink(missing_ok=True)
     start = time.monotonic()
     done = subprocess.run(
@@ -73,15 +61,12 @@ def run(test: str, code: str) -> dict[str, Any]:
     return {
         "row": row_of(test),
         "test": test.split("::", 1)[1],
-        "code": code,
         "outcome": "failed" if done.returncode else "skipped" if skipped else "passed",
         "why": done.stdout[-2000:] if done.returncode else skipped[0] if skipped else None,
         "seconds": round(time.monotonic() - start, 1),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}",
-        "observed": [json.loads(line) for line in observed.read_text().splitlines()]
-        if observed.exists()
-        else [],
+        "observed": read_lines(observed) if observed.exists() else [],
     }
 
 
@@ -90,37 +75,33 @@ def main() -> int:
     parser.add_argument("--rows", help="numbers of the fault table, by commas; default: all")
     parser.add_argument("--list", action="store_true", help="show what is done and run nothing")
     arguments = parser.parse_args()
-    code = code_version()
-    RESULTS.parent.mkdir(exist_ok=True)
-    wanted = {int(n) for n in arguments.rows.split(",")} if arguments.rows else None
+    results = Results(
+        OUT, "test", lambda line: line["outcome"] != "failed", code_of=("launcher", "bert_dp", "tests/faults")
+    )
+    rows = {int(n) for n in arguments.rows.split(",")} if arguments.rows else None
     for test in [] if arguments.list else sorted(collect(), key=row_of):
-        done = {r["test"] for r in results() if r["outcome"] != "failed" and r["code"] == code}
-        if test.split("::", 1)[1] in done or (wanted is not None and row_of(test) not in wanted):
+        if results.has_passed(test.split("::", 1)[1]) or (rows is not None and row_of(test) not in rows):
             continue
-        result = run(test, code)
-        with RESULTS.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
-        sys.stdout.write(
-            f"row {result['row']:2} {result['outcome']:7} {result['seconds']:7.1f} s  {result['test']}\n"
-        )
-        sys.stdout.flush()
-    latest = {r["test"]: r for r in results()}
-    print_table(list(latest.values()))
-    return 1 if any(r["outcome"] == "failed" for r in latest.values()) else 0
+        line = results.add(run(test))
+        print(f"row {line['row']:2} {line['outcome']:7} {line['seconds']:7.1f} s  {line['test']}", flush=True)
+    newest = list(results.newest.values())
+    print_table(newest)
+    return 1 if any(line["outcome"] == "failed" for line in newest) else 0
 
 
-def print_table(latest: list[dict[str, Any]]) -> None:
+def print_table(results: list[dict[str, Any]]) -> None:
     """By row: tests, rounds observed, outcomes, and the greatest of the seconds that were observed."""
-    sys.stdout.write("row  tests  rounds  passed  skipped  failed  greatest, s\n")
-    for row in sorted({r["row"] for r in latest}):
-        of_row = [r for r in latest if r["row"] == row]
-        observed = [o for r in of_row for o in r["observed"]]
-        seconds = [o["seconds"] for o in observed if "seconds" in o]
-        counts = [sum(r["outcome"] == name for r in of_row) for name in ("passed", "skipped", "failed")]
+    print("row  tests  rounds  passed  skipped  failed  greatest, s")
+    for row in sorted({result["row"] for result in results}):
+        tests = [result for result in results if result["row"] == row]
+        rounds = [one for result in tests for one in result["observed"]]
+        seconds = [one["seconds"] for one in rounds if "seconds" in one]
+        passed, skipped, failed = (
+            sum(result["outcome"] == name for result in tests) for name in ("passed", "skipped", "failed")
+        )
         greatest = f"{max(seconds):.1f}" if seconds else "-"
-        sys.stdout.write(
-            f"{row:3}  {len(of_row):5}  {len(observed):6}  {counts[0]:6}  {counts[1]:7}  "
-            f"{counts[2]:6}  {greatest:>11}\n"
+        print(
+            f"{row:3}  {len(tests):5}  {len(rounds):6}  {passed:6}  {skipped:7}  {failed:6}  {greatest:>11}"
         )
 
 

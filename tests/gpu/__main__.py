@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import hashlib
-import json
 import os
 import shutil
 import subprocess
@@ -23,9 +21,10 @@ from typing import Any
 
 from bert_dp import record
 from launcher.machine.environment import versions
-from tests.gpu.checks import CHECKS, CORRECT, Place, read_results
+from tests import resumable
+from tests.gpu.checks import CHECKS, CORRECT, Place
+from tests.resumable import ROOT
 
-ROOT = Path(__file__).parents[2]
 LIMIT_S = 900
 
 
@@ -36,34 +35,33 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / ".gpu", help="default: .gpu")
     parser.add_argument("--one", choices=CHECKS, help=argparse.SUPPRESS)
     parser.add_argument("--devices", type=int, help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    out = asked.out.resolve()
-    if asked.one:
-        return run_one(asked.one, out, asked.short, asked.devices)
-    device, devices = ("CPU, short form", 2) if asked.short else gpus()
+    options = parser.parse_args()
+    out = options.out.resolve()
+    if options.one:
+        return run_one(options.one, out, options.short, options.devices)
+    device, devices = ("CPU, short form", 2) if options.short else gpus()
     if not devices:
-        sys.stdout.write(
-            "no GPU that torch can use: nothing was checked.\n"
-            "`python -m tests.gpu --short` runs the checks themselves on the CPU, at tiny size.\n"
-        )
+        print("no GPU that torch can use: nothing was checked.")
+        print("`python -m tests.gpu --short` runs the checks themselves on the CPU, at tiny size.")
         return 1
-    out.mkdir(parents=True, exist_ok=True)
-    code = code_version()
-    for number, name in enumerate(asked.only or CHECKS, 1):
-        known = read_results(out).get(name)
-        if known and not known["problems"] and (known["code"], known["device"]) == (code, device):
-            say(f"[{number}/{len(CHECKS)}] {name}: already done")
-            continue
-        result = run(name, out, asked.short, devices)
-        result |= {"device": device, "devices": devices, "code": code}
-        with (out / "results.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(result) + "\n")
-        state = "; ".join(result["problems"]) or "ok"
-        say(f"[{number}/{len(CHECKS)}] {name}: {state} ({result['seconds']:.0f} s)")
-    results = [r for name, r in read_results(out).items() if name in CHECKS and r["device"] == device]
-    write_record(out, device, devices, results)
-    print_table(results, device, devices)
-    return 1 if any(r["problems"] for r in results) else 0
+    results = resumable.Results(
+        out,
+        "check",
+        lambda result: not result["problems"],
+        code_of=("launcher", "bert_dp", "benchmarks", "tests"),
+    )
+    for number, name in enumerate(options.only or CHECKS, 1):
+        if results.has_passed(name, device=device):
+            state = "already done"
+        else:
+            result = {**run(name, out, options.short, devices), "device": device, "devices": devices}
+            results.add(result)
+            state = f"{'; '.join(result['problems']) or 'ok'} ({result['seconds']:.0f} s)"
+        print(f"[{number}/{len(CHECKS)}] {name}: {state}", flush=True)
+    newest = [r for name, r in results.newest.items() if name in CHECKS and r["device"] == device]
+    write_record(out, device, devices, newest)
+    print_table(newest, device, devices)
+    return 1 if any(r["problems"] for r in newest) else 0
 
 
 def run(name: str, out: Path, short: bool, devices: int) -> dict[str, Any]:
@@ -114,53 +112,39 @@ def gpus() -> tuple[str, int]:
     return torch.cuda.get_device_name(0), torch.cuda.device_count()
 
 
-def code_version() -> str:
-    """Changes with any committed file that a check runs."""
-    trees = [f"HEAD:{folder}" for folder in ("launcher", "bert_dp", "benchmarks", "tests")]
-    done = subprocess.run(["git", "rev-parse", *trees], cwd=ROOT, capture_output=True, text=True, check=False)
-    return hashlib.sha256(done.stdout.encode()).hexdigest()[:12]
-
-
 def write_record(out: Path, device: str, devices: int, results: list[dict[str, Any]]) -> None:
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
     environment = {
         "device": device,
         "devices": devices,
         "cores": os.cpu_count(),
-        "commit": commit.stdout.strip(),
+        "commit": resumable.commit(),
         "versions": versions(),
     }
     record.write_json(out / "record.json", {"environment": environment, "checks": results})
 
 
 def print_table(results: list[dict[str, Any]], device: str, devices: int) -> None:
-    say(f"\n{devices} x {device}")
+    print(f"\n{devices} x {device}")
     for result in results:
         kind = "right" if result["check"] in CORRECT else "fast"
         state = "FAILED" if result["problems"] else "ok"
-        say(f"{kind:6} {result['check']:24} {state:7} {result['seconds']:6.0f} s")
+        print(f"{kind:6} {result['check']:24} {state:7} {result['seconds']:6.0f} s")
         for key, value in flat(result["facts"]):
-            say(f"         {key} {value:.4g}" if isinstance(value, float) else f"         {key} {value}")
+            print(f"         {key} {value:.4g}" if isinstance(value, float) else f"         {key} {value}")
         for problem in result["problems"]:
-            say(f"         ! {problem}")
+            print(f"         ! {problem}")
 
 
 def flat(facts: dict[str, Any], above: str = "") -> list[tuple[str, Any]]:
     """Nested facts as (path, value), without what is null."""
-    found: list[tuple[str, Any]] = []
+    rows: list[tuple[str, Any]] = []
     for key, value in facts.items():
         path = f"{above} {key}".strip()
-        found += (
-            flat(value, path) if isinstance(value, dict) else [(path, value)] if value is not None else []
-        )
-    return found
-
-
-def say(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()
+        if isinstance(value, dict):
+            rows += flat(value, path)
+        elif value is not None:
+            rows.append((path, value))
+    return rows
 
 
 if __name__ == "__main__":

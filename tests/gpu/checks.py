@@ -32,9 +32,9 @@ from tests.faults.harness import broken
 from tests.helpers import read_json
 from tests.parity import matrix
 from tests.parity.runs import metrics, settings, state, train_runs, write_run
+from tests.resumable import ROOT, newest_results
 from tests.shards import write_shards
 
-ROOT = Path(__file__).parents[2]
 PEER_TOLERANCE = 0.05  # of ddp's throughput on one GPU
 MEMORY_TOLERANCE = 0.07
 CLOCK_TOLERANCE = 0.05
@@ -419,15 +419,9 @@ def recipe(length: int) -> list[str]:
 
 def tuned_micro(place: Place, length: int) -> int:
     """What `micro_batch` has found; a size that fits any recent GPU where it has not run."""
-    earlier = read_results(place.folder.parents[1]).get(f"micro batch at {length}", {})
+    results = newest_results(place.folder.parents[1] / "results.jsonl", "check")
+    earlier = results.get(f"micro batch at {length}", {})
     return int(earlier.get("facts", {}).get("micro_batch", 2 if place.short else 8192 // length))
-
-
-def read_results(root: Path) -> dict[str, dict[str, Any]]:
-    """The newest result of each check."""
-    path = root / "results.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {result["check"]: result for result in map(json.loads, lines)}
 
 
 CORRECT: dict[str, Check] = {

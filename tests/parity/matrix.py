@@ -7,7 +7,6 @@ import collections
 import dataclasses
 import importlib.util
 import itertools
-import json
 import math
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any
 from bert_dp.config import ConfigError, batch_layout, resolve
 from tests.parity.runs import BASE, evals, metrics, settings, state, train_runs, write_run
 from tests.parity.toy import ToyTask
+from tests.resumable import Results
 from tests.shards import write_shards
 from tests.tensors import largest_relative_error
 
@@ -224,23 +224,18 @@ def compare(run: Path, base: Path) -> Deviation:
 
 def main() -> int:
     """Every cell, resumed where the last call stopped; results in .parity/results.jsonl, then a summary."""
-    folder = Path(".parity")
-    folder.mkdir(exist_ok=True)
-    results = folder / "results.jsonl"
-    known = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    done = {line["cell"] for line in known}
-    waiting = [cell for cell in cells() if excuse(cell) is None and str(cell) not in done]
-    with tempfile.TemporaryDirectory() as root, results.open("a") as file:
-        for number, (cell, found) in enumerate(run_cells(waiting, Path(root)), 1):
-            bad = found.problems(cell) if isinstance(found, Deviation) else [found]
-            facts = dataclasses.asdict(found) if isinstance(found, Deviation) else {}
-            file.write(json.dumps({"cell": str(cell), **facts, "problems": bad}) + "\n")
-            file.flush()
-            print(f"{number}/{len(waiting)} {cell}: {'; '.join(bad) or 'equal'}", flush=True)
-    lines = [json.loads(line) for line in results.read_text().splitlines()]
+    results = Results(Path(".parity"), "cell", lambda result: True)
+    waiting = [cell for cell in cells() if excuse(cell) is None and not results.has_passed(str(cell))]
+    with tempfile.TemporaryDirectory() as root:
+        for number, (cell, outcome) in enumerate(run_cells(waiting, Path(root)), 1):
+            problems = outcome.problems(cell) if isinstance(outcome, Deviation) else [outcome]
+            facts = dataclasses.asdict(outcome) if isinstance(outcome, Deviation) else {}
+            results.add({"cell": str(cell), **facts, "problems": problems})
+            print(f"{number}/{len(waiting)} {cell}: {'; '.join(problems) or 'equal'}", flush=True)
+    newest = results.newest.values()
     excused = collections.Counter(excuse(cell) for cell in cells())
-    failed = [line for line in lines if line["problems"]]
-    print(f"{len(lines)} cells ran, {len(failed)} failed; not run:")
+    failed = [line for line in newest if line["problems"]]
+    print(f"{len(newest)} cells ran, {len(failed)} failed; not run:")
     for reason, count in excused.items():
         if reason is not None:
             print(f"{count:4} {reason}")
