@@ -4,11 +4,13 @@ the global norm belongs to the engine."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from bert_dp.optimizer import Optimizer
 
 Tensors = list[Tensor]
 
@@ -16,18 +18,17 @@ INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 """Of the same size."""
 
 
-def as_they_are(sums: Tensor) -> Tensor:
-    return sums
+class Rule(NamedTuple):
+    """The constants of a parameter group, but the learning rate."""
+
+    beta1: float
+    beta2: float
+    eps: float
+    weight_decay: float
 
 
-class Lamb(torch.optim.Optimizer):
-    """State per tensor: step, exp_avg, exp_avg_sq, as Adam's. `step` leaves the update in .grad.
-
-    An engine sets `grad_scale`, `found_inf` and `sharded_sums` (see optim.py).
-    """
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
+class Lamb(Optimizer):
+    """State per tensor: step, exp_avg, exp_avg_sq, as Adam's. `step` leaves the update in .grad."""
 
     def __init__(
         self,
@@ -39,7 +40,6 @@ class Lamb(torch.optim.Optimizer):
         compiled: bool = False,
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
-        self.sharded_sums: Callable[[Tensor], Tensor] = as_they_are
         self._moments, self._descend = moments, descend
         if "cuda" in {p.device.type for group in self.param_groups for p in group["params"]}:
             self._moments, self._descend = moments_of_all, descend_all
@@ -55,38 +55,19 @@ class Lamb(torch.optim.Optimizer):
             params = [p for p in group["params"] if p.grad is not None]
             if not params:
                 continue
-            device, dtype = params[0].device, params[0].dtype
-            skip = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
-            keep = 1.0 - skip.to(dtype)
-            divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
-            for p in params:
-                if not self.state[p]:
-                    self.state[p] = {
-                        "step": torch.zeros((), device=device),
-                        "exp_avg": torch.zeros_like(p),
-                        "exp_avg_sq": torch.zeros_like(p),
-                    }
-            states = [self.state[p] for p in params]
-            torch._foreach_add_([s["step"] for s in states], [keep.float()] * len(states))  # no host sync
+            keep, divisor = self.controls(params[0])
+            exp_avgs, exp_avg_sqs, steps = self.adam_state(params)
+            torch._foreach_add_(steps, [keep.float()] * len(steps))  # no host sync
             grads = [p.grad for p in params]
             beta1, beta2 = group["betas"]
-            sums_2N = self._moments(
-                params,
-                grads,
-                [s["exp_avg"] for s in states],
-                [s["exp_avg_sq"] for s in states],
-                states[0]["step"].to(torch.float64 if dtype == torch.float64 else torch.float32),
-                keep,
-                divisor.to(dtype),
-                beta1,
-                beta2,
-                group["eps"],
-                group["weight_decay"],
-            )
-            lr = torch.full((), group["lr"], dtype=dtype, device=device) * keep
-            work.append((params, grads, sums_2N, lr, group["weight_decay"] != 0))
+            rule = Rule(beta1, beta2, group["eps"], group["weight_decay"])
+            step = steps[0].to(torch.float64 if keep.dtype == torch.float64 else torch.float32)
+            sums_2N = self._moments(params, grads, exp_avgs, exp_avg_sqs, step, keep, divisor, rule)
+            lr = torch.full((), group["lr"], dtype=keep.dtype, device=keep.device) * keep
+            work.append((params, grads, sums_2N, lr, rule.weight_decay != 0))
         if work:
-            sums_2N = self.sharded_sums(torch.cat([sums for _, _, sums, _, _ in work], dim=1))
+            sums_2N = torch.cat([sums for _, _, sums, _, _ in work], dim=1)
+            sums_2N = sums_2N if self.sharded_sums is None else self.sharded_sums(sums_2N)
             parts = sums_2N.split([len(params) for params, *_ in work], dim=1)
             for (params, updates, _, lr, adapted), part in zip(work, parts, strict=True):
                 self._descend(params, updates, part, lr, adapted)
@@ -100,24 +81,21 @@ def moments(
     step: Tensor,
     keep: Tensor,
     divisor: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    rule: Rule,
 ) -> Tensor:
     """Moments and updates in place (the update over the gradient); [2, N] squared norms, tensors first.
 
     `keep` = 0 leaves the moments as they are. A tensor with no element on this rank counts 0.
     """
-    new1, new2 = (1.0 - beta1) * keep, (1.0 - beta2) * keep
-    correction1 = 1.0 - beta1 ** step.clamp(min=1.0)
-    correction2 = 1.0 - beta2 ** step.clamp(min=1.0)
+    new1, new2 = (1.0 - rule.beta1) * keep, (1.0 - rule.beta2) * keep
+    correction1 = 1.0 - rule.beta1 ** step.clamp(min=1.0)
+    correction2 = 1.0 - rule.beta2 ** step.clamp(min=1.0)
     sums = []
     for p, g, m, v in zip(params, grads, exp_avgs, exp_avg_sqs, strict=True):
         gradient = torch.where(keep > 0, g / divisor, 0.0)
         m.copy_(m + new1 * (gradient - m))
         v.copy_(v + new2 * (gradient * gradient - v))
-        update = (m / correction1) / ((v / correction2).sqrt() + eps) + weight_decay * p
+        update = (m / correction1) / ((v / correction2).sqrt() + rule.eps) + rule.weight_decay * p
         g.copy_(update)
         sums.append(torch.stack([(p * p).sum(), (update * update).sum()]))
     return torch.stack(sums, dim=1)
@@ -139,28 +117,25 @@ def moments_of_all(
     step: Tensor,
     keep: Tensor,
     divisor: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
+    rule: Rule,
 ) -> Tensor:
     """`moments` by one kernel for all tensors at a time, for a GPU; not to the bit."""
     number = INTEGERS[keep.dtype]
     torch._foreach_mul_([g.view(number) for g in grads], keep.to(number))  # as bits: NaN times 0 is NaN
     torch._foreach_div_(grads, divisor)
-    torch._foreach_mul_(exp_avgs, 1.0 - (1.0 - beta1) * keep)
-    torch._foreach_add_(exp_avgs, grads, alpha=1.0 - beta1)
-    torch._foreach_mul_(exp_avg_sqs, 1.0 - (1.0 - beta2) * keep)
-    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - beta2)
+    torch._foreach_mul_(exp_avgs, 1.0 - (1.0 - rule.beta1) * keep)
+    torch._foreach_add_(exp_avgs, grads, alpha=1.0 - rule.beta1)
+    torch._foreach_mul_(exp_avg_sqs, 1.0 - (1.0 - rule.beta2) * keep)
+    torch._foreach_addcmul_(exp_avg_sqs, grads, grads, value=1.0 - rule.beta2)
     step = step.clamp(min=1.0)
     torch._foreach_copy_(grads, exp_avg_sqs)
-    torch._foreach_div_(grads, (1.0 - beta2**step).to(keep.dtype))
+    torch._foreach_div_(grads, (1.0 - rule.beta2**step).to(keep.dtype))
     torch._foreach_sqrt_(grads)
-    torch._foreach_add_(grads, eps)
-    torch._foreach_mul_(grads, (1.0 - beta1**step).to(keep.dtype))
+    torch._foreach_add_(grads, rule.eps)
+    torch._foreach_mul_(grads, (1.0 - rule.beta1**step).to(keep.dtype))
     torch._foreach_reciprocal_(grads)
     torch._foreach_mul_(grads, exp_avgs)
-    torch._foreach_add_(grads, params, alpha=weight_decay)
+    torch._foreach_add_(grads, params, alpha=rule.weight_decay)
     norms = [torch.stack(torch._foreach_norm(tensors)) for tensors in (params, grads)]
     return torch.stack(norms).square()
 

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from bert_dp.optimizer import Optimizer
+
 # Newton-Schulz: x <- a x + b (x x') x + c (x x')^2 x, five times
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
@@ -25,16 +27,13 @@ Split = tuple[int, int]
 WHOLE: Split = (0, 1)
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Optimizer):
     """Groups carry `matrix`: True = Muon (state momentum_buffer), False = AdamW (its state). One of matrices
     may carry `splits`: of each parameter (dimension, fused matrices along it). `step` leaves what Muon
     orthogonalises in .grad.
 
-    An engine sets `grad_scale` and `found_inf` (see optim.py). Matrices must be whole on their rank.
+    Matrices must be whole on their rank.
     """
-
-    grad_scale: Tensor | None = None
-    found_inf: Tensor | None = None
 
     def __init__(
         self,
@@ -45,18 +44,8 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float],
         eps: float,
     ):
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "momentum": momentum,
-                "betas": betas,
-                "eps": eps,
-                "weight_decay": 0.0,
-                "matrix": False,
-                "splits": None,
-            },
-        )
+        settings = {"lr": lr, "momentum": momentum, "betas": betas, "eps": eps, "weight_decay": 0.0}
+        super().__init__(params, {**settings, "matrix": False, "splits": None})
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]
@@ -71,10 +60,7 @@ class Muon(torch.optim.Optimizer):
                 self._adamw(group, params)
 
     def _muon(self, group: dict[str, Any], params: list[Tensor], splits: list[Split]) -> None:
-        device, dtype = params[0].device, params[0].dtype
-        skip = torch.zeros((), device=device) if self.found_inf is None else self.found_inf
-        keep = 1.0 - skip.to(dtype)
-        divisor = torch.ones((), device=device) if self.grad_scale is None else self.grad_scale
+        keep, divisor = self.controls(params[0])
         lr, momentum = group["lr"] * keep, group["momentum"]
         weights: list[Tensor] = []
         directions: list[Tensor] = []
@@ -83,7 +69,7 @@ class Muon(torch.optim.Optimizer):
             if not self.state[p]:
                 self.state[p] = {"momentum_buffer": torch.zeros_like(p)}
             buffer = self.state[p]["momentum_buffer"]
-            p.grad.copy_(torch.where(keep > 0, p.grad / divisor.to(dtype), 0.0))
+            p.grad.copy_(torch.where(keep > 0, p.grad / divisor, 0.0))
             buffer.lerp_(p.grad, (1.0 - momentum) * keep)
             p.grad.lerp_(buffer, momentum)
             p.mul_(1.0 - lr * group["weight_decay"])
@@ -96,22 +82,15 @@ class Muon(torch.optim.Optimizer):
                 weights[i].sub_(update)
 
     def _adamw(self, group: dict[str, Any], params: list[Tensor]) -> None:
-        for p in params:
-            if not self.state[p]:
-                self.state[p] = {
-                    "step": torch.zeros((), device=p.device),
-                    "exp_avg": torch.zeros_like(p),
-                    "exp_avg_sq": torch.zeros_like(p),
-                }
-        states = [self.state[p] for p in params]
+        exp_avgs, exp_avg_sqs, steps = self.adam_state(params)
         beta1, beta2 = group["betas"]
         adamw(
             params,
             [p.grad for p in params if p.grad is not None],
-            [s["exp_avg"] for s in states],
-            [s["exp_avg_sq"] for s in states],
+            exp_avgs,
+            exp_avg_sqs,
             [],
-            [s["step"] for s in states],
+            steps,
             fused=True,
             grad_scale=self.grad_scale,
             found_inf=self.found_inf,

@@ -1,9 +1,6 @@
 """Parameter groups, optimizers, and schedules as pure functions of progress f.
 
-Contract with the engines: before `step`, `optimizer.grad_scale` (gradients are divided by it) and
-`optimizer.found_inf` (1.0 = leave everything as it is) are float32 device scalars, as torch's fused
-optimizers read them. Where a rank holds parts of tensors, `optimizer.sharded_sums` turns [k, N] sums over the
-parts, N in the order of the optimizer's parameters, into sums over the tensors; LAMB's norms need it.
+What an engine sets before a step, of all of them: see `bert_dp.optimizer.Optimizer`.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from bert_dp.noise import CommHook, NormPairs
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.grid import Grid
 from bert_dp.parallel.state import read_state, write_state
-from bert_dp.parallel.stepping import clip_and_step, make_scaler
+from bert_dp.parallel.stepping import clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.tensor import TensorParallel
 from bert_dp.trainable import Model
 from bert_dp.world import World
@@ -81,8 +81,7 @@ class Engine:
 
     def backward(self, loss: Tensor) -> None:
         whole = loss * self.dp_size  # DDP divides the sum over replicas by their number
-        scaled: Any = whole if self._scaler is None else self._scaler.scale(whole)
-        scaled.backward()
+        scaled_backward(whole, self._scaler)
         self.norm_pairs.end_micro(self._optimizer, self._scaler)
 
     def step(self, max_norm: float) -> Tensor:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from bert_dp import record
 from bert_dp.config import Config, ConfigError
 from bert_dp.parallel import MakeOptimizer, State
-from bert_dp.parallel.state import read_state, write_state
+from bert_dp.parallel.state import check_names, read_state, write_state
 from bert_dp.trainable import Model
 from bert_dp.world import World, standard_variables
 
@@ -132,9 +132,7 @@ class Engine:
             write_state(self._model, self._optimizer, None, state)
             return
         tensors = self._model.state_dict()
-        if tensors.keys() != state["model"].keys():
-            differing = ", ".join(sorted(tensors.keys() ^ state["model"].keys()))
-            raise ValueError(f"checkpoint and model differ in: {differing}")
+        check_names(tensors, state)
         steps = {float(value) for name, value in state["optimizer"].items() if name.endswith("/step")}
         if len(steps) > 1:
             raise ValueError(f"the checkpoint's parameters have done different numbers of steps: {steps}")

@@ -19,7 +19,7 @@ from bert_dp.config import Config
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.grid import Grid
 from bert_dp.parallel.state import read_state, write_state
-from bert_dp.parallel.stepping import clip_and_step, make_scaler
+from bert_dp.parallel.stepping import clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.tensor import TensorParallel
 from bert_dp.trainable import Model
 from bert_dp.world import World
@@ -65,8 +65,7 @@ class Engine:
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        scaled: Any = loss if self._scaler is None else self._scaler.scale(loss)
-        scaled.backward()
+        scaled_backward(loss, self._scaler)
 
     def step(self, max_norm: float) -> Tensor:
         for name, sharded in self._sharded.items():

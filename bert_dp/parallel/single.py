@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from bert_dp.config import Config
 from bert_dp.noise import NormPairs
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.state import read_state, write_state
-from bert_dp.parallel.stepping import clip_and_step, make_scaler
+from bert_dp.parallel.stepping import clip_and_step, make_scaler, scaled_backward
 from bert_dp.trainable import Model
 from bert_dp.world import World
 
@@ -37,8 +36,7 @@ class Engine:
         return nullcontext()
 
     def backward(self, loss: Tensor) -> None:
-        scaled: Any = loss if self._scaler is None else self._scaler.scale(loss)
-        scaled.backward()
+        scaled_backward(loss, self._scaler)
         self.norm_pairs.end_micro(self._optimizer, self._scaler)
 
     def step(self, max_norm: float) -> Tensor:

@@ -71,9 +71,7 @@ def write_state(
     Raises ValueError naming a parameter that is missing or of another shape.
     """
     tensors = dict(model.state_dict())
-    if tensors.keys() != state["model"].keys():
-        differing = ", ".join(sorted(tensors.keys() ^ state["model"].keys()))
-        raise ValueError(f"checkpoint and model differ in: {differing}")
+    check_names(tensors, state)
     saved: dict[str, dict[str, Tensor]] = {}
     for name_key, value in state["optimizer"].items():
         name, _, key = name_key.rpartition("/")
@@ -95,6 +93,12 @@ def write_state(
             }
     if scaler is not None:
         write_scaler(scaler, state["scaler"])
+
+
+def check_names(tensors: Mapping[str, Tensor], state: State) -> None:
+    """Raises ValueError naming what either of a model's tensors and a state has alone."""
+    if differing := tensors.keys() ^ state["model"].keys():
+        raise ValueError(f"checkpoint and model differ in: {', '.join(sorted(differing))}")
 
 
 def write_scaler(scaler: torch.amp.GradScaler, saved: Mapping[str, Tensor]) -> None:

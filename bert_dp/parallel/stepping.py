@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,11 @@ from bert_dp.parallel.grid import ShardedSums
 
 def make_scaler(device: torch.device, fp16: bool) -> torch.amp.GradScaler | None:
     return torch.amp.GradScaler(device.type) if fp16 else None
+
+
+def scaled_backward(loss: Tensor, scaler: torch.amp.GradScaler | None) -> None:
+    scaled: Any = loss if scaler is None else scaler.scale(loss)
+    scaled.backward()
 
 
 def optimizer_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:

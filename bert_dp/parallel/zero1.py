@@ -22,7 +22,7 @@ from bert_dp.noise import NormPairs
 from bert_dp.parallel import MakeOptimizer, State
 from bert_dp.parallel.grid import Grid
 from bert_dp.parallel.state import optimizer_state, read_scaler, to_host, write_state
-from bert_dp.parallel.stepping import clip_and_step, make_scaler
+from bert_dp.parallel.stepping import clip_and_step, make_scaler, scaled_backward
 from bert_dp.parallel.tensor import TensorParallel
 from bert_dp.trainable import Model
 from bert_dp.world import World
@@ -116,8 +116,7 @@ class Engine:
         yield
 
     def backward(self, loss: Tensor) -> None:
-        scaled: Any = loss if self._scaler is None else self._scaler.scale(loss)
-        scaled.backward()
+        scaled_backward(loss, self._scaler)
         self.norm_pairs.end_micro(self._optimizer, self._scaler)
 
     def _send_complete(self) -> None:

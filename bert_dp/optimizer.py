@@ -1,0 +1,44 @@
+"""What LAMB and Muon share: the contract between an engine and an optimizer, and Adam's state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class Optimizer(torch.optim.Optimizer):
+    """Clips and skips without a host sync, as torch's fused AdamW does: before `step` an engine sets
+    `grad_scale` and `found_inf`, float32 device scalars, and `sharded_sums`."""
+
+    grad_scale: Tensor | None = None
+    """Gradients are divided by it."""
+    found_inf: Tensor | None = None
+    """1.0 = leave everything as it is."""
+    sharded_sums: Callable[[Tensor], Tensor] | None = None
+    """Of a rank that holds parts of tensors: makes [k, N] sums over the parts, N in the order of the
+    optimizer's parameters, to sums over the tensors."""
+
+    def controls(self, like: Tensor) -> tuple[Tensor, Tensor]:
+        """(keep, divisor), scalars with the device and type of `like`: keep is 0 in a step that is skipped,
+        else 1; gradients are divided by divisor."""
+        skip = torch.zeros((), device=like.device) if self.found_inf is None else self.found_inf
+        divisor = torch.ones((), device=like.device) if self.grad_scale is None else self.grad_scale
+        return 1.0 - skip.to(like.dtype), divisor.to(like.dtype)
+
+    def adam_state(self, params: list[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """exp_avg, exp_avg_sq and step of each of `params`; zeros before the first step."""
+        for p in params:
+            if not self.state[p]:
+                self.state[p] = {
+                    "step": torch.zeros((), device=p.device),
+                    "exp_avg": torch.zeros_like(p),
+                    "exp_avg_sq": torch.zeros_like(p),
+                }
+        states = [self.state[p] for p in params]
+        return (
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [state["step"] for state in states],
+        )
