@@ -38,7 +38,7 @@ import torch.distributed as dist  # noqa: E402
 
 from benchmarks import records  # noqa: E402
 from bert_dp import config, data, metrics, model, optim, trainer  # noqa: E402
-from bert_dp.dist import set_affinity  # noqa: E402
+from bert_dp.devices import set_affinity  # noqa: E402
 from bert_dp.parallel import make_engine  # noqa: E402
 from bert_dp.precision import Precision  # noqa: E402
 from bert_dp.tasks.mlm import MaskedLanguageModel  # noqa: E402

@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 
 from bert_dp.config import ModelConfig, OptimConfig
-from bert_dp.dist import keep_freed_memory
+from bert_dp.devices import keep_freed_memory
 from bert_dp.model import build_model
 from bert_dp.optim import make_optimizer
 

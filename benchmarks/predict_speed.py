@@ -37,7 +37,7 @@ from benchmarks.export_speed import aligned, make_run, subject_of, tell
 from benchmarks.step_speed import spread, with_range
 from bert_dp import predict
 from bert_dp.config import ConfigError
-from bert_dp.dist import keep_freed_memory
+from bert_dp.devices import keep_freed_memory
 from bert_dp.examples.glue import GlueData
 
 PLAIN_BATCH = 32

@@ -11,35 +11,29 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from bert_dp import checkpoint, dist
-from bert_dp.config import BatchLayout, Config, ConfigError, hf_directory, init_issues
+from bert_dp import checkpoint
+from bert_dp.config import Config, ConfigError, hf_directory, init_issues
+from bert_dp.dist import Comm
 from bert_dp.export.from_hf import modernbert_state
 from bert_dp.parallel import State
 from bert_dp.precision import Precision
 from bert_dp.record.models import InitFrom
-from bert_dp.tasks import Metadata, Task
+from bert_dp.tasks import Metadata
 from bert_dp.trainable import Model
+from bert_dp.trainer import Rank
 
 # torch.compile on a CPU: seconds to compile, and the share of the step it saves (benchmarks/step_speed.py)
 CPU_COMPILE_S = 60.0
 CPU_COMPILE_GAIN = 0.015
 
 
-def prepare_model(
-    config: Config,
-    task: Task,
-    layout: BatchLayout,
-    precision: Precision,
-    comm: dist.Comm,
-    device: torch.device,
-    compiled: bool | None,
-) -> tuple[Model, bool]:
+def prepare_model(rank: Rank, precision: Precision, compiled: bool | None) -> tuple[Model, bool]:
     """The whole model on its device, and whether it is compiled (`compiled`: what an earlier part of the run
     has chosen). Collective."""
-    model = task.build_model(config.run.seed).to(device, precision.parameters)
+    model = rank.task.build_model(rank.config.run.seed).to(rank.device, precision.parameters)
     if compiled is None:
-        compiled = comm.broadcast(compile_pays(config, task, model, layout, precision, device))
-    if config.parallel.activation_checkpointing:
+        compiled = rank.comm.broadcast(compile_pays(rank, model, precision))
+    if rank.config.parallel.activation_checkpointing:
         recompute_blocks(model)
     if compiled:
         compile_parts(model)
@@ -68,31 +62,28 @@ def compile_parts(model: Model) -> None:
         part.compile(dynamic=False)
 
 
-def first_state(
-    config: Config, model: Model, data: Metadata, comm: dist.Comm
-) -> tuple[State, InitFrom | None]:
+def first_state(config: Config, model: Model, data: Metadata, comm: Comm) -> tuple[State, InitFrom | None]:
     """The canonical state that a run begins with, on the host: the model's own weights, or those of
     run.init_from, with its optimizer's state where run.init_keeps says so; and what came from there.
     Collective.
 
-    Every tensor that is pretrained (`Model.is_pretrained`) comes from the checkpoint.
-
-    Raises ConfigError when the weights are
-    another model's or were trained with another tokenizer, or the optimizer's state does not fit.
+    Every tensor that is pretrained (`Model.is_pretrained`) comes from the checkpoint. Raises ConfigError when
+    the weights are another model's or were trained with another tokenizer, or the optimizer's state does not
+    fit.
     """
-    where = config.run.init_from
+    source = config.run.init_from
     own = {name: t.detach().to("cpu", copy=True) for name, t in model.state_dict().items()}
-    if where is None:
+    if source is None:
         return {"model": own, "optimizer": {}, "scaler": {}}, None
-    directory = hf_directory(where)
+    directory = hf_directory(source)
     if directory is not None:
         path = directory
         issues: list[str] = []
         state = modernbert_state(directory, config, data.tokenizer)
         sha256 = checkpoint.sha256(directory / "model.safetensors")
     else:
-        path = _chosen_by_rank_0(where, comm)
-        state, issues = _saved_state(path, where, config, data.tokenizer)
+        path = _chosen_by_rank_0(source, comm)
+        state, issues = _saved_state(path, source, config, data.tokenizer)
         sha256 = checkpoint.weights_hash(path)
     dtype = next(model.parameters()).dtype
     loaded = {name: t for name, t in state["model"].items() if model.is_pretrained(name)}
@@ -108,13 +99,13 @@ def first_state(
     return start, InitFrom(checkpoint=str(path), sha256=sha256, tensors=len(loaded), of=len(own))
 
 
-def _chosen_by_rank_0(where: str, comm: dist.Comm) -> Path:
+def _chosen_by_rank_0(source: str, comm: Comm) -> Path:
     """The newest good checkpoint of a run; the other run may go on, and prune. Collective. Raises
     ConfigError."""
     answer: dict[str, Any] = {}
     if comm.world.rank == 0:
         try:
-            answer["path"] = str(checkpoint.resolve(where))
+            answer["path"] = str(checkpoint.resolve(source))
         except ConfigError as error:
             answer["issues"] = [f"run.init_from: {issue}" for issue in error.issues]
     answer = comm.broadcast(answer)
@@ -123,13 +114,13 @@ def _chosen_by_rank_0(where: str, comm: dist.Comm) -> Path:
     return Path(answer["path"])
 
 
-def _saved_state(path: Path, where: str, config: Config, tokenizer: str | None) -> tuple[State, list[str]]:
+def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None) -> tuple[State, list[str]]:
     """What a run begins with of a checkpoint, and why it does not fit. `tokenizer`: hash of the data's."""
     state, facts = checkpoint.load(path)
-    issues = init_issues(where, facts.config, config)
+    issues = init_issues(source, facts.config, config)
     if tokenizer is not None and facts.tokenizer not in (None, tokenizer):
         issues.append(
-            f"data.tokenizer: run.init_from {where} was trained with tokenizer "
+            f"data.tokenizer: run.init_from {source} was trained with tokenizer "
             f"{str(facts.tokenizer)[:16]}, the shards have {tokenizer[:16]}; build them with "
             "data.tokenizer set to that run's tokenizer.json"
         )
@@ -146,15 +137,14 @@ def _as_wide_as(dtype: torch.dtype, tensors: dict[str, torch.Tensor]) -> dict[st
     return {name: t.to(dtype) if t.is_floating_point() and t.dim() else t for name, t in tensors.items()}
 
 
-def compile_pays(
-    config: Config, task: Task, model: Model, layout: BatchLayout, precision: Precision, device: torch.device
-) -> bool:
+def compile_pays(rank: Rank, model: Model, precision: Precision) -> bool:
     """compile: auto = always on a GPU; on a CPU when it saves more time over the run than it takes."""
+    config = rank.config
     if config.compile != "auto":
         return config.compile == "on"
     if config.parallel.engine == "deepspeed" and config.parallel.zero_stage == 3:
         return False  # its hooks on every module make torch compile anew until it gives up
-    if device.type == "cuda":
+    if rank.device.type == "cuda":
         return True
     schedule = config.schedule
     if schedule.hours is not None:
@@ -165,21 +155,19 @@ def compile_pays(
             if schedule.tokens
             else ((schedule.steps or 0) * config.batch.global_size)
         )
-        micro_steps = sequences / layout.samples_per_micro_step
-        run_s = micro_steps * time_micro_step(config, task, model, precision, device)
+        micro_steps = sequences / rank.layout.samples_per_micro_step
+        run_s = micro_steps * time_micro_step(rank, model, precision)
     return run_s * CPU_COMPILE_GAIN > CPU_COMPILE_S
 
 
-def time_micro_step(
-    config: Config, task: Task, model: Model, precision: Precision, device: torch.device
-) -> float:
+def time_micro_step(rank: Rank, model: Model, precision: Precision) -> float:
     """Seconds of the second of two eager forward/backward passes; leaves no gradients."""
-    batch = task.example_batch(config.batch.micro_size).to(device)
+    batch = rank.task.example_batch(rank.config.batch.micro_size).to(rank.device)
     seconds = 0.0
     for _ in range(2):
         start = time.perf_counter()
-        with precision.context(device):
-            loss = task.loss(model, batch)
+        with precision.context(rank.device):
+            loss = rank.task.loss(model, batch)
         loss.backward()
         seconds = time.perf_counter() - start
     model.zero_grad(set_to_none=True)

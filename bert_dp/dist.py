@@ -1,16 +1,13 @@
-"""How ranks meet and talk beside the gradients, the shared clock, and which device and cores a rank gets."""
+"""How ranks meet, and talk beside the gradients; the shared clock."""
 
 from __future__ import annotations
 
-import ctypes
 import dataclasses
 import datetime
 import json
 import os
-import socket
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.rendezvous import rendezvous
 
-from bert_dp.binding import Placement, place
 from bert_dp.config import ConfigError
+from bert_dp.devices import Place, own_place
 from bert_dp.record import INIT_FILE
 from bert_dp.world import World
 
@@ -92,20 +89,6 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
-    """Where a rank runs."""
-
-    node: str
-    """Its host's name and, after a slash, its boot's identifier: images are copied with their names."""
-    gpu: str | None
-    """Its GPU's address, see pci_address; None on a CPU."""
-
-    @property
-    def host(self) -> str:
-        return self.node.partition("/")[0]
-
-
-@dataclasses.dataclass(frozen=True)
 class Meeting:
     """What ranks know of each other before they make a process group."""
 
@@ -121,23 +104,14 @@ def meet(world: World, device: torch.device) -> Meeting:
     if world.size == 1:
         return Meeting(dist.HashStore(), (mine,))
     path, attempt = os.environ.get(INIT_FILE), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    where = "env://" if path is None else f"file://{path}-{attempt}"
-    store, _, _ = next(rendezvous(where, world.rank, world.size, timeout=TIMEOUT))
+    url = "env://" if path is None else f"file://{path}-{attempt}"
+    store, _, _ = next(rendezvous(url, world.rank, world.size, timeout=TIMEOUT))
     store.set_timeout(TIMEOUT)
     store.set(f"place-{world.rank}", json.dumps(dataclasses.astuple(mine)))
     if world.rank == 0:
         each = [json.loads(store.get(f"place-{rank}")) for rank in range(world.size)]
         store.set("places", json.dumps(each))
     return Meeting(store, tuple(Place(*fields) for fields in json.loads(store.get("places"))))
-
-
-def own_place(device: torch.device) -> Place:
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    gpu = pci_address(device.index) if device.type == "cuda" else None
-    return Place(f"{socket.gethostname()}/{boot}", gpu)
 
 
 def check_places(places: Sequence[Place], tensor: int) -> None:
@@ -197,11 +171,11 @@ def recent_collectives(count: int = 200) -> list[dict[str, Any]]:
     One flight recorder holds what NCCL ran, one what the other backends did; both are private to torch and
     have moved between versions. Sizes are of the inputs, in elements.
     """
-    found: list[dict[str, Any]] = []
+    collectives: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         dump = getattr(torch._C._distributed_c10d, name, None)
         entries = json.loads(dump()).get("entries", []) if dump else []
-        found += [
+        collectives += [
             {
                 "group": str(entry["process_group"][0]),
                 "sequence": entry["collective_seq_id"],
@@ -212,7 +186,7 @@ def recent_collectives(count: int = 200) -> list[dict[str, Any]]:
             for entry in entries[-count:]
             if not entry.get("is_p2p")
         ]
-    return found
+    return collectives
 
 
 def disconnect() -> None:
@@ -273,61 +247,3 @@ class SharedClock:
     def _start(self, stop: Stop) -> Callable[[], list[float]]:
         mine = self.elapsed_s() if self._comm.world.rank == 0 else 0.0
         return self._comm.max_async([mine, float(stop.signal), float(stop.failed)])
-
-
-def choose_device(setting: str, world: World) -> torch.device:
-    """The device of this rank: the GPU of its local number, or the only one that it sees, which its starter
-    has chosen (srun --gpus-per-task=1, --gpu-bind).
-
-    Raises ConfigError, on all ranks of the machine, when there are more of them than GPUs.
-    """
-    gpus, ranks = torch.cuda.device_count(), world.local_size
-    if setting == "cpu" or (setting == "auto" and gpus == 0):
-        return torch.device("cpu")
-    if gpus == 1:
-        return torch.device("cuda", 0)
-    if ranks > gpus:
-        fix = f"use --nproc {gpus}, or run.device: cpu" if gpus else "use run.device: cpu or auto"
-        raise ConfigError(
-            [f"run.device: {setting} needs a GPU for each rank of this machine, {ranks}, found {gpus}; {fix}"]
-        )
-    return torch.device("cuda", world.local_rank)
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until a GPU has done what was asked of it."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what tensors free; else every micro batch gets its large tensors from the kernel again,
-    page by page (110,000 faults a micro batch at 4 layers x 768). Nothing where there is no mallopt.
-    """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(-4, 0)  # M_MMAP_MAX: no tensor in a mapping of its own
-        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink the heap
-
-
-def set_affinity(device: torch.device, world: World, places: Sequence[Place] = ()) -> Placement:
-    """Give this rank its cores (see binding.py) and at most as many threads; on a CPU exactly as many.
-
-    `places`: of all ranks; () = this one is alone. A GPU of another rank may not be visible here.
-    """
-    if device.type == "cuda":
-        places = places or [own_place(device)]
-        here = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
-        placed = place(here.index(world.rank), len(here), [str(places[rank].gpu) for rank in here])
-        placed = dataclasses.replace(placed, threads=min(placed.threads, torch.get_num_threads()))
-    else:
-        placed = place(world.local_rank, world.local_size)
-        keep_freed_memory()
-    torch.set_num_threads(placed.threads)
-    return placed
-
-
-def pci_address(index: int) -> str:
-    """domain:bus:device.function of a visible GPU, as sysfs names it."""
-    gpu: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack the PCI fields
-    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"

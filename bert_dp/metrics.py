@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import resource
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,8 @@ import torch
 from torch import Tensor
 
 from bert_dp.config import BatchLayout
-from bert_dp.cost import GIB
-from bert_dp.dist import Comm, synchronize
+from bert_dp.devices import alloc_retries, peak_memory_gib, synchronize
+from bert_dp.dist import Comm
 from bert_dp.record import Metrics
 from bert_dp.train_state import TrainState
 
@@ -111,46 +110,6 @@ def straggler(own_work_s: Sequence[float], steps: int) -> tuple[float | None, di
     if ratio <= STRAGGLER_RATIO or steps < STRAGGLER_STEPS:
         return ratio, None
     return ratio, {"rank": rank, "ratio": ratio, "seconds_per_step": (slowest - others) / steps}
-
-
-def peak_memory_gib(device: torch.device) -> float:
-    """Peak of this rank: reserved by the allocator on a GPU, resident set on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_reserved(device) / GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts KiB
-
-
-def restart_peak_memory(device: torch.device) -> None:
-    """Count a GPU's peak from here on; what its allocator holds and nobody uses, such as what compilation
-    tried, goes back first. The peak of a CPU rank stays: what a process has freed remains its own."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-
-
-def alloc_retries(device: torch.device) -> int | None:
-    """How often this rank's GPU allocator failed and freed what it kept, to try again; None on a CPU."""
-    return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else None
-
-
-def joules(device: torch.device) -> float | None:
-    """NVML's counter of this device, joules since its driver was loaded.
-
-    None on a CPU, without the package, or on a GPU older than Volta.
-    """
-    if device.type != "cuda":
-        return None
-    try:
-        import pynvml
-    except ImportError:
-        return None
-    properties: Any = torch.cuda.get_device_properties(device)
-    try:
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
-        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3  # it counts mJ
-    except pynvml.NVMLError:
-        return None
 
 
 class Meter:

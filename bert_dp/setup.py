@@ -2,32 +2,28 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
-import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from bert_dp import checkpoint, cost, dist, optim, parallel, record
+from bert_dp import checkpoint, cost, optim, parallel, record
 from bert_dp.binding import Placement, format_cores
 from bert_dp.building import first_state, prepare_model
-from bert_dp.config import BatchLayout, Config, ConfigError, changed_settings, decide_precision, peak_lr
+from bert_dp.config import ConfigError, changed_settings, decide_precision, peak_lr
 from bert_dp.config.profile import ProfilePlan
-from bert_dp.heartbeat import Heartbeat
-from bert_dp.lines import LostWrites, Records
+from bert_dp.devices import device_name
+from bert_dp.dist import Comm
+from bert_dp.lines import Records
 from bert_dp.metrics import Meter, sample_communication
 from bert_dp.precision import Precision, allow_tf32, has_bf16, precision_of
-from bert_dp.rank_process import Signals
 from bert_dp.record.models import InitFrom
 from bert_dp.saving import AsyncCheckpointer
 from bert_dp.step_trace import StepTrace
-from bert_dp.tasks import Metadata, SameBatch, Stream, Task
+from bert_dp.tasks import Metadata, SameBatch, Stream
 from bert_dp.train_state import TrainState
-from bert_dp.trainer import Trainer
+from bert_dp.trainer import Rank, Trainer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,36 +41,7 @@ class Checkpoint:
     """What the run began with."""
 
 
-def log_rank0(comm: dist.Comm, text: str) -> None:
-    """A line of rank 0's log; the launcher shows it."""
-    if comm.world.rank == 0:
-        with contextlib.suppress(OSError):  # the log's disk is full: no reason to end the run
-            sys.stdout.write(record.printable(text) + "\n")
-            sys.stdout.flush()
-
-
-def set_deterministic(on: bool) -> None:
-    """Let torch do everything in one order, or as is fastest: the gradients of attention and of look-ups, and
-    what cuBLAS and inductor choose by timing. Where torch knows no such way the dry run raises. Before
-    anything runs on a GPU."""
-    if on:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
-    if on != torch.are_deterministic_algorithms_enabled():  # inductor's setting follows, and is slow to load
-        torch.use_deterministic_algorithms(on)
-    torch.backends.cudnn.deterministic = on
-    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass
-    # what remains: flash attention, which torch then lets add in one order, and plain attention
-    torch.backends.cuda.enable_mem_efficient_sdp(not on)
-    torch.backends.cuda.enable_cudnn_sdp(not on)
-
-
-def set_device(device: torch.device) -> None:
-    """What this process does on its device."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-
-
-def check_same_data(comm: dist.Comm, data: Metadata) -> None:
+def check_same_data(comm: Comm, data: Metadata) -> None:
     """Raises ConfigError on a rank whose data are not rank 0's: nodes may have caches of their own.
     Collective."""
     first = comm.broadcast(data.data_hash)
@@ -87,67 +54,63 @@ def check_same_data(comm: dist.Comm, data: Metadata) -> None:
         )
 
 
-def select_checkpoint(
-    config: Config, run_dir: Path, comm: dist.Comm, device: torch.device, data: Metadata, policy: str
-) -> Checkpoint | None:
+def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
     """The checkpoint to go on from: rank 0 chooses and verifies, all ranks follow its choice and its error.
 
     policy: auto = the newest valid one of the run directory, if any; never; or a path. Raises ConfigError
     when a path holds none, or when settings or data differ that may not. Collective.
     """
     answer: dict[str, Any] = {"path": None, "passed_over": []}
-    if comm.world.rank == 0 and policy != "never":
+    if rank.comm.world.rank == 0 and policy != "never":
         try:
             if policy == "auto":
-                newest, answer["passed_over"] = checkpoint.newest_valid(run_dir / "checkpoints")
+                newest, answer["passed_over"] = checkpoint.newest_valid(rank.run_dir / "checkpoints")
             else:
                 newest = checkpoint.resolve(policy)
             answer["path"] = str(newest) if newest else None
         except ConfigError as error:
             answer["issues"] = list(error.issues)
-    answer = comm.broadcast(answer)
+    answer = rank.comm.broadcast(answer)
     if "issues" in answer:
         raise ConfigError([f"--resume: {issue}" for issue in answer["issues"]])
     for problem in answer["passed_over"]:
-        log_rank0(comm, f"checkpoint passed over: {problem}")
+        rank.log_rank0(f"checkpoint passed over: {problem}")
     if answer["path"] is None:
         return None
     path = Path(answer["path"])
     tensors, facts = checkpoint.load(path)
-    if changed := changed_settings(facts.config, config):
+    if changed := changed_settings(facts.config, rank.config):
         raise ConfigError(
             [
                 f"--resume {path}: {line}; undo it or use --resume never in another run directory"
                 for line in changed
             ]
         )
-    if facts.data_hash != data.data_hash:
-        raise ConfigError(
-            [f"data: the run was trained on shards {facts.data_hash[:16]}, these are {data.data_hash[:16]}"]
-        )
-    state = TrainState.of_checkpoint(facts)
-    log_rank0(comm, f"resuming from {path.name}: {state.samples} samples seen")
-    compiled = facts.compiled if facts.device == device.type else None
+    if facts.data_hash != rank.data.data_hash:
+        own = rank.data.data_hash[:16]
+        raise ConfigError([f"data: the run was trained on shards {facts.data_hash[:16]}, these are {own}"])
+    state = TrainState.from_checkpoint(facts)
+    rank.log_rank0(f"resuming from {path.name}: {state.samples} samples seen")
+    compiled = facts.compiled if facts.device == rank.device.type else None
     return Checkpoint(path, tensors, state, compiled, facts.precision, facts.init_from)
 
 
-def agree_precision(
-    config: Config, comm: dist.Comm, device: torch.device, resumed: Checkpoint | None
-) -> Precision:
+def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
     """What every rank computes in, as rank 0 decides from what the devices of all can. Under auto a run that
     goes on keeps its own, also where that is slow. Collective."""
-    native = bool(comm.all_gather([has_bf16(device)]).all())
-    name = comm.broadcast(
+    config = rank.config
+    native = bool(rank.comm.all_gather([has_bf16(rank.device)]).all())
+    name = rank.comm.broadcast(
         decide_precision(
             config.precision,
             [config.parallel.engine],
-            on_gpu=device.type == "cuda",
+            on_gpu=rank.device.type == "cuda",
             has_bf16=native,
             kept=resumed.precision if resumed else None,
         )
     )
     if resumed and config.precision == "auto" and name == "bf16" and not native:
-        log_rank0(comm, "warning: the run was begun in bf16 and keeps it, and here bf16 is emulated and slow")
+        rank.log_rank0("warning: the run was begun in bf16 and keeps it, and here bf16 is emulated and slow")
     return precision_of(name)
 
 
@@ -160,36 +123,30 @@ def saved_step(resumed: Checkpoint | None, folder: Path) -> int | None:
 
 
 def build_trainer(
-    config: Config,
-    layout: BatchLayout,
-    run_dir: Path,
-    comm: dist.Comm,
-    device: torch.device,
-    task: Task,
-    data: Metadata,
-    resumed: Checkpoint | None,
-    heartbeat: Heartbeat,
-    signals: Signals,
-    lost_writes: LostWrites,
-    plan: ProfilePlan | None = None,
+    rank: Rank, resumed: Checkpoint | None = None, plan: ProfilePlan | None = None
 ) -> tuple[Trainer, TrainState, parallel.State]:
     """Everything `train` needs, where it starts, and the tensors that it starts from, not yet loaded. `plan`:
     steps to profile. Collective.
 
     Raises ConfigError for a checkpoint with the tensors of another model.
     """
-    precision = agree_precision(config, comm, device, resumed)
+    config, comm, device, data = rank.config, rank.comm, rank.device, rank.data
+    precision = agree_precision(rank, resumed)
     allow_tf32(precision, device)
     state = resumed.state if resumed else TrainState()
-    bare, compiled = prepare_model(
-        config, task, layout, precision, comm, device, resumed.compiled if resumed else None
-    )
+    bare, compiled = prepare_model(rank, precision, resumed.compiled if resumed else None)
     num_parameters = sum(p.numel() for p in bare.parameters())
     tensors, init = (resumed.tensors, resumed.init) if resumed else first_state(config, bare, data, comm)
     if resumed and (issues := checkpoint.state_issues(resumed.path, tensors, bare)):
         raise ConfigError(issues)
-    name = parallel.engine_name(config.parallel, comm.world.size)
-    engine = parallel.make_engine(name, config, comm.world, device, precision=precision.name, run_dir=run_dir)
+    engine = parallel.make_engine(
+        parallel.engine_name(config.parallel, comm.world.size),
+        config,
+        comm.world,
+        device,
+        precision=precision.name,
+        run_dir=rank.run_dir,
+    )
 
     def make_optimizer(named: optim.NamedParameters) -> torch.optim.Optimizer:
         return optim.make_optimizer(config.optim, named, bare, compiled=compiled)
@@ -200,72 +157,59 @@ def build_trainer(
     meter = Meter(
         comm,
         device,
-        layout,
+        rank.layout,
         tokens_per_sample=data.tokens_per_sample or config.data.sequence_length,
-        flops_per_token=task.flops_per_token,
+        flops_per_token=rank.task.flops_per_token,
         peak_flops=cost.peak_flops(device_name(device), precision.name),
         skipped=state.skipped_steps,
     )
-    metadata = {
-        "config": config.model_dump(mode="json"),
-        "data_hash": data.data_hash,
-        "tokenizer": data.tokenizer,
-        "compiled": compiled,
-        "device": device.type,
-        "precision": precision.name,
-        "world_size": comm.world.size,
-        "init_from": init.model_dump() if init else None,
-    }
     if comm.world.rank == 0 and data.tokenizer_file is not None:
-        record.write_text(run_dir / checkpoint.TOKENIZER, data.tokenizer_file.read_text(encoding="utf-8"))
-    folder = run_dir / "checkpoints"
-    line = functools.partial(log_rank0, comm)
-    directory = record.HeldDirectory(run_dir) if comm.world.rank == 0 else None
-    checkpointer = AsyncCheckpointer(
-        folder,
-        config.checkpoint,
-        log_rank0=line,
-        saved_step=saved_step(resumed, folder),
-        lost_writes=lost_writes,
-        directory=directory,
-    )
+        record.write_text(
+            rank.run_dir / checkpoint.TOKENIZER, data.tokenizer_file.read_text(encoding="utf-8")
+        )
+    folder = rank.run_dir / "checkpoints"
+    directory = record.HeldDirectory(rank.run_dir) if comm.world.rank == 0 else None
     trainer = Trainer(
-        config=config,
-        layout=layout,
-        run_dir=run_dir,
-        comm=comm,
-        device=device,
+        **vars(rank),
         precision=precision,
-        task=task,
-        data=data,
-        stream=make_stream(config, task, engine, device, state.samples),
+        stream=make_stream(rank, engine, state.samples),
         engine=engine,
         bare_model=bare,
         model=model,
         optimizer=optimizer,
         num_parameters=num_parameters,
-        metadata=metadata,
+        metadata={
+            "config": config.model_dump(mode="json"),
+            "data_hash": data.data_hash,
+            "tokenizer": data.tokenizer,
+            "compiled": compiled,
+            "device": device.type,
+            "precision": precision.name,
+            "world_size": comm.world.size,
+            "init_from": init.model_dump() if init else None,
+        },
         meter=meter,
-        checkpointer=checkpointer,
-        records=Records(run_dir, line, lost_writes),
-        lost_writes=lost_writes,
-        log_rank0=line,
-        heartbeat=heartbeat,
-        signals=signals,
+        checkpointer=AsyncCheckpointer(
+            folder,
+            config.checkpoint,
+            log_rank0=rank.log_rank0,
+            saved_step=saved_step(resumed, folder),
+            lost_writes=rank.lost_writes,
+            directory=directory,
+        ),
+        records=Records(rank.run_dir, rank.log_rank0, rank.lost_writes),
         directory=directory,
-        trace=StepTrace(plan, comm, device, run_dir, lost_writes) if plan is not None else None,
+        trace=StepTrace(plan, comm, device, rank.run_dir, rank.lost_writes) if plan else None,
     )
     return trainer, state, tensors
 
 
-def make_stream(
-    config: Config, task: Task, engine: parallel.Engine, device: torch.device, start_sample: int
-) -> Stream:
+def make_stream(rank: Rank, engine: parallel.Engine, start_sample: int) -> Stream:
     """Where this replica's micro batches come from."""
-    if config.data.synthetic:
-        batch = task.example_batch(config.batch.micro_size)
-        return SameBatch(batch.pin() if device.type == "cuda" else batch)
-    return task.stream(dp_rank=engine.dp_rank, dp_size=engine.dp_size, start_sample=start_sample)
+    if rank.config.data.synthetic:
+        batch = rank.task.example_batch(rank.config.batch.micro_size)
+        return SameBatch(batch.pin() if rank.device.type == "cuda" else batch)
+    return rank.task.stream(dp_rank=engine.dp_rank, dp_size=engine.dp_size, start_sample=start_sample)
 
 
 def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | None) -> None:
@@ -280,10 +224,6 @@ def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | 
             steps.mkdir(exist_ok=True)
         checkpoint.set_aside_after(run_dir / "checkpoints", state.step)
     trainer.comm.barrier()
-
-
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) -> None:

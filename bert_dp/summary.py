@@ -5,10 +5,9 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from bert_dp import metrics, noise, record
+from bert_dp import devices, metrics, noise, record
 from bert_dp.metrics import straggler
 from bert_dp.record.models import DdpCounters, HeldOut, InitFrom, NoiseScale, RunStatus, Straggler, Summary
-from bert_dp.setup import device_name
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import RunResult, Trainer
 
@@ -25,9 +24,9 @@ def write_summary(
 
     `before_j`: this rank's counter of joules before the first step.
     """
-    after_j = metrics.joules(trainer.device)
+    after_j = devices.joules(trainer.device)
     used = math.nan if before_j is None or after_j is None else after_j - before_j
-    gathered = trainer.comm.all_gather([metrics.peak_memory_gib(trainer.device), used])
+    gathered = trainer.comm.all_gather([devices.peak_memory_gib(trainer.device), used])
     memory, used = gathered[:, 0].max().item(), gathered[:, 1].sum().item()
     if trainer.comm.world.rank != 0 or trainer.directory_lost():
         return
@@ -53,7 +52,7 @@ def write_summary(
         unigram_entropy_nats=trainer.data.unigram_entropy_nats,
         uniform_entropy_nats=trainer.data.uniform_entropy_nats,
         world_size=trainer.comm.world.size,
-        device=device_name(trainer.device),
+        device=devices.device_name(trainer.device),
         parameters=trainer.num_parameters,
         global_batch=trainer.layout.global_size,
         micro_batch=trainer.layout.micro_size,

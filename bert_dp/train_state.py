@@ -44,7 +44,7 @@ class TrainState:
     """Of `trouble`."""
 
     @classmethod
-    def of_checkpoint(cls, facts: CheckpointFacts) -> TrainState:
+    def from_checkpoint(cls, facts: CheckpointFacts) -> TrainState:
         """Where the run goes on from a checkpoint."""
         return cls(logged_step=facts.step, **{name: getattr(facts, name) for name in SAVED})
 

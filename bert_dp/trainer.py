@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import itertools
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -35,18 +36,34 @@ LossFn = Callable[[nn.Module, Any], Tensor]
 """(model, micro batch on the device) -> sum over the targets, a device scalar."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Trainer:
-    """Everything that one rank trains with; built by setup.py."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Rank:
+    """One rank of a run that has met the others, before it builds anything."""
 
     config: Config
     layout: BatchLayout
     run_dir: Path
     comm: Comm
     device: torch.device
-    precision: Precision
     task: Task
     data: Metadata
+    heartbeat: Heartbeat
+    signals: Signals
+    lost_writes: LostWrites
+
+    def log_rank0(self, text: str) -> None:
+        """Write a line of rank 0's log; the launcher shows it."""
+        if self.comm.world.rank == 0:
+            with suppress(OSError):  # the log's disk is full: no reason to end the run
+                sys.stdout.write(record.printable(text) + "\n")
+                sys.stdout.flush()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trainer(Rank):
+    """Everything that one rank trains with; built by setup.py."""
+
+    precision: Precision
     stream: Stream
     engine: Engine
     bare_model: Model
@@ -59,11 +76,6 @@ class Trainer:
     meter: Meter
     checkpointer: AsyncCheckpointer
     records: Records
-    lost_writes: LostWrites
-    log_rank0: Callable[[str], None]
-    """Writes a line of rank 0's log."""
-    heartbeat: Heartbeat
-    signals: Signals
     directory: record.HeldDirectory | None
     """The run directory, held by rank 0, which writes."""
     trace: StepTrace | None = None

@@ -92,9 +92,9 @@ def run(
     would otherwise report first.
     """
     started = time.monotonic()
-    from bert_dp import dist, metrics, parallel, setup, tasks
+    from bert_dp import devices, dist, parallel, setup, tasks
     from bert_dp.summary import write_summary
-    from bert_dp.trainer import dry_run, save, train
+    from bert_dp.trainer import Rank, dry_run, save, train
 
     config = load_config(arguments.config)
     run_dir = (arguments.run_dir or arguments.config.parent).resolve()
@@ -102,11 +102,10 @@ def run(
         run_dir.mkdir(parents=True, exist_ok=True)
     layout = batch_layout(config, world.size)
     plan = profile_plan(arguments, config, world)
-    device = dist.choose_device(config.run.device, world)
+    device = devices.choose_device(config.run.device, world)
     lock = lock_run(run_dir) if world.rank == 0 else None
     heartbeat = Heartbeat(record.heartbeat_path(run_dir, world.rank), lost_writes)
-    setup.set_deterministic(config.run.deterministic)
-    setup.set_device(device)
+    devices.use_device(device, deterministic=config.run.deterministic)
     engine = parallel.engine_name(config.parallel, world.size)
     task = (make_task or tasks.make_task)(config, device)
     data = task.open_data()  # before the ranks meet: a corpus may take longer than a collective may
@@ -114,23 +113,33 @@ def run(
     heartbeat.progress()
     meeting = dist.meet(world, device)
     dist.check_places(meeting.places, layout.tensor)
-    placed = dist.set_affinity(device, world, meeting.places)
+    placed = devices.set_affinity(device, world, meeting.places)
     comm = dist.connect(world, device, meeting, group_of_one=engine != "single")
     heartbeat.answer_with(lambda: write_collectives(run_dir, world.rank))
     heartbeat.progress()
     setup.check_same_data(comm, data)
-    resumed = setup.select_checkpoint(config, run_dir, comm, device, data, arguments.resume)
-    heartbeat.progress()
-    trainer, state, tensors = setup.build_trainer(
-        config, layout, run_dir, comm, device, task, data, resumed, heartbeat, signals, lost_writes, plan
+    rank = Rank(
+        config=config,
+        layout=layout,
+        run_dir=run_dir,
+        comm=comm,
+        device=device,
+        task=task,
+        data=data,
+        heartbeat=heartbeat,
+        signals=signals,
+        lost_writes=lost_writes,
     )
+    resumed = setup.select_checkpoint(rank, arguments.resume)
+    heartbeat.progress()
+    trainer, state, tensors = setup.build_trainer(rank, resumed, plan)
     at_end.callback(trainer.checkpointer.close)  # a checkpoint that is being written outlives an error
     setup.describe(trainer, placed, resumed)
     setup.write_environment(trainer, placed)
     setup_s = time.monotonic() - started
     heartbeat.enter("compile", state.step)
     dry_run(trainer, tensors)
-    metrics.restart_peak_memory(device)
+    devices.restart_peak_memory(device)
     setup.cut_records_back(trainer, state, resumed)
     del resumed, tensors  # or a whole state stays on the host of every rank
     dry_run_s = time.monotonic() - started - setup_s
@@ -138,7 +147,7 @@ def run(
     failure = save(trainer, state, state.elapsed_s, wait=True)  # before hours are spent
     failure_kind = trainer.checkpointer.failure_kind
     if failure is None:
-        before_j = metrics.joules(device)
+        before_j = devices.joules(device)
         with collector_at_rest():
             result = train(trainer, state, dist.SharedClock(comm, state.elapsed_s))
         write_summary(trainer, state, result, setup_s, dry_run_s, before_j)
@@ -169,8 +178,8 @@ def write_collectives(run_dir: Path, rank: int) -> None:
     """What a reader of the heartbeat has asked for: logs/rank-N.collectives.json."""
     from bert_dp import dist
 
-    found = {"rank": rank, "collectives": dist.recent_collectives()}
-    record.write_json(run_dir / "logs" / f"rank-{rank}.collectives.json", found)
+    facts = {"rank": rank, "collectives": dist.recent_collectives()}
+    record.write_json(run_dir / "logs" / f"rank-{rank}.collectives.json", facts)
 
 
 def lock_run(run_dir: Path) -> IO[str]:

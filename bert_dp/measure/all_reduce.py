@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from bert_dp.dist import synchronize
+from bert_dp.devices import synchronize
 from bert_dp.rank_process import follow_launcher
 
 MEASURE_S = 2.0

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from bert_dp.dist import keep_freed_memory, synchronize
+from bert_dp.devices import keep_freed_memory, synchronize
 from bert_dp.matmul import product
 from bert_dp.precision import allow_tf32, choose_precision
 from bert_dp.rank_process import follow_launcher

@@ -19,12 +19,13 @@ from torch import Tensor
 
 from bert_dp import setup, tasks
 from bert_dp.config import Config, batch_layout, load_config
-from bert_dp.dist import Comm, choose_device, set_affinity, synchronize
+from bert_dp.devices import choose_device, device_name, set_affinity, synchronize, use_device
+from bert_dp.dist import Comm
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites
 from bert_dp.metrics import Timers
 from bert_dp.rank_process import Signals, follow_launcher
-from bert_dp.trainer import Trainer
+from bert_dp.trainer import Rank, Trainer
 from bert_dp.world import World
 
 ALONE = World(0, 0, 1, 1)
@@ -34,23 +35,29 @@ WARM_UP, REPEATS = 2, 7
 @contextlib.contextmanager
 def lone_trainer(config: Config, work: Path) -> Iterator[Trainer]:
     """A trainer of one rank without a process group. `work`: a scratch directory."""
-    layout = batch_layout(config, 1)
     device = choose_device(config.run.device, ALONE)
-    comm = Comm(ALONE, None)
-    setup.set_deterministic(config.run.deterministic)
-    setup.set_device(device)
+    use_device(device, deterministic=config.run.deterministic)
     set_affinity(device, ALONE)
     lost_writes = LostWrites()
-    heartbeat = Heartbeat(work / "heartbeats" / "rank-0", lost_writes)
     task = tasks.make_task(config, device)
-    trainer, *_ = setup.build_trainer(
-        config, layout, work, comm, device, task, task.open_data(), None, heartbeat, Signals(), lost_writes
+    rank = Rank(
+        config=config,
+        layout=batch_layout(config, 1),
+        run_dir=work,
+        comm=Comm(ALONE, None),
+        device=device,
+        task=task,
+        data=task.open_data(),
+        heartbeat=Heartbeat(work / "heartbeats" / "rank-0", lost_writes),
+        signals=Signals(),
+        lost_writes=lost_writes,
     )
+    trainer, *_ = setup.build_trainer(rank)
     try:
         yield trainer
     finally:
         trainer.stream.close()
-        heartbeat.close()
+        rank.heartbeat.close()
 
 
 def profile(config: Config, work: Path) -> dict[str, Any]:
@@ -98,7 +105,7 @@ def measure(trainer: Trainer, clock: Timers) -> dict[str, Any]:
     ready_s = {name: statistics.median(r[3][name] for r in rounds) for name in rounds[0][3]}
     sizes = {name: p.nbytes for name, p in named}
     return {
-        "device": setup.device_name(trainer.device),
+        "device": device_name(trainer.device),
         "precision": trainer.precision.name,
         "compiled": trainer.metadata["compiled"],
         "engine": "single",

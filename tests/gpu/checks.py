@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from bert_dp.config import load_config
-from bert_dp.dist import synchronize
+from bert_dp.devices import synchronize
 from bert_dp.measure.profiling import lone_trainer
 from bert_dp.metrics import Timers
 from bert_dp.model import TiedLookup

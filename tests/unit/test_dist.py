@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -18,20 +15,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp import dist
-from bert_dp.binding import Placement
+from bert_dp.devices import Place, own_place
 from bert_dp.dist import (
     Comm,
-    Place,
     SharedClock,
     Stop,
     check_places,
-    choose_device,
     connect,
     disconnect,
     gather_json,
     meet,
     recent_collectives,
-    set_affinity,
 )
 from bert_dp.measure import all_reduce
 from bert_dp.world import World, read_world
@@ -120,33 +114,7 @@ def test_every_rank_of_a_world_reads_itself(size: int, data: st.DataObject) -> N
     assert read_world({"RANK": str(rank), "WORLD_SIZE": str(size)}) == World(rank, rank, size, size)
 
 
-# --- devices and cores
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
-def test_devices_of_a_machine_without_a_gpu() -> None:
-    assert choose_device("cpu", LONE) == CPU
-    assert choose_device("auto", World(1, 1, 2, 2)) == CPU
-    (line,) = issues_of(choose_device, "cuda", LONE)
-    assert line.startswith("run.device: cuda needs a GPU for each rank of this machine, 1, found 0; use run.")
-
-
-def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    assert choose_device("auto", World(1, 1, 2, 2)) == torch.device("cuda", 1)
-    assert choose_device("cpu", World(5, 5, 8, 8)) == CPU
-    for rank in range(4):  # also those for which there is one: they would wait for the others
-        (line,) = issues_of(choose_device, "auto", World(rank, rank, 4, 4))
-        assert line.startswith(
-            "run.device: auto needs a GPU for each rank of this machine, 4, found 2; use --"
-        )
-
-
-def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each task has its own, and that is number 0 to it: srun --gpus-per-task=1, --gpu-bind."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for rank in range(4):
-        assert choose_device("cuda", World(rank, rank, 4, 4)) == torch.device("cuda", 0)
+# --- places
 
 
 def test_ranks_that_have_one_gpu_are_refused() -> None:
@@ -179,46 +147,6 @@ def test_the_ranks_of_a_replica_share_a_node(nodes: str, spread: tuple[str, ...]
     for line, part in zip(found, spread, strict=True):
         assert line.startswith("parallel.tensor: 2, and ")
         assert part in line
-
-
-def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of the other ranks are not visible to it; what they are it is told."""
-    asked: list[Any] = []
-
-    def properties(index: int) -> Any:
-        assert index == 0, "no such device"
-        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
-
-    def placed(*arguments: Any) -> Placement:
-        asked.append(arguments)
-        return Placement(((0,), (1,)), 1)
-
-    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
-    monkeypatch.setattr(dist, "place", placed)
-    mine = dist.own_place(torch.device("cuda", 0))
-    assert mine.gpu == "0000:1b:00.0"
-    other = dataclasses.replace(mine, gpu="0000:1a:00.0")
-    elsewhere = Place("n2/2", "0000:1a:00.0")
-    set_affinity(torch.device("cuda", 0), World(2, 1, 4, 2), [elsewhere, other, mine, elsewhere])
-    set_affinity(torch.device("cuda", 0), LONE)
-    assert asked == [(1, 2, ["0000:1a:00.0", "0000:1b:00.0"]), (0, 1, ["0000:1b:00.0"])]
-
-
-@pytest.mark.parametrize(("ranks", "share"), [(1, 6), (2, 3), (3, 2), (4, 1), (6, 1), (7, 0)])
-def test_ranks_share_cores_without_overlap(monkeypatch: pytest.MonkeyPatch, ranks: int, share: int) -> None:
-    cores = {0, 2, 4, 8, 9, 11}
-    bound: list[list[int]] = []
-    threads: list[int] = []
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
-    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mine: bound.append(list(mine)))
-    monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    for rank in range(ranks):
-        assert set_affinity(CPU, World(rank, rank, ranks, ranks)).threads == max(1, share)
-    assert threads == [max(1, share)] * ranks
-    taken = [core for mine in bound for core in mine]
-    assert len(taken) == len(set(taken)) == share * ranks
-    assert set(taken) <= cores
 
 
 # --- talking
@@ -334,7 +262,7 @@ def check_bus_bandwidth(comm: Comm) -> None:
 
 def check_everything() -> None:
     world = read_world(os.environ)
-    node = dist.own_place(CPU).node
+    node = own_place(CPU).node
     dist.own_place = lambda device: Place(node, f"gpu {world.rank}")  # type: ignore[assignment]
     meeting = meet(world, CPU)
     assert meeting.places == tuple(Place(node, f"gpu {rank}") for rank in range(world.size))

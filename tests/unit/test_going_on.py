@@ -25,8 +25,16 @@ def config() -> Config:
     return resolve([{"data": {"path": "x"}, "schedule": {"steps": 9}}])
 
 
-def data(digit: str) -> Metadata:
-    return Metadata(data_hash=digit * 64, tokenizer=None, num_samples=9)
+def rank_with(run_dir: Path, digit: str) -> Any:
+    """A lone rank whose data have this hash."""
+    return SimpleNamespace(
+        config=config(),
+        run_dir=run_dir,
+        comm=Comm(LONE, None),
+        device=CPU,
+        data=Metadata(data_hash=digit * 64, tokenizer=None, num_samples=9),
+        log_rank0=lambda text: None,
+    )
 
 
 @pytest.fixture
@@ -40,12 +48,12 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_a_rank_goes_on_with_the_data_of_the_checkpoint_only(run_dir: Path) -> None:
     """srun and mpirun start ranks without the launcher, which checks the same."""
-    found = setup.select_checkpoint(config(), run_dir, Comm(LONE, None), CPU, data("0"), "auto")
-    assert found is not None
-    assert found.path == run_dir / "checkpoints" / "step-00000003"
-    assert found.state == TrainState(step=3, samples=12, elapsed_s=7.5, logged_step=3)
+    resumed = setup.select_checkpoint(rank_with(run_dir, "0"), "auto")
+    assert resumed is not None
+    assert resumed.path == run_dir / "checkpoints" / "step-00000003"
+    assert resumed.state == TrainState(step=3, samples=12, elapsed_s=7.5, logged_step=3)
     with pytest.raises(ConfigError, match=f"was trained on shards {'0' * 16}, these are {'1' * 16}"):
-        setup.select_checkpoint(config(), run_dir, Comm(LONE, None), CPU, data("1"), "auto")
+        setup.select_checkpoint(rank_with(run_dir, "1"), "auto")
 
 
 class Meeting(Comm):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_dp import metrics, summary
+from bert_dp import devices, metrics, summary
 from bert_dp.config import batch_layout
 from bert_dp.data import Batch, random_batch
 from bert_dp.dist import Comm, SharedClock
@@ -351,8 +351,8 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     trainer.comm = TwoRanks(World(0, 0, 2, 2), None)
     state.samples += 1000  # of an earlier start
     trainer.meter.own_work_s, trainer.meter.total_steps = [20.0, 60.0], 20
-    monkeypatch.setattr(metrics, "peak_memory_gib", lambda device: 1.0)
-    monkeypatch.setattr(metrics, "joules", lambda device: 130.0)
+    monkeypatch.setattr(devices, "peak_memory_gib", lambda device: 1.0)
+    monkeypatch.setattr(devices, "joules", lambda device: 130.0)
     summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
     found = json.loads((tmp_path / "summary.json").read_text())
     assert found["peak_memory_gib"] == 4.0

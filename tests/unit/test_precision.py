@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,7 +110,8 @@ def agreed(
     monkeypatch.setattr(bert_dp.precision, "bf16_units", lambda: ("amx_bf16",) if able[0] else ())
     resumed = None if kept is None else setup.Checkpoint(Path(), {}, TrainState(), None, kept, None)
     config = make_config("precision=auto", *settings)
-    return setup.agree_precision(config, Ranks(able), CPU, resumed).name
+    rank: Any = SimpleNamespace(config=config, comm=Ranks(able), device=CPU, log_rank0=print)
+    return setup.agree_precision(rank, resumed).name
 
 
 def test_ranks_compute_in_bf16_only_if_all_of_them_can(

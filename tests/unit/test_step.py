@@ -19,7 +19,6 @@ from bert_dp.building import first_state
 from bert_dp.config import OptimConfig, batch_layout
 from bert_dp.data import random_batch
 from bert_dp.dist import Comm, connect, disconnect
-from bert_dp.metrics import restart_peak_memory
 from bert_dp.model import build_model
 from bert_dp.optim import make_optimizer
 from bert_dp.parallel import Engine, State, engine_name, make_engine
@@ -367,16 +366,6 @@ def gather_on_two_ranks() -> None:
 
 def test_a_gathered_state_is_on_rank_0_alone() -> None:
     run_ranks(2, gather_on_two_ranks)
-
-
-def test_a_gpus_peak_memory_can_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("cache"))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", told.append)
-    restart_peak_memory(CPU)
-    assert told == []
-    restart_peak_memory(torch.device("cuda", 1))
-    assert told == ["cache", torch.device("cuda", 1)]
 
 
 def test_the_scaler_goes_on_where_it_was() -> None:

@@ -36,7 +36,7 @@ def slowed(module: Any, name: str, clock: SimpleNamespace, seconds: float) -> No
 
 def train_twice(run_dir: str, more: dict[str, Any]) -> None:
     """Two steps, the second with a bad gradient, and in a second process's place as `more` says."""
-    from bert_dp import metrics, setup, trainer, worker
+    from bert_dp import devices, setup, trainer, worker
 
     clock = SimpleNamespace(now=100.0)
     worker.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
@@ -49,7 +49,7 @@ def train_twice(run_dir: str, more: dict[str, Any]) -> None:
         return plain(*arguments)
 
     trainer.train = train
-    metrics.restart_peak_memory = lambda device: told.append(("peak", gc.get_threshold()[0], clock.now))
+    devices.restart_peak_memory = lambda device: told.append(("peak", gc.get_threshold()[0], clock.now))
     poisoned = functools.partial(PoisonedTask, bad_steps=range(1, 2))
     assert worker.main([f"{run_dir}/config.yaml"], poisoned) == 0
     write_run(Path(run_dir), more)

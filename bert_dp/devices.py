@@ -1,0 +1,162 @@
+"""The device and the cores of a rank, and what a device can be asked: its place, its memory, its energy."""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import os
+import resource
+import socket
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bert_dp.binding import Placement, place
+from bert_dp.config import ConfigError
+from bert_dp.cost import GIB
+from bert_dp.world import World
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where a rank runs."""
+
+    node: str
+    """Its host's name and, after a slash, its boot's identifier: images are copied with their names."""
+    gpu: str | None
+    """Its GPU's address, see pci_address; None on a CPU."""
+
+    @property
+    def host(self) -> str:
+        return self.node.partition("/")[0]
+
+
+def own_place(device: torch.device) -> Place:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    gpu = pci_address(device.index) if device.type == "cuda" else None
+    return Place(f"{socket.gethostname()}/{boot}", gpu)
+
+
+def pci_address(index: int) -> str:
+    """domain:bus:device.function of a visible GPU, as sysfs names it."""
+    gpu: Any = torch.cuda.get_device_properties(index)  # torch's stubs lack the PCI fields
+    return f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+
+
+def choose_device(setting: str, world: World) -> torch.device:
+    """The device of this rank: the GPU of its local number, or the only one that it sees, which its starter
+    has chosen (srun --gpus-per-task=1, --gpu-bind).
+
+    Raises ConfigError, on all ranks of the machine, when there are more of them than GPUs.
+    """
+    gpus, ranks = torch.cuda.device_count(), world.local_size
+    if setting == "cpu" or (setting == "auto" and gpus == 0):
+        return torch.device("cpu")
+    if gpus == 1:
+        return torch.device("cuda", 0)
+    if ranks > gpus:
+        fix = f"use --nproc {gpus}, or run.device: cpu" if gpus else "use run.device: cpu or auto"
+        raise ConfigError(
+            [f"run.device: {setting} needs a GPU for each rank of this machine, {ranks}, found {gpus}; {fix}"]
+        )
+    return torch.device("cuda", world.local_rank)
+
+
+def use_device(device: torch.device, *, deterministic: bool) -> None:
+    """Before anything runs on a GPU: let this process use `device`, and torch do everything in one order, or
+    as is fastest: the gradients of attention and of look-ups, and what cuBLAS and inductor choose by timing.
+    Where torch knows no such order the dry run raises."""
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
+    # inductor's setting follows, and is slow to load
+    if deterministic != torch.are_deterministic_algorithms_enabled():
+        torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.deterministic = deterministic
+    torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs a pass
+    # what remains: flash attention, which torch then lets add in one order, and plain attention
+    torch.backends.cuda.enable_mem_efficient_sdp(not deterministic)
+    torch.backends.cuda.enable_cudnn_sdp(not deterministic)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def set_affinity(device: torch.device, world: World, places: Sequence[Place] = ()) -> Placement:
+    """Give this rank its cores (see binding.py) and at most as many threads; on a CPU exactly as many.
+
+    `places`: of all ranks; () = this one is alone. A GPU of another rank may not be visible here.
+    """
+    if device.type == "cuda":
+        places = places or [own_place(device)]
+        here = [rank for rank, other in enumerate(places) if other.node == places[world.rank].node]
+        placed = place(here.index(world.rank), len(here), [str(places[rank].gpu) for rank in here])
+        placed = dataclasses.replace(placed, threads=min(placed.threads, torch.get_num_threads()))
+    else:
+        placed = place(world.local_rank, world.local_size)
+        keep_freed_memory()
+    torch.set_num_threads(placed.threads)
+    return placed
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what tensors free; else every micro batch gets its large tensors from the kernel again,
+    page by page (110,000 faults a micro batch at 4 layers x 768). Nothing where there is no mallopt.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(-4, 0)  # M_MMAP_MAX: no tensor in a mapping of its own
+        mallopt(-1, -1)  # M_TRIM_THRESHOLD: never shrink the heap
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what was asked of it."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Peak of this rank: reserved by the allocator on a GPU, resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device) / GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / GIB  # Linux counts KiB
+
+
+def restart_peak_memory(device: torch.device) -> None:
+    """Count a GPU's peak from here on; what its allocator holds and nobody uses, such as what compilation
+    tried, goes back first. The peak of a CPU rank stays: what a process has freed remains its own."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+
+
+def alloc_retries(device: torch.device) -> int | None:
+    """How often this rank's GPU allocator failed and freed what it kept, to try again; None on a CPU."""
+    return int(torch.cuda.memory_stats(device)["num_alloc_retries"]) if device.type == "cuda" else None
+
+
+def joules(device: torch.device) -> float | None:
+    """NVML's counter of this device, joules since its driver was loaded.
+
+    None on a CPU, without the package, or on a GPU older than Volta.
+    """
+    if device.type != "cuda":
+        return None
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    properties: Any = torch.cuda.get_device_properties(device)
+    try:
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{properties.uuid}")
+        return float(pynvml.nvmlDeviceGetTotalEnergyConsumption(handle)) / 1e3  # it counts mJ
+    except pynvml.NVMLError:
+        return None

@@ -1,0 +1,132 @@
+"""The device and the cores of a rank, and what is asked of a device: its memory, its joules."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bert_dp import devices
+from bert_dp.binding import Placement
+from bert_dp.devices import Place, choose_device, joules, own_place, restart_peak_memory, set_affinity
+from bert_dp.world import World
+from tests.helpers import issues_of
+from tests.tensors import CPU
+
+LONE = World(0, 0, 1, 1)
+GPU = torch.device("cuda", 0)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
+def test_devices_of_a_machine_without_a_gpu() -> None:
+    assert choose_device("cpu", LONE) == CPU
+    assert choose_device("auto", World(1, 1, 2, 2)) == CPU
+    (line,) = issues_of(choose_device, "cuda", LONE)
+    assert line.startswith("run.device: cuda needs a GPU for each rank of this machine, 1, found 0; use run.")
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("auto", World(1, 1, 2, 2)) == torch.device("cuda", 1)
+    assert choose_device("cpu", World(5, 5, 8, 8)) == CPU
+    for rank in range(4):  # also those for which there is one: they would wait for the others
+        (line,) = issues_of(choose_device, "auto", World(rank, rank, 4, 4))
+        assert line.startswith(
+            "run.device: auto needs a GPU for each rank of this machine, 4, found 2; use --"
+        )
+
+
+def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each task has its own, and that is number 0 to it: srun --gpus-per-task=1, --gpu-bind."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    for rank in range(4):
+        assert choose_device("cuda", World(rank, rank, 4, 4)) == GPU
+
+
+def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the other ranks are not visible to it; what they are it is told."""
+    asked: list[Any] = []
+
+    def properties(index: int) -> Any:
+        assert index == 0, "no such device"
+        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+
+    def placed(*arguments: Any) -> Placement:
+        asked.append(arguments)
+        return Placement(((0,), (1,)), 1)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    monkeypatch.setattr(devices, "place", placed)
+    mine = own_place(GPU)
+    assert mine.gpu == "0000:1b:00.0"
+    other = dataclasses.replace(mine, gpu="0000:1a:00.0")
+    elsewhere = Place("n2/2", "0000:1a:00.0")
+    set_affinity(GPU, World(2, 1, 4, 2), [elsewhere, other, mine, elsewhere])
+    set_affinity(GPU, LONE)
+    assert asked == [(1, 2, ["0000:1a:00.0", "0000:1b:00.0"]), (0, 1, ["0000:1b:00.0"])]
+
+
+@pytest.mark.parametrize(("ranks", "share"), [(1, 6), (2, 3), (3, 2), (4, 1), (6, 1), (7, 0)])
+def test_ranks_share_cores_without_overlap(monkeypatch: pytest.MonkeyPatch, ranks: int, share: int) -> None:
+    cores = {0, 2, 4, 8, 9, 11}
+    bound: list[list[int]] = []
+    threads: list[int] = []
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores)
+    monkeypatch.setattr(os, "sched_setaffinity", lambda pid, mine: bound.append(list(mine)))
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    for rank in range(ranks):
+        assert set_affinity(CPU, World(rank, rank, ranks, ranks)).threads == max(1, share)
+    assert threads == [max(1, share)] * ranks
+    taken = [core for mine in bound for core in mine]
+    assert len(taken) == len(set(taken)) == share * ranks
+    assert set(taken) <= cores
+
+
+def test_a_gpus_peak_memory_can_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("cache"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", told.append)
+    restart_peak_memory(CPU)
+    assert told == []
+    restart_peak_memory(torch.device("cuda", 1))
+    assert told == ["cache", torch.device("cuda", 1)]
+
+
+class NVMLError(Exception):
+    pass
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    fake = ModuleType("pynvml")
+    fake.NVMLError = NVMLError
+    fake.nvmlInit = lambda: None
+    fake.nvmlDeviceGetHandleByUUID = lambda uuid: uuid
+    fake.nvmlDeviceGetTotalEnergyConsumption = lambda handle: {"GPU-abc": 12_500}[handle]
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="abc"))
+    return fake
+
+
+def test_the_counter_is_read_in_joules(driver: ModuleType) -> None:
+    assert joules(GPU) == 12.5
+
+
+def test_an_old_gpu_has_no_counter(driver: ModuleType) -> None:
+    def refuse(handle: str) -> int:
+        raise NVMLError("Not Supported")
+
+    driver.nvmlDeviceGetTotalEnergyConsumption = refuse
+    assert joules(GPU) is None
+
+
+def test_a_cpu_and_a_missing_package_have_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert joules(GPU) is None
+    assert joules(CPU) is None
