@@ -89,10 +89,10 @@ def _write_tensors(tensors: dict[str, Any], path: Path) -> None:
     try:
         save_file(tensors, path)
     except SafetensorError as error:
-        found = re.search(r"os error (\d+)", str(error))
-        if found is None:
+        match = re.search(r"os error (\d+)", str(error))
+        if match is None:
             raise
-        number = int(found[1])
+        number = int(match[1])
         raise OSError(number, os.strerror(number), str(path)) from None
 
 
@@ -234,8 +234,8 @@ def load(path: Path) -> tuple[State, record.CheckpointFacts]:
 def weights_hash(path: Path) -> str:
     """SHA-256 of the weights of a checkpoint that was verified, by its manifest."""
     manifest = json.loads((path / "manifest.json").read_text())
-    found: str = manifest["files"]["model.safetensors"]["sha256"]
-    return found
+    digest: str = manifest["files"]["model.safetensors"]["sha256"]
+    return digest
 
 
 def load_tensors(path: Path) -> State:
@@ -254,10 +254,10 @@ def state_issues(path: Path, state: State, model: nn.Module) -> list[str]:
 
     A tensor of an optimizer is a number, or has its parameter's type and shape.
     """
-    expected, found, issues = model.state_dict(), state["model"], []
-    if absent := sorted(expected.keys() - found.keys()):
+    expected, weights, issues = model.state_dict(), state["model"], []
+    if absent := sorted(expected.keys() - weights.keys()):
         issues.append(f"{path}: model.safetensors has no {', '.join(absent)}")
-    for name, tensor in found.items():
+    for name, tensor in weights.items():
         if name not in expected:
             issues.append(f"{path}: the model has no tensor {name!a}")
         elif kind(tensor) != kind(expected[name]):
@@ -280,22 +280,22 @@ def kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def resolve(where: str) -> Path:
+def resolve(source: str) -> Path:
     """A checkpoint from a path to one, or to a run directory or its checkpoints folder (the newest valid).
 
     Raises ConfigError when there is none, with what was wrong with each.
     """
-    path = Path(where)
+    path = Path(source)
     if (path / "manifest.json").exists():
         problem = check(path)
         if problem:
             raise ConfigError([problem])
         return path
     folder = path / "checkpoints" if (path / "checkpoints").is_dir() else path
-    found, problems = newest_valid(folder)
-    if found is None:
-        raise ConfigError([f"{where}: no valid checkpoint there", *problems])
-    return found
+    newest, problems = newest_valid(folder)
+    if newest is None:
+        raise ConfigError([f"{source}: no valid checkpoint there", *problems])
+    return newest
 
 
 def _fsync(path: Path) -> None:

@@ -33,33 +33,30 @@ class Timers:
 
     def __init__(self, device: torch.device):
         self._cuda = device.type == "cuda"
-        self._begun: dict[str, Mark] = {}
+        self._started: dict[str, Mark] = {}
         self._phases: list[tuple[str, Mark, Mark]] = []
-        self._ended: list[tuple[list[tuple[str, Mark, Mark]], Mark, Mark, float]] = []
+        self._finished: list[tuple[list[tuple[str, Mark, Mark]], Mark, Mark, float]] = []
         self.restart()
 
     def restart(self) -> None:
         """The next step begins here: what lies before it is no part of it."""
-        self._begin, self._host_begin = self.mark(), time.perf_counter()
+        self._step_start, self._host_start = self.mark(), time.perf_counter()
 
     def start(self, name: str) -> None:
         """From here to `stop` the time counts as `name`, one of TIMED."""
-        self._begun[name] = self.mark() if self._cuda else time.perf_counter()
+        self._started[name] = self.mark()
 
     def stop(self, name: str) -> None:
         """The other end of `start`."""
-        self._phases.append((name, self._begun.pop(name), self.mark()))
+        self._phases.append((name, self._started.pop(name), self.mark()))
 
     def end_step(self) -> None:
         """A step ends here and the next begins."""
-        begin, host_s, self._phases, phases = (
-            self._begin,
-            time.perf_counter() - self._host_begin,
-            [],
-            self._phases,
-        )
+        host_s = time.perf_counter() - self._host_start
+        phases, start = self._phases, self._step_start
+        self._phases = []
         self.restart()
-        self._ended.append((phases, begin, self._begin, host_s))
+        self._finished.append((phases, start, self._step_start, host_s))
 
     def mark(self) -> Mark:
         """Now, on the device's clock."""
@@ -84,12 +81,12 @@ class Timers:
         """Of each step that has ended since the last drain, in seconds: TIMED, `step` (the whole of it) and
         `host` (until its last operation was enqueued). The device must be synchronised."""
         steps = []
-        for phases, begin, end, host_s in self._ended:
+        for phases, begin, end, host_s in self._finished:
             seconds = dict.fromkeys(TIMED, 0.0) | {"step": self.between(begin, end), "host": host_s}
             for name, start, stop in phases:
                 seconds[name] += self.between(start, stop)
             steps.append(seconds)
-        self._ended.clear()
+        self._finished.clear()
         return {name: [step[name] for step in steps] for name in (*TIMED, "step", "host")}
 
 

@@ -204,7 +204,7 @@ def _variances(both_2N: np.ndarray) -> tuple[float, float, float]:
     return float(covariance[0, 0]), float(covariance[0, 1]), float(covariance[1, 1])
 
 
-def of_run(run_dir: Path) -> NoiseScale:
+def estimate_of_run(run_dir: Path) -> NoiseScale:
     """The estimate over the last WINDOW measured steps of a run, from its noise.jsonl."""
     pairs: collections.deque[tuple[float, float, int, int]] = collections.deque(maxlen=WINDOW)
     for line in record.read_lines(run_dir / "noise.jsonl"):

@@ -199,7 +199,7 @@ def build_trainer(
         ),
         records=Records(rank.run_dir, rank.log_rank0, rank.lost_writes),
         directory=directory,
-        trace=StepTrace(plan, comm, device, rank.run_dir, rank.lost_writes) if plan else None,
+        trace=StepTrace(plan, comm, device, rank.run_dir, rank.lost_writes),
     )
     return trainer, state, tensors
 

@@ -24,38 +24,47 @@ MOST_OPERATORS = 20
 
 
 class StepTrace:
-    """Of every rank of a run with a plan; those that it names record."""
+    """Every rank has one; those that the plan names record. Without a plan (None) nobody does."""
 
     def __init__(
-        self, plan: ProfilePlan, comm: Comm, device: torch.device, run_dir: Path, lost_writes: LostWrites
+        self,
+        plan: ProfilePlan | None,
+        comm: Comm,
+        device: torch.device,
+        run_dir: Path,
+        lost_writes: LostWrites,
     ):
         self._plan, self._comm, self._device, self._folder = plan, comm, device, run_dir / "profile"
         self._lost_writes = lost_writes
         self._profiler: Any = None
         self._begun_s = 0.0
-        self._next: int | None = None
+        self._first: int | None = None
         """The first step that is being recorded."""
         self.steps: list[int] | None = None
-        """First and last of those that were, on whichever rank."""
+        """First and last step that was recorded, on whichever rank."""
 
     def reached(self, step: int, meter: Meter, *, at_end: bool = False) -> None:
         """Between steps, when `step` of them are done: begin or end where the plan says so, as no part of a
         step's time; at the run's end, end in any case. Collective."""
-        plan, first = self._plan, self._next
-        begins = first is None and plan.first - 1 <= step < plan.last and not at_end
-        ends = first is not None and (step == plan.last or at_end)
-        if not (begins or ends):
+        plan, first = self._plan, self._first
+        if plan is None:
+            return
+        if first is None:
+            due = plan.first - 1 <= step < plan.last and not at_end
+        else:
+            due = step == plan.last or at_end
+        if not due:
             return
         with meter.paused():
-            if begins:
-                self._begin(step + 1)
-            elif first is not None:
+            if first is None:
+                self._begin(step + 1, plan)
+            else:
                 self._end(first, step)
             self._comm.barrier()
 
-    def _begin(self, first: int) -> None:
-        self._next = first
-        if self._comm.world.rank in self._plan.ranks:
+    def _begin(self, first: int, plan: ProfilePlan) -> None:
+        self._first = first
+        if self._comm.world.rank in plan.ranks:
             on_gpu = self._device.type == "cuda"
             activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
             self._profiler = profile(activities=activities)
@@ -64,7 +73,7 @@ class StepTrace:
 
     def _end(self, first: int, last: int) -> None:
         wall_s = time.perf_counter() - self._begun_s
-        self._next, profiler, self._profiler = None, self._profiler, None
+        self._first, profiler, self._profiler = None, self._profiler, None
         if profiler is not None:
             profiler.stop()
         if last < first:
@@ -126,7 +135,7 @@ def idle_share(events: Iterable[Any], on_gpu: bool, wall_s: float) -> float:
 def top_operators(averages: Iterable[Any], on_gpu: bool) -> list[ProfiledOperator]:
     """Those with the most time of their own, on the GPU or else on the CPU, without what they call. A kernel
     counts for the operator that launched it, and stands in no line of its own."""
-    found = [
+    operators = [
         ProfiledOperator(
             name=str(each.key),
             calls=each.count,
@@ -135,5 +144,5 @@ def top_operators(averages: Iterable[Any], on_gpu: bool) -> list[ProfiledOperato
         for each in averages
         if each.device_type == DeviceType.CPU and not each.is_user_annotation
     ]
-    ranked = sorted(found, key=lambda operator: operator.self_s, reverse=True)
+    ranked = sorted(operators, key=lambda operator: operator.self_s, reverse=True)
     return [operator for operator in ranked[:MOST_OPERATORS] if operator.self_s > 0]

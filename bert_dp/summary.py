@@ -32,8 +32,8 @@ def write_summary(
         return
     totals = trainer.meter.totals
     status: RunStatus = "failed" if result.failure else "stopped" if result.signal else "done"
-    counted = metrics.communication_summary(trainer.model)
-    scale = noise.of_run(trainer.run_dir) if trainer.config.log.noise_scale else None
+    ddp = metrics.communication_summary(trainer.model)
+    scale = noise.estimate_of_run(trainer.run_dir) if trainer.config.log.noise_scale else None
     ratio, slowest = straggler(trainer.meter.own_work_s, trainer.meter.total_steps)
     init = trainer.metadata["init_from"]
     heldout = HeldOut.model_validate(state.heldout) if state.heldout else None
@@ -63,10 +63,10 @@ def write_summary(
         peak_memory_gib=memory,
         energy_j=used if math.isfinite(used) else None,
         skipped_steps=state.skipped_steps,
-        ddp=DdpCounters.model_validate(counted) if counted else None,
+        ddp=DdpCounters.model_validate(ddp) if ddp else None,
         loss_spikes=state.loss_spikes,
         failed_saves=trainer.checkpointer.failed_saves,
-        profiled_steps=trainer.trace.steps if trainer.trace is not None else None,
+        profiled_steps=trainer.trace.steps,
         noise_scale=NoiseScale.model_validate(dataclasses.asdict(scale)) if scale else None,
         checkpoint=str(result.checkpoint.relative_to(trainer.run_dir)) if result.checkpoint else None,
         init_from=InitFrom.model_validate(init) if init else None,

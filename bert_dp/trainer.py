@@ -78,8 +78,7 @@ class Trainer(Rank):
     records: Records
     directory: record.HeldDirectory | None
     """The run directory, held by rank 0, which writes."""
-    trace: StepTrace | None = None
-    """None = no step is profiled."""
+    trace: StepTrace
 
     def directory_lost(self) -> str | None:
         """What became of the run directory when it is no longer where it was."""
@@ -164,8 +163,8 @@ def dry_run(trainer: Trainer, start: State) -> None:
         timers=Timers(trainer.device),
         progress=trainer.heartbeat.progress,
     )
-    asked = itertools.count()
-    evaluate(trainer, lambda: next(asked) > 0)  # one batch
+    batches = itertools.count()
+    evaluate(trainer, lambda: next(batches) > 0)  # one batch
     trainer.comm.barrier()
     engine.scatter_state(start)
     if engine.norm_pairs is not None:
@@ -204,8 +203,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
     config, meter, heartbeat = trainer.config, trainer.meter, trainer.heartbeat
     peak = peak_lr(config).value
     meter.start(trainer.stream.wait_s)
-    if trainer.trace is not None:
-        trainer.trace.reached(state.step, meter)
+    trainer.trace.reached(state.step, meter)
     while True:
         heartbeat.enter("data", state.step + 1)
         elapsed_s, stop = clock.exchange(stop_request(trainer, state))
@@ -232,8 +230,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
         meter.observe(loss, norm, state.global_batch, grad_accum_steps, trainer.stream.wait_s)
         state.step += 1
         state.samples += state.global_batch
-        if trainer.trace is not None:
-            trainer.trace.reached(state.step, meter)
+        trainer.trace.reached(state.step, meter)
         if state.step % config.log.every_steps == 0:
             log_steps(trainer, state, clock)
         if config.eval.every_steps and state.step % config.eval.every_steps == 0:
@@ -242,8 +239,7 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
         if config.checkpoint.every_steps and state.step % config.checkpoint.every_steps == 0:
             with meter.paused():
                 save(trainer, state, clock.elapsed_s())
-    if trainer.trace is not None:
-        trainer.trace.reached(state.step, meter, at_end=True)
+    trainer.trace.reached(state.step, meter, at_end=True)
     return _finish(trainer, state, clock, stop)
 
 

@@ -120,15 +120,15 @@ SLIPS = (
     Slip(
         "overflow-of-one-part-not-told",
         "bert_dp/parallel/stepping.py",
-        "local.copy_(found)",
+        "local.copy_(found_inf)",
         "pass",
         "tests/unit/test_step.py",
     ),
     Slip(
         "norm-not-finite-steps-all-the-same",
         "bert_dp/parallel/stepping.py",
-        "optimizer.found_inf = found",
-        "optimizer.found_inf = torch.zeros_like(found)",
+        "optimizer.found_inf = found_inf",
+        "optimizer.found_inf = torch.zeros_like(found_inf)",
         "tests/unit/test_step.py",
     ),
     Slip(

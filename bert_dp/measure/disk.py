@@ -28,9 +28,9 @@ def main(folder: Path, num_bytes: int = 32 * 2**20) -> None:
         start = time.perf_counter()
         path = checkpoint.save(Path(place), 0, state, {}, keep=1)
         problem = checkpoint.check(path)
-        found = checkpoint.load_tensors(path)
+        loaded = checkpoint.load_tensors(path)
         seconds = time.perf_counter() - start
-        same = (torch.equal(found[part]["w"], state[part]["w"]) for part in ("model", "optimizer"))
+        same = (torch.equal(loaded[part]["w"], state[part]["w"]) for part in ("model", "optimizer"))
         if problem or not all(same):
             raise RuntimeError(problem or f"{path}: what was read differs from what was written")
     size = 2 * num_bytes

@@ -20,18 +20,18 @@ from bert_dp.examples.store import Examples
 from bert_dp.scores import majority
 
 
-def of_directory(directory: Path) -> dict[str, dict[str, float | None]]:
+def majority_scores(directory: Path) -> dict[str, dict[str, float | None]]:
     """Split -> metric -> the score of the most frequent label of train, or of the mean of its scores; null
     where the metric of a constant is not defined. Raises ConfigError."""
     manifest = read_examples(directory)
     train = _labels(directory, manifest, "train")
-    found: dict[str, dict[str, float | None]] = {}
+    table: dict[str, dict[str, float | None]] = {}
     for name, split in manifest.splits.items():
         if name == "train" or not split.has_labels:
             continue
         scores = majority(manifest.metrics, manifest.kind, train, _labels(directory, manifest, name))
-        found[name] = {metric: score if math.isfinite(score) else None for metric, score in scores.items()}
-    return found
+        table[name] = {metric: score if math.isfinite(score) else None for metric, score in scores.items()}
+    return table
 
 
 def _labels(directory: Path, manifest: ExamplesManifest, split: str) -> NDArray[Any]:
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _answer(directories: Sequence[Path]) -> tuple[str, int]:
-    return json.dumps({str(directory): of_directory(directory) for directory in directories}), 0
+    return json.dumps({str(directory): majority_scores(directory) for directory in directories}), 0
 
 
 if __name__ == "__main__":

@@ -69,36 +69,31 @@ def read(documents: Iterable[str], tokenizer: Tokenizer, special: dict[str, int]
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True  # "<mask>" in a text is text
-    ids, hidden, keys, lengths, found = [], [], [], [], []
-    size = 0
+    ids, keys, words, size = [], [], [], 0
     for batch in encode.in_batches(documents):
         for text, encoded in zip(batch, tokenizer.encode_batch(batch, add_special_tokens=False), strict=True):
             key = document_key(text, 0)
-            words = hide_words(text, encoded.offsets, key)
             ids.append(np.array([*encoded.ids, special["sep"]], np.uint16))
-            hidden += [words.hidden_T, np.zeros(1, bool)]
             keys.append(key)
-            lengths.append(len(encoded.ids) + 1)
-            found.append((words.words, words.hidden, words.silent, words.hidden_bytes))
+            words.append(hide_words(text, encoded.offsets, key))
             size += len(text.encode())
-    lengths_D = np.array(lengths, np.int64)
+    lengths_D = np.array([len(ids_T) for ids_T in ids], np.int64)
     ids_T = np.concatenate(ids)
     positions_T = np.arange(len(ids_T)) - np.repeat(np.cumsum(lengths_D) - lengths_D, lengths_D)
     ordinary = (tokens.first_ordinary(tokenizer, special), tokens.size(tokenizer))
     keys_T = np.repeat(np.array(keys, np.uint64), lengths_D)
     seen_T, kind_T = draw_tokens(ids_T, keys_T, positions_T, special["mask"], ordinary)
-    counts = np.array(found, np.int64)
     return Text(
         ids_T=ids_T,
         seen_T=seen_T,
         kind_T=kind_T,
-        hidden_T=np.concatenate(hidden),
+        hidden_T=np.concatenate([np.append(each.hidden_T, False) for each in words]),
         document_T=np.repeat(np.arange(len(lengths_D), dtype=np.int32), lengths_D),
         bytes=size,
-        words=int(counts[:, 0].sum()),
-        hidden_words=int(counts[:, 1].sum()),
-        silent_words=int(counts[:, 2].sum()),
-        hidden_bytes_D=counts[:, 3],
+        words=sum(each.words for each in words),
+        hidden_words=sum(each.hidden for each in words),
+        silent_words=sum(each.silent for each in words),
+        hidden_bytes_D=np.array([each.hidden_bytes for each in words], np.int64),
     )
 
 

@@ -41,15 +41,15 @@ WHOLE = ("single", "independent", "ddp", "accelerate")  # engines whose ranks ho
 def memory_line(config: Config, ranks: int, sizes: tuple[int, int]) -> dict[str, Any]:
     """What main prints. Where fake tensors fail, cost.py's formula, and `why`."""
     device, precision = choose_device(config)
-    found: dict[str, Any] | None = None
+    line: dict[str, Any] | None = None
     why: str | None = "fake tensors do not know tensor parallelism"
     if config.parallel.tensor == 1:
         try:
-            found, why = traced(config, precision, device, ranks, sizes), None
+            line, why = traced(config, precision, device, ranks, sizes), None
         except Exception as error:  # private API of torch: anything
             why = f"{type(error).__name__}: {error}"
-    source = "fake tensors" if found else "formula"
-    found = found or by_formula(config, precision, ranks, sizes)
+    source = "fake tensors" if line else "formula"
+    line = line or by_formula(config, precision, ranks, sizes)
     return {
         "source": source,
         "why": why,
@@ -57,7 +57,7 @@ def memory_line(config: Config, ranks: int, sizes: tuple[int, int]) -> dict[str,
         "compiled": False,
         "ranks": ranks,
         "sizes": list(sizes),
-        **found,
+        **line,
     }
 
 
@@ -126,9 +126,9 @@ def by_formula(config: Config, precision: Precision, ranks: int, sizes: tuple[in
     points = []
     for size in sizes:
         batch = config.batch.model_copy(update={"micro_size": size})
-        found = cost.memory_estimate_gib(config.model_copy(update={"batch": batch}), precision.name, ranks)
-        found["activations"] += found.pop("autocast weights", 0.0)
-        points.append({part: found.get(part, 0.0) * cost.GIB for part in PARTS})
+        gib = cost.memory_estimate_gib(config.model_copy(update={"batch": batch}), precision.name, ranks)
+        gib["activations"] += gib.pop("autocast weights", 0.0)
+        points.append({part: gib.get(part, 0.0) * cost.GIB for part in PARTS})
     low, high = points
     slopes = {part: (high[part] - low[part]) / (sizes[1] - sizes[0]) for part in PARTS}
     parts = {part: [high[part] - slopes[part] * sizes[1], slopes[part]] for part in PARTS}

@@ -42,8 +42,8 @@ def text_loss(
 
     Raises ConfigError for a run or text that cannot be used, RunFailed where the loss is not finite.
     """
-    found = inputs.resolve(texts, options)
-    records = [source_record(source) for source in found]
+    resolved = inputs.resolve(texts, options)
+    records = [source_record(source) for source in resolved]
     path = checkpoint.resolve(run)
     facts = record.read_checkpoint_facts(path)
     model, tokenizer, config = pretrained.load_with_config(path)
@@ -60,7 +60,7 @@ def text_loss(
             ]
         )
     tell("tokenize", 0, None)
-    text = masked_text.read(up_to(read_documents(found, records), most), tokenizer, special)
+    text = masked_text.read(up_to(read_documents(resolved, records), most), tokenizer, special)
     if not text.kind_T.any():
         raise ConfigError(
             [
@@ -172,10 +172,10 @@ def scores(
             logits_PV = model(rows_BS.to(device), torch.from_numpy(positions_P).to(device))
             parts.append(model.vocabulary.score(logits_PV, labels_P.to(device)).double().cpu().numpy())
     tell(len(ids_T))
-    found: NDArray[np.float64] = np.concatenate(parts, axis=1)
-    if not np.isfinite(found).all():
+    loss_and_hit_2P: NDArray[np.float64] = np.concatenate(parts, axis=1)
+    if not np.isfinite(loss_and_hit_2P).all():
         raise RunFailed("the loss of some tokens is not finite: the run has diverged", "not_finite")
-    return found
+    return loss_and_hit_2P
 
 
 def pieces(count: int, length: int) -> Iterator[tuple[int, int, int]]:

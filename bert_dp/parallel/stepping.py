@@ -51,13 +51,13 @@ def clip_and_step(
     if norm.dtype == torch.float64:  # the fused kernels take the divisor in float32 only
         torch._foreach_div_(gradients, scale)
         scale = torch.ones_like(scale)
-    found = (~finite).float()
+    found_inf = (~finite).float()
     optimizer.grad_scale = scale.float()  # type: ignore[attr-defined]
-    optimizer.found_inf = found  # type: ignore[attr-defined]
+    optimizer.found_inf = found_inf  # type: ignore[attr-defined]
     optimizer.sharded_sums = sharded_sums  # type: ignore[attr-defined]
     optimizer.step()
     if scaler is not None:
         for local in scaler._found_inf_per_device(optimizer).values():
-            local.copy_(found)  # one rank's parts may be finite where another's are not
+            local.copy_(found_inf)  # one rank's parts may be finite where another's are not
         scaler.update()
     return norm

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import itertools
 import json
 import os
 import pickle
@@ -63,14 +64,10 @@ def test_round_trip_is_bit_equal(tmp_path: Path) -> None:
     assert bits(flat(state)) == bits(flat(make_state(100)))
     assert (facts.step, facts.samples, facts.elapsed_s) == (100, 800, 0.1)
     assert checkpoint.check(path) is None
-
-
-def test_the_manifest_holds_sizes_and_hashes_of_all_other_files(tmp_path: Path) -> None:
-    path = save(tmp_path, 1)
-    files = read_json(path / "manifest.json")["files"]
-    assert set(files) == {"model.safetensors", "optimizer.safetensors", "state.json"}
-    for name, facts in files.items():
-        assert facts == {"bytes": (path / name).stat().st_size, "sha256": checkpoint.sha256(path / name)}
+    assert read_json(path / "manifest.json")["files"] == {
+        name: {"bytes": (path / name).stat().st_size, "sha256": checkpoint.sha256(path / name)}
+        for name in names(path) - {"manifest.json"}
+    }
 
 
 def test_newest_are_kept_and_listed_first(tmp_path: Path) -> None:
@@ -81,66 +78,64 @@ def test_newest_are_kept_and_listed_first(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step-100000000", "step-99999999", "latest"}
 
 
-def test_foreign_names_are_neither_listed_nor_removed(tmp_path: Path) -> None:
-    (tmp_path / "step-7").mkdir()
-    (tmp_path / "best").mkdir()
+def test_foreign_names_stay_and_left_overs_of_interrupted_saves_go(tmp_path: Path) -> None:
+    """Neither is listed as a checkpoint."""
+    for name in ("step-7", "best", "step-00000005.tmp-0123abcd"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").write_bytes(b"half")
     (tmp_path / "step-00000009").write_text("a file")
+    assert checkpoint.list_checkpoints(tmp_path) == []
     save(tmp_path, 1, keep=1)
     assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == ["step-00000001"]
     assert names(tmp_path) == {"step-7", "best", "step-00000009", "step-00000001", "latest"}
-
-
-def test_left_overs_of_interrupted_saves_are_pruned(tmp_path: Path) -> None:
-    stale = tmp_path / "step-00000005.tmp-0123abcd"
-    stale.mkdir()
-    (stale / "model.safetensors").write_bytes(b"half")
-    assert checkpoint.list_checkpoints(tmp_path) == []
-    save(tmp_path, 1)
-    assert not stale.exists()
 
 
 def fail(*_: object) -> None:
     raise OSError(28, "No space left on device")
 
 
-@pytest.mark.parametrize("fails_at", ["first tensors", "second tensors", "manifest", "fsync", "rename"])
-def test_a_save_that_fails_leaves_the_old_ones_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str
-) -> None:
-    save(tmp_path, 1)
-    before = tree(tmp_path)
-    calls = {"save_file": 0}
-    real_save, real_sha = checkpoint.save_file, checkpoint.sha256
+def failing_call(number: int, plain: Callable[..., Any]) -> Callable[..., Any]:
+    """`plain`, whose call of this number fails after it has written half a file."""
+    calls = itertools.count(1)
 
-    def save_some(tensors: object, path: Path) -> None:
-        calls["save_file"] += 1
-        if calls["save_file"] == {"first tensors": 1, "second tensors": 2}[fails_at]:
+    def function(tensors: object, path: Path) -> None:
+        if next(calls) == number:
             path.write_bytes(b"half")
             fail()
-        real_save(tensors, path)  # type: ignore[arg-type]
+        plain(tensors, path)
 
-    if fails_at in ("first tensors", "second tensors"):
-        monkeypatch.setattr(checkpoint, "save_file", save_some)
-    elif fails_at == "manifest":
-        monkeypatch.setattr(checkpoint, "sha256", lambda p: fail() if p.name == "state.json" else real_sha(p))
-    elif fails_at == "fsync":
-        monkeypatch.setattr(checkpoint, "_fsync", fail)
-    else:
-        monkeypatch.setattr(Path, "rename", fail)
-    with pytest.raises(OSError, match="No space left"):
-        save(tmp_path, 2)
-    assert tree(tmp_path) == before
-    assert names(tmp_path) == {"step-00000001", "latest"}
+    return function
 
 
-def test_saving_a_step_again_never_loses_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The docstring's promise: after an OSError nothing under the final name has changed."""
+def failing_for(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda path: fail() if path.name == name else plain(path)
+
+
+@pytest.mark.parametrize(
+    ("fails_at", "step"),
+    [
+        *((name, 2) for name in ("first tensors", "second tensors", "manifest", "fsync", "rename")),
+        ("rename", 1),
+    ],
+)
+def test_a_save_that_fails_leaves_the_old_ones_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails_at: str, step: int
+) -> None:
+    """Also under the name of the step that is saved again."""
     save(tmp_path, 1)
     before = tree(tmp_path)
-    monkeypatch.setattr(Path, "rename", fail)
+    failing: dict[str, tuple[Any, str, Any]] = {
+        "first tensors": (checkpoint, "save_file", failing_call(1, checkpoint.save_file)),
+        "second tensors": (checkpoint, "save_file", failing_call(2, checkpoint.save_file)),
+        "manifest": (checkpoint, "sha256", failing_for("state.json", checkpoint.sha256)),
+        "fsync": (checkpoint, "_fsync", fail),
+        "rename": (Path, "rename", fail),
+    }
+    monkeypatch.setattr(*failing[fails_at])
     with pytest.raises(OSError, match="No space left"):
-        checkpoint.save(tmp_path, 1, make_state(2), FACTS, 9)
+        checkpoint.save(tmp_path, step, make_state(2), FACTS, 9)
     assert tree(tmp_path) == before
+    assert names(tmp_path) == {"step-00000001", "latest"}
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
@@ -349,26 +344,16 @@ def test_all_broken_ones_are_named_newest_first(tmp_path: Path) -> None:
 def test_resolve_takes_a_checkpoint_a_run_and_a_folder(tmp_path: Path) -> None:
     run = tmp_path / "run"
     old, new = save(run / "checkpoints", 1), save(run / "checkpoints", 2)
-    assert checkpoint.resolve(str(old)) == old
-    assert checkpoint.resolve(str(run)) == new
-    assert checkpoint.resolve(str(run / "checkpoints")) == new
-
-
-def test_resolve_refuses_a_named_broken_checkpoint_and_does_not_take_another(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    save(run / "checkpoints", 1)
-    broken = save(run / "checkpoints", 2)
-    flip(broken)
+    for source, resolved in ((old, old), (run, new), (run / "checkpoints", new)):
+        assert checkpoint.resolve(str(source)) == resolved
+    flip(new)
     with pytest.raises(ConfigError, match="SHA-256 differs"):
-        checkpoint.resolve(str(broken))
-
-
-def test_resolve_of_nonsense(tmp_path: Path) -> None:
+        checkpoint.resolve(str(new))  # named itself: no other one is taken
     (tmp_path / "file").write_text("x")
     (tmp_path / "empty").mkdir()
-    for where in (tmp_path / "file", tmp_path / "empty", tmp_path / "none", tmp_path / "a" / "b"):
+    for source in (tmp_path / "file", tmp_path / "empty", tmp_path / "none", tmp_path / "a" / "b"):
         with pytest.raises(ConfigError, match="no valid checkpoint there"):
-            checkpoint.resolve(str(where))
+            checkpoint.resolve(str(source))
 
 
 class Bomb:
@@ -412,6 +397,7 @@ def rewrite(path: Path, name: str, data: bytes) -> None:
     name_in_manifest(path, name, entry)
 
 
+MISSING = object()
 BAD_FACTS: list[tuple[str, Any]] = [
     ("step", -1),
     ("step", 1e3),
@@ -435,29 +421,25 @@ BAD_FACTS: list[tuple[str, Any]] = [
     ("precision", "fp8"),
     ("scaler", {"scale": "x"}),
     ("scaler", {"scale": float("nan")}),
+    *((key, MISSING) for key in ("step", *FACTS) if key != "scaler"),
 ]
 
 
 @pytest.mark.parametrize(("key", "value"), BAD_FACTS)
-def test_a_fact_of_another_type_or_range_is_named(tmp_path: Path, key: str, value: Any) -> None:
+def test_a_fact_that_is_missing_or_of_another_type_or_range_is_named(
+    tmp_path: Path, key: str, value: Any
+) -> None:
     path = save(tmp_path, 1)
-    facts = read_json(path / "state.json")
-    rewrite(path, "state.json", json.dumps({**facts, key: value}).encode())
+    facts = {**read_json(path / "state.json"), key: value}
+    if value is MISSING:
+        del facts[key]
+    rewrite(path, "state.json", json.dumps(facts).encode())
     assert checkpoint.check(path) is None  # its hash is right: only its content can stop it
-    with pytest.raises(ConfigError, match=rf"state\.json: {key}") as caught:
+    needle = rf"state\.json: {key}{': Field required' if value is MISSING else ''}"
+    with pytest.raises(ConfigError, match=needle) as caught:
         checkpoint.load(path)
     assert str(caught.value).isprintable()
     assert record.newest_checkpoint_facts(path) is None
-
-
-@pytest.mark.parametrize("key", ["step", *(k for k in FACTS if k != "scaler")])
-def test_a_fact_that_is_missing_is_named(tmp_path: Path, key: str) -> None:
-    path = save(tmp_path, 1)
-    facts = read_json(path / "state.json")
-    del facts[key]
-    rewrite(path, "state.json", json.dumps(facts).encode())
-    with pytest.raises(ConfigError, match=rf"state\.json: {key}: Field required"):
-        checkpoint.load(path)
 
 
 def test_older_and_newer_facts_open(tmp_path: Path) -> None:

@@ -31,22 +31,16 @@ from bert_dp.measure import all_reduce
 from bert_dp.world import World, read_world
 from tests.helpers import issues_of
 from tests.ranks import run_ranks
+from tests.tensors import CPU
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
-SLURM = {
-    "SLURM_PROCID": "3",
-    "SLURM_LOCALID": "1",
-    "SLURM_STEP_NUM_TASKS": "4",
-    "SLURM_STEP_TASKS_PER_NODE": "2",
-}
+NODE_TASKS = "SLURM_STEP_TASKS_PER_NODE"
+SLURM = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", NODE_TASKS: "2"}
 OPEN_MPI = {
-    "OMPI_COMM_WORLD_RANK": "2",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
-    "OMPI_COMM_WORLD_SIZE": "6",
-    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    f"OMPI_COMM_WORLD_{name}": value
+    for name, value in {"RANK": "2", "LOCAL_RANK": "0", "SIZE": "6", "LOCAL_SIZE": "2"}.items()
 }
 LONE = World(0, 0, 1, 1)
-CPU = torch.device("cpu")
 
 
 # --- who am I
@@ -64,8 +58,8 @@ CPU = torch.device("cpu")
         ({**OPEN_MPI, **SLURM}, World(3, 1, 4, 2)),
         ({"RANK": "0", "WORLD_SIZE": "2"}, World(0, 0, 2, 2)),
         ({"RANK": "1", "WORLD_SIZE": "2"}, World(1, 1, 2, 2)),
-        ({**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2(x2)"}, World(3, 1, 4, 2)),
-        ({k: v for k, v in SLURM.items() if "PER_NODE" not in k}, World(3, 1, 4, 4)),
+        ({**SLURM, NODE_TASKS: "2(x2)"}, World(3, 1, 4, 2)),
+        ({k: v for k, v in SLURM.items() if k != NODE_TASKS}, World(3, 1, 4, 4)),
         # sbatch sets these in its script too; only srun makes ranks of a step
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}, LONE),
     ],
@@ -204,16 +198,22 @@ def check_clock(comm: Comm) -> None:
     clock.finish()  # twice is harmless
 
 
+def exchanged(comm: Comm, *stops: Stop) -> list[Stop]:
+    """What a rank that asks for these, one after the other, hears."""
+    clock = SharedClock(comm, now=lambda: 0.0)
+    heard = [clock.exchange(stop)[1] for stop in stops]
+    clock.finish()
+    return heard
+
+
 def check_signal(comm: Comm, sender: int) -> None:
     """A signal on one rank reaches all at one tick, the next."""
-    clock = SharedClock(comm, now=lambda: 0.0)
     sent = [Stop(15 if comm.world.rank == sender and i >= 2 else 0) for i in range(5)]
-    stops = [float(clock.exchange(stop)[1].signal) for stop in sent]
-    clock.finish()
-    assert comm.all_gather(stops).tolist() == [[0.0, 0.0, 0.0, 15.0, 15.0]] * comm.world.size
+    signals = [float(stop.signal) for stop in exchanged(comm, *sent)]
+    assert comm.all_gather(signals).tolist() == [[0.0, 0.0, 0.0, 15.0, 15.0]] * comm.world.size
 
 
-def check_asking(comm: Comm) -> None:
+def check_polling(comm: Comm) -> None:
     """Asking passes signals on and reads no clock: the next tick gives what the last one sampled."""
     now = FakeTime(start=0.0, rate=1.0)
     clock = SharedClock(comm, now=now)
@@ -222,10 +222,10 @@ def check_asking(comm: Comm) -> None:
     clock.exchange(Stop())  # samples 10
     now.pass_(10.0)
     mine = Stop(15 if comm.world.rank == comm.world.size - 1 else 0)
-    asked = [clock.poll_stop(mine).signal for _ in range(3)]
+    signals = [clock.poll_stop(mine).signal for _ in range(3)]
     elapsed, stop = clock.exchange(Stop())
     clock.finish()
-    assert (asked, elapsed, stop) == ([0, 15, 15], 10.0, Stop(15))
+    assert (signals, elapsed, stop) == ([0, 15, 15], 10.0, Stop(15))
 
 
 def test_a_signal_before_the_first_step_is_seen_at_once() -> None:
@@ -235,11 +235,8 @@ def test_a_signal_before_the_first_step_is_seen_at_once() -> None:
 
 def check_two_signals(comm: Comm) -> None:
     """Two ranks with different signals agree on one, and a failure is no signal."""
-    clock = SharedClock(comm, now=lambda: 0.0)
-    last = comm.world.rank == comm.world.size - 1
-    stops = [clock.exchange(Stop(10 + comm.world.rank, failed=last))[1] for _ in range(2)]
-    clock.finish()
-    assert stops == [Stop(9 + comm.world.size, failed=True)] * 2
+    mine = Stop(10 + comm.world.rank, failed=comm.world.rank == comm.world.size - 1)
+    assert exchanged(comm, mine, mine) == [Stop(9 + comm.world.size, failed=True)] * 2
     assert Stop(failed=True)
     assert Stop(15)
     assert not Stop()
@@ -272,7 +269,7 @@ def check_everything() -> None:
     for sender in range(world.size):
         check_signal(comm, sender)
     check_two_signals(comm)
-    check_asking(comm)
+    check_polling(comm)
     check_values(comm)
     check_bus_bandwidth(comm)
     comm.barrier()

@@ -215,7 +215,7 @@ def train_here(
         data=Metadata("0" * 64, None, 99, None, 3.0, 4.0),
         num_parameters=1,
         meter=meter,
-        trace=None,
+        trace=SimpleNamespace(reached=lambda *_, **__: None, steps=None),
         metadata={"compiled": False, "init_from": None},
         checkpointer=saver,
         directory_lost=lambda: None,

@@ -24,16 +24,20 @@ REST = ("embedding", "norm", "bias")  # the first with decay
 CONFIGS = sorted(set(shipped_configs().glob("*.yaml")) - {shipped_configs() / "glue.yaml"})  # finetuning
 
 
-def groups(parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
+def make_muon(*groups: dict[str, Any], lr: float = 0.0) -> Muon:
+    return Muon(groups, lr=lr, momentum=MOMENTUM, betas=BETAS, eps=EPS)
+
+
+def groups_of_rest(parameters: dict[str, nn.Parameter]) -> list[dict[str, Any]]:
     return [
         {"params": [parameters["embedding"]], "weight_decay": DECAY},
         {"params": [parameters["norm"], parameters["bias"]], "weight_decay": 0.0},
-        {"params": [parameters[name] for name in MATRICES], "weight_decay": DECAY, "matrix": True},
     ]
 
 
-def make_muon(parameters: dict[str, nn.Parameter]) -> Muon:
-    return Muon(groups(parameters), lr=0.0, momentum=MOMENTUM, betas=BETAS, eps=EPS)
+def muon_of_all(parameters: dict[str, nn.Parameter]) -> Muon:
+    matrices = [parameters[name] for name in MATRICES]
+    return make_muon(*groups_of_rest(parameters), {"params": matrices, "weight_decay": DECAY, "matrix": True})
 
 
 def through_singular_values(matrix: np.ndarray) -> np.ndarray:
@@ -97,7 +101,7 @@ def test_products_are_in_fp32_where_the_models_may_be_in_tf32(models: str) -> No
 def test_ten_steps_are_the_rule_written_by_hand() -> None:
     """buffer <- mu buffer + (1 - mu) g; the direction looks ahead by another step of it (Nesterov)."""
     parameters = parameters_of(random_tensors(0, 0.02))
-    optimizer = make_muon(parameters)
+    optimizer = muon_of_all(parameters)
     weights = {name: parameters[name].detach().numpy().copy() for name in MATRICES}
     start = {name: w.copy() for name, w in weights.items()}
     buffers = {name: np.zeros_like(w) for name, w in weights.items()}
@@ -137,7 +141,7 @@ def test_fused_matrices_are_orthogonalised_each_for_itself(dim: int) -> None:
         (apart, {str(i): grad for i, grad in enumerate(grads)}, None),
     ):
         group = {"params": list(parameters.values()), "matrix": True, "splits": splits}
-        optimizer = Muon([group], lr=0.0, momentum=MOMENTUM, betas=BETAS, eps=EPS)
+        optimizer = make_muon(group)
         for step in range(3):
             take_step(optimizer, parameters, {n: g * (step + 1) for n, g in wanted.items()}, 0.1)
     torch.testing.assert_close(
@@ -152,7 +156,7 @@ def test_a_large_batch_is_divided(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(muon, "BATCH_ELEMENTS", elements)
         parameters = parameters_of({str(i): random_tensors(i)["square"] for i in range(5)})
         group = {"params": list(parameters.values()), "matrix": True}
-        optimizer = Muon([group], lr=0.0, momentum=MOMENTUM, betas=BETAS, eps=EPS)
+        optimizer = make_muon(group)
         take_step(optimizer, parameters, {n: p.detach() ** 2 for n, p in parameters.items()}, 0.1)
         results.append(parameters)
     for name, parameter in results[0].items():
@@ -163,9 +167,7 @@ def test_the_update_of_a_matrix_is_as_large_as_adamws() -> None:
     """RMS about 0.2 for any shape of full rank (arXiv 2502.16982): one learning rate serves all."""
     for shape in ((64, 64), (32, 96), (96, 32)):
         parameter = nn.Parameter(torch.zeros(shape))
-        optimizer = Muon(
-            [{"params": [parameter], "matrix": True}], lr=1.0, momentum=0.95, betas=BETAS, eps=EPS
-        )
+        optimizer = make_muon({"params": [parameter], "matrix": True}, lr=1.0)
         parameter.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
         optimizer.step()
         assert 0.15 < float(parameter.detach().square().mean().sqrt()) < 0.25, shape
@@ -173,16 +175,9 @@ def test_the_update_of_a_matrix_is_as_large_as_adamws() -> None:
 
 def test_it_is_nearly_torchs_muon() -> None:
     """Theirs multiplies in bf16, 8 bits, and small singular values grow: one or two percent."""
-    ours = {n: p for n, p in parameters_of(random_tensors(0, 0.02)).items() if n in MATRICES}
-    ours = {name: nn.Parameter(p.detach().float()) for name, p in ours.items()}
-    theirs = {name: nn.Parameter(p.detach().clone()) for name, p in ours.items()}
-    own = Muon(
-        [{"params": list(ours.values()), "weight_decay": DECAY, "matrix": True}],
-        lr=0.0,
-        momentum=MOMENTUM,
-        betas=BETAS,
-        eps=EPS,
-    )
+    weights = random_tensors(0, 0.02, torch.float32)
+    ours, theirs = (parameters_of({name: weights[name] for name in MATRICES}) for _ in range(2))
+    own = make_muon({"params": list(ours.values()), "weight_decay": DECAY, "matrix": True})
     torchs = torch.optim.Muon(
         list(theirs.values()),
         lr=0.0,
@@ -203,20 +198,10 @@ def test_it_is_nearly_torchs_muon() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_the_rest_is_torchs_fused_adamw_bit_for_bit(dtype: torch.dtype) -> None:
-    start = {name: w.to(dtype) for name, w in random_tensors(0, 0.02).items()}
-    ours = parameters_of(start)
-    theirs = {name: nn.Parameter(start[name].clone()) for name in REST}
-    own = make_muon(ours)
-    adamw = torch.optim.AdamW(
-        [
-            {"params": [theirs["embedding"]], "weight_decay": DECAY},
-            {"params": [theirs["norm"], theirs["bias"]], "weight_decay": 0.0},
-        ],
-        lr=0.0,
-        betas=BETAS,
-        eps=EPS,
-        fused=True,
-    )
+    start = random_tensors(0, 0.02, dtype)
+    ours, theirs = parameters_of(start), parameters_of({name: start[name] for name in REST})
+    own = muon_of_all(ours)
+    adamw = torch.optim.AdamW(groups_of_rest(theirs), lr=0.0, betas=BETAS, eps=EPS, fused=True)
     for step in range(6):
         grads = random_tensors(step + 1)
         for optimizer in (own, adamw):
@@ -252,15 +237,11 @@ def test_muon_gets_the_linear_weights_of_the_blocks(path: Path) -> None:
     assert [g["matrix"] for g in optimizer.param_groups] == [False, False, True]
     assert [g["weight_decay"] for g in optimizer.param_groups] == [0.25, 0.0, 0.25]
     assert {names[p] for p in matrices["params"]} == linears
-    held = {
-        names[p].rpartition("layers.")[2]: s
-        for p, s in zip(matrices["params"], matrices["splits"], strict=True)
-    }
-    assert (held["0.attn.Wqkv.weight"], held["1.mlp.Wi.weight"]) == (
-        (0, 3),
-        (0, 2 if config.model.mlp == "geglu" else 1),
-    )
-    assert {count for name, (_, count) in held.items() if "Wo" in name} == {1}
+    pairs = zip(matrices["params"], matrices["splits"], strict=True)
+    splits = {names[p].rpartition("layers.")[2]: split for p, split in pairs}
+    assert splits["0.attn.Wqkv.weight"] == (0, 3)
+    assert splits["1.mlp.Wi.weight"] == (0, 2 if config.model.mlp == "geglu" else 1)
+    assert {count for name, (_, count) in splits.items() if "Wo" in name} == {1}
     assert {names[p] for p in bare["params"]} == {n for n in named if not model.is_decayed(n)}
     assert {names[p] for p in plain["params"]} == {n for n in named if model.is_decayed(n)} - linears
     assert all(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from bert_dp.config import Config
-from bert_dp.noise import NormPairs, estimate, of_run
+from bert_dp.noise import NormPairs, estimate, estimate_of_run
 from tests.helpers import make_config, write_lines
 
 # --- the estimate
@@ -109,12 +109,12 @@ def test_the_figure_of_a_run_is_of_its_last_200_steps(tmp_path: Path) -> None:
     other = {**line, "big_batch": 5, "big_sq": [7.0] * 60}
     before = {**line, "small_sq": [99.0] * 80}
     write_lines(tmp_path / "noise.jsonl", (before, line, other, line))
-    found = of_run(tmp_path)
+    found = estimate_of_run(tmp_path)
     assert found.steps == 200
     assert found.noise_scale != pytest.approx(20 / 3)  # 20 steps of the first line are left
     write_lines(tmp_path / "noise.jsonl", (before, line, other, line, line))
-    assert of_run(tmp_path).noise_scale == pytest.approx(20 / 3)
-    assert of_run(tmp_path / "none").why == "0 measured steps, fewer than 50"
+    assert estimate_of_run(tmp_path).noise_scale == pytest.approx(20 / 3)
+    assert estimate_of_run(tmp_path / "none").why == "0 measured steps, fewer than 50"
 
 
 # --- the norms

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import threading
 import time
@@ -81,10 +82,11 @@ def make(
     )
 
 
-def save_all(saver: AsyncCheckpointer, *steps: int) -> None:
+def save(saver: AsyncCheckpointer, *steps: int) -> tuple[int | None, str | None]:
+    """Save states whose value is the step; what the last one came to."""
     for step in steps:
-        saver.save(step, lambda step=step: state(step), FACTS)  # type: ignore[misc]
-    saver.wait()
+        saver.save(step, functools.partial(state, step), FACTS)
+    return saver.wait()
 
 
 def failing(number: int, first: int, last: int) -> SaveFile:
@@ -146,10 +148,9 @@ def test_an_error_is_said_and_counted_and_the_good_ones_stay(
 ) -> None:
     said: list[str] = []
     saver = make(tmp_path, said, keep=2, on_error=policy)
-    save_all(saver, 1, 2)
+    save(saver, 1, 2)
     monkeypatch.setattr(checkpoint, "save_file", failing(number, 2, 2))
-    saver.save(3, lambda: state(3.0), FACTS)
-    step, problem = saver.wait()
+    step, problem = save(saver, 3)
     assert (step, saver.failed_saves) == (2, 1)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
     (line,) = said
@@ -159,8 +160,7 @@ def test_an_error_is_said_and_counted_and_the_good_ones_stay(
         assert text in line
     assert saver.gave_up == (problem if policy == "stop" else None)
     assert saver.failure_kind == ("error" if number == errno.EACCES else "disk")
-    saver.save(4, lambda: state(4.0), FACTS)  # the next one tries again
-    assert saver.wait() == (4, None)
+    assert save(saver, 4) == (4, None)  # the next one tries again
     assert names(tmp_path) == ["step-00000004", "step-00000002"]
     assert saver.failed_saves == 1
 
@@ -172,21 +172,19 @@ def test_a_full_disk_makes_room_and_tries_once_more(
 ) -> None:
     said: list[str] = []
     saver = make(tmp_path, said, keep=keep)
-    save_all(saver, 1, 2, 3)
+    save(saver, 1, 2, 3)
     monkeypatch.setattr(checkpoint, "save_file", failing(number, 1, 1))
-    saver.save(4, lambda: state(4.0), FACTS)
-    assert saver.wait() == (4, None)
+    assert save(saver, 4) == (4, None)
     assert names(tmp_path) == [f"step-{step:08d}" for step in left]
     assert (said, saver.failed_saves) == ([], 0)
 
 
 def test_a_disk_that_stays_full_keeps_the_last_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     saver = make(tmp_path, keep=9)
-    save_all(saver, 1, 2, 3)
+    save(saver, 1, 2, 3)
     monkeypatch.setattr(checkpoint, "save_file", failing(errno.ENOSPC, 1, 99))
     for step in (4, 5):
-        saver.save(step, lambda step=step: state(step), FACTS)
-        assert saver.wait()[0] == 3
+        assert save(saver, step)[0] == 3
         assert names(tmp_path) == ["step-00000003", "step-00000002"]
     assert saver.failed_saves == 2
     assert [weight(p) for p in checkpoint.list_checkpoints(tmp_path)] == [3.0, 2.0]
@@ -196,7 +194,7 @@ def test_a_disk_that_stays_full_keeps_the_last_two(tmp_path: Path, monkeypatch: 
 def test_what_is_not_finite_is_never_written(tmp_path: Path, part: str) -> None:
     said: list[str] = []
     saver = make(tmp_path, said, keep=1)
-    saver.save(1, lambda: state(1.0), FACTS)
+    save(saver, 1)
     bad = state(2.0)
     name = next(iter(bad[part]))
     bad[part][name][2] = float("nan")
@@ -230,9 +228,7 @@ def test_the_newest_good_one_is_named_past_a_broken_one(
         checkpoint.save(tmp_path, step, state(step), FACTS, 9)
     (tmp_path / "step-00000002" / "model.safetensors").write_bytes(b"")
     monkeypatch.setattr(checkpoint, "save_file", failing(errno.EIO, 1, 1))
-    saver = make(tmp_path, saved=1)
-    saver.save(3, lambda: state(3.0), FACTS)
-    problem = saver.wait()[1]
+    problem = save(make(tmp_path, saved=1), 3)[1]
     assert problem is not None
     assert problem.endswith("the newest good checkpoint is step-00000001")
 
@@ -263,21 +259,17 @@ def test_nothing_is_saved_where_the_run_directory_no_longer_is(tmp_path: Path) -
     folder = tmp_path / "run" / "checkpoints"
     folder.parent.mkdir()
     saver = make(folder, directory=HeldDirectory(folder.parent))
-    saver.save(1, lambda: state(1.0), {})
-    assert saver.wait() == (1, None)
+    assert save(saver, 1) == (1, None)
     moved = folder.parent.rename(tmp_path / "elsewhere")
-    saver.save(2, lambda: state(2.0), {})
-    told = f"the run directory {folder.parent} was moved to {moved} during the run"
-    assert saver.wait() == (1, told)
-    assert saver.gave_up == told
+    problem = f"the run directory {folder.parent} was moved to {moved} during the run"
+    assert save(saver, 2) == (1, problem)
+    assert saver.gave_up == problem
     assert names(moved / "checkpoints") == ["step-00000001"]
     assert not folder.parent.exists()
 
 
 def test_a_save_does_not_make_the_run_directory_again(tmp_path: Path) -> None:
-    saver = make(tmp_path / "run" / "checkpoints")
-    saver.save(1, lambda: state(1.0), {})
-    assert saver.wait()[0] is None
+    assert save(make(tmp_path / "run" / "checkpoints"), 1)[0] is None
     assert not (tmp_path / "run").exists()
 
 
@@ -285,16 +277,13 @@ def test_a_row_of_saves_that_fail_is_said_once(tmp_path: Path, monkeypatch: pyte
     said: list[str] = []
     monkeypatch.setattr(checkpoint, "save_file", failing(errno.EIO, 3, 5))  # two files a save
     saver = make(tmp_path, said)
-    for step in range(1, 5):
-        saver.save(step, lambda: state(1.0), {})
-        problem = saver.wait()[1]
+    problem = [save(saver, step)[1] for step in range(1, 5)][-1]
     assert problem is not None
     assert "step-00000004 could not be saved" in problem
     assert problem.endswith("; 3 saves in a row have failed")
     assert len(said) == 1
     assert "step-00000002 could not be saved: [Errno 5]" in said[0]
-    saver.save(5, lambda: state(1.0), {})
-    assert saver.wait() == (5, None)
+    assert save(saver, 5) == (5, None)
     assert said[1:] == ["warning: step-00000005 is saved; the 3 saves before it failed"]
     assert saver.failed_saves == 3
 
@@ -306,8 +295,7 @@ def test_a_reason_that_comes_back_after_a_good_save_is_said_again(
     saver = make(tmp_path, said)
     for step, last in ((1, 1), (2, 0), (3, 1)):
         monkeypatch.setattr(checkpoint, "save_file", failing(errno.EIO, 1, last))
-        saver.save(step, lambda: state(1.0), {})
-        problem = saver.wait()[1]
+        problem = save(saver, step)[1]
     assert [line.partition(" could not")[0] for line in said] == [
         "warning: step-00000001",
         "warning: step-00000003",
