@@ -138,12 +138,12 @@ def _plain(value: Any) -> Any:
 
 
 def _read(directory: Path) -> Run:
-    found = record.newest_checkpoint_facts(directory) if (directory / "checkpoints").is_dir() else None
+    newest = record.newest_checkpoint_facts(directory) if (directory / "checkpoints").is_dir() else None
     page = directory / PAGE
     return Run(
         directory=directory,
         summary=read_summary(directory),
-        checkpoint=found[0] if found else None,
+        checkpoint=newest[0] if newest else None,
         report=page if page.is_file() else None,
         metrics=list(record.read_lines(directory / "metrics.jsonl")),
         evals=list(record.read_lines(directory / "evals.jsonl")),

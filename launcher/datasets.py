@@ -90,11 +90,11 @@ def built_lines(out: Path, manifest: Manifest, vocab_size: int) -> list[str]:
     """What was made, what was left out, and how to train on it."""
     train, held_out, length = manifest.train, manifest.held_out, manifest.sequence_length
     dropped = [f"{format_count(n)} {DROPPED.get(stage, stage)}" for stage, n in manifest.dropped.items() if n]
-    asked = "" if manifest.vocab_size == vocab_size else f" ({vocab_size:,} asked; the text has no more)"
+    fewer = "" if manifest.vocab_size == vocab_size else f" ({vocab_size:,} asked; the text has no more)"
     return [
         f"{out}: {train.sequences:,} training and {held_out.sequences:,} held-out sequences of {length} "
         f"tokens, from {count_of(train.documents + held_out.documents, 'document')}",
-        f"dropped: {', '.join(dropped) or 'no document'}; vocabulary: {manifest.vocab_size:,} tokens{asked}",
+        f"dropped: {', '.join(dropped) or 'no document'}; vocabulary: {manifest.vocab_size:,} tokens{fewer}",
         f"next: {train_command(out, length, manifest.vocab_size)}",
     ]
 

@@ -62,17 +62,17 @@ def secrets(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> dic
 
 def ordinary_secrets(environ: Mapping[str, str] = os.environ) -> list[str]:
     """A line that names the variables which hold a secret by their name but too ordinary a value to hide."""
-    found = {
+    names = {
         name
         for value, name in record.named_secrets(environ).items()
         if is_ordinary(value)
         and value == environ[name]
         and not re.fullmatch(r"\s*|[\d.]+|true|false|yes|no|on|off|none|null", value, re.IGNORECASE)
     }
-    if not found:
+    if not names:
         return []
     return [
-        f"{', '.join(sorted(found))}: looks like a secret, but is a common word or shorter than "
+        f"{', '.join(sorted(names))}: looks like a secret, but is a common word or shorter than "
         f"{record.MIN_SECRET} characters, so it cannot be removed from logs; use a longer value"
     ]
 
@@ -126,13 +126,13 @@ def is_log(path: Path) -> bool:
 
 def written_files(run_dir: Path) -> Iterator[Path]:
     """The regular files below `run_dir` that a run writes by name, but numbers alone and checkpoints."""
-    for folder, names in WRITTEN.items():
-        where = run_dir / folder
-        if folder and where.is_symlink():
+    for folder, patterns in WRITTEN.items():
+        directory = run_dir / folder
+        if folder and directory.is_symlink():
             continue
-        for path in sorted(where.iterdir()) if where.is_dir() else ():
+        for path in sorted(directory.iterdir()) if directory.is_dir() else ():
             name = unfinished[1] if (unfinished := UNFINISHED.fullmatch(path.name)) else path.name
-            if any(fnmatch.fnmatchcase(name, pattern) for pattern in names):
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
                 with contextlib.suppress(OSError):  # it has gone
                     if stat.S_ISREG(path.lstat().st_mode):
                         yield path

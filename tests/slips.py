@@ -356,8 +356,8 @@ SLIPS = (
     Slip(
         "reaper-kills-once",
         "launcher/run/reaper.py",
-        "while (found := marked(marks)) and time.monotonic() < end:",
-        "for found in (marked(marks),):",
+        "while (pids := marked(marks)) and time.monotonic() < end:",
+        "for pids in (marked(marks),):",
         "tests/unit/test_ending.py",
     ),
     Slip(

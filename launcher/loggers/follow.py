@@ -81,17 +81,17 @@ def send(run_dir: Path, name: str, over: threading.Event) -> None:
     folder = run_dir / name
     folder.mkdir(exist_ok=True)
     with record.lock(folder / ".lock") or _busy(folder):
-        known, there = results.find(folder / STATE, LoggerRun), destination(name)
-        if known is not None and known.destination != there:
-            known = None
-        writer = open_writer(name, Beginning(run_dir, known.id if known else None, settings_of(run_dir)))
-        begun = LoggerRun(id=writer.run_id, where=record.hide(writer.where), destination=there)
-        sent = known.sent if known else {}
+        earlier, target = results.find(folder / STATE, LoggerRun), destination(name)
+        if earlier is not None and earlier.destination != target:
+            earlier = None
+        writer = open_writer(name, Beginning(run_dir, earlier.id if earlier else None, settings_of(run_dir)))
+        state = LoggerRun(id=writer.run_id, where=record.hide(writer.where), destination=target)
+        sent = earlier.sent if earlier else {}
         tails = [Tail(run_dir / file, sent.get(file, 0)) for file in FOLLOWED]
-        sent = _send_lines(writer, tails, folder / STATE, begun, over)
+        sent = _send_lines(writer, tails, folder / STATE, state, over)
         writer.finish(max(sent.values()), *ending(run_dir))
         # some services lose what they write to a full disk without a word; this does not
-        results.write(folder / STATE, begun.model_copy(update={"sent": sent}))
+        results.write(folder / STATE, state.model_copy(update={"sent": sent}))
 
 
 def _busy(folder: Path) -> IO[str]:
@@ -99,9 +99,9 @@ def _busy(folder: Path) -> IO[str]:
 
 
 def _send_lines(
-    writer: MetricsWriter, tails: list[Tail], state: Path, begun: LoggerRun, over: threading.Event
+    writer: MetricsWriter, tails: list[Tail], path: Path, state: LoggerRun, over: threading.Event
 ) -> dict[str, int]:
-    """Keeps what was sent in `state`, and returns it: record file -> last step."""
+    """Keeps what was sent in `path`, and returns it: record file -> last step."""
     before = None
     while True:
         is_last = over.is_set()  # asked before reading: all that was written until then is sent
@@ -110,7 +110,7 @@ def _send_lines(
             writer.write(step, numbers)
         sent = {file: tail.sent for file, tail in zip(FOLLOWED, tails, strict=True)}
         if sent != before:
-            results.write(state, begun.model_copy(update={"sent": sent}))
+            results.write(path, state.model_copy(update={"sent": sent}))
             before = sent
         if is_last:
             return sent

@@ -28,8 +28,8 @@ class Writer:
             self._client.update_run(self.run_id, status="RUNNING")
             return
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        known = self._client.get_experiment_by_name(name)
-        experiment = known.experiment_id if known else self._client.create_experiment(name)
+        existing = self._client.get_experiment_by_name(name)
+        experiment = existing.experiment_id if existing else self._client.create_experiment(name)
         run = self._client.create_run(experiment, run_name=beginning.run_dir.name)
         self.run_id = run.info.run_id
         params = [Param(key, str(value)[:MOST_CHARACTERS]) for key, value in beginning.settings.items()]

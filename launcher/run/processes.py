@@ -26,6 +26,7 @@ from launcher.run.reaper import reaper
 from launcher.run.starters import start_command, start_environment
 from launcher.run.workers import Workers, kill_tree, send
 from launcher.watch import advice, failure
+from launcher.watch.card import summary_facts
 from launcher.watch.failure import Failure
 from launcher.watch.heartbeats import Hang, Watch
 from launcher.watch.memory import MemoryWatch
@@ -126,16 +127,16 @@ def run(
             return RunResult(1, lost)
         logs = home / "logs"
         launcher_log = logs / launcher_log.name
-        said = _said_since(launcher_log, offset)
+        launcher_said = _text_since(launcher_log, offset)
         unknown = Failure(
             None,
             f"{launcher}: {failure.ending(process.returncode, 'and no summary')}",
             launcher_log,
-            failure.tail_of(said),
+            failure.tail_of(launcher_said),
             explanation=_stood_still(watch.hang if watch is not None else None),
             kind="no_cause",
         )
-        cause = failure.decide_cause(logs, said, workers.departures, unknown, hang=hang, lost=lost)
+        cause = failure.decide_cause(logs, launcher_said, workers.departures, unknown, hang=hang, lost=lost)
         if cause is not None and lost is None:
             cause = advice.explain(cause, home, nproc, memory.facts())
         return _result(home, cause, unknown, pending)
@@ -198,7 +199,7 @@ def _has_failed(run_dir: Path, workers: Workers) -> bool:
     return bool(workers.departures) and not (run_dir / "summary.json").exists()
 
 
-def _said_since(log: Path, offset: int) -> str:
+def _text_since(log: Path, offset: int) -> str:
     """What this start of the launcher has added to its log; of very much, the end."""
     with log.open("rb") as file:
         file.seek(max(offset, log.stat().st_size - LAUNCHER_SAID_BYTES))
@@ -224,7 +225,7 @@ def _result(run_dir: Path, cause: Failure | None, unknown: Failure, pending: lis
     step = 0
     for line in record.read_lines(run_dir / "metrics.jsonl"):
         step = line["step"]
-    facts = {"exit_code": code, **failure.summary_facts(cause), "signal": stop or None, "step": step}
+    facts = {"exit_code": code, **summary_facts(cause), "signal": stop or None, "step": step}
     summary = (summary or Summary(status="failed")).model_copy(update=facts)
     try:
         results.write(run_dir / "summary.json", summary)
@@ -238,8 +239,8 @@ def _stood_still(hang: Hang | None) -> tuple[str, ...]:
     if hang is None:
         return ()
     who = "" if hang.rank is None else f"rank {hang.rank}: "
-    where = f" at {hang.where}" if hang.where else ""
-    return (f"it stood still: {who}{hang.message}{where}; stacks in hang.txt",)
+    place = f" at {hang.where}" if hang.where else ""
+    return (f"it stood still: {who}{hang.message}{place}; stacks in hang.txt",)
 
 
 def _failed_anyway(cause: Failure | None) -> bool:

@@ -88,19 +88,19 @@ def read_repeat(directory: Path, ranks: int, warm_up: int, steps: int) -> Repeat
     memory, exposed = [], []
     for rank in range(ranks):
         path = directory / "steps" / f"rank-{rank}.jsonl"
-        found = list(record.read_lines(path))
+        lines = list(record.read_lines(path))
         for name in PARTS:
-            seconds = [float(s) for s in itertools.chain.from_iterable(line[name] for line in found)]
+            seconds = [float(s) for s in itertools.chain.from_iterable(line[name] for line in lines)]
             if len(seconds) != warm_up + steps:
                 raise ValueError(f"{path}: {len(seconds)} steps, {warm_up + steps} were to be taken")
             parts[name].append(seconds[warm_up:])
-        memory.append(max(float(line["peak_memory_gib"]) for line in found))
+        memory.append(max(float(line["peak_memory_gib"]) for line in lines))
         if rank == 0:
-            samples = [line.get("ddp_exposed_s") for line in found if line["step"] > warm_up]
+            samples = [line.get("ddp_exposed_s") for line in lines if line["step"] > warm_up]
             exposed = [float(s) for s in samples if s is not None]
     if min(min(each) for each in parts["step_s"]) <= 0:
         raise ValueError(f"{directory}: a step of no time")
-    lines = record.read_lines(directory / "metrics.jsonl")
-    curve = [(int(line["tokens"]), float(line["loss"])) for line in lines if line["loss"] is not None]
+    logged = record.read_lines(directory / "metrics.jsonl")
+    curve = [(int(line["tokens"]), float(line["loss"])) for line in logged if line["loss"] is not None]
     summary = read_summary(directory) or Summary(status="done")
     return Repeat(directory.name, parts, memory, exposed, curve, summary)

@@ -49,13 +49,13 @@ def reaper(scratch: Path, marks: Sequence[str]) -> Iterator[None]:
 def marked(marks: Sequence[str]) -> list[int]:
     """Processes that have all of `marks` in their environment, this one left out."""
     wanted = {mark.encode() for mark in marks}
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal() and int(entry.name) != os.getpid():
             with contextlib.suppress(OSError):  # gone, or another user's
                 if wanted <= set((entry / "environ").read_bytes().split(b"\0")):
-                    found.append(int(entry.name))
-    return found
+                    pids.append(int(entry.name))
+    return pids
 
 
 def main(scratch: str, *marks: str) -> None:
@@ -66,8 +66,8 @@ def main(scratch: str, *marks: str) -> None:
         return
     time.sleep(PATIENCE_S)
     end = time.monotonic() + SEARCH_S
-    while (found := marked(marks)) and time.monotonic() < end:
-        for pid in found:
+    while (pids := marked(marks)) and time.monotonic() < end:
+        for pid in pids:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)

@@ -74,10 +74,10 @@ def supervise(
         wait_s = 2.0**idle
         if after != before or resume == "never":  # else the one that was named has not been read yet
             resume = "auto"
-        where = f"step {after}" if after >= 0 else "the start"
+        place = f"step {after}" if after >= 0 else "the start"
         log(
             f"restart {len(past) + 1} of {policy.max_restarts} in {wait_s:.0f} s on "
-            f"{count_of(fewer, 'rank')} from {where}: {first_line(failure.headline())}"
+            f"{count_of(fewer, 'rank')} from {place}: {first_line(failure.headline())}"
         )
         past.append(
             Restart(
@@ -100,8 +100,8 @@ def supervise(
 
 def saved_step(run_dir: Path) -> int:
     """Step of the newest checkpoint, -1 without one."""
-    found = record.newest_checkpoint_facts(run_dir)
-    return found[1].step if found else -1
+    newest = record.newest_checkpoint_facts(run_dir)
+    return newest[1].step if newest else -1
 
 
 def ranks_left(config: Config, ranks: int, failure: Failure) -> int:

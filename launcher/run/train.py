@@ -42,8 +42,9 @@ from launcher.run.run_directory import (
     start_issues,
 )
 from launcher.watch import failure, heartbeats
+from launcher.watch.card import card
 from launcher.watch.display import Display
-from launcher.watch.failure import Failure, card
+from launcher.watch.failure import Failure
 
 if TYPE_CHECKING:
     from rich.console import Console

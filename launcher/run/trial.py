@@ -27,23 +27,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--on-gpu", action="store_true", help="a GPU per rank")
     parser.add_argument("--cores", help="that the ranks share, by commas; default: all")
     parser.add_argument("--data-bytes", type=int, help="limit of each process's writable private memory")
-    asked = parser.parse_args(argv)
-    if asked.data_bytes is not None:  # an allocation fails before the kernel has to kill
-        resource.setrlimit(resource.RLIMIT_DATA, (asked.data_bytes, asked.data_bytes))
-    run = load_config(asked.directory / "config.yaml").run
+    arguments = parser.parse_args(argv)
+    if arguments.data_bytes is not None:  # an allocation fails before the kernel has to kill
+        resource.setrlimit(resource.RLIMIT_DATA, (arguments.data_bytes, arguments.data_bytes))
+    run = load_config(arguments.directory / "config.yaml").run
     watched = heartbeats.Watch(
-        asked.directory, print, hang_after_s=run.hang_after_s, end_hung_after_s=run.end_hung_after_s
+        arguments.directory, print, hang_after_s=run.hang_after_s, end_hung_after_s=run.end_hung_after_s
     )
-    with record.HeldDirectory(asked.directory) as held:
+    with record.HeldDirectory(arguments.directory) as held:
         result = processes.run(
             held,
-            asked.nproc,
+            arguments.nproc,
             "never",
             lambda: None,
-            launcher=asked.launcher,
-            on_gpu=asked.on_gpu,
+            launcher=arguments.launcher,
+            on_gpu=arguments.on_gpu,
             watch=watched,
-            cores=[int(core) for core in asked.cores.split(",")] if asked.cores else None,
+            cores=[int(core) for core in arguments.cores.split(",")] if arguments.cores else None,
         )
     if result.failure is not None:
         print(result.failure.headline())  # noqa: T201 (the trial's log)

@@ -28,7 +28,7 @@ from launcher.run.reaper import reaper
 
 PROGRESS_S = 30.0
 SCRATCH = ".scratch"
-TOOK = "trial.json"
+TRIAL_FILE = "trial.json"
 TRIES = 2  # of a trial that something outside has ended, or whose records are not whole
 LOG_LINES = 10  # of metrics.jsonl in a measured run
 HELPER_TIMEOUT_S = 900.0
@@ -149,8 +149,8 @@ def _outcome(trial: Trial) -> Outcome | None:
         return None
     if status == "ok" and not is_whole(directory, trial.ranks, trial.config):
         return None
-    took = results.find(directory / TOOK, results.TrialFile)
-    return Outcome(status, took.seconds if took else sum(summary.time_s.values()))
+    file = results.find(directory / TRIAL_FILE, results.TrialFile)
+    return Outcome(status, file.seconds if file else sum(summary.time_s.values()))
 
 
 class Progress:
@@ -186,7 +186,8 @@ class _Running:
     slot: Slot
     process: subprocess.Popen[str]
     log: IO[str]
-    begun: float
+    started_s: float
+    """On the monotonic clock."""
     due: float
     """When its progress is said next."""
 
@@ -257,7 +258,7 @@ class Runner:
                         running.append(self._start(each.trial, each.slot))
                         continue
                     free.append(each.slot)
-                    yield each.trial, outcome or Outcome("failed", time.monotonic() - each.begun)
+                    yield each.trial, outcome or Outcome("failed", time.monotonic() - each.started_s)
                 self._say_progress(running)
                 time.sleep(processes.POLL_S)
         finally:
@@ -328,8 +329,8 @@ class Runner:
 
     def _end(self, each: _Running) -> Outcome | None:
         each.log.close()
-        took = results.TrialFile(seconds=time.monotonic() - each.begun)
-        results.write(each.trial.directory / TOOK, took)
+        file = results.TrialFile(seconds=time.monotonic() - each.started_s)
+        results.write(each.trial.directory / TRIAL_FILE, file)
         return _outcome(each.trial)
 
     def _say_progress(self, running: Sequence[_Running]) -> None:
@@ -344,5 +345,5 @@ class Runner:
                 step = line["step"]
             of = f" of {steps}" if steps else ""
             self._log(
-                f"  {each.trial.name}: step {step}{of}, running for {format_duration(now - each.begun)}"
+                f"  {each.trial.name}: step {step}{of}, running for {format_duration(now - each.started_s)}"
             )

@@ -53,9 +53,9 @@ class Workers:
             os.close(descriptor)
 
     def _find(self) -> None:
-        known = {*self.present(), *self._ended}
+        seen = {*self.present(), *self._ended}
         for child in _tree(self._process):
-            if child in known or (rank := _rank(child)) is None:
+            if child in seen or (rank := _rank(child)) is None:
                 continue
             with contextlib.suppress(OSError):  # it has ended in this moment
                 descriptor = os.pidfd_open(child.pid)

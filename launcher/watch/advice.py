@@ -123,11 +123,11 @@ def _what_to_lower(
         capacity, why = _device_capacity(message, machine)
     else:
         capacity, why = _host_capacity(machine, world_size)
-    found = record.newest_checkpoint_facts(run_dir)
+    newest = record.newest_checkpoint_facts(run_dir)
     precision = precision_of(
-        config, machine.bf16_units, on_gpu=scarce == "device", kept=found[1].precision if found else None
+        config, machine.bf16_units, on_gpu=scarce == "device", kept=newest[1].precision if newest else None
     )
-    equation, fixes = what_fits(config, precision, world_size, capacity, has_checkpoint=found is not None)
+    equation, fixes = what_fits(config, precision, world_size, capacity, has_checkpoint=newest is not None)
     return [*why, equation], fixes
 
 
@@ -135,8 +135,8 @@ def _device_capacity(message: str, machine: Environment) -> tuple[float | None, 
     """GiB that this process can have of the device, from torch's message or else from environment.json."""
 
     def said(pattern: str) -> float | None:
-        found = re.search(pattern, message)
-        return float(found[1]) / {"GiB": 1, "MiB": 1024}[found[2]] if found else None
+        match = re.search(pattern, message)
+        return float(match[1]) / {"GiB": 1, "MiB": 1024}[match[2]] if match else None
 
     size = r"([\d.]+) (GiB|MiB)"
     total, free = said(rf"total capacity of {size}"), said(rf"of which {size} is free")
@@ -182,16 +182,16 @@ def what_fits(
         if needed <= capacity_gib:
             equation += ", so more was taken than the estimate counts"
     fixes = []
-    plain = _largest(config, precision, world_size, limit, micro - 1)
-    if plain is not None:
-        where = ", in a new --run-dir (a run keeps its micro batch)" if has_checkpoint else ""
-        fixes.append(_options(config, config, plain, precision, world_size) + where)
-    for change in CHANGES if plain is None or has_checkpoint else ():
+    smaller = _largest(config, precision, world_size, limit, micro - 1)
+    if smaller is not None:
+        place = ", in a new --run-dir (a run keeps its micro batch)" if has_checkpoint else ""
+        fixes.append(_options(config, config, smaller, precision, world_size) + place)
+    for change in CHANGES if smaller is None or has_checkpoint else ():
         parallel = config.parallel.model_copy(update=change)
         changed = config.model_copy(update={"parallel": parallel})
-        found = _largest(changed, precision, world_size, limit, micro)
-        if found is not None and parallel != config.parallel and (found == micro or not has_checkpoint):
-            fixes.append(_options(config, changed, found, precision, world_size))
+        largest = _largest(changed, precision, world_size, limit, micro)
+        if largest is not None and parallel != config.parallel and (largest == micro or not has_checkpoint):
+            fixes.append(_options(config, changed, largest, precision, world_size))
             break
     return equation, fixes or [
         "nothing fits by the estimate: a smaller model, more ranks with parallel.engine=fsdp, or more memory"

@@ -236,12 +236,12 @@ def eta_s(lines: Sequence[Mapping[str, Any]], hours: float | None = None) -> flo
         done = number(lines[-1].get("progress"))
         return None if done is None else (1 - done) * hours * 3600
     recent = [(number(line.get("elapsed_s")), number(line.get("progress"))) for line in lines[-ETA_LINES:]]
-    known = [(t, f) for t, f in recent if t is not None and f is not None]
-    while len(known) > 1 and known[0] >= known[-1]:
-        known.pop(0)  # before a resume the clock or the progress stood higher
-    if len(known) < 2 or known[-1][1] <= known[0][1]:
+    points = [(t, f) for t, f in recent if t is not None and f is not None]
+    while len(points) > 1 and points[0] >= points[-1]:
+        points.pop(0)  # before a resume the clock or the progress stood higher
+    if len(points) < 2 or points[-1][1] <= points[0][1]:
         return None
-    (start, done), (now, progress) = known[0], known[-1]
+    (start, done), (now, progress) = points[0], points[-1]
     return max(0.0, (1 - progress) * (now - start) / (progress - done))
 
 

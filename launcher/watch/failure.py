@@ -1,4 +1,4 @@
-"""Why a run failed: the first cause among what the ranks left behind, and the card that tells it."""
+"""Why a run failed: the first cause among what the ranks left behind."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from bert_dp import record
-from bert_dp.record import is_own_code, safe
+from bert_dp.record import is_own_code
 from bert_dp.record.models import FailureKind, RankError, kind_of_text
 from launcher import results
-from launcher.report.numbers import format_gib
 from launcher.watch.heartbeats import Hang
-from launcher.watch.memory import GROUP, MemoryFacts, sparkline
-from launcher.watch.merge_lines import name_ranks
+from launcher.watch.memory import MemoryFacts
 
 TAIL_LINES = 20
 TAIL_BYTES = 65_536  # of a log's end that is read
 STACK_LINES = 15
 MESSAGE_CHARS = 600
-CONSEQUENCES_SHOWN = 6
 ENDED_TOGETHER = "RunFailed"  # all ranks have ended the run, one has recorded why
 NO_CAUSE = "without recording an error"
 CPP_PLACE = re.compile(r"\[\S+\.(?:cc|cpp|cu|h|hpp):\d+\] ")
@@ -285,9 +281,9 @@ def crash_stack(said: str) -> tuple[str, ...]:
 
 def raised_last(said: str) -> tuple[str, str | None, str | None] | None:
     """The exception of the last traceback, its place in our code or the user's, and the code there."""
-    _, found, rest = said.rpartition(RAISED)
+    _, raised, rest = said.rpartition(RAISED)
     message = next((line for line in rest.splitlines() if line.strip() and not line[0].isspace()), None)
-    if not found or message is None:
+    if not raised or message is None:
         return None
     frames = FRAME.findall(rest)
     frame = next((f for f in reversed(frames) if is_own_code(f[0])), frames[-1] if frames else None)
@@ -317,60 +313,3 @@ def first_line(message: str) -> str:
     lines = [line.strip() for line in CPP_PLACE.sub("", message).splitlines() if line.strip()]
     line = lines[0] if lines else ""
     return line if len(line) <= MESSAGE_CHARS else f"{line[:MESSAGE_CHARS]} ..."
-
-
-def card(failure: Failure, run_dir: Path) -> list[str]:
-    """What the console shows: within the first lines who, what, where and the log, then why and what to do,
-    what followed, and the log's end."""
-    lines = [f"failed: {first_line(failure.headline())}"]
-    if failure.where:
-        lines.append(f"  at {failure.where}" + (f" {failure.source}" if failure.source else ""))
-    lines += [f"  log: {failure.log}"] if failure.log else []
-    lines.append(f"  run: {run_dir}")
-    if failure.alike:
-        lines.append(f"  alike: {name_ranks(failure.alike)}")
-    lines += [f"  why: {line}" for line in failure.explanation]
-    lines += [f"  fix: {line}" for line in failure.fix]
-    lines += _memory_lines(failure)
-    lines += [f"  consequence: {line}" for line in failure.consequences[:CONSEQUENCES_SHOWN]]
-    if (more := len(failure.consequences) - CONSEQUENCES_SHOWN) > 0:
-        lines.append(f"  consequence: {more} more ranks; all in summary.json")
-    lines += [f"  | {line}" for line in failure.tail]
-    return [safe(line) for line in lines]
-
-
-def _memory_lines(failure: Failure) -> list[str]:
-    """Curves of the rank that failed, of the greatest other one, and of the control group."""
-    if failure.memory is None:
-        return []
-    curves, mine = failure.memory.curves_gib, f"rank {failure.rank}"
-    others = [name for name in curves if name not in (mine, GROUP)]
-    others.sort(key=lambda name: max(curves[name]), reverse=True)
-    return [
-        f"  memory: {name} {sparkline(curves[name])} peak {format_gib(max(curves[name]))}"
-        for name in (mine, *others[:1], GROUP)
-        if curves.get(name)
-    ]
-
-
-def summary_facts(failure: Failure) -> dict[str, Any]:
-    """What summary.json keeps of the card."""
-    memory = failure.memory
-    curves = memory.curves_gib.items() if memory else ()
-    return {
-        "cause": failure.headline(),
-        "failure_kind": failure.kind,
-        "rank": failure.rank,
-        "where": failure.where,
-        "source": failure.source,
-        "killed_by": failure.killed_by,
-        "explanation": list(failure.explanation),
-        "fix": list(failure.fix),
-        "alike": list(failure.alike),
-        "consequences": list(failure.consequences),
-        "log": str(failure.log) if failure.log else None,
-        "log_tail": list(failure.tail),
-        "memory_curve_gib": {name: list(values) for name, values in curves} or None,
-        "memory_interval_s": memory.interval_s if memory else None,
-        "oom_kills": memory.oom_kills if memory else None,
-    }

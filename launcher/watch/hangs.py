@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import sysconfig
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from bert_dp.record import IN_STEP, PHASES, Beat
+from bert_dp.record import IN_STEP, PHASES, Beat, is_own_code
 
 UNHEARD_S = 3.0  # a rank beats about once a second; a busy machine may delay that
 STACK_LINES = 12
 FRAME = re.compile(r'^  File "(.+)", line (\d+) in (.+)$')
-STDLIB = sysconfig.get_paths()["stdlib"]
 # functions of ours that do nothing but wait for a collective that was started before
 WAITS = {("bert_dp/dist.py", "wait"): "a side-group exchange", ("parallel/zero1.py", "_wait"): "a reduction"}
 # these wait for a collective, or work: a backward pass reduces on its way, a device may be busy or stuck
@@ -38,10 +36,7 @@ class Frame:
     @property
     def own(self) -> bool:
         """Code of this project or of its user, not of Python or a package."""
-        return not (
-            any(part in self.path for part in ("site-packages/", "dist-packages/", "/torch/"))
-            or self.path.startswith((STDLIB, "<"))
-        )
+        return is_own_code(self.path)
 
     def __str__(self) -> str:
         return f"{self.path}:{self.line} in {self.function}"
@@ -73,8 +68,8 @@ class Witness:
     @property
     def frozen(self) -> bool:
         """Its process runs no Python, though no signal has stopped it."""
-        begun = self.beat.pid != 0
-        return begun and not self.stopped and self.unheard_s >= max(UNHEARD_S, self.silent_s / 2)
+        has_begun = self.beat.pid != 0
+        return has_begun and not self.stopped and self.unheard_s >= max(UNHEARD_S, self.silent_s / 2)
 
     @property
     def phase(self) -> str:
@@ -99,8 +94,8 @@ class Verdict:
 def parse_stack(text: str) -> tuple[Frame, ...]:
     """The main thread's frames, innermost first, of what faulthandler wrote: it comes last."""
     blocks = re.split(r"^(?:Current thread|Thread) .*$", text, flags=re.MULTILINE)
-    found = (FRAME.match(line) for line in blocks[-1].splitlines())
-    return tuple(Frame(m[1], int(m[2]), m[3]) for m in found if m and not m[1].startswith("<frozen"))
+    matches = (FRAME.match(line) for line in blocks[-1].splitlines())
+    return tuple(Frame(m[1], int(m[2]), m[3]) for m in matches if m and not m[1].startswith("<frozen"))
 
 
 def waits_in(stack: Sequence[Frame]) -> tuple[int, str]:
@@ -135,8 +130,8 @@ def find_culprit(witnesses: Sequence[Witness]) -> Verdict:
         return Verdict(_numbers(witnesses), "makes no progress")
     recorded = {w.rank: w.collectives for w in witnesses}
     for on_gpu in (False, True):
-        if (told := compare_collectives(recorded, on_gpu=on_gpu)) is not None:
-            return told
+        if (verdict := compare_collectives(recorded, on_gpu=on_gpu)) is not None:
+            return verdict
     first, last = (choose(w.beat.place for w in witnesses) for choose in (min, max))
     if first != last:
         behind = [w for w in witnesses if w.beat.place == first]
@@ -157,8 +152,8 @@ def _numbers(witnesses: Sequence[Witness]) -> tuple[int, ...]:
 
 def _why_frozen(witness: Witness) -> str:
     if witness.state == "D":
-        where = f" in {witness.kernel_wait}" if witness.kernel_wait else ""
-        return f"not schedulable: stuck in the kernel{where}"
+        function = f" in {witness.kernel_wait}" if witness.kernel_wait else ""
+        return f"not schedulable: stuck in the kernel{function}"
     return "not schedulable: holds the interpreter lock (GIL), or gets no processor"
 
 
@@ -268,5 +263,5 @@ def report(witnesses: Sequence[Witness], verdict: Verdict) -> list[str]:
 
 def _doing(witness: Witness) -> str:
     sure, what = waits_in(witness.stack)
-    where = f" ({witness.where})" if witness.where else ""
-    return f": waits in {what}{where}" if sure else where
+    place = f" ({witness.where})" if witness.where else ""
+    return f": waits in {what}{place}" if sure else place

@@ -135,16 +135,16 @@ class Watch:
         return self._clock_s - self._pulses[rank].moved_s
 
     def _is_hung(self, workers: Mapping[int, psutil.Process]) -> bool:
-        begun = [rank for rank, pulse in self._pulses.items() if pulse.beat is not ABSENT]
-        if not begun:
+        started = [rank for rank, pulse in self._pulses.items() if pulse.beat is not ABSENT]
+        if not started:
             return False  # nothing to go by: workers that start, or that have no place for a heartbeat
         median = statistics.median(self._steps) if self._steps else 0.0
         limit = REPORT_AT * max(self._hang_after_s, 3 * median)
         phases = {PHASES[pulse.beat.phase] for pulse in self._pulses.values()}
         patient = bool(phases & set(PATIENT)) or not self._steps
-        if min(map(self._silent_s, begun)) >= (max(limit, PATIENT_S) if patient else limit):
+        if min(map(self._silent_s, started)) >= (max(limit, PATIENT_S) if patient else limit):
             return True
-        long = [rank for rank in begun if self._silent_s(rank) >= limit]
+        long = [rank for rank in started if self._silent_s(rank) >= limit]
         return any(self._is_still(rank, workers[rank]) for rank in long)
 
     def _is_still(self, rank: int, worker: psutil.Process) -> bool:
@@ -176,11 +176,11 @@ class Watch:
     def _hang_of(self, witnesses: list[Witness], verdict: Verdict, lines: list[str]) -> Hang:
         named = [w for w in witnesses if w.rank in verdict.ranks]
         frame = named[0].where if named else None
-        where = f"{frame.path}:{frame.line}" if frame else None
+        place = f"{frame.path}:{frame.line}" if frame else None
         rank = named[0].rank if len(named) == 1 else None
         message = hangs.headline(witnesses, verdict, name_ranks=rank is None)
         log = self._run_dir / "logs" / f"rank-{rank or 0}.log"
-        return Hang(rank, message, where, log, tuple(lines[1:]))
+        return Hang(rank, message, place, log, tuple(lines[1:]))
 
     def _follow_hang(self) -> Hang | None:
         assert self.hang is not None
@@ -205,15 +205,15 @@ def examine(
 
     Takes up to ANSWER_S.
     """
-    found = {
+    examined = {
         w.rank: dataclasses.replace(
             w, state=process_state(workers[w.rank].pid), kernel_wait=_kernel_wait(workers[w.rank].pid)
         )
         for w in witnesses
     }
-    able = [rank for rank, w in found.items() if w.beat.pid and not w.stopped]  # else SIGUSR2 would end it
+    able = [rank for rank, w in examined.items() if w.beat.pid and not w.stopped]  # else SIGUSR2 would end it
     stacks = {rank: Growth(run_dir / "logs" / f"rank-{rank}.stack") for rank in able}
-    awake = {rank: found[rank].beat.asked + 1 for rank in able if not found[rank].frozen}
+    awake = {rank: examined[rank].beat.asked + 1 for rank in able if not examined[rank].frozen}
     for rank in able:
         with contextlib.suppress(OSError, psutil.Error):
             if rank in awake:
@@ -226,12 +226,14 @@ def examine(
         if all(settled) and all(_answered(run_dir, rank) >= number for rank, number in awake.items()):
             break
     for rank, stack in stacks.items():
-        found[rank] = dataclasses.replace(found[rank], stack=hangs.parse_stack(stack.text()))
+        examined[rank] = dataclasses.replace(examined[rank], stack=hangs.parse_stack(stack.text()))
     for rank, number in awake.items():
         if _answered(run_dir, rank) >= number:
-            told = read_json(run_dir / "logs" / f"rank-{rank}.collectives.json") or {}
-            found[rank] = dataclasses.replace(found[rank], collectives=tuple(told.get("collectives", ())))
-    return list(found.values())
+            answer = read_json(run_dir / "logs" / f"rank-{rank}.collectives.json") or {}
+            examined[rank] = dataclasses.replace(
+                examined[rank], collectives=tuple(answer.get("collectives", ()))
+            )
+    return list(examined.values())
 
 
 class Growth:

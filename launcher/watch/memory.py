@@ -99,8 +99,8 @@ def oom_kills(root: Path = ROOT) -> tuple[int, str] | None:
     ]
     for path in (*places, root / "proc/vmstat"):
         with contextlib.suppress(OSError):
-            if found := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
-                return int(found[1]), str(path)
+            if match := re.search(r"^oom_kill (\d+)$", path.read_text(), re.MULTILINE):
+                return int(match[1]), str(path)
     return None
 
 

@@ -15,7 +15,7 @@ import pytest
 from bert_dp import record
 from launcher.run import processes
 from launcher.run.starters import LAUNCHERS
-from launcher.watch.failure import card
+from launcher.watch.card import card
 from launcher.watch.memory import MemoryWatch
 from tests.e2e.cli import members, train, write_config
 from tests.faults.harness import FULL, broken, observe, rounds

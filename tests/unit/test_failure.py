@@ -17,19 +17,17 @@ from bert_dp import rank_process, record
 from bert_dp.config import ConfigError
 from bert_dp.record import STARTED_AGAIN
 from bert_dp.record.models import FailureKind, kind_of_text
+from launcher.watch.card import CONSEQUENCES_SHOWN, card, summary_facts
 from launcher.watch.failure import (
-    CONSEQUENCES_SHOWN,
     NO_CAUSE,
     Departure,
     Failure,
-    card,
     crash_stack,
     first_cause,
     first_line,
     of_a_disk,
     raised_last,
     read_end,
-    summary_facts,
     tail_of,
 )
 from launcher.watch.memory import MemoryFacts
