@@ -19,6 +19,7 @@ from launcher.evaluate.glue_run import GlueRun, NoRate
 from launcher.evaluate.submissions import write_submissions
 from launcher.log import Log, logger
 from launcher.machine import environment
+from launcher.output import KeptPlan, Output, publish
 from launcher.report.numbers import count_of, format_lr
 from launcher.results import Glue, GlueOptions, GluePlanFile, GlueStart, GlueTask, MeasureStatus
 from launcher.run import trials
@@ -62,7 +63,7 @@ def evaluate(
         settings=results.plain(options),
         start=results.plain(start_of(start)),
     )
-    output = job.Output(folder, "evaluation", STATE, plan, FIXED, GROWS)
+    output = Output(folder, "evaluation", STATE, plan, FIXED, GROWS)
     if issues := output.issues():
         raise ConfigError(issues)
     on_gpu = trial_job.gpus > 0
@@ -87,7 +88,7 @@ def evaluate(
         return 0
     with output.claim():
         file, exit_code = run_locked(grid, output, on_gpu=on_gpu, log=log)
-        job.publish(file, glue_report(file), folder, as_json=as_json, console=console)
+        publish(file, glue_report(file), folder, as_json=as_json, console=console)
     return exit_code
 
 
@@ -142,7 +143,7 @@ def describe(grid: Grid, folder: Path, log: Log) -> None:
         log(f"{task} starts from the finetuned run of {source} of the same seed")
 
 
-def run_locked(grid: Grid, output: job.Output[GluePlanFile], *, on_gpu: bool, log: Log) -> tuple[Glue, int]:
+def run_locked(grid: Grid, output: Output[GluePlanFile], *, on_gpu: bool, log: Log) -> tuple[Glue, int]:
     """All trials, and glue.json, also what there is of it when a signal came; and the exit code."""
     out = output.path
     taken = output.begin_with(
@@ -155,7 +156,7 @@ def run_locked(grid: Grid, output: job.Output[GluePlanFile], *, on_gpu: bool, lo
         cores=int(taken.machine["usable_cores"]),
         most=max(len(grid.tasks) * grid.options.seeds, len(grid.rate_tasks) * len(grid.options.rates)),
     )
-    kept = job.KeptPlan(out / STATE, taken.plan)
+    kept = KeptPlan(out / STATE, taken.plan)
     status: MeasureStatus = "complete"
     stopped, why = 0, None
     with trials.runner(out, slots, launcher=grid.options.launcher, on_gpu=on_gpu, log=log) as runs:

@@ -12,7 +12,8 @@ from bert_dp import record
 from bert_dp.config import Config, changed_settings, progress_at
 from bert_dp.record.models import Summary
 from launcher import results
-from launcher.job import Job, place_issues
+from launcher.job import Job
+from launcher.output import place_issues
 from launcher.redact import WRITTEN, is_log
 
 LOCK = ".launcher.lock"

@@ -21,9 +21,10 @@ from bert_dp.config import (
     with_budget,
 )
 from bert_dp.config.profile import ProfilePlan, profile_issues
-from launcher.job import Job, claim, prepare_data
+from launcher.job import Job, prepare_data
 from launcher.log import PLAIN, logger, show
 from launcher.machine.precision import emulated_warnings
+from launcher.output import claim
 from launcher.redact import redact_argv
 from launcher.report.console import show_end, show_report
 from launcher.report.html import write_or_warn

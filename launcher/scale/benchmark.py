@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from bert_dp.config import ConfigError
 from launcher import job, results
 from launcher.log import Log, logger
+from launcher.output import Output, publish
 from launcher.report.numbers import count_of
 from launcher.run import trials
 from launcher.run.trials import Slot, Stopped
@@ -45,7 +46,7 @@ def scale(
     asked = job.load(name, overrides)
     folder = asked.directory(out, "scaling")
     grid = Grid(asked.config, settings, asked.machine, on_gpu=asked.gpus > 0)
-    output = job.Output(folder, "grid", PLAN, plan_of(grid), FIXED, GROWS)
+    output = Output(folder, "grid", PLAN, plan_of(grid), FIXED, GROWS)
     issues = [*asked.issues(folder, "--out"), *asked.device_issues(max(settings.gpus))]
     if issues := [*issues, *grid.issues, *output.issues()]:
         raise ConfigError(issues)
@@ -104,7 +105,7 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
 
 def run_locked(
     grid: Grid,
-    output: job.Output[results.GridFile],
+    output: Output[results.GridFile],
     *,
     on_gpu: bool,
     as_json: bool,
@@ -129,6 +130,6 @@ def run_locked(
     scaling = scaling.model_copy(update=judged | ({"status": "partial"} if stopped else {}))
     results.write(out / FILE, scaling)
     write_csv(scaling, out / "scaling.csv")
-    job.publish(scaling, scale_report(scaling, out), out, as_json=as_json, console=console)
+    publish(scaling, scale_report(scaling, out), out, as_json=as_json, console=console)
     ran = any(cell.status == "ok" for cell in scaling.cells)
     return 128 + stopped if stopped else 0 if ran else 1

@@ -11,6 +11,7 @@ from bert_dp.config import ConfigError, load_config, micro_is_auto, read_manifes
 from bert_dp.config.profile import ProfilePlan
 from launcher import job, results
 from launcher.log import PLAIN, show
+from launcher.output import identity
 from launcher.report.run_report import PAGE
 from launcher.run.run_directory import start_issues
 from launcher.run.train import check_profile
@@ -69,7 +70,7 @@ def resolve_auto_batch(
             question.sizes[0], f"for this dry run; a search of {BUDGET_S / 60:.0f} min will find the best"
         )
     data_hash = read_manifest(job.prepare_data(question.config)).hash
-    facts = [question.config.hash(), *sorted(job.identity(machine, data_hash).items())]
+    facts = [question.config.hash(), *sorted(identity(machine, data_hash).items())]
     folder = cache.path_of(key).with_suffix("") / cache.digest(facts)
     code = batch.tune_batch(
         name, overrides, options, out=folder, fresh=False, dry_run=False, as_json=False, console=console

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from bert_dp.config import ConfigError
 from launcher import job, results
 from launcher.log import Log, logger
+from launcher.output import Output, publish
 from launcher.redact import redact_argv
 from launcher.results import BatchPlanFile, TuneBatch
 from launcher.run import trials
@@ -58,7 +59,7 @@ def tune_batch(
     asked = load(name, overrides)
     question = ask(asked, options)
     folder = asked.directory(out, "tune", "batch")
-    output = job.Output(folder, "search", PLAN, plan_of(question), FIXED, GROWS)
+    output = Output(folder, "search", PLAN, plan_of(question), FIXED, GROWS)
     if issues := [*job.exposure_issues(question.config, folder, "--out"), *output.issues()]:
         raise ConfigError(issues)
 
@@ -83,7 +84,7 @@ def tune_batch(
                 cache.keep(key, tune)
             except OSError as error:
                 log(f"warning: the cache cannot be written ({error}); the next search measures again")
-        job.publish(tune, batch_report(tune, folder), folder, as_json=as_json, console=console)
+        publish(tune, batch_report(tune, folder), folder, as_json=as_json, console=console)
     return code
 
 
@@ -151,7 +152,7 @@ def from_cache(kept: TuneBatch, question: Question) -> TuneBatch:
     return kept.model_copy(update={**mine, **other})
 
 
-def search(question: Question, output: job.Output[BatchPlanFile], log: Log) -> tuple[TuneBatch, int]:
+def search(question: Question, output: Output[BatchPlanFile], log: Log) -> tuple[TuneBatch, int]:
     """tune.json and the exit code. Goes on where an earlier call ended."""
     out, begun = output.path, output.begin(question.config)
     with trials.runner(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, log=log) as runs:

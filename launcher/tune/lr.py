@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from bert_dp.config import Config, ConfigError, batch_layout, with_budget
 from launcher import job, results
 from launcher.log import Log, logger
+from launcher.output import KeptPlan, Output, publish
 from launcher.results import LrOptions, LrPlanFile, LrSettings, TuneLr
 from launcher.run import trials
 from launcher.tune import FILE, ladder, rate_trials
@@ -39,7 +40,7 @@ def tune(
     config = asked.config
     ranks = settings.ranks or config.parallel.tensor
     folder = asked.directory(out, "tune", "lr")
-    output = job.Output(folder, "search", STATE, plan_of(config, settings), FIXED)
+    output = Output(folder, "search", STATE, plan_of(config, settings), FIXED)
     issues = [*asked.issues(folder, "--out"), *asked.device_issues(ranks)]
     issues += setting_issues(config, settings, ranks)
     if issues := [*dict.fromkeys(issues), *output.issues()]:
@@ -52,7 +53,7 @@ def tune(
         return 0
     with output.claim():
         tuned, code = search(asked, settings, ranks, output, log)
-        job.publish(tuned, rate_report(tuned, folder), folder, as_json=as_json, console=console)
+        publish(tuned, rate_report(tuned, folder), folder, as_json=as_json, console=console)
     return code
 
 
@@ -102,7 +103,7 @@ def describe(
 
 
 def search(
-    asked: job.Job, settings: LrOptions, ranks: int, output: job.Output[LrPlanFile], log: Log
+    asked: job.Job, settings: LrOptions, ranks: int, output: Output[LrPlanFile], log: Log
 ) -> tuple[TuneLr, int]:
     """tune.json and the exit code; also what there is when a signal came. Goes on where an earlier call
     ended."""
@@ -131,7 +132,7 @@ def search(
         len(slots),
         trials.trial_precision(config, asked.machine, [config.parallel.engine], on_gpu=on_gpu),
     )
-    kept = job.KeptPlan(out / STATE, begun.plan)
+    kept = KeptPlan(out / STATE, begun.plan)
     with trials.runner(out, slots, launcher=settings.launcher, on_gpu=on_gpu, log=log) as runs:
         measured = RateSearch(question, runs, kept, log)
         ending = run_to_end(measured.run, out, log)

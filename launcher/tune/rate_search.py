@@ -13,8 +13,8 @@ from pathlib import Path
 
 from bert_dp.config import Config, ConfigError
 from bert_dp.record.models import Summary
-from launcher.job import KeptPlan
 from launcher.log import Log
+from launcher.output import KeptPlan
 from launcher.report.numbers import count_of, format_duration, format_si
 from launcher.results import LrOptions, LrPlanFile, LrTrial, RangeTest, Rung
 from launcher.run.read_run import cause, failure_kind, read_summary

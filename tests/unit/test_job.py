@@ -13,6 +13,7 @@ from bert_dp.config import ConfigError
 from launcher import job, results
 from launcher.machine import environment
 from launcher.machine.environment import Gpu
+from launcher.output import Output, claim, identity
 from launcher.results import LrPlanFile
 from tests.helpers import issues_of, make_config
 
@@ -23,9 +24,9 @@ def plan(**settings: Any) -> LrPlanFile:
     return LrPlanFile(config_hash="abc", settings={**ASKED, **settings})
 
 
-def output(out: Path, **settings: Any) -> job.Output[LrPlanFile]:
+def output(out: Path, **settings: Any) -> Output[LrPlanFile]:
     fixed, grows = ("config_hash", "settings"), ("settings.repeats",)
-    return job.Output(out, "grid", "grid.json", plan(**settings), fixed, grows)
+    return Output(out, "grid", "grid.json", plan(**settings), fixed, grows)
 
 
 def made(device: str, gpus: int) -> job.Job:
@@ -96,7 +97,7 @@ def test_a_directory_begun_with_an_option_that_was_cut(
 def test_runs_of_another_machine_or_other_data_are_not_mixed(
     tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job, "prepare_data", lambda config: shards)
+    monkeypatch.setattr("launcher.output.prepare_data", lambda config: shards)
     config = make_config()
     out = tmp_path / "out"
     out.mkdir()
@@ -117,13 +118,9 @@ def test_runs_of_another_machine_or_other_data_are_not_mixed(
 
 def test_identity_is_of_the_machine_and_the_data() -> None:
     facts = environment.probe().to_json()
-    assert (
-        job.identity(facts, "a")
-        == job.identity(facts, "a")
-        == json.loads(json.dumps(job.identity(facts, "a")))
-    )
-    assert job.identity(facts, "a") != job.identity(facts, "b")
-    assert job.identity({**facts, "affinity_cores": 99}, "a") != job.identity(facts, "a")
+    assert identity(facts, "a") == identity(facts, "a") == json.loads(json.dumps(identity(facts, "a")))
+    assert identity(facts, "a") != identity(facts, "b")
+    assert identity({**facts, "affinity_cores": 99}, "a") != identity(facts, "a")
 
 
 @pytest.mark.parametrize("stands", [True, False])
@@ -131,13 +128,13 @@ def test_a_directory_in_which_nothing_was_written_is_as_before(tmp_path: Path, s
     directory = tmp_path / "run"
     if stands:
         directory.mkdir()
-    with job.claim(directory, ".lock", "--run-dir", "run"):
+    with claim(directory, ".lock", "--run-dir", "run"):
         assert (directory / ".lock").exists()
-        again = job.claim(directory, ".lock", "-", "run")
+        again = claim(directory, ".lock", "-", "run")
         with pytest.raises(ConfigError, match="in use by another run"):
             again.__enter__()
     assert directory.exists() == stands
     assert not list(tmp_path.rglob(".lock"))
-    with job.claim(directory, ".lock", "--run-dir", "run"):
+    with claim(directory, ".lock", "--run-dir", "run"):
         (directory / "config.yaml").touch()
     assert sorted(path.name for path in directory.iterdir()) == [".lock", "config.yaml"]

@@ -13,8 +13,9 @@ import pytest
 from bert_dp import record
 from bert_dp.config import Config, resolve
 from bert_dp.cost import flops_per_token, memory_estimate_gib
-from launcher import job, results, stats
+from launcher import results, stats
 from launcher.machine import environment
+from launcher.output import Output
 from launcher.results import Cell, Scaling
 from launcher.run.memory_check import STATE, check_memory
 from launcher.scale import benchmark
@@ -155,7 +156,7 @@ def test_a_cell_far_above_the_memory_is_refused_on_a_cpu(on_gpu: bool, refused: 
 def test_a_grid_goes_on_with_more_repeats_only(tmp_path: Path, changes: dict[str, Any], refused: str) -> None:
     results.write(tmp_path / benchmark.PLAN, benchmark.plan_of(grid()))
     plan = benchmark.plan_of(grid(**changes))
-    output = job.Output(tmp_path, "grid", benchmark.PLAN, plan, benchmark.FIXED, benchmark.GROWS)
+    output = Output(tmp_path, "grid", benchmark.PLAN, plan, benchmark.FIXED, benchmark.GROWS)
     assert [refused in issue for issue in output.issues()] == ([True] if refused else [])
 
 

@@ -13,7 +13,8 @@ import pytest
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.cost import GIB
-from launcher import job, results
+from launcher import results
+from launcher.output import Output
 from launcher.results import BatchMemory, MemoryLineFile, SizeResult, TimedRun, TuneBatch
 from launcher.run.trials import Outcome, Runner, Slot, Trial
 from launcher.tune import batch, cache, curve, sizes
@@ -310,7 +311,7 @@ def test_a_search_goes_on_with_a_greater_budget_only(tmp_path: Path, budget_s: f
     question = Question(config(8), 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False, "fp32")
     results.write(tmp_path / batch.PLAN, batch.plan_of(question))
     plan = batch.plan_of(dataclasses.replace(question, budget_s=budget_s))
-    output = job.Output(tmp_path, "search", batch.PLAN, plan, batch.FIXED, batch.GROWS)
+    output = Output(tmp_path, "search", batch.PLAN, plan, batch.FIXED, batch.GROWS)
     assert (output.issues() == []) == taken
 
 

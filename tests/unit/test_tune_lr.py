@@ -21,6 +21,7 @@ from bert_dp.config import Config, ConfigError, batch_layout, dump_config, load_
 from launcher import job, results
 from launcher.machine import environment
 from launcher.machine.environment import Environment
+from launcher.output import KeptPlan, Output
 from launcher.results import LrOptions
 from launcher.run import trials
 from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier_outcome
@@ -39,7 +40,7 @@ Surface = Callable[[Config], float | str]
 @pytest.fixture(autouse=True)
 def prepared(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The data is there: no process is started for it."""
-    monkeypatch.setattr(job, "prepare_data", lambda config: Path(config.data.path))
+    monkeypatch.setattr("launcher.output.prepare_data", lambda config: Path(config.data.path))
 
 
 def asked(config: Config) -> job.Job:
@@ -51,8 +52,8 @@ def machine() -> Environment:
     return environment.probe(Path())
 
 
-def output(out: Path, config: Config, settings: LrOptions = LrOptions()) -> job.Output:  # noqa: B008
-    return job.Output(out, "search", lr.STATE, lr.plan_of(config, settings), lr.FIXED)
+def output(out: Path, config: Config, settings: LrOptions = LrOptions()) -> Output:  # noqa: B008
+    return Output(out, "search", lr.STATE, lr.plan_of(config, settings), lr.FIXED)
 
 
 @pytest.fixture(scope="module")
@@ -517,10 +518,8 @@ def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
 
 def test_a_search_counts_its_seconds_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now = iter([100.0, 107.0, 112.0])
-    monkeypatch.setattr(job, "time", SimpleNamespace(monotonic=lambda: next(now)))
-    file = job.KeptPlan(
-        tmp_path / "search.json", results.LrPlanFile(config_hash="x", settings={}, seconds=30.0)
-    )
+    monkeypatch.setattr("launcher.output.time", SimpleNamespace(monotonic=lambda: next(now)))
+    file = KeptPlan(tmp_path / "search.json", results.LrPlanFile(config_hash="x", settings={}, seconds=30.0))
     file.save()
     file.save()
     assert results.read(tmp_path / "search.json", results.LrPlanFile).seconds == 30.0 + 12.0

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from launcher import job, results
+from launcher import results
+from launcher.output import publish
 from launcher.report.model import Line, Report
 from launcher.tune.batch_report import batch_report, run_rate
 from launcher.tune.rate_report import rate_report
@@ -249,7 +250,7 @@ def test_a_page_that_cannot_be_written_costs_no_search(
     (tmp_path / "report.html").mkdir()
     tune = results.parse(batch(choice=None), results.TuneBatch, "tune.json")
     write(tune, None, tmp_path)
-    job.publish(tune, batch_report(tune, tmp_path), tmp_path, as_json=False, console=Console())
+    publish(tune, batch_report(tune, tmp_path), tmp_path, as_json=False, console=Console())
     assert results.read(tmp_path / "tune.json", results.TuneBatch) == tune
     told = capsys.readouterr()
     assert f"warning: the page {tmp_path / 'report.html'} was not written" in told.err
