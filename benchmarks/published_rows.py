@@ -22,7 +22,7 @@ from launcher.plan import predict, timeline
 from launcher.plan.hardware import Gpu, Link, constant, hardware
 from launcher.plan.inputs import MODELS, POSITIONS
 from launcher.plan.links import GB, Fabric
-from launcher.plan.predict import Prediction, Profile, Scenario
+from launcher.plan.predict import PredictedStep, Profile, Scenario
 
 ROWS = Path(__file__).parent / "published" / "published_bert_throughput.csv"
 Row = dict[str, str]
@@ -296,7 +296,7 @@ def _outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
     base_profile, base_scenario, base_beside_s = scenario(base, constants)
     profile, asked, beside_s = scenario(row, constants)
     micro_s = micro_s_of(step_s(base) - base_beside_s, base_scenario, base_profile)
-    found: Prediction = predict.predict(predict.with_micro(profile, micro_s), asked)
+    found: PredictedStep = predict.predict(predict.with_micro(profile, micro_s), asked)
     whole_s = found.step_s + beside_s
     per_gpu = float(base["seq_per_s"]) / int(base["gpus"])
     measured = float(row["seq_per_s"]) / int(row["gpus"]) / per_gpu

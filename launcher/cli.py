@@ -520,10 +520,11 @@ def plan_scaling(
     from launcher import results
     from launcher.plan import inputs, scaling
     from launcher.plan.plan_report import plan_report
+    from launcher.plan.question import Question
     from launcher.report.console import show_report
 
     source = inputs.choose(from_, model, seq_per_s, micro, gpu, (*accumulation, 1)[0])
-    question = scaling.Question(
+    question = Question(
         tuple(nproc),
         link,
         inter,

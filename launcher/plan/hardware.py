@@ -17,8 +17,11 @@ FILE = Path(__file__).parent / "hardware.yaml"
 Kind = Literal["nvlink", "pcie", "net", "tcp", "loopback"]
 
 
-class _Entry(BaseModel):
+class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class _Entry(_Strict):
     source: str = Field(min_length=8)
 
 
@@ -44,11 +47,15 @@ class Link(_Entry):
         measured = [count for count in self.gpus_gb_s if count <= gpus]
         return (self.gpus_gb_s[max(measured)] if measured else self.gb_s) * self.reach
 
+    def scaled(self, factor: float) -> Link:
+        """A link of `factor` times the bandwidth and the same latencies."""
+        by_count = {gpus: factor * rate for gpus, rate in self.gpus_gb_s.items()}
+        return self.model_copy(update={"gb_s": factor * self.gb_s, "gpus_gb_s": by_count})
 
-class Protocol(BaseModel):
+
+class Protocol(_Strict):
     """Seconds; see the comment in the file."""
 
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid", allow_inf_nan=False)
     start: float = Field(ge=0)
     hop: float = Field(ge=0)
     tree_start: float = Field(ge=0)
@@ -65,8 +72,7 @@ class Constant(_Entry):
     unit: str
 
 
-class Hardware(BaseModel):
-    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+class Hardware(_Strict):
     gpus: Mapping[str, Gpu]
     links: Mapping[str, Link]
     latencies: Mapping[Kind, Latency]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import bisect
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable
+from typing import Self
 
 from launcher.plan.hardware import Link, Protocol, hardware
 
@@ -30,6 +31,15 @@ class Curve:
 
     ranks: int
     points: tuple[tuple[float, float], ...]
+
+    @classmethod
+    def through(cls, ranks: int, points: Iterable[tuple[float, float]]) -> Self:
+        """From points in any order; of several at one size the slowest counts."""
+        return cls(ranks, tuple(dict(sorted(points)).items()))
+
+    def scaled(self, factor: float) -> Curve:
+        """`factor` times as fast at every size."""
+        return Curve(self.ranks, tuple((size, seconds / factor) for size, seconds in self.points))
 
     def seconds(self, size: float) -> float:
         """Of `size` bytes."""
@@ -80,8 +90,9 @@ class Fabric:
         if tensor == 1:
             return self
         per_node = max(1, self.gpus_per_node // tensor)
-        inter = self.inter and self.inter.model_copy(update={"gb_s": self.inter.gb_s / tensor})
-        return dataclasses.replace(self, gpus_per_node=per_node, inter=inter)
+        return dataclasses.replace(
+            self, gpus_per_node=per_node, inter=self.inter and self.inter.scaled(1 / tensor)
+        )
 
     def seconds(self, size: float, ranks: int, kind: str = "all_reduce") -> float:
         """Of one collective of `size` bytes per rank over `ranks` ranks."""
@@ -130,11 +141,3 @@ class Fabric:
             return None
         levels = (min(ranks, self.gpus_per_node) - 1) * near.tree + math.log2(self.nodes(ranks)) * far.tree
         return near.tree_start + 2 * levels
-
-
-def curve(ranks: int, points: Sequence[tuple[float, float]]) -> Curve:
-    """Sorted, one time per size. Raises ValueError for less than one point or a time that is not above 0."""
-    ordered = dict(sorted(points))
-    if not ordered or ranks < 2 or min(ordered) <= 0 or min(ordered.values()) <= 0:
-        raise ValueError("a curve needs points of positive size and time over at least 2 ranks")
-    return Curve(ranks, tuple(ordered.items()))

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from typing import Literal
 
+from bert_dp.cost import GIB
 from launcher.plan import timeline
 from launcher.plan.hardware import constant
 from launcher.plan.links import Fabric
 from launcher.plan.timeline import Gradient
 
-Engine = Literal["ddp", "zero1", "fsdp"]
+ENGINES = ("ddp", "zero1", "fsdp")
 TENSOR_REDUCTIONS = 4  # of the activations, per block: two forward, two backward (arXiv 1909.08053)
+MOMENTS = 2  # of Adam, per parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +54,12 @@ class Profile:
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """What is asked for."""
+    """How many ranks train, how, and over which links."""
 
     fabric: Fabric
     ranks: int = 1
-    engine: Engine = "ddp"
+    engine: str = "ddp"
+    """One of ENGINES."""
     tensor: int = 1
     accumulation: int = 1
     spread: float = 0.0
@@ -77,7 +79,7 @@ class Scenario:
 
 
 @dataclasses.dataclass(frozen=True)
-class Prediction:
+class PredictedStep:
     """A step of N ranks; seconds. The parts sum to `step_s`."""
 
     ranks: int
@@ -91,7 +93,7 @@ class Prediction:
     """tokens/s over N x tokens/s of one rank with the same accumulation."""
 
 
-def predict(profile: Profile, scenario: Scenario) -> Prediction:
+def predict(profile: Profile, scenario: Scenario) -> PredictedStep:
     """Raises ValueError when the tensor size does not divide the ranks."""
     if scenario.ranks % scenario.tensor:
         raise ValueError(f"tensor {scenario.tensor} does not divide {scenario.ranks} ranks")
@@ -104,7 +106,7 @@ def predict(profile: Profile, scenario: Scenario) -> Prediction:
     step = compute + optimizer + straggler + exposed
     tokens = scenario.replicas * a * profile.micro_batch * profile.sequence_length
     alone = a * profile.micro_batch * profile.sequence_length / (a * profile.micro_s + profile.optimizer_s)
-    return Prediction(
+    return PredictedStep(
         scenario.ranks,
         step,
         compute,
@@ -203,6 +205,19 @@ def _tensor_s(profile: Profile, scenario: Scenario) -> float:
     return blocks * (TENSOR_REDUCTIONS * once - hidden) + look_up
 
 
+def state_gib(profile: Profile, scenario: Scenario) -> float:
+    """Weights, gradients and optimizer state of one rank, GiB, as the engine divides them; a lower bound,
+    without activations. fsdp keeps whole gradients between the micro batches of a step."""
+    weights = profile.weight_size / scenario.tensor
+    optimizer, gradients, n = MOMENTS * weights, weights, scenario.replicas
+    if scenario.engine in ("zero1", "fsdp"):
+        optimizer /= n
+    if scenario.engine == "fsdp":
+        weights /= n
+        gradients = gradients if scenario.accumulation > 1 else gradients / n
+    return (weights + gradients + optimizer) / GIB
+
+
 def with_micro(profile: Profile, micro_s: float) -> Profile:
     """The same profile, faster or slower: backward and ready times in proportion."""
     scale = micro_s / profile.micro_s
@@ -210,6 +225,21 @@ def with_micro(profile: Profile, micro_s: float) -> Profile:
     return dataclasses.replace(
         profile, micro_s=micro_s, backward_s=profile.backward_s * scale, gradients=gradients
     )
+
+
+def with_micro_batch(profile: Profile, micro_batch: int) -> Profile:
+    """The same profile with another micro batch, as fast per sequence."""
+    scaled = with_micro(profile, profile.micro_s * micro_batch / profile.micro_batch)
+    return dataclasses.replace(scaled, micro_batch=micro_batch)
+
+
+def with_gradient_bytes(profile: Profile, width: float) -> Profile:
+    """The same profile with gradients sent in at most `width` bytes per number."""
+    if width >= profile.gradient_bytes:
+        return profile
+    share = width / profile.gradient_bytes
+    gradients = tuple(Gradient(g.size * share, g.ready) for g in profile.gradients)
+    return dataclasses.replace(profile, gradients=gradients, gradient_bytes=width)
 
 
 def default_spread(device: str) -> float:

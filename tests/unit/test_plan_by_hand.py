@@ -10,8 +10,9 @@ import pytest
 from bert_dp.config import resolve
 from bert_dp.cost import GIB, linear_parameters, memory_estimate_gib, num_parameters
 from launcher.plan import hardware, inputs, links, scaling
-from launcher.plan.device import Device, state_gib
-from launcher.plan.predict import Profile, Scenario, exposed_s, predict
+from launcher.plan.inputs import Device
+from launcher.plan.predict import Profile, Scenario, exposed_s, predict, state_gib
+from launcher.plan.question import Question
 from launcher.plan.timeline import Gradient
 
 MS = 1e-3
@@ -177,10 +178,10 @@ def test_the_estimate_before_a_run_divides_over_the_replicas(
 
 
 def test_a_count_that_was_not_measured_has_the_curve_above_and_the_slowdown_below_it() -> None:
-    curves = {n: links.curve(n, [(1e6, 1e-3)]) for n in (2, 8)}
+    curves = {n: links.Curve.through(n, [(1e6, 1e-3)]) for n in (2, 8)}
     source = inputs.Source(PROFILE, 1, 0.0, (), curves, {2: 1.1, 8: 1.4})
     for ranks, measured, slowdown in ((2, 2, 1.1), (4, 8, 1.1), (8, 8, 1.4), (16, 8, 1.4)):
-        scenario = scaling.scenario_of(source, scaling.Question(gpus=(16,)), ranks, 1, 1)
+        scenario = scaling.scenario_of(source, Question(gpus=(16,)), ranks, 1, 1)
         assert scenario.fabric.curve is not None
         assert (scenario.fabric.curve.ranks, scenario.slowdown) == (measured, slowdown)
     assert source.slowdown(1) == 1.0
@@ -193,7 +194,7 @@ def test_a_rate_is_given_back_by_one_rank_at_its_own_accumulation() -> None:
     count = num_parameters(inputs.MODELS["bert-large"], 512)
     speed = gpu.memory_gb_s * 1e9 * hardware.constant("memory_reach")
     assert source.profile.optimizer_s == pytest.approx(count * (4 + 3) * 4 / speed)
-    (row,) = scaling.answer(source, scaling.Question(gpus=(1,))).rows
+    (row,) = scaling.answer(source, Question(gpus=(1,))).rows
     assert row.samples_per_s == pytest.approx(580)
 
 

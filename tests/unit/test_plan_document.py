@@ -12,7 +12,7 @@ import pytest
 
 from bert_dp.config import ConfigError
 from launcher.plan import inputs, scaling
-from launcher.plan.scaling import Question
+from launcher.plan.question import Question
 from launcher.results import Scaling
 from launcher.scale.collect import collect
 from launcher.scale.grid import run_dir
@@ -115,7 +115,14 @@ DAMAGED: list[tuple[Callable[[], Any], str]] = [
     (lambda: measured(profile=profile(micro_batch=0.5)), "profile.micro_batch"),
     *(
         (lambda p=p: measured(links=[{"world_size": 2, "points": [p]}]), "links.0.points.0")
-        for p in ({"bytes": NAN, "seconds": 1.0}, {"bytes": 1, "seconds": -1.0}, {"bytes": 1}, 3)
+        for p in (
+            {"bytes": NAN, "seconds": 1.0},
+            {"bytes": 0, "seconds": 1.0},
+            {"bytes": 1, "seconds": 0.0},
+            {"bytes": 1, "seconds": -1.0},
+            {"bytes": 1},
+            3,
+        )
     ),
     (lambda: measured(links=[{"world_size": 1, "points": []}]), "links.0.world_size"),
     (lambda: profile(optimizer_s=-0.1), "optimizer_s"),

@@ -5,9 +5,9 @@ import math
 
 import pytest
 
-from launcher.plan import hardware, links
+from launcher.plan import hardware
 from launcher.plan.hardware import Link
-from launcher.plan.links import Fabric
+from launcher.plan.links import Curve, Fabric
 
 NEAR = Link(kind="nvlink", gb_s=100, reach=1.0, source="a made one")
 FAR = Link(kind="net", gb_s=10, reach=1.0, source="a made one")
@@ -97,7 +97,7 @@ def test_a_rooted_collective_sends_each_byte_once() -> None:
 
 
 def test_a_measured_curve_goes_before_the_model_within_its_node() -> None:
-    curve = links.curve(4, [(1e6, 3e-3), (4e6, 12e-3)])
+    curve = Curve.through(4, [(1e6, 3e-3), (4e6, 12e-3)])
     fabric = dataclasses.replace(NODES, curve=curve)
     bus = 2 * 3 / 4  # of the measured all-reduce
     assert fabric.seconds(1e6, 4) == pytest.approx(3e-3)
@@ -109,23 +109,21 @@ def test_a_measured_curve_goes_before_the_model_within_its_node() -> None:
 
 
 def test_nothing_to_send_takes_no_time() -> None:
-    for fabric in (NODE, dataclasses.replace(NODE, curve=links.curve(4, [(1.0, 1.0)]))):
+    for fabric in (NODE, dataclasses.replace(NODE, curve=Curve.through(4, [(1.0, 1.0)]))):
         for seconds in (fabric.seconds, fabric.rooted_seconds):
             assert seconds(1e6, 1) == seconds(0, 4) == 0
             assert seconds(1.0, 2) > 0
 
 
-def test_a_curve_is_sorted_and_checked() -> None:
-    assert links.curve(2, [(4.0, 2.0), (1.0, 1.0), (4.0, 3.0)]).points == ((1.0, 1.0), (4.0, 3.0))
-    message = r"^a curve needs points of positive size and time over at least 2 ranks$"
-    for ranks, points in ((1, [(1.0, 1.0)]), (2, []), (2, [(0.0, 1.0)]), (2, [(1.0, 0.0), (2.0, 1.0)])):
-        with pytest.raises(ValueError, match=message):
-            links.curve(ranks, points)
-    assert links.curve(2, [(0.5, 0.5)]).seconds(0.25) == 0.5
+def test_a_curve_is_sorted_and_of_two_times_at_one_size_takes_the_longer() -> None:
+    curve = Curve.through(2, [(4.0, 2.0), (1.0, 1.0), (4.0, 3.0)])
+    assert curve == Curve(2, ((1.0, 1.0), (4.0, 3.0)))
+    assert curve.scaled(2) == Curve(2, ((1.0, 0.5), (4.0, 1.5)))
+    assert Curve.through(2, [(0.5, 0.5)]).seconds(0.25) == 0.5
 
 
 def test_between_its_points_a_curve_is_straight_in_logarithms() -> None:
-    curve = links.curve(2, [(1.0, 1.0), (4.0, 16.0), (16.0, 32.0)])
+    curve = Curve.through(2, [(1.0, 1.0), (4.0, 16.0), (16.0, 32.0)])
     assert [curve.seconds(size) for size in (0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0)] == pytest.approx(
         [1, 1, 4, 16, 16 * math.sqrt(2), 32, 64]
     )

@@ -13,7 +13,7 @@ from bert_dp.config import ConfigError
 from bert_dp.cost import flops_per_token
 from launcher.plan import inputs, scaling
 from launcher.plan.plan_report import plan_report
-from launcher.plan.scaling import Question
+from launcher.plan.question import Question
 from tests.report_fixture import shown, unfolded
 from tests.unit.test_plan_scaling import cell, from_data, measured, of_crammed_bert, profile
 

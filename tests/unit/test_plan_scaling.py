@@ -14,7 +14,7 @@ from launcher import results
 from launcher.plan import inputs, scaling
 from launcher.plan.hardware import constant
 from launcher.plan.plan_report import plan_report
-from launcher.plan.scaling import Question
+from launcher.plan.question import Question
 from tests.report_fixture import shown, unfolded
 
 SIZES = (400, 200, 600)  # bytes of three fp32 gradients: 300 parameters
