@@ -583,6 +583,11 @@ class Prediction(StoredFile):
     measured: list[ComparedCell] = []
 
 
+def _ids(value: Any) -> Any:
+    """An older program wrote them as one text."""
+    return value.split(", ") if isinstance(value, str) else value
+
+
 class Scaling(StoredFile):
     """scaling.json: what `bert-dp scale` measured."""
 
@@ -599,8 +604,8 @@ class Scaling(StoredFile):
         ScalingSettings()
     )
     baseline: str | None = "single"
-    baselines: dict[str, list[str] | str | None] = {}
-    """Engine -> ids of the cells that the others are compared with."""
+    baselines: dict[str, Annotated[list[str], BeforeValidator(_ids)]] = {}
+    """Engine -> ids of the cells that the others are compared with, one of each mode."""
     peak: Peak = Peak()
     cells: Listed[Cell] = []
     links: Listed[Link] = []

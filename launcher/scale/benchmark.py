@@ -18,7 +18,7 @@ from launcher.run.trials import Slot, Stopped
 from launcher.scale.collect import collect
 from launcher.scale.columns import write_csv
 from launcher.scale.grid import Grid, Settings
-from launcher.scale.run_grid import measure_links, measure_peak, measure_profile, run_grid
+from launcher.scale.run_grid import run_grid
 from launcher.scale.scale_report import FILE, scale_report
 from launcher.scale.verdict import verdicts
 
@@ -43,23 +43,27 @@ def scale(
 ) -> int:
     """Returns the exit code. `predict` gives what is predicted for the measured cells. Raises ConfigError
     before any run starts, with every cell that cannot run."""
-    asked = job.load(name, overrides)
-    folder = asked.directory(out, "scaling")
-    grid = Grid(asked.config, settings, asked.machine, on_gpu=asked.gpus > 0)
+    setup = job.load(name, overrides)
+    folder = setup.directory(out, "scaling")
+    grid = Grid(setup.config, settings, setup.machine, on_gpu=setup.gpus > 0)
     output = Output(folder, "grid", PLAN, plan_of(grid), FIXED, GROWS)
-    issues = [*asked.issues(folder, "--out"), *asked.device_issues(max(settings.gpus))]
+    issues = [*setup.issues(folder, "--out"), *setup.device_issues(max(settings.gpus))]
     if issues := [*issues, *grid.issues, *output.issues()]:
         raise ConfigError(issues)
 
     log = logger(console, as_json)
-    describe(grid, folder, log, overrides, cores=None if asked.gpus else asked.machine.affinity_cores)
+    describe(grid, folder, log, overrides, cores=setup.machine.affinity_cores)
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
     with output.claim():
-        return run_locked(
-            grid, output, on_gpu=asked.gpus > 0, as_json=as_json, console=console, predict=predict
-        )
+        scaling, signal = measure(grid, output, log)
+        scaling = scaling.model_copy(update={"prediction": predict(scaling)})
+        results.write(folder / FILE, scaling)
+        write_csv(scaling, folder / "scaling.csv")
+        publish(scaling, scale_report(scaling, folder), folder, as_json=as_json, console=console)
+    has_result = any(cell.status == "ok" for cell in scaling.cells)
+    return 128 + signal if signal else 0 if has_result else 1
 
 
 def plan_of(grid: Grid) -> results.GridFile:
@@ -69,17 +73,17 @@ def plan_of(grid: Grid) -> results.GridFile:
         config=grid.config.model_dump(mode="json"),
         settings=json.loads(json.dumps(dataclasses.asdict(grid.settings))),
         cells=[results.plain(cell) for cell in grid.cells],
-        order=[[cell.id, repeat] for cell, repeat in grid.order(len(grid.cells))],
+        order=[[cell.id, repeat] for cell, repeat in grid.order()],
     )
 
 
-def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, cores: int | None) -> None:
-    """What is about to run. `cores`: of this machine, where ranks run on them."""
-    s = grid.settings
+def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, cores: int) -> None:
+    """What is about to run. `cores`: of this machine."""
+    settings = grid.settings
     log(f"scaling benchmark: {folder}")
     log(
-        f"{count_of(len(grid.cells), 'cell')} x {count_of(s.repeats, 'repeat')}, "
-        f"{s.warm_up} + {s.steps} steps each, in random order"
+        f"{count_of(len(grid.cells), 'cell')} x {count_of(settings.repeats, 'repeat')}, "
+        f"{settings.warm_up} + {settings.steps} steps each, in random order"
     )
     for cell in grid.cells:
         split = f", tensor {cell.tensor}" if cell.tensor > 1 else ""
@@ -88,48 +92,33 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
             f"  {cell.id}: {count_of(cell.world_size, 'rank')}{split}, "
             f"global batch {cell.global_batch} = {batch}"
         )
-    for mode in s.modes:
-        for count in [n for n in s.gpus if n > 1]:
-            if not any(c.id == f"{mode}-ceiling-n{count}" for c in grid.cells):
-                log(
-                    f"warning: {mode}, {count} ranks: the batch does not divide over as many copies; no "
-                    "ceiling, and no exposed communication"
-                )
-    if "weak" in s.modes and "strong" not in s.modes:
+    ceilings = {(cell.mode, cell.world_size) for cell in grid.cells if cell.kind == "ceiling"}
+    for mode, ranks in [(mode, n) for mode in settings.modes for n in settings.gpus if n > 1]:
+        if (mode, ranks) not in ceilings:
+            log(
+                f"warning: {mode}, {ranks} ranks: the batch does not divide over as many copies; no "
+                "ceiling, and no exposed communication"
+            )
+    if "weak" in settings.modes and "strong" not in settings.modes:
         log("weak scaling trains another global batch at every N: losses are not compared")
     for name in grid.displaced(overrides):
         log(f"warning: --set {name} has no effect: the grid sets it, or nothing is saved in a measured run")
-    if cores is not None and max(s.gpus) > cores:
+    if not grid.on_gpu and max(settings.gpus) > cores:
         log("warning: more CPU ranks than cores: efficiency says nothing about the program")
 
 
-def run_locked(
-    grid: Grid,
-    output: Output[results.GridFile],
-    *,
-    on_gpu: bool,
-    as_json: bool,
-    console: Console,
-    predict: Callable[[results.Scaling], results.Prediction | None],
-) -> int:
-    """The grid, and its result; also what there is of it when a signal came."""
-    log, out = logger(console, as_json), output.path
-    begun = output.begin(grid.config)
-    stopped = 0
+def measure(grid: Grid, output: Output[results.GridFile], log: Log) -> tuple[results.Scaling, int]:
+    """The grid's result with its verdicts, or what there is of it when a signal came; and the signal's
+    number, else 0."""
+    out, signal = output.path, 0
+    facts = output.begin(grid.config).facts()
+    slots, launcher = [Slot()], grid.settings.launcher
     try:
-        with trials.runner(out, [Slot()], launcher=grid.settings.launcher, on_gpu=on_gpu, log=log) as runs:
-            run_grid(grid, out, runs, on_gpu=on_gpu, log=log)
-            measure_links(grid, out, runs, log)
-            measure_profile(grid, out, runs, on_gpu=on_gpu, log=log)
-            measure_peak(grid, out, runs, on_gpu=on_gpu, log=log)
+        with trials.runner(out, slots, launcher=launcher, on_gpu=grid.on_gpu, log=log) as runs:
+            run_grid(grid, runs, log)
     except Stopped as stop:
-        stopped = stop.number
+        signal = stop.number
         log(f"stopped: {out} holds what was measured; the same command goes on")
-    scaling = collect(grid, out, facts=begun.facts())
-    judged = {"verdicts": verdicts(scaling.cells), "prediction": predict(scaling)}
-    scaling = scaling.model_copy(update=judged | ({"status": "partial"} if stopped else {}))
-    results.write(out / FILE, scaling)
-    write_csv(scaling, out / "scaling.csv")
-    publish(scaling, scale_report(scaling, out), out, as_json=as_json, console=console)
-    ran = any(cell.status == "ok" for cell in scaling.cells)
-    return 128 + stopped if stopped else 0 if ran else 1
+    scaling = collect(grid, out, facts=facts)
+    ended = {"status": "partial"} if signal else {}
+    return scaling.model_copy(update={"verdicts": verdicts(scaling.cells), **ended}), signal

@@ -6,12 +6,12 @@ import contextlib
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from bert_dp import cost
-from bert_dp.record.models import FailureKind, Summary
+from bert_dp.record.models import Summary
 from launcher import results, stats
-from launcher.results import Cell, CellStatus, GridCell, Scaling
+from launcher.results import Cell, GridCell, Scaling
 from launcher.run.read_run import Repeat, ended, read_repeat, read_summary
 from launcher.scale.grid import Grid, run_dir
 
@@ -60,21 +60,19 @@ class Measured:
 
     def ranks(self) -> list[results.RankTimes]:
         """Per rank: five numbers over all repeats' steps, and its greatest memory."""
-        out = []
-        for rank in range(self.cell.world_size):
-            steps, own = (
-                [s for r in self.repeats for s in r.parts[name][rank]] for name in ("step_s", "own_work_s")
+
+        def over_repeats(name: str, rank: int) -> results.FiveNumbers:
+            return stats.five_numbers([s for r in self.repeats for s in r.parts[name][rank]])
+
+        return [
+            results.RankTimes(
+                rank=rank,
+                step_time_s=over_repeats("step_s", rank),
+                own_work_s=over_repeats("own_work_s", rank),
+                peak_memory_gib=max(r.memory_gib[rank] for r in self.repeats),
             )
-            memory = max(r.memory_gib[rank] for r in self.repeats)
-            out.append(
-                results.RankTimes(
-                    rank=rank,
-                    step_time_s=stats.five_numbers(steps),
-                    own_work_s=stats.five_numbers(own),
-                    peak_memory_gib=memory,
-                )
-            )
-        return out
+            for rank in range(self.cell.world_size)
+        ]
 
     def straggler(self) -> tuple[float | None, int | None]:
         """(own work of the slowest rank over the median of the others', that rank if it is named). Unknown
@@ -97,31 +95,25 @@ class Measured:
 
 def collect(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Scaling:
     """scaling.json from the files of `out`. `facts`: environment, command, config_hash."""
-    sequence = grid.config.data.sequence_length
     measured: dict[str, Measured] = {}
-    states: dict[str, State] = {}
+    states: dict[str, Facts] = {}
     for seed, cell in enumerate(grid.cells):
         repeats, states[cell.id] = _repeats_of(cell, grid, out)
         if repeats:
-            measured[cell.id] = Measured(cell, repeats, sequence, seed)
-    first = next(iter(measured.values()), None)
-    settings = _settings(grid, first)
-    peak_file = results.find(out / "peak.json", results.PeakFile)
+            measured[cell.id] = Measured(cell, repeats, grid.config.data.sequence_length, seed)
+    settings = _settings(grid, next(iter(measured.values()), None))
+    matmul = results.find(out / "peak.json", results.PeakFile)
     peak = results.Peak(
         datasheet_flops=cost.peak_flops(str(settings.device), str(settings.precision)),
-        matmul_flops=peak_file.matmul_flops if peak_file else None,
-        matmul_precision=peak_file.precision if peak_file else None,
-        shapes=peak_file.shapes if peak_file else [],
+        matmul_flops=matmul.matmul_flops if matmul else None,
+        matmul_precision=matmul.precision if matmul else None,
+        shapes=matmul.shapes if matmul else [],
     )
-    cells = [_cell(cell, grid, measured, states[cell.id], settings, peak) for cell in grid.cells]
-    links = [
-        link
-        for path in sorted(out.glob("links-*.json"))
-        if (link := results.find(path, results.Link)) is not None
-    ]
+    cells = [_cell(cell, states[cell.id], grid, measured, settings, peak) for cell in grid.cells]
+    links = [link for path in sorted(out.glob("links-*.json")) if (link := results.find(path, results.Link))]
     modes, profile = grid.settings.modes, results.find(out / "profile.json", results.Profile)
     counts = {cell.world_size for cell in grid.cells if cell.world_size > 1}
-    whole = profile is not None and peak_file is not None and len(links) == len(counts)
+    whole = profile is not None and matmul is not None and len(links) == len(counts)
     return Scaling(
         status="complete" if whole and all(c.status != "pending" for c in cells) else "partial",
         **facts,
@@ -135,27 +127,17 @@ def collect(grid: Grid, out: Path, *, facts: Mapping[str, Any]) -> Scaling:
     )
 
 
-class State(NamedTuple):
-    """How the runs of a cell have ended, and why one of them failed."""
-
-    status: CellStatus
-    failure_kind: FailureKind | None = None
-    cause: str | None = None
-
-
-def _repeats_of(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], State]:
-    """The runs of a cell that ended well; the first that did not is the cell's result."""
-    repeats = []
-    for place in range(grid.settings.repeats):
+def _repeats_of(cell: GridCell, grid: Grid, out: Path) -> tuple[list[Repeat], Facts]:
+    """The runs of a cell that ended well, none when one did not; and how it ended, as Cell has it."""
+    repeats, settings = [], grid.settings
+    for place in range(settings.repeats):
         directory = run_dir(out, cell, place)
-        how = ended(directory)
-        if how is not None and how != "ok":
-            summary = read_summary(directory)
-            return [], State(how, summary.failure_kind, summary.cause) if summary else State(how)
-        settings = grid.settings
+        status, summary = ended(directory), read_summary(directory)
+        if summary is not None and status in ("oom", "failed"):
+            return [], {"status": status, "failure_kind": summary.failure_kind, "cause": summary.cause}
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):  # not there, or not whole
             repeats.append(read_repeat(directory, cell.world_size, settings.warm_up, settings.steps))
-    return repeats, State("ok" if len(repeats) == grid.settings.repeats else "pending")
+    return repeats, {"status": "ok" if len(repeats) == settings.repeats else "pending"}
 
 
 def _settings(grid: Grid, first: Measured | None) -> results.ScalingSettings:
@@ -185,13 +167,13 @@ def _settings(grid: Grid, first: Measured | None) -> results.ScalingSettings:
 
 def _cell(
     cell: GridCell,
+    state: Facts,
     grid: Grid,
     measured: Mapping[str, Measured],
-    state: State,
     settings: results.ScalingSettings,
     peak: results.Peak,
 ) -> Cell:
-    named = {**cell.model_dump(), "launcher": grid.settings.launcher, **state._asdict()}
+    named = {**cell.model_dump(), "launcher": grid.settings.launcher, **state}
     mine = measured.get(cell.id)
     if mine is None:
         return Cell(**named)
@@ -250,26 +232,23 @@ def _against(mine: Measured, single: Measured | None, ddp: Measured | None, top:
     n = mine.cell.world_size
     out: Facts = {}
     if single is not None:
-        scale = mine.tokens / single.tokens / n  # seconds per token of one rank, over those of this cell
         out["speedup"] = mine.tokens_per_s / single.tokens_per_s
-        out["efficiency"] = out["speedup"] / n
-        out["efficiency_ci95"] = stats.ratio_interval(single.draws, mine.draws, scale)
+        out["efficiency"], out["efficiency_ci95"] = _ratio(mine, single, n)
     if ddp is not None:
-        out["efficiency_ddp1"] = mine.tokens_per_s / ddp.tokens_per_s / n
+        out["efficiency_ddp1"], _ = _ratio(mine, ddp, n)
     if top is not None:
-        scale = mine.tokens / top.tokens
-        reached = mine.tokens_per_s / top.tokens_per_s
-        out |= {
-            "ceiling_tokens_per_s": top.tokens_per_s,
-            "communication_efficiency": reached,
-            "communication_efficiency_ci95": stats.ratio_interval(top.draws, mine.draws, scale),
-            "exposed_comm_fraction": 1 - reached,
-        }
+        reached, interval = _ratio(mine, top)
+        out |= {"communication_efficiency": reached, "communication_efficiency_ci95": interval}
+        out |= {"ceiling_tokens_per_s": top.tokens_per_s, "exposed_comm_fraction": 1 - reached}
         if single is not None:
-            scale = top.tokens / single.tokens / n
-            out["ceiling_efficiency"] = top.tokens_per_s / single.tokens_per_s / n
-            out["ceiling_efficiency_ci95"] = stats.ratio_interval(single.draws, top.draws, scale)
+            out["ceiling_efficiency"], out["ceiling_efficiency_ci95"] = _ratio(top, single, n)
     return out
+
+
+def _ratio(mine: Measured, base: Measured, count: int = 1) -> tuple[float, list[float] | None]:
+    """Throughput over `count` x that of `base`, and its interval."""
+    interval = stats.ratio_interval(base.draws, mine.draws, mine.tokens / base.tokens / count)
+    return mine.tokens_per_s / base.tokens_per_s / count, interval
 
 
 def _split(mine: Measured, top: Measured | None) -> results.SplitTime:
@@ -292,19 +271,23 @@ def _split(mine: Measured, top: Measured | None) -> results.SplitTime:
 def _ddp_exposed(mine: Measured) -> float | None:
     """The same share of a step from DDP's own samples in the timed steps; it does not see what tensor
     parallelism sends."""
-    shares = [statistics.median(r.exposed_s) / mine.mean_s for r in mine.repeats if r.exposed_s]
-    seen = shares and mine.cell.world_size > 1 and mine.cell.tensor == 1
-    return statistics.median(shares) if seen else None
+    if mine.cell.world_size == 1 or mine.cell.tensor > 1:
+        return None
+    return _median([statistics.median(r.exposed_s) / mine.mean_s for r in mine.repeats if r.exposed_s])
 
 
 def _energy(mine: Measured) -> Facts:
     """Joules of the real steps, where every rank's device told it."""
-    joules, tokens = (
-        statistics.median(each) if (each := [n for n in counts if n is not None]) else None
-        for counts in zip(*((r.summary.energy_j, r.summary.tokens) for r in mine.repeats), strict=True)
-    )
+    joules = _median([r.summary.energy_j for r in mine.repeats])
+    tokens = _median([r.summary.tokens for r in mine.repeats])
     per = joules / tokens * 1e6 if joules is not None and tokens else None
     return {"energy_j": joules, "energy_j_per_mtoken": per}
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    """Of those that are known."""
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _launch_fraction(mine: Measured, device: str | None) -> float | None:
@@ -316,16 +299,13 @@ def _loss(mine: Measured, single: Measured | None, precision: str | None) -> Fac
     """The curve, and whether it is the single rank's. Only a strong grid trains one model."""
     curve = mine.curve
     out: Facts = {"loss": results.LossCurve(final=curve[-1][1] if curve else None, curve=list(curve))}
-    if mine.cell.mode == "strong" and mine.cell.kind == "run" and single is not None:
-        theirs = single.curve
-        if curve and [point[0] for point in curve] == [point[0] for point in theirs]:
-            deviation = max(
-                abs(a[1] - b[1]) / max(abs(b[1]), 1e-12) for a, b in zip(curve, theirs, strict=True)
-            )
-            out |= {
-                "loss_deviation": deviation,
-                "loss_agrees": deviation <= LOSS_TOLERANCE.get(str(precision), 1e-4),
-            }
+    if mine.cell.mode != "strong" or mine.cell.kind != "run" or single is None or not curve:
+        return out
+    if [tokens for tokens, _ in curve] == [tokens for tokens, _ in single.curve]:
+        pairs = zip((loss for _, loss in curve), (loss for _, loss in single.curve), strict=True)
+        deviation = max(abs(own - base) / max(abs(base), 1e-12) for own, base in pairs)
+        agrees = deviation <= LOSS_TOLERANCE.get(str(precision), 1e-4)
+        out |= {"loss_deviation": deviation, "loss_agrees": agrees}
     return out
 
 

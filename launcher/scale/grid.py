@@ -50,7 +50,7 @@ def run_dir(out: Path, cell: GridCell, repeat: int) -> Path:
 
 
 class Grid:
-    """The cells of `settings` for one configuration, all of them possible.
+    """The cells of `settings` for one configuration, and what makes one of them impossible.
 
     Weak: the micro batch and the accumulation of a rank stay, the global batch grows with the ranks. Strong:
     the global batch of the configuration stays, the accumulation shrinks. Per mode and N a ceiling, N
@@ -59,7 +59,7 @@ class Grid:
     """
 
     def __init__(self, config: Config, settings: Settings, machine: Environment, *, on_gpu: bool):
-        self.config, self.settings, self._machine, self._on_gpu = config, settings, machine, on_gpu
+        self.config, self.settings, self.on_gpu, self._machine = config, settings, on_gpu, machine
         engines = [engine.partition("-")[0] for engine in settings.engines]
         self.precision = trial_precision(config, machine, engines, on_gpu=on_gpu)
         """Of every cell."""
@@ -69,77 +69,62 @@ class Grid:
             self._add_mode(mode)
 
     def _add_mode(self, mode: Mode) -> None:
-        first = self.settings.engines[0]
-        self._add(mode, "run", "single", 1, 1)
-        self._add(mode, "run", "ddp", 1, 1)
-        for count in self.settings.gpus:
+        self._add(mode, "run", "single", 1)
+        self._add(mode, "run", "ddp", 1)
+        for ranks in self.settings.gpus:
             for engine in self.settings.engines:
-                for tensor in self.settings.tensor if count > 1 else (1,):
-                    if (engine, count) == ("ddp", 1):
+                for tensor in self.settings.tensor if ranks > 1 else (1,):
+                    if (engine, ranks) == ("ddp", 1):
                         continue
-                    run = self._add(mode, "run", engine, count, tensor)
-                    if (
-                        run is not None
-                        and self.settings.synthetic
-                        and engine == first
-                        and tensor == 1 < count
-                    ):
-                        self._add(mode, "synthetic", engine, count, tensor, of=run.id)
-            if count > 1:
-                self._add(mode, "ceiling", "independent", count, 1, optional=True)
+                    run = self._add(mode, "run", engine, ranks, tensor)
+                    first = engine == self.settings.engines[0] and tensor == 1 < ranks
+                    if run is not None and first and self.settings.synthetic:
+                        self._add(mode, "synthetic", engine, ranks, of=run.id)
+            if ranks > 1:
+                self._add(mode, "ceiling", "independent", ranks)
 
     def _add(
-        self,
-        mode: Mode,
-        kind: CellKind,
-        engine: str,
-        ranks: int,
-        tensor: int,
-        *,
-        of: str | None = None,
-        optional: bool = False,
+        self, mode: Mode, kind: CellKind, engine: str, ranks: int, tensor: int = 1, of: str | None = None
     ) -> GridCell | None:
+        """None of a cell that cannot be; that is an issue unless it is a ceiling, which may be missing."""
         split = f"-tp{tensor}" if tensor > 1 else ""
         what = {"run": engine, "ceiling": "ceiling", "synthetic": f"{engine}-synthetic"}[kind]
-        name = f"{mode}-{what}-n{ranks}{split}"
+        cell_id = f"{mode}-{what}-n{ranks}{split}"
         try:
-            config, plan = self._plan(mode, kind, engine, ranks, tensor)
+            config = self._config(kind, engine, tensor, self._global_size(mode, ranks, tensor))
+            layout = batch_layout(config, ranks)
+            issues = self._memory_issues(config, layout)
         except ConfigError as error:
-            if not optional:
-                self.issues += [f"cell {name}: {issue}" for issue in error.issues]
+            layout, issues = None, list(error.issues)
+        if issues and kind == "ceiling":
             return None
-        issues = self._memory_issues(config, plan)
-        if issues and optional:
+        self.issues += [f"cell {cell_id}: {issue}" for issue in issues]
+        if layout is None:
             return None
-        self.issues += [f"cell {name}: {issue}" for issue in issues]
         cell = GridCell(
-            id=name,
+            id=cell_id,
             mode=mode,
             kind=kind,
             engine=engine,
             world_size=ranks,
             tensor=tensor,
-            micro_batch=plan.micro_size,
-            accumulation=plan.grad_accum_steps,
-            global_batch=plan.global_size,
+            micro_batch=layout.micro_size,
+            accumulation=layout.grad_accum_steps,
+            global_batch=layout.global_size,
             of=of,
         )
         self.cells.append(cell)
         return cell
 
-    def _plan(
-        self, mode: Mode, kind: CellKind, engine: str, ranks: int, tensor: int
-    ) -> tuple[Config, BatchLayout]:
+    def _global_size(self, mode: Mode, ranks: int, tensor: int) -> int:
         batch = self.config.batch
-        size = batch.global_size
-        if mode == "weak":
-            if ranks % tensor:  # else the batch would follow a number of replicas that there is not
-                raise ConfigError([f"--tensor {tensor} does not divide {ranks} ranks"])
-            size = batch.micro_size * (self.settings.accumulation or 1) * (ranks // tensor)
-        config = self._config(engine, tensor, batch.micro_size, size, kind)
-        return config, batch_layout(config, ranks)
+        if mode == "strong":
+            return batch.global_size
+        if ranks % tensor:  # else the batch would follow a number of replicas that there is not
+            raise ConfigError([f"--tensor {tensor} does not divide {ranks} ranks"])
+        return batch.micro_size * (self.settings.accumulation or 1) * (ranks // tensor)
 
-    def _config(self, engine: str, tensor: int, micro: int, size: int, kind: CellKind) -> Config:
+    def _config(self, kind: CellKind, engine: str, tensor: int, global_size: int) -> Config:
         """What a cell's ranks train: the user's configuration with the cell's values, and nothing saved."""
         name, _, stage = engine.partition("-")
         parallel: dict[str, Any] = {"engine": name, "tensor": tensor}
@@ -147,14 +132,18 @@ class Grid:
             parallel["zero_stage"] = int(stage)
         return timed_config(
             self.config,
-            on_gpu=self._on_gpu,
+            on_gpu=self.on_gpu,
             steps=self.settings.warm_up + self.settings.steps,
-            global_size=size,
-            micro_size=micro,
+            global_size=global_size,
+            micro_size=self.config.batch.micro_size,
             parallel=parallel,
             precision=self.precision,
             data={"synthetic": kind == "synthetic"},
         )
+
+    def config_of(self, cell: GridCell) -> Config:
+        """What the ranks of this cell train."""
+        return self._config(cell.kind, cell.engine, cell.tensor, cell.global_batch)
 
     def displaced(self, overrides: Sequence[str]) -> list[str]:
         """Of the user's `a.b=value` those that no cell heeds: the grid says it, or a cell saves nothing."""
@@ -162,20 +151,16 @@ class Grid:
         batch = () if "strong" in self.settings.modes else ("batch.global_size",)
         return [name for name in names if name.startswith(DISPLACED) or name in (*DISPLACED_KEYS, *batch)]
 
-    def config_of(self, cell: GridCell) -> Config:
-        """What the ranks of this cell train."""
-        return self._config(cell.engine, cell.tensor, cell.micro_batch, cell.global_batch, cell.kind)
-
-    def _memory_issues(self, config: Config, plan: BatchLayout) -> list[str]:
+    def _memory_issues(self, config: Config, layout: BatchLayout) -> list[str]:
         """Only what cannot fit: on a GPU, where a compiled step takes less than the estimate, that is the
         weights, gradients and optimizer state alone."""
-        memory = check_memory(config, plan.world_size, self._machine, on_gpu=self._on_gpu)
-        return memory.impossible() or ([] if self._on_gpu else memory.issues(has_checkpoint=False))
+        memory = check_memory(config, layout.world_size, self._machine, on_gpu=self.on_gpu)
+        return memory.impossible() or ([] if self.on_gpu else memory.issues(has_checkpoint=False))
 
-    def order(self, seed: int = 0) -> Iterator[tuple[GridCell, int]]:
+    def order(self) -> Iterator[tuple[GridCell, int]]:
         """(cell, repeat): every repeat runs all cells once, in an order drawn anew, so that a drift of the
-        machine falls on all of them."""
-        draw = random.Random(seed)  # noqa: S311 (an order, no secret)
+        machine falls on all of them. The same in every call."""
+        draw = random.Random(len(self.cells))  # noqa: S311 (an order, no secret)
         for repeat in range(self.settings.repeats):
             for cell in draw.sample(self.cells, len(self.cells)):
                 yield cell, repeat

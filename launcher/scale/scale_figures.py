@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping, Sequence
+from typing import get_args
 
 from launcher.report.model import Axis, Bars, Boxes, Figure, Line, Mark, Rule
-from launcher.report.numbers import format_count, format_lr, format_step_time
+from launcher.report.numbers import format_count, format_lr, format_step_time, number
 from launcher.report.quantities import at
 from launcher.results import Cell, FiveNumbers, Mode, RankTimes, Scaling
 from launcher.scale.columns import SPLIT
@@ -30,33 +32,19 @@ def runs_of(scaling: Scaling) -> list[Cell]:
 
 
 def modes(scaling: Scaling) -> list[Mode]:
-    """The modes of the run cells, weak first; a baseline that they share makes none alone."""
-    runs, shared = runs_of(scaling), _shared(scaling)
-    present = {cell.mode for cell in runs if cell.id != shared} or {cell.mode for cell in runs}
-    every: tuple[Mode, ...] = ("weak", "strong")
-    return [mode for mode in every if mode in present] or ["weak"]
-
-
-def baselines(scaling: Scaling, engine: str = "single") -> list[str]:
-    """The ids of the cells that the others are compared with: one for all modes, or one of each."""
-    ids = scaling.baselines.get(engine)
-    return ids if isinstance(ids, list) else [ids] if ids is not None else []
-
-
-def _shared(scaling: Scaling) -> str | None:
-    """The id of the baseline that all modes have in common."""
-    ids = baselines(scaling)
-    return ids[0] if len(ids) == 1 else None
+    """The modes of the run cells, weak first; weak of a grid without any."""
+    present = {cell.mode for cell in runs_of(scaling)}
+    return [mode for mode in get_args(Mode) if mode in present] or ["weak"]
 
 
 def groups(scaling: Scaling, mode: Mode) -> list[Group]:
     """The lines of `mode`, the baseline among them; one engine, launcher, tensor and micro batch each."""
-    runs, shared = runs_of(scaling), _shared(scaling)
+    runs = runs_of(scaling)
     labels = _labels(runs)
     order = list(dict.fromkeys(labels))
     members: dict[str, list[Cell]] = {}
     for cell, label in zip(runs, labels, strict=True):
-        if cell.mode == mode or cell.id == shared:
+        if cell.mode == mode:
             members.setdefault(label, []).append(cell)
     return [
         Group(label, order.index(label), sorted(cells, key=lambda cell: cell.world_size))
@@ -66,14 +54,11 @@ def groups(scaling: Scaling, mode: Mode) -> list[Group]:
 
 def _labels(runs: Sequence[Cell]) -> list[str]:
     """The engine of each cell, and what else tells it from the others."""
-    parts = [
-        {"launcher": c.launcher, "tensor": f"tensor {c.tensor}", "micro": f"micro batch {c.micro_batch}"}
-        for c in runs
-    ]
-    differ = [key for key in ("launcher", "tensor", "micro") if len({part[key] for part in parts}) > 1]
+    parts = [(c.launcher, f"tensor {c.tensor}", f"micro batch {c.micro_batch}") for c in runs]
+    differing = [len(set(values)) > 1 for values in zip(*parts, strict=True)]
     return [
-        ", ".join([cell.engine, *(str(part[key]) for key in differ)])
-        for cell, part in zip(runs, parts, strict=True)
+        ", ".join([cell.engine, *map(str, itertools.compress(values, differing))])
+        for cell, values in zip(runs, parts, strict=True)
     ]
 
 
@@ -220,10 +205,10 @@ def control_steps(scaling: Scaling, mode: Mode) -> Figure:
 def _step_bars(title: str, cells: Sequence[Cell], note: str) -> Figure:
     timed = [cell for cell in cells if cell.split_s is not None]
     bars = [
-        Bars(part.head, [_number(at(cell, part.path)) for cell in timed])
+        Bars(part.head, [number(at(cell, part.path)) for cell in timed])
         for part in SPLIT  # a part that is not known is not drawn
     ]
-    totals = [sum(_number(at(cell, part.path)) or 0.0 for part in SPLIT) for cell in timed]
+    totals = [sum(number(at(cell, part.path)) or 0.0 for part in SPLIT) for cell in timed]
     rows = [f"{cell.id}: {format_step_time(total)}" for cell, total in zip(timed, totals, strict=True)]
     return Figure(title, bars, Axis("time of a step", "seconds"), Axis(""), rows, note=note)
 
@@ -264,33 +249,23 @@ def _ranks_axis(scaling: Scaling, mode: Mode) -> Axis:
 
 def _line(group: Group, path: str, interval: str = "", *, times_n: bool = False) -> Line:
     """A line through `path` with the band of `interval`, which is `times_n` when the line is a speed-up."""
-    y = [_number(at(cell, path)) for cell in group.cells]
     low, high = (
-        [_scaled(_number(at(cell, f"{interval}.{end}")), cell, times_n) for cell in group.cells]
-        if interval
-        else []
-        for end in ("low", "high")
+        _values(group, f"{interval}.{end}", times_n=times_n) if interval else () for end in ("low", "high")
     )
-    return Line(group.label, _sizes(group), y, group.index, "both", low, high)
+    return Line(group.label, _sizes(group), _values(group, path), group.index, "both", low, high)
 
 
 def _ceilings(members: Sequence[Group], *, times_n: bool = False) -> list[Line]:
     """The ceiling of each group; one for all where they have the same."""
-    lines = [
-        Line(
-            f"ceiling of {group.label}",
-            _sizes(group),
-            [_scaled(cell.ceiling_efficiency, cell, times_n) for cell in group.cells],
-            group.index,
-            "dashed",
-        )
-        for group in members
-    ]
-    lines = [line for line in lines if line.values]
+    lines = []
     heights: dict[float, set[float]] = {}
-    for line in lines:
-        for x, y in zip(line.x, line.y, strict=True):
-            heights.setdefault(x, set()).update([] if y is None else [y])
+    for group in members:
+        label, values = f"ceiling of {group.label}", _values(group, "ceiling_efficiency", times_n=times_n)
+        line = Line(label, _sizes(group), values, group.index, "dashed")
+        if line.values:
+            lines.append(line)
+            for x, y in zip(line.x, line.y, strict=True):
+                heights.setdefault(x, set()).update([] if y is None else [y])
     if lines and all(len(each) <= 1 for each in heights.values()):
         points = sorted((x, y) for x, each in heights.items() for y in each)
         return [Line("ceiling", [x for x, _ in points], [y for _, y in points], None, "dashed")]
@@ -301,9 +276,6 @@ def _sizes(group: Group) -> list[float]:
     return [float(cell.world_size) for cell in group.cells]
 
 
-def _scaled(value: float | None, cell: Cell, times_n: bool) -> float | None:
-    return value * cell.world_size if times_n and value is not None else value
-
-
-def _number(value: object) -> float | None:
-    return value if isinstance(value, (int, float)) else None
+def _values(group: Group, path: str, *, times_n: bool = False) -> list[float | None]:
+    values = [(number(at(cell, path)), cell.world_size if times_n else 1) for cell in group.cells]
+    return [None if value is None else value * times for value, times in values]

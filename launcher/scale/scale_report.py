@@ -152,13 +152,13 @@ def _machine(scaling: Scaling) -> str:
 
 
 def _method(scaling: Scaling) -> str:
-    asked, ids = scaling.settings, ", ".join(scale_figures.baselines(scaling))
-    counts = [format_count(n) for n in (asked.steps, asked.warm_up)]
+    settings, ids = scaling.settings, ", ".join(scaling.baselines.get("single", []))
+    steps, warm_up = (format_count(n) for n in (settings.steps, settings.warm_up))
     return " \u00b7 ".join(
         [
-            asked.model or "model not recorded",
+            settings.model or "model not recorded",
             f"{' and '.join(scale_figures.modes(scaling))} scaling",
-            f"{count_of(asked.repeats, 'repeat')} of {counts[0]} steps after {counts[1]} of warm-up",
+            f"{count_of(settings.repeats, 'repeat')} of {steps} steps after {warm_up} of warm-up",
             f"baseline: {scaling.baseline or NA} on one rank{f' ({ids})' if ids else ''}",
         ]
     )
@@ -204,18 +204,16 @@ def _tiles(scaling: Scaling) -> list[Tile]:
     peaks = f"{precision} data-sheet peak" if peak.datasheet_flops else f"data-sheet peak of {device} unknown"
     measured = " ".join(filter(None, [peak.matmul_precision, "matmul peak measured here"]))
     measured = measured if peak.matmul_flops else "no matmul peak measured"
+
+    def tile(label: str, path: str, scope: str = "") -> Tile:
+        interval = format_interval(at(best, f"{path}_ci95"), format_percent)
+        return Tile(label, format_percent(at(best, path)), f"{scope}95 % interval {interval}")
+
     both = " / ".join(format_percent(at(best, path)) for path in ("mfu", "mamfu"))
-    own, sent = (
-        (
-            format_percent(at(best, path)),
-            f"95 % interval {format_interval(at(best, f'{path}_ci95'), format_percent)}",
-        )
-        for path in ("efficiency", "communication_efficiency")
-    )
     return [
         Tile("Best speed-up", format_ratio(at(best, "speedup")), place),
-        Tile("Efficiency", *own),
-        Tile("Communication efficiency", sent[0], f"of the ceiling; {sent[1]}"),
+        tile("Efficiency", "efficiency"),
+        tile("Communication efficiency", "communication_efficiency", "of the ceiling; "),
         Tile("MFU / MAMFU", both, f"{peaks}; {measured}"),
     ]
 

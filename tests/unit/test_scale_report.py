@@ -91,18 +91,17 @@ def test_a_figure_shows_the_numbers_of_the_cells() -> None:
     assert buckets == {p["bytes"] for p in data["links"][0]["points"] if p["bucket"]}
 
 
-@pytest.mark.parametrize("shared", [False, True], ids=["a baseline of each mode", "one baseline"])
-def test_the_baseline_is_a_point_of_every_mode(shared: bool) -> None:
+@pytest.mark.parametrize("ids", [["weak-single-n1", "strong-single-n1"], "weak-single-n1, strong-single-n1"])
+def test_every_mode_has_its_baseline(ids: list[str] | str) -> None:
     data = scaling(modes=("weak", "strong"), engines=("ddp", "zero1"))
-    if shared:
-        data["baselines"]["single"] = "weak-single-n1"
-        data["cells"] = [cell for cell in data["cells"] if cell["id"] != "strong-single-n1"]
+    data["baselines"]["single"] = ids  # an older program wrote one text
     whole = parsed(data)
     assert scale_figures.modes(whole) == ["weak", "strong"]
     for mode in scale_figures.modes(whole):
         groups = scale_figures.groups(whole, mode)
         assert [(g.label, g.index) for g in groups] == [("single", 0), ("ddp", 1), ("zero1", 2)]
-        assert len(groups[0].cells) == 1
+        assert [cell.id for cell in groups[0].cells] == [f"{mode}-single-n1"]
+    assert "on one rank (weak-single-n1, strong-single-n1)" in of(data).subtitle[1]
     assert scale_figures.modes(parsed(scaling(engines=()))) == ["weak"]
 
 

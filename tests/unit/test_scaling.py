@@ -110,12 +110,12 @@ def test_a_cell_trains_the_users_configuration_and_saves_nothing() -> None:
 
 def test_every_repeat_runs_each_cell_once_in_an_order_of_its_own() -> None:
     made = grid()
-    order = list(made.order(3))
+    order = list(made.order())
     half = len(made.cells)
     for part in (order[:half], order[half:]):
         assert {cell.id for cell, _ in part} == {cell.id for cell in made.cells}
     assert [c.id for c, _ in order[:half]] != [c.id for c, _ in order[half:]]
-    assert order == list(made.order(3))
+    assert order == list(made.order())
 
 
 @pytest.mark.parametrize(
@@ -162,9 +162,9 @@ def test_a_grid_goes_on_with_more_repeats_only(tmp_path: Path, changes: dict[str
 
 def test_a_cpu_rank_has_as_many_cores_at_every_n(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
-    assert cores_of(1, 4) == [0, 1]
-    assert cores_of(4, 4) == list(range(8))
-    assert cores_of(2, 16) == list(range(8))
+    assert cores_of(1, 4) == (0, 1)
+    assert cores_of(4, 4) == tuple(range(8))
+    assert cores_of(2, 16) == tuple(range(8))
 
 
 def test_one_rank_runs_every_engine() -> None:
