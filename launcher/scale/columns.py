@@ -12,10 +12,7 @@ from launcher.report.quantities import Quantity, at
 from launcher.results import Scaling
 
 IDENTITY = (
-    Quantity("mode", "mode", "word"),
-    Quantity("engine", "engine", "word"),
-    Quantity("launcher", "launcher", "word"),
-    Quantity("kind", "kind", "word"),
+    *(Quantity(name, name, "word") for name in ("mode", "engine", "launcher", "kind")),
     Quantity("world_size", "N", "count"),
     Quantity("tensor", "tensor", "count"),
     Quantity("micro_batch", "micro batch", "count"),

@@ -80,13 +80,10 @@ SETTINGS = (
     Quantity("steps", "timed steps per repeat", "count"),
     Quantity("warm_up", "warm-up steps before them", "count"),
     Quantity("repeats", "repeats of a cell", "count"),
-    Quantity("gpus", "gpus", "word"),
-    Quantity("engines", "engines", "word"),
-    Quantity("launcher", "launcher", "word"),
-    Quantity("optimizer", "optimizer", "word"),
-    Quantity("precision", "precision", "word"),
-    Quantity("compiled", "compiled", "word"),
-    Quantity("device", "device", "word"),
+    *(
+        Quantity(name, name, "word")
+        for name in ("gpus", "engines", "launcher", "optimizer", "precision", "compiled", "device")
+    ),
 )
 REPEAT = (
     Quantity("steps", "steps", "count"),
@@ -107,8 +104,10 @@ LINK = (
     Quantity("algbw_gb_s", "bytes / time, GB/s"),
     Quantity("bucket", "a bucket's size", "word"),
 )
-STEP_HEADS = ("step, predicted", "step, measured", "95 % interval", "difference")
-EFFICIENCY_HEADS = ("efficiency, predicted", "efficiency, measured", "95 % interval")
+BESIDE = (
+    *("step, predicted", "step, measured", "95 % interval", "difference"),
+    *("efficiency, predicted", "efficiency, measured", "95 % interval"),
+)
 PREDICTED = (
     Quantity("tensor", "tensor", "count"),
     Quantity("accumulation", "accumulation", "count"),
@@ -250,11 +249,9 @@ def _ranks(scaling: Scaling) -> Section:
     boxes = [
         figure for c in scale_figures.runs_of(scaling) if not (figure := scale_figures.rank_times(c)).is_empty
     ]
-    folded = len(boxes) > MANY_CELLS
-    title = "Step times of each rank"
-    return Section(
-        title, boxes, notes=[RANKS_NOTE] if boxes else ["no data recorded"], folded=folded, console=False
-    )
+    notes = [RANKS_NOTE if boxes else "no data recorded"]
+    title, many = "Step times of each rank", len(boxes) > MANY_CELLS
+    return Section(title, boxes, notes=notes, folded=many, console=False)
 
 
 def _cells(scaling: Scaling) -> list[Table]:
@@ -272,28 +269,28 @@ def _prediction(scaling: Scaling, prediction: Prediction) -> Section:
     """What `bert-dp plan scaling` says: its prediction for each measured cell beside the measurement, its
     rows for other numbers of ranks, and what it assumes."""
     cells = {c.id: c for c in scaling.cells}
-    beside = [Row(row.cell, _beside(row, cells.get(row.cell))) for row in prediction.measured]
+    beside = [_beside(row, cells.get(row.cell)) for row in prediction.measured]
     named = [(f"N = {format_count(row.world_size)}", row) for row in prediction.rows]
-    tables = (
-        [Table(beside, [Column(head) for head in (*STEP_HEADS, *EFFICIENCY_HEADS)], corner="cell")]
-        if beside
-        else []
-    )
-    tables += [table(named, PREDICTED, title="Predicted")] if named else []
-    return Section("Prediction and measurement", tables=tables, notes=prediction.assumptions, console=False)
+    tables = [
+        Table(beside, [Column(head) for head in BESIDE], corner="cell"),
+        table(named, PREDICTED, title="Predicted"),
+    ]
+    shown = [each for each in tables if each.rows]
+    return Section("Prediction and measurement", tables=shown, notes=prediction.assumptions, console=False)
 
 
-def _beside(row: ComparedCell, measured: GridCell | None) -> list[Cell]:
-    off = row.predicted_step_s / row.measured_step_s - 1 if row.measured_step_s else None
-    return [
+def _beside(row: ComparedCell, measured: GridCell | None) -> Row:
+    difference = row.predicted_step_s / row.measured_step_s - 1 if row.measured_step_s else None
+    cells = [
         cell(row.predicted_step_s, "seconds"),
         cell(row.measured_step_s, "seconds"),
         Cell(format_interval(row.ci95, format_step_time)),
-        cell(off, "percent"),
+        cell(difference, "percent"),
         cell(row.predicted_efficiency, "percent"),
         cell(row.measured_efficiency, "percent"),
         Cell(format_interval(at(measured, "efficiency_ci95"), format_percent)),
     ]
+    return Row(row.cell, cells)
 
 
 def _settings(scaling: Scaling) -> Table:

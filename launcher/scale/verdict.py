@@ -23,12 +23,12 @@ class Bottleneck(NamedTuple):
     kind: VerdictKind
     evidence: str
     remedy: str
-    of: str = ""
-    """What the words of its kind go on with."""
+    detail: str = ""
+    """What follows the words of its kind."""
 
     @property
     def words(self) -> str:
-        return f"{VERDICTS[self.kind]}{self.of}"
+        return f"{VERDICTS[self.kind]}{self.detail}"
 
 
 def verdicts(cells: Sequence[Cell]) -> list[Verdict]:
@@ -64,7 +64,7 @@ def judge(cell: Cell, cells: Sequence[Cell]) -> Verdict:
         others = "".join(f"; also {loss.words}: {loss.evidence}" for loss in losses[1:])
         greatest = losses[0]
         evidence = f"{reached}: {greatest.evidence}{others}"
-        return _verdict(cell, greatest.kind, evidence, greatest.remedy, greatest.of)
+        return _verdict(cell, greatest.kind, evidence, greatest.remedy, greatest.detail)
     if cell.efficiency >= GOOD:
         evidence = f"{reached}; no loss above {format_percent(COMM_BOUND)} found"
         return _verdict(cell, "scales", evidence, "nothing")
@@ -183,5 +183,5 @@ def _overlap(cell: Cell, evidence: str) -> Verdict:
     return _verdict(cell, "intervals_overlap", evidence, "more --repeats or --steps")
 
 
-def _verdict(cell: Cell, kind: VerdictKind, evidence: str, remedy: str, of: str = "") -> Verdict:
-    return Verdict(cell=cell.id, kind=kind, verdict=VERDICTS[kind] + of, evidence=evidence, next=remedy)
+def _verdict(cell: Cell, kind: VerdictKind, evidence: str, remedy: str, detail: str = "") -> Verdict:
+    return Verdict(cell=cell.id, kind=kind, verdict=VERDICTS[kind] + detail, evidence=evidence, next=remedy)
