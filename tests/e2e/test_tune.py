@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import os
 import signal
 import statistics
@@ -16,21 +16,15 @@ import yaml
 
 from bert_dp.config import load_config
 from launcher.tune import auto as auto_batch
+from launcher.tune.curve import Rate, choose
 from tests.e2e.cli import bert_dp, here, interrupted, processes_of, refused, start, tiny, wait_for
 from tests.faults.harness import broken
 from tests.helpers import read_json, read_lines
 
 
 def command(shards: Path, out: Path, *more: str) -> list[str]:
-    return [
-        "tune",
-        "batch",
-        "quickstart",
-        *tiny(shards),
-        *"--gpus 2 --budget 20s --out".split(),
-        str(out),
-        *more,
-    ]
+    options = "--gpus 2 --budget 20s --out".split()
+    return ["tune", "batch", "quickstart", *tiny(shards), *options, str(out), *more]
 
 
 @pytest.fixture(scope="module")
@@ -45,20 +39,19 @@ def out(shards: Path, cache: str, tmp_path_factory: pytest.TempPathFactory) -> P
     where = tmp_path_factory.mktemp("tune") / "out"
     search = command(shards, where)
 
-    def pilot_runs() -> list[Path]:
-        return list(where.glob("trials/pilot/heartbeats/rank-1"))
+    def running(name: str) -> list[Path]:
+        return list(where.glob(f"trials/{name}/heartbeats/rank-1"))
 
-    stopped = interrupted(search, where, signal.SIGINT, pilot_runs, patience_s=0.0, BERT_DP_CACHE=cache)
+    stopped = interrupted(
+        search, where, signal.SIGINT, lambda: running("pilot"), patience_s=0.0, BERT_DP_CACHE=cache
+    )
     assert stopped.returncode == 130, stopped.stdout + stopped.stderr
     assert "the same command goes on" in stopped.stdout
     partial = read_json(where / "tune.json")
     assert (partial["status"], partial["choice"]) == ("partial", None)
     assert not (where / "tuned.yaml").exists()
 
-    def a_size_runs() -> list[Path]:
-        return list(where.glob("trials/micro-*/heartbeats/rank-1"))
-
-    interrupted(search, where, signal.SIGKILL, a_size_runs, BERT_DP_CACHE=cache)
+    interrupted(search, where, signal.SIGKILL, lambda: running("micro-*"), BERT_DP_CACHE=cache)
     pilot = (where / "trials" / "pilot" / "metrics.jsonl").read_text()
     process = start(*search, BERT_DP_CACHE=cache)
 
@@ -97,36 +90,20 @@ def test_every_size_was_tried_at_the_declared_global_batch(tune: dict[str, Any],
 
 
 def test_the_rates_and_the_choice_follow_from_the_raw_steps(tune: dict[str, Any], out: Path) -> None:
-    rates = {}
+    rates = []
     for size in tune["sizes"]:
         blocks = []
         for run in size["runs"]:
-            path = out / "trials" / run["name"] / "steps" / "rank-0.jsonl"
-            lines = read_lines(path)
+            lines = read_lines(out / "trials" / run["name"] / "steps" / "rank-0.jsonl")
             steps = [s for line in lines for s in line["step_s"]][3:]
             assert steps == run["step_s"]
             cuts = [len(steps) * i // 3 for i in range(4)]
-            blocks += [statistics.fmean(steps[cuts[i] : cuts[i + 1]]) for i in range(3)]
-        low, high = size["samples_per_s_ci95"]
-        assert low <= size["samples_per_s"] <= high
-        rates[size["micro_batch"]] = size["samples_per_s"]
-        assert (
-            tune["trial_samples"] / max(blocks)
-            <= size["samples_per_s"]
-            <= tune["trial_samples"] / min(blocks)
-        )
-    within = [micro for micro, rate in rates.items() if rate >= 0.97 * max(rates.values())]
-    chosen, best = tune["choice"]["micro_batch"], max(rates, key=lambda micro: rates[micro])
-    half = {
-        size["micro_batch"]: math.log(high / low) / 2
-        for size in tune["sizes"]
-        for low, high in [size["samples_per_s_ci95"]]
-    }
-    low_end = {
-        micro: rates[micro] / rates[best] * math.exp(-math.hypot(half[micro], half[best])) for micro in within
-    }
-    sure = [micro for micro in within if micro == best or low_end[micro] >= 0.94]
-    assert chosen == min(sure)
+            blocks += [statistics.fmean(steps[a:b]) for a, b in itertools.pairwise(cuts)]
+        rate = Rate(size["micro_batch"], size["samples_per_s"], *size["samples_per_s_ci95"])
+        assert rate.low <= rate.median <= rate.high
+        assert max(blocks) >= tune["trial_samples"] / rate.median >= min(blocks)
+        rates.append(rate)
+    assert tune["choice"]["micro_batch"] == choose(rates).micro_batch
     assert tune["order"][0] == tune["drift"]["micro_batch"]
 
 

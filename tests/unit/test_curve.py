@@ -107,12 +107,20 @@ def test_a_smaller_one_must_be_sure_of_94_at_its_low_end() -> None:
     assert curve.choose([rate(1, 98.0, 0.03), rate(2, 100.0, 0.04)]).micro_batch == 2
     assert curve.choose([rate(1, 98.0, 0.02), rate(2, 100.0, 0.03)]).micro_batch == 1
     assert curve.choose([rate(1, 96.0), rate(2, 100.0)]).micro_batch == 2  # sure, and below the line
+    assert curve.open_sizes([rate(1, 98.0, 0.03), rate(2, 100.0, 0.04)]) == [1, 2]  # the best counts as well
+
+
+@pytest.mark.parametrize("times", [0.99, 1.01])
+def test_a_share_of_the_best_is_not_settled_while_its_interval_reaches_the_line(times: float) -> None:
+    """The share lies below 97 % by its half width, of both errors as above, `times` over."""
+    share = 0.97 * math.exp(-0.05 * times)
+    assert curve.unsettled([rate(8, 100 * share, 0.03), rate(16, 100.0, 0.04)]) == ([8] if times < 1 else [])
 
 
 def test_what_may_reach_the_line_and_is_not_known_to_is_open() -> None:
     best = rate(8, 100.0)
     rates = [rate(1, 90.0, 0.01), rate(2, 96.0, 0.03), rate(4, 98.0, 0.2), best, rate(16, 96.0, 0.05)]
-    assert curve.unsettled(rates) == [2, 4]
+    assert curve.unsettled(rates) == curve.choose(rates).not_settled == [2, 4]
     assert curve.open_sizes(rates) == [2, 4, 8]
     assert curve.unsettled([rate(1, 97.0), best]) == []  # reaches it for sure
     assert curve.unsettled([Rate(1, 96.0, 96.0, 96.0), best]) == []  # misses it for sure

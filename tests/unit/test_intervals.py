@@ -1,4 +1,5 @@
-"""Every interval that a person is shown, against its documented formula, by plain arithmetic."""
+"""Every interval that a person is shown, against its documented formula, by plain arithmetic; that of a micro
+batch is in test_curve.py."""
 
 from __future__ import annotations
 
@@ -12,9 +13,6 @@ import pytest
 
 from bert_dp import noise
 from launcher import stats
-from launcher.results import SizeResult, TimedRun
-from launcher.tune import curve
-from launcher.tune.curve import Rate
 
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 8: 2.306, 19: 2.093}  # Student's t, two-sided
 NORMAL_95 = 1.960
@@ -102,38 +100,3 @@ def test_an_interval_is_the_middle_95_per_cent_and_a_ratio_is_of_draws_that_know
     half = NORMAL_95 * 0.1 * math.sqrt(2)
     found = stats.ratio_interval(over, under, 2.0)
     assert found == pytest.approx([2 * math.exp(-half), 2 * math.exp(half)], rel=0.05)
-
-
-# --- a micro batch of `bert-dp tune`
-
-
-def seconds_of(*blocks: float) -> list[float]:
-    """Stretches of four steps, with these means."""
-    return [mean + wave for mean in blocks for wave in (-0.01, 0.02, 0.0, -0.01)]
-
-
-@pytest.mark.parametrize("runs", [1, 2])
-def test_the_rate_of_a_micro_batch_has_students_interval_over_the_stretches(runs: int) -> None:
-    means = [(1.00, 1.03, 1.01), (1.02, 1.05, 1.00)][:runs]
-    timed = [
-        TimedRun(name="r", step_s=steps, forward_backward_s=steps, peak_gib=[1.0])
-        for steps in (seconds_of(*each) for each in means)
-    ]
-    logs = [math.log(mean) for each in means for mean in each]
-    half = T_95[3 * runs - 1] * statistics.stdev(logs) / math.sqrt(3 * runs)
-    middle = math.exp(statistics.median(logs))
-    size = SizeResult(micro_batch=4, accumulation=1, status="ok", runs=timed)
-    found = curve.rate(size, 64, 64)
-    expected = (64 / middle, 64 / middle * math.exp(-half), 64 / middle * math.exp(half))
-    assert (found.median, found.low, found.high) == pytest.approx(expected, rel=1e-9)
-
-
-@pytest.mark.parametrize("beside", [0.99, 1.01])
-def test_a_share_of_the_best_has_the_error_of_both_rates(beside: float) -> None:
-    """The half widths of the logarithms add up as squares. A rate is not settled while that interval of its
-    share reaches 97 %: here the share lies below by the half width times `beside`."""
-    half = math.hypot(0.03, 0.04)
-    share = 0.97 * math.exp(-half * beside)
-    best = Rate(16, 100.0, 100 * math.exp(-0.04), 100 * math.exp(0.04))
-    rate = Rate(8, 100 * share, 100 * share * math.exp(-0.03), 100 * share * math.exp(0.03))
-    assert curve.unsettled([rate, best]) == ([8] if beside < 1 else [])

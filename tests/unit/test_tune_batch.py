@@ -1,4 +1,4 @@
-"""`tune batch` without runs: sizes, memory line, choice, goodput, cache, what trials are worth."""
+"""`tune batch` without runs: sizes, memory line, what trials come to, cache."""
 
 from __future__ import annotations
 
@@ -11,30 +11,27 @@ from typing import Any
 import pytest
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, resolve
+from bert_dp.config import Config, ConfigError
 from bert_dp.cost import GIB
 from launcher import results
 from launcher.output import Output
-from launcher.results import BatchMemory, MemoryLineFile, SizeResult, TimedRun, TuneBatch
+from launcher.results import BatchMemory, MemoryLineFile, TuneBatch
 from launcher.run.trials import Outcome, Runner, Slot, Trial
-from launcher.tune import batch, cache, curve, sizes
+from launcher.tune import batch, cache, sizes
 from launcher.tune.batch_search import BatchSearch
 from launcher.tune.batch_trials import BatchTrials, Question, alloc_retries
-from launcher.tune.curve import Rate
 from tests import tune_fixture
+from tests.helpers import make_config
 
 
 def config(global_size: int = 64, **batch: Any) -> Config:
-    return resolve(
-        [
-            {
-                "data": {"sources": ["builtin"]},
-                "schedule": {"steps": 9},
-                "precision": "fp32",
-                "batch": {"global_size": global_size, "micro_size": 1, **batch},
-            }
-        ]
-    )
+    return make_config("precision=fp32", batch={"global_size": global_size, "micro_size": 1, **batch})
+
+
+def question(asked: Config, **changes: Any) -> Question:
+    """On two CPU ranks of 1 GiB each."""
+    plain = Question(asked, 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False, "fp32")
+    return dataclasses.replace(plain, **changes)
 
 
 # --- sizes
@@ -75,123 +72,6 @@ def test_the_memory_line_goes_through_the_measured_point_and_leaves_a_tenth_free
     most = memory.largest_size()
     assert memory.predicted_gib(most) <= 9.0 < memory.predicted_gib(most + 1)
     assert memory.model_copy(update={"limit_gib": 1.0}).largest_size() == 0
-
-
-# --- the choice
-
-
-def made(micro: int, rate: float, spread: float = 0.001, runs: int = 1, samples: int = 64) -> SizeResult:
-    """Steps about samples / rate seconds, of which an update is a fifth."""
-    step = samples / rate
-    steps = [step * (1 + spread * ((i * 7) % 5 - 2)) for i in range(12)]
-    run = TimedRun(name="r", step_s=steps, forward_backward_s=[0.8 * s for s in steps], peak_gib=[1.0])
-    return SizeResult(micro_batch=micro, accumulation=1, status="ok", runs=[run] * runs)
-
-
-def rates(**known: float) -> list[Rate]:
-    return [curve.rate(made(int(name[1:]), value), 64, 64) for name, value in known.items()]
-
-
-def test_the_smallest_within_three_per_cent_of_the_best() -> None:
-    choice = curve.choose(rates(m4=80, m8=98, m16=100, m32=99))
-    assert (choice.micro_batch, choice.best_micro_batch) == (8, 16)
-    assert choice.share_of_best == pytest.approx(0.98, abs=1e-3)
-    assert not choice.flat
-    assert choice.not_settled == []
-
-
-def test_a_flat_curve_is_said_to_be_flat() -> None:
-    choice = curve.choose(rates(m1=99, m8=100, m16=98.5))
-    assert choice.flat
-    assert choice.micro_batch == 1
-    assert "flat" in choice.why
-
-
-def test_a_single_size_is_not_called_flat() -> None:
-    assert not curve.choose(rates(m4=80)).flat
-
-
-def test_a_size_that_may_reach_the_line_is_measured_again_and_otherwise_named() -> None:
-    wide = [curve.rate(made(4, 96.5, spread=0.05), 64, 64), *rates(m8=100, m16=99)]
-    assert wide[0].low < 97 < wide[0].high
-    assert curve.open_sizes(wide) == [4, 8]
-    assert curve.choose(wide).not_settled == [4]
-    assert curve.open_sizes(rates(m4=80, m8=100, m16=99)) == []
-
-
-def test_in_doubt_the_larger_micro_batch_is_chosen() -> None:
-    """A median within 3 % whose interval reaches far down is no ground for a smaller one."""
-    sharp, vague = (curve.rate(made(8, 98, spread), 64, 64) for spread in (0.002, 0.08))
-    best = curve.rate(made(16, 100), 64, 64)
-    assert vague.median >= 0.97 * best.median
-    assert vague.low < 0.94 * best.median
-    assert curve.choose([sharp, best]).micro_batch == 8
-    assert curve.choose([vague, best]).micro_batch == 16
-    assert curve.choose([vague, best]).not_settled == [8]
-
-
-def test_the_interval_covers_the_rate_and_narrows_with_runs() -> None:
-    one, three = (curve.rate(made(4, 100, 0.05, runs), 64, 64) for runs in (1, 3))
-    assert one.low < 100 < one.high
-    assert three.high - three.low < (one.high - one.low) / 2
-
-
-def test_a_trial_of_fewer_sequences_counts_its_update_once() -> None:
-    """A step of 64: 0.64 s, of which 0.128 s update; a step of 640 takes 10 x 0.512 + 0.128 s."""
-    small = curve.rate(made(4, 100, spread=0.0), 64, 640)
-    assert small.median == pytest.approx(640 / (10 * 0.512 + 0.128))
-
-
-def test_a_trial_of_fewer_sequences_counts_its_reduction_once() -> None:
-    """A step of 64: 0.512 s of passes, of which 0.112 s the reduction that they did not cover."""
-    size = made(4, 100, spread=0.0)
-    size.runs[:] = [run.model_copy(update={"exposed_s": 0.112}) for run in size.runs]
-    small = curve.rate(size, 64, 640)
-    assert small.median == pytest.approx(640 / (10 * 0.4 + 0.112 + 0.128))
-    assert curve.parts(size) == pytest.approx((0.4, 0.64))
-
-
-def test_the_spread_of_the_best_counts_as_well_as_that_of_the_smaller() -> None:
-    sharp = curve.rate(made(8, 98, 0.002), 64, 64)
-    vague = curve.rate(made(16, 100, 0.08), 64, 64)
-    assert curve.choose([sharp, vague]).micro_batch == 16
-    assert curve.choose([sharp, vague]).not_settled == [8]
-    assert curve.open_sizes([sharp, vague]) == [8, 16]
-
-
-# --- goodput
-
-
-def test_goodput_is_throughput_times_what_a_sequence_is_worth() -> None:
-    found = curve.goodput(
-        micro_s=0.1,
-        update_s=0.1,
-        per_pass=8,
-        global_size=64,
-        noise=200.0,
-        interval=[100.0, 400.0],
-        sizes=[8, 16, 32, 64, 128, 256],
-    )
-    by_size = {point.global_batch: point for point in found.points}
-    assert by_size[64].efficiency == 1.0
-    assert by_size[64].goodput == by_size[64].samples_per_s == pytest.approx(64 / 0.9)
-    assert by_size[128].efficiency == pytest.approx(264 / 328)
-    for size, point in by_size.items():  # maximum of B / (B x 0.0125 + 0.1) / (B + 200): B = sqrt(1600)
-        assert point.low <= point.goodput <= point.high, size
-    assert found.recommended == 32
-    assert found.recommended_interval == [32, 64]
-    assert not found.at_edge
-    cut = curve.goodput(
-        micro_s=0.1,
-        update_s=0.1,
-        per_pass=8,
-        global_size=64,
-        noise=200.0,
-        interval=[100.0, 400.0],
-        sizes=[32, 64, 128],
-    )
-    assert (cut.recommended, cut.at_edge) == (32, True)
-    assert found.gain == pytest.approx(by_size[32].goodput / by_size[64].goodput - 1)
 
 
 # --- records of trials
@@ -240,35 +120,76 @@ def made_gib(micro: int, rank: int) -> float:
     return 0.5 + 0.02 * micro + 0.4 * rank
 
 
+def searched(out: Path, kind: type[Runner], **changes: Any) -> TuneBatch:
+    """What tune.json holds of a search of whose line 0.02 GiB a sequence is known."""
+    results.write(out / "memory_line.json", MemoryLineFile(intercept_bytes=0, bytes_per_sequence=0.02 * GIB))
+    asked = question(config(64), sizes=(1, 2, 4, 8, 16, 32), budget_s=600.0, limit_gib=1.6, **changes)
+    search = BatchSearch(asked, out, runner(kind, out), lambda line: None)
+    search.run()
+    return TuneBatch(**search.facts)
+
+
 def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
     """Of 1.6 GiB a tenth is spare: 27 sequences fit beside 0.9 GiB, 47 would beside the 0.5 of rank 0."""
-    line = {"intercept_bytes": 0, "bytes_per_sequence": 0.02 * GIB, "parts": {}}
-    (tmp_path / "memory_line.json").write_text(json.dumps(line))
-    question = Question(
-        config(64), 2, (1, 2, 4, 8, 16, 32), 600.0, 1.6, "--memory", "torchrun", False, "fp32"
-    )
-    search = BatchSearch(question, tmp_path, runner(MadeRunner, tmp_path), lambda line: None)
-    search.run()
-    memory = search.memory
-    assert (memory.predicted_limit, memory.verified) == (27, 27)
-    for tried in memory.tried:
+    tune = searched(tmp_path, MadeRunner)
+    assert (tune.memory.predicted_limit, tune.memory.verified) == (27, 27)
+    for tried in tune.memory.tried:
         assert tried.rank == 1
         assert tried.measured_gib == pytest.approx(made_gib(tried.micro_batch, 1))
-    assert [size.micro_batch for size in search.size_results()] == [1, 2, 4, 8, 16]
-    assert all(size.status == "ok" for size in search.size_results())
-    for size in search.size_results():
+    assert [size.micro_batch for size in tune.sizes] == [1, 2, 4, 8, 16]
+    for size in tune.sizes:
+        assert size.status == "ok"
         assert size.measured_gib == pytest.approx(made_gib(size.micro_batch, 1))
+    assert (tune.choice.flat, tune.choice.micro_batch, tune.choice.limited_by) == (True, 1, "memory")
+    assert tune.drift.ratio == pytest.approx(1.0)
+
+
+class LosingRunner(MadeRunner):
+    """What takes more than 10 sequences is out of memory, once rank 0 has recorded its steps."""
+
+    def run_one(self, trial: Trial) -> Outcome:
+        ended = super().run_one(trial)
+        if trial.config.batch.micro_size <= 10:
+            return ended
+        (trial.directory / "steps" / "rank-1.jsonl").unlink()
+        record.write_json(
+            trial.directory / "summary.json",
+            {"status": "failed", "cause": "rank 1: no memory", "failure_kind": "device_memory"},
+        )
+        return Outcome("oom", 1.0)
+
+
+def test_what_does_not_fit_is_out_and_told(tmp_path: Path) -> None:
+    """27, 24 and 21 sequences are tried for the memory, and 16 for the curve."""
+    tune = searched(tmp_path, LosingRunner)
+    lost = [(t.micro_batch, t.status, t.measured_gib) for t in tune.memory.tried if t.status != "ok"]
+    assert lost == [(micro, "oom", None) for micro in (27, 24, 21, 16)]
+    assert tune.memory.verified is None
+    last = tune.sizes[-1]
+    assert (last.micro_batch, last.status, last.failure_kind) == (16, "oom", "device_memory")
+    assert last.why == "rank 1: no memory"
+    assert tune.choice.micro_batch == 1
 
 
 @pytest.mark.parametrize(
-    ("peaks", "retries", "status"),
-    [([0.5, 0.9], 0, "ok"), ([0.5, 1.1], 0, "over"), ([0.5, 0.9], 3, "thrash"), ([0.5, 0.9], None, "ok")],
+    ("peaks", "retries", "status", "why"),
+    [
+        ([0.5, 0.9], 0, "ok", ""),
+        ([0.5, 1.1], 0, "over", "its peak of 1.10 GiB is above the 1.00 GiB of a rank"),
+        ([0.5, 0.9], 3, "thrash", "the GPU's allocator had to free what it kept to go on"),
+        ([0.5, 0.9], None, "ok", ""),
+    ],
 )
 def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, peaks: list[float], retries: int | None, status: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    peaks: list[float],
+    retries: int | None,
+    status: str,
+    why: str,
 ) -> None:
-    question = Question(config(8), 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False, "fp32")
-    batches = BatchTrials(question, tmp_path, runner(Runner, tmp_path))
+    monkeypatch.setattr(Runner, "run_one", lambda self, trial: Outcome("ok", 2.0))
+    batches = BatchTrials(question(config(8)), tmp_path, runner(Runner, tmp_path))
     trial = batches.trial("t", 2, 8, 4)
     parts = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
     for rank, peak in enumerate(peaks):
@@ -282,22 +203,17 @@ def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
             for k in (1, 2)
         ]
         write_steps(trial.directory, lines, rank)
-    monkeypatch.setattr(Runner, "run_one", lambda self, trial: Outcome("ok", 2.0))
     measured = batches.measure(trial, 1)
-    assert measured.status == status
-    assert (measured.peak_gib, batches.used_s) == (peaks, 2.0)
+    assert (measured.status, measured.why) == (status, why)
+    assert (measured.peak_gib, measured.seconds, batches.used_s) == (peaks, 2.0, 2.0)
     assert measured.run is not None
     assert len(measured.run.step_s) == 3
-    if status == "over":
-        assert "1.10 GiB is above the 1.00 GiB" in measured.why
 
 
 def test_a_trial_keeps_the_users_settings_and_saves_nothing(tmp_path: Path) -> None:
-    noisy = resolve([config(8).model_dump(mode="json"), {"log": {"noise_scale": True}}])
-    question = Question(noisy, 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False, "fp32")
-    trial = BatchTrials(question, tmp_path, runner(Runner, tmp_path)).trial("t", 2, 8, 4)
-    assert trial.config.model == question.config.model
-    assert trial.config.optim == question.config.optim
+    noisy = make_config("log.noise_scale=true", "batch.global_size=8")
+    trial = BatchTrials(question(noisy), tmp_path, runner(Runner, tmp_path)).trial("t", 2, 8, 4)
+    assert (trial.config.model, trial.config.optim) == (noisy.model, noisy.optim)
     assert (trial.config.batch.micro_size, trial.config.batch.global_size) == (2, 8)
     assert trial.config.checkpoint.keep == 0
     assert trial.config.log.step_times
@@ -308,9 +224,8 @@ def test_a_trial_keeps_the_users_settings_and_saves_nothing(tmp_path: Path) -> N
 @pytest.mark.parametrize(("budget_s", "taken"), [(60.0, True), (120.0, True), (30.0, False)])
 def test_a_search_goes_on_with_a_greater_budget_only(tmp_path: Path, budget_s: float, taken: bool) -> None:
     """A search that could not settle its choice advises one."""
-    question = Question(config(8), 2, (1, 2), 60.0, 1.0, "--memory", "torchrun", False, "fp32")
-    results.write(tmp_path / batch.PLAN, batch.plan_of(question))
-    plan = batch.plan_of(dataclasses.replace(question, budget_s=budget_s))
+    results.write(tmp_path / batch.PLAN, batch.plan_of(question(config(8))))
+    plan = batch.plan_of(question(config(8), budget_s=budget_s))
     output = Output(tmp_path, "search", batch.PLAN, plan, batch.FIXED, batch.GROWS)
     assert (output.issues() == []) == taken
 
@@ -320,43 +235,38 @@ def test_a_search_goes_on_with_a_greater_budget_only(tmp_path: Path, budget_s: f
 MACHINE = {"gpus": [], "cpu_model": "a CPU", "affinity_cores": 2, "versions": {"torch": "2"}}
 
 
-def key(settings: Config, machine: dict[str, Any] | None = None, ranks: int = 2) -> str:
-    question = Question(
-        settings, ranks, (1,), 60.0, 4.0, "this machine", "torchrun", False, settings.precision
-    )
-    return cache.key(question, machine or MACHINE)
+def key(asked: Config, machine: dict[str, Any] = MACHINE, ranks: int = 2) -> str:
+    return cache.key(question(asked, ranks=ranks, precision=asked.precision), machine)
 
 
 def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
     base = key(config())
     assert key(config(micro_size=4)) == base
-    for name, value in (("precision", "bf16"), ("compile", "on")):
-        assert key(config().model_copy(update={name: value})) != base
-    assert key(config(), {**MACHINE, "versions": {"torch": "3"}}) != base
-    assert key(config(), {**MACHINE, "cpu_model": "another"}) != base
+    longer = config().data.model_copy(update={"sequence_length": 512})
+    for changes in ({"precision": "bf16"}, {"compile": "on"}, {"data": longer}):
+        assert key(config().model_copy(update=changes)) != base
+    for machine in ({"versions": {"torch": "3"}}, {"cpu_model": "another"}):
+        assert key(config(), MACHINE | machine) != base
     assert key(config(), ranks=1) != base
     assert key(config(128)) != base
-    longer = config().data.model_copy(update={"sequence_length": 512})
-    assert key(config().model_copy(update={"data": longer})) != base
-
-
-def test_what_the_cache_answers_trains_the_users_own_configuration() -> None:
-    mine = config(64).model_copy(update={"optim": config().optim.model_copy(update={"lr": 7e-5})})
-    question = Question(mine, 2, (1, 2), 60.0, None, "", "torchrun", False, "fp32")
-    known = TuneBatch.model_validate(
-        tune_fixture.batch(config_hash="of another", config={}) | {"choice": chosen(2)}
-    )
-    found = batch.from_cache(known, question)
-    assert found.cached
-    assert found.config["optim"]["lr"] == 7e-5
-    assert (found.noise, found.goodput) == (None, None), "of other data or weights"
-    assert found.choice == known.choice
-    same = known.model_copy(update={"config_hash": mine.hash()})
-    assert batch.from_cache(same, question).noise == known.noise
 
 
 def chosen(micro: int) -> dict[str, Any]:
     return tune_fixture.batch()["choice"] | {"micro_batch": micro}
+
+
+def test_what_the_cache_answers_trains_the_users_own_configuration() -> None:
+    mine = make_config("optim.lr=7e-5")
+    known = TuneBatch.model_validate(
+        tune_fixture.batch(config_hash="of another", config={}, choice=chosen(2))
+    )
+    tune = batch.from_cache(known, question(mine))
+    assert tune.cached
+    assert tune.config["optim"]["lr"] == 7e-5
+    assert (tune.noise, tune.goodput) == (None, None), "of other data or weights"
+    assert tune.choice == known.choice
+    same = known.model_copy(update={"config_hash": mine.hash()})
+    assert batch.from_cache(same, question(mine)).noise == known.noise
 
 
 def test_a_cached_search_answers_only_what_had_as_much_time(

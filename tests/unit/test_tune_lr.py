@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 from unittest import mock
 
 import pytest
@@ -20,40 +20,28 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout, dump_config, load_config, peak_lr
 from launcher import job, results
 from launcher.machine import environment
-from launcher.machine.environment import Environment
 from launcher.output import KeptPlan, Output
-from launcher.results import LrOptions
+from launcher.results import LrChoice, LrOptions, Rung, TuneLr
 from launcher.run import trials
 from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier_outcome
 from launcher.tune import ladder, lr, rate_trials, transfer
 from launcher.tune.rate_report import rate_report
 from tests.e2e.cli import TINY
+from tests.helpers import read_json
 from tests.report_fixture import shown
 from tests.shards import edited_manifest, write_shards
 
 STEPS, STEP = 1600, 128  # of the configured run; tokens of one step
 WHOLE = STEPS * STEP
 EDGE = 0.064
+TOKENS_PER_S = 1e4
 Surface = Callable[[Config], float | str]
 
 
 @pytest.fixture(autouse=True)
-def prepared(shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The data is there: no process is started for it."""
+def data_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process is started for it."""
     monkeypatch.setattr("launcher.output.prepare_data", lambda config: Path(config.data.path))
-
-
-def asked(config: Config) -> job.Job:
-    return job.Job("tiny", config, machine())
-
-
-@functools.cache
-def machine() -> Environment:
-    return environment.probe(Path())
-
-
-def output(out: Path, config: Config, settings: LrOptions = LrOptions()) -> Output:  # noqa: B008
-    return Output(out, "search", lr.STATE, lr.plan_of(config, settings), lr.FIXED)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +59,8 @@ def make(shards: Path, *overrides: str) -> Config:
 class MadeRunner(Runner):
     """Ends every trial at once as `surface` says; `limit` trials, then a Ctrl-C."""
 
-    def __init__(self, out: Path, surface: Surface, limit: float = math.inf, rate: float = 1e4):
-        self.out, self.surface, self.limit, self.rate = out, surface, limit, rate
+    def __init__(self, out: Path, surface: Surface, limit: float, tokens_per_s: float):
+        self.out, self.surface, self.limit, self.tokens_per_s = out, surface, limit, tokens_per_s
         self.ran: list[str] = []
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
@@ -90,9 +78,9 @@ class MadeRunner(Runner):
         directory, config = trial.directory, trial.config
         directory.mkdir(parents=True, exist_ok=True)
         record.write_text(directory / "config.yaml", dump_config(config))
-        tokens = config.schedule.tokens or (config.schedule.steps or 0) * STEP
-        if config.schedule.name == "exponential":
-            count = config.schedule.steps or 0
+        count = config.schedule.steps or 0
+        tokens = config.schedule.tokens or count * STEP
+        if is_range_test(config):
             for k in range(count):
                 rate = 1e-4 ** (1 - k / count)
                 loss = 6 - 20 * rate if rate < EDGE else 9.0
@@ -104,8 +92,8 @@ class MadeRunner(Runner):
             "heldout_loss": loss,
             "cause": None,
             "tokens": tokens,
-            "tokens_per_s": self.rate,
-            "time_s": {"setup": 1.0, "compile": 1.0, "train": tokens / self.rate, "eval": 0.5, "save": 0.0},
+            "tokens_per_s": self.tokens_per_s,
+            "time_s": {"setup": 1.0, "compile": 1.0, "train": tokens / self.tokens_per_s, "eval": 0.5},
         }
         if isinstance(loss, str):
             kind = {"failure_kind": "host_memory"} if loss == "oom" else {}
@@ -113,193 +101,190 @@ class MadeRunner(Runner):
         record.write_json(directory / "summary.json", facts)
 
 
-def valley(best: float, curvature: float = 0.1) -> Surface:
+def is_range_test(config: Config) -> bool:
+    return config.schedule.name == "exponential"
+
+
+def valley(config: Config, best: float = 0.004, curvature: float = 0.1) -> float:
     """Lowest at `best`; shorter runs learn less and like a higher rate; seeds differ, the same for all."""
-
-    def surface(config: Config) -> float | str:
-        if config.schedule.name == "exponential":
-            return 5.0
-        tokens = config.schedule.tokens or 0
-        shift = 0.25 * math.log2(WHOLE / tokens)
-        away = math.log2(float(config.optim.lr) / best) - shift
-        return 2.5 + 0.05 * math.log2(WHOLE / tokens) + curvature * away**2 + 0.01 * config.run.seed
-
-    return surface
+    if is_range_test(config):
+        return 5.0
+    shorter = math.log2(WHOLE / (config.schedule.tokens or 0))
+    away = math.log2(float(config.optim.lr) / best) - 0.25 * shorter
+    return 2.5 + 0.05 * shorter + curvature * away**2 + 0.01 * config.run.seed
 
 
-def searched(
-    shards: Path,
-    out: Path,
-    surface: Surface,
-    settings: LrOptions = LrOptions(),  # noqa: B008
-    *overrides: str,
-    limit: float = math.inf,
-    rate: float = 1e4,
-) -> tuple[int, dict[str, Any], MadeRunner, list[str]]:
-    """(exit code, tune.json, what ran the trials, what was said)."""
-    out.mkdir(exist_ok=True)
-    made = MadeRunner(out, surface, limit, rate)
-    code, found, said = run_search(made, make(shards, *overrides), settings)
-    return code, found, made, said
+class Searched(NamedTuple):
+    exit_code: int
+    tune: TuneLr
+    ran: list[str]
+    said: list[str]
+    out: Path
+
+    @property
+    def choice(self) -> LrChoice | None:
+        return self.tune.choice
+
+    @property
+    def first(self) -> Rung:
+        return self.tune.rungs[0]
+
+    @property
+    def last(self) -> Rung:
+        return self.tune.rungs[-1]
 
 
-def run_search(
-    made: MadeRunner,
+def search(
     config: Config,
+    out: Path,
+    surface: Surface = valley,
     settings: LrOptions = LrOptions(),  # noqa: B008
-) -> tuple[int, dict[str, Any], list[str]]:
-    """(exit code, tune.json, what was said) of a search whose trials `made` runs."""
-    said: list[str] = []
+    limit: float = math.inf,
+    tokens_per_s: float = TOKENS_PER_S,
+) -> Searched:
+    out.mkdir(exist_ok=True)
+    made, said = MadeRunner(out, surface, limit, tokens_per_s), list[str]()
+    plan = lr.plan_of(config, settings)
+    output = Output(out, "search", lr.STATE, plan, lr.FIXED)
     with mock.patch.object(trials, "runner", return_value=contextlib.nullcontext(made)):
-        tune, code = lr.search(asked(config), settings, 1, output(made.out, config, settings), said.append)
-    said += shown(rate_report(tune, made.out), 200)
-    found = results.plain(tune)
-    assert found == json.loads((made.out / "tune.json").read_text())
-    return code, found, said
+        tune, code = lr.search(job.Job("tiny", config, probe()), settings, 1, output, said.append)
+    assert results.plain(tune) == read_json(out / "tune.json")
+    return Searched(code, tune, made.ran, said + shown(rate_report(tune, out), 200), out)
+
+
+probe = functools.cache(environment.probe)
+
+
+@pytest.fixture(scope="module")
+def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Searched:
+    """A search of the valley to its end."""
+    with mock.patch("launcher.output.prepare_data", lambda config: Path(config.data.path)):
+        return search(make(shards), tmp_path_factory.mktemp("whole") / "out")
 
 
 # --- the whole search
 
 
-def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(shards: Path, tmp_path: Path) -> None:
-    code, found, pool, said = searched(shards, tmp_path / "out", valley(0.004))
-    assert (code, found["status"]) == (0, "complete")
-    assert found["range_test"]["edge"] == pytest.approx(EDGE, rel=0.6)
-    first, last = found["rungs"]
-    rates = sorted({trial["lr"] for trial in first["trials"]})
+def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(whole: Searched, shards: Path) -> None:
+    tune, chosen = whole.tune, whole.choice.lr
+    assert (whole.exit_code, tune.status) == (0, "complete")
+    assert tune.range_test.edge == pytest.approx(EDGE, rel=0.6)
+    rates = whole.first.rates
     assert [b / a for a, b in itertools.pairwise(rates)] == pytest.approx([2] * (len(rates) - 1))
-    assert [rung["tokens"] for rung in found["rungs"]] == [WHOLE // 8, WHOLE]
-    assert [c[2] for c in first["kept"]] == [t["lr"] for t in last["trials"]][:2]
-    chosen = found["choice"]["lr"]
-    told = {(t["lr"], t["seed"]) for t in last["trials"]}
-    assert told == {(chosen, 0), (chosen, 1), (chosen, 2), (chosen / 2, 0), (2 * chosen, 0)}
-    assert sum("nats behind after one seed: left out" in line for line in said) == 2
-    assert found["choice"]["tied"] == []
+    assert [rung.tokens for rung in tune.rungs] == [WHOLE // 8, WHOLE]
+    assert [rate for *_, rate in whole.first.kept] == [t.lr for t in whole.last.trials][:2]
+    trained = {(t.lr, t.seed) for t in whole.last.trials}
+    assert trained == {(chosen, 0), (chosen, 1), (chosen, 2), (chosen / 2, 0), (2 * chosen, 0)}
+    assert sum("nats behind after one seed: left out" in line for line in whole.said) == 2
     assert abs(math.log2(chosen / 0.004)) <= 0.5  # the nearest of the ladder
     assert chosen == min(rates, key=lambda rate: abs(math.log2(rate / 0.004)))
-    assert found["choice"]["edge_side"] is None
-    cost = found["cost"]
-    assert cost["tokens"] == sum(t["tokens"] for r in found["rungs"] for t in r["trials"]) + 100 * STEP
-    assert cost["grid_tokens"] == 5 * 3 * WHOLE
-    assert cost["tokens"] < 0.4 * cost["grid_tokens"]
-    assert cost["trials"] == len(pool.ran) == 11
-    assert any("12 trials" in line for line in said)
-    tuned = load_config(tmp_path / "out" / "tuned.yaml")
-    assert tuned == make(shards, f"optim.lr={chosen!r}")
+    assert (whole.choice.tied, whole.choice.edge_side) == ([], None)
+    cost = tune.cost
+    assert cost.tokens == sum(t.tokens for t in [*whole.first.trials, *whole.last.trials]) + 100 * STEP
+    assert cost.grid_tokens == 5 * 3 * WHOLE
+    assert cost.tokens < 0.4 * cost.grid_tokens
+    assert cost.trials == len(whole.ran) == 11
+    assert any("12 trials" in line for line in whole.said)
+    assert load_config(whole.out / "tuned.yaml") == make(shards, f"optim.lr={chosen!r}")
 
 
-def test_a_whole_run_that_likes_a_rate_between_the_finalists_is_told_so(shards: Path, tmp_path: Path) -> None:
+def test_a_whole_run_that_likes_a_rate_between_the_finalists_is_told_so(
+    whole: Searched, shards: Path, tmp_path: Path
+) -> None:
     """Short runs like the rates on both sides of the one that whole runs like."""
-    plain = valley(0.004)
-    chosen = searched(shards, tmp_path / "plain", plain)[1]["choice"]["lr"]
+    chosen = whole.choice.lr
 
-    def surface(config: Config) -> float | str:
+    def surface(config: Config) -> float:
         short = config.schedule.tokens == WHOLE // 8
-        beside = config.optim.lr in (chosen / 2, 2 * chosen)
-        return float(plain(config)) + (0.9 if short and not beside else 0.0)
+        return valley(config) + (0.9 if short and config.optim.lr not in (chosen / 2, 2 * chosen) else 0.0)
 
-    _, found, *_ = searched(shards, tmp_path / "out", surface)
-    assert {c[2] for c in found["rungs"][0]["kept"]} == {chosen / 2, 2 * chosen}
-    assert found["choice"]["lr"] == chosen
+    found = search(make(shards), tmp_path, surface)
+    assert {rate for *_, rate in found.first.kept} == {chosen / 2, 2 * chosen}
+    assert found.choice.lr == chosen
 
 
 def test_finalists_that_are_close_train_every_seed(shards: Path, tmp_path: Path) -> None:
-    _, found, *_ = searched(shards, tmp_path / "out", valley(0.004, curvature=0.01))
-    last = found["rungs"][-1]
-    seeds = {
-        rate: [t["seed"] for t in last["trials"] if t["lr"] == rate]
-        for rate in {t["lr"] for t in last["trials"]}
-    }
-    assert sorted(map(len, seeds.values())) == [1, 3, 3]
-    assert seeds[found["choice"]["lr"]] == [0, 1, 2]
-    assert found["cost"]["tokens"] < 0.6 * found["cost"]["grid_tokens"]
+    found = search(make(shards), tmp_path, functools.partial(valley, curvature=0.01))
+    last, cost = found.last, found.tune.cost
+    assert sorted(len(last.scores(rate)) for rate in last.rates) == [1, 3, 3]
+    assert [t.seed for t in last.trials if t.lr == found.choice.lr] == [0, 1, 2]
+    assert cost.tokens < 0.6 * cost.grid_tokens
 
 
-def test_a_finalist_left_out_comes_back_when_the_best_turns_out_worse(shards: Path, tmp_path: Path) -> None:
-    plain = valley(0.004)
-    _, found, *_ = searched(shards, tmp_path / "plain", plain)
-    chosen = found["choice"]["lr"]
+def test_a_finalist_left_out_comes_back_when_the_best_turns_out_worse(
+    whole: Searched, shards: Path, tmp_path: Path
+) -> None:
+    chosen = whole.choice.lr
 
-    def surface(config: Config) -> float | str:
-        unlucky = config.schedule.tokens == WHOLE and config.optim.lr == chosen and config.run.seed
-        return float(plain(config)) + (1.0 if unlucky else 0.0)
+    def surface(config: Config) -> float:
+        is_unlucky = config.schedule.tokens == WHOLE and config.optim.lr == chosen and config.run.seed
+        return valley(config) + (1.0 if is_unlucky else 0.0)
 
-    _, found, *_ = searched(shards, tmp_path / "out", surface)
-    assert found["choice"]["lr"] != chosen
-    assert found["choice"]["seeds"] == 3
-    assert {t["seed"] for t in found["rungs"][-1]["trials"] if t["lr"] == found["choice"]["lr"]} == {0, 1, 2}
+    found = search(make(shards), tmp_path, surface)
+    assert found.choice.lr != chosen
+    assert found.choice.seeds == 3
+    assert {t.seed for t in found.last.trials if t.lr == found.choice.lr} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("best", "side"), [(0.05, "high"), (0.00001, "low")])
 def test_the_edge_of_the_grid_is_flagged(shards: Path, tmp_path: Path, best: float, side: str) -> None:
-    _, found, _, said = searched(shards, tmp_path / "out", valley(best))
-    rates = sorted({trial["lr"] for trial in found["rungs"][0]["trials"]})
-    edge = found["range_test"]["edge"]
-    assert max(rates) <= edge
+    found = search(make(shards), tmp_path, functools.partial(valley, best=best))
+    rates, test = found.first.rates, found.tune.range_test
+    assert rates[-1] <= test.edge
     if side == "low":
         assert len(rates) == 5 + ladder.EXTENSIONS
-    assert found["choice"]["edge_side"] == side
-    assert found["choice"]["lr"] == (max(rates) if side == "high" else min(rates))
-    assert any("edge of the grid" in line for line in said)
+    assert found.choice.edge_side == side
+    assert found.choice.lr == rates[-1 if side == "high" else 0]
+    assert any("edge of the grid" in line for line in found.said)
 
 
 def test_what_diverges_and_what_fails_is_out_and_told(shards: Path, tmp_path: Path) -> None:
-    plain = valley(0.004)
-
     def surface(config: Config) -> float | str:
         rate = float(config.optim.lr)
-        if config.schedule.name != "exponential" and rate > 0.008:
+        if not is_range_test(config) and rate > 0.008:
             return "5 steps in a row up to step 9 had a gradient that is not finite and were skipped"
-        return "RuntimeError: broken" if rate < 0.0015 else plain(config)
+        return "RuntimeError: broken" if rate < 0.0015 else valley(config)
 
-    code, found, _, said = searched(shards, tmp_path / "out", surface)
-    states = {t["lr"]: t["status"] for t in found["rungs"][0]["trials"]}
-    assert code == 0
-    assert {rate: s for rate, s in states.items() if rate > 0.008} != {}
-    assert all(s == "diverged" for rate, s in states.items() if rate > 0.008)
-    assert all(s == "failed" for rate, s in states.items() if rate < 0.0015)
-    assert any("broken" in line and "failed" in line for line in said)
-    assert 0.0015 <= found["choice"]["lr"] <= 0.008
+    found = search(make(shards), tmp_path, surface)
+    assert found.exit_code == 0
+    assert {t.status for t in found.first.trials if t.lr > 0.008} == {"diverged"}
+    assert {t.status for t in found.first.trials if t.lr < 0.0015} <= {"failed"}
+    assert any("broken" in line and "failed" in line for line in found.said)
+    assert 0.0015 <= found.choice.lr <= 0.008
 
 
 def test_finalists_that_diverge_in_the_whole_run_give_way(shards: Path, tmp_path: Path) -> None:
-    plain = valley(0.008)
-
     def surface(config: Config) -> float | str:
-        long = config.schedule.tokens == WHOLE and float(config.optim.lr) > 0.0035
-        return "3 steps had a gradient that is not finite" if long else plain(config)
+        is_long = config.schedule.tokens == WHOLE and float(config.optim.lr) > 0.0035
+        return "3 steps had a gradient that is not finite" if is_long else valley(config, best=0.008)
 
-    code, found, *_ = searched(shards, tmp_path / "out", surface)
-    assert code == 0
-    assert found["choice"]["lr"] <= 0.0035
-    assert {t["status"] for t in found["rungs"][-1]["trials"]} == {"diverged", "ok"}
+    found = search(make(shards), tmp_path, surface)
+    assert found.exit_code == 0
+    assert found.choice.lr <= 0.0035
+    assert {t.status for t in found.last.trials} == {"diverged", "ok"}
 
 
 @pytest.mark.parametrize("part", ["trials", "range test"])
 def test_a_search_in_which_everything_fails_has_failed(shards: Path, tmp_path: Path, part: str) -> None:
-    plain = valley(0.004)
-
     def surface(config: Config) -> float | str:
-        spared = part == "trials" and config.schedule.name == "exponential"
-        return plain(config) if spared else "oom"
+        return valley(config) if part == "trials" and is_range_test(config) else "oom"
 
-    code, found, _, said = searched(shards, tmp_path / "out", surface)
-    assert (code, found["status"], found["choice"]) == (1, "failed", None)
-    assert any("oom" in line for line in said)
-    assert not (tmp_path / "out" / "tuned.yaml").exists()
+    found = search(make(shards), tmp_path, surface)
+    assert (found.exit_code, found.tune.status, found.tune.choice) == (1, "failed", None)
+    assert any("oom" in line for line in found.said)
+    assert not (tmp_path / "tuned.yaml").exists()
 
 
-def test_a_stopped_search_goes_on_where_it_was(shards: Path, tmp_path: Path) -> None:
-    whole = searched(shards, tmp_path / "whole", valley(0.004))[1]
-    code, found, first, said = searched(shards, tmp_path / "out", valley(0.004), limit=8)
-    assert (code, found["status"], found["choice"]) == (130, "partial", None)
-    assert any("the same command goes on" in line for line in said)
-    code, found, second, _ = searched(shards, tmp_path / "out", valley(0.004))
-    assert (code, found["status"]) == (0, "complete")
+def test_a_stopped_search_goes_on_where_it_was(whole: Searched, shards: Path, tmp_path: Path) -> None:
+    first = search(make(shards), tmp_path, limit=8)
+    assert (first.exit_code, first.tune.status, first.tune.choice) == (130, "partial", None)
+    assert any("the same command goes on" in line for line in first.said)
+    second = search(make(shards), tmp_path)
+    assert (second.exit_code, second.tune.status) == (0, "complete")
     assert not set(first.ran) & set(second.ran)
     assert len(first.ran) + len(second.ran) == 11
-    assert (found["choice"], found["rungs"]) == (whole["choice"], whole["rungs"])
-    assert searched(shards, tmp_path / "out", valley(0.004))[2].ran == []
+    assert (second.choice, second.tune.rungs) == (whole.choice, whole.tune.rungs)
+    assert search(make(shards), tmp_path).ran == []
 
 
 # --- the length of a run
@@ -309,31 +294,27 @@ def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: 
     items = [item for item in TINY if not item.startswith("schedule")]
     config = load_config(None, [*items, f"data.path={shards}", "schedule.hours=0.01"])
     assert rate_trials.full_tokens(config) is None
-    out = tmp_path / "out"
-    out.mkdir()
-    for rate in (1e4, 2e4):  # a machine that is faster in the second call
-        made = MadeRunner(out, valley(0.004), rate=rate)
-        _, found, said = run_search(made, config)
-        assert found["settings"]["tokens"] == round(0.01 * 3600 * 1e4 / STEP) * STEP
-        assert any("0.01 h at the measured 10 k tokens/s of 1 rank" in line for line in said)
-    assert made.ran == []
+    for tokens_per_s in (1e4, 2e4):  # a machine that is faster in the second call
+        found = search(config, tmp_path, tokens_per_s=tokens_per_s)
+        assert found.tune.settings.tokens == round(0.01 * 3600 * 1e4 / STEP) * STEP
+        assert any("0.01 h at the measured 10 k tokens/s of 1 rank" in line for line in found.said)
+    assert found.ran == []
 
 
 def test_a_budget_shortens_the_runs_and_says_so(shards: Path, tmp_path: Path) -> None:
-    long = searched(shards, tmp_path / "long", valley(0.004), LrOptions(budget_s=1e6))[1]
-    assert long["settings"]["tokens"] == WHOLE
-    out, found, _, said = searched(shards, tmp_path / "short", valley(0.004), LrOptions(budget_s=60))
-    tokens = found["settings"]["tokens"]
-    assert out == 0
+    long = search(make(shards), tmp_path / "long", settings=LrOptions(budget_s=1e6))
+    assert long.tune.settings.tokens == WHOLE
+    found = search(make(shards), tmp_path / "short", settings=LrOptions(budget_s=60))
+    tokens, at_a_time = found.tune.settings.tokens or 0, found.tune.at_a_time or 0
+    assert found.exit_code == 0
     assert STEP * 8 < tokens < WHOLE
     assert tokens % STEP == 0
-    assert any("for --budget" in line for line in said)
-    # what the pool says a trial takes: set-up 2 s, an evaluation of 0.5 s or four, tokens at 1e4 a second
-    at_a_time = found["at_a_time"]
+    assert any("for --budget" in line for line in found.said)
+    # what the runner says a trial takes: set-up 2 s, an evaluation of 0.5 s or four, tokens at 1e4 a second
     batches = [(5, tokens / 8, 2.5), (7, tokens, 4)]
-    seconds = sum(math.ceil(n / at_a_time) * (fixed + each / 1e4) for n, each, fixed in batches)
-    used = 2 + 100 * STEP / 1e4 + 0.5
-    step_s = sum(math.ceil(n / at_a_time) for n, *_ in batches) * STEP / 1e4
+    seconds = sum(math.ceil(n / at_a_time) * (fixed + each / TOKENS_PER_S) for n, each, fixed in batches)
+    used = 2 + 100 * STEP / TOKENS_PER_S + 0.5
+    step_s = sum(math.ceil(n / at_a_time) for n, *_ in batches) * STEP / TOKENS_PER_S
     assert seconds + used == pytest.approx(60, abs=step_s)
 
 
@@ -462,29 +443,32 @@ def test_transfer_follows_the_papers(shards: Path) -> None:
 def test_transfer_takes_the_rate_that_was_found(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    out = tmp_path / "out"
-    found = searched(shards, out, valley(0.004))[1]
+    found = search(make(shards), tmp_path)
     options = [f"data.path={shards}", *TINY]
-    code = transfer.carry("quickstart", options, 8, 32, out, as_json=True, console=Console())
-    assert code == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["rules"][0]["lr"] == pytest.approx(2 * found["choice"]["lr"])
-    assert json.loads((out / "tune.json").read_text())["transfer"] == told
-    assert searched(shards, out, valley(0.004))[1]["transfer"] == told
-    another = {**found, "choice": {**found["choice"], "lr": 0.5}, "transfer": told}
-    record.write_json(out / "tune.json", another)
-    assert searched(shards, out, valley(0.004))[1]["transfer"] is None, "it was another rate's"
-    transfer.carry(
-        "quickstart", [*options, "optim.lr=0.5"], 8, 32, None, as_json=False, console=Console(width=200)
-    )
-    assert "sqrt          1 = 0.5 x sqrt(32 / 8)" in capsys.readouterr().out
+
+    def carry(batches: tuple[int, int], out: Path | None, *more: str, as_json: bool = False) -> str:
+        console = Console(width=200)
+        assert (
+            transfer.carry("quickstart", [*options, *more], *batches, out, as_json=as_json, console=console)
+            == 0
+        )
+        return capsys.readouterr().out
+
+    told = json.loads(carry((8, 32), tmp_path, as_json=True))
+    assert told["rules"][0]["lr"] == pytest.approx(2 * found.choice.lr)
+    assert read_json(tmp_path / "tune.json")["transfer"] == told
+    assert search(make(shards), tmp_path).tune.transfer is not None
+    another = found.choice.model_copy(update={"lr": 0.5})
+    results.write(tmp_path / "tune.json", found.tune.model_copy(update={"choice": another}))
+    carry((8, 32), tmp_path)
+    assert search(make(shards), tmp_path).tune.transfer is None, "it was another rate's"
+    assert "sqrt          1 = 0.5 x sqrt(32 / 8)" in carry((8, 32), None, "optim.lr=0.5")
+    scaled = ("optim.lr=0.004", "optim.lr_scaling=sqrt", "optim.lr_batch=8")
+    assert "0.016 = 0.008 x sqrt(128 / 32)" in carry((32, 128), None, *scaled)
     with pytest.raises(ConfigError, match="tuned at global batch 8, not 16"):
-        transfer.carry("quickstart", options, 16, 32, out, as_json=False, console=Console())
-    scaled = [*options, "optim.lr=0.004", "optim.lr_scaling=sqrt", "optim.lr_batch=8"]
-    transfer.carry("quickstart", scaled, 32, 128, None, as_json=False, console=Console(width=200))
-    assert "0.016 = 0.008 x sqrt(128 / 32)" in capsys.readouterr().out
+        carry((16, 32), tmp_path)
     with pytest.raises(ConfigError, match="holds no chosen learning rate"):
-        transfer.carry("quickstart", options, 8, 32, tmp_path, as_json=False, console=Console())
+        carry((8, 32), tmp_path / "none")
 
 
 # --- refusals
@@ -503,9 +487,8 @@ def test_transfer_takes_the_rate_that_was_found(
 def test_what_cannot_be_searched(
     shards: Path, settings: LrOptions, overrides: tuple[str, ...], line: str
 ) -> None:
-    found = lr.setting_issues(make(shards, *overrides), settings, 1)
-    assert len(found) == 1
-    assert found[0].startswith(line)
+    (issue,) = lr.setting_issues(make(shards, *overrides), settings, 1)
+    assert issue.startswith(line)
 
 
 def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
@@ -513,7 +496,7 @@ def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
     with edited_manifest(bare) as edited:
         edited["held_out"] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
     with pytest.raises(ConfigError, match="no held-out documents"):
-        lr.search(asked(make(bare)), LrOptions(), 1, output(tmp_path, make(bare)), print)
+        search(make(bare), tmp_path / "out")
 
 
 def test_a_search_counts_its_seconds_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from launcher.tune.batch_report import batch_report, run_rate
 from launcher.tune.rate_report import rate_report
 from launcher.tune.search import write
 from tests.report_fixture import figure_of, read_page, shown, unfolded
-from tests.tune_fixture import CHOSEN, GLOBAL, NOISE, RATES, batch, gib, lr, transfer, unmeasured
+from tests.tune_fixture import DECLARED, NOISE, TOO_LARGE, batch, lr, predicted_gib, transfer, unmeasured
 from tests.unit.test_scale_report import numbers, points
 
 OUT = Path("OUT")
@@ -50,42 +51,51 @@ CURVES = "Learning curves of the last rung"
 def test_every_figure_is_there(data: dict[str, Any], figures: set[str]) -> None:
     page = read_page(of(data))
     assert set(page.labels) == figures
-    for words in ("Settings", "Environment", "Configuration", "bert-dp train OUT/tuned.yaml", "5f2c9a1e"):
+    for words in (
+        "Settings",
+        "Environment",
+        "Configuration",
+        "bert-dp train OUT/tuned.yaml",
+        data["config_hash"],
+    ):
         assert words in page.text
     assert "no data recorded" not in page.text
-
-
-def test_the_choice_stands_first() -> None:
-    first = of(batch()).verdicts[0]
-    assert first.level == "ok"
-    assert first.text == "Micro batch 16, accumulation 4: 221 sequences/s, 98.1 % of the best (32)."
-    first = of(lr()).verdicts[0]
-    assert first.level == "ok"
-    assert first.text.startswith("Learning rate 1.00e-03 (adamw, weight decay 0.01): held-out loss 5.6")
-    assert "mean of 3 seeds (5.6" in first.text
 
 
 @pytest.mark.parametrize(
     ("data", "level", "words"),
     [
-        (change(batch(), "choice", micro_batch=32), "ok", ": 221 sequences/s, the best."),
+        (batch(), "ok", "Micro batch 8, accumulation 1: 221 sequences/s, the best."),
+        (
+            change(batch(), "choice", micro_batch=4, share_of_best=0.98),
+            "ok",
+            "Micro batch 4, accumulation 1: 221 sequences/s, 98.0 % of the best (8).",
+        ),
         (change(batch(), "choice", why="the curve is flat"), "ok", "The curve is flat."),
         (change(batch(), "choice", limited_by="budget"), "ok", "--budget raises it"),
         (change(batch(), "choice", not_settled=[4, 8]), "warn", "Not settled: micro batch 4, 8 may also"),
-        (change(batch(), "drift", ratio=0.96), "warn", "The machine drifted: micro batch 8"),
-        (change(batch(), "drift", ratio=1.04), "warn", "The machine drifted: micro batch 8"),
+        (change(batch(), "drift", ratio=0.96), "warn", "The machine drifted: micro batch 4"),
+        (change(batch(), "drift", ratio=1.04), "warn", "The machine drifted: micro batch 4"),
         (batch(cached=True), "ok", "From the cache"),
         (batch(status="partial"), "warn", "Partial: stopped before its end"),
         (batch(status="failed", why="micro batch 1 fails", choice=None), "fail", "Failed: micro batch 1"),
         (batch(choice=None), "warn", "No micro batch was chosen."),
         (batch(schema_version=2), "warn", "schema version 2; this page reads version 1"),
+        (
+            lr(),
+            "ok",
+            "Learning rate 5.70e-02 (adamw, weight decay 0.01): held-out loss 4.8221 nats, mean of 2 seeds "
+            "(4.7074 nats to 4.9367 nats).",
+        ),
         (change(lr(), "choice", at_edge=True, edge_side="high"), "warn", "was measured on the higher side"),
         (change(lr(), "choice", tied=[["adamw", 0.01, 0.002]]), "ok", "Cannot be told apart from 2.00e-03"),
-        (lr(), "ok", "Of 14 trials: 1 diverged."),
+        (lr(), "ok", "Of 9 trials: 1 diverged."),
+        (lr(), "ok", "4.97 nats, above the unigram entropy 4.925"),
+        (lr(), "ok", "56.7 % of the full grid"),
         (lr(choice=None), "warn", "No learning rate was chosen; the logs stand below OUT/trials."),
     ],
 )
-def test_what_limits_the_choice_is_told(data: dict[str, Any], level: str, words: str) -> None:
+def test_the_choice_and_what_limits_it_are_told(data: dict[str, Any], level: str, words: str) -> None:
     report = of(data)
     assert report.verdicts[0].level == level
     assert words in read_page(report).text
@@ -101,27 +111,19 @@ def test_throughput_shows_each_size_and_each_run() -> None:
     report = of(data)
     figure = figure_of(report, THROUGHPUT)
     median, runs = (t for t in figure.traces if isinstance(t, Line))
-    assert points(median) == RATES
-    ends = zip(median.x, median.low, median.high, strict=True)
-    assert [(micro, low, high) for micro, low, high in ends if low is not None] == [
-        (s["micro_batch"], *s["samples_per_s_ci95"]) for s in data["sizes"] if s["samples_per_s_ci95"]
-    ]
-    run = data["sizes"][3]["runs"][0]
-    assert (runs.x[3], runs.y[3]) == (8, pytest.approx(GLOBAL * len(run["step_s"]) / sum(run["step_s"])))
-    assert len(runs.x) == sum(len(s["runs"]) for s in data["sizes"])
-    assert figure.levels[0].value == pytest.approx(0.97 * 225.3)
-    assert [mark.value for mark in figure.marks] == [CHOSEN]
-    assert figure.x.ticks == list(RATES)
-
-
-def test_an_interval_of_any_width_leaves_the_curve_visible() -> None:
-    data = batch()
-    data["sizes"][0]["samples_per_s_ci95"] = [1.0, 9e5]
-    report = of(data)
-    assert line(report, THROUGHPUT, "median, 95 % within its runs").high[0] == pytest.approx(
-        3 * RATES[32], rel=0.02
-    )
-    assert "Ends of intervals above" in figure_of(report, THROUGHPUT).note
+    sizes = data["sizes"]
+    assert points(median) == {s["micro_batch"]: s["samples_per_s"] for s in sizes}
+    assert list(zip(median.low, median.high, strict=True)) == [tuple(s["samples_per_s_ci95"]) for s in sizes]
+    rates = [DECLARED / statistics.fmean(run["step_s"]) for size in sizes for run in size["runs"]]
+    assert (runs.x, runs.y) == ([2, 4, 4, 8], pytest.approx(rates))
+    assert figure.levels[0].value == pytest.approx(0.97 * sizes[-1]["samples_per_s"])
+    assert [mark.value for mark in figure.marks] == [8]
+    assert figure.x.ticks == [2, 4, 8]
+    sizes[0]["samples_per_s_ci95"] = [1.0, 9e5]
+    wide = of(data)
+    high = line(wide, THROUGHPUT, median.label).high[0]
+    assert high == pytest.approx(3 * max(rates)), "the curve stays visible"
+    assert "Ends of intervals above" in figure_of(wide, THROUGHPUT).note
 
 
 def test_a_shorter_trial_counts_the_update_once() -> None:
@@ -136,25 +138,27 @@ def test_a_shorter_trial_counts_the_update_once() -> None:
 def test_memory_shows_the_line_the_peaks_and_the_limits() -> None:
     data = batch()
     report = of(data)
-    assert points(line(report, MEMORY, "predicted")) == pytest.approx({0: gib(0), 51: gib(51)})
-    assert points(line(report, MEMORY, "out of memory")) == pytest.approx({51: gib(51)})
-    assert set(line(report, MEMORY, "measured, greatest rank").x) == {*RATES, 45}
-    assert [rule.value for rule in figure_of(report, MEMORY).levels] == pytest.approx([4.0, 3.6])
+    expected = {micro: predicted_gib(data, micro) for micro in (0, TOO_LARGE, 20)}
+    ends = points(line(report, MEMORY, "predicted"))
+    assert ends == pytest.approx({0: expected[0], 20: expected[20]})
+    assert points(line(report, MEMORY, "out of memory")) == pytest.approx({TOO_LARGE: expected[TOO_LARGE]})
+    assert set(line(report, MEMORY, "measured, greatest rank").x) == {2, 4, 8}
+    assert [rule.value for rule in figure_of(report, MEMORY).levels] == pytest.approx([0.5, 0.45])
     wide = of(change(data, "memory", predicted_limit=5000))
-    assert max(x for t in figure_of(wide, MEMORY).traces if isinstance(t, Line) for x in t.x) == 51
+    assert max(x for t in figure_of(wide, MEMORY).traces if isinstance(t, Line) for x in t.x) == TOO_LARGE
     far = figure_of(of(change(data, "memory", limit_gib=64.0)), MEMORY)
     assert not far.levels
     assert "The limit, 64.00 GiB, is far above" in far.note
     parts = [bar.parts[0] for bar in figure_of(report, PARTS).traces]  # type: ignore[union-attr]
-    assert math.fsum(parts) == pytest.approx(gib(CHOSEN))  # type: ignore[arg-type]
+    assert math.fsum(parts) == pytest.approx(predicted_gib(data, 8))  # type: ignore[arg-type]
 
 
 def test_noise_scale_with_its_equation_or_why_there_is_none() -> None:
     report = of(batch())
     verdict = next(v for v in report.verdicts if v.text.startswith("Noise scale"))
     assert verdict.text == "Noise scale: 310 sequences, 95 % interval 255 to 391."
-    assert "B_simple = tr(Sigma) / |G|^2 = 0.62 / 0.002, 80 of 80 steps" in verdict.notes[0]
-    assert f"is worth {100 / (1 + GLOBAL / NOISE[0]):.1f} % of one in a small batch" in verdict.notes[1]
+    assert "B_simple = tr(Sigma) / |G|^2 = 0.62 / 0.002, 170 of 170 steps" in verdict.notes[0]
+    assert f"is worth {100 / (1 + DECLARED / NOISE):.1f} % of one in a small batch" in verdict.notes[1]
     none = of(batch(inconclusive="fewer than 50 steps"))
     assert "Noise scale: inconclusive: fewer than 50 steps." in [v.text for v in none.verdicts]
     page = read_page(none)
@@ -166,12 +170,12 @@ def test_noise_scale_with_its_equation_or_why_there_is_none() -> None:
 def test_goodput_marks_the_declared_and_the_recommended_batch() -> None:
     data = batch()
     report = of(data)
-    at = {p["global_batch"]: p for p in data["goodput"]["points"]}
+    batches = data["goodput"]["points"]
     curve = line(report, GOODPUT, "goodput, 95 % interval")
-    assert points(curve) == {b: p["goodput"] for b, p in at.items()}
-    assert list(zip(curve.low, curve.high, strict=True)) == [(p["low"], p["high"]) for p in at.values()]
+    assert points(curve) == {p["global_batch"]: p["goodput"] for p in batches}
+    assert list(zip(curve.low, curve.high, strict=True)) == [(p["low"], p["high"]) for p in batches]
     marks = {mark.label: mark.value for mark in figure_of(report, GOODPUT).marks}
-    assert marks == {"declared global batch": GLOBAL, "recommended": 64}
+    assert marks == {"declared global batch": DECLARED, "recommended": 32}
     assert "wants another learning rate" in read_page(report).text
     assert "end of what was looked at" not in read_page(report).text
     at_edge = of(change(data, "goodput", at_edge=True))
@@ -181,36 +185,36 @@ def test_goodput_marks_the_declared_and_the_recommended_batch() -> None:
 def test_loss_by_rate_has_the_band_of_the_last_rung_and_what_diverged() -> None:
     data = lr()
     figure = figure_of(of(data), LOSS)
-    lines = [t for t in figure.traces if isinstance(t, Line)]
-    first, last, seeds, diverged = lines[0], lines[2], lines[3], lines[4]
-    losses = {t["lr"]: t["heldout_loss"] for t in data["rungs"][0]["trials"]}
-    assert points(first) == {**losses, 0.004: None}
+    first, last, seeds, diverged = (t for t in figure.traces if isinstance(t, Line))
+    assert points(first) == {t["lr"]: t["heldout_loss"] for t in data["rungs"][0]["trials"]}
     assert not first.low
-    at = [t["heldout_loss"] for t in data["rungs"][2]["trials"] if t["lr"] == 0.001]
-    assert (0.001, min(at), max(at)) in zip(last.x, last.low, last.high, strict=True)
-    assert points(last)[0.001] == pytest.approx(sum(at) / 3)
-    assert (seeds.label, len(seeds.x)) == ("a seed of the last rung", 6)
-    assert (diverged.label, diverged.x) == ("diverged (drawn at the top)", [0.004])
+    losses = [t["heldout_loss"] for t in data["rungs"][1]["trials"]]  # 0.057, 0.0285, one diverged, 0.057
+    band = [losses[0], losses[3]]
+    assert (0.057, min(band), max(band)) in zip(last.x, last.low, last.high, strict=True)
+    assert points(last) == pytest.approx({0.0285: losses[1], 0.057: sum(band) / 2, 0.114: None})
+    assert (seeds.label, len(seeds.x)) == ("a seed of the last rung", 3)
+    assert (diverged.label, diverged.x) == ("diverged (drawn at the top)", [0.114])
     assert diverged.values[0] > max(first.values)
-    assert [mark.value for mark in figure.marks] == [0.001]
+    assert [mark.value for mark in figure.marks] == [0.057]
 
 
 def test_range_test_marks_the_edge_and_cuts_what_is_far_above() -> None:
     data = lr()
     figure = figure_of(of(data), RANGE)
+    first_loss = data["range_test"]["points"][0][1]
     assert [mark.value for mark in figure.marks] == [data["range_test"]["edge"]]
-    assert max(figure.traces[0].values) == pytest.approx(1.5 * 9.6)
-    assert "Losses above 14.4 are drawn there" in figure.note
-    never = {**data, "range_test": {**data["range_test"], "edge": None, "why": "no divergence up to 0.1"}}
-    figure = figure_of(of(never), RANGE)
+    assert max(figure.traces[0].values) == pytest.approx(1.5 * first_loss)
+    assert f"Losses above {1.5 * first_loss:.2f} are drawn there" in figure.note
+    figure = figure_of(of(change(data, "range_test", edge=None, why="no divergence up to 0.1")), RANGE)
     assert not figure.marks
     assert "; no divergence up to 0.1." in figure.note
 
 
 def test_a_curve_for_each_trial_of_the_last_rung() -> None:
-    figure = figure_of(of(lr()), CURVES)
-    assert [t.label for t in figure.traces] == ["1.00e-03"] * 3 + ["2.00e-03"] * 3
-    assert figure.levels[0].value == 6.9
+    data = lr()
+    figure = figure_of(of(data), CURVES)
+    assert [t.label for t in figure.traces] == ["2.85e-02", "5.70e-02", "5.70e-02", "1.14e-01"]
+    assert figure.levels[0].value == data["unigram_entropy_nats"]
 
 
 def test_tables_hold_every_number() -> None:
@@ -224,24 +228,22 @@ def test_tables_hold_every_number() -> None:
     assert numbers([trials, data["transfer"]["rules"]]) <= page.exact
     assert all(t["trial"] in page.text for t in trials)
     assert "sqrt (as configured)" in page.text
-    assert "7.4 nats, above the unigram entropy 6.9" in page.text
-    share = 100 * data["cost"]["tokens"] / data["cost"]["grid_tokens"]
-    assert f"{share:.1f} % of the full grid" in page.text
     assert "Transfer" not in read_page(of(lr())).text
 
 
 def test_finalists_say_which_is_chosen_and_which_is_tied() -> None:
-    text = unfolded(shown(of(change(lr(), "choice", tied=[["adamw", 0.01, 0.002]])), 120))
-    assert "1.00e-03 (chosen) 5.6" in text
-    assert "2.00e-03 (tied) 5.7" in text
+    text = unfolded(shown(of(change(lr(), "choice", tied=[["adamw", 0.01, 0.0285]])), 120))
+    assert "5.70e-02 (chosen) 4.8" in text
+    assert "2.85e-02 (tied) 5.0" in text
     assert "(tied)" not in unfolded(shown(of(lr())))
 
 
-def test_nothing_measured_is_never_zero() -> None:
-    for data in (unmeasured(), {"kind": "lr", "status": "partial"}):
-        page = read_page(of(data))
-        assert page.labels == []
-        assert "0.0" not in page.text
+@pytest.mark.parametrize("data", [unmeasured(), {"kind": "lr", "status": "partial"}], ids=["batch", "lr"])
+def test_nothing_measured_is_never_zero(data: dict[str, Any]) -> None:
+    page = read_page(of(data))
+    assert page.labels == []
+    assert "0.0" not in page.text
+    assert "0 tokens" not in page.text
 
 
 def test_a_page_that_cannot_be_written_costs_no_search(
