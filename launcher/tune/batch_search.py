@@ -112,12 +112,11 @@ class BatchSearch:
             micro, measured = smallest, self._measure_memory("pilot-smallest", smallest)
         if measured.run is None:
             raise SearchFailed(f"micro batch {micro} does not run: {measured.why}")
+        self._note_memory(micro, measured)
         steps_s, peak = measured.run.step_s, max(measured.peak_gib)
         self.trials.startup_s = max(0.0, measured.seconds - sum(steps_s))
         self.trials.sequence_s = min(steps_s) / self._memory_samples(micro)
         self._remember(constant_gib=peak - self.memory.predicted_gib(micro))
-        rank = measured.peak_gib.index(peak)
-        self._add_tried(TriedSize(micro_batch=micro, status="ok", measured_gib=peak, rank=rank))
         start, sequence = self.memory.predicted_gib(0), self.memory.predicted_gib(1)
         self._log(
             f"memory: {format_gib(start)} + {sequence - start:.4f} GiB a sequence; micro batch {micro} took "
@@ -186,19 +185,16 @@ class BatchSearch:
         return 2 * micro * self.q.dp
 
     def _note_memory(self, micro: int, measured: Measured) -> None:
-        peaks = measured.peak_gib
-        self._add_tried(
-            TriedSize(
-                micro_batch=micro,
-                status=measured.status,
-                predicted_gib=self.memory.predicted_gib(micro),
-                measured_gib=max(peaks, default=None),
-                rank=peaks.index(max(peaks)) if peaks else None,
-            )
+        """Nothing is predicted before the pilot has run."""
+        peaks, known = measured.peak_gib, self.memory.constant_gib is not None
+        tried = TriedSize(
+            micro_batch=micro,
+            status=measured.status,
+            predicted_gib=self.memory.predicted_gib(micro) if known else None,
+            measured_gib=max(peaks, default=None),
+            rank=peaks.index(max(peaks)) if peaks else None,
         )
-
-    def _add_tried(self, size: TriedSize) -> None:
-        self._remember(tried=[*self.memory.tried, size])
+        self._remember(tried=[*self.memory.tried, tried])
 
     def _remember(self, **facts: Any) -> None:
         self.memory = self.memory.model_copy(update=facts)

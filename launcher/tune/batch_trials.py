@@ -52,7 +52,6 @@ class Question:
 class Measured:
     """What a trial has come to."""
 
-    directory: Path
     seconds: float
     """From its start to its end."""
     status: SizeStatus
@@ -101,7 +100,6 @@ class BatchTrials:
         self.used_s += outcome.seconds
         if outcome.status != "ok":
             return Measured(
-                directory,
                 outcome.seconds,
                 outcome.status,
                 cause(directory),
@@ -110,7 +108,7 @@ class BatchTrials:
             )
         run = timed_run(trial, warm_up)
         status, why = self._judge(run)
-        return Measured(directory, outcome.seconds, status, why, None, run.peak_gib, run)
+        return Measured(outcome.seconds, status, why, None, run.peak_gib, run)
 
     def _judge(self, run: TimedRun) -> tuple[SizeStatus, str]:
         """A run that ended well may still have taken too much: over the limit, or the allocator thrashed."""

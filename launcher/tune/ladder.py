@@ -116,8 +116,7 @@ def candidates(rung: Rung, rates: Sequence[float]) -> list[CandidateFacts]:
 
 def ranked(rung: Rung) -> list[float]:
     """The rates of a rung that can be chosen, best first."""
-    means = {lr: rung.mean(lr) for lr in rung.rates}
-    return sorted((lr for lr, mean in means.items() if mean < math.inf), key=lambda lr: (means[lr], lr))
+    return sorted((lr for lr in rung.rates if rung.mean(lr) < math.inf), key=rung.mean)
 
 
 def near(last: Rung) -> list[float]:
@@ -134,12 +133,11 @@ def beside(rungs: Sequence[Rung], last: Rung) -> float | None:
     if not order:
         return None
     best = order[0]
-    here = {t.lr for t in last.trials}
-    tried = {lr for rung in rungs for lr in ranked(rung)} | here
+    tried = {lr for rung in rungs for lr in ranked(rung)}.union(last.rates)
     for sign in (1, -1):
         beyond = [lr for lr in tried if sign * math.log2(lr / best) > 0.49]
         nearest = min(beyond, key=lambda lr: abs(math.log(lr / best)), default=None)
-        if nearest is not None and nearest not in here:
+        if nearest is not None and nearest not in last.rates:
             return nearest
     return None
 
@@ -156,38 +154,29 @@ def open_side(rungs: Sequence[Rung], best: float) -> Side | None:
         if not beyond:
             return side
         nearest = min(beyond, key=lambda lr: abs(math.log(lr / best)))
-        pairs = [(r.mean(nearest), r.mean(best)) for r in rungs]
-        common = [(theirs, ours) for theirs, ours in pairs if not math.isnan(theirs) and not math.isnan(ours)]
-        if not common or common[-1][0] <= common[-1][1]:
+        common = [rung for rung in rungs if {nearest, best} <= set(rung.rates)]
+        if not common or common[-1].mean(nearest) <= common[-1].mean(best):
             return side
     return None
 
 
 def choose(rungs: Sequence[Rung]) -> LrChoice | None:
-    """The choice from the last rung; None when no rate is left.
-
-    Tied with it is a finalist whose mean difference, paired by seed, has a 95 % interval (Student's t) that
-    reaches zero; or one with fewer seeds that is not BEHIND.
-    """
+    """The choice from the last rung; None when no rate is left."""
     last = rungs[-1] if rungs and rungs[-1].last else None
     order = ranked(last) if last is not None else []
     if last is None or not order:
         return None
-    losses = {lr: {t.seed: t.score for t in last.trials if t.lr == lr} for lr in order}
     best = order[0]
-    mine = losses[best]
-    count = len(mine)
-    deviations = [statistics.variance(each.values()) for each in losses.values() if len(each) > 1]
-    close = near(last)
-    tied = [lr for lr in order[1:] if (_tied(mine, losses[lr]) if len(losses[lr]) == count else lr in close)]
+    losses = last.scores(best)
+    count = len(losses)
+    tied = [lr for lr in order[1:] if _is_tied(last, lr, best)]
+    deviations = [statistics.variance(scores) for scores in map(last.scores, order) if len(scores) > 1]
     side = open_side(rungs, best)
-    mean = last.mean(best)
     why = f"the lowest mean of {count} seeds" if count > 1 else "the lowest loss, of one seed"
     if len(order) > 1:
-        shared = [seed for seed in losses[order[1]] if seed in mine]
-        apart = statistics.fmean(losses[order[1]][seed] - mine[seed] for seed in shared)
-        over = "" if len(shared) == count else f" over {len(shared)} of them"
-        why += f", {apart:.4f} nats below {order[1]:g}{over}"
+        behind = _behind(last, order[1], best)
+        over = "" if len(behind) == count else f" over {len(behind)} of them"
+        why += f", {statistics.fmean(behind):.4f} nats below {order[1]:g}{over}"
     if tied:
         reason = "" if count > 1 else ": one seed has no interval"
         why += f"; not to be told apart from {', '.join(f'{lr:g}' for lr in tied)}{reason}"
@@ -197,8 +186,8 @@ def choose(rungs: Sequence[Rung]) -> LrChoice | None:
         optimizer=last.trials[0].optimizer,
         weight_decay=last.trials[0].weight_decay,
         lr=best,
-        heldout_loss=mean,
-        band=[min(mine.values()), max(mine.values())],
+        heldout_loss=last.mean(best),
+        band=[min(losses), max(losses)],
         sd=math.sqrt(statistics.fmean(deviations)) if deviations else None,
         seeds=count,
         at_edge=side is not None,
@@ -208,6 +197,20 @@ def choose(rungs: Sequence[Rung]) -> LrChoice | None:
     )
 
 
-def _tied(mine: dict[int, float], theirs: dict[int, float]) -> bool:
-    differences = [theirs[seed] - mine[seed] for seed in mine if seed in theirs]
+def _behind(rung: Rung, lr: float, best: float) -> list[float]:
+    """Nats by which a rate is worse than the best, of each seed that both have."""
+    scores = {(trial.lr, trial.seed): trial.score for trial in rung.trials}
+    return [
+        score - scores[best, seed]
+        for (rate, seed), score in scores.items()
+        if rate == lr and (best, seed) in scores
+    ]
+
+
+def _is_tied(last: Rung, lr: float, best: float) -> bool:
+    """Whether the mean difference, paired by seed, has a 95 % interval (Student's t) that reaches zero; of a
+    rate with fewer seeds, whether it is not BEHIND."""
+    if len(last.scores(lr)) != len(last.scores(best)):
+        return lr in near(last)
+    differences = _behind(last, lr, best)
     return len(differences) < 2 or statistics.fmean(differences) <= half_width(differences)

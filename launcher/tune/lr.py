@@ -16,7 +16,7 @@ from launcher.run import trials
 from launcher.tune import FILE, ladder, rate_trials
 from launcher.tune.rate_report import rate_report
 from launcher.tune.rate_search import SHORT, Question, RateSearch
-from launcher.tune.search import run_to_end, write
+from launcher.tune.search import run_to_end, with_settings, write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -67,9 +67,8 @@ def plan_of(config: Config, settings: LrOptions) -> LrPlanFile:
 def setting_issues(config: Config, settings: LrOptions, ranks: int) -> list[str]:
     """Why these options cannot be searched with this configuration; one line each."""
     issues: list[str] = []
-    optim = config.optim.model_copy(update=rate_trials.as_it_stands(1.0))
     try:
-        batch_layout(config.model_copy(update={"optim": optim}), ranks)
+        batch_layout(with_settings(config, optim=rate_trials.as_it_stands(1.0)), ranks)
     except ConfigError as error:
         issues += error.issues
     if config.run.seed + settings.seeds > 2**63:

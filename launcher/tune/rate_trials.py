@@ -12,6 +12,7 @@ from bert_dp.record.models import Summary
 from launcher.results import LrTrial, TrialStatus
 from launcher.run.describe import expected_steps
 from launcher.run.read_run import cause, failure_kind, read_summary
+from launcher.tune.search import with_settings
 
 RANGE_TOP = 1.0  # rate at the end of a range test; it begins at 1e-4 of this
 RANGE_STEPS = 100
@@ -62,46 +63,36 @@ def trial_config(config: Config, shards: Path, lr: float, tokens: int, seed: int
     """One complete run of `tokens` tokens: its own schedule to its end, and the held-out loss there; in the
     last rung also on the way, CURVE_POINTS times in all. An evaluation takes as long as many steps."""
     budget: dict[str, int | None] = {"tokens": tokens, "steps": None}
-    if (
-        config.schedule.steps and config.batch.ramp_fraction
-    ):  # progress in steps ramps otherwise than in tokens
+    if config.schedule.steps and config.batch.ramp_fraction:
+        # progress in steps ramps otherwise than in tokens
         share = tokens / (full_tokens(config) or tokens)
         budget = {"tokens": None, "steps": max(1, round(share * config.schedule.steps))}
-    schedule = config.schedule.model_copy(update={**budget, "hours": None})
-    changed = _bare(config, shards, lr, seed).model_copy(update={"schedule": schedule})
-    every = max(1, -(-(expected_steps(changed) or 1) // CURVE_POINTS))
-    held_out = config.eval.model_copy(update={"every_steps": every if last else 0})
-    log = LogConfig(every_steps=min(config.log.every_steps, every))
-    return changed.model_copy(update={"eval": held_out, "log": log})
+    trial = with_settings(_bare(config, shards, lr, seed), schedule={**budget, "hours": None})
+    every = max(1, -(-(expected_steps(trial) or 1) // CURVE_POINTS))
+    trial = with_settings(trial, eval={"every_steps": every if last else 0})
+    return trial.model_copy(update={"log": LogConfig(every_steps=min(config.log.every_steps, every))})
 
 
 def range_config(config: Config, shards: Path, steps: int) -> Config:
     """A run whose rate rises over four decades, at the full batch from the start."""
-    changed = _bare(config, shards, RANGE_TOP, config.run.seed)
-    batch = config.batch.model_copy(update={"ramp_fraction": 0.0, "ramp_quantum": None})
-    return changed.model_copy(
-        update={
-            "schedule": ScheduleConfig(name="exponential", steps=steps),
-            "batch": batch,
-            "eval": config.eval.model_copy(update={"every_steps": 0}),
-            "log": LogConfig(every_steps=1),
-        }
+    trial = with_settings(
+        _bare(config, shards, RANGE_TOP, config.run.seed),
+        batch={"ramp_fraction": 0.0, "ramp_quantum": None},
+        eval={"every_steps": 0},
     )
+    schedule = ScheduleConfig(name="exponential", steps=steps)
+    return trial.model_copy(update={"schedule": schedule, "log": LogConfig(every_steps=1)})
 
 
 def _bare(config: Config, shards: Path, lr: float, seed: int) -> Config:
     """The data by its directory, so that every seed has the same held-out documents; nothing is saved."""
-    data = config.data.model_copy(
-        update={"path": str(shards), "sources": None, "tokenizer": None, "build": BuildConfig()}
+    trial = with_settings(
+        config,
+        run={"seed": seed},
+        data={"path": str(shards), "sources": None, "tokenizer": None, "build": BuildConfig()},
+        optim=as_it_stands(lr),
     )
-    return config.model_copy(
-        update={
-            "run": config.run.model_copy(update={"seed": seed}),
-            "data": data,
-            "optim": config.optim.model_copy(update=as_it_stands(lr)),
-            "checkpoint": CheckpointConfig(keep=0),
-        }
-    )
+    return trial.model_copy(update={"checkpoint": CheckpointConfig(keep=0)})
 
 
 def as_it_stands(lr: float) -> dict[str, Any]:
@@ -114,7 +105,7 @@ def tuned_config(config: Config, lr: float) -> Config:
     update = as_it_stands(lr)
     if config.optim.lr_scaling != "none":
         update |= {"lr_scaling": config.optim.lr_scaling, "lr_batch": config.batch.global_size}
-    return config.model_copy(update={"optim": config.optim.model_copy(update=update)})
+    return with_settings(config, optim=update)
 
 
 def read_trial(

@@ -1,11 +1,12 @@
-"""What both searches share: how one ends, and the files that it writes."""
+"""What both searches share: the configuration of a trial, how a search ends, and the files that it writes."""
 
 from __future__ import annotations
 
 import dataclasses
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from bert_dp import record
 from bert_dp.config import Config, dump_config
@@ -39,6 +40,12 @@ def run_to_end(run: Callable[[], None], out: Path, log: Log) -> Ending:
     except SearchFailed as failed:
         return Ending("failed", str(failed), 1)
     return Ending("complete")
+
+
+def with_settings(config: Config, **sections: Mapping[str, Any]) -> Config:
+    """The configuration with these settings of its sections; they are not checked."""
+    changed = {name: getattr(config, name).model_copy(update=values) for name, values in sections.items()}
+    return config.model_copy(update=changed)
 
 
 def write(tune: TuneFile, tuned: Config | None, out: Path) -> None:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from bert_dp.config import Config, ConfigError, batch_layout
+from launcher.tune.search import with_settings
 
 SPARE = 0.1  # of a rank's memory that the choice leaves free
 MOST, FEWEST = 8, 3  # sizes of a throughput curve
@@ -14,7 +15,7 @@ MOST, FEWEST = 8, 3  # sizes of a throughput curve
 
 def with_micro(config: Config, micro: int) -> Config:
     """The same configuration with another micro batch; the global batch stays."""
-    return config.model_copy(update={"batch": config.batch.model_copy(update={"micro_size": micro})})
+    return with_settings(config, batch={"micro_size": micro})
 
 
 def dividing(config: Config, ranks: int) -> list[int]:

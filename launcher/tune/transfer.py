@@ -17,6 +17,7 @@ from launcher.report.run_report import PAGE
 from launcher.results import Transfer, TransferRule, TuneLr
 from launcher.tune import FILE, rate_trials
 from launcher.tune.rate_report import rate_report
+from launcher.tune.search import with_settings
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,8 +41,7 @@ def carry(
     it to OUT/tune.json. Returns the exit code; raises ConfigError."""
     config = load_config(job.find_config(name), overrides)
     if out is None:
-        batch = config.batch.model_copy(update={"global_size": before})
-        lr = peak_lr(config.model_copy(update={"batch": batch})).value
+        lr = peak_lr(with_settings(config, batch={"global_size": before})).value
         carried = transfer(config, lr, "the configuration's", before, after)
     else:
         path = out / FILE
