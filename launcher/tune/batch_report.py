@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 
 from bert_dp.cost import GIB
 from launcher.report.measured import ends, settings_sections, subtitle
@@ -22,7 +21,7 @@ from launcher.report.numbers import (
     format_si,
 )
 from launcher.report.parts import folded
-from launcher.report.quantities import Quantity, at, table
+from launcher.report.quantities import Computed, Quantity, at, table
 from launcher.results import BatchChoice, BatchMemory, SizeResult, SizeStatus, TimedRun, TriedSize, TuneBatch
 from launcher.tune import FILE, curve
 from launcher.tune.search import train_command
@@ -56,14 +55,6 @@ TRIED = (
     Quantity("predicted_gib", "peak, predicted", "gib"),
     Quantity("measured_gib", "peak, measured", "gib"),
     Quantity("rank", "of rank", "count"),
-)
-RUNS = (
-    Quantity("steps", "timed steps", "count"),
-    Quantity("samples_per_s", "sequences/s"),
-    Quantity("step_s", "step, mean", "seconds"),
-    Quantity("passes_s", "forward + backward, mean", "seconds"),
-    Quantity("peak_gib", "peak, greatest rank", "gib"),
-    Quantity("alloc_retries", "allocator retries", "count"),
 )
 GOODPUT = (
     Quantity("samples_per_s", "sequences/s"),
@@ -391,23 +382,23 @@ def _sizes(tune: TuneBatch) -> Table:
 def _details(tune: TuneBatch) -> list[Section]:
     """What memory was tried, every run, every global batch."""
     tried = [(format_count(size.micro_batch), size) for size in (tune.memory.tried if tune.memory else ())]
-    runs = [(run.name, _means(tune, run)) for size in _by_micro(tune) for run in size.runs]
+    runs = [(run.name, run) for size in _by_micro(tune) for run in size.runs]
     points = [(format_count(p.global_batch), p) for p in (tune.goodput.points if tune.goodput else ())]
     tables = {
         "Memory tried": table(tried, TRIED, corner="micro batch"),
-        "Runs": table(runs, RUNS),
+        "Runs": table(runs, _run_columns(tune)),
         "Global batches": table(points, GOODPUT, corner="global batch"),
     }
     return [folded(title, each) for title, each in tables.items() if each.rows]
 
 
-def _means(tune: TuneBatch, run: TimedRun) -> SimpleNamespace:
-    """RUNS of a run: means over its steps."""
-    return SimpleNamespace(
-        steps=len(run.step_s),
-        samples_per_s=run_rate(tune, run),
-        step_s=statistics.fmean(run.step_s),
-        passes_s=statistics.fmean(run.forward_backward_s),
-        peak_gib=max(run.peak_gib),
-        alloc_retries=run.alloc_retries,
-    )
+def _run_columns(tune: TuneBatch) -> list[Quantity | Computed]:
+    """Of a run: means over its steps."""
+    return [
+        Computed(lambda run: len(run.step_s), "timed steps", "count"),
+        Computed(lambda run: run_rate(tune, run), "sequences/s"),
+        Computed(lambda run: statistics.fmean(run.step_s), "step, mean", "seconds"),
+        Computed(lambda run: statistics.fmean(run.forward_backward_s), "forward + backward, mean", "seconds"),
+        Computed(lambda run: max(run.peak_gib), "peak, greatest rank", "gib"),
+        Quantity("alloc_retries", "allocator retries", "count"),
+    ]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 from bert_dp.record.models import HeldOut
 from launcher.report import heldout
@@ -22,7 +21,7 @@ from launcher.report.numbers import (
     format_ratio,
     format_si,
 )
-from launcher.report.quantities import Quantity, table
+from launcher.report.quantities import Computed, Quantity, table
 from launcher.results import LrTrial, RangeTest, Rung, Transfer, TrialStatus, TuneLr
 from launcher.tune import FILE
 from launcher.tune.search import train_command
@@ -40,13 +39,6 @@ TRIAL = (
     Quantity("heldout_loss", "held-out loss", "nats"),
     Quantity("tokens", "tokens"),
     Quantity("seconds", "time", "duration"),
-)
-FINALIST = (
-    Quantity("mean", "mean", "nats"),
-    Quantity("least", "least", "nats"),
-    Quantity("greatest", "greatest", "nats"),
-    Quantity("above", "above", "nats"),
-    Quantity("seeds", "seeds", "count"),
 )
 RULE = (
     Quantity("for_", "for", "word"),
@@ -292,18 +284,20 @@ def _finalists(tune: TuneLr) -> Table:
     best = mean_of(final, choice.lr) if choice else None
     marks = {lr: " (tied)" for _, _, lr in (choice.tied if choice else ())}
     marks |= {choice.lr: " (chosen)"} if choice else {}
-    rates = []
-    for lr in sorted(final.rates, key=final.mean):
-        mean, losses = mean_of(final, lr), losses_of(final, lr)
-        values = SimpleNamespace(
-            mean=mean,
-            least=min(losses, default=None),
-            greatest=max(losses, default=None),
-            above=None if mean is None or best is None else mean - best,
-            seeds=len(losses),
-        )
-        rates.append((f"{format_lr(lr)}{marks.get(lr, '')}", values))
-    return table(rates, FINALIST, corner="held-out loss", empty="no trial recorded")
+
+    def above(lr: float) -> float | None:
+        mean = mean_of(final, lr)
+        return None if mean is None or best is None else mean - best
+
+    columns = [
+        Computed(lambda lr: mean_of(final, lr), "mean", "nats"),
+        Computed(lambda lr: min(losses_of(final, lr), default=None), "least", "nats"),
+        Computed(lambda lr: max(losses_of(final, lr), default=None), "greatest", "nats"),
+        Computed(above, "above", "nats"),
+        Computed(lambda lr: len(losses_of(final, lr)), "seeds", "count"),
+    ]
+    rates = [(f"{format_lr(lr)}{marks.get(lr, '')}", lr) for lr in sorted(final.rates, key=final.mean)]
+    return table(rates, columns, corner="held-out loss", empty="no trial recorded")
 
 
 def _trials(tune: TuneLr) -> list[Table]:
