@@ -19,7 +19,7 @@ from rich.console import Console
 
 from bert_dp import record
 from launcher.machine.environment import probe
-from launcher.report.console import ConsoleReport
+from launcher.report.console import show_report
 from launcher.report.html import html as page_of
 from launcher.report.model import Figure, Report
 
@@ -212,7 +212,7 @@ def figure_of(report: Report, title: str) -> Figure:
 def shown(report: Report, width: int = 80) -> list[str]:
     """The lines of the console."""
     console = Console(width=width, record=True, file=io.StringIO())
-    console.print(ConsoleReport(report, titled=True))
+    show_report(console, dataclasses.replace(report, next=""), titled=True)
     return [line.rstrip() for line in console.export_text().splitlines()]
 
 

@@ -1,51 +1,28 @@
-"""A Report as rich renderables: the findings, then the tables that are meant for the console."""
+"""A Report on the console, by rich: the tables that are meant for it, then the findings."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from bert_dp.record import safe
 from launcher.log import PLAIN, show
 from launcher.report.model import Report, Row, Table, Verdict
 
 if TYPE_CHECKING:
-    from rich.console import Console, ConsoleOptions, RenderResult
+    from rich.console import Console, RenderableType
     from rich.table import Table as RichTable
     from rich.text import Text
 
 COLOURS = {"ok": "green", "warn": "yellow", "fail": "red", "info": ""}
 
 
-class ConsoleReport:
-    """A rich renderable of a report; a table that is too wide for the console becomes several."""
-
-    def __init__(self, report: Report, *, titled: bool = False):
-        self.report, self.titled = report, titled
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.text import Text
-
-        if self.titled:
-            yield Text(safe(self.report.title), style="bold")
-        for section in self.report.sections:
-            if not section.console:
-                continue
-            for table in section.tables:
-                if table.rows:
-                    if table.title:
-                        yield Text(safe(f"{table.title}:"), style="bold")
-                    yield from _tables(table, console, options)
-            for note in section.notes:
-                yield Text(safe(note if len(section.notes) == 1 else f"* {note}"), style="dim")
-        for verdict in self.report.verdicts:
-            yield from verdict_lines(verdict)
-
-
 def show_report(console: Console, report: Report, page: Path | None = None, *, titled: bool = False) -> None:
     """What a verb ends with: the report, its page and the command that leads on, as far as there are any."""
-    show(console, ConsoleReport(report, titled=titled))
+    from rich.console import Group
+
+    show(console, Group(*_parts(report, console, titled=titled)))
     show_end(console, report, page)
 
 
@@ -56,7 +33,27 @@ def show_end(console: Console, report: Report, page: Path | None) -> None:
             show(console, f"{label}: {what}", **PLAIN)
 
 
-def verdict_lines(verdict: Verdict) -> list[Text]:
+def _parts(report: Report, console: Console, *, titled: bool) -> Iterator[RenderableType]:
+    """Its tables and notes, then its findings. A table that is too wide for the console becomes several."""
+    from rich.text import Text
+
+    if titled:
+        yield Text(safe(report.title), style="bold")
+    for section in report.sections:
+        if not section.console:
+            continue
+        for table in section.tables:
+            if table.rows:
+                if table.title:
+                    yield Text(safe(f"{table.title}:"), style="bold")
+                yield from _tables(table, console)
+        for note in section.notes:
+            yield Text(safe(note if len(section.notes) == 1 else f"* {note}"), style="dim")
+    for verdict in report.verdicts:
+        yield from _verdict(verdict)
+
+
+def _verdict(verdict: Verdict) -> list[Text]:
     """The finding behind its level, and below it what supports it."""
     from rich.text import Text
 
@@ -68,7 +65,7 @@ def verdict_lines(verdict: Verdict) -> list[Text]:
     return [first, *(Text(safe(f"  {note}")) for note in verdict.notes)]
 
 
-def _tables(table: Table, console: Console, options: ConsoleOptions) -> list[Any]:
+def _tables(table: Table, console: Console) -> list[RichTable]:
     """The table, or parts of it that each fit; every part names its rows."""
     from rich.measure import Measurement
 
@@ -78,8 +75,8 @@ def _tables(table: Table, console: Console, options: ConsoleOptions) -> list[Any
     parts: list[list[int]] = [[]]
     for i in range(len(table.columns)):
         wider = _grid(table, rows, [*parts[-1], i])
-        width = Measurement.get(console, options.update(max_width=1000), wider).maximum
-        if width > options.max_width and parts[-1]:
+        width = Measurement.get(console, console.options.update(max_width=1000), wider).maximum
+        if width > console.width and parts[-1]:
             parts.append([])
         parts[-1].append(i)
     return [_grid(table, rows, part) for part in parts]

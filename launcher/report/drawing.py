@@ -5,7 +5,8 @@ Colours are names that page.js looks up in its theme.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from bert_dp.record import safe
@@ -15,11 +16,8 @@ from launcher.report.numbers import FORMATS, Unit, format_plain
 NUM_COLOURS = 8
 SYMBOLS = ("circle", "square", "diamond", "triangle-up")
 FEW = 40  # points up to which each has a whisker
-LABEL_CHARS, BOX_CHARS, TITLE_CHARS = (
-    30,
-    16,
-    60,
-)  # of a name on an axis or in a legend; a pointer shows the whole one
+# of a name in a legend, beside a box, on an axis; a pointer shows the whole one
+LABEL_CHARS, BOX_CHARS, TITLE_CHARS = 30, 16, 60
 # pixels: of the area of lines, of a bar's row, of a box, of a line of the legend; above and below the area
 HEIGHT, ROW_HEIGHT, BOX_HEIGHT, LEGEND_HEIGHT, TOP, BOTTOM = 250, 50, 24, 20, 30, 48
 PIXELS_PER_CHAR, SMALL_WIDTH = 7, 330
@@ -65,41 +63,37 @@ def numbers_of(figure: Figure) -> Table:
     boxes = [trace for trace in figure.traces if isinstance(trace, Boxes)]
     bars = [trace for trace in figure.traces if isinstance(trace, Bars)]
     if boxes:
-        return Table(
-            [
-                Row(f"{row}, {trace.label}", [Cell(format_plain(box.get(q))) for q in QUARTILES])
-                for i, row in enumerate(figure.rows)
-                for trace in boxes
-                if (box := trace.boxes[i])
-            ],
-            [Column(q) for q in QUARTILES],
-            corner=figure.x.label,
-        )
-    if bars:
-        return Table(
-            [
-                Row(row, [Cell(format_plain(trace.parts[i])) for trace in bars])
-                for i, row in enumerate(figure.rows)
-            ],
-            [Column(trace.label) for trace in bars],
-            corner=figure.x.label,
-        )
-    lines = [trace for trace in figure.traces if isinstance(trace, Line)]
-    labels = list(dict.fromkeys(line.label for line in lines))
-    points: dict[float, dict[str, list[str]]] = {}
-    for line in lines:
-        for i, x in enumerate(line.x):
-            points.setdefault(x, {}).setdefault(line.label, []).append(_value(line, i))
-    rows = [
-        Row(format_plain(x), [Cell("; ".join(points[x].get(label, ()))) for label in labels])
-        for x in sorted(points)
-    ]
-    return Table(rows, [Column(label) for label in labels], corner=figure.x.label)
+        heads: Sequence[str] = QUARTILES
+        rows = [
+            Row(f"{row}, {trace.label}", [Cell(format_plain(box.get(q))) for q in QUARTILES])
+            for i, row in enumerate(figure.rows)
+            for trace in boxes
+            if (box := trace.boxes[i])
+        ]
+    elif bars:
+        heads = [trace.label for trace in bars]
+        rows = [
+            Row(row, [Cell(format_plain(trace.parts[i])) for trace in bars])
+            for i, row in enumerate(figure.rows)
+        ]
+    else:
+        lines = [trace for trace in figure.traces if isinstance(trace, Line)]
+        heads = list(dict.fromkeys(line.label for line in lines))
+        points: dict[float, dict[str, list[str]]] = {}
+        for line in lines:
+            for i, x in enumerate(line.x):
+                points.setdefault(x, {}).setdefault(line.label, []).append(_value(line, i, format_plain))
+        rows = [
+            Row(format_plain(x), [Cell("; ".join(points[x].get(label, ()))) for label in heads])
+            for x in sorted(points)
+        ]
+    return Table(rows, [Column(head) for head in heads], corner=figure.x.label)
 
 
-def _value(line: Line, i: int) -> str:
+def _value(line: Line, i: int, text: Callable[[object], str]) -> str:
+    """The y of a point, with its interval where it has one: `1.5 [1.25, 1.75]`."""
     ends = [end for end in (line.low[i], line.high[i]) if end is not None] if line.low else []
-    return format_plain(line.y[i]) + (f" [{', '.join(map(format_plain, ends))}]" if len(ends) == 2 else "")
+    return text(line.y[i]) + (f" [{', '.join(map(text, ends))}]" if len(ends) == 2 else "")
 
 
 def text_of(text: str, limit: int = 0) -> str:
@@ -110,11 +104,11 @@ def text_of(text: str, limit: int = 0) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _trace(figure: Figure, trace: Line | Bars | Boxes) -> Iterable[dict[str, Any]]:
+def _trace(figure: Figure, trace: Line | Bars | Boxes) -> list[dict[str, Any]]:
     if isinstance(trace, Line):
         return _line(figure, trace)
-    index = figure.traces.index(trace)
-    return [_bars(figure, trace, index) if isinstance(trace, Bars) else _boxes(figure, trace, index)]
+    colour = _colour(figure.traces.index(trace))
+    return [_bars(figure, trace, colour) if isinstance(trace, Bars) else _boxes(figure, trace, colour)]
 
 
 def _named(figure: Figure, trace: Line | Bars | Boxes) -> dict[str, Any]:
@@ -129,7 +123,7 @@ def _colour(index: int | None) -> str:
 
 
 def _line(figure: Figure, line: Line) -> list[dict[str, Any]]:
-    colour, few = _colour(line.colour), len(line.x) <= FEW
+    colour = _colour(line.colour)
     marks = line.style in ("marks", "both") or (line.style != "dotted" and len(line.values) == 1)
     index = line.colour or 0
     drawn = {
@@ -148,27 +142,33 @@ def _line(figure: Figure, line: Line) -> list[dict[str, Any]]:
     }
     if not line.low:
         return [drawn]
-    ends = list(zip(line.y, line.low, line.high, strict=True))
-    if few:
+    if len(line.x) <= FEW:
         drawn["error_y"] = {
             "type": "data",
             "symmetric": False,
-            "array": [None if y is None or high is None else high - y for y, _, high in ends],
-            "arrayminus": [None if y is None or low is None else y - low for y, low, _ in ends],
+            "array": [_difference(high, y) for y, high in zip(line.y, line.high, strict=True)],
+            "arrayminus": [_difference(y, low) for y, low in zip(line.y, line.low, strict=True)],
             "color": colour,
             "thickness": 1.2,
             "width": 4,
         }
-    return [_band(figure, line, colour), drawn]
+    return [_band(line, colour), drawn]
 
 
-def _band(figure: Figure, line: Line, colour: str) -> dict[str, Any]:
+def _difference(greater: float | None, less: float | None) -> float | None:
+    return None if greater is None or less is None else greater - less
+
+
+def _band(line: Line, colour: str) -> dict[str, Any]:
     """The area between the ends of the intervals, apart where there is a gap."""
+    points = zip(line.x, line.low, line.high, strict=True)
     x: list[float | None] = []
     y: list[float | None] = []
-    for run in _runs(line):
-        x += [*[p[0] for p in run], *[p[0] for p in reversed(run)], None]
-        y += [*[p[2] for p in run], *[p[1] for p in reversed(run)], None]
+    for has_interval, group in itertools.groupby(points, key=lambda point: None not in point):
+        if has_interval:
+            xs, lows, highs = zip(*group, strict=True)
+            x += [*xs, *reversed(xs), None]
+            y += [*highs, *reversed(lows), None]
     return {
         "type": "scatter",
         "mode": "none",
@@ -183,26 +183,12 @@ def _band(figure: Figure, line: Line, colour: str) -> dict[str, Any]:
     }
 
 
-def _runs(line: Line) -> list[list[tuple[float, float, float]]]:
-    """Points beside each other that have an interval."""
-    runs: list[list[tuple[float, float, float]]] = [[]]
-    for x, low, high in zip(line.x, line.low, line.high, strict=True):
-        if low is None or high is None:
-            runs.append([])
-        else:
-            runs[-1].append((x, low, high))
-    return [run for run in runs if run]
-
-
 def _point(figure: Figure, line: Line, i: int) -> str:
-    y, x = FORMATS[figure.y.unit](line.y[i]), FORMATS[figure.x.unit](line.x[i])
-    ends = ""
-    if line.low and line.low[i] is not None and line.high[i] is not None:
-        ends = f" [{FORMATS[figure.y.unit](line.low[i])}, {FORMATS[figure.y.unit](line.high[i])}]"
-    return f"{line.label}: {y}{ends} at {x}"
+    y = _value(line, i, FORMATS[figure.y.unit])
+    return f"{line.label}: {y} at {FORMATS[figure.x.unit](line.x[i])}"
 
 
-def _bars(figure: Figure, bars: Bars, index: int) -> dict[str, Any]:
+def _bars(figure: Figure, bars: Bars, colour: str) -> dict[str, Any]:
     texts = bars.texts or [FORMATS[figure.x.unit](part) for part in bars.parts]
     names = zip(figure.rows, texts, strict=True)
     return {
@@ -213,12 +199,12 @@ def _bars(figure: Figure, bars: Bars, index: int) -> dict[str, Any]:
         "y": list(range(len(figure.rows))),
         "width": 0.42,
         "text": [text_of(f"{row}, {bars.label}: {text}") for row, text in names],
-        "marker": {"color": _colour(index)},
+        "marker": {"color": colour},
         "textposition": "none",
     }
 
 
-def _boxes(figure: Figure, boxes: Boxes, index: int) -> dict[str, Any]:
+def _boxes(figure: Figure, boxes: Boxes, colour: str) -> dict[str, Any]:
     whole = [(i, box) for i, box in enumerate(boxes.boxes) if box and all(q in box for q in QUARTILES)]
     names = dict(zip(QUARTILES, ("lowerfence", "q1", "median", "q3", "upperfence"), strict=True))
     return {
@@ -227,8 +213,8 @@ def _boxes(figure: Figure, boxes: Boxes, index: int) -> dict[str, Any]:
         "orientation": "h",
         "y": [i for i, _ in whole],
         **{theirs: [box[ours] for _, box in whole] for ours, theirs in names.items()},
-        "line": {"color": _colour(index), "width": 1.4},
-        "fillcolor": f"{_colour(index)}/0.35",
+        "line": {"color": colour, "width": 1.4},
+        "fillcolor": f"{colour}/0.35",
         "hovertemplate": "",
     }
 
