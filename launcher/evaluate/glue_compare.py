@@ -15,7 +15,7 @@ from bert_dp.config import ConfigError
 from launcher import results
 from launcher.evaluate import FILE
 from launcher.evaluate.glue_report import how_text, label
-from launcher.evaluate.glue_scores import PREDICTIONS, read_predictions
+from launcher.evaluate.predictions import PREDICTIONS, read_predictions
 from launcher.report.model import Cell, Column, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import NA, count_of, format_count, format_percent, format_points
 from launcher.report.parts import cell
@@ -45,20 +45,21 @@ class Evaluation:
     def answers(self, task: str) -> dict[int, Answers]:
         """Of each seed whose trial has scores. Raises ConfigError for predictions that are not those which
         were scored."""
-        found: dict[int, Answers] = {}
+        by_seed: dict[int, Answers] = {}
         for trial in self.tasks[task].trials:
             if trial.status != "ok":
                 continue
-            path = self.folder / "trials" / trial.trial / PREDICTIONS
+            folder = self.folder / "trials" / trial.trial
+            path = folder / PREDICTIONS
             data = path.read_bytes() if path.is_file() else b""
             if hashlib.sha256(data).hexdigest() != trial.predictions_sha256:
                 raise ConfigError([f"{path} is not what {FILE} was made from; evaluate again"])
-            found[trial.seed] = {
+            by_seed[trial.seed] = {
                 (line.split, line.index): (line.answer, line.label)
-                for line in read_predictions(path)
+                for line in read_predictions(folder)
                 if line.label is not None
             }
-        return found
+        return by_seed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,19 +186,19 @@ def _pooled(
         notes.append(f"{name}: {_exact(share)} of {count_of(count, 'example')}")
     first = [answers[0][task] for task in tasks]
     for name, each in zip(names[1:], answers[1:], strict=True):
-        found = paired_difference(first, [each[task] for task in tasks])
-        notes.append(f"{name} - {names[0]}: {paired_text(found)}")
+        difference = paired_difference(first, [each[task] for task in tasks])
+        notes.append(f"{name} - {names[0]}: {paired_text(difference)}")
     text = f"Pooled dev accuracy, mean over the seeds, of {', '.join(tasks) or 'no task'}."
     return Verdict("info", text, notes)
 
 
-def paired_text(found: Paired | None) -> str:
+def paired_text(paired: Paired | None) -> str:
     """The difference with its standard error, in points."""
-    if found is None:
+    if paired is None:
         return NA
-    error = NA if found.standard_error is None else f"{100 * found.standard_error:.2f}"
-    of = f"{count_of(found.examples, 'example')}, mean of {count_of(found.seeds, 'seed')}"
-    return f"{100 * found.difference:+.2f}, paired standard error {error} ({of})"
+    error = NA if paired.standard_error is None else f"{100 * paired.standard_error:.2f}"
+    basis = f"{count_of(paired.examples, 'example')}, mean of {count_of(paired.seeds, 'seed')}"
+    return f"{100 * paired.difference:+.2f}, paired standard error {error} ({basis})"
 
 
 def _exact(share: float | None) -> str:
@@ -208,12 +209,12 @@ def _exact(share: float | None) -> str:
 def _scores(names: Sequence[str], tasks: Sequence[str], evaluations: Sequence[Evaluation]) -> Table:
     rows = []
     for name in tasks:
-        of_first = evaluations[0].tasks[name]
-        for score in of_first.scores:
-            found = [each.tasks[name].score(score.name) for each in evaluations]
-            differences = [_difference(each, score) for each in found[1:]]
-            medians = [_median(each) for each in found]
-            rows.append(Row(label(of_first, score), [cell(score.majority, "points"), *medians, *differences]))
+        task = evaluations[0].tasks[name]
+        for score in task.scores:
+            scores = [each.tasks[name].score(score.name) for each in evaluations]
+            medians = [_median(each) for each in scores]
+            differences = [_difference(each, score) for each in scores[1:]]
+            rows.append(Row(label(task, score), [cell(score.majority, "points"), *medians, *differences]))
     heads = ["majority", *names, *(f"{name} - {names[0]}" for name in names[1:])]
     return Table(rows, [Column(head) for head in heads], corner="task")
 
@@ -234,18 +235,16 @@ def _difference(score: GlueScore | None, first: GlueScore) -> Cell:
 def _flips(
     names: Sequence[str], tasks: Sequence[str], answers: Sequence[Mapping[str, Mapping[int, Answers]]]
 ) -> Table:
-    """Against the first, seed by seed."""
-    first, *others = answers
-    found = [[flips(first[task], each[task]) for each in others] for task in tasks]
-    sums = [
-        Flips(sum(row[k].flipped for row in found), sum(row[k].of for row in found))
-        for k in range(len(others))
-    ]
-    rows = [Row(task, [_share(each) for each in row]) for task, row in zip(tasks, found, strict=True)]
-    rows.append(Row("all of them", [_share(each) for each in sums]))
+    """Against the first, seed by seed: of each task, and of all."""
+    rows = []
+    for name, group in {**{task: [task] for task in tasks}, "all of them": tasks}.items():
+        first, *others = (
+            {(task, seed): found for task in group for seed, found in each[task].items()} for each in answers
+        )
+        rows.append(Row(name, [_share(flips(first, other)) for other in others]))
     return Table(rows, [Column(f"{name} - {names[0]}") for name in names[1:]], corner="task")
 
 
-def _share(found: Flips) -> Cell:
-    of = f"{format_count(found.flipped)} of {format_count(found.of)}, over the seeds of both"
-    return Cell(format_percent(found.share), of, found.share)
+def _share(flips: Flips) -> Cell:
+    counts = f"{format_count(flips.flipped)} of {format_count(flips.of)}, over the seeds of both"
+    return Cell(format_percent(flips.share), counts, flips.share)

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bert_dp import record
 from bert_dp.record.models import Summary
 from launcher.evaluate.glue_grid import Task
+from launcher.evaluate.predictions import PREDICTIONS, answers
 from launcher.results import GlueScore, GlueSplit, GlueTask, GlueTrial, RateScore
 from launcher.run.read_run import cause, failure_kind, read_summary
 from launcher.run.trials import Outcome, Trial
 
-PREDICTIONS = "predictions.jsonl"
 AVERAGED = (
     ("CoLA", "dev/mcc"),
     ("SST-2", "dev/accuracy"),
@@ -29,40 +26,6 @@ AVERAGED = (
     ("RTE", "dev/accuracy"),
 )
 """The nine numbers of the recipe's average: eight tasks, MNLI twice, WNLI never."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Prediction:
-    """What was predicted of an example."""
-
-    split: str
-    index: int
-    label: float | None
-    """null: not known."""
-    answer: float | None
-    """The index of the greatest logit, or the score of a regression; None where a logit is not finite."""
-
-
-def read_predictions(path: Path) -> Iterator[Prediction]:
-    """Every line of predictions.jsonl; none where there is no such file."""
-    for text in path.read_bytes().splitlines() if path.is_file() else ():
-        line = record.parse_json(text)
-        yield Prediction(line["split"], line["index"], line["label"], _answer(line["logits"]))
-
-
-def _answer(logits: Sequence[float | None]) -> float | None:
-    finite = [logit for logit in logits if logit is not None]
-    if len(finite) < len(logits):
-        return None
-    return finite[0] if len(finite) == 1 else float(finite.index(max(finite)))
-
-
-def answers(path: Path) -> dict[str, list[float | None]]:
-    """Split -> the answer of each of its examples, in their order."""
-    found: dict[str, list[float | None]] = {}
-    for line in sorted(read_predictions(path), key=lambda line: line.index):
-        found.setdefault(line.split, []).append(line.answer)
-    return found
 
 
 def read_trial(trial: Trial, outcome: Outcome, task: Task, lr: float) -> GlueTrial:
@@ -79,17 +42,17 @@ def read_trial(trial: Trial, outcome: Outcome, task: Task, lr: float) -> GlueTri
     if outcome.status != "ok":
         kind = failure_kind(directory)
         return GlueTrial(**facts, status=outcome.status, cause=cause(directory), failure_kind=kind)
-    told = (summary.heldout and summary.heldout.scores) or {}
-    found = {name: score for name, score in told.items() if score is not None}
+    known = (summary.heldout and summary.heldout.scores) or {}
     wanted = [f"{split}/{metric}" for split in task.dev for metric in task.manifest.metrics]
-    predicted = answers(directory / PREDICTIONS)
+    scores = {name: score for name in wanted if (score := known.get(name)) is not None}
+    predicted = answers(directory)
     short = [s for s in task.dev if len(predicted.get(s, ())) != task.manifest.splits[s].examples]
-    if problem := _problem([name for name in wanted if name not in found], short):
+    if problem := _problem([name for name in wanted if name not in scores], short):
         return GlueTrial(**facts, status="failed", cause=problem, failure_kind="not_finite")
     return GlueTrial(
         **facts,
         status="ok",
-        scores={name: found[name] for name in wanted},
+        scores=scores,
         one_class=[split for split in task.dev if len(set(predicted[split])) == 1],
         predictions_sha256=hashlib.sha256((directory / PREDICTIONS).read_bytes()).hexdigest(),
     )

@@ -18,7 +18,7 @@ from launcher.evaluate.glue_compare import Paired, compare_report, paired_differ
 from launcher.evaluate.glue_grid import Task, choose_tasks
 from launcher.evaluate.glue_report import glue_report
 from launcher.evaluate.glue_run import GlueRun, NoRate
-from launcher.evaluate.submissions import write_submissions
+from launcher.evaluate.predictions import write_submissions
 from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Outcome, Stopped, Trial
 from tests.glue_fixture import MadeRunner, evaluation, make_grid, make_task, measured, scores_of, write_trial
