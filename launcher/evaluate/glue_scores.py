@@ -33,29 +33,28 @@ def read_trial(trial: Trial, outcome: Outcome, task: Task, lr: float) -> GlueTri
     directory = trial.directory
     summary = read_summary(directory) or Summary(status="failed")
     facts: dict[str, Any] = {
+        **dict(summary),  # a field of GlueTrial that a summary has too is that of the run
         "trial": trial.name,
         "lr": lr,
         "seed": trial.config.run.seed,
-        "init_from": summary.init_from,
         "seconds": outcome.seconds,
+        "status": outcome.status,
     }
     if outcome.status != "ok":
-        kind = failure_kind(directory)
-        return GlueTrial(**facts, status=outcome.status, cause=cause(directory), failure_kind=kind)
+        return GlueTrial(**facts | {"cause": cause(directory), "failure_kind": failure_kind(directory)})
     known = (summary.heldout and summary.heldout.scores) or {}
     wanted = [f"{split}/{metric}" for split in task.dev for metric in task.manifest.metrics]
     scores = {name: score for name in wanted if (score := known.get(name)) is not None}
     predicted = answers(directory)
     short = [s for s in task.dev if len(predicted.get(s, ())) != task.manifest.splits[s].examples]
     if problem := _problem([name for name in wanted if name not in scores], short):
-        return GlueTrial(**facts, status="failed", cause=problem, failure_kind="not_finite")
-    return GlueTrial(
-        **facts,
-        status="ok",
-        scores=scores,
-        one_class=[split for split in task.dev if len(set(predicted[split])) == 1],
-        predictions_sha256=hashlib.sha256((directory / PREDICTIONS).read_bytes()).hexdigest(),
-    )
+        return GlueTrial(**facts | {"status": "failed", "cause": problem, "failure_kind": "not_finite"})
+    measured = {
+        "scores": scores,
+        "one_class": [split for split in task.dev if len(set(predicted[split])) == 1],
+        "predictions_sha256": hashlib.sha256((directory / PREDICTIONS).read_bytes()).hexdigest(),
+    }
+    return GlueTrial(**facts | measured)
 
 
 def _problem(missing: Sequence[str], short: Sequence[str]) -> str | None:
@@ -81,17 +80,13 @@ def task_result(
         for split in task.dev
         for metric in manifest.metrics
     ]
-    splits = [(name, manifest.splits[name]) for name in task.dev]
     return GlueTask(
         task=task.name,
         official=bool(manifest.official),
         train_examples=manifest.num_samples,
         data_hash=manifest.hash,
         init_task=init_task,
-        splits=[
-            GlueSplit(name=n, examples=s.examples, truncated=s.truncated, in_train=s.in_train)
-            for n, s in splits
-        ],
+        splits=[GlueSplit(name=split, **dict(manifest.splits[split])) for split in task.dev],
         trials=trials,
         scores=scores,
         median_trial=median_trial(trials, scores[0].name),

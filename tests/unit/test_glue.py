@@ -47,8 +47,10 @@ def read(task: Task, trial: Trial) -> GlueTrial:
 
 def test_a_trial_has_the_scores_of_its_summary(tmp_path: Path) -> None:
     scores = {"dev_matched/accuracy": 0.5, "dev_mismatched/accuracy": 0.75}
-    trial = read(*made_trial(tmp_path, "MNLI", scores))
+    start = {"checkpoint": "/run/checkpoints/step-00000005", "sha256": "", "tensors": 9, "of": 11}
+    trial = read(*made_trial(tmp_path, "MNLI", scores, init_from=start))
     assert (trial.status, trial.one_class, trial.scores) == ("ok", [], scores)
+    assert dict(trial.init_from or ()) == start
     other = read(*made_trial(tmp_path, "MNLI", scores, lambda config, split, i: [1.0, float(i)]))
     assert other.predictions_sha256 != trial.predictions_sha256
 
