@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from launcher.evaluate import FILE
 from launcher.report.measured import ends, settings_sections, subtitle
-from launcher.report.model import Cell, Column, Report, Row, Section, Table, Tile, Verdict
+from launcher.report.model import Cell, Report, Section, Table, Tile, Verdict
 from launcher.report.numbers import (
     count_of,
     format_count,
@@ -98,13 +98,13 @@ def glue_report(glue: Glue) -> Report:
     return Report(
         "bert-dp: GLUE",
         subtitle(glue, method),
-        [*ends(glue, FILE), _average(glue), *_warnings(glue), *_notes(glue)],
+        [*ends(glue, FILE), _average(glue), *_warnings(glue)],
         _tiles(glue),
         [
             Section("Dev scores", tables=[scores], notes=["Out of 100; median over the seeds."]),
             *([Section("Rates", tables=[_rates(glue)])] if glue.rates else []),
             *_outside(glue),
-            Section("All trials", tables=[_trials(glue)], console=False),
+            Section("All trials", tables=[_trials_table(glue)], console=False),
             *settings_sections(glue, SETTINGS),
         ],
     )
@@ -140,36 +140,26 @@ def _average(glue: Glue) -> Verdict:
 
 
 def _warnings(glue: Glue) -> list[Verdict]:
-    """Trials that say nothing of the model."""
-    trials = [trial for task in glue.tasks for trial in task.trials]
+    """Trials that say nothing of the model, and scores that are not what GLUE's are."""
+    trials = _trials(glue)
     failed = [f"{t.trial}: {t.status}: {t.cause}" for t in trials if t.status != "ok"]
     constant = [f"{t.trial}: {', '.join(t.one_class)}" for t in trials if t.one_class]
-    of = f"of {count_of(len(trials), 'trial')}"
-    found = []
-    if failed:
-        text = f"{format_count(len(failed))} {of} failed and have no score; medians are of the others."
-        found.append(Verdict("fail", text, failed))
-    if constant:
-        text = f"{format_count(len(constant))} {of} gave every example of a dev set the same answer."
-        found.append(Verdict("warn", text, constant))
-    return found
-
-
-def _notes(glue: Glue) -> list[Verdict]:
     subsets = [task.task for task in glue.tasks if not task.official]
     starts = [f"{task.task} from {task.init_task}" for task in glue.tasks if task.init_task]
-    found = []
-    if subsets:
-        text = f"Subsets of GLUE's rows, whose scores are none of GLUE's: {', '.join(subsets)}."
-        found.append(Verdict("info", text))
-    if starts:
-        text = f"Started from the finetuned run of another task: {', '.join(starts)}."
-        found.append(Verdict("info", text))
-    return found
+    failures = f"{format_count(len(failed))} of {count_of(len(trials), 'trial')} failed and have no score"
+    constants = f"{format_count(len(constant))} of {count_of(len(trials), 'trial')} gave every example"
+    others = f"Subsets of GLUE's rows, whose scores are none of GLUE's: {', '.join(subsets)}."
+    started = f"Started from the finetuned run of another task: {', '.join(starts)}."
+    return [
+        *([Verdict("fail", f"{failures}; medians are of the others.", failed)] if failed else []),
+        *([Verdict("warn", f"{constants} of a dev set the same answer.", constant)] if constant else []),
+        *([Verdict("info", others)] if subsets else []),
+        *([Verdict("info", started)] if starts else []),
+    ]
 
 
 def _tiles(glue: Glue) -> list[Tile]:
-    trials = [trial for task in glue.tasks for trial in task.trials]
+    trials = _trials(glue)
     scored = sum(trial.status == "ok" for trial in trials)
     rates = f"chosen among {len(glue.rates)} on a tenth of train" if glue.rates else "the configuration's"
     return [
@@ -198,15 +188,12 @@ def scores_table(
 def _rates(glue: Glue) -> Table:
     """Scores on a tenth of train, one seed."""
     names = list(dict.fromkeys(name for rate in glue.rates for name in rate.scores))
-    rows = [
-        Row(
-            format_lr(rate.lr),
-            [*(cell(rate.scores.get(name), "points") for name in names), cell(rate.mean, "points")],
-        )
-        for rate in glue.rates
+    columns = [
+        *(Quantity(f"scores.{name}", name, "points") for name in names),
+        Quantity("mean", "mean", "points"),
     ]
-    heads = [*(Column(name) for name in names), Column("mean")]
-    return Table(rows, heads, title="First metric on a tenth of train, one seed", corner="learning rate")
+    named = [(format_lr(rate.lr), rate) for rate in glue.rates]
+    return table(named, columns, title="First metric on a tenth of train, one seed", corner="learning rate")
 
 
 def _outside(glue: Glue) -> list[Section]:
@@ -219,7 +206,11 @@ def _outside(glue: Glue) -> list[Section]:
     ]
 
 
-def _trials(glue: Glue) -> Table:
-    chosen = [trial for rate in glue.rates for trial in rate.trials]
-    every: list[GlueTrial] = [*chosen, *(trial for task in glue.tasks for trial in task.trials)]
+def _trials(glue: Glue) -> list[GlueTrial]:
+    """Those with the seeds of every task."""
+    return [trial for task in glue.tasks for trial in task.trials]
+
+
+def _trials_table(glue: Glue) -> Table:
+    every = [*(trial for rate in glue.rates for trial in rate.trials), *_trials(glue)]
     return table([(t.trial, t) for t in every], TRIAL, corner="trial", empty="no trial recorded")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from launcher.report.model import Cell, Column, Row, Table
@@ -37,12 +37,15 @@ class Computed:
 
 
 def at(part: object, path: str) -> object:
-    """What `path` leads to, e.g. `step_time_s.ci95.low`; None behind what is null. Of `repeats` and
-    `runs`, which are lists, their number."""
+    """What `path` leads to through fields, keys and the ends of intervals, e.g. `step_time_s.ci95.low`; None
+    behind what is null. Of `repeats` and `runs`, which are lists, their number."""
     for key in path.split("."):
         if part is None:
             return None
-        part = part[ENDS[key]] if isinstance(part, list) else getattr(part, key)
+        if isinstance(part, Mapping):
+            part = part.get(key)
+        else:
+            part = part[ENDS[key]] if isinstance(part, list) else getattr(part, key)
     return len(part) if path in ("repeats", "runs") and isinstance(part, list) else part
 
 
