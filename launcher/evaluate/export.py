@@ -64,8 +64,8 @@ def export(form: ExportFormat, run: Path, out: Path, *, encoder: bool, options: 
         raise ConfigError(issues)
     flags = [*(["--encoder"] if encoder else []), *options]
     command = shlex.join(["bert-dp", "export", form, start.run.name, "--out", out.name, *flags])
-    told = [f"--command={command}", f"--scores={glue_text(start)}"]
-    arguments = [form, "--out", str(out), *told, *flags, "--", str(start.run)]
+    facts = [f"--command={command}", f"--scores={glue_text(start)}"]
+    arguments = [form, "--out", str(out), *facts, *flags, "--", str(start.run)]
     return children.run_module("bert_dp.export", arguments).returncode
 
 
@@ -98,33 +98,35 @@ def check(directory: Path, run: Path | None, *, as_json: bool, console: Console)
     if issues := package_issues("export check", LOADS[exported.format]):
         raise ConfigError(issues)
     arguments = ["check", *(["--run", str(run.expanduser())] if run else []), "--", str(directory)]
-    code, found = children.capture_json("bert_dp.export", arguments)
-    if found is None:
+    code, data = children.capture_json("bert_dp.export", arguments)
+    if data is None:
         return code or 1
-    measured = results.parse(found, ExportCheck, "the comparison")
+    comparison = results.parse(data, ExportCheck, "the comparison")
     if as_json:
-        sys.stdout.write(results.to_json(measured))
+        sys.stdout.write(results.to_json(comparison))
     else:
-        show_report(console, check_report(measured), titled=True)
+        show_report(console, check_report(comparison), titled=True)
     return code
 
 
-def check_report(found: ExportCheck) -> Report:
+def check_report(check: ExportCheck) -> Report:
     """The differences by batch and length, and what decides."""
-    rows = [(f"{row.batch}", row) for row in found.rows]
-    largest = max(row.difference for row in found.rows)
-    held = "not judged, as it is no fp32" if found.tolerance is None else f"{found.tolerance:.0e} is allowed"
+    rows = [(f"{row.batch}", row) for row in check.rows]
+    largest = max(row.difference for row in check.rows)
+    allowed = "not judged, as it is no fp32"
+    if check.tolerance is not None:
+        allowed = f"{check.tolerance:.0e} is allowed"
     facts = [
-        words("what", f"{found.architecture or found.format} ({found.kind}, {found.precision})"),
-        words("largest difference", f"{largest:.1e}", held),
-        words("saved and loaded again", f"{found.again:.1e}", "difference from what was loaded first"),
-        words("parameters", _parameters(found), f"{format_count(found.run_parameters)} in the run"),
-        words("not loaded", ", ".join(found.not_loaded[:8]) or "none"),
-        words("checkpoint", found.checkpoint),
-        words("loaded by", ", ".join(f"{name} {version}" for name, version in found.versions.items())),
+        words("what", f"{check.architecture or check.format} ({check.kind}, {check.precision})"),
+        words("largest difference", f"{largest:.1e}", allowed),
+        words("saved and loaded again", f"{check.again:.1e}", "difference from what was loaded first"),
+        words("parameters", _parameters(check), f"{format_count(check.run_parameters)} in the run"),
+        words("not loaded", ", ".join(check.not_loaded[:8]) or "none"),
+        words("checkpoint", check.checkpoint),
+        words("loaded by", ", ".join(f"{name} {version}" for name, version in check.versions.items())),
     ]
     verdict = Verdict("ok", "The directory computes what the run computes.")
-    if not found.ok:
+    if not check.ok:
         verdict = Verdict("fail", "The directory does not compute what the run computes.")
     return Report(
         "bert-dp: an exported directory beside its run",
@@ -133,9 +135,9 @@ def check_report(found: ExportCheck) -> Report:
     )
 
 
-def _parameters(found: ExportCheck) -> str | None:
-    if found.parameters is None or found.stored_parameters is None:
+def _parameters(check: ExportCheck) -> str | None:
+    if check.parameters is None or check.stored_parameters is None:
         return None
     return (
-        f"{count_of(found.parameters, 'number')} loaded, {count_of(found.stored_parameters, 'number')} stored"
+        f"{count_of(check.parameters, 'number')} loaded, {count_of(check.stored_parameters, 'number')} stored"
     )

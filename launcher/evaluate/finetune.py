@@ -45,37 +45,37 @@ class Source:
 
     def arguments(self) -> list[str]:
         """Of `python -m bert_dp.examples prepare`."""
-        given = [] if self.task is None else ["--task", self.task]
+        options = [] if self.task is None else ["--task", self.task]
         for folder in self.data:
-            given += ["--data", str(folder)]
+            options += ["--data", str(folder)]
         for name, value in (*self.files, *self.columns):
-            given += [f"--{name}", value]
-        return given
+            options += [f"--{name}", value]
+        return options
 
 
 def source_of(
     task: str | None, data: Sequence[Path], files: Mapping[str, str | None], columns: Mapping[str, str | None]
 ) -> Source:
     """What the options of a verb name. Raises ConfigError for what does not go together."""
-    named = {name: value for name, value in files.items() if value is not None}
-    given = {name: value for name, value in columns.items() if value is not None}
+    paths = {name: value for name, value in files.items() if value is not None}
+    texts = {name: value for name, value in columns.items() if value is not None}
     issues = []
     if task is not None:
-        issues += [f"--{name}: goes with --train, not with --task" for name in (*named, *given)]
+        issues += [f"--{name}: goes with --train, not with --task" for name in (*paths, *texts)]
         if not data:
             issues.append("--task: needs --data, the folder or archive with GLUE's files")
     elif data:
         issues.append("--data: goes with --task NAME; name your own files by --train and --dev")
-    elif not named:
+    elif not paths:
         issues.append("--task: name a GLUE task with --data, or your own files by --train and --dev")
     else:
-        wanted = {"train": named, "dev": named, "text": given, "label": given}
+        required = {"train": paths, "dev": paths, "text": texts, "label": texts}
         issues += [
-            f"--{name} is missing, beside --train" for name, where in wanted.items() if name not in where
+            f"--{name} is missing, beside --train" for name, values in required.items() if name not in values
         ]
     if issues:
         raise ConfigError(issues)
-    return Source(task, tuple(data), tuple(named.items()), tuple(given.items()))
+    return Source(task, tuple(data), tuple(paths.items()), tuple(texts.items()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,10 +95,10 @@ def find_pretrained(run: Path) -> Pretrained:
     """A run, or a checkpoint of one. Raises ConfigError, naming what is missing."""
     if not run.exists():
         raise ConfigError([f"RUN: {run} does not exist; name the directory of a pretrained run"])
-    found = record.newest_checkpoint_facts(run)
-    if found is None:
+    checkpoint = record.newest_checkpoint_facts(run)
+    if checkpoint is None:
         raise ConfigError([f"RUN: {run} holds no checkpoint; name a run that has saved one"])
-    path, facts = found
+    path, facts = checkpoint
     places = (path / TOKENIZER, path.parent.parent / TOKENIZER)
     tokenizer = next((place for place in places if place.is_file()), None)
     if tokenizer is None:
@@ -148,8 +148,8 @@ def whole_batches(config: Config, ranks: int, overrides: Sequence[str]) -> Confi
     """Without accumulation, where batch.micro_size is not given and the global batch divides: examples are
     short, and a global batch fits."""
     replicas = max(1, ranks // config.parallel.tensor)
-    given = "micro_size" in parse_overrides(overrides).get("batch", {})
-    if given or config.batch.global_size % replicas:
+    is_set = "micro_size" in parse_overrides(overrides).get("batch", {})
+    if is_set or config.batch.global_size % replicas:
         return config
     return resolve(
         [config.model_dump(mode="json"), {"batch": {"micro_size": config.batch.global_size // replicas}}]

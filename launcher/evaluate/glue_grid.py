@@ -71,20 +71,20 @@ class Grid:
 def missing_files(data: Sequence[Path]) -> dict[str, list[str]]:
     """Task of GLUE, in GLUE's order -> its train and dev files that `data` lacks. Raises ConfigError."""
     words = [word for place in data for word in ("--data", str(place))]
-    code, found = children.capture_json("bert_dp.examples", ["missing", *words])
+    code, data_files = children.capture_json("bert_dp.examples", ["missing", *words])
     if code == 2:
         raise ConfigError([])  # its lines stand on stderr already
-    if found is None:
+    if data_files is None:
         raise ConfigError([f"--data: looking for GLUE's files failed with exit code {code}; see above"])
-    return dict(found)
+    return dict(data_files)
 
 
 def choose_tasks(
     missing: Mapping[str, Sequence[str]], options: GlueOptions
 ) -> tuple[GlueOptions, dict[str, str]]:
     """The options with every task named, and why the others are left out. Raises ConfigError."""
-    there = [task for task, files in missing.items() if not files]
-    tasks = options.tasks or there
+    available = [task for task, files in missing.items() if not files]
+    tasks = options.tasks or available
     unknown = [
         f"{option}: {task} is no task of GLUE; choose from {', '.join(missing)}"
         for option, names in (("--tasks", options.tasks), ("--rate-tasks", options.rate_tasks))
@@ -101,7 +101,7 @@ def choose_tasks(
     ]
     if not tasks:
         issues.append("--data: holds no task of GLUE; name a folder or tar with CoLA/train.tsv and the like")
-    rate_tasks = options.rate_tasks or [task for task in RATE_TASKS if task in there]
+    rate_tasks = options.rate_tasks or [task for task in RATE_TASKS if task in available]
     if not options.rates:
         issues += ["--rate-tasks: choose a rate, but --rates names none"] if options.rate_tasks else []
         rate_tasks = []
@@ -143,9 +143,9 @@ def init_task_issues(init_task: Mapping[str, str], tasks: Sequence[str], init: s
 
 def setting_issues(overrides: Sequence[str], rates: Sequence[float]) -> list[str]:
     """Settings that this verb sets itself; one line each."""
-    given = [item.partition("=")[0].strip() for item in overrides]
-    issues = [f"{name}: follows from RUN and the task; leave it out" for name in given if name in OURS]
-    if rates and "optim.lr" in given:
+    names = [item.partition("=")[0].strip() for item in overrides]
+    issues = [f"{name}: follows from RUN and the task; leave it out" for name in names if name in OURS]
+    if rates and "optim.lr" in names:
         issues.append("optim.lr: is what --rates chooses; give one of them")
     return issues
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from launcher.evaluate import FILE
-from launcher.report.measured import ends, settings_sections, subtitle
+from launcher.report.measured import settings_sections, status_verdicts, subtitle
 from launcher.report.model import Cell, Report, Section, Table, Tile, Verdict
 from launcher.report.numbers import (
     count_of,
@@ -98,7 +98,7 @@ def glue_report(glue: Glue) -> Report:
     return Report(
         "bert-dp: GLUE",
         subtitle(glue, method),
-        [*ends(glue, FILE), _average(glue), *_warnings(glue)],
+        [*status_verdicts(glue, FILE), _average(glue), *_warnings(glue)],
         _tiles(glue),
         [
             Section("Dev scores", tables=[scores], notes=["Out of 100; median over the seeds."]),
@@ -112,8 +112,8 @@ def glue_report(glue: Glue) -> Report:
 
 def how_text(glue: Glue) -> str:
     """The head, the pooling and what the trials began with."""
-    begun = "random weights" if glue.settings.init == "random" else f"step {format_count(glue.start.step)}"
-    return f"{glue.head} head, {glue.pooling} pooling, from {begun}"
+    start = "random weights" if glue.settings.init == "random" else f"step {format_count(glue.start.step)}"
+    return f"{glue.head} head, {glue.pooling} pooling, from {start}"
 
 
 def label(task: GlueTask, score: GlueScore) -> str:

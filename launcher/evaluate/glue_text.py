@@ -26,13 +26,13 @@ def glue_text(start: Pretrained) -> str:
         tasks = glue.tasks if glue else []
     if glue is None or not tasks:
         return ""
-    told = f"Dev sets, out of 100; median over {count_of(glue.settings.seeds, 'seed')}. "
-    told += f"{how_text(glue)}; rate {format_lr(glue.lr)}."
+    text = f"Dev sets, out of 100; median over {count_of(glue.settings.seeds, 'seed')}. "
+    text += f"{how_text(glue)}; rate {format_lr(glue.lr)}."
     if glue.average is not None and len(tasks) == len(glue.tasks):
-        told += f" Average of its nine numbers: {format_points(glue.average)}."
+        text += f" Average of its nine numbers: {format_points(glue.average)}."
     if glue.status != "complete":
-        told += " The evaluation was not finished."
-    return "\n".join(["## GLUE", "", told, "", *_lines(tasks, start.run.name), ""])
+        text += " The evaluation was not finished."
+    return "\n".join(["## GLUE", "", text, "", *_lines(tasks, start.run.name), ""])
 
 
 def _evaluation_of(start: Pretrained) -> Glue | None:

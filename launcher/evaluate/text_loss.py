@@ -49,8 +49,8 @@ def evaluate(
     console: Console,
 ) -> int:
     """`options`: settings of data.build. Returns the exit code. Raises ConfigError."""
-    asked = {"data": {"sources": list(texts), "build": dict(options)}, "schedule": {"steps": 1}}
-    build = resolve([asked]).data.build
+    settings = {"data": {"sources": list(texts), "build": dict(options)}, "schedule": {"steps": 1}}
+    build = resolve([settings]).data.build
     start = find_pretrained(run.expanduser())
     issues = text_issues(texts)
     if start.config.objective.name != "mlm":
@@ -62,14 +62,14 @@ def evaluate(
     if max_bytes is not None:
         arguments += ["--max-bytes", str(max_bytes)]
     arguments += ["--", str(start.run), *texts]
-    code, found = children.capture_json("bert_dp.measure.text_loss", arguments)
-    if code or found is None:
+    code, data = children.capture_json("bert_dp.measure.text_loss", arguments)
+    if code or data is None:
         return code or 1
-    measured = results.parse(found, TextLoss, "the measurement")
+    loss = results.parse(data, TextLoss, "the measurement")
     if as_json:
-        sys.stdout.write(results.to_json(measured))
+        sys.stdout.write(results.to_json(loss))
     else:
-        show_report(console, text_report(measured), titled=True)
+        show_report(console, text_report(loss), titled=True)
     return 0
 
 
@@ -89,28 +89,28 @@ def text_issues(texts: Sequence[str]) -> list[str]:
     return issues
 
 
-def text_report(found: TextLoss) -> Report:
+def text_report(loss: TextLoss) -> Report:
     """The losses by what the model saw, and the bits per byte, each with what it is a mean of."""
-    hidden = found.hidden
+    hidden = loss.hidden
     losses = table(
-        [(SEEN[row.seen], row) for row in found.predicted],
+        [(SEEN[row.seen], row) for row in loss.predicted],
         PREDICTED,
-        title=f"Loss of predicted tokens, {format_percent(found.mask_rate)} of all, by what the model saw",
+        title=f"Loss of predicted tokens, {format_percent(loss.mask_rate)} of all, by what the model saw",
         corner="saw",
     )
     facts = [
         words("pseudo-bits per byte", _bits(hidden), _basis(hidden)),
         words(
             "text",
-            count_of(found.documents, "document"),
-            f"{count_of(found.bytes, 'byte')}, {count_of(found.words, 'word')}, "
-            f"{count_of(found.tokens, 'token')} with their separators",
+            count_of(loss.documents, "document"),
+            f"{count_of(loss.bytes, 'byte')}, {count_of(loss.words, 'word')}, "
+            f"{count_of(loss.tokens, 'token')} with their separators",
         ),
         words(
             "model",
-            f"{found.run}, step {found.step}",
-            f"vocabulary of {format_count(found.vocab_size)}, sequences of {found.sequence_length} tokens, "
-            f"{found.precision} on {found.device}",
+            f"{loss.run}, step {loss.step}",
+            f"vocabulary of {format_count(loss.vocab_size)}, sequences of {loss.sequence_length} tokens, "
+            f"{loss.precision} on {loss.device}",
         ),
     ]
     return Report(

@@ -18,7 +18,7 @@ def subtitle(result: Measurement, method: Sequence[str], device: str | None = No
     return [machine_line(result.environment, trial), " \u00b7 ".join(method)]
 
 
-def ends(result: Measurement, file: str) -> list[Verdict]:
+def status_verdicts(result: Measurement, file: str) -> list[Verdict]:
     """What is wrong with the measurement or its record, which is called `file`."""
     verdicts = []
     if result.status == "failed":
@@ -29,14 +29,14 @@ def ends(result: Measurement, file: str) -> list[Verdict]:
 
 
 def settings_sections(
-    result: Measurement, quantities: Sequence[Quantity], asked: Sequence[tuple[str, object]] = ()
+    result: Measurement, quantities: Sequence[Quantity], options: Sequence[tuple[str, object]] = ()
 ) -> list[Section]:
     """What was asked for, the configuration, the machine."""
     settings = [
         *rows(result, quantities),
         words("configuration hash", result.config_hash),
         words("data hash", result.data_hash),
-        *[words(f"asked: {name}", format_word(value)) for name, value in asked],
+        *[words(f"asked: {name}", format_word(value)) for name, value in options],
         words("command", " ".join(result.command)),
     ]
     texts = {

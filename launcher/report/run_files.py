@@ -75,11 +75,11 @@ def load(run_dir: Path) -> Run:
 
 def _profiles(folder: Path) -> list[ProfileFile]:
     """The profiles of a run's ranks; a damaged one is left out."""
-    found = []
+    profiles = []
     for path in folder.glob("rank-*.json"):
         with contextlib.suppress(ValidationError):
-            found.append(ProfileFile.model_validate(record.read_json(path)))
-    return sorted(found, key=lambda profile: profile.rank)
+            profiles.append(ProfileFile.model_validate(record.read_json(path)))
+    return sorted(profiles, key=lambda profile: profile.rank)
 
 
 def _summary(path: Path, missing: list[str]) -> Summary | None:
@@ -99,8 +99,8 @@ def _completed(summary: Summary | None, logged: Summary) -> Summary:
     """With what the logs tell and the summary does not: a rank that was killed could not write its own."""
     if summary is None or summary.samples is not None:
         return summary or logged
-    told = summary.model_fields_set - {name for name, value in summary if value in (None, [], {})}
-    return logged.model_copy(update={name: getattr(summary, name) for name in told})
+    recorded = summary.model_fields_set - {name for name, value in summary if value in (None, [], {})}
+    return logged.model_copy(update={name: getattr(summary, name) for name in recorded})
 
 
 def _logged(
@@ -160,7 +160,7 @@ def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
     num_read = 0
     while part := list(itertools.islice(lines, stretch)):
         num_read += len(part)
-        kept += _telling(part)
+        kept += _representative(part)
         last = part[-1]
     if kept and kept[-1] is not last:
         kept.append(last)
@@ -169,7 +169,7 @@ def _lines(path: Path, missing: list[str]) -> list[dict[str, Any]]:
     return kept
 
 
-def _telling(part: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _representative(part: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The first line of a stretch, those with its least and greatest loss, so that a spike stays visible, and
     the first without one."""
     losses = [number(line.get("loss")) for line in part]

@@ -241,9 +241,9 @@ def _numbers(runs: Sequence[Run]) -> Table:
         columns = [{row.label: row for row in rows_of(run)} for run in runs]
         longest_first = sorted(columns, key=len, reverse=True)
         for label in dict.fromkeys(label for column in longest_first for label in column):
-            found = [column.get(label) for column in columns]
-            cells = [row.cells[0] if row else Cell("") for row in found]
-            rows.append(Row(label, cells, topic, any(row.console for row in found if row)))
+            members = [column.get(label) for column in columns]
+            cells = [row.cells[0] if row else Cell("") for row in members]
+            rows.append(Row(label, cells, topic, any(row.console for row in members if row)))
     return Table(rows, [Column(run.name) for run in runs] if len(runs) > 1 else ())
 
 

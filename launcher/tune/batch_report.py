@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp.cost import GIB
-from launcher.report.measured import ends, settings_sections, subtitle
+from launcher.report.measured import settings_sections, status_verdicts, subtitle
 from launcher.report.model import Axis, Bars, Figure, Line, Mark, Report, Rule, Section, Table, Tile, Verdict
 from launcher.report.numbers import (
     NA,
@@ -92,7 +92,7 @@ def batch_report(tune: TuneBatch, folder: Path) -> Report:
     return Report(
         "bert-dp: tuned micro batch",
         subtitle(tune, method, tune.device),
-        [*ends(tune, FILE), *_lost(tune), _choice(tune), _noise(tune), *_goodput_verdict(tune)],
+        [*status_verdicts(tune, FILE), *_lost(tune), _choice(tune), _noise(tune), *_goodput_verdict(tune)],
         _tiles(tune),
         [
             Section("Sizes", tables=[_sizes(tune)]),

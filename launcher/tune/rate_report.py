@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bert_dp.record.models import HeldOut
 from launcher.report import heldout
-from launcher.report.measured import ends, settings_sections, subtitle
+from launcher.report.measured import settings_sections, status_verdicts, subtitle
 from launcher.report.model import Axis, Figure, Line, Mark, Report, Rule, Section, Table, Tile, Verdict
 from launcher.report.numbers import (
     NA,
@@ -73,7 +73,7 @@ def rate_report(tune: TuneLr, folder: Path) -> Report:
     return Report(
         "bert-dp: tuned learning rate",
         subtitle(tune, method),
-        [*ends(tune, FILE), _choice(tune, folder), *_lost(tune), *_cost(tune)],
+        [*status_verdicts(tune, FILE), _choice(tune, folder), *_lost(tune), *_cost(tune)],
         _tiles(tune),
         [
             Section("", [by_rate(tune), range_test(tune), curves(tune)], console=False),
