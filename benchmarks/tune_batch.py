@@ -96,7 +96,7 @@ def sweep(question: Any, where: Path, number: int, steps: int) -> dict[int, floa
     with trials.runner(
         where, [Slot()], launcher="torchrun", on_gpu=question.on_gpu, log=lambda line: None
     ) as runs:
-        batches = BatchTrials(question, where, runs)
+        batches = BatchTrials(question, runs, lambda line: None)
         for micro in random.Random(number).sample(question.sizes, len(question.sizes)):
             global_size = question.config.batch.global_size
             trial = batches.trial(f"micro-{micro}-round-{number}", micro, global_size, WARM_UP + steps)

@@ -156,7 +156,7 @@ def search(question: Question, output: Output[BatchPlanFile], log: Log) -> tuple
     """tune.json and the exit code. Goes on where an earlier call ended."""
     out, begun = output.path, output.begin(question.config)
     with trials.runner(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, log=log) as runs:
-        measured = BatchSearch(question, out, runs, log)
+        measured = BatchSearch(question, runs, log)
         ending = run_to_end(measured.run, out, log)
     if ending.why:
         log(f"error: {ending.why}")

@@ -5,27 +5,15 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, batch_layout, dump_config
+from bert_dp.config import Config, ConfigError, batch_layout
 from bert_dp.cost import flops_per_token
 from bert_dp.record.models import NoiseScale
-from launcher import results
 from launcher.log import Log
 from launcher.report.numbers import format_count, format_gib, format_si
-from launcher.results import (
-    BatchChoice,
-    BatchMemory,
-    Drift,
-    Goodput,
-    MemoryLineFile,
-    Noise,
-    NoisePair,
-    SizeResult,
-    TriedSize,
-)
+from launcher.results import BatchChoice, BatchMemory, Drift, Goodput, Noise, NoisePair, SizeResult, TriedSize
 from launcher.run.read_run import cause, read_summary
 from launcher.run.trials import Runner
 from launcher.tune import curve, sizes
@@ -47,9 +35,9 @@ class BatchSearch:
     """Measures. What follows from the measurements is computed when it is asked for, so that a search that is
     stopped tells what it has come to."""
 
-    def __init__(self, question: Question, out: Path, runs: Runner, log: Log):
-        self.q, self.out, self._runner, self._log = question, out, runs, log
-        self.trials = BatchTrials(question, out, runs)
+    def __init__(self, question: Question, runs: Runner, log: Log):
+        self.q, self._log = question, log
+        self.trials = BatchTrials(question, runs, log)
         self.memory = BatchMemory(limit_gib=question.limit_gib, limit_of=question.limit_of, spare=sizes.SPARE)
         self._sizes: dict[int, SizeResult] = {}
         """Those of the throughput curve, ascending."""
@@ -61,7 +49,7 @@ class BatchSearch:
 
     def run(self) -> None:
         """Raises Stopped for a signal and SearchFailed when no size runs."""
-        self._count_memory()
+        self._remember(line=self.trials.count_memory())
         self._pilot()
         self._measure(self._verified(self._predicted_to_fit()))
         self._measure_noise()
@@ -82,25 +70,6 @@ class BatchSearch:
         }
 
     # --- memory
-
-    def _count_memory(self) -> None:
-        """The line that the memory of a rank follows, counted without running."""
-        path = self.out / "memory_line.json"
-        line = results.find(path, MemoryLineFile)
-        if line is None:
-            self._log("memory: tracing a step at two sizes (nothing allocated)")
-            config = self._runner.scratch / "memory_line.yaml"
-            record.write_text(config, dump_config(sizes.with_micro(self.q.config, self.q.sizes[0])))
-            arguments = [str(config), str(self.q.ranks), "2", "4"]
-            lines = self._runner.helper("bert_dp.measure.memory_line", arguments)
-            if not lines:
-                raise SearchFailed("bert_dp.measure.memory_line failed; its message stands above")
-            try:
-                line = results.parse(lines[-1], MemoryLineFile, path.name)
-            except ConfigError as error:
-                raise SearchFailed(str(error)) from None
-            results.write(path, line)
-        self._remember(line=line)
 
     def _pilot(self) -> None:
         """A few real steps with all ranks: what the line does not count, and what a sequence costs."""

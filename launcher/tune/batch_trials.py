@@ -9,13 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.config import Config
+from bert_dp.config import Config, dump_config
 from bert_dp.cost import GIB
 from bert_dp.record.models import FailureKind
+from launcher import results
+from launcher.log import Log
 from launcher.report.numbers import format_gib
-from launcher.results import SizeStatus, TimedRun
+from launcher.results import MemoryLineFile, SizeStatus, TimedRun
 from launcher.run.read_run import cause, failure_kind, read_repeat
 from launcher.run.trials import Runner, Trial, timed_config
+from launcher.tune.search import SearchFailed
+from launcher.tune.sizes import with_micro
 
 GUARD_GIB = 1.0  # above a rank's memory: address space that is private and never touched
 
@@ -72,10 +76,27 @@ class BatchTrials:
     beside its steps; `sequence_s`: what a sequence takes at best.
     """
 
-    def __init__(self, question: Question, out: Path, runs: Runner):
-        self.q, self._out, self._runs = question, out, runs
+    def __init__(self, question: Question, runs: Runner, log: Log):
+        self.q, self._runs, self._log = question, runs, log
         self.warm_up = 10 if question.on_gpu else 3
         self.used_s = self.startup_s = self.sequence_s = 0.0
+
+    def count_memory(self) -> MemoryLineFile:
+        """The line that the memory of a rank follows, counted without running, unless an earlier call has.
+        Raises SearchFailed, and Stopped."""
+        path = self._runs.out / "memory_line.json"
+        if (line := results.find(path, MemoryLineFile)) is not None:
+            return line
+        self._log("memory: tracing a step at two sizes (nothing allocated)")
+        config = self._runs.scratch / "memory_line.yaml"
+        record.write_text(config, dump_config(with_micro(self.q.config, self.q.sizes[0])))
+        arguments = [str(config), str(self.q.ranks), "2", "4"]
+        lines = self._runs.helper("bert_dp.measure.memory_line", arguments)
+        if not lines:
+            raise SearchFailed("bert_dp.measure.memory_line failed; its message stands above")
+        line = results.parse(lines[-1], MemoryLineFile, path.name)
+        results.write(path, line)
+        return line
 
     def trial(self, name: str, micro: int, samples: int, steps: int, *, noise: bool = False) -> Trial:
         """The user's configuration at this micro batch, for so many steps of `samples` sequences, with
@@ -91,7 +112,7 @@ class BatchTrials:
         )
         limit = self.q.limit_gib
         guard = None if self.q.on_gpu or limit is None else int((limit + GUARD_GIB) * GIB)
-        return Trial(self._out / "trials" / name, config, self.q.ranks, data_bytes=guard)
+        return Trial(self._runs.out / "trials" / name, config, self.q.ranks, data_bytes=guard)
 
     def measure(self, trial: Trial, warm_up: int) -> Measured:
         """Run it, unless an earlier call has; its steps after the warm-up are timed. Its time counts as used.

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 from bert_dp.config import Config, ConfigError, batch_layout, with_budget
 from launcher import job, results
 from launcher.log import Log, logger
-from launcher.output import KeptPlan, Output, publish
+from launcher.output import Begun, KeptPlan, Output, publish
 from launcher.results import LrOptions, LrPlanFile, LrSettings, TuneLr
 from launcher.run import trials
 from launcher.tune import FILE, ladder, rate_trials
 from launcher.tune.rate_report import rate_report
 from launcher.tune.rate_search import SHORT, Question, RateSearch
-from launcher.tune.search import run_to_end, with_settings, write
+from launcher.tune.search import Ending, run_to_end, with_settings, write
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -131,46 +131,48 @@ def search(
         len(slots),
         trials.trial_precision(config, asked.machine, [config.parallel.engine], on_gpu=on_gpu),
     )
-    kept = KeptPlan(out / STATE, begun.plan)
+    plan = KeptPlan(out / STATE, begun.plan)
     with trials.runner(out, slots, launcher=settings.launcher, on_gpu=on_gpu, log=log) as runs:
-        measured = RateSearch(question, runs, kept, log)
+        measured = RateSearch(question, runs, plan, log)
         ending = run_to_end(measured.run, out, log)
-    kept.save()
-    rungs, tokens = measured.rungs, kept.plan.tokens or 0
-    choice = ladder.choose(rungs) if ending.status == "complete" else None
-    has_failed = ending.status == "complete" and choice is None
+    plan.save()
+    tuned = document(measured, ending, begun)
     before = results.find(out / FILE, TuneLr)
+    if before is not None and before.choice == tuned.choice:
+        tuned = tuned.model_copy(update={"transfer": before.transfer})
+    write(tuned, rate_trials.tuned_config(config, tuned.choice.lr) if tuned.choice else None, out)
+    return tuned, ending.exit_code
+
+
+def document(measured: RateSearch, ending: Ending, begun: Begun[LrPlanFile]) -> TuneLr:
+    """tune.json."""
+    q, rungs, plan = measured.q, measured.rungs, measured.plan.plan
+    config, tokens = q.config, plan.tokens or 0
     trained = [trial.tokens for rung in rungs for trial in rung.trials]
-    tuned = TuneLr(
-        status="failed" if has_failed else ending.status,
+    return TuneLr(
+        status=ending.status,
         why=ending.why,
         date=datetime.date.today().isoformat(),
-        seconds=kept.plan.seconds,
+        seconds=plan.seconds,
         **begun.facts()
-        | {
-            "environment": {**begun.machine, "launcher": settings.launcher},
-            "config_hash": question.config.hash(),
-        },
-        config=question.config.model_dump(mode="json"),
+        | {"environment": {**begun.machine, "launcher": q.settings.launcher}, "config_hash": config.hash()},
+        config=config.model_dump(mode="json"),
         settings=LrSettings(
-            **{**results.plain(settings), "tokens": tokens},
-            tokens_why=kept.plan.tokens_why,
+            **{**results.plain(q.settings), "tokens": tokens},
+            tokens_why=plan.tokens_why,
             optimizers=[config.optim.name],
             weight_decays=[config.optim.weight_decay],
-            seeds_used=list(question.seeds),
+            seeds_used=list(q.seeds),
         ),
-        ranks=ranks,
-        at_a_time=len(slots),
-        unigram_entropy_nats=question.unigram,
+        ranks=q.ranks,
+        at_a_time=q.at_a_time,
+        unigram_entropy_nats=q.unigram,
         range_test=measured.range_test,
         rungs=rungs,
-        choice=choice,
+        choice=ladder.choose(rungs) if ending.status == "complete" else None,
         cost=results.LrCost(
             tokens=measured.range_tokens + sum(trained),
-            grid_tokens=len(rungs[0].rates if rungs else ()) * settings.seeds * tokens,
+            grid_tokens=len(rungs[0].rates if rungs else ()) * q.settings.seeds * tokens,
             trials=len(trained) + bool(measured.range_tokens),
         ),
-        transfer=before.transfer if before is not None and before.choice == choice else None,
     )
-    write(tuned, rate_trials.tuned_config(config, choice.lr) if choice else None, out)
-    return tuned, 1 if has_failed else ending.exit_code

@@ -108,8 +108,8 @@ def whole_budget(q: Question, pace: Pace) -> tuple[int, str]:
 class RateSearch:
     """`range_test` and `rungs` hold what has been measured, also when the search is stopped."""
 
-    def __init__(self, question: Question, runs: Runner, file: KeptPlan[LrPlanFile], log: Log):
-        self.q, self._runs, self._file, self._log = question, runs, file, log
+    def __init__(self, question: Question, runs: Runner, plan: KeptPlan[LrPlanFile], log: Log):
+        self.q, self._runs, self.plan, self._log = question, runs, plan, log
         self.range_test: RangeTest | None = None
         self.range_tokens = 0
         self.rungs: list[Rung] = []
@@ -163,18 +163,18 @@ class RateSearch:
 
     def _settle_tokens(self) -> int:
         """Tokens of a whole run; what is about to run is said."""
-        q, least = self.q, SHORT * rate_trials.step_tokens(self.q.config)
-        if self._file.plan.tokens is None:
+        q = self.q
+        if self.plan.plan.tokens is None:
             tokens, why = whole_budget(q, self._pace)
-            if tokens < least:
+            if tokens < SHORT * rate_trials.step_tokens(q.config):
                 raise ConfigError(
                     [f"schedule: {tokens:,} tokens are fewer than {SHORT} steps; raise schedule.hours"]
                 )
-            self._file.save(tokens=tokens, tokens_why=why)
-        tokens = self._file.plan.tokens or 0
+            self.plan.save(tokens=tokens, tokens_why=why)
+        tokens = self.plan.plan.tokens or 0
         rungs = planned(q.settings, tokens)
         trained = format_si(sum(count * each for count, each, _ in rungs), "tokens")
-        self._log(f"whole run: {self._file.plan.tokens_why}")
+        self._log(f"whole run: {self.plan.plan.tokens_why}")
         self._log(
             f"{sum(count for count, *_ in rungs)} trials, {trained}, {q.at_a_time} at a time: about "
             f"{format_duration(self._pace.rungs_s(q, tokens))}, and up to {2 * ladder.EXTENSIONS} more where "
@@ -225,6 +225,8 @@ class RateSearch:
                 break
             self._log(f"no finalist can be chosen; next: {lr:g}")
             self._train(last, [lr], seeds)
+        if not ladder.ranked(last):
+            raise SearchFailed("no rate of the last rung can be chosen")
 
     def _train(self, rung: Rung, rates: Sequence[float], seeds: Sequence[int]) -> None:
         """Each rate with each of these seeds that it has not had; the results in that order."""
@@ -254,7 +256,7 @@ class RateSearch:
         finally:
             trials = [*rung.trials, *(done[name] for name in named if name in done)]
             rung.trials[:] = ladder.marked_diverged(trials, q.unigram)
-            self._file.save()
+            self.plan.save()
 
     def _trial(self, name: str, config: Config) -> Trial:
         config = config.model_copy(update={"precision": self.q.precision})

@@ -124,7 +124,7 @@ def searched(out: Path, kind: type[Runner], **changes: Any) -> TuneBatch:
     """What tune.json holds of a search of whose line 0.02 GiB a sequence is known."""
     results.write(out / "memory_line.json", MemoryLineFile(intercept_bytes=0, bytes_per_sequence=0.02 * GIB))
     asked = question(config(64), sizes=(1, 2, 4, 8, 16, 32), budget_s=600.0, limit_gib=1.6, **changes)
-    search = BatchSearch(asked, out, runner(kind, out), lambda line: None)
+    search = BatchSearch(asked, runner(kind, out), print)
     search.run()
     return TuneBatch(**search.facts)
 
@@ -189,7 +189,7 @@ def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
     why: str,
 ) -> None:
     monkeypatch.setattr(Runner, "run_one", lambda self, trial: Outcome("ok", 2.0))
-    batches = BatchTrials(question(config(8)), tmp_path, runner(Runner, tmp_path))
+    batches = BatchTrials(question(config(8)), runner(Runner, tmp_path), print)
     trial = batches.trial("t", 2, 8, 4)
     parts = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
     for rank, peak in enumerate(peaks):
@@ -212,7 +212,7 @@ def test_one_rank_over_its_limit_or_a_thrashing_allocator_rejects_the_size(
 
 def test_a_trial_keeps_the_users_settings_and_saves_nothing(tmp_path: Path) -> None:
     noisy = make_config("log.noise_scale=true", "batch.global_size=8")
-    trial = BatchTrials(question(noisy), tmp_path, runner(Runner, tmp_path)).trial("t", 2, 8, 4)
+    trial = BatchTrials(question(noisy), runner(Runner, tmp_path), print).trial("t", 2, 8, 4)
     assert (trial.config.model, trial.config.optim) == (noisy.model, noisy.optim)
     assert (trial.config.batch.micro_size, trial.config.batch.global_size) == (2, 8)
     assert trial.config.checkpoint.keep == 0

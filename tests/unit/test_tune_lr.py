@@ -264,13 +264,24 @@ def test_finalists_that_diverge_in_the_whole_run_give_way(shards: Path, tmp_path
     assert {t.status for t in found.last.trials} == {"diverged", "ok"}
 
 
-@pytest.mark.parametrize("part", ["trials", "range test"])
-def test_a_search_in_which_everything_fails_has_failed(shards: Path, tmp_path: Path, part: str) -> None:
+@pytest.mark.parametrize(
+    ("part", "why"),
+    [
+        ("range test", "range-adamw: oom: oom"),
+        ("short", "no rate of the first rung can be chosen"),
+        ("whole", "no rate of the last rung can be chosen"),
+    ],
+)
+def test_a_search_in_which_everything_fails_has_failed(
+    shards: Path, tmp_path: Path, part: str, why: str
+) -> None:
     def surface(config: Config) -> float | str:
-        return valley(config) if part == "trials" and is_range_test(config) else "oom"
+        kind = "whole" if config.schedule.tokens == WHOLE else "short"
+        return "oom" if part == ("range test" if is_range_test(config) else kind) else valley(config)
 
     found = search(make(shards), tmp_path, surface)
-    assert (found.exit_code, found.tune.status, found.tune.choice) == (1, "failed", None)
+    assert (found.exit_code, found.tune.status, found.tune.why) == (1, "failed", why)
+    assert found.choice is None
     assert any("oom" in line for line in found.said)
     assert not (tmp_path / "tuned.yaml").exists()
 
