@@ -1032,6 +1032,11 @@ class TuneLr(TuneFile):
     cost: LrCost | None = None
     transfer: Transfer | None = None
 
+    @property
+    def trials(self) -> list[LrTrial]:
+        """Of every rung."""
+        return [trial for rung in self.rungs for trial in rung.trials]
+
 
 # --- glue.json
 

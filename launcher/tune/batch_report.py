@@ -104,13 +104,17 @@ def batch_report(tune: TuneBatch, folder: Path) -> Report:
     )
 
 
+def _sizes_of(tune: TuneBatch) -> list[SizeResult]:
+    return tune.sizes or []
+
+
 # --- findings
 
 
 def _lost(tune: TuneBatch) -> list[Verdict]:
     """The sizes that have no throughput, and why."""
     why = [
-        f"micro batch {format_count(s.micro_batch)}: {s.status}: {s.why}" for s in tune.sizes or () if s.why
+        f"micro batch {format_count(s.micro_batch)}: {s.status}: {s.why}" for s in _sizes_of(tune) if s.why
     ]
     return [Verdict("info", "Sizes without a throughput:", why)] if why else []
 
@@ -193,7 +197,7 @@ def _goodput_verdict(tune: TuneBatch) -> list[Verdict]:
 def _tiles(tune: TuneBatch) -> list[Tile]:
     choice, noise, gain = tune.choice, tune.noise, tune.goodput
     limit = tune.memory or BatchMemory()
-    chosen = next((s for s in tune.sizes or () if choice and s.micro_batch == choice.micro_batch), None)
+    chosen = next((s for s in _sizes_of(tune) if choice and s.micro_batch == choice.micro_batch), None)
     rate = choice.samples_per_s if choice else None
     tokens = format_si(rate * tune.sequence_length if rate and tune.sequence_length else None, "tokens/s")
     interval = format_interval(at(chosen, "samples_per_s_ci95"), format_si)
@@ -230,7 +234,7 @@ def _tiles(tune: TuneBatch) -> list[Tile]:
 
 def throughput(tune: TuneBatch) -> Figure:
     """Against the micro batch, with its interval, every run, and what a smaller size must reach."""
-    sizes = _by_micro(tune)
+    sizes = _sizes_of(tune)
     runs = [(float(s.micro_batch), run_rate(tune, run)) for s in sizes for run in s.runs]
     rates = [rate for rate in (*(s.samples_per_s for s in sizes), *(rate for _, rate in runs)) if rate]
     top = FAR * max(rates, default=0.0)
@@ -277,14 +281,14 @@ def run_rate(tune: TuneBatch, run: TimedRun) -> float | None:
 def memory(tune: TuneBatch) -> Figure:
     """The predicted line, what runs measured, what did not fit, and what a rank may use."""
     of = tune.memory or BatchMemory()
-    sizes: Sequence[TriedSize | SizeResult] = [*of.tried, *_by_micro(tune)]
+    sizes: Sequence[TriedSize | SizeResult] = [*of.tried, *_sizes_of(tune)]
     measured = {(s.micro_batch, s.measured_gib) for s in sizes if s.status == "ok" and s.measured_gib}
-    lost: dict[str, list[tuple[float, float | None]]] = {}
-    for size in of.tried:
-        if size.status != "ok" and (gib := size.measured_gib or size.predicted_gib) is not None:
-            lost.setdefault(LOST[size.status], []).append((size.micro_batch, gib))
     traces = [_marks("measured, greatest rank", sorted(measured), 1)]
-    traces += [_marks(label, points, 3 + i) for i, (label, points) in enumerate(lost.items())]
+    for colour, (status, label) in enumerate(LOST.items(), 3):
+        lost = [s for s in of.tried if s.status == status]
+        if lost:
+            points = [(s.micro_batch, s.measured_gib or s.predicted_gib) for s in lost]
+            traces.append(_marks(label, points, colour))
     note = "No line was made."
     if of.line is not None and of.constant_gib is not None:
         most = max((size.micro_batch for size in sizes), default=0)
@@ -367,22 +371,18 @@ def _chosen(tune: TuneBatch) -> list[Mark]:
     return [Mark(f"chosen: micro batch {format_count(micro)}", micro)] if micro else []
 
 
-def _by_micro(tune: TuneBatch) -> list[SizeResult]:
-    return sorted(tune.sizes or (), key=lambda size: size.micro_batch)
-
-
 # --- tables
 
 
 def _sizes(tune: TuneBatch) -> Table:
-    sizes = [(format_count(size.micro_batch), size) for size in _by_micro(tune)]
+    sizes = [(format_count(size.micro_batch), size) for size in _sizes_of(tune)]
     return table(sizes, SIZES, corner="micro batch", empty="no size was measured")
 
 
 def _details(tune: TuneBatch) -> list[Section]:
     """What memory was tried, every run, every global batch."""
     tried = [(format_count(size.micro_batch), size) for size in (tune.memory.tried if tune.memory else ())]
-    runs = [(run.name, run) for size in _by_micro(tune) for run in size.runs]
+    runs = [(run.name, run) for size in _sizes_of(tune) for run in size.runs]
     points = [(format_count(p.global_batch), p) for p in (tune.goodput.points if tune.goodput else ())]
     tables = {
         "Memory tried": table(tried, TRIED, corner="micro batch"),

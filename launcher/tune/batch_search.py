@@ -1,4 +1,4 @@
-"""The trials of `tune batch`: one real step for the memory, runs for the curve, one for the noise scale."""
+"""The search of `tune batch`: its memory, runs for the throughput curve, one run for the noise scale."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, batch_layout
-from bert_dp.cost import flops_per_token
 from bert_dp.record.models import NoiseScale
 from launcher.log import Log
-from launcher.report.numbers import format_count, format_gib, format_si
-from launcher.results import BatchChoice, BatchMemory, Drift, Goodput, Noise, NoisePair, SizeResult, TriedSize
+from launcher.report.numbers import format_gib, format_si
+from launcher.results import BatchChoice, Drift, Goodput, Noise, NoisePair, SizeResult
 from launcher.run.read_run import cause, read_summary
 from launcher.run.trials import Runner
 from launcher.tune import curve, sizes
-from launcher.tune.batch_trials import BatchTrials, Measured, Question
+from launcher.tune.batch_memory import MemorySearch
+from launcher.tune.batch_trials import CURVE_SHARE, SETTLE_SHARE, BatchTrials, Question
 from launcher.tune.curve import Rate
 from launcher.tune.search import SearchFailed
 
@@ -25,10 +25,6 @@ FEWEST_STEPS, MOST_STEPS = 6, 60  # timed, of a run
 NOISE_STEPS = 400
 FEWEST_NOISE_STEPS = 60  # 50 must be left once skipped ones are out
 MOST_RUNS = 5  # of one size
-CURVE_SHARE, SETTLE_SHARE = 0.7, 0.85  # of the budget, for the first round and until the choice is settled
-MEMORY_STEPS = 3
-PILOT_FLOPS = {"cuda": 1e13, "cpu": 5e10}  # of a micro batch: tens of milliseconds, and a second of a core
-VERIFY = (1.0, 0.9, 0.8)  # of the largest predicted micro batch
 
 
 class BatchSearch:
@@ -38,7 +34,7 @@ class BatchSearch:
     def __init__(self, question: Question, runs: Runner, log: Log):
         self.q, self._log = question, log
         self.trials = BatchTrials(question, runs, log)
-        self.memory = BatchMemory(limit_gib=question.limit_gib, limit_of=question.limit_of, spare=sizes.SPARE)
+        self._memory = MemorySearch(question, self.trials, log)
         self._sizes: dict[int, SizeResult] = {}
         """Those of the throughput curve, ascending."""
         self._samples = 0
@@ -49,17 +45,17 @@ class BatchSearch:
 
     def run(self) -> None:
         """Raises Stopped for a signal and SearchFailed when no size runs."""
-        self._remember(line=self.trials.count_memory())
-        self._pilot()
-        self._measure(self._verified(self._predicted_to_fit()))
+        self._measure(self._memory.run())
         self._measure_noise()
 
     @property
     def facts(self) -> dict[str, Any]:
         """Fields of TuneBatch."""
-        choice = self.choice()
+        choice, memory = self.choice(), self._memory.memory
+        if choice is not None:
+            memory = memory.model_copy(update={"parts_gib": memory.parts_at(choice.micro_batch)})
         return {
-            "memory": self._described_memory(choice),
+            "memory": memory,
             "sizes": self.size_results() if self._order else None,
             "choice": choice,
             "noise": self.noise,
@@ -69,115 +65,12 @@ class BatchSearch:
             "drift": self._drift(),
         }
 
-    # --- memory
-
-    def _pilot(self) -> None:
-        """A few real steps with all ranks: what the line does not count, and what a sequence costs."""
-        micro, smallest = self._pilot_size(), self.q.sizes[0]
-        measured = self._measure_memory("pilot", micro)
-        if measured.status == "oom" and micro > smallest:
-            self._note_memory(micro, measured)
-            self._log(f"memory: micro batch {micro}: {measured.status}")
-            micro, measured = smallest, self._measure_memory("pilot-smallest", smallest)
-        if measured.run is None:
-            raise SearchFailed(f"micro batch {micro} does not run: {measured.why}")
-        self._note_memory(micro, measured)
-        steps_s, peak = measured.run.step_s, max(measured.peak_gib)
-        self.trials.startup_s = max(0.0, measured.seconds - sum(steps_s))
-        self.trials.sequence_s = min(steps_s) / self._memory_samples(micro)
-        self._remember(constant_gib=peak - self.memory.predicted_gib(micro))
-        start, sequence = self.memory.predicted_gib(0), self.memory.predicted_gib(1)
-        self._log(
-            f"memory: {format_gib(start)} + {sequence - start:.4f} GiB a sequence; micro batch {micro} took "
-            f"{format_gib(peak)}"
-        )
-
-    def _pilot_size(self) -> int:
-        """Large enough to keep the device busy, so that its rate tells what others will take; half of the
-        memory at most, by the line alone."""
-        config = self.q.config
-        sequence = config.data.sequence_length
-        flops = flops_per_token(config.model, sequence, config.objective.mask_rate) * sequence
-        room = math.inf if self.q.limit_gib is None else self.q.limit_gib / 2
-        busy = PILOT_FLOPS["cuda" if self.q.on_gpu else "cpu"] / flops
-        fit = [size for size in self.q.sizes if size <= busy and self.memory.predicted_gib(size) <= room]
-        return max(fit, default=self.q.sizes[0])
-
-    def _predicted_to_fit(self) -> list[int]:
-        """The sizes that the memory allows by the line."""
-        limit = self.q.limit_gib
-        if limit is None:
-            return list(self.q.sizes)
-        most = self.memory.largest_size()
-        self._remember(predicted_limit=most)
-        fitting = [size for size in self.q.sizes if size <= most]
-        if not fitting:
-            smallest = self.q.sizes[0]
-            raise SearchFailed(
-                f"micro batch {smallest} takes {format_gib(self.memory.predicted_gib(smallest))} of the "
-                f"{format_gib(limit)} that a rank may use, of which {100 * sizes.SPARE:.0f} % stay free; use "
-                "zero1 or fsdp, parallel.activation_checkpointing, more ranks, or a smaller model"
-            )
-        self._log(
-            f"memory: {format_gib(limit)} a rank ({self.q.limit_of}) allow micro batch {format_count(most)} "
-            f"with {100 * sizes.SPARE:.0f} % spare"
-        )
-        return fitting
-
-    def _verified(self, fitting: list[int]) -> list[int]:
-        """Where memory limits: those of the sizes that real steps at the predicted limit, then at 0.9 and 0.8
-        of it, show to fit."""
-        predicted = self.memory.predicted_limit
-        if predicted is None or fitting[-1] == self.q.sizes[-1]:
-            return fitting
-        self._limited_by = "memory"
-        for micro in (max(1, int(share * predicted)) for share in VERIFY):
-            seconds = (MEMORY_STEPS + 1) * self.trials.step_s(self._memory_samples(micro))
-            if seconds > self.trials.left(CURVE_SHARE) / 3:
-                self._log(f"memory: real steps at micro batch {micro} do not fit the budget; not verified")
-                return fitting
-            measured = self._measure_memory(f"verify-{micro}", micro)
-            self._note_memory(micro, measured)
-            self._log(f"memory: micro batch {micro}: {measured.status}")
-            if measured.status == "ok":
-                self._remember(verified=micro)
-                break
-        largest = self.memory.verified or int(VERIFY[-1] * predicted) - 1
-        return [size for size in fitting if size <= largest] or fitting[:1]
-
-    def _measure_memory(self, name: str, micro: int) -> Measured:
-        trial = self.trials.trial(name, micro, self._memory_samples(micro), MEMORY_STEPS)
-        return self.trials.measure(trial, 0)
-
-    def _memory_samples(self, micro: int) -> int:
-        """Sequences of a step: it accumulates once."""
-        return 2 * micro * self.q.dp
-
-    def _note_memory(self, micro: int, measured: Measured) -> None:
-        """Nothing is predicted before the pilot has run."""
-        peaks, known = measured.peak_gib, self.memory.constant_gib is not None
-        tried = TriedSize(
-            micro_batch=micro,
-            status=measured.status,
-            predicted_gib=self.memory.predicted_gib(micro) if known else None,
-            measured_gib=max(peaks, default=None),
-            rank=peaks.index(max(peaks)) if peaks else None,
-        )
-        self._remember(tried=[*self.memory.tried, tried])
-
-    def _remember(self, **facts: Any) -> None:
-        self.memory = self.memory.model_copy(update=facts)
-
-    def _described_memory(self, choice: BatchChoice | None) -> BatchMemory:
-        """With the parts of the peak at the choice."""
-        if choice is None:
-            return self.memory
-        return self.memory.model_copy(update={"parts_gib": self.memory.parts_at(choice.micro_batch)})
-
     # --- throughput
 
     def _measure(self, fitting: list[int]) -> None:
         """Each size once in random order, the first once more at the end; then those that are still open."""
+        if fitting[-1] < self.q.sizes[-1]:
+            self._limited_by = "memory"
         chosen, self._samples = self._affordable(fitting)
         self._sizes = {
             micro: SizeResult(
@@ -185,7 +78,7 @@ class BatchSearch:
                 accumulation=self.q.config.batch.global_size // (micro * self.q.dp),
                 trial_accumulation=self._samples // (micro * self.q.dp),
                 status="ok",
-                predicted_gib=self.memory.predicted_gib(micro),
+                predicted_gib=self._memory.memory.predicted_gib(micro),
             )
             for micro in chosen
         }
@@ -228,7 +121,7 @@ class BatchSearch:
         trial = self.trials.trial(name, micro, self._samples, warm_up + steps)
         measured = self.trials.measure(trial, warm_up)
         self._order.append(micro)
-        self._note_memory(micro, measured)
+        self._memory.note(micro, measured)
         run = measured.run
         if run is None or measured.status != "ok":
             facts = {name: getattr(measured, name) for name in ("status", "why", "failure_kind")}

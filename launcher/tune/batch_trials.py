@@ -21,6 +21,7 @@ from launcher.run.trials import Runner, Trial, timed_config
 from launcher.tune.search import SearchFailed
 from launcher.tune.sizes import with_micro
 
+CURVE_SHARE, SETTLE_SHARE = 0.7, 0.85  # of the budget, for the first round and until the choice is settled
 GUARD_GIB = 1.0  # above a rank's memory: address space that is private and never touched
 
 

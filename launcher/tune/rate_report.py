@@ -22,8 +22,8 @@ from launcher.report.numbers import (
     format_si,
 )
 from launcher.report.quantities import Computed, Quantity, table
-from launcher.results import LrTrial, RangeTest, Rung, Transfer, TrialStatus, TuneLr
-from launcher.tune import FILE
+from launcher.results import RangeTest, Rung, Transfer, TrialStatus, TuneLr
+from launcher.tune import FILE, ladder
 from launcher.tune.search import train_command
 
 CEILING = 1.5  # times the first loss of a range test: what lies above is drawn there
@@ -120,13 +120,13 @@ def _heldout(tune: TuneLr) -> HeldOut:
 def _lead(tune: TuneLr) -> float | None:
     """Nats by which the chosen rate is ahead of the next one."""
     final = _last(tune)
-    means = sorted(mean for lr in final.rates if (mean := mean_of(final, lr)) is not None)
-    return means[1] - means[0] if len(means) > 1 else None
+    order = ladder.ranked(final)
+    return final.mean(order[1]) - final.mean(order[0]) if len(order) > 1 else None
 
 
 def _lost(tune: TuneLr) -> list[Verdict]:
     """The trials without a loss."""
-    every = _every_trial(tune)
+    every = tune.trials
     counts = {word: sum(t.status == status for t in every) for status, word in LOST.items()}
     notes = [f"{t.trial}: {t.status}: {t.cause}" for t in every if t.cause]
     lost = ", ".join(f"{format_count(n)} {word}" for word, n in counts.items() if n)
@@ -194,13 +194,12 @@ def by_rate(tune: TuneLr) -> Figure:
     lines: list[Line] = []
     for rung in tune.rungs:
         lines += _ladder(rung, rung is _last(tune), len(lines))
-    every = _every_trial(tune)
-    diverged = sorted({trial.lr for trial in every if trial.status == "diverged"})
+    diverged = sorted({trial.lr for trial in tune.trials if trial.status == "diverged"})
     losses = [loss for line in lines for loss in line.values]
     if diverged and losses:
         top = max(losses) + 0.08 * ((max(losses) - min(losses)) or 1.0)
         lines.append(Line("diverged (drawn at the top)", diverged, [top] * len(diverged), 3, "marks"))
-    rates = sorted({trial.lr for trial in every})
+    rates = sorted({trial.lr for trial in tune.trials})
     return Figure(
         "Held-out loss against learning rate",
         lines,
@@ -269,10 +268,6 @@ def curves(tune: TuneLr) -> Figure:
 def _last(tune: TuneLr) -> Rung:
     """The rung that decides; the longest so far where it has not begun."""
     return next((rung for rung in tune.rungs if rung.last), tune.rungs[-1] if tune.rungs else Rung(tokens=0))
-
-
-def _every_trial(tune: TuneLr) -> list[LrTrial]:
-    return [trial for rung in tune.rungs for trial in rung.trials]
 
 
 # --- tables

@@ -1,4 +1,4 @@
-"""Which micro batches can be tried: those that divide, that fit the memory, that fit the time. Pure."""
+"""Which micro batches can be tried: those that divide the global batch, and few enough of them. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from bert_dp.config import Config, ConfigError, batch_layout
 from launcher.tune.search import with_settings
 
-SPARE = 0.1  # of a rank's memory that the choice leaves free
 MOST, FEWEST = 8, 3  # sizes of a throughput curve
 
 
