@@ -124,7 +124,7 @@ class BatchSearch:
         self._memory.note(micro, measured)
         run = measured.run
         if run is None or measured.status != "ok":
-            facts = {name: getattr(measured, name) for name in ("status", "why", "failure_kind")}
+            facts = {field: getattr(measured, field) for field in ("status", "why", "failure_kind")}
             self._sizes[micro] = size.model_copy(update=facts)
             self._log(f"[{place}] micro batch {micro}: {measured.status}: {measured.why}")
             return
