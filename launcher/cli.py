@@ -291,6 +291,18 @@ def configs(
 
 
 @app.command()
+def checkpoints(
+    run: Annotated[Path, typer.Argument(metavar="RUN", show_default=False, help="Run directory.")],
+    json: Json = False,
+) -> int:
+    """Verify every checkpoint of a run by its hashes, and show how far each is. Exit code 1 when one is
+    damaged."""
+    from launcher import checkpoints
+
+    return checkpoints.verify(run, as_json=json, console=console())
+
+
+@app.command()
 def doctor(
     run_dir: Annotated[Path | None, typer.Option(help="Where runs would be written; default: here.")] = None,
     json: Json = False,

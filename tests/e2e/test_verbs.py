@@ -15,6 +15,7 @@ import typer.main
 
 from launcher import cli
 from tests.e2e.cli import bert_dp, here, refused, train
+from tests.helpers import read_lines
 from tests.scaling_fixture import scaling
 from tests.tune_fixture import batch
 
@@ -95,6 +96,33 @@ def test_data_build_refuses_what_it_cannot_read(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.txt", "big.csv"]
     missing = bert_dp("data", "inspect", str(tmp_path))
     assert missing.returncode == 2
+
+
+def test_checkpoints_are_verified(tmp_path: Path, shards: Path) -> None:
+    train(
+        shards,
+        tmp_path / "run",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep=3",
+        "eval.every_steps=1",
+        nproc=1,
+    )
+    sound = bert_dp("checkpoints", str(tmp_path / "run"), "--json")
+    assert sound.returncode == 0, sound.stderr
+    listed = json.loads(sound.stdout)
+    losses = [line["loss"] for line in read_lines(tmp_path / "run" / "evals.jsonl")]
+    assert [each["step"] for each in listed] == [2, 1, 0]
+    assert [each["samples"] for each in listed] == [16, 8, 0]
+    assert [each["heldout_loss"] for each in listed] == [losses[1], losses[0], None]
+    assert not any(each["problem"] for each in listed)
+    weights = tmp_path / "run" / "checkpoints" / "step-00000001" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    damaged = bert_dp("checkpoints", str(tmp_path / "run"))
+    assert damaged.returncode == 1
+    assert f"damaged: {weights}" in damaged.stdout
+    none = bert_dp("checkpoints", str(tmp_path))
+    assert (none.returncode, none.stdout) == (2, "")
+    assert "holds no checkpoint" in none.stderr
 
 
 def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path) -> None:
