@@ -23,7 +23,7 @@ from bert_dp import record
 from bert_dp.config import ConfigError
 from bert_dp.record.models import FailureKind, Summary, kind_of_text
 from launcher import job
-from launcher.children import child_environment, module_command
+from launcher.children import child_environment, launcher_marks, module_command
 from launcher.report.run_report import PAGE
 from launcher.run.read_run import read_summary
 from launcher.run.reaper import reaper
@@ -178,13 +178,9 @@ class _Ended:
 def _follow(arguments: list[str]) -> _Ended:
     """A verb of ours to its end. It is a session of its own: a terminal's or a notebook's interrupt comes to
     us alone, and is passed on once."""
-    environ = child_environment()
     said: collections.deque[str] = collections.deque(maxlen=LINES_KEPT)
     interrupted = False
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        reaper(Path(scratch), [f"{k}={v}" for k, v in environ.items()]),
-    ):
+    with tempfile.TemporaryDirectory() as scratch, reaper(Path(scratch), launcher_marks()):
         process = subprocess.Popen(
             [*module_command("launcher"), *arguments],
             stdin=subprocess.DEVNULL,
@@ -192,7 +188,7 @@ def _follow(arguments: list[str]) -> _Ended:
             stderr=subprocess.STDOUT,
             text=True,
             errors="replace",
-            env={**os.environ, **NO_TERMINAL, **environ},
+            env={**os.environ, **NO_TERMINAL, **child_environment()},
             start_new_session=True,
         )
         assert process.stdout is not None

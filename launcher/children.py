@@ -29,6 +29,12 @@ def child_environment() -> dict[str, str]:
     return {LAUNCHER_PID: str(pid), LAUNCHER_START: start_ticks(pid), "PYTHONSAFEPATH": "1"}
 
 
+def launcher_marks() -> list[str]:
+    """NAME=value of what every process of ours has in its environment, and none of another launcher's."""
+    environ = child_environment()
+    return [f"{name}={environ[name]}" for name in (LAUNCHER_PID, LAUNCHER_START)]
+
+
 def start_module(
     module: str,
     arguments: list[str],

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 
 from bert_dp import record
-from bert_dp.record import LAUNCHER_PID, LAUNCHER_START
 from bert_dp.record.models import Summary
 from launcher import results
+from launcher.children import launcher_marks
 from launcher.log import Log, complain
 from launcher.redact import scrub, secrets
 from launcher.run.reaper import reaper
@@ -78,8 +78,7 @@ def run(
     seconds, kills.
     Whatever happens, no process of the run is left. Writes summary.json when the workers could not. `watch`
     may end a hung run. The workers share `cores`, by default all that we may use. `options`: more of each
-    worker's. A run whose directory is
-    moved or deleted is ended, and nothing is written where it was.
+    worker's. A run whose directory is moved or deleted is ended, and nothing is written where it was.
     """
     if (lost := failure.lost_directory(directory)) is not None:
         return RunResult(1, lost)
@@ -99,10 +98,9 @@ def run(
     memory = MemoryWatch()
     with confined(cores):  # the threads of a rank are counted from its cores
         environ = start_environment(launcher, run_dir, scratch, nproc, on_gpu=on_gpu, grace_s=grace_s)
-    ours = [f"{name}={environ[name]}" for name in (LAUNCHER_PID, LAUNCHER_START)]
     with stop_signals() as pending:  # until all is told: one that comes last must not cost the summary
         try:
-            with reaper(scratch, ours):
+            with reaper(scratch, launcher_marks()):
                 with launcher_log.open("ab") as output, confined(cores):
                     process = subprocess.Popen(
                         start_command(launcher, nproc, scratch, worker),

@@ -17,7 +17,6 @@ from typing import IO, Any
 
 from bert_dp import record
 from bert_dp.config import Config, ConfigError, decide_precision, dump_config, load_config, resolve
-from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 from launcher import children, results
 from launcher.log import Log, complain
 from launcher.machine.environment import Environment
@@ -198,30 +197,29 @@ def runner(out: Path, slots: Sequence[Slot], *, launcher: str, on_gpu: bool, log
     what processes leave behind in OUT/.scratch goes at the end."""
     scratch = out / SCRATCH
     scratch.mkdir(exist_ok=True)
-    marks = [f"{LAUNCHER_PID}={os.getpid()}", f"{LAUNCHER_START}={start_ticks(os.getpid())}"]
     try:
-        with reaper(scratch, marks), processes.stop_signals() as signals:
-            yield Runner(out, scratch, slots, signals, launcher=launcher, on_gpu=on_gpu, log=log)
+        with reaper(scratch, children.launcher_marks()), processes.stop_signals() as signals:
+            yield Runner(out, slots, signals, launcher, on_gpu, log)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 
 
+@dataclasses.dataclass
 class Runner:
-    """Starts trials and follows them; `signals` are those that have come."""
+    """Starts trials and follows them."""
 
-    def __init__(
-        self,
-        out: Path,
-        scratch: Path,
-        slots: Sequence[Slot],
-        signals: Sequence[int],
-        *,
-        launcher: str,
-        on_gpu: bool,
-        log: Log,
-    ):
-        self.out, self.scratch, self._slots, self._signals = out, scratch, slots, signals
-        self._launcher, self._on_gpu, self._log = launcher, on_gpu, log
+    out: Path
+    slots: Sequence[Slot]
+    signals: Sequence[int]
+    """Those that have come, growing."""
+    launcher: str
+    on_gpu: bool
+    log: Log
+
+    @property
+    def scratch(self) -> Path:
+        """What processes leave behind; it goes at the end."""
+        return self.out / SCRATCH
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
         """Each trial with its outcome as it ends; its records are in its directory.
@@ -230,31 +228,31 @@ class Runner:
         outside ended it. The next trial is taken when a slot is free, so that `trials` may follow from what
         has ended. Raises Stopped once a signal has come and every trial has ended.
         """
-        queue, free = iter(trials), list(self._slots)
+        queue, free = iter(trials), list(self.slots)
         tries: dict[Path, int] = {}
         running: list[_Running] = []
         sent = 0
         try:
             while True:
-                while free and not self._signals and (trial := next(queue, None)) is not None:
+                while free and not self.signals and (trial := next(queue, None)) is not None:
                     if (outcome := earlier_outcome(trial)) is not None:
                         yield trial, outcome
                     else:
                         running.append(self._start(trial, free.pop(0)))
                 if not running:
                     break
-                for number in self._signals[sent:]:
+                for number in self.signals[sent:]:
                     for each in running:
                         each.process.send_signal(number)
-                sent = len(self._signals)
+                sent = len(self.signals)
                 for each in [r for r in running if r.process.poll() is not None]:
                     running.remove(each)
                     outcome = self._end(each)
                     tries[each.trial.directory] = tries.get(each.trial.directory, 0) + 1
-                    if outcome is None and self._signals:
+                    if outcome is None and self.signals:
                         continue
                     if outcome is None and tries[each.trial.directory] < TRIES:
-                        self._log(f"  {each.trial.name}: ended from outside; once more")
+                        self.log(f"  {each.trial.name}: ended from outside; once more")
                         running.append(self._start(each.trial, each.slot))
                         continue
                     free.append(each.slot)
@@ -266,8 +264,8 @@ class Runner:
                 each.process.kill()  # its own reaper ends its ranks
                 each.process.wait()
                 each.log.close()
-        if self._signals:
-            raise Stopped(self._signals[0])
+        if self.signals:
+            raise Stopped(self.signals[0])
 
     def run_one(self, trial: Trial) -> Outcome:
         """Raises Stopped."""
@@ -292,11 +290,11 @@ class Runner:
                 text = process.communicate(timeout=processes.POLL_S)[0]
                 break
             except subprocess.TimeoutExpired:
-                if self._signals or time.monotonic() > deadline:
+                if self.signals or time.monotonic() > deadline:
                     with contextlib.suppress(ProcessLookupError):
                         os.killpg(process.pid, signal.SIGKILL)
-        if self._signals:
-            raise Stopped(self._signals[0])
+        if self.signals:
+            raise Stopped(self.signals[0])
         if process.returncode:
             complain(f"warning: {module} ended with exit code {process.returncode}")
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
@@ -308,8 +306,8 @@ class Runner:
         record.write_text(directory / "config.yaml", dump_config(trial.config))
         if (facts := self.out / "environment.json").exists():
             shutil.copy(facts, directory)
-        arguments = [str(directory), "--nproc", str(trial.ranks), "--launcher", self._launcher]
-        arguments += ["--on-gpu"] if self._on_gpu else []
+        arguments = [str(directory), "--nproc", str(trial.ranks), "--launcher", self.launcher]
+        arguments += ["--on-gpu"] if self.on_gpu else []
         if (cores := trial.cores or slot.cores) is not None:
             arguments += ["--cores", ",".join(map(str, cores))]
         arguments += [] if trial.data_bytes is None else ["--data-bytes", str(trial.data_bytes)]
@@ -344,6 +342,6 @@ class Runner:
             for line in record.read_lines(each.trial.directory / "metrics.jsonl"):
                 step = line["step"]
             of = f" of {steps}" if steps else ""
-            self._log(
+            self.log(
                 f"  {each.trial.name}: step {step}{of}, running for {format_duration(now - each.started_s)}"
             )

@@ -13,7 +13,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from bert_dp import record
 from bert_dp.config import Config, progress_at
-from bert_dp.record.models import HeldOut
+from bert_dp.record.models import HeldOut, Summary
+from launcher import results
 from launcher.log import PLAIN, show
 from launcher.redact import secrets
 from launcher.report import heldout
@@ -115,11 +116,8 @@ class Display:
         return self
 
     def __exit__(self, *_: object) -> None:
-        from bert_dp.record.models import Summary
-        from launcher import results  # not for --help
-
-        ended = results.find(self._run_dir / "summary.json", Summary)
-        if ended is not None and ended.status != "failed":
+        summary = results.find(self._run_dir / "summary.json", Summary)
+        if summary is not None and summary.status != "failed":
             while self._show_lines():  # the ranks have ended: what they left is finite
                 pass
             self._show_lines(everything=True)

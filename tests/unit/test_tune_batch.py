@@ -113,7 +113,7 @@ class MadeRunner(Runner):
 
 
 def runner(kind: type[Runner], out: Path) -> Runner:
-    return kind(out, out, [Slot()], [], launcher="torchrun", on_gpu=False, log=lambda line: None)
+    return kind(out, [Slot()], [], launcher="torchrun", on_gpu=False, log=lambda line: None)
 
 
 def made_gib(micro: int, rank: int) -> float:
