@@ -173,6 +173,14 @@ def processes_of(place: Path) -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if str(place) in " ".join(p.info["cmdline"] or ())]
 
 
+def is_alive(process: psutil.Process) -> bool:
+    """Not of a zombie."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def members(run_dir: Path) -> list[psutil.Process]:
     """The processes of a run, without its launcher."""
     return processes_of(run_dir / "config.yaml")

@@ -65,7 +65,6 @@ def test_a_run_in_a_thread_and_its_model(
         (tmp_path / "mine").touch()
         assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o664  # our umask
     assert open_to_others(path) == []
-    assert run.summary is not None
     assert (run.summary.status, run.summary.world_size) == ("done", 2)
     assert [line["step"] for line in run.metrics] == [1, 2, 3, 4, 5, 6]
     assert [line["step"] for line in run.evals] == [6]
@@ -150,7 +149,6 @@ def test_an_interrupt_stops_the_run_after_a_checkpoint(tmp_path: Path, small: di
     assert re.search(r"^SIGINT: stopping", said, re.MULTILINE)
     assert said.splitlines()[-1].startswith("interrupted: stopped; the same call with run_dir=")
     run = bert_dp.read_run(tmp_path / "run")
-    assert run.summary is not None
     assert (run.summary.status, run.summary.exit_code) == ("stopped", 130)
     assert run.checkpoint == tmp_path / f"run/checkpoints/step-{run.summary.step:08d}"
     assert run.summary.step >= 3

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.e2e.cli import begin, go_on, members, refused, start, tiny, train, wait_for
+from tests.e2e.cli import begin, go_on, is_alive, members, refused, start, tiny, train, wait_for
 from tests.helpers import logged, read_json
 from tests.shards import write_shards
 
@@ -86,7 +86,6 @@ def test_two_launchers_on_one_directory_only_one_runs(tmp_path: Path, shards: Pa
 def test_a_reader_that_goes_away_does_not_end_the_run(tmp_path: Path, shards: Path) -> None:
     run_dir = tmp_path / "run"
     process = begin(shards, run_dir, "schedule.steps=60", nproc=1)
-    assert process.stdout is not None
     process.stdout.readline()
     process.stdout.close()
     assert process.wait(timeout=120) == 0
@@ -115,9 +114,7 @@ def test_the_corpus_build_ends_with_its_launcher(tmp_path: Path) -> None:
     family = [*family, *family[0].children(recursive=True)]
     process.kill()
     process.communicate()
-    wait_for(
-        lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family), seconds=10
-    )
+    wait_for(lambda: not any(map(is_alive, family)), seconds=10)
     assert not (tmp_path / "out").exists()
 
 

@@ -66,8 +66,6 @@ class Killer:
         )
 
     def kill(self, folder: Path, **order: Any) -> dict[str, Any]:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"folder": str(folder), **order}) + "\n")
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())

@@ -11,7 +11,7 @@ import psutil
 import pytest
 import yaml
 
-from tests.e2e.cli import begin, members, step_reached, wait_for
+from tests.e2e.cli import begin, is_alive, members, step_reached, wait_for
 from tests.faults.harness import FULL, broken, observe, rounds
 from tests.helpers import logged, read_json, read_lines
 from tests.parity.runs import train_runs, write_run
@@ -40,7 +40,7 @@ def test_row_04_no_process_outlives_a_killed_launcher(tmp_path: Path, shards: Pa
         process.kill()
         started = time.monotonic()
         process.communicate()
-        wait_for(lambda family=family: not any(alive(p) for p in family), seconds=30)
+        wait_for(lambda family=family: not any(is_alive(p) for p in family), seconds=30)
         observe(4, seconds=time.monotonic() - started)
         assert not members(run_dir)
 
@@ -59,16 +59,9 @@ def test_row_04_not_even_a_stopped_rank(tmp_path: Path, shards: Path) -> None:
         process.kill()
         started = time.monotonic()
         process.communicate()
-        wait_for(lambda family=family: not any(alive(p) for p in family), seconds=30)
+        wait_for(lambda family=family: not any(is_alive(p) for p in family), seconds=30)
         observe(4, stopped_rank=True, seconds=time.monotonic() - started)
         assert not any(path.exists() for path in scratch)
-
-
-def alive(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1"] if FULL else ["SIGINT"])
@@ -86,7 +79,7 @@ def test_row_05_once_checkpoints(tmp_path: Path, shards: Path, name: str) -> Non
         out, err = process.communicate(timeout=90)
         observe(5, signal=name, seconds=time.monotonic() - started)
         assert process.returncode == 128 + number, out + err
-        assert not any(alive(p) for p in family)
+        assert not any(is_alive(p) for p in family)
         summary = read_json(run_dir / "summary.json")
         assert (summary["status"], summary["signal"]) == ("stopped", number)
         assert (run_dir / summary["checkpoint"] / "manifest.json").exists()
@@ -110,7 +103,7 @@ def test_row_05_twice_ends_at_once(tmp_path: Path, shards: Path) -> None:
         process.communicate(timeout=60)
         observe(5, signal="two", seconds=time.monotonic() - started)
         assert process.returncode in (130, 143)
-        assert not any(alive(p) for p in family)
+        assert not any(is_alive(p) for p in family)
 
 
 PLACES = {  # the step that is slow there, so that the signal finds the run in this place, and the signal

@@ -49,7 +49,6 @@ def run_dir(tmp_path: Path) -> Path:
 def test_a_rank_goes_on_with_the_data_of_the_checkpoint_only(run_dir: Path) -> None:
     """srun and mpirun start ranks without the launcher, which checks the same."""
     resumed = setup.select_checkpoint(rank_with(run_dir, "0"), "auto")
-    assert resumed is not None
     assert resumed.path == run_dir / "checkpoints" / "step-00000003"
     assert resumed.state == TrainState(step=3, samples=12, elapsed_s=7.5, logged_step=3)
     with pytest.raises(ConfigError, match=f"was trained on shards {'0' * 16}, these are {'1' * 16}"):

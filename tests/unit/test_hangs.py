@@ -6,6 +6,8 @@ import dataclasses
 import sysconfig
 from typing import Any
 
+import pytest
+
 from bert_dp.record import PHASES, Beat
 from launcher.watch.hangs import (
     Frame,
@@ -98,22 +100,56 @@ def test_what_a_stack_waits_in() -> None:
 # --- the verdict
 
 
-def test_a_stopped_rank_is_named_before_all_else() -> None:
-    found = find_culprit([witness(0, WORK, step=3), witness(1, state="T", step=5, unheard_s=30.0)])
-    assert found.ranks == (1,)
-    assert "SIGSTOP" in found.why
-    assert "debugger" in find_culprit([witness(0), witness(1, state="t")]).why
-
-
-def test_a_frozen_rank_is_named_and_the_kernel_function_with_it() -> None:
-    found = find_culprit([witness(0, WORK), witness(1, unheard_s=29.0)])
-    assert found.ranks == (1,)
-    assert "not schedulable" in found.why
-    assert "GIL" in found.why
-    assert (
-        "stuck in the kernel in nfs_wait"
-        in find_culprit([witness(0), witness(1, unheard_s=29.0, state="D", kernel_wait="nfs_wait")]).why
+ABSENT = Witness(1, Beat(*[0] * len(dataclasses.fields(Beat))), 400.0, 400.0)
+CULPRITS: dict[str, tuple[list[Witness], tuple[int, ...], str]] = {
+    "stopped, before all else": (
+        [witness(0, WORK, step=3), witness(1, state="T", step=5, unheard_s=30.0)],
+        (1,),
+        "stopped by a signal (SIGSTOP)",
+    ),
+    "in a debugger": ([witness(0), witness(1, state="t")], (1,), "stopped by a debugger"),
+    "frozen": (
+        [witness(0, WORK), witness(1, unheard_s=29.0)],
+        (1,),
+        "not schedulable: holds the interpreter",
+    ),
+    "frozen in the kernel": (
+        [witness(0), witness(1, unheard_s=29.0, state="D", kernel_wait="nfs_wait")],
+        (1,),
+        "not schedulable: stuck in the kernel in nfs_wait",
+    ),
+    "not begun: behind, not frozen": ([witness(0, GATHER, step=0, phase="compile"), ABSENT], (1,), "behind"),
+    "the last of many places": (
+        [witness(0, step=5), witness(1, phase="log"), witness(2), witness(3, phase="log")],
+        (2,),
+        "behind the others, which are in step 5 (step, 0 micro batches done)",
+    ),
+    "outside the collective": (
+        [witness(0, GATHER), witness(1, WORK), witness(2, TICK)],
+        (1,),
+        "not in the collective that the others wait in",
+    ),
+    "at work, not in the backward pass": ([witness(0, BACKWARD), witness(1, WORK)], (1,), "not in the"),
+    "in the backward pass, not in the collective": ([witness(0, BACKWARD), witness(1, GATHER)], (0,), "not"),
+    "nobody: all wait alike": ([witness(0, GATHER), witness(1, GATHER)], (), "no rank stands out"),
+    "nobody: no stacks": ([witness(0), witness(1)], (), "no rank stands out"),
+    "a lone rank": ([witness(0, WORK)], (0,), "makes no progress"),
+} | {
+    f"behind {other}": (
+        [witness(0, **other), witness(1, done=1), witness(2, **other)],
+        (1,),
+        "behind the others",
     )
+    for other in ({"step": 5, "phase": "data"}, {"phase": "log"}, {"done": 2}, {"phase": "data", "done": 2})
+}
+
+
+@pytest.mark.parametrize("what", CULPRITS)
+def test_whom_the_evidence_names(what: str) -> None:
+    witnesses, ranks, why = CULPRITS[what]
+    verdict = find_culprit(witnesses)
+    assert verdict.ranks == ranks
+    assert verdict.why.startswith(why)
 
 
 def test_a_late_heartbeat_is_not_a_frozen_rank() -> None:
@@ -121,49 +157,12 @@ def test_a_late_heartbeat_is_not_a_frozen_rank() -> None:
     assert not witness(0, silent_s=2.0, unheard_s=2.0).frozen
 
 
-def test_a_rank_that_has_not_begun_is_behind_and_not_frozen() -> None:
-    absent = Witness(1, Beat(*[0] * len(dataclasses.fields(Beat))), 400.0, 400.0)
-    found = find_culprit([witness(0, GATHER, step=0, phase="compile"), absent])
-    assert found.ranks == (1,)
-    assert found.why.startswith("behind")
-
-
-def test_the_rank_that_is_behind_is_named() -> None:
-    for other in ({"step": 5, "phase": "data"}, {"phase": "log"}, {"done": 2}, {"phase": "data", "done": 2}):
-        found = find_culprit([witness(0, **other), witness(1, done=1), witness(2, **other)])
-        assert found.ranks == (1,)
-        assert found.why.startswith("behind the others")
-
-
 def test_a_rank_that_waits_for_data_is_named() -> None:
     """In the step of the others, with as many micro batches done as they."""
     witnesses = [witness(0, BACKWARD, done=3), witness(1, WORK, phase="data", done=3), witness(2, done=3)]
-    found = find_culprit(witnesses)
-    assert found.ranks == (1,)
-    assert "hang: rank 1 in step 4 (data, 3 micro batches done): behind" in report(witnesses, found)[0]
-
-
-def test_of_ranks_at_many_places_the_last_one_is_named() -> None:
-    found = find_culprit([witness(0, step=5), witness(1, phase="log"), witness(2), witness(3, phase="log")])
-    assert (found.ranks, found.why) == (
-        (2,),
-        "behind the others, which are in step 5 (step, 0 micro batches done)",
-    )
-
-
-def test_at_the_same_place_the_rank_outside_the_collective_is_named() -> None:
-    assert find_culprit([witness(0, GATHER), witness(1, WORK), witness(2, TICK)]).ranks == (1,)
-    assert find_culprit([witness(0, BACKWARD), witness(1, WORK)]).ranks == (1,)
-    assert find_culprit([witness(0, BACKWARD), witness(1, GATHER)]).ranks == (0,)
-
-
-def test_nobody_is_named_when_all_wait_alike() -> None:
-    assert find_culprit([witness(0, GATHER), witness(1, GATHER)]).ranks == ()
-    assert find_culprit([witness(0), witness(1)]).ranks == ()
-
-
-def test_a_lone_rank_names_itself() -> None:
-    assert find_culprit([witness(0, WORK)]).ranks == (0,)
+    verdict = find_culprit(witnesses)
+    assert verdict.ranks == (1,)
+    assert "hang: rank 1 in step 4 (data, 3 micro batches done): behind" in report(witnesses, verdict)[0]
 
 
 # --- collectives
@@ -189,14 +188,12 @@ def test_records_that_begin_at_different_numbers_are_compared_where_they_meet() 
 
 
 def test_another_operation_or_size_under_one_number_is_a_mismatch() -> None:
-    found = compare_collectives({0: started("all_reduce"), 1: started("broadcast")})
-    assert found is not None
-    assert found.ranks == (0, 1)
-    assert "rank 0 calls all_reduce of [[8]], rank 1 calls broadcast of [[8]]" in found.why
-    found = compare_collectives({r: started("all_reduce", size=8 + (r == 2)) for r in range(4)})
-    assert found is not None
-    assert found.ranks == (2,)
-    assert "ranks 0, 1, 3 call all_reduce of [[8]], rank 2 calls all_reduce of [[9]]" in found.why
+    verdict = compare_collectives({0: started("all_reduce"), 1: started("broadcast")})
+    assert verdict.ranks == (0, 1)
+    assert "rank 0 calls all_reduce of [[8]], rank 1 calls broadcast of [[8]]" in verdict.why
+    verdict = compare_collectives({r: started("all_reduce", size=8 + (r == 2)) for r in range(4)})
+    assert verdict.ranks == (2,)
+    assert "ranks 0, 1, 3 call all_reduce of [[8]], rank 2 calls all_reduce of [[9]]" in verdict.why
 
 
 def test_inputs_that_may_differ_are_no_mismatch() -> None:
@@ -218,18 +215,16 @@ def test_a_rank_that_waits_for_another_in_its_own_group_is_not_named() -> None:
         2: done[2] + first + started("all_reduce", group="dp0", first=2),
         3: done[3] + second + started("all_reduce", group="dp1", first=2),
     }
-    found = compare_collectives(recorded)
-    assert found is not None
-    assert found.ranks == (1,)
+    verdict = compare_collectives(recorded)
+    assert verdict.ranks == (1,)
 
 
 def test_ranks_that_wait_for_each_other_are_both_named() -> None:
     a, b = started("all_reduce", group="a"), started("all_gather", group="b")
     more_a, more_b = started("all_reduce", group="a", first=2), started("all_gather", group="b", first=2)
-    found = compare_collectives({0: a + b + more_a, 1: a + b + more_b})
-    assert found is not None
-    assert found.ranks == (0, 1)
-    assert "wait for each other" in found.why
+    verdict = compare_collectives({0: a + b + more_a, 1: a + b + more_b})
+    assert verdict.ranks == (0, 1)
+    assert "wait for each other" in verdict.why
 
 
 def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
@@ -238,9 +233,9 @@ def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
     behind = [*ahead[:-1], {**ahead[-1], "state": "scheduled"}]
     assert compare_collectives({0: ahead, 1: behind}) is None
     witnesses = [witness(0, BACKWARD, collectives=ahead), witness(1, BACKWARD, done=2, collectives=behind)]
-    found = find_culprit(witnesses)  # before the place in the step: rank 0 is behind there
-    assert found == Verdict((1,), "has on its GPU not begun all_reduce of [[8]], in which rank 0 waits")
-    assert "rank 1 in step 4 (step, 2 micro batches passed to the GPU)" in report(witnesses, found)[0]
+    verdict = find_culprit(witnesses)  # before the place in the step: rank 0 is behind there
+    assert verdict == Verdict((1,), "has on its GPU not begun all_reduce of [[8]], in which rank 0 waits")
+    assert "rank 1 in step 4 (step, 2 micro batches passed to the GPU)" in report(witnesses, verdict)[0]
     gloo = [{**entry, "state": "scheduled"} for entry in ahead]
     assert find_culprit([witness(0, collectives=gloo), witness(1, collectives=gloo)]).ranks == ()
 

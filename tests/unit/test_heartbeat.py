@@ -14,9 +14,9 @@ import pytest
 
 from bert_dp.heartbeat import Heartbeat
 from bert_dp.lines import LostWrites
-from bert_dp.rank_process import show_stacks_on_signal
 from bert_dp.record import BEAT_BYTES, PHASES, Beat, ask_for_collectives, heartbeat_path, read_beat
 from launcher.watch.hangs import parse_stack
+from tests.e2e.cli import wait_for
 from tests.faults.harness import observe
 
 
@@ -70,10 +70,7 @@ def test_the_thread_shows_life_and_answers(path: Path) -> None:
     before = read(path)
     beat.answer_with(lambda: answers.append(1))
     ask_for_collectives(path, 5)
-    deadline = time.monotonic() + 30
-    while read(path).answered != 5:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: read(path).answered == 5, 30)
     assert answers == [1]
     assert read(path).alive > before.alive
     assert read(path).progress == before.progress  # being alive is not progress
@@ -84,10 +81,7 @@ def test_an_answer_that_fails_is_still_an_answer(path: Path) -> None:
     beat = Heartbeat(path, LostWrites())
     beat.answer_with(lambda: 1 / 0)
     ask_for_collectives(path, 1)
-    deadline = time.monotonic() + 30
-    while read(path).answered != 1:
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_for(lambda: read(path).answered == 1, 30)
     beat.close()
 
 
@@ -140,15 +134,12 @@ def test_the_stack_of_a_process_that_holds_the_lock(tmp_path: Path) -> None:
     environ = {**os.environ, "BERT_DP_LOG_DIR": str(tmp_path)}
     process = subprocess.Popen([sys.executable, "-c", code], env=environ, stdout=subprocess.PIPE, text=True)
     try:
-        assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        written, deadline = tmp_path / "rank-2.stack", time.monotonic() + 30
+        written = tmp_path / "rank-2.stack"
         time.sleep(0.2)
         process.send_signal(signal.SIGUSR2)
         whole = [("<string>", "held"), ("<string>", "<module>")]  # faulthandler writes it frame by frame
-        while [(f.path, f.function) for f in parse_stack(written.read_text())] != whole:
-            assert time.monotonic() < deadline, written.read_text()
-            time.sleep(0.05)
+        wait_for(lambda: [(f.path, f.function) for f in parse_stack(written.read_text())] == whole, 30)
         assert process.poll() is None
     finally:
         process.kill()
@@ -165,4 +156,3 @@ def test_without_a_log_directory_stacks_go_to_stderr(monkeypatch: pytest.MonkeyP
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert "most recent call first" in done.stderr
-    assert callable(show_stacks_on_signal)

@@ -25,7 +25,7 @@ from launcher.loggers import Beginning, __main__, follow
 from launcher.options import loggers as parse_loggers
 from launcher.results import LoggerRun
 from launcher.run import loggers as child
-from tests.e2e.cli import here, refused, wait_for
+from tests.e2e.cli import here, is_alive, refused, wait_for
 from tests.helpers import issues_of, make_config, read_json, write_lines
 from tests.report_fixture import make_run, metrics
 
@@ -287,7 +287,7 @@ def test_a_service_that_never_ends_is_ended_with_all_it_has_started(
         wait_for(ready.exists, 30)
         started = set(psutil.Process().children(recursive=True)) - before
         assert len(started) == 2
-    wait_for(lambda: not any(runs(process) for process in started), 10)
+    wait_for(lambda: not any(map(is_alive, started)), 10)
     assert sender.exit_code == 1
     (line,) = said
     assert line.startswith("warning: not all was sent to wandb")
@@ -309,13 +309,6 @@ def test_a_late_service_is_named_and_left(tmp_path: Path, monkeypatch: pytest.Mo
     held.set()
     assert ended == [loggers.INCOMPLETE]
     assert warnings.getvalue().startswith("mlflow gets no more of this run (not done ")
-
-
-def runs(process: psutil.Process) -> bool:
-    try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 def test_without_services_no_process_is_started(tmp_path: Path) -> None:

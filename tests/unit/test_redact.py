@@ -6,6 +6,7 @@ import dataclasses
 import html
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,15 @@ def run_files(folder: Path, name: str, data: bytes) -> Path:
     return path
 
 
+def scrubbed(folder: Path, data: bytes, secrets: Sequence[str] = (), chunk: int = redact.CHUNK) -> bytes:
+    """A rank's log without its secrets, `chunk` bytes looked at together."""
+    log = run_files(folder, "rank-0.log", data)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(redact, "CHUNK", chunk)
+        assert redact.scrub(folder, secrets) == []
+    return log.read_bytes()
+
+
 @given(
     st.lists(st.one_of(st.sampled_from([b"secret-1", b"secret-1-long", b"geheim!"]), st.binary(max_size=9))),
     st.integers(1, 30),
@@ -64,17 +74,12 @@ def run_files(folder: Path, name: str, data: bytes) -> Path:
 def test_every_occurrence_goes_and_every_other_byte_stays(
     tmp_path_factory: pytest.TempPathFactory, parts: list[bytes], chunk: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("run")
-    secrets = [b"secret-1-long", b"secret-1", b"geheim!"]
-    data = b"".join(parts)
-    log = run_files(folder, "rank-0.log", data)
-    expected = data
-    for secret in secrets:
-        expected = expected.replace(secret, b"<redacted>"[: len(secret)].ljust(len(secret), b"*"))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redact, "CHUNK", chunk)
-        assert redact.scrub(folder, [s.decode() for s in secrets]) == []
-    assert log.read_bytes() == expected
+    expected = data = b"".join(parts)
+    for secret in (secrets := ["secret-1-long", "secret-1", "geheim!"]):
+        expected = expected.replace(
+            secret.encode(), "<redacted>"[: len(secret)].ljust(len(secret), "*").encode()
+        )
+    assert scrubbed(tmp_path_factory.mktemp("run"), data, secrets, chunk) == expected
 
 
 @given(
@@ -84,15 +89,11 @@ def test_every_occurrence_goes_and_every_other_byte_stays(
 def test_what_has_the_form_of_a_secret_goes_too_wherever_a_piece_is_cut(
     tmp_path_factory: pytest.TempPathFactory, parts: list[str | tuple[str, str]], chunk: int
 ) -> None:
-    folder = tmp_path_factory.mktemp("run")
     text = "\n".join(part if isinstance(part, str) else part[0] for part in parts)
-    log = run_files(folder, "rank-0.log", text.encode())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redact, "CHUNK", chunk)
-        assert redact.scrub(folder, []) == []
-    assert len(log.read_bytes()) == len(text)
+    left = scrubbed(tmp_path_factory.mktemp("run"), text.encode(), chunk=chunk)
+    assert len(left) == len(text)
     for part in parts:
-        assert isinstance(part, str) or part[1].encode() not in log.read_bytes()
+        assert isinstance(part, str) or part[1].encode() not in left
 
 
 @pytest.mark.parametrize(("text", "secret"), FORMED)
@@ -100,31 +101,23 @@ def test_forms_of_secrets(tmp_path: Path, text: str, secret: str) -> None:
     shown = hide(text)
     assert shown == text.replace(secret, "<redacted>")
     assert hide(shown) == shown
-    far = b"x" * 5000
-    log = run_files(tmp_path, "rank-0.log", far + b"\n" + text.encode() + b"\n" + far)
-    redact.scrub(tmp_path, [])
-    left = "<redacted>"[: len(secret)].ljust(len(secret), "*")
-    assert log.read_bytes() == far + b"\n" + text.replace(secret, left).encode() + b"\n" + far
+    far, left = b"x" * 5000, "<redacted>"[: len(secret)].ljust(len(secret), "*")
+    expected = far + b"\n" + text.replace(secret, left).encode() + b"\n" + far
+    assert scrubbed(tmp_path, far + b"\n" + text.encode() + b"\n" + far) == expected
 
 
 @pytest.mark.parametrize("chunk", [100, 5000])
-def test_a_long_log_is_searched_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
-) -> None:
+def test_a_long_log_is_searched_to_its_end(tmp_path: Path, chunk: int) -> None:
     """Longer than what is looked at together; one secret is no UTF-8."""
-    monkeypatch.setattr(redact, "CHUNK", chunk)
-    far = b"x" * 3000 + b"\n"
-    log = run_files(tmp_path, "rank-0.log", (far + b"secret-1 geheim\xff1 AKIAIOSFODNN7EXAMPLE\n") * 5)
-    assert redact.scrub(tmp_path, ["secret-1", os.fsdecode(b"geheim\xff1")]) == []
-    assert log.read_bytes() == (far + b"<redacte <redacte <redacted>**********\n") * 5
+    far, secrets = b"x" * 3000 + b"\n", ["secret-1", os.fsdecode(b"geheim\xff1")]
+    left = scrubbed(tmp_path, (far + b"secret-1 geheim\xff1 AKIAIOSFODNN7EXAMPLE\n") * 5, secrets, chunk)
+    assert left == (far + b"<redacte <redacte <redacted>**********\n") * 5
 
 
 @pytest.mark.parametrize("text", PLAIN)
 def test_ordinary_text_has_no_form_of_a_secret(tmp_path: Path, text: str) -> None:
     assert hide(text) == text
-    log = run_files(tmp_path, "rank-0.log", text.encode())
-    redact.scrub(tmp_path, [])
-    assert log.read_text() == text
+    assert scrubbed(tmp_path, text.encode()) == text.encode()
 
 
 def test_json_loses_them_in_its_texts_alone(tmp_path: Path) -> None:

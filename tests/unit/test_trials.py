@@ -10,6 +10,7 @@ import subprocess
 import sys
 import types
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ import pytest
 from bert_dp import record
 from bert_dp.config import Config, dump_config
 from launcher import children
+from launcher.log import Log
 from launcher.run import processes, read_run, trials
-from launcher.run.trials import Outcome, Slot, Stopped, Trial
+from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial
 from tests.helpers import make_config, write_lines
 
 KILLED = {"status": "failed", "killed_by": 9, "cause": "rank 0: SIGKILL"}
@@ -39,6 +41,10 @@ def write(trial: Trial, summary: dict[str, Any], seconds: float | None = None) -
     (trial.directory / "summary.json").write_text(json.dumps(summary))
     if seconds is not None:
         (trial.directory / "trial.json").write_text(json.dumps({"seconds": seconds}))
+
+
+def runner(out: Path, *slots: Slot, log: Log = print) -> AbstractContextManager[Runner]:
+    return trials.runner(out, slots, launcher="torchrun", on_gpu=False, log=log)
 
 
 def write_steps(directory: Path, ranks: int = 2) -> None:
@@ -146,8 +152,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: list[list[str]]) -> None:
     said: list[str] = []
     trial = Trial(tmp_path / "t", config(), 2, cores=(1,), data_bytes=5)
-    slots = [Slot(cores=(0, 1))]
-    with trials.runner(tmp_path, slots, launcher="torchrun", on_gpu=False, log=said.append) as runs:
+    with runner(tmp_path, Slot(cores=(0, 1)), log=said.append) as runs:
         assert runs.run_one(trial).status == "failed"
         assert runs.scratch.is_dir()
     assert not runs.scratch.exists()
@@ -170,7 +175,7 @@ def test_the_next_trial_is_taken_when_a_slot_is_free(tmp_path: Path, started: li
         assert ended == ["there", "a"]
         yield Trial(tmp_path / "b", config(), 1)
 
-    with trials.runner(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, log=lambda line: None) as runs:
+    with runner(tmp_path, Slot()) as runs:
         for trial, _ in runs.run(due()):
             ended.append(trial.name)
     assert ended == ["there", "a", "b"]
@@ -188,7 +193,7 @@ def test_a_stop_signal_is_passed_to_a_trial_once(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(children, "start_module", start)
     monkeypatch.setattr(processes, "POLL_S", 0.01)
-    with trials.runner(tmp_path, [Slot()], launcher="torchrun", on_gpu=False, log=print) as runs:
+    with runner(tmp_path, Slot()) as runs:
         with pytest.raises(Stopped):
             runs.run_one(Trial(tmp_path / "t", config(), 2))
     assert notes.read_text() == "15\n"
@@ -211,7 +216,7 @@ def test_a_signal_ends_a_helper_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(children, "start_module", start)
     monkeypatch.setattr(processes, "POLL_S", 0.01)
     monkeypatch.setattr(trials, "time", types.SimpleNamespace(monotonic=stands_still))
-    with trials.runner(tmp_path, [], launcher="torchrun", on_gpu=False, log=print) as runs:
+    with runner(tmp_path) as runs:
         with pytest.raises(Stopped) as stopped:
             runs.helper("bert_dp.dist", [])
     assert stopped.value.number == signal.SIGTERM
