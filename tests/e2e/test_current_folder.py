@@ -57,9 +57,9 @@ def test_a_program_that_scale_or_tune_starts_imports_nothing_from_there(
     tmp_path: Path, shards: Path, executed: Executed
 ) -> None:
     config = load_config(None, [item for item in tiny(shards) if item != "--set"])
-    asked = tmp_path / "config.yaml"
-    asked.write_text(dump_config(config))
+    config_file = tmp_path / "config.yaml"
+    config_file.write_text(dump_config(config))
     with trials.runner(tmp_path, [], launcher="torchrun", on_gpu=False, log=print) as runs:
-        lines = runs.helper("bert_dp.measure.memory_line", [str(asked), "1", "2", "4"])
+        lines = runs.helper("bert_dp.measure.memory_line", [str(config_file), "1", "2", "4"])
     assert executed() == ""
     assert lines[0]["bytes_per_sequence"] > 0

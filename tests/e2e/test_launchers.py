@@ -193,12 +193,12 @@ def test_ranks_started_by_hand_train_to_the_end(tmp_path: Path, shards: Path) ->
     ranks = [
         subprocess.Popen(
             [sys.executable, "-m", "bert_dp.worker", str(config)],
-            env={**os.environ, **meet, **told},
+            env={**os.environ, **meet, **place},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
-        for told in BY_HAND
+        for place in BY_HAND
     ]
     try:
         said = [process.communicate(timeout=240)[0] for process in ranks]

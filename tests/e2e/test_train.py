@@ -105,13 +105,13 @@ def test_weights_of_another_shape_are_refused(first: tuple[Path, str], shards: P
 
 def test_a_dry_run_says_how_long_a_budget_in_epochs_is(shards: Path) -> None:
     """96 sequences of 16 in the shards; of sources that are not built it cannot be known."""
-    known = here(
+    built = here(
         "train", "quickstart", *tiny(shards, "schedule.steps=null", "schedule.epochs=2.5"), "--dry-run"
     )
-    assert known.returncode == 0, known.stderr
-    assert f"{240 * 16:,} tokens" in known.stdout
-    unknown = here("train", "quickstart", "--set", "schedule.epochs=2.5", "--dry-run")
-    assert "2.5 epochs of the data, which are not built yet" in unknown.stdout
+    assert built.returncode == 0, built.stderr
+    assert f"{240 * 16:,} tokens" in built.stdout
+    unbuilt = here("train", "quickstart", "--set", "schedule.epochs=2.5", "--dry-run")
+    assert "2.5 epochs of the data, which are not built yet" in unbuilt.stdout
 
 
 def test_a_directory_without_weights_is_refused(shards: Path, tmp_path: Path) -> None:

@@ -134,14 +134,14 @@ def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path) -> None:
 
 @pytest.mark.quick
 def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None:
-    asked = "plan scaling --model bert-large --seq-per-s 580 --micro 256 --gpu A100-80G".split()
-    asked += "--link nvswitch3 --gpus 1..16".split()
-    done = here(*asked, "--inter", "ib-hdr", "--nics", "8", "--engine", "zero1", "--json")
+    question = "plan scaling --model bert-large --seq-per-s 580 --micro 256 --gpu A100-80G".split()
+    question += "--link nvswitch3 --gpus 1..16".split()
+    done = here(*question, "--inter", "ib-hdr", "--nics", "8", "--engine", "zero1", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     assert [row["world_size"] for row in rows] == [1, 2, 4, 8, 16]
     assert all(0.5 < row["efficiency"] <= 1.01 for row in rows)
-    shown = here(*asked, "--inter", "ib-hdr", "--accumulation", "1,4")
+    shown = here(*question, "--inter", "ib-hdr", "--accumulation", "1,4")
     assert shown.returncode == 0, shown.stderr
     assert "What one change would do on 16 GPUs" in shown.stdout
     for extra, said in (
@@ -150,7 +150,7 @@ def test_plan_scaling_prints_a_table_or_json_and_refuses(tmp_path: Path) -> None
         (("--gpus", "0"), "--nproc"),
         (("--from", str(tmp_path)), "--from"),
     ):
-        assert said in refused(*asked, *extra)
+        assert said in refused(*question, *extra)
     assert here("plan", "scaling").returncode == 2
 
 

@@ -40,8 +40,8 @@ def collect() -> list[str]:
 
 def row_of(test: str) -> int:
     """The number in the test's name: test_row_07_..."""
-    found = re.search(r"test_row_(\d+)", test)
-    return int(found[1]) if found else 0
+    match = re.search(r"test_row_(\d+)", test)
+    return int(match[1]) if match else 0
 
 
 def run(test: str) -> dict[str, Any]:

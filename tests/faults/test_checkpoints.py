@@ -88,11 +88,11 @@ def same(a: State, b: State) -> bool:
 
 def newest(folder: Path, ended: dict[str, Any]) -> int:
     """Step of what would be loaded: whole, its own step's, and no older than the last save that returned."""
-    found, _ = checkpoint.newest_valid(folder)
-    if found is None:
+    path, _ = checkpoint.newest_valid(folder)
+    if path is None:
         assert ended["done"] == 0, "a save had returned and nothing is left"
         return 0
-    state, facts = checkpoint.load(found)
+    state, facts = checkpoint.load(path)
     assert same(state, state_of(facts.step))
     assert facts.samples == facts.step
     assert max(1, ended["done"]) <= facts.step <= ended["begun"]
@@ -189,8 +189,8 @@ def test_row_10_a_damaged_newest_is_named_and_the_one_before_is_loaded(tmp_path:
         file = whole / FILES[number % len(FILES)]
         before = file.read_bytes()
         how = damage(file, draw)
-        found, problems = checkpoint.newest_valid(tmp_path)
-        assert found == older, how
+        path, problems = checkpoint.newest_valid(tmp_path)
+        assert path == older, how
         assert len(problems) == 1
         assert whole.name in problems[0]
         assert file.name in problems[0] or file.name == "manifest.json"
@@ -393,10 +393,10 @@ def test_row_15_five_in_a_row_stop_the_run_with_the_last_checkpoint_intact(
     for text in ("learning rate", "optim.lr", "not finite"):
         assert text in facts["cause"]
     assert facts["step"] == 10, "the exchange is one step behind, on all ranks"
-    found, problems = checkpoint.newest_valid(run_dir / "checkpoints")
-    assert (found, problems) == (run_dir / "checkpoints" / "step-00000010", [])
-    assert found is not None
-    state, saved = checkpoint.load(found)
+    path, problems = checkpoint.newest_valid(run_dir / "checkpoints")
+    assert (path, problems) == (run_dir / "checkpoints" / "step-00000010", [])
+    assert path is not None
+    state, saved = checkpoint.load(path)
     assert checkpoint.first_not_finite(state) is None
     assert saved.skipped_steps == 6
 

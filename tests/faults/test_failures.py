@@ -81,11 +81,11 @@ def installed(launcher: str) -> None:
 def test_row_01_the_rank_that_raises_is_named(tmp_path: Path, shards: Path, launcher: str) -> None:
     installed(launcher)
     for number in rounds(1, 100 if launcher == "torchrun" else 10):
-        told = fail(tmp_path, shards, "raise", number, launcher)
-        assert told["cause"].endswith("ValueError: injected by a test")
-        assert any("inject/sitecustomize.py:" in line and "in break_now" in line for line in told["first"])
-        assert "inject/sitecustomize.py:" in told["where"]
-        log = [line for line in told["said"] if line.startswith("  | ")]
+        facts = fail(tmp_path, shards, "raise", number, launcher)
+        assert facts["cause"].endswith("ValueError: injected by a test")
+        assert any("inject/sitecustomize.py:" in line and "in break_now" in line for line in facts["first"])
+        assert "inject/sitecustomize.py:" in facts["where"]
+        log = [line for line in facts["said"] if line.startswith("  | ")]
         assert log[-1] == "  | ValueError: injected by a test"
 
 
@@ -94,11 +94,11 @@ def test_row_01_the_rank_that_raises_is_named(tmp_path: Path, shards: Path, laun
 def test_row_02_a_killed_rank_is_named(tmp_path: Path, shards: Path, launcher: str) -> None:
     installed(launcher)
     for number in rounds(1, 20):
-        told = fail(tmp_path, shards, "kill", number, launcher)
-        assert told["cause"].endswith("killed by signal 9 (SIGKILL)")
-        assert told["killed_by"] == 9
-        assert any("why: from outside" in line and "memory peaked at" in line for line in told["first"])
-        assert set(told["memory_curve_gib"]) >= {"rank 0", "rank 1"}
+        facts = fail(tmp_path, shards, "kill", number, launcher)
+        assert facts["cause"].endswith("killed by signal 9 (SIGKILL)")
+        assert facts["killed_by"] == 9
+        assert any("why: from outside" in line and "memory peaked at" in line for line in facts["first"])
+        assert set(facts["memory_curve_gib"]) >= {"rank 0", "rank 1"}
 
 
 def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
@@ -124,11 +124,11 @@ def test_row_02_a_kill_for_want_of_memory_is_told_as_such(
         result = processes.run(held, 2, "never", lambda: None)
     assert result.exit_code == 1
     assert result.failure is not None
-    told = card(result.failure, run_dir)
-    assert told[0] == "failed: rank 1: killed by signal 9 (SIGKILL): host out of memory"
-    assert any("want of host memory" in line and "peaked at 0." in line for line in told[:15])
-    assert any(line.startswith("  fix: --set batch.micro_size=1 ") for line in told[:15])
-    assert any(line.startswith("  memory: rank 1 ") for line in told[:15])
+    lines = card(result.failure, run_dir)
+    assert lines[0] == "failed: rank 1: killed by signal 9 (SIGKILL): host out of memory"
+    assert any("want of host memory" in line and "peaked at 0." in line for line in lines[:15])
+    assert any(line.startswith("  fix: --set batch.micro_size=1 ") for line in lines[:15])
+    assert any(line.startswith("  memory: rank 1 ") for line in lines[:15])
     facts = read_json(run_dir / "summary.json")
     assert facts["oom_kills"] == 1
     assert max(facts["memory_curve_gib"]["rank 1"]) > 0.05
@@ -148,18 +148,18 @@ def test_row_03_a_crash_is_named_with_its_stack(
 ) -> None:
     installed(launcher)
     for number in rounds(1, 20):
-        told = fail(tmp_path, shards, what, number, launcher)
-        assert told["cause"].endswith(f"killed by signal {name}")
-        assert any("inject/sitecustomize.py:" in line and "in break_now" in line for line in told["first"])
-        assert any(line.startswith("  why: ") for line in told["first"])
-        stack = [line for line in told["said"] if line.startswith("  | ")]
+        facts = fail(tmp_path, shards, what, number, launcher)
+        assert facts["cause"].endswith(f"killed by signal {name}")
+        assert any("inject/sitecustomize.py:" in line and "in break_now" in line for line in facts["first"])
+        assert any(line.startswith("  why: ") for line in facts["first"])
+        stack = [line for line in facts["said"] if line.startswith("  | ")]
         assert stack[0].startswith("  | Fatal Python error: ")
         assert any("bert_dp/trainer.py" in line and "in train_step" in line for line in stack)
 
 
 def test_row_20_a_device_out_of_memory_says_what_to_lower(tmp_path: Path, shards: Path) -> None:
     """torch's exception with its message, raised by hand: without a GPU too the advice is read off it."""
-    told = fail(tmp_path, shards, "cuda_oom", 0, "torchrun", "precision=fp32")
-    assert any("there are 10.00 GiB" in line for line in told["first"])
-    fix = next(line for line in told["first"] if line.startswith("  fix: "))
+    facts = fail(tmp_path, shards, "cuda_oom", 0, "torchrun", "precision=fp32")
+    assert any("there are 10.00 GiB" in line for line in facts["first"])
+    fix = next(line for line in facts["first"] if line.startswith("  fix: "))
     assert re.search(r"--set batch.micro_size=1 \(accumulation \d -> \d, the global batch of 8 stays\)", fix)

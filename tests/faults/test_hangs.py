@@ -40,9 +40,9 @@ def hang_limits(limit_s: float = LIMIT_S, end_s: float = 1.0) -> tuple[str, str]
 
 def silence_of(report: str) -> float:
     """Seconds of silence at the report."""
-    found = re.search(r"no progress for (\d+) s", report)
-    assert found
-    return float(found[1])
+    match = re.search(r"no progress for (\d+) s", report)
+    assert match
+    return float(match[1])
 
 
 def hang_once(tmp_path: Path, shards: Path, what: str, rank: int, ranks: int, place: str) -> None:

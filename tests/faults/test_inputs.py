@@ -63,9 +63,9 @@ def test_row_21_changed_data_are_refused_before_step_0_with_both_hashes(tmp_path
     for number in rounds(1, 10):
         directory = write_shards(tmp_path / f"shards-{number}")
         before, after = damage(directory, what, number)
-        begun = time.monotonic()
+        start = time.monotonic()
         done = train(directory, tmp_path / f"run-{number}", code=2)
-        observe(21, what=what, seconds=time.monotonic() - begun)
+        observe(21, what=what, seconds=time.monotonic() - start)
         assert before in done.stderr, done.stderr
         assert after in done.stderr, done.stderr
         assert "Traceback" not in done.stderr
@@ -202,13 +202,13 @@ if os.environ.get("RANK") == "1" and "bert_dp.worker" in sys.orig_argv:
 
 def leaks(run_dir: Path) -> list[str]:
     """Files of a run that hold a secret, in any of the ways in which one may be written."""
-    found = []
+    leaked = []
     for path in (p for p in run_dir.rglob("*") if p.is_file()):
         data = path.read_bytes()
         for name, value in SECRETS.items():
             forms = {value, json.dumps(value)[1:-1], value.replace("&", "&amp;").replace("<", "&lt;")}
-            found += [f"{path.relative_to(run_dir)}: {name}" for form in forms if form.encode() in data]
-    return found
+            leaked += [f"{path.relative_to(run_dir)}: {name}" for form in forms if form.encode() in data]
+    return leaked
 
 
 def test_row_23_no_file_of_a_run_holds_a_secret(tmp_path: Path, shards: Path) -> None:
@@ -267,12 +267,14 @@ def test_row_23_no_other_user_can_write_a_run_directory(tmp_path: Path, shards: 
 
 def listening(process: psutil.Process) -> set[tuple[str, int]]:
     """(address, port) of every socket that a process of the run listens on."""
-    found = set()
+    addresses = set()
     with contextlib.suppress(psutil.Error):
         for member in [process, *process.children(recursive=True)]:
             with contextlib.suppress(psutil.Error):
-                found |= {c.laddr for c in member.net_connections("inet") if c.status == psutil.CONN_LISTEN}
-    return {(address.ip, address.port) for address in found}
+                addresses |= {
+                    c.laddr for c in member.net_connections("inet") if c.status == psutil.CONN_LISTEN
+                }
+    return {(address.ip, address.port) for address in addresses}
 
 
 @pytest.mark.parametrize("launcher", TOOLS)

@@ -89,7 +89,7 @@ def test_row_25_a_million_steps_are_reported_and_cut_back_in_little_memory(tmp_p
     count = 10**6 if FULL else 5 * 10**4
     many_lines(tmp_path / "metrics.jsonl", count)
     size = (tmp_path / "metrics.jsonl").stat().st_size
-    begun = time.monotonic()
+    start = time.monotonic()
     report = growth_mb(
         "from pathlib import Path\nfrom launcher.report import html, run_report\n"
         "import yaml, jinja2, plotly\n---\n"
@@ -105,7 +105,7 @@ def test_row_25_a_million_steps_are_reported_and_cut_back_in_little_memory(tmp_p
     )
     with (tmp_path / "metrics.jsonl").open("rb") as file:
         assert sum(1 for _ in file) == count - 10
-    seconds = time.monotonic() - begun
+    seconds = time.monotonic() - start
     observe(25, lines=count, megabytes=size / 1e6, report_mb=report, cut_back_mb=cut, seconds=seconds)
     assert report < GROWTH_MB
     assert cut < GROWTH_MB

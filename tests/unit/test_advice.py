@@ -126,20 +126,20 @@ def run_dir(tmp_path: Path) -> Path:
     ],
 )
 def test_a_device_out_of_memory_says_what_to_lower(run_dir: Path, message: str, said: str) -> None:
-    told = explain(raised(message), run_dir, 1, NONE)
-    assert said in told.explanation[-1]
-    assert told.fix[0].startswith("--set batch.micro_size=")
-    assert told.memory is None
+    explained = explain(raised(message), run_dir, 1, NONE)
+    assert said in explained.explanation[-1]
+    assert explained.fix[0].startswith("--set batch.micro_size=")
+    assert explained.memory is None
     others = "other processes hold 3.00 GiB of its 10.00 GiB (`nvidia-smi` names them)"
-    assert (others in told.explanation) == (message == CUDA)
+    assert (others in explained.explanation) == (message == CUDA)
 
 
 def test_a_host_out_of_memory_shares_it_between_the_ranks(run_dir: Path) -> None:
     (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
-    told = explain(raised(HOST), run_dir, 2, NONE)
-    assert told.explanation[0] == "control group's limit 20.00 GiB / 2 ranks = 10.00 GiB a rank"
-    assert "there are 10.00 GiB" in told.explanation[1]
-    assert told.memory is NONE
+    explained = explain(raised(HOST), run_dir, 2, NONE)
+    assert explained.explanation[0] == "control group's limit 20.00 GiB / 2 ranks = 10.00 GiB a rank"
+    assert "there are 10.00 GiB" in explained.explanation[1]
+    assert explained.memory is NONE
     (run_dir / "config.yaml").write_text(dump_config(config()))
     assert explain(raised(HOST), run_dir, 2, NONE).fix[0].startswith("on GPUs the host holds")
 
@@ -148,14 +148,17 @@ def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) ->
     (run_dir / "config.yaml").write_text(dump_config(config("run.device=cpu")))
     killed = Failure(1, "killed by signal 9 (SIGKILL)", killed_by=signal.SIGKILL)
     curves = {"rank 1": (1.0, 3.5)}
-    told = explain(killed, run_dir, 2, MemoryFacts(curves, 1.0, 2, "memory.events"))
-    assert (told.message, told.kind) == ("killed by signal 9 (SIGKILL): host out of memory", "host_memory")
-    assert told.explanation[0] == (
+    explained = explain(killed, run_dir, 2, MemoryFacts(curves, 1.0, 2, "memory.events"))
+    assert (explained.message, explained.kind) == (
+        "killed by signal 9 (SIGKILL): host out of memory",
+        "host_memory",
+    )
+    assert explained.explanation[0] == (
         "the kernel killed 2 processes for want of host memory (oom_kill in "
         "memory.events); its memory peaked at 3.50 GiB"
     )
-    assert told.fix[0].startswith("--set batch.micro_size=")
-    assert told.memory is not None
+    assert explained.fix[0].startswith("--set batch.micro_size=")
+    assert explained.memory is not None
     by_someone = explain(killed, run_dir, 2, MemoryFacts(curves, 1.0, 0, "memory.events"))
     assert (by_someone.message, by_someone.kind) == (killed.message, killed.kind)
     assert by_someone.explanation == (
@@ -176,12 +179,12 @@ def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) ->
     ],
 )
 def test_a_crash_is_explained(tmp_path: Path, number: int, word: str) -> None:
-    told = explain(Failure(0, "killed", killed_by=number), tmp_path, 1, NONE)
-    assert word in told.explanation[0]
-    assert told.fix
+    explained = explain(Failure(0, "killed", killed_by=number), tmp_path, 1, NONE)
+    assert word in explained.explanation[0]
+    assert explained.fix
 
 
 @pytest.mark.parametrize("message", ["ValueError: no", HOST])
 def test_without_a_configuration_nothing_is_made_up(tmp_path: Path, message: str) -> None:
-    told = explain(raised(message), tmp_path, 1, NONE)
-    assert (told.message, told.explanation, told.fix) == (message, (), ())
+    explained = explain(raised(message), tmp_path, 1, NONE)
+    assert (explained.message, explained.explanation, explained.fix) == (message, (), ())

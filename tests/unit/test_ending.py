@@ -135,8 +135,8 @@ def test_a_run_that_stands_still_while_it_is_to_stop_is_ended_for_that(
 ) -> None:
     class Impatience(Patience):
         def poll(self, workers: object) -> Any:
-            told = (tmp_path / "signals").exists()
-            return Hang(0, "it stands still", "x.py:1", tmp_path / "log", ()) if told else None
+            signalled = (tmp_path / "signals").exists()
+            return Hang(0, "it stands still", "x.py:1", tmp_path / "log", ()) if signalled else None
 
     watch: Any = Impatience()
     clock.waits_for = tmp_path / "signals"

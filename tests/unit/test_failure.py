@@ -258,10 +258,10 @@ def test_the_summary_keeps_all_that_the_card_tells(tmp_path: Path) -> None:
         "memory_interval_s": 4.0,
         "oom_kills": 1,
     }
-    told = " ".join(card(failure, tmp_path))
+    shown = " ".join(card(failure, tmp_path))
     bare = summary_facts(dataclasses.replace(failure, memory=None, rank=None))
     assert (bare["cause"], bare["memory_curve_gib"], bare["oom_kills"]) == ("ValueError: no", None, None)
-    assert all(text in told for text in ("ValueError: no", "mine.py:7", "g()", "why", "fix", "rank 0: x"))
+    assert all(text in shown for text in ("ValueError: no", "mine.py:7", "g()", "why", "fix", "rank 0: x"))
 
 
 def test_the_cause_is_on_disk_before_its_traceback_is_in_the_log(
@@ -372,9 +372,9 @@ def test_a_full_disk_is_named_first_unless_another_cause_is_known(
     tmp_path: Path, rank: int | None, message: str, kind: FailureKind
 ) -> None:
     before = Failure(rank, message, kind=kind)
-    found = of_a_disk(before, tmp_path, OSError(errno.ENOSPC, "full"))
+    failure = of_a_disk(before, tmp_path, OSError(errno.ENOSPC, "full"))
     refused = f"No space left on device: nothing can be written to {tmp_path}"
-    told = {found.headline(), *found.explanation}
-    assert found.headline() == (refused if kind == "no_cause" else before.headline())
-    assert before.headline() in told
-    assert "No space left on device" in " ".join(told)
+    causes = {failure.headline(), *failure.explanation}
+    assert failure.headline() == (refused if kind == "no_cause" else before.headline())
+    assert before.headline() in causes
+    assert "No space left on device" in " ".join(causes)

@@ -170,12 +170,12 @@ def test_a_number_with_a_leading_zero_is_refused() -> None:
 
 
 def test_every_whole_number_has_an_upper_bound() -> None:
-    found = dict(whole_numbers())
-    assert "model.num_layers" in found
-    assert "schedule.steps" in found
+    fields = dict(whole_numbers())
+    assert "model.num_layers" in fields
+    assert "schedule.steps" in fields
     unbounded = [
         name
-        for name, field in found.items()
+        for name, field in fields.items()
         if not any(hasattr(rule, "le") or hasattr(rule, "lt") for rule in field.metadata)  # type: ignore[attr-defined]
     ]
     assert unbounded == []

@@ -101,14 +101,14 @@ def test_runs_of_another_machine_or_other_data_are_not_mixed(
     config = make_config()
     out = tmp_path / "out"
     out.mkdir()
-    begun = output(out).begin(config)
-    assert begun.plan == results.read(out / "grid.json", LrPlanFile)
-    assert begun.plan.machine["data"] == begun.manifest.hash
-    results.write(out / "grid.json", begun.plan.model_copy(update={"tokens": 7}))
+    first = output(out).begin(config)
+    assert first.plan == results.read(out / "grid.json", LrPlanFile)
+    assert first.plan.machine["data"] == first.manifest.hash
+    results.write(out / "grid.json", first.plan.model_copy(update={"tokens": 7}))
     later = output(out, repeats=4).begin(config).plan
     assert (later.tokens, later.settings["repeats"]) == (7, 4)  # what was measured stays
-    other = {**begun.plan.machine, "cores": 99}
-    results.write(out / "grid.json", begun.plan.model_copy(update={"machine": other}))
+    other = {**first.plan.machine, "cores": 99}
+    results.write(out / "grid.json", first.plan.model_copy(update={"machine": other}))
     with pytest.raises(
         ConfigError, match=r"was started with another machine, versions or data \(cores: 99 then, "
     ):

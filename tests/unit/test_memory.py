@@ -48,8 +48,8 @@ def test_the_nearest_counter_is_read(
     tmp_path: Path, files: dict, kills: int | None, used: int | None
 ) -> None:
     root = write_files(tmp_path, files)
-    found = oom_kills(root)
-    assert (found[0] if found else None) == kills
+    counter = oom_kills(root)
+    assert (counter[0] if counter else None) == kills
     assert group_bytes(root) == used
 
 

@@ -68,11 +68,11 @@ def parts() -> dict[str, float]:
 
 def test_a_model_whose_state_alone_is_too_large_is_refused(dry_run: Dry) -> None:
     state = sum(parts()[name] for name in ("weights", "gradients", "optimizer"))
-    issues, told = dry_run(host(2 * state * 0.99))
+    issues, output = dry_run(host(2 * state * 0.99))
     assert len(issues) == 1
     assert "weights, gradients and optimizer state take" in issues[0]
     assert "--force" in issues[0]
-    assert "memory  about" in told, "the dry run shows what it refuses"
+    assert "memory  about" in output, "the dry run shows what it refuses"
 
 
 @pytest.mark.parametrize(
@@ -81,23 +81,23 @@ def test_a_model_whose_state_alone_is_too_large_is_refused(dry_run: Dry) -> None
 def test_the_total_is_compared_with_a_share_of_the_host(
     dry_run: Dry, times: float, refused: int, warned: int
 ) -> None:
-    issues, told = dry_run(host(2 * sum(parts().values()) / times))
-    lines = [line for line in told.splitlines() if line.startswith("warning: batch.micro_size")]
+    issues, output = dry_run(host(2 * sum(parts().values()) / times))
+    lines = [line for line in output.splitlines() if line.startswith("warning: batch.micro_size")]
     assert (len(issues), len(lines)) == (refused, warned)
     for line in (*issues, *lines):
         assert "this machine / 2 ranks" in line
-        found = re.search(r"--set batch.micro_size=(\d+)", line)
-        assert found is not None, line
-        batch = {"micro_size": int(found[1])}
+        match = re.search(r"--set batch.micro_size=(\d+)", line)
+        assert match is not None, line
+        batch = {"micro_size": int(match[1])}
         fits = memory_estimate_gib(resolve([small().model_dump(mode="json"), {"batch": batch}]), "fp32", 2)
         assert sum(fits.values()) < sum(parts().values()) / times
 
 
 def test_force_makes_it_a_warning(dry_run: Dry) -> None:
     for gib in (1e-6, 2 * sum(parts().values()) / 2):
-        issues, told = dry_run(host(gib), force=True)
+        issues, output = dry_run(host(gib), force=True)
         assert issues == ()
-        assert len([line for line in told.splitlines() if line.startswith("warning: ")]) == 1
+        assert len([line for line in output.splitlines() if line.startswith("warning: ")]) == 1
 
 
 def test_a_gpu_is_judged_by_what_is_free_of_it(dry_run: Dry) -> None:

@@ -172,8 +172,8 @@ def test_a_link_in_place_of_logs_is_not_followed(tmp_path: Path) -> None:
     log = run_files(tmp_path / "elsewhere", "rank-0.log", b"secret-1")
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "logs").symlink_to(log.parent)
-    (told,) = redact.scrub(tmp_path / "run", ["secret-1"])
-    assert told == f"{tmp_path}/run/logs: may hold a secret (a link is not followed)"
+    (line,) = redact.scrub(tmp_path / "run", ["secret-1"])
+    assert line == f"{tmp_path}/run/logs: may hold a secret (a link is not followed)"
     assert log.read_bytes() == b"secret-1"
 
 
@@ -315,9 +315,9 @@ def test_each_setting_and_each_name_that_it_holds_is_told() -> None:
         "d": "s3://me:other-4@h",
         "e": "other-3",
     }
-    told = redact.setting_issues(texts, hidden)
-    assert [line.partition(":")[0] for line in told] == ["a", "a", "d", "e"]
-    for line, word in zip(told, ("MY_KEY", "MY_PWD", "s3://<redacted>@h holds", "MY_PWD"), strict=True):
+    issues = redact.setting_issues(texts, hidden)
+    assert [line.partition(":")[0] for line in issues] == ["a", "a", "d", "e"]
+    for line, word in zip(issues, ("MY_KEY", "MY_PWD", "s3://<redacted>@h holds", "MY_PWD"), strict=True):
         assert word in line
         assert not any(secret in line for secret in (*hidden, "other-4"))
 

@@ -104,10 +104,10 @@ def test_hostile_names_reach_no_terminal(
 
 def test_shards_with_hostile_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What the child of `data build` and `data inspect` says."""
-    source, asked = tmp_path / f"{EVIL}.gz", tmp_path / "asked.json"
+    source, request = tmp_path / f"{EVIL}.gz", tmp_path / "asked.json"
     source.write_bytes(b"no gzip")
-    asked.write_text(json.dumps({"sources": [str(source)], "out": str(tmp_path / EVIL), "vocab_size": 64}))
-    for arguments in (["inspect", str(tmp_path / f"no{EVIL}")], ["build", str(asked)]):
+    request.write_text(json.dumps({"sources": [str(source)], "out": str(tmp_path / EVIL), "vocab_size": 64}))
+    for arguments in (["inspect", str(tmp_path / f"no{EVIL}")], ["build", str(request)]):
         assert builder.main(arguments) > 0
         said = capsys.readouterr().err
         assert "error: " in said
@@ -159,9 +159,9 @@ def test_a_verb_with_stderr_closed(tmp_path: Path) -> None:
 def test_json_stays_json(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = {"problems": [], "manifest": {"sources": [EVIL]}}
-    monkeypatch.setattr(children, "capture_json", lambda *_: (0, found))
+    facts = {"problems": [], "manifest": {"sources": [EVIL]}}
+    monkeypatch.setattr(children, "capture_json", lambda *_: (0, facts))
     assert datasets.inspect(tmp_path, as_json=True, console=options.console()) == 0
     said = capsys.readouterr().out
-    assert json.loads(said) == found
+    assert json.loads(said) == facts
     assert not CONTROL.search(said)

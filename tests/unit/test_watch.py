@@ -41,8 +41,8 @@ class Rank:
         self.signals += 1
         with self.stack.open("a") as file:
             file.write(STACK)
-        asked = read_beat(self.path)
-        self.write(asked=asked.asked, answered=asked.asked)
+        beat = read_beat(self.path)
+        self.write(asked=beat.asked, answered=beat.asked)
         if self.goes_on_when_asked:
             self.go()
 
@@ -109,12 +109,12 @@ def test_a_hang_is_reported_once_by_the_limit_and_its_end_too(scene: Scene, tmp_
     assert "hang: rank 1 in step 5 (step" in scene.said[0]
     assert "rank 1 at /p/model.py:7 in forward" in scene.said[1]
     assert (tmp_path / "hang.txt").read_text().count("hang: rank 1") == 1
-    told = len(scene.said)
+    count = len(scene.said)
     scene.quiet(100)
-    assert len(scene.said) == told
+    assert len(scene.said) == count
     scene.train(3)
-    assert scene.said[told].startswith("goes on after ")
-    assert len(scene.said) == told + 1
+    assert scene.said[count].startswith("goes on after ")
+    assert len(scene.said) == count + 1
     assert "goes on" in (tmp_path / "hang.txt").read_text()
     assert scene.ended is None
 
@@ -237,10 +237,10 @@ def test_writes_that_fail_are_told_now_and_then(tmp_path: Path) -> None:
     for lost in (4, 5):
         scene.ranks[1].write(lost_writes=lost, write_errno=errno.ENOSPC)
         scene.train(10)
-    told = "warning: No space left on device: {} writes to {} failed so far; what is missing is counted, "
-    told += "training goes on"
-    assert scene.said == [told.format(4, tmp_path)]
+    warning = "warning: No space left on device: {} writes to {} failed so far; what is missing is counted, "
+    warning += "training goes on"
+    assert scene.said == [warning.format(4, tmp_path)]
     scene.train(300)
-    assert scene.said[1:] == [told.format(5, tmp_path)]
+    assert scene.said[1:] == [warning.format(5, tmp_path)]
     scene.train(300)
     assert len(scene.said) == 2
