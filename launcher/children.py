@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
 DEVNULL = subprocess.DEVNULL
+NO_ANSWER = "no answer within"  # and how long, says run_command of a time-out
 CLEANING_S = 10.0  # that a module has to remove its files after a signal
 
 
@@ -80,3 +82,34 @@ def capture_json(module: str, arguments: list[str]) -> tuple[int, Any]:
         return done.returncode, json.loads(done.stdout)
     except ValueError:
         return done.returncode, None
+
+
+def run_command(argv: Sequence[str], timeout_s: float) -> tuple[str | None, str | None]:
+    """Output, or None and the last lines of the error. The whole process group ends with a timeout, and a
+    module of ours ends with us, however we go."""
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            env={**os.environ, **child_environment()},
+        )
+    except OSError as error:
+        return None, f"{argv[0]}: {error.strerror}"
+    try:
+        output, errors = process.communicate(timeout=timeout_s)
+    except BaseException as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if not isinstance(error, subprocess.TimeoutExpired):
+            raise
+        lines = process.communicate()[1].strip().splitlines()
+        return None, " | ".join([f"{NO_ANSWER} {timeout_s:.0f} s", *lines[-3:]])
+    if process.returncode:
+        lines = (errors.strip() or output.strip()).splitlines()
+        return None, " | ".join(lines[-3:]) or f"exit code {process.returncode}"
+    return output.rstrip(), None

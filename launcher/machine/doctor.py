@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from bert_dp.config import ConfigError
 from bert_dp.record import cache_root
-from launcher.children import module_command
+from launcher.children import NO_ANSWER, module_command, run_command
 from launcher.machine import gpu_links
-from launcher.machine.environment import NO_ANSWER, Environment, existing, probe, run_command
+from launcher.machine.environment import Environment, existing, probe
 from launcher.machine.gpu_links import Links
 from launcher.machine.precision import in_words, keep_ratio
 from launcher.report.model import Report, Verdict

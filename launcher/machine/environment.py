@@ -1,4 +1,4 @@
-"""What machine is this: `probe` (environment.json) and `num_gpus` (`--nproc auto`).
+"""What machine is this: `probe`, which is environment.json.
 
 Torch-free. Every function that reads kernel files takes `root`, the directory that holds proc/ and sys/.
 """
@@ -6,30 +6,24 @@ Torch-free. Every function that reads kernel files takes `root`, the directory t
 from __future__ import annotations
 
 import contextlib
-import csv
 import dataclasses
 import datetime
 import importlib.metadata
 import os
 import platform
-import re
 import resource
 import shutil
-import signal
-import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import psutil
 
 from bert_dp.config import bf16_units, cpu_field
-from launcher.children import child_environment
+from launcher.children import run_command
+from launcher.machine.gpus import ROOT, Gpu, find_gpus, read_text
 from launcher.redact import redact_argv
 
-NO_ANSWER = "no answer within"  # and how long, says run_command of a time-out
-ROOT = Path("/")
 GIB = 2**30
 PACKAGES = (
     "bert-dp",
@@ -50,19 +44,6 @@ PACKAGES = (
     "nvidia-nccl-cu13",
     "triton",
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class Gpu:
-    index: int
-    """Position among the devices of the machine, before CUDA_VISIBLE_DEVICES."""
-    name: str
-    memory_gib: float | None
-    driver: str | None
-    numa_node: int | None = None
-    """None = the kernel does not know it."""
-    free_gib: float | None = None
-    """What other processes left of it; None = not known."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,7 +122,7 @@ class Environment:
 
 def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
     """The machine, the versions, and the git commit of `path`. Never raises for something that is absent."""
-    gpus, present, gpu_error = _find_gpus(root)
+    gpus, present, gpu_error = find_gpus(root)
     numa_cores = _numa_cores(root)
     processes, locked = (_limit(kind) for kind in (resource.RLIMIT_NPROC, resource.RLIMIT_MEMLOCK))
     memory_limit, pids = cgroup_limit(root, "memory"), cgroup_limit(root, "pids")
@@ -187,11 +168,6 @@ def probe(path: Path = Path(), root: Path = ROOT) -> Environment:
     )
 
 
-def num_gpus(root: Path = ROOT) -> int:
-    """GPUs that a worker will see, CUDA_VISIBLE_DEVICES respected, without importing torch."""
-    return len(_find_gpus(root)[0])
-
-
 def versions() -> dict[str, str]:
     """Versions of the installed packages that a run depends on."""
     installed = {}
@@ -210,7 +186,7 @@ def cgroup_limit(root: Path, controller: Literal["cpu", "memory", "pids"]) -> fl
 def control_groups(root: Path, controller: Literal["cpu", "memory", "pids"]) -> list[Path]:
     """Directories of this process' control group and its ancestors, outermost first; v1 and v2."""
     groups = []
-    for line in _read(root / "proc/self/cgroup").splitlines():
+    for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers and controller not in controllers.split(","):
             continue
@@ -222,37 +198,13 @@ def control_groups(root: Path, controller: Literal["cpu", "memory", "pids"]) -> 
 
 def _own_limit(group: Path, controller: str) -> float | None:
     if controller == "cpu":
-        words = _read(group / "cpu.max").split()
-        words = words or [_read(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
+        words = read_text(group / "cpu.max").split()
+        words = words or [read_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
         if len(words) < 2 or not words[0].isdigit() or not words[1].isdigit():  # "max", "-1" or no such file
             return None
         return int(words[0]) / int(words[1])
-    text = (_read(group / f"{controller}.max") or _read(group / "memory.limit_in_bytes")).strip()
+    text = (read_text(group / f"{controller}.max") or read_text(group / "memory.limit_in_bytes")).strip()
     return float(text) if text.isdigit() and int(text) < 2**60 else None  # v1 writes about 2**63 for no limit
-
-
-def _find_gpus(root: Path) -> tuple[list[Gpu], int, str | None]:
-    """Visible GPUs, the number present, and why nvidia-smi failed. Falls back to the driver's own list."""
-    devices: list[tuple[Gpu, str]] = []  # with the UUID, which CUDA_VISIBLE_DEVICES may name
-    error: str | None = None
-    if shutil.which("nvidia-smi"):
-        query = "--query-gpu=index,uuid,name,memory.total,memory.free,driver_version,pci.bus_id"
-        output, error = run_command(["nvidia-smi", query, "--format=csv,noheader,nounits"], 8)
-        for row in csv.reader((output or "").splitlines(), skipinitialspace=True):
-            if len(row) == 7 and row[0].isdigit():
-                total, free = (float(mib) / 1024 if mib.isdigit() else None for mib in row[3:5])
-                gpu = Gpu(int(row[0]), row[2], total, row[5], _numa_node(root, row[6]), free)
-                devices.append((gpu, row[1]))
-    if not devices:
-        devices = _driver_gpus(root)
-    return _visible(devices, os.environ.get("CUDA_VISIBLE_DEVICES")), len(devices), error
-
-
-def _numa_node(root: Path, address: str) -> int | None:
-    """Of a PCI device; nvidia-smi writes its domain with 8 digits, sysfs with 4."""
-    path = root / "sys/bus/pci/devices" / address.lower()[-len("0000:00:00.0") :] / "numa_node"
-    text = _read(path).strip()
-    return int(text) if text.isdigit() else None  # -1 = not known
 
 
 def _numa_cores(root: Path) -> dict[str, int]:
@@ -264,74 +216,6 @@ def _numa_cores(root: Path) -> dict[str, int]:
 def _limit(kind: int) -> int | None:
     limit = resource.getrlimit(kind)[0]
     return None if limit == resource.RLIM_INFINITY else limit
-
-
-def _driver_gpus(root: Path) -> list[tuple[Gpu, str]]:
-    driver = re.search(r"Module\s+([\d.]+)", _read(root / "proc/driver/nvidia/version"))
-    devices = []
-    for index, folder in enumerate(sorted((root / "proc/driver/nvidia/gpus").glob("*"))):
-        facts = dict(line.split(":", 1) for line in _read(folder / "information").splitlines() if ":" in line)
-        name, uuid = facts.get("Model", "NVIDIA GPU").strip(), facts.get("GPU UUID", "").strip()
-        gpu = Gpu(index, name, None, driver and driver[1], _numa_node(root, folder.name))
-        devices.append((gpu, uuid))
-    return devices
-
-
-def _visible(devices: list[tuple[Gpu, str]], selection: str | None) -> list[Gpu]:
-    """CUDA's rule: devices by index, UUID or prefix of one, up to the first entry that names none."""
-    if selection is None:
-        return [gpu for gpu, _ in devices]
-    chosen: list[Gpu] = []
-    for entry in (e.strip() for e in selection.split(",")):
-        if entry.startswith("MIG-") and devices:
-            name = f"{devices[0][0].name} (MIG)"
-            named = [dataclasses.replace(devices[0][0], name=name, memory_gib=None, free_gib=None)]
-        elif entry.startswith("GPU-"):
-            named = [gpu for gpu, uuid in devices if uuid.startswith(entry)]
-        else:
-            named = [gpu for gpu, _ in devices if str(gpu.index) == entry]
-        if len(named) != 1 or named[0] in chosen:
-            break
-        chosen += named
-    return chosen
-
-
-def run_command(argv: Sequence[str], timeout_s: float) -> tuple[str | None, str | None]:
-    """Output, or None and the last lines of the error. The whole process group ends with a timeout, and a
-    module of ours ends with us, however we go."""
-    try:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,
-            env={**os.environ, **child_environment()},
-        )
-    except OSError as error:
-        return None, f"{argv[0]}: {error.strerror}"
-    try:
-        output, errors = process.communicate(timeout=timeout_s)
-    except BaseException as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        if not isinstance(error, subprocess.TimeoutExpired):
-            raise
-        lines = process.communicate()[1].strip().splitlines()
-        return None, " | ".join([f"{NO_ANSWER} {timeout_s:.0f} s", *lines[-3:]])
-    if process.returncode:
-        lines = (errors.strip() or output.strip()).splitlines()
-        return None, " | ".join(lines[-3:]) or f"exit code {process.returncode}"
-    return output.rstrip(), None
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return ""
 
 
 def _disk(path: Path) -> Any:

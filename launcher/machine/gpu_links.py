@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from launcher.machine.environment import run_command
+from launcher.children import run_command
 
 Pair = tuple[int, int]
 LIMIT_S = 4.0

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import psutil
 
-from launcher.machine.environment import ROOT, control_groups
+from launcher.machine.environment import control_groups
+from launcher.machine.gpus import ROOT
 
 GIB = 2**30
 SAMPLE_S = 1.0

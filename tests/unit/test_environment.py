@@ -13,7 +13,8 @@ import pytest
 from launcher import cli
 from launcher.machine import doctor
 from launcher.machine.doctor import diagnose
-from launcher.machine.environment import Gpu, cgroup_limit, num_gpus, probe
+from launcher.machine.environment import cgroup_limit, probe
+from launcher.machine.gpus import Gpu, num_gpus
 from tests.e2e.cli import wait_for
 from tests.helpers import write_files
 

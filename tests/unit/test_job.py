@@ -12,7 +12,7 @@ import pytest
 from bert_dp.config import ConfigError
 from launcher import job, results
 from launcher.machine import environment
-from launcher.machine.environment import Gpu
+from launcher.machine.gpus import Gpu
 from launcher.output import Output, claim, identity
 from launcher.results import LrPlanFile
 from tests.helpers import issues_of, make_config
