@@ -186,21 +186,50 @@ def test_all_unmatched_sources_are_named_at_once(tmp_path: Path) -> None:
         sources.resolve([])
 
 
-def test_bad_text_names_file_line_and_byte(tmp_path: Path) -> None:
-    path = tmp_path / "bad.txt"
-    path.write_bytes("good\nna\xefve".encode("latin1"))
-    fails(path, "line 2, byte 3", "0xef", "iconv")
-    path.write_bytes("utf-16".encode("utf-16-le"))
-    fails(path, "line 1, byte 2", "binary")
+def after_a_good_line(line: str) -> str:
+    return '{"text": "fine"}\n\n' + line + "\n"
+
+
+BAD: list[tuple[str, str | bytes, tuple[str, ...]]] = [
+    # file, its content, and what is said beside its name
+    ("bad.txt", b"good\nna\xefve", ("line 2, byte 3", "0xef", "iconv")),
+    ("bad.txt", "utf-16".encode("utf-16-le"), ("line 1, byte 2", "binary")),
+    ("empty.txt", "", ("holds no text", "remove it")),
+    ("empty.txt", "\n \n\t\n", ("holds no text", "remove it")),
+    ("bad.jsonl", after_a_good_line('{"text": "cut'), ("line 3", "is not JSON")),
+    (
+        "bad.jsonl",
+        after_a_good_line('{"content": "x"}'),
+        ("line 3 has no string 'text' (got keys ['content'])",),
+    ),
+    ("bad.jsonl", after_a_good_line('{"text": 3}'), ("line 3 has no string 'text' (got int); name the key",)),
+    ("bad.jsonl", after_a_good_line('["text"]'), ("line 3", "got list")),
+    ("bad.jsonl", after_a_good_line('{"text": "\\ud800"}'), ("line 3", "lone surrogate")),
+    ("bad.json", '[{"text": "a"}, {"text": ', ("record 2 is not JSON, or cut",)),
+    ("bad.json", '[{"text": "a"}, {"text": "b"}', ("the array does not end after record 2",)),
+    ("bad.json", '[{"text": "a"} {"text": "b"}]', ("no JSON after record 1",)),
+    ("bad.json", '[{"text": "a"}, ]', ("record 2 is not JSON",)),
+    ("bad.json", '[{"text": "a"}] x', ("no JSON after record 1: got 'x'",)),
+    ("bad.json", '[{"text": "a"}, {"body": "b"}]', ("record 2 has no string 'text' (got keys ['body'])",)),
+    ("bad.json", '[{"text": "a"}, "b"]', ("record 2 has no string 'text' (got str); name the key",)),
+    ("bad.json", "[" * 100_000, ("nested too deep",)),
+    ("bad.json", "[]", ("holds no text",)),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "said"), BAD, ids=lambda value: repr(value)[:30])
+def test_bad_content_is_refused_with_its_place(
+    tmp_path: Path, name: str, content: str | bytes, said: tuple[str, ...]
+) -> None:
+    path = tmp_path / name
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    fails(path, *said)
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
     path.write_bytes(b"\xef\xbb\xbfwith a mark\n")
     assert read(path) == ["with a mark"]
-
-
-@pytest.mark.parametrize("data", [b"", b"\n \n\t\n"])
-def test_empty_file_is_refused(tmp_path: Path, data: bytes) -> None:
-    path = tmp_path / "empty.txt"
-    path.write_bytes(data)
-    fails(path, "holds no text", "remove it")
 
 
 def test_endless_line_is_refused_before_it_fills_the_memory(
@@ -210,22 +239,6 @@ def test_endless_line_is_refused_before_it_fills_the_memory(
     path = tmp_path / "long.txt"
     path.write_bytes(b"short\n" + b"a" * 3 * 2**20)
     fails(path, "line 2", "1 MiB")
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ('{"text": "cut', "is not JSON"),
-        ('{"content": "x"}', "no string 'text' (got keys ['content'])"),
-        ('{"text": 3}', "no string 'text'"),
-        ('["text"]', "got list"),
-        ('{"text": "\\ud800"}', "lone surrogate"),
-    ],
-)
-def test_bad_jsonl_names_the_line(tmp_path: Path, line: str, expected: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text('{"text": "fine"}\n\n' + line + "\n")
-    fails(path, "line 3", expected)
 
 
 @pytest.mark.parametrize("indent", [None, 2])
@@ -239,26 +252,6 @@ def test_a_json_array_is_read_record_by_record(
     path.write_text("\ufeff \n" + json.dumps(records, indent=indent, ensure_ascii=False) + "\n", "utf-8")
     monkeypatch.setattr(readers, "CHUNK_BYTES", chunk)
     assert read(path, text_field="body") == docs
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('[{"text": "a"}, {"text": ', "record 2 is not JSON, or cut"),
-        ('[{"text": "a"}, {"text": "b"}', "the array does not end after record 2"),
-        ('[{"text": "a"} {"text": "b"}]', "no JSON after record 1"),
-        ('[{"text": "a"}, ]', "record 2 is not JSON"),
-        ('[{"text": "a"}] x', "no JSON after record 1: got 'x'"),
-        ('[{"text": "a"}, {"body": "b"}]', "record 2 has no string 'text' (got keys ['body'])"),
-        ('[{"text": "a"}, "b"]', "record 2 has no string 'text' (got str); name the key"),
-        ("[" * 100_000, "nested too deep"),
-        ("[]", "holds no text"),
-    ],
-)
-def test_a_bad_json_array_names_the_record(tmp_path: Path, text: str, expected: str) -> None:
-    path = tmp_path / "bad.json"
-    path.write_text(text)
-    fails(path, expected)
 
 
 def test_another_key_holds_the_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
