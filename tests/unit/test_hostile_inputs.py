@@ -5,13 +5,11 @@ from __future__ import annotations
 
 import os
 import signal
-import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from bert_dp import record
 from bert_dp.config import Config, ConfigError, Section
 from bert_dp.corpus import builder, sources
 from tests.e2e.cli import here, refused
@@ -181,47 +179,6 @@ def test_every_whole_number_has_an_upper_bound() -> None:
     assert unbounded == []
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"[" * 100_000,
-        b'{"a": ' * 500 + b"1" + b"}" * 500,
-        b'{"step": ' + b"9" * 5000 + b"}",
-        b'{"step": ' + b"9" * 400 + b"}",
-        b'{"step": "\xff"}',
-        b'{"step": 1}\0',
-        b"[1]",
-        b"1",
-        b"",
-    ],
-    ids=lambda content: repr(content[:20]),
-)
-def test_damaged_json_is_none_and_ends_the_lines(tmp_path: Path, content: bytes) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(content)
-    assert record.read_json(path) is None
-    path.write_bytes(b'{"step": 1}\n' + content + b'\n{"step": 2}\n')
-    assert list(record.read_lines(path)) == [{"step": 1}]
-
-
-@pytest.mark.parametrize(
-    "line", [b"{}", b'{"step": null}', b'{"step": "1"}', b'{"step": true}', b'{"step": 1.5}']
-)
-def test_a_line_without_a_step_is_damaged(tmp_path: Path, line: bytes) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(b'{"step": 1}\n' + line + b'\n{"step": 2}\n')
-    assert list(record.read_lines(path)) == [{"step": 1}]
-    record.cut_back(path, 9)
-    assert path.read_bytes() == b'{"step": 1}\n'
-
-
-def test_a_pipe_is_no_record(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")
-    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path, Path("a\0b"), Path("a" * 256)):
-        assert record.read_json(path) is None
-    assert list(record.read_lines(tmp_path / "pipe")) == []
-
-
 @pytest.mark.parametrize("name", ["config.yaml", "summary.json", "metrics.jsonl", "environment.json"])
 @pytest.mark.parametrize(
     "content",
@@ -266,15 +223,6 @@ def test_a_report_replaces_nothing_but_a_page(tmp_path: Path) -> None:
     for _ in range(2):  # its own it does replace
         assert here("report", str(tmp_path), "--out", str(page)).returncode == 0
     assert "<html" in page.read_text()
-
-
-def test_a_small_file_is_read_in_little_memory(tmp_path: Path) -> None:
-    record.write_json(tmp_path / "x", {"a": 1})
-    tracemalloc.start()
-    assert record.read_json(tmp_path / "x") == {"a": 1}
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2**23
 
 
 @pytest.mark.parametrize("count", ["0", "-1", "4097", "9" * 30])

@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,14 @@ def test_metrics_keys_are_the_promised_ones() -> None:
 def test_append_then_read(tmp_path: Path) -> None:
     path = tmp_path / "evals.jsonl"
     assert list(record.read_lines(path)) == []
-    for step in (1, 2, 3):
-        record.append_line(path, evaluation(step))
-    assert list(record.read_lines(path)) == [evaluation(s) for s in (1, 2, 3)]
-    assert path.read_bytes().count(b"\n") == 3
+    lines = [evaluation(1), evaluation(2), evaluation(3, 0.1 + 0.2)]
+    for line in lines:
+        record.append_line(path, line)
+    assert list(record.read_lines(path)) == lines
+    before = path.read_bytes()
+    assert before.count(b"\n") == 3
+    record.cut_back(path, 3)
+    assert path.read_bytes() == before, "numbers stay as they are"
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -79,12 +84,6 @@ def test_a_file_torn_anywhere_gives_its_whole_lines(
     assert steps(path) == [*[1, 2, 3][:whole], 9]
 
 
-def test_a_whole_line_that_is_not_json_ends_the_reading(tmp_path: Path) -> None:
-    path = tmp_path / "x"
-    path.write_bytes(b'{"step": 1}\n\x00\x00\x00\n{"step": 3}\n')
-    assert steps(path) == [1]
-
-
 def test_cut_back_drops_later_lines_only(tmp_path: Path) -> None:
     path = tmp_path / "x"
     for step in (2, 4, 6, 8):
@@ -99,27 +98,72 @@ def test_cut_back_drops_later_lines_only(tmp_path: Path) -> None:
     assert not (tmp_path / "absent").exists()
 
 
-def test_cut_back_keeps_numbers_as_they_are(tmp_path: Path) -> None:
+DAMAGED = [
+    b"",
+    b"{",
+    b"1",
+    b"null",
+    b"[1]",
+    b"\xff\xfe",
+    b"\0\0\0",
+    b'{"step": 1}\0',
+    b'{"step": "\xff"}',
+    b'{"step": ' + b"9" * 400 + b"}",
+    b'{"step": ' + b"9" * 5000 + b"}",
+    b"[" * 100_000,
+    b'{"a": ' * 500 + b"1" + b"}" * 500,
+]
+NO_STEP = [b"{}", b'{"step": null}', b'{"step": "1"}', b'{"step": true}', b'{"step": 1.5}']
+
+
+@pytest.mark.parametrize("content", [*DAMAGED, *NO_STEP], ids=lambda content: repr(content[:20]))
+def test_damaged_json_is_none_and_ends_the_lines(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x"
-    record.append_line(path, evaluation(1, 0.1 + 0.2))
-    before = path.read_bytes()
-    record.cut_back(path, 1)
-    assert path.read_bytes() == before
+    path.write_bytes(content)
+    assert (record.read_json(path) is None) == (content in DAMAGED)
+    path.write_bytes(b'{"step": 1}\n' + content + b'\n{"step": 3}\n')
+    assert list(record.read_lines(path)) == [{"step": 1}]
+    record.cut_back(path, 9)
+    assert path.read_bytes() == b'{"step": 1}\n'
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(
+def test_what_is_no_regular_file_is_no_record(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    no_files = (
+        tmp_path,
+        tmp_path / "absent",
+        tmp_path / "pipe",
+        Path("/dev/zero"),
+        Path("a\0b"),
+        Path("a" * 256),
+    )
+    for path in no_files:
+        assert record.read_json(path) is None
+    assert list(record.read_lines(tmp_path / "pipe")) == []
+
+
+def test_a_small_file_is_read_in_little_memory(tmp_path: Path) -> None:
+    record.write_json(tmp_path / "x", {"a": 1})
+    tracemalloc.start()
+    assert record.read_json(tmp_path / "x") == {"a": 1}
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2**23
+
+
+def test_a_failed_write_names_its_file_and_leaves_the_old_one_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # fails: write_text leaves its hidden temporary file behind
     path = tmp_path / "summary.json"
     record.write_json(path, {"a": 1})
 
-    def fail(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr("bert_dp.record.lines.os.fsync", full)
+    with pytest.raises(OSError, match="No space left") as caught:
         record.write_json(path, {"a": 2})
+    assert caught.value.filename == str(path)
     assert record.read_json(path) == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["summary.json"]
 
@@ -142,14 +186,6 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path) -> None:
     reader.join()
     assert None not in seen
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"3", b"\xff\xfe", b"null"])
-def test_read_json_of_anything_else_is_none(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "x").write_bytes(content)
-    assert record.read_json(tmp_path / "x") is None
-    assert record.read_json(tmp_path / "absent") is None
-    assert record.read_json(tmp_path) is None
 
 
 def test_a_lock_is_held_while_its_holder_lives(tmp_path: Path) -> None:
@@ -262,14 +298,3 @@ def test_a_held_directory_knows_where_it_is(tmp_path: Path) -> None:
         path.mkdir()
         assert held.now() is None
         assert held.lost() == f"the run directory {path} was deleted during the run"
-
-
-def test_a_write_that_fails_names_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(descriptor: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("bert_dp.record.lines.os.fsync", full)
-    with pytest.raises(OSError, match="No space left") as caught:
-        record.write_text(tmp_path / "summary.json", "{}")
-    assert caught.value.filename == str(tmp_path / "summary.json")
-    assert not list(tmp_path.iterdir())
