@@ -67,11 +67,11 @@ class Heartbeat:
     def _live(self) -> None:
         while not self._stopped.wait(ALIVE_EVERY_S):
             self._show_alive()
-            asked = self._slots[ASKED]
-            if asked != self._slots[ANSWERED] and self._answer is not None:
+            request = self._slots[ASKED]
+            if request != self._slots[ANSWERED] and self._answer is not None:
                 with contextlib.suppress(Exception):  # a report that cannot be made must not end the rank
                     self._answer()
-                self._slots[ANSWERED] = asked
+                self._slots[ANSWERED] = request
 
     def _show_alive(self) -> None:
         self._slots[ALIVE] += 1

@@ -50,15 +50,15 @@ class LossyFile(io.RawIOBase):
         rest = bytes(data)
         if self._lost:
             rest = b"\n" * self._is_torn + f"({self._lost} writes lost here: {self._why})\n".encode() + rest
-        begun = False
+        is_begun = False
         try:
             while rest:
                 rest = rest[os.write(self._descriptor, rest) :]
-                begun = True
+                is_begun = True
         except OSError as error:
             self._lost += 1
             self._why = os.strerror(error.errno or errno.EIO)
-            self._is_torn = begun or self._is_torn
+            self._is_torn = is_begun or self._is_torn
             self._lost_writes.note(error)
         else:
             self._lost, self._is_torn = 0, False

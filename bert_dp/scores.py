@@ -34,10 +34,10 @@ def score(
     """
     if not np.isfinite(logits).all():
         raise ValueError("a logit is not finite, so there is nothing to score")
-    known = _regression() if kind == "regression" else _classification(kind, logits.shape[1])
+    measures = _regression() if kind == "regression" else _classification(kind, logits.shape[1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of metrics that are not defined
-        return {name: float(known[name](labels, logits.astype(np.float64))) for name in metrics}
+        return {name: float(measures[name](labels, logits.astype(np.float64))) for name in metrics}
 
 
 def majority(
@@ -67,19 +67,19 @@ def _regression() -> Mapping[Metric, Measure]:
 
 
 def _classification(kind: LabelKind, num_labels: int) -> Mapping[Metric, Measure]:
-    known = require("sklearn.metrics", "glue", "scoring")
+    sklearn = require("sklearn.metrics", "glue", "scoring")
     if kind == "multi_label":
         return {
-            "accuracy": lambda labels, logits: known.accuracy_score(labels, logits > 0),
-            "f1": lambda labels, logits: known.f1_score(labels, logits > 0, average="micro"),
+            "accuracy": lambda labels, logits: sklearn.accuracy_score(labels, logits > 0),
+            "f1": lambda labels, logits: sklearn.f1_score(labels, logits > 0, average="micro"),
         }
     two = num_labels == 2
     average = "binary" if two else "macro"
     measures: dict[Metric, Measure] = {
-        "accuracy": lambda labels, logits: known.accuracy_score(labels, logits.argmax(axis=1)),
-        "mcc": lambda labels, logits: known.matthews_corrcoef(labels, logits.argmax(axis=1)),
-        "f1": lambda labels, logits: known.f1_score(labels, logits.argmax(axis=1), average=average),
+        "accuracy": lambda labels, logits: sklearn.accuracy_score(labels, logits.argmax(axis=1)),
+        "mcc": lambda labels, logits: sklearn.matthews_corrcoef(labels, logits.argmax(axis=1)),
+        "f1": lambda labels, logits: sklearn.f1_score(labels, logits.argmax(axis=1), average=average),
     }
     if two:
-        measures["auc"] = lambda labels, logits: known.roc_auc_score(labels, logits[:, 1] - logits[:, 0])
+        measures["auc"] = lambda labels, logits: sklearn.roc_auc_score(labels, logits[:, 1] - logits[:, 0])
     return measures

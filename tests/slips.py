@@ -242,7 +242,7 @@ SLIPS = (
     Slip(
         "glue-last-place-wins",
         "bert_dp/examples/glue.py",
-        "for split in splits if split not in found}",
+        "for split in splits if split not in files}",
         "for split in splits}",
         "tests/unit/test_examples.py",
     ),
@@ -263,8 +263,8 @@ SLIPS = (
     Slip(
         "labels-by-letter",
         "bert_dp/examples/labels.py",
-        "sorted(found, key=lambda name: (int(name), name))",
-        "sorted(found)",
+        "sorted(names, key=lambda name: (int(name), name))",
+        "sorted(names)",
         "tests/unit/test_examples.py",
     ),
     Slip(

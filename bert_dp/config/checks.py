@@ -228,7 +228,7 @@ def changed_settings(old: dict[str, Any], new: Config) -> list[str]:
     ]
 
 
-def init_issues(where: str, old: dict[str, Any], new: Config) -> list[str]:
+def init_issues(source: str, old: dict[str, Any], new: Config) -> list[str]:
     """Why weights trained under the configuration `old` are not this model's; one line each.
 
     Shapes alone do not tell: another number of heads, or another norm, loads and means nothing.
@@ -240,7 +240,7 @@ def init_issues(where: str, old: dict[str, Any], new: Config) -> list[str]:
     if new.run.init_keeps == "moments":
         fixed.append("optim.name")
     return [
-        f"{name}: {after[name]!r}, but run.init_from {where} was trained with {before.get(name)!r}; set "
+        f"{name}: {after[name]!r}, but run.init_from {source} was trained with {before.get(name)!r}; set "
         f"{name}={before.get(name)} or start from other weights"
         for name in fixed
         if before.get(name) != after[name]

@@ -16,8 +16,8 @@ def cpu_field(name: str, root: Path = ROOT) -> str:
         text = (root / "proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return ""
-    found = re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE)
-    return found[1].strip() if found else ""
+    field = re.search(rf"^{name}\s*:(.*)$", text, re.MULTILINE)
+    return field[1].strip() if field else ""
 
 
 def bf16_units(root: Path = ROOT) -> tuple[str, ...]:

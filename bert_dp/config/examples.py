@@ -126,20 +126,20 @@ class ExamplesManifest(HashedFile):
 
     def issues(self, config: Config) -> list[str]:
         """What does not fit the configuration; one line each."""
-        where, issues = config.data.path, []
+        directory, issues = config.data.path, []
         if self.sequence_length > config.data.sequence_length:
             issues.append(
-                f"data.sequence_length: {config.data.sequence_length}, but {where} holds examples of up to "
-                f"{self.sequence_length} tokens; set data.sequence_length={self.sequence_length}"
+                f"data.sequence_length: {config.data.sequence_length}, but {directory} holds examples of up "
+                f"to {self.sequence_length} tokens; set data.sequence_length={self.sequence_length}"
             )
         if self.vocab_size > config.model.vocab_size:
             issues.append(
                 f"model.vocab_size: {config.model.vocab_size} is below the tokenizer's {self.vocab_size} in "
-                f"{where}; finetune a run that was trained with this tokenizer"
+                f"{directory}; finetune a run that was trained with this tokenizer"
             )
         for name, value in (("kind", self.kind), ("labels", tuple(self.labels))):
-            if (given := getattr(config.finetune, name)) != value:
-                issues.append(f"finetune.{name}: {given}, but {where} has {value}; set it so")
+            if (setting := getattr(config.finetune, name)) != value:
+                issues.append(f"finetune.{name}: {setting}, but {directory} has {value}; set it so")
         return issues
 
     def warnings(self, config: Config) -> list[str]:

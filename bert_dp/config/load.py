@@ -75,12 +75,12 @@ def resolve(levels: Sequence[dict[str, Any]]) -> Config:
     for level in levels:
         for section, members in EXCLUSIVE_GROUPS:
             values = level.get(section)
-            given = [m for m in members if isinstance(values, dict) and values.get(m) is not None]
-            if len(given) > 1:
-                issues.append(f"{section}: {' and '.join(given)} are both set; keep one")
-            if given and isinstance(merged.get(section), dict):
+            chosen = [m for m in members if isinstance(values, dict) and values.get(m) is not None]
+            if len(chosen) > 1:
+                issues.append(f"{section}: {' and '.join(chosen)} are both set; keep one")
+            if chosen and isinstance(merged.get(section), dict):
                 # how to build goes with what to build from
-                displaced = (*members, "build", "tokenizer") if given == ["path"] else members
+                displaced = (*members, "build", "tokenizer") if chosen == ["path"] else members
                 merged[section] = {k: v for k, v in merged[section].items() if k not in displaced}
         merged = _merged(merged, level)
     if issues:
@@ -147,16 +147,16 @@ class ConfigLoader(yaml.SafeLoader):
 
 
 def _construct_mapping(loader: ConfigLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    seen: set[Any] = set()
+    keys: set[Any] = set()
     for key_node, _ in node.value:
         key = loader.construct_object(key_node)
         if not isinstance(key, str | int | float | bool | None):
             raise yaml.constructor.ConstructorError(
                 None, None, "a key must be a plain word", key_node.start_mark
             )
-        if key in seen:
+        if key in keys:
             raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
-        seen.add(key)
+        keys.add(key)
     return dict(loader.construct_mapping(node, deep=True))
 
 
@@ -228,11 +228,11 @@ def setting_paths(section: type[Section] = Config, prefix: str = "") -> Iterator
 def _explain(error: Any) -> str:
     path = ".".join(str(p) for p in error["loc"])
     if error["type"] == "extra_forbidden":
-        known = list(setting_paths())
+        settings = list(setting_paths())
         leaf = path.rpartition(".")[2]
-        close = difflib.get_close_matches(path, known, n=1, cutoff=0.75)
-        close = close or [k for k in known if k.rpartition(".")[2] == leaf]
-        close = close or difflib.get_close_matches(path, known, n=1, cutoff=0.5)
+        close = difflib.get_close_matches(path, settings, n=1, cutoff=0.75)
+        close = close or [name for name in settings if name.rpartition(".")[2] == leaf]
+        close = close or difflib.get_close_matches(path, settings, n=1, cutoff=0.5)
         hint = f"; did you mean {close[0]}?" if close else ""
         return f"{_short(path)}: unknown setting{hint}"
     value = error.get("input")

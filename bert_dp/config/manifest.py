@@ -55,9 +55,9 @@ class Shard(StoredModel):
         if (self.blocks is None) != (self.block_bytes is None):
             raise ValueError("blocks and block_bytes stand together")
         if self.blocks is not None and self.block_bytes is not None:
-            wanted = -(-self.bytes // self.block_bytes)
-            if len(self.blocks) != wanted:
-                raise ValueError(f"{len(self.blocks)} block hashes, {self.bytes} bytes need {wanted}")
+            needed = -(-self.bytes // self.block_bytes)
+            if len(self.blocks) != needed:
+                raise ValueError(f"{len(self.blocks)} block hashes, {self.bytes} bytes need {needed}")
         return self
 
 
@@ -150,17 +150,17 @@ class Manifest(HashedFile):
     def issues(self, config: Config) -> list[str]:
         """What does not fit the configuration; one line each."""
         issues = []
-        where = config.data.path or "the built shards"
+        directory = config.data.path or "the built shards"
         length, vocabulary = self.sequence_length, self.vocab_size
         if length != config.data.sequence_length:
             issues.append(
-                f"data.sequence_length: {config.data.sequence_length}, but {where} holds sequences of "
+                f"data.sequence_length: {config.data.sequence_length}, but {directory} holds sequences of "
                 f"{length}; set data.sequence_length={length} or build again"
             )
         if vocabulary > config.model.vocab_size:
             issues.append(
                 f"model.vocab_size: {config.model.vocab_size} is below the tokenizer's {vocabulary} in "
-                f"{where}; set model.vocab_size={vocabulary} or more"
+                f"{directory}; set model.vocab_size={vocabulary} or more"
             )
         return issues
 
@@ -249,18 +249,18 @@ def _file_issues(directory: Path, manifest: Manifest) -> Iterator[str]:
         if leads_out(file):
             yield f"{file}: a link out of its directory; copy the file there"
         elif size != shard.bytes:
-            shown = "no such file" if size is None else f"{size} bytes"
-            yield f"{file}: expected {shard.bytes} bytes, found {shown}; {Manifest.remedy}"
-    file, wanted = directory / manifest.tokenizer.file, manifest.tokenizer.sha256
+            actual = "no such file" if size is None else f"{size} bytes"
+            yield f"{file}: expected {shard.bytes} bytes, found {actual}; {Manifest.remedy}"
+    file, expected = directory / manifest.tokenizer.file, manifest.tokenizer.sha256[:16]
     if leads_out(file):
         yield f"{file}: a link out of its directory; copy the file there"
         return
     try:
-        got = sha256(file)[:16] if file.is_file() else "no such file"
+        actual = sha256(file)[:16] if file.is_file() else "no such file"
     except OSError as error:
-        got = f"an error ({error.strerror})"
-    if got != wanted[:16]:
-        yield f"{file}: expected SHA-256 {wanted[:16]}, found {got}; {Manifest.remedy}"
+        actual = f"an error ({error.strerror})"
+    if actual != expected:
+        yield f"{file}: expected SHA-256 {expected}, found {actual}; {Manifest.remedy}"
 
 
 def leads_out(file: Path) -> bool:

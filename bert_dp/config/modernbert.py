@@ -34,9 +34,11 @@ THETAS = {
 """Kind of layer -> its field in the layout before transformers 5, and the default."""
 
 
-def hf_directory(where: str | None) -> Path | None:
+def hf_directory(init_from: str | None) -> Path | None:
     """DIR of hf:DIR."""
-    return Path(where.removeprefix(HF)) if where is not None and where.startswith(HF) else None
+    if init_from is None or not init_from.startswith(HF):
+        return None
+    return Path(init_from.removeprefix(HF))
 
 
 def modernbert_issues(directory: Path, config: Config) -> list[str]:
@@ -64,12 +66,12 @@ def _differences(settings: Mapping[str, Any], config: Config) -> Iterator[str]:
         if (ours := getattr(model, name)) != value:
             yield f"ModernBERT has {name} {value}; set model.{name}={value}, not {ours}"
     for theirs, name in {**FIELDS, **({"classifier_bias": "bias"} if mlm else {})}.items():
-        found, ours = settings.get(theirs), getattr(model, name)
-        if found != ours:
-            yield f"{theirs} is {found}; set model.{name}={found}, not {ours}"
-    for theirs, value in FIXED.items():
-        if (found := settings.get(theirs, value)) != value:
-            yield f"{theirs} is {found}, and our models have {value} alone"
+        value, ours = settings.get(theirs), getattr(model, name)
+        if value != ours:
+            yield f"{theirs} is {value}; set model.{name}={value}, not {ours}"
+    for theirs, only in FIXED.items():
+        if (value := settings.get(theirs, only)) != only:
+            yield f"{theirs} is {value}, and our models have {only} alone"
     if mlm and settings.get("decoder_bias", True):
         yield "decoder_bias is true, and our decoder has no bias"
     yield from _attention(settings, config)

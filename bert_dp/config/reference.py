@@ -70,12 +70,12 @@ def type_name(annotation: object) -> str:
 
 def bounds(field: FieldInfo) -> str:
     signs = {"Ge": ">=", "Gt": ">", "Le": "<=", "Lt": "<"}
-    found = []
+    limits = []
     for part in field.metadata:
-        sign = signs.get(type(part).__name__)
-        if sign is not None:
-            found.append(f"{sign} {getattr(part, type(part).__name__.lower()):g}")
-    return f", {' and '.join(found)}" if found else ""
+        kind = type(part).__name__
+        if kind in signs:
+            limits.append(f"{signs[kind]} {getattr(part, kind.lower()):g}")
+    return f", {' and '.join(limits)}" if limits else ""
 
 
 def default(field: FieldInfo) -> str:

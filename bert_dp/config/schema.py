@@ -261,9 +261,9 @@ class ScheduleConfig(Section):
 
     @model_validator(mode="after")
     def _one_budget(self) -> ScheduleConfig:
-        given = [name for name in BUDGETS if getattr(self, name) is not None]
-        if len(given) != 1:
-            raise ValueError(f"set exactly one of {', '.join(BUDGETS)} (got {', '.join(given) or 'none'})")
+        budgets = [name for name in BUDGETS if getattr(self, name) is not None]
+        if len(budgets) != 1:
+            raise ValueError(f"set exactly one of {', '.join(BUDGETS)} (got {', '.join(budgets) or 'none'})")
         if self.name == "wsd" and self.warmup_fraction + self.decay_fraction > 1:
             raise ValueError("warmup_fraction + decay_fraction is above 1")
         return self
@@ -448,5 +448,5 @@ def divisors(n: int) -> list[int]:
     return sorted({*small, *(n // d for d in small)})
 
 
-def nearest_divisors(n: int, wanted: int) -> str:
-    return " or ".join(str(d) for d in sorted(sorted(divisors(n), key=lambda d: abs(d - wanted))[:2]))
+def nearest_divisors(n: int, target: int) -> str:
+    return " or ".join(str(d) for d in sorted(sorted(divisors(n), key=lambda d: abs(d - target))[:2]))

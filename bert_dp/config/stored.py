@@ -28,11 +28,11 @@ def problem_lines(error: ValidationError, most: int = 8) -> list[str]:
     """One line per problem of a file that was read: where, what is wrong, and the value when it is short."""
     lines = []
     for problem in error.errors()[:most]:
-        where = ascii(".".join(map(str, problem["loc"])))[1:-1][:80]
-        plain = isinstance(problem["input"], (str, int, float, type(None)))
-        got = f", got {ascii(problem['input'])[:80]}" if plain else ""
-        line = plain_message(problem["msg"]) + got
-        lines.append(f"{where}: {line}" if where else line)
+        path = ascii(".".join(map(str, problem["loc"])))[1:-1][:80]
+        line = plain_message(problem["msg"])
+        if isinstance(problem["input"], (str, int, float, type(None))):
+            line += f", got {ascii(problem['input'])[:80]}"
+        lines.append(f"{path}: {line}" if path else line)
     return lines
 
 

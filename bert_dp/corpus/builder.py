@@ -79,20 +79,15 @@ def build(request: BuildRequest, progress: Progress | None = None) -> Manifest:
     out = Path(request.out).expanduser().resolve()
     plan = request.resolved()
     with locked(out, tell):
-        return _build_locked(plan, out, request.force, tell)
-
-
-def _build_locked(plan: pipeline.BuildPlan, out: Path, force: bool, tell: Progress) -> Manifest:
-    """Build in `out`, by the holder of its lock."""
-    before = [_stamp(source) for source in plan.sources]
-    records = [pipeline.source_record(source) for source in plan.sources]
-    if (kept := _existing(out, plan.settings, records, force)) is not None:
-        tell(f"kept {out}: it holds this build", 0, None)
-        return kept
-    with replaced(out) as work:
-        manifest = pipeline.build_in(plan, records, work, tell)
-        if before != [_stamp(source) for source in plan.sources]:
-            raise ConfigError(["data.sources: a source changed while it was read; run again"])
+        before = [_stamp(source) for source in plan.sources]
+        records = [pipeline.source_record(source) for source in plan.sources]
+        if (kept := _existing(out, plan.settings, records, request.force)) is not None:
+            tell(f"kept {out}: it holds this build", 0, None)
+            return kept
+        with replaced(out) as work:
+            manifest = pipeline.build_in(plan, records, work, tell)
+            if before != [_stamp(source) for source in plan.sources]:
+                raise ConfigError(["data.sources: a source changed while it was read; run again"])
     if warning := filter_warning(manifest):
         tell(warning, 0, None)
     return manifest
@@ -104,15 +99,13 @@ def cache_dir(config: Config) -> Path:
     The hash covers the options, the tokenizer and every source's name, size and mtime. Raises ConfigError.
     """
     data = config.data
-    found = inputs.resolve(data.sources or (), data.build)
-    given = inputs.file_identity(Path(data.tokenizer)) if data.tokenizer else None
     facts = {
         "format": format_of(Manifest),
         "build": data.build.identity(),
         "sequence_length": data.sequence_length,
         "vocab_size": config.model.vocab_size,
-        "tokenizer": given,
-        "sources": [inputs.identity(source) for source in found],
+        "tokenizer": inputs.file_identity(Path(data.tokenizer)) if data.tokenizer else None,
+        "sources": [inputs.identity(source) for source in inputs.resolve(data.sources or (), data.build)],
     }
     return record.cache_root() / hash_json(facts)[:20]
 
@@ -133,28 +126,19 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
         try:
             manifest = _sound(directory)
         except ConfigError:
-            manifest = _ensure_built(config, directory, progress or (lambda stage, done, total: None))
+            request = BuildRequest(
+                sources=list(data.sources or ()),
+                out=str(directory),
+                options=data.build,
+                vocab_size=config.model.vocab_size,
+                sequence_length=data.sequence_length,
+                tokenizer=data.tokenizer,
+                force=True,
+            )
+            manifest = build(request, progress)
     if issues := manifest.issues(config):
         raise ConfigError(issues)
     return directory
-
-
-def _ensure_built(config: Config, directory: Path, tell: Progress) -> Manifest:
-    """Build in the cache, unless another process has done so while this one waited for its lock."""
-    data = config.data
-    request = BuildRequest(
-        sources=list(data.sources or ()),
-        out=str(directory),
-        options=data.build,
-        vocab_size=config.model.vocab_size,
-        sequence_length=data.sequence_length,
-        tokenizer=data.tokenizer,
-    )
-    plan = request.resolved()
-    with locked(directory, tell):
-        with contextlib.suppress(ConfigError):
-            return _sound(directory)
-        return _build_locked(plan, directory, True, tell)
 
 
 def _sound(directory: Path) -> Manifest:
@@ -169,8 +153,8 @@ def _stamp(source: inputs.Source) -> dict[str, Any]:
     """What changes with every write to the source, also one that keeps size and mtime. Raises ConfigError."""
     stamp = inputs.identity(source)
     if source.path is not None:
-        found = source.path.stat()
-        stamp |= {"inode": found.st_ino, "ctime_ns": found.st_ctime_ns}
+        status = source.path.stat()
+        stamp |= {"inode": status.st_ino, "ctime_ns": status.st_ctime_ns}
     return stamp
 
 
@@ -241,10 +225,10 @@ def _answer(arguments: argparse.Namespace) -> tuple[str, int]:
 
 def read_request(path: Path) -> BuildRequest:
     """Raises ConfigError for what is missing or unknown."""
-    given = record.read_json(path)
-    if given is None:
+    options = record.read_json(path)
+    if options is None:
         raise ConfigError([f"{path}: not a JSON object"])
-    text = json.dumps({key: value for key, value in given.items() if value is not None})
+    text = json.dumps({key: value for key, value in options.items() if value is not None})
     try:
         return BuildRequest.model_validate_json(text)
     except ValidationError as error:

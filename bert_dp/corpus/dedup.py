@@ -17,9 +17,8 @@ SHINGLE_WORDS = 5
 def document_key(text: str, seed: int) -> int:
     """64-bit hash of a document: the same for texts that differ in case and white space only."""
     lower = text.lower()
-    if (
-        not lower.isprintable() or "  " in lower
-    ):  # a white space other than one blank; the test is the cheaper part
+    # a white space other than one blank; the test is cheaper than what it spares
+    if not lower.isprintable() or "  " in lower:
         lower = " ".join(lower.split())
     digest = hashlib.blake2b(lower.strip().encode(), digest_size=8, key=seed.to_bytes(8, "little"))
     return int.from_bytes(digest.digest(), "little")
@@ -37,13 +36,13 @@ def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
         new = np.zeros(len(keys), bool)
         new[np.unique(keys, return_index=True)[1]] = True
         for level in levels:
-            at = np.minimum(np.searchsorted(level, keys), len(level) - 1)
-            new &= level[at] != keys
-        fresh = np.sort(keys[new])
-        while levels and len(levels[-1]) <= len(fresh):
-            fresh = np.sort(np.concatenate([levels.pop(), fresh]), kind="stable")
-        if len(fresh):
-            levels.append(fresh)
+            nearest = np.minimum(np.searchsorted(level, keys), len(level) - 1)
+            new &= level[nearest] != keys
+        added = np.sort(keys[new])
+        while levels and len(levels[-1]) <= len(added):
+            added = np.sort(np.concatenate([levels.pop(), added]), kind="stable")
+        if len(added):
+            levels.append(added)
         return new
 
     return is_new
@@ -54,10 +53,10 @@ def sketcher(seed: int) -> Callable[[list[str]], list[Any]]:
     rensa = _rensa()
 
     def sketch(texts: list[str]) -> list[Any]:
-        made: list[Any] = rensa.RMinHash.from_token_sets(
+        sketches: list[Any] = rensa.RMinHash.from_token_sets(
             [_shingles(t) for t in texts], NUM_PERMUTATIONS, seed
         )
-        return made
+        return sketches
 
     return sketch
 

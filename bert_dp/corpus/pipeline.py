@@ -161,7 +161,7 @@ def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
     Those whose CRC-32 lies below a bound, which halves whenever more than SAMPLE_BYTES are held: a function
     of the texts alone.
     """
-    bound, held, sample, total = 2**32, 0, [], 0
+    bound, size, sample, total = 2**32, 0, [], 0
     for text in documents:
         total += 1
         if total % 10_000 == 0:
@@ -170,11 +170,11 @@ def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:
         if key >= bound:
             continue
         sample.append((key, text))
-        held += len(text)
-        while held > SAMPLE_BYTES and len(sample) > 1:
+        size += len(text)
+        while size > SAMPLE_BYTES and len(sample) > 1:
             bound //= 2
             sample = [pair for pair in sample if pair[0] < bound]
-            held = sum(len(text) for _, text in sample)
+            size = sum(len(text) for _, text in sample)
     tell("read", total, total)
     return [text for _, text in sample], total
 
@@ -220,11 +220,11 @@ def _route(
             exact = keep.copy()
             keep[exact] = [is_unlike(batch.sketches[i]) for i in np.flatnonzero(exact)]
             dropped["near_duplicate"] += int((exact & ~keep).sum())
-        apart = batch.keys < bound
-        for writer, mine in ((train, keep & ~apart), (held_out, keep & apart)):
-            writer.documents += int(mine.sum())
-            writer.longest = max(writer.longest, int(batch.lengths[mine].max(initial=0)))
-            writer.write(batch.ids[np.repeat(mine, batch.lengths)])
+        is_held_out = batch.keys < bound
+        for writer, chosen in ((train, keep & ~is_held_out), (held_out, keep & is_held_out)):
+            writer.documents += int(chosen.sum())
+            writer.longest = max(writer.longest, int(batch.lengths[chosen].max(initial=0)))
+            writer.write(batch.ids[np.repeat(chosen, batch.lengths)])
         dropped["empty"] += batch.empty
         dropped["tokens_per_char"] += batch.filtered
         read += batch.read
@@ -242,13 +242,13 @@ def _check_split(
     Raises ConfigError for a split without a sequence and for more held-out than training sequences.
     """
     counts = [f"{w.sequences} sequences from {w.documents} documents" for w in (train, held_out)]
-    ends, share = WHAT_ENDS_A_DOCUMENT[options.documents], options.held_out_fraction
+    hint, share = WHAT_ENDS_A_DOCUMENT[options.documents], options.held_out_fraction
     if not train.sequences or not (held_out.sequences or share == 0):
         lost = ", ".join(f"{n} {stage}" for stage, n in dropped.items() if n) or "none"
         raise ConfigError(
             [
                 f"data.sources: too little text for data.sequence_length {train.length}: training "
-                f"{counts[0]}, held-out {counts[1]} (dropped: {lost}); {ends}; add text, raise "
+                f"{counts[0]}, held-out {counts[1]} (dropped: {lost}); {hint}; add text, raise "
                 f"data.build.held_out_fraction {share} or data.build.max_tokens_per_char "
                 f"{options.max_tokens_per_char} (0 = no filter)"
             ]
@@ -258,10 +258,10 @@ def _check_split(
         raise ConfigError(
             [
                 f"data.sources: held-out {counts[1]}, but training {counts[0]}: documents are held out whole "
-                f"and the longest has {longest:.0%} of the tokens; {ends}; split long documents, or lower "
+                f"and the longest has {longest:.0%} of the tokens; {hint}; split long documents, or lower "
                 f"data.build.held_out_fraction {share}"
             ]
         )
     if longest > LONG_DOCUMENT and share > 0:
         what = f"one document has {longest:.0%} of the tokens, and documents are held out whole"
-        tell(f"warning: {what}; {ends}", 0, None)
+        tell(f"warning: {what}; {hint}", 0, None)

@@ -123,9 +123,9 @@ def _decode(path: Path, number: int, line: bytes) -> str:
         line = line.removeprefix(b"\xef\xbb\xbf")  # byte order mark
     if b"\0" in line:
         at = line.index(b"\0") + 1
-        known = ", ".join((*FORMATS, *COMPRESSIONS))
+        read = ", ".join((*filter(None, FORMATS), *COMPRESSIONS))
         raise ConfigError(
-            [f"{path}: line {number}, byte {at} is zero: binary data, not text; known suffixes: {known}"]
+            [f"{path}: line {number}, byte {at} is zero: binary data, not text; known suffixes: {read}"]
         )
     try:
         return line.removesuffix(b"\r").decode()

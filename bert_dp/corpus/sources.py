@@ -71,11 +71,11 @@ def resolve(sources: Sequence[str], options: BuildConfig | None = None) -> list[
 
 
 def _unknown_suffix(path: Path) -> str:
-    known = ", ".join(suffix for suffix in FORMATS if suffix)
+    readable = ", ".join(suffix for suffix in FORMATS if suffix)
     return (
         f"data.sources: {path} has the suffix {suffixes(path)[0]}, whose text cannot be told from the rest; "
-        f"convert it to one of {known}, or name its format: --format text (data.build.source_format) takes "
-        "its lines as they are, header, ids and quotes too"
+        f"convert it to one of {readable}, or name its format: --format text (data.build.source_format) "
+        "takes its lines as they are, header, ids and quotes too"
     )
 
 
@@ -160,22 +160,22 @@ def records(
     return readers.json_records(source.path)
 
 
-def _text(record: Any, key: str, where: str) -> str:
+def _text(record: Any, key: str, place: str) -> str:
     """The text of a record. Raises ConfigError for one that has none."""
     text = record.get(key) if isinstance(record, dict) else None
     if not isinstance(text, str):
         if not isinstance(record, dict):
-            got = type(record).__name__
+            instead = type(record).__name__
         elif key in record:
-            got = type(text).__name__
+            instead = type(text).__name__
         else:
-            got = f"keys {sorted(record)[:8]}"
-        raise ConfigError([f"{where} has no string {key!r} (got {got}); {KEY_FIX}, or drop the record"])
+            instead = f"keys {sorted(record)[:8]}"
+        raise ConfigError([f"{place} has no string {key!r} (got {instead}); {KEY_FIX}, or drop the record"])
     try:
         text.encode()
     except UnicodeEncodeError as error:
         bad = ascii(text[error.start])
-        raise ConfigError([f"{where} holds a lone surrogate {bad}, which is not text; remove it"]) from None
+        raise ConfigError([f"{place} holds a lone surrogate {bad}, which is not text; remove it"]) from None
     return text
 
 

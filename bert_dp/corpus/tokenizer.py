@@ -133,19 +133,19 @@ def special_ids(tokenizer: Tokenizer, name: str) -> dict[str, int]:
 
     Raises ConfigError with every role that the tokenizer `name` lacks.
     """
-    found, missing = {}, []
+    ids_by_role, missing = {}, []
     for role in ROLES:
         spellings = [f"<{role}>", f"[{role.upper()}]", *([ROBERTA[role]] if role in ROBERTA else [])]
         ids = [i for i in map(tokenizer.token_to_id, spellings) if i is not None]
         if ids:
-            found[role] = ids[0]
+            ids_by_role[role] = ids[0]
         else:
             missing.append(
                 f"data.tokenizer: {name}: has no token {' or '.join(spellings)}; add it or train a tokenizer"
             )
     if missing:
         raise ConfigError(missing)
-    return found
+    return ids_by_role
 
 
 def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
@@ -154,8 +154,8 @@ def first_ordinary(tokenizer: Tokenizer, specials: dict[str, int]) -> int:
     A tokenizer may keep its special tokens at the end (ModernBERT); those in the upper half are not counted,
     and a random replacement then hits one of them a few times in 50 000.
     """
-    known = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
-    return 1 + max((i for i in known if i is not None and i < size(tokenizer) / 2), default=-1)
+    special_ids = {*specials.values(), *(tokenizer.token_to_id(s) for s in SPECIALS)}
+    return 1 + max((i for i in special_ids if i is not None and i < size(tokenizer) / 2), default=-1)
 
 
 def normalizer_json() -> str:

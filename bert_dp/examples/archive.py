@@ -22,8 +22,8 @@ def read_files(place: Path, names: Sequence[str]) -> dict[str, bytes]:
     """
     try:
         if place.is_dir():
-            found = {name: place / name for name in names if (place / name).exists()}
-            return {name: read_regular(path, MAX_FILE_BYTES) for name, path in found.items()}
+            existing = [name for name in names if (place / name).exists()]
+            return {name: read_regular(place / name, MAX_FILE_BYTES) for name in existing}
         if place.is_file():
             return _members(place, names)
     except (tarfile.TarError, lzma.LZMAError, zlib.error, EOFError):
@@ -34,19 +34,19 @@ def read_files(place: Path, names: Sequence[str]) -> dict[str, bytes]:
 
 
 def _members(place: Path, names: Sequence[str]) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
+    members: dict[str, bytes] = {}
     with tarfile.open(place) as archive:
         for count, member in enumerate(archive):
             if count == MAX_MEMBERS:
                 raise ConfigError([f"--data {place}: more than {MAX_MEMBERS} files; name GLUE's own tar"])
             name = next((n for n in names if f"/{member.name}".endswith(f"/{n}")), None)
-            if name is None or name in found or not member.isreg():
+            if name is None or name in members or not member.isreg():
                 continue
             if member.size > MAX_FILE_BYTES:
                 raise ConfigError([f"--data {place}: {member.name} has {member.size} bytes; fetch it again"])
             file = archive.extractfile(member)
             assert file is not None
-            found[name] = file.read()
-            if len(found) == len(names):
+            members[name] = file.read()
+            if len(members) == len(names):
                 break
-    return found
+    return members

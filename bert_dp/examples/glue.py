@@ -139,11 +139,11 @@ class GlueData:
         return Labelled(self.task, task.kind, task.labels, task.metrics, tables, dict(task.rows), official)
 
     def _files(self, splits: Sequence[str]) -> dict[str, bytes]:
-        found: dict[str, bytes] = {}
+        files: dict[str, bytes] = {}
         for place in self.places:
-            names = {f"{self.task}/{split}.tsv": split for split in splits if split not in found}
-            found |= {names[name]: data for name, data in read_files(place, list(names)).items()}
-        return found
+            names = {f"{self.task}/{split}.tsv": split for split in splits if split not in files}
+            files |= {names[name]: data for name, data in read_files(place, list(names)).items()}
+        return files
 
     def _stamps(self, place: Path) -> list[dict[str, Any]]:
         if not place.is_dir():
@@ -154,12 +154,11 @@ class GlueData:
 
 def missing(places: Sequence[Path]) -> dict[str, list[str]]:
     """Task, in GLUE's order -> its train and dev files that none of `places` has. Raises ConfigError."""
-    names = {name: [f"{name}/{split}.tsv" for split in task.required] for name, task in TASKS.items()}
-    found: set[str] = set()
+    absent = {name: [f"{name}/{split}.tsv" for split in task.required] for name, task in TASKS.items()}
     for place in places:
-        wanted = [file for files in names.values() for file in files if file not in found]
-        found |= read_files(place, wanted).keys()
-    return {name: [file for file in files if file not in found] for name, files in names.items()}
+        present = read_files(place, [file for files in absent.values() for file in files])
+        absent = {name: [file for file in files if file not in present] for name, files in absent.items()}
+    return absent
 
 
 def _table(name: str, data: bytes, task: Task, split: str) -> Table:

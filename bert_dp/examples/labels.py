@@ -27,20 +27,20 @@ def label_names(kind: LabelKind, train: Table) -> tuple[str, ...]:
     """
     if kind == "regression":
         return ()
-    found = {name for row in train.rows for name in _names(kind, train, row)}
+    names = {name for row in train.rows for name in _names(kind, train, row)}
     least = 2 if kind == "single_label" else 1
-    if len(found) < least:
-        raise ConfigError([f"{train.name}: {len(found)} different labels, {least} at least; add examples"])
-    if len(found) > MAX_LABELS:
+    if len(names) < least:
+        raise ConfigError([f"{train.name}: {len(names)} different labels, {least} at least; add examples"])
+    if len(names) > MAX_LABELS:
         raise ConfigError(
             [
-                f"{train.name}: {len(found)} different labels, {MAX_LABELS} at most; name the column of "
+                f"{train.name}: {len(names)} different labels, {MAX_LABELS} at most; name the column of "
                 "the labels, or give --kind regression where they are scores"
             ]
         )
-    if all(name.removeprefix("-").isdecimal() for name in found):
-        return tuple(sorted(found, key=lambda name: (int(name), name)))
-    return tuple(sorted(found))
+    if all(name.removeprefix("-").isdecimal() for name in names):
+        return tuple(sorted(names, key=lambda name: (int(name), name)))
+    return tuple(sorted(names))
 
 
 def to_array(kind: LabelKind, names: Sequence[str], table: Table) -> NDArray[Any]:
@@ -51,12 +51,12 @@ def to_array(kind: LabelKind, names: Sequence[str], table: Table) -> NDArray[Any
     if kind == "regression":
         return np.array([_score(table, row) for row in table.rows], LABEL_TYPES[kind])
     index = {name: i for i, name in enumerate(names)}
-    found = [[_index(index, name, table, row) for name in _names(kind, table, row)] for row in table.rows]
+    indices = [[_index(index, name, table, row) for name in _names(kind, table, row)] for row in table.rows]
     if kind == "single_label":
-        return np.array(found, LABEL_TYPES[kind])[:, 0]
-    labels = np.zeros((len(found), len(names)), LABEL_TYPES[kind])
-    for row, indices in zip(labels, found, strict=True):
-        row[indices] = 1
+        return np.array(indices, LABEL_TYPES[kind])[:, 0]
+    labels = np.zeros((len(indices), len(names)), LABEL_TYPES[kind])
+    for row, ones in zip(labels, indices, strict=True):
+        row[ones] = 1
     return labels
 
 

@@ -33,7 +33,7 @@ from bert_dp.examples.glue import GlueData, missing
 from bert_dp.examples.labels import to_array
 from bert_dp.examples.own import OwnData
 from bert_dp.examples.store import Examples
-from bert_dp.examples.table import Columns, Labelled, Row, Table
+from bert_dp.examples.table import Columns, Labelled, Row
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,8 +102,8 @@ def _build(request: Request, work: Path) -> None:
     labelled = request.data.read(train_only=request.dev_share > 0)
     if request.dev_share:
         labelled = _with_drawn_dev(labelled, request.dev_share)
-    seen = {_key(row) for row in labelled.tables[TRAIN].rows}
-    splits = {split: _write_split(work, split, labelled, encoder, seen) for split in labelled.tables}
+    train_keys = {_key(row) for row in labelled.tables[TRAIN].rows}
+    splits = {split: _write_split(work, split, labelled, encoder, train_keys) for split in labelled.tables}
     if splits[TRAIN]["without_tokens"] == splits[TRAIN]["examples"]:
         name = labelled.tables[TRAIN].name
         raise ConfigError([f"{name}: {request.tokenizer} has no token for any of its texts; name another"])
@@ -130,9 +130,9 @@ def _build(request: Request, work: Path) -> None:
 
 
 def _write_split(
-    work: Path, split: str, labelled: Labelled, encoder: Encoder, seen: set[int]
+    work: Path, split: str, labelled: Labelled, encoder: Encoder, train_keys: set[int]
 ) -> dict[str, Any]:
-    """Write the file of a split; returns its entry in the manifest. `seen`: keys of the rows of train."""
+    """Write the file of a split; returns its entry in the manifest."""
     table = labelled.tables[split]
     ids, offsets, truncated = encoder.encode([row.texts for row in table.rows])
     has_labels = table.rows[0].label is not None
@@ -145,7 +145,7 @@ def _write_split(
         "tokens": len(ids),
         "truncated": truncated,
         "has_labels": has_labels,
-        "in_train": None if split == TRAIN else sum(_key(row) in seen for row in table.rows),
+        "in_train": None if split == TRAIN else sum(_key(row) in train_keys for row in table.rows),
         "left_out": table.left_out,
         "without_tokens": int((np.diff(offsets) == 1 + len(table.rows[0].texts)).sum()),
     }
@@ -159,13 +159,12 @@ def _key(row: Row) -> int:
 def _with_drawn_dev(labelled: Labelled, share: float) -> Labelled:
     """Train alone, of which a share, drawn by the hash of each row's texts, is dev. Raises ConfigError."""
     whole = labelled.tables[TRAIN]
-    is_dev = [_key(row) < int(share * 2**64) for row in whole.rows]
-    parts: dict[str, Table] = {}
-    for split, wanted in ((TRAIN, False), ("dev", True)):
-        rows = [row for row, drawn in zip(whole.rows, is_dev, strict=True) if drawn == wanted]
-        if not rows:
-            raise ConfigError([f"--dev-share {share}: leaves {split} no example of {len(whole.rows)}"])
-        parts[split] = dataclasses.replace(whole, rows=rows)
+    rows: dict[str, list[Row]] = {TRAIN: [], "dev": []}
+    for row in whole.rows:
+        rows["dev" if _key(row) < int(share * 2**64) else TRAIN].append(row)
+    if empty := [split for split, part in rows.items() if not part]:
+        raise ConfigError([f"--dev-share {share}: leaves {empty[0]} no example of {len(whole.rows)}"])
+    parts = {split: dataclasses.replace(whole, rows=part) for split, part in rows.items()}
     official = None if labelled.official is None else False
     return dataclasses.replace(labelled, tables=parts, official=official)
 
@@ -226,12 +225,13 @@ def _data(arguments: argparse.Namespace) -> GlueData | OwnData:
     """Raises ConfigError where not exactly one of a task and a file is named, or an option has no effect."""
     files = {split: getattr(arguments, split) for split in ("train", "dev", "test")}
     files = {split: name for split, name in files.items() if name is not None}
-    of_own = {"--text": arguments.text, "--text-pair": arguments.text_pair, "--label": arguments.label}
-    of_own["--kind"] = arguments.kind
+    own_options = {
+        name: getattr(arguments, name.replace("-", "_")) for name in ("text", "text-pair", "label", "kind")
+    }
     if arguments.task is not None and not files:
-        if given := [name for name, value in of_own.items() if value is not None]:
+        if idle := [name for name, value in own_options.items() if value is not None]:
             raise ConfigError(
-                [f"{given[0]}: has no effect with --task, whose files GLUE defines; leave it out"]
+                [f"--{idle[0]}: has no effect with --task, whose files GLUE defines; leave it out"]
             )
         return GlueData(arguments.task, tuple(arguments.data))
     if arguments.task is None and TRAIN in files and not arguments.data:

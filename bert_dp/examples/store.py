@@ -87,13 +87,15 @@ def _issues(examples: Examples, manifest: ExamplesManifest, entry: ExampleSplit)
     """What in the arrays is not as the manifest says."""
     issues = []
     count, lengths = len(examples), examples.lengths
-    ends = examples.offsets[[0, -1]].tolist()
+    first, last = examples.offsets[[0, -1]].tolist()
     if (examples.ids.dtype, examples.offsets.dtype) != (np.uint16, np.int64):
         return [f"ids {examples.ids.dtype} and offsets {examples.offsets.dtype}, not uint16 and int64"]
-    if count != entry.examples or ends != [0, len(examples.ids)] or len(examples.ids) != entry.tokens:
-        issues.append(
-            f"expected {entry.examples} examples of {entry.tokens} tokens, found {count} of {ends[1]}"
-        )
+    if (
+        count != entry.examples
+        or (first, last) != (0, len(examples.ids))
+        or len(examples.ids) != entry.tokens
+    ):
+        issues.append(f"expected {entry.examples} examples of {entry.tokens} tokens, found {count} of {last}")
     elif lengths.min() < 2 or lengths.max() > manifest.sequence_length:
         issues.append(f"lengths of {lengths.min()} to {lengths.max()}, not 2 to {manifest.sequence_length}")
     elif (greatest := int(examples.ids.max())) >= manifest.vocab_size:
@@ -106,10 +108,10 @@ def _issues(examples: Examples, manifest: ExamplesManifest, entry: ExampleSplit)
 
 
 def _label_issues(labels: NDArray[Any], manifest: ExamplesManifest, count: int) -> list[str]:
-    wanted = (count, len(manifest.labels)) if manifest.kind == "multi_label" else (count,)
+    shape = (count, len(manifest.labels)) if manifest.kind == "multi_label" else (count,)
     most = {"single_label": len(manifest.labels) - 1, "multi_label": 1, "regression": np.inf}[manifest.kind]
-    if labels.dtype != LABEL_TYPES[manifest.kind] or labels.shape != wanted:
-        return [f"labels {labels.dtype} {labels.shape} do not fit {manifest.kind} {wanted}"]
+    if labels.dtype != LABEL_TYPES[manifest.kind] or labels.shape != shape:
+        return [f"labels {labels.dtype} {labels.shape} do not fit {manifest.kind} {shape}"]
     if not np.isfinite(labels).all() or labels.max() > most or (manifest.labels and labels.min() < 0):
         return ["a label that there is none of"]
     return []

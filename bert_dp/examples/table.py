@@ -68,10 +68,10 @@ class Labelled:
 
 def make_row(name: str, place: str, record: Any, columns: Columns, *, needs_label: bool) -> Row:
     """The row of a record. Raises ConfigError for a column that it lacks and for what is no text."""
-    wanted = [*columns.texts, *([columns.label] if needs_label else [])]
+    needed = [*columns.texts, *([columns.label] if needs_label else [])]
     if not isinstance(record, Mapping):
         raise ConfigError([f"{name}: {place} is {type(record).__name__}, not named columns"])
-    if missing := [column for column in wanted if column not in record]:
+    if missing := [column for column in needed if column not in record]:
         raise ConfigError([f"{name}: {place}: {no_column(missing[0], record)}"])
     for column in columns.texts:
         text = record[column]

@@ -53,12 +53,12 @@ def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints, newest first; one set aside by a save comes after its replacement."""
     if not folder.is_dir():
         return []
-    found = [
+    checkpoints = [
         (int(m[1]), not m[2], p)
         for p in folder.iterdir()
         if (m := CHECKPOINT_NAME.fullmatch(p.name)) and p.is_dir()
     ]
-    return [path for *_, path in sorted(found, reverse=True)]
+    return [path for *_, path in sorted(checkpoints, reverse=True)]
 
 
 class CheckpointFacts(StoredModel):
@@ -95,10 +95,10 @@ def read_checkpoint_facts(path: Path) -> CheckpointFacts:
         raise ValueError(f"{file.name}: nested too deep") from None
 
 
-def newest_checkpoint_facts(where: Path) -> tuple[Path, CheckpointFacts] | None:
+def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:
     """The facts of a checkpoint, or of the newest one in a run or checkpoints directory; unverified."""
-    folder = where / "checkpoints" if (where / "checkpoints").is_dir() else where
-    for path in [where, *list_checkpoints(folder)]:
+    folder = directory / "checkpoints"
+    for path in [directory, *list_checkpoints(folder if folder.is_dir() else directory)]:
         with contextlib.suppress(OSError, ValueError):
             return path, read_checkpoint_facts(path)
     return None

@@ -66,14 +66,14 @@ def named_secrets(environ: Mapping[str, str]) -> dict[str, str]:
     A path that exists is none: it says where a secret is kept. A value of several lines counts whole and line
     by line.
     """
-    found: dict[str, str] = {}
+    secrets: dict[str, str] = {}
     for name, value in environ.items():
         if is_secret(name, value) and not os.path.exists(os.path.expanduser(value)):
-            found |= dict.fromkeys((value, *value.splitlines()), name)
+            secrets |= dict.fromkeys((value, *value.splitlines()), name)
         for match in re.finditer(USER_INFO, value):
             password = match[1].partition(":")[2]
-            found |= dict.fromkeys((password, urllib.parse.unquote(password)), name)
-    return found
+            secrets |= dict.fromkeys((password, urllib.parse.unquote(password)), name)
+    return secrets
 
 
 def secret_values(environ: Mapping[str, str]) -> dict[str, str]:
