@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,19 +51,10 @@ def open_shards(directory: Path, split: str) -> Shards:
     return Shards(directory, read_manifest(directory), split)
 
 
-def stream(
-    shards: Shards, *, seed: int = 3, shuffle: bool = True, **changed: object
-) -> TrainingStream[Batch]:
+def stream(shards: Shards, *, seed: int = 3, shuffle: bool = True, **changed: Any) -> TrainingStream[Batch]:
     make = functools.partial(training_batch, shards, seed=seed, num_masked=4, shuffle=shuffle)
-    arguments: dict[str, object] = {
-        "micro_size": 4,
-        "dp_rank": 0,
-        "dp_size": 1,
-        "start_sample": 0,
-        "workers": 0,
-        "pin": False,
-    }
-    return TrainingStream(make, **{**arguments, **changed})  # type: ignore[arg-type]
+    arguments: dict[str, Any] = {"micro_size": 4, "start_sample": 0, "workers": 0, "pin": False}
+    return TrainingStream(make, **{"dp_rank": 0, "dp_size": 1, **arguments, **changed})
 
 
 def rows_of(batch: Batch) -> list[tuple[int, bytes]]:
@@ -252,9 +245,8 @@ def test_mask_is_a_function_of_the_key_alone() -> None:
 # --- batches
 
 
-def batch_of(shards: Shards, start: int, stop: int, **changed: object) -> Batch:
-    arguments: dict[str, object] = {"seed": 3, "num_masked": 4, "shuffle": True}
-    return training_batch(shards, np.arange(start, stop), **{**arguments, **changed})  # type: ignore[arg-type]
+def batch_of(shards: Shards, start: int, stop: int, *, seed: int = 3, shuffle: bool = True) -> Batch:
+    return training_batch(shards, np.arange(start, stop), seed=seed, num_masked=4, shuffle=shuffle)
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -334,11 +326,17 @@ def test_threads_change_nothing(shards: Shards, workers: int) -> None:
         threaded.close()
 
 
+@pytest.mark.parametrize("start", [0, 36])
 @pytest.mark.parametrize("dp_size", [1, 2, 3, 4])
-def test_replicas_together_read_the_single_stream(shards: Shards, dp_size: int) -> None:
-    """Round-robin by micro batch, so the order of the replicas' batches is the single stream itself."""
+def test_replicas_together_read_the_single_stream_from_any_sample(
+    shards: Shards, dp_size: int, start: int
+) -> None:
+    """Round-robin by micro batch, so the order of the replicas' batches is the single stream itself; 36 is
+    after 3 steps at 3 replicas x 4 sequences."""
     single = stream(shards)
-    replicas = [stream(shards, dp_rank=r, dp_size=dp_size) for r in range(dp_size)]
+    for _ in range(start // 4):
+        single.next()
+    replicas = [stream(shards, dp_rank=r, dp_size=dp_size, start_sample=start) for r in range(dp_size)]
     for _ in range(12):
         for replica in replicas:
             assert same(replica.next(), single.next())
@@ -363,18 +361,6 @@ def test_each_step_holds_the_same_samples_for_any_replicas(
         whole_step = batch_of(shards, seen, seen + 2 * accumulation * dp_size)
         assert sorted(step) == rows_of(whole_step)
         seen += 2 * accumulation * dp_size
-
-
-@pytest.mark.parametrize("dp_size", [1, 2])
-def test_start_sample_goes_on_exactly(shards: Shards, dp_size: int) -> None:
-    """After 3 steps at 3 replicas x 4 sequences, at another number of replicas."""
-    straight = stream(shards)
-    for _ in range(9):
-        straight.next()
-    resumed = [stream(shards, dp_rank=r, dp_size=dp_size, start_sample=36) for r in range(dp_size)]
-    for _ in range(8):
-        for replica in resumed:
-            assert same(replica.next(), straight.next())
 
 
 def test_close_leaves_no_thread(shards: Shards) -> None:
@@ -408,20 +394,10 @@ def test_an_error_in_a_prefetch_thread_reaches_the_loop(
 # --- held-out loss
 
 
-def held_out(
-    shards: Shards, dp_size: int, micro_size: int = 4, max_sequences: int = 1000
-) -> list[list[Batch]]:
-    return [
-        held_out_batches(
-            shards,
-            micro_size=micro_size,
-            num_masked=3,
-            max_sequences=max_sequences,
-            dp_rank=r,
-            dp_size=dp_size,
-        )
-        for r in range(dp_size)
-    ]
+def held_out(shards: Shards, dp_size: int, micro_size: int, max_sequences: int) -> list[list[Batch]]:
+    """Of each replica."""
+    sizes = {"micro_size": micro_size, "num_masked": 3, "max_sequences": max_sequences, "dp_size": dp_size}
+    return [held_out_batches(shards, dp_rank=rank, **sizes) for rank in range(dp_size)]
 
 
 def real_rows(batch: Batch) -> list[tuple[int, bytes]]:
@@ -435,39 +411,22 @@ def real_rows(batch: Batch) -> list[tuple[int, bytes]]:
     return [rows[i] for i in index]
 
 
-@pytest.mark.parametrize("micro_size", [1, 4, 5, 32])
 @pytest.mark.parametrize("max_sequences", [1000, 13, 1])
-def test_every_held_out_row_counts_once_for_any_replicas(
-    directory: Path, micro_size: int, max_sequences: int
+def test_every_held_out_row_counts_once_and_is_masked_alike_in_any_batch_of_any_replica(
+    directory: Path, max_sequences: int
 ) -> None:
     shards = open_shards(directory, "held_out")
     total = min(21, max_sequences)
-    expected = None
-    for dp_size in (1, 2, 3, 4, 7):
-        ranks = held_out(shards, dp_size, micro_size, max_sequences)
-        rows = sorted(row for batches in ranks for batch in batches for row in real_rows(batch))
-        assert [sample for sample, _ in rows] == list(range(total))
-        assert sum(b.num_masked for batches in ranks for b in batches) == total * 3
-        shapes = {(*b.ids_BS.shape, b.positions_P.numel()) for batches in ranks for b in batches}
+    (single,) = held_out(shards, 1, 21, max_sequences)
+    expected = real_rows(single[0])
+    assert [sample for sample, _ in expected] == list(range(total))
+    assert np.array_equal(unmasked(single[0])[:total], shards.rows(np.arange(total)))
+    for micro_size, dp_size in itertools.product((1, 4, 5, 21, 32), (1, 2, 3, 4, 7)):
+        batches = [b for rank in held_out(shards, dp_size, micro_size, max_sequences) for b in rank]
+        assert sorted(row for batch in batches for row in real_rows(batch)) == expected
+        assert sum(batch.num_masked for batch in batches) == total * 3
+        shapes = {(*batch.ids_BS.shape, batch.positions_P.numel()) for batch in batches}
         assert shapes == {(micro_size, LENGTH, micro_size * 3)}
-        expected = expected or rows
-        assert rows == expected  # the same masks for any number of replicas
-
-
-def test_held_out_masks_do_not_move_and_originals_are_the_rows(directory: Path) -> None:
-    shards = open_shards(directory, "held_out")
-    (first,), (second,) = held_out(shards, 1, 21), held_out(shards, 1, 21)
-    assert same(first[0], second[0])
-    assert np.array_equal(unmasked(first[0]), shards.rows(np.arange(21)))
-
-
-def test_a_held_out_row_is_masked_alike_in_any_micro_batch(directory: Path) -> None:
-    shards = open_shards(directory, "held_out")
-    whole, small = (
-        sorted(row for batch in held_out(shards, 1, micro_size)[0] for row in real_rows(batch))
-        for micro_size in (21, 4)
-    )
-    assert whole == small
 
 
 def test_a_batch_goes_to_a_device_as_a_whole(shards: Shards) -> None:
