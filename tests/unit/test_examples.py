@@ -28,6 +28,7 @@ from bert_dp.corpus import tokenizer as tokens
 from bert_dp.examples import Examples, archive, glue, own
 from bert_dp.examples.encode import truncate
 from bert_dp.examples.prepare import main, summary
+from bert_dp.examples.store import LABEL_TYPES
 from bert_dp.examples.table import Labelled
 from tests.helpers import read_json
 
@@ -143,50 +144,63 @@ def test_a_pair_is_framed_and_its_label_is_the_index_of_its_name(lab: Lab) -> No
     )  # by the tokenizer's own template
 
 
-def test_a_quote_is_a_character_and_a_byte_order_mark_is_none(lab: Lab) -> None:
-    rows = ['1\t1\t2\t" the cat\tit', '0\t3\t4\tthe "dog\ta "mat" and']
-    header = "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"
-    directory, manifest = lab.glue("MRPC", header, train=rows, dev=rows)
-    train = Examples.open(directory, manifest, "train")
-    assert train.labels is not None
-    assert (len(train), train.labels.tolist(), manifest.metrics) == (2, [1, 0], ["accuracy", "f1"])
-    assert lab.words(train, 0).endswith("the cat <sep> it <sep>")
+ANY_OF_GLUE = {
+    # header of its files, rows of train and dev, words of the first example, labels; kind, names, metrics
+    "MRPC": (  # a quote is a character, a byte order mark is none
+        "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String",
+        ['1\t1\t2\t" the cat\tit', '0\t3\t4\tthe "dog\ta "mat" and'],
+        "<cls> <unk> the cat <sep> it <sep>",
+        [1, 0],
+        ("single_label", ["0", "1"], ["accuracy", "f1"]),
+    ),
+    "CoLA": (  # without a header in train and dev
+        None,
+        ["gj04\t1\t\tthe cat sat", "gj04\t0\t*\tcat the on"],
+        "<cls> the cat sat <sep>",
+        [1, 0],
+        ("single_label", ["0", "1"], ["mcc"]),
+    ),
+    "STS-B": (
+        "index\tsentence1\tsentence2\tscore",
+        ["0\tthe cat\ta cat\t4.750", "1\tthe dog\ta mat\t0.000"],
+        "<cls> the cat <sep> a cat <sep>",
+        [4.75, 0.0],
+        ("regression", [], ["pearson", "spearman"]),
+    ),
+    "MNLI": (  # two dev splits
+        "index\tsentence1\tsentence2\tlabel1\tgold_label",
+        [f"0\tthe cat\ta cat\tneutral\t{name}" for name in ("contradiction", "entailment")],
+        "<cls> the cat <sep> a cat <sep>",
+        [2, 0],
+        ("single_label", ["entailment", "neutral", "contradiction"], ["accuracy"]),
+    ),
+}
 
 
-def test_cola_has_a_header_in_its_test_alone(lab: Lab) -> None:
-    rows = ["gj04\t1\t\tthe cat sat", "gj04\t0\t*\tcat the on"]
+@pytest.mark.parametrize("task", ANY_OF_GLUE)
+def test_each_task_is_read_as_glue_writes_it(lab: Lab, task: str) -> None:
+    header, rows, words, labels, meaning = ANY_OF_GLUE[task]
+    dev = ["dev_matched", "dev_mismatched"] if task == "MNLI" else ["dev"]
+    directory, manifest = lab.glue(task, header, **dict.fromkeys(("train", *dev), rows))
+    assert (manifest.kind, manifest.labels, manifest.metrics) == meaning
+    assert manifest.outputs == (len(manifest.labels) or 1)
+    assert {name: split.examples for name, split in manifest.splits.items()} == dict.fromkeys(
+        ("train", *dev), 2
+    )
+    for split in manifest.splits:
+        examples = Examples.open(directory, manifest, split)
+        assert lab.words(examples, 0) == words
+        assert examples.labels is not None
+        assert (examples.labels.tolist(), examples.labels.dtype) == (labels, LABEL_TYPES[manifest.kind])
+
+
+def test_cola_has_a_header_in_its_test_which_has_no_labels(lab: Lab) -> None:
+    rows = ANY_OF_GLUE["CoLA"][1]
     lab.write_glue("glue", "CoLA", "index\tsentence", test=["0\tthe dog ran"])
     directory, manifest = lab.glue("CoLA", None, train=rows, dev=rows)
-    train, test = (Examples.open(directory, manifest, split) for split in ("train", "test"))
-    assert train.labels is not None
-    assert (lab.words(train, 0), train.labels.tolist()) == ("<cls> the cat sat <sep>", [1, 0])
+    test = Examples.open(directory, manifest, "test")
     assert (lab.words(test, 0), test.labels) == ("<cls> the dog ran <sep>", None)
     assert manifest.splits["test"].has_labels is False
-
-
-def test_sts_b_is_a_regression_of_its_scores(lab: Lab) -> None:
-    header = "index\tsentence1\tsentence2\tscore"
-    rows = ["0\tthe cat\ta cat\t4.750", "1\tthe dog\ta mat\t0.000"]
-    directory, manifest = lab.glue("STS-B", header, train=rows, dev=rows)
-    labels = Examples.open(directory, manifest, "train").labels
-    assert (manifest.kind, manifest.labels, manifest.outputs) == ("regression", [], 1)
-    assert labels is not None
-    assert (labels.dtype, labels.tolist()) == (np.float32, [4.75, 0.0])
-
-
-def test_mnli_has_two_dev_splits_and_test_need_not_be_there(lab: Lab) -> None:
-    header = "index\tsentence1\tsentence2\tlabel1\tgold_label"
-    rows = [f"0\tthe cat\ta cat\tneutral\t{name}" for name in ("contradiction", "entailment")]
-    splits = {"train": rows, "dev_matched": rows, "dev_mismatched": rows[:1]}
-    directory, manifest = lab.glue("MNLI", header, **splits)
-    assert {name: split.examples for name, split in manifest.splits.items()} == {
-        "train": 2,
-        "dev_matched": 2,
-        "dev_mismatched": 1,
-    }
-    labels = Examples.open(directory, manifest, "dev_matched").labels
-    assert labels is not None
-    assert labels.tolist() == [2, 0]
 
 
 def test_row_counts_decide_whether_it_is_glue(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,8 +258,8 @@ def test_a_broken_row_of_dev_is_refused(lab: Lab) -> None:
     )
 
 
-def pack(folder: str, tar: Path, **kinds: bytes) -> str:
-    """The folder as a tar, below a top folder; `kinds` of links may be added."""
+def pack(folder: str, tar: Path) -> str:
+    """The folder as a tar, below a top folder."""
     with tarfile.open(tar, "w:xz") as packed:
         packed.add(folder, "top")
     return str(tar)
@@ -576,64 +590,43 @@ def test_a_dev_drawn_from_glues_train_leaves_the_real_one_out(
 
 
 GOOD = "text,label\na cat,x\na dog,y\n"
-REFUSED = {
-    "a column that is not there": (
-        {"train": "title,label\na cat,x\n"},
-        [],
-        "no column 'text' (got title, label)",
-    ),
-    "no label column": ({"train": "text\na cat\n"}, [], "line 2: no column 'label' (got text)"),
-    "a label that train lacks": (
-        {"dev": "text,label\na cat,z\n"},
-        [],
-        "dev.csv: line 2: label 'z' is none of train's 'x', 'y'",
-    ),
-    "a score that is no number": (
-        {"train": "text,label\na cat,1.5\na dog,good\n"},
-        ["--kind", "regression"],
-        "train.csv: line 3: 'good' is no number",
-    ),
-    "a score that is not finite": (
-        {"train": "text,label\na cat,1e40\n"},
-        ["--kind", "regression"],
-        "'1e40' is no number",
-    ),
-    "an empty text": ({"train": "text,label\na cat,x\n \t,y\n"}, [], "line 3: a text is empty"),
-    "an empty label": ({"train": "text,label\na cat,x\na dog,\n"}, [], "line 3: '' is no label"),
-    "one label": ({"train": "text,label\na cat,x\na dog,x\n"}, [], "1 different labels, 2 at least"),
-    "scores as labels": (
-        {"train": "text,label\n" + "".join(f"a cat,{i / 7}\n" for i in range(1001))},
-        [],
+CSV = "text,label\na cat,x\n"
+REFUSED: list[tuple[dict[str, str], str, str]] = [
+    # files in place of good ones, options, and what is said
+    ({"train": "title,label\na cat,x\n"}, "", "no column 'text' (got title, label)"),
+    ({"train": "text\na cat\n"}, "", "line 2: no column 'label' (got text)"),
+    ({"dev": "text,label\na cat,z\n"}, "", "dev.csv: line 2: label 'z' is none of train's 'x', 'y'"),
+    ({"train": "text,label\na,1.5\na,good\n"}, "--kind regression", "train.csv: line 3: 'good' is no number"),
+    ({"train": "text,label\na cat,1e40\n"}, "--kind regression", "'1e40' is no number"),
+    ({"train": f"{CSV} \t,y\n"}, "", "line 3: a text is empty"),
+    ({"train": f"{CSV}a dog,\n"}, "", "line 3: '' is no label"),
+    ({"train": f"{CSV}a dog,x\n"}, "", "1 different labels, 2 at least"),
+    (
+        {"train": CSV + "".join(f"a cat,{i / 7}\n" for i in range(1000))},
+        "",
         "1001 different labels, 1000 at most",
     ),
-    "a ragged row": ({"train": "text,label\na cat\n"}, [], "line 2 has 1 fields, the header 2"),
-    "a quote that does not end": ({"train": 'text,label\n"a cat,x\n'}, [], "is not CSV"),
-    "a header that names a column twice": ({"train": "text,text,label\na,b,x\n"}, [], "names 'text' twice"),
-    "no rows": ({"train": "text,label\n"}, [], "holds no example"),
-    "labels of some test rows": (
-        {"test": '[{"text": "a cat", "label": "x"}, {"text": "a dog"}]'},
-        [],
-        "record 2 has no label, but others have",
-    ),
-    "a list that is none": (
-        {"train": "text,label\na cat,[1\n"},
-        ["--kind", "multi_label"],
-        "'[1' is no JSON list",
-    ),
-    "a share that leaves no dev": ({}, ["--dev-share", "0.00001"], "leaves dev no example of 2"),
-    "a share above one": ({}, ["--dev-share", "1.5"], "--dev-share 1.5"),
-    "a task and a file": ({}, ["--task", "RTE"], "name either --task with --data, or --train"),
-}
+    ({"train": "text,label\na cat\n"}, "", "line 2 has 1 fields, the header 2"),
+    ({"train": 'text,label\n"a cat,x\n'}, "", "is not CSV"),
+    ({"train": "text,text,label\na,b,x\n"}, "", "names 'text' twice"),
+    ({"train": "text,label\n"}, "", "holds no example"),
+    ({"test": '[{"text": "a", "label": "x"}, {"text": "b"}]'}, "", "record 2 has no label, but others have"),
+    ({"train": "text,label\na cat,[1\n"}, "--kind multi_label", "'[1' is no JSON list"),
+    ({}, "--dev-share 0.00001", "leaves dev no example of 2"),
+    ({}, "--dev-share 1.5", "--dev-share 1.5"),
+    ({}, "--task RTE", "name either --task with --data, or --train"),
+]
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_own_files_that_do_not_fit_are_refused(lab: Lab, case: str) -> None:
-    files, options, expected = REFUSED[case]
+@pytest.mark.parametrize(("files", "options", "said"), REFUSED, ids=[said for *_, said in REFUSED])
+def test_own_files_that_do_not_fit_are_refused(
+    lab: Lab, files: dict[str, str], options: str, said: str
+) -> None:
     named = []
     for split, text in {"train": GOOD, "dev": GOOD, **files}.items():
         suffix = "json" if text.startswith("[") else "csv"
         named += [f"--{split}", lab.write(f"{split}.{suffix}", text)]
-    assert expected in lab.refusal(*named, *options)
+    assert said in lab.refusal(*named, *options.split())
 
 
 @pytest.mark.parametrize(
