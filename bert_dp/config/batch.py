@@ -40,21 +40,21 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
     """
     batch, dp = config.batch, max(1, world_size // config.parallel.tensor)
     issues = []
-    per_pass = batch.micro_size * dp  # samples per micro step
-    if batch.global_size % per_pass:
-        low = batch.global_size // per_pass * per_pass
-        near = ", ".join(str(n) for n in (low, low + per_pass) if n)
+    micro_step = batch.micro_size * dp  # samples of one forward/backward over all replicas
+    if batch.global_size % micro_step:
+        low = batch.global_size // micro_step * micro_step
+        near = ", ".join(str(n) for n in (low, low + micro_step) if n)
         issues.append(
             f"batch.global_size: {batch.global_size} is not a multiple of batch.micro_size "
-            f"{batch.micro_size} x {dp} replicas = {per_pass}; nearest that are: {near} "
+            f"{batch.micro_size} x {dp} replicas = {micro_step}; nearest that are: {near} "
             f"(or change batch.micro_size or --nproc)"
         )
-    elif batch.ramp_fraction > 0 and batch.ramp_quantum is not None and batch.ramp_quantum % per_pass:
-        fits = [q for q in divisors(batch.global_size) if q % per_pass == 0]
+    elif batch.ramp_fraction > 0 and batch.ramp_quantum is not None and batch.ramp_quantum % micro_step:
+        fits = [q for q in divisors(batch.global_size) if q % micro_step == 0]
         near = ", ".join(map(str, sorted(fits, key=lambda q: abs(q - (batch.ramp_quantum or 0)))[:2]))
         issues.append(
             f"batch.ramp_quantum: {batch.ramp_quantum} is not a multiple of batch.micro_size "
-            f"{batch.micro_size} x {dp} replicas = {per_pass}; nearest that are: {near}"
+            f"{batch.micro_size} x {dp} replicas = {micro_step}; nearest that are: {near}"
         )
     issues += parallel_issues(config, world_size)
     issues += noise_issues(config, dp) + finetune_issues(config)
@@ -65,7 +65,7 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
         tensor=config.parallel.tensor,
         dp=dp,
         micro_size=batch.micro_size,
-        grad_accum_steps=batch.global_size // per_pass,
+        grad_accum_steps=batch.global_size // micro_step,
         global_size=batch.global_size,
     )
 

@@ -17,6 +17,7 @@ from bert_dp.config.schema import (
     MAX_VOCAB_SIZE,
     BuildConfig,
     Config,
+    ModelConfig,
     Section,
     divisors,
     nearest_divisors,
@@ -46,7 +47,7 @@ FREE_FROM_WEIGHTS = ("model.dropout", "model.attention_dropout", "model.norm_eps
 
 def parallel_issues(config: Config, world_size: int) -> list[str]:
     """Why this engine cannot train this model with this optimizer on `world_size` ranks; one line each."""
-    parallel, model, optim = config.parallel, config.model, config.optim.name
+    parallel, optim = config.parallel, config.optim.name
     engine, tensor = parallel.engine, parallel.tensor
     issues = []
     if engine == "single" and world_size > 1:
@@ -54,29 +55,7 @@ def parallel_issues(config: Config, world_size: int) -> list[str]:
     if engine == "independent" and world_size == 1:
         issues.append("parallel.engine: independent is for two ranks and more; use single")
     if tensor > 1:
-        if engine not in ("auto", "ddp", "zero1", "fsdp"):
-            issues.append(f"parallel.tensor: {tensor} works with ddp, zero1 and fsdp, not with {engine}")
-        if world_size % tensor:
-            issues.append(
-                f"parallel.tensor: {tensor} does not divide --nproc {world_size}; use "
-                f"{nearest_divisors(world_size, tensor)}"
-            )
-        for name in ("num_heads", "intermediate_size", "vocab_size"):
-            size = getattr(model, name)
-            if size % tensor:
-                most = MAX_VOCAB_SIZE if name == "vocab_size" else size + tensor
-                fits = [size // tensor * tensor, -(-size // tensor) * tensor]
-                if name == "num_heads":  # they divide the hidden size too
-                    both = [n for n in divisors(model.hidden_size) if n % tensor == 0]
-                    fits = [*[n for n in both if n < size][-1:], *[n for n in both if n > size][:1]] or fits
-                    most = model.hidden_size
-                near = ", ".join(str(n) for n in fits if 0 < n <= most)
-                if name == "num_heads" and not both:
-                    near += f", with a model.hidden_size that is a multiple, not {model.hidden_size}"
-                issues.append(
-                    f"model.{name}: {size} is not a multiple of parallel.tensor {tensor}; nearest "
-                    f"that are: {near}"
-                )
+        issues += _tensor_issues(config, world_size)
     if parallel.fsdp_replicas > 1:
         if engine != "fsdp":
             issues.append(f"parallel.fsdp_replicas: {parallel.fsdp_replicas} needs parallel.engine: fsdp")
@@ -108,6 +87,38 @@ def parallel_issues(config: Config, world_size: int) -> list[str]:
             f"precision: {config.precision} is not supported with parallel.engine: {engine}; use fp32 or bf16"
         )
     return issues
+
+
+def _tensor_issues(config: Config, world_size: int) -> list[str]:
+    engine, tensor = config.parallel.engine, config.parallel.tensor
+    issues = []
+    if engine not in ("auto", "ddp", "zero1", "fsdp"):
+        issues.append(f"parallel.tensor: {tensor} works with ddp, zero1 and fsdp, not with {engine}")
+    if world_size % tensor:
+        near = nearest_divisors(world_size, tensor)
+        issues.append(f"parallel.tensor: {tensor} does not divide --nproc {world_size}; use {near}")
+    for name in ("num_heads", "intermediate_size", "vocab_size"):
+        if (size := getattr(config.model, name)) % tensor:
+            issues.append(
+                f"model.{name}: {size} is not a multiple of parallel.tensor {tensor}; nearest that are: "
+                f"{_near_multiples(config.model, name, tensor)}"
+            )
+    return issues
+
+
+def _near_multiples(model: ModelConfig, name: str, tensor: int) -> str:
+    """Sizes near model.`name` that `tensor` divides; a number of heads divides the hidden size too."""
+    size = getattr(model, name)
+    multiples = [size // tensor * tensor, -(-size // tensor) * tensor]
+    most = MAX_VOCAB_SIZE if name == "vocab_size" else size + tensor
+    condition = ""
+    if name == "num_heads":
+        most = model.hidden_size
+        if heads := [n for n in divisors(model.hidden_size) if n % tensor == 0]:
+            multiples = [*[n for n in heads if n < size][-1:], *[n for n in heads if n > size][:1]]
+        else:
+            condition = f", with a model.hidden_size that is a multiple, not {model.hidden_size}"
+    return ", ".join(str(n) for n in multiples if 0 < n <= most) + condition
 
 
 def finetune_issues(config: Config) -> list[str]:

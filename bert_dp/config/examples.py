@@ -95,11 +95,6 @@ class ExamplesManifest(HashedFile):
         """Of an epoch."""
         return self.splits[TRAIN].examples
 
-    @property
-    def outputs(self) -> int:
-        """Numbers that a model gives for an example."""
-        return len(self.labels) or 1
-
     @model_validator(mode="after")
     def _agrees_with_itself(self) -> ExamplesManifest:
         issues = []

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bert_dp.config.error import plain_message
 
 CHUNK = 2**20  # bytes
+MAX_PROBLEMS = 8  # that are told of one file
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
@@ -24,10 +25,10 @@ class StoredModel(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore", allow_inf_nan=False, defer_build=True)
 
 
-def problem_lines(error: ValidationError, most: int = 8) -> list[str]:
-    """One line per problem of a file that was read: where, what is wrong, and the value when it is short."""
+def problem_lines(error: ValidationError) -> list[str]:
+    """One line for each of the first problems of a file: where, what is wrong, and a value that is short."""
     lines = []
-    for problem in error.errors()[:most]:
+    for problem in error.errors()[:MAX_PROBLEMS]:
         path = ascii(".".join(map(str, problem["loc"])))[1:-1][:80]
         line = plain_message(problem["msg"])
         if isinstance(problem["input"], (str, int, float, type(None))):

@@ -24,6 +24,7 @@ BLOCK_BYTES = 4 * 2**20  # of a shard file under one short hash in the manifest:
 SAMPLED_BLOCKS = 16  # read at the start of a run: 64 MiB however large the corpus
 TOKEN = np.dtype("<u2")
 CHUNK_SEQUENCES = 8192  # that a reader of all holds at once
+FREQUENT_TOKENS, SAMPLE_SEQUENCES = 20, 3  # that `inspect` shows
 
 
 def measure(file: Path, block_bytes: int) -> dict[str, Any]:
@@ -123,9 +124,9 @@ class MappedShards:
                 yield np.asarray(mapped[start : start + CHUNK_SEQUENCES])
 
 
-def check_blocks(directory: Path, manifest: Manifest, seed: int | None = None) -> list[str]:
+def check_blocks(directory: Path, manifest: Manifest) -> list[str]:
     """Damage and ids beyond the vocabulary found in SAMPLED_BLOCKS blocks of the shards, other ones at every
-    start (`seed`: the same ones).
+    start.
 
     Time and bytes read do not grow with the corpus; a small one is read whole. A shard whose manifest has no
     block hashes has them compared only when it is no larger than a block.
@@ -140,7 +141,7 @@ def check_blocks(directory: Path, manifest: Manifest, seed: int | None = None) -
         elif len(starts) == 1:
             hashes = [shard.sha256[:16]]
         blocks += [(file, start, size, expected) for start, expected in zip(starts, hashes, strict=True)]
-    chosen = np.random.default_rng(seed).permutation(len(blocks))[:SAMPLED_BLOCKS]
+    chosen = np.random.default_rng().permutation(len(blocks))[:SAMPLED_BLOCKS]
     problems = []
     for file, offset, size, expected in [blocks[i] for i in sorted(chosen)]:
         try:
@@ -183,7 +184,7 @@ def verify(directory: Path) -> list[str]:
     return problems
 
 
-def inspect(directory: Path, *, samples: int = 3, most: int = 20) -> dict[str, Any]:
+def inspect(directory: Path) -> dict[str, Any]:
     """What is in the shards: the manifest, tokens per document, frequent tokens, decoded sequences, problems.
 
     Token frequencies are over the whole training set. Raises ConfigError.
@@ -194,9 +195,9 @@ def inspect(directory: Path, *, samples: int = 3, most: int = 20) -> dict[str, A
     counts = np.zeros(manifest.vocab_size, np.int64)
     for part in mapped.chunks():  # an id beyond the vocabulary is among the problems
         counts += np.bincount(part.ravel(), minlength=len(counts))[: len(counts)]
-    top = np.argsort(-counts, kind="stable")[:most]
+    top = np.argsort(-counts, kind="stable")[:FREQUENT_TOKENS]
     total = manifest.train.sequences
-    picked = mapped.rows(np.linspace(0, total - 1, min(samples, total)).astype(np.int64))
+    samples = mapped.rows(np.linspace(0, total - 1, min(SAMPLE_SEQUENCES, total)).astype(np.int64))
     return {
         "manifest": manifest.model_dump(),
         "tokens_per_document": manifest.train.tokens / manifest.train.documents,
@@ -204,7 +205,7 @@ def inspect(directory: Path, *, samples: int = 3, most: int = 20) -> dict[str, A
             {"token": tokenizer.id_to_token(int(i)), "id": int(i), "share": float(counts[i] / counts.sum())}
             for i in top
         ],
-        "samples": [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in picked],
+        "samples": [tokenizer.decode(row.tolist(), skip_special_tokens=False) for row in samples],
         "problems": verify(directory),
     }
 
@@ -229,9 +230,9 @@ def order_shards(
     ranks = np.argsort(np.concatenate(keys), kind="stable")
     ordered = ShardWriter(work, "train", unordered.length, len(unordered.counts))
     ordered.documents = unordered.documents
-    for start in range(0, len(ranks), 8192):
+    for start in range(0, len(ranks), CHUNK_SEQUENCES):
         tell("order", start, len(ranks))
-        ordered.write(mapped.rows(ranks[start : start + 8192]).ravel())
+        ordered.write(mapped.rows(ranks[start : start + CHUNK_SEQUENCES]).ravel())
     ordered.close()
     for shard in unordered.shards:
         (work / shard["file"]).unlink()
