@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from bert_dp.config.manifest import hash_json
+from bert_dp.config.examples import ExamplesManifest
+from bert_dp.config.manifest import with_hash
 from bert_dp.examples.store import LABEL_TYPES, Examples
 from bert_dp.record import write_json
 from tests.shards import SPECIAL
@@ -63,8 +64,6 @@ def write_examples(
             "in_train": None if name == "train" else 0,
         }
     manifest: dict[str, Any] = {
-        "format": "bert-dp-examples",
-        "version": 1,
         "task": "own",
         "kind": kind,
         "labels": label_names(kind, num_labels),
@@ -79,7 +78,7 @@ def write_examples(
         "dev_share": 0.0,
         "sources": [],
     }
-    write_json(directory / "examples.json", {**manifest, "hash": hash_json(manifest)})
+    write_json(directory / "examples.json", with_hash(ExamplesManifest, manifest))
     return directory
 
 

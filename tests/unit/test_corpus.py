@@ -91,6 +91,7 @@ def split(out: Path, name: str) -> np.ndarray:
 def restated(out: Path, docs: list[str], fraction: float, *, seed: int = 0) -> dict[str, list[int]]:
     """The pipeline said again, one document at a time, with the saved tokenizer as it is."""
     tok = Tokenizer.from_file(str(out / "tokenizer.json"))
+    tok.encode_special_tokens = True
     streams: dict[str, list[int]] = {"train": [], "held_out": []}
     seen = set()
     for doc in docs:
@@ -104,18 +105,25 @@ def restated(out: Path, docs: list[str], fraction: float, *, seed: int = 0) -> d
 
 
 def test_packing_is_exact(tmp_path: Path) -> None:
-    docs = prose(300)
+    docs = [*prose(300), *(f"{doc} <mask> <pad> <cls> <s>" for doc in prose(50, seed=1))]
     manifest = make(write(tmp_path / "a.txt", docs), tmp_path / "out")
-    for name, ids in restated(tmp_path / "out", docs, 0.1).items():
+    streams = restated(tmp_path / "out", docs, 0.1)
+    for name, ids in streams.items():
         rows = split(tmp_path / "out", name)
         assert rows.ravel().tolist() == ids
         assert manifest[name]["sequences"] == len(rows)
         assert manifest[name]["tokens"] == rows.size
+    assert not {0, 1, 2, 4, 6} & {*streams["train"], *streams["held_out"]}, (
+        "a special token in a text is text"
+    )
     assert manifest["train"]["documents"] + manifest["held_out"]["documents"] == len(docs)
     assert manifest["special_tokens"] == {"pad": 0, "unk": 3, "cls": 4, "sep": 5, "mask": 6}
     assert manifest["num_special"] == 7
     assert manifest["dtype"] == "uint16"
-    assert manifest["uniform_entropy_nats"] == math.log(manifest["vocab_size"])
+    size, train = manifest["vocab_size"], streams["train"]
+    nats = [-math.log((train.count(token) + 1) / (len(train) + size)) for token in streams["held_out"]]
+    assert manifest["unigram_entropy_nats"] == pytest.approx(sum(nats) / len(nats), rel=1e-12)
+    assert manifest["unigram_entropy_nats"] < manifest["uniform_entropy_nats"] == math.log(size)
     assert shards.verify(tmp_path / "out") == []
 
 
@@ -263,11 +271,9 @@ def test_near_dedup_drops_the_later_document(tmp_path: Path) -> None:
     assert 18 <= manifest["dropped"]["near_duplicate"] <= 20
     two = make(source, tmp_path / "two", dedup="near", held_out_fraction=0.2, processes=2)
     assert two["hash"] == manifest["hash"]
-    assert make(source, tmp_path / "exact", held_out_fraction=0.2)["dropped"]["exact_duplicate"] == 5
-    assert (
-        make(source, tmp_path / "none", dedup="none", held_out_fraction=0.2)["dropped"]["exact_duplicate"]
-        == 0
-    )
+    for kind, dropped in (("exact", 5), ("none", 0)):
+        manifest = make(source, tmp_path / kind, dedup=kind, held_out_fraction=0.2)
+        assert manifest["dropped"]["exact_duplicate"] == dropped
 
 
 def test_near_dedup_keeps_short_documents_that_differ() -> None:
@@ -373,15 +379,6 @@ def test_orders(tmp_path: Path) -> None:
         assert shards.verify(tmp_path / order) == []
 
 
-def test_entropy_by_hand(tmp_path: Path) -> None:
-    manifest = make(write(tmp_path / "a.txt", prose(200)), tmp_path / "out")
-    train, held_out = (split(tmp_path / "out", n).ravel().tolist() for n in ("train", "held_out"))
-    size = manifest["vocab_size"]
-    total = sum(math.log((train.count(t) + 1) / (len(train) + size)) for t in held_out)
-    assert manifest["unigram_entropy_nats"] == pytest.approx(-total / len(held_out), rel=1e-12)
-    assert manifest["unigram_entropy_nats"] < manifest["uniform_entropy_nats"]
-
-
 def test_python_normalisation_is_the_tokenizers_for_every_character() -> None:
     rust = tokenizer.normalizer()
     for start in range(0, 0x110000, 4096):
@@ -421,12 +418,6 @@ def test_training_is_deterministic_and_saved_whole(kind: Any, with_normalizer: b
         assert loaded.encode("bala").ids != loaded.encode("BALA").ids
 
 
-def test_special_tokens_in_a_text_are_text(tmp_path: Path) -> None:
-    make(write(tmp_path / "a.txt", [f"{d} <mask> <pad> <cls> <s>" for d in prose(100)]), tmp_path / "out")
-    ids = set(split(tmp_path / "out", "train").ravel().tolist())
-    assert not ids & {0, 1, 2, 4, 6}
-
-
 def test_vocabulary_larger_than_the_data_give(tmp_path: Path) -> None:
     manifest = make(
         write(tmp_path / "a.txt", ["ab ba"] * 50 + prose(60)), tmp_path / "out", vocab_size=30_000
@@ -461,15 +452,14 @@ def test_given_tokenizer(tmp_path: Path) -> None:
     rows = split(tmp_path / "out", "train")
     assert (rows == 4).sum() == pytest.approx(manifest["train"]["documents"], abs=5)
     assert not (rows == 0).any()
-    with pytest.raises(ConfigError, match="no token <mask> or"):
-        make(source, tmp_path / "no", tokenizer=bert_like(tmp_path / "u.json", specials[:-1]))
-    with pytest.raises(ConfigError, match=r"model\.vocab_size is 300"):
-        make(source, tmp_path / "no", tokenizer=bert_like(tmp_path / "v.json", specials, extra=500))
-    with pytest.raises(ConfigError, match="at most 65535 fit"):
-        make(source, tmp_path / "no", tokenizer=bert_like(tmp_path / "w.json", specials, extra=70_000))
-    (tmp_path / "x.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"not a tokenizer\.json"):
-        make(source, tmp_path / "no", tokenizer=str(tmp_path / "x.json"))
+    for other, message in (
+        (bert_like(tmp_path / "u.json", specials[:-1]), "no token <mask> or"),
+        (bert_like(tmp_path / "v.json", specials, extra=500), r"model\.vocab_size is 300"),
+        (bert_like(tmp_path / "w.json", specials, extra=70_000), "at most 65535 fit"),
+        (write(tmp_path / "x.json", ["{}"]), r"not a tokenizer\.json"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            make(source, tmp_path / "no", tokenizer=other)
     assert not (tmp_path / "no").exists()
 
 
@@ -610,28 +600,24 @@ def test_ensure_builds_once_and_follows_the_source(
     assert builder.ensure(config(source, build={**PLAIN, "dedup": "none"})).parent == first.parent
 
 
-def test_the_cache_follows_every_setting_that_the_shards_depend_on(tmp_path: Path) -> None:
-    mine = config(write(tmp_path / "a.txt", "some text"))
+def test_the_cache_follows_everything_that_the_shards_depend_on(tmp_path: Path) -> None:
+    mine = config(write(tmp_path / "a.txt", ["some text"]))
+    tokenizer_file = write(tmp_path / "tokenizer.json", ["{}"])
     changes: tuple[tuple[str, dict[str, Any]], ...] = (
         ("model", {"vocab_size": 2 * VOCAB}),
         ("data", {"sequence_length": 2 * LENGTH}),
-        ("data", {"sources": (write(tmp_path / "b.txt", "more"),)}),
-        ("data", {"tokenizer": write(tmp_path / "tokenizer.json", "{}")}),
+        ("data", {"sources": (write(tmp_path / "b.txt", ["more"]),)}),
         ("data", {"build": mine.data.build.model_copy(update={"held_out_fraction": 0.5})}),
+        ("data", {"tokenizer": tokenizer_file}),
     )
     others = [
         mine.model_copy(update={part: getattr(mine, part).model_copy(update=change)})
         for part, change in changes
     ]
-    assert len({builder.cache_dir(c) for c in (mine, *others)}) == 1 + len(others)
-
-
-def test_the_cache_follows_the_file_of_a_tokenizer(tmp_path: Path) -> None:
-    file = write(tmp_path / "tokenizer.json", "{}")
-    mine = config(write(tmp_path / "a.txt", "some text"), tokenizer=file)
-    before = builder.cache_dir(mine)
-    Path(file).write_text('{"another": 1}')
-    assert builder.cache_dir(mine) != before
+    directories = {builder.cache_dir(c) for c in (mine, *others)}
+    write(Path(tokenizer_file), ['{"another": 1}'])
+    directories.add(builder.cache_dir(others[-1]))
+    assert len(directories) == 2 + len(others)
 
 
 def test_ensure_with_a_given_path(out: Path, tmp_path: Path) -> None:
