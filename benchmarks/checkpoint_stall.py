@@ -18,8 +18,6 @@ The cost of writing beside the steps is not zero where the writer takes cores fr
 from __future__ import annotations
 
 import argparse
-import json
-import random
 import shutil
 import statistics
 import sys
@@ -28,26 +26,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch  # noqa: E402
+import torch
 
-from benchmarks.records import environment  # noqa: E402
-from bert_dp import checkpoint, config, data, metrics, model, optim, saving, trainer, world  # noqa: E402
-from bert_dp.lines import LostWrites  # noqa: E402
-from bert_dp.parallel import make_engine  # noqa: E402
-from bert_dp.precision import Precision  # noqa: E402
-from bert_dp.tasks.mlm import MaskedLanguageModel  # noqa: E402
+from benchmarks import records, turns
+from benchmarks.communication import CPU, recipe
+from bert_dp import checkpoint, config, data, metrics, model, optim, saving, trainer, world
+from bert_dp.lines import LostWrites
+from bert_dp.parallel import make_engine
+from bert_dp.precision import Precision
+from bert_dp.tasks.mlm import MaskedLanguageModel
 
-CPU = torch.device("cpu")
 WAYS = ("none", "before", "beside")
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse() -> argparse.Namespace:
+    parser = records.make_parser(__doc__, "--date", "--json")
     add = parser.add_argument
     add("--layers", type=int, default=4)
     add("--hidden", type=int, default=768)
@@ -58,44 +53,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--rounds", type=int, default=3)
     add("--threads", type=int, default=2)
     add("--folder", help="where to save; default: the temporary directory")
-    add("--date", help="for the record, as YYYY-MM-DD")
-    add("--json", metavar="FILE")
-    return parser.parse_args(arguments)
-
-
-def batch(o: argparse.Namespace) -> data.Batch:
-    """Random tokens, 32 of 128 positions predicted."""
-    g = torch.Generator().manual_seed(0)
-    ids = torch.randint(7, o.vocab, (o.micro, 128), generator=g)
-    positions = torch.cat([128 * i + torch.randperm(128, generator=g)[:32].sort()[0] for i in range(o.micro)])
-    return data.Batch(
-        ids_BS=ids,
-        positions_P=positions,
-        labels_P=ids.flatten()[positions],
-        key_B=torch.zeros(o.micro, dtype=torch.int32),
-        num_masked=len(positions),
-        sample_ids=torch.arange(o.micro).numpy(),
-    )
+    return parser.parse_args()
 
 
 def build(o: argparse.Namespace) -> tuple[Any, Any, Precision]:
     """(engine, wrapped model, precision) of one rank in fp32."""
-    settings = config.resolve(
-        [
-            {
-                "data": {"sources": ["builtin"]},
-                "schedule": {"steps": 1},
-                "model": {
-                    "num_layers": o.layers,
-                    "hidden_size": o.hidden,
-                    "num_heads": 12,
-                    "vocab_size": o.vocab,
-                    "intermediate_size": 2 * o.hidden,
-                },
-                "batch": {"global_size": o.micro, "micro_size": o.micro},
-            }
-        ]
-    )
+    settings = recipe(o, "single", o.micro)
     engine = make_engine(
         "single", settings, world.World(0, 0, 1, 1), CPU, precision="fp32", run_dir=Path(".")
     )
@@ -107,7 +70,8 @@ def build(o: argparse.Namespace) -> tuple[Any, Any, Precision]:
 def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, Precision]) -> dict[str, Any]:
     """The intervals of o.steps steps, and what the saves between them cost."""
     engine, wrapped, precision = parts
-    step_batch, timers = batch(o), metrics.Timers(CPU)
+    batch = data.random_batch(0, o.micro, 128, config.num_masked(0.25, 128), o.vocab)
+    timers = metrics.Timers(CPU)
     written: list[float] = []
     plain = checkpoint.save
 
@@ -134,9 +98,9 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, Precision]) 
                 engine,
                 wrapped,
                 MaskedLanguageModel.loss,
-                [step_batch],
+                [batch],
                 grad_accum_steps=1,
-                num_targets=step_batch.num_masked,
+                num_targets=batch.num_masked,
                 device=CPU,
                 precision=precision,
                 max_norm=0.5,
@@ -167,39 +131,36 @@ def measure(o: argparse.Namespace, way: str, parts: tuple[Any, Any, Precision]) 
     }
 
 
-def summarise(o: argparse.Namespace, records: list[dict[str, Any]]) -> dict[str, Any]:
+def summarise(o: argparse.Namespace, measured: list[dict[str, Any]]) -> dict[str, Any]:
     """Per way: median over the rounds, with their range."""
     saves = o.steps // o.every
-    totals: dict[str, list[float]] = {
-        w: [sum(r["interval_s"]) for r in records if r["way"] == w] for w in WAYS
-    }
-    out: dict[str, Any] = {"step_s": statistics.median(t / o.steps for t in totals["none"])}
+    by_way = {way: [r for r in measured if r["way"] == way] for way in WAYS}
+    totals = {way: [sum(r["interval_s"]) for r in rounds] for way, rounds in by_way.items()}
+    summary: dict[str, Any] = {"step_s": statistics.median(t / o.steps for t in totals["none"])}
     for way in WAYS[1:]:
         cost = [(t - n) / saves for t, n in zip(totals[way], totals["none"], strict=True)]
-        mine = [r for r in records if r["way"] == way]
-        out[way] = {
+        summary[way] = {
             "cost_s": statistics.median(cost),
             "cost_s_range": [min(cost), max(cost)],
-            "held_s": statistics.median(r["held_s"] / saves for r in mine),
-            "write_s": statistics.median(s for r in mine for s in r["write_s"]),
-            "longest_interval_s": statistics.median(max(r["interval_s"]) for r in mine),
+            "held_s": statistics.median(r["held_s"] / saves for r in by_way[way]),
+            "write_s": statistics.median(s for r in by_way[way] for s in r["write_s"]),
+            "longest_interval_s": statistics.median(max(r["interval_s"]) for r in by_way[way]),
         }
-    return out
+    return summary
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    o = parse(arguments)
+def main() -> None:
+    o = parse()
     torch.set_num_threads(o.threads)
     parts = build(o)
-    measure(
-        argparse.Namespace(**{**vars(o), "steps": 2}), "none", parts
-    )  # warm-up, and the optimizer's state
-    draw, records = random.Random(0), []
-    for number in range(o.rounds):
-        for way in draw.sample(WAYS, len(WAYS)):
-            records.append({"round": number, **measure(o, way, parts)})
-    summary = summarise(o, records)
-    size = max(r["bytes"] for r in records)
+    measure(argparse.Namespace(**{**vars(o), "steps": 2}), "none", parts)  # makes the optimizer's state
+    measured = [
+        {"round": number, **measure(o, way, parts)}
+        for number, order in enumerate(turns.orders(WAYS, o.rounds))
+        for way in order
+    ]
+    summary = summarise(o, measured)
+    size = max(r["bytes"] for r in measured)
     print(
         f"step {summary['step_s']:.2f} s, checkpoint {size / 2**20:.0f} MiB, {o.rounds} rounds, "
         f"{o.steps // o.every} saves each"
@@ -211,16 +172,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             f"{w['cost_s_range'][1]:.2f}), holds the loop {w['held_s']:.2f} s, is written in "
             f"{w['write_s']:.2f} s; longest interval {w['longest_interval_s']:.2f} s"
         )
-    result = {
-        "environment": environment(
-            o.date, settings={k: v for k, v in vars(o).items() if k not in ("folder", "json", "date")}
-        ),
-        "summary": summary,
-        "records": records,
-    }
-    if o.json:
-        Path(o.json).write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    environment = records.environment_of(o, hidden=("folder",))
+    records.write(o.json, {"environment": environment, "summary": summary, "records": measured})
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import json
 import os
-import random
 import statistics
 import sys
 import tempfile
@@ -30,20 +29,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import torch
+import torch.distributed as dist
 
-from benchmarks import records  # noqa: E402
-from bert_dp import config, data, metrics, model, optim, trainer  # noqa: E402
-from bert_dp.devices import set_affinity  # noqa: E402
-from bert_dp.parallel import make_engine  # noqa: E402
-from bert_dp.precision import Precision  # noqa: E402
-from bert_dp.tasks.mlm import MaskedLanguageModel  # noqa: E402
-from bert_dp.trainable import Model  # noqa: E402
-from bert_dp.world import World  # noqa: E402
+from benchmarks import records, turns
+from bert_dp import config, data, metrics, model, optim, trainer
+from bert_dp.devices import set_affinity
+from bert_dp.parallel import make_engine
+from bert_dp.precision import Precision
+from bert_dp.tasks.mlm import MaskedLanguageModel
+from bert_dp.world import World
 
 CPU = torch.device("cpu")
 WAYS = ("ceiling", "ours", "accelerate", "deepspeed-1")
@@ -51,10 +48,8 @@ CLIP, LR = 0.5, 1e-3
 BUCKET_ELEMENTS = 25 * 2**20 // 4  # of DeepSpeed, as DDP's; its default of 500 M is one bucket for all
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse() -> argparse.Namespace:
+    parser = records.make_parser(__doc__, "--date", "--json")
     add = parser.add_argument
     add("--ranks", type=int, default=2)
     add("--layers", type=int, default=4)
@@ -64,17 +59,14 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--accumulation", type=int, default=4)
     add("--rounds", type=int, default=12)
     add("--ways", default=",".join(WAYS))
-    add("--date", help="for the record, as YYYY-MM-DD")
-    add("--json", metavar="FILE")
-    parsed = parser.parse_args(arguments)
-    ways = parsed.ways.split(",")
-    if "ceiling" not in ways or not set(ways) <= set(WAYS):
-        parser.error(f"--ways: {parsed.ways} must hold ceiling, and only {', '.join(WAYS)}")
-    return parsed
+    o = parser.parse_args()
+    if "ceiling" not in records.check_names(parser, "--ways", o.ways, WAYS):
+        parser.error("--ways: must hold ceiling, with which the others are compared")
+    return o
 
 
-def settings(o: argparse.Namespace, engine: str) -> config.Config:
-    per_rank = o.micro * o.accumulation
+def recipe(o: argparse.Namespace, engine: str, global_size: int) -> config.Config:
+    """The 120 M recipe at the sizes that were asked for."""
     return config.resolve(
         [
             {
@@ -89,10 +81,7 @@ def settings(o: argparse.Namespace, engine: str) -> config.Config:
                     "vocab_size": o.vocab,
                     "intermediate_size": 2 * o.hidden,
                 },
-                "batch": {
-                    "global_size": per_rank * (o.ranks if engine != "single" else 1),
-                    "micro_size": o.micro,
-                },
+                "batch": {"global_size": global_size, "micro_size": o.micro},
                 "parallel": {"engine": engine},
             }
         ]
@@ -101,18 +90,12 @@ def settings(o: argparse.Namespace, engine: str) -> config.Config:
 
 def our_step(o: argparse.Namespace, engine_name: str, world: World) -> Callable[[list[data.Batch]], None]:
     """Our train_step under an engine; the ceiling is `single` in every process."""
-    settled = settings(o, engine_name)
-    alone = World(0, 0, 1, 1)
-    engine = make_engine(
-        engine_name,
-        settled,
-        alone if engine_name == "single" else world,
-        CPU,
-        precision="fp32",
-        run_dir=Path("."),
-    )
-    bare = build(settled)
-    wrapped, _ = engine.prepare(bare, lambda named: make_adamw(settled, named, bare))
+    if engine_name == "single":
+        world = World(0, 0, 1, 1)
+    settings = recipe(o, engine_name, o.micro * o.accumulation * world.size)
+    engine = make_engine(engine_name, settings, world, CPU, precision="fp32", run_dir=Path("."))
+    bare = build(settings)
+    wrapped, _ = engine.prepare(bare, lambda named: optim.make_optimizer(settings.optim, named, bare))
     precision = Precision("fp32", torch.float32, None)
 
     def step(batches: list[data.Batch]) -> None:
@@ -133,12 +116,8 @@ def our_step(o: argparse.Namespace, engine_name: str, world: World) -> Callable[
     return step
 
 
-def build(settled: config.Config) -> model.CrammedBert:
-    return model.build_model(settled.model, 128, 0)
-
-
-def make_adamw(settled: config.Config, named: Any, bare: Model) -> torch.optim.Optimizer:
-    return optim.make_optimizer(settled.optim, named, bare)
+def build(settings: config.Config) -> model.CrammedBert:
+    return model.build_model(settings.model, 128, 0)
 
 
 def accelerate_step(o: argparse.Namespace) -> Callable[[list[data.Batch]], None]:
@@ -146,7 +125,7 @@ def accelerate_step(o: argparse.Namespace) -> Callable[[list[data.Batch]], None]
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=o.accumulation)
-    bare = build(settings(o, "ddp"))
+    bare = build(recipe(o, "ddp", o.micro * o.accumulation * o.ranks))
     optimizer = torch.optim.AdamW(bare.parameters(), lr=LR, fused=True)
     wrapped, prepared = accelerator.prepare(bare, optimizer)
 
@@ -169,7 +148,7 @@ def deepspeed_step(o: argparse.Namespace) -> Callable[[list[data.Batch]], None]:
         import deepspeed
 
         deepspeed.ops.__compatible_ops__ = {}  # or it compiles an operation for inference
-        bare = build(settings(o, "ddp"))
+        bare = build(recipe(o, "ddp", o.micro * o.accumulation * o.ranks))
         optimizer = torch.optim.AdamW(bare.parameters(), lr=LR, fused=True)
         wrapped, *_ = deepspeed.initialize(
             model=bare,
@@ -225,19 +204,18 @@ def rank_main(rank: int, o: argparse.Namespace, store: str) -> None:
         data.random_batch(100 * rank + i, o.micro, 128, masked, o.vocab) for i in range(o.accumulation)
     ]
     seconds: dict[str, list[list[float]]] = {way: [] for way in steps}
-    draw = random.Random(0)
-    for number in range(-1, o.rounds):
-        for way in draw.sample(list(steps), len(steps)):
+    for number, order in enumerate(turns.orders(steps, o.rounds + 1)):
+        for way in order:
             dist.barrier()
             start = time.perf_counter()
             steps[way](batches)
             mine = torch.tensor([time.perf_counter() - start], dtype=torch.float64)
             everyone = [torch.empty_like(mine) for _ in range(o.ranks)]
             dist.all_gather(everyone, mine)
-            if number >= 0:  # the first round fills caches, moments and buckets
+            if number > 0:  # the first round fills caches, moments and buckets
                 seconds[way].append([float(t) for t in everyone])
         if rank == 0:
-            print(f"round {number + 1} of {o.rounds}", file=sys.stderr)
+            turns.tell(f"round {number} of {o.rounds}")
     if rank == 0:
         Path(f"{store}.json").write_text(json.dumps(seconds))
     dist.barrier()
@@ -256,20 +234,20 @@ def summarise(seconds: dict[str, list[list[float]]]) -> dict[str, Any]:
     jobs = {way: [job_seconds(way, ranks) for ranks in rounds] for way, rounds in seconds.items()}
     out: dict[str, Any] = {}
     for way, times in jobs.items():
-        ratios = [c / t for c, t in zip(jobs["ceiling"], times, strict=True)]
-        quarters = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
+        shares = turns.ratios(jobs["ceiling"], times)
+        quarters = statistics.quantiles(shares, n=4) if len(shares) > 1 else shares * 3
         out[way] = {
             "step_s": statistics.median(times),
-            "communication_efficiency": statistics.median(ratios),
+            "communication_efficiency": statistics.median(shares),
             "quartiles": [quarters[0], quarters[2]],
-            "range": [min(ratios), max(ratios)],
+            "range": [min(shares), max(shares)],
             "of_medians": statistics.median(jobs["ceiling"]) / statistics.median(times),
         }
     return out
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    o = parse(arguments)
+def main() -> None:
+    o = parse()
     with tempfile.TemporaryDirectory(prefix="bert-dp-") as folder:
         torch.multiprocessing.start_processes(
             rank_main, (o, f"{folder}/store"), nprocs=o.ranks, start_method="spawn"
@@ -283,16 +261,8 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             f"{way:12} {facts['step_s']:8.3f} {facts['communication_efficiency']:11.3f} "
             f"{f'{low:.3f}-{high:.3f}':>15} {facts['of_medians']:11.3f}"
         )
-    result = {
-        "environment": records.environment(
-            o.date, settings={k: v for k, v in vars(o).items() if k not in ("date", "json")}
-        ),
-        "summary": summary,
-        "seconds": seconds,
-    }
-    if o.json:
-        Path(o.json).write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    environment = records.environment_of(o)
+    records.write(o.json, {"environment": environment, "summary": summary, "seconds": seconds})
 
 
 if __name__ == "__main__":

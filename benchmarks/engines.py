@@ -10,12 +10,8 @@ with --json, the raw figures.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
-import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -23,6 +19,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import records
+from benchmarks.turns import tell
 from bert_dp.config import load_config
 from bert_dp.cost import memory_estimate_gib
 from tests.shards import write_shards
@@ -43,20 +41,7 @@ def train(root: Path, name: str, settings: list[str], ranks: int, number: int) -
     """One run; its step times, peak memory and estimate."""
     run_dir = root / f"{name}-{number}"
     ranks = 1 if name == "single" else ranks
-    pairs = [part for setting in settings for part in ("--set", setting)]
-    command = [
-        sys.executable,
-        "-m",
-        "launcher",
-        "train",
-        "crammed-bert",
-        "--run-dir",
-        str(run_dir),
-        "--nproc",
-        str(ranks),
-        *pairs,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = records.train_crammed(run_dir, settings, ranks)
     if done.returncode:
         return {"engine": name, "failed": done.stdout[-800:] + done.stderr[-800:]}
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()][1:]
@@ -74,24 +59,20 @@ def train(root: Path, name: str, settings: list[str], ranks: int, number: int) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.make_parser(__doc__, "--set", "--json")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--engines", default=",".join(ENGINES))
-    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="a.b=v")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    names = arguments.engines.split(",")
+    o = parser.parse_args()
+    names = records.check_names(parser, "--engines", o.engines, ENGINES)
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         shards = write_shards(root / "shards", length=128, train=256)
         common = [
             f"data.path={shards}",
-            f"schedule.steps={arguments.steps}",
+            f"schedule.steps={o.steps}",
             "batch.global_size=4",
             "batch.micro_size=1",
             "batch.ramp_fraction=0",
@@ -101,16 +82,14 @@ def main() -> None:
             "precision=fp32",
             "eval.every_steps=0",
             "checkpoint.every_steps=0",
-            *arguments.settings,
+            *o.settings,
         ]
-        for number in range(arguments.rounds):
+        for number in range(o.rounds):
             for name in names:
-                runs.append(train(root, name, [*common, *ENGINES[name]], arguments.ranks, number))
-                print(f"round {number + 1} {name}: {runs[-1].get('failed', 'done')}", file=sys.stderr)
+                runs.append(train(root, name, [*common, *ENGINES[name]], o.ranks, number))
+                tell(f"round {number + 1} {name}: {runs[-1].get('failed', 'done')}")
     report(names, runs)
-    if arguments.json:
-        facts = {"command": " ".join(sys.argv), "python": platform.python_version(), "cores": os.cpu_count()}
-        arguments.json.write_text(json.dumps({"environment": facts, "runs": runs}, indent=1))
+    records.write(o.json, {"environment": records.environment(), "runs": runs})
 
 
 def report(names: list[str], runs: list[dict[str, Any]]) -> None:

@@ -12,7 +12,6 @@ less the export's, in points (hundredths of the metric).
 from __future__ import annotations
 
 import argparse
-import json
 import subprocess
 import sys
 import tempfile
@@ -24,8 +23,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
-from benchmarks import step_speed
-from benchmarks.export_speed import PACKAGES, aligned, tell
+from benchmarks import records
+from benchmarks.export_speed import PACKAGES
+from benchmarks.turns import aligned, tell
 from bert_dp import predict
 from bert_dp.config import Config, ConfigError, ExamplesManifest, read_examples
 from bert_dp.config.examples import TRAIN
@@ -44,22 +44,15 @@ DEFAULT = "onnx,onnx-int8,aoti-bf16"
 GOAL_POINTS = 0.5  # the largest drop
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse() -> argparse.Namespace:
+    parser = records.make_parser(__doc__, "--date", "--json")
     add = parser.add_argument
     add("runs", type=Path, nargs="+", metavar="RUN")
     add("--forms", default=DEFAULT, help=f"of {', '.join(FORMS)} (default: %(default)s)")
-    add("--date", help="for the record, as YYYY-MM-DD")
-    add("--json", metavar="FILE", help="write environment and raw figures here")
-    o = parser.parse_args(arguments)
-    o.forms = o.forms.split(",")
-    if unknown := [form for form in o.forms if form not in FORMS]:
-        parser.error(f"--forms {unknown[0]}: choose from {', '.join(FORMS)}")
+    o = parser.parse_args()
+    o.forms = records.check_names(parser, "--forms", o.forms, FORMS)
     if len({run.name for run in o.runs}) < len(o.runs):
         parser.error("RUN: two have the same name, by which the record tells them apart; rename one")
-    o.device = "cpu"  # as step_speed.py's functions ask
     return o
 
 
@@ -98,37 +91,38 @@ def splits_of(manifest: ExamplesManifest) -> Iterator[str]:
 
 def scores_of(place: Path, config: Config, manifest: ExamplesManifest) -> dict[str, float]:
     """split/metric -> score, of a run or of an exported directory."""
-    predictor, encoder = predict.open_predictor(str(place))
-    found: dict[str, float] = {}
+    source = predict.find_source(str(place))
+    compute, encoder = predict.open_model(source.path), source.encoder
+    scores: dict[str, float] = {}
     for split in splits_of(manifest):
         examples = Examples.open(Path(config.data.path or ""), manifest, split)
         rows = [examples.tokens(i) for i in range(len(examples))]
-        logits_NL = predict.outputs_of(predictor, rows, encoder.special["pad"], None)
+        logits_NL = predict.outputs_of(compute, rows, encoder.special["pad"], None)
         measured = score(manifest.metrics, config.finetune.kind, logits_NL, np.asarray(examples.labels))
-        found |= {f"{split}/{metric}": value for metric, value in measured.items()}
-    return found
+        scores |= {f"{split}/{metric}": value for metric, value in measured.items()}
+    return scores
 
 
 def lines_of(result: dict[str, Any]) -> Iterator[str]:
     forms = result["forms"]
     rows = [["run", "task", "score", "run, fp32", *forms, *(f"drop {form}" for form in forms)]]
-    for name, found in result["runs"].items():
-        for metric, own in found["scores"]["run"].items():
-            scores = [f"{100 * found['scores'][form][metric]:.2f}" for form in forms]
-            drops = [f"{found['drop_points'][form][metric]:+.2f}" for form in forms]
-            rows.append([name, found["task"], metric, f"{100 * own:.2f}", *scores, *drops])
+    for name, run in result["runs"].items():
+        for metric, own in run["scores"]["run"].items():
+            scores = [f"{100 * run['scores'][form][metric]:.2f}" for form in forms]
+            drops = [f"{run['drop_points'][form][metric]:+.2f}" for form in forms]
+            rows.append([name, run["task"], metric, f"{100 * own:.2f}", *scores, *drops])
     yield from aligned(rows)
     for form, most in result["largest_drop_points"].items():
         verdict = "within" if most <= GOAL_POINTS else "beyond"
         yield f"{form}: largest drop {most:+.2f} points, {verdict} the goal of {GOAL_POINTS}"
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    o = parse(arguments)
+def main() -> None:
+    o = parse()
     runs, o.runs = o.runs, [run.name for run in o.runs]  # no path of this machine in a record
     use_all_cores()
     result: dict[str, Any] = {
-        "environment": step_speed.environment(o, PACKAGES),
+        "environment": records.environment_of(o, PACKAGES),
         "forms": o.forms,
         "goal_points": GOAL_POINTS,
         "runs": {},
@@ -140,13 +134,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         sys.stderr.write("".join(f"error: {issue}\n" for issue in error.issues))
         sys.exit(2)
     result["largest_drop_points"] = {
-        form: max(drop for found in result["runs"].values() for drop in found["drop_points"][form].values())
+        form: max(drop for run in result["runs"].values() for drop in run["drop_points"][form].values())
         for form in o.forms
     }
     print("\n".join(lines_of(result)))
-    if o.json:
-        Path(o.json).write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    records.write(o.json, result)
 
 
 if __name__ == "__main__":

@@ -36,16 +36,12 @@ import argparse
 import dataclasses
 import fnmatch
 import importlib.util
-import json
-import multiprocessing
 import os
-import random
 import shutil
 import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -53,9 +49,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import step_speed
-from benchmarks.step_speed import spread, with_range
-from bert_dp.config import Config, bf16_units, find_config, read_yaml, resolve
+from benchmarks import records, step_speed, turns
+from benchmarks.turns import aligned, ratios, spread, tell, with_range
+from bert_dp.config import Config, bf16_units, find_config, read_yaml, resolve, shipped_configs
 
 MODELS = ("crammed-rope", "small-text")
 ROWS = (
@@ -103,10 +99,8 @@ Point = tuple[int, int]
 """Sequences of a call, tokens of each."""
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse() -> argparse.Namespace:
+    parser = records.make_parser(__doc__, "--date", "--json")
     add = parser.add_argument
     add("--models", default=",".join(MODELS), help="shipped configurations (default: %(default)s)")
     add("--rows", default="*", help="names or shell patterns, comma-separated (default: all)")
@@ -116,10 +110,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add("--seconds", type=float, default=0.5, help="of each row and point in a round; one call at least")
     add("--threads", type=int, default=len(os.sched_getaffinity(0)), help="and cores (default: %(default)s)")
     add("--seed", type=int, default=0, help="of weights, tokens and the order of the rows")
-    add("--date", help="for the record, as YYYY-MM-DD")
-    add("--json", metavar="FILE", help="write environment and raw figures here")
     add("--quick", action="store_true", help="a tiny model, two rounds, what needs no compiler")
-    o = parser.parse_args(arguments)
+    o = parser.parse_args()
     if o.quick:
         vars(o).update(models="small-text", lengths="8,16", batches="1,2", rounds=2, seconds=0.01)
         o.rows = QUICK_ROWS if o.rows == "*" else o.rows
@@ -134,12 +126,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         if min(sizes) < 1:
             parser.error(f"--{name} {getattr(o, name)}: whole numbers from 1 on, with commas between")
         setattr(o, name, sizes)
-    o.models = o.models.split(",")
-    shipped = {path.stem for path in find_config("small-text").parent.glob("*.yaml")}
-    if unknown := [name for name in o.models if name not in shipped]:
-        parser.error(f"--models {unknown[0]}: choose from {', '.join(sorted(shipped))}")
-    subjects = [subject_of(name, o) for name in o.models]
-    for subject in subjects:
+    shipped = sorted(path.stem for path in shipped_configs().glob("*.yaml"))
+    o.models = records.check_names(parser, "--models", o.models, shipped)
+    for subject in (subject_of(name, o) for name in o.models):
         longest = subject.config.data.sequence_length
         if max(o.lengths) > longest:
             parser.error(f"--lengths {max(o.lengths)}: {subject.name} takes at most {longest}")
@@ -148,7 +137,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--rows {o.rows}: must hold {OURS}, which the others' answers are compared with")
     o.points = [(batch, length) for batch in o.batches for length in o.lengths]
     o.share_at = SHARE_AT if SHARE_AT in o.points else o.points[-1]
-    o.device = "cpu"  # as step_speed.py's functions ask
     return o
 
 
@@ -207,25 +195,22 @@ def make_run(path: Path, config: Config, texts: Iterable[str]) -> Path:
     return path
 
 
-def prepare(subject: Subject, place: Path, forms: Sequence[str], pipe: Connection) -> None:
-    """Writes place/run and place/FORM of each form; tells seconds and sizes."""
-    warnings.simplefilter("ignore")
-    try:
+def prepare(subject: Subject, scratch: Path, forms: Sequence[str], pipe: Connection) -> None:
+    """Writes SCRATCH/run and SCRATCH/FORM of each form; tells seconds and sizes."""
+    with turns.telling_errors(pipe):
         from bert_dp.export.whole import open_run
 
-        run = make_run(place / "run", subject.config, ["a run of initial weights"])
+        run = make_run(scratch / "run", subject.config, ["a run of initial weights"])
         source = open_run(run, encoder=True)
         facts = {}
         for form in forms:
             start = time.perf_counter()
-            folder = place / form
+            folder = scratch / form
             folder.mkdir()
             fused = export(form, source, folder, subject.config)
             size = sum(path.stat().st_size for path in folder.iterdir())
             facts[form] = {"seconds": time.perf_counter() - start, "mib": size / 2**20, **fused}
         pipe.send(facts)
-    except Exception as error:
-        pipe.send({"error": f"{type(error).__name__}: {error}"[:2000]})
 
 
 def export(form: str, source: Any, folder: Path, config: Config) -> dict[str, Any]:
@@ -235,7 +220,7 @@ def export(form: str, source: Any, folder: Path, config: Config) -> dict[str, An
 
     plain = folder.parent / "onnx/model.onnx"
     if form == "hf":
-        write_hf(source, folder, "benchmarks/export_speed.py")
+        write_hf(source, folder)
     elif form.startswith("aoti"):
         write_about(folder, source, "aoti", "benchmarks/export_speed.py")
         write_aoti(source, folder, bf16=form == "aoti-bf16")
@@ -251,10 +236,10 @@ def export(form: str, source: Any, folder: Path, config: Config) -> dict[str, An
 # ---- the rows; each in a child process, which alone imports its libraries ----
 
 
-def open_row(row: str, place: Path, threads: int) -> Callable[..., Any]:
+def open_row(row: str, scratch: Path, threads: int) -> Callable[..., Any]:
     """input_ids and attention_mask, arrays [B, S] int64, to last hidden states, an array [B, S, H]."""
     program, mode, precision = row.split(":")
-    folder = place / FILES.get(row, "run")
+    folder = scratch / FILES.get(row, "run")
     if program == "onnxruntime":
         return open_onnxruntime(folder / "model.onnx", threads)
     if program == "openvino":
@@ -358,7 +343,7 @@ def probe_sizes(o: argparse.Namespace, subject: Subject) -> argparse.Namespace:
         intermediate=model.intermediate_size,
         layers=model.num_layers,
         vocab=model.vocab_size,
-        device=o.device,
+        device="cpu",
     )
 
 
@@ -367,35 +352,31 @@ def encoder_shapes(sizes: argparse.Namespace) -> list[tuple[int, int, int, int]]
     return step_speed.linear_shapes(sizes)[:-1]
 
 
-def child(row: str, o: argparse.Namespace, subject: Subject, place: Path, pipe: Connection) -> None:
-    """Answers `time BATCH LENGTH SECONDS` until `quit`."""
-    warnings.simplefilter("ignore")
-    try:
+def child(row: str, o: argparse.Namespace, subject: Subject, scratch: Path, pipe: Connection) -> None:
+    """Answers `(BATCH, LENGTH) SECONDS`."""
+    with turns.telling_errors(pipe):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[: o.threads])
-        program, _, precision = row.split(":")
         facts: dict[str, Any] = {}
-        start = time.perf_counter()
-        if program == "matmul":
-            probe = probe_of(o, subject, precision)
+        if is_probe(row):
+            probe = probe_of(o, subject, row.split(":")[2])
             probe()
         else:
-            compute = open_row(row, place, o.threads)
+            start = time.perf_counter()
+            compute = open_row(row, scratch, o.threads)
             facts["load_s"] = time.perf_counter() - start
             facts["loaded_mib"] = memory_mib("VmRSS")
             batch = ragged_batch(o, subject)
             start = time.perf_counter()
             facts["answer"] = compute(*batch)
             facts["first_s"] = time.perf_counter() - start
-        pipe.send(facts)
-        while (command := pipe.recv())[0] != "quit":
-            if program == "matmul":
-                pipe.send(probe())
-                continue
-            _, *point, seconds = command
-            latencies = time_calls(compute, whole_batch(o, subject, (point[0], point[1])), seconds)
-            pipe.send({"latencies_s": latencies, "peak_mib": memory_mib("VmHWM")})
-    except Exception as error:
-        pipe.send({"error": f"{type(error).__name__}: {error}"[:2000]})
+
+        def answer(point: Point, seconds: float) -> dict[str, Any]:
+            if is_probe(row):
+                return probe()
+            latencies = time_calls(compute, whole_batch(o, subject, point), seconds)
+            return {"latencies_s": latencies, "peak_mib": memory_mib("VmHWM")}
+
+        turns.serve(facts, answer, pipe)
 
 
 def memory_mib(field: str) -> float:
@@ -418,78 +399,44 @@ def time_calls(compute: Callable[..., Any], batch: tuple[Any, Any], seconds: flo
 # ---- the parent: starts, takes turns, computes ----
 
 
-def tell(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
-def measure(o: argparse.Namespace, subject: Subject, rows: Sequence[str]) -> dict[str, Any]:
+def measure(o: argparse.Namespace, subject: Subject, names: Sequence[str]) -> dict[str, Any]:
     """The exports of a model, and of each row its facts and rounds."""
-    context = multiprocessing.get_context("spawn")
-    environ = {
-        **step_speed.KEEP,
-        "OMP_NUM_THREADS": str(o.threads),
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_VERBOSITY": "error",
-    }
-    with tempfile.TemporaryDirectory(prefix="export-speed-") as scratch, step_speed.variables(environ):
-        place = Path(scratch)
-        forms = list(dict.fromkeys(FILES[row] for row in rows if row in FILES))
-        ours, theirs = context.Pipe()
-        writer = context.Process(target=prepare, args=(subject, place, forms, theirs))
-        writer.start()
-        theirs.close()
-        exports = step_speed.ask("export", ours, None)
-        writer.join()
-        tell(
-            f"{subject.name}: exported "
-            + ", ".join(f"{k} ({v['seconds']:.0f} s)" for k, v in exports.items())
-        )
-        return {"exports": exports, "rows": take_turns(o, subject, rows, place)}
+    environ = {**turns.KEEP, "OMP_NUM_THREADS": str(o.threads), "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory(prefix="export-speed-") as folder, turns.variables(environ):
+        scratch = Path(folder)
+        forms = list(dict.fromkeys(FILES[row] for row in names if row in FILES))
+        with turns.children() as start:
+            exports = start("export", prepare, subject, scratch, forms).receive()
+        seconds = ", ".join(f"{form} ({made['seconds']:.0f} s)" for form, made in exports.items())
+        tell(f"{subject.name}: exported {seconds}")
+        return {"exports": exports, "rows": take_turns(o, subject, names, scratch)}
 
 
 def take_turns(
-    o: argparse.Namespace, subject: Subject, rows: Sequence[str], place: Path
+    o: argparse.Namespace, subject: Subject, names: Sequence[str], scratch: Path
 ) -> dict[str, dict[str, Any]]:
     """Per row its facts and a list of its rounds: point -> seconds of each call."""
-    context = multiprocessing.get_context("spawn")
-    pipes: dict[str, Connection] = {}
-    records: dict[str, dict[str, Any]] = {}
-    processes = []
-    try:
-        for row in rows:  # one at a time: loading and compiling are not to disturb each other
-            pipes[row], theirs = context.Pipe()
-            process = context.Process(target=child, args=(row, o, subject, place, theirs))
-            process.start()
-            processes.append(process)
-            theirs.close()
-            records[row] = {**step_speed.ask(row, pipes[row], None), "rounds": []}
+    rows: dict[str, dict[str, Any]] = {}
+    processes = {}
+    with turns.children() as start:
+        for row in names:  # one at a time: loading and compiling are not to disturb each other
+            processes[row] = start(row, child, row, o, subject, scratch)
+            rows[row] = {**processes[row].receive(), "rounds": [{} for _ in range(o.rounds)]}
             for point in o.points:
                 if not is_probe(row) and point[0] * point[1] <= WARM_TOKENS:
-                    step_speed.ask(row, pipes[row], ("time", *point, 0.0))
+                    processes[row].ask(point, 0.0)
             tell(f"{subject.name}: {row} is ready")
-        order, rng = list(rows), random.Random(o.seed)
-        for turn in range(o.rounds):
-            for record in records.values():
-                record["rounds"].append({})
-            rng.shuffle(order)
+        for number, order in enumerate(turns.orders(names, o.rounds, o.seed)):
             for point in o.points:
                 for row in order:
                     if is_probe(row) and point != o.share_at:
                         continue
-                    answer = step_speed.ask(row, pipes[row], ("time", *point, o.seconds))
-                    found = answer if is_probe(row) else answer["latencies_s"]
-                    records[row]["rounds"][-1][name_of(point)] = found
+                    answer = processes[row].ask(point, o.seconds)
+                    rows[row]["rounds"][number][name_of(point)] = answer.get("latencies_s", answer)
                     if not is_probe(row):
-                        records[row]["peak_mib"] = answer["peak_mib"]
-            tell(f"{subject.name}: round {turn + 1} of {o.rounds}")
-        for pipe in pipes.values():
-            pipe.send(("quit",))
-    finally:
-        for process in processes:
-            process.join(timeout=10 if len(records) == len(rows) else 0)
-            if process.is_alive():
-                process.terminate()
-    return records
+                        rows[row]["peak_mib"] = answer["peak_mib"]
+            tell(f"{subject.name}: round {number + 1} of {o.rounds}")
+    return rows
 
 
 def is_probe(row: str) -> bool:
@@ -523,14 +470,14 @@ def summarise(o: argparse.Namespace, subject: Subject, rows: dict[str, dict[str,
 
 def point_facts(row: str, point: Point, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Of one batch x length."""
-    where = name_of(point)
-    calls = [seconds for each in rows[row]["rounds"] for seconds in each[where]]
+    name = name_of(point)
+    calls = [seconds for each in rows[row]["rounds"] for seconds in each[name]]
     return {
         "calls": len(calls),
         "p50_s": statistics.median(calls),
         "p95_s": percentile(calls, 0.95),
         "sequences_per_s": point[0] * len(calls) / sum(calls),
-        "times": {other: ratio(rows, other, row, where) for other in (PEER, PLAIN) if other in rows},
+        "times": {other: ratio(rows, other, row, point) for other in (PEER, PLAIN) if other in rows},
     }
 
 
@@ -540,39 +487,41 @@ def percentile(values: Sequence[float], share: float) -> float:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
-def ratio(rows: dict[str, dict[str, Any]], slow: str, fast: str, where: str) -> dict[str, float]:
+def latencies(row: dict[str, Any], point: Point) -> list[float]:
+    """Median of each round."""
+    return [statistics.median(each[name_of(point)]) for each in row["rounds"]]
+
+
+def ratio(rows: dict[str, dict[str, Any]], slow: str, fast: str, point: Point) -> dict[str, float]:
     """Latency of `slow` / latency of `fast`, paired within the rounds."""
-    pairs = zip(rows[slow]["rounds"], rows[fast]["rounds"], strict=True)
-    return spread([statistics.median(a[where]) / statistics.median(b[where]) for a, b in pairs])
+    return spread(ratios(latencies(rows[slow], point), latencies(rows[fast], point)))
 
 
-def matmul_rates(o: argparse.Namespace, subject: Subject, record: dict[str, Any]) -> list[float]:
+def matmul_rates(o: argparse.Namespace, subject: Subject, row: dict[str, Any]) -> list[float]:
     """FLOP/s of the forward products in each round, by the faster of torch.mm and oneDNN."""
     flops = sum(2 * rows * k * n * count for rows, k, n, count in encoder_shapes(probe_sizes(o, subject)))
-    where = name_of(o.share_at)
-    found = [each[where] for each in record["rounds"]]
-    return [flops / min(each["forward_s"], each["onednn_forward_s"]) for each in found]
+    rounds = [each[name_of(o.share_at)] for each in row["rounds"]]
+    return [flops / min(each["forward_s"], each["onednn_forward_s"]) for each in rounds]
 
 
 def share(
-    o: argparse.Namespace, subject: Subject, record: dict[str, Any], rates: Sequence[float]
+    o: argparse.Namespace, subject: Subject, row: dict[str, Any], rates: Sequence[float]
 ) -> dict[str, float]:
     """Of the matmul rate, at o.share_at."""
     from bert_dp import cost
 
     batch, length = o.share_at
     flops = batch * length * cost.flops_per_token(subject.config.model, length, 0.0) / 3  # forward alone
-    seconds = [statistics.median(each[name_of(o.share_at)]) for each in record["rounds"]]
-    return spread([flops / s / rate for s, rate in zip(seconds, rates, strict=True)])
+    return spread(ratios([flops / seconds for seconds in latencies(row, o.share_at)], rates))
 
 
 def findings(o: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """What the rows say at o.share_at, each with the rows that it is of."""
-    where = name_of(o.share_at)
+    name = name_of(o.share_at)
 
     def best(pattern: str) -> str | None:
-        named = [row for row in rows if fnmatch.fnmatchcase(row, pattern)]
-        return min(named, key=lambda row: rows[row]["points"][where]["p50_s"], default=None)
+        matching = [row for row in rows if fnmatch.fnmatchcase(row, pattern)]
+        return min(matching, key=lambda row: rows[row]["points"][name]["p50_s"], default=None)
 
     wide, narrow = best("ours:*:fp32"), best("ours:*:bf16")
     pairs = {
@@ -582,92 +531,73 @@ def findings(o: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> dict[str
         "int8 over fp32 of onnxruntime": (PLAIN, INT8),
         "fused over plain of onnxruntime": (PLAIN, FUSED),
     }
-    found: dict[str, Any] = {
-        name: {"of": fast, "over": slow, "times": ratio(rows, slow, fast, where)}
-        for name, (slow, fast) in pairs.items()
+    figures: dict[str, Any] = {
+        figure: {"of": fast, "over": slow, "times": ratio(rows, slow, fast, o.share_at)}
+        for figure, (slow, fast) in pairs.items()
         if slow in rows and fast in rows
     }
     for row in (wide, narrow):
         if row is not None and "share" in rows[row]:
-            found[f"share of the matmul rate, {row.split(':')[2]}"] = {"of": row, "share": rows[row]["share"]}
-    return {"at": where, **found}
+            figures[f"share of the matmul rate, {row.split(':')[2]}"] = {
+                "of": row,
+                "share": rows[row]["share"],
+            }
+    return {"at": name, **figures}
 
 
 # ---- what is printed ----
 
 
 def lines_of(o: argparse.Namespace, name: str, model: dict[str, Any]) -> Iterator[str]:
-    rows = {row: record for row, record in model["rows"].items() if not is_probe(row)}
-    head = ["row", "load s", "first s", "loaded MiB", "peak MiB", "difference"]
-    facts = [
-        [
-            row,
-            f"{r['load_s']:.1f}",
-            f"{r['first_s']:.1f}",
-            f"{r['loaded_mib']:.0f}",
-            f"{r['peak_mib']:.0f}",
-            f"{r['difference']:.1e}",
-        ]
-        for row, r in rows.items()
-    ]
+    rows = {row: r for row, r in model["rows"].items() if not is_probe(row)}
+    columns = {"load_s": ".1f", "first_s": ".1f", "loaded_mib": ".0f", "peak_mib": ".0f", "difference": ".1e"}
+    facts = [[row, *(f"{r[key]:{form}}" for key, form in columns.items())] for row, r in rows.items()]
     yield f"\n{name}"
-    yield from aligned([head, *facts])
+    yield from aligned([["row", "load s", "first s", "loaded MiB", "peak MiB", "difference"], *facts])
     for point in o.points:
-        where = name_of(point)
         table = [["row", "p50 ms", "p95 ms", "sequences/s", "x transformers", "x onnxruntime", "share"]]
         for row, r in rows.items():
-            facts_here = r["points"][where]
+            figures = r["points"][name_of(point)]
             times = [
-                with_range(facts_here["times"][other], 2) if other in facts_here["times"] else "-"
+                with_range(figures["times"][other], 2) if other in figures["times"] else "-"
                 for other in (PEER, PLAIN)
             ]
             own = with_range(r["share"], 2) if point == o.share_at and "share" in r else "-"
-            p50, p95 = (f"{1e3 * facts_here[key]:.2f}" for key in ("p50_s", "p95_s"))
-            table.append([row, p50, p95, f"{facts_here['sequences_per_s']:.1f}", *times, own])
-        yield f"\n{name}, batch x length {where}"
+            p50, p95 = (f"{1e3 * figures[key]:.2f}" for key in ("p50_s", "p95_s"))
+            table.append([row, p50, p95, f"{figures['sequences_per_s']:.1f}", *times, own])
+        yield f"\n{name}, batch x length {name_of(point)}"
         yield from aligned(table)
-    for row, record in model["rows"].items():
+    for row, r in model["rows"].items():
         if is_probe(row):
-            yield f"{row} at {name_of(o.share_at)}: {with_range(record['gflop_per_s'], 1)} GFLOP/s"
-    for what, found in model["findings"].items():
-        if what != "at":
-            value = with_range(found.get("times") or found["share"], 2)
-            yield f"{what}: {value} ({found['of']}" + (f" over {found['over']})" if "over" in found else ")")
+            yield f"{row} at {name_of(o.share_at)}: {with_range(r['gflop_per_s'], 1)} GFLOP/s"
+    for figure, finding in model["findings"].items():
+        if figure != "at":
+            value = with_range(finding.get("times") or finding["share"], 2)
+            over = f" over {finding['over']}" if "over" in finding else ""
+            yield f"{figure}: {value} ({finding['of']}{over})"
     for form, made in model["exports"].items():
         if "fused" in made:
             yield f"{form}, operators of the transformer optimizer: {made['fused'] or 'none'}"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    o = parse(arguments)
+def main() -> None:
+    o = parse()
     start = time.monotonic()
     missing = {row: reason for row in o.names if (reason := absent(row))}
-    result: dict[str, Any] = {
-        "environment": step_speed.environment(o, PACKAGES),
-        "absent": missing,
-        "models": {},
-    }
-    rows = [row for row in o.names if row not in missing]
+    environment = records.environment_of(o, PACKAGES, hidden=("names",))
+    result: dict[str, Any] = {"environment": environment, "absent": missing, "models": {}}
     for name in o.models:
         subject = subject_of(name, o)
-        model = measure(o, subject, rows)
+        model = measure(o, subject, [row for row in o.names if row not in missing])
         summarise(o, subject, model["rows"])
         model["findings"] = findings(o, model["rows"])
         result["models"][name] = model
-        if o.json:
-            Path(o.json).write_text(json.dumps(result, indent=1) + "\n")
+        records.write(o.json, result)
     for name, model in result["models"].items():
         print("\n".join(lines_of(o, name, model)))
     for row, reason in missing.items():
         print(f"absent: {row}: {reason}")
     tell(f"{time.monotonic() - start:.0f} s in all")
-    return result
 
 
 if __name__ == "__main__":

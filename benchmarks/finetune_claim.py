@@ -35,25 +35,23 @@ import argparse
 import dataclasses
 import datetime
 import functools
-import json
 import os
-import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bert_dp import record  # noqa: E402
-from bert_dp.config import Config, ConfigError, load_config, read_examples  # noqa: E402
-from launcher import job, results  # noqa: E402
-from launcher.evaluate import FILE, finetune  # noqa: E402
-from launcher.evaluate.glue_compare import (  # noqa: E402
+from benchmarks import records
+from benchmarks.records import bert_dp, set_options
+from bert_dp import record
+from bert_dp.config import Config, ConfigError, load_config, read_examples
+from launcher import job, results
+from launcher.evaluate import FILE, finetune
+from launcher.evaluate.glue_compare import (
     REGRESSIONS,
     Answers,
     Evaluation,
@@ -62,10 +60,10 @@ from launcher.evaluate.glue_compare import (  # noqa: E402
     paired_difference,
     pooled_accuracy,
 )
-from launcher.machine import environment  # noqa: E402
-from launcher.report.numbers import format_duration  # noqa: E402
-from launcher.results import Glue  # noqa: E402
-from launcher.run.read_run import read_summary  # noqa: E402
+from launcher.machine import environment
+from launcher.report.numbers import format_duration
+from launcher.results import Glue
+from launcher.run.read_run import read_summary
 
 POINT = 0.001  # the claim's 0.1 points, as a share
 MANY_FLIPS = 0.01
@@ -101,9 +99,7 @@ def arms_of(config: Config) -> dict[str, Arm]:
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.make_parser(__doc__, "--set", "--date", "--json")
     add = parser.add_argument
     add("--out", type=Path, required=True, help="folder; the same one goes on")
     add(
@@ -114,7 +110,6 @@ def parse() -> argparse.Namespace:
         help="folder or tar with GLUE's files; repeatable",
     )
     add("--config", default="small-text", help="of the pretraining")
-    add("--set", dest="settings", action="append", default=[], metavar="a.b=v", help="of the pretraining")
     add("--tokens", type=int, default=24_000_000, help="of a pretraining of one")
     add("--pretrainings", type=int, default=3, help="seeds of it")
     add("--tasks", default="CoLA,SST-2,MRPC,STS-B,QNLI,RTE,WNLI")
@@ -124,21 +119,18 @@ def parse() -> argparse.Namespace:
     add("--arms", default="one,four,control,bert-gpu")
     add("--finetune-only", action="store_true")
     add("--precision", choices=("fp32", "fp64"), default="fp32")
-    add("--date", default=datetime.date.today().isoformat())
-    add("--json", type=Path)
     add("--quick", action="store_true", help="one seed, one epoch, 4,096 tokens: shows that it works")
     o = parser.parse_args()
     if o.quick:
         vars(o).update(tokens=4096, pretrainings=1, seeds=1, epochs=1.0)
     o.out, o.data = o.out.resolve(), [path.resolve() for path in o.data]
-    o.tasks, o.arms = o.tasks.split(","), o.arms.split(",")
+    o.tasks = o.tasks.split(",")
     try:
         config = load_config(job.find_config(o.config), [*o.settings, *common_settings(o, o.tokens)])
     except ConfigError as error:
         parser.error(str(error))
-    o.known = arms_of(config)
-    if unknown := set(o.arms) - set(o.known):
-        parser.error(f"--arms: {', '.join(sorted(unknown))} is not one of {', '.join(o.known)}")
+    o.every_arm = arms_of(config)
+    o.arms = records.check_names(parser, "--arms", o.arms, o.every_arm)
     if "one" not in o.arms:
         parser.error("--arms: must hold one, with which the others are compared")
     if o.finetune_only:
@@ -148,11 +140,11 @@ def parse() -> argparse.Namespace:
         if setting.startswith(("schedule.", "precision", "run.seed")):
             parser.error(f"{setting}: follows from --tokens, --epochs, --precision and the seeds")
     before = record.read_json(o.out / "settings.json")
-    asked = {name: getattr(o, name) for name in FIXED}
-    if before is not None and (differ := [name for name in FIXED if before.get(name) != asked[name]]):
+    fixed = {name: getattr(o, name) for name in FIXED}
+    if before is not None and (differ := [name for name in FIXED if before.get(name) != fixed[name]]):
         parser.error(f"--out: {o.out} holds another comparison ({', '.join(differ)} differ); name a new one")
     o.out.mkdir(parents=True, exist_ok=True)
-    record.write_json(o.out / "settings.json", asked)
+    record.write_json(o.out / "settings.json", fixed)
     return o
 
 
@@ -176,17 +168,6 @@ class Work:
     is_done: Callable[[], bool]
 
 
-def bert_dp(command: Sequence[str]) -> None:
-    """A verb; ends the program where it fails, or was stopped."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    whole = [sys.executable, "-m", "launcher", *command]
-    environ = {**os.environ, "PYTHONPATH": path}
-    code = subprocess.run(whole, env=environ, stdout=sys.stderr, check=False).returncode
-    if code:
-        print(f"error: bert-dp {shlex.join(command)} ended with {code}", file=sys.stderr)
-        sys.exit(code if code > 0 else 1)
-
-
 def pretrained(o: argparse.Namespace, arm: str, number: int) -> Path:
     """The run that finetuning `number` of an arm begins with."""
     folder: Path = o.out / "pretrained" / f"{'one' if o.finetune_only else arm}-{number}"
@@ -200,30 +181,26 @@ def evaluated(o: argparse.Namespace, arm: str, number: int) -> Path:
 
 def pretrain_command(o: argparse.Namespace, arm: Arm, number: int, run: Path, tokens: int) -> list[str]:
     settings = [*o.settings, *common_settings(o, tokens), *arm.settings, f"run.seed={number}"]
-    pairs = [part for item in settings for part in ("--set", item)]
-    return ["train", o.config, *pairs, "--nproc", str(arm.ranks), "--run-dir", str(run)]
+    return ["train", o.config, *set_options(settings), "--nproc", str(arm.ranks), "--run-dir", str(run)]
 
 
-def places(o: argparse.Namespace) -> list[str]:
-    return [part for path in o.data for part in ("--data", str(path))]
-
-
-def of_finetuning(o: argparse.Namespace) -> list[str]:
-    """Settings of every finetuning."""
-    return [*o.finetune_settings, f"precision={o.precision}", "compile=off"]
+def finetune_arguments(o: argparse.Namespace) -> list[str]:
+    """Of every finetuning: settings, and where its examples are."""
+    places = [part for path in o.data for part in ("--data", str(path))]
+    return [*o.finetune_settings, f"precision={o.precision}", "compile=off", *places]
 
 
 def evaluate_command(o: argparse.Namespace, name: str, number: int) -> list[str]:
-    arm = o.known[name]
-    settings = [*of_finetuning(o), f"schedule.epochs={o.epochs}", *arm.finetune_settings]
+    arm = o.every_arm[name]
+    settings = [*finetune_arguments(o), f"schedule.epochs={o.epochs}", *arm.finetune_settings]
     options = ["--tasks", ",".join(o.tasks), "--seeds", str(o.seeds)]
     options += ["--ranks-per-job", str(arm.finetune_ranks), "--out", str(evaluated(o, name, number))]
-    return ["eval", "glue", str(pretrained(o, name, number)), *settings, *places(o), *options]
+    return ["eval", "glue", str(pretrained(o, name, number)), *settings, *options]
 
 
 def is_pretrained(run: Path) -> bool:
-    found = read_summary(run)
-    return found is not None and found.status == "done"
+    summary = read_summary(run)
+    return summary is not None and summary.status == "done"
 
 
 def glue_of(folder: Path) -> Glue | None:
@@ -232,44 +209,45 @@ def glue_of(folder: Path) -> Glue | None:
 
 
 def is_evaluated(folder: Path, seeds: int) -> bool:
-    found = glue_of(folder)
-    return found is not None and found.status == "complete" and found.settings.seeds >= seeds
+    glue = glue_of(folder)
+    return glue is not None and glue.status == "complete" and glue.settings.seeds >= seeds
 
 
 def calibrate(o: argparse.Namespace) -> dict[str, Any]:
     """Rates of 1 rank in short runs, measured once, by which times are expected."""
     path = o.out / "calibration.json"
-    if (found := record.read_json(path)) is not None:
-        return found
+    if (measured := record.read_json(path)) is not None:
+        return measured
     config = load_config(job.find_config(o.config), o.settings)
     tokens = CALIBRATION_STEPS * config.batch.global_size * config.data.sequence_length
-    base, tuned = (o.out / "calibration" / name for name in ("pretrained", "finetuned"))
-    begun = time.monotonic()
-    bert_dp(pretrain_command(o, Arm(), 0, base, min(tokens, o.tokens)))
-    start = finetune.find_pretrained(base)
-    length = start.config.data.sequence_length
-    tokens_of = {}
+    base_dir, tuned_dir = (o.out / "calibration" / name for name in ("pretrained", "finetuned"))
+    start_s = time.monotonic()
+    bert_dp(*pretrain_command(o, Arm(), 0, base_dir, min(tokens, o.tokens)))
+    base = finetune.find_pretrained(base_dir)
+    length = base.config.data.sequence_length
+    task_tokens = {}
     for name in o.tasks:
-        prepared = finetune.prepare(start, finetune.Source(name, tuple(o.data)), length)
-        tokens_of[name] = {split: part.tokens for split, part in read_examples(prepared).splits.items()}
-    small = min(o.tasks, key=lambda name: sum(tokens_of[name].values()))
-    settings = [*of_finetuning(o), f"schedule.steps={CALIBRATION_STEPS}"]
-    options = ["--task", small, *places(o), "--nproc", "1", "--run-dir", str(tuned)]
-    middle = time.monotonic()
-    bert_dp(["finetune", str(base), *settings, *options])
-    spent = time.monotonic() - middle
-    summary, last = read_summary(base), read_summary(tuned)
-    assert summary is not None
-    assert last is not None
-    found = {
-        "seconds": time.monotonic() - begun,
-        "pretraining_tokens_per_s": summary.tokens_per_s,
-        "finetuning_tokens_per_s": last.tokens_per_s,
-        "start_s": max(0.0, spent - sum(last.time_s.get(key, 0.0) for key in ("train", "eval"))),
-        "tokens": tokens_of,
+        prepared = finetune.prepare(base, finetune.Source(name, tuple(o.data)), length)
+        task_tokens[name] = {split: part.tokens for split, part in read_examples(prepared).splits.items()}
+    small = min(o.tasks, key=lambda name: sum(task_tokens[name].values()))
+    settings = [*finetune_arguments(o), f"schedule.steps={CALIBRATION_STEPS}"]
+    options = ["--task", small, "--nproc", "1", "--run-dir", str(tuned_dir)]
+    finetune_start_s = time.monotonic()
+    bert_dp("finetune", str(base_dir), *settings, *options)
+    finetune_s = time.monotonic() - finetune_start_s
+    pretraining, finetuning = read_summary(base_dir), read_summary(tuned_dir)
+    assert pretraining is not None
+    assert finetuning is not None
+    computing_s = sum(finetuning.time_s.get(key, 0.0) for key in ("train", "eval"))
+    measured = {
+        "seconds": time.monotonic() - start_s,
+        "pretraining_tokens_per_s": pretraining.tokens_per_s,
+        "finetuning_tokens_per_s": finetuning.tokens_per_s,
+        "start_s": max(0.0, finetune_s - computing_s),
+        "tokens": task_tokens,
     }
-    record.write_json(path, found)
-    return found
+    record.write_json(path, measured)
+    return measured
 
 
 def plan(o: argparse.Namespace, rates: Mapping[str, Any]) -> list[Work]:
@@ -282,28 +260,30 @@ def plan(o: argparse.Namespace, rates: Mapping[str, Any]) -> list[Work]:
     evaluated_only = sum(sum(part.values()) - part["train"] for part in parts)
     computed = o.seeds * (trained + evaluated_only / 3)
     trials = len(o.tasks) * o.seeds
-    found: dict[str, Work] = {}
+    works: dict[str, Work] = {}
     for number in range(o.pretrainings):
         for name in o.arms:
-            arm = o.known[name]
+            arm = o.every_arm[name]
             run, folder = pretrained(o, name, number), evaluated(o, name, number)
-            source = o.known["one"] if o.finetune_only else arm
+            source = o.every_arm["one"] if o.finetune_only else arm
             tokens = source.times * o.tokens
-            found[run.name] = found.get(run.name) or Work(
+            starts = max(1.0, source.ranks / cores)
+            pretraining = Work(
                 f"pretraining {run.name}",
                 pretrain_command(o, source, number, run, tokens),
-                tokens / rates["pretraining_tokens_per_s"]
-                + rates["start_s"] * max(1.0, source.ranks / cores),
+                tokens / rates["pretraining_tokens_per_s"] + rates["start_s"] * starts,
                 functools.partial(is_pretrained, run),
             )
             starts = trials * arm.finetune_ranks / cores
-            found[f"glue {folder.name}"] = Work(
+            finetuning = Work(
                 f"finetuning {folder.name}",
                 evaluate_command(o, name, number),
                 computed / rates["finetuning_tokens_per_s"] + rates["start_s"] * starts,
                 functools.partial(is_evaluated, folder, o.seeds),
             )
-    return list(found.values())
+            works.setdefault(pretraining.name, pretraining)
+            works[finetuning.name] = finetuning
+    return list(works.values())
 
 
 def run_all(o: argparse.Namespace, works: Sequence[Work]) -> None:
@@ -315,10 +295,10 @@ def run_all(o: argparse.Namespace, works: Sequence[Work]) -> None:
         "short runs on 1 rank; ranks beyond the cores are slower than that",
         flush=True,
     )
-    begun = time.monotonic()
+    start_s = time.monotonic()
     for number, work in enumerate(todo, 1):
-        bert_dp(work.command)
-        spent, done = time.monotonic() - begun, sum(each.seconds for each in todo[:number])
+        bert_dp(*work.command)
+        spent, done = time.monotonic() - start_s, sum(each.seconds for each in todo[:number])
         left = spent / done * (expected - done)
         print(
             f"[{number}/{len(todo)}] {work.name}: {format_duration(spent)} so far, about "
@@ -357,8 +337,8 @@ class Measured:
 
 def read_arm(o: argparse.Namespace, arm: str) -> Measured:
     folders = {number: evaluated(o, arm, number) for number in range(o.pretrainings)}
-    found = {number: glue_of(folder) for number, folder in folders.items()}
-    return Measured({n: Evaluation(folders[n], glue) for n, glue in found.items() if glue is not None})
+    glues = {number: glue_of(folder) for number, folder in folders.items()}
+    return Measured({n: Evaluation(folders[n], glue) for n, glue in glues.items() if glue is not None})
 
 
 def metrics_of(one: Measured) -> dict[str, list[str]]:
@@ -404,8 +384,8 @@ def compare(one: Measured, other: Measured, metrics: Mapping[str, Sequence[str]]
             differences[f"{task} {name}"] = statistics.fmean(gains) if gains else None
     labelled = [task for task, names in metrics.items() if not is_regression(names)]
     pairs = {task: (one.answers(task), other.answers(task)) for task in labelled}
-    found = {task: flips(a, b) for task, (a, b) in pairs.items()}
-    every = Flips(sum(each.flipped for each in found.values()), sum(each.of for each in found.values()))
+    by_task = {task: flips(a, b) for task, (a, b) in pairs.items()}
+    every = Flips(sum(each.flipped for each in by_task.values()), sum(each.of for each in by_task.values()))
     paired = paired_difference([a for a, _ in pairs.values()], [b for _, b in pairs.values()])
     by_pretraining = {}
     for number in sorted(one.evaluations.keys() & other.evaluations.keys()):
@@ -416,7 +396,7 @@ def compare(one: Measured, other: Measured, metrics: Mapping[str, Sequence[str]]
         "differences": differences,
         "flips": {
             task: {"flipped": each.flipped, "of": each.of, "share": each.share}
-            for task, each in {**found, "all": every}.items()
+            for task, each in {**by_task, "all": every}.items()
         },
         "pooled": None if paired is None else dataclasses.asdict(paired),
         "pooled_accuracy": [pooled_accuracy([pair[k] for pair in pairs.values()])[0] for k in (0, 1)],
@@ -427,7 +407,7 @@ def compare(one: Measured, other: Measured, metrics: Mapping[str, Sequence[str]]
 def judge(against: Mapping[str, Any], precision: str) -> dict[str, Any]:
     """Whether the claim holds, and what was asked."""
     if precision == "fp64":
-        flipped = {a: found["flips"]["all"]["flipped"] for a, found in against.items() if a != "bert-gpu"}
+        flipped = {a: each["flips"]["all"]["flipped"] for a, each in against.items() if a != "bert-gpu"}
         text = ", ".join(f"{arm} {count}" for arm, count in flipped.items())
         return {"holds": not any(flipped.values()), "text": f"no flip in fp64; flipped: {text}"}
     four, control = against.get("four"), against.get("control")
@@ -435,26 +415,26 @@ def judge(against: Mapping[str, Any], precision: str) -> dict[str, Any]:
         return {"holds": None, "text": "not judged: needs the arms four and control"}
     gap, error = four["pooled"]["difference"], four["pooled"]["standard_error"]
     share = control["flips"]["all"]["share"]
-    told = f"4 ranks less 1: {100 * gap:+.2f} points of pooled accuracy"
+    difference = f"4 ranks less 1: {100 * gap:+.2f} points of pooled accuracy"
     rounding = f"rounding alone flips {100 * share:.2f} % (control)"
     if share <= MANY_FLIPS:
-        return {"holds": abs(gap) <= POINT, "limit": POINT, "text": f"{told}, 0.1 allowed; {rounding}"}
+        return {"holds": abs(gap) <= POINT, "limit": POINT, "text": f"{difference}, 0.1 allowed; {rounding}"}
     limit = None if error is None else 2 * error
     holds = None if limit is None else abs(gap) <= limit
-    shown = "n/a" if limit is None else f"{100 * limit:.2f}"
-    why = f"0.1 points cannot be shown, as {rounding}"
-    text = f"{told}, {shown} allowed (twice the paired standard error): {why}"
+    allowed = "n/a" if limit is None else f"{100 * limit:.2f}"
+    reason = f"0.1 points cannot be shown, as {rounding}"
+    text = f"{difference}, {allowed} allowed (twice the paired standard error): {reason}"
     return {"holds": holds, "limit": limit, "text": text}
 
 
 def figures_of(o: argparse.Namespace) -> dict[str, Any]:
     """Of what there is."""
-    arms = {arm: found for arm in o.arms if (found := read_arm(o, arm)).evaluations}
+    arms = {arm: measured for arm in o.arms if (measured := read_arm(o, arm)).evaluations}
     if "one" not in arms:
         return {}
     one = arms["one"]
     metrics = metrics_of(one)
-    against = {arm: compare(one, found, metrics) for arm, found in arms.items() if arm != "one"}
+    against = {arm: compare(one, other, metrics) for arm, other in arms.items() if arm != "one"}
     runs = {pretrained(o, arm, n) for arm in arms for n in range(o.pretrainings)}
     summaries = {run.name: read_summary(run) for run in sorted(runs)}
     return {
@@ -463,24 +443,26 @@ def figures_of(o: argparse.Namespace) -> dict[str, Any]:
             for name, s in summaries.items()
             if s is not None
         },
-        "arms": {arm: describe_arm(found, metrics) for arm, found in arms.items()},
+        "arms": {arm: describe_arm(measured, metrics) for arm, measured in arms.items()},
         "against_one": against,
         "verdict": judge(against, o.precision),
     }
 
 
 def write(o: argparse.Namespace, figures: Mapping[str, Any], whole: bool = False) -> None:
-    machine = environment.probe(ROOT).to_json()
-    asked = {name: getattr(o, name) for name in (*FIXED, "pretrainings", "seeds", "arms")}
+    machine = environment.probe(records.ROOT).to_json()
     content = {
         "status": "complete" if whole else "partial",
-        "environment": {**machine, "date": o.date},
-        "settings": asked,
+        "environment": {**machine, "date": o.date or datetime.date.today().isoformat()},
+        "settings": {
+            **{name: getattr(o, name) for name in (*FIXED, "pretrainings", "seeds", "arms")},
+            "settings": [record.without_folders(setting) for setting in o.settings],
+        },
         "calibration": record.read_json(o.out / "calibration.json"),
         **figures,
     }
-    for path in (o.out / "claim.json", *([o.json] if o.json else [])):
-        path.write_text(json.dumps(content, indent=1) + "\n")
+    for path in (o.out / "claim.json", o.json):
+        records.write(path, content)
 
 
 def show(figures: Mapping[str, Any]) -> None:
@@ -496,9 +478,9 @@ def show(figures: Mapping[str, Any]) -> None:
     one, against = figures["arms"]["one"]["scores"], figures["against_one"]
     heads = "".join(f" {arm:>10}" for arm in against)
     print(f"\n{'metric, less that of one':28} {'one':>8} {'deviation':>10}{heads}")
-    for name, found in one.items():
+    for name, score in one.items():
         cells = "".join(f" {points(each['differences'][name], '+'):>10}" for each in against.values())
-        print(f"{name:28} {points(found['mean']):>8} {points(found['sd']):>10}{cells}")
+        print(f"{name:28} {points(score['mean']):>8} {points(score['sd']):>10}{cells}")
     print(f"\n{'flipped predictions, %':48}{heads}")
     for task in next(iter(against.values()))["flips"] if against else ():
         cells = "".join(f" {points(each['flips'][task]['share']):>10}" for each in against.values())

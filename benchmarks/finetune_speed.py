@@ -30,43 +30,35 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import shutil
-import subprocess
 import sys
 import time
-import warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks.step_speed import environment, measure_all, now, spread, variables, with_range  # noqa: E402
-from bert_dp import record  # noqa: E402
-from bert_dp.config import dump_config, load_config, peak_lr, read_examples  # noqa: E402
-from bert_dp.config.examples import ExamplesManifest  # noqa: E402
-from bert_dp.config.manifest import hash_json  # noqa: E402
-from bert_dp.examples.store import Examples  # noqa: E402
-from launcher.evaluate import finetune  # noqa: E402
+from benchmarks import records, step_speed
+from benchmarks.records import bert_dp
+from benchmarks.turns import aligned, ratios, spread, telling_errors, variables, with_range
+from bert_dp import record
+from bert_dp.config import dump_config, load_config, peak_lr, read_examples
+from bert_dp.config.examples import ExamplesManifest
+from bert_dp.config.manifest import hash_json
+from bert_dp.examples.store import Examples
+from launcher.evaluate import finetune
 
 GOAL = 1.3
-BASE = "ours:plain"
+BASE, DROPOUT = "ours:plain", "ours:attention-dropout"
 PEERS = ("trainer:dynamic", "trainer:grouped")
-OURS = {
-    BASE: (),
-    "ours:micro-4": ("batch.micro_size=4",),
-    "ours:attention-dropout": ("model.attention_dropout=0.1",),
-}
+OURS = {BASE: (), "ours:micro-4": ("batch.micro_size=4",), DROPOUT: ("model.attention_dropout=0.1",)}
 DEV = 16  # examples; nothing is evaluated
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.make_parser(__doc__, "--set", "--date", "--json")
     add = parser.add_argument
     add("out", type=Path, help="folder for the model and the examples; made anew")
     add("--corpus", action="append", required=True, metavar="FILE", help="text of the tokenizer; repeatable")
@@ -79,9 +71,6 @@ def parse() -> argparse.Namespace:
     )
     add("--task", default="MRPC")
     add("--layers", type=int, default=4)
-    add(
-        "--set", dest="settings", action="append", default=[], metavar="a.b=v", help="of the pretrained model"
-    )
     add("--variants", default=",".join((*OURS, *PEERS)))
     add("--batch", type=int, default=16, help="examples of an optimizer step")
     add("--steps", type=int, default=5, help="optimizer steps of a turn")
@@ -90,15 +79,11 @@ def parse() -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--precision", choices=("fp32", "bf16"), default="fp32")
     add("--seed", type=int, default=0)
-    add("--date", help="for the record, as YYYY-MM-DD")
-    add("--json", type=Path)
     add("--quick", action="store_true", help="two turns of two steps of four examples: shows that it works")
     o = parser.parse_args()
     if o.quick:
         vars(o).update(layers=1, batch=4, steps=2, rounds=2)
-    o.names = o.variants.split(",")
-    if unknown := set(o.names) - {*OURS, *PEERS}:
-        parser.error(f"--variants: {', '.join(sorted(unknown))} is not one of {', '.join((*OURS, *PEERS))}")
+    o.names = records.check_names(parser, "--variants", o.variants, (*OURS, *PEERS))
     if BASE not in o.names:
         parser.error(f"--variants: must hold {BASE}, with which the others are compared")
     if o.out.exists() and any(o.out.iterdir()):
@@ -114,8 +99,8 @@ def parse() -> argparse.Namespace:
 def prepare(o: argparse.Namespace) -> None:
     """OUT/exported, OUT/examples and a configuration of each variant of ours."""
     o.out.mkdir(parents=True, exist_ok=True)
-    pretrained = o.out / "pretrained"
-    of_model = [
+    run_dir = o.out / "pretrained"
+    model_settings = [
         f"model.num_layers={o.layers}",
         f"data.sources=[{','.join(map(os.path.abspath, o.corpus))}]",
         "batch.global_size=8",
@@ -125,21 +110,28 @@ def prepare(o: argparse.Namespace) -> None:
         "schedule.steps=1",
         "eval.max_sequences=8",
     ]
-    of_head = ["finetune.head=native", "model.dropout=0", "model.attention_dropout=0"]
-    of_all = ["compile=off", f"run.device={o.device}"]
-    pairs = [part for item in (*of_model, *of_all, *o.settings) for part in ("--set", item)]
-    bert_dp("train", "crammed-rope", *pairs, "--nproc", "1", "--run-dir", str(pretrained))
-    found = finetune.find_pretrained(pretrained)
+    common_settings = ["compile=off", f"run.device={o.device}"]
+    options = records.set_options([*model_settings, *common_settings, *o.settings])
+    bert_dp("train", "crammed-rope", *options, "--nproc", "1", "--run-dir", str(run_dir))
+    pretrained = finetune.find_pretrained(run_dir)
     source = finetune.Source(o.task, tuple(path.resolve() for path in o.data))
-    prepared = finetune.prepare(found, source, found.config.data.sequence_length)
+    prepared = finetune.prepare(pretrained, source, pretrained.config.data.sequence_length)
     examples = write_part(prepared, o.out / "examples", o)
-    of_task = [*of_head, *of_all, f"precision={o.precision}", f"batch.global_size={o.batch}"]
-    of_task += [f"run.seed={o.seed}"]
+    task_settings = [
+        "finetune.head=native",
+        "model.dropout=0",
+        "model.attention_dropout=0",
+        *common_settings,
+        f"precision={o.precision}",
+        f"batch.global_size={o.batch}",
+        f"run.seed={o.seed}",
+    ]
 
     def write_config(path: Path, *more: str) -> Path:
-        settings = [*of_task, *more]
+        settings = [*task_settings, *more]
+        manifest, start = read_examples(examples), pretrained.checkpoint
         config = finetune.configuration(
-            found, settings, manifest=read_examples(examples), path=examples, init_from=found.checkpoint
+            pretrained, settings, manifest=manifest, path=examples, init_from=start
         )
         path.parent.mkdir(exist_ok=True)
         path.write_text(dump_config(finetune.whole_batches(config, 1, settings)))
@@ -152,14 +144,6 @@ def prepare(o: argparse.Namespace) -> None:
     for name in (name for name in o.names if name in OURS):
         steps = f"schedule.steps={o.steps * o.rounds}"
         write_config(folder_of(o, name) / "config.yaml", steps, "checkpoint.keep=0", *OURS[name])
-
-
-def bert_dp(*arguments: str) -> None:
-    """A verb of ours; ends the program where it fails."""
-    command = [sys.executable, "-m", "launcher", *arguments]
-    code = subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=False).returncode
-    if code:
-        sys.exit(code)
 
 
 def folder_of(o: argparse.Namespace, name: str) -> Path:
@@ -204,7 +188,7 @@ class Turns:
     def __init__(self, o: argparse.Namespace, pipe: Connection):
         self._o, self._pipe = o, pipe
         self._step = 0
-        self._begun_s = time.perf_counter()
+        self._start_s = time.perf_counter()
         self._drawn: list[tuple[int, int, int]] = []
         """(step, real tokens, all tokens) of each micro batch."""
         self.parameters = 0
@@ -221,7 +205,7 @@ class Turns:
         if self._step % self._o.steps == 0:
             self._answer()
             self._pipe.recv()
-            self._begun_s = now(self._o)
+            self._start_s = step_speed.now(self._o)
         self._step += 1
 
     def end(self) -> None:
@@ -230,7 +214,7 @@ class Turns:
         self._pipe.recv()
 
     def _answer(self) -> None:
-        seconds = now(self._o) - self._begun_s
+        seconds = step_speed.now(self._o) - self._start_s
         if not self.started:
             self._pipe.send({"first_step_s": seconds, "parameters": self.parameters})
             return
@@ -241,10 +225,8 @@ class Turns:
 
 
 def child(name: str, o: argparse.Namespace, pipe: Connection) -> None:
-    """Takes its turns until `quit`."""
-    warnings.simplefilter("ignore")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    try:
+    """Takes its turns until the parent asks it to end."""
+    with telling_errors(pipe):
         import torch
 
         torch.set_num_threads(o.threads)
@@ -254,8 +236,6 @@ def child(name: str, o: argparse.Namespace, pipe: Connection) -> None:
         else:
             with contextlib.redirect_stdout(sys.stderr):  # Trainer prints its log
                 finetune_peer(name, o, turns)
-    except Exception as error:
-        pipe.send({"error": f"{type(error).__name__}: {error}"[:2000]})
 
 
 def finetune_ours(name: str, o: argparse.Namespace, turns: Turns) -> None:
@@ -386,40 +366,38 @@ def finetune_peer(name: str, o: argparse.Namespace, turns: Turns) -> None:
 # ---- the figures ----
 
 
-def summarise(records: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def summarise(variants: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Adds to each variant its tokens/s, padding and ratio; returns the figures that a goal is about."""
-    for found in records.values():
-        rounds = found["rounds"]
-        seconds, tokens, computed = (
-            sum(turn[key] for turn in rounds) for key in ("seconds", "tokens", "computed_tokens")
-        )
-        found["tokens_per_s"] = tokens / seconds
-        found["turns_tokens_per_s"] = spread([turn["tokens"] / turn["seconds"] for turn in rounds])
-        found["padding"] = 1 - tokens / computed
-    ours = records[BASE]
-    for found in records.values():
-        found["ours_over_this"] = ours["tokens_per_s"] / found["tokens_per_s"]
+
+    def by_turn(name: str, key: str) -> list[float]:
+        return [turn[key] for turn in variants[name]["rounds"]]
+
+    for name, variant in variants.items():
+        seconds, tokens = by_turn(name, "seconds"), by_turn(name, "tokens")
+        variant["tokens_per_s"] = sum(tokens) / sum(seconds)
+        variant["turns_tokens_per_s"] = spread(ratios(tokens, seconds))
+        variant["padding"] = 1 - sum(tokens) / sum(by_turn(name, "computed_tokens"))
+    for variant in variants.values():
+        variant["ours_over_this"] = variants[BASE]["tokens_per_s"] / variant["tokens_per_s"]
     figures: dict[str, Any] = {
         "goal": GOAL,
-        "ours_over": {name: records[name]["ours_over_this"] for name in PEERS if name in records},
+        "ours_over": {name: variants[name]["ours_over_this"] for name in PEERS if name in variants},
     }
-    if dropout := records.get("ours:attention-dropout"):
-        pairs = list(zip(dropout["rounds"], ours["rounds"], strict=True))
-        if any(a["tokens"] != b["tokens"] for a, b in pairs):
-            raise RuntimeError("attention dropout and ours:plain had other batches")
-        figures["attention_dropout"] = spread([a["seconds"] / b["seconds"] for a, b in pairs])
+    if DROPOUT in variants:
+        if by_turn(DROPOUT, "tokens") != by_turn(BASE, "tokens"):
+            raise RuntimeError(f"{DROPOUT} and {BASE} had other batches")
+        figures["attention_dropout"] = spread(ratios(by_turn(DROPOUT, "seconds"), by_turn(BASE, "seconds")))
     return figures
 
 
-def show(records: dict[str, dict[str, Any]], figures: dict[str, Any]) -> None:
-    print(f"{'variant':24} {'parameters':>11} {'tokens/s':>22} {'padding':>8} {'ours / this':>12}")
-    for name, found in records.items():
-        turns = found["turns_tokens_per_s"]
-        rate = f"{found['tokens_per_s']:.0f} ({turns['min']:.0f}-{turns['max']:.0f})"
-        print(
-            f"{name:24} {found['parameters']:11,} {rate:>22} {100 * found['padding']:6.1f} % "
-            f"{found['ours_over_this']:12.2f}"
-        )
+def show(variants: dict[str, dict[str, Any]], figures: dict[str, Any]) -> None:
+    rows = [["variant", "parameters", "tokens/s", "padding", "ours / this"]]
+    for name, variant in variants.items():
+        turns = variant["turns_tokens_per_s"]
+        rate = f"{variant['tokens_per_s']:.0f} ({turns['min']:.0f}-{turns['max']:.0f})"
+        padding, ratio = f"{100 * variant['padding']:.1f} %", f"{variant['ours_over_this']:.2f}"
+        rows.append([name, f"{variant['parameters']:,}", rate, padding, ratio])
+    print("\n".join(aligned(rows)))
     for name, ratio in figures["ours_over"].items():
         print(f"ours over {name}: {ratio:.2f} (goal {GOAL}: {'met' if ratio >= GOAL else 'missed'})")
     if "attention_dropout" in figures:
@@ -428,16 +406,13 @@ def show(records: dict[str, dict[str, Any]], figures: dict[str, Any]) -> None:
 
 def main() -> None:
     o = parse()
-    where = environment(argparse.Namespace(**{**vars(o), "out": None, "corpus": None, "data": None}))
-    threads = {"OMP_NUM_THREADS": str(o.threads)}
-    with variables(threads):
+    environment = records.environment_of(o, step_speed.PACKAGES, hidden=("out", "corpus", "data", "names"))
+    with variables({"OMP_NUM_THREADS": str(o.threads)}):
         prepare(o)
-        records = measure_all(o, child)
-    figures = summarise(records)
-    show(records, figures)
-    if o.json:
-        facts = {"environment": where, "figures": figures, "variants": records}
-        o.json.write_text(json.dumps(facts, indent=1) + "\n")
+        variants = step_speed.measure_all(o, child)
+    figures = summarise(variants)
+    show(variants, figures)
+    records.write(o.json, {"environment": environment, "figures": figures, "variants": variants})
 
 
 if __name__ == "__main__":

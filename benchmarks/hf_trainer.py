@@ -27,19 +27,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-import torch.distributed as dist  # noqa: E402
+import numpy as np
+import torch
+import torch.distributed as dist
 
-from benchmarks import records  # noqa: E402
-from bert_dp.config import Config, dump_config, load_config, num_masked, peak_lr, read_manifest  # noqa: E402
-from bert_dp.data import Shards, held_out_batches  # noqa: E402
-from bert_dp.model import IGNORE  # noqa: E402
-from bert_dp.tasks.mlm import EVAL_MASK_RATE  # noqa: E402
-from launcher import job  # noqa: E402
+from benchmarks import records
+from benchmarks.turns import aligned
+from bert_dp.config import Config, dump_config, load_config, num_masked, peak_lr, read_manifest
+from bert_dp.data import Shards, held_out_batches
+from bert_dp.model import IGNORE
+from bert_dp.tasks.mlm import EVAL_MASK_RATE
+from launcher import job
 
 VARIANTS = ("ours", "bert", "modernbert")
 WARMUP = 0.1  # of the steps
@@ -48,52 +48,44 @@ EVALUATIONS = 10
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.make_parser(__doc__, "--set", "--json")
     parser.add_argument("out", type=Path)
     parser.add_argument("--config", default="small-text")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=v")
     parser.add_argument("--minutes", type=float, default=10.0, help="of training, for each")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--variants", default=",".join(VARIANTS))
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
-    parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", choices=VARIANTS[1:], help=argparse.SUPPRESS)
-    asked = parser.parse_args()
-    if asked.worker:
-        train_peer(asked)
+    o = parser.parse_args()
+    if o.worker:
+        train_peer(o)
         return
-    names = asked.variants.split(",")
-    if unknown := set(names) - set(VARIANTS):
-        parser.error(f"--variants: {', '.join(sorted(unknown))} is not one of {', '.join(VARIANTS)}")
-    asked.out.mkdir(parents=True, exist_ok=True)
-    config = load_config(job.find_config(asked.config), asked.set)
+    names = records.check_names(parser, "--variants", o.variants, VARIANTS)
+    o.out.mkdir(parents=True, exist_ok=True)
+    config = load_config(job.find_config(o.config), o.settings)
     data = config.data.model_copy(update={"path": str(job.prepare_data(config)), "sources": None})
-    (asked.out / "config.yaml").write_text(dump_config(config.model_copy(update={"data": data})))
-    found = {name: ours(asked) if name == "ours" else peer(asked, name) for name in names}
-    for result in found.values():
-        result["loss_at_equal_tokens"] = loss_at(result["evals"], min(r["tokens"] for r in found.values()))
-    report(found)
-    if asked.json:
-        asked.json.write_text(
-            json.dumps({"environment": records.environment(None), "variants": found}, indent=1) + "\n"
-        )
+    (o.out / "config.yaml").write_text(dump_config(config.model_copy(update={"data": data})))
+    variants = {name: ours(o) if name == "ours" else peer(o, name) for name in names}
+    fewest = min(variant["tokens"] for variant in variants.values())
+    for variant in variants.values():
+        variant["loss_at_equal_tokens"] = loss_at(variant["evals"], fewest)
+    report(variants)
+    records.write(o.json, {"environment": records.environment(), "variants": variants})
 
 
-def ours(asked: argparse.Namespace) -> dict[str, Any]:
+def ours(o: argparse.Namespace) -> dict[str, Any]:
     """A run of ours for the time."""
-    run_dir = asked.out / "ours"
-    settings = [
-        f"schedule.hours={asked.minutes / 60}",
-        f"precision={asked.precision}",
-        "eval.every_steps=100",
-        "checkpoint.every_steps=0",
-    ]
-    pairs = [part for setting in settings for part in ("--set", setting)]
-    command = [sys.executable, "-m", "launcher", "train", str(asked.out / "config.yaml"), *pairs]
-    command += ["--nproc", str(asked.ranks), "--run-dir", str(run_dir)]
-    subprocess.run(command, cwd=ROOT, stdout=sys.stderr, check=True)
+    run_dir = o.out / "ours"
+    settings = records.set_options(
+        [
+            f"schedule.hours={o.minutes / 60}",
+            f"precision={o.precision}",
+            "eval.every_steps=100",
+            "checkpoint.every_steps=0",
+        ]
+    )
+    options = [*settings, "--nproc", str(o.ranks), "--run-dir", str(run_dir)]
+    records.bert_dp("train", str(o.out / "config.yaml"), *options)
     summary = json.loads((run_dir / "summary.json").read_text())
     lines = [json.loads(line) for line in (run_dir / "evals.jsonl").read_text().splitlines()]
     return {
@@ -105,16 +97,16 @@ def ours(asked: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def peer(asked: argparse.Namespace, name: str) -> dict[str, Any]:
+def peer(o: argparse.Namespace, name: str) -> dict[str, Any]:
     """A run of Hugging Face's Trainer for the time, its ranks started by torchrun."""
-    options = ["--minutes", str(asked.minutes), "--precision", asked.precision, "--worker", name]
+    options = ["--minutes", str(o.minutes), "--precision", o.precision, "--worker", name]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(asked.ranks), __file__, str(asked.out)]
-    threads = max(1, len(os.sched_getaffinity(0)) // asked.ranks)
+    command += ["--local-addr", "127.0.0.1", "--nproc-per-node", str(o.ranks), __file__, str(o.out)]
+    threads = max(1, len(os.sched_getaffinity(0)) // o.ranks)
     environ = {**os.environ, "OMP_NUM_THREADS": str(threads), "GLOO_SOCKET_IFNAME": "lo"}
     subprocess.run([*command, *options], env=environ, stdout=sys.stderr, check=True)
-    found: dict[str, Any] = json.loads((asked.out / f"{name}.json").read_text())
-    return found
+    variant: dict[str, Any] = json.loads((o.out / f"{name}.json").read_text())
+    return variant
 
 
 # ---- one rank of a peer ----
@@ -138,7 +130,7 @@ def make_model(name: str, config: Config) -> Any:
     return ModernBertForMaskedLM(ModernBertConfig(**sizes, intermediate_size=config.model.intermediate_size))
 
 
-def train_peer(asked: argparse.Namespace) -> None:
+def train_peer(o: argparse.Namespace) -> None:
     """Calibrate, train for the time, write OUT/NAME.json."""
     from transformers import (
         DataCollatorForLanguageModeling,
@@ -148,7 +140,7 @@ def train_peer(asked: argparse.Namespace) -> None:
         TrainingArguments,
     )
 
-    config = load_config(asked.out / "config.yaml")
+    config = load_config(o.out / "config.yaml")
     path = Path(config.data.path or "")
     manifest = read_manifest(path)
     shards = Shards(path, manifest, "train")
@@ -166,7 +158,7 @@ def train_peer(asked: argparse.Namespace) -> None:
         tokenizer_file=str(path / manifest.tokenizer.file), mask_token="<mask>", pad_token="<pad>"
     )
     torch.manual_seed(config.run.seed)
-    model = make_model(asked.worker, config)
+    model = make_model(o.worker, config)
     replicas = int(os.environ["WORLD_SIZE"])
     accumulation = config.batch.global_size // (config.batch.micro_size * replicas)
     tokens_per_step = config.batch.global_size * config.data.sequence_length
@@ -194,7 +186,7 @@ def train_peer(asked: argparse.Namespace) -> None:
     def run(steps: int, every: int) -> Clock:
         clock = Clock(every)
         arguments = TrainingArguments(
-            output_dir=str(asked.out / asked.worker),
+            output_dir=str(o.out / o.worker),
             per_device_train_batch_size=config.batch.micro_size,
             gradient_accumulation_steps=accumulation,
             max_steps=steps,
@@ -209,7 +201,7 @@ def train_peer(asked: argparse.Namespace) -> None:
             report_to=[],
             disable_tqdm=True,
             use_cpu=not torch.cuda.is_available(),
-            bf16=asked.precision == "bf16",
+            bf16=o.precision == "bf16",
             ddp_find_unused_parameters=False,
             seed=config.run.seed,
         )
@@ -226,18 +218,19 @@ def train_peer(asked: argparse.Namespace) -> None:
     run(2, 0)  # what only the first steps cost
     rate = CALIBRATION_STEPS / run(CALIBRATION_STEPS, 0).seconds
     model.load_state_dict(start)
-    said = [max(EVALUATIONS, round(60 * asked.minutes * rate))]
-    dist.broadcast_object_list(said, 0)
-    clock = run(said[0], max(1, said[0] // EVALUATIONS))
+    rank_0_steps = [max(EVALUATIONS, round(60 * o.minutes * rate))]
+    dist.broadcast_object_list(rank_0_steps, 0)
+    (steps,) = rank_0_steps
+    clock = run(steps, max(1, steps // EVALUATIONS))
     if int(os.environ["RANK"]) == 0:
-        found = {
-            "tokens": said[0] * tokens_per_step,
+        variant = {
+            "tokens": steps * tokens_per_step,
             "seconds": clock.seconds,
             "parameters": sum(p.numel() for p in model.parameters()),
             "heldout_loss": clock.evals[-1][1],
             "evals": clock.evals,
         }
-        (asked.out / f"{asked.worker}.json").write_text(json.dumps(found))
+        (o.out / f"{o.worker}.json").write_text(json.dumps(variant))
 
 
 def held_out_measure(config: Config, shards: Shards) -> Callable[[Any], float]:
@@ -282,16 +275,13 @@ def loss_at(evals: list[list[float]], tokens: int) -> float:
     return first + share * (last - first)
 
 
-def report(found: dict[str, dict[str, Any]]) -> None:
-    print(
-        f"{'variant':12} {'parameters':>11} {'seconds':>8} {'tokens':>12} {'tokens/s':>9} "
-        f"{'held-out loss':>14} {'at equal tokens':>16}"
-    )
-    for name, r in found.items():
-        print(
-            f"{name:12} {r['parameters']:11,} {r['seconds']:8.0f} {r['tokens']:12,} "
-            f"{r['tokens'] / r['seconds']:9.0f} {r['heldout_loss']:14.4f} {r['loss_at_equal_tokens']:16.4f}"
-        )
+def report(variants: dict[str, dict[str, Any]]) -> None:
+    rows = [["variant", "parameters", "seconds", "tokens", "tokens/s", "held-out loss", "at equal tokens"]]
+    for name, r in variants.items():
+        rate, losses = r["tokens"] / r["seconds"], (r["heldout_loss"], r["loss_at_equal_tokens"])
+        sizes = [f"{r['parameters']:,}", f"{r['seconds']:.0f}", f"{r['tokens']:,}", f"{rate:.0f}"]
+        rows.append([name, *sizes, *(f"{loss:.4f}" for loss in losses)])
+    print("\n".join(aligned(rows)))
 
 
 if __name__ == "__main__":

@@ -10,9 +10,7 @@ bytes of a real step, counted as the fake one's are.
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import platform
 import subprocess
 import sys
@@ -23,10 +21,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import records
 from bert_dp.config import dump_config, load_config, shipped_configs
 from bert_dp.measure.memory_line import choose_device
 from bert_dp.measure.memory_trace import count_step
-from launcher.machine.environment import versions
 from tests.shards import write_shards
 
 MIB = 2**20
@@ -34,34 +32,15 @@ MIB = 2**20
 
 def measure(run_dir: Path, settings: list[str], ranks: int) -> float:
     """Peak memory in bytes of the greatest rank of one run."""
-    pairs = [part for setting in settings for part in ("--set", setting)]
-    command = [
-        sys.executable,
-        "-m",
-        "launcher",
-        "train",
-        "crammed-bert",
-        "--run-dir",
-        str(run_dir),
-        "--nproc",
-        str(ranks),
-        *pairs,
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = records.train_crammed(run_dir, settings, ranks)
     if done.returncode:
         raise RuntimeError(done.stdout[-800:] + done.stderr[-800:])
     return json.loads((run_dir / "summary.json").read_text())["peak_memory_gib"] * 2**30
 
 
 def predict(config: Path, ranks: int, batches: list[int]) -> dict[str, Any]:
-    command = [
-        sys.executable,
-        "-m",
-        "bert_dp.measure.memory_line",
-        str(config),
-        str(ranks),
-        *map(str, batches),
-    ]
+    words = [str(config), str(ranks), *map(str, batches)]
+    command = [sys.executable, "-m", "bert_dp.measure.memory_line", *words]
     return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
@@ -121,23 +100,19 @@ def compare(root: Path, ranks: int, batches: list[int], settings: list[str]) -> 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.make_parser(__doc__, "--set", "--json")
     parser.add_argument("--ranks", default="1,2")
     parser.add_argument("--batches", default="2,4,8")
     parser.add_argument("--steps", type=int, default=3)
-    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="a.b=v")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    batches = [int(b) for b in arguments.batches.split(",")]
+    o = parser.parse_args()
+    batches = [int(b) for b in o.batches.split(",")]
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         shards = write_shards(root / "shards", length=128, train=256)
         settings = [
             f"data.path={shards}",
             "data.synthetic=true",
-            f"schedule.steps={arguments.steps}",
+            f"schedule.steps={o.steps}",
             "batch.ramp_fraction=0",
             "batch.ramp_quantum=null",
             "compile=off",
@@ -146,23 +121,11 @@ def main() -> None:
             "checkpoint.keep=0",
             "eval.every_steps=0",
             "eval.max_sequences=8",
-            *arguments.settings,
+            *o.settings,
         ]
-        found = [compare(root, int(ranks), batches, settings) for ranks in arguments.ranks.split(",")]
-    if arguments.json:
-        commit = subprocess.run(
-            ["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout
-        facts = {
-            "command": " ".join(["python", "benchmarks/memory_line.py", *sys.argv[1:]]),
-            "commit": commit.strip(),
-            "platform": platform.platform(),
-            "libc": " ".join(platform.libc_ver()),
-            "python": platform.python_version(),
-            "cores": os.cpu_count(),
-            "versions": versions(),
-        }
-        arguments.json.write_text(json.dumps({"environment": facts, "runs": found}, indent=1) + "\n")
+        runs = [compare(root, int(ranks), batches, settings) for ranks in o.ranks.split(",")]
+    environment = records.environment(platform=platform.platform(), libc=" ".join(platform.libc_ver()))
+    records.write(o.json, {"environment": environment, "runs": runs})
 
 
 if __name__ == "__main__":

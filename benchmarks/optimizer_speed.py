@@ -8,19 +8,21 @@ In turn within each round; medians and ratios over the rounds. Random gradients,
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 
+from benchmarks import records
+from benchmarks.turns import ratios
 from bert_dp.config import ModelConfig, OptimConfig
-from bert_dp.devices import keep_freed_memory
+from bert_dp.devices import keep_freed_memory, synchronize
 from bert_dp.model import build_model
 from bert_dp.optim import make_optimizer
 
@@ -33,18 +35,16 @@ VARIANTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--layers", type=int, default=16)
-    arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
+    o = parser.parse_args()
+    torch.set_num_threads(o.threads)
     keep_freed_memory()  # as every CPU rank does
-    device = torch.device(arguments.device)
-    model = build_model(ModelConfig(num_layers=arguments.layers), 128, seed=0).to(device)
+    device = torch.device(o.device)
+    model = build_model(ModelConfig(num_layers=o.layers), 128, seed=0).to(device)
     generator = torch.Generator(device).manual_seed(0)
     gradients = [torch.randn(p.shape, generator=generator, device=device) for p in model.parameters()]
     optimizers = {
@@ -54,36 +54,30 @@ def main() -> None:
         for name, (kind, compiled) in VARIANTS.items()
     }
     seconds: dict[str, list[float]] = {name: [] for name in VARIANTS}
-    for number in range(arguments.rounds + 1):
+    for number in range(o.rounds + 1):
         for name, optimizer in optimizers.items():
             for p, gradient in zip(model.parameters(), gradients, strict=True):
                 p.grad = gradient.clone()
-            _wait(device)
+            synchronize(device)
             start = time.perf_counter()
             optimizer.step()
-            _wait(device)
+            synchronize(device)
             if number:  # the first compiles and makes the state
                 seconds[name].append(time.perf_counter() - start)
-    ratios = {n: [a / b for a, b in zip(s, seconds["adamw"], strict=True)] for n, s in seconds.items()}
-    out = {
-        name: {
+    result: dict[str, Any] = {
+        "environment": {"torch": torch.__version__, "device": o.device, "threads": o.threads},
+        "parameters": sum(g.numel() for g in gradients),
+    }
+    for name in VARIANTS:
+        to_adamw = ratios(seconds[name], seconds["adamw"])
+        result[name] = {
             "seconds_median": statistics.median(seconds[name]),
             "seconds": seconds[name],
-            "ratio_to_adamw_median": statistics.median(ratios[name]),
-            "ratio_min": min(ratios[name]),
-            "ratio_max": max(ratios[name]),
+            "ratio_to_adamw_median": statistics.median(to_adamw),
+            "ratio_min": min(to_adamw),
+            "ratio_max": max(to_adamw),
         }
-        for name in VARIANTS
-    }
-    facts = {"torch": torch.__version__, "device": arguments.device, "threads": arguments.threads}
-    print(
-        json.dumps({"environment": facts, "parameters": sum(g.numel() for g in gradients), **out}, indent=1)
-    )
-
-
-def _wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    print(json.dumps(result, indent=1))
 
 
 if __name__ == "__main__":

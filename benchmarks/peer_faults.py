@@ -14,12 +14,9 @@ Every process carries a mark in its environment, by which all of them are found 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import importlib.metadata
 import json
 import os
-import platform
 import re
 import signal
 import socket
@@ -36,14 +33,27 @@ import psutil
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import records
+from benchmarks.records import ROOT
+from benchmarks.turns import tell
 from bert_dp.config import dump_config, load_config
 from tests.e2e.cli import TINY
 from tests.faults.harness import broken
 from tests.shards import write_shards
 
-ROOT = Path(__file__).parents[1]
 MARK = "BERT_DP_PEER_FAULTS"
-LAUNCHERS = ("bert-dp", "torchrun", "accelerate", "deepspeed")
+PEERS = {
+    "torchrun": "torch.distributed.run --nproc-per-node=2 --master-addr=127.0.0.1 --master-port={port} -m",
+    "accelerate": (
+        "accelerate.commands.launch --multi_gpu --num_processes=2 --num_machines=1 --mixed_precision=no "
+        "--dynamo_backend=no --main_process_ip=127.0.0.1 --main_process_port={port} --module"
+    ),
+    "deepspeed": (
+        "deepspeed.launcher.runner --num_gpus=2 --hostfile=none --master_addr=127.0.0.1 "
+        "--master_port={port} --module"
+    ),
+}
+LAUNCHERS = ("bert-dp", *PEERS)
 INJECTED = {"raise": "raise", "kill": "kill", "segv": "segv", "hang": "sleep"}
 SIGNALS = {"launcher killed": signal.SIGKILL, "Ctrl-C": signal.SIGINT, "SIGTERM": signal.SIGTERM}
 CAUSE = {
@@ -62,46 +72,10 @@ END_S = 120.0  # a launcher that has not ended by then is recorded as such
 
 def command(launcher: str, config: Path, run_dir: Path, port: int) -> list[str]:
     """How a user starts two ranks of the worker with this launcher."""
-    worker = ["bert_dp.worker", str(config), "--run-dir", str(run_dir)]
     if launcher == "bert-dp":
-        return [sys.executable, "-m", "launcher", "train", str(config), "--nproc=2", f"--run-dir={run_dir}"]
-    if launcher == "torchrun":
-        return [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc-per-node=2",
-            "--master-addr=127.0.0.1",
-            f"--master-port={port}",
-            "-m",
-            *worker,
-        ]
-    if launcher == "accelerate":
-        return [
-            sys.executable,
-            "-m",
-            "accelerate.commands.launch",
-            "--multi_gpu",
-            "--num_processes=2",
-            "--num_machines=1",
-            "--mixed_precision=no",
-            "--dynamo_backend=no",
-            "--main_process_ip=127.0.0.1",
-            f"--main_process_port={port}",
-            "--module",
-            *worker,
-        ]
-    return [
-        sys.executable,
-        "-m",
-        "deepspeed.launcher.runner",
-        "--num_gpus=2",
-        "--hostfile=none",
-        "--master_addr=127.0.0.1",
-        f"--master_port={port}",
-        "--module",
-        *worker,
-    ]
+        return records.bert_dp_command("train", str(config), "--nproc=2", f"--run-dir={run_dir}")
+    options = PEERS[launcher].format(port=port).split()
+    return [sys.executable, "-m", *options, "bert_dp.worker", str(config), "--run-dir", str(run_dir)]
 
 
 def environment(fault: str, folder: Path, mark: str) -> dict[str, str]:
@@ -117,23 +91,23 @@ def environment(fault: str, folder: Path, mark: str) -> dict[str, str]:
 
 def marked(mark: str) -> list[psutil.Process]:
     """The living processes of a run."""
-    found = []
+    processes = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.environ().get(MARK) == mark and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
-    return found
+                processes.append(process)
+    return processes
 
 
 def listeners(processes: list[psutil.Process]) -> list[str]:
     """address:port of every listening TCP socket."""
-    found = set()
+    addresses = set()
     for process in processes:
         with contextlib.suppress(psutil.Error):
             for c in process.net_connections("inet"):
                 if c.status == psutil.CONN_LISTEN:
-                    found.add(f"{c.laddr.ip}:{c.laddr.port}")
-    return sorted(found)
+                    addresses.add(f"{c.laddr.ip}:{c.laddr.port}")
+    return sorted(addresses)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
@@ -270,12 +244,11 @@ def table(runs: list[dict[str, Any]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = records.make_parser(__doc__, "--json")
     parser.add_argument("--faults", default=",".join([*INJECTED, *SIGNALS]))
     parser.add_argument("--launchers", default=",".join(LAUNCHERS))
     parser.add_argument("--hang-s", type=float, default=40.0)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+    o = parser.parse_args()
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         root = Path(name)
@@ -283,13 +256,13 @@ def main() -> None:
         config = root / "config.yaml"
         settings = [*TINY, f"data.path={shards}", "schedule.steps=100000", "compile=off", "run.device=cpu"]
         config.write_text(dump_config(load_config(ROOT / "configs/quickstart.yaml", settings)))
-        for fault in arguments.faults.split(","):
-            for launcher in arguments.launchers.split(","):
-                run = observe(launcher, fault, config, root, arguments.hang_s)
+        for fault in o.faults.split(","):
+            for launcher in o.launchers.split(","):
+                run = observe(launcher, fault, config, root, o.hang_s)
                 runs.append(anonymous(run, {str(root): "TMP", str(ROOT): "REPO"}))
-                print({k: v for k, v in runs[-1].items() if k not in ("output", "command")}, file=sys.stderr)
-                if arguments.json:
-                    arguments.json.write_text(json.dumps({"environment": facts(), "runs": runs}, indent=1))
+                tell(str({k: v for k, v in runs[-1].items() if k not in ("output", "command")}))
+                packages = ("torch", "accelerate", "deepspeed")
+                records.write(o.json, {"environment": records.environment(None, packages), "runs": runs})
     print(table(runs))
 
 
@@ -300,21 +273,6 @@ def anonymous(run: dict[str, Any], places: dict[str, str]) -> dict[str, Any]:
         text = text.replace(path, name)
     cleaned: dict[str, Any] = json.loads(text)
     return cleaned
-
-
-def facts() -> dict[str, Any]:
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
-    packages = ("torch", "accelerate", "deepspeed")
-    return {
-        "date": time.strftime("%Y-%m-%d"),
-        "cores": os.cpu_count(),
-        "machine": platform.machine(),
-        "python": platform.python_version(),
-        "commit": commit.stdout.strip(),
-        "versions": {p: importlib.metadata.version(p) for p in packages},
-    }
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ round before the first is left out. Ratios are paired within a round. All three 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
 import sys
@@ -32,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 import torch
 
-from benchmarks import step_speed
-from benchmarks.export_speed import aligned, make_run, subject_of, tell
-from benchmarks.step_speed import spread, with_range
+from benchmarks import records, turns
+from benchmarks.export_speed import make_run, subject_of
+from benchmarks.turns import aligned, ratios, spread, tell, with_range
 from bert_dp import predict
 from bert_dp.config import ConfigError
 from bert_dp.devices import keep_freed_memory
@@ -45,25 +44,20 @@ SORTED, ORDER, LARGE = "by length", "in order", "in order, large"
 QUICK_WORDS = ("ship", "sailed", "past", "seven", "grey", "islands", "while", "rain", "fell", "on", "harbour")
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse() -> argparse.Namespace:
+    parser = records.make_parser(__doc__, "--date", "--json")
     add = parser.add_argument
     add("--glue", type=Path, metavar="PLACE", help="folder or tar that holds SST-2")
     add("--model", default="crammed-rope", help="shipped configuration (default: %(default)s)")
     add("--rounds", type=int, default=5)
     add("--threads", type=int, default=len(os.sched_getaffinity(0)))
     add("--seed", type=int, default=0, help="of the weights and of the order of the ways")
-    add("--date", help="for the record, as YYYY-MM-DD")
-    add("--json", metavar="FILE", help="write environment and raw figures here")
     add("--quick", action="store_true", help="a tiny model and made-up sentences, two rounds")
-    o = parser.parse_args(arguments)
+    o = parser.parse_args()
     if o.quick:
         o.model, o.rounds = "small-text", 2
     elif o.glue is None:
         parser.error("--glue: name the folder or tar that holds SST-2, or use --quick")
-    o.device = "cpu"  # as step_speed.py's functions ask
     return o
 
 
@@ -78,8 +72,8 @@ def sentences(o: argparse.Namespace) -> tuple[list[str], list[str]]:
     return train, dev
 
 
-def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    o = parse(arguments)
+def main() -> None:
+    o = parse()
     try:
         train, dev = sentences(o)
     except ConfigError as error:
@@ -88,14 +82,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     keep_freed_memory()  # as predict does
     with tempfile.TemporaryDirectory(prefix="predict-speed-") as scratch:
         run = make_run(Path(scratch) / "run", subject_of(o.model, o).config, train)
-        predictor, encoder = predict.open_predictor(str(run))
+        source = predict.find_source(str(run))
+        compute, encoder = predict.open_model(source.path), source.encoder
     ids, offsets, _ = encoder.encode([(text,) for text in dev])
     rows = np.split(ids, offsets[1:-1])
     longest = max(map(len, rows))
     fits = predict.BATCH_TOKENS // longest
 
     def by_length(some: Sequence[Any] = rows) -> Any:
-        return predict.outputs_of(predictor, some, encoder.special["pad"], "cls")
+        return predict.outputs_of(compute, some, encoder.special["pad"], "cls")
 
     def in_order(size: int) -> Any:
         return np.concatenate([by_length(rows[i : i + size]) for i in range(0, len(rows), size)])
@@ -106,21 +101,19 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         LARGE: lambda: in_order(fits),
     }
     reference = by_length()
-    apart = {way: float(np.abs(compute() - reference).max()) for way, compute in ways.items()}
-    assert max(apart.values()) < 1e-3, f"the ways do not compute the same: {apart}"
+    differences = {way: float(np.abs(outputs() - reference).max()) for way, outputs in ways.items()}
+    assert max(differences.values()) < 1e-3, f"the ways do not compute the same: {differences}"
     seconds: dict[str, list[float]] = {way: [] for way in ways}
-    order, rng = list(ways), random.Random(o.seed)
-    for turn in range(o.rounds):
-        rng.shuffle(order)
+    for number, order in enumerate(turns.orders(ways, o.rounds, o.seed), 1):
         for way in order:
             start = time.perf_counter()
             ways[way]()
             seconds[way].append(time.perf_counter() - start)
-        tell(f"round {turn + 1} of {o.rounds}")
+        tell(f"round {number} of {o.rounds}")
     lengths = [len(row) for row in rows]
     o.glue = o.glue and o.glue.name  # no path of this machine in a record
     result = {
-        "environment": step_speed.environment(o, ("torch", "numpy", "tokenizers")),
+        "environment": records.environment_of(o, ("torch", "numpy", "tokenizers")),
         "examples": len(rows),
         "tokens": sum(lengths),
         "longest": longest,
@@ -130,18 +123,14 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
                 "padded_tokens": padded_tokens(way, lengths, fits),
                 "seconds": seconds[way],
                 "examples_per_s": spread([len(rows) / s for s in seconds[way]]),
-                "time_over_by_length": spread(
-                    [s / own for s, own in zip(seconds[way], seconds[SORTED], strict=True)]
-                ),
-                "difference": apart[way],
+                "time_over_by_length": spread(ratios(seconds[way], seconds[SORTED])),
+                "difference": differences[way],
             }
             for way in ways
         },
     }
     show(result)
-    if o.json:
-        Path(o.json).write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    records.write(o.json, result)
 
 
 def padded_tokens(way: str, lengths: Sequence[int], fits: int) -> int:
@@ -156,15 +145,9 @@ def padded_tokens(way: str, lengths: Sequence[int], fits: int) -> int:
 
 def show(result: dict[str, Any]) -> None:
     rows = [["way", "examples/s", "tokens with padding", f"x {SORTED}"]]
-    for way, found in result["ways"].items():
-        rows.append(
-            [
-                way,
-                with_range(found["examples_per_s"], 1),
-                str(found["padded_tokens"]),
-                with_range(found["time_over_by_length"], 2),
-            ]
-        )
+    for way, figures in result["ways"].items():
+        rate, ratio = (figures[key] for key in ("examples_per_s", "time_over_by_length"))
+        rows.append([way, with_range(rate, 1), str(figures["padded_tokens"]), with_range(ratio, 2)])
     print("\n".join(aligned(rows)))
     print(
         f"{result['examples']} examples, {result['tokens']} tokens, the longest has {result['longest']}; "

@@ -15,7 +15,6 @@ import argparse
 import collections
 import dataclasses
 import datetime
-import json
 import math
 import re
 import statistics
@@ -26,7 +25,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import published_rows
+from benchmarks import published_rows, records
 from benchmarks.published_rows import Constants, NotPredictable, Outcome, Row
 
 GOAL_MEDIAN, GOAL_P90 = 3.0, 8.0  # points of efficiency
@@ -94,30 +93,30 @@ def sensitivity(rows: list[Row]) -> list[dict[str, Any]]:
 def ablation(rows: list[Row]) -> list[dict[str, Any]]:
     """The headline with one mechanism left out, with all, and with none predicted at all: efficiency 1."""
     names = published_rows.MECHANISMS
-    found = []
+    headlines = []
     for without in (*((name,) for name in names), names):
         outcomes = kept(predict_all(rows, Constants(without=without))[0])
-        found.append({"without": ", ".join(without), **errors(outcomes)})
+        headlines.append({"without": ", ".join(without), **errors(outcomes)})
     ideal = [dataclasses.replace(o, predicted=1.0) for o in kept(predict_all(rows, Constants())[0])]
-    return [*found, {"without": "any model: efficiency 1", **errors(ideal)}]
+    return [*headlines, {"without": "any model: efficiency 1", **errors(ideal)}]
 
 
 def leave_one_out(rows: list[Row]) -> list[dict[str, Any]]:
     """Both constants chosen for the smallest median + p90 / 2 on all other sources, judged on this one."""
     grid = {(s, g): kept(predict_all(rows, Constants(s, g))[0]) for s in SPREADS for g in GAINS}
-    out: list[dict[str, Any]] = []
+    sources: list[dict[str, Any]] = []
     pooled: list[Outcome] = []
     for name in sorted({family(o.row) for o in next(iter(grid.values()))}):
 
         def cost(pair: tuple[float, float], name: str = name) -> float:
-            found = errors([o for o in grid[pair] if family(o.row) != name])
-            return float(found["median"] + found["p90"] / 2)
+            others = errors([o for o in grid[pair] if family(o.row) != name])
+            return float(others["median"] + others["p90"] / 2)
 
         best = min(grid, key=cost)
         own = [o for o in grid[best] if family(o.row) == name]
         pooled += own
-        out.append({"source": name, "device_spread": best[0], "overlap_gain": best[1], **errors(own)})
-    return [*out, {"source": "all", "device_spread": None, "overlap_gain": None, **errors(pooled)}]
+        sources.append({"source": name, "device_spread": best[0], "overlap_gain": best[1], **errors(own)})
+    return [*sources, {"source": "all", "device_spread": None, "overlap_gain": None, **errors(pooled)}]
 
 
 def tier_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
@@ -130,23 +129,24 @@ def tier_figures(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     return out
 
 
-def result(rows: list[Row], arguments: argparse.Namespace) -> dict[str, Any]:
+def result(rows: list[Row], o: argparse.Namespace) -> dict[str, Any]:
     constants = Constants()
     outcomes, refused = predict_all(rows, constants)
     sources = collections.defaultdict(list)
-    for o in kept(outcomes):
-        sources[family(o.row)].append(o)
+    for outcome in kept(outcomes):
+        sources[family(outcome.row)].append(outcome)
+    date = o.date or datetime.date.today().isoformat()
     return {
-        "environment": {"date": arguments.date, "rows": len(rows)},
+        "environment": {"date": date, "rows": len(rows)},
         "constants": dataclasses.asdict(constants),
         "headline": errors(kept(outcomes)),
         "with_dropped": errors(outcomes),
         "tiers": tier_figures(outcomes),
         "sources": {name: errors(mine) for name, mine in sorted(sources.items())},
-        "sensitivity": sensitivity(rows) if arguments.sensitivity else None,
-        "ablation": ablation(rows) if arguments.sensitivity else None,
-        "leave_one_out": leave_one_out(rows) if arguments.leave_one_out else None,
-        "rows": [line(o) for o in outcomes],
+        "sensitivity": sensitivity(rows) if o.sensitivity else None,
+        "ablation": ablation(rows) if o.sensitivity else None,
+        "leave_one_out": leave_one_out(rows) if o.leave_one_out else None,
+        "rows": [line(outcome) for outcome in outcomes],
         "not_predictable": [{"id": row["id"], "reason": reason} for row, reason in refused],
     }
 
@@ -174,48 +174,43 @@ def show(name: str, e: dict[str, Any]) -> None:
     print(f"{name:44} {e['rows']:4} {e['median']:7.2f} {e['p90']:7.2f} {e['max']:7.1f} {e['bias']:+7.2f}")
 
 
-def report(found: dict[str, Any], verbose: bool) -> None:
+def report(figures: dict[str, Any], verbose: bool) -> None:
     print(f"{'absolute error of the efficiency, points':44} rows  median     p90     max    bias")
-    show("rows that were not fitted", found["headline"])
-    show("with those known not to be communication", found["with_dropped"])
-    for tier, e in found["tiers"].items():
+    show("rows that were not fitted", figures["headline"])
+    show("with those known not to be communication", figures["with_dropped"])
+    for tier, e in figures["tiers"].items():
         show(f"tier {tier}: {e['what']}", e)
         if e["rows"]:
             speed = f"{100 * e['throughput_median']:.1f} % median, {100 * e['throughput_max']:.1f} % greatest"
             print(f"{'':8}error of the throughput: {speed}")
-    for name, e in found["sources"].items():
+    for name, e in figures["sources"].items():
         show(name, e)
     for title in ("sensitivity", "leave_one_out"):
-        for e in found[title] or []:
+        for e in figures[title] or []:
             show(f"{e.get('source', '')} spread {e['device_spread']} gain {e['overlap_gain']}".strip(), e)
-    for e in found["ablation"] or []:
+    for e in figures["ablation"] or []:
         show(f"without {e['without']}"[:44], e)
-    lines = sorted(found["rows"], key=lambda r: -abs(r["error_points"]))
+    lines = sorted(figures["rows"], key=lambda r: -abs(r["error_points"]))
     for r in lines if verbose else [r for r in lines if abs(r["error_points"]) > GOAL_P90]:
         print(
             f"{r['id']:38} measured {r['measured']:.3f} predicted {r['predicted']:.3f} "
             f"{r['error_points']:+6.1f}  {r['dropped'] or ''}"
         )
-    reasons = collections.Counter(r["reason"] for r in found["not_predictable"])
+    reasons = collections.Counter(r["reason"] for r in figures["not_predictable"])
     for reason, count in reasons.most_common():
         print(f"not predictable, {count} rows: {reason}")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.make_parser(__doc__, "--date", "--json")
     parser.add_argument("--rows", type=Path, default=published_rows.ROWS, help="another file of such rows")
     parser.add_argument("--sensitivity", action="store_true")
     parser.add_argument("--leave-one-out", action="store_true")
     parser.add_argument("--verbose", action="store_true", help="every row, not only those that miss")
-    parser.add_argument("--date", default=datetime.date.today().isoformat())
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    found = result(published_rows.read(arguments.rows), arguments)
-    report(found, arguments.verbose)
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1))
+    o = parser.parse_args()
+    figures = result(published_rows.read(o.rows), o)
+    report(figures, o.verbose)
+    records.write(o.json, figures)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from launcher.plan import predict, timeline
 from launcher.plan.hardware import Gpu, Link, constant, hardware
 from launcher.plan.inputs import MODELS, POSITIONS
 from launcher.plan.links import GB, Fabric
-from launcher.plan.predict import PredictedStep, Profile, Scenario
+from launcher.plan.predict import Profile, Scenario
 
 ROWS = Path(__file__).parent / "published" / "published_bert_throughput.csv"
 Row = dict[str, str]
@@ -125,7 +125,7 @@ def inter_link(text: str) -> tuple[Link, int]:
     if effective := re.search(r"([\d.]+)\s*Gb/s effective", text):
         kind = links["ethernet40"]
         return kind.model_copy(update={"gb_s": float(effective[1]) / 8, "reach": 1.0}), 1
-    count = int(found[1]) if (found := re.match(r"(\d+)x ", text)) else 1
+    count = int(times[1]) if (times := re.match(r"(\d+)x ", text)) else 1
     for word, name in INTER:
         if re.search(rf"\b{word}\b", text):
             return links[name], count
@@ -206,7 +206,7 @@ def scenario(row: Row, constants: Constants) -> tuple[Profile, Scenario, float]:
     bucket: float = HOROVOD_FUSION if row["overlap"] == "Horovod" else timeline.BUCKET
     if "apex DDP" in row["overlap"]:
         bucket = APEX_MESSAGE * width
-    asked = predict.Scenario(
+    question = predict.Scenario(
         links,
         int(row["gpus"]),
         accumulation=accumulation(row),
@@ -216,7 +216,7 @@ def scenario(row: Row, constants: Constants) -> tuple[Profile, Scenario, float]:
         bucket_bytes=bucket,
         first_bucket=None,
     )
-    return profile, asked, beside_s if asked.replicas > 1 else 0.0
+    return profile, question, beside_s if question.replicas > 1 else 0.0
 
 
 def micro_s_of(step_s: float, scenario: Scenario, profile: Profile) -> float:
@@ -294,20 +294,20 @@ def _outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
     if base["micro_batch"] and float(base["micro_batch"]) != float(row["micro_batch"]):
         raise NotPredictable("micro batch differs from the base's, so its own speed does")
     base_profile, base_scenario, base_beside_s = scenario(base, constants)
-    profile, asked, beside_s = scenario(row, constants)
+    profile, question, beside_s = scenario(row, constants)
     micro_s = micro_s_of(step_s(base) - base_beside_s, base_scenario, base_profile)
-    found: PredictedStep = predict.predict(predict.with_micro(profile, micro_s), asked)
-    whole_s = found.step_s + beside_s
+    prediction = predict.predict(predict.with_micro(profile, micro_s), question)
+    whole_s = prediction.step_s + beside_s
     per_gpu = float(base["seq_per_s"]) / int(base["gpus"])
     measured = float(row["seq_per_s"]) / int(row["gpus"]) / per_gpu
-    sequences = profile.micro_batch * asked.accumulation / whole_s
+    sequences = profile.micro_batch * question.accumulation / whole_s
     return Outcome(
         row,
         measured,
         sequences / per_gpu,
         whole_s,
-        found.exposed_s + beside_s,
-        found.optimizer_s,
-        found.straggler_s,
+        prediction.exposed_s + beside_s,
+        prediction.optimizer_s,
+        prediction.straggler_s,
         reason_not_to_fit(row, measured),
     )

@@ -1,12 +1,15 @@
-"""Where and by which command a record was made."""
+"""What the benchmark scripts share of their command line and their record."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import datetime
 import importlib.metadata
+import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -17,9 +20,64 @@ from bert_dp.record import without_folders
 from launcher.machine.environment import PACKAGES
 
 ROOT = Path(__file__).resolve().parent.parent
+OPTIONS: dict[str, dict[str, Any]] = {
+    "--set": {"dest": "settings", "action": "append", "default": [], "metavar": "a.b=v"},
+    "--date": {"help": "for the record, as YYYY-MM-DD (default: today)"},
+    "--json": {"type": Path, "metavar": "FILE", "help": "write environment and raw figures here"},
+}
+TUNED = ("MALLOC_", "GLIBC_", "THP_", "OMP_", "MKL_", "KMP_", "LD_PRELOAD", "TORCHINDUCTOR_")
+"""Beginnings of the environment variables that change a speed."""
 
 
-def environment(date: str | None, packages: Iterable[str] = PACKAGES, **facts: Any) -> dict[str, Any]:
+def make_parser(description: str | None, *options: str) -> argparse.ArgumentParser:
+    """A parser with some of OPTIONS, which shows the description as it is laid out."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name in options:
+        parser.add_argument(name, **OPTIONS[name])
+    return parser
+
+
+def check_names(parser: argparse.ArgumentParser, option: str, text: str, choices: Iterable[str]) -> list[str]:
+    """The names of a list with commas; ends the program where one is not among the choices."""
+    names = text.split(",")
+    if unknown := set(names) - set(choices):
+        parser.error(f"{option}: {', '.join(sorted(unknown))} is not one of {', '.join(choices)}")
+    return names
+
+
+def set_options(settings: Iterable[str]) -> list[str]:
+    """`--set SETTING` for each."""
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+def bert_dp_command(*words: str) -> list[str]:
+    return [sys.executable, "-m", "launcher", *words]
+
+
+def bert_dp_environ() -> dict[str, str]:
+    """In which `bert_dp_command` is this checkout's from any folder."""
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    return {**os.environ, "PYTHONPATH": path}
+
+
+def bert_dp(*words: str) -> None:
+    """Runs a verb, with its output on stderr; ends the program where it fails or was stopped."""
+    done = subprocess.run(bert_dp_command(*words), env=bert_dp_environ(), stdout=sys.stderr, check=False)
+    if done.returncode:
+        print(f"error: bert-dp {shlex.join(words)} ended with {done.returncode}", file=sys.stderr)
+        sys.exit(done.returncode if done.returncode > 0 else 1)
+
+
+def train_crammed(run_dir: Path, settings: Iterable[str], ranks: int) -> subprocess.CompletedProcess[str]:
+    """A run of the 120 M model; what it said."""
+    options = ["--run-dir", str(run_dir), "--nproc", str(ranks), *set_options(settings)]
+    command = bert_dp_command("train", "crammed-bert", *options)
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=bert_dp_environ())
+
+
+def environment(date: str | None = None, packages: Iterable[str] = PACKAGES, **facts: Any) -> dict[str, Any]:
     """The command without folders, the date (None: today's), the machine, the commit, the versions of those
     packages that are installed, and `facts`."""
     versions = {}
@@ -43,3 +101,28 @@ def environment(date: str | None, packages: Iterable[str] = PACKAGES, **facts: A
         "commit": commit.stdout.strip(),
         **facts,
     }
+
+
+def environment_of(
+    o: argparse.Namespace, packages: Iterable[str] = PACKAGES, hidden: Iterable[str] = ()
+) -> dict[str, Any]:
+    """`environment` with the GPU, the variables that change a speed, and all options but those `hidden`."""
+    gpu = None
+    if getattr(o, "device", "cpu") == "cuda":
+        import torch
+
+        gpu = torch.cuda.get_device_name()
+    left_out = {"json", "date", *hidden}
+    return environment(
+        o.date,
+        packages,
+        gpu=gpu,
+        variables={name: value for name, value in os.environ.items() if name.startswith(TUNED)},
+        settings={name: value for name, value in vars(o).items() if name not in left_out},
+    )
+
+
+def write(path: Path | None, record: dict[str, Any]) -> None:
+    """The record, where --json names a file."""
+    if path is not None:
+        path.write_text(json.dumps(record, indent=1) + "\n")

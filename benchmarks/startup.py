@@ -9,8 +9,6 @@ A first round warms the file cache and is left out. Prints medians and their dif
 
 from __future__ import annotations
 
-import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -21,41 +19,23 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks import records
+from benchmarks.turns import spread, tell
 from bert_dp.config import dump_config, load_config, shipped_configs
 from tests.e2e.cli import TINY
 from tests.shards import write_shards
 
 
 def ours(run_dir: Path, settings: list[str], ranks: int) -> list[str]:
-    pairs = [part for setting in settings for part in ("--set", setting)]
-    return [
-        sys.executable,
-        "-m",
-        "launcher",
-        "train",
-        "quickstart",
-        "--nproc",
-        str(ranks),
-        "--run-dir",
-        str(run_dir),
-        *pairs,
-    ]
+    options = ["--nproc", str(ranks), "--run-dir", str(run_dir), *records.set_options(settings)]
+    return records.bert_dp_command("train", "quickstart", *options)
 
 
 def torchrun(run_dir: Path, settings: list[str], ranks: int) -> list[str]:
     run_dir.mkdir()
     config = run_dir / "config.yaml"
     config.write_text(dump_config(load_config(shipped_configs() / "quickstart.yaml", settings)))
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={ranks}",
-        "-m",
-        "bert_dp.worker",
-        str(config),
-    ]
+    options = ["--standalone", f"--nproc-per-node={ranks}", "-m", "bert_dp.worker", str(config)]
+    return [sys.executable, "-m", "torch.distributed.run", *options]
 
 
 VARIANTS = {"bert-dp": ours, "torchrun": torchrun}
@@ -68,9 +48,8 @@ def first_step_s(command: list[str], metrics: Path) -> float:
     try:
         while not (metrics.exists() and metrics.stat().st_size):
             if process.poll() is not None:
-                raise RuntimeError(
-                    f"{command} ended before its first step:\n{process.communicate()[0][-3000:]}"
-                )
+                said = process.communicate()[0][-3000:]
+                raise RuntimeError(f"{command} ended before its first step:\n{said}")
             time.sleep(0.002)
         seconds = time.perf_counter() - start
         process.communicate(timeout=300)
@@ -81,50 +60,36 @@ def first_step_s(command: list[str], metrics: Path) -> float:
 
 def measure(rounds: int, ranks: int, extra: list[str]) -> list[dict[str, float]]:
     """Seconds of each variant in each round."""
-    found = []
+    measured = []
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         shards = write_shards(root / "shards")
         settings = [*TINY, f"data.path={shards}", "schedule.steps=1", "compile=off", *extra]
         for number in range(rounds + 1):
-            names = list(VARIANTS) if number % 2 else list(VARIANTS)[::-1]
             seconds = {}
-            for name in names:
+            for name in list(VARIANTS) if number % 2 else list(VARIANTS)[::-1]:
                 run_dir = root / f"{name}-{number}"
-                seconds[name] = first_step_s(
-                    VARIANTS[name](run_dir, settings, ranks), run_dir / "metrics.jsonl"
-                )
-            print(
-                f"round {number}: " + ", ".join(f"{n} {s:.2f} s" for n, s in seconds.items()), file=sys.stderr
-            )
-            found.append(seconds)
-    return found[1:]
+                command = VARIANTS[name](run_dir, settings, ranks)
+                seconds[name] = first_step_s(command, run_dir / "metrics.jsonl")
+            tell(f"round {number}: " + ", ".join(f"{n} {s:.2f} s" for n, s in seconds.items()))
+            measured.append(seconds)
+    return measured[1:]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.make_parser(__doc__, "--set", "--json")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--set", dest="settings", action="append", default=[], metavar="a.b=v")
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    rounds = measure(arguments.rounds, arguments.ranks, arguments.settings)
+    o = parser.parse_args()
+    rounds = measure(o.rounds, o.ranks, o.settings)
     medians = {name: statistics.median(r[name] for r in rounds) for name in VARIANTS}
-    over = [r["bert-dp"] - r["torchrun"] for r in rounds]
-    spread = {"median": statistics.median(over), "min": min(over), "max": max(over)}
-    result = {
-        "environment": records.environment(None, ranks=arguments.ranks),
-        "rounds": rounds,
-        "median_s": medians,
-        "over_s": spread,
-    }
+    over = spread([r["bert-dp"] - r["torchrun"] for r in rounds])
     for name, seconds in medians.items():
         print(f"{name:10} {seconds:6.2f} s to the first step, median of {len(rounds)}")
-    print(f"bert-dp over torchrun: {spread['median']:+.2f} s ({min(over):+.2f} to {max(over):+.2f})")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+    print("bert-dp over torchrun: {median:+.2f} s ({min:+.2f} to {max:+.2f})".format(**over))
+    environment = records.environment(ranks=o.ranks)
+    result = {"environment": environment, "rounds": rounds, "median_s": medians, "over_s": over}
+    records.write(o.json, result)
 
 
 if __name__ == "__main__":

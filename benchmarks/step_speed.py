@@ -42,24 +42,18 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
-import multiprocessing
-import os
-import random
 import resource
-import statistics
 import sys
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from benchmarks import records  # noqa: E402
+from benchmarks import records, turns
+from benchmarks.turns import aligned, ratios, spread, tell, with_range
 
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-3, (0.9, 0.98), 1e-12, 0.01, 0.5
 MASK_RATE, MASK_ID, IGNORE = 0.25, 6, -100
@@ -71,11 +65,22 @@ MODES = {
     "matmul": ("eager",),
 }
 PRECISIONS = ("fp32", "bf16")
+PACKAGES = ("torch", "transformers", "numpy")
 DEFAULT = (
     "ours:eager,ours:regions,ours:whole,bert:eager,bert:whole,modernbert:eager,modernbert:whole,matmul:eager"
 )
-# else glibc gives large tensors back to the kernel when they are freed, and pays the page faults again
-KEEP = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**26)}
+QUICK = {
+    "layers": 1,
+    "hidden": 32,
+    "heads": 2,
+    "intermediate": 32,
+    "vocab": 128,
+    "sequence": 16,
+    "micro": 2,
+    "accumulation": 2,
+    "rounds": 2,
+}
+QUICK_VARIANTS = "ours:eager,bert:eager,modernbert:eager,matmul:eager"
 PRODUCTS = ("forward_s", "input_gradient_s", "weight_gradient_s")  # by torch.mm
 BESIDE = (  # all three again by oneDNN, its forward ones, scaled_dot_product_attention
     "onednn_s",
@@ -103,10 +108,8 @@ OP_GROUPS = {  # first match wins; what matches none is "compiled kernels and ot
 }
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse() -> argparse.Namespace:
+    parser = records.make_parser(__doc__, "--date", "--json")
     add = parser.add_argument
     add("--variants", default=DEFAULT, help="comma-separated NAME:MODE[:PRECISION] (default: %(default)s)")
     add(
@@ -135,45 +138,31 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help="keep: glibc keeps freed memory (no page faults), for all; ours: for ours only",
     )
     add("--profile", action="store_true", help="also break one micro batch of each variant down by operation")
-    add("--date", help="for the record, as YYYY-MM-DD")
-    add("--json", metavar="FILE", help="write environment and raw figures here")
     add("--quick", action="store_true", help="tiny shapes, two rounds, no compilation: shows that it works")
-    options = parser.parse_args(arguments)
-    if options.quick:
-        vars(options).update(
-            layers=1,
-            hidden=32,
-            heads=2,
-            intermediate=32,
-            vocab=128,
-            sequence=16,
-            micro=2,
-            accumulation=2,
-            rounds=2,
-            warmup=1,
-        )
-        if options.variants == DEFAULT:
-            options.variants = "ours:eager,bert:eager,modernbert:eager,matmul:eager"
-    names = options.variants.split(",")
-    if options.cramming:
-        modes = ("eager",) if options.quick else MODES["cramming"]
-        names += [f"cramming:{mode}" for mode in modes if f"cramming:{mode}" not in names]
+    o = parser.parse_args()
+    if o.quick:
+        vars(o).update(QUICK)
+        if o.variants == DEFAULT:
+            o.variants = QUICK_VARIANTS
+    names = o.variants.split(",")
+    if o.cramming:
+        names += [f"cramming:{mode}" for mode in (("eager",) if o.quick else MODES["cramming"])]
     for name in names:
-        kind, mode, precision = parts_of(name, options)
+        kind, mode, precision = parts_of(name, o)
         if mode not in MODES.get(kind, ()) or precision not in PRECISIONS:
-            known = ", ".join(f"{k}:{m}" for k in MODES for m in MODES[k])
-            parser.error(f"unknown variant {name!r}; known: {known}, each alone or with :fp32 or :bf16")
-        if kind == "cramming" and not options.cramming:
+            variants = ", ".join(f"{k}:{m}" for k in MODES for m in MODES[k])
+            parser.error(f"unknown variant {name!r}; known: {variants}, each alone or with :fp32 or :bf16")
+        if kind == "cramming" and not o.cramming:
             parser.error(f"{name} needs --cramming CHECKOUT")
-    if options.device == "cuda":
+    if o.device == "cuda":
         import torch
 
         if not torch.cuda.is_available():
             parser.error("--device cuda: this machine has no GPU that torch can use; leave it out")
     if not any(name.startswith("ours:") for name in names):
         parser.error("--variants must hold at least one of ours: it is what the others are compared with")
-    options.names = list(dict.fromkeys(names))
-    return options
+    o.names = list(dict.fromkeys(names))
+    return o
 
 
 def parts_of(name: str, o: argparse.Namespace) -> tuple[str, str, str]:
@@ -185,16 +174,21 @@ def parts_of(name: str, o: argparse.Namespace) -> tuple[str, str, str]:
 # ---- the variants; all of this runs in the child processes, which alone import torch ----
 
 
+def sizes_of(o: argparse.Namespace) -> dict[str, int]:
+    """Of the model of ours."""
+    return {
+        "vocab_size": o.vocab,
+        "hidden_size": o.hidden,
+        "num_layers": o.layers,
+        "num_heads": o.heads,
+        "intermediate_size": o.intermediate,
+    }
+
+
 def model_config(o: argparse.Namespace) -> Any:
     from bert_dp.config import ModelConfig
 
-    return ModelConfig(
-        vocab_size=o.vocab,
-        hidden_size=o.hidden,
-        num_layers=o.layers,
-        num_heads=o.heads,
-        intermediate_size=o.intermediate,
-    )
+    return ModelConfig.model_validate(sizes_of(o))
 
 
 def make_micro_batches(o: argparse.Namespace, step: int) -> list[tuple[Any, Any]]:
@@ -280,23 +274,15 @@ def make_peer(o: argparse.Namespace, kind: str, mode: str) -> tuple[Callable[...
     import torch
 
     torch.manual_seed(o.seed)
-    bare: torch.nn.Module = {"bert": make_bert, "modernbert": make_modernbert, "cramming": make_cramming}[
-        kind
-    ](o).to(o.device)
+    makers = {"bert": make_bert, "modernbert": make_modernbert, "cramming": make_cramming}
+    bare: torch.nn.Module = makers[kind](o).to(o.device)
     if kind == "cramming":
         bare.eval()  # as it pretrains: dropout off
     model = torch.compile(bare, dynamic=False) if mode == "whole" else bare
-    groups: dict[bool, list[torch.nn.Parameter]] = {True: [], False: []}
-    for p in bare.parameters():
-        groups[p.dim() >= 2].append(p)
-    decayed: dict[str, Any] = {"params": groups[True]}
+    decayed: dict[str, Any] = {"params": [p for p in bare.parameters() if p.dim() >= 2]}
+    others = {"params": [p for p in bare.parameters() if p.dim() < 2], "weight_decay": 0.0}
     optimizer = torch.optim.AdamW(
-        [decayed, {"params": groups[False], "weight_decay": 0.0}],
-        lr=LR,
-        betas=BETAS,
-        eps=EPS,
-        weight_decay=WEIGHT_DECAY,
-        fused=True,
+        [decayed, others], lr=LR, betas=BETAS, eps=EPS, weight_decay=WEIGHT_DECAY, fused=True
     )
 
     def step(micro_batches: list[tuple[Any, Any]]) -> tuple[float, float]:
@@ -337,16 +323,8 @@ def make_modernbert(o: argparse.Namespace) -> Any:
     from bert_dp.corpus.tokenizer import ROLES, SPECIALS
     from bert_dp.export.hf import new_model, settings_of
 
-    sizes = {
-        "vocab_size": o.vocab,
-        "hidden_size": o.hidden,
-        "num_layers": o.layers,
-        "num_heads": o.heads,
-        "intermediate_size": o.intermediate,
-    }
-    run = resolve(
-        [read_yaml(find_config("crammed-rope")), {"model": sizes, "data": {"sequence_length": o.sequence}}]
-    )
+    changes = {"model": sizes_of(o), "data": {"sequence_length": o.sequence}}
+    run = resolve([read_yaml(find_config("crammed-rope")), changes])
     special = {role: SPECIALS.index(f"<{role}>") for role in ROLES}
     return new_model(settings_of(run, special, "mlm"), sparse_prediction=True)
 
@@ -438,7 +416,7 @@ def flops_per_token(o: argparse.Namespace, kind: str) -> float:
     return cost.flops_per_token(config, o.sequence, MASK_RATE)
 
 
-def breakdown(step: Callable[..., Any], micro_batches: list[Any]) -> dict[str, float]:
+def breakdown(o: argparse.Namespace, step: Callable[..., Any], micro_batches: list[Any]) -> dict[str, float]:
     """Self CPU seconds of one step by group of operations."""
     from torch.profiler import ProfilerActivity, profile
 
@@ -469,80 +447,54 @@ def peak_memory_gib(o: argparse.Namespace) -> float:
 
 
 def child(name: str, o: argparse.Namespace, pipe: Connection) -> None:
-    """Answers `step I`, `profile I` until `quit`."""
-    warnings.simplefilter("ignore")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    try:
+    """Answers `step NUMBER` and `profile NUMBER`."""
+    with turns.telling_errors(pipe):
         import torch
 
         torch.set_num_threads(o.threads)
         kind, mode, o.precision = parts_of(name, o)
         if o.precision == "bf16":
             torch.set_float32_matmul_precision("high")  # what autocast leaves in fp32
-        start = time.perf_counter()
+        facts: dict[str, Any] = {"flops_per_token": 0.0, "parameters": 0}
         if kind == "matmul":
             measure = make_matmul(o, linear_shapes(o))
+            start = time.perf_counter()
             measure()
-            facts = {"flops_per_token": 0.0, "parameters": 0, "first_step_s": time.perf_counter() - start}
         else:
             step, bare = make_ours(o, mode) if kind == "ours" else make_peer(o, kind, mode)
-            facts = {
-                "flops_per_token": flops_per_token(o, kind),
-                "parameters": sum(p.numel() for p in bare.parameters()),
-            }
+            facts["flops_per_token"] = flops_per_token(o, kind)
+            facts["parameters"] = sum(p.numel() for p in bare.parameters())
             start = time.perf_counter()
             facts["first_loss"], _ = step(make_micro_batches(o, 0))
-            facts["first_step_s"] = time.perf_counter() - start
-        pipe.send(facts)
-        while (command := pipe.recv())[0] != "quit":
+        facts["first_step_s"] = time.perf_counter() - start
+
+        def answer(command: str, number: int) -> dict[str, Any]:
             if kind == "matmul":
-                pipe.send(measure())
-                continue
-            micro_batches = make_micro_batches(o, command[1])
-            if command[0] == "profile":
-                pipe.send(breakdown(step, micro_batches))
-                continue
-            before, start = resource.getrusage(resource.RUSAGE_SELF), now(o)
-            loss, norm = step(micro_batches)
-            seconds = now(o) - start
-            after = resource.getrusage(resource.RUSAGE_SELF)
-            pipe.send(
-                {
-                    "step_time_s": seconds,
-                    "loss": loss,
-                    "grad_norm": norm,
-                    "system_s": after.ru_stime - before.ru_stime,
-                    "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-                    "page_faults": after.ru_minflt - before.ru_minflt,
-                    "peak_memory_gib": peak_memory_gib(o),
-                }
-            )
-    except Exception as error:
-        pipe.send({"error": f"{type(error).__name__}: {error}"[:2000]})
+                return measure()
+            micro_batches = make_micro_batches(o, number)
+            return (breakdown if command == "profile" else timed)(o, step, micro_batches)
+
+        turns.serve(facts, answer, pipe)
+
+
+def timed(o: argparse.Namespace, step: Callable[..., Any], micro_batches: list[Any]) -> dict[str, float]:
+    """What one step takes."""
+    before, start = resource.getrusage(resource.RUSAGE_SELF), now(o)
+    loss, norm = step(micro_batches)
+    seconds = now(o) - start
+    after = resource.getrusage(resource.RUSAGE_SELF)
+    return {
+        "step_time_s": seconds,
+        "loss": loss,
+        "grad_norm": norm,
+        "system_s": after.ru_stime - before.ru_stime,
+        "cpu_s": after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
+        "page_faults": after.ru_minflt - before.ru_minflt,
+        "peak_memory_gib": peak_memory_gib(o),
+    }
 
 
 # ---- the parent: starts, takes turns, computes ----
-
-
-def ask(name: str, pipe: Connection, command: tuple[Any, ...] | None) -> dict[str, Any]:
-    if command is not None:
-        pipe.send(command)
-    answer = pipe.recv()
-    if "error" in answer:
-        raise RuntimeError(f"{name}: {answer['error']}")
-    return answer
-
-
-@contextlib.contextmanager
-def variables(extra: dict[str, str]) -> Iterator[None]:
-    """Environment of a child; its libc reads it when it starts."""
-    before = dict(os.environ)
-    os.environ.update(extra)
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
 
 
 def measure_all(
@@ -550,114 +502,70 @@ def measure_all(
 ) -> dict[str, dict[str, Any]]:
     """Per variant: facts and the list of its rounds. `run` is a variant's process: it tells its facts, then
     answers as `child` does."""
-    context = multiprocessing.get_context("spawn")
-    pipes, records, processes = {}, {}, []
-    try:
+    variants: dict[str, dict[str, Any]] = {}
+    processes = {}
+    with turns.children() as start:
         for name in o.names:  # one at a time: compile times are not to disturb each other
-            pipes[name], theirs = context.Pipe()
-            process = context.Process(target=run, args=(name, o, theirs), daemon=False)
-            with variables(KEEP if o.allocator in ("keep", name.partition(":")[0]) else {}):
-                process.start()
-            processes.append(process)
-            theirs.close()
-            records[name] = {**ask(name, pipes[name], None), "rounds": []}
-            print(
-                f"{name}: ready, first step {records[name]['first_step_s']:.1f} s",
-                file=sys.stderr,
-                flush=True,
-            )
-        order, rng = list(o.names), random.Random(o.seed)
-        for turn in range(o.warmup + o.rounds):
-            rng.shuffle(order)
+            with turns.variables(turns.KEEP if o.allocator in ("keep", name.partition(":")[0]) else {}):
+                processes[name] = start(name, run, name, o)
+            variants[name] = {**processes[name].receive(), "rounds": []}
+            tell(f"{name}: ready, first step {variants[name]['first_step_s']:.1f} s")
+        rounds = o.warmup + o.rounds
+        for number, order in enumerate(turns.orders(o.names, rounds, o.seed), 1):
             for name in order:
-                answer = ask(name, pipes[name], ("step", turn + 1))
-                if turn >= o.warmup:
-                    records[name]["rounds"].append(answer)
-            print(f"round {turn + 1} of {o.warmup + o.rounds}", file=sys.stderr, flush=True)
+                answer = processes[name].ask("step", number)
+                if number > o.warmup:
+                    variants[name]["rounds"].append(answer)
+            tell(f"round {number} of {rounds}")
         if o.profile:
-            for name in (name for name in o.names if not name.startswith("matmul")):
-                records[name]["self_cpu_s"] = ask(name, pipes[name], ("profile", 1))
-        for name in o.names:
-            pipes[name].send(("quit",))
-    finally:
-        for process in processes:
-            process.join(timeout=10 if len(records) == len(o.names) else 0)
-            if process.is_alive():
-                process.terminate()
-    return records
+            for name in models_of(variants):
+                variants[name]["self_cpu_s"] = processes[name].ask("profile", 1)
+    return variants
 
 
-def spread(values: list[float]) -> dict[str, float]:
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+def models_of(variants: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """All but the products alone."""
+    return {name: variant for name, variant in variants.items() if not name.startswith("matmul")}
 
 
-def summarise(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def summarise(o: argparse.Namespace, variants: dict[str, dict[str, Any]]) -> None:
     """Adds to each variant its tokens/s, its ratios and its share; all pairs are of one round."""
     tokens = o.micro * o.sequence * o.accumulation
     gemm_flops = sum(6 * rows * k * n * count for rows, k, n, count in linear_shapes(o))
     rates: dict[str, list[float]] = {}  # by precision
-    for matmul_name in (name for name in records if name.startswith("matmul")):
-        matmul = records[matmul_name]
+    models = models_of(variants)
+    for name in (name for name in variants if name not in models):
+        matmul = variants[name]
         products = [sum(r[k] for k in PRODUCTS) for r in matmul["rounds"]]
         if o.device == "cpu":
             products = [min(a, r["onednn_s"]) for a, r in zip(products, matmul["rounds"], strict=True)]
-        rates[parts_of(matmul_name, o)[2]] = found = [gemm_flops / seconds for seconds in products]
-        matmul["gflop_per_s"] = spread([rate / 1e9 for rate in found])
+        rates[parts_of(name, o)[2]] = [gemm_flops / seconds for seconds in products]
+        matmul["gflop_per_s"] = spread([gemm_flops / seconds / 1e9 for seconds in products])
         for part in matmul["rounds"][0]:
             matmul[part] = spread([r[part] for r in matmul["rounds"]])
-    models = {name: r for name, r in records.items() if not name.startswith("matmul")}
     ours = [name for name in models if name.startswith("ours:")]
-    for name, record in models.items():
-        seconds = [r["step_time_s"] for r in record["rounds"]]
-        record["tokens_per_s"] = spread([tokens / s for s in seconds])
-        record["gflop_per_s"] = spread([tokens * record["flops_per_token"] / s / 1e9 for s in seconds])
-        if own_rates := rates.get(parts_of(name, o)[2]):
-            pairs = zip(seconds, own_rates, strict=True)
-            record["share"] = spread([tokens * record["flops_per_token"] / s / rate for s, rate in pairs])
-        record["ours_over_this"] = {
-            own: spread([s / r["step_time_s"] for s, r in zip(seconds, models[own]["rounds"], strict=True)])
-            for own in ours
-        }
-        cpu = [r["cpu_s"] for r in record["rounds"]]
-        record["ours_over_this_cpu"] = {
-            own: spread([s / r["cpu_s"] for s, r in zip(cpu, models[own]["rounds"], strict=True)])
-            for own in ours
-        }
-    return records
+
+    def seconds_of(name: str, key: str) -> list[float]:
+        return [r[key] for r in models[name]["rounds"]]
+
+    for name, model in models.items():
+        seconds = seconds_of(name, "step_time_s")
+        flop_rates = [tokens * model["flops_per_token"] / s for s in seconds]
+        model["tokens_per_s"] = spread([tokens / s for s in seconds])
+        model["gflop_per_s"] = spread([rate / 1e9 for rate in flop_rates])
+        if matmul_rates := rates.get(parts_of(name, o)[2]):
+            model["share"] = spread(ratios(flop_rates, matmul_rates))
+        for figure, key in (("ours_over_this", "step_time_s"), ("ours_over_this_cpu", "cpu_s")):
+            model[figure] = {own: spread(ratios(seconds_of(name, key), seconds_of(own, key))) for own in ours}
 
 
-def gpu_name(o: argparse.Namespace) -> str | None:
-    import torch
-
-    return torch.cuda.get_device_name() if o.device == "cuda" else None
-
-
-def environment(
-    o: argparse.Namespace, packages: Sequence[str] = ("torch", "transformers", "numpy")
-) -> dict[str, Any]:
-    """Of the record."""
-    tuned = ("MALLOC_", "GLIBC_", "THP_", "OMP_", "MKL_", "KMP_", "LD_PRELOAD", "TORCHINDUCTOR_")
-    return records.environment(
-        o.date,
-        packages,
-        gpu=gpu_name(o),
-        variables={k: v for k, v in os.environ.items() if k.startswith(tuned)},
-        settings={k: v for k, v in vars(o).items() if k not in ("json", "cramming", "date", "names")},
-    )
-
-
-def with_range(values: dict[str, float], digits: int) -> str:
-    return "{median:.{d}f} ({min:.{d}f}-{max:.{d}f})".format(**values, d=digits)
-
-
-def show(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> None:
-    models = [name for name in records if not name.startswith("matmul")]
+def show(o: argparse.Namespace, variants: dict[str, dict[str, Any]]) -> None:
+    models = models_of(variants)
     ours = [name for name in models if name.startswith("ours:")]
-    ratios = "ours_over_this_cpu" if o.threads == 1 else "ours_over_this"
+    figure = "ours_over_this_cpu" if o.threads == 1 else "ours_over_this"
     head = ["variant", "tokens/s", "GFLOP/s", "share", "loss", "faults/step", "peak GiB", "first step"]
     rows = [head + [f"x {name}" for name in ours]]
-    for name in models:
-        r = records[name]
+    for name, r in models.items():
         last = r["rounds"][-1]
         rows.append(
             [
@@ -669,21 +577,18 @@ def show(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> None:
                 str(last["page_faults"]),
                 f"{last['peak_memory_gib']:.2f}",
                 f"{r['first_step_s']:.0f} s",
-                *(with_range(ratio, 3) for ratio in r[ratios].values()),
+                *(with_range(ratio, 3) for ratio in r[figure].values()),
             ]
         )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    print("\n".join(aligned(rows)))
     of = "CPU time" if o.threads == 1 else "wall time"
     print(f"x ours:MODE = {of} of the row / {of} of ours in that mode; median of the rounds (min-max)")
-    for name in (name for name in records if name.startswith("matmul")):
-        m = records[name]
+    for name in (name for name in variants if name not in models):
+        m = variants[name]
         parts = ", ".join(f"{k[:-2]} {1e3 * m[k]['median']:.0f} ms" for k in (*PRODUCTS, *BESIDE))
         print(f"{name}: {with_range(m['gflop_per_s'], 1)} GFLOP/s; one micro batch: {parts}")
-    for name in models:
-        seconds = records[name].get("self_cpu_s")
-        if seconds:
+    for name, model in models.items():
+        if seconds := model.get("self_cpu_s"):
             total = sum(seconds.values())
             shares = sorted(seconds.items(), key=lambda item: -item[1])
             print(
@@ -692,15 +597,13 @@ def show(o: argparse.Namespace, records: dict[str, dict[str, Any]]) -> None:
             )
 
 
-def main(arguments: list[str] | None = None) -> dict[str, Any]:
-    o = parse(arguments)
-    where = environment(o)
-    variants = summarise(o, measure_all(o))
+def main() -> None:
+    o = parse()
+    environment = records.environment_of(o, PACKAGES, hidden=("cramming", "names"))
+    variants = measure_all(o)
+    summarise(o, variants)
     show(o, variants)
-    result = {"environment": where, "variants": variants}
-    if o.json:
-        Path(o.json).write_text(json.dumps(result, indent=1) + "\n")
-    return result
+    records.write(o.json, {"environment": environment, "variants": variants})
 
 
 if __name__ == "__main__":

@@ -11,8 +11,6 @@ The repeats are interleaved; ratios are of the runs of one repeat. Reading is in
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
 import json
 import multiprocessing
 import os
@@ -21,11 +19,15 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ["TOKENIZERS_PARALLELISM"] = "false"  # read by tokenizers at its first use
 
 from tokenizers import Tokenizer
 
+from benchmarks import records
+from benchmarks.turns import ratios, tell
 from bert_dp.corpus import encode, sources, tokenizer
 
 Batches = list[list[str]]
@@ -55,31 +57,18 @@ def _alone_together(tokenizer_json: str, batches: Batches, barrier: object) -> f
 
 def ours(settings: encode.Encoding, batches: Batches, processes: int) -> tuple[float, float]:
     """(cold, warm) seconds of the tokenising stage."""
-    begun = []
+    starts = []
 
     def feed() -> Iterator[list[str]]:
         for _ in range(3 * processes):
             yield ["start every process"]
-        begun.append(time.perf_counter())
+        starts.append(time.perf_counter())
         yield from batches
 
     start = time.perf_counter()
     for _ in encode.encode_all(feed(), settings, processes):
         end = time.perf_counter()
-    return end - start, end - begun[0]
-
-
-def environment() -> dict[str, object]:
-    versions = {name: importlib.metadata.version(name) for name in ("tokenizers", "numpy")}
-    return {
-        "command": " ".join(sys.argv),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load_average_1min": os.getloadavg()[0],
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        **versions,
-    }
+    return end - start, end - starts[0]
 
 
 def spread(values: list[float]) -> dict[str, float | list[float]]:
@@ -88,20 +77,16 @@ def spread(values: list[float]) -> dict[str, float | list[float]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.make_parser(__doc__)
     parser.add_argument("--text", default="builtin", help="file, glob or `builtin`")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--processes", type=int, default=2)
     parser.add_argument("--vocab-size", type=int, default=32_768)
     parser.add_argument("--cased", action="store_true", help="a tokenizer without our normaliser")
-    given = parser.parse_args()
-    count = given.processes
-    docs = [text for source in sources.resolve([given.text]) for text in sources.documents(source)]
-    trained = tokenizer.train(
-        docs, model="wordpiece", vocab_size=given.vocab_size, with_normalizer=not given.cased
-    )
+    o = parser.parse_args()
+    count = o.processes
+    docs = [text for source in sources.resolve([o.text]) for text in sources.documents(source)]
+    trained = tokenizer.train(docs, model="wordpiece", vocab_size=o.vocab_size, with_normalizer=not o.cased)
     text = trained.to_str()
     settings = encode.Encoding(text, sep=5, max_tokens_per_char=0.25, near=False, seed=0)
     batches = list(encode.in_batches(docs))
@@ -114,21 +99,19 @@ def main() -> None:
         f"ours_{count}": lambda: ours(settings, batches, count),
     }
     seconds: dict[str, list[tuple[float, ...]]] = {name: [] for name in runs}
-    for repeat in range(given.repeats):
+    for repeat in range(o.repeats):
         for name in list(runs) if repeat % 2 == 0 else list(runs)[::-1]:
             seconds[name].append(runs[name]())
-            sys.stderr.write(
-                f"repeat {repeat + 1} of {given.repeats}: {name} {seconds[name][-1][-1]:.2f} s\n"
-            )
+            tell(f"repeat {repeat + 1} of {o.repeats}: {name} {seconds[name][-1][-1]:.2f} s")
 
-    def ratio(over: str, under: str, cores: int, which: int) -> dict[str, float | list[float]]:
-        pairs = zip(seconds[over], seconds[under], strict=True)
-        return spread([u[-1] / (o[which] * cores) for o, u in pairs])
+    def ratio(name: str, reference: str, cores: int, which: int) -> dict[str, float | list[float]]:
+        own_s = [cores * times[which] for times in seconds[name]]
+        return spread(ratios([times[-1] for times in seconds[reference]], own_s))
 
     per_core = {"alone_1": 1, "ours_1": 1, f"alone_{count}_at_once": count, f"ours_{count}": count}
     record = {
-        "environment": environment(),
-        "text": {"name": given.text, "bytes": size, "documents": len(docs), "batches": len(batches)},
+        "environment": records.environment(packages=("tokenizers", "numpy"), platform=platform.platform()),
+        "text": {"name": o.text, "bytes": size, "documents": len(docs), "batches": len(batches)},
         "bytes_per_s_per_core": {
             name: {
                 kind: spread([size / t[i] / per_core[name] for t in times])

@@ -14,13 +14,13 @@ import argparse
 import json
 import random
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks import records, turns
 from bert_dp import record
 from launcher import job, options
 from launcher.machine import environment
@@ -29,14 +29,11 @@ from launcher.run.trials import Slot
 from launcher.tune import FILE, batch, sizes
 from launcher.tune.batch_trials import BatchTrials
 
-ROOT = Path(__file__).parents[1]
 WARM_UP = 5
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = records.make_parser(__doc__, "--set")
     parser.add_argument("out", type=Path)
     parser.add_argument("--config", default="quickstart")
     parser.add_argument("--tries", type=int, default=3)
@@ -44,57 +41,38 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--gpus", default="2")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=v")
-    asked = parser.parse_args()
-    out = asked.out.resolve()
+    o = parser.parse_args()
+    out = o.out.resolve()
     (out / "sweep").mkdir(parents=True, exist_ok=True)
     question = batch.ask(
-        batch.load(asked.config, asked.set),
-        batch.Options(asked.gpus, options.seconds(asked.budget), None, "torchrun"),
+        batch.load(o.config, o.settings),
+        batch.Options(o.gpus, options.seconds(o.budget), None, "torchrun"),
     )
     job.prepare_data(question.config)
     rounds: list[dict[int, float]] = []
     tries = []
-    for number in range(asked.tries):
-        tries.append(search(asked, out / f"try-{number}"))
-        last = number == asked.tries - 1
-        due = asked.rounds if last else asked.rounds * (number + 1) // asked.tries
-        while len(rounds) < due:
-            rounds.append(sweep(question, out / "sweep", len(rounds), asked.steps))
+    for number in range(1, o.tries + 1):
+        tries.append(search(o, out / f"try-{number - 1}"))
+        while len(rounds) < o.rounds * number // o.tries:
+            rounds.append(sweep(question, out / "sweep", len(rounds), o.steps))
     print(json.dumps(result(question, tries, rounds), indent=1))
 
 
-def search(asked: argparse.Namespace, where: Path) -> dict[str, Any]:
+def search(o: argparse.Namespace, out: Path) -> dict[str, Any]:
     """tune.json of one call of the verb."""
-    if (record.read_json(where / FILE) or {}).get("status") != "complete":
-        settings = [part for item in asked.set for part in ("--set", item)]
-        command = [
-            sys.executable,
-            "-m",
-            "launcher",
-            "tune",
-            "batch",
-            asked.config,
-            *settings,
-            "--gpus",
-            asked.gpus,
-            "--budget",
-            asked.budget,
-            "--fresh",
-            "--out",
-            str(where),
-        ]
-        subprocess.run(command, check=True, stdout=sys.stderr, cwd=ROOT)
-    found = record.read_json(where / FILE)
-    assert found is not None
-    return found
+    if (record.read_json(out / FILE) or {}).get("status") != "complete":
+        options = ["--gpus", o.gpus, "--budget", o.budget, "--fresh", "--out", str(out)]
+        records.bert_dp("tune", "batch", o.config, *records.set_options(o.settings), *options)
+    result = record.read_json(out / FILE)
+    assert result is not None
+    return result
 
 
-def sweep(question: Any, where: Path, number: int, steps: int) -> dict[int, float]:
+def sweep(question: Any, out: Path, number: int, steps: int) -> dict[int, float]:
     """Sequences per second of every size, each in a run of its own at the declared global batch."""
-    found = {}
+    rates: dict[int, float] = {}
     with trials.runner(
-        where, [Slot()], launcher="torchrun", on_gpu=question.on_gpu, log=lambda line: None
+        out, [Slot()], launcher="torchrun", on_gpu=question.on_gpu, log=lambda line: None
     ) as runs:
         batches = BatchTrials(question, runs, lambda line: None)
         for micro in random.Random(number).sample(question.sizes, len(question.sizes)):
@@ -102,10 +80,9 @@ def sweep(question: Any, where: Path, number: int, steps: int) -> dict[int, floa
             trial = batches.trial(f"micro-{micro}-round-{number}", micro, global_size, WARM_UP + steps)
             measured = batches.measure(trial, WARM_UP)
             if measured.run is not None:
-                found[micro] = global_size / statistics.fmean(measured.run.step_s)
-            rate = f"{measured.status} {found.get(micro, 0):.1f}/s"
-            print(f"round {number}, micro {micro}: {rate}", file=sys.stderr)
-    return found
+                rates[micro] = global_size / statistics.fmean(measured.run.step_s)
+            turns.tell(f"round {number}, micro {micro}: {measured.status} {rates.get(micro, 0):.1f}/s")
+    return rates
 
 
 def result(question: Any, tries: list[dict[str, Any]], rounds: list[dict[int, float]]) -> dict[str, Any]:
@@ -113,9 +90,9 @@ def result(question: Any, tries: list[dict[str, Any]], rounds: list[dict[int, fl
     rates = {micro: [each[micro] for each in rounds if micro in each] for micro in question.sizes}
     medians = {micro: statistics.median(values) for micro, values in rates.items() if values}
     best = max(medians.values())
-    chosen = [found["choice"]["micro_batch"] for found in tries]
+    chosen = [tried["choice"]["micro_batch"] for tried in tries]
     shares = [medians[micro] / best for micro in chosen]
-    machine = environment.probe(ROOT).to_json()
+    machine = environment.probe(records.ROOT).to_json()
     kept = ("cpu_model", "affinity_cores", "git_commit", "versions")
     return {
         "date": tries[0]["date"],
@@ -132,16 +109,16 @@ def result(question: Any, tries: list[dict[str, Any]], rounds: list[dict[int, fl
             {
                 "micro_batch": micro,
                 "share_of_sweeps_best": share,
-                "seconds": found["seconds"],
-                "trials": found["trials"],
-                "not_settled": found["choice"]["not_settled"],
+                "seconds": tried["seconds"],
+                "trials": tried["trials"],
+                "not_settled": tried["choice"]["not_settled"],
                 "curve": {
                     str(s["micro_batch"]): [s["samples_per_s"], *s["samples_per_s_ci95"]]
-                    for s in found["sizes"]
+                    for s in tried["sizes"]
                     if s["samples_per_s"]
                 },
             }
-            for micro, share, found in zip(chosen, shares, tries, strict=True)
+            for micro, share, tried in zip(chosen, shares, tries, strict=True)
         ],
         "within_3_percent": sum(share >= 0.97 for share in shares),
         "sizes_considered": len(sizes.thin(question.sizes, sizes.MOST)),

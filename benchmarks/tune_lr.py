@@ -15,104 +15,79 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
-import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from bert_dp import record  # noqa: E402
-from bert_dp.config import Config  # noqa: E402
-from launcher import job  # noqa: E402
-from launcher.machine import environment  # noqa: E402
-from launcher.run import trials  # noqa: E402
-from launcher.run.trials import Stopped, Trial  # noqa: E402
-from launcher.tune import FILE, rate_trials  # noqa: E402
+from benchmarks import records
+from bert_dp import record
+from bert_dp.config import Config
+from launcher import job
+from launcher.machine import environment
+from launcher.run import trials
+from launcher.run.trials import Stopped, Trial
+from launcher.tune import FILE, rate_trials
 
 GOAL_NATS, GOAL_TOKENS = 0.02, 0.5
 TOKENS = 1_200_000  # about two minutes of one rank on one core, as long as the quickstart trains
 RATES = 5
+OUTCOME = ("trial", "lr", "seed", "status", "cause", "heldout_loss", "tokens", "seconds")
 KEPT = ("settings", "range_test", "rungs", "choice", "cost", "ranks", "at_a_time", "unigram_entropy_nats")
 
 
-def parse(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parse() -> argparse.Namespace:
+    parser = records.make_parser(__doc__, "--set", "--date", "--json")
     add = parser.add_argument
     add("--out", type=Path, required=True)
     add("--config", default="quickstart")
-    add("--set", dest="overrides", action="append", default=[], metavar="a.b=v")
     add("--tokens", type=int, default=TOKENS, help="of a whole run")
     add("--seeds", type=int, default=3)
-    add("--date", default=datetime.date.today().isoformat())
-    add("--json", type=Path)
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
 def search(o: argparse.Namespace) -> dict[str, Any]:
     """tune.json of `bert-dp tune lr`, as a user runs it."""
-    command = [
-        sys.executable,
-        "-m",
-        "launcher",
-        "tune",
-        "lr",
-        o.config,
-        "--tokens",
-        str(o.tokens),
-        "--seeds",
-        str(o.seeds),
-        "--rates",
-        str(RATES),
-        "--out",
-        str(o.out / "search"),
-    ]
-    command += [part for item in o.overrides for part in ("--set", item)]
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    code = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, check=False).returncode
-    if code:
-        sys.exit(code)
-    found = record.read_json(o.out / "search" / FILE)
-    assert found is not None
-    return found
+    options = ["--tokens", str(o.tokens), "--seeds", str(o.seeds), "--rates", str(RATES)]
+    options += ["--out", str(o.out / "search"), *records.set_options(o.settings)]
+    records.bert_dp("tune", "lr", o.config, *options)
+    result = record.read_json(o.out / "search" / FILE)
+    assert result is not None
+    return result
 
 
-def ladder_of(found: dict[str, Any]) -> list[float]:
+def ladder_of(searched: dict[str, Any]) -> list[float]:
     """The rates of the grid: those of the first rung, downwards to RATES of them."""
-    rates = sorted({trial["lr"] for trial in found["rungs"][0]["trials"]}, reverse=True)
+    rates = sorted({trial["lr"] for trial in searched["rungs"][0]["trials"]}, reverse=True)
     while len(rates) < RATES:
         rates.append(rates[-1] / 2)
     return rates
 
 
-def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, Any]) -> dict[str, Any]:
+def grid(o: argparse.Namespace, config: Config, shards: Path, searched: dict[str, Any]) -> dict[str, Any]:
     """Every rate with every seed at the whole budget."""
     out = o.out / "grid"
     out.mkdir(parents=True, exist_ok=True)
-    tokens, seeds = found["settings"]["tokens"], found["settings"]["seeds_used"]
+    tokens, seeds = searched["settings"]["tokens"], searched["settings"]["seeds_used"]
     named = {}
     for seed in seeds:
-        for rate in ladder_of(found):
+        for rate in ladder_of(searched):
             name = rate_trials.trial_name(config, rate, tokens, seed)
             settings = rate_trials.trial_config(config, shards, rate, tokens, seed, last=True)
-            named[name] = Trial(out / "trials" / name, settings, found["ranks"]), rate, seed
+            named[name] = Trial(out / "trials" / name, settings, searched["ranks"]), rate, seed
     machine = environment.probe()
     on_gpu = bool(machine.gpus) and config.run.device != "cpu"
     slots = trials.device_slots(
-        found["ranks"],
+        searched["ranks"],
         gpus=len(machine.gpus) if on_gpu else 0,
         cores=int(machine.usable_cores),
-        most=found["at_a_time"],
+        most=searched["at_a_time"],
     )
     before = (record.read_json(out / "seconds.json") or {"seconds": 0.0})["seconds"]
-    begun, outcomes = time.monotonic(), []
+    start, outcomes = time.monotonic(), []
     todo = [trial for trial, *_ in named.values()]
     left = [trial for trial in todo if trials.earlier_outcome(trial) is None]
     try:
@@ -130,22 +105,11 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, found: dict[str, A
     except Stopped as stop:
         sys.exit(128 + stop.number)
     finally:
-        spent = before + (time.monotonic() - begun if left else 0.0)
+        spent = before + (time.monotonic() - start if left else 0.0)
         record.write_json(out / "seconds.json", {"seconds": spent})
-    lines = [
-        {
-            "trial": x.trial,
-            "lr": x.lr,
-            "seed": x.seed,
-            "status": x.status,
-            "cause": x.cause,
-            "heldout_loss": x.heldout_loss,
-            "tokens": x.tokens,
-            "seconds": x.seconds,
-        }
-        for x in outcomes
-    ]
-    return {"seconds": spent, "trials": sorted(lines, key=lambda x: (-x["lr"], x["seed"]))}
+    outcomes.sort(key=lambda outcome: (-outcome.lr, outcome.seed))
+    lines = [{name: getattr(outcome, name) for name in OUTCOME} for outcome in outcomes]
+    return {"seconds": spent, "trials": lines}
 
 
 def means(trials: list[dict[str, Any]]) -> dict[float, float]:
@@ -158,12 +122,12 @@ def means(trials: list[dict[str, Any]]) -> dict[float, float]:
     return dict(sorted(out.items()))
 
 
-def compare(found: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
+def compare(searched: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
     """The figures of the record, from the trials alone."""
     by_rate = means(full["trials"])
     best = min(by_rate, key=lambda rate: by_rate[rate])
-    chosen = found["choice"]["lr"]
-    last = [trial for rung in found["rungs"] if rung["last"] for trial in rung["trials"]]
+    chosen = searched["choice"]["lr"]
+    last = [trial for rung in searched["rungs"] if rung["last"] for trial in rung["trials"]]
     tokens = sum(trial["tokens"] for trial in full["trials"])
     return {
         "chosen_lr": chosen,
@@ -172,13 +136,13 @@ def compare(found: dict[str, Any], full: dict[str, Any]) -> dict[str, Any]:
         "grid_best_lr": best,
         "grid_best_nats": by_rate[best],
         "gap_nats": means(last)[chosen] - by_rate[best],
-        "tokens": found["cost"]["tokens"],
+        "tokens": searched["cost"]["tokens"],
         "grid_tokens": tokens,
-        "token_ratio": found["cost"]["tokens"] / tokens,
-        "seconds": found["seconds"],
+        "token_ratio": searched["cost"]["tokens"] / tokens,
+        "seconds": searched["seconds"],
         "grid_seconds": full["seconds"],
-        "second_ratio": found["seconds"] / full["seconds"],
-        "trial_second_ratio": _trial_seconds(found["rungs"]) / _trial_seconds([full]),
+        "second_ratio": searched["seconds"] / full["seconds"],
+        "trial_second_ratio": _trial_seconds(searched["rungs"]) / _trial_seconds([full]),
         "goal_nats": GOAL_NATS,
         "goal_tokens": GOAL_TOKENS,
     }
@@ -192,11 +156,11 @@ def _trial_seconds(rungs: list[dict[str, Any]]) -> float:
 def main() -> None:
     o = parse()
     o.out = o.out.resolve()
-    config = job.load(o.config, o.overrides).config
-    found = search(o)
-    full = grid(o, config, job.prepare_data(config), found)
-    figures = compare(found, full)
-    machine = environment.probe(ROOT).to_json()
+    config = job.load(o.config, o.settings).config
+    searched = search(o)
+    full = grid(o, config, job.prepare_data(config), searched)
+    figures = compare(searched, full)
+    machine = environment.probe(records.ROOT).to_json()
     print(
         f"chosen {figures['chosen_lr']:g}: {figures['chosen_nats']:.4f} nats; the grid's best "
         f"{figures['grid_best_lr']:g}: {figures['grid_best_nats']:.4f}; gap {figures['gap_nats']:+.4f} "
@@ -209,22 +173,18 @@ def main() -> None:
         f"tokens {figures['token_ratio']:.3f} of the grid's (goal {GOAL_TOKENS}), seconds "
         f"{figures['second_ratio']:.3f}: {seconds}"
     )
-    if o.json:
-        o.json.write_text(
-            json.dumps(
-                {
-                    "environment": {**machine, "date": o.date},
-                    "command": sys.argv,
-                    "commit": machine["git_commit"],
-                    "config_hash": config.hash(),
-                    "data_hash": found["data_hash"],
-                    "figures": figures,
-                    "search": {key: found[key] for key in KEPT},
-                    "grid": full,
-                },
-                indent=1,
-            )
-        )
+    date = o.date or datetime.date.today().isoformat()
+    result = {
+        "environment": {**machine, "date": date},
+        "command": sys.argv,
+        "commit": machine["git_commit"],
+        "config_hash": config.hash(),
+        "data_hash": searched["data_hash"],
+        "figures": figures,
+        "search": {key: searched[key] for key in KEPT},
+        "grid": full,
+    }
+    records.write(o.json, result)
 
 
 if __name__ == "__main__":

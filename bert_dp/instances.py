@@ -35,17 +35,15 @@ def answering(open_answer: Callable[[], Answer], instances: int) -> Iterator[Sub
         yield lambda question: functools.partial(answer, question)
         return
     idle: queue.SimpleQueue[tuple[BaseProcess, Connection]] = queue.SimpleQueue()
-    processes, connections = [], []
-    for process, connection in map(start, [open_answer] * instances):
-        processes.append(process)
-        connections.append(connection)
-        idle.put((process, connection))
+    started = [start(open_answer) for _ in range(instances)]
+    for pair in started:
+        idle.put(pair)
 
     def ask(question: Any) -> Any:
         process, connection = idle.get()
         try:
             connection.send(question)
-            found = connection.recv()
+            result = connection.recv()
         except (EOFError, OSError):
             process.join(1)
             raise RunFailed(
@@ -53,20 +51,20 @@ def answering(open_answer: Callable[[], Answer], instances: int) -> Iterator[Sub
             ) from None
         finally:
             idle.put((process, connection))
-        if isinstance(found, Exception):
-            raise found
-        return found
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     with ThreadPoolExecutor(instances) as threads:
         try:
             yield lambda question: threads.submit(ask, question).result
-            for connection in connections:
+            for _, connection in started:
                 connection.close()
-            for process in processes:
+            for process, _ in started:
                 process.join(CLEANING_S)
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
-            for process in processes:
+            for process, _ in started:
                 process.terminate()
 
 
@@ -93,7 +91,7 @@ def serve(connection: Connection, open_answer: Callable[[], Answer]) -> None:
             question = connection.recv()
             try:
                 answer = answer or open_answer()
-                found = answer(question)
+                result = answer(question)
             except Exception as error:
-                found = error
-            connection.send(found)
+                result = error
+            connection.send(result)

@@ -47,135 +47,126 @@ BATCH_TOKENS = 8192  # of one forward pass, padding included
 DIGITS = 6  # after the point, of what is written
 
 Texts = Sequence[tuple[str, ...]]
+Compute = Callable[[Tensor, Tensor], Tensor]
+"""Token ids and which of them are real, each [B, S], to logits [B, L] of a finetuned run or hidden states
+[B, S, H]."""
 T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
-class Subject:
-    """What predicts: a run, or what was exported of one."""
+class ModelSource:
+    """What predicts, without its weights."""
 
-    place: Path
+    path: Path
     """A checkpoint, or an exported directory."""
     finetune: FinetuneConfig | None
-    """null of a pretrained run."""
+    """None of a pretrained run."""
     encoder: Encoder
 
 
-def find_subject(run: str) -> Subject:
-    """Of a run, of a checkpoint or of an exported directory, without its weights. Raises ConfigError."""
-    place = Path(run)
-    if is_exported(place):
-        about = read_exported(place)
-        return Subject(
-            place, about.finetune, Encoder.load(place / checkpoint.TOKENIZER, about.sequence_length)
-        )
+def find_source(run: str) -> ModelSource:
+    """Of a run, of a checkpoint or of an exported directory. Raises ConfigError."""
+    path = Path(run)
+    if is_exported(path):
+        exported = read_exported(path)
+        encoder = Encoder.load(path / checkpoint.TOKENIZER, exported.sequence_length)
+        return ModelSource(path, exported.finetune, encoder)
     path = checkpoint.resolve(run)
     config = resolve([record.read_checkpoint_facts(path).config])
     encoder = Encoder.load(pretrained.tokenizer_of(path), config.data.sequence_length)
-    return Subject(path, config.finetune if config.objective.name == "finetune" else None, encoder)
+    return ModelSource(path, config.finetune if config.objective.name == "finetune" else None, encoder)
 
 
-@dataclasses.dataclass(frozen=True)
-class Predictor:
-    """The model of a Subject."""
-
-    compute: Callable[[Tensor, Tensor], Tensor]
-    """Token ids and which of them are real, each [B, S], to logits [B, L] of a finetuned run or hidden states
-    [B, S, H]."""
-    finetune: FinetuneConfig | None
-    """null of a pretrained run."""
-
-
-def open_predictor(run: str) -> tuple[Predictor, Encoder]:
-    """Of a run, of a checkpoint or of an exported directory. Raises ConfigError."""
-    subject = find_subject(run)
-    return predictor_at(subject.place), subject.encoder
-
-
-def predictor_at(place: Path, threads: int = 0) -> Predictor:
-    """`place`: of a Subject. `threads`: of ONNX Runtime, 0 = its own choice; what else computes has torch's.
+def open_model(path: Path, threads: int = 0) -> Compute:
+    """`path`: of a ModelSource. `threads`: of ONNX Runtime, 0 = its own choice; all else has torch's.
 
     Raises ConfigError.
     """
-    if not is_exported(place):
-        model, _, config = pretrained.load_with_config(place)
-        return of_model(model, config.finetune)
-    about = read_exported(place)
+    if not is_exported(path):
+        return on_device(pretrained.load(path)[0])
+    exported = read_exported(path)
+    kind = "classifier" if exported.kind == "classifier" else "encoder"
     try:
-        kind = "classifier" if about.kind == "classifier" else "encoder"
-        by_arrays = foreign.open_directory(place, about.format, kind, threads)
+        compute_arrays = foreign.open_directory(path, exported.format, kind, threads)
     except foreign.Unusable as error:
         raise ConfigError([str(error)]) from None
 
     def compute(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
-        return torch.from_numpy(by_arrays(ids_BS.numpy(), real_BS.long().numpy()))
+        return torch.from_numpy(compute_arrays(ids_BS.numpy(), real_BS.long().numpy()))
 
-    return Predictor(compute, about.finetune)
+    return compute
 
 
-def of_model(model: CrammedBert | Classifier, finetune: FinetuneConfig) -> Predictor:
-    """Of a model of ours, on the GPU where there is one."""
+def on_device(model: CrammedBert | Classifier) -> Compute:
+    """A model of ours, on the GPU where there is one."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model.to(device)
     inner = model if isinstance(model, Classifier) else model.model
 
     def compute(ids_BS: Tensor, real_BS: Tensor) -> Tensor:
         with torch.inference_mode():
-            out: Tensor = inner(ids_BS.to(device), real_BS.to(device))
-        return out
+            outputs: Tensor = inner(ids_BS.to(device), real_BS.to(device))
+        return outputs
 
-    return Predictor(compute, finetune if isinstance(model, Classifier) else None)
+    return compute
 
 
 def predict(
-    run: str, texts: Texts, pooling: str | None, tell: Progress, count: int = 1, threads: int | None = None
+    run: str,
+    texts: Texts,
+    pooling: str | None,
+    progress: Progress,
+    count: int = 1,
+    threads: int | None = None,
 ) -> Iterator[dict[str, Any]]:
     """Of each example, in their order, its index and what the run makes of it: see `labelled`; a pretrained
-    one `encoding`, the hidden states pooled by `pooling` (mean, or cls). `count`: of the processes that
-    compute, each with `threads` (None: one a core).
+    one `encoding`, the hidden states pooled by `pooling` (mean, which None is too, or cls). `count`: of the
+    processes that compute, each with `threads` (None: one a core).
 
     Raises ConfigError for a run that cannot be used, RunFailed where its outputs are not finite.
     """
-    subject = find_subject(run)
-    encoder = subject.encoder
-    how = (encoder.special["pad"], pooling)
-    cut = done = index = 0
+    source = find_source(run)
+    encoder, finetune = source.encoder, source.finetune
+    pooling = (pooling or "mean") if finetune is None else None
+    open_answer = functools.partial(open_outputs, source.path, encoder.special["pad"], pooling, threads)
+    truncated = done = index = 0
 
-    def ask(first: int) -> list[tuple[NDArray[np.int64], instances.Wait]]:
-        """Of the examples that are held from `first` on, in batches."""
-        nonlocal cut
-        ids, offsets, truncated = encoder.encode(texts[first : first + HELD])
-        cut += truncated
+    def submit_batches(first: int) -> list[tuple[NDArray[np.int64], instances.Wait]]:
+        """The examples that are held from `first` on."""
+        nonlocal truncated
+        ids, offsets, count_truncated = encoder.encode(texts[first : first + HELD])
+        truncated += count_truncated
         rows = np.split(ids, offsets[1:-1])
         return [(index_B, submit([rows[i] for i in index_B])) for index_B in batches(np.diff(offsets))]
 
-    with instances.answering(functools.partial(open_answer, subject.place, how, threads), count) as submit:
-        for asked in one_ahead(map(ask, range(0, len(texts), HELD))):
+    with instances.answering(open_answer, count) as submit:
+        for submitted in one_ahead(map(submit_batches, range(0, len(texts), HELD))):
             outputs = []
-            for index_B, wait in asked:
+            for index_B, wait in submitted:
                 outputs.append(wait())
                 done += len(index_B)
-                tell("examples", done, len(texts))
-            order_N = np.concatenate([index_B for index_B, _ in asked])
+                progress("examples", done, len(texts))
+            order_N = np.concatenate([index_B for index_B, _ in submitted])
             for output_L in np.concatenate(outputs)[np.argsort(order_N)]:
-                yield {"index": index, **shown(output_L, subject.finetune)}
+                encoding = {"encoding": output_L.round(DIGITS).tolist()}
+                yield {"index": index, **(encoding if finetune is None else labelled(output_L, finetune))}
                 index += 1
-    if cut:
-        tell(f"{cut} of {len(texts)} examples were cut to {encoder.length} tokens", 0, None)
+    if truncated:
+        progress(f"{truncated} of {len(texts)} examples were cut to {encoder.length} tokens", 0, None)
 
 
-def open_answer(place: Path, how: tuple[int, str | None], threads: int | None) -> instances.Answer:
-    """Rows of tokens to outputs, in this process and from now on with its threads. `how`: pad and pooling of
-    `outputs_of`. Raises ConfigError."""
+def open_outputs(path: Path, pad: int, pooling: str | None, threads: int | None) -> instances.Answer:
+    """Rows of tokens to `outputs_of` them, in this process and from now on with its threads. Raises
+    ConfigError."""
     use_all_cores()
     if threads is not None:
         torch.set_num_threads(threads)
-    predictor = predictor_at(place, threads or 0)
-    return lambda rows: outputs_of(predictor, rows, *how)
+    compute = open_model(path, threads or 0)
+    return lambda rows: outputs_of(compute, rows, pad, pooling)
 
 
 def one_ahead(items: Iterable[T]) -> Iterator[T]:
-    """Each once the next one is there: so that something is asked while an answer is dealt with."""
+    """Each item once the next one has been made, so that work is submitted while results are used."""
     before: list[T] = []
     for item in items:
         yield from before
@@ -183,39 +174,32 @@ def one_ahead(items: Iterable[T]) -> Iterator[T]:
     yield from before
 
 
-def shown(output_L: NDArray[np.float64], finetune: FinetuneConfig | None) -> dict[str, Any]:
-    """What a line says of an example."""
-    if finetune is None:
-        return {"encoding": output_L.round(DIGITS).tolist()}
-    return labelled(output_L, finetune)
-
-
 def outputs_of(
-    predictor: Predictor, rows: Sequence[NDArray[np.uint16]], pad: int, pooling: str | None
+    compute: Compute, rows: Sequence[NDArray[np.uint16]], pad: int, pooling: str | None
 ) -> NDArray[np.float64]:
-    """[N, L]: logits, or pooled hidden states. `rows`: the tokens of each example, <cls> first.
+    """[N, L]: logits, or hidden states pooled by `pooling` (None of a finetuned run). `rows`: the tokens of
+    each example, <cls> first.
 
     The mean of a pretrained run, which has never seen a <cls>, is over what stands behind it.
     """
-    encodes = predictor.finetune is None
-    if encodes and pooling != "cls":
+    if pooling == "mean":
         rows = [row[1:] for row in rows]
     lengths_N = np.array([len(row) for row in rows])
     parts, order = [], []
     for index_B in batches(lengths_N):
         ids_BS = np.full((len(index_B), lengths_N[index_B].max()), pad, np.int64)
-        for place, index in enumerate(index_B):
-            ids_BS[place, : lengths_N[index]] = rows[index]
+        for ids_S, index in zip(ids_BS, index_B, strict=True):
+            ids_S[: lengths_N[index]] = rows[index]
         real_BS = torch.from_numpy(np.arange(ids_BS.shape[1]) < lengths_N[index_B, None])
-        outputs = predictor.compute(torch.from_numpy(ids_BS), real_BS)
-        if encodes:
-            outputs = pool(outputs, real_BS.to(outputs.device), pooling or "mean")
+        outputs = compute(torch.from_numpy(ids_BS), real_BS)
+        if pooling is not None:
+            outputs = pool(outputs, real_BS.to(outputs.device), pooling)
         parts.append(outputs.double().cpu().numpy())
         order.append(index_B)
-    found: NDArray[np.float64] = np.concatenate(parts)[np.argsort(np.concatenate(order))]
-    if not np.isfinite(found).all():
+    outputs_NL: NDArray[np.float64] = np.concatenate(parts)[np.argsort(np.concatenate(order))]
+    if not np.isfinite(outputs_NL).all():
         raise RunFailed("what the run makes of some examples is not finite: it has diverged", "not_finite")
-    return found
+    return outputs_NL
 
 
 def batches(lengths_N: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
@@ -234,13 +218,13 @@ def labelled(logits_L: NDArray[np.float64], finetune: FinetuneConfig) -> dict[st
         return {"score": round(float(logits_L[0]), DIGITS)}
     names = finetune.labels
     if finetune.kind == "multi_label":
-        share_L = np.exp(-np.logaddexp(0.0, -logits_L))
-        what: dict[str, Any] = {"labels": [name for name, x in zip(names, logits_L, strict=True) if x > 0]}
+        probability_L = np.exp(-np.logaddexp(0.0, -logits_L))
+        answer: dict[str, Any] = {"labels": [name for name, x in zip(names, logits_L, strict=True) if x > 0]}
     else:
-        share_L = np.exp(logits_L - logits_L.max())
-        share_L /= share_L.sum()
-        what = {"label": names[int(logits_L.argmax())]}
-    return {**what, "probabilities": dict(zip(names, share_L.round(DIGITS).tolist(), strict=True))}
+        probability_L = np.exp(logits_L - logits_L.max())
+        probability_L /= probability_L.sum()
+        answer = {"label": names[int(logits_L.argmax())]}
+    return {**answer, "probabilities": dict(zip(names, probability_L.round(DIGITS).tolist(), strict=True))}
 
 
 def read_texts(file: str, columns: Sequence[str]) -> Texts:
@@ -261,7 +245,7 @@ def read_texts(file: str, columns: Sequence[str]) -> Texts:
 
 
 def read_file(file: str, columns: Sequence[str]) -> Texts:
-    """As `read_texts`."""
+    """As `read_texts`, of a file that has a name."""
     path = Path(file).expanduser()
     is_hub = file.startswith("hub:")
     if columns or is_hub or readers.FORMATS.get(readers.suffixes(path)[0]) != "text":
@@ -305,13 +289,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--instances", type=int, default=1, help="processes that compute")
     parser.add_argument("--threads", type=int, help="of each")
-    arguments = parser.parse_args(argv)
+    options = parser.parse_args(argv)
 
     def answer() -> tuple[str, int]:
-        texts = read_texts(arguments.file, arguments.column)
-        with shown_progress() as tell, destination(arguments.out) as file:
-            how = (arguments.pooling, tell, arguments.instances, arguments.threads)
-            for line in predict(arguments.run, texts, *how):
+        texts = read_texts(options.file, options.column)
+        with shown_progress() as progress, destination(options.out) as file:
+            for line in predict(
+                options.run, texts, options.pooling, progress, options.instances, options.threads
+            ):
                 file.write(json.dumps(line) + "\n")
         return "", 0
 

@@ -35,12 +35,7 @@ def load_with_config(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classif
     path = checkpoint.resolve(os.path.expanduser(run))
     state, facts = checkpoint.load(path)
     config = resolve([facts.config])
-    length = config.data.sequence_length
-    model = (
-        Classifier(config.model, length, config.finetune)
-        if config.objective.name == "finetune"
-        else CrammedBert(config.model, length)
-    )
+    model = make_model(config)
     model.to(next(iter(state["model"].values())).dtype)
     state["optimizer"] = {}  # half of the memory, and of no use here
     if issues := checkpoint.state_issues(path, state, model):
@@ -49,11 +44,20 @@ def load_with_config(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classif
     return model.eval(), tokenizer.load(tokenizer_of(path)), config
 
 
+def make_model(config: Config) -> CrammedBert | Classifier:
+    """The model that a run of `config` trains, with weights of any value."""
+    length = config.data.sequence_length
+    if config.objective.name == "finetune":
+        return Classifier(config.model, length, config.finetune)
+    return CrammedBert(config.model, length)
+
+
 def tokenizer_of(path: Path) -> Path:
     """The tokenizer.json of a checkpoint, or of its run where it has none. Raises ConfigError."""
     places = (path / checkpoint.TOKENIZER, path.parent.parent / checkpoint.TOKENIZER)
-    if found := next((place for place in places if place.is_file()), None):
-        return found
+    for place in places:
+        if place.is_file():
+            return place
     raise ConfigError(
         [f"{path}: an older run, without its tokenizer; put the tokenizer.json of its shards at {places[1]}"]
     )

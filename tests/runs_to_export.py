@@ -14,6 +14,7 @@ from bert_dp.config import Config, Kind, read_yaml, resolve
 from bert_dp.corpus import tokenizer
 from bert_dp.export.hf import new_model, settings_of, tensors_of
 from bert_dp.model import CrammedBert
+from bert_dp.pretrained import make_model
 from tests.helpers import CONFIGS
 from tests.states import FACTS
 
@@ -45,12 +46,7 @@ def finetuned(config: Config, head: str, **finetune: Any) -> Config:
 
 def perturbed(config: Config, seed: int = 0) -> CrammedBert | Classifier:
     """A model whose outputs change with each of its parameters."""
-    length = config.data.sequence_length
-    model: CrammedBert | Classifier = (
-        Classifier(config.model, length, config.finetune)
-        if config.objective.name == "finetune"
-        else CrammedBert(config.model, length)
-    )
+    model = make_model(config)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -27,32 +27,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         form.add_argument("--encoder", action="store_true")
         form.add_argument("--command", required=True, help="what the model card says made it")
         form.add_argument("--scores", default="", help="a section of the model card")
-    onnx.add_argument("--int8", action="store_true")
-    aoti.add_argument("--bf16", action="store_true")
+        form.set_defaults(precision="fp32")
+    onnx.add_argument("--int8", dest="precision", action="store_const", const="int8")
+    aoti.add_argument("--bf16", dest="precision", action="store_const", const="bf16")
     checking = forms.add_parser("check")
     checking.add_argument("directory", type=Path)
     checking.add_argument("--run", type=Path)
     checking.add_argument("--python", default=sys.executable, help="the interpreter that loads DIR")
-    asked = parser.parse_args(argv)
+    options = parser.parse_args(argv)
     use_all_cores()
 
     def answer() -> tuple[str, int]:
-        if asked.form == "check":
-            found = check(asked.directory, asked.run, asked.python)
-            return json.dumps(found), 0 if found["ok"] else 1
-        source = open_run(asked.run, encoder=asked.encoder)
+        if options.form == "check":
+            comparison = check(options.directory, options.run, options.python)
+            return json.dumps(comparison), 0 if comparison["ok"] else 1
+        source = open_run(options.run, encoder=options.encoder)
         if source.facts.step == 0:
             sys.stderr.write("warning: RUN has not trained a step: its weights are random\n")
-        told = (asked.command, asked.scores)
-        with new_directory(asked.out) as folder:
-            if asked.form == "hf":
-                write_hf(source, folder, *told)
-            elif asked.form == "onnx":
-                write_onnx(source, folder, int8=asked.int8)
-                write_about(folder, source, "onnx", *told, precision="int8" if asked.int8 else "fp32")
+        with new_directory(options.out) as folder:
+            if options.form == "hf":
+                write_hf(source, folder)
+            elif options.form == "onnx":
+                write_onnx(source, folder, int8=options.precision == "int8")
             else:
-                write_about(folder, source, "aoti", *told, precision="bf16" if asked.bf16 else "fp32")
-                write_aoti(source, folder, bf16=asked.bf16)
+                write_aoti(source, folder, bf16=options.precision == "bf16")
+            write_about(folder, source, options.form, options.command, options.scores, options.precision)
         return "", 0
 
     return run_command(answer)

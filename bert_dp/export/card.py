@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import __version__, record
+from bert_dp.export.foreign import AUTO, OUTPUTS
 from bert_dp.export.whole import Source
 from bert_dp.record.exported import Exported
 from bert_dp.record.models import HeldOut, Summary
 
+LIBRARIES = {"hf": "transformers", "onnx": "onnx", "aoti": "pytorch"}
 TAGS = {"mlm": "fill-mask", "classifier": "text-classification", "encoder": "feature-extraction"}
-HOW = {
+USAGE = {
     "hf": "    from transformers import {auto}, AutoTokenizer\n\n"
     '    model = {auto}.from_pretrained("DIR")\n'
     '    tokenizer = AutoTokenizer.from_pretrained("DIR")\n',
@@ -36,32 +38,29 @@ SENTENCES = (
 )
 
 
-def card(exported: Exported, source: Source, command: str, scores: str, auto: str, output: str) -> str:
-    """Markdown. `command`: what made the directory; `scores`: a section, or nothing; `auto`: the class of
-    transformers that loads it; `output`: the name of what it computes first."""
-    front = "---\nlibrary_name: {}\npipeline_tag: {}\ntags: [bert, bert-dp]\n---\n"
-    library = {"hf": "transformers", "onnx": "onnx", "aoti": "pytorch"}[exported.format]
-    is_pretrained = source.config.objective.name == "mlm"
-    is_encoder = exported.kind == "encoder"
-    notes = [
-        PRETRAINED if is_pretrained else None,
-        (SENTENCES if exported.format == "hf" else NOT_SIMILAR) if is_encoder else None,
-        NEEDS.get(exported.architecture or exported.format),
-    ]
+def card(exported: Exported, source: Source, command: str, scores: str) -> str:
+    """Markdown. `command`: what made the directory; `scores`: a section, or empty."""
+    notes = [NEEDS.get(exported.architecture or exported.format)]
+    if exported.kind == "encoder":
+        notes.insert(0, SENTENCES if exported.format == "hf" else NOT_SIMILAR)
+    if source.config.objective.name == "mlm":
+        notes.insert(0, PRETRAINED)
     parts = [
-        front.format(library, TAGS[exported.kind]),
+        f"---\nlibrary_name: {LIBRARIES[exported.format]}\npipeline_tag: {TAGS[exported.kind]}\n"
+        "tags: [bert, bert-dp]\n---\n",
         f"# {source.run_name}\n",
         f"{exported.parameters:,} parameters, at most {exported.sequence_length} tokens, made by bert-dp "
         f"{__version__}: `{command}`.\n",
-        HOW[exported.format].format(auto=auto, output=output),
+        USAGE[exported.format].format(auto=AUTO[exported.kind], output=OUTPUTS[exported.kind][0]),
         *(f"{note}\n" for note in notes if note),
-        "| trained | |\n|---|---|\n" + "".join(f"| {name} | {text} |\n" for name, text in facts(source)),
-        *([scores] if scores else []),
+        "| trained | |\n|---|---|\n"
+        + "".join(f"| {name} | {text} |\n" for name, text in training_facts(source)),
+        scores,
     ]
-    return "\n".join(parts)
+    return "\n".join(filter(None, parts))
 
 
-def facts(source: Source) -> Iterator[tuple[str, str]]:
+def training_facts(source: Source) -> Iterator[tuple[str, str]]:
     """What is known of the training, as far as the run's directory still has it."""
     run, config = source.checkpoint.parent.parent, source.config
     environment = record.read_json(run / "environment.json") or {}

@@ -37,8 +37,8 @@ Batch = tuple[NDArray[np.int64], NDArray[np.int64]]
 
 
 def check(directory: Path, run: Path | None, python: str = sys.executable) -> dict[str, Any]:
-    """What main prints: see launcher.results.ExportCheck. `run`: where it is; None = see `places`. `python`:
-    the interpreter that loads the directory.
+    """What main prints: see launcher.results.ExportCheck. `run`: its directory; None = see `run_places`.
+    `python`: the interpreter that loads the directory.
 
     Raises ConfigError for a directory or run that cannot be used, or that is another one, and RunFailed where
     the directory cannot be loaded.
@@ -46,14 +46,13 @@ def check(directory: Path, run: Path | None, python: str = sys.executable) -> di
     exported = read_exported(directory)
     source = open_source(directory, exported, run)
     batches = make_batches(source, exported)
-    ours = [reference(source, *batch) for batch in batches]
-    theirs, facts = compute_apart(directory, batches, python)
+    outputs, facts = compute_apart(directory, batches, python)
     tolerance = TOLERANCES[exported.format] if exported.precision == "fp32" else None
     rows = [
-        compare(batch, *pair, exported, tolerance)
-        for batch, pair in zip(batches, zip(ours, theirs, strict=True), strict=True)
+        compare(batch, reference(source, *batch), output, exported, tolerance)
+        for batch, output in zip(batches, outputs, strict=True)
     ]
-    found = {
+    comparison = {
         "format": exported.format,
         "kind": exported.kind,
         "precision": exported.precision,
@@ -68,35 +67,39 @@ def check(directory: Path, run: Path | None, python: str = sys.executable) -> di
         "again": facts["again"],
         "versions": facts["versions"],
     }
-    return {**found, "ok": is_ok(found)}
+    return {**comparison, "ok": is_ok(comparison)}
 
 
-def is_ok(found: dict[str, Any]) -> bool:
+def is_ok(comparison: dict[str, Any]) -> bool:
     """Whether the two compute the same. A directory of another precision is measured, not judged."""
-    same_weights = not found["not_loaded"] and found["parameters"] == found["stored_parameters"]
-    if found["tolerance"] is None:
+    tolerance = comparison["tolerance"]
+    same_weights: bool = (
+        not comparison["not_loaded"] and comparison["parameters"] == comparison["stored_parameters"]
+    )
+    if tolerance is None:
         return same_weights
-    rows = found["rows"]
-    near = all(row["difference"] <= found["tolerance"] and row["top1"] in (None, 1) for row in rows)
-    return near and same_weights and found["again"] <= found["tolerance"]
+    near = all(row["difference"] <= tolerance and row["top1"] in (None, 1) for row in comparison["rows"])
+    return near and same_weights and comparison["again"] <= tolerance
 
 
 def open_source(directory: Path, exported: Exported, run: Path | None) -> Source:
     """The run of a directory. Raises ConfigError when it is not found or has other weights."""
-    for where in places(directory, exported.run) if run is None else [run]:
-        if run is None and not where.exists():
-            continue
-        own = checkpoint.path_of(where / "checkpoints", exported.step)  # it may have been trained on
+    candidates = run_places(directory, exported.run) if run is None else [run]
+    for candidate in candidates:
+        own = checkpoint.path_of(candidate / "checkpoints", exported.step)  # it may have been trained on
         try:
-            path = checkpoint.resolve(str(own if own.is_dir() else where))
+            path = checkpoint.resolve(str(own if own.is_dir() else candidate))
         except ConfigError as error:
             raise ConfigError([f"--run: {issue}" for issue in error.issues]) from None
         if checkpoint.weights_hash(path) == exported.weights_sha256:
             return open_run(path, encoder=exported.kind == "encoder")
         if run is not None:
-            what = f"{path.name} has others" if path != where else "it has others"
+            holder = path.name if path != run else "it"
             raise ConfigError(
-                [f"--run: {where} has not the weights that were exported at step {exported.step} ({what})"]
+                [
+                    f"--run: {run} has not the weights that were exported at step {exported.step} "
+                    f"({holder} has others)"
+                ]
             )
     raise ConfigError(
         [
@@ -106,10 +109,11 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Source
     )
 
 
-def places(directory: Path, name: str) -> list[Path]:
-    """Where a run of this name may be: in the current folder, in runs, or beside the directory."""
-    beside = directory.absolute().parent
-    return [Path(name), Path("runs") / name, beside / name, beside / "runs" / name]
+def run_places(directory: Path, name: str) -> list[Path]:
+    """The runs of this name in the current folder, in runs, and beside the directory."""
+    folders = (Path(), directory.absolute().parent)
+    places = [folder / part / name for folder in folders for part in ("", "runs")]
+    return [place for place in places if place.exists()]
 
 
 def make_batches(source: Source, exported: Exported) -> list[Batch]:
@@ -131,10 +135,9 @@ def make_batches(source: Source, exported: Exported) -> list[Batch]:
 def reference(source: Source, ids_BS: NDArray[np.int64], mask_BS: NDArray[np.int64]) -> NDArray[np.float32]:
     """What our model makes of a batch, in fp32."""
     with torch.inference_mode():
-        found: NDArray[np.float32] = (
-            source.whole()(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))[0].float().numpy()
-        )
-    return found
+        first = source.whole()(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))[0]
+    output: NDArray[np.float32] = first.float().numpy()
+    return output
 
 
 def compute_apart(
@@ -142,12 +145,15 @@ def compute_apart(
 ) -> tuple[list[NDArray[Any]], dict[str, Any]]:
     """What the directory makes of the batches in a process of its own, and what it says of itself."""
     with tempfile.TemporaryDirectory() as scratch:
-        given, made = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
-        ids = {f"ids-{i}": np.ascontiguousarray(ids_BS) for i, (ids_BS, _) in enumerate(batches)}
-        masks = {f"mask-{i}": np.ascontiguousarray(mask_BS) for i, (_, mask_BS) in enumerate(batches)}
-        save_file({**ids, **masks}, given)
+        inputs, results = Path(scratch) / "in.safetensors", Path(scratch) / "out.safetensors"
+        arrays = {
+            f"{name}-{i}": np.ascontiguousarray(array)
+            for i, batch in enumerate(batches)
+            for name, array in zip(("ids", "mask"), batch, strict=True)
+        }
+        save_file(arrays, inputs)
         done = subprocess.run(
-            [python, "-I", foreign.__file__, str(directory.absolute()), str(given), str(made)],
+            [python, "-I", foreign.__file__, str(directory.absolute()), str(inputs), str(results)],
             stdout=subprocess.PIPE,
             cwd=scratch,
             env={**os.environ, "HF_HUB_OFFLINE": "1"},
@@ -157,7 +163,7 @@ def compute_apart(
             raise ConfigError([])  # it has said why
         if done.returncode:
             raise RunFailed(f"{directory} could not be computed; see above", "error")
-        outputs = load_file(made)
+        outputs = load_file(results)
     return [outputs[f"output-{i}"] for i in range(len(batches))], json.loads(done.stdout.splitlines()[-1])
 
 

@@ -25,16 +25,22 @@ Array = NDArray[Any]
 Compute = Callable[[Array, Array], Array]
 """input_ids and attention_mask, each [B, S] int64, to logits or last hidden states."""
 
-AUTO = {"mlm": "AutoModelForMaskedLM", "classifier": "AutoModelForSequenceClassification"}
+OUTPUTS = {
+    "mlm": ("logits", "last_hidden_state"),
+    "classifier": ("logits",),
+    "encoder": ("last_hidden_state",),
+}
+"""Names of what a model of each kind computes, in order; the first is what is compared."""
+AUTO = {
+    "mlm": "AutoModelForMaskedLM",
+    "classifier": "AutoModelForSequenceClassification",
+    "encoder": "AutoModel",
+}
 UNUSABLE = 2  # exit code for a directory that cannot be loaded
 
 
 class Unusable(RuntimeError):
     """A directory that cannot be loaded; the message is one line."""
-
-
-def output_of(kind: str) -> str:
-    return "last_hidden_state" if kind == "encoder" else "logits"
 
 
 def open_directory(directory: Path, form: str, kind: str, threads: int = 0) -> Compute:
@@ -70,9 +76,9 @@ def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
     the model)."""
     import transformers
 
-    transformers.logging.set_verbosity_error()  # what was not loaded is said by us
+    transformers.logging.set_verbosity_error()  # we say what was not loaded
     transformers.logging.disable_progress_bar()
-    auto = getattr(transformers, AUTO.get(kind, "AutoModel"))
+    auto = getattr(transformers, AUTO[kind])
     model, loaded = auto.from_pretrained(
         directory,
         local_files_only=True,
@@ -91,9 +97,9 @@ def compute_hf(model: Any, kind: str) -> Compute:
     def compute(ids_BS: Array, mask_BS: Array) -> Array:
         with torch.inference_mode():
             ids, mask = torch.from_numpy(ids_BS), torch.from_numpy(mask_BS)
-            found = model(input_ids=ids, attention_mask=mask)
-        out: Array = getattr(found, output_of(kind)).float().numpy()
-        return out
+            outputs = model(input_ids=ids, attention_mask=mask)
+        first: Array = getattr(outputs, OUTPUTS[kind][0]).float().numpy()
+        return first
 
     return compute
 
@@ -102,16 +108,17 @@ def open_onnx(directory: Path, kind: str, threads: int = 0) -> Compute:
     """By ONNX Runtime on the CPU. What the output does not need is not computed."""
     import onnxruntime
 
-    how = onnxruntime.SessionOptions()
-    how.intra_op_num_threads = threads
-    session = onnxruntime.InferenceSession(directory / "model.onnx", how, providers=["CPUExecutionProvider"])
-    options = onnxruntime.RunOptions()
-    options.only_execute_path_to_fetches = True
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    file, providers = directory / "model.onnx", ["CPUExecutionProvider"]
+    session = onnxruntime.InferenceSession(file, options, providers=providers)
+    run_options = onnxruntime.RunOptions()
+    run_options.only_execute_path_to_fetches = True
 
     def compute(ids_BS: Array, mask_BS: Array) -> Array:
-        feeds = {"input_ids": ids_BS, "attention_mask": mask_BS}
-        out: Array = session.run([output_of(kind)], feeds, options)[0]
-        return out
+        inputs = {"input_ids": ids_BS, "attention_mask": mask_BS}
+        (first,) = session.run(OUTPUTS[kind][:1], inputs, run_options)
+        return first
 
     return compute
 
@@ -121,13 +128,14 @@ def open_aoti(directory: Path, kind: str) -> Compute:
     import torch
 
     package = torch._inductor.aoti_load_package(str(directory / "model.pt2"))
-    place = json.loads((directory / "export.json").read_text())["kind"] == "mlm" and kind == "encoder"
+    exported_kind = json.loads((directory / "export.json").read_text())["kind"]
+    index = OUTPUTS[exported_kind].index(OUTPUTS[kind][0])
 
     def compute(ids_BS: Array, mask_BS: Array) -> Array:
         with torch.inference_mode():
-            found = package(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))
-        out: Array = found[int(place)].float().numpy()
-        return out
+            outputs = package(torch.from_numpy(ids_BS), torch.from_numpy(mask_BS))
+        output: Array = outputs[index].float().numpy()
+        return output
 
     return compute
 
@@ -147,7 +155,7 @@ def again(directory: Path, form: str, kind: str, scratch: Path) -> tuple[Compute
     return open_aoti(directory, kind), {}
 
 
-def main(directory: Path, inputs: Path, outputs: Path) -> int:
+def main(directory: Path, inputs: Path, out: Path) -> int:
     """See above. Exit code UNUSABLE, and a line on stderr, for a directory that cannot be loaded."""
     for name in ("bert_dp", "launcher"):
         sys.modules[name] = None  # type: ignore[assignment]  # not by any means
@@ -164,13 +172,14 @@ def main(directory: Path, inputs: Path, outputs: Path) -> int:
     except Unusable as error:
         sys.stderr.write(f"error: {error}\n")
         return UNUSABLE
-    found = [compute(*batch) for batch in batches]
+    outputs = [compute(*batch) for batch in batches]
     with tempfile.TemporaryDirectory() as scratch:
         saved, facts = again(directory, form, kind, Path(scratch))
         facts["again"] = max(
-            float(np.abs(saved(*batch) - once).max()) for batch, once in zip(batches, found, strict=True)
+            float(np.abs(saved(*batch) - output).max())
+            for batch, output in zip(batches, outputs, strict=True)
         )
-    save_file({f"output-{i}": np.ascontiguousarray(each) for i, each in enumerate(found)}, outputs)
+    save_file({f"output-{i}": np.ascontiguousarray(output) for i, output in enumerate(outputs)}, out)
     sys.stdout.write(json.dumps({**facts, "versions": versions(form)}) + "\n")
     return 0
 

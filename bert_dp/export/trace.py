@@ -12,7 +12,8 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from bert_dp.config import ModelConfig
-from bert_dp.export.whole import OUTPUTS, Source
+from bert_dp.export.foreign import OUTPUTS
+from bert_dp.export.whole import Source
 from bert_dp.matmul import USES_ONEDNN
 
 INPUTS = ("input_ids", "attention_mask")
@@ -68,9 +69,9 @@ def fuse(path: Path, model: ModelConfig) -> dict[str, int]:
     # it fails on a LayerNorm without a bias; where the runtime loads the file it fuses what it can anyway
     options.enable_skip_layer_norm = model.norm == "rmsnorm" or model.norm_bias
     sizes = {"num_heads": model.num_heads, "hidden_size": model.hidden_size}
-    found = optimize_model(str(path), optimization_options=options, **sizes)
-    found.save_model_to_file(str(path))
-    return {name: count for name, count in found.get_fused_operator_statistics().items() if count}
+    optimized = optimize_model(str(path), optimization_options=options, **sizes)
+    optimized.save_model_to_file(str(path))
+    return {name: count for name, count in optimized.get_fused_operator_statistics().items() if count}
 
 
 def write_aoti(source: Source, folder: Path, *, bf16: bool) -> None:

@@ -14,13 +14,6 @@ from bert_dp.config import Config, Kind
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.model import CrammedBert
 
-OUTPUTS: dict[Kind, tuple[str, ...]] = {
-    "mlm": ("logits", "last_hidden_state"),
-    "classifier": ("logits",),
-    "encoder": ("last_hidden_state",),
-}
-"""Names of what is computed, in order; the first is what is compared."""
-
 
 @dataclasses.dataclass(frozen=True)
 class Source:
@@ -53,7 +46,7 @@ def open_run(run: str | Path, *, encoder: bool) -> Source:
     Raises ConfigError.
     """
     path = checkpoint.resolve(str(run))
-    model, words, config = pretrained.load_with_config(path)
+    model, tokenizer, config = pretrained.load_with_config(path)
     file = pretrained.tokenizer_of(path)
     kind: Kind = "encoder" if encoder else "mlm" if isinstance(model, CrammedBert) else "classifier"
     return Source(
@@ -62,15 +55,15 @@ def open_run(run: str | Path, *, encoder: bool) -> Source:
         config=config,
         kind=kind,
         model=model.float(),
-        tokenizer=words,
+        tokenizer=tokenizer,
         tokenizer_file=file,
-        special=tokens.special_ids(words, str(file)),
+        special=tokens.special_ids(tokenizer, str(file)),
     )
 
 
 class Whole(nn.Module):
-    """input_ids and attention_mask, each [B, S] int64, to OUTPUTS: logits are [B, S, V] of tokens or [B, L]
-    of labels, hidden states [B, S, H]."""
+    """input_ids and attention_mask, each [B, S] int64, to foreign.OUTPUTS: logits [B, S, V] of tokens or
+    [B, L] of labels, hidden states [B, S, H]."""
 
     def __init__(self, model: CrammedBert | Classifier, kind: Kind, pooling: str):
         super().__init__()

@@ -7,17 +7,18 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from safetensors.torch import save_file
 
 from bert_dp import checkpoint, record
 from bert_dp.config import Config, ConfigError, native_class
-from bert_dp.export import foreign
 from bert_dp.export.card import card, tokenizer_files
 from bert_dp.export.hf import settings_of, tensors_of
-from bert_dp.export.whole import OUTPUTS, Source
+from bert_dp.export.whole import Source
 from bert_dp.record.exported import EXPORTED, Exported, ExportFormat
+
+Precision = Literal["fp32", "bf16", "int8"]
 
 
 @contextlib.contextmanager
@@ -26,26 +27,25 @@ def new_directory(out: Path) -> Iterator[Path]:
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError([f"--out: {out} is not an empty directory; name a new one"])
     try:
-        place = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
+        temporary = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
     except OSError as error:
         raise ConfigError(
             [f"--out: {out.parent} cannot be written ({error.strerror}); name a directory elsewhere"]
         ) from None
-    with place as scratch:
+    with temporary as scratch:
         folder = Path(scratch) / out.name
         folder.mkdir()
         yield folder
         folder.rename(out)
 
 
-def write_about(
-    folder: Path, source: Source, form: ExportFormat, command: str, scores: str = "", **facts: Any
-) -> None:
-    """What every format has beside its model: tokenizer, export.json, README.md. `command` and `scores`: of
-    the card; `facts`: of Exported."""
-    exported = Exported(
+def describe(source: Source, form: ExportFormat, precision: Precision = "fp32") -> Exported:
+    """export.json of a directory that is made of `source`."""
+    return Exported(
         format=form,
         kind=source.kind,
+        architecture=native_class(source.config.model) if form == "hf" else None,
+        precision=precision,
         run=source.run_name,
         weights_sha256=checkpoint.weights_hash(source.checkpoint),
         step=source.facts.step,
@@ -54,40 +54,48 @@ def write_about(
         parameters=sum(p.numel() for p in source.model.parameters()),
         pad=source.special["pad"],
         finetune=source.config.finetune if source.kind == "classifier" else None,
-        **facts,
     )
+
+
+def write_about(
+    folder: Path,
+    source: Source,
+    form: ExportFormat,
+    command: str,
+    scores: str = "",
+    precision: Precision = "fp32",
+) -> None:
+    """What every format has beside its model: tokenizer, export.json, README.md. `command` and `scores` stand
+    in the model card."""
+    exported = describe(source, form, precision)
     shutil.copyfile(source.tokenizer_file, folder / checkpoint.TOKENIZER)
     record.write_json(folder / "tokenizer_config.json", tokenizer_files(source))
     record.write_json(folder / EXPORTED, exported.model_dump(mode="json"))
-    auto = foreign.AUTO.get(source.kind, "AutoModel")
-    output = OUTPUTS[source.kind][0]
-    record.write_text(folder / "README.md", card(exported, source, command, scores, auto, output))
+    record.write_text(folder / "README.md", card(exported, source, command, scores))
 
 
-def write_hf(source: Source, folder: Path, command: str, scores: str = "") -> None:
+def write_hf(source: Source, folder: Path) -> None:
     """What transformers' Auto classes load without code of ours. Raises ConfigError where none holds it."""
-    how = (source.config, source.special, source.kind)
-    save_file(tensors_of(source.model, *how), folder / "model.safetensors", metadata={"format": "pt"})
-    record.write_json(folder / "config.json", settings_of(*how))
+    layout = (source.config, source.special, source.kind)
+    save_file(tensors_of(source.model, *layout), folder / "model.safetensors", metadata={"format": "pt"})
+    record.write_json(folder / "config.json", settings_of(*layout))
     if source.kind == "encoder":
         write_sentences(source.config, folder)
-    write_about(folder, source, "hf", command, scores, architecture=native_class(source.config.model))
 
 
 def write_sentences(config: Config, folder: Path) -> None:
     """What makes FOLDER one of sentence-transformers: an encoder, then the mean over the tokens."""
-    modules = (("", "Transformer"), ("1_Pooling", "Pooling"))
-    listed = [
+    modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
-        for i, (path, name) in enumerate(modules)
+        for i, (path, name) in enumerate((("", "Transformer"), ("1_Pooling", "Pooling")))
     ]
-    (folder / "1_Pooling").mkdir()
     pooling = {
         "word_embedding_dimension": config.model.hidden_size,
         "pooling_mode_cls_token": False,
         "pooling_mode_mean_tokens": True,
     }
     length = {"max_seq_length": config.data.sequence_length, "do_lower_case": False}
-    record.write_json(folder / "modules.json", listed)
+    (folder / "1_Pooling").mkdir()
+    record.write_json(folder / "modules.json", modules)
     record.write_json(folder / "1_Pooling" / "config.json", pooling)
     record.write_json(folder / "sentence_bert_config.json", length)

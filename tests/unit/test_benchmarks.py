@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import statistics
 import subprocess
@@ -14,34 +13,61 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.records import set_options
 from bert_dp.config import read_examples
 from tests.e2e.cli import TINY, tiny
 from tests.glue_fixture import write_two_tasks
 
 ROOT = Path(__file__).resolve().parents[2]
+FINETUNING = "OUT --corpus a.txt --data glue"
 WORDS = "the crew of old ship sailed past seven grey islands while rain fell on every quiet harbour".split()
 
 
-def run(script: str, options: str, *more: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, f"benchmarks/{script}.py", *options.split(), *more],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=500,
-        check=False,
-        env={**os.environ, **environ},
-    )
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path_factory):
+    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path_factory.mktemp("cache")))
 
 
-def record_of(
-    tmp_path: Path, script: str, options: str, *more: str, **environ: str
-) -> tuple[dict[str, Any], str]:
-    """The record that a script wrote, and what it said."""
+def run(script: str, options: str, *more: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, f"benchmarks/{script}.py", *options.split(), *more]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=500, check=False)
+
+
+def record_of(tmp_path: Path, script: str, options: str, *more: str) -> tuple[dict[str, Any], str]:
+    """The record that a script wrote, which names no path of this machine, and what it said."""
     record = tmp_path / "record.json"
-    done = run(script, options, *more, "--json", str(record), **environ)
+    done = run(script, options, *more, "--json", str(record))
     assert done.returncode == 0, done.stderr
+    assert str(tmp_path) not in record.read_text()
     return json.loads(record.read_text()), done.stdout
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "error"),
+    [
+        pytest.param(
+            "step_speed",
+            "--device cuda",
+            "--device cuda: this machine has no GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU"),
+        ),
+        ("step_speed", "--variants ours:fast", "unknown variant 'ours:fast'"),
+        ("step_speed", "--variants ours:eager:fp8", "unknown variant 'ours:eager:fp8'"),
+        ("step_speed", "--variants bert:eager", "--variants must hold at least one of ours"),
+        ("step_speed", "--variants ours:eager,cramming:eager", "cramming:eager needs --cramming"),
+        ("finetune_speed", f"{FINETUNING} --variants ours:fast", "ours:fast is not one of"),
+        ("finetune_speed", f"{FINETUNING} --variants trainer:dynamic", "must hold ours:plain"),
+        ("export_speed", "--rows onnxruntime:*", "--rows onnxruntime:*: must hold ours:eager:fp32"),
+        ("export_speed", "--lengths 256", "--lengths 256: crammed-rope takes at most 128"),
+        ("export_speed", "--batches 1,x", "--batches 1,x: whole numbers"),
+        ("export_speed", "--models tiny", "--models: tiny is not one of bert-simple"),
+        ("export_speed", "--threads 9999", "--threads 9999: this process has"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(script, options, error, tmp_path):
+    done = run(script, options.replace("OUT", str(tmp_path / "out")))
+    assert (done.returncode, error in done.stderr) == (2, True), done.stderr
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -73,26 +99,15 @@ def test_step_speed_quick(tmp_path):
     assert variants["ours:eager"]["flops_per_token"] == expected
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a machine without a GPU")
-def test_step_speed_refuses_a_gpu_that_is_not_there():
-    done = run("step_speed", "--device cuda")
-    assert (done.returncode, "--device cuda: this machine has no GPU" in done.stderr) == (2, True)
-
-
 @pytest.mark.slow
 def test_hf_trainer_small(tmp_path):
     pytest.importorskip("transformers")
-    words = random.Random(0)
-    lines = (" ".join(words.choices(WORDS, k=40)) + f" number {i}" for i in range(300))
-    (tmp_path / "text.txt").write_text("\n".join(lines))
+    write_text(tmp_path)
     sizes = (*TINY[1:8], "model.vocab_size=300", "batch.ramp_fraction=0", "eval.max_sequences=8")
     build = ("data.build.max_tokens_per_char=0", "data.build.held_out_fraction=0.1")
-    more = [
-        part for item in (*sizes, *build, f"data.sources=[{tmp_path}/text.txt]") for part in ("--set", item)
-    ]
+    settings = set_options([*sizes, *build, f"data.sources=[{tmp_path}/text.txt]"])
     options = "--minutes 0.03 --variants ours,modernbert"
-    cache = {"BERT_DP_CACHE": str(tmp_path / "cache")}
-    result, said = record_of(tmp_path, "hf_trainer", options, str(tmp_path / "out"), *more, **cache)
+    result, said = record_of(tmp_path, "hf_trainer", options, str(tmp_path / "out"), *settings)
     ours, theirs = (result["variants"][name] for name in ("ours", "modernbert"))
     assert ours["heldout_loss"] == ours["evals"][-1][1]
     assert theirs["evals"][-1][0] == theirs["tokens"]
@@ -113,23 +128,21 @@ TO_PRETRAIN = (
 )
 
 
-def texts_and_tasks(tmp_path: Path) -> None:
-    """text.txt, and RTE and WNLI below glue."""
+def write_text(folder: Path) -> None:
+    """text.txt."""
     words = random.Random(0)
     lines = (" ".join(words.choices(WORDS, k=40)) + f" number {i}" for i in range(300))
-    (tmp_path / "text.txt").write_text("\n".join(lines))
-    write_two_tasks(tmp_path / "glue")
+    (folder / "text.txt").write_text("\n".join(lines))
 
 
 @pytest.mark.slow
 def test_finetune_speed_quick(tmp_path):
     pytest.importorskip("transformers")
-    texts_and_tasks(tmp_path)
-    more = [part for item in TO_PRETRAIN for part in ("--set", item)]
-    more += ["--corpus", str(tmp_path / "text.txt"), "--data", str(tmp_path / "glue"), "--task", "RTE"]
-    cache = {"BERT_DP_CACHE": str(tmp_path / "cache")}
-    out = str(tmp_path / "out")
-    result, said = record_of(tmp_path, "finetune_speed", "--quick --threads 1", out, *more, **cache)
+    write_text(tmp_path)
+    write_two_tasks(tmp_path / "glue")
+    places = ["--corpus", str(tmp_path / "text.txt"), "--data", str(tmp_path / "glue")]
+    more = [str(tmp_path / "out"), *set_options(TO_PRETRAIN), *places]
+    result, said = record_of(tmp_path, "finetune_speed", "--quick --threads 1 --task RTE", *more)
     variants = result["variants"]
     assert len(variants) == 5
     assert len({variant["parameters"] for variant in variants.values()}) == 1, "the same model"
@@ -151,32 +164,18 @@ def test_finetune_speed_quick(tmp_path):
     ratios = [a["seconds"] / b["seconds"] for a, b in zip(*pairs, strict=True)]
     assert result["figures"]["attention_dropout"]["median"] == pytest.approx(statistics.median(ratios))
     assert "ours over trainer:grouped" in said
-    assert str(tmp_path) not in json.dumps(result), "no path of this machine in a record"
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ("--variants ours:fast", "ours:fast is not one of"),
-        ("--variants trainer:dynamic", "must hold ours:plain"),
-    ],
-)
-def test_finetune_speed_refuses_what_it_cannot_measure(options, said, tmp_path):
-    done = run("finetune_speed", options, str(tmp_path / "out"), "--corpus", "a.txt", "--data", "glue")
-    assert (done.returncode, said in done.stderr) == (2, True)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow
 def test_finetune_claim_quick(tmp_path):
-    texts_and_tasks(tmp_path)
+    write_text(tmp_path)
+    write_two_tasks(tmp_path / "glue")
     sizes = (*TO_PRETRAIN, "model.num_layers=1", f"data.sources=[{tmp_path}/text.txt]")
     batch = ("batch.global_size=8", "batch.micro_size=2", "eval.max_sequences=8")
-    more = [part for item in (*sizes, *batch) for part in ("--set", item)]
-    more += ["--data", str(tmp_path / "glue"), "--out", str(tmp_path / "out")]
-    cache = {"BERT_DP_CACHE": str(tmp_path / "cache")}
+    places = ["--data", str(tmp_path / "glue"), "--out", str(tmp_path / "out")]
+    more = [*set_options([*sizes, *batch]), *places]
     options = "--quick --tasks RTE --arms one,four"
-    result, said = record_of(tmp_path, "finetune_claim", options, *more, **cache)
+    result, said = record_of(tmp_path, "finetune_claim", options, *more)
     assert result["status"] == "complete"
     assert "4 of 4 parts to run, expected" in said
     assert {name: run["ranks"] for name, run in result["pretrainings"].items()} == {"four-0": 4, "one-0": 1}
@@ -192,27 +191,12 @@ def test_finetune_claim_quick(tmp_path):
         assert result["arms"][arm]["scores"]["RTE dev/accuracy"]["mean"] == score["median"]
     assert result["against_one"]["four"]["flips"]["all"]["of"] == 8
     before = {path: path.stat().st_mtime for path in tmp_path.glob("out/glue/*/glue.json")}
-    again, said = record_of(tmp_path, "finetune_claim", options, *more, **cache)
+    again, said = record_of(tmp_path, "finetune_claim", options, *more)
     assert "0 of 4 parts to run" in said
     assert again["against_one"] == result["against_one"]
     assert {path: path.stat().st_mtime for path in before} == before
-    other = run("finetune_claim", options.replace("RTE", "WNLI"), *more, **cache)
+    other = run("finetune_claim", options.replace("RTE", "WNLI"), *more)
     assert (other.returncode, "holds another comparison (tasks differ)" in other.stderr) == (2, True)
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        "--variants ours:fast",
-        "--variants ours:eager:fp8",
-        "--variants bert:eager",
-        "--variants ours:eager,cramming:eager",
-    ],
-)
-def test_step_speed_refuses_what_it_cannot_measure(arguments):
-    done = run("step_speed", arguments)
-    assert done.returncode == 2
-    assert "--variants" in done.stderr or "--cramming" in done.stderr or "unknown variant" in done.stderr
 
 
 @pytest.mark.slow
@@ -251,18 +235,21 @@ def test_export_speed_quick(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "named"),
+    ("package", "rows", "limit"),
     [
-        ("--rows onnxruntime:*", "--rows onnxruntime:*: must hold ours:eager:fp32"),
-        ("--lengths 256", "--lengths 256: crammed-rope takes at most 128"),
-        ("--batches 1,x", "--batches 1,x: whole numbers"),
-        ("--models tiny", "--models tiny: choose from"),
-        ("--threads 9999", "--threads 9999: this process has"),
+        ("openvino", "openvino:plain:*", 1e-4),
+        pytest.param("torchao", "torchao:compiled:int8", 1e-2, marks=pytest.mark.slow),  # it compiles
     ],
 )
-def test_export_speed_refuses_what_it_cannot_measure(arguments, named):
-    done = run("export_speed", arguments)
-    assert (done.returncode, named in done.stderr) == (2, True), done.stderr
+def test_export_speed_by_packages_that_are_no_dependency(package, rows, limit, tmp_path):
+    pytest.importorskip(package, reason=f"{package} is not installed: its rows are not measured")
+    pytest.importorskip("onnxruntime")
+    options = f"--quick --threads 1 --rows ours:eager:fp32,{rows}"
+    result, _ = record_of(tmp_path, "export_speed", options)
+    assert result["environment"]["versions"].keys() >= {package}
+    others = {row: r for row, r in result["models"]["small-text"]["rows"].items() if row.startswith(package)}
+    assert len(others) + len(result["absent"]) == (2 if package == "openvino" else 1)
+    assert all(0 < row["difference"] < limit for row in others.values()), "it computes something else"
 
 
 @pytest.mark.slow
@@ -285,19 +272,19 @@ SMALL_MODEL = "--layers 1 --hidden 24 --vocab 128 --micro 1"
 
 @pytest.mark.slow
 def test_memory_line_small(tmp_path):
-    record, _ = record_of(tmp_path, "memory_line", f"--ranks 1 --batches 2 --steps 1 {SMALL}")
-    (run,) = record["runs"]
-    assert run["line"]["source"] == "fake tensors"
-    assert run["real_tensor_bytes"] == pytest.approx(run["line"]["peak_bytes"][0], rel=0.01)
-    for row in run["rows"]:
-        assert row["predicted_bytes"] == pytest.approx(run["constant_bytes"] + row["line_bytes"])
+    result, _ = record_of(tmp_path, "memory_line", f"--ranks 1 --batches 2 --steps 1 {SMALL}")
+    (found,) = result["runs"]
+    assert found["line"]["source"] == "fake tensors"
+    assert found["real_tensor_bytes"] == pytest.approx(found["line"]["peak_bytes"][0], rel=0.01)
+    for row in found["rows"]:
+        assert row["predicted_bytes"] == pytest.approx(found["constant_bytes"] + row["line_bytes"])
         assert row["error"] == pytest.approx(row["predicted_bytes"] / row["measured_bytes"] - 1)
 
 
 @pytest.mark.slow
 def test_engines_small(tmp_path):
-    record, said = record_of(tmp_path, "engines", f"--engines single,ddp --rounds 1 --steps 3 {SMALL}")
-    single, ddp = record["runs"]
+    result, said = record_of(tmp_path, "engines", f"--engines single,ddp --rounds 1 --steps 3 {SMALL}")
+    single, ddp = result["runs"]
     assert (single["ranks"], ddp["ranks"]) == (1, 2)
     assert len(single["step_time_s"]) == 2  # the first is left out
     assert single["losses"] == pytest.approx(ddp["losses"], abs=1e-4)
@@ -333,7 +320,6 @@ def test_communication_small(tmp_path):
             for c, t in pairs
         ]
         assert facts["communication_efficiency"] == pytest.approx(statistics.median(ratios))
-    assert str(tmp_path) not in json.dumps(result), "no path of this machine in a record"
 
 
 @pytest.mark.slow
@@ -382,11 +368,8 @@ def test_startup_figures_follow_from_the_rounds(tmp_path):
 
 @pytest.mark.slow
 def test_tune_batch_small(tmp_path, shards):
-    options = [str(tmp_path / "out"), *tiny(shards, "batch.global_size=2", "batch.micro_size=1")]
-    cache = str(tmp_path / "cache")
-    done = run(
-        "tune_batch", "--gpus 1 --tries 1 --budget 5s --rounds 1 --steps 3", *options, BERT_DP_CACHE=cache
-    )
+    more = [str(tmp_path / "out"), *tiny(shards, "batch.global_size=2", "batch.micro_size=1")]
+    done = run("tune_batch", "--gpus 1 --tries 1 --budget 5s --rounds 1 --steps 3", *more)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     medians = {int(micro): each["samples_per_s_median"] for micro, each in result["sweep"].items()}

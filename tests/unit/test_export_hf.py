@@ -12,7 +12,7 @@ import torch
 from bert_dp.config import Config, Kind
 from bert_dp.export import card, check, foreign
 from bert_dp.export.whole import Whole, open_run
-from bert_dp.export.write import new_directory, write_hf
+from bert_dp.export.write import new_directory, write_about, write_hf
 from tests.helpers import issues_of, read_json
 from tests.runs_to_export import (
     SPECIAL,
@@ -93,7 +93,8 @@ def test_an_encoder_is_one_of_sentence_transformers_too(tmp_path: Path, name: st
     source = open_run(write_run(tmp_path / "run", CONFIGS[name]), encoder=True)
     out = tmp_path / "out"
     out.mkdir()
-    write_hf(source, out, "bert-dp export")
+    write_hf(source, out)
+    write_about(out, source, "hf", "bert-dp export")
     modules = read_json(out / "modules.json")
     assert [module["type"] for module in modules] == [
         "sentence_transformers.models.Transformer",
@@ -131,7 +132,7 @@ def test_a_file_that_is_not_what_config_json_says_is_refused(tmp_path: Path) -> 
     """transformers would draw what is missing at random."""
     out = tmp_path / "out"
     out.mkdir()
-    write_hf(open_run(write_run(tmp_path / "run", CONFIGS["EuroBERT"]), encoder=True), out, "bert-dp export")
+    write_hf(open_run(write_run(tmp_path / "run", CONFIGS["EuroBERT"]), encoder=True), out)
     settings = read_json(out / "config.json")
     foreign.open_directory(out, "hf", "encoder")
     for change, named in (({"num_hidden_layers": 3}, "layers.2."), ({"vocab_size": 64}, "embed_tokens")):
@@ -177,5 +178,5 @@ def test_a_card_quotes_the_summary_of_its_own_step_alone(tmp_path: Path) -> None
     for step, told in ((3, True), (9, False)):
         summary = {"status": "done", "step": step, "heldout_loss": 4.25, "schema_version": 1}
         (run / "summary.json").write_text(json.dumps(summary))
-        facts = dict(card.facts(open_run(run, encoder=False)))
+        facts = dict(card.training_facts(open_run(run, encoder=False)))
         assert ("held-out loss" in facts) == told

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import csv
 import dataclasses
+from pathlib import Path
 
 import pytest
 import yaml
 from pydantic import ValidationError
 
+import launcher
 from benchmarks import predictor, published_rows
 from bert_dp.config import ModelConfig
 from bert_dp.cost import PEAK_FLOPS, num_parameters
@@ -32,9 +35,6 @@ def profile(micro_s: float = 0.1, **changes: float) -> Profile:
 
 def ask(ranks: int, fabric: Fabric = NVLINK, **changes: object) -> Scenario:
     return Scenario(fabric, ranks, **changes)  # type: ignore[arg-type]
-
-
-# --- the timeline
 
 
 # --- links
@@ -62,21 +62,16 @@ def test_all_to_all_crosses_the_nics_with_every_rank() -> None:
 
 def test_model_of_the_links_against_measured_curves() -> None:
     """Large all-reduces of the committed nccl-tests figures, within 17 %; nothing was fitted to them."""
-    import csv
-
     path = published_rows.ROWS.parent / "nccl_allreduce_curves.csv"
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     for start, name in (("8xA100", "nvswitch3"), ("8xH200", "nvswitch4-sharp")):
-        points = [
-            (float(r["size_bytes"]), float(r["time_us"]) * 1e-6)
-            for r in rows
-            if r["system"].startswith(start)
-        ]
-        assert len(points) == 20
-        for size, seconds in points:
-            if size >= 256 * timeline.MIB:
-                assert Fabric(8, LINKS[name]).seconds(size, 8) == pytest.approx(seconds, rel=0.17), size
+        own = [row for row in rows if row["system"].startswith(start)]
+        assert len(own) == 20
+        for row in own:
+            if (size := float(row["size_bytes"])) >= 256 * timeline.MIB:
+                measured = pytest.approx(float(row["time_us"]) * 1e-6, rel=0.17)
+                assert Fabric(8, LINKS[name]).seconds(size, 8) == measured, size
 
 
 # --- the step
@@ -162,17 +157,16 @@ def test_fsdp_gathers_for_every_micro_batch() -> None:
 
 def test_tensor_parallelism_by_hand() -> None:
     """Four all-reduces of b s h a block and micro batch and the look-up's; nothing hidden at gain 0."""
-    found = predict.predict(profile(), ask(2, tensor=2, accumulation=3, gain=0.0))
+    shown = predict.predict(profile(), ask(2, tensor=2, accumulation=3, gain=0.0))
     once = NVLINK.seconds(128 * 128 * 768 * 4.0, 2)
-    assert found.exposed_s == pytest.approx(3 * (16 * 4 + 1) * once)
-    assert found.compute_s == pytest.approx(0.15)
-    assert found.efficiency < 1
+    assert shown.exposed_s == pytest.approx(3 * (16 * 4 + 1) * once)
+    assert shown.compute_s == pytest.approx(0.15)
+    assert shown.efficiency < 1
     hidden = predict.predict(profile(), ask(2, tensor=2, accumulation=3, gain=1.0))
-    assert hidden.exposed_s == pytest.approx(
-        3 * (16 * 2 + 1) * once
-    )  # the backward ones fit beside the products
+    # the backward ones fit beside the products
+    assert hidden.exposed_s == pytest.approx(3 * (16 * 2 + 1) * once)
     both = predict.predict(profile(), ask(4, tensor=2, accumulation=3, gain=0.0))
-    assert both.exposed_s > found.exposed_s
+    assert both.exposed_s > shown.exposed_s
     with pytest.raises(ValueError, match="does not divide"):
         predict.predict(profile(), ask(3, tensor=2))
 
@@ -202,53 +196,27 @@ def test_spread_of_a_cpus_ranks_is_its_ceilings_business() -> None:
 
 
 def test_hardware_has_what_is_common_each_with_its_source() -> None:
-    found = hw.hardware()
-    assert found.links.keys() >= {
-        "nvlink2",
-        "nvlink3",
-        "nvlink4",
-        "nvswitch2",
-        "nvswitch3",
-        "nvswitch4",
-        "pcie3",
-        "pcie4",
-        "pcie5",
-        "ib-edr",
-        "ib-hdr",
-        "ib-ndr",
-        "ethernet10",
-        "ethernet25",
-        "ethernet40",
-        "ethernet100",
-        "ethernet200",
-        "gloo-loopback",
-    }
-    for name, link in found.links.items():
-        assert link.kind in found.latencies, name
+    hardware = hw.hardware()
+    common = (
+        "nvlink2 nvlink3 nvlink4 nvswitch2 nvswitch3 nvswitch4 pcie3 pcie4 pcie5 ib-edr ib-hdr ib-ndr "
+        "ethernet10 ethernet25 ethernet40 ethernet100 ethernet200 gloo-loopback"
+    )
+    assert hardware.links.keys() >= set(common.split())
+    for name, link in hardware.links.items():
+        assert link.kind in hardware.latencies, name
         assert list(link.gpus_gb_s) == sorted(link.gpus_gb_s), name
-    words = {word for word, _ in PEAK_FLOPS}
-    for name, gpu in found.gpus.items():
-        assert gpu.device in words, f"{name}: {gpu.device} has no peak in cost.py"
+    for name, gpu in hardware.gpus.items():
         assert gpu.peak("fp32"), name
         assert str(round(gpu.memory_gib)) in name, name
-    assert words == {gpu.device for gpu in found.gpus.values()}, (
-        "a peak in cost.py without a memory size here"
-    )
-    assert all(len(e.source) >= 8 for e in (*found.gpus.values(), *found.links.values()))
+    peaks, sizes = {word for word, _ in PEAK_FLOPS}, {gpu.device for gpu in hardware.gpus.values()}
+    assert peaks == sizes, "a peak in cost.py without a memory size here, or a GPU here without a peak"
+    assert all(len(e.source) >= 8 for e in (*hardware.gpus.values(), *hardware.links.values()))
 
 
 def test_hardware_travels_with_the_package() -> None:
-    import launcher
-
-    assert hw.FILE.parent.parent == launcher_folder(launcher)
+    assert hw.FILE.parent.parent == Path(str(launcher.__file__)).parent
     text = (published_rows.ROWS.parents[2] / "pyproject.toml").read_text()
     assert 'packages = ["launcher", "bert_dp"]' in text  # hatchling takes every tracked file of a package
-
-
-def launcher_folder(package: object) -> object:
-    from pathlib import Path
-
-    return Path(str(package.__file__)).parent  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
@@ -282,18 +250,18 @@ def published() -> dict:
 
 def test_goal_on_rows_that_were_not_fitted(published) -> None:
     """median 2.2 and p90 7.0 points when written; the goal is 3 and 8."""
-    found = predictor.errors(predictor.kept(published["outcomes"]))
-    assert found["rows"] >= 190
-    assert found["median"] < 2.5
-    assert found["p90"] < 7.5
+    errors = predictor.errors(predictor.kept(published["outcomes"]))
+    assert errors["rows"] >= 190
+    assert errors["median"] < 2.5
+    assert errors["p90"] < 7.5
     whole = predictor.errors(published["outcomes"])
-    assert whole["rows"] > found["rows"]
+    assert whole["rows"] > errors["rows"]
     assert whole["median"] < 3
 
 
 def test_tiers(published) -> None:
     tiers = predictor.tier_figures(published["outcomes"])
-    assert {tier: found["rows"] for tier, found in tiers.items()} == {"A": 4, "B": 3, "C": 2, "D": 27, "E": 6}
+    assert {tier: e["rows"] for tier, e in tiers.items()} == {"A": 4, "B": 3, "C": 2, "D": 27, "E": 6}
     assert tiers["A"]["throughput_max"] < 0.03
     assert tiers["B"]["max"] < 2
     assert tiers["C"]["max"] < 3
@@ -316,11 +284,10 @@ def test_no_result_hangs_on_the_two_constants(published) -> None:
     """Each moved by half: the goal still holds."""
     rows = published_rows.read()
     for spread, gain in ((0.0225, 0.21), (0.015, 0.105), (0.015, 0.315)):
-        found = predictor.errors(
-            predictor.kept(predictor.predict_all(rows, published_rows.Constants(spread, gain))[0])
-        )
-        assert found["median"] < 3, (spread, gain)
-        assert found["p90"] < 8, (spread, gain)
+        outcomes, _ = predictor.predict_all(rows, published_rows.Constants(spread, gain))
+        errors = predictor.errors(predictor.kept(outcomes))
+        assert errors["median"] < 3, (spread, gain)
+        assert errors["p90"] < 8, (spread, gain)
 
 
 @pytest.mark.parametrize(
@@ -348,21 +315,24 @@ def test_what_no_link_says_is_not_guessed(text: str) -> None:
         published_rows.inter_link(text)
 
 
-def test_a_row_that_says_too_little_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("column", "text", "reason"),
+    [
+        ("gpu", "K80", "GPU not"),
+        ("seq_len", "tokens/s", "not stated"),
+        ("intra", "ribbon", "within the node"),
+        ("inter", "?", "between nodes"),
+        ("micro_batch", "128", "differs"),
+        ("model", "gpt", "not stated"),
+        ("accum", "some", "could not convert"),
+        ("seq_per_s", "", "could not convert"),
+    ],
+)
+def test_a_row_that_says_too_little_is_refused(column: str, text: str, reason: str) -> None:
     rows = published_rows.read()
     row = next(r for r in rows if r["id"] == "dle22-AMP-s128-strong-64")
-    for change, reason in (
-        ({"gpu": "K80"}, "GPU not"),
-        ({"seq_len": "tokens/s"}, "not stated"),
-        ({"intra": "ribbon"}, "within the node"),
-        ({"inter": "?"}, "between nodes"),
-        ({"micro_batch": "128"}, "differs"),
-        ({"model": "gpt"}, "not stated"),
-        ({"accum": "some"}, "could not convert"),
-        ({"seq_per_s": ""}, "could not convert"),
-    ):
-        with pytest.raises(published_rows.NotPredictable, match=reason):
-            published_rows.outcome({**row, **change}, rows, published_rows.Constants())
+    with pytest.raises(published_rows.NotPredictable, match=reason):
+        published_rows.outcome({**row, column: text}, rows, published_rows.Constants())
 
 
 def test_a_base_that_the_file_lacks_is_taken_from_the_row() -> None:

@@ -17,7 +17,7 @@ from bert_dp import instances, predict
 from bert_dp.classifier import build_classifier
 from bert_dp.config import ConfigError, FinetuneConfig, ModelConfig
 from bert_dp.export import foreign
-from bert_dp.model import CrammedBert, build_model
+from bert_dp.model import build_model
 from bert_dp.rank_process import RunFailed
 from bert_dp.record.exported import MODEL_FILES
 from tests.helpers import TINY_MODEL, issues_of, write_files
@@ -29,15 +29,11 @@ ROWS = [
 ]
 
 
-def pretrained() -> CrammedBert:
-    return build_model(ModelConfig(**TINY_MODEL), LENGTH, 0).eval()
-
-
-@pytest.mark.parametrize("pooling", ["mean", "cls", None])
-def test_an_encoding_is_the_mean_without_cls_or_that_of_cls(pooling: str | None) -> None:
-    model = pretrained()
-    found = predict.outputs_of(predict.of_model(model, FinetuneConfig()), ROWS, PAD, pooling)
-    for row, encoding in zip(ROWS, found, strict=True):
+@pytest.mark.parametrize("pooling", ["mean", "cls"])
+def test_an_encoding_is_the_mean_without_cls_or_that_of_cls(pooling: str) -> None:
+    model = build_model(ModelConfig(**TINY_MODEL), LENGTH, 0).eval()
+    encodings = predict.outputs_of(predict.on_device(model), ROWS, PAD, pooling)
+    for row, encoding in zip(ROWS, encodings, strict=True):
         ids = torch.from_numpy(row.astype(np.int64))[None]
         with torch.no_grad():
             expected = model.model(ids)[0, 0] if pooling == "cls" else model.model(ids[:, 1:])[0].mean(0)
@@ -50,11 +46,11 @@ def test_an_answer_does_not_depend_on_its_neighbours(pooling: str, monkeypatch: 
     model = build_classifier(ModelConfig(**TINY_MODEL), LENGTH, finetune, 0).eval()
     for weight in model.parameters():
         weight.data *= 1 if weight.dim() == 1 else 8  # or all examples are nearly alike
-    predictor = predict.of_model(model, finetune)
-    together = predict.outputs_of(predictor, ROWS, PAD, None)
+    compute = predict.on_device(model)
+    together = predict.outputs_of(compute, ROWS, PAD, None)
     assert together.std(0).min() > 1e-3
     monkeypatch.setattr(predict, "BATCH_TOKENS", 1)
-    alone = predict.outputs_of(predictor, ROWS[::-1], PAD, None)[::-1]
+    alone = predict.outputs_of(compute, ROWS[::-1], PAD, None)[::-1]
     assert together == pytest.approx(alone, abs=1e-5)
 
 
@@ -89,19 +85,19 @@ def test_lines_stand_in_the_order_of_the_file_with_any_number_of_instances(
 ) -> None:
     run = write_run(tmp_path / "run", config_of("quickstart", model={"hidden_size": 16, "num_heads": 2}))
     texts = [(" ".join(WORDS[: 1 + n * 7 % len(WORDS)]),) for n in range(50)]
-    whole = list(predict.predict(str(run), texts, None, lambda *told: None))
+    whole = list(predict.predict(str(run), texts, "mean", lambda *_: None))
     monkeypatch.setattr(predict, "HELD", 20)
     monkeypatch.setattr(predict, "BATCH_TOKENS", 60)
     for count in (1, 2):
-        told: list[tuple[str, int, int | None]] = []
-        found = list(predict.predict(str(run), texts, None, lambda *now: told.append(now), count, 1))  # noqa: B023
-        assert [line["index"] for line in found] == list(range(50))
-        for line, expected in zip(found, whole, strict=True):
+        reports: list[tuple[str, int, int | None]] = []
+        lines = list(predict.predict(str(run), texts, None, lambda *now: reports.append(now), count, 1))  # noqa: B023
+        assert [line["index"] for line in lines] == list(range(50))
+        for line, expected in zip(lines, whole, strict=True):
             assert line["encoding"] == pytest.approx(expected["encoding"], abs=1e-5)
-        done = [number for _, number, _ in told]
+        done = [number for _, number, _ in reports]
         assert done == sorted(done)
         assert len(done) > 10
-        assert told[-1] == ("examples", 50, 50)
+        assert reports[-1] == ("examples", 50, 50)
 
 
 @pytest.mark.parametrize("form", ["hf", "onnx", "aoti"])
