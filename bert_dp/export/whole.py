@@ -37,7 +37,7 @@ class Source:
         return folder.parent.name if folder.name == "checkpoints" else self.checkpoint.name
 
     def whole(self) -> Whole:
-        return Whole(self.model, self.kind, self.config.finetune.pooling).eval()
+        return Whole(self.model, self.kind).eval()
 
 
 def open_run(run: str | Path, *, encoder: bool) -> Source:
@@ -65,16 +65,16 @@ class Whole(nn.Module):
     """input_ids and attention_mask, each [B, S] int64, to foreign.OUTPUTS: logits [B, S, V] of tokens or
     [B, L] of labels, hidden states [B, S, H]."""
 
-    def __init__(self, model: CrammedBert | Classifier, kind: Kind, pooling: str):
+    def __init__(self, model: CrammedBert | Classifier, kind: Kind):
         super().__init__()
-        self.model, self.kind, self.pooling = model, kind, pooling
+        self.model, self.kind = model, kind
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, ...]:
         real_BS = attention_mask != 0
         x_BSH = self.model.model(input_ids, real_BS)
         if self.kind == "encoder":
             return (x_BSH.float(),)
-        if self.kind == "classifier":
-            return (self.model.head(pool(x_BSH, real_BS, self.pooling), None).float(),)
+        if isinstance(self.model, Classifier):
+            return (self.model.head(pool(x_BSH, real_BS, self.model.pooling), None).float(),)
         table_VH = self.model.model.embeddings.tok_embeddings.weight
         return self.model.head(x_BSH, table_VH, None).float(), x_BSH.float()

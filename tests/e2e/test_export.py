@@ -23,6 +23,7 @@ from tests.e2e.cli import bert_dp, refused
 from tests.helpers import logged, read_json, read_lines, write_files
 from tests.runs_to_export import WORDS, config_of, finetuned, write_run
 
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles by g++")
 NAMES = {"rope": "crammed-rope", "rms": "small-text", "simple": "bert-simple", "crammed": "crammed-bert"}
 SMALL = {"hidden_size": 48, "num_heads": 4, "intermediate_size": 40}
 RUNS: dict[str, Config] = {name: config_of(shipped, model=SMALL) for name, shipped in NAMES.items()}
@@ -62,24 +63,39 @@ def assert_proven(found: results.ExportCheck, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "options", "architecture"),
+    ("form", "name", "options", "architecture"),
     [
-        pytest.param("rms", (), "EuroBERT", marks=pytest.mark.quick),
-        ("simple", ("--encoder",), "RobertaPreLayerNorm"),
-        ("rope-labels", (), "ModernBERT"),
+        pytest.param("hf", "rms", (), "EuroBERT", marks=pytest.mark.quick),
+        ("hf", "simple", ("--encoder",), "RobertaPreLayerNorm"),
+        ("hf", "rope-labels", (), "ModernBERT"),
+        ("onnx", "crammed", (), None),
+        ("onnx", "recipe-labels", (), None),
     ],
 )
-def test_transformers_loads_it_and_computes_the_same(
-    runs: Path, tmp_path: Path, name: str, options: tuple[str, ...], architecture: str
+def test_its_program_loads_it_and_computes_the_same(
+    runs: Path, tmp_path: Path, form: str, name: str, options: tuple[str, ...], architecture: str | None
 ) -> None:
-    pytest.importorskip("transformers")
-    out = export("hf", runs / name, tmp_path / "out", *options)
+    pytest.importorskip({"hf": "transformers", "onnx": "onnxruntime"}[form])
+    out = export(form, runs / name, tmp_path / "out", *options)
     found = check(out, runs / name)
     assert found.architecture == architecture
-    assert_proven(found, 1e-5)
+    assert_proven(found, 1e-5 if form == "hf" else 1e-4)
     assert found.parameters == found.stored_parameters
     if architecture == "ModernBERT":
         assert found.parameters == found.run_parameters
+
+
+@pytest.mark.parametrize(
+    ("form", "name", "precision"),
+    [("onnx", "recipe-labels", "int8"), pytest.param("aoti", "rms", "bf16", marks=needs_compiler)],
+)
+def test_another_precision_is_measured_and_not_judged(
+    runs: Path, tmp_path: Path, form: str, name: str, precision: str
+) -> None:
+    pytest.importorskip("onnxruntime")
+    found = check(export(form, runs / name, tmp_path / "out", f"--{precision}"), runs / name)
+    assert (found.precision, found.tolerance, found.ok) == (precision, None, True)
+    assert 1e-4 < max(row.difference for row in found.rows) < 0.1
 
 
 def test_what_the_directory_holds(runs: Path, tmp_path: Path) -> None:
@@ -141,7 +157,7 @@ def predicted(run: Path, file: Path, place: Path, *options: str) -> list[dict[st
     return read_lines(place)
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles by g++")
+@needs_compiler
 def test_the_dev_score_is_that_of_the_run_in_every_format(runs: Path, tmp_path: Path) -> None:
     """As the loop that finetuned it has written it."""
     for package in ("transformers", "onnxruntime", "sklearn"):
@@ -289,22 +305,6 @@ def test_a_broken_or_untrained_run(runs: Path, tmp_path: Path) -> None:
     assert (done.returncode, "has not the weights that were exported" in done.stderr) == (2, True)
 
 
-@pytest.mark.parametrize("name", ["crammed", "recipe-labels"])
-def test_onnx_runtime_loads_it_and_computes_the_same(runs: Path, tmp_path: Path, name: str) -> None:
-    pytest.importorskip("onnxruntime")
-    out = export("onnx", runs / name, tmp_path / "out")
-    assert_proven(check(out, runs / name), 1e-4)
-
-
-def test_eight_bits_are_measured_and_not_judged(runs: Path, tmp_path: Path) -> None:
-    pytest.importorskip("onnxruntime")
-    found = check(export("onnx", runs / "recipe-labels", tmp_path / "out", "--int8"), runs / "recipe-labels")
-    assert (found.precision, found.tolerance, found.ok) == ("int8", None, True)
-
-
-needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles by g++")
-
-
 @needs_compiler
 def test_aotinductor_computes_the_same_also_from_c_plus_plus(runs: Path, tmp_path: Path) -> None:
     """The runner of docs/export.md, built as it stands there."""
@@ -330,13 +330,6 @@ def test_aotinductor_computes_the_same_also_from_c_plus_plus(runs: Path, tmp_pat
     rows = [line.split() for line in said.splitlines()]
     assert [int(row[0]) for row in rows] == best.indices.tolist()
     assert [float(row[1]) for row in rows] == pytest.approx(best.values.tolist(), abs=1e-3)
-
-
-@needs_compiler
-def test_bf16_is_measured_and_not_judged(runs: Path, tmp_path: Path) -> None:
-    found = check(export("aoti", runs / "rms", tmp_path / "out", "--bf16"), runs / "rms")
-    assert (found.precision, found.tolerance, found.ok) == ("bf16", None, True)
-    assert 1e-4 < max(row.difference for row in found.rows) < 0.1
 
 
 def test_a_run_begins_with_what_was_exported(runs: Path, shards: Path, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def outputs_of(config: Config, kind: Kind, length: int) -> tuple[torch.Tensor, t
     model = perturbed(config)
     peer = peer_of(model, config, kind)
     ids_BS, mask_BS = make_batch(length)
-    whole = Whole(model, kind, config.finetune.pooling)
+    whole = Whole(model, kind)
     with torch.inference_mode():
         ours = whole(ids_BS, mask_BS)[0]
         found = peer(input_ids=ids_BS, attention_mask=mask_BS)
