@@ -45,8 +45,7 @@ def main() -> None:
     out = o.out.resolve()
     (out / "sweep").mkdir(parents=True, exist_ok=True)
     question = batch.ask(
-        batch.load(o.config, o.settings),
-        batch.Options(o.gpus, options.seconds(o.budget), None, "torchrun"),
+        batch.load(o.config, o.settings), batch.Options(o.gpus, options.seconds(o.budget), None, "torchrun")
     )
     job.prepare_data(question.config)
     rounds: list[dict[int, float]] = []
