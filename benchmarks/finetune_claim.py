@@ -33,7 +33,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import datetime
 import functools
 import os
 import statistics
@@ -60,7 +59,6 @@ from launcher.evaluate.glue_compare import (
     paired_difference,
     pooled_accuracy,
 )
-from launcher.machine import environment
 from launcher.report.numbers import format_duration
 from launcher.results import Glue
 from launcher.run.read_run import read_summary
@@ -450,10 +448,9 @@ def figures_of(o: argparse.Namespace) -> dict[str, Any]:
 
 
 def write(o: argparse.Namespace, figures: Mapping[str, Any], whole: bool = False) -> None:
-    machine = environment.probe(records.ROOT).to_json()
     content = {
         "status": "complete" if whole else "partial",
-        "environment": {**machine, "date": o.date or datetime.date.today().isoformat()},
+        "environment": records.probed_machine(o.date),
         "settings": {
             **{name: getattr(o, name) for name in (*FIXED, "pretrainings", "seeds", "arms")},
             "settings": [record.without_folders(setting) for setting in o.settings],

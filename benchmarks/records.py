@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp.record import without_folders
-from launcher.machine.environment import PACKAGES
+from launcher.machine.environment import PACKAGES, probe
 
 ROOT = Path(__file__).resolve().parent.parent
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -101,6 +101,13 @@ def environment(date: str | None = None, packages: Iterable[str] = PACKAGES, **f
         "commit": commit.stdout.strip(),
         **facts,
     }
+
+
+def probed_machine(date: str | None) -> dict[str, Any]:
+    """All that a run's environment.json says of this machine, with the command without folders."""
+    machine = probe(ROOT).to_json()
+    command = [without_folders(word) for word in machine["command"]]
+    return {**machine, "command": command, "date": date or datetime.date.today().isoformat()}
 
 
 def environment_of(

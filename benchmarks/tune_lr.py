@@ -14,7 +14,6 @@ do: they are the wall clock of both parts, over all calls.
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
 import sys
 import time
@@ -160,7 +159,6 @@ def main() -> None:
     searched = search(o)
     full = grid(o, config, job.prepare_data(config), searched)
     figures = compare(searched, full)
-    machine = environment.probe(records.ROOT).to_json()
     print(
         f"chosen {figures['chosen_lr']:g}: {figures['chosen_nats']:.4f} nats; the grid's best "
         f"{figures['grid_best_lr']:g}: {figures['grid_best_nats']:.4f}; gap {figures['gap_nats']:+.4f} "
@@ -173,10 +171,10 @@ def main() -> None:
         f"tokens {figures['token_ratio']:.3f} of the grid's (goal {GOAL_TOKENS}), seconds "
         f"{figures['second_ratio']:.3f}: {seconds}"
     )
-    date = o.date or datetime.date.today().isoformat()
+    machine = records.probed_machine(o.date)
     result = {
-        "environment": {**machine, "date": date},
-        "command": sys.argv,
+        "environment": machine,
+        "command": machine["command"],
         "commit": machine["git_commit"],
         "config_hash": config.hash(),
         "data_hash": searched["data_hash"],
