@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bert_dp import record
 from launcher import children
 from launcher.report.console import show_report
 from launcher.report.model import Column, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import count_of
 from launcher.report.parts import cell
+from launcher.run.read_run import heldout_losses
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -24,7 +24,7 @@ def verify(run: Path, *, as_json: bool, console: Console) -> int:
     code, found = children.capture_json("bert_dp.measure.checkpoints", [str(run)])
     if found is None:
         return code or 1
-    losses = {line.get("step"): line.get("loss") for line in record.read_lines(run / "evals.jsonl")}
+    losses = heldout_losses(run)
     checkpoints = [{**each, "heldout_loss": losses.get(each["step"])} for each in found]
     if as_json:
         sys.stdout.write(json.dumps(checkpoints, indent=1) + "\n")

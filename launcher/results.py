@@ -1171,6 +1171,8 @@ class Glue(Measurement):
     pooling: str
     lr: float | None = None
     """null: none of the rates could be chosen."""
+    heldout_loss: float | None = None
+    """Nats, of the checkpoint that the trials start from; null: the pretraining did not evaluate it."""
     at_a_time: int | None = None
     """Trials."""
     rates: list[RateScore] = []

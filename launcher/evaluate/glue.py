@@ -224,6 +224,7 @@ def document(
         head=head_of(grid),
         pooling=grid.base.finetune.pooling,
         lr=measured.lr,
+        heldout_loss=grid.heldout_loss,
         rates=measured.rates,
         tasks=list(tasks),
         left_out=dict(grid.left_out),

@@ -11,6 +11,7 @@ from launcher import children
 from launcher.evaluate import finetune
 from launcher.evaluate.finetune import Pretrained, Source
 from launcher.results import GlueOptions
+from launcher.run.read_run import heldout_losses
 from launcher.run.trials import Trial
 
 RATE_TASKS = ("CoLA", "MRPC", "STS-B", "RTE")  # small ones
@@ -61,6 +62,12 @@ class Grid:
     def weights(self) -> Path | None:
         """That a trial begins with; None = random ones."""
         return None if self.options.init == "random" else self.start.checkpoint
+
+    @property
+    def heldout_loss(self) -> float | None:
+        """Nats, of the checkpoint that trials start from, where the pretraining evaluated it."""
+        run = self.start.checkpoint.parent.parent
+        return heldout_losses(run).get(self.start.step) if self.weights is not None else None
 
     @property
     def every_task(self) -> list[Task]:

@@ -41,6 +41,7 @@ SETTINGS = (
     Quantity("seconds", "time", "duration"),
     Quantity("start.checkpoint", "checkpoint", "word"),
     Quantity("start.step", "its step", "count"),
+    Quantity("heldout_loss", "its held-out loss", "nats"),
     Quantity("start.sha256", "its weights (SHA-256)", "word"),
 )
 

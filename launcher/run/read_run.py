@@ -37,6 +37,12 @@ def read_summary(directory: Path) -> Summary | None:
     return results.find(directory / "summary.json", Summary)
 
 
+def heldout_losses(directory: Path) -> dict[int, float]:
+    """Step -> held-out loss in nats, of each evaluation of a run."""
+    evaluations = record.read_lines(directory / "evals.jsonl")
+    return {line["step"]: line["loss"] for line in evaluations if "loss" in line}
+
+
 def ended(directory: Path) -> Ended | None:
     """How a run says it has ended; None when it has not, or a signal ended it."""
     summary = read_summary(directory)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -477,6 +478,16 @@ def test_the_paired_standard_error_by_hand() -> None:
     assert alone == Paired(1.0, None, 1, 1)
     assert paired_difference([{0: right(0)}], [{1: right(1)}]) is None
     assert paired_difference([], []) is None
+
+
+def test_the_loss_of_a_start_is_that_of_its_own_step(tmp_path: Path) -> None:
+    write_lines(tmp_path / "evals.jsonl", [{"step": 250, "loss": 5.25}, {"step": 500, "loss": 4.5}])
+    grid = make_grid(GlueOptions(tasks=["RTE"]))
+    for step, init, loss in ((250, "checkpoint", 5.25), (750, "checkpoint", None), (250, "random", None)):
+        path = tmp_path / "checkpoints" / f"step-{step:08}"
+        start = dataclasses.replace(grid.start, checkpoint=path, step=step)
+        options = grid.options.model_copy(update={"init": init})
+        assert dataclasses.replace(grid, start=start, options=options).heldout_loss == loss
 
 
 def test_what_does_not_compare_is_refused(tmp_path: Path) -> None:
