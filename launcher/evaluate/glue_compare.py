@@ -16,7 +16,7 @@ from launcher import results
 from launcher.evaluate import FILE
 from launcher.evaluate.glue_report import how_text, label
 from launcher.evaluate.predictions import PREDICTIONS, read_predictions
-from launcher.report.model import Cell, Column, Report, Row, Section, Table, Verdict
+from launcher.report.model import Axis, Cell, Column, Figure, Line, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import NA, count_of, format_count, format_percent, format_points
 from launcher.report.parts import cell
 from launcher.results import Glue, GlueScore, GlueTask
@@ -165,7 +165,12 @@ def compare_report(folders: Sequence[Path]) -> Report:
         [f"{name}: {how_text(each.glue)}" for name, each in zip(names, evaluations, strict=True)],
         [_pooled(names, labelled, answers)],
         sections=[
-            Section("Dev scores", tables=[_scores(names, shared, evaluations)], notes=[NOTE]),
+            Section(
+                "Dev scores",
+                [score_against_loss(shared, evaluations)],
+                [_scores(names, shared, evaluations)],
+                [NOTE],
+            ),
             Section("Flipped predictions", tables=[_flips(names, labelled, answers)]),
         ],
     )
@@ -217,6 +222,24 @@ def _scores(names: Sequence[str], tasks: Sequence[str], evaluations: Sequence[Ev
             rows.append(Row(label(task, score), [cell(score.majority, "points"), *medians, *differences]))
     heads = ["majority", *names, *(f"{name} - {names[0]}" for name in names[1:])]
     return Table(rows, [Column(head) for head in heads], corner="task")
+
+
+def score_against_loss(tasks: Sequence[str], evaluations: Sequence[Evaluation]) -> Figure:
+    """The first metric of each task over the held-out loss of the pretraining, for the evaluations that know
+    it; empty where all began with the same loss."""
+    known = sorted(
+        ((each.glue.heldout_loss, each) for each in evaluations if each.glue.heldout_loss is not None),
+        key=lambda pair: pair[0],
+    )
+    losses = [loss for loss, _ in known] if len({loss for loss, _ in known}) > 1 else []
+    lines = []
+    for colour, name in enumerate(tasks if losses else ()):
+        first = evaluations[0].tasks[name].scores[0]
+        scores = [each.tasks[name].score(first.name) for _, each in known]
+        medians = [None if score is None else score.median for score in scores]
+        lines.append(Line(label(evaluations[0].tasks[name], first), losses, medians, colour, "both"))
+    x = Axis("held-out loss of the pretraining (nats per masked token)", "nats")
+    return Figure("Dev score against held-out loss", lines, x, Axis("median over the seeds", "points"))
 
 
 def _median(score: GlueScore | None) -> Cell:

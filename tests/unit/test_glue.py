@@ -20,11 +20,12 @@ from launcher.evaluate.glue_grid import Task, choose_tasks
 from launcher.evaluate.glue_report import glue_report
 from launcher.evaluate.glue_run import GlueRun, NoRate
 from launcher.evaluate.predictions import write_submissions
+from launcher.report.model import Line
 from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Outcome, Stopped, Trial
 from tests.glue_fixture import MadeRunner, evaluation, make_grid, make_task, measured, scores_of, write_trial
 from tests.helpers import issues_of, read_lines, write_lines
-from tests.report_fixture import shown, unfolded
+from tests.report_fixture import figure_of, shown, unfolded
 
 EIGHT = ["CoLA", "SST-2", "MRPC", "STS-B", "QQP", "MNLI", "QNLI", "RTE"]
 
@@ -455,6 +456,26 @@ def test_flipped_predictions_and_pooled_accuracy_are_over_the_same_examples(tmp_
     row = next(row for row in scores.rows if row.label == "RTE accuracy")
     assert [cell.text for cell in row.cells] == ["n/a", "55.0 \u00b1 7.1", "60.0 \u00b1 10.0", "+5.0"]
     assert "STS-B Pearson" in [row.label for row in scores.rows]
+
+
+def test_scores_are_drawn_over_the_loss_of_their_pretraining(tmp_path: Path) -> None:
+    tasks = {"RTE": make_task("RTE", examples=10)}
+
+    def evaluate(name: str, loss: float | None, score: float) -> Path:
+        folder = measured(tmp_path / name, tasks, lambda *_: 0, 0, score=lambda *_: score)
+        glue = results.read(folder / "glue.json", Glue).model_copy(update={"heldout_loss": loss})
+        results.write(folder / "glue.json", glue)
+        return folder
+
+    late, random, early = (
+        evaluate("late", 3.2, 0.7),
+        evaluate("random", None, 0.5),
+        evaluate("early", 4.5, 0.6),
+    )
+    (line,) = figure_of(compare_report([early, random, late]), "Dev score against held-out loss").traces
+    assert isinstance(line, Line)
+    assert (line.label, line.x, line.y) == ("RTE accuracy", [3.2, 4.5], [0.7, 0.6])
+    assert figure_of(compare_report([late, random]), "Dev score against held-out loss").is_empty
 
 
 def test_the_paired_standard_error_by_hand() -> None:
