@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bert_dp.config import ConfigError, Manifest, read_manifest, resolve
+from bert_dp.config import ConfigError, Manifest, parse_overrides, read_manifest, resolve
 from launcher import children
 from launcher.log import PLAIN, show
 from launcher.redact import secrets, setting_issues
@@ -45,8 +45,6 @@ def build(
     console: Console,
 ) -> int:
     """Returns the exit code. Raises ConfigError for an option that a run could not use."""
-    from bert_dp.config import parse_overrides
-
     if processes_ is not None and not 1 <= processes_ <= MAX_PROCESSES:
         raise ConfigError([f"--processes: {processes_} is not a whole number of 1 to {MAX_PROCESSES}"])
     texts = {"SOURCES": " ".join(sources), "--out": str(out), "--tokenizer": tokenizer}
@@ -89,12 +87,11 @@ def build(
 def built_lines(out: Path, manifest: Manifest, vocab_size: int) -> list[str]:
     """What was made, what was left out, and how to train on it."""
     train, held_out, length = manifest.train, manifest.held_out, manifest.sequence_length
-    dropped = [f"{format_count(n)} {DROPPED.get(stage, stage)}" for stage, n in manifest.dropped.items() if n]
     fewer = "" if manifest.vocab_size == vocab_size else f" ({vocab_size:,} asked; the text has no more)"
     return [
         f"{out}: {train.sequences:,} training and {held_out.sequences:,} held-out sequences of {length} "
         f"tokens, from {count_of(train.documents + held_out.documents, 'document')}",
-        f"dropped: {', '.join(dropped) or 'no document'}; vocabulary: {manifest.vocab_size:,} tokens{fewer}",
+        f"dropped: {dropped_words(manifest.dropped)}; vocabulary: {manifest.vocab_size:,} tokens{fewer}",
         f"next: {train_command(out, length, manifest.vocab_size)}",
     ]
 
@@ -126,9 +123,6 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
         )
         for name, split in (("train", manifest["train"]), ("held-out", manifest["held_out"]))
     ]
-    dropped = [
-        f"{format_count(n)} {DROPPED.get(stage, stage)}" for stage, n in manifest["dropped"].items() if n
-    ]
     shares = [f"{t['token']} {format_percent(t['share'])}" for t in facts["frequent_tokens"]]
     rows = [
         words("sequence", f"{format_count(manifest['sequence_length'])} tokens"),
@@ -136,7 +130,7 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
         words("unigram entropy", format_nats(manifest["unigram_entropy_nats"]), "per held-out token"),
         words("ln V", format_nats(manifest["uniform_entropy_nats"]), "a uniform guess"),
         words("per document", format_si(facts["tokens_per_document"], "tokens"), "mean of the training set"),
-        words("dropped", ", ".join(dropped) or "no document"),
+        words("dropped", dropped_words(manifest["dropped"])),
         words("frequent", ", ".join(shares)),
         *[words(f"sample {i}", _shortened(sample)) for i, sample in enumerate(facts["samples"], 1)],
     ]
@@ -148,6 +142,12 @@ def shards_report(facts: Mapping[str, Any], directory: Path) -> Report:
         sections=[Section("", tables=tables)],
         next="" if damaged else train_command(directory, manifest["sequence_length"], manifest["vocab_size"]),
     )
+
+
+def dropped_words(dropped: Mapping[str, int]) -> str:
+    """Documents that were left out, by the reason."""
+    counts = [f"{format_count(n)} {DROPPED.get(stage, stage)}" for stage, n in dropped.items() if n]
+    return ", ".join(counts) or "no document"
 
 
 def train_command(directory: Path, sequence_length: int, vocab_size: int) -> str:

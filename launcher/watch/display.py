@@ -195,7 +195,7 @@ def progress_line(metrics: Mapping[str, Any], *, eta: float | None = None, unit:
             f"loss {heldout.loss_in(unit, metrics.get('loss'))}",
             f"lr {format_lr(metrics.get('lr'))}",
             f"{format_si(metrics.get('tokens_per_s'), 'tokens/s')} over {ranks}",
-            f"{format_si(metrics.get('global_steps_per_s'), 'global steps/s')}",
+            format_si(metrics.get("global_steps_per_s"), "global steps/s"),
             *([] if eta is None else [f"left {format_eta(eta)}"]),
         )
     )

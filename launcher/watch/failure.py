@@ -160,7 +160,7 @@ def of_a_disk(failure: Failure, run_dir: Path, error: OSError) -> Failure:
 def _of_an_error(
     logs: Path, first: RankError, errors: Sequence[RankError], silent: Sequence[Departure]
 ) -> Failure:
-    rank, said = first.rank, _said(first)
+    rank = first.rank
     alike = {
         e.rank
         for e in errors
@@ -172,7 +172,7 @@ def _of_an_error(
     together = first.type == ENDED_TOGETHER
     return Failure(
         None if together else rank,
-        first.message if together else said,
+        first.message if together else _message(first),
         path,
         tail_of(read_end(path)),
         first.where,
@@ -195,27 +195,27 @@ def _of_a_silent_end(
 ) -> Failure:
     """`without`: what is missing, when there is no signal to name."""
     path = logs / f"rank-{rank}.log"
-    said = read_end(path)
-    if code == 1 and (raised := raised_last(said)) is not None:  # error.json could not be written
+    text = read_end(path)
+    if code == 1 and (raised := raised_last(text)) is not None:  # error.json could not be written
         message, where, source = raised
         return Failure(
             rank,
             message,
             path,
-            tail_of(said),
+            tail_of(text),
             where,
             source,
             kind=kind_of_text(message),
             consequences=_consequences(errors, silent, {rank}),
         )
-    stack = crash_stack(said) if code is not None and -code in CRASHES else ()
+    stack = crash_stack(text) if code is not None and -code in CRASHES else ()
     frames = re.findall(r'File "(.+)", line (\d+) in (\S+)', "\n".join(stack))
     frame = next((f for f in frames if is_own_code(f[0])), frames[0] if frames else None)
     return Failure(
         rank,
         f"ended {NO_CAUSE}" if code is None else ending(code, without),
         path,
-        stack or tail_of(said),
+        stack or tail_of(text),
         where=f"{frame[0]}:{frame[1]}" if frame else None,
         source=f"in {frame[2]}" if frame else None,
         killed_by=-code if code is not None and code < 0 else None,
@@ -224,7 +224,7 @@ def _of_a_silent_end(
     )
 
 
-def _said(error: RankError) -> str:
+def _message(error: RankError) -> str:
     return f"{error.type}: {error.message}" if error.message else error.type
 
 
@@ -232,7 +232,7 @@ def _consequences(
     errors: Sequence[RankError], silent: Sequence[Departure], causes: set[int]
 ) -> tuple[str, ...]:
     """What the other ranks ended with. SIGTERM is only the launcher's way to end those that are left."""
-    lines = {e.rank: f"rank {e.rank}: {first_line(_said(e)).partition('. ')[0]}" for e in errors}
+    lines = {e.rank: f"rank {e.rank}: {first_line(_message(e)).partition('. ')[0]}" for e in errors}
     for departure in silent:
         if departure.code is not None and departure.code not in (-signal.SIGTERM, 1):
             lines.setdefault(departure.rank, f"rank {departure.rank}: {ending(departure.code, '')}")
@@ -267,9 +267,9 @@ def ending(code: int, without: str) -> str:
     return f"killed by signal {-code} ({name})"
 
 
-def crash_stack(said: str) -> tuple[str, ...]:
+def crash_stack(text: str) -> tuple[str, ...]:
     """What faulthandler wrote last: the error and the stack of the thread that crashed."""
-    _, error, rest = said.rpartition("Fatal Python error: ")
+    _, error, rest = text.rpartition("Fatal Python error: ")
     if not error:
         return ()
     head, *lines = rest.splitlines()
@@ -279,9 +279,9 @@ def crash_stack(said: str) -> tuple[str, ...]:
     return (error + head, *stack[: ends[0] if ends else None][:STACK_LINES])
 
 
-def raised_last(said: str) -> tuple[str, str | None, str | None] | None:
+def raised_last(text: str) -> tuple[str, str | None, str | None] | None:
     """The exception of the last traceback, its place in our code or the user's, and the code there."""
-    _, raised, rest = said.rpartition(RAISED)
+    _, raised, rest = text.rpartition(RAISED)
     message = next((line for line in rest.splitlines() if line.strip() and not line[0].isspace()), None)
     if not raised or message is None:
         return None
@@ -298,10 +298,10 @@ def read_end(path: Path) -> str:
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - TAIL_BYTES))
-            said = file.read().decode("utf-8", "replace")
+            text = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    return said.rpartition(f"{record.STARTED_AGAIN}\n")[2]
+    return text.rpartition(f"{record.STARTED_AGAIN}\n")[2]
 
 
 def tail_of(text: str) -> tuple[str, ...]:
