@@ -74,8 +74,8 @@ def claim(directory: Path, lock: str, option: str, what: str) -> Iterator[None]:
 
 
 @dataclasses.dataclass(frozen=True)
-class Taken(Generic[P]):
-    """An output directory that is ours."""
+class Session(Generic[P]):
+    """A verb at work in its output directory."""
 
     machine: dict[str, Any]
     """`Environment.to_json()`"""
@@ -94,7 +94,7 @@ class Taken(Generic[P]):
 
 
 @dataclasses.dataclass(frozen=True)
-class Begun(Taken[P]):
+class DataSession(Session[P]):
     """The same, with its shards."""
 
     shards: Path
@@ -164,15 +164,15 @@ class Output(Generic[P]):
         """Hold the directory. Raises ConfigError."""
         return claim(self.path, ".lock", "--out", self.what)
 
-    def begin(self, config: Config) -> Begun[P]:
+    def begin(self, config: Config) -> DataSession[P]:
         """Prepare the data; note what is run, and where. Raises ConfigError, also when the directory was
         begun on another machine, with other versions or other data."""
         shards = prepare_data(config)
         manifest = read_manifest(shards)
-        taken = self.begin_with(manifest.hash)
-        return Begun(taken.machine, taken.plan, taken.data_hash, shards, manifest)
+        session = self.begin_with(manifest.hash)
+        return DataSession(session.machine, session.plan, session.data_hash, shards, manifest)
 
-    def begin_with(self, data_hash: str) -> Taken[P]:
+    def begin_with(self, data_hash: str) -> Session[P]:
         """The same of data that is prepared."""
         machine = environment.probe(self.path).to_json()
         here = identity(machine, data_hash)
@@ -192,7 +192,7 @@ class Output(Generic[P]):
         plan = (before or self.plan).model_copy(update={**options, "machine": here})
         results.write(self.path / self.file, plan)
         record.write_json(self.path / "environment.json", {**machine, "command": redact_argv(sys.argv)})
-        return Taken(machine, plan, data_hash)
+        return Session(machine, plan, data_hash)
 
     def print_plan(self, *, as_json: bool) -> None:
         """The end of a dry run: with --json what would be run."""

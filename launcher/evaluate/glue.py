@@ -146,17 +146,17 @@ def describe(grid: Grid, folder: Path, log: Log) -> None:
 def run_locked(grid: Grid, output: Output[GluePlanFile], *, on_gpu: bool, log: Log) -> tuple[Glue, int]:
     """All trials, and glue.json, also what there is of it when a signal came; and the exit code."""
     out = output.path
-    taken = output.begin_with(
+    session = output.begin_with(
         hash_json({f"{t.name} {t.manifest.dev_share:g}": t.manifest.hash for t in grid.every_task})
     )
     majority = majorities(grid.tasks)
     slots = trials.device_slots(
         grid.options.ranks,
-        gpus=len(taken.machine["gpus"]) if on_gpu else 0,
-        cores=int(taken.machine["usable_cores"]),
+        gpus=len(session.machine["gpus"]) if on_gpu else 0,
+        cores=int(session.machine["usable_cores"]),
         most=max(len(grid.tasks) * grid.options.seeds, len(grid.rate_tasks) * len(grid.options.rates)),
     )
-    kept = KeptPlan(out / STATE, taken.plan)
+    kept = KeptPlan(out / STATE, session.plan)
     status: MeasureStatus = "complete"
     stopped, why = 0, None
     with trials.runner(out, slots, launcher=grid.options.launcher, on_gpu=on_gpu, log=log) as runs:
@@ -177,7 +177,7 @@ def run_locked(grid: Grid, output: Output[GluePlanFile], *, on_gpu: bool, log: L
         tasks = [submitted(out, task, grid.tasks[task.task]) for task in tasks]
         if not any(trial.status == "ok" for task in tasks for trial in task.trials):
             status, why = "failed", "every trial failed; their logs stand below trials"
-    facts = {**taken.facts(), "seconds": kept.plan.seconds, "at_a_time": len(slots)}
+    facts = {**session.facts(), "seconds": kept.plan.seconds, "at_a_time": len(slots)}
     file = document(measured, tasks, status, why, facts)
     results.write(out / FILE, file)
     return file, 128 + stopped if stopped else int(status == "failed")

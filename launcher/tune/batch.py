@@ -154,7 +154,7 @@ def from_cache(kept: TuneBatch, question: Question) -> TuneBatch:
 
 def search(question: Question, output: Output[BatchPlanFile], log: Log) -> tuple[TuneBatch, int]:
     """tune.json and the exit code. Goes on where an earlier call ended."""
-    out, begun = output.path, output.begin(question.config)
+    out, session = output.path, output.begin(question.config)
     with trials.runner(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, log=log) as runs:
         measured = BatchSearch(question, runs, log)
         ending = run_to_end(measured.run, out, log)
@@ -167,7 +167,7 @@ def search(question: Question, output: Output[BatchPlanFile], log: Log) -> tuple
         date=datetime.date.today().isoformat(),
         seconds=measured.trials.used_s,
         budget_s=question.budget_s,
-        **begun.facts(),
+        **session.facts(),
         config=config.model_dump(mode="json"),
         ranks=question.ranks,
         dp=question.dp,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from bert_dp.config import Config, ConfigError, batch_layout, with_budget
 from launcher import job, results
 from launcher.log import Log, logger
-from launcher.output import Begun, KeptPlan, Output, publish
+from launcher.output import DataSession, KeptPlan, Output, publish
 from launcher.results import LrOptions, LrPlanFile, LrSettings, TuneLr
 from launcher.run import trials
 from launcher.tune import FILE, ladder, rate_trials
@@ -107,36 +107,36 @@ def search(
     """tune.json and the exit code; also what there is when a signal came. Goes on where an earlier call
     ended."""
     config, out, on_gpu = asked.config, output.path, asked.gpus > 0
-    begun = output.begin(config)
-    manifest = begun.manifest
+    session = output.begin(config)
+    manifest = session.manifest
     if not manifest.held_out.sequences:
         raise ConfigError(
             [
-                f"data: {begun.shards} holds no held-out documents, by whose loss rates are chosen; "
+                f"data: {session.shards} holds no held-out documents, by whose loss rates are chosen; "
                 "raise data.build.held_out_fraction"
             ]
         )
     slots = trials.device_slots(
         ranks,
         gpus=asked.gpus,
-        cores=int(begun.machine["usable_cores"]),
+        cores=int(session.machine["usable_cores"]),
         most=max(settings.rates, ladder.FINALISTS * settings.seeds),
     )
     question = Question(
         with_budget(config, manifest.train.sequences),
         settings,
         ranks,
-        begun.shards,
+        session.shards,
         manifest.unigram_entropy_nats,
         len(slots),
         trials.trial_precision(config, asked.machine, [config.parallel.engine], on_gpu=on_gpu),
     )
-    plan = KeptPlan(out / STATE, begun.plan)
+    plan = KeptPlan(out / STATE, session.plan)
     with trials.runner(out, slots, launcher=settings.launcher, on_gpu=on_gpu, log=log) as runs:
         measured = RateSearch(question, runs, plan, log)
         ending = run_to_end(measured.run, out, log)
     plan.save()
-    tuned = document(measured, ending, begun)
+    tuned = document(measured, ending, session)
     before = results.find(out / FILE, TuneLr)
     if before is not None and before.choice == tuned.choice:
         tuned = tuned.model_copy(update={"transfer": before.transfer})
@@ -144,7 +144,7 @@ def search(
     return tuned, ending.exit_code
 
 
-def document(measured: RateSearch, ending: Ending, begun: Begun[LrPlanFile]) -> TuneLr:
+def document(measured: RateSearch, ending: Ending, session: DataSession[LrPlanFile]) -> TuneLr:
     """tune.json."""
     q, rungs, plan = measured.q, measured.rungs, measured.plan.plan
     config, tokens = q.config, plan.tokens or 0
@@ -154,8 +154,8 @@ def document(measured: RateSearch, ending: Ending, begun: Begun[LrPlanFile]) -> 
         why=ending.why,
         date=datetime.date.today().isoformat(),
         seconds=plan.seconds,
-        **begun.facts()
-        | {"environment": {**begun.machine, "launcher": q.settings.launcher}, "config_hash": config.hash()},
+        **session.facts()
+        | {"environment": {**session.machine, "launcher": q.settings.launcher}, "config_hash": config.hash()},
         config=config.model_dump(mode="json"),
         settings=LrSettings(
             **{**results.plain(q.settings), "tokens": tokens},
