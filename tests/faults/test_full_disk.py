@@ -15,14 +15,18 @@ from tests.faults.harness import needs_mount, on_small_disk
 from tests.helpers import logged, read_lines
 
 
+def fill(filler: Path) -> None:
+    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(4096)):
+            pass
+
+
 def fill_and_free(place: Path, shards: Path) -> None:
     """In a small file system of its own: fill it while the run trains, free it, see the run end well."""
     run_dir, filler = place / "run", place / "filler"
     process = begin(shards, run_dir, "schedule.steps=400", "checkpoint.every_steps=20", "compile=off")
     wait_for(step_reached(run_dir, 5), 300)
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
+    fill(filler)
     seen = len(read_lines(run_dir / "metrics.jsonl"))
 
     def step() -> int:
@@ -51,9 +55,7 @@ def fill_and_stay(place: Path, shards: Path) -> None:
     run_dir, filler = place / "run", place / "filler"
     process = begin(shards, run_dir, "schedule.steps=40", "checkpoint.every_steps=10", "compile=off", nproc=1)
     wait_for(step_reached(run_dir, 3), 300)
-    with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
-        while file.write(bytes(4096)):
-            pass
+    fill(filler)
     said, errors = process.communicate(timeout=300)
     assert process.returncode == 1, said + errors
     assert "Traceback" not in said + errors, said + errors

@@ -29,38 +29,29 @@ def scratch_of(process: psutil.Process) -> list[Path]:
     ]
 
 
-@pytest.mark.quick
-def test_row_04_no_process_outlives_a_killed_launcher(tmp_path: Path, shards: Path) -> None:
-    for number in rounds(1, 50):
+@pytest.mark.parametrize(
+    ("is_stopped", "full"), [pytest.param(False, 50, marks=pytest.mark.quick), (True, 10)]
+)
+def test_row_04_no_process_outlives_a_killed_launcher(
+    tmp_path: Path, shards: Path, is_stopped: bool, full: int
+) -> None:
+    """Nor does a stopped rank, which cannot see that its launcher is gone, nor torchrun, which waits."""
+    for number in rounds(1, full):
         run_dir = tmp_path / f"run-{number}"
         process = begin(shards, run_dir, *ENDLESS)
-        wait_for(step_reached(run_dir, 1 + number % 5))
+        wait_for(step_reached(run_dir, 2 + number % 5))
         assert len(members(run_dir)) == 3  # torchrun and two ranks
-        family = psutil.Process(process.pid).children(recursive=True)
-        process.kill()
-        started = time.monotonic()
-        process.communicate()
-        wait_for(lambda family=family: not any(is_alive(p) for p in family), seconds=30)
-        observe(4, seconds=time.monotonic() - started)
-        assert not members(run_dir)
-
-
-def test_row_04_not_even_a_stopped_rank(tmp_path: Path, shards: Path) -> None:
-    """It cannot see that its launcher is gone; nor does torchrun, which waits for it."""
-    for number in rounds(1, 10):
-        run_dir = tmp_path / f"run-{number}"
-        process = begin(shards, run_dir, *ENDLESS)
-        wait_for(step_reached(run_dir, 2))
         family = psutil.Process(process.pid).children(recursive=True)
         scratch = {path for path in scratch_of(psutil.Process(process.pid)) if path.exists()}
         assert len(scratch) == 1
-        rank = next(m for m in members(run_dir) if m.environ().get("RANK") == "1")
-        rank.suspend()
+        if is_stopped:
+            next(m for m in members(run_dir) if m.environ().get("RANK") == "1").suspend()
         process.kill()
         started = time.monotonic()
         process.communicate()
-        wait_for(lambda family=family: not any(is_alive(p) for p in family), seconds=30)
-        observe(4, stopped_rank=True, seconds=time.monotonic() - started)
+        wait_for(lambda family=family: not any(map(is_alive, family)), seconds=30)
+        observe(4, stopped_rank=is_stopped, seconds=time.monotonic() - started)
+        assert not members(run_dir)
         assert not any(path.exists() for path in scratch)
 
 
