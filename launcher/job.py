@@ -49,7 +49,7 @@ class Job:
 
     @property
     def gpus(self) -> int:
-        """Visible ones that it may use; 0: its ranks run on CPU cores."""
+        """Number of visible GPUs that it may use; 0: its ranks run on CPU cores."""
         return 0 if self.config.run.device == "cpu" else len(self.machine.gpus)
 
     def choose_ranks(self, nproc: str) -> int:

@@ -35,14 +35,14 @@ def printable(text: str) -> str:
 
 
 def complain(text: str) -> None:
-    """Lines for stderr."""
+    """Write lines to stderr."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{printable(text)}\n")
         sys.stderr.flush()
 
 
 def warn_of_ordinary_secrets() -> None:
-    """Of this process's environment, once at the start of a verb that runs ranks."""
+    """Say which secrets of the environment cannot be hidden; once, at the start of a verb that runs ranks."""
     for line in ordinary_secrets():
         complain(f"warning: {line}")
 

@@ -44,16 +44,17 @@ def counts_option(help: str, *names: str) -> Any:
 
 
 def dry_run_option(what: str) -> Any:
-    """`what` is checked and printed."""
+    """--dry-run; `what` names what is checked and printed."""
     return typer.Option("--dry-run", help=f"Check {what}, start nothing.")
 
 
 def run_dir_option(default: str) -> Any:
+    """--run-dir of a verb that trains; `default`: the path before date and time."""
     return typer.Option(help=f"Run directory; default: {default}-DATE-TIME.")
 
 
 def out_option(default: str) -> Any:
-    """The directory of a verb that goes on where it was ended."""
+    """--out of a verb that goes on where it was ended; `default`: the path before date and time."""
     return typer.Option(help=f"Directory; the same one goes on. Default: {default}-DATE-TIME.")
 
 
@@ -124,7 +125,7 @@ def rates(text: str) -> tuple[float, ...]:
 
 
 def starts(text: str) -> tuple[tuple[str, str], ...]:
-    """`RTE=MNLI,MRPC=MNLI` -> what starts from what."""
+    """`RTE=MNLI,MRPC=MNLI` -> pairs of a task and the task whose finetuned run it starts from."""
     pairs = [tuple(part.strip() for part in word.split("=")) for word in text.split(",")]
     if not all(len(pair) == 2 and all(pair) for pair in pairs) or len({p[0] for p in pairs}) < len(pairs):
         raise typer.BadParameter(f"{text!r} is not of the form RTE=MNLI,MRPC=MNLI, each task once")

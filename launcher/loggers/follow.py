@@ -65,7 +65,7 @@ class Tail:
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:
-    """None of a damaged line: the ones after it may be whole."""
+    """The record of a line; None of a damaged one, after which others may be whole."""
     try:
         facts = record.parse_json(line)
     except ValueError:

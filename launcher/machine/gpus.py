@@ -53,7 +53,7 @@ def find_gpus(root: Path) -> tuple[list[Gpu], int, str | None]:
 
 
 def _numa_node(root: Path, address: str) -> int | None:
-    """Of a PCI device; nvidia-smi writes its domain with 8 digits, sysfs with 4."""
+    """NUMA node of a PCI device; nvidia-smi writes its domain with 8 digits, sysfs with 4."""
     path = root / "sys/bus/pci/devices" / address.lower()[-len("0000:00:00.0") :] / "numa_node"
     text = read_text(path).strip()
     return int(text) if text.isdigit() else None  # -1 = not known

@@ -103,7 +103,7 @@ class Loggers:
         self.exit_code = 128 + came[0] if came else min(1, abs(code))
 
     def _end_helpers(self) -> None:
-        """What a service has started for itself: it has a moment to tidy up after the child."""
+        """Kill what a service has started for itself, after a moment to tidy up."""
         deadline = time.monotonic() + HELPERS_S
         while (left := marked([self._mark])) and time.monotonic() < deadline:
             time.sleep(POLL_S)

@@ -63,7 +63,7 @@ class MemoryCheck:
 def check_memory(
     config: Config, world_size: int, machine: Environment, *, on_gpu: bool, kept: str | None = None
 ) -> MemoryCheck:
-    """The room of a rank of `world_size` on this machine. `kept`: see precision_of."""
+    """What a rank of `world_size` needs, and what it may have on this machine. `kept`: see precision_of."""
     precision = precision_of(config, machine.bf16_units, on_gpu=on_gpu, kept=kept)
     parts = memory_estimate_gib(config, precision, world_size)
     limit, limit_of = machine.rank_memory(world_size, on_gpu)

@@ -191,14 +191,14 @@ def _follow(
 
 
 def _has_failed(run_dir: Path, workers: Workers) -> bool:
-    """A rank has recorded an error, or has ended before the summary was written."""
+    """Whether a rank has recorded an error, or has ended before the summary was written."""
     if any((run_dir / "logs").glob("rank-*.error.json")):
         return True
     return bool(workers.departures) and not (run_dir / "summary.json").exists()
 
 
 def _text_since(log: Path, offset: int) -> str:
-    """What this start of the launcher has added to its log; of very much, the end."""
+    """What this start of the launcher has added to its log, the last LAUNCHER_SAID_BYTES at most."""
     with log.open("rb") as file:
         file.seek(max(offset, log.stat().st_size - LAUNCHER_SAID_BYTES))
         return file.read().decode("utf-8", "replace")

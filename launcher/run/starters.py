@@ -33,7 +33,7 @@ def launcher_problem(launcher: str) -> str | None:
 
 
 def start_command(launcher: str, nproc: int, scratch: Path, worker: list[str]) -> list[str]:
-    """`worker`: the arguments of `python -m bert_dp.worker`."""
+    """What starts `nproc` ranks on this node. `worker`: the arguments of `python -m bert_dp.worker`."""
     if launcher == "accelerate":
         return _accelerate(nproc, scratch, worker)
     if launcher == "deepspeed":

@@ -17,7 +17,7 @@ from launcher.watch import heartbeats
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code of `processes.run`."""
+    """Run the trial. Returns the exit code of `processes.run`."""
     parser = argparse.ArgumentParser(
         prog="python -m launcher.run.trial", description="One short run of a verb."
     )

@@ -141,7 +141,7 @@ def earlier_outcome(trial: Trial) -> Outcome | None:
 
 
 def _outcome(trial: Trial) -> Outcome | None:
-    """None of a run that says nothing of its settings."""
+    """How the run of a trial has ended; None where that says nothing of its settings."""
     directory = trial.directory
     status, summary = ended(directory), read_summary(directory)
     if status is None or summary is None or from_outside(directory):

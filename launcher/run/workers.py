@@ -64,7 +64,7 @@ class Workers:
 
 
 def _tree(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """What the launcher has started, and what that has."""
+    """All processes below the launcher's."""
     try:
         return psutil.Process(process.pid).children(recursive=True)
     except psutil.NoSuchProcess:
@@ -94,13 +94,13 @@ def _exit_code(pid: int) -> int | None:
 
 
 def send(worker: psutil.Process, number: int) -> None:
-    """A signal, also to one that may have gone."""
+    """Send a signal to a worker, which may have ended already."""
     with contextlib.suppress(psutil.Error):
         worker.send_signal(number)  # psutil checks that the pid is still the same process
 
 
 def kill_tree(process: subprocess.Popen[bytes], workers: Workers) -> None:
-    """Also the workers that a launcher which was killed has left behind."""
+    """Kill the launcher and every worker, and wait for their end; a killed launcher may have left workers."""
     tree = {*_tree(process), *workers.present()}
     with contextlib.suppress(psutil.NoSuchProcess):
         tree.add(psutil.Process(process.pid))
@@ -114,7 +114,7 @@ def kill_tree(process: subprocess.Popen[bytes], workers: Workers) -> None:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Not of a zombie: an orphan's end is read by the system's first process, which may take seconds."""
+    """False of a zombie: an orphan's end is read by the system's first process, which may take seconds."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

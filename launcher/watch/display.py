@@ -78,7 +78,7 @@ class Tail:
         return (whole.decode("utf-8", "replace").split("\n") if newline else []), replaced
 
     def _pass_over(self, file: IO[bytes], end: int) -> None:
-        """To the first line that begins after `end`."""
+        """Skip to the first line that begins after `end`, and count what is skipped."""
         file.seek(self._offset)
         while self._offset < end and (data := file.read(min(READ_BYTES, end - self._offset))):
             self.passed_over += data.count(b"\n")
@@ -156,17 +156,17 @@ class Display:
         self._note(progress_line(line, eta=left, unit=self._config.loss_unit))
 
     def _note(self, text: str) -> None:
-        """A line of ours, but not before the ranks' lines that still wait."""
+        """Show a line of ours, after the ranks' lines that still wait."""
         self._collapser.note(text, time.monotonic())
         self._release()
 
     def _at_its_end(self, line: dict[str, Any]) -> dict[str, Any]:
-        """With the progress once its step is done; the record has that of the step's learning rate."""
+        """The line with the progress after its step, not the one that its learning rate follows."""
         done = progress_at(self._config, line["step"], line["samples"], line["elapsed_s"])
         return {**line, "progress": done}
 
     def _show_lines(self, *, everything: bool = False) -> bool:
-        """Whether there was anything new."""
+        """Show what the ranks have said since the last call. Returns whether there was anything new."""
         now, some = time.monotonic(), False
         for rank, log in enumerate(self._logs):
             for line in log.lines()[0]:

@@ -193,7 +193,7 @@ def _of_a_silent_end(
     errors: Sequence[RankError],
     silent: Sequence[Departure],
 ) -> Failure:
-    """`without`: what is missing, when there is no signal to name."""
+    """Of a rank that ended without a record. `without`: what is missing, when there is no signal to name."""
     path = logs / f"rank-{rank}.log"
     text = read_end(path)
     if code == 1 and (raised := raised_last(text)) is not None:  # error.json could not be written
@@ -260,7 +260,7 @@ def _reported_end(
 
 
 def ending(code: int, without: str) -> str:
-    """In words: an exit code, or -N for signal N."""
+    """An exit code in words; -N = killed by signal N."""
     if code >= 0:
         return f"ended with exit code {code} {without}".rstrip()
     name = signal.Signals(-code).name if -code in set(signal.Signals) else "real-time"

@@ -213,7 +213,7 @@ def _mismatch(ranks: Mapping[int, Mapping[int, Mapping[str, Any]]]) -> Verdict |
 
 
 def _name(entry: Mapping[str, Any]) -> str:
-    """What must be alike on all ranks."""
+    """Operation and sizes of a collective, which must be alike on all ranks."""
     if entry["operation"] in UNEVEN:
         return str(entry["operation"])
     return f"{entry['operation']} of {entry['sizes']}"
