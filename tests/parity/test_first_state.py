@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +11,14 @@ import torch
 from bert_dp.building import first_state
 from bert_dp.config import ConfigError, load_config
 from bert_dp.dist import Comm
+from bert_dp.measure.profiling import ALONE
 from bert_dp.tasks import make_task
-from bert_dp.world import World
+from tests.helpers import read_json
 from tests.parity.runs import metrics, settings, state, train_runs, write_run
-from tests.shards import write_shards
+from tests.tensors import bits
 
 STEPS = 6
 LAMB = {"name": "lamb", "lr": 1e-2}
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_shards(tmp_path_factory.mktemp("shards") / "s")
 
 
 @pytest.fixture(scope="module")
@@ -54,8 +49,7 @@ def runs(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_second_phase_begins_with_what_it_keeps(runs: Path, keeps: str) -> None:
     end, start = state(runs / "first", STEPS), state(runs / keeps, 0)
     kept = {name for name in end if keeps == "moments" or "/" not in name}
-    assert start.keys() == kept
-    assert all(torch.equal(start[name], end[name]) for name in kept)
+    assert bits(start) == bits({name: end[name] for name in kept})
     assert [line["step"] for line in metrics(runs / keeps)] == [1], "the counters begin anew"
     steps = {float(t) for name, t in state(runs / keeps, 1).items() if name.endswith("/step")}
     assert steps == {STEPS + 1.0 if keeps == "moments" else 1.0}
@@ -68,7 +62,7 @@ def test_moments_change_the_next_step(runs: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sections", "told"),
+    ("sections", "message"),
     [
         ({"optim": {"name": "adamw"}}, "optim.name: 'adamw', but run.init_from"),
         ({"model": {"hidden_size": 48}}, "model.hidden_size: 48, but run.init_from"),
@@ -76,14 +70,14 @@ def test_moments_change_the_next_step(runs: Path) -> None:
     ids=str,
 )
 def test_moments_that_do_not_fit_are_refused(
-    runs: Path, shards: Path, tmp_path: Path, sections: dict[str, Any], told: str
+    runs: Path, shards: Path, tmp_path: Path, sections: dict[str, Any], message: str
 ) -> None:
     first = {"init_from": str(runs / "first"), "init_keeps": "moments"}
     run_dir = write_run(tmp_path, settings(shards, **{"optim": LAMB, "run": first, **sections}))
     config = load_config(run_dir / "config.yaml")
     task = make_task(config, torch.device("cpu"))
-    with pytest.raises(ConfigError, match=told):
-        first_state(config, task.build_model(0), task.open_data(), Comm(World(0, 0, 1, 1), None))
+    with pytest.raises(ConfigError, match=message):
+        first_state(config, task.build_model(0), task.open_data(), Comm(ALONE, None))
 
 
 def test_two_epochs_are_each_sequence_twice_and_a_resumed_run_ends_with_them(
@@ -98,9 +92,7 @@ def test_two_epochs_are_each_sequence_twice_and_a_resumed_run_ends_with_them(
     for run_dir in (whole, again):
         last = metrics(run_dir)[-1]
         assert (last["step"], last["samples"], last["progress"]) == (24, 2 * 96, pytest.approx(23 / 24))
-    assert all(
-        torch.equal(a, b) for a, b in zip(state(whole, 24).values(), state(again, 24).values(), strict=True)
-    )
-    saved = json.loads((whole / "checkpoints" / "step-00000024" / "state.json").read_text())["config"]
+    assert bits(state(whole, 24)) == bits(state(again, 24))
+    saved = read_json(whole / "checkpoints" / "step-00000024" / "state.json")["config"]
     assert saved["schedule"]["epochs"] is None
     assert saved["schedule"]["tokens"] == 2 * 96 * 16
