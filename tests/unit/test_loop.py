@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
-import itertools
-import json
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,97 +15,72 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_dp import devices, metrics, summary
-from bert_dp.config import batch_layout
+from bert_dp import devices, metrics, summary, tasks
 from bert_dp.data import Batch, random_batch
 from bert_dp.dist import Comm, SharedClock
-from bert_dp.lines import LostWrites, Records
-from bert_dp.metrics import Meter
-from bert_dp.model import Vocabulary, build_model
-from bert_dp.parallel import make_engine
-from bert_dp.precision import Precision
-from bert_dp.rank_process import Signals, collector_at_rest
-from bert_dp.tasks import Metadata
+from bert_dp.measure.profiling import lone_trainer
+from bert_dp.model import Vocabulary
+from bert_dp.rank_process import collector_at_rest
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.train_state import TrainState
 from bert_dp.trainable import Model
-from bert_dp.trainer import RunResult, evaluate, train
+from bert_dp.trainer import RunResult, Trainer, evaluate, train
 from bert_dp.world import World
-from tests.helpers import make_config, read_lines
+from tests.helpers import TINY_MODEL, make_config, read_json, read_lines
 
-CPU = torch.device("cpu")
-LONE = World(0, 0, 1, 1)
-LENGTH, VOCABULARY = 16, 64
-FP32 = Precision("fp32", torch.float32, None)
+LENGTH = 16
 
 
-def config(**sections: Any) -> Any:
-    model = {"vocab_size": VOCABULARY, "hidden_size": 16, "num_layers": 1, "num_heads": 2}
+def config(shards: Path, **sections: Any) -> Any:
     base = {
-        "data": {"sequence_length": LENGTH},
+        "data": {"path": str(shards), "sequence_length": LENGTH},
         "batch": {"global_size": 4, "micro_size": 2},
-        "model": {**model, "intermediate_size": 16, "dropout": 0.5},
+        "model": {**TINY_MODEL, "dropout": 0.5},
+        "compile": "off",
     }
     return make_config(**base | sections)
-
-
-def batches(count: int) -> list[Batch]:
-    return [random_batch(seed, 2, LENGTH, 4, VOCABULARY) for seed in range(count)]
-
-
-def evaluated(
-    held_out: list[Batch], settings: Any, model: Model, comm: Comm | None = None, tensor: int = 1
-) -> Any:
-    """A trainer that evaluates `model` on these batches."""
-    comm = comm or Comm(LONE, None)
-    task = MaskedLanguageModel(settings, CPU)
-    task._held_out = held_out
-    return SimpleNamespace(
-        task=task,
-        bare_model=model,
-        device=CPU,
-        precision=FP32,
-        comm=comm,
-        engine=SimpleNamespace(dp_rank=0, dp_size=comm.world.size // tensor),
-        heartbeat=SimpleNamespace(progress=lambda: None),
-        layout=SimpleNamespace(tensor=tensor),
-    )
 
 
 # --- evaluation
 
 
-def total_loss(model: nn.Module, held_out: list[Batch]) -> float:
-    return sum(float(model(b.ids_BS, b.positions_P, b.labels_P, key_B=b.key_B)) for b in held_out)
+@pytest.fixture
+def trainer(shards: Path, tmp_path: Path) -> Iterator[Trainer]:
+    with lone_trainer(config(shards), tmp_path) as trainer:
+        yield trainer
 
 
-def measured(model: Model, held_out: list[Batch], *, stops: Sequence[bool] = (), **ranks: Any) -> Any:
-    trainer = evaluated(held_out, config(), model, **ranks)
-    answers = itertools.chain(stops, itertools.repeat(False))
-    return evaluate(trainer, lambda: next(answers))
+def measured(trainer: Trainer) -> dict[str, Any]:
+    found = evaluate(trainer, lambda: False)
+    assert found is not None
+    return found
 
 
-def test_evaluation_is_without_dropout_and_training_goes_on_with_it() -> None:
-    model = build_model(config().model, LENGTH, seed=0)
-    held_out = batches(3)
-    found = measured(model, held_out)
+def test_evaluation_is_without_dropout_and_training_goes_on_with_it(trainer: Trainer) -> None:
+    def total_loss() -> float:
+        with torch.no_grad():
+            return sum(float(trainer.task.loss(model, batch)) for batch in held_out)
+
+    model, found = trainer.bare_model, measured(trainer)
+    held_out: list[Batch] = trainer.task._held_out  # type: ignore[attr-defined]
     assert model.training
-    with torch.no_grad():
-        trained = total_loss(model, held_out)
-        wanted = total_loss(model.eval(), held_out)
-    assert found["masked_tokens"] == sum(b.num_masked for b in held_out)
+    trained = total_loss()
+    model.eval()
+    wanted = total_loss()
+    assert found["masked_tokens"] == sum(batch.num_masked for batch in held_out)
     assert found["loss"] == pytest.approx(wanted / found["masked_tokens"], rel=1e-6)
     assert trained != pytest.approx(wanted, rel=1e-6), "dropout changes nothing here"
 
 
-def test_an_evaluation_that_is_stopped_leaves_the_model_training() -> None:
-    model = build_model(config().model, LENGTH, seed=0)
-    assert measured(model, batches(3), stops=(False, True)) is None
-    assert model.training
+def test_an_evaluation_that_is_stopped_leaves_the_model_training(trainer: Trainer) -> None:
+    answers = iter((False, True))
+    assert evaluate(trainer, lambda: next(answers)) is None
+    assert trainer.bare_model.training
 
 
-def test_nothing_held_out_is_no_loss() -> None:
-    assert measured(build_model(config().model, LENGTH, seed=0), []) is None
+def test_nothing_held_out_is_no_loss(trainer: Trainer) -> None:
+    trainer.task._held_out = []  # type: ignore[attr-defined]
+    assert evaluate(trainer, lambda: False) is None
 
 
 class FourRanks(Comm):
@@ -118,10 +92,10 @@ class FourRanks(Comm):
         return torch.tensor([mine, mine, other, other], dtype=torch.float64)
 
 
-def test_the_held_out_loss_counts_each_replicas_positions_once() -> None:
-    model = build_model(config().model, LENGTH, seed=0)
-    alone = measured(model, batches(3))
-    both = measured(model, batches(3), comm=FourRanks(World(0, 0, 4, 4), None), tensor=2)
+def test_the_held_out_loss_counts_each_replicas_positions_once(trainer: Trainer) -> None:
+    alone = measured(trainer)
+    layout = trainer.layout.model_copy(update={"tensor": 2})
+    both = measured(dataclasses.replace(trainer, layout=layout, comm=FourRanks(World(0, 0, 4, 4), None)))
     assert both["masked_tokens"] == 1.5 * alone["masked_tokens"]
     assert both["loss"] == pytest.approx(alone["loss"] * 4 / 1.5)
 
@@ -170,76 +144,61 @@ class SlowCheckpointer:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    """Of the metrics and of the model that is trained."""
     clock = Clock()
+
+    class SlowTask(MaskedLanguageModel):
+        def build_model(self, seed: int) -> Any:
+            return Slow(clock)
+
     monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=clock.read))
+    monkeypatch.setattr(tasks, "make_task", SlowTask)
     return clock
 
 
+Trained = tuple[Trainer, TrainState, RunResult]
+
+
 @pytest.fixture
-def trained(
-    tmp_path: Path, clock: Clock, request: pytest.FixtureRequest
-) -> tuple[Any, TrainState, RunResult]:
+def trained(tmp_path: Path, shards: Path, clock: Clock, request: pytest.FixtureRequest) -> Trained:
     """Five steps of two micro batches, a line after every second, an evaluation after each, or after every so
     many as the test asks for."""
-    return train_here(tmp_path, clock, eval={"every_steps": getattr(request, "param", 1)})
+    every_steps = getattr(request, "param", 1)
+    return train_here(tmp_path, shards, clock, eval={"every_steps": every_steps, "max_sequences": 2})
 
 
 def train_here(
-    tmp_path: Path, clock: Clock, *, stream: Any = None, heartbeat: Any = None, **sections: Any
-) -> tuple[Any, TrainState, RunResult]:
-    settings = config(
-        **{
-            "schedule": {"steps": 5, "name": "constant"},
-            "checkpoint": {"every_steps": 2},
-            "log": {"every_steps": 2},
-            **sections,
-        }
-    )
-    layout = batch_layout(settings, 1)
-    model, comm, saver = Slow(clock), Comm(LONE, None), SlowCheckpointer(clock)
-    engine = make_engine("single", settings, LONE, CPU, precision="fp32", run_dir=tmp_path)
-    wrapped, optimizer = engine.prepare(
-        model, lambda named: torch.optim.AdamW([p for _, p in named], fused=True)
-    )
-    batch = batches(1)[0]
-    meter = Meter(comm, CPU, layout, tokens_per_sample=LENGTH, flops_per_token=1.0, peak_flops=None)
-    trainer = evaluated([batch], settings, model, comm)
-    vars(trainer).update(
-        config=settings,
-        layout=layout,
-        run_dir=tmp_path,
-        engine=engine,
-        model=wrapped,
-        optimizer=optimizer,
-        stream=stream or SimpleNamespace(next=lambda: batch, wait_s=0.0),
-        data=Metadata("0" * 64, None, 99, None, 3.0, 4.0),
-        num_parameters=1,
-        meter=meter,
-        trace=SimpleNamespace(reached=lambda *_, **__: None, steps=None),
-        metadata={"compiled": False, "init_from": None},
-        checkpointer=saver,
-        directory_lost=lambda: None,
-        records=Records(tmp_path, lambda line: None, LostWrites()),
-        log_rank0=lambda line: None,
-        heartbeat=heartbeat or SimpleNamespace(enter=lambda *_: None, progress=lambda: None),
-        signals=Signals(),
-    )
-    state = TrainState()
-    return trainer, state, train(trainer, state, SharedClock(comm, now=clock.read))
+    tmp_path: Path, shards: Path, clock: Clock, *, stream: Any = None, heartbeat: Any = None, **sections: Any
+) -> Trained:
+    base = {
+        "schedule": {"steps": 5, "name": "constant"},
+        "checkpoint": {"every_steps": 2},
+        "log": {"every_steps": 2},
+        "eval": {"max_sequences": 2},
+    }
+    with lone_trainer(config(shards, **base | sections), tmp_path) as lone:
+        trainer = dataclasses.replace(
+            lone,
+            stream=stream or SimpleNamespace(next=micro_batch, wait_s=0.0),
+            checkpointer=SlowCheckpointer(clock),
+            heartbeat=heartbeat or lone.heartbeat,
+        )
+        state = TrainState()
+        return trainer, state, train(trainer, state, SharedClock(trainer.comm, now=clock.read))
+
+
+def micro_batch() -> Batch:
+    return random_batch(0, 2, LENGTH, 4, 64)
 
 
 @pytest.mark.parametrize(("trained", "steps"), [(2, [2, 4, 5]), (5, [5]), (0, [5])], indirect=["trained"])
-def test_the_last_step_is_evaluated_once(
-    tmp_path: Path, trained: tuple[Any, TrainState, RunResult], steps: list[int]
-) -> None:
+def test_the_last_step_is_evaluated_once(tmp_path: Path, trained: Trained, steps: list[int]) -> None:
     assert [line["step"] for line in read_lines(tmp_path / "evals.jsonl")] == steps
 
 
-def test_evaluation_and_saving_are_no_part_of_a_steps_time(
-    tmp_path: Path, trained: tuple[Any, TrainState, RunResult]
-) -> None:
+def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, trained: Trained) -> None:
     trainer, state, _ = trained
-    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    lines = read_lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [2, 4, 5]
     assert [line["step_time_s"] for line in lines] == [2.0] * 3  # two micro batches
     assert trainer.checkpointer.steps == [0, 2, 4, 5]
@@ -258,15 +217,18 @@ class SlowStream:
         self._clock.now += 10.0
         self.wait_s += 10.0
         self._told.append("drawn")
-        return batches(1)[0]
+        return micro_batch()
 
 
-def test_a_micro_batch_is_drawn_when_the_one_before_it_is_on_its_way(tmp_path: Path, clock: Clock) -> None:
+def test_a_micro_batch_is_drawn_when_the_one_before_it_is_on_its_way(
+    tmp_path: Path, shards: Path, clock: Clock
+) -> None:
     """Else a device idles through the wait for all of them; the heartbeat says who waits, and no timer of
     the work counts it."""
     told: list[str] = []
     trainer, *_ = train_here(
         tmp_path,
+        shards,
         clock,
         stream=SlowStream(clock, told),
         heartbeat=SimpleNamespace(
@@ -297,10 +259,10 @@ class LeakyStream:
     def next(self) -> Batch:
         knot = Knot()
         self.left.append(weakref.ref(knot))
-        return batches(1)[0]
+        return micro_batch()
 
 
-def test_garbage_is_collected_when_a_line_is_logged(tmp_path: Path, clock: Clock) -> None:
+def test_garbage_is_collected_when_a_line_is_logged(tmp_path: Path, shards: Path, clock: Clock) -> None:
     stream, alive, before = LeakyStream(), [], gc.get_threshold()
 
     def enter(phase: str, *_: Any) -> None:
@@ -308,9 +270,8 @@ def test_garbage_is_collected_when_a_line_is_logged(tmp_path: Path, clock: Clock
             alive.append(sum(knot() is not None for knot in stream.left))
 
     with collector_at_rest():
-        train_here(
-            tmp_path, clock, stream=stream, heartbeat=SimpleNamespace(enter=enter, progress=lambda: None)
-        )
+        heartbeat = SimpleNamespace(enter=enter, progress=lambda: None)
+        train_here(tmp_path, shards, clock, stream=stream, heartbeat=heartbeat)
         assert gc.get_freeze_count() > 0
     assert (gc.get_threshold(), gc.get_freeze_count()) == (before, 0)
     # at the begin of each step, two micro batches, and a line after every second
@@ -319,7 +280,7 @@ def test_garbage_is_collected_when_a_line_is_logged(tmp_path: Path, clock: Clock
 
 
 def test_a_step_of_the_ramp_is_divided_by_its_own_targets(
-    tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, shards: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     steps: list[tuple[int, int]] = []
 
@@ -329,7 +290,7 @@ def test_a_step_of_the_ramp_is_divided_by_its_own_targets(
 
     monkeypatch.setattr(MaskedLanguageModel, "num_targets", num_targets)
     batch = {"global_size": 8, "micro_size": 2, "ramp_fraction": 0.8, "ramp_quantum": 2}
-    _, state, _ = train_here(tmp_path, clock, batch=batch)
+    _, state, _ = train_here(tmp_path, shards, clock, batch=batch)
     counts = [count for _, count in steps]
     assert (counts[0], counts[-1]) == (2, 8)
     assert [first for first, _ in steps] == [sum(counts[:step]) for step in range(5)]
@@ -345,16 +306,16 @@ class TwoRanks(Comm):
 
 
 def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
-    tmp_path: Path, trained: tuple[Any, TrainState, RunResult], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, state, result = trained
-    trainer.comm = TwoRanks(World(0, 0, 2, 2), None)
+    trainer = dataclasses.replace(trainer, comm=TwoRanks(World(0, 0, 2, 2), None))
     state.samples += 1000  # of an earlier start
     trainer.meter.own_work_s, trainer.meter.total_steps = [20.0, 60.0], 20
     monkeypatch.setattr(devices, "peak_memory_gib", lambda device: 1.0)
     monkeypatch.setattr(devices, "joules", lambda device: 130.0)
     summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
-    found = json.loads((tmp_path / "summary.json").read_text())
+    found = read_json(tmp_path / "summary.json")
     assert found["peak_memory_gib"] == 4.0
     assert found["energy_j"] == 150.0
     assert found["mfu"] is None
