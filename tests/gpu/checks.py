@@ -29,9 +29,9 @@ from bert_dp.trainer import Trainer, train_step
 from launcher.job import find_config
 from tests.e2e.cli import TINY, bert_dp, tiny, train
 from tests.faults.harness import broken
-from tests.helpers import read_json
+from tests.helpers import logged, read_json
 from tests.parity import matrix
-from tests.parity.runs import metrics, settings, state, train_runs, write_run
+from tests.parity.runs import settings, state, train_run, train_runs, write_run
 from tests.resumable import ROOT, newest_results
 from tests.shards import write_shards
 
@@ -122,7 +122,7 @@ def precisions(place: Place) -> Found:
 
     runs = {(p, m): run(p, m) for p in ("fp32", "bf16", "fp16") for m in modes}
     train_runs(1, list(runs.values()))
-    losses = {key: [line["loss"] for line in metrics(path)] for key, path in runs.items()}
+    losses = {key: logged(path, "loss") for key, path in runs.items()}
     facts, problems = {}, []
     for precision, mode in itertools.product(("bf16", "fp16"), modes):
         far = furthest(losses[precision, mode], losses["fp32", mode])
@@ -136,16 +136,16 @@ def precisions(place: Place) -> Found:
         facts[f"compiled_from_eager_{precision}"] = far
         if not far <= limit:
             problems.append(f"compiled {precision}: {far:.2e} nats from eager, limit {limit}")
-    skipping = write_run(
+    skipping = train_run(
         place.folder / "skips",
         settings(shards, precision="fp16", schedule={"steps": 6}, checkpoint={"every_steps": 1, "keep": 9}),
+        poison=(0, range(3, 4)),
     )
-    train_runs(1, [skipping], poison=(0, range(3, 4)))
     before, after = state(skipping, 3), state(skipping, 4)
     if not all(before[name].equal(after[name]) for name in before):
         problems.append("fp16: the step with a NaN moved the weights")
-    if metrics(skipping)[-1]["skipped_steps"] != 1:
-        problems.append(f"fp16: {metrics(skipping)[-1]['skipped_steps']} steps skipped, expected 1")
+    if (skipped := logged(skipping, "skipped_steps")[-1]) != 1:
+        problems.append(f"fp16: {skipped} steps skipped, expected 1")
     return Found(facts, problems)
 
 
@@ -153,8 +153,8 @@ def resume(place: Place) -> Found:
     """With run.deterministic a run that is resumed twice ends with the weights of an undisturbed one."""
     shards = write_shards(place.folder / "shards")
 
-    def part(name: str, steps: int) -> Path:
-        chosen = settings(
+    def train_part(name: str, steps: int) -> None:
+        config = settings(
             shards,
             precision="fp32" if place.short else "bf16",
             compile="off" if place.short else "on",
@@ -162,11 +162,11 @@ def resume(place: Place) -> Found:
             model={"dropout": 0.1},
             schedule={"steps": steps, "name": "constant"},
         )
-        return write_run(place.folder / name, chosen)
+        train_run(place.folder / name, config)
 
-    train_runs(1, [part("whole", 12)])
+    train_part("whole", 12)
     for steps in (4, 8, 12):
-        train_runs(1, [part("resumed", steps)])
+        train_part("resumed", steps)
     whole, resumed = (state(place.folder / name, 12) for name in ("whole", "resumed"))
     unequal = [name for name in whole if not whole[name].equal(resumed[name])]
     return Found({"tensors": len(whole)}, [f"not bit-equal after two resumes: {n}" for n in unequal[:3]])

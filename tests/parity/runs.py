@@ -15,7 +15,7 @@ import torch
 import yaml
 from numpy.typing import NDArray
 
-from tests.helpers import read_json, read_lines
+from tests.helpers import logged, read_json, read_lines
 from tests.ranks import run_ranks
 from tests.tensors import saved_state
 from tests.wrapped_task import PoisonedTask
@@ -51,6 +51,12 @@ def write_run(run_dir: Path, config: dict[str, Any]) -> Path:
     return run_dir
 
 
+def train_run(run_dir: Path, config: dict[str, Any], size: int = 1, **options: Any) -> Path:
+    """Write a run and train it on `size` ranks."""
+    train_runs(size, [write_run(run_dir, config)], **options)
+    return run_dir
+
+
 def train_runs(size: int, run_dirs: Sequence[Path], **options: Any) -> None:
     """Train every RUN/config.yaml on `size` ranks, one spawn for all."""
     run_ranks(size, _train_all, [str(d) for d in run_dirs], options)
@@ -76,9 +82,7 @@ def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
             return batch
 
         data.TrainingStream.next = watched  # type: ignore[method-assign]
-        if (
-            "seconds_per_call" in options
-        ):  # every rank's own clock runs at another speed; only rank 0's may count
+        if "seconds_per_call" in options:  # each rank's clock has a speed of its own; only rank 0's may count
             ticks = itertools.count(step=options["seconds_per_call"] * (1 + 3 * rank))
             dist.SharedClock = functools.partial(plain_clock, now=ticks.__next__)  # type: ignore[misc,assignment]
         bad_rank, bad_steps = options.get("poison", (None, range(0)))
@@ -86,11 +90,10 @@ def _train_all(run_dirs: list[str], options: dict[str, Any]) -> None:
         make_task = poisoned if bad_rank == rank else options.get("make_task")
         code = worker.main([f"{run_dir}/config.yaml", "--resume", options.get("resume", "auto")], make_task)
         assert code == 0, f"worker exit code {code}"
+        columns = [np.concatenate(column) for column in zip(*seen, strict=True)]
+        columns = columns or [np.empty(0, np.int64), *[np.empty((0, 1), np.int64)] * 2]
         np.savez(
-            f"{run_dir}/seen-{rank}.npz",
-            ids=np.concatenate([s[0] for s in seen]) if seen else np.empty(0, np.int64),
-            positions=np.concatenate([s[1] for s in seen]) if seen else np.empty((0, 1), np.int64),
-            inputs=np.concatenate([s[2] for s in seen]) if seen else np.empty((0, 1), np.int64),
+            f"{run_dir}/seen-{rank}.npz", **dict(zip(("ids", "positions", "inputs"), columns, strict=True))
         )
 
 
@@ -102,6 +105,11 @@ def evals(run_dir: Path) -> list[dict[str, Any]]:
     return read_lines(run_dir / "evals.jsonl")
 
 
+def losses(run_dir: Path) -> list[float]:
+    """Of every logged step."""
+    return logged(run_dir, "loss")
+
+
 def summary(run_dir: Path) -> dict[str, Any]:
     data: dict[str, Any] = read_json(run_dir / "summary.json")
     return data
@@ -110,18 +118,18 @@ def summary(run_dir: Path) -> dict[str, Any]:
 def samples_by_step(run_dir: Path) -> list[dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]]]:
     """For each step: sample id -> (masked positions, corrupted input), over all ranks."""
     parts = [np.load(p) for p in sorted(run_dir.glob("seen-*.npz"))]
-    where = {
+    seen = {
         int(i): (p, x)
         for part in parts
         for i, p, x in zip(part["ids"], part["positions"], part["inputs"], strict=True)
     }
-    assert len(where) == sum(len(part["ids"]) for part in parts), "a sample was seen twice"
-    out, start = [], min(where)
+    assert len(seen) == sum(len(part["ids"]) for part in parts), "a sample was seen twice"
+    out, start = [], min(seen)
     for line in metrics(run_dir):
         if line["samples"] <= start:
             continue
         stop = line["samples"]
-        out.append({i: where[i] for i in range(start, stop)})
+        out.append({i: seen[i] for i in range(start, stop)})
         start = stop
     return out
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import read_json
-from tests.parity.runs import _train_all, evals, metrics, settings, state, train_runs, write_run
+from tests.helpers import read_json, read_lines
+from tests.parity.runs import _train_all, evals, metrics, settings, state, train_run, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
 from tests.tensors import largest_relative_error
@@ -63,7 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/<name of PARALLEL>, compiled, and root/single, eager."""
     root = tmp_path_factory.mktemp("compiled")
     shards = write_shards(root / "shards")
-    train_runs(1, [write_run(root / "single", settings(shards, **COMMON))])
+    train_run(root / "single", settings(shards, **COMMON))
     compiled = [
         write_run(
             root / name,
@@ -79,7 +79,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_block_is_one_graph_made_before_the_first_step(runs: Path, name: str) -> None:
     """Embeddings, a block and the head, each for training and for evaluation; the blocks share theirs."""
     for rank in (0, 1):
-        lines = [json.loads(line) for line in (runs / name / f"dynamo-{rank}.jsonl").read_text().splitlines()]
+        lines = read_lines(runs / name / f"dynamo-{rank}.jsonl")
         assert len(lines) == 1 + STEPS
         assert [line["graphs"] for line in lines] == [0] + [6] * STEPS
         assert lines[-1]["breaks"] == {}

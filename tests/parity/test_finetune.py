@@ -11,9 +11,9 @@ import torch
 from bert_dp.tasks.finetune import PREDICTIONS
 from tests.example_files import label_names, write_examples
 from tests.helpers import read_lines
-from tests.parity.runs import metrics, settings, state, summary, train_runs, write_run
+from tests.parity.runs import losses, settings, state, summary, train_run
 from tests.shards import write_shards
-from tests.tensors import largest_relative_error
+from tests.tensors import bits, largest_relative_error
 
 STEPS, HALF = 50, 20
 MODEL = {"num_heads": 4}
@@ -58,9 +58,7 @@ def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("pretrained")
     shards = write_shards(folder / "shards", length=32)
     config = settings(shards, data={"sequence_length": 32}, model=MODEL, schedule={"steps": 3})
-    run = write_run(folder / "run", config)
-    train_runs(1, [run])
-    return run
+    return train_run(folder / "run", config)
 
 
 @pytest.fixture(scope="module")
@@ -70,16 +68,13 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def one_rank(pretrained: Path, examples: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = write_run(tmp_path_factory.mktemp("one") / "run", finetuning(examples, pretrained))
-    train_runs(1, [run])
-    return run
+    return train_run(tmp_path_factory.mktemp("one") / "run", finetuning(examples, pretrained))
 
 
 def assert_same(run: Path, base: Path, loss: float, weights: float) -> None:
     """Losses of all steps, weights, scores and predictions of all examples."""
-    losses, wanted = ([line["loss"] for line in metrics(each)] for each in (run, base))
-    assert len(losses) == STEPS
-    assert losses == pytest.approx(wanted, rel=loss)
+    assert len(losses(run)) == STEPS
+    assert losses(run) == pytest.approx(losses(base), rel=loss)
     assert largest_relative_error(state(run, STEPS), state(base, STEPS)) <= weights
     assert summary(run)["heldout"]["examples"] == summary(base)["heldout"]["examples"]
     found, expected = (read_lines(each / PREDICTIONS) for each in (run, base))
@@ -97,18 +92,17 @@ def test_n_ranks_finetune_what_one_rank_finetunes(
     name: str, pretrained: Path, examples: Path, one_rank: Path, tmp_path: Path
 ) -> None:
     ranks, sections = CELLS[name]
-    run = write_run(tmp_path, finetuning(examples, pretrained, **sections))
-    train_runs(ranks, [run])
+    run = train_run(tmp_path, finetuning(examples, pretrained, **sections), ranks)
     assert_same(run, one_rank, loss=1e-12, weights=1e-12)
 
 
 def test_in_single_precision_too(pretrained: Path, examples: Path, tmp_path: Path) -> None:
-    runs = {}
-    for name, ranks in (("single-acc4", 1), ("ddp-n4", 4)):
-        config = finetuning(examples, pretrained, **{**CELLS[name][1], "precision": "fp32"})
-        runs[name] = write_run(tmp_path / name, config)
-        train_runs(ranks, [runs[name]])
-    assert_same(runs["ddp-n4"], runs["single-acc4"], loss=1e-5, weights=1e-5)
+    runs = []
+    for name in ("ddp-n4", "single-acc4"):
+        ranks, sections = CELLS[name]
+        config = finetuning(examples, pretrained, precision="fp32", **sections)
+        runs.append(train_run(tmp_path / name, config, ranks))
+    assert_same(*runs, loss=1e-5, weights=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["multi_label", "regression"])
@@ -117,20 +111,17 @@ def test_other_kinds_of_labels(kind: str, pretrained: Path, tmp_path: Path) -> N
     runs = []
     for ranks, micro in ((1, 8), (2, 2)):
         config = finetuning(examples, pretrained, kind, batch={"micro_size": micro})
-        runs.append(write_run(tmp_path / f"n{ranks}", config))
-        train_runs(ranks, runs[-1:])
+        runs.append(train_run(tmp_path / f"n{ranks}", config, ranks))
     assert_same(runs[1], runs[0], loss=1e-12, weights=1e-12)
     scores = summary(runs[0])["heldout"]["scores"]
     assert set(scores) == ({"dev/f1"} if kind == "multi_label" else {"dev/pearson", "dev/spearman"})
 
 
 def test_a_resumed_run_ends_bit_equal(pretrained: Path, examples: Path, tmp_path: Path) -> None:
-    whole, again = (tmp_path / name for name in ("whole", "again"))
     config = finetuning(examples, pretrained, batch={"micro_size": 2})
-    train_runs(2, [write_run(whole, config)])
-    train_runs(2, [write_run(again, config)], resume=str(whole / "checkpoints" / f"step-{HALF:08d}"))
-    a, b = state(whole, STEPS), state(again, STEPS)
-    assert all(torch.equal(a[name], b[name]) for name in a)
+    whole = train_run(tmp_path / "whole", config, 2)
+    again = train_run(tmp_path / "again", config, 2, resume=str(whole / "checkpoints" / f"step-{HALF:08d}"))
+    assert bits(state(whole, STEPS)) == bits(state(again, STEPS))
     assert (whole / PREDICTIONS).read_text() == (again / PREDICTIONS).read_text()
     assert summary(again)["init_from"] == summary(whole)["init_from"]
 
@@ -141,21 +132,20 @@ def test_every_encoder_tensor_is_loaded_and_only_the_head_is_new(one_rank: Path,
     encoder = {name for name in start if name.startswith("model.")}
     for name in encoder:
         torch.testing.assert_close(start[name], source[name].to(start[name].dtype), rtol=0, atol=0)
-    told = summary(one_rank)["init_from"]
-    assert told["tensors"] == len(encoder)
-    assert told["of"] == len(encoder) + 4  # dense and classifier, with their biases
-    assert told["sha256"] in (pretrained / "checkpoints/step-00000003/manifest.json").read_text()
+    init = summary(one_rank)["init_from"]
+    assert init["tensors"] == len(encoder)
+    assert init["of"] == len(encoder) + 4  # dense and classifier, with their biases
+    assert init["sha256"] in (pretrained / "checkpoints/step-00000003/manifest.json").read_text()
 
 
 @pytest.mark.quick
 def test_a_finetuned_run_learns_and_says_what_of(one_rank: Path) -> None:
-    losses = [line["loss"] for line in metrics(one_rank)]
-    assert sum(losses[-5:]) < 0.8 * sum(losses[:5])
-    told = summary(one_rank)
-    assert told["heldout"]["examples"] == 11
-    assert 0 <= told["heldout"]["scores"]["dev/accuracy"] <= 1
+    steps, heldout = losses(one_rank), summary(one_rank)["heldout"]
+    assert sum(steps[-5:]) < 0.8 * sum(steps[:5])
+    assert heldout["examples"] == 11
+    assert 0 <= heldout["scores"]["dev/accuracy"] <= 1
     lines = read_lines(one_rank / PREDICTIONS)
     assert [line["split"] for line in lines] == ["dev"] * 11 + ["test"] * 5
     assert all(line["label"] is None for line in lines[11:])
     right = sum(line["logits"].index(max(line["logits"])) == line["label"] for line in lines[:11])
-    assert told["heldout"]["scores"]["dev/accuracy"] == pytest.approx(right / 11)
+    assert heldout["scores"]["dev/accuracy"] == pytest.approx(right / 11)

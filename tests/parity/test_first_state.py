@@ -14,7 +14,7 @@ from bert_dp.dist import Comm
 from bert_dp.measure.profiling import ALONE
 from bert_dp.tasks import make_task
 from tests.helpers import read_json
-from tests.parity.runs import metrics, settings, state, train_runs, write_run
+from tests.parity.runs import metrics, settings, state, train_run, train_runs, write_run
 from tests.tensors import bits
 
 STEPS = 6
@@ -85,10 +85,8 @@ def test_two_epochs_are_each_sequence_twice_and_a_resumed_run_ends_with_them(
 ) -> None:
     """96 sequences in batches of 8; resumed from the checkpoint half way."""
     config = settings(shards, schedule={"epochs": 2}, checkpoint={"every_steps": 12, "keep": 9})
-    whole, again = (write_run(tmp_path / name, config) for name in ("whole", "again"))
-    train_runs(1, [whole])
-    origin = str(whole / "checkpoints" / "step-00000012")
-    train_runs(1, [again], resume=origin)
+    whole = train_run(tmp_path / "whole", config)
+    again = train_run(tmp_path / "again", config, resume=str(whole / "checkpoints" / "step-00000012"))
     for run_dir in (whole, again):
         last = metrics(run_dir)[-1]
         assert (last["step"], last["samples"], last["progress"]) == (24, 2 * 96, pytest.approx(23 / 24))

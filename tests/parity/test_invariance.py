@@ -6,13 +6,23 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from bert_dp.config import load_config
 from bert_dp.model import build_model
-from tests.parity.runs import evals, metrics, samples_by_step, settings, state, summary, train_runs, write_run
+from tests.helpers import logged
+from tests.parity.runs import (
+    evals,
+    metrics,
+    samples_by_step,
+    settings,
+    state,
+    summary,
+    train_run,
+    train_runs,
+    write_run,
+)
 from tests.shards import write_shards
-from tests.tensors import largest_relative_error
+from tests.tensors import bits, largest_relative_error
 
 CASES = ("fp32", "fp64", "ramp", "tokens", "hours", "threads")
 SIZES = (1, 2, 4)
@@ -41,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         train_runs(size, plain)
         ramp = {"global_size": 16, "micro_size": 2, "ramp_fraction": 0.6, "ramp_quantum": 8}
         hours = settings(shards, precision="fp64", schedule={"hours": 90 / 3600}, batch=ramp)
-        train_runs(size, [write_run(root / "hours" / str(size), hours)], seconds_per_call=1.0)
+        train_run(root / "hours" / str(size), hours, size, seconds_per_call=1.0)
     return root
 
 
@@ -85,7 +95,7 @@ def test_the_weights_moved_far_beyond_the_tolerances(runs: Path) -> None:
 
 
 def test_the_ramp_ramps(runs: Path) -> None:
-    batches = [line["global_batch"] for line in metrics(runs / "ramp" / "1")]
+    batches = logged(runs / "ramp" / "1", "global_batch")
     assert batches[0] == 8
     assert batches[-1] == 24
     assert sorted(batches) == batches
@@ -100,5 +110,4 @@ def test_hours_end_on_rank_zeros_clock(runs: Path) -> None:
 
 def test_prefetch_threads_change_nothing(runs: Path) -> None:
     """Bit for bit: threads only move the work."""
-    one, three = state(runs / "fp32" / "1", 50), state(runs / "threads" / "1", 50)
-    assert all(torch.equal(one[name], three[name]) for name in one)
+    assert bits(state(runs / "fp32" / "1", 50)) == bits(state(runs / "threads" / "1", 50))

@@ -9,9 +9,10 @@ from typing import get_args
 import pytest
 
 from bert_dp.config import OptimConfig, ParallelConfig
+from tests.helpers import logged
 from tests.parity import matrix
 from tests.parity.matrix import Cell, Deviation
-from tests.parity.runs import metrics, settings, state, train_runs, write_run
+from tests.parity.runs import losses, metrics, settings, state, train_run, train_runs, write_run
 from tests.shards import write_shards
 from tests.tensors import largest_relative_error
 
@@ -122,12 +123,10 @@ def test_a_checkpoint_of_any_engine_goes_on_in_any_other(tmp_path: Path) -> None
         parallel = {"engine": engine, "tensor": tensor}
         return settings(shards, schedule={"steps": steps, "name": "constant"}, parallel=parallel, **common)
 
-    whole = write_run(tmp_path / "whole", config(4 * len(chain), "single", 1))
-    train_runs(1, [whole])
+    whole = train_run(tmp_path / "whole", config(4 * len(chain), "single", 1))
     moving = tmp_path / "moving"
     for number, (engine, ranks, tensor) in enumerate(chain):
-        write_run(moving, config(4 * (number + 1), engine, tensor))
-        train_runs(ranks, [moving])
+        train_run(moving, config(4 * (number + 1), engine, tensor), ranks)
     lines = list(zip(metrics(whole), metrics(moving), strict=True))
     assert len(lines) == 4 * len(chain)
     for a, b in lines:
@@ -167,8 +166,7 @@ def test_a_nan_on_one_rank_skips_the_step_on_all(tmp_path: Path, optimizer: str)
             before, after, end = (state(run_dir, step) for step in (3, 4, 6))
             assert all(before[name].equal(after[name]) for name in before), run_dir.name
             assert not all(before[name].equal(end[name]) for name in before)
-            lines = metrics(run_dir)
-            assert [line["skipped_steps"] for line in lines] == [0, 0, 0, 1, 1, 1], run_dir.name
+            assert logged(run_dir, "skipped_steps") == [0, 0, 0, 1, 1, 1], run_dir.name
 
 
 OPTIONS: dict[str, tuple[int, dict[str, object], float]] = {
@@ -192,7 +190,7 @@ def option_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     shards = write_shards(root / "shards")
     common = {"precision": "fp64", "schedule": {"steps": 10}, "optim": {"name": "lamb", "lr": 1e-2}}
     common["model"] = {"num_heads": 4}
-    train_runs(1, [write_run(root / "single", settings(shards, **common))])
+    train_run(root / "single", settings(shards, **common))
     for size in (2, 4):
         runs = [
             write_run(root / name, settings(shards, parallel=parallel, **common))
@@ -208,9 +206,9 @@ def test_option(option_runs: Path, name: str) -> None:
     _, parallel, tolerance = OPTIONS[name]
     if parallel["engine"] == "accelerate":
         pytest.importorskip("accelerate")
-    lines = list(zip(metrics(option_runs / name), metrics(option_runs / "single"), strict=True))
-    assert len(lines) == 10
-    far = max(abs(a["loss"] - b["loss"]) for a, b in lines)
+    pairs = list(zip(losses(option_runs / name), losses(option_runs / "single"), strict=True))
+    assert len(pairs) == 10
+    far = max(abs(a - b) for a, b in pairs)
     assert far < tolerance
     if tolerance > 1e-10:  # 16 bits on the wire must show, or nothing narrow was sent
         assert far > 1e-9
@@ -227,12 +225,11 @@ def test_a_compiled_run_is_the_eager_one(tmp_path: Path) -> None:
         write_run(tmp_path / name, settings(shards, compile="on", schedule={"steps": 5}, parallel=section))
         for name, section in parallel.items()
     ]
-    eager = write_run(tmp_path / "eager", settings(shards, schedule={"steps": 5}))
-    train_runs(1, [eager])
+    eager = train_run(tmp_path / "eager", settings(shards, schedule={"steps": 5}))
     train_runs(2, runs)
-    wanted = [line["loss"] for line in metrics(eager)]
+    wanted = losses(eager)
     for run in runs:
-        assert [line["loss"] for line in metrics(run)] == pytest.approx(wanted, abs=1e-5), run.name
+        assert losses(run) == pytest.approx(wanted, abs=1e-5), run.name
 
 
 NARROW = (("ddp", 1), ("zero1", 1), ("fsdp", 1), ("ddp", 2), ("fsdp", 2))
@@ -245,42 +242,37 @@ def narrow_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """root/<precision>-<engine>-<tensor>, and root/<precision>-single-1: of one process."""
     root = tmp_path_factory.mktemp("narrow")
     shards = write_shards(root / "shards")
+
+    def run(name: str, precision: str, **parallel: object) -> Path:
+        schedule = {"name": "constant", "steps": 30}
+        config = settings(shards, precision=precision, schedule=schedule, parallel=parallel)
+        return write_run(root / name, config)
+
     for size, engines in ((1, (("single", 1),)), (2, NARROW)):
         runs = [
-            write_run(
-                root / f"{precision}-{engine}-{tensor}",
-                settings(
-                    shards,
-                    precision=precision,
-                    schedule={"name": "constant", "steps": 30},
-                    parallel={"engine": engine, "tensor": tensor},
-                ),
-            )
+            run(f"{precision}-{engine}-{tensor}", precision, engine=engine, tensor=tensor)
             for precision in ("bf16", "fp16")
             for engine, tensor in engines
         ]
         if size == 2:
-            sent = {"engine": "ddp", "reduce_dtype": "fp16"}
-            schedule = {"name": "constant", "steps": 30}
-            config = settings(shards, precision="fp16", schedule=schedule, parallel=sent)
-            runs.append(write_run(root / SENT, config))
+            runs.append(run(SENT, "fp16", engine="ddp", reduce_dtype="fp16"))
         train_runs(size, runs)
     return root
 
 
 def test_a_gradient_is_sent_in_16_bits_under_the_loss_scale(narrow_runs: Path) -> None:
-    wide, sent = (metrics(narrow_runs / name) for name in ("fp16-ddp-1", SENT))
-    assert [line["loss"] for line in sent] == pytest.approx([line["loss"] for line in wide], abs=5e-3)
-    assert [line["loss"] for line in sent] != [line["loss"] for line in wide]
-    assert sent[-1]["skipped_steps"] == 0
+    wide, sent = (losses(narrow_runs / name) for name in ("fp16-ddp-1", SENT))
+    assert sent == pytest.approx(wide, abs=5e-3)
+    assert sent != wide
+    assert metrics(narrow_runs / SENT)[-1]["skipped_steps"] == 0
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_engines_agree_in_16_bits(narrow_runs: Path, precision: str) -> None:
     """Autocast, and for fp16 one loss scale for all ranks: not to a bit, as sums round in another order."""
-    wanted = [line["loss"] for line in metrics(narrow_runs / f"{precision}-single-1")]
+    wanted = losses(narrow_runs / f"{precision}-single-1")
     assert max(wanted) - min(wanted) > 0.08  # against 0.005 between engines
     for engine, tensor in NARROW:
-        lines = metrics(narrow_runs / f"{precision}-{engine}-{tensor}")
-        assert [line["loss"] for line in lines] == pytest.approx(wanted, abs=5e-3), (engine, tensor)
-        assert lines[-1]["skipped_steps"] == 0
+        run = narrow_runs / f"{precision}-{engine}-{tensor}"
+        assert losses(run) == pytest.approx(wanted, abs=5e-3), (engine, tensor)
+        assert metrics(run)[-1]["skipped_steps"] == 0
