@@ -37,6 +37,15 @@ def with_moments(
     return out
 
 
+def randomise(model: nn.Module, spread: float, seed: int) -> None:
+    """Weights large enough for every term to matter: norms and biases off their trivial 1 and 0."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+            parameter.copy_(centre + spread * torch.randn(parameter.shape, generator=generator))
+
+
 def saved_state(folder: Path) -> dict[str, Tensor]:
     """Weights and optimizer state of a checkpoint."""
     return load_file(folder / "model.safetensors") | load_file(folder / "optimizer.safetensors")

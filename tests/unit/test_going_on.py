@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +12,13 @@ import torch
 from bert_dp import checkpoint, setup
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.dist import Comm
+from bert_dp.measure.profiling import ALONE
 from bert_dp.tasks import Metadata
 from bert_dp.train_state import TrainState
 from bert_dp.world import World
+from tests.helpers import read_lines, write_lines
 from tests.states import FACTS
-
-CPU, LONE = torch.device("cpu"), World(0, 0, 1, 1)
+from tests.tensors import CPU
 
 
 def config() -> Config:
@@ -30,7 +30,7 @@ def rank_with(run_dir: Path, digit: str) -> Any:
     return SimpleNamespace(
         config=config(),
         run_dir=run_dir,
-        comm=Comm(LONE, None),
+        comm=Comm(ALONE, None),
         device=CPU,
         data=Metadata(data_hash=digit * 64, tokenizer=None, num_samples=9),
         log_rank0=lambda text: None,
@@ -64,15 +64,13 @@ class Meeting(Comm):
         self.seen: list[list[int]] = []
 
     def barrier(self) -> None:
-        lines = self._record.read_text().splitlines()
-        self.seen.append([json.loads(line)["step"] for line in lines])
+        self.seen.append([line["step"] for line in read_lines(self._record)])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_rank_writes_before_rank_0_has_cut_the_records_back(run_dir: Path, rank: int) -> None:
     record = run_dir / "steps" / "rank-1.jsonl"
-    record.parent.mkdir()
-    record.write_text("".join(json.dumps({"step": step}) + "\n" for step in range(1, 6)))
+    write_lines(record, ({"step": step} for step in range(1, 6)))
     meeting = Meeting(World(rank, rank, 2, 2), record)
     trainer: Any = SimpleNamespace(run_dir=run_dir, comm=meeting, config=config())
     state = TrainState(step=3)

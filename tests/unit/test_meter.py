@@ -14,6 +14,7 @@ from bert_dp.dist import Comm
 from bert_dp.metrics import Meter
 from bert_dp.train_state import TrainState
 from bert_dp.world import World
+from tests.tensors import CPU
 
 LAYOUT = BatchLayout(world_size=4, tensor=2, dp=2, micro_size=2, grad_accum_steps=3, global_size=12)
 LENGTH, FLOPS, PEAK = 8, 1e6, 4e8  # tokens of a sequence, FLOPs of a token, FLOP/s of a rank
@@ -49,12 +50,7 @@ class Run:
         monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: self.now))
         monkeypatch.setattr(metrics, "peak_memory_gib", lambda device: OWN_GIB)
         self.meter = Meter(
-            Others(),
-            torch.device("cpu"),
-            LAYOUT,
-            tokens_per_sample=LENGTH,
-            flops_per_token=FLOPS,
-            peak_flops=peak,
+            Others(), CPU, LAYOUT, tokens_per_sample=LENGTH, flops_per_token=FLOPS, peak_flops=peak
         )
         self.steps, self.wait_s = 0, 7.0
         self.meter.start(self.wait_s)

@@ -9,53 +9,36 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
-from bert_dp.config import resolve
 from bert_dp.data import Batch
-from bert_dp.dist import Comm
-from bert_dp.model import IGNORE, CrammedBert, Vocabulary
-from bert_dp.precision import Precision
-from bert_dp.tasks import Context
-from bert_dp.tasks.mlm import MaskedLanguageModel
-from bert_dp.world import World
-from tests.helpers import TINY_MODEL
-from tests.shards import write_shards
+from bert_dp.measure.profiling import lone_trainer
+from bert_dp.model import IGNORE, Vocabulary
+from bert_dp.trainer import evaluate
+from tests.helpers import TINY_MODEL, make_config
 
 
 @pytest.mark.parametrize("mask_rate", [0.15, 0.5])
-def test_held_out_text_is_masked_alike_whatever_the_training_rate(tmp_path: Path, mask_rate: float) -> None:
+def test_held_out_text_is_masked_alike_whatever_the_training_rate(
+    shards: Path, tmp_path: Path, mask_rate: float
+) -> None:
     """20 sequences of 16 tokens, of which round(0.15 x 16) = 2 are masked."""
-    config = resolve(
-        [
-            {
-                "data": {"path": str(write_shards(tmp_path)), "sequence_length": 16},
-                "model": TINY_MODEL,
-                "schedule": {"steps": 1},
-                "objective": {"mask_rate": mask_rate},
-                "batch": {"micro_size": 4, "global_size": 4},
-            }
-        ]
+    config = make_config(
+        data={"path": str(shards), "sequence_length": 16},
+        model=TINY_MODEL,
+        objective={"mask_rate": mask_rate},
+        batch={"micro_size": 4, "global_size": 4},
+        compile="off",
     )
-    device, masked = torch.device("cpu"), []
-    task = MaskedLanguageModel(config, device)
-    task.open_data()
-    model = task.build_model(0)
-    model.register_forward_pre_hook(lambda module, inputs: masked.append(inputs[1].numel()))
-    context = Context(
-        Comm(World(0, 0, 1, 1), None),
-        device,
-        Precision("fp32", torch.float32, None),
-        dp_rank=0,
-        dp_size=1,
-        tensor=1,
-        progress=lambda: None,
-        stopped=lambda: False,
-    )
-    measured = task.evaluate(model, context)
+    masked: list[int] = []
+    with lone_trainer(config, tmp_path) as trainer:
+        task, model = trainer.task, trainer.bare_model
+        model.register_forward_pre_hook(lambda module, inputs: masked.append(inputs[1].numel()))
+        measured = evaluate(trainer, lambda: False)
     assert measured is not None
     assert (measured["mask_rate"], measured["masked_tokens"]) == (0.15, 40)
     assert sum(masked) == 40
-    loss_B, hit_B = by_sequence(model, task._evaluation_batches(context))
+    loss_B, hit_B = by_sequence(model, task._held_out)  # type: ignore[attr-defined]
     assert measured["sequences"] == len(loss_B) == 20
     assert measured["loss"] == pytest.approx(statistics.fmean(loss_B), rel=1e-6)
     assert measured["loss_se"] == pytest.approx(statistics.stdev(loss_B) / math.sqrt(20), rel=1e-5)
@@ -63,7 +46,7 @@ def test_held_out_text_is_masked_alike_whatever_the_training_rate(tmp_path: Path
     assert task.num_targets(0, 4) == 4 * round(mask_rate * 16)
 
 
-def by_sequence(model: CrammedBert, batches: Sequence[Batch]) -> tuple[list[float], list[float]]:
+def by_sequence(model: nn.Module, batches: Sequence[Batch]) -> tuple[list[float], list[float]]:
     """Of each held-out sequence the mean cross entropy of its two masked tokens, and the share of them
     that is guessed, by the definition."""
     losses, hits = [], []

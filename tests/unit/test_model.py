@@ -13,10 +13,10 @@ from bert_dp.building import compile_parts
 from bert_dp.config import ModelConfig
 from bert_dp.cost import num_parameters
 from bert_dp.dropout import KeyedDropout
-from bert_dp.model import IGNORE, INIT_STD, build_model, sinusoidal_table
+from bert_dp.model import IGNORE, INIT_STD, CrammedBert, build_model, sinusoidal_table
 from tests.helpers import make_config
 from tests.runs_to_export import peer_of
-from tests.tensors import assert_near
+from tests.tensors import assert_near, randomise
 
 Case = tuple[Tensor, Tensor, Tensor]  # ids [B, S], flat positions [P], labels [P]
 SMALL = {"vocab_size": 100, "hidden_size": 48, "num_layers": 3, "num_heads": 4, "intermediate_size": 40}
@@ -43,13 +43,16 @@ def make_case(batch: int = 3, length: int = 16, vocab: int = 100, seed: int = 7)
     return ids_BS, positions_P, labels_P
 
 
-def randomise(model: torch.nn.Module, seed: int = 3) -> None:
-    """Weights large enough for every term to matter: norms and biases off their trivial 1 and 0."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            parameter.copy_(centre + 0.15 * torch.randn(parameter.shape, generator=generator))
+def make_model(**changes) -> CrammedBert:
+    """As it begins, for 16 positions."""
+    return build_model(small(**changes), 16, seed=1)
+
+
+def random_model(**changes) -> CrammedBert:
+    """With weights that show every term."""
+    model = make_model(**changes)
+    randomise(model, 0.15, seed=3)
+    return model
 
 
 def gradients(loss: Tensor, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -116,8 +119,7 @@ def restated_loss(w: dict[str, Tensor], case: Case, *, layers: int, heads: int, 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-10)])
 def test_the_crammed_variant_is_the_published_recipe(dtype, tolerance):
-    model = build_model(small(), 16, seed=1)
-    randomise(model)
+    model = random_model()
     model.model.embeddings.sinusoids_SH.data = sinusoidal_table(16, 48).to(
         dtype
     )  # not rounded to fp32 on the way
@@ -146,7 +148,7 @@ def test_the_compatible_variant_is_modernbert_name_by_name(length):
     pytest.importorskip("transformers")
     config = make_config(model=SMALL | MODERN, data={"sources": ["builtin"], "sequence_length": length})
     model = build_model(config.model, length, seed=1)
-    randomise(model)
+    randomise(model, 0.15, seed=3)
     peer = peer_of(model, config, "mlm", sparse_prediction=True)
     assert peer.decoder.weight is peer.model.embeddings.tok_embeddings.weight
     case = ids_BS, positions_P, labels_P = make_case(length=length)
@@ -188,8 +190,7 @@ def test_every_parameter_of_every_variant_learns(options):
 
 def test_learned_positions_biases_and_the_dense_head_restated():
     """One layer without a gate, in other words than the model's."""
-    model = build_model(small(num_layers=1, **OPTIONS["bert"]), 16, seed=1)
-    randomise(model)
+    model = random_model(num_layers=1, **OPTIONS["bert"])
     w = {name: p.detach() for name, p in model.named_parameters()}
     ids_BS, positions_P, _ = make_case(batch=1)
     x = (
@@ -218,7 +219,7 @@ def test_learned_positions_biases_and_the_dense_head_restated():
 
 @pytest.mark.parametrize("eps", [1e-6, 0.5])
 def test_rmsnorm_divides_by_the_root_mean_square(eps):
-    model = build_model(small(**{**OPTIONS["rms"], "norm_eps": eps}), 16, seed=1)
+    model = make_model(**{**OPTIONS["rms"], "norm_eps": eps})
     x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
     expected = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
     torch.testing.assert_close(model.model.final_norm(x), expected)
@@ -226,11 +227,10 @@ def test_rmsnorm_divides_by_the_root_mean_square(eps):
 
 def test_rotary_scores_depend_on_distance_only():
     """With all tokens alike, what position s sees does not depend on s."""
-    model = build_model(small(**MODERN), 16, seed=1)
-    randomise(model)
+    model = random_model(**MODERN)
     x_BSH = model.model(torch.full((1, 16), 5))
     torch.testing.assert_close(x_BSH, x_BSH[:, :1].expand_as(x_BSH), rtol=1e-4, atol=1e-4)
-    learned = build_model(small(), 16, seed=1).model(torch.full((1, 16), 5))
+    learned = make_model().model(torch.full((1, 16), 5))
     assert (learned - learned[:, :1]).abs().max() > 0.01
 
 
@@ -249,8 +249,8 @@ KEYS = torch.tensor([[3, 4, 5], [6, 7, 8]], dtype=torch.int32)
 
 
 def test_dropout_works_in_train_mode_only():
-    model = build_model(small(dropout=0.5, attention_dropout=0.5), 16, seed=1)
-    plain = build_model(small(), 16, seed=1)
+    model = make_model(dropout=0.5, attention_dropout=0.5)
+    plain = make_model()
     case = make_case()
     trained = [model.train()(*case, key_B=key_B).item() for key_B in (*KEYS, KEYS[0])]
     assert trained[0] == trained[2] != trained[1]
@@ -261,7 +261,7 @@ def test_dropout_works_in_train_mode_only():
 
 def test_every_dropout_acts():
     """Each alone, all others off; of three layers, so none stands for another."""
-    model = build_model(small(dropout=0.5, attention_dropout=0.5), 16, seed=1).train()
+    model = make_model(dropout=0.5, attention_dropout=0.5).train()
     places = {name: m for name, m in model.named_modules() if isinstance(m, KeyedDropout)}
     assert len(places) == 1 + 3 * len(model.model.layers)
     case, losses = make_case(), {}
@@ -275,7 +275,7 @@ def test_every_dropout_acts():
 
 def test_attention_that_is_written_out_is_that_of_torch():
     """With a probability so small that nothing is dropped, and padding."""
-    model = build_model(small(attention_dropout=1e-9), 16, seed=1)
+    model = make_model(attention_dropout=1e-9)
     case, real_BS = make_case(), torch.arange(16) < torch.tensor([[16], [9], [3]])
     written = model.train()(*case, real_BS, KEYS[0])
     torch.testing.assert_close(written, model.eval()(*case, real_BS), rtol=1e-6, atol=1e-6)
@@ -283,8 +283,7 @@ def test_attention_that_is_written_out_is_that_of_torch():
 
 def test_attention_in_bf16_on_a_cpu_rounds_as_torchs_kernel_does(monkeypatch):
     """It is written out there, for its speed."""
-    model = build_model(small(), 16, seed=1)
-    randomise(model)
+    model = random_model()
     (ids_BS, _, _), real_BS = make_case(), torch.arange(16) < torch.tensor([[16], [9], [3]])
     wanted = model.double().model(ids_BS, real_BS)
     model.float()
@@ -299,7 +298,7 @@ def test_attention_in_bf16_on_a_cpu_rounds_as_torchs_kernel_does(monkeypatch):
 
 
 def test_an_ignored_label_contributes_nothing():
-    model = build_model(small(), 16, seed=1)
+    model = make_model()
     ids_BS, positions_P, labels_P = make_case()
     kept = torch.arange(len(labels_P)) % 3 > 0
     ignored = torch.where(kept, labels_P, IGNORE)
@@ -314,7 +313,7 @@ def test_an_ignored_label_contributes_nothing():
 
 
 def test_logits_and_loss_agree():
-    model = build_model(small(), 16, seed=1)
+    model = make_model()
     ids_BS, positions_P, labels_P = make_case()
     logits_PV = model(ids_BS, positions_P)
     assert logits_PV.shape == (len(positions_P), 100)
@@ -323,7 +322,7 @@ def test_logits_and_loss_agree():
 
 
 def test_the_loss_is_a_sum_over_any_split_of_the_micro_batch():
-    model = build_model(small(), 16, seed=1)
+    model = make_model()
     ids_BS, positions_P, labels_P = make_case(batch=4)
     parts = [
         model(
@@ -360,7 +359,7 @@ def test_initial_weights_have_the_published_spread():
 
 
 def test_the_first_loss_is_near_that_of_a_uniform_guess():
-    model = build_model(small(hidden_size=96), 16, seed=1)
+    model = make_model(hidden_size=96)
     case = make_case(batch=16)
     assert (model(*case) / len(case[2])).item() == pytest.approx(math.log(100), abs=0.15)
 
@@ -368,7 +367,7 @@ def test_the_first_loss_is_near_that_of_a_uniform_guess():
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, MODERN], ids=["crammed", "modern"])
 def test_compiled_regions_keep_names_and_loss(options):
-    model = build_model(small(**options), 16, seed=1)
+    model = make_model(**options)
     names = list(model.state_dict())
     case, parameters = make_case(), dict(model.named_parameters())
     expected = model(*case)
@@ -383,8 +382,7 @@ def test_compiled_regions_keep_names_and_loss(options):
 
 @pytest.mark.parametrize("options", [{}, MODERN], ids=["crammed", "modern"])
 def test_padding_behind_a_mask_changes_nothing(options):
-    model = build_model(small(**options), 16, seed=1)
-    randomise(model)
+    model = random_model(**options)
     ids_BS, _, _ = make_case(length=10)
     padded_BS = F.pad(ids_BS, (0, 6), value=3)
     real_BS = (torch.arange(16) < 10).expand(3, 16)
@@ -394,8 +392,7 @@ def test_padding_behind_a_mask_changes_nothing(options):
 
 
 def test_a_mask_reaches_the_loss():
-    model = build_model(small(), 16, seed=1)
-    randomise(model)
+    model = random_model()
     case = make_case()
     shown = (16, 9)
     none, all_of_it, part = (

@@ -33,8 +33,8 @@ from launcher.tune import batch
 from launcher.watch import advice
 from tests.helpers import make_config, write_files
 from tests.states import FACTS
+from tests.tensors import CPU
 
-CPU = torch.device("cpu")
 MACHINE = dataclasses.replace(environment.probe(), gpus=(), memory_available_gib=64.0, memory_limit_gib=None)
 WITH = dataclasses.replace(MACHINE, bf16_units=("amx_bf16", "avx512_bf16"))
 WITHOUT = dataclasses.replace(MACHINE, bf16_units=())

@@ -26,6 +26,7 @@ from tests.e2e.cli import refused, tiny
 from tests.helpers import issues_of, read_json
 from tests.report_fixture import SUMMARY, make_run, shown, unfolded
 from tests.states import FACTS
+from tests.tensors import CPU as CPU_DEVICE
 
 CPU, GPU = DeviceType.CPU, DeviceType.CUDA
 
@@ -182,7 +183,7 @@ class Paused:
 
 def traced(plan: ProfilePlan, run_dir: Path, rank: int, steps: range, stop: int | None = None) -> StepTrace:
     """A run of `steps`, each a matrix product, that stops after step `stop`."""
-    trace = StepTrace(plan, Comm(World(rank, rank, 2, 2), None), torch.device("cpu"), run_dir, LostWrites())
+    trace = StepTrace(plan, Comm(World(rank, rank, 2, 2), None), CPU_DEVICE, run_dir, LostWrites())
     meter: Any = Paused()
     trace.reached(steps.start - 1, meter)
     for step in steps:

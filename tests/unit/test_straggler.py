@@ -6,37 +6,35 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 
 from bert_dp.metrics import STRAGGLER_RATIO, STRAGGLER_STEPS, Timers, straggler
 from launcher.report.run_report import of_directories
 from tests.report_fixture import make_run, shown, unfolded
+from tests.tensors import CPU
 
 
-def test_the_slowest_is_held_against_the_median_of_the_others() -> None:
-    ratio, found = straggler([1.0, 5.0, 2.0, 3.0], 20)
-    assert ratio == 2.5
-    assert found == {"rank": 1, "ratio": 2.5, "seconds_per_step": 0.15}
-
-
-def test_even_ranks_have_a_ratio_and_no_straggler() -> None:
-    ratio, found = straggler([10.0, 10.0 * STRAGGLER_RATIO], 1000)
-    assert ratio == pytest.approx(STRAGGLER_RATIO)
-    assert found is None
-
-
-def test_nobody_is_named_over_a_few_steps() -> None:
-    ratio, found = straggler([1.0, 3.0], STRAGGLER_STEPS - 1)
-    assert (ratio, found) == (3.0, None)
-
-
-@pytest.mark.parametrize(("own", "steps"), [([4.0], 100), ([0.0, 0.0], 0), ([0.0, 3.0], 100), ([], 5)])
-def test_without_anything_to_compare_there_is_no_ratio(own: list[float], steps: int) -> None:
-    assert straggler(own, steps) == (None, None)
+@pytest.mark.parametrize(
+    ("own_work_s", "steps", "ratio", "seconds_per_step"),
+    [
+        ([1.0, 5.0, 2.0, 3.0], 20, 2.5, 0.15),  # against the median of the others
+        ([10.0, 10.0 * STRAGGLER_RATIO], 1000, STRAGGLER_RATIO, None),  # even enough
+        ([1.0, 3.0], STRAGGLER_STEPS - 1, 3.0, None),  # over a few steps nobody is named
+        ([4.0], 100, None, None),  # nothing to compare with
+        ([0.0, 0.0], 0, None, None),
+        ([0.0, 3.0], 100, None, None),
+        ([], 5, None, None),
+    ],
+)
+def test_the_slowest_is_held_against_the_others(
+    own_work_s: list[float], steps: int, ratio: float | None, seconds_per_step: float | None
+) -> None:
+    slowest = {"rank": 1, "ratio": ratio, "seconds_per_step": seconds_per_step}
+    expected = (ratio and pytest.approx(ratio), slowest if seconds_per_step else None)
+    assert straggler(own_work_s, steps) == expected
 
 
 def test_timers_may_overlap_and_restart() -> None:
-    timers = Timers(torch.device("cpu"))
+    timers = Timers(CPU)
     with timers.phase("forward_backward"):
         timers.start("own_work")
         time.sleep(0.02)
@@ -51,7 +49,7 @@ def test_timers_may_overlap_and_restart() -> None:
 
 
 def test_a_pause_between_steps_is_part_of_none() -> None:
-    timers = Timers(torch.device("cpu"))
+    timers = Timers(CPU)
     for _ in range(2):
         with timers.phase("optimizer"):
             pass

@@ -31,8 +31,9 @@ from bert_dp.parallel.grid import Grid
 from bert_dp.parallel.stepping import clip_and_step
 from bert_dp.parallel.tensor import ColumnLinear, ParallelVocabulary, RowLinear, TensorParallel
 from bert_dp.world import read_world
+from tests.helpers import read_json
 from tests.ranks import run_ranks
-from tests.tensors import CPU, assert_near, bits
+from tests.tensors import CPU, assert_near, bits, randomise
 
 SIZES = (2, 4)
 VOCABULARY, HIDDEN, HEADS, WIDTH, LENGTH = 24, 16, 4, 12, 8
@@ -71,11 +72,7 @@ def small(**changes: Any) -> ModelConfig:
 def make_model(dtype: torch.dtype = torch.float64, **changes: Any) -> CrammedBert:
     """Weights large enough for every term to matter; the same ones at every call."""
     model = build_model(small(**changes), LENGTH, seed=0).to(dtype)
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            centre = 1.0 if "norm" in name and name.endswith("weight") else 0.0
-            parameter.copy_(centre + 0.2 * torch.randn(parameter.shape, generator=generator))
+    randomise(model, 0.2, seed=1)
     return model
 
 
@@ -341,30 +338,30 @@ def run_checks(folder: str) -> None:
     """In every rank: all checks, over pairs of ranks and over all four; writes what failed."""
     world = read_world(os.environ)
     connect(world, CPU)
-    told: dict[str, str] = {}
+    failures: dict[str, str] = {}
     for size in SIZES:
         grid = Grid(world, size, CPU)
         for name, check in CHECKS.items():
-            told[f"{name}/{size}"] = ""
+            failures[f"{name}/{size}"] = ""
             try:
                 check(TensorParallel(grid), grid)
             except AssertionError:
-                told[f"{name}/{size}"] = traceback.format_exc(limit=-3)
-    (Path(folder) / f"{world.rank}.json").write_text(json.dumps(told))
+                failures[f"{name}/{size}"] = traceback.format_exc(limit=-3)
+    (Path(folder) / f"{world.rank}.json").write_text(json.dumps(failures))
     disconnect()
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+def failures(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     folder = tmp_path_factory.mktemp("tensor")
     run_ranks(4, run_checks, str(folder))
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+    return [read_json(folder / f"{rank}.json") for rank in range(4)]
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CHECKS)
-def test_ranks_agree_with_one(told: list[dict[str, str]], name: str, size: int) -> None:
-    for rank, results in enumerate(told):
+def test_ranks_agree_with_one(failures: list[dict[str, str]], name: str, size: int) -> None:
+    for rank, results in enumerate(failures):
         assert not results[f"{name}/{size}"], f"rank {rank}:\n{results[f'{name}/{size}']}"
 
 

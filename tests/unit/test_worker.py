@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import gc
-import json
 import os
 import signal
 from pathlib import Path
@@ -15,7 +14,8 @@ import pytest
 
 from bert_dp.config import ConfigError, changed_settings, resolve
 from bert_dp.rank_process import LITTER, STOP_SIGNALS, Signals
-from tests.parity.runs import evals, metrics, settings, write_run
+from tests.helpers import logged
+from tests.parity.runs import evals, losses, settings, summary, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
 from tests.wrapped_task import PoisonedTask
@@ -79,12 +79,10 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_resumed_run_counts_from_its_beginning(run_dir: Path) -> None:
-    summary = json.loads((run_dir / "summary.json").read_text())
-    assert summary["step"] == 4
-    assert summary["samples"] == 4 * GLOBAL
-    assert summary["tokens"] == 4 * GLOBAL * LENGTH
-    assert summary["skipped_steps"] == 1
-    assert [line["skipped_steps"] for line in metrics(run_dir)] == [0, 1, 1, 1]
+    end = summary(run_dir)
+    assert (end["step"], end["samples"], end["tokens"]) == (4, 4 * GLOBAL, 4 * GLOBAL * LENGTH)
+    assert end["skipped_steps"] == 1
+    assert logged(run_dir, "skipped_steps") == [0, 1, 1, 1]
 
 
 def test_held_out_positions_are_15_of_100_at_any_mask_rate(run_dir: Path) -> None:
@@ -94,7 +92,7 @@ def test_held_out_positions_are_15_of_100_at_any_mask_rate(run_dir: Path) -> Non
 
 
 def test_set_up_and_dry_run_are_timed_apart(run_dir: Path) -> None:
-    spent = json.loads((run_dir / "summary.json").read_text())["time_s"]
+    spent = summary(run_dir)["time_s"]
     assert (spent["setup"], spent["compile"]) == (ASSEMBLE_S, DRY_RUN_S)
 
 
@@ -165,7 +163,7 @@ def test_a_run_can_be_made_deterministic(tmp_path: Path, shards: Path) -> None:
     for on in (True, False):
         write_run(tmp_path / str(on), settings(shards, schedule={"steps": 2}, run={"deterministic": on}))
     run_ranks(1, train_deterministically, str(tmp_path))
-    assert metrics(tmp_path / "True")[-1]["loss"] == pytest.approx(metrics(tmp_path / "False")[-1]["loss"])
+    assert losses(tmp_path / "True")[-1] == pytest.approx(losses(tmp_path / "False")[-1])
 
 
 def test_an_older_run_may_go_on_deterministically(tmp_path: Path, shards: Path) -> None:
