@@ -30,12 +30,12 @@ class Topology:
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """What `place` has done."""
+    """The cores that `place` has given."""
 
     shares: tuple[Cores, ...]
     """Cores of each rank of this node; an empty share is not bound."""
     threads: int
-    """Of this rank."""
+    """Threads of this rank."""
     inherited: bool = False
     """Whoever started this rank had bound it already: `shares` holds its own cores alone."""
 

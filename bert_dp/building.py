@@ -115,7 +115,8 @@ def _chosen_by_rank_0(source: str, comm: Comm) -> Path:
 
 
 def _saved_state(path: Path, source: str, config: Config, tokenizer: str | None) -> tuple[State, list[str]]:
-    """What a run begins with of a checkpoint, and why it does not fit. `tokenizer`: hash of the data's."""
+    """The part of a checkpoint that a run begins with, and the reasons why it does not fit. `tokenizer`: the
+    hash of the data's tokenizer."""
     state, facts = checkpoint.load(path)
     issues = init_issues(source, facts.config, config)
     if tokenizer is not None and facts.tokenizer not in (None, tokenizer):

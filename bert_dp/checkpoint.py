@@ -40,7 +40,7 @@ MOMENTS = 2  # sizes of the weights that an optimizer's state will have, for a s
 
 
 TOKENIZER = "tokenizer.json"
-"""What the tokens mean: in the run directory and, as a run leaves it there, in each of its checkpoints."""
+"""The tokenizer's file: in the run directory, and a copy of it in each checkpoint."""
 
 
 def save(
@@ -177,7 +177,8 @@ def _point_latest(folder: Path, name: str) -> None:
 
 
 def check(path: Path) -> str | None:
-    """Why `path` is not a valid checkpoint, or None: every file of the manifest with its size and hash."""
+    """The reason why `path` is not a valid checkpoint, or None: every file that the manifest names must have
+    its size and hash."""
     try:
         if special := _special(path / "manifest.json"):
             return special
@@ -201,7 +202,8 @@ def check(path: Path) -> str | None:
 
 
 def _special(file: Path) -> str | None:
-    """Why `file` must not be opened: a fifo or a device would never end. Raises OSError when it is absent."""
+    """The reason why `file` must not be opened, or None: a fifo or a device would never end. Raises OSError
+    when it is absent."""
     return None if stat.S_ISREG(file.stat().st_mode) else f"{file}: not a regular file"
 
 

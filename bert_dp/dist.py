@@ -90,11 +90,11 @@ def gather_json(value: Any, group: dist.ProcessGroup | None, device: torch.devic
 
 @dataclasses.dataclass(frozen=True)
 class Meeting:
-    """What ranks know of each other before they make a process group."""
+    """The ranks of a run before they have a process group: their store and where each one runs."""
 
     store: dist.Store
     places: tuple[Place, ...]
-    """Of each rank."""
+    """The place of each rank."""
 
 
 def meet(world: World, device: torch.device) -> Meeting:
@@ -229,7 +229,7 @@ class SharedClock:
         return elapsed_s, wanted
 
     def poll_stop(self, stop: Stop) -> Stop:
-        """As `exchange`, between steps: the request alone, the clock is not read. Collective."""
+        """Exchange the request alone, between steps: the clock is not read. Collective."""
         elapsed_s, wanted = self._take(stop)
         self._pending = self._comm.max_async([elapsed_s, float(stop.signal), float(stop.failed)])
         return wanted
@@ -240,7 +240,7 @@ class SharedClock:
             self._pending = None
 
     def _take(self, stop: Stop) -> tuple[float, Stop]:
-        """What the exchange that is on its way brings; the first begins here."""
+        """The result of the exchange that is on its way; the first exchange begins here."""
         elapsed_s, signal, failed = (self._pending or self._start(stop))()
         return elapsed_s, Stop(int(signal), bool(failed))
 

@@ -15,7 +15,7 @@ from bert_dp.optimizer import Optimizer
 Tensors = list[Tensor]
 
 INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
-"""Of the same size."""
+"""The integer type of the same size."""
 
 
 class Rule(NamedTuple):

@@ -19,15 +19,15 @@ def add_row_gradients(
 
 
 def add_by_index(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """Row by row: the fastest on a CPU. On a GPU one warp would walk all places of a row, one by one."""
+    """Add row by row: the fastest on a CPU. On a GPU one warp would walk all places of a row, one by one."""
     if foreign_BS is not None:
         grad_BSH = grad_BSH.masked_fill(foreign_BS[..., None], 0.0)
     return grad_VH.index_put_((ids_BS,), grad_BSH, accumulate=True)
 
 
 def add_dense(grad_VH: Tensor, ids_BS: Tensor, grad_BSH: Tensor, foreign_BS: Tensor | None) -> Tensor:
-    """By the kernel of nn.Embedding's backward, which sums a row's places in parallel, of 16-bit gradients in
-    fp32. Foreign places go to a padding row behind the last one, which the kernel leaves out."""
+    """Add by the kernel of nn.Embedding's backward, which sums a row's places in parallel, and 16-bit
+    gradients in fp32. Foreign places go to a padding row behind the last one, which the kernel leaves out."""
     rows = grad_VH.shape[0]
     if foreign_BS is None:
         dense_VH = torch.ops.aten.embedding_dense_backward(grad_BSH, ids_BS, rows, -1, False)

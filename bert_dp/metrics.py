@@ -78,8 +78,8 @@ class Timers:
         self.stop(name)
 
     def drain(self) -> dict[str, list[float]]:
-        """Of each step that has ended since the last drain, in seconds: TIMED, `step` (the whole of it) and
-        `host` (until its last operation was enqueued). The device must be synchronised."""
+        """Name -> seconds of each step that has ended since the last drain: TIMED, `step` (the whole step)
+        and `host` (until its last operation was enqueued). The device must be synchronised."""
         steps = []
         for phases, begin, end, host_s in self._finished:
             seconds = dict.fromkeys(TIMED, 0.0) | {"step": self.between(begin, end), "host": host_s}
@@ -235,7 +235,7 @@ class Meter:
         return self._comm.all_gather([float(self._loss), memory_gib, wait_s - self._waits[0], *sums, seconds])
 
     def tokens(self, samples: int) -> int:
-        """Of so many samples; of examples that differ in length, as if each had the mean."""
+        """Tokens of so many samples; examples that differ in length count as if each had the mean length."""
         return round(samples * self._tokens_per_sample)
 
     def rates(self, steps: int, samples: int, micro: int, seconds: float) -> dict[str, Any]:
@@ -274,7 +274,7 @@ def sample_communication(model: Any, every_steps: int) -> None:
 
 
 def exposed_communication_s(model: Any) -> float | None:
-    """Of the step that DDP timed last: seconds of reductions that no backward pass covered."""
+    """Seconds of reductions that no backward pass covered, in the step that DDP timed last."""
     data = _ddp_logging_data(model)
     comm, overlap = data.get("backward_comm_time"), data.get("backward_compute_comm_overlap_time")
     return None if comm is None or overlap is None else (comm - overlap) / 1e9

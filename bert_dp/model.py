@@ -115,7 +115,7 @@ class Embeddings(nn.Module):
         self.drop = KeyedDropout(config.dropout, place=0)
 
     def forward(self, x_BSH: Tensor, key_B: Tensor | None) -> Tensor:
-        """Of looked-up tokens."""
+        """`x_BSH`: the looked-up tokens."""
         length = x_BSH.shape[1]
         if self.position == "scaled_sinusoidal":
             x_BSH = x_BSH + self.position_scale * self.sinusoids_SH[:length]
@@ -256,8 +256,8 @@ class Encoder(nn.Module):
         return self.encode(self.embeddings.tok_embeddings(ids_BS), real_BS)
 
     def encode(self, x_BSH: Tensor, real_BS: Tensor | None = None, key_B: Tensor | None = None) -> Tensor:
-        """Of looked-up tokens. `real_BS`: True for tokens, False for padding; None = all are tokens. `key_B`:
-        int32, of the examples, for dropout in training."""
+        """`x_BSH`: the looked-up tokens. `real_BS`: True for tokens, False for padding; None = all are
+        tokens. `key_B`: int32 keys of the examples, for dropout in training."""
         x_BSH = self.embeddings(x_BSH, key_B)
         real_B11S = None if real_BS is None else real_BS[:, None, None, :]
         cos, sin = (self.cos_SD, self.sin_SD) if self.rope else (None, None)

@@ -23,7 +23,7 @@ ITERATIONS = 5
 BATCH_ELEMENTS = 2**25  # of the matrices that are multiplied at once: 128 MiB in fp32
 
 Split = tuple[int, int]
-"""(dimension, fused matrices along it), as a model's tensor plan has it."""
+"""(dimension, number of matrices fused along it), as in a model's tensor plan."""
 WHOLE: Split = (0, 1)
 
 

@@ -28,12 +28,12 @@ BLOCKS = 20
 T_95, T_999 = 2.093, 3.579  # Student's t, BLOCKS - 1 degrees of freedom: two-sided 95 %, one-sided 99.9 %
 
 CommHook = Callable[[Any, Any], Any]
-"""As DDP takes it: (state, bucket) -> future of the reduced bucket."""
+"""A hook of DDP: (state, bucket) -> future of the reduced bucket."""
 
 
 class NormPairs:
-    """Of each step the norm of the mean gradient over a small batch and over the global one, before clipping;
-    kept on the device until `drain`, no host sync.
+    """Collects for each step the norms of the mean gradient over a small batch and over the global one,
+    before clipping; kept on the device until `drain`, no host sync.
 
     With several replicas the small batch is a replica's own; a lone one's is its first micro batch. An engine
     holds one and tells it what it does; without log.noise_scale all of that is nothing.
@@ -131,12 +131,12 @@ def _squares(norms: Sequence[Tensor]) -> list[float]:
 
 @dataclasses.dataclass(frozen=True)
 class NoiseScale:
-    """What `estimate` found: figures from MIN_STEPS steps on, `noise_scale` and `interval` only if ok."""
+    """The result of `estimate`: figures from MIN_STEPS steps on, `noise_scale` and `interval` only if ok."""
 
     steps: int
     verdict: Literal["ok", "inconclusive"]
     why: str | None
-    """Why it is inconclusive."""
+    """The reason of an inconclusive verdict."""
     noise_scale: float | None = None
     """B_simple in sequences."""
     interval: tuple[float, float] | None = None

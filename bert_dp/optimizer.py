@@ -17,8 +17,8 @@ class Optimizer(torch.optim.Optimizer):
     found_inf: Tensor | None = None
     """1.0 = leave everything as it is."""
     sharded_sums: Callable[[Tensor], Tensor] | None = None
-    """Of a rank that holds parts of tensors: makes [k, N] sums over the parts, N in the order of the
-    optimizer's parameters, to sums over the tensors."""
+    """On a rank that holds parts of tensors: turns [k, N] sums over the parts, N in the order of the
+    optimizer's parameters, into sums over the tensors."""
 
     def controls(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """(keep, divisor), scalars with the device and type of `like`: keep is 0 in a step that is skipped,

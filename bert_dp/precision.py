@@ -1,4 +1,4 @@
-"""How wide a rank computes."""
+"""The precision of a rank: width of its parameters and of autocast."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def has_bf16(device: torch.device) -> bool:
 
 
 def choose_precision(setting: str, device: torch.device, engine: str = "auto") -> Precision:
-    """Of one process by itself; ranks agree on one (`setup.agree_precision`)."""
+    """The precision of a process that runs alone; ranks agree on one (`setup.agree_precision`)."""
     on_gpu = device.type == "cuda"
     native = setting == "auto" and has_bf16(device)
     return precision_of(decide_precision(setting, [engine], on_gpu=on_gpu, has_bf16=native))

@@ -55,9 +55,9 @@ class AsyncCheckpointer:
         self.stall_s = 0.0
         """Seconds that training stood still for saving: gathering, and waiting for an earlier write."""
         self.gave_up: str | None = None
-        """Why the run must stop, once a save has failed and that is the policy."""
+        """The reason why the run must stop, once a save has failed and that is the policy."""
         self.failure_kind: FailureKind = "error"
-        """Of the last save that failed."""
+        """The kind of the last failure to save."""
         self._problem: str | None = None
         self._in_a_row, self._why = 0, ""  # saves that failed since the last good one; the last reason
         self._error: BaseException | None = None

@@ -28,7 +28,7 @@ from bert_dp.trainer import Rank, Trainer
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """What an earlier part of this run left."""
+    """The checkpoint of an earlier part of this run."""
 
     path: Path
     tensors: parallel.State
@@ -36,9 +36,9 @@ class Checkpoint:
     compiled: bool | None
     """Whether the model was compiled; None when that was on another kind of device."""
     precision: str
-    """In which it was trained."""
+    """The precision in which it was trained."""
     init: InitFrom | None
-    """What the run began with."""
+    """The weights that the run began with."""
 
 
 def check_same_data(comm: Comm, data: Metadata) -> None:
@@ -96,8 +96,8 @@ def select_checkpoint(rank: Rank, policy: str) -> Checkpoint | None:
 
 
 def agree_precision(rank: Rank, resumed: Checkpoint | None) -> Precision:
-    """What every rank computes in, as rank 0 decides from what the devices of all can. Under auto a run that
-    goes on keeps its own, also where that is slow. Collective."""
+    """The precision of all ranks, which rank 0 chooses by what the devices of all can do. Under auto a run
+    that goes on keeps its own, also where that is slow. Collective."""
     config = rank.config
     native = bool(rank.comm.all_gather([has_bf16(rank.device)]).all())
     name = rank.comm.broadcast(
@@ -205,7 +205,7 @@ def build_trainer(
 
 
 def make_stream(rank: Rank, engine: parallel.Engine, start_sample: int) -> Stream:
-    """Where this replica's micro batches come from."""
+    """The micro batches of this replica."""
     if rank.config.data.synthetic:
         batch = rank.task.example_batch(rank.config.batch.micro_size)
         return SameBatch(batch.pin() if rank.device.type == "cuda" else batch)
@@ -227,7 +227,7 @@ def cut_records_back(trainer: Trainer, state: TrainState, resumed: Checkpoint | 
 
 
 def describe(trainer: Trainer, placed: Placement, resumed: Checkpoint | None) -> None:
-    """What is about to run, in a few lines of rank 0's log."""
+    """Write what is about to run, in a few lines of rank 0's log."""
     config, world = trainer.config, trainer.comm.world
     threads = f"{placed.threads} thread{'s' * (placed.threads > 1)} per rank"
     how = threads if trainer.device.type == "cpu" else f"one GPU and {threads}"

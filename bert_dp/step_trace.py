@@ -117,8 +117,8 @@ def write_trace(profiler: Any, path: Path) -> None:
 
 
 def idle_share(events: Iterable[Any], on_gpu: bool, wall_s: float) -> float:
-    """Of `wall_s`, the share in which the GPU ran no kernel, copy or fill; on a CPU, in which this rank was
-    in no operator or collective."""
+    """The share of `wall_s` in which the GPU ran no kernel, copy or fill; on a CPU, in which this rank was in
+    no operator or collective."""
     device = DeviceType.CUDA if on_gpu else DeviceType.CPU
     spans = sorted(
         (event.time_range.start, event.time_range.end)
@@ -133,8 +133,8 @@ def idle_share(events: Iterable[Any], on_gpu: bool, wall_s: float) -> float:
 
 
 def top_operators(averages: Iterable[Any], on_gpu: bool) -> list[ProfiledOperator]:
-    """Those with the most time of their own, on the GPU or else on the CPU, without what they call. A kernel
-    counts for the operator that launched it, and stands in no line of its own."""
+    """The operators with the most time of their own, on the GPU or else on the CPU, without what they call. A
+    kernel counts for the operator that launched it, and stands in no line of its own."""
     operators = [
         ProfiledOperator(
             name=str(each.key),

@@ -1,4 +1,4 @@
-"""How far a run is: one value that the loop changes, alike on every rank. Torch-free."""
+"""The state of a run: one value that the loop changes, alike on every rank. Torch-free."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ class TrainState:
     recent_losses: list[float] = dataclasses.field(default_factory=list)
     """The logged ones that the next is compared with."""
     progress: float = 0.0
-    """f at the begin of the last step; so are `lr` and `global_batch`."""
+    """f at the beginning of the last step, as are `lr` and `global_batch`."""
     lr: float = 0.0
     global_batch: int = 0
     logged_step: int = 0
     evaluated_step: int | None = None
     final_loss: float | None = None
     heldout: Mapping[str, Any] | None = None
-    """What the task measured last, its `loss` among it."""
+    """The last measurements on held-out data, `loss` among them."""
     eval_s: float = 0.0
     """Seconds spent in evaluations."""
     trouble: str | None = None
-    """Why the run must end."""
+    """The reason why the run must end."""
     failure_kind: FailureKind | None = None
-    """Of `trouble`."""
+    """The kind of `trouble`."""
 
     @classmethod
     def from_checkpoint(cls, facts: CheckpointFacts) -> TrainState:
-        """Where the run goes on from a checkpoint."""
+        """The state in which the run goes on from a checkpoint."""
         return cls(logged_step=facts.step, **{name: getattr(facts, name) for name in SAVED})
 
     def give_up(self, cause: str | None, kind: FailureKind) -> None:

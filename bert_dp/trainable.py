@@ -8,14 +8,14 @@ from torch import nn
 
 
 class Model(nn.Module):
-    """What a task builds. The defaults are those of a small model that no one divides."""
+    """The model that a task builds. The defaults are those of a small model that is never divided."""
 
     def blocks(self) -> Sequence[nn.Module]:
-        """What fsdp shards, and recomputation computes again, one by one; the rest stays together."""
+        """The modules that fsdp shards, and recomputation computes again, one by one."""
         return ()
 
     def compiled_parts(self) -> Sequence[nn.Module]:
-        """What torch.compile compiles, each a graph of its own."""
+        """The modules that torch.compile compiles, each to a graph of its own."""
         return ()
 
     def tensor_plan(self) -> Mapping[str, tuple[int, int]] | None:

@@ -68,11 +68,11 @@ class Trainer(Rank):
     engine: Engine
     bare_model: Model
     model: nn.Module
-    """As the engine wraps it."""
+    """The model as the engine wraps it."""
     optimizer: torch.optim.Optimizer
     num_parameters: int
     metadata: dict[str, Any]
-    """What else state.json keeps: the configuration, the data's hash, whether the model is compiled."""
+    """Other facts for state.json: the configuration, the data's hash, whether the model is compiled."""
     meter: Meter
     checkpointer: AsyncCheckpointer
     records: Records
@@ -81,7 +81,7 @@ class Trainer(Rank):
     trace: StepTrace
 
     def directory_lost(self) -> str | None:
-        """What became of the run directory when it is no longer where it was."""
+        """What has become of the run directory; None = it is where it was."""
         return self.directory.lost() if self.directory is not None else None
 
 
@@ -92,9 +92,9 @@ class RunResult:
     signal: int
     """0 = the budget is spent, or `failure`."""
     failure: str | None
-    """Why the run ended itself; the same on every rank."""
+    """The reason why the run ended itself; the same on every rank."""
     failure_kind: FailureKind | None
-    """Of `failure`, on rank 0."""
+    """The kind of `failure`, on rank 0."""
     checkpoint: Path | None
 
 
@@ -174,8 +174,8 @@ def dry_run(trainer: Trainer, start: State) -> None:
 def evaluate(
     trainer: Trainer, stopped: Callable[[], bool], run_dir: Path | None = None
 ) -> dict[str, Any] | None:
-    """What the task measures on held-out data, without dropout; None when nothing is held out or `stopped`,
-    asked before each batch and alike on all ranks, says so. `run_dir`: where rank 0 writes what was found of
+    """The task's measurements on held-out data, without dropout; None when nothing is held out or `stopped`,
+    asked before each batch and alike on all ranks, says so. `run_dir`: where rank 0 writes predictions of
     single examples. Collective."""
     context = Context(
         comm=trainer.comm,
@@ -253,7 +253,7 @@ def micro_batches(trainer: Trainer, count: int) -> Iterator[Batch]:
 
 
 def stop_request(trainer: Trainer, state: TrainState) -> Stop:
-    """What this rank tells the others."""
+    """The request of this rank to all."""
     failed = state.trouble is not None or trainer.checkpointer.gave_up is not None
     return Stop(trainer.signals.received, failed)
 

@@ -175,7 +175,7 @@ def profile_plan(arguments: argparse.Namespace, config: Config, world: World) ->
 
 
 def write_collectives(run_dir: Path, rank: int) -> None:
-    """What a reader of the heartbeat has asked for: logs/rank-N.collectives.json."""
+    """Answer a reader of the heartbeat: write logs/rank-N.collectives.json."""
     from bert_dp import dist
 
     facts = {"rank": rank, "collectives": dist.recent_collectives()}

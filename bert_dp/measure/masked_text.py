@@ -25,7 +25,8 @@ from bert_dp.tasks.mlm import EVAL_MASK_RATE
 
 MASK_RATE = EVAL_MASK_RATE  # of the tokens, and of the words
 KINDS = ("mask", "random", "original")
-"""As what a predicted token is seen: 80, 10 and 10 %. A kind is stored as its place here + 1."""
+"""What the model sees in place of a predicted token, in 80, 10 and 10 % of cases. A kind is stored as its
+place in this list + 1."""
 WORD = re.compile(r"\S+")
 TOKENS, WORDS = 6, 7  # streams of draws, apart from those of training
 
@@ -104,8 +105,8 @@ def draw_tokens(
     mask_id: int,
     ordinary: tuple[int, int],
 ) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
-    """What the model sees, and the kind of each token: predicted with probability MASK_RATE, and then seen as
-    <mask>, as a random token of `range(*ordinary)`, or as it is."""
+    """The tokens that the model sees, and the kind of each: a token is predicted with probability MASK_RATE,
+    and then seen as <mask>, as a random token of `range(*ordinary)`, or as it is."""
     random_T = hash64(keys_T, TOKENS, positions_T)
     share_T = mix64(random_T + GOLDEN)
     kind_T = np.select([share_T % U64(10) == 0, share_T % U64(10) == 1], [2, 3], 1)

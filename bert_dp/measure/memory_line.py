@@ -39,7 +39,7 @@ WHOLE = ("single", "independent", "ddp", "accelerate")  # engines whose ranks ho
 
 
 def memory_line(config: Config, ranks: int, sizes: tuple[int, int]) -> dict[str, Any]:
-    """What main prints. Where fake tensors fail, cost.py's formula, and `why`."""
+    """The object that main prints. Where fake tensors fail: the line of cost.py's formula, and `why`."""
     device, precision = choose_device(config)
     line: dict[str, Any] | None = None
     why: str | None = "fake tensors do not know tensor parallelism"
@@ -62,7 +62,8 @@ def memory_line(config: Config, ranks: int, sizes: tuple[int, int]) -> dict[str,
 
 
 def choose_device(config: Config) -> tuple[torch.device, Precision]:
-    """Where a rank would run, and how wide; without a GPU here, one with bf16 is taken to be meant."""
+    """Device and precision of a rank. When run.device is cuda and this machine has no GPU, `auto` counts as
+    bf16."""
     if config.run.device != "cpu" and torch.cuda.is_available():
         device = torch.device("cuda", torch.cuda.current_device())
         return device, choose_precision(config.precision, device, config.parallel.engine)

@@ -22,6 +22,7 @@ from bert_dp import optim, tasks
 from bert_dp.building import recompute_blocks
 from bert_dp.config import Config
 from bert_dp.matmul import USES_ONEDNN
+from bert_dp.measure.memory_line import PARTS
 from bert_dp.metrics import Timers
 from bert_dp.parallel.stepping import clip_and_step
 from bert_dp.precision import Precision
@@ -29,7 +30,6 @@ from bert_dp.tasks import Batch
 from bert_dp.trainable import Model
 from bert_dp.trainer import train_step
 
-PARTS = ("weights", "gradients", "optimizer", "activations", "logits", "other")
 PRODUCTS = ("aten::mm", "bert_dp::matmul_nt")
 
 
@@ -93,7 +93,7 @@ class MemoryTrace(TorchDispatchMode):
         return "activations" if self.phase == "forward" or computes_again else "other"
 
     def name(self, part: str, tensors: Iterable[Tensor | None]) -> None:
-        """What these tensors hold is `part`, since it came."""
+        """Count the storages of these tensors as `part`, from their beginning."""
         for tensor in tensors:
             if tensor is not None:
                 self._parts[self._numbers[tensor.untyped_storage()._cdata]] = part
@@ -107,7 +107,7 @@ class MemoryTrace(TorchDispatchMode):
 
 
 class Replica:
-    """As much of an engine as a step needs, of one replica; it tells the trace where the step is.
+    """The part of an engine that a step of one replica needs; it tells the trace where the step is.
 
     single frees its gradients after a step; the others keep theirs, as views of their buckets.
     """
@@ -192,7 +192,7 @@ def count_step(
 
 
 def convert(bare: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """As Module.to, which cannot convert fake parameters that something refers to."""
+    """Do what Module.to does, which cannot convert fake parameters that something refers to."""
     for module in bare.modules():
         for name, p in module.named_parameters(recurse=False):
             module.register_parameter(name, nn.Parameter(p.detach().to(device, dtype)))

@@ -53,7 +53,7 @@ def matmul_rate(
 
 
 def use_all_cores() -> None:
-    """As many threads as this process has cores; memory as a CPU rank has it."""
+    """Use as many threads as this process has cores, and keep freed memory as a CPU rank does."""
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     keep_freed_memory()
 

@@ -38,7 +38,7 @@ BATCH_TOKENS = 8192  # of one forward pass, about; the logits of 15 % of them ar
 def text_loss(
     run: str, texts: Sequence[str], options: BuildConfig, most: int | None, tell: Progress
 ) -> dict[str, Any]:
-    """What main prints. `most`: bytes of text after which no further document is read.
+    """The object that main prints. `most`: bytes of text after which no further document is read.
 
     Raises ConfigError for a run or text that cannot be used, RunFailed where the loss is not finite.
     """

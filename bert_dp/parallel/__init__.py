@@ -37,7 +37,7 @@ class Engine(Protocol):
 
     @property
     def norm_pairs(self) -> NormPairs | None:
-        """What it measures for log.noise_scale, if it can."""
+        """The measurements for log.noise_scale; None = this engine cannot make them."""
 
     def prepare(self, model: Model, make_optimizer: MakeOptimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Wrap or shard `model` (already on its device), then build the optimizer."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from bert_dp.parallel import State
 
 Convert = Callable[[str, Tensor], Tensor]
-"""(parameter name, tensor of that parameter's shape) -> whole from a shard, or a shard from whole."""
+"""(parameter name, tensor with that parameter's shape) -> the whole of a shard, or a shard of the whole."""
 
 
 def as_it_is(name: str, tensor: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def read_state(
 def optimizer_state(
     optimizer: torch.optim.Optimizer, name: str, parameter: Tensor
 ) -> Iterator[tuple[str, Tensor]]:
-    """What the optimizer holds of a parameter, under its name in a State."""
+    """The optimizer's state of a parameter, as (name in a State, value)."""
     for key, value in optimizer.state.get(parameter, {}).items():
         yield f"{name}/{key}", value
 

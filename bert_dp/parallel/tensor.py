@@ -185,7 +185,7 @@ def _(x: Tensor, operation: str, group: str) -> Tensor:
 
 @torch.library.custom_op("bert_dp::column_gradients", mutates_args=())
 def column_gradients(grad_MN: Tensor, x_MK: Tensor, weight_NK: Tensor, group: str) -> tuple[Tensor, Tensor]:
-    """Of x @ weight.T: the input's, summed over the ranks, and the weight's, made while that is under way."""
+    """Gradients of x @ weight.T: the input's, summed over the ranks, and the weight's, computed meanwhile."""
     grad_MK = product(grad_MN, weight_NK.t())
     work = dist.all_reduce(grad_MK, group=named_group(group), async_op=True)
     grad_NK = product(grad_MN.t(), x_MK.t())
@@ -251,13 +251,13 @@ class _LookUp(torch.autograd.Function):
 
 
 class _Sums(NamedTuple):
-    """What the cross entropy over a divided vocabulary is made of; `label_P` and `exp_PV` are relative to the
+    """The terms of the cross entropy over a divided vocabulary; `label_P` and `exp_PV` are relative to the
     greatest logit of all ranks."""
 
     exp_PV: Tensor
     """This rank's columns."""
     sum_P: Tensor
-    """Of the exponentials of all ranks."""
+    """The sum of the exponentials of all ranks."""
     label_P: Tensor
     """The label's logit; 0 for a negative label."""
     local_P: Tensor
@@ -270,7 +270,7 @@ class _Sums(NamedTuple):
 
 
 def _reduced_sums(logits_PV: Tensor, labels_P: Tensor, start: int, group: str) -> _Sums:
-    """By two reductions of P and 2 P numbers instead of a gather of P x V."""
+    """Takes two reductions of P and 2 P numbers in place of a gather of P x V."""
     top_P = all_reduce(logits_PV.max(dim=-1).values, "max", group)
     shifted_PV = logits_PV - top_P[:, None]
     mine_P = (labels_P >= start) & (labels_P < start + logits_PV.shape[1])

@@ -171,7 +171,7 @@ class Engine:
         return {"model": model, "optimizer": in_order, "scaler": read_scaler(self._scaler)} if keep else None
 
     def _gather_moments(self, mine: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """What each owner has (`mine` on this rank), whole on the ranks of the first replica. Collective."""
+        """The state of each owner (`mine` here), whole on the ranks of the first replica. Collective."""
         device = next(iter(self._parameters.values())).device
         facts = [(key, list(t.shape), str(t.dtype).removeprefix("torch.")) for key, t in mine.items()]
         for owner, tensors in enumerate(gather_json(facts, self._grid.dp_group, device)):

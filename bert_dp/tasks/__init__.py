@@ -31,7 +31,7 @@ class Batch(Protocol):
 
 
 class Stream(Protocol):
-    """Where the loop takes a replica's micro batches from."""
+    """The micro batches of a replica, in order."""
 
     wait_s: float
     """Seconds `next` has blocked so far."""
@@ -57,14 +57,14 @@ class SameBatch:
 
 @dataclasses.dataclass(frozen=True)
 class Metadata:
-    """What a task's data is, for checkpoints, the log and the summary."""
+    """A task's data, as checkpoints, the log and the summary name it."""
 
     data_hash: str
     """SHA-256 in hexadecimal: a run goes on only with the data that it began with."""
     tokenizer: str | None
     """SHA-256 of the tokenizer's file."""
     num_samples: int
-    """Of an epoch."""
+    """Samples of an epoch."""
     tokenizer_file: Path | None = None
     """Copied into the run directory, and from there into every checkpoint."""
     unigram_entropy_nats: float | None = None
@@ -75,7 +75,7 @@ class Metadata:
 
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What an evaluation needs beside the model."""
+    """The things that an evaluation needs beside the model."""
 
     comm: Comm
     device: torch.device
@@ -89,7 +89,7 @@ class Context:
     stopped: Callable[[], bool]
     """To be asked before each batch; alike on all ranks, which must ask equally often. Collective."""
     run_dir: Path | None = None
-    """Where this rank writes what was found of single examples; None = nowhere."""
+    """The directory where this rank writes predictions of single examples; None = it writes none."""
 
     def sum_over_replicas(self, values: Sequence[float]) -> list[float]:
         """Elementwise; every replica counts once. Collective."""
@@ -120,8 +120,8 @@ class Task(Protocol):
         """Targets of `count` samples of the stream, alike on every rank, without drawing them."""
 
     def evaluate(self, model: nn.Module, context: Context) -> dict[str, Any] | None:
-        """What is measured on held-out data over all replicas, `loss` among it, as record.models.HeldOut has
-        it. None when nothing is held out or `context.stopped`. The model is in eval mode. Collective."""
+        """Measurements on held-out data over all replicas, `loss` among them, as record.models.HeldOut has
+        them. None when nothing is held out or `context.stopped`. The model is in eval mode. Collective."""
 
     def example_batch(self, micro_size: int) -> Batch:
         """A micro batch of the largest shapes, made of no data."""
