@@ -84,12 +84,12 @@ def engines(place: Place) -> Found:
     ]
     cells = cells[:2] if place.short else cells
     problems, greatest = [], 0.0
-    for cell, found in matrix.run_cells(cells, place.folder):
-        if isinstance(found, matrix.Deviation):
-            problems += found.problems(cell)
-            greatest = max(greatest, found.weights)
+    for cell, outcome in matrix.run_cells(cells, place.folder):
+        if isinstance(outcome, matrix.Deviation):
+            problems += outcome.problems(cell)
+            greatest = max(greatest, outcome.weights)
         else:
-            problems.append(f"{cell}: {found[-300:]}")
+            problems.append(f"{cell}: {outcome[-300:]}")
     return Found({"cells": len(cells), "weights_deviation": greatest}, problems)
 
 
@@ -200,9 +200,9 @@ def timers(place: Place) -> Found:
         steps(trainer, 20, clock)
         synchronize(trainer.device)
         wall_s = time.perf_counter() - start
-        told = clock.drain()
-    told_s = sum(told["forward_backward"]) + sum(told["optimizer"])
-    share = told_s / wall_s
+        seconds = clock.drain()
+    timed_s = sum(seconds["forward_backward"]) + sum(seconds["optimizer"])
+    share = timed_s / wall_s
     low = 1 - (0.5 if place.short else CLOCK_TOLERANCE)  # a tiny step is mostly Python around the timers
     problems = [] if low <= share <= 1 + CLOCK_TOLERANCE else [f"timers tell {share:.2f} of the wall time"]
     return Found({"told_over_wall": share}, problems)
@@ -211,10 +211,10 @@ def timers(place: Place) -> Found:
 def memory_line(place: Place) -> Found:
     """The predicted peak of a rank beside what a real run reserves."""
     sizes = [part for item in TINY[:5] for part in ("--set", item)] if place.short else []
-    found = benchmark(
+    result = benchmark(
         place, "memory_line", "--ranks", "1", "--batches", "2" if place.short else "16,64", *sizes
     )
-    errors = {str(row["micro_batch"]): row["error"] for row in found["runs"][0]["rows"]}
+    errors = {str(row["micro_batch"]): row["error"] for row in result["runs"][0]["rows"]}
     problems = [
         f"micro batch {size}: predicted {error:+.1%}, limit {MEMORY_TOLERANCE:.0%}"
         for size, error in errors.items()
@@ -254,8 +254,8 @@ def cards(place: Place) -> Found:
 def micro_batch(place: Place, length: int) -> Found:
     """The fastest micro batch on one GPU, by `tune batch`."""
     budget = "--budget 2s --set batch.global_size=1" if place.short else "--budget 60s"
-    found = verb(place, length, "tune batch", "--gpus", "1", *budget.split())
-    choice = found["choice"]
+    result = verb(place, length, "tune batch", "--gpus", "1", *budget.split())
+    choice = result["choice"]
     return Found({"micro_batch": choice["micro_batch"], "samples_per_s": choice["samples_per_s"]}, [])
 
 
@@ -272,10 +272,10 @@ def scaling(place: Place, length: int) -> Found:
     )
     batch = ["--set", f"batch.micro_size={micro}", "--set", f"batch.global_size={micro}"]
     tensor = ["--tensor", "1,2"] if place.devices > 1 and length == 128 and not place.short else []
-    found = verb(
+    result = verb(
         place, length, "scale", "--gpus", counts, "--engines", engines, *size.split(), *batch, *tensor
     )
-    cells = {cell["id"]: cell for cell in found["cells"]}
+    cells = {cell["id"]: cell for cell in result["cells"]}
     problems = [f"{name}: {cell['cause']}" for name, cell in cells.items() if cell["status"] != "ok"]
     shown = ("tokens_per_s", "mfu", "mamfu", "efficiency", "communication_efficiency", "peak_memory_gib")
     facts = {name: {key: cell[key] for key in shown} for name, cell in cells.items()}
@@ -298,14 +298,14 @@ def peers(place: Place) -> Found:
         variants = "ours:regions,bert:whole,modernbert:whole,matmul:eager"
         options = f"--device cuda --precision bf16 --layers 16 --accumulation 4 --micro {micro}".split()
         options += ["--variants", variants, "--rounds", "15", "--warmup", "3"]
-    found = benchmark(place, "step_speed", *options)
-    (ours,) = (name for name in found["variants"] if name.startswith("ours:"))
+    result = benchmark(place, "step_speed", *options)
+    (ours,) = (name for name in result["variants"] if name.startswith("ours:"))
     facts = {
         name: {
             "tokens_per_s": variant["tokens_per_s"]["median"],
             "time_over_ours": variant["ours_over_this"][ours]["median"],
         }
-        for name, variant in found["variants"].items()
+        for name, variant in result["variants"].items()
         if "tokens_per_s" in variant
     }
     return Found(facts, [])
@@ -314,15 +314,16 @@ def peers(place: Place) -> Found:
 def optimizers(place: Place) -> Found:
     """A step of each optimizer beside what reading and writing its tensors once would take."""
     size = ["--layers", "1", "--rounds", "1"] if place.short else ["--rounds", "15"]
-    done = program(place, "benchmarks/optimizer_speed.py", "--device", place.device.type, *size)
-    found = json.loads(done)
+    printed = program(place, "benchmarks/optimizer_speed.py", "--device", place.device.type, *size)
+    result = json.loads(printed)
     rate = copy_bytes_per_s(place)
-    moved = 4 * 7 * found["parameters"]  # weight, gradient and two moments read, all but the gradient written
-    kinds = [name for name in found if "seconds" in (found[name] if isinstance(found[name], dict) else ())]
+    # weight, gradient and two moments are read, all but the gradient written
+    moved = 4 * 7 * result["parameters"]
     facts: dict[str, Any] = {"copy_bytes_per_s": rate}
-    for name in kinds:
-        seconds = found[name]["seconds_median"]
-        facts[name] = {"seconds": seconds, "share_of_memory_rate": moved / seconds / rate}
+    for name, timed in result.items():
+        if isinstance(timed, dict) and "seconds" in timed:
+            seconds = timed["seconds_median"]
+            facts[name] = {"seconds": seconds, "share_of_memory_rate": moved / seconds / rate}
     return Found(facts, [])
 
 
@@ -389,8 +390,8 @@ def benchmark(place: Place, name: str, *options: str) -> dict[str, Any]:
     """The record of one of our benchmarks."""
     record = place.folder / f"{name}.json"
     program(place, f"benchmarks/{name}.py", *options, "--json", str(record))
-    found: dict[str, Any] = read_json(record)
-    return found
+    result: dict[str, Any] = read_json(record)
+    return result
 
 
 def verb(place: Place, length: int, words: str, *options: str) -> dict[str, Any]:
@@ -406,8 +407,8 @@ def verb(place: Place, length: int, words: str, *options: str) -> dict[str, Any]
     done = bert_dp(*words.split(), "crammed-bert", *sizes, *options, "--out", str(out), timeout=1200)
     if done.returncode:
         raise RuntimeError(f"{words} ended with exit code {done.returncode}: {done.stderr[-1500:]}")
-    found: dict[str, Any] = read_json(out / ("scaling.json" if words == "scale" else "tune.json"))
-    return found
+    result: dict[str, Any] = read_json(out / ("scaling.json" if words == "scale" else "tune.json"))
+    return result
 
 
 def recipe(length: int) -> list[str]:

@@ -50,14 +50,14 @@ def test_a_rank_that_sees_one_gpu_takes_it(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of the other ranks are not visible to it; what they are it is told."""
-    asked: list[Any] = []
+    calls: list[Any] = []
 
     def properties(index: int) -> Any:
         assert index == 0, "no such device"
         return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
 
     def placed(*arguments: Any) -> Placement:
-        asked.append(arguments)
+        calls.append(arguments)
         return Placement(((0,), (1,)), 1)
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
@@ -69,7 +69,7 @@ def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) 
     elsewhere = Place("n2/2", "0000:1a:00.0")
     set_affinity(GPU, World(2, 1, 4, 2), [elsewhere, other, mine, elsewhere])
     set_affinity(GPU, LONE)
-    assert asked == [(1, 2, ["0000:1a:00.0", "0000:1b:00.0"]), (0, 1, ["0000:1b:00.0"])]
+    assert calls == [(1, 2, ["0000:1a:00.0", "0000:1b:00.0"]), (0, 1, ["0000:1b:00.0"])]
 
 
 @pytest.mark.parametrize(("ranks", "share"), [(1, 6), (2, 3), (3, 2), (4, 1), (6, 1), (7, 0)])
@@ -89,13 +89,13 @@ def test_ranks_share_cores_without_overlap(monkeypatch: pytest.MonkeyPatch, rank
 
 
 def test_a_gpus_peak_memory_can_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[Any] = []
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("cache"))
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", told.append)
+    calls: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("cache"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", calls.append)
     restart_peak_memory(CPU)
-    assert told == []
+    assert calls == []
     restart_peak_memory(torch.device("cuda", 1))
-    assert told == ["cache", torch.device("cuda", 1)]
+    assert calls == ["cache", torch.device("cuda", 1)]
 
 
 class NVMLError(Exception):

@@ -136,9 +136,9 @@ def test_the_ranks_of_a_replica_share_a_node(nodes: str, spread: tuple[str, ...]
     if not spread:
         check_places(places, 2)
         return
-    found = issues_of(check_places, places, 2)
-    assert len(found) == len(spread)
-    for line, part in zip(found, spread, strict=True):
+    issues = issues_of(check_places, places, 2)
+    assert len(issues) == len(spread)
+    for line, part in zip(issues, spread, strict=True):
         assert line.startswith("parallel.tensor: 2, and ")
         assert part in line
 
@@ -156,9 +156,9 @@ def test_a_lone_rank_talks_to_itself() -> None:
 def check_comm(comm: Comm, values: list[float]) -> None:
     """`values`: what each rank says, by rank."""
     rank, size = comm.world.rank, comm.world.size
-    told = comm.all_gather([values[rank], float(rank)])
-    assert told.dtype == torch.float64
-    assert told.tolist() == [[value, float(r)] for r, value in enumerate(values)]
+    gathered = comm.all_gather([values[rank], float(rank)])
+    assert gathered.dtype == torch.float64
+    assert gathered.tolist() == [[value, float(r)] for r, value in enumerate(values)]
     third = comm.all_gather([1 / 3 + rank])
     assert third.flatten().tolist() == [1 / 3 + r for r in range(size)]  # doubles, unrounded
     wait = comm.max_async([float(rank), -float(rank), values[rank]])
@@ -252,9 +252,9 @@ def check_values(comm: Comm) -> None:
 
 def check_bus_bandwidth(comm: Comm) -> None:
     """As nccl-tests define it: what a ring of N sends of each byte, 2 (N - 1) / N."""
-    found, size = all_reduce._time_all_reduce(4096, 0.0, CPU), comm.world.size
-    sent = found["bytes"] * 2 * (size - 1) / size
-    assert found["busbw_gb_s"] == pytest.approx(sent / found["seconds_median"] / 1e9)
+    result, size = all_reduce._time_all_reduce(4096, 0.0, CPU), comm.world.size
+    sent = result["bytes"] * 2 * (size - 1) / size
+    assert result["busbw_gb_s"] == pytest.approx(sent / result["seconds_median"] / 1e9)
 
 
 def check_everything() -> None:

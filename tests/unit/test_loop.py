@@ -51,9 +51,9 @@ def trainer(shards: Path, tmp_path: Path) -> Iterator[Trainer]:
 
 
 def measured(trainer: Trainer) -> dict[str, Any]:
-    found = evaluate(trainer, lambda: False)
-    assert found is not None
-    return found
+    result = evaluate(trainer, lambda: False)
+    assert result is not None
+    return result
 
 
 def test_evaluation_is_without_dropout_and_training_goes_on_with_it(trainer: Trainer) -> None:
@@ -61,14 +61,14 @@ def test_evaluation_is_without_dropout_and_training_goes_on_with_it(trainer: Tra
         with torch.no_grad():
             return sum(float(trainer.task.loss(model, batch)) for batch in held_out)
 
-    model, found = trainer.bare_model, measured(trainer)
+    model, result = trainer.bare_model, measured(trainer)
     held_out: list[Batch] = trainer.task._held_out  # type: ignore[attr-defined]
     assert model.training
     trained = total_loss()
     model.eval()
     wanted = total_loss()
-    assert found["masked_tokens"] == sum(batch.num_masked for batch in held_out)
-    assert found["loss"] == pytest.approx(wanted / found["masked_tokens"], rel=1e-6)
+    assert result["masked_tokens"] == sum(batch.num_masked for batch in held_out)
+    assert result["loss"] == pytest.approx(wanted / result["masked_tokens"], rel=1e-6)
     assert trained != pytest.approx(wanted, rel=1e-6), "dropout changes nothing here"
 
 
@@ -210,13 +210,13 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, train
 class SlowStream:
     """Ten seconds for a micro batch, of which it tells."""
 
-    def __init__(self, clock: Clock, told: list[str]):
-        self._clock, self._told, self.wait_s = clock, told, 0.0
+    def __init__(self, clock: Clock, events: list[str]):
+        self._clock, self._events, self.wait_s = clock, events, 0.0
 
     def next(self) -> Batch:
         self._clock.now += 10.0
         self.wait_s += 10.0
-        self._told.append("drawn")
+        self._events.append("drawn")
         return micro_batch()
 
 
@@ -225,19 +225,19 @@ def test_a_micro_batch_is_drawn_when_the_one_before_it_is_on_its_way(
 ) -> None:
     """Else a device idles through the wait for all of them; the heartbeat says who waits, and no timer of
     the work counts it."""
-    told: list[str] = []
+    events: list[str] = []
     trainer, *_ = train_here(
         tmp_path,
         shards,
         clock,
-        stream=SlowStream(clock, told),
+        stream=SlowStream(clock, events),
         heartbeat=SimpleNamespace(
-            enter=lambda name, *_: told.append(name), progress=lambda: told.append("+")
+            enter=lambda name, *_: events.append(name), progress=lambda: events.append("+")
         ),
         batch={"global_size": 6, "micro_size": 2},
         schedule={"steps": 1, "name": "constant"},
     )
-    assert told[: told.index("log")] == ["data", *["data", "drawn", "step", "+"] * 3, "data"]
+    assert events[: events.index("log")] == ["data", *["data", "drawn", "step", "+"] * 3, "data"]
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert (line["step_time_s"], line["data_wait_s"], line["forward_backward_s"]) == (33.0, 30.0, 3.0)
     assert trainer.meter.own_work_s == [3.0]
@@ -315,15 +315,15 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     monkeypatch.setattr(devices, "peak_memory_gib", lambda device: 1.0)
     monkeypatch.setattr(devices, "joules", lambda device: 130.0)
     summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
-    found = read_json(tmp_path / "summary.json")
-    assert found["peak_memory_gib"] == 4.0
-    assert found["energy_j"] == 150.0
-    assert found["mfu"] is None
-    assert found["straggler"] == {"rank": 1, "ratio": 3.0, "seconds_per_step": 2.0}
+    end = read_json(tmp_path / "summary.json")
+    assert end["peak_memory_gib"] == 4.0
+    assert end["energy_j"] == 150.0
+    assert end["mfu"] is None
+    assert end["straggler"] == {"rank": 1, "ratio": 3.0, "seconds_per_step": 2.0}
     assert state.heldout is not None
-    assert found["heldout_loss"] == found["heldout"]["loss"] == state.heldout["loss"]
-    assert found["heldout"]["masked_tokens"] == state.heldout["masked_tokens"] > 0
-    assert (found["samples"], found["tokens"]) == (1020, 1020 * LENGTH)
-    assert found["tokens_per_s"] == pytest.approx(5 * 4 * LENGTH / 10.0)
-    spent = found["time_s"]
-    assert (spent["setup"], spent["compile"], spent["train"], spent["eval"]) == (1.0, 2.0, 10.0, 500.0)
+    assert end["heldout_loss"] == end["heldout"]["loss"] == state.heldout["loss"]
+    assert end["heldout"]["masked_tokens"] == state.heldout["masked_tokens"] > 0
+    assert (end["samples"], end["tokens"]) == (1020, 1020 * LENGTH)
+    assert end["tokens_per_s"] == pytest.approx(5 * 4 * LENGTH / 10.0)
+    time_s = end["time_s"]
+    assert (time_s["setup"], time_s["compile"], time_s["train"], time_s["eval"]) == (1.0, 2.0, 10.0, 500.0)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from bert_dp.config import batch_layout
 from bert_dp.noise import estimate
-from tests.helpers import issues_of, make_config, read_lines
+from tests.helpers import issues_of, make_config, read_json, read_lines
 from tests.parity.runs import settings, state, summary, train_runs, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
@@ -50,12 +50,12 @@ def test_the_interval_covers_the_truth_as_often_as_it_says() -> None:
     covered, tries = 0, 0
     for (d_eff, replicas, ratio), _ in itertools.product(CELLS, range(250)):
         small, big, truth = draw(tries, steps=200, d_eff=d_eff, replicas=replicas, ratio=ratio)
-        found = estimate(small, big, 1, replicas)
-        assert found.verdict == "ok"
-        assert found.interval is not None
-        assert found.noise_scale is not None
-        assert found.interval[0] < found.noise_scale < found.interval[1] < 3 * truth
-        covered += found.interval[0] <= truth <= found.interval[1]
+        scale = estimate(small, big, 1, replicas)
+        assert scale.verdict == "ok"
+        assert scale.interval is not None
+        assert scale.noise_scale is not None
+        assert scale.interval[0] < scale.noise_scale < scale.interval[1] < 3 * truth
+        covered += scale.interval[0] <= truth <= scale.interval[1]
         tries += 1
     assert covered == pytest.approx(0.95 * tries, abs=3 * math.sqrt(0.95 * 0.05 * tries))
 
@@ -71,10 +71,10 @@ def test_without_a_gradient_or_with_ten_steps_there_is_no_figure(
         none = estimate(*draw(seed, steps=200, grad_sq=0.0, **kind)[:2], 1, replicas)
         few = estimate(*draw(seed, steps=10, **kind)[:2], 1, replicas)
         shown += none.verdict == "ok"
-        for found, why in ((none, "gradient signal is too weak"), (few, "10 measured steps, fewer than 50")):
-            if found is few or found.verdict != "ok":
-                assert (found.verdict, found.noise_scale, found.interval) == ("inconclusive", None, None)
-                assert why in (found.why or "")
+        for scale, why in ((none, "gradient signal is too weak"), (few, "10 measured steps, fewer than 50")):
+            if scale is few or scale.verdict != "ok":
+                assert (scale.verdict, scale.noise_scale, scale.interval) == ("inconclusive", None, None)
+                assert why in (scale.why or "")
     assert shown <= 1
 
 
@@ -186,7 +186,7 @@ def measure(cases: Sequence[Case], out: str) -> None:
 
     world, cpu = read_world(os.environ), torch.device("cpu")
     comm = dist.connect(world, cpu, group_of_one=True)
-    found = []
+    lines = []
     for case in cases:
         parallel = {"engine": case.engine, "bucket_mib": 1e-4, **dict(case.parallel)}
         config = make_config(
@@ -217,10 +217,10 @@ def measure(cases: Sequence[Case], out: str) -> None:
             )
             if step == 0:
                 engine.norm_pairs.clear()
-        found.append(engine.norm_pairs.drain(comm, case.steps + 1))
+        lines.append(engine.norm_pairs.drain(comm, case.steps + 1))
     dist.disconnect()
     if world.rank == 0:
-        Path(out).write_text(json.dumps(found))
+        Path(out).write_text(json.dumps(lines))
 
 
 LONG = 60
@@ -259,9 +259,9 @@ NARROW: Any = {"parallel": (("reduce_dtype", "bf16"),)}
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_norms_are_those_of_the_samples(ranks: int, tmp_path: Path) -> None:
     """And the estimate is that of the closed form."""
-    run_ranks(ranks, measure, cases_of(ranks), str(tmp_path / "found"))
-    found = json.loads((tmp_path / "found").read_text())
-    for case, lines in zip(cases_of(ranks), found, strict=True):
+    run_ranks(ranks, measure, cases_of(ranks), str(tmp_path / "lines"))
+    by_case = read_json(tmp_path / "lines")
+    for case, lines in zip(cases_of(ranks), by_case, strict=True):
         small, big = case.batches
         if small == big:
             assert lines == []  # one batch

@@ -35,18 +35,18 @@ def test_figures_and_intervals_are_those_of_the_formulas(steps: int) -> None:
     draw = random.Random(steps)
     small = [13 + draw.gauss(0, 1) for _ in range(steps)]
     big = [5 + draw.gauss(0, 0.5) for _ in range(steps)]
-    found = estimate(small, big, 2, 10)
+    result = estimate(small, big, 2, 10)
     grads = [(10 * y - 2 * x) / 8 for x, y in zip(small, big, strict=True)]
     traces = [(x - y) / (1 / 2 - 1 / 10) for x, y in zip(small, big, strict=True)]
     (grad, trace), ((var, cov), (_, var_trace)) = moments([grads, traces])
-    assert (found.steps, found.verdict, found.why) == (steps, "ok", None)
-    assert (found.grad_sq, found.trace) == (pytest.approx(grad), pytest.approx(trace))
-    assert found.noise_scale == pytest.approx(trace / grad)
+    assert (result.steps, result.verdict, result.why) == (steps, "ok", None)
+    assert (result.grad_sq, result.trace) == (pytest.approx(grad), pytest.approx(trace))
+    assert result.noise_scale == pytest.approx(trace / grad)
     half = 2.093 * math.sqrt(var)
-    assert found.grad_sq_interval == pytest.approx((grad - half, grad + half))
-    assert found.interval is not None
-    assert found.interval[0] < trace / grad < found.interval[1]
-    for x in found.interval:  # Fieller: where the difference is just t deviations
+    assert result.grad_sq_interval == pytest.approx((grad - half, grad + half))
+    assert result.interval is not None
+    assert result.interval[0] < trace / grad < result.interval[1]
+    for x in result.interval:  # Fieller: where the difference is just t deviations
         variance = var_trace - 2 * x * cov + x * x * var
         assert (trace - x * grad) ** 2 == pytest.approx(2.093**2 * variance, rel=1e-6)
 
@@ -56,9 +56,9 @@ def test_the_figure_does_not_depend_on_the_size_of_gradients(scale: float) -> No
     draw = random.Random(0)
     small = [13 + draw.gauss(0, 1) for _ in range(60)]
     big = [5 + draw.gauss(0, 0.5) for _ in range(60)]
-    found, scaled = (estimate([k * x for x in small], [k * x for x in big], 2, 10) for k in (1.0, scale))
-    assert scaled.noise_scale == pytest.approx(found.noise_scale)
-    assert scaled.interval == pytest.approx(found.interval)
+    result, scaled = (estimate([k * x for x in small], [k * x for x in big], 2, 10) for k in (1.0, scale))
+    assert scaled.noise_scale == pytest.approx(result.noise_scale)
+    assert scaled.interval == pytest.approx(result.interval)
 
 
 DEVIATION = math.sqrt(20 / 19 / 60**2 * 20 * 3**2)
@@ -70,20 +70,20 @@ TURNS = [1.0 if k // 3 % 2 else -1.0 for k in range(60)]
 def test_either_figure_must_be_above_zero_at_99_9_per_cent(sigmas: float, ok: bool) -> None:
     mean = sigmas * DEVIATION
     big = [5 + mean + turn for turn in TURNS]
-    found = estimate([x + 5 for x in big], big, 1, 2)  # |G|^2 = 2 y - x, tr = 2 (x - y) = 10
-    assert (found.verdict == "ok") == ok
-    assert found.why == (
+    result = estimate([x + 5 for x in big], big, 1, 2)  # |G|^2 = 2 y - x, tr = 2 (x - y) = 10
+    assert (result.verdict == "ok") == ok
+    assert result.why == (
         None if ok else "the gradient signal is too weak to measure in 60 steps (not above 0 at 99.9 %)"
     )
-    assert found.trace == pytest.approx(10)
-    assert (found.interval is not None, found.noise_scale is not None) == (ok, ok)
+    assert result.trace == pytest.approx(10)
+    assert (result.interval is not None, result.noise_scale is not None) == (ok, ok)
     big = [3 + (mean + turn) / 2 for turn in TURNS]
-    found = estimate([2 * x - 3 for x in big], big, 1, 2)  # |G|^2 = 3, tr = 2 (y - 3)
-    assert (found.verdict == "ok") == ok
-    assert found.why == (
+    result = estimate([2 * x - 3 for x in big], big, 1, 2)  # |G|^2 = 3, tr = 2 (y - 3)
+    assert (result.verdict == "ok") == ok
+    assert result.why == (
         None if ok else "the gradient noise is too weak to measure in 60 steps (not above 0 at 99.9 %)"
     )
-    assert found.grad_sq == pytest.approx(3)
+    assert result.grad_sq == pytest.approx(3)
 
 
 def test_too_little_says_nothing_and_a_figure_of_nothing_neither() -> None:
@@ -109,9 +109,9 @@ def test_the_figure_of_a_run_is_of_its_last_200_steps(tmp_path: Path) -> None:
     other = {**line, "big_batch": 5, "big_sq": [7.0] * 60}
     before = {**line, "small_sq": [99.0] * 80}
     write_lines(tmp_path / "noise.jsonl", (before, line, other, line))
-    found = estimate_of_run(tmp_path)
-    assert found.steps == 200
-    assert found.noise_scale != pytest.approx(20 / 3)  # 20 steps of the first line are left
+    result = estimate_of_run(tmp_path)
+    assert result.steps == 200
+    assert result.noise_scale != pytest.approx(20 / 3)  # 20 steps of the first line are left
     write_lines(tmp_path / "noise.jsonl", (before, line, other, line, line))
     assert estimate_of_run(tmp_path).noise_scale == pytest.approx(20 / 3)
     assert estimate_of_run(tmp_path / "none").why == "0 measured steps, fewer than 50"

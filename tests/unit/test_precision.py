@@ -150,8 +150,8 @@ def test_launcher_and_ranks_estimate_and_try_in_the_same_precision(
     grid = Grid(AUTO, options, machine, on_gpu=False)
     assert {grid.config_of(cell).precision for cell in grid.cells} == {chosen}
     assert (grid.config, grid.precision) == (AUTO, chosen)
-    asked = batch.job.Job("it", AUTO, machine)
-    question = batch.ask(asked, batch.Options("1", 1.0, 1.0, "torchrun"))
+    loaded = batch.job.Job("it", AUTO, machine)
+    question = batch.ask(loaded, batch.Options("1", 1.0, 1.0, "torchrun"))
     assert (question.precision, question.config.precision) == (chosen, "auto")
 
 
@@ -159,18 +159,18 @@ def test_advice_on_memory_counts_in_the_precision_of_the_machine_or_the_checkpoi
     (tmp_path / "config.yaml").write_text(dump_config(AUTO))
     for machine in (WITH, WITHOUT):
         record.write_json(tmp_path / "environment.json", machine.to_json())
-        told = advice._what_to_lower(tmp_path, 1, "host", "")[0][-1]
+        advised = advice._what_to_lower(tmp_path, 1, "host", "")[0][-1]
         for precision in ("bf16", "fp32"):
-            of = advice.what_fits(AUTO, precision, 1, MACHINE.memory_gib, has_checkpoint=False)[0]
-            assert (told == of) == (precision == ("bf16" if machine is WITH else "fp32"))
+            fits = advice.what_fits(AUTO, precision, 1, MACHINE.memory_gib, has_checkpoint=False)[0]
+            assert (advised == fits) == (precision == ("bf16" if machine is WITH else "fp32"))
 
 
 def dry_run(tmp_path: Path, *settings: str, resume: str = "auto") -> None:
     overrides = ["run.device=cpu", *settings]
     console = Console(width=400)
-    asked = job.load(None, overrides, tmp_path / "run")
+    loaded = job.load(None, overrides, tmp_path / "run")
     code = train.train(
-        asked, nproc="1", run_dir=tmp_path / "run", resume=resume, dry_run=True, console=console
+        loaded, nproc="1", run_dir=tmp_path / "run", resume=resume, dry_run=True, console=console
     )
     assert code == 0
 
@@ -185,9 +185,9 @@ def test_a_dry_run_names_what_auto_is(
 ) -> None:
     monkeypatch.setattr(environment, "probe", lambda *_: machine)
     dry_run(tmp_path)
-    told = capsys.readouterr().out
-    assert f"(estimate, {chosen}, " in told
-    assert "emulated" not in told
+    shown = capsys.readouterr().out
+    assert f"(estimate, {chosen}, " in shown
+    assert "emulated" not in shown
 
 
 def test_bf16_where_it_is_emulated_is_a_warning_with_the_rate_that_doctor_measured(
@@ -196,23 +196,23 @@ def test_bf16_where_it_is_emulated_is_a_warning_with_the_rate_that_doctor_measur
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(environment, "probe", lambda *_: WITHOUT)
 
-    def told(*settings: str) -> list[str]:
+    def warnings(*settings: str) -> list[str]:
         dry_run(tmp_path, *settings)
         lines = capsys.readouterr().out.splitlines()
         return [line for line in lines if line.startswith("warning: precision: bf16 is emulated on this CPU")]
 
-    assert told() == told("precision=fp32") == []
-    (line,) = told("precision=bf16")
+    assert warnings() == warnings("precision=fp32") == []
+    (line,) = warnings("precision=bf16")
     assert "is slower than fp32; bert-dp doctor measures by how much" in line
     measured = {"torch": "2", "shape": [1024, 768, 768], "fp32_flops": 4e10, "bf16_flops": 1e10}
     keep_ratio(measured, WITHOUT)
-    (line,) = told("precision=bf16")
+    (line,) = warnings("precision=bf16")
     assert "0.25 x its fp32 matmul rate (10 G FLOP/s against 40 G FLOP/s)" in line
     keep_ratio(measured, dataclasses.replace(WITHOUT, cpu_model="another"))
-    (line,) = told("precision=bf16")
+    (line,) = warnings("precision=bf16")
     assert "0.25" not in line
     monkeypatch.setattr(environment, "probe", lambda *_: WITH)
-    assert told("precision=bf16") == []
+    assert warnings("precision=bf16") == []
 
 
 @pytest.mark.parametrize(

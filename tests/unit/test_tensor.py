@@ -174,7 +174,7 @@ def divided_names(model: CrammedBert, bias: bool) -> set[str]:
 
 def check_part_and_whole(tensor: TensorParallel, grid: Grid) -> None:
     """Inverse of each other for every parameter of every variant; and each rank has what it should."""
-    found = []
+    shards = []
     for variant in VARIANTS.values():
         model = make_model(**variant)
         shapes = {name: p.shape for name, p in model.named_parameters()}
@@ -183,7 +183,7 @@ def check_part_and_whole(tensor: TensorParallel, grid: Grid) -> None:
             whole = torch.arange(shapes[name].numel(), dtype=torch.float64).view(shapes[name])
             part = tensor.shard(name, whole)
             turned = part.t().contiguous().t() if part.dim() == 2 else part  # of other strides
-            found.append(
+            shards.append(
                 (variant, name, p, whole, part, tensor.unshard(name, part), tensor.unshard(name, turned))
             )
         divided = {name for name, p in model.named_parameters() if p.shape != shapes[name]}
@@ -191,7 +191,7 @@ def check_part_and_whole(tensor: TensorParallel, grid: Grid) -> None:
     rank, size = grid.tp_rank, grid.tp_size
     width, rows = HIDDEN // size, VOCABULARY // size
     columns = WIDTH // size
-    for variant, name, p, whole, part, again, turned in found:
+    for variant, name, p, whole, part, again, turned in shards:
         assert torch.equal(again, whole), (variant, name)
         assert torch.equal(turned, whole), (variant, name)
         assert part.shape == p.shape, (variant, name)

@@ -48,8 +48,8 @@ def model_of(size: int) -> CrammedBert:
 def hidden_words(text: str, tokenizer: Tokenizer) -> list[str]:
     """The words of which a token is hidden, read back from the text by the tokens' places."""
     encoded = tokenizer.encode(text, add_special_tokens=False)
-    found = masked_text.hide_words(text, encoded.offsets, masked_text.document_key(text, 0))
-    places = [span for span, hides in zip(encoded.offsets, found.hidden_T, strict=True) if hides]
+    hiding = masked_text.hide_words(text, encoded.offsets, masked_text.document_key(text, 0))
+    places = [span for span, hides in zip(encoded.offsets, hiding.hidden_T, strict=True) if hides]
     words = [word.span() for word in re.finditer(r"\S+", text)]
     return [text[a:b] for a, b in words if any(begin < b and a < end for begin, end in places)]
 
@@ -72,17 +72,17 @@ def test_hidden_words_are_whole_and_their_bytes_are_those_of_the_text() -> None:
     text = "Zw\u00f6lf Boxk\u00e4mpfer \u2014 jagen \u00e4\u00f6\u00fc, " * 30
     tokenizer = trained(90)
     encoded = tokenizer.encode(text, add_special_tokens=False)
-    found = masked_text.hide_words(text, encoded.offsets, 7)
+    hiding = masked_text.hide_words(text, encoded.offsets, 7)
     words = [word.span() for word in re.finditer(r"\S+", text)]
-    hidden = [span for span, hides in zip(encoded.offsets, found.hidden_T, strict=True) if hides]
-    seen = [span for span, hides in zip(encoded.offsets, found.hidden_T, strict=True) if not hides]
+    hidden = [span for span, hides in zip(encoded.offsets, hiding.hidden_T, strict=True) if hides]
+    seen = [span for span, hides in zip(encoded.offsets, hiding.hidden_T, strict=True) if not hides]
     covered = [(a, b) for a, b in words if any(x < b and a < y for x, y in hidden)]
     assert all(not (x < b and a < y) for a, b in covered for x, y in seen)
-    dashes = found.hidden - len(covered)  # the normaliser drops them, so no token stands for one
-    assert found.words == len(words) == 150
-    assert found.silent == dashes > 0
+    dashes = hiding.hidden - len(covered)  # the normaliser drops them, so no token stands for one
+    assert hiding.words == len(words) == 150
+    assert hiding.silent == dashes > 0
     sizes = sum(len(text[a:b].encode()) for a, b in covered)
-    assert found.hidden_bytes == sizes + dashes * len("\u2014".encode())
+    assert hiding.hidden_bytes == sizes + dashes * len("\u2014".encode())
 
 
 def test_what_is_drawn_of_a_document_depends_on_nothing_beside_it() -> None:
@@ -112,11 +112,11 @@ def test_shares_of_what_is_drawn_and_how_it_is_seen() -> None:
 
 
 def test_special_tokens_of_a_text_are_text() -> None:
-    found = read(["one <mask> two"], trained(80))
+    text = read(["one <mask> two"], trained(80))
     special = tokens.special_ids(trained(80), "it")
-    assert special["mask"] not in found.ids_T
-    assert found.ids_T.tolist().count(special["sep"]) == 1
-    assert found.ids_T[-1] == special["sep"]
+    assert special["mask"] not in text.ids_T
+    assert text.ids_T.tolist().count(special["sep"]) == 1
+    assert text.ids_T[-1] == special["sep"]
 
 
 # --- what is divided by what
@@ -201,12 +201,12 @@ def run_dir(tmp_path: Path) -> Path:
 def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("\n\n".join("\n".join(DOCUMENTS[i : i + 3]) for i in range(0, 60, 3)))
     options = BuildConfig(documents="blank_line")
-    found = text_loss.text_loss(str(run_dir), [str(tmp_path / "a.txt")], options, None, quiet)
-    measured = results.parse(json.loads(json.dumps(found)), results.TextLoss, "it")
+    facts = text_loss.text_loss(str(run_dir), [str(tmp_path / "a.txt")], options, None, quiet)
+    measured = results.parse(json.loads(json.dumps(facts)), results.TextLoss, "it")
     assert (measured.documents, measured.step, measured.precision) == (20, 12, "float32")
     assert measured.bytes == sum(map(len, DOCUMENTS)) + 40
     assert [source["documents"] for source in measured.sources] == [20]
-    assert results.plain(measured).items() >= found.items()
+    assert results.plain(measured).items() >= facts.items()
     (section,) = text_report(measured).sections
     losses, facts = section.tables
     assert [row.label for row in losses.rows][:2] == ["all of them", "<mask>"]
@@ -222,15 +222,15 @@ def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> N
 
 def test_what_cannot_be_measured_is_one_line(run_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("a")
-    asked = ([str(tmp_path / "a.txt")], BuildConfig(), None, quiet)
-    (line,) = issues_of(text_loss.text_loss, str(run_dir), *asked)
+    arguments = ([str(tmp_path / "a.txt")], BuildConfig(), None, quiet)
+    (line,) = issues_of(text_loss.text_loss, str(run_dir), *arguments)
     assert line.endswith("that are drawn to be predicted; give more text")
     larger = trained(60)
     larger.add_tokens([f"word{i}" for i in range(1000)])
     larger.save(str(run_dir / "tokenizer.json"))
     assert (
         "put the tokenizer.json of the run's shards there"
-        in issues_of(text_loss.text_loss, str(run_dir), *asked)[0]
+        in issues_of(text_loss.text_loss, str(run_dir), *arguments)[0]
     )
     assert text_issues(["builtin", "hub:x", str(tmp_path), str(tmp_path / "*.txt")]) == []
     assert "matches no file" in text_issues([str(tmp_path / "*.json")])[0]

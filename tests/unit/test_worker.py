@@ -42,14 +42,14 @@ def train_twice(run_dir: str, more: dict[str, Any]) -> None:
     worker.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
     slowed(setup, "build_trainer", clock, ASSEMBLE_S)
     slowed(trainer, "dry_run", clock, DRY_RUN_S)
-    told, plain = [], trainer.train
+    events, plain = [], trainer.train
 
     def train(*arguments: Any) -> Any:
-        told.append(("train", gc.get_threshold()[0], clock.now))
+        events.append(("train", gc.get_threshold()[0], clock.now))
         return plain(*arguments)
 
     trainer.train = train
-    devices.restart_peak_memory = lambda device: told.append(("peak", gc.get_threshold()[0], clock.now))
+    devices.restart_peak_memory = lambda device: events.append(("peak", gc.get_threshold()[0], clock.now))
     poisoned = functools.partial(PoisonedTask, bad_steps=range(1, 2))
     assert worker.main([f"{run_dir}/config.yaml"], poisoned) == 0
     write_run(Path(run_dir), more)
@@ -57,7 +57,7 @@ def train_twice(run_dir: str, more: dict[str, Any]) -> None:
     ready = [100.0 + number * (ASSEMBLE_S + DRY_RUN_S) for number in (1, 2)]
     # the dry run's memory is not the run's, and no rank stops to collect garbage at a step of its own
     often = gc.get_threshold()[0]
-    assert told == [each for now in ready for each in (("peak", often, now), ("train", LITTER, now))]
+    assert events == [each for now in ready for each in (("peak", often, now), ("train", LITTER, now))]
     assert often < LITTER
 
 
