@@ -138,17 +138,13 @@ class Meter:
         """A line of steps/rank-N.jsonl: this rank's steps of the last flush."""
         self.skipped_in_a_row = 0
         """The longest row of skipped steps that reached into those of the last line."""
-        self._reset()
-
-    def _reset(self) -> None:
-        self._start = time.perf_counter()
-        self._paused_s = 0.0
-        self._steps = self._samples = self._micro = 0
-        self._waits = [0.0]
+        self.start(0.0)
 
     def start(self, wait_s: float) -> None:
         """Begin timing; `wait_s` is the stream's data wait so far."""
-        self._reset()
+        self._start = time.perf_counter()
+        self._paused_s = 0.0
+        self._steps = self._samples = self._micro = 0
         self._waits = [wait_s]
         self.timers.restart()
 
@@ -176,10 +172,10 @@ class Meter:
         self._paused_s += time.perf_counter() - start
         self.timers.restart()
 
-    def flush(self, state: TrainState, *, epoch: int, wait_s: float, elapsed_s: float) -> Metrics:
+    def flush(self, state: TrainState, *, epoch: int, elapsed_s: float) -> Metrics:
         """One sync point, one gather; the line is the same on every rank. Collective."""
         synchronize(self._device)
-        ranks = self._gather(state.step, wait_s, time.perf_counter() - self._start - self._paused_s)
+        ranks = self._gather(state.step, time.perf_counter() - self._start - self._paused_s)
         loss = ranks[:: self._layout.tensor, 0].sum().item()  # the ranks of a replica hold the same share
         memory = ranks[:, 1].max().item()
         names = ("data_wait_s", "forward_backward_s", "optimizer_s")
@@ -215,10 +211,10 @@ class Meter:
         )
         self.skipped_in_a_row = int(self._longest_row)
         self._longest_row.zero_()
-        self.start(wait_s)
+        self.start(self._waits[-1])
         return line
 
-    def _gather(self, step: int, wait_s: float, seconds: float) -> Tensor:
+    def _gather(self, step: int, seconds: float) -> Tensor:
         """[N, 7] of every rank since the last line: loss share, peak memory in GiB, and seconds of data wait,
         TIMED and all. Leaves this rank's own steps in `steps`."""
         phases, memory_gib = self.timers.drain(), peak_memory_gib(self._device)
@@ -232,7 +228,8 @@ class Meter:
             "alloc_retries": alloc_retries(self._device),
         }
         sums = [sum(phases[name]) for name in TIMED]
-        return self._comm.all_gather([float(self._loss), memory_gib, wait_s - self._waits[0], *sums, seconds])
+        wait_s = self._waits[-1] - self._waits[0]
+        return self._comm.all_gather([float(self._loss), memory_gib, wait_s, *sums, seconds])
 
     def tokens(self, samples: int) -> int:
         """Tokens of so many samples; examples that differ in length count as if each had the mean length."""

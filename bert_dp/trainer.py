@@ -290,12 +290,8 @@ def log_steps(trainer: Trainer, state: TrainState, clock: SharedClock) -> None:
     gc.collect()  # on all ranks at once, while a device still works; whole, as only what is new is walked
     lost = trainer.directory_lost()
     state.give_up(lost, "directory_lost")
-    line = trainer.meter.flush(
-        state,
-        epoch=state.samples // trainer.data.num_samples,
-        wait_s=trainer.stream.wait_s,
-        elapsed_s=clock.elapsed_s(),
-    )
+    epoch = state.samples // trainer.data.num_samples
+    line = trainer.meter.flush(state, epoch=epoch, elapsed_s=clock.elapsed_s())
     norm_pairs = trainer.engine.norm_pairs
     norms = norm_pairs.drain(trainer.comm, state.step) if norm_pairs is not None else []
     if trainer.config.log.step_times:

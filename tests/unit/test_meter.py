@@ -76,7 +76,7 @@ class Run:
     def line(self) -> metrics.Metrics:
         size = LAYOUT.global_size
         state = TrainState(self.steps, self.steps * size, progress=0.1, lr=1e-3, global_batch=size)
-        return self.meter.flush(state, epoch=0, wait_s=self.wait_s, elapsed_s=self.now)
+        return self.meter.flush(state, epoch=0, elapsed_s=self.now)
 
 
 def test_rates_count_all_ranks_or_one_gpu_and_mfu_is_a_share_of_one_peak(
