@@ -84,6 +84,24 @@ class Trainer(Rank):
         """What has become of the run directory; None = it is where it was."""
         return self.directory.lost() if self.directory is not None else None
 
+    def step(
+        self, batches: Iterable[Batch], *, grad_accum_steps: int, num_targets: int, timers: Timers
+    ) -> tuple[Tensor, Tensor]:
+        """`train_step` with what this trainer holds."""
+        return train_step(
+            self.engine,
+            self.model,
+            self.task.loss,
+            batches,
+            grad_accum_steps=grad_accum_steps,
+            num_targets=num_targets,
+            device=self.device,
+            precision=self.precision,
+            max_norm=self.config.optim.clip,
+            timers=timers,
+            progress=self.heartbeat.progress,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class RunResult:
@@ -150,18 +168,11 @@ def dry_run(trainer: Trainer, start: State) -> None:
     """
     layout, engine = trainer.layout, trainer.engine
     count = min(2, layout.grad_accum_steps)
-    train_step(
-        engine,
-        trainer.model,
-        trainer.task.loss,
+    trainer.step(
         [trainer.task.example_batch(layout.micro_size)] * count,
         grad_accum_steps=count,
         num_targets=trainer.task.num_targets(0, count * layout.samples_per_micro_step),
-        device=trainer.device,
-        precision=trainer.precision,
-        max_norm=trainer.config.optim.clip,
         timers=Timers(trainer.device),
-        progress=trainer.heartbeat.progress,
     )
     batches = itertools.count()
     evaluate(trainer, lambda: next(batches) > 0)  # one batch
@@ -214,18 +225,11 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
         state.lr = peak * lr_factor(config.schedule, progress)
         set_lr(trainer.optimizer, state.lr)
         grad_accum_steps = state.global_batch // trainer.layout.samples_per_micro_step
-        loss, norm = train_step(
-            trainer.engine,
-            trainer.model,
-            trainer.task.loss,
+        loss, norm = trainer.step(
             micro_batches(trainer, grad_accum_steps),
             grad_accum_steps=grad_accum_steps,
             num_targets=trainer.task.num_targets(state.samples, state.global_batch),
-            device=trainer.device,
-            precision=trainer.precision,
-            max_norm=config.optim.clip,
             timers=meter.timers,
-            progress=heartbeat.progress,
         )
         meter.observe(loss, norm, state.global_batch, grad_accum_steps, trainer.stream.wait_s)
         state.step += 1

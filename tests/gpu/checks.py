@@ -25,7 +25,7 @@ from bert_dp.devices import synchronize
 from bert_dp.measure.profiling import lone_trainer
 from bert_dp.metrics import Timers
 from bert_dp.model import TiedLookup
-from bert_dp.trainer import Trainer, train_step
+from bert_dp.trainer import Trainer
 from launcher.job import find_config
 from tests.e2e.cli import TINY, bert_dp, tiny, train
 from tests.faults.harness import broken
@@ -356,18 +356,11 @@ def steps(trainer: Trainer, count: int, clock: Timers | None = None) -> None:
     """Whole optimizer steps on the trainer's own stream."""
     layout, clock = trainer.layout, clock or Timers(trainer.device)
     for number in range(count):
-        train_step(
-            trainer.engine,
-            trainer.model,
-            trainer.task.loss,
+        trainer.step(
             (trainer.stream.next() for _ in range(layout.grad_accum_steps)),
             grad_accum_steps=layout.grad_accum_steps,
             num_targets=trainer.task.num_targets(number * layout.global_size, layout.global_size),
-            device=trainer.device,
-            precision=trainer.precision,
-            max_norm=trainer.config.optim.clip,
             timers=clock,
-            progress=lambda: None,
         )
         clock.end_step()
 

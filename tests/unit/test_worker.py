@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from bert_dp.config import ConfigError, changed_settings, resolve
-from bert_dp.rank_process import LITTER, STOP_SIGNALS, Signals
+from bert_dp.rank_process import LITTER, STOP_SIGNALS, Signals, record_error
+from bert_dp.record import LOG_DIR
 from tests.helpers import logged
 from tests.parity.runs import evals, losses, settings, summary, write_run
 from tests.ranks import run_ranks
@@ -108,6 +109,18 @@ def test_the_first_stop_signal_is_the_one_that_counts() -> None:
     finally:
         for number, handler in zip(STOP_SIGNALS, before, strict=True):
             signal.signal(number, handler)
+
+
+def test_the_message_of_an_error_holds_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    secret = "q7Zx-81kkd-Pw04ff"
+    monkeypatch.setenv("MY_TOKEN", secret)
+    monkeypatch.setenv(LOG_DIR, str(tmp_path))
+    record_error(1, RuntimeError(f"login with {secret} failed"))
+    for text in ((tmp_path / "rank-1.error.json").read_text(), capsys.readouterr().err):
+        assert "login with" in text
+        assert secret not in text
 
 
 def build_and_meet(folder: str) -> None:
