@@ -239,7 +239,7 @@ def score_against_loss(tasks: Sequence[str], evaluations: Sequence[Evaluation]) 
         medians = [None if score is None else score.median for score in scores]
         lines.append(Line(label(evaluations[0].tasks[name], first), losses, medians, colour, "both"))
     x = Axis("held-out loss of the pretraining (nats per masked token)", "nats")
-    return Figure("Dev score against held-out loss", lines, x, Axis("median over the seeds", "points"))
+    return Figure("Dev score against held-out loss", lines, x, Axis("median over the seeds (1 is the best)"))
 
 
 def _median(score: GlueScore | None) -> Cell:
