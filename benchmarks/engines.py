@@ -75,13 +75,8 @@ def main() -> None:
             f"schedule.steps={o.steps}",
             "batch.global_size=4",
             "batch.micro_size=1",
-            "batch.ramp_fraction=0",
-            "batch.ramp_quantum=null",
             "log.every_steps=1",
-            "compile=off",
-            "precision=fp32",
-            "eval.every_steps=0",
-            "checkpoint.every_steps=0",
+            *records.SHORT_RUN,
             *o.settings,
         ]
         for number in range(o.rounds):

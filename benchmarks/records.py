@@ -25,6 +25,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "--date": {"help": "for the record, as YYYY-MM-DD (default: today)"},
     "--json": {"type": Path, "metavar": "FILE", "help": "write environment and raw figures here"},
 }
+SHORT_RUN = (
+    "batch.ramp_fraction=0",
+    "batch.ramp_quantum=null",
+    "compile=off",
+    "precision=fp32",
+    "eval.every_steps=0",
+    "checkpoint.every_steps=0",
+)
+"""Settings of a run of a few steps that saves and evaluates nothing on its way."""
 TUNED = ("MALLOC_", "GLIBC_", "THP_", "OMP_", "MKL_", "KMP_", "LD_PRELOAD", "TORCHINDUCTOR_")
 """Beginnings of the environment variables that change a speed."""
 

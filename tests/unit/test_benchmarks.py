@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks import tune_lr
 from benchmarks.records import set_options
 from bert_dp.config import read_examples
 from tests.e2e.cli import TINY, tiny
 from tests.glue_fixture import write_two_tasks
+from tests.helpers import read_json
 
 ROOT = Path(__file__).resolve().parents[2]
 FINETUNING = "OUT --corpus a.txt --data glue"
@@ -39,7 +41,7 @@ def record_of(tmp_path: Path, script: str, options: str, *more: str) -> tuple[di
     done = run(script, options, *more, "--json", str(record))
     assert done.returncode == 0, done.stderr
     assert str(tmp_path) not in record.read_text()
-    return json.loads(record.read_text()), done.stdout
+    return read_json(record), done.stdout
 
 
 @pytest.mark.parametrize(
@@ -180,11 +182,9 @@ def test_finetune_claim_quick(tmp_path):
     assert "4 of 4 parts to run, expected" in said
     assert {name: run["ranks"] for name, run in result["pretrainings"].items()} == {"four-0": 4, "one-0": 1}
     for number, accumulation in (("one", 4), ("four", 1)):
-        summary = json.loads((tmp_path / f"out/pretrained/{number}-0/summary.json").read_text())
+        summary = read_json(tmp_path / f"out/pretrained/{number}-0/summary.json")
         assert (summary["step"], summary["accumulation"]) == (4096 // (8 * 32), accumulation)
-    glue = {
-        arm: json.loads((tmp_path / f"out/glue/{arm}-0/glue.json").read_text()) for arm in ("one", "four")
-    }
+    glue = {arm: read_json(tmp_path / f"out/glue/{arm}-0/glue.json") for arm in ("one", "four")}
     assert (glue["one"]["ranks"], glue["four"]["ranks"]) == (1, 4)
     for arm, found in glue.items():
         (score,) = found["tasks"][0]["scores"]
@@ -355,6 +355,15 @@ def test_predictor_on_some_rows(tmp_path):
     assert len(result["sensitivity"]) == 20
     ideal = statistics.median(100 * (1 - row["measured"]) for row in result["rows"])
     assert result["ablation"][-1]["median"] == pytest.approx(ideal, abs=0.01)
+
+
+@pytest.mark.parametrize("name", ["tune-lr", "tune-lr-three-rungs"])
+def test_tune_lr_figures_follow_from_the_trials(name):
+    recorded = read_json(ROOT / f"benchmarks/raw/2026-11-22-{name}.json")
+    searched = {**recorded["search"], "seconds": recorded["figures"]["seconds"]}
+    assert tune_lr.compare(searched, recorded["grid"]) == recorded["figures"]
+    rates = {trial["lr"] for trial in recorded["grid"]["trials"]}
+    assert tune_lr.ladder_of(searched) == sorted(rates, reverse=True)
 
 
 @pytest.mark.slow
