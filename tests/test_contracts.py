@@ -55,14 +55,6 @@ def tree(module: str) -> ast.Module:
     return ast.parse(sources()[module].read_text())
 
 
-def absolute(module: str, node: ast.ImportFrom) -> str:
-    if not node.level:
-        return node.module or ""
-    is_package = sources()[module].name == "__init__.py"
-    base = module.split(".")[: len(module.split(".")) - node.level + is_package]
-    return ".".join([*base, *([node.module] if node.module else [])])
-
-
 def walk(module: str, node: ast.AST, in_function: bool = False, for_types: bool = False) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
         inside = in_function or isinstance(node, (Function, ast.Lambda))
@@ -71,7 +63,8 @@ def walk(module: str, node: ast.AST, in_function: bool = False, for_types: bool 
             for alias in child.names:
                 yield Import(module, alias.name, child.lineno, inside, types)
         elif isinstance(child, ast.ImportFrom):
-            base = absolute(module, child)
+            assert not child.level, f"{module}:{child.lineno} is a relative import; name the whole module"
+            base = child.module or ""
             for name in (base, *(f"{base}.{alias.name}" for alias in child.names)):
                 yield Import(module, name, child.lineno, inside, types)
         else:
