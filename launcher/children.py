@@ -1,4 +1,5 @@
-"""`python -m` of our own modules: they end with us, and import nothing from the current folder."""
+"""Processes that are started and waited for: `python -m` of our own modules, which end with us and import
+nothing from the current folder, and commands of the system."""
 
 from __future__ import annotations
 

@@ -206,7 +206,7 @@ def full(**more: object) -> Failure:
         "source": "in f: g()",
         **more,
     }
-    return Failure(**values)  # type: ignore[arg-type]
+    return Failure(**values)
 
 
 def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:

@@ -111,7 +111,7 @@ def test_a_beat_is_no_system_call(path: Path) -> None:
     """Goal 2 microseconds, observed; what makes it cheap is that it only stores to memory."""
 
     def writes() -> int:
-        return int(re.search(r"syscw: (\d+)", Path("/proc/thread-self/io").read_text())[1])  # type: ignore[index]
+        return int(re.search(r"syscw: (\d+)", Path("/proc/thread-self/io").read_text())[1])
 
     beat, before, start = Heartbeat(path, LostWrites()), writes(), time.perf_counter()
     for number in range(2000):

@@ -174,7 +174,7 @@ def test_every_whole_number_has_an_upper_bound() -> None:
     unbounded = [
         name
         for name, field in fields.items()
-        if not any(hasattr(rule, "le") or hasattr(rule, "lt") for rule in field.metadata)  # type: ignore[attr-defined]
+        if not any(hasattr(rule, "le") or hasattr(rule, "lt") for rule in field.metadata)
     ]
     assert unbounded == []
 

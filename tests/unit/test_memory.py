@@ -87,8 +87,8 @@ def test_a_curve_stays_short_and_keeps_every_peak(tmp_path: Path, count: int) ->
     worker = Worker()
     for second in range(count):
         seconds, worker.gib = float(second), 5.0 if second == count // 2 else 1.0
-        watch.sample({3: worker})  # type: ignore[dict-item]
-        watch.sample({3: worker})  # type: ignore[dict-item]  # within the second: nothing
+        watch.sample({3: worker})
+        watch.sample({3: worker})  # within the second: nothing
     facts = watch.facts()
     curve = facts.curves_gib["rank 3"]
     assert len(curve) <= POINTS
@@ -103,7 +103,7 @@ def test_a_worker_that_has_gone_leaves_its_curve(tmp_path: Path) -> None:
     workers = {0: Worker(1.0), 10: Worker(2.0), 2: Worker(3.0)}
     for seconds in (0.0, 1.0, 2.0):
         workers[10].gone = seconds > 0
-        watch.sample(workers)  # type: ignore[arg-type]
+        watch.sample(workers)
     curves = watch.facts().curves_gib
     assert list(curves) == ["rank 0", "rank 2", "rank 10", GROUP]
     assert curves["rank 10"] == (2.0,)

@@ -63,12 +63,12 @@ def dry_run(
 Dry = Callable[..., tuple[tuple[str, ...], str]]
 
 
-def parts() -> dict[str, float]:
-    return memory_estimate_gib(small(), "fp32", 2)
+PARTS = memory_estimate_gib(small(), "fp32", 2)
+TOTAL = sum(PARTS.values())
 
 
 def test_a_model_whose_state_alone_is_too_large_is_refused(dry_run: Dry) -> None:
-    state = sum(parts()[name] for name in ("weights", "gradients", "optimizer"))
+    state = sum(PARTS[name] for name in ("weights", "gradients", "optimizer"))
     issues, output = dry_run(host(2 * state * 0.99))
     assert len(issues) == 1
     assert "weights, gradients and optimizer state take" in issues[0]
@@ -82,7 +82,7 @@ def test_a_model_whose_state_alone_is_too_large_is_refused(dry_run: Dry) -> None
 def test_the_total_is_compared_with_a_share_of_the_host(
     dry_run: Dry, times: float, refused: int, warned: int
 ) -> None:
-    issues, output = dry_run(host(2 * sum(parts().values()) / times))
+    issues, output = dry_run(host(2 * TOTAL / times))
     lines = [line for line in output.splitlines() if line.startswith("warning: batch.micro_size")]
     assert (len(issues), len(lines)) == (refused, warned)
     for line in (*issues, *lines):
@@ -91,11 +91,11 @@ def test_the_total_is_compared_with_a_share_of_the_host(
         assert match is not None, line
         batch = {"micro_size": int(match[1])}
         fits = memory_estimate_gib(resolve([small().model_dump(mode="json"), {"batch": batch}]), "fp32", 2)
-        assert sum(fits.values()) < sum(parts().values()) / times
+        assert sum(fits.values()) < TOTAL / times
 
 
 def test_force_makes_it_a_warning(dry_run: Dry) -> None:
-    for gib in (1e-6, 2 * sum(parts().values()) / 2):
+    for gib in (1e-6, 2 * TOTAL / 2):
         issues, output = dry_run(host(gib), force=True)
         assert issues == ()
         assert len([line for line in output.splitlines() if line.startswith("warning: ")]) == 1

@@ -180,7 +180,7 @@ def test_a_link_in_place_of_logs_is_not_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("secret", ["a<b>&'c\"d", "gr\u00fc\u00dfe & mehr", "p/w+d=x%y"])
 @pytest.mark.parametrize("write", [str, html.escape, json.dumps, repr, lambda s: html.escape(json.dumps(s))])
 def test_a_secret_in_a_log_line_that_reaches_the_page(tmp_path: Path, secret: str, write: object) -> None:
-    said = f"<p>denied: {write(secret)}</p>"  # type: ignore[operator]
+    said = f"<p>denied: {write(secret)}</p>"
     log = run_files(tmp_path, "rank-0.log", said.encode())
     facts = {"status": "failed", "exit_code": 1, "step": 3, "cause": said, "log_tail": [said], "fix": [said]}
     (tmp_path / "summary.json").write_text(json.dumps(facts))

@@ -62,7 +62,7 @@ class Scene:
 
     def look(self, seconds: float = 1.0) -> None:
         self.now += seconds
-        self.ended = self.ended or self.watch.poll(self.ranks, self.now)  # type: ignore[arg-type]
+        self.ended = self.ended or self.watch.poll(self.ranks, self.now)
 
     def quiet(self, seconds: float, *, frozen: int | None = None, going: int | None = None) -> float | None:
         """All alive and none progresses, but for `frozen` and `going`; seconds until the first report."""
