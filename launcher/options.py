@@ -88,7 +88,7 @@ def modes(text: str) -> tuple[Mode, ...]:
 
 def engines(text: str) -> tuple[str, ...]:
     """`ddp,zero1` -> ("ddp", "zero1"); the first is the one that is also run without the loader."""
-    names = ["deepspeed-1" if (n := word.strip()) == "deepspeed" else n for word in text.split(",")]
+    names = ["deepspeed-1" if name == "deepspeed" else name for name in words(text)]
     if unknown := [name or "nothing" for name in names if name not in ENGINES]:
         raise typer.BadParameter(f"unknown engine {', '.join(unknown)}; choose from {', '.join(ENGINES)}")
     for package in sorted({name.partition("-")[0] for name in names} & {"accelerate", "deepspeed"}):
@@ -97,9 +97,14 @@ def engines(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def words(text: str) -> tuple[str, ...]:
+    """What stands between commas, each once."""
+    return tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+
+
 def loggers(text: str) -> tuple[str, ...]:
     """`wandb,mlflow` -> ("wandb", "mlflow"), each installed."""
-    names = tuple(dict.fromkeys(word.strip() for word in text.split(",")))
+    names = words(text)
     if issues := logger_issues(names):
         raise typer.BadParameter("; ".join(issues))
     return names
@@ -107,10 +112,10 @@ def loggers(text: str) -> tuple[str, ...]:
 
 def names(text: str) -> tuple[str, ...]:
     """`CoLA,RTE` -> ("CoLA", "RTE"), each once."""
-    names = [word.strip() for word in text.split(",")]
+    names = words(text)
     if not all(names):
         raise typer.BadParameter(f"{text!r} is not a list of names like CoLA,RTE")
-    return tuple(dict.fromkeys(names))
+    return names
 
 
 def rates(text: str) -> tuple[float, ...]:

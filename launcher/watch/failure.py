@@ -112,10 +112,9 @@ def first_cause(logs: Path, launcher_said: str, departures: Sequence[Departure] 
     recorded = {e.rank for e in errors}
     silent = [d for d in departures if d.rank not in recorded and d.code != 0]
     died_first = bool(silent) and all(silent[0].time_ns < e.time_ns for e in causes)
-    if not causes or died_first:
-        end = _silent_end(silent) or _reported_end(launcher_said, recorded, silent)
-        if end is not None:
-            return _of_a_silent_end(logs, *end, errors, silent)
+    end = _unrecorded_end(silent, launcher_said, recorded)
+    if end is not None and (not causes or died_first):
+        return _of_a_silent_end(logs, *end, errors, silent)
     if not errors:
         return None
     return _of_an_error(logs, (causes or errors)[0], errors, silent)
@@ -186,14 +185,9 @@ def _of_an_error(
 
 
 def _of_a_silent_end(
-    logs: Path,
-    rank: int,
-    code: int | None,
-    without: str,
-    errors: Sequence[RankError],
-    silent: Sequence[Departure],
+    logs: Path, rank: int, code: int | None, errors: Sequence[RankError], silent: Sequence[Departure]
 ) -> Failure:
-    """Of a rank that ended without a record. `without`: what is missing, when there is no signal to name."""
+    """The failure of a rank that ended without a record."""
     path = logs / f"rank-{rank}.log"
     text = read_end(path)
     if code == 1 and (raised := raised_last(text)) is not None:  # error.json could not be written
@@ -213,7 +207,7 @@ def _of_a_silent_end(
     frame = next((f for f in frames if is_own_code(f[0])), frames[0] if frames else None)
     return Failure(
         rank,
-        f"ended {NO_CAUSE}" if code is None else ending(code, without),
+        f"ended {NO_CAUSE}" if code is None else ending(code, NO_CAUSE),
         path,
         stack or tail_of(text),
         where=f"{frame[0]}:{frame[1]}" if frame else None,
@@ -239,24 +233,21 @@ def _consequences(
     return tuple(lines[rank] for rank in sorted(lines) if rank not in causes)
 
 
-def _silent_end(silent: Sequence[Departure]) -> tuple[int, int, str] | None:
-    """Rank and exit code of the first that ended without a record, if we saw how."""
-    if not silent or silent[0].code is None:
-        return None
-    return silent[0].rank, silent[0].code, NO_CAUSE
-
-
-def _reported_end(
-    text: str, recorded: set[int], silent: Sequence[Departure]
-) -> tuple[int, int | None, str] | None:
-    """The same from the launcher's report; deepspeed's does not name the rank."""
-    for rank, number in re.findall(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)", text):
+def _unrecorded_end(
+    silent: Sequence[Departure], launcher_said: str, recorded: set[int]
+) -> tuple[int, int | None] | None:
+    """Rank and exit code (None = not known) of the first that ended without a record: as we saw it, else from
+    the launcher's report, in which deepspeed does not name the rank."""
+    if silent and silent[0].code is not None:
+        return silent[0].rank, silent[0].code
+    report = r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: -(\d+)"
+    for rank, number in re.findall(report, launcher_said):
         if int(rank) not in recorded:
-            return int(rank), -int(number), ""
+            return int(rank), -int(number)
     if not silent:
         return None
-    reported = re.search(r"exits with return code = -(\d+)", text)
-    return silent[0].rank, -int(reported[1]) if reported else None, ""
+    reported = re.search(r"exits with return code = -(\d+)", launcher_said)
+    return silent[0].rank, -int(reported[1]) if reported else None
 
 
 def ending(code: int, without: str) -> str:
