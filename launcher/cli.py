@@ -257,7 +257,7 @@ def data_build(
         sequence_length=sequence_length,
         tokenizer=tokenizer,
         overrides=[f"source_format={format}", f"text_field={text_key}", *(set_ or [])],
-        processes_=processes,
+        processes=processes,
         force=force,
         console=console(),
     )

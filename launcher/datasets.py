@@ -40,13 +40,13 @@ def build(
     sequence_length: int,
     tokenizer: str | None,
     overrides: Sequence[str],
-    processes_: int | None,
+    processes: int | None,
     force: bool,
     console: Console,
 ) -> int:
     """Returns the exit code. Raises ConfigError for an option that a run could not use."""
-    if processes_ is not None and not 1 <= processes_ <= MAX_PROCESSES:
-        raise ConfigError([f"--processes: {processes_} is not a whole number of 1 to {MAX_PROCESSES}"])
+    if processes is not None and not 1 <= processes <= MAX_PROCESSES:
+        raise ConfigError([f"--processes: {processes} is not a whole number of 1 to {MAX_PROCESSES}"])
     texts = {"SOURCES": " ".join(sources), "--out": str(out), "--tokenizer": tokenizer}
     if issues := setting_issues(texts, secrets(sys.argv)):  # the manifest names them
         raise ConfigError(issues)
@@ -71,7 +71,7 @@ def build(
         "vocab_size": vocab_size,
         "sequence_length": sequence_length,
         "tokenizer": tokenizer,
-        "processes": processes_,
+        "processes": processes,
         "force": force,
     }
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:

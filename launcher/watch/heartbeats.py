@@ -134,6 +134,10 @@ class Watch:
     def _silent_s(self, rank: int) -> float:
         return self._clock_s - self._pulses[rank].moved_s
 
+    def _witness(self, rank: int) -> Witness:
+        pulse = self._pulses[rank]
+        return Witness(rank, pulse.beat, self._silent_s(rank), self._clock_s - pulse.heard_s)
+
     def _is_hung(self, workers: Mapping[int, psutil.Process]) -> bool:
         started = [rank for rank, pulse in self._pulses.items() if pulse.beat is not ABSENT]
         if not started:
@@ -149,17 +153,11 @@ class Watch:
 
     def _is_still(self, rank: int, worker: psutil.Process) -> bool:
         """Stopped, or frozen; imports and loading hold the interpreter lock for long, so set-up may."""
-        pulse = self._pulses[rank]
-        unheard_s = self._clock_s - pulse.heard_s
-        witness = Witness(rank, pulse.beat, self._silent_s(rank), unheard_s, process_state(worker.pid))
+        witness = dataclasses.replace(self._witness(rank), state=process_state(worker.pid))
         return witness.stopped or (witness.frozen and witness.phase != "setup")
 
     def _report(self, workers: Mapping[int, psutil.Process]) -> None:
-        witnesses = [
-            Witness(rank, pulse.beat, self._silent_s(rank), self._clock_s - pulse.heard_s)
-            for rank, pulse in sorted(self._pulses.items())
-        ]
-        witnesses = examine(self._run_dir, workers, witnesses)
+        witnesses = examine(self._run_dir, workers, [self._witness(rank) for rank in sorted(self._pulses)])
         verdict = hangs.find_culprit(witnesses)
         before = {rank: self._pulses[rank].beat.progress for rank in verdict.ranks or self._pulses}
         if any(self._beat(rank, workers[rank]).progress != count for rank, count in before.items()):
