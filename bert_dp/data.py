@@ -42,7 +42,7 @@ class TensorBatch:
         return self._map(Tensor.pin_memory)
 
     def _map(self, change: Callable[[Tensor], Tensor]) -> Self:
-        """With every tensor changed."""
+        """A copy with `change` applied to every tensor."""
         changed: dict[str, Any] = {
             name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)
         }

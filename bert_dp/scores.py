@@ -43,7 +43,7 @@ def score(
 def majority(
     metrics: Sequence[Metric], kind: LabelKind, train_labels: NDArray[Any], dev_labels: NDArray[Any]
 ) -> dict[str, float]:
-    """The scores of whoever always says what is most frequent in train (the mean, of a regression)."""
+    """The scores of a constant prediction: the most frequent label of train, or the mean of a regression."""
     if kind == "regression":
         logits = np.full((len(dev_labels), 1), train_labels.mean())
     elif kind == "multi_label":

@@ -1,4 +1,4 @@
-"""What can be said before anything starts: what does not fit together, what has no effect or has changed."""
+"""Checks before anything starts: settings that do not fit together, have no effect or have changed."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _near_multiples(model: ModelConfig, name: str, tensor: int) -> str:
 
 
 def finetune_issues(config: Config) -> list[str]:
-    """What in the settings does not go with objective.name: finetune; one line each."""
+    """Settings that do not go with objective.name: finetune; one line each."""
     if config.objective.name != "finetune":
         return []
     issues = []

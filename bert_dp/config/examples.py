@@ -92,7 +92,7 @@ class ExamplesManifest(HashedFile):
 
     @property
     def num_samples(self) -> int:
-        """Of an epoch."""
+        """Examples of one epoch."""
         return self.splits[TRAIN].examples
 
     @model_validator(mode="after")
@@ -138,7 +138,7 @@ class ExamplesManifest(HashedFile):
         return issues
 
     def warnings(self, config: Config) -> list[str]:
-        """What fits the configuration but is hardly meant: nothing."""
+        """What fits the configuration but is probably not intended: nothing."""
         return []
 
 

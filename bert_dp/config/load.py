@@ -201,7 +201,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 
 
 def _short(text: str) -> str:
-    """Of what is shown, no more than tells what it is."""
+    """A text for a message: of a long one its beginning and its length."""
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
 
 

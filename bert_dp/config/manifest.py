@@ -15,9 +15,16 @@ from pydantic import Field, ValidationError, model_validator
 
 from bert_dp.config.error import ConfigError
 from bert_dp.config.schema import MAX_VOCAB_SIZE, Config
-from bert_dp.config.stored import Count, Sha256, StoredModel, problem_lines, read_regular, sha256
+from bert_dp.config.stored import (
+    MAX_JSON_BYTES,
+    Count,
+    Sha256,
+    StoredModel,
+    problem_lines,
+    read_regular,
+    sha256,
+)
 
-MAX_BYTES = 2**28  # of a manifest: 20 KB for 4 GB of shards
 TOKEN_BYTES = 2
 MAX_BLOCK_BYTES = 64 * 2**20  # of what a reader holds at once
 
@@ -105,12 +112,12 @@ class Manifest(HashedFile):
 
     @property
     def num_samples(self) -> int:
-        """Of an epoch."""
+        """Sequences of one epoch."""
         return self.train.sequences
 
     @property
     def shards(self) -> Iterator[Shard]:
-        """Of both splits."""
+        """Those of both splits."""
         yield from self.train.shards
         yield from self.held_out.shards
 
@@ -165,7 +172,7 @@ class Manifest(HashedFile):
         return issues
 
     def warnings(self, config: Config) -> list[str]:
-        """What fits the configuration but is hardly meant; one line each."""
+        """What fits the configuration but is probably not intended; one line each."""
         warnings = []
         vocabulary, rows = self.vocab_size, config.model.vocab_size
         if rows > -(-vocabulary // VOCAB_MULTIPLE) * VOCAB_MULTIPLE:
@@ -184,6 +191,7 @@ class Manifest(HashedFile):
 
 
 def beyond(token: int, vocab_size: int) -> str:
+    """The wording for a token id that the vocabulary does not have."""
     return f"token id {token}, but the vocabulary has {vocab_size}"
 
 
@@ -208,7 +216,7 @@ def read_hashed(directory: Path, model: type[Hashed]) -> Hashed:
     """
     path, content = directory / model.file_name, None
     with contextlib.suppress(OSError, ValueError, RecursionError):
-        content = json.loads(read_regular(path, MAX_BYTES))
+        content = json.loads(read_regular(path, MAX_JSON_BYTES))
     try:
         if not isinstance(content, dict):
             raise ValueError("no manifest")
@@ -269,9 +277,10 @@ def leads_out(file: Path) -> bool:
 
 
 def hash_json(data: Any) -> str:
+    """Hex SHA-256 of JSON values, whatever the order of their keys."""
     return hashlib.sha256(json.dumps(data, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def manifest_hash(manifest: dict[str, Any]) -> str:
-    """Of everything but the hash itself."""
+    """Hex SHA-256 of everything in a manifest but its hash."""
     return hash_json({k: v for k, v in manifest.items() if k != "hash"})

@@ -42,7 +42,7 @@ def hf_directory(init_from: str | None) -> Path | None:
 
 
 def modernbert_issues(directory: Path, config: Config) -> list[str]:
-    """Why weights there are not this model's; a line for each field."""
+    """Why the weights there do not fit this model; one line for each field."""
     try:
         settings = json.loads(read_regular(directory / "config.json", MAX_BYTES))
         if not isinstance(settings, dict):

@@ -44,7 +44,7 @@ def native_head(model: ModelConfig) -> str:
 
 
 def native_issues(config: Config, kind: Kind) -> list[str]:
-    """Why no class of transformers holds this model; a line for each setting."""
+    """Why no class of transformers can hold this model; one line for each setting."""
     model, finetune = config.model, config.finetune
     name = native_class(model)
     if name is None:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Literal, TypeGuard, get_args, get_origin
 
 from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
 
 from bert_dp.config.schema import Config, Section
 
@@ -79,8 +78,6 @@ def bounds(field: FieldInfo) -> str:
 
 
 def default(field: FieldInfo) -> str:
-    if field.default is PydanticUndefined:
-        return "required"
     return f"`{json.dumps(field.default).strip(chr(34))}`"
 
 

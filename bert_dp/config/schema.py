@@ -214,7 +214,7 @@ class FinetuneConfig(Section):
 
     @property
     def num_outputs(self) -> int:
-        """Logits of an example."""
+        """Number of logits of an example."""
         return 1 if self.kind == "regression" else len(self.labels)
 
 
@@ -416,7 +416,7 @@ class Config(Section):
 
     @property
     def predicted_share(self) -> float:
-        """Of the positions: those whose token the model predicts; none in finetuning."""
+        """Share of the positions whose token the model predicts; 0 in finetuning."""
         return self.objective.mask_rate if self.objective.name == "mlm" else 0.0
 
     @property
@@ -426,7 +426,7 @@ class Config(Section):
 
     @property
     def loss_unit(self) -> Literal["nats", "squared error"]:
-        """Of the training and held-out loss."""
+        """Unit of the training and held-out loss."""
         squared = self.objective.name == "finetune" and self.finetune.kind == "regression"
         return "squared error" if squared else "nats"
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from bert_dp.config.error import plain_message
 
 CHUNK = 2**20  # bytes
+MAX_JSON_BYTES = 2**28  # of a file: a manifest takes 20 KB for 4 GB of shards
 MAX_PROBLEMS = 8  # that are told of one file
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]

@@ -118,13 +118,13 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
     data = config.data
     if data.path is not None:
         directory = Path(data.path).expanduser()
-        manifest = _sound(directory)
+        manifest = _verified(directory)
     else:
         if issues := record.cache_issues():
             raise ConfigError(issues)
         directory = cache_dir(config)
         try:
-            manifest = _sound(directory)
+            manifest = _verified(directory)
         except ConfigError:
             request = BuildRequest(
                 sources=list(data.sources or ()),
@@ -141,7 +141,7 @@ def ensure(config: Config, progress: Progress | None = None) -> Path:
     return directory
 
 
-def _sound(directory: Path) -> Manifest:
+def _verified(directory: Path) -> Manifest:
     """The manifest, checked against files and sampled blocks. Raises ConfigError with both hashes."""
     manifest = read_manifest(directory)
     if problems := shards.check_blocks(directory, manifest):
@@ -166,7 +166,7 @@ def _existing(
         return None
     manifest: Manifest | None = None
     with contextlib.suppress(ConfigError):
-        manifest = _sound(out)
+        manifest = _verified(out)
     if manifest is not None and manifest.build == settings and len(manifest.sources) == len(records):
         pairs = zip(manifest.sources, records, strict=True)
         if all(

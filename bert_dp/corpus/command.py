@@ -35,7 +35,7 @@ def run_command(answer: Callable[[], tuple[str, int]], hint: str = "") -> int:
 
 
 def _stop(number: int, frame: object) -> None:
-    """Leave, once: what is removed on the way out is not disturbed by another signal."""
+    """Leave once: another signal must not disturb the removal of what is unfinished."""
     for other in (signal.SIGINT, signal.SIGTERM):
         signal.signal(other, lambda *_: None)
     raise KeyboardInterrupt(number)

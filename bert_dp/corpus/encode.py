@@ -69,8 +69,8 @@ def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
 def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
     """The function that turns a list of texts into their tokens, keys and sketches, in one process."""
     tree = json.loads(settings.tokenizer_json)
-    own = tree["normalizer"] is not None and tree["normalizer"] == json.loads(normalizer_json())
-    if own:
+    has_our_normalizer = tree["normalizer"] == json.loads(normalizer_json())
+    if has_our_normalizer:  # `normalize` does the same, and is faster
         tree["normalizer"] = None
     tokenizer = Tokenizer.from_str(json.dumps(tree))
     tokenizer.no_padding()
@@ -80,8 +80,8 @@ def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
     rate = settings.max_tokens_per_char
 
     def encode(texts: list[str]) -> Encoded:
-        plain = [normalize(text) for text in texts] if own else texts
-        rows = [e.ids for e in tokenizer.encode_batch_fast(plain, add_special_tokens=False)]
+        normalized = [normalize(text) for text in texts] if has_our_normalizer else texts
+        rows = [e.ids for e in tokenizer.encode_batch_fast(normalized, add_special_tokens=False)]
         full = [i for i, row in enumerate(rows) if row]
         kept = [i for i in full if not rate or len(rows[i]) < rate * len(texts[i])]
         for i in kept:

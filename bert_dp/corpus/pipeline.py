@@ -101,7 +101,7 @@ def _tokenizer(plan: BuildPlan, tell: Progress) -> tuple[str, int | None]:
         sample, total = _sample(chain.from_iterable(map(inputs.documents, plan.sources)), tell)
         tell("train tokenizer", 0, None)
         kind = options.tokenizer_model
-        trained = _beside(
+        trained = _in_thread(
             functools.partial(
                 tokens.train, sample, model=kind, vocab_size=most, with_normalizer=options.normalize
             )
@@ -115,7 +115,7 @@ def _tokenizer(plan: BuildPlan, tell: Progress) -> tuple[str, int | None]:
     return Path(path).read_text(encoding="utf-8"), None
 
 
-def _beside(work: Callable[[], Tokenizer]) -> Tokenizer:
+def _in_thread(work: Callable[[], Tokenizer]) -> Tokenizer:
     """The result of long work outside of Python, done in a thread, so that signals are heard meanwhile."""
     future: Future[Tokenizer] = Future()
 

@@ -87,13 +87,14 @@ def train(
     learner.train_from_iterator(texts, trainer)
     learnt = json.loads(learner.to_str())["model"]
     if model == "wordpiece":
-        return _dress(models.WordPiece(learnt["vocab"], unk_token=UNK), with_normalizer)
+        return _assemble(models.WordPiece(learnt["vocab"], unk_token=UNK), with_normalizer)
     merges = [tuple(pair) for pair in learnt["merges"]]
     bpe = models.BPE(learnt["vocab"], merges, unk_token=UNK, continuing_subword_prefix=PREFIX)
-    return _dress(bpe, with_normalizer)
+    return _assemble(bpe, with_normalizer)
 
 
-def _dress(model: models.Model, with_normalizer: bool) -> Tokenizer:
+def _assemble(model: models.Model, with_normalizer: bool) -> Tokenizer:
+    """The tokenizer around a model: normaliser, split into words, special tokens, decoder."""
     tokenizer = Tokenizer(model)
     if with_normalizer:
         tokenizer.normalizer = normalizer()

@@ -1,4 +1,4 @@
-"""What a file says of an example -> what a loss is computed against. Torch-free."""
+"""Labels as a file has them -> the arrays that a loss is computed against. Torch-free."""
 
 from __future__ import annotations
 

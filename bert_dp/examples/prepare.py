@@ -73,7 +73,7 @@ def prepare(request: Request) -> Path:
     directory = record.cache_root() / f"examples-{hash_json(facts)[:20]}"
     with locked(directory, _tell):
         with contextlib.suppress(ConfigError):
-            _sound(directory)
+            _verified(directory)
             return directory
         with replaced(directory) as work:
             _build(request, work)
@@ -86,7 +86,7 @@ def _tell(stage: str, done: int, total: int | None) -> None:
     sys.stderr.write(record.printable(f"{stage}\n"))
 
 
-def _sound(directory: Path) -> ExamplesManifest:
+def _verified(directory: Path) -> ExamplesManifest:
     """The manifest, checked against every file. Raises ConfigError."""
     manifest = read_examples(directory)
     for split in manifest.splits:

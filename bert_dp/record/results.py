@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -15,7 +14,9 @@ from bert_dp.config.stored import Count, Sha256, StoredModel, problem_lines
 from bert_dp.record.models import InitFrom
 
 SCHEMA_VERSION = 1
-CHECKPOINT_NAME = re.compile(r"step-(\d{8,})(\.old-\w+)?")  # one that is whole, and no run has left behind
+CHECKPOINT_NAME = re.compile(
+    r"step-(\d{8,})(\.old-\w+)?"
+)  # of a complete one, not of a save that was cut off
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,11 +89,9 @@ def read_checkpoint_facts(path: Path) -> CheckpointFacts:
     if file.exists() and not file.is_file():
         raise ValueError(f"{file.name}: not a regular file")
     try:
-        return CheckpointFacts.model_validate(json.loads(file.read_text(encoding="utf-8")))
+        return CheckpointFacts.model_validate_json(file.read_bytes())
     except ValidationError as error:
         raise ValueError("; ".join(f"{file.name}: {line}" for line in problem_lines(error))) from None
-    except RecursionError:
-        raise ValueError(f"{file.name}: nested too deep") from None
 
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:

@@ -47,7 +47,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud
 
 
 def is_secret(name: str, value: object) -> bool:
-    """Whether what bears this name must not be written down."""
+    """Whether a value of this name is a secret, which must not be written down."""
     parts = [part.lower() for part in NAME_PART.findall(name)]
     if name in NO_SECRETS or value is None or not any(map(SECRET_PART.search, parts)):
         return False
@@ -56,7 +56,7 @@ def is_secret(name: str, value: object) -> bool:
 
 
 def is_ordinary(value: str) -> bool:
-    """Whether this value stands in texts by chance, so that hiding it would spoil them."""
+    """Whether this value is so common in texts that hiding it would spoil them."""
     return len(value) < MIN_SECRET or WORD.fullmatch(value) is not None
 
 

@@ -30,7 +30,8 @@ from bert_dp.examples.encode import truncate
 from bert_dp.examples.prepare import main, summary
 from bert_dp.examples.store import LABEL_TYPES
 from bert_dp.examples.table import Labelled
-from tests.helpers import read_json
+from tests.example_files import write_examples
+from tests.helpers import make_config, read_json
 
 WORDS = "the cat dog sat ran on under a mat bed and who did it"
 RTE_HEADER = "index\tsentence1\tsentence2\tlabel"
@@ -346,6 +347,49 @@ def test_an_edited_manifest_and_arrays_of_another_task_are_refused(lab: Lab) -> 
         read_examples(directory)
     with pytest.raises(ConfigError, match="no split 'held_out', only train, dev"):
         Examples.open(directory, manifest, "held_out")
+
+
+TWO = Examples(np.zeros(4, np.uint16), np.array([0, 2, 4]), np.array([0, 1]))
+
+
+@pytest.mark.parametrize(
+    ("arrays", "said"),
+    [
+        ({"ids": np.full(4, 64, np.uint16)}, "token id 64, but the vocabulary has 64"),
+        ({"ids": np.zeros(4, np.int64)}, "ids int64 and offsets int64, not uint16 and int64"),
+        ({"ids": np.zeros(5, np.uint16)}, "expected 2 examples of 4 tokens, found 2 of 4"),
+        ({"offsets": np.array([0, 4])}, "expected 2 examples of 4 tokens, found 1 of 4"),
+        ({"offsets": np.array([0, 1, 4])}, "lengths of 1 to 3, not 2 to 8"),
+        ({"labels": None}, "expected has_labels True, found False"),
+        ({"labels": np.array([0, 3])}, "a label that there is none of"),
+        ({"labels": np.array([0.0, 1.0])}, "labels float64 (2,) do not fit single_label (2,)"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_arrays_that_are_not_those_of_the_manifest_are_refused(
+    tmp_path: Path, arrays: dict[str, Any], said: str
+) -> None:
+    facts = read_json(write_examples(tmp_path, train=2, dev=0, length=8) / "examples.json")
+    train = facts["splits"]["train"]
+    sha256 = dataclasses.replace(TWO, **arrays).save(tmp_path / train["file"])
+    facts["splits"]["train"] = {**train, "tokens": 4, "sha256": sha256}
+    (tmp_path / "examples.json").write_text(json.dumps(facts | {"hash": manifest_hash(facts)}))
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        Examples.open(tmp_path, read_examples(tmp_path), "train")
+
+
+def test_examples_that_do_not_fit_the_configuration(tmp_path: Path) -> None:
+    manifest = read_examples(write_examples(tmp_path, length=32, vocab_size=64))
+    names = {"kind": "single_label", "labels": ["a", "b", "c"]}
+    fits = make_config("data.path=/x", "data.sequence_length=32", "model.vocab_size=64", finetune=names)
+    assert manifest.issues(fits) == manifest.warnings(fits) == []
+    other = make_config("data.path=/x", "data.sequence_length=16", "model.vocab_size=40")
+    assert manifest.issues(other) == [
+        "data.sequence_length: 16, but /x holds examples of up to 32 tokens; set data.sequence_length=32",
+        "model.vocab_size: 40 is below the tokenizer's 64 in /x; finetune a run that was trained with this "
+        "tokenizer",
+        "finetune.labels: (), but /x has ('a', 'b', 'c'); set it so",
+    ]
 
 
 # --- truncation

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,16 +11,11 @@ import pytest
 from bert_dp.config import find_config, install_command, load_config, setting_paths, shipped_configs
 from bert_dp.config.reference import settings_reference
 from launcher.options import split_words
+from tests.e2e.cli import here
 from tests.helpers import issues_of, make_config, write_files
 from tests.report_fixture import make_run
 
 ROOT = Path(__file__).parents[2]
-
-
-def bert_dp(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-P", "-m", "launcher", *arguments], capture_output=True, text=True
-    )
 
 
 def test_a_file_overrides_its_base_and_that_the_base_below(tmp_path: Path) -> None:
@@ -93,20 +86,20 @@ def test_what_is_missing_is_installed_by_the_names_of_its_packages(extra: str) -
 
 
 def test_the_shipped_configurations_are_listed_and_printed() -> None:
-    listed = bert_dp("configs")
+    listed = here("configs")
     assert [line.split()[0] for line in listed.stdout.splitlines()] == [
         path.stem for path in sorted(shipped_configs().glob("*.yaml"))
     ]
     assert all(len(line.split()) > 3 for line in listed.stdout.splitlines()), "each says what it is"
-    assert bert_dp("configs", "quickstart").stdout == (shipped_configs() / "quickstart.yaml").read_text()
-    unknown = bert_dp("configs", "quick")
+    assert here("configs", "quickstart").stdout == (shipped_configs() / "quickstart.yaml").read_text()
+    unknown = here("configs", "quick")
     assert (unknown.returncode, unknown.stdout) == (2, "")
     assert unknown.stderr.startswith("error: quick: no such file or shipped configuration")
 
 
 def test_a_report_as_json_holds_its_numbers_and_writes_no_page(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
-    done = bert_dp("report", str(run), "--json")
+    done = here("report", str(run), "--json")
     report = json.loads(done.stdout)
     assert report["verdicts"][0]["level"] == "ok"
     assert {tile["label"]: tile["text"] for tile in report["tiles"]}[
@@ -131,6 +124,6 @@ def test_what_is_no_run_is_told_from_a_folder_of_runs_and_a_file_of_one(tmp_path
         (run / "config.yaml", f"name the directory, {run}"),
         (tmp_path / "nowhere", "(no config.yaml in it)"),
     ):
-        done = bert_dp("report", str(path))
+        done = here("report", str(path))
         assert (done.returncode, done.stderr.count("\n")) == (2, 1)
         assert done.stderr.rstrip().endswith(hint)
