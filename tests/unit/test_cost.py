@@ -202,6 +202,8 @@ def test_activations_of_a_micro_batch(precision: str, wide: int, narrow: int) ->
     assert found["logits"] == predicted * V * (narrow + 2 * wide)
     gelu = memory(precision=precision, model={**TINY, "mlp": "gelu"})
     assert gelu["activations"] == tokens * L * (block - narrow * 2 * WIDTH)
+    dropped = memory(precision=precision, model={**TINY, "attention_dropout": 0.1})  # of 2 heads, written out
+    assert dropped["activations"] == tokens * L * (block + 2 * S * (3 * narrow + 1))
     halved = memory({"tensor": 2}, 2, precision)
     assert halved["activations"] == tokens * L * (2 * wide * H + narrow * (2 * H + 2 * H + 2 * WIDTH))
     assert halved["logits"] == found["logits"] // 2
