@@ -105,8 +105,13 @@ LINK = (
     Quantity("bucket", "a bucket's size", "word"),
 )
 BESIDE = (
-    *("step, predicted", "step, measured", "95 % interval", "difference"),
-    *("efficiency, predicted", "efficiency, measured", "95 % interval"),
+    "step, predicted",
+    "step, measured",
+    "95 % interval",
+    "difference",
+    "efficiency, predicted",
+    "efficiency, measured",
+    "95 % interval",
 )
 PREDICTED = (
     Quantity("tensor", "tensor", "count"),

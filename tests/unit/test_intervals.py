@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,7 +12,7 @@ import pytest
 from bert_dp import noise
 from launcher import stats
 
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 8: 2.306, 19: 2.093}  # Student's t, two-sided
+T_95 = 2.093  # Student's t, two-sided, 19 degrees of freedom
 NORMAL_95 = 1.960
 
 
@@ -59,44 +57,28 @@ def test_ends_of_the_noise_interval_solve_fiellers_equation(steps: int) -> None:
     assert found.interval[0] < found.interval[1]
     for x in found.interval:
         off = trace - x * grad
-        assert off.mean() ** 2 == pytest.approx(T_95[19] ** 2 * variance_of_mean(off), rel=1e-9)
-    half = T_95[19] * math.sqrt(variance_of_mean(grad))
+        assert off.mean() ** 2 == pytest.approx(T_95 ** 2 * variance_of_mean(off), rel=1e-9)
+    half = T_95 * math.sqrt(variance_of_mean(grad))
     assert found.grad_sq_interval == pytest.approx((grad.mean() - half, grad.mean() + half))
 
 
 # --- a cell of `bert-dp scale`
 
 
-@pytest.mark.parametrize("seconds", [(1.0, 1.1), (1.0, 1.02, 1.1), (1.0, 1.0, 1.02, 1.1, 1.1)])
-def test_few_repeats_widen_the_bootstrap(seconds: Sequence[float]) -> None:
-    """Repeats that each are all alike: at both ends a draw's median is the shortest and the longest repeat,
-    widened about the median in logarithms by t / 1.960 and sqrt(R / (R - 1))."""
-    count = len(seconds)
-    wider = T_95[count - 1] / NORMAL_95 * math.sqrt(count / (count - 1))
-    middle = math.log(statistics.median(seconds))
-    expected = [math.exp(middle + (math.log(end) - middle) * wider) for end in (seconds[0], seconds[-1])]
-    found = stats.interval(stats.resampled_means([[s] * 20 for s in seconds]))
-    assert found == pytest.approx(expected, rel=1e-9)
+@pytest.mark.parametrize("repeats", [3, 5, 8])
+def test_the_interval_covers_the_truth_about_as_often_as_it_says(repeats: int) -> None:
+    """Runs differ by 2 %, their steps by 5 %."""
+    covered, tries = 0, 100
+    for seed in range(tries):
+        draw = np.random.default_rng(seed)
+        steps = [list(draw.normal(draw.normal(1.0, 0.02), 0.05, 50)) for _ in range(repeats)]
+        low, high = stats.interval(stats.resampled_means(steps, seed)) or (1, 0)
+        covered += low <= 1.0 <= high
+    assert covered >= 93
 
 
-def test_steps_of_a_slow_moment_are_drawn_together() -> None:
-    """Steps that are slow and fast by turns, five each: the mean of 40 varies as that of 8 blocks of 5."""
-    steps = np.array([1.0, 1.0, 1.0, 1.0, 1.0, 1.2, 1.2, 1.2, 1.2, 1.2] * 4)
-    blocks = [np.take(steps, range(k, k + 5), mode="wrap").mean() for k in range(40)]
-    draws = stats.resampled_means([steps.tolist(), steps.tolist()])  # a draw: the mean of two such means
-    assert draws is not None
-    expected = np.std(blocks) / math.sqrt(8) / math.sqrt(2) / steps.mean()
-    wider = T_95[1] / NORMAL_95 * math.sqrt(2)
-    assert np.std(np.log(draws)) / wider == pytest.approx(expected, rel=0.05)
-    assert math.exp(np.median(np.log(draws))) == pytest.approx(1.1, rel=0.01)
-
-
-def test_an_interval_is_the_middle_95_per_cent_and_a_ratio_is_of_draws_that_know_nothing_of_each_other() -> (
-    None
-):
-    draws = np.arange(2001.0)
-    assert stats.interval(draws) == pytest.approx([50, 1950])
+def test_the_interval_of_a_ratio_has_the_errors_of_both() -> None:
     over, under = np.exp(np.random.default_rng(0).normal(0, 0.1, (2, 2000)))
     half = NORMAL_95 * 0.1 * math.sqrt(2)
-    found = stats.ratio_interval(over, under, 2.0)
-    assert found == pytest.approx([2 * math.exp(-half), 2 * math.exp(half)], rel=0.05)
+    interval = stats.ratio_interval(over, under, 2.0)
+    assert interval == pytest.approx([2 * math.exp(-half), 2 * math.exp(half)], rel=0.05)

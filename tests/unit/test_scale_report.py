@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -278,7 +277,3 @@ def test_figures_of_the_committed_benchmark_are_drawn() -> None:
     report = scale_report(results.read(path, results.Scaling))
     read_page(report)
     assert all(not figure.is_empty for figure in figures_of(report) if "Training loss" not in figure.title)
-
-
-def test_fixture_is_json() -> None:
-    assert json.loads(json.dumps(scaling(prediction=True), allow_nan=False)) == scaling(prediction=True)

@@ -13,20 +13,31 @@ def widening(repeats: int, student: float) -> float:
     return student / 1.960 * math.sqrt(repeats / (repeats - 1))
 
 
-@pytest.mark.parametrize(("levels", "student"), [((1.0, 4.0), 12.706), ((1.0, 2.0, 8.0), 4.303)])
-def test_draws_of_repeats_that_do_not_vary_within(levels: tuple[float, ...], student: float) -> None:
-    """A draw is the median of as many repeats with replacement, widened in logarithms about the median."""
+@pytest.mark.parametrize(
+    ("levels", "student", "shares"),
+    [
+        # both the lower 1/4, mixed 1/2
+        ((1.0, 4.0), 12.706, [1 / 4, 1 / 2, 1 / 4]),
+        # the median is the lowest in 7/27, the middle in 13/27
+        ((1.0, 2.0, 8.0), 4.303, [7 / 27, 13 / 27, 7 / 27]),
+        ((1.0, 1.0, 1.02, 1.1, 1.1), 2.776, None),
+    ],
+)
+def test_draws_of_repeats_that_do_not_vary_within(
+    levels: tuple[float, ...], student: float, shares: list[float] | None
+) -> None:
+    """A draw is the median of as many repeats with replacement, widened in logarithms about the median; the
+    interval reaches from the shortest to the longest repeat."""
     drawn = stats.resampled_means([[level] * 12 for level in levels])
     assert drawn is not None
     assert drawn.shape == (2000,)
-    middle = math.log(statistics.median(levels))
+    middle, wider = math.log(statistics.median(levels)), widening(len(levels), student)
     medians = sorted({statistics.median(levels), *levels})
-    expected = [math.exp(middle + (math.log(m) - middle) * widening(len(levels), student)) for m in medians]
-    found, counts = np.unique(drawn.round(9), return_counts=True)
-    assert found == pytest.approx(expected)
-    # two repeats: both the lower 1/4, mixed 1/2; three: the median is the lowest in 7/27, the middle in 13/27
-    share = {2: [1 / 4, 1 / 2, 1 / 4], 3: [7 / 27, 13 / 27, 7 / 27]}[len(levels)]
-    assert counts / 2000 == pytest.approx(share, abs=0.05)
+    expected = [math.exp(middle + (math.log(m) - middle) * wider) for m in medians]
+    assert stats.interval(drawn) == pytest.approx([expected[0], expected[-1]], rel=1e-9)
+    values, counts = np.unique(drawn.round(9), return_counts=True)
+    assert values == pytest.approx(expected)
+    assert shares is None or counts / 2000 == pytest.approx(shares, abs=0.05)
 
 
 def test_steps_are_drawn_in_blocks_of_five_that_go_round() -> None:
@@ -47,8 +58,7 @@ def test_a_block_is_no_longer_than_the_steps() -> None:
 
 def test_draws_follow_from_the_seed_and_need_two_repeats() -> None:
     repeats = [[1.0, 2.0, 3.0, 5.0, 4.0, 6.0, 2.0], [1.0, 3.0, 3.0, 4.0, 4.0, 6.0, 2.0]]
-    first, again = stats.resampled_means(repeats), stats.resampled_means(repeats, 0)
-    other = stats.resampled_means(repeats, 1)
+    first, again, other = (stats.resampled_means(repeats, *seed) for seed in ((), (0,), (1,)))
     assert first is not None
     assert other is not None
     assert np.array_equal(first, again)
