@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from launcher.report.model import Cell, Column, Report, Row, Section, Table, Verdict
+from launcher.report.model import Report, Section, Table, Verdict
 from launcher.report.numbers import count_of, format_change, format_count
 from launcher.report.parts import words
-from launcher.report.quantities import Quantity, table
+from launcher.report.quantities import Computed, Quantity, table
 from launcher.results import PredictedRow, Prediction
 
 ROW = (
@@ -52,13 +52,16 @@ def plan_report(answer: Prediction) -> Report:
 
 def _rows(rows: Sequence[PredictedRow]) -> Table:
     """Without columns that say the same of every row, and with the lever that gains most."""
-    same = {"tensor": all(row.tensor == 1 for row in rows), "mfu": not any(row.mfu for row in rows)}
-    shown = [quantity for quantity in ROW if not same.get(quantity.path)]
-    plain = table([(format_count(row.world_size), row) for row in rows], shown, corner="GPUs")
-    best = [next((lever for lever in row.levers if not lever.bound), None) for row in rows]
-    changes = [f"{format_change(lever.gain)} {lever.lever}" if lever else "" for lever in best]
-    return Table(
-        [Row(row.label, [*row.cells, Cell(change)]) for row, change in zip(plain.rows, changes, strict=True)],
-        [*plain.columns, Column("best change", text=True)],
-        corner=plain.corner,
-    )
+    same = set()
+    if all(row.tensor == 1 for row in rows):
+        same.add("tensor")
+    if not any(row.mfu for row in rows):
+        same.add("mfu")
+    shown = [quantity for quantity in ROW if quantity.path not in same]
+    best = Computed(_best_change, "best change", "word")
+    return table([(format_count(row.world_size), row) for row in rows], [*shown, best], corner="GPUs")
+
+
+def _best_change(row: PredictedRow) -> str:
+    best = next((lever for lever in row.levers if not lever.bound), None)
+    return f"{format_change(best.gain)} {best.lever}" if best else ""

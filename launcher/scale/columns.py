@@ -1,4 +1,4 @@
-"""The columns that describe a cell of scaling.json: of the page's tables and of scaling.csv."""
+"""The columns of every table of a scaling benchmark, and scaling.csv."""
 
 from __future__ import annotations
 
@@ -8,8 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bert_dp import record
-from launcher.report.quantities import Quantity, at
-from launcher.results import Scaling
+from launcher.report.model import QUARTILES
+from launcher.report.model import Cell as TableCell
+from launcher.report.numbers import format_count, format_si, format_step_time
+from launcher.report.parts import cell
+from launcher.report.quantities import Computed, Quantity, at
+from launcher.results import Cell, Peak, Profile, Scaling
 
 IDENTITY = (
     *(Quantity(name, name, "word") for name in ("mode", "engine", "launcher", "kind")),
@@ -78,6 +82,104 @@ TOPICS: Mapping[str, Sequence[Quantity]] = {
     "Lost time, memory and loss": LOST,
 }
 SPLIT = [quantity for quantity in TIME if quantity.path.startswith("split_s.")]
+
+
+def _efficiency(run: Cell) -> TableCell:
+    """With the farther end of its interval beside it."""
+    value = cell(run.efficiency, "percent")
+    if run.efficiency is None or run.efficiency_ci95 is None:
+        return value
+    low, high = run.efficiency_ci95
+    spread = 100 * max(high - run.efficiency, run.efficiency - low)
+    return TableCell(f"{value.text} +-{spread:.1f}", exact=value.exact)
+
+
+RESULT = (
+    Quantity("world_size", "N", "count"),
+    Quantity("status", "status", "word"),
+    Quantity("steps_per_s", "steps/s"),
+    Quantity("tokens_per_s", "tokens/s"),
+    Quantity("tokens_per_s_per_gpu", "per rank"),
+    Quantity("speedup", "speed-up", "ratio"),
+    Computed(_efficiency, "efficiency", "percent"),
+    Quantity("communication_efficiency", "comm.", "percent"),
+    Quantity("exposed_comm_fraction", "exposed", "percent"),
+    Quantity("data_wait_fraction", "data", "percent"),
+    Quantity("straggler_ratio", "slowest", "ratio"),
+    Quantity("peak_memory_gib", "memory", "gib"),
+)
+PER_PEAK = (Quantity("mfu", "MFU", "percent"), Quantity("mamfu", "MAMFU", "percent"))
+SETTINGS = (
+    Quantity("model", "model", "word"),
+    Quantity("parameters", "parameters"),
+    Quantity("flops_per_token", "FLOPs per token, forward and backward"),
+    Quantity("sequence_length", "tokens per sequence", "count"),
+    Quantity("micro_batch", "micro batch, sequences", "count"),
+    Quantity("accumulation", "accumulation, micro batches per step", "count"),
+    Quantity("global_batch", "global batch of strong scaling, sequences", "count"),
+    Quantity("steps", "timed steps per repeat", "count"),
+    Quantity("warm_up", "warm-up steps before them", "count"),
+    Quantity("repeats", "repeats of a cell", "count"),
+    *(
+        Quantity(name, name, "word")
+        for name in ("gpus", "engines", "launcher", "optimizer", "precision", "compiled", "device")
+    ),
+)
+
+
+def _datasheet(peak: Peak) -> TableCell:
+    return TableCell(format_si(peak.datasheet_flops, "FLOP/s"))
+
+
+def _matmul(peak: Peak) -> TableCell:
+    return TableCell(format_si(peak.matmul_flops, "FLOP/s"), peak.matmul_precision or "")
+
+
+def _parts(profile: Profile) -> str:
+    names = ("forward", "backward", "optimizer")
+    return ", ".join(f"{name} {format_step_time(getattr(profile, f'{name}_s'))}" for name in names)
+
+
+def _gradients(profile: Profile) -> str:
+    return f"{format_count(len(profile.gradients))} tensors, {format_si(profile.size, 'B')}"
+
+
+PEAKS = (Computed(_datasheet, "peak from the data sheet"), Computed(_matmul, "matmul peak measured here"))
+PROFILE = (Computed(_parts, "one rank, one micro batch", "word"), Computed(_gradients, "gradients", "word"))
+ORIGIN = (
+    Quantity("config_hash", "configuration hash", "word"),
+    Quantity("data_hash", "data hash", "word"),
+    Computed(lambda scaling: " ".join(scaling.command) or None, "command", "word"),
+)
+REPEAT = (
+    Quantity("steps", "steps", "count"),
+    Quantity("steps_per_s", "steps/s"),
+    Quantity("tokens_per_s", "tokens/s"),
+    Quantity("step_time_s.median", "step, median", "seconds"),
+    Quantity("step_time_s.p95", "p95", "seconds"),
+)
+RANK = (
+    *(Quantity(f"step_time_s.{q}", f"step, {q}", "seconds") for q in QUARTILES),
+    *(Quantity(f"own_work_s.{q}", f"own work, {q}", "seconds") for q in QUARTILES),
+    Quantity("peak_memory_gib", "peak memory", "gib"),
+)
+LINK = (
+    Quantity("bytes", "bytes", "count"),
+    Quantity("seconds", "time", "seconds"),
+    Quantity("busbw_gb_s", "bus bandwidth, GB/s"),
+    Quantity("algbw_gb_s", "bytes / time, GB/s"),
+    Quantity("bucket", "a bucket's size", "word"),
+)
+PREDICTED = (
+    Quantity("tensor", "tensor", "count"),
+    Quantity("accumulation", "accumulation", "count"),
+    Quantity("global_batch", "global batch", "count"),
+    Quantity("step_time_s", "step", "seconds"),
+    Quantity("exposed_comm_fraction", "exposed communication", "percent"),
+    Quantity("tokens_per_s", "tokens/s"),
+    Quantity("speedup", "speed-up", "ratio"),
+    Quantity("efficiency", "efficiency", "percent"),
+)
 
 
 def csv_rows(scaling: Scaling) -> list[list[str]]:

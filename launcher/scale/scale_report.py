@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from launcher.redact import redact
-from launcher.report.model import QUARTILES, Cell, Column, Level, Report, Row, Section, Table, Tile, Verdict
+from launcher.report.model import Cell, Level, Report, Section, Table, Tile, Verdict
 from launcher.report.numbers import (
     NA,
     count_of,
@@ -15,23 +15,12 @@ from launcher.report.numbers import (
     format_interval,
     format_percent,
     format_ratio,
-    format_si,
     format_step_time,
 )
-from launcher.report.parts import (
-    cell,
-    environment_text,
-    first_line,
-    folded,
-    machine_line,
-    other_version,
-    words,
-)
-from launcher.report.quantities import Quantity, at, rows, table
-from launcher.results import Cell as GridCell
+from launcher.report.parts import environment_text, first_line, folded, machine_line, other_version, words
+from launcher.report.quantities import Computed, Quantity, at, rows, table
 from launcher.results import ComparedCell, Prediction, Scaling, VerdictKind
-from launcher.scale import scale_figures
-from launcher.scale.columns import TOPICS
+from launcher.scale import columns, scale_figures
 
 FILE = "scaling.json"
 LEVELS: dict[VerdictKind, Level] = {
@@ -43,22 +32,6 @@ LEVELS: dict[VerdictKind, Level] = {
     "intervals_overlap": "info",
     "no_single_cause": "info",
 }  # what is lost is a warning
-RESULT = (
-    Quantity("world_size", "N", "count"),
-    Quantity("status", "status", "word"),
-    Quantity("steps_per_s", "steps/s"),
-    Quantity("tokens_per_s", "tokens/s"),
-    Quantity("tokens_per_s_per_gpu", "per rank"),
-    Quantity("speedup", "speed-up", "ratio"),
-    Quantity("efficiency", "efficiency", "percent"),
-    Quantity("communication_efficiency", "comm.", "percent"),
-    Quantity("exposed_comm_fraction", "exposed", "percent"),
-    Quantity("data_wait_fraction", "data", "percent"),
-    Quantity("straggler_ratio", "slowest", "ratio"),
-    Quantity("peak_memory_gib", "memory", "gib"),
-    Quantity("mfu", "MFU", "percent"),
-    Quantity("mamfu", "MAMFU", "percent"),
-)
 RESULT_NOTE = (
     "Rates over all ranks; speed-up, efficiency +- the farther end of its 95 % interval: against single on "
     "one rank; comm.: throughput / ceiling; exposed, data: shares of a step that waits for gradients, for "
@@ -69,60 +42,6 @@ RANKS_NOTE = (
     "other, so a slow one shows in its own work."
 )
 MANY_CELLS = 6  # from which the boxes of their ranks fold
-SETTINGS = (
-    Quantity("model", "model", "word"),
-    Quantity("parameters", "parameters"),
-    Quantity("flops_per_token", "FLOPs per token, forward and backward"),
-    Quantity("sequence_length", "tokens per sequence", "count"),
-    Quantity("micro_batch", "micro batch, sequences", "count"),
-    Quantity("accumulation", "accumulation, micro batches per step", "count"),
-    Quantity("global_batch", "global batch of strong scaling, sequences", "count"),
-    Quantity("steps", "timed steps per repeat", "count"),
-    Quantity("warm_up", "warm-up steps before them", "count"),
-    Quantity("repeats", "repeats of a cell", "count"),
-    *(
-        Quantity(name, name, "word")
-        for name in ("gpus", "engines", "launcher", "optimizer", "precision", "compiled", "device")
-    ),
-)
-REPEAT = (
-    Quantity("steps", "steps", "count"),
-    Quantity("steps_per_s", "steps/s"),
-    Quantity("tokens_per_s", "tokens/s"),
-    Quantity("step_time_s.median", "step, median", "seconds"),
-    Quantity("step_time_s.p95", "p95", "seconds"),
-)
-RANK = (
-    *(Quantity(f"step_time_s.{q}", f"step, {q}", "seconds") for q in QUARTILES),
-    *(Quantity(f"own_work_s.{q}", f"own work, {q}", "seconds") for q in QUARTILES),
-    Quantity("peak_memory_gib", "peak memory", "gib"),
-)
-LINK = (
-    Quantity("bytes", "bytes", "count"),
-    Quantity("seconds", "time", "seconds"),
-    Quantity("busbw_gb_s", "bus bandwidth, GB/s"),
-    Quantity("algbw_gb_s", "bytes / time, GB/s"),
-    Quantity("bucket", "a bucket's size", "word"),
-)
-BESIDE = (
-    "step, predicted",
-    "step, measured",
-    "95 % interval",
-    "difference",
-    "efficiency, predicted",
-    "efficiency, measured",
-    "95 % interval",
-)
-PREDICTED = (
-    Quantity("tensor", "tensor", "count"),
-    Quantity("accumulation", "accumulation", "count"),
-    Quantity("global_batch", "global batch", "count"),
-    Quantity("step_time_s", "step", "seconds"),
-    Quantity("exposed_comm_fraction", "exposed communication", "percent"),
-    Quantity("tokens_per_s", "tokens/s"),
-    Quantity("speedup", "speed-up", "ratio"),
-    Quantity("efficiency", "efficiency", "percent"),
-)
 
 
 def scale_report(scaling: Scaling, folder: Path | None = None) -> Report:
@@ -225,20 +144,9 @@ def _tiles(scaling: Scaling) -> list[Tile]:
 def _result(scaling: Scaling) -> Table:
     """The run cells; a rate per peak that no cell has needs no column."""
     runs = scale_figures.runs_of(scaling)
-    shown = [q for q in RESULT if not q.path.endswith("mfu") or any(at(c, q.path) for c in runs)]
-    rows = [Row(c.id, [_with_spread(c, q) for q in shown]) for c in runs]
-    heads = [Column(q.head, text=q.unit == "word") for q in shown]
-    return Table(rows, heads, corner="cell", empty="no cells recorded")
-
-
-def _with_spread(run: GridCell, quantity: Quantity) -> Cell:
-    """The efficiency has the farther end of its interval beside it."""
-    value = cell(at(run, quantity.path), quantity.unit)
-    if quantity.path != "efficiency" or run.efficiency is None or run.efficiency_ci95 is None:
-        return value
-    low, high = run.efficiency_ci95
-    spread = 100 * max(high - run.efficiency, run.efficiency - low)
-    return Cell(f"{value.text} +-{spread:.1f}", exact=value.exact)
+    rates = [q for q in columns.PER_PEAK if any(q.of(run) for run in runs)]
+    named = [(run.id, run) for run in runs]
+    return table(named, [*columns.RESULT, *rates], corner="cell", empty="no cells recorded")
 
 
 def _steps(scaling: Scaling, mode: scale_figures.Mode) -> list[Section]:
@@ -264,7 +172,7 @@ def _cells(scaling: Scaling) -> list[Table]:
     named = [(c.id, c) for c in scaling.cells]
     topics = [
         table(named, quantities, title=topic, corner="cell", empty="no cells recorded")
-        for topic, quantities in TOPICS.items()
+        for topic, quantities in columns.TOPICS.items()
     ]
     causes = [words(c.id, f"{c.status}: {c.cause}") for c in scaling.cells if c.cause]
     return [*topics, *([Table(causes, title="Cells without a result")] if causes else [])]
@@ -274,52 +182,45 @@ def _prediction(scaling: Scaling, prediction: Prediction) -> Section:
     """What `bert-dp plan scaling` says: its prediction for each measured cell beside the measurement, its
     rows for other numbers of ranks, and what it assumes."""
     cells = {c.id: c for c in scaling.cells}
-    beside = [_beside(row, cells.get(row.cell)) for row in prediction.measured]
-    named = [(f"N = {format_count(row.world_size)}", row) for row in prediction.rows]
+    beside = (
+        Quantity("predicted_step_s", "step, predicted", "seconds"),
+        Quantity("measured_step_s", "step, measured", "seconds"),
+        Computed(lambda row: Cell(format_interval(row.ci95, format_step_time)), "95 % interval"),
+        Computed(_difference, "difference", "percent"),
+        Quantity("predicted_efficiency", "efficiency, predicted", "percent"),
+        Quantity("measured_efficiency", "efficiency, measured", "percent"),
+        Computed(
+            lambda row: Cell(format_interval(at(cells.get(row.cell), "efficiency_ci95"), format_percent)),
+            "95 % interval",
+        ),
+    )
     tables = [
-        Table(beside, [Column(head) for head in BESIDE], corner="cell"),
-        table(named, PREDICTED, title="Predicted"),
+        table([(row.cell, row) for row in prediction.measured], beside, corner="cell"),
+        table(
+            [(f"N = {format_count(row.world_size)}", row) for row in prediction.rows],
+            columns.PREDICTED,
+            title="Predicted",
+        ),
     ]
     shown = [each for each in tables if each.rows]
     return Section("Prediction and measurement", tables=shown, notes=prediction.assumptions, console=False)
 
 
-def _beside(row: ComparedCell, measured: GridCell | None) -> Row:
-    difference = row.predicted_step_s / row.measured_step_s - 1 if row.measured_step_s else None
-    cells = [
-        cell(row.predicted_step_s, "seconds"),
-        cell(row.measured_step_s, "seconds"),
-        Cell(format_interval(row.ci95, format_step_time)),
-        cell(difference, "percent"),
-        cell(row.predicted_efficiency, "percent"),
-        cell(row.measured_efficiency, "percent"),
-        Cell(format_interval(at(measured, "efficiency_ci95"), format_percent)),
-    ]
-    return Row(row.cell, cells)
+def _difference(row: ComparedCell) -> float | None:
+    return row.predicted_step_s / row.measured_step_s - 1 if row.measured_step_s else None
 
 
 def _settings(scaling: Scaling) -> Table:
-    """What was asked for, and the peaks that rates are divided by."""
-    settings = [
-        *rows(scaling.settings, SETTINGS),
-        words("peak from the data sheet", format_si(scaling.peak.datasheet_flops, "FLOP/s")),
-        words(
-            "matmul peak measured here",
-            format_si(scaling.peak.matmul_flops, "FLOP/s"),
-            scaling.peak.matmul_precision or "",
-        ),
-    ]
-    if (profile := scaling.profile) is not None:
-        names = ("forward", "backward", "optimizer")
-        parts = ", ".join(f"{name} {format_step_time(getattr(profile, f'{name}_s'))}" for name in names)
-        size = f"{format_count(len(profile.gradients))} tensors, {format_si(profile.size, 'B')}"
-        settings += [words("one rank, one micro batch", parts), words("gradients", size)]
-    settings += [
-        words("configuration hash", scaling.config_hash),
-        words("data hash", scaling.data_hash),
-        words("command", " ".join(scaling.command)),
-    ]
-    return Table(settings)
+    """What was asked for, the peaks that rates are divided by, and one rank's profile where there is one."""
+    profile = [*rows(scaling.profile, columns.PROFILE)] if scaling.profile else []
+    return Table(
+        [
+            *rows(scaling.settings, columns.SETTINGS),
+            *rows(scaling.peak, columns.PEAKS),
+            *profile,
+            *rows(scaling, columns.ORIGIN),
+        ]
+    )
 
 
 def _details(scaling: Scaling) -> Iterable[Section]:
@@ -330,9 +231,9 @@ def _details(scaling: Scaling) -> Iterable[Section]:
     points = [(link, point) for link in scaling.links for point in link.points]
     links = [(f"{format_count(link.world_size)} ranks, {link.backend}", point) for link, point in points]
     tables = {
-        "Repeats": table(repeats, REPEAT),
-        "Ranks": table(ranks, RANK),
-        "All-reduce": table(links, LINK),
+        "Repeats": table(repeats, columns.REPEAT),
+        "Ranks": table(ranks, columns.RANK),
+        "All-reduce": table(links, columns.LINK),
     }
     for title, each in tables.items():
         if each.rows:
