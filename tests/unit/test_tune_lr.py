@@ -36,6 +36,7 @@ WHOLE = STEPS * STEP
 EDGE = 0.064
 TOKENS_PER_S = 1e4
 Surface = Callable[[Config], float | str]
+Run = Callable[..., "Searched"]
 
 
 @pytest.fixture(autouse=True)
@@ -155,11 +156,18 @@ def search(
 probe = functools.cache(environment.probe)
 
 
+@pytest.fixture
+def run(shards: Path, tmp_path: Path) -> Run:
+    return functools.partial(search, make(shards), tmp_path)
+
+
 @pytest.fixture(scope="module")
 def whole(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Searched:
-    """A search of the valley to its end."""
+    """A search of the valley to its end, in a budget that is large enough."""
     with mock.patch("launcher.output.prepare_data", lambda config: Path(config.data.path)):
-        return search(make(shards), tmp_path_factory.mktemp("whole") / "out")
+        return search(
+            make(shards), tmp_path_factory.mktemp("whole") / "out", settings=LrOptions(budget_s=1e6)
+        )
 
 
 # --- the whole search
@@ -188,9 +196,7 @@ def test_a_rate_within_the_ladder_is_found_for_less_than_half_a_grid(whole: Sear
     assert load_config(whole.out / "tuned.yaml") == make(shards, f"optim.lr={chosen!r}")
 
 
-def test_a_whole_run_that_likes_a_rate_between_the_finalists_is_told_so(
-    whole: Searched, shards: Path, tmp_path: Path
-) -> None:
+def test_a_whole_run_that_likes_a_rate_between_the_finalists_is_told_so(whole: Searched, run: Run) -> None:
     """Short runs like the rates on both sides of the one that whole runs like."""
     chosen = whole.choice.lr
 
@@ -198,37 +204,35 @@ def test_a_whole_run_that_likes_a_rate_between_the_finalists_is_told_so(
         short = config.schedule.tokens == WHOLE // 8
         return valley(config) + (0.9 if short and config.optim.lr not in (chosen / 2, 2 * chosen) else 0.0)
 
-    found = search(make(shards), tmp_path, surface)
+    found = run(surface)
     assert {rate for *_, rate in found.first.kept} == {chosen / 2, 2 * chosen}
     assert found.choice.lr == chosen
 
 
-def test_finalists_that_are_close_train_every_seed(shards: Path, tmp_path: Path) -> None:
-    found = search(make(shards), tmp_path, functools.partial(valley, curvature=0.01))
+def test_finalists_that_are_close_train_every_seed(run: Run) -> None:
+    found = run(functools.partial(valley, curvature=0.01))
     last, cost = found.last, found.tune.cost
     assert sorted(len(last.scores(rate)) for rate in last.rates) == [1, 3, 3]
     assert [t.seed for t in last.trials if t.lr == found.choice.lr] == [0, 1, 2]
     assert cost.tokens < 0.6 * cost.grid_tokens
 
 
-def test_a_finalist_left_out_comes_back_when_the_best_turns_out_worse(
-    whole: Searched, shards: Path, tmp_path: Path
-) -> None:
+def test_a_finalist_left_out_comes_back_when_the_best_turns_out_worse(whole: Searched, run: Run) -> None:
     chosen = whole.choice.lr
 
     def surface(config: Config) -> float:
         is_unlucky = config.schedule.tokens == WHOLE and config.optim.lr == chosen and config.run.seed
         return valley(config) + (1.0 if is_unlucky else 0.0)
 
-    found = search(make(shards), tmp_path, surface)
+    found = run(surface)
     assert found.choice.lr != chosen
     assert found.choice.seeds == 3
     assert {t.seed for t in found.last.trials if t.lr == found.choice.lr} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("best", "side"), [(0.05, "high"), (0.00001, "low")])
-def test_the_edge_of_the_grid_is_flagged(shards: Path, tmp_path: Path, best: float, side: str) -> None:
-    found = search(make(shards), tmp_path, functools.partial(valley, best=best))
+def test_the_edge_of_the_grid_is_flagged(run: Run, best: float, side: str) -> None:
+    found = run(functools.partial(valley, best=best))
     rates, test = found.first.rates, found.tune.range_test
     assert rates[-1] <= test.edge
     if side == "low":
@@ -238,14 +242,14 @@ def test_the_edge_of_the_grid_is_flagged(shards: Path, tmp_path: Path, best: flo
     assert any("edge of the grid" in line for line in found.said)
 
 
-def test_what_diverges_and_what_fails_is_out_and_told(shards: Path, tmp_path: Path) -> None:
+def test_what_diverges_and_what_fails_is_out_and_told(run: Run) -> None:
     def surface(config: Config) -> float | str:
         rate = float(config.optim.lr)
         if not is_range_test(config) and rate > 0.008:
             return "5 steps in a row up to step 9 had a gradient that is not finite and were skipped"
         return "RuntimeError: broken" if rate < 0.0015 else valley(config)
 
-    found = search(make(shards), tmp_path, surface)
+    found = run(surface)
     assert found.exit_code == 0
     assert {t.status for t in found.first.trials if t.lr > 0.008} == {"diverged"}
     assert {t.status for t in found.first.trials if t.lr < 0.0015} <= {"failed"}
@@ -253,12 +257,12 @@ def test_what_diverges_and_what_fails_is_out_and_told(shards: Path, tmp_path: Pa
     assert 0.0015 <= found.choice.lr <= 0.008
 
 
-def test_finalists_that_diverge_in_the_whole_run_give_way(shards: Path, tmp_path: Path) -> None:
+def test_finalists_that_diverge_in_the_whole_run_give_way(run: Run) -> None:
     def surface(config: Config) -> float | str:
         is_long = config.schedule.tokens == WHOLE and float(config.optim.lr) > 0.0035
         return "3 steps had a gradient that is not finite" if is_long else valley(config, best=0.008)
 
-    found = search(make(shards), tmp_path, surface)
+    found = run(surface)
     assert found.exit_code == 0
     assert found.choice.lr <= 0.0035
     assert {t.status for t in found.last.trials} == {"diverged", "ok"}
@@ -272,30 +276,28 @@ def test_finalists_that_diverge_in_the_whole_run_give_way(shards: Path, tmp_path
         ("whole", "no rate of the last rung can be chosen"),
     ],
 )
-def test_a_search_in_which_everything_fails_has_failed(
-    shards: Path, tmp_path: Path, part: str, why: str
-) -> None:
+def test_a_search_in_which_everything_fails_has_failed(run: Run, part: str, why: str) -> None:
     def surface(config: Config) -> float | str:
         kind = "whole" if config.schedule.tokens == WHOLE else "short"
         return "oom" if part == ("range test" if is_range_test(config) else kind) else valley(config)
 
-    found = search(make(shards), tmp_path, surface)
+    found = run(surface)
     assert (found.exit_code, found.tune.status, found.tune.why) == (1, "failed", why)
     assert found.choice is None
     assert any("oom" in line for line in found.said)
-    assert not (tmp_path / "tuned.yaml").exists()
+    assert not (found.out / "tuned.yaml").exists()
 
 
-def test_a_stopped_search_goes_on_where_it_was(whole: Searched, shards: Path, tmp_path: Path) -> None:
-    first = search(make(shards), tmp_path, limit=8)
+def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> None:
+    first = run(limit=8)
     assert (first.exit_code, first.tune.status, first.tune.choice) == (130, "partial", None)
     assert any("the same command goes on" in line for line in first.said)
-    second = search(make(shards), tmp_path)
+    second = run()
     assert (second.exit_code, second.tune.status) == (0, "complete")
     assert not set(first.ran) & set(second.ran)
     assert len(first.ran) + len(second.ran) == 11
     assert (second.choice, second.tune.rungs) == (whole.choice, whole.tune.rungs)
-    assert search(make(shards), tmp_path).ran == []
+    assert run().ran == []
 
 
 # --- the length of a run
@@ -312,10 +314,9 @@ def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: 
     assert found.ran == []
 
 
-def test_a_budget_shortens_the_runs_and_says_so(shards: Path, tmp_path: Path) -> None:
-    long = search(make(shards), tmp_path / "long", settings=LrOptions(budget_s=1e6))
-    assert long.tune.settings.tokens == WHOLE
-    found = search(make(shards), tmp_path / "short", settings=LrOptions(budget_s=60))
+def test_a_budget_shortens_the_runs_and_says_so(whole: Searched, run: Run) -> None:
+    assert whole.tune.settings.tokens == WHOLE
+    found = run(settings=LrOptions(budget_s=60))
     tokens, at_a_time = found.tune.settings.tokens or 0, found.tune.at_a_time or 0
     assert found.exit_code == 0
     assert STEP * 8 < tokens < WHOLE

@@ -8,14 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from launcher import results
-from launcher.output import publish
 from launcher.report.model import Line, Report
 from launcher.tune.batch_report import batch_report, run_rate
 from launcher.tune.rate_report import rate_report
-from launcher.tune.search import write
 from tests.report_fixture import figure_of, read_page, shown, unfolded
 from tests.tune_fixture import DECLARED, NOISE, TOO_LARGE, batch, lr, predicted_gib, transfer, unmeasured
 from tests.unit.test_scale_report import numbers, points
@@ -244,17 +241,3 @@ def test_nothing_measured_is_never_zero(data: dict[str, Any]) -> None:
     assert page.labels == []
     assert "0.0" not in page.text
     assert "0 tokens" not in page.text
-
-
-def test_a_page_that_cannot_be_written_costs_no_search(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "report.html").mkdir()
-    tune = results.parse(batch(choice=None), results.TuneBatch, "tune.json")
-    write(tune, None, tmp_path)
-    publish(tune, batch_report(tune, tmp_path), tmp_path, as_json=False, console=Console())
-    assert results.read(tmp_path / "tune.json", results.TuneBatch) == tune
-    told = capsys.readouterr()
-    assert f"warning: the page {tmp_path / 'report.html'} was not written" in told.err
-    assert "No micro batch was chosen" in told.out
-    assert "page:" not in told.out
