@@ -44,7 +44,7 @@ def main() -> None:
     o = parser.parse_args()
     out = o.out.resolve()
     (out / "sweep").mkdir(parents=True, exist_ok=True)
-    question = batch.ask(
+    question = batch.question_of(
         batch.load(o.config, o.settings), batch.Options(o.gpus, options.seconds(o.budget), None, "torchrun")
     )
     job.prepare_data(question.config)

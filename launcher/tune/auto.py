@@ -53,14 +53,14 @@ def resolve_auto_batch(
         return with_micro(load_config(own).batch.micro_size, "as this run has it")
     from launcher.tune import FILE, batch, cache
 
-    asked = batch.load(name, overrides, run_dir)
+    setup = batch.load(name, overrides, run_dir)
     options = batch.Options(nproc, BUDGET_S, None, launcher)
-    question = batch.ask(asked, options)
+    question = batch.question_of(setup, options)
     folder = (run_dir or Path("runs") / path.stem).resolve()
-    if issues := start_issues(asked, folder, resume) or record.cache_issues():
+    if issues := start_issues(setup, folder, resume) or record.cache_issues():
         raise ConfigError(issues)
-    check_profile(profile, asked.config, question.ranks, folder, resume)
-    machine = asked.machine.to_json()
+    check_profile(profile, setup.config, question.ranks, folder, resume)
+    machine = setup.machine.to_json()
     key = cache.key(question, machine)
     kept = cache.find(key, 0.0, question.limit_gib)
     if kept is not None and kept.choice is not None:

@@ -56,9 +56,9 @@ def tune_batch(
     console: Console,
 ) -> int:
     """Returns the exit code. Raises ConfigError, before any trial starts, with everything that is wrong."""
-    asked = load(name, overrides)
-    question = ask(asked, options)
-    folder = asked.directory(out, "tune", "batch")
+    setup = load(name, overrides)
+    question = question_of(setup, options)
+    folder = setup.directory(out, "tune", "batch")
     output = Output(folder, "search", PLAN, plan_of(question), FIXED, GROWS)
     if issues := [*job.exposure_issues(question.config, folder, "--out"), *output.issues()]:
         raise ConfigError(issues)
@@ -69,7 +69,7 @@ def tune_batch(
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
-    key = cache.key(question, asked.machine.to_json())
+    key = cache.key(question, setup.machine.to_json())
     kept = None if fresh else cache.find(key, question.budget_s, question.limit_gib)
     with output.claim():
         if kept is not None and not (folder / "trials").exists():
@@ -77,7 +77,7 @@ def tune_batch(
             tune, code = from_cache(kept, question), 0
             results.write(folder / PLAN, output.plan)
         else:
-            tune, code = search(question, output, log)
+            tune, code = measure(question, output, log)
         write_files(tune, question, folder)
         if tune.status == "complete" and not tune.cached:
             try:
@@ -93,20 +93,20 @@ def load(name: str | None, overrides: Sequence[str], run_dir: Path | None = None
     return job.load(name, [*overrides, "batch.micro_size=1"], run_dir)
 
 
-def ask(asked: job.Job, options: Options) -> Question:
+def question_of(setup: job.Job, options: Options) -> Question:
     """The question of these options. Raises ConfigError."""
-    config, on_gpu = asked.config, asked.gpus > 0
-    count = asked.choose_ranks(options.nproc)
+    config, on_gpu = setup.config, setup.gpus > 0
+    count = setup.choose_ranks(options.nproc)
     allowed = tuple(sizes.dividing(config, count))
     issues = job.input_issues(config)
     limit, limit_of = options.memory_gib, "--memory"
     if limit is None:
-        limit, limit_of = asked.machine.rank_memory(count, on_gpu)
+        limit, limit_of = setup.machine.rank_memory(count, on_gpu)
     elif not 0 < limit < math.inf:
         issues.append(f"--memory: {limit} GiB is not enough for anything; give a number above 0")
     if issues:
         raise ConfigError(issues)
-    precision = trials.trial_precision(config, asked.machine, [config.parallel.engine], on_gpu=on_gpu)
+    precision = trials.trial_precision(config, setup.machine, [config.parallel.engine], on_gpu=on_gpu)
     return Question(
         config, count, allowed, options.budget_s, limit, limit_of, options.launcher, on_gpu, precision
     )
@@ -119,7 +119,7 @@ def plan_of(question: Question) -> BatchPlanFile:
         ranks=question.ranks,
         sizes=list(question.sizes),
         budget_s=question.budget_s,
-        memory=question.asked_gib,
+        memory=question.user_limit_gib,
         launcher=question.launcher,
     )
 
@@ -152,12 +152,12 @@ def from_cache(kept: TuneBatch, question: Question) -> TuneBatch:
     return kept.model_copy(update={**mine, **other})
 
 
-def search(question: Question, output: Output[BatchPlanFile], log: Log) -> tuple[TuneBatch, int]:
+def measure(question: Question, output: Output[BatchPlanFile], log: Log) -> tuple[TuneBatch, int]:
     """tune.json and the exit code. Goes on where an earlier call ended."""
     out, session = output.path, output.begin(question.config)
     with trials.runner(out, [Slot()], launcher=question.launcher, on_gpu=question.on_gpu, log=log) as runs:
-        measured = BatchSearch(question, runs, log)
-        ending = run_to_end(measured.run, out, log)
+        search = BatchSearch(question, runs, log)
+        ending = run_to_end(search.run, out, log)
     if ending.why:
         log(f"error: {ending.why}")
     config = question.config
@@ -165,7 +165,7 @@ def search(question: Question, output: Output[BatchPlanFile], log: Log) -> tuple
         status=ending.status,
         why=ending.why,
         date=datetime.date.today().isoformat(),
-        seconds=measured.trials.used_s,
+        seconds=search.trials.used_s,
         budget_s=question.budget_s,
         **session.facts(),
         config=config.model_dump(mode="json"),
@@ -178,7 +178,7 @@ def search(question: Question, output: Output[BatchPlanFile], log: Log) -> tuple
         global_batch=config.batch.global_size,
         sequence_length=config.data.sequence_length,
         trials=len(list(out.glob("trials/*/summary.json"))),
-        **measured.facts,
+        **search.facts,
     ), ending.exit_code
 
 

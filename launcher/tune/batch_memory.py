@@ -114,11 +114,11 @@ class MemorySearch:
 
     def note(self, micro: int, measured: Measured) -> None:
         """The memory of a trial; nothing is predicted before the pilot has run."""
-        peaks, known = measured.peak_gib, self.memory.constant_gib is not None
+        peaks, is_piloted = measured.peak_gib, self.memory.constant_gib is not None
         tried = TriedSize(
             micro_batch=micro,
             status=measured.status,
-            predicted_gib=self.memory.predicted_gib(micro) if known else None,
+            predicted_gib=self.memory.predicted_gib(micro) if is_piloted else None,
             measured_gib=max(peaks, default=None),
             rank=peaks.index(max(peaks)) if peaks else None,
         )

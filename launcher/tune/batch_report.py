@@ -26,7 +26,7 @@ from launcher.results import BatchChoice, BatchMemory, SizeResult, SizeStatus, T
 from launcher.tune import FILE, curve
 from launcher.tune.search import train_command
 
-FAR = 3.0  # times what was measured: a limit or an end of an interval above is told, not drawn
+FAR = 3.0  # times what was measured: a limit or an end of an interval above is said, not drawn
 STEADY = (0.97, 1.03)  # of the first size's rate, when it runs again at the end
 LIMITS = {
     "memory": "Larger sizes do not fit the memory of a rank.",
@@ -96,7 +96,11 @@ def batch_report(tune: TuneBatch, folder: Path) -> Report:
         _tiles(tune),
         [
             Section("Sizes", tables=[_sizes(tune)]),
-            Section("", [throughput(tune), memory(tune), memory_parts(tune), goodput(tune)], console=False),
+            Section(
+                "",
+                [throughput_figure(tune), memory_figure(tune), parts_figure(tune), goodput_figure(tune)],
+                console=False,
+            ),
             *_details(tune),
             *settings_sections(tune, SETTINGS),
         ],
@@ -232,7 +236,7 @@ def _tiles(tune: TuneBatch) -> list[Tile]:
 # --- figures
 
 
-def throughput(tune: TuneBatch) -> Figure:
+def throughput_figure(tune: TuneBatch) -> Figure:
     """Against the micro batch, with its interval, every run, and what a smaller size must reach."""
     sizes = _sizes_of(tune)
     runs = [(float(s.micro_batch), run_rate(tune, run)) for s in sizes for run in s.runs]
@@ -278,32 +282,32 @@ def run_rate(tune: TuneBatch, run: TimedRun) -> float | None:
     return declared / statistics.fmean(curve.step_times(run, declared / tune.trial_samples))
 
 
-def memory(tune: TuneBatch) -> Figure:
+def memory_figure(tune: TuneBatch) -> Figure:
     """The predicted line, what runs measured, what did not fit, and what a rank may use."""
-    of = tune.memory or BatchMemory()
-    sizes: Sequence[TriedSize | SizeResult] = [*of.tried, *_sizes_of(tune)]
+    memory = tune.memory or BatchMemory()
+    sizes: Sequence[TriedSize | SizeResult] = [*memory.tried, *_sizes_of(tune)]
     measured = {(s.micro_batch, s.measured_gib) for s in sizes if s.status == "ok" and s.measured_gib}
     traces = [_marks("measured, greatest rank", sorted(measured), 1)]
     for colour, (status, label) in enumerate(LOST.items(), 3):
-        lost = [s for s in of.tried if s.status == status]
+        lost = [s for s in memory.tried if s.status == status]
         if lost:
             points = [(s.micro_batch, s.measured_gib or s.predicted_gib) for s in lost]
             traces.append(_marks(label, points, colour))
     note = "No line was made."
-    if of.line is not None and of.constant_gib is not None:
+    if memory.line is not None and memory.constant_gib is not None:
         most = max((size.micro_batch for size in sizes), default=0)
-        if of.predicted_limit and of.predicted_limit <= FAR * most:
-            most = max(most, of.predicted_limit)
-        ends_x = [0.0, float(most)]
-        traces.insert(0, Line("predicted", ends_x, [of.predicted_gib(x) for x in ends_x], 0, "dashed"))
+        if memory.predicted_limit and memory.predicted_limit <= FAR * most:
+            most = max(most, memory.predicted_limit)
+        across = [0.0, float(most)]
+        traces.insert(0, Line("predicted", across, [memory.predicted_gib(x) for x in across], 0, "dashed"))
         note = (
-            f"Predicted: {format_gib(of.predicted_gib(0))} + "
-            f"{1024 * of.line.bytes_per_sequence / GIB:.3g} MiB a sequence "
-            f"({of.line.source or 'source not recorded'}; the program's own {format_gib(of.constant_gib)} "
-            f"measured in one real step). Largest micro batch within the limit: "
-            f"{format_count(of.predicted_limit)}."
+            f"Predicted: {format_gib(memory.predicted_gib(0))} + "
+            f"{1024 * memory.line.bytes_per_sequence / GIB:.3g} MiB a sequence "
+            f"({memory.line.source or 'source not recorded'}; the program's own "
+            f"{format_gib(memory.constant_gib)} measured in one real step). Largest micro batch within the "
+            f"limit: {format_count(memory.predicted_limit)}."
         )
-    levels, far = _limits(of, max([value for trace in traces for value in trace.values], default=0.0))
+    levels, far = _limits(memory, max([value for trace in traces for value in trace.values], default=0.0))
     return Figure(
         "Peak memory against micro batch",
         traces,
@@ -315,7 +319,7 @@ def memory(tune: TuneBatch) -> Figure:
     )
 
 
-def memory_parts(tune: TuneBatch) -> Figure:
+def parts_figure(tune: TuneBatch) -> Figure:
     """The peak of the chosen size in its parts, GiB."""
     parts = (tune.memory and tune.memory.parts_gib) or {}
     source = tune.memory and tune.memory.line and tune.memory.line.source
@@ -327,7 +331,7 @@ def memory_parts(tune: TuneBatch) -> Figure:
     return Figure("What the memory of a rank is made of", bars, x, Axis(""), rows, note=note)
 
 
-def goodput(tune: TuneBatch) -> Figure:
+def goodput_figure(tune: TuneBatch) -> Figure:
     """Throughput x efficiency against the global batch, with the declared and the recommended one."""
     gain = tune.goodput
     points = gain.points if gain else []
@@ -352,17 +356,17 @@ def _marks(label: str, points: Sequence[tuple[float, float | None]], colour: int
     return Line(label, [float(x) for x, _ in points], [y for _, y in points], colour, "marks")
 
 
-def _limits(of: BatchMemory, highest: float) -> tuple[list[Rule], str]:
+def _limits(memory: BatchMemory, highest: float) -> tuple[list[Rule], str]:
     """What a rank may use, as lines; or in words, where that is far above all that was measured."""
-    limit = of.limit_gib
+    limit = memory.limit_gib
     if limit is None:
         return [], " No limit is known."
     if highest and limit > FAR * highest:
         return [], f" The limit, {format_gib(limit)}, is far above."
     levels = [Rule(f"limit {format_gib(limit)}", limit)]
-    if of.spare:
-        left = limit * (1 - of.spare)
-        levels.append(Rule(f"less {format_percent(of.spare)} spare: {format_gib(left)}", left, left=True))
+    if memory.spare:
+        left = limit * (1 - memory.spare)
+        levels.append(Rule(f"less {format_percent(memory.spare)} spare: {format_gib(left)}", left, left=True))
     return levels, ""
 
 

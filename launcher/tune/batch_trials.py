@@ -43,7 +43,7 @@ class Question:
     """Of every trial."""
 
     @property
-    def asked_gib(self) -> float | None:
+    def user_limit_gib(self) -> float | None:
         """The limit where it is the user's."""
         return self.limit_gib if self.limit_of == "--memory" else None
 

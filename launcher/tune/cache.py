@@ -36,7 +36,7 @@ def key(question: Question, machine: Mapping[str, Any]) -> str:
         "noise_scale": config.log.noise_scale,  # it asks for two batches
         "ranks": question.ranks,
         "launcher": question.launcher,
-        "memory_gib": question.asked_gib,
+        "memory_gib": question.user_limit_gib,
     }
     return digest(facts)
 

@@ -36,12 +36,12 @@ def tune(
     console: Console,
 ) -> int:
     """Returns the exit code. Raises ConfigError before any trial starts, with everything that is wrong."""
-    asked = job.load(name, overrides)
-    config = asked.config
+    setup = job.load(name, overrides)
+    config = setup.config
     ranks = settings.ranks or config.parallel.tensor
-    folder = asked.directory(out, "tune", "lr")
+    folder = setup.directory(out, "tune", "lr")
     output = Output(folder, "search", STATE, plan_of(config, settings), FIXED)
-    issues = [*asked.issues(folder, "--out"), *asked.device_issues(ranks)]
+    issues = [*setup.issues(folder, "--out"), *setup.device_issues(ranks)]
     issues += setting_issues(config, settings, ranks)
     if issues := [*dict.fromkeys(issues), *output.issues()]:
         raise ConfigError(issues)
@@ -52,7 +52,7 @@ def tune(
         output.print_plan(as_json=as_json)
         return 0
     with output.claim():
-        tuned, code = search(asked, settings, ranks, output, log)
+        tuned, code = measure(setup, settings, ranks, output, log)
         publish(tuned, rate_report(tuned, folder), folder, as_json=as_json, console=console)
     return code
 
@@ -101,12 +101,12 @@ def describe(
         log("warning: --set optim.lr has no effect: it is what is searched")
 
 
-def search(
-    asked: job.Job, settings: LrOptions, ranks: int, output: Output[LrPlanFile], log: Log
+def measure(
+    setup: job.Job, settings: LrOptions, ranks: int, output: Output[LrPlanFile], log: Log
 ) -> tuple[TuneLr, int]:
     """tune.json and the exit code; also what there is when a signal came. Goes on where an earlier call
     ended."""
-    config, out, on_gpu = asked.config, output.path, asked.gpus > 0
+    config, out, on_gpu = setup.config, output.path, setup.gpus > 0
     session = output.begin(config)
     manifest = session.manifest
     if not manifest.held_out.sequences:
@@ -118,7 +118,7 @@ def search(
         )
     slots = trials.device_slots(
         ranks,
-        gpus=asked.gpus,
+        gpus=setup.gpus,
         cores=int(session.machine["usable_cores"]),
         most=max(settings.rates, ladder.FINALISTS * settings.seeds),
     )
@@ -129,14 +129,14 @@ def search(
         session.shards,
         manifest.unigram_entropy_nats,
         len(slots),
-        trials.trial_precision(config, asked.machine, [config.parallel.engine], on_gpu=on_gpu),
+        trials.trial_precision(config, setup.machine, [config.parallel.engine], on_gpu=on_gpu),
     )
     plan = KeptPlan(out / STATE, session.plan)
     with trials.runner(out, slots, launcher=settings.launcher, on_gpu=on_gpu, log=log) as runs:
-        measured = RateSearch(question, runs, plan, log)
-        ending = run_to_end(measured.run, out, log)
+        search = RateSearch(question, runs, plan, log)
+        ending = run_to_end(search.run, out, log)
     plan.save()
-    tuned = document(measured, ending, session)
+    tuned = document(search, ending, session)
     before = results.find(out / FILE, TuneLr)
     if before is not None and before.choice == tuned.choice:
         tuned = tuned.model_copy(update={"transfer": before.transfer})
@@ -144,9 +144,9 @@ def search(
     return tuned, ending.exit_code
 
 
-def document(measured: RateSearch, ending: Ending, session: DataSession[LrPlanFile]) -> TuneLr:
+def document(search: RateSearch, ending: Ending, session: DataSession[LrPlanFile]) -> TuneLr:
     """tune.json."""
-    q, rungs, plan = measured.q, measured.rungs, measured.plan.plan
+    q, rungs, plan = search.q, search.rungs, search.plan.plan
     config, tokens = q.config, plan.tokens or 0
     trained = [trial.tokens for rung in rungs for trial in rung.trials]
     return TuneLr(
@@ -167,12 +167,12 @@ def document(measured: RateSearch, ending: Ending, session: DataSession[LrPlanFi
         ranks=q.ranks,
         at_a_time=q.at_a_time,
         unigram_entropy_nats=q.unigram,
-        range_test=measured.range_test,
+        range_test=search.range_test,
         rungs=rungs,
         choice=ladder.choose(rungs) if ending.status == "complete" else None,
         cost=results.LrCost(
-            tokens=measured.range_tokens + sum(trained),
+            tokens=search.range_tokens + sum(trained),
             grid_tokens=len(rungs[0].rates if rungs else ()) * q.settings.seeds * tokens,
-            trials=len(trained) + bool(measured.range_tokens),
+            trials=len(trained) + bool(search.range_tokens),
         ),
     )

@@ -68,15 +68,16 @@ def rate_report(tune: TuneLr, folder: Path) -> Report:
         f"range test, {count_of(len(tune.rungs), 'rung')} up to {longest}",
         f"{count_of(cost and cost.trials, 'trial')} in {format_duration(tune.seconds)}",
     ]
-    asked = tune.settings.model_dump()
-    settings = [(name, value) for name, value in asked.items() if value not in (None, [], {})]
+    settings = [
+        (name, value) for name, value in tune.settings.model_dump().items() if value not in (None, [], {})
+    ]
     return Report(
         "bert-dp: tuned learning rate",
         subtitle(tune, method),
         [*status_verdicts(tune, FILE), _choice(tune, folder), *_lost(tune), *_cost(tune)],
         _tiles(tune),
         [
-            Section("", [by_rate(tune), range_test(tune), curves(tune)], console=False),
+            Section("", [loss_figure(tune), range_figure(tune), curves_figure(tune)], console=False),
             Section("Last rung", tables=[_finalists(tune)]),
             Section("All trials", tables=_trials(tune), console=False),
             *([_transfer(tune.transfer)] if tune.transfer else []),
@@ -189,7 +190,7 @@ def mean_of(rung: Rung, lr: float) -> float | None:
     return mean if mean < math.inf else None
 
 
-def by_rate(tune: TuneLr) -> Figure:
+def loss_figure(tune: TuneLr) -> Figure:
     """Held-out loss against the rate, a line for each rung; of the last one the seeds and their band."""
     lines: list[Line] = []
     for rung in tune.rungs:
@@ -226,7 +227,7 @@ def _ladder(rung: Rung, last: bool, colour: int) -> list[Line]:
     return lines
 
 
-def range_test(tune: TuneLr) -> Figure:
+def range_figure(tune: TuneLr) -> Figure:
     """Training loss while the rate rises, and where it breaks."""
     test = tune.range_test or RangeTest(points=[])
     losses = [loss for _, loss in test.points]
@@ -246,7 +247,7 @@ def range_test(tune: TuneLr) -> Figure:
     )
 
 
-def curves(tune: TuneLr) -> Figure:
+def curves_figure(tune: TuneLr) -> Figure:
     """Held-out loss over tokens of every trial of the last rung, a colour for each rate."""
     final, entropy = _last(tune), tune.unigram_entropy_nats
     lines = [

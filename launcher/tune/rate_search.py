@@ -77,9 +77,9 @@ def planned(settings: LrOptions, tokens: int) -> tuple[tuple[int, int, bool], ..
 
 def whole_budget(q: Question, pace: Pace) -> tuple[int, str]:
     """Tokens of a whole run, and where they come from."""
-    config, asked, full = q.config, q.settings.tokens, rate_trials.full_tokens(q.config)
-    if asked is not None:
-        tokens = rate_trials.whole(config, asked)
+    config, wanted, full = q.config, q.settings.tokens, rate_trials.full_tokens(q.config)
+    if wanted is not None:
+        tokens = rate_trials.whole(config, wanted)
         why = f"{tokens:,} tokens, as asked"
     elif full is not None:
         tokens = rate_trials.whole(config, full)

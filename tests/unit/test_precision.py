@@ -151,7 +151,7 @@ def test_launcher_and_ranks_estimate_and_try_in_the_same_precision(
     assert {grid.config_of(cell).precision for cell in grid.cells} == {chosen}
     assert (grid.config, grid.precision) == (AUTO, chosen)
     loaded = batch.job.Job("it", AUTO, machine)
-    question = batch.ask(loaded, batch.Options("1", 1.0, 1.0, "torchrun"))
+    question = batch.question_of(loaded, batch.Options("1", 1.0, 1.0, "torchrun"))
     assert (question.precision, question.config.precision) == (chosen, "auto")
 
 

@@ -148,7 +148,7 @@ def search(
     plan = lr.plan_of(config, settings)
     output = Output(out, "search", lr.STATE, plan, lr.FIXED)
     with mock.patch.object(trials, "runner", return_value=contextlib.nullcontext(made)):
-        tune, code = lr.search(job.Job("tiny", config, probe()), settings, 1, output, said.append)
+        tune, code = lr.measure(job.Job("tiny", config, probe()), settings, 1, output, said.append)
     assert results.plain(tune) == read_json(out / "tune.json")
     return Searched(code, tune, made.ran, said + shown(rate_report(tune, out), 200), out)
 
