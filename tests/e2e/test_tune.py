@@ -36,40 +36,40 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
 def out(shards: Path, cache: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A search that had a Ctrl-C in its first trial, was killed in its second, and whose next trial lost a
     rank to SIGKILL."""
-    where = tmp_path_factory.mktemp("tune") / "out"
-    search = command(shards, where)
+    folder = tmp_path_factory.mktemp("tune") / "out"
+    search = command(shards, folder)
 
     def running(name: str) -> list[Path]:
-        return list(where.glob(f"trials/{name}/heartbeats/rank-1"))
+        return list(folder.glob(f"trials/{name}/heartbeats/rank-1"))
 
     stopped = interrupted(
-        search, where, signal.SIGINT, lambda: running("pilot"), patience_s=0.0, BERT_DP_CACHE=cache
+        search, folder, signal.SIGINT, lambda: running("pilot"), patience_s=0.0, BERT_DP_CACHE=cache
     )
     assert stopped.returncode == 130, stopped.stdout + stopped.stderr
     assert "the same command goes on" in stopped.stdout
-    partial = read_json(where / "tune.json")
+    partial = read_json(folder / "tune.json")
     assert (partial["status"], partial["choice"]) == ("partial", None)
-    assert not (where / "tuned.yaml").exists()
+    assert not (folder / "tuned.yaml").exists()
 
-    interrupted(search, where, signal.SIGKILL, lambda: running("micro-*"), BERT_DP_CACHE=cache)
-    pilot = (where / "trials" / "pilot" / "metrics.jsonl").read_text()
+    interrupted(search, folder, signal.SIGKILL, lambda: running("micro-*"), BERT_DP_CACHE=cache)
+    pilot = (folder / "trials" / "pilot" / "metrics.jsonl").read_text()
     process = start(*search, BERT_DP_CACHE=cache)
 
     def a_rank() -> list[psutil.Process]:
         return [
             p
-            for p in processes_of(where / "trials")
+            for p in processes_of(folder / "trials")
             if "bert_dp.worker" in (p.info["cmdline"] or ())
             and "micro-" in " ".join(p.info["cmdline"])
             and "torch.distributed.run" not in " ".join(p.info["cmdline"])
         ]
 
     os.kill(wait_for(a_rank)[0].pid, signal.SIGKILL)
-    told, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, told + errors
-    assert "ended from outside; once more" in told
-    assert (where / "trials" / "pilot" / "metrics.jsonl").read_text() == pilot, "a whole trial ran again"
-    return where
+    printed, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, printed + errors
+    assert "ended from outside; once more" in printed
+    assert (folder / "trials" / "pilot" / "metrics.jsonl").read_text() == pilot, "a whole trial ran again"
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +84,9 @@ def test_every_size_was_tried_at_the_declared_global_batch(tune: dict[str, Any],
         assert size["status"] == "ok", size["why"]
         assert size["micro_batch"] * size["accumulation"] * tune["dp"] == tune["global_batch"] == 8
         for run in size["runs"]:
-            found = load_config(out / "trials" / run["name"] / "config.yaml")
-            assert found.batch.micro_size == size["micro_batch"]
-            assert found.batch.global_size == tune["trial_samples"]
+            batch = load_config(out / "trials" / run["name"] / "config.yaml").batch
+            assert batch.micro_size == size["micro_batch"]
+            assert batch.global_size == tune["trial_samples"]
 
 
 def test_the_rates_and_the_choice_follow_from_the_raw_steps(tune: dict[str, Any], out: Path) -> None:
@@ -187,9 +187,9 @@ def test_a_size_that_takes_too_much_is_a_result(shards: Path, tmp_path: Path) ->
     done = bert_dp(*command(shards, tmp_path / "o", "--memory", "0.2"), BERT_DP_CACHE=str(tmp_path / "c"))
     assert done.returncode == 1, done.stdout
     assert "0.20 GiB" in done.stdout
-    found = read_json(tmp_path / "o" / "tune.json")
-    assert found["status"] == "failed"
-    assert found["choice"] is None
+    result = read_json(tmp_path / "o" / "tune.json")
+    assert result["status"] == "failed"
+    assert result["choice"] is None
     assert not (tmp_path / "o" / "tuned.yaml").exists()
 
 
@@ -203,14 +203,14 @@ def test_out_of_memory_on_one_rank_is_the_result_of_its_size(shards: Path, tmp_p
         **broken("cuda_oom", rank=1, step=4, once=str(once)),
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = read_json(tmp_path / "o" / "tune.json")
-    states = {size["micro_batch"]: size["status"] for size in found["sizes"]}
-    hit = found["order"][0]
+    result = read_json(tmp_path / "o" / "tune.json")
+    states = {size["micro_batch"]: size["status"] for size in result["sizes"]}
+    hit = result["order"][0]
     assert states == {micro: "oom" if micro == hit else "ok" for micro in (1, 2)}
-    (row,) = [size for size in found["sizes"] if size["micro_batch"] == hit]
+    (row,) = [size for size in result["sizes"] if size["micro_batch"] == hit]
     assert "rank 1" in row["why"]
     assert "out of memory" in row["why"]
-    assert found["choice"]["micro_batch"] != hit
+    assert result["choice"]["micro_batch"] != hit
     assert f"micro batch {hit}: oom: rank 1" in done.stdout
 
 

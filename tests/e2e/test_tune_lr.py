@@ -23,45 +23,45 @@ def command(shards: Path, out: Path, *more: str) -> list[str]:
 
 def whole(out: Path) -> dict[str, float]:
     """Trials that have ended by themselves, and were seen to -> when."""
-    found = {}
+    ended = {}
     for path in out.glob("trials/*/trial.json"):
         summary = path.with_name("summary.json")
         if summary.exists() and read_json(summary)["status"] == "done":
-            found[path.parent.name] = summary.stat().st_mtime
-    return found
+            ended[path.parent.name] = summary.stat().st_mtime
+    return ended
 
 
 @pytest.fixture(scope="module")
 def out(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A search that had a Ctrl-C in its second trial, was killed later, and then went to its end."""
-    where = tmp_path_factory.mktemp("tuning") / "out"
-    search = command(shards, where)
-    stopped = interrupted(search, where, signal.SIGINT, lambda: whole(where))
+    folder = tmp_path_factory.mktemp("tuning") / "out"
+    search = command(shards, folder)
+    stopped = interrupted(search, folder, signal.SIGINT, lambda: whole(folder))
     assert stopped.returncode == 130
     assert "the same command goes on" in stopped.stdout
-    partial = read_json(where / "tune.json")
+    partial = read_json(folder / "tune.json")
     assert (partial["status"], partial["choice"]) == ("partial", None)
-    assert not (where / "tuned.yaml").exists()
-    before = whole(where)
-    killed = interrupted(search, where, signal.SIGKILL, lambda: len(whole(where)) >= len(before) + 2)
+    assert not (folder / "tuned.yaml").exists()
+    before = whole(folder)
+    killed = interrupted(search, folder, signal.SIGKILL, lambda: len(whole(folder)) >= len(before) + 2)
     assert killed.returncode == -signal.SIGKILL
-    before |= whole(where)
+    before |= whole(folder)
     done = bert_dp(*search, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "trials already done" in done.stdout
-    after = whole(where)
+    after = whole(folder)
     assert {name: after[name] for name in before} == before, "a whole trial was run again"
-    return where
+    return folder
 
 
 @pytest.fixture(scope="module")
-def found(out: Path) -> dict[str, Any]:
+def tune(out: Path) -> dict[str, Any]:
     return read_json(out / "tune.json")
 
 
-def test_the_choice_follows_from_the_trials_records(found: dict[str, Any], out: Path) -> None:
-    assert (found["status"], found["kind"], found["ranks"]) == ("complete", "lr", 1)
-    rungs = found["rungs"]
+def test_the_choice_follows_from_the_trials_records(tune: dict[str, Any], out: Path) -> None:
+    assert (tune["status"], tune["kind"], tune["ranks"]) == ("complete", "lr", 1)
+    rungs = tune["rungs"]
     first, last = rungs[0], rungs[-1]
     assert (first["tokens"], last["tokens"]) == (STEPS // 8 * STEP, STEPS * STEP)
     for last_rung, trial in [(rung["last"], trial) for rung in rungs for trial in rung["trials"]]:
@@ -78,39 +78,39 @@ def test_the_choice_follows_from_the_trials_records(found: dict[str, Any], out: 
         assert rates == pytest.approx([trial["lr"] * factor for factor in factors])
         assert not list((directory / "checkpoints").glob("step-*"))
     best = min(last["trials"], key=lambda trial: trial["heldout_loss"])
-    assert found["choice"]["lr"] == best["lr"]
-    assert found["choice"]["heldout_loss"] == best["heldout_loss"]
+    assert tune["choice"]["lr"] == best["lr"]
+    assert tune["choice"]["heldout_loss"] == best["heldout_loss"]
     for rung, following in itertools.pairwise(rungs):
         losses = {trial["lr"]: trial["heldout_loss"] for trial in rung["trials"]}
         kept = [rate for *_, rate in rung["kept"]]
         assert kept == sorted(losses, key=lambda rate: losses[rate])[: len(kept)]
         assert len(kept) == 2
         assert {trial["lr"] for trial in following["trials"]} >= set(kept)
-    edge = found["range_test"]["edge"]
+    edge = tune["range_test"]["edge"]
     assert edge is None or max(trial["lr"] for trial in first["trials"]) <= edge
-    rising = [rate for rate, _ in found["range_test"]["points"]]
+    rising = [rate for rate, _ in tune["range_test"]["points"]]
     assert rising[0] == pytest.approx(1e-4)
     assert rising == sorted(rising)
 
 
-def test_a_complete_search_runs_nothing_again(shards: Path, out: Path, found: dict[str, Any]) -> None:
+def test_a_complete_search_runs_nothing_again(shards: Path, out: Path, tune: dict[str, Any]) -> None:
     before = whole(out)
     again = here(*command(shards, out, "--json"))
     assert again.returncode == 0, again.stderr
-    told = json.loads(again.stdout)
-    assert (told["choice"], told["rungs"]) == (found["choice"], found["rungs"])
+    printed = json.loads(again.stdout)
+    assert (printed["choice"], printed["rungs"]) == (tune["choice"], tune["rungs"])
     assert whole(out) == before
     other = refused(*command(shards, out, "--seeds", "2"))
     assert "holds another search (settings.seeds differ)" in other
 
 
-def test_what_was_tuned_trains(out: Path, found: dict[str, Any], tmp_path: Path) -> None:
+def test_what_was_tuned_trains(out: Path, tune: dict[str, Any], tmp_path: Path) -> None:
     run = tmp_path / "run"
     done = bert_dp("train", str(out / "tuned.yaml"), "--nproc", "1", "--run-dir", str(run))
     assert done.returncode == 0, done.stdout + done.stderr
     rates = logged(run, "lr")
     assert len(rates) == STEPS
-    choice = found["choice"]
+    choice = tune["choice"]
     assert max(rates) == pytest.approx(choice["lr"], rel=0.1)
     summary = read_json(run / "summary.json")
     assert summary["heldout_loss"] == pytest.approx(choice["heldout_loss"], abs=1e-3)  # the same run

@@ -31,12 +31,12 @@ def size(runs: list[TimedRun]) -> SizeResult:
 
 def test_the_interval_is_students_over_three_stretches_of_each_run() -> None:
     runs = [timed([1.0, 1.0, 2.0, 2.0, 3.0, 3.0, 3.0]), timed([1.0, 2.0, 4.0, 4.0, 1.0, 1.0, 1.0])]
-    found = curve.rate(size(runs), 64, 64)
+    interval = curve.rate(size(runs), 64, 64)
     # stretches of 2, 2 and 3 steps
     blocks = [math.log(x) for x in (1.0, 2.0, 3.0, 1.5, 4.0, 1.0)]
     middle = statistics.median(blocks)
     half = 2.571 * statistics.stdev(blocks) / math.sqrt(6)
-    assert found == pytest.approx(
+    assert interval == pytest.approx(
         Rate(4, 64 / math.exp(middle), 64 / math.exp(middle + half), 64 / math.exp(middle - half))
     )
 
@@ -95,9 +95,9 @@ def test_the_smallest_that_reaches_97_of_100_is_chosen() -> None:
     ],
 )
 def test_why_it_was_chosen(rates: list[Rate], micro: int, flat: bool, why: str) -> None:
-    found = curve.choose(rates)
-    assert (found.micro_batch, found.flat) == (micro, flat)
-    assert found.why == why or (flat and found.why.startswith(why))
+    choice = curve.choose(rates)
+    assert (choice.micro_batch, choice.flat) == (micro, flat)
+    assert choice.why == why or (flat and choice.why.startswith(why))
 
 
 def test_a_smaller_one_must_be_sure_of_94_at_its_low_end() -> None:
@@ -133,7 +133,7 @@ def test_what_may_reach_the_line_and_is_not_known_to_is_open() -> None:
 
 def test_goodput_by_hand() -> None:
     """A pass of 4 takes 0.5 s, an update 1 s; a sequence in a step of B is worth (8 + n) / (B + n)."""
-    found = curve.goodput(
+    goodput = curve.goodput(
         micro_s=0.5,
         update_s=1.0,
         per_pass=4,
@@ -147,7 +147,7 @@ def test_goodput_by_hand() -> None:
     def worth(size: int, noise: float) -> float:
         return (8 + noise) / (size + noise)
 
-    for size, point in zip(speeds, found.points, strict=True):
+    for size, point in zip(speeds, goodput.points, strict=True):
         ends = [speeds[size] * worth(size, noise) for noise in (2.0, 32.0)]
         assert point.model_dump() == pytest.approx(
             {
@@ -160,8 +160,8 @@ def test_goodput_by_hand() -> None:
             }
         )
     # 4: 2.67 x 1.33 = 3.56, 8: 4, 16: 5.33 x 0.67 = 3.56; noise 2: 4, noise 32: 16
-    assert (found.recommended, found.recommended_interval, found.declared) == (8, [4, 16], 8)
-    assert (found.gain, found.at_edge) == (0.0, False)
+    assert (goodput.recommended, goodput.recommended_interval, goodput.declared) == (8, [4, 16], 8)
+    assert (goodput.gain, goodput.at_edge) == (0.0, False)
     more = curve.goodput(
         micro_s=0.5, update_s=1.0, per_pass=4, global_size=4, noise=32.0, interval=(32.0, 2.0), sizes=(4, 8)
     )

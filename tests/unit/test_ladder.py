@@ -206,18 +206,16 @@ def test_a_side_is_open_without_a_worse_rate_on_it() -> None:
 # --- the choice
 
 
-def chosen(losses: dict[float, Sequence[float]], *before: Rung) -> LrChoice:
-    found = ladder.choose([*before, rung(losses, last=True)])
-    assert found is not None
-    return found
+def chosen(losses: dict[float, Sequence[float]], *before: Rung) -> LrChoice | None:
+    return ladder.choose([*before, rung(losses, last=True)])
 
 
 WIDE = rung({lr: [9.0 if lr != 2 else 8.0] for lr in (1, 2, 4, 8)})
 
 
 def test_the_choice_in_full() -> None:
-    found = chosen({2.0: [3.0, 3.25, 3.5], 4.0: [4.0, 4.25, 4.5]}, WIDE)
-    assert found.model_dump() == {
+    choice = chosen({2.0: [3.0, 3.25, 3.5], 4.0: [4.0, 4.25, 4.5]}, WIDE)
+    assert choice.model_dump() == {
         "optimizer": "adamw",
         "weight_decay": 0.01,
         "lr": 2.0,
@@ -233,10 +231,10 @@ def test_the_choice_in_full() -> None:
 
 
 def test_one_seed_has_no_interval() -> None:
-    found = chosen({2.0: [3.0], 4.0: [3.01], 8.0: [3.5]}, WIDE)
-    assert (found.sd, found.seeds, found.band) == (None, 1, [3.0, 3.0])
-    assert found.tied == [("adamw", 0.01, 4.0), ("adamw", 0.01, 8.0)]
-    assert found.why == (
+    choice = chosen({2.0: [3.0], 4.0: [3.01], 8.0: [3.5]}, WIDE)
+    assert (choice.sd, choice.seeds, choice.band) == (None, 1, [3.0, 3.0])
+    assert choice.tied == [("adamw", 0.01, 4.0), ("adamw", 0.01, 8.0)]
+    assert choice.why == (
         "the lowest loss, of one seed, 0.0100 nats below 4; not to be told apart from 4, 8: one seed has no "
         "interval"
     )
@@ -244,9 +242,9 @@ def test_one_seed_has_no_interval() -> None:
 
 
 def test_an_open_side_is_told() -> None:
-    found = chosen({8.0: [3.0, 3.0], 4.0: [4.0, 4.0]})
-    assert (found.at_edge, found.edge_side, found.tied, found.sd) == (True, "high", [], 0.0)
-    assert found.why == (
+    choice = chosen({8.0: [3.0, 3.0], 4.0: [4.0, 4.0]})
+    assert (choice.at_edge, choice.edge_side, choice.tied, choice.sd) == (True, "high", [], 0.0)
+    assert choice.why == (
         "the lowest mean of 2 seeds, 1.0000 nats below 4; edge of the grid: no worse rate was measured on "
         "the high side"
     )
@@ -268,22 +266,18 @@ def test_rates_are_tied_whose_paired_difference_may_be_zero(count: int, student:
 
 
 def test_fewer_seeds_are_compared_over_those_that_both_have() -> None:
-    found = chosen({2.0: [3.0, 3.5, 2.5], 4.0: [3.02], 8.0: [3.04]}, WIDE)
-    assert [tied[2] for tied in found.tied] == [4.0]  # within 0.03 of the mean, 8 is not
-    assert found.why == (
+    choice = chosen({2.0: [3.0, 3.5, 2.5], 4.0: [3.02], 8.0: [3.04]}, WIDE)
+    assert [tied[2] for tied in choice.tied] == [4.0]  # within 0.03 of the mean, 8 is not
+    assert choice.why == (
         "the lowest mean of 3 seeds, 0.0200 nats below 4 over 1 of them; not to be told apart from 4"
     )
 
 
 def test_the_deviation_is_pooled_over_the_finalists_and_a_diverged_seed_is_out() -> None:
     made = rung({2.0: [3.0, 3.2, 3.4], 4.0: [3.0, 3.4, 3.8]}, last=True)
-    found = ladder.choose([WIDE, made])
-    assert found is not None
-    assert found.sd == pytest.approx(math.sqrt((0.2**2 + 0.4**2) / 2))
+    assert ladder.choose([WIDE, made]).sd == pytest.approx(math.sqrt((0.2**2 + 0.4**2) / 2))
     made.trials[0] = outcome(2.0, 3.0, status="diverged")
-    found = ladder.choose([WIDE, made])
-    assert found is not None
-    assert found.lr == 4.0
+    assert ladder.choose([WIDE, made]).lr == 4.0
 
 
 def test_without_a_last_rung_or_a_finite_loss_nothing_is_chosen() -> None:

@@ -204,16 +204,16 @@ def test_a_whole_run_that_likes_a_rate_between_the_finalists_is_told_so(whole: S
         short = config.schedule.tokens == WHOLE // 8
         return valley(config) + (0.9 if short and config.optim.lr not in (chosen / 2, 2 * chosen) else 0.0)
 
-    found = run(surface)
-    assert {rate for *_, rate in found.first.kept} == {chosen / 2, 2 * chosen}
-    assert found.choice.lr == chosen
+    result = run(surface)
+    assert {rate for *_, rate in result.first.kept} == {chosen / 2, 2 * chosen}
+    assert result.choice.lr == chosen
 
 
 def test_finalists_that_are_close_train_every_seed(run: Run) -> None:
-    found = run(functools.partial(valley, curvature=0.01))
-    last, cost = found.last, found.tune.cost
+    result = run(functools.partial(valley, curvature=0.01))
+    last, cost = result.last, result.tune.cost
     assert sorted(len(last.scores(rate)) for rate in last.rates) == [1, 3, 3]
-    assert [t.seed for t in last.trials if t.lr == found.choice.lr] == [0, 1, 2]
+    assert [t.seed for t in last.trials if t.lr == result.choice.lr] == [0, 1, 2]
     assert cost.tokens < 0.6 * cost.grid_tokens
 
 
@@ -224,22 +224,22 @@ def test_a_finalist_left_out_comes_back_when_the_best_turns_out_worse(whole: Sea
         is_unlucky = config.schedule.tokens == WHOLE and config.optim.lr == chosen and config.run.seed
         return valley(config) + (1.0 if is_unlucky else 0.0)
 
-    found = run(surface)
-    assert found.choice.lr != chosen
-    assert found.choice.seeds == 3
-    assert {t.seed for t in found.last.trials if t.lr == found.choice.lr} == {0, 1, 2}
+    result = run(surface)
+    assert result.choice.lr != chosen
+    assert result.choice.seeds == 3
+    assert {t.seed for t in result.last.trials if t.lr == result.choice.lr} == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("best", "side"), [(0.05, "high"), (0.00001, "low")])
 def test_the_edge_of_the_grid_is_flagged(run: Run, best: float, side: str) -> None:
-    found = run(functools.partial(valley, best=best))
-    rates, test = found.first.rates, found.tune.range_test
+    result = run(functools.partial(valley, best=best))
+    rates, test = result.first.rates, result.tune.range_test
     assert rates[-1] <= test.edge
     if side == "low":
         assert len(rates) == 5 + ladder.EXTENSIONS
-    assert found.choice.edge_side == side
-    assert found.choice.lr == rates[-1 if side == "high" else 0]
-    assert any("edge of the grid" in line for line in found.said)
+    assert result.choice.edge_side == side
+    assert result.choice.lr == rates[-1 if side == "high" else 0]
+    assert any("edge of the grid" in line for line in result.said)
 
 
 def test_what_diverges_and_what_fails_is_out_and_told(run: Run) -> None:
@@ -249,12 +249,12 @@ def test_what_diverges_and_what_fails_is_out_and_told(run: Run) -> None:
             return "5 steps in a row up to step 9 had a gradient that is not finite and were skipped"
         return "RuntimeError: broken" if rate < 0.0015 else valley(config)
 
-    found = run(surface)
-    assert found.exit_code == 0
-    assert {t.status for t in found.first.trials if t.lr > 0.008} == {"diverged"}
-    assert {t.status for t in found.first.trials if t.lr < 0.0015} <= {"failed"}
-    assert any("broken" in line and "failed" in line for line in found.said)
-    assert 0.0015 <= found.choice.lr <= 0.008
+    result = run(surface)
+    assert result.exit_code == 0
+    assert {t.status for t in result.first.trials if t.lr > 0.008} == {"diverged"}
+    assert {t.status for t in result.first.trials if t.lr < 0.0015} <= {"failed"}
+    assert any("broken" in line and "failed" in line for line in result.said)
+    assert 0.0015 <= result.choice.lr <= 0.008
 
 
 def test_finalists_that_diverge_in_the_whole_run_give_way(run: Run) -> None:
@@ -262,10 +262,10 @@ def test_finalists_that_diverge_in_the_whole_run_give_way(run: Run) -> None:
         is_long = config.schedule.tokens == WHOLE and float(config.optim.lr) > 0.0035
         return "3 steps had a gradient that is not finite" if is_long else valley(config, best=0.008)
 
-    found = run(surface)
-    assert found.exit_code == 0
-    assert found.choice.lr <= 0.0035
-    assert {t.status for t in found.last.trials} == {"diverged", "ok"}
+    result = run(surface)
+    assert result.exit_code == 0
+    assert result.choice.lr <= 0.0035
+    assert {t.status for t in result.last.trials} == {"diverged", "ok"}
 
 
 @pytest.mark.parametrize(
@@ -281,11 +281,11 @@ def test_a_search_in_which_everything_fails_has_failed(run: Run, part: str, why:
         kind = "whole" if config.schedule.tokens == WHOLE else "short"
         return "oom" if part == ("range test" if is_range_test(config) else kind) else valley(config)
 
-    found = run(surface)
-    assert (found.exit_code, found.tune.status, found.tune.why) == (1, "failed", why)
-    assert found.choice is None
-    assert any("oom" in line for line in found.said)
-    assert not (found.out / "tuned.yaml").exists()
+    result = run(surface)
+    assert (result.exit_code, result.tune.status, result.tune.why) == (1, "failed", why)
+    assert result.choice is None
+    assert any("oom" in line for line in result.said)
+    assert not (result.out / "tuned.yaml").exists()
 
 
 def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> None:
@@ -308,20 +308,20 @@ def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: 
     config = load_config(None, [*items, f"data.path={shards}", "schedule.hours=0.01"])
     assert rate_trials.full_tokens(config) is None
     for tokens_per_s in (1e4, 2e4):  # a machine that is faster in the second call
-        found = search(config, tmp_path, tokens_per_s=tokens_per_s)
-        assert found.tune.settings.tokens == round(0.01 * 3600 * 1e4 / STEP) * STEP
-        assert any("0.01 h at the measured 10 k tokens/s of 1 rank" in line for line in found.said)
-    assert found.ran == []
+        result = search(config, tmp_path, tokens_per_s=tokens_per_s)
+        assert result.tune.settings.tokens == round(0.01 * 3600 * 1e4 / STEP) * STEP
+        assert any("0.01 h at the measured 10 k tokens/s of 1 rank" in line for line in result.said)
+    assert result.ran == []
 
 
 def test_a_budget_shortens_the_runs_and_says_so(whole: Searched, run: Run) -> None:
     assert whole.tune.settings.tokens == WHOLE
-    found = run(settings=LrOptions(budget_s=60))
-    tokens, at_a_time = found.tune.settings.tokens or 0, found.tune.at_a_time or 0
-    assert found.exit_code == 0
+    result = run(settings=LrOptions(budget_s=60))
+    tokens, at_a_time = result.tune.settings.tokens or 0, result.tune.at_a_time or 0
+    assert result.exit_code == 0
     assert STEP * 8 < tokens < WHOLE
     assert tokens % STEP == 0
-    assert any("for --budget" in line for line in found.said)
+    assert any("for --budget" in line for line in result.said)
     # what the runner says a trial takes: set-up 2 s, an evaluation of 0.5 s or four, tokens at 1e4 a second
     batches = [(5, tokens / 8, 2.5), (7, tokens, 4)]
     seconds = sum(math.ceil(n / at_a_time) * (fixed + each / TOKENS_PER_S) for n, each, fixed in batches)
@@ -426,9 +426,9 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
 ) -> None:
     """The third is of an older program, which wrote no kind."""
     record.write_json(tmp_path / "summary.json", {"status": "failed", "exit_code": 1, "step": 3, **facts})
-    found = rate_trials.read_trial(make(shards), tmp_path, "failed", 0.1, 0, 1.0)
-    assert (found.status, found.tokens, found.cause) == (status, 3 * STEP, facts["cause"])
-    assert found.failure_kind == ("not_finite" if status == "diverged" else "error")
+    result = rate_trials.read_trial(make(shards), tmp_path, "failed", 0.1, 0, 1.0)
+    assert (result.status, result.tokens, result.cause) == (status, 3 * STEP, facts["cause"])
+    assert result.failure_kind == ("not_finite" if status == "diverged" else "error")
 
 
 # --- transfer
@@ -436,9 +436,9 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
 
 def test_transfer_follows_the_papers(shards: Path) -> None:
     config = make(shards, "optim.beta1=0.99", "optim.beta2=0.999", "optim.eps=1e-8")
-    found = transfer.transfer(config, 1e-3, "x", 256, 4096)
-    root, straight, untuned = found.rules
-    assert (found.ratio, found.ours) == (16, None)
+    result = transfer.transfer(config, 1e-3, "x", 256, 4096)
+    root, straight, untuned = result.rules
+    assert (result.ratio, result.ours) == (16, None)
     assert root.lr == pytest.approx(4e-3)
     assert root.beta1 == pytest.approx(0.84)
     assert root.beta2 == pytest.approx(0.984)
@@ -455,7 +455,7 @@ def test_transfer_follows_the_papers(shards: Path) -> None:
 def test_transfer_takes_the_rate_that_was_found(
     shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = search(make(shards), tmp_path)
+    result = search(make(shards), tmp_path)
     options = [f"data.path={shards}", *TINY]
 
     def carry(batches: tuple[int, int], out: Path | None, *more: str, as_json: bool = False) -> str:
@@ -466,12 +466,12 @@ def test_transfer_takes_the_rate_that_was_found(
         )
         return capsys.readouterr().out
 
-    told = json.loads(carry((8, 32), tmp_path, as_json=True))
-    assert told["rules"][0]["lr"] == pytest.approx(2 * found.choice.lr)
-    assert read_json(tmp_path / "tune.json")["transfer"] == told
+    printed = json.loads(carry((8, 32), tmp_path, as_json=True))
+    assert printed["rules"][0]["lr"] == pytest.approx(2 * result.choice.lr)
+    assert read_json(tmp_path / "tune.json")["transfer"] == printed
     assert search(make(shards), tmp_path).tune.transfer is not None
-    another = found.choice.model_copy(update={"lr": 0.5})
-    results.write(tmp_path / "tune.json", found.tune.model_copy(update={"choice": another}))
+    another = result.choice.model_copy(update={"lr": 0.5})
+    results.write(tmp_path / "tune.json", result.tune.model_copy(update={"choice": another}))
     carry((8, 32), tmp_path)
     assert search(make(shards), tmp_path).tune.transfer is None, "it was another rate's"
     assert "sqrt          1 = 0.5 x sqrt(32 / 8)" in carry((8, 32), None, "optim.lr=0.5")
