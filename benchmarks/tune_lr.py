@@ -71,12 +71,12 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, searched: dict[str
     out = o.out / "grid"
     out.mkdir(parents=True, exist_ok=True)
     tokens, seeds = searched["settings"]["tokens"], searched["settings"]["seeds_used"]
-    named = {}
+    todo = []
     for seed in seeds:
         for rate in ladder_of(searched):
             name = rate_trials.trial_name(config, rate, tokens, seed)
             settings = rate_trials.trial_config(config, shards, rate, tokens, seed, last=True)
-            named[name] = Trial(out / "trials" / name, settings, searched["ranks"]), rate, seed
+            todo.append(Trial(out / "trials" / name, settings, searched["ranks"]))
     machine = environment.probe()
     on_gpu = bool(machine.gpus) and config.run.device != "cpu"
     slots = trials.device_slots(
@@ -87,15 +87,11 @@ def grid(o: argparse.Namespace, config: Config, shards: Path, searched: dict[str
     )
     before = (record.read_json(out / "seconds.json") or {"seconds": 0.0})["seconds"]
     start, outcomes = time.monotonic(), []
-    todo = [trial for trial, *_ in named.values()]
     left = [trial for trial in todo if trials.earlier_outcome(trial) is None]
     try:
         with trials.runner(out, slots, launcher="torchrun", on_gpu=on_gpu, log=print) as runs:
             for trial, ended in runs.run(todo):
-                _, rate, seed = named[trial.name]
-                outcome = rate_trials.read_trial(
-                    config, trial.directory, ended.status, rate, seed, ended.seconds
-                )
+                outcome = rate_trials.read_trial(trial, ended)
                 outcomes.append(outcome)
                 print(
                     f"[{len(outcomes)}/{len(todo)}] {trial.name}: {outcome.status} {outcome.heldout_loss}",

@@ -7,9 +7,8 @@ import itertools
 import math
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from launcher.results import CandidateFacts, LrChoice, LrTrial, Rung, Side
+from launcher.results import CandidateFacts, LrChoice, LrTrial, RangeTest, Rung, Side
 from launcher.stats import half_width
 
 SMOOTH = 5  # losses of a range test that are averaged
@@ -21,16 +20,8 @@ FINALISTS = 2
 BEHIND = 0.03  # nats after the first seed, the same for all, by which a finalist is out
 
 
-class Edge(NamedTuple):
-    """The lowest rate at which training broke; None: none up to `highest`."""
-
-    lr: float | None
-    highest: float
-    why: str
-
-
-def find_edge(points: Sequence[tuple[float, float | None, int]]) -> Edge:
-    """The divergence edge of a range test.
+def find_edge(points: Sequence[tuple[float, float | None, int]]) -> tuple[float | None, str]:
+    """The divergence edge of a range test, None where training did not break; and how it was told.
 
     `points`: (rate, loss or None, steps skipped so far) of each step, rates rising. It is the lowest rate
     at which a loss was not finite, a step was skipped (but the first ones, while fp16's loss scale falls), or
@@ -42,9 +33,9 @@ def find_edge(points: Sequence[tuple[float, float | None, int]]) -> Edge:
     falling = next((k for k, point in enumerate(points) if point[2] <= k), len(points))
     for lr, loss, skipped in points:
         if skipped > falling:
-            return Edge(lr, lr, "a step was skipped for a gradient that is not finite")
+            return lr, "a step was skipped for a gradient that is not finite"
         if loss is None or not math.isfinite(loss):
-            return Edge(lr, lr, "the loss is not finite")
+            return lr, "the loss is not finite"
         losses.append(loss)
         if len(losses) < SMOOTH:
             continue
@@ -54,20 +45,20 @@ def find_edge(points: Sequence[tuple[float, float | None, int]]) -> Edge:
         low = min(smoothed)
         rise = smoothed[-1] - low
         if rise > max(RISE * (smoothed[0] - low), SIGMAS * noise):
-            return Edge(lr, lr, f"the loss rose {rise:.3g} nats above its minimum")
-    highest = points[-1][0]
-    return Edge(None, highest, f"no divergence up to {highest:.3g}")
+            return lr, f"the loss rose {rise:.3g} nats above its minimum"
+    return None, f"no divergence up to {points[-1][0]:.3g}"
 
 
-def first_ladder(edge: Edge, count: int) -> list[float]:
-    """`count` rates spaced 2x downwards from edge / SAFETY (rounded down to two digits), highest first."""
-    top = (edge.highest if edge.lr is None else edge.lr) / SAFETY
+def first_ladder(test: RangeTest, count: int) -> list[float]:
+    """`count` rates spaced 2x downwards from edge / SAFETY (rounded down to two digits), highest first. Where
+    there is no edge, the highest rate of the test takes its place."""
+    top = (test.points[-1][0] if test.edge is None else test.edge) / SAFETY
     digit = math.floor(math.log10(top)) - 1
     rounded = float(f"{math.floor(top / 10.0**digit * (1 + 1e-9)) * 10.0**digit:.2g}")
     return [rounded / 2**k for k in range(count)]
 
 
-def extension(trials: Sequence[LrTrial], edge: Edge, first: Sequence[float]) -> float | None:
+def extension(trials: Sequence[LrTrial], edge: float | None, first: Sequence[float]) -> float | None:
     """The rate to add to the first rung because the best one is its highest or lowest, or, when all diverged,
     below the first ladder; None when there is a bracket, or no room. `first`: before additions.
     """
@@ -82,9 +73,9 @@ def extension(trials: Sequence[LrTrial], edge: Edge, first: Sequence[float]) -> 
     return _added(best / 2, first, edge) if best == min(rates) else None
 
 
-def _added(lr: float, first: Sequence[float], edge: Edge) -> float | None:
+def _added(lr: float, first: Sequence[float], edge: float | None) -> float | None:
     far = 2.0**EXTENSIONS * (1 + 1e-9)
-    if lr > max(first) * far or lr < min(first) / far or (edge.lr is not None and lr > edge.lr):
+    if lr > max(first) * far or lr < min(first) / far or (edge is not None and lr > edge):
         return None
     return lr
 

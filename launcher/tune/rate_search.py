@@ -20,7 +20,7 @@ from launcher.results import LrOptions, LrPlanFile, LrTrial, RangeTest, Rung
 from launcher.run.read_run import cause, failure_kind, read_summary
 from launcher.run.trials import Progress, Runner, Trial, earlier_outcome
 from launcher.tune import ladder, rate_trials
-from launcher.tune.ladder import FINALISTS, Edge
+from launcher.tune.ladder import FINALISTS
 from launcher.tune.search import SearchFailed
 
 SHORT = 8  # the first rung trains this part of the whole budget; the whole has as many steps at least
@@ -118,19 +118,19 @@ class RateSearch:
 
     def run(self) -> None:
         """To the last rung. Raises Stopped for a signal, SearchFailed, ConfigError for a budget too small."""
-        edge = self._test_range()
+        test = self.range_test = self._test_range()
         tokens = self._settle_tokens()
         rungs = planned(self.q.settings, tokens)
         expected = [self._pace.trial_s(n, last=last) for count, n, last in rungs for _ in range(count)]
         self._progress = Progress(expected, self._log)
-        first = self._climb(edge, tokens // SHORT)
+        first = self._climb(test, tokens // SHORT)
         order = ladder.ranked(first)
         if not order:
             raise SearchFailed("no rate of the first rung can be chosen")
         first.kept.extend(ladder.candidates(first, order[:FINALISTS]))
         self._train_finalists(order, tokens)
 
-    def _test_range(self) -> Edge:
+    def _test_range(self) -> RangeTest:
         """Raises SearchFailed when nothing trains."""
         config = self.q.config
         steps = rate_trials.range_steps(config, self.q.settings.tokens or rate_trials.full_tokens(config))
@@ -143,15 +143,8 @@ class RateSearch:
         self.range_tokens = len(points) * rate_trials.step_tokens(config)
         if not points or (outcome.status != "ok" and failure_kind(directory) != "not_finite"):
             raise SearchFailed(f"{name}: {outcome.status}: {cause(directory)}")
-        edge = ladder.find_edge(points)
-        self._log(f"  edge at {edge.lr:.3g}: {edge.why}" if edge.lr is not None else f"  {edge.why}")
-        self.range_test = RangeTest(
-            optimizer=config.optim.name,
-            points=[(lr, loss) for lr, loss, _ in points],
-            edge=edge.lr,
-            why=edge.why,
-            trial=name,
-        )
+        edge, why = ladder.find_edge(points)
+        self._log(f"  edge at {edge:.3g}: {why}" if edge is not None else f"  {why}")
         summary = read_summary(directory) or Summary(status="failed")
         self._pace = Pace(
             tokens_per_s=summary.tokens_per_s or 0.0,
@@ -159,7 +152,8 @@ class RateSearch:
             eval_s=summary.time_s.get("eval", 0.0),
             range_s=outcome.seconds,
         )
-        return edge
+        pairs = [(lr, loss) for lr, loss, _ in points]
+        return RangeTest(optimizer=config.optim.name, points=pairs, edge=edge, why=why, trial=name)
 
     def _settle_tokens(self) -> int:
         """Tokens of a whole run; what is about to run is said."""
@@ -189,12 +183,12 @@ class RateSearch:
         self._log(f"{'last' if last else 'first'} rung: {length} a run, {count_of(len(seeds), 'seed')}")
         return rung
 
-    def _climb(self, edge: Edge, tokens: int) -> Rung:
+    def _climb(self, test: RangeTest, tokens: int) -> Rung:
         """The first rung: a ladder of rates below the edge, longer while the best stands at an end."""
         rung = self._open_rung(tokens, self.q.seeds[:1], last=False)
-        rates = ladder.first_ladder(edge, self.q.settings.rates)
+        rates = ladder.first_ladder(test, self.q.settings.rates)
         self._train(rung, rates, rung.seeds)
-        while (more := ladder.extension(rung.trials, edge, rates)) is not None:
+        while (more := ladder.extension(rung.trials, test.edge, rates)) is not None:
             self._log(f"the best rate stands at the end of the ladder; next to it: {more:g}")
             self._progress.expect(self._trial_s(rung))
             self._train(rung, [more], rung.seeds)
@@ -231,30 +225,28 @@ class RateSearch:
     def _train(self, rung: Rung, rates: Sequence[float], seeds: Sequence[int]) -> None:
         """Each rate with each of these seeds that it has not had; the results in that order."""
         q, had = self.q, {(trial.lr, trial.seed) for trial in rung.trials}
-        pairs = [(lr, seed) for seed in seeds for lr in rates if (lr, seed) not in had]
-        named = {rate_trials.trial_name(q.config, lr, rung.tokens, seed): (lr, seed) for lr, seed in pairs}
         todo = [
             self._trial(
-                name, rate_trials.trial_config(q.config, q.shards, lr, rung.tokens, seed, last=rung.last)
+                rate_trials.trial_name(q.config, lr, rung.tokens, seed),
+                rate_trials.trial_config(q.config, q.shards, lr, rung.tokens, seed, last=rung.last),
             )
-            for name, (lr, seed) in named.items()
+            for seed in seeds
+            for lr in rates
+            if (lr, seed) not in had
         ]
         earlier = {trial.name for trial in todo if earlier_outcome(trial) is not None}
         if earlier:
             self._log(f"resuming: {len(earlier)} of {len(todo)} trials already done")
         done: dict[str, LrTrial] = {}
         try:
-            for trial, ended in self._runs.run(todo):
-                result = rate_trials.read_trial(
-                    q.config, trial.directory, ended.status, *named[trial.name], ended.seconds
-                )
-                done[trial.name] = result
+            for trial, outcome in self._runs.run(todo):
+                result = done[trial.name] = rate_trials.read_trial(trial, outcome)
                 if trial.name in earlier:
                     self._progress.had(self._trial_s(rung))
                 else:
                     self._progress.ended(self._trial_s(rung), result_text(result, rung))
         finally:
-            trials = [*rung.trials, *(done[name] for name in named if name in done)]
+            trials = [*rung.trials, *(done[trial.name] for trial in todo if trial.name in done)]
             rung.trials[:] = ladder.marked_diverged(trials, q.unigram)
             self.plan.save()
 

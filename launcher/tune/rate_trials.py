@@ -12,6 +12,7 @@ from bert_dp.record.models import Summary
 from launcher.results import LrTrial, TrialStatus
 from launcher.run.describe import expected_steps
 from launcher.run.read_run import cause, failure_kind, read_summary
+from launcher.run.trials import Outcome, Trial
 from launcher.tune.search import with_settings
 
 RANGE_TOP = 1.0  # rate at the end of a range test; it begins at 1e-4 of this
@@ -108,31 +109,30 @@ def tuned_config(config: Config, lr: float) -> Config:
     return with_settings(config, optim=update)
 
 
-def read_trial(
-    config: Config, directory: Path, status: TrialStatus, lr: float, seed: int, seconds: float
-) -> LrTrial:
-    """What a trial that ended as `status` (ok, oom or failed) after `seconds` has come to."""
+def read_trial(trial: Trial, outcome: Outcome) -> LrTrial:
+    """What a trial has come to."""
+    directory, config = trial.directory, trial.config
     summary = read_summary(directory) or Summary(status="failed")
-    loss = summary.heldout_loss
+    status: TrialStatus = outcome.status
     why, kind = (None, None) if status == "ok" else (cause(directory), failure_kind(directory))
-    if status == "ok" and loss is None:
+    if status == "ok" and summary.heldout_loss is None:
         status, why = "diverged", "the held-out loss is not finite"
     elif status == "failed" and kind == "not_finite":
         status = "diverged"
     evals = record.read_lines(directory / "evals.jsonl")
     return LrTrial(
-        trial=directory.name,
-        lr=lr,
+        trial=trial.name,
+        lr=float(config.optim.lr),
         weight_decay=config.optim.weight_decay,
         optimizer=config.optim.name,
-        seed=seed,
+        seed=config.run.seed,
         status=status,
         failure_kind=kind,
         cause=why,
-        heldout_loss=loss,
+        heldout_loss=summary.heldout_loss,
         heldout=summary.heldout,
         tokens=summary.tokens or step_tokens(config) * summary.step,
-        seconds=seconds,
+        seconds=outcome.seconds,
         curve=[(line["tokens"], line["loss"]) for line in evals if line["loss"] is not None],
     )
 

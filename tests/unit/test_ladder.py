@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from launcher.results import LrChoice, LrTrial, Rung
+from launcher.results import LrChoice, LrTrial, RangeTest, Rung
 from launcher.tune import ladder
-from launcher.tune.ladder import Edge
 
 
 def outcome(lr: float, loss: float | None, seed: int = 0, status: str = "ok") -> LrTrial:
@@ -31,38 +30,36 @@ def steps(losses: Sequence[float | None]) -> list[tuple[float, float | None, int
 def test_a_rise_of_a_tenth_of_the_fall_is_the_edge() -> None:
     """From 10 to 0 without noise: the mean of five must rise by more than 1."""
     losses = [10.0] * 5 + [0.0] * 7
-    assert ladder.find_edge(steps([*losses, 5.5])) == Edge(
-        12.5, 12.5, "the loss rose 1.1 nats above its minimum"
-    )
-    assert ladder.find_edge(steps([*losses, 5.0])) == Edge(None, 12.5, "no divergence up to 12.5")
-    assert ladder.find_edge(steps([*losses, 5.0, 0.6])).lr == 13.5
-    assert ladder.find_edge(steps([*(x + 2 for x in losses), 7.5])).lr == 12.5  # of the fall, not the height
+    assert ladder.find_edge(steps([*losses, 5.5])) == (12.5, "the loss rose 1.1 nats above its minimum")
+    assert ladder.find_edge(steps([*losses, 5.0])) == (None, "no divergence up to 12.5")
+    assert ladder.find_edge(steps([*losses, 5.0, 0.6]))[0] == 13.5
+    assert ladder.find_edge(steps([*(x + 2 for x in losses), 7.5]))[0] == 12.5  # of the fall, not the height
     # the minimum before counts, not the last mean
-    assert ladder.find_edge(steps([*losses, *[1.0] * 5, 1.6])).lr == 17.5
+    assert ladder.find_edge(steps([*losses, *[1.0] * 5, 1.6]))[0] == 17.5
 
 
 def test_a_rise_must_be_eight_deviations_of_the_smoothed_noise() -> None:
     """Neighbours differ by 1: deviation 1.4826 / sqrt(2 x 5), so the mean must rise by 3.75."""
     losses = [0.0, 1.0] * 10
     bound = 5 * 8 * 1.4826 / math.sqrt(10)
-    assert ladder.find_edge(steps([*losses, bound - 0.01])).lr is None
-    assert ladder.find_edge(steps([*losses, bound + 0.01])).lr == 20.5
+    assert ladder.find_edge(steps([*losses, bound - 0.01]))[0] is None
+    assert ladder.find_edge(steps([*losses, bound + 0.01]))[0] == 20.5
 
 
 def test_noise_alone_is_no_edge() -> None:
     draws = random.Random(0)
     points = [(10 ** (-4 + k / 25), 7 - 0.01 * k + draws.gauss(0, 0.1), 0) for k in range(100)]
-    assert ladder.find_edge(points).lr is None
+    assert ladder.find_edge(points)[0] is None
 
 
 def test_before_five_losses_nothing_has_risen() -> None:
-    assert ladder.find_edge(steps([0.0, 0.0, 0.0, 9.0])).lr is None
-    assert ladder.find_edge(steps([0.0, 0.0, 0.0, 0.0, 0.0, 9.0])).lr == 5.5
+    assert ladder.find_edge(steps([0.0, 0.0, 0.0, 9.0]))[0] is None
+    assert ladder.find_edge(steps([0.0, 0.0, 0.0, 0.0, 0.0, 9.0]))[0] == 5.5
 
 
 @pytest.mark.parametrize("loss", [None, math.inf, math.nan])
 def test_a_loss_that_is_not_finite_is_the_edge(loss: float | None) -> None:
-    assert ladder.find_edge(steps([1.0, loss, 1.0])) == Edge(1.5, 1.5, "the loss is not finite")
+    assert ladder.find_edge(steps([1.0, loss, 1.0])) == (1.5, "the loss is not finite")
 
 
 @pytest.mark.parametrize(
@@ -79,22 +76,23 @@ def test_a_loss_that_is_not_finite_is_the_edge(loss: float | None) -> None:
 def test_a_skipped_step_is_the_edge_but_the_first_ones(skipped: list[int], edge: float | None) -> None:
     points = [(1.0 + k, 5.0, n) for k, n in enumerate(skipped)]
     why = "a step was skipped for a gradient that is not finite" if edge else "no divergence up to 4"
-    assert ladder.find_edge(points) == Edge(edge, edge or 4.0, why)
+    assert ladder.find_edge(points) == (edge, why)
 
 
 @pytest.mark.parametrize(
-    ("edge", "rates"),
+    ("edge", "last", "rates"),
     [
-        (Edge(4.0, 64.0, ""), [1.0, 0.5, 0.25]),
-        (Edge(None, 4.0, ""), [1.0, 0.5, 0.25]),
-        (Edge(0.0517, 9.0, ""), [0.012, 0.006, 0.003]),
-        (Edge(0.5196, 9.0, ""), [0.12, 0.06, 0.03]),
-        (Edge(0.00396, 9.0, ""), [0.00099, 0.000495, 0.0002475]),
-        (Edge(396.0, 9.0, ""), [99.0, 49.5, 24.75]),
+        (4.0, 64.0, [1.0, 0.5, 0.25]),
+        (None, 4.0, [1.0, 0.5, 0.25]),
+        (0.0517, 9.0, [0.012, 0.006, 0.003]),
+        (0.5196, 9.0, [0.12, 0.06, 0.03]),
+        (0.00396, 9.0, [0.00099, 0.000495, 0.0002475]),
+        (396.0, 9.0, [99.0, 49.5, 24.75]),
     ],
 )
-def test_the_first_ladder(edge: Edge, rates: list[float]) -> None:
-    assert ladder.first_ladder(edge, 3) == pytest.approx(rates, rel=1e-12)
+def test_the_first_ladder(edge: float | None, last: float, rates: list[float]) -> None:
+    test = RangeTest(points=[(last, 1.0)], edge=edge)
+    assert ladder.first_ladder(test, 3) == pytest.approx(rates, rel=1e-12)
 
 
 # --- more rates
@@ -103,7 +101,7 @@ FIRST = [1.0, 2.0, 4.0]
 
 
 def added(outcomes: list[LrTrial], edge: float | None = 100.0) -> float | None:
-    return ladder.extension(outcomes, Edge(edge, 100.0, ""), FIRST)
+    return ladder.extension(outcomes, edge, FIRST)
 
 
 def test_a_rate_is_added_at_the_end_that_is_best() -> None:

@@ -426,7 +426,7 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
 ) -> None:
     """The third is of an older program, which wrote no kind."""
     record.write_json(tmp_path / "summary.json", {"status": "failed", "exit_code": 1, "step": 3, **facts})
-    result = rate_trials.read_trial(make(shards), tmp_path, "failed", 0.1, 0, 1.0)
+    result = rate_trials.read_trial(Trial(tmp_path, make(shards), 1), Outcome("failed", 1.0))
     assert (result.status, result.tokens, result.cause) == (status, 3 * STEP, facts["cause"])
     assert result.failure_kind == ("not_finite" if status == "diverged" else "error")
 
