@@ -22,6 +22,20 @@ HELDOUT = (
 )
 
 
+UNUSUAL = {
+    "failed_saves": 3,
+    "loss_spikes": 1,
+    "skipped_steps": 2,
+    "energy_j": 2.1e7,
+    "straggler": {"rank": 1, "ratio": 1.5, "seconds_per_step": 1.0},
+}
+
+
+def report_of(path: Path, **summary: Any) -> Report:
+    """Of a run whose summary says this too."""
+    return of_directories([make_run(path, summary=summary)])
+
+
 def rows_of(report: Report, title: str = "Numbers") -> dict[tuple[str, str], list[str]]:
     """Topic and label -> the value and its note in each column."""
     section = next(section for section in report.sections if section.title == title)
@@ -30,8 +44,8 @@ def rows_of(report: Report, title: str = "Numbers") -> dict[tuple[str, str], lis
 
 
 def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run", summary={"energy_j": 4096.0, "straggler_ratio": 1.05})
-    rows = [(*key, cells[0]) for key, cells in rows_of(of_directories([run])).items()]
+    report = report_of(tmp_path / "run", energy_j=4096.0, straggler_ratio=1.05)
+    rows = [(*key, cells[0]) for key, cells in rows_of(report).items()]
     ratio = "own work of the slowest rank / median of the others, before any gradient reduction"
     outcome, work, rates, time = "Outcome", "Work", "Throughput", "Time (rank 0)"
     assert rows == [
@@ -68,24 +82,19 @@ def test_every_number_stands_beside_its_denominator(tmp_path: Path) -> None:
         ("Resources and files", "energy", "4.1 kJ | 5 kJ per million tokens, 2 CPU ranks"),
         ("Resources and files", "checkpoint", "checkpoints/step-00000100 | "),
     ]
-
-
-def test_the_page_holds_the_numbers_of_the_summary(tmp_path: Path) -> None:
-    page = read_page(of_directories([make_run(tmp_path / "run")]))
     losses = ("final_loss", "heldout_loss", "unigram_entropy_nats", "uniform_entropy_nats")
-    rates = ("steps_per_s", "global_steps_per_s", "samples_per_s", "tokens_per_s", "tokens_per_s_per_gpu")
-    assert {SUMMARY[key] for key in (*losses, *rates, "peak_memory_gib")} <= page.exact
+    speeds = ("steps_per_s", "global_steps_per_s", "samples_per_s", "tokens_per_s", "tokens_per_s_per_gpu")
+    assert {SUMMARY[key] for key in (*losses, *speeds, "peak_memory_gib")} <= read_page(report).exact
 
 
 def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> None:
-    lines = shown(of_directories([make_run(tmp_path / "run")]))
+    lines = shown(report_of(tmp_path / "run"))
     assert len(lines) <= 28
     text = unfolded(lines)
     for words in ("tokens 16.4 k tokens/s, summed over 2 CPU ranks", "skipped steps 2, 2.0 %"):
         assert words in text
-    quiet = unfolded(shown(of_directories([make_run(tmp_path / "quiet", summary={"skipped_steps": 0})])))
-    unusual = {"failed_saves": 3, "loss_spikes": 1, "skipped_steps": 2, "energy_j": 2.1e7}
-    loud = unfolded(shown(of_directories([make_run(tmp_path / "loud", summary=unusual)])))
+    quiet = unfolded(shown(report_of(tmp_path / "quiet", skipped_steps=0)))
+    loud = unfolded(shown(report_of(tmp_path / "loud", **UNUSUAL)))
     for words in (
         "failed saves 3, see the log",
         "loss spikes 1, logged losses far above",
@@ -96,22 +105,16 @@ def test_the_console_is_compact_and_tells_what_is_unusual(tmp_path: Path) -> Non
         assert " ".join(words.split()[:2]) not in quiet
 
 
-def test_a_failed_save_moves_no_other_row(tmp_path: Path) -> None:
-    plain = list(rows_of(of_directories([make_run(tmp_path / "plain")])))
-    unusual = {
-        "failed_saves": 3,
-        "loss_spikes": 1,
-        "straggler": {"rank": 1, "ratio": 1.5, "seconds_per_step": 1.0},
-    }
-    more = list(rows_of(of_directories([make_run(tmp_path / "more", summary=unusual)])))
+def test_what_is_unusual_moves_no_other_row(tmp_path: Path) -> None:
+    plain, more = (list(rows_of(report_of(tmp_path / str(i), **UNUSUAL if i else {}))) for i in range(2))
     assert [key for key in more if key in plain] == plain
     labels = [label for _, label in more]
-    for unusual_label, above in (
+    for label, above in (
         ("failed saves", "checkpoint"),
         ("loss spikes", "skipped steps"),
         ("straggler", "straggler ratio"),
     ):
-        assert labels[labels.index(unusual_label) - 1] == above
+        assert labels[labels.index(label) - 1] == above
 
 
 @pytest.mark.parametrize(
@@ -129,7 +132,7 @@ def test_a_failed_save_moves_no_other_row(tmp_path: Path) -> None:
     ],
 )
 def test_verdict(tmp_path: Path, change: dict[str, Any], level: str, words: str) -> None:
-    (verdict,) = of_directories([make_run(tmp_path / "run", summary=change)]).verdicts
+    (verdict,) = report_of(tmp_path / "run", **change).verdicts
     assert verdict.level == level
     assert words in verdict.text
 
@@ -146,35 +149,16 @@ FAILED = {
 }
 
 
-def test_a_failed_run_tells_where_why_and_what_to_do(tmp_path: Path) -> None:
-    rows = rows_of(of_directories([make_run(tmp_path / "run", summary=FAILED)]))
-    assert {label: rows["Outcome", label][0] for label in ("cause", "at", "why", "fix", "log")} == {
-        "cause": "rank 1: no | ",
-        "at": "a.py:1 in f: g() | ",
-        "why": "so | ",
-        "fix": "do\nor do | ",
-        "log": "l | ",
-    }
-
-
-def test_a_failed_run_beside_others_keeps_every_value_under_its_label(tmp_path: Path) -> None:
-    other = {
-        "status": "failed",
-        "exit_code": 2,
-        "cause": "disk",
-        "consequences": ["rank 1 followed"],
-        "fix": ["free"],
-    }
-    runs = [
-        make_run(tmp_path / "done", summary={"failed_saves": 1}),
-        make_run(tmp_path / "failed", summary=FAILED),
-        make_run(tmp_path / "full", summary=other),
-    ]
-    report = of_directories(runs)
+def test_a_failed_run_tells_why_and_what_to_do_and_others_beside_it_have_no_such_row(tmp_path: Path) -> None:
+    full = {"status": "failed", "cause": "disk", "consequences": ["rank 1 followed"], "fix": ["free"]}
+    summaries = {"done": {"failed_saves": 1}, "failed": FAILED, "full": full}
+    report = of_directories([make_run(tmp_path / name, summary=facts) for name, facts in summaries.items()])
     rows = rows_of(report)
     assert rows["Outcome", "cause"] == ["none recorded | ", "rank 1: no | ", "disk | "]
     assert rows["Outcome", "fix"] == [" | ", "do\nor do | ", "free | "]
     assert rows["Outcome", "at"] == [" | ", "a.py:1 in f: g() | ", " | "]
+    assert rows["Outcome", "why"] == [" | ", "so | ", " | "]
+    assert rows["Outcome", "log"] == [" | ", "l | ", " | "]
     assert rows["Outcome", "consequence"] == [" | ", " | ", "rank 1 followed | "]
     assert rows["Resources and files", "failed saves"] == ["1 | see the log", " | ", " | "]
     assert rows["Outcome", "held-out loss"] == [HELDOUT] * 3
@@ -210,16 +194,16 @@ def test_figures_show_what_was_logged(tmp_path: Path) -> None:
     report = of_directories([run])
     loss = figure_of(report, "Loss")
     training, heldout = loss.traces
-    assert training.x == [8192.0 * step for step in range(10, 130, 10)]  # type: ignore[union-attr]
-    assert training.y[-2:] == [None, 8.0 - 120 / 50]  # type: ignore[union-attr]
-    assert (heldout.x, heldout.y) == ([819200.0], [6.25])  # type: ignore[union-attr]
+    assert training.x == [8192.0 * step for step in range(10, 130, 10)]
+    assert training.y[-2:] == [None, 8.0 - 120 / 50]
+    assert (heldout.x, heldout.y) == ([819200.0], [6.25])
     assert [(rule.label, rule.value) for rule in loss.levels] == [
         ("unigram entropy 6.75", 6.75),
         ("ln V 8.32", math.log(4096)),
     ]
     assert loss.switch
     split = figure_of(report, "Where the time went")
-    assert {bar.label: bar.parts for bar in split.traces} == {  # type: ignore[union-attr]
+    assert {bar.label: bar.parts for bar in split.traces} == {
         "setup": [0.10],
         "compile": [0.05],
         "data wait": [0.03],
@@ -240,8 +224,8 @@ def test_a_spike_of_a_long_run_stays_visible(tmp_path: Path) -> None:
     ]
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     training = figure_of(of_directories([run]), "Loss").traces[0]
-    assert len(training.x) < 2100  # type: ignore[union-attr]
-    points = dict(zip(training.x, training.y, strict=True))  # type: ignore[union-attr]
+    assert len(training.x) < 2100
+    points = dict(zip(training.x, training.y, strict=True))
     assert points[7777.0] == 99.0
     assert points[4444.0] is None
     assert {0.0, 19_999.0} <= points.keys()
@@ -262,19 +246,14 @@ def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
     assert "training loss, last 7.4000 nats" in unfolded(shown(report))
 
 
-def test_a_crashed_run_shows_its_last_evaluation(tmp_path: Path) -> None:
-    run = make_run(tmp_path / "run")
-    record.append_line(run / "evals.jsonl", evaluation(200, 819200, 5.5))
-    (run / "summary.json").unlink()
-    assert "held-out loss 5.5000 nats" in unfolded(shown(of_directories([run])))
-
-
 def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run")
     (run / "summary.json").unlink()
+    record.append_line(run / "evals.jsonl", evaluation(200, 819200, 5.5))
     (run / "checkpoints" / "step-00000090").mkdir(parents=True)
     (run / "config.yaml").write_text(dump_config(make_config("precision=fp32", "model.vocab_size=1000")))
     rows = {label: cells[0] for (_, label), cells in rows_of(of_directories([run])).items()}
+    assert rows["held-out loss"].startswith("5.5000 nats")
     assert rows["ln V"].startswith("6.9078 nats")
     assert rows["train"].startswith("50.0 s")  # 100 steps of 0.5 s
     assert rows["data wait"].startswith("1.0 s")
