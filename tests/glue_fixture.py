@@ -16,7 +16,7 @@ from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue import document
 from launcher.evaluate.glue_grid import Grid, Task
 from launcher.evaluate.glue_run import GlueRun
-from launcher.results import Glue, GlueOptions, GlueTask
+from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Outcome, Runner, Stopped, Trial, earlier_outcome
 from tests.helpers import make_config, write_lines
 from tests.shards import SPECIAL
@@ -147,6 +147,19 @@ class MadeRunner(Runner):
 
 
 # --- whole evaluations
+
+
+def scored_task(name: str, values: list[float | None], **task: Any) -> GlueTask:
+    """A task whose trials scored these values in every metric; None: failed."""
+    source = make_task(name, **task)
+    trials = [
+        GlueTrial(trial=f"{name}-s{seed}", lr=4e-5, seed=seed, status="ok", scores=scores_of(source, value))
+        if value is not None
+        else GlueTrial(trial=f"{name}-s{seed}", lr=4e-5, seed=seed, status="failed", cause="NaN")
+        for seed, value in enumerate(values)
+    ]
+    majority = {split: dict.fromkeys(source.manifest.metrics, 0.4) for split in source.dev}
+    return glue_scores.task_result(source, trials[::-1], majority, None)
 
 
 def evaluation(out: Path, tasks: Sequence[GlueTask], **asked: Any) -> Glue:

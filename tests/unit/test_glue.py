@@ -23,7 +23,16 @@ from launcher.evaluate.predictions import write_submissions
 from launcher.report.model import Line
 from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Outcome, Stopped, Trial
-from tests.glue_fixture import MadeRunner, evaluation, make_grid, make_task, measured, scores_of, write_trial
+from tests.glue_fixture import (
+    MadeRunner,
+    evaluation,
+    make_grid,
+    make_task,
+    measured,
+    scored_task,
+    scores_of,
+    write_trial,
+)
 from tests.helpers import issues_of, read_lines, write_lines
 from tests.report_fixture import figure_of, shown, unfolded
 
@@ -99,43 +108,30 @@ def test_a_trial_that_failed_has_no_score(tmp_path: Path) -> None:
 # --- over the seeds
 
 
-def made(name: str, values: list[float | None], **task: Any) -> GlueTask:
-    """A task whose trials scored these values in every metric; None: failed."""
-    source = make_task(name, **task)
-    trials = [
-        GlueTrial(trial=f"{name}-s{seed}", lr=4e-5, seed=seed, status="ok", scores=scores_of(source, value))
-        if value is not None
-        else GlueTrial(trial=f"{name}-s{seed}", lr=4e-5, seed=seed, status="failed", cause="NaN")
-        for seed, value in enumerate(values)
-    ]
-    majority = {split: dict.fromkeys(source.manifest.metrics, 0.4) for split in source.dev}
-    return glue_scores.task_result(source, trials[::-1], majority, None)
-
-
 def test_the_median_and_the_deviation_are_over_the_seeds_that_have_a_score() -> None:
-    (score,) = made("RTE", [0.5, None, 0.7, 0.55]).scores
+    (score,) = scored_task("RTE", [0.5, None, 0.7, 0.55]).scores
     assert score.seeds == [0.5, None, 0.7, 0.55]
     assert score.median == 0.55
     assert score.sd == pytest.approx(statistics.stdev([0.5, 0.7, 0.55]))
     assert score.majority == 0.4
     assert not score.is_whole
-    (alone,) = made("RTE", [0.5]).scores
+    (alone,) = scored_task("RTE", [0.5]).scores
     assert (alone.median, alone.sd) == (0.5, None)
-    (none,) = made("RTE", [None]).scores
+    (none,) = scored_task("RTE", [None]).scores
     assert (none.median, none.sd, none.seeds) == (None, None, [None])
 
 
 def test_the_median_trial_is_one_of_the_trials() -> None:
-    assert made("RTE", [0.5, 0.9, 0.7]).median_trial == "RTE-s2"
-    assert made("RTE", [0.5, 0.9, 0.7, 0.6]).median_trial == "RTE-s3"  # the lower of the middle two
-    assert made("RTE", [0.7, 0.7, 0.7]).median_trial == "RTE-s1"
-    assert made("RTE", [None]).median_trial is None
+    assert scored_task("RTE", [0.5, 0.9, 0.7]).median_trial == "RTE-s2"
+    assert scored_task("RTE", [0.5, 0.9, 0.7, 0.6]).median_trial == "RTE-s3"  # the lower of the middle two
+    assert scored_task("RTE", [0.7, 0.7, 0.7]).median_trial == "RTE-s1"
+    assert scored_task("RTE", [None]).median_trial is None
 
 
 def test_the_average_is_the_mean_of_nine_numbers() -> None:
     values = {name: 0.1 * k for k, name in enumerate(EIGHT, 1)}
-    tasks = [made(name, [value] * 3) for name, value in values.items()]
-    average, why = glue_scores.average([*tasks, made("WNLI", [0.0])])
+    tasks = [scored_task(name, [value] * 3) for name, value in values.items()]
+    average, why = glue_scores.average([*tasks, scored_task("WNLI", [0.0])])
     assert why == []
     assert average == pytest.approx((sum(values.values()) + values["MNLI"]) / 9)
 
@@ -143,13 +139,13 @@ def test_the_average_is_the_mean_of_nine_numbers() -> None:
 @pytest.mark.parametrize(
     ("name", "task", "why"),
     [
-        ("QQP", made("QQP", [0.5], official=False), "QQP is a subset of GLUE's rows"),
-        ("CoLA", made("CoLA", [0.5, None]), "CoLA lacks the score of a seed"),
+        ("QQP", scored_task("QQP", [0.5], official=False), "QQP is a subset of GLUE's rows"),
+        ("CoLA", scored_task("CoLA", [0.5, None]), "CoLA lacks the score of a seed"),
         ("MNLI", None, "MNLI is not evaluated"),
     ],
 )
 def test_there_is_no_average_without_all_of_them(name: str, task: GlueTask | None, why: str) -> None:
-    whole = {each: made(each, [0.5, 0.5]) for each in EIGHT}
+    whole = {each: scored_task(each, [0.5, 0.5]) for each in EIGHT}
     tasks = [task if each == name else whole[each] for each in EIGHT]
     assert glue_scores.average([each for each in tasks if each]) == (None, [why])
 
@@ -239,7 +235,7 @@ def test_a_rate_with_a_failed_trial_is_not_chosen(
 
 
 def test_a_rate_needs_the_score_of_every_task() -> None:
-    trials = {name: made(name, [value]).trials[0] for name, value in (("RTE", 0.9), ("CoLA", None))}
+    trials = {name: scored_task(name, [value]).trials[0] for name, value in (("RTE", 0.9), ("CoLA", None))}
     rate = glue_scores.rate_score(3e-4, trials, {"RTE": "dev/accuracy", "CoLA": "dev/mcc"})
     assert (rate.scores, rate.mean) == ({"RTE": 0.9, "CoLA": None}, None)
 
@@ -370,18 +366,18 @@ def test_without_a_test_file_or_a_finite_answer_there_is_no_submission(tmp_path:
 
 
 def test_the_file_comes_back_as_it_was(tmp_path: Path) -> None:
-    glue = evaluation(tmp_path, [made("RTE", [0.5, None]), made("MNLI", [0.5, 0.7])])
+    glue = evaluation(tmp_path, [scored_task("RTE", [0.5, None]), scored_task("MNLI", [0.5, 0.7])])
     results.write(tmp_path / "glue.json", glue)
     assert results.read(tmp_path / "glue.json", Glue) == glue
 
 
 def test_the_table_has_what_a_number_must_not_be_read_without(tmp_path: Path) -> None:
-    constant = made("MRPC", [0.68, 0.68], official=False)
+    constant = scored_task("MRPC", [0.68, 0.68], official=False)
     flagged = [trial.model_copy(update={"one_class": ["dev"]}) for trial in constant.trials]
     tasks = [
         constant.model_copy(update={"trials": flagged}),
-        made("MNLI", [0.5, 0.7]),
-        made("RTE", [0.25, None]).model_copy(update={"init_task": "MNLI"}),
+        scored_task("MNLI", [0.5, 0.7]),
+        scored_task("RTE", [0.25, None]).model_copy(update={"init_task": "MNLI"}),
     ]
     glue = evaluation(tmp_path, tasks, init_task={"RTE": "MNLI"})
     (table,) = glue_report(glue).sections[0].tables
@@ -420,7 +416,7 @@ def test_the_table_has_what_a_number_must_not_be_read_without(tmp_path: Path) ->
 
 
 def test_the_average_names_its_numbers(tmp_path: Path) -> None:
-    glue = evaluation(tmp_path, [made(name, [0.5, 0.7]) for name in EIGHT])
+    glue = evaluation(tmp_path, [scored_task(name, [0.5, 0.7]) for name in EIGHT])
     first = glue_report(glue).verdicts[0]
     assert first.text.startswith(
         "GLUE average 60.0 on the dev sets: mean of nine numbers, each the median of 2"

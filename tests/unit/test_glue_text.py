@@ -13,43 +13,20 @@ from launcher import results
 from launcher.evaluate.finetune import Pretrained, find_pretrained
 from launcher.evaluate.glue import start_of
 from launcher.evaluate.glue_text import glue_text
-from launcher.results import Glue, GlueOptions, GlueScore, GlueSplit, GlueStart, GlueTask, GlueTrial
+from launcher.results import GlueOptions, GlueStart
+from tests.glue_fixture import evaluation, scored_task
 from tests.runs_to_export import config_of, write_run
 
-SEEDS = (0.5, 0.625, 0.75)
-
-
-def task_of(name: str) -> GlueTask:
-    trials = [
-        GlueTrial(trial=f"{name}-{seed}", lr=4e-5, seed=seed, status="ok", scores={"dev/accuracy": score})
-        for seed, score in enumerate(SEEDS)
-    ]
-    score = GlueScore(
-        split="dev", metric="accuracy", seeds=list(SEEDS), median=0.625, sd=0.125, majority=0.527
-    )
-    return GlueTask(
-        task=name,
-        official=name != "MRPC",
-        train_examples=2490,
-        data_hash="0" * 64,
-        splits=[GlueSplit(name="dev", examples=1277, truncated=3)],
-        trials=trials,
-        scores=[score],
-    )
+SMALL = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
 
 
 def write_evaluation(folder: Path, start: GlueStart, *, age_s: int = 0, **changes: Any) -> None:
-    glue = Glue(
-        start=start,
-        head="recipe",
-        pooling="cls",
-        lr=4e-5,
-        settings=GlueOptions(seeds=3),
-        tasks=[task_of("RTE"), task_of("MRPC")],
-    )
+    seeds = [0.5, 0.625, 0.75]
+    tasks = [scored_task(name, seeds, official=name == "RTE", examples=1277) for name in ("RTE", "WNLI")]
+    glue = evaluation(folder, tasks, seeds=3).model_copy(update={"start": start, **changes})
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "glue.json"
-    results.write(file, glue.model_copy(update=changes))
+    results.write(file, glue)
     os.utime(file, (file.stat().st_mtime - age_s,) * 2)
 
 
@@ -57,8 +34,7 @@ def write_evaluation(folder: Path, start: GlueStart, *, age_s: int = 0, **change
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretrained:
     """A pretrained run in runs of the current folder."""
     monkeypatch.chdir(tmp_path)
-    small = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
-    return find_pretrained(write_run(tmp_path / "runs" / "a", config_of("quickstart", model=small)))
+    return find_pretrained(write_run(tmp_path / "runs" / "a", config_of("quickstart", model=SMALL)))
 
 
 def test_a_pretrained_run_has_every_task_of_its_newest_evaluation(start: Pretrained, tmp_path: Path) -> None:
@@ -78,17 +54,16 @@ def test_a_pretrained_run_has_every_task_of_its_newest_evaluation(start: Pretrai
     assert text.splitlines()[4:] == [
         "| task | median | deviation | majority | dev examples | remark |",
         "| --- | --- | --- | --- | --- | --- |",
-        "| RTE accuracy | 62.5 | 12.5 | 52.7 | 1,277 |  |",
-        "| MRPC accuracy | 62.5 | 12.5 | 52.7 | 1,277 | subset |",
+        "| RTE accuracy | 62.5 | 12.5 | 40.0 | 1,277 |  |",
+        "| WNLI accuracy | 62.5 | 12.5 | 40.0 | 1,277 | subset |",
     ]
 
 
 def test_a_trial_has_its_own_task_and_score(start: Pretrained, tmp_path: Path) -> None:
     write_evaluation(tmp_path / "eval" / "all", start_of(start), average=0.5)
-    small = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
-    trial = write_run(tmp_path / "eval/all/trials/MRPC-2", config_of("quickstart", model=small))
+    trial = write_run(tmp_path / "eval/all/trials/WNLI-s2", config_of("quickstart", model=SMALL))
     text = glue_text(find_pretrained(trial))
-    assert "| MRPC accuracy | 62.5 | 12.5 | 52.7 | 1,277 | subset, this run: 75.0 |\n" in text
+    assert "| WNLI accuracy | 62.5 | 12.5 | 40.0 | 1,277 | subset, this run: 75.0 |\n" in text
     assert "RTE" not in text
     assert "Average" not in text
 

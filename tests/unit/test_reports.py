@@ -26,10 +26,10 @@ from launcher.report.model import Axis, Bars, Figure, Line, Report, Rule, Sectio
 from launcher.report.numbers import format_plain
 from launcher.report.run_report import of_directories
 from launcher.scale.scale_report import scale_report
+from tests.glue_fixture import evaluation, scored_task
 from tests.report_fixture import HOSTILE, figures_of, make_run, read_page, shown, unfolded, with_strings
 from tests.scaling_fixture import nulls, scaling
 from tests.tune_fixture import batch, lr, transfer, unmeasured
-from tests.unit.test_glue import evaluation, made
 from tests.unit.test_scale_report import parsed
 from tests.unit.test_tune_reports import of
 
@@ -49,6 +49,7 @@ SHARDS: dict[str, Any] = {
     "problems": [],
 }
 PREDICTION = scaling(prediction=True)["prediction"]
+TASKS = [scored_task("RTE", [0.5, None]), scored_task("MNLI", [0.5, 0.7])]
 FINDINGS = [Finding("ok", "python"), Finding("fail", "no torch", "ranks stop", "pip install [torch]")]
 FAILED = {"status": "failed", "exit_code": 1, "cause": "rank 1: no", "fix": ["do", "or do"]}
 
@@ -64,7 +65,9 @@ MAKERS: dict[str, Callable[[Path], Report]] = {
     "batch": lambda path: of(batch()),
     "rate": lambda path: of(lr(transfer=transfer())),
     "search, begun": lambda path: of(unmeasured()),
-    "glue": lambda path: glue_report(evaluation(path, [made("RTE", [0.5, None]), made("MNLI", [0.5, 0.7])])),
+    "glue": lambda path: glue_report(
+        evaluation(path, [scored_task("RTE", [0.5, None]), scored_task("MNLI", [0.5, 0.7])])
+    ),
     "plan": lambda path: plan_report(results.parse(PREDICTION, results.Prediction, "plan")),
 }
 
