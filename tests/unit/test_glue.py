@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from bert_dp.config import Config, ConfigError
-from launcher import results
 from launcher.evaluate import glue_grid, glue_scores
 from launcher.evaluate.glue_compare import Paired, compare_report, paired_difference, paired_text
 from launcher.evaluate.glue_grid import Task, choose_tasks
@@ -21,7 +20,7 @@ from launcher.evaluate.glue_report import glue_report
 from launcher.evaluate.glue_run import GlueRun, NoRate
 from launcher.evaluate.predictions import write_submissions
 from launcher.report.model import Line
-from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
+from launcher.results import GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Outcome, Stopped, Trial
 from tests.glue_fixture import (
     MadeRunner,
@@ -363,12 +362,6 @@ def test_without_a_test_file_or_a_finite_answer_there_is_no_submission(tmp_path:
 
 
 # --- the table
-
-
-def test_the_file_comes_back_as_it_was(tmp_path: Path) -> None:
-    glue = evaluation(tmp_path, [scored_task("RTE", [0.5, None]), scored_task("MNLI", [0.5, 0.7])])
-    results.write(tmp_path / "glue.json", glue)
-    assert results.read(tmp_path / "glue.json", Glue) == glue
 
 
 def test_the_table_has_what_a_number_must_not_be_read_without(tmp_path: Path) -> None:

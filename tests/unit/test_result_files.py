@@ -15,6 +15,7 @@ from bert_dp.config import ConfigError
 from bert_dp.record.models import FailureKind, Summary, kind_of_error, kind_of_old_summary, kind_of_text
 from launcher import results
 from tests import scaling_fixture, tune_fixture
+from tests.glue_fixture import evaluation, scored_task
 from tests.helpers import issues_of, read_json
 
 RAW = Path(__file__).parents[2] / "benchmarks" / "raw"
@@ -36,25 +37,6 @@ def assert_kept(data: Any, model: results.StoredModel) -> None:
     assert dict(flat(json.loads(json.dumps(data)))).items() <= dict(flat(results.plain(model))).items()
 
 
-@pytest.mark.parametrize(
-    ("name", "model"),
-    [
-        ("scaling.json", results.Scaling),
-        ("grid.json", results.GridFile),
-        ("links-2.json", results.Link),
-        ("profile.json", results.Profile),
-        ("peak.json", results.PeakFile),
-    ],
-)
-def test_the_committed_record_opens_and_nothing_is_lost(
-    tmp_path: Path, name: str, model: type[results.StoredFile]
-) -> None:
-    file = results.read(SCALING / name, model)
-    assert_kept(read_json(SCALING / name), file)
-    results.write(tmp_path / name, file)
-    assert results.read(tmp_path / name, model) == file
-
-
 @pytest.mark.parametrize("name", ["2026-11-22-tune-lr.json", "2026-11-22-tune-lr-three-rungs.json"])
 def test_the_committed_searches_open(name: str) -> None:
     """All but what only a comparison of optimizers had, which was cut: it told nothing here."""
@@ -69,17 +51,23 @@ def test_the_committed_summaries_open(path: Path) -> None:
     assert_kept(json.loads(path.read_text()), Summary.model_validate_json(path.read_text()))
 
 
-MADE = [
+FILES = [
+    (read_json(SCALING / "scaling.json"), results.Scaling),
+    (read_json(SCALING / "grid.json"), results.GridFile),
+    (read_json(SCALING / "links-2.json"), results.Link),
+    (read_json(SCALING / "profile.json"), results.Profile),
+    (read_json(SCALING / "peak.json"), results.PeakFile),
     (tune_fixture.batch(), results.TuneBatch),
     (tune_fixture.batch(inconclusive="no signal"), results.TuneBatch),
     (tune_fixture.unmeasured(), results.TuneBatch),
     (tune_fixture.lr(transfer=tune_fixture.transfer()), results.TuneLr),
     (scaling_fixture.scaling(prediction=True, modes=("weak", "strong")), results.Scaling),
     (scaling_fixture.nulls(), results.Scaling),
+    (results.plain(evaluation(Path(), [scored_task("RTE", [0.5, None])])), results.Glue),
 ]
 
 
-@pytest.mark.parametrize(("data", "model"), MADE, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(("data", "model"), FILES, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_whole_file_comes_back_as_it_was(
     data: Any, model: type[results.StoredFile], tmp_path: Path
 ) -> None:
