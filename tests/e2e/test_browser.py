@@ -3,32 +3,45 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from launcher.report.html import write
-from launcher.report.model import Axis, Rule
-from launcher.report.run_report import of_directories
+from launcher.report.model import Axis, Report, Rule
 from launcher.scale.scale_report import scale_report
 from tests.browser import COLLISIONS, FIGURES, OVERFLOW, Browser, find
-from tests.report_fixture import HOSTILE, make_run, with_strings
-from tests.scaling_fixture import nulls, scaling
-from tests.tune_fixture import batch, lr, transfer
+from tests.report_fixture import HOSTILE, with_strings
+from tests.scaling_fixture import scaling
+from tests.unit.test_reports import MAKERS
 from tests.unit.test_scale_report import parsed
-from tests.unit.test_tune_reports import of
 
-NAMES = ("both", "large", "one", "nulls", "hostile", "run", "runs", "batch", "lr")
-FAILED: dict[str, dict[str, Any]] = {
-    "done": {},
-    "failed": {"status": "failed", "exit_code": 1, "cause": "rank 1: no"},
-}
+MANY = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed")
+SIZES = (1, 2, 4, 8, 16, 32, 64, 512)
 
 
 def hostile(text: str) -> str:
     return f"{HOSTILE}<b>{text}</b>{'x' * 200}" if text else ""
+
+
+def hostile_scaling(path: Path) -> Report:
+    """The labels of axes and rules are ours."""
+    return with_strings(MAKERS["scaling"](path), hostile, but=(Axis, Rule))
+
+
+REPORTS: dict[str, tuple[int, Callable[[Path], Report]]] = {
+    "scaling": (28, MAKERS["scaling"]),
+    "large": (48, lambda path: scale_report(parsed(scaling(engines=MANY, sizes=SIZES)))),
+    "one": (5, lambda path: scale_report(parsed(scaling(engines=(), sizes=(1,))))),
+    "scaling, begun": (0, MAKERS["scaling, begun"]),
+    "hostile": (28, hostile_scaling),
+    "run": (5, MAKERS["run"]),
+    "runs": (5, MAKERS["runs"]),
+    "batch": (4, MAKERS["batch"]),
+    "rate": (3, MAKERS["rate"]),
+}
+"""How many figures each has, and how it is made."""
 
 
 BROKEN = {
@@ -51,23 +64,9 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
-    many = ("ddp", "zero1", "fsdp", "accelerate", "deepspeed")
-    both = scale_report(parsed(scaling(modes=("weak", "strong"), prediction=True)))
-    runs = [make_run(folder / name / "run", summary=summary) for name, summary in FAILED.items()]
-    reports = {
-        "both": both,
-        "large": scale_report(parsed(scaling(engines=many, sizes=(1, 2, 4, 8, 16, 32, 64, 512)))),
-        "one": scale_report(parsed(scaling(engines=(), sizes=(1,)))),
-        "nulls": scale_report(parsed(nulls())),
-        "hostile": with_strings(both, hostile, but=(Axis, Rule)),  # the labels of axes and rules are ours
-        "run": of_directories(runs[:1]),
-        "runs": of_directories(runs),
-        "batch": of(batch()),
-        "lr": of(lr(transfer=transfer())),
-    }
-    for name, report in reports.items():
-        write(report, folder / f"{name}.html")
-    return {name: folder / f"{name}.html" for name in NAMES}
+    for name, (_, make) in REPORTS.items():
+        write(make(folder / name), folder / f"{name}.html")
+    return {name: folder / f"{name}.html" for name in REPORTS}
 
 
 def expected(path: Path) -> list[str]:
@@ -96,7 +95,7 @@ def faults(browser: Browser) -> list[str]:
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("width", [400, 1200])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", REPORTS)
 def test_page(browser: Browser, pages: dict[str, Path], name: str, width: int, dark: bool) -> None:
     browser.open(pages[name], width, dark)
     unfold(browser)
@@ -108,8 +107,7 @@ def test_page(browser: Browser, pages: dict[str, Path], name: str, width: int, d
 
 def test_figures_are_counted(pages: dict[str, Path]) -> None:
     """The names above come from the page itself: their number is fixed, so that none is missing."""
-    counts = {"both": 28, "large": 48, "one": 5, "nulls": 0, "hostile": 28}
-    counts |= {"run": 5, "runs": 5, "batch": 4, "lr": 3}
+    counts = {name: count for name, (count, _) in REPORTS.items()}
     assert {name: len(expected(path)) for name, path in pages.items()} == counts
 
 
@@ -130,7 +128,7 @@ def test_a_figure_follows_the_theme_and_its_switch(browser: Browser, pages: dict
     assert browser.evaluate(f"{first}.layout.paper_bgcolor") == "#1a2029"
 
 
-@pytest.mark.parametrize("name", ["both", "large"])
+@pytest.mark.parametrize("name", ["scaling", "large"])
 def test_page_on_paper(browser: Browser, pages: dict[str, Path], name: str, tmp_path: Path) -> None:
     browser.open(pages[name], 720, dark=True, media="print")
     unfold(browser)
@@ -164,7 +162,7 @@ def test_a_figure_without_size_and_texts_that_meet_are_noticed(
     flat.write_text(styled(pages["one"], ".plot svg { display: none !important; }"))
     browser.open(flat)
     assert any("0 x 0" in fault for fault in faults(browser))
-    heaped.write_text(styled(pages["both"], "svg text { font-size: 40px !important; }"))
+    heaped.write_text(styled(pages["scaling"], "svg text { font-size: 40px !important; }"))
     browser.open(heaped)
     assert any("texts meet" in fault for fault in faults(browser))
     wide = tmp_path / "wide.html"

@@ -56,7 +56,9 @@ FAILED = {"status": "failed", "exit_code": 1, "cause": "rank 1: no", "fix": ["do
 MAKERS: dict[str, Callable[[Path], Report]] = {
     "run": lambda path: of_directories([make_run(path / "run")]),
     "failed run": lambda path: of_directories([make_run(path / "run", summary=FAILED)]),
-    "runs": lambda path: of_directories([make_run(path / "a" / "run"), make_run(path / "b" / "run", seed=7)]),
+    "runs": lambda path: of_directories(
+        [make_run(path / "a" / "run"), make_run(path / "b" / "run", summary=FAILED, seed=7)]
+    ),
     "empty run": lambda path: of_directories([path]),
     "doctor": lambda path: doctor_report(probe(path), FINDINGS),
     "shards": lambda path: shards_report(SHARDS, Path("shards")),
