@@ -225,7 +225,7 @@ def calibrate(o: argparse.Namespace) -> dict[str, Any]:
     length = base.config.data.sequence_length
     task_tokens = {}
     for name in o.tasks:
-        prepared = finetune.prepare(base, finetune.Source(name, tuple(o.data)), length)
+        prepared = finetune.prepare(base, finetune.glue_source(name, o.data), length)
         task_tokens[name] = {split: part.tokens for split, part in read_examples(prepared).splits.items()}
     small = min(o.tasks, key=lambda name: sum(task_tokens[name].values()))
     settings = [*finetune_arguments(o), f"schedule.steps={CALIBRATION_STEPS}"]

@@ -114,7 +114,7 @@ def prepare(o: argparse.Namespace) -> None:
     options = records.set_options([*model_settings, *common_settings, *o.settings])
     bert_dp("train", "crammed-rope", *options, "--nproc", "1", "--run-dir", str(run_dir))
     pretrained = finetune.find_pretrained(run_dir)
-    source = finetune.Source(o.task, tuple(path.resolve() for path in o.data))
+    source = finetune.glue_source(o.task, [path.resolve() for path in o.data])
     prepared = finetune.prepare(pretrained, source, pretrained.config.data.sequence_length)
     examples = write_part(prepared, o.out / "examples", o)
     task_settings = [

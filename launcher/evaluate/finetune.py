@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bert_dp import record
 from bert_dp.config import (
@@ -27,55 +27,43 @@ RECIPE = "glue.yaml"
 TOKENIZER = "tokenizer.json"
 
 
-@dataclasses.dataclass(frozen=True)
-class Source:
-    """Where a task's examples come from: GLUE's own files in `data`, or files of the user's."""
+class Source(NamedTuple):
+    """Where a task's examples come from."""
 
-    task: str | None = None
-    data: tuple[Path, ...] = ()
-    """Folders or archives with GLUE's files."""
-    files: tuple[tuple[str, str], ...] = ()
-    """(train | dev | test, file)."""
-    columns: tuple[tuple[str, str], ...] = ()
-    """(text | text-pair | label | kind, what is given for it)."""
+    name: str
+    options: Sequence[str]
+    """Of `python -m bert_dp.examples prepare`."""
 
-    @property
-    def name(self) -> str:
-        return self.task or "own"
 
-    def arguments(self) -> list[str]:
-        """Of `python -m bert_dp.examples prepare`."""
-        options = [] if self.task is None else ["--task", self.task]
-        for folder in self.data:
-            options += ["--data", str(folder)]
-        for name, value in (*self.files, *self.columns):
-            options += [f"--{name}", value]
-        return options
+def glue_source(task: str, data: Sequence[Path]) -> Source:
+    """GLUE's own files in `data`, folders or archives."""
+    return Source(task, ["--task", task, *(part for place in data for part in ("--data", str(place)))])
 
 
 def source_of(
     task: str | None, data: Sequence[Path], files: Mapping[str, str | None], columns: Mapping[str, str | None]
 ) -> Source:
-    """What the options of a verb name. Raises ConfigError for what does not go together."""
-    paths = {name: value for name, value in files.items() if value is not None}
-    texts = {name: value for name, value in columns.items() if value is not None}
+    """What the options of a verb name: a task of GLUE, or files of the user's, which `files` (train, dev,
+    test) and `columns` (text, text-pair, label, kind) describe. Raises ConfigError for what does not go
+    together."""
+    own = {name: value for name, value in {**files, **columns}.items() if value is not None}
     issues = []
     if task is not None:
-        issues += [f"--{name}: goes with --train, not with --task" for name in (*paths, *texts)]
+        issues += [f"--{name}: goes with --train, not with --task" for name in own]
         if not data:
             issues.append("--task: needs --data, the folder or archive with GLUE's files")
     elif data:
         issues.append("--data: goes with --task NAME; name your own files by --train and --dev")
-    elif not paths:
+    elif not own.keys() & files.keys():
         issues.append("--task: name a GLUE task with --data, or your own files by --train and --dev")
     else:
-        required = {"train": paths, "dev": paths, "text": texts, "label": texts}
-        issues += [
-            f"--{name} is missing, beside --train" for name, values in required.items() if name not in values
-        ]
+        required = ("train", "dev", "text", "label")
+        issues += [f"--{name} is missing, beside --train" for name in required if name not in own]
     if issues:
         raise ConfigError(issues)
-    return Source(task, tuple(data), tuple(paths.items()), tuple(texts.items()))
+    if task is not None:
+        return glue_source(task, data)
+    return Source("own", [part for name, value in own.items() for part in (f"--{name}", value)])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +124,7 @@ def prepare(start: Pretrained, source: Source, sequence_length: int, dev_share: 
     already."""
     arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
     arguments += ["--dev-share", str(dev_share)] if dev_share else []
-    done = children.run_module("bert_dp.examples", [*arguments, *source.arguments()], stdout=subprocess.PIPE)
+    done = children.run_module("bert_dp.examples", [*arguments, *source.options], stdout=subprocess.PIPE)
     if done.returncode == 2:
         raise ConfigError([])
     if done.returncode:

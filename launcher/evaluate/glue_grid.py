@@ -9,7 +9,7 @@ from pathlib import Path
 from bert_dp.config import CheckpointConfig, Config, ConfigError, ExamplesManifest, peak_lr, read_examples
 from launcher import children
 from launcher.evaluate import finetune
-from launcher.evaluate.finetune import Pretrained, Source
+from launcher.evaluate.finetune import Pretrained, glue_source
 from launcher.results import GlueOptions
 from launcher.run.read_run import heldout_losses
 from launcher.run.trials import Trial
@@ -159,7 +159,7 @@ def setting_issues(overrides: Sequence[str], rates: Sequence[float]) -> list[str
 
 def prepare(start: Pretrained, task: str, data: Sequence[Path], length: int, dev_share: float = 0.0) -> Task:
     """From the cache or made now. Raises ConfigError."""
-    path = finetune.prepare(start, Source(task, tuple(data)), length, dev_share)
+    path = finetune.prepare(start, glue_source(task, data), length, dev_share)
     return Task(path, read_examples(path))
 
 
