@@ -27,37 +27,6 @@ HOSTILE = "<script>alert(1)</script>\"'&$x_1$\x00\x1b[0m\ud800"
 VOID = {"meta", "input", "br"}
 
 
-def metrics(step: int, **changes: Any) -> record.Metrics:
-    values = {
-        "step": step,
-        "samples": 64 * step,
-        "tokens": 8192 * step,
-        "epoch": 0,
-        "progress": step / 100,
-        "loss": 8.0 - step / 50,
-        "lr": 1e-3,
-        "grad_norm": 1.0,
-        "global_batch": 64,
-        "micro_batch": 16,
-        "accumulation": 2,
-        "world_size": 2,
-        "step_time_s": 0.5,
-        "steps_per_s": 2.0,
-        "global_steps_per_s": 8.0,
-        "samples_per_s": 128.0,
-        "tokens_per_s": 16384.0,
-        "tokens_per_s_per_gpu": 8192.0,
-        "mfu": None,
-        "data_wait_s": 0.01,
-        "forward_backward_s": 0.4,
-        "optimizer_s": 0.05,
-        "peak_memory_gib": 1.25,
-        "elapsed_s": step / 2,
-        "skipped_steps": 0,
-    }
-    return record.Metrics(**{**values, **changes})
-
-
 def evaluation(step: int, tokens: int, loss: float) -> dict[str, Any]:
     """A line of evals.jsonl."""
     return {"step": step, "tokens": tokens, **HELDOUT, "loss": loss, "elapsed_s": step / 2}
@@ -113,6 +82,29 @@ SUMMARY: dict[str, Any] = {
         "save": 4.0,
     },
 }
+
+
+def metrics(step: int, **changes: Any) -> record.Metrics:
+    """A line of metrics.jsonl; its rates and sizes are those of the summary."""
+    names = {field.name for field in dataclasses.fields(record.Metrics)}
+    values = {
+        **{name: value for name, value in SUMMARY.items() if name in names},
+        "step": step,
+        "samples": 64 * step,
+        "tokens": 8192 * step,
+        "epoch": 0,
+        "progress": step / 100,
+        "loss": 8.0 - step / 50,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "step_time_s": 0.5,
+        "data_wait_s": 0.01,
+        "forward_backward_s": 0.4,
+        "optimizer_s": 0.05,
+        "elapsed_s": step / 2,
+        "skipped_steps": 0,
+    }
+    return record.Metrics(**{**values, **changes})
 
 
 @functools.cache
