@@ -71,7 +71,7 @@ class Grid:
 
     @property
     def every_task(self) -> list[Task]:
-        """With both dev sets of one that also chooses the rate."""
+        """Every prepared directory; a task that also chooses the rate has two."""
         return [*self.tasks.values(), *self.rate_tasks.values()]
 
 

@@ -208,7 +208,7 @@ def _outside(glue: Glue) -> list[Section]:
 
 
 def _trials(glue: Glue) -> list[GlueTrial]:
-    """Those with the seeds of every task."""
+    """Every seed of every task; trials that chose the rate are in `rates`."""
     return [trial for task in glue.tasks for trial in task.trials]
 
 

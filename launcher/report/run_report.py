@@ -64,7 +64,7 @@ def of_directories(run_dirs: Sequence[Path]) -> Report:
     """The report of what one run directory holds, or several. Raises no error on a crashed or torn one."""
     runs = _distinct([load(run_dir) for run_dir in run_dirs])
     many = len(runs) > 1
-    names = [run.name if many else "" for run in runs]  # where there are several
+    names = [run.name if many else "" for run in runs]  # a page of one run does not repeat it
     named = list(zip(names, runs, strict=True))
     return Report(
         f"bert-dp: {len(runs)} runs compared" if many else f"{runs[0].name}: bert-dp run",
@@ -146,7 +146,7 @@ def _tiles(run: Run) -> list[Tile]:
 
 
 def loss(runs: Sequence[Run]) -> Figure:
-    """Of training and held out, with what a model without context reaches."""
+    """The training and the held-out loss, with what a model without context reaches."""
     many = len(runs) > 1
     style: Style = "dashed" if many else "both"
     lines, levels = [], {}
@@ -172,7 +172,7 @@ def loss(runs: Sequence[Run]) -> Figure:
 
 
 def throughput(runs: Sequence[Run]) -> Figure:
-    """Over the time of the run."""
+    """Tokens per second over the time of the run."""
     lines = [Line(run.name, *_points(run, "tokens_per_s", "elapsed_s"), i) for i, run in enumerate(runs)]
     longest = max((x for line in lines for x in line.x), default=0.0)
     unit, seconds = ("h", 3600.0) if longest > 7200 else ("min", 60.0) if longest > 300 else ("s", 1.0)
@@ -182,12 +182,12 @@ def throughput(runs: Sequence[Run]) -> Figure:
 
 
 def learning_rate(runs: Sequence[Run]) -> Figure:
-    """As it was scheduled."""
+    """The learning rate over the tokens."""
     return _over_tokens("Learning rate", runs, "lr", Axis("learning rate", "lr", from_zero=True))
 
 
 def global_batch(runs: Sequence[Run]) -> Figure:
-    """With its ramp."""
+    """The global batch with its ramp, over the tokens."""
     y = Axis("sequences per optimizer step", from_zero=True)
     return _over_tokens("Global batch", runs, "global_batch", y)
 
@@ -224,7 +224,7 @@ def _points(run: Run, y: str, x: str = "tokens") -> tuple[list[float], list[floa
 
 
 def _split(facts: Summary) -> dict[str, float]:
-    """Seconds of each part of the wall time, those of training in place of it, as they follow each other."""
+    """Seconds of each part of the wall time in its order; training is split into its own parts."""
     seconds = {**facts.time_s, "other": other(facts.time_s)}
     names = {"setup": "setup", "compile": "compile", **TRAIN_PARTS}
     names |= {"other": "other", "eval": "eval", "save": "save"}
@@ -418,7 +418,9 @@ def _profiles(name: str, run: Run) -> list[Section]:
         title = f"Profile of rank {format_count(profile.rank)}, {_steps(profile.steps)}"
         trace = run.path / "profile" / profile.trace
         note = f"{trace} opens in ui.perfetto.dev or chrome://tracing"
-        sections.append(Section(_of(title, name), tables=[_operators(profile)], notes=[note], console=False))
+        sections.append(
+            Section(_titled(title, name), tables=[_operators(profile)], notes=[note], console=False)
+        )
     return sections
 
 
@@ -434,14 +436,14 @@ def _operators(profile: ProfileFile) -> Table:
 
 def _records(name: str, run: Run) -> list[Section]:
     texts = {"Configuration": record_text(run.config), "Environment": environment_text(run.environment)}
-    return [folded(_of(title, name), text) for title, text in texts.items()]
+    return [folded(_titled(title, name), text) for title, text in texts.items()]
 
 
 # --- words
 
 
-def _of(title: str, name: str) -> str:
-    """With the name of the run, where there are several."""
+def _titled(title: str, name: str) -> str:
+    """The title with the name of the run, where the page has several."""
     return f"{title}: {name}" if name else title
 
 
