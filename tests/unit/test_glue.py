@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from bert_dp.config import Config, ConfigError
+from launcher import results
 from launcher.evaluate import glue_grid, glue_scores
 from launcher.evaluate.glue_compare import Paired, compare_report, paired_difference, paired_text
 from launcher.evaluate.glue_grid import Task, choose_tasks
@@ -20,7 +21,7 @@ from launcher.evaluate.glue_report import glue_report
 from launcher.evaluate.glue_run import GlueRun, NoRate
 from launcher.evaluate.predictions import write_submissions
 from launcher.report.model import Line
-from launcher.results import GlueOptions, GlueTask, GlueTrial
+from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Outcome, Stopped, Trial
 from tests.glue_fixture import (
     MadeRunner,
