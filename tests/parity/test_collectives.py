@@ -97,9 +97,9 @@ def sent(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Counts]:
     }
 
 
-def volume(found: Counts, *operations: str) -> int:
+def volume(counts: Counts, *operations: str) -> int:
     """Elements that go into these operations in a step."""
-    return sum(elements * count for (name, elements), count in found.items() if name in operations)
+    return sum(elements * count for (name, elements), count in counts.items() if name in operations)
 
 
 def of_tensor_parallelism(tensor: int) -> tuple[int, int]:
@@ -118,8 +118,8 @@ def test_a_step_sends_gradients_once_and_weights_where_they_are_divided(
     sent: dict[Cell, Counts], tmp_path: Path, name: str, ranks: int, tensor: int, optimizer: str
 ) -> None:
     """At least what must go, at most a tenth more (padding, norms); and in few collectives."""
-    found = sent[name, ranks, tensor, optimizer].copy()
-    assert found.pop(CONTROL, 0) <= 2  # it may straddle either end of the window
+    counts = sent[name, ranks, tensor, optimizer].copy()
+    assert counts.pop(CONTROL, 0) <= 2  # it may straddle either end of the window
     write_run(tmp_path, settings(tmp_path))
     model = build_model(load_config(tmp_path / "config.yaml").model, LENGTH, 0)
     plan = model.tensor_plan()
@@ -127,9 +127,9 @@ def test_a_step_sends_gradients_once_and_weights_where_they_are_divided(
     total, dp = sum(sizes.values()), ranks // tensor
     activations, collectives = of_tensor_parallelism(tensor)
     gradients = total * (ACCUMULATION if name == "deepspeed-2" else 1)  # 2 reduces every micro batch
-    reduced = volume(found, "all_reduce", "reduce")
+    reduced = volume(counts, "all_reduce", "reduce")
     assert gradients + activations <= reduced <= 1.1 * (gradients + activations)
-    gathered = volume(found, "broadcast", "all_gather")
+    gathered = volume(counts, "broadcast", "all_gather")
     if name == "fsdp":  # a block for the forward and again for the backward pass, gloo's inputs are parts
         blocks = sum(size for n, size in sizes.items() if ".layers." in n)
         weights = ACCUMULATION * (total + blocks) / dp
@@ -140,4 +140,4 @@ def test_a_step_sends_gradients_once_and_weights_where_they_are_divided(
         weights = total / dp if name in ("deepspeed-1", "deepspeed-2") else 0
         most = 2 + 2 * ACCUMULATION
     assert weights <= gathered <= 1.1 * weights
-    assert found.total() <= most + collectives + 3  # a norm, LAMB's norms, whether it is finite
+    assert counts.total() <= most + collectives + 3  # a norm, LAMB's norms, whether it is finite

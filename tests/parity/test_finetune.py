@@ -77,11 +77,11 @@ def assert_same(run: Path, base: Path, loss: float, weights: float) -> None:
     assert losses(run) == pytest.approx(losses(base), rel=loss)
     assert largest_relative_error(state(run, STEPS), state(base, STEPS)) <= weights
     assert summary(run)["heldout"]["examples"] == summary(base)["heldout"]["examples"]
-    found, expected = (read_lines(each / PREDICTIONS) for each in (run, base))
-    assert [(p["split"], p["index"], p["label"]) for p in found] == [
+    predicted, expected = (read_lines(each / PREDICTIONS) for each in (run, base))
+    assert [(p["split"], p["index"], p["label"]) for p in predicted] == [
         (p["split"], p["index"], p["label"]) for p in expected
     ]
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(predicted, expected, strict=True):
         assert ours["logits"] == pytest.approx(theirs["logits"], rel=weights, abs=weights)
 
 

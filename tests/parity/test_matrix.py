@@ -65,9 +65,9 @@ def deviations(
     ids=str,
 )
 def test_cell(deviations: dict[Cell, Deviation | str], cell: Cell) -> None:
-    found = deviations[cell]
-    assert isinstance(found, Deviation), found
-    assert found.problems(cell) == []
+    outcome = deviations[cell]
+    assert isinstance(outcome, Deviation), outcome
+    assert outcome.problems(cell) == []
 
 
 @pytest.mark.quick

@@ -78,9 +78,9 @@ def test_resume_at_the_same_n_is_bit_equal(runs: Path, size: int) -> None:
 def test_resume_at_another_n_continues_with_the_same_samples(runs: Path, size: int) -> None:
     whole, moved = runs / "whole" / "1", runs / "moved" / str(size)
     expected = samples_by_step(whole)[14:]
-    found = samples_by_step(moved)
-    assert len(found) == 16
-    for a, b in zip(expected, found, strict=True):
+    seen = samples_by_step(moved)
+    assert len(seen) == 16
+    for a, b in zip(expected, seen, strict=True):
         assert a.keys() == b.keys()
         assert all(np.array_equal(a[i][0], b[i][0]) for i in a)
     assert losses(whole)[14:] == pytest.approx(losses(moved)[14:], abs=1e-5)

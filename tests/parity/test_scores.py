@@ -145,6 +145,6 @@ def assert_scores(folder: Path, model: torch.nn.Module, measures: Mapping[str, M
     moved = {f"dev/{name}": measure(labels, logits_NL[order]) for name, measure in measures.items()}
     assert any(abs(moved[metric] - score) > 1e-3 for metric, score in expected.items()), "order matters"
     for rank in range(ranks):
-        found = read_json(folder / f"scores-{rank}.json")
-        assert found["examples"] == DEV
-        assert found["scores"] == pytest.approx(expected, abs=1e-12)
+        measured = read_json(folder / f"scores-{rank}.json")
+        assert measured["examples"] == DEV
+        assert measured["scores"] == pytest.approx(expected, abs=1e-12)

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 from bert_dp.config import ConfigError, resolve
-from bert_dp.world import World
+from bert_dp.measure.profiling import ALONE
+from tests.helpers import read_json
 from tests.parity.runs import BASE, _train_all, metrics, settings, state, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
-from tests.tensors import largest_relative_error
+from tests.tensors import CPU, bits, largest_relative_error
 
 STAGES = ("deepspeed-0", "deepspeed-1", "deepspeed-2", "deepspeed-3")
 ENGINES = ("accelerate", *STAGES)
@@ -39,10 +40,9 @@ def installed(*engines: str) -> list[str]:
 
 
 def needs(*engines: str) -> None:
-    if missing := sorted(
-        {e.partition("-")[0] for e in engines} - {e.partition("-")[0] for e in installed(*engines)}
-    ):
-        pytest.skip(f"not installed: {', '.join(missing)}")
+    missing = set(engines) - set(installed(*engines))
+    if packages := sorted({engine.partition("-")[0] for engine in missing}):
+        pytest.skip(f"not installed: {', '.join(packages)}")
 
 
 # --- a gradient that is not finite on one of two ranks
@@ -57,7 +57,7 @@ def _steps(engine_name: str, folder: str, script: Sequence[float]) -> tuple[list
     from bert_dp.parallel import make_engine
     from bert_dp.world import read_world
 
-    world, device = read_world(os.environ), torch.device("cpu")
+    world, device = read_world(os.environ), CPU
     os.environ["BERT_DP_INIT_FILE"] += "-next"
     dist.connect(world, device)
     sections = {
@@ -125,7 +125,7 @@ def spoilt(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_bad_gradient_on_one_rank_skips_the_step_on_all(spoilt: Path, engine: str) -> None:
     needs(engine)
-    ranks = [json.loads((spoilt / f"{engine}-{rank}.json").read_text()) for rank in (0, 1)]
+    ranks = [read_json(spoilt / f"{engine}-{rank}.json") for rank in (0, 1)]
     for result in ranks:
         finite = [torch.tensor(norm).isfinite().item() for norm in result["norms"]]
         assert finite == [True, False, False, True], "step() says which were skipped"
@@ -196,12 +196,9 @@ def test_a_checkpoint_goes_from_engine_to_engine(runs: Path) -> None:
 @pytest.mark.parametrize("engine", STAGES)
 def test_resume_under_deepspeed_is_bit_equal(runs: Path, engine: str) -> None:
     needs(engine)
-    whole, cut = state(runs / f"whole-{engine}", STEPS), state(runs / f"cut-{engine}", STEPS)
-    assert whole.keys() == cut.keys()
-    assert [name for name in whole if not torch.equal(whole[name], cut[name])] == []
-    assert json.loads((runs / f"whole-{engine}" / "deepspeed.json").read_text())["zero_optimization"][
-        "stage"
-    ] == int(engine[-1])
+    whole, cut = runs / f"whole-{engine}", runs / f"cut-{engine}"
+    assert bits(state(whole, STEPS)) == bits(state(cut, STEPS))
+    assert read_json(whole / "deepspeed.json")["zero_optimization"]["stage"] == int(engine[-1])
 
 
 def test_deepspeed_refuses_the_fp16_that_auto_chose(tmp_path: Path) -> None:
@@ -210,7 +207,7 @@ def test_deepspeed_refuses_the_fp16_that_auto_chose(tmp_path: Path) -> None:
 
     config = resolve([{**BASE, "data": {"sources": ["builtin"]}, "parallel": {"engine": "deepspeed"}}])
     with pytest.raises(ConfigError, match="precision: auto is fp16"):
-        Engine(config, World(0, 0, 1, 1), torch.device("cpu"), precision="fp16", run_dir=tmp_path)
+        Engine(config, ALONE, CPU, precision="fp16", run_dir=tmp_path)
 
 
 def test_what_a_package_lacks_is_told_with_an_extra_that_exists(
@@ -225,6 +222,4 @@ def test_what_a_package_lacks_is_told_with_an_extra_that_exists(
     monkeypatch.setitem(sys.modules, "bert_dp.parallel.deepspeed", fake)
     config = resolve([{**BASE, "data": {"sources": ["builtin"]}}])
     with pytest.raises(ConfigError, match=r"needs hjson, from `pip install 'deepspeed>="):
-        make_engine(
-            "deepspeed", config, World(0, 0, 1, 1), torch.device("cpu"), precision="fp32", run_dir=tmp_path
-        )
+        make_engine("deepspeed", config, ALONE, CPU, precision="fp32", run_dir=tmp_path)
