@@ -182,20 +182,15 @@ def from_scaling(scaling: results.Scaling, name: str, model: str | None = None) 
     if slowdowns := _slowdowns(cells):
         counts = ", ".join(f"{n}: x {s:.3f}" for n, s in sorted(slowdowns.items()))
         notes.append(f"computation slowed as the measured ceiling says ({counts}), beyond as the last")
-    flops = scaling.settings.flops_per_token
-    if flops is None and known:
-        flops = known.flops_per_token
+    points = {link.world_size: [(p.bytes, p.seconds) for p in link.points] for link in scaling.links}
+    flops = scaling.settings.flops_per_token or (known and known.flops_per_token)
     precision = measured.precision or ""
     return Source(
         profile,
         scaling.settings.accumulation or 1,
         default_spread(measured.device),
         tuple(notes),
-        {
-            link.world_size: Curve.through(link.world_size, [(p.bytes, p.seconds) for p in link.points])
-            for link in scaling.links
-            if link.points
-        },
+        {ranks: Curve.through(ranks, each) for ranks, each in points.items() if each},
         slowdowns,
         cells,
         # its memory does not matter: one rank with the whole state has been measured on it

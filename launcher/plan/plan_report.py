@@ -52,12 +52,8 @@ def plan_report(answer: Prediction) -> Report:
 
 def _rows(rows: Sequence[PredictedRow]) -> Table:
     """Without columns that say the same of every row, and with the lever that gains most."""
-    same = set()
-    if all(row.tensor == 1 for row in rows):
-        same.add("tensor")
-    if not any(row.mfu for row in rows):
-        same.add("mfu")
-    shown = [quantity for quantity in ROW if quantity.path not in same]
+    same = {"tensor": all(row.tensor == 1 for row in rows), "mfu": not any(row.mfu for row in rows)}
+    shown = [quantity for quantity in ROW if not same.get(quantity.path)]
     best = Computed(_best_change, "best change", "word")
     return table([(format_count(row.world_size), row) for row in rows], [*shown, best], corner="GPUs")
 
