@@ -128,12 +128,24 @@ def test_scores_of_gathered_predictions_are_scikit_learns(ranks: int, tmp_path: 
         metrics = list(measures)
         write_examples(tmp_path / name, kind=kind, dev=DEV, metrics=metrics, num_labels=outputs)
     run_ranks(ranks, evaluate_all, str(tmp_path))
-    for name, (_, outputs, measures) in KINDS.items():
-        assert_scores(tmp_path / name, SumOfTokens(outputs), measures, ranks)
+    for name, (kind, outputs, measures) in KINDS.items():
+        assert_scores(tmp_path / name, SumOfTokens(outputs), kind, measures, ranks)
 
 
-def assert_scores(folder: Path, model: torch.nn.Module, measures: Mapping[str, Measure], ranks: int) -> None:
-    """Those of every rank, and the predictions, are what each example alone gives."""
+def mean_loss(kind: str, logits_NL: NDArray[Any], labels: NDArray[Any]) -> float:
+    """Over the examples, or over every decision of independent labels."""
+    if kind == "regression":
+        return float(np.square(logits_NL[:, 0] - labels).mean())
+    if kind == "multi_label":
+        return float((np.logaddexp(0, logits_NL) - labels * logits_NL).mean())
+    chosen_N = np.take_along_axis(logits_NL, labels[:, None], 1)[:, 0]
+    return float((np.logaddexp.reduce(logits_NL, axis=1) - chosen_N).mean())
+
+
+def assert_scores(
+    folder: Path, model: torch.nn.Module, kind: str, measures: Mapping[str, Measure], ranks: int
+) -> None:
+    """Those of every rank, its loss and the predictions are what each example alone gives."""
     dev = Examples.open(folder, read_examples(folder), "dev")
     with torch.no_grad():
         alone = [model(torch.from_numpy(dev.tokens(i).astype(np.int64))[None])[0].numpy() for i in range(DEV)]
@@ -147,4 +159,5 @@ def assert_scores(folder: Path, model: torch.nn.Module, measures: Mapping[str, M
     for rank in range(ranks):
         measured = read_json(folder / f"scores-{rank}.json")
         assert measured["examples"] == DEV
+        assert measured["loss"] == pytest.approx(mean_loss(kind, logits_NL, labels), rel=1e-9)
         assert measured["scores"] == pytest.approx(expected, abs=1e-12)

@@ -78,6 +78,14 @@ def test_newest_are_kept_and_listed_first(tmp_path: Path) -> None:
     assert names(tmp_path) == {"step-100000000", "step-99999999", "latest"}
 
 
+def test_one_set_aside_by_a_save_is_listed_behind_its_replacement(tmp_path: Path) -> None:
+    """A kill between the two renames of a save, or right after them, leaves it."""
+    kept = ["step-00000002", "step-00000002.old-0123abcd", "step-00000001.old-fedcba98"]
+    for name in sorted(kept):
+        (tmp_path / name).mkdir()
+    assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == kept
+
+
 def test_foreign_names_stay_and_left_overs_of_interrupted_saves_go(tmp_path: Path) -> None:
     """Neither is listed as a checkpoint."""
     for name in ("step-7", "best", "step-00000005.tmp-0123abcd"):

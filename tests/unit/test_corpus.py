@@ -379,6 +379,27 @@ def test_orders(tmp_path: Path) -> None:
         assert shards.verify(tmp_path / order) == []
 
 
+def test_every_shard_is_on_the_disk_before_the_manifest_names_it(
+    source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No test can cut power, so the calls are looked at: of whole files only, the manifest's the last."""
+    synced: list[tuple[str, int]] = []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        name = Path(os.readlink(f"/proc/self/fd/{descriptor}")).name
+        synced.append((name, os.fstat(descriptor).st_size))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(shards, "SHARD_BYTES", LENGTH * 2 * 10)  # several shards
+    manifest = make(source, tmp_path / "out")
+    files = [shard for name in ("train", "held_out") for shard in manifest[name]["shards"]]
+    assert len(files) > 2
+    assert {(shard["file"], shard["bytes"]) for shard in files} <= set(synced[:-1])
+    assert synced[-1][0].startswith(".manifest.json.")
+
+
 def test_python_normalisation_is_the_tokenizers_for_every_character() -> None:
     rust = tokenizer.normalizer()
     for start in range(0, 0x110000, 4096):

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -70,6 +71,15 @@ def test_probe_is_json_and_holds_no_host_name(tmp_path):
     assert facts["usable_cores"] >= 0.1
     assert facts["disk_free_gib"] > 0
     assert facts["versions"]["pydantic"]
+
+
+def test_the_limit_of_open_files_is_the_one_that_applies():
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
+    try:
+        assert probe().open_files == soft - 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_gpus_from_nvidia_smi(smi):

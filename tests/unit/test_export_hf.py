@@ -11,6 +11,7 @@ import torch
 
 from bert_dp.config import Config, Kind
 from bert_dp.export import card, check, foreign
+from bert_dp.export.hf import settings_of
 from bert_dp.export.whole import Whole, open_run
 from bert_dp.export.write import new_directory, write_about, write_hf
 from tests.helpers import issues_of, read_json
@@ -121,6 +122,15 @@ def test_an_encoder_is_one_of_sentence_transformers_too(tmp_path: Path, name: st
     mask_BS1 = batch["attention_mask"][..., None]
     mean_BH = (hidden_BSH * mask_BS1).sum(1) / mask_BS1.sum(1)
     assert found == pytest.approx(mean_BH.numpy(), abs=1e-5)
+
+
+@pytest.mark.parametrize("name", ["ModernBERT", "EuroBERT", "RobertaPreLayerNorm"])
+@pytest.mark.parametrize("kind", ["mlm", "encoder"])
+def test_config_json_names_the_tokens_that_frame_an_example(name: str, kind: Kind) -> None:
+    """As a generation or a data collator of theirs looks them up."""
+    settings = settings_of(CONFIGS[name], SPECIAL, kind)
+    named = {role: settings[f"{role}_token_id"] for role in ("bos", "eos", "pad")}
+    assert named == {"bos": SPECIAL["cls"], "eos": SPECIAL["sep"], "pad": SPECIAL["pad"]}
 
 
 def test_a_place_that_cannot_be_written_is_one_line() -> None:

@@ -512,3 +512,6 @@ def test_what_does_not_compare_is_refused(tmp_path: Path) -> None:
     path.write_text(path.read_text().replace("-1.0", "1.0"))
     with pytest.raises(ConfigError, match="evaluate again"):
         compare_report([tmp_path / "a", tmp_path / "a"])
+    path.unlink()
+    with pytest.raises(ConfigError, match="evaluate again"):
+        compare_report([tmp_path / "a", tmp_path / "a"])

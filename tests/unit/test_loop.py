@@ -132,11 +132,12 @@ class SlowCheckpointer:
     gave_up, newest, stall_s, failed_saves = None, None, 0.0, 0
 
     def __init__(self, clock: Clock):
-        self._clock, self.steps = clock, [0]
+        self._clock, self.steps, self.facts = clock, [0], list[Any]()
 
     def save(self, step: int, gather: Any, metadata: Any) -> None:
         self._clock.now += 1000.0
         self.steps.append(step)
+        self.facts.append(metadata)
 
     def wait(self) -> tuple[int, None]:
         return self.steps[-1], None
@@ -205,6 +206,18 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, train
     assert trainer.meter.totals["train_s"] == 5 * 2.0
     assert state.eval_s == 5 * 100.0
     assert np.isfinite((state.heldout or {})["loss"])
+
+
+def test_a_checkpoint_between_two_lines_counts_the_steps_that_were_skipped_until_then(
+    tmp_path: Path, shards: Path, clock: Clock
+) -> None:
+    good = micro_batch()
+    bad = dataclasses.replace(good, labels_P=torch.full((len(good.labels_P),), torch.nan))
+    drawn = iter([good, good, bad, bad, *[good] * 6])  # two a step: the second one is skipped
+    stream = SimpleNamespace(next=lambda: next(drawn), wait_s=0.0)
+    trainer, *_ = train_here(tmp_path, shards, clock, stream=stream, log={"every_steps": 5})
+    assert trainer.checkpointer.steps == [0, 2, 4, 5]
+    assert [facts["skipped_steps"] for facts in trainer.checkpointer.facts] == [1, 1, 1]
 
 
 class SlowStream:

@@ -100,6 +100,15 @@ def test_lines_stand_in_the_order_of_the_file_with_any_number_of_instances(
         assert reports[-1] == ("examples", 50, 50)
 
 
+def test_what_was_cut_is_counted_over_all_held_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = write_run(tmp_path / "run", config_of("quickstart", model={"hidden_size": 16, "num_heads": 2}))
+    monkeypatch.setattr(predict, "HELD", 2)
+    texts = [(" ".join(WORDS * times),) for times in (1, 40, 40, 1, 1)]
+    told: list[str] = []
+    assert len(list(predict.predict(str(run), texts, None, lambda what, *_: told.append(what)))) == 5
+    assert told[-1] == "2 of 5 examples were cut to 128 tokens"
+
+
 @pytest.mark.parametrize("form", ["hf", "onnx", "aoti"])
 def test_a_model_file_that_is_damaged_is_one_line(tmp_path: Path, form: str) -> None:
     """Truncated, and no such file at all."""

@@ -156,6 +156,20 @@ def test_the_loss_is_that_of_training_at_the_same_positions() -> None:
     assert row["loss"] * row["tokens"] == pytest.approx(total, rel=1e-5)
 
 
+def test_each_way_of_seeing_a_token_has_its_own_accuracy() -> None:
+    """A model that guesses what it sees is right where that is the token itself, and seldom elsewhere."""
+    model, text = model_of(80), read(DOCUMENTS, trained(80))
+    with torch.no_grad():
+        model.model.embeddings.tok_embeddings.weight.mul_(100.0)  # beside them all else is little
+        for layer in model.model.layers:
+            for name in ("attn.Wo", "mlp.Wo"):
+                layer.get_submodule(name).weight.zero_()
+    rows = {row["seen"]: row for row in text_loss.token_losses(model, text, LENGTH, quiet)}
+    right = {seen: row["accuracy"] * row["tokens"] for seen, row in rows.items()}
+    assert right["all"] == pytest.approx(right["mask"] + right["random"] + right["original"])
+    assert rows["original"]["accuracy"] > 0.5 > rows["all"]["accuracy"]
+
+
 def test_the_error_of_a_ratio_by_hand() -> None:
     """3 of 2 and 1 of 1: mean 4/3, residuals 1/3 and -1/3, sqrt(2/9 x 2/1) / 3 = 2/9. A third has nothing."""
     assert text_loss.ratio(np.array([3.0, 1.0, 0.0]), np.array([2, 1, 0])) == pytest.approx((4 / 3, 2 / 9))
@@ -215,6 +229,16 @@ def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> N
         f"{measured.hidden.bytes:,} bytes in {measured.hidden.words} hidden words"
         in facts.rows[0].cells[0].note
     )
+    two = {"documents": 2, "loss_se": 0.01}
+    few = measured.model_copy(
+        update={
+            "predicted": [row.model_copy(update=two) for row in measured.predicted],
+            "hidden": measured.hidden.model_copy(update={"documents": 2, "bits_per_byte_se": 0.02}),
+        }
+    )
+    losses, facts = text_report(few).sections[0].tables  # Student's t of one degree of freedom: 12.706
+    assert losses.rows[0].cells[1].text == "0.1271"
+    assert facts.rows[0].cells[0].text.endswith(" \u00b1 0.2541")
     first = text_loss.text_loss(str(run_dir), [str(tmp_path / "a.txt")], options, 400, quiet)
     assert first["documents"] == 1
     assert first["predicted"][0]["loss_se"] is None
