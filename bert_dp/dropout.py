@@ -1,8 +1,9 @@
 """Dropout that is a function of the example and the place, and of nothing else.
 
-What is dropped follows from a key for each example, the place in the model, and row and column on the whole
-grid. So it does not change with the micro batch, the padded length, the rank or the shard that a number falls
-to, and a block that is computed again drops the same.
+What is dropped follows from a key for each example (`data.key32`, of seed, epoch and index), the place
+in the model, and row and column on the whole grid. So it does not change with the micro batch, the
+padded length, the rank or the shard that a number falls to, and a block that is computed again drops the
+same.
 """
 
 from __future__ import annotations

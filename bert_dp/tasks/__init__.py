@@ -98,7 +98,13 @@ class Context:
 
 
 class Task(Protocol):
-    """Seven verbs and a number. Made from the configuration and the rank's device, without reading data."""
+    """Seven verbs and a number. Made from the configuration and the rank's device, without reading data.
+
+    A new one is a file here, its name in TASKS and in `objective.name` of `config/schema.py`; then what it
+    asks of the configuration and of its data (`objective.name` is asked for in `config/schema.py`,
+    `config/checks.py`, `config/batch.py`, `config/examples.py` and `launcher/job.py`), and a parity test
+    of its own.
+    """
 
     flops_per_token: float
     """Model FLOPs of forward and backward per token of the input, by cost.py."""

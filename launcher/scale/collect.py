@@ -1,4 +1,7 @@
-"""From the raw records of a grid to scaling.json: every number there is computed here, from files alone."""
+"""From the raw records of a grid to scaling.json: every number there is computed here, from files alone.
+
+Efficiencies and their intervals: `_against` and `_ratio`.
+"""
 
 from __future__ import annotations
 
