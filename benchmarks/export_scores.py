@@ -30,7 +30,7 @@ from bert_dp import predict
 from bert_dp.config import Config, ConfigError, ExamplesManifest, read_examples
 from bert_dp.config.examples import TRAIN
 from bert_dp.examples.store import Examples
-from bert_dp.export.whole import open_run
+from bert_dp.export.as_function import open_run
 from bert_dp.measure.peak import use_all_cores
 from bert_dp.scores import score
 

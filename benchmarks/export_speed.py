@@ -198,7 +198,7 @@ def make_run(path: Path, config: Config, texts: Iterable[str]) -> Path:
 def prepare(subject: Subject, scratch: Path, forms: Sequence[str], pipe: Connection) -> None:
     """Writes SCRATCH/run and SCRATCH/FORM of each form; tells seconds and sizes."""
     with turns.telling_errors(pipe):
-        from bert_dp.export.whole import open_run
+        from bert_dp.export.as_function import open_run
 
         run = make_run(scratch / "run", subject.config, ["a run of initial weights"])
         source = open_run(run, encoder=True)
@@ -259,7 +259,7 @@ def open_row(row: str, scratch: Path, threads: int) -> Callable[..., Any]:
         return foreign.compute_hf(
             torch.compile(peer, dynamic=True) if mode == "compiled" else peer, "encoder"
         )
-    from bert_dp.export.whole import open_run
+    from bert_dp.export.as_function import open_run
 
     model: Any = open_run(folder, encoder=True).whole().to(dtype)
     if program == "torchao":

@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from bert_dp.config import ModelConfig
 from bert_dp.cost import num_parameters
-from launcher.plan import predict, timeline
+from launcher.plan import step_model, timeline
 from launcher.plan.hardware import Gpu, Link, constant, hardware
 from launcher.plan.inputs import MODELS, POSITIONS
 from launcher.plan.links import GB, Fabric
-from launcher.plan.predict import Profile, Scenario
+from launcher.plan.step_model import Profile, Scenario
 
 ROWS = Path(__file__).parent / "published" / "published_bert_throughput.csv"
 Row = dict[str, str]
@@ -184,7 +184,7 @@ def scenario(row: Row, constants: Constants) -> tuple[Profile, Scenario, float]:
     bytes_moved = PLAIN if plain else FUSED
     optimizer_s = parameters * bytes_moved["LAMB" if "LAMB" in row["optimizer"] else "Adam"] / memory
     layout = timeline.from_layers(model, POSITIONS, width, 2 / 3)
-    profile = predict.Profile(
+    profile = step_model.Profile(
         1.0,
         2 / 3,
         optimizer_s,
@@ -206,7 +206,7 @@ def scenario(row: Row, constants: Constants) -> tuple[Profile, Scenario, float]:
     bucket: float = HOROVOD_FUSION if row["overlap"] == "Horovod" else timeline.BUCKET
     if "apex DDP" in row["overlap"]:
         bucket = APEX_MESSAGE * width
-    question = predict.Scenario(
+    question = step_model.Scenario(
         links,
         int(row["gpus"]),
         accumulation=accumulation(row),
@@ -225,7 +225,7 @@ def micro_s_of(step_s: float, scenario: Scenario, profile: Profile) -> float:
     shorter than what does not depend on it."""
 
     def at(micro_s: float) -> float:
-        return predict.predict(predict.with_micro(profile, micro_s), scenario).step_s
+        return step_model.predict(step_model.with_micro(profile, micro_s), scenario).step_s
 
     low, high = 0.0, step_s
     if at(low) >= step_s:
@@ -296,7 +296,7 @@ def _outcome(row: Row, rows: list[Row], constants: Constants) -> Outcome:
     base_profile, base_scenario, base_beside_s = scenario(base, constants)
     profile, question, beside_s = scenario(row, constants)
     micro_s = micro_s_of(step_s(base) - base_beside_s, base_scenario, base_profile)
-    prediction = predict.predict(predict.with_micro(profile, micro_s), question)
+    prediction = step_model.predict(step_model.with_micro(profile, micro_s), question)
     whole_s = prediction.step_s + beside_s
     per_gpu = float(base["seq_per_s"]) / int(base["gpus"])
     measured = float(row["seq_per_s"]) / int(row["gpus"]) / per_gpu

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from bert_dp.optimizer import Optimizer
+from bert_dp.optimizer_contract import Optimizer
 
 Tensors = list[Tensor]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from bert_dp.optimizer import Optimizer
+from bert_dp.optimizer_contract import Optimizer
 
 # Newton-Schulz: x <- a x + b (x x') x + c (x x')^2 x, five times
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)

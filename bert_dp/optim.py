@@ -1,6 +1,6 @@
 """Parameter groups, optimizers, and schedules as pure functions of progress f.
 
-What an engine sets before a step, of all of them: see `bert_dp.optimizer.Optimizer`.
+What an engine sets before a step, of all of them: see `bert_dp.optimizer_contract.Optimizer`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def verify(run: Path, *, as_json: bool, console: Console) -> int:
     """Returns 0, 1 when a checkpoint is damaged, 2 when `run` has none."""
-    code, found = children.capture_json("bert_dp.measure.checkpoints", [str(run)])
+    code, found = children.capture_json("bert_dp.measure.verify_checkpoints", [str(run)])
     if found is None:
         return code or 1
     losses = heldout_losses(run)

@@ -412,7 +412,7 @@ SLIPS = (
     ),
     Slip(
         "one-gather-too-many",
-        "launcher/plan/predict.py",
+        "launcher/plan/step_model.py",
         "(gather, backward, a - 1),",
         "(gather, backward, a),",
         "tests/unit/test_plan_by_hand.py",

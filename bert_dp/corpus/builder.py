@@ -32,9 +32,9 @@ from bert_dp.config.manifest import format_of, hash_json
 from bert_dp.config.stored import problem_lines
 from bert_dp.corpus import pipeline, shards
 from bert_dp.corpus import sources as inputs
+from bert_dp.corpus.atomic_directory import locked, replaced
 from bert_dp.corpus.command import run_command
 from bert_dp.corpus.pipeline import Progress
-from bert_dp.corpus.whole import locked, replaced
 
 
 class BuildRequest(BaseModel):

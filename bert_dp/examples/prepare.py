@@ -25,9 +25,9 @@ from bert_dp.config.manifest import format_of, hash_json, with_hash
 from bert_dp.config.schema import LabelKind
 from bert_dp.corpus import sources
 from bert_dp.corpus import tokenizer as tokens
+from bert_dp.corpus.atomic_directory import locked, replaced
 from bert_dp.corpus.command import run_command
 from bert_dp.corpus.dedup import document_key
-from bert_dp.corpus.whole import locked, replaced
 from bert_dp.examples.encode import Encoder
 from bert_dp.examples.glue import GlueData, missing
 from bert_dp.examples.labels import to_array

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bert_dp.corpus.command import run_command
+from bert_dp.export.as_function import open_run
 from bert_dp.export.check import check
 from bert_dp.export.trace import write_aoti, write_onnx
-from bert_dp.export.whole import open_run
 from bert_dp.export.write import new_directory, write_about, write_hf
 from bert_dp.measure.peak import use_all_cores
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp import __version__, record
+from bert_dp.export.as_function import Source
 from bert_dp.export.foreign import AUTO, OUTPUTS
-from bert_dp.export.whole import Source
 from bert_dp.record.exported import Exported
 from bert_dp.record.models import HeldOut, Summary
 

@@ -24,7 +24,7 @@ from bert_dp import checkpoint
 from bert_dp.config import ConfigError
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.export import foreign
-from bert_dp.export.whole import Source, open_run
+from bert_dp.export.as_function import Source, open_run
 from bert_dp.rank_process import RunFailed
 from bert_dp.record.exported import Exported, read_exported
 

@@ -12,8 +12,8 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from bert_dp.config import ModelConfig
+from bert_dp.export.as_function import Source
 from bert_dp.export.foreign import OUTPUTS
-from bert_dp.export.whole import Source
 from bert_dp.matmul import USES_ONEDNN
 
 INPUTS = ("input_ids", "attention_mask")

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from bert_dp import checkpoint, record
 from bert_dp.config import Config, ConfigError, native_class
+from bert_dp.export.as_function import Source
 from bert_dp.export.card import card, tokenizer_files
 from bert_dp.export.hf import settings_of, tensors_of
-from bert_dp.export.whole import Source
 from bert_dp.record.exported import EXPORTED, Exported, ExportFormat
 
 Precision = Literal["fp32", "bf16", "int8"]

@@ -22,7 +22,7 @@ from bert_dp.record.lines import (
     write_text,
 )
 from bert_dp.record.locks import HeldDirectory, lock
-from bert_dp.record.results import (
+from bert_dp.record.run_facts import (
     SCHEMA_VERSION,
     CheckpointFacts,
     Metrics,

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from bert_dp.config.stored import MAX_JSON_BYTES, read_regular
-from bert_dp.record.results import Metrics
+from bert_dp.record.run_facts import Metrics
 
 MAX_JSON_DEPTH = 32  # of nested objects and lists; ours have less than ten
 MAX_WHOLE = 2**64  # no count, size or time in ns is as large

@@ -14,9 +14,9 @@ from launcher import children, job, results
 from launcher.evaluate import FILE, finetune, glue_grid, glue_scores
 from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue_grid import RATE_SHARE, Grid, Task
+from launcher.evaluate.glue_predictions import write_submissions
 from launcher.evaluate.glue_report import glue_report
 from launcher.evaluate.glue_run import GlueRun, NoRate
-from launcher.evaluate.predictions import write_submissions
 from launcher.log import Log, logger
 from launcher.machine import environment
 from launcher.output import KeptPlan, Output, publish

@@ -14,8 +14,8 @@ from typing import TypeVar
 from bert_dp.config import ConfigError
 from launcher import results
 from launcher.evaluate import FILE
+from launcher.evaluate.glue_predictions import PREDICTIONS, read_predictions
 from launcher.evaluate.glue_report import how_text, label
-from launcher.evaluate.predictions import PREDICTIONS, read_predictions
 from launcher.report.model import Axis, Cell, Column, Figure, Line, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import NA, count_of, format_count, format_percent, format_points
 from launcher.report.parts import cell

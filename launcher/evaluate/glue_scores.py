@@ -9,7 +9,7 @@ from typing import Any
 
 from bert_dp.record.models import Summary
 from launcher.evaluate.glue_grid import Task
-from launcher.evaluate.predictions import PREDICTIONS, answers
+from launcher.evaluate.glue_predictions import PREDICTIONS, answers
 from launcher.results import GlueScore, GlueSplit, GlueTask, GlueTrial, RateScore
 from launcher.run.read_run import cause, failure_kind, read_summary
 from launcher.run.trials import Outcome, Trial

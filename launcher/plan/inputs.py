@@ -16,7 +16,7 @@ from launcher import results
 from launcher.plan import timeline
 from launcher.plan.hardware import Gpu, constant, hardware
 from launcher.plan.links import GB, Curve
-from launcher.plan.predict import PredictedStep, Profile, default_spread, with_micro
+from launcher.plan.step_model import PredictedStep, Profile, default_spread, with_micro
 from launcher.plan.timeline import Gradient
 from launcher.results import Cell
 

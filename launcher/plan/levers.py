@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from launcher.plan.links import Fabric
-from launcher.plan.predict import Profile, Scenario, predict, with_gradient_bytes, with_micro_batch
+from launcher.plan.step_model import Profile, Scenario, predict, with_gradient_bytes, with_micro_batch
 from launcher.results import Lever
 
 BOUNDS = ("no stragglers", "perfect overlap")

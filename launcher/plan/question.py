@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from bert_dp.config import ConfigError
 from launcher.plan.hardware import find_link, hardware
 from launcher.plan.inputs import Source
-from launcher.plan.predict import ENGINES, Profile
+from launcher.plan.step_model import ENGINES, Profile
 
 WIDTHS = {"full": math.inf, "bf16": 2.0, "fp16": 2.0}  # bytes per number of a gradient that is sent, at most
 

@@ -12,7 +12,8 @@ from launcher.plan.hardware import constant, find_link
 from launcher.plan.inputs import Source, from_scaling
 from launcher.plan.levers import levers
 from launcher.plan.links import Fabric
-from launcher.plan.predict import (
+from launcher.plan.question import WIDTHS, Question, check
+from launcher.plan.step_model import (
     ENGINES,
     Profile,
     Scenario,
@@ -21,7 +22,6 @@ from launcher.plan.predict import (
     with_gradient_bytes,
     with_micro_batch,
 )
-from launcher.plan.question import WIDTHS, Question, check
 from launcher.plan.timeline import BUCKET, FIRST_BUCKET, MIB
 from launcher.results import Cell, ComparedCell, PredictedRow, PredictedSplit
 

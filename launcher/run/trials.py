@@ -313,7 +313,7 @@ class Runner:
         arguments += [] if trial.data_bytes is None else ["--data-bytes", str(trial.data_bytes)]
         log = (directory / "logs" / "trial.log").open("w")
         process = children.start_module(
-            "launcher.run.trial",
+            "launcher.run.trial_process",
             arguments,
             scratch=str(self.scratch),
             environ={} if slot.gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(slot.gpus)},

@@ -10,7 +10,7 @@ import torch
 
 from bert_dp.config import Config, Kind, shipped_configs
 from bert_dp.export import check, foreign, trace
-from bert_dp.export.whole import Source, open_run
+from bert_dp.export.as_function import Source, open_run
 from bert_dp.export.write import describe
 from tests.runs_to_export import config_of, finetuned, write_run
 

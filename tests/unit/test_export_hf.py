@@ -11,8 +11,8 @@ import torch
 
 from bert_dp.config import Config, Kind
 from bert_dp.export import card, check, foreign
+from bert_dp.export.as_function import Whole, open_run
 from bert_dp.export.hf import settings_of
-from bert_dp.export.whole import Whole, open_run
 from bert_dp.export.write import new_directory, write_about, write_hf
 from tests.helpers import issues_of, read_json
 from tests.runs_to_export import (

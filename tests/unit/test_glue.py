@@ -17,9 +17,9 @@ from launcher import results
 from launcher.evaluate import glue_grid, glue_scores
 from launcher.evaluate.glue_compare import Paired, compare_report, paired_difference, paired_text
 from launcher.evaluate.glue_grid import Task, choose_tasks
+from launcher.evaluate.glue_predictions import write_submissions
 from launcher.evaluate.glue_report import glue_report
 from launcher.evaluate.glue_run import GlueRun, NoRate
-from launcher.evaluate.predictions import write_submissions
 from launcher.report.model import Line
 from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
 from launcher.run.trials import Outcome, Stopped, Trial

@@ -12,8 +12,8 @@ from bert_dp.cost import GIB
 from launcher.plan import hardware, inputs, scaling, timeline
 from launcher.plan.inputs import Device
 from launcher.plan.links import Curve, Fabric
-from launcher.plan.predict import Profile, Scenario, default_spread, exposed_s, predict, slowest, state_gib
 from launcher.plan.question import Question
+from launcher.plan.step_model import Profile, Scenario, default_spread, exposed_s, predict, slowest, state_gib
 from launcher.plan.timeline import Gradient
 
 MS = 1e-3

@@ -14,7 +14,7 @@ from benchmarks import predictor, published_rows
 from benchmarks.published_rows import Constants, NotPredictable
 from bert_dp.cost import PEAK_FLOPS
 from launcher.plan import hardware as hw
-from launcher.plan import predict, timeline
+from launcher.plan import step_model, timeline
 from launcher.plan.links import Fabric
 from tests.unit.test_plan_by_hand import LINKS, NODES, crammed
 
@@ -104,9 +104,11 @@ def test_model_of_the_links_against_measured_curves(system: str, link: str) -> N
 
 
 def test_calibration_gives_the_measured_step_back() -> None:
-    scenario = predict.Scenario(NODES, 16, spread=0.015, accumulation=2)
+    scenario = step_model.Scenario(NODES, 16, spread=0.015, accumulation=2)
     micro_s = published_rows.micro_s_of(0.5, scenario, crammed())
-    assert predict.predict(predict.with_micro(crammed(), micro_s), scenario).step_s == pytest.approx(0.5)
+    assert step_model.predict(step_model.with_micro(crammed(), micro_s), scenario).step_s == pytest.approx(
+        0.5
+    )
     with pytest.raises(ValueError, match="shorter"):
         published_rows.micro_s_of(1e-4, scenario, crammed())
 

@@ -1,4 +1,4 @@
-"""One trial: `python -m launcher.run.trial DIR --nproc N` trains DIR/config.yaml and exits as `train` does.
+"""One trial: `python -m launcher.run.trial_process DIR --nproc N` trains DIR/config.yaml like `train` does.
 
 A process of its own, so that several run at a time and none can spoil the next.
 """
@@ -19,7 +19,7 @@ from launcher.watch import heartbeats
 def main(argv: list[str] | None = None) -> int:
     """Run the trial. Returns the exit code of `processes.run`."""
     parser = argparse.ArgumentParser(
-        prog="python -m launcher.run.trial", description="One short run of a verb."
+        prog="python -m launcher.run.trial_process", description="One short run of a verb."
     )
     parser.add_argument("directory", type=Path, help="holds config.yaml")
     parser.add_argument("--nproc", type=int, required=True, help="ranks")

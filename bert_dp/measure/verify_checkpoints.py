@@ -1,7 +1,7 @@
 """Every checkpoint of a run, verified by its hashes.
 
-`python -m bert_dp.measure.checkpoints RUN` prints a JSON list, newest first: name, step, samples, bytes, and
-problem, which is null where every file is as it was written. Exit code 2 where there is none.
+`python -m bert_dp.measure.verify_checkpoints RUN` prints a JSON list, newest first: name, step, samples,
+bytes, and problem, which is null where every file is as it was written. Exit code 2 where there is none.
 """
 
 from __future__ import annotations
