@@ -17,6 +17,11 @@ _PLAIN = (
     ("Input should be greater", "expected a number greater"),
     ("Input should be less", "expected a number less"),
     ("Input should be", "expected"),
+    # of the command line's options, which are text before they are numbers
+    (", unable to parse string as an integer", ""),
+    (", unable to parse string as a number", ""),
+    (", got a number with a fractional part", ""),
+    (", unable to interpret input", ""),
 )
 
 

@@ -344,7 +344,7 @@ def test_sources_of_shards_that_hold_one(tmp_path: Path) -> None:
         sequence_length=16,
         tokenizer=None,
         overrides=[],
-        processes_=None,
+        processes=None,
         force=False,
         console=Console(),
     )
