@@ -14,6 +14,7 @@ import pytest
 import typer.main
 
 from launcher import cli
+from launcher.machine import doctor
 from tests.e2e.cli import bert_dp, here, refused, train
 from tests.helpers import read_lines
 from tests.scaling_fixture import scaling
@@ -125,9 +126,10 @@ def test_checkpoints_are_verified(tmp_path: Path, shards: Path) -> None:
     assert "holds no checkpoint" in none.stderr
 
 
-def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path) -> None:
-    """As JSON: tests/golden; without options: test_readme.py."""
-    done = bert_dp("doctor", "--run-dir", str(tmp_path))
+def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As JSON: tests/golden; without options: test_readme.py. A busy machine has the time that it needs."""
+    monkeypatch.setattr(doctor, "DOCTOR_LIMIT_S", 300.0)
+    done = here("doctor", "--run-dir", str(tmp_path))
     assert done.returncode in (0, 1), done.stderr
     assert "all-reduce: 2 gloo ranks" in done.stdout
 
