@@ -90,6 +90,8 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Source
         try:
             path = checkpoint.resolve(str(own if own.is_dir() else candidate))
         except ConfigError as error:
+            if run is None:
+                continue  # a folder of the same name that is no run
             raise ConfigError([f"--run: {issue}" for issue in error.issues]) from None
         if checkpoint.weights_hash(path) == exported.weights_sha256:
             return open_run(path, encoder=exported.kind == "encoder")

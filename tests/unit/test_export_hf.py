@@ -13,7 +13,7 @@ from bert_dp.config import Config, Kind
 from bert_dp.export import card, check, foreign
 from bert_dp.export.as_function import Whole, open_run
 from bert_dp.export.hf import settings_of
-from bert_dp.export.write import new_directory, write_about, write_hf
+from bert_dp.export.write import describe, new_directory, write_about, write_hf
 from tests.helpers import issues_of, read_json
 from tests.runs_to_export import (
     SPECIAL,
@@ -181,6 +181,19 @@ def test_a_difference_after_saving_and_loading_again_fails_the_check() -> None:
     found = {"not_loaded": [], "parameters": 9, "stored_parameters": 9, "tolerance": 1e-5, "rows": rows}
     assert check.is_ok({**found, "again": 1e-7})
     assert not check.is_ok({**found, "again": 1e-3})
+
+
+def test_a_run_is_found_beside_a_folder_of_the_same_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = write_run(tmp_path / "beside" / "runs" / "first", CONFIGS["ModernBERT"])
+    source = open_run(run, encoder=False)
+    exported = describe(source, "onnx")
+    (tmp_path / "here" / "first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here")
+    assert check.open_source(tmp_path / "beside" / "out", exported, None).checkpoint == source.checkpoint
+    (issue,) = issues_of(check.open_source, tmp_path / "elsewhere" / "out", exported, None)
+    assert "no run first with the weights of DIR" in issue
 
 
 def test_a_card_quotes_the_summary_of_its_own_step_alone(tmp_path: Path) -> None:
