@@ -17,7 +17,7 @@ from launcher.evaluate.glue import document
 from launcher.evaluate.glue_grid import Grid, Task
 from launcher.evaluate.glue_run import GlueRun
 from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
-from launcher.run.trials import Outcome, Runner, Stopped, Trial, earlier_outcome
+from launcher.run.trials import Ending, Outcome, Runner, Stopped, Trial, earlier_outcome
 from tests.helpers import make_config, write_lines
 from tests.shards import SPECIAL
 
@@ -166,7 +166,7 @@ def evaluation(out: Path, tasks: Sequence[GlueTask], **asked: Any) -> Glue:
     """glue.json of these results."""
     grid = make_grid(GlueOptions(tasks=[task.task for task in tasks], **{"seeds": 2, **asked}))
     done = GlueRun(grid, MadeRunner(out, [], lambda *_: 0.5), print)
-    return document(done, tasks, "complete", None, {"seconds": 60.0, "at_a_time": 2})
+    return document(done, tasks, Ending("complete"), {"seconds": 60.0, "at_a_time": 2})
 
 
 def measured(

@@ -16,14 +16,14 @@ from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue_grid import RATE_SHARE, Grid, Task
 from launcher.evaluate.glue_predictions import write_submissions
 from launcher.evaluate.glue_report import glue_report
-from launcher.evaluate.glue_run import GlueRun, NoRate
+from launcher.evaluate.glue_run import GlueRun
 from launcher.log import Log, logger
 from launcher.machine import environment
 from launcher.output import KeptPlan, Output, publish
 from launcher.report.numbers import count_of, format_lr
-from launcher.results import Glue, GlueOptions, GluePlanFile, GlueStart, GlueTask, MeasureStatus
+from launcher.results import Glue, GlueOptions, GluePlanFile, GlueStart, GlueTask
 from launcher.run import trials
-from launcher.run.trials import Stopped
+from launcher.run.trials import Ending, run_to_end
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -157,30 +157,22 @@ def run_locked(grid: Grid, output: Output[GluePlanFile], *, on_gpu: bool, log: L
         most=max(len(grid.tasks) * grid.options.seeds, len(grid.rate_tasks) * len(grid.options.rates)),
     )
     kept = KeptPlan(out / STATE, session.plan)
-    status: MeasureStatus = "complete"
-    stopped, why = 0, None
     with trials.runner(out, slots, launcher=grid.options.launcher, on_gpu=on_gpu, log=log) as runs:
         measured = GlueRun(grid, runs, log)
-        try:
-            measured.run()
-        except Stopped as stop:
-            status, stopped = "partial", stop.number
-            log(f"stopped: {out} holds what was measured; the same command goes on")
-        except NoRate as error:
-            status, why = "failed", str(error)
+        ending = run_to_end(measured.run, out, log)
     kept.save()
     tasks = [
         glue_scores.task_result(task, measured.trials[name], majority[name], grid.options.init_task.get(name))
         for name, task in grid.tasks.items()
     ]
-    if status == "complete":
+    if ending.status == "complete":
         tasks = [submitted(out, task, grid.tasks[task.task]) for task in tasks]
         if not any(trial.status == "ok" for task in tasks for trial in task.trials):
-            status, why = "failed", "every trial failed; their logs stand below trials"
+            ending = Ending("failed", "every trial failed; their logs stand below trials", 1)
     facts = {**session.facts(), "seconds": kept.plan.seconds, "at_a_time": len(slots)}
-    file = document(measured, tasks, status, why, facts)
+    file = document(measured, tasks, ending, facts)
     results.write(out / FILE, file)
-    return file, 128 + stopped if stopped else int(status == "failed")
+    return file, ending.exit_code
 
 
 def majorities(tasks: Mapping[str, Task]) -> dict[str, Any]:
@@ -202,19 +194,13 @@ def submitted(out: Path, task: GlueTask, source: Task) -> GlueTask:
     return task.model_copy(update={"submissions": files, "no_submission": why})
 
 
-def document(
-    measured: GlueRun,
-    tasks: Sequence[GlueTask],
-    status: MeasureStatus,
-    why: str | None,
-    facts: Mapping[str, Any],
-) -> Glue:
+def document(measured: GlueRun, tasks: Sequence[GlueTask], ending: Ending, facts: Mapping[str, Any]) -> Glue:
     """glue.json; `facts`: the machine, the data, the time."""
     grid = measured.grid
     average, no_average = glue_scores.average(tasks)
     return Glue(
-        status=status,
-        why=why,
+        status=ending.status,
+        why=ending.why,
         date=time.strftime("%Y-%m-%d"),
         **facts,
         config=grid.base.model_dump(mode="json"),
@@ -228,7 +214,7 @@ def document(
         rates=measured.rates,
         tasks=list(tasks),
         left_out=dict(grid.left_out),
-        average=average if status == "complete" else None,
+        average=average if ending.status == "complete" else None,
         averaged=[f"{task} {metric}" for task, metric in glue_scores.AVERAGED],
         no_average=no_average,
     )

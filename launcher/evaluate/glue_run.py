@@ -13,11 +13,7 @@ from launcher.evaluate.glue_grid import Grid, Task
 from launcher.log import Log
 from launcher.report.numbers import format_lr, format_points
 from launcher.results import GlueTrial, RateScore
-from launcher.run.trials import Progress, Runner, Trial, earlier_outcome
-
-
-class NoRate(Exception):
-    """No rate could be chosen; the text says why."""
+from launcher.run.trials import Progress, Runner, Trial, TrialsFailed, earlier_outcome
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +46,7 @@ class GlueRun:
         self._progress = Progress([task.manifest.splits["train"].tokens for task in planned], log)
 
     def run(self) -> None:
-        """To the last trial. Raises Stopped for a signal, NoRate."""
+        """To the last trial. Raises Stopped for a signal, TrialsFailed."""
         rate = self._choose_rate() if self.grid.rate_tasks else None
         for tasks in glue_grid.rounds(self.grid):
             items = [self._item(task, rate, seed) for seed in self.grid.seeds for task in tasks]
@@ -58,7 +54,7 @@ class GlueRun:
                 self.trials[item.task.name].append(trial)
 
     def _choose_rate(self) -> float:
-        """By one seed of each task. Raises NoRate."""
+        """By one seed of each task. Raises TrialsFailed."""
         grid, rates = self.grid, self.grid.options.rates
         items = [
             self._make(task, lr, grid.seeds[0], grid.weights)
@@ -72,7 +68,7 @@ class GlueRun:
         self.rates = [glue_scores.rate_score(lr, trials[lr], metrics) for lr in rates]
         self.lr = glue_scores.choose_rate(self.rates)
         if self.lr is None:
-            raise NoRate("a trial of every rate failed, so that none can be chosen")
+            raise TrialsFailed("a trial of every rate failed, so that none can be chosen")
         self._log(f"rate: {format_lr(self.lr)}, the highest mean score of {len(rates)}")
         return self.lr
 

@@ -11,7 +11,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,6 +21,7 @@ from launcher import children, results
 from launcher.log import Log, complain
 from launcher.machine.environment import Environment
 from launcher.report.numbers import format_duration, format_eta
+from launcher.results import MeasureStatus
 from launcher.run import processes
 from launcher.run.read_run import Ended, ended, from_outside, is_whole, read_summary
 from launcher.run.reaper import reaper
@@ -38,6 +39,31 @@ class Stopped(Exception):
 
     def __init__(self, number: int):
         self.number = number
+
+
+class TrialsFailed(Exception):
+    """What was asked cannot be answered by any trial; the text says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Ending:
+    """How the trials of a verb have ended."""
+
+    status: MeasureStatus
+    why: str | None = None
+    exit_code: int = 0
+
+
+def run_to_end(run: Callable[[], None], out: Path, log: Log) -> Ending:
+    """All trials of a verb that writes to `out`, unless a signal comes or they fail."""
+    try:
+        run()
+    except Stopped as stop:
+        log(f"stopped: {out} holds what was measured; the same command goes on")
+        return Ending("partial", exit_code=128 + stop.number)
+    except TrialsFailed as failed:
+        return Ending("failed", str(failed), 1)
+    return Ending("complete")
 
 
 @dataclasses.dataclass(frozen=True)

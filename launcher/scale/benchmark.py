@@ -14,7 +14,7 @@ from launcher.log import Log, logger
 from launcher.output import Output, publish
 from launcher.report.numbers import count_of
 from launcher.run import trials
-from launcher.run.trials import Slot, Stopped
+from launcher.run.trials import Ending, Slot, run_to_end
 from launcher.scale.collect import collect
 from launcher.scale.columns import write_csv
 from launcher.scale.grid import Grid, Settings
@@ -57,13 +57,13 @@ def scale(
         output.print_plan(as_json=as_json)
         return 0
     with output.claim():
-        scaling, signal = measure(grid, output, log)
+        scaling, ending = measure(grid, output, log)
         scaling = scaling.model_copy(update={"prediction": predict(scaling)})
         results.write(folder / FILE, scaling)
         write_csv(scaling, folder / "scaling.csv")
         publish(scaling, scale_report(scaling, folder), folder, as_json=as_json, console=console)
     has_result = any(cell.status == "ok" for cell in scaling.cells)
-    return 128 + signal if signal else 0 if has_result else 1
+    return ending.exit_code or int(not has_result)
 
 
 def plan_of(grid: Grid) -> results.GridFile:
@@ -107,18 +107,13 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
         log("warning: more CPU ranks than cores: efficiency says nothing about the program")
 
 
-def measure(grid: Grid, output: Output[results.GridFile], log: Log) -> tuple[results.Scaling, int]:
-    """The grid's result with its verdicts, or what there is of it when a signal came; and the signal's
-    number, else 0."""
-    out, signal = output.path, 0
+def measure(grid: Grid, output: Output[results.GridFile], log: Log) -> tuple[results.Scaling, Ending]:
+    """The grid's result with its verdicts, or what there is of it when a signal came."""
+    out = output.path
     facts = output.begin(grid.config).facts()
     slots, launcher = [Slot()], grid.settings.launcher
-    try:
-        with trials.runner(out, slots, launcher=launcher, on_gpu=grid.on_gpu, log=log) as runs:
-            run_grid(grid, runs, log)
-    except Stopped as stop:
-        signal = stop.number
-        log(f"stopped: {out} holds what was measured; the same command goes on")
+    with trials.runner(out, slots, launcher=launcher, on_gpu=grid.on_gpu, log=log) as runs:
+        ending = run_to_end(lambda: run_grid(grid, runs, log), out, log)
     scaling = collect(grid, out, facts=facts)
-    ended = {"status": "partial"} if signal else {}
-    return scaling.model_copy(update={"verdicts": verdicts(scaling.cells), **ended}), signal
+    status = {"status": ending.status} if ending.exit_code else {}
+    return scaling.model_copy(update={"verdicts": verdicts(scaling.cells), **status}), ending

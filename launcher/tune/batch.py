@@ -17,12 +17,12 @@ from launcher.output import Output, publish
 from launcher.redact import redact_argv
 from launcher.results import BatchPlanFile, TuneBatch
 from launcher.run import trials
-from launcher.run.trials import Slot
+from launcher.run.trials import Slot, run_to_end
 from launcher.tune import cache, sizes
 from launcher.tune.batch_report import batch_report
 from launcher.tune.batch_search import BatchSearch
 from launcher.tune.batch_trials import Question
-from launcher.tune.search import run_to_end, write
+from launcher.tune.search import write
 
 if TYPE_CHECKING:
     from rich.console import Console

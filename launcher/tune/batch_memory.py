@@ -9,8 +9,8 @@ from bert_dp.cost import flops_per_token
 from launcher.log import Log
 from launcher.report.numbers import format_count, format_gib
 from launcher.results import BatchMemory, TriedSize
+from launcher.run.trials import TrialsFailed
 from launcher.tune.batch_trials import CURVE_SHARE, BatchTrials, Measured, Question
-from launcher.tune.search import SearchFailed
 
 SPARE = 0.1  # of a rank's memory that the choice leaves free
 MEMORY_STEPS = 3
@@ -26,7 +26,7 @@ class MemorySearch:
         self.memory = BatchMemory(limit_gib=question.limit_gib, limit_of=question.limit_of, spare=SPARE)
 
     def run(self) -> list[int]:
-        """The sizes that fit. Raises Stopped, and SearchFailed when none does."""
+        """The sizes that fit. Raises Stopped, and TrialsFailed when none does."""
         self._remember(line=self._trials.count_memory())
         self._pilot()
         return self._verified(self._predicted_to_fit())
@@ -40,7 +40,7 @@ class MemorySearch:
             self._log(f"memory: micro batch {micro}: {measured.status}")
             micro, measured = smallest, self._measure("pilot-smallest", smallest)
         if measured.run is None:
-            raise SearchFailed(f"micro batch {micro} does not run: {measured.why}")
+            raise TrialsFailed(f"micro batch {micro} does not run: {measured.why}")
         self.note(micro, measured)
         steps_s, peak = measured.run.step_s, max(measured.peak_gib)
         self._trials.startup_s = max(0.0, measured.seconds - sum(steps_s))
@@ -73,7 +73,7 @@ class MemorySearch:
         fitting = [size for size in self.q.sizes if size <= most]
         if not fitting:
             smallest = self.q.sizes[0]
-            raise SearchFailed(
+            raise TrialsFailed(
                 f"micro batch {smallest} takes {format_gib(self.memory.predicted_gib(smallest))} of the "
                 f"{format_gib(limit)} that a rank may use, of which {100 * SPARE:.0f} % stay free; use "
                 "zero1 or fsdp, parallel.activation_checkpointing, more ranks, or a smaller model"

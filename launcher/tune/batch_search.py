@@ -14,12 +14,11 @@ from launcher.log import Log
 from launcher.report.numbers import format_gib, format_si
 from launcher.results import BatchChoice, Drift, Goodput, Noise, NoisePair, SizeResult
 from launcher.run.read_run import cause, read_summary
-from launcher.run.trials import Runner
+from launcher.run.trials import Runner, TrialsFailed
 from launcher.tune import curve, sizes
 from launcher.tune.batch_memory import MemorySearch
 from launcher.tune.batch_trials import CURVE_SHARE, SETTLE_SHARE, BatchTrials, Question
 from launcher.tune.curve import Rate
-from launcher.tune.search import SearchFailed
 
 FEWEST_STEPS, MOST_STEPS = 6, 60  # timed, of a run
 NOISE_STEPS = 400
@@ -44,7 +43,7 @@ class BatchSearch:
         self.noise: Noise | None = None
 
     def run(self) -> None:
-        """Raises Stopped for a signal and SearchFailed when no size runs."""
+        """Raises Stopped for a signal and TrialsFailed when no size runs."""
         self._measure(self._memory.run())
         self._measure_noise()
 
@@ -191,7 +190,7 @@ class BatchSearch:
         choice = self.choice()
         if choice is None:
             whys = [f"micro batch {size.micro_batch}: {size.why}" for size in self._sizes.values()]
-            raise SearchFailed("; ".join(whys))
+            raise TrialsFailed("; ".join(whys))
         micro, config = choice.micro_batch, self.q.config
         if self.q.dp == 1 and choice.accumulation == 1:  # two batches are compared
             micro = max((size for size in self.q.sizes if size < micro), default=micro)

@@ -17,8 +17,7 @@ from launcher.log import Log
 from launcher.report.numbers import format_gib
 from launcher.results import MemoryLineFile, SizeStatus, TimedRun
 from launcher.run.read_run import cause, failure_kind, read_repeat
-from launcher.run.trials import Runner, Trial, timed_config
-from launcher.tune.search import SearchFailed
+from launcher.run.trials import Runner, Trial, TrialsFailed, timed_config
 from launcher.tune.sizes import with_micro
 
 CURVE_SHARE, SETTLE_SHARE = 0.7, 0.85  # of the budget, for the first round and until the choice is settled
@@ -84,7 +83,7 @@ class BatchTrials:
 
     def count_memory(self) -> MemoryLineFile:
         """The line that the memory of a rank follows, counted without running, unless an earlier call has.
-        Raises SearchFailed, and Stopped."""
+        Raises TrialsFailed, and Stopped."""
         path = self._runs.out / "memory_line.json"
         if (line := results.find(path, MemoryLineFile)) is not None:
             return line
@@ -94,7 +93,7 @@ class BatchTrials:
         arguments = [str(config), str(self.q.ranks), "2", "4"]
         lines = self._runs.helper("bert_dp.measure.memory_line", arguments)
         if not lines:
-            raise SearchFailed("bert_dp.measure.memory_line failed; its message stands above")
+            raise TrialsFailed("bert_dp.measure.memory_line failed; its message stands above")
         line = results.parse(lines[-1], MemoryLineFile, path.name)
         results.write(path, line)
         return line

@@ -13,10 +13,11 @@ from launcher.log import Log, logger
 from launcher.output import DataSession, KeptPlan, Output, publish
 from launcher.results import LrOptions, LrPlanFile, LrSettings, TuneLr
 from launcher.run import trials
+from launcher.run.trials import Ending, run_to_end
 from launcher.tune import FILE, ladder, rate_trials
 from launcher.tune.rate_report import rate_report
 from launcher.tune.rate_search import SHORT, Question, RateSearch
-from launcher.tune.search import Ending, run_to_end, with_settings, write
+from launcher.tune.search import with_settings, write
 
 if TYPE_CHECKING:
     from rich.console import Console

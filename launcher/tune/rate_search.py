@@ -18,10 +18,9 @@ from launcher.output import KeptPlan
 from launcher.report.numbers import count_of, format_duration, format_si
 from launcher.results import LrOptions, LrPlanFile, LrTrial, RangeTest, Rung
 from launcher.run.read_run import cause, failure_kind, read_summary
-from launcher.run.trials import Progress, Runner, Trial, earlier_outcome
+from launcher.run.trials import Progress, Runner, Trial, TrialsFailed, earlier_outcome
 from launcher.tune import ladder, rate_trials
 from launcher.tune.ladder import FINALISTS
-from launcher.tune.search import SearchFailed
 
 SHORT = 8  # the first rung trains this part of the whole budget; the whole has as many steps at least
 
@@ -117,7 +116,7 @@ class RateSearch:
         self._progress = Progress([], log)
 
     def run(self) -> None:
-        """To the last rung. Raises Stopped for a signal, SearchFailed, ConfigError for a budget too small."""
+        """To the last rung. Raises Stopped for a signal, TrialsFailed, ConfigError for a budget too small."""
         test = self.range_test = self._test_range()
         tokens = self._settle_tokens()
         rungs = planned(self.q.settings, tokens)
@@ -126,12 +125,12 @@ class RateSearch:
         first = self._climb(test, tokens // SHORT)
         order = ladder.ranked(first)
         if not order:
-            raise SearchFailed("no rate of the first rung can be chosen")
+            raise TrialsFailed("no rate of the first rung can be chosen")
         first.kept.extend(ladder.candidates(first, order[:FINALISTS]))
         self._train_finalists(order, tokens)
 
     def _test_range(self) -> RangeTest:
-        """Raises SearchFailed when nothing trains."""
+        """Raises TrialsFailed when nothing trains."""
         config = self.q.config
         steps = rate_trials.range_steps(config, self.q.settings.tokens or rate_trials.full_tokens(config))
         name = f"range-{config.optim.name}"
@@ -142,7 +141,7 @@ class RateSearch:
         points = rate_trials.range_points(directory)
         self.range_tokens = len(points) * rate_trials.step_tokens(config)
         if not points or (outcome.status != "ok" and failure_kind(directory) != "not_finite"):
-            raise SearchFailed(f"{name}: {outcome.status}: {cause(directory)}")
+            raise TrialsFailed(f"{name}: {outcome.status}: {cause(directory)}")
         edge, why = ladder.find_edge(points)
         self._log(f"  edge at {edge:.3g}: {why}" if edge is not None else f"  {why}")
         summary = read_summary(directory) or Summary(status="failed")
@@ -220,7 +219,7 @@ class RateSearch:
             self._log(f"no finalist can be chosen; next: {lr:g}")
             self._train(last, [lr], seeds)
         if not ladder.ranked(last):
-            raise SearchFailed("no rate of the last rung can be chosen")
+            raise TrialsFailed("no rate of the last rung can be chosen")
 
     def _train(self, rung: Rung, rates: Sequence[float], seeds: Sequence[int]) -> None:
         """Each rate with each of these seeds that it has not had; the results in that order."""

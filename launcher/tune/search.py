@@ -1,45 +1,19 @@
-"""What both searches share: the configuration of a trial, how a search ends, and the files that it writes."""
+"""What both searches share: the configuration of a trial and the files that are written."""
 
 from __future__ import annotations
 
-import dataclasses
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from bert_dp import record
 from bert_dp.config import Config, dump_config
 from launcher import results
-from launcher.log import Log
-from launcher.results import MeasureStatus, TuneFile
-from launcher.run.trials import Stopped
+from launcher.results import TuneFile
 from launcher.tune import FILE
 
 TUNED = "tuned.yaml"
-
-
-class SearchFailed(Exception):
-    """Nothing could be measured; the text says why."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Ending:
-    status: MeasureStatus
-    why: str | None = None
-    exit_code: int = 0
-
-
-def run_to_end(run: Callable[[], None], out: Path, log: Log) -> Ending:
-    """How a search in `out` has ended."""
-    try:
-        run()
-    except Stopped as stop:
-        log(f"stopped: {out} holds what was measured; the same command goes on")
-        return Ending("partial", exit_code=128 + stop.number)
-    except SearchFailed as failed:
-        return Ending("failed", str(failed), 1)
-    return Ending("complete")
 
 
 def with_settings(config: Config, **sections: Mapping[str, Any]) -> Config:

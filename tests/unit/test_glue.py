@@ -19,10 +19,10 @@ from launcher.evaluate.glue_compare import Paired, compare_report, paired_differ
 from launcher.evaluate.glue_grid import Task, choose_tasks
 from launcher.evaluate.glue_predictions import write_submissions
 from launcher.evaluate.glue_report import glue_report
-from launcher.evaluate.glue_run import GlueRun, NoRate
+from launcher.evaluate.glue_run import GlueRun
 from launcher.report.model import Line
 from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
-from launcher.run.trials import Outcome, Stopped, Trial
+from launcher.run.trials import Outcome, Stopped, Trial, TrialsFailed
 from tests.glue_fixture import (
     MadeRunner,
     evaluation,
@@ -226,7 +226,7 @@ def test_a_rate_with_a_failed_trial_is_not_chosen(
         options("RTE", rates=[*scores], rate_tasks=["RTE"]),
         lambda _, config: scores[float(config.optim.lr)],
     )
-    with contextlib.nullcontext() if chosen else pytest.raises(NoRate):
+    with contextlib.nullcontext() if chosen else pytest.raises(TrialsFailed):
         measured.run()
     assert measured.lr == chosen
     assert [rate.mean for rate in measured.rates] == [
