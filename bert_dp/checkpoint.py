@@ -196,8 +196,10 @@ def check(path: Path) -> str | None:
                 return f"{file}: {size} bytes, manifest says {expected['bytes']}"
             if sha256(file) != expected["sha256"]:
                 return f"{file}: SHA-256 differs from the manifest's"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        return f"{path}: {type(error).__name__}: {error}"
+    except OSError as error:
+        return f"{error.filename or path}: {error.strerror or error}"
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return f"{path / 'manifest.json'}: no manifest of a checkpoint ({type(error).__name__}: {error})"
     return None
 
 

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bert_dp import record
+from bert_dp.cost import GIB
 from launcher import children
 from launcher.report.console import show_report
 from launcher.report.model import Column, Report, Row, Section, Table, Verdict
@@ -27,7 +29,7 @@ def verify(run: Path, *, as_json: bool, console: Console) -> int:
     losses = heldout_losses(run)
     checkpoints = [{**each, "heldout_loss": losses.get(each["step"])} for each in found]
     if as_json:
-        sys.stdout.write(json.dumps(checkpoints, indent=1) + "\n")
+        sys.stdout.write(json.dumps(record.finite(checkpoints), indent=1) + "\n")
     else:
         show_report(console, checkpoints_report(checkpoints))
     return 1 if any(each["problem"] for each in checkpoints) else 0
@@ -35,7 +37,10 @@ def verify(run: Path, *, as_json: bool, console: Console) -> int:
 
 def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
     """A row for each checkpoint, newest first; what is wrong with those that are damaged."""
-    damaged = [Verdict("fail", f"damaged: {each['problem']}") for each in checkpoints if each["problem"]]
+    advice = ["Remove it; a run goes on from the newest checkpoint that is sound."]
+    damaged = [
+        Verdict("fail", f"damaged: {each['problem']}", advice) for each in checkpoints if each["problem"]
+    ]
     sound = Verdict("ok", f"{count_of(len(checkpoints), 'checkpoint')}, every file as its hash says")
     rows = [
         Row(
@@ -44,7 +49,7 @@ def checkpoints_report(checkpoints: Sequence[Mapping[str, Any]]) -> Report:
                 cell(each["step"], "count"),
                 cell(each["samples"], "count"),
                 cell(each["heldout_loss"], "nats"),
-                cell(each["bytes"] / 2**30, "gib"),
+                cell(each["bytes"] and each["bytes"] / GIB, "gib"),
                 cell("damaged" if each["problem"] else "verified", "word"),
             ],
         )

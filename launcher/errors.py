@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import itertools
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -86,7 +87,7 @@ def _bad_parameter(error: typer.BadParameter) -> str:
     if not message:
         return f"error: {shown} is missing; see `{_verb(error)} --help`"
     value = _given(option)
-    if message.startswith("expected ") and value is not None and value not in message:
+    if message.startswith("expected ") and value is not None and value not in re.split(r"[\s,']+", message):
         message += f", got {value}"
     return f"error: {shown}: {message}"
 
@@ -96,10 +97,11 @@ def _verb(error: Any) -> str:
 
 
 def _given(option: str) -> str | None:
-    """What stands behind an option on the command line."""
+    """What stands behind the last such option on the command line, which is the one that counts."""
+    value = None
     for word, after in itertools.zip_longest(sys.argv, sys.argv[1:]):
         if word == option:
-            return after
-        if word.startswith(f"{option}="):
-            return word.partition("=")[2]
-    return None
+            value = after
+        elif word.startswith(f"{option}="):
+            value = word.partition("=")[2]
+    return value

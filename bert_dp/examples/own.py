@@ -54,6 +54,8 @@ def _source(name: str) -> sources.Source:
     if name.startswith("hub:"):
         return sources.Source(name)
     path = Path(name).expanduser()
+    if path.exists() and not path.is_file():
+        raise ConfigError([f"{name} is not a regular file; name a file of examples"])
     return sources.Source(name, path, FORMATS.get(readers.suffixes(path)[0], "text"))
 
 

@@ -18,14 +18,15 @@ from bert_dp.rank_process import follow_launcher
 
 def verify(path: Path) -> dict[str, Any]:
     """How far the run was at the checkpoint, its size, and what is wrong with it."""
-    facts = None
-    with contextlib.suppress(OSError, ValueError):
+    facts, num_bytes = None, None
+    with contextlib.suppress(OSError, ValueError):  # a run that goes on may remove it meanwhile
+        num_bytes = sum(file.stat().st_size for file in path.iterdir() if file.is_file())
         facts = record.read_checkpoint_facts(path)
     return {
         "name": path.name,
         "step": facts and facts.step,
         "samples": facts and facts.samples,
-        "bytes": sum(file.stat().st_size for file in path.iterdir() if file.is_file()),
+        "bytes": num_bytes,
         "problem": checkpoint.check(path),
     }
 
@@ -34,7 +35,8 @@ def main(run: Path) -> int:
     follow_launcher()
     paths = record.list_checkpoints(run / "checkpoints")
     if not paths:
-        sys.stderr.write(f"error: RUN: {run} holds no checkpoint; name a run directory\n")
+        why = "holds no checkpoint" if run.exists() else "does not exist"
+        sys.stderr.write(f"error: RUN: {run} {why}; name the directory of a run, which has checkpoints/\n")
         return 2
     sys.stdout.write(json.dumps([verify(path) for path in paths]))
     return 0

@@ -121,9 +121,18 @@ def test_checkpoints_are_verified(tmp_path: Path, shards: Path) -> None:
     damaged = bert_dp("checkpoints", str(tmp_path / "run"))
     assert damaged.returncode == 1
     assert f"damaged: {weights}" in damaged.stdout
-    none = bert_dp("checkpoints", str(tmp_path))
-    assert (none.returncode, none.stdout) == (2, "")
-    assert "holds no checkpoint" in none.stderr
+    (weights.parent / "optimizer.safetensors").unlink()
+    (weights.parent / "manifest.json").write_text("[]")
+    (tmp_path / "run" / "evals.jsonl").write_text('{"step": 2, "loss": NaN}\n')
+    torn = bert_dp("checkpoints", str(tmp_path / "run"), "--json")
+    assert torn.returncode == 1
+    newest, middle, _ = json.loads(torn.stdout, parse_constant=pytest.fail)
+    assert newest["heldout_loss"] is None
+    assert middle["problem"].startswith(f"{weights.parent / 'manifest.json'}: no manifest of a checkpoint")
+    for name, why in ((str(tmp_path), "holds no checkpoint"), ("nothing", "does not exist")):
+        none = bert_dp("checkpoints", name)
+        assert (none.returncode, none.stdout) == (2, "")
+        assert f"{name} {why}" in none.stderr
 
 
 def test_doctor_reports_and_measures_an_all_reduce(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

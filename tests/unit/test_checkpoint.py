@@ -305,8 +305,8 @@ def manifest_of(text: bytes) -> Callable[[Path], object]:
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (truncate, "model.safetensors: .* bytes, manifest says"),
     "flipped": (flip, "optimizer.safetensors: SHA-256 differs"),
-    "no manifest": (lambda p: (p / "manifest.json").unlink(), "FileNotFoundError: .*manifest.json"),
-    "missing file": (lambda p: (p / "state.json").unlink(), "FileNotFoundError: .*state.json"),
+    "no manifest": (lambda p: (p / "manifest.json").unlink(), "manifest.json: No such file"),
+    "missing file": (lambda p: (p / "state.json").unlink(), "state.json: No such file"),
     "not JSON": (manifest_of(b'{"files": '), "JSONDecodeError"),
     "binary": (manifest_of(b"\xff\xfe\x00"), "UnicodeDecodeError"),
     "a list": (manifest_of(b"[1, 2]"), "TypeError"),

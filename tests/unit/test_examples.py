@@ -683,6 +683,7 @@ def test_own_files_that_do_not_fit_are_refused(
         (["--train", "nowhere.csv", "--dev", "nowhere.csv"], "nowhere.csv: cannot be read"),
         (["--train", "nowhere.csv"], "--dev: name the file to score on"),
         (["--train", "own.txt", "--dev", "own.txt"], "own.txt: not a table of a known suffix: .csv, .tsv"),
+        (["--train", "pipe.csv", "--dev", "own.txt"], "pipe.csv is not a regular file"),
         ([], "name either --task with --data, or --train"),
     ],
 )
@@ -691,6 +692,7 @@ def test_what_names_no_data_is_refused(
 ) -> None:
     lab.write("own.txt", "a cat\n")
     monkeypatch.chdir(lab.folder)
+    os.mkfifo("pipe.csv")
     assert expected in lab.refusal(*arguments)
 
 
