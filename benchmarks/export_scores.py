@@ -39,6 +39,7 @@ FORMS = {
     "onnx-int8": ("onnx", "--int8"),
     "aoti": ("aoti",),
     "aoti-bf16": ("aoti", "--bf16"),
+    "aoti-int8": ("aoti", "--int8"),
 }
 DEFAULT = "onnx,onnx-int8,aoti-bf16"
 GOAL_POINTS = 0.5  # the largest drop

@@ -9,7 +9,6 @@ full length, and every program gets the padding mask, all ones.
     ours          bert_dp's model: eager; compiled (torch.compile, dynamic shapes); aoti (`export aoti`)
     transformers  what `export hf` writes, by AutoModel: eager; compiled (as ours)
     onnxruntime   what `export onnx` writes: plain; fused by onnxruntime.transformers; plain with --int8
-    torchao       ours with dynamic int8 activations and int8 weights, compiled and frozen
     openvino      the plain ONNX file
     matmul        no model: the forward products of step_speed.py's probe, of the encoder at 8 x 128
 
@@ -52,6 +51,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import records, step_speed, turns
 from benchmarks.turns import aligned, ratios, spread, tell, with_range
 from bert_dp.config import Config, bf16_units, find_config, read_yaml, resolve, shipped_configs
+from bert_dp.record.exported import ExportPrecision
 
 MODELS = ("crammed-rope", "small-text")
 ROWS = (
@@ -61,6 +61,7 @@ ROWS = (
     "ours:compiled:bf16",
     "ours:aoti:fp32",
     "ours:aoti:bf16",
+    "ours:aoti:int8",
     "transformers:eager:fp32",
     "transformers:eager:bf16",
     "transformers:compiled:fp32",
@@ -68,7 +69,6 @@ ROWS = (
     "onnxruntime:plain:fp32",
     "onnxruntime:fused:fp32",
     "onnxruntime:plain:int8",
-    "torchao:compiled:int8",
     "openvino:plain:fp32",
     "openvino:plain:bf16",
     "matmul:eager:fp32",
@@ -79,12 +79,14 @@ FUSED, INT8 = "onnxruntime:fused:fp32", "onnxruntime:plain:int8"
 FILES = {  # row -> what is exported for it
     "ours:aoti:fp32": "aoti",
     "ours:aoti:bf16": "aoti-bf16",
+    "ours:aoti:int8": "aoti-int8",
     **dict.fromkeys((row for row in ROWS if row.startswith("transformers")), "hf"),
     **dict.fromkeys((row for row in ROWS if row.startswith("openvino")), "onnx"),
     PLAIN: "onnx",
     FUSED: "onnx-fused",
     INT8: "onnx-int8",
 }
+AOTI: dict[str, ExportPrecision] = {"aoti": "fp32", "aoti-bf16": "bf16", "aoti-int8": "int8"}
 SHARE_AT = (8, 128)
 WARM_TOKENS = 4096  # of the calls that have an untimed one before them; others are long beside what it costs
 MOST_CALLS = 50  # of a row at a point in one round
@@ -157,6 +159,8 @@ def absent(row: str) -> str | None:
     """Why this machine cannot measure a row."""
     program, mode, precision = row.split(":")
     package = {"ours": "torch", "matmul": "torch"}.get(program, program)
+    if row == "ours:aoti:int8":
+        package = "torchao"
     if importlib.util.find_spec(package) is None:
         return f"{package} is not installed"
     if precision == "bf16" and not bf16_units():
@@ -223,7 +227,7 @@ def export(form: str, source: Any, folder: Path, config: Config) -> dict[str, An
         write_hf(source, folder)
     elif form.startswith("aoti"):
         write_about(folder, source, "aoti", "benchmarks/export_speed.py")
-        write_aoti(source, folder, bf16=form == "aoti-bf16")
+        write_aoti(source, folder, AOTI[form])
     elif form == "onnx-int8":
         write_onnx(source, folder, int8=True)
     elif form == "onnx-fused" and plain.exists():
@@ -262,11 +266,6 @@ def open_row(row: str, scratch: Path, threads: int) -> Callable[..., Any]:
     from bert_dp.export.as_function import open_run
 
     model: Any = open_run(folder, encoder=True).whole().to(dtype)
-    if program == "torchao":
-        from torchao.quantization import Int8DynamicActivationInt8WeightConfig, quantize_
-
-        quantize_(model, Int8DynamicActivationInt8WeightConfig())
-        torch._inductor.config.freezing = True
     if mode == "compiled":
         model = torch.compile(model, dynamic=True)
 
@@ -529,6 +528,7 @@ def findings(o: argparse.Namespace, rows: dict[str, dict[str, Any]]) -> dict[str
         "our best fp32 over transformers eager": (PEER, wide),
         "our best bf16 over our best fp32": (wide, narrow),
         "int8 over fp32 of onnxruntime": (PLAIN, INT8),
+        "int8 over fp32 of aoti": ("ours:aoti:fp32", "ours:aoti:int8"),
         "fused over plain of onnxruntime": (PLAIN, FUSED),
     }
     figures: dict[str, Any] = {

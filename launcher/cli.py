@@ -187,7 +187,8 @@ def finetune(
     text_pair: TextPair = None,
     label: Annotated[str | None, typer.Option(metavar="COLUMN", help="Of the label.")] = None,
     kind: Annotated[
-        str | None, typer.Option(help="single_label (the default), multi_label or regression.")
+        Literal["single_label", "multi_label", "regression"] | None,
+        typer.Option(help="What a label is; default: single_label."),
     ] = None,
     init: Init = "checkpoint",
     nproc: Nproc = "auto",
@@ -709,12 +710,16 @@ def export_aoti(
     out: ExportOut,
     encoder: WithoutHead = False,
     bf16: Annotated[bool, typer.Option("--bf16", help="Weights and products in bf16.")] = False,
+    int8: Annotated[
+        bool, typer.Option("--int8", help="Products of the linear layers in 8 bits, by torchao.")
+    ] = False,
 ) -> int:
     """A directory with model.pt2, compiled by AOTInductor for processors like this one, for Python or C++; of
     any run."""
     from launcher.evaluate import export
 
-    return export.export("aoti", run, out, encoder=encoder, options=["--bf16"] if bf16 else [])
+    precision = [flag for flag, given in (("--bf16", bf16), ("--int8", int8)) if given]
+    return export.export("aoti", run, out, encoder=encoder, options=precision)
 
 
 @export_app.command("check")

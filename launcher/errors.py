@@ -40,7 +40,7 @@ def exit_code(command: Callable[[], int | None]) -> int:
         return command() or 0
     except ConfigError as error:
         for issue in error.issues:
-            complain(f"error: {issue}")
+            complain(f"error: {' '.join(issue.splitlines())}")
         return 2
     except KeyboardInterrupt:
         return 130

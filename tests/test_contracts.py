@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGES = ("bert_dp", "launcher")
 OPTIONAL = tuple(
     "accelerate deepspeed datasets transformers onnx onnxruntime onnxscript "
-    "tensorboard trackio wandb mlflow rensa pynvml pyarrow zstandard sklearn scipy".split()
+    "tensorboard trackio wandb mlflow rensa pynvml pyarrow zstandard sklearn scipy torchao".split()
 )
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

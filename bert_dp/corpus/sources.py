@@ -125,7 +125,7 @@ def documents(source: Source) -> Iterator[str]:
             empty = False
             yield text
     if empty:
-        raise ConfigError([f"{source.name}: holds no text; remove it from data.sources"])
+        raise ConfigError([f"{source.name}: holds no text; leave it out"])
 
 
 def _texts(source: Source) -> Iterator[str]:

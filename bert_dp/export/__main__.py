@@ -28,7 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         form.add_argument("--command", required=True, help="what the model card says made it")
         form.add_argument("--scores", default="", help="a section of the model card")
         form.set_defaults(precision="fp32")
-    onnx.add_argument("--int8", dest="precision", action="store_const", const="int8")
+    for form in (onnx, aoti):
+        form.add_argument("--int8", dest="precision", action="store_const", const="int8")
     aoti.add_argument("--bf16", dest="precision", action="store_const", const="bf16")
     checking = forms.add_parser("check")
     checking.add_argument("directory", type=Path)
@@ -50,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             elif options.form == "onnx":
                 write_onnx(source, folder, int8=options.precision == "int8")
             else:
-                write_aoti(source, folder, bf16=options.precision == "bf16")
+                write_aoti(source, folder, options.precision)
             write_about(folder, source, options.form, options.command, options.scores, options.precision)
         return "", 0
 

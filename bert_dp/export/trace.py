@@ -4,33 +4,50 @@ or compiled by AOTInductor."""
 from __future__ import annotations
 
 import copy
+import logging
 import tempfile
 import warnings
 from pathlib import Path
 
 import torch
+from torch import nn
 from torch.export import Dim, ExportedProgram
 
 from bert_dp.config import ModelConfig
+from bert_dp.config.extras import require
 from bert_dp.export.as_function import Source
 from bert_dp.export.foreign import OUTPUTS
 from bert_dp.matmul import USES_ONEDNN
+from bert_dp.record.exported import ExportPrecision
 
 INPUTS = ("input_ids", "attention_mask")
 MAX_BATCH = 2**16
 
 
-def trace(source: Source, dtype: torch.dtype = torch.float32) -> ExportedProgram:
-    """The graph; outputs are fp32 whatever `dtype` it computes in."""
+def trace(source: Source, precision: ExportPrecision = "fp32") -> ExportedProgram:
+    """The graph; outputs are fp32 whatever `precision` it computes in. Raises ConfigError where int8 lacks
+    torchao."""
     most = source.config.data.sequence_length
     ids_BS = torch.full((2, min(7, most - 1)), source.special["mask"])  # no size of 1, which would be fixed
     mask_BS = torch.ones_like(ids_BS)
     sizes = {0: Dim("batch", max=MAX_BATCH), 1: Dim("length", max=most)}
-    model = source.whole()
-    if dtype != torch.float32:
-        model = copy.deepcopy(model).to(dtype)  # the source keeps its own
+    model: nn.Module = source.whole()
+    if precision != "fp32":
+        model = copy.deepcopy(model)  # the source keeps its own
+        model = model.to(torch.bfloat16) if precision == "bf16" else quantize(model)
     with torch.no_grad():
         return torch.export.export(model, (ids_BS, mask_BS), dynamic_shapes=dict.fromkeys(INPUTS, sizes))
+
+
+def quantize(model: nn.Module) -> nn.Module:
+    """`model` with weights of 8 bits in its linear layers, scaled by row, and activations of 8 bits there,
+    scaled by token as it runs (torchao's dynamic quantisation). The table of the embeddings stays in fp32,
+    with the logits of tokens that it gives. Raises ConfigError without torchao."""
+    for name in ("torchao", "torch.utils._pytree"):  # they tell of CUDA libraries and of each other
+        logging.getLogger(name).setLevel(logging.ERROR)
+    quantization = require("torchao.quantization", "int8", "--int8")
+    quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
+    return require("torchao.utils", "int8", "--int8").unwrap_tensor_subclass(model)
 
 
 def write_onnx(source: Source, folder: Path, *, int8: bool, fused: bool | None = None) -> None:
@@ -74,14 +91,15 @@ def fuse(path: Path, model: ModelConfig) -> dict[str, int]:
     return {name: count for name, count in optimized.get_fused_operator_statistics().items() if count}
 
 
-def write_aoti(source: Source, folder: Path, *, bf16: bool) -> None:
-    """FOLDER/model.pt2, compiled for processors like this one and any number of threads. Needs g++."""
-    program = trace(source, torch.bfloat16 if bf16 else torch.float32)
+def write_aoti(source: Source, folder: Path, precision: ExportPrecision = "fp32") -> None:
+    """FOLDER/model.pt2, compiled for processors like this one and any number of threads. Needs g++, and int8
+    torchao, which loading it does not. Raises ConfigError."""
+    program = trace(source, precision)
     settings = {
         "cpp.dynamic_threads": True,
         # constant weights, laid out for oneDNN; else fp32 products are MKL's, which are faster on Intel CPUs
         # and slower on AMD ones
-        "freezing": bf16 or USES_ONEDNN,
+        "freezing": precision != "fp32" or USES_ONEDNN,
     }
     with torch.no_grad():  # else nothing is frozen
         torch._inductor.aoti_compile_and_package(

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
 
 from safetensors.torch import save_file
 
@@ -16,9 +15,7 @@ from bert_dp.config import Config, ConfigError, native_class
 from bert_dp.export.as_function import Source
 from bert_dp.export.card import card, tokenizer_files
 from bert_dp.export.hf import settings_of, tensors_of
-from bert_dp.record.exported import EXPORTED, Exported, ExportFormat
-
-Precision = Literal["fp32", "bf16", "int8"]
+from bert_dp.record.exported import EXPORTED, Exported, ExportFormat, ExportPrecision
 
 
 @contextlib.contextmanager
@@ -39,7 +36,7 @@ def new_directory(out: Path) -> Iterator[Path]:
         folder.rename(out)
 
 
-def describe(source: Source, form: ExportFormat, precision: Precision = "fp32") -> Exported:
+def describe(source: Source, form: ExportFormat, precision: ExportPrecision = "fp32") -> Exported:
     """export.json of a directory that is made of `source`."""
     return Exported(
         format=form,
@@ -63,7 +60,7 @@ def write_about(
     form: ExportFormat,
     command: str,
     scores: str = "",
-    precision: Precision = "fp32",
+    precision: ExportPrecision = "fp32",
 ) -> None:
     """What every format has beside its model: tokenizer, export.json, README.md. `command` and `scores` stand
     in the model card."""

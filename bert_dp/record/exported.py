@@ -15,6 +15,7 @@ from bert_dp.record.models import StoredFile
 
 EXPORTED = "export.json"
 ExportFormat = Literal["hf", "onnx", "aoti"]
+ExportPrecision = Literal["fp32", "bf16", "int8"]
 MODEL_FILES: dict[ExportFormat, str] = {"hf": "model.safetensors", "onnx": "model.onnx", "aoti": "model.pt2"}
 
 
@@ -27,7 +28,7 @@ class Exported(StoredFile):
     kind: Kind
     architecture: str | None = None
     """Class of transformers, of the format hf."""
-    precision: Literal["fp32", "bf16", "int8"] = "fp32"
+    precision: ExportPrecision = "fp32"
     run: str
     """Name of the run's directory."""
     step: Count

@@ -56,8 +56,8 @@ def export(form: ExportFormat, run: Path, out: Path, *, encoder: bool, options: 
     start = find_pretrained(run.expanduser())
     out = out.expanduser().absolute()
     issues = [*package_issues(f"export {form}", NEEDS[form]), *_out_issues(out)]
-    if form == "aoti" and shutil.which("g++") is None:
-        issues.append("export aoti compiles by g++, which is not installed; install it, or export onnx")
+    if form == "aoti":
+        issues += _aoti_issues(options)
     if form == "hf":
         issues += _hf_issues(start, encoder)
     if issues:
@@ -69,17 +69,28 @@ def export(form: ExportFormat, run: Path, out: Path, *, encoder: bool, options: 
     return children.run_module("bert_dp.export", arguments).returncode
 
 
-def package_issues(what: str, packages: Sequence[str]) -> list[str]:
+def package_issues(what: str, packages: Sequence[str], extra: str = "export") -> list[str]:
     """At most one line, which names the extra that has what is missing."""
     missing = [name for name in packages if importlib.util.find_spec(name) is None]
     if not missing:
         return []
-    return [f"{what} needs {' and '.join(missing)}, of the extra export; {install_command('export')}"]
+    return [f"{what} needs {' and '.join(missing)}, of the extra {extra}; {install_command(extra)}"]
 
 
 def _hf_issues(start: Pretrained, encoder: bool) -> list[str]:
     is_classifier = start.config.objective.name == "finetune"
     return native_issues(start.config, "encoder" if encoder else "classifier" if is_classifier else "mlm")
+
+
+def _aoti_issues(options: Sequence[str]) -> list[str]:
+    issues = []
+    if shutil.which("g++") is None:
+        issues.append("export aoti compiles by g++, which is not installed; install it, or export onnx")
+    if len(options) > 1:
+        issues.append(f"{' and '.join(options)} are two precisions; give one of them")
+    elif "--int8" in options:
+        issues += package_issues("export aoti --int8", ["torchao"], "int8")
+    return issues
 
 
 def _out_issues(out: Path) -> list[str]:

@@ -58,7 +58,11 @@ def source_of(
         issues.append("--task: name a GLUE task with --data, or your own files by --train and --dev")
     else:
         required = ("train", "dev", "text", "label")
-        issues += [f"--{name} is missing, beside --train" for name in required if name not in own]
+        issues += [
+            f"--{name} is missing; your own files take --train, --dev, --text and --label"
+            for name in required
+            if name not in own
+        ]
     if issues:
         raise ConfigError(issues)
     if task is not None:

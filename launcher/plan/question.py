@@ -44,7 +44,9 @@ def check(source: Source, question: Question) -> None:
     if question.engine not in ENGINES:
         issues.append(f"--engine: {question.engine!r} is not modelled; use one of {', '.join(ENGINES)}")
     if question.reduce_dtype not in WIDTHS:
-        issues.append(f"--reduce-dtype: {question.reduce_dtype!r}; use one of {', '.join(WIDTHS)}")
+        issues.append(
+            f"--reduce-dtype: {question.reduce_dtype!r} is not modelled; use one of {', '.join(WIDTHS)}"
+        )
     for setting, value in (
         ("--gpus-per-node", question.gpus_per_node),
         ("--nics", question.nics),

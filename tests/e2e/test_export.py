@@ -87,12 +87,16 @@ def test_its_program_loads_it_and_computes_the_same(
 
 @pytest.mark.parametrize(
     ("form", "name", "precision"),
-    [("onnx", "recipe-labels", "int8"), pytest.param("aoti", "rms", "bf16", marks=needs_compiler)],
+    [
+        ("onnx", "recipe-labels", "int8"),
+        pytest.param("aoti", "rms", "bf16", marks=needs_compiler),
+        pytest.param("aoti", "recipe-labels", "int8", marks=needs_compiler),
+    ],
 )
 def test_another_precision_is_measured_and_not_judged(
     runs: Path, tmp_path: Path, form: str, name: str, precision: str
 ) -> None:
-    pytest.importorskip("onnxruntime")
+    pytest.importorskip({"onnx": "onnxruntime", "aoti": "torchao" if precision == "int8" else "torch"}[form])
     found = check(export(form, runs / name, tmp_path / "out", f"--{precision}"), runs / name)
     assert (found.precision, found.tolerance, found.ok) == (precision, None, True)
     assert 1e-4 < max(row.difference for row in found.rows) < 0.1
@@ -204,17 +208,20 @@ def test_a_directory_that_is_another_model_fails(runs: Path, tmp_path: Path) -> 
 
 @pytest.mark.quick
 @pytest.mark.parametrize(
-    ("name", "options", "said"),
+    ("form", "name", "options", "said"),
     [
-        ("crammed", (), "model.position: scaled_sinusoidal with model.norm: layernorm"),
-        ("recipe-labels", ("--encoder",), "model.position: scaled_sinusoidal"),
-        ("nowhere", (), "does not exist"),
+        ("hf", "crammed", (), "model.position: scaled_sinusoidal with model.norm: layernorm"),
+        ("hf", "recipe-labels", ("--encoder",), "model.position: scaled_sinusoidal"),
+        ("hf", "nowhere", (), "does not exist"),
+        pytest.param(
+            "aoti", "rope", ("--bf16", "--int8"), "--bf16 and --int8 are two prec", marks=needs_compiler
+        ),
     ],
 )
 def test_what_cannot_be_exported_is_refused(
-    runs: Path, tmp_path: Path, name: str, options: tuple[str, ...], said: str
+    runs: Path, tmp_path: Path, form: str, name: str, options: tuple[str, ...], said: str
 ) -> None:
-    errors = refused("export", "hf", str(runs / name), "--out", str(tmp_path / "out"), *options)
+    errors = refused("export", form, str(runs / name), "--out", str(tmp_path / "out"), *options)
     assert said in errors
     assert errors.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -257,6 +264,8 @@ def test_a_missing_package_is_refused_by_its_extra(
         "export onnx needs onnx and onnxscript and onnxruntime, of the extra export; pip install 'onnx"
         in missing
     )
+    eight_bits = refused("export", "aoti", str(runs / "rope"), "--out", str(tmp_path / "out"), "--int8")
+    assert "export aoti --int8 needs torchao, of the extra int8; pip install 'torchao" in eight_bits
     assert "export check needs transformers" in refused("export", "check", str(tmp_path))
     assert "predict needs transformers" in refused("predict", str(tmp_path), str(tmp_path / "export.json"))
 

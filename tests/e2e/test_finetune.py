@@ -70,6 +70,7 @@ REFUSED = {
     "two kinds": (("--task", "RTE", "--data", ".", "--train", "x"), "--train: goes with --train, not with"),
     "data alone": (("--data", "."), "--data: goes with --task NAME"),
     "no label": (("--train", "train.csv", "--dev", "dev.csv", "--text", "sentence"), "--label is missing"),
+    "dev alone": (("--dev", "dev.csv"), "--train is missing; your own files take --train, --dev, --text and"),
     "unknown column": ((*OWN[:-1], "colour"), "colour"),
     "missing file": (("--train", "none.csv", *OWN[2:]), "none.csv"),
     "batch": ((*OWN, "batch.global_size=7"), "batch.global_size: 7 is not a multiple"),

@@ -27,6 +27,11 @@ def error_of(number: int, path: str | None = "a/b") -> OSError:
         ("train --max-restarts 3 --max-restarts x", "error: --max-restarts: expected a whole number, got x"),
         ("scale --repeats=0", "error: --repeats: expected a number greater than or equal to 1, got 0"),
         ("train --nosuch", "error: No such option: --nosuch"),
+        (
+            "finetune x --kind frob",
+            "error: --kind: 'frob' is not one of 'single_label', 'multi_label', 'regression'",
+        ),
+        ("report a\nb", "error: RUN_DIR: a b is not a run directory"),
         ("nosuch", "error: No such command 'nosuch'; see `"),
         ("configs ", "error: CONFIG: is empty; name a file or a configuration"),
     ],

@@ -73,7 +73,7 @@ def test_a_masked_language_model_as_onnx_is_an_encoder_too_and_eight_bits_are_ne
 def test_a_norm_without_a_mean_is_one_operator_and_the_source_keeps_its_precision(tmp_path: Path) -> None:
     onnx = pytest.importorskip("onnx")
     source = source_of(tmp_path, "rms, encoder")
-    trace.trace(source, torch.bfloat16)
+    trace.trace(source, "bf16")
     assert {parameter.dtype for parameter in source.model.parameters()} == {torch.float32}
     trace.write_onnx(source, tmp_path, int8=False)
     kinds = [node.op_type for node in onnx.load(tmp_path / "model.onnx").graph.node]

@@ -219,7 +219,7 @@ def test_a_row_has_the_state_of_a_rank_and_says_whether_it_fits() -> None:
         (2, {"link": "pcie4", "nics": 0}, "--nics: 0 is not above 0"),
         (2, {"link": "pcie4", "gpus_per_node": -8}, "--gpus-per-node"),
         (2, {"link": "pcie4", "bucket_mib": float("nan")}, "--bucket-mib"),
-        (2, {"link": "pcie4", "reduce_dtype": "int8"}, "--reduce-dtype"),
+        (2, {"link": "pcie4", "reduce_dtype": "int8"}, "--reduce-dtype: 'int8' is not modelled"),
     ],
 )
 def test_a_bad_question_is_refused_with_the_setting(gpus: int, options: dict[str, Any], message: str) -> None:
