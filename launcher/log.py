@@ -19,11 +19,9 @@ PLAIN: Any = {"markup": False, "highlight": False, "soft_wrap": True}
 
 
 def show(console: Console, what: Any, **options: Any) -> None:
-    """Print; a reader that has gone away, or a console that knows only ASCII, must not end the run."""
-    if isinstance(what, str):
-        what = printable(what).encode(console.encoding, "replace").decode(console.encoding)
+    """Print; a reader that has gone away must not end the run."""
     try:
-        console.print(what, **options)
+        console.print(printable(what) if isinstance(what, str) else what, **options)
         console.file.flush()
     except (OSError, ValueError, SystemExit):  # rich answers a broken pipe with SystemExit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import glob
 import importlib.util
+import io
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -234,8 +236,12 @@ def settings_after_run(words: Sequence[str] | None, overrides: Sequence[str] | N
 
 
 def console() -> Any:
-    """A terminal, or a plain log. No control character of foreign text gets there, whatever is shown."""
+    """A terminal, or a plain log. No control character of foreign text gets there, whatever is shown, and a
+    character that its encoding lacks becomes a question mark."""
     from rich.console import Console
+
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
     class SafeConsole(Console):
         def render(self, *arguments: Any, **options: Any) -> Iterator[Segment]:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.table import Table
 
 from bert_dp import record
 from launcher.log import PLAIN, show
+from launcher.options import console as make_console
 from launcher.watch.display import Display, Tail, eta_s, progress_line, readable
 from tests.helpers import make_config
 from tests.report_fixture import evaluation, metrics
@@ -162,11 +165,16 @@ def test_a_file_far_ahead_is_followed_in_bounded_memory(
     assert tail.lines()[0][-1] == "after"
 
 
-def test_a_console_that_knows_only_ascii_still_shows_the_line() -> None:
+def test_a_console_that_knows_only_ascii_still_shows_lines_and_tables(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     raw = io.BytesIO()
-    console = Console(file=io.TextIOWrapper(raw, encoding="ascii"), width=80)
-    show(console, "memory ▂█ peak", **PLAIN)
-    assert raw.getvalue() == b"memory ?? peak\n"
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    show(make_console(), "memory ▂█ peak", **PLAIN)
+    table = Table(box=None, show_header=False, padding=0)
+    table.add_row("1 ± 2")
+    show(make_console(), table)
+    assert raw.getvalue() == b"memory ?? peak\n1 ? 2\n"
 
 
 def test_a_line_is_made_readable() -> None:
