@@ -14,9 +14,11 @@ from bert_dp.dist import Comm, SharedClock
 from bert_dp.measure.profiling import ALONE, lone_trainer
 from bert_dp.metrics import Meter
 from bert_dp.rank_process import collector_at_rest
+from bert_dp.record import CheckpointFacts
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import log_steps
-from tests.helpers import TINY_MODEL, make_config
+from tests.helpers import TINY_MODEL, logged, make_config
+from tests.states import FACTS
 from tests.tensors import CPU
 
 LAYOUT = BatchLayout(world_size=1, tensor=1, dp=1, micro_size=2, grad_accum_steps=1, global_size=2)
@@ -53,12 +55,13 @@ def test_a_falling_loss_has_no_spikes() -> None:
     ("precision", "row", "limit"), [("fp32", 5, 5), ("bf16", 3, 3), ("fp16", 21, 5), ("fp16", 17, 1)]
 )
 def test_how_many_in_a_row_stop(precision: str, row: int, limit: int) -> None:
-    settings = make_config(run={"max_skipped_in_a_row": limit})
-    assert anomalies.too_many_skipped(settings, precision, row - 1, 40, 1e-3) is None
-    cause = anomalies.too_many_skipped(settings, precision, row, 40, 1e-3)
+    settings = make_config(run={"max_skipped_in_a_row": limit}, log={"every_steps": 7})
+    assert anomalies.too_many_skipped(settings, precision, row - 1, 40, 2e-4) is None
+    cause = anomalies.too_many_skipped(settings, precision, row, 40, 2e-4)
     assert cause is not None
-    for text in (f"{row} steps in a row", "step 40", "0.001", "optim.lr"):
+    for text in (f"{row} steps in a row", "step 40", "at learning rate 0.0002;", "optim.lr (now 0.001)"):
         assert text in cause
+    assert f"run.max_skipped_in_a_row is {limit}, looked at every 7 steps" in cause
     assert ("precision: fp32" in cause) == (precision != "fp32")
 
 
@@ -111,13 +114,19 @@ def test_a_logged_spike_is_said_counted_and_remembered_with_the_checkpoint(
     with lone_trainer(settings, tmp_path) as trainer, collector_at_rest():  # each line collects garbage
         clock = SharedClock(trainer.comm)
         for step, loss in enumerate(losses, 1):
-            state.step = step
+            state.step, state.samples = step, 2 * step
             trainer.meter.observe(torch.tensor(loss), torch.tensor(1.0), 2, 1, 0.0)
             log_steps(trainer, state, clock)
     assert state.trouble is None
     assert state.loss_spikes == 1
     (line,) = capsys.readouterr().out.splitlines()
-    assert "step 141" in line
-    assert "20.0000" in line
+    mean = np.mean(losses[12:140])
+    assert line == (
+        f"warning: loss spike at step 141: 20.0000, mean of the last 128 logged losses {mean:.4f}"
+    )
     assert len(state.recent_losses) == 128
     assert state.recent_losses == pytest.approx(losses[-129:-1])  # the NaN is not among them
+    going_on = TrainState.from_checkpoint(CheckpointFacts.model_validate(FACTS | state.saved()))
+    assert (going_on.loss_spikes, going_on.recent_losses) == (1, state.recent_losses)
+    assert going_on.logged_step == going_on.step == state.step
+    assert logged(tmp_path, "epoch") == [2 * step // 96 for step in range(1, len(losses) + 1)]

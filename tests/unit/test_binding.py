@@ -139,6 +139,9 @@ def test_place_binds_by_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     gpus = ["0000:1a:00.0", "0001:e3:00.0"]
     assert place(1, 2, gpus, root).shares[1] == (4, 5, 6, 7, 12, 13, 14, 15)
     assert bound == [(4, 5, 6, 7, 12, 13, 14, 15)]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})  # none of them near the second
+    assert place(1, 2, gpus, root) == Placement(((0, 1, 2, 3), ()), 2)
+    assert len(bound) == 1, "a rank without a share is not bound, and its threads are an equal part"
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores to tell them apart")

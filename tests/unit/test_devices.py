@@ -98,6 +98,21 @@ def test_a_gpus_peak_memory_can_begin_anew(monkeypatch: pytest.MonkeyPatch) -> N
     assert calls == ["cache", torch.device("cuda", 1)]
 
 
+def test_peak_memory_is_the_resident_set_or_what_the_allocator_reserved_in_gib(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kib = 3 * 2**20
+    monkeypatch.setattr(devices.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=kib))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 5 * 2**30)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 2**30)
+    assert (devices.peak_memory_gib(CPU), devices.peak_memory_gib(GPU)) == (3.0, 5.0)
+
+
+def test_a_gpus_allocator_counts_its_retries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 2, "num_ooms": 1})
+    assert (devices.alloc_retries(GPU), devices.alloc_retries(CPU)) == (2, None)
+
+
 class NVMLError(Exception):
     pass
 

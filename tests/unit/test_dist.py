@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,7 @@ LONE = World(0, 0, 1, 1)
         ({"RANK": "0", "WORLD_SIZE": "2"}, World(0, 0, 2, 2)),
         ({"RANK": "1", "WORLD_SIZE": "2"}, World(1, 1, 2, 2)),
         ({**SLURM, NODE_TASKS: "2(x2)"}, World(3, 1, 4, 2)),
+        ({**SLURM, "SLURM_LOCALID": "0", NODE_TASKS: "3,1", "SLURM_NODEID": "1"}, World(3, 0, 4, 1)),
         ({k: v for k, v in SLURM.items() if k != NODE_TASKS}, World(3, 1, 4, 4)),
         # sbatch sets these in its script too; only srun makes ranks of a step
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}, LONE),
@@ -141,6 +143,7 @@ def test_the_ranks_of_a_replica_share_a_node(nodes: str, spread: tuple[str, ...]
     for line, part in zip(issues, spread, strict=True):
         assert line.startswith("parallel.tensor: 2, and ")
         assert part in line
+        assert "; start a multiple of 2 ranks on every node" in line
 
 
 # --- talking
@@ -300,8 +303,14 @@ def test_a_group_of_one_rank_talks_to_itself(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_collectives_that_are_told_are_the_newest(monkeypatch: pytest.MonkeyPatch) -> None:
-    entry = {"process_group": ["0"], "profiling_name": "gloo:_all_gather"}
-    recorded = json.dumps({"entries": [{**entry, "collective_seq_id": number} for number in range(5)]})
+    entry = {"process_group": ["7", "a name"], "profiling_name": "gloo:_all_gather"}
+    entries: list[Any] = [{**entry, "collective_seq_id": number} for number in range(5)]
+    entries[-1] |= {"state": "started", "input_sizes": [[3, 2]]}
+    recorded = json.dumps({"entries": entries})
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: recorded, raising=False)
     monkeypatch.delattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", raising=False)
-    assert [each["sequence"] for each in recent_collectives(2)] == [3, 4]
+    told = {"group": "7", "operation": "all_gather"}
+    assert recent_collectives(2) == [
+        {**told, "sequence": 3, "sizes": [], "state": "unknown"},
+        {**told, "sequence": 4, "sizes": [[3, 2]], "state": "started"},
+    ]

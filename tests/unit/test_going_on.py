@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from bert_dp import checkpoint, setup
+from bert_dp.binding import Placement
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.dist import Comm
-from bert_dp.measure.profiling import ALONE
+from bert_dp.measure.profiling import ALONE, lone_trainer
 from bert_dp.tasks import Metadata
 from bert_dp.train_state import TrainState
 from bert_dp.world import World
-from tests.helpers import read_lines, write_lines
+from tests.helpers import TINY_MODEL, make_config, read_json, read_lines, write_lines
 from tests.states import FACTS
 from tests.tensors import CPU
 
@@ -25,15 +27,16 @@ def config() -> Config:
     return resolve([{"data": {"path": "x"}, "schedule": {"steps": 9}}])
 
 
-def rank_with(run_dir: Path, digit: str) -> Any:
+def rank_with(run_dir: Path, digit: str, said: list[str] | None = None) -> Any:
     """A lone rank whose data have this hash."""
+    said = [] if said is None else said
     return SimpleNamespace(
         config=config(),
         run_dir=run_dir,
         comm=Comm(ALONE, None),
         device=CPU,
         data=Metadata(data_hash=digit * 64, tokenizer=None, num_samples=9),
-        log_rank0=lambda text: None,
+        log_rank0=said.append,
     )
 
 
@@ -48,11 +51,25 @@ def run_dir(tmp_path: Path) -> Path:
 
 def test_a_rank_goes_on_with_the_data_of_the_checkpoint_only(run_dir: Path) -> None:
     """srun and mpirun start ranks without the launcher, which checks the same."""
-    resumed = setup.select_checkpoint(rank_with(run_dir, "0"), "auto")
+    said: list[str] = []
+    resumed = setup.select_checkpoint(rank_with(run_dir, "0", said), "auto")
+    assert said == ["resuming from step-00000003: 12 samples seen"]
     assert resumed.path == run_dir / "checkpoints" / "step-00000003"
     assert resumed.state == TrainState(step=3, samples=12, elapsed_s=7.5, logged_step=3)
     with pytest.raises(ConfigError, match=f"was trained on shards {'0' * 16}, these are {'1' * 16}"):
         setup.select_checkpoint(rank_with(run_dir, "1"), "auto")
+
+
+@pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("cuda", None)])
+def test_what_was_compiled_on_another_kind_of_device_is_decided_anew(
+    tmp_path: Path, device: str, kept: bool | None
+) -> None:
+    state = {"model": {"w": torch.ones(2)}, "optimizer": {"w/step": torch.tensor(3.0)}, "scaler": {}}
+    facts = {**FACTS, "config": config().model_dump(mode="json"), "compiled": True, "device": device}
+    checkpoint.save(tmp_path / "checkpoints", 3, state, facts, 9)
+    resumed = setup.select_checkpoint(rank_with(tmp_path, "0"), "auto")
+    assert resumed is not None
+    assert resumed.compiled is kept
 
 
 class Meeting(Comm):
@@ -70,13 +87,70 @@ class Meeting(Comm):
 @pytest.mark.parametrize("rank", [0, 1])
 def test_no_rank_writes_before_rank_0_has_cut_the_records_back(run_dir: Path, rank: int) -> None:
     record = run_dir / "steps" / "rank-1.jsonl"
-    write_lines(record, ({"step": step} for step in range(1, 6)))
+    others = [run_dir / f"{name}.jsonl" for name in ("metrics", "evals", "noise")]
+    for path in (record, *others):
+        write_lines(path, ({"step": step} for step in range(1, 6)))
     meeting = Meeting(World(rank, rank, 2, 2), record)
     trainer: Any = SimpleNamespace(run_dir=run_dir, comm=meeting, config=config())
     state = TrainState(step=3)
     resumed = setup.Checkpoint(run_dir / "checkpoints" / "step-00000003", {}, state, None, "fp32", None)
     setup.cut_records_back(trainer, state, resumed)
-    assert meeting.seen == [[1, 2, 3] if rank == 0 else [1, 2, 3, 4, 5]]
+    left = [1, 2, 3] if rank == 0 else [1, 2, 3, 4, 5]
+    assert meeting.seen == [left]
+    assert [[line["step"] for line in read_lines(path)] for path in others] == [left] * 3
+
+
+def lone_config(shards: Path, **sections: Any) -> Config:
+    base = {"data": {"path": str(shards), "sequence_length": 16}, "model": TINY_MODEL, "compile": "off"}
+    return make_config(**{**base, "batch": {"global_size": 8, "micro_size": 2}, **sections})
+
+
+def test_the_log_says_what_is_about_to_run(
+    shards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    init = {"tensors": 7, "of": 9, "checkpoint": "there", "sha256": "ab" * 32}
+    with lone_trainer(lone_config(shards, optim={"lr": 2e-3}, compile="auto"), tmp_path) as trainer:
+        setup.describe(trainer, Placement(((0, 1), (2, 3)), 1), None)
+        layout = trainer.layout.model_copy(update={"tensor": 2})
+        begun = dataclasses.replace(
+            trainer,
+            layout=layout,
+            comm=Comm(World(0, 0, 4, 4), None),
+            metadata={**trainer.metadata, "compiled": True, "init_from": init},
+        )
+        setup.describe(begun, Placement(((),), 2), None)
+        count = sum(p.numel() for p in trainer.bare_model.parameters())
+    ranks, batch, model, rate, more, _, divided, _, source = capsys.readouterr().out.splitlines()
+    assert ranks == "ranks: 1 x CPU, 1 thread per rank, cores 0-1 | 2-3"
+    assert batch == "batch: global batch 8 = micro 2 x accumulation 4 x dp 1"
+    assert model == f"model: {count:,} parameters, fp32, eager, engine single"
+    assert rate == "learning rate: 0.002 as given, for global batch 8, adamw"
+    assert more == "ranks: 4 x CPU, 2 threads per rank, cores not bound"
+    assert divided == f"model: {count:,} parameters, fp32, compiled, engine ddp, tensor 2"
+    assert source == f"weights: loaded 7 of 9 tensors from there, SHA-256 {'ab' * 8}"
+
+
+def test_the_environment_tells_of_this_rank_and_of_the_cores_of_each(shards: Path, tmp_path: Path) -> None:
+    config = lone_config(shards)
+    (tmp_path / "environment.json").write_text('{"host": "n1"}')
+    with lone_trainer(config, tmp_path) as trainer:
+        setup.write_environment(trainer, Placement(((0, 1, 2), (4, 5, 6)), 3))
+    facts = read_json(tmp_path / "environment.json")
+    worker = facts["worker"]
+    assert facts["host"] == "n1"
+    assert (worker["cores"], worker["threads_per_rank"], worker["world_size"]) == (["0-2", "4-6"], 3, 1)
+    assert (worker["precision"], worker["compiled"], worker["cores_inherited"]) == ("fp32", False, False)
+    assert (worker["config_hash"], worker["device"], worker["nccl"]) == (config.hash(), "CPU", None)
+
+
+def test_mfu_is_over_the_peak_of_the_device_in_the_precision_that_was_chosen(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, str]] = []
+    monkeypatch.setattr(setup.cost, "peak_flops", lambda *of: asked.append(of))
+    with lone_trainer(lone_config(shards, precision="auto"), tmp_path) as trainer:
+        assert asked == [("CPU", trainer.precision.name)]
+        assert trainer.precision.name in ("fp32", "bf16")
 
 
 def test_only_a_checkpoint_of_the_run_itself_counts_as_saved(tmp_path: Path) -> None:

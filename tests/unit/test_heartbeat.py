@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import signal
@@ -32,7 +33,8 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_reader_sees_every_field(path: Path) -> None:
-    beat = Heartbeat(path, LostWrites())
+    lost = LostWrites()
+    beat = Heartbeat(path, lost)
     first = read(path)
     assert (first.pid, PHASES[first.phase], first.step, first.done) == (os.getpid(), "setup", 0, 0)
     beat.enter("step", 7)
@@ -42,8 +44,11 @@ def test_a_reader_sees_every_field(path: Path) -> None:
     assert (now.step, PHASES[now.phase], now.done) == (7, "step", 2)
     assert now.progress == first.progress + 3
     assert first.progress_ns <= now.progress_ns <= time.monotonic_ns()
+    lost.note(OSError(errno.ENOSPC, "full"))
+    lost.note(OSError(errno.EIO, "broken"))
     beat.enter("log")
     now = read(path)
+    assert (now.lost_writes, now.write_errno) == (2, errno.EIO)
     assert (now.step, PHASES[now.phase], now.done) == (7, "log", 0)
     beat.close()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import math
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,7 @@ from bert_dp.train_state import TrainState
 from bert_dp.trainable import Model
 from bert_dp.trainer import RunResult, Trainer, evaluate, train
 from bert_dp.world import World
-from tests.helpers import TINY_MODEL, make_config, read_json, read_lines
+from tests.helpers import TINY_MODEL, logged, make_config, read_json, read_lines, write_lines
 
 LENGTH = 16
 
@@ -165,6 +166,9 @@ def trained(tmp_path: Path, shards: Path, clock: Clock, request: pytest.FixtureR
     """Five steps of two micro batches, a line after every second, an evaluation after each, or after every so
     many as the test asks for."""
     every_steps = getattr(request, "param", 1)
+    write_lines(
+        tmp_path / "evals.jsonl", [{"step": 5, "loss": 1.0}]
+    )  # of an earlier start, as far as this one
     return train_here(tmp_path, shards, clock, eval={"every_steps": every_steps, "max_sequences": 2})
 
 
@@ -194,7 +198,9 @@ def micro_batch() -> Batch:
 
 @pytest.mark.parametrize(("trained", "steps"), [(2, [2, 4, 5]), (5, [5]), (0, [5])], indirect=["trained"])
 def test_the_last_step_is_evaluated_once(tmp_path: Path, trained: Trained, steps: list[int]) -> None:
-    assert [line["step"] for line in read_lines(tmp_path / "evals.jsonl")] == steps
+    lines = read_lines(tmp_path / "evals.jsonl")
+    assert [line["step"] for line in lines] == steps
+    assert [line["tokens"] for line in lines] == [step * 4 * LENGTH for step in steps]
 
 
 def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, trained: Trained) -> None:
@@ -308,6 +314,7 @@ def test_a_step_of_the_ramp_is_divided_by_its_own_targets(
     assert (counts[0], counts[-1]) == (2, 8)
     assert [first for first, _ in steps] == [sum(counts[:step]) for step in range(5)]
     assert state.samples == sum(counts)
+    assert logged(tmp_path, "accumulation") == [counts[step - 1] // 2 for step in (2, 4, 5)]
 
 
 class TwoRanks(Comm):
@@ -324,7 +331,10 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     trainer, state, result = trained
     trainer = dataclasses.replace(trainer, comm=TwoRanks(World(0, 0, 2, 2), None))
     state.samples += 1000  # of an earlier start
+    state.global_batch = 2  # of a step in a ramp, not the run's
     trainer.meter.own_work_s, trainer.meter.total_steps = [20.0, 60.0], 20
+    trainer.meter.totals |= {"data_wait_s": 1.0, "forward_backward_s": 6.0, "optimizer_s": 3.0}
+    trainer.checkpointer.stall_s = 4.5  # type: ignore[misc]
     monkeypatch.setattr(devices, "peak_memory_gib", lambda device: 1.0)
     monkeypatch.setattr(devices, "joules", lambda device: 130.0)
     summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
@@ -340,3 +350,13 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     assert end["tokens_per_s"] == pytest.approx(5 * 4 * LENGTH / 10.0)
     time_s = end["time_s"]
     assert (time_s["setup"], time_s["compile"], time_s["train"], time_s["eval"]) == (1.0, 2.0, 10.0, 500.0)
+    assert (time_s["data_wait"], time_s["forward_backward"], time_s["optimizer"]) == (1.0, 6.0, 3.0)
+    assert time_s["save"] == 4.5
+    assert (end["unigram_entropy_nats"], end["uniform_entropy_nats"]) == (3.9, math.log(64))
+    assert end["final_loss"] == read_lines(tmp_path / "metrics.jsonl")[-1]["loss"] != end["heldout_loss"]
+    assert (end["global_batch"], end["micro_batch"], end["accumulation"]) == (4, 2, 2)
+    assert (end["exit_code"], end["cause"], end["failure_kind"], end["signal"]) == (0, None, None, None)
+    stopped = dataclasses.replace(result, signal=15)
+    summary.write_summary(trainer, state, stopped, 1.0, 2.0, before_j=30.0)
+    end = read_json(tmp_path / "summary.json")
+    assert (end["status"], end["exit_code"], end["signal"]) == ("stopped", 128 + 15, 15)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bert_dp.config import Config, load_config
-from bert_dp.cost import num_parameters
+from bert_dp.cost import GIB, memory_estimate_gib, num_parameters
 from bert_dp.measure.memory_line import PARTS, choose_device, memory_line
 from bert_dp.measure.memory_trace import count_step
 
@@ -122,7 +122,11 @@ def test_without_torchs_private_modules_the_formula_answers(monkeypatch: pytest.
     assert "fake_tensor" in line["why"]
     total = sum(a + 16 * c for a, c in line["parts"].values())
     assert total == pytest.approx(line["peak_bytes"][1], rel=1e-6)
-    assert memory_line(small("parallel.tensor=2"), 2, (8, 16))["source"] == "formula"
+    narrow = small("parallel.tensor=2", "precision=bf16")
+    line = memory_line(narrow, 2, (8, narrow.batch.micro_size))
+    assert line["source"] == "formula"
+    estimate = sum(memory_estimate_gib(narrow, "bf16", 2).values()) * GIB  # autocast's narrow weights too
+    assert line["peak_bytes"][1] == pytest.approx(estimate, rel=1e-6)
 
 
 def test_main_allocates_no_model(tmp_path: Path) -> None:

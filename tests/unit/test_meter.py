@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bert_dp import metrics
 from bert_dp.config import BatchLayout
@@ -95,6 +96,7 @@ def test_rates_count_all_ranks_or_one_gpu_and_mfu_is_a_share_of_one_peak(
     assert line.mfu == pytest.approx(tokens_per_s / 4 * FLOPS / PEAK)
     assert line.global_steps_per_s == pytest.approx(3 * 2 / STEP)  # micro batches, of two replicas
     assert (line.data_wait_s, line.forward_backward_s, line.optimizer_s) == (WAIT, PASSES, UPDATE)
+    assert (line.world_size, line.micro_batch, line.accumulation, line.grad_norm) == (4, 2, 3, 1.5)
     run.step()
     run.line()
     for name, rate in run.meter.total_rates().items():
@@ -119,6 +121,7 @@ def test_the_loss_is_summed_over_replicas_and_the_memory_is_the_greatest_ranks(
     assert line.peak_memory_gib == OWN_GIB + 3
     assert run.meter.steps["peak_memory_gib"] == OWN_GIB, "each rank has a file of its own"
     assert run.meter.steps["step_s"] == [STEP] * 2
+    assert run.meter.steps["data_wait_s"] == [WAIT] * 2
 
 
 def test_own_work_and_phases_are_summed_over_all_lines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,3 +151,36 @@ def test_evaluation_and_saving_are_no_part_of_a_step(monkeypatch: pytest.MonkeyP
     assert run.meter.steps["step_s"] == [STEP]
     assert run.meter.totals["train_s"] == 5 * STEP
     assert run.meter.total_rates()["steps_per_s"] == pytest.approx(1 / STEP)
+
+
+class Counting(nn.Module):
+    """What torch's DDP counts of itself: nanoseconds, and bytes as text."""
+
+    def __init__(self, **facts: Any):
+        super().__init__()
+        self._facts = facts
+
+    def _get_ddp_logging_data(self) -> dict[str, Any]:
+        return self._facts
+
+
+def test_exposed_communication_is_what_no_backward_pass_covered_in_seconds() -> None:
+    model = Counting(backward_comm_time=5_000_000, backward_compute_comm_overlap_time=3_000_000)
+    assert metrics.exposed_communication_s(model) == pytest.approx(0.002)
+    for untold in (Counting(backward_comm_time=5_000_000), nn.Linear(1, 1)):
+        assert metrics.exposed_communication_s(untold) is None
+
+
+def test_the_summary_has_ddps_own_means_in_seconds_and_the_buckets_that_it_settled_on() -> None:
+    model = Counting(
+        avg_backward_comm_time=4_000_000,
+        avg_backward_compute_comm_overlap_time=3_000_000,
+        avg_backward_compute_time=9_000_000,
+        bucket_sizes="900",
+        rebuilt_bucket_sizes="400, 500",
+    )
+    seconds = {"comm_s": 0.004, "overlap_s": 0.003, "compute_s": 0.009}
+    assert metrics.communication_summary(model) == {"bucket_bytes": [400, 500], **seconds}
+    early = {"bucket_bytes": [900], **dict.fromkeys(seconds)}
+    assert metrics.communication_summary(Counting(bucket_sizes="900", rebuilt_bucket_sizes="")) == early
+    assert metrics.communication_summary(nn.Linear(1, 1)) is None

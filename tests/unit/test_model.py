@@ -273,6 +273,21 @@ def test_every_dropout_acts():
     assert len(set(losses.values())) == len(places)
 
 
+def test_no_two_places_drop_alike():
+    """Neither two layers, nor two dropouts of one layer, nor two heads."""
+    model = make_model(dropout=0.5, attention_dropout=0.5).train()
+    dropped = []
+    for module in model.modules():
+        if isinstance(module, KeyedDropout):
+            module.register_forward_hook(lambda module, _, out: dropped.append(out == 0))
+    model(*make_case(), key_B=KEYS[0])
+    grids = [grid for out_BASS in dropped if out_BASS.dim() == 4 for grid in out_BASS.unbind(1)]
+    rows = [out_BSH for out_BSH in dropped if out_BSH.dim() == 3]
+    assert (len(rows), len(grids)) == (1 + 3 * 2, 3 * 4)  # of three layers with four heads
+    for masks in (rows, grids):
+        assert len({mask.numpy().tobytes() for mask in masks}) == len(masks)
+
+
 def test_attention_that_is_written_out_is_that_of_torch():
     """With a probability so small that nothing is dropped, and padding."""
     model = make_model(attention_dropout=1e-9)

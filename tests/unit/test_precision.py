@@ -258,3 +258,24 @@ def test_the_estimate_of_a_run_that_goes_on_is_in_its_own_precision(
     record.write_json(tmp_path / "run/checkpoints/step-00000001/state.json", facts)
     dry_run(tmp_path)
     assert "(estimate, bf16, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "allowed"),
+    [
+        ("bf16", "cuda", "high"),
+        ("fp16", "cuda", "high"),
+        ("fp32", "cuda", "highest"),
+        ("bf16", "cpu", "medium"),
+    ],
+)
+def test_fp32_products_are_in_tf32_on_a_gpu_beside_16_bits_alone(
+    name: str, device: str, allowed: str
+) -> None:
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("medium")
+        bert_dp.precision.allow_tf32(bert_dp.precision.precision_of(name), torch.device(device))
+        assert torch.get_float32_matmul_precision() == allowed
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -9,12 +9,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from bert_dp import checkpoint
+from bert_dp import checkpoint, saving
 from bert_dp.config import CheckpointConfig
 from bert_dp.lines import LostWrites
 from bert_dp.parallel import State
@@ -70,6 +71,7 @@ def make(
     said: list[str] | None = None,
     saved: int | None = None,
     directory: HeldDirectory | None = None,
+    lost: LostWrites | None = None,
     **settings: Any,
 ) -> AsyncCheckpointer:
     return AsyncCheckpointer(
@@ -77,7 +79,7 @@ def make(
         CheckpointConfig(**settings),
         log_rank0=(said if said is not None else []).append,
         saved_step=saved,
-        lost_writes=LostWrites(),
+        lost_writes=lost or LostWrites(),
         directory=directory,
     )
 
@@ -147,11 +149,13 @@ def test_an_error_is_said_and_counted_and_the_good_ones_stay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, policy: str
 ) -> None:
     said: list[str] = []
-    saver = make(tmp_path, said, keep=2, on_error=policy)
+    lost = LostWrites()
+    saver = make(tmp_path, said, lost=lost, keep=2, on_error=policy)
     save(saver, 1, 2)
     monkeypatch.setattr(checkpoint, "save_file", failing(number, 2, 2))
     step, problem = save(saver, 3)
     assert (step, saver.failed_saves) == (2, 1)
+    assert (lost.count, lost.errno) == (1, number), "the heartbeat tells of it"
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step-00000001", "step-00000002"]
     (line,) = said
     assert problem is not None
@@ -302,3 +306,21 @@ def test_a_reason_that_comes_back_after_a_good_save_is_said_again(
     ]
     assert problem is not None
     assert "in a row" not in problem
+
+
+def test_gathering_counts_as_time_that_saving_took(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=100.0, perf_counter=lambda: clock.now)
+
+    def gather() -> None:
+        clock.now += 7.0
+
+    monkeypatch.setattr(saving, "time", clock)
+    saver = make(tmp_path)
+    saver.save(1, gather, FACTS)
+    assert saver.stall_s == 7.0
+
+
+def test_with_keep_0_nothing_is_written_and_no_checkpoint_is_named(tmp_path: Path) -> None:
+    saver = make(tmp_path, keep=0)
+    assert save(saver, 3) == (3, None)
+    assert (saver.newest, list(tmp_path.iterdir())) == (None, [])

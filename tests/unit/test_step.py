@@ -20,17 +20,19 @@ from bert_dp.config import OptimConfig
 from bert_dp.data import random_batch
 from bert_dp.dist import connect, disconnect
 from bert_dp.measure.profiling import ALONE, lone_trainer
+from bert_dp.metrics import communication_summary
 from bert_dp.model import build_model
 from bert_dp.optim import make_optimizer
 from bert_dp.parallel import Engine, State, engine_name, make_engine
 from bert_dp.parallel.ddp import reduce_narrow
 from bert_dp.parallel.grid import ShardedSums
 from bert_dp.parallel.stepping import clip_and_step
+from bert_dp.parallel.tensor import TensorParallel
 from bert_dp.parallel.zero1 import assign
 from bert_dp.trainable import Model
 from bert_dp.trainer import dry_run
-from bert_dp.world import read_world
-from tests.helpers import TINY_MODEL, make_config
+from bert_dp.world import World, read_world
+from tests.helpers import TINY_MODEL, issues_of, make_config
 from tests.ranks import run_ranks
 from tests.states import FACTS
 from tests.tensors import CPU, bits, flat, with_moments
@@ -453,6 +455,42 @@ def test_zero1_sends_as_many_buckets_as_their_size_asks_for(
         run_step(engine, model, 0)
         assert sorted(sent, reverse=True) == wanted
         sent.clear()
+
+
+def test_ddp_has_the_buckets_and_the_graph_that_were_asked_for(group_of_one: None) -> None:
+    for settings, wanted in (({}, [112]), ({"bucket_mib": 48 / 2**20, "static_graph": True}, [64, 48])):
+        engine, model, _, _ = prepare("ddp", **settings)
+        for step in range(2):  # the buckets are made anew after the first
+            run_step(engine, model, step)
+        told = communication_summary(model)
+        assert told is not None
+        assert sorted(told["bucket_bytes"], reverse=True) == wanted
+        assert model.static_graph is settings.get("static_graph", False)
+
+
+def test_zero1_needs_a_tensor_for_each_replica(group_of_one: None) -> None:
+    bare = Tied()
+    for replicas in (4, 5):
+        engine = engine_of("zero1")
+        engine.dp_size = replicas
+        if replicas == 4:  # tensors: one weight that serves twice, a bias and the norm's two
+            engine.prepare(bare, lambda named: make_optimizer(OPTIM, named, bare))
+            continue
+        (line,) = issues_of(engine.prepare, bare, lambda named: make_optimizer(OPTIM, named, bare))
+        assert "shares out 4 tensors, too few for 5 replicas" in line
+
+
+def test_a_model_without_a_plan_is_not_divided() -> None:
+    grid: Any = SimpleNamespace(tp_group=None, tp_rank=0, tp_size=2)
+    (line,) = issues_of(TensorParallel(grid).shard_model, Tied())
+    assert line.startswith("parallel.tensor: 2, but this model cannot be divided")
+
+
+def test_each_of_the_independent_ones_reads_its_own_share() -> None:
+    engine = make_engine(
+        "independent", make_config(), World(1, 1, 3, 3), CPU, precision="fp32", run_dir=Path()
+    )
+    assert (engine.dp_rank, engine.dp_size) == (1, 3)
 
 
 SIZES = st.lists(st.integers(1, 1000), min_size=4, max_size=40)

@@ -192,7 +192,7 @@ def test_every_token_is_read_once_in_sequences_of_one_length_but_the_last(count:
     assert [n for begin, end, _ in cut for n in range(begin, end)] == list(range(count))
     assert all((end - begin) % width == 0 for begin, end, width in cut)
     assert {width for _, _, width in cut[:-1]} <= {LENGTH}
-    assert cut[-1][2] == count % LENGTH or LENGTH
+    assert cut[-1][2] == (count % LENGTH or LENGTH)
 
 
 def test_a_model_that_has_diverged_is_not_scored() -> None:

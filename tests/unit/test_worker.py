@@ -39,6 +39,7 @@ def train_twice(run_dir: str, more: dict[str, Any]) -> None:
     """Two steps, the second with a bad gradient, and in a second process's place as `more` says."""
     from bert_dp import devices, setup, trainer, worker
 
+    os.environ[LOG_DIR] = run_dir
     clock = SimpleNamespace(now=100.0)
     worker.time = SimpleNamespace(monotonic=lambda: clock.now)  # type: ignore[assignment]
     slowed(setup, "build_trainer", clock, ASSEMBLE_S)
@@ -95,6 +96,8 @@ def test_held_out_positions_are_15_of_100_at_any_mask_rate(run_dir: Path) -> Non
 def test_set_up_and_dry_run_are_timed_apart(run_dir: Path) -> None:
     spent = summary(run_dir)["time_s"]
     assert (spent["setup"], spent["compile"]) == (ASSEMBLE_S, DRY_RUN_S)
+    log = (run_dir / "rank-0.log").read_text()
+    assert log.count(f"ready: set-up {ASSEMBLE_S} s, dry run {DRY_RUN_S} s") == 2
 
 
 def test_the_first_stop_signal_is_the_one_that_counts() -> None:
