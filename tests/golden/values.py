@@ -22,6 +22,7 @@ from safetensors.numpy import load_file
 
 from tests.e2e.cli import bert_dp, here
 from tests.golden import made
+from tests.golden import told as sayings
 from tests.golden.compare import differences
 
 VERBS = "train|scale|report|doctor|data build|data inspect|tune batch|tune lr|plan scaling".split("|")
@@ -150,6 +151,11 @@ def reports(root: Path) -> Any:
         tables.feed((root / "page.html").read_text())
         found[name] = tables.numbers()
     return found
+
+
+def told(root: Path) -> Any:
+    """The sentences, tables and figures of reports of made results."""
+    return sayings.told(NUMBER.findall, root / "told")
 
 
 class Tables(html.parser.HTMLParser):
@@ -327,7 +333,7 @@ def number_of(text: str) -> float | str:
 
 QUICK: dict[str, Callable[[Path], Any]] = {
     **{"options": options, "dry_runs": dry_runs, "shards": shards, "scale": scale, "plan": plan},
-    **{"batch": batch, "rate": rate, "reports": reports},
+    **{"batch": batch, "rate": rate, "reports": reports, "told": told},
 }
 SLOW: dict[str, Callable[[Path], Any]] = {
     **{"built": built, "doctor": doctor, "train": train, "resumed": resumed, "gone_on": gone_on}

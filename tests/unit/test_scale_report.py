@@ -176,8 +176,13 @@ def test_nothing_measured_is_never_zero() -> None:
     assert "0.0" not in page.text.replace("torch 2", "")
 
 
-def test_tiles_explain_unknown_peaks() -> None:
-    report = of(scaling())
+def test_tiles_are_of_the_run_with_the_greatest_speed_up_and_explain_unknown_peaks() -> None:
+    data = scaling(sizes=(1, 2))
+    cell_of(data, "weak-ceiling-n2").update(speedup=9.0)  # of no run
+    cell_of(data, "weak-ddp-n2").update(speedup=1.9)
+    for cells in (data["cells"], data["cells"][::-1]):
+        assert of({**data, "cells": cells}).tiles[0].note == "weak-ddp-n2, N = 2"
+    report = of(data)
     notes = [tile.note for tile in report.tiles]
     assert "data-sheet peak of CPU unknown; matmul peak measured here" in notes
     assert {tile.text for tile in of(nulls()).tiles} == {NA, f"{NA} / {NA}"}
@@ -208,6 +213,14 @@ def test_of_many_ranks_the_extremes_are_drawn() -> None:
     assert len(figure.rows) == 16
     assert "rank 40" in figure.rows
     assert figure.note == "16 of 64 ranks: the fastest and the slowest."
+    medians = [rank["own_work_s"]["median"] for rank in data["cells"][1]["ranks"]]
+    order = sorted(range(64), key=lambda rank: medians[rank])
+    assert set(figure.rows) == {f"rank {rank}" for rank in (*order[:8], *order[-8:])}
+    memory = [rank["peak_memory_gib"] for rank in data["cells"][1]["ranks"]]
+    assert lines(of(data), "Peak memory, weak scaling")["ddp, each rank"].y == [min(memory), max(memory)]
+    few = of(scaling(engines=("ddp",), sizes=(16,), controls=False))
+    assert len(figure_of(few, "weak-ddp-n16").rows) == 16
+    assert not figure_of(few, "Speed-up, weak scaling").x.log
 
 
 def test_prediction_stands_beside_measurement() -> None:

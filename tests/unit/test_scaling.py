@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bert_dp import record
-from bert_dp.config import resolve
+from bert_dp.config import load_config, resolve
 from bert_dp.cost import flops_per_token, memory_estimate_gib
 from launcher import results
 from launcher.machine import environment
@@ -18,10 +19,11 @@ from launcher.machine.environment import Environment
 from launcher.output import Output
 from launcher.results import Cell, GridCell
 from launcher.run.memory_check import STATE, check_memory
+from launcher.run.trials import SCRATCH, Outcome, Runner, Slot, Trial
 from launcher.scale import benchmark
 from launcher.scale.collect import collect
 from launcher.scale.grid import Grid, Settings, run_dir
-from launcher.scale.run_grid import cores_of
+from launcher.scale.run_grid import cores_of, run_grid
 from launcher.scale.verdict import verdicts
 from tests.golden.compare import leaves
 from tests.helpers import make_config, read_json
@@ -180,10 +182,13 @@ def write_run(
     own: Sequence[float] = (),
     pace: Sequence[float] = (),
     loss: float = 4.0,
+    memory: float = 1.0,
+    wait: float = 0.0,
+    exposed: float = 0.1,
     **summary: Any,
 ) -> None:
     """The records of a run whose steps all take `step_s`, x `pace` of the rank, after two slow ones; `own` is
-    the share that is the rank's own work."""
+    the share that is the rank's own work, `wait` that waits for data, `exposed` what DDP's counters tell."""
     directory.mkdir(parents=True)
     tokens = cell.global_batch * 16
     whole = {"status": "done", "precision": "fp32", "device": "CPU", "compiled": False}
@@ -194,13 +199,13 @@ def write_run(
         line = {
             "step": steps,
             "step_s": times,
-            "data_wait_s": [0.0] * steps,
+            "data_wait_s": [wait * t for t in times],
             "forward_backward_s": [0.8 * t for t in times],
             "own_work_s": [(own[rank] if own else 0.5) * t for t in times],
             "optimizer_s": [0.1 * t for t in times],
             "host_s": times,
-            "peak_memory_gib": 1.0 + rank,
-            "ddp_exposed_s": 0.1 * step_s if cell.engine == "ddp" else None,
+            "peak_memory_gib": memory + rank,
+            "ddp_exposed_s": exposed * step_s if cell.engine == "ddp" else None,
         }
         record.append_line(directory / "steps" / f"rank-{rank}.jsonl", line)
     for step in (4, 8):
@@ -290,13 +295,100 @@ def test_the_interval_of_an_efficiency_has_the_errors_of_both_cells(tmp_path: Pa
     assert high > 0.8 * 1.13
 
 
-@pytest.mark.parametrize(("off", "agrees"), [(0.5e-4, True), (2e-4, False)])
-def test_losses_agree_within_the_precisions_tolerance(tmp_path: Path, off: float, agrees: bool) -> None:
-    """1e-4 of the loss in fp32; the last logged one is 3.2."""
-    cells = collected(tmp_path, two(), lambda cell, repeat: {"loss": 4.0 + 3.2 * off * (cell.world_size - 1)})
+@pytest.mark.parametrize(
+    ("precision", "off", "agrees"),
+    [("fp32", 0.5e-4, True), ("fp32", 2e-4, False), ("bf16", 0.015, True), ("bf16", 0.03, False)],
+)
+def test_losses_agree_within_the_precisions_tolerance(
+    tmp_path: Path, precision: str, off: float, agrees: bool
+) -> None:
+    """1e-4 of the loss in fp32, 2 % in 16 bits; the last logged one is 3.2."""
+    cells = collected(
+        tmp_path,
+        two(),
+        lambda cell, repeat: {"loss": 4.0 + 3.2 * off * (cell.world_size - 1), "precision": precision},
+    )
     ddp = cells["strong-ddp-n2"]
     assert (ddp.loss_agrees, ddp.loss_deviation) == (agrees, pytest.approx(off))
     assert any("not the same model" in flag for flag in ddp.flags) != agrees
+
+
+def test_a_cell_has_the_worst_memory_and_skips_of_its_repeats_and_the_median_of_the_rest(
+    tmp_path: Path,
+) -> None:
+    """The greatest memory, the most skipped steps; the middle of energy and of DDP's counters."""
+    of_repeats: list[dict[str, Any]] = [
+        {"memory": 1.0, "skipped_steps": 0, "energy_j": 10.0, "exposed": 0.1, "step_s": 1.0},
+        {"memory": 5.0, "skipped_steps": 3, "energy_j": 40.0, "exposed": 0.2, "step_s": 1.4},
+        {"memory": 3.0, "skipped_steps": 1, "energy_j": 20.0, "exposed": 0.4, "step_s": 1.1},
+    ]
+    cells = collected(tmp_path, two(repeats=3), lambda cell, repeat: {**of_repeats[repeat], "wait": 0.05})
+    ddp = cells["strong-ddp-n2"]
+    assert ddp.peak_memory_gib == 6.0
+    assert [rank.peak_memory_gib for rank in ddp.ranks] == [5.0, 6.0]
+    assert ddp.skipped_steps == 3
+    assert "3 optimizer steps were skipped" in ddp.flags[0]
+    assert (ddp.energy_j, ddp.energy_j_per_mtoken) == pytest.approx((20.0, 20.0 / (8 * 32 * 16) * 1e6))
+    # the repeats have 0.1, 0.28 and 0.44 s of the median step, 1.1 s
+    assert ddp.exposed_comm_ddp_fraction == pytest.approx(0.28 / 1.1)
+    assert ddp.tokens_per_s == pytest.approx(32 * 16 / 1.1)
+    assert (ddp.step_time_s.median, ddp.step_time_s.p95) == pytest.approx((1.1, 1.4))
+    assert [r.tokens_per_s for r in ddp.repeats] == pytest.approx([32 * 16 / s for s in (1.0, 1.4, 1.1)])
+    assert (ddp.ranks[0].step_time_s.min, ddp.ranks[0].step_time_s.max) == (1.0, 1.4)
+    assert (ddp.data_wait_fraction, ddp.split_s.data) == pytest.approx((0.05, 0.055))
+    assert ddp.launch_fraction is None, "a CPU has no host beside it"
+    unknown = {**of_repeats[0], "energy_j": None}
+    cells = collected(tmp_path / "b", two(), lambda cell, repeat: unknown)
+    assert (cells["strong-ddp-n2"].energy_j, cells["strong-ddp-n2"].energy_j_per_mtoken) == (None, None)
+
+
+@pytest.mark.parametrize(("exposed", "flagged"), [(0.06, False), (0.04, True), (0.14, False), (0.16, True)])
+def test_two_measures_of_communication_may_differ_by_a_twentieth_of_a_step(
+    tmp_path: Path, exposed: float, flagged: bool
+) -> None:
+    """By the ceiling a tenth is exposed. A baseline that is slow is told of more ranks than one alone."""
+    seconds = {"strong-ceiling-n2": 0.9, "strong-single-n1": 1.5}
+    cells = collected(
+        tmp_path, two(), lambda cell, repeat: {"step_s": seconds.get(cell.id, 1.0), "exposed": exposed}
+    )
+    flags = cells["strong-ddp-n2"].flags
+    assert flags == [
+        f"exposed communication: 10.0 % by the ceiling, {100 * exposed:.1f} % by DDP's own counters"
+    ] * (flagged)
+    assert all(cells[name].flags == [] for name in ("strong-ddp-n1", "strong-ceiling-n2"))
+
+
+@pytest.mark.parametrize("missing", ["", "links-2.json", "profile.json", "peak.json"])
+def test_a_grid_is_complete_with_its_links_profile_and_peak(tmp_path: Path, missing: str) -> None:
+    for name in ("links-2.json", "profile.json", "peak.json"):
+        if name != missing:
+            (tmp_path / name).write_text((RECORD / name).read_text())
+    made = two(modes=("weak",))
+    collected(tmp_path, made, lambda cell, repeat: {})
+    told = collect(made, tmp_path, facts={})
+    assert told.status == ("partial" if missing else "complete")
+    assert (told.mode, told.baselines["ddp"]) == ("weak", ["weak-ddp-n1"])
+    assert (told.settings.accumulation, told.settings.global_batch) == (2, None)
+
+
+def test_the_settings_of_a_grid_are_those_of_its_modes(tmp_path: Path) -> None:
+    made = two(modes=("strong",), accumulation=None)
+    collected(tmp_path, made, lambda cell, repeat: {"compiled": True, "precision": "bf16"})
+    told = collect(made, tmp_path, facts={})
+    settings = told.settings
+    assert (told.mode, settings.accumulation, settings.global_batch, settings.micro_batch) == (
+        "strong",
+        None,
+        32,
+        4,
+    )
+    assert (settings.steps, settings.warm_up, settings.repeats, settings.compiled) == (6, 2, 2, True)
+    assert (settings.precision, settings.gpus, settings.engines) == ("bf16", [2], ["ddp"])
+    assert settings.model == "2 layers x 32, vocabulary 64"
+    both = grid(gpus=(2,), accumulation=None)
+    told = collect(both, tmp_path, facts={})
+    assert (told.mode, told.settings.accumulation, told.settings.global_batch) == ("both", 1, 32)
+    assert told.baselines["single"] == ["weak-single-n1", "strong-single-n1"]
 
 
 def test_losses_of_other_steps_are_not_compared(tmp_path: Path) -> None:
@@ -309,14 +401,24 @@ def test_losses_of_other_steps_are_not_compared(tmp_path: Path) -> None:
     assert "losses are not compared: a logged line is missing or not finite" in ddp.flags
 
 
-@pytest.mark.parametrize(("timed", "straggler"), [(6, 1), (4, None)])
+@pytest.mark.parametrize(
+    ("timed", "own", "straggler"),
+    [
+        (6, (0.3, 0.6), 1),
+        (5, (0.6, 0.3), 0),
+        (4, (0.3, 0.6), None),
+        (6, (0.5, 0.59), None),
+        (6, (0.5, 0.61), 1),
+    ],
+)
 def test_a_rank_that_works_longer_is_named_over_enough_steps(
-    tmp_path: Path, timed: int, straggler: int | None
+    tmp_path: Path, timed: int, own: tuple[float, float], straggler: int | None
 ) -> None:
-    ddp = collected(tmp_path, two(steps=timed), lambda cell, repeat: {"steps": 2 + timed, "own": (0.3, 0.6)})[
+    """10 steps over both repeats, and 1.2 x as long."""
+    ddp = collected(tmp_path, two(steps=timed), lambda cell, repeat: {"steps": 2 + timed, "own": own})[
         "strong-ddp-n2"
     ]
-    assert ddp.straggler_ratio == pytest.approx(2.0)
+    assert ddp.straggler_ratio == pytest.approx(max(own) / min(own))
     assert ddp.straggler_rank == straggler
 
 
@@ -365,6 +467,108 @@ def test_skipped_steps_and_a_slow_baseline_are_flagged(tmp_path: Path) -> None:
     assert "efficiency 150.0 % is above 100 %" in flags
     assert "faster than its ceiling" in flags
     assert "exposed communication: -10.0 % by the ceiling, 10.0 % by DDP's own counters" in flags
+
+
+# --- what is said before, and what is run
+
+
+def test_what_is_about_to_run_is_described(tmp_path: Path) -> None:
+    made = grid(gpus=(1, 2), modes=("weak",), engines=("ddp",), tensor=(1, 2), synthetic=False)
+    said: list[str] = []
+    benchmark.describe(made, tmp_path, said.append, ["checkpoint.keep=5", "optim.lr=1"], cores=1)
+    assert said == [
+        f"scaling benchmark: {tmp_path}",
+        "5 cells x 2 repeats, 2 + 6 steps each, in random order",
+        "  weak-single-n1: 1 rank, global batch 8 = 4 x 2 x 1",
+        "  weak-ddp-n1: 1 rank, global batch 8 = 4 x 2 x 1",
+        "  weak-ddp-n2: 2 ranks, global batch 16 = 4 x 2 x 2",
+        "  weak-ddp-n2-tp2: 2 ranks, tensor 2, global batch 8 = 4 x 2 x 1",
+        "  weak-ceiling-n2: 2 ranks, global batch 16 = 4 x 2 x 2",
+        "weak scaling trains another global batch at every N: losses are not compared",
+        "warning: --set checkpoint.keep has no effect: the grid sets it, or nothing is saved in a measured "
+        "run",
+        "warning: more CPU ranks than cores: efficiency says nothing about the program",
+    ]
+    said.clear()
+    benchmark.describe(grid(gpus=(2,)), tmp_path, said.append, [], cores=2)
+    assert [line for line in said if line.startswith(("warning", "weak"))] == []
+
+
+def test_a_ceiling_that_cannot_be_is_told_before(tmp_path: Path) -> None:
+    """Two ranks of one replica take 4 sequences, which two copies cannot share."""
+    config = CONFIG.model_copy(update={"batch": CONFIG.batch.model_copy(update={"global_size": 4})})
+    settings = dataclasses.replace(SETTINGS, gpus=(1, 2), modes=("strong",), engines=("ddp",), tensor=(2,))
+    said: list[str] = []
+    benchmark.describe(Grid(config, settings, MACHINE, on_gpu=False), tmp_path, said.append, [], cores=2)
+    assert said[-1].startswith(
+        "warning: strong, 2 ranks: the batch does not divide over as many copies; no ceiling"
+    )
+    assert len([line for line in said if line.startswith("warning")]) == 1
+
+
+class MadeRunner(Runner):
+    """Ends every run at once as a real one does, those of ddp on two ranks as failed; so do helpers."""
+
+    def begin(self) -> MadeRunner:
+        self.ran: list[Trial] = []
+        self.asked: list[tuple[str, list[str]]] = []
+        return self
+
+    def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
+        for trial in trials:
+            self.ran.append(trial)
+            fails = trial.config.parallel.engine == "ddp" and trial.ranks == 2
+            buckets = {"bucket_bytes": [4096, 5000]} if trial.config.parallel.engine == "zero1" else None
+            facts = {"status": "failed", "cause": "no"} if fails else {"status": "done", "tokens_per_s": 2e3}
+            trial.directory.mkdir(parents=True)
+            record.write_json(trial.directory / "summary.json", {**facts, "ddp": buckets})
+            yield trial, Outcome("failed" if fails else "ok", 1.0)
+
+    def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
+        self.asked.append((module.rpartition(".")[2], list(arguments)))
+        if module.endswith("all_reduce"):
+            measured = {"seconds_median": 0.5, "busbw_gb_s": 3.0, "repeats": 7, "backend": "gloo"}
+            return [{"bytes": int(size), **measured} for size in arguments[2:]]
+        if module.endswith("profiling"):
+            self.profiled = load_config(Path(arguments[0]))
+            return [{"micro_batch": 4}, read_json(RECORD / "profile.json")]
+        return [read_json(RECORD / "peak.json")]
+
+
+def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path: Path) -> None:
+    (tmp_path / SCRATCH).mkdir()
+    made = grid(gpus=(1, 2), modes=("weak",), synthetic=False)
+    said: list[str] = []
+    runs = MadeRunner(tmp_path, [Slot()], [], launcher="torchrun", on_gpu=False, log=said.append).begin()
+    run_grid(made, runs, said.append)
+    names = [trial.name for trial in runs.ran]
+    (lost,) = [name for name in names if name.startswith("weak-ddp-n2")]
+    assert len(names) == len(set(names)) == 2 * len(made.cells) - 1, "what failed is not repeated"
+    for trial in runs.ran:
+        assert trial.cores == cores_of(trial.ranks, 2)
+    assert any(
+        line.startswith(f"[{names.index(lost) + 1}/{2 * len(made.cells)}] {lost}: failed: no;")
+        for line in said
+    )
+    assert f"weak-ddp-n2: failed; to run it again remove {tmp_path / 'runs' / lost}" in said
+    assert any("weak-single-n1-r0: 2 k tokens/s over 1 rank, warm-up included; left" in line for line in said)
+    (links, profile, peak) = runs.asked
+    sizes = sorted({*(4**k for k in range(6, 14)), 5000})
+    assert links == ("all_reduce", ["2", "0.3", *map(str, sizes)])
+    assert f"links: all-reduce over 2 ranks at {len(sizes)} sizes" in said
+    link = results.read(tmp_path / "links-2.json", results.Link)
+    assert (link.world_size, link.backend) == (2, "gloo")
+    assert [point.bytes for point in link.points if point.bucket] == [4096, 5000]
+    assert [point.algbw_gb_s for point in link.points] == pytest.approx([size / 0.5 / 1e9 for size in sizes])
+    assert {(p.seconds, p.busbw_gb_s, p.repeats) for p in link.points} == {(0.5, 3.0, 7)}
+    assert (profile[0], peak) == ("profiling", ("peak", ["fp32", "2"]))
+    assert (runs.profiled.batch.global_size, runs.profiled.batch.micro_size) == (4, 4)
+    assert (runs.profiled.data.synthetic, runs.profiled.parallel.engine) == (True, "single")
+    runs.asked.clear()
+    runs.ran.clear()
+    shutil.rmtree(tmp_path / "runs")
+    run_grid(made, runs, said.append)
+    assert runs.asked == [], "what is there is not measured again"
 
 
 def test_a_run_that_a_signal_ended_is_still_to_be_run(tmp_path: Path) -> None:

@@ -14,6 +14,9 @@ from bert_dp import record
 from bert_dp.config import Config, ConfigError
 from bert_dp.cost import GIB
 from launcher import results
+from launcher.job import Job
+from launcher.log import Log
+from launcher.machine import environment
 from launcher.output import Output
 from launcher.results import BatchMemory, MemoryLineFile, TuneBatch
 from launcher.run.trials import Outcome, Runner, Slot, Trial
@@ -21,7 +24,7 @@ from launcher.tune import batch, cache, sizes
 from launcher.tune.batch_search import BatchSearch
 from launcher.tune.batch_trials import BatchTrials, Question, alloc_retries
 from tests import tune_fixture
-from tests.helpers import make_config
+from tests.helpers import make_config, read_json
 
 
 def config(global_size: int = 64, **batch: Any) -> Config:
@@ -74,6 +77,63 @@ def test_the_memory_line_goes_through_the_measured_point_and_leaves_a_tenth_free
     assert memory.model_copy(update={"limit_gib": 1.0}).largest_size() == 0
 
 
+# --- what is asked
+
+
+def job_of(asked: Config, **machine: Any) -> Job:
+    here = dataclasses.replace(environment.probe(), gpus=[], memory_available_gib=16.0, memory_limit_gib=None)
+    return Job("tiny", asked, dataclasses.replace(here, **machine))
+
+
+@pytest.mark.parametrize(
+    ("memory_gib", "limit", "limit_of", "mine"),
+    [(3.0, 3.0, "--memory", 3.0), (None, 8.0, "this machine / 2 ranks", None)],
+)
+def test_a_rank_may_use_what_is_asked_or_its_share(
+    memory_gib: float | None, limit: float, limit_of: str, mine: float | None
+) -> None:
+    options = batch.Options("2", 90.0, memory_gib, "accelerate")
+    found = batch.question_of(job_of(config(64)), options)
+    assert (found.ranks, found.sizes, found.budget_s) == (2, (1, 2, 4, 8, 16, 32), 90.0)
+    assert (found.limit_gib, found.limit_of, found.user_limit_gib) == (limit, limit_of, mine)
+    assert (found.launcher, found.on_gpu, found.precision) == ("accelerate", False, "fp32")
+    plan = batch.plan_of(found)
+    assert (plan.ranks, plan.sizes, plan.budget_s, plan.memory) == (2, list(found.sizes), 90.0, mine)
+    assert batch.question_of(job_of(config(64)), dataclasses.replace(options, nproc="auto")).ranks == 2
+
+
+@pytest.mark.parametrize("memory_gib", [0.0, -1.0, float("inf"), float("nan")])
+def test_memory_that_is_none_is_refused(memory_gib: float) -> None:
+    with pytest.raises(ConfigError) as error:
+        batch.question_of(job_of(config(64)), batch.Options("2", 90.0, memory_gib, "torchrun"))
+    (issue,) = error.value.issues
+    assert issue == f"--memory: {memory_gib} GiB is not enough for anything; give a number above 0"
+
+
+EAGER = "; trials run eager: compile=on compiles them"
+
+
+@pytest.mark.parametrize(
+    ("compiled", "changes", "what", "end"),
+    [
+        ("auto", {}, "2 CPU ranks", EAGER),
+        ("on", {"budget_s": 90.0}, "2 CPU ranks", ""),
+        ("auto", {"on_gpu": True, "ranks": 4}, "4 GPUs", ""),
+        ("on", {"sizes": tuple(2**k for k in range(12))}, "2 CPU ranks", ""),
+    ],
+)
+def test_what_is_about_to_be_searched_is_described(
+    compiled: str, changes: dict[str, Any], what: str, end: str
+) -> None:
+    asked = question(config(64).model_copy(update={"compile": compiled}), **changes)
+    shown = sizes.thin(asked.sizes, 8)
+    assert batch.describe(asked, Path("OUT")) == [
+        "batch search: OUT",
+        f"{what}, global batch 64 as declared; of {len(asked.sizes)} micro batches that divide it, up to "
+        f"{', '.join(map(str, shown))}; budget about {asked.budget_s:.0f} s{end}",
+    ]
+
+
 # --- records of trials
 
 
@@ -120,11 +180,11 @@ def made_gib(micro: int, rank: int) -> float:
     return 0.5 + 0.02 * micro + 0.4 * rank
 
 
-def searched(out: Path, kind: type[Runner], **changes: Any) -> TuneBatch:
+def searched(out: Path, kind: type[Runner], log: Log = print, **changes: Any) -> TuneBatch:
     """What tune.json holds of a search of whose line 0.02 GiB a sequence is known."""
     results.write(out / "memory_line.json", MemoryLineFile(intercept_bytes=0, bytes_per_sequence=0.02 * GIB))
-    asked = question(config(64), sizes=(1, 2, 4, 8, 16, 32), budget_s=600.0, limit_gib=1.6, **changes)
-    search = BatchSearch(asked, runner(kind, out), print)
+    plain = {"sizes": (1, 2, 4, 8, 16, 32), "budget_s": 600.0, "limit_gib": 1.6}
+    search = BatchSearch(question(config(64), **{**plain, **changes}), runner(kind, out), log)
     search.run()
     return TuneBatch(**search.facts)
 
@@ -142,6 +202,130 @@ def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
         assert size.measured_gib == pytest.approx(made_gib(size.micro_batch, 1))
     assert (tune.choice.flat, tune.choice.micro_batch, tune.choice.limited_by) == (True, 1, "memory")
     assert tune.drift.ratio == pytest.approx(1.0)
+
+
+LINE = "memory: 0.90 GiB + 0.0200 GiB a sequence; micro batch 1 took 0.92 GiB"
+LIMIT = "memory: 1.60 GiB a rank (--memory) allow micro batch 27 with 10 % spare"
+
+
+@pytest.mark.parametrize(
+    ("budget_s", "limited_by", "order", "said"),
+    [
+        (
+            60.0,
+            "memory",
+            [8, 16, 1, 2, 4, 8],
+            [
+                "memory: micro batch 27: ok",
+                "throughput: micro batches 1, 2, 4, 8, 16, 32 sequences a step",
+                "[1/6] micro batch 8: 209 sequences/s, 14 steps, peak 1.06 GiB",
+                "noise scale: 166 steps of the declared batch",
+            ],
+        ),
+        (
+            25.0,
+            "memory",
+            [8, 16, 4, 8],
+            [
+                "memory: micro batch 27: ok",
+                "throughput: micro batches 4, 8, 16, 32 sequences a step",
+                "[2/4] micro batch 16: 209 sequences/s, 8 steps, peak 1.22 GiB",
+                "noise scale: not measured: the budget leaves 59 steps, 60 are needed; raise --budget",
+            ],
+        ),
+        (
+            10.0,
+            "budget",
+            [2, 4, 1, 2],
+            [
+                "memory: real steps at micro batch 27 do not fit the budget; not verified",
+                "throughput: micro batches 1, 2, 4, 8 sequences a step",
+                "[4/4] micro batch 2: 194 sequences/s, 6 steps, peak 0.94 GiB",
+                "noise scale: not measured: the budget leaves 12 steps, 60 are needed; raise --budget",
+            ],
+        ),
+    ],
+)
+def test_a_search_keeps_to_its_budget_and_says_what_it_runs(
+    tmp_path: Path, budget_s: float, limited_by: str, order: list[int], said: list[str]
+) -> None:
+    """Set-up takes 0.91 s of each trial's second, a step of 32 sequences 0.17 s."""
+    lines: list[str] = []
+    tune = searched(tmp_path, MadeRunner, lines.append, budget_s=budget_s)
+    assert (tune.choice.limited_by, tune.order) == (limited_by, order)
+    assert [line for line in lines if line in (LINE, LIMIT, *said)] == [LINE, LIMIT, *said]
+    assert tune.choice.why.endswith("; smaller ones were not tried") == (min(order) > 1)
+    assert tune.drift.micro_batch == order[0]
+    for size in tune.sizes:
+        assert size.accumulation == 64 // (size.micro_batch * 2)
+        assert size.trial_accumulation == tune.trial_samples // (size.micro_batch * 2)
+        assert size.relative == pytest.approx(1.0)
+        assert size.samples_per_s == pytest.approx(64 / (0.01 + 0.01 * 32 * 0.8 + 0.2 * 0.01 * 32), rel=0.1)
+    if budget_s < 60:
+        assert f"noise scale: not measured: {tune.noise.why}" in lines
+
+
+class NoisyRunner(MadeRunner):
+    """The run for the noise scale measures one; noise.json: at what batches."""
+
+    def run_one(self, trial: Trial) -> Outcome:
+        outcome, batch = super().run_one(trial), trial.config.batch
+        if trial.name == "noise":
+            facts = {"batch": [batch.global_size, batch.micro_size, trial.config.log.noise_scale]}
+            record.write_json(self.out / "noise.json", facts)
+            estimate = {"verdict": "ok", "noise_scale": 100.0, "interval": [80.0, 130.0], "steps": 390}
+            record.write_json(trial.directory / "summary.json", {"status": "done", "noise_scale": estimate})
+            pair = {"step": 2, "small_batch": 1, "big_batch": 64, "small_sq": [2.0], "big_sq": [1.0]}
+            record.append_line(trial.directory / "noise.jsonl", pair)
+        return outcome
+
+
+def test_the_noise_scale_is_of_the_declared_batch_and_goodput_follows_from_it(tmp_path: Path) -> None:
+    tune = searched(tmp_path, NoisyRunner)
+    noise, gain = tune.noise, tune.goodput
+    assert (noise.noise_scale, noise.interval, noise.steps, noise.of_steps) == (
+        100.0,
+        [80.0, 130.0],
+        390,
+        400,
+    )
+    assert [(pair.step, pair.small_sq) for pair in noise.pairs] == [(2, [2.0])]
+    assert read_json(tmp_path / "noise.json")["batch"] == [64, 1, True]
+    assert gain.declared == 64
+    # micro batches of two replicas' sequences, doubled, within a factor 16 of the declared batch
+    assert [point.global_batch for point in gain.points] == [2**k for k in range(2, 11)]
+    step_s = 0.01 + 0.01 * tune.trial_samples / 2
+    passes_s, sequences = 0.8 * step_s, tune.trial_samples
+    for point in gain.points:
+        seconds = passes_s * point.global_batch / sequences + 0.2 * step_s
+        assert point.samples_per_s == pytest.approx(point.global_batch / seconds)
+        assert point.efficiency == pytest.approx((64 + 100) / (point.global_batch + 100))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes", "micro"), [(2, (1, 2, 4, 8, 16, 32), 32), (1, (1, 2, 4, 8, 16, 32, 64), 32)]
+)
+def test_two_batches_are_compared_for_the_noise_scale(
+    tmp_path: Path, ranks: int, sizes: tuple[int, ...], micro: int
+) -> None:
+    """One replica that takes the declared batch at once measures it at the next smaller micro batch."""
+    tune = searched(tmp_path, PreferringRunner, ranks=ranks, sizes=sizes, limit_gib=None, limit_of="")
+    assert tune.choice.micro_batch == max(sizes)
+    assert read_json(tmp_path / "noise.json")["batch"] == [64, micro, True]
+    assert (tune.memory.predicted_limit, tune.choice.limited_by) == (None, "global batch")
+
+
+class PreferringRunner(NoisyRunner):
+    """The largest micro batch is by far the fastest."""
+
+    def run_one(self, trial: Trial) -> Outcome:
+        outcome = super().run_one(trial)
+        for path in (trial.directory / "steps").iterdir():
+            line = json.loads(path.read_text())
+            for name in ("step_s", "forward_backward_s"):
+                line[name] = [s / trial.config.batch.micro_size for s in line[name]]
+            path.write_text(json.dumps(line) + "\n")
+        return outcome
 
 
 class LosingRunner(MadeRunner):
@@ -249,6 +433,21 @@ def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
         assert key(config(), MACHINE | machine) != base
     assert key(config(), ranks=1) != base
     assert key(config(128)) != base
+    decides = ["optim.name=lamb", "log.noise_scale=true", "objective.mask_rate=0.3", "model.num_layers=3"]
+    for setting in (*decides, "optim.lr=0.5", "run.seed=3", "schedule.steps=9"):
+        changed = make_config("precision=fp32", setting, "batch.micro_size=1", "batch.global_size=64")
+        assert (key(changed) != base) == (setting in decides), setting
+    cards = [{"name": "A", "driver": "1", "memory_gib": 80.0, "index": k} for k in range(2)]
+    asked = question(config())
+    for changes in ({"launcher": "accelerate"}, {"limit_gib": 2.0}, {"on_gpu": True}):
+        assert cache.key(question(config(), **changes), MACHINE) != cache.key(asked, MACHINE), changes
+    machines = [MACHINE | {"gpus": [{**card, **change} for card in cards]}
+                for change in ({}, {"name": "B"}, {"driver": "2"}, {"memory_gib": 40.0})]  # fmt: skip
+    assert len({cache.key(question(config(), on_gpu=True), machine) for machine in machines}) == 4
+    assert len({cache.key(asked, machine) for machine in machines}) == 1, "of CPU ranks"
+    ours = {"limit_of": "this machine / 2 ranks"}
+    free = [cache.key(question(config(), limit_gib=gib, **ours), MACHINE) for gib in (1.0, 2.0)]
+    assert free[0] == free[1], "what is free now is judged when it is found"
 
 
 def chosen(micro: int) -> dict[str, Any]:
@@ -285,6 +484,11 @@ def test_a_cached_search_answers_only_what_had_as_much_time(
     assert cache.find("k", 61, 5.0) is None
     assert cache.find("k", 60, 3.9) is None, "it does not fit any more"
     assert cache.find("k", 60, 5.6) is None, "more would fit"
+    assert cache.find("k", 60, 5.4) is not None, "hardly more"
+    free = whole.model_copy(update={"choice": whole.choice.model_copy(update={"limited_by": "budget"})})
+    cache.keep("free", free)
+    assert cache.find("free", 60, 50.0) is not None, "memory was not what bounded it"
+    assert cache.path_of("k") == tmp_path / "tune" / "k.json"
     cache.path_of("k").write_text('{"choice"')
     assert cache.find("k", 1, None) is None
     for torn in ({"choice": None}, {"budget_s": "60"}, {"memory": []}, {"sizes": {}}, {"choice": [8]}):

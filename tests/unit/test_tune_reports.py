@@ -70,6 +70,11 @@ def test_every_figure_is_there(data: dict[str, Any], figures: set[str]) -> None:
         ),
         (change(batch(), "choice", why="the curve is flat"), "ok", "The curve is flat."),
         (change(batch(), "choice", limited_by="budget"), "ok", "--budget raises it"),
+        (
+            change(batch(), "choice", limited_by="memory"),
+            "ok",
+            "Larger sizes do not fit the memory of a rank.",
+        ),
         (change(batch(), "choice", not_settled=[4, 8]), "warn", "Not settled: micro batch 4, 8 may also"),
         (change(batch(), "drift", ratio=0.96), "warn", "The machine drifted: micro batch 4"),
         (change(batch(), "drift", ratio=1.04), "warn", "The machine drifted: micro batch 4"),
@@ -85,6 +90,7 @@ def test_every_figure_is_there(data: dict[str, Any], figures: set[str]) -> None:
             "(4.7074 nats to 4.9367 nats).",
         ),
         (change(lr(), "choice", at_edge=True, edge_side="high"), "warn", "was measured on the higher side"),
+        (change(lr(), "choice", at_edge=True, edge_side="low"), "warn", "was measured on the lower side"),
         (change(lr(), "choice", tied=[["adamw", 0.01, 0.002]]), "ok", "Cannot be told apart from 2.00e-03"),
         (lr(), "ok", "Of 9 trials: 1 diverged."),
         (lr(), "ok", "4.97 nats, above the unigram entropy 4.925"),
@@ -99,8 +105,9 @@ def test_the_choice_and_what_limits_it_are_told(data: dict[str, Any], level: str
     assert words in unfolded(shown(report, 200))
 
 
-def test_a_steady_machine_is_not_doubted() -> None:
-    assert "drifted" not in read_page(of(change(batch(), "drift", ratio=0.971))).text
+@pytest.mark.parametrize("ratio", [0.971, 1.029])
+def test_a_steady_machine_is_not_doubted(ratio: float) -> None:
+    assert "drifted" not in read_page(of(change(batch(), "drift", ratio=ratio))).text
 
 
 def test_throughput_shows_each_size_and_each_run() -> None:
@@ -156,7 +163,11 @@ def test_noise_scale_with_its_equation_or_why_there_is_none() -> None:
     assert verdict.text == "Noise scale: 310 sequences, 95 % interval 255 to 391."
     assert "B_simple = tr(Sigma) / |G|^2 = 0.62 / 0.002, 170 of 170 steps" in verdict.notes[0]
     assert f"is worth {100 / (1 + DECLARED / NOISE):.1f} % of one in a small batch" in verdict.notes[1]
+    assert "steps from random weights; it grows in training" in verdict.notes[0]
+    longer = change(batch(), "noise", init_from="runs/a", of_steps=400)
+    assert any("170 of 400 steps from runs/a;" in n for v in of(longer).verdicts for n in v.notes)
     none = of(batch(inconclusive="fewer than 50 steps"))
+    assert none.tiles[3].note == "fewer than 50 steps"
     assert "Noise scale: inconclusive: fewer than 50 steps." in [v.text for v in none.verdicts]
     page = read_page(none)
     assert set(page.labels) == {THROUGHPUT, MEMORY, PARTS}
@@ -173,6 +184,10 @@ def test_goodput_marks_the_declared_and_the_recommended_batch() -> None:
     assert list(zip(curve.low, curve.high, strict=True)) == [(p["low"], p["high"]) for p in batches]
     marks = {mark.label: mark.value for mark in figure_of(report, GOODPUT).marks}
     assert marks == {"declared global batch": DECLARED, "recommended": 32}
+    wide = change(data, "goodput", recommended_interval=[16, 64])
+    assert "At the ends of the noise scale's interval: 16 and 64." in read_page(of(wide)).text
+    same = change(data, "goodput", recommended=DECLARED)
+    assert "wants another learning rate" not in read_page(of(same)).text
     assert "wants another learning rate" in read_page(report).text
     assert "end of what was looked at" not in read_page(report).text
     at_edge = of(change(data, "goodput", at_edge=True))
@@ -226,6 +241,29 @@ def test_tables_hold_every_number() -> None:
     assert all(t["trial"] in page.text for t in trials)
     assert "sqrt (as configured)" in page.text
     assert "Transfer" not in read_page(of(lr())).text
+
+
+@pytest.mark.parametrize(("se", "warned"), [(0.2, True), (0.01, False)])
+def test_a_lead_that_the_held_out_text_cannot_carry_is_warned_of(se: float, warned: bool) -> None:
+    """The next rate is 0.1869 nats behind; the interval of a loss is 1.96 standard errors."""
+    data = lr()
+    for trial in data["rungs"][-1]["trials"]:
+        trial["heldout"] = {"loss_se": se, "masked_tokens": 2048, "sequences": 128, "mask_rate": 0.15}
+    report = of(data)
+    notes = [note for note in report.verdicts[0].notes if "held-out text is small" in note]
+    assert [note[47:58] for note in notes] == ["0.1869 nats"] * warned
+    assert f"4.8221 nats ± {1.96 * se:.4f}, mean of 2 seeds" in report.verdicts[0].text
+    assert "2,048 masked tokens of 128 sequences, 15.0 % masked" in report.tiles[1].note
+
+
+def test_a_run_is_told_by_its_means_and_a_lost_size_by_its_reason() -> None:
+    run = {"name": "r", "step_s": [0.1, 0.3], "forward_backward_s": [0.1, 0.2], "peak_gib": [0.5, 0.75]}
+    size = batch()["sizes"][0] | {"runs": [run | {"alloc_retries": 2}], "status": "thrash", "why": "w"}
+    text = read_page(of(batch(sizes=[size], global_batch=16, trial_samples=16))).text
+    assert "r 2 80 200 ms 150 ms 0.75 GiB 2" in text
+    assert "micro batch 2: thrash: w" in text
+    lost = of(batch(sizes=[{**size, "runs": [], "samples_per_s": None, "samples_per_s_ci95": None}]))
+    assert "Without a throughput: 2 (allocator retried)." in figure_of(lost, THROUGHPUT).note
 
 
 def test_finalists_say_which_is_chosen_and_which_is_tied() -> None:

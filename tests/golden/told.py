@@ -1,0 +1,127 @@
+"""What every report says and draws of fixed results: the numbers in each sentence, and those of each figure.
+
+Words may change; a number that moves, is lost or stands with another label does not stay unnoticed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bert_dp import record
+from launcher import results
+from launcher.plan.plan_report import plan_report
+from launcher.report.model import Bars, Boxes, Figure, Line, Report
+from launcher.report.numbers import number
+from launcher.report.run_report import of_directories
+from launcher.scale.scale_report import scale_report
+from launcher.tune.batch_report import batch_report
+from launcher.tune.rate_report import rate_report
+from tests import tune_fixture
+from tests.plan_fixture import answer, measured, source_of
+from tests.report_fixture import figures_of, make_run
+from tests.scaling_fixture import ENVIRONMENT, scaling
+
+FAILED = {"status": "failed", "exit_code": 1, "cause": "rank 1: no", "step": 90, "fix": ["do"], "log": "l"}
+RARE = {"energy_j": 2.1e7, "straggler_ratio": 1.5, "mfu": 0.375, "loss_spikes": 3, "failed_saves": 2}
+RARE |= {"straggler": {"rank": 1, "ratio": 1.5, "seconds_per_step": 0.25}, "profiled_steps": [10, 12]}
+PEAK = {"datasheet_flops": 9.89e14, "matmul_flops": 6.5e11, "matmul_precision": "bf16", "shapes": []}
+LOST: dict[str, tuple[str, str | None]] = {"weak-zero1-n4": ("oom", "no"), "weak-ddp-n4": ("pending", None)}
+
+
+def run(path: Path, summary: Mapping[str, Any]) -> Path:
+    """A run directory that tells nothing of this machine."""
+    made = make_run(path, summary=dict(summary), run={"seed": len(path.name)})
+    record.write_json(made / "environment.json", ENVIRONMENT)
+    return made
+
+
+def of_scaling(**options: Any) -> Report:
+    whole = results.parse(scaling(**options), results.Scaling, "scaling.json")
+    return scale_report(whole, Path("OUT"))
+
+
+def of_batch(**changes: Any) -> Report:
+    return batch_report(results.TuneBatch.model_validate(tune_fixture.batch(**changes)), Path("OUT"))
+
+
+def of_rate(**changes: Any) -> Report:
+    return rate_report(results.TuneLr.model_validate(tune_fixture.lr(**changes)), Path("OUT"))
+
+
+REPORTS: dict[str, Callable[[Path], Report]] = {
+    "run": lambda path: of_directories([run(path / "run", {})]),
+    "unusual run": lambda path: of_directories([run(path / "run", RARE)]),
+    "runs": lambda path: of_directories(
+        [run(path / "a", {}), run(path / "failed", FAILED), run(path / "other", {"heldout_loss": 6.26})]
+    ),
+    "scaling": lambda path: of_scaling(modes=("weak", "strong"), prediction=True, peak=PEAK),
+    "partial scaling": lambda path: of_scaling(failed=LOST, status="partial", profile=None),
+    "batch": lambda path: of_batch(),
+    "doubted batch": lambda path: of_batch(
+        drift={"micro_batch": 4, "first": 130.0, "last": 120.0, "ratio": 0.92}, cached=True, inconclusive="w"
+    ),
+    "rate": lambda path: of_rate(transfer=tune_fixture.transfer()),
+    "rate without a choice": lambda path: of_rate(choice=None, range_test=None),
+    "plan": lambda path: plan_report(answer(source_of(measured()), 1, 2, 4)),
+}
+
+
+def told(find: Callable[[str], list[str]], folder: Path) -> dict[str, Any]:
+    """By report; `find` gives the numbers in a text."""
+
+    def numbers_in(*texts: str) -> str:
+        return " | ".join(" ".join(find(text)) for text in texts)
+
+    made = {name: make(folder / name.replace(" ", "-")) for name, make in REPORTS.items()}
+    return {name: _of_report(report, numbers_in) for name, report in made.items()}
+
+
+def _of_report(report: Report, numbers_in: Callable[..., str]) -> dict[str, Any]:
+    tables = [(s.title, t) for s in report.sections if not s.folded for t in s.tables]
+    return {
+        "subtitle": numbers_in(*report.subtitle),
+        "tiles": {tile.label: numbers_in(tile.text, tile.note) for tile in report.tiles},
+        "verdicts": [f"{v.level} {numbers_in(v.text, *v.notes)}" for v in report.verdicts],
+        "notes": {s.title: numbers_in(*s.notes) for s in report.sections if s.notes},
+        "tables": {
+            f"{section}/{table.title}": {
+                f"{row.topic} {row.label}".strip(): " | ".join(
+                    cell.text + numbers_in("", cell.note) for cell in row.cells
+                )
+                for row in table.rows
+            }
+            for section, table in tables
+        },
+        "figures": {figure.title: _of_figure(figure, numbers_in) for figure in figures_of(report)},
+        "next": " ".join(report.next.split()[:3]),
+    }
+
+
+def _of_figure(figure: Figure, numbers_in: Callable[..., str]) -> dict[str, Any]:
+    rules = [f"{rule.label}: {rule.value:.5g}" for rule in (*figure.levels, *figure.marks)]
+    return {
+        "axes": [
+            f"{axis.unit} {axis.log} {axis.from_zero} {_sum(axis.ticks)}" for axis in (figure.x, figure.y)
+        ],
+        "note": numbers_in(figure.note),
+        "rows and rules": " | ".join((*figure.rows, *rules)),
+        "traces": [f"{trace.label}: {_drawn(trace)}" for trace in figure.traces],
+    }
+
+
+def _drawn(trace: Line | Bars | Boxes) -> str:
+    if isinstance(trace, Line):
+        series = map(_sum, (trace.x, trace.y, trace.low, trace.high))
+        return " | ".join((trace.style, str(trace.colour), *series))
+    if isinstance(trace, Bars):
+        return " | ".join((_sum(trace.parts), *trace.texts))
+    return " | ".join(_sum([*box.values()]) for box in trace.boxes if box)
+
+
+def _sum(values: Sequence[float | None]) -> str:
+    """How many, and a sum that follows each value and its place."""
+    placed = ((number(value) or 0.0) * (place + 1) for place, value in enumerate(values))
+    return f"{len(values)} values {math.fsum(placed):.5g}"
