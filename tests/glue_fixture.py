@@ -74,13 +74,20 @@ def make_task(
     return Task(Path(f"/prepared/{name}-{dev_share:g}"), ExamplesManifest.model_validate(facts))
 
 
-def make_grid(options: GlueOptions, tasks: Iterable[Task] = (), rate_tasks: Iterable[Task] = ()) -> Grid:
-    """Of a run that is at /run; no file of it is looked at."""
+def make_grid(
+    options: GlueOptions,
+    tasks: Iterable[Task] = (),
+    rate_tasks: Iterable[Task] = (),
+    overrides: Sequence[str] = (),
+) -> Grid:
+    """Of a run that is at /run; no file of it is looked at. `overrides`: settings that were given."""
     model = make_config("schedule.steps=1")
     start = Pretrained(Path("/run"), Path("/run/checkpoints/step-00000005"), 5, model, Path("/run/t.json"))
-    base = finetune.configuration(start, (), start.checkpoint)
+    base = finetune.configuration(start, overrides, start.checkpoint)
     named, choosing = ({task.name: task for task in each} for each in (tasks, rate_tasks))
-    return Grid(start, (), options, base, "fp32", named, choosing, {"WNLI": "not among --tasks"})
+    return Grid(
+        start, tuple(overrides), options, base, "fp32", named, choosing, {"WNLI": "not among --tasks"}
+    )
 
 
 def write_trial(

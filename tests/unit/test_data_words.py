@@ -56,6 +56,6 @@ def test_what_fits_but_is_hardly_meant_is_a_warning(
 def test_a_build_ends_with_what_it_made_and_the_next_command(shards: Path) -> None:
     manifest = read_manifest(shards).model_copy(update={"dropped": {"empty": 3, "exact_duplicate": 0}})
     made, left_out, following = built_lines(Path("out"), manifest, 4096)
-    assert made.startswith("out: 96 training and 20 held-out sequences of 16 tokens, from ")
+    assert made == "out: 96 training and 20 held-out sequences of 16 tokens, from 116 documents"
     assert left_out == "dropped: 3 without a token; vocabulary: 64 tokens (4,096 asked; the text has no more)"
     assert following == "next: bert-dp train data.path=out data.sequence_length=16 model.vocab_size=64"

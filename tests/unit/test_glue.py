@@ -12,17 +12,18 @@ from typing import Any
 
 import pytest
 
-from bert_dp.config import Config, ConfigError
+from bert_dp.config import Config, ConfigError, peak_lr
 from launcher import results
 from launcher.evaluate import glue_grid, glue_scores
+from launcher.evaluate.glue import document, head_of, trial_issues
 from launcher.evaluate.glue_compare import Paired, compare_report, paired_difference, paired_text
 from launcher.evaluate.glue_grid import Task, choose_tasks
 from launcher.evaluate.glue_predictions import write_submissions
 from launcher.evaluate.glue_report import glue_report
 from launcher.evaluate.glue_run import GlueRun
 from launcher.report.model import Line
-from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial
-from launcher.run.trials import Outcome, Stopped, Trial, TrialsFailed
+from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial, RateScore
+from launcher.run.trials import Ending, Outcome, Stopped, Trial, TrialsFailed
 from tests.glue_fixture import (
     MadeRunner,
     evaluation,
@@ -61,6 +62,7 @@ def test_a_trial_has_the_scores_of_its_summary(tmp_path: Path) -> None:
     start = {"checkpoint": "/run/checkpoints/step-00000005", "sha256": "", "tensors": 9, "of": 11}
     trial = read(*made_trial(tmp_path, "MNLI", scores, init_from=start))
     assert (trial.status, trial.one_class, trial.scores) == ("ok", [], scores)
+    assert (trial.seconds, trial.seed, trial.lr) == (2.0, 0, 4e-5)
     assert dict(trial.init_from or ()) == start
     other = read(*made_trial(tmp_path, "MNLI", scores, lambda config, split, i: [1.0, float(i)]))
     assert other.predictions_sha256 != trial.predictions_sha256
@@ -79,7 +81,7 @@ def test_a_trial_without_all_its_scores_has_failed(
     tmp_path: Path, name: str, scores: dict[str, Any], summary: dict[str, Any], cause: str
 ) -> None:
     trial = read(*made_trial(tmp_path, name, scores, **summary))
-    assert (trial.status, trial.scores) == ("failed", {})
+    assert (trial.status, trial.failure_kind, trial.scores) == ("failed", "not_finite", {})
     assert cause in str(trial.cause)
 
 
@@ -126,6 +128,10 @@ def test_the_median_trial_is_one_of_the_trials() -> None:
     assert scored_task("RTE", [0.5, 0.9, 0.7, 0.6]).median_trial == "RTE-s3"  # the lower of the middle two
     assert scored_task("RTE", [0.7, 0.7, 0.7]).median_trial == "RTE-s1"
     assert scored_task("RTE", [None]).median_trial is None
+    both = [{"dev/accuracy": 0.1 * i, "dev/f1": 0.1 * i * (3 - i)} for i in (1, 2, 3)]  # F1: 0.2, 0.2, 0
+    trials = [GlueTrial(trial=f"s{i}", lr=1, seed=i, status="ok", scores=x) for i, x in enumerate(both)]
+    whole = glue_scores.task_result(make_task("MRPC"), trials, {}, None)
+    assert (whole.median_trial, whole.train_examples) == ("s1", 40)  # of the first metric
 
 
 def test_the_average_is_the_mean_of_nine_numbers() -> None:
@@ -163,12 +169,14 @@ def glue_run(
     surface: Callable[[str, Config], float | str],
     tasks: Sequence[Task] = (),
     limit: int = 10**6,
+    settings: Sequence[str] = (),
 ) -> tuple[GlueRun, MadeRunner]:
-    """The trials of these options, of which none has run; `surface`: (task, configuration) -> score."""
+    """The trials of these options, of which none has run; `surface`: (task, configuration) -> score;
+    `settings`: those that were given."""
     tasks = tasks or [make_task(name) for name in options.tasks]
     tenths = [make_task(name, dev_share=0.1) for name in options.rate_tasks]
     runner = MadeRunner(out, [*tasks, *tenths], surface, limit)
-    return GlueRun(make_grid(options, tasks, tenths), runner, print), runner
+    return GlueRun(make_grid(options, tasks, tenths, settings), runner, print), runner
 
 
 def test_every_task_runs_with_every_seed_and_the_results_are_in_order(tmp_path: Path) -> None:
@@ -188,14 +196,21 @@ def test_every_task_runs_with_every_seed_and_the_results_are_in_order(tmp_path: 
         assert (config.checkpoint.keep, config.precision) == (0, "fp32")
 
 
-def test_one_rate_is_chosen_for_all_on_a_tenth_of_train(tmp_path: Path) -> None:
+def test_one_rate_is_chosen_for_all_on_a_tenth_of_train(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     scores = {("MRPC", 1e-4): 0.5, ("CoLA", 1e-4): 0.9, ("MRPC", 3e-4): 0.8, ("CoLA", 3e-4): 0.5}
     measured, runner = glue_run(
         tmp_path,
         options("CoLA", "MRPC", "RTE", rates=[1e-4, 3e-4], rate_tasks=["MRPC", "CoLA"]),
         lambda name, config: 0.1 if name == "RTE" else scores[name, float(config.optim.lr)],
+        settings=["run.seed=3"],
     )
     measured.run()
+    told = capsys.readouterr().out
+    assert "[1/10] rate-" in told
+    assert "[10/10] " in told
+    assert told.splitlines()[-1].endswith("; left <1 s")
     assert [(rate.lr, rate.scores, rate.mean) for rate in measured.rates] == [
         (1e-4, {"MRPC": 0.5, "CoLA": 0.9}, pytest.approx(0.7)),
         (3e-4, {"MRPC": 0.8, "CoLA": 0.5}, pytest.approx(0.65)),
@@ -204,8 +219,9 @@ def test_one_rate_is_chosen_for_all_on_a_tenth_of_train(tmp_path: Path) -> None:
     of_rate, others = runner.ran[:4], runner.ran[4:]
     assert {trial.config.optim.lr for trial in others} == {1e-4}
     assert sorted(trial.name for trial in of_rate) == [
-        f"rate-{name}-lr-{lr}-s0" for name in ("CoLA", "MRPC") for lr in (0.0001, 0.0003)
+        f"rate-{name}-lr-{lr}-s3" for name in ("CoLA", "MRPC") for lr in (0.0001, 0.0003)
     ]
+    assert {trial.config.run.seed for trial in others} == {3, 4}
     assert all("-0.1" in str(trial.config.data.path) for trial in of_rate)
     assert all("-0.1" not in str(trial.config.data.path) for trial in others)
 
@@ -232,6 +248,19 @@ def test_a_rate_with_a_failed_trial_is_not_chosen(
     assert [rate.mean for rate in measured.rates] == [
         None if isinstance(score, str) else score for score in scores.values()
     ]
+
+
+def test_a_trial_takes_the_rate_as_it_is_and_goes_to_no_service(tmp_path: Path) -> None:
+    asked = ("optim.lr_scaling=sqrt", "optim.lr_batch=64", "log.to=[wandb]", "log.tensorboard=true")
+    mnli, tenth = make_task("MNLI"), make_task("MNLI", dev_share=0.1)
+    grid = make_grid(options("MNLI", "RTE", init_task={"RTE": "MNLI"}), [mnli], [tenth], asked)
+    trials = [glue_grid.make_trial(grid, tmp_path, task, 1e-4, 0, None) for task in (mnli, tenth)]
+    assert [trial.name for trial in trials] == ["MNLI-lr-0.0001-s0", "rate-MNLI-lr-0.0001-s0"]
+    assert [trial.config.checkpoint.keep for trial in trials] == [1, 0]
+    for config in (trial.config for trial in trials):
+        assert (peak_lr(config).value, config.log.to, config.log.tensorboard) == (1e-4, (), False)
+    given = glue_grid.make_trial(grid, tmp_path, mnli, None, 0, None).config
+    assert peak_lr(given).value == pytest.approx(4e-5 * (16 / 64) ** 0.5)
 
 
 def test_a_rate_needs_the_score_of_every_task() -> None:
@@ -317,6 +346,17 @@ def test_settings_that_follow_from_the_task_are_refused() -> None:
     assert glue_grid.setting_issues(["optim.lr=1e-3", "finetune.pooling=mean"], []) == []
 
 
+def test_the_seeds_end_before_the_largest_that_there_is() -> None:
+    for first, room in ((2**63 - 2, True), (2**63 - 1, False)):
+        issues = trial_issues(make_grid(options("RTE"), overrides=[f"run.seed={first}"]))
+        assert issues == ([] if room else [f"run.seed: {first} leaves no room for 2 seeds; use less"])
+
+
+def test_a_native_head_is_named_by_its_class() -> None:
+    native = ["finetune.head=native", "model.position=rope", "model.norm=layernorm"]
+    assert head_of(make_grid(options("RTE"), overrides=native)) == "native (ModernBERT)"
+
+
 # --- files for GLUE's server
 
 
@@ -373,6 +413,8 @@ def test_the_table_has_what_a_number_must_not_be_read_without(tmp_path: Path) ->
         scored_task("MNLI", [0.5, 0.7]),
         scored_task("RTE", [0.25, None]).model_copy(update={"init_task": "MNLI"}),
     ]
+    tasks[1].trials[0].one_class.append("dev_mismatched")
+    tasks[2].trials[0].one_class.append("dev")
     glue = evaluation(tmp_path, tasks, init_task={"RTE": "MNLI"})
     (table,) = glue_report(glue).sections[0].tables
     assert table.title == "recipe head, cls pooling, from step 5"
@@ -385,7 +427,9 @@ def test_the_table_has_what_a_number_must_not_be_read_without(tmp_path: Path) ->
         "RTE accuracy (from MNLI)",
     ]
     assert rows["MNLI matched accuracy"] == ["60.0", "14.1", "40.0", "4", "25.0 %", "1", "", "50.0, 70.0"]
+    assert rows["MNLI mismatched accuracy"][-2] == "one answer in 1 of 2"
     assert rows["MRPC F1"][-2] == "subset, one answer in 2 of 2"
+    assert {row.cells[5].note for row in table.rows} == {"of 4"}  # examples of dev, of train there are 40
     assert rows["RTE accuracy (from MNLI)"] == [
         "25.0",
         "n/a",
@@ -393,7 +437,7 @@ def test_the_table_has_what_a_number_must_not_be_read_without(tmp_path: Path) ->
         "4",
         "25.0 %",
         "1",
-        "1 of 2 failed",
+        "1 of 2 failed, one answer in 1 of 2",
         "25.0, n/a",
     ]
     text = unfolded(shown(glue_report(glue), width=200))
@@ -403,10 +447,47 @@ def test_the_table_has_what_a_number_must_not_be_read_without(tmp_path: Path) ->
         "CoLA is not evaluated",
         "RTE lacks the score of a seed",
         "1 of 6 trials failed and have no score",
-        "2 of 6 trials gave every example of a dev set the same answer",
+        "4 of 6 trials gave every example of a dev set the same answer",
         "Started from the finetuned run of another task: RTE from MNLI",
     ):
         assert words in text
+
+
+def test_the_page_counts_tasks_trials_and_rates(tmp_path: Path) -> None:
+    tasks = [scored_task("RTE", [0.5, None]), scored_task("CoLA", [0.5, 0.7])]
+    tasks[0] = tasks[0].model_copy(update={"submissions": ["submission/RTE.tsv"]})
+    tasks[1] = tasks[1].model_copy(update={"no_submission": "no test file in --data"})
+    rates = [
+        RateScore(lr=1e-4, scores={"RTE": 0.5}, mean=0.5, trials=scored_task("RTE", [0.5]).trials),
+        RateScore(lr=3e-4, scores={"RTE": None, "CoLA": 0.25}, mean=None),
+    ]
+    left_out = {"QQP": "no QQP/train.tsv in --data", "WNLI": "not among --tasks"}
+    glue = evaluation(tmp_path, tasks).model_copy(
+        update={"rates": rates, "lr": 1e-4, "left_out": left_out, "heldout_loss": 2.5}
+    )
+    report = glue_report(glue)
+    tiles = {tile.label: (tile.text, tile.note) for tile in report.tiles}
+    assert tiles["Tasks"] == ("2", "2 left out")
+    assert tiles["Trials with scores"] == ("3", "of 4")
+    assert tiles["Learning rate"] == (
+        "1.00e-04",
+        "chosen among 2 on a tenth of train; the same for every task",
+    )
+    parts = {section.title: section for section in report.sections}
+    (found,) = parts["Rates"].tables
+    assert [column.head for column in found.columns] == ["RTE", "CoLA", "mean"]
+    assert [[cell.text for cell in row.cells] for row in found.rows] == [
+        ["50.0", "n/a", "50.0"],
+        ["n/a", "25.0", "n/a"],
+    ]
+    assert len(parts["All trials"].tables[0].rows) == 5
+    files = {row.label: row.cells[0].text for row in parts["Submission files"].tables[0].rows}
+    assert files == {"RTE": "submission/RTE.tsv", "CoLA": "no test file in --data"}
+    assert "QQP no QQP/train.tsv in --data" in unfolded(shown(report, width=120))
+    settings = {row.label: row.cells[0].text for row in parts["Settings"].tables[0].rows}
+    assert (settings["its held-out loss"], settings["its step"]) == ("2.5000 nats", "5")
+    plain = glue_report(glue.model_copy(update={"rates": []}))
+    assert "the configuration's; the same" in next(t for t in plain.tiles if t.label == "Learning rate").note
 
 
 def test_the_average_names_its_numbers(tmp_path: Path) -> None:
@@ -417,6 +498,11 @@ def test_the_average_names_its_numbers(tmp_path: Path) -> None:
     )
     assert "MNLI dev_mismatched/accuracy" in first.notes[0]
     assert "WNLI" not in first.notes[0]
+    grid = make_grid(GlueOptions(seeds=2))
+    stopped = document(
+        GlueRun(grid, MadeRunner(tmp_path, [], lambda *_: 0.5), print), glue.tasks, Ending("partial"), {}
+    )
+    assert (stopped.status, stopped.average) == ("partial", None)
 
 
 # --- side by side
@@ -465,7 +551,37 @@ def test_scores_are_drawn_over_the_loss_of_their_pretraining(tmp_path: Path) -> 
     (line,) = figure_of(compare_report([early, random, late]), "Dev score against held-out loss").traces
     assert isinstance(line, Line)
     assert (line.label, line.x, line.y) == ("RTE accuracy", [3.2, 4.5], [0.7, 0.6])
-    assert figure_of(compare_report([late, random]), "Dev score against held-out loss").is_empty
+    for others in ([random], [evaluate("as late", 3.2, 0.6)]):
+        report = compare_report([late, *others])
+        assert figure_of(report, "Dev score against held-out loss").is_empty
+
+
+def test_three_evaluations_of_one_name_share_a_task_without_failed_trials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = {"RTE": make_task("RTE"), "MRPC": make_task("MRPC")}
+    folders = [
+        measured(tmp_path / name / "glue", {task: both[task] for task in tasks}, lambda *_: 0, 0, 1)
+        for name, tasks in (("a", both), ("b", both), ("c", ["RTE"]))
+    ]
+    glue = results.read(folders[0] / "glue.json", Glue)
+    for task in glue.tasks:
+        failed = {"status": "failed", "scores": {}, "predictions_sha256": None}
+        task.trials[1] = task.trials[1].model_copy(update=failed)
+        task.scores[0] = task.scores[0].model_copy(update={"majority": 0.25})
+    results.write(folders[0] / "glue.json", glue)
+    monkeypatch.chdir(folders[0])
+    report = compare_report([Path(), *folders[1:]])
+    (table,) = report.sections[0].tables
+    assert [row.label for row in table.rows] == ["RTE accuracy"]
+    assert [column.head for column in table.columns[:3]] == ["majority", ".", str(folders[1])]
+    assert table.rows[0].cells[0].text == "25.0"
+    assert report.verdicts[0].notes[0] == ".: 100.00 of 4 examples"
+    assert report.verdicts[0].notes[3].endswith("(4 examples, mean of 1 seed)")
+    other = tmp_path / "other"
+    folders[1].rename(other)
+    named = compare_report([Path(), other]).sections[0].tables[0].columns
+    assert [column.head for column in named] == ["majority", "glue", "other", "other - glue"]
 
 
 def test_the_paired_standard_error_by_hand() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,18 @@ def test_a_pretrained_run_has_every_task_of_its_newest_evaluation(start: Pretrai
         "| RTE accuracy | 62.5 | 12.5 | 40.0 | 1,277 |  |",
         "| WNLI accuracy | 62.5 | 12.5 | 40.0 | 1,277 | subset |",
     ]
+
+
+def test_an_evaluation_is_found_here_and_beside_the_run(
+    start: Pretrained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for place in ("here/eval/one", "eval/one", "runs/one"):
+        assert glue_text(start) == ""
+        write_evaluation(tmp_path / place, start_of(start))
+        assert "| RTE accuracy | 62.5 |" in glue_text(start), place
+        shutil.rmtree(tmp_path / place)
 
 
 def test_a_trial_has_its_own_task_and_score(start: Pretrained, tmp_path: Path) -> None:

@@ -240,6 +240,7 @@ def test_shards() -> None:
     for words in (
         "ok sound: every hash",
         "train 1,200 128,000 1,000 1",
+        "held-out 12 1,280 10 1",
         "6.7500 nats, per held-out token",
         "8.3178 nats",
         "107 tokens, mean of the training set",
@@ -248,11 +249,15 @@ def test_shards() -> None:
         "a [bold]sample[/bold] of text",
     ):
         assert words in text
-    assert "x" * 301 not in text.replace(" ", "")
+    assert f"{'x' * 300}..." in text.replace(" ", "")
+    assert shards_report(SHARDS, Path("my shards")).next == (
+        "bert-dp train data.path='my shards' data.sequence_length=128 model.vocab_size=4096"
+    )
     problem = "train-00000.bin: expected SHA-256 ab, found cd [x]"
-    damaged = unfolded(shown(shards_report({**SHARDS, "problems": [problem]}, Path("shards"))))
+    report = shards_report({**SHARDS, "problems": [problem]}, Path("shards"))
+    damaged = unfolded(shown(report))
     assert f"fail damaged: {problem}" in damaged
-    assert "sound" not in damaged
+    assert ("sound" in damaged, report.next) == (False, "")
 
 
 def test_a_report_ends_with_its_page_and_what_comes_next() -> None:

@@ -239,6 +239,16 @@ def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> N
     losses, facts = text_report(few).sections[0].tables  # Student's t of one degree of freedom: 12.706
     assert losses.rows[0].cells[1].text == "0.1271"
     assert facts.rows[0].cells[0].text.endswith(" \u00b1 0.2541")
+    shares = {"mask_rate": 0.15, "hidden": measured.hidden.model_copy(update={"rate": 0.05})}
+    losses, facts = text_report(measured.model_copy(update=shares)).sections[0].tables
+    assert losses.title.startswith("Loss of predicted tokens, 15.0 % of all")
+    assert facts.rows[0].cells[0].note.endswith("5.0 % of the words hidden")
+    assert "sequences of 32 tokens, float32 on " in facts.rows[2].cells[0].note
+    for words, unknown, notes in ((0, 0, 1), (2, 0, 2), (0, 1, 2)):
+        hidden = measured.hidden.model_copy(update={"words_without_token": words, "unknown_tokens": unknown})
+        (section,) = text_report(measured.model_copy(update={"hidden": hidden})).sections
+        assert len(section.notes) == notes
+    assert section.notes[1].startswith("0 hidden words without a token and 1 unknown token cost fewer bits")
     first = text_loss.text_loss(str(run_dir), [str(tmp_path / "a.txt")], options, 400, quiet)
     assert first["documents"] == 1
     assert first["predicted"][0]["loss_se"] is None

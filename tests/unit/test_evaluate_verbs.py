@@ -1,0 +1,216 @@
+"""What `predict`, `export`, `data build`, `finetune` and `eval` ask of the modules that work, and show."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from bert_dp.config import Config, resolve
+from bert_dp.corpus.builder import BuildRequest, read_request
+from launcher import children, datasets, results
+from launcher.evaluate import finetune, glue, predict, text_loss
+from launcher.evaluate.export import check_report, export
+from launcher.evaluate.predict import Columns
+from launcher.output import Output
+from launcher.results import ExportCheck, GlueOptions
+from tests.helpers import issues_of, make_config
+from tests.report_fixture import shown, unfolded
+from tests.runs_to_export import config_of, finetuned, write_run
+
+SMALL = {"hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+Asked = list[tuple[str, list[str]]]
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
+    """The modules that would have been started, with their arguments; each ends with exit code 3."""
+    calls: Asked = []
+
+    def run_module(module: str, arguments: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        calls.append((module, arguments))
+        return subprocess.CompletedProcess([], 3, "", "")
+
+    monkeypatch.setattr(children, "run_module", run_module)
+    return calls
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A pretrained run, in the current folder."""
+    monkeypatch.chdir(tmp_path)
+    return write_run(tmp_path / "run", config_of("quickstart", model=SMALL))
+
+
+def test_predict_shares_the_cores_between_instances(run: Path, asked: Asked) -> None:
+    cores = len(os.sched_getaffinity(0))
+    plain: dict[str, Any] = {"pooling": None, "out": None, "instances": 1, "threads": None}
+    for options, told in (
+        ({}, []),
+        ({"instances": cores}, ["--instances", str(cores), "--threads", "1"] if cores > 1 else []),
+        ({"instances": 2 * cores}, ["--instances", str(2 * cores), "--threads", "1"]),
+        ({"instances": 3, "threads": 7}, ["--instances", "3", "--threads", "7"]),
+        ({"threads": 5}, ["--threads", "5"]),
+        ({"pooling": "cls", "out": Path("o")}, ["--pooling", "cls", "--out", str(run.parent / "o")]),
+    ):
+        asked.clear()
+        assert predict.predict(run, "-", Columns(), **{**plain, **options}) == 3
+        assert asked == [("bert_dp.predict", [*told, "--", str(run), "-"])]
+    predict.predict(run, "-", Columns("a", "b"), **plain)
+    assert asked[-1][1] == ["--column", "a", "--column", "b", "--", str(run), "-"]
+
+
+def test_export_passes_on_its_options_and_names_them_in_the_card(run: Path, asked: Asked) -> None:
+    assert export("aoti", Path("run"), Path("out"), encoder=True, options=["--bf16"]) == 3
+    module, arguments = asked[-1]
+    assert module == "bert_dp.export"
+    assert arguments[:4] == ["aoti", "--out", str(run.parent / "out"), arguments[3]]
+    assert arguments[3] == "--command=bert-dp export aoti run --out out --encoder --bf16"
+    assert arguments[5:] == ["--encoder", "--bf16", "--", str(run)]
+
+
+def test_a_build_is_asked_for_as_its_options_say(
+    tmp_path: Path, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[BuildRequest] = []
+    record: Callable[..., Any] = children.run_module
+
+    def read(module: str, arguments: list[str], **options: Any) -> Any:
+        requests.append(read_request(Path(arguments[1])))
+        return record(module, arguments, **options)
+
+    monkeypatch.setattr(children, "run_module", read)
+    settings = ["data.build.held_out_fraction=0.25", "dedup=none"]
+    options: dict[str, Any] = {"vocab_size": 500, "sequence_length": 64, "tokenizer": "t.json"}
+    more: dict[str, Any] = {"overrides": settings, "processes": 2, "force": True, "console": Console()}
+    assert datasets.build(["a.txt"], Path("out"), **options, **more) == 3
+    (request,) = requests
+    assert request.model_dump(include={*options, "sources", "out", "processes", "force"}) == {
+        **options,
+        "sources": ["a.txt"],
+        "out": "out",
+        "processes": 2,
+        "force": True,
+    }
+    assert (request.options.held_out_fraction, request.options.dedup) == (0.25, "none")
+    none = issues_of(datasets.build, ["a.txt"], Path("out"), **options, **{**more, "processes": 0})
+    assert none == ("--processes: 0 is not a whole number of 1 to 4096",)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "given", "micro"),
+    [
+        ((), 1, (), 16),
+        ((), 2, (), 8),
+        (("parallel.tensor=2",), 4, (), 8),
+        ((), 3, (), 8),  # does not divide: as it was
+        ((), 2, ("batch.micro_size=4",), 4),
+    ],
+)
+def test_finetuning_takes_whole_batches(
+    settings: tuple[str, ...], ranks: int, given: tuple[str, ...], micro: int
+) -> None:
+    sizes = ("batch.global_size=16", "batch.micro_size=8")
+    config = finetune.whole_batches(make_config(*sizes, *settings, *given), ranks, given)
+    assert config.batch.micro_size == micro
+
+
+def test_the_tokenizer_of_a_checkpoint_stands_before_that_of_its_run(run: Path) -> None:
+    own = run / "checkpoints/step-00000003/tokenizer.json"
+    assert finetune.find_pretrained(run).tokenizer == own
+    own.unlink()
+    assert finetune.find_pretrained(run).tokenizer == run / "tokenizer.json"
+
+
+def test_examples_are_prepared_by_the_runs_tokenizer_and_a_share_of_train(run: Path, asked: Asked) -> None:
+    start = finetune.find_pretrained(run)
+    source = finetune.glue_source("RTE", [Path("a"), Path("b")])
+    for share, more in ((0.0, []), (0.1, ["--dev-share", "0.1"])):
+        with pytest.raises(SystemExit, match="exit code 3"):
+            finetune.prepare(start, source, 48, share)
+        rest = ["--task", "RTE", "--data", "a", "--data", "b"]
+        known = ["prepare", "--tokenizer", str(start.tokenizer), "--length", "48"]
+        assert asked[-1] == ("bert_dp.examples", [*known, *more, *rest])
+
+
+def test_eval_mlm_of_a_finetuned_run_names_what_it_was_made_of(tmp_path: Path) -> None:
+    plain = finetuned(config_of("quickstart", model=SMALL), "recipe")
+    made = resolve([plain.model_dump(mode="json"), {"run": {"init_from": "/runs/a"}}])
+
+    def refusal(name: str, config: Config) -> str:
+        path = write_run(tmp_path / name, config)
+        options: dict[str, Any] = {"max_bytes": None, "as_json": False, "console": Console()}
+        (line,) = issues_of(text_loss.evaluate, path, ["builtin"], {}, **options)
+        return line
+
+    assert refusal("made", made).endswith("predicts no tokens; name /runs/a")
+    assert refusal("plain", plain).endswith("predicts no tokens; name a pretrained run")
+
+
+@pytest.mark.parametrize(("then", "now", "taken"), [(2, 5, True), (2, 2, True), (5, 2, False)])
+def test_an_evaluation_goes_on_with_more_seeds_only(tmp_path: Path, then: int, now: int, taken: bool) -> None:
+    def plan(seeds: int) -> results.GluePlanFile:
+        settings = results.plain(GlueOptions(seeds=seeds))
+        return results.GluePlanFile(config_hash="abc", settings=settings, start={})
+
+    results.write(tmp_path / glue.STATE, plan(then))
+    output = Output(tmp_path, "evaluation", glue.STATE, plan(now), glue.FIXED, glue.GROWS)
+    assert (output.issues() == []) == taken
+
+
+# --- export check
+
+
+CHECK: dict[str, Any] = {
+    "ok": True,
+    "format": "hf",
+    "kind": "mlm",
+    "precision": "fp32",
+    "architecture": "EuroBERT",
+    "checkpoint": "/run/checkpoints/step-00000003",
+    "tolerance": 1e-5,
+    "rows": [
+        {"batch": 1, "length": 5, "outputs": 50, "difference": 2e-7, "top1": 1.0},
+        {"batch": 3, "length": 37, "outputs": 900, "difference": 3e-6, "top1": 0.995},
+        {"batch": 8, "length": 5, "outputs": 400, "difference": 1e-7, "top1": None},
+    ],
+    "parameters": 1200,
+    "stored_parameters": 1100,
+    "run_parameters": 1000,
+    "not_loaded": ["a.weight", "b.bias"],
+    "again": 4e-8,
+    "versions": {"python": "3.12", "torch": "2"},
+}
+
+
+def test_a_comparison_shows_what_decides() -> None:
+    found = ExportCheck.model_validate(CHECK)
+    text = unfolded(shown(check_report(found), width=160))
+    for words in (
+        "ok The directory computes what the run computes.",
+        "1 5 50 2.0e-07 100.0 %",
+        "3 37 900 3.0e-06 99.5 %",
+        "8 5 400 1.0e-07 n/a",
+        "EuroBERT (mlm, fp32)",
+        "largest difference 3.0e-06, 1e-05 is allowed",
+        "saved and loaded again 4.0e-08",
+        "1,200 numbers loaded, 1,100 numbers stored, 1,000 in the run",
+        "not loaded a.weight, b.bias",
+        "python 3.12, torch 2",
+    ):
+        assert words in text
+    changes = {"ok": False, "tolerance": None, "architecture": None, "parameters": None, "not_loaded": []}
+    other = unfolded(shown(check_report(found.model_copy(update=changes)), width=160))
+    for words in (
+        "fail The directory does not compute what the run computes.",
+        "hf (mlm, fp32)",
+        "3.0e-06, not judged, as it is no fp32",
+        "parameters n/a, 1,000 in the run",
+        "not loaded none",
+    ):
+        assert words in other
