@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -15,7 +16,7 @@ from bert_dp.cost import memory_estimate_gib
 from bert_dp.record.models import kind_of_text
 from launcher.watch.advice import SPARE, explain, what_fits
 from launcher.watch.failure import Failure
-from launcher.watch.memory import MemoryFacts
+from launcher.watch.memory import GIB, MemoryFacts
 
 NONE = MemoryFacts({}, 1.0, 0, "memory.events")
 CUDA = (
@@ -61,6 +62,9 @@ def test_what_is_advised_fits_divides_and_keeps_the_global_batch(world: int, cap
     changed = applied(base, fixes[0])
     assert batch_layout(changed, world).global_size == base.batch.global_size
     assert size(changed, world) <= (1 - SPARE) * capacity
+    assert fixes[0].endswith(f"the global batch of 512 stays): about {size(changed, world):.2f} GiB")
+    before, after = (512 // (of.batch.micro_size * world) for of in (base, changed))
+    assert f" (accumulation {before} -> {after}, the" in fixes[0]
     only_micro = {"batch.micro_size"} == {name for name, _ in re.findall(r"--set (\S+)=(\S+)", fixes[0])}
     larger = changed.model_copy(
         update={"batch": changed.batch.model_copy(update={"micro_size": 2 * changed.batch.micro_size})}
@@ -112,7 +116,11 @@ def raised(message: str) -> Failure:
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
     (tmp_path / "config.yaml").write_text(dump_config(config()))
-    facts = {"gpus": [{"memory_gib": 12.0}], "memory_gib": 64.0, "memory_limit_gib": 20.0}
+    facts = {
+        "gpus": [{"memory_gib": 12.0}, {"memory_gib": 16.0}],
+        "memory_gib": 64.0,
+        "memory_limit_gib": 20.0,
+    }
     record.write_json(tmp_path / "environment.json", facts)
     return tmp_path
 
@@ -140,7 +148,11 @@ def test_a_host_out_of_memory_shares_it_between_the_ranks(run_dir: Path) -> None
     assert explained.explanation[0] == "control group's limit 20.00 GiB / 2 ranks = 10.00 GiB a rank"
     assert "there are 10.00 GiB" in explained.explanation[1]
     assert explained.memory is NONE
+    record.write_json(run_dir / "environment.json", {"memory_gib": 64.0})
+    whole = explain(raised(HOST), run_dir, 4, NONE).explanation[0]
+    assert whole == "machine 64.00 GiB / 4 ranks = 16.00 GiB a rank"
     (run_dir / "config.yaml").write_text(dump_config(config()))
+    record.write_json(run_dir / "environment.json", {"gpus": [{"memory_gib": 12.0}]})
     assert explain(raised(HOST), run_dir, 2, NONE).fix[0].startswith("on GPUs the host holds")
 
 
@@ -176,12 +188,19 @@ def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) ->
         (signal.SIGBUS, "/dev/shm is full"),
         (signal.SIGILL, "this CPU"),
         (signal.SIGFPE, "zero"),
+        (signal.SIGXCPU, "CPU time limit"),
+        (signal.SIGXFSZ, "size limit"),
     ],
 )
-def test_a_crash_is_explained(tmp_path: Path, number: int, word: str) -> None:
+def test_a_crash_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, word: str
+) -> None:
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(total=8 * GIB, used=6 * GIB, free=GIB))
     explained = explain(Failure(0, "killed", killed_by=number), tmp_path, 1, NONE)
     assert word in explained.explanation[0]
-    assert explained.fix
+    assert ("/dev/shm has 1.00 GiB free" in explained.explanation[0]) == (number == signal.SIGBUS)
+    limits = {signal.SIGXCPU: "raise `ulimit -t`", signal.SIGXFSZ: "raise `ulimit -f`"}
+    assert explained.fix[0] == limits.get(number, explained.fix[0])
 
 
 @pytest.mark.parametrize("message", ["ValueError: no", HOST])

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp.config import read_manifest
+from bert_dp.config import batch_layout, read_data, read_manifest
 from launcher.datasets import built_lines
-from launcher.run.describe import describe_data
+from launcher.run.describe import describe, describe_data
+from tests.example_files import write_examples
 from tests.helpers import make_config
 
 
@@ -30,6 +31,45 @@ def test_the_data_is_described_with_its_passes(shards: Path, settings: tuple[str
     described = describe_data(config, read_manifest(shards))
     assert described.startswith("96 sequences of 16 tokens")
     assert described.endswith(line)
+
+
+@pytest.mark.parametrize(
+    ("settings", "length"),
+    [
+        (("schedule.steps=30",), "30 steps = 7,680 tokens"),
+        (("schedule.steps=30", "batch.ramp_fraction=0.5", "batch.ramp_quantum=8"), "30 steps"),
+        (("schedule.tokens=7681", "batch.ramp_fraction=0"), "31 steps = 7,681 tokens"),
+        (("schedule.hours=1.5",), "1.5 h on rank 0's clock"),
+        (("schedule.epochs=2.5",), "2.5 epochs of the data, which are not built yet"),
+        (
+            ("objective.name=finetune", "data.path=/x", "finetune.labels=[a,b]", "schedule.steps=30"),
+            "30 steps",
+        ),
+    ],
+)
+def test_the_length_of_a_run_is_in_tokens_where_their_number_is_known(
+    settings: tuple[str, ...], length: str
+) -> None:
+    config = make_config(*settings, "data.sequence_length=16", "batch.global_size=16", "batch.micro_size=4")
+    lines = describe(config, batch_layout(config, 2), None, "fp32")
+    assert lines[4] == f"length  {length}; schedule {config.schedule.name}"
+
+
+@pytest.mark.parametrize(
+    ("official", "rows"), [(None, ""), (True, ", GLUE's own rows"), (False, ", a subset of GLUE's rows")]
+)
+def test_examples_are_described_with_their_lengths_and_passes(
+    tmp_path: Path, official: bool | None, rows: str
+) -> None:
+    settings = ("objective.name=finetune", f"data.path={write_examples(tmp_path)}", "batch.micro_size=4")
+    config = make_config(*settings, "data.sequence_length=32", "batch.global_size=16", "schedule.steps=5")
+    found = read_data(config, tmp_path)
+    train = found.splits["train"].model_copy(update={"tokens": 500, "truncated": 10})
+    manifest = found.model_copy(update={"official": official, "splits": {**found.splits, "train": train}})
+    assert describe_data(config, manifest) == (
+        f"{found.task}: 40 examples of 12.5 tokens on average, 25.0 % of them truncated to 32{rows}; the run "
+        "passes over them 2 times"
+    )
 
 
 def test_before_it_is_built_nothing_is_claimed() -> None:

@@ -93,8 +93,25 @@ def test_a_terminal_has_a_bar_and_a_line_that_stays_now_and_then(tmp_path: Path)
     text = out.getvalue()
     assert text.count("global steps/s") == 1  # the whole line, once in ten seconds
     for step, loss in ((10, 7.8), (20, 7.6), (30, 7.4)):
-        bar = rf"━ +{step}\.0 % \| loss {loss}000 nats \| 16\.4 k tokens/s"
+        left = "" if step == 10 else rf" \| left {50 - step // 2}\.0 s"
+        bar = rf"━ +{step}\.0 % \| loss {loss}000 nats \| 16\.4 k tokens/s{left}"
         assert re.search(bar, text)
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_regression_has_its_unit_and_a_budget_in_hours_its_own_time_left(
+    tmp_path: Path, terminal: bool
+) -> None:
+    out = io.StringIO()
+    settings = ("objective.name=finetune", "finetune.kind=regression", "data.path=/x", "schedule.hours=0.5")
+    console = Console(file=out, width=200, force_terminal=terminal, color_system=None)
+    with Display(tmp_path, console, make_config(*settings)) as display:
+        record.append_line(tmp_path / "metrics.jsonl", metrics(10, elapsed_s=600.0))
+        display.poll()
+        display._bar.refresh() if terminal else None
+    shown = set(re.findall(r"loss 7.80 (.+?) \| (lr )?.*?left (\w+ min \w+ s)", out.getvalue()))
+    line = ("squared error", "lr ", "20 min 00 s")
+    assert shown == ({line, ("squared error", "", "20 min 00 s")} if terminal else {line})
 
 
 def test_a_budget_in_hours_tells_what_is_left() -> None:
@@ -124,6 +141,18 @@ def test_the_lines_of_all_ranks_are_shown_and_the_last_ones_at_the_end(tmp_path:
         assert out.getvalue() == "both (x2)\n"
         record.write_json(tmp_path / "summary.json", {"status": "done"})
     assert out.getvalue() == "both (x2)\n[rank 1] only one\n[rank 1] 30 %\n"
+
+
+def test_a_line_of_a_rank_is_shown_without_our_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["bert-dp", "--token=abcdef7"])
+    out, display = run_of(tmp_path, 1)
+    monkeypatch.setattr(sys, "argv", ["bert-dp"])
+    with display:
+        say(tmp_path, 0, "login abcdef7 failed\n")
+        display.poll()
+    assert out.getvalue() == "login <redacted> failed\n"
 
 
 def test_nothing_held_back_is_shown_once_a_rank_has_failed(tmp_path: Path) -> None:
@@ -207,6 +236,9 @@ def test_eta():
     assert eta_s([]) is None
     assert eta_s([{"elapsed_s": 1.0, "progress": 0.5}, {"elapsed_s": 2.0, "progress": 0.5}]) is None
     assert eta_s([{"elapsed_s": 1.0, "progress": None}, *lines]) == pytest.approx(50)
+    # the pace of the last twenty, whatever came before
+    slow = [{"elapsed_s": 1.0, "progress": 0.001}, {"elapsed_s": 9.0, "progress": 0.002}]
+    assert eta_s([*slow, *lines]) == pytest.approx(50)
     resumed = [{"elapsed_s": 90.0, "progress": 0.9}, *lines[:10]]
     assert eta_s(resumed) == pytest.approx(90)
 

@@ -15,9 +15,12 @@ from typing import Any
 
 import pytest
 
+from bert_dp import record
+from bert_dp.config import dump_config
 from bert_dp.record import HeldDirectory
 from launcher.run import processes, reaper
 from launcher.watch.heartbeats import Hang
+from tests.helpers import make_config, read_json, write_files, write_lines
 
 STUBBORN = """
 import signal, sys, time
@@ -29,6 +32,10 @@ while True:
 """
 LAUNCHER = (
     "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1], '-m', 'bert_dp.worker'])"
+)
+RAISE = (
+    "import json; json.dump({'rank': 1, 'time_ns': 1, 'type': 'RuntimeError', 'message': 'no', 'where': "
+    "None, 'bad_input': None, 'failure_kind': 'host_memory'}, open('logs/rank-1.error.json', 'w'))"
 )
 ENDLESS = 500  # seconds; a run that is not ended by then never is
 
@@ -57,6 +64,13 @@ def clock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Clock:
     monkeypatch.setattr(processes, "time", clock)
     monkeypatch.setattr(processes, "POLL_S", 0.01)
     return clock
+
+
+def raised(rank: int, **facts: Any) -> None:
+    """What a rank leaves that has failed."""
+    facts = {"type": "ValueError", "message": "no", "where": None, "bad_input": None, **facts}
+    path = Path("logs") / f"rank-{rank}.error.json"
+    path.write_text(json.dumps({"rank": rank, "time_ns": 1, **facts}))
 
 
 def once_ready(act: Callable[[], None]) -> Callable[[], None]:
@@ -111,6 +125,14 @@ def test_a_second_signal_does_not_wait(directory: HeldDirectory, clock: Clock) -
     assert clock.now < 5
 
 
+def test_a_run_that_is_stopped_while_it_stands_still_says_so(directory: HeldDirectory, clock: Clock) -> None:
+    watch: Any = Patience()
+    watch.hang = Hang(0, "hang in step 3", "x.py:1", Path("log"), ())
+    ended = processes.run(directory, 1, "none", once_ready(lambda: stop(2)), watch=watch)
+    told = "it stood still: rank 0: hang in step 3 at x.py:1; stacks in hang.txt"
+    assert ended.failure.explanation == (told,)
+
+
 def test_ranks_that_outlive_a_failed_one_are_ended_soon(
     tmp_path: Path, directory: HeldDirectory, clock: Clock
 ) -> None:
@@ -118,13 +140,14 @@ def test_ranks_that_outlive_a_failed_one_are_ended_soon(
     says nothing of this one."""
     (tmp_path / "summary.json").write_text(json.dumps({"status": "done", "exit_code": 0}))
 
-    def fail() -> None:
-        facts = {"rank": 1, "time_ns": 1, "type": "ValueError", "message": "no", "where": None}
-        path = tmp_path / "logs" / "rank-1.error.json"
-        path.write_text(json.dumps({**facts, "bad_input": None}))
+    fail = once_ready(lambda: raised(1))
+
+    def on_poll() -> None:
+        assert not list(tmp_path.glob("logs/*.error.json")), "the cause is told first"
+        fail()
 
     watch: Any = Patience()
-    ended = processes.run(directory, 1, "none", once_ready(fail), grace_s=100.0, watch=watch)
+    ended = processes.run(directory, 1, "none", on_poll, grace_s=100.0, watch=watch)
     assert (ended.exit_code, ended.failure.headline()) == (1, "rank 1: ValueError: no")
     assert processes.KILL_AFTER_FAILURE_S < clock.now < 2 * processes.KILL_AFTER_FAILURE_S
     assert not (tmp_path / "signals").exists()
@@ -148,13 +171,64 @@ def test_a_run_that_stands_still_while_it_is_to_stop_is_ended_for_that(
 def test_what_an_earlier_start_said_is_not_this_ones(
     tmp_path: Path, directory: HeldDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    command = [sys.executable, "-c", "print('now'); raise SystemExit(3)"]
-    monkeypatch.setattr(processes, "start_command", lambda *_: command)
-    (tmp_path / "logs").mkdir()
-    (tmp_path / "logs" / "torchrun.log").write_text("earlier\n")
-    ended = processes.run(directory, 1, "none", lambda: None)
+    asked: list[Any] = []
+
+    def command(*given: Any) -> list[str]:
+        asked.extend(given)
+        return [sys.executable, "-c", "print('now'); raise SystemExit(3)"]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(processes, "start_command", command)
+    write_files(tmp_path, {"logs/torchrun.log": "earlier\n", "heartbeats/rank-5": "earlier"})
+    write_lines(tmp_path / "metrics.jsonl", [{"step": 10}, {"step": 20}])
+    raised(0)
+    ended = processes.run(directory, 3, "never", lambda: None, options=["--more"])
     assert ended.failure.tail == ("now",)
+    assert ended.failure.headline() == "torchrun: ended with exit code 3 and no summary"
     assert (tmp_path / "logs" / "torchrun.log").read_text() == "earlier\nnow\n"
+    assert not list(tmp_path.glob("heartbeats/*"))
+    assert read_json(tmp_path / "summary.json")["step"] == 20
+    assert asked[:2] == ["torchrun", 3]
+    assert asked[3] == [str(tmp_path / "config.yaml"), "--resume", "never", "--more"]
+
+
+def test_what_is_written_last_is_still_shown_and_memory_is_of_all_ranks(
+    tmp_path: Path, directory: HeldDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = [sys.executable, "-I", "-S", "-c", "open('last', 'w'); raise SystemExit(3)"]
+    monkeypatch.setattr(processes, "start_command", lambda *_: command)
+    seen: list[bool] = []
+    processes.run(directory, 2, "none", lambda: seen.append(Path("last").exists()))
+    assert seen[-1]
+    (tmp_path / "config.yaml").write_text(dump_config(make_config("run.device=cpu")))
+    record.write_json(tmp_path / "environment.json", {"memory_gib": 64.0})
+    monkeypatch.setattr(processes, "start_command", lambda *_: [*command[:-1], f"{RAISE}; {command[-1]}"])
+    ended = processes.run(directory, 2, "none", lambda: None)
+    assert ended.failure.explanation[0] == "machine 64.00 GiB / 2 ranks = 32.00 GiB a rank"
+
+
+def test_a_worker_that_ends_after_the_summary_hurries_no_other(
+    tmp_path: Path, directory: HeldDirectory, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher is given all the time that it needs."""
+    worker = "import os, time\nopen('ready', 'w').close()\nwhile not os.path.exists('go'): time.sleep(0.01)"
+    tool = (
+        f"{LAUNCHER}\nimport os, time\nwhile not os.path.exists('end'): time.sleep(0.01)\nopen('over', 'w')"
+    )
+    monkeypatch.setattr(processes, "start_command", lambda *_: [sys.executable, "-c", tool, worker])
+    polls = [0]
+
+    def on_poll() -> None:
+        polls[0] += Path("ready").exists()
+        if polls[0] == 5:
+            record.write_json(tmp_path / "summary.json", {"status": "done", "exit_code": 0})
+            Path("go").touch()
+        if polls[0] == 60:
+            Path("end").touch()
+
+    assert processes.run(directory, 1, "none", on_poll).exit_code == 0
+    assert Path("over").exists()
 
 
 # --- after a launcher that was killed

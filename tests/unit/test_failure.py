@@ -23,14 +23,18 @@ from launcher.watch.failure import (
     Departure,
     Failure,
     crash_stack,
+    decide_cause,
+    ending,
     first_cause,
     first_line,
+    lost_directory,
     of_a_disk,
     raised_last,
     read_end,
     tail_of,
 )
-from launcher.watch.memory import MemoryFacts
+from launcher.watch.heartbeats import Hang
+from launcher.watch.memory import GROUP, MemoryFacts
 
 TORCHRUN = """
 Failures:
@@ -211,8 +215,11 @@ def full(**more: object) -> Failure:
 
 def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:
     many = tuple(f"rank {i}: RuntimeError: Connection closed by peer" for i in range(4, 40))
-    memory = MemoryFacts({"rank 3": (1.0, 2.0), "rank 1": (0.5, 1.0), "rank 2": (0.1,)}, 1.0, 0, None)
-    lines = card(full(consequences=many, explanation=("it is so",), fix=("do so",), memory=memory), tmp_path)
+    curves = {"rank 3": (1.0, 2.0), "rank 1": (0.5, 1.0), "rank 2": (0.1,), GROUP: (4.0, 3.0)}
+    memory = MemoryFacts(curves, 1.0, 0, None)
+    said = {"explanation": ("it is so",), "fix": ("do so",), "alike": (0, 1)}
+    lines = card(full(consequences=many, memory=memory, **said), tmp_path)
+    assert lines.pop(4) == "  alike: ranks 0-1"
     assert lines[:4] == [
         "failed: rank 3: ValueError: no",
         "  at mine.py:7 in f: g()",
@@ -220,7 +227,7 @@ def test_the_card_says_the_most_important_first(tmp_path: Path) -> None:
         f"  run: {tmp_path}",
     ]
     assert lines[4:6] == ["  why: it is so", "  fix: do so"]
-    assert [line.partition(" peak ")[2] for line in lines[6:8]] == ["2.00 GiB", "1.00 GiB"]
+    assert [line.partition(" peak ")[2] for line in lines[6:9]] == ["2.00 GiB", "1.00 GiB", "4.00 GiB"]
     assert sum(line.startswith("  consequence: rank") for line in lines) == CONSEQUENCES_SHOWN
     assert "  consequence: 30 more ranks; all in summary.json" in lines
     assert lines[-2:] == ["  | a", "  | b"]
@@ -378,3 +385,44 @@ def test_a_full_disk_is_named_first_unless_another_cause_is_known(
     assert failure.headline() == (refused if kind == "no_cause" else before.headline())
     assert before.headline() in causes
     assert "No space left on device" in " ".join(causes)
+    assert any("make room" in fix for fix in failure.fix) == (kind != "error")
+
+
+def test_a_lost_directory_comes_before_a_hang_and_that_before_errors(tmp_path: Path) -> None:
+    error(tmp_path, 0, "out of memory", 9)
+    unknown = Failure(None, "x", tmp_path / "torchrun.log", ("the tool's end",))
+    lost = Failure(None, "the run directory was moved", kind="directory_lost")
+    hang = Hang(2, "hang in step 3", "mine.py:7", tmp_path / "rank-2.log", ("  | frame",))
+    assert decide_cause(tmp_path, "", (), unknown, hang=hang, lost=lost) is lost
+    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, lost=None)
+    assert (hung.kind, hung.headline(), hung.where) == ("hang", "rank 2: hang in step 3", "mine.py:7")
+    assert (hung.log, hung.tail) == (unknown.log, unknown.tail), "the rank has no log"
+    hang.log.touch()
+    hung = decide_cause(tmp_path, "", (), unknown, hang=hang, lost=None)
+    assert (hung.log, hung.tail) == (hang.log, ("  | frame",))
+    raised = decide_cause(tmp_path, "", (), unknown, hang=None, lost=None)
+    assert (raised.rank, raised.where, raised.log) == (0, "a.py:1", unknown.log)
+
+
+def test_a_directory_that_was_moved_is_gone_on_with_where_it_is(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    with record.HeldDirectory(tmp_path / "run") as held:
+        assert lost_directory(held) is None
+        (tmp_path / "run").rename(tmp_path / "moved")
+        assert "it holds no checkpoint yet" in lost_directory(held).explanation[0]
+        for step in (2, 10):
+            (tmp_path / "moved" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
+        failure = lost_directory(held)
+    assert failure.explanation[0].startswith(f"checkpoints, records and logs are all in {tmp_path}/moved; ")
+    assert "the newest checkpoint is" in failure.explanation[0]
+    assert "step-00000010; the steps after it are lost" in failure.explanation[0]
+    assert failure.fix == (f"bert-dp train --run-dir {tmp_path}/moved goes on from there",)
+
+
+def test_what_an_error_was_raised_by_and_the_end_that_the_tool_saw(tmp_path: Path) -> None:
+    facts = {"rank": 1, "time_ns": 5, "type": "ValueError", "message": "no", "where": "a.py:7"}
+    facts |= {"function": "f", "source": "g()", "bad_input": None}
+    (tmp_path / "rank-1.error.json").write_text(json.dumps(facts))
+    failure = cause_of(tmp_path, TORCHRUN)
+    assert (failure.where, failure.source) == ("a.py:7", "in f: g()"), "the kill was of the rank that raised"
+    assert ending(-signal.SIGRTMIN - 3, "") == f"killed by signal {signal.SIGRTMIN + 3} (real-time)"

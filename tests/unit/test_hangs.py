@@ -107,6 +107,17 @@ CULPRITS: dict[str, tuple[list[Witness], tuple[int, ...], str]] = {
         (1,),
         "stopped by a signal (SIGSTOP)",
     ),
+    "stopped by two": ([witness(0, state="T"), witness(1, state="t")], (0, 1), "stopped by a signal"),
+    "behind one that compiles": (
+        [witness(0, step=0, phase="setup"), witness(1, step=0, phase="compile")],
+        (0,),
+        "behind the others, which are in compile",
+    ),
+    "behind one that evaluates": (
+        [witness(0), witness(1, phase="evaluate")],
+        (0,),
+        "behind the others, which are in step 4 (evaluate)",
+    ),
     "in a debugger": ([witness(0), witness(1, state="t")], (1,), "stopped by a debugger"),
     "frozen": (
         [witness(0, WORK), witness(1, unheard_s=29.0)],
@@ -244,9 +255,11 @@ def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
 
 
 def test_the_report_names_rank_phase_step_seconds_and_line() -> None:
-    witnesses = [witness(0, GATHER, phase="log"), witness(1, WORK)]
+    witnesses = [witness(0, GATHER, phase="log", silent_s=40.0), witness(1, WORK)]
     lines = report(witnesses, find_culprit(witnesses))
     assert "rank 1 in step 4 (step" in lines[0]
     assert "no progress for 30 s" in lines[0]
     assert lines[1] == "  rank 1 at /p/bert_dp/data.py:40 in next"
+    stopped = [witness(rank, state="T", silent_s=20.0 + rank) for rank in range(2)]
+    assert "(no progress for 21 s)" in report(stopped, find_culprit(stopped))[0]
     assert "waits in all_gather (/p/bert_dp/dist.py:43 in gather)" in lines[-1]

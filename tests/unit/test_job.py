@@ -15,6 +15,8 @@ from launcher.machine import environment
 from launcher.machine.gpus import Gpu
 from launcher.output import Output, claim, identity
 from launcher.results import LrPlanFile
+from launcher.run.restarts import Policy
+from launcher.run.train import start_warnings
 from tests.helpers import issues_of, make_config
 
 ASKED = {"repeats": 3, "steps": 50, "tokens": None}
@@ -53,6 +55,41 @@ def test_ranks_need_devices(device: str, gpus: int, setting: str, ranks: int | s
         assert made(device, gpus).choose_ranks(setting) == ranks
         return
     assert issues_of(made(device, gpus).choose_ranks, setting)[0].startswith(ranks)
+
+
+RESTART, UNSAVED = "--max-restarts: checkpoint.every_steps or checkpoint.keep is 0", "checkpoint.keep is 0"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "ranks", "restarts", "saves", "warned"),
+    [
+        (0, 3, 1, (5, 2), []),
+        (0, 4, 0, (5, 2), ["4 CPU ranks share 3 cores"]),
+        (4, 4, 0, (5, 2), []),
+        (0, 1, 0, (0, 2), []),
+        (0, 1, 1, (0, 2), [RESTART]),
+        (0, 1, 0, (0, 0), [UNSAVED]),
+        (0, 1, 1, (0, 0), [RESTART, UNSAVED]),
+    ],
+)
+def test_what_is_allowed_but_hardly_meant_is_a_warning(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: int,
+    ranks: int,
+    restarts: int,
+    saves: tuple[int, int],
+    warned: list[str],
+) -> None:
+    asked = made("auto", gpus)
+    checkpoint = asked.config.checkpoint.model_copy(update={"every_steps": saves[0], "keep": saves[1]})
+    asked = dataclasses.replace(asked, config=asked.config.model_copy(update={"checkpoint": checkpoint}))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    said = start_warnings(asked, ranks, tmp_path, Policy(restarts), None)
+    assert len(said) == len(warned)
+    assert all(line.startswith(start) for line, start in zip(said, warned, strict=True))
+    tmp_path.chmod(0o707)
+    assert "can be written by every user" in start_warnings(asked, ranks, tmp_path, Policy(), None)[-1]
 
 
 def test_who_may_stand_where_a_verb_writes(tmp_path: Path) -> None:

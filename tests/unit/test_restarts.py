@@ -19,7 +19,7 @@ from launcher.watch.failure import Failure
 from tests.helpers import make_config, read_json
 from tests.states import FACTS
 
-KILLED = Failure(1, "killed by signal 9 (SIGKILL)", killed_by=9)
+KILLED = Failure(1, "killed by signal 9 (SIGKILL)", killed_by=9, kind="killed")
 RAISED = Failure(0, "ValueError: no", where="a.py:1")
 
 
@@ -94,6 +94,16 @@ def test_what_the_ranks_ended_together_is_not_started_again(tmp_path: Path) -> N
     assert "ended the run together" in play.said[-1]
 
 
+def test_a_run_that_lost_its_directory_is_not_started_again_and_nothing_is_written_there(
+    tmp_path: Path,
+) -> None:
+    lost = Failure(None, "the run directory was deleted", kind="directory_lost")
+    play = Play(tmp_path, (1, RAISED, 4), (1, lost, None), (0, None, 9))
+    assert play.go(Policy(9)).exit_code == 1
+    assert len(play.started) == 2
+    assert "restarts" not in read_json(tmp_path / "summary.json"), "what stands there now is another's"
+
+
 def test_without_progress_it_waits_longer_and_gives_up_after_three(tmp_path: Path) -> None:
     play = Play(tmp_path, (1, RAISED, 2), *[(1, RAISED, None)] * 9)
     assert play.go(Policy(100)).exit_code == 1
@@ -107,6 +117,8 @@ def test_progress_resets_the_wait(tmp_path: Path) -> None:
     play = Play(tmp_path, none, none, (1, RAISED, 3), none, (0, None, 9))
     assert play.go(Policy(9)).exit_code == 0
     assert play.waits == [2.0, 4.0, 1.0, 2.0]
+    places = [line.partition(" from ")[2].partition(":")[0] for line in play.said]
+    assert places == ["the start", "the start", "step 3", "step 3"]
 
 
 def test_a_signal_while_waiting_ends_it(tmp_path: Path) -> None:
@@ -151,6 +163,9 @@ def test_elastic_goes_on_with_the_most_ranks_that_divide(tmp_path: Path) -> None
     play = Play(tmp_path, (1, KILLED, 2), (1, KILLED, 3), (0, None, 9))
     assert play.go(Policy(9, elastic=True), ranks=6, micro_size=2).exit_code == 0
     assert [ranks for ranks, _ in play.started] == [6, 3, 2]  # 12 = 2 x accumulation x 5, 4 has no solution
+    assert ["on 3 ranks from step 2" in line for line in play.said] == [True, False]
+    restarts_ = read_json(tmp_path / "summary.json")["restarts"]
+    assert [(r["ranks"], r["failure_kind"]) for r in restarts_] == [(3, "killed"), (2, "killed")]
 
 
 def test_elastic_goes_down_to_one_rank(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from bert_dp import record
 from bert_dp.config import dump_config
-from launcher.run.run_directory import is_complete, run_dir_issues
+from launcher.run.run_directory import is_complete, resume_issues, run_dir_issues
 from tests.helpers import make_config
 from tests.states import FACTS
 
@@ -28,11 +28,11 @@ def put(*names: str) -> Callable[[Path], None]:
     return make
 
 
-def checkpoint(folder: Path) -> None:
+def checkpoint(folder: Path, **facts: float) -> None:
     record_of = folder / "checkpoints" / "step-00000001"
     record_of.mkdir(parents=True)
     record.write_json(
-        record_of / "state.json", {**FACTS, "step": 1, "config": CONFIG.model_dump(mode="json")}
+        record_of / "state.json", {**FACTS, "step": 1, "config": CONFIG.model_dump(mode="json"), **facts}
     )
 
 
@@ -104,6 +104,45 @@ def test_a_run_is_complete_while_its_newest_checkpoint_has_spent_the_budget(tmp_
     assert not is_complete(tmp_path, CONFIG, "never")
     record.write_json(tmp_path / "summary.json", {"status": "stopped"})
     assert not is_complete(tmp_path, CONFIG, "auto")
+
+
+@pytest.mark.parametrize(
+    ("budget", "spent"),
+    [("hours=0.5", True), ("hours=0.6", False), ("tokens=1280", True), ("tokens=1281", False)],
+)
+def test_a_budget_in_hours_or_tokens_is_spent_by_its_own_measure(
+    tmp_path: Path, budget: str, spent: bool
+) -> None:
+    checkpoint(tmp_path, elapsed_s=1800.0, samples=10)
+    record.write_json(tmp_path / "summary.json", {"status": "done"})
+    config = make_config(f"schedule.{budget}", "data.sequence_length=128")
+    assert is_complete(tmp_path, config, "auto") == spent
+
+
+def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> None:
+    checkpoint(tmp_path / "run")
+    run, changed = tmp_path / "run", make_config("schedule.steps=1", "optim.beta1=0.5")
+    line = f"optim.beta1: the run has {CONFIG.optim.beta1}, now 0.5; undo it or choose another --run-dir"
+    assert run_dir_issues(run, changed, "auto") == [line]
+    for place, resume in ((run, "auto"), (tmp_path / "new", str(run))):
+        assert resume_issues(place, CONFIG, resume, FACTS["data_hash"]) == []
+        assert resume_issues(place, changed, resume, FACTS["data_hash"]) == [line]
+        (issue,) = resume_issues(place, CONFIG, resume, "1" * 64)
+        assert "other shards (0000000000000000, these are 1111111111111111)" in issue
+    assert resume_issues(run, changed, "never", "1" * 64) == []
+    (issue,) = run_dir_issues(run, CONFIG, "never")
+    assert issue.startswith(f"--resume never: {run} already holds a run")
+    (issue,) = run_dir_issues(run, CONFIG, str(tmp_path))
+    assert issue.startswith(f"--resume: {tmp_path} holds no checkpoint")
+
+
+def test_what_every_user_can_write_takes_no_new_run_but_keeps_the_one_that_is_there(tmp_path: Path) -> None:
+    for mode, refused in ((0o770, False), (0o707, True)):
+        tmp_path.chmod(mode)
+        issues = run_dir_issues(tmp_path, CONFIG, "auto")
+        assert ["can be written by every user" in issue for issue in issues] == [True] * refused
+    checkpoint(tmp_path)
+    assert run_dir_issues(tmp_path, CONFIG, "auto") == []
 
 
 def test_a_run_elsewhere_to_go_on_from_makes_it_no_run(tmp_path: Path) -> None:

@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
+import time
 import types
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bert_dp import record
 from bert_dp.config import Config, dump_config
 from launcher import children
 from launcher.log import Log
-from launcher.run import processes, read_run, trials
-from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial
-from tests.helpers import make_config, write_lines
+from launcher.machine import environment
+from launcher.run import processes, read_run, trial_process, trials
+from launcher.run.processes import RunResult
+from launcher.run.trials import Ending, Outcome, Runner, Slot, Stopped, Trial, TrialsFailed, run_to_end
+from launcher.watch.failure import Failure
+from tests.helpers import make_config, read_json, write_lines
 
 KILLED = {"status": "failed", "killed_by": 9, "cause": "rank 0: SIGKILL"}
 PARTS = {name: [0.5, 0.5] for name in read_run.PARTS}
@@ -113,6 +120,7 @@ def test_a_run_whose_steps_are_not_whole_is_run_again(tmp_path: Path, damage: st
 
 def test_a_measured_run_keeps_the_users_settings_and_saves_nothing() -> None:
     user = config(8, "batch.ramp_fraction=0.5", "batch.ramp_quantum=2", "log.noise_scale=true")
+    assert config(8, "log.to=[wandb]", "log.tensorboard=true").log.loggers
     run = trials.timed_config(user, on_gpu=False, steps=40, global_size=16, micro_size=4)
     assert (run.model, run.optim, run.data) == (user.model, user.optim, user.data)
     assert (run.batch.global_size, run.batch.micro_size, run.batch.ramp_fraction) == (16, 4, 0)
@@ -123,6 +131,68 @@ def test_a_measured_run_keeps_the_users_settings_and_saves_nothing() -> None:
         user, on_gpu=True, steps=4, global_size=8, micro_size=1, parallel={"engine": "zero1"}
     )
     assert (other.compile, other.parallel.engine) == ("on", "zero1")
+    for compiled in ("on", "off"):
+        user = config(8, f"compile={compiled}", "log.to=[wandb]", "log.tensorboard=true")
+        run = trials.timed_config(
+            user, on_gpu=compiled == "off", steps=41, global_size=8, micro_size=1, noise_scale=True
+        )
+        assert (run.compile, run.log.loggers) == (compiled, ()), "nothing is sent to services"
+        assert (run.log.every_steps, run.log.noise_scale) == (5, True)
+
+
+@pytest.mark.parametrize(("warm_up", "exposed"), [(0, [0.1, 0.2, 0.3]), (2, [0.3])])
+def test_a_measured_run_is_read_without_its_warm_up(
+    tmp_path: Path, warm_up: int, exposed: list[float]
+) -> None:
+    """The samples of rank 0 alone count; the memory was highest in between."""
+    none = dict.fromkeys(read_run.PARTS, ())
+    for rank in range(2):
+        lines = [
+            {"step": 2, **PARTS, "step_s": [9.0, 8.0], "peak_memory_gib": 1.0, "ddp_exposed_s": 0.1 + rank},
+            {"step": 2, **none, "peak_memory_gib": 3.0, "ddp_exposed_s": 0.2 + rank},
+            {"step": 4, **PARTS, "step_s": [2.0, 1.0], "peak_memory_gib": 2.0, "ddp_exposed_s": 0.3 + rank},
+            {"step": 4, **none, "peak_memory_gib": 1.0},
+        ]
+        write_lines(tmp_path / "steps" / f"rank-{rank}.jsonl", lines)
+    losses = [
+        {"step": step, "tokens": 8 * step, "loss": loss} for step, loss in enumerate((4.0, None, 3.0), 1)
+    ]
+    write_lines(tmp_path / "metrics.jsonl", losses)
+    run = read_run.read_repeat(tmp_path, 2, warm_up, 4 - warm_up)
+    assert run.parts["step_s"] == [[9.0, 8.0, 2.0, 1.0][warm_up:]] * 2
+    assert (run.memory_gib, run.exposed_s, run.curve) == ([3.0, 3.0], exposed, [(8, 4.0), (24, 3.0)])
+    with pytest.raises(ValueError, match="4 steps, 5 were to be taken"):
+        read_run.read_repeat(tmp_path, 2, warm_up, 5 - warm_up)
+
+
+@pytest.mark.parametrize(
+    ("summary", "outside"),
+    [({"killed_by": number, "oom_kills": 0}, True) for number in (1, 2, 9, 15)]
+    + [({"killed_by": 11}, False), ({"killed_by": 9, "oom_kills": 1}, False), ({"signal": 1}, True)],
+)
+def test_what_ended_a_trial_from_outside(tmp_path: Path, summary: dict[str, Any], outside: bool) -> None:
+    assert read_run.from_outside(tmp_path), "no summary was written"
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", **summary}))
+    assert read_run.from_outside(tmp_path) == outside
+
+
+def test_a_measured_precision_is_decided_once_but_on_gpus_by_their_ranks() -> None:
+    machine = environment.probe()
+    for units, on_gpu, precision in (((), True, "auto"), ((), False, "fp32"), (("amx_bf16",), False, "bf16")):
+        here = dataclasses.replace(machine, bf16_units=units)
+        decided = trials.trial_precision(config(8, "precision=auto"), here, ["ddp"], on_gpu=on_gpu)
+        assert decided == precision
+
+
+def test_the_end_of_all_trials_has_its_status_and_exit_code(tmp_path: Path) -> None:
+    def end(error: Exception) -> None:
+        raise error
+
+    said: list[str] = []
+    assert run_to_end(lambda: None, tmp_path, said.append) == Ending("complete")
+    assert run_to_end(lambda: end(Stopped(2)), tmp_path, said.append) == Ending("partial", None, 130)
+    assert run_to_end(lambda: end(TrialsFailed("no")), tmp_path, said.append) == Ending("failed", "no", 1)
+    assert said == [f"stopped: {tmp_path} holds what was measured; the same command goes on"]
 
 
 # --- processes
@@ -161,6 +231,76 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: list[list[
     line = [directory, "--nproc", "2", "--launcher", "torchrun", "--cores", "1", "--data-bytes", "5"]
     assert started == [line, line]
     assert read_run.cause(trial.directory) == "both attempts ended without writing summary.json"
+
+
+def test_a_trial_gets_its_slots_devices_and_says_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It logs two steps and ends once its progress was said, 125 s after its start."""
+    asked: list[Any] = []
+
+    def start(_: str, arguments: list[str], *, scratch: str, environ: object, **options: Any) -> Any:
+        asked.append((arguments[1:], environ))
+        trial = Path(arguments[0])
+        assert read_json(trial / "environment.json") == {"bf16_units": []}
+        write_lines(trial / "metrics.jsonl", [{"step": 1}, {"step": 2}])
+        write(Trial(trial, config(), 2), {"status": "done"})
+        command = [sys.executable, "-I", "-S", "-c", "import time\nwhile True: time.sleep(1)"]
+        return subprocess.Popen(command, text=True, **options)
+
+    def log(line: str) -> None:
+        said.append(line)
+        for child in psutil.Process().children():
+            if child.cmdline()[-1].startswith("import time"):
+                child.kill()
+
+    said: list[str] = []
+    now = itertools.chain([100.0], itertools.repeat(225.0))
+    clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=time.sleep)
+    monkeypatch.setattr(children, "start_module", start)
+    monkeypatch.setattr(processes, "POLL_S", 0.01)
+    monkeypatch.setattr(trials, "time", clock)
+    record.write_json(tmp_path / "environment.json", {"bf16_units": []})
+    with trials.runner(
+        tmp_path, [Slot(gpus=("2", "5"))], launcher="accelerate", on_gpu=True, log=log
+    ) as runs:
+        assert runs.run_one(Trial(tmp_path / "t", config(), 2)) == Outcome("ok", 125.0)
+    assert said == ["  t: step 2 of 2, running for 2 min 05 s"]
+    line = ["--nproc", "2", "--launcher", "accelerate", "--on-gpu"]
+    assert asked == [(line, {"CUDA_VISIBLE_DEVICES": "2,5"})]
+
+
+def test_without_cores_of_its_own_a_trial_has_its_slots(tmp_path: Path, started: list[list[str]]) -> None:
+    with runner(tmp_path, Slot(cores=(0, 3))) as runs:
+        runs.run_one(Trial(tmp_path / "t", config(), 2))
+    assert started[0][-2:] == ["--cores", "0,3"]
+
+
+def test_the_process_of_a_trial_runs_what_it_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    calls: list[Any] = []
+    limits: list[Any] = []
+
+    def run(held: record.HeldDirectory, *given: Any, **options: Any) -> RunResult:
+        calls.append((held.path, given[0], given[1], options))
+        return RunResult(3, Failure(1, "ValueError: no"))
+
+    monkeypatch.setattr(processes, "run", run)
+    monkeypatch.setattr(trial_process.heartbeats, "Watch", lambda *_, **limits: limits)
+    monkeypatch.setattr(trial_process.resource, "setrlimit", lambda *given: limits.append(given))
+    settings = ("run.hang_after_s=7", "run.end_hung_after_s=70")
+    (tmp_path / "config.yaml").write_text(dump_config(config(8, *settings)))
+    watch = {"hang_after_s": 7.0, "end_hung_after_s": 70.0}
+    line = [str(tmp_path), "--nproc", "2"]
+    plain = {"launcher": "torchrun", "on_gpu": False, "watch": watch, "cores": None}
+    assert trial_process.main(line) == 3
+    more = ["--launcher", "deepspeed", "--on-gpu", "--cores", "4,5", "--data-bytes", "99"]
+    assert trial_process.main([*line, *more]) == 3
+    full = {"launcher": "deepspeed", "on_gpu": True, "watch": watch, "cores": [4, 5]}
+    assert calls == [(tmp_path, 2, "never", plain), (tmp_path, 2, "never", full)]
+    assert limits == [(resource.RLIMIT_DATA, (99, 99))]
+    assert capsys.readouterr().out == "rank 1: ValueError: no\n" * 2
 
 
 def test_the_next_trial_is_taken_when_a_slot_is_free(tmp_path: Path, started: list[list[str]]) -> None:

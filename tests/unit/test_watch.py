@@ -104,16 +104,20 @@ def test_healthy_ranks_are_not_reported(scene: Scene) -> None:
 
 def test_a_hang_is_reported_once_by_the_limit_and_its_end_too(scene: Scene, tmp_path: Path) -> None:
     scene.train(5)
+    moved = scene.now
     scene.ranks[0].go("log")
     assert 20 <= scene.quiet(60) <= 30
     assert "hang: rank 1 in step 5 (step" in scene.said[0]
     assert "rank 1 at /p/model.py:7 in forward" in scene.said[1]
     assert (tmp_path / "hang.txt").read_text().count("hang: rank 1") == 1
+    ending = f"  the run is ended in 600 s unless it goes on; saved in {tmp_path}/hang.txt"
+    assert scene.said[-1] == ending
     count = len(scene.said)
     scene.quiet(100)
     assert len(scene.said) == count
+    again = scene.now + 1
     scene.train(3)
-    assert scene.said[count].startswith("goes on after ")
+    assert scene.said[count] == f"goes on after {again - moved:.0f} s", "since rank 1 has moved last"
     assert len(scene.said) == count + 1
     assert "goes on" in (tmp_path / "hang.txt").read_text()
     assert scene.ended is None
@@ -142,12 +146,15 @@ def test_a_run_that_stays_hung_is_ended(tmp_path: Path) -> None:
     assert scene.ended.rank == 1
     assert scene.ended.where == "/p/model.py:7"
     assert scene.ended.message.startswith("hang in step 5")
+    assert scene.ended.log == tmp_path / "logs" / "rank-1.log"
+    assert scene.ended.report[0].startswith("  rank 1 at /p/model.py:7")
 
 
 def test_zero_never_ends_it(tmp_path: Path) -> None:
     scene = Scene(tmp_path, end_hung_after_s=0.0)
     scene.train(5)
     assert scene.quiet(60) is not None
+    assert scene.said[-1].startswith("  the run is not ended unless it goes on")
     for _ in range(5000):
         scene.look()
     assert scene.ended is None
@@ -177,6 +184,12 @@ def test_long_steps_are_waited_for_three_times(scene: Scene) -> None:
     for _ in range(5):
         scene.train(1, seconds_per_step=40)
     assert 90 <= scene.quiet(200) <= 121
+
+
+def test_a_single_long_step_makes_no_patience(scene: Scene) -> None:
+    scene.train(6)
+    scene.train(1, seconds_per_step=40)
+    assert scene.quiet(60) <= 30
 
 
 @pytest.mark.parametrize("phase", ["compile", "save"])
@@ -234,13 +247,13 @@ def test_writes_that_fail_are_told_now_and_then(tmp_path: Path) -> None:
     scene = Scene(tmp_path)
     scene.train(3)
     assert scene.said == []
-    for lost in (4, 5):
-        scene.ranks[1].write(lost_writes=lost, write_errno=errno.ENOSPC)
+    for rank, lost in ((1, 1), (0, 4)):
+        scene.ranks[rank].write(lost_writes=lost, write_errno=errno.ENOSPC)
         scene.train(10)
-    warning = "warning: No space left on device: {} writes to {} failed so far; what is missing is counted, "
+    warning = "warning: No space left on device: {} to {} failed so far; what is missing is counted, "
     warning += "training goes on"
-    assert scene.said == [warning.format(4, tmp_path)]
+    assert scene.said == [warning.format("1 write", tmp_path)]
     scene.train(300)
-    assert scene.said[1:] == [warning.format(5, tmp_path)]
+    assert scene.said[1:] == [warning.format("5 writes", tmp_path)], "of all ranks"
     scene.train(300)
     assert len(scene.said) == 2
