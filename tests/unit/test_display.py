@@ -143,18 +143,6 @@ def test_the_lines_of_all_ranks_are_shown_and_the_last_ones_at_the_end(tmp_path:
     assert out.getvalue() == "both (x2)\n[rank 1] only one\n[rank 1] 30 %\n"
 
 
-def test_a_line_of_a_rank_is_shown_without_our_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(sys, "argv", ["bert-dp", "--token=abcdef7"])
-    out, display = run_of(tmp_path, 1)
-    monkeypatch.setattr(sys, "argv", ["bert-dp"])
-    with display:
-        say(tmp_path, 0, "login abcdef7 failed\n")
-        display.poll()
-    assert out.getvalue() == "login <redacted> failed\n"
-
-
 def test_nothing_held_back_is_shown_once_a_rank_has_failed(tmp_path: Path) -> None:
     """Its error file is there before its traceback; a rank that was killed leaves none, but the summary."""
     out, display = run_of(tmp_path, 1)

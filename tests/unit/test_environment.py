@@ -8,13 +8,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from launcher import cli
+from launcher import children, cli
 from launcher.machine import doctor
 from launcher.machine.doctor import diagnose
-from launcher.machine.environment import cgroup_limit, probe
+from launcher.machine.environment import GIB, cgroup_limit, probe
+from launcher.machine.gpu_links import Links
 from launcher.machine.gpus import Gpu, num_gpus
 from tests.e2e.cli import wait_for
 from tests.helpers import write_files
@@ -73,6 +75,25 @@ def test_probe_is_json_and_holds_no_host_name(tmp_path):
     assert facts["versions"]["pydantic"]
 
 
+@pytest.mark.parametrize(("group", "limit"), [(99, None), (8, 8.0)])
+def test_what_is_there_is_told_from_what_is_free_and_from_a_limit(tmp_path, monkeypatch, group, limit):
+    def disk(path):
+        shm = Path(path).name == "shm"
+        return SimpleNamespace(total=(7 if shm else 100) * GIB, free=(2 if shm else 30) * GIB)
+
+    monkeypatch.setattr("shutil.disk_usage", disk)
+    memory = SimpleNamespace(total=16 * GIB, available=4 * GIB)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
+    monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(total=3 * GIB, used=GIB))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**16, 2**20))
+    files = {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.max": f"{group * GIB}\n"}
+    facts = probe(tmp_path, write_files(tmp_path, files))
+    assert (facts.memory_gib, facts.memory_available_gib, facts.memory_limit_gib) == (16, 4, limit)
+    assert (facts.shm_gib, facts.shm_free_gib, facts.disk_free_gib, facts.swap_used_gib) == (7, 2, 30, 1)
+    assert (facts.affinity_cores, facts.max_processes, facts.locked_memory_gib) == (2, 2**16, 2**-14)
+
+
 def test_the_limit_of_open_files_is_the_one_that_applies():
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft - 1, hard))
@@ -105,6 +126,7 @@ def test_gpus_from_nvidia_smi(smi):
         ("", []),
         ("-1", []),
         ("1,0", [1, 0]),
+        ("1,0,1,2", [1, 0]),
         ("0,7,1", [0]),
         ("GPU-bbbb", [1]),
         ("GPU-bb", []),
@@ -114,7 +136,10 @@ def test_gpus_from_nvidia_smi(smi):
 def test_cuda_visible_devices_is_respected(smi, monkeypatch, selection, indices):
     smi(f"cat <<'END'\n{CSV}END")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", selection)
-    assert [gpu.index for gpu in probe().gpus] == indices
+    gpus = probe().gpus
+    assert [gpu.index for gpu in gpus] == indices
+    if selection == "MIG-x":  # how much of the whole GPU it has is not known
+        assert (gpus[0].memory_gib, gpus[0].free_gib) == (None, None)
 
 
 def test_the_numa_node_of_a_gpu_and_its_usable_cores(smi, tmp_path):
@@ -132,7 +157,7 @@ def test_the_numa_node_of_a_gpu_and_its_usable_cores(smi, tmp_path):
     assert any("no core of node 1 is usable" in f.consequence for f in diagnose(facts))
 
 
-def test_broken_driver_is_a_finding_and_the_drivers_list_still_counts(smi, tmp_path):
+def test_broken_driver_is_a_finding_and_the_drivers_list_still_counts(smi, tmp_path, monkeypatch):
     smi("echo 'Failed to initialize NVML: Driver/library version mismatch'; exit 18")
     root = write_files(
         tmp_path,
@@ -143,6 +168,8 @@ def test_broken_driver_is_a_finding_and_the_drivers_list_still_counts(smi, tmp_p
     )
     facts = probe(root=root)
     assert facts.gpus == (Gpu(0, "NVIDIA A100", None, "535.104.05"),)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1")
+    assert probe(root=root).gpus == facts.gpus
     finding = next(f for f in diagnose(facts) if f.level == "fail" and "driver" in f.what)
     assert "version mismatch" in finding.what
 
@@ -162,7 +189,7 @@ def test_cgroup_v2_takes_the_tightest_ancestor(tmp_path):
     assert probe(root=root).max_processes == 64
     assert cgroup_limit(root, "cpu") == 1.5
     assert cgroup_limit(root, "memory") == 3 * 2**30
-    assert probe(root=root).usable_cores <= 1.5
+    assert probe(root=root).to_json()["usable_cores"] <= 1.5
 
 
 def test_cgroup_v1_and_no_limit(tmp_path):
@@ -232,6 +259,28 @@ def test_a_good_machine_has_no_findings():
     assert {f.level for f in diagnose(no_gpu)} == {"ok"}
     as_many_cores_as_ranks = dataclasses.replace(no_gpu, affinity_cores=2, cpu_quota_cores=2.0)
     assert {f.level for f in diagnose(as_many_cores_as_ranks)} == {"ok"}
+    just = {"open_files": 1024, "max_processes": 2048, "disk_free_gib": 5.0, "memory_available_gib": 4.0}
+    assert {f.level for f in diagnose(dataclasses.replace(GOOD, shm_gib=1.0, **just))} == {"ok"}
+
+
+@pytest.mark.parametrize(("level", "command"), [("warn", "bert-dp train --dry-run"), ("fail", "")])
+def test_doctor_says_what_follows_and_goes_on_to_a_run_unless_that_would_fail(level, command):
+    report = doctor.doctor_report(
+        GOOD, [doctor.Finding("ok", "a"), doctor.Finding(level, "b", "slow", "buy")]
+    )
+    assert [v.notes for v in report.verdicts] == [(), ("causes: slow", "fix: buy")]
+    assert report.next == command
+
+
+def test_doctor_looks_at_the_links_of_the_gpus_that_are_visible(tmp_path, monkeypatch):
+    gpus = tuple(dataclasses.replace(gpu, index=gpu.index + 2) for gpu in GOOD.gpus)
+    links = Links({(0, 1): "SYS", (2, 3): "PIX"}, {}, {})
+    monkeypatch.setattr(doctor, "probe", lambda _: dataclasses.replace(GOOD, gpus=gpus))
+    monkeypatch.setattr(doctor.gpu_links, "query", lambda: links)
+    for check in ("checkpoint", "all_reduce"):
+        monkeypatch.setattr(doctor, check, lambda *_: doctor.Finding("ok", "x"))
+    _, findings = doctor.doctor(tmp_path)
+    assert "GPU links: one PCIe switch between 2-3" in [f.what for f in findings]
 
 
 def has_ended(pid: str) -> bool:
@@ -270,6 +319,13 @@ def test_an_all_reduce(fake_module, source, level, words):
     assert (finding.level, words in finding.what) == (level, True)
 
 
+def test_a_module_of_ours_gets_its_own_folder_and_variables(fake_module, tmp_path):
+    name = fake_module("import os; print(os.environ['TMPDIR'], os.environ['MINE'])")
+    options = {"scratch": str(tmp_path), "environ": {"MINE": "2,3"}}
+    started = children.start_module(name, [], stdout=subprocess.PIPE, **options)
+    assert started.communicate()[0].split() == [str(tmp_path), "2,3"]
+
+
 def test_time_that_ran_out_on_a_busy_machine_is_a_warning(fake_module, monkeypatch):
     source = fake_module("import time; time.sleep(600)")
     monkeypatch.setattr("os.getloadavg", lambda: (1000.0, 0.0, 0.0))
@@ -281,7 +337,7 @@ def test_time_that_ran_out_on_a_busy_machine_is_a_warning(fake_module, monkeypat
 
 
 def test_all_reduce_timeout_ends_the_grandchildren_and_shows_stderr(fake_module, tmp_path, monkeypatch):
-    monkeypatch.setattr("os.getloadavg", lambda: (0.0, 0.0, 0.0))
+    monkeypatch.setattr("os.getloadavg", lambda: (float(len(os.sched_getaffinity(0))), 0.0, 0.0))
     source = f"""
 import subprocess, sys, time
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

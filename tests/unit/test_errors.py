@@ -46,6 +46,7 @@ def test_a_wrong_command_line_is_one_line(arguments: str, line: str) -> None:
     ("error", "code", "line"),
     [
         (error_of(errno.ENOSPC), 1, "error: a/b: No space left on device; make room"),
+        (error_of(errno.EDQUOT), 1, "error: a/b: Disk quota exceeded; make room"),
         (error_of(errno.EACCES), 2, "error: a/b: Permission denied; name another one"),
         (
             error_of(errno.EMFILE),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ from bert_dp.config import ConfigError
 from launcher import job, results
 from launcher.machine import environment
 from launcher.machine.gpus import Gpu
-from launcher.output import Output, claim, identity
+from launcher.output import KeptPlan, Output, claim, identity
 from launcher.results import LrPlanFile
 from launcher.run.restarts import Policy
 from launcher.run.train import start_warnings
-from tests.helpers import issues_of, make_config
+from tests.helpers import issues_of, make_config, write_files
 
 ASKED = {"repeats": 3, "steps": 50, "tokens": None}
 
@@ -60,36 +61,25 @@ def test_ranks_need_devices(device: str, gpus: int, setting: str, ranks: int | s
 RESTART, UNSAVED = "--max-restarts: checkpoint.every_steps or checkpoint.keep is 0", "checkpoint.keep is 0"
 
 
-@pytest.mark.parametrize(
-    ("gpus", "ranks", "restarts", "saves", "warned"),
-    [
-        (0, 3, 1, (5, 2), []),
-        (0, 4, 0, (5, 2), ["4 CPU ranks share 3 cores"]),
-        (4, 4, 0, (5, 2), []),
-        (0, 1, 0, (0, 2), []),
-        (0, 1, 1, (0, 2), [RESTART]),
-        (0, 1, 0, (0, 0), [UNSAVED]),
-        (0, 1, 1, (0, 0), [RESTART, UNSAVED]),
-    ],
-)
 def test_what_is_allowed_but_hardly_meant_is_a_warning(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    gpus: int,
-    ranks: int,
-    restarts: int,
-    saves: tuple[int, int],
-    warned: list[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = made("auto", gpus)
-    checkpoint = asked.config.checkpoint.model_copy(update={"every_steps": saves[0], "keep": saves[1]})
-    asked = dataclasses.replace(asked, config=asked.config.model_copy(update={"checkpoint": checkpoint}))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
-    said = start_warnings(asked, ranks, tmp_path, Policy(restarts), None)
-    assert len(said) == len(warned)
-    assert all(line.startswith(start) for line, start in zip(said, warned, strict=True))
+    for gpus, ranks, restarts, every, keep, warned in (
+        (0, 3, 1, 5, 2, []),
+        (0, 4, 0, 5, 2, ["4 CPU ranks share 3 cores"]),
+        (4, 4, 0, 5, 2, []),
+        (0, 1, 0, 0, 2, []),
+        (0, 1, 1, 0, 2, [RESTART]),
+        (0, 1, 0, 0, 0, [UNSAVED]),
+        (0, 1, 1, 0, 0, [RESTART, UNSAVED]),
+    ):
+        saves = make_config(f"checkpoint.every_steps={every}", f"checkpoint.keep={keep}")
+        asked = dataclasses.replace(made("auto", gpus), config=saves)
+        said = start_warnings(asked, ranks, tmp_path, Policy(restarts), None)
+        assert [line[: len(start)] for line, start in zip(said, warned, strict=True)] == warned
     tmp_path.chmod(0o707)
-    assert "can be written by every user" in start_warnings(asked, ranks, tmp_path, Policy(), None)[-1]
+    assert "can be written by every user" in start_warnings(asked, 1, tmp_path, Policy(), None)[-1]
 
 
 def test_who_may_stand_where_a_verb_writes(tmp_path: Path) -> None:
@@ -156,7 +146,58 @@ def test_identity_is_of_the_machine_and_the_data() -> None:
     facts = environment.probe().to_json()
     assert identity(facts, "a") == identity(facts, "a") == json.loads(json.dumps(identity(facts, "a")))
     assert identity(facts, "a") != identity(facts, "b")
-    assert identity({**facts, "affinity_cores": 99}, "a") != identity(facts, "a")
+    gpu = {"name": "a", "driver": "570"}
+    facts = {**facts, "gpus": [gpu], "versions": {"torch": "2.11", "deepspeed": "0.17", "rich": "14"}}
+    for change in (
+        {"affinity_cores": 99},
+        {"cpu_model": "x"},
+        {"gpus": [{**gpu, "driver": "580"}]},
+        {"gpus": [gpu, gpu]},
+        *({"versions": {**facts["versions"], name: "3"}} for name in ("torch", "deepspeed", "bert-dp")),
+    ):
+        assert identity({**facts, **change}, "a") != identity(facts, "a"), change
+    for change in ({"memory_available_gib": 1.0}, {"versions": {**facts["versions"], "rich": "15"}}):
+        assert identity({**facts, **change}, "a") == identity(facts, "a"), change
+
+
+def test_the_seconds_of_all_calls_are_added_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter((100.0, 103.0, 110.0))
+    monkeypatch.setattr("launcher.output.time.monotonic", lambda: next(now))
+    kept = KeptPlan(tmp_path / "grid.json", plan().model_copy(update={"seconds": 50.0}))
+    kept.save()
+    kept.save()
+    assert kept.plan.seconds == results.read(tmp_path / "grid.json", LrPlanFile).seconds == 60.0
+
+
+def test_the_configuration_of_a_directory_that_is_gone_on_with_is_its_own(tmp_path: Path) -> None:
+    assert job.find_config(None, tmp_path).stem == "quickstart"
+    (tmp_path / "config.yaml").touch()
+    assert job.find_config(None, tmp_path) == tmp_path / "config.yaml"
+    place = made("cpu", 0).directory(None, "tune", "batch")
+    assert re.fullmatch(r"tune/x-batch-\d{8}-\d{6}", str(place.relative_to(Path.cwd())))
+    assert made("cpu", 0).directory(tmp_path / "a" / ".." / "b", "tune") == tmp_path / "b"
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("parallel.engine=independent", "parallel.engine: independent trains a model of its own"),
+        ("parallel.engine=accelerate", "parallel.engine: accelerate needs `pip install"),
+        ("parallel.engine=deepspeed", "parallel.engine: deepspeed needs `pip install"),
+        ("run.init_from={}", "run.init_from: {} holds no checkpoint"),
+        ("run.init_from={}/none", "run.init_from: {}/none does not exist"),
+        ("data.tokenizer={}", "data.tokenizer: {} is not a regular file"),
+        ("data.sources=[{}/*.txt]", "data.sources: {}/*.txt matches no file"),
+        ("data.sources=[{}/**/*.txt]", ""),
+    ],
+)
+def test_what_a_configuration_names_and_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, said: str
+) -> None:
+    monkeypatch.setattr(job, "has_package", lambda name: name not in ("accelerate", "deepspeed"))
+    write_files(tmp_path, {"a/b/c.txt": "text"})
+    issues = job.input_issues(make_config("data.sources=[builtin]", setting.format(tmp_path)))
+    assert [line.startswith(said.format(tmp_path)) for line in issues] == ([True] if said else [])
 
 
 @pytest.mark.parametrize("stands", [True, False])

@@ -78,3 +78,7 @@ def test_only_the_visible_gpus_count() -> None:
     whole = link_findings(parse(TOPOLOGY, P2P, NVLINK), [0])
     assert [f.what for f in whole if f.level != "ok"] == []
     assert link_findings(Links({}, {}, {}), [0, 1]) == []
+    (far,) = link_findings(Links({(0, k): "NODE" for k in range(1, 9)}, {}, {}), range(9))
+    assert (far.level, "0-5, 0-6, ... cross host bridges" in far.consequence) == ("warn", True)
+    (even,) = link_findings(Links({}, {}, {0: (1, 2), 1: (1, 2)}), [0, 1])
+    assert (even.level, even.what) == ("ok", "NVLink: 1 active on each GPU")

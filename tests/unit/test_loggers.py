@@ -146,6 +146,7 @@ def test_a_second_start_goes_on_in_the_same_run(tmp_path: Path, opened: list[Fak
     assert (first.beginning.run_id, second.beginning.run_id) == (None, "new")
     assert (steps(second), steps(second, "heldout_loss")) == ([110], [])
     assert second.ended is not None
+    assert second.ended[0] == 110, "a service drops a summary before its last step"
     state = results.read(run_dir / "wandb" / "run.json", LoggerRun)
     assert state == LoggerRun(id="new", where="nowhere", sent={"metrics.jsonl": 110, "evals.jsonl": 100})
 
@@ -181,6 +182,10 @@ def test_a_run_without_a_summary_has_failed(tmp_path: Path, opened: list[Fake]) 
     (run_dir / "summary.json").unlink()
     send_all(run_dir)
     assert opened[0].ended == (100, {}, 1)
+    failed = {"status": "failed", "exit_code": 2}
+    send_all(make_run(tmp_path / "failed", summary=failed))
+    assert opened[1].ended is not None
+    assert opened[1].ended[2] == 2
 
 
 def test_lines_are_sent_while_the_run_goes_on(
@@ -291,6 +296,35 @@ def test_a_service_that_never_ends_is_ended_with_all_it_has_started(
     assert sender.exit_code == 1
     (line,) = said
     assert line.startswith("warning: not all was sent to wandb")
+
+
+SENDER = """
+import os, sys, time
+open(sys.argv[1], "w").write(" ".join(sys.argv[3:]))
+sys.stdin.read()
+{}
+"""
+
+
+@pytest.mark.parametrize(
+    ("wait", "end", "code"),
+    [
+        (True, "time.sleep(0.3)", 0),  # however long
+        (False, f"sys.exit({loggers.INCOMPLETE})", 1),  # it has said itself what was not sent
+        (True, "os.kill(os.getppid(), 15); time.sleep(60)", 143),
+    ],
+)
+def test_how_long_the_sender_has_and_how_it_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wait: bool, end: str, code: int
+) -> None:
+    asked, said = tmp_path / "asked", list[str]()
+    command = [sys.executable, "-I", "-S", "-c", SENDER.format(end), str(asked)]
+    monkeypatch.setattr(child, "module_command", lambda _: command)
+    monkeypatch.setattr(child, "GRACE_S", 0.0 if wait else 30.0)
+    with child.Loggers(tmp_path, ["wandb", "mlflow"], said.append, wait=wait) as sender:
+        wait_for(lambda: asked.exists() and asked.read_text(), 30)
+    assert asked.read_text() == f"{'inf' if wait else child.OWN_GRACE_S} wandb mlflow"
+    assert (sender.exit_code, len(said)) == (code, code == 143)
 
 
 def test_a_late_service_is_named_and_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

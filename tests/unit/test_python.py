@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from launcher import api
 from launcher.api import overrides
 from tests.helpers import issues_of, write_files
 from tests.report_fixture import SUMMARY, make_run
+from tests.states import FACTS
 
 
 def test_an_import_loads_nothing_and_train_no_torch() -> None:
@@ -103,6 +105,23 @@ def test_bad_input_raises_every_issue_and_writes_nothing(
     assert "choose from torchrun" in line
     assert not list(tmp_path.iterdir())
     assert capfd.readouterr().err == ""
+
+
+def test_what_is_asked_for_reaches_the_verb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.setattr(api, "_follow", lambda words: asked.append(words) or api._Ended(0, [], False))
+    monkeypatch.chdir(tmp_path)
+    path = make_run(tmp_path / "run")
+    write_files(path, {"checkpoints/step-00000100/state.json": json.dumps({**FACTS, "step": 100})})
+    more = {"resume": Path("/x/step-1"), "launcher": "accelerate", "settings": {"schedule.steps": 20}}
+    run = bert_dp.train(nproc=3, run_dir=path, **more)
+    options = f"--nproc 3 --launcher accelerate --run-dir {path} --resume /x/step-1 --set schedule.steps=20"
+    assert asked == [["train", *options.split(), "--"]]
+    assert run.checkpoint == path / "checkpoints" / "step-00000100"
+    bert_dp.train("quickstart")
+    place = Path(asked[1][asked[1].index("--run-dir") + 1])
+    assert re.fullmatch(r"runs/quickstart-\d{8}-\d{6}", str(place.relative_to(tmp_path)))
+    assert asked[1][-2:] == ["--", "quickstart"]
 
 
 @pytest.fixture

@@ -21,7 +21,7 @@ from launcher import datasets, job, redact
 from launcher.machine.environment import Environment
 from launcher.report.html import html as page_of
 from launcher.report.run_report import of_directories
-from tests.helpers import issues_of, make_config
+from tests.helpers import issues_of, make_config, write_files
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiIxMjM0In0.dozjgNryP4J3jVmNHl0w5N_XgL0n3I9PlFUP0THsR8U"
 FORMED = (  # (text, the secret in it)
@@ -120,6 +120,21 @@ def test_ordinary_text_has_no_form_of_a_secret(tmp_path: Path, text: str) -> Non
     assert scrubbed(tmp_path, text.encode()) == text.encode()
 
 
+TEXTS = "message bad_input why explanation fix consequences gpu_error where source log command".split()
+
+
+def test_every_file_that_a_run_writes_is_searched(tmp_path: Path) -> None:
+    names = "summary.json environment.json deepspeed.json hang.txt report.html".split()
+    logs = (
+        "rank-0.log rank-12.error.json rank-3.stack rank-0.collectives.json nccl-trace-rank-1 torchrun.log "
+    )
+    logs += "accelerate.log deepspeed.log trial.log loggers.log"
+    paths = [tmp_path / name for name in (*names, *(f"logs/{log}" for log in logs.split()))]
+    write_files(tmp_path, {str(path.relative_to(tmp_path)): "x 123456 y" for path in paths})
+    assert redact.scrub(tmp_path, ["123456"]) == []
+    assert [path for path in paths if "123456" in path.read_text()] == []
+
+
 def test_json_loses_them_in_its_texts_alone(tmp_path: Path) -> None:
     facts = {
         "status": "123456",
@@ -129,6 +144,7 @@ def test_json_loses_them_in_its_texts_alone(tmp_path: Path) -> None:
         "memory_curve_gib": {"123456": [1.5]},
         "restarts": [{"cause": "123456", "step": 123456}],
         "other": None,
+        **dict.fromkeys(TEXTS, "123456"),
     }
     (tmp_path / "summary.json").write_text(json.dumps(facts))
     (tmp_path / "config.yaml").write_text("a: 123456\n")
@@ -141,6 +157,7 @@ def test_json_loses_them_in_its_texts_alone(tmp_path: Path) -> None:
         "cause": 'said "<redacted>"',
         "log_tail": ["x<redacted>", "Bearer: <redacted>"],
         "restarts": [{"cause": "<redacted>", "step": 123456}],
+        **dict.fromkeys(TEXTS, "<redacted>"),
     }
     for torn in ("environment.json", ".summary.json.0123abcd", "hang.txt"):
         assert "123456" not in (tmp_path / torn).read_text()
@@ -333,6 +350,10 @@ def test_settings_that_hold_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert issue.startswith("data.sources: ")
     assert "<redacted>@host/corpus.txt holds a password or a token" in issue
     assert "hunter2" not in issue
+    monkeypatch.setenv("MY_KEY", "q7Zx-81kkd")
+    for name in ("data.path", "data.tokenizer", "run.init_from"):
+        (issue,) = job.exposure_issues(make_config(f"{name}=/data/q7Zx-81kkd"), tmp_path, "--run-dir")
+        assert issue.startswith(f"{name}: holds the value of MY_KEY")
 
 
 def test_sources_of_shards_that_hold_one(tmp_path: Path) -> None:

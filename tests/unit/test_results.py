@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import json
 import signal
 from pathlib import Path
@@ -45,17 +44,6 @@ def test_a_stop_signal_does_not_hide_a_failure(tmp_path: Path, cause: Failure) -
 def test_what_a_stop_signal_leaves_behind_is_no_failure(tmp_path: Path, cause: Failure | None) -> None:
     found, summary = result(tmp_path, cause)
     assert (found.exit_code, summary["exit_code"], summary["cause"]) == (143, 143, STOPPED)
-
-
-def test_a_failure_that_finds_no_room_for_its_summary_says_that_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "full")
-
-    monkeypatch.setattr(processes.results, "write", full)
-    found = processes._result(tmp_path, RAISED, UNKNOWN, [])
-    assert found.failure.explanation == (f"No space left on device: nothing can be written to {tmp_path}",)
 
 
 def test_a_run_that_told_its_failure_while_it_was_to_stop_keeps_it(tmp_path: Path) -> None:

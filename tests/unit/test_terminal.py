@@ -15,10 +15,11 @@ from hypothesis import strategies as st
 
 from bert_dp.corpus import builder
 from bert_dp.record import CONTROL, safe
-from launcher import children, datasets, options
+from launcher import checkpoints, children, datasets, options
 from launcher.log import complain, logger, show
 from launcher.watch.display import readable
 from tests.e2e.cli import here
+from tests.report_fixture import shown
 
 OSC = "\x1b]0;title\x07"
 EVIL = f"\x1b[31mred\x1b[0m{OSC}\x9b2J\u202egpj\r\x08"
@@ -154,6 +155,16 @@ def test_a_verb_with_stderr_closed(tmp_path: Path) -> None:
     )
     assert done.returncode == 0
     assert "parameters" in done.stdout
+
+
+@pytest.mark.parametrize("problem", [None, "x: torn"])
+def test_checkpoints_are_listed_with_their_losses_and_sizes(problem: str | None) -> None:
+    sound = {"name": "step-20", "step": 20, "samples": 160, "heldout_loss": 6.25, "bytes": 3 * 2**29}
+    other = {"name": "step-10", "step": 10, "samples": 80, "heldout_loss": None, "bytes": None}
+    lines = shown(checkpoints.checkpoints_report([{**sound, "problem": None}, {**other, "problem": problem}]))
+    rows = [line.split() for line in lines if "step-" in line]
+    assert rows[0] == ["step-20", "20", "160", "6.2500", "nats", "1.50", "GiB", "verified"]
+    assert (rows[1][:3], rows[1][-1]) == (["step-10", "10", "80"], "damaged" if problem else "verified")
 
 
 def test_json_stays_json(

@@ -74,7 +74,8 @@ def write_steps(directory: Path, ranks: int = 2) -> None:
         # damaged
         ({"status": "done", "tokens": "many"}, None),
         # something outside ended it: that says nothing of its settings
-        ({**KILLED, "oom_kills": 0}, None),
+        *(({**KILLED, "killed_by": number, "oom_kills": 0}, None) for number in (1, 2, 9, 15)),
+        ({**KILLED, "killed_by": 11, "oom_kills": 0}, "failed"),
         ({"status": "stopped", "signal": 2}, None),
         ({"status": "failed", "cause": "SIGTERM: stopped", "signal": 15}, None),
     ],
@@ -163,17 +164,6 @@ def test_a_measured_run_is_read_without_its_warm_up(
     assert (run.memory_gib, run.exposed_s, run.curve) == ([3.0, 3.0], exposed, [(8, 4.0), (24, 3.0)])
     with pytest.raises(ValueError, match="4 steps, 5 were to be taken"):
         read_run.read_repeat(tmp_path, 2, warm_up, 5 - warm_up)
-
-
-@pytest.mark.parametrize(
-    ("summary", "outside"),
-    [({"killed_by": number, "oom_kills": 0}, True) for number in (1, 2, 9, 15)]
-    + [({"killed_by": 11}, False), ({"killed_by": 9, "oom_kills": 1}, False), ({"signal": 1}, True)],
-)
-def test_what_ended_a_trial_from_outside(tmp_path: Path, summary: dict[str, Any], outside: bool) -> None:
-    assert read_run.from_outside(tmp_path), "no summary was written"
-    (tmp_path / "summary.json").write_text(json.dumps({"status": "failed", **summary}))
-    assert read_run.from_outside(tmp_path) == outside
 
 
 def test_a_measured_precision_is_decided_once_but_on_gpus_by_their_ranks() -> None:
