@@ -86,6 +86,14 @@ def test_one_set_aside_by_a_save_is_listed_behind_its_replacement(tmp_path: Path
     assert [path.name for path in checkpoint.list_checkpoints(tmp_path)] == kept
 
 
+def test_one_set_aside_whose_replacement_never_came_is_pruned_as_any_other(tmp_path: Path) -> None:
+    save(tmp_path, 2).rename(tmp_path / "step-00000002.old-0123abcd")
+    save(tmp_path, 3, keep=9)
+    assert names(tmp_path) == {"step-00000003", "step-00000002.old-0123abcd", "latest"}
+    save(tmp_path, 2)
+    assert names(tmp_path) == {"step-00000003", "step-00000002", "latest"}
+
+
 def test_foreign_names_stay_and_left_overs_of_interrupted_saves_go(tmp_path: Path) -> None:
     """Neither is listed as a checkpoint."""
     for name in ("step-7", "best", "step-00000005.tmp-0123abcd"):
@@ -317,6 +325,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         manifest_of(b'{"version": 1, "files": {}}'),
         "does not name model.safetensors, optimizer.safetensors, state.json",
     ),
+    "newer version": (manifest_of(b'{"version": 2, "files": {}}'), "is of version 2, this program reads 1$"),
     "lacks a file": (lacks_a_file, "does not name optimizer.safetensors"),
 }
 

@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from bert_dp import devices, metrics, summary, tasks
 from bert_dp.data import Batch, random_batch
 from bert_dp.dist import Comm, SharedClock
+from bert_dp.measure import profiling
 from bert_dp.measure.profiling import lone_trainer
 from bert_dp.model import Vocabulary
-from bert_dp.rank_process import collector_at_rest
+from bert_dp.rank_process import Signals, collector_at_rest
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.train_state import TrainState
 from bert_dp.trainable import Model
@@ -130,7 +131,7 @@ class Clock:
 class SlowCheckpointer:
     """A thousand seconds for a checkpoint."""
 
-    gave_up, newest, stall_s, failed_saves = None, None, 0.0, 0
+    gave_up, newest, stall_s, failed_saves, failure_kind = None, None, 0.0, 0, "disk"
 
     def __init__(self, clock: Clock):
         self._clock, self.steps, self.facts = clock, [0], list[Any]()
@@ -224,6 +225,26 @@ def test_a_checkpoint_between_two_lines_counts_the_steps_that_were_skipped_until
     trainer, *_ = train_here(tmp_path, shards, clock, stream=stream, log={"every_steps": 5})
     assert trainer.checkpointer.steps == [0, 2, 4, 5]
     assert [facts["skipped_steps"] for facts in trainer.checkpointer.facts] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(("failure", "signal"), [(None, 15), ("the disk is full", 0)])
+def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
+    tmp_path: Path, shards: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, failure: Any, signal: int
+) -> None:
+    signals = Signals()
+
+    def enter(phase: str, *_: Any) -> None:
+        if phase == "evaluate":
+            signals.received = 15
+            monkeypatch.setattr(SlowCheckpointer, "gave_up", failure)
+
+    monkeypatch.setattr(profiling, "Signals", lambda: signals)
+    heartbeat = SimpleNamespace(enter=enter, progress=lambda: None)
+    _, state, result = train_here(
+        tmp_path, shards, clock, heartbeat=heartbeat, eval={"max_sequences": 20}, checkpoint={}
+    )
+    assert (result.signal, result.failure) == (signal, failure)
+    assert (state.step, state.heldout, (tmp_path / "evals.jsonl").exists()) == (5, None, False)
 
 
 class SlowStream:

@@ -218,6 +218,7 @@ def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> N
     facts = text_loss.text_loss(str(run_dir), [str(tmp_path / "a.txt")], options, None, quiet)
     measured = results.parse(json.loads(json.dumps(facts)), results.TextLoss, "it")
     assert (measured.documents, measured.step, measured.precision) == (20, 12, "float32")
+    assert measured.vocab_size == 60, "of the tokenizer, not of the model"
     assert measured.bytes == sum(map(len, DOCUMENTS)) + 40
     assert [source["documents"] for source in measured.sources] == [20]
     assert results.plain(measured).items() >= facts.items()

@@ -1,0 +1,123 @@
+"""What is measured of a machine and of a step: rates, a step taken apart, and whether compiling pays."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from bert_dp import building
+from bert_dp.config import batch_layout
+from bert_dp.measure import bf16_ratio, peak, profiling
+from bert_dp.measure.profiling import lone_trainer
+from bert_dp.precision import precision_of
+from tests.helpers import TINY_MODEL, make_config
+from tests.tensors import CPU
+
+
+def test_a_product_of_m_n_k_is_two_operations_for_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+
+    def product(x: torch.Tensor, w: torch.Tensor) -> None:
+        assert (x.shape, w.shape) == ((8, 2), (4, 2))
+        clock.now += 0.5
+
+    monkeypatch.setattr(peak, "time", clock)
+    monkeypatch.setattr(peak, "product", product)
+    rate = peak.matmul_rate((8, 4, 2), CPU, torch.float32, 5.0)
+    assert rate == {"m": 8, "n": 4, "k": 2, "flops": 2 * 8 * 4 * 2 / 0.5}
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)]
+)
+def test_the_peak_is_the_best_shapes_in_the_precision_of_the_products(
+    precision: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[torch.dtype, float]] = []
+
+    def flops(device: torch.device, dtype: torch.dtype, seconds: float) -> list[dict[str, float]]:
+        asked.append((dtype, seconds))
+        return [{"flops": 2e9}, {"flops": 3e9}, {"flops": 1e9}]
+
+    monkeypatch.setattr(peak, "matmul_flops", flops)
+    monkeypatch.setattr(peak, "use_all_cores", lambda: None)
+    peak.main(precision, 0.25)
+    told = json.loads(capsys.readouterr().out)
+    assert (told["matmul_flops"], told["precision"]) == (3e9, precision)
+    assert asked == [(dtype, 0.25)]
+
+
+def test_each_rate_of_the_cpu_stands_under_its_own_precision(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flops = {torch.float32: 1e9, torch.bfloat16: 4e9}
+    monkeypatch.setattr(bf16_ratio, "matmul_rate", lambda shape, device, dtype, s: {"flops": flops[dtype]})
+    monkeypatch.setattr(bf16_ratio, "use_all_cores", lambda: None)
+    bf16_ratio.main()
+    told = json.loads(capsys.readouterr().out)
+    assert (told["fp32_flops"], told["bf16_flops"]) == (1e9, 4e9)
+
+
+class Ticks:
+    """A clock on which one second passes between two looks."""
+
+    now = 0.0
+
+    def mark(self) -> float:
+        self.now += 1
+        return self.now
+
+    def between(self, begin: float, end: float) -> float:
+        return end - begin
+
+
+def test_a_step_taken_apart(shards: Path, tmp_path: Path) -> None:
+    """Gradients come one a second once backward has begun."""
+    config = make_config(
+        data={"path": str(shards), "sequence_length": 16},
+        model=TINY_MODEL,
+        batch={"global_size": 4, "micro_size": 2},
+        compile="off",
+    )
+    clock: Any = Ticks()
+    with lone_trainer(config, tmp_path) as trainer:
+        told = profiling.measure(trainer, clock)
+        count = len(list(trainer.bare_model.parameters()))
+    assert (told["forward_s"], told["backward_s"], told["optimizer_s"]) == (1.0, count + 1.0, 1.0)
+    assert told["micro_s"] == told["forward_s"] + told["backward_s"]
+    assert [gradient["ready_s"] for gradient in told["gradients"]] == [*range(1, count + 1)]
+    assert sum(gradient["bytes"] for gradient in told["gradients"]) == 4 * told["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "ranks", "pays"),
+    [
+        (["schedule.steps=500"], 1, False),  # four micro batches each
+        (["schedule.steps=501"], 1, True),
+        (["schedule.steps=1000"], 2, False),
+        (["schedule.steps=1001"], 2, True),
+        (["schedule.steps=null", "schedule.tokens=64000"], 1, False),
+        (["schedule.steps=null", "schedule.tokens=64032"], 1, True),
+        (["schedule.steps=null", "schedule.hours=1.1"], 1, False),
+        (["schedule.steps=null", "schedule.hours=1.2"], 1, True),
+        (["schedule.steps=501", "parallel.engine=deepspeed", "parallel.zero_stage=3"], 1, False),
+        (["schedule.steps=501", "parallel.engine=deepspeed", "parallel.zero_stage=2"], 1, True),
+        (["schedule.steps=500", "compile='on'"], 1, True),
+        (["schedule.steps=501", "compile='off'"], 1, False),
+    ],
+)
+def test_a_cpu_run_is_compiled_where_that_saves_more_than_it_takes(
+    settings: list[str], ranks: int, pays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two seconds for a micro batch: a minute to compile is 1.5 % of 4000 s."""
+    sections = {"data": {"sequence_length": 16}, "batch": {"global_size": 8, "micro_size": 2}}
+    config = make_config("compile=auto", *settings, **sections)
+    monkeypatch.setattr(building, "time_micro_step", lambda *_: 2.0)
+    rank: Any = SimpleNamespace(config=config, device=CPU, layout=batch_layout(config, ranks))
+    model: Any = None
+    assert building.compile_pays(rank, model, precision_of("fp32")) is pays
