@@ -130,3 +130,10 @@ def test_a_logged_spike_is_said_counted_and_remembered_with_the_checkpoint(
     assert (going_on.loss_spikes, going_on.recent_losses) == (1, state.recent_losses)
     assert going_on.logged_step == going_on.step == state.step
     assert logged(tmp_path, "epoch") == [2 * step // 96 for step in range(1, len(losses) + 1)]
+
+
+def test_the_first_cause_is_the_one_that_ends_a_run() -> None:
+    state = TrainState()
+    for cause, kind in ((None, "error"), ("no room", "disk"), ("moved away", "directory_lost")):
+        state.give_up(cause, kind)  # type: ignore[arg-type]
+    assert (state.trouble, state.failure_kind) == ("no room", "disk")

@@ -12,13 +12,15 @@ import torch
 
 from bert_dp import checkpoint, setup
 from bert_dp.binding import Placement
+from bert_dp.building import first_state
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.dist import Comm
 from bert_dp.measure.profiling import ALONE, lone_trainer
 from bert_dp.tasks import Metadata
+from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.train_state import TrainState
 from bert_dp.world import World
-from tests.helpers import TINY_MODEL, make_config, read_json, read_lines, write_lines
+from tests.helpers import TINY_MODEL, issues_of, make_config, read_json, read_lines, write_lines
 from tests.states import FACTS
 from tests.tensors import CPU
 
@@ -119,8 +121,11 @@ def test_the_log_says_what_is_about_to_run(
             metadata={**trainer.metadata, "compiled": True, "init_from": init},
         )
         setup.describe(begun, Placement(((),), 2), None)
+        run = begun.config.run.model_copy(update={"init_keeps": "moments"})
+        moments = dataclasses.replace(begun, config=begun.config.model_copy(update={"run": run}))
+        setup.describe(moments, Placement(((),), 2), None)
         count = sum(p.numel() for p in trainer.bare_model.parameters())
-    ranks, batch, model, rate, more, _, divided, _, source = capsys.readouterr().out.splitlines()
+    ranks, batch, model, rate, more, _, divided, _, source, *_, both = capsys.readouterr().out.splitlines()
     assert ranks == "ranks: 1 x CPU, 1 thread per rank, cores 0-1 | 2-3"
     assert batch == "batch: global batch 8 = micro 2 x accumulation 4 x dp 1"
     assert model == f"model: {count:,} parameters, fp32, eager, engine single"
@@ -128,6 +133,7 @@ def test_the_log_says_what_is_about_to_run(
     assert more == "ranks: 4 x CPU, 2 threads per rank, cores not bound"
     assert divided == f"model: {count:,} parameters, fp32, compiled, engine ddp, tensor 2"
     assert source == f"weights: loaded 7 of 9 tensors from there, SHA-256 {'ab' * 8}"
+    assert both == source.replace("weights:", "weights and moments:")
 
 
 def test_the_environment_tells_of_this_rank_and_of_the_cores_of_each(shards: Path, tmp_path: Path) -> None:
@@ -159,3 +165,37 @@ def test_only_a_checkpoint_of_the_run_itself_counts_as_saved(tmp_path: Path) -> 
         resumed = setup.Checkpoint(parent / "step-00000007", {}, TrainState(step=7), None, "fp32", None)
         assert setup.saved_step(resumed, folder) == saved
     assert setup.saved_step(None, folder) is None
+
+
+def test_tokens_are_counted_without_padding_where_samples_differ_in_length(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = MaskedLanguageModel.open_data
+    for mean, tokens in ((None, 160), (3.5, 35)):
+
+        def open_data(task: MaskedLanguageModel, mean: float | None = mean) -> Metadata:
+            return dataclasses.replace(plain(task), tokens_per_sample=mean)
+
+        monkeypatch.setattr(MaskedLanguageModel, "open_data", open_data)
+        with lone_trainer(lone_config(shards), tmp_path) as trainer:
+            assert trainer.meter.tokens(10) == tokens
+
+
+def test_weights_of_another_tokenizer_are_refused_and_those_of_an_unknown_one_taken(
+    shards: Path, tmp_path: Path
+) -> None:
+    with lone_trainer(lone_config(shards), tmp_path) as trainer:
+        model, data = trainer.bare_model, dataclasses.replace(trainer.data, tokenizer="ab" * 32)
+        state = trainer.engine.gather_state()
+        assert state is not None
+        for name in (None, "ab" * 32, "cd" * 32):
+            facts = {**FACTS, "config": trainer.config.model_dump(mode="json"), "tokenizer": name}
+            saved = checkpoint.save(tmp_path / f"{name}", 0, state, facts, 9)
+            config = lone_config(shards, run={"init_from": str(saved)})
+            if name == "cd" * 32:
+                (line,) = issues_of(first_state, config, model, data, trainer.comm)
+                assert f"was trained with tokenizer {'cd' * 8}, the shards have {'ab' * 8};" in line
+            else:
+                _, init = first_state(config, model, data, trainer.comm)
+                assert init is not None
+                assert init.tensors == init.of == len(model.state_dict())

@@ -135,6 +135,7 @@ class SlowCheckpointer:
 
     def __init__(self, clock: Clock):
         self._clock, self.steps, self.facts = clock, [0], list[Any]()
+        self.waited: list[int] = []
 
     def save(self, step: int, gather: Any, metadata: Any) -> None:
         self._clock.now += 1000.0
@@ -142,6 +143,7 @@ class SlowCheckpointer:
         self.facts.append(metadata)
 
     def wait(self) -> tuple[int, None]:
+        self.waited.append(self.steps[-1])
         return self.steps[-1], None
 
 
@@ -209,7 +211,9 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, train
     lines = read_lines(tmp_path / "metrics.jsonl")
     assert [line["step"] for line in lines] == [2, 4, 5]
     assert [line["step_time_s"] for line in lines] == [2.0] * 3  # two micro batches
+    assert [line["progress"] for line in lines] == pytest.approx([0.2, 0.6, 0.8])  # as the step begins
     assert trainer.checkpointer.steps == [0, 2, 4, 5]
+    assert trainer.checkpointer.waited == [4, 5], "only the end waits for a save"
     assert trainer.meter.totals["train_s"] == 5 * 2.0
     assert state.eval_s == 5 * 100.0
     assert np.isfinite((state.heldout or {})["loss"])
@@ -233,18 +237,19 @@ def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
 ) -> None:
     signals = Signals()
 
-    def enter(phase: str, *_: Any) -> None:
-        if phase == "evaluate":
+    def enter(phase: str, *step: int) -> None:
+        if (phase, *step) == ("evaluate", 5):
             signals.received = 15
             monkeypatch.setattr(SlowCheckpointer, "gave_up", failure)
 
     monkeypatch.setattr(profiling, "Signals", lambda: signals)
     heartbeat = SimpleNamespace(enter=enter, progress=lambda: None)
     _, state, result = train_here(
-        tmp_path, shards, clock, heartbeat=heartbeat, eval={"max_sequences": 20}, checkpoint={}
+        tmp_path, shards, clock, heartbeat=heartbeat, eval={"max_sequences": 20, "every_steps": 4}
     )
     assert (result.signal, result.failure) == (signal, failure)
-    assert (state.step, state.heldout, (tmp_path / "evals.jsonl").exists()) == (5, None, False)
+    assert (state.step, state.heldout) == (5, None), "what step 4 had is not the last step's"
+    assert [line["step"] for line in read_lines(tmp_path / "evals.jsonl")] == [4]
 
 
 class SlowStream:

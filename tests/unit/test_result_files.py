@@ -163,6 +163,7 @@ def test_the_kind_of_an_exception_that_is_only_known_by_its_words(text: str, kin
 
 def test_an_exception_is_known_by_its_own_kind_or_errno() -> None:
     assert kind_of_error(OSError(28, "no room")) == "disk"
+    assert kind_of_error(OSError(122, "over the quota")) == "disk"
     assert kind_of_error(OSError(2, "no such file")) == "error"
     assert kind_of_error(MemoryError()) == "host_memory"
     assert kind_of_error(ConfigError(["optim.lr: no"])) == "bad_input"
