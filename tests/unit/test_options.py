@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 
-from launcher import options
-from tests.e2e.cli import refused
+from launcher import options, results
+from launcher.plan import inputs, scaling
+from launcher.plan.question import Question
+from tests.e2e.cli import here, refused, tiny
 
 
 @pytest.mark.parametrize(
@@ -22,7 +26,9 @@ from tests.e2e.cli import refused
         (options.counts, "2,2,1", (2, 1)),
         (options.counts, "4..4", (4,)),
         (options.modes, "both", ("weak", "strong")),
+        (options.counts, "1000000", (1_000_000,)),
         (options.engines, "zero1, ddp,ddp", ("zero1", "ddp")),
+        (options.engines, "deepspeed,deepspeed-3", ("deepspeed-1", "deepspeed-3")),
         (options.seconds, "90s", 90),
         (options.seconds, "5m", 300),
         (options.seconds, "1.5h", 5400),
@@ -76,9 +82,62 @@ def test_what_is_refused(parse: Callable[[str], Any], text: str) -> None:
             "--launcher: unknown launcher mpirun; choose from torchrun, accelerate, deepspeed",
         ),
         ("plan scaling --tensor 1.5", "--tensor: '1.5' is not a list"),
+        ("train --elastic", "--elastic: only a restart changes the number of ranks; add --max-restarts K"),
+        ("tune lr --tokens 1e15", "--tokens: 1000000000000000.0 is not below 1e+15"),
     ],
 )
 def test_the_line_names_the_option_the_value_and_a_fix(command: str, line: str) -> None:
     said = refused(*command.split())
     assert said.startswith(f"error: {line}")
     assert len(said.splitlines()) == 1
+
+
+# --- what the verbs hand on
+
+
+@pytest.mark.parametrize(
+    ("command", "settings"),
+    [
+        (
+            "scale --gpus 2,1 --mode weak --engines zero1,ddp --tensor 1 --launcher accelerate --repeats 4 "
+            "--steps 7 --warm-up 3 --accumulation 2 --no-synthetic",
+            {
+                **{
+                    "gpus": [1, 2],
+                    "modes": ["weak"],
+                    "engines": ["zero1", "ddp"],
+                    "tensor": [1],
+                    "repeats": 4,
+                },
+                **{"launcher": "accelerate", "steps": 7, "warm_up": 3, "accumulation": 2, "synthetic": False},
+            },
+        ),
+        (
+            "tune lr --nproc 2 --rates 4 --seeds 2 --tokens 2048 --budget 90s --launcher accelerate",
+            {"ranks": 2, "rates": 4, "seeds": 2, "tokens": 2048, "budget_s": 90.0, "launcher": "accelerate"},
+        ),
+        (
+            "tune batch --gpus 1 --budget 90s --memory 3 --launcher accelerate",
+            {"ranks": 1, "budget_s": 90.0, "memory": 3.0, "launcher": "accelerate", "sizes": [1, 2, 4, 8]},
+        ),
+    ],
+)
+def test_every_option_stands_in_the_plan(
+    shards: Path, tmp_path: Path, command: str, settings: dict[str, Any]
+) -> None:
+    place = ("--out", str(tmp_path / "out"), "--dry-run", "--json")
+    done = here(*command.split(), "quickstart", *tiny(shards, "run.device=cpu"), *place)
+    assert done.returncode == 0, done.stderr
+    plan = json.loads(done.stdout)
+    told = plan.get("settings", plan)
+    assert {name: told[name] for name in settings} == settings
+
+
+def test_every_option_of_a_prediction_counts() -> None:
+    source = "--model bert-base --seq-per-s 400 --micro 32 --gpu V100-16G"
+    fabric = "--gpus 4,16 --link nvlink2 --inter ib-hdr --gpus-per-node 4 --nics 2 --bucket-mib 50"
+    model = "--engine zero1 --tensor 2 --accumulation 3 --reduce-dtype bf16"
+    done = here("plan", "scaling", *f"{source} {fabric} {model}".split(), "--json")
+    asked = Question((4, 16), "nvlink2", "ib-hdr", 4, 2, "zero1", (2,), (3,), 50.0, "bf16")
+    expected = scaling.answer(inputs.from_rate("bert-base", 400, 32, 3, "V100-16G"), asked)
+    assert done.stdout == results.to_json(expected)

@@ -120,6 +120,44 @@ def test_one_gpu_a_node_needs_no_link_within_it(link: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("gpus", "options", "note"),
+    [
+        (8, {"link": "nvlink4"}, "nvlink4 within a node"),
+        (
+            16,
+            {"link": "nvlink4", "inter": "ib-ndr", "nics": 4},
+            "nvlink4 within a node of 8 GPUs, 4 x ib-ndr between nodes",
+        ),
+        (2, {}, "all-reduce as measured over 2 ranks; its bus bandwidth for other numbers"),
+    ],
+)
+def test_links_are_told(gpus: int, options: dict[str, Any], note: str) -> None:
+    assert note in answer(source_of(measured()), gpus, **options).assumptions
+    assert answer(source_of(profile()), 1).assumptions[1] == "one rank: no link"
+
+
+def test_what_is_assumed_is_told_with_its_numbers() -> None:
+    notes = answer(dataclasses.replace(source_of(measured()), spread=0.015), 2).assumptions
+    gain = f"{100 * constant('overlap_gain'):.0f} %"
+    assert notes[:2] == [
+        "profile of CPU, fp32: it",
+        "one rank's step is the measured one, 4.2 s (cell weak-single-n1)",
+    ]
+    assert "computation slowed as the measured ceiling says (2: x 1.250), beyond as the last" in notes
+    assert "weak scaling: every replica keeps its micro batch of 8 and its accumulation" in notes
+    assert any("spread by 1.5 %" in note for note in notes)
+    assert f"of the communication that runs beside the backward pass {gain} is gained" in notes
+    assert BASE.notes[0] == "400 sequences/s on one rank at accumulation 1; readiness from the layers"
+    optimizer = (
+        f"optimizer {1000 * BASE.profile.optimizer_s:.1f} ms: fused AdamW at V100-16G's memory bandwidth"
+    )
+    assert BASE.notes[1] == optimizer
+    assert (
+        len(source_of(measured(cells=[cell("tp", 2, 9.0, tensor=2, ceiling_efficiency=0.5)])).slowdowns) == 0
+    )
+
+
+@pytest.mark.parametrize(
     ("device", "link", "warned"),
     [
         ("CPU", "nvlink4", True),
@@ -198,7 +236,10 @@ def test_a_row_has_the_state_of_a_rank_and_says_whether_it_fits() -> None:
     small = dataclasses.replace(LARGE, device=dataclasses.replace(LARGE.device, memory_gib=4.0))
     predicted = answer(small, 1, 2, 4, **options)
     assert [row.fits for row in predicted.rows] == [False, True, True]
-    assert any(note.startswith("DOES NOT FIT on 1 GPUs: ") for note in predicted.assumptions)
+    state = 16 * count / 2**30  # weights, gradients and two moments
+    note = f"DOES NOT FIT on 1 GPUs: weights, gradients and optimizer alone take up to {state:.1f} GiB a rank"
+    assert any(text.startswith(f"{note} with fsdp, A100-80G has 4;") for text in predicted.assumptions), note
+    assert "MFU over 312 TFLOP/s a GPU: A100-80G, bf16" in predicted.assumptions
     text = unfolded(shown(plan_report(predicted), 120))
     assert "DOES NOT FIT" in text
     assert "MFU" in text
@@ -236,7 +277,14 @@ def test_a_measured_curve_within_a_node_does_not_replace_its_link() -> None:
 @pytest.mark.parametrize("columns", [60, 80, 160])
 def test_table_shows_every_row_and_lever(columns: int) -> None:
     predicted = answer(source_of(measured(), "[bold]x\x1b[31m.json"), 1, 2, 4)
-    text = unfolded(shown(plan_report(predicted), columns))
+    report = plan_report(predicted)
+    text = unfolded(shown(report, columns))
+    assert report.next == "bert-dp scale --nproc 1,2,4  measures it"
+    assert "What one change would do on 4 GPUs" in text
+    best = next(lever for lever in predicted.rows[1].levers if not lever.bound)
+    bound = next(lever for lever in predicted.rows[2].levers if lever.bound)
+    assert f"{100 * best.gain:+.1f} % {best.lever}" in text or columns < 160
+    assert f"{bound.lever} {100 * bound.gain:+.1f} %, what is lost there; no setting" in text
     assert "\x1b" not in text
     assert "[bold]x" in text
     for lever in predicted.rows[-1].levers:

@@ -22,7 +22,7 @@ from launcher.plan.plan_report import plan_report
 from launcher.report import html
 from launcher.report.console import show_report
 from launcher.report.drawing import HOVER, numbers_of
-from launcher.report.model import Axis, Bars, Figure, Line, Report, Rule, Section, Table, Verdict
+from launcher.report.model import Axis, Bars, Figure, Line, Mark, Report, Rule, Section, Table, Verdict
 from launcher.report.numbers import format_plain
 from launcher.report.run_report import of_directories
 from launcher.scale.scale_report import scale_report
@@ -192,6 +192,13 @@ def test_lines_of_one_name_stand_in_the_legend_once() -> None:
     assert [trace["showlegend"] for trace in drawn] == [True, False, False]
     table = numbers_of(figures_of(of_figure(*lines))[0])
     assert [cell.text for row in table.rows for cell in row.cells] == ["0; 1; 2"]
+
+
+def test_marks_of_one_name_have_one_colour_and_stand_in_the_legend_once() -> None:
+    marks = [Mark("size", 1.0), Mark("size", 1.5), Mark("other", 2.0)]
+    drawn = read_page(of_figure(Line("a", [1.0, 2.0], [1.0, 2.0]), marks=marks)).data[0]["layout"]["shapes"]
+    told = [(mark["x0"], mark["x1"], mark["showlegend"], mark["line"]["color"]) for mark in drawn]
+    assert told == [(1.0, 1.0, True, "c1"), (1.5, 1.5, False, "c1"), (2.0, 2.0, True, "c2")]
 
 
 def test_bars_are_stacked_in_their_rows() -> None:

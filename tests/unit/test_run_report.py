@@ -22,6 +22,7 @@ HELDOUT = (
 )
 
 
+SCORED = {"loss": 0.5, "examples": 277, "scores": {"dev/accuracy": 0.7123, "test/f1": 0.8012}}
 UNUSUAL = {
     "failed_saves": 3,
     "loss_spikes": 1,
@@ -129,6 +130,18 @@ def test_what_is_unusual_moves_no_other_row(tmp_path: Path) -> None:
         ({"status": "failed", "exit_code": 1, "cause": None}, "fail", "cause not recorded"),
         ({"status": "stopped", "signal": 15}, "warn", "Stopped by SIGTERM after a checkpoint at step 100."),
         ({"status": "stopped", "signal": 99}, "warn", "Stopped by signal 99"),
+        (
+            {"status": "stopped", "signal": None, "checkpoint": None},
+            "warn",
+            "Stopped by a signal at step 100.",
+        ),
+        ({"heldout_loss": 6.75}, "ok", "6.7500 nats): no better than word frequencies; train longer."),
+        (
+            {"heldout": SCORED},
+            "ok",
+            "Done after step 100: dev accuracy 0.7123, test f1 0.8012 on 277 examples.",
+        ),
+        ({"heldout": {**SCORED, "scores": {}}}, "ok", "no score: a logit was not finite on 277 examples."),
     ],
 )
 def test_verdict(tmp_path: Path, change: dict[str, Any], level: str, words: str) -> None:
@@ -185,6 +198,9 @@ def test_comparison_names_the_runs_and_what_differs(tmp_path: Path) -> None:
     labels = [trace.label for trace in figure_of(report, "Loss").traces]
     assert labels == ["run (1): training", "run (1): held-out", "run (2): training", "run (2): held-out"]
     assert rows_of(report, "Settings that differ") == {("", "run.seed"): ["n/a | ", "7 | "]}
+    split = figure_of(report, "Where the time went")
+    assert split.rows == ["run (1), wall: 100.0 s", "run (2), wall: 100.0 s"]
+    assert split.traces[2].texts == ["3.0 s, 3.0 %"] * 2  # type: ignore[union-attr]
 
 
 def test_figures_show_what_was_logged(tmp_path: Path) -> None:
@@ -214,6 +230,30 @@ def test_figures_show_what_was_logged(tmp_path: Path) -> None:
         "save": [0.04],
     }
     assert read_page(report).data[0]["switch"] == "tokens"
+
+
+def test_a_finetuned_run_is_told_by_its_scores(tmp_path: Path) -> None:
+    """Losses of a language model are nothing to compare with."""
+    report = report_of(tmp_path / "run", heldout={**SCORED, "loss_unit": "squared error"})
+    rows = rows_of(report)
+    assert rows["Outcome", "dev/accuracy"] == ["0.7123 | split and metric; 277 examples in all"]
+    assert rows["Outcome", "held-out loss"] == ["6.25 squared error | mean over 277 examples"]
+    assert rows["Outcome", "training loss, last"] == ["6.00 | mean over all ranks"]
+    assert not {("Outcome", "unigram entropy"), ("Outcome", "ln V")} & rows.keys()
+    assert figure_of(report, "Loss").y.label == "loss (squared error per example)"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "unit", "last"), [(299.0, "s", 299.0), (301.0, "min", 301 / 60), (7201.0, "h", 7201 / 3600)]
+)
+def test_a_long_run_has_its_time_in_a_greater_unit(
+    tmp_path: Path, seconds: float, unit: str, last: float
+) -> None:
+    run = make_run(tmp_path / "run")
+    record.append_line(run / "metrics.jsonl", metrics(110, elapsed_s=seconds))
+    figure = figure_of(of_directories([run]), "Throughput")
+    assert figure.x.label == f"elapsed ({unit})"
+    assert max(figure.traces[0].x) == pytest.approx(last)
 
 
 def test_a_spike_of_a_long_run_stays_visible(tmp_path: Path) -> None:
@@ -261,6 +301,20 @@ def test_a_killed_run_shows_what_its_logs_and_its_configuration_hold(tmp_path: P
     unknown = {label for label, cell in rows.items() if cell.startswith("n/a")}
     logged_nowhere = {"unigram entropy", "straggler ratio", "MFU", "energy"}
     assert unknown == logged_nowhere | {"setup", "compile", "eval", "save"}
+    assert rows["parameters"].endswith("| precision fp32")
+    environment = {
+        "worker": {"precision": "bf16"},
+        "gpus": [{"name": "H100"}],
+        "git_dirty": True,
+        "git_commit": "a",
+    }
+    record.write_json(run / "environment.json", environment)
+    (run / "config.yaml").write_text(dump_config(make_config("precision=auto")))
+    report = of_directories([run])
+    assert report.subtitle[0].startswith("2 x H100")
+    assert report.subtitle[0].endswith("commit a + uncommitted changes")
+    assert rows_of(report)["Work", "parameters"][0].endswith("| precision bf16")
+    assert report.tiles[1].note == "summed over 2 GPUs"
 
 
 def test_files_of_the_wrong_type_render(tmp_path: Path) -> None:

@@ -177,9 +177,9 @@ def test_nothing_measured_is_never_zero() -> None:
 
 
 def test_tiles_are_of_the_run_with_the_greatest_speed_up_and_explain_unknown_peaks() -> None:
-    data = scaling(sizes=(1, 2))
+    data = scaling()
     cell_of(data, "weak-ceiling-n2").update(speedup=9.0)  # of no run
-    cell_of(data, "weak-ddp-n2").update(speedup=1.9)
+    cell_of(data, "weak-ddp-n2").update(speedup=5.0)
     for cells in (data["cells"], data["cells"][::-1]):
         assert of({**data, "cells": cells}).tiles[0].note == "weak-ddp-n2, N = 2"
     report = of(data)

@@ -473,7 +473,7 @@ def test_skipped_steps_and_a_slow_baseline_are_flagged(tmp_path: Path) -> None:
 
 
 def test_what_is_about_to_run_is_described(tmp_path: Path) -> None:
-    made = grid(gpus=(1, 2), modes=("weak",), engines=("ddp",), tensor=(1, 2), synthetic=False)
+    made = grid(gpus=(2,), modes=("weak",), engines=("ddp",), tensor=(1, 2), synthetic=False)
     said: list[str] = []
     benchmark.describe(made, tmp_path, said.append, ["checkpoint.keep=5", "optim.lr=1"], cores=1)
     assert said == [
@@ -537,7 +537,8 @@ class MadeRunner(Runner):
 
 def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path: Path) -> None:
     (tmp_path / SCRATCH).mkdir()
-    made = grid(gpus=(1, 2), modes=("weak",), synthetic=False)
+    settings = dataclasses.replace(SETTINGS, gpus=(2,), modes=("weak",), synthetic=False)
+    made = Grid(CONFIG.model_copy(update={"precision": "auto"}), settings, MACHINE, on_gpu=False)
     said: list[str] = []
     runs = MadeRunner(tmp_path, [Slot()], [], launcher="torchrun", on_gpu=False, log=said.append).begin()
     run_grid(made, runs, said.append)
@@ -561,7 +562,7 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     assert [point.bytes for point in link.points if point.bucket] == [4096, 5000]
     assert [point.algbw_gb_s for point in link.points] == pytest.approx([size / 0.5 / 1e9 for size in sizes])
     assert {(p.seconds, p.busbw_gb_s, p.repeats) for p in link.points} == {(0.5, 3.0, 7)}
-    assert (profile[0], peak) == ("profiling", ("peak", ["fp32", "2"]))
+    assert (profile[0], peak) == ("profiling", ("peak", [made.precision, "2"]))
     assert (runs.profiled.batch.global_size, runs.profiled.batch.micro_size) == (4, 4)
     assert (runs.profiled.data.synthetic, runs.profiled.parallel.engine) == (True, "single")
     runs.asked.clear()

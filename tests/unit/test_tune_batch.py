@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError
+from bert_dp.config import Config, ConfigError, dump_config
 from bert_dp.cost import GIB
 from launcher import results
 from launcher.job import Job
@@ -20,10 +22,11 @@ from launcher.machine import environment
 from launcher.output import Output
 from launcher.results import BatchMemory, MemoryLineFile, TuneBatch
 from launcher.run.trials import Outcome, Runner, Slot, Trial
-from launcher.tune import batch, cache, sizes
+from launcher.tune import auto, batch, cache, sizes
 from launcher.tune.batch_search import BatchSearch
 from launcher.tune.batch_trials import BatchTrials, Question, alloc_retries
 from tests import tune_fixture
+from tests.e2e.cli import TINY
 from tests.helpers import make_config, read_json
 
 
@@ -72,6 +75,8 @@ def test_the_memory_line_goes_through_the_measured_point_and_leaves_a_tenth_free
     assert memory.predicted_gib(8) == 4.0
     memory = memory.model_copy(update={"constant_gib": 1.0})
     assert (memory.predicted_gib(8), memory.predicted_gib(16)) == (5.0, 7.0)
+    parted = memory.model_copy(update={"line": line.model_copy(update={"parts": {"a": [GIB, GIB / 2]}})})
+    assert parted.parts_at(8) == {"program and libraries": 1.0, "a": 5.0}
     most = memory.largest_size()
     assert memory.predicted_gib(most) <= 9.0 < memory.predicted_gib(most + 1)
     assert memory.model_copy(update={"limit_gib": 1.0}).largest_size() == 0
@@ -80,9 +85,9 @@ def test_the_memory_line_goes_through_the_measured_point_and_leaves_a_tenth_free
 # --- what is asked
 
 
-def job_of(asked: Config, **machine: Any) -> Job:
+def job_of(asked: Config) -> Job:
     here = dataclasses.replace(environment.probe(), gpus=[], memory_available_gib=16.0, memory_limit_gib=None)
-    return Job("tiny", asked, dataclasses.replace(here, **machine))
+    return Job("tiny", asked, here)
 
 
 @pytest.mark.parametrize(
@@ -132,6 +137,57 @@ def test_what_is_about_to_be_searched_is_described(
         f"{what}, global batch 64 as declared; of {len(asked.sizes)} micro batches that divide it, up to "
         f"{', '.join(map(str, shown))}; budget about {asked.budget_s:.0f} s{end}",
     ]
+
+
+def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(auto.job, "prepare_data", lambda config: Path(config.data.path))
+    asked: list[dict[str, Any]] = []
+
+    def search(name: str, overrides: list[str], options: batch.Options, **rest: Any) -> int:
+        asked.append({"options": options, "overrides": overrides, **rest})
+        size = {"micro_batch": 4, "accumulation": 1, "status": "ok", "measured_gib": 0.1}
+        found = tune_fixture.batch(choice=chosen(4), budget_s=300.0, sizes=[size], date="2026-11-24")
+        rest["out"].mkdir(parents=True, exist_ok=True)
+        results.write(rest["out"] / "tune.json", TuneBatch.model_validate(found))
+        return exit_code
+
+    exit_code = 1
+    monkeypatch.setattr(batch, "tune_batch", search)
+    (tmp_path / "auto.yaml").write_text("batch: {micro_size: auto}\n")
+    settings = [f"data.path={shards}", "run.device=cpu", *(item for item in TINY if "micro_size" not in item)]
+
+    def resolve(run_dir: Path | None = None, *, dry_run: bool = False) -> tuple[list[str], int, str]:
+        options: dict[str, Any] = {"nproc": "2", "resume": "auto", "launcher": "accelerate"}
+        overrides, code = auto.resolve_auto_batch(
+            str(tmp_path / "auto.yaml"), settings, run_dir=run_dir, dry_run=dry_run,
+            console=Console(width=200), **options,
+        )  # fmt: skip
+        return overrides, code, capsys.readouterr().out
+
+    overrides, code, said = resolve(dry_run=True)
+    assert (overrides, code, asked) == ([*settings, "batch.micro_size=1"], 0, [])
+    assert said == "batch.micro_size: auto = 1, for this dry run; a search of 5 min will find the best\n"
+    assert resolve()[:2] == (settings, 1)
+    exit_code = 0
+    overrides, code, said = resolve()
+    assert (overrides[-1], code) == ("batch.micro_size=4", 0)
+    assert said.startswith("batch.micro_size: auto = 4, found just now; ")
+    assert said.rstrip().endswith("report.html")
+    (failed, done) = asked
+    assert failed["out"] == done["out"], "a search that was ended goes on"
+    assert done["options"] == batch.Options("2", 300.0, None, "accelerate")
+    assert (done["overrides"], done["dry_run"], done["fresh"]) == (settings, False, False)
+    found = results.read(done["out"] / "tune.json", TuneBatch)
+    cache.keep(done["out"].parent.name, found)
+    assert resolve()[2] == "batch.micro_size: auto = 4, found on 2026-11-24\n"
+    assert len(asked) == 2
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "config.yaml").write_text(dump_config(make_config("batch.micro_size=2")))
+    assert resolve(run_dir)[2] == "batch.micro_size: auto = 2, as this run has it\n"
 
 
 # --- records of trials
@@ -204,65 +260,50 @@ def test_a_search_goes_by_the_rank_that_takes_most(tmp_path: Path) -> None:
     assert tune.drift.ratio == pytest.approx(1.0)
 
 
-LINE = "memory: 0.90 GiB + 0.0200 GiB a sequence; micro batch 1 took 0.92 GiB"
-LIMIT = "memory: 1.60 GiB a rank (--memory) allow micro batch 27 with 10 % spare"
-
-
 @pytest.mark.parametrize(
-    ("budget_s", "limited_by", "order", "said"),
+    ("budget_s", "limited_by", "order", "verified", "run", "noise"),
     [
         (
             60.0,
             "memory",
             [8, 16, 1, 2, 4, 8],
-            [
-                "memory: micro batch 27: ok",
-                "throughput: micro batches 1, 2, 4, 8, 16, 32 sequences a step",
-                "[1/6] micro batch 8: 209 sequences/s, 14 steps, peak 1.06 GiB",
-                "noise scale: 166 steps of the declared batch",
-            ],
+            "27: ok",
+            "[1/6] micro batch 8: 209 sequences/s, 14",
+            "166 steps",
         ),
-        (
-            25.0,
-            "memory",
-            [8, 16, 4, 8],
-            [
-                "memory: micro batch 27: ok",
-                "throughput: micro batches 4, 8, 16, 32 sequences a step",
-                "[2/4] micro batch 16: 209 sequences/s, 8 steps, peak 1.22 GiB",
-                "noise scale: not measured: the budget leaves 59 steps, 60 are needed; raise --budget",
-            ],
-        ),
+        (25.0, "memory", [8, 16, 4, 8], "27: ok", "[2/4] micro batch 16: 209 sequences/s, 8", "59 steps, 60"),
         (
             10.0,
             "budget",
             [2, 4, 1, 2],
-            [
-                "memory: real steps at micro batch 27 do not fit the budget; not verified",
-                "throughput: micro batches 1, 2, 4, 8 sequences a step",
-                "[4/4] micro batch 2: 194 sequences/s, 6 steps, peak 0.94 GiB",
-                "noise scale: not measured: the budget leaves 12 steps, 60 are needed; raise --budget",
-            ],
+            "27 do not fit",
+            "[4/4] micro batch 2: 194 sequences/s, 6",
+            "12 steps, 60",
         ),
     ],
 )
 def test_a_search_keeps_to_its_budget_and_says_what_it_runs(
-    tmp_path: Path, budget_s: float, limited_by: str, order: list[int], said: list[str]
+    tmp_path: Path, budget_s: float, limited_by: str, order: list[int], verified: str, run: str, noise: str
 ) -> None:
     """Set-up takes 0.91 s of each trial's second, a step of 32 sequences 0.17 s."""
-    lines: list[str] = []
-    tune = searched(tmp_path, MadeRunner, lines.append, budget_s=budget_s)
+    said: list[str] = []
+    tune = searched(tmp_path, MadeRunner, said.append, budget_s=budget_s)
     assert (tune.choice.limited_by, tune.order) == (limited_by, order)
-    assert [line for line in lines if line in (LINE, LIMIT, *said)] == [LINE, LIMIT, *said]
+    line, limit, fits, sizes, *runs, last = said
+    assert line == "memory: 0.90 GiB + 0.0200 GiB a sequence; micro batch 1 took 0.92 GiB"
+    assert limit == "memory: 1.60 GiB a rank (--memory) allow micro batch 27 with 10 % spare"
+    assert f"micro batch {verified}" in fits
+    tried = ", ".join(map(str, sorted(set(order))))
+    assert sizes == f"throughput: micro batches {tried}, {tune.trial_samples} sequences a step"
+    assert [text for text in runs if text.startswith(f"{run} steps, peak ")]
+    assert noise in last
+    assert budget_s == 60 or last == f"noise scale: not measured: {tune.noise.why}"
     assert tune.choice.why.endswith("; smaller ones were not tried") == (min(order) > 1)
-    assert tune.drift.micro_batch == order[0]
+    step_s = 0.01 + 0.01 * tune.trial_samples / 2
+    assert (tune.drift.first, tune.drift.last) == pytest.approx((tune.trial_samples / step_s,) * 2)
     for size in tune.sizes:
-        assert size.accumulation == 64 // (size.micro_batch * 2)
         assert size.trial_accumulation == tune.trial_samples // (size.micro_batch * 2)
-        assert size.relative == pytest.approx(1.0)
-        assert size.samples_per_s == pytest.approx(64 / (0.01 + 0.01 * 32 * 0.8 + 0.2 * 0.01 * 32), rel=0.1)
-    if budget_s < 60:
-        assert f"noise scale: not measured: {tune.noise.why}" in lines
+        assert (size.accumulation, size.relative) == (64 // (size.micro_batch * 2), pytest.approx(1.0))
 
 
 class NoisyRunner(MadeRunner):
@@ -313,17 +354,19 @@ def test_two_batches_are_compared_for_the_noise_scale(
     assert tune.choice.micro_batch == max(sizes)
     assert read_json(tmp_path / "noise.json")["batch"] == [64, micro, True]
     assert (tune.memory.predicted_limit, tune.choice.limited_by) == (None, "global batch")
+    assert tune.drift.ratio == tune.drift.last / tune.drift.first < 1
 
 
 class PreferringRunner(NoisyRunner):
-    """The largest micro batch is by far the fastest."""
+    """The largest micro batch is by far the fastest; each trial is slower than the one before."""
 
     def run_one(self, trial: Trial) -> Outcome:
         outcome = super().run_one(trial)
+        pace = (1 + len(list(self.out.glob("trials/*"))) / 100) / trial.config.batch.micro_size
         for path in (trial.directory / "steps").iterdir():
             line = json.loads(path.read_text())
             for name in ("step_s", "forward_backward_s"):
-                line[name] = [s / trial.config.batch.micro_size for s in line[name]]
+                line[name] = [s * pace for s in line[name]]
             path.write_text(json.dumps(line) + "\n")
         return outcome
 
@@ -426,6 +469,7 @@ def key(asked: Config, machine: dict[str, Any] = MACHINE, ranks: int = 2) -> str
 def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
     base = key(config())
     assert key(config(micro_size=4)) == base
+    assert re.fullmatch("[0-9a-f]{16}", base)
     longer = config().data.model_copy(update={"sequence_length": 512})
     for changes in ({"precision": "bf16"}, {"compile": "on"}, {"data": longer}):
         assert key(config().model_copy(update=changes)) != base

@@ -254,6 +254,9 @@ def test_what_diverges_and_what_fails_is_out_and_told(run: Run) -> None:
     assert {t.status for t in result.first.trials if t.lr > 0.008} == {"diverged"}
     assert {t.status for t in result.first.trials if t.lr < 0.0015} <= {"failed"}
     assert any("broken" in line and "failed" in line for line in result.said)
+    failed = [t for t in result.first.trials if t.status == "failed"]
+    assert all(t.cause == "RuntimeError: broken" and t.failure_kind == "error" for t in failed)
+    assert any(": diverged: 5 steps in a row up to step 9" in line for line in result.said)
     assert 0.0015 <= result.choice.lr <= 0.008
 
 
@@ -289,13 +292,34 @@ def test_a_search_in_which_everything_fails_has_failed(run: Run, part: str, why:
 
 
 def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> None:
-    first = run(limit=8)
+    first = run(limit=7)
     assert (first.exit_code, first.tune.status, first.tune.choice) == (130, "partial", None)
     assert any("the same command goes on" in line for line in first.said)
     second = run()
     assert (second.exit_code, second.tune.status) == (0, "complete")
     assert not set(first.ran) & set(second.ran)
     assert len(first.ran) + len(second.ran) == 11
+    said = [line.partition("; left")[0] for line in second.said]
+    told = [
+        "range test: 100 steps, the rate rising from 0.0001 to 1",
+        "  edge at 0.0692: the loss rose 0.775 nats above its minimum",
+        "whole run: 204,800 tokens, the configuration's",
+        "first rung: 25.6 k tokens a run, 1 seed",
+        "resuming: 5 of 5 trials already done",
+        "last rung: 205 k tokens a run, 3 seeds",
+        "resuming: 1 of 2 trials already done",
+        "next to the best, not yet trained in full: 0.002125",
+        "[8/12] rate 0.002125, 205 k tokens, seed 0: held-out 2.5833",
+        "0.002125 is 0.0825 nats behind after one seed: left out",
+        "[10/12] rate 0.00425, 205 k tokens, seed 1: held-out 2.5108",
+    ]
+    assert [line for line in said if line in told] == told
+    assert any(line.startswith("12 trials, 1.56 M tokens, ") for line in said)
+    assert any("and up to 6 more where the best stands at an end" in line for line in said)
+    cost, tokens = second.tune.cost, [t.tokens for rung in second.tune.rungs for t in rung.trials]
+    assert (cost.tokens, cost.trials) == (sum(tokens) + 100 * STEP, 11)
+    assert cost.grid_tokens == 5 * 3 * WHOLE
+    assert (second.tune.settings.seeds_used, second.tune.settings.optimizers) == ([0, 1, 2], ["adamw"])
     assert (second.choice, second.tune.rungs) == (whole.choice, whole.tune.rungs)
     assert run().ran == []
 

@@ -247,6 +247,7 @@ def test_tables_hold_every_number() -> None:
 def test_a_lead_that_the_held_out_text_cannot_carry_is_warned_of(se: float, warned: bool) -> None:
     """The next rate is 0.1869 nats behind; the interval of a loss is 1.96 standard errors."""
     data = lr()
+    data["rungs"][-1]["trials"][2] |= {"status": "ok", "heldout_loss": 5.5}  # further behind
     for trial in data["rungs"][-1]["trials"]:
         trial["heldout"] = {"loss_se": se, "masked_tokens": 2048, "sequences": 128, "mask_rate": 0.15}
     report = of(data)
