@@ -230,6 +230,9 @@ def test_a_count_that_was_not_measured_has_the_curve_above_and_the_slowdown_belo
         assert scenario.fabric.curve is not None
         assert (scenario.fabric.curve.ranks, scenario.slowdown) == (measured, slowdown)
     assert source.slowdown(1) == 1.0
+    nodes = Question(gpus=(16,), link="nvlink4", inter="ib-ndr", gpus_per_node=4)
+    scenario = scaling.scenario_of(source, nodes, 16, 1, 1)
+    assert (scenario.slowdown, scenario.fabric.curve) == (1.1, None), "ranks slow each other within a node"
 
 
 @pytest.mark.parametrize("size", [2**k for k in range(4, 32, 3)])

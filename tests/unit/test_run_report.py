@@ -234,8 +234,9 @@ def test_figures_show_what_was_logged(tmp_path: Path) -> None:
 
 def test_a_finetuned_run_is_told_by_its_scores(tmp_path: Path) -> None:
     """Losses of a language model are nothing to compare with."""
-    report = report_of(tmp_path / "run", heldout={**SCORED, "loss_unit": "squared error"})
+    report = report_of(tmp_path / "run", heldout={**SCORED, "loss_unit": "squared error"}, compiled=True)
     rows = rows_of(report)
+    assert rows["Work", "parameters"] == ["1.23 M | precision fp32, compiled"]
     assert rows["Outcome", "dev/accuracy"] == ["0.7123 | split and metric; 277 examples in all"]
     assert rows["Outcome", "held-out loss"] == ["6.25 squared error | mean over 277 examples"]
     assert rows["Outcome", "training loss, last"] == ["6.00 | mean over all ranks"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -343,15 +344,14 @@ def test_the_noise_scale_is_of_the_declared_batch_and_goodput_follows_from_it(tm
         assert point.efficiency == pytest.approx((64 + 100) / (point.global_batch + 100))
 
 
-@pytest.mark.parametrize(
-    ("ranks", "sizes", "micro"), [(2, (1, 2, 4, 8, 16, 32), 32), (1, (1, 2, 4, 8, 16, 32, 64), 32)]
-)
+@pytest.mark.parametrize(("ranks", "most", "micro"), [(2, 32, 32), (1, 64, 32), (1, 32, 32)])
 def test_two_batches_are_compared_for_the_noise_scale(
-    tmp_path: Path, ranks: int, sizes: tuple[int, ...], micro: int
+    tmp_path: Path, ranks: int, most: int, micro: int
 ) -> None:
     """One replica that takes the declared batch at once measures it at the next smaller micro batch."""
+    sizes = tuple(2**k for k in range(most.bit_length()))
     tune = searched(tmp_path, PreferringRunner, ranks=ranks, sizes=sizes, limit_gib=None, limit_of="")
-    assert tune.choice.micro_batch == max(sizes)
+    assert tune.choice.micro_batch == most
     assert read_json(tmp_path / "noise.json")["batch"] == [64, micro, True]
     assert (tune.memory.predicted_limit, tune.choice.limited_by) == (None, "global batch")
     assert tune.drift.ratio == tune.drift.last / tune.drift.first < 1
@@ -369,6 +369,38 @@ class PreferringRunner(NoisyRunner):
                 line[name] = [s * pace for s in line[name]]
             path.write_text(json.dumps(line) + "\n")
         return outcome
+
+
+class FailingRunner(MadeRunner):
+    def run_one(self, trial: Trial) -> Outcome:
+        super().run_one(trial)
+        facts = {"status": "failed", "cause": "rank 0: no", "failure_kind": "error"}
+        record.write_json(trial.directory / "summary.json", facts)
+        return Outcome("failed", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "code"), [(NoisyRunner, "complete", 0), (FailingRunner, "failed", 1)]
+)
+def test_the_result_tells_what_was_searched_and_how_it_ended(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Runner], status: str, code: int
+) -> None:
+    monkeypatch.setattr("launcher.output.prepare_data", lambda config: shards)
+    line = MemoryLineFile(intercept_bytes=0, bytes_per_sequence=0.02 * GIB)
+    made, said = runner(kind, tmp_path), list[str]()
+    monkeypatch.setattr(batch.trials, "runner", lambda *_, **options: contextlib.nullcontext(made))
+    asked = config(64).model_copy(update={"parallel": config().parallel.model_copy(update={"tensor": 2})})
+    two = question(asked, sizes=(1, 2), limit_gib=2.0, launcher="accelerate", budget_s=500.0)
+    results.write(tmp_path / "memory_line.json", line)
+    output = Output(tmp_path, "search", batch.PLAN, batch.plan_of(two), batch.FIXED, batch.GROWS)
+    tune, exit_code = batch.measure(two, output, said.append)
+    assert (tune.status, exit_code) == (status, code)
+    assert (tune.ranks, tune.dp, tune.tensor, tune.launcher, tune.device) == (2, 1, 2, "accelerate", "cpu")
+    assert (tune.global_batch, tune.sequence_length, tune.budget_s) == (64, asked.data.sequence_length, 500.0)
+    assert tune.trials == code, "those that left a summary"
+    assert tune.seconds == len(list(tmp_path.glob("trials/*")))
+    assert tune.why == ("micro batch 1 does not run: rank 0: no" if code else None)
+    assert (f"error: {tune.why}" in said) == bool(code)
 
 
 class LosingRunner(MadeRunner):

@@ -256,7 +256,8 @@ def test_what_diverges_and_what_fails_is_out_and_told(run: Run) -> None:
     assert any("broken" in line and "failed" in line for line in result.said)
     failed = [t for t in result.first.trials if t.status == "failed"]
     assert all(t.cause == "RuntimeError: broken" and t.failure_kind == "error" for t in failed)
-    assert any(": diverged: 5 steps in a row up to step 9" in line for line in result.said)
+    ended = [line for line in result.said if line.startswith("[")]
+    assert any(": diverged: 5 steps in a row up to step 9" in line for line in ended)
     assert 0.0015 <= result.choice.lr <= 0.008
 
 
