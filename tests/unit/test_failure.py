@@ -409,12 +409,9 @@ def test_a_directory_that_was_moved_is_gone_on_with_where_it_is(tmp_path: Path) 
     with record.HeldDirectory(tmp_path / "run") as held:
         assert lost_directory(held) is None
         (tmp_path / "run").rename(tmp_path / "moved")
-        assert "it holds no checkpoint yet" in lost_directory(held).explanation[0]
         for step in (2, 10):
             (tmp_path / "moved" / "checkpoints" / f"step-{step:08d}").mkdir(parents=True)
         failure = lost_directory(held)
-    assert failure.explanation[0].startswith(f"checkpoints, records and logs are all in {tmp_path}/moved; ")
-    assert "the newest checkpoint is" in failure.explanation[0]
     assert "step-00000010; the steps after it are lost" in failure.explanation[0]
     assert failure.fix == (f"bert-dp train --run-dir {tmp_path}/moved goes on from there",)
 

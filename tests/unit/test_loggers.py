@@ -25,6 +25,7 @@ from launcher.loggers import Beginning, __main__, follow
 from launcher.options import loggers as parse_loggers
 from launcher.results import LoggerRun
 from launcher.run import loggers as child
+from launcher.run.processes import stop_signals
 from tests.e2e.cli import here, is_alive, refused, wait_for
 from tests.helpers import issues_of, make_config, read_json, write_lines
 from tests.report_fixture import make_run, metrics
@@ -311,7 +312,7 @@ sys.stdin.read()
     [
         (True, "time.sleep(0.3)", 0),  # however long
         (False, f"sys.exit({loggers.INCOMPLETE})", 1),  # it has said itself what was not sent
-        (True, "os.kill(os.getppid(), 15); time.sleep(60)", 143),
+        (True, "while True: os.kill(os.getppid(), 15); time.sleep(0.05)", 143),
     ],
 )
 def test_how_long_the_sender_has_and_how_it_ended(
@@ -321,7 +322,7 @@ def test_how_long_the_sender_has_and_how_it_ended(
     command = [sys.executable, "-I", "-S", "-c", SENDER.format(end), str(asked)]
     monkeypatch.setattr(child, "module_command", lambda _: command)
     monkeypatch.setattr(child, "GRACE_S", 0.0 if wait else 30.0)
-    with child.Loggers(tmp_path, ["wandb", "mlflow"], said.append, wait=wait) as sender:
+    with stop_signals(), child.Loggers(tmp_path, ["wandb", "mlflow"], said.append, wait=wait) as sender:
         wait_for(lambda: asked.exists() and asked.read_text(), 30)
     assert asked.read_text() == f"{'inf' if wait else child.OWN_GRACE_S} wandb mlflow"
     assert (sender.exit_code, len(said)) == (code, code == 143)

@@ -226,14 +226,14 @@ def test_what_ends_without_a_word_runs_twice(tmp_path: Path, started: list[list[
 def test_a_trial_gets_its_slots_devices_and_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It logs two steps and ends once its progress was said, 125 s after its start."""
+    """It logs a step and ends once its progress was said, 125 s after its start."""
     asked: list[Any] = []
 
     def start(_: str, arguments: list[str], *, scratch: str, environ: object, **options: Any) -> Any:
         asked.append((arguments[1:], environ))
         trial = Path(arguments[0])
         assert read_json(trial / "environment.json") == {"bf16_units": []}
-        write_lines(trial / "metrics.jsonl", [{"step": 1}, {"step": 2}])
+        write_lines(trial / "metrics.jsonl", [{"step": 1}])
         write(Trial(trial, config(), 2), {"status": "done"})
         command = [sys.executable, "-I", "-S", "-c", "import time\nwhile True: time.sleep(1)"]
         return subprocess.Popen(command, text=True, **options)
@@ -255,7 +255,7 @@ def test_a_trial_gets_its_slots_devices_and_says_how_far_it_is(
         tmp_path, [Slot(gpus=("2", "5"))], launcher="accelerate", on_gpu=True, log=log
     ) as runs:
         assert runs.run_one(Trial(tmp_path / "t", config(), 2)) == Outcome("ok", 125.0)
-    assert said == ["  t: step 2 of 2, running for 2 min 05 s"]
+    assert said == ["  t: step 1 of 2, running for 2 min 05 s"]
     line = ["--nproc", "2", "--launcher", "accelerate", "--on-gpu"]
     assert asked == [(line, {"CUDA_VISIBLE_DEVICES": "2,5"})]
 

@@ -189,7 +189,8 @@ def test_long_steps_are_waited_for_three_times(scene: Scene) -> None:
 def test_a_single_long_step_makes_no_patience(scene: Scene) -> None:
     scene.train(6)
     scene.train(1, seconds_per_step=40)
-    assert scene.quiet(60) <= 30
+    scene.train(2)
+    assert (scene.quiet(60) or 60) <= 30
 
 
 @pytest.mark.parametrize("phase", ["compile", "save"])
