@@ -87,6 +87,9 @@ def test_an_estimate_that_fits_did_not_so_less_is_advised() -> None:
     equation, fixes = what_fits(base, "bf16", 1, 1000.0, has_checkpoint=False)
     assert "more was taken than the estimate counts" in equation
     assert size(applied(base, fixes[0]), 1) <= (1 - SPARE) * size(base, 1)
+    for times, fits in ((1.05, True), (0.95, False)):
+        equation, _ = what_fits(base, "bf16", 1, times * size(base, 1), has_checkpoint=False)
+        assert ("more was taken" in equation) == fits
 
 
 def test_a_run_with_a_checkpoint_keeps_its_micro_batch() -> None:
@@ -97,6 +100,9 @@ def test_a_run_with_a_checkpoint_keeps_its_micro_batch() -> None:
     assert here.batch == base.batch
     assert here.parallel.activation_checkpointing
     assert size(here, 1) <= 9.0
+    for capacity in (2.5, 4.0, 6.0):
+        _, fixes = what_fits(base, "bf16", 1, capacity, has_checkpoint=True)
+        assert not [fix for fix in fixes[1:] if "batch.micro_size" in fix]
 
 
 def test_where_one_sequence_is_too_much_the_engine_is_changed_or_nothing_fits() -> None:
@@ -129,6 +135,7 @@ def run_dir(tmp_path: Path) -> Path:
     ("message", "said"),
     [
         (CUDA, "there are 7.00 GiB"),
+        (CUDA.replace("6.00", "8.50"), "there are 10.00 GiB"),
         (ALONE, "there are 8.00 GiB"),
         ("AcceleratorError: CUDA error: out of memory", "there are 12.00 GiB"),
     ],
@@ -171,6 +178,8 @@ def test_a_kill_for_want_of_memory_is_told_from_one_by_someone(run_dir: Path) ->
     )
     assert explained.fix[0].startswith("--set batch.micro_size=")
     assert explained.memory is not None
+    one = explain(killed, run_dir, 2, MemoryFacts(curves, 1.0, 1, "memory.events"))
+    assert one.explanation[0].startswith("the kernel killed 1 process for want")
     by_someone = explain(killed, run_dir, 2, MemoryFacts(curves, 1.0, 0, "memory.events"))
     assert (by_someone.message, by_someone.kind) == (killed.message, killed.kind)
     assert by_someone.explanation == (

@@ -404,6 +404,26 @@ def test_where_the_noise_scale_can_be_measured(settings: str, ranks: int, line: 
         assert issues_of(batch_layout, config, ranks) == (line,)
 
 
+@pytest.mark.parametrize(
+    ("kind", "labels", "named"),
+    [
+        ("single_label", ["a"], "finetune.labels: 1 of a single_label task; name them"),
+        ("single_label", ["a", "b"], None),
+        ("multi_label", [], "finetune.labels: 0 of a multi_label task; name them"),
+        ("multi_label", ["a"], None),
+        ("regression", [], None),
+    ],
+)
+def test_finetuning_needs_the_names_of_its_labels(kind: str, labels: list[str], named: str | None) -> None:
+    task = {"objective": {"name": "finetune"}, "finetune": {"kind": kind, "labels": labels}}
+    config = make_config("data.path=/x", "batch.global_size=8", "batch.micro_size=4", **task)
+    if named is None:
+        assert batch_layout(config, 2).grad_accum_steps == 1
+    else:
+        (line,) = issues_of(batch_layout, config, 2)
+        assert line.startswith(named)
+
+
 # --- the data
 
 
@@ -553,6 +573,7 @@ def test_which_engine_reads_what(engine: str, read: set[str]) -> None:
         "eval.every_steps=5",
         "compile='off'",
         "run.device=cpu run.init_from=/w run.hang_after_s=5 run.end_hung_after_s=0",
+        "run.deterministic=true run.max_skipped_in_a_row=7 run.init_keeps=moments data.sources=[x]",
     ],
 )
 def test_budget_ranks_and_logging_may_change_on_resume(settings: str) -> None:
@@ -563,8 +584,10 @@ def test_what_may_not_change_on_resume_is_named_with_both_values() -> None:
     old = make_config().model_dump(mode="json")
     changes = {
         "batch.global_size": (8192, 4096),
+        "data.build.dedup": ("exact", "none"),
         "data.sequence_length": (128, 64),
         "data.shuffle": (True, False),
+        "data.tokenizer": (None, "t.json"),
         "model.num_layers": (16, 2),
         "optim.beta1": (0.9, 0.5),
         "optim.clip": (0.5, 1.0),
@@ -589,6 +612,7 @@ def test_what_may_not_change_on_resume_is_named_with_both_values() -> None:
 def test_weights_of_another_model_are_refused() -> None:
     old = make_config().model_dump(mode="json")
     free = "model.dropout=0.1 model.norm_eps=1e-5 model.rope_theta=1e4 data.sequence_length=64".split()
+    free.append("model.attention_dropout=0.1")
     assert init_issues("/w", old, make_config(*free)) == []
     assert init_issues("/w", old, make_config("model.num_heads=6", "model.norm=rmsnorm")) == [
         "model.num_heads: 6, but run.init_from /w was trained with 12; set model.num_heads=12 or start from "

@@ -167,8 +167,15 @@ def test_the_loss_depends_on_neither_padding_nor_micro_batch(
     assert changed.item() != pytest.approx(wanted, rel=1e-6), "dropout changes nothing here"
 
 
-def test_an_example_batch_has_the_largest_shapes(task: Finetuning) -> None:
+@pytest.mark.parametrize(
+    ("task", "targets"), [("single_label", 8), ("multi_label", 16), ("regression", 8)], indirect=["task"]
+)
+def test_an_example_batch_has_the_largest_shapes(task: Finetuning, targets: int) -> None:
     batch = task.example_batch(4)
     assert batch.ids_BS.shape == (4, LENGTH)
     assert batch.real_BS is not None
-    assert task.num_targets(0, 8) == 8
+    assert task.num_targets(0, 8) == targets
+    facts = task.open_data()
+    eight_epochs = [task._training_batch(np.arange(at, at + 8)).ids_BS for at in range(0, 37 * 8, 8)]
+    tokens = sum(int((ids_BS != 0).sum()) for ids_BS in eight_epochs)
+    assert (facts.num_samples, facts.tokens_per_sample) == (37, tokens / (8 * 37))

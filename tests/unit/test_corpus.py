@@ -579,12 +579,19 @@ def test_a_manifest_without_block_hashes_still_counts(out: Path) -> None:
     assert len(shards.check_blocks(out, manifest)) == 1
 
 
-def test_inspect(out: Path) -> None:
+def test_inspect(out: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "CHUNK_SEQUENCES", 7)
     facts = shards.inspect(out)
+    rows, words = split(out, "train"), Tokenizer.from_file(str(out / "tokenizer.json"))
+    counts = np.bincount(rows.ravel())
+    most = np.argsort(-counts, kind="stable")[:20].tolist()
+    assert [(each["id"], each["token"], each["share"]) for each in facts["frequent_tokens"]] == [
+        (i, words.id_to_token(i), counts[i] / rows.size) for i in most
+    ]
+    spread = [rows[0], rows[(len(rows) - 1) // 2], rows[-1]]
+    assert facts["samples"] == [words.decode(row.tolist(), skip_special_tokens=False) for row in spread]
     json.dumps(facts)
     assert facts["problems"] == []
-    assert len(facts["samples"]) == 3
-    assert facts["frequent_tokens"][0]["share"] >= facts["frequent_tokens"][1]["share"] > 0
     train = facts["manifest"]["train"]
     assert facts["tokens_per_document"] == train["tokens"] / train["documents"]
 
@@ -609,6 +616,7 @@ def test_ensure_builds_once_and_follows_the_source(
     monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
     first = builder.ensure(config(source))
     assert first == builder.cache_dir(config(source))
+    assert read_manifest(first).build["vocab_size"] == VOCAB
     stamp = (first / "manifest.json").stat().st_mtime_ns
     assert builder.ensure(config(source)) == first
     assert (first / "manifest.json").stat().st_mtime_ns == stamp
@@ -616,6 +624,11 @@ def test_ensure_builds_once_and_follows_the_source(
     for damaged in (b"", bytes(len(good))):
         (first / "train-00000.bin").write_bytes(damaged)
         assert shards.verify(builder.ensure(config(source))) == []  # made again
+    given = config(
+        source, tokenizer=bert_like(tmp_path / "t.json", ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"])
+    )
+    built = read_manifest(builder.ensure(given))
+    assert built.tokenizer.sha256 == sources.file_hash(tmp_path / "t.json") == built.build["tokenizer_sha256"]
     write(tmp_path / "a.txt", prose(101))
     assert builder.ensure(config(source)) != first
     assert builder.ensure(config(source, build={**PLAIN, "dedup": "none"})).parent == first.parent
@@ -799,7 +812,7 @@ def test_no_torch_is_imported() -> None:
 
 def test_a_filter_that_takes_much_is_told(tmp_path: Path) -> None:
     directory = write_shards(tmp_path / "s", train=65, held_out=5)
-    for count, share in ((30, "30% of the documents"), (5, None)):
+    for count, share in ((30, "30% of the documents"), (15, None)):
         with edited_manifest(directory) as edited:
             edited["dropped"] = {"tokens_per_char": count}
             edited["build"] = {"max_tokens_per_char": 0.25}

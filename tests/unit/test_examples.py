@@ -213,6 +213,10 @@ def test_row_counts_decide_whether_it_is_glue(lab: Lab, monkeypatch: pytest.Monk
     monkeypatch.setitem(glue.TASKS, "RTE", small)
     whole = lab.prepare("--task", "RTE", "--data", data, length=17)[1]
     assert (whole.official, "GLUE's own numbers of rows" in summary(whole)) == (True, True)
+    other = dataclasses.replace(small, rows={"train": 3, "dev": 2}, also={"train": 2})
+    monkeypatch.setitem(glue.TASKS, "RTE", other)
+    assert lab.prepare("--task", "RTE", "--data", data, length=18)[1].official is True
+    monkeypatch.setitem(glue.TASKS, "RTE", small)
     fewer = lab.write_glue("h", "RTE", RTE_HEADER, train=RTE["train"], dev=RTE["dev"][:1])
     assert lab.prepare("--task", "RTE", "--data", fewer)[1].official is False
 
@@ -313,7 +317,9 @@ def test_what_was_prepared_is_found_again_until_a_file_changes(lab: Lab) -> None
     assert lab.prepare(*arguments)[0] == directory
     assert directory.stat().st_ino == inode
     assert "train 2 of" in lab.err
-    assert lab.prepare(*arguments, length=12)[0] != directory
+    assert lab.prepare(*arguments, length=8)[0] != directory
+    lab.tokenizer = Path(lab.write("other.json", lab.tokenizer.read_text()))
+    assert lab.prepare(*arguments)[0] != directory
     lab.write_glue("g", "RTE", RTE_HEADER, train=[*RTE["train"], RTE["dev"][0]])
     assert lab.prepare(*arguments)[1].splits["train"].examples == manifest.splits["train"].examples + 1
 
@@ -470,6 +476,9 @@ def test_texts_that_the_vocabulary_has_nothing_of_are_counted_or_refused(lab: La
     train = lab.own({"train": text, "dev": text})["train"]
     assert lab.words(train, 1) == "<cls> <sep>"
     assert "1 without a token of the vocabulary" in lab.err
+    pairs = "text,other,label\na,cat,x\n\u732b,\u732b,y\n"
+    lab.own({"train": pairs, "dev": pairs}, "--text-pair", "other")
+    assert "1 without a token of the vocabulary" in lab.err
     file = lab.write("other.csv", "text,label\n\u72ac,x\n\u732b,y\n")
     code, _ = lab.run("--train", file, "--dev", file)
     assert (code, "has no token for any of its texts" in lab.err) == (2, True)
@@ -500,6 +509,25 @@ def test_columns_have_the_names_of_the_options(lab: Lab) -> None:
     named = ("--text", "question", "--text-pair", "answer", "--label", "grade")
     train = lab.own({"train": text, "dev": text}, *named)["train"]
     assert lab.words(train, 0) == "<cls> who sat <sep> the cat <sep>"
+    files = [
+        "--train",
+        str(lab.folder / "train.csv"),
+        "--dev",
+        str(lab.folder / "dev.csv"),
+        "--text",
+        "answer",
+    ]
+    for kind, column, metrics in (
+        ("single_label", "grade", ["accuracy", "f1"]),
+        ("single_label", "id", ["accuracy", "f1"]),
+        ("multi_label", "id", ["f1", "accuracy"]),
+        ("regression", "id", ["pearson", "spearman"]),
+    ):  # of the same files, which are prepared anew
+        directory, manifest = lab.prepare(*files, "--label", column, "--kind", kind)
+        assert lab.words(Examples.open(directory, manifest, "train"), 0) == "<cls> the cat <sep>"
+        assert (manifest.kind, manifest.metrics) == (kind, metrics)
+        names = {"grade": ["bad", "good"], "id": ["1", "2"]}[column]
+        assert manifest.labels == ([] if kind == "regression" else names)
 
 
 @pytest.mark.parametrize(
@@ -652,6 +680,12 @@ REFUSED: list[tuple[dict[str, str], str, str]] = [
     ({"train": "text,label\na cat\n"}, "", "line 2 has 1 fields, the header 2"),
     ({"train": 'text,label\n"a cat,x\n'}, "", "is not CSV"),
     ({"train": "text,text,label\na,b,x\n"}, "", "names 'text' twice"),
+    ({"train": "text,label,label\na,x,y\n"}, "", "names 'label' twice"),
+    (
+        {"train": "text,label\n" + "".join(f"a cat,{name}\n" for name in "abcdefghij")},
+        "",
+        "label 'x' is none of train's 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h' and 2 more",
+    ),
     ({"train": "text,label\n"}, "", "holds no example"),
     ({"test": '[{"text": "a", "label": "x"}, {"text": "b"}]'}, "", "record 2 has no label, but others have"),
     ({"train": "text,label\na cat,[1\n"}, "--kind multi_label", "'[1' is no JSON list"),

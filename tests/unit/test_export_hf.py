@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -176,11 +178,47 @@ def test_what_no_class_holds_is_refused_by_its_settings(config: Config, kind: Ki
     assert all("export onnx" in issue for issue in issues)
 
 
-def test_a_difference_after_saving_and_loading_again_fails_the_check() -> None:
-    rows = [{"difference": 1e-7, "top1": 1.0}]
-    found = {"not_loaded": [], "parameters": 9, "stored_parameters": 9, "tolerance": 1e-5, "rows": rows}
-    assert check.is_ok({**found, "again": 1e-7})
-    assert not check.is_ok({**found, "again": 1e-3})
+NEAR = {"difference": 1e-7, "top1": 1.0}
+PROVEN: dict[str, Any] = {
+    "not_loaded": [],
+    "parameters": 9,
+    "stored_parameters": 9,
+    "tolerance": 1e-5,
+    "rows": [NEAR, {"difference": 1e-7, "top1": None}],
+    "again": 1e-7,
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "ok"),
+    [
+        ({}, True),
+        ({"again": 1e-3}, False),
+        ({"rows": [NEAR, {**NEAR, "difference": 1e-3}]}, False),
+        ({"rows": [{**NEAR, "top1": 0.99}, NEAR]}, False),
+        ({"not_loaded": ["a.weight"]}, False),
+        ({"parameters": 10}, False),
+        ({"tolerance": None, "rows": [{"difference": 0.1, "top1": 0.5}], "again": 1e-3}, True),
+        ({"tolerance": None, "parameters": 10}, False),
+    ],
+)
+def test_one_difference_anywhere_fails_the_check(change: dict[str, Any], ok: bool) -> None:
+    assert check.is_ok({**PROVEN, **change}) == ok
+
+
+def test_a_batch_is_compared_at_its_real_tokens(tmp_path: Path) -> None:
+    """The second sequence has one token, and the difference is over the largest output."""
+    source = open_run(write_run(tmp_path / "run", CONFIGS["EuroBERT"]), encoder=False)
+    ids_BS, mask_BS = np.ones((2, 2), np.int64), np.array([[1, 1], [1, 0]])
+    ours = np.array([[[4.0, 1.0], [1.0, 0.0]], [[0.0, 2.0], [0.0, 9.0]]])
+    theirs = ours + np.array([[[0.0, 0.2], [0.0, 0.0]], [[0.0, 0.0], [9.0, 0.0]]])
+    exported = describe(source, "hf")
+    found = check.compare((ids_BS, mask_BS), ours, theirs, exported, 1e-5)
+    assert found == {"batch": 2, "length": 2, "outputs": 6, "difference": pytest.approx(0.05), "top1": 1.0}
+    swapped = check.compare((ids_BS, mask_BS), ours, theirs[:, ::-1], exported, 1e-5)
+    assert swapped["top1"] == pytest.approx(2 / 3)
+    hidden = exported.model_copy(update={"kind": "encoder"})
+    assert check.compare((ids_BS, mask_BS), ours, theirs, hidden, 1e-5) == {**found, "top1": None}
 
 
 def test_a_run_is_found_beside_a_folder_of_the_same_name(
@@ -192,6 +230,11 @@ def test_a_run_is_found_beside_a_folder_of_the_same_name(
     (tmp_path / "here" / "first").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "here")
     assert check.open_source(tmp_path / "beside" / "out", exported, None).checkpoint == source.checkpoint
+    later = write_run(tmp_path / "other", CONFIGS["ModernBERT, biases"], step=9) / "checkpoints"
+    shutil.copytree(later / "step-00000009", run / "checkpoints" / "step-00000009")  # it was trained on
+    assert check.open_source(tmp_path / "beside" / "out", exported, run).checkpoint == source.checkpoint
+    alone = shutil.copytree(run / "checkpoints" / "step-00000003", tmp_path / "alone" / "mine")
+    assert (source.run_name, open_run(alone, encoder=False).run_name) == ("first", "mine")
     (issue,) = issues_of(check.open_source, tmp_path / "elsewhere" / "out", exported, None)
     assert "no run first with the weights of DIR" in issue
 
@@ -199,7 +242,38 @@ def test_a_run_is_found_beside_a_folder_of_the_same_name(
 def test_a_card_quotes_the_summary_of_its_own_step_alone(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", config_of("small-text"), step=3)
     for step, told in ((3, True), (9, False)):
-        summary = {"status": "done", "step": step, "heldout_loss": 4.25, "schema_version": 1}
+        heldout = {"loss": 4.25, "loss_unit": "squared error", "scores": {"dev/auc": None}}
+        losses = {"heldout_loss": 4.25, "final_loss": 4.5, "unigram_entropy_nats": 6.0, "heldout": heldout}
+        summary = {"status": "done", "step": step, **losses, "schema_version": 1}
         (run / "summary.json").write_text(json.dumps(summary))
         facts = dict(card.training_facts(open_run(run, encoder=False)))
+        assert (facts["steps"], facts["samples"], facts["tokens"]) == ("3", "24", "3,072")
         assert ("held-out loss" in facts) == told
+        if told:
+            assert facts["loss of the last step"] == "4.5000 squared error"
+            assert (facts["held-out loss"], facts["dev/auc"]) == ("4.2500 squared error", "not defined")
+
+
+@pytest.mark.parametrize(
+    ("name", "form", "encoder", "told", "not_told"),
+    [
+        ("EuroBERT", "hf", False, "AutoModelForMaskedLM|exists from transformers 5", "similarity"),
+        ("EuroBERT", "onnx", False, 'session.run(["logits"]', "transformers 5|same kind"),
+        ("ModernBERT", "hf", True, "import AutoModel,|sentence-transformers too", "transformers 5"),
+        ("ModernBERT", "aoti", True, "of the same kind|encodings were not trained", "sentence-transformers"),
+    ],
+)
+def test_a_card_says_how_to_load_and_what_to_know(
+    tmp_path: Path, name: str, form: Any, encoder: bool, told: str, not_told: str
+) -> None:
+    source = open_run(write_run(tmp_path / "run", CONFIGS[name]), encoder=encoder)
+    write_about(tmp_path, source, form, "bert-dp export", "## GLUE\n\nNine numbers.\n")
+    text = (tmp_path / "README.md").read_text()
+    for words in (*told.split("|"), "add_special_tokens=False", "at most 128 tokens", "## GLUE\n\nNine"):
+        assert words in text, words
+    assert not [words for words in not_told.split("|") if words in text]
+    assert read_json(tmp_path / "tokenizer_config.json")["model_max_length"] == 128
+    about = read_json(tmp_path / "export.json")
+    assert (about["run"], about["architecture"]) == ("run", name if form == "hf" else None)
+    assert (about["finetune"], about["precision"], about["step"]) == (None, "fp32", 3)
+    assert about["parameters"] == sum(p.numel() for p in perturbed(CONFIGS[name]).parameters())

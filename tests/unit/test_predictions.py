@@ -94,6 +94,7 @@ def test_lines_stand_in_the_order_of_the_file_with_any_number_of_instances(
         assert [line["index"] for line in lines] == list(range(50))
         for line, expected in zip(lines, whole, strict=True):
             assert line["encoding"] == pytest.approx(expected["encoding"], abs=1e-5)
+            assert line["encoding"] != [round(x, 4) for x in line["encoding"]]
         done = [number for _, number, _ in reports]
         assert done == sorted(done)
         assert len(done) > 10
@@ -140,7 +141,11 @@ def test_labels_and_their_probabilities() -> None:
     assert single == {"label": "yes", "probabilities": {"no": 0.25, "yes": 0.75, "never": 0.0}}
     several = predict.labelled(logits, FinetuneConfig(labels=names, kind="multi_label"))
     assert several == {"labels": ["yes"], "probabilities": {"no": 0.5, "yes": 0.75, "never": 0.0}}
-    assert predict.labelled(np.array([2.5]), FinetuneConfig(kind="regression")) == {"score": 2.5}
+    regression = FinetuneConfig(kind="regression")
+    assert predict.labelled(np.array([2.123456789]), regression) == {"score": 2.123457}
+    thirds = np.log([1.5, 0.75, 0.75])  # the first alone is likelier than not
+    several = predict.labelled(thirds, FinetuneConfig(labels=names, kind="multi_label"))
+    assert several == {"labels": ["no"], "probabilities": {"no": 0.6, "yes": 0.428571, "never": 0.428571}}
 
 
 def test_what_is_read_of_a_file_or_of_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
