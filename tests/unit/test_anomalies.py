@@ -52,14 +52,16 @@ def test_a_falling_loss_has_no_spikes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("precision", "row", "limit"), [("fp32", 5, 5), ("bf16", 3, 3), ("fp16", 21, 5), ("fp16", 17, 1)]
+    ("precision", "row", "limit"),
+    [("fp32", 1, 1), ("fp32", 5, 5), ("bf16", 3, 3), ("fp16", 21, 5), ("fp16", 17, 1)],
 )
 def test_how_many_in_a_row_stop(precision: str, row: int, limit: int) -> None:
     settings = make_config(run={"max_skipped_in_a_row": limit}, log={"every_steps": 7})
     assert anomalies.too_many_skipped(settings, precision, row - 1, 40, 2e-4) is None
     cause = anomalies.too_many_skipped(settings, precision, row, 40, 2e-4)
     assert cause is not None
-    for text in (f"{row} steps in a row", "step 40", "at learning rate 0.0002;", "optim.lr (now 0.001)"):
+    steps = f"{row} steps in a row" if row > 1 else "1 step up to"
+    for text in (steps, "step 40", "at learning rate 0.0002;", "optim.lr (now 0.001)"):
         assert text in cause
     assert f"run.max_skipped_in_a_row is {limit}, looked at every 7 steps" in cause
     assert ("precision: fp32" in cause) == (precision != "fp32")

@@ -54,7 +54,7 @@ def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) 
 
     def properties(index: int) -> Any:
         assert index == 0, "no such device"
-        return SimpleNamespace(pci_domain_id=0, pci_bus_id=0x1B, pci_device_id=0)
+        return SimpleNamespace(pci_domain_id=10, pci_bus_id=0x1B, pci_device_id=0)
 
     def placed(*arguments: Any) -> Placement:
         calls.append(arguments)
@@ -64,12 +64,13 @@ def test_a_gpu_rank_asks_for_its_own_gpu_alone(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
     monkeypatch.setattr(devices, "place", placed)
     mine = own_place(GPU)
-    assert mine.gpu == "0000:1b:00.0"
+    assert mine.gpu == "000a:1b:00.0"
     other = dataclasses.replace(mine, gpu="0000:1a:00.0")
     elsewhere = Place("n2/2", "0000:1a:00.0")
-    set_affinity(GPU, World(2, 1, 4, 2), [elsewhere, other, mine, elsewhere])
+    namesake = dataclasses.replace(other, node=f"{mine.host}/another boot")
+    set_affinity(GPU, World(2, 1, 4, 2), [elsewhere, other, mine, namesake])
     set_affinity(GPU, LONE)
-    assert calls == [(1, 2, ["0000:1a:00.0", "0000:1b:00.0"]), (0, 1, ["0000:1b:00.0"])]
+    assert calls == [(1, 2, ["0000:1a:00.0", "000a:1b:00.0"]), (0, 1, ["000a:1b:00.0"])]
 
 
 @pytest.mark.parametrize(("ranks", "share"), [(1, 6), (2, 3), (3, 2), (4, 1), (6, 1), (7, 0)])

@@ -216,6 +216,7 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, train
     assert trainer.checkpointer.waited == [4, 5], "only the end waits for a save"
     assert trainer.meter.totals["train_s"] == 5 * 2.0
     assert state.eval_s == 5 * 100.0
+    assert read_lines(tmp_path / "evals.jsonl")[0]["elapsed_s"] == 2.0 + 100.0
     assert np.isfinite((state.heldout or {})["loss"])
 
 
@@ -256,7 +257,7 @@ class SlowStream:
     """Ten seconds for a micro batch, of which it tells."""
 
     def __init__(self, clock: Clock, events: list[str]):
-        self._clock, self._events, self.wait_s = clock, events, 0.0
+        self._clock, self._events, self.wait_s = clock, events, 500.0  # before training
 
     def next(self) -> Batch:
         self._clock.now += 10.0
@@ -271,18 +272,23 @@ def test_a_micro_batch_is_drawn_when_the_one_before_it_is_on_its_way(
     """Else a device idles through the wait for all of them; the heartbeat says who waits, and no timer of
     the work counts it."""
     events: list[str] = []
+    steps: list[int] = []
+
+    def enter(name: str, *step: int) -> None:
+        events.append(name)
+        steps.extend(step)
+
     trainer, *_ = train_here(
         tmp_path,
         shards,
         clock,
         stream=SlowStream(clock, events),
-        heartbeat=SimpleNamespace(
-            enter=lambda name, *_: events.append(name), progress=lambda: events.append("+")
-        ),
+        heartbeat=SimpleNamespace(enter=enter, progress=lambda: events.append("+")),
         batch={"global_size": 6, "micro_size": 2},
         schedule={"steps": 1, "name": "constant"},
     )
     assert events[: events.index("log")] == ["data", *["data", "drawn", "step", "+"] * 3, "data"]
+    assert steps[:3] == [1, 2, 1], "the step, the data of the one that does not come, and the line"
     (line,) = read_lines(tmp_path / "metrics.jsonl")
     assert (line["step_time_s"], line["data_wait_s"], line["forward_backward_s"]) == (33.0, 30.0, 3.0)
     assert trainer.meter.own_work_s == [3.0]
@@ -360,7 +366,8 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     state.global_batch = 2  # of a step in a ramp, not the run's
     trainer.meter.own_work_s, trainer.meter.total_steps = [20.0, 60.0], 20
     trainer.meter.totals |= {"data_wait_s": 1.0, "forward_backward_s": 6.0, "optimizer_s": 3.0}
-    trainer.checkpointer.stall_s = 4.5  # type: ignore[misc]
+    trainer.checkpointer.stall_s, trainer.checkpointer.failed_saves = 4.5, 3  # type: ignore[misc]
+    state.loss_spikes, state.skipped_steps = 2, 1
     monkeypatch.setattr(devices, "peak_memory_gib", lambda device: 1.0)
     monkeypatch.setattr(devices, "joules", lambda device: 130.0)
     summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
@@ -378,6 +385,12 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     assert (time_s["setup"], time_s["compile"], time_s["train"], time_s["eval"]) == (1.0, 2.0, 10.0, 500.0)
     assert (time_s["data_wait"], time_s["forward_backward"], time_s["optimizer"]) == (1.0, 6.0, 3.0)
     assert time_s["save"] == 4.5
+    assert (end["failed_saves"], end["loss_spikes"], end["skipped_steps"], end["noise_scale"]) == (
+        3,
+        2,
+        1,
+        None,
+    )
     assert (end["unigram_entropy_nats"], end["uniform_entropy_nats"]) == (3.9, math.log(64))
     assert end["final_loss"] == read_lines(tmp_path / "metrics.jsonl")[-1]["loss"] != end["heldout_loss"]
     assert (end["global_batch"], end["micro_batch"], end["accumulation"]) == (4, 2, 2)

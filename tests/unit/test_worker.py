@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from bert_dp.config import ConfigError, changed_settings, resolve
+from bert_dp.config import ConfigError, changed_settings, load_config, resolve
+from bert_dp.cost import num_parameters
 from bert_dp.rank_process import LITTER, STOP_SIGNALS, Signals, record_error
 from bert_dp.record import LOG_DIR
 from tests.helpers import logged
@@ -85,6 +86,11 @@ def test_a_resumed_run_counts_from_its_beginning(run_dir: Path) -> None:
     assert (end["step"], end["samples"], end["tokens"]) == (4, 4 * GLOBAL, 4 * GLOBAL * LENGTH)
     assert end["skipped_steps"] == 1
     assert logged(run_dir, "skipped_steps") == [0, 1, 1, 1]
+
+
+def test_the_summary_has_the_parameters_of_the_model(run_dir: Path) -> None:
+    config = load_config(run_dir / "config.yaml")
+    assert summary(run_dir)["parameters"] == num_parameters(config.model, LENGTH)
 
 
 def test_held_out_positions_are_15_of_100_at_any_mask_rate(run_dir: Path) -> None:
