@@ -86,6 +86,7 @@ def test_what_is_there_is_told_from_what_is_free_and_from_a_limit(tmp_path, monk
     monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     monkeypatch.setattr("psutil.swap_memory", lambda: SimpleNamespace(total=3 * GIB, used=GIB))
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (2**16, 2**20))
     files = {"proc/self/cgroup": "0::/job\n", "sys/fs/cgroup/job/memory.max": f"{group * GIB}\n"}
     facts = probe(tmp_path, write_files(tmp_path, files))
