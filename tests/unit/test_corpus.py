@@ -276,6 +276,17 @@ def test_near_dedup_drops_the_later_document(tmp_path: Path) -> None:
         assert manifest["dropped"]["exact_duplicate"] == dropped
 
 
+def test_near_dedup_goes_by_its_threshold(tmp_path: Path) -> None:
+    """Of 51 shingles 21 are shared."""
+    half = [" ".join(WORDS[:25] + WORDS[i : i + 15]) for i in (25, 27)]
+    source = write(tmp_path / "a.txt", [*prose(60), *half])
+    dropped = {
+        threshold: make(source, tmp_path / str(threshold), dedup="near", near_threshold=threshold)["dropped"]
+        for threshold in (0.2, 0.9)
+    }
+    assert {threshold: each["near_duplicate"] for threshold, each in dropped.items()} == {0.2: 1, 0.9: 0}
+
+
 def test_near_dedup_keeps_short_documents_that_differ() -> None:
     """Shorter than a shingle."""
     pytest.importorskip("rensa")
@@ -473,6 +484,8 @@ def test_given_tokenizer(tmp_path: Path) -> None:
     rows = split(tmp_path / "out", "train")
     assert (rows == 4).sum() == pytest.approx(manifest["train"]["documents"], abs=5)
     assert not (rows == 0).any()
+    whole = bert_like(tmp_path / "s.json", specials, extra=VOCAB - manifest["vocab_size"])
+    assert make(source, tmp_path / "whole", tokenizer=whole)["vocab_size"] == VOCAB
     for other, message in (
         (bert_like(tmp_path / "u.json", specials[:-1]), "no token <mask> or"),
         (bert_like(tmp_path / "v.json", specials, extra=500), r"model\.vocab_size is 300"),
@@ -500,6 +513,8 @@ def test_existing_output_is_kept_refused_or_replaced(source: str, tmp_path: Path
     assert (out / "manifest.json").stat().st_mtime_ns == before
     with pytest.raises(ConfigError, match="--force"):
         make(source, out, dedup="none")
+    with pytest.raises(ConfigError, match="--force"):
+        make([source, write(tmp_path / "b.txt", prose(9))], out)
     write(tmp_path / "a.txt", prose(100, seed=1))
     with pytest.raises(ConfigError, match="--force"):
         make(source, out)
