@@ -71,9 +71,17 @@ def open_hf(directory: Path, kind: str) -> Compute:
     return compute_hf(model, kind)
 
 
+def hush_torchao() -> None:
+    """Without this its import, which is transformers' too where it is installed, tells of every CUDA library
+    of its that does not load."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
     """(the model, names of parameters that the file has not or in another shape, and of those that are not in
     the model)."""
+    hush_torchao()
     import transformers
 
     transformers.logging.set_verbosity_error()  # we say what was not loaded

@@ -4,7 +4,6 @@ or compiled by AOTInductor."""
 from __future__ import annotations
 
 import copy
-import logging
 import tempfile
 import warnings
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.export import Dim, ExportedProgram
 from bert_dp.config import ModelConfig
 from bert_dp.config.extras import require
 from bert_dp.export.as_function import Source
-from bert_dp.export.foreign import OUTPUTS
+from bert_dp.export.foreign import OUTPUTS, hush_torchao
 from bert_dp.matmul import USES_ONEDNN
 from bert_dp.record.exported import ExportPrecision
 
@@ -43,8 +42,7 @@ def quantize(model: nn.Module) -> nn.Module:
     """`model` with weights of 8 bits in its linear layers, scaled by row, and activations of 8 bits there,
     scaled by token as it runs (torchao's dynamic quantisation). The table of the embeddings stays in fp32,
     with the logits of tokens that it gives. Raises ConfigError without torchao."""
-    for name in ("torchao", "torch.utils._pytree"):  # they tell of CUDA libraries and of each other
-        logging.getLogger(name).setLevel(logging.ERROR)
+    hush_torchao()
     quantization = require("torchao.quantization", "int8", "--int8")
     quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
     return require("torchao.utils", "int8", "--int8").unwrap_tensor_subclass(model)
