@@ -299,7 +299,7 @@ class Runner:
         return outcome
 
     def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
-        """The JSON lines that `python -m module` printed; [] when it failed, which its stderr has told.
+        """The JSON lines that `python -m module` printed; its stderr has told why it failed.
 
         Raises Stopped for a signal."""
         with processes.confined(cores):

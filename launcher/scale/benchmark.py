@@ -96,8 +96,8 @@ def describe(grid: Grid, folder: Path, log: Log, overrides: Sequence[str], *, co
     for mode, ranks in [(mode, n) for mode in settings.modes for n in settings.gpus if n > 1]:
         if (mode, ranks) not in ceilings:
             log(
-                f"warning: {mode}, {ranks} ranks: the batch does not divide over as many copies; no "
-                "ceiling, and no exposed communication"
+                f"warning: {mode}, {ranks} ranks: the batch does not divide over as many copies, or they "
+                "do not fit into memory; no ceiling, and no exposed communication"
             )
     if "weak" in settings.modes and "strong" not in settings.modes:
         log("weak scaling trains another global batch at every N: losses are not compared")

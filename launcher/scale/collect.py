@@ -216,7 +216,7 @@ def _cell(
         **_loss(mine, single, settings.precision),
         skipped_steps=max(r.summary.skipped_steps or 0 for r in mine.repeats),
     )
-    return judged.model_copy(update={"flags": _flags(judged)})
+    return judged.model_copy(update={"flags": _flags(judged, single is not None)})
 
 
 def _repeat(repeat: Repeat, steps: Sequence[float], mine: Measured) -> results.Repeat:
@@ -312,15 +312,16 @@ def _loss(mine: Measured, single: Measured | None, precision: str | None) -> Fac
     return out
 
 
-def _flags(cell: Cell) -> list[str]:
-    """What a reader must know before quoting the cell."""
+def _flags(cell: Cell, has_baseline: bool) -> list[str]:
+    """What a reader must know before quoting the cell. `has_baseline`: one rank has been measured."""
     flags = []
     if cell.skipped_steps:
         flags.append(
             f"{cell.skipped_steps} optimizer steps were skipped (gradient not finite), and count as steps"
         )
     if cell.mode == "strong" and cell.kind == "run" and cell.loss_agrees is None:
-        flags.append("losses are not compared: a logged line is missing or not finite")
+        why = "a logged line is missing or not finite" if has_baseline else "there is no run of one rank"
+        flags.append(f"losses are not compared: {why}")
     if cell.world_size > 1 and cell.efficiency is not None and cell.efficiency > 1:
         flags.append(
             f"efficiency {100 * cell.efficiency:.1f} % is above 100 %: the baseline is slow, or "

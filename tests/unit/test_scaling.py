@@ -399,6 +399,10 @@ def test_losses_of_other_steps_are_not_compared(tmp_path: Path) -> None:
     ddp = {cell.id: cell for cell in collect(made, tmp_path, facts={}).cells}["strong-ddp-n2"]
     assert (ddp.loss_agrees, ddp.loss_deviation) == (None, None)
     assert "losses are not compared: a logged line is missing or not finite" in ddp.flags
+    for path in (tmp_path / "runs").glob("strong-single-*"):
+        shutil.rmtree(path)
+    ddp = {cell.id: cell for cell in collect(made, tmp_path, facts={}).cells}["strong-ddp-n2"]
+    assert "losses are not compared: there is no run of one rank" in ddp.flags
 
 
 @pytest.mark.parametrize(
@@ -501,7 +505,7 @@ def test_a_ceiling_that_cannot_be_is_told_before(tmp_path: Path) -> None:
     said: list[str] = []
     benchmark.describe(Grid(config, settings, MACHINE, on_gpu=False), tmp_path, said.append, [], cores=2)
     assert said[-1].startswith(
-        "warning: strong, 2 ranks: the batch does not divide over as many copies; no ceiling"
+        "warning: strong, 2 ranks: the batch does not divide over as many copies, or they do not fit"
     )
     assert len([line for line in said if line.startswith("warning")]) == 1
 
