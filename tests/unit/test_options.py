@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import typer
 
+from bert_dp.config.profile import parse_profile
 from launcher import options, results
+from launcher.evaluate import finetune
 from launcher.plan import inputs, scaling
 from launcher.plan.question import Question
+from launcher.run import restarts, train
 from tests.e2e.cli import here, refused, tiny
 
 
@@ -131,6 +134,26 @@ def test_every_option_stands_in_the_plan(
     plan = json.loads(done.stdout)
     told = plan.get("settings", plan)
     assert {name: told[name] for name in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("command", "elastic"),
+    [("train quickstart --elastic --profile 2:4", True), ("finetune RUN --task RTE --data .", False)],
+)
+def test_a_run_is_started_as_its_options_say(
+    monkeypatch: pytest.MonkeyPatch, command: str, elastic: bool
+) -> None:
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(train, "train", lambda _, **options: asked.append(options) or 3)
+    monkeypatch.setattr(finetune, "load", lambda *_, **__: None)
+    options = "--nproc 2 --launcher accelerate --run-dir place --resume never --max-restarts 5 --dry-run"
+    assert here(*command.split(), *options.split()).returncode == 3
+    (told,) = asked
+    expected = {"nproc": "2", "launcher": "accelerate", "run_dir": Path("place"), "resume": "never"}
+    assert {name: told[name] for name in expected} == expected
+    assert (told["dry_run"], told["policy"]) == (True, restarts.Policy(5, elastic))
+    if elastic:
+        assert told["profile"] == parse_profile("2:4", "0")
 
 
 def test_every_option_of_a_prediction_counts() -> None:

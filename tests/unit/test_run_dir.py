@@ -174,6 +174,7 @@ def test_a_run_whose_files_lead_elsewhere_is_refused(tmp_path: Path, name: str) 
     path = folder / name
     for make in (
         lambda: path.symlink_to(tmp_path / "mine"),
+        lambda: path.symlink_to(tmp_path / "mine/x"),
         lambda: path.symlink_to("/"),
         lambda: os.mkfifo(path),
     ):
