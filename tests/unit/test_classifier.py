@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,15 @@ def test_the_loss_depends_on_neither_padding_nor_micro_batch(
     batch = task._training_batch(np.arange(8))
     changed = task.loss(model, type(batch)(**{**vars(batch), "key_B": key32(task_of_another_seed)}))
     assert changed.item() != pytest.approx(wanted, rel=1e-6), "dropout changes nothing here"
+
+
+@pytest.mark.parametrize("task", ["single_label", "multi_label"], indirect=True)
+def test_the_held_out_loss_of_an_ignorant_model_is_that_of_one_target(task: Finetuning) -> None:
+    """Independent labels are a target each, of two answers."""
+    labels = len(task._config.finetune.labels)
+    measured = task._measure({"dev": np.zeros((len(task._splits["dev"]), labels))})
+    assert measured is not None
+    assert measured["loss"] == pytest.approx(math.log(2 if task._kind == "multi_label" else labels))
 
 
 @pytest.mark.parametrize(

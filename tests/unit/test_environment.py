@@ -417,6 +417,20 @@ def test_doctor_fails_only_when_a_run_would(monkeypatch, capsys, level, code):
     assert "something" in capsys.readouterr().out
 
 
+def test_doctor_tries_the_run_directory_and_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for slow in ("checkpoint", "all_reduce", "bf16"):
+        monkeypatch.setattr(doctor, slow, lambda *_: doctor.Finding("ok", "not tried"))
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "file"))
+    for run_dir, failed in ((tmp_path, ["cache directory"]), (tmp_path / "file", ["run", "cache directory"])):
+        findings = doctor.doctor(run_dir)[1]
+        told = [finding.what for finding in findings if finding.level == "fail"]
+        assert len(told) == len(failed)
+        assert all(what.startswith(role) for what, role in zip(told, failed, strict=True))
+
+
 @pytest.mark.parametrize("inside", [(), ("sub",), ("sub", "deeper")])
 def test_doctor_refuses_a_file_as_a_run_directory(tmp_path: Path, inside: tuple[str, ...]) -> None:
     (tmp_path / "file").touch()

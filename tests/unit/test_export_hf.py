@@ -126,6 +126,13 @@ def test_an_encoder_is_one_of_sentence_transformers_too(tmp_path: Path, name: st
     assert found == pytest.approx(mean_BH.numpy(), abs=1e-5)
 
 
+def test_config_json_tells_the_dropout_of_attention_from_the_other() -> None:
+    config = CONFIGS["RobertaPreLayerNorm"]
+    model = config.model.model_copy(update={"dropout": 0.1, "attention_dropout": 0.2})
+    settings = settings_of(config.model_copy(update={"model": model}), SPECIAL, "mlm")
+    assert (settings["hidden_dropout_prob"], settings["attention_probs_dropout_prob"]) == (0.1, 0.2)
+
+
 @pytest.mark.parametrize("name", ["ModernBERT", "EuroBERT", "RobertaPreLayerNorm"])
 @pytest.mark.parametrize("kind", ["mlm", "encoder"])
 def test_config_json_names_the_tokens_that_frame_an_example(name: str, kind: Kind) -> None:

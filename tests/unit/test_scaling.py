@@ -516,6 +516,7 @@ class MadeRunner(Runner):
     def begin(self) -> MadeRunner:
         self.ran: list[Trial] = []
         self.asked: list[tuple[str, list[str]]] = []
+        self.cores: list[Sequence[int] | None] = []
         return self
 
     def run(self, trials: Iterable[Trial]) -> Iterator[tuple[Trial, Outcome]]:
@@ -530,6 +531,7 @@ class MadeRunner(Runner):
 
     def helper(self, module: str, arguments: Sequence[str], cores: Sequence[int] | None = None) -> list[Any]:
         self.asked.append((module.rpartition(".")[2], list(arguments)))
+        self.cores.append(cores)
         if module.endswith("all_reduce"):
             measured = {"seconds_median": 0.5, "busbw_gb_s": 3.0, "repeats": 7, "backend": "gloo"}
             return [{"bytes": int(size), **measured} for size in arguments[2:]]
@@ -566,6 +568,7 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     assert [point.bytes for point in link.points if point.bucket] == [4096, 5000]
     assert [point.algbw_gb_s for point in link.points] == pytest.approx([size / 0.5 / 1e9 for size in sizes])
     assert {(p.seconds, p.busbw_gb_s, p.repeats) for p in link.points} == {(0.5, 3.0, 7)}
+    assert runs.cores == [None, cores_of(1, 2), cores_of(1, 2)]
     assert (profile[0], peak) == ("profiling", ("peak", [made.precision, "2"]))
     assert (runs.profiled.batch.global_size, runs.profiled.batch.micro_size) == (4, 4)
     assert (runs.profiled.data.synthetic, runs.profiled.parallel.engine) == (True, "single")
