@@ -147,7 +147,11 @@ def search(
     made, said = MadeRunner(out, surface, limit, tokens_per_s), list[str]()
     plan = lr.plan_of(config, settings)
     output = Output(out, "search", lr.STATE, plan, lr.FIXED)
-    with mock.patch.object(trials, "runner", return_value=contextlib.nullcontext(made)):
+    slots = [Slot(cores=(0,)), Slot(cores=(1,))]  # how many trials run at once decides their order
+    with (
+        mock.patch.object(trials, "runner", return_value=contextlib.nullcontext(made)),
+        mock.patch.object(trials, "device_slots", return_value=slots),
+    ):
         tune, code = lr.measure(job.Job("tiny", config, probe()), settings, 1, output, said.append)
     assert results.plain(tune) == read_json(out / "tune.json")
     return Searched(code, tune, made.ran, said + shown(rate_report(tune, out), 200), out)
