@@ -98,7 +98,10 @@ def scores_of(place: Path, config: Config, manifest: ExamplesManifest) -> dict[s
     for split in splits_of(manifest):
         examples = Examples.open(Path(config.data.path or ""), manifest, split)
         rows = [examples.tokens(i) for i in range(len(examples))]
-        logits_NL = predict.outputs_of(compute, rows, encoder.special["pad"], None)
+        batches = list(predict.batches(np.array([len(row) for row in rows]), predict.batch_tokens()))
+        pad = encoder.special["pad"]
+        outputs = [predict.outputs_of(compute, [rows[i] for i in index], pad, None) for index in batches]
+        logits_NL = predict.in_order(outputs, batches)
         measured = score(manifest.metrics, config.finetune.kind, logits_NL, np.asarray(examples.labels))
         scores |= {f"{split}/{metric}": value for metric, value in measured.items()}
     return scores

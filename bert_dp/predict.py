@@ -43,7 +43,10 @@ from bert_dp.rank_process import RunFailed
 from bert_dp.record.exported import is_exported, read_exported
 
 HELD = 8192  # examples that are sorted by length among each other
-BATCH_TOKENS = 8192  # of one forward pass, padding included
+# of one forward pass, padding included: a GPU needs many to be busy; a core is busy with few, and then fewer
+# are padding (benchmarks/RESULTS.md)
+GPU_BATCH_TOKENS = 8192
+CPU_BATCH_TOKENS = 1024
 DIGITS = 6  # after the point, of what is written
 
 Texts = Sequence[tuple[str, ...]]
@@ -137,7 +140,8 @@ def predict(
         ids, offsets, count_truncated = encoder.encode(texts[first : first + HELD])
         truncated += count_truncated
         rows = np.split(ids, offsets[1:-1])
-        return [(index_B, submit([rows[i] for i in index_B])) for index_B in batches(np.diff(offsets))]
+        together = batches(np.diff(offsets), batch_tokens())
+        return [(index_B, submit([rows[i] for i in index_B])) for index_B in together]
 
     with instances.answering(open_answer, count) as submit:
         for submitted in one_ahead(map(submit_batches, range(0, len(texts), HELD))):
@@ -146,8 +150,7 @@ def predict(
                 outputs.append(wait())
                 done += len(index_B)
                 progress("examples", done, len(texts))
-            order_N = np.concatenate([index_B for index_B, _ in submitted])
-            for output_L in np.concatenate(outputs)[np.argsort(order_N)]:
+            for output_L in in_order(outputs, [index_B for index_B, _ in submitted]):
                 encoding = {"encoding": output_L.round(DIGITS).tolist()}
                 yield {"index": index, **(encoding if finetune is None else labelled(output_L, finetune))}
                 index += 1
@@ -177,38 +180,45 @@ def one_ahead(items: Iterable[T]) -> Iterator[T]:
 def outputs_of(
     compute: Compute, rows: Sequence[NDArray[np.uint16]], pad: int, pooling: str | None
 ) -> NDArray[np.float64]:
-    """[N, L]: logits, or hidden states pooled by `pooling` (None of a finetuned run). `rows`: the tokens of
-    each example, <cls> first.
+    """[B, L]: logits, or hidden states pooled by `pooling` (None of a finetuned run). `rows`: the tokens of
+    each example of a batch, <cls> first.
 
     The mean of a pretrained run, which has never seen a <cls>, is over what stands behind it.
     """
     if pooling == "mean":
         rows = [row[1:] for row in rows]
-    lengths_N = np.array([len(row) for row in rows])
-    parts, order = [], []
-    for index_B in batches(lengths_N):
-        ids_BS = np.full((len(index_B), lengths_N[index_B].max()), pad, np.int64)
-        for ids_S, index in zip(ids_BS, index_B, strict=True):
-            ids_S[: lengths_N[index]] = rows[index]
-        real_BS = torch.from_numpy(np.arange(ids_BS.shape[1]) < lengths_N[index_B, None])
-        outputs = compute(torch.from_numpy(ids_BS), real_BS)
-        if pooling is not None:
-            outputs = pool(outputs, real_BS.to(outputs.device), pooling)
-        parts.append(outputs.double().cpu().numpy())
-        order.append(index_B)
-    outputs_NL: NDArray[np.float64] = np.concatenate(parts)[np.argsort(np.concatenate(order))]
-    if not np.isfinite(outputs_NL).all():
+    lengths_B = np.array([len(row) for row in rows])
+    ids_BS = np.full((len(rows), lengths_B.max()), pad, np.int64)
+    for ids_S, row in zip(ids_BS, rows, strict=True):
+        ids_S[: len(row)] = row
+    real_BS = torch.from_numpy(np.arange(ids_BS.shape[1]) < lengths_B[:, None])
+    outputs = compute(torch.from_numpy(ids_BS), real_BS)
+    if pooling is not None:
+        outputs = pool(outputs, real_BS.to(outputs.device), pooling)
+    outputs_BL: NDArray[np.float64] = outputs.double().cpu().numpy()
+    if not np.isfinite(outputs_BL).all():
         raise RunFailed("what the run makes of some examples is not finite: it has diverged", "not_finite")
-    return outputs_NL
+    return outputs_BL
 
 
-def batches(lengths_N: NDArray[np.int64]) -> Iterator[NDArray[np.int64]]:
-    """The examples by length, longest first: at most BATCH_TOKENS tokens with padding, or one example."""
+def batch_tokens() -> int:
+    """Of one forward pass on this machine, padding included."""
+    return GPU_BATCH_TOKENS if torch.cuda.is_available() else CPU_BATCH_TOKENS
+
+
+def batches(lengths_N: NDArray[np.int64], most: int) -> Iterator[NDArray[np.int64]]:
+    """The examples by length, longest first: at most `most` tokens with padding, or one example."""
     order_N = np.argsort(-lengths_N, kind="stable")
     while len(order_N):
-        count = max(1, BATCH_TOKENS // int(lengths_N[order_N[0]]))
+        count = max(1, most // int(lengths_N[order_N[0]]))
         yield order_N[:count]
         order_N = order_N[count:]
+
+
+def in_order(outputs: Sequence[NDArray[np.float64]], of: Sequence[NDArray[np.int64]]) -> NDArray[np.float64]:
+    """[N, L]: the outputs of all batches, whose examples `of` names, in the order of the examples."""
+    outputs_NL: NDArray[np.float64] = np.concatenate(outputs)[np.argsort(np.concatenate(of))]
+    return outputs_NL
 
 
 def labelled(logits_L: NDArray[np.float64], finetune: FinetuneConfig) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def test_an_encoding_is_the_mean_without_cls_or_that_of_cls(pooling: str) -> Non
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-def test_an_answer_does_not_depend_on_its_neighbours(pooling: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_does_not_depend_on_its_neighbours(pooling: str) -> None:
     finetune = FinetuneConfig(labels=("a", "b", "c"), pooling=pooling, head_size=16)  # type: ignore[arg-type]
     model = build_classifier(ModelConfig(**TINY_MODEL), LENGTH, finetune, 0).eval()
     for weight in model.parameters():
@@ -49,8 +49,7 @@ def test_an_answer_does_not_depend_on_its_neighbours(pooling: str, monkeypatch: 
     compute = predict.on_device(model)
     together = predict.outputs_of(compute, ROWS, PAD, None)
     assert together.std(0).min() > 1e-3
-    monkeypatch.setattr(predict, "BATCH_TOKENS", 1)
-    alone = predict.outputs_of(compute, ROWS[::-1], PAD, None)[::-1]
+    alone = np.concatenate([predict.outputs_of(compute, [row], PAD, None) for row in ROWS])
     assert together == pytest.approx(alone, abs=1e-5)
 
 
@@ -87,7 +86,7 @@ def test_lines_stand_in_the_order_of_the_file_with_any_number_of_instances(
     texts = [(" ".join(WORDS[: 1 + n * 7 % len(WORDS)]),) for n in range(50)]
     whole = list(predict.predict(str(run), texts, "mean", lambda *_: None))
     monkeypatch.setattr(predict, "HELD", 20)
-    monkeypatch.setattr(predict, "BATCH_TOKENS", 60)
+    monkeypatch.setattr(predict, "CPU_BATCH_TOKENS", 60)
     for count in (1, 2):
         reports: list[tuple[str, int, int | None]] = []
         lines = list(predict.predict(str(run), texts, None, lambda *now: reports.append(now), count, 1))  # noqa: B023
@@ -125,13 +124,19 @@ def test_a_model_file_that_is_damaged_is_one_line(tmp_path: Path, form: str) -> 
         assert "\n" not in str(caught.value)
 
 
-def test_batches_are_sorted_bounded_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(predict, "BATCH_TOKENS", 100)
+def test_batches_are_sorted_bounded_and_whole() -> None:
     lengths = np.random.default_rng(0).integers(1, 130, 200)
-    found = list(predict.batches(lengths))
+    found = list(predict.batches(lengths, 100))
     assert sorted(np.concatenate(found).tolist()) == list(range(200))
     assert all(len(b) * lengths[b].max() <= 100 or len(b) == 1 for b in found)
     assert sum(len(b) * int(lengths[b].max()) for b in found) < 1.05 * lengths.sum()
+
+
+def test_a_batch_is_small_where_no_gpu_computes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core is busy with few tokens, and examples of few batches differ in length: more of it is padding."""
+    for has_gpu, tokens in ((False, 1024), (True, 8192)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda has_gpu=has_gpu: has_gpu)
+        assert predict.batch_tokens() == tokens
 
 
 def test_labels_and_their_probabilities() -> None:
