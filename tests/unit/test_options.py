@@ -11,12 +11,16 @@ import pytest
 import typer
 
 from bert_dp.config.profile import parse_profile
-from launcher import options, results
-from launcher.evaluate import finetune
+from launcher import checkpoints, children, datasets, options, results
+from launcher.evaluate import export, finetune, glue, predict, text_loss
+from launcher.machine import doctor, environment
 from launcher.plan import inputs, scaling
 from launcher.plan.question import Question
-from launcher.run import restarts, train
+from launcher.results import GlueOptions
+from launcher.run import loggers, restarts, train
+from launcher.tune import auto, batch, transfer
 from tests.e2e.cli import here, refused, tiny
+from tests.report_fixture import make_run
 
 
 @pytest.mark.parametrize(
@@ -87,6 +91,9 @@ def test_what_is_refused(parse: Callable[[str], Any], text: str) -> None:
         ("plan scaling --tensor 1.5", "--tensor: '1.5' is not a list"),
         ("train --elastic", "--elastic: only a restart changes the number of ranks; add --max-restarts K"),
         ("tune lr --tokens 1e15", "--tokens: 1000000000000000.0 is not below 1e+15"),
+        ("scale --mode strong --accumulation 2", "--accumulation: strong scaling derives it from"),
+        ("finetune RUN other", "other: expected a setting as a.b=value, after the RUN"),
+        ("eval glue RUN", "--data: name the folder or archive with GLUE's files"),
     ],
 )
 def test_the_line_names_the_option_the_value_and_a_fix(command: str, line: str) -> None:
@@ -164,3 +171,235 @@ def test_every_option_of_a_prediction_counts() -> None:
     asked = Question((4, 16), "nvlink2", "ib-hdr", 4, 2, "zero1", (2,), (3,), 50.0, "bf16")
     expected = scaling.answer(inputs.from_rate("bert-base", 400, 32, 3, "V100-16G"), asked)
     assert done.stdout == results.to_json(expected)
+
+
+Asked = list[tuple[tuple[Any, ...], dict[str, Any]]]
+
+
+def asked_of(monkeypatch: pytest.MonkeyPatch, module: Any, name: str, answer: Any = 3) -> Asked:
+    """The calls of a function that answers with exit code 3, without the console."""
+    calls: Asked = []
+
+    def function(*given: Any, **named: Any) -> Any:
+        calls.append((given, {key: value for key, value in named.items() if key != "console"}))
+        return answer
+
+    monkeypatch.setattr(module, name, function)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("more", "forced"), [("", False), ("--force", True), ("batch.micro_size=auto", True)]
+)
+def test_only_what_was_asked_or_measured_starts_whatever_the_estimate(
+    monkeypatch: pytest.MonkeyPatch, more: str, forced: bool
+) -> None:
+    found = ["batch.micro_size=4"]
+    search = asked_of(monkeypatch, auto, "resolve_auto_batch", (found if "auto" in more else [], 0))
+    runs = asked_of(monkeypatch, train, "train")
+    options = "--nproc 2 --launcher accelerate --run-dir place --resume never --profile 2:4 --profile-ranks 1"
+    assert here("train", "quickstart", *more.split(), *options.split()).returncode == 3
+    ((job,), told), (given, asked) = runs[0], search[0]
+    assert (told["force"], told["profile"]) == (forced, parse_profile("2:4", "1"))
+    assert job.config.batch.micro_size == 4 or "auto" not in more
+    assert given == ("quickstart", [word for word in more.split() if "=" in word])
+    place = {"nproc": "2", "run_dir": Path("place"), "resume": "never", "launcher": "accelerate"}
+    assert asked == {**place, "dry_run": False, "profile": told["profile"]}
+
+
+def test_a_dry_run_with_a_micro_batch_to_be_found_still_says_what_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked_of(monkeypatch, auto, "resolve_auto_batch", (["batch.micro_size=4"], 0))
+    runs = asked_of(monkeypatch, train, "train")
+    here("train", "quickstart", "--dry-run")
+    assert (runs[0][1]["force"], runs[0][1]["dry_run"]) == (False, True)
+
+
+def test_a_search_that_fails_is_the_end_of_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_of(monkeypatch, auto, "resolve_auto_batch", ([], 143))
+    monkeypatch.setattr(train, "train", lambda *_, **__: pytest.fail("started"))
+    assert here("train", "quickstart").returncode == 143
+
+
+def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked_of(monkeypatch, train, "train")
+    loaded = asked_of(monkeypatch, finetune, "load", None)
+    files = "--train a.csv --dev b.csv --test c.csv --text q --text-pair r --label s --kind regression"
+    here("finetune", "RUN", "optim.lr=1", *files.split(), "--nproc", "4", "--init", "random")
+    here("finetune", "RUN", "--task", "RTE", "--data", "x", "--data", "y")
+    (own, random), (known, pretrained) = loaded
+    settings = ["optim.lr=1"]
+    assert own == (Path("RUN"), finetune.Source("own", files.split()), settings)
+    assert known == (Path("RUN"), finetune.glue_source("RTE", [Path("x"), Path("y")]), [])
+    assert random == {"nproc": "4", "random_weights": True}
+    assert pretrained == {"nproc": "auto", "random_weights": False}
+
+
+@pytest.mark.parametrize(
+    ("command", "module", "name", "given", "named"),
+    [
+        (
+            "data build a b --out o --vocab-size 99 --sequence-length 64 --tokenizer t --format text "
+            "--text-key body --set dedup=none --processes 2 --force",
+            datasets,
+            "build",
+            (["a", "b"], Path("o")),
+            {
+                **{"vocab_size": 99, "sequence_length": 64, "tokenizer": "t", "processes": 2, "force": True},
+                "overrides": ["source_format=text", "text_field=body", "dedup=none"],
+            },
+        ),
+        ("data inspect o --json", datasets, "inspect", (Path("o"),), {"as_json": True}),
+        ("checkpoints r --json", checkpoints, "verify", (Path("r"),), {"as_json": True}),
+        (
+            "tune batch quickstart optim.lr=1 --nproc 4 --budget 90s --memory 3 --launcher accelerate "
+            "--out o --fresh --dry-run --json",
+            batch,
+            "tune_batch",
+            ("quickstart", ["optim.lr=1"], batch.Options("4", 90.0, 3.0, "accelerate")),
+            {"out": Path("o"), "fresh": True, "dry_run": True, "as_json": True},
+        ),
+        (
+            "tune lr quickstart optim.lr=1 --transfer 2->8 --out o --json",
+            transfer,
+            "carry",
+            ("quickstart", ["optim.lr=1"], 2, 8, Path("o")),
+            {"as_json": True},
+        ),
+        (
+            "eval glue r optim.lr=1 --data x --data y --tasks RTE,CoLA --seeds 2 --rates 1e-4,3e-4 "
+            "--rate-tasks RTE --init-task RTE=MNLI --init random --ranks-per-job 4 --launcher accelerate "
+            "--out o --dry-run --json",
+            glue,
+            "evaluate",
+            (
+                Path("r"),
+                ["optim.lr=1"],
+                GlueOptions(
+                    tasks=["RTE", "CoLA"],
+                    seeds=2,
+                    rates=[1e-4, 3e-4],
+                    rate_tasks=["RTE"],
+                    init_task={"RTE": "MNLI"},
+                    init="random",
+                    ranks=4,
+                    launcher="accelerate",
+                ),
+                [Path("x"), Path("y")],
+            ),
+            {"out": Path("o"), "dry_run": True, "as_json": True},
+        ),
+        (
+            "eval mlm r a b --documents blank_line --format jsonl --text-key body --max-bytes 9 --json",
+            text_loss,
+            "evaluate",
+            (
+                Path("r"),
+                ["a", "b"],
+                {"documents": "blank_line", "source_format": "jsonl", "text_field": "body"},
+            ),
+            {"max_bytes": 9, "as_json": True},
+        ),
+        (
+            "predict r f --text q --text-pair s --pooling cls --out o --instances 2 --threads 5",
+            predict,
+            "predict",
+            (Path("r"), "f", predict.Columns("q", "s")),
+            {"pooling": "cls", "out": Path("o"), "instances": 2, "threads": 5},
+        ),
+        ("export hf r --out o --encoder", export, "export", ("hf", Path("r"), Path("o")), {"encoder": True}),
+        (
+            "export onnx r --out o --int8",
+            export,
+            "export",
+            ("onnx", Path("r"), Path("o")),
+            {"encoder": False, "options": ["--int8"]},
+        ),
+        (
+            "export aoti r --out o --encoder --bf16",
+            export,
+            "export",
+            ("aoti", Path("r"), Path("o")),
+            {"encoder": True, "options": ["--bf16"]},
+        ),
+        (
+            "export aoti r --out o --int8",
+            export,
+            "export",
+            ("aoti", Path("r"), Path("o")),
+            {"encoder": False, "options": ["--int8"]},
+        ),
+        ("export check d --run r --json", export, "check", (Path("d"), Path("r")), {"as_json": True}),
+    ],
+    ids=lambda value: value[:24] if isinstance(value, str) else "",
+)
+def test_a_verb_hands_on_every_option_and_ends_as_its_work_does(
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    module: Any,
+    name: str,
+    given: tuple[Any, ...],
+    named: dict[str, Any],
+) -> None:
+    calls = asked_of(monkeypatch, module, name)
+    done = here(*command.split())
+    assert done.returncode == 3, done.stderr
+    assert calls == [(given, named)]
+
+
+def test_doctor_looks_at_the_directory_that_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = asked_of(monkeypatch, doctor, "doctor", (environment.probe(), []))
+    assert here("doctor", "--run-dir", "place").returncode == 0
+    assert asked == [((Path("place"),), {})]
+
+
+@pytest.mark.parametrize(("first", "second", "code"), [(0, 1, 1), (1, 0, 1), (0, 0, 0)])
+def test_a_run_that_was_not_sent_whole_is_told_whichever_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: int, second: int, code: int
+) -> None:
+    ends = {make_run(tmp_path / "a"): first, make_run(tmp_path / "b"): second}
+    asked: list[tuple[Path, Any]] = []
+
+    def send(run_dir: Path, names: Any, log: Any) -> int:
+        asked.append((run_dir, names))
+        return ends[run_dir]
+
+    monkeypatch.setattr(loggers, "send_run", send)
+    done = here("report", *map(str, ends), "--log-to", "tensorboard", "--out", str(tmp_path / "page.html"))
+    assert (done.returncode, asked) == (code, [(path, ("tensorboard",)) for path in ends])
+    assert (tmp_path / "page.html").exists()
+    assert not list(tmp_path.glob("*/report.html"))
+
+
+# --- verbs whose work is done by a module of its own
+
+
+@pytest.mark.parametrize(("code", "facts", "ended"), [(0, None, 1), (2, None, 2), (1, None, 1)])
+def test_a_module_that_says_nothing_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, code: int, facts: Any, ended: int
+) -> None:
+    monkeypatch.setattr(children, "capture_json", lambda *_: (code, facts))
+    assert here("checkpoints", "r").returncode == ended
+    assert here("data", "inspect", "d").returncode == ended
+
+
+def test_one_damaged_checkpoint_among_sound_ones_is_a_failure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its losses are those of its run, by step."""
+    each = {"samples": 8, "bytes": 2**30}
+    found = [{"name": f"step-{n}", "step": n, "problem": None, **each} for n in (20, 10)]
+    monkeypatch.setattr(children, "capture_json", lambda *_: (0, found))
+    (tmp_path / "evals.jsonl").write_text('{"step": 10, "loss": 7.5}\n{"step": 15, "loss": 7.0}\n')
+    sound = here("checkpoints", str(tmp_path), "--json")
+    assert (sound.returncode, [c["heldout_loss"] for c in json.loads(sound.stdout)]) == (0, [None, 7.5])
+    found[1]["problem"] = "torn"
+    assert here("checkpoints", str(tmp_path)).returncode == 1
+    assert here("checkpoints", str(tmp_path), "--json").returncode == 1
+
+
+def test_damaged_shards_end_with_1_and_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(children, "capture_json", lambda *_: (1, {"problems": ["x"]}))
+    done = here("data", "inspect", "d", "--json")
+    assert (done.returncode, json.loads(done.stdout)) == (1, {"problems": ["x"]})
