@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import os
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -55,6 +57,18 @@ def test_a_wrong_command_line_is_one_line(arguments: str, line: str) -> None:
         ),
         (error_of(errno.EFBIG, None), 1, "error: File too large: a limit of this process"),
         (error_of(errno.EAGAIN, None), 1, "error: Resource temporarily unavailable: a limit of this process"),
+        *(
+            (error_of(number), 1, f"error: a/b: {os.strerror(number)}; make room")
+            for number in (errno.EROFS, errno.EIO)
+        ),
+        *(
+            (error_of(number), 2, f"error: a/b: {os.strerror(number)}; name another one")
+            for number in (errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG)
+        ),
+        *(
+            (error_of(number, None), 1, f"error: {os.strerror(number)}: a limit of this process")
+            for number in (errno.ENFILE, errno.ENOMEM)
+        ),
         (MemoryError(), 1, "error: no memory is left"),
         (KeyboardInterrupt(), 130, ""),
     ],
@@ -81,6 +95,49 @@ def test_a_traceback_holds_no_secret_and_no_control_character(monkeypatch: pytes
     assert "RuntimeError: red" in done.stderr
     assert "s3cret-1" not in done.stderr
     assert not CONTROL.search(done.stderr)
+
+
+def test_an_error_of_the_system_that_nobody_foresaw_has_its_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(**_: object) -> None:
+        raise error_of(errno.ENOTCONN)
+
+    monkeypatch.setattr(cli, "app", fail)
+    done = here("configs")
+    assert done.returncode == 1
+    assert done.stderr.startswith("Traceback")
+    assert done.stderr.rstrip().endswith("Transport endpoint is not connected: 'a/b'")
+
+
+def test_several_problems_are_as_many_lines_and_verbs_alone_show_what_there_is() -> None:
+    said = here("train", "quickstart", "schedule.stepz=1", "optim.lrr=1").stderr
+    assert [line.partition(":")[0] for line in said.splitlines()] == ["error", "error"]
+    group = here("tune")
+    assert group.returncode == 2
+    assert "Usage: " in group.stdout + group.stderr
+    assert "error: " not in group.stderr
+
+
+def test_sigterm_ends_a_verb_with_its_number_and_what_it_began_is_tidied_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tidied: list[bool] = []
+
+    def work(**_: object) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+        finally:
+            tidied.append(True)
+
+    monkeypatch.setattr(cli, "app", work)
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert here("configs").returncode == 128 + signal.SIGTERM
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert tidied == [True]
 
 
 def test_ctrl_c_during_the_imports_leaves_no_traceback() -> None:

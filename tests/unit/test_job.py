@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
+import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from bert_dp.config import ConfigError
-from launcher import job, results
+from bert_dp.config import MAX_RANKS, ConfigError, load_config
+from launcher import children, job, results
 from launcher.machine import environment
 from launcher.machine.gpus import Gpu
-from launcher.output import KeptPlan, Output, claim, identity
+from launcher.output import KeptPlan, Output, claim, identity, place_issues, publish
+from launcher.report.model import Report
 from launcher.results import LrPlanFile
 from launcher.run.restarts import Policy
 from launcher.run.train import start_warnings
+from tests.e2e.cli import umask
 from tests.helpers import issues_of, make_config, write_files
 
 ASKED = {"repeats": 3, "steps": 50, "tokens": None}
@@ -45,6 +51,11 @@ def made(device: str, gpus: int) -> job.Job:
         ("auto", 4, "auto", 4),
         ("auto", 4, "3", 3),
         ("cpu", 0, "64", 64),
+        ("cpu", 4, "auto", 2),  # its ranks run on cores, whatever GPUs are there
+        ("cpu", 4, "8", 8),
+        ("auto", 0, str(MAX_RANKS), MAX_RANKS),
+        ("auto", 0, str(MAX_RANKS + 1), f"--nproc: {MAX_RANKS + 1} is not auto or a whole number of 1 to "),
+        ("cuda", 0, "auto", "run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"),
         ("auto", 2, "3", "--nproc: 3 ranks but 2 GPUs; use --nproc 2, or --set run.device=cpu"),
         ("cuda", 0, "1", "run.device: cuda, but this machine shows no GPU; use run.device=cpu or auto"),
         ("cpu", 0, "two", "--nproc: two is not auto or a whole number of 1 to "),
@@ -215,3 +226,80 @@ def test_a_directory_in_which_nothing_was_written_is_as_before(tmp_path: Path, s
     with claim(directory, ".lock", "--run-dir", "run"):
         (directory / "config.yaml").touch()
     assert sorted(path.name for path in directory.iterdir()) == [".lock", "config.yaml"]
+
+
+def test_what_a_verb_makes_is_its_users_alone_and_what_it_cannot_make_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with umask(0), claim(tmp_path / "a" / "out", ".lock", "--out", "grid"):
+        assert (tmp_path / "a" / "out").stat().st_mode & 0o777 == 0o700
+    (tmp_path / "file").touch()
+    (issue,) = issues_of(claim(tmp_path / "file" / "x", ".lock", "--out", "grid").__enter__)
+    assert issue == f"--out: {tmp_path}/file/x cannot be written (Not a directory)"
+    asked: list[Any] = []
+    monkeypatch.setattr("os.access", lambda *given: asked.append(given))
+    (issue,) = place_issues(tmp_path / "new" / "er", "--out")
+    assert issue == f"--out: {tmp_path} cannot be written; choose another directory"
+    assert asked == [(tmp_path, os.W_OK | os.X_OK)]
+
+
+def test_a_secret_in_the_place_of_a_run_or_in_its_sources_is_told_with_what_is_not_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MY_KEY", "q7Zx-81kkd")
+    config = make_config("data.sources=[builtin,/none/q7Zx-81kkd]", "run.device=cpu")
+    asked = dataclasses.replace(made("cpu", 0), config=config)
+    issues = asked.issues(tmp_path / "q7Zx-81kkd", "--run-dir")
+    heads = [line.partition(": ")[0] for line in issues]
+    assert heads == ["data.sources", "data.sources", "--run-dir"]
+    assert "matches no file" in issues[0]
+    assert all("holds the value of MY_KEY" in line for line in issues[1:])
+
+
+@pytest.mark.parametrize(("code", "error"), [(0, None), (2, ConfigError), (3, SystemExit), (-9, SystemExit)])
+def test_the_data_are_built_by_the_configuration_or_the_verb_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, error: type[BaseException] | None
+) -> None:
+    """Of bad input the build has said what is wrong; what ended it otherwise is told with its exit code."""
+    config, seen = make_config("schedule.steps=77"), []
+
+    def run_module(module: str, arguments: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        seen.append((module, arguments[0], load_config(Path(arguments[1]), [])))
+        return subprocess.CompletedProcess([], code, f"{tmp_path}\n", None)
+
+    monkeypatch.setattr(children, "run_module", run_module)
+    if error is None:
+        assert job.prepare_data(config) == tmp_path
+    else:
+        with pytest.raises(error) as ended:
+            job.prepare_data(config)
+        assert str(ended.value) == "" if code == 2 else f"exit code {code};" in str(ended.value)
+    assert seen == [("bert_dp.corpus", "ensure", config)]
+
+
+def test_the_result_is_printed_as_json_or_as_a_report_that_names_its_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    report, out = Report("a result"), io.StringIO()
+    console = Console(file=out, width=200)
+    publish(plan(), report, tmp_path, as_json=True, console=console)
+    assert (out.getvalue(), capsys.readouterr().out) == ("", results.to_json(plan()))
+    assert "a result" in (tmp_path / "report.html").read_text()
+    publish(plan(), report, tmp_path, as_json=False, console=console)
+    assert f"{tmp_path}/report.html" in out.getvalue()
+    (tmp_path / "other" / "report.html").mkdir(parents=True)
+    last = io.StringIO()
+    publish(plan(), report, tmp_path / "other", as_json=False, console=Console(file=last, width=200))
+    assert "report.html" not in last.getvalue(), "it could not be written"
+    assert "report.html was not written" in capsys.readouterr().err
+
+
+def test_a_directory_tells_of_the_last_call_and_keeps_the_machine_of_the_first(tmp_path: Path) -> None:
+    session = output(tmp_path).begin_with("first")
+    assert session.facts()["data_hash"] == session.plan.machine["data"] == "first"
+    assert session.facts()["config_hash"] == "abc"
+    facts = json.loads((tmp_path / "environment.json").read_text())
+    assert facts["cpu_model"] == session.facts()["environment"]["cpu_model"]
+    with pytest.raises(ConfigError, match="data: first then, other now"):
+        output(tmp_path).begin_with("other")
+    assert results.read(tmp_path / "grid.json", LrPlanFile).machine["data"] == "first"
