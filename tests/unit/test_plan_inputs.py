@@ -34,6 +34,19 @@ def test_scaling_json_gives_profile_curve_ceiling_and_baseline() -> None:
     assert [source.slowdown(n) for n in (1, 2, 4)] == pytest.approx([1.0, 1.25, 1.25])
 
 
+def test_the_slowdown_is_the_middle_of_the_measured_ceilings_of_runs() -> None:
+    shares = {"ddp-2": 0.8, "zero1-2": 0.5, "fsdp-2": 0.4}
+    cells = [cell(name, 2, 5.3, ceiling_efficiency=share) for name, share in shares.items()]
+    cells.append(cell("ddp-synthetic-2", 2, 5.3, kind="synthetic", ceiling_efficiency=0.1))
+    source = source_of(measured(cells=[cell("weak-single-n1", 1, 4.2), *cells]))
+    assert source.slowdowns == {2: pytest.approx(1 / 0.5)}
+
+
+@pytest.mark.parametrize(("precision", "size"), [("bf16", 2.0), ("fp16", 2.0), ("fp32", 4.0), ("fp64", 8.0)])
+def test_activations_have_the_width_of_the_profiles_precision(precision: str, size: float) -> None:
+    assert source_of(profile(precision=precision)).profile.activation_bytes == size
+
+
 def test_a_ceiling_above_one_speeds_nothing_up() -> None:
     cells = [cell("weak-single-n1", 1, 4.2), cell("ddp-2", 2, 5.3, ceiling_efficiency=13.0)]
     assert source_of(measured(cells=cells)).slowdown(2) == 1.0

@@ -14,6 +14,8 @@ from launcher import results
 from launcher.plan import inputs
 from launcher.plan.hardware import constant
 from launcher.plan.plan_report import plan_report
+from launcher.plan.question import Question
+from launcher.plan.scaling import scenario_of
 from tests.plan_fixture import answer, cell, measured, of_crammed_bert, profile, source_of
 from tests.report_fixture import shown, unfolded
 
@@ -111,7 +113,53 @@ def test_bounds_never_lose(engine: str, link: str, bucket_mib: float | None) -> 
     assert all(lever.gain >= 0 for lever in row.levers if lever.bound)
 
 
+def test_only_ddp_with_wider_gradients_can_send_16_bits() -> None:
+    def names(**options: Any) -> set[str]:
+        (row,) = answer(BASE, 8, link="pcie3", **options).rows
+        return {lever.lever for lever in row.levers}
+
+    assert "16-bit gradients" in names()
+    for options in ({"engine": "zero1"}, {"engine": "fsdp"}, {"reduce_dtype": "bf16"}):
+        assert "16-bit gradients" not in names(**options), options
+
+
 # --- links and tensor parallelism
+
+
+def test_the_all_reduce_is_that_of_the_next_greater_number_of_ranks() -> None:
+    """Else of the most that were measured; --link takes the place of all of them."""
+    points = {2: 1.0, 4: 2.0, 8: 3.0}
+    links = [{"world_size": n, "points": [{"bytes": 1000, "seconds": s}]} for n, s in points.items()]
+    source = source_of(measured(links=links))
+    for ranks, measured_over in ((2, 2), (3, 4), (4, 4), (5, 8), (8, 8), (16, 8)):
+        curve = scenario_of(source, Question(gpus=(ranks,)), ranks, 1, 1).fabric.curve
+        assert curve is not None
+        assert curve.ranks == measured_over, ranks
+    assert scenario_of(source, Question(gpus=(2,), link="pcie4"), 2, 1, 1).fabric.curve is None
+
+
+def test_ranks_of_one_node_slow_each_other_down_and_not_those_of_others() -> None:
+    cells = [cell(f"ddp-{n}", n, 5.3, ceiling_efficiency=share) for n, share in ((2, 0.8), (4, 0.5))]
+    source = source_of(measured(cells=[cell("weak-single-n1", 1, 4.2), *cells]))
+    nodes = Question(gpus=(8,), link="pcie4", inter="ib-ndr", gpus_per_node=2)
+    assert scenario_of(source, nodes, 8, 1, 1).slowdown == pytest.approx(1.25)
+    assert scenario_of(source, Question(gpus=(8,)), 8, 1, 1).slowdown == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "bucket", "first"),
+    [
+        ({}, 25 * 2**20, 2**20),
+        ({"bucket_mib": 4.0}, 4 * 2**20, None),
+        ({"engine": "zero1"}, 25 * 2**20, None),
+    ],
+)
+def test_the_first_bucket_is_smaller_with_ddps_own_sizes_alone(
+    options: dict[str, Any], bucket: float, first: float | None
+) -> None:
+    scenario = scenario_of(BASE, Question(gpus=(2,), link="pcie3", **options), 2, 1, 3)
+    assert (scenario.bucket_bytes, scenario.first_bucket) == (bucket, first)
+    assert (scenario.accumulation, scenario.spread) == (3, BASE.spread)
 
 
 @pytest.mark.parametrize("link", ["ethernet1", "ethernet2.5", "ethernet10"])
