@@ -21,8 +21,25 @@ from launcher.machine.environment import probe
 from launcher.plan.plan_report import plan_report
 from launcher.report import html
 from launcher.report.console import show_report
-from launcher.report.drawing import HOVER, numbers_of
-from launcher.report.model import Axis, Bars, Figure, Line, Mark, Report, Rule, Section, Table, Verdict
+from launcher.report.drawing import HOVER, drawing, numbers_of, text_of
+from launcher.report.model import (
+    QUARTILES,
+    Axis,
+    Bars,
+    Boxes,
+    Cell,
+    Column,
+    Figure,
+    Line,
+    Mark,
+    Report,
+    Row,
+    Rule,
+    Section,
+    Style,
+    Table,
+    Verdict,
+)
 from launcher.report.numbers import format_plain
 from launcher.report.run_report import of_directories
 from launcher.scale.scale_report import scale_report
@@ -207,6 +224,83 @@ def test_bars_are_stacked_in_their_rows() -> None:
     assert [note["text"] for note in page.data[0]["layout"]["annotations"]] == ["a", "b"]
 
 
+def test_a_box_has_its_five_numbers_in_its_own_row() -> None:
+    five = dict(zip(QUARTILES, (1.0, 2.0, 3.0, 4.0, 6.0), strict=True))
+    boxes = Boxes("step", [None, five, {"min": 1.0}])
+    report = of_figure(boxes, rows=("rank 0", "rank 1", "rank 2"))
+    (drawn,) = read_page(report).data[0]["data"]
+    names = ("lowerfence", "q1", "median", "q3", "upperfence")
+    assert [drawn[name] for name in names] == [[1.0], [2.0], [3.0], [4.0], [6.0]]
+    assert (drawn["y"], drawn["orientation"]) == ([1], "h")
+    rows = {row.label: [cell.text for cell in row.cells] for row in numbers_of(figures_of(report)[0]).rows}
+    assert rows == {
+        "rank 1, step": ["1", "2", "3", "4", "6"],
+        "rank 2, step": ["1", "n/a", "n/a", "n/a", "n/a"],
+    }
+
+
+def test_a_pointer_tells_the_value_its_interval_and_its_place_in_their_units() -> None:
+    line = Line("ddp", [2.0, 4.0], [0.5, 0.25], low=[0.4, None], high=[0.6, None])
+    figure = Figure("t", [line], Axis("N", "count"), Axis("y", "percent"))
+    (drawn,) = [each for each in drawing(figure)["data"] if "text" in each]
+    assert drawn["text"] == ["ddp: 50.0 % [40.0 %, 60.0 %] at 2", "ddp: 25.0 % at 4"]
+    bars = [Bars("a", [0.5, 1.5]), Bars("b", [0.25, 1.0], ["one", "two"])]
+    figure = Figure("t", bars, Axis("time", "seconds"), Axis(""), ["x", "y"])
+    texts = [text for each in drawing(figure)["data"] for text in each["text"]]
+    assert texts == ["x, a: 500 ms", "y, a: 1.50 s", "x, b: one", "y, b: two"]
+
+
+def test_an_axis_is_drawn_in_its_scale_its_unit_and_from_where_it_starts() -> None:
+    line = Line("a", [1.0, 2.0], [1.0, 2.0])
+    x = Axis("N", "count", log=True, ticks=[1.0, 1024.0])
+    layout = drawing(Figure("t", [line], x, Axis("share", "percent", from_zero=True)))["layout"]
+    assert (layout["xaxis"]["type"], layout["yaxis"]["type"]) == ("log", "linear")
+    assert (layout["xaxis"]["tickvals"], layout["xaxis"]["ticktext"]) == ([1.0, 1024.0], ["1", "1,024"])
+    assert (layout["xaxis"]["rangemode"], layout["yaxis"]["rangemode"]) == ("normal", "tozero")
+    assert layout["yaxis"]["tickformat"] == "~%"
+    assert (layout["title"]["text"], layout["xaxis"]["title"]["text"]) == ("share", "N")
+    seconds = drawing(Figure("t", [line], Axis("time", "seconds"), Axis("y")))["layout"]["xaxis"]
+    assert (seconds["ticksuffix"], seconds["exponentformat"]) == ("s", "SI")
+
+
+def test_rows_stand_from_the_top_down_and_their_figure_grows_with_them() -> None:
+    def layout(count: int) -> dict[str, Any]:
+        rows = [f"rank {i}" for i in range(count)]
+        return drawing(Figure("t", [Boxes("step", [None] * count)], Axis("x"), Axis(""), rows))["layout"]
+
+    few, many = layout(2), layout(12)
+    low, high = many["yaxis"]["range"]
+    assert low > 11 > 0 > high
+    assert many["yaxis"]["ticktext"][0] == "rank 0"
+    assert many["height"] - few["height"] == 10 * 24
+
+
+def test_a_line_of_many_points_has_a_band_without_whiskers() -> None:
+    for count, whiskers in ((40, True), (41, False)):
+        x = [float(i) for i in range(count)]
+        (band, line) = drawing(Figure("t", [Line("a", x, x, low=x, high=x)], Axis("x"), Axis("y")))["data"]
+        assert (len(band["x"]), "error_y" in line) == (2 * count, whiskers)
+
+
+def test_a_single_point_is_a_mark_and_a_dotted_line_is_none() -> None:
+    def mode(*y: float | None, style: Style = "line") -> tuple[str, str]:
+        line = Line("a", [float(i) for i in range(len(y))], y, style=style)
+        (drawn,) = drawing(Figure("t", [line], Axis("x"), Axis("y")))["data"]
+        return drawn["mode"], drawn["line"]["dash"]
+
+    assert mode(1.0, None) == ("lines+markers", "solid")
+    assert mode(1.0, 2.0) == ("lines", "solid")
+    assert mode(1.0, 2.0, style="dashed") == ("lines", "dash")
+    assert mode(1.0, 2.0, style="marks") == ("markers", "solid")
+    assert mode(1.0, style="dotted") == ("lines", "dot")
+
+
+def test_a_long_name_is_cut_where_it_stands_and_its_markup_is_text() -> None:
+    assert text_of("a  b\n<c> & d") == "a b &lt;c&gt; &amp; d"
+    assert text_of("x" * 30, 30) == "x" * 30
+    assert text_of("x" * 31, 30) == "x" * 29 + "\u2026"
+
+
 def test_the_rest_of_many_notes_folds() -> None:
     report = Report("r", verdicts=[Verdict("warn", "text", [f"note {i}" for i in range(9)])])
     assert "3 more" in read_page(report).text
@@ -232,6 +326,42 @@ def test_only_a_page_is_replaced(tmp_path: Path) -> None:
     assert html.target_issues(out) == []
     out.write_text("<html>mine</html>")
     assert "no page of bert-dp" in html.target_issues(out)[0]
+    out.write_text("")
+    assert html.target_issues(out) == html.target_issues(tmp_path / "new.html") == []
+    assert "is not a regular file" in html.target_issues(tmp_path)[0]
+
+
+# --- parts of the console
+
+
+def test_a_table_that_is_too_wide_becomes_several_that_name_their_rows() -> None:
+    heads = [f"a long head {i}" for i in range(6)]
+    rows = [Row(name, [Cell(f"{name}{i}") for i in range(6)]) for name in ("x", "y")]
+    table = Table(rows, [Column(head) for head in heads], title="wide", corner="cell")
+    text = unfolded(shown(Report("r", sections=[Section("", tables=[table])]), 60))
+    assert text.count("wide:") == 1
+    parts = text.count("cell ")
+    assert parts > 1
+    assert (text.count("x x0"), text.count("y y0")) == (1, 1)
+    for i, head in enumerate(heads):
+        assert (text.count(head), text.count(f"x{i}"), text.count(f"y{i}")) == (1, 1, 1)
+    whole = unfolded(shown(Report("r", sections=[Section("", tables=[table])]), 200))
+    assert whole.count("cell ") == 1
+
+
+def test_what_is_not_for_the_console_stands_on_the_page_alone() -> None:
+    rows = [Row("seen", (Cell("1"),)), Row("unseen", (Cell("2"),), console=False)]
+    sections = [
+        Section("", tables=[Table(rows)], notes=["one note"]),
+        Section("", tables=[Table([Row("hidden", (Cell("3"),))])], console=False),
+        Section("", notes=["first", "second"]),
+    ]
+    report = Report("r", sections=sections)
+    text = unfolded(shown(report))
+    assert text.endswith("seen 1 one note * first * second")
+    for words in ("unseen", "hidden"):
+        assert words not in text
+        assert words in read_page(report).text
 
 
 # --- doctor and shards

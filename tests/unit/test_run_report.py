@@ -272,6 +272,14 @@ def test_a_spike_of_a_long_run_stays_visible(tmp_path: Path) -> None:
     assert {0.0, 19_999.0} <= points.keys()
 
 
+def test_the_least_loss_of_a_long_run_stays_visible(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "run", num_lines=0)
+    lines = [{"step": i, "tokens": i, "loss": 0.5 if i == 3333 else 1.0} for i in range(5_000)]
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    training = figure_of(of_directories([run]), "Loss").traces[0]
+    assert dict(zip(training.x, training.y, strict=True))[3333.0] == 0.5
+
+
 def test_a_crashed_run_says_what_is_missing(tmp_path: Path) -> None:
     run = make_run(tmp_path / "run", num_lines=3)
     for name in ("summary.json", "evals.jsonl", "environment.json"):
