@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,11 +16,13 @@ from rich.console import Console
 from bert_dp.config import Config, resolve
 from bert_dp.corpus.builder import BuildRequest, read_request
 from launcher import children, datasets, results
+from launcher.evaluate import export as exporting
 from launcher.evaluate import finetune, glue, predict, text_loss
 from launcher.evaluate.export import check_report, export
 from launcher.evaluate.predict import Columns
 from launcher.output import Output
 from launcher.results import ExportCheck, GlueOptions
+from tests.glue_fixture import make_task
 from tests.helpers import issues_of, make_config
 from tests.report_fixture import shown, unfolded
 from tests.runs_to_export import config_of, finetuned, write_run
@@ -72,6 +76,20 @@ def test_export_passes_on_its_options_and_names_them_in_the_card(run: Path, aske
     assert arguments[:4] == ["aoti", "--out", str(run.parent / "out"), arguments[3]]
     assert arguments[3] == "--command=bert-dp export aoti run --out out --encoder --bf16"
     assert arguments[5:] == ["--encoder", "--bf16", "--", str(run)]
+
+
+def test_an_export_goes_into_an_empty_directory_and_none_that_holds_something(
+    run: Path, asked: Asked
+) -> None:
+    out = run.parent / "out"
+    out.mkdir()
+    assert export("aoti", run, out, encoder=True) == 3
+    (out / "mine").write_text("")
+    for place, said in ((out, "is not an empty directory"), (out / "mine", "is not an empty"),
+                        (run.parent / "none" / "out", "none does not exist")):  # fmt: skip
+        (line,) = issues_of(export, "aoti", run, place, encoder=True)
+        assert said in line
+    assert len(asked) == 1
 
 
 def test_a_build_is_asked_for_as_its_options_say(
@@ -138,6 +156,76 @@ def test_examples_are_prepared_by_the_runs_tokenizer_and_a_share_of_train(run: P
         assert asked[-1] == ("bert_dp.examples", [*known, *more, *rest])
 
 
+def test_examples_that_were_refused_are_told_once(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their lines stand on stderr already, and the verb ends with 2; else it is where they lie."""
+    source = finetune.glue_source("RTE", [Path("a")])
+    start = finetune.find_pretrained(run)
+    for code, out in ((2, ""), (0, "/cache/RTE\n")):
+        done = subprocess.CompletedProcess([], code, out, "")
+        monkeypatch.setattr(children, "run_module", lambda *_, done=done, **__: done)
+        if code:
+            assert issues_of(finetune.prepare, start, source, 48) == ()
+        else:
+            assert finetune.prepare(start, source, 48) == Path("/cache/RTE")
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_a_run_is_finetuned_on_its_tasks_labels_at_the_length_that_was_given(
+    run: Path, monkeypatch: pytest.MonkeyPatch, random: bool
+) -> None:
+    """The recipe has its own dropout, batch and length of training; what is given goes before it."""
+    lengths: list[int] = []
+
+    def prepare(start: finetune.Pretrained, source: finetune.Source, length: int) -> Path:
+        lengths.append(length)
+        return run.parent / "RTE"
+
+    monkeypatch.setattr(finetune, "prepare", prepare)
+    monkeypatch.setattr(finetune, "read_examples", lambda path: make_task("RTE").manifest)
+    source = finetune.Source("RTE", ["--task", "RTE"])
+    settings = ["data.sequence_length=48", "optim.lr=1e-3"]
+    config = finetune.load(run, source, settings, nproc="2", random_weights=random).config
+    assert lengths == [48]
+    assert config.data.path == str(run.parent / "RTE")
+    assert (config.finetune.kind, list(config.finetune.labels)) == (
+        "single_label",
+        ["entailment", "not_entailment"],
+    )
+    assert config.run.init_from == (None if random else str(run))
+    pretrained = finetune.find_pretrained(run).config
+    assert (config.model.dropout, config.schedule.epochs, config.optim.lr) == (0.1, 5, 1e-3)
+    assert config.model.hidden_size == pretrained.model.hidden_size == 16
+    assert (config.batch.global_size, config.batch.micro_size) == (16, 8)
+    plain = finetune.load(run, source, [], nproc="1", random_weights=random).config
+    assert plain.data.sequence_length == lengths[-1] == pretrained.data.sequence_length
+    assert plain.batch.micro_size == 16
+
+
+def test_eval_mlm_measures_with_its_options_and_ends_as_the_measurement_does(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[list[str]] = []
+    codes = iter((3, 0, 0))
+
+    def capture(module: str, arguments: list[str]) -> tuple[int, None]:
+        calls.append(arguments)
+        return next(codes), None
+
+    monkeypatch.setattr(children, "capture_json", capture)
+    options: dict[str, Any] = {"as_json": False, "console": Console()}
+    for ended in (3, 1):
+        assert text_loss.evaluate(run, ["builtin"], {"text_field": "body"}, max_bytes=400, **options) == ended
+    text_loss.evaluate(run, ["builtin", "hub:x"], {}, max_bytes=None, **options)
+    first, _, last = calls
+    assert (first[0], json.loads(first[1])["text_field"]) == ("--options", "body")
+    assert first[2:] == ["--max-bytes", "400", "--", str(run), "builtin"]
+    assert last[2:] == ["--", str(run), "builtin", "hub:x"]
+
+
+def test_eval_mlm_takes_a_folder_of_texts(tmp_path: Path) -> None:
+    assert text_loss.text_issues([str(tmp_path)]) == []
+
+
 def test_eval_mlm_of_a_finetuned_run_names_what_it_was_made_of(tmp_path: Path) -> None:
     plain = finetuned(config_of("quickstart", model=SMALL), "recipe")
     made = resolve([plain.model_dump(mode="json"), {"run": {"init_from": "/runs/a"}}])
@@ -186,6 +274,40 @@ CHECK: dict[str, Any] = {
     "again": 4e-8,
     "versions": {"python": "3.12", "torch": "2"},
 }
+
+
+@pytest.mark.parametrize(("ok", "code"), [(True, 0), (False, 1)])
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_check_ends_as_its_comparison_does(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ok: bool,
+    code: int,
+    as_json: bool,
+) -> None:
+    calls: Asked = []
+
+    def capture(module: str, arguments: list[str]) -> tuple[int, Any]:
+        calls.append((module, arguments))
+        return code, {**CHECK, "ok": ok} if len(calls) < 3 else None
+
+    monkeypatch.setattr(children, "capture_json", capture)
+    monkeypatch.setattr(exporting, "read_exported", lambda path: SimpleNamespace(format="aoti"))
+    how: dict[str, Any] = {"as_json": as_json, "console": Console(width=160)}
+    assert exporting.check(tmp_path, None, **how) == code
+    printed = capsys.readouterr().out
+    if as_json:
+        assert json.loads(printed)["ok"] == ok
+    else:
+        assert ("does not compute what" in printed) != ok
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert exporting.check(Path("~/out"), Path("~/run"), **how) == code
+    assert calls == [
+        ("bert_dp.export", ["check", "--", str(tmp_path)]),
+        ("bert_dp.export", ["check", "--run", str(tmp_path / "run"), "--", str(tmp_path / "out")]),
+    ]
+    assert exporting.check(tmp_path, None, **how) == 1, "without a comparison it has failed"
 
 
 def test_a_comparison_shows_what_decides() -> None:

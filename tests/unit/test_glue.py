@@ -14,16 +14,18 @@ import pytest
 
 from bert_dp.config import Config, ConfigError, peak_lr
 from launcher import results
-from launcher.evaluate import glue_grid, glue_scores
+from launcher.evaluate import glue, glue_grid, glue_scores
 from launcher.evaluate.glue import document, head_of, trial_issues
 from launcher.evaluate.glue_compare import Paired, compare_report, paired_difference, paired_text
 from launcher.evaluate.glue_grid import Task, choose_tasks
 from launcher.evaluate.glue_predictions import write_submissions
 from launcher.evaluate.glue_report import glue_report
 from launcher.evaluate.glue_run import GlueRun
+from launcher.output import Output
 from launcher.report.model import Line
 from launcher.results import Glue, GlueOptions, GlueTask, GlueTrial, RateScore
-from launcher.run.trials import Ending, Outcome, Stopped, Trial, TrialsFailed
+from launcher.run import trials
+from launcher.run.trials import Ending, Outcome, Slot, Stopped, Trial, TrialsFailed
 from tests.glue_fixture import (
     MadeRunner,
     evaluation,
@@ -105,6 +107,10 @@ def test_a_trial_that_failed_has_no_score(tmp_path: Path) -> None:
     task, trial = made_trial(tmp_path, "RTE", status="failed", cause="loss is NaN")
     failed = glue_scores.read_trial(trial, Outcome("failed", 2.0), task, 4e-5)
     assert (failed.status, failed.cause, failed.scores) == ("failed", "loss is NaN", {})
+    lost = {"status": "failed", "cause": "rank 0: no", "failure_kind": "device_memory"}
+    task, trial = made_trial(tmp_path, "MRPC", **lost)
+    oom = glue_scores.read_trial(trial, Outcome("oom", 2.0), task, 4e-5)
+    assert (oom.status, oom.failure_kind, oom.scores) == ("oom", "device_memory", {})
 
 
 # --- over the seeds
@@ -226,6 +232,28 @@ def test_one_rate_is_chosen_for_all_on_a_tenth_of_train(
     assert all("-0.1" not in str(trial.config.data.path) for trial in others)
 
 
+def test_the_first_metric_of_a_task_chooses_the_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """F1 has the opposite order."""
+
+    def scores(task: Task, value: float) -> dict[str, float]:
+        return {"dev/accuracy": value, "dev/f1": 1 - value}
+
+    monkeypatch.setattr("tests.glue_fixture.scores_of", scores)
+    rates = options("MRPC", rates=[1e-4, 3e-4], rate_tasks=["MRPC"])
+    measured, _ = glue_run(tmp_path, rates, lambda _, config: 0.9 if float(config.optim.lr) == 1e-4 else 0.25)
+    measured.run()
+    assert (measured.lr, [rate.mean for rate in measured.rates]) == (1e-4, [0.9, 0.25])
+
+
+def test_a_trial_of_several_ranks_takes_its_batch_at_once(tmp_path: Path) -> None:
+    task = make_task("RTE")
+    for given, micro in (([], 8), (["batch.micro_size=4"], 4)):
+        grid = make_grid(options("RTE", ranks=2), [task], overrides=given)
+        trial = glue_grid.make_trial(grid, tmp_path, task, None, 0, None)
+        assert (trial.ranks, trial.config.batch.global_size) == (2, 16)
+        assert trial.config.batch.micro_size == micro
+
+
 @pytest.mark.parametrize(
     ("scores", "chosen"),
     [
@@ -269,7 +297,9 @@ def test_a_rate_needs_the_score_of_every_task() -> None:
     assert (rate.scores, rate.mean) == ({"RTE": 0.9, "CoLA": None}, None)
 
 
-def test_a_task_starts_from_the_finetuned_run_of_the_same_seed(tmp_path: Path) -> None:
+def test_a_task_starts_from_the_finetuned_run_of_the_same_seed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     measured, runner = glue_run(
         tmp_path,
         options("MNLI", "RTE", init_task={"RTE": "MNLI"}),
@@ -281,6 +311,9 @@ def test_a_task_starts_from_the_finetuned_run_of_the_same_seed(tmp_path: Path) -
     assert configs["RTE-lr-4e-05-s0"].run.init_from == str(tmp_path / "trials" / "MNLI-lr-4e-05-s0")
     assert configs["MNLI-lr-4e-05-s0"].checkpoint.keep == 1
     assert configs["RTE-lr-4e-05-s0"].checkpoint.keep == 0
+    told = [line for line in capsys.readouterr().out.splitlines() if line.startswith("[")]
+    assert told[-1].startswith("[4/4] "), "what cannot start counts as done"
+    assert told[-1].endswith("; left <1 s")
     (failed,) = [trial for trial in measured.trials["RTE"] if trial.seed == 1]
     assert (failed.status, failed.scores) == ("failed", {})
     assert "MNLI-lr-4e-05-s1" in str(failed.cause)
@@ -379,6 +412,16 @@ def test_a_submission_has_names_of_labels_in_order(tmp_path: Path) -> None:
         },
         None,
     )
+
+
+def test_a_submission_is_in_the_order_of_the_test_file_whatever_that_of_the_predictions(
+    tmp_path: Path,
+) -> None:
+    task, trial = made_trial(tmp_path, "STS-B", None, lambda *of: [of[2] / 4], test=4)
+    path = trial.directory / "predictions.jsonl"
+    write_lines(path, read_lines(path)[::-1])
+    lines = ["0\t0.000", "1\t0.250", "2\t0.500", "3\t0.750"]
+    assert submitted(tmp_path, task, trial) == ({"submission/STS-B.tsv": lines}, None)
 
 
 def test_similarities_are_clipped_in_the_submission_alone(tmp_path: Path) -> None:
@@ -488,6 +531,70 @@ def test_the_page_counts_tasks_trials_and_rates(tmp_path: Path) -> None:
     assert (settings["its held-out loss"], settings["its step"]) == ("2.5000 nats", "5")
     plain = glue_report(glue.model_copy(update={"rates": []}))
     assert "the configuration's; the same" in next(t for t in plain.tiles if t.label == "Learning rate").note
+
+
+def test_a_trial_without_memory_counts_as_failed_and_the_time_is_of_several_at_once(tmp_path: Path) -> None:
+    task = scored_task("RTE", [0.5, None])
+    task.trials[1] = task.trials[1].model_copy(update={"status": "oom", "cause": "rank 0: no memory"})
+    glue = evaluation(tmp_path, [task], ranks=4)
+    report = glue_report(glue)
+    (failed,) = [verdict for verdict in report.verdicts if verdict.level == "fail"]
+    assert failed.text.startswith("1 of 2 trials failed and have no score")
+    assert failed.notes == ["RTE-s1: oom: rank 0: no memory"]
+    tiles = {tile.label: (tile.text, tile.note) for tile in report.tiles}
+    assert tiles["Time"] == ("1 min 00 s" if glue.seconds >= 119.95 else "60.0 s", "2 trials at a time")
+    parts = {section.title: section for section in report.sections}
+    settings = {row.label: row.cells[0].text for row in parts["Settings"].tables[0].rows}
+    assert (settings["ranks of a trial"], settings["trials at a time"], settings["seeds"]) == ("4", "2", "2")
+
+
+class Published:
+    """glue.json of trials that end at once; how many slots were asked for."""
+
+    def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch):
+        self.out, self.asked = out, dict[str, Any]()
+        monkeypatch.setattr(glue, "majorities", lambda tasks: {n: {"dev": {"accuracy": 0.4}} for n in tasks})
+        monkeypatch.setattr(trials, "device_slots", self.slots)
+        self.patch = monkeypatch
+
+    def slots(self, ranks: int, **asked: Any) -> list[Slot]:
+        self.asked = {"ranks": ranks, **asked}
+        return [Slot(), Slot()]
+
+    def run(self, asked: GlueOptions, surface: Callable[[str, Config], float | str]) -> tuple[Glue, int]:
+        tasks = [make_task(name) for name in asked.tasks]
+        tenths = [make_task(name, dev_share=0.1) for name in asked.rate_tasks]
+        runner = MadeRunner(self.out, [*tasks, *tenths], surface)
+        self.patch.setattr(trials, "runner", lambda *_, **__: contextlib.nullcontext(runner))
+        grid = make_grid(asked, tasks, tenths)
+        settings = results.plain(asked)
+        plan = results.GluePlanFile(config_hash="abc", settings=settings, start={}, seconds=30.0)
+        output = Output(self.out, "evaluation", glue.STATE, plan, glue.FIXED, glue.GROWS)
+        return glue.run_locked(grid, output, on_gpu=False, log=print)
+
+
+def test_an_evaluation_is_told_as_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Published(tmp_path, monkeypatch)
+    asked = options("MNLI", "RTE", ranks=2, init_task={"RTE": "MNLI"}, rates=[1e-4] * 3, rate_tasks=["RTE"])
+    file, code = made.run(asked, lambda name, config: 0.5)
+    assert (file.status, code, file.lr, file.at_a_time) == ("complete", 0, 1e-4, 2)
+    assert (made.asked["ranks"], made.asked["gpus"], made.asked["most"]) == (2, 0, 4)
+    assert [(task.task, task.init_task) for task in file.tasks] == [("MNLI", None), ("RTE", "MNLI")]
+    assert file.tasks[1].no_submission == "no test file in --data"
+    assert file.tasks[1].scores[0].majority == 0.4
+    assert file.seconds >= 30.0, "of all calls"
+    assert results.plain(results.read(tmp_path / "glue.json", Glue)) == results.plain(file)
+    assert results.read(tmp_path / glue.STATE, results.GluePlanFile).seconds == file.seconds
+
+
+def test_an_evaluation_of_which_every_trial_failed_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = Published(tmp_path, monkeypatch)
+    file, code = made.run(options("RTE"), lambda name, config: "loss is NaN")
+    assert (file.status, code) == ("failed", 1)
+    assert str(file.why).startswith("every trial failed")
+    assert (file.tasks[0].no_submission, file.average) == ("no trial has scores", None)
 
 
 def test_the_average_names_its_numbers(tmp_path: Path) -> None:

@@ -230,6 +230,15 @@ def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> N
         f"{measured.hidden.bytes:,} bytes in {measured.hidden.words} hidden words"
         in facts.rows[0].cells[0].note
     )
+    assert (facts.rows[1].cells[0].text, facts.rows[1].cells[0].note) == (
+        "20 documents",
+        f"{measured.bytes:,} bytes, {measured.words:,} words, {measured.tokens:,} tokens with their "
+        "separators",
+    )
+    assert (facts.rows[2].cells[0].text, facts.rows[2].cells[0].note[:31]) == (
+        f"{measured.run}, step 12",
+        "vocabulary of 60, sequences of ",
+    )
     two = {"documents": 2, "loss_se": 0.01}
     few = measured.model_copy(
         update={
