@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, dump_config
+from bert_dp.config import Config, ConfigError, dump_config, load_config
 from bert_dp.cost import GIB
 from launcher import results
 from launcher.job import Job
@@ -184,11 +184,85 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
     found = results.read(done["out"] / "tune.json", TuneBatch)
     cache.keep(done["out"].parent.name, found)
     assert resolve()[2] == "batch.micro_size: auto = 4, found on 2026-11-24\n"
+    cache.keep(done["out"].parent.name, found.model_copy(update={"budget_s": 10.0}))
+    assert resolve()[2] == "batch.micro_size: auto = 4, found on 2026-11-24\n", "however short it was"
     assert len(asked) == 2
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(dump_config(make_config("batch.micro_size=2")))
     assert resolve(run_dir)[2] == "batch.micro_size: auto = 2, as this run has it\n"
+
+
+class Searching:
+    """`tune batch` with searches that end at once as `status` says; `kept`: what came into the cache."""
+
+    def __init__(self, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+        monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
+        self.really_keep = cache.keep
+        monkeypatch.setattr(batch, "measure", self.measure)
+        monkeypatch.setattr(batch.cache, "keep", self.keep)
+        self.settings = [f"data.path={shards}", "run.device=cpu", "precision=fp32", *TINY]
+        self.kept, self.searches, self.status, self.is_full = list[TuneBatch](), 0, "complete", False
+
+    def measure(self, question: Question, output: Output[Any], log: Log) -> tuple[TuneBatch, int]:
+        self.searches += 1
+        size = {"micro_batch": 4, "accumulation": 1, "status": "ok", "measured_gib": 0.1}
+        known = {"choice": chosen(4), "budget_s": question.budget_s, "sizes": [size], "status": self.status}
+        known |= {"memory": {"limit_gib": question.limit_gib}, "date": "2026-11-24"}
+        known |= {"config": question.config.model_dump(mode="json")}
+        tune = TuneBatch.model_validate(tune_fixture.batch(**known))
+        return tune, 0 if self.status == "complete" else 130
+
+    def keep(self, name: str, tune: TuneBatch) -> None:
+        if self.is_full:
+            raise OSError("no space left")
+        self.kept.append(tune)
+        self.really_keep(name, tune)
+
+    def tune(self, out: Path, *, fresh: bool = False, budget_s: float = 60.0, as_json: bool = False) -> int:
+        options = batch.Options("2", budget_s, 1.0, "torchrun")
+        how: dict[str, Any] = {"dry_run": False, "as_json": as_json, "console": Console(width=200)}
+        return batch.tune_batch("quickstart", self.settings, options, out=out, fresh=fresh, **how)
+
+
+def test_a_whole_search_answers_the_next_one_that_asks_the_same(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Searching(shards, tmp_path, monkeypatch)
+    made.status = "partial"
+    assert made.tune(tmp_path / "stopped") == 130
+    assert (made.searches, made.kept) == (1, []), "what was stopped answers nothing"
+    made.status = "complete"
+    assert made.tune(tmp_path / "whole") == 0
+    assert (made.searches, len(made.kept)) == (2, 1)
+    capsys.readouterr()
+    assert made.tune(tmp_path / "again") == 0
+    assert "from the cache: found on 2026-11-24; --fresh measures again" in capsys.readouterr().out
+    assert (made.searches, len(made.kept)) == (2, 1)
+    again = results.read(tmp_path / "again" / "tune.json", TuneBatch)
+    assert (again.cached, again.choice.micro_batch) == (True, 4)
+    assert load_config(tmp_path / "again" / "tuned.yaml").batch.micro_size == 4
+    assert (tmp_path / "again" / batch.PLAN).exists(), "so that it can be called again"
+    assert made.tune(tmp_path / "longer", budget_s=61.0) == 0
+    assert made.tune(tmp_path / "fresh", fresh=True) == 0
+    (tmp_path / "begun" / "trials").mkdir(parents=True)
+    results.write(
+        tmp_path / "begun" / batch.PLAN, results.read(tmp_path / "again" / batch.PLAN, results.BatchPlanFile)
+    )
+    assert made.tune(tmp_path / "begun") == 0
+    assert made.searches == 5, "more time, --fresh, and a search that goes on"
+
+
+def test_a_cache_that_cannot_be_written_costs_no_result(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = Searching(shards, tmp_path, monkeypatch)
+    made.is_full = True
+    assert made.tune(tmp_path / "out", as_json=True) == 0
+    told = capsys.readouterr()
+    assert "warning: the cache cannot be written (no space left)" in told.err
+    assert json.loads(told.out)["choice"]["micro_batch"] == 4
+    assert (tmp_path / "out" / "tuned.yaml").exists()
 
 
 # --- records of trials

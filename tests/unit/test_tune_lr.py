@@ -26,8 +26,9 @@ from launcher.run import trials
 from launcher.run.trials import Outcome, Runner, Slot, Stopped, Trial, earlier_outcome
 from launcher.tune import ladder, lr, rate_trials, transfer
 from launcher.tune.rate_report import rate_report
+from tests import tune_fixture
 from tests.e2e.cli import TINY
-from tests.helpers import read_json
+from tests.helpers import read_json, write_lines
 from tests.report_fixture import shown
 from tests.shards import edited_manifest, write_shards
 
@@ -343,6 +344,36 @@ def test_hours_become_tokens_at_the_measured_speed_once(shards: Path, tmp_path: 
     assert result.ran == []
 
 
+def test_epochs_are_those_of_the_data(shards: Path, tmp_path: Path) -> None:
+    items = [item for item in TINY if not item.startswith("schedule")]
+    config = load_config(None, [*items, f"data.path={shards}", "schedule.epochs=20"])
+    tune = search(config, tmp_path).tune
+    assert tune.settings.tokens == 20 * 96 * 16  # sequences of the training set, and their length
+    assert [rung.tokens for rung in tune.rungs] == [20 * 96 * 16 // 8, 20 * 96 * 16]
+
+
+@pytest.mark.parametrize(("asked", "tensor", "ranks"), [(None, 1, 1), (None, 2, 2), (4, 2, 4)])
+def test_a_trial_has_the_ranks_that_were_asked_for_or_those_of_one_replica(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: int | None, tensor: int, ranks: int
+) -> None:
+    seen: list[int] = []
+
+    def measure(setup: job.Job, settings: LrOptions, ranks: int, *_: Any) -> tuple[TuneLr, int]:
+        seen.append(ranks)
+        return TuneLr.model_validate(tune_fixture.lr()), 130
+
+    monkeypatch.setattr(lr, "measure", measure)
+    settings = [*TINY, f"data.path={shards}", "run.device=cpu", "schedule.steps=80"]
+    settings += [f"parallel.tensor={tensor}", f"parallel.engine={'fsdp' if tensor > 1 else 'ddp'}"]
+    how: dict[str, Any] = {"dry_run": False, "as_json": True, "console": Console()}
+    options = LrOptions(ranks=asked)
+    assert lr.tune("quickstart", settings, options, out=tmp_path / "out", **how) == 130
+    assert seen == [ranks]
+    seen.clear()
+    assert lr.tune("quickstart", settings, options, out=tmp_path / "o", **{**how, "dry_run": True}) == 0
+    assert (seen, (tmp_path / "o").exists()) == ([], False)
+
+
 def test_a_budget_shortens_the_runs_and_says_so(whole: Searched, run: Run) -> None:
     assert whole.tune.settings.tokens == WHOLE
     result = run(settings=LrOptions(budget_s=60))
@@ -399,6 +430,14 @@ def test_a_trial_is_a_whole_run_of_its_length(shards: Path) -> None:
     ramped = rate_trials.trial_config(in_tokens, Path("/shards"), 0.003, 40 * STEP, 7, last=True)
     assert ramped.eval.every_steps > 40 // 4, "a ramp has more steps for as many tokens"
     assert Config.model_validate_json(trial.model_dump_json()) == trial
+
+
+def test_a_trial_logs_as_often_as_it_is_evaluated_at_least(shards: Path) -> None:
+    for asked, logged in ((1, 1), (10, 10), (100, 10)):
+        config = make(shards, f"log.every_steps={asked}")
+        for last in (True, False):
+            trial = rate_trials.trial_config(config, shards, 0.003, 40 * STEP, 7, last=last)
+            assert trial.log.every_steps == logged
 
 
 def test_a_range_test_has_the_whole_batch_from_the_start(shards: Path) -> None:
@@ -458,6 +497,21 @@ def test_a_trial_has_diverged_by_the_kind_of_its_failure(
     result = rate_trials.read_trial(Trial(tmp_path, make(shards), 1), Outcome("failed", 1.0))
     assert (result.status, result.tokens, result.cause) == (status, 3 * STEP, facts["cause"])
     assert result.failure_kind == ("not_finite" if status == "diverged" else "error")
+
+
+def test_a_run_to_its_end_without_a_finite_held_out_loss_has_diverged(shards: Path, tmp_path: Path) -> None:
+    trial = Trial(tmp_path, make(shards), 1)
+    record.write_json(tmp_path / "summary.json", {"status": "done", "step": 3, "heldout_loss": None})
+    write_lines(
+        tmp_path / "evals.jsonl",
+        [{"step": k, "tokens": 128 * k, "loss": 5.0 if k == 1 else None} for k in (1, 2)],
+    )
+    result = rate_trials.read_trial(trial, Outcome("ok", 1.5))
+    assert (result.status, result.cause) == ("diverged", "the held-out loss is not finite")
+    assert (result.curve, result.seconds, result.score) == ([(128, 5.0)], 1.5, math.inf)
+    record.write_json(tmp_path / "summary.json", {"status": "done", "heldout_loss": 4.5, "tokens": 999})
+    result = rate_trials.read_trial(trial, Outcome("ok", 1.5))
+    assert (result.status, result.cause, result.heldout_loss, result.tokens) == ("ok", None, 4.5, 999)
 
 
 # --- transfer

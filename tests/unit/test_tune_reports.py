@@ -280,3 +280,8 @@ def test_nothing_measured_is_never_zero(data: dict[str, Any]) -> None:
     assert page.labels == []
     assert "0.0" not in page.text
     assert "0 tokens" not in page.text
+
+
+def test_the_command_that_takes_the_choice_can_be_pasted() -> None:
+    tuned = results.TuneLr.model_validate(lr())
+    assert rate_report(tuned, Path("my out")).next == "bert-dp train 'my out/tuned.yaml'"
