@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from bert_dp import record
-from bert_dp.config import load_config, resolve
+from bert_dp.config import dump_config, load_config, resolve
 from bert_dp.cost import flops_per_token, memory_estimate_gib
 from launcher import results
 from launcher.machine import environment
@@ -19,12 +20,14 @@ from launcher.machine.environment import Environment
 from launcher.output import Output
 from launcher.results import Cell, GridCell
 from launcher.run.memory_check import STATE, check_memory
-from launcher.run.trials import SCRATCH, Outcome, Runner, Slot, Trial
+from launcher.run.trials import SCRATCH, Ending, Outcome, Runner, Slot, Trial
 from launcher.scale import benchmark
 from launcher.scale.collect import collect
 from launcher.scale.grid import Grid, Settings, run_dir
 from launcher.scale.run_grid import cores_of, run_grid
 from launcher.scale.verdict import verdicts
+from tests import scaling_fixture
+from tests.e2e.cli import TINY
 from tests.golden.compare import leaves
 from tests.helpers import make_config, read_json
 
@@ -577,6 +580,65 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     shutil.rmtree(tmp_path / "runs")
     run_grid(made, runs, said.append)
     assert runs.asked == [], "what is there is not measured again"
+
+
+def test_a_grid_goes_on_with_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What failed is its cell's result; a link without a measurement is none."""
+    (tmp_path / SCRATCH).mkdir()
+    monkeypatch.setattr("launcher.run.trials.is_whole", lambda *_: True)
+    made = grid(gpus=(2,), modes=("weak",), synthetic=False)
+    said: list[str] = []
+
+    def run() -> MadeRunner:
+        runs = MadeRunner(tmp_path, [Slot()], [], launcher="torchrun", on_gpu=False, log=said.append).begin()
+        run_grid(made, runs, said.append)
+        return runs
+
+    first = run()
+    for trial in first.ran:
+        record.write_text(trial.directory / "config.yaml", dump_config(trial.config))
+    *rest, last = [trial for trial in first.ran if not trial.name.startswith("weak-ddp-n2")]
+    shutil.rmtree(last.directory)
+    results.write(tmp_path / "links-2.json", results.Link(world_size=2, backend="gloo", points=[]))
+    said.clear()
+    second = run()
+    assert [trial.name for trial in second.ran] == [last.name]
+    assert f"resuming: {len(rest) + 1} of {2 * len(made.cells)} runs already done" in said
+    assert any(f"/{2 * len(made.cells)}] {last.name}: 2 k tokens/s" in line for line in said)
+    assert any(line.startswith("weak-ddp-n2: failed; to run it again remove ") for line in said)
+    assert [module for module, _ in second.asked] == ["all_reduce"]
+
+
+@pytest.mark.parametrize(
+    ("ending", "has_result", "code"),
+    [("complete", True, 0), ("complete", False, 1), ("partial", True, 130), ("partial", False, 130)],
+)
+def test_a_benchmark_ends_as_its_runs_did_and_keeps_what_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ending: str, has_result: bool, code: int
+) -> None:
+    data = scaling_fixture.scaling(prediction=True)
+    whole = results.parse(data, results.Scaling, "scaling.json")
+    prediction, whole = whole.prediction, whole.model_copy(update={"prediction": None})
+    if not has_result:
+        failed = [cell.model_copy(update={"status": "failed"}) for cell in whole.cells]
+        whole = whole.model_copy(update={"cells": failed})
+    end = Ending("complete") if ending == "complete" else Ending("partial", None, 130)
+    monkeypatch.setattr(benchmark, "measure", lambda *_: (whole, end))
+    asked: list[results.Scaling] = []
+
+    def predict(scaling: results.Scaling) -> results.Prediction | None:
+        asked.append(scaling)
+        return prediction
+
+    settings = [*TINY, "data.sources=[builtin]", "run.device=cpu", "batch.global_size=32", "precision=fp32"]
+    how: dict[str, Any] = {"dry_run": False, "as_json": False, "console": Console(width=200)}
+    out = tmp_path / "out"
+    assert benchmark.scale("quickstart", settings, SETTINGS, out=out, predict=predict, **how) == code
+    assert asked == [whole]
+    assert results.read(out / "scaling.json", results.Scaling).prediction == prediction
+    rows = (out / "scaling.csv").read_text().splitlines()
+    assert len(rows) == 1 + len(whole.cells)
+    assert (out / "report.html").exists()
 
 
 def test_a_run_that_a_signal_ended_is_still_to_be_run(tmp_path: Path) -> None:
