@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 import math
+import multiprocessing
 import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,11 +25,13 @@ from bert_dp import instances, predict
 from bert_dp.classifier import build_classifier
 from bert_dp.config import ConfigError, FinetuneConfig, ModelConfig
 from bert_dp.export import foreign
+from bert_dp.export.as_function import open_run
+from bert_dp.export.write import write_about
 from bert_dp.model import build_model
 from bert_dp.rank_process import RunFailed
 from bert_dp.record.exported import MODEL_FILES
-from tests.helpers import TINY_MODEL, issues_of, write_files
-from tests.runs_to_export import WORDS, config_of, write_run
+from tests.helpers import TINY_MODEL, issues_of, read_json, read_lines, write_files
+from tests.runs_to_export import WORDS, config_of, finetuned, write_run
 
 LENGTH, PAD, CLS = 32, 0, 4
 ROWS = [
@@ -109,6 +119,120 @@ def test_what_was_cut_is_counted_over_all_held_parts(tmp_path: Path, monkeypatch
     assert told[-1] == "2 of 5 examples were cut to 128 tokens"
 
 
+def test_the_process_of_an_instance_opens_its_model_once_and_answers_with_what_fails() -> None:
+    """Opening included: the next question opens it again."""
+    opened: list[int] = []
+
+    def open_answer() -> Any:
+        opened.append(len(opened))
+        if len(opened) == 1:
+            raise ConfigError(["DIR: damaged"])
+        return lambda question: question + len(opened)
+
+    ours, theirs = multiprocessing.Pipe()
+    thread = threading.Thread(target=instances.serve, args=(theirs, open_answer))
+    thread.start()
+    answers = []
+    for question in (10, 20, 30):
+        ours.send(question)
+        assert ours.poll(10)
+        answers.append(ours.recv())
+    ours.close()
+    thread.join(10)
+    assert not thread.is_alive()
+    assert isinstance(answers[0], ConfigError)
+    assert answers[0].issues == ("DIR: damaged",)
+    assert (answers[1:], opened) == ([22, 32], [0, 1])
+
+
+def test_what_an_exported_directory_predicts_by_is_its_own(tmp_path: Path) -> None:
+    """Length, labels and tokenizer are those of export.json, wherever its run is."""
+    small = {"hidden_size": 16, "num_heads": 2}
+    config = finetuned(config_of("quickstart", model=small), "recipe", pooling="mean")
+    source = open_run(write_run(tmp_path / "run", config), encoder=False)
+    out = tmp_path / "out"
+    out.mkdir()
+    write_about(out, source, "onnx", "bert-dp export")
+    (out / "model.onnx").touch()
+    (out / "export.json").write_text(json.dumps({**read_json(out / "export.json"), "sequence_length": 9}))
+    found = predict.find_source(str(out))
+    assert (found.path, found.finetune, found.encoder.length) == (out, config.finetune, 9)
+    of_run = predict.find_source(str(tmp_path / "run"))
+    assert (of_run.finetune, of_run.encoder.length) == (config.finetune, 128)
+    encoder = open_run(tmp_path / "run", encoder=True)
+    write_about(out, encoder, "onnx", "bert-dp export")
+    assert predict.find_source(str(out)).finetune is None
+
+
+def test_threads_are_those_that_were_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of torch and of the runtime of an exported directory; without an answer, a thread for each core."""
+    asked: list[object] = []
+    monkeypatch.setattr(predict, "use_all_cores", lambda: asked.append("all cores"))
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    monkeypatch.setattr(predict, "open_model", lambda path, threads: asked.append((path, threads)))
+    predict.open_outputs(Path("run"), PAD, "mean", 3)
+    assert asked == ["all cores", 3, (Path("run"), 3)]
+    asked.clear()
+    predict.open_outputs(Path("run"), PAD, "mean", None)
+    assert asked == ["all cores", (Path("run"), 0)]
+
+
+def test_onnx_runtime_has_its_threads_and_computes_what_is_asked_for_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sessions: list[tuple[Any, ...]] = []
+    runs: list[tuple[Any, ...]] = []
+
+    def session(file: Path, options: Any, providers: list[str]) -> Any:
+        sessions.append((file, options.intra_op_num_threads, providers))
+        return SimpleNamespace(run=lambda *given: runs.append(given) or [given[0]])
+
+    runtime = SimpleNamespace(
+        SessionOptions=SimpleNamespace, RunOptions=SimpleNamespace, InferenceSession=session
+    )
+    monkeypatch.setitem(sys.modules, "onnxruntime", runtime)
+    compute = foreign.open_directory(Path("out"), "onnx", "encoder", 5)
+    ids, mask = np.ones((1, 2), np.int64), np.zeros((1, 2), np.int64)
+    assert compute(ids, mask) == ("last_hidden_state",)
+    assert sessions == [(Path("out/model.onnx"), 5, ["CPUExecutionProvider"])]
+    ((_, inputs, options),) = runs
+    assert inputs["input_ids"] is ids
+    assert inputs["attention_mask"] is mask
+    assert options.only_execute_path_to_fetches
+
+
+def test_the_command_hands_on_every_option(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+
+    def answer(run: str, texts: Any, pooling: Any, progress: Any, *rest: Any) -> Iterator[dict[str, Any]]:
+        asked.append((run, texts, pooling, *rest))
+        yield from ({"index": index} for index in range(len(texts)))
+
+    monkeypatch.setattr(predict, "predict", answer)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    write_files(tmp_path, {"a.csv": "b,a\ny,x\nw,v\n", "a.txt": "one\n"})
+    out, table = tmp_path / "out.jsonl", str(tmp_path / "a.csv")
+    options = "--column a --column b --pooling cls --instances 2 --threads 3".split()
+    assert predict.main([*options, "--out", str(out), "run", table]) == 0
+    assert predict.main(["run", str(tmp_path / "a.txt")]) == 0
+    assert asked == [("run", [("x", "y"), ("v", "w")], "cls", 2, 3), ("run", [("one",)], None, 1, None)]
+    assert read_lines(out) == [{"index": 0}, {"index": 1}]
+
+
+def test_a_run_that_has_diverged_predicts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor where a single example is not finite."""
+    monkeypatch.setattr(predict, "BATCH_TOKENS", 40)
+
+    def compute(ids_BS: torch.Tensor, real_BS: torch.Tensor) -> torch.Tensor:
+        return torch.where(real_BS.sum(1, keepdim=True) == 9, math.nan, 1.0)
+
+    fine = [row for row in ROWS if len(row) != 9]
+    assert predict.outputs_of(compute, fine, PAD, None).tolist() == [[1.0]] * len(fine)
+    with pytest.raises(RunFailed, match="not finite: it has diverged") as caught:
+        predict.outputs_of(compute, ROWS, PAD, None)
+    assert caught.value.failure_kind == "not_finite"
+
+
 @pytest.mark.parametrize("form", ["hf", "onnx", "aoti"])
 def test_a_model_file_that_is_damaged_is_one_line(tmp_path: Path, form: str) -> None:
     """Truncated, and no such file at all."""
@@ -173,6 +297,9 @@ def test_what_is_read_of_a_file_or_of_stdin(tmp_path: Path, monkeypatch: pytest.
         assert predict.read_texts(str(tmp_path / name), []) == texts
     for name in ("a.jsonl", "a.tsv"):
         assert predict.read_texts(str(tmp_path / name), ["a", "b"]) == [("x", "y"), ("v", "w")]
+    for name, packed in (("a.txt.gz", "one\ntwo, and\n"), ("a.jsonl.gz", lines)):
+        (tmp_path / name).write_bytes(gzip.compress(packed.encode()))
+        assert predict.read_texts(str(tmp_path / name), []) == texts
     for given, columns in (("one\ntwo, and\n", []), (lines, ["text"])):
         monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(given.encode())))
         assert predict.read_texts("-", columns) == texts
@@ -210,3 +337,19 @@ def test_a_file_that_is_not_finished_does_not_appear(tmp_path: Path) -> None:
         assert not out.exists()
     assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
     assert out.read_text() == "1\n"
+
+
+def test_what_is_predicted_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, synced = tmp_path / "out.jsonl", []
+    fsync = os.fsync
+
+    def noted(descriptor: int) -> None:
+        fsync(descriptor)
+        synced.append((os.fstat(descriptor).st_size, out.exists()))
+
+    monkeypatch.setattr(os, "fsync", noted)
+    with predict.destination(out) as file:
+        file.write("12345\n")
+    assert synced == [(6, False)]
