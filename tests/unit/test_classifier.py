@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,11 +15,17 @@ import torch.nn.functional as F
 
 from bert_dp.classifier import Classifier, build_classifier
 from bert_dp.config import ConfigError, FinetuneConfig, ModelConfig, resolve
+from bert_dp.cost import flops_per_token
 from bert_dp.data import hash64, key32
-from bert_dp.tasks import finetune
+from bert_dp.dist import Comm
+from bert_dp.measure.profiling import ALONE
+from bert_dp.precision import precision_of
+from bert_dp.tasks import Context, finetune
 from bert_dp.tasks.finetune import Finetuning
 from tests.example_files import label_names, write_examples
+from tests.helpers import read_lines
 from tests.runs_to_export import peer_of
+from tests.tensors import CPU
 
 LENGTH, VOCABULARY = 32, 64
 SHAPE: dict[str, Any] = {
@@ -97,13 +106,39 @@ def test_a_head_that_no_class_has_is_refused() -> None:
         build_classifier(ModelConfig(**SHAPE), LENGTH, FinetuneConfig(labels=("a", "b"), head="native"), 0)
 
 
+@pytest.mark.parametrize(
+    ("variant", "places"),
+    [
+        ("crammed", {"classifier"}),
+        ("ModernBERT", {"classifier"}),
+        ("EuroBERT", set()),
+        ("RobertaPreLayerNorm", {"dense", "classifier"}),
+    ],
+)
+def test_a_head_drops_where_its_class_does(variant: str, places: set[str]) -> None:
+    """And nowhere else, nor twice the same."""
+    finetuned = FinetuneConfig(
+        labels=("a", "b"), head="recipe" if variant == "crammed" else "native", head_size=48
+    )
+    config = ModelConfig(**{**SHAPE, **VARIANTS[variant], "dropout": 0.5})
+    head = build_classifier(config, LENGTH, finetuned, seed=1).head.train()
+    dropped: dict[str, torch.Tensor] = {}
+    for name in ("dense", "classifier"):
+        layer = head.get_submodule(name)
+        layer.register_forward_pre_hook(lambda _, given, name=name: dropped.update({name: given[0] == 0}))
+    head(torch.ones(64, 48), key32(hash64(0, np.arange(64))))
+    shares = {name: float(zeros.float().mean()) for name, zeros in dropped.items()}
+    assert shares == pytest.approx({name: 0.5 * (name in places) for name in shares}, abs=0.05)
+    assert not places or not torch.equal(dropped["dense"], dropped["classifier"])
+
+
 # --- the task
 
 
 @pytest.fixture
 def task(tmp_path: Any, request: pytest.FixtureRequest) -> Finetuning:
     kind = getattr(request, "param", "single_label")
-    path = write_examples(tmp_path, kind=kind, train=37)
+    path = write_examples(tmp_path, kind=kind, train=37, test=4)
     config = resolve(
         [
             {
@@ -175,6 +210,76 @@ def test_the_held_out_loss_of_an_ignorant_model_is_that_of_one_target(task: Fine
     measured = task._measure({"dev": np.zeros((len(task._splits["dev"]), labels))})
     assert measured is not None
     assert measured["loss"] == pytest.approx(math.log(2 if task._kind == "multi_label" else labels))
+
+
+def test_the_held_out_loss_is_a_mean_over_the_labelled_examples_of_all_splits(task: Finetuning) -> None:
+    """One split is answered without an error, the other without knowledge; `test` has no labels."""
+    dev = task._splits["dev"]
+    assert dev.labels is not None
+    few = type(dev)(dev.ids[: dev.offsets[3]], dev.offsets[:4], dev.labels[:3])
+    task._splits["more"] = few
+    right_NL = 1e3 * np.eye(3)[dev.labels[:3]]
+    measured = task._measure({"dev": np.zeros((11, 3)), "more": right_NL, "test": np.zeros((4, 3))})
+    assert measured is not None
+    assert measured["loss"] == pytest.approx(11 * math.log(3) / 14)
+    assert measured["examples"] == 14
+    assert set(measured["scores"]) == {"dev/accuracy", "more/accuracy"}
+    assert measured["scores"]["more/accuracy"] == 1.0
+    lost_NL = np.where(np.arange(11)[:, None] == 4, math.nan, np.zeros((11, 3)))
+    lost = task._measure({"dev": lost_NL, "more": right_NL})
+    assert lost is not None
+    assert (math.isnan(lost["loss"]), set(lost["scores"])) == (True, {"more/accuracy"})
+
+
+def test_predictions_are_of_every_split_with_null_for_what_is_not_known(
+    task: Finetuning, tmp_path: Path
+) -> None:
+    model = task.build_model(0).eval()
+    with torch.no_grad():
+        model.head.classifier.bias[1] = math.inf
+    context = Context(
+        comm=Comm(ALONE, None),
+        device=CPU,
+        precision=precision_of("fp32"),
+        dp_rank=0,
+        dp_size=1,
+        tensor=1,
+        progress=lambda: None,
+        stopped=lambda: False,
+        run_dir=tmp_path,
+    )
+    measured = task.evaluate(model, context)
+    assert measured is not None
+    assert measured["scores"] == {}
+    lines = read_lines(tmp_path / finetune.PREDICTIONS)
+    dev = task._splits["dev"].labels
+    assert dev is not None
+    assert [(line["split"], line["index"], line["label"]) for line in lines] == [
+        *(("dev", i, int(label)) for i, label in enumerate(dev)),
+        *(("test", i, None) for i in range(4)),
+    ]
+    assert {line["logits"][1] for line in lines} == {None}
+    for i, line in enumerate(lines[11:]):  # each its own example's
+        tokens = torch.from_numpy(task._splits["test"].tokens(i).astype(np.int64))[None]
+        with torch.no_grad():
+            assert line["logits"][0] == pytest.approx(float(model(tokens)[0, 0]), abs=1e-5)
+    quiet = dataclasses.replace(context, run_dir=None, stopped=lambda: True)
+    assert task.evaluate(model, quiet) is None
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_has_the_threads_that_were_asked_for(task: Finetuning, workers: int) -> None:
+    data = task._config.data.model_copy(update={"workers": workers})
+    made = finetune.make_task(task._config.model_copy(update={"data": data}), CPU)
+    facts = made.open_data()
+    before = threading.active_count()
+    stream = made.stream(dp_rank=1, dp_size=2, start_sample=16)
+    assert stream.next().sample_ids.tolist() == task._training_batch(np.arange(20, 24)).sample_ids.tolist()
+    assert threading.active_count() - before == workers
+    stream.close()
+    assert made.flops_per_token == flops_per_token(task._config.model, LENGTH, 0.0)
+    assert facts.tokenizer_file is not None
+    assert facts.tokenizer_file.read_text() == "{}"
 
 
 @pytest.mark.parametrize(
