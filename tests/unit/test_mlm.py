@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import math
 import statistics
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from bert_dp.data import Batch
+from bert_dp import tasks
+from bert_dp.config import read_manifest
+from bert_dp.cost import flops_per_token
+from bert_dp.data import Batch, Shards, training_batch
 from bert_dp.measure.profiling import lone_trainer
 from bert_dp.model import IGNORE, Vocabulary
 from bert_dp.trainer import evaluate
 from tests.helpers import TINY_MODEL, make_config
+from tests.tensors import CPU
 
 
 @pytest.mark.parametrize("mask_rate", [0.15, 0.5])
@@ -44,6 +50,50 @@ def test_held_out_text_is_masked_alike_whatever_the_training_rate(
     assert measured["loss_se"] == pytest.approx(statistics.stdev(loss_B) / math.sqrt(20), rel=1e-5)
     assert measured["masked_accuracy"] == statistics.fmean(hit_B)
     assert task.num_targets(0, 4) == 4 * round(mask_rate * 16)
+
+
+def test_no_more_held_out_sequences_are_read_than_asked_for(shards: Path, tmp_path: Path) -> None:
+    config = make_config(
+        data={"path": str(shards), "sequence_length": 16},
+        model=TINY_MODEL,
+        batch={"micro_size": 4, "global_size": 4},
+        eval={"max_sequences": 6},
+        compile="off",
+    )
+    with lone_trainer(config, tmp_path) as trainer:
+        measured = evaluate(trainer, lambda: False)
+        held_out = trainer.task._held_out  # type: ignore[attr-defined]
+    assert measured is not None
+    assert (measured["sequences"], measured["masked_tokens"]) == (6, 12)
+    loss_B, _ = by_sequence(trainer.bare_model, held_out)
+    assert measured["loss"] == pytest.approx(statistics.fmean(loss_B), rel=1e-6)
+
+
+@pytest.mark.parametrize(("shuffle", "seed", "workers"), [(True, 3, 0), (False, 3, 1), (True, 4, 1)])
+def test_samples_are_drawn_as_the_settings_say(shards: Path, shuffle: bool, seed: int, workers: int) -> None:
+    """Order, seed, masks, place in the stream, and threads; FLOPs by the rate of training."""
+    config = make_config(
+        data={"path": str(shards), "sequence_length": 16, "shuffle": shuffle, "workers": workers},
+        run={"seed": seed},
+        model=TINY_MODEL,
+        objective={"mask_rate": 0.5},
+        batch={"micro_size": 4, "global_size": 8},
+    )
+    task = tasks.make_task(config, CPU)
+    facts = task.open_data()
+    assert (facts.num_samples, facts.data_hash) == (96, read_manifest(shards).hash)
+    assert task.flops_per_token == flops_per_token(config.model, 16, 0.5)
+    before = threading.active_count()
+    stream = task.stream(dp_rank=1, dp_size=2, start_sample=88)
+    batch = stream.next()
+    assert threading.active_count() - before == workers
+    stream.close()
+    own = Shards(shards, read_manifest(shards), "train")
+    expected = training_batch(own, np.arange(92, 96), seed=seed, num_masked=8, shuffle=shuffle)
+    assert isinstance(batch, Batch)
+    assert batch.sample_ids.tolist() == [92, 93, 94, 95]
+    for name in ("ids_BS", "positions_P", "labels_P", "key_B"):
+        assert torch.equal(getattr(batch, name), getattr(expected, name)), name
 
 
 def by_sequence(model: nn.Module, batches: Sequence[Batch]) -> tuple[list[float], list[float]]:
