@@ -16,12 +16,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from bert_dp import devices, metrics, summary, tasks
+from bert_dp import devices, metrics, record, summary, tasks
 from bert_dp.data import Batch, random_batch
 from bert_dp.dist import Comm, SharedClock
 from bert_dp.measure import profiling
 from bert_dp.measure.profiling import lone_trainer
 from bert_dp.model import Vocabulary
+from bert_dp.optim import lr_factor
+from bert_dp.parallel import single
 from bert_dp.rank_process import Signals, collector_at_rest
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.train_state import TrainState
@@ -232,6 +234,73 @@ def test_a_checkpoint_between_two_lines_counts_the_steps_that_were_skipped_until
     assert [facts["skipped_steps"] for facts in trainer.checkpointer.facts] == [1, 1, 1]
 
 
+def test_every_step_has_the_rate_of_its_progress_and_the_clip_of_the_configuration(
+    tmp_path: Path, shards: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every group of the optimizer, and the same rate in the line of the step."""
+    taken: list[tuple[set[float], float]] = []
+    plain = single.Engine.step
+
+    def step(engine: Any, max_norm: float) -> Tensor:
+        taken.append(({group["lr"] for group in engine._optimizer.param_groups}, max_norm))
+        return plain(engine, max_norm)
+
+    monkeypatch.setattr(single.Engine, "step", step)
+    schedule = {"steps": 5, "name": "linear", "warmup_fraction": 0.2}
+    trainer, *_ = train_here(
+        tmp_path, shards, clock, schedule=schedule, optim={"lr": 0.02, "clip": 0.25}, log={"every_steps": 1}
+    )
+    wanted = [0.02 * lr_factor(trainer.config.schedule, number / 5) for number in range(5)]
+    assert len(set(wanted)) == 5
+    assert [norm for _, norm in taken] == [0.25] * 5
+    assert [list(rates) for rates, _ in taken] == [[pytest.approx(rate)] for rate in wanted]
+    assert logged(tmp_path, "lr") == pytest.approx(wanted)
+
+
+def test_a_last_step_that_was_saved_on_time_is_not_saved_again(
+    tmp_path: Path, shards: Path, clock: Clock
+) -> None:
+    trainer, *_ = train_here(tmp_path, shards, clock, schedule={"steps": 4, "name": "constant"})
+    assert trainer.checkpointer.steps == [0, 2, 4]
+
+
+def test_a_checkpoint_has_the_time_that_the_run_had_taken_when_it_was_made(trained: Trained) -> None:
+    """Two seconds a step, a hundred for the evaluation after each, a thousand for each save before."""
+    facts = trained[0].checkpointer.facts
+    assert [saved["elapsed_s"] for saved in facts] == [204.0, 1408.0, 2510.0]
+    assert [(saved["step"], saved["samples"]) for saved in facts] == [(2, 8), (4, 16), (5, 20)]
+
+
+def test_a_run_that_has_failed_is_neither_evaluated_nor_saved_at_its_end(
+    tmp_path: Path, shards: Path, clock: Clock
+) -> None:
+    """What made it fail must not push a good checkpoint out."""
+    good = micro_batch()
+    bad = dataclasses.replace(good, labels_P=torch.full((len(good.labels_P),), torch.nan))
+    trainer, state, result = train_here(
+        tmp_path,
+        shards,
+        clock,
+        stream=SimpleNamespace(next=lambda: bad, wait_s=0.0),
+        run={"max_skipped_in_a_row": 9},
+    )
+    assert (result.failure or "").startswith("all 5 steps had a gradient that is not finite")
+    assert (result.failure_kind, result.signal) == ("not_finite", 0)
+    assert (state.heldout, (tmp_path / "evals.jsonl").exists()) == (None, False)
+    assert trainer.checkpointer.steps == [0, 2, 4]
+
+
+def test_lines_that_are_missing_are_told_at_the_end_and_counted_for_the_heartbeat(
+    tmp_path: Path, shards: Path, clock: Clock, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    trainer, *_ = train_here(tmp_path, shards, clock)
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.startswith("warning: step 2 is missing in metrics.jsonl")
+    assert last == "warning: 3 lines are missing in metrics.jsonl: of steps 2 to 5"
+    assert trainer.lost_writes.count == 3
+
+
 @pytest.mark.parametrize(("failure", "signal"), [(None, 15), ("the disk is full", 0)])
 def test_a_signal_in_the_last_evaluation_stops_the_run_unless_it_has_failed(
     tmp_path: Path, shards: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch, failure: Any, signal: int
@@ -399,3 +468,54 @@ def test_the_summary_has_the_greatest_ranks_memory_and_everyones_energy(
     summary.write_summary(trainer, state, stopped, 1.0, 2.0, before_j=30.0)
     end = read_json(tmp_path / "summary.json")
     assert (end["status"], end["exit_code"], end["signal"]) == ("stopped", 128 + 15, 15)
+
+
+class OneWithoutACounter(TwoRanks):
+    """The other rank's GPU counts no joules."""
+
+    def all_gather(self, values: Any) -> Tensor:
+        both = super().all_gather(values)
+        both[1, 1] = torch.nan
+        return both
+
+
+def test_energy_that_a_rank_does_not_know_is_not_told_as_that_of_the_others(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, state, result = trained
+    trainer = dataclasses.replace(trainer, comm=OneWithoutACounter(World(0, 0, 2, 2), None))
+    monkeypatch.setattr(devices, "joules", lambda device: 130.0)
+    summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=30.0)
+    assert read_json(tmp_path / "summary.json")["energy_j"] is None
+
+
+def test_rank_0_alone_writes_the_summary(tmp_path: Path, trained: Trained) -> None:
+    trainer, state, result = trained
+    other = dataclasses.replace(trainer, comm=TwoRanks(World(1, 1, 2, 2), None))
+    summary.write_summary(other, state, result, 1.0, 2.0, before_j=None)
+    assert not (tmp_path / "summary.json").exists()
+
+
+def test_the_summary_of_a_failed_run_says_why_and_what_is_left(tmp_path: Path, trained: Trained) -> None:
+    trainer, state, _ = trained
+    saved = tmp_path / "checkpoints" / "step-00000004"
+    result = RunResult(signal=0, failure="no room", failure_kind="disk", checkpoint=saved)
+    trainer.trace.steps = [2, 3]
+    summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=None)
+    end = read_json(tmp_path / "summary.json")
+    assert (end["status"], end["exit_code"], end["signal"]) == ("failed", 1, None)
+    assert (end["cause"], end["failure_kind"]) == ("no room", "disk")
+    assert (end["checkpoint"], end["profiled_steps"]) == ("checkpoints/step-00000004", [2, 3])
+
+
+def test_a_summary_that_cannot_be_written_is_said_and_counted(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    trainer, state, result = trained
+    monkeypatch.setattr(record, "write_json", full)
+    summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=None)
+    assert "warning: summary.json is missing: [Errno 28] No space" in capsys.readouterr().out
+    assert (trainer.lost_writes.count, trainer.lost_writes.errno) == (1, 28)
