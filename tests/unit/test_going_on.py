@@ -62,6 +62,54 @@ def test_a_rank_goes_on_with_the_data_of_the_checkpoint_only(run_dir: Path) -> N
         setup.select_checkpoint(rank_with(run_dir, "1"), "auto")
 
 
+def test_a_run_that_is_to_begin_anew_takes_no_checkpoint(run_dir: Path) -> None:
+    assert setup.select_checkpoint(rank_with(run_dir, "0"), "never") is None
+
+
+def test_a_checkpoint_of_other_settings_is_refused_by_a_rank_too(run_dir: Path) -> None:
+    rank = rank_with(run_dir, "0")
+    rank.config = config().model_copy(update={"optim": config().optim.model_copy(update={"clip": 0.75})})
+    (line,) = issues_of(setup.select_checkpoint, rank, "auto")
+    assert line.startswith(f"--resume {run_dir / 'checkpoints' / 'step-00000003'}: optim.clip: the run has ")
+    assert line.endswith("undo it or use --resume never in another run directory")
+
+
+class Told(Comm):
+    """The second of two ranks, and what rank 0 says."""
+
+    def __init__(self, answer: Any):
+        super().__init__(World(1, 1, 2, 2), None)
+        self._answer = answer
+
+    def broadcast(self, value: Any) -> Any:
+        return self._answer
+
+
+def test_every_rank_follows_the_choice_of_rank_0_and_its_error(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where it would find a newer one itself, or could read what rank 0 could not; rank 0 alone verifies."""
+    monkeypatch.setattr(checkpoint, "newest_valid", lambda folder: pytest.fail("looked for"))
+    old = run_dir / "checkpoints" / "step-00000003"
+    (old.parent / "step-00000004").mkdir()
+    rank, said = rank_with(run_dir, "0"), list[str]()
+    rank.log_rank0 = said.append
+    rank.comm = Told({"path": str(old), "passed_over": ["step-00000004: no manifest"]})
+    resumed = setup.select_checkpoint(rank, str(run_dir / "nowhere"))
+    assert resumed is not None
+    assert (resumed.path, resumed.state.step) == (old, 3)
+    assert said[0] == "checkpoint passed over: step-00000004: no manifest"
+    rank.comm = Told({"path": None, "passed_over": [], "issues": ["x: no valid checkpoint there"]})
+    assert issues_of(setup.select_checkpoint, rank, "auto") == ("--resume: x: no valid checkpoint there",)
+    rank.comm = Told({"path": None, "passed_over": []})
+    assert setup.select_checkpoint(rank, "auto") is None
+
+
+def test_a_path_without_a_checkpoint_is_bad_input(run_dir: Path) -> None:
+    (line,) = issues_of(setup.select_checkpoint, rank_with(run_dir, "0"), str(run_dir / "nowhere"))
+    assert line == f"--resume: {run_dir / 'nowhere'}: no valid checkpoint there"
+
+
 @pytest.mark.parametrize(("device", "kept"), [("cpu", True), ("cuda", None)])
 def test_what_was_compiled_on_another_kind_of_device_is_decided_anew(
     tmp_path: Path, device: str, kept: bool | None
@@ -124,8 +172,12 @@ def test_the_log_says_what_is_about_to_run(
         run = begun.config.run.model_copy(update={"init_keeps": "moments"})
         moments = dataclasses.replace(begun, config=begun.config.model_copy(update={"run": run}))
         setup.describe(moments, Placement(((),), 2), None)
+        going_on: Any = SimpleNamespace(path=tmp_path)
+        setup.describe(begun, Placement(((),), 2), going_on)
         count = sum(p.numel() for p in trainer.bare_model.parameters())
-    ranks, batch, model, rate, more, _, divided, _, source, *_, both = capsys.readouterr().out.splitlines()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[14:] == lines[4:8], "a run that goes on has its weights from its checkpoint"
+    ranks, batch, model, rate, more, _, divided, _, source, *_, both = lines[:14]
     assert ranks == "ranks: 1 x CPU, 1 thread per rank, cores 0-1 | 2-3"
     assert batch == "batch: global batch 8 = micro 2 x accumulation 4 x dp 1"
     assert model == f"model: {count:,} parameters, fp32, eager, engine single"
@@ -147,6 +199,31 @@ def test_the_environment_tells_of_this_rank_and_of_the_cores_of_each(shards: Pat
     assert (worker["cores"], worker["threads_per_rank"], worker["world_size"]) == (["0-2", "4-6"], 3, 1)
     assert (worker["precision"], worker["compiled"], worker["cores_inherited"]) == ("fp32", False, False)
     assert (worker["config_hash"], worker["device"], worker["nccl"]) == (config.hash(), "CPU", None)
+
+
+def test_only_rank_0_tells_of_the_environment(shards: Path, tmp_path: Path) -> None:
+    with lone_trainer(lone_config(shards), tmp_path) as trainer:
+        other = dataclasses.replace(trainer, comm=Comm(World(1, 1, 2, 2), None))
+        setup.write_environment(other, Placement(((0,), (1,)), 1))
+    assert not (tmp_path / "environment.json").exists()
+
+
+def test_ddp_times_a_step_a_line_where_step_times_are_asked_for(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(setup, "sample_communication", lambda model, steps: asked.append(steps))
+    for on in (False, True):
+        settings = lone_config(shards, log={"step_times": on, "every_steps": 7})
+        with lone_trainer(settings, tmp_path):
+            assert asked == [7] * on
+
+
+def test_a_synthetic_run_reads_no_samples(shards: Path, tmp_path: Path) -> None:
+    for synthetic in (True, False):
+        data = {"path": str(shards), "sequence_length": 16, "synthetic": synthetic}
+        with lone_trainer(lone_config(shards, data=data), tmp_path) as trainer:
+            assert (trainer.stream.next() is trainer.stream.next()) == synthetic
 
 
 def test_mfu_is_over_the_peak_of_the_device_in_the_precision_that_was_chosen(

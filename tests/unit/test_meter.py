@@ -103,6 +103,26 @@ def test_rates_count_all_ranks_or_one_gpu_and_mfu_is_a_share_of_one_peak(
         assert rate == pytest.approx(getattr(line, name)), name
 
 
+def test_a_line_has_the_rate_the_progress_and_the_time_that_it_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = Run(monkeypatch)
+    run.step()
+    line = run.line()
+    assert (line.lr, line.progress, line.elapsed_s, line.epoch) == (1e-3, 0.1, run.now, 0)
+    assert (line.step, line.samples, line.tokens, line.global_batch) == (1, 12, 12 * LENGTH, 12)
+
+
+def test_before_the_first_line_no_rate_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a run that is stopped before it has made a step."""
+    run = Run(monkeypatch)
+    early = run.meter.total_rates()
+    assert set(early.values()) == {None}
+    run.step()
+    run.line()
+    assert early.keys() == run.meter.total_rates().keys()
+
+
 def test_without_a_known_peak_there_is_no_mfu(monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(monkeypatch, peak=None)
     run.step()
@@ -153,6 +173,47 @@ def test_evaluation_and_saving_are_no_part_of_a_step(monkeypatch: pytest.MonkeyP
     assert run.meter.total_rates()["steps_per_s"] == pytest.approx(1 / STEP)
 
 
+def test_each_rank_has_a_line_of_its_own_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pause between two of them is part of neither, on the host's clock too."""
+    run = Run(monkeypatch)
+    monkeypatch.setattr(metrics, "alloc_retries", lambda device: 2)
+    run.step()
+    run.pause(100.0)
+    run.step()
+    run.line()
+    line = run.meter.steps
+    assert (line["step"], line["alloc_retries"]) == (2, 2)
+    seconds = {"host": STEP, "step": STEP, "own_work": OWN, "forward_backward": PASSES, "optimizer": UPDATE}
+    assert {name: line[f"{name}_s"] for name in seconds} == {name: [s, s] for name, s in seconds.items()}
+
+
+class Event:
+    """A CUDA event: the device's clock, in milliseconds."""
+
+    now = 0.0
+
+    def __init__(self, enable_timing: bool):
+        assert enable_timing
+
+    def record(self) -> None:
+        self.at = Event.now
+
+    def elapsed_time(self, end: Event) -> float:
+        return end.at - self.at
+
+
+def test_a_gpus_timers_read_its_own_clock_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: 3.0))
+    timers = metrics.Timers(torch.device("cuda"))
+    with timers.phase("optimizer"):
+        Event.now += 250.0
+    Event.now += 500.0
+    timers.end_step()
+    drained = timers.drain()
+    assert (drained["optimizer"], drained["step"], drained["host"]) == ([0.25], [0.75], [0.0])
+
+
 class Counting(nn.Module):
     """What torch's DDP counts of itself: nanoseconds, and bytes as text."""
 
@@ -162,6 +223,15 @@ class Counting(nn.Module):
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return self._facts
+
+
+def test_ddp_is_told_how_often_to_time_a_step() -> None:
+    told: list[int] = []
+    model = Counting()
+    model._set_ddp_runtime_logging_sample_rate = told.append
+    metrics.sample_communication(model, 7)
+    metrics.sample_communication(nn.Linear(1, 1), 7)
+    assert told == [7]
 
 
 def test_exposed_communication_is_what_no_backward_pass_covered_in_seconds() -> None:

@@ -19,6 +19,7 @@ from tests.tensors import CPU
         ([1.0, 5.0, 2.0, 3.0], 20, 2.5, 0.15),  # against the median of the others
         ([10.0, 10.0 * STRAGGLER_RATIO], 1000, STRAGGLER_RATIO, None),  # even enough
         ([1.0, 3.0], STRAGGLER_STEPS - 1, 3.0, None),  # over a few steps nobody is named
+        ([1.0, 3.0], STRAGGLER_STEPS, 3.0, 0.2),
         ([4.0], 100, None, None),  # nothing to compare with
         ([0.0, 0.0], 0, None, None),
         ([0.0, 3.0], 100, None, None),
