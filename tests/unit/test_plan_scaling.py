@@ -55,6 +55,17 @@ def test_prediction_stands_beside_what_was_measured() -> None:
     assert [line.cell for line in alone] == ["weak-single-n1"]
 
 
+def test_a_measured_cell_is_predicted_with_its_own_batch() -> None:
+    """Twice the micro batch of the profile, half its accumulation."""
+    own = cell("strong-ddp-n1", 1, 4.0, engine="ddp", micro_batch=16, accumulation=2)
+    source = source_of(measured(cells=[cell("weak-single-n1", 1, 4.2), own]))
+    micro_s = (4.2 - 0.1) / 4
+    lines = {line.cell: line for line in answer(source, 2).measured}
+    assert lines["weak-single-n1"].predicted_step_s == pytest.approx(4 * micro_s + 0.1)
+    assert lines["strong-ddp-n1"].predicted_step_s == pytest.approx(2 * 2 * micro_s + 0.1)
+    assert lines["strong-ddp-n1"].within == (3.92 <= 4 * micro_s + 0.1 <= 4.08)
+
+
 @pytest.mark.parametrize(("step", "typical"), [({"mean": 5.3}, 5.3), ({}, 9.0)])
 def test_the_interval_is_of_the_mean_and_so_is_what_stands_beside_it(
     step: dict[str, float], typical: float

@@ -102,6 +102,16 @@ def test_a_cell_trains_the_users_configuration_and_saves_nothing() -> None:
         assert conf.compile == "off"
 
 
+def test_an_engine_with_a_stage_trains_at_that_stage() -> None:
+    made = grid(gpus=(2,), modes=("weak",), engines=("deepspeed-1", "deepspeed-3"), synthetic=False)
+    stages = {
+        cell.id: (made.config_of(cell).parallel.engine, made.config_of(cell).parallel.zero_stage)
+        for cell in made.cells
+        if cell.engine.startswith("deepspeed")
+    }
+    assert stages == {f"weak-deepspeed-{stage}-n2": ("deepspeed", stage) for stage in (1, 3)}
+
+
 def test_every_repeat_runs_each_cell_once_in_an_order_of_its_own() -> None:
     made = grid()
     order = list(made.order())

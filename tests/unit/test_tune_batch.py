@@ -28,7 +28,7 @@ from launcher.tune.batch_search import BatchSearch
 from launcher.tune.batch_trials import BatchTrials, Question, alloc_retries
 from tests import tune_fixture
 from tests.e2e.cli import TINY
-from tests.helpers import make_config, read_json
+from tests.helpers import TINY_MODEL, make_config, read_json
 
 
 def config(global_size: int = 64, **batch: Any) -> Config:
@@ -502,6 +502,59 @@ def test_what_does_not_fit_is_out_and_told(tmp_path: Path) -> None:
     assert (last.micro_batch, last.status, last.failure_kind) == (16, "oom", "device_memory")
     assert last.why == "rank 1: no memory"
     assert tune.choice.micro_batch == 1
+
+
+def small(**changes: Any) -> Question:
+    """Of a model so small that any micro batch takes no time."""
+    sections = {"data": {"sequence_length": 16}, "batch": {"global_size": 64, "micro_size": 1}}
+    asked = make_config("precision=fp32", model=TINY_MODEL, **sections)
+    return question(asked, **{"sizes": (1, 2, 4, 8, 16, 32), "budget_s": 600.0, **changes})
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit_gib", "tried"),
+    [
+        (MadeRunner, None, [(32, "ok")]),
+        (MadeRunner, 1.25, [(16, "ok"), (11, "ok")]),  # half of it has room for 31 by the line alone
+        (LosingRunner, 1.25, [(16, "oom"), (1, "ok"), (11, "oom"), (9, "ok")]),
+    ],
+)
+def test_the_first_run_keeps_the_device_busy_in_half_of_the_memory(
+    tmp_path: Path, kind: type[Runner], limit_gib: float | None, tried: list[tuple[int, str]]
+) -> None:
+    """What is out of memory there is tried with the smallest size."""
+    line = MemoryLineFile(intercept_bytes=0, bytes_per_sequence=0.02 * GIB)
+    results.write(tmp_path / "memory_line.json", line)
+    search = BatchSearch(small(limit_gib=limit_gib), runner(kind, tmp_path), print)
+    search.run()
+    found = TuneBatch(**search.facts).memory.tried
+    assert [(size.micro_batch, size.status) for size in found[: len(tried)]] == tried
+
+
+class UnsteadyRunner(MadeRunner):
+    """The larger of two sizes is faster by a hundredth, and steps differ by two fifths."""
+
+    def run_one(self, trial: Trial) -> Outcome:
+        outcome = super().run_one(trial)
+        for path in (trial.directory / "steps").iterdir():
+            line = json.loads(path.read_text())
+            for name in ("step_s", "forward_backward_s"):
+                count = len(line[name])
+                pace = 0.99 if trial.config.batch.micro_size == 32 else 1.0
+                line[name] = [s * pace * (0.8 + 0.4 * k / count) for k, s in enumerate(line[name])]
+            path.write_text(json.dumps(line) + "\n")
+        return outcome
+
+
+@pytest.mark.parametrize(("budget_s", "runs"), [(6000.0, 5), (13.0, 4), (9.5, 2)])
+def test_sizes_that_cannot_be_told_apart_run_again_a_few_times_while_there_is_time(
+    tmp_path: Path, budget_s: float, runs: int
+) -> None:
+    changes: dict[str, Any] = {"sizes": (16, 32), "limit_gib": None, "limit_of": ""}
+    tune = searched(tmp_path, UnsteadyRunner, budget_s=budget_s, **changes)
+    assert max(len(size.runs) for size in tune.sizes) == runs
+    assert tune.choice.not_settled == [16]
+    assert len(tune.order) == sum(len(size.runs) for size in tune.sizes)
 
 
 @pytest.mark.parametrize(
