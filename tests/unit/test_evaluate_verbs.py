@@ -196,8 +196,10 @@ def test_a_run_is_finetuned_on_its_tasks_labels_at_the_length_that_was_given(
     assert (config.model.dropout, config.schedule.epochs, config.optim.lr) == (0.1, 5, 1e-3)
     assert config.model.hidden_size == pretrained.model.hidden_size == 16
     assert (config.batch.global_size, config.batch.micro_size) == (16, 8)
-    plain = finetune.load(run, source, [], nproc="1", random_weights=random).config
-    assert plain.data.sequence_length == lengths[-1] == pretrained.data.sequence_length
+    longer = config_of("quickstart", model=SMALL, data={"sequence_length": 64})
+    start = write_run(run.parent / "longer", longer)
+    plain = finetune.load(start, source, [], nproc="1", random_weights=random).config
+    assert (plain.data.sequence_length, lengths[-1]) == (64, 64), "as it was pretrained"
     assert plain.batch.micro_size == 16
 
 
@@ -220,10 +222,6 @@ def test_eval_mlm_measures_with_its_options_and_ends_as_the_measurement_does(
     assert (first[0], json.loads(first[1])["text_field"]) == ("--options", "body")
     assert first[2:] == ["--max-bytes", "400", "--", str(run), "builtin"]
     assert last[2:] == ["--", str(run), "builtin", "hub:x"]
-
-
-def test_eval_mlm_takes_a_folder_of_texts(tmp_path: Path) -> None:
-    assert text_loss.text_issues([str(tmp_path)]) == []
 
 
 def test_eval_mlm_of_a_finetuned_run_names_what_it_was_made_of(tmp_path: Path) -> None:

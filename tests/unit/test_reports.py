@@ -6,7 +6,7 @@ import dataclasses
 import io
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -266,13 +266,14 @@ def test_an_axis_is_drawn_in_its_scale_its_unit_and_from_where_it_starts() -> No
 def test_rows_stand_from_the_top_down_and_their_figure_grows_with_them() -> None:
     def layout(count: int) -> dict[str, Any]:
         rows = [f"rank {i}" for i in range(count)]
-        return drawing(Figure("t", [Boxes("step", [None] * count)], Axis("x"), Axis(""), rows))["layout"]
+        boxes = [Boxes(name, [None] * count) for name in ("step", "own work")]
+        return drawing(Figure("t", boxes, Axis("x"), Axis(""), rows))["layout"]
 
     few, many = layout(2), layout(12)
     low, high = many["yaxis"]["range"]
     assert low > 11 > 0 > high
     assert many["yaxis"]["ticktext"][0] == "rank 0"
-    assert many["height"] - few["height"] == 10 * 24
+    assert many["height"] - few["height"] == 10 * 2 * 24
 
 
 def test_a_line_of_many_points_has_a_band_without_whiskers() -> None:
@@ -293,6 +294,15 @@ def test_a_single_point_is_a_mark_and_a_dotted_line_is_none() -> None:
     assert mode(1.0, 2.0, style="dashed") == ("lines", "dash")
     assert mode(1.0, 2.0, style="marks") == ("markers", "solid")
     assert mode(1.0, style="dotted") == ("lines", "dot")
+
+
+def test_a_legend_stands_where_there_is_more_than_one_name() -> None:
+    def legend(*labels: str, marks: Sequence[Mark] = ()) -> bool:
+        lines = [Line(label, [1.0, 2.0], [1.0, 2.0]) for label in labels]
+        return bool(drawing(Figure("t", lines, Axis("x"), Axis("y"), marks=marks))["layout"]["showlegend"])
+
+    assert [legend("a"), legend("a", "a"), legend("a", "b")] == [False, False, True]
+    assert legend("a", marks=[Mark("m", 1.0)])
 
 
 def test_a_long_name_is_cut_where_it_stands_and_its_markup_is_text() -> None:
