@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -11,11 +12,15 @@ import numpy as np
 import pytest
 import torch
 
-from bert_dp.config import Config, Kind
+from bert_dp import checkpoint
+from bert_dp.config import Config, Kind, modernbert_issues
+from bert_dp.corpus import sources
 from bert_dp.export import card, check, foreign
 from bert_dp.export.as_function import Whole, open_run
-from bert_dp.export.hf import settings_of
+from bert_dp.export.from_hf import our_names
+from bert_dp.export.hf import settings_of, tensors_of
 from bert_dp.export.write import describe, new_directory, write_about, write_hf
+from bert_dp.record.exported import read_exported
 from tests.helpers import issues_of, read_json
 from tests.runs_to_export import (
     SPECIAL,
@@ -142,6 +147,156 @@ def test_config_json_names_the_tokens_that_frame_an_example(name: str, kind: Kin
     assert named == {"bos": SPECIAL["cls"], "eos": SPECIAL["sep"], "pad": SPECIAL["pad"]}
 
 
+def test_config_json_has_the_further_names_that_its_class_reads() -> None:
+    """Of tokens, under ModernBERT's own names and EuroBERT's, and of what a classifier answers."""
+    modern = settings_of(CONFIGS["ModernBERT"], SPECIAL, "mlm")
+    assert (modern["cls_token_id"], modern["sep_token_id"]) == (SPECIAL["cls"], SPECIAL["sep"])
+    assert settings_of(CONFIGS["EuroBERT"], SPECIAL, "mlm")["mask_token_id"] == SPECIAL["mask"]
+    for kind, labels, names in (
+        ("single_label", ["sea", "land", "sky"], ["sea", "land", "sky"]),
+        ("multi_label", ["sky", "sea"], ["sky", "sea"]),
+        ("regression", [], ["score"]),
+    ):
+        config = finetuned(CONFIGS["ModernBERT"], "native", kind=kind, labels=labels)
+        settings = settings_of(config, SPECIAL, "classifier")
+        assert settings["id2label"] == {str(i): name for i, name in enumerate(names)}
+        assert settings["label2id"] == {name: i for i, name in enumerate(names)}
+        problem = kind if kind == "regression" else f"{kind}_classification"
+        assert settings["problem_type"] == problem
+    assert not {"id2label", "label2id", "problem_type"} & modern.keys()
+
+
+# --- a run that is begun with what was exported
+
+
+@pytest.mark.parametrize("name", ["ModernBERT", "ModernBERT, biases"])
+@pytest.mark.parametrize("kind", ["mlm", "encoder", "classifier"])
+def test_weights_come_back_under_our_names(name: str, kind: Kind) -> None:
+    """Of AutoModel too, whose names have no front, and which has no head."""
+    config = CONFIGS[name]
+    if kind == "classifier":
+        config = finetuned(config, "native")
+    ours = perturbed(config).state_dict()
+    back = dict(our_names(tensors_of(perturbed(config), config, SPECIAL, kind)))
+    expected = {key for key in ours if kind != "encoder" or not key.startswith("head.")}
+    assert back.keys() == expected
+    assert all(torch.equal(tensor, ours[key]) for key, tensor in back.items())
+    tied = {**tensors_of(perturbed(config), config, SPECIAL, kind), "decoder.weight": torch.ones(1)}
+    assert dict(our_names(tied)).keys() == expected
+
+
+def exported_settings(folder: Path, config: Config, **changes: Any) -> Path:
+    """config.json of a ModernBERT, changed; a setting that is None is left out."""
+    settings = {**settings_of(config, SPECIAL, "mlm"), **changes}
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in settings.items() if v is not None}))
+    (folder / "model.safetensors").touch()
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, None),
+        ({"vocab_size": 299}, "vocab_size is 299; set model.vocab_size=299, not 300"),
+        ({"hidden_size": 96}, "hidden_size is 96; set model.hidden_size=96, not 48"),
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3; set model.num_layers=3, not 2"),
+        ({"num_attention_heads": 2}, "num_attention_heads is 2; set model.num_heads=2, not 4"),
+        ({"intermediate_size": 80}, "intermediate_size is 80; set model.intermediate_size=80, not 40"),
+        ({"norm_eps": 1e-6}, "norm_eps is 1e-06; set model.norm_eps=1e-06"),
+        ({"norm_bias": True}, "norm_bias is True; set model.norm_bias=True, not False"),
+        ({"attention_bias": True}, "attention_bias is True; set model.bias=True, not False"),
+        ({"mlp_bias": True}, "mlp_bias is True; set model.bias=True, not False"),
+        ({"classifier_bias": True}, "classifier_bias is True; set model.bias=True, not False"),
+        ({"decoder_bias": True}, "decoder_bias is true, and our decoder has no bias"),
+        ({"decoder_bias": None}, "decoder_bias is true, and our decoder has no bias"),
+        ({"hidden_activation": "relu"}, "hidden_activation is relu, and our models have gelu alone"),
+        ({"classifier_activation": "relu"}, "classifier_activation is relu, and our models have gelu alone"),
+        ({"tie_word_embeddings": False}, "tie_word_embeddings is False, and our models have True alone"),
+        ({"hidden_activation": None, "tie_word_embeddings": None, "classifier_activation": None}, None),
+        # every layer must look at the whole sequence of 128 tokens
+        ({"layer_types": ["full_attention", "sliding_attention"]}, None),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"], "local_attention": 252},
+            "local_attention is 252, which is not global at data.sequence_length 128",
+        ),
+        ({"layer_types": ["full_attention", "sliding_attention"], "local_attention": 254}, None),
+        ({"layer_types": ["full_attention"] * 2, "local_attention": 2}, None),
+        (
+            {"layer_types": None, "global_attn_every_n_layers": None, "local_attention": None},
+            "local_attention is 128, which is not global at data.sequence_length 128",
+        ),
+        ({"layer_types": None, "local_attention": 2}, None),
+        # the same positions in every layer, in either layout
+        (
+            {"rope_parameters": None, "global_rope_theta": 5e4},
+            "global_rope_theta is 50000.0; set model.rope_theta=50000.0, not 160000.0",
+        ),
+        ({"rope_parameters": None, "global_rope_theta": None, "local_rope_theta": None}, None),
+        (
+            {"rope_parameters": None, "layer_types": ["sliding_attention"] * 2, "local_rope_theta": None},
+            "local_rope_theta is 10000.0; set model.rope_theta=10000.0, not 160000.0",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 7.0}}},
+            "global_rope_theta is 7.0; set model.rope_theta=7.0, not 160000.0",
+        ),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn", "rope_theta": 160000.0}}},
+            "rope_parameters.full_attention has rope_type yarn, and ours is default",
+        ),
+        ({"model_type": "bert"}, "model_type 'bert'; only modernbert can be begun with"),
+    ],
+)
+def test_a_modernbert_that_computes_something_else_is_refused(
+    tmp_path: Path, changes: dict[str, Any], named: str | None
+) -> None:
+    config = CONFIGS["ModernBERT"]
+    issues = modernbert_issues(exported_settings(tmp_path, config, **changes), config)
+    assert len(issues) == (named is not None)
+    assert all(issue.startswith(f"run.init_from: {tmp_path}") for issue in issues)
+    assert all((named or "") in issue for issue in issues)
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        ({"position": "learned"}, "ModernBERT has position rope; set model.position=rope, not learned"),
+        ({"norm": "rmsnorm"}, "ModernBERT has norm layernorm; set model.norm=layernorm, not rmsnorm"),
+        ({"mlp": "gelu"}, "ModernBERT has mlp geglu; set model.mlp=geglu, not gelu"),
+        ({"first_attention_norm": True}, "ModernBERT has first_attention_norm False"),
+        ({"head": "none"}, "ModernBERT has head dense; set model.head=dense, not none"),
+    ],
+)
+def test_a_model_that_is_no_modernbert_does_not_begin_with_one(
+    tmp_path: Path, model: dict[str, Any], named: str
+) -> None:
+    fits = CONFIGS["ModernBERT"]
+    config = fits.model_copy(update={"model": fits.model.model_copy(update=model)})
+    (issue,) = modernbert_issues(exported_settings(tmp_path, fits), config)
+    assert named in issue
+    finetuning = modernbert_issues(tmp_path, finetuned(config, "native"))
+    assert bool(finetuning) == ("head" not in model), "a finetuned run has a head of its own"
+
+
+def test_what_is_no_directory_of_a_modernbert_is_refused(tmp_path: Path) -> None:
+    config = CONFIGS["ModernBERT"]
+    (issue,) = modernbert_issues(tmp_path, config)
+    assert "config.json cannot be read (" in issue
+    exported_settings(tmp_path, config)
+    (tmp_path / "model.safetensors").unlink()
+    assert modernbert_issues(tmp_path, config) == [f"run.init_from: {tmp_path} has no model.safetensors"]
+    exported_settings(tmp_path, config)
+    run = config.run.model_copy(update={"init_keeps": "moments"})
+    (issue,) = modernbert_issues(tmp_path, config.model_copy(update={"run": run}))
+    assert issue == f"run.init_keeps: moments, but {tmp_path} has weights alone; use weights"
+    (tmp_path / "config.json").write_text("[]")
+    assert "cannot be read (no object)" in modernbert_issues(tmp_path, config)[0]
+
+
+# --- the directory, and what proves it
+
+
 def test_a_place_that_cannot_be_written_is_one_line() -> None:
     (line,) = issues_of(new_directory(Path("/proc/out")).__enter__)
     assert line.startswith("--out: /proc cannot be written (")
@@ -183,6 +338,66 @@ def test_what_no_class_holds_is_refused_by_its_settings(config: Config, kind: Ki
     issues = issues_of(peer_of, perturbed(config), config, kind)
     assert [issue.partition(",")[0].partition(" with")[0] for issue in issues] == named
     assert all("export onnx" in issue for issue in issues)
+
+
+def test_what_is_compared_is_whole_short_and_padded(tmp_path: Path) -> None:
+    """Ordinary tokens of the whole vocabulary, and the padding that the directory names."""
+    source = open_run(write_run(tmp_path / "run", CONFIGS["EuroBERT"]), encoder=False)
+    exported = describe(source, "hf").model_copy(update={"pad": 2, "sequence_length": 100})
+    batches = check.make_batches(source, exported)
+    assert [mask.shape for _, mask in batches] == [(b, s) for s in (5, 37, 100) for b in (1, 3, 8)]
+    for ids, mask in batches:
+        assert mask[0].all()
+        assert (mask[:, 0] == 1).all()
+        assert (np.diff(mask, axis=1) <= 0).all()
+        assert set(ids[mask == 0]) <= {2}
+    real = np.concatenate([ids[mask != 0] for ids, mask in batches])
+    assert (real.min(), real.max()) == (7, VOCABULARY - 1)
+    assert len({int(n) for _, mask in batches for n in mask.sum(1)}) > 10
+
+
+def test_a_directory_says_what_it_was_made_of(tmp_path: Path) -> None:
+    config = finetuned(CONFIGS["ModernBERT"], "native", pooling="mean")
+    run = write_run(tmp_path / "mine", config, step=7)
+    for encoder, kind in ((False, "classifier"), (True, "encoder")):
+        source = open_run(run, encoder=encoder)
+        told = describe(source, "hf", "bf16")
+        weights = run / "checkpoints/step-00000007/model.safetensors"
+        assert (told.weights_sha256, told.step, told.run) == (sources.file_hash(weights), 7, "mine")
+        assert (told.kind, told.precision, told.architecture) == (kind, "bf16", "ModernBERT")
+        assert (told.pad, told.vocab_size, told.sequence_length) == (0, VOCABULARY, 128)
+        assert told.finetune == (None if encoder else config.finetune)
+    names = card.tokenizer_files(source)
+    assert {role: names[f"{role}_token"] for role in ("pad", "unk", "cls", "sep", "mask")} == {
+        role: f"<{role}>" for role in ("pad", "unk", "cls", "sep", "mask")
+    }
+
+
+@pytest.mark.parametrize("form", ["hf", "onnx", "aoti"])
+def test_a_directory_without_one_of_its_files_is_refused(tmp_path: Path, form: Any) -> None:
+    source = open_run(write_run(tmp_path / "run", CONFIGS["EuroBERT"]), encoder=False)
+    write_about(tmp_path, source, form, "bert-dp export")
+    files = {"hf": ["model.safetensors", "config.json"], "onnx": ["model.onnx"], "aoti": ["model.pt2"]}[form]
+    for name in files:
+        (tmp_path / name).touch()
+    assert read_exported(tmp_path).format == form
+    for name in (*files, checkpoint.TOKENIZER):
+        kept = (tmp_path / name).read_bytes()
+        (tmp_path / name).unlink()
+        assert f"has no {name}; export the run again" in issues_of(read_exported, tmp_path)[0]
+        (tmp_path / name).write_bytes(kept)
+
+
+def test_a_card_names_what_the_run_began_with(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", finetuned(config_of("small-text"), "recipe"))
+    state = run / "checkpoints/step-00000003/state.json"
+    init = {"checkpoint": "/home/a/b", "sha256": "a" * 64, "tensors": 1, "of": 2}
+    source = open_run(run, encoder=False)
+    assert "began with" not in dict(card.training_facts(source))
+    facts = source.facts.model_validate({**read_json(state), "init_from": init})
+    told = dict(card.training_facts(dataclasses.replace(source, facts=facts)))
+    assert told["began with"] == f"weights with sha256 {'a' * 64}"
+    assert "tokens" not in told, "examples differ in length"
 
 
 NEAR = {"difference": 1e-7, "top1": 1.0}
