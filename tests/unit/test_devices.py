@@ -89,6 +89,53 @@ def test_ranks_share_cores_without_overlap(monkeypatch: pytest.MonkeyPatch, rank
     assert set(taken) <= cores
 
 
+@pytest.mark.parametrize(("given", "allowed", "threads"), [(8, 4, 4), (2, 4, 2)])
+def test_a_gpu_rank_has_no_more_threads_than_it_was_allowed(
+    monkeypatch: pytest.MonkeyPatch, given: int, allowed: int, threads: int
+) -> None:
+    """OMP_NUM_THREADS says so; its share of the cores may be larger."""
+    set_to: list[int] = []
+    monkeypatch.setattr(devices, "place", lambda *_: Placement((tuple(range(given)),), given))
+    monkeypatch.setattr(torch, "get_num_threads", lambda: allowed)
+    monkeypatch.setattr(torch, "set_num_threads", set_to.append)
+    placed = set_affinity(GPU, LONE, [Place("n1/1", "0000:1a:00.0")])
+    assert (placed.threads, set_to) == (threads, [threads])
+
+
+def test_a_cpu_rank_keeps_the_memory_that_tensors_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """glibc's M_MMAP_MAX is -4, M_TRIM_THRESHOLD -1."""
+    asked: list[tuple[int, int]] = []
+    libc = SimpleNamespace(mallopt=lambda *option: asked.append(option))
+    monkeypatch.setattr(devices.ctypes, "CDLL", lambda name: libc)
+    monkeypatch.setattr(devices, "place", lambda *_: Placement(((0,),), 1))
+    monkeypatch.setattr(torch, "set_num_threads", lambda count: None)
+    set_affinity(CPU, LONE)
+    assert asked == [(-4, 0), (-1, -1)]
+    set_affinity(GPU, LONE, [Place("n1/1", "0000:1a:00.0")])
+    assert len(asked) == 2
+    del libc.mallopt  # another libc
+    set_affinity(CPU, LONE)
+
+
+def test_a_deterministic_run_leaves_no_kernel_to_choose_by_timing() -> None:
+    flags = torch.backends.cuda, torch.backends.cudnn
+    before = flags[0].mem_efficient_sdp_enabled(), flags[0].cudnn_sdp_enabled(), flags[1].deterministic
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        for on in (True, False):
+            torch.utils.deterministic.fill_uninitialized_memory = True
+            devices.use_device(CPU, deterministic=on)
+            assert torch.are_deterministic_algorithms_enabled() is on
+            assert flags[1].deterministic is on
+            assert not torch.utils.deterministic.fill_uninitialized_memory, "a pass over every new tensor"
+            assert (flags[0].mem_efficient_sdp_enabled(), flags[0].cudnn_sdp_enabled()) == (not on, not on)
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = filled
+        flags[0].enable_mem_efficient_sdp(before[0])
+        flags[0].enable_cudnn_sdp(before[1])
+        flags[1].deterministic = before[2]
+
+
 def test_a_gpus_peak_memory_can_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("cache"))

@@ -29,12 +29,13 @@ from bert_dp.dist import (
     recent_collectives,
 )
 from bert_dp.measure import all_reduce
-from bert_dp.world import World, read_world
+from bert_dp.world import World, check_meeting_point, read_world, standard_variables
 from tests.helpers import issues_of
 from tests.ranks import run_ranks
 from tests.tensors import CPU
 
 TORCHRUN = {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}
+DEEPSPEED = {key: value for key, value in TORCHRUN.items() if key != "LOCAL_WORLD_SIZE"}
 NODE_TASKS = "SLURM_STEP_TASKS_PER_NODE"
 SLURM = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", NODE_TASKS: "2"}
 OPEN_MPI = {
@@ -61,6 +62,9 @@ LONE = World(0, 0, 1, 1)
         ({"RANK": "1", "WORLD_SIZE": "2"}, World(1, 1, 2, 2)),
         ({**SLURM, NODE_TASKS: "2(x2)"}, World(3, 1, 4, 2)),
         ({**SLURM, "SLURM_LOCALID": "0", NODE_TASKS: "3,1", "SLURM_NODEID": "1"}, World(3, 0, 4, 1)),
+        ({**SLURM, "SLURM_LOCALID": "1", NODE_TASKS: "1(x2),2", "SLURM_NODEID": "2"}, World(3, 1, 4, 2)),
+        ({**DEEPSPEED, "LOCAL_SIZE": "4"}, World(5, 1, 8, 4)),
+        ({**TORCHRUN, "LOCAL_SIZE": "2"}, World(5, 1, 8, 4)),
         ({k: v for k, v in SLURM.items() if k != NODE_TASKS}, World(3, 1, 4, 4)),
         # sbatch sets these in its script too; only srun makes ranks of a step
         ({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "4"}, LONE),
@@ -108,6 +112,70 @@ def test_the_worker_calls_bad_variables_bad_input(tmp_path: Path) -> None:
 def test_every_rank_of_a_world_reads_itself(size: int, data: st.DataObject) -> None:
     rank = data.draw(st.integers(0, size - 1))
     assert read_world({"RANK": str(rank), "WORLD_SIZE": str(size)}) == World(rank, rank, size, size)
+
+
+@pytest.mark.parametrize("world", [LONE, World(5, 1, 8, 4), World(3, 0, 4, 1)])
+def test_packages_that_read_torchruns_variables_alone_are_told_the_same(world: World) -> None:
+    assert read_world({**SLURM, **standard_variables(world)}) == world
+
+
+def test_several_ranks_without_a_place_to_meet_are_refused() -> None:
+    two, here = World(0, 0, 2, 2), {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    check_meeting_point(LONE, {})
+    check_meeting_point(two, here)
+    check_meeting_point(two, {"BERT_DP_INIT_FILE": "/x/store"})
+    for environ, missing in (
+        ({}, "MASTER_ADDR and MASTER_PORT: not set, and 2 ranks"),
+        ({**here, "MASTER_PORT": ""}, "MASTER_PORT: not set"),
+        ({"MASTER_PORT": "29500"}, "MASTER_ADDR: not set"),
+    ):
+        (line,) = issues_of(check_meeting_point, two, environ)
+        assert line.startswith(missing)
+
+
+def test_each_attempt_meets_in_a_file_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchrun starts ranks again beside the file of those that failed, which would count as being there."""
+    asked: list[Any] = []
+
+    def rendezvous(url: str, rank: int, size: int, timeout: Any) -> Any:
+        store = torch.distributed.HashStore()
+        store.set("place-1", json.dumps(["n2/1", None]))
+        asked.append((url, rank, size, timeout))
+        yield store, rank, size
+
+    monkeypatch.setattr(dist, "rendezvous", rendezvous)
+    monkeypatch.delenv("TORCHELASTIC_RESTART_COUNT", raising=False)
+    monkeypatch.setenv("BERT_DP_INIT_FILE", "/x/store")
+    meeting = meet(World(0, 0, 2, 1), CPU)
+    assert meeting.places == (own_place(CPU), Place("n2/1", None))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "3")
+    meet(World(0, 0, 2, 1), CPU)
+    monkeypatch.delenv("BERT_DP_INIT_FILE")
+    meet(World(0, 0, 2, 1), CPU)
+    urls = ("file:///x/store-0", "file:///x/store-3", "env://")
+    assert asked == [(url, 0, 2, dist.TIMEOUT) for url in urls]
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "bound"),
+    [(CPU, "gloo", None), (torch.device("cuda", 1), "nccl", torch.device("cuda", 1))],
+)
+def test_gradients_go_by_nccl_on_gpus_and_everything_else_by_gloo(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device, backend: str, bound: torch.device | None
+) -> None:
+    """With one patience: a group that gives up before the other names the wrong collective."""
+    begun: list[tuple[str, dict[str, Any]]] = []
+    monkeypatch.setattr(
+        torch.distributed, "init_process_group", lambda name, **how: begun.append((name, how))
+    )
+    monkeypatch.setattr(torch.distributed, "new_group", lambda backend, **how: begun.append((backend, how)))
+    world = World(3, 1, 4, 2)
+    meeting = dist.Meeting(torch.distributed.HashStore(), (Place("n1/1", None),) * 4)
+    assert connect(world, device, meeting).world == world
+    (main, how), side = begun
+    assert (main, how["device_id"], how["timeout"]) == (backend, bound, dist.TIMEOUT)
+    assert (how["rank"], how["world_size"]) == (3, 4)
+    assert side == ("gloo", {"timeout": dist.TIMEOUT})
 
 
 # --- places
@@ -306,6 +374,7 @@ def test_the_collectives_that_are_told_are_the_newest(monkeypatch: pytest.Monkey
     entry = {"process_group": ["7", "a name"], "profiling_name": "gloo:_all_gather"}
     entries: list[Any] = [{**entry, "collective_seq_id": number} for number in range(5)]
     entries[-1] |= {"state": "started", "input_sizes": [[3, 2]]}
+    entries[-2]["is_p2p"] = False
     recorded = json.dumps({"entries": entries})
     monkeypatch.setattr(torch._C._distributed_c10d, "_dump_fr_trace_json", lambda: recorded, raising=False)
     monkeypatch.delattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", raising=False)
@@ -314,3 +383,6 @@ def test_the_collectives_that_are_told_are_the_newest(monkeypatch: pytest.Monkey
         {**told, "sequence": 3, "sizes": [], "state": "unknown"},
         {**told, "sequence": 4, "sizes": [[3, 2]], "state": "started"},
     ]
+    entries[-1]["is_p2p"] = True  # no collective: the other ranks have none of that number
+    recorded = json.dumps({"entries": entries})
+    assert [each["sequence"] for each in recent_collectives()] == [0, 1, 2, 3]

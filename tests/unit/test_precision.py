@@ -114,6 +114,19 @@ def agreed(
     return setup.agree_precision(rank, resumed).name
 
 
+@pytest.mark.parametrize(
+    ("capability", "chosen"), [((7, 5), "fp16"), ((8, 0), "bf16"), ((8, 9), "bf16"), ((9, 0), "bf16")]
+)
+def test_a_gpu_multiplies_bf16_from_ampere_on(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], chosen: str
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda of: (asked.append(of), capability)[1])
+    gpu = torch.device("cuda", 3)
+    assert bert_dp.precision.choose_precision("auto", gpu).name == chosen
+    assert asked == [gpu], "machines may hold GPUs of two kinds"
+
+
 def test_ranks_compute_in_bf16_only_if_all_of_them_can(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
