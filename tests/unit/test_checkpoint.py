@@ -70,6 +70,20 @@ def test_round_trip_is_bit_equal(tmp_path: Path) -> None:
     }
 
 
+def test_the_tokenizer_of_the_run_lies_in_each_checkpoint_and_is_verified(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.json").write_text('{"a": 1}')
+    path = save(tmp_path / "checkpoints", 100)
+    assert (path / "tokenizer.json").read_text() == '{"a": 1}'
+    assert checkpoint.check(path) is None
+    (path / "tokenizer.json").write_text('{"a": 2}')
+    assert "tokenizer.json: SHA-256 differs" in str(checkpoint.check(path))
+
+
+def test_the_weights_are_known_by_their_own_hash(tmp_path: Path) -> None:
+    path = save(tmp_path, 1)
+    assert checkpoint.weights_hash(path) == checkpoint.sha256(path / "model.safetensors")
+
+
 def test_newest_are_kept_and_listed_first(tmp_path: Path) -> None:
     """By number, not by name."""
     for step in (1, 2, 99_999_999, 100_000_000):

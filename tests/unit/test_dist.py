@@ -62,7 +62,10 @@ LONE = World(0, 0, 1, 1)
         ({"RANK": "1", "WORLD_SIZE": "2"}, World(1, 1, 2, 2)),
         ({**SLURM, NODE_TASKS: "2(x2)"}, World(3, 1, 4, 2)),
         ({**SLURM, "SLURM_LOCALID": "0", NODE_TASKS: "3,1", "SLURM_NODEID": "1"}, World(3, 0, 4, 1)),
-        ({**SLURM, "SLURM_LOCALID": "1", NODE_TASKS: "1(x2),2", "SLURM_NODEID": "2"}, World(3, 1, 4, 2)),
+        (
+            {**SLURM, "SLURM_STEP_NUM_TASKS": "5", NODE_TASKS: "1(x2),2,1", "SLURM_NODEID": "2"},
+            World(3, 1, 5, 2),
+        ),
         ({**DEEPSPEED, "LOCAL_SIZE": "4"}, World(5, 1, 8, 4)),
         ({**TORCHRUN, "LOCAL_SIZE": "2"}, World(5, 1, 8, 4)),
         ({k: v for k, v in SLURM.items() if k != NODE_TASKS}, World(3, 1, 4, 4)),
@@ -116,6 +119,7 @@ def test_every_rank_of_a_world_reads_itself(size: int, data: st.DataObject) -> N
 
 @pytest.mark.parametrize("world", [LONE, World(5, 1, 8, 4), World(3, 0, 4, 1)])
 def test_packages_that_read_torchruns_variables_alone_are_told_the_same(world: World) -> None:
+    assert standard_variables(world).keys() == TORCHRUN.keys()
     assert read_world({**SLURM, **standard_variables(world)}) == world
 
 

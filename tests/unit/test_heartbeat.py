@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -88,6 +89,33 @@ def test_an_answer_that_fails_is_still_an_answer(path: Path) -> None:
     ask_for_collectives(path, 1)
     wait_for(lambda: read(path).answered == 1, 30)
     beat.close()
+
+
+def test_a_closed_heartbeat_is_still_and_holds_its_file_once(path: Path) -> None:
+    def descriptors() -> int:
+        links = Path("/proc/self/fd").iterdir()
+        return sum(link.exists() and link.samefile(path) for link in links)
+
+    before = set(threading.enumerate())
+    beat = Heartbeat(path, LostWrites())
+    (thread,) = set(threading.enumerate()) - before
+    assert descriptors() == 1, "of the mapping alone"
+    beat.close()
+    thread.join(30)
+    assert not thread.is_alive()
+    assert path.exists(), "the launcher still reads it"
+
+
+def test_a_full_disk_gives_a_heartbeat_that_nobody_reads(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(os, "write", full)
+        beat = Heartbeat(path, LostWrites())
+    beat.enter("step", 1)
+    beat.close()
+    assert read_beat(path) is None
 
 
 def test_a_run_goes_on_where_no_file_can_be(tmp_path: Path) -> None:

@@ -207,6 +207,7 @@ def test_what_is_not_finite_is_never_written(tmp_path: Path, part: str) -> None:
     assert (step, saver.failed_saves) == (1, 1)
     assert problem is not None
     assert f"{name} holds a value that is not finite" in problem
+    assert saver.failure_kind == "not_finite"
     assert names(tmp_path) == ["step-00000001"]
 
 
@@ -218,6 +219,7 @@ def test_what_is_no_failed_save_is_raised(tmp_path: Path, monkeypatch: pytest.Mo
     saver = make(tmp_path)
     saver.save(1, lambda: state(1.0), FACTS)
     saver.close()  # at the end of a process: the error that ends it comes first
+    assert list(tmp_path.iterdir()) == [], "nothing that is half written stays"
     with pytest.raises(RuntimeError, match="a fault of ours"):
         saver.wait()
     with pytest.raises(RuntimeError, match="a fault of ours"):
@@ -268,6 +270,7 @@ def test_nothing_is_saved_where_the_run_directory_no_longer_is(tmp_path: Path) -
     problem = f"the run directory {folder.parent} was moved to {moved} during the run"
     assert save(saver, 2) == (1, problem)
     assert saver.gave_up == problem
+    assert saver.failure_kind == "directory_lost"
     assert names(moved / "checkpoints") == ["step-00000001"]
     assert not folder.parent.exists()
 
@@ -275,6 +278,26 @@ def test_nothing_is_saved_where_the_run_directory_no_longer_is(tmp_path: Path) -
 def test_a_save_does_not_make_the_run_directory_again(tmp_path: Path) -> None:
     assert save(make(tmp_path / "run" / "checkpoints"), 1)[0] is None
     assert not (tmp_path / "run").exists()
+
+
+def test_what_this_process_has_saved_itself_is_not_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each save would hash all that is kept: gigabytes, beside training."""
+    monkeypatch.setattr(checkpoint, "check", lambda path: pytest.fail(f"{path.name} is read"))
+    assert save(make(tmp_path, keep=2), 1, 2, 3, 4) == (4, None)
+    assert names(tmp_path) == ["step-00000004", "step-00000003"]
+
+
+def test_the_first_save_that_failed_is_why_a_run_gives_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver = make(tmp_path, on_error="stop")
+    monkeypatch.setattr(checkpoint, "save_file", failing(errno.EIO, 1, 9))
+    problem = save(saver, 1)[1]
+    assert save(saver, 2)[1] != problem
+    assert saver.gave_up == problem
+    assert (problem or "").endswith("; no good checkpoint yet")
 
 
 def test_a_row_of_saves_that_fail_is_said_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

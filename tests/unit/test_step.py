@@ -468,6 +468,36 @@ def test_ddp_has_the_buckets_and_the_graph_that_were_asked_for(group_of_one: Non
         assert model.static_graph is settings.get("static_graph", False)
 
 
+def test_accelerate_has_the_buckets_that_were_asked_for_and_is_told_its_place(
+    group_of_one: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one it takes 25 MiB; srun sets other variables than it reads; without OMP_NUM_THREADS it sets
+    its own number."""
+    pytest.importorskip("accelerate")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+    for variable in (*names, "OMP_NUM_THREADS"):
+        monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setenv(variable, "")  # so that it goes when the test ends
+        monkeypatch.delenv(variable)
+    for settings, mib in (({}, 25), ({"bucket_mib": 3.5}, 3.5)):
+        accelerator: Any = vars(prepare("accelerate", **settings)[0])["_accelerator"]
+        assert accelerator.ddp_handler.bucket_cap_mb == mib
+        assert [os.environ[name] for name in names] == ["0", "0", "1", "1"]
+        assert os.environ["OMP_NUM_THREADS"] == str(torch.get_num_threads())
+
+
+def test_ddp_keeps_the_gradients_that_its_buckets_hold(group_of_one: None) -> None:
+    """Zeroed in place: freed, they would stand twice, in the buckets and beside them."""
+    engine, model, bare, _ = prepare("ddp")
+    for step in range(2):  # the buckets are made anew after the first
+        run_step(engine, model, step)
+    places = [p.grad.data_ptr() for p in bare.parameters() if p.grad is not None]
+    run_step(engine, model, 2)
+    assert [p.grad.data_ptr() for p in bare.parameters() if p.grad is not None] == places
+    assert len(places) == 4
+    assert not any(p.grad.any() for p in bare.parameters() if p.grad is not None)
+
+
 def test_zero1_needs_a_tensor_for_each_replica(group_of_one: None) -> None:
     bare = Tied()
     for replicas in (4, 5):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -243,11 +244,27 @@ def test_a_trace_is_whole_or_the_one_before_stays(tmp_path: Path) -> None:
     assert final.read_text() == "before"
 
 
+def test_a_trace_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[bytes] = []
+
+    def fsync(descriptor: int) -> None:
+        assert not final.exists()
+        synced.append(Path(f"/proc/self/fd/{descriptor}").read_bytes())
+
+    final = tmp_path / "rank-0.json.gz"
+    monkeypatch.setattr(os, "fsync", fsync)
+    write_trace(SimpleNamespace(export_chrome_trace=lambda path: Path(path).write_text("whole")), final)
+    assert (final.read_text(), synced) == ("whole", [b"whole"])
+
+
 def test_a_profile_that_cannot_be_written_ends_no_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "profile").write_text("in the way")
-    assert traced(ProfilePlan(2, 3, (0,)), tmp_path, 0, range(1, 4)).steps == [2, 3]
+    trace = traced(ProfilePlan(2, 3, (0,)), tmp_path, 0, range(1, 4))
+    assert (trace.steps, trace._lost_writes.count) == ([2, 3], 1)
     assert "warning: the profile could not be written" in capsys.readouterr().out
 
 
