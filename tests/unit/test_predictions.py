@@ -219,9 +219,8 @@ def test_the_command_hands_on_every_option(tmp_path: Path, monkeypatch: pytest.M
     assert read_lines(out) == [{"index": 0}, {"index": 1}]
 
 
-def test_a_run_that_has_diverged_predicts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_has_diverged_predicts_nothing() -> None:
     """Nor where a single example is not finite."""
-    monkeypatch.setattr(predict, "BATCH_TOKENS", 40)
 
     def compute(ids_BS: torch.Tensor, real_BS: torch.Tensor) -> torch.Tensor:
         return torch.where(real_BS.sum(1, keepdim=True) == 9, math.nan, 1.0)
