@@ -241,6 +241,13 @@ def test_git_commit_and_dirty_flag(tmp_path):
         ({"python": "3.14.0"}, "fail", "python 3.14.0"),
         ({"versions": {}}, "fail", "torch is not installed"),
         ({"versions": {"torch": "2.9.1"}}, "fail", "torch 2.9.1"),
+        ({"versions": {"torch": "2.10.9"}}, "fail", "torch 2.10.9"),
+        ({"shm_gib": 0.9}, "warn", "shared memory (/dev/shm): 0.90 GiB"),
+        ({"memory_available_gib": 3.9}, "warn", "memory: 3.9 GiB"),
+        ({"disk_free_gib": 4.9}, "warn", "disk: 4.9 GiB"),
+        ({"open_files": 1023}, "warn", "open files: limit 1023"),
+        ({"max_processes": 2047}, "warn", "processes: limit 2047"),
+        ({"swap_used_gib": 0.6}, "warn", "swap: 0.6 GiB"),
         ({"versions": {"torch": "2.13.0+cpu"}}, "fail", "torch 2.13.0+cpu is a CPU build beside 2 GPUs"),
         ({"gpus": GOOD.gpus[:1], "cuda_visible_devices": "0"}, "warn", "GPUs: 1 of 2"),
         ({"gpu_error": "no answer within 10 s"}, "fail", "no answer"),
@@ -261,7 +268,14 @@ def test_a_good_machine_has_no_findings():
     as_many_cores_as_ranks = dataclasses.replace(no_gpu, affinity_cores=2, cpu_quota_cores=2.0)
     assert {f.level for f in diagnose(as_many_cores_as_ranks)} == {"ok"}
     just = {"open_files": 1024, "max_processes": 2048, "disk_free_gib": 5.0, "memory_available_gib": 4.0}
-    assert {f.level for f in diagnose(dataclasses.replace(GOOD, shm_gib=1.0, **just))} == {"ok"}
+    just |= {"locked_memory_gib": 1 / 1024, "swap_used_gib": 0.4, "affinity_cores": 2}
+    for python, torch in (("3.11.0", "2.11.0+cu130"), ("3.13.9", "2.11.1")):
+        least = {**just, "python": python, "versions": {"torch": torch}}
+        assert {f.level for f in diagnose(dataclasses.replace(GOOD, shm_gib=1.0, **least))} == {"ok"}
+    for free, told in ((76.1, []), (75.9, ["GPU 0: 75.9 of 80.0 GiB are free"])):
+        gpus = (dataclasses.replace(GOOD.gpus[0], free_gib=free), GOOD.gpus[1])
+        found = diagnose(dataclasses.replace(GOOD, gpus=gpus))
+        assert [f.what for f in found if f.level != "ok"] == told
 
 
 @pytest.mark.parametrize(("level", "command"), [("warn", "bert-dp train --dry-run"), ("fail", "")])
@@ -282,6 +296,29 @@ def test_doctor_looks_at_the_links_of_the_gpus_that_are_visible(tmp_path, monkey
         monkeypatch.setattr(doctor, check, lambda *_: doctor.Finding("ok", "x"))
     _, findings = doctor.doctor(tmp_path)
     assert "GPU links: one PCIe switch between 2-3" in [f.what for f in findings]
+
+
+@pytest.mark.parametrize(("gpus", "last"), [(GOOD.gpus[:1], "all-reduce"), ((), "bf16")])
+def test_doctor_asks_of_bf16_where_ranks_run_on_a_cpu_and_keeps_to_its_time(
+    tmp_path, monkeypatch, gpus, last
+):
+    """The checkpoint has half of the time, the others what is left."""
+    asked = {}
+    monkeypatch.setattr(doctor, "probe", lambda _: dataclasses.replace(GOOD, gpus=gpus))
+    monkeypatch.setattr(doctor.gpu_links, "query", lambda: pytest.fail("one GPU has no link"))
+    for check, name in (("checkpoint", "checkpoint"), ("all_reduce", "all-reduce"), ("bf16", "bf16")):
+        monkeypatch.setattr(
+            doctor, check, lambda *given, name=name: asked.update({name: given}) or doctor.Finding("ok", name)
+        )
+    now = iter([100.0, 102.0, 110.0, 115.0])
+    monkeypatch.setattr(doctor, "time", SimpleNamespace(monotonic=lambda: next(now)))
+    _, findings = doctor.doctor(tmp_path)
+    assert findings[-1].what == last
+    assert asked.pop("checkpoint") == (tmp_path, (doctor.DOCTOR_LIMIT_S - 2) / 2)
+    times = {name: given[-1] for name, given in asked.items()}
+    expected = {"all-reduce": doctor.DOCTOR_LIMIT_S - 10, "bf16": doctor.DOCTOR_LIMIT_S - 15}
+    assert times == {name: expected[name] for name in times}
+    assert doctor.DOCTOR_LIMIT_S < 30
 
 
 def has_ended(pid: str) -> bool:
@@ -325,6 +362,28 @@ def test_a_module_of_ours_gets_its_own_folder_and_variables(fake_module, tmp_pat
     options = {"scratch": str(tmp_path), "environ": {"MINE": "2,3"}}
     started = children.start_module(name, [], stdout=subprocess.PIPE, **options)
     assert started.communicate()[0].split() == [str(tmp_path), "2,3"]
+
+
+def test_a_command_of_the_system_answers_or_says_why_not(tmp_path):
+    shell = ["sh", "-c"]
+    assert children.run_command([*shell, "echo a; echo b >&2"], 20) == ("a", None)
+    assert children.run_command([*shell, "exit 7"], 20) == (None, "exit code 7")
+    lines = "echo out; for n in 1 2 3 4; do echo $n >&2; done; exit 1"
+    assert children.run_command([*shell, lines], 20) == (None, "2 | 3 | 4")
+    assert children.run_command([*shell, "echo out; exit 1"], 20) == (None, "out")
+    missing = str(tmp_path / "none")
+    assert children.run_command([missing], 20) == (None, f"{missing}: No such file or directory")
+    group = [sys.executable, "-I", "-S", "-c", "import os; print(os.getpgid(0))"]
+    assert children.run_command(group, 20)[0] != str(os.getpgid(0)), "Ctrl-C ends us, and not it first"
+
+
+def test_what_a_module_printed_is_its_json_whatever_its_exit_code(fake_module):
+    for source, expected in (
+        ("print('{\"a\": 1}'); raise SystemExit(4)", (4, {"a": 1})),
+        ("print('no JSON')", (0, None)),
+        ("raise SystemExit(2)", (2, None)),
+    ):
+        assert children.capture_json(fake_module(source), []) == expected
 
 
 def test_time_that_ran_out_on_a_busy_machine_is_a_warning(fake_module, monkeypatch):

@@ -94,6 +94,13 @@ def test_what_a_stack_waits_in() -> None:
     assert waits_in(TICK)[0] == 2
     assert waits_in(BACKWARD)[0] == 1
     assert waits_in(WORK) == (0, "")
+    zero1 = Frame("/p/bert_dp/parallel/zero1.py", 9, "_wait")
+    device = Frame(f"{TORCH}/cuda/__init__.py", 9, "synchronize")
+    assert [waits_in((frame,))[0] for frame in (zero1, device)] == [2, 1]
+    inside = Frame(f"{TORCH}/distributed/distributed_c10d.py", 9, "_store_based_barrier")
+    assert waits_in((inside, *GATHER[:1])) == (2, "all_gather"), "the call, not what it is made of"
+    elsewhere = Frame("/p/mine/dist_tools.py", 9, "wait")
+    assert waits_in((elsewhere,)) == (0, "")
     assert waits_in(()) == (0, "")
 
 
@@ -252,6 +259,23 @@ def test_a_gpu_that_is_behind_is_named_where_its_rank_is_not() -> None:
 
 
 # --- the report
+
+
+def test_a_report_has_the_stack_of_the_named_and_a_line_of_each_other() -> None:
+    deep = tuple(Frame("/p/mine.py", line, "f") for line in range(1, 40))
+    witnesses = [witness(0, GATHER), witness(1, deep, step=3), witness(2)]
+    lines = report(witnesses, find_culprit(witnesses))
+    assert lines[1] == "  rank 1 at /p/mine.py:1 in f"
+    assert [line for line in lines if line.startswith("    | ")] == [
+        f"    | /p/mine.py:{line} in f" for line in range(1, 13)
+    ]
+    others = [line for line in lines if line.startswith(("  rank 0", "  rank 2"))]
+    assert [line.partition(":")[0] for line in others] == [
+        "  rank 0 in step 4 (step, 0 micro batches done)",
+        "  rank 2 in step 4 (step, 0 micro batches done)",
+    ]
+    alone = [witness(0)]
+    assert report(alone, find_culprit(alone))[1] == "  rank 0: no stack available"
 
 
 def test_the_report_names_rank_phase_step_seconds_and_line() -> None:

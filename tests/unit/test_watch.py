@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import itertools
 import os
+import signal
 import struct
+import types
 from pathlib import Path
 
 import pytest
 
 from bert_dp.record import BEAT_SLOTS, PHASES, Beat, heartbeat_path, read_beat
+from launcher.watch import heartbeats
 from launcher.watch.heartbeats import PATIENT_S, Hang, Watch
 
 STACK = 'Current thread 0x1 (most recent call first):\n  File "/p/model.py", line 7 in forward\n'
@@ -21,6 +25,7 @@ class Rank:
 
     def __init__(self, run_dir: Path, rank: int):
         self.pid, self.signals, self.goes_on_when_asked = os.getpid(), 0, False
+        self.is_deaf = False
         self.path, self.stack = heartbeat_path(run_dir, rank), run_dir / "logs" / f"rank-{rank}.stack"
         self.path.parent.mkdir(exist_ok=True)
         self.beat = dataclasses.replace(Beat(*[0] * len(BEAT_SLOTS)), pid=self.pid)
@@ -39,6 +44,9 @@ class Rank:
 
     def send_signal(self, number: int) -> None:
         self.signals += 1
+        assert number == signal.SIGUSR2
+        if self.is_deaf:
+            return
         with self.stack.open("a") as file:
             file.write(STACK)
         beat = read_beat(self.path)
@@ -148,6 +156,23 @@ def test_a_run_that_stays_hung_is_ended(tmp_path: Path) -> None:
     assert scene.ended.message.startswith("hang in step 5")
     assert scene.ended.log == tmp_path / "logs" / "rank-1.log"
     assert scene.ended.report[0].startswith("  rank 1 at /p/model.py:7")
+
+
+def test_what_an_earlier_hang_or_start_left_is_no_answer(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that can write no stack has none, and is not waited for without end."""
+    now, naps = itertools.count(0.0, 0.5), iter(range(50))
+    clock = types.SimpleNamespace(monotonic=lambda: next(now), sleep=lambda _: next(naps), strftime=str)
+    monkeypatch.setattr(heartbeats, "time", clock)
+    scene.train(5)
+    scene.ranks[0].go("log")
+    for rank in scene.ranks.values():
+        rank.stack.write_text(STACK)
+        rank.is_deaf = True
+    (scene.ranks[1].stack.parent / "rank-1.collectives.json").write_text('{"collectives": [{}]}')
+    assert scene.quiet(60) is not None
+    assert scene.said[1] == "  rank 1: no stack available"
 
 
 def test_zero_never_ends_it(tmp_path: Path) -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from launcher.run import workers
-from launcher.run.starters import start_environment
+from launcher.run.starters import LAUNCHERS, start_command, start_environment
+from tests.helpers import read_json
 
 
 def test_a_wait_for_workers_is_in_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +46,52 @@ def test_ranks_share_the_cores_meet_on_loopback_and_have_their_time_to_save(
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
     on_gpu = start_environment("deepspeed", tmp_path, tmp_path, 3, on_gpu=True, grace_s=1.0)
     assert (on_gpu["OMP_NUM_THREADS"], "DS_ACCELERATOR" in on_gpu) == ("5", False)
+
+
+def test_a_rank_records_its_collectives_unless_the_user_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_DUMP_ON_TIMEOUT", "TORCH_FR_DUMP_TEMP_FILE")
+    for name in names:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "another's")
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    run_dir, scratch = tmp_path / "run", tmp_path / "scratch"
+    environ = start_environment("torchrun", run_dir, scratch, 2, on_gpu=False, grace_s=1.0)
+    assert [environ[name] for name in names] == ["2000", "1", f"{run_dir}/logs/nccl-trace-rank-"]
+    assert environ["BERT_DP_LOG_DIR"] == f"{run_dir}/logs"
+    assert not {"TORCHELASTIC_RUN_ID", "ACCELERATE_USE_CPU", "PET_RDZV_ENDPOINT"} & environ.keys()
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "0")
+    environ = start_environment("accelerate", run_dir, scratch, 2, on_gpu=False, grace_s=1.0)
+    assert environ["TORCH_FR_BUFFER_SIZE"] == "0"
+    assert (environ["PET_RDZV_ENDPOINT"], environ["PET_RDZV_ID"]) == (f"{scratch}/agent", "bert-dp")
+
+
+@pytest.mark.parametrize("visible", [None, "", "3,1"])
+def test_each_tool_starts_as_many_ranks_as_were_asked_for_on_the_gpus_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, visible: str | None
+) -> None:
+    """Whatever is installed here; deepspeed alone sets CUDA_VISIBLE_DEVICES itself."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    worker = ["run/config.yaml", "--resume", "auto"]
+    commands = {tool: start_command(tool, 3, tmp_path, worker) for tool in LAUNCHERS}
+    assert all(command[-3:] == worker and "bert_dp.worker" in command for command in commands.values())
+    assert {"--nnodes=1", "--nproc-per-node=3", f"--rdzv-endpoint={tmp_path}/agent"} < {*commands["torchrun"]}
+    assert "--rdzv-backend=bert-dp-file" in commands["torchrun"]
+    assert {f"--config_file={tmp_path}/accelerate.json", "--rdzv_backend=bert-dp-file"} < {
+        *commands["accelerate"]
+    }
+    settings = read_json(tmp_path / "accelerate.json")
+    asked = {"num_processes": 3, "num_machines": 1, "mixed_precision": "no", "main_process_ip": "127.0.0.1"}
+    assert asked.items() <= settings.items()
+    deepspeed = commands["deepspeed"]
+    assert {"--num_gpus=3", f"--hostfile={tmp_path}/none", "--master_addr=127.0.0.1"} < {*deepspeed}
+    restored = ["-u", "CUDA_VISIBLE_DEVICES"] if visible is None else [f"CUDA_VISIBLE_DEVICES={visible}"]
+    place = deepspeed.index("env") + 1
+    assert deepspeed[place : place + len(restored)] == restored
+    assert deepspeed[place + len(restored)] == sys.executable
 
 
 PARENT = """
