@@ -592,6 +592,16 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     assert runs.asked == [], "what is there is not measured again"
 
 
+def test_a_rank_with_a_gpu_may_use_every_core(tmp_path: Path) -> None:
+    (tmp_path / SCRATCH).mkdir()
+    gpus = [environment.Gpu(0, "g", 80.0, None)] * 2
+    made = grid(with_memory(64.0, gpus=gpus), on_gpu=True, gpus=(2,), modes=("weak",), synthetic=False)
+    runs = MadeRunner(tmp_path, [Slot()], [], launcher="torchrun", on_gpu=True, log=print).begin()
+    run_grid(made, runs, print)
+    assert {trial.cores for trial in runs.ran} == {None}
+    assert runs.cores == [None, None, None]
+
+
 def test_a_grid_goes_on_with_what_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What failed is its cell's result; a link without a measurement is none."""
     (tmp_path / SCRATCH).mkdir()

@@ -607,6 +607,18 @@ def test_a_trial_keeps_the_users_settings_and_saves_nothing(tmp_path: Path) -> N
     assert trial.data_bytes == 2 * GIB, "an allocation fails a gibibyte above the limit"
 
 
+@pytest.mark.parametrize(
+    ("changes", "guard", "warm_up"),
+    [({}, 2 * GIB, 3), ({"limit_gib": None}, None, 3), ({"on_gpu": True}, None, 10)],
+)
+def test_memory_is_guarded_on_a_cpu_with_a_limit_alone(
+    tmp_path: Path, changes: dict[str, Any], guard: int | None, warm_up: int
+) -> None:
+    """A GPU's own memory is its limit; it needs more steps before it runs evenly."""
+    batches = BatchTrials(question(config(8), **changes), runner(Runner, tmp_path), print)
+    assert (batches.trial("t", 2, 8, 4).data_bytes, batches.warm_up) == (guard, warm_up)
+
+
 @pytest.mark.parametrize(("budget_s", "taken"), [(60.0, True), (120.0, True), (30.0, False)])
 def test_a_search_goes_on_with_a_greater_budget_only(tmp_path: Path, budget_s: float, taken: bool) -> None:
     """A search that could not settle its choice advises one."""
