@@ -497,6 +497,85 @@ def test_given_tokenizer(tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
 
 
+def test_special_tokens_by_the_names_of_other_libraries() -> None:
+    """RoBERTa frames by <s> and </s>; where a tokenizer has both spellings, the role's own name counts."""
+    roberta = {t: i for i, t in enumerate(["<s>", "<pad>", "</s>", "<unk>", "a", "<mask>"])}
+    found = tokenizer.special_ids(Tokenizer(models.WordPiece(roberta, unk_token="<unk>")), "it")
+    assert found == {"pad": 1, "unk": 3, "cls": 0, "sep": 2, "mask": 5}
+    ours = tokenizer.train(["a b"], model="wordpiece", vocab_size=40, with_normalizer=True)
+    assert tokenizer.special_ids(ours, "it") == {"pad": 0, "unk": 3, "cls": 4, "sep": 5, "mask": 6}
+
+
+def test_ordinary_tokens_begin_behind_the_special_ones_of_the_lower_half() -> None:
+    """Which ModernBERT keeps at the end, but for two."""
+    for specials, expected in (([0, 1, 2, 3, 4], 5), ([90, 91, 92, 0, 7], 8), ([95, 96, 97, 98, 99], 0)):
+        names = dict(zip(specials, ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"], strict=True))
+        vocabulary = {names.get(i, f"w{i}"): i for i in range(100)}
+        tok = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+        assert tokenizer.first_ordinary(tok, tokenizer.special_ids(tok, "it")) == expected
+
+
+def test_a_batch_of_documents_is_bounded_by_their_number_and_by_their_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(encode, "BATCH_DOCUMENTS", 3)
+    monkeypatch.setattr(encode, "BATCH_CHARS", 10)
+    documents = ["a" * size for size in (1, 1, 1, 6, 4, 30, 9, 1, 1, 1)]
+    sizes = [list(map(len, batch)) for batch in encode.in_batches(documents)]
+    assert sizes == [[1, 1, 1], [6, 4], [30], [9, 1], [1, 1]]
+    assert list(encode.in_batches([])) == []
+
+
+def test_a_small_source_is_tokenized_by_few_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One for every so many bytes, and no more than there are cores; `processes` counts where it is given."""
+    asked: list[int] = []
+    encode_all = encode.encode_all
+
+    def noted(batches: Any, settings: Any, processes: int) -> Any:
+        asked.append(processes)
+        return encode_all(batches, settings, 1)
+
+    monkeypatch.setattr(encode, "encode_all", noted)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(6)))
+    files = [write(tmp_path / f"{name}.txt", prose(40, seed=n)) for n, name in enumerate("ab")]
+    size = sum(Path(file).stat().st_size for file in files)
+    for per_process, expected in ((size + 1, 1), (size, 2), (size // 4, 5), (1, 6)):
+        monkeypatch.setattr(pipeline, "BYTES_PER_PROCESS", per_process)
+        make(files, tmp_path / "out", processes=None, force=True, seed=len(asked))
+        assert asked[-1] == expected
+    make(files, tmp_path / "out", processes=3, force=True)
+    assert asked[-1] == 3
+
+
+def test_a_set_of_the_hub_is_recorded_by_its_text_and_kept_by_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+
+    def rows(name: str, split: str) -> Any:
+        read.append(name)
+        yield from ((f"row {i}", {"text": text}) for i, text in enumerate([*prose(60), " "]))
+
+    monkeypatch.setattr(sources.readers, "hub_records", rows)
+    manifest = make("hub:org/\u00fc", tmp_path / "out")
+    data = "".join(text + "\n" for text in prose(60)).encode()
+    assert manifest["sources"] == [
+        {
+            "name": "hub:org/\u00fc",
+            "bytes": len(data),
+            "sha256": hashlib.sha256(data).hexdigest(),
+            "documents": 60,
+        }
+    ]
+    read.clear()
+    assert make("hub:org/\u00fc", tmp_path / "out") == manifest
+    assert read == []
+    with pytest.raises(ConfigError, match="--force"):
+        make("hub:org/other", tmp_path / "out")
+
+
 def test_too_little_text_tells_the_counts(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"training \d+ sequences from \d+ documents, held-out 0 sequences"):
         make(write(tmp_path / "a.txt", prose(12)), tmp_path / "out", held_out_fraction=0.001)
@@ -818,6 +897,26 @@ def test_main_refuses_bad_options_with_exit_2(
     assert builder.main(["inspect", str(tmp_path / "out")]) == 1
     assert builder.main(["inspect", str(tmp_path / "gone")]) == 2
     assert builder.main(["build", str(tmp_path / "gone.json")]) == 2
+
+
+@pytest.mark.parametrize("verb", ["ensure", "build"])
+def test_a_build_that_fails_is_one_line_that_names_the_cache_where_that_helps(
+    tmp_path: Path, verb: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(record, "keep_private", lambda: None)
+    monkeypatch.setenv("BERT_DP_CACHE", str(tmp_path / "cache"))
+    source = write(tmp_path / "a.txt", prose(100))
+    (tmp_path / "c.yaml").write_text(json.dumps(config(source).model_dump(mode="json")))
+    monkeypatch.setattr(pipeline, "build_in", full)
+    path = options_file(tmp_path) if verb == "build" else str(tmp_path / "c.yaml")
+    assert builder.main([verb, path]) == 1
+    out, err = capsys.readouterr()
+    hint = f"; the cache is {tmp_path / 'cache'}, BERT_DP_CACHE names another" if verb == "ensure" else ""
+    assert (out, err.splitlines()[-1]) == ("", f"error: [Errno 28] No space left on device{hint}")
 
 
 def test_no_torch_is_imported() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from bert_dp import building
+from bert_dp import building, checkpoint
 from bert_dp.config import batch_layout
-from bert_dp.measure import bf16_ratio, peak, profiling
+from bert_dp.measure import bf16_ratio, disk, peak, profiling
 from bert_dp.measure.profiling import lone_trainer
 from bert_dp.precision import precision_of
 from tests.helpers import TINY_MODEL, make_config
@@ -61,6 +61,39 @@ def test_each_rate_of_the_cpu_stands_under_its_own_precision(
     bf16_ratio.main()
     told = json.loads(capsys.readouterr().out)
     assert (told["fp32_flops"], told["bf16_flops"]) == (1e9, 4e9)
+
+
+@pytest.mark.parametrize("problem", [None, "w: other bytes"])
+def test_a_disk_is_measured_by_a_checkpoint_that_it_keeps(
+    tmp_path: Path, problem: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Both halves count, MB are 1e6 bytes, and nothing is left."""
+    clock = iter([10.0, 10.5])
+    monkeypatch.setattr(disk, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    if problem is None:
+        disk.main(tmp_path, 2**20)
+        told = json.loads(capsys.readouterr().out)
+        assert told == {"bytes": 2**21, "seconds": 0.5, "mb_per_s": 2**21 / 0.5 / 1e6}
+    else:
+        monkeypatch.setattr(checkpoint, "check", lambda path: problem)
+        with pytest.raises(RuntimeError, match=problem):
+            disk.main(tmp_path, 2**20)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_disk_that_gives_other_numbers_back_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load = checkpoint.load_tensors
+
+    def one_is_wrong(path: Path) -> Any:
+        state = load(path)
+        state["optimizer"]["w"] = state["optimizer"]["w"] + 1
+        return state
+
+    monkeypatch.setattr(checkpoint, "load_tensors", one_is_wrong)
+    with pytest.raises(RuntimeError, match="what was read differs from what was written"):
+        disk.main(tmp_path, 2**16)
 
 
 class Ticks:

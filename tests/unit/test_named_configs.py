@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from bert_dp.config import find_config, install_command, load_config, setting_paths, shipped_configs
+from bert_dp.config import (
+    find_config,
+    install_command,
+    load_config,
+    micro_is_auto,
+    setting_paths,
+    shipped_configs,
+)
 from bert_dp.config.reference import settings_reference
 from launcher.options import split_words
 from tests.e2e.cli import here
@@ -31,6 +38,25 @@ def test_a_file_overrides_its_base_and_that_the_base_below(tmp_path: Path) -> No
     assert (config.optim.lr, config.model.num_layers, config.model.num_heads) == (0.25, 3, 1)
     assert config.model.hidden_size == quickstart.model.hidden_size
     assert (config.schedule.tokens, config.schedule.steps) == (1000, None)  # it displaces the base's budget
+
+
+def test_a_micro_batch_that_is_to_be_found_may_stand_at_any_level(tmp_path: Path) -> None:
+    """And a number at a higher one takes its place."""
+    files = {
+        "low.yaml": "base: quickstart\nbatch: {micro_size: auto}\n",
+        "top.yaml": "base: low.yaml\nbatch: {global_size: 8}\n",
+        "number.yaml": "base: low.yaml\nbatch: {micro_size: 4}\n",
+    }
+    write_files(tmp_path, files)
+    found = {name: micro_is_auto(tmp_path / name) for name in files}
+    assert found == {"low.yaml": True, "top.yaml": True, "number.yaml": False}
+    assert not micro_is_auto(tmp_path / "top.yaml", ["batch.micro_size=2"])
+    assert micro_is_auto(tmp_path / "number.yaml", ["batch.micro_size=auto"])
+    assert not micro_is_auto(find_config("quickstart"))
+    (issue,) = issues_of(load_config, tmp_path / "top.yaml")
+    assert issue.startswith(
+        "batch.micro_size: auto is found by `bert-dp train` and `bert-dp tune batch` alone"
+    )
 
 
 @pytest.mark.parametrize(

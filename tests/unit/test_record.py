@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bert_dp import record
+from bert_dp.config.stored import read_regular
 from bert_dp.record import Metrics
 from bert_dp.record.models import Summary
 from tests.states import FACTS
@@ -211,6 +213,45 @@ def test_a_lock_is_held_while_its_holder_lives(tmp_path: Path) -> None:
     again = record.lock(path)
     assert again is not None
     again.close()
+
+
+def test_a_lock_whose_file_was_removed_by_its_holder_is_taken_at_the_new_one(tmp_path: Path) -> None:
+    """Else the one who waited and the next one to come would both hold it."""
+    path, taken = tmp_path / ".lock", []
+    held = record.lock(path)
+    assert held is not None
+    waiting = threading.Thread(target=lambda: taken.append(record.lock(path, wait=True)))
+    waiting.start()
+    deadline = time.monotonic() + 10
+    opened: list[str] = []
+    while len(opened) < 2:  # by its holder, and by the one who waits
+        assert time.monotonic() < deadline
+        descriptors = Path("/proc/self/fd").iterdir()
+        opened = [file for each in descriptors if (file := _link(each)) == str(path)]
+    path.unlink()
+    held.close()
+    waiting.join(10)
+    (second,) = taken
+    assert os.path.samestat(os.fstat(second.fileno()), path.stat())
+    assert record.lock(path) is None
+    second.close()
+
+
+def _link(descriptor: Path) -> str:
+    try:
+        return os.readlink(descriptor)
+    except OSError:
+        return ""
+
+
+def test_a_file_of_just_the_largest_size_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "a"
+    for size in (5, 2**20, 2**20 + 1):
+        path.write_bytes(b"x" * size)
+        assert len(read_regular(path, size)) == size
+        with pytest.raises(OSError, match=f"larger than {size - 1} bytes") as caught:
+            read_regular(path, size - 1)
+        assert caught.value.errno == errno.EFBIG
 
 
 def test_start_ticks_names_a_process() -> None:

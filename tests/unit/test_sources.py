@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import lzma
+import os
 import subprocess
 import sys
 import tracemalloc
@@ -366,3 +367,12 @@ def test_identity_changes_with_the_file(tmp_path: Path) -> None:
     first = sources.identity(sources.Source(str(path), path))
     path.write_text("other")
     assert sources.identity(sources.Source(str(path), path)) != first
+    path.write_text("one")
+    os.utime(path, ns=(0, first["mtime_ns"]))
+    assert sources.identity(sources.Source(str(path), path)) == first
+    os.utime(path, ns=(0, first["mtime_ns"] + 1))
+    assert sources.identity(sources.Source(str(path), path)) != first, "of as many bytes, written later"
+    other = tmp_path / "b.txt"
+    other.write_text("two")
+    os.utime(other, ns=(0, first["mtime_ns"]))
+    assert sources.identity(sources.Source(str(other), other)) != first, "another file of that size and time"

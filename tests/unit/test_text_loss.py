@@ -6,6 +6,7 @@ import json
 import math
 import re
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -141,6 +142,19 @@ def test_a_model_that_knows_nothing_needs_the_bits_of_its_vocabulary() -> None:
     assert words["bits_per_byte_se"] > 0
 
 
+def test_hidden_words_that_the_vocabulary_lacks_are_counted_and_so_are_their_documents() -> None:
+    """A document of one word that is not hidden counts for none."""
+    tokenizer = tokens.train(["a b c"], model="wordpiece", vocab_size=20, with_normalizer=True)
+    documents = [*("xyz a " * 20 for _ in range(3)), *("a" for _ in range(30))]
+    text, special = read(documents, tokenizer), tokens.special_ids(tokenizer, "it")
+    words = text_loss.word_losses(model_of(64), text, LENGTH, special, quiet)
+    hidden = [hidden_words(document, tokenizer) for document in documents]
+    assert words["documents"] == sum(map(bool, hidden)) < len(documents)
+    unknown = sum(word == "xyz" for each in hidden for word in each)
+    assert (words["unknown_tokens"], words["words"]) == (unknown, sum(map(len, hidden)))
+    assert 0 < unknown < words["tokens"]
+
+
 def test_the_loss_is_that_of_training_at_the_same_positions() -> None:
     tokenizer = trained(80)
     model, text = model_of(80), read(DOCUMENTS, tokenizer)
@@ -262,6 +276,23 @@ def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> N
     first = text_loss.text_loss(str(run_dir), [str(tmp_path / "a.txt")], options, 400, quiet)
     assert first["documents"] == 1
     assert first["predicted"][0]["loss_se"] is None
+
+
+def test_the_command_hands_on_its_options(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[object, ...]] = []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(text_loss, "use_all_cores", lambda: None)
+    monkeypatch.setattr(text_loss, "text_loss", lambda *given: asked.append(given[:-1]) or {"run": given[0]})
+    options = '{"documents": "blank_line", "text_field": "body"}'
+    assert text_loss.main(["--options", options, "--max-bytes", "9", "run", "a", "b"]) == 0
+    assert text_loss.main(["run", "a"]) == 0
+    assert capsys.readouterr().out == '{"run": "run"}\n' * 2
+    assert asked == [
+        ("run", ["a", "b"], BuildConfig(documents="blank_line", text_field="body"), 9),
+        ("run", ["a"], BuildConfig(), None),
+    ]
 
 
 def test_what_cannot_be_measured_is_one_line(run_dir: Path, tmp_path: Path) -> None:
