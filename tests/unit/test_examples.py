@@ -30,6 +30,7 @@ from bert_dp.examples.encode import truncate
 from bert_dp.examples.prepare import main, summary
 from bert_dp.examples.store import LABEL_TYPES
 from bert_dp.examples.table import Columns, Labelled
+from tests.e2e.cli import open_to_others, umask
 from tests.example_files import write_examples
 from tests.helpers import make_config, read_json
 
@@ -324,6 +325,13 @@ def test_what_was_prepared_is_found_again_until_a_file_changes(lab: Lab) -> None
     assert lab.prepare(*arguments)[0] != directory
     lab.write_glue("g", "RTE", RTE_HEADER, train=[*RTE["train"], RTE["dev"][0]])
     assert lab.prepare(*arguments)[1].splits["train"].examples == manifest.splits["train"].examples + 1
+
+
+def test_what_is_prepared_is_for_its_user_alone(lab: Lab) -> None:
+    """Whatever the umask is."""
+    with umask(0):
+        lab.own({"train": GOOD, "dev": GOOD})
+    assert open_to_others(lab.folder / "cache") == []
 
 
 def test_what_is_damaged_in_the_cache_is_prepared_again(lab: Lab) -> None:
@@ -767,6 +775,7 @@ def test_a_share_of_train_becomes_dev_by_the_rows_alone(lab: Lab) -> None:
         found.append({s: {lab.words(e, i) for i in range(len(e))} for s, e in splits.items()})
         assert sum(len(e) for e in splits.values()) == content.count("\n") - 1
         assert (manifest.dev_share, manifest.splits["dev"].in_train) == (0.1, 0)
+        assert manifest.official is None
     assert list(found[0]) == ["train", "dev"]
     assert found[0] == found[1]
     assert 0.04 * len(rows) < len(found[0]["dev"]) < 0.17 * len(rows)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +15,12 @@ import pytest
 import torch
 
 from bert_dp import checkpoint
-from bert_dp.config import Config, Kind, modernbert_issues
+from bert_dp.config import Config, Kind, modernbert_issues, native_issues
 from bert_dp.corpus import sources
+from bert_dp.export import __main__ as command
 from bert_dp.export import card, check, foreign
 from bert_dp.export.as_function import Whole, open_run
-from bert_dp.export.from_hf import our_names
+from bert_dp.export.from_hf import modernbert_state, our_names
 from bert_dp.export.hf import settings_of, tensors_of
 from bert_dp.export.write import describe, new_directory, write_about, write_hf
 from bert_dp.record.exported import read_exported
@@ -279,6 +282,21 @@ def test_a_model_that_is_no_modernbert_does_not_begin_with_one(
     assert bool(finetuning) == ("head" not in model), "a finetuned run has a head of its own"
 
 
+def test_weights_that_cannot_be_read_or_were_made_for_other_tokens_are_refused(tmp_path: Path) -> None:
+    config = CONFIGS["ModernBERT"]
+    exported_settings(tmp_path, config)
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    (issue,) = issues_of(modernbert_state, tmp_path, config, None)
+    assert issue.startswith(f"run.init_from: {tmp_path}: model.safetensors cannot be read (")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    (issue,) = issues_of(modernbert_state, tmp_path, config, "0" * 64)
+    assert issue.startswith(f"data.tokenizer: the shards have another tokenizer than {tmp_path}")
+    write_hf(open_run(write_run(tmp_path / "run", config), encoder=False), tmp_path)
+    state = modernbert_state(tmp_path, config, sources.file_hash(tmp_path / "tokenizer.json"))
+    assert state["model"].keys() == perturbed(config).state_dict().keys()
+    assert state["optimizer"] == {}
+
+
 def test_what_is_no_directory_of_a_modernbert_is_refused(tmp_path: Path) -> None:
     config = CONFIGS["ModernBERT"]
     (issue,) = modernbert_issues(tmp_path, config)
@@ -354,6 +372,58 @@ def test_what_is_compared_is_whole_short_and_padded(tmp_path: Path) -> None:
     real = np.concatenate([ids[mask != 0] for ids, mask in batches])
     assert (real.min(), real.max()) == (7, VOCABULARY - 1)
     assert len({int(n) for _, mask in batches for n in mask.sum(1)}) > 10
+
+
+def test_an_encoder_leaves_a_head_out_that_no_class_has() -> None:
+    config = config_of("small-text", model={"head": "dense"})
+    assert [len(native_issues(config, kind)) for kind in ("mlm", "encoder")] == [1, 0]
+    assert native_issues(finetuned(config, "native"), "classifier") == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "written", "precision"),
+    [
+        ("hf", ("hf",), "fp32"),
+        ("onnx", ("onnx", False), "fp32"),
+        ("onnx --int8", ("onnx", True), "int8"),
+        ("aoti --bf16", ("aoti", "bf16"), "bf16"),
+        ("aoti --int8", ("aoti", "int8"), "int8"),
+    ],
+)
+def test_the_command_hands_on_every_option(
+    tmp_path: Path, asked: str, written: tuple[Any, ...], precision: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, calls = write_run(tmp_path / "run", CONFIGS["EuroBERT"]), []
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    monkeypatch.setattr(command, "use_all_cores", lambda: None)
+    monkeypatch.setattr(command, "write_hf", lambda *_: calls.append(("hf",)))
+    monkeypatch.setattr(command, "write_onnx", lambda *_, int8: calls.append(("onnx", int8)))
+    monkeypatch.setattr(command, "write_aoti", lambda *given: calls.append(("aoti", given[2])))
+    out, (form, *options) = tmp_path / "out", asked.split()
+    options += ["--encoder", "--command", "bert-dp export", "--scores", "## GLUE"]
+    assert command.main([form, *options, "--out", str(out), str(run)]) == 0
+    assert calls == [written]
+    told = read_json(out / "export.json")
+    assert (told["format"], told["kind"], told["precision"]) == (form, "encoder", precision)
+    text = (out / "README.md").read_text()
+    assert "`bert-dp export`" in text
+    assert "## GLUE" in text
+    monkeypatch.setattr(
+        command, "check", lambda *given: {"ok": False, "given": [str(each) for each in given]}
+    )
+    assert command.main(["check", str(out), "--run", str(run), "--python", "p"]) == 1
+    monkeypatch.setattr(command, "check", lambda *given: {"ok": given == (out, None, sys.executable)})
+    assert command.main(["check", str(out)]) == 0
+
+
+def test_a_card_tells_no_folders_and_nothing_of_a_damaged_summary(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", config_of("small-text"))
+    words = ["/opt/env/bin/bert-dp", "train", "data.sources=[/srv/texts/a b.txt]"]
+    (run / "environment.json").write_text(json.dumps({"command": words}))
+    (run / "summary.json").write_text('{"status": "done", "step": 3, "final_loss": "4"')
+    facts = dict(card.training_facts(open_run(run, encoder=False)))
+    assert facts["command"] == "`bert-dp train 'data.sources=[a b.txt]'`"
+    assert set(facts) == {"command", "steps", "samples", "tokens", "data"}
 
 
 def test_a_directory_says_what_it_was_made_of(tmp_path: Path) -> None:

@@ -32,6 +32,14 @@ def test_a_product_of_m_n_k_is_two_operations_for_each(monkeypatch: pytest.Monke
     assert rate == {"m": 8, "n": 4, "k": 2, "flops": 2 * 8 * 4 * 2 / 0.5}
 
 
+def test_the_seconds_are_shared_by_the_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(peak, "matmul_rate", lambda *given: asked.append(given) or {"flops": len(asked)})
+    rates = peak.matmul_flops(CPU, torch.float64, 6.0)
+    assert asked == [(shape, CPU, torch.float64, 2.0) for shape in peak.SHAPES["cpu"]]
+    assert [rate["flops"] for rate in rates] == [1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32), ("fp64", torch.float64)]
 )

@@ -21,6 +21,7 @@ from bert_dp.measure.profiling import lone_trainer
 from bert_dp.model import IGNORE, Vocabulary
 from bert_dp.trainer import evaluate
 from tests.helpers import TINY_MODEL, make_config
+from tests.shards import edited_manifest, write_shards
 from tests.tensors import CPU
 
 
@@ -67,6 +68,23 @@ def test_no_more_held_out_sequences_are_read_than_asked_for(shards: Path, tmp_pa
     assert (measured["sequences"], measured["masked_tokens"]) == (6, 12)
     loss_B, _ = by_sequence(trainer.bare_model, held_out)
     assert measured["loss"] == pytest.approx(statistics.fmean(loss_B), rel=1e-6)
+
+
+def test_without_held_out_text_there_is_no_held_out_loss(tmp_path: Path) -> None:
+    """As data.build.held_out_fraction: 0 asks for."""
+    directory = write_shards(tmp_path / "shards", held_out=1)
+    with edited_manifest(directory) as edited:
+        edited["held_out"] = {"sequences": 0, "tokens": 0, "documents": 0, "shards": []}
+        edited["unigram_entropy_nats"] = None
+    config = make_config(
+        data={"path": str(directory), "sequence_length": 16},
+        model=TINY_MODEL,
+        batch={"micro_size": 4, "global_size": 4},
+        compile="off",
+    )
+    with lone_trainer(config, tmp_path) as trainer:
+        assert evaluate(trainer, lambda: False) is None
+        assert trainer.stream.next().sample_ids.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(("shuffle", "seed", "workers"), [(True, 3, 0), (False, 3, 1), (True, 4, 1)])

@@ -297,6 +297,21 @@ def test_what_was_left_behind_is_no_checkpoint(tmp_path: Path) -> None:
     assert found[1].step == 10**8
 
 
+def test_the_newest_facts_are_those_that_can_be_read(tmp_path: Path) -> None:
+    """Of a run, of its checkpoints, or of one of them."""
+    for step, text in ((3, json.dumps({**FACTS, "step": 3})), (5, "{"), (7, None)):
+        folder = tmp_path / f"checkpoints/step-{step:08d}"
+        folder.mkdir(parents=True)
+        if text is not None:
+            (folder / "state.json").write_text(text)
+    good = tmp_path / "checkpoints/step-00000003"
+    for place in (tmp_path, tmp_path / "checkpoints", good):
+        found = record.newest_checkpoint_facts(place)
+        assert found is not None
+        assert (found[0], found[1].step) == (good, 3)
+    assert record.newest_checkpoint_facts(tmp_path / "checkpoints/step-00000005") is None
+
+
 def test_a_line_for_which_there_is_no_room_leaves_no_torn_one(tmp_path: Path) -> None:
     """Else no later line would be read. The limit of a file's size stands for the full disk."""
     path = tmp_path / "evals.jsonl"
