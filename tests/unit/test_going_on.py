@@ -219,6 +219,23 @@ def test_ddp_times_a_step_a_line_where_step_times_are_asked_for(
             assert asked == [7] * on
 
 
+def test_the_optimizer_is_compiled_where_the_model_is(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[bool] = []
+    plain = setup.optim.make_optimizer
+
+    def make_optimizer(*of: Any, compiled: bool = False) -> torch.optim.Optimizer:
+        asked.append(compiled)
+        return plain(*of)
+
+    monkeypatch.setattr(setup.optim, "make_optimizer", make_optimizer)
+    for setting in ("on", "off"):
+        with lone_trainer(lone_config(shards, compile=setting), tmp_path) as trainer:
+            assert trainer.metadata["compiled"] is (setting == "on")
+    assert asked == [True, False]
+
+
 def test_a_synthetic_run_reads_no_samples(shards: Path, tmp_path: Path) -> None:
     for synthetic in (True, False):
         data = {"path": str(shards), "sequence_length": 16, "synthetic": synthetic}

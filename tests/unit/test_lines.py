@@ -39,6 +39,46 @@ def test_a_full_disk_does_not_end_a_process_that_logs(tmp_path: Path) -> None:
     assert (tmp_path / "end").read_text() == "reached"
 
 
+def test_a_log_goes_on_where_an_earlier_process_of_the_rank_has_left_it(tmp_path: Path) -> None:
+    """And no other user can read it."""
+    script = (
+        "import os, sys\n"
+        "from bert_dp.lines import LostWrites\n"
+        "from bert_dp.rank_process import redirect_output\n"
+        "for word in ('first', 'second', 'third'):\n"
+        "    if not os.fork():\n"
+        "        redirect_output(1, LostWrites()); print(word); sys.stderr.write('.\\n'); os._exit(0)\n"
+        "    os.wait()\n"
+    )
+    environ = {**os.environ, record.LOG_DIR: str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, check=True)
+    assert done.stdout + done.stderr == b""
+    again = f"{record.STARTED_AGAIN}\n"
+    log = tmp_path / "rank-1.log"
+    assert log.read_text() == f"first\n.\n{again}second\n.\n{again}third\n.\n"
+    assert log.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_process_follows_its_own_launcher_alone() -> None:
+    """A launcher that has gone before, or whose pid is another process's by now, is gone."""
+    script = (
+        "import os\n"
+        "from bert_dp.rank_process import follow_launcher\n"
+        "from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks\n"
+        "gone = os.fork()\n"
+        "if not gone: os._exit(0)\n"
+        "os.waitpid(gone, 0)\n"
+        "mine = os.getpid()\n"
+        "for pid, start in ((mine, start_ticks(mine)), (mine, '1'), (gone, '1'), (0, '')):\n"
+        "    os.environ[LAUNCHER_PID], os.environ[LAUNCHER_START] = str(pid), start\n"
+        "    child = os.fork()\n"
+        "    if not child: follow_launcher(); os._exit(0)\n"
+        "    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "1", "1", "0"]
+
+
 def test_a_log_that_cannot_be_made_does_not_end_a_process(tmp_path: Path) -> None:
     script = (
         "from bert_dp.lines import LostWrites\n"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,19 +20,19 @@ from bert_dp import checkpoint
 from bert_dp.building import first_state
 from bert_dp.config import OptimConfig
 from bert_dp.data import random_batch
-from bert_dp.dist import connect, disconnect
+from bert_dp.dist import Comm, connect, disconnect
 from bert_dp.measure.profiling import ALONE, lone_trainer
 from bert_dp.metrics import communication_summary
 from bert_dp.model import build_model
 from bert_dp.optim import make_optimizer
-from bert_dp.parallel import Engine, State, engine_name, make_engine
+from bert_dp.parallel import Engine, State, deepspeed, engine_name, make_engine, single
 from bert_dp.parallel.ddp import reduce_narrow
 from bert_dp.parallel.grid import ShardedSums
 from bert_dp.parallel.stepping import clip_and_step
 from bert_dp.parallel.tensor import TensorParallel
 from bert_dp.parallel.zero1 import assign
 from bert_dp.trainable import Model
-from bert_dp.trainer import dry_run
+from bert_dp.trainer import dry_run, evaluate
 from bert_dp.world import World, read_world
 from tests.helpers import TINY_MODEL, issues_of, make_config
 from tests.ranks import run_ranks
@@ -437,6 +439,49 @@ def test_the_dry_run_and_a_fresh_start_leave_no_trace(tmp_path: Path, shards: Pa
         assert (len(after["scaler"]) > 0) == (precision == "fp16")
 
 
+@pytest.mark.parametrize(("global_size", "micro_batches"), [(4, [True]), (16, [False, True])])
+def test_the_dry_run_takes_one_micro_batch_of_each_kind_and_one_to_evaluate(
+    tmp_path: Path, shards: Path, monkeypatch: pytest.MonkeyPatch, global_size: int, micro_batches: list[bool]
+) -> None:
+    """Enough to compile everything, and no more: a step of a large batch may take minutes."""
+    config = make_config(
+        data={"path": str(shards), "sequence_length": 16},
+        batch={"global_size": global_size, "micro_size": 4},
+        eval={"max_sequences": 20},
+        model=TINY_MODEL,
+        compile="off",
+    )
+    taken: list[bool] = []
+    done: list[bool] = []
+    plain = single.Engine.accumulate
+    monkeypatch.setattr(
+        single.Engine, "accumulate", lambda engine, *, last: (taken.append(last), plain(engine, last=last))[1]
+    )
+    with lone_trainer(config, tmp_path) as trainer:
+        start, _ = first_state(config, trainer.bare_model, trainer.data, trainer.comm)
+        heartbeat: Any = SimpleNamespace(progress=lambda: done.append(True))
+        dry_run(dataclasses.replace(trainer, heartbeat=heartbeat), start)
+    assert taken == micro_batches
+    assert len(done) == len(micro_batches) + 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_alone_writes_predictions(tmp_path: Path, shards: Path, rank: int) -> None:
+    config = make_config(
+        data={"path": str(shards), "sequence_length": 16},
+        batch={"global_size": 4, "micro_size": 4},
+        model=TINY_MODEL,
+        compile="off",
+    )
+    with lone_trainer(config, tmp_path) as lone:
+        task: Any = SimpleNamespace(evaluate=lambda model, context: vars(context))
+        trainer = dataclasses.replace(lone, task=task, comm=Comm(World(rank, rank, 2, 2), None))
+        for run_dir, place in ((tmp_path, tmp_path if rank == 0 else None), (None, None)):
+            context = evaluate(trainer, lambda: False, run_dir)
+            assert context is not None
+            assert context["run_dir"] == place
+
+
 # --- sharing out
 
 
@@ -535,6 +580,50 @@ def test_owners_hold_elements_alike_not_tensors(sizes: list[int], ranks: int) ->
     assert sorted(size for each in held for size in each) == sorted(sizes)
     least = min(sum(each) for each in held)
     assert all(sum(each) - min(each) <= least for each in held)
+
+
+# --- deepspeed
+
+
+def test_deepspeed_is_told_what_the_configuration_says() -> None:
+    config = make_config(
+        batch={"global_size": 8, "micro_size": 4}, optim={"clip": 0.75}, parallel={"zero_stage": 2}
+    )
+    for precision, autocast in (("fp32", False), ("bf16", True)):
+        told = deepspeed.settings(config, precision)
+        assert told["train_micro_batch_size_per_gpu"] == 4
+        assert told["gradient_accumulation_steps"] == 1
+        assert told["gradient_clipping"] == 0.75
+        assert told["zero_optimization"]["stage"] == 2
+        assert told["zero_optimization"]["reduce_bucket_size"] * 4 == 25 * 2**20
+        assert told["torch_autocast"]["enabled"] is autocast
+        assert not told["fp16"]["enabled"]
+        assert not told["bf16"]["enabled"], "parameters are fp32"
+
+
+@pytest.mark.parametrize(
+    ("version", "is_old"), [((0, 19, 7), True), ((0, 9, 9), True), ((0, 19, 8), False), ((1, 0, 0), False)]
+)
+def test_a_deepspeed_that_may_step_with_a_bad_gradient_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: tuple[int, int, int], is_old: bool
+) -> None:
+    parts = {f"__version_{part}__": n for part, n in zip(("major", "minor", "patch"), version, strict=True)}
+    package = SimpleNamespace(
+        __version__=".".join(map(str, version)),
+        ops=SimpleNamespace(),
+        comm=SimpleNamespace(is_initialized=lambda: False),
+        **parts,
+    )
+    monkeypatch.setitem(sys.modules, "deepspeed", package)
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "DS_ACCELERATOR", "LOCAL_SIZE"):
+        monkeypatch.setenv(name, "1")  # so that it is as before when the test ends
+    settings = make_config(parallel={"engine": "deepspeed"}), ALONE, CPU
+    if is_old:
+        (line,) = issues_of(deepspeed.Engine, *settings, precision="fp32", run_dir=tmp_path)
+        assert line.endswith(f"deepspeed {package.__version__} is too old; install 0.19.8 or newer")
+    else:
+        deepspeed.Engine(*settings, precision="fp32", run_dir=tmp_path)
+    assert (tmp_path / "deepspeed.json").exists() != is_old
 
 
 # --- choosing

@@ -16,7 +16,7 @@ from bert_dp.config import ConfigError, changed_settings, load_config, resolve
 from bert_dp.cost import num_parameters
 from bert_dp.rank_process import LITTER, STOP_SIGNALS, Signals, record_error
 from bert_dp.record import LOG_DIR
-from tests.helpers import logged
+from tests.helpers import logged, read_json
 from tests.parity.runs import evals, losses, settings, summary, write_run
 from tests.ranks import run_ranks
 from tests.shards import write_shards
@@ -157,6 +157,99 @@ def test_a_corpus_is_built_before_the_ranks_meet(tmp_path: Path) -> None:
     config["data"]["build"] = {"held_out_fraction": 0.2, "max_tokens_per_char": 0.0}
     run_ranks(2, build_and_meet, str(write_run(tmp_path, config)))
     assert [(tmp_path / f"built-{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+def start_in_many_ways(folder: str) -> None:
+    """A rank without our launcher, which checks some of this before; notes the energy's clock."""
+    import time
+
+    from bert_dp import checkpoint, devices, record, setup, trainer, worker
+
+    config, elsewhere = f"{folder}/config.yaml", f"{folder}/not yet/there"
+    os.environ[LOG_DIR] = folder
+    assert worker.main([config, "--profile", "3:4"]) == 2
+    assert worker.main([config, "--profile", "1:2", "--profile-ranks", "1"]) == 2
+    with record.lock(Path(folder, ".lock")):  # type: ignore[union-attr]
+        assert worker.main([config]) == 2
+    plain_check = setup.check_same_data
+
+    def refuse(comm: Any, data: Any) -> None:
+        assert (comm.world.rank, data.num_samples) == (0, 96)
+        raise ConfigError(["data: another"])
+
+    setup.check_same_data = refuse
+    assert worker.main([config]) == 2
+    assert not Path(folder, "checkpoints").exists()
+    setup.check_same_data = plain_check
+    # 3 J before the run, 40 J from the end of the dry run to the summary
+    plain_train, plain_dry_run, used = trainer.train, trainer.dry_run, [3.0]
+
+    def dry_run(*arguments: Any) -> None:
+        used[0] += 1000.0
+        plain_dry_run(*arguments)
+
+    def train(*arguments: Any) -> Any:
+        used[0] += 40.0
+        return plain_train(*arguments)
+
+    trainer.train, trainer.dry_run, devices.joules = train, dry_run, lambda device: used[0]
+    assert worker.main([config, "--run-dir", elsewhere]) == 0
+    assert worker.main([config, "--run-dir", f"{folder}/next", "--resume", elsewhere]) == 0
+    plain_save_file = checkpoint.save_file
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.3)
+        plain_save_file(*arguments)
+
+    def fail(lone: Any, state: Any, clock: Any) -> None:
+        checkpoint.save_file = slow
+        state.step = 1
+        trainer.save(lone, state, 1.0)
+        raise RuntimeError("broken")
+
+    trainer.train = fail
+    assert worker.main([config]) == 1
+    assert checkpoint.newest_valid(Path(folder, "checkpoints"))[0] == Path(
+        folder, "checkpoints/step-00000001"
+    )
+
+
+@pytest.fixture(scope="module")
+def many_ways(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("ways")
+    shards = write_shards(folder / "shards", train=96, length=LENGTH)
+    run_dir = write_run(folder / "run", settings(shards, schedule={"steps": 2}))
+    run_ranks(1, start_in_many_ways, str(run_dir))
+    return run_dir
+
+
+def test_a_rank_refuses_by_itself_what_the_launcher_refuses(many_ways: Path) -> None:
+    """Steps and ranks to profile that it does not have, a directory that another run holds, other data."""
+    log = (many_ways / "rank-0.log").read_text()
+    for line in (
+        "error: --profile: step 3 is beyond this run's 2",
+        "error: --profile-ranks: no rank 1",
+        f"error: --run-dir {many_ways}: in use by another run",
+        "error: data: another",
+    ):
+        assert line in log
+    assert "Traceback" not in log.partition("RuntimeError: broken")[0].rpartition("error: data: another")[0]
+
+
+def test_a_rank_makes_the_run_directory_that_it_is_given(many_ways: Path) -> None:
+    assert summary(many_ways / "not yet/there")["step"] == 2
+    assert not (many_ways / "metrics.jsonl").exists()
+
+
+def test_the_energy_is_that_of_the_steps(many_ways: Path) -> None:
+    assert summary(many_ways / "not yet/there")["energy_j"] == 40.0
+
+
+def test_time_goes_on_in_another_directory(many_ways: Path) -> None:
+    """Else a budget in hours would begin anew; the first checkpoint there is the one that it began with."""
+    states = [many_ways / name / "checkpoints/step-00000002/state.json" for name in ("not yet/there", "next")]
+    before, after = (read_json(path)["elapsed_s"] for path in states)
+    assert before == after > 0
 
 
 def train_deterministically(folder: str) -> None:
