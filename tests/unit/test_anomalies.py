@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,8 @@ from bert_dp.rank_process import collector_at_rest
 from bert_dp.record import CheckpointFacts
 from bert_dp.train_state import TrainState
 from bert_dp.trainer import log_steps
-from tests.helpers import TINY_MODEL, logged, make_config
+from bert_dp.world import World
+from tests.helpers import TINY_MODEL, logged, make_config, read_lines
 from tests.states import FACTS
 from tests.tensors import CPU
 
@@ -132,6 +134,26 @@ def test_a_logged_spike_is_said_counted_and_remembered_with_the_checkpoint(
     assert (going_on.loss_spikes, going_on.recent_losses) == (1, state.recent_losses)
     assert going_on.logged_step == going_on.step == state.step
     assert logged(tmp_path, "epoch") == [2 * step // 96 for step in range(1, len(losses) + 1)]
+
+
+def test_another_rank_writes_its_own_steps_and_nothing_else(tmp_path: Path, shards: Path) -> None:
+    settings = make_config(
+        data={"path": str(shards), "sequence_length": 16},
+        model=TINY_MODEL,
+        batch={"global_size": 2, "micro_size": 2},
+        log={"step_times": True},
+        compile="off",
+    )
+    with lone_trainer(settings, tmp_path) as lone:
+        (tmp_path / "steps").mkdir()
+        before = set(tmp_path.iterdir())
+        trainer = dataclasses.replace(lone, comm=Comm(World(1, 1, 2, 2), None))
+        trainer.meter.observe(torch.tensor(2.0), torch.tensor(1.0), 2, 1, 0.0)
+        log_steps(trainer, TrainState(step=1, samples=2, global_batch=2), SharedClock(lone.comm))
+    assert set(tmp_path.iterdir()) == before
+    assert [path.name for path in (tmp_path / "steps").iterdir()] == ["rank-1.jsonl"]
+    (line,) = read_lines(tmp_path / "steps" / "rank-1.jsonl")
+    assert (line["step"], len(line["step_s"]), line["ddp_exposed_s"]) == (1, 1, None)
 
 
 def test_the_first_cause_is_the_one_that_ends_a_run() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -148,6 +149,23 @@ def test_no_rank_writes_before_rank_0_has_cut_the_records_back(run_dir: Path, ra
     left = [1, 2, 3] if rank == 0 else [1, 2, 3, 4, 5]
     assert meeting.seen == [left]
     assert [[line["step"] for line in read_lines(path)] for path in others] == [left] * 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_rank_0_sets_later_checkpoints_aside_and_makes_room_for_step_times(run_dir: Path, rank: int) -> None:
+    """Of a run that goes on from an earlier one: else the next start would take the later."""
+    folder = run_dir / "checkpoints"
+    shutil.copytree(folder / "step-00000003", folder / "step-00000005")
+    timed = config().model_copy(update={"log": config().log.model_copy(update={"step_times": True})})
+    write_lines(run_dir / "steps.jsonl", [{"step": 1}])
+    comm = Meeting(World(rank, rank, 2, 2), run_dir / "steps.jsonl")
+    trainer: Any = SimpleNamespace(run_dir=run_dir, comm=comm, config=timed)
+    state = TrainState(step=3)
+    resumed = setup.Checkpoint(folder / "step-00000003", {}, state, None, "fp32", None)
+    setup.cut_records_back(trainer, state, resumed)
+    left = {path.name for path in checkpoint.list_checkpoints(folder)}
+    assert ("step-00000005" in left) == (rank == 1)
+    assert (run_dir / "steps").is_dir() == (rank == 0)
 
 
 def lone_config(shards: Path, **sections: Any) -> Config:

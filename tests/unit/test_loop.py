@@ -24,6 +24,7 @@ from bert_dp.measure.profiling import lone_trainer
 from bert_dp.model import Vocabulary
 from bert_dp.optim import lr_factor
 from bert_dp.parallel import single
+from bert_dp.precision import precision_of
 from bert_dp.rank_process import Signals, collector_at_rest
 from bert_dp.tasks.mlm import MaskedLanguageModel
 from bert_dp.train_state import TrainState
@@ -178,7 +179,14 @@ def trained(tmp_path: Path, shards: Path, clock: Clock, request: pytest.FixtureR
 
 
 def train_here(
-    tmp_path: Path, shards: Path, clock: Clock, *, stream: Any = None, heartbeat: Any = None, **sections: Any
+    tmp_path: Path,
+    shards: Path,
+    clock: Clock,
+    *,
+    stream: Any = None,
+    heartbeat: Any = None,
+    trace: Any = None,
+    **sections: Any,
 ) -> Trained:
     base = {
         "schedule": {"steps": 5, "name": "constant"},
@@ -192,6 +200,7 @@ def train_here(
             stream=stream or SimpleNamespace(next=micro_batch, wait_s=0.0),
             checkpointer=SlowCheckpointer(clock),
             heartbeat=heartbeat or lone.heartbeat,
+            trace=trace or lone.trace,
         )
         state = TrainState()
         return trainer, state, train(trainer, state, SharedClock(trainer.comm, now=clock.read))
@@ -255,6 +264,48 @@ def test_every_step_has_the_rate_of_its_progress_and_the_clip_of_the_configurati
     assert [norm for _, norm in taken] == [0.25] * 5
     assert [list(rates) for rates, _ in taken] == [[pytest.approx(rate)] for rate in wanted]
     assert logged(tmp_path, "lr") == pytest.approx(wanted)
+
+
+def test_the_profiler_hears_of_every_step_from_before_the_first_to_the_end(
+    tmp_path: Path, shards: Path, clock: Clock
+) -> None:
+    heard: list[Any] = []
+    trace = SimpleNamespace(reached=lambda step, meter, at_end=False: heard.append((step, at_end)))
+    train_here(tmp_path, shards, clock, trace=trace)
+    assert heard == [*((step, False) for step in range(6)), (5, True)]
+
+
+def test_the_heartbeat_says_what_a_rank_does_between_steps(
+    tmp_path: Path, shards: Path, clock: Clock
+) -> None:
+    """A hang is told, and waited for, by it."""
+    phases: list[Any] = []
+
+    def enter(phase: str, step: int | None = None) -> None:
+        if phase not in ("data", "step"):
+            phases.append((phase, step))
+
+    heartbeat = SimpleNamespace(enter=enter, progress=lambda: None)
+    train_here(
+        tmp_path,
+        shards,
+        clock,
+        heartbeat=heartbeat,
+        schedule={"steps": 3, "name": "constant"},
+        eval={"every_steps": 2, "max_sequences": 2},
+    )
+    assert phases == [(phase, step) for step in (2, 3) for phase in ("log", "evaluate", "save")]
+
+
+def test_rank_0_alone_fills_the_log_and_with_nothing_that_a_terminal_would_obey(
+    trainer: Trainer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer.log_rank0("one\x1b[2J")
+    dataclasses.replace(trainer, comm=Comm(World(1, 1, 2, 2), None)).log_rank0("two")
+    out = capsys.readouterr().out
+    assert out.startswith("one")
+    assert out.count("\n") == 1
+    assert "\x1b" not in out
 
 
 def test_a_last_step_that_was_saved_on_time_is_not_saved_again(
@@ -506,6 +557,27 @@ def test_the_summary_of_a_failed_run_says_why_and_what_is_left(tmp_path: Path, t
     assert (end["status"], end["exit_code"], end["signal"]) == ("failed", 1, None)
     assert (end["cause"], end["failure_kind"]) == ("no room", "disk")
     assert (end["checkpoint"], end["profiled_steps"]) == ("checkpoints/step-00000004", [2, 3])
+
+
+def test_the_summary_tells_how_the_model_was_run_and_what_ddp_counted(
+    tmp_path: Path, trained: Trained
+) -> None:
+    trainer, state, result = trained
+    model: Any = nn.Linear(1, 1)
+    model._get_ddp_logging_data = lambda: {"rebuilt_bucket_sizes": "400, 500", "avg_backward_comm_time": 2e6}
+    init = {"checkpoint": "there", "sha256": "ab" * 32, "tensors": 7, "of": 9}
+    trainer = dataclasses.replace(
+        trainer,
+        model=model,
+        precision=precision_of("bf16"),
+        metadata={**trainer.metadata, "compiled": True, "init_from": init},
+    )
+    summary.write_summary(trainer, state, result, 1.0, 2.0, before_j=None)
+    end = read_json(tmp_path / "summary.json")
+    assert (end["precision"], end["compiled"], end["device"], end["world_size"]) == ("bf16", True, "CPU", 1)
+    assert end["ddp"]["bucket_bytes"] == [400, 500]
+    assert (end["ddp"]["comm_s"], end["ddp"]["overlap_s"]) == (0.002, None)
+    assert end["init_from"] == init
 
 
 def test_a_summary_that_cannot_be_written_is_said_and_counted(

@@ -617,13 +617,20 @@ def test_a_deepspeed_that_may_step_with_a_bad_gradient_is_refused(
     monkeypatch.setitem(sys.modules, "deepspeed", package)
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "DS_ACCELERATOR", "LOCAL_SIZE"):
         monkeypatch.setenv(name, "1")  # so that it is as before when the test ends
-    settings = make_config(parallel={"engine": "deepspeed"}), ALONE, CPU
-    if is_old:
-        (line,) = issues_of(deepspeed.Engine, *settings, precision="fp32", run_dir=tmp_path)
-        assert line.endswith(f"deepspeed {package.__version__} is too old; install 0.19.8 or newer")
-    else:
-        deepspeed.Engine(*settings, precision="fp32", run_dir=tmp_path)
-    assert (tmp_path / "deepspeed.json").exists() != is_old
+        monkeypatch.delenv(name)
+    config, written = make_config(parallel={"engine": "deepspeed"}), tmp_path / "deepspeed.json"
+    for rank in (1, 0):
+        settings = config, World(rank, rank, 4, 2), CPU
+        if is_old:
+            (line,) = issues_of(deepspeed.Engine, *settings, precision="fp32", run_dir=tmp_path)
+            assert line.endswith(f"deepspeed {package.__version__} is too old; install 0.19.8 or newer")
+        else:
+            engine = deepspeed.Engine(*settings, precision="fp32", run_dir=tmp_path)
+            assert (engine.dp_rank, engine.dp_size) == (rank, 4)
+            assert package.ops.__compatible_ops__ == {}, "else it compiles for minutes"
+        assert written.exists() == (rank == 0 and not is_old)
+        # else it runs numactl at every reduction to count the ranks of the machine, or looks for a GPU
+        assert (os.environ["LOCAL_SIZE"], os.environ["DS_ACCELERATOR"]) == ("2", "cpu")
 
 
 # --- choosing

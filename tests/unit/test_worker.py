@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 
+from bert_dp import dist, record
 from bert_dp.config import ConfigError, changed_settings, load_config, resolve
 from bert_dp.cost import num_parameters
 from bert_dp.rank_process import LITTER, STOP_SIGNALS, Signals, record_error
 from bert_dp.record import LOG_DIR
+from bert_dp.worker import parse_arguments, write_collectives
 from tests.helpers import logged, read_json
 from tests.parity.runs import evals, losses, settings, summary, write_run
 from tests.ranks import run_ranks
@@ -163,7 +165,7 @@ def start_in_many_ways(folder: str) -> None:
     """A rank without our launcher, which checks some of this before; notes the energy's clock."""
     import time
 
-    from bert_dp import checkpoint, devices, record, setup, trainer, worker
+    from bert_dp import checkpoint, devices, setup, trainer, worker
 
     config, elsewhere = f"{folder}/config.yaml", f"{folder}/not yet/there"
     os.environ[LOG_DIR] = folder
@@ -185,6 +187,9 @@ def start_in_many_ways(folder: str) -> None:
     plain_train, plain_dry_run, used = trainer.train, trainer.dry_run, [3.0]
 
     def dry_run(*arguments: Any) -> None:
+        beat = record.read_beat(record.heartbeat_path(arguments[0].run_dir, 0))
+        assert beat is not None
+        assert record.PHASES[beat.phase] == "compile", "which may take long"
         used[0] += 1000.0
         plain_dry_run(*arguments)
 
@@ -243,6 +248,29 @@ def test_a_rank_makes_the_run_directory_that_it_is_given(many_ways: Path) -> Non
 
 def test_the_energy_is_that_of_the_steps(many_ways: Path) -> None:
     assert summary(many_ways / "not yet/there")["energy_j"] == 40.0
+
+
+def test_a_rank_that_has_done_all_says_so_to_who_watches_it(many_ways: Path) -> None:
+    """Else it would seem to hang while it waits for the others."""
+    beat = record.read_beat(record.heartbeat_path(many_ways / "next", 0))
+    assert beat is not None
+    assert record.PHASES[beat.phase] == "done"
+
+
+def test_a_rank_tells_its_collectives_in_a_file_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dist, "recent_collectives", lambda: [{"sequence": 4}])
+    (tmp_path / "logs").mkdir()
+    write_collectives(tmp_path, 3)
+    facts = {"rank": 3, "collectives": [{"sequence": 4}]}
+    assert read_json(tmp_path / "logs" / "rank-3.collectives.json") == facts
+
+
+def test_a_rank_takes_the_option_that_deepspeed_adds() -> None:
+    for option in ("--local_rank=3", "--local-rank=3"):
+        arguments = parse_arguments([option, "config.yaml"])
+        assert (arguments.config, arguments.resume, arguments.profile) == (Path("config.yaml"), "auto", None)
 
 
 def test_time_goes_on_in_another_directory(many_ways: Path) -> None:
