@@ -192,6 +192,54 @@ def test_what_an_earlier_start_said_is_not_this_ones(
     assert asked[3] == [str(tmp_path / "config.yaml"), "--resume", "never", "--more"]
 
 
+def test_a_run_leaves_nothing_beside_its_directory_and_no_secret_in_it(
+    tmp_path: Path, directory: HeldDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what the tool said, which the failure quotes."""
+    (tmp_path / "tmp").mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "tmp"))
+    monkeypatch.setenv("MY_TOKEN", "q7Zx-81kkd-Pw04ff")
+    seen: list[Path] = []
+
+    def command(_: str, __: int, scratch: Path, ___: object) -> list[str]:
+        seen.append(scratch)
+        (scratch / "workers").touch()
+        return [sys.executable, "-I", "-S", "-c", "print('login q7Zx-81kkd-Pw04ff'); raise SystemExit(3)"]
+
+    monkeypatch.setattr(processes, "start_command", command)
+    ended = processes.run(directory, 1, "none", lambda: None)
+    assert seen[0].parent == tmp_path / "tmp"
+    assert not list((tmp_path / "tmp").iterdir())
+    assert ended.failure.tail[0].startswith("login <redacted>")
+    for name in ("logs/torchrun.log", "summary.json"):
+        assert "q7Zx-81kkd-Pw04ff" not in (tmp_path / name).read_text()
+
+
+def test_of_a_tool_that_said_very_much_the_end_is_read(
+    tmp_path: Path, directory: HeldDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = "print('first' + 3000 * 'x'); print('last'); raise SystemExit(3)"
+    monkeypatch.setattr(processes, "start_command", lambda *_: [sys.executable, "-I", "-S", "-c", said])
+    monkeypatch.setattr(processes, "LAUNCHER_SAID_BYTES", 1000)
+    ended = processes.run(directory, 1, "none", lambda: None, launcher="accelerate")
+    assert ended.failure.tail == ("x" * 994, "last")
+    assert ended.failure.headline() == "accelerate: ended with exit code 3 and no summary"
+    assert ended.failure.log == tmp_path / "logs" / "accelerate.log"
+
+
+def test_a_directory_that_is_gone_before_the_start_starts_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(processes, "start_command", lambda *_: pytest.fail("started"))
+    with HeldDirectory(tmp_path / "run") as held:
+        (tmp_path / "run").rename(tmp_path / "moved")
+        ended = processes.run(held, 1, "none", lambda: None)
+    assert (ended.exit_code, ended.failure.kind) == (1, "directory_lost")
+    assert not (tmp_path / "run").exists()
+    assert not list((tmp_path / "moved").iterdir())
+
+
 def test_what_is_written_last_is_still_shown_and_memory_is_of_all_ranks(
     tmp_path: Path, directory: HeldDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -238,7 +239,154 @@ def test_a_service_that_fails_is_one_warning_and_is_given_up(
     assert incomplete == {"wandb"}
 
 
+# --- the services' own files, on packages that only note what they are asked
+
+
+class Noted:
+    """Whatever is asked of it, noted as (name, arguments); a name in `answers` gives that."""
+
+    def __init__(self, **answers: Any):
+        self.calls: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
+        self.__dict__.update(answers)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *given, **named: self.calls.append((name, given, named))
+
+    def of(self, name: str) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        return [(given, named) for called, given, named in self.calls if called == name]
+
+
+def without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [name for name in os.environ if name.startswith(("WANDB_", "MLFLOW_", "TRACKIO_"))]:
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # a writer sets some for its service
+
+
+@pytest.mark.parametrize(("code", "status"), [(0, "FINISHED"), (1, "FAILED"), (143, "FAILED")])
+def test_mlflow_gets_every_parameter_numbers_as_metrics_and_how_the_run_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, status: str
+) -> None:
+    client = Noted(
+        create_experiment=lambda name: f"made {name}",
+        get_experiment_by_name=lambda name: None,
+        create_run=lambda of, run_name: SimpleNamespace(info=SimpleNamespace(run_id=f"{of}/{run_name}")),
+    )
+    where: list[str] = []
+    entities = {name: lambda *given: given for name in ("Param", "Metric", "RunTag")}
+    package = SimpleNamespace(MlflowClient=lambda tracking_uri: where.append(tracking_uri) or client)
+    monkeypatch.setitem(sys.modules, "mlflow", package)
+    monkeypatch.setitem(sys.modules, "mlflow.entities", SimpleNamespace(**entities))
+    without_variables(monkeypatch)
+    settings = {f"s{number}": number for number in range(250)} | {"long": "x" * 9000}
+    writer = loggers.open_writer("mlflow", Beginning(tmp_path, None, settings))
+    assert (writer.run_id, writer.where) == (f"made bert-dp/{tmp_path.name}", f"{tmp_path.as_uri()}/mlflow")
+    assert where == [writer.where]
+    sent = [named["params"] for _, named in client.of("log_batch")]
+    assert max(map(len, sent)) <= 100
+    flat = {name: value for batch in sent for name, value in batch}
+    assert flat == {name: str(value)[:6000] for name, value in settings.items()}
+    client.calls.clear()
+    writer.write(7, {"loss": 2.5})
+    writer.finish(9, {"summary/loss": 2.0, "summary/status": "done"}, code)
+    assert client.of("set_terminated") == [((writer.run_id, status), {})]
+    metrics = [(key, value, step) for given, _ in client.of("log_batch") for key, value, _, step in
+               (given[1] if len(given) > 1 else [])]  # fmt: skip
+    assert metrics == [("loss", 2.5, 7), ("summary/loss", 2.0, 9)]
+    assert [named["tags"] for _, named in client.of("log_batch") if "tags" in named] == [
+        [("summary/status", "done")]
+    ]
+    client.calls.clear()
+    os.environ["MLFLOW_TRACKING_URI"] = "http://there"
+    again = loggers.open_writer("mlflow", Beginning(tmp_path, "known", settings))
+    assert (again.run_id, again.where) == ("known", "http://there")
+    assert client.calls == [("update_run", ("known",), {"status": "RUNNING"})]
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_wandb_is_offline_unless_it_is_told_and_goes_on_in_its_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: bool
+) -> None:
+    summary = Noted()
+    run = Noted(
+        id="abc", offline=offline, url="https://there", dir=str(tmp_path / "x" / "f"), summary=summary
+    )
+    asked: list[dict[str, Any]] = []
+    package = SimpleNamespace(init=lambda **named: asked.append(named) or run, Settings=lambda **named: named)
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    without_variables(monkeypatch)
+    if not offline:
+        os.environ |= {"WANDB_MODE": "online", "WANDB_PROJECT": "mine"}
+    writer = loggers.open_writer("wandb", Beginning(tmp_path, "abc", {"optim.lr": 1.0}))
+    expected = {"id": "abc", "resume": "allow", "dir": str(tmp_path), "config": {"optim.lr": 1.0}}
+    expected |= {"name": tmp_path.name, "project": "bert-dp" if offline else "mine"}
+    assert expected.items() <= asked[0].items()
+    assert {"console": "off", "save_code": False, "disable_git": True}.items() <= asked[0]["settings"].items()
+    assert os.environ["WANDB_MODE"] == ("offline" if offline else "online")
+    assert ("WANDB_ERROR_REPORTING" in os.environ) == offline
+    assert (writer.run_id, writer.where) == ("abc", str(tmp_path / "x") if offline else "https://there")
+    writer.write(7, {"loss": 2.5})
+    writer.finish(9, {"summary/status": "failed"}, 3)
+    assert run.of("log") == [(({"loss": 2.5},), {"step": 7})]
+    assert summary.of("update") == [(({"summary/status": "failed"},), {})]
+    assert run.of("finish") == [((), {"exit_code": 3})]
+
+
+def test_trackio_has_a_name_of_its_own_for_each_run_and_says_what_it_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, asked = Noted(), list[dict[str, Any]]()
+    monkeypatch.setitem(
+        sys.modules, "trackio", SimpleNamespace(init=lambda **named: asked.append(named) or run)
+    )
+    without_variables(monkeypatch)
+    first, second, again = (
+        loggers.open_writer("trackio", Beginning(tmp_path, name, {"a": 1})) for name in (None, None, "known")
+    )
+    assert first.where == os.environ["TRACKIO_DIR"] == str(tmp_path / "trackio")
+    assert first.run_id.startswith(f"{tmp_path.name}-")
+    assert len({first.run_id, second.run_id}) == 2
+    assert [each["name"] for each in asked] == [first.run_id, second.run_id, "known"]
+    assert (again.run_id, asked[-1]["resume"], asked[-1]["config"]) == ("known", "allow", {"a": 1})
+    first.write(7, {"loss": 2.5})
+    first.finish(9, {"summary/loss": 2.0}, 0)
+    assert run.of("log") == [(({"loss": 2.5},), {"step": 7}), (({"summary/loss": 2.0},), {"step": 9})]
+    run.finish = lambda: warnings.warn("the disk is full", stacklevel=1)
+    with pytest.raises(OSError, match="the disk is full"):
+        first.finish(9, {}, 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "variable"),
+    [
+        *(("wandb", f"WANDB_{word}") for word in ("MODE", "BASE_URL", "ENTITY", "PROJECT")),
+        ("mlflow", "MLFLOW_TRACKING_URI"),
+        *(("trackio", f"TRACKIO_{word}") for word in ("DIR", "SPACE_ID", "SERVER_URL", "PROJECT")),
+    ],
+)
+def test_whatever_says_where_a_run_goes_makes_another_destination(
+    monkeypatch: pytest.MonkeyPatch, name: str, variable: str
+) -> None:
+    without_variables(monkeypatch)
+    assert loggers.destination(name) == ""
+    os.environ[variable] = "there"
+    assert loggers.destination(name) == f"{variable}=there"
+    assert loggers.destination("tensorboard") == ""
+
+
 # --- the child
+
+
+def test_a_sender_that_cannot_be_started_is_a_warning_and_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(child, "module_command", lambda _: [str(tmp_path / "none")])
+    with child.Loggers(tmp_path, ["wandb", "mlflow"], said.append) as sender:
+        sender.poll()
+    assert said == ["warning: nothing is sent to wandb, mlflow (No such file or directory)"]
+    assert sender.exit_code == 1
 
 
 needs_absent = pytest.mark.skipif(

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
+from rich.console import Console
 
-from launcher.run import processes
+from bert_dp import record
+from bert_dp.config import ConfigError
+from bert_dp.config.profile import parse_profile
+from launcher import job
+from launcher.run import processes, train
+from launcher.run.processes import RunResult
 from launcher.watch.failure import Failure
+from tests.e2e.cli import TINY
+from tests.helpers import read_json
+from tests.states import FACTS
 
 UNKNOWN = Failure(None, "torchrun: ended with exit code 1 and no summary")
 RAISED = Failure(1, "ValueError: no", where="a.py:1")
@@ -56,3 +67,103 @@ def test_bad_input_that_only_the_ranks_saw_stands_in_the_summary(tmp_path: Path)
     found, summary = result(tmp_path, Failure(0, "ConfigError: optim.lr: no", bad_input=("optim.lr: no",)))
     assert (found.exit_code, summary["status"], summary["exit_code"]) == (2, "failed", 2)
     assert "optim.lr: no" in summary["cause"]
+
+
+# --- the verb around the ranks
+
+
+class Verb:
+    """`train` on one rank whose run ends as told, and what it asked for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, shards: Path, run_dir: Path):
+        self.shards, self.run_dir, self.out = shards, run_dir, io.StringIO()
+        self.asked: list[dict[str, Any]] = []
+        self.ends: list[RunResult] = []
+        monkeypatch.setattr(train, "prepare_data", lambda config: Path(config.data.path))
+        monkeypatch.setattr(processes, "run", self.start)
+
+    def start(self, held: record.HeldDirectory, ranks: int, resume: str, poll: Any, **more: Any) -> RunResult:
+        self.asked.append({"path": held.path, "ranks": ranks, "resume": resume, **more})
+        poll()
+        end = self.ends.pop(0)
+        summary = {"status": "failed" if end.failure else "done", "exit_code": end.exit_code}
+        record.write_json(self.run_dir / "summary.json", summary)
+        return end
+
+    def go(self, *ends: RunResult, settings: tuple[str, ...] = (), **options: Any) -> int:
+        self.ends, self.out = list(ends), io.StringIO()
+        words = [*TINY, f"data.path={self.shards}", "run.device=cpu", *settings]
+        loaded = job.load("quickstart", words, self.run_dir)
+        console = Console(file=self.out, width=300)
+        given = {"nproc": "1", "run_dir": self.run_dir, "resume": "auto", "dry_run": False, "force": True}
+        return train.train(loaded, console=console, **{**given, **options})
+
+
+@pytest.fixture
+def verb(monkeypatch: pytest.MonkeyPatch, shards: Path, tmp_path: Path) -> Verb:
+    return Verb(monkeypatch, shards, tmp_path / "run")
+
+
+def test_the_ranks_are_started_as_the_run_is_configured(verb: Verb) -> None:
+    settings = ("run.hang_after_s=7", "run.end_hung_after_s=70", "schedule.steps=9")
+    plan = parse_profile("2:4", "0")
+    assert verb.go(RunResult(0, None), settings=settings, launcher="accelerate", profile=plan) == 0
+    (asked,) = verb.asked
+    assert (asked["path"], asked["ranks"], asked["resume"]) == (verb.run_dir, 1, "auto")
+    assert (asked["launcher"], asked["on_gpu"]) == ("accelerate", False)
+    assert list(asked["options"]) == plan.options()
+    assert (asked["watch"]._hang_after_s, asked["watch"]._end_after_s) == (7.0, 70.0)
+    facts = read_json(verb.run_dir / "environment.json")
+    assert (facts["launcher"], "command" in facts, "cpu_model" in facts) == ("accelerate", True, True)
+    assert "hang_after_s: 7" in (verb.run_dir / "config.yaml").read_text()
+    said = verb.out.getvalue()
+    assert said.startswith(f"run directory: {verb.run_dir}\nlauncher: accelerate\n")
+    assert f"page: {verb.run_dir}/report.html" in said
+
+
+def test_a_failure_is_a_card_and_a_page_and_bad_input_its_lines_alone(verb: Verb) -> None:
+    assert verb.go(RunResult(1, RAISED)) == 1
+    said = verb.out.getvalue()
+    assert "failed: rank 1: ValueError: no\n  at a.py:1\n" in said
+    assert f"page: {verb.run_dir}/report.html" in said
+    bad = Failure(0, "ConfigError", bad_input=("optim.lr: no", "data.path: no"))
+    assert verb.go(RunResult(2, bad)) == 2
+    said = verb.out.getvalue()
+    assert "error: optim.lr: no\nerror: data.path: no\n" in said
+    assert "failed:" not in said
+    assert "page:" not in said
+
+
+def test_a_run_is_started_again_as_often_as_was_asked_for(
+    verb: Verb, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(train.restarts, "wait_for_signal", lambda seconds: 0)
+    policy = train.restarts.Policy(2)
+    again = RunResult(1, RAISED)
+    assert (
+        verb.go(again, again, RunResult(0, None), policy=policy, settings=("checkpoint.every_steps=1",)) == 0
+    )
+    assert len(verb.asked) == 3
+    assert "restart 2 of 2" in verb.out.getvalue()
+    assert len(read_json(verb.run_dir / "summary.json")["restarts"]) == 2
+
+
+def test_steps_that_are_done_are_not_profiled_and_a_complete_run_is_not_started(verb: Verb) -> None:
+    config = job.load("quickstart", [*TINY, f"data.path={verb.shards}", "run.device=cpu"]).config
+    place = verb.run_dir / "checkpoints" / "step-00000002"
+    place.mkdir(parents=True)
+    data_hash = json.loads((verb.shards / "manifest.json").read_text())["hash"]
+    facts = {**FACTS, "step": 2, "samples": 16, "data_hash": data_hash}
+    record.write_json(place / "state.json", {**facts, "config": config.model_dump(mode="json")})
+    record.write_json(verb.run_dir / "summary.json", {"status": "done", "exit_code": 0, "step": 2})
+    with pytest.raises(ConfigError, match="--profile"):
+        verb.go(profile=parse_profile("1:2", "0"), settings=("schedule.steps=9",))
+    assert verb.go() == 0
+    assert "this run is complete" in verb.out.getvalue()
+    assert not verb.asked
+    assert not (verb.run_dir / "config.yaml").exists(), "nothing in it has changed"
+    other = {**facts, "data_hash": "1" * 64, "config": config.model_dump(mode="json")}
+    record.write_json(place / "state.json", other)
+    with pytest.raises(ConfigError, match="was trained on other shards"):
+        verb.go(settings=("schedule.steps=9",))
+    assert not verb.asked

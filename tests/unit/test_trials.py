@@ -353,6 +353,44 @@ def test_a_signal_ends_a_helper_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_helper_says_json_on_its_cores_and_its_failure_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One that takes too long is killed; what it has said until then counts."""
+    code, patience = "print('noise'); print('{\"a\": 1}', flush=True)", trials.HELPER_TIMEOUT_S
+    asked: list[Any] = []
+
+    def start(module: str, arguments: list[str], *, scratch: str, **options: Any) -> subprocess.Popen[str]:
+        asked.append((module, arguments, scratch, os.sched_getaffinity(0)))
+        return subprocess.Popen([sys.executable, "-I", "-S", "-c", code], text=True, **options)
+
+    monkeypatch.setattr(children, "start_module", start)
+    monkeypatch.setattr(processes, "POLL_S", 0.01)
+    before = os.sched_getaffinity(0)
+    core = min(before)
+    with runner(tmp_path) as runs:
+        assert runs.helper("m", ["x"], [core]) == [{"a": 1}]
+        assert (asked, os.sched_getaffinity(0)) == ([("m", ["x"], f"{runs.scratch}", {core})], before)
+        assert capsys.readouterr().err == ""
+        monkeypatch.setattr(trials, "HELPER_TIMEOUT_S", 0.3)
+        code += "; import time; time.sleep(15)"
+        assert runs.helper("m", ["x"]) == [{"a": 1}]
+    assert capsys.readouterr().err == "warning: m ended with exit code -9\n"
+    assert patience >= 600
+
+
+def test_a_run_tells_why_it_ended_and_of_which_kind(tmp_path: Path) -> None:
+    assert (read_run.failure_kind(tmp_path), read_run.heldout_losses(tmp_path)) == ("no_cause", {})
+    summary = {"status": "failed", "failure_kind": "disk", "cause": "full"}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert (read_run.cause(tmp_path), read_run.failure_kind(tmp_path)) == ("full", "disk")
+    (tmp_path / "summary.json").write_text(json.dumps({"status": "done"}))
+    assert read_run.cause(tmp_path) == "its records are not whole"
+    lines = [{"step": 1, "loss": 3.0}, {"step": 2}, {"step": 3, "loss": None}]
+    write_lines(tmp_path / "evals.jsonl", lines)
+    assert read_run.heldout_losses(tmp_path) == {1: 3.0, 3: None}
+
+
 def test_ranks_have_as_many_threads_as_the_cores_that_they_share(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
