@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from bert_dp import record
@@ -287,17 +288,20 @@ class System:
 
     SIGKILL, SIGINT, SIGTERM, SIGHUP, SIGUSR1, SIG_IGN = 9, 2, 15, 1, 10, 1
 
-    def __init__(self, *rounds: list[int]):
+    def __init__(self, *rounds: list[int], said: bytes = b""):
         self.rounds, self.now, self.killed = list(rounds), 0.0, list[int]()
+        self.said, self.ignored = said, set[int]()
 
     def marked(self, marks: tuple[str, ...]) -> list[int]:
         return (self.rounds.pop(0) if len(self.rounds) > 1 else self.rounds[0]) if marks == ("RUN=1",) else []
 
     def read(self, descriptor: int, count: int) -> bytes:
-        return b""
+        assert self.ignored == {1, 2, 10, 15}, "it must outlive what ends the launcher"
+        return self.said
 
     def signal(self, number: int, handler: int) -> None:
-        pass
+        assert handler == self.SIG_IGN
+        self.ignored.add(number)
 
     def kill(self, pid: int, number: int) -> None:
         assert number == signal.SIGKILL
@@ -313,8 +317,8 @@ class System:
         return self.now
 
 
-def reap(monkeypatch: pytest.MonkeyPatch, scratch: Path, *rounds: list[int]) -> System:
-    system = System(*rounds)
+def reap(monkeypatch: pytest.MonkeyPatch, scratch: Path, *rounds: list[int], said: bytes = b"") -> System:
+    system = System(*rounds, said=said)
     for name in ("os", "signal", "time"):
         monkeypatch.setattr(reaper, name, system)
     monkeypatch.setattr(reaper, "marked", system.marked)
@@ -331,6 +335,27 @@ def test_the_reaper_looks_again_until_nothing_is_left(
     assert system.killed == [404, 11, 11, 12]
     assert system.now >= reaper.PATIENCE_S  # ranks that can end by themselves had their time
     assert not (tmp_path / "scratch").exists()
+
+
+def test_the_reaper_of_a_launcher_that_is_done_touches_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "scratch").mkdir()
+    system = reap(monkeypatch, tmp_path / "scratch", [11], said=b"done")
+    assert (system.killed, system.now) == ([], 0.0)
+    assert (tmp_path / "scratch").exists()
+
+
+def test_a_reaper_stands_by_without_our_marks_and_is_gone_after_the_block(tmp_path: Path) -> None:
+    mark = f"BERT_DP_TEST_MARK={tmp_path}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(*mark.split("="))
+        before = set(psutil.Process().children())
+        with contextlib.suppress(KeyError), reaper.reaper(tmp_path / "scratch", [mark]):
+            (stands_by,) = set(psutil.Process().children()) - before
+            assert "BERT_DP_TEST_MARK" not in stands_by.environ()
+            raise KeyError
+    assert not stands_by.is_running()
 
 
 def test_the_reaper_gives_up_what_cannot_be_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

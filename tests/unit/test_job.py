@@ -211,6 +211,31 @@ def test_what_a_configuration_names_and_is_not_there(
     assert [line.startswith(said.format(tmp_path)) for line in issues] == ([True] if said else [])
 
 
+@pytest.mark.parametrize(
+    ("absent", "heads"),
+    [("torch", ["torch"]), *((name, ["objective.name"]) for name in ("sklearn", "scipy")), ("rensa", [])],
+)
+def test_packages_that_a_finetuning_needs_are_named_before_it(
+    monkeypatch: pytest.MonkeyPatch, absent: str, heads: list[str]
+) -> None:
+    monkeypatch.setattr(job, "has_package", lambda name: name != absent)
+    finetuned = ("objective.name=finetune", "finetune.labels=[a,b]", "data.path=/none")
+    issues = job.input_issues(make_config(*finetuned))
+    lines = [line for line in issues if not line.startswith("data.path")]
+    assert [line.split(":")[0].split(" ")[0] for line in lines] == heads
+
+
+def test_a_cache_that_others_write_is_refused_where_data_are_built_there(
+    monkeypatch: pytest.MonkeyPatch, shards: Path
+) -> None:
+    monkeypatch.setattr(job.record, "cache_issues", lambda: ["BERT_DP_CACHE: others write there"])
+    ours = ("data.sources=null", f"data.path={shards}", "data.sequence_length=16", "model.vocab_size=64")
+    assert job.input_issues(make_config("data.sources=[builtin,hub:some/text]")) == [
+        "BERT_DP_CACHE: others write there"
+    ]
+    assert job.input_issues(make_config(*ours)) == []
+
+
 @pytest.mark.parametrize("stands", [True, False])
 def test_a_directory_in_which_nothing_was_written_is_as_before(tmp_path: Path, stands: bool) -> None:
     directory = tmp_path / "run"

@@ -190,6 +190,14 @@ def test_a_run_without_a_summary_has_failed(tmp_path: Path, opened: list[Fake]) 
     assert opened[1].ended[2] == 2
 
 
+def test_the_end_of_a_run_links_what_there_is(tmp_path: Path) -> None:
+    run_dir = make_run(tmp_path / "run", summary={"status": "stopped", "exit_code": 143, "checkpoint": None})
+    facts, code = follow.ending(run_dir)
+    assert (facts["summary/status"], code) == ("stopped", 143)
+    assert "summary/checkpoint" not in facts
+    assert facts["summary/report"] == f"{run_dir}/report.html"
+
+
 def test_lines_are_sent_while_the_run_goes_on(
     tmp_path: Path, opened: list[Fake], monkeypatch: pytest.MonkeyPatch
 ) -> None:

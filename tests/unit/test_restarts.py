@@ -121,6 +121,27 @@ def test_progress_resets_the_wait(tmp_path: Path) -> None:
     assert places == ["the start", "the start", "step 3", "step 3"]
 
 
+def test_a_disk_that_takes_no_summary_costs_no_restart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "full")
+
+    monkeypatch.setattr(restarts.results, "write", full)
+    play = Play(tmp_path, (1, RAISED, 4), (1, RAISED, 5))
+    assert play.go(Policy(1)).failure is RAISED
+    assert len(play.started) == 2
+
+
+def test_each_restart_stands_in_the_summary_with_its_step_and_number_of_ranks(tmp_path: Path) -> None:
+    play = Play(tmp_path, (1, KILLED, None), (1, RAISED, 7), (1, RAISED, 9))
+    assert play.go(Policy(2, elastic=True)).exit_code == 1
+    summary = read_json(tmp_path / "summary.json")
+    told = [(r["step"], r["ranks"], r["failure_kind"]) for r in summary["restarts"]]
+    assert told == [(-1, 3, "killed"), (7, 3, "error")]
+    assert (summary["exit_code"], summary.get("signal")) == (1, None)
+
+
 def test_a_signal_while_waiting_ends_it(tmp_path: Path) -> None:
     play = Play(tmp_path, (1, RAISED, 2))
     play.stop = signal.SIGTERM
