@@ -414,7 +414,8 @@ def judge(against: Mapping[str, Any], precision: str) -> dict[str, Any]:
     gap, error = four["pooled"]["difference"], four["pooled"]["standard_error"]
     share = control["flips"]["all"]["share"]
     difference = f"4 ranks less 1: {100 * gap:+.2f} points of pooled accuracy"
-    rounding = f"rounding alone flips {100 * share:.2f} % (control)"
+    of = f"{len(control['pooled_by_pretraining'])} of {len(four['pooled_by_pretraining'])} pretrainings"
+    rounding = f"rounding alone flips {100 * share:.2f} % (control, {of})"
     if share <= MANY_FLIPS:
         return {"holds": abs(gap) <= POINT, "limit": POINT, "text": f"{difference}, 0.1 allowed; {rounding}"}
     limit = None if error is None else 2 * error

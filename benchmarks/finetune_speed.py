@@ -12,6 +12,8 @@ it is named.
     ours:plain              the loop of `bert-dp finetune`: random batches, padded to their longest example
     ours:micro-4            the same with micro batches of 4, sorted by length inside the global batch
     ours:attention-dropout  dropout 0.1 of the attention probabilities, which are then written out
+    ours:dropout            dropout 0.1 as configs/glue.yaml has it, of hidden states too
+    ours:dropout-compiled   the same by torch.compile; a turn in which a new length comes up compiles for it
     trainer:dynamic         Trainer with DataCollatorWithPadding, random batches
     trainer:grouped         the same with train_sampling_strategy=group_by_length
 
@@ -24,6 +26,7 @@ loop does before its first step, and evaluation, are not timed; every loop has c
     padding     share of the computed tokens that is padding
     ours / this tokens/s of ours:plain over that of the row (goal: at least 1.3 beside trainer:dynamic)
     dropout     seconds of ours:attention-dropout over those of ours:plain, turn by turn on the same batches
+    compiled    seconds of ours:dropout-compiled over those of ours:dropout, the same; the median counts
 """
 
 from __future__ import annotations
@@ -52,8 +55,16 @@ from launcher.evaluate import finetune
 
 GOAL = 1.3
 BASE, DROPOUT = "ours:plain", "ours:attention-dropout"
+EAGER, COMPILED = "ours:dropout", "ours:dropout-compiled"
+BOTH = ("model.dropout=0.1", "model.attention_dropout=0.1")
 PEERS = ("trainer:dynamic", "trainer:grouped")
-OURS = {BASE: (), "ours:micro-4": ("batch.micro_size=4",), DROPOUT: ("model.attention_dropout=0.1",)}
+OURS = {
+    BASE: (),
+    "ours:micro-4": ("batch.micro_size=4",),
+    DROPOUT: ("model.attention_dropout=0.1",),
+    EAGER: BOTH,
+    COMPILED: (*BOTH, "compile=on"),
+}
 DEV = 16  # examples; nothing is evaluated
 
 
@@ -383,10 +394,13 @@ def summarise(variants: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "goal": GOAL,
         "ours_over": {name: variants[name]["ours_over_this"] for name in PEERS if name in variants},
     }
-    if DROPOUT in variants:
-        if by_turn(DROPOUT, "tokens") != by_turn(BASE, "tokens"):
-            raise RuntimeError(f"{DROPOUT} and {BASE} had other batches")
-        figures["attention_dropout"] = spread(ratios(by_turn(DROPOUT, "seconds"), by_turn(BASE, "seconds")))
+    pairs = {"attention_dropout": (DROPOUT, BASE), "compiled": (COMPILED, EAGER)}
+    for figure, (name, other) in pairs.items():
+        if name not in variants or other not in variants:
+            continue
+        if by_turn(name, "tokens") != by_turn(other, "tokens"):
+            raise RuntimeError(f"{name} and {other} had other batches")
+        figures[figure] = spread(ratios(by_turn(name, "seconds"), by_turn(other, "seconds")))
     return figures
 
 
@@ -402,6 +416,8 @@ def show(variants: dict[str, dict[str, Any]], figures: dict[str, Any]) -> None:
         print(f"ours over {name}: {ratio:.2f} (goal {GOAL}: {'met' if ratio >= GOAL else 'missed'})")
     if "attention_dropout" in figures:
         print(f"attention dropout: {with_range(figures['attention_dropout'], 2)} x the seconds without it")
+    if "compiled" in figures:
+        print(f"compiled, with dropout: {with_range(figures['compiled'], 2)} x the seconds of eager")
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from bert_dp import checkpoint
-from bert_dp.config import Config, ConfigError, hf_directory, init_issues
+from bert_dp.config import Config, ConfigError, bf16_units, hf_directory, init_issues
 from bert_dp.dist import Comm
 from bert_dp.export.from_hf import modernbert_state
 from bert_dp.parallel import State
@@ -22,9 +22,12 @@ from bert_dp.tasks import Metadata
 from bert_dp.trainable import Model
 from bert_dp.trainer import Rank
 
-# torch.compile on a CPU: seconds to compile, and the share of the step it saves (benchmarks/step_speed.py)
+# torch.compile on a CPU (benchmarks/step_speed.py, finetune_speed.py): seconds for a first and for a further
+# padded length; share of an eager step that it saves in the widest model measured, by (bf16 in AMX's tiles,
+# dropout)
 CPU_COMPILE_S = 60.0
-CPU_COMPILE_GAIN = 0.015
+CPU_COMPILE_LENGTH_S = 25.0
+CPU_COMPILE_GAIN = {(False, False): 0.015, (False, True): 0.15, (True, False): 0.1, (True, True): 0.3}
 
 
 def prepare_model(rank: Rank, precision: Precision, compiled: bool | None) -> tuple[Model, bool]:
@@ -158,7 +161,10 @@ def compile_pays(rank: Rank, model: Model, precision: Precision) -> bool:
         )
         micro_steps = sequences / rank.layout.samples_per_micro_step
         run_s = micro_steps * time_micro_step(rank, model, precision)
-    return run_s * CPU_COMPILE_GAIN > CPU_COMPILE_S
+    in_tiles = precision.name == "bf16" and "amx_bf16" in bf16_units()
+    has_dropout = config.model.dropout > 0 or config.model.attention_dropout > 0
+    compile_s = CPU_COMPILE_S + CPU_COMPILE_LENGTH_S * (rank.task.num_lengths - 1)
+    return run_s * CPU_COMPILE_GAIN[in_tiles, has_dropout] > compile_s
 
 
 def time_micro_step(rank: Rank, model: Model, precision: Precision) -> float:

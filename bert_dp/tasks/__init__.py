@@ -98,7 +98,7 @@ class Context:
 
 
 class Task(Protocol):
-    """Seven verbs and a number. Made from the configuration and the rank's device, without reading data.
+    """Seven verbs and two numbers. Made from the configuration and the rank's device, without reading data.
 
     A new one is a file here, its name in TASKS and in `objective.name` of `config/schema.py`; then what it
     asks of the configuration and of its data (`objective.name` is asked for in `config/schema.py`,
@@ -108,6 +108,9 @@ class Task(Protocol):
 
     flops_per_token: float
     """Model FLOPs of forward and backward per token of the input, by cost.py."""
+    num_lengths: int
+    """Padded lengths that micro batches have at most, known once the data are open: torch.compile compiles
+    each apart."""
 
     def open_data(self) -> Metadata:
         """Make or find the data; called once, before the ranks meet. Raises ConfigError."""

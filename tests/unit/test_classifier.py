@@ -278,6 +278,8 @@ def test_a_stream_has_the_threads_that_were_asked_for(task: Finetuning, workers:
     assert len(set(threading.enumerate()) - before) == workers
     stream.close()
     assert made.flops_per_token == flops_per_token(task._config.model, LENGTH, 0.0)
+    longest = max(len(made._train.tokens(i)) for i in range(len(made._train)))
+    assert made.num_lengths == math.ceil(longest / finetune.LENGTH_MULTIPLE)
     assert facts.tokenizer_file is not None
     assert facts.tokenizer_file.read_text() == "{}"
 

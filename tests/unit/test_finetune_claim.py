@@ -81,7 +81,9 @@ def test_only_pretrainings_of_both_count(arms: dict[str, Measured]) -> None:
 def against(gap: float, error: float, control: float, flipped: int = 0) -> dict[str, Any]:
     def arm(share: float) -> dict[str, Any]:
         flips = {"all": {"flipped": flipped, "of": 1000, "share": share}}
-        return {"pooled": {"difference": gap, "standard_error": error}, "flips": flips}
+        by_pretraining = {0: gap, 1: gap} if share == 0.02 else {0: 0.0}
+        pooled = {"difference": gap, "standard_error": error}
+        return {"pooled": pooled, "flips": flips, "pooled_by_pretraining": by_pretraining}
 
     return {"four": arm(0.02), "control": arm(control), "bert-gpu": arm(0.5)}
 
@@ -92,7 +94,8 @@ def against(gap: float, error: float, control: float, flipped: int = 0) -> dict[
         (-0.0009, 0.005, True, "-0.09 points of pooled accuracy, 0.1 allowed"),
         (0.0011, 0.005, False, "+0.11 points of pooled accuracy, 0.1 allowed"),
         (0.0059, 0.02, True, "0.60 allowed (twice the paired standard error): 0.1 points cannot be shown"),
-        (-0.0061, 0.02, False, "rounding alone flips 2.00 % (control)"),
+        (-0.0061, 0.02, False, "rounding alone flips 2.00 % (control, 2 of 2 pretrainings)"),
+        (0.0, 0.005, True, "rounding alone flips 0.50 % (control, 1 of 2 pretrainings)"),
     ],
 )
 def test_what_is_asked_of_four_ranks(gap: float, control: float, holds: bool, words: str) -> None:

@@ -156,9 +156,52 @@ def test_a_cpu_run_is_compiled_where_that_saves_more_than_it_takes(
     settings: list[str], ranks: int, pays: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With two seconds for a micro batch: a minute to compile is 1.5 % of 4000 s."""
+    assert compile_pays(monkeypatch, settings, ranks=ranks) is pays
+
+
+@pytest.mark.parametrize(
+    ("settings", "precision", "units", "lengths", "run_s"),
+    [
+        (["model.dropout=0.1"], "fp32", (), 1, 400),  # 60 s / 0.15
+        (["model.attention_dropout=0.1"], "bf16", ("avx512_bf16",), 1, 400),
+        (["model.dropout=0.1"], "fp32", ("amx_bf16", "avx512_bf16"), 1, 400),
+        (["model.dropout=0.1"], "bf16", ("amx_bf16", "avx512_bf16"), 1, 200),  # 60 s / 0.3
+        (["model.dropout=0.1"], "bf16", ("amx_bf16", "avx512_bf16"), 7, 700),  # (60 s + 6 x 25 s) / 0.3
+        ([], "bf16", ("amx_bf16",), 1, 600),  # 60 s / 0.1
+        ([], "bf16", ("avx512_bf16",), 1, 4000),
+    ],
+)
+def test_dropout_and_tiles_make_compiling_pay_sooner_and_lengths_later(
+    settings: list[str],
+    precision: str,
+    units: tuple[str, ...],
+    lengths: int,
+    run_s: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def pays(steps: int) -> bool:
+        monkeypatch.setattr(building, "bf16_units", lambda: units)
+        more = [*settings, f"schedule.steps={steps}"]
+        return compile_pays(monkeypatch, more, precision=precision, lengths=lengths)
+
+    steps = run_s // 8  # of four micro batches of two seconds
+    assert not pays(steps - 1)
+    assert pays(steps + 1)
+
+
+def compile_pays(
+    monkeypatch: pytest.MonkeyPatch,
+    settings: list[str],
+    *,
+    ranks: int = 1,
+    precision: str = "fp32",
+    lengths: int = 1,
+) -> bool:
     sections = {"data": {"sequence_length": 16}, "batch": {"global_size": 8, "micro_size": 2}}
     config = make_config("compile=auto", *settings, **sections)
     monkeypatch.setattr(building, "time_micro_step", lambda *_: 2.0)
-    rank: Any = SimpleNamespace(config=config, device=CPU, layout=batch_layout(config, ranks))
+    task = SimpleNamespace(num_lengths=lengths)
+    layout = batch_layout(config, ranks)
+    rank: Any = SimpleNamespace(config=config, device=CPU, layout=layout, task=task)
     model: Any = None
-    assert building.compile_pays(rank, model, precision_of("fp32")) is pays
+    return building.compile_pays(rank, model, precision_of(precision))
