@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import Literal
 
 NA = "n/a"
+SYMBOLS = {"B", "FLOP/s", "J"}  # units that a prefix is written onto; it stands apart from a word
 HUGE = 1e300  # above it, or nearer to 0 than 1 / HUGE, what is made of two numbers may be no number
 
 
@@ -19,14 +19,15 @@ def number(value: object) -> float | None:
 
 
 def format_si(value: object, unit: str = "") -> str:
-    """Three significant digits with k, M, G or T: 45,231 tokens/s -> `45.2 k tokens/s`."""
+    """Three significant digits with k, M, G or T: 45,231 tokens/s -> `45.2 k tokens/s`, 21e6 J -> `21 MJ`."""
     n = number(value)
     if n is None:
         return NA
     rounded = float(f"{n:.3g}")
     for prefix, scale in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if abs(rounded) >= scale:
-            return f"{_three(rounded / scale)} {prefix}{' ' if unit else ''}{unit}"
+            gap = "" if unit in SYMBOLS or not unit else " "
+            return f"{_three(rounded / scale)} {prefix}{gap}{unit}"
     return f"{_three(rounded)} {unit}".rstrip()
 
 
@@ -54,11 +55,6 @@ format_points = _scaled(100, ".1f")  # a score, 1 at best, as tables of GLUE hav
 format_decimals = _scaled(1, ".4f")  # an accuracy or a correlation, or an error whose unit stands beside it
 format_nats = _scaled(1, ".4f", " nats")  # a loss or an entropy, per predicted token
 format_lr = _scaled(1, ".2e")  # a learning rate
-
-
-def format_energy(joules: object) -> str:
-    """Joules with a prefix: `21 MJ`."""
-    return re.sub(r"(?<=[TGMk]) J$", "J", format_si(joules, "J"))
 
 
 @_known
@@ -153,6 +149,6 @@ FORMATS: Mapping[Unit, Callable[[object], str]] = {
     "seconds": format_step_time,
     "ratio": format_ratio,
     "word": format_word,
-    "energy": format_energy,
+    "energy": functools.partial(format_si, unit="J"),
     "duration": format_duration,
 }

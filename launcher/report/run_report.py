@@ -36,7 +36,6 @@ from launcher.report.numbers import (
     count_of,
     format_count,
     format_duration,
-    format_energy,
     format_gib,
     format_nats,
     format_percent,
@@ -366,7 +365,7 @@ def _times(run: Run) -> list[Row]:
 
 def _files(run: Run) -> list[Row]:
     facts = run.facts
-    each = format_energy(facts.energy_j / facts.tokens * 1e6 if facts.energy_j and facts.tokens else None)
+    each = format_si(facts.energy_j / facts.tokens * 1e6 if facts.energy_j and facts.tokens else None, "J")
     energy = f"{each} per million tokens, {_ranks(facts)}"
     saves = [value("failed saves", facts.failed_saves, "count", "see the log")]
     return [

@@ -29,9 +29,8 @@ VERBS = "train|scale|report|doctor|data build|data inspect|tune batch|tune lr|pl
 OF_THE_CALL = ("environment", "command", "date", "config_hash", "seconds", "at_a_time")
 SENTENCES = ("why", "cause", "evidence", "next", "assumptions", "tokens_why", "explanation", "flags")
 TIMED = re.compile(r".*(_s|_gib|_j|_per_gpu|mfu|_ratio)|device|straggler|time_s|noise_scale|ddp")
-NUMBER = re.compile(
-    r"n/a|(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?: ?%| (?:[kMGT]|us|ms|s|min|h)\b)?(?![0-9A-Za-z])"
-)
+UNIT = r" ?%| (?:[kMGT](?:B|FLOP/s|J)?|us|ms|s|min|h)\b"
+NUMBER = re.compile(rf"n/a|(?<![\w.])[-+]?\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?(?:{UNIT})?(?![0-9A-Za-z])")
 
 
 def options(root: Path) -> Any:

@@ -220,7 +220,7 @@ def test_bf16_where_it_is_emulated_is_a_warning_with_the_rate_that_doctor_measur
     measured = {"torch": "2", "shape": [1024, 768, 768], "fp32_flops": 4e10, "bf16_flops": 1e10}
     keep_ratio(measured, WITHOUT)
     (line,) = warnings("precision=bf16")
-    assert "0.25 x its fp32 matmul rate (10 G FLOP/s against 40 G FLOP/s)" in line
+    assert "0.25 x its fp32 matmul rate (10 GFLOP/s against 40 GFLOP/s)" in line
     keep_ratio(measured, dataclasses.replace(WITHOUT, cpu_model="another"))
     (line,) = warnings("precision=bf16")
     assert "0.25" not in line
@@ -232,7 +232,7 @@ def test_bf16_where_it_is_emulated_is_a_warning_with_the_rate_that_doctor_measur
     ("machine", "bf16", "level", "said"),
     [
         (WITH, 8e10, "ok", "bf16: amx_bf16, avx512_bf16; it multiplies bf16 at 2.00 x"),
-        (WITH, 2e10, "warn", "at 0.50 x its fp32 matmul rate (20 G FLOP/s against 40 G FLOP/s)"),
+        (WITH, 2e10, "warn", "at 0.50 x its fp32 matmul rate (20 GFLOP/s against 40 GFLOP/s)"),
         (WITHOUT, 2e10, "ok", "bf16: no unit on this CPU, so precision: auto is fp32; it multiplies"),
         (WITHOUT, -1.0, "ok", "its matmul rate is not known (matmul_ratio.json is damaged: bf16_flops"),
     ],
