@@ -3,9 +3,12 @@ or compiled by AOTInductor."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -48,19 +51,31 @@ def quantize(model: nn.Module) -> nn.Module:
     return require("torchao.utils", "int8", "--int8").unwrap_tensor_subclass(model)
 
 
+@contextlib.contextmanager
+def hushed() -> Iterator[None]:
+    """Without warnings of the exporters, which are of torchvision, deprecations and other formats."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
+
+
+@hushed()
 def write_onnx(source: Source, folder: Path, *, int8: bool, fused: bool | None = None) -> None:
     """FOLDER/model.onnx. `int8`: products with weights of 8 bits, those of the activations chosen as it runs
     (ONNX Runtime's dynamic quantisation). `fused`: rewritten by ONNX Runtime's transformer optimizer; None =
     where that is faster (benchmarks/export_speed.py)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        program = torch.onnx.export(
-            trace(source),
-            dynamo=True,
-            input_names=list(INPUTS),
-            output_names=list(OUTPUTS[source.kind]),
-            verbose=False,
-        )
+    program = torch.onnx.export(
+        trace(source),
+        dynamo=True,
+        input_names=list(INPUTS),
+        output_names=list(OUTPUTS[source.kind]),
+        verbose=False,
+    )
     assert program is not None
     path = folder / "model.onnx"
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
@@ -89,6 +104,7 @@ def fuse(path: Path, model: ModelConfig) -> dict[str, int]:
     return {name: count for name, count in optimized.get_fused_operator_statistics().items() if count}
 
 
+@hushed()
 def write_aoti(source: Source, folder: Path, precision: ExportPrecision = "fp32") -> None:
     """FOLDER/model.pt2, compiled for processors like this one and any number of threads. Needs g++, and int8
     torchao, which loading it does not. Raises ConfigError."""

@@ -43,6 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def export(form: str, run: Path, out: Path, *options: str) -> Path:
     done = bert_dp("export", form, str(run), "--out", str(out), *options)
     assert done.returncode == 0, done.stdout + done.stderr
+    assert not re.search(r"^(W\d{4}|WARNING)|Warning:", done.stderr, re.MULTILINE), done.stderr
     return out
 
 
