@@ -71,17 +71,11 @@ def open_hf(directory: Path, kind: str) -> Compute:
     return compute_hf(model, kind)
 
 
-def hush_torchao() -> None:
-    """Without this its import, which is transformers' too where it is installed, tells of every CUDA library
-    of its that does not load."""
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 def load_hf(directory: Path, kind: str) -> tuple[Any, list[str], list[str]]:
     """(the model, names of parameters that the file has not or in another shape, and of those that are not in
     the model)."""
-    hush_torchao()
+    for name in ("torchao", "torch.utils._pytree"):  # which transformers imports where it is installed
+        logging.getLogger(name).setLevel(logging.ERROR)  # they tell of each CUDA library that does not load
     import transformers
 
     transformers.logging.set_verbosity_error()  # we say what was not loaded

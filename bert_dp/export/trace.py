@@ -18,7 +18,7 @@ from torch.export import Dim, ExportedProgram
 from bert_dp.config import ModelConfig
 from bert_dp.config.extras import require
 from bert_dp.export.as_function import Source
-from bert_dp.export.foreign import OUTPUTS, hush_torchao
+from bert_dp.export.foreign import OUTPUTS
 from bert_dp.matmul import USES_ONEDNN
 from bert_dp.record.exported import ExportPrecision
 
@@ -45,7 +45,6 @@ def quantize(model: nn.Module) -> nn.Module:
     """`model` with weights of 8 bits in its linear layers, scaled by row, and activations of 8 bits there,
     scaled by token as it runs (torchao's dynamic quantisation). The table of the embeddings stays in fp32,
     with the logits of tokens that it gives. Raises ConfigError without torchao."""
-    hush_torchao()
     quantization = require("torchao.quantization", "int8", "--int8")
     quantization.quantize_(model, quantization.Int8DynamicActivationInt8WeightConfig())
     return require("torchao.utils", "int8", "--int8").unwrap_tensor_subclass(model)
@@ -53,7 +52,8 @@ def quantize(model: nn.Module) -> nn.Module:
 
 @contextlib.contextmanager
 def hushed() -> Iterator[None]:
-    """Without warnings of the exporters, which are of torchvision, deprecations and other formats."""
+    """Without warnings of the exporters: of packages and CUDA libraries that are not there, of deprecations,
+    of other formats."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
