@@ -162,9 +162,12 @@ def test_finetune_speed_quick(tmp_path):
         assert computed >= total
     ours, theirs = (variants[name]["tokens_per_s"] for name in ("ours:plain", "trainer:dynamic"))
     assert result["figures"]["ours_over"]["trainer:dynamic"] == pytest.approx(ours / theirs)
-    pairs = (variants[name]["rounds"] for name in ("ours:attention-dropout", "ours:plain"))
-    ratios = [a["seconds"] / b["seconds"] for a, b in zip(*pairs, strict=True)]
-    assert result["figures"]["attention_dropout"]["median"] == pytest.approx(statistics.median(ratios))
+    of = {"attention_dropout": ("attention-dropout", "plain"), "compiled": ("dropout-compiled", "dropout")}
+    for figure, names in of.items():
+        pairs = (variants[f"ours:{name}"]["rounds"] for name in names)
+        ratios = [a["seconds"] / b["seconds"] for a, b in zip(*pairs, strict=True)]
+        assert result["figures"][figure]["median"] == pytest.approx(statistics.median(ratios))
+    assert "compiled, with dropout: " in said
     assert "ours over trainer:grouped" in said
 
 
