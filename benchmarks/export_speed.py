@@ -179,7 +179,7 @@ def make_run(path: Path, config: Config, texts: Iterable[str]) -> Path:
     from bert_dp.corpus import tokenizer
     from bert_dp.model import build_model
 
-    path.mkdir(parents=True)
+    (path / "checkpoints").mkdir(parents=True)
     words = tokenizer.train(
         texts, model="wordpiece", vocab_size=config.model.vocab_size, with_normalizer=True
     )

@@ -48,10 +48,9 @@ def save(
 ) -> Path:
     """Write `folder`/step-NNNNNNNN, point `latest` to it and prune to the `keep` newest. Rank 0 only.
 
-    Everything is on the disk before it gets its name, and the name before this returns. `folder` is made, its
-    parent is not. `trusted`: see prune. Raises OSError; then no checkpoint has changed or gone.
+    Everything is on the disk before it gets its name, and the name before this returns. `folder` is there.
+    `trusted`: see prune. Raises OSError; then no checkpoint has changed or gone.
     """
-    folder.mkdir(exist_ok=True)  # not its parents: a run directory that was moved must not appear again
     _check_space(folder, state)
     final = path_of(folder, step)
     temporary = folder / f"{final.name}.tmp-{uuid.uuid4().hex[:8]}"

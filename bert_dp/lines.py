@@ -79,8 +79,16 @@ class Records:
     """Appends lines to a run's records. What goes wrong is said at the first line that is missing, and once
     more, in all, when lines fit again or at the end."""
 
-    def __init__(self, run_dir: Path, log_rank0: Callable[[str], None], lost_writes: LostWrites):
+    def __init__(
+        self,
+        run_dir: Path,
+        log_rank0: Callable[[str], None],
+        lost_writes: LostWrites,
+        directory: record.HeldDirectory | None = None,
+    ):
+        """`directory`: `run_dir`, held; lines then go there wherever it is moved."""
         self._run_dir, self._log, self._lost_writes = run_dir, log_rank0, lost_writes
+        self._opener = directory.opener if directory is not None else None
         self._missing: dict[str, tuple[int, int, int]] = {}  # name -> lines, first step, last step
 
     def append(self, name: str, line: Line) -> None:
@@ -88,7 +96,7 @@ class Records:
         step = int(line["step"] if isinstance(line, Mapping) else line.step)
         count, first, _ = self._missing.get(name, (0, step, step))
         try:
-            record.append_line(self._run_dir / name, line)
+            record.append_line(self._run_dir / name, line, self._opener)
         except OSError as error:
             self._lost_writes.note(error)
             self._missing[name] = count + 1, first, step

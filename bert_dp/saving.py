@@ -46,7 +46,7 @@ class AsyncCheckpointer:
         lost_writes: LostWrites,
         directory: HeldDirectory | None = None,
     ):
-        """`directory`: the run's; nothing is written once it is no longer where it was."""
+        """`directory`: the run's, which `folder` is in; nothing is written where it no longer is."""
         self._folder, self._settings, self._log, self._directory = folder, settings, log_rank0, directory
         self._lost_writes = lost_writes
         self.saved_step = saved_step
@@ -108,17 +108,17 @@ class AsyncCheckpointer:
             self.stall_s += time.perf_counter() - start
 
     def _write(self, step: int, state: State, metadata: dict[str, Any]) -> None:
-        if self._directory is not None and (lost := self._directory.lost()) is not None:
-            self.gave_up = self._problem = lost
-            self.failure_kind = "directory_lost"
+        if self._has_lost_directory():
             return
         try:
             name = checkpoint.first_not_finite(state)
             if name is not None:
                 raise NotFiniteError(f"{name} holds a value that is not finite")
+            self._make_folder()
             path = self._write_or_make_room(step, state, metadata)
         except (OSError, NotFiniteError) as error:
-            self._failed(step, error)
+            if not self._has_lost_directory():  # it may have gone since
+                self._failed(step, error)
         except BaseException as error:
             self._error = error
         else:
@@ -127,6 +127,21 @@ class AsyncCheckpointer:
             if self._in_a_row > 1:
                 self._log(f"warning: {path.name} is saved; the {self._in_a_row} saves before it failed")
             self._in_a_row, self._why = 0, ""
+
+    def _has_lost_directory(self) -> bool:
+        """Whether the run directory is no longer where it was, which ends the run."""
+        lost = self._directory.lost() if self._directory is not None else None
+        if lost is not None:
+            self.gave_up = self._problem = lost
+            self.failure_kind = "directory_lost"
+        return lost is not None
+
+    def _make_folder(self) -> None:
+        """Never its parents: a run directory that was moved must not appear again. Raises OSError."""
+        if self._directory is None:
+            self._folder.mkdir(exist_ok=True)
+        else:
+            self._directory.make(self._folder.name)
 
     def _failed(self, step: int, error: OSError | NotFiniteError) -> None:
         """A row of saves that fail for one reason is said once, its number when it ends."""

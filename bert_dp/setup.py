@@ -197,7 +197,7 @@ def build_trainer(
             lost_writes=rank.lost_writes,
             directory=directory,
         ),
-        records=Records(rank.run_dir, rank.log_rank0, rank.lost_writes),
+        records=Records(rank.run_dir, rank.log_rank0, rank.lost_writes, directory),
         directory=directory,
         trace=StepTrace(plan, comm, device, rank.run_dir, rank.lost_writes),
     )

@@ -58,7 +58,7 @@ def perturbed(config: Config, seed: int = 0) -> CrammedBert | Classifier:
 
 def write_run(path: Path, config: Config, *, step: int = 3) -> Path:
     """A run directory with one checkpoint of the perturbed model."""
-    path.mkdir(parents=True)
+    (path / "checkpoints").mkdir(parents=True)
     texts = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 12)) for i in range(1, 40)]
     words = tokenizer.train(texts, model="wordpiece", vocab_size=200, with_normalizer=True)
     words.save(str(path / checkpoint.TOKENIZER))

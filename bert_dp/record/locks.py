@@ -64,6 +64,15 @@ class HeldDirectory:
         what = f"moved to {now}" if now else "deleted" if self._is_deleted() else "moved away or deleted"
         return f"the run directory {self.path} was {what} during the run"
 
+    def make(self, name: str) -> None:
+        """Make the directory `name` in it, wherever it is now; one that is there will do. Raises OSError."""
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(name, dir_fd=self._descriptor)
+
+    def opener(self, path: str, flags: int) -> int:
+        """For open(): the file below it that `path` was, wherever the directory is now. Raises OSError."""
+        return os.open(os.path.relpath(path, self.path), flags, 0o666, dir_fd=self._descriptor)
+
     def _is_at(self, path: Path) -> bool:
         """Also when that cannot be known now: a file server that does not answer has lost nothing."""
         try:

@@ -187,6 +187,8 @@ def _follow(
         workers.wait(POLL_S)
     if not _has_failed(run_dir, workers):
         on_poll()
+    if watch is not None:
+        watch.finish()
     return None
 
 

@@ -108,18 +108,26 @@ class Watch:
             pulse.beat = beat
         self._time_steps()
 
-    def _tell_losses(self) -> None:
+    def finish(self) -> None:
+        """The ranks have ended: tell of writes that failed after the last look. A run may be shorter than the
+        time between two."""
+        for rank, pulse in self._pulses.items():
+            beat = read_beat(heartbeat_path(self._run_dir, rank))
+            if beat is not None and beat.pid == pulse.beat.pid:
+                pulse.beat = beat
+        self._tell_losses(at_end=True)
+
+    def _tell_losses(self, *, at_end: bool = False) -> None:
         """A full disk is told here: it may have no room for what the ranks say of it."""
         beats = [pulse.beat for pulse in self._pulses.values()]
         lost = sum(beat.lost_writes for beat in beats)
-        if lost <= self._lost_writes or self._clock_s - self._losses_told_s < LOSSES_EVERY_S:
+        is_early = not at_end and self._clock_s - self._losses_told_s < LOSSES_EVERY_S
+        if lost <= self._lost_writes or is_early:
             return
         self._lost_writes, self._losses_told_s = lost, self._clock_s
         why = os.strerror(max(beat.write_errno for beat in beats))
-        self._log(
-            f"warning: {why}: {lost} write{'s' * (lost > 1)} to {self._run_dir} failed so far; "
-            "what is missing is counted, training goes on"
-        )
+        goes_on = "" if at_end else " so far; what is missing is counted, training goes on"
+        self._log(f"warning: {why}: {lost} write{'s' * (lost > 1)} to {self._run_dir} failed{goes_on}")
 
     def _time_steps(self) -> None:
         """Seconds per step since the last look at which a step was complete."""

@@ -43,7 +43,7 @@ def make_state(seed: int = 0) -> State:
 
 
 def save(folder: Path, step: int, keep: int = 9) -> Path:
-    folder.parent.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     facts = {**FACTS, "samples": step * 8, "elapsed_s": 0.1}
     return checkpoint.save(folder, step, make_state(step), facts, keep)
 

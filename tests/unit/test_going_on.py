@@ -48,6 +48,7 @@ def run_dir(tmp_path: Path) -> Path:
     """A run that has saved step 3."""
     state = {"model": {"w": torch.ones(2)}, "optimizer": {"w/step": torch.tensor(3.0)}, "scaler": {}}
     facts = {**FACTS, "config": config().model_dump(mode="json"), "samples": 12, "elapsed_s": 7.5}
+    (tmp_path / "checkpoints").mkdir()
     checkpoint.save(tmp_path / "checkpoints", 3, state, facts, 9)
     return tmp_path
 
@@ -117,6 +118,7 @@ def test_what_was_compiled_on_another_kind_of_device_is_decided_anew(
 ) -> None:
     state = {"model": {"w": torch.ones(2)}, "optimizer": {"w/step": torch.tensor(3.0)}, "scaler": {}}
     facts = {**FACTS, "config": config().model_dump(mode="json"), "compiled": True, "device": device}
+    (tmp_path / "checkpoints").mkdir()
     checkpoint.save(tmp_path / "checkpoints", 3, state, facts, 9)
     resumed = setup.select_checkpoint(rank_with(tmp_path, "0"), "auto")
     assert resumed is not None
@@ -302,7 +304,9 @@ def test_weights_of_another_tokenizer_are_refused_and_those_of_an_unknown_one_ta
         assert state is not None
         for name in (None, "ab" * 32, "cd" * 32):
             facts = {**FACTS, "config": trainer.config.model_dump(mode="json"), "tokenizer": name}
-            saved = checkpoint.save(tmp_path / f"{name}", 0, state, facts, 9)
+            folder = tmp_path / f"{name}"
+            folder.mkdir()
+            saved = checkpoint.save(folder, 0, state, facts, 9)
             config = lone_config(shards, run={"init_from": str(saved)})
             if name == "cd" * 32:
                 (line,) = issues_of(first_state, config, model, data, trainer.comm)

@@ -116,11 +116,26 @@ def test_the_next_write_that_fits_says_how_many_did_not(monkeypatch: pytest.Monk
     assert (lost_writes.count, lost_writes.errno) == (2, errno.ENOSPC)
 
 
+def test_lines_go_to_the_directory_that_was_begun_in_wherever_it_is(tmp_path: Path) -> None:
+    run_dir, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    (run_dir / "steps").mkdir(parents=True)
+    with record.HeldDirectory(run_dir) as held:
+        records = Records(run_dir, print, LostWrites(), held)
+        records.append("metrics.jsonl", {"step": 1})
+        run_dir.rename(elsewhere)
+        run_dir.mkdir()
+        for name in ("metrics.jsonl", "steps/rank-0.jsonl"):
+            records.append(name, {"step": 2})
+    assert list(run_dir.iterdir()) == []
+    assert [line["step"] for line in record.read_lines(elsewhere / "metrics.jsonl")] == [1, 2]
+    assert [line["step"] for line in record.read_lines(elsewhere / "steps" / "rank-0.jsonl")] == [2]
+
+
 def test_missing_lines_are_said_once_and_then_in_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     records, real, full = Records(tmp_path, said.append, LostWrites()), record.append_line, {"metrics.jsonl"}
 
-    def append(path: Path, line: dict[str, int]) -> None:
+    def append(path: Path, line: dict[str, int], opener: object) -> None:
         if path.name in full:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         real(path, line)

@@ -275,6 +275,24 @@ def test_nothing_is_saved_where_the_run_directory_no_longer_is(tmp_path: Path) -
     assert not folder.parent.exists()
 
 
+def test_nothing_is_made_in_a_directory_that_takes_the_runs_place_during_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, elsewhere = tmp_path / "run" / "checkpoints", tmp_path / "elsewhere"
+    folder.parent.mkdir()
+    saver = make(folder, directory=HeldDirectory(folder.parent))
+
+    def exchanged(given: State) -> None:
+        folder.parent.rename(elsewhere)
+        folder.parent.mkdir()
+
+    monkeypatch.setattr(checkpoint, "first_not_finite", exchanged)
+    problem = f"the run directory {folder.parent} was moved to {elsewhere} during the run"
+    assert save(saver, 1) == (None, problem)
+    assert (saver.gave_up, saver.failure_kind, saver.failed_saves) == (problem, "directory_lost", 0)
+    assert list(folder.parent.iterdir()) == []
+
+
 def test_a_save_does_not_make_the_run_directory_again(tmp_path: Path) -> None:
     assert save(make(tmp_path / "run" / "checkpoints"), 1)[0] is None
     assert not (tmp_path / "run").exists()
