@@ -10,6 +10,7 @@ each, as the same token ids, in the same global batch, by the same AdamW, on one
 it is named.
 
     ours:plain              the loop of `bert-dp finetune`: random batches, padded to their longest example
+    ours:whole              the same with the global batch as one micro batch, which the verb takes on a GPU
     ours:micro-4            the same with micro batches of 4, sorted by length inside the global batch
     ours:attention-dropout  dropout 0.1 of the attention probabilities, which are then written out
     ours:dropout            dropout 0.1 as configs/glue.yaml has it, of hidden states too
@@ -60,6 +61,7 @@ BOTH = ("model.dropout=0.1", "model.attention_dropout=0.1")
 PEERS = ("trainer:dynamic", "trainer:grouped")
 OURS = {
     BASE: (),
+    "ours:whole": ("batch.micro_size={batch}",),
     "ours:micro-4": ("batch.micro_size=4",),
     DROPOUT: ("model.attention_dropout=0.1",),
     EAGER: BOTH,
@@ -145,7 +147,8 @@ def prepare(o: argparse.Namespace) -> None:
             pretrained, settings, manifest=manifest, path=examples, init_from=start
         )
         path.parent.mkdir(exist_ok=True)
-        path.write_text(dump_config(finetune.whole_batches(config, 1, settings)))
+        sized = finetune.sized_micro_batches(config, 1, settings, on_gpu=o.device == "cuda")
+        path.write_text(dump_config(sized))
         return path
 
     once = write_config(o.out / "start.yaml", "schedule.steps=1")
@@ -154,7 +157,8 @@ def prepare(o: argparse.Namespace) -> None:
     bert_dp("export", "hf", str(first), "--out", str(o.out / "exported"))
     for name in (name for name in o.names if name in OURS):
         steps = f"schedule.steps={o.steps * o.rounds}"
-        write_config(folder_of(o, name) / "config.yaml", steps, "checkpoint.keep=0", *OURS[name])
+        settings = [setting.format(batch=o.batch) for setting in OURS[name]]
+        write_config(folder_of(o, name) / "config.yaml", steps, "checkpoint.keep=0", *settings)
 
 
 def folder_of(o: argparse.Namespace, name: str) -> Path:

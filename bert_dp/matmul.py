@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from bert_dp.config import cpu_field
 
 # torch hands fp32 products on x86 to MKL. oneDNN, which it carries too, takes 5-10 % less time on AMD with
-# AVX-512 (Zen 4), 18 % more on AMD with AVX2 (Zen 3, median of 12 products of a training step) and 39 % more on
-# Intel (Xeon, AVX-512): benchmarks/RESULTS.md
+# AVX-512 (Zen 4), 25 % more on AMD with AVX2 (Zen 3) and 39 % more on Intel (Xeon, AVX-512):
+# benchmarks/RESULTS.md
 USES_ONEDNN = (
     cpu_field("vendor_id") == "AuthenticAMD"
     and torch.backends.cpu.get_cpu_capability() == "AVX512"

@@ -79,15 +79,15 @@ def make_grid(
     tasks: Iterable[Task] = (),
     rate_tasks: Iterable[Task] = (),
     overrides: Sequence[str] = (),
+    on_gpu: bool = False,
 ) -> Grid:
     """Of a run that is at /run; no file of it is looked at. `overrides`: settings that were given."""
     model = make_config("schedule.steps=1")
     start = Pretrained(Path("/run"), Path("/run/checkpoints/step-00000005"), 5, model, Path("/run/t.json"))
     base = finetune.configuration(start, overrides, start.checkpoint)
     named, choosing = ({task.name: task for task in each} for each in (tasks, rate_tasks))
-    return Grid(
-        start, tuple(overrides), options, base, "fp32", named, choosing, {"WNLI": "not among --tasks"}
-    )
+    left_out = {"WNLI": "not among --tasks"}
+    return Grid(start, tuple(overrides), options, base, "fp32", on_gpu, named, choosing, left_out)
 
 
 def write_trial(

@@ -136,16 +136,19 @@ def prepare(start: Pretrained, source: Source, sequence_length: int, dev_share: 
     return Path(done.stdout.strip())
 
 
-def whole_batches(config: Config, ranks: int, overrides: Sequence[str]) -> Config:
-    """Without accumulation, where batch.micro_size is not given and the global batch divides: examples are
-    short, and a global batch fits."""
+def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *, on_gpu: bool) -> Config:
+    """With the micro batch of this device, where batch.micro_size is not given and the global batch divides.
+
+    Examples are short, so a replica's share of a global batch fits a GPU. On a CPU it stays in parts of the
+    configuration's size where they divide it: sorted by length, each is padded to its own longest example
+    (benchmarks/RESULTS.md).
+    """
     replicas = max(1, ranks // config.parallel.tensor)
     is_set = "micro_size" in parse_overrides(overrides).get("batch", {})
-    if is_set or config.batch.global_size % replicas:
+    share, left = divmod(config.batch.global_size, replicas)
+    if is_set or left or not (on_gpu or share % config.batch.micro_size):
         return config
-    return resolve(
-        [config.model_dump(mode="json"), {"batch": {"micro_size": config.batch.global_size // replicas}}]
-    )
+    return resolve([config.model_dump(mode="json"), {"batch": {"micro_size": share}}])
 
 
 def load(run: Path, source: Source, overrides: Sequence[str], *, nproc: str, random_weights: bool) -> job.Job:
@@ -159,4 +162,6 @@ def load(run: Path, source: Source, overrides: Sequence[str], *, nproc: str, ran
     path = prepare(start, source, checked.data.sequence_length)
     manifest = read_examples(path)
     config = configuration(start, overrides, weights, path, manifest)
-    return job.Job(name, job.absolute(whole_batches(config, ranks, overrides)), machine)
+    on_gpu = job.Job(name, config, machine).gpus > 0
+    sized = sized_micro_batches(config, ranks, overrides, on_gpu=on_gpu)
+    return job.Job(name, job.absolute(sized), machine)

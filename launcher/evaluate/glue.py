@@ -74,6 +74,7 @@ def evaluate(
         options,
         base,
         trials.trial_precision(base, trial_job.machine, [base.parallel.engine], on_gpu=on_gpu),
+        on_gpu,
         {name: glue_grid.prepare(start, name, data, length) for name in options.tasks},
         {name: glue_grid.prepare(start, name, data, length, RATE_SHARE) for name in options.rate_tasks},
         left_out,

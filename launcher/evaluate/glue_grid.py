@@ -48,6 +48,8 @@ class Grid:
     """Of every trial, but for what its task brings."""
     precision: str
     """Of every trial."""
+    on_gpu: bool
+    """Where every trial runs."""
     tasks: Mapping[str, Task]
     rate_tasks: Mapping[str, Task]
     """Those that choose the rate, with a part of train in place of dev."""
@@ -166,7 +168,7 @@ def prepare(start: Pretrained, task: str, data: Sequence[Path], length: int, dev
 def configure(grid: Grid, task: Task, weights: Path | None) -> Config:
     """Of the task, as it would be trained. Raises ConfigError."""
     config = finetune.configuration(grid.start, grid.overrides, weights, task.path, task.manifest)
-    return finetune.whole_batches(config, grid.options.ranks, grid.overrides)
+    return finetune.sized_micro_batches(config, grid.options.ranks, grid.overrides, on_gpu=grid.on_gpu)
 
 
 def make_trial(grid: Grid, out: Path, task: Task, lr: float | None, seed: int, weights: Path | None) -> Trial:

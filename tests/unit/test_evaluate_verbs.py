@@ -121,21 +121,24 @@ def test_a_build_is_asked_for_as_its_options_say(
 
 
 @pytest.mark.parametrize(
-    ("settings", "ranks", "given", "micro"),
+    ("settings", "ranks", "given", "on_gpu", "on_cpu"),
     [
-        ((), 1, (), 16),
-        ((), 2, (), 8),
-        (("parallel.tensor=2",), 4, (), 8),
-        ((), 3, (), 8),  # does not divide: as it was
-        ((), 2, ("batch.micro_size=4",), 4),
+        ((), 1, (), 16, 8),
+        ((), 2, (), 8, 8),
+        ((), 4, (), 4, 4),
+        (("parallel.tensor=2",), 4, (), 8, 8),
+        (("parallel.tensor=2",), 2, (), 16, 8),
+        ((), 3, (), 8, 8),  # does not divide: as it was
+        ((), 1, ("batch.micro_size=4",), 4, 4),
+        (("batch.global_size=20",), 1, (), 20, 20),
     ],
 )
-def test_finetuning_takes_whole_batches(
-    settings: tuple[str, ...], ranks: int, given: tuple[str, ...], micro: int
+def test_finetuning_takes_whole_batches_on_a_gpu_and_parts_on_a_cpu(
+    settings: tuple[str, ...], ranks: int, given: tuple[str, ...], on_gpu: int, on_cpu: int
 ) -> None:
-    sizes = ("batch.global_size=16", "batch.micro_size=8")
-    config = finetune.whole_batches(make_config(*sizes, *settings, *given), ranks, given)
-    assert config.batch.micro_size == micro
+    config = make_config("batch.global_size=16", "batch.micro_size=8", *settings, *given)
+    sized = [finetune.sized_micro_batches(config, ranks, given, on_gpu=gpu) for gpu in (True, False)]
+    assert [each.batch.micro_size for each in sized] == [on_gpu, on_cpu]
 
 
 def test_the_tokenizer_of_a_checkpoint_stands_before_that_of_its_run(run: Path) -> None:
@@ -198,9 +201,11 @@ def test_a_run_is_finetuned_on_its_tasks_labels_at_the_length_that_was_given(
     assert (config.batch.global_size, config.batch.micro_size) == (16, 8)
     longer = config_of("quickstart", model=SMALL, data={"sequence_length": 64})
     start = write_run(run.parent / "longer", longer)
-    plain = finetune.load(start, source, [], nproc="1", random_weights=random).config
-    assert (plain.data.sequence_length, lengths[-1]) == (64, 64), "as it was pretrained"
-    assert plain.batch.micro_size == 16
+    for gpus, micro in ((0, 8), (1, 16)):
+        monkeypatch.setattr(finetune.job.Job, "gpus", gpus)
+        plain = finetune.load(start, source, [], nproc="1", random_weights=random).config
+        assert (plain.data.sequence_length, lengths[-1]) == (64, 64), "as it was pretrained"
+        assert plain.batch.micro_size == micro
 
 
 def test_eval_mlm_measures_with_its_options_and_ends_as_the_measurement_does(

@@ -245,13 +245,18 @@ def test_the_first_metric_of_a_task_chooses_the_rate(tmp_path: Path, monkeypatch
     assert (measured.lr, [rate.mean for rate in measured.rates]) == (1e-4, [0.9, 0.25])
 
 
-def test_a_trial_of_several_ranks_takes_its_batch_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "on_gpu", "given", "micro"),
+    [(1, False, [], 8), (1, True, [], 16), (2, True, [], 8), (2, False, ["batch.micro_size=4"], 4)],
+)
+def test_a_trial_takes_the_micro_batch_of_its_device_and_ranks(
+    tmp_path: Path, ranks: int, on_gpu: bool, given: list[str], micro: int
+) -> None:
     task = make_task("RTE")
-    for given, micro in (([], 8), (["batch.micro_size=4"], 4)):
-        grid = make_grid(options("RTE", ranks=2), [task], overrides=given)
-        trial = glue_grid.make_trial(grid, tmp_path, task, None, 0, None)
-        assert (trial.ranks, trial.config.batch.global_size) == (2, 16)
-        assert trial.config.batch.micro_size == micro
+    grid = make_grid(options("RTE", ranks=ranks), [task], overrides=given, on_gpu=on_gpu)
+    trial = glue_grid.make_trial(grid, tmp_path, task, None, 0, None)
+    assert (trial.ranks, trial.config.batch.global_size) == (ranks, 16)
+    assert trial.config.batch.micro_size == micro
 
 
 @pytest.mark.parametrize(
