@@ -146,7 +146,7 @@ def test_finetune_speed_quick(tmp_path):
     more = [str(tmp_path / "out"), *set_options(TO_PRETRAIN), *places]
     result, said = record_of(tmp_path, "finetune_speed", "--quick --threads 1 --task RTE", *more)
     variants = result["variants"]
-    assert len(variants) == 7
+    assert len(variants) == 8
     assert len({variant["parameters"] for variant in variants.values()}) == 1, "the same model"
     # once each over the same examples
     tokens = {sum(turn["tokens"] for turn in variant["rounds"]) for variant in variants.values()}
