@@ -111,8 +111,7 @@ def write_aoti(source: Source, folder: Path, precision: ExportPrecision = "fp32"
     program = trace(source, precision)
     settings = {
         "cpp.dynamic_threads": True,
-        # constant weights, laid out for oneDNN; else fp32 products are MKL's, which are faster on Intel CPUs
-        # and slower on AMD ones
+        # constant weights, laid out for oneDNN; else fp32 products are MKL's, where those are faster
         "freezing": precision != "fp32" or USES_ONEDNN,
     }
     with torch.no_grad():  # else nothing is frozen
