@@ -801,7 +801,10 @@ def report_of(run_dirs: Sequence[Path]) -> Report:
     from launcher.tune.rate_report import rate_report
 
     def of_search(path: Path) -> Report:
-        if (record.read_json(path) or {}).get("kind") == "lr":
+        found = record.read_json(path)
+        if found is not None and "kind" not in found:
+            raise ConfigError([f"{path}: no search of `bert-dp tune` is in it; name another directory"])
+        if (found or {}).get("kind") == "lr":
             return rate_report(results.read(path, results.TuneLr), path.parent)
         return batch_report(results.read(path, results.TuneBatch), path.parent)
 
