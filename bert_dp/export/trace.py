@@ -15,11 +15,10 @@ import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
 
-from bert_dp.config import ModelConfig
+from bert_dp.config import ModelConfig, cpu_field
 from bert_dp.config.extras import require
 from bert_dp.export.as_function import Source
 from bert_dp.export.foreign import OUTPUTS
-from bert_dp.matmul import USES_ONEDNN
 from bert_dp.record.exported import ExportPrecision
 
 INPUTS = ("input_ids", "attention_mask")
@@ -111,8 +110,8 @@ def write_aoti(source: Source, folder: Path, precision: ExportPrecision = "fp32"
     program = trace(source, precision)
     settings = {
         "cpp.dynamic_threads": True,
-        # constant weights, laid out for oneDNN; else fp32 products are MKL's, where those are faster
-        "freezing": precision != "fp32" or USES_ONEDNN,
+        # constant weights, laid out for oneDNN; else fp32 products are MKL's, which are faster on Intel CPUs
+        "freezing": precision != "fp32" or cpu_field("vendor_id") == "AuthenticAMD",
     }
     with torch.no_grad():  # else nothing is frozen
         torch._inductor.aoti_compile_and_package(
