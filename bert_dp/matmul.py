@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from bert_dp.config import cpu_field
 
-# torch hands fp32 products on x86 to MKL, and carries oneDNN too. On AMD with AVX-512 (Zen 4) oneDNN takes 5-10 %
-# less time for the products of a training step; with AVX2 (Zen 3) 22 % more, though 11-23 % less for the forward
-# ones alone; on Intel (Xeon, AVX-512) 39 % more: benchmarks/RESULTS.md
+# torch hands fp32 products on x86 to MKL, and carries oneDNN too. For the products of a training step oneDNN
+# takes 5-10 % less time on AMD with AVX-512 (Zen 4), 22 % more on AMD with AVX2 (Zen 3), though 11-23 % less for
+# the forward ones alone, and 39 % more on Intel (Xeon, AVX-512): benchmarks/RESULTS.md
 INFERS_BY_ONEDNN = (
     cpu_field("vendor_id") == "AuthenticAMD"
     and torch.backends.mkldnn.is_available()
