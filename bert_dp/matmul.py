@@ -1,4 +1,4 @@
-"""The matrix product of the linear layers: by oneDNN on AMD CPUs in fp32 where it is faster, else torch's."""
+"""The matrix product of the linear layers: by oneDNN on an AMD CPU with AVX-512 in fp32, else torch's own."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from bert_dp.config import cpu_field
 
 # torch hands fp32 products on x86 to MKL, and carries oneDNN too. For the products of a training step oneDNN
-# takes 5-10 % less time on AMD with AVX-512 (Zen 4), 22 % more on AMD with AVX2 (Zen 3), though 11-23 % less for
-# the forward ones alone, and 39 % more on Intel (Xeon, AVX-512): benchmarks/RESULTS.md
-INFERS_BY_ONEDNN = (
+# takes 5-10 % less time on AMD with AVX-512 (Zen 4), 22 % more on AMD with AVX2 (Zen 3) and 39 % more on
+# Intel (Xeon, AVX-512): benchmarks/RESULTS.md
+USES_ONEDNN = (
     cpu_field("vendor_id") == "AuthenticAMD"
+    and torch.backends.cpu.get_cpu_capability() == "AVX512"
     and torch.backends.mkldnn.is_available()
     and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 )
-TRAINS_BY_ONEDNN = INFERS_BY_ONEDNN and torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 @torch.library.custom_op("bert_dp::matmul_nt", mutates_args=())
@@ -47,7 +47,7 @@ matmul_nt.register_autograd(_backward, setup_context=_save)
 
 def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
     """a @ b.T, [M, N], by the faster library for this device and dtype; for code with its own backward."""
-    fast = TRAINS_BY_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
+    fast = USES_ONEDNN and a_MK.device.type == "cpu" and a_MK.dtype == b_NK.dtype == torch.float32
     out: Tensor = matmul_nt(a_MK, b_NK) if fast else a_MK @ b_NK.t()
     return out
 
@@ -55,9 +55,8 @@ def product(a_MK: Tensor, b_NK: Tensor) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """F.linear. Sharded weights, autocast, other widths and devices, and what is exported take torch's own
     way."""
-    trains = torch.is_grad_enabled() or torch.compiler.is_compiling()
     if not (
-        (TRAINS_BY_ONEDNN if trains else INFERS_BY_ONEDNN)
+        USES_ONEDNN
         and x.device.type == "cpu"
         and x.dtype == weight.dtype == torch.float32
         and type(weight) in (nn.Parameter, Tensor)
@@ -65,7 +64,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         and not torch.compiler.is_exporting()
     ):
         return F.linear(x, weight, bias)
-    if trains:
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         out = matmul_nt(x.flatten(0, -2), weight).view(*x.shape[:-1], weight.shape[0])
         return out if bias is None else out + bias
     inferred: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")

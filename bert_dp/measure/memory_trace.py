@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from bert_dp import optim, tasks
 from bert_dp.building import recompute_blocks
 from bert_dp.config import Config
-from bert_dp.matmul import TRAINS_BY_ONEDNN
+from bert_dp.matmul import USES_ONEDNN
 from bert_dp.measure.memory_line import PARTS
 from bert_dp.metrics import Timers
 from bert_dp.parallel.stepping import clip_and_step
@@ -51,7 +51,7 @@ class MemoryTrace(TorchDispatchMode):
         for tensor in tree_leaves(out):
             if isinstance(tensor, Tensor):
                 self._see(tensor)
-        if TRAINS_BY_ONEDNN and func.name() in PRODUCTS:
+        if USES_ONEDNN and func.name() in PRODUCTS:
             self._see_copy(args[0])
         return out
 

@@ -1,4 +1,4 @@
-"""The linear layers' product is the same by oneDNN, which AMD CPUs take, and by torch's own."""
+"""The linear layers' product is the same by oneDNN, which an AMD CPU takes, and by torch's own."""
 
 from __future__ import annotations
 
@@ -27,8 +27,7 @@ def gradients(linear: object, inputs: tuple[Tensor, ...]) -> list[Tensor]:
 def test_product_and_gradients_are_those_of_linear(
     by_onednn: bool, compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul, "TRAINS_BY_ONEDNN", by_onednn)
-    monkeypatch.setattr(matmul, "INFERS_BY_ONEDNN", not by_onednn)
+    monkeypatch.setattr(matmul, "USES_ONEDNN", by_onednn)
     torch.manual_seed(0)
     inputs = (torch.randn(3, 5, 24), torch.randn(40, 24), torch.randn(40))
     ours = torch.compile(matmul.linear, fullgraph=True) if compiled else matmul.linear
@@ -43,11 +42,10 @@ def test_product_and_gradients_are_those_of_linear(
     ("by_onednn", "mode", "calls"),
     [(True, torch.inference_mode, 1), (True, torch.no_grad, 1), (False, torch.inference_mode, 0)],
 )
-def test_what_needs_no_gradient_has_a_choice_of_its_own(
+def test_what_needs_no_gradient_takes_the_same_way(
     by_onednn: bool, mode: type, calls: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(matmul, "INFERS_BY_ONEDNN", by_onednn)
-    monkeypatch.setattr(matmul, "TRAINS_BY_ONEDNN", not by_onednn)
+    monkeypatch.setattr(matmul, "USES_ONEDNN", by_onednn)
     torch.manual_seed(0)
     inputs = (torch.randn(3, 5, 24), torch.randn(40, 24), torch.randn(40))
     with mode(), torch.profiler.profile() as profile:
@@ -58,8 +56,7 @@ def test_what_needs_no_gradient_has_a_choice_of_its_own(
 
 def test_what_is_exported_has_torchs_own_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """No operator of ours stands in a file for other programs."""
-    for name in ("TRAINS_BY_ONEDNN", "INFERS_BY_ONEDNN"):
-        monkeypatch.setattr(matmul, name, True)
+    monkeypatch.setattr(matmul, "USES_ONEDNN", True)
     with torch.no_grad():
         program = torch.export.export(matmul.Linear(24, 40), (torch.randn(5, 24),))
     names = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
@@ -69,5 +66,5 @@ def test_what_is_exported_has_torchs_own_product(monkeypatch: pytest.MonkeyPatch
 def test_a_product_without_autograd_takes_the_same_way(monkeypatch: pytest.MonkeyPatch) -> None:
     a_MK, b_NK = torch.randn(7, 24), torch.randn(9, 24)
     for by_onednn in (True, False):
-        monkeypatch.setattr(matmul, "TRAINS_BY_ONEDNN", by_onednn)
+        monkeypatch.setattr(matmul, "USES_ONEDNN", by_onednn)
         torch.testing.assert_close(matmul.product(a_MK, b_NK), a_MK @ b_NK.t())
