@@ -16,9 +16,10 @@ import torch
 from benchmarks import tune_lr
 from benchmarks.records import set_options
 from bert_dp.config import read_examples
-from tests.e2e.cli import TINY, tiny
+from tests.e2e.cli import TINY, bert_dp, tiny
 from tests.glue_fixture import write_two_tasks
 from tests.helpers import read_json
+from tests.runs_to_export import config_of, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 FINETUNING = "OUT --corpus a.txt --data glue"
@@ -265,6 +266,61 @@ def test_predict_speed_quick(tmp_path):
     for way in ways.values():
         ratios = [s / t for s, t in zip(way["seconds"], ways["by length"]["seconds"], strict=True)]
         assert way["time_over_by_length"]["median"] == pytest.approx(statistics.median(ratios))
+
+
+@pytest.mark.slow
+def test_export_scores_of_a_small_run(tmp_path):
+    for package in ("onnxruntime", "sklearn"):
+        pytest.importorskip(package)
+    start = write_run(tmp_path / "start", config_of("small-text"))
+    write_two_tasks(tmp_path / "glue")
+    run_dir = tmp_path / "finetuned"
+    words = ["--task", "RTE", "--data", str(tmp_path / "glue"), "--nproc", "1", "--run-dir", str(run_dir)]
+    done = bert_dp("finetune", str(start), *words, "finetune.head=native")
+    assert done.returncode == 0, done.stderr
+    result, said = record_of(tmp_path, "export_scores", "--forms onnx-int8", str(run_dir))
+    (measured,) = result["runs"].values()
+    assert (measured["task"], measured["examples"]) == ("RTE", {"dev": 8})
+    own = measured["scores"].pop("run")
+    assert own == pytest.approx(read_json(run_dir / "summary.json")["heldout"]["scores"])
+    drops = {metric: 100 * (own[metric] - score) for metric, score in measured["scores"]["onnx-int8"].items()}
+    assert measured["drop_points"]["onnx-int8"] == pytest.approx(drops)
+    assert result["largest_drop_points"]["onnx-int8"] == pytest.approx(max(drops.values()))
+    assert f"onnx-int8: largest drop {max(drops.values()):+.2f} points" in said
+    refused = run("export_scores", "--forms onnx", str(start))
+    assert (refused.returncode, "is not a finetuned run" in refused.stderr) == (2, True)
+
+
+def test_tokenize_speed_of_the_builtin_text():
+    done = run("tokenize_speed", "--repeats 1 --processes 2 --vocab-size 500")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    rates = {name: kinds["warm"]["all"] for name, kinds in result["bytes_per_s_per_core"].items()}
+    assert set(rates) == {"alone_1", "ours_1", "alone_2_at_once", "ours_2"}
+    of = result["ratio_ours_over_alone_per_core"]
+    for figure, (own, reference) in {
+        "1_process": ("ours_1", "alone_1"),
+        "2_processes_warm": ("ours_2", "alone_2_at_once"),
+        "2_processes_warm_over_alone_1": ("ours_2", "alone_1"),
+    }.items():
+        assert of[figure]["all"] == pytest.approx(
+            [a / b for a, b in zip(rates[own], rates[reference], strict=True)], abs=1e-3
+        )
+
+
+@pytest.mark.slow
+def test_peer_faults_of_a_killed_rank(tmp_path):
+    result, said = record_of(tmp_path, "peer_faults", "--faults kill --launchers bert-dp,torchrun")
+    ours, peer = result["runs"]
+    assert (ours["launcher"], peer["launcher"]) == ("bert-dp", "torchrun")
+    for seen in (ours, peer):
+        assert seen["trained"]
+        assert seen["exit_code"] not in (0, None)
+        assert seen["lines"] > 0
+    assert ours["left_alive"] == []
+    assert ours["cause_in_line"] is not None
+    assert ours["rank_in_line"] is not None
+    assert f"| kill | bert-dp | {ours['exit_code']} |" in said
 
 
 SMALL = (
