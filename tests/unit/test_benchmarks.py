@@ -16,10 +16,9 @@ import torch
 from benchmarks import tune_lr
 from benchmarks.records import set_options
 from bert_dp.config import read_examples
-from tests.e2e.cli import TINY, bert_dp, tiny
+from tests.e2e.cli import TINY, tiny
 from tests.glue_fixture import write_two_tasks
 from tests.helpers import read_json
-from tests.runs_to_export import config_of, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 FINETUNING = "OUT --corpus a.txt --data glue"
@@ -266,29 +265,6 @@ def test_predict_speed_quick(tmp_path):
     for way in ways.values():
         ratios = [s / t for s, t in zip(way["seconds"], ways["by length"]["seconds"], strict=True)]
         assert way["time_over_by_length"]["median"] == pytest.approx(statistics.median(ratios))
-
-
-@pytest.mark.slow
-def test_export_scores_of_a_small_run(tmp_path):
-    for package in ("onnxruntime", "sklearn"):
-        pytest.importorskip(package)
-    start = write_run(tmp_path / "start", config_of("small-text"))
-    write_two_tasks(tmp_path / "glue")
-    run_dir = tmp_path / "finetuned"
-    words = ["--task", "RTE", "--data", str(tmp_path / "glue"), "--nproc", "1", "--run-dir", str(run_dir)]
-    done = bert_dp("finetune", str(start), *words, "finetune.head=native")
-    assert done.returncode == 0, done.stderr
-    result, said = record_of(tmp_path, "export_scores", "--forms onnx-int8", str(run_dir))
-    (measured,) = result["runs"].values()
-    assert (measured["task"], measured["examples"]) == ("RTE", {"dev": 8})
-    own = measured["scores"].pop("run")
-    assert own == pytest.approx(read_json(run_dir / "summary.json")["heldout"]["scores"])
-    drops = {metric: 100 * (own[metric] - score) for metric, score in measured["scores"]["onnx-int8"].items()}
-    assert measured["drop_points"]["onnx-int8"] == pytest.approx(drops)
-    assert result["largest_drop_points"]["onnx-int8"] == pytest.approx(max(drops.values()))
-    assert f"onnx-int8: largest drop {max(drops.values()):+.2f} points" in said
-    refused = run("export_scores", "--forms onnx", str(start))
-    assert (refused.returncode, "is not a finetuned run" in refused.stderr) == (2, True)
 
 
 def test_tokenize_speed_of_the_builtin_text():
