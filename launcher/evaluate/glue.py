@@ -15,7 +15,7 @@ from launcher.evaluate import FILE, finetune, glue_grid, glue_scores
 from launcher.evaluate.finetune import Pretrained
 from launcher.evaluate.glue_grid import RATE_SHARE, Grid, Task
 from launcher.evaluate.glue_predictions import write_submissions
-from launcher.evaluate.glue_report import glue_report
+from launcher.evaluate.glue_report import by_reason, glue_report
 from launcher.evaluate.glue_run import GlueRun
 from launcher.log import Log, logger
 from launcher.machine import environment
@@ -133,8 +133,8 @@ def describe(grid: Grid, folder: Path, log: Log) -> None:
         f"{', '.join(options.tasks)} x {count_of(options.seeds, 'seed')}, "
         f"{count_of(options.ranks, 'rank')} each"
     )
-    for task, why in grid.left_out.items():
-        log(f"left out: {task}: {why}")
+    for why, tasks in by_reason(grid.left_out).items():
+        log(f"left out: {', '.join(tasks)}: {why}")
     if subsets := [name for name, task in grid.tasks.items() if not task.manifest.official]:
         log(f"subsets of GLUE's rows, no GLUE score: {', '.join(subsets)}")
     if options.rates:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from launcher.evaluate import FILE
@@ -197,10 +197,18 @@ def _rates(glue: Glue) -> Table:
     return table(named, columns, title="First metric on a tenth of train, one seed", corner="learning rate")
 
 
+def by_reason(left_out: Mapping[str, str]) -> dict[str, list[str]]:
+    """The tasks that were left out for each reason."""
+    tasks: dict[str, list[str]] = {}
+    for task, why in left_out.items():
+        tasks.setdefault(why, []).append(task)
+    return tasks
+
+
 def _outside(glue: Glue) -> list[Section]:
     """Tasks that were left out, and files for GLUE's server."""
     files = [words(task.task, ", ".join(task.submissions) or task.no_submission) for task in glue.tasks]
-    left = [words(task, why) for task, why in glue.left_out.items()]
+    left = [words(", ".join(tasks), why) for why, tasks in by_reason(glue.left_out).items()]
     return [
         Section("Left out", tables=[Table(left)], console=bool(left)),
         Section("Submission files", tables=[Table(files)], console=False),

@@ -509,13 +509,17 @@ def test_the_page_counts_tasks_trials_and_rates(tmp_path: Path) -> None:
         RateScore(lr=1e-4, scores={"RTE": 0.5}, mean=0.5, trials=scored_task("RTE", [0.5]).trials),
         RateScore(lr=3e-4, scores={"RTE": None, "CoLA": 0.25}, mean=None),
     ]
-    left_out = {"QQP": "no QQP/train.tsv in --data", "WNLI": "not among --tasks"}
+    left_out = {
+        "QQP": "not among --tasks",
+        "MNLI": "no MNLI/train.tsv in --data",
+        "WNLI": "not among --tasks",
+    }
     glue = evaluation(tmp_path, tasks).model_copy(
         update={"rates": rates, "lr": 1e-4, "left_out": left_out, "heldout_loss": 2.5}
     )
     report = glue_report(glue)
     tiles = {tile.label: (tile.text, tile.note) for tile in report.tiles}
-    assert tiles["Tasks"] == ("2", "2 left out")
+    assert tiles["Tasks"] == ("2", "3 left out")
     assert tiles["Trials with scores"] == ("3", "of 4")
     assert tiles["Learning rate"] == (
         "1.00e-04",
@@ -531,7 +535,9 @@ def test_the_page_counts_tasks_trials_and_rates(tmp_path: Path) -> None:
     assert len(parts["All trials"].tables[0].rows) == 5
     files = {row.label: row.cells[0].text for row in parts["Submission files"].tables[0].rows}
     assert files == {"RTE": "submission/RTE.tsv", "CoLA": "no test file in --data"}
-    assert "QQP no QQP/train.tsv in --data" in unfolded(shown(report, width=120))
+    text = unfolded(shown(report, width=120))
+    assert "QQP, WNLI not among --tasks" in text
+    assert "MNLI no MNLI/train.tsv in --data" in text
     settings = {row.label: row.cells[0].text for row in parts["Settings"].tables[0].rows}
     assert (settings["its held-out loss"], settings["its step"]) == ("2.5000 nats", "5")
     plain = glue_report(glue.model_copy(update={"rates": []}))
