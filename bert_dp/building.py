@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from bert_dp import checkpoint
+from bert_dp import checkpoint, record
 from bert_dp.config import Config, ConfigError, bf16_units, hf_directory, init_issues
 from bert_dp.dist import Comm
 from bert_dp.export.from_hf import modernbert_state
@@ -87,7 +87,7 @@ def first_state(config: Config, model: Model, data: Metadata, comm: Comm) -> tup
     else:
         path = _chosen_by_rank_0(source, comm)
         state, issues = _saved_state(path, source, config, data.tokenizer)
-        sha256 = checkpoint.weights_hash(path)
+        sha256 = record.weights_hash(path)
     dtype = next(model.parameters()).dtype
     loaded = {name: t for name, t in state["model"].items() if model.is_pretrained(name)}
     fresh = {name: t for name, t in own.items() if not model.is_pretrained(name)}

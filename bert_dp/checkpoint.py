@@ -234,13 +234,6 @@ def load(path: Path) -> tuple[State, record.CheckpointFacts]:
     return state, facts
 
 
-def weights_hash(path: Path) -> str:
-    """SHA-256 of the weights of a checkpoint that was verified, by its manifest."""
-    manifest = json.loads((path / "manifest.json").read_text())
-    digest: str = manifest["files"]["model.safetensors"]["sha256"]
-    return digest
-
-
 def load_tensors(path: Path) -> State:
     """Weights and optimizer state, unverified. Raises OSError, ValueError or SafetensorError."""
     state: State = {}

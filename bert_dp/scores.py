@@ -71,7 +71,7 @@ def _classification(kind: LabelKind, num_labels: int) -> Mapping[Metric, Measure
     if kind == "multi_label":
         return {
             "accuracy": lambda labels, logits: sklearn.accuracy_score(labels, logits > 0),
-            "f1": lambda labels, logits: sklearn.f1_score(labels, logits > 0, average="micro"),
+            "f1": lambda labels, logits: sklearn.f1_score(labels.ravel(), (logits > 0).ravel()),
         }
     two = num_labels == 2
     average = "binary" if two else "macro"

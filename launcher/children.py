@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from bert_dp.config import ConfigError
 from bert_dp.record import LAUNCHER_PID, LAUNCHER_START, start_ticks
 
 DEVNULL = subprocess.DEVNULL
@@ -83,6 +84,22 @@ def capture_json(module: str, arguments: list[str]) -> tuple[int, Any]:
         return done.returncode, json.loads(done.stdout)
     except ValueError:
         return done.returncode, None
+
+
+def check(code: int, what: str) -> None:
+    """Of a module that has told on stderr what is wrong. Raises ConfigError for bad input, without lines of
+    its own, and SystemExit with code 1 where it failed."""
+    if code == 2:
+        raise ConfigError([])
+    if code:
+        sys.exit(f"error: {what} failed with exit code {code}; see above")
+
+
+def asked(module: str, arguments: list[str], what: str) -> Any:
+    """The JSON that a module printed. Raises as `check` does."""
+    code, answer = capture_json(module, arguments)
+    check(code, what)
+    return answer
 
 
 def run_command(argv: Sequence[str], timeout_s: float) -> tuple[str | None, str | None]:

@@ -20,6 +20,7 @@ from launcher.log import complain, logger, warn_of_ordinary_secrets
 from launcher.options import (
     TEXTS,
     ExportOut,
+    Force,
     Format,
     GlueData,
     Init,
@@ -115,9 +116,7 @@ def train(
         typer.Option("--elastic", help="Restart with fewer ranks when one was killed or a GPU was lost."),
     ] = False,
     dry_run: Annotated[bool, dry_run_option("everything, print the plan")] = False,
-    force: Annotated[
-        bool, typer.Option("--force", help="Start although the memory is estimated not to suffice.")
-    ] = False,
+    force: Force = False,
     profile: Annotated[
         str | None,
         typer.Option(
@@ -197,6 +196,7 @@ def finetune(
     resume: Resume = "auto",
     max_restarts: MaxRestarts = 0,
     dry_run: Annotated[bool, dry_run_option("everything, print the plan")] = False,
+    force: Force = False,
     set_: Set = None,
 ) -> int:
     """A classifier or regressor from a pretrained run, by the loop that pretrains: N ranks train what one
@@ -223,6 +223,7 @@ def finetune(
         dry_run=dry_run,
         console=console(),
         policy=restarts.Policy(max_restarts, False),
+        force=force,
     )
 
 
@@ -728,7 +729,10 @@ def export_check(
         Path, typer.Argument(metavar="DIR", show_default=False, help="Made by `bert-dp export`.")
     ],
     run: Annotated[
-        Path | None, typer.Option(metavar="RUN", help="Where its run is now; default: where it was.")
+        Path | None,
+        typer.Option(
+            metavar="RUN", help="Its run, where that is not found by its name here, in runs or beside DIR."
+        ),
     ] = None,
     json: Json = False,
 ) -> int:

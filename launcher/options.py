@@ -193,6 +193,9 @@ Resume = Annotated[str, typer.Option(help="auto, never, or the path of a checkpo
 MaxRestarts = Annotated[
     int, typer.Option(min=0, metavar="K", help="Start a failed run again from its newest checkpoint.")
 ]
+Force = Annotated[
+    bool, typer.Option("--force", help="Start although the memory is estimated not to suffice.")
+]
 Run = Annotated[
     Path,
     typer.Argument(

@@ -171,12 +171,17 @@ def _text(record: Any, key: str, place: str) -> str:
         else:
             instead = f"keys {sorted(record)[:8]}"
         raise ConfigError([f"{place} has no string {key!r} (got {instead}); {KEY_FIX}, or drop the record"])
+    refuse_surrogates(text, place)
+    return text
+
+
+def refuse_surrogates(text: str, place: str) -> None:
+    """Raises ConfigError, naming the place, for half of a character, as JSON can hold it."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         bad = ascii(text[error.start])
         raise ConfigError([f"{place} holds a lone surrogate {bad}, which is not text; remove it"]) from None
-    return text
 
 
 def _blocks(path: Path) -> Iterator[str]:

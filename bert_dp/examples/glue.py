@@ -17,7 +17,7 @@ from bert_dp.config import ConfigError
 from bert_dp.config.examples import TRAIN, Metric
 from bert_dp.config.schema import LabelKind
 from bert_dp.corpus import sources
-from bert_dp.examples.archive import read_files
+from bert_dp.examples.archive import find_files, read_files
 from bert_dp.examples.table import Columns, Labelled, Row, Table, delimited, make_row
 
 ZERO_ONE = ("0", "1")
@@ -156,7 +156,7 @@ def missing(places: Sequence[Path]) -> dict[str, list[str]]:
     """Task, in GLUE's order -> its train and dev files that none of `places` has. Raises ConfigError."""
     absent = {name: [f"{name}/{split}.tsv" for split in task.required] for name, task in TASKS.items()}
     for place in places:
-        present = read_files(place, [file for files in absent.values() for file in files])
+        present = find_files(place, [file for files in absent.values() for file in files])
         absent = {name: [file for file in files if file not in present] for name, files in absent.items()}
     return absent
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from bert_dp.config import ConfigError
 from bert_dp.config.examples import MAX_LABELS
 from bert_dp.config.schema import LabelKind
+from bert_dp.corpus.sources import refuse_surrogates
 from bert_dp.examples.store import LABEL_TYPES
 from bert_dp.examples.table import Row, Table, shown
 
@@ -94,6 +95,7 @@ def _name(value: Any, table: Table, row: Row) -> str:
     if isinstance(value, int):
         return str(value)
     if isinstance(value, str) and value.strip():
+        refuse_surrogates(value, f"{table.name}: {row.place}")
         return value.strip()
     raise _refused(table, row, f"{value!r:.40} is no label; a label is a name or a whole number")
 

@@ -72,12 +72,19 @@ def read_table(name: str, columns: Columns, split: str) -> Table:
         rows.append(row)
     if not rows:
         raise ConfigError([f"{name}: holds no example"])
+    if is_test and not any(_is_label(row.label) for row in rows):
+        rows = [dataclasses.replace(row, label=None) for row in rows]
     if is_test and len({row.label is None for row in rows}) == 2:
         place = next(row.place for row in rows if row.label is None)
         raise ConfigError([f"{name}: {place} has no label, but others have; label all rows or none"])
     if source.path is None:
         return Table(name, _rows_hash(rows), rows)
     return Table(source.path.name, sources.file_hash(source.path), rows)
+
+
+def _is_label(label: Any) -> bool:
+    """Whether the cell of a label holds anything."""
+    return label is not None and not (isinstance(label, str) and not label.strip())
 
 
 def _rows_hash(rows: list[Row]) -> str:

@@ -10,11 +10,14 @@ from typing import Any
 from bert_dp.config import ConfigError
 from bert_dp.config.examples import Metric
 from bert_dp.config.schema import LabelKind
+from bert_dp.corpus.readers import MAX_DOCUMENT_BYTES
+from bert_dp.corpus.sources import refuse_surrogates
 
 DIALECTS: dict[str, dict[str, Any]] = {
     "csv": {"strict": True},
     "tsv": {"delimiter": "\t", "quoting": csv.QUOTE_NONE},  # as GLUE: a quote is a character like others
 }
+csv.field_size_limit(MAX_DOCUMENT_BYTES)
 SHOWN = 8  # names in a message
 COLUMN_FIX = "name it with --text, --text-pair or --label"
 
@@ -79,6 +82,7 @@ def make_row(name: str, place: str, record: Any, columns: Columns, *, needs_labe
             raise ConfigError(
                 [f"{name}: {place}: {column!r} is {type(text).__name__}, not a text; drop the row"]
             )
+        refuse_surrogates(text, f"{name}: {place}")
     label = record.get(columns.label)
     if needs_label and label is None:
         raise ConfigError([f"{name}: {place}: {columns.label!r} is null; label the row or drop it"])
@@ -116,4 +120,5 @@ def _fields(name: str, lines: Iterable[str], format: str) -> Iterator[tuple[str,
             if fields:
                 yield f"line {reader.line_num}", fields
     except csv.Error as error:
-        raise ConfigError([f"{name}: line {reader.line_num} is not {format.upper()} ({error})"]) from None
+        why = "a line ends with CR; make it LF" if "new-line" in str(error) else error
+        raise ConfigError([f"{name}: line {reader.line_num} is not {format.upper()} ({why})"]) from None

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from bert_dp import checkpoint
+from bert_dp import checkpoint, record
 from bert_dp.config import ConfigError
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.export import foreign
@@ -93,7 +93,7 @@ def open_source(directory: Path, exported: Exported, run: Path | None) -> Source
             if run is None:
                 continue  # a folder of the same name that is no run
             raise ConfigError([f"--run: {issue}" for issue in error.issues]) from None
-        if checkpoint.weights_hash(path) == exported.weights_sha256:
+        if record.weights_hash(path) == exported.weights_sha256:
             return open_run(path, encoder=exported.kind == "encoder")
         if run is not None:
             holder = path.name if path != run else "it"

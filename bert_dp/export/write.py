@@ -44,7 +44,7 @@ def describe(source: Source, form: ExportFormat, precision: ExportPrecision = "f
         architecture=native_class(source.config.model) if form == "hf" else None,
         precision=precision,
         run=source.run_name,
-        weights_sha256=checkpoint.weights_hash(source.checkpoint),
+        weights_sha256=record.weights_hash(source.checkpoint),
         step=source.facts.step,
         sequence_length=source.config.data.sequence_length,
         vocab_size=source.config.model.vocab_size,

@@ -29,6 +29,7 @@ from bert_dp.record.run_facts import (
     list_checkpoints,
     newest_checkpoint_facts,
     read_checkpoint_facts,
+    weights_hash,
 )
 from bert_dp.record.shared import (
     INIT_FILE,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import re
 from pathlib import Path
 from typing import Any, Literal
@@ -92,6 +93,14 @@ def read_checkpoint_facts(path: Path) -> CheckpointFacts:
         return CheckpointFacts.model_validate_json(file.read_bytes())
     except ValidationError as error:
         raise ValueError("; ".join(f"{file.name}: {line}" for line in problem_lines(error))) from None
+
+
+def weights_hash(checkpoint: Path) -> str:
+    """SHA-256 of a checkpoint's weights, by its manifest. Raises OSError, ValueError or KeyError where
+    that does not tell."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    digest: str = manifest["files"]["model.safetensors"]["sha256"]
+    return digest
 
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:

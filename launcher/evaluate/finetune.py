@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import subprocess
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +24,10 @@ from launcher.machine import environment
 
 RECIPE = "glue.yaml"
 TOKENIZER = "tokenizer.json"
+
+
+OURS = ("data.path", "run.init_from", "finetune.kind", "finetune.labels", "objective.name")
+"""Settings that follow from RUN and its task."""
 
 
 class Source(NamedTuple):
@@ -100,6 +103,17 @@ def find_pretrained(run: Path) -> Pretrained:
     return Pretrained(run.resolve(), path.resolve(), facts.step, resolve([facts.config]), tokenizer.resolve())
 
 
+def setting_names(overrides: Sequence[str]) -> list[str]:
+    """What settings a.b=value are of."""
+    return [item.partition("=")[0].strip() for item in overrides]
+
+
+def setting_issues(overrides: Sequence[str]) -> list[str]:
+    """Settings that follow from RUN and the task; one line each."""
+    names = setting_names(overrides)
+    return [f"{name}: follows from RUN and the task; leave it out" for name in names if name in OURS]
+
+
 def configuration(
     start: Pretrained,
     overrides: Sequence[str],
@@ -129,10 +143,7 @@ def prepare(start: Pretrained, source: Source, sequence_length: int, dev_share: 
     arguments = ["prepare", "--tokenizer", str(start.tokenizer), "--length", str(sequence_length)]
     arguments += ["--dev-share", str(dev_share)] if dev_share else []
     done = children.run_module("bert_dp.examples", [*arguments, *source.options], stdout=subprocess.PIPE)
-    if done.returncode == 2:
-        raise ConfigError([])
-    if done.returncode:
-        sys.exit(f"error: preparing the examples failed with exit code {done.returncode}; see above")
+    children.check(done.returncode, "preparing the examples")
     return Path(done.stdout.strip())
 
 
@@ -153,6 +164,8 @@ def sized_micro_batches(config: Config, ranks: int, overrides: Sequence[str], *,
 
 def load(run: Path, source: Source, overrides: Sequence[str], *, nproc: str, random_weights: bool) -> job.Job:
     """A job that `train` takes. Raises ConfigError."""
+    if issues := setting_issues(overrides):
+        raise ConfigError(issues)
     start = find_pretrained(run)
     machine = environment.probe(Path())
     weights = None if random_weights else start.run

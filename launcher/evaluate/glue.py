@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -87,17 +88,21 @@ def evaluate(
     if dry_run:
         output.print_plan(as_json=as_json)
         return 0
+    majority = majorities(grid.tasks)
     with output.claim():
-        file, exit_code = run_locked(grid, output, on_gpu=on_gpu, log=log)
+        file, exit_code = run_locked(grid, output, majority, log)
         publish(file, glue_report(file), folder, as_json=as_json, console=console)
     return exit_code
 
 
 def start_of(start: Pretrained) -> GlueStart:
     """The checkpoint by its hash."""
-    files = (record.read_json(start.checkpoint / "manifest.json") or {}).get("files", {})
-    sha256 = files.get("model.safetensors", {}).get("sha256")
-    return GlueStart(run=str(start.run), checkpoint=str(start.checkpoint), step=start.step, sha256=sha256)
+    sha256 = None
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        sha256 = record.weights_hash(start.checkpoint)
+    folder = start.checkpoint.parent  # the same run whether it was named or this checkpoint of it
+    run = folder.parent if folder.name == "checkpoints" else start.run
+    return GlueStart(run=str(run), checkpoint=str(start.checkpoint), step=start.step, sha256=sha256)
 
 
 def trial_issues(grid: Grid) -> list[str]:
@@ -144,21 +149,22 @@ def describe(grid: Grid, folder: Path, log: Log) -> None:
         log(f"{task} starts from the finetuned run of {source} of the same seed")
 
 
-def run_locked(grid: Grid, output: Output[GluePlanFile], *, on_gpu: bool, log: Log) -> tuple[Glue, int]:
+def run_locked(
+    grid: Grid, output: Output[GluePlanFile], majority: Mapping[str, Any], log: Log
+) -> tuple[Glue, int]:
     """All trials, and glue.json, also what there is of it when a signal came; and the exit code."""
     out = output.path
     session = output.begin_with(
         hash_json({f"{t.name} {t.manifest.dev_share:g}": t.manifest.hash for t in grid.every_task})
     )
-    majority = majorities(grid.tasks)
     slots = trials.device_slots(
         grid.options.ranks,
-        gpus=len(session.machine["gpus"]) if on_gpu else 0,
+        gpus=len(session.machine["gpus"]) if grid.on_gpu else 0,
         cores=int(session.machine["usable_cores"]),
         most=max(len(grid.tasks) * grid.options.seeds, len(grid.rate_tasks) * len(grid.options.rates)),
     )
     kept = KeptPlan(out / STATE, session.plan)
-    with trials.runner(out, slots, launcher=grid.options.launcher, on_gpu=on_gpu, log=log) as runs:
+    with trials.runner(out, slots, launcher=grid.options.launcher, on_gpu=grid.on_gpu, log=log) as runs:
         measured = GlueRun(grid, runs, log)
         ending = run_to_end(measured.run, out, log)
     kept.save()
@@ -179,11 +185,7 @@ def run_locked(grid: Grid, output: Output[GluePlanFile], *, on_gpu: bool, log: L
 def majorities(tasks: Mapping[str, Task]) -> dict[str, Any]:
     """Task -> split -> metric -> the score of the most frequent answer of train."""
     folders = [str(task.path) for task in tasks.values()]
-    code, scores = children.capture_json("bert_dp.measure.majority", folders)
-    if code == 2:
-        raise ConfigError([])
-    if scores is None:
-        raise ConfigError([f"the majority baselines failed with exit code {code}; see above"])
+    scores = children.asked("bert_dp.measure.majority", folders, "the majority baselines")
     return {name: scores[str(task.path)] for name, task in tasks.items()}
 
 

@@ -16,8 +16,8 @@ from launcher.run.trials import Trial
 
 RATE_TASKS = ("CoLA", "MRPC", "STS-B", "RTE")  # small ones
 RATE_SHARE = 0.1  # of train, by which a rate is chosen: never by dev
-OURS = ("data.path", "run.init_from", "finetune.kind", "finetune.labels", "objective.name")
-"""Settings that follow from the task and from RUN."""
+NOT_HERE = ("checkpoint", "log.to", "log.tensorboard")
+"""Settings of a run that its trials have not: they are not kept, and no service is told of them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,8 +33,8 @@ class Task:
 
     @property
     def dev(self) -> list[str]:
-        """The splits that are scored."""
-        return [name for name, split in self.manifest.splits.items() if split.has_labels and name != "train"]
+        """The splits whose scores count, whether or not a test file has labels too."""
+        return [name for name in self.manifest.splits if name.startswith("dev")]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,12 +80,7 @@ class Grid:
 def missing_files(data: Sequence[Path]) -> dict[str, list[str]]:
     """Task of GLUE, in GLUE's order -> its train and dev files that `data` lacks. Raises ConfigError."""
     words = [word for place in data for word in ("--data", str(place))]
-    code, data_files = children.capture_json("bert_dp.examples", ["missing", *words])
-    if code == 2:
-        raise ConfigError([])  # its lines stand on stderr already
-    if data_files is None:
-        raise ConfigError([f"--data: looking for GLUE's files failed with exit code {code}; see above"])
-    return dict(data_files)
+    return dict(children.asked("bert_dp.examples", ["missing", *words], "looking for GLUE's files"))
 
 
 def choose_tasks(
@@ -152,10 +147,16 @@ def init_task_issues(init_task: Mapping[str, str], tasks: Sequence[str], init: s
 
 def setting_issues(overrides: Sequence[str], rates: Sequence[float]) -> list[str]:
     """Settings that this verb sets itself; one line each."""
-    names = [item.partition("=")[0].strip() for item in overrides]
-    issues = [f"{name}: follows from RUN and the task; leave it out" for name in names if name in OURS]
-    if rates and "optim.lr" in names:
-        issues.append("optim.lr: is what --rates chooses; give one of them")
+    names = finetune.setting_names(overrides)
+    issues = finetune.setting_issues(overrides)
+    issues += [
+        f"{name}: has no effect, as an evaluation keeps no checkpoints and sends nothing; leave it out"
+        for name in names
+        if f"{name}.".startswith(tuple(f"{own}." for own in NOT_HERE))
+    ]
+    if rates:
+        chosen = ("optim.lr", "optim.lr_scaling", "optim.lr_batch")
+        issues += [f"{name}: --rates chooses the rate; give one of them" for name in names if name in chosen]
     return issues
 
 

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from bert_dp.record.models import Summary
+from bert_dp.record.models import FailureKind, Summary
 from launcher.evaluate.glue_grid import Task
 from launcher.evaluate.glue_predictions import PREDICTIONS, answers
 from launcher.results import GlueScore, GlueSplit, GlueTask, GlueTrial, RateScore
@@ -47,23 +47,21 @@ def read_trial(trial: Trial, outcome: Outcome, task: Task, lr: float) -> GlueTri
     scores = {name: score for name in wanted if (score := known.get(name)) is not None}
     predicted = answers(directory)
     short = [s for s in task.dev if len(predicted.get(s, ())) != task.manifest.splits[s].examples]
-    if problem := _problem([name for name in wanted if name not in scores], short):
-        return GlueTrial(**facts | {"status": "failed", "cause": problem, "failure_kind": "not_finite"})
+    if short:
+        cut = f"{PREDICTIONS} does not hold every example of {', '.join(short)}"
+        return GlueTrial(**facts | {"status": "failed", "cause": cut, "failure_kind": "error"})
+    if missing := [name for name in wanted if name not in scores]:
+        undefined = all(name in known for name in missing)
+        kind: FailureKind = "error" if undefined else "not_finite"
+        why = "not defined, as where every answer is the same" if undefined else "a logit is not finite"
+        told = f"no {', '.join(missing)}: {why}"
+        return GlueTrial(**facts | {"status": "failed", "cause": told, "failure_kind": kind})
     measured = {
         "scores": scores,
         "one_class": [split for split in task.dev if len(set(predicted[split])) == 1],
         "predictions_sha256": hashlib.sha256((directory / PREDICTIONS).read_bytes()).hexdigest(),
     }
     return GlueTrial(**facts | measured)
-
-
-def _problem(missing: Sequence[str], short: Sequence[str]) -> str | None:
-    """Why a trial that has ended well has no scores."""
-    if short:
-        return f"{PREDICTIONS} does not hold every example of {', '.join(short)}"
-    if missing:
-        return f"no {', '.join(missing)}: a logit was not finite, or the metric is not defined"
-    return None
 
 
 def task_result(

@@ -14,6 +14,7 @@ from bert_dp.record.models import FailureKind, Summary
 from launcher import results
 
 Ended = Literal["ok", "oom", "failed"]
+OUTSIDE: tuple[FailureKind, ...] = ("disk", "directory_lost", "peer_gone")
 PARTS = ("data_wait_s", "forward_backward_s", "own_work_s", "optimizer_s", "step_s", "host_s")
 
 
@@ -55,9 +56,9 @@ def ended(directory: Path) -> Ended | None:
 
 def from_outside(directory: Path) -> bool:
     """Whether something outside has ended this run, which says nothing of its settings: no summary was
-    written, or a rank was killed and memory was not why."""
+    written, its disk or its directory failed, or a rank was killed and memory was not why."""
     summary = read_summary(directory)
-    if summary is None or summary.signal:
+    if summary is None or summary.signal or summary.failure_kind in OUTSIDE:
         return True
     killed = summary.killed_by in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     return killed and not summary.oom_kills

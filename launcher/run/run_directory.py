@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from bert_dp import record
-from bert_dp.config import Config, changed_settings, progress_at
+from bert_dp.config import Config, changed_settings, hf_directory, progress_at, resolve
 from bert_dp.record.models import Summary
 from launcher import results
 from launcher.job import Job
@@ -19,6 +19,7 @@ from launcher.redact import WRITTEN, is_log
 LOCK = ".launcher.lock"
 BESIDE_A_RUN = (".*", "slurm-*.out", "lost+found")  # what may stand where a run begins, and logs/
 # beside its logs
+UNDO = "undo it or choose another --run-dir"
 FILES = ("config.yaml", "tokenizer.json", "metrics.jsonl", "evals.jsonl", ".lock", LOCK, *WRITTEN[""])
 
 
@@ -54,8 +55,7 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
     if resume == "never":
         return [f"--resume never: {run_dir} already holds a run; choose another --run-dir"]
     newest = record.newest_checkpoint_facts(run_dir)
-    lines = changed_settings(newest[1].config, config) if newest else []
-    return [f"{line}; undo it or choose another --run-dir" for line in lines]
+    return [f"{line}; {UNDO}" for line in changes(newest[1], config)] if newest else []
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -113,12 +113,34 @@ def resume_issues(run_dir: Path, config: Config, resume: str, data_hash: str) ->
     if checkpoint is None:
         return [] if resume in ("auto", "never") else [f"--resume: {resume} holds no checkpoint"]
     path, facts = checkpoint
-    undo = "undo it or choose another --run-dir"
-    issues = [f"{line}; {undo}" for line in changed_settings(facts.config, config)]
+    issues = [f"{line}; {UNDO}" for line in changes(facts, config)]
     if facts.data_hash != data_hash:
         hashes = f"({facts.data_hash[:16]}, these are {data_hash[:16]})"
-        issues.append(f"data: {path.name} was trained on other shards {hashes}; {undo}")
+        issues.append(f"data: {path.name} was trained on other shards {hashes}; {UNDO}")
     return issues
+
+
+def changes(facts: record.CheckpointFacts, config: Config) -> list[str]:
+    """What a checkpoint's run may not change and `config` does; one line each."""
+    before, now = resolve([facts.config]).run.init_from, config.run.init_from
+    # a first phase that was removed since, or moved
+    gone = now is None and before is not None and not (hf_directory(before) or Path(before)).exists()
+    moved = facts.init_from is not None and now is not None and holds_weights(now, facts.init_from.sha256)
+    lines = changed_settings(facts.config, config)
+    if before != now and not gone and not moved:
+        names = [source or "random weights" for source in (before, now)]
+        lines.append("run.init_from: the run began with {}, now {}".format(*names))
+    return lines
+
+
+def holds_weights(source: str, sha256: str) -> bool:
+    """Whether a checkpoint, or one of a run, has these weights, by their hash."""
+    path = Path(source)
+    for checkpoint in (path, *record.list_checkpoints(path / "checkpoints")):
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if record.weights_hash(checkpoint) == sha256:
+                return True
+    return False
 
 
 def is_complete(run_dir: Path, config: Config, resume: str) -> bool:

@@ -158,11 +158,14 @@ def timed_config(
 
 
 def earlier_outcome(trial: Trial) -> Outcome | None:
-    """How this very trial ended in an earlier call; None: it is to be run (again)."""
+    """How this very trial ended in an earlier call; None: it is to be run (again). Where its data lies says
+    nothing: what a directory was begun with has the data's hash."""
     try:
-        same = load_config(trial.directory / "config.yaml") == trial.config
+        before = load_config(trial.directory / "config.yaml")
     except (OSError, ConfigError):
         return None
+    data = before.data.model_copy(update={"path": trial.config.data.path})
+    same = before.model_copy(update={"data": data}) == trial.config
     return _outcome(trial) if same else None
 
 

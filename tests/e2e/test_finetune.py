@@ -78,6 +78,8 @@ REFUSED = {
     "tokens": ((*OWN, "schedule.tokens=1000"), "schedule.tokens: examples differ in length"),
     "other shape": ((*OWN, "model.num_layers=3"), "model.num_layers: 3, but run.init_from"),
     "native head": ((*OWN, "finetune.head=native"), "finetune.head: native, but transformers has no class"),
+    "another task's data": ((*OWN, "data.path=/x"), "data.path: follows from RUN and the task; leave it out"),
+    "other weights": ((*OWN, "run.init_from=/x"), "run.init_from: follows from RUN and the task"),
     "a word": ((*OWN, "colour"), "colour: expected a setting as a.b=value"),
 }
 

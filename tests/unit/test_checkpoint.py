@@ -81,7 +81,7 @@ def test_the_tokenizer_of_the_run_lies_in_each_checkpoint_and_is_verified(tmp_pa
 
 def test_the_weights_are_known_by_their_own_hash(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
-    assert checkpoint.weights_hash(path) == checkpoint.sha256(path / "model.safetensors")
+    assert record.weights_hash(path) == checkpoint.sha256(path / "model.safetensors")
 
 
 def test_newest_are_kept_and_listed_first(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import tarfile
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -307,6 +308,14 @@ def test_a_file_of_a_tar_has_a_largest_size(lab: Lab, monkeypatch: pytest.Monkey
     assert "top/RTE/" in lab.refusal("--task", "RTE", "--data", tar)
     monkeypatch.setattr(archive, "MAX_MEMBERS", 1)
     assert "more than 1 files" in lab.refusal("--task", "RTE", "--data", tar)
+
+
+def test_a_file_is_found_without_reading_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = lab.write_glue("g", "RTE", RTE_HEADER, **RTE)
+    monkeypatch.setattr(archive, "MAX_FILE_BYTES", 50)  # whatever the size of those that are not asked for
+    for data in (folder, pack(folder, lab.folder / "glue.tar")):
+        assert main(["missing", "--data", data]) == 0
+        assert json.loads(lab.capsys.readouterr().out)["RTE"] == []
 
 
 # --- the cache
@@ -681,6 +690,16 @@ def test_a_test_file_may_have_labels_or_none(lab: Lab) -> None:
     with_labels = lab.own({"train": text, "dev": text, "test": "text,label\nthe mat,y\n"})
     assert with_labels["test"].labels is not None
     assert with_labels["test"].labels.tolist() == [1]
+    for kind in ("single_label", "multi_label"):
+        blank = "text,label\nthe mat,\na dog, \n"
+        empty = lab.own({"train": text, "dev": text, "test": blank}, "--kind", kind)
+        assert empty["test"].labels is None
+
+
+def test_a_text_of_a_table_may_be_long(lab: Lab) -> None:
+    """Python's own limit is 131,072 characters."""
+    long = f'text,label\n"{"the cat, " * 20_000}",x\na dog,y\n'
+    assert lab.words(lab.own({"train": long, "dev": GOOD})["train"], 0).startswith("<cls> the cat")
 
 
 def test_a_test_file_of_any_format_may_have_labels_or_none(lab: Lab) -> None:
@@ -817,6 +836,9 @@ REFUSED: list[tuple[dict[str, str], str, str]] = [
     ),
     ({"train": "text,label\na cat\n"}, "", "line 2 has 1 fields, the header 2"),
     ({"train": 'text,label\n"a cat,x\n'}, "", "is not CSV"),
+    ({"train": "text,label\ra cat,x\ra dog,y\r"}, "", "a line ends with CR; make it LF"),
+    ({"train": r'[{"text": "a \ud83d", "label": "x"}]'}, "", r"record 1 holds a lone surrogate '\ud83d'"),
+    ({"train": r'[{"text": "a", "label": "\ud83d"}]'}, "", r"record 1 holds a lone surrogate '\ud83d'"),
     ({"train": "text,text,label\na,b,x\n"}, "", "names 'text' twice"),
     ({"train": "text,label,label\na,x,y\n"}, "", "names 'label' twice"),
     (
@@ -895,6 +917,10 @@ def test_glue_files_that_do_not_fit_are_refused(lab: Lab) -> None:
     assert "RTE/train.tsv: line 2: label 'perhaps'" in lab.refusal("--task", "RTE", "--data", data)
     data = lab.write("cut.tar.xz", Path(pack(data, lab.folder / "c.tar.xz")).read_bytes()[:100])
     assert "no tar, or a damaged one" in lab.refusal("--task", "RTE", "--data", data)
+    with zipfile.ZipFile(lab.folder / "glue.zip", "w") as packed:
+        packed.writestr("RTE/train.tsv", "")
+    zipped = str(lab.folder / "glue.zip")
+    assert "is a zip; unpack it and name the folder" in lab.refusal("--task", "RTE", "--data", zipped)
     lab.write("d/RTE/train.tsv", b"index\tsentence1\tsentence2\tlabel\n0\t\xff\tb\tentailment\n")
     lab.write_glue("d", "RTE", RTE_HEADER, dev=RTE["dev"])
     assert "not UTF-8" in lab.refusal("--task", "RTE", "--data", str(lab.folder / "d"))

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from bert_dp.config import Config, ConfigError, peak_lr
-from launcher import results
+from launcher import children, results
 from launcher.evaluate import glue, glue_grid, glue_scores
 from launcher.evaluate.glue import document, head_of, trial_issues
 from launcher.evaluate.glue_compare import Paired, compare_report, paired_difference, paired_text
@@ -71,19 +71,25 @@ def test_a_trial_has_the_scores_of_its_summary(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "scores", "summary", "cause"),
+    ("name", "scores", "summary", "kind", "cause"),
     [
-        ("MNLI", {}, {}, "dev_mismatched/accuracy"),
-        ("MNLI", {"dev_matched/accuracy": 0.5}, {}, "dev_mismatched/accuracy"),
-        ("MNLI", {}, {"heldout": None}, "dev_mismatched/accuracy"),
-        ("STS-B", {"dev/pearson": math.nan, "dev/spearman": None}, {}, "no dev/pearson, dev/spearman"),
+        ("MNLI", {}, {}, "not_finite", "dev_mismatched/accuracy"),
+        ("MNLI", {"dev_matched/accuracy": 0.5}, {}, "not_finite", "no dev_mismatched/accuracy: a logit"),
+        ("MNLI", {}, {"heldout": None}, "not_finite", "dev_mismatched/accuracy"),
+        (
+            "STS-B",
+            {"dev/pearson": math.nan, "dev/spearman": None},
+            {},
+            "error",
+            "no dev/pearson, dev/spearman: not defined",
+        ),
     ],
 )
 def test_a_trial_without_all_its_scores_has_failed(
-    tmp_path: Path, name: str, scores: dict[str, Any], summary: dict[str, Any], cause: str
+    tmp_path: Path, name: str, scores: dict[str, Any], summary: dict[str, Any], kind: str, cause: str
 ) -> None:
     trial = read(*made_trial(tmp_path, name, scores, **summary))
-    assert (trial.status, trial.failure_kind, trial.scores) == ("failed", "not_finite", {})
+    assert (trial.status, trial.failure_kind, trial.scores) == ("failed", kind, {})
     assert cause in str(trial.cause)
 
 
@@ -380,8 +386,34 @@ def test_data_without_a_task_is_refused() -> None:
 def test_settings_that_follow_from_the_task_are_refused() -> None:
     (path, rate) = glue_grid.setting_issues(["data.path=/x", "optim.lr=1e-3", "schedule.epochs=1"], [1e-4])
     assert path.startswith("data.path: follows from RUN and the task")
-    assert rate.startswith("optim.lr: is what --rates chooses")
+    assert rate == "optim.lr: --rates chooses the rate; give one of them"
     assert glue_grid.setting_issues(["optim.lr=1e-3", "finetune.pooling=mean"], []) == []
+    assert len(glue_grid.setting_issues(["optim.lr_scaling=sqrt", "optim.lr_batch=8"], [1e-4])) == 2
+
+
+@pytest.mark.parametrize("setting", ["checkpoint.keep=2", "log.to=[wandb]", "log.tensorboard=true"])
+def test_settings_that_no_trial_has_are_refused(setting: str) -> None:
+    name = setting.partition("=")[0]
+    (issue,) = glue_grid.setting_issues([setting, "log.every_steps=5"], [])
+    assert issue.startswith(f"{name}: has no effect, as an evaluation keeps no checkpoints")
+
+
+def test_a_test_file_with_labels_has_no_say() -> None:
+    labelled = [make_task("MRPC").manifest.splits["dev"]] * 3
+    manifest = make_task("MRPC").manifest.model_copy(
+        update={"splits": dict(zip(("train", "dev", "test"), labelled, strict=True))}
+    )
+    assert Task(Path("somewhere"), manifest).dev == ["dev"]
+
+
+@pytest.mark.parametrize(("code", "error"), [(2, ConfigError), (1, SystemExit), (-9, SystemExit)])
+def test_a_helper_that_fails_ends_the_verb_before_it_writes(
+    monkeypatch: pytest.MonkeyPatch, code: int, error: type[BaseException]
+) -> None:
+    monkeypatch.setattr(children, "capture_json", lambda *_: (code, None))
+    with pytest.raises(error) as raised:
+        glue.majorities({"RTE": make_task("RTE")})
+    assert code == 2 or "the majority baselines failed with exit code" in str(raised.value)
 
 
 def test_the_seeds_end_before_the_largest_that_there_is() -> None:
@@ -564,7 +596,6 @@ class Published:
 
     def __init__(self, out: Path, monkeypatch: pytest.MonkeyPatch):
         self.out, self.asked = out, dict[str, Any]()
-        monkeypatch.setattr(glue, "majorities", lambda tasks: {n: {"dev": {"accuracy": 0.4}} for n in tasks})
         monkeypatch.setattr(trials, "device_slots", self.slots)
         self.patch = monkeypatch
 
@@ -581,7 +612,8 @@ class Published:
         settings = results.plain(asked)
         plan = results.GluePlanFile(config_hash="abc", settings=settings, start={}, seconds=30.0)
         output = Output(self.out, "evaluation", glue.STATE, plan, glue.FIXED, glue.GROWS)
-        return glue.run_locked(grid, output, on_gpu=False, log=print)
+        majority = {task.name: {"dev": {"accuracy": 0.4}} for task in tasks}
+        return glue.run_locked(grid, output, majority, print)
 
 
 def test_an_evaluation_is_told_as_it_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

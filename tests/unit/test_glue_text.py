@@ -38,6 +38,10 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pretrained:
     return find_pretrained(write_run(tmp_path / "runs" / "a", config_of("quickstart", model=SMALL)))
 
 
+def test_a_checkpoint_is_known_as_that_of_its_run(start: Pretrained) -> None:
+    assert start_of(find_pretrained(start.checkpoint)) == start_of(start)
+
+
 def test_a_pretrained_run_has_every_task_of_its_newest_evaluation(start: Pretrained, tmp_path: Path) -> None:
     assert glue_text(start) == ""
     own = start_of(start)

@@ -153,12 +153,14 @@ def test_a_run_is_started_as_its_options_say(
     asked: list[dict[str, Any]] = []
     monkeypatch.setattr(train, "train", lambda _, **options: asked.append(options) or 3)
     monkeypatch.setattr(finetune, "load", lambda *_, **__: None)
-    options = "--nproc 2 --launcher accelerate --run-dir place --resume never --max-restarts 5 --dry-run"
+    options = (
+        "--nproc 2 --launcher accelerate --run-dir place --resume never --max-restarts 5 --dry-run --force"
+    )
     assert here(*command.split(), *options.split()).returncode == 3
     (told,) = asked
     expected = {"nproc": "2", "launcher": "accelerate", "run_dir": Path("place"), "resume": "never"}
     assert {name: told[name] for name in expected} == expected
-    assert (told["dry_run"], told["policy"]) == (True, restarts.Policy(5, elastic))
+    assert (told["dry_run"], told["force"], told["policy"]) == (True, True, restarts.Policy(5, elastic))
     if elastic:
         assert told["profile"] == parse_profile("2:4", "0")
 

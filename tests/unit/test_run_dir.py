@@ -6,11 +6,12 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bert_dp import record
-from bert_dp.config import dump_config
+from bert_dp.config import Config, dump_config
 from launcher.run.run_directory import is_complete, resume_issues, run_dir_issues
 from tests.helpers import make_config
 from tests.states import FACTS
@@ -28,7 +29,7 @@ def put(*names: str) -> Callable[[Path], None]:
     return make
 
 
-def checkpoint(folder: Path, **facts: float) -> None:
+def checkpoint(folder: Path, **facts: Any) -> None:
     record_of = folder / "checkpoints" / "step-00000001"
     record_of.mkdir(parents=True)
     record.write_json(
@@ -129,6 +130,43 @@ def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> N
     assert issue.startswith(f"--resume never: {run} already holds a run")
     (issue,) = run_dir_issues(run, CONFIG, str(tmp_path))
     assert issue.startswith(f"--resume: {tmp_path} holds no checkpoint")
+
+
+def weights(run: Path, sha256: str) -> Path:
+    """A run whose only checkpoint has these weights."""
+    checkpoint(run)
+    files = {"model.safetensors": {"sha256": sha256}}
+    record.write_json(run / "checkpoints" / "step-00000001" / "manifest.json", {"files": files})
+    return run
+
+
+def begun_with(source: Path | None) -> Config:
+    return make_config("schedule.steps=1", *([f"run.init_from={source}"] if source else []))
+
+
+def test_a_run_that_began_with_other_weights_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    one, two = weights(tmp_path / "one", "1" * 64), weights(tmp_path / "two", "2" * 64)
+    init = {"checkpoint": str(one / "checkpoints/step-00000001"), "sha256": "1" * 64, "tensors": 1, "of": 1}
+    for source, others in ((one, (two, None)), (None, (one,))):
+        run, begun = tmp_path / f"of-{source and source.name}", begun_with(source)
+        checkpoint(run, config=begun.model_dump(mode="json"), init_from=init if source else None)
+        assert run_dir_issues(run, begun, "auto") == []
+        for other in others:
+            names = [name or "random weights" for name in (source, other)]
+            line = "run.init_from: the run began with {}, now {}".format(*names)
+            line += "; undo it or choose another --run-dir"
+            assert run_dir_issues(run, begun_with(other), "auto") == [line]
+            assert resume_issues(run, begun_with(other), "auto", FACTS["data_hash"]) == [line]
+
+
+def test_the_weights_that_a_run_began_with_may_be_moved_or_removed(tmp_path: Path) -> None:
+    first, run = weights(tmp_path / "first", "1" * 64), tmp_path / "run"
+    init = {"checkpoint": str(first), "sha256": "1" * 64, "tensors": 1, "of": 1}
+    checkpoint(run, config=begun_with(first).model_dump(mode="json"), init_from=init)
+    assert run_dir_issues(run, begun_with(None), "auto") != []
+    moved = first.rename(tmp_path / "moved")
+    for source in (moved, moved / "checkpoints" / "step-00000001", None):
+        assert run_dir_issues(run, begun_with(source), "auto") == []
 
 
 def test_what_every_user_can_write_takes_no_new_run_but_keeps_the_one_that_is_there(tmp_path: Path) -> None:

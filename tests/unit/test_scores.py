@@ -58,6 +58,11 @@ def test_several_labels_count_every_decision_or_whole_examples() -> None:
     labels = np.array([[1, 0, 1], [0, 0, 1], [1, 0, 0]], np.uint8)
     found = score(["accuracy", "f1"], "multi_label", logits, labels)
     assert found == pytest.approx({"accuracy": 1 / 3, "f1": f1_by_counts(3, 1, 1, 4)})
+    alone = np.array([[1], [0], [0], [0]], np.uint8)
+    assert score(["f1"], "multi_label", np.array([[1.0], [1], [-1], [-1]]), alone)["f1"] == pytest.approx(
+        2 / 3
+    )
+    assert majority(["f1"], "multi_label", alone, alone)["f1"] == 0
 
 
 def test_a_regression_is_scored_unclipped() -> None:

@@ -31,6 +31,7 @@ from launcher.run.trials import Ending, Outcome, Runner, Slot, Stopped, Trial, T
 from launcher.watch.failure import Failure
 from tests.helpers import make_config, read_json, write_lines
 
+FAILED = {"status": "failed", "cause": "rank 0: it broke"}
 KILLED = {"status": "failed", "killed_by": 9, "cause": "rank 0: SIGKILL"}
 PARTS = {name: [0.5, 0.5] for name in read_run.PARTS}
 
@@ -76,6 +77,8 @@ def write_steps(directory: Path, ranks: int = 2) -> None:
         # something outside ended it: that says nothing of its settings
         *(({**KILLED, "killed_by": number, "oom_kills": 0}, None) for number in (1, 2, 9, 15)),
         ({**KILLED, "killed_by": 11, "oom_kills": 0}, "failed"),
+        *(({**FAILED, "failure_kind": kind}, None) for kind in ("disk", "directory_lost", "peer_gone")),
+        *(({**FAILED, "failure_kind": kind}, "failed") for kind in ("hang", "not_finite", "bad_input")),
         ({"status": "stopped", "signal": 2}, None),
         ({"status": "failed", "cause": "SIGTERM: stopped", "signal": 15}, None),
     ],
@@ -90,6 +93,13 @@ def test_a_trial_that_ended_is_not_run_again(
     assert (outcome and outcome.status) == status
     assert outcome is None or outcome.seconds == 9.0
     assert trials.earlier_outcome(Trial(trial.directory, config(16), 2)) is None, "it is of other settings"
+
+
+def test_a_trial_is_the_same_wherever_its_data_lies(tmp_path: Path) -> None:
+    """Its hash stands in what the directory was begun with."""
+    trial = Trial(tmp_path / "t", config(8, "data.path=/cache/one"), 2)
+    write(trial, {"status": "done"}, 9.0)
+    assert trials.earlier_outcome(dataclasses.replace(trial, config=config(8, "data.path=/two"))) is not None
 
 
 def test_a_run_of_an_older_benchmark_counts_with_the_time_that_it_tells(tmp_path: Path) -> None:
