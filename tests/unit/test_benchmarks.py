@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import tune_lr
+from benchmarks import first_token, tune_lr
 from benchmarks.records import set_options
 from bert_dp.config import read_examples
+from bert_dp.model import build_model
 from tests.e2e.cli import TINY, tiny
 from tests.glue_fixture import write_two_tasks
 from tests.helpers import read_json
+from tests.runs_to_export import config_of, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 FINETUNING = "OUT --corpus a.txt --data glue"
@@ -265,6 +267,26 @@ def test_predict_speed_quick(tmp_path):
     for way in ways.values():
         ratios = [s / t for s, t in zip(way["seconds"], ways["by length"]["seconds"], strict=True)]
         assert way["time_over_by_length"]["median"] == pytest.approx(statistics.median(ratios))
+
+
+def test_the_first_token_of_initial_weights_looks_everywhere_alike(tmp_path):
+    """And with no weights at all exactly so."""
+    run_dir = write_run(tmp_path / "run", config_of("small-text"))
+    data = str(write_two_tasks(tmp_path / "glue"))
+    result, said = record_of(tmp_path, "first_token", f"{run_dir} --task RTE --glue {data} --examples 5")
+    assert result["examples"] == 5
+    assert "run, layer 1" in said
+    for layers, tolerance in (("initial weights", 0.01), ("run", 1.0)):
+        for shares in result["layers"][layers]:
+            assert shares == pytest.approx(result["equal"], abs=tolerance)
+    model = build_model(config_of("small-text").model, 16, 0)
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.attn.Wqkv.weight)
+    ids = [torch.tensor([4, 9, 8, 5, 7, 5]), torch.tensor([4, 9, 5, 7, 7, 7, 7, 7, 7, 5])]
+    counts = {"near": (6, 8), "first text": (3, 2), "second text": (2, 7)}
+    expected = {part: (one / 6 + two / 10) / 2 for part, (one, two) in counts.items()}
+    assert first_token.equal_shares(ids, 5) == pytest.approx(expected)
+    assert list(first_token.shares(model, ids, 5)) == [pytest.approx(expected)] * 2
 
 
 def test_tokenize_speed_of_the_builtin_text():
