@@ -98,7 +98,7 @@ def check(code: int, what: str) -> None:
 def asked(module: str, arguments: list[str], what: str) -> Any:
     """The JSON that a module printed. Raises as `check` does."""
     code, answer = capture_json(module, arguments)
-    check(code, what)
+    check(code or int(answer is None), what)
     return answer
 
 
