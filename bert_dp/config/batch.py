@@ -44,10 +44,13 @@ def batch_layout(config: Config, world_size: int) -> BatchLayout:
     if batch.global_size % micro_step:
         low = batch.global_size // micro_step * micro_step
         near = ", ".join(str(n) for n in (low, low + micro_step) if n)
+        or_else = (
+            "the number of ranks" if batch.global_size % dp else "batch.micro_size or the number of ranks"
+        )
         issues.append(
             f"batch.global_size: {batch.global_size} is not a multiple of batch.micro_size "
             f"{batch.micro_size} x {dp} replicas = {micro_step}; nearest that are: {near} "
-            f"(or change batch.micro_size or --nproc)"
+            f"(or change {or_else})"
         )
     elif batch.ramp_fraction > 0 and batch.ramp_quantum is not None and batch.ramp_quantum % micro_step:
         fits = [q for q in divisors(batch.global_size) if q % micro_step == 0]

@@ -49,9 +49,12 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
         data = bytearray()
-        while len(data) <= most_bytes and (part := file.read(CHUNK)):  # one read would allocate them all
+        too_large = os.fstat(descriptor).st_size > most_bytes
+        while (
+            not too_large and len(data) <= most_bytes and (part := file.read(CHUNK))
+        ):  # one read would allocate them all
             data += part
-    if len(data) > most_bytes:
+    if too_large or len(data) > most_bytes:
         raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
     return bytes(data)
 

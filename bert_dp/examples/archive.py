@@ -54,7 +54,8 @@ def _told(place: Path) -> Iterator[None]:
             raise ConfigError([f"--data {place}: is a zip; unpack it and name the folder"]) from None
         raise ConfigError([f"--data {place}: no tar, or a damaged one; fetch it again"]) from None
     except OSError as error:
-        raise ConfigError([f"--data {place}: cannot be read ({error.strerror or error})"]) from None
+        name = error.filename or place
+        raise ConfigError([f"--data {name}: cannot be read ({error.strerror or error})"]) from None
 
 
 def _members(

@@ -18,15 +18,19 @@ from bert_dp.corpus.sources import refuse_surrogates
 from bert_dp.examples.store import LABEL_TYPES
 from bert_dp.examples.table import Row, Table, shown
 
+MAX_NAME = 1000  # characters of a label
 MAX_SCORE = float(np.finfo(np.float32).max)
 
 
 def label_names(kind: LabelKind, train: Table) -> tuple[str, ...]:
-    """Every name in train: in the order of numbers where all are whole numbers, else in that of letters.
+    """Every name in train: in the order of numbers where all are whole numbers, else in that of letters; none
+    of a regression.
 
-    Raises ConfigError for a value that is no label, and for too few or too many names.
+    Raises ConfigError for a value that is no label, and for too few or too many names or scores.
     """
     if kind == "regression":
+        if len({_score(train, row) for row in train.rows}) < 2:
+            raise ConfigError([f"{train.name}: every score is the same; add examples with others"])
         return ()
     names = {name for row in train.rows for name in _names(kind, train, row)}
     least = 2 if kind == "single_label" else 1
@@ -96,6 +100,10 @@ def _name(value: Any, table: Table, row: Row) -> str:
         return str(value)
     if isinstance(value, str) and value.strip():
         refuse_surrogates(value, f"{table.name}: {row.place}")
+        if len(value) > MAX_NAME:
+            raise _refused(
+                table, row, f"a label of {len(value):,} characters, {MAX_NAME} at most; shorten it"
+            )
         return value.strip()
     raise _refused(table, row, f"{value!r:.40} is no label; a label is a name or a whole number")
 

@@ -108,6 +108,8 @@ def delimited(
     rows = _fields(name, lines, format)
     if header is None:
         _, header = next(rows, ("", []))
+        if not header:
+            raise ConfigError([f"{name}: is empty; name a file with a header and rows"])
     if missing := [column for column in columns.texts if column not in header]:
         raise ConfigError([f"{name}: {no_column(missing[0], header)}"])
     return header, rows

@@ -12,20 +12,24 @@ from bert_dp import record
 from bert_dp.config import Config, changed_settings, hf_directory, progress_at, resolve
 from bert_dp.record.models import Summary
 from launcher import results
-from launcher.job import Job
+from launcher.job import Job, exposure_issues, input_issues
 from launcher.output import place_issues
 from launcher.redact import WRITTEN, is_log
 
 LOCK = ".launcher.lock"
 BESIDE_A_RUN = (".*", "slurm-*.out", "lost+found")  # what may stand where a run begins, and logs/
 # beside its logs
-UNDO = "undo it or choose another --run-dir"
 FILES = ("config.yaml", "tokenizer.json", "metrics.jsonl", "evals.jsonl", ".lock", LOCK, *WRITTEN[""])
 
 
 def start_issues(job: Job, run_dir: Path, resume: str) -> list[str]:
-    """Why a run cannot start there; one line each."""
-    return [*job.issues(run_dir, "--run-dir"), *run_dir_issues(run_dir, job.config, resume)]
+    """Why a run cannot start there; one line each. One that goes on needs the weights that it began with no
+    more."""
+    config = job.config
+    if checkpoint_to_resume(run_dir, resume) is not None:
+        config = config.model_copy(update={"run": config.run.model_copy(update={"init_from": None})})
+    issues = [*input_issues(config), *exposure_issues(job.config, run_dir, "--run-dir")]
+    return [*issues, *run_dir_issues(run_dir, job.config, resume)]
 
 
 def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
@@ -50,12 +54,10 @@ def run_dir_issues(run_dir: Path, config: Config, resume: str) -> list[str]:
         ]
     if resume not in ("auto", "never") and record.newest_checkpoint_facts(Path(resume)) is None:
         return [f"--resume: {resume} holds no checkpoint; use auto, never, or a checkpoint's directory"]
-    if not has_run:
-        return []
-    if resume == "never":
+    if has_run and resume == "never":
         return [f"--resume never: {run_dir} already holds a run; choose another --run-dir"]
-    newest = record.newest_checkpoint_facts(run_dir)
-    return [f"{line}; {UNDO}" for line in changes(newest[1], config)] if newest else []
+    checkpoint = checkpoint_to_resume(run_dir, resume)
+    return change_issues(checkpoint[1], config, resume) if checkpoint else []
 
 
 def holds_run(run_dir: Path) -> bool:
@@ -113,14 +115,19 @@ def resume_issues(run_dir: Path, config: Config, resume: str, data_hash: str) ->
     if checkpoint is None:
         return [] if resume in ("auto", "never") else [f"--resume: {resume} holds no checkpoint"]
     path, facts = checkpoint
-    issues = [f"{line}; {UNDO}" for line in changes(facts, config)]
+    issues = change_issues(facts, config, resume)
     if facts.data_hash != data_hash:
         hashes = f"({facts.data_hash[:16]}, these are {data_hash[:16]})"
-        issues.append(f"data: {path.name} was trained on other shards {hashes}; {UNDO}")
+        issues.append(f"data: {path.name} was trained on other data {hashes}; {undo(resume)}")
     return issues
 
 
-def changes(facts: record.CheckpointFacts, config: Config) -> list[str]:
+def undo(resume: str) -> str:
+    """What to do about a checkpoint that does not fit."""
+    return f"undo it or choose another {'--run-dir' if resume == 'auto' else '--resume'}"
+
+
+def change_issues(facts: record.CheckpointFacts, config: Config, resume: str) -> list[str]:
     """What a checkpoint's run may not change and `config` does; one line each."""
     before, now = resolve([facts.config]).run.init_from, config.run.init_from
     # a first phase that was removed since, or moved
@@ -130,7 +137,7 @@ def changes(facts: record.CheckpointFacts, config: Config) -> list[str]:
     if before != now and not gone and not moved:
         names = [source or "random weights" for source in (before, now)]
         lines.append("run.init_from: the run began with {}, now {}".format(*names))
-    return lines
+    return [f"{line}; {undo(resume)}" for line in lines]
 
 
 def holds_weights(source: str, sha256: str) -> bool:

@@ -42,12 +42,17 @@ def named_in(line: str, before: str) -> list[int]:
         (
             {"global_size": 7, "micro_size": 3},
             "batch.global_size: 7 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
-            "are: 6, 12 (or change batch.micro_size or --nproc)",
+            "are: 6, 12 (or change the number of ranks)",
         ),
         (
             {"global_size": 5, "micro_size": 3},
             "batch.global_size: 5 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
-            "are: 6 (or change batch.micro_size or --nproc)",
+            "are: 6 (or change the number of ranks)",
+        ),
+        (
+            {"global_size": 8, "micro_size": 3},
+            "batch.global_size: 8 is not a multiple of batch.micro_size 3 x 2 replicas = 6; nearest that "
+            "are: 6, 12 (or change batch.micro_size or the number of ranks)",
         ),
         (
             {"global_size": 144, "micro_size": 3, "ramp_fraction": 0.5, "ramp_quantum": 16},

@@ -303,8 +303,12 @@ def test_a_link_in_a_tar_is_not_followed(lab: Lab) -> None:
 
 
 def test_a_file_of_a_tar_has_a_largest_size(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    tar = pack(lab.write_glue("g", "RTE", RTE_HEADER, **RTE), lab.folder / "glue.tar")
+    folder = lab.write_glue("g", "RTE", RTE_HEADER, **RTE)
+    tar = pack(folder, lab.folder / "glue.tar")
     monkeypatch.setattr(archive, "MAX_FILE_BYTES", 50)
+    assert f"{folder}/RTE/train.tsv: cannot be read (larger than" in lab.refusal(
+        "--task", "RTE", "--data", folder
+    )
     assert "top/RTE/" in lab.refusal("--task", "RTE", "--data", tar)
     monkeypatch.setattr(archive, "MAX_MEMBERS", 1)
     assert "more than 1 files" in lab.refusal("--task", "RTE", "--data", tar)
@@ -847,6 +851,9 @@ REFUSED: list[tuple[dict[str, str], str, str]] = [
         "label 'x' is none of train's 'a', 'b', 'c', 'd', 'e', 'f', 'g', 'h' and 2 more",
     ),
     ({"train": "text,label\n"}, "", "holds no example"),
+    ({"train": ""}, "", "train.csv: is empty"),
+    ({"train": f"text,label\na cat,{'1' * 5000}\n"}, "", "a label of 5,000 characters, 1000 at most"),
+    ({"train": "text,label\na cat,2.5\na,2.5\n"}, "--kind regression", "every score is the same"),
     ({"test": '[{"text": "a", "label": "x"}, {"text": "b"}]'}, "", "record 2 has no label, but others have"),
     ({"train": "text,label\na cat,[1\n"}, "--kind multi_label", "'[1' is no JSON list"),
     ({}, "--dev-share 0.00001", "leaves dev no example of 2"),

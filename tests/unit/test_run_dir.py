@@ -12,10 +12,13 @@ import pytest
 
 from bert_dp import record
 from bert_dp.config import Config, dump_config
-from launcher.run.run_directory import is_complete, resume_issues, run_dir_issues
+from launcher.job import Job
+from launcher.machine import environment
+from launcher.run.run_directory import is_complete, resume_issues, run_dir_issues, start_issues
 from tests.helpers import make_config
 from tests.states import FACTS
 
+MACHINE = environment.probe()
 CONFIG = make_config("schedule.steps=1")
 
 
@@ -122,9 +125,11 @@ def test_what_a_run_may_not_change_is_told_as_it_was_and_is(tmp_path: Path) -> N
     assert run_dir_issues(run, changed, "auto") == [line]
     for place, resume in ((run, "auto"), (tmp_path / "new", str(run))):
         assert resume_issues(place, CONFIG, resume, FACTS["data_hash"]) == []
-        assert resume_issues(place, changed, resume, FACTS["data_hash"]) == [line]
+        told = line.replace("--run-dir", "--resume") if resume != "auto" else line
+        assert resume_issues(place, changed, resume, FACTS["data_hash"]) == [told]
+        assert run_dir_issues(place, changed, resume) == [told]
         (issue,) = resume_issues(place, CONFIG, resume, "1" * 64)
-        assert "other shards (0000000000000000, these are 1111111111111111)" in issue
+        assert "other data (0000000000000000, these are 1111111111111111)" in issue
     assert resume_issues(run, changed, "never", "1" * 64) == []
     (issue,) = run_dir_issues(run, CONFIG, "never")
     assert issue.startswith(f"--resume never: {run} already holds a run")
@@ -165,6 +170,9 @@ def test_the_weights_that_a_run_began_with_may_be_moved_or_removed(tmp_path: Pat
     checkpoint(run, config=begun_with(first).model_dump(mode="json"), init_from=init)
     assert run_dir_issues(run, begun_with(None), "auto") != []
     moved = first.rename(tmp_path / "moved")
+    job = Job("run", begun_with(first), MACHINE)
+    assert start_issues(job, run, "auto") == []
+    assert start_issues(job, tmp_path / "new", "auto") == [f"run.init_from: {first} does not exist"]
     for source in (moved, moved / "checkpoints" / "step-00000001", None):
         assert run_dir_issues(run, begun_with(source), "auto") == []
 
