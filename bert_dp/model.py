@@ -146,7 +146,7 @@ class Attention(nn.Module):
         self.Wo = Linear(hidden, hidden, bias=config.bias)
         self.drop_probabilities = KeyedDropout(config.attention_dropout, place=0)
         self.drop = KeyedDropout(config.dropout, place=1)
-        # a key bias shifts all scores of a query alike: softmax ignores it and its gradient is exactly zero
+        # no key bias: without rotary positions it shifts all scores of a query alike, which softmax ignores
         self.q_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
         self.v_bias = nn.Parameter(torch.zeros(hidden)) if config.bias else None
 

@@ -256,7 +256,7 @@ def read_texts(file: str, columns: Sequence[str]) -> Texts:
 
 def read_file(file: str, columns: Sequence[str]) -> Texts:
     """As `read_texts`, of a file that has a name."""
-    path = Path(file).expanduser()
+    path = Path(os.path.expanduser(file))
     is_hub = file.startswith("hub:")
     if columns or is_hub or readers.FORMATS.get(readers.suffixes(path)[0]) != "text":
         return [row.texts for row in read_table(file, Columns(tuple(columns) or ("text",)), "test").rows]

@@ -258,7 +258,7 @@ def data_build(
         vocab_size=vocab_size,
         sequence_length=sequence_length,
         tokenizer=tokenizer,
-        overrides=[f"source_format={format}", f"text_field={text_key}", *(set_ or [])],
+        overrides=[f"source_format={format}", f"text_field={jsonlib.dumps(text_key)}", *(set_ or [])],
         processes=processes,
         force=force,
         console=console(),

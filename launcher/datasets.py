@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import tempfile
@@ -47,6 +48,7 @@ def build(
     """Returns the exit code. Raises ConfigError for an option that a run could not use."""
     if processes is not None and not 1 <= processes <= MAX_PROCESSES:
         raise ConfigError([f"--processes: {processes} is not a whole number of 1 to {MAX_PROCESSES}"])
+    out, tokenizer = out.expanduser(), tokenizer and os.path.expanduser(tokenizer)
     texts = {"SOURCES": " ".join(sources), "--out": str(out), "--tokenizer": tokenizer}
     if issues := setting_issues(texts, secrets(sys.argv)):  # the manifest names them
         raise ConfigError(issues)
@@ -98,6 +100,7 @@ def built_lines(out: Path, manifest: Manifest, vocab_size: int) -> list[str]:
 
 def inspect(directory: Path, *, as_json: bool, console: Console) -> int:
     """Returns 0, 1 when a hash differs, 2 when `directory` holds no shards."""
+    directory = directory.expanduser()
     code, facts = children.capture_json("bert_dp.corpus", ["inspect", str(directory)])
     if facts is None:
         return code or 1

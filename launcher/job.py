@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import glob
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -109,7 +110,7 @@ def absolute(config: Config) -> Config:
     """The configuration with every path absolute, so that it runs the same from anywhere."""
 
     def full(path: str | None) -> str | None:
-        return None if path is None else str(Path(path).expanduser().resolve())
+        return None if path is None else str(Path(os.path.expanduser(path)).resolve())
 
     def source(name: str) -> str:
         return name if name == "builtin" or name.startswith("hub:") else str(full(name))
@@ -133,7 +134,8 @@ def input_issues(config: Config) -> list[str]:
         except ConfigError as error:
             issues += [f"data.path: {issue}" for issue in error.issues]
     for source in data.sources or ():
-        if source != "builtin" and not source.startswith("hub:") and not glob.glob(source, recursive=True):
+        known = source == "builtin" or source.startswith("hub:") or Path(source).exists()
+        if not known and not glob.glob(source, recursive=True):
             issues.append(f"data.sources: {source} matches no file; name a file, a glob or `builtin`")
     init_from, foreign = config.run.init_from, hf_directory(config.run.init_from)
     for setting, value in (("data.tokenizer", data.tokenizer), ("run.init_from", foreign or init_from)):

@@ -114,7 +114,7 @@ class BuildConfig(Section):
     max_tokens_per_char: float = Field(0.25, ge=0)
     """Drop a document with more tokens per character than this; 0 = keep all."""
     dedup: Literal["none", "exact", "near"] = "exact"
-    """exact = same normalised text once; near = MinHash LSH (extra `dedup`)."""
+    """exact = the same text once, but for case and white space; near = MinHash LSH (extra `dedup`)."""
     near_threshold: float = Field(0.8, gt=0, le=1)
     """Jaccard similarity above which `near` drops the later document."""
     order: Literal["none", "sentence_length", "unigram"] = "none"

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import functools
 import json
+import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -76,7 +77,7 @@ def build(request: BuildRequest, progress: Progress | None = None) -> Manifest:
     too little text, or an `out` that would be lost.
     """
     tell: Progress = progress or (lambda stage, done, total: None)
-    out = Path(request.out).expanduser().resolve()
+    out = Path(os.path.expanduser(request.out)).resolve()
     plan = request.resolved()
     with locked(out, tell):
         before = [_stamp(source) for source in plan.sources]
@@ -242,7 +243,8 @@ def shown_progress() -> Iterator[Progress]:
         import rich.console
         import rich.progress
 
-        with rich.progress.Progress(console=rich.console.Console(stderr=True)) as bars:
+        console = rich.console.Console(stderr=True)
+        with rich.progress.Progress(console=console, redirect_stdout=False) as bars:
             tasks: dict[str, rich.progress.TaskID] = {}
 
             def draw(stage: str, done: int, total: int | None) -> None:

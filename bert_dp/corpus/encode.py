@@ -69,7 +69,7 @@ def in_batches(documents: Iterable[str]) -> Iterator[list[str]]:
 def make_encoder(settings: Encoding) -> Callable[[list[str]], Encoded]:
     """The function that turns a list of texts into their tokens, keys and sketches, in one process."""
     tree = json.loads(settings.tokenizer_json)
-    has_our_normalizer = tree["normalizer"] == json.loads(normalizer_json())
+    has_our_normalizer = tree.get("normalizer") == json.loads(normalizer_json())
     if has_our_normalizer:  # `normalize` does the same, and is faster
         tree["normalizer"] = None
     tokenizer = Tokenizer.from_str(json.dumps(tree))

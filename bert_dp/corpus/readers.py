@@ -26,6 +26,7 @@ ARRAY_MOVES = {("begin", "["): "first", ("first", "]"): "end", ("next", ","): "v
 BESIDE_SPACE = re.compile(r"[^ \t\r\n]")
 MAX_DOCUMENT_BYTES = 16 * 2**20
 CHUNK_BYTES = 2**20
+ZSTD_WINDOW_BYTES = 2**31  # the largest that zstd --long=31 makes
 ZSTD_HEADER_BYTES = 18  # the longest header of a frame
 ZSTD_SKIPPABLE = b"\x2a\x4d\x18"  # of its magic number; the first byte is 0x50 to 0x5f
 COMPRESSIONS = (".gz", ".xz", ".zst")
@@ -165,7 +166,7 @@ def _zstd_chunks(path: Path, raw: BinaryIO) -> Iterator[bytes]:
                 continue
             size = zstandard.frame_header_size(head)
             raw.seek(size - len(head), os.SEEK_CUR)
-            frame = zstandard.ZstdDecompressor().decompressobj()
+            frame = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW_BYTES).decompressobj()
             yield frame.decompress(head[:size])
             for block in _zstd_blocks(raw):
                 yield frame.decompress(block)

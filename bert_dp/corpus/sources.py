@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import glob
+import os
 import platform
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -81,13 +82,18 @@ def _unknown_suffix(path: Path) -> str:
 
 def _expand(item: str, *, every_suffix: bool) -> list[Path]:
     """The files of a name, of a glob or of a directory: of those the ones with a known suffix, or all."""
-    path = Path(item).expanduser()
+    path = Path(os.path.expanduser(item))
     if path.is_dir():
-        inside = (p for p in path.rglob("*") if p.is_file() and not p.name.startswith("."))
+        inside = (p for p in path.rglob("*") if p.is_file() and not _is_hidden(p.relative_to(path)))
         return sorted(p for p in inside if every_suffix or suffixes(p)[0] in FORMATS)
     if path.exists():
         return [path]
     return sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
+
+
+def _is_hidden(path: Path) -> bool:
+    """Whether the file or a folder above it has a name such as .git."""
+    return any(part.startswith(".") for part in path.parts)
 
 
 def identity(source: Source) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ class OwnData:
 def _source(name: str) -> sources.Source:
     if name.startswith("hub:"):
         return sources.Source(name)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))
     if path.exists() and not path.is_file():
         raise ConfigError([f"{name} is not a regular file; name a file of examples"])
     return sources.Source(name, path, FORMATS.get(readers.suffixes(path)[0], "text"))

@@ -173,10 +173,13 @@ def compare(
     batch: Batch, ours: NDArray[Any], theirs: NDArray[Any], exported: Exported, tolerance: float | None
 ) -> dict[str, Any]:
     """The largest difference of a batch's outputs, over the largest of ours where that is above 1; and the
-    share whose largest output is the same, which a tie within the tolerance is (None of hidden states)."""
+    share whose largest output is the same, which a tie within the tolerance is (None of hidden states).
+    Raises RunFailed for an output that is not finite."""
     mask_BS = batch[1]
     if exported.kind != "classifier":
         ours, theirs = ours[mask_BS != 0], theirs[mask_BS != 0]  # what stands at padding says nothing
+    if not (np.isfinite(ours).all() and np.isfinite(theirs).all()):
+        raise RunFailed("an output of the run or of the directory is not finite", "not_finite")
     scale = max(1.0, float(np.abs(ours).max()))
     margin_N = ours.max(-1) - np.take_along_axis(ours, theirs.argmax(-1)[:, None], -1)[:, 0]
     is_same_N = margin_N <= 2 * scale * (tolerance or 0.0)

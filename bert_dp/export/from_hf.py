@@ -41,7 +41,7 @@ def modernbert_state(directory: Path, config: Config, tokenizer: str | None) -> 
 
 
 def our_names(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters under our names. A key's bias is left out: it shifts all scores of a query alike."""
+    """The parameters under our names. Raises ConfigError for a bias of the keys, which ours have not."""
     is_bare = not any(name.startswith("model.") for name in tensors)  # of AutoModel
     for theirs, tensor in tensors.items():
         name = f"model.{theirs}" if is_bare else theirs
@@ -49,7 +49,11 @@ def our_names(tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
             continue
         if name.endswith(".Wqkv.bias"):
             layer = name.removesuffix(".Wqkv.bias")
-            query_H, _, value_H = tensor.chunk(3)
+            query_H, key_H, value_H = tensor.chunk(3)
+            if key_H.any():
+                raise ConfigError(
+                    [f"run.init_from: {theirs} has a bias of the keys, which our attention lacks"]
+                )
             yield f"{layer}.q_bias", query_H.clone()
             yield f"{layer}.v_bias", value_H.clone()
         else:

@@ -186,8 +186,7 @@ def _module(state: Named, theirs: str, ours: str, *, biased: bool = False) -> Re
 
 
 def _projections(state: Named, attention: str, theirs: Mapping[str, str], *, biased: bool = False) -> Renamed:
-    """Query, key and value of our fused projection. The key has no bias: any would shift all scores of a
-    query alike."""
+    """Query, key and value of our fused projection. The key has no bias."""
     weight_3HH = state[f"{attention}.Wqkv.weight"]
     zeros_H = weight_3HH.new_zeros(weight_3HH.shape[1])
     has_bias = f"{attention}.q_bias" in state

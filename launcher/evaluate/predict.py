@@ -63,7 +63,7 @@ def predict(
 
 
 def _file_issues(file: str) -> list[str]:
-    if file == "-" or file.startswith("hub:") or Path(file).expanduser().is_file():
+    if file == "-" or file.startswith("hub:") or Path(os.path.expanduser(file)).is_file():
         return []
     return [f"FILE: {file} is no file; name one, hub:NAME, or - for stdin"]
 

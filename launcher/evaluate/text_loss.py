@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import glob
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -77,7 +78,7 @@ def text_issues(texts: Sequence[str]) -> list[str]:
     """Names that stand for no file; one line each."""
     issues = []
     for text in texts:
-        path = Path(text).expanduser()
+        path = Path(os.path.expanduser(text))
         if (
             text == "builtin"
             or text.startswith("hub:")

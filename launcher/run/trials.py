@@ -312,6 +312,7 @@ class Runner:
                 stdout=subprocess.PIPE,
                 start_new_session=True,
                 scratch=str(self.scratch),
+                environ={} if self.on_gpu else {"CUDA_VISIBLE_DEVICES": ""},
             )
         deadline = time.monotonic() + HELPER_TIMEOUT_S
         while True:

@@ -128,6 +128,8 @@ class Grid:
         """What a cell's ranks train: the user's configuration with the cell's values, and nothing saved."""
         name, _, stage = engine.partition("-")
         parallel: dict[str, Any] = {"engine": name, "tensor": tensor}
+        if name != "fsdp":
+            parallel["fsdp_replicas"] = 1
         if stage:
             parallel["zero_stage"] = int(stage)
         return timed_config(

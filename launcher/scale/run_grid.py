@@ -98,7 +98,7 @@ def _measure_links(grid: Grid, runs: Runner, log: Log) -> None:
             )
             for line in lines
         ]
-        if points:
+        if len(points) == len(sizes):  # else it is measured again
             link = results.Link(world_size=count, backend=lines[0]["backend"], points=points)
             results.write(path, link)
 

@@ -30,6 +30,8 @@ def key(question: Question, machine: Mapping[str, Any]) -> str:
         "mask_rate": config.objective.mask_rate,
         "precision": question.precision,
         "compile": config.compile,
+        "deterministic": config.run.deterministic,
+        "workers": config.data.workers,
         "parallel": config.parallel.model_dump(mode="json"),
         "optimizer": config.optim.name,
         "batch": config.batch.model_dump(mode="json", exclude={"micro_size"}),

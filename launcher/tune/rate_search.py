@@ -204,7 +204,7 @@ class RateSearch:
         self._train(last, finalists, seeds if at_once else seeds[:1])
         while (more := ladder.beside(self.rungs, last)) is not None:
             self._log(f"next to the best, not yet trained in full: {more:g}")
-            self._train(last, [more], seeds[:1])
+            self._train(last, [more], seeds if at_once else seeds[:1])
         near = ladder.near(last)
         for lr in ladder.ranked(last):
             if lr not in near and len(last.scores(lr)) < len(seeds):

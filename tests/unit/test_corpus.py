@@ -932,3 +932,11 @@ def test_a_filter_that_takes_much_is_told(tmp_path: Path) -> None:
             edited["build"] = {"max_tokens_per_char": 0.25}
         warning = builder.filter_warning(read_manifest(directory))
         assert warning is None if share is None else share in (warning or "")
+
+
+def test_a_bar_on_a_terminal_leaves_stdout_to_what_is_written_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    before = sys.stdout
+    with builder.shown_progress() as tell:
+        tell("read", 1, 2)
+        assert sys.stdout is before

@@ -329,6 +329,9 @@ def test_a_comparison_shows_what_decides() -> None:
         "python 3.12, torch 2",
     ):
         assert words in text
+    narrow = {"tolerance": None, "precision": "int8"}
+    other = unfolded(shown(check_report(found.model_copy(update=narrow)), width=160))
+    assert "ok Measured and not judged, as int8 is no fp32." in other
     changes = {"ok": False, "tolerance": None, "architecture": None, "parameters": None, "not_loaded": []}
     other = unfolded(shown(check_report(found.model_copy(update=changes)), width=160))
     for words in (

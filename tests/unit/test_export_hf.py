@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from bert_dp import checkpoint
-from bert_dp.config import Config, Kind, modernbert_issues, native_issues
+from bert_dp.config import Config, ConfigError, Kind, modernbert_issues, native_issues
 from bert_dp.corpus import sources
 from bert_dp.export import __main__ as command
 from bert_dp.export import card, check, foreign
@@ -23,6 +23,7 @@ from bert_dp.export.as_function import Whole, open_run
 from bert_dp.export.from_hf import modernbert_state, our_names
 from bert_dp.export.hf import settings_of, tensors_of
 from bert_dp.export.write import describe, new_directory, write_about, write_hf
+from bert_dp.rank_process import RunFailed
 from bert_dp.record.exported import read_exported
 from tests.helpers import issues_of, read_json
 from tests.runs_to_export import (
@@ -498,6 +499,16 @@ def test_one_difference_anywhere_fails_the_check(change: dict[str, Any], ok: boo
     assert check.is_ok({**PROVEN, **change}) == ok
 
 
+def test_a_bias_of_the_keys_is_refused() -> None:
+    """With rotary positions it is no shift that softmax ignores."""
+    bias = torch.arange(12.0)
+    name = "model.layers.0.attn.Wqkv.bias"
+    with pytest.raises(ConfigError, match=r"Wqkv\.bias has a bias of the keys"):
+        dict(our_names({name: bias}))
+    back = dict(our_names({name: torch.cat([bias[:4], torch.zeros(4), bias[8:]])}))
+    assert [values.tolist() for values in back.values()] == [bias[:4].tolist(), bias[8:].tolist()]
+
+
 def test_a_batch_is_compared_at_its_real_tokens(tmp_path: Path) -> None:
     """The second sequence has one token, and the difference is over the largest output."""
     source = open_run(write_run(tmp_path / "run", CONFIGS["EuroBERT"]), encoder=False)
@@ -511,6 +522,9 @@ def test_a_batch_is_compared_at_its_real_tokens(tmp_path: Path) -> None:
     assert swapped["top1"] == pytest.approx(2 / 3)
     hidden = exported.model_copy(update={"kind": "encoder"})
     assert check.compare((ids_BS, mask_BS), ours, theirs, hidden, 1e-5) == {**found, "top1": None}
+    for pair in ((ours + np.nan, theirs), (ours, theirs + np.inf)):
+        with pytest.raises(RunFailed, match="not finite"):
+            check.compare((ids_BS, mask_BS), *pair, exported, 1e-5)
 
 
 def test_a_run_is_found_beside_a_folder_of_the_same_name(

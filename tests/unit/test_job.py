@@ -199,6 +199,9 @@ def test_the_configuration_of_a_directory_that_is_gone_on_with_is_its_own(tmp_pa
         ("run.init_from={}/none", "run.init_from: {}/none does not exist"),
         ("data.tokenizer={}", "data.tokenizer: {} is not a regular file"),
         ("data.sources=[{}/*.txt]", "data.sources: {}/*.txt matches no file"),
+        ("data.sources=['{}/a/part[1].txt']", ""),
+        ("data.sources=['{}/a/part[2].txt']", "data.sources: {}/a/part[2].txt matches no file"),
+        ("data.sources=['~$none.txt']", "data.sources: ~$none.txt matches no file"),
         ("data.sources=[{}/**/*.txt]", ""),
     ],
 )
@@ -206,7 +209,7 @@ def test_what_a_configuration_names_and_is_not_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, said: str
 ) -> None:
     monkeypatch.setattr(job, "has_package", lambda name: name not in ("accelerate", "deepspeed"))
-    write_files(tmp_path, {"a/b/c.txt": "text"})
+    write_files(tmp_path, {"a/b/c.txt": "text", "a/part[1].txt": "text"})
     issues = job.input_issues(make_config("data.sources=[builtin]", setting.format(tmp_path)))
     assert [line.startswith(said.format(tmp_path)) for line in issues] == ([True] if said else [])
 

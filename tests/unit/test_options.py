@@ -249,7 +249,7 @@ def test_a_finetuning_begins_with_what_its_options_name(monkeypatch: pytest.Monk
             (["a", "b"], Path("o")),
             {
                 **{"vocab_size": 99, "sequence_length": 64, "tokenizer": "t", "processes": 2, "force": True},
-                "overrides": ["source_format=text", "text_field=body", "dedup=none"],
+                "overrides": ["source_format=text", 'text_field="body"', "dedup=none"],
             },
         ),
         ("data inspect o --json", datasets, "inspect", (Path("o"),), {"as_json": True}),

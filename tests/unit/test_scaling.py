@@ -57,6 +57,15 @@ def grid(machine: Environment = MACHINE, *, on_gpu: bool = False, **changes: Any
     return Grid(CONFIG, dataclasses.replace(SETTINGS, **changes), machine, on_gpu=on_gpu)
 
 
+def test_hybrid_sharding_is_of_the_fsdp_cells_alone() -> None:
+    parallel = CONFIG.parallel.model_copy(update={"engine": "fsdp", "fsdp_replicas": 2})
+    settings = dataclasses.replace(SETTINGS, gpus=(4,), modes=("weak",), engines=("fsdp",))
+    made = Grid(CONFIG.model_copy(update={"parallel": parallel}), settings, MACHINE, on_gpu=False)
+    assert made.issues == []
+    replicas = {(c.engine, c.world_size): made.config_of(c).parallel.fsdp_replicas for c in made.cells}
+    assert replicas == {("single", 1): 1, ("ddp", 1): 1, ("fsdp", 4): 2, ("independent", 4): 1}
+
+
 def two(**changes: Any) -> Grid:
     """Strong scaling of ddp over two ranks, with its baselines and its controls."""
     return grid(**{"gpus": (2,), "modes": ("strong",), "engines": ("ddp",), **changes})
@@ -590,6 +599,23 @@ def test_a_grid_runs_its_cells_and_measures_links_profile_and_peak_once(tmp_path
     shutil.rmtree(tmp_path / "runs")
     run_grid(made, runs, said.append)
     assert runs.asked == [], "what is there is not measured again"
+
+
+def test_a_sweep_that_was_cut_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / SCRATCH).mkdir()
+    settings = dataclasses.replace(SETTINGS, gpus=(2,), modes=("weak",), synthetic=False)
+    made = Grid(CONFIG, settings, MACHINE, on_gpu=False)
+    whole = MadeRunner.helper
+
+    def cut(self: MadeRunner, module: str, *given: Any) -> list[Any]:
+        lines = whole(self, module, *given)
+        return lines[:3] if module.endswith("all_reduce") else lines
+
+    monkeypatch.setattr(MadeRunner, "helper", cut)
+    runs = MadeRunner(tmp_path, [Slot()], [], launcher="torchrun", on_gpu=False, log=print).begin()
+    run_grid(made, runs, print)
+    assert (tmp_path / "peak.json").exists()
+    assert not (tmp_path / "links-2.json").exists()
 
 
 def test_a_rank_with_a_gpu_may_use_every_core(tmp_path: Path) -> None:

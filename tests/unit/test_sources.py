@@ -80,6 +80,25 @@ def test_every_format_and_compression_reads_the_same_documents(
     assert read(path) == DOCS
 
 
+def test_a_zst_file_may_have_a_large_window(tmp_path: Path) -> None:
+    """256 MiB, as `zstd --long=28` makes: a frame by hand, with one raw block."""
+    pytest.importorskip("zstandard")
+    text = b"some words\n"
+    block = (len(text) << 3 | 1).to_bytes(3, "little") + text  # the last one, not compressed
+    path = tmp_path / "a.txt.zst"
+    path.write_bytes(bytes.fromhex("28b52ffd00") + bytes([(28 - 10) << 3]) + block)
+    assert read(path) == ["some words"]
+
+
+def test_hidden_folders_of_a_directory_are_no_text(tmp_path: Path) -> None:
+    for name in (".git/HEAD", ".ipynb_checkpoints/a.txt", "sub/.hidden.txt", "sub/a.txt"):
+        path = tmp_path / ".above" / name  # the directory itself may be hidden
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("words\n")
+    (found,) = sources.resolve([str(tmp_path / ".above")], BuildConfig())
+    assert found.name.endswith("sub/a.txt")
+
+
 @pytest.mark.parametrize("compression", COMPRESSIONS)
 def test_a_blank_line_ends_a_document(tmp_path: Path, compression: str) -> None:
     path = tmp_path / f"a.txt{compression}"

@@ -343,7 +343,7 @@ def test_a_signal_ends_a_helper_at_once(tmp_path: Path, monkeypatch: pytest.Monk
     """Not when its time is over, which no clock here says."""
     looks = itertools.count()
 
-    def start(*_: object, scratch: str, **options: Any) -> subprocess.Popen[str]:
+    def start(*_: object, scratch: str, environ: dict[str, str], **options: Any) -> subprocess.Popen[str]:
         command = [sys.executable, "-I", "-S", "-c", "import time; time.sleep(60)"]
         process = subprocess.Popen(command, text=True, **options)
         os.kill(os.getpid(), signal.SIGTERM)
@@ -370,7 +370,10 @@ def test_a_helper_says_json_on_its_cores_and_its_failure_is_told(
     code, said = "print('noise'); print('{\"a\": 1}', flush=True)", tmp_path / "said"
     asked: list[Any] = []
 
-    def start(module: str, arguments: list[str], *, scratch: str, **options: Any) -> subprocess.Popen[str]:
+    def start(
+        module: str, arguments: list[str], *, scratch: str, environ: dict[str, str], **options: Any
+    ) -> subprocess.Popen[str]:
+        assert environ == {"CUDA_VISIBLE_DEVICES": ""}, "of trials on CPU ranks"
         asked.append((module, arguments, scratch, os.sched_getaffinity(0)))
         return subprocess.Popen([sys.executable, "-I", "-S", "-c", code], text=True, **options)
 

@@ -649,6 +649,7 @@ def test_the_key_follows_all_that_decides_and_nothing_else() -> None:
     assert key(config(), ranks=1) != base
     assert key(config(128)) != base
     decides = ["optim.name=lamb", "log.noise_scale=true", "objective.mask_rate=0.3", "model.num_layers=3"]
+    decides += ["run.deterministic=true", "data.workers=3"]
     for setting in (*decides, "optim.lr=0.5", "run.seed=3", "schedule.steps=9"):
         changed = make_config("precision=fp32", setting, "batch.micro_size=1", "batch.global_size=64")
         assert (key(changed) != base) == (setting in decides), setting

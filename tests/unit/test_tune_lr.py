@@ -143,12 +143,13 @@ def search(
     settings: LrOptions = LrOptions(),  # noqa: B008
     limit: float = math.inf,
     tokens_per_s: float = TOKENS_PER_S,
+    at_a_time: int = 2,
 ) -> Searched:
     out.mkdir(exist_ok=True)
     made, said = MadeRunner(out, surface, limit, tokens_per_s), list[str]()
     plan = lr.plan_of(config, settings)
     output = Output(out, "search", lr.STATE, plan, lr.FIXED)
-    slots = [Slot(cores=(0,)), Slot(cores=(1,))]  # how many trials run at once decides their order
+    slots = [Slot(cores=(k,)) for k in range(at_a_time)]  # how many trials run at once decides their order
     with (
         mock.patch.object(trials, "runner", return_value=contextlib.nullcontext(made)),
         mock.patch.object(trials, "device_slots", return_value=slots),
@@ -328,6 +329,17 @@ def test_a_stopped_search_goes_on_where_it_was(whole: Searched, run: Run) -> Non
     assert (second.tune.settings.seeds_used, second.tune.settings.optimizers) == ([0, 1, 2], ["adamw"])
     assert (second.choice, second.tune.rungs) == (whole.choice, whole.tune.rungs)
     assert run().ran == []
+
+
+def test_a_rate_beside_the_best_has_as_many_seeds_where_all_run_at_once(run: Run) -> None:
+    result = run(at_a_time=6)
+    assert any("next to the best, not yet trained in full: 0.002125" in line for line in result.said)
+    assert {lr: len(result.last.scores(lr)) for lr in result.last.rates} == {
+        0.00425: 3,
+        0.0085: 3,
+        0.002125: 3,
+    }
+    assert not any("behind after one seed" in line for line in result.said)
 
 
 # --- the length of a run

@@ -249,6 +249,13 @@ def test_the_fastest_engine_is_named_where_intervals_part() -> None:
     )
 
 
+def test_an_engine_is_the_fastest_only_where_it_is_apart_from_every_other() -> None:
+    apart, noisy = engine("b", 9.0, [1.15, 1.25]), engine("c", 8.0, [0.9, 1.9])
+    judged = verdicts([engine("a", 10.0, [1.0, 1.1]), apart, noisy])[-1]
+    assert judged.kind == "intervals_overlap"
+    assert judged.evidence == "1.250 x the throughput of c, whose interval overlaps"
+
+
 @pytest.mark.parametrize("second", [[1.01, 1.3], [0.9, 1.3], None])
 def test_an_engine_whose_interval_overlaps_is_not_called_slower(second: list[float] | None) -> None:
     judged = verdicts([engine("a", 10.0, [0.99, 1.01]), engine("b", 8.0, second)])[-1]
