@@ -104,7 +104,7 @@ def choose(rates: Sequence[Rate]) -> BatchChoice:
         best_samples_per_s=best.median,
         share_of_best=chosen.median / best.median,
         flat=flat,
-        not_settled=unsettled(rates),
+        not_settled=[micro for micro in unsettled(rates) if micro != chosen.micro],
         why=why,
     )
 

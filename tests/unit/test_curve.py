@@ -127,6 +127,7 @@ def test_what_may_reach_the_line_and_is_not_known_to_is_open() -> None:
     assert curve.open_sizes([rate(1, 90.0), best]) == []
     chosen = [rate(1, 80.0), rate(2, 98.0, 0.02), best]  # the chosen one itself is not settled
     assert curve.open_sizes(chosen) == [2, 8]
+    assert (curve.choose(chosen).micro_batch, curve.choose(chosen).not_settled) == (2, [])
     between = [rate(1, 96.0, 0.02), rate(2, 99.0), best]
     assert curve.open_sizes(between) == [1, 2, 8]
 
