@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bert_dp import record
-from bert_dp.config import ConfigError, load_config, micro_is_auto, read_manifest
+from bert_dp.config import ConfigError, load_config, micro_is_auto, read_manifest, resolve
 from bert_dp.config.profile import ProfilePlan
 from launcher import job, results
 from launcher.log import PLAIN, show
@@ -51,12 +51,15 @@ def resolve_auto_batch(
     own = run_dir / "config.yaml" if run_dir else None
     if own is not None and own.exists():
         return with_micro(load_config(own).batch.micro_size, "as this run has it")
+    earlier = None if resume in ("auto", "never") else record.newest_checkpoint_facts(Path(resume))
+    if earlier is not None:
+        return with_micro(resolve([earlier[1].config]).batch.micro_size, "as the run of --resume has it")
     from launcher.tune import FILE, batch, cache
 
     setup = batch.load(name, overrides, run_dir)
     options = batch.Options(nproc, BUDGET_S, None, launcher)
     question = batch.question_of(setup, options)
-    folder = (run_dir or Path("runs") / path.stem).resolve()
+    folder = setup.directory(run_dir, "runs")
     if issues := start_issues(setup, folder, resume) or record.cache_issues():
         raise ConfigError(issues)
     check_profile(profile, setup.config, question.ranks, folder, resume)

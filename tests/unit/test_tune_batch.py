@@ -29,6 +29,7 @@ from launcher.tune.batch_trials import BatchTrials, Question, alloc_retries
 from tests import tune_fixture
 from tests.e2e.cli import TINY
 from tests.helpers import TINY_MODEL, make_config, read_json
+from tests.states import FACTS
 
 
 def config(global_size: int = 64, **batch: Any) -> Config:
@@ -160,8 +161,10 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
     (tmp_path / "auto.yaml").write_text("batch: {micro_size: auto}\n")
     settings = [f"data.path={shards}", "run.device=cpu", *(item for item in TINY if "micro_size" not in item)]
 
-    def resolve(run_dir: Path | None = None, *, dry_run: bool = False) -> tuple[list[str], int, str]:
-        options: dict[str, Any] = {"nproc": "2", "resume": "auto", "launcher": "accelerate"}
+    def resolve(
+        run_dir: Path | None = None, *, dry_run: bool = False, resume: str = "auto"
+    ) -> tuple[list[str], int, str]:
+        options: dict[str, Any] = {"nproc": "2", "resume": resume, "launcher": "accelerate"}
         overrides, code = auto.resolve_auto_batch(
             str(tmp_path / "auto.yaml"), settings, run_dir=run_dir, dry_run=dry_run,
             console=Console(width=200), **options,
@@ -191,6 +194,10 @@ def test_micro_size_auto_is_the_runs_own_the_cached_or_the_found_one(
     run_dir.mkdir()
     (run_dir / "config.yaml").write_text(dump_config(make_config("batch.micro_size=2")))
     assert resolve(run_dir)[2] == "batch.micro_size: auto = 2, as this run has it\n"
+    saved = {**FACTS, "step": 1, "config": make_config("batch.micro_size=8").model_dump(mode="json")}
+    record.write_json(run_dir / "state.json", saved)
+    said = resolve(resume=str(run_dir))[2]
+    assert said == "batch.micro_size: auto = 8, as the run of --resume has it\n"
 
 
 class Searching:
