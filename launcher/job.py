@@ -134,7 +134,7 @@ def input_issues(config: Config) -> list[str]:
         except ConfigError as error:
             issues += [f"data.path: {issue}" for issue in error.issues]
     for source in data.sources or ():
-        known = source == "builtin" or source.startswith("hub:") or Path(source).exists()
+        known = source == "builtin" or source.startswith("hub:") or os.path.exists(source)
         if not known and not glob.glob(source, recursive=True):
             issues.append(f"data.sources: {source} matches no file; name a file, a glob or `builtin`")
     init_from, foreign = config.run.init_from, hf_directory(config.run.init_from)
