@@ -46,15 +46,14 @@ def read_regular(path: Path, most_bytes: int) -> bytes:
     except ValueError as error:  # a NUL, or what is not UTF-8
         raise OSError(errno.EINVAL, str(error), str(path)) from None
     with open(descriptor, "rb") as file:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
             raise OSError(errno.EINVAL, "not a regular file", str(path))
-        data = bytearray()
-        too_large = os.fstat(descriptor).st_size > most_bytes
-        while (
-            not too_large and len(data) <= most_bytes and (part := file.read(CHUNK))
-        ):  # one read would allocate them all
+        data, size = bytearray(), status.st_size
+        while size <= most_bytes and (part := file.read(CHUNK)):  # one read would allocate them all
             data += part
-    if too_large or len(data) > most_bytes:
+            size = max(size, len(data))  # it may grow meanwhile
+    if size > most_bytes:
         raise OSError(errno.EFBIG, f"larger than {most_bytes} bytes", str(path))
     return bytes(data)
 

@@ -9,7 +9,7 @@ import stat
 from pathlib import Path
 
 from bert_dp import record
-from bert_dp.config import Config, changed_settings, hf_directory, progress_at, resolve
+from bert_dp.config import Config, changed_settings, hf_directory, progress_at
 from bert_dp.record.models import Summary
 from launcher import results
 from launcher.job import Job, exposure_issues, input_issues
@@ -131,7 +131,7 @@ def undo(resume: str) -> str:
 
 def change_issues(facts: record.CheckpointFacts, config: Config, resume: str) -> list[str]:
     """What a checkpoint's run may not change and `config` does; one line each."""
-    before, now = resolve([facts.config]).run.init_from, config.run.init_from
+    before, now = facts.config.get("run", {}).get("init_from"), config.run.init_from
     # a first phase that was removed since, or moved
     gone = now is None and before is not None and not (hf_directory(before) or Path(before)).exists()
     moved = facts.init_from is not None and now is not None and holds_weights(now, facts.init_from.sha256)
