@@ -218,6 +218,8 @@ def train(trainer: Trainer, state: TrainState, clock: SharedClock) -> RunResult:
     while True:
         heartbeat.enter("data", state.step + 1)
         elapsed_s, stop = clock.exchange(stop_request(trainer, state))
+        if config.parallel.engine == "independent":
+            meter.timers.restart()  # the exchange is all that copies wait for: no part of their step
         progress = progress_at(config, state.step, state.samples, elapsed_s)
         if stop or progress >= 1.0:
             break

@@ -37,13 +37,17 @@ class Measured:
         self.draws = stats.resampled_means(self.steps, seed)
 
     def _step_seconds(self, repeat: Repeat) -> list[float]:
-        """The slowest rank's: all ranks meet in every step. Independent copies do not, so theirs is the
-        harmonic mean over the ranks: the job's throughput is the sum of theirs."""
-        by_step = zip(*repeat.parts["step_s"], strict=True)
-        if self.cell.kind == "ceiling":
-            return [len(ranks) / sum(1 / s for s in ranks) for ranks in by_step]
-        totals = [sum(steps) for steps in repeat.parts["step_s"]]
-        return repeat.parts["step_s"][totals.index(max(totals))]
+        """The slowest rank's: all ranks meet in every step. Independent copies do not: the throughput of
+        their job is the sum of theirs, its mean step the harmonic mean of their mean steps. One step's figure
+        follows that mean to first order, and the figures of all steps have it as their mean."""
+        by_rank = repeat.parts["step_s"]
+        means = [sum(steps) / len(steps) for steps in by_rank]
+        if self.cell.kind != "ceiling":
+            return by_rank[means.index(max(means))]
+        job = len(means) / sum(1 / mean for mean in means)
+        weights = [job**2 / mean**2 / len(means) for mean in means]
+        by_step = zip(*by_rank, strict=True)
+        return [sum(w * s for w, s in zip(weights, ranks, strict=True)) for ranks in by_step]
 
     @property
     def tokens_per_s(self) -> float:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from bert_dp import devices, metrics, record, summary, tasks
 from bert_dp.data import Batch, random_batch
-from bert_dp.dist import Comm, SharedClock
+from bert_dp.dist import Comm, SharedClock, Stop
 from bert_dp.measure import profiling
 from bert_dp.measure.profiling import lone_trainer
 from bert_dp.model import Vocabulary
@@ -229,6 +229,44 @@ def test_evaluation_and_saving_are_no_part_of_a_steps_time(tmp_path: Path, train
     assert state.eval_s == 5 * 100.0
     assert read_lines(tmp_path / "evals.jsonl")[0]["elapsed_s"] == 2.0 + 100.0
     assert np.isfinite((state.heldout or {})["loss"])
+
+
+class WaitingClock(SharedClock):
+    """Three seconds pass until the other ranks have answered."""
+
+    def __init__(self, comm: Comm, clock: Clock):
+        super().__init__(comm, now=clock.read)
+        self._clock = clock
+
+    def exchange(self, stop: Stop) -> tuple[float, Stop]:
+        self._clock.now += 3.0
+        return super().exchange(stop)
+
+
+@pytest.mark.parametrize(("engine", "step_s"), [("independent", 2.0), ("auto", 5.0)])
+def test_copies_do_not_wait_for_each_other_in_a_step(
+    tmp_path: Path, shards: Path, clock: Clock, engine: str, step_s: float
+) -> None:
+    """A step of ranks that train one model has the wait in it."""
+    with lone_trainer(config(shards, schedule={"steps": 3}), tmp_path) as lone:
+        parallel = lone.config.parallel.model_copy(update={"engine": engine})
+        trainer = dataclasses.replace(
+            lone,
+            config=lone.config.model_copy(update={"parallel": parallel}),
+            stream=SimpleNamespace(next=micro_batch, wait_s=0.0),
+            checkpointer=SlowCheckpointer(clock),
+        )
+        taken: list[float] = []
+        drain = trainer.meter.timers.drain
+
+        def drained() -> dict[str, list[float]]:
+            parts = drain()
+            taken.extend(parts["step"])
+            return parts
+
+        trainer.meter.timers.drain = drained  # type: ignore[method-assign]
+        train(trainer, TrainState(), WaitingClock(trainer.comm, clock))
+    assert taken == [step_s] * 3
 
 
 def test_a_checkpoint_between_two_lines_counts_the_steps_that_were_skipped_until_then(

@@ -20,9 +20,10 @@ from launcher.machine.environment import Environment
 from launcher.output import Output
 from launcher.results import Cell, GridCell
 from launcher.run.memory_check import STATE, check_memory
+from launcher.run.read_run import read_repeat
 from launcher.run.trials import SCRATCH, Ending, Outcome, Runner, Slot, Trial
 from launcher.scale import benchmark
-from launcher.scale.collect import collect
+from launcher.scale.collect import Measured, collect
 from launcher.scale.grid import Grid, Settings, run_dir
 from launcher.scale.run_grid import cores_of, run_grid
 from launcher.scale.verdict import verdicts
@@ -300,6 +301,24 @@ def test_a_job_is_as_fast_as_its_slowest_rank_and_copies_as_their_sum(tmp_path: 
     assert ddp.tokens_per_s == pytest.approx(ddp.global_batch * 16 / 1.5)
     each = ceiling.global_batch / 2 * 16
     assert ceiling.tokens_per_s == pytest.approx(each / 1.0 + each / 1.5)
+
+
+def test_the_steps_of_copies_are_no_pairs(tmp_path: Path) -> None:
+    """Each of two copies takes 2 s a step in the mean; that one's long step stands beside the other's short
+    one says nothing of the job."""
+    made = two()
+    ceiling = next(cell for cell in made.cells if cell.kind == "ceiling")
+    write_run(tmp_path / "run", ceiling, 1.0)
+    repeat = read_repeat(tmp_path / "run", 2, 2, 6)
+    repeat.parts["step_s"][:] = [[1.0, 3.0] * 3, [3.0, 1.0] * 3]
+    measured = Measured(ceiling, [repeat], 16, 0)
+    assert measured.mean_s == pytest.approx(2.0)
+    repeat.parts["step_s"][1][:] = [4.0, 2.0] * 3
+    measured = Measured(ceiling, [repeat], 16, 0)
+    assert measured.mean_s == pytest.approx(2 / (1 / 2 + 1 / 3))
+    job = 2.4  # s; the weights of the ranks are job^2 / mean^2 / 2
+    assert measured.steps == [pytest.approx([0.72 * 1 + 0.32 * 4, 0.72 * 3 + 0.32 * 2] * 3)]
+    assert measured.mean_s == pytest.approx(job)
 
 
 def test_the_interval_of_an_efficiency_has_the_errors_of_both_cells(tmp_path: Path) -> None:
