@@ -13,7 +13,7 @@ LOADER_BOUND = 0.05  # share of a step spent waiting for data
 COMM_BOUND = 0.05  # share of the ceiling lost
 CEILING_BOUND = 0.05  # share of N x single that the machine loses with nothing sent
 LAUNCH_BOUND = 0.95  # host time of a step over the step
-GOOD = 0.95  # efficiency from which nothing needs a remedy
+GOOD = 0.95  # efficiency from which nothing needs a remedy, at the low end of its interval
 
 
 class Bottleneck(NamedTuple):
@@ -65,10 +65,14 @@ def judge(cell: Cell, cells: Sequence[Cell]) -> Verdict:
         greatest = losses[0]
         evidence = f"{reached}: {greatest.evidence}{others}"
         return _verdict(cell, greatest.kind, evidence, greatest.remedy, greatest.detail)
-    if cell.efficiency >= GOOD:
+    if low >= GOOD:
         evidence = f"{reached}; no loss above {format_percent(COMM_BOUND)} found"
         return _verdict(cell, "scales", evidence, "nothing")
-    if low <= 1 <= high:
+    if cell.efficiency >= GOOD:
+        return _overlap(
+            cell, f"{reached} includes less than {format_percent(GOOD)}, from which a cell scales"
+        )
+    if high >= 1:
         return _overlap(cell, f"{reached} includes 100 %")
     return _verdict(
         cell,

@@ -233,7 +233,6 @@ class BatchSearch:
         size, declared = self._sizes[choice.micro_batch], self.q.config.batch.global_size
         passes_s, step_s = curve.parts(size)
         per_pass = size.micro_batch * self.q.dp
-        batches = {per_pass * 2**k for k in range(12)} | {declared}
         return curve.goodput(
             micro_s=passes_s / (size.trial_accumulation or 1),
             update_s=step_s - passes_s,
@@ -241,5 +240,5 @@ class BatchSearch:
             global_size=declared,
             noise=noise.noise_scale,
             interval=noise.interval,
-            sizes=sorted(batch for batch in batches if declared / 16 <= batch <= declared * 16),
+            sizes=curve.batch_sizes(per_pass, declared),
         )

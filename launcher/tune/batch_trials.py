@@ -163,6 +163,7 @@ def timed_run(trial: Trial, warm_up: int) -> TimedRun:
         forward_backward_s=repeat.parts["forward_backward_s"][0],
         peak_gib=repeat.memory_gib,
         exposed_s=statistics.median(repeat.exposed_s or [0.0]),
+        data_wait_s=repeat.parts["data_wait_s"][0],
         alloc_retries=alloc_retries(trial.directory, trial.ranks, warm_up),
     )
 

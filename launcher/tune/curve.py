@@ -42,16 +42,23 @@ def rate(size: SizeResult, trial_samples: int, global_size: int) -> Rate:
 
 
 def step_times(run: TimedRun, times: float) -> list[float]:
-    """Seconds of each step if it took `times` as many sequences: forward and backward count as often,
-    reduction and update once."""
-    passes = [max(0.0, seconds - run.exposed_s) for seconds in run.forward_backward_s]
-    return [step + (times - 1) * passes_s for step, passes_s in zip(run.step_s, passes, strict=True)]
+    """Seconds of each step if it took `times` as many sequences: forward and backward and the wait for data
+    count as often, reduction and update once."""
+    return [step + (times - 1) * own for step, own in zip(run.step_s, _micro_s(run), strict=True)]
 
 
 def parts(size: SizeResult) -> tuple[float, float]:
-    """Seconds of a trial's step: (forward and backward without the exposed reduction, the whole step)."""
-    passes = [max(0.0, statistics.fmean(run.forward_backward_s) - run.exposed_s) for run in size.runs]
-    return statistics.fmean(passes), statistics.fmean(statistics.fmean(run.step_s) for run in size.runs)
+    """Seconds of a trial's step: (what its micro batches take, the whole step)."""
+    micro = [statistics.fmean(_micro_s(run)) for run in size.runs]
+    return statistics.fmean(micro), statistics.fmean(statistics.fmean(run.step_s) for run in size.runs)
+
+
+def _micro_s(run: TimedRun) -> list[float]:
+    """Of each step, what its micro batches take: forward and backward without the exposed reduction, and the
+    wait for data."""
+    waits = run.data_wait_s or [0.0] * len(run.step_s)
+    passes = [max(0.0, seconds - run.exposed_s) for seconds in run.forward_backward_s]
+    return [passed + wait for passed, wait in zip(passes, waits, strict=True)]
 
 
 def unsettled(rates: Sequence[Rate]) -> list[int]:
@@ -107,6 +114,12 @@ def choose(rates: Sequence[Rate]) -> BatchChoice:
         not_settled=[micro for micro in unsettled(rates) if micro != chosen.micro],
         why=why,
     )
+
+
+def batch_sizes(per_pass: int, declared: int) -> list[int]:
+    """Global batches to compare: `per_pass` and its doublings within a factor 16 of `declared`, and that."""
+    doubled = (per_pass * 2**k for k in range((16 * declared // per_pass).bit_length()))
+    return sorted({size for size in doubled if declared / 16 <= size <= 16 * declared} | {declared})
 
 
 def goodput(

@@ -49,6 +49,13 @@ def test_passes_count_as_often_as_the_declared_batch_needs_and_the_rest_once() -
     assert curve.rate(size([hidden]), 64, 256).median == pytest.approx(256)
 
 
+def test_the_wait_for_data_counts_as_often_as_the_passes() -> None:
+    """A run whose loader is the bottleneck waits for four times the sequences four times as long."""
+    run = timed([1.0] * 3, [0.2, 0.2, 0.2]).model_copy(update={"data_wait_s": [0.7] * 3})
+    assert curve.rate(size([run]), 64, 256).median == pytest.approx(256 / (1.0 + 3 * 0.9))
+    assert curve.parts(size([run])) == pytest.approx((0.9, 1.0))
+
+
 def test_parts_are_means_over_runs() -> None:
     runs = [timed([1.0, 3.0], [0.5, 1.5], 0.25), timed([4.0, 4.0], [2.0, 2.0])]
     assert curve.parts(size(runs)) == pytest.approx(((0.75 + 2.0) / 2, 3.0))
@@ -173,3 +180,19 @@ def test_goodput_by_hand() -> None:
         micro_s=4.0, update_s=0.0, per_pass=4, global_size=8, noise=1.0, interval=(1.0, 1.0), sizes=(4, 8, 16)
     )
     assert (low.recommended, low.at_edge) == (4, True)
+
+
+@pytest.mark.parametrize(
+    ("per_pass", "declared", "sizes"),
+    [
+        (8, 64, [8, 16, 32, 64, 128, 256, 512, 1024]),
+        (2, 65_536, [2**k for k in range(12, 21)]),
+        (48, 64, [48, 64, 96, 192, 384, 768]),
+        (64, 64, [2**k for k in range(6, 11)]),
+        (4096, 64, [64]),
+    ],
+)
+def test_goodput_compares_doublings_within_a_factor_of_16(
+    per_pass: int, declared: int, sizes: list[int]
+) -> None:
+    assert curve.batch_sizes(per_pass, declared) == sizes
