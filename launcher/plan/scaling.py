@@ -129,11 +129,13 @@ def _row(source: Source, profile: Profile, scenario: Scenario) -> PredictedRow:
 
 def _compared(source: Source, question: Question) -> list[ComparedCell]:
     """Every measured cell of engines that are modelled, beside what is predicted for it from the one-rank
-    profile, the all-reduce curve and the ceiling."""
+    profile, the all-reduce curve and the ceiling: its own links, whatever others are asked about."""
     compared = []
     for cell in source.cells:
         engine = "ddp" if cell.engine == "single" else cell.engine
         same = dataclasses.replace(question, engine=engine, gpus=(cell.world_size,))
+        if source.curves:
+            same = dataclasses.replace(same, link=None, inter=None, gpus_per_node=None)
         if cell.tokens_per_s is None or not _is_modelled(source, same, cell):
             continue
         scenario = scenario_of(source, same, cell.world_size, cell.tensor, cell.accumulation)

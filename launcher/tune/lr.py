@@ -77,16 +77,21 @@ def setting_issues(config: Config, settings: LrOptions, ranks: int) -> list[str]
             f"run.seed: {config.run.seed} leaves no room for --seeds {settings.seeds}, which count "
             "on from it; use a smaller one"
         )
+    return [*issues, *_budget_issues(config, settings)]
+
+
+def _budget_issues(config: Config, settings: LrOptions) -> list[str]:
+    """Why the whole run is too short for two rungs, if its tokens are known."""
     full = settings.tokens or rate_trials.full_tokens(config)
     size = rate_trials.step_tokens(config)
     least = SHORT * size
-    if full is not None and full < least:
-        option = "--tokens" if settings.tokens else "schedule"
-        issues.append(
-            f"{option}: {full:,} tokens are fewer than {SHORT} steps of {size:,}, and the first "
-            f"rung trains 1/{SHORT} of them; at least {least:,}"
-        )
-    return issues
+    if full is None or full >= least:
+        return []
+    option = "--tokens" if settings.tokens else "schedule"
+    return [
+        f"{option}: {full:,} tokens are fewer than {SHORT} steps of {size:,}, and the first "
+        f"rung trains 1/{SHORT} of them; at least {least:,}"
+    ]
 
 
 def describe(
@@ -117,6 +122,9 @@ def measure(
                 "raise data.build.held_out_fraction"
             ]
         )
+    budgeted = with_budget(config, manifest.train.sequences)
+    if issues := _budget_issues(budgeted, settings):  # of schedule.epochs, whose tokens only the data tells
+        raise ConfigError(issues)
     slots = trials.device_slots(
         ranks,
         gpus=setup.gpus,
@@ -124,7 +132,7 @@ def measure(
         most=max(settings.rates, ladder.FINALISTS * settings.seeds),
     )
     question = Question(
-        with_budget(config, manifest.train.sequences),
+        budgeted,
         settings,
         ranks,
         session.shards,

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 from pathlib import Path
 from typing import Any
 
 from bert_dp import record
-from bert_dp.config import BuildConfig, CheckpointConfig, Config, LogConfig, ScheduleConfig, batch_at
+from bert_dp.config import (
+    BatchConfig,
+    BuildConfig,
+    CheckpointConfig,
+    Config,
+    LogConfig,
+    ScheduleConfig,
+    batch_at,
+)
 from bert_dp.record.models import Summary
 from launcher.results import LrTrial, TrialStatus
 from launcher.run.describe import expected_steps
@@ -40,10 +49,21 @@ def full_tokens(config: Config) -> int | None:
         return schedule.tokens
     if schedule.steps is None:
         return None
-    if not config.batch.ramp_fraction:
-        return schedule.steps * step_tokens(config)
-    sizes = (batch_at(config.batch, step / schedule.steps) for step in range(schedule.steps))
-    return sum(sizes) * config.data.sequence_length
+    return _samples(config.batch, schedule.steps) * config.data.sequence_length
+
+
+def _samples(batch: BatchConfig, steps: int) -> int:
+    """Sequences of so many steps, counted by the sizes of the ramp, which never falls: steps may be many."""
+
+    def size_of(step: int) -> int:
+        return batch_at(batch, step / steps)
+
+    samples = step = 0
+    while step < steps:
+        size = size_of(step)
+        beyond = bisect.bisect_right(range(steps), size, lo=step, key=size_of)
+        samples, step = samples + size * (beyond - step), beyond
+    return samples
 
 
 def range_steps(config: Config, tokens: int | None) -> int:

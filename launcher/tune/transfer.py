@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bert_dp.config import Config, ConfigError, load_config, peak_lr
+from bert_dp.config import Config, ConfigError, load_config, parse_overrides, peak_lr, resolve
 from bert_dp.config.rates import UNTUNED_BATCH, UNTUNED_LR
 from launcher import job, results
 from launcher.log import PLAIN, show
@@ -54,6 +54,10 @@ def carry(
         if before != config.batch.global_size:
             raise ConfigError(
                 [f"--transfer: {path} was tuned at global batch {config.batch.global_size}, not {before}"]
+            )
+        if resolve([tuned.config, parse_overrides(overrides)]).optim != config.optim:
+            raise ConfigError(
+                [f"--set: optim is that of the search in {out} and stays so; drop --set or --out"]
             )
         lr = tuned.choice.lr
         carried = transfer(rate_trials.tuned_config(config, lr), lr, str(path), before, after)

@@ -51,8 +51,9 @@ def test_prediction_stands_beside_what_was_measured() -> None:
     assert two.measured_step_s == 5.3
     low, high = two.ci95
     assert two.within == (low <= two.predicted_step_s <= high)
-    alone = answer(source_of(measured()), 1, link="nvlink4", gpus_per_node=1).measured
-    assert [line.cell for line in alone] == ["weak-single-n1"]
+    assert answer(source_of(measured()), 1, link="nvlink4", gpus_per_node=1).measured == [one, two]
+    blind = answer(source_of(measured(links=None)), 1).measured
+    assert [line.cell for line in blind] == ["weak-single-n1"]
 
 
 def test_a_measured_cell_is_predicted_with_its_own_batch() -> None:

@@ -17,7 +17,16 @@ import pytest
 from rich.console import Console
 
 from bert_dp import record
-from bert_dp.config import Config, ConfigError, batch_layout, dump_config, load_config, peak_lr
+from bert_dp.config import (
+    BatchConfig,
+    Config,
+    ConfigError,
+    batch_at,
+    batch_layout,
+    dump_config,
+    load_config,
+    peak_lr,
+)
 from launcher import job, results
 from launcher.machine import environment
 from launcher.output import KeptPlan, Output
@@ -408,6 +417,19 @@ def test_tokens_of_a_run_count_its_ramp(shards: Path) -> None:
     assert WHOLE * 0.75 < (rate_trials.full_tokens(ramp) or 0) < WHOLE
 
 
+@pytest.mark.parametrize(
+    ("steps", "fraction", "quantum"), [(1, 0.5, 2), (7, 0.3, 1), (1000, 1.0, 3), (37, 0.9, 8)]
+)
+def test_a_ramp_is_counted_as_it_is_trained(shards: Path, steps: int, fraction: float, quantum: int) -> None:
+    config = make(shards, f"schedule.steps={steps}")
+    batch = BatchConfig(global_size=24, micro_size=1, ramp_fraction=fraction, ramp_quantum=quantum)
+    sizes = [batch_at(batch, step / steps) for step in range(steps)]
+    ramp = config.model_copy(update={"batch": batch})
+    assert rate_trials.full_tokens(ramp) == sum(sizes) * config.data.sequence_length
+    endless = config.schedule.model_copy(update={"steps": 10**15})
+    assert rate_trials.full_tokens(ramp.model_copy(update={"schedule": endless}))
+
+
 # --- trials
 
 
@@ -572,6 +594,8 @@ def test_transfer_takes_the_rate_that_was_found(
     assert "sqrt          1 = 0.5 x sqrt(32 / 8)" in carry((8, 32), None, "optim.lr=0.5")
     scaled = ("optim.lr=0.004", "optim.lr_scaling=sqrt", "optim.lr_batch=8")
     assert "0.016 = 0.008 x sqrt(128 / 32)" in carry((32, 128), None, *scaled)
+    with pytest.raises(ConfigError, match="--set: optim is that of the search in "):
+        carry((8, 32), tmp_path, "optim.beta2=0.9")
     with pytest.raises(ConfigError, match="tuned at global batch 8, not 16"):
         carry((16, 32), tmp_path)
     with pytest.raises(ConfigError, match="holds no chosen learning rate"):
@@ -596,6 +620,13 @@ def test_what_cannot_be_searched(
 ) -> None:
     (issue,) = lr.setting_issues(make(shards, *overrides), settings, 1)
     assert issue.startswith(line)
+
+
+def test_epochs_that_are_too_few_are_refused_when_the_data_is_known(shards: Path, tmp_path: Path) -> None:
+    items = [item for item in TINY if not item.startswith("schedule")]
+    few = load_config(None, [*items, f"data.path={shards}", "schedule.epochs=0.0001"])
+    with pytest.raises(ConfigError, match="schedule: 16 tokens are fewer than 8 steps of 128"):
+        search(few, tmp_path)
 
 
 def test_data_without_held_out_documents_is_refused(tmp_path: Path) -> None:
