@@ -10,7 +10,7 @@ import collections
 import json
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Literal
@@ -101,11 +101,35 @@ def _assemble(model: models.Model, with_normalizer: bool) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece(prefix=PREFIX)
     tokenizer.add_special_tokens(list(SPECIALS))
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="<cls> $A <sep>",
-        pair="<cls> $A <sep> $B:1 <sep>:1",
-        special_tokens=[(name, SPECIALS.index(name)) for name in ("<cls>", "<sep>")],
+    tokenizer.post_processor = _frame(
+        tokenizer, {"cls": SPECIALS.index("<cls>"), "sep": SPECIALS.index("<sep>")}
     )
+    return tokenizer
+
+
+def _frame(tokenizer: Tokenizer, special: Mapping[str, int]) -> processors.TemplateProcessing:
+    """<cls> A <sep> and <cls> A <sep> B <sep>, as examples of finetuning are."""
+    cls, sep = (tokenizer.id_to_token(special[role]) for role in ("cls", "sep"))
+    return processors.TemplateProcessing(
+        single=[cls, "$A", sep],
+        pair=[cls, "$A", sep, "$B:1", f"{sep}:1"],
+        special_tokens=[(cls, special["cls"]), (sep, special["sep"])],
+    )
+
+
+def framing_as_trained(path: Path, special: Mapping[str, int]) -> Tokenizer | None:
+    """The tokenizer at `path` with the frame of our examples; None where it has that frame already. One made
+    elsewhere may have another: RoBERTa's puts </s></s> between two texts."""
+    tokenizer = load(path)
+    cls, sep = special["cls"], special["sep"]
+    text = tokenizer.encode("a", add_special_tokens=False).ids
+    if tokenizer.encode("a", "a").ids == [cls, *text, sep, *text, sep] and (
+        tokenizer.encode("a").ids == [cls, *text, sep]
+    ):
+        return None
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.post_processor = _frame(tokenizer, special)
     return tokenizer
 
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from bert_dp import checkpoint, record
 from bert_dp.config import Config, ConfigError, native_class
+from bert_dp.corpus import tokenizer as tokens
 from bert_dp.export.as_function import Source
 from bert_dp.export.card import card, tokenizer_files
 from bert_dp.export.hf import settings_of, tensors_of
@@ -65,7 +66,11 @@ def write_about(
     """What every format has beside its model: tokenizer, export.json, README.md. `command` and `scores` stand
     in the model card."""
     exported = describe(source, form, precision)
-    shutil.copyfile(source.tokenizer_file, folder / checkpoint.TOKENIZER)
+    framed = tokens.framing_as_trained(source.tokenizer_file, source.special)
+    if framed is None:
+        shutil.copyfile(source.tokenizer_file, folder / checkpoint.TOKENIZER)
+    else:
+        record.write_text(folder / checkpoint.TOKENIZER, framed.to_str(pretty=True))
     record.write_json(folder / "tokenizer_config.json", tokenizer_files(source))
     record.write_json(folder / EXPORTED, exported.model_dump(mode="json"))
     record.write_text(folder / "README.md", card(exported, source, command, scores))

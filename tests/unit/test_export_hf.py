@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, processors
 
 from bert_dp import checkpoint
 from bert_dp.config import Config, ConfigError, Kind, modernbert_issues, native_issues
@@ -442,6 +443,27 @@ def test_a_directory_says_what_it_was_made_of(tmp_path: Path) -> None:
     assert {role: names[f"{role}_token"] for role in ("pad", "unk", "cls", "sep", "mask")} == {
         role: f"<{role}>" for role in ("pad", "unk", "cls", "sep", "mask")
     }
+
+
+def test_a_foreign_tokenizer_frames_a_pair_as_examples_were_trained(tmp_path: Path) -> None:
+    """RoBERTa's has </s></s> between two texts, and this one pads too."""
+    run = write_run(tmp_path / "run", CONFIGS["EuroBERT"])
+    file = run / "tokenizer.json"
+    ours = file.read_bytes()
+    foreign = Tokenizer.from_str(ours.decode())
+    foreign.post_processor = processors.RobertaProcessing(("<sep>", 5), ("<cls>", 4))
+    foreign.enable_padding(length=20)
+    assert foreign.encode("a", "a").ids.count(5) == 3
+    for name, text in (("ours", ours.decode()), ("foreign", foreign.to_str())):
+        file.write_text(text)
+        out = tmp_path / name
+        out.mkdir()
+        write_about(out, open_run(run, encoder=False), "hf", "bert-dp export")
+    assert (tmp_path / "ours/tokenizer.json").read_bytes() == ours
+    exported = Tokenizer.from_file(str(tmp_path / "foreign/tokenizer.json"))
+    wanted = Tokenizer.from_str(ours.decode()).encode("an old ship", "rain")
+    got = exported.encode("an old ship", "rain")
+    assert (got.ids, got.type_ids) == (wanted.ids, wanted.type_ids)
 
 
 @pytest.mark.parametrize("form", ["hf", "onnx", "aoti"])
