@@ -33,6 +33,12 @@ def locked(out: Path, tell: Callable[[str, int, int | None], None]) -> Iterator[
                 path.unlink()
 
 
+def refuse_mount_point(out: Path) -> None:
+    """Raises ConfigError for a volume's own directory, whose place no finished directory can take."""
+    if os.path.ismount(out):
+        raise ConfigError([f"--out {out}: a mount point cannot be replaced; name a directory in it"])
+
+
 @contextlib.contextmanager
 def replaced(out: Path) -> Iterator[Path]:
     """A new directory beside `out` that takes its place at the end; by the holder of its lock. What stands

@@ -31,9 +31,9 @@ from bert_dp.config import (
 )
 from bert_dp.config.manifest import format_of, hash_json
 from bert_dp.config.stored import problem_lines
-from bert_dp.corpus import pipeline, shards
+from bert_dp.corpus import dedup, pipeline, shards
 from bert_dp.corpus import sources as inputs
-from bert_dp.corpus.atomic_directory import locked, replaced
+from bert_dp.corpus.atomic_directory import locked, refuse_mount_point, replaced
 from bert_dp.corpus.command import run_command
 from bert_dp.corpus.pipeline import Progress
 
@@ -57,7 +57,9 @@ class BuildRequest(BaseModel):
     """Replace another build that stands in `out`."""
 
     def resolved(self) -> pipeline.BuildPlan:
-        """Raises ConfigError for sources or a tokenizer that are not there."""
+        """Raises ConfigError for sources, a tokenizer or a package that are not there."""
+        if self.options.dedup == "near":
+            dedup.rensa()
         settings = {
             **self.options.identity(),
             "sequence_length": self.sequence_length,
@@ -78,6 +80,7 @@ def build(request: BuildRequest, progress: Progress | None = None) -> Manifest:
     """
     tell: Progress = progress or (lambda stage, done, total: None)
     out = Path(os.path.expanduser(request.out)).resolve()
+    refuse_mount_point(out)
     plan = request.resolved()
     with locked(out, tell):
         before = [_stamp(source) for source in plan.sources]

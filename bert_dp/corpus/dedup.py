@@ -50,10 +50,10 @@ def exact_filter() -> Callable[[np.ndarray], np.ndarray]:
 
 def sketcher(seed: int) -> Callable[[list[str]], list[Any]]:
     """The function that makes MinHash sketches of texts. Raises ConfigError without the package rensa."""
-    rensa = _rensa()
+    package = rensa()
 
     def sketch(texts: list[str]) -> list[Any]:
-        sketches: list[Any] = rensa.RMinHash.from_token_sets(
+        sketches: list[Any] = package.RMinHash.from_token_sets(
             [_shingles(t) for t in texts], NUM_PERMUTATIONS, seed
         )
         return sketches
@@ -63,7 +63,7 @@ def sketcher(seed: int) -> Callable[[list[str]], list[Any]]:
 
 def near_filter(threshold: float, seed: int) -> Callable[[Any], bool]:
     """A function from a MinHash sketch to whether no earlier one is as similar as the threshold."""
-    index = _rensa().RMinHashDeduplicator(threshold, NUM_PERMUTATIONS, True, None, seed)
+    index = rensa().RMinHashDeduplicator(threshold, NUM_PERMUTATIONS, True, None, seed)
 
     def is_unlike(sketch: Any) -> bool:
         added: bool = index.add(str(index.len()), sketch)
@@ -72,7 +72,8 @@ def near_filter(threshold: float, seed: int) -> Callable[[Any], bool]:
     return is_unlike
 
 
-def _rensa() -> Any:
+def rensa() -> Any:
+    """The package. Raises ConfigError where it is not installed."""
     return require("rensa", "dedup", "data.build.dedup: near")
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from bert_dp import checkpoint, record
 from bert_dp.config import Config, ConfigError, native_class
 from bert_dp.corpus import tokenizer as tokens
+from bert_dp.corpus.atomic_directory import refuse_mount_point
 from bert_dp.export.as_function import Source
 from bert_dp.export.card import card, tokenizer_files
 from bert_dp.export.hf import settings_of, tensors_of
@@ -24,6 +25,7 @@ def new_directory(out: Path) -> Iterator[Path]:
     """A directory that gets its name at the end. Raises ConfigError where there is one with files in it."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ConfigError([f"--out: {out} is not an empty directory; name a new one"])
+    refuse_mount_point(out)
     try:
         temporary = tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent)
     except OSError as error:

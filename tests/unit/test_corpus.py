@@ -354,8 +354,17 @@ def test_a_source_that_changes_while_it_is_read_is_refused(
 
 def test_near_dedup_without_rensa(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "rensa", None)
+    source = write(tmp_path / "a.txt", prose(60))
     with pytest.raises(ConfigError, match=r"needs rensa; pip install 'rensa>="):
-        make(write(tmp_path / "a.txt", prose(60)), tmp_path / "out", dedup="near")
+        make(source, tmp_path / "out", dedup="near")
+    assert list(tmp_path.iterdir()) == [Path(source)], "nothing was read or trained before"
+
+
+@pytest.mark.skipif(not os.path.ismount("/proc"), reason="needs a mount point, and /proc is none")
+def test_a_mount_point_is_refused_before_anything_is_built(tmp_path: Path) -> None:
+    source = write(tmp_path / "a.txt", prose(60))
+    with pytest.raises(ConfigError, match="--out /proc: a mount point cannot be replaced"):
+        make(source, Path("/proc"))
 
 
 def test_filter_drops_by_tokens_per_character(tmp_path: Path) -> None:
