@@ -51,6 +51,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks import records, step_speed, turns
 from benchmarks.turns import aligned, ratios, spread, tell, with_range
 from bert_dp.config import Config, bf16_units, find_config, read_yaml, resolve, shipped_configs
+from bert_dp.record import TOKENIZER
 from bert_dp.record.exported import ExportPrecision
 
 MODELS = ("crammed-rope", "small-text")
@@ -183,7 +184,7 @@ def make_run(path: Path, config: Config, texts: Iterable[str]) -> Path:
     words = tokenizer.train(
         texts, model="wordpiece", vocab_size=config.model.vocab_size, with_normalizer=True
     )
-    words.save(str(path / checkpoint.TOKENIZER))
+    words.save(str(path / TOKENIZER))
     model = build_model(config.model, config.data.sequence_length, config.run.seed).state_dict()
     facts = {
         "samples": 0,

@@ -39,10 +39,6 @@ SPARE = 1.5  # free space asked for before a save, in sizes of the checkpoint: o
 MOMENTS = 2  # sizes of the weights that an optimizer's state will have, for a state that has none yet
 
 
-TOKENIZER = "tokenizer.json"
-"""The tokenizer's file: in the run directory, and a copy of it in each checkpoint."""
-
-
 def save(
     folder: Path, step: int, state: State, facts: dict[str, Any], keep: int, trusted: Collection[Path] = ()
 ) -> Path:
@@ -60,8 +56,8 @@ def save(
         _write_tensors(state["optimizer"], temporary / "optimizer.safetensors")
         scaler = {name: value.item() for name, value in state["scaler"].items()}
         (temporary / "state.json").write_text(json.dumps({**facts, "step": step, "scaler": scaler}, indent=1))
-        if (tokenizer := folder.parent / TOKENIZER).is_file():
-            shutil.copyfile(tokenizer, temporary / TOKENIZER)
+        if (tokenizer := folder.parent / record.TOKENIZER).is_file():
+            shutil.copyfile(tokenizer, temporary / record.TOKENIZER)
         files = {
             p.name: {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in sorted(temporary.iterdir())
         }

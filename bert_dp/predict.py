@@ -72,11 +72,11 @@ def find_source(run: str) -> ModelSource:
     path = Path(run)
     if is_exported(path):
         exported = read_exported(path)
-        encoder = Encoder.load(path / checkpoint.TOKENIZER, exported.sequence_length)
+        encoder = Encoder.load(path / record.TOKENIZER, exported.sequence_length)
         return ModelSource(path, exported.finetune, encoder)
     path = checkpoint.resolve(run)
     config = resolve([record.read_checkpoint_facts(path).config])
-    encoder = Encoder.load(pretrained.tokenizer_of(path), config.data.sequence_length)
+    encoder = Encoder.load(record.tokenizer_of(path), config.data.sequence_length)
     return ModelSource(path, config.finetune if config.objective.name == "finetune" else None, encoder)
 
 
@@ -310,7 +310,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 file.write(json.dumps(line) + "\n")
         return "", 0
 
-    return run_command(answer)
+    left = "nothing was written" if options.out else "not every text has its line"
+    return run_command(answer, stopped=left)
 
 
 if __name__ == "__main__":

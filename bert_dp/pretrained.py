@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from bert_dp import checkpoint
+from bert_dp import checkpoint, record
 from bert_dp.classifier import Classifier
 from bert_dp.config import Config, ConfigError, resolve
 from bert_dp.corpus import tokenizer
@@ -41,7 +40,7 @@ def load_with_config(run: str | os.PathLike[str]) -> tuple[CrammedBert | Classif
     if issues := checkpoint.state_issues(path, state, model):
         raise ConfigError(issues)
     model.load_state_dict(state["model"])
-    return model.eval(), tokenizer.load(tokenizer_of(path)), config
+    return model.eval(), tokenizer.load(record.tokenizer_of(path)), config
 
 
 def make_model(config: Config) -> CrammedBert | Classifier:
@@ -50,14 +49,3 @@ def make_model(config: Config) -> CrammedBert | Classifier:
     if config.objective.name == "finetune":
         return Classifier(config.model, length, config.finetune)
     return CrammedBert(config.model, length)
-
-
-def tokenizer_of(path: Path) -> Path:
-    """The tokenizer.json of a checkpoint, or of its run where it has none. Raises ConfigError."""
-    places = (path / checkpoint.TOKENIZER, path.parent.parent / checkpoint.TOKENIZER)
-    for place in places:
-        if place.is_file():
-            return place
-    raise ConfigError(
-        [f"{path}: an older run, without its tokenizer; put the tokenizer.json of its shards at {places[1]}"]
-    )

@@ -164,9 +164,7 @@ def build_trainer(
         skipped=state.skipped_steps,
     )
     if comm.world.rank == 0 and data.tokenizer_file is not None:
-        record.write_text(
-            rank.run_dir / checkpoint.TOKENIZER, data.tokenizer_file.read_text(encoding="utf-8")
-        )
+        record.write_text(rank.run_dir / record.TOKENIZER, data.tokenizer_file.read_text(encoding="utf-8"))
     folder = rank.run_dir / "checkpoints"
     directory = record.HeldDirectory(rank.run_dir) if comm.world.rank == 0 else None
     trainer = Trainer(

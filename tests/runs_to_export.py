@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bert_dp import checkpoint
+from bert_dp import checkpoint, record
 from bert_dp.classifier import Classifier
 from bert_dp.config import Config, Kind, read_yaml, resolve
 from bert_dp.corpus import tokenizer
@@ -61,7 +61,7 @@ def write_run(path: Path, config: Config, *, step: int = 3) -> Path:
     (path / "checkpoints").mkdir(parents=True)
     texts = [" ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 12)) for i in range(1, 40)]
     words = tokenizer.train(texts, model="wordpiece", vocab_size=200, with_normalizer=True)
-    words.save(str(path / checkpoint.TOKENIZER))
+    words.save(str(path / record.TOKENIZER))
     model = perturbed(config).state_dict()
     optimizer = {f"{name}/step": torch.tensor(1.0) for name in model} if step else {}
     state = {"model": model, "optimizer": optimizer, "scaler": {}}

@@ -11,9 +11,14 @@ from bert_dp.config import ConfigError
 from bert_dp.rank_process import follow_launcher
 
 
-def run_command(answer: Callable[[], tuple[str, int]], hint: str = "") -> int:
+def run_command(
+    answer: Callable[[], tuple[str, int]], hint: str = "", *, stopped: str = "nothing was written"
+) -> int:
     """Print what `answer` gives first, if anything, and return the exit code that it gives second; 2 for bad
-    input, 1 for a failure (`hint` is added to its line), 128 + signal. Errors go to stderr, a line each."""
+    input, 1 for a failure (`hint` is added to its line), 128 + signal (`stopped` says what is left).
+
+    Errors go to stderr, a line each.
+    """
     signal.signal(signal.SIGTERM, _stop)
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:  # as in a shell's background job
         signal.signal(signal.SIGINT, _stop)
@@ -25,7 +30,7 @@ def run_command(answer: Callable[[], tuple[str, int]], hint: str = "") -> int:
         sys.stderr.writelines(record.printable(f"error: {issue}\n") for issue in error.issues)
         return 2
     except KeyboardInterrupt as stop:
-        sys.stderr.write("stopped; nothing was written\n")
+        sys.stderr.write(f"stopped; {stopped}\n")
         return 128 + int(stop.args[0])
     except (OSError, RuntimeError) as error:
         sys.stderr.write(record.printable(f"error: {error}{hint and '; '}{hint}\n"))

@@ -1,6 +1,6 @@
 """Sources -> filtered, deduplicated, tokenised, packed shards in one directory. Torch-free.
 
-The sources are read twice: once for a sample to train the tokenizer (left out when one is given), once to
+The sources are read for their hashes, for a sample to train the tokenizer (left out when one is given) and to
 build. Held in memory: the sample (at most 128 MiB of text, twice), a few batches per process, 8 bytes per
 document for exact dedup (24 while two tables are merged; about 2 kB for near dedup), and 12-20 bytes per
 sequence when `order` is set. The result does not depend on the number of processes.
@@ -16,7 +16,7 @@ import math
 import os
 import threading
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future
 from itertools import chain
 from pathlib import Path
@@ -139,20 +139,23 @@ def source_record(source: inputs.Source) -> dict[str, Any]:
     return {"name": name, "bytes": size, "sha256": inputs.file_hash(source.path), "documents": 0}
 
 
-def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) -> Iterator[str]:
-    """All documents of the sources, in order; fills in their records (`source_record`)."""
+def read_documents(sources: list[inputs.Source], records: list[dict[str, Any]]) -> Generator[str, None, None]:
+    """All documents of the sources, in order; fills in their records (`source_record`), also of a source that
+    is closed before its end."""
     for source, record in zip(sources, records, strict=True):
         digest, size, count = hashlib.sha256(), 0, 0
-        for text in inputs.documents(source):
-            count += 1
+        try:
+            for text in inputs.documents(source):
+                count += 1
+                if source.path is None:
+                    data = text.encode() + b"\n"
+                    digest.update(data)
+                    size += len(data)
+                yield text
+        finally:
+            record["documents"] = count
             if source.path is None:
-                data = text.encode() + b"\n"
-                digest.update(data)
-                size += len(data)
-            yield text
-        record["documents"] = count
-        if source.path is None:
-            record |= {"bytes": size, "sha256": digest.hexdigest()}
+                record |= {"bytes": size, "sha256": digest.hexdigest()}
 
 
 def _sample(documents: Iterable[str], tell: Progress) -> tuple[list[str], int]:

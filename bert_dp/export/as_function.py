@@ -47,7 +47,7 @@ def open_run(run: str | Path, *, encoder: bool) -> Source:
     """
     path = checkpoint.resolve(str(run))
     model, tokenizer, config = pretrained.load_with_config(path)
-    file = pretrained.tokenizer_of(path)
+    file = record.tokenizer_of(path)
     kind: Kind = "encoder" if encoder else "mlm" if isinstance(model, CrammedBert) else "classifier"
     return Source(
         checkpoint=path.resolve(),

@@ -9,7 +9,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from bert_dp import checkpoint
+from bert_dp import record
 from bert_dp.config import Config, ConfigError, modernbert_issues
 from bert_dp.config.stored import sha256
 from bert_dp.parallel import State
@@ -23,7 +23,7 @@ def modernbert_state(directory: Path, config: Config, tokenizer: str | None) -> 
     Raises ConfigError for a file that cannot be read or does not fit.
     """
     issues = modernbert_issues(directory, config)
-    own = directory / checkpoint.TOKENIZER
+    own = directory / record.TOKENIZER
     if tokenizer is not None and own.is_file() and sha256(own) != tokenizer:
         issues.append(
             f"data.tokenizer: the shards have another tokenizer than {directory}; build them with "

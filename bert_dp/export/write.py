@@ -10,7 +10,7 @@ from pathlib import Path
 
 from safetensors.torch import save_file
 
-from bert_dp import checkpoint, record
+from bert_dp import record
 from bert_dp.config import Config, ConfigError, native_class
 from bert_dp.corpus import tokenizer as tokens
 from bert_dp.corpus.atomic_directory import refuse_mount_point
@@ -70,9 +70,9 @@ def write_about(
     exported = describe(source, form, precision)
     framed = tokens.framing_as_trained(source.tokenizer_file, source.special)
     if framed is None:
-        shutil.copyfile(source.tokenizer_file, folder / checkpoint.TOKENIZER)
+        shutil.copyfile(source.tokenizer_file, folder / record.TOKENIZER)
     else:
-        record.write_text(folder / checkpoint.TOKENIZER, framed.to_str(pretty=True))
+        record.write_text(folder / record.TOKENIZER, framed.to_str(pretty=True))
     record.write_json(folder / "tokenizer_config.json", tokenizer_files(source))
     record.write_json(folder / EXPORTED, exported.model_dump(mode="json"))
     record.write_text(folder / "README.md", card(exported, source, command, scores))

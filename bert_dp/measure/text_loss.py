@@ -9,6 +9,7 @@ the weights, without autocast.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import sys
@@ -60,7 +61,8 @@ def text_loss(
             ]
         )
     tell("tokenize", 0, None)
-    text = masked_text.read(up_to(read_documents(resolved, records), most), tokenizer, special)
+    with contextlib.closing(read_documents(resolved, records)) as documents:
+        text = masked_text.read(up_to(documents, most), tokenizer, special)
     if not text.kind_T.any():
         raise ConfigError(
             [

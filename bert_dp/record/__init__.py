@@ -23,12 +23,15 @@ from bert_dp.record.lines import (
 )
 from bert_dp.record.locks import HeldDirectory, lock
 from bert_dp.record.run_facts import (
+    PREDICTIONS,
     SCHEMA_VERSION,
+    TOKENIZER,
     CheckpointFacts,
     Metrics,
     list_checkpoints,
     newest_checkpoint_facts,
     read_checkpoint_facts,
+    tokenizer_of,
     weights_hash,
 )
 from bert_dp.record.shared import (

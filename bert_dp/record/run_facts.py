@@ -11,10 +11,15 @@ from typing import Any, Literal
 
 from pydantic import Field, ValidationError
 
+from bert_dp.config.error import ConfigError
 from bert_dp.config.stored import Count, Sha256, StoredModel, problem_lines
 from bert_dp.record.models import InitFrom
 
 SCHEMA_VERSION = 1
+TOKENIZER = "tokenizer.json"
+"""The tokenizer's file: in the run directory, and a copy of it in each checkpoint."""
+PREDICTIONS = "predictions.jsonl"
+"""A finetuned run's logits of every example of dev and test."""
 CHECKPOINT_NAME = re.compile(
     r"step-(\d{8,})(\.old-\w+)?"
 )  # of a complete one, not of a save that was cut off
@@ -101,6 +106,16 @@ def weights_hash(checkpoint: Path) -> str:
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     digest: str = manifest["files"]["model.safetensors"]["sha256"]
     return digest
+
+
+def tokenizer_of(checkpoint: Path) -> Path:
+    """The tokenizer.json of a checkpoint, or of its run where it has none. Raises ConfigError."""
+    places = (checkpoint / TOKENIZER, checkpoint.parent.parent / TOKENIZER)
+    for place in places:
+        if place.is_file():
+            return place
+    remedy = f"put the {TOKENIZER} of its shards at {places[1]}"
+    raise ConfigError([f"{checkpoint}: an older run, without its tokenizer; {remedy}"])
 
 
 def newest_checkpoint_facts(directory: Path) -> tuple[Path, CheckpointFacts] | None:

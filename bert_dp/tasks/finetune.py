@@ -28,7 +28,6 @@ from bert_dp.scores import score
 from bert_dp.tasks import Context, Metadata
 
 LENGTH_MULTIPLE = 16  # of the padded length: few shapes to compile
-PREDICTIONS = "predictions.jsonl"
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,8 @@ class Finetuning:
         measured: dict[str, Any] | None = context.comm.broadcast(self._measure(logits) if first else None)
         if context.run_dir is not None:
             lines = (_prediction_lines(name, logits[name], each) for name, each in self._splits.items())
-            record.write_text(context.run_dir / PREDICTIONS, "".join(itertools.chain.from_iterable(lines)))
+            text = "".join(itertools.chain.from_iterable(lines))
+            record.write_text(context.run_dir / record.PREDICTIONS, text)
         return measured
 
     def _measure(self, logits: Mapping[str, NDArray[np.float64]]) -> dict[str, Any] | None:

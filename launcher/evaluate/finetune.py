@@ -23,8 +23,6 @@ from launcher import children, job
 from launcher.machine import environment
 
 RECIPE = "glue.yaml"
-TOKENIZER = "tokenizer.json"
-
 
 OURS = ("data.path", "run.init_from", "finetune.kind", "finetune.labels", "objective.name")
 """Settings that follow from RUN and its task."""
@@ -94,13 +92,8 @@ def find_pretrained(run: Path) -> Pretrained:
     if checkpoint is None:
         raise ConfigError([f"RUN: {run} holds no checkpoint; name a run that has saved one"])
     path, facts = checkpoint
-    places = (path / TOKENIZER, path.parent.parent / TOKENIZER)
-    tokenizer = next((place for place in places if place.is_file()), None)
-    if tokenizer is None:
-        raise ConfigError(
-            [f"RUN: {run} has no {TOKENIZER}; put that of its shards at {places[1]}, or train it again"]
-        )
-    return Pretrained(run.resolve(), path.resolve(), facts.step, resolve([facts.config]), tokenizer.resolve())
+    tokenizer = record.tokenizer_of(path).resolve()
+    return Pretrained(run.resolve(), path.resolve(), facts.step, resolve([facts.config]), tokenizer)
 
 
 def setting_names(overrides: Sequence[str]) -> list[str]:

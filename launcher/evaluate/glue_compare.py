@@ -11,10 +11,11 @@ from collections.abc import Hashable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+from bert_dp import record
 from bert_dp.config import ConfigError
 from launcher import results
 from launcher.evaluate import FILE
-from launcher.evaluate.glue_predictions import PREDICTIONS, read_predictions
+from launcher.evaluate.glue_predictions import read_predictions
 from launcher.evaluate.glue_report import how_text, label
 from launcher.report.model import Axis, Cell, Column, Figure, Line, Report, Row, Section, Table, Verdict
 from launcher.report.numbers import NA, count_of, format_count, format_percent, format_points
@@ -50,7 +51,7 @@ class Evaluation:
             if trial.status != "ok":
                 continue
             folder = self.folder / "trials" / trial.trial
-            path = folder / PREDICTIONS
+            path = folder / record.PREDICTIONS
             data = path.read_bytes() if path.is_file() else b""
             if hashlib.sha256(data).hexdigest() != trial.predictions_sha256:
                 raise ConfigError([f"{path} is not what {FILE} was made from; evaluate again"])

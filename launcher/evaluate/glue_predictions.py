@@ -9,7 +9,6 @@ from pathlib import Path
 from bert_dp import record
 from bert_dp.config import ExamplesManifest
 
-PREDICTIONS = "predictions.jsonl"
 FOLDER = "submission"
 NAMES = {("MNLI", "test_matched"): "MNLI-m", ("MNLI", "test_mismatched"): "MNLI-mm"}
 LOWEST, HIGHEST = 0.0, 5.0  # a similarity of STS-B
@@ -29,7 +28,7 @@ class Prediction:
 
 def read_predictions(trial: Path) -> Iterator[Prediction]:
     """Every line of its predictions.jsonl; none where there is no such file."""
-    path = trial / PREDICTIONS
+    path = trial / record.PREDICTIONS
     for text in path.read_bytes().splitlines() if path.is_file() else ():
         line = record.parse_json(text)
         yield Prediction(line["split"], line["index"], line["label"], _answer(line["logits"]))

@@ -7,9 +7,10 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from bert_dp import record
 from bert_dp.record.models import FailureKind, Summary
 from launcher.evaluate.glue_grid import Task
-from launcher.evaluate.glue_predictions import PREDICTIONS, answers
+from launcher.evaluate.glue_predictions import answers
 from launcher.results import GlueScore, GlueSplit, GlueTask, GlueTrial, RateScore
 from launcher.run.read_run import cause, failure_kind, read_summary
 from launcher.run.trials import Outcome, Trial
@@ -48,7 +49,7 @@ def read_trial(trial: Trial, outcome: Outcome, task: Task, lr: float) -> GlueTri
     predicted = answers(directory)
     short = [s for s in task.dev if len(predicted.get(s, ())) != task.manifest.splits[s].examples]
     if short:
-        cut = f"{PREDICTIONS} does not hold every example of {', '.join(short)}"
+        cut = f"{record.PREDICTIONS} does not hold every example of {', '.join(short)}"
         return GlueTrial(**facts | {"status": "failed", "cause": cut, "failure_kind": "error"})
     if missing := [name for name in wanted if name not in scores]:
         undefined = all(name in known for name in missing)
@@ -59,7 +60,7 @@ def read_trial(trial: Trial, outcome: Outcome, task: Task, lr: float) -> GlueTri
     measured = {
         "scores": scores,
         "one_class": [split for split in task.dev if len(set(predicted[split])) == 1],
-        "predictions_sha256": hashlib.sha256((directory / PREDICTIONS).read_bytes()).hexdigest(),
+        "predictions_sha256": hashlib.sha256((directory / record.PREDICTIONS).read_bytes()).hexdigest(),
     }
     return GlueTrial(**facts | measured)
 

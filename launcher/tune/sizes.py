@@ -7,6 +7,7 @@ import math
 from collections.abc import Sequence
 
 from bert_dp.config import Config, ConfigError, batch_layout
+from bert_dp.config.schema import divisors
 from launcher.tune.search import with_settings
 
 MOST, FEWEST = 8, 3  # sizes of a throughput curve
@@ -22,10 +23,8 @@ def dividing(config: Config, ranks: int) -> list[int]:
 
     Raises ConfigError when there is none: not even 1 divides, or the engine refuses.
     """
-    whole = config.batch.global_size
-    small = [n for n in range(1, math.isqrt(whole) + 1) if whole % n == 0]
     allowed = []
-    for micro in sorted({*small, *(whole // n for n in small)}):
+    for micro in divisors(config.batch.global_size):
         with contextlib.suppress(ConfigError):
             batch_layout(with_micro(config, micro), ranks)
             allowed.append(micro)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import bert_dp as package
-from bert_dp.tasks.finetune import PREDICTIONS
+from bert_dp.record import PREDICTIONS
 from launcher import job
 from tests.e2e.cli import TINY, bert_dp, here, refused
 from tests.helpers import read_json, read_lines

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bert_dp.tasks.finetune import PREDICTIONS
+from bert_dp.record import PREDICTIONS
 from tests.example_files import label_names, write_examples
 from tests.helpers import read_lines
 from tests.parity.runs import losses, settings, state, summary, train_run

@@ -15,7 +15,8 @@ from numpy.typing import NDArray
 
 from bert_dp.config import read_examples, resolve
 from bert_dp.examples.store import Examples
-from bert_dp.tasks.finetune import PREDICTIONS, Finetuning
+from bert_dp.record import PREDICTIONS
+from bert_dp.tasks.finetune import Finetuning
 from tests.example_files import label_names, write_examples
 from tests.helpers import read_json, read_lines
 from tests.parity.runs import settings

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from bert_dp import record
 from bert_dp.classifier import Classifier, build_classifier
 from bert_dp.config import ConfigError, FinetuneConfig, ModelConfig, resolve
 from bert_dp.cost import flops_per_token
@@ -251,7 +252,7 @@ def test_predictions_are_of_every_split_with_null_for_what_is_not_known(
     measured = task.evaluate(model, context)
     assert measured is not None
     assert measured["scores"] == {}
-    lines = read_lines(tmp_path / finetune.PREDICTIONS)
+    lines = read_lines(tmp_path / record.PREDICTIONS)
     dev = task._splits["dev"].labels
     assert dev is not None
     assert [(line["split"], line["index"], line["label"]) for line in lines] == [

@@ -15,7 +15,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, processors
 
-from bert_dp import checkpoint
+from bert_dp import record
 from bert_dp.config import Config, ConfigError, Kind, modernbert_issues, native_issues
 from bert_dp.corpus import sources
 from bert_dp.export import __main__ as command
@@ -474,7 +474,7 @@ def test_a_directory_without_one_of_its_files_is_refused(tmp_path: Path, form: A
     for name in files:
         (tmp_path / name).touch()
     assert read_exported(tmp_path).format == form
-    for name in (*files, checkpoint.TOKENIZER):
+    for name in (*files, record.TOKENIZER):
         kept = (tmp_path / name).read_bytes()
         (tmp_path / name).unlink()
         assert f"has no {name}; export the run again" in issues_of(read_exported, tmp_path)[0]

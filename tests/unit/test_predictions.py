@@ -219,6 +219,32 @@ def test_the_command_hands_on_every_option(tmp_path: Path, monkeypatch: pytest.M
     assert read_lines(out) == [{"index": 0}, {"index": 1}]
 
 
+@pytest.mark.parametrize(
+    ("to_file", "left"), [(True, "nothing was written"), (False, "not every text has its line")]
+)
+def test_a_command_that_is_stopped_says_what_is_left(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    to_file: bool,
+    left: str,
+) -> None:
+    def answer(*_: Any) -> Iterator[dict[str, Any]]:
+        yield {"index": 0}
+        raise KeyboardInterrupt(signal.SIGTERM)
+
+    monkeypatch.setattr(predict, "predict", answer)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    write_files(tmp_path, {"a.txt": "one\ntwo\n"})
+    out = tmp_path / "out.jsonl"
+    options = ["--out", str(out)] if to_file else []
+    assert predict.main([*options, "run", str(tmp_path / "a.txt")]) == 128 + signal.SIGTERM
+    printed = capsys.readouterr()
+    assert printed.err.endswith(f"stopped; {left}\n")
+    assert printed.out == ("" if to_file else '{"index": 0}\n')
+    assert not out.exists()
+
+
 def test_a_run_that_has_diverged_predicts_nothing() -> None:
     """Nor where a single example is not finite."""
 

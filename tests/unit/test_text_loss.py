@@ -275,6 +275,7 @@ def test_what_is_measured_of_a_run_and_shown(run_dir: Path, tmp_path: Path) -> N
     assert section.notes[1].startswith("0 hidden words without a token and 1 unknown token cost fewer bits")
     first = text_loss.text_loss(str(run_dir), [str(tmp_path / "a.txt")], options, 400, quiet)
     assert first["documents"] == 1
+    assert [source["documents"] for source in first["sources"]] == [1], "what was read of the file"
     assert first["predicted"][0]["loss_se"] is None
 
 
